@@ -1,0 +1,69 @@
+"""The documentation as tests: the examples of docstrings and of Markdown pages.
+
+They run under JAX's own defaults, as a reader would run them; the stricter settings of
+`tests/conftest.py` are for the tests alone.
+"""
+
+import os
+import re
+import sys
+import types
+from typing import Any
+
+from sybil import Document, Example, Sybil
+from sybil.document import PythonDocStringDocument
+from sybil.example import NotEvaluated
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil.sybil import SybilCollection
+
+
+# Read when JAX first looks for its devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+)
+
+ALIASES = (
+    "import equinox as eqx, eqx_state as es, jax, jax.numpy as jnp, jax.random as jr"
+)
+
+
+def new_namespace(path: str) -> dict[str, Any]:
+    """The namespace of a new module, in which annotations that are strings resolve."""
+    module = types.ModuleType("example_" + re.sub(r"\W", "_", path))
+    sys.modules[module.__name__] = module
+    return module.__dict__
+
+
+class Page(Document):
+    """A Markdown page: its examples share one namespace and make their own imports."""
+
+    def __init__(self, text: str, path: str) -> None:
+        super().__init__(text, path)
+        self.namespace = new_namespace(path)
+
+
+class Docstrings(PythonDocStringDocument):
+    """The docstrings of a file: each example starts anew, with the usual aliases.
+
+    Only text is read from the file: the code that runs is the installed package's.
+    """
+
+    def import_document(self, example: Example) -> None:
+        example.namespace = new_namespace(self.path)
+        exec(ALIASES, example.namespace)
+        raise NotEvaluated
+
+
+parsers = [PythonCodeBlockParser(), SkipParser()]
+
+pytest_collect_file = SybilCollection(
+    [
+        Sybil(parsers, path="src", pattern="*.py", document_types={".py": Docstrings}),
+        Sybil(
+            parsers,
+            pattern="*.md",
+            exclude="CHANGELOG.md",
+            document_types={".md": Page},
+        ),
+    ]
+).pytest()

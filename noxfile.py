@@ -1,0 +1,47 @@
+"""The checks of this repository: `nox` runs lint, types and tests."""
+
+import nox
+
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "types", "tests"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def groups(*names: str) -> tuple[str, ...]:
+    """The requirements of these dependency groups."""
+    return nox.project.dependency_groups(PYPROJECT, *names)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the example on handwritten digits."""
+    session.install(".", *groups("examples"))
+    session.run("python", "examples/digits.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Test the built wheel and every example of the documentation."""
+    session.install(".", *groups("test", "examples"))
+    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    if not session.posargs:
+        session.run("coverage", "report")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and which module imports which."""
+    session.install(*groups("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports", env={"PYTHONPATH": "src"})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check what users' type checkers see, and that every public name has a type."""
+    session.install(".", *groups("types"))
+    session.run("python", "tests/typing/check.py")
+    session.run("pyright", "--verifytypes", "eqx_state", "--ignoreexternal")

@@ -1,0 +1,55 @@
+"""Equinox modules whose annotations say what their fields are."""
+
+from . import nn as nn
+from ._axes import SPLIT as SPLIT
+from ._declare import field as field
+from ._errors import (
+    NotInitializedError as NotInitializedError,
+    TraceError as TraceError,
+)
+from ._filters import (
+    all_of as all_of,
+    any_of as any_of,
+    not_ as not_,
+    path_matches as path_matches,
+    trainable as trainable,
+    under as under,
+)
+from ._functional import functional as functional
+from ._grad import grad as grad, value_and_grad as value_and_grad
+from ._init import init as init, Initializer as Initializer, lazy as lazy
+from ._keys import reseed as reseed
+from ._kinds import (
+    BatchStat as BatchStat,
+    Buffer as Buffer,
+    OptState as OptState,
+    Parameter as Parameter,
+    Rng as Rng,
+    State as State,
+    TreePart as TreePart,
+)
+from ._modes import (
+    eval as eval,
+    freeze as freeze,
+    train as train,
+    unfreeze as unfreeze,
+)
+from ._module import Module as Module
+from ._mutable import mutable as mutable
+from ._optimizer import Optimizer as Optimizer
+from ._random import RngStream as RngStream
+from ._select import (
+    filter as filter,
+    map as map,
+    mask as mask,
+    partition as partition,
+    spec as spec,
+    update as update,
+)
+from ._surgery import (
+    configure as configure,
+    map_modules as map_modules,
+    modules as modules,
+)
+from ._traverse import Part as Part, parts as parts
+from ._vmap import vmap as vmap

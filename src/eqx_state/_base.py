@@ -1,0 +1,55 @@
+"""What the layers below `es.Module` need to know of it: two flags and one slot."""
+
+import dataclasses
+from typing import Any, dataclass_transform, Self
+
+import equinox as eqx
+
+from ._compat import EquinoxMeta
+from ._declare import field
+
+
+# For type checkers alone: on the class itself it would lose against Equinox's
+# metaclass, and `es.field` would read as a default value. Deliberately not
+# `frozen_default`: `self.mean = …` is how state is written.
+@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, field))
+class _ModuleMeta(EquinoxMeta):
+    pass
+
+
+class BaseModule(eqx.Module, metaclass=_ModuleMeta):
+    """The data of an `es.Module`; its behaviour is in `_module.py`.
+
+    The flags are static fields: they are part of the treedef. The slot lies outside
+    `__dict__`, so it is no part of the pytree: copies and pickles come without it.
+    """
+
+    __slots__ = ("_place",)
+
+    training: bool = eqx.field(init=False, static=True, repr=False)
+    frozen: bool = eqx.field(init=False, static=True, repr=False)
+    _module_init_done: bool = eqx.field(init=False, static=True, repr=False)
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        self = super().__new__(cls)
+        # A dataclass does not store `init=False` defaults on the instance, and the
+        # treedef of a fresh module would differ from that of an unflattened one.
+        object.__setattr__(self, "training", True)
+        object.__setattr__(self, "frozen", False)
+        object.__setattr__(self, "_module_init_done", False)
+        return self
+
+
+FLAGS = ("training", "frozen", "_module_init_done")
+
+
+def get_place(module: eqx.Module) -> Any:
+    """Where in an open scope `module` is, or `None` for an ordinary frozen module."""
+    try:
+        return object.__getattribute__(module, "_place")
+    except AttributeError:
+        return None
+
+
+def set_place(module: BaseModule, place: Any) -> None:
+    object.__setattr__(module, "_place", place)

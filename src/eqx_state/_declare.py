@@ -1,0 +1,298 @@
+"""From annotations to kinds: what each field of a module class declares.
+
+A field's annotation is read once per class into a `Spec`, a small tree that follows the
+containers in the annotation: `dict[str, es.State]` declares nothing for the dict itself
+and `State` for what is in it. Nothing here looks at values.
+"""
+
+import builtins
+import collections.abc
+import dataclasses
+import sys
+import types
+import typing
+import weakref
+from typing import Any, ForwardRef, NamedTuple, Union
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from ._compat import own_annotations
+from ._kinds import is_kind, TreePart
+
+
+KIND = "eqx_state.kind"  # the metadata key under which `field(kind=…)` is kept
+
+
+class Spec(NamedTuple):
+    """What an annotation declares for a value and, one level down, for its elements."""
+
+    kind: type[TreePart] | None = None
+    each: "Spec | None" = None
+    items: "tuple[Spec, ...] | None" = None
+    unresolved: str | None = None
+
+    def child(self, key: Any) -> "Spec":
+        """The declaration for the child of a container that lies under `key`."""
+        if self.items is not None:
+            index = key.idx if isinstance(key, jtu.SequenceKey) else len(self.items)
+            return self.items[index] if index < len(self.items) else NOTHING
+        return NOTHING if self.each is None else self.each
+
+
+NOTHING = Spec()
+
+
+def field(*, kind: type[TreePart[Any]] | None = None, **kwargs: Any) -> Any:
+    """`equinox.field` with the kind of the field's arrays.
+
+    For a field whose annotation cannot say it, such as `w: Array`.
+
+    **Arguments:**
+
+    - `kind`: a kind (`es.Parameter`, `es.State`, your own), or `None` for no
+        declaration.
+    - `**kwargs`: every argument of `equinox.field` and of `dataclasses.field`:
+        `converter`, `static`, `default`, `default_factory`, `metadata`, …
+
+    **Raises:**
+
+    - `TypeError`: `kind` is no kind, or the field is `static` too (a static value is
+        part of the tree's structure and cannot be an array with a kind).
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+        from jaxtyping import Array
+
+
+        class Scale(es.Module):
+            factor: Array = es.field(kind=es.Parameter, converter=jnp.asarray)
+
+
+        assert es.parts(Scale(2.0))[0].kind is es.Parameter
+        ```
+    """
+    if kind is not None:
+        if not is_kind(kind):
+            raise TypeError(
+                f"`es.field(kind={kind!r})`: a kind is a class such as `es.Parameter`, "
+                "or your own `class Cache(es.State): ...`."
+            )
+        if kwargs.get("static", False):
+            raise TypeError(
+                f"`es.field(kind=es.{kind.__name__}, static=True)`: a static field is"
+                " part of the tree's structure and its value is never an array with a"
+                " kind. Drop one of the two."
+            )
+        kwargs["metadata"] = {**(kwargs.get("metadata") or {}), KIND: kind}
+    return own_default(eqx.field(**kwargs))
+
+
+def own_default(field: Any) -> Any:
+    """An array as a default becomes a factory of copies: each instance its own."""
+    if eqx.is_array(field.default):
+        field.default_factory = ArrayDefault(field.default)
+        field.default = dataclasses.MISSING
+    return field
+
+
+class ArrayDefault:
+    """Makes a copy of an array. NumPy arrays stay NumPy arrays."""
+
+    def __init__(self, array: Any):
+        self.array = array
+
+    def __call__(self) -> Any:
+        return self.array.copy()
+
+
+class _UnresolvedType(type):
+    """A stand-in for a name that does not exist (yet); anything may be done with it."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return unresolved(f"{cls.__name__}.{name}")
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+def unresolved(name: str) -> type:
+    return _UnresolvedType(name, (), {})
+
+
+class Namespace(dict[str, Any]):
+    """Where the names in the string annotations of `cls` are looked up."""
+
+    def __init__(self, cls: type, local: dict[str, Any]):
+        super().__init__()
+        self.layers = (
+            {cls.__name__: cls},
+            # A field's default hides nothing: `jax: Array = field()` in the body.
+            {k: v for k, v in vars(cls).items() if k not in own_annotations(cls)},
+            local,
+            vars(sys.modules.get(cls.__module__, builtins)),
+            vars(builtins),
+        )
+
+    def __missing__(self, name: str) -> Any:
+        for layer in self.layers:
+            if name in layer:
+                return layer[name]
+        return unresolved(name)
+
+
+def _merge(specs: list[Spec]) -> Spec:
+    """One declaration out of the members of a union, or of a generic's arguments."""
+    specs = [s for s in specs if s != NOTHING]
+    if not specs:
+        return NOTHING
+    kinds = {s.kind for s in specs} - {None}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(f"`{k.__name__}`" for k in kinds if k is not None))
+        raise TypeError(f"it names two different kinds, {names}, for one place")
+    each = [s.each for s in specs if s.each is not None]
+    return Spec(
+        kind=next(iter(kinds), None),
+        each=_merge(each) if each else None,
+        items=next((s.items for s in specs if s.items is not None), None),
+        unresolved=next((s.unresolved for s in specs if s.unresolved), None),
+    )
+
+
+def parse(annotation: Any, names: Namespace) -> Spec:
+    """Read one annotation. Raises `TypeError` for a union of two kinds."""
+    if isinstance(annotation, ForwardRef):
+        annotation = annotation.__forward_arg__
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, {}, names)
+        except Exception:
+            return Spec(unresolved=annotation)
+        if isinstance(annotation, str):
+            return parse(annotation, names)
+    if isinstance(annotation, _UnresolvedType):
+        return Spec(unresolved=annotation.__name__)
+    if is_kind(annotation):
+        return Spec(kind=annotation)
+    if hasattr(annotation, "__value__"):  # `type Weights = …`
+        return parse(annotation.__value__, names)
+    if hasattr(annotation, "__supertype__"):  # `NewType`
+        return parse(annotation.__supertype__, names)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is None:
+        # jaxtyping's `PyTree[X]` is a class of its own.
+        leaf_type = getattr(annotation, "leaftype", None)
+        return NOTHING if leaf_type is None else parse(leaf_type, names)
+    if origin is typing.Annotated:
+        return _annotated(parse(args[0], names), annotation.__metadata__)
+    if origin in (typing.Literal, type, collections.abc.Callable):
+        return NOTHING
+    if origin in (Union, types.UnionType):
+        return _merge([parse(a, names) for a in args])
+    if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
+        items = tuple(parse(a, names) for a in args)
+        return NOTHING if all(s == NOTHING for s in items) else Spec(items=items)
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
+        mapping = issubclass(origin, collections.abc.Mapping)
+        each = parse(args[-1] if mapping else args[0], names)
+        return NOTHING if each == NOTHING else Spec(each=each)
+    # `Final[X]`, a generic module `Box[X]`: what is said counts for all that is below.
+    return _merge([parse(a, names) for a in args])
+
+
+def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
+    """`Annotated[X, …]`: of its kinds the outermost covering, else the innermost."""
+    kinds = [inner.kind, *(k for k in metadata if is_kind(k))]
+    kinds = [k for k in kinds if k is not None]
+    if not kinds:
+        return inner
+    covering = [k for k in kinds if k.covering]
+    return inner._replace(kind=covering[-1] if covering else kinds[0], unresolved=None)
+
+
+_specs: weakref.WeakKeyDictionary[type, dict[str, Spec]] = weakref.WeakKeyDictionary()
+# What only the frame of the class statement knew: names local to a function.
+_locals: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def remember_locals(cls: type) -> None:
+    """Keep the local names that string annotations of `cls`, just made, may need.
+
+    Only those that occur in an annotation are kept; the frame itself is let go.
+    """
+    texts = [a for a in own_annotations(cls).values() if _has_string(a)]
+    if not texts:
+        return
+    text = " ".join(map(repr, texts))
+    frame: types.FrameType | None = sys._getframe(1)
+    found: dict[str, Any] = {}
+    # The class statement's own frame is the first one of the class's module.
+    while frame is not None:
+        if frame.f_globals.get("__name__") == cls.__module__:
+            for name, value in frame.f_locals.items():
+                if name in text:
+                    found.setdefault(name, value)
+        frame = frame.f_back
+    _locals[cls] = found
+
+
+def _has_string(annotation: Any) -> bool:
+    return isinstance(annotation, (str, ForwardRef)) or any(
+        map(_has_string, typing.get_args(annotation))
+    )
+
+
+def declarations(cls: type) -> dict[str, Spec]:
+    """What the fields of a module class declare; those that declare nothing left out.
+
+    Raises `TypeError`, naming class and field, for a contradictory declaration. A name
+    that cannot be resolved is no error here: it stays in `Spec.unresolved`, and is
+    tried again at the next call.
+    """
+    try:
+        return _specs[cls]
+    except KeyError:
+        pass
+    specs = {}
+    for f in dataclasses.fields(cls):
+        try:
+            spec = _declared(cls, f)
+        except TypeError as e:
+            raise TypeError(
+                f"The annotation of `{cls.__qualname__}.{f.name}` cannot be used: {e}. "
+                "A field has one kind; a submodule or a container may hold fields or "
+                "elements of several."
+            ) from None
+        if spec != NOTHING:
+            specs[f.name] = spec
+    if not any(map(_is_unresolved, specs.values())):
+        _specs[cls] = specs
+    return specs
+
+
+def _declared(cls: type, f: dataclasses.Field[Any]) -> Spec:
+    spec = NOTHING
+    for owner in cls.__mro__:
+        if f.name in own_annotations(owner):
+            names = Namespace(owner, _locals.get(owner, {}))
+            spec = parse(own_annotations(owner)[f.name], names)
+            break
+    kind = f.metadata.get(KIND)
+    if kind is None:
+        return spec
+    if spec.kind not in (None, kind):
+        raise TypeError(
+            f"the annotation says `{spec.kind.__name__}`, `es.field` says "
+            f"`{kind.__name__}`"
+        )
+    return spec._replace(kind=kind, unresolved=None)
+
+
+def _is_unresolved(spec: Spec) -> bool:
+    below = [*([] if spec.each is None else [spec.each]), *(spec.items or ())]
+    return spec.unresolved is not None or any(map(_is_unresolved, below))

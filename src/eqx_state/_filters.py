@@ -1,0 +1,257 @@
+"""Filters: a kind, a callable `Part -> bool`, or one of the combinators below.
+
+A filter is bound to a tree before it is asked (`bind`), since `under` has to look at
+the whole tree once. All combinators are hashable values that print as they are written.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ._kinds import is_kind, Parameter, TreePart
+from ._traverse import KeyPath, leaves, Part
+
+
+Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
+Predicate: TypeAlias = Callable[[Part], bool]
+
+
+def bind(filter: Filter, tree: Any) -> Predicate:
+    """The predicate that `filter` means for the parts of `tree`."""
+    if is_kind(filter):
+        return lambda part: part.kind is not None and issubclass(part.kind, filter)
+    if isinstance(filter, _Combinator):
+        return filter.bind(tree)
+    if isinstance(filter, type) or not callable(filter):
+        raise TypeError(
+            f"`{filter!r}` is no filter. A filter is a kind (`es.Parameter`, your own"
+            " `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
+            " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
+            " `es.path_matches`."
+        )
+    return lambda part: bool(filter(part))
+
+
+def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
+    """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
+    return bind(_AllOf(filters or (TreePart,)), tree)
+
+
+def _show(filter: Filter) -> str:
+    if is_kind(filter):
+        module = "es." if filter.__module__.startswith("eqx_state.") else ""
+        return module + filter.__name__
+    if isinstance(filter, _Combinator):
+        return repr(filter)
+    return getattr(filter, "__qualname__", repr(filter))
+
+
+class _Combinator:
+    def bind(self, tree: Any) -> Predicate:
+        raise AssertionError  # every combinator has its own
+
+    def __call__(self, part: Part) -> bool:
+        return self.bind(None)(part)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _AnyOf(_Combinator):
+    filters: tuple[Filter, ...]
+
+    def bind(self, tree: Any) -> Predicate:
+        predicates = [bind(f, tree) for f in self.filters]
+        return lambda part: any(p(part) for p in predicates)
+
+    def __repr__(self) -> str:
+        return f"es.any_of({', '.join(map(_show, self.filters))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _AllOf(_Combinator):
+    filters: tuple[Filter, ...]
+
+    def bind(self, tree: Any) -> Predicate:
+        predicates = [bind(f, tree) for f in self.filters]
+        return lambda part: all(p(part) for p in predicates)
+
+    def __repr__(self) -> str:
+        return f"es.all_of({', '.join(map(_show, self.filters))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Not(_Combinator):
+    filter: Filter
+
+    def bind(self, tree: Any) -> Predicate:
+        predicate = bind(self.filter, tree)
+        return lambda part: not predicate(part)
+
+    def __repr__(self) -> str:
+        return f"es.not_({_show(self.filter)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _PathMatches(_Combinator):
+    glob: str
+
+    def bind(self, tree: Any) -> Predicate:
+        parts = (
+            ".*" if c == "*" else "." if c == "?" else re.escape(c) for c in self.glob
+        )
+        pattern = re.compile("".join(parts), re.DOTALL)
+        return lambda part: pattern.fullmatch(part.name) is not None
+
+    def __repr__(self) -> str:
+        return f"es.path_matches({self.glob!r})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Under(_Combinator):
+    where: Callable[[Any], Any]
+
+    def bind(self, tree: Any) -> Predicate:
+        paths = paths_under(self.where, tree, repr(self))
+        return lambda part: part.path in paths
+
+    def __repr__(self) -> str:
+        return f"es.under({getattr(self.where, '__qualname__', repr(self.where))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Trainable(_Combinator):
+    def bind(self, tree: Any) -> Predicate:
+        is_parameter = bind(Parameter, tree)
+        return lambda part: (
+            not part.frozen
+            and is_parameter(part)
+            and jnp.issubdtype(part.value.dtype, jnp.inexact)
+        )
+
+    def __repr__(self) -> str:
+        return "es.trainable"
+
+
+trainable = _Trainable()
+
+
+class _Marker:
+    """Stands for one leaf while `where` selects, so that equal leaves stay apart."""
+
+    def __init__(self, path: KeyPath):
+        self.path = path
+
+
+def paths_under(
+    where: Callable[[Any], Any], tree: Any, what: str
+) -> frozenset[KeyPath]:
+    """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
+
+    Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
+    leaf of the tree.
+    """
+    markers = iter([_Marker(v.path) for v in leaves(tree)])
+    nodes = where(jtu.tree_map(lambda _: next(markers), tree))
+    paths: set[KeyPath] = set()
+    for node in nodes if type(nodes) in (tuple, list) and nodes else [nodes]:
+        found = [m.path for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
+        if not found:
+            raise ValueError(
+                f"`{what}` selects nothing: `where` must return a node of the tree (or"
+                " a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda"
+                " model: model.layers[0]`."
+            )
+        paths.update(found)
+    return frozenset(paths)
+
+
+def any_of(*filters: Filter) -> Filter:
+    """The filter that selects what at least one of `filters` selects.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        assert (
+            repr(es.any_of(es.Rng, es.BatchStat)) == "es.any_of(es.Rng, es.BatchStat)"
+        )
+        ```
+    """
+    return _AnyOf(filters)
+
+
+def all_of(*filters: Filter) -> Filter:
+    """The filter that selects what every one of `filters` selects.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        biases = es.all_of(es.Parameter, es.path_matches("*.bias"))
+        assert hash(biases) == hash(es.all_of(es.Parameter, es.path_matches("*.bias")))
+        ```
+    """
+    return _AllOf(filters)
+
+
+def not_(filter: Filter) -> Filter:
+    """The filter that selects the arrays that `filter` does not select."""
+    return _Not(filter)
+
+
+def under(where: Callable[[Any], Any]) -> Filter:
+    """The filter that selects what lies in a node of the tree.
+
+    **Arguments:**
+
+    - `where`: takes the tree, returns one of its nodes or a tuple of them, as in
+        `equinox.tree_at`.
+
+    **Raises:**
+
+    - `ValueError`, when used on a tree: `where` returned no node, or one without
+        arrays.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
+        head = es.filter(mlp, es.under(lambda m: m.layers[-1]))
+        assert head.layers[0].weight is None
+        assert head.layers[1].weight is mlp.layers[1].weight
+        ```
+    """
+    return _Under(where)
+
+
+def path_matches(glob: str) -> Filter:
+    """The filter that selects by name, such as `layers[0].norm.mean`.
+
+    **Arguments:**
+
+    - `glob`: `*` stands for any characters, dots included, and `?` for one; all others,
+        brackets too, stand for themselves.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
+        biases = es.filter(mlp, es.path_matches("layers[?].bias"))
+        assert biases.layers[0].weight is None
+        assert biases.layers[0].bias is mlp.layers[0].bias
+        ```
+    """
+    return _PathMatches(glob)

@@ -1,0 +1,56 @@
+"""`es.functional`: a model as a pure pair, for libraries that know no modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+
+from ._init import check_initialized
+from ._kinds import Parameter, State
+from ._mutable import thread
+from ._select import partition
+from ._traverse import Part
+
+
+def _any_array(part: Part) -> bool:
+    return True
+
+
+def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
+    """A callable model as `(apply, params, state)`, all arrays, for plain JAX.
+
+    **Arguments:**
+
+    - `tree`: a model that can be called.
+
+    **Returns:**
+
+    - `apply(params, state, *args, **kwargs) -> (out, state)`, a pure function, which
+        plain `jax.jit` and `jax.grad` take if the model's output is made of arrays.
+    - `params`: the model with its `es.Parameter`s, and `None` elsewhere.
+    - `state`: the model with all other arrays, and `None` elsewhere.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax
+        import jax.random as jr
+
+        model = eqx.nn.MLP(2, 1, 8, 1, key=jr.key(0))
+        apply, params, state = es.functional(model)
+        out, state = jax.jit(apply)(params, state, jr.normal(jr.key(1), (2,)))
+        assert out.shape == (1,)
+        ```
+    """
+    check_initialized(tree)
+    params, state, static = partition(tree, Parameter, _any_array)
+
+    def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        model = eqx.combine(params, state, static)
+        out, model = thread(model, (State,), lambda m: m(*args, **kwargs))
+        _, new_state, _ = partition(model, Parameter, _any_array)
+        return out, new_state
+
+    return apply, params, state

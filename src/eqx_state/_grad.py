@@ -1,0 +1,168 @@
+"""Gradients of stateful functions: `es.value_and_grad` and `es.grad`."""
+
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from ._filters import all_of, Filter, trainable
+from ._init import check_initialized
+from ._kinds import State
+from ._mutable import target, thread, Transform, wrap
+from ._select import partition
+from ._traverse import check_not_shared, Part
+
+
+_M = TypeVar("_M")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_A = TypeVar("_A")
+
+
+def _is_inexact(part: Part) -> bool:
+    return jnp.issubdtype(part.value.dtype, jnp.inexact)
+
+
+class _ValueAndGrad(Transform):
+    wrt: Filter = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        model, call = target(self.f, args, "es.value_and_grad")
+        check_initialized(model)
+        # `grad` sees the halves of the model only: one shared module would be two
+        # there.
+        check_not_shared(model)
+        diff, rest = partition(model, all_of(self.wrt, _is_inexact))
+
+        def loss_fn(diff: Any) -> tuple[Any, Any]:
+            model = eqx.combine(diff, rest)
+            out, model = thread(
+                model, (State,), lambda private: call(private, **kwargs)
+            )
+            return _check_loss(out[0] if self.has_aux else out), (out, model)
+
+        (_, result), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(diff)
+        return result, grads
+
+
+def _check_loss(loss: Any) -> Any:
+    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        shown = eqx.tree_pformat(loss, short_arrays=True)
+        raise TypeError(
+            f"The function under `es.value_and_grad` returned `{shown}` as its loss,"
+            " and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if"
+            " the function returns more than the loss, `(loss, aux)`, say"
+            " `has_aux=True`."
+        )
+    return loss
+
+
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[_M, _P], _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[False] = False,
+) -> Callable[Concatenate[_M, _P], tuple[tuple[_R, _M], _M]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[_M, _P], tuple[_R, _A]],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[True],
+) -> Callable[Concatenate[_M, _P], tuple[tuple[tuple[_R, _A], _M], _M]]: ...
+def value_and_grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> Any:
+    """The value of `f`, the model after it, and the gradients for the model.
+
+    **Arguments:**
+
+    - `f`: returns a scalar loss, or `(loss, aux)`. The model is found as by
+        `es.mutable`, usually the first argument, and `f` may write its state.
+    - `wrt`: the filter for what is differentiated. Default: `es.trainable`, every
+        `Parameter` that is not frozen. Arrays that are not inexact never are.
+    - `has_aux`: whether `f` returns `(loss, aux)`.
+
+    **Returns:**
+
+    A function of the same arguments that returns `((loss, model), grads)`, or
+    `(((loss, aux), model), grads)`: the result of `es.mutable(f)`, and the gradients.
+    `grads` has the structure of the model, with `None` outside `wrt`: what optax,
+    `eqx.apply_updates` and `es.Optimizer` take.
+
+    **Raises:**
+
+    - `TypeError`: the loss is not a real scalar. Else as `es.mutable`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Scale(es.Module):
+            factor: es.Parameter
+            calls: es.State
+
+            def __call__(self, x):
+                self.calls = self.calls + 1
+                return self.factor * x
+
+
+        def loss_fn(model, x):
+            return model(x) ** 2
+
+
+        (loss, model), grads = es.value_and_grad(loss_fn)(Scale(3.0, 0), 2.0)
+        assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
+        ```
+    """
+    return wrap(_ValueAndGrad, f, wrt=wrt, has_aux=has_aux)
+
+
+class _Grad(Transform):
+    wrt: Filter = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        run = _ValueAndGrad(self.f, self.wrt, self.has_aux)
+        (out, model), grads = run(*args, **kwargs)
+        return grads, (out[1], model) if self.has_aux else model
+
+
+@overload
+def grad(
+    f: Callable[Concatenate[_M, _P], Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[False] = False,
+) -> Callable[Concatenate[_M, _P], tuple[_M, _M]]: ...
+@overload
+def grad(
+    f: Callable[Concatenate[_M, _P], tuple[Any, _A]],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[True],
+) -> Callable[Concatenate[_M, _P], tuple[_M, tuple[_A, _M]]]: ...
+def grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> Any:
+    """The gradients of `f` with respect to the model, and the model after it.
+
+    Arguments as `es.value_and_grad`. The function that it returns returns
+    `(grads, model)`, or `(grads, (aux, model))` with `has_aux=True`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+        model = {"w": jnp.array(3.0)}
+        grads, model = es.grad(lambda model, x: model["w"] * x)(model, 2.0)
+        assert grads["w"] == 2.0
+        ```
+    """
+    return wrap(_Grad, f, wrt=wrt, has_aux=has_aux)

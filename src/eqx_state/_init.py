@@ -1,0 +1,280 @@
+"""Lazy models: placeholders for values, and `init`, which draws them."""
+
+from collections.abc import Callable
+from typing import Any, overload, TYPE_CHECKING, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from ._base import BaseModule
+from ._errors import NotInitializedError
+from ._keys import as_key, key_at
+from ._scope import disown, own, Scope
+from ._strong import strengthen
+from ._traverse import (
+    children,
+    Context,
+    copy_tree,
+    KeyPath,
+    modules_in,
+    name_of,
+    ROOT,
+    walk,
+)
+
+
+_T = TypeVar("_T")
+_Tree = TypeVar("_Tree")
+
+
+if TYPE_CHECKING:
+    from jaxtyping import PRNGKeyArray
+
+    class Initializer:
+        """A placeholder for the value `f(key)`, which `init` draws."""
+
+        # To a type checker it is what it will be.
+        def __new__(cls, f: Callable[[PRNGKeyArray], _T], /) -> _T: ...  # type: ignore[misc]
+
+else:
+
+    class Initializer:
+        """A placeholder for the value `f(key)`, which `init` draws.
+
+        **Arguments:**
+
+        - `f`: takes a PRNG key; returns an array, a pytree, or a whole module. It is
+            called once, with a key that depends on the place in the tree.
+
+        !!! example
+
+            ```python
+            import eqx_state as es
+            import jax.random as jr
+
+
+            class Scale(es.Module):
+                factor: es.Parameter
+
+                def __init__(self, size):
+                    self.factor = es.Initializer(lambda key: jr.normal(key, (size,)))
+
+
+            scale = Scale(3)
+            assert not scale.initialized
+            assert scale.init(42).factor.shape == (3,)
+            ```
+        """
+
+        __slots__ = ("f",)
+
+        def __init__(self, f):
+            self.f = f
+
+        def __repr__(self):
+            return "Initializer"
+
+        # JAX asks its operands for a dtype: `jnp.dot(x, initializer)` speaks, too.
+        @property
+        def dtype(self):
+            raise NotInitializedError(
+                "This is an `es.Initializer`, a placeholder for an array. Draw the"
+                " values first: `model = model.init(42)`."
+            )
+
+
+@overload
+def lazy(cls: type[_T], /, *args: Any, **kwargs: Any) -> _T: ...
+@overload
+def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
+def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+    """A placeholder for `cls(*args, key=key, **kwargs)`, any layer, made by `init`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+
+
+        class Net(es.Module):
+            linear: eqx.nn.Linear
+
+            def __init__(self, size):
+                self.linear = es.lazy(eqx.nn.Linear, size, 2)
+
+
+        assert Net(3).init(0).linear.weight.shape == (2, 3)
+        ```
+    """
+    return Initializer(lambda key: cls(*args, key=key, **kwargs))
+
+
+def module_init(self: Any, key: Any) -> None:
+    """The hook that `init` calls, once in a module's life: override it."""
+
+
+def _needs_module_init(module: BaseModule) -> bool:
+    hook = getattr(type(module), "module_init", module_init)
+    return hook is not module_init and not module._module_init_done
+
+
+def missing(tree: Any) -> str | None:
+    """What is not initialised yet, in words; `None` if everything is."""
+    for visit in walk(tree):
+        if isinstance(visit.node, Initializer):
+            return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
+        if isinstance(visit.node, BaseModule) and _needs_module_init(visit.node):
+            name = visit.name or type(visit.node).__qualname__
+            return f"`module_init` of `{name}` has not run"
+    return None
+
+
+def check_initialized(tree: Any) -> None:
+    if (what := missing(tree)) is not None:
+        raise NotInitializedError(
+            f"The model is used before it is initialised: {what}. Draw the values"
+            " first; `init` returns a new model:\n\n    model = model.init(42)"
+        )
+
+
+def init(
+    tree: _Tree,
+    key: Any,
+    *inputs: Any,
+    call: Callable[..., Any] | None = None,
+) -> _Tree:
+    """`tree` with every placeholder drawn and every `module_init` run.
+
+    All `es.Initializer`s come first; then, once in a module's life, `module_init(self,
+    key)` of every `es.Module` that overrides it, children before parents. What is
+    initialised already keeps its value.
+
+    **Arguments:**
+
+    - `tree`: a model, or any pytree of them.
+    - `key`: a PRNG key, or an integer seed. Each value's key is folded from its path,
+        so that a new layer changes no other layer's values.
+    - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
+        and may assign what is still missing: shapes can come from the inputs. Nothing
+        else that it writes is kept.
+    - `call`: what to run instead of the model itself: a function of the model and the
+        inputs.
+
+    **Raises:**
+
+    - `TypeError`: `key` is neither a key nor an integer, or the tree is not callable
+        and there is no `call`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+        import jax.random as jr
+
+
+        class Dense(es.Module):
+            size: int
+            weight: es.Parameter | None = None
+
+            def __call__(self, x):
+                if self.initializing and self.weight is None:
+                    shape = (self.size, x.shape[-1])
+                    self.weight = es.Initializer(lambda key: jr.normal(key, shape))
+                return self.weight @ x
+
+
+        dense = Dense(5).init(42, jnp.ones(3))
+        assert dense.weight.shape == (5, 3)
+        ```
+    """
+    key = as_key(key)
+    tree = _run_hooks(tree, key)
+    if not inputs and call is None:
+        return tree
+    run = _default_call if call is None else call
+    if call is None and not callable(tree):
+        raise TypeError(
+            f"`init(key, *inputs)` runs the forward pass, and a `{type(tree).__name__}`"
+            " cannot be called. Say what to run: `init(key, x, call=lambda model, x:"
+            " model.encode(x))`."
+        )
+    after = _in_scope(tree, key, lambda private: run(private, *inputs))
+    return _run_hooks(_fill(tree, after), key)
+
+
+def _default_call(model: Any, *inputs: Any) -> Any:
+    return model(*inputs)
+
+
+def _run_hooks(tree: Any, key: Any) -> Any:
+    """Initializers, then hooks, until nothing is left: either may bring new ones."""
+    while missing(tree) is not None:
+        tree = draw(tree, key)
+        tree = _in_scope(tree, key, lambda private: _call_hooks(private, key))
+    return tree
+
+
+def _call_hooks(tree: Any, key: Any) -> None:
+    pending = [v for v in modules_in(tree) if _needs_module_init(v.node)]
+    for visit in sorted(pending, key=lambda v: -len(v.path)):
+        object.__setattr__(visit.node, "_module_init_done", True)
+        name = name_of((*visit.path, jtu.GetAttrKey("module_init()")))
+        visit.node.module_init(key_at(key, name))
+
+
+def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
+    """`tree` after `run`, which may assign any field of any `es.Module` in it."""
+    private = copy_tree(tree)
+    scope = Scope((), lambda value, path, context: draw(value, key, path, context))
+    own(private, scope)
+    try:
+        run(private)
+        return disown(private)
+    finally:
+        scope.is_open = False
+
+
+def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
+    """`tree` with values in place of all Initializers, those in new values too."""
+    visits = [v for v in walk(tree, path, context) if v.is_leaf]
+    if not any(isinstance(v.node, Initializer) for v in visits):
+        return tree
+    new = []
+    for visit in visits:
+        value = visit.node
+        if isinstance(value, Initializer):
+            value = value.f(key_at(key, visit.name))
+            if visit.context.owner is not None:
+                if issubclass(visit.context.owner, BaseModule):
+                    value = strengthen(value, visit.context.spec)
+            value = draw(value, key, visit.path, visit.context)
+        new.append(value)
+    return jtu.tree_unflatten(jtu.tree_structure(tree), new)
+
+
+def _fill(before: Any, after: Any) -> Any:
+    """`before`, with what it lacked (`None`, an empty container) taken from `after`."""
+    if before is None or (
+        children(before) == [] and not isinstance(before, eqx.Module)
+    ):
+        return after
+    below = children(before)
+    if below is None or type(before) is not type(after):
+        return before
+    if isinstance(before, eqx.Module):
+        filled = copy_tree(before)
+        for name in before.__dict__:
+            value = _fill(before.__dict__[name], after.__dict__.get(name))
+            object.__setattr__(filled, name, value)
+        return filled
+    new = dict(children(after) or [])
+    if isinstance(before, dict):
+        old = {key.key: child for key, child in below}
+        given = {key.key: child for key, child in new.items()}
+        return type(before)(
+            {k: _fill(old.get(k), given.get(k)) for k in {**old, **given}}
+        )
+    one_level = jtu.tree_structure(before, is_leaf=lambda x: x is not before)
+    return jtu.tree_unflatten(one_level, [_fill(x, new.get(key)) for key, x in below])

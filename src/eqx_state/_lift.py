@@ -1,0 +1,211 @@
+"""The one lifting core: state through a JAX transform, in place.
+
+A lifted transform reaches owned modules through the function, its closure and its
+arguments. A copy would not do: a closure over `self` goes on seeing the old object. So
+the contents of the owned objects are swapped, for the time of the inner trace, for that
+trace's values; what was written is collected, the old contents are put back whatever
+happens, and what the transform returns is written to them at the end.
+"""
+
+import dataclasses
+import functools as ft
+import types
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from ._base import BaseModule, get_place, set_place
+from ._compat import trace_state
+from ._errors import TraceError
+from ._scope import collect, disown, is_owned, own, Place, Scope, trace_message
+from ._traverse import copy_tree, leaves, modules_in, same, Visit, walk
+
+
+# --- Functions as pytrees -------------------------------------------------------------
+
+
+class Opened(eqx.Module):
+    """A function or a partial as a pytree: what it holds, and how to make it again."""
+
+    make: Callable[..., Any] = eqx.field(static=True)
+    parts: Any
+
+
+def open_function(f: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """`f` as a pytree in which the modules that it closes over are nodes.
+
+    Looks into cells, defaults, partials and bound methods. What holds no module stays
+    as it is, and so do owned modules, whose identity matters.
+    """
+
+    def open_leaf(x: Any) -> Any:
+        if id(x) in seen:  # a function that closes over itself
+            return x
+        if isinstance(x, types.FunctionType):
+            cells = tuple(_contents(cell) for cell in x.__closure__ or ())
+            parts = (cells, x.__defaults__ or (), x.__kwdefaults__ or {})
+            make = ft.partial(_make_function, x)
+        elif isinstance(x, types.MethodType):
+            parts, make = (x.__func__, x.__self__), _make_method
+        elif isinstance(x, ft.partial):
+            parts, make = (x.func, x.args, x.keywords), _make_partial
+        else:
+            return x
+        parts = open_function(parts, seen | {id(x)})
+        has_module = any(isinstance(visit.node, eqx.Module) for visit in walk(parts))
+        return Opened(make, parts) if has_module else x
+
+    return jtu.tree_map(open_leaf, f, is_leaf=is_owned)
+
+
+def close(tree: Any) -> Any:
+    """The inverse of `open_function`."""
+    return jtu.tree_map(
+        lambda x: x.make(close(x.parts)) if isinstance(x, Opened) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Opened) or is_owned(x),
+    )
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # assigned later in the function around
+        return None
+
+
+def _make_function(f: types.FunctionType, parts: Any) -> types.FunctionType:
+    cells, defaults, kwdefaults = parts
+    closure = tuple(map(types.CellType, cells))
+    new = types.FunctionType(
+        f.__code__, f.__globals__, f.__name__, defaults or None, closure
+    )
+    new.__kwdefaults__ = kwdefaults or None
+    new.__dict__.update(f.__dict__)
+    return new
+
+
+def _make_method(parts: Any) -> types.MethodType:
+    return types.MethodType(*parts)
+
+
+def _make_partial(parts: Any) -> ft.partial[Any]:
+    f, args, keywords = parts
+    return ft.partial(f, *args, **keywords)
+
+
+# --- Owned modules --------------------------------------------------------------------
+
+
+class Lifted:
+    """What one lifted call threads: each owned module within reach, once.
+
+    `roots` are the outermost of them.
+    """
+
+    def __init__(self, *trees: Any):
+        self.roots: list[BaseModule] = []
+        for tree in trees:
+            for visit in modules_in(tree):
+                if is_owned(visit.node):
+                    self._add(visit.node)
+        self.places: list[Place] = [get_place(root) for root in self.roots]
+
+    def _add(self, module: BaseModule) -> None:
+        if any(_contains(root, module) for root in self.roots):
+            return
+        self.roots = [r for r in self.roots if not _contains(module, r)] + [module]
+
+    def leaves(self, i: int, tree: Any = None) -> list[Visit]:
+        """The leaves of one root, or of a tree in its place, seen from the model."""
+        tree = self.roots[i] if tree is None else tree
+        return leaves(tree, self.places[i].path, self.places[i].context)
+
+    def run(self, values: list[list[Any]], call: Callable[[], Any]) -> tuple[Any, Any]:
+        """`call()` in the active trace, with these leaves in the roots meanwhile.
+
+        Returns its output, and for each root the tree after the call.
+        """
+        saved = [
+            (v.node, dict(v.node.__dict__), get_place(v.node))
+            for root in self.roots
+            for v in modules_in(root)
+        ]
+        # A parent's scope may be that of an outer `es.mutable`: one inner scope for
+        # each.
+        scopes = {
+            id(p.scope): Scope(p.scope.kinds, p.scope.initialise) for p in self.places
+        }
+        threaded = list(zip(self.roots, self.places, values, strict=True))
+        try:
+            before = []
+            for root, place, new in threaded:
+                pour(root, iter(new))
+                own(root, scopes[id(place.scope)], place.path, place.context)
+                before.append(copy_tree(root))
+            out = disown(call())
+            after = [
+                collect(root, old, scopes[id(place.scope)], place)
+                for (root, place, _), old in zip(threaded, before, strict=True)
+            ]
+        finally:
+            for scope in scopes.values():
+                scope.is_open = False
+            for module, fields, place in saved:
+                module.__dict__.clear()
+                module.__dict__.update(fields)
+                set_place(module, place)
+        return out, after
+
+    def commit(self, after: list[Any]) -> None:
+        """Write the trees after the call to the owned modules, all or none."""
+        for i, (place, tree) in enumerate(zip(self.places, after, strict=True)):
+            old = {v.path: v.node for v in self.leaves(i)}
+            for visit in self.leaves(i, tree):
+                if not same(old.get(visit.path), visit.node):
+                    _check_reachable(place, visit)
+        for root, place, tree in zip(self.roots, self.places, after, strict=True):
+            if jtu.tree_structure(tree) == jtu.tree_structure(root):
+                pour(root, iter(jtu.tree_leaves(tree)))
+            else:  # only `init` changes a structure
+                root.__dict__.update(tree.__dict__)
+                own(root, place.scope, place.path, place.context)
+
+
+def _check_reachable(place: Place, visit: Visit) -> None:
+    if place.scope.trace != trace_state():
+        raise TraceError(trace_message(visit.name, visit.name))
+    if place.held == 0:
+        raise ValueError(
+            f"State was written to `{visit.name}` of a module that another one has"
+            " replaced in the same call, so that it could not come out. Call the new"
+            " one."
+        )
+
+
+def pour(module: BaseModule, values: Any) -> None:
+    """Put leaves, in the order of flattening, into a module and the modules inside it.
+
+    The `es.Module`s stay the objects that they are; all other nodes are made anew.
+    """
+    children = [
+        f.name for f in dataclasses.fields(module) if not f.metadata.get("static")
+    ]
+
+    def put(x: Any) -> Any:
+        if isinstance(x, BaseModule):
+            pour(x, values)
+            return x
+        return next(values)
+
+    for name in children:
+        if name in module.__dict__:
+            old = module.__dict__[name]
+            new = jtu.tree_map(put, old, is_leaf=lambda x: isinstance(x, BaseModule))
+            object.__setattr__(module, name, new)
+
+
+def _contains(outer: BaseModule, inner: BaseModule) -> bool:
+    return any(visit.node is inner for visit in modules_in(outer))

@@ -1,0 +1,126 @@
+"""Train and eval, freeze and unfreeze: new trees in which every module is switched."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ._base import BaseModule
+from ._traverse import is_flag, modules_in, set_flags, Visit
+
+
+_Tree = TypeVar("_Tree")
+
+
+def train(tree: _Tree, mode: bool = True) -> _Tree:
+    """`tree` with every module in it in train mode.
+
+    Sets `training` on every `es.Module`, and the bool attribute `inference` of all
+    other modules, so that Equinox's own layers follow.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `mode`: `False` for eval mode.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+
+        model = es.eval((es.nn.BatchNorm(3), eqx.nn.Dropout(0.5)))
+        assert not model[0].training and model[1].inference
+        model = es.train(model)
+        assert model[0].training and not model[1].inference
+        ```
+    """
+    mode = bool(mode)
+
+    def flags(visit: Visit) -> dict[str, Any]:
+        if isinstance(visit.node, BaseModule):
+            return {"training": mode}
+        return {"inference": not mode} if is_flag(visit.node, "inference") else {}
+
+    return set_flags(tree, flags)
+
+
+def eval(tree: _Tree) -> _Tree:
+    """`tree` with every module in it in eval mode: `es.train(tree, False)`."""
+    return train(tree, False)
+
+
+def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
+    """`tree` with every `es.Module` in it frozen.
+
+    The parameters of a frozen module, and of plain Equinox layers inside it, are not
+    `es.trainable`: they get no gradient, no weight decay and no optimizer memory. The
+    layers of `es.nn` keep their `BatchStat` and use it, as in eval mode.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `where`: selects a node or a tuple of nodes, as in `equinox.tree_at`; only the
+        `es.Module`s in these are frozen. Default: all.
+
+    **Raises:**
+
+    - `ValueError`: there is no `es.Module` to freeze in a selected node.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        model = es.freeze([es.nn.BatchNorm(3), es.nn.BatchNorm(3)], lambda m: m[0])
+        assert (model[0].frozen, model[1].frozen) == (True, False)
+        assert es.filter(model, es.trainable)[0].weight is None
+        ```
+    """
+    return _set_frozen(tree, where, True)
+
+
+def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
+    """`tree` with every `es.Module` in it (or under `where`) trainable again."""
+    return _set_frozen(tree, where, False)
+
+
+def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> Any:
+    chosen = [tree] if where is None else _nodes(where(tree))
+    modules = [list(modules_in(node)) for node in chosen]
+    if not all(modules):
+        raise ValueError(_NOTHING_TO_FREEZE)
+    if where is None:
+        return set_flags(tree, _flag_setter(frozen, lambda visit: True))
+    ids = {id(visit.node) for visits in modules for visit in visits}
+    paths = {v.path for v in modules_in(tree) if id(v.node) in ids}
+    if not paths:
+        raise ValueError(_NOTHING_TO_FREEZE)
+    return set_flags(tree, _flag_setter(frozen, lambda visit: visit.path in paths))
+
+
+def _flag_setter(
+    frozen: bool, chosen: Callable[[Visit], bool]
+) -> Callable[[Visit], dict[str, Any]]:
+    def flags(visit: Visit) -> dict[str, Any]:
+        is_es = isinstance(visit.node, BaseModule)
+        return {"frozen": frozen} if is_es and chosen(visit) else {}
+
+    return flags
+
+
+def _nodes(selected: Any) -> list[Any]:
+    return list(selected) if type(selected) in (tuple, list) else [selected]
+
+
+_NOTHING_TO_FREEZE = """There is no `es.Module` to freeze here: the flag `frozen` is \
+one of `es.Module`s, and plain Equinox layers have none. Either declare the field that \
+holds the layer as a constant,
+
+    backbone: es.Buffer[eqx.nn.MLP]
+
+or leave it out where the parameters are used,
+
+    wrt = es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))
+    es.value_and_grad(loss_fn, wrt=wrt), es.Optimizer(tx, wrt=wrt)
+
+A `where` selects a node, or a tuple of nodes, that holds an `es.Module`, such as \
+`lambda model: model.layers[0]`."""

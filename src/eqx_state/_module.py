@@ -1,0 +1,217 @@
+"""`es.Module`: an Equinox module whose annotations say what its fields are."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn, Self, TYPE_CHECKING
+
+import equinox as eqx
+
+from . import _init, _modes, _select, _surgery
+from ._base import BaseModule, FLAGS, get_place
+from ._declare import declarations, own_default, remember_locals
+from ._filters import Filter
+from ._scope import write
+from ._strong import strengthen_field
+from ._traverse import check_not_shared
+
+
+class Module(BaseModule):
+    """Base class for models with state. An ordinary frozen `equinox.Module`, plus:
+
+    - fields annotated with kinds (`es.Parameter`, `es.State`, …);
+    - the flags `training` and `frozen`, static and part of the treedef, `True` and
+        `False` at first;
+    - in a scope opened by `es.mutable`, `self.field = value` writes state.
+
+    All methods forward to functions of the same name, which take any pytree and are
+    what the library itself calls: a subclass may redefine any of them.
+
+    In a field that declares a kind a Python number, a bool or a weakly typed array
+    becomes a strongly typed array. Class defaults that are arrays work; every instance
+    gets its own copy.
+
+    **Raises:**
+
+    - `TypeError`, when the class is made: a field named `training` or `frozen`, a union
+        of two kinds, a kind on a static field.
+    - `dataclasses.FrozenInstanceError`: a field was assigned outside a scope.
+    - `ValueError`, when an instance is made: one stateful module is in two places in
+        it.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            step: es.Parameter
+            count: es.State = 0.0
+
+            def __call__(self, x):
+                if self.training:
+                    self.count = self.count + self.step
+                return x + self.count
+
+
+        counter = Counter(jnp.array(2.0))
+        y, counter = es.mutable(counter)(1.0)
+        assert y == 3.0 and counter.count == 2.0
+        assert counter.eval()(1.0) == 3.0
+        ```
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_locals(cls)
+        annotations = cls.__dict__.get("__annotations__", {})
+        for name in FLAGS:
+            if name in annotations or name in cls.__dict__:
+                raise TypeError(
+                    f"`{cls.__qualname__}.{name}`: this name is taken. Every"
+                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
+                    f" and `unfreeze` set. Choose another, such as `{name}_`."
+                )
+        for name in annotations:
+            if name in cls.__dict__:
+                default = cls.__dict__[name]
+                if not isinstance(default, dataclasses.Field):
+                    default = (
+                        dataclasses.field(default=default)
+                        if eqx.is_array(default)
+                        else None
+                    )
+                if default is not None:
+                    setattr(cls, name, own_default(default))
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        self = super().__new__(cls, *args, **kwargs)
+        declared = _check_declarations(cls)
+        # Here and not in `__init__`, which a subclass may write itself: Equinox keeps a
+        # default that such an `__init__` does not assign out of the pytree.
+        for f in dataclasses.fields(cls):
+            if f.name in declared or f.default_factory is not dataclasses.MISSING:
+                value = _default(f)
+                if value is not dataclasses.MISSING:
+                    value = strengthen_field(cls, f.name, value)
+                    object.__setattr__(self, f.name, value)
+        return self
+
+    def __check_init__(self) -> None:
+        # After the converters, whose results were never assigned through us.
+        for name in declarations(type(self)):
+            value = strengthen_field(type(self), name, self.__dict__.get(name))
+            object.__setattr__(self, name, value)
+        check_not_shared(self)
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if (place := get_place(self)) is not None:
+                write(self, place, name, value)
+                return
+            try:
+                value = strengthen_field(type(self), name, value)
+                super().__setattr__(name, value)
+            except dataclasses.FrozenInstanceError:
+                if name != "__orig_class__":
+                    _raise_frozen(type(self).__qualname__, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # `copy.copy` and `pickle` go through `__new__` otherwise, after which Equinox
+        # takes the copy for a module that is still being made, and lets it be written.
+        if type(self).__reduce__ is not object.__reduce__:
+            return super().__reduce_ex__(protocol)
+        return _rebuild, (type(self), dict(self.__dict__))
+
+    @property
+    def initialized(self) -> bool:
+        """Whether no `es.Initializer` is left and every `module_init` has run."""
+        return _init.missing(self) is None
+
+    @property
+    def initializing(self) -> bool:
+        """Whether this call is the forward pass of `init`."""
+        place = get_place(self)
+        return place is not None and place.scope.initialise is not None
+
+    def init(
+        self, key: Any, *inputs: Any, call: Callable[..., Any] | None = None
+    ) -> Self:
+        """`es.init` of this module."""
+        return _init.init(self, key, *inputs, call=call)
+
+    # Itself and not a method that forwards, so that an override can be told from it.
+    module_init = _init.module_init
+
+    def train(self, mode: bool = True) -> Self:
+        """`es.train` of this module."""
+        return _modes.train(self, mode)
+
+    def eval(self) -> Self:
+        """`es.eval` of this module."""
+        return _modes.eval(self)
+
+    def freeze(self, where: Callable[[Self], Any] | None = None) -> Self:
+        """`es.freeze` of this module."""
+        return _modes.freeze(self, where)
+
+    def unfreeze(self, where: Callable[[Self], Any] | None = None) -> Self:
+        """`es.unfreeze` of this module."""
+        return _modes.unfreeze(self, where)
+
+    def filter(self, *filters: Filter) -> Self:
+        """`es.filter` of this module."""
+        return _select.filter(self, *filters)
+
+    def partition(self, *filters: Filter) -> tuple[Self, ...]:
+        """`es.partition` of this module."""
+        return _select.partition(self, *filters)
+
+    def update(self, *partials: Any) -> Self:
+        """`es.update` of this module."""
+        return _select.update(self, *partials)
+
+    def replace(self, **fields: Any) -> Self:
+        """A copy with these fields; an unknown name is a `TypeError`."""
+        return _surgery.replace(self, **fields)
+
+
+def _check_declarations(cls: type) -> dict[str, Any]:
+    declared = declarations(cls)
+    for f in dataclasses.fields(cls):
+        spec = declared.get(f.name)
+        if spec is not None and spec.kind and f.metadata.get("static", False):
+            raise TypeError(
+                f"`{cls.__qualname__}.{f.name}` is declared `{spec.kind.__name__}` and"
+                " static: a static field is part of the tree's structure and its value"
+                " is never an array with a kind. Drop one of the two."
+            )
+    return declared
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    if f.default_factory is not dataclasses.MISSING:
+        return f.default_factory()
+    return f.default
+
+
+def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
+    self = object.__new__(cls)
+    self.__dict__.update(fields)
+    return self
+
+
+def _raise_frozen(cls: str, name: str) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(
+        f"Cannot write `{cls}.{name}`: modules are frozen, and this one is in no scope"
+        " of `es.mutable`. Either it was called directly,\n\n    y = model(x)         "
+        "               # wrong\n    y, model = es.mutable(model)(x)     # right\n   "
+        " y = model.eval()(x)                 # or: in eval mode nothing is"
+        " written\n\nor it is a copy made inside the scope, from which nothing would"
+        " come back: `train`, `jax.tree.map` and the transforms of JAX and Equinox"
+        " make copies. Use the transform of `es`, and switch modes outside:\n\n   "
+        " eqx.filter_vmap(self.layer)(x)      # wrong; so are eqx.filter_jit, …\n   "
+        " es.vmap(self.layer)(x)              # right"
+    ) from None

@@ -1,0 +1,202 @@
+"""`es.mutable`: run on a private copy, return the result and the new model."""
+
+import functools as ft
+import types
+from collections.abc import Callable
+from typing import Any, Generic, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from ._init import check_initialized
+from ._kinds import is_kind, State
+from ._scope import collect, disown, Kinds, own, Scope
+from ._traverse import check_not_shared, copy_tree
+
+
+_M = TypeVar("_M", bound=eqx.Module)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M_co = TypeVar("_M_co", covariant=True)
+_F_co = TypeVar("_F_co", covariant=True)
+
+
+def thread(model: Any, kinds: Kinds, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """`(call(private copy of model), new model)`: the one way state is threaded."""
+    check_initialized(model)
+    check_not_shared(model)
+    private = copy_tree(model)
+    scope = Scope(kinds)
+    own(private, scope)
+    try:
+        out = disown(call(private))
+        return out, collect(private, model, scope)
+    finally:
+        scope.is_open = False
+
+
+class Transform(eqx.Module):
+    """A callable made of a callable `f`: a pytree, and a decorator for methods."""
+
+    f: Any
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self.f
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else self.of(eqx.Partial(self.f, instance))
+
+    def of(self, f: Any) -> Any:
+        """The same transform of another function."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, f=f)
+        return new
+
+
+def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
+    """A transform of `f`, with the name and the documentation of `f`.
+
+    Made without `__init__`, in which Equinox warns of functions such as
+    `jax.vmap(model)`: that one cannot be trained is true, but this is no layer of a
+    model.
+    """
+    transform = object.__new__(cls)
+    transform.__dict__.update(f=f, **options)
+    if isinstance(f, eqx.Module):  # which is data, and needs no name
+        return transform
+    return eqx.module_update_wrapper(transform)
+
+
+Lens = tuple[Any, Callable[[Any], Any]]
+
+
+def carried(f: Any) -> Lens | None:
+    """The object that a callable carries along, and how to put another in its place.
+
+    `None` for a function, which carries nothing: its first argument counts then.
+    """
+    if isinstance(f, Transform):
+        if (inner := carried(f.f)) is None:
+            return None
+        return inner[0], lambda model: f.of(inner[1](model))
+    if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
+        new = type(f)
+        if (inner := carried(f.func)) is not None:
+            return inner[0], lambda m: new(inner[1](m), *f.args, **f.keywords)
+        if f.args:
+            return f.args[0], lambda m: new(f.func, m, *f.args[1:], **f.keywords)
+        return None
+    if is_bound_method(f):
+        return f.__self__, lambda model: types.MethodType(f.__func__, model)
+    if isinstance(f, eqx.Module):
+        return f, lambda model: model
+    return None
+
+
+def is_bound_method(f: Any) -> bool:
+    """Python's bound methods, and those of Equinox, which are pytrees."""
+    if isinstance(f, types.MethodType):
+        return True
+    return isinstance(f, eqx.Module) and {"__func__", "__self__"} <= f.__dict__.keys()
+
+
+def target(f: Any, args: tuple[Any, ...], what: str) -> Lens:
+    """The model of `f(*args)`, and the call as a function of the model."""
+    if (found := carried(f)) is not None:
+        model, put = found
+        return model, lambda m, **kwargs: put(m)(*args, **kwargs)
+    if not args:
+        name = getattr(f, "__name__", "f")
+        raise TypeError(
+            f"`{what}({name})` was called without a positional argument, so there is no"
+            f" model to thread. It threads the first one: `{what}({name})(model, ...)`;"
+            f" or the object of a bound method: `{what}(model.{name})(...)`."
+        )
+    return args[0], lambda m, **kwargs: f(m, *args[1:], **kwargs)
+
+
+def as_kinds(kinds: Any) -> Kinds:
+    given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    for kind in given:
+        if not is_kind(kind):
+            raise TypeError(
+                f"`es.mutable(..., kinds={kind!r})`: `kinds` is a kind such as"
+                " `es.State`, or a tuple of them; `es.TreePart` allows all."
+            )
+    return given
+
+
+class _Mutable(Transform):
+    kinds: Kinds = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        model, call = target(self.f, args, "es.mutable")
+        return thread(model, self.kinds, lambda private: call(private, **kwargs))
+
+
+class _Threaded(Generic[_M_co, _F_co]):
+    """To a type checker, `mutable(model)`: the model's own signature, which is found
+    through `_F_co`, its type once more; the new model comes besides the output."""
+
+    def __call__(
+        self: "_Threaded[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[_R, _M_co]: ...
+
+
+@overload
+def mutable(f: _M, *, kinds: Any = State) -> _Threaded[_M, _M]: ...
+@overload
+def mutable(
+    f: Callable[_P, _R], *, kinds: Any = State
+) -> Callable[_P, tuple[_R, Any]]: ...
+def mutable(f: Any, *, kinds: Any = State) -> Any:
+    """`f`, allowed to write state: returns `(output, new_model)`, and changes nothing.
+
+    `f` runs on a private copy of the model, in which `self.field = value` is allowed.
+
+    **Arguments:**
+
+    - `f`: what is called. The model is, of a bound method its object, of a callable
+        module the module, of a transform of `es` what it wraps, and of any other
+        function its first positional argument: any pytree with `es.Module`s in it.
+    - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
+
+    **Returns:**
+
+    A function of the same arguments that returns `(output, new_model)`. The new model
+    has the structure, shapes and dtypes of the old one. The function is a pytree, and
+    `eqx.filter_jit(es.mutable(model))` traces the parameters.
+
+    **Raises:**
+
+    - `dataclasses.FrozenInstanceError`: a write of another kind, of a static field, to
+        a copy, or after the scope has closed.
+    - `es.TraceError`: a write inside a plain JAX transform.
+    - `ValueError`: a changed structure, shape or dtype; one stateful module in two
+        places.
+    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+    - `TypeError`: there is no positional argument to thread.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            count: es.State
+
+            def step(self, by):
+                self.count = self.count + by
+                return self.count
+
+
+        counter = Counter(0)
+        y, new = es.mutable(counter.step)(2)
+        assert (y, new.count, counter.count) == (2, 2, 0)
+        ```
+    """
+    return wrap(_Mutable, f, kinds=as_kinds(kinds))

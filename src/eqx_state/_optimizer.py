@@ -1,0 +1,128 @@
+"""`es.Optimizer`: an optax transformation and its state, as one pytree."""
+
+from typing import Any, Self, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+import optax
+
+from ._errors import NotInitializedError
+from ._filters import Filter, trainable
+from ._init import check_initialized
+from ._kinds import OptState
+from ._select import filter, leaves_like, raise_difference, same_modes, update
+from ._strong import to_strong
+from ._traverse import copy_tree
+
+
+_Tree = TypeVar("_Tree")
+
+
+class Optimizer(eqx.Module):
+    """An optax optimizer that carries its own state, and passes through `jit`.
+
+    Weight decay, clipping and norms see only the leaves that `wrt` selects.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        model = {"w": jnp.ones(3)}
+        optimizer = es.Optimizer(optax.adam(0.1)).init(model)
+        grads = jax.grad(lambda m: jnp.sum(m["w"] ** 2))(model)
+        model, optimizer = optimizer.update(grads, model)
+        assert (model["w"] < 1).all()
+        ```
+    """
+
+    opt_state: OptState[Any]
+    tx: optax.GradientTransformation = eqx.field(static=True)
+    wrt: Filter = eqx.field(static=True)
+    _structure: Any = eqx.field(static=True, repr=False)
+
+    def __init__(self, tx: optax.GradientTransformation, wrt: Filter = trainable):
+        """**Arguments:**
+
+        - `tx`: an optax transformation, such as `optax.adamw(1e-3)`.
+        - `wrt`: the filter for what is optimised. Default: `es.trainable`.
+        """
+        self.tx = tx
+        self.wrt = wrt
+        self.opt_state = None
+        self._structure = None
+
+    def init(self, model: Any) -> Self:
+        """The optimizer with the state for a model, or for parameters of one.
+
+        **Raises:**
+
+        - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+        """
+        check_initialized(model)
+        params = self._selected(model)
+        opt_state = jtu.tree_map(to_strong, self.tx.init(params))
+        return self._with(opt_state, jtu.tree_structure(params))
+
+    def update(
+        self, grads: Any, model: _Tree, *, apply_updates: bool = True, **extra: Any
+    ) -> tuple[_Tree, Self]:
+        """One step: `(updated model, optimizer)`.
+
+        **Arguments:**
+
+        - `grads`: the gradients, as `es.value_and_grad` returns them. What lies outside
+            `wrt` is not looked at.
+        - `model`: the model, or the parameters, as given to `init`. It may be in
+            another mode.
+        - `apply_updates`: if `False`, the updates are returned in place of the model.
+        - `**extra`: passed on to transformations that take more, such as `value=loss`.
+
+        **Raises:**
+
+        - `es.NotInitializedError`: `init` has not been called.
+        - `ValueError`: the model or the gradients have another structure than the model
+            given to `init`, or `wrt` selects other leaves; it names the first path.
+        """
+        if self._structure is None:
+            raise NotInitializedError(
+                "`es.Optimizer.update` was called before `init`: there is no state yet."
+                " `init` returns a new optimizer: `optimizer ="
+                " es.Optimizer(tx).init(model)`."
+            )
+        params = self._selected(model)
+        self._check(params, "`es.Optimizer.update`: what `wrt` selects of the model")
+        given = leaves_like(
+            params, grads, "`es.Optimizer.update`: the tree of gradients"
+        )
+        holes, holey = jtu.tree_flatten(params, is_leaf=lambda x: x is None)
+        given = [
+            None if hole is None else g for hole, g in zip(holes, given, strict=True)
+        ]
+        grads = jtu.tree_unflatten(holey, given)
+        self._check(grads, "`es.Optimizer.update`: the tree of gradients")
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, self.opt_state, params, **extra)
+        optimizer = self._with(jtu.tree_map(to_strong, opt_state), self._structure)
+        if apply_updates:
+            return update(model, optax.apply_updates(params, updates)), optimizer
+        treedef = jtu.tree_structure(filter(model, self.wrt))
+        return jtu.tree_unflatten(treedef, jtu.tree_leaves(updates)), optimizer
+
+    def _selected(self, model: Any) -> Any:
+        # In one fixed mode: the moments are kept in trees of this structure.
+        return same_modes(filter(model, self.wrt))
+
+    def _check(self, tree: Any, what: str) -> None:
+        if jtu.tree_structure(tree) != self._structure:
+            leaves = [0] * self._structure.num_leaves
+            raise_difference(jtu.tree_unflatten(self._structure, leaves), tree, what)
+
+    def _with(self, opt_state: Any, structure: Any) -> Self:
+        new = copy_tree(self)
+        object.__setattr__(new, "opt_state", opt_state)
+        object.__setattr__(new, "_structure", structure)
+        return new

@@ -1,0 +1,39 @@
+"""Keys as state: a stream that gives a fresh one at each call."""
+
+from typing import Any
+
+from ._keys import as_key, split_key
+from ._kinds import Rng
+from ._module import Module
+
+
+class RngStream(Module):
+    """A module whose call returns a fresh PRNG key, and advances.
+
+    It advances in train and in eval mode alike: whoever calls it wants a key.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.random as jr
+
+        stream = es.RngStream(jr.key(0))
+        a, stream = es.mutable(stream)()
+        b, stream = es.mutable(stream)()
+        assert a != b
+        ```
+    """
+
+    key: Rng
+
+    def __init__(self, key: Any):
+        """**Arguments:**
+
+        - `key`: a PRNG key, or an integer seed.
+        """
+        self.key = as_key(key)
+
+    def __call__(self) -> Any:
+        self.key, key = split_key(self.key, 2)
+        return key

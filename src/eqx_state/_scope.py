@@ -1,0 +1,305 @@
+"""The mutable scope: who may write which field of which module, and what comes out.
+
+A scope owns private copies of modules. Ownership is a `Place` in the slot of each owned
+`es.Module`; nothing is global, and no module knows of a scope that it is not in. The
+scope is stamped with the trace in which it was opened: a write in another trace would
+leak that trace's tracers, and is an error.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ._base import BaseModule, get_place, set_place
+from ._compat import has_escaped, trace_state
+from ._errors import TraceError
+from ._select import raise_difference
+from ._strong import is_weak, strengthen_field, to_strong
+from ._traverse import (
+    check_not_shared,
+    Context,
+    copy_tree,
+    is_array,
+    KeyPath,
+    leaves,
+    modules_in,
+    name_of,
+    ROOT,
+    same,
+    Visit,
+    walk,
+)
+
+
+Kinds = tuple[type, ...]
+
+
+class Scope:
+    """Where writes are allowed: which kinds, and in which trace, until it is closed.
+
+    `initialise`, when given, marks the scope of `init`, in which everything may be
+    written: it is called with each new value and its path, and returns what to store.
+    """
+
+    def __init__(self, kinds: Kinds, initialise: Any = None):
+        self.kinds = kinds
+        self.initialise = initialise
+        self.trace = trace_state()
+        self.is_open = True
+
+    def allows(self, kind: type | None) -> bool:
+        if self.initialise is not None:
+            return True
+        return kind is not None and issubclass(kind, self.kinds)
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """Where an owned module is. `held` counts the places in the tree that hold it."""
+
+    scope: Scope
+    path: KeyPath
+    context: Context
+    held: int = 1
+
+
+def own(tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT) -> None:
+    """Give the modules of a private copy to a scope."""
+    for visit in modules_in(tree, path, context):
+        set_place(visit.node, Place(scope, visit.path, visit.context))
+
+
+def is_owned(x: Any) -> bool:
+    """Whether `x` is an `es.Module` in a scope that is open."""
+    if not isinstance(x, BaseModule):
+        return False
+    place = get_place(x)
+    return place is not None and place.scope.is_open
+
+
+def disown(tree: Any) -> Any:
+    """`tree` with a frozen snapshot in place of each module that a scope has owned."""
+
+    def owned(x: Any) -> bool:
+        return isinstance(x, BaseModule) and get_place(x) is not None
+
+    if not any(owned(visit.node) for visit in walk(tree)):
+        return tree
+    return jtu.tree_map(lambda x: copy_tree(x) if owned(x) else x, tree, is_leaf=owned)
+
+
+# --- Writing --------------------------------------------------------------------------
+
+
+def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
+    """`module.name = value` inside a scope."""
+    scope, cls = place.scope, type(module)
+    where = f"{cls.__qualname__}.{name}"
+    full_name = name_of((*place.path, jtu.GetAttrKey(name)))
+    if not scope.is_open:
+        raise _frozen(
+            f"Cannot write `{where}`: the scope of `es.mutable` that owned this module"
+            " has closed, and has returned the new model. A module kept from inside"
+            " (in a closure, a generator, a thread) is only a snapshot. Write while"
+            " the call runs, or call again: `y, model = es.mutable(model)(x)`."
+        )
+    if scope.trace != trace_state():
+        raise TraceError(trace_message(where, full_name))
+    fields = {f.name: f for f in dataclasses.fields(module)}
+    if name not in fields:
+        known = ", ".join(f.name for f in fields.values() if f.repr)
+        raise _frozen(
+            f"Cannot write `{where}`: `{cls.__qualname__}` has no field `{name}`."
+            f" Declare it in the class body, `{name}: es.State`. The fields are:"
+            f" {known}."
+        )
+    if fields[name].metadata.get("static", False) and scope.initialise is None:
+        raise _frozen(
+            f"Cannot write `{where}`: a static field is part of the structure of the"
+            " tree, which a call cannot change. Declare it `es.State` if it is an"
+            " array; modes are switched from outside: `model = model.eval()`."
+        )
+    if place.held == 0:
+        raise _frozen(
+            f"Cannot write `{where}`: this module was replaced by another one in the"
+            " same call, so that what is written to it could not come out. Write to"
+            " the new one: `self.layer = new; self.layer.count = ...`."
+        )
+    old = module.__dict__.get(name)
+    path = (*place.path, jtu.GetAttrKey(name))
+    context = place.context.enter(module, jtu.GetAttrKey(name))
+    if scope.initialise is not None:
+        value = scope.initialise(value, path, context)
+    else:
+        value = _fit(old, value, full_name)
+    value = strengthen_field(cls, name, value)
+    _check_kinds(old, value, path, context, scope, where)
+    new = _adopt(value, scope)
+    for visit in modules_in(old):
+        get_place(visit.node).held -= 1
+    for visit in modules_in(new, path, context):
+        place = get_place(visit.node)
+        held = 0 if place is None else place.held
+        set_place(visit.node, Place(scope, visit.path, visit.context, held + 1))
+    object.__setattr__(module, name, new)
+
+
+def _adopt(value: Any, scope: Scope) -> Any:
+    """`value` with copies of the modules that do not belong to `scope` already."""
+
+    def is_ours(x: Any) -> bool:
+        place = get_place(x) if isinstance(x, BaseModule) else None
+        return place is not None and place.scope is scope
+
+    if not any(isinstance(v.node, eqx.Module) for v in walk(value)):
+        return value
+    return jtu.tree_map(lambda x: x, value, is_leaf=is_ours)
+
+
+def _check_kinds(
+    old: Any, new: Any, path: KeyPath, context: Context, scope: Scope, where: str
+) -> None:
+    """Every leaf that differs must be of a kind that the scope allows."""
+    before = {v.path: v.node for v in leaves(old, path, context)}
+    for visit in leaves(new, path, context):
+        if same(before.get(visit.path), visit.node) or scope.allows(visit.kind):
+            continue
+        raise _frozen(_kind_message(visit, where, scope))
+
+
+def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
+    kind, allowed = visit.kind, " and ".join(f"`{k.__name__}`" for k in scope.kinds)
+    if kind is None:
+        what = "an array without a kind" if is_array(visit.node) else "no array"
+        return (
+            f"Cannot write `{where}`: `{visit.name}` is {what}, and this scope writes "
+            f"{allowed}. What a forward pass changes is declared so: "
+            f"`{where.split('.')[-1]}: es.State`."
+        )
+    return (
+        f"Cannot write `{where}`: `{visit.name}` is a `{kind.__name__}`, and this scope"
+        f" writes {allowed}. If it is meant, name the kind: `es.mutable(f,"
+        f" kinds=es.{kind.__name__})`, or `kinds=es.TreePart` for all. If it is no"
+        f" `{kind.__name__}`, declare what it is: `{where.split('.')[-1]}: es.State`."
+    )
+
+
+def _frozen(message: str) -> dataclasses.FrozenInstanceError:
+    return dataclasses.FrozenInstanceError(message)
+
+
+def trace_message(where: str, full_name: str) -> str:
+    return (
+        f"Cannot write `{where}` (`{full_name}`) here: this code runs inside a JAX"
+        " transform, which the mutable scope lies outside of. What is computed here is"
+        " a tracer, and it would leak. Use the transform of `es` that carries state"
+        " through, which is called as its namesake in JAX:\n\n    jax.vmap(lambda x:"
+        " self.layer(x))(xs)    # wrong\n    es.vmap(lambda x: self.layer(x))(xs)    "
+        " # right\n\nLikewise `es.value_and_grad` for `jax.grad`, with the model as"
+        " its argument. Or call `es.mutable` inside the transform, and return the new"
+        " model from it."
+    )
+
+
+# --- Values that fit what was there ---------------------------------------------------
+
+
+def _fit(old: Any, new: Any, name: str) -> Any:
+    """`new` with the numbers and weak arrays in it cast to the dtypes of `old`."""
+    if jtu.tree_structure(old) != jtu.tree_structure(new):
+        return new
+    return jtu.tree_map(lambda a, b: _fit_leaf(a, b, name), old, new)
+
+
+def _fit_leaf(old: Any, new: Any, name: str) -> Any:
+    if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
+        return new
+    is_number = isinstance(new, (bool, int, float, complex))
+    if not is_number and not (is_weak(new)):
+        return new
+    dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        promoted = (
+            jnp.promote_types(dtype, type(new))
+            if is_number
+            else jnp.result_type(jnp.zeros((), dtype), new)
+        )
+    if promoted != dtype:
+        given = f"the number {new!r}" if is_number else _show(new)
+        raise ValueError(
+            f"Cannot write `{name}`: it holds {_show(old)}, and {given} would make it"
+            f" {promoted.name}. State keeps its dtype, or every step would be compiled"
+            f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
+            " the field of that dtype to begin with."
+        )
+    return jnp.asarray(new, dtype=dtype)
+
+
+def _show(x: Any) -> str:
+    return f"`{eqx.tree_pformat(x, short_arrays=True)}`"
+
+
+# --- Leaving --------------------------------------------------------------------------
+
+
+def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) -> Any:
+    """The private copy `tree` after the call, checked against the tree `before` it.
+
+    Returns a new tree, which belongs to no scope.
+    """
+    check_not_shared(tree)
+    treedef = jtu.tree_structure(tree)
+    if treedef != jtu.tree_structure(before) and scope.initialise is None:
+        raise_difference(before, tree, "What the call left in the model")
+    path, context = ((), ROOT) if place is None else (place.path, place.context)
+    old = {v.path: v.node for v in leaves(before, path, context)}
+    new = [
+        _settle(visit, old.get(visit.path), scope)
+        for visit in leaves(tree, path, context)
+    ]
+    return jtu.tree_unflatten(treedef, new)
+
+
+def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
+    new = visit.node
+    if same(old, new):
+        return new
+    if has_escaped(new):
+        raise TraceError(
+            f"`{visit.name}` holds a tracer of a JAX transform that is over: something"
+            " was written into a container inside it. Replace the container instead of"
+            " writing into it, and use the transform of `es`, which carries state"
+            ' through:\n\n    self.stats["a"] = x                     # wrong\n   '
+            ' self.stats = {**self.stats, "a": x}     # right'
+        )
+    if not scope.allows(visit.kind):
+        raise _frozen(_kind_message(visit, visit.name, scope))
+    if scope.initialise is None:
+        new = _fit_leaf(old, new, visit.name)
+    new = to_strong(new)
+    if scope.initialise is None and is_array(old) and not _same_type(old, new):
+        raise ValueError(
+            f"`{visit.name}` was {_show(old)} and is now {_show(new)}. State keeps its"
+            " shape and dtype, so that a step is compiled once. Give it its final"
+            " shape and dtype when the model is made, or convert what is written:"
+            " `value.astype(self.field.dtype)`."
+        )
+    return new
+
+
+def _same_type(old: Any, new: Any) -> bool:
+    if not is_array(new):
+        return False
+    dtypes = [
+        (
+            x.dtype
+            if jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            else jax.dtypes.canonicalize_dtype(x.dtype)
+        )
+        for x in (old, new)
+    ]
+    return old.shape == new.shape and dtypes[0] == dtypes[1]

@@ -1,0 +1,55 @@
+"""Numbers and weak types become strongly typed arrays where a field declares a kind.
+
+A weak type in the state would change at the first update, and a number be a new
+constant at every step: the training step would be compiled again.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ._declare import declarations, NOTHING, Spec
+from ._traverse import children
+
+
+def strengthen(value: Any, spec: Spec) -> Any:
+    """`value` with its numbers and weak arrays made strong where `spec` has a kind.
+
+    What lies inside a module is that module's own business.
+    """
+    if spec == NOTHING or isinstance(value, eqx.Module) or value is None:
+        return value
+    below = children(value)
+    if below is None:
+        return value if spec.kind is None else to_strong(value)
+    one_level = jtu.tree_structure(value, is_leaf=lambda x: x is not value)
+    inherited = Spec(kind=spec.kind)
+    new = []
+    for key, child in below:
+        inner = spec.child(key)
+        new.append(strengthen(child, inherited if inner == NOTHING else inner))
+    if all(x is child for x, (_, child) in zip(new, below, strict=True)):
+        return value
+    return jtu.tree_unflatten(one_level, new)
+
+
+def strengthen_field(cls: type, name: str, value: Any) -> Any:
+    """`strengthen` for a value that is given to a field of an `es.Module`."""
+    return strengthen(value, declarations(cls).get(name, NOTHING))
+
+
+def to_strong(leaf: Any) -> Any:
+    """A number as an array, a weak array as a strong one; anything else as it is."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        # By way of a NumPy scalar type: `jnp.asarray(1.0)` alone would stay weak.
+        return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
+    if is_weak(leaf):
+        return leaf.astype(leaf.dtype)
+    return leaf
+
+
+def is_weak(x: Any) -> bool:
+    """Whether an array is weakly typed. Keys have no such attribute."""
+    return getattr(x, "weak_type", False)

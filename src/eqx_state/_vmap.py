@@ -1,0 +1,319 @@
+"""`es.vmap`: `jax.vmap` that carries state, with an axis for each kind.
+
+What is mapped over ends up in one flat list, whatever it was part of: the function and
+its closure, the arguments, or an owned module. All else is closed over as it is.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ._axes import argument_axes, axis_by_kind, check_matched, function_axes, SPLIT
+from ._init import check_initialized
+from ._keys import split_key
+from ._lift import close, Lifted, open_function
+from ._mutable import Transform, wrap
+from ._scope import is_owned
+from ._select import check_kinds
+from ._traverse import is_array, KeyPath, leaves, modules_in, name_of, same, Visit
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclasses.dataclass(eq=False)
+class _Source:
+    """Some leaves, and the axis of each: an integer, `SPLIT`, or `None`."""
+
+    paths: list[KeyPath]
+    values: list[Any]
+    axes: list[Any]
+    advanced: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
+    written: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(tree: Any, axes: dict[KeyPath, Any]) -> "tuple[_Source, Any]":
+        """The leaves of a tree in which owned modules count as leaves that stay."""
+        entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
+        paths = [path for path, _ in entries]
+        values = [value for _, value in entries]
+        axes_here = [None if is_owned(v) else axes.get(p) for p, v in entries]
+        return _Source(paths, values, axes_here), treedef
+
+    def axis(self, path: KeyPath) -> Any:
+        # What only `init` has brought into being is shared by the lanes.
+        return self.axes[self.paths.index(path)] if path in self.paths else None
+
+    def note_changes(self, before: list[Any], after: list[Visit]) -> None:
+        """Remember what a lane has written."""
+        old = dict(zip(self.paths, before, strict=True))
+        self.written = {
+            v.path: v.node for v in after if not same(old.get(v.path), v.node)
+        }
+
+    def changed(self, axis: int | None) -> dict[str, Any]:
+        """What was written, by name: shared by the lanes (`None`), or each its own."""
+        return {
+            name_of(path): value
+            for path, value in self.written.items()
+            if self.axis(path) is not SPLIT
+            and (self.axis(path) is None) == (axis is None)
+        }
+
+    def outer(
+        self, after: list[Visit], shared: dict[str, Any], stacked: dict[str, Any]
+    ) -> list[Any]:
+        """The leaves after the call, as they are outside."""
+        old = dict(zip(self.paths, self.values, strict=True))
+        new = []
+        for visit in after:
+            axis = self.axis(visit.path)
+            if visit.path not in self.written:
+                new.append(old[visit.path])
+            elif axis is SPLIT:
+                new.append(self.advanced[visit.path])
+            elif axis is None:
+                new.append(shared[visit.name])
+            else:
+                new.append(jnp.moveaxis(stacked[visit.name], 0, axis))
+        return new
+
+
+class _Vmap(Transform):
+    in_axes: Any = eqx.field(static=True)
+    out_axes: Any = eqx.field(static=True)
+    axis_name: Any = eqx.field(static=True)
+    axis_size: int | None = eqx.field(static=True)
+    axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        by_kind = dict(self.axes)
+        function, arguments = open_function(self.f), (args, kwargs)
+        lifted = Lifted(function, arguments)
+        if not lifted.roots:
+            check_initialized((function, arguments))
+        by_argument = argument_axes(self.in_axes, args, kwargs)
+        check_matched(by_kind, function, lifted)
+        held, held_def = _Source.of(function, function_axes(function, by_kind))
+        given, given_def = _Source.of(arguments, by_argument)
+        owned = _owned_sources(lifted, function, arguments, by_argument, by_kind)
+        sources = [held, given, *owned]
+
+        slots = [
+            (source, i)
+            for source in sources
+            for i, axis in enumerate(source.axes)
+            if axis is not None
+        ]
+        size = _size(slots, self.axis_size)
+        inputs, input_axes = [], []
+        for source, i in slots:
+            value, axis = source.values[i], source.axes[i]
+            if axis is SPLIT:
+                source.advanced[source.paths[i]], base = split_key(value, 2)
+                value, axis = split_key(base, size), 0
+            inputs.append(value)
+            input_axes.append(axis)
+
+        static_out: Any = None
+        after: list[Any] = []
+
+        def lane(inputs: list[Any], _: Any) -> tuple[Any, Any, Any]:
+            nonlocal static_out, after
+            values = {id(source): list(source.values) for source in sources}
+            for (source, i), value in zip(slots, inputs, strict=True):
+                values[id(source)][i] = value
+            f = self.f
+            if any(axis is not None for axis in held.axes):
+                f = close(jtu.tree_unflatten(held_def, values[id(held)]))
+            args, kwargs = jtu.tree_unflatten(given_def, values[id(given)])
+            inside = [values[id(source)] for source in owned]
+            out, after = lifted.run(inside, lambda: f(*args, **kwargs))
+            for i, source in enumerate(owned):
+                source.note_changes(inside[i], lifted.leaves(i, after[i]))
+            out, static_out = eqx.partition(out, _is_output(out))
+            shared = [source.changed(None) for source in owned]
+            stacked = [source.changed(0) for source in owned]
+            # `out` last: JAX loses count of its error's path after a `None`.
+            return shared, stacked, out
+
+        mapped = jax.vmap(
+            lane,
+            in_axes=(input_axes, 0),
+            out_axes=(None, 0, self.out_axes),
+            axis_name=self.axis_name,
+            axis_size=self.axis_size,
+        )
+        try:
+            shared, stacked, out = mapped(inputs, jnp.arange(size))
+        except ValueError as e:
+            _raise_unreduced(e, owned)
+            raise
+        new = [
+            source.outer(lifted.leaves(i, after[i]), shared[i], stacked[i])
+            for i, source in enumerate(owned)
+        ]
+        lifted.commit(
+            [
+                jtu.tree_unflatten(jtu.tree_structure(tree), values)
+                for tree, values in zip(after, new, strict=True)
+            ]
+        )
+        return eqx.combine(out, static_out)
+
+
+def _owned_sources(
+    lifted: Lifted,
+    function: Any,
+    arguments: Any,
+    by_argument: Mapping[KeyPath, Any],
+    by_kind: Mapping[Any, Any],
+) -> list[_Source]:
+    """The owned modules: in the function they are mapped by kind, else as arguments."""
+    in_function = {id(visit.node) for visit in modules_in(function)}
+    as_argument = {id(visit.node): visit.path for visit in modules_in(arguments)}
+    sources = []
+    for i, root in enumerate(lifted.roots):
+        visits = lifted.leaves(i)
+        if id(root) in in_function:
+            axes = [axis_by_kind(visit, by_kind) for visit in visits]
+        else:
+            start, depth = as_argument[id(root)], len(lifted.places[i].path)
+            axes = [
+                by_argument[(*start, *v.path[depth:])] if is_array(v.node) else None
+                for v in visits
+            ]
+        sources.append(
+            _Source([v.path for v in visits], [v.node for v in visits], axes)
+        )
+    return sources
+
+
+def _size(slots: list[tuple[_Source, int]], axis_size: int | None) -> int:
+    """The number of lanes, on which all that is mapped has to agree."""
+    sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
+    for source, i in slots:
+        value, axis = source.values[i], source.axes[i]
+        if axis is SPLIT:
+            continue
+        name = f"`{name_of(source.paths[i]) or 'the model'}`"
+        shape = jnp.shape(value)
+        if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"`es.vmap`: {name} has shape {shape}, which has no axis {axis}. Map it"
+                " over an axis that it has, or share it with `None`: `in_axes=(0,"
+                " None)`."
+            )
+        sizes.setdefault(shape[axis], name)
+    if len(sizes) > 1:
+        listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+        raise ValueError(f"`es.vmap`: the mapped axes differ in size: {listed}.")
+    if not sizes:
+        raise ValueError(
+            "`es.vmap`: nothing is mapped, so that the number of lanes is not known."
+            " Map an argument, `in_axes=0`, or give `axis_size`."
+        )
+    return next(iter(sizes))
+
+
+def _is_output(out: Any) -> Any:
+    """Which leaves `jax.vmap` stacks: arrays, and numbers outside modules."""
+    flags = [
+        is_array(v.node) or (v.context.owner is None and eqx.is_array_like(v.node))
+        for v in leaves(out)
+    ]
+    return jtu.tree_unflatten(jtu.tree_structure(out), flags)
+
+
+def _raise_unreduced(error: ValueError, owned: list[_Source]) -> None:
+    """Turn JAX's error about a batched output into one about the field that it was."""
+    names = [name for source in owned for name in source.changed(None)]
+    named = [name for name in names if f"[{name!r}]" in str(error)]
+    # Older JAX does not say which output it means.
+    if not named and "out_axes is None" in str(error):
+        named = names
+    if named:
+        fields = ", ".join(f"`{name}`" for name in named)
+        raise ValueError(
+            f"`es.vmap`: each lane wrote its own value to {fields}, and the lanes share"
+            " it, so that only one could be kept. Reduce it over the lanes,\n\n   "
+            ' es.vmap(f, axis_name="batch")\n    self.mean = jax.lax.pmean(mean,'
+            ' "batch")\n\nor give every lane its own, with an axis for the kind:'
+            " `es.vmap(f, axes={es.State: 0})`."
+        ) from error
+
+
+def vmap(
+    f: Callable[_P, _R],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    axes: Mapping[Any, Any] | None = None,
+) -> Callable[_P, _R]:
+    """`jax.vmap`, through which the state of every module in reach is carried.
+
+    **Arguments:**
+
+    - `f`: a function, a module, a bound method, or a partial. The modules that it
+        holds, and those that it closes over, are mapped by kind.
+    - `in_axes`, `out_axes`, `axis_name`, `axis_size`: as for `jax.vmap`. Modules among
+        the arguments follow `in_axes`, in which an entry may be a mapping as `axes` is.
+        Leaves that are no arrays are passed on as they are.
+    - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
+        derived kind that matches counts; `...` stands for every other array; then come
+        the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
+        lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
+        once if a lane has drawn from it. An ensemble is `axes={...: 0}`.
+
+    **Returns:**
+
+    A function of the same arguments, which is a pytree, and can decorate methods.
+
+    **Raises:**
+
+    - `ValueError`: the lanes wrote different values to a state that they share; a kind
+        in `axes` that matches nothing; an axis that an array does not have; sizes that
+        differ.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Mean(es.Module):
+            mean: es.BatchStat
+
+            def __call__(self, x):
+                self.mean = jax.lax.pmean(x, "batch")
+                return x - self.mean
+
+
+        xs = jnp.array([1.0, 3.0])
+        y, model = es.mutable(es.vmap(Mean(0.0), axis_name="batch"))(xs)
+        assert model.mean == 2.0
+        assert y.tolist() == [-1.0, 1.0]
+        ```
+    """
+    check_kinds(axes or {}, "`es.vmap(axes=...)`")
+    pairs = tuple((axes or {}).items())
+    return wrap(
+        _Vmap,
+        f,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=axis_name,
+        axis_size=axis_size,
+        axes=pairs,
+    )

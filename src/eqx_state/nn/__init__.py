@@ -1,0 +1,4 @@
+"""Layers that Equinox lacks: those with state."""
+
+from ._batch_norm import BatchNorm as BatchNorm
+from ._dropout import Dropout as Dropout

@@ -1,0 +1,77 @@
+"""Dropout that draws from a key of its own."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array
+
+from .._init import Initializer
+from .._keys import as_key, split_key
+from .._kinds import Rng
+from .._module import Module
+
+
+class Dropout(Module):
+    """Sets elements to zero at random in train mode, and scales the others up.
+
+    Each element is kept with probability `1 - p` and divided by it (Srivastava et al.,
+    2014, in the inverted form that Equinox uses). In eval mode, and with `p=0`, the
+    input comes back, and no key is drawn.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+        import jax.random as jr
+
+        dropout = es.nn.Dropout(0.5, key=jr.key(0))
+        y, dropout = es.mutable(dropout)(jnp.ones(1000))
+        assert set(y.tolist()) == {0.0, 2.0}
+        assert (dropout.eval()(jnp.ones(3)) == 1).all()
+        ```
+    """
+
+    rng: Rng
+    p: float = eqx.field(static=True)
+
+    def __init__(self, p: float = 0.5, *, key: Any = None):
+        """**Arguments:**
+
+        - `p`: the fraction of elements to drop, at least 0 and at most 1. Default: 0.5.
+        - `key`: a PRNG key, or an integer seed, where the layer's own keys start.
+            Without one it is drawn by `init`.
+
+        **Raises:**
+
+        - `ValueError`: `p` is not between 0 and 1.
+        """
+        if not 0 <= p <= 1:
+            raise ValueError(
+                f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements that are"
+                " dropped, a number from 0 to 1."
+            )
+        self.p = float(p)
+        self.rng = Initializer(lambda key: key) if key is None else as_key(key)
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        """**Arguments:**
+
+        - `x`: an array of any shape.
+        - `key`: used instead of the layer's own key, which does not advance then.
+
+        **Returns:**
+
+        An array of the shape and dtype of `x`.
+        """
+        if not self.training or self.p == 0:
+            return x
+        if key is None:
+            self.rng, key = split_key(self.rng, 2)
+        keep = 1 - self.p
+        if keep == 0:
+            return jnp.zeros_like(x)
+        mask = jr.bernoulli(key, keep, x.shape)
+        return jnp.where(mask, x / keep, jnp.zeros_like(x))

@@ -1,0 +1,34 @@
+"""Strict JAX for every test, and fresh keys."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import jax
+import jax.random as jr
+import pytest
+from jaxtyping import Array, Key
+
+
+# Compilation makes the first example of a property much slower than the others.
+hypothesis.settings.register_profile("eqx_state", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("eqx_state")
+
+
+@pytest.fixture(autouse=True)
+def _strict() -> Iterator[None]:
+    """Implicit promotion is an error.
+
+    Where another library promotes (`optax.adam` does, `float ** int`), decorate the
+    test with `@jax.numpy_dtype_promotion("standard")`.
+    """
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def getkey(request: pytest.FixtureRequest) -> Callable[[], Key[Array, ""]]:
+    """A function that returns a new key at each call, the same ones in every run."""
+    seeds = itertools.count(zlib.crc32(request.node.nodeid.encode()))
+    return lambda: jr.key(next(seeds))

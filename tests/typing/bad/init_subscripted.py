@@ -1,0 +1,12 @@
+import equinox as eqx
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+class Layer(es.Module):
+    net: es.Buffer[eqx.nn.MLP]
+
+
+def construct(x: Array) -> Layer:
+    return Layer(net=x)  # error
