@@ -6,7 +6,7 @@ from typing import Any, dataclass_transform, Self
 import equinox as eqx
 
 from ._compat import EquinoxMeta
-from ._declare import field
+from ._declare import check_declarations, field
 
 
 # For type checkers alone: on the class itself it would lose against Equinox's
@@ -14,7 +14,10 @@ from ._declare import field
 # `frozen_default`: `self.mean = …` is how state is written.
 @dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, field))
 class _ModuleMeta(EquinoxMeta):
-    pass
+    def __init__(cls, *args: Any, **kwargs: Any) -> None:
+        # Here it is a dataclass, which it is not yet in `__init_subclass__`.
+        super().__init__(*args)
+        check_declarations(cls)
 
 
 class BaseModule(eqx.Module, metaclass=_ModuleMeta):
@@ -38,6 +41,12 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, "frozen", False)
         object.__setattr__(self, "_module_init_done", False)
         return self
+
+    def module_init(self, key: Any) -> None:
+        """The hook that `init` calls once, after all Initializers: override it.
+
+        In it any field may be assigned. `key` is a PRNG key of this module's own.
+        """
 
 
 FLAGS = ("training", "frozen", "_module_init_done")

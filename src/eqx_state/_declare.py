@@ -8,10 +8,12 @@ and `State` for what is in it. Nothing here looks at values.
 import builtins
 import collections.abc
 import dataclasses
+import re
 import sys
 import types
 import typing
 import weakref
+from collections.abc import Callable
 from typing import Any, ForwardRef, NamedTuple, Union
 
 import equinox as eqx
@@ -43,7 +45,13 @@ class Spec(NamedTuple):
 NOTHING = Spec()
 
 
-def field(*, kind: type[TreePart[Any]] | None = None, **kwargs: Any) -> Any:
+def field(
+    *,
+    kind: type[TreePart[Any]] | None = None,
+    converter: Callable[[Any], Any] | None = None,
+    static: bool = False,
+    **kwargs: Any,
+) -> Any:
     """`equinox.field` with the kind of the field's arrays.
 
     For a field whose annotation cannot say it, such as `w: Array`.
@@ -52,8 +60,9 @@ def field(*, kind: type[TreePart[Any]] | None = None, **kwargs: Any) -> Any:
 
     - `kind`: a kind (`es.Parameter`, `es.State`, your own), or `None` for no
         declaration.
-    - `**kwargs`: every argument of `equinox.field` and of `dataclasses.field`:
-        `converter`, `static`, `default`, `default_factory`, `metadata`, …
+    - `converter`, `static`: as for `equinox.field`.
+    - `**kwargs`: every argument of `dataclasses.field`: `default`, `default_factory`,
+        `metadata`, …
 
     **Raises:**
 
@@ -81,14 +90,14 @@ def field(*, kind: type[TreePart[Any]] | None = None, **kwargs: Any) -> Any:
                 f"`es.field(kind={kind!r})`: a kind is a class such as `es.Parameter`, "
                 "or your own `class Cache(es.State): ...`."
             )
-        if kwargs.get("static", False):
+        if static:
             raise TypeError(
                 f"`es.field(kind=es.{kind.__name__}, static=True)`: a static field is"
                 " part of the tree's structure and its value is never an array with a"
                 " kind. Drop one of the two."
             )
         kwargs["metadata"] = {**(kwargs.get("metadata") or {}), KIND: kind}
-    return own_default(eqx.field(**kwargs))
+    return own_default(eqx.field(converter=converter, static=static, **kwargs))
 
 
 def own_default(field: Any) -> Any:
@@ -228,14 +237,14 @@ def remember_locals(cls: type) -> None:
     texts = [a for a in own_annotations(cls).values() if _has_string(a)]
     if not texts:
         return
-    text = " ".join(map(repr, texts))
+    names = set(re.findall(r"\w+", " ".join(map(repr, texts))))
     frame: types.FrameType | None = sys._getframe(1)
     found: dict[str, Any] = {}
     # The class statement's own frame is the first one of the class's module.
     while frame is not None:
         if frame.f_globals.get("__name__") == cls.__module__:
             for name, value in frame.f_locals.items():
-                if name in text:
+                if name in names:
                     found.setdefault(name, value)
         frame = frame.f_back
     _locals[cls] = found
@@ -291,6 +300,19 @@ def _declared(cls: type, f: dataclasses.Field[Any]) -> Spec:
             f"`{kind.__name__}`"
         )
     return spec._replace(kind=kind, unresolved=None)
+
+
+def check_declarations(cls: type) -> None:
+    """Raise `TypeError` for what a module class cannot declare."""
+    declared = declarations(cls)
+    for f in dataclasses.fields(cls):
+        kind = declared.get(f.name, NOTHING).kind
+        if kind is not None and f.metadata.get("static", False):
+            raise TypeError(
+                f"`{cls.__qualname__}.{f.name}` is declared `{kind.__name__}` and static:"
+                " a static field is part of the tree's structure and its value is never"
+                " an array with a kind. Drop one of the two."
+            )
 
 
 def _is_unresolved(spec: Spec) -> bool:

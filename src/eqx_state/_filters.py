@@ -135,7 +135,7 @@ class _Trainable(_Combinator):
         return "es.trainable"
 
 
-trainable = _Trainable()
+trainable: Filter = _Trainable()
 
 
 class _Marker:

@@ -110,13 +110,9 @@ def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
     return Initializer(lambda key: cls(*args, key=key, **kwargs))
 
 
-def module_init(self: Any, key: Any) -> None:
-    """The hook that `init` calls, once in a module's life: override it."""
-
-
 def _needs_module_init(module: BaseModule) -> bool:
-    hook = getattr(type(module), "module_init", module_init)
-    return hook is not module_init and not module._module_init_done
+    overridden = type(module).module_init is not BaseModule.module_init
+    return overridden and not module._module_init_done
 
 
 def missing(tree: Any) -> str | None:

@@ -87,7 +87,7 @@ class Module(BaseModule):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)
-        declared = _check_declarations(cls)
+        declared = declarations(cls)
         # Here and not in `__init__`, which a subclass may write itself: Equinox keeps a
         # default that such an `__init__` does not assign out of the pytree.
         for f in dataclasses.fields(cls):
@@ -101,8 +101,9 @@ class Module(BaseModule):
     def __check_init__(self) -> None:
         # After the converters, whose results were never assigned through us.
         for name in declarations(type(self)):
-            value = strengthen_field(type(self), name, self.__dict__.get(name))
-            object.__setattr__(self, name, value)
+            if name in self.__dict__:
+                value = strengthen_field(type(self), name, self.__dict__[name])
+                object.__setattr__(self, name, value)
         check_not_shared(self)
 
     if not TYPE_CHECKING:
@@ -142,9 +143,6 @@ class Module(BaseModule):
         """`es.init` of this module."""
         return _init.init(self, key, *inputs, call=call)
 
-    # Itself and not a method that forwards, so that an override can be told from it.
-    module_init = _init.module_init
-
     def train(self, mode: bool = True) -> Self:
         """`es.train` of this module."""
         return _modes.train(self, mode)
@@ -176,19 +174,6 @@ class Module(BaseModule):
     def replace(self, **fields: Any) -> Self:
         """A copy with these fields; an unknown name is a `TypeError`."""
         return _surgery.replace(self, **fields)
-
-
-def _check_declarations(cls: type) -> dict[str, Any]:
-    declared = declarations(cls)
-    for f in dataclasses.fields(cls):
-        spec = declared.get(f.name)
-        if spec is not None and spec.kind and f.metadata.get("static", False):
-            raise TypeError(
-                f"`{cls.__qualname__}.{f.name}` is declared `{spec.kind.__name__}` and"
-                " static: a static field is part of the tree's structure and its value"
-                " is never an array with a kind. Drop one of the two."
-            )
-    return declared
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

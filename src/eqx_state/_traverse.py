@@ -40,7 +40,7 @@ class Context(NamedTuple):
         if isinstance(node, eqx.Module):
             name = getattr(key, "name", None)
             spec = declarations(type(node)).get(name, NOTHING)
-            context = self._replace(owner=type(node))
+            context = self._replace(owner=type(node), unresolved=None)
             if isinstance(node, BaseModule):
                 context = context._replace(frozen=node.frozen)
             if spec.unresolved is not None and isinstance(node, BaseModule):

@@ -16,7 +16,7 @@ class Model(es.Module):
         self.mean = 0.9 * self.mean + 0.1 * x
         return scale * (self.weight @ x - self.mean)
 
-    @es.jit
+    @es.vmap
     def encode(self, x: Array) -> tuple[Array, int]:
         return x, 1
 
@@ -51,9 +51,7 @@ def check(model: Model, x: Array) -> None:
     )
 
     assert_type(model.encode(x), tuple[Array, int])
-    assert_type(es.jit(loss)(model, x), Array)
     assert_type(es.vmap(model)(x), Array)
-    assert_type(es.checkpoint(model)(x), Array)
 
 
 def train(model: Model, x: Array) -> Model:
@@ -66,12 +64,3 @@ def train(model: Model, x: Array) -> Model:
     assert_type(grads, Model)
     return model
 
-
-@es.jit(donate="all")
-def step(model: Model, x: Array) -> tuple[Model, Array]:
-    (value, model), _ = es.value_and_grad(loss)(model, x)
-    return model, value
-
-
-def loop(model: Model, x: Array) -> None:
-    assert_type(step(model, x), tuple[Model, Array])
