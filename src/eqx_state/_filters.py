@@ -4,10 +4,9 @@ A filter is bound to a tree before it is asked (`bind`), since `under` has to lo
 the whole tree once. All combinators are hashable values that print as they are written.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -38,90 +37,82 @@ def bind(filter: Filter, tree: Any) -> Predicate:
 
 def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
-    return bind(_AllOf(filters or (TreePart,)), tree)
+    return bind(_AllOf(*(filters or (TreePart,))), tree)
 
 
-def _show(filter: Filter) -> str:
-    if is_kind(filter):
-        module = "es." if filter.__module__.startswith("eqx_state.") else ""
-        return module + filter.__name__
-    if isinstance(filter, _Combinator):
-        return repr(filter)
-    return getattr(filter, "__qualname__", repr(filter))
+def _show(arg: Any) -> str:
+    if is_kind(arg):
+        module = "es." if arg.__module__.startswith("eqx_state.") else ""
+        return module + arg.__name__
+    return getattr(arg, "__qualname__", repr(arg))
 
 
 class _Combinator:
+    """A filter that is made of others or of data: a hashable value."""
+
+    name: ClassVar[str]
+
+    def __init__(self, *args: Any):
+        self.args = args
+
     def bind(self, tree: Any) -> Predicate:
         raise AssertionError  # every combinator has its own
 
     def __call__(self, part: Part) -> bool:
         return self.bind(None)(part)
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.args == other.args
 
-@dataclasses.dataclass(frozen=True, repr=False)
+    def __hash__(self) -> int:
+        return hash((type(self), self.args))
+
+    def __repr__(self) -> str:
+        return f"es.{self.name}({', '.join(map(_show, self.args))})"
+
+
 class _AnyOf(_Combinator):
-    filters: tuple[Filter, ...]
+    name = "any_of"
 
     def bind(self, tree: Any) -> Predicate:
-        predicates = [bind(f, tree) for f in self.filters]
+        predicates = [bind(f, tree) for f in self.args]
         return lambda part: any(p(part) for p in predicates)
 
-    def __repr__(self) -> str:
-        return f"es.any_of({', '.join(map(_show, self.filters))})"
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class _AllOf(_Combinator):
-    filters: tuple[Filter, ...]
+    name = "all_of"
 
     def bind(self, tree: Any) -> Predicate:
-        predicates = [bind(f, tree) for f in self.filters]
+        predicates = [bind(f, tree) for f in self.args]
         return lambda part: all(p(part) for p in predicates)
 
-    def __repr__(self) -> str:
-        return f"es.all_of({', '.join(map(_show, self.filters))})"
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class _Not(_Combinator):
-    filter: Filter
+    name = "not_"
 
     def bind(self, tree: Any) -> Predicate:
-        predicate = bind(self.filter, tree)
+        predicate = bind(self.args[0], tree)
         return lambda part: not predicate(part)
 
-    def __repr__(self) -> str:
-        return f"es.not_({_show(self.filter)})"
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class _PathMatches(_Combinator):
-    glob: str
+    name = "path_matches"
 
     def bind(self, tree: Any) -> Predicate:
-        parts = (
-            ".*" if c == "*" else "." if c == "?" else re.escape(c) for c in self.glob
-        )
-        pattern = re.compile("".join(parts), re.DOTALL)
-        return lambda part: pattern.fullmatch(part.name) is not None
-
-    def __repr__(self) -> str:
-        return f"es.path_matches({self.glob!r})"
+        special = {"*": ".*", "?": "."}
+        pattern = "".join(special.get(c, re.escape(c)) for c in self.args[0])
+        compiled = re.compile(pattern, re.DOTALL)
+        return lambda part: compiled.fullmatch(part.name) is not None
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
 class _Under(_Combinator):
-    where: Callable[[Any], Any]
+    name = "under"
 
     def bind(self, tree: Any) -> Predicate:
-        paths = paths_under(self.where, tree, repr(self))
+        paths = paths_under(self.args[0], tree, repr(self))
         return lambda part: part.path in paths
 
-    def __repr__(self) -> str:
-        return f"es.under({getattr(self.where, '__qualname__', repr(self.where))})"
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class _Trainable(_Combinator):
     def bind(self, tree: Any) -> Predicate:
         is_parameter = bind(Parameter, tree)
@@ -136,6 +127,7 @@ class _Trainable(_Combinator):
 
 
 trainable: Filter = _Trainable()
+"""The filter that selects what is trained: inexact parameters that are not frozen."""
 
 
 class _Marker:
@@ -181,7 +173,7 @@ def any_of(*filters: Filter) -> Filter:
         )
         ```
     """
-    return _AnyOf(filters)
+    return _AnyOf(*filters)
 
 
 def all_of(*filters: Filter) -> Filter:
@@ -196,7 +188,7 @@ def all_of(*filters: Filter) -> Filter:
         assert hash(biases) == hash(es.all_of(es.Parameter, es.path_matches("*.bias")))
         ```
     """
-    return _AllOf(filters)
+    return _AllOf(*filters)
 
 
 def not_(filter: Filter) -> Filter:

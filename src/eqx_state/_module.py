@@ -191,12 +191,13 @@ def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
 def _raise_frozen(cls: str, name: str) -> NoReturn:
     raise dataclasses.FrozenInstanceError(
         f"Cannot write `{cls}.{name}`: modules are frozen, and this one is in no scope"
-        " of `es.mutable`. Either it was called directly,\n\n    y = model(x)         "
-        "               # wrong\n    y, model = es.mutable(model)(x)     # right\n   "
-        " y = model.eval()(x)                 # or: in eval mode nothing is"
-        " written\n\nor it is a copy made inside the scope, from which nothing would"
-        " come back: `train`, `jax.tree.map` and the transforms of JAX and Equinox"
-        " make copies. Use the transform of `es`, and switch modes outside:\n\n   "
-        " eqx.filter_vmap(self.layer)(x)      # wrong; so are eqx.filter_jit, …\n   "
-        " es.vmap(self.layer)(x)              # right"
+        " of `es.mutable`. Either it was called directly,\n\n"
+        "    y = model(x)                        # wrong\n"
+        "    y, model = es.mutable(model)(x)     # right\n"
+        "    y = model.eval()(x)                 # or: layers write nothing then\n\n"
+        "or it is a copy made inside the scope, from which nothing would come back:"
+        " `train`, `jax.tree.map` and the transforms of JAX and Equinox make copies."
+        " Use the transform of `es`, and switch modes outside:\n\n"
+        "    eqx.filter_vmap(self.layer)(x)      # wrong; so are eqx.filter_jit, …\n"
+        "    es.vmap(self.layer)(x)              # right"
     ) from None

@@ -10,12 +10,19 @@ from ._errors import NotInitializedError
 from ._filters import Filter, trainable
 from ._init import check_initialized
 from ._kinds import OptState
-from ._select import filter, leaves_like, raise_difference, same_modes, update
+from ._select import difference, filter, leaves_like, same_modes, update
 from ._strong import to_strong
 from ._traverse import copy_tree
 
 
 _Tree = TypeVar("_Tree")
+
+
+class _Leaf:
+    """Stands in an error message for a parameter that `init` was given."""
+
+    def __repr__(self) -> str:
+        return "an array"
 
 
 class Optimizer(eqx.Module):
@@ -94,7 +101,7 @@ class Optimizer(eqx.Module):
                 " es.Optimizer(tx).init(model)`."
             )
         params = self._selected(model)
-        self._check(params, "`es.Optimizer.update`: what `wrt` selects of the model")
+        self._check(params, "what `wrt` selects of the model")
         given = leaves_like(
             params, grads, "`es.Optimizer.update`: the tree of gradients"
         )
@@ -103,7 +110,7 @@ class Optimizer(eqx.Module):
             None if hole is None else g for hole, g in zip(holes, given, strict=True)
         ]
         grads = jtu.tree_unflatten(holey, given)
-        self._check(grads, "`es.Optimizer.update`: the tree of gradients")
+        self._check(grads, "the tree of gradients")
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(grads, self.opt_state, params, **extra)
         optimizer = self._with(jtu.tree_map(to_strong, opt_state), self._structure)
@@ -118,8 +125,14 @@ class Optimizer(eqx.Module):
 
     def _check(self, tree: Any, what: str) -> None:
         if jtu.tree_structure(tree) != self._structure:
-            leaves = [0] * self._structure.num_leaves
-            raise_difference(jtu.tree_unflatten(self._structure, leaves), tree, what)
+            leaves = [_Leaf()] * self._structure.num_leaves
+            at_init = jtu.tree_unflatten(self._structure, leaves)
+            raise ValueError(
+                f"`es.Optimizer.update`: {what} is not what `init` was given,"
+                f" {difference(at_init, tree)}. The optimizer's state belongs to"
+                " one set of parameters. For another model, or after freezing or unfreezing, start"
+                " with a fresh one: `optimizer = es.Optimizer(tx).init(model)`."
+            )
 
     def _with(self, opt_state: Any, structure: Any) -> Self:
         new = copy_tree(self)

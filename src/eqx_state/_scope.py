@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from ._base import BaseModule, get_place, set_place
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
-from ._select import raise_difference
+from ._select import difference
 from ._strong import is_weak, strengthen_field, to_strong
 from ._traverse import (
     check_not_shared,
@@ -148,27 +148,34 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     object.__setattr__(module, name, new)
 
 
+def _belongs_to(x: Any, scope: Scope) -> bool:
+    place = get_place(x) if isinstance(x, BaseModule) else None
+    return place is not None and place.scope is scope
+
+
 def _adopt(value: Any, scope: Scope) -> Any:
     """`value` with copies of the modules that do not belong to `scope` already."""
-
-    def is_ours(x: Any) -> bool:
-        place = get_place(x) if isinstance(x, BaseModule) else None
-        return place is not None and place.scope is scope
-
     if not any(isinstance(v.node, eqx.Module) for v in walk(value)):
         return value
-    return jtu.tree_map(lambda x: x, value, is_leaf=is_ours)
+    return jtu.tree_map(lambda x: x, value, is_leaf=lambda x: _belongs_to(x, scope))
 
 
 def _check_kinds(
     old: Any, new: Any, path: KeyPath, context: Context, scope: Scope, where: str
 ) -> None:
-    """Every leaf that differs must be of a kind that the scope allows."""
+    """Every leaf that differs must be of a kind that the scope allows.
+
+    A module that the scope owns already may move; what comes of it is seen at the end.
+    """
     before = {v.path: v.node for v in leaves(old, path, context)}
-    for visit in leaves(new, path, context):
-        if same(before.get(visit.path), visit.node) or scope.allows(visit.kind):
+    moved: KeyPath | None = None
+    for visit in walk(new, path, context):
+        if moved is not None and visit.path[: len(moved)] == moved:
             continue
-        raise _frozen(_kind_message(visit, where, scope))
+        if not visit.is_leaf:
+            moved = visit.path if _belongs_to(visit.node, scope) else None
+        elif not (same(before.get(visit.path), visit.node) or scope.allows(visit.kind)):
+            raise _frozen(_kind_message(visit, where, scope))
 
 
 def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
@@ -196,12 +203,12 @@ def trace_message(where: str, full_name: str) -> str:
     return (
         f"Cannot write `{where}` (`{full_name}`) here: this code runs inside a JAX"
         " transform, which the mutable scope lies outside of. What is computed here is"
-        " a tracer, and it would leak. Use the transform of `es` that carries state"
-        " through, which is called as its namesake in JAX:\n\n    jax.vmap(lambda x:"
-        " self.layer(x))(xs)    # wrong\n    es.vmap(lambda x: self.layer(x))(xs)    "
-        " # right\n\nLikewise `es.value_and_grad` for `jax.grad`, with the model as"
-        " its argument. Or call `es.mutable` inside the transform, and return the new"
-        " model from it."
+        " a tracer, and it would leak. Use the transform of `es`, which carries state"
+        " through and is called as its namesake in JAX:\n\n"
+        "    jax.vmap(lambda x: self.layer(x))(xs)    # wrong\n"
+        "    es.vmap(lambda x: self.layer(x))(xs)     # right\n\n"
+        "Likewise `es.value_and_grad` for `jax.grad`, with the model as its argument."
+        " Or call `es.mutable` inside the transform, and return the new model from it."
     )
 
 
@@ -210,9 +217,14 @@ def trace_message(where: str, full_name: str) -> str:
 
 def _fit(old: Any, new: Any, name: str) -> Any:
     """`new` with the numbers and weak arrays in it cast to the dtypes of `old`."""
-    if jtu.tree_structure(old) != jtu.tree_structure(new):
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, eqx.Module)
+
+    structures = [jtu.tree_structure(x, is_leaf=is_module) for x in (old, new)]
+    if structures[0] != structures[1]:
         return new
-    return jtu.tree_map(lambda a, b: _fit_leaf(a, b, name), old, new)
+    return jtu.tree_map(lambda a, b: _fit_leaf(a, b, name), old, new, is_leaf=is_module)
 
 
 def _fit_leaf(old: Any, new: Any, name: str) -> Any:
@@ -254,7 +266,12 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
     check_not_shared(tree)
     treedef = jtu.tree_structure(tree)
     if treedef != jtu.tree_structure(before) and scope.initialise is None:
-        raise_difference(before, tree, "What the call left in the model")
+        raise ValueError(
+            "A call keeps the structure of the model, and this one changed it,"
+            f" {difference(before, tree)}. Give every field its final structure when"
+            " the model is made: an array of zeros in place of `None`, a list of its final"
+            " length, the mode by `train` and `eval` from outside."
+        )
     path, context = ((), ROOT) if place is None else (place.path, place.context)
     old = {v.path: v.node for v in leaves(before, path, context)}
     new = [
@@ -273,8 +290,9 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
             f"`{visit.name}` holds a tracer of a JAX transform that is over: something"
             " was written into a container inside it. Replace the container instead of"
             " writing into it, and use the transform of `es`, which carries state"
-            ' through:\n\n    self.stats["a"] = x                     # wrong\n   '
-            ' self.stats = {**self.stats, "a": x}     # right'
+            " through:\n\n"
+            '    self.stats["a"] = x                     # wrong\n'
+            '    self.stats = {**self.stats, "a": x}     # right'
         )
     if not scope.allows(visit.kind):
         raise _frozen(_kind_message(visit, visit.name, scope))

@@ -135,19 +135,19 @@ def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
     """The leaves of `other`, holes included; it must be shaped as `tree`."""
     tree, other = same_modes(tree), same_modes(other)
     if structure(tree) != structure(other):
-        raise_difference(tree, other, what)
+        raise ValueError(
+            f"{what} has another structure than the tree, {difference(tree, other)}."
+            " Trees go together when they were made from one model, by `filter`, `partition`,"
+            " `jax.tree.map` or a gradient; only train/eval and freezing may differ."
+        )
     return jtu.tree_leaves(other, is_leaf=lambda x: x is None)
 
 
-def raise_difference(tree: Any, other: Any, what: str) -> None:
-    path, a, b = first_difference(tree, other)
-    raise ValueError(
-        f"{what} has another structure than the tree, first at"
-        f" `{name_of(path) or 'the root'}`: the tree has `{_show(a)}` there, it has"
-        f" `{_show(b)}`. Trees go together when they were made from one model by"
-        " `filter`, `partition` or `jax.tree.map`; only train/eval and freezing may"
-        " differ."
-    )
+def difference(old: Any, new: Any) -> str:
+    """Where two structures first differ, in words."""
+    path, a, b = first_difference(old, new)
+    at = f"at `{name_of(path)}`" if path else "at the root"
+    return f"first {at}: expected `{_show(a)}`, got `{_show(b)}`"
 
 
 def _show(x: Any) -> str:

@@ -242,10 +242,11 @@ def _raise_unreduced(error: ValueError, owned: list[_Source]) -> None:
     if named:
         fields = ", ".join(f"`{name}`" for name in named)
         raise ValueError(
-            f"`es.vmap`: each lane wrote its own value to {fields}, and the lanes share"
-            " it, so that only one could be kept. Reduce it over the lanes,\n\n   "
-            ' es.vmap(f, axis_name="batch")\n    self.mean = jax.lax.pmean(mean,'
-            ' "batch")\n\nor give every lane its own, with an axis for the kind:'
+            f"`es.vmap`: each lane wrote its own value to {fields}, and the lanes"
+            " share it, so that only one could be kept. Reduce it over the lanes,\n\n"
+            '    es.vmap(f, axis_name="batch")\n'
+            '    self.mean = jax.lax.pmean(mean, "batch")\n\n'
+            "or give every lane its own, with an axis for the kind:"
             " `es.vmap(f, axes={es.State: 0})`."
         ) from error
 
