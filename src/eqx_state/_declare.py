@@ -310,8 +310,8 @@ def check_declarations(cls: type) -> None:
         if kind is not None and f.metadata.get("static", False):
             raise TypeError(
                 f"`{cls.__qualname__}.{f.name}` is declared `{kind.__name__}` and"
-                " static: a static field is part of the tree's structure and its value is never"
-                " an array with a kind. Drop one of the two."
+                " static: a static field is part of the tree's structure and its value"
+                " is never an array with a kind. Drop one of the two."
             )
 
 

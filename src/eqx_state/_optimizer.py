@@ -130,8 +130,9 @@ class Optimizer(eqx.Module):
             raise ValueError(
                 f"`es.Optimizer.update`: {what} is not what `init` was given,"
                 f" {difference(at_init, tree)}. The optimizer's state belongs to"
-                " one set of parameters. For another model, or after freezing or unfreezing, start"
-                " with a fresh one: `optimizer = es.Optimizer(tx).init(model)`."
+                " one set of parameters. For another model, or after freezing or"
+                " unfreezing, start with a fresh one:"
+                " `optimizer = es.Optimizer(tx).init(model)`."
             )
 
     def _with(self, opt_state: Any, structure: Any) -> Self:

@@ -269,8 +269,8 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
         raise ValueError(
             "A call keeps the structure of the model, and this one changed it,"
             f" {difference(before, tree)}. Give every field its final structure when"
-            " the model is made: an array of zeros in place of `None`, a list of its final"
-            " length, the mode by `train` and `eval` from outside."
+            " the model is made: an array of zeros in place of `None`, a list of its"
+            " final length, the mode by `train` and `eval` from outside."
         )
     path, context = ((), ROOT) if place is None else (place.path, place.context)
     old = {v.path: v.node for v in leaves(before, path, context)}
