@@ -107,16 +107,15 @@ class Lifted:
 
     def __init__(self, *trees: Any):
         self.roots: list[BaseModule] = []
-        for tree in trees:
-            for visit in modules_in(tree):
-                if is_owned(visit.node):
-                    self._add(visit.node)
+        reached: set[int] = set()
+        for visit in (visit for tree in trees for visit in modules_in(tree)):
+            if is_owned(visit.node) and id(visit.node) not in reached:
+                inside = {id(v.node) for v in modules_in(visit.node)}
+                # A closure may lead to a part before an argument leads to the whole.
+                outer = [root for root in self.roots if id(root) not in inside]
+                self.roots = [*outer, visit.node]
+                reached |= inside
         self.places: list[Place] = [get_place(root) for root in self.roots]
-
-    def _add(self, module: BaseModule) -> None:
-        if any(_contains(root, module) for root in self.roots):
-            return
-        self.roots = [r for r in self.roots if not _contains(module, r)] + [module]
 
     def leaves(self, i: int, tree: Any = None) -> list[Visit]:
         """The leaves of one root, or of a tree in its place, seen from the model."""
@@ -205,7 +204,3 @@ def pour(module: BaseModule, values: Any) -> None:
             old = module.__dict__[name]
             new = jtu.tree_map(put, old, is_leaf=lambda x: isinstance(x, BaseModule))
             object.__setattr__(module, name, new)
-
-
-def _contains(outer: BaseModule, inner: BaseModule) -> bool:
-    return any(visit.node is inner for visit in modules_in(outer))

@@ -138,8 +138,8 @@ def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
         raise ValueError(
             f"{what} has another structure than the tree, {difference(tree, other)}."
             " Trees go together when they were made from one model, by `filter`,"
-            " `partition`, `jax.tree.map` or a gradient; only train/eval and freezing may"
-            " differ."
+            " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
+            " train, eval, frozen."
         )
     return jtu.tree_leaves(other, is_leaf=lambda x: x is None)
 

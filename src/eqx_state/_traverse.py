@@ -114,6 +114,8 @@ def name_of(path: KeyPath) -> str:
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """`(key, child)` one level down, holes included; `None` for a leaf."""
+    if isinstance(node, Iterator):  # which JAX takes for a leaf, with a warning
+        return None
     entries, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if len(entries) == 1 and entries[0][1] is node:
         return None

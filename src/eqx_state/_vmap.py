@@ -29,11 +29,10 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(eq=False)
 class _Source:
-    """Some leaves, and the axis of each: an integer, `SPLIT`, or `None`."""
+    """Leaves by path, and the axis of each: an integer, `SPLIT`, or `None`."""
 
-    paths: list[KeyPath]
-    values: list[Any]
-    axes: list[Any]
+    values: dict[KeyPath, Any]
+    axes: dict[KeyPath, Any]
     advanced: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
     written: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
 
@@ -41,41 +40,35 @@ class _Source:
     def of(tree: Any, axes: dict[KeyPath, Any]) -> "tuple[_Source, Any]":
         """The leaves of a tree in which owned modules count as leaves that stay."""
         entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
-        paths = [path for path, _ in entries]
-        values = [value for _, value in entries]
-        axes_here = [None if is_owned(v) else axes.get(p) for p, v in entries]
-        return _Source(paths, values, axes_here), treedef
+        values = dict(entries)
+        own_axes = {p: axes.get(p) for p, v in entries if not is_owned(v)}
+        return _Source(values, own_axes), treedef
 
-    def axis(self, path: KeyPath) -> Any:
-        # What only `init` has brought into being is shared by the lanes.
-        return self.axes[self.paths.index(path)] if path in self.paths else None
-
-    def note_changes(self, before: list[Any], after: list[Visit]) -> None:
+    def note_changes(self, before: dict[KeyPath, Any], after: list[Visit]) -> None:
         """Remember what a lane has written."""
-        old = dict(zip(self.paths, before, strict=True))
         self.written = {
-            v.path: v.node for v in after if not same(old.get(v.path), v.node)
+            v.path: v.node for v in after if not same(before.get(v.path), v.node)
         }
 
     def changed(self, axis: int | None) -> dict[str, Any]:
         """What was written, by name: shared by the lanes (`None`), or each its own."""
+        # What only `init` has brought into being has no axis, and is shared.
         return {
             name_of(path): value
             for path, value in self.written.items()
-            if self.axis(path) is not SPLIT
-            and (self.axis(path) is None) == (axis is None)
+            if self.axes.get(path) is not SPLIT
+            and (self.axes.get(path) is None) == (axis is None)
         }
 
     def outer(
         self, after: list[Visit], shared: dict[str, Any], stacked: dict[str, Any]
     ) -> list[Any]:
         """The leaves after the call, as they are outside."""
-        old = dict(zip(self.paths, self.values, strict=True))
         new = []
         for visit in after:
-            axis = self.axis(visit.path)
+            axis = self.axes.get(visit.path)
             if visit.path not in self.written:
-                new.append(old[visit.path])
+                new.append(self.values[visit.path])
             elif axis is SPLIT:
                 new.append(self.advanced[visit.path])
             elif axis is None:
@@ -107,17 +100,17 @@ class _Vmap(Transform):
         sources = [held, given, *owned]
 
         slots = [
-            (source, i)
+            (source, path)
             for source in sources
-            for i, axis in enumerate(source.axes)
+            for path, axis in source.axes.items()
             if axis is not None
         ]
         size = _size(slots, self.axis_size)
         inputs, input_axes = [], []
-        for source, i in slots:
-            value, axis = source.values[i], source.axes[i]
+        for source, path in slots:
+            value, axis = source.values[path], source.axes[path]
             if axis is SPLIT:
-                source.advanced[source.paths[i]], base = split_key(value, 2)
+                source.advanced[path], base = split_key(value, 2)
                 value, axis = split_key(base, size), 0
             inputs.append(value)
             input_axes.append(axis)
@@ -127,15 +120,16 @@ class _Vmap(Transform):
 
         def lane(inputs: list[Any], _: Any) -> tuple[Any, Any, Any]:
             nonlocal static_out, after
-            values = {id(source): list(source.values) for source in sources}
-            for (source, i), value in zip(slots, inputs, strict=True):
-                values[id(source)][i] = value
+            values = {id(source): dict(source.values) for source in sources}
+            for (source, path), value in zip(slots, inputs, strict=True):
+                values[id(source)][path] = value
+            in_f, in_arguments, *inside = values.values()
             f = self.f
-            if any(axis is not None for axis in held.axes):
-                f = close(jtu.tree_unflatten(held_def, values[id(held)]))
-            args, kwargs = jtu.tree_unflatten(given_def, values[id(given)])
-            inside = [values[id(source)] for source in owned]
-            out, after = lifted.run(inside, lambda: f(*args, **kwargs))
+            if any(axis is not None for axis in held.axes.values()):
+                f = close(jtu.tree_unflatten(held_def, in_f.values()))
+            args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
+            leaves = [list(new.values()) for new in inside]
+            out, after = lifted.run(leaves, lambda: f(*args, **kwargs))
             for i, source in enumerate(owned):
                 source.note_changes(inside[i], lifted.leaves(i, after[i]))
             out, static_out = eqx.partition(out, _is_output(out))
@@ -190,20 +184,20 @@ def _owned_sources(
                 by_argument[(*start, *v.path[depth:])] if is_array(v.node) else None
                 for v in visits
             ]
-        sources.append(
-            _Source([v.path for v in visits], [v.node for v in visits], axes)
-        )
+        paths = [visit.path for visit in visits]
+        values = dict(zip(paths, (visit.node for visit in visits), strict=True))
+        sources.append(_Source(values, dict(zip(paths, axes, strict=True))))
     return sources
 
 
-def _size(slots: list[tuple[_Source, int]], axis_size: int | None) -> int:
+def _size(slots: list[tuple[_Source, KeyPath]], axis_size: int | None) -> int:
     """The number of lanes, on which all that is mapped has to agree."""
     sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
-    for source, i in slots:
-        value, axis = source.values[i], source.axes[i]
+    for source, path in slots:
+        value, axis = source.values[path], source.axes[path]
         if axis is SPLIT:
             continue
-        name = f"`{name_of(source.paths[i]) or 'the model'}`"
+        name = f"`{name_of(path) or 'the model'}`"
         shape = jnp.shape(value)
         if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
             raise ValueError(
