@@ -37,6 +37,14 @@ def has_escaped(leaf: Any) -> bool:
     return True
 
 
+def is_mapped(leaf: Any) -> bool:
+    """Inside `jax.vmap`: whether the lanes have different values for `leaf`."""
+    if not isinstance(leaf, jax.core.Tracer):
+        return False
+    is_of_this_vmap = leaf._trace is trace_state()._trace_ref()
+    return is_of_this_vmap and getattr(leaf, "batch_dim", None) is not None
+
+
 def own_annotations(cls: type) -> dict[str, Any]:
     """The annotations written in the body of `cls`, unresolved names and all."""
     try:

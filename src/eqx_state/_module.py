@@ -119,6 +119,9 @@ class Module(BaseModule):
                 if name != "__orig_class__":
                     _raise_frozen(type(self).__qualname__, name)
 
+        def __delattr__(self, name: str) -> None:
+            _raise_frozen(type(self).__qualname__, name)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # `copy.copy` and `pickle` go through `__new__` otherwise, after which Equinox
         # takes the copy for a module that is still being made, and lets it be written.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._axes import argument_axes, axis_by_kind, check_matched, function_axes, SPLIT
+from ._compat import is_mapped
 from ._init import check_initialized
 from ._keys import split_key
 from ._lift import close, Lifted, open_function
@@ -132,24 +133,20 @@ class _Vmap(Transform):
             out, after = lifted.run(leaves, lambda: f(*args, **kwargs))
             for i, source in enumerate(owned):
                 source.note_changes(inside[i], lifted.leaves(i, after[i]))
+                _check_reduced(source)
             out, static_out = eqx.partition(out, _is_output(out))
             shared = [source.changed(None) for source in owned]
             stacked = [source.changed(0) for source in owned]
-            # `out` last: JAX loses count of its error's path after a `None`.
-            return shared, stacked, out
+            return out, shared, stacked
 
         mapped = jax.vmap(
             lane,
             in_axes=(input_axes, 0),
-            out_axes=(None, 0, self.out_axes),
+            out_axes=(self.out_axes, None, 0),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
         )
-        try:
-            shared, stacked, out = mapped(inputs, jnp.arange(size))
-        except ValueError as e:
-            _raise_unreduced(e, owned)
-            raise
+        out, shared, stacked = mapped(inputs, jnp.arange(size))
         new = [
             source.outer(lifted.leaves(i, after[i]), shared[i], stacked[i])
             for i, source in enumerate(owned)
@@ -226,23 +223,19 @@ def _is_output(out: Any) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(out), flags)
 
 
-def _raise_unreduced(error: ValueError, owned: list[_Source]) -> None:
-    """Turn JAX's error about a batched output into one about the field that it was."""
-    names = [name for source in owned for name in source.changed(None)]
-    named = [name for name in names if f"[{name!r}]" in str(error)]
-    # Older JAX does not say which output it means.
-    if not named and "out_axes is None" in str(error):
-        named = names
-    if named:
-        fields = ", ".join(f"`{name}`" for name in named)
+def _check_reduced(source: _Source) -> None:
+    """What the lanes share must have one value for all of them."""
+    names = [f"`{n}`" for n, x in source.changed(None).items() if is_mapped(x)]
+    if names:
         raise ValueError(
-            f"`es.vmap`: each lane wrote its own value to {fields}, and the lanes"
-            " share it, so that only one could be kept. Reduce it over the lanes,\n\n"
+            f"`es.vmap`: each lane wrote its own value to {', '.join(names)}, and the"
+            " lanes share it, so that only one could be kept. Reduce it over the"
+            " lanes,\n\n"
             '    es.vmap(f, axis_name="batch")\n'
             '    self.mean = jax.lax.pmean(mean, "batch")\n\n'
             "or give every lane its own, with an axis for the kind:"
             " `es.vmap(f, axes={es.State: 0})`."
-        ) from error
+        )
 
 
 def vmap(
