@@ -35,48 +35,49 @@ class _Source:
     values: dict[KeyPath, Any]
     axes: dict[KeyPath, Any]
     advanced: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
-    written: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
+    # What a lane has left: only its shape, since its tracers must not live on.
+    treedef: Any = None
+    paths: list[KeyPath] = dataclasses.field(default_factory=list)
+    written: frozenset[KeyPath] = frozenset()
 
     @staticmethod
     def of(tree: Any, axes: dict[KeyPath, Any]) -> "tuple[_Source, Any]":
         """The leaves of a tree in which owned modules count as leaves that stay."""
         entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
-        values = dict(entries)
         own_axes = {p: axes.get(p) for p, v in entries if not is_owned(v)}
-        return _Source(values, own_axes), treedef
+        return _Source(dict(entries), own_axes), treedef
 
-    def note_changes(self, before: dict[KeyPath, Any], after: list[Visit]) -> None:
-        """Remember what a lane has written."""
-        self.written = {
-            v.path: v.node for v in after if not same(before.get(v.path), v.node)
+    def take(
+        self, before: dict[KeyPath, Any], tree: Any, visits: list[Visit]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a lane has written, by name: what all lanes share, what each has."""
+        self.treedef = jtu.tree_structure(tree)
+        self.paths = [visit.path for visit in visits]
+        written = {
+            v.path: v.node for v in visits if not same(before.get(v.path), v.node)
         }
-
-    def changed(self, axis: int | None) -> dict[str, Any]:
-        """What was written, by name: shared by the lanes (`None`), or each its own."""
+        self.written = frozenset(written)
         # What only `init` has brought into being has no axis, and is shared.
-        return {
-            name_of(path): value
-            for path, value in self.written.items()
-            if self.axes.get(path) is not SPLIT
-            and (self.axes.get(path) is None) == (axis is None)
-        }
+        axes = {path: self.axes.get(path) for path in written}
+        shared = {name_of(p): x for p, x in written.items() if axes[p] is None}
+        own = {name_of(p): x for p, x in written.items() if isinstance(axes[p], int)}
+        _check_reduced(shared)
+        return shared, own
 
-    def outer(
-        self, after: list[Visit], shared: dict[str, Any], stacked: dict[str, Any]
-    ) -> list[Any]:
-        """The leaves after the call, as they are outside."""
+    def outer(self, shared: dict[str, Any], stacked: dict[str, Any]) -> Any:
+        """The tree after the call, as it is outside."""
         new = []
-        for visit in after:
-            axis = self.axes.get(visit.path)
-            if visit.path not in self.written:
-                new.append(self.values[visit.path])
+        for path in self.paths:
+            axis = self.axes.get(path)
+            if path not in self.written:
+                new.append(self.values[path])
             elif axis is SPLIT:
-                new.append(self.advanced[visit.path])
+                new.append(self.advanced[path])
             elif axis is None:
-                new.append(shared[visit.name])
+                new.append(shared[name_of(path)])
             else:
-                new.append(jnp.moveaxis(stacked[visit.name], 0, axis))
-        return new
+                new.append(jnp.moveaxis(stacked[name_of(path)], 0, axis))
+        return jtu.tree_unflatten(self.treedef, new)
 
 
 class _Vmap(Transform):
@@ -117,10 +118,9 @@ class _Vmap(Transform):
             input_axes.append(axis)
 
         static_out: Any = None
-        after: list[Any] = []
 
         def lane(inputs: list[Any], _: Any) -> tuple[Any, Any, Any]:
-            nonlocal static_out, after
+            nonlocal static_out
             values = {id(source): dict(source.values) for source in sources}
             for (source, path), value in zip(slots, inputs, strict=True):
                 values[id(source)][path] = value
@@ -131,13 +131,12 @@ class _Vmap(Transform):
             args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
             leaves = [list(new.values()) for new in inside]
             out, after = lifted.run(leaves, lambda: f(*args, **kwargs))
-            for i, source in enumerate(owned):
-                source.note_changes(inside[i], lifted.leaves(i, after[i]))
-                _check_reduced(source)
+            changes = [
+                source.take(inside[i], after[i], lifted.leaves(i, after[i]))
+                for i, source in enumerate(owned)
+            ]
             out, static_out = eqx.partition(out, _is_output(out))
-            shared = [source.changed(None) for source in owned]
-            stacked = [source.changed(0) for source in owned]
-            return out, shared, stacked
+            return out, [c[0] for c in changes], [c[1] for c in changes]
 
         mapped = jax.vmap(
             lane,
@@ -147,15 +146,8 @@ class _Vmap(Transform):
             axis_size=self.axis_size,
         )
         out, shared, stacked = mapped(inputs, jnp.arange(size))
-        new = [
-            source.outer(lifted.leaves(i, after[i]), shared[i], stacked[i])
-            for i, source in enumerate(owned)
-        ]
         lifted.commit(
-            [
-                jtu.tree_unflatten(jtu.tree_structure(tree), values)
-                for tree, values in zip(after, new, strict=True)
-            ]
+            [s.outer(*x) for s, *x in zip(owned, shared, stacked, strict=True)]
         )
         return eqx.combine(out, static_out)
 
@@ -167,7 +159,7 @@ def _owned_sources(
     by_argument: Mapping[KeyPath, Any],
     by_kind: Mapping[Any, Any],
 ) -> list[_Source]:
-    """The owned modules: in the function they are mapped by kind, else as arguments."""
+    """The owned modules: those in the function by kind, the others as arguments."""
     in_function = {id(visit.node) for visit in modules_in(function)}
     as_argument = {id(visit.node): visit.path for visit in modules_in(arguments)}
     sources = []
@@ -223,9 +215,9 @@ def _is_output(out: Any) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(out), flags)
 
 
-def _check_reduced(source: _Source) -> None:
+def _check_reduced(shared: dict[str, Any]) -> None:
     """What the lanes share must have one value for all of them."""
-    names = [f"`{n}`" for n, x in source.changed(None).items() if is_mapped(x)]
+    names = [f"`{name}`" for name, x in shared.items() if is_mapped(x)]
     if names:
         raise ValueError(
             f"`es.vmap`: each lane wrote its own value to {', '.join(names)}, and the"
