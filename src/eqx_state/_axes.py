@@ -86,11 +86,20 @@ def argument_axes(
 
 
 def _axes_of_argument(entry: Any, argument: Any) -> Any:
-    if not isinstance(entry, Mapping):
-        return jtu.tree_map(lambda _: _Axis(entry), argument)
-    check_kinds(entry, "`es.vmap(in_axes=...)`")
-    axes = [_Axis(axis_by_kind(visit, entry)) for visit in leaves(argument)]
+    visits = leaves(argument)
+    if isinstance(entry, Mapping):
+        check_kinds(entry, "`es.vmap(in_axes=...)`")
+        axes = [_Axis(axis_by_kind(visit, entry)) for visit in visits]
+    else:
+        axes = [_Axis(entry if is_mappable(visit) else None) for visit in visits]
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
+
+
+def is_mappable(visit: Visit) -> bool:
+    """What `jax.vmap` takes for an array: numbers, too, but for those of a module."""
+    return is_array(visit.node) or (
+        visit.context.owner is None and eqx.is_array_like(visit.node)
+    )
 
 
 def _is_mapping_of_kinds(x: Any) -> bool:

@@ -8,12 +8,13 @@ and `State` for what is in it. Nothing here looks at values.
 import builtins
 import collections.abc
 import dataclasses
+import itertools
 import re
 import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ForwardRef, NamedTuple, Union
 
 import equinox as eqx
@@ -137,14 +138,16 @@ def unresolved(name: str) -> type:
 class Namespace(dict[str, Any]):
     """Where the names in the string annotations of `cls` are looked up."""
 
-    def __init__(self, cls: type, local: dict[str, Any]):
+    def __init__(self, cls: type):
         super().__init__()
+        module = vars(sys.modules.get(cls.__module__, builtins))
+        local, frame_globals = _statements.get(cls, ({}, module))
         self.layers = (
             {cls.__name__: cls},
             # A field's default hides nothing: `jax: Array = field()` in the body.
             {k: v for k, v in vars(cls).items() if k not in own_annotations(cls)},
             local,
-            vars(sys.modules.get(cls.__module__, builtins)),
+            frame_globals,
             vars(builtins),
         )
 
@@ -165,12 +168,18 @@ def _merge(specs: list[Spec]) -> Spec:
         names = " and ".join(sorted(f"`{k.__name__}`" for k in kinds if k is not None))
         raise TypeError(f"it names two different kinds, {names}, for one place")
     each = [s.each for s in specs if s.each is not None]
+    items = [s.items for s in specs if s.items is not None]
     return Spec(
         kind=next(iter(kinds), None),
         each=_merge(each) if each else None,
-        items=next((s.items for s in specs if s.items is not None), None),
+        items=_merge_items(items) if items else None,
         unresolved=next((s.unresolved for s in specs if s.unresolved), None),
     )
+
+
+def _merge_items(tuples: list[tuple[Spec, ...]]) -> tuple[Spec, ...]:
+    columns = itertools.zip_longest(*tuples, fillvalue=NOTHING)
+    return tuple(_merge(list(column)) for column in columns)
 
 
 def parse(annotation: Any, names: Namespace) -> Spec:
@@ -193,7 +202,7 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     if hasattr(annotation, "__supertype__"):  # `NewType`
         return parse(annotation.__supertype__, names)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is None:
+    if origin is None or not args:  # a class, or a bare `typing.List`
         # jaxtyping's `PyTree[X]` is a class of its own.
         leaf_type = getattr(annotation, "leaftype", None)
         return NOTHING if leaf_type is None else parse(leaf_type, names)
@@ -225,29 +234,43 @@ def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
 
 
 _specs: weakref.WeakKeyDictionary[type, dict[str, Spec]] = weakref.WeakKeyDictionary()
-# What only the frame of the class statement knew: names local to a function.
-_locals: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+# What only the frame of the class statement knew: the names local to its function, and
+# its globals.
+_statements: weakref.WeakKeyDictionary[
+    type, tuple[dict[str, Any], Mapping[str, Any]]
+] = weakref.WeakKeyDictionary()
 
 
-def remember_locals(cls: type) -> None:
-    """Keep the local names that string annotations of `cls`, just made, may need.
+def remember_statement(cls: type) -> None:
+    """Keep the names around the statement of `cls`, just made, that annotations need.
 
-    Only those that occur in an annotation are kept; the frame itself is let go.
+    Of the local names only those that occur in a string annotation; no frame is kept.
     """
     texts = [a for a in own_annotations(cls).values() if _has_string(a)]
     if not texts:
         return
     names = set(re.findall(r"\w+", " ".join(map(repr, texts))))
     frame: types.FrameType | None = sys._getframe(1)
-    found: dict[str, Any] = {}
-    # The class statement's own frame is the first one of the class's module.
-    while frame is not None:
-        if frame.f_globals.get("__name__") == cls.__module__:
-            for name, value in frame.f_locals.items():
-                if name in names:
-                    found.setdefault(name, value)
+    while frame is not None and _is_machinery(frame):
         frame = frame.f_back
-    _locals[cls] = found
+    if frame is None:
+        return
+    found: dict[str, Any] = {}
+    frame_globals, code = frame.f_globals, frame.f_code
+    while frame is not None:
+        # Only what is around the statement in the text counts, not who called it.
+        if frame.f_code is code or code in frame.f_code.co_consts:
+            code = frame.f_code
+            if frame.f_locals is not frame_globals:
+                local = frame.f_locals.items()
+                found = {**{k: v for k, v in local if k in names}, **found}
+        frame = frame.f_back
+    _statements[cls] = found, frame_globals
+
+
+def _is_machinery(frame: types.FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("eqx_state", "equinox", "abc", "types")
 
 
 def _has_string(annotation: Any) -> bool:
@@ -288,7 +311,7 @@ def _declared(cls: type, f: dataclasses.Field[Any]) -> Spec:
     spec = NOTHING
     for owner in cls.__mro__:
         if f.name in own_annotations(owner):
-            names = Namespace(owner, _locals.get(owner, {}))
+            names = Namespace(owner)
             spec = parse(own_annotations(owner)[f.name], names)
             break
     kind = f.metadata.get(KIND)
@@ -313,6 +336,15 @@ def check_declarations(cls: type) -> None:
                 " static: a static field is part of the tree's structure and its value"
                 " is never an array with a kind. Drop one of the two."
             )
+
+
+def annotation_of(cls: type, name: str) -> str:
+    """The annotation of a field as it was written, for messages."""
+    for owner in cls.__mro__:
+        if name in own_annotations(owner):
+            annotation = own_annotations(owner)[name]
+            return annotation if isinstance(annotation, str) else repr(annotation)
+    return ""
 
 
 def _is_unresolved(spec: Spec) -> bool:

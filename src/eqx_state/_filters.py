@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._kinds import is_kind, Parameter, TreePart
-from ._traverse import KeyPath, leaves, Part
+from ._traverse import is_array, KeyPath, leaves, Part
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
@@ -133,8 +133,9 @@ trainable: Filter = _Trainable()
 class _Marker:
     """Stands for one leaf while `where` selects, so that equal leaves stay apart."""
 
-    def __init__(self, path: KeyPath):
+    def __init__(self, path: KeyPath, is_array: bool):
         self.path = path
+        self.is_array = is_array
 
 
 def paths_under(
@@ -145,18 +146,23 @@ def paths_under(
     Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
     leaf of the tree.
     """
-    markers = iter([_Marker(v.path) for v in leaves(tree)])
-    nodes = where(jtu.tree_map(lambda _: next(markers), tree))
+    markers = iter([_Marker(v.path, is_array(v.node)) for v in leaves(tree)])
+    marked = jtu.tree_map(lambda _: next(markers), tree)
+    nodes = where(marked)
+    # A list may be a tuple of nodes, or itself a node of the tree.
+    in_tree: set[int] = set()
+    jtu.tree_leaves(marked, is_leaf=lambda x: in_tree.add(id(x)))
+    several = type(nodes) in (tuple, list) and id(nodes) not in in_tree and nodes
     paths: set[KeyPath] = set()
-    for node in nodes if type(nodes) in (tuple, list) and nodes else [nodes]:
-        found = [m.path for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
-        if not found:
+    for node in nodes if several else [nodes]:
+        found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
+        if not any(marker.is_array for marker in found):
             raise ValueError(
                 f"`{what}` selects nothing: `where` must return a node of the tree (or"
                 " a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda"
                 " model: model.layers[0]`."
             )
-        paths.update(found)
+        paths.update(marker.path for marker in found)
     return frozenset(paths)
 
 

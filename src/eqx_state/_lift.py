@@ -19,7 +19,16 @@ import jax.tree_util as jtu
 from ._base import BaseModule, get_place, set_place
 from ._compat import trace_state
 from ._errors import TraceError
-from ._scope import collect, disown, is_owned, own, Place, Scope, trace_message
+from ._scope import (
+    check_written,
+    collect,
+    disown,
+    is_owned,
+    own,
+    Place,
+    Scope,
+    trace_message,
+)
 from ._traverse import copy_tree, leaves, modules_in, same, Visit, walk
 
 
@@ -145,6 +154,8 @@ class Lifted:
                 own(root, scopes[id(place.scope)], place.path, place.context)
                 before.append(copy_tree(root))
             out = disown(call())
+            for scope in scopes.values():
+                check_written(self.roots, scope)
             after = [
                 collect(root, old, scopes[id(place.scope)], place)
                 for (root, place, _), old in zip(threaded, before, strict=True)
@@ -165,6 +176,7 @@ class Lifted:
             for visit in self.leaves(i, tree):
                 if not same(old.get(visit.path), visit.node):
                     _check_reachable(place, visit)
+                    place.scope.written[id(self.roots[i])] = self.roots[i], visit.name
         for root, place, tree in zip(self.roots, self.places, after, strict=True):
             if jtu.tree_structure(tree) == jtu.tree_structure(root):
                 pour(root, iter(jtu.tree_leaves(tree)))

@@ -8,7 +8,7 @@ import equinox as eqx
 
 from . import _init, _modes, _select, _surgery
 from ._base import BaseModule, FLAGS, get_place
-from ._declare import declarations, own_default, remember_locals
+from ._declare import declarations, own_default, remember_statement
 from ._filters import Filter
 from ._scope import write
 from ._strong import strengthen_field
@@ -64,7 +64,7 @@ class Module(BaseModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        remember_locals(cls)
+        remember_statement(cls)
         annotations = cls.__dict__.get("__annotations__", {})
         for name in FLAGS:
             if name in annotations or name in cls.__dict__:
@@ -94,8 +94,7 @@ class Module(BaseModule):
             if f.name in declared or f.default_factory is not dataclasses.MISSING:
                 value = _default(f)
                 if value is not dataclasses.MISSING:
-                    value = strengthen_field(cls, f.name, value)
-                    object.__setattr__(self, f.name, value)
+                    object.__setattr__(self, f.name, _strong(f, cls, value))
         return self
 
     def __check_init__(self) -> None:
@@ -113,7 +112,9 @@ class Module(BaseModule):
                 write(self, place, name, value)
                 return
             try:
-                value = strengthen_field(type(self), name, value)
+                fields = {f.name: f for f in dataclasses.fields(self)}
+                if name in fields:
+                    value = _strong(fields[name], type(self), value)
                 super().__setattr__(name, value)
             except dataclasses.FrozenInstanceError:
                 if name != "__orig_class__":
@@ -177,6 +178,12 @@ class Module(BaseModule):
     def replace(self, **fields: Any) -> Self:
         """A copy with these fields; an unknown name is a `TypeError`."""
         return _surgery.replace(self, **fields)
+
+
+def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
+    # A converter is given what the user gave; its result is made strong at the end.
+    has_converter = f.metadata.get("converter") is not None
+    return value if has_converter else strengthen_field(cls, f.name, value)
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 
 from ._init import check_initialized
 from ._kinds import is_kind, State
-from ._scope import collect, disown, Kinds, own, Scope
+from ._scope import check_written, collect, disown, Kinds, own, private_copy, Scope
 from ._traverse import check_not_shared, copy_tree
 
 
@@ -25,14 +25,20 @@ def thread(model: Any, kinds: Kinds, call: Callable[[Any], Any]) -> tuple[Any, A
     """`(call(private copy of model), new model)`: the one way state is threaded."""
     check_initialized(model)
     check_not_shared(model)
-    private = copy_tree(model)
+    private = private_copy(model)
+    before = copy_tree(private)
     scope = Scope(kinds)
     own(private, scope)
     try:
         out = disown(call(private))
-        return out, collect(private, model, scope)
+        check_written([private], scope)
+        after = collect(private, before, scope)
     finally:
         scope.is_open = False
+    # What was not written is the caller's own leaf, a NumPy array for example.
+    kept = zip(*map(jtu.tree_leaves, (after, before, model)), strict=True)
+    leaves = [given if new is old else new for new, old, given in kept]
+    return out, jtu.tree_unflatten(jtu.tree_structure(after), leaves)
 
 
 class Transform(eqx.Module):
@@ -63,7 +69,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     """
     transform = object.__new__(cls)
     transform.__dict__.update(f=f, **options)
-    if isinstance(f, eqx.Module):  # which is data, and needs no name
+    if not jtu.all_leaves([f]):  # data, which has no name, and must not be copied
         return transform
     return eqx.module_update_wrapper(transform)
 

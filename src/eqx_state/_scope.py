@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from ._base import BaseModule, get_place, set_place
 from ._compat import has_escaped, trace_state
@@ -50,6 +51,7 @@ class Scope:
         self.initialise = initialise
         self.trace = trace_state()
         self.is_open = True
+        self.written: dict[int, tuple[BaseModule, str]] = {}
 
     def allows(self, kind: type | None) -> bool:
         if self.initialise is not None:
@@ -141,11 +143,13 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     new = _adopt(value, scope)
     for visit in modules_in(old):
         get_place(visit.node).held -= 1
+        scope.written.pop(id(visit.node), None)
     for visit in modules_in(new, path, context):
         place = get_place(visit.node)
         held = 0 if place is None else place.held
         set_place(visit.node, Place(scope, visit.path, visit.context, held + 1))
     object.__setattr__(module, name, new)
+    scope.written[id(module)] = module, full_name
 
 
 def _belongs_to(x: Any, scope: Scope) -> bool:
@@ -174,12 +178,22 @@ def _check_kinds(
             continue
         if not visit.is_leaf:
             moved = visit.path if _belongs_to(visit.node, scope) else None
-        elif not (same(before.get(visit.path), visit.node) or scope.allows(visit.kind)):
+        elif not (
+            same(before.get(visit.path), visit.node) or scope.allows(_kind_at(visit))
+        ):
             raise _frozen(_kind_message(visit, where, scope))
 
 
+def _kind_at(visit: Visit) -> type | None:
+    """The kind of what is, or should be, an array here."""
+    return visit.kind if is_array(visit.node) else visit.context.declared
+
+
 def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
-    kind, allowed = visit.kind, " and ".join(f"`{k.__name__}`" for k in scope.kinds)
+    kind, allowed = (
+        _kind_at(visit),
+        " and ".join(f"`{k.__name__}`" for k in scope.kinds),
+    )
     if kind is None:
         what = "an array without a kind" if is_array(visit.node) else "no array"
         return (
@@ -258,6 +272,16 @@ def _show(x: Any) -> str:
 # --- Leaving --------------------------------------------------------------------------
 
 
+def private_copy(tree: Any) -> Any:
+    """A copy of `tree` to write into: NumPy arrays, which can be, become JAX arrays."""
+
+    def copy(x: Any) -> Any:
+        is_numeric = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
+        return jnp.array(x) if is_numeric else x
+
+    return jtu.tree_map(copy, tree)
+
+
 def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) -> Any:
     """The private copy `tree` after the call, checked against the tree `before` it.
 
@@ -281,6 +305,19 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
     return jtu.tree_unflatten(treedef, new)
 
 
+def check_written(trees: list[Any], scope: Scope) -> None:
+    """What was written must be in the trees still: a container may have lost it."""
+    inside = {id(visit.node) for tree in trees for visit in modules_in(tree)}
+    for key, (module, name) in scope.written.items():
+        if key not in inside and get_place(module).scope is scope:
+            raise ValueError(
+                f"`{name}` was written, and its module is no longer in the model: it was"
+                " taken out of a container, so that what was written cannot come out."
+                " Replace containers instead of changing them:"
+                " `self.layers = [*self.layers[:-1], new]`."
+            )
+
+
 def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
     new = visit.node
     if same(old, new):
@@ -294,7 +331,7 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
             '    self.stats["a"] = x                     # wrong\n'
             '    self.stats = {**self.stats, "a": x}     # right'
         )
-    if not scope.allows(visit.kind):
+    if not scope.allows(_kind_at(visit)):
         raise _frozen(_kind_message(visit, visit.name, scope))
     if scope.initialise is None:
         new = _fit_leaf(old, new, visit.name)

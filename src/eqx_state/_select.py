@@ -136,7 +136,7 @@ def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
     tree, other = same_modes(tree), same_modes(other)
     if structure(tree) != structure(other):
         raise ValueError(
-            f"{what} has another structure than the tree, {difference(tree, other)}."
+            f"{what} has another structure than the tree, {difference(tree, other, structure)}."
             " Trees go together when they were made from one model, by `filter`,"
             " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
             " train, eval, frozen."
@@ -144,9 +144,11 @@ def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
     return jtu.tree_leaves(other, is_leaf=lambda x: x is None)
 
 
-def difference(old: Any, new: Any) -> str:
+def difference(
+    old: Any, new: Any, structure: Callable[[Any], Any] = jtu.tree_structure
+) -> str:
     """Where two structures first differ, in words."""
-    path, a, b = first_difference(old, new)
+    path, a, b = first_difference(old, new, structure)
     at = f"at `{name_of(path)}`" if path else "at the root"
     return f"first {at}: expected `{_show(a)}`, got `{_show(b)}`"
 
@@ -196,6 +198,9 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
         given = leaves_like(tree, partial, f"`es.update`: {which}")
+        raw = jtu.tree_leaves(partial, is_leaf=lambda x: x is None)
+        # A mode never replaces one, but it may fill a hole.
+        given = [r if old is None else x for old, x, r in zip(new, given, raw)]
         new = [old if x is None else x for old, x in zip(new, given, strict=True)]
     return jtu.tree_unflatten(treedef, new)
 

@@ -36,7 +36,7 @@ def strengthen(value: Any, spec: Spec) -> Any:
 
 
 def strengthen_field(cls: type, name: str, value: Any) -> Any:
-    """`strengthen` for a value that is given to a field of an `es.Module`."""
+    """`strengthen` for a value of a field of an `es.Module`."""
     return strengthen(value, declarations(cls).get(name, NOTHING))
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._base import BaseModule, FLAGS
-from ._declare import declarations, NOTHING, Spec
+from ._declare import annotation_of, declarations, NOTHING, Spec
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
 
@@ -29,54 +29,56 @@ class Context(NamedTuple):
     spec: Spec = NOTHING  # what the annotation says about this node
     kind: Kind | None = None  # the innermost declaration so far
     covering: Kind | None = None  # the outermost covering one
-    unresolved: str | None = (
-        None  # `Class.field: name` of an annotation without meaning
-    )
+    unresolved: bool = False  # an annotation further in has no meaning
     frozen: bool = False  # of the nearest `es.Module`
     owner: type | None = None  # class of the nearest module
+    field: str = ""  # the field of it that leads here
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""
-        if isinstance(node, eqx.Module):
-            name = getattr(key, "name", None)
-            spec = declarations(type(node)).get(name, NOTHING)
-            context = self._replace(owner=type(node), unresolved=None)
-            if isinstance(node, BaseModule):
-                context = context._replace(frozen=node.frozen)
-            if spec.unresolved is not None and isinstance(node, BaseModule):
-                where = f"{type(node).__qualname__}.{name}: {spec.unresolved}"
-                return context._replace(spec=spec, unresolved=where)
-            return context.declare(spec)
-        return self.declare(self.spec.child(key))
+        if not isinstance(node, eqx.Module):
+            return self.declare(self.spec.child(key))
+        name = getattr(key, "name", "")
+        context = self._replace(owner=type(node), field=name, unresolved=False)
+        if isinstance(node, BaseModule):
+            context = context._replace(frozen=node.frozen)
+        return context.declare(declarations(type(node)).get(name, NOTHING))
 
     def declare(self, spec: Spec) -> "Context":
         if spec.kind is None:
-            return self._replace(spec=spec)
+            unresolved = self.unresolved or spec.unresolved is not None
+            return self._replace(spec=spec, unresolved=unresolved)
         covering = spec.kind if spec.kind.covering else None
         return self._replace(
             spec=spec,
             kind=spec.kind,
             covering=self.covering or covering,
-            unresolved=None,
+            unresolved=False,
         )
 
     @property
     def declared(self) -> Kind | None:
+        if self.unresolved and self.covering is None:
+            self._check_resolved()
         return self.covering or self.kind
+
+    def _check_resolved(self) -> None:
+        # Equinox's own modules may say what they like.
+        if self.owner is not None and issubclass(self.owner, BaseModule):
+            annotation = annotation_of(self.owner, self.field)
+            raise TypeError(
+                f"The annotation `{self.owner.__qualname__}.{self.field}: {annotation}`"
+                " decides the kind of an array, and it cannot be resolved. Import the"
+                " name at run time (not only under `TYPE_CHECKING`), or declare the kind"
+                " around it: `es.Parameter[...]`."
+            )
 
     def kind_of(self, leaf: Any) -> Kind | None:
         """The effective kind of a leaf here; `None` for what has none."""
         if not is_array(leaf):
             return None
-        if self.declared is not None:
-            return self.declared
-        if self.unresolved is not None:
-            raise TypeError(
-                f"The annotation `{self.unresolved}` decides the kind of an array, and"
-                " it cannot be resolved. Import the name at run time (not only under"
-                " `TYPE_CHECKING`), or declare the kind around it:"
-                " `es.Parameter[...]`."
-            )
+        if (declared := self.declared) is not None:
+            return declared
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return Rng
         return Parameter if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
@@ -252,13 +254,14 @@ def set_flags(tree: Any, values: Callable[[Visit], dict[str, Any]]) -> Any:
     return tree
 
 
-def first_difference(a: Any, b: Any, path: KeyPath = ()) -> tuple[KeyPath, Any, Any]:
-    """Where two trees of unequal structure first differ, and what each has there."""
+def first_difference(
+    a: Any, b: Any, structure: Callable[[Any], Any], path: KeyPath = ()
+) -> tuple[KeyPath, Any, Any]:
+    """Where two trees, for which `structure` differs, first do, and what each has."""
     if a is None or b is None or type(a) is not type(b):
         return path, a, b
     below_a, below_b = children(a) or [], children(b) or []
-    keys_a, keys_b = [k for k, _ in below_a], [k for k, _ in below_b]
-    if keys_a != keys_b:
+    if [k for k, _ in below_a] != [k for k, _ in below_b]:
         return path, a, b
     if isinstance(a, eqx.Module):
         for f in dataclasses.fields(a):
@@ -268,7 +271,7 @@ def first_difference(a: Any, b: Any, path: KeyPath = ()) -> tuple[KeyPath, Any, 
                     return (*path, jtu.GetAttrKey(f.name)), left, right
     for (key, x), (_, y) in zip(below_a, below_b, strict=True):
         if structure(x) != structure(y):
-            return first_difference(x, y, (*path, key))
+            return first_difference(x, y, structure, (*path, key))
     return path, a, b
 
 

@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._axes import argument_axes, axis_by_kind, check_matched, function_axes, SPLIT
+from ._axes import (
+    argument_axes,
+    axis_by_kind,
+    check_matched,
+    function_axes,
+    is_mappable,
+    SPLIT,
+)
 from ._compat import is_mapped
 from ._init import check_initialized
 from ._keys import split_key
@@ -208,10 +215,7 @@ def _size(slots: list[tuple[_Source, KeyPath]], axis_size: int | None) -> int:
 
 def _is_output(out: Any) -> Any:
     """Which leaves `jax.vmap` stacks: arrays, and numbers outside modules."""
-    flags = [
-        is_array(v.node) or (v.context.owner is None and eqx.is_array_like(v.node))
-        for v in leaves(out)
-    ]
+    flags = [is_mappable(visit) for visit in leaves(out)]
     return jtu.tree_unflatten(jtu.tree_structure(out), flags)
 
 
