@@ -147,14 +147,8 @@ def paths_under(
     leaf of the tree.
     """
     markers = iter([_Marker(v.path, is_array(v.node)) for v in leaves(tree)])
-    marked = jtu.tree_map(lambda _: next(markers), tree)
-    nodes = where(marked)
-    # A list may be a tuple of nodes, or itself a node of the tree.
-    in_tree: set[int] = set()
-    jtu.tree_leaves(marked, is_leaf=lambda x: in_tree.add(id(x)))
-    several = type(nodes) in (tuple, list) and id(nodes) not in in_tree and nodes
     paths: set[KeyPath] = set()
-    for node in nodes if several else [nodes]:
+    for node in selected_nodes(where, jtu.tree_map(lambda _: next(markers), tree)):
         found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
         if not any(marker.is_array for marker in found):
             raise ValueError(
@@ -164,6 +158,17 @@ def paths_under(
             )
         paths.update(marker.path for marker in found)
     return frozenset(paths)
+
+
+def selected_nodes(where: Callable[[Any], Any], tree: Any) -> list[Any]:
+    """What `where` selects: one node, or several in a tuple or a list."""
+    selected = where(tree)
+    if type(selected) not in (tuple, list) or not selected:
+        return [selected]
+    # A list may itself be a node of the tree.
+    in_tree: set[int] = set()
+    jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
+    return [selected] if id(selected) in in_tree else list(selected)
 
 
 def any_of(*filters: Filter) -> Filter:

@@ -49,7 +49,8 @@ class _ValueAndGrad(Transform):
 
 
 def _check_loss(loss: Any) -> Any:
-    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
+    if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         shown = eqx.tree_pformat(loss, short_arrays=True)
         raise TypeError(
             f"The function under `es.value_and_grad` returned `{shown}` as its loss,"

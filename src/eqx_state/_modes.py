@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ._base import BaseModule
-from ._traverse import is_flag, modules_in, set_flags, Visit
+from ._filters import selected_nodes
+from ._traverse import copy_tree, is_flag, modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -84,31 +85,15 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
 
 def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> Any:
-    chosen = [tree] if where is None else _nodes(where(tree))
-    modules = [list(modules_in(node)) for node in chosen]
-    if not all(modules):
+    # In a copy each place has a module of its own, so that places can be told apart.
+    copy = copy_tree(tree)
+    paths = {id(visit.node): visit.path for visit in modules_in(copy)}
+    nodes = [copy] if where is None else selected_nodes(where, copy)
+    chosen = [[paths.get(id(v.node)) for v in modules_in(node)] for node in nodes]
+    if not all(found and None not in found for found in chosen):
         raise ValueError(_NOTHING_TO_FREEZE)
-    if where is None:
-        return set_flags(tree, _flag_setter(frozen, lambda visit: True))
-    ids = {id(visit.node) for visits in modules for visit in visits}
-    paths = {v.path for v in modules_in(tree) if id(v.node) in ids}
-    if not paths:
-        raise ValueError(_NOTHING_TO_FREEZE)
-    return set_flags(tree, _flag_setter(frozen, lambda visit: visit.path in paths))
-
-
-def _flag_setter(
-    frozen: bool, chosen: Callable[[Visit], bool]
-) -> Callable[[Visit], dict[str, Any]]:
-    def flags(visit: Visit) -> dict[str, Any]:
-        is_es = isinstance(visit.node, BaseModule)
-        return {"frozen": frozen} if is_es and chosen(visit) else {}
-
-    return flags
-
-
-def _nodes(selected: Any) -> list[Any]:
-    return list(selected) if type(selected) in (tuple, list) else [selected]
+    places = {path for found in chosen for path in found}
+    return set_flags(tree, lambda v: {"frozen": frozen} if v.path in places else {})
 
 
 _NOTHING_TO_FREEZE = """There is no `es.Module` to freeze here: the flag `frozen` is \

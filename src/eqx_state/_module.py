@@ -74,16 +74,14 @@ class Module(BaseModule):
                     f" and `unfreeze` set. Choose another, such as `{name}_`."
                 )
         for name in annotations:
-            if name in cls.__dict__:
-                default = cls.__dict__[name]
-                if not isinstance(default, dataclasses.Field):
-                    default = (
-                        dataclasses.field(default=default)
-                        if eqx.is_array(default)
-                        else None
-                    )
-                if default is not None:
-                    setattr(cls, name, own_default(default))
+            default = cls.__dict__.get(name)
+            if isinstance(default, dataclasses.Field):
+                setattr(cls, name, own_default(default))
+            elif eqx.is_array(default):
+                setattr(cls, name, own_default(dataclasses.field(default=default)))
+            elif name not in cls.__dict__ and name in Module.__dict__:
+                # A field may be called as one of our methods: no default of it.
+                setattr(cls, name, dataclasses.field())
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)

@@ -311,9 +311,9 @@ def check_written(trees: list[Any], scope: Scope) -> None:
     for key, (module, name) in scope.written.items():
         if key not in inside and get_place(module).scope is scope:
             raise ValueError(
-                f"`{name}` was written, and its module is no longer in the model: it was"
-                " taken out of a container, so that what was written cannot come out."
-                " Replace containers instead of changing them:"
+                f"`{name}` was written, and its module is no longer in the model: it"
+                " was taken out of a container, so that what was written cannot come"
+                " out. Replace containers instead of changing them:"
                 " `self.layers = [*self.layers[:-1], new]`."
             )
 

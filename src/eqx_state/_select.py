@@ -136,7 +136,8 @@ def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
     tree, other = same_modes(tree), same_modes(other)
     if structure(tree) != structure(other):
         raise ValueError(
-            f"{what} has another structure than the tree, {difference(tree, other, structure)}."
+            f"{what} has another structure than the tree,"
+            f" {difference(tree, other, structure)}."
             " Trees go together when they were made from one model, by `filter`,"
             " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
             " train, eval, frozen."
@@ -200,7 +201,9 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=lambda x: x is None)
         # A mode never replaces one, but it may fill a hole.
-        given = [r if old is None else x for old, x, r in zip(new, given, raw)]
+        given = [
+            r if old is None else x for old, x, r in zip(new, given, raw, strict=True)
+        ]
         new = [old if x is None else x for old, x in zip(new, given, strict=True)]
     return jtu.tree_unflatten(treedef, new)
 

@@ -69,8 +69,8 @@ class Context(NamedTuple):
             raise TypeError(
                 f"The annotation `{self.owner.__qualname__}.{self.field}: {annotation}`"
                 " decides the kind of an array, and it cannot be resolved. Import the"
-                " name at run time (not only under `TYPE_CHECKING`), or declare the kind"
-                " around it: `es.Parameter[...]`."
+                " name at run time (not only under `TYPE_CHECKING`), or declare the"
+                " kind around it: `es.Parameter[...]`."
             )
 
     def kind_of(self, leaf: Any) -> Kind | None:
