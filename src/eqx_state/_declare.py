@@ -15,7 +15,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ForwardRef, NamedTuple, Union
+from typing import Any, ClassVar, ForwardRef, NamedTuple, Union
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -336,6 +336,13 @@ def check_declarations(cls: type) -> None:
                 " static: a static field is part of the tree's structure and its value"
                 " is never an array with a kind. Drop one of the two."
             )
+
+
+def is_class_var(annotation: Any) -> bool:
+    """Whether an annotation, maybe still a string, makes no dataclass field."""
+    if isinstance(annotation, str):
+        return re.match(r"(\w+\.)*ClassVar\b", annotation) is not None
+    return annotation is ClassVar or typing.get_origin(annotation) is ClassVar
 
 
 def annotation_of(cls: type, name: str) -> str:

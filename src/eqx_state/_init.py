@@ -1,5 +1,6 @@
 """Lazy models: placeholders for values, and `init`, which draws them."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, overload, TYPE_CHECKING, TypeVar
 
@@ -74,13 +75,17 @@ else:
         def __repr__(self):
             return "Initializer"
 
-        # JAX asks its operands for a dtype: `jnp.dot(x, initializer)` speaks, too.
-        @property
-        def dtype(self):
+        def _raise(self, *args, **kwargs):
             raise NotInitializedError(
-                "This is an `es.Initializer`, a placeholder for an array. Draw the"
+                "This is an `es.Initializer`, a placeholder for a value. Draw the"
                 " values first: `model = model.init(42)`."
             )
+
+        # Whoever takes it for an array or for a layer is told; JAX asks for the dtype.
+        dtype = shape = ndim = property(_raise)
+        __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
+        __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _raise
 
 
 @overload
@@ -107,7 +112,11 @@ def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         assert Net(3).init(0).linear.weight.shape == (2, 3)
         ```
     """
-    return Initializer(lambda key: cls(*args, key=key, **kwargs))
+    return Initializer(ft.partial(_construct, cls, args, kwargs))
+
+
+def _construct(cls: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    return cls(*args, key=key, **kwargs)
 
 
 def _needs_module_init(module: BaseModule) -> bool:

@@ -1,6 +1,7 @@
 """`es.Module`: an Equinox module whose annotations say what its fields are."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn, Self, TYPE_CHECKING
 
@@ -8,11 +9,33 @@ import equinox as eqx
 
 from . import _init, _modes, _select, _surgery
 from ._base import BaseModule, FLAGS, get_place
-from ._declare import declarations, own_default, remember_statement
+from ._compat import own_annotations
+from ._declare import (
+    ArrayDefault,
+    declarations,
+    is_class_var,
+    own_default,
+    remember_statement,
+)
 from ._filters import Filter
 from ._scope import write
 from ._strong import strengthen_field
 from ._traverse import check_not_shared
+
+
+if TYPE_CHECKING:
+    _computed = property
+else:
+
+    class _computed:
+        """A property that a field of the same name may take the place of."""
+
+        def __init__(self, f):
+            self.f = f
+            self.__doc__ = f.__doc__
+
+        def __get__(self, instance, owner=None):
+            return self if instance is None else self.f(instance)
 
 
 class Module(BaseModule):
@@ -65,34 +88,41 @@ class Module(BaseModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         remember_statement(cls)
-        annotations = cls.__dict__.get("__annotations__", {})
-        for name in FLAGS:
-            if name in annotations or name in cls.__dict__:
+        annotations = own_annotations(cls)
+        for base, name in itertools.product(cls.__mro__, FLAGS):
+            if base is not BaseModule and (
+                name in base.__dict__ or name in own_annotations(base)
+            ):
                 raise TypeError(
-                    f"`{cls.__qualname__}.{name}`: this name is taken. Every"
-                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
-                    f" and `unfreeze` set. Choose another, such as `{name}_`."
+                    f"`{cls.__qualname__}.{name}`: this name is taken. Every `es.Module`"
+                    f" has a flag `{name}`, which `train`, `eval`, `freeze` and"
+                    f" `unfreeze` set. Choose another, such as `{name}_`."
                 )
         for name in annotations:
+            if is_class_var(annotations[name]):
+                continue
             default = cls.__dict__.get(name)
             if isinstance(default, dataclasses.Field):
                 setattr(cls, name, own_default(default))
             elif eqx.is_array(default):
                 setattr(cls, name, own_default(dataclasses.field(default=default)))
             elif name not in cls.__dict__ and name in Module.__dict__:
-                # A field may be called as one of our methods: no default of it.
+                # A field may be called as one of our methods.
                 setattr(cls, name, dataclasses.field())
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)
         declared = declarations(cls)
-        # Here and not in `__init__`, which a subclass may write itself: Equinox keeps a
-        # default that such an `__init__` does not assign out of the pytree.
+        # Here and not in `__init__`, which a subclass may write itself: Equinox keeps
+        # a default that such an `__init__` does not assign out of the pytree.
         for f in dataclasses.fields(cls):
-            if f.name in declared or f.default_factory is not dataclasses.MISSING:
-                value = _default(f)
-                if value is not dataclasses.MISSING:
-                    object.__setattr__(self, f.name, _strong(f, cls, value))
+            default = f.default
+            if isinstance(f.default_factory, ArrayDefault):
+                default = f.default_factory()
+            elif f.name not in declared:
+                continue
+            if default is not dataclasses.MISSING:
+                object.__setattr__(self, f.name, _strong(f, cls, default))
         return self
 
     def __check_init__(self) -> None:
@@ -128,12 +158,12 @@ class Module(BaseModule):
             return super().__reduce_ex__(protocol)
         return _rebuild, (type(self), dict(self.__dict__))
 
-    @property
+    @_computed
     def initialized(self) -> bool:
         """Whether no `es.Initializer` is left and every `module_init` has run."""
         return _init.missing(self) is None
 
-    @property
+    @_computed
     def initializing(self) -> bool:
         """Whether this call is the forward pass of `init`."""
         place = get_place(self)
@@ -182,12 +212,6 @@ def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
     # A converter is given what the user gave; its result is made strong at the end.
     has_converter = f.metadata.get("converter") is not None
     return value if has_converter else strengthen_field(cls, f.name, value)
-
-
-def _default(f: dataclasses.Field[Any]) -> Any:
-    if f.default_factory is not dataclasses.MISSING:
-        return f.default_factory()
-    return f.default
 
 
 def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
