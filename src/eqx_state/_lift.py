@@ -36,9 +36,9 @@ from ._traverse import copy_tree, leaves, modules_in, same, Visit, walk
 
 
 class Opened(eqx.Module):
-    """A function or a partial as a pytree: what it holds, and how to make it again."""
+    """A function as a pytree: the modules that it holds, and how to make it again."""
 
-    make: Callable[..., Any] = eqx.field(static=True)
+    make: Callable[[Any], Any] = eqx.field(static=True)
     parts: Any
 
 
@@ -52,21 +52,33 @@ def open_function(f: Any, seen: frozenset[int] = frozenset()) -> Any:
     def open_leaf(x: Any) -> Any:
         if id(x) in seen:  # a function that closes over itself
             return x
+        inside = seen | {id(x)}
         if isinstance(x, types.FunctionType):
-            cells = tuple(_contents(cell) for cell in x.__closure__ or ())
-            parts = (cells, x.__defaults__ or (), x.__kwdefaults__ or {})
+            parts = _open_held(x, inside)
             make = ft.partial(_make_function, x)
         elif isinstance(x, types.MethodType):
-            parts, make = (x.__func__, x.__self__), _make_method
+            parts, make = open_function((x.__func__, x.__self__), inside), _make_method
         elif isinstance(x, ft.partial):
-            parts, make = (x.func, x.args, x.keywords), _make_partial
+            parts = open_function((x.func, x.args, x.keywords), inside)
+            make = _make_partial
         else:
             return x
-        parts = open_function(parts, seen | {id(x)})
-        has_module = any(isinstance(visit.node, eqx.Module) for visit in walk(parts))
-        return Opened(make, parts) if has_module else x
+        return Opened(make, parts) if _holds_module(parts) else x
 
     return jtu.tree_map(open_leaf, f, is_leaf=is_owned)
+
+
+def _open_held(f: types.FunctionType, seen: frozenset[int]) -> list[dict[Any, Any]]:
+    """The cells, defaults and keyword defaults of a function that hold modules."""
+    cells = {i: _contents(cell) for i, cell in enumerate(f.__closure__ or ())}
+    held = (cells, dict(enumerate(f.__defaults__ or ())), f.__kwdefaults__ or {})
+    opened = ({k: open_function(x, seen) for k, x in part.items()} for part in held)
+    # The others are not rebuilt: a list or a `nonlocal` of the caller's stays the same.
+    return [{k: x for k, x in part.items() if _holds_module(x)} for part in opened]
+
+
+def _holds_module(tree: Any) -> bool:
+    return any(isinstance(visit.node, eqx.Module) for visit in walk(tree))
 
 
 def close(tree: Any) -> Any:
@@ -85,13 +97,21 @@ def _contents(cell: types.CellType) -> Any:
         return None
 
 
-def _make_function(f: types.FunctionType, parts: Any) -> types.FunctionType:
+def _make_function(
+    f: types.FunctionType, parts: list[dict[Any, Any]]
+) -> types.FunctionType:
     cells, defaults, kwdefaults = parts
-    closure = tuple(map(types.CellType, cells))
     new = types.FunctionType(
-        f.__code__, f.__globals__, f.__name__, defaults or None, closure
+        f.__code__,
+        f.__globals__,
+        f.__name__,
+        tuple(defaults.get(i, x) for i, x in enumerate(f.__defaults__ or ())) or None,
+        tuple(
+            types.CellType(cells[i]) if i in cells else cell
+            for i, cell in enumerate(f.__closure__ or ())
+        ),
     )
-    new.__kwdefaults__ = kwdefaults or None
+    new.__kwdefaults__ = {**(f.__kwdefaults__ or {}), **kwdefaults} or None
     new.__dict__.update(f.__dict__)
     return new
 

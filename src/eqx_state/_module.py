@@ -94,8 +94,8 @@ class Module(BaseModule):
                 name in base.__dict__ or name in own_annotations(base)
             ):
                 raise TypeError(
-                    f"`{cls.__qualname__}.{name}`: this name is taken. Every `es.Module`"
-                    f" has a flag `{name}`, which `train`, `eval`, `freeze` and"
+                    f"`{cls.__qualname__}.{name}`: this name is taken. Every"
+                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze` and"
                     f" `unfreeze` set. Choose another, such as `{name}_`."
                 )
         for name in annotations:

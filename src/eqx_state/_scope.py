@@ -7,7 +7,7 @@ leak that trace's tracers, and is an error.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ from ._base import BaseModule, get_place, set_place
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
 from ._select import difference
-from ._strong import is_weak, strengthen_field, to_strong
+from ._strong import is_weak, NUMBERS, strengthen_field, to_strong
 from ._traverse import (
     check_not_shared,
     Context,
@@ -37,6 +37,7 @@ from ._traverse import (
 
 
 Kinds = tuple[type, ...]
+NUMERIC: Final = "biufc"  # NumPy's letters for the dtypes that JAX has
 
 
 class Scope:
@@ -244,7 +245,7 @@ def _fit(old: Any, new: Any, name: str) -> Any:
 def _fit_leaf(old: Any, new: Any, name: str) -> Any:
     if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return new
-    is_number = isinstance(new, (bool, int, float, complex))
+    is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
     if not is_number and not (is_weak(new)):
         return new
     dtype = jax.dtypes.canonicalize_dtype(old.dtype)
@@ -276,7 +277,7 @@ def private_copy(tree: Any) -> Any:
     """A copy of `tree` to write into: NumPy arrays, which can be, become JAX arrays."""
 
     def copy(x: Any) -> Any:
-        is_numeric = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
+        is_numeric = isinstance(x, np.ndarray) and x.dtype.kind in NUMERIC
         return jnp.array(x) if is_numeric else x
 
     return jtu.tree_map(copy, tree)
@@ -335,6 +336,8 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         raise _frozen(_kind_message(visit, visit.name, scope))
     if scope.initialise is None:
         new = _fit_leaf(old, new, visit.name)
+    if isinstance(new, (np.ndarray, np.generic)) and new.dtype.kind in NUMERIC:
+        new = jnp.array(new)  # a copy: the writer may go on changing it
     new = to_strong(new)
     if scope.initialise is None and is_array(old) and not _same_type(old, new):
         raise ValueError(

@@ -4,7 +4,7 @@ A weak type in the state would change at the first update, and a number be a new
 constant at every step: the training step would be compiled again.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ import jax.tree_util as jtu
 
 from ._declare import declarations, NOTHING, Spec
 from ._traverse import children
+
+
+NUMBERS: Final = (bool, int, float, complex)
 
 
 def strengthen(value: Any, spec: Spec) -> Any:
@@ -42,7 +45,7 @@ def strengthen_field(cls: type, name: str, value: Any) -> Any:
 
 def to_strong(leaf: Any) -> Any:
     """A number as an array, a weak array as a strong one; anything else as it is."""
-    if isinstance(leaf, (bool, int, float, complex)):
+    if type(leaf) in NUMBERS:
         # By way of a NumPy scalar type: `jnp.asarray(1.0)` alone would stay weak.
         return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
     if is_weak(leaf):
