@@ -95,8 +95,8 @@ class Module(BaseModule):
             ):
                 raise TypeError(
                     f"`{cls.__qualname__}.{name}`: this name is taken. Every"
-                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze` and"
-                    f" `unfreeze` set. Choose another, such as `{name}_`."
+                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
+                    f" and `unfreeze` set. Choose another, such as `{name}_`."
                 )
         for name in annotations:
             if is_class_var(annotations[name]):
