@@ -5,6 +5,7 @@ containers in the annotation: `dict[str, es.State]` declares nothing for the dic
 and `State` for what is in it. Nothing here looks at values.
 """
 
+import abc
 import builtins
 import collections.abc
 import dataclasses
@@ -269,8 +270,11 @@ def remember_statement(cls: type) -> None:
 
 
 def _is_machinery(frame: types.FrameType) -> bool:
+    """Whether a frame only helps to make the class: ours, Equinox's, Python's."""
+    if frame.f_globals is vars(abc) or frame.f_globals is vars(types):
+        return True
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("eqx_state", "equinox", "abc", "types")
+    return package in ("eqx_state", "equinox")
 
 
 def _has_string(annotation: Any) -> bool:
@@ -293,7 +297,7 @@ def declarations(cls: type) -> dict[str, Spec]:
     specs = {}
     for f in dataclasses.fields(cls):
         try:
-            spec = _declared(cls, f)
+            spec = _declared(cls, f.name)
         except TypeError as e:
             raise TypeError(
                 f"The annotation of `{cls.__qualname__}.{f.name}` cannot be used: {e}. "
@@ -307,20 +311,18 @@ def declarations(cls: type) -> dict[str, Spec]:
     return specs
 
 
-def _declared(cls: type, f: dataclasses.Field[Any]) -> Spec:
-    spec = NOTHING
-    for owner in cls.__mro__:
-        if f.name in own_annotations(owner):
-            names = Namespace(owner)
-            spec = parse(own_annotations(owner)[f.name], names)
-            break
-    kind = f.metadata.get(KIND)
+def _declared(cls: type, name: str) -> Spec:
+    """What the class declares that annotates the field last; it has both forms."""
+    owner = next((c for c in cls.__mro__ if name in own_annotations(c)), cls)
+    spec = parse(own_annotations(owner).get(name, Any), Namespace(owner))
+    fields = owner.__dict__.get("__dataclass_fields__", cls.__dataclass_fields__)
+    kind = fields[name].metadata.get(KIND) if name in fields else None
     if kind is None:
         return spec
     if spec.kind not in (None, kind):
         raise TypeError(
-            f"the annotation says `{spec.kind.__name__}`, `es.field` says "
-            f"`{kind.__name__}`"
+            f"the annotation says `{spec.kind.__name__}`, `es.field` says"
+            f" `{kind.__name__}`"
         )
     return spec._replace(kind=kind, unresolved=None)
 

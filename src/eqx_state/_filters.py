@@ -4,6 +4,7 @@ A filter is bound to a tree before it is asked (`bind`), since `under` has to lo
 the whole tree once. All combinators are hashable values that print as they are written.
 """
 
+import abc
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
@@ -47,7 +48,7 @@ def _show(arg: Any) -> str:
     return getattr(arg, "__qualname__", repr(arg))
 
 
-class _Combinator:
+class _Combinator(abc.ABC):
     """A filter that is made of others or of data: a hashable value."""
 
     name: ClassVar[str]
@@ -55,8 +56,9 @@ class _Combinator:
     def __init__(self, *args: Any):
         self.args = args
 
+    @abc.abstractmethod
     def bind(self, tree: Any) -> Predicate:
-        raise AssertionError  # every combinator has its own
+        """The predicate that this means for the parts of `tree`."""
 
     def __call__(self, part: Part) -> bool:
         return self.bind(None)(part)

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
-
 from ._init import check_initialized
 from ._kinds import Parameter, State
 from ._mutable import thread
-from ._select import partition
+from ._select import partition, update
 from ._traverse import Part
 
 
@@ -48,7 +46,8 @@ def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
     params, state, static = partition(tree, Parameter, _any_array)
 
     def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        model = eqx.combine(params, state, static)
+        # Not `eqx.combine`: the pair may come from the same model in another mode.
+        model = update(static, params, state)
         out, model = thread(model, (State,), lambda m: m(*args, **kwargs))
         _, new_state, _ = partition(model, Parameter, _any_array)
         return out, new_state

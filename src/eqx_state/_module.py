@@ -18,7 +18,7 @@ from ._declare import (
     remember_statement,
 )
 from ._filters import Filter
-from ._scope import write
+from ._scope import no_field_message, write
 from ._strong import strengthen_field
 from ._traverse import check_not_shared
 
@@ -139,14 +139,16 @@ class Module(BaseModule):
             if (place := get_place(self)) is not None:
                 write(self, place, name, value)
                 return
+            fields = {f.name: f for f in dataclasses.fields(self)}
+            if name in fields:
+                value = _strong(fields[name], type(self), value)
             try:
-                fields = {f.name: f for f in dataclasses.fields(self)}
-                if name in fields:
-                    value = _strong(fields[name], type(self), value)
                 super().__setattr__(name, value)
             except dataclasses.FrozenInstanceError:
-                if name != "__orig_class__":
-                    _raise_frozen(type(self).__qualname__, name)
+                if name not in fields:
+                    message = no_field_message(self, name)
+                    raise dataclasses.FrozenInstanceError(message) from None
+                _raise_frozen(type(self).__qualname__, name)
 
         def __delattr__(self, name: str) -> None:
             _raise_frozen(type(self).__qualname__, name)

@@ -24,6 +24,7 @@ from ._traverse import (
     check_not_shared,
     Context,
     copy_tree,
+    field_names,
     is_array,
     KeyPath,
     leaves,
@@ -114,12 +115,7 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
         raise TraceError(trace_message(where, full_name))
     fields = {f.name: f for f in dataclasses.fields(module)}
     if name not in fields:
-        known = ", ".join(f.name for f in fields.values() if f.repr)
-        raise _frozen(
-            f"Cannot write `{where}`: `{cls.__qualname__}` has no field `{name}`."
-            f" Declare it in the class body, `{name}: es.State`. The fields are:"
-            f" {known}."
-        )
+        raise _frozen(no_field_message(module, name))
     if fields[name].metadata.get("static", False) and scope.initialise is None:
         raise _frozen(
             f"Cannot write `{where}`: a static field is part of the structure of the"
@@ -207,6 +203,15 @@ def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
         f" writes {allowed}. If it is meant, name the kind: `es.mutable(f,"
         f" kinds=es.{kind.__name__})`, or `kinds=es.TreePart` for all. If it is no"
         f" `{kind.__name__}`, declare what it is: `{where.split('.')[-1]}: es.State`."
+    )
+
+
+def no_field_message(module: BaseModule, name: str) -> str:
+    cls = type(module).__qualname__
+    return (
+        f"Cannot write `{cls}.{name}`: `{cls}` has no field `{name}`. Declare it in the"
+        f" class body, `{name}: es.State`. The fields are:"
+        f" {', '.join(field_names(module))}."
     )
 
 

@@ -14,6 +14,7 @@ from ._base import BaseModule
 from ._filters import bind, bind_all, Filter
 from ._kinds import is_kind, TreePart
 from ._traverse import (
+    children,
     first_difference,
     is_array,
     is_flag,
@@ -155,7 +156,12 @@ def difference(
 
 
 def _show(x: Any) -> str:
-    return eqx.tree_pformat(x, short_arrays=True, width=60).split("\n")[0]
+    """A structure on one line: in full, or what its keys are."""
+    text = eqx.tree_pformat(x, short_arrays=True, width=60)
+    if "\n" not in text:
+        return text
+    keys = [name_of((key,)) for key, _ in children(x) or []]
+    return f"{type(x).__name__} of {', '.join(keys)}"
 
 
 def update(tree: _Tree, *partials: Any) -> _Tree:
@@ -290,25 +296,29 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
         ```
     """
     predicate = bind(on, tree)
-    visits = leaves(tree)
     full, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is None)
-    others = [
-        leaves_like(tree, other, f"`es.map`: tree number {i}")
-        for i, other in enumerate(rest, start=1)
-    ]
-    remaining = iter(visits)
+    others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
+    remaining = iter(leaves(tree))
     out = []
     for leaf, *given in zip(full, *others, strict=True):
-        visit = None if leaf is None else next(remaining)
-        part = None if visit is None else part_of(visit)
+        part = None if leaf is None else part_of(next(remaining))
         if part is None or not predicate(part):
             out.append(leaf)
         elif any(x is None for x in given):
             raise ValueError(
-                f"`es.map`: a tree of `rest` has a hole (`None`) at `{part.name}`,"
-                " which `on` selects. Pass a tree that has the leaf, or a narrower"
-                " filter `on=`."
+                "`es.map`: a tree of `rest` has a hole (`None`) at"
+                f" `{part.name}`, which `on` selects. Pass a tree that has the leaf, or"
+                " a narrower filter `on=`."
             )
         else:
             out.append(f(leaf, *given))
     return jtu.tree_unflatten(treedef, out)
+
+
+def _flatten_up_to(tree: Any, other: Any, i: int) -> list[Any]:
+    """What `other` has at each leaf and hole of `tree`: as in JAX, maybe a subtree."""
+    tree, other = same_modes(tree), same_modes(other)
+    try:
+        return structure(tree).flatten_up_to(other)
+    except (ValueError, TypeError, KeyError):
+        return leaves_like(tree, other, f"`es.map`: tree number {i}")

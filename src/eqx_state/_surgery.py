@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 
 from ._base import BaseModule
 from ._strong import strengthen_field
-from ._traverse import children, copy_tree, name_of, walk
+from ._traverse import children, copy_tree, field_names, name_of, walk
 
 
 _Tree = TypeVar("_Tree")
@@ -102,9 +102,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
     places = [(m, n) for _, m in modules(tree) for n in attributes if _has(m, n)]
     if missing := set(attributes) - {name for _, name in places}:
         names = ", ".join(f"`{name}`" for name in sorted(missing))
-        known = sorted(
-            {f.name for _, m in modules(tree) for f in dataclasses.fields(m)}
-        )
+        known = sorted({name for _, m in modules(tree) for name in field_names(m)})
         raise ValueError(
             f"`es.configure`: no module in the tree has an attribute {names}. "
             f"There are: {', '.join(known)}."
@@ -118,14 +116,15 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
 
 
 def _has(module: eqx.Module, name: str) -> bool:
-    return any(f.name == name for f in dataclasses.fields(module))
+    is_field = any(f.name == name for f in dataclasses.fields(module))
+    return is_field and not name.startswith("_module_init")
 
 
 def replace(module: Any, **fields: Any) -> Any:
     """A copy of an `es.Module` with these fields; `TypeError` for a name it lacks."""
     for name in fields:
         if not _has(module, name):
-            known = ", ".join(f.name for f in dataclasses.fields(module) if f.repr)
+            known = ", ".join(field_names(module))
             raise TypeError(
                 f"`{type(module).__qualname__}.replace`: there is no field `{name}`. "
                 f"The fields are: {known}."

@@ -237,6 +237,11 @@ def copy_tree(tree: Any) -> Any:
     return jtu.tree_map(lambda x: x, tree)
 
 
+def field_names(module: Any) -> list[str]:
+    """The fields that a user has given a module, or sees in its repr."""
+    return [f.name for f in dataclasses.fields(module) if f.repr]
+
+
 def is_flag(module: eqx.Module, name: str) -> bool:
     """Whether the attribute is a mode: `training`, `frozen`, Equinox's `inference`."""
     if isinstance(module, BaseModule):

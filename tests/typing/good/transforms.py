@@ -63,4 +63,3 @@ def train(model: Model, x: Array) -> Model:
     assert_type(model, Model)
     assert_type(grads, Model)
     return model
-

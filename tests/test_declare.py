@@ -1,0 +1,395 @@
+"""All the ways to say what a field is."""
+
+import collections.abc
+import dataclasses
+import typing
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import TypeAliasType
+
+import eqx_state as es
+
+
+T = TypeVar("T")
+Alias = Float[Array, "i o"]
+AnyTree = PyTree
+StateTree = PyTree[es.State]
+StateAlias = TypeAliasType("StateAlias", es.State[Array])
+NewState = typing.NewType("NewState", es.State)
+
+
+class Cache(es.State):
+    pass
+
+
+class Ema(es.TreePart, covering=True):
+    pass
+
+
+@pytest.fixture(params=[es.Module, eqx.Module], ids=["es", "eqx"])
+def base(request):
+    return request.param
+
+
+def kinds(tree: Any) -> dict[str, Any]:
+    return {part.name: part.kind for part in es.parts(tree)}
+
+
+ONE = jnp.ones((1, 1))
+
+
+# --- One array ------------------------------------------------------------------------
+
+# As text: each is tried as it is, and as `from __future__ import annotations` does.
+FORMS = {
+    es.State: [
+        "es.State",
+        "es.State[Array]",
+        "es.State[Float[Array, 'i o']]",
+        "es.State[Alias]",
+        "es.State['Array']",
+        "es.State['NotDefinedAnywhere']",
+        "es.State[Array | None]",
+        "es.State[Array] | None",
+        "es.State | None",
+        "None | es.State",
+        "typing.Optional[es.State]",
+        "typing.Optional['es.State']",
+        "es.State | float",
+        "es.State | es.State[Array]",
+        "typing.Annotated[Array, es.State]",
+        "typing.Annotated[Float[Array, 'i o'], es.State]",
+        "typing.Annotated[Array, 'a remark', es.State, 3]",
+        "typing.Annotated[es.State, 'a remark']",
+        "typing.Annotated['NotDefinedAnywhere', es.State]",
+        "typing.Annotated[Array | None, es.State]",
+        "typing.Annotated[Array, es.State] | None",
+        "typing.Annotated[typing.Annotated[Array, es.State], es.Parameter]",
+        "es.Parameter[es.State[Array]]",
+        "typing.Final[es.State]",
+        "StateTree",
+        "NewState",
+        "StateAlias",
+        "'es.State'",
+    ],
+    Cache: [
+        "Cache",
+        "Cache[Array]",
+        "es.State[Cache]",
+        "typing.Annotated[Array, Cache]",
+    ],
+    # Of two coverings, one around the other, the outermost counts.
+    Ema: ["es.Parameter[Ema]", "Ema[es.State[Array]]", "Ema[es.Buffer[Array]]"],
+    es.Buffer: ["es.State[es.Buffer[Array]]", "es.Buffer[Ema[Array]]"],
+    es.Parameter: [
+        "Array",
+        "Float[Array, 'i o']",
+        "typing.Any",
+        "object",
+        "T",
+        "type[es.State]",
+        "typing.Literal['es.State']",
+        "collections.abc.Callable[[es.State], es.State]",
+    ],
+}
+FORMS_OF_ONE = [(text, kind) for kind, texts in FORMS.items() for text in texts]
+
+
+@pytest.mark.parametrize("postponed", [False, True])
+@pytest.mark.parametrize(("text", "kind"), FORMS_OF_ONE)
+def test_forms_for_one_array(base, text, kind, postponed):
+    class Model(base):
+        x: text if postponed else eval(text)
+
+    assert kinds(Model(ONE)) == {"x": kind}
+
+
+# --- Containers -----------------------------------------------------------------------
+
+S, P = es.State, es.Parameter
+TWO = {"a": [ONE, ONE], "b": [ONE]}
+CONTAINERS = [
+    ("list[es.State]", [ONE, ONE], [S, S]),
+    ("typing.List[es.State]", [ONE, ONE], [S, S]),
+    ("dict[str, es.BatchStat]", {"a": ONE}, [es.BatchStat]),
+    ("typing.Dict[str, es.State]", {"a": ONE}, [S]),
+    ("collections.abc.Sequence[es.State]", [ONE], [S]),
+    ("typing.Mapping[str, es.State]", {"a": ONE}, [S]),
+    ("collections.OrderedDict[str, es.State]", collections.OrderedDict(a=ONE), [S]),
+    ("tuple[es.Parameter, es.State]", (ONE, ONE), [P, S]),
+    ("typing.Tuple[es.State, es.Rng]", (ONE, ONE), [S, es.Rng]),
+    ("tuple[Array, es.State]", (ONE, ONE), [P, S]),
+    ("tuple[es.Rng, ...]", (ONE, ONE, ONE), [es.Rng] * 3),
+    ("tuple[()]", (), []),
+    ("tuple[es.Parameter, es.State] | None", (ONE, ONE), [P, S]),
+    ("list[es.State] | None", [ONE], [S]),
+    ("list[es.State | None]", [ONE, None], [S]),
+    ("typing.Optional[list[es.State]]", [ONE], [S]),
+    ("list[list[es.State]]", [[ONE], [ONE]], [S, S]),
+    ("dict[str, list[es.State]]", TWO, [S, S, S]),
+    ("list[tuple[es.Parameter, es.State]]", [(ONE, ONE)], [P, S]),
+    ("tuple[list[es.State], dict[str, Array]]", ([ONE], {"a": ONE}), [S, P]),
+    ("list['es.State']", [ONE], [S]),
+    ("list[typing.Annotated[Array, es.State]]", [ONE], [S]),
+    ("list[es.State[Float[Array, 'i o']]]", [ONE], [S]),
+    ("typing.Annotated[list[Array], es.State]", [ONE], [S]),
+    ("es.BatchStat[dict[str, Array]]", {"a": ONE}, [es.BatchStat]),
+    ("es.State[dict[str, es.Parameter]]", {"a": ONE}, [P]),
+    ("es.Buffer[dict[str, es.Parameter]]", {"a": ONE}, [es.Buffer]),
+    ("dict[str, es.Buffer[list[es.State]]]", TWO, [es.Buffer] * 3),
+    ("es.State", TWO, [S, S, S]),
+    ("es.State[typing.Any]", [{"a": (ONE,)}], [S]),
+    ("es.State[AnyTree]", TWO, [S, S, S]),
+    ("list[es.State] | dict[str, es.State]", [ONE], [S]),
+    ("es.Parameter | list[es.State]", ONE, [P]),
+    ("es.State[list]", [ONE], [S]),
+    ("list", [ONE], [P]),
+    ("typing.List", [ONE], [P]),
+    ("typing.Dict", {"a": ONE}, [P]),
+    ("typing.Tuple", (ONE,), [P]),
+    ("typing.Sequence", [ONE], [P]),
+    ("typing.Dict | None", {"a": ONE}, [P]),
+]
+
+
+@pytest.mark.parametrize("postponed", [False, True])
+@pytest.mark.parametrize(
+    ("text", "value", "expected"), CONTAINERS, ids=[c[0] for c in CONTAINERS]
+)
+def test_containers(base, text, value, expected, postponed):
+    class Model(base):
+        x: text if postponed else eval(text)
+
+    assert [part.kind for part in es.parts(Model(value))] == expected
+
+
+def test_a_container_of_modules_leaves_them_their_own_kinds(base, getkey):
+    class Inner(base):
+        a: es.State
+        b: Array
+
+    class Model(base):
+        x: list[Inner | eqx.nn.Linear]
+        y: dict[str, es.Buffer[Inner]]
+
+    linear = eqx.nn.Linear(1, 1, key=getkey())
+    model = Model([Inner(ONE, ONE), linear], {"k": Inner(ONE, ONE)})
+    assert [part.kind for part in es.parts(model)] == [
+        es.State,
+        es.Parameter,
+        es.Parameter,
+        es.Parameter,
+        es.Buffer,
+        es.Buffer,
+    ]
+
+
+# --- The specifier --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "annotation", [Array, Any, es.State, "es.State", list[Array], "Array"]
+)
+def test_the_specifier(base, annotation):
+    class Model(base):
+        x: annotation = es.field(kind=es.State)
+
+    assert kinds(Model(ONE)) == {"x": es.State}
+
+
+def test_the_specifier_composes(base):
+    class Model(base):
+        a: Array = es.field(kind=es.State, converter=jnp.asarray)
+        b: Array = es.field(kind=es.State, default=2.0, converter=jnp.asarray)
+        c: list[Array] = es.field(kind=es.State, default_factory=lambda: [ONE])
+        d: Array = es.field(kind=Cache, metadata={"unit": "m"}, default=ONE, repr=False)
+        e: Array = es.field(kind=es.Rng, kw_only=True)
+
+    model = Model(1.0, e=jr.key(0))
+    assert kinds(model) == {
+        "a": es.State,
+        "b": es.State,
+        "c[0]": es.State,
+        "d": Cache,
+        "e": es.Rng,
+    }
+    fields = {f.name: f for f in dataclasses.fields(Model)}
+    assert fields["d"].metadata["unit"] == "m"
+    assert "d=" not in repr(model)
+    assert (model.a, model.b) == (1.0, 2.0)
+
+
+def test_the_specifier_without_a_kind_is_the_field_of_equinox(base):
+    class Model(base):
+        a: Array = es.field()
+        b: int = es.field(static=True, default=3)
+        c: es.State = es.field(default=None)
+
+    model = Model(ONE)
+    assert kinds(model) == {"a": es.Parameter}
+    assert model.b == 3
+
+
+def test_the_specifier_does_not_touch_the_metadata_it_is_given():
+    metadata = {"unit": "m"}
+    es.field(kind=es.State, metadata=metadata)
+    assert metadata == {"unit": "m"}
+
+
+def test_a_converter_is_given_what_the_user_gave(base):
+    given = []
+
+    def zeros(size):
+        given.append(size)
+        return jnp.zeros(size)
+
+    class Model(base):
+        x: Array = es.field(kind=es.State, converter=zeros)
+        y: es.State = es.field(converter=zeros, default=4)
+
+    model = Model(3)
+    assert [(type(x), x) for x in given] == [(int, 3), (int, 4)]
+    assert (model.x.shape, model.y.shape) == ((3,), (4,))
+
+
+def test_a_kind_on_a_static_field_is_an_error():
+    with pytest.raises(TypeError, match=r"kind=.*State, static=True.*static field"):
+        es.field(kind=es.State, static=True)
+
+
+@pytest.mark.parametrize("kind", [3, "es.State", int, es.Module, es.State[Array]])
+def test_the_specifier_takes_only_kinds(kind):
+    with pytest.raises(TypeError, match="a kind is a class such as `es.Parameter`"):
+        es.field(kind=kind)
+
+
+def test_the_specifier_must_not_contradict_the_annotation():
+    def make():
+        class Model(es.Module):
+            x: es.State = es.field(kind=es.Parameter)
+
+        return Model(ONE)
+
+    with pytest.raises(TypeError, match=r"Model\.x.*`State`.*`Parameter`"):
+        make()
+
+
+# --- Inheritance, generics, abstract classes ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kind"),
+    [
+        (es.Parameter, es.Parameter),
+        (Cache, Cache),
+        (Array, None),
+        (Int[Array, ""], None),
+        (Any, None),
+        ("Array", None),
+    ],
+)
+@pytest.mark.parametrize("how", ["annotation", "specifier"])
+def test_a_new_annotation_replaces_or_removes_the_kind(base, annotation, kind, how):
+    if how == "annotation":
+
+        class Parent(base):
+            x: es.State
+            y: es.State
+    else:
+
+        class Parent(base):
+            x: Array = es.field(kind=es.State)
+            y: es.State
+
+    class Child(Parent):
+        x: annotation
+
+    class Grandchild(Child):
+        pass
+
+    expected = {"x": kind, "y": es.State}
+    assert kinds(Parent(jnp.arange(1), ONE)) == {"x": es.State, "y": es.State}
+    assert kinds(Child(jnp.arange(1), ONE)) == expected
+    assert kinds(Grandchild(jnp.arange(1), ONE)) == expected
+
+
+def test_the_specifier_in_a_subclass_replaces_the_kind(base):
+    class Parent(base):
+        x: es.State
+
+    class Child(Parent):
+        x: Array = es.field(kind=es.Buffer)
+
+    assert kinds(Child(ONE)) == {"x": es.Buffer}
+
+
+def test_a_default_in_a_subclass_keeps_the_kind(base):
+    class Parent(base):
+        x: es.State
+
+    class Child(Parent):
+        def __init__(self):
+            self.x = ONE
+
+    assert kinds(Child()) == {"x": es.State}
+
+
+def test_generics(base):
+    class Box(base, Generic[T]):
+        item: T
+        state: es.State[T]
+        many: list[es.Rng[T]]
+
+    class Child(Box[Array]):
+        extra: es.Buffer
+
+    assert kinds(Box(ONE, ONE, [ONE])) == {
+        "item": es.Parameter,
+        "state": es.State,
+        "many[0]": es.Rng,
+    }
+    assert kinds(Box[Array](ONE, ONE, [ONE])) == kinds(Box(ONE, ONE, [ONE]))
+    assert kinds(Child(ONE, ONE, [ONE], ONE))["extra"] is es.Buffer
+
+    class Model(base):
+        box: Box[Array]
+
+    assert kinds(Model(Box(ONE, ONE, [ONE])))["box.state"] is es.State
+
+
+def test_abstract_classes(base):
+    class AbstractNorm(base):
+        mean: eqx.AbstractVar[es.BatchStat]
+        scale: eqx.AbstractVar[Array]
+
+    class Norm(AbstractNorm):
+        mean: es.BatchStat
+        scale: es.Buffer
+
+    class Plain(AbstractNorm):
+        mean: Array
+        scale: Array
+
+    assert kinds(Norm(ONE, ONE)) == {"mean": es.BatchStat, "scale": es.Buffer}
+    assert kinds(Plain(jnp.arange(1), ONE)) == {"mean": None, "scale": es.Parameter}
+    with pytest.raises(TypeError, match="abstract"):
+        AbstractNorm()
+
+
+def test_an_abstract_variable_may_be_a_property(base):
+    class Abstract(base):
+        mean: eqx.AbstractVar[es.BatchStat]
+
+    class Concrete(Abstract):
+        x: es.State
+
+        @property
+        def mean(self):
+            return self.x
+
+    assert kinds(Concrete(ONE)) == {"x": es.State}

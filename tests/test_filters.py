@@ -1,0 +1,321 @@
+"""Filters: what they select, and that they are values."""
+
+import copy
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+class Cache(es.State):
+    pass
+
+
+class Norm(es.Module):
+    scale: es.Parameter
+    mean: es.BatchStat
+
+
+class Model(es.Module):
+    layers: list[Any]
+    table: es.Buffer
+    cache: Cache
+    rng: es.Rng
+    steps: Array
+    index: es.Parameter
+    name: str = "model"
+    act: Callable[..., Any] = jnp.tanh
+
+
+def make_norm() -> Norm:
+    return Norm(jnp.ones(2), jnp.zeros(2))
+
+
+def make_model() -> Model:
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    layers = [make_norm(), linear, eqx.nn.Identity(), es.freeze(make_norm())]
+    one, index = jnp.ones(2), jnp.arange(3)
+    return Model(layers, one, one, jr.key(0), jnp.array(0), index)
+
+
+MODEL = make_model()
+
+
+def selected(*filters: Any, tree: Any = MODEL) -> set[str]:
+    return {part.name for part in es.parts(es.filter(tree, *filters))}
+
+
+PARAMETERS = {
+    "layers[0].scale",
+    "layers[1].weight",
+    "layers[1].bias",
+    "layers[3].scale",
+    "index",
+}
+MEANS = {"layers[0].mean", "layers[3].mean"}
+EVERY = PARAMETERS | MEANS | {"table", "cache", "rng", "steps"}
+
+CASES = [
+    ((), EVERY - {"steps"}),
+    ((es.TreePart,), EVERY - {"steps"}),
+    ((es.Parameter,), PARAMETERS),
+    ((es.State,), MEANS | {"cache", "rng"}),
+    ((es.BatchStat,), MEANS),
+    ((Cache,), {"cache"}),
+    ((es.Buffer,), {"table"}),
+    ((es.OptState,), set()),
+    ((es.Parameter, es.State), set()),
+    ((es.State, es.BatchStat), MEANS),
+    ((es.any_of(es.Buffer, es.Rng),), {"table", "rng"}),
+    ((es.any_of(es.Buffer),), {"table"}),
+    ((es.any_of(),), set()),
+    ((es.all_of(es.State, es.not_(es.BatchStat)),), {"cache", "rng"}),
+    ((es.all_of(),), EVERY),
+    ((es.not_(es.TreePart),), {"steps"}),
+    ((es.not_(es.Parameter),), EVERY - PARAMETERS),
+    ((es.not_(es.not_(es.Buffer)),), {"table"}),
+    ((es.trainable,), PARAMETERS - {"index", "layers[3].scale"}),
+    ((es.not_(es.trainable), es.Parameter), {"index", "layers[3].scale"}),
+    ((lambda part: part.value.ndim == 0,), {"rng", "steps"}),
+    ((lambda part: part.kind is None,), {"steps"}),
+    ((lambda part: part.frozen,), {"layers[3].scale", "layers[3].mean"}),
+    ((lambda part: part.name == "table",), {"table"}),
+    ((lambda part: len(part.path) == 1, es.State), {"cache", "rng"}),
+    ((lambda part: 1,), EVERY),
+    ((lambda part: [],), set()),
+    ((ft.partial(lambda n, part: part.name == n, "rng"),), {"rng"}),
+    ((es.path_matches("table"),), {"table"}),
+    ((es.path_matches("layers[0].mean"),), {"layers[0].mean"}),
+    ((es.path_matches("layers[*].mean"),), MEANS),
+    ((es.path_matches("*mean"),), MEANS),
+    ((es.path_matches("*"),), EVERY),
+    ((es.path_matches("layers*"), es.State), MEANS),
+    ((es.path_matches("layers[01].mean"),), set()),
+    ((es.path_matches("ayers"),), set()),
+    ((es.path_matches("Table"),), set()),
+    ((es.path_matches(".table"),), set()),
+    ((es.path_matches("layers[0]xmean"),), set()),
+    ((es.path_matches(""),), set()),
+    ((es.under(lambda m: m),), EVERY),
+    ((es.under(lambda m: m.table),), {"table"}),
+    ((es.under(lambda m: m.layers[0]),), {"layers[0].scale", "layers[0].mean"}),
+    ((es.under(lambda m: m.layers[3]), es.Parameter), {"layers[3].scale"}),
+    ((es.under(lambda m: (m.rng, m.cache)),), {"rng", "cache"}),
+    (
+        (es.under(lambda m: (m.layers[0], m.layers[0].mean)), es.State),
+        {"layers[0].mean"},
+    ),
+    ((es.under(lambda m: m.layers), es.BatchStat), MEANS),
+    ((es.any_of(es.under(lambda m: m.rng), es.Buffer),), {"rng", "table"}),
+    ((es.not_(es.under(lambda m: m.layers)), es.Parameter), {"index"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("filters", "names"), CASES, ids=[str(i) for i in range(len(CASES))]
+)
+def test_what_filters_select(filters, names):
+    assert selected(*filters) == names
+    # The other functions that take filters agree.
+    assert eqx.tree_equal(
+        eqx.filter(MODEL, es.mask(MODEL, *filters)), es.filter(MODEL, *filters)
+    )
+    taken, rest = es.partition(MODEL, es.all_of(*(filters or (es.TreePart,))))
+    assert {part.name for part in es.parts(taken)} == names
+    assert {part.name for part in es.parts(rest)} == EVERY - names
+
+
+# --- Laws -----------------------------------------------------------------------------
+
+basic = st.sampled_from(
+    [
+        es.Parameter,
+        es.State,
+        es.BatchStat,
+        es.trainable,
+        es.path_matches("layers*"),
+        es.path_matches("*mean"),
+        es.under(lambda m: m.layers[3]),
+        lambda part: part.kind is None,
+    ]
+)
+filters = st.recursive(
+    basic,
+    lambda f: (
+        st.lists(f, max_size=3).map(lambda fs: es.any_of(*fs))
+        | st.lists(f, max_size=3).map(lambda fs: es.all_of(*fs))
+        | f.map(es.not_)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=50)
+@given(filters, filters)
+def test_filters_are_an_algebra_of_sets(a, b):
+    assert selected(es.any_of(a, b)) == selected(a) | selected(b)
+    assert selected(es.all_of(a, b)) == selected(a) & selected(b) == selected(a, b)
+    assert selected(es.not_(a)) == EVERY - selected(a)
+    assert selected(es.not_(es.any_of(a, b))) == selected(es.not_(a), es.not_(b))
+
+
+# --- Filters are values ---------------------------------------------------------------
+
+
+def by_name(part):
+    return part.name == "rng"
+
+
+def head(model):
+    return model.layers[1]
+
+
+BUILT_IN = {
+    "es.trainable": lambda: es.trainable,
+    "es.any_of(es.Rng, es.BatchStat)": lambda: es.any_of(es.Rng, es.BatchStat),
+    "es.any_of()": lambda: es.any_of(),
+    "es.all_of(es.State, Cache)": lambda: es.all_of(es.State, Cache),
+    "es.not_(es.Parameter)": lambda: es.not_(es.Parameter),
+    "es.not_(by_name)": lambda: es.not_(by_name),
+    "es.under(head)": lambda: es.under(head),
+    "es.path_matches('layers[0].*')": lambda: es.path_matches("layers[0].*"),
+    "es.all_of(es.trainable, es.not_(es.under(head)))": lambda: es.all_of(
+        es.trainable, es.not_(es.under(head))
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "make"), BUILT_IN.items(), ids=list(BUILT_IN))
+def test_built_in_filters_are_hashable_and_print_readably(text, make):
+    assert repr(make()) == text
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert copy.deepcopy(make()) == make()
+    assert {make(): 1}[make()] == 1
+
+
+def test_different_filters_are_unequal():
+    assert len({make() for make in BUILT_IN.values()}) == len(BUILT_IN)
+    assert es.any_of(es.Rng) != es.all_of(es.Rng)
+
+
+def test_filters_are_static_arguments():
+    class Holder(eqx.Module):
+        wrt: Any = eqx.field(static=True)
+
+    def structure():
+        return jax.tree.structure(Holder(es.all_of(es.trainable, es.under(head))))
+
+    assert structure() == structure()
+
+
+def test_a_combinator_may_be_asked_about_a_part():
+    def mine(part):
+        return es.trainable(part) and not es.path_matches("*.bias")(part)
+
+    assert selected(mine) == {"layers[0].scale", "layers[1].weight"}
+
+
+# --- Errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["es.Parameter", 3, None, True, (es.Parameter,), int, es.Module, jnp.ones(2)],
+    ids=str,
+)
+def test_what_is_no_filter(wrong):
+    match = r"is no filter.*`es.Parameter`.*es.path_matches"
+    with pytest.raises(TypeError, match=match):
+        es.filter(MODEL, wrong)
+    for combine in (es.any_of, es.all_of, es.not_):
+        with pytest.raises(TypeError, match=match):
+            es.filter(MODEL, combine(wrong))
+
+
+NOTHING = {
+    "None": lambda m: None,
+    "no nodes": lambda m: (),
+    "text": lambda m: "text",
+    "a number": lambda m: 3,
+    "another model": lambda m: make_norm(),
+    "a layer without leaves": lambda m: m.layers[2],
+    "one of two without leaves": lambda m: (m.layers[0], m.layers[2]),
+    "one of two None": lambda m: (m.layers[0], None),
+    "no array": lambda m: m.act,
+}
+
+
+@pytest.mark.parametrize("where", NOTHING.values(), ids=list(NOTHING))
+def test_under_must_select_something(where):
+    with pytest.raises(ValueError, match=r"`es.under\(.*selects nothing"):
+        es.filter(MODEL, es.under(where))
+
+
+def test_an_error_in_where_is_the_users_own():
+    with pytest.raises(AttributeError, match="no_such_field"):
+        es.filter(MODEL, es.under(lambda m: m.no_such_field))
+
+
+# --- Places that are hard to tell apart -----------------------------------------------
+
+
+def test_under_tells_equal_leaves_apart():
+    one = jnp.ones(2)
+    tree = [one, one, (), {"a": one}]
+    assert selected(es.under(lambda t: t[1]), tree=tree) == {"[1]"}
+
+
+def test_under_tells_places_of_one_module_apart():
+    linear = eqx.nn.Linear(1, 1, use_bias=False, key=jr.key(0))
+    got = selected(es.under(lambda t: t[1]), tree=[linear, linear])
+    assert got == {"[1].weight"}
+
+
+def test_under_takes_a_container_of_the_tree_as_one_node():
+    linear = eqx.nn.Linear(1, 1, use_bias=False, key=jr.key(0))
+    layers = [linear, eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)]
+    tree = eqx.nn.Sequential(layers)
+    assert isinstance(tree.layers, tuple)
+    assert selected(es.under(lambda m: m.layers), tree=tree) == {"layers[0].weight"}
+    assert selected(es.under(lambda t: t[0]), tree=[layers]) == {"[0][0].weight"}
+
+
+def test_under_looks_at_holes_of_other_leaves():
+    params = es.filter(MODEL, es.Parameter)
+    assert selected(es.under(lambda m: m.layers[0]), tree=params) == {"layers[0].scale"}
+
+
+def test_trainable_excludes_what_lies_below_a_frozen_module(getkey):
+    class Net(es.Module):
+        norm: Norm
+        linear: eqx.nn.Linear
+        many: dict[str, eqx.nn.Linear]
+
+    net = Net(
+        make_norm(),
+        eqx.nn.Linear(1, 1, use_bias=False, key=getkey()),
+        {"a": eqx.nn.Linear(1, 1, use_bias=False, key=getkey())},
+    )
+    assert selected(es.trainable, tree=net) == {
+        "norm.scale",
+        "linear.weight",
+        "many['a'].weight",
+    }
+    assert selected(es.trainable, tree=net.freeze()) == set()
+    # The nearest `es.Module` decides.
+    nearest = net.freeze().unfreeze(lambda m: m.norm)
+    assert selected(es.trainable, tree=nearest) == {"norm.scale"}
+    assert selected(es.trainable, tree=net.freeze(lambda m: m.norm)) == {
+        "linear.weight",
+        "many['a'].weight",
+    }

@@ -1,0 +1,390 @@
+"""Kinds as classes, and the rule that gives each leaf its effective kind."""
+
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+T = TypeVar("T")
+
+BUILT_IN = [
+    es.TreePart,
+    es.Parameter,
+    es.Buffer,
+    es.State,
+    es.Rng,
+    es.BatchStat,
+    es.OptState,
+]
+
+
+class Cache(es.State):
+    pass
+
+
+class Ema(es.TreePart, covering=True):
+    pass
+
+
+class SlowEma(Ema):
+    pass
+
+
+class Leaf(es.Module):
+    """A module with a leaf of each way to have a kind."""
+
+    param: es.Parameter
+    stat: es.BatchStat
+    buffer: es.Buffer
+    plain: Array
+    count: Array
+
+
+def make_leaf() -> Leaf:
+    one = jnp.ones(2)
+    return Leaf(one, one, one, one, jnp.arange(2))
+
+
+def kinds(tree: Any) -> dict[str, Any]:
+    return {part.name: part.kind for part in es.parts(tree)}
+
+
+# --- The classes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (es.Parameter, es.TreePart),
+        (es.Buffer, es.TreePart),
+        (es.State, es.TreePart),
+        (es.Rng, es.State),
+        (es.BatchStat, es.State),
+        (es.OptState, es.State),
+    ],
+)
+def test_the_hierarchy(kind, base):
+    assert kind.__bases__ == (base,)
+
+
+@pytest.mark.parametrize("kind", [*BUILT_IN, Cache, Ema])
+@pytest.mark.parametrize("args", [(), (1.0,)])
+def test_a_kind_cannot_be_called(kind, args):
+    with pytest.raises(TypeError, match=rf"`{kind.__name__}` is a kind.*never called"):
+        kind(*args)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_asking_for_a_kind_means_its_subclasses_too(kind):
+    class Mine(kind):
+        pass
+
+    class Model(es.Module):
+        x: Mine
+
+    model = Model(jnp.ones(2))
+    assert kinds(model) == {"x": Mine}
+    asked = [k for k in BUILT_IN if es.filter(model, k).x is model.x]
+    assert asked == [k for k in BUILT_IN if issubclass(kind, k)]
+    assert es.filter(model, Mine).x is model.x
+
+
+def test_asking_for_a_subclass_does_not_mean_the_kind():
+    class Model(es.Module):
+        a: es.State
+        b: Cache
+
+    got = es.filter(Model(jnp.ones(2), jnp.ones(2)), Cache)
+    assert got.a is None
+    assert got.b is not None
+
+
+def test_a_kind_with_two_bases_is_both():
+    class Frozen(es.BatchStat, es.Buffer):
+        pass
+
+    class Model(es.Module):
+        x: Frozen
+        inner: Frozen[Leaf]
+
+    model = Model(jnp.ones(2), make_leaf())
+    assert set(kinds(model).values()) == {Frozen}
+    for kind in (es.State, es.Buffer, es.BatchStat):
+        assert es.mask(model, kind).x
+    assert not es.mask(model, es.Parameter).x
+
+
+def test_kinds_of_ones_own_may_be_generic():
+    class Mine(es.State[T]):
+        pass
+
+    class Other(es.State, Generic[T]):
+        pass
+
+    class Model(es.Module):
+        x: Mine[Array]
+        y: Other[Array]
+        z: Mine
+
+    model = Model(*[jnp.ones(2)] * 3)
+    assert kinds(model) == {"x": Mine, "y": Other, "z": Mine}
+
+
+# --- Only arrays have a kind ----------------------------------------------------------
+
+
+class Holder(es.Module):
+    x: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (jnp.ones(2), es.Parameter),
+        (np.ones(2), es.Parameter),
+        (np.ones(2, dtype=np.float16), es.Parameter),
+        (jnp.ones(2, dtype=jnp.bfloat16), es.Parameter),
+        (jnp.ones(2, dtype=jnp.complex64), es.Parameter),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), es.Parameter),
+        (jnp.arange(2), None),
+        (np.arange(2), None),
+        (jnp.array([True]), None),
+        (np.array(["a string"]), None),
+        (np.zeros(2, dtype=jax.dtypes.float0), None),
+        (jax.ShapeDtypeStruct((2,), jnp.int32), None),
+        (jr.key(0), es.Rng),
+        (jr.split(jr.key(0), 3), es.Rng),
+        (jax.ShapeDtypeStruct((), jr.key(0).dtype), es.Rng),
+        (jr.PRNGKey(0), None),
+    ],
+    ids=repr,
+)
+def test_without_a_declaration(value, kind):
+    for tree in (Holder(value), value, [value], {"a": ((value,),)}):
+        (part,) = es.parts(tree)
+        assert part.kind is kind
+        assert part.value is value
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, 1j, True, "text", None, jnp.tanh, len, object(), (), {}, es.State]
+)
+def test_what_is_no_array_has_no_kind(value):
+    class Declared(es.Module):
+        x: es.State | Any
+        y: Any
+
+    assert es.parts(Holder(value)) == []
+    assert es.parts([value]) == []
+    tree = eqx.tree_at(
+        lambda m: m.x, Declared(0, 0), value, is_leaf=lambda x: x is None
+    )
+    assert es.parts(tree) == []
+
+
+def test_a_declaration_gives_any_array_the_kind():
+    class Model(es.Module):
+        x: es.State
+
+    for value in (
+        jnp.arange(2),
+        np.array([True]),
+        jr.key(0),
+        jr.PRNGKey(0),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    ):
+        assert kinds(Model(value)) == {"x": es.State}
+
+
+def test_legacy_keys_are_keys_where_they_are_declared():
+    class Model(es.Module):
+        declared: es.Rng
+        not_declared: Array
+
+    model = Model(jr.PRNGKey(0), jr.PRNGKey(1))
+    assert kinds(model) == {"declared": es.Rng, "not_declared": None}
+
+
+def test_tracers_have_the_kind_of_the_array_they_stand_for():
+    @jax.jit
+    def traced(leaf):
+        assert all(isinstance(part.value, jax.core.Tracer) for part in es.parts(leaf))
+        assert kinds(leaf) == expected
+        return leaf
+
+    leaf = make_leaf()
+    expected = kinds(leaf)
+    assert eqx.tree_equal(traced(leaf), leaf)
+
+
+def test_shapes_have_the_kind_of_the_array_they_stand_for():
+    shapes = eqx.filter_eval_shape(make_leaf)
+    assert kinds(shapes) == kinds(make_leaf())
+    assert isinstance(shapes.param, jax.ShapeDtypeStruct)
+
+
+# --- Innermost, outermost -------------------------------------------------------------
+
+
+def test_the_innermost_declaration_wins():
+    class Model(es.Module):
+        leaf: es.State[Leaf]
+
+    assert kinds(Model(make_leaf())) == {
+        "leaf.param": es.Parameter,
+        "leaf.stat": es.BatchStat,
+        "leaf.buffer": es.Buffer,
+        "leaf.plain": es.State,
+        "leaf.count": es.State,
+    }
+
+
+def test_the_innermost_of_nested_declarations_wins():
+    class Middle(eqx.Module):
+        leaf: es.Parameter[Leaf]
+
+    class Model(es.Module):
+        middle: es.State[list[Middle]]
+
+    got = kinds(Model([Middle(make_leaf())]))
+    assert got["middle[0].leaf.plain"] is es.Parameter
+    assert got["middle[0].leaf.stat"] is es.BatchStat
+
+
+@pytest.mark.parametrize("kind", [es.Buffer, es.OptState, Ema, SlowEma])
+def test_covering_kinds_cover_all_the_way_down(kind):
+    class Middle(eqx.Module):
+        leaves: dict[str, list[Leaf]]
+        key: Array
+
+    class Model(es.Module):
+        covered: kind[Middle]
+        free: Leaf
+
+    model = Model(Middle({"a": [make_leaf()]}, jr.key(0)), make_leaf())
+    assert {k for n, k in kinds(model).items() if n.startswith("covered")} == {kind}
+    assert kinds(model)["free.param"] is es.Parameter
+    assert jax.tree.leaves(es.filter(model, es.trainable).covered) == []
+
+
+def test_the_outermost_covering_declaration_wins():
+    class Inner(es.Module):
+        x: es.Buffer
+
+    class Middle(es.Module):
+        inner: Ema[Inner]
+
+    class Outer(es.Module):
+        middle: es.OptState[Middle]
+
+    assert kinds(Middle(Inner(jnp.ones(2)))) == {"inner.x": Ema}
+    assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": es.OptState}
+
+
+def test_a_covering_declaration_wins_over_declarations_around_and_below_it():
+    class Inner(es.Module):
+        x: es.Parameter
+
+    class Middle(es.Module):
+        inner: Ema[Inner]
+
+    class Outer(es.Module):
+        middle: es.State[Middle]
+
+    assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": Ema}
+
+
+def test_the_kind_depends_on_the_place_and_not_on_the_module():
+    class Model(es.Module):
+        net: Leaf
+        ema: es.Buffer[Leaf]
+
+    leaf = make_leaf()
+    got = kinds(Model(leaf, leaf.replace()))
+    assert (got["net.param"], got["ema.param"]) == (es.Parameter, es.Buffer)
+
+
+def test_a_user_kind_without_covering_does_not_cover():
+    class Model(es.Module):
+        leaf: Cache[Leaf]
+
+    got = kinds(Model(make_leaf()))
+    assert (got["leaf.param"], got["leaf.plain"]) == (es.Parameter, Cache)
+
+
+def test_covering_can_be_taken_back():
+    class Open(es.Buffer, covering=False):
+        pass
+
+    class Model(es.Module):
+        leaf: Open[Leaf]
+
+    assert kinds(Model(make_leaf()))["leaf.param"] is es.Parameter
+
+
+# --- Layers that know nothing of kinds ------------------------------------------------
+
+
+def test_equinox_layers_just_work(getkey):
+    mlp = eqx.nn.MLP(2, 2, 4, 1, key=getkey())
+    assert set(kinds(mlp).values()) == {es.Parameter}
+    assert len(es.parts(mlp)) == 4
+    assert es.parts(eqx.nn.Dropout(0.5)) == []
+
+
+@pytest.mark.parametrize("mode", ["ema", "batch"])
+def test_batch_norm_has_batch_stats(mode):
+    norm = eqx.nn.BatchNorm(3, "batch", mode=mode)
+    got = kinds(norm)
+    assert (got.pop("weight"), got.pop("bias")) == (es.Parameter, es.Parameter)
+    assert got
+    assert set(got.values()) == {es.BatchStat}
+
+
+def test_other_state_indices_are_state(getkey):
+    linear = eqx.nn.Linear(2, 2, key=getkey())
+    norm = eqx.nn.SpectralNorm(linear, "weight", key=getkey())
+    got = kinds(norm)
+    state = {n for n, kind in got.items() if kind is es.State}
+    assert state
+    assert {n for n in got if "index" in n} == state
+    assert got["layer.bias"] is es.Parameter
+
+
+@pytest.mark.parametrize("kind", [es.Buffer, es.Parameter])
+def test_foreign_state_below_a_declaration(kind):
+    class Model(es.Module):
+        norm: kind[eqx.nn.BatchNorm]
+
+    got = kinds(Model(eqx.nn.BatchNorm(3, "batch", mode="ema")))
+    stats = {k for n, k in got.items() if "index" in n}
+    assert stats == {es.Buffer if kind is es.Buffer else es.BatchStat}
+
+
+def test_equinox_state_is_state():
+    layer = eqx.nn.BatchNorm(3, "batch", mode="ema")
+    state = eqx.nn.State(layer)
+    leaves = jax.tree.leaves(state)
+    assert leaves
+    assert [part.kind for part in es.parts(state)] == [es.State] * len(leaves)
+    assert {part.kind for part in es.parts((layer, state))} == {
+        es.Parameter,
+        es.BatchStat,
+        es.State,
+    }
+
+
+def test_keys_and_integers_in_a_state_index_are_state():
+    class Model(es.Module):
+        index: eqx.nn.StateIndex
+
+    model = Model(eqx.nn.StateIndex((jr.key(0), jnp.arange(2))))
+    assert set(kinds(model).values()) == {es.State}

@@ -1,0 +1,322 @@
+"""Train and eval, freeze and unfreeze."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+class Norm(es.Module):
+    scale: es.Parameter
+    mean: es.BatchStat
+
+
+class Foreign(eqx.Module):
+    """A plain Equinox module around an `es.Module`."""
+
+    norm: Norm
+    dropout: eqx.nn.Dropout
+
+
+class Model(es.Module):
+    norm: Norm
+    layers: list[Any]
+    inner: Foreign
+    linear: eqx.nn.Linear
+
+
+def make_norm() -> Norm:
+    return Norm(jnp.ones(2), jnp.zeros(2))
+
+
+def make_model() -> Model:
+    layers = [make_norm(), {"drop": eqx.nn.Dropout(0.5)}, (make_norm(), None)]
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    inner = Foreign(make_norm(), eqx.nn.Dropout(0.5))
+    return Model(make_norm(), layers, inner, linear)
+
+
+def flags(tree: Any, name: str) -> dict[str, bool]:
+    return {n: getattr(m, name) for n, m in es.modules(tree) if hasattr(m, name)}
+
+
+def same(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+# --- Train and eval -------------------------------------------------------------------
+
+
+def test_the_flags_of_a_new_module():
+    model = make_model()
+    assert set(flags(model, "training").values()) == {True}
+    assert set(flags(model, "frozen").values()) == {False}
+
+
+@pytest.mark.parametrize("as_method", [True, False])
+def test_eval_and_train_reach_every_module(as_method):
+    model = make_model()
+    new = model.eval() if as_method else es.eval(model)
+    expected = {"", "norm", "layers[0]", "layers[2][0]", "inner.norm"}
+    assert flags(new, "training") == dict.fromkeys(expected, False)
+    assert flags(new, "inference") == dict.fromkeys(
+        ["layers[1]['drop']", "inner.dropout"], True
+    )
+    back = new.train() if as_method else es.train(new)
+    assert same(back, model)
+    # The model that was switched stays as it was.
+    assert set(flags(model, "training").values()) == {True}
+    assert set(flags(model, "inference").values()) == {False}
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_train_takes_a_mode(mode):
+    for new in (make_model().train(mode), es.train(make_model(), mode)):
+        assert set(flags(new, "training").values()) == {mode}
+        assert set(flags(new, "inference").values()) == {not mode}
+    assert es.train(make_model(), mode=mode).training is mode
+
+
+@pytest.mark.parametrize("f", [es.eval, es.train, lambda m: es.train(m, mode=False)])
+@pytest.mark.parametrize(
+    "tree", [None, [], 3, "a", {"a": [make_norm(), None]}, (make_norm(), jnp.ones(2))]
+)
+def test_any_pytree_has_modes(f, tree):
+    new = f(tree)
+    assert type(new) is type(tree)
+    assert all(
+        a is b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(new), strict=True)
+    )
+    assert same(f(f(tree)), f(tree))
+
+
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from([es.train, es.eval, es.freeze, es.unfreeze])))
+def test_the_last_switch_of_each_pair_counts(switches):
+    model = new = make_model()
+    for switch in switches:
+        new = switch(new)
+    modes = [f for f in switches if f in (es.train, es.eval)]
+    freezes = [f for f in switches if f in (es.freeze, es.unfreeze)]
+    assert set(flags(new, "training").values()) == {modes[-1:] != [es.eval]}
+    assert set(flags(new, "frozen").values()) == {freezes[-1:] == [es.freeze]}
+    arrays = eqx.filter(model, eqx.is_array), eqx.filter(new, eqx.is_array)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, arrays), strict=True))
+
+
+def test_holes_are_left_alone():
+    params = es.eval(make_model().filter(es.Parameter))
+    assert set(flags(params, "inference").values()) == {None}
+    assert set(flags(params, "training").values()) == {False}
+    assert jax.tree.structure(es.train(params)) == jax.tree.structure(
+        make_model().filter(es.Parameter)
+    )
+
+
+def test_inference_is_switched_only_where_it_is_a_mode():
+    class Own(es.Module):
+        inference: bool
+
+    class Traced(eqx.Module):
+        inference: Array
+        inference_too: bool = False
+
+    class Static(eqx.Module):
+        inference: bool = eqx.field(static=True, default=False)
+
+    class Method(eqx.Module):
+        def inference(self):
+            return "called"
+
+    own, traced, static, method = es.eval(
+        (Own(False), Traced(jnp.array(False)), Static(), Method())
+    )
+    assert own.inference is False
+    assert not traced.inference
+    assert traced.inference_too is False
+    assert static.inference is True
+    assert method.inference() == "called"
+
+
+def test_equinox_layers_obey():
+    dropout = eqx.nn.Dropout(0.5)
+    x = jnp.ones(8)
+    assert jnp.array_equal(es.eval([dropout])[0](x), x)
+    assert jnp.any(es.train(es.eval(dropout))(x, key=jr.key(0)) == 0)
+    inference = eqx.nn.inference_mode(dropout)
+    assert same(es.eval(dropout), inference)
+
+
+def test_a_bound_method_keeps_its_module():
+    model = make_model()
+    assert es.eval(model.filter).__self__.training is False
+
+
+def test_the_mode_is_part_of_the_structure():
+    model = make_norm()
+
+    @jax.jit
+    @eqx.debug.assert_max_traces(max_traces=2)
+    def f(model):
+        return model.scale * (2.0 if model.training else 3.0)
+
+    for _ in range(2):
+        assert f(model)[0] == 2.0
+        assert f(model.eval())[0] == 3.0
+    assert jax.tree.structure(model) != jax.tree.structure(model.eval())
+    assert jax.tree.structure(model) != jax.tree.structure(model.freeze())
+
+
+# --- Freeze and unfreeze --------------------------------------------------------------
+
+
+def frozen(tree: Any) -> set[str]:
+    return {name for name, flag in flags(tree, "frozen").items() if flag}
+
+
+ALL = {"", "norm", "layers[0]", "layers[2][0]", "inner.norm"}
+WHERE = {
+    "everything": (lambda m: m, ALL),
+    "a field": (lambda m: m.norm, {"norm"}),
+    "a plain module around one": (lambda m: m.inner, {"inner.norm"}),
+    "an element": (lambda m: m.layers[0], {"layers[0]"}),
+    "a list": (lambda m: m.layers, {"layers[0]", "layers[2][0]"}),
+    "a tuple of the tree": (lambda m: m.layers[2], {"layers[2][0]"}),
+    "a tuple of nodes": (lambda m: (m.norm, m.inner), {"norm", "inner.norm"}),
+    "a list of nodes": (lambda m: [m.norm, m.inner], {"norm", "inner.norm"}),
+    "one in another": (lambda m: (m, m.norm), ALL),
+}
+
+
+@pytest.mark.parametrize(("where", "names"), WHERE.values(), ids=list(WHERE))
+def test_freeze_where(where, names):
+    model = make_model()
+    assert frozen(model.freeze(where)) == frozen(es.freeze(model, where)) == names
+    assert frozen(model) == set()
+    everything = model.freeze()
+    assert frozen(everything) == ALL
+    assert frozen(everything.unfreeze(where)) == ALL - names
+    assert frozen(es.unfreeze(everything, where)) == ALL - names
+    assert same(model.freeze(where).unfreeze(where), model)
+    assert same(everything.unfreeze(), model)
+
+
+def test_freeze_takes_containers_of_the_tree_as_they_are():
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh), linear, es.nn.BatchNorm(2)])
+    assert frozen(es.freeze(model, lambda m: m.layers)) == {"layers[2]"}
+
+
+def test_freeze_tells_places_of_one_module_apart():
+    class Plain(es.Module):
+        w: es.Parameter
+
+    plain = Plain(jnp.ones(2))
+    assert frozen(es.freeze([plain, plain], lambda t: t[0])) == {"[0]"}
+
+
+def test_the_parameters_of_plain_layers_in_a_frozen_module_are_not_trainable():
+    model = make_model()
+    names = {part.name for part in es.parts(es.filter(model, es.trainable))}
+    assert {"linear.weight", "linear.bias", "norm.scale", "inner.norm.scale"} <= names
+    assert es.parts(es.filter(model.freeze(), es.trainable)) == []
+    got = es.filter(model.freeze().unfreeze(lambda m: m.layers[0]), es.trainable)
+    assert [part.name for part in es.parts(got)] == ["layers[0].scale"]
+
+
+def test_frozen_batch_stats_are_kept_and_used():
+    x = jr.normal(jr.key(0), (8, 2))
+    norm = es.nn.BatchNorm(2, axis_name=None, channel_axis=-1)
+    _, norm = es.mutable(norm)(x)
+    expected = norm.eval()(x)
+    y, new = es.mutable(norm.freeze())(x)
+    assert jnp.array_equal(y, expected)
+    assert same(new, norm.freeze())
+
+
+NO_MODULE = {
+    "a plain layer": lambda m: m.linear,
+    "an array": lambda m: m.norm.scale,
+    "None": lambda m: m.layers[2][1],
+    "a number": lambda m: 3,
+    "no nodes": lambda m: (),
+    "one of two": lambda m: (m.norm, m.linear),
+    "a dict without one": lambda m: m.layers[1],
+    "not of the tree": lambda m: make_norm(),
+    "one of two not of the tree": lambda m: (m.norm, make_norm()),
+}
+
+
+@pytest.mark.parametrize("where", NO_MODULE.values(), ids=list(NO_MODULE))
+@pytest.mark.parametrize("f", [es.freeze, es.unfreeze])
+def test_where_without_an_es_module_is_an_error_that_names_the_other_ways(f, where):
+    model = make_model()
+    match = (
+        r"(?s)es\.Buffer\[.*"
+        r"es\.all_of\(es\.trainable, es\.not_\(es\.under\("
+    )
+    with pytest.raises(ValueError, match=match):
+        f(model, where)
+    assert frozen(model) == set()
+
+
+def test_a_tree_without_an_es_module_cannot_be_frozen_where():
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    with pytest.raises(ValueError, match=r"es\.Buffer"):
+        es.freeze([linear], lambda t: t[0])
+
+
+# --- Methods are a convenience --------------------------------------------------------
+
+
+def test_a_subclass_may_redefine_the_methods():
+    class Odd(es.Module):
+        x: es.Parameter
+        norm: Norm
+
+        def train(self):
+            raise AssertionError
+
+        eval = freeze = unfreeze = filter = update = partition = replace = train
+
+    odd = Odd(jnp.ones(2), make_norm())
+    assert es.eval([odd])[0].norm.training is False
+    assert es.train(es.eval(odd)).training is True
+    assert frozen(es.freeze(odd, lambda m: m.norm)) == {"norm"}
+    assert frozen(es.unfreeze(es.freeze(odd))) == set()
+    assert es.filter(odd, es.BatchStat).x is None
+    assert same(es.update(odd, es.filter(odd, es.Parameter)), odd)
+    assert same(eqx.combine(*es.partition(odd, es.Parameter)), odd)
+    assert es.configure(odd, scale=1.0).norm.scale == 1.0
+    assert len(es.modules(es.map_modules(lambda m, n: m, odd))) == 2
+    assert same(es.map(lambda x: x, odd), odd)
+
+
+def test_fields_may_be_called_as_the_methods():
+    class Conv(es.Module):
+        filter: es.Parameter
+        update: es.State
+        partition: str
+        replace: Array
+        train: Array
+        eval: Array
+        freeze: Array
+        unfreeze: Array
+        init: Array
+
+    values = [jnp.ones(2)] * 2 + ["text"] + [jnp.ones(2)] * 6
+    conv = es.eval(Conv(*values))
+    assert conv.filter is values[0]
+    assert es.filter(conv, es.Parameter).update is None
+    assert same(es.update(conv, es.filter(conv)), conv)
+    with pytest.raises(TypeError, match="argument"):
+        Conv()

@@ -1,0 +1,394 @@
+"""`es.Module` is an ordinary Equinox module, and what it adds."""
+
+import abc
+import copy
+import dataclasses
+import pickle
+import weakref
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+T = TypeVar("T")
+ONE = jnp.ones(2)
+
+
+class Norm(es.Module):
+    scale: es.Parameter
+    mean: es.BatchStat
+    count: es.State = 0
+
+    def __call__(self, x):
+        return self.centre(x)
+
+    def centre(self, x):
+        return self.scale * (x - self.mean)
+
+
+class Model(es.Module):
+    norms: list[Norm]
+    linear: eqx.nn.Linear
+    name: str = eqx.field(static=True, default="model")
+
+
+def make_norm() -> Norm:
+    return Norm(ONE, jnp.zeros(2))
+
+
+def make_model() -> Model:
+    return Model([make_norm(), make_norm()], eqx.nn.Linear(2, 2, key=jr.key(0)))
+
+
+def same(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+MODES = [
+    lambda m: m,
+    es.eval,
+    es.freeze,
+    lambda m: es.eval(es.freeze(m, lambda m: m.norms[0])),
+]
+
+
+# --- A frozen pytree ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", range(len(MODES)))
+def test_a_fresh_and_an_unflattened_module_have_one_structure(mode):
+    model = MODES[mode](make_model())
+    leaves, structure = jax.tree.flatten(model)
+    new = jax.tree.unflatten(structure, leaves)
+    assert same(new, model)
+    assert hash(jax.tree.structure(new)) == hash(structure)
+    assert jax.tree.structure(MODES[mode](make_model())) == structure
+    assert type(new) is Model
+    assert eqx.tree_equal(new, model)
+
+
+def test_there_are_no_leaves_but_the_fields():
+    norm = make_norm()
+    assert same([norm.scale, norm.mean, norm.count], jax.tree.leaves(norm))
+
+
+@pytest.mark.parametrize("mode", range(len(MODES)))
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: pickle.loads(pickle.dumps(m, protocol=2)),
+    ],
+    ids=["copy", "deepcopy", "pickle", "pickle2"],
+)
+def test_copies_are_equal_and_frozen(mode, copied):
+    model = MODES[mode](make_model())
+    new = copied(model)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    assert eqx.tree_equal(new, model)
+    assert new is not model
+    for module in (new, new.norms[0]):
+        name = dataclasses.fields(module)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError, match="scope"):
+            setattr(module, name, None)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="name"):
+        del new.name
+
+
+def test_copies_of_odd_fields():
+    class Odd(es.Module):
+        key: es.Rng
+        index: eqx.nn.StateIndex
+        function: Any = jnp.tanh
+        array: es.Buffer = np.ones(2)
+
+    odd = Odd(jr.key(0), eqx.nn.StateIndex(ONE))
+    assert copy.copy(odd).index is odd.index
+    assert eqx.tree_equal(copy.deepcopy(odd.key), odd.key)
+    assert copy.copy(odd).array is odd.array
+
+
+@pytest.mark.parametrize("name", ["scale", "mean", "training", "frozen", "new"])
+def test_a_module_cannot_be_written(name):
+    norm = make_norm()
+    before = jax.tree.leaves(norm)
+    with pytest.raises(dataclasses.FrozenInstanceError, match=rf"`Norm\.{name}`"):
+        setattr(norm, name, ONE)
+    assert same(before, jax.tree.leaves(norm))
+    assert not hasattr(norm, "new")
+
+
+def test_equality_hashing_and_weak_references():
+    class Small(es.Module):
+        n: int
+        name: str = eqx.field(static=True)
+
+    small = Small(1, "a")
+    assert small == Small(1, "a")
+    assert small != Small(1, "b")
+    assert small != Small(1, "a").eval()
+    assert hash(small) == hash(Small(1, "a"))
+    assert weakref.ref(small)() is small
+
+
+def test_serialisation(tmp_path):
+    model = make_model()
+    eqx.tree_serialise_leaves(tmp_path / "model.eqx", es.eval(model))
+    like = es.map(jnp.zeros_like, model)
+    new = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", like)
+    assert eqx.tree_equal(new, model)
+
+
+def test_tree_at():
+    model = make_model()
+    new = eqx.tree_at(lambda m: m.norms[1].mean, es.eval(model), ONE)
+    assert new.norms[1].mean is ONE
+    assert new.norms[1].training is False
+    back = eqx.tree_at(lambda m: m.norms[1].mean, new, model.norms[1].mean)
+    assert same(back.train(), model)
+
+
+# --- The flags ------------------------------------------------------------------------
+
+
+def test_the_flags_are_static_and_hidden():
+    norm = make_norm()
+    assert (norm.training, norm.frozen) == (True, False)
+    assert repr(norm) == "Norm(scale=f32[2], mean=f32[2], count=i32[])"
+    assert repr(norm) == repr(norm.eval().freeze())
+    for flag in ("training", "frozen"):
+        with pytest.raises(TypeError, match=flag):
+            Norm(ONE, ONE, **{flag: True})
+    with pytest.raises(TypeError, match="argument"):
+        Norm(ONE, ONE, 0, True)
+
+
+@pytest.mark.parametrize("name", ["training", "frozen"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{name}: bool",
+        "{name}: bool = False",
+        "{name}: es.State",
+        "{name}: bool = eqx.field(static=True)",
+        "{name} = True",
+        "def {name}(self): ...",
+        "{name} = property(lambda self: True)",
+    ],
+)
+def test_the_names_of_the_flags_are_reserved(name, body):
+    source = f"class Mine(es.Module):\n    {body.format(name=name)}"
+    with pytest.raises(TypeError, match=rf"`Mine\.{name}`"):
+        exec(source, {"es": es, "eqx": eqx, "__name__": __name__})
+
+
+def test_the_names_of_the_flags_are_reserved_in_other_bases_too():
+    class Other(eqx.Module):
+        training: bool
+
+    with pytest.raises(TypeError, match=r"Mine\.training"):
+
+        class Mine(Other, es.Module):
+            pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["initialized", "initializing", "init", "filter", "place", "kind"],
+)
+def test_the_flags_are_the_only_reserved_names(name):
+    namespace = {"es": es, "__name__": __name__}
+    exec(f"class Mine(es.Module):\n    {name}: es.State\n    last: es.State", namespace)
+    mine = namespace["Mine"](ONE, ONE)
+    assert getattr(mine, name) is ONE
+    assert len(jax.tree.leaves(es.eval(mine))) == 2
+
+
+# --- An ordinary dataclass ------------------------------------------------------------
+
+
+def test_post_init_check_init_and_converters():
+    class Base(es.Module):
+        x: Array = eqx.field(converter=jnp.asarray)
+        y: es.State = dataclasses.field(kw_only=True, default=1.0)
+
+        def __check_init__(self):
+            checked.append(self.x)
+
+    class Sub(Base):
+        z: es.State = 0
+
+        def __post_init__(self):
+            self.z = 2.0
+
+        def __check_init__(self):
+            if self.y > 5:
+                raise ValueError("`y` is too large")
+
+    checked = []
+    sub = Sub(1)
+    assert (sub.x, sub.y, sub.z) == (1, 1.0, 2.0)
+    assert checked == [sub.x]
+    assert all(map(eqx.is_array, jax.tree.leaves(sub)))
+    with pytest.raises(ValueError, match="too large"):
+        Sub(1, y=6.0)
+
+
+def test_a_field_that_is_not_set_is_an_error():
+    class Forgetful(es.Module):
+        x: es.State
+        y: es.State
+
+        def __init__(self):
+            self.x = ONE
+
+    with pytest.raises((TypeError, ValueError), match="y"):
+        Forgetful()
+
+
+def test_bound_methods_are_pytrees():
+    norm = make_norm()
+    assert same(jax.tree.leaves(norm.centre), jax.tree.leaves(norm))
+    assert jnp.array_equal(eqx.filter_jit(norm.centre)(ONE), norm(ONE))
+
+
+def test_generics_and_mixins():
+    class Mixin:
+        def twice(self):
+            return 2 * self.x
+
+    class Box(Mixin, es.Module, Generic[T]):
+        x: es.Parameter[T]
+
+    box = Box[Array](ONE)
+    assert jax.tree.structure(jax.tree.map(lambda x: x, box)) == jax.tree.structure(box)
+    assert box.twice()[0] == 2
+    with pytest.raises(dataclasses.FrozenInstanceError, match="x"):
+        box.x = ONE
+
+
+@pytest.mark.parametrize("how", ["annotation", "specifier"])
+def test_in_a_diamond_the_kind_is_that_of_the_nearest_annotation(how):
+    class Top(es.Module):
+        x: Array = es.field(kind=es.State) if how == "specifier" else ONE
+
+    class Left(Top):
+        pass
+
+    class Right(Top):
+        x: es.BatchStat
+
+    class Bottom(Left, Right):
+        pass
+
+    assert [part.kind for part in es.parts(Bottom(ONE))] == [es.BatchStat]
+
+
+def test_abstract_methods_and_variables():
+    class AbstractLayer(es.Module):
+        size: eqx.AbstractVar[int]
+
+        @abc.abstractmethod
+        def __call__(self, x): ...
+
+    class Layer(AbstractLayer):
+        size: int = 3
+
+        def __call__(self, x):
+            return x
+
+    assert Layer()(1) == 1
+    with pytest.raises(TypeError, match="abstract"):
+        AbstractLayer()
+
+
+def test_modules_with_odd_special_methods():
+    class Odd(es.Module):
+        x: es.Parameter
+        n: es.State = 0
+
+        def forbidden(self, *_):
+            raise AssertionError
+
+        __eq__ = __iter__ = __getitem__ = __contains__ = forbidden
+        __hash__ = None
+
+        def __len__(self):
+            return 0
+
+    class Delegating(es.Module):
+        inner: Any
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    model = Delegating([Odd(ONE), Odd(ONE)])
+    assert same(es.update(es.eval(model), es.filter(model)).train(), model)
+    assert same(eqx.combine(*es.partition(model, es.State)), model)
+    assert same(es.map_modules(lambda module, name: module, model), model)
+    assert len(es.modules(model)) == 3
+    frozen = es.freeze(model, lambda m: m.inner[1])
+    assert [odd.frozen for odd in frozen.inner] == [False, True]
+    assert same(copy.copy(model), model)
+    assert jax.tree.structure(copy.deepcopy(model)) == jax.tree.structure(model)
+    assert es.configure(model, n=2).inner[0].n == 2
+    first = es.under(lambda m: m.inner[0])
+    assert [part.name for part in es.parts(es.filter(model, es.State, first))] == [
+        "inner[0].n"
+    ]
+    with pytest.raises(ValueError, match=r"inner"):
+        es.update(model, model.replace(inner=model.inner[:1]))
+
+
+# --- Plain JAX ------------------------------------------------------------------------
+
+
+def test_plain_jax_takes_modules_of_arrays():
+    norm = make_norm()
+    out = jax.jit(lambda m, x: (m, m(x)))(norm, ONE)
+    assert eqx.tree_equal(out[0], norm)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), norm, make_norm(), norm)
+    ys, same_norms = jax.vmap(lambda m: (m(ONE), m))(stacked)
+    assert ys.shape == (3, 2)
+    assert eqx.tree_equal(same_norms, stacked)
+    last, ys = jax.lax.scan(
+        lambda m, x: (m.replace(mean=m.mean + x), m(x)), norm, jnp.ones((3, 2))
+    )
+    assert jnp.allclose(last.mean, 3.0)
+    carry, _ = jax.lax.scan(lambda c, m: (m(c), None), ONE, stacked)
+    assert carry.shape == (2,)
+    shapes = jax.eval_shape(lambda m: m, norm)
+    assert jax.tree.structure(shapes) == jax.tree.structure(norm)
+
+
+def test_plain_grad_of_inexact_leaves():
+    class Linear(es.Module):
+        w: es.Parameter
+        mean: es.BatchStat
+
+    grads = jax.grad(lambda m: jnp.sum(m.w * m.mean))(Linear(2 * ONE, 3 * ONE))
+    assert isinstance(grads, Linear)
+    assert jnp.allclose(grads.w, 3.0)
+    assert jnp.allclose(grads.mean, 2.0)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.booleans(), min_size=1, max_size=4))
+def test_the_flags_pass_through_jit(modes):
+    tree = [es.train(make_norm(), mode) for mode in modes]
+    out = jax.jit(lambda t: t)(tree)
+    assert [m.training for m in out] == modes
+    assert jax.tree.structure(out) == jax.tree.structure(tree)

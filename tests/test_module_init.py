@@ -1,0 +1,122 @@
+"""`module_init`: the hook that runs once in a module's life."""
+
+import copy
+import dataclasses
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+
+import eqx_state as es
+
+
+def test_hooks_run_after_all_initializers_children_first():
+    order = []
+
+    class Hooked(es.Module):
+        name: str = eqx.field(static=True)
+        w: es.Parameter
+        inner: es.Module | None = None
+        b: es.Parameter | None = None
+
+        def module_init(self, key):
+            assert self.w.shape == (3,)
+            assert self.inner is None or self.inner.b is not None
+            order.append(self.name)
+            self.b = jr.normal(key, (2,))
+
+    later = es.Initializer(lambda key: order.append("draw") or jnp.ones(3))
+    tree = Hooked("root", later, Hooked("middle", later, Hooked("leaf", later)))
+    new = es.init(tree, 0)
+    assert order == ["draw"] * 3 + ["leaf", "middle", "root"]
+    drawn = [new.b, new.inner.b, new.inner.inner.b]
+    assert len({tuple(b.tolist()) for b in drawn}) == 3
+
+
+class Counted(es.Module):
+    runs: es.State = 0
+    extra: es.Parameter | None = None
+    label: str = eqx.field(static=True, default="new")
+
+    def module_init(self, key):
+        self.runs = self.runs + 1
+        self.extra = es.Initializer(lambda key: jnp.ones(3))
+        self.label = "done"
+
+    def __call__(self, x):
+        return x
+
+
+def test_a_hook_may_assign_any_field_and_runs_once_in_a_life():
+    model = Counted()
+    assert not model.initialized
+    new = model.init(0)
+    assert new.initialized
+    assert (new.runs, new.label) == (1, "done")
+    assert (new.extra == 1).all()
+    assert model.runs == 0
+    copies = [
+        new,
+        jax.tree.map(lambda x: x, new),
+        new.eval().train(),
+        new.replace(label="x"),
+        copy.deepcopy(new),
+        pickle.loads(pickle.dumps(new)),
+        eqx.tree_at(lambda m: m.runs, new, jnp.array(1)),
+        jax.jit(lambda m: m)(new),
+        es.mutable(new)(1.0)[1],
+    ]
+    for twin in copies:
+        assert twin.initialized
+        assert twin.init(1).runs == 1
+        assert twin.init(1, jnp.ones(1)).runs == 1
+
+
+def test_hooks_run_in_eval_mode_and_when_frozen_too():
+    new = Counted().eval().freeze().init(0)
+    assert new.runs == 1
+    assert not new.training
+    assert new.frozen
+
+
+def test_a_hook_of_a_module_that_init_has_made():
+    class Outer(es.Module):
+        inner: Counted
+
+    model = Outer(es.Initializer(lambda key: Counted())).init(0)
+    assert model.inner.runs == 1
+    model = Outer(Counted()).init(0)
+    assert model.inner.runs == 1
+
+
+def test_a_hook_that_fails_leaves_the_model_alone():
+    class Bad(es.Module):
+        w: es.Parameter = 1.0
+
+        def module_init(self, key):
+            self.w = 5.0
+            raise KeyError("half-way")
+
+    model = Bad()
+    with pytest.raises(KeyError, match="half-way"):
+        model.init(0)
+    assert model.w == 1.0
+    assert not model.initialized
+
+
+def test_a_module_that_the_hook_kept_cannot_be_written_later():
+    kept = []
+
+    class Keeps(es.Module):
+        w: es.Parameter = 1.0
+
+        def module_init(self, key):
+            kept.append(self)
+
+    new = Keeps().init(0)
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"Keeps\.w"):
+        kept[0].w = 2.0
+    assert new.w == 1.0

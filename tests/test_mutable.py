@@ -1,0 +1,313 @@
+"""`es.mutable`: what is threaded, what comes out, who owns what."""
+
+import contextlib
+import copy
+import dataclasses
+import functools as ft
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import pytest
+
+import eqx_state as es
+
+
+class Counter(es.Module):
+    weight: es.Parameter = 2.0
+    count: es.State = 0
+
+    def __call__(self, x, *, key=None):
+        if self.training:
+            self.count = self.count + 1
+        return self.weight * x
+
+    def step(self, by=1):
+        self.count = self.count + by
+        return self.count
+
+
+class Pair(es.Module):
+    a: Counter
+    b: Counter
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+def counts(tree):
+    return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
+
+
+@contextlib.contextmanager
+def untouched(tree):
+    """Afterwards the tree is bit for bit what it was."""
+    leaves, treedef = jax.tree.flatten(tree)
+    values = copy.deepcopy(leaves)
+    yield
+    after, after_def = jax.tree.flatten(tree)
+    assert after_def == treedef
+    for old, value, new in zip(leaves, values, after, strict=True):
+        assert new is old
+        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
+
+
+# --- What comes out -----------------------------------------------------------------
+
+
+def test_returns_output_and_new_model_and_leaves_the_old_alone():
+    model = Counter()
+    with untouched(model):
+        y, new = es.mutable(model)(3.0)
+    assert y == 6.0
+    assert new.count == 1
+    assert new.weight is model.weight
+    assert type(new) is Counter
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_equals_the_handwritten_pure_version(getkey):
+    class Ema(es.Module):
+        mean: es.BatchStat
+        rng: es.Rng
+
+        def __call__(self, x):
+            key, self.rng = jax.random.split(self.rng)
+            self.mean = 0.9 * self.mean + 0.1 * x
+            return x - self.mean + jax.random.normal(key, x.shape)
+
+    def pure(mean, rng, x):
+        key, rng = jax.random.split(rng)
+        mean = 0.9 * mean + 0.1 * x
+        return x - mean + jax.random.normal(key, x.shape), mean, rng
+
+    key, x = getkey(), jnp.arange(3.0)
+    model, mean, rng = Ema(jnp.zeros(3), key), jnp.zeros(3), key
+    for _ in range(3):
+        y, model = es.mutable(model)(x)
+        y2, mean, rng = pure(mean, rng, x)
+        assert (y == y2).all()
+        assert (model.mean == mean).all()
+        assert model.rng == rng
+
+
+def test_a_model_that_writes_nothing_comes_back_equal():
+    model = Counter().eval()
+    y, new = es.mutable(model)(3.0)
+    assert y == 6.0
+    assert eqx.tree_equal(new, model)
+
+
+@pytest.mark.parametrize("output", [None, "text", (1, {"a": None}), len])
+def test_the_output_may_be_anything(output):
+    out, new = es.mutable(lambda m: (m.step(), output)[1])(Counter())
+    assert out == output
+    assert new.count == 1
+
+
+def test_arguments_and_keywords_are_passed_on():
+    def f(model, *args, scale, **kwargs):
+        return model.step(), args, scale, kwargs
+
+    out, _ = es.mutable(f)(Counter(), 1, 2, scale=3, other=4)
+    assert out == (1, (1, 2), 3, {"other": 4})
+
+
+def test_writes_are_seen_at_once_inside():
+    def f(model):
+        model.count = 5
+        model.count += 1
+        return model.count
+
+    out, new = es.mutable(f)(Counter())
+    assert out == new.count == 6
+
+
+# --- What is threaded ---------------------------------------------------------------
+
+
+def call(model, x=1.0, *, scale=1.0):
+    return model(x) * scale
+
+
+class Holder(eqx.Module):
+    """A plain Equinox module with one of ours in it."""
+
+    inner: Counter
+    name: str = "holder"
+
+    def __call__(self, x):
+        return self.inner(x)
+
+    def method(self, x):
+        return self.inner(x)
+
+
+C = Counter()
+TARGETS = {
+    "module": (C, (1.0,)),
+    "bound method": (C.step, ()),
+    "bound dunder": (C.__call__, (1.0,)),
+    "plain module": (Holder(C), (1.0,)),
+    "method of a plain module": (Holder(C).method, (1.0,)),
+    "function": (call, (C, 1.0)),
+    "lambda": (lambda m: m(1.0), (C,)),
+    "unbound method": (Counter.step, (C,)),
+    "functools.partial of a function": (ft.partial(call, scale=2.0), (C,)),
+    "functools.partial with the model": (ft.partial(call, C), (1.0,)),
+    "jax partial with the model": (jtu.Partial(call, C), (1.0,)),
+    "eqx.Partial with the model": (eqx.Partial(call, C), (1.0,)),
+    "partial of a module": (ft.partial(C, 1.0), ()),
+    "partial of a method": (ft.partial(C.step, by=1), ()),
+    "partial of a partial": (ft.partial(ft.partial(call, C), 1.0), ()),
+    "es.vmap of a module": (es.vmap(C), (jnp.ones(2),)),
+    "es.vmap of a method": (es.vmap(C.step, axis_size=2), ()),
+    "es.vmap of es.vmap": (es.vmap(es.vmap(C)), (jnp.ones((2, 2)),)),
+    "es.vmap of a partial": (es.vmap(ft.partial(call, C)), (jnp.ones(2),)),
+    "es.vmap of a function": (es.vmap(call, in_axes=(None, 0)), (C, jnp.ones(2))),
+    "partial of es.vmap": (
+        ft.partial(es.vmap(call, in_axes=(None, 0)), C),
+        (jnp.ones(2),),
+    ),
+    "list": (lambda ms, x: ms[1](x), ([None, C], 1.0)),
+    "tuple": (lambda ms, x: ms[1](x), ((3, C), 1.0)),
+    "dict": (lambda ms, x: ms["m"](x), ({"m": C, "s": "text"}, 1.0)),
+    "nested": (lambda ms, x: ms["m"][0][1](x), ({"m": [(0, C)]}, 1.0)),
+    "sequential": (eqx.nn.Sequential([eqx.nn.Identity(), C]), (1.0,)),
+    "sequential first argument": (call, (eqx.nn.Sequential([C]), 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_threaded(name):
+    f, args = TARGETS[name]
+    with untouched((C, args)):
+        _, new = es.mutable(f)(*args)
+    assert counts(new) == [1]
+
+
+def test_a_tuple_of_models_keeps_its_type():
+    def f(models, x):
+        for model in models:
+            model(x)
+
+    _, new = es.mutable(f)((Counter(), Counter(count=5)), 1.0)
+    assert type(new) is tuple
+    assert counts(new) == [1, 6]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda: None,
+        lambda *, model: model,
+        lambda **kwargs: None,
+        ft.partial(lambda *, model: model, model=C),
+    ],
+    ids=["none", "keyword", "keywords", "partial"],
+)
+def test_nothing_to_thread(f):
+    with pytest.raises(TypeError, match="without a positional argument"):
+        es.mutable(f)()
+    if f.__class__ is not ft.partial:
+        with pytest.raises(TypeError, match=r"es\.mutable"):
+            es.mutable(f)(model=C)
+
+
+def test_only_the_first_argument_is_threaded():
+    def f(first, second):
+        return second.step()
+
+    second = Counter()
+    with (
+        untouched(second),
+        pytest.raises(dataclasses.FrozenInstanceError, match="Counter.count"),
+    ):
+        es.mutable(f)(Counter(), second)
+
+
+# --- A wrapper is a pytree ----------------------------------------------------------
+
+
+def test_wrapper_is_a_pytree_of_the_model():
+    a, b = Counter(), Counter(weight=3.0, count=4)
+    assert jax.tree.structure(es.mutable(a)) == jax.tree.structure(es.mutable(b))
+    assert jax.tree.leaves(es.mutable(a)) == jax.tree.leaves(a)
+    assert eqx.tree_equal(es.mutable(a), es.mutable(a))
+    doubled = jax.tree.map(lambda x: 2 * x, es.mutable(a))
+    assert doubled(1.0)[0] == 4.0
+    other = es.mutable(a, kinds=es.TreePart)
+    assert jax.tree.structure(other) != jax.tree.structure(es.mutable(a))
+
+
+def test_filter_jit_of_the_wrapper_traces_the_parameters():
+    traces = []
+
+    class Traced(Counter):
+        def __call__(self, x):
+            traces.append(self.weight)
+            return super().__call__(x)
+
+    model = Traced()
+    for i in range(1, 4):
+        y, model = eqx.filter_jit(es.mutable(model))(jnp.array(1.0))
+        assert (y, model.count) == (2.0, i)
+    y, _ = eqx.filter_jit(es.mutable(model.replace(weight=5.0)))(jnp.array(1.0))
+    assert y == 5.0
+    (weight,) = traces
+    assert isinstance(weight, jax.core.Tracer)
+
+
+def test_wrapper_of_a_function():
+    wrapped = es.mutable(call)
+    assert wrapped.__wrapped__ is call
+    assert wrapped.__name__ == "call"
+    assert inspect.signature(wrapped) == inspect.signature(call)
+    assert hash(wrapped) == hash(es.mutable(call))
+    assert jax.tree.structure(wrapped) == jax.tree.structure(es.mutable(call))
+    assert "call" in repr(wrapped)
+    assert "Counter" in repr(es.mutable(Counter()))
+    assert es.mutable(C).__wrapped__ is C
+
+
+def test_decorator_of_a_function():
+    @es.mutable
+    def train_step(model, x):
+        """Doc."""
+        return model(x)
+
+    assert train_step.__doc__ == "Doc."
+    y, new = train_step(Counter(), 2.0)
+    assert (y, new.count) == (4.0, 1)
+
+
+@pytest.mark.parametrize("base", [eqx.Module, es.Module], ids=["eqx", "es"])
+def test_decorator_of_a_method(base):
+    class Net(base):
+        inner: Counter
+
+        @es.mutable
+        def step(self, x, *, scale=1.0):
+            return self.inner(x) * scale
+
+        @ft.partial(es.mutable, kinds=es.TreePart)
+        def grow(self):
+            self.inner.weight = self.inner.weight + 1.0
+
+    model = Net(Counter())
+    with untouched(model):
+        y, new = model.step(2.0, scale=3.0)
+        y2, new2 = Net.step(model, 2.0, scale=3.0)
+    assert y == y2 == 12.0
+    assert new.inner.count == new2.inner.count == 1
+    assert type(new) is Net
+    _, grown = model.grow()
+    assert grown.inner.weight == 3.0
+
+
+def test_kinds_must_be_kinds():
+    for wrong in (3, Counter, (es.State, "x")):
+        with pytest.raises(TypeError, match="kinds="):
+            es.mutable(C, kinds=wrong)

@@ -1,0 +1,375 @@
+"""Who owns what in a scope of `es.mutable`: copies, threads, generators, exceptions."""
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+import threading
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_state as es
+
+
+class Counter(es.Module):
+    weight: es.Parameter = 2.0
+    count: es.State = 0
+
+    def __call__(self, x, *, key=None):
+        if self.training:
+            self.count = self.count + 1
+        return self.weight * x
+
+    def step(self, by=1):
+        self.count = self.count + by
+        return self.count
+
+
+class Pair(es.Module):
+    a: Counter
+    b: Counter
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+def counts(tree):
+    return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
+
+
+@contextlib.contextmanager
+def untouched(tree):
+    """Afterwards the tree is bit for bit what it was."""
+    leaves, treedef = jax.tree.flatten(tree)
+    values = copy.deepcopy(leaves)
+    yield
+    after, after_def = jax.tree.flatten(tree)
+    assert after_def == treedef
+    for old, value, new in zip(leaves, values, after, strict=True):
+        assert new is old
+        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
+
+
+# --- Snapshots and copies -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda m: m,
+        lambda m: m.a,
+        lambda m: [m.a, {"x": m}],
+        lambda m: m.a.step,
+        lambda m: eqx.Partial(Counter.step, m.a),
+        lambda m: es.mutable(m.a),
+    ],
+    ids=["self", "submodule", "containers", "method", "partial", "wrapper"],
+)
+def test_modules_in_the_output_are_frozen_snapshots(pick):
+    def f(model):
+        model.a.count = 7
+        out = pick(model)
+        model.a.count = 8
+        return out
+
+    out, new = es.mutable(f)(Pair(Counter(), Counter()))
+    assert new.a.count == 8
+    modules = [m for _, m in es.modules(out) if isinstance(m, Counter)]
+    assert modules
+    for module in modules:
+        with pytest.raises(dataclasses.FrozenInstanceError, match="Counter.count"):
+            module.step()
+    assert new.a.count == 8
+
+
+def test_a_returned_container_is_not_the_new_models():
+    class Net(es.Module):
+        stats: es.State[dict]
+
+        def __call__(self):
+            return self.stats
+
+    out, new = es.mutable(Net({"a": jnp.array(1)}))()
+    out["a"] = jnp.array(5)
+    assert new.stats["a"] == 1
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "tree_map": lambda m: jax.tree.map(lambda x: x, m),
+    "tree_at": lambda m: eqx.tree_at(lambda m: m.count, m, jnp.array(0)),
+    "replace": lambda m: m.replace(weight=1.0),
+    "dataclasses.replace": lambda m: dataclasses.replace(m, weight=jnp.array(1.0)),
+    "train": lambda m: m.train(),
+    "eval": lambda m: m.eval(),
+    "freeze": lambda m: m.freeze(),
+    "update": lambda m: m.update(m.filter(es.State)),
+    "partition": lambda m: eqx.combine(*eqx.partition(m, eqx.is_array)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("inside", [True, False])
+def test_copies_are_frozen(name, inside):
+    def write(model):
+        twin = COPIES[name](model)
+        assert twin is not model
+        with pytest.raises(dataclasses.FrozenInstanceError, match="Counter.count"):
+            twin.step()
+        with pytest.raises(dataclasses.FrozenInstanceError, match="weight"):
+            twin.weight = jnp.array(1.0)
+
+    if inside:
+        _, new = es.mutable(write)(Counter())
+        assert new.count == 0
+    else:
+        write(Counter())
+
+
+def test_a_copy_of_the_new_model_threads_on():
+    _, model = es.mutable(Counter())(1.0)
+    for make in COPIES.values():
+        _, new = es.mutable(make(model).train())(1.0)
+        assert counts(new)[-1] >= 1
+
+
+# --- Ownership ----------------------------------------------------------------------
+
+
+def test_an_exception_leaves_nothing_behind():
+    def f(model):
+        model.a.count = 5
+        raise KeyError("half-way")
+
+    model = Pair(Counter(), Counter())
+    with untouched(model):
+        with pytest.raises(KeyError, match="half-way"):
+            es.mutable(f)(model)
+        with pytest.raises(dataclasses.FrozenInstanceError, match="Counter.count"):
+            model.a.step()
+    _, new = es.mutable(model)(1.0)
+    assert counts(new) == [1, 1]
+
+
+def test_an_exception_that_is_caught_inside():
+    def f(model):
+        with contextlib.suppress(KeyError):
+            model.a.step()
+            raise KeyError
+        model.b.step()
+
+    _, new = es.mutable(f)(Pair(Counter(), Counter()))
+    assert counts(new) == [1, 1]
+
+
+def test_nested_scopes():
+    def outer(model, x):
+        def inner(layer, x):
+            model.b.step()  # the outer scope is open still
+            return layer(x)
+
+        y, new = es.mutable(inner)(model.a, x)
+        assert model.a.count == 0
+        assert new.count == 1
+        with pytest.raises(dataclasses.FrozenInstanceError, match="Counter.count"):
+            new.step()
+        model.a = new
+        model.a.step()
+        return y
+
+    model = Pair(Counter(), Counter())
+    with untouched(model):
+        y, new = es.mutable(outer)(model, 1.0)
+    assert y == 2.0
+    assert counts(new) == [2, 1]
+
+
+def test_a_nested_scope_that_fails():
+    def outer(model):
+        def inner(layer):
+            layer.step()
+            raise KeyError
+
+        with contextlib.suppress(KeyError):
+            es.mutable(inner)(model.a)
+        assert model.a.count == 0
+        model.a.step(by=2)
+
+    _, new = es.mutable(outer)(Pair(Counter(), Counter()))
+    assert counts(new) == [2, 0]
+
+
+def test_recursive_scopes_of_one_model():
+    def f(model, depth):
+        model.step()
+        return es.mutable(f)(model, depth - 1)[1] if depth else None
+
+    inner, new = es.mutable(f)(Counter(), 2)
+    assert new.count == 1
+    assert inner.count == 2
+
+
+def test_two_threads_with_their_own_scopes():
+    model, barrier, results = Counter(), threading.Barrier(2), {}
+
+    def f(model, by):
+        for _ in range(5):
+            barrier.wait(timeout=60)
+            model.step(by)
+        return model.count
+
+    def run(by):
+        results[by] = es.mutable(f)(model, by)
+
+    with untouched(model):
+        threads = [threading.Thread(target=run, args=(by,)) for by in (1, 10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {by: int(new.count) for by, (_, new) in results.items()} == {1: 5, 10: 50}
+
+
+def test_a_generator_that_keeps_self_reads_a_snapshot_and_cannot_write():
+    kept = []
+
+    class Gen(Counter):
+        def numbers(self):
+            while True:
+                self.step()
+                yield self.count
+
+        def start(self):
+            kept.append(self.numbers())
+            return next(kept[0])
+
+    first, new = es.mutable(Gen().start)()
+    assert first == new.count == 1
+    with pytest.raises(dataclasses.FrozenInstanceError, match="closed"):
+        next(kept[0])
+    assert new.count == 1
+
+
+def numbers(model):
+    for _ in range(3):
+        model.step()
+        yield model.count
+
+
+def test_a_generator_that_is_used_up_inside():
+    out, new = es.mutable(lambda m: [int(n) for n in numbers(m)])(Counter())
+    assert out == [1, 2, 3]
+    assert new.count == 3
+
+
+def test_a_generator_as_the_output_writes_too_late():
+    late, new = es.mutable(numbers)(Counter())
+    assert new.count == 0
+    with pytest.raises(dataclasses.FrozenInstanceError, match="closed"):
+        next(late)
+
+
+# --- With JAX around it -------------------------------------------------------------
+
+
+def test_inside_the_transforms_of_jax():
+    model = Counter()
+    _, ys = lax.scan(
+        lambda m, x: es.mutable(m)(x)[::-1],
+        model,
+        jnp.arange(3.0),
+    )
+    last, _ = lax.scan(lambda m, x: es.mutable(m)(x)[::-1], model, jnp.arange(3.0))
+    assert last.count == 3
+    assert ys.tolist() == [0.0, 2.0, 4.0]
+    _, many = jax.vmap(lambda x: es.mutable(model)(x))(jnp.arange(3.0))
+    assert many.count.tolist() == [1, 1, 1]
+    y, new = jax.jit(lambda m, x: es.mutable(m)(x))(model, 1.0)
+    assert (y, new.count) == (2.0, 1)
+    _, new = jax.checkpoint(lambda m: es.mutable(m)(1.0))(model)
+    assert new.count == 1
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: jax.named_scope("scope"),
+        jax.disable_jit,
+        jax.ensure_compile_time_eval,
+        lambda: jax.numpy_dtype_promotion("standard"),
+        jax.checking_leaks,
+    ],
+    ids=["named_scope", "disable_jit", "eval", "promotion", "checking_leaks"],
+)
+def test_contexts_of_jax_are_no_transforms(context):
+    def f(model):
+        with context():
+            model.step()
+
+    assert es.mutable(f)(Counter())[1].count == 1
+
+
+@pytest.mark.parametrize(
+    "start",
+    [0, True, 0.0, np.array(0), np.array(0, np.int16), np.zeros(2), jnp.array(0.0)],
+    ids=lambda x: f"{type(x).__name__}-{jnp.result_type(x)}-{jnp.ndim(x)}",
+)
+def test_a_jitted_loop_compiles_once(start):
+    class Net(es.Module):
+        state: es.State = start
+        numbers: es.State[dict] = dataclasses.field(default_factory=lambda: {"n": 0})
+
+        def __call__(self, x):
+            self.state = jnp.logical_not(self.state) if start is True else -self.state
+            self.numbers = {"n": 1}
+            return x
+
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, x):
+        return es.mutable(model)(x)
+
+    model = Net()
+    structure = jax.tree.structure(model)
+    for _ in range(3):
+        _, model = step(model, jnp.array(1.0))
+        assert jax.tree.structure(model) == structure
+        assert not any(x.weak_type for x in jax.tree.leaves(model))
+    assert model.numbers["n"] == 1
+
+
+def test_equinoxs_own_state_as_a_field():
+    class Net(es.Module):
+        norm: eqx.nn.BatchNorm
+        state: eqx.nn.State
+
+        def __call__(self, xs):
+            run = jax.vmap(
+                self.norm, axis_name="b", in_axes=(0, None), out_axes=(0, None)
+            )
+            y, self.state = run(xs, self.state)
+            return y
+
+    make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
+    norm, state = make(2, "b", mode="ema")
+    xs = jnp.arange(6.0).reshape(3, 2)
+    model, traces = Net(norm, state), []
+
+    @eqx.filter_jit
+    def step(model, xs):
+        traces.append(xs)
+        return es.mutable(model)(xs)
+
+    for _ in range(3):
+        run = jax.vmap(norm, axis_name="b", in_axes=(0, None), out_axes=(0, None))
+        expected, state = run(xs, state)
+        y, model = step(model, xs)
+        np.testing.assert_allclose(y, expected, rtol=1e-5)
+    assert len(traces) == 1

@@ -1,0 +1,263 @@
+"""Keys as state: `es.Rng`, `es.RngStream`, `es.reseed`, and who draws when."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+
+import eqx_state as es
+
+
+def data(tree):
+    """The raw words of every key in the tree, as tuples."""
+    keys = jax.tree.leaves(es.filter(tree, es.Rng))
+    typed = [jnp.issubdtype(k.dtype, jax.dtypes.prng_key) for k in keys]
+    raw = [jr.key_data(k) if t else k for k, t in zip(keys, typed, strict=True)]
+    return [tuple(row) for k in raw for row in k.reshape(-1, k.shape[-1]).tolist()]
+
+
+MAKE = pytest.mark.parametrize("make", [jr.key, jr.PRNGKey], ids=["typed", "legacy"])
+
+
+# --- `es.RngStream` -----------------------------------------------------------------
+
+
+@MAKE
+def test_a_stream_gives_fresh_keys_and_advances(make):
+    stream, seen = es.RngStream(make(0)), []
+    assert [part.kind for part in es.parts(stream)] == [es.Rng]
+    for _ in range(4):
+        key, stream = es.mutable(stream)()
+        seen += [key, stream.key]
+    assert len({tuple(d) for k in seen for d in data({"k": es.RngStream(k)})}) == 8
+    assert key.dtype == make(0).dtype
+    assert key.shape == make(0).shape
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_a_stream_advances_in_either_mode():
+    stream = es.RngStream(jr.key(0))
+    key, new = es.mutable(stream.eval())()
+    expected, _ = es.mutable(stream)()
+    assert key == expected
+    assert new.key != stream.key
+
+
+def test_a_stream_from_a_seed():
+    assert es.RngStream(3).key == jr.key(3)
+    with pytest.raises(TypeError, match="key"):
+        es.RngStream("seed")
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_a_stream_is_deterministic_and_leaves_the_old_one_alone():
+    stream = es.RngStream(jr.key(0))
+    a, _ = es.mutable(stream)()
+    b, _ = es.mutable(stream)()
+    assert a == b
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"RngStream\.key"):
+        stream()
+
+
+def test_a_stream_below_a_model_and_in_a_loop():
+    class Net(es.Module):
+        stream: es.RngStream
+
+        def __call__(self):
+            return [self.stream() for _ in range(3)]
+
+    keys, new = eqx.filter_jit(es.mutable(Net(es.RngStream(0))))()
+    assert len({*data([es.RngStream(k) for k in keys]), *data(new)}) == 4
+
+
+def test_a_stream_under_vmap():
+    stream = es.RngStream(0)
+
+    def f(stream):
+        return es.vmap(lambda x: stream(), axis_size=3)(jnp.zeros(3))
+
+    keys, new = es.mutable(f)(stream)
+    assert len({*data(es.RngStream(keys)), *data(new), *data(stream)}) == 5
+
+
+# --- `es.reseed` --------------------------------------------------------------------
+
+
+class Net(es.Module):
+    rng: es.Rng
+    dropout: es.nn.Dropout
+    layers: list
+    weight: es.Parameter = 1.0
+    count: es.State = 0
+    name: str = "net"
+
+
+def net(make=jr.key, extra=0):
+    dropouts = [es.nn.Dropout(key=make(0)) for _ in range(2 + extra)]
+    return Net(make(0), dropouts[0], dropouts[1:])
+
+
+@MAKE
+def test_reseed_gives_every_key_a_new_distinct_one(make):
+    model = net(make)
+    assert len(set(data(model))) == 1
+    new = es.reseed(model, jr.key(1))
+    assert len(set(data(new))) == 3
+    assert not set(data(new)) & set(data(model))
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    assert new.rng.dtype == model.rng.dtype
+    assert new.rng.shape == model.rng.shape
+    others = es.not_(es.Rng)
+    assert eqx.tree_equal(es.filter(new, others), es.filter(model, others))
+    assert len(set(data(model))) == 1
+
+
+def test_reseed_is_a_function_of_key_and_path():
+    small, big = es.reseed(net(), 7), es.reseed(net(extra=2), jr.key(7))
+    assert small.rng == big.rng
+    assert small.dropout.rng == big.dropout.rng
+    assert small.layers[0].rng == big.layers[0].rng
+    other = es.reseed(net(), 8)
+    assert not set(data(other)) & set(data(small))
+    again = es.reseed(small, 7)
+    assert data(again) == data(small)
+
+
+def test_reseed_of_stacked_keys():
+    stack = {"a": jr.split(jr.key(0), 3), "b": jr.split(jr.key(0), (2, 2))}
+    new = es.reseed(stack, 0)
+    assert jax.tree.map(jnp.shape, new) == {"a": (3,), "b": (2, 2)}
+    assert len(set(data(new))) == 7
+
+
+def test_reseed_of_another_implementation():
+    stack = {"a": jr.key(0, impl="rbg"), "b": jr.key(0)}
+    new = es.reseed(stack, 0)
+    assert jax.tree.map(lambda k: k.dtype, new) == jax.tree.map(
+        lambda k: k.dtype, stack
+    )
+    assert (new["a"] != stack["a"]).all()
+
+
+def test_reseed_of_plain_pytrees_and_other_layers():
+    tree = {"rng": jr.key(0), "x": jnp.ones(2), "legacy": jr.PRNGKey(0)}
+    new = es.reseed(tree, 0)
+    assert new["rng"] != tree["rng"]
+    assert new["x"] is tree["x"]
+    assert new["legacy"] is tree["legacy"]  # nothing says that it is a key
+    assert es.reseed([], 0) == []
+
+
+def test_reseed_works_under_jit():
+    model = net()
+    jitted = eqx.filter_jit(es.reseed)(model, jr.key(3))
+    assert data(jitted) == data(es.reseed(model, jr.key(3)))
+
+
+def test_reseed_makes_an_ensemble_differ():
+    members = [es.reseed(net(), i) for i in range(3)]
+    assert len({word for member in members for word in data(member)}) == 9
+
+
+@pytest.mark.parametrize("bad", ["seed", None, 1.5, jnp.ones(2)], ids=str)
+def test_reseed_with_what_is_no_key(bad):
+    with pytest.raises(TypeError, match="key"):
+        es.reseed(net(), bad)
+
+
+# --- `Dropout` ----------------------------------------------------------------------
+
+
+@MAKE
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_dropout_draws_only_in_train_mode(make):
+    dropout, x = es.nn.Dropout(0.5, key=make(0)), jnp.ones(100)
+    y, new = es.mutable(dropout)(x)
+    assert set(y.tolist()) == {0.0, 2.0}
+    assert (new.rng != dropout.rng).any()
+    y, new = es.mutable(dropout.eval())(x)
+    assert (y == x).all()
+    assert (new.rng == dropout.rng).all()
+    assert (dropout.eval()(x) == x).all()  # no scope is needed
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"Dropout\.rng"):
+        dropout(x)
+
+
+def test_two_draws_differ():
+    def f(m, x):
+        return m(x), m(x)
+
+    (a, b), _ = es.mutable(f)(es.nn.Dropout(0.5, key=0), jnp.ones(100))
+    assert (a != b).any()
+
+
+def test_an_undeclared_typed_key_is_written_too():
+    class Plain(es.Module):
+        key: jax.Array
+
+        def __call__(self):
+            self.key, key = jr.split(self.key)
+            return key
+
+    model = Plain(jr.key(0))
+    key, new = es.mutable(model)()
+    assert len({*data([{"a": key}, new, model])}) == 3
+
+
+# --- JAX's own check that no key is used twice --------------------------------------
+
+
+def eval_twice(model, x):
+    es.vmap(model.eval())(x)
+    es.vmap(model.eval())(x)
+
+
+def eval_twice_in_scopes(model, x):
+    for _ in range(2):
+        _, model = es.mutable(es.vmap(model.eval()))(x)
+
+
+def vmap_without_a_draw_and_then_draw(model, x):
+    def f(m):
+        es.vmap(lambda x: x if m.training else m(x))(x)
+        return m(x)
+
+    es.mutable(f)(model)
+
+
+def train_under_vmap(model, x):
+    for _ in range(3):
+        _, model = es.mutable(es.vmap(model))(x)
+
+
+def train_jitted(model, x):
+    for _ in range(3):
+        _, model = eqx.filter_jit(es.mutable(es.vmap(model)))(x)
+
+
+def train_after_init(model, x):
+    es.mutable(model.init(1, x))(x)
+
+
+def train_after_reseed(model, x):
+    es.mutable(es.reseed(model, 1))(x)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        eval_twice,
+        eval_twice_in_scopes,
+        vmap_without_a_draw_and_then_draw,
+        train_under_vmap,
+        train_jitted,
+        train_after_init,
+        train_after_reseed,
+    ],
+)
+def test_no_key_is_used_twice(run):
+    with jax.debug_key_reuse(True):
+        run(es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones(3))

@@ -1,0 +1,116 @@
+"""jaxtyping's import hook with beartype sees through kinds."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import pytest
+
+import eqx_state as es
+
+
+PACKAGE = Path(__file__).parent / "hooked_package"
+ONE = jnp.ones(())
+
+
+@pytest.fixture(params=["eager", "postponed"])
+def hooked(request, monkeypatch):
+    """A module of `hooked_package`, imported under the hook."""
+    monkeypatch.syspath_prepend(str(PACKAGE.parent))
+    name = f"hooked_package.{request.param}"
+    with jaxtyping.install_import_hook("hooked_package", "beartype.beartype"):
+        module = importlib.import_module(name)
+    yield module
+    for name in [name for name in sys.modules if name.startswith("hooked_package")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def linear(hooked, weight=(2, 3), bias=(3,), base="Linear"):
+    return getattr(hooked, base)(jnp.ones(weight), jnp.ones(bias))
+
+
+@pytest.mark.parametrize("base", ["Linear", "PlainLinear"])
+def test_shapes_inside_a_kind_are_checked(hooked, base):
+    assert linear(hooked, base=base)(jnp.ones(2)).shape == (3,)
+    for wrong in ({"weight": (2,)}, {"bias": (3, 1)}, {"bias": (4,)}):
+        with pytest.raises(jaxtyping.TypeCheckError, match=base):
+            linear(hooked, base=base, **wrong)
+
+
+@pytest.mark.parametrize("base", ["Linear", "PlainLinear"])
+def test_dtypes_inside_a_kind_are_checked(hooked, base):
+    with pytest.raises(jaxtyping.TypeCheckError, match=base):
+        getattr(hooked, base)(jnp.ones((2, 3), dtype=jnp.int32), jnp.ones(3))
+
+
+def test_shapes_of_calls_are_checked(hooked):
+    with pytest.raises(jaxtyping.TypeCheckError, match="x"):
+        linear(hooked)(jnp.ones((2, 2)))
+
+
+@pytest.mark.parametrize("base", ["Bare", "PlainBare"])
+@pytest.mark.parametrize(
+    "value", [ONE, jr.key(0), [ONE], {"a": ONE}, None, "text"], ids=str
+)
+def test_bare_kinds_accept_any_value(hooked, base, value):
+    assert getattr(hooked, base)(value, value).b is value
+
+
+def test_numbers_are_accepted_where_a_kind_is_declared(hooked):
+    bare = hooked.Bare(1.0, 2)
+    assert (bare.a.dtype, bare.b.dtype) == (jnp.float32, jnp.int32)
+    assert hooked.Count(0).n.dtype == jnp.int32
+
+
+def test_containers_of_kinds(hooked):
+    ok = hooked.Containers([ONE], {"a": ONE}, (ONE, ONE), (), None, {"s": ONE})
+    assert [part.kind for part in es.parts(ok)] == [
+        es.Parameter,
+        es.BatchStat,
+        es.Parameter,
+        es.State,
+        es.BatchStat,
+    ]
+    for wrong in (
+        (ONE, {"a": ONE}, (ONE, ONE), (), None, {"s": ONE}),
+        ([ONE], [ONE], (ONE, ONE), (), None, {"s": ONE}),
+        ([ONE], {"a": ONE}, (ONE,), (), None, {"s": ONE}),
+        ([ONE], {"a": ONE}, (ONE, ONE), (), None, {"s": jnp.ones(2)}),
+        ([ONE], {"a": ONE}, (ONE, ONE), (), None, {"s": "text"}),
+    ):
+        with pytest.raises(jaxtyping.TypeCheckError, match="Containers"):
+            hooked.Containers(*wrong)
+
+
+def test_kinds_are_read_as_without_the_hook(hooked):
+    got = {part.name: part.kind for part in es.parts(linear(hooked))}
+    assert got == {"weight": es.Parameter, "bias": es.Parameter}
+    bare = hooked.Bare(ONE, ONE)
+    assert [part.kind for part in es.parts(bare)] == [es.Parameter, hooked.Cache]
+    assert [part.kind for part in es.parts(hooked.Count(0))] == [es.State]
+
+
+def test_functions_on_trees_are_not_checked(hooked):
+    # Arrays of another shape, or none at all: a stack of models, masks, axes.
+    model = linear(hooked)
+    assert es.filter(model, es.State).weight is None
+    assert es.mask(model, es.Parameter).weight is True
+    stacked = es.map(lambda x: jnp.stack([x, x]), model)
+    assert model.update(stacked).weight.shape == (2, 2, 3)
+    assert model.replace(weight=ONE).weight.shape == ()
+
+
+def test_a_step_under_the_hook(hooked):
+    counter = hooked.Count(0)
+    out, counter = es.mutable(counter)(ONE)
+    assert (out, counter.n) == (1.0, 1)
+    with pytest.raises(jaxtyping.TypeCheckError, match="x"):
+        es.mutable(counter)(jnp.ones(2))
+
+
+def test_lazy_models_under_the_hook(hooked):
+    model = hooked.Lazy(3).init(0)
+    assert model.weight.shape == (3,)

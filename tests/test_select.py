@@ -1,0 +1,392 @@
+"""Selecting and putting back: the laws of `filter`, `partition`, `update`, …"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+class Cache(es.State):
+    pass
+
+
+class Norm(es.Module):
+    scale: es.Parameter
+    mean: es.BatchStat
+
+
+class Layer(eqx.Module):
+    norm: Norm
+    linear: eqx.nn.Linear
+    bias: es.Buffer[Array] | None = None
+    width: int = eqx.field(static=True, default=2)
+
+
+class Model(es.Module):
+    layers: list[Layer]
+    dropout: eqx.nn.Dropout
+    stats: dict[str, es.State]
+    steps: Array
+    act: Callable[..., Any] = jnp.tanh
+    name: str = "model"
+    depth: int = 2
+
+
+def make_model(seed: int = 0) -> Model:
+    keys = jr.split(jr.key(seed), 2)
+    layers = [
+        Layer(Norm(jnp.ones(2), jnp.zeros(2)), eqx.nn.Linear(2, 2, key=key))
+        for key in keys
+    ]
+    stats = {"n": jnp.array(seed), "key": jr.key(seed)}
+    return Model(layers, eqx.nn.Dropout(0.5), stats, jnp.array(seed))
+
+
+def same(a: Any, b: Any) -> bool:
+    """The same structure, and the very same leaves."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+KINDS = [es.TreePart, es.Parameter, es.State, es.Rng, es.Buffer, Cache, es.trainable]
+ONE = jnp.ones(2)
+
+leaf = st.sampled_from([ONE, np.ones(2), jnp.arange(2), jr.key(0), 1, "a", None, len])
+trees = st.recursive(
+    leaf,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Norm, inner, inner)
+        | inner.map(lambda x: es.freeze(Norm(ONE, x)).eval())
+        | st.just(eqx.nn.Dropout(0.5))
+    ),
+    max_leaves=8,
+)
+filters = st.sampled_from([*KINDS, lambda part: part.value.ndim, es.not_(es.State)])
+examples = settings(max_examples=40)
+
+
+# --- Laws -----------------------------------------------------------------------------
+
+
+@examples
+@given(trees, st.lists(filters, max_size=3))
+def test_partition_then_combine_is_the_identity(tree, filters):
+    parts = es.partition(tree, *filters)
+    assert len(parts) == len(filters) + 1
+    assert same(eqx.combine(*parts), tree)
+    assert same(es.update(tree, *parts), tree)
+
+
+@examples
+@given(trees, st.lists(filters, max_size=3))
+def test_in_a_partition_the_first_match_wins(tree, filters):
+    *parts, rest = es.partition(tree, *filters)
+    for i, part in enumerate(parts):
+        earlier = es.any_of(*filters[:i])
+        assert same(part, es.filter(tree, es.not_(earlier), filters[i]))
+    taken = es.mask(tree, es.any_of(*filters))
+    assert same(rest, eqx.filter(tree, taken, inverse=True))
+
+
+@examples
+@given(trees, st.lists(filters, max_size=2))
+def test_update_is_the_inverse_of_filter(tree, filters):
+    part = es.filter(tree, *filters)
+    assert same(es.update(tree, part), tree)
+    assert same(es.filter(es.update(part, tree), *filters), part)
+
+
+@examples
+@given(trees, st.lists(filters, max_size=2))
+def test_filter_mask_spec_and_map_agree(tree, filters):
+    mask = es.mask(tree, *filters)
+    assert jax.tree.structure(mask) == jax.tree.structure(tree)
+    assert all(type(x) is bool for x in jax.tree.leaves(mask))
+    filtered = es.filter(tree, *filters)
+    assert same(filtered, eqx.filter(tree, mask))
+    on = es.all_of(*(filters or [es.TreePart]))
+    mapped = es.map(lambda x: "selected", tree, on=on)
+    assert same(mapped, jax.tree.map(lambda x, m: "selected" if m else x, tree, mask))
+
+
+@examples
+@given(trees)
+def test_nothing_modifies_its_input(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    for f in (es.parts, es.filter, es.mask, es.partition, es.modules, es.train):
+        f(tree)
+    es.map(lambda x: None, tree)
+    es.map_modules(lambda module, name: None, tree)
+    es.spec(tree, {...: 0})
+    es.update(tree, es.filter(tree))
+    after = jax.tree.leaves(tree)
+    assert jax.tree.structure(tree) == structure
+    assert all(a is b for a, b in zip(leaves, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_methods_are_the_functions(kind):
+    model = make_model()
+    assert same(model.filter(kind), es.filter(model, kind))
+    for a, b in zip(model.partition(kind), es.partition(model, kind), strict=True):
+        assert same(a, b)
+    assert same(model.update(model.filter(kind)), model)
+    assert type(model.filter(kind)) is Model
+
+
+def test_without_a_filter_everything_that_has_a_kind():
+    model = make_model()
+    filtered = es.filter(model)
+    assert (filtered.steps, filtered.act, filtered.name) == (None, None, None)
+    assert len(jax.tree.leaves(filtered)) == len(jax.tree.leaves(model)) - 6
+    assert same(filtered, es.filter(model, es.TreePart))
+    (rest,) = es.partition(model)
+    assert same(rest, model)
+
+
+# --- update ---------------------------------------------------------------------------
+
+
+def test_the_last_partial_wins():
+    tree = {"a": 1, "b": 2, "c": 3}
+    first, second = {"a": 10, "b": 20, "c": None}, {"a": 100, "b": None, "c": None}
+    assert es.update(tree, first, second) == {"a": 100, "b": 20, "c": 3}
+    assert es.update(tree, second, first) == {"a": 10, "b": 20, "c": 3}
+    assert es.update(tree) == tree
+
+
+def test_a_hole_of_the_tree_is_filled():
+    model = make_model()
+    params, rest = es.partition(model, es.Parameter)
+    assert same(es.update(params, rest), model)
+
+
+@pytest.mark.parametrize("kind", [es.TreePart, es.Parameter])
+def test_the_trees_own_flags_stay(kind):
+    model = make_model()
+    others = [
+        es.eval(model),
+        es.freeze(model),
+        es.freeze(es.eval(model), lambda m: m.layers[0]),
+        model.replace(dropout=es.eval(model.dropout)),
+    ]
+    for tree in [model, *others]:
+        for other in others:
+            assert same(es.update(tree, other.filter(kind)), tree)
+            assert same(es.update(tree, other), tree)
+
+
+def test_a_static_inference_is_a_flag_too():
+    class Old(eqx.Module):
+        w: Array
+        inference: bool = eqx.field(static=True, default=False)
+
+    old = Old(ONE)
+    assert es.update(old, es.eval(old)).inference is False
+    assert es.update(es.eval(old), old).inference is True
+
+
+def test_shapes_and_dtypes_may_change():
+    model = make_model()
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), model.filter(es.Parameter))
+    assert model.update(stacked).layers[0].norm.scale.shape == (2, 2)
+    half = es.map(lambda x: x.astype(jnp.bfloat16), model, on=es.Parameter)
+    assert model.update(half).layers[1].linear.weight.dtype == jnp.bfloat16
+    shapes = jax.eval_shape(lambda m: m, model.filter(es.Parameter))
+    assert isinstance(model.update(shapes).layers[0].norm.scale, jax.ShapeDtypeStruct)
+
+
+DIFFERENT = {
+    "fewer layers": ("layers", lambda m: m.replace(layers=m.layers[:1])),
+    "another container": ("layers", lambda m: m.replace(layers=tuple(m.layers))),
+    "another key": (
+        "stats",
+        lambda m: m.replace(stats={"n": m.stats["n"], "z": m.stats["key"]}),
+    ),
+    "another layer": (
+        r"layers\[1\].linear",
+        lambda m: eqx.tree_at(
+            lambda m: m.layers[1].linear, m, eqx.nn.Conv1d(2, 2, 2, key=jr.key(0))
+        ),
+    ),
+    "another static field": (
+        r"layers\[0\].width",
+        lambda m: es.configure(m, width=3).replace(
+            layers=[es.configure(m.layers[0], width=3), m.layers[1]]
+        ),
+    ),
+    "a container for an array": ("steps", lambda m: m.replace(steps=[ONE])),
+    "another class": ("the root", lambda m: (m,)),
+    "the first of two": (
+        r"layers\[0\].linear.bias",
+        lambda m: eqx.tree_at(
+            lambda m: (m.layers[0].linear.bias, m.layers[1].norm), m, ((ONE,), ONE)
+        ),
+    ),
+}
+
+
+def test_map_hands_over_what_lies_below_a_leaf_as_jax_does():
+    moments = {"w": (jnp.ones(2), jnp.zeros(2)), "b": (None, None)}
+    out = es.map(lambda p, mv: p + mv[0], {"w": ONE, "b": None}, moments)
+    assert (out["w"] == ONE + 1).all()
+    assert out["b"] is None
+
+
+@pytest.mark.parametrize(("path", "change"), DIFFERENT.values(), ids=list(DIFFERENT))
+def test_another_structure_is_an_error_that_names_the_first_path(path, change):
+    model = make_model()
+    before = jax.tree.leaves(model)
+    other = change(model)
+    for partial in (other, es.filter(other, es.Parameter)):
+        with pytest.raises(ValueError, match=rf"es\.update.*first at `?{path}[`:]"):
+            es.update(model, partial)
+    if path != "steps":  # as in `jax.tree.map`, a leaf may meet a container
+        with pytest.raises(ValueError, match=rf"es\.map.*first at `?{path}[`:]"):
+            es.map(lambda x, y: x, model, other)
+    with pytest.raises(ValueError, match=rf"number 1.*first at `?{path}[`:]"):
+        es.update(model, model, other)
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True))
+
+
+def test_another_activation_is_another_leaf():
+    model = make_model()
+    assert es.update(model, model.replace(act=jnp.sin)).act is jnp.sin
+
+
+def test_update_inside_a_transform():
+    model = make_model()
+
+    @jax.jit
+    @jax.grad
+    def loss(params):
+        return jnp.sum(model.update(params).layers[0].linear.weight ** 2)
+
+    grads = loss(model.filter(es.Parameter))
+    assert jnp.allclose(
+        grads.layers[0].linear.weight, 2 * model.layers[0].linear.weight
+    )
+    assert grads.steps is None
+
+
+# --- spec, mask -----------------------------------------------------------------------
+
+
+def test_spec():
+    model = make_model().replace(stats={"n": ONE})
+    got = es.spec(model, {es.TreePart: "t", es.State: "s", es.BatchStat: "b"}, "else")
+    assert got.layers[0].norm.scale == "t"
+    assert got.layers[0].norm.mean == "b"
+    assert got.stats == {"n": "s"}
+    assert got.steps == "else"
+    assert (got.act, got.depth, got.dropout.p) == ("else", "else", "else")
+
+
+def test_in_spec_the_order_of_the_kinds_does_not_matter():
+    model = make_model()
+    values = {es.BatchStat: 1, es.TreePart: 2, es.State: 3, ...: 4}
+    turned = dict(reversed(values.items()))
+    assert same(es.spec(model, values, 0), es.spec(model, turned, 0))
+
+
+def test_spec_for_every_other_array():
+    model = make_model()
+    got = es.spec(model, {es.State: 0, ...: 1})
+    assert (got.steps, got.layers[0].norm.scale, got.stats["n"]) == (1, 1, 0)
+    assert (got.act, got.depth, got.name) == (None, None, None)
+    assert jax.tree.leaves(es.spec(model, {})) == []
+
+
+def test_a_user_kind_takes_the_value_of_its_parent():
+    class Mine(es.Module):
+        x: Cache
+
+    assert es.spec(Mine(ONE), {es.State: 1, es.TreePart: 2}).x == 1
+    assert es.spec(Mine(ONE), {es.BatchStat: 1}, default=5).x == 5
+
+
+@pytest.mark.parametrize("key", ["es.State", int, None, 0, es.trainable])
+def test_the_keys_of_spec_are_kinds(key):
+    with pytest.raises(TypeError, match=r"es\.spec.*is no kind"):
+        es.spec(make_model(), {key: 1})
+
+
+def test_spec_as_axes_of_a_vmap():
+    norm = Norm(jnp.ones((3, 2)), jnp.zeros(2))
+    axes = es.spec(norm, {es.Parameter: 0})
+    out = jax.vmap(lambda m: m.scale + m.mean, in_axes=(axes,))(norm)
+    assert out.shape == (3, 2)
+
+
+def test_labels_and_masks_for_optax():
+    params = make_model().filter(es.Parameter)
+    labels = es.spec(params, {es.Parameter: "train"}, default="rest")
+    txs = {"train": optax.sgd(1.0), "rest": optax.set_to_zero()}
+    for tx in (
+        optax.multi_transform(txs, lambda _: labels),
+        optax.masked(optax.sgd(1.0), es.mask(params, es.Parameter)),
+    ):
+        updates, _ = tx.update(params, tx.init(params))
+        assert jnp.allclose(updates.layers[0].norm.scale, -1.0)
+
+
+# --- map ------------------------------------------------------------------------------
+
+
+def test_map_leaves_the_rest_alone():
+    model = make_model()
+    new = es.map(lambda x: x + 1, model, on=es.Parameter)
+    assert jnp.allclose(new.layers[0].norm.scale, 2.0)
+    params, rest = es.partition(new, es.Parameter)
+    assert same(rest, es.partition(model, es.Parameter)[1])
+    with_kind = []
+    es.map(with_kind.append, model)
+    assert len(with_kind) == len(jax.tree.leaves(es.filter(model)))
+
+
+@pytest.mark.parametrize("mode", [es.train, es.eval, es.freeze, copy.copy])
+def test_flags_may_differ_between_the_trees_of_map(mode):
+    ema, model = mode(make_model(0)), make_model(1)
+
+    def step(e, p):
+        return 0.9 * e + 0.1 * p
+
+    new = es.map(step, ema, model, on=es.Parameter)
+    a, b, c = (m.layers[0].linear.weight for m in (ema, model, new))
+    assert jnp.allclose(c, step(a, b))
+    assert jax.tree.structure(new) == jax.tree.structure(ema)
+    assert new.stats["n"] is ema.stats["n"]
+
+
+def test_map_over_trees_with_holes():
+    model = make_model()
+    params = model.filter(es.Parameter)
+    new = es.map(lambda x, y: y, model, params, on=es.Parameter)
+    assert same(new, model)
+    with pytest.raises(ValueError, match=r"es\.map.*hole.*layers\[0\]\.norm\.mean"):
+        es.map(lambda x, y: y, model, params, on=es.State)
+    over_holes = es.map(lambda x, y: x + y, params, model)
+    assert over_holes.stats == {"n": None, "key": None}
+
+
+def test_map_takes_any_filter_and_many_trees():
+    tree = {"a": jnp.array(1), "b": (2, jnp.array(3.0))}
+    new = es.map(lambda *xs: sum(xs), tree, tree, tree, on=lambda part: True)
+    assert new == {"a": 3, "b": (2, 9.0)}
+    with pytest.raises(TypeError, match="is no filter"):
+        es.map(lambda x: x, tree, on="a")

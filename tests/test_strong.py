@@ -1,0 +1,192 @@
+"""What a field that declares a kind makes of array defaults, numbers and weak types."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+ONE = jnp.ones(2)
+
+
+# --- Array defaults -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("default", [np.array(1), np.ones(2), jnp.arange(2), jr.key(0)])
+@pytest.mark.parametrize("how", ["bare", "es.field", "eqx.field", "custom __init__"])
+def test_an_array_as_a_class_default(default, how):
+    specifiers = {"es.field": es.field, "eqx.field": eqx.field}
+    value = specifiers.get(how, lambda default: default)(default=default)
+
+    class Mine(es.Module):
+        a: es.State = value
+
+        if how == "custom __init__":
+
+            def __init__(self):
+                pass
+
+    first, second = Mine(), Mine()
+    assert first.a is not second.a
+    assert first.a is not default
+    assert (first.a == default).all()
+    assert (first.a.dtype, first.a.shape) == (default.dtype, default.shape)
+    assert [part.kind for part in es.parts(first)] == [es.State]
+    if how != "custom __init__":
+        assert Mine(ONE).a is ONE
+
+
+def test_array_defaults_are_inherited_and_replaced():
+    class Parent(es.Module):
+        a: es.Parameter = np.array(1)
+        b: es.State = jnp.zeros(2)
+
+    class Child(Parent):
+        a: es.Parameter = np.array(2)
+
+    assert (Parent().a, Child().a) == (1, 2)
+    first = Child().a
+    first[...] = 5
+    assert Child().a == 2
+
+
+def test_a_default_factory_is_called_once_and_only_when_needed():
+    calls = []
+
+    def factory():
+        calls.append(1)
+        return ONE
+
+    class Lazy(es.Module):
+        x: es.State = dataclasses.field(default_factory=factory)
+        y: Any = eqx.field(default_factory=factory)
+
+    Lazy()
+    assert len(calls) == 2
+    Lazy(ONE, ONE)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    ["ClassVar[Array]", ClassVar[Array], ClassVar],
+    ids=["postponed", "subscripted", "bare"],
+)
+def test_an_array_of_the_class_stays_one(annotation):
+    class Mine(es.Module):
+        table: annotation = ONE
+        a: es.State = 0
+
+    assert Mine.table is ONE
+    assert Mine().table is ONE
+    assert len(jax.tree.leaves(Mine())) == 1
+
+
+# --- Numbers and weak types -----------------------------------------------------------
+
+WEAK = [1, 1.0, True, 1j, jnp.asarray(1.0), jnp.full(2, 0.0), jnp.asarray(3)]
+FORMS = [
+    "es.State",
+    "es.State[Array]",
+    "es.Parameter | None",
+    "Array = es.field(kind=es.Rng)",
+    "Array = es.field(kind=es.State, converter=lambda x: x)",
+    "Array = es.field(kind=es.State, converter=jnp.asarray)",
+]
+
+
+def is_strong(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.weak_type
+
+
+def one_field(text: str) -> Any:
+    namespace = {"es": es, "Array": Array, "jnp": jnp, "__name__": __name__}
+    exec(f"class Mine(es.Module):\n    x: {text}", namespace)
+    return namespace["Mine"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", WEAK, ids=repr)
+def test_numbers_and_weak_arrays_become_strong(form, value):
+    cls = one_field(form)
+    for got in (cls(value).x, cls(ONE).replace(x=value).x):
+        assert is_strong(got)
+        assert (got == value).all()
+        assert got.dtype == jnp.asarray(value).dtype
+    default = type("Default", (cls,), {"__annotations__": {"x": es.State}, "x": 1.0})
+    assert is_strong(default().x)
+
+
+def test_weak_tracers_become_strong():
+    out = jax.jit(lambda x: one_field("es.State")(x))(1.0)
+    assert is_strong(out.x)
+
+
+def test_strong_arrays_stay_the_same():
+    cls = one_field("es.State")
+    for value in (ONE, np.ones(2), jr.key(0), np.float32(1), jnp.arange(2)):
+        assert cls(value).x is value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("list[es.State]", [1, 2.0]),
+        ("dict[str, es.State]", {"a": True}),
+        ("tuple[es.Parameter, es.State]", (1, 2)),
+        ("es.State", {"a": [1, (2.0,)]}),
+        ("es.State[dict[str, list[Array]]]", {"a": [1, jnp.asarray(1.0)]}),
+        ("list[es.State] | None", [1]),
+        ("Any = es.field(kind=es.State, converter=lambda x: [x, 2.0])", 1.0),
+    ],
+)
+def test_numbers_in_containers_become_strong(text, value):
+    namespace = {"es": es, "Array": Array, "Any": Any, "__name__": __name__}
+    exec(f"class Mine(es.Module):\n    x: {text}", namespace)
+    before = jax.tree.map(lambda x: x, value)
+    model = namespace["Mine"](value)
+    leaves = jax.tree.leaves(model)
+    assert leaves
+    assert all(map(is_strong, leaves))
+    assert type(model.x) in (type(value), list)
+    assert repr(before) == repr(value)
+
+
+def test_what_declares_no_kind_stays():
+    class Mine(es.Module):
+        size: int
+        pair: tuple[int, es.State]
+        inner: es.State[eqx.nn.Dropout]
+        weak: Array
+        text: es.State[str]
+        none: es.State | None = None
+
+    mine = Mine(3, (4, 5), eqx.nn.Dropout(0.5), jnp.asarray(1.0), "text")
+    assert (type(mine.size), type(mine.pair[0]), type(mine.inner.p)) == (
+        int,
+        int,
+        float,
+    )
+    assert is_strong(mine.pair[1])
+    assert mine.weak.weak_type
+    assert (mine.text, mine.none) == ("text", None)
+
+
+def test_a_loop_compiles_once_from_a_number_on():
+    class Counter(es.Module):
+        count: es.State = 0
+
+    @jax.jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(counter):
+        return counter.replace(count=counter.count + 1)
+
+    assert step(step(step(Counter()))).count == 3

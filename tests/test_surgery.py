@@ -1,0 +1,375 @@
+"""Modules by name: list, map, configure, replace; and the pure pair of `functional`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+class Norm(es.Module):
+    scale: es.Parameter
+    mean: es.BatchStat
+    momentum: float = eqx.field(static=True, default=0.9)
+
+    def __call__(self, x, *, key=None):
+        if self.training:
+            self.mean = self.momentum * self.mean + (1 - self.momentum) * x
+        return self.scale * (x - self.mean)
+
+
+class Wrapper(eqx.Module):
+    norm: Norm
+    act: Callable[..., Any] = jnp.tanh
+
+
+class Model(es.Module):
+    layers: list[Any]
+    head: eqx.nn.Linear
+    drop: eqx.nn.Dropout
+    steps: es.State
+    rng: es.Rng
+    table: es.Buffer
+    name: str = "model"
+
+    def __call__(self, x):
+        self.steps = self.steps + 1
+        self.rng, key = jr.split(self.rng)
+        for layer in self.layers:
+            x = layer.norm(x) + self.table
+        return self.drop(self.head(x), key=key)
+
+
+def make_norm() -> Norm:
+    return Norm(jnp.ones(2), jnp.zeros(2))
+
+
+def make_model() -> Model:
+    return Model(
+        [Wrapper(make_norm()), Wrapper(make_norm())],
+        eqx.nn.Linear(2, 2, key=jr.key(0)),
+        eqx.nn.Dropout(0.5),
+        0,
+        jr.key(1),
+        jnp.ones(2),
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+NAMES = {
+    "",
+    "layers[0]",
+    "layers[0].norm",
+    "layers[1]",
+    "layers[1].norm",
+    "head",
+    "drop",
+}
+
+# --- modules, map_modules -------------------------------------------------------------
+
+
+def test_modules_by_name():
+    model = make_model()
+    modules = dict(es.modules(model))
+    assert set(modules) == NAMES
+    assert modules[""] is model
+    assert modules["layers[1].norm"] is model.layers[1].norm
+    assert dict(es.modules({"a": [model]})).keys() == {
+        f"['a'][0].{name}".removesuffix(".") for name in NAMES
+    }
+
+
+@pytest.mark.parametrize("tree", [None, 3, jnp.ones(2), [], {"a": None}, len])
+def test_trees_without_modules(tree):
+    assert es.modules(tree) == []
+    mapped = es.map_modules(lambda module, name: 1 / 0, tree)
+    assert jax.tree.structure(mapped) == jax.tree.structure(tree)
+
+
+def test_a_module_in_two_places_is_listed_and_mapped_once():
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    seen = []
+
+    def f(module, name):
+        seen.append(name)
+        return eqx.tree_at(lambda m: m.bias, module, None)
+
+    tree = es.map_modules(f, [linear, {"again": linear}])
+    assert [name for name, _ in es.modules([linear, linear])] == ["[0]"]
+    assert seen == ["[0]"]
+    assert tree[0].bias is None
+    assert tree[1]["again"] is tree[0]
+
+
+def test_equal_modules_are_not_one():
+    a, b = (eqx.nn.Dropout(0.5) for _ in range(2))
+    assert a == b
+    assert len(es.modules([a, b])) == 2
+
+
+def test_map_modules_maps_children_first():
+    model = es.freeze(make_model()).eval()
+    order = []
+
+    def f(module, name):
+        order.append(name)
+        if isinstance(module, Wrapper):
+            assert module.norm == "a norm"
+            return "a wrapper"
+        if isinstance(module, Norm):
+            return "a norm"
+        return module
+
+    new = es.map_modules(f, model)
+    assert set(order) == NAMES
+    assert len(order) == len(NAMES)
+    assert order.index("layers[0].norm") < order.index("layers[0]") < order.index("")
+    assert new.layers == ["a wrapper", "a wrapper"]
+    assert (new.training, new.frozen) == (False, True)
+    assert new.head.weight is model.head.weight
+    assert isinstance(model.layers[0], Wrapper)
+
+
+def test_map_modules_without_a_change_is_the_identity():
+    model = es.freeze(make_model(), lambda m: m.layers[0]).eval()
+    assert same(es.map_modules(lambda module, name: module, model), model)
+
+
+def test_map_modules_replaces_layers():
+    mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
+
+    def lazy(module, name):
+        if isinstance(module, eqx.nn.Linear):
+            return eqx.nn.Sequential([module, eqx.nn.Dropout(0.5)])
+        return module
+
+    new = es.map_modules(lazy, mlp)
+    assert isinstance(new, eqx.nn.MLP)
+    assert new.layers[0][0].weight is mlp.layers[0].weight
+
+
+def test_an_error_in_f_is_the_users_own():
+    with pytest.raises(ZeroDivisionError, match="division"):
+        es.map_modules(lambda module, name: 1 / 0, make_model())
+
+
+# --- configure ------------------------------------------------------------------------
+
+
+def test_configure_sets_every_module_that_has_the_attribute():
+    model = make_model()
+    new = es.configure(model, momentum=0.99, p=0.1)
+    assert [layer.norm.momentum for layer in new.layers] == [0.99, 0.99]
+    assert new.drop.p == 0.1
+    assert same(es.configure(new, momentum=0.9, p=0.5), model)
+    assert model.drop.p == 0.5
+    assert jax.tree.structure(new) != jax.tree.structure(model)
+
+
+@pytest.mark.parametrize("tree", [make_norm(), [make_norm()], {"a": (make_norm(),)}])
+def test_configure_takes_any_pytree(tree):
+    ((_, norm),) = es.modules(es.configure(tree, momentum=0.5))
+    assert norm.momentum == 0.5
+
+
+def test_configure_sets_flags_too():
+    new = es.configure(make_model(), inference=True, training=False, frozen=True)
+    assert (new.drop.inference, new.training, new.layers[0].norm.frozen) == (
+        True,
+        False,
+        True,
+    )
+    assert es.parts(es.filter(new, es.trainable)) == []
+
+
+def test_configure_makes_numbers_strong_where_a_kind_is_declared():
+    new = es.configure(make_model(), steps=7, scale=jnp.asarray(2.0))
+    for array in (new.steps, new.layers[0].norm.scale):
+        assert isinstance(array, jax.Array)
+        assert not array.weak_type
+
+
+@pytest.mark.parametrize(
+    ("attributes", "missing"),
+    [
+        ({"momentom": 0.9}, "momentom"),
+        ({"momentum": 0.5, "rate": 0.9}, "rate"),
+        ({"filter": 3}, "filter"),
+        ({"act_": 3, "p": 0.1}, "act_"),
+    ],
+)
+def test_an_attribute_that_nobody_has_is_an_error(attributes, missing):
+    model = make_model()
+    with pytest.raises(ValueError, match=rf"es\.configure.*`{missing}`"):
+        es.configure(model, **attributes)
+    assert model.drop.p == 0.5
+    assert model.layers[0].norm.momentum == 0.9
+
+
+def test_the_error_of_configure_names_all_and_what_there_is():
+    with pytest.raises(ValueError, match=r"`a`, `b`.*mean, momentum, scale"):
+        es.configure(make_norm(), b=1, a=2)
+    with pytest.raises(ValueError, match="`p`"):
+        es.configure([jnp.ones(2)], p=0.1)
+
+
+# --- replace --------------------------------------------------------------------------
+
+
+def test_replace():
+    norm = es.freeze(make_norm().eval())
+    two = jnp.full(2, 2.0, dtype=jnp.float32)
+    new = norm.replace(scale=two, momentum=0.5)
+    assert (new.scale, new.mean, new.momentum) == (two, norm.mean, 0.5)
+    assert (new.training, new.frozen) == (False, True)
+    assert norm.momentum == 0.9
+    assert same(norm.replace(), norm)
+    assert norm.replace() is not norm
+
+
+def test_replace_makes_numbers_strong():
+    new = make_norm().replace(scale=2.0)
+    assert (new.scale.dtype, new.scale.weak_type) == (jnp.float32, False)
+
+
+@pytest.mark.parametrize("name", ["scael", "filter", "_place", "__call__"])
+def test_replace_knows_the_fields(name):
+    norm = make_norm()
+    with pytest.raises(TypeError, match=rf"Norm\.replace.*`{name}`.*scale, mean, mom"):
+        norm.replace(**{"scale": 3.0, name: 1})
+    assert jnp.array_equal(norm.scale, jnp.ones(2))
+
+
+# --- Nothing runs code of the class ---------------------------------------------------
+
+
+def test_no_init_no_converter_and_no_check_runs():
+    forbidden = []
+
+    class Strict(es.Module):
+        w: Array = es.field(
+            kind=es.Parameter, converter=lambda x: count("converter", x)
+        )
+        n: es.State = es.field(default_factory=lambda: count("factory", 0))
+        rate: float = eqx.field(static=True, default=0.5)
+
+        def __init__(self, w):
+            count("init", None)
+            self.w = w
+            self.n = 0
+
+        def __check_init__(self):
+            count("check", None)
+
+    class Plain(eqx.Module):
+        w: Array = eqx.field(converter=lambda x: count("converter", x))
+
+        def __check_init__(self):
+            count("check", None)
+
+    def count(what, value):
+        forbidden.append(what)
+        return value
+
+    tree = [Strict(jnp.ones(2)), Plain(jnp.ones(2))]
+    forbidden.clear()
+    es.parts(tree)
+    es.filter(tree, es.under(lambda t: t[0]), es.not_(es.trainable))
+    es.update(es.eval(tree), *es.partition(tree, es.State, lambda part: True))
+    es.map(lambda x, y: x, tree, es.mask(tree), on=es.Parameter)
+    es.spec(tree, {es.State: 0})
+    es.map_modules(lambda module, name: module, tree)
+    es.modules(tree)
+    es.configure(tree, rate=0.1, w=jnp.zeros(2))
+    es.freeze(tree, lambda t: t[0])
+    es.unfreeze(tree)
+    tree[0].replace(w=jnp.zeros(2))
+    with pytest.raises(ValueError, match="structure"):
+        es.update(tree, tree[:1])
+    assert forbidden == []
+
+
+# --- functional -----------------------------------------------------------------------
+
+
+def test_functional_is_the_threaded_call():
+    model = make_model()
+    x = jnp.full(2, 3.0, dtype=jnp.float32)
+    apply, params, state = es.functional(model)
+    for _ in range(3):
+        expected, model = es.mutable(model)(x)
+        out, state = jax.jit(apply)(params, state, x)
+        assert jnp.allclose(out, expected)
+    for got, new in zip(
+        jax.tree.leaves(state),
+        jax.tree.leaves(es.filter(model, es.not_(es.Parameter))),
+        strict=True,
+    ):
+        assert got.dtype == new.dtype
+        assert (got == new).all() if got.dtype == model.rng.dtype else True
+    assert state.steps == 3
+    assert same(params, es.filter(model, es.Parameter))
+
+
+def test_functional_separates_all_arrays():
+    model = make_model()
+    _, params, state = es.functional(model)
+    assert all(map(eqx.is_array, jax.tree.leaves((params, state))))
+    assert {part.kind for part in es.parts(params)} == {es.Parameter}
+    assert {part.kind for part in es.parts(state)} == {
+        es.BatchStat,
+        es.State,
+        es.Rng,
+        es.Buffer,
+    }
+    arrays = eqx.filter(model, eqx.is_array)
+    assert len(jax.tree.leaves((params, state))) == len(jax.tree.leaves(arrays))
+    assert same(es.update(model, params, state), model)
+
+
+def test_functional_works_with_plain_jax():
+    x = jnp.ones((4, 2))
+    apply, params, state = es.functional(es.eval(make_model()))
+
+    @jax.jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(params, state):
+        def loss(params):
+            out, _ = jax.vmap(apply, in_axes=(None, None, 0), out_axes=0)(
+                params, state, x
+            )
+            return jnp.sum(out**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    new = step(step(params, state), state)
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    assert not jnp.allclose(new.head.weight, params.head.weight)
+
+
+@pytest.mark.parametrize("where", ["sequential", "layer"])
+def test_functional_of_plain_equinox(where):
+    layer = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
+    model = eqx.nn.Sequential([layer, make_norm()]) if where == "sequential" else layer
+    apply, params, state = es.functional(model)
+    out, state = jax.jit(apply)(params, state, jnp.ones(2))
+    expected, _ = es.mutable(model)(jnp.ones(2))
+    assert jnp.allclose(out, expected)
+
+
+def test_functional_before_init_is_an_error():
+    lazy = es.lazy(eqx.nn.Linear, 2, 2)
+    with pytest.raises(es.NotInitializedError, match=r"`\[0\]`.*init"):
+        es.functional([lazy])

@@ -1,0 +1,395 @@
+"""Annotations that are text, and the parts of a tree."""
+
+import collections
+import dataclasses
+import functools as ft
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import eqx_state as es
+
+
+Make = Callable[[str], types.ModuleType]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Make a module of Python out of its source, with all annotations postponed."""
+
+    def make(source: str, name: str = "postponed") -> types.ModuleType:
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        head = """
+            from __future__ import annotations
+            import equinox as eqx, eqx_state as es, jax.numpy as jnp, typing
+            from typing import TYPE_CHECKING
+        """
+        exec(textwrap.dedent(head) + textwrap.dedent(source), module.__dict__)
+        return module
+
+    return make
+
+
+def kinds(tree: Any) -> dict[str, Any]:
+    return {part.name: part.kind for part in es.parts(tree)}
+
+
+ONE = jnp.ones(1)
+
+
+# --- Annotations that are text --------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["es.Module", "eqx.Module"])
+def test_a_module_with_postponed_annotations(make, base):
+    module = make(f"""
+        from jaxtyping import Array, Float
+
+        class Cache(es.State): ...
+
+        class Model({base}):
+            a: es.Parameter[Float[Array, "i o"]]
+            b: Cache
+            c: list[es.BatchStat]
+            d: Later
+            e: Array = es.field(kind=es.Buffer)
+            f: "es.Rng"
+            child: Model | None = None
+
+        class Later(es.State): ...
+    """)
+    args = [ONE, ONE, [ONE], ONE, ONE, ONE]
+    assert kinds(module.Model(*args, module.Model(*args))) == {
+        f"{place}{name}": kind
+        for place in ("", "child.")
+        for name, kind in {
+            "a": es.Parameter,
+            "b": module.Cache,
+            "c[0]": es.BatchStat,
+            "d": module.Later,
+            "e": es.Buffer,
+            "f": es.Rng,
+        }.items()
+    }
+
+
+def test_names_are_looked_up_where_the_annotation_is_written(make):
+    parent = make("Mine = es.State\nclass Parent(es.Module):\n    x: Mine", "parent")
+    source = """
+        from parent import Parent
+        Mine = es.Buffer
+        class Child(Parent):
+            y: Mine
+    """
+    child = make(source, "child").Child(ONE, ONE)
+    assert kinds(child) == {"x": es.State, "y": es.Buffer}
+    assert kinds(parent.Parent(ONE)) == {"x": es.State}
+
+
+LOCAL = {
+    "local to a function": """
+        def make():
+            class Cache(es.State): ...
+            class Model(es.Module):
+                x: Cache
+            return Model
+        """,
+    "local to a function around": """
+        def make():
+            class Cache(es.State): ...
+            def inner():
+                class Model(es.Module):
+                    x: Cache
+                return Model
+            return inner()
+        """,
+    "local to a class around": """
+        class Outer:
+            class Cache(es.State): ...
+            class Model(es.Module):
+                x: list[Cache]
+        def make():
+            return Outer.Model
+        """,
+    "in the class itself": """
+        class Model(es.Module):
+            class Cache(es.State): ...
+            x: Cache
+        def make():
+            return Model
+        """,
+    "a local alias": """
+        def make():
+            Cache = es.State[typing.Any]
+            class Model(es.Module):
+                x: Cache | None
+            return Model
+        """,
+    "not the name of a caller": """
+        Cache = es.State
+        def inner():
+            class Model(es.Module):
+                x: Cache
+            return Model
+        def make():
+            Cache = es.Parameter
+            return inner()
+        """,
+    "hidden by the name of a field": """
+        Cache = es.State
+        class Model(es.Module):
+            x: Cache
+            Cache: typing.Any = es.field(static=True, default=3)
+        def make():
+            return Model
+        """,
+}
+
+
+@pytest.mark.parametrize("source", LOCAL.values(), ids=list(LOCAL))
+def test_names_that_are_local(make, source):
+    model = make(source).make()([ONE] if "list" in source else ONE)
+    (part,) = es.parts(model)
+    assert issubclass(part.kind, es.State)
+
+
+def test_a_class_made_by_exec():
+    namespace = {"es": es}
+    source = "class Cache(es.State): ...\nclass Model(es.Module):\n    x: 'Cache'"
+    exec(source, namespace)
+    assert kinds(namespace["Model"](ONE)) == {"x": namespace["Cache"]}
+
+
+def test_names_under_type_checking_that_decide_nothing(make):
+    module = make("""
+        from jaxtyping import Float
+        if TYPE_CHECKING:
+            from jax import Array
+            from somewhere import Layer
+            import numpy as np
+
+        class Inner(es.Module):
+            w: es.Parameter
+            s: es.State
+
+        class Model(es.Module):
+            a: es.Parameter[Array]
+            b: es.State[Float[Array, "i"]]
+            c: typing.Annotated[np.ndarray, es.Buffer]
+            d: Array = es.field(kind=es.State)
+            inner: Layer
+            layers: list[Layer]
+            name: Name
+            covered: es.Buffer[Layer]
+    """)
+    inner = module.Inner(ONE, ONE)
+    layers = [module.Inner(ONE, ONE), eqx.nn.LayerNorm(1)]
+    last = "text", module.Inner(ONE, ONE)
+    model = module.Model(ONE, ONE, ONE, ONE, inner, layers, *last)
+    got = kinds(model)
+    assert (got["a"], got["b"]) == (es.Parameter, es.State)
+    assert (got["c"], got["d"]) == (es.Buffer, es.State)
+    assert (got["inner.w"], got["layers[0].s"]) == (es.Parameter, es.State)
+    assert got["layers[1].weight"] is es.Parameter
+    assert got["covered.w"] is es.Buffer
+
+
+UNRESOLVED = {
+    "an array": ("x: Missing", ONE),
+    "a NumPy array": ("x: Missing", np.ones(1)),
+    "a key": ("x: Missing", jr.key(0)),
+    "an attribute": ("x: Missing.kind", ONE),
+    "in a list": ("x: list[Missing]", [ONE]),
+    "in a dict of lists": ("x: dict[str, list[Missing]]", {"a": [ONE]}),
+    "in a tuple": ("x: tuple[es.State, Missing]", (ONE, ONE)),
+    "optional": ("x: Missing | None", ONE),
+    "around": ("x: Missing[es.State | int]", ONE),
+    "a misspelt kind": ("x: es.MissingKind", ONE),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), UNRESOLVED.values(), ids=list(UNRESOLVED))
+def test_a_name_that_would_decide_is_an_error(make, field, value):
+    module = make(f"class Model(es.Module):\n    {field}")
+    for use in (es.parts, es.filter, es.mask):
+        with pytest.raises(TypeError, match=r"`Model\.x.*Missing.*cannot be resolved"):
+            use(module.Model(value))
+
+
+def test_a_name_inside_a_declaration_would_decide_too(make):
+    module = make("""
+        class Inner(es.Module):
+            x: Missing
+        class Model(es.Module):
+            inner: es.State[Inner]
+            covered: es.Buffer[Inner]
+    """)
+    model = module.Model(None, module.Inner(ONE))
+    assert kinds(model) == {"covered.x": es.Buffer}
+    with pytest.raises(TypeError, match=r"Inner\.x.*Missing"):
+        es.parts(module.Model(module.Inner(ONE), None))
+
+
+@pytest.mark.parametrize("kind", ["es.State", "int"])
+def test_a_name_that_appears_later(make, kind):
+    module = make("class Model(es.Module):\n    x: list[Missing]\n    y: Missing")
+    model = module.Model([ONE], ONE)
+    with pytest.raises(TypeError, match=r"Model\.x.*list.*Missing"):
+        es.parts(model)
+    exec(f"Missing = {kind}", module.__dict__)
+    expected = es.Parameter if kind == "int" else es.State
+    assert kinds(model) == {"x[0]": expected, "y": expected}
+
+
+def test_a_plain_equinox_module_falls_back_to_the_convention(make):
+    module = make("class Model(eqx.Module):\n    x: Missing\n    y: list[Missing]")
+    assert kinds(module.Model(ONE, [jr.key(0)])) == {"x": es.Parameter, "y[0]": es.Rng}
+
+
+TWO_KINDS = [
+    "es.Parameter | es.State",
+    "es.State | es.Rng",
+    "es.Parameter | es.State | None",
+    "es.Parameter[jnp.ndarray] | es.State",
+    "typing.Union[es.Parameter, es.State]",
+    "list[es.Parameter | es.State]",
+    "dict[str, list[es.Parameter]] | dict[str, list[es.State]]",
+    "tuple[es.Parameter] | tuple[es.State]",
+    "tuple[es.Buffer, es.Parameter | es.State]",
+]
+
+
+@pytest.mark.parametrize("postponed", [True, False])
+@pytest.mark.parametrize("annotation", TWO_KINDS)
+def test_a_union_of_two_kinds_is_an_error(make, annotation, postponed):
+    def use():
+        text = annotation if postponed else f"eval({annotation!r})"
+        module = make(f"class Model(es.Module):\n    field: {text}")
+        return es.parts(module.Model([ONE]))
+
+    with pytest.raises(TypeError, match=r"Model\.field.*two different kinds"):
+        use()
+
+
+# --- Parts ----------------------------------------------------------------------------
+
+
+class Norm(es.Module):
+    mean: es.BatchStat
+
+
+class Layer(eqx.Module):
+    norm: Norm
+    activation: Callable[..., Any]
+
+
+class Model(es.Module):
+    layers: list[Layer]
+    stats: dict[str, es.State]
+    pair: tuple[Any, ...]
+    name: str = "model"
+    size: int = 3
+
+
+def make_model() -> Model:
+    layers = [Layer(Norm(jnp.zeros(1)), jnp.tanh) for _ in range(2)]
+    return Model(layers, {"b": jnp.array(1), "a": np.ones(2)}, (None, jr.key(0), 1.5))
+
+
+def test_parts():
+    model = es.freeze(make_model(), lambda m: m.layers[0])
+    parts = es.parts(model)
+    assert [(p.name, p.kind, p.frozen) for p in parts] == [
+        ("layers[0].norm.mean", es.BatchStat, True),
+        ("layers[1].norm.mean", es.BatchStat, False),
+        ("stats['a']", es.State, False),
+        ("stats['b']", es.State, False),
+        ("pair[1]", es.Rng, False),
+    ]
+    leaves = dict(jtu.tree_leaves_with_path(model))
+    assert all(leaves[p.path] is p.value for p in parts)
+
+
+def test_parts_print_without_their_values():
+    assert repr(es.parts(make_model())[0]) == (
+        "Part(name='layers[0].norm.mean', kind=BatchStat, value=f32[1])"
+    )
+
+
+@pytest.mark.parametrize("tree", [None, 3, "a", [], {}, (None, [None]), jnp.tanh])
+def test_trees_without_arrays(tree):
+    assert es.parts(tree) == []
+
+
+def test_parts_of_other_pytrees():
+    Point = collections.namedtuple("Point", "x y")
+
+    @ft.partial(jtu.register_dataclass, data_fields=["x"], meta_fields=[])
+    @dataclasses.dataclass
+    class Data:
+        x: Any
+
+    @jtu.register_pytree_node_class
+    class Anonymous:
+        def __init__(self, *children):
+            self.children = children
+
+        def tree_flatten(self):
+            return self.children, None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    trees = [Point(ONE, ONE), Data(Norm(ONE)), Anonymous(ONE, Norm(ONE))]
+    trees += [collections.OrderedDict(b=ONE, a=Norm(ONE)), make_model().train]
+    trees += [collections.defaultdict(list, a=[ONE]), jtu.Partial(jnp.add, Norm(ONE))]
+    for tree in trees:
+        leaves = [(p, x) for p, x in jtu.tree_leaves_with_path(tree) if eqx.is_array(x)]
+        parts = es.parts(tree)
+        assert leaves
+        assert [part.path for part in parts] == [path for path, _ in leaves]
+        assert eqx.tree_equal(es.update(tree, es.filter(tree)), tree)
+    assert [p.kind for p in es.parts(trees[2])] == [es.Parameter, es.BatchStat]
+    assert [p.name for p in es.parts(trees[0])] == ["x", "y"]
+
+
+# The leaves and containers of Equinox users, in any arrangement.
+leaf = st.sampled_from([ONE, np.ones(2), jnp.arange(2), jr.key(0), 1, "a", None, len])
+trees = st.recursive(
+    leaf,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Norm, inner)
+        | st.builds(Layer, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(trees)
+def test_the_parts_are_the_arrays_in_the_order_of_flattening(tree):
+    expected = [
+        (path, value)
+        for path, value in jtu.tree_leaves_with_path(tree)
+        if eqx.is_array(value)
+    ]
+    got = [(part.path, part.value) for part in es.parts(tree)]
+    assert [path for path, _ in got] == [path for path, _ in expected]
+    assert all(a is b for (_, a), (_, b) in zip(got, expected, strict=True))
+    in_norm = [p.kind for p in es.parts(tree) if jtu.GetAttrKey("mean") in p.path]
+    assert set(in_norm) <= {es.BatchStat}

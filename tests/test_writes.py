@@ -1,0 +1,412 @@
+"""What may be written in a scope: kinds, numbers, containers, submodules."""
+
+import contextlib
+import copy
+import dataclasses
+from typing import Annotated
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+
+
+class Cache(es.State):
+    pass
+
+
+class Counter(es.Module):
+    count: es.State = 0
+
+    def step(self, by=1):
+        self.count = self.count + by
+
+
+class Layer(Counter):
+    weight: es.Parameter = dataclasses.field(default_factory=lambda: jnp.ones(2))
+
+
+class Pair(es.Module):
+    a: Counter = dataclasses.field(default_factory=Counter)
+    b: Counter = dataclasses.field(default_factory=lambda: Counter(5))
+
+
+@contextlib.contextmanager
+def rejects(model, error, *fragments):
+    """Raises this error, with all these regexes in its text; the model is untouched."""
+    leaves, treedef = jax.tree.flatten(model)
+    values = copy.deepcopy(leaves)
+    with pytest.raises(error, match=fragments[0]) as info:
+        yield
+    assert info.type is error
+    for fragment in fragments[1:]:
+        info.match(fragment)
+    after, after_def = jax.tree.flatten(model)
+    assert after_def == treedef
+    for old, value, new in zip(leaves, values, after, strict=True):
+        assert new is old
+        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
+
+
+def write(model, *, kinds=es.State, **fields):
+    def f(model):
+        for name, value in fields.items():
+            setattr(model, name, value)
+
+    return es.mutable(f, kinds=kinds)(model)[1]
+
+
+# --- Kinds --------------------------------------------------------------------------
+
+
+def test_every_kind_of_state_is_written_by_default():
+    class All(es.Module):
+        state: es.State
+        stat: es.BatchStat
+        rng: es.Rng
+        legacy: es.Rng
+        opt: es.OptState
+        cache: Cache
+        noted: Annotated[jax.Array, es.State]
+        given: jax.Array = es.field(kind=Cache)
+        key: jax.Array = dataclasses.field(default_factory=lambda: jr.key(0))
+
+    names = [f.name for f in dataclasses.fields(All) if f.name != "legacy"]
+    names = [n for n in names if n in All.__annotations__]
+    zero, one = jnp.zeros(2), jnp.ones(2)
+    new_key, legacy = jr.key(1), jr.PRNGKey(1)
+    model = All(zero, zero, jr.key(0), jr.PRNGKey(0), zero, zero, zero, zero)
+    values = {n: new_key if n in ("rng", "key") else one for n in names}
+    new = write(model, **values, legacy=legacy)
+    for name, value in values.items():
+        assert (getattr(new, name) == value).all()
+    assert (new.legacy == legacy).all()
+    assert (model.state == 0).all()
+
+
+def test_a_kind_of_ones_own_can_be_the_only_one():
+    class Net(es.Module):
+        cache: Cache = 0
+        count: es.State = 0
+
+    model = Net()
+    assert write(model, kinds=Cache, cache=1).cache == 1
+    with rejects(model, FROZEN, r"Net\.count", "`Cache`"):
+        write(model, kinds=Cache, count=1)
+
+
+def test_the_effective_kind_decides():
+    class Net(es.Module):
+        moments: es.OptState[Layer]
+        outer: es.State[dict]
+        plain: dict
+
+    model = Net(
+        Layer(),
+        {"layer": Layer(), "bare": jnp.zeros(2)},
+        {"w": jnp.zeros(2), "rng": jr.key(0)},
+    )
+
+    def allowed(m):
+        m.moments.weight = jnp.zeros(2)
+        m.outer = {**m.outer, "bare": jnp.ones(2)}
+        m.plain = {**m.plain, "rng": jr.key(1)}
+
+    _, new = es.mutable(allowed)(model)
+    assert (new.moments.weight == 0).all()
+    assert (new.outer["bare"] == 1).all()
+    assert new.plain["rng"] == jr.key(1)
+
+    def inner_declaration(m):
+        m.outer["layer"].weight = jnp.zeros(2)
+
+    with rejects(model, FROZEN, r"Layer\.weight", "`Parameter`"):
+        es.mutable(inner_declaration)(model)
+    with rejects(model, FROZEN, r"Net\.plain", "`Parameter`"):
+        es.mutable(lambda m: setattr(m, "plain", {**m.plain, "w": jnp.ones(2)}))(model)
+
+
+def test_assigning_what_is_there_already_is_no_write():
+    model = Layer()
+
+    def f(m):
+        m.weight = m.weight
+
+    _, new = es.mutable(f)(model)
+    assert new.weight is model.weight
+
+
+# --- Numbers, weak types, shapes, dtypes --------------------------------------------
+
+
+F32, I32, F16, BOOL = jnp.float32, jnp.int32, jnp.float16, jnp.bool_
+FITS = [
+    (F32, 3, 3.0),
+    (F32, True, 1.0),
+    (F32, 0.5, 0.5),
+    (F16, 0.5, 0.5),
+    (F16, 3, 3.0),
+    (I32, True, 1),
+    (I32, -3, -3),
+    (jnp.int8, 3, 3),
+    (BOOL, True, True),
+    (jnp.complex64, 1j, 1j),
+    (jnp.complex64, 2.0, 2.0),
+]
+DOES_NOT_FIT = [
+    (I32, 1.5),
+    (I32, 1.0),
+    (BOOL, 1),
+    (BOOL, 0.0),
+    (F32, 1j),
+    (jnp.uint8, 0.5),
+]
+
+
+class Slot(es.Module):
+    x: es.State
+
+    def __call__(self, value):
+        self.x = value
+
+
+@pytest.mark.parametrize(("dtype", "number", "result"), FITS, ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("inside", ["field", "container"])
+def test_a_number_takes_the_old_dtype(dtype, number, result, jit, inside):
+    zero = jnp.zeros((), dtype)
+    model = Slot(zero if inside == "field" else [{"k": zero}])
+    run = es.mutable(lambda m: m(number if inside == "field" else [{"k": number}]))
+    _, new = (eqx.filter_jit(run) if jit else run)(model)
+    value = new.x if inside == "field" else new.x[0]["k"]
+    assert isinstance(value, jax.Array)
+    assert value.dtype == dtype
+    assert not value.weak_type
+    assert value == jnp.array(result, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "number"), DOES_NOT_FIT, ids=str)
+@pytest.mark.parametrize("weak", [False, True], ids=["number", "weak"])
+def test_a_number_is_never_truncated(dtype, number, weak):
+    if weak:
+        number = jnp.asarray(number)
+        assert number.weak_type
+    model = Slot(jnp.zeros((), dtype))
+    with rejects(model, ValueError, "`x`", jnp.dtype(dtype).name):
+        es.mutable(model)(number)
+
+
+def test_a_number_that_does_not_fit_in_place_of_a_key():
+    model = Slot(jr.key(0))
+    with rejects(model, ValueError, "`x`", "key"):
+        es.mutable(model)(3)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_weak_types_are_made_strong(dtype):
+    model = Slot(jnp.zeros((), dtype))
+    assert jnp.asarray(1.0).weak_type
+    for value in (jnp.asarray(1.0), jnp.asarray(2)):
+        _, new = es.mutable(model)(value)
+        assert new.x.dtype == dtype
+        assert not new.x.weak_type
+    _, new = jax.jit(lambda m: es.mutable(m)(jnp.sin(1.0) * 2))(model)
+    assert not new.x.weak_type
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(0.5), np.mean([0.0, 1.0]), np.float32(0.5), np.array(0.5)],
+    ids=["float64", "mean", "float32", "array"],
+)
+@pytest.mark.parametrize("start", ["jax", "same"])
+def test_values_of_numpy_take_the_old_dtype(value, start):
+    # JAX reads NumPy's float64 as its own float, here float32; `np.mean` gives one.
+    model = Slot(jnp.zeros(()) if start == "jax" else value)
+    _, new = es.mutable(model)(value)
+    assert new.x == 0.5
+    assert jax.dtypes.canonicalize_dtype(new.x.dtype) == F32
+    if start == "jax":
+        assert new.x.dtype == F32
+        assert isinstance(new.x, jax.Array)
+
+
+def test_an_array_of_numpy_that_was_written_is_not_shared_with_the_writer():
+    value = np.zeros(2, np.float32)
+    _, new = es.mutable(Slot(jnp.ones(2)))(value)
+    value += 1.0
+    assert (new.x == 0.0).all()
+
+
+CHANGES = {
+    "shape": (jnp.zeros(2), jnp.zeros(3), [r"f32\[2\]", r"f32\[3\]"]),
+    "rank": (jnp.zeros(2), jnp.zeros((2, 1)), [r"f32\[2\]", r"f32\[2,1\]"]),
+    "number for array": (jnp.zeros(2), 1.0, [r"f32\[2\]", r"f32\[\]"]),
+    "dtype": (jnp.zeros(2), jnp.zeros(2, F16), [r"f32\[2\]", r"f16\[2\]"]),
+    "int to float": (jnp.zeros((), I32), jnp.zeros((), F32), [r"i32\[\]", "f32"]),
+    "numpy": (jnp.zeros(2, I32), np.zeros(2, np.int16), [r"i32\[2\]", "i16"]),
+    "key": (jr.key(0), jr.split(jr.key(0)), [r"key<fry>\[\]", r"key<fry>\[2\]"]),
+    "key type": (jr.key(0), jr.PRNGKey(0), [r"key<fry>\[\]", r"u32\[2\]"]),
+    "array to None": (jnp.zeros(2), None, ["None", r"f32\[2\]"]),
+    "None to array": (None, jnp.zeros(2), ["None", r"f32\[2\]"]),
+    "array to dict": (jnp.zeros(2), {"a": jnp.zeros(2)}, [r"f32\[2\]", "a"]),
+    "keys": ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, ["a", "b"]),
+    "length": ([jnp.zeros(2)], [jnp.zeros(2)] * 2, [r"f32\[2\]"]),
+    "list to tuple": ([jnp.zeros(2)], (jnp.zeros(2),), [r"f32\[2\]"]),
+    "array to text": (jnp.zeros(2), "text", [r"f32\[2\]|text"]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("deep", [False, True], ids=["top", "deep"])
+def test_structure_shape_and_dtype_stay(name, deep):
+    class Deep(es.Module):
+        layers: list
+
+        def __call__(self, value):
+            self.layers[0](value)
+
+    old, new, fragments = CHANGES[name]
+    model = Deep([Slot(old)]) if deep else Slot(old)
+    path = r"layers\[0\]\.x" if deep else "`x"
+    with rejects(model, ValueError, path, *fragments):
+        es.mutable(model)(new)
+
+
+def test_shapes_may_change_on_the_way():
+    def f(m):
+        m.x = jnp.zeros(7)
+        m.x = None
+        m.x = jnp.ones(2)
+
+    _, new = es.mutable(f)(Slot(jnp.zeros(2)))
+    assert (new.x == 1).all()
+
+
+def test_numpy_state_becomes_jax_state_without_touching_the_callers():
+    class Net(es.Module):
+        n: es.State
+        total: es.State[dict]
+
+        def __call__(self):
+            self.n += 1
+            self.total["a"] += 1
+            return self.n
+
+    model = Net(np.zeros(2), {"a": np.zeros(2, np.float32)})
+    n, a = model.n, model.total["a"]
+    _, new = es.mutable(model)()
+    assert (n == 0).all()
+    assert (a == 0).all()
+    assert model.n is n
+    assert (new.n == 1).all()
+    assert (new.total["a"] == 1).all()
+
+
+# --- Containers ---------------------------------------------------------------------
+
+
+class Stats(es.Module):
+    stats: es.State[dict]
+    heads: es.Parameter[dict]
+    history: es.State[list]
+
+    def __init__(self):
+        self.stats = {"a": jnp.zeros(2), "b": {"c": jnp.array(0)}}
+        self.heads = {"w": jnp.zeros(2)}
+        self.history = [jnp.zeros(()), jnp.zeros(())]
+
+
+def test_a_container_is_replaced():
+    def f(m):
+        m.stats = {**m.stats, "a": jnp.ones(2)}
+        m.history = [*m.history[1:], 3]
+
+    _, new = es.mutable(f)(Stats())
+    assert (new.stats["a"] == 1).all()
+    assert new.stats["b"]["c"] == 0
+    assert [float(x) for x in new.history] == [0.0, 3.0]
+    assert new.history[1].dtype == jnp.float32
+
+
+def test_writing_into_a_container_does_not_touch_the_callers():
+    model = Stats()
+
+    def f(m):
+        m.stats["a"] = jnp.ones(2)
+        m.stats["b"]["c"] = 4
+        m.history[0] = 1.0
+        raise KeyError("half-way")
+
+    with rejects(model, KeyError, "half-way"):
+        es.mutable(f)(model)
+
+
+def test_a_number_written_into_a_container_of_the_right_kind():
+    _, new = es.mutable(lambda m: m.stats["b"].update(c=4))(Stats())
+    assert new.stats["b"]["c"].dtype == jnp.int32
+    assert new.stats["b"]["c"] == 4
+
+
+INTO = {
+    "parameter": (lambda m, x: m.heads.update(w=x), FROZEN, ["heads", "`Parameter`"]),
+    "new key": (lambda m, x: m.stats.update(z=x), ValueError, ["stats"]),
+    "lost key": (lambda m, x: m.stats.pop("a"), ValueError, ["stats"]),
+    "append": (lambda m, x: m.history.append(x), ValueError, ["history"]),
+    "shape": (
+        lambda m, x: m.stats.update(a=x[:1]),
+        ValueError,
+        [r"stats\['a'\]", r"f32\[1\]", r"f32\[2\]"],
+    ),
+    "float": (lambda m, x: m.stats["b"].update(c=0.5), ValueError, [r"\['b'\]\['c'\]"]),
+    "tracer": (
+        lambda m, x: jax.vmap(lambda x: m.history.__setitem__(1, x))(x),
+        es.TraceError,
+        [r"history\[1\]", r"self\.stats = \{\*\*self\.stats"],
+    ),
+    "jit": (
+        lambda m, x: jax.jit(lambda x: m.stats.update(a=x))(x),
+        es.TraceError,
+        [r"stats\['a'\]"],
+    ),
+    "grad": (
+        lambda m, x: jax.grad(lambda x: m.history.__setitem__(0, x) or x)(x[0]),
+        es.TraceError,
+        [r"history\[0\]"],
+    ),
+    "parameter's tracer": (
+        lambda m, x: jax.vmap(lambda y: m.heads.update(w=x + y))(x),
+        (es.TraceError, FROZEN),
+        [r"heads\['w'\]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_write_into_a_container_that_is_an_error(name, jit):
+    f, error, fragments = INTO[name]
+    model = Stats()
+    run = es.mutable(f)
+    run = eqx.filter_jit(run) if jit else run
+    with pytest.raises(error, match=fragments[0]) as info:
+        run(model, jnp.ones(2))
+    for fragment in fragments:
+        info.match(fragment)
+    assert eqx.tree_equal(model, Stats())
+
+
+def test_a_tracer_in_a_replaced_container_speaks_at_once():
+    def body(m, x):
+        m.stats = {**m.stats, "a": x}
+
+    model = Stats()
+    with rejects(model, es.TraceError, r"Stats\.stats"):
+        es.mutable(lambda m, x: jax.vmap(lambda x: body(m, x))(x))(model, jnp.ones(2))
