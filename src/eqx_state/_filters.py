@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._kinds import is_kind, Parameter, TreePart
-from ._traverse import is_array, KeyPath, leaves, Part
+from ._traverse import is_array, KeyPath, Part
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
@@ -135,9 +135,9 @@ trainable: Filter = _Trainable()
 class _Marker:
     """Stands for one leaf while `where` selects, so that equal leaves stay apart."""
 
-    def __init__(self, path: KeyPath, is_array: bool):
+    def __init__(self, path: KeyPath, counts: bool):
         self.path = path
-        self.is_array = is_array
+        self.counts = counts
 
 
 def paths_under(
@@ -148,11 +148,13 @@ def paths_under(
     Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
     leaf of the tree.
     """
-    markers = iter([_Marker(v.path, is_array(v.node)) for v in leaves(tree)])
+    # Holes count, too: `tree` may be what another filter has left of a model.
+    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    markers = [_Marker(path, x is None or is_array(x)) for path, x in entries]
     paths: set[KeyPath] = set()
-    for node in selected_nodes(where, jtu.tree_map(lambda _: next(markers), tree)):
+    for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):
         found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
-        if not any(marker.is_array for marker in found):
+        if not any(marker.counts for marker in found):
             raise ValueError(
                 f"`{what}` selects nothing: `where` must return a node of the tree (or"
                 " a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda"

@@ -70,7 +70,7 @@ class Optimizer(eqx.Module):
         - `es.NotInitializedError`: the model still holds an `es.Initializer`.
         """
         check_initialized(model)
-        params = self._selected(model)
+        params = filter(model, self.wrt)
         opt_state = jtu.tree_map(to_strong, self.tx.init(params))
         return self._with(opt_state, jtu.tree_structure(params))
 
@@ -100,40 +100,39 @@ class Optimizer(eqx.Module):
                 " `init` returns a new optimizer: `optimizer ="
                 " es.Optimizer(tx).init(model)`."
             )
-        params = self._selected(model)
-        self._check(params, "what `wrt` selects of the model")
-        given = leaves_like(
-            params, grads, "`es.Optimizer.update`: the tree of gradients"
-        )
-        holes, holey = jtu.tree_flatten(params, is_leaf=lambda x: x is None)
-        given = [
-            None if hole is None else g for hole, g in zip(holes, given, strict=True)
-        ]
-        grads = jtu.tree_unflatten(holey, given)
-        self._check(grads, "the tree of gradients")
+        check_initialized(model)
+        selected = filter(model, self.wrt)
+        params = self._as_at_init(selected, "what `wrt` selects of the model")
+        given = leaves_like(selected, grads, "`es.Optimizer.update`: the gradients")
+        holes, treedef = jtu.tree_flatten(selected, is_leaf=lambda x: x is None)
+        given = [None if x is None else g for x, g in zip(holes, given, strict=True)]
+        grads = jtu.tree_unflatten(treedef, given)
+        grads = self._as_at_init(grads, "the tree of gradients")
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(grads, self.opt_state, params, **extra)
         optimizer = self._with(jtu.tree_map(to_strong, opt_state), self._structure)
         if apply_updates:
             return update(model, optax.apply_updates(params, updates)), optimizer
-        treedef = jtu.tree_structure(filter(model, self.wrt))
+        treedef = jtu.tree_structure(selected)
         return jtu.tree_unflatten(treedef, jtu.tree_leaves(updates)), optimizer
 
-    def _selected(self, model: Any) -> Any:
-        # In one fixed mode: the moments are kept in trees of this structure.
-        return same_modes(filter(model, self.wrt))
+    def _as_at_init(self, tree: Any, what: str) -> Any:
+        """`tree` in the mode of the model that `init` was given.
 
-    def _check(self, tree: Any, what: str) -> None:
-        if jtu.tree_structure(tree) != self._structure:
-            leaves = [_Leaf()] * self._structure.num_leaves
-            at_init = jtu.tree_unflatten(self._structure, leaves)
+        The moments, and labels or masks that optax was given, are in that mode.
+        """
+        leaves = [_Leaf()] * self._structure.num_leaves
+        at_init = same_modes(jtu.tree_unflatten(self._structure, leaves))
+        now = same_modes(tree)
+        if jtu.tree_structure(now) != jtu.tree_structure(at_init):
             raise ValueError(
                 f"`es.Optimizer.update`: {what} is not what `init` was given,"
-                f" {difference(at_init, tree)}. The optimizer's state belongs to"
+                f" {difference(at_init, now)}. The optimizer's state belongs to"
                 " one set of parameters. For another model, or after freezing or"
                 " unfreezing, start with a fresh one:"
                 " `optimizer = es.Optimizer(tx).init(model)`."
             )
+        return jtu.tree_unflatten(self._structure, jtu.tree_leaves(tree))
 
     def _with(self, opt_state: Any, structure: Any) -> Self:
         new = copy_tree(self)
