@@ -270,7 +270,7 @@ def test_a_jitted_loop_compiles_once_and_equals_the_handwritten_version():
 
     @eqx.filter_jit
     def step(model, x):
-        traces.append(x)
+        traces.append(1)
         (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
         grads = jax.tree.map(lambda g: -0.001 * g, grads)
         return loss, eqx.apply_updates(model, grads)

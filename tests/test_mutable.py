@@ -247,7 +247,7 @@ def test_filter_jit_of_the_wrapper_traces_the_parameters():
 
     class Traced(Counter):
         def __call__(self, x):
-            traces.append(self.weight)
+            traces.append(isinstance(self.weight, jax.core.Tracer))
             return super().__call__(x)
 
     model = Traced()
@@ -256,8 +256,7 @@ def test_filter_jit_of_the_wrapper_traces_the_parameters():
         assert (y, model.count) == (2.0, i)
     y, _ = eqx.filter_jit(es.mutable(model.replace(weight=5.0)))(jnp.array(1.0))
     assert y == 5.0
-    (weight,) = traces
-    assert isinstance(weight, jax.core.Tracer)
+    assert traces == [True]
 
 
 def test_wrapper_of_a_function():

@@ -139,6 +139,7 @@ def test_V5_H2_dropout_equals_the_pure_apply(jit, training):
 # --- rows of seed 002 ---------------------------------------------------------------
 
 
+@jax.debug_key_reuse(False)  # one model is called twice, on purpose
 def test_B17_gradient_of_a_hyper_parameter():
     dropout = Dropout(jr.key(0), 0.5)
     x = jnp.ones(100)
@@ -254,6 +255,7 @@ def test_E14_state_part_of_a_tree():
     assert eqx.tree_equal(part["params"], tree["params"])
 
 
+@jax.debug_key_reuse(False)  # one model is called twice, on purpose
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 def test_G3_M5_bind_apply_unbind(jit):
     model = Stack([Linear(), Dropout(jr.key(0), 0.5)])

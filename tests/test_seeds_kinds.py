@@ -163,14 +163,11 @@ def test_C7_layers_have_the_signature_and_numerics_of_equinox():
     xs = jr.normal(jr.key(0), (8, 3))
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
     layer = es.nn.BatchNorm(3, "batch")
-    axes = dict(in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    batched = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     for _ in range(2):
-        expected, state = jax.vmap(norm, **axes)(xs, state)
+        expected, state = batched(xs, state)
         ys, layer = es.mutable(es.vmap(layer, axis_name="batch"))(xs)
         assert jnp.allclose(ys, expected, atol=1e-5)
-    expected, _ = jax.vmap(eqx.nn.inference_mode(norm), **axes)(xs, state)
-    ys = jax.vmap(layer.eval())(xs)
-    assert jnp.allclose(ys, expected, atol=1e-5)
 
 
 def test_C8_pretrained_submodule_in_a_new_module():
@@ -212,6 +209,22 @@ def test_D1_D2_init_takes_a_seed_or_a_key(key):
     assert not lazy.initialized
     assert eqx.tree_equal(model, MLP([3, 5, 2]).init(42))
     assert not eqx.tree_equal(model, MLP([3, 5, 2]).init(43))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "leaves"),
+    [
+        (es.Parameter, "Stats(a=i64[1](numpy), b=None)", [[1]]),
+        (es.BatchStat, "Stats(a=None, b=i64[1](numpy))", [[2]]),
+        (es.State, "Stats(a=None, b=i64[1](numpy))", [[2]]),
+        (es.Rng, "Stats(a=None, b=None)", []),
+    ],
+)
+def test_V3_B13_E1_E2_N1_filter_of_array_defaults(kind, text, leaves):
+    part = Stats().filter(kind)
+    assert type(part) is Stats
+    assert repr(part) == text
+    assert [leaf.tolist() for leaf in jax.tree.leaves(part)] == leaves
 
 
 @pytest.mark.parametrize("kind", [es.Parameter, es.State, es.Rng, es.TreePart])

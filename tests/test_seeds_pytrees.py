@@ -255,9 +255,13 @@ def mlp_loss(params, x, y):
     return jnp.mean((forward(params, x) - y) ** 2)
 
 
-@pytest.mark.parametrize("init", [init_with_jax, init_with_numpy])
 @pytest.mark.parametrize(
-    "grad", [jax.grad, lambda f: lambda *args: es.grad(f)(*args)[0]], ids=["jax", "es"]
+    ("init", "grad"),
+    [
+        (init_with_jax, jax.grad),
+        (init_with_numpy, lambda f: lambda *args: es.grad(f)(*args)[0]),
+    ],
+    ids=["jax", "es"],
 )
 def test_V6_V7_N5_mlp_as_a_list_of_dicts(init, grad):
     params = init([1, 128, 128, 1])

@@ -148,7 +148,7 @@ def test_under_filter_jit_it_traces_once():
 
     class Net(Noisy):
         def __call__(self, x):
-            traces.append(x)
+            traces.append(1)
             return super().__call__(x)
 
     model = Net(jr.key(0))
@@ -182,7 +182,7 @@ def test_vmap_in_grad_in_jit_equals_the_handwritten_version():
 
     @eqx.filter_jit
     def step(model, xs):
-        traces.append(xs)
+        traces.append(1)
 
         def loss_fn(model, xs):
             return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)

@@ -1,0 +1,132 @@
+"""Containers in a scope: replaced, and not written into."""
+
+import contextlib
+import copy
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+
+
+@contextlib.contextmanager
+def rejects(model, error, *fragments):
+    """Raises this error, with all these regexes in its text; the model is untouched."""
+    leaves, treedef = jax.tree.flatten(model)
+    values = copy.deepcopy(leaves)
+    with pytest.raises(error, match=fragments[0]) as info:
+        yield
+    assert info.type is error
+    for fragment in fragments[1:]:
+        info.match(fragment)
+    after, after_def = jax.tree.flatten(model)
+    assert after_def == treedef
+    for old, value, new in zip(leaves, values, after, strict=True):
+        assert new is old
+        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
+
+
+class Stats(es.Module):
+    stats: es.State[dict]
+    heads: es.Parameter[dict]
+    history: es.State[list]
+
+    def __init__(self):
+        self.stats = {"a": jnp.zeros(2), "b": {"c": jnp.array(0)}}
+        self.heads = {"w": jnp.zeros(2)}
+        self.history = [jnp.zeros(()), jnp.zeros(())]
+
+
+def test_a_container_is_replaced():
+    def f(m):
+        m.stats = {**m.stats, "a": jnp.ones(2)}
+        m.history = [*m.history[1:], 3]
+
+    _, new = es.mutable(f)(Stats())
+    assert (new.stats["a"] == 1).all()
+    assert new.stats["b"]["c"] == 0
+    assert [float(x) for x in new.history] == [0.0, 3.0]
+    assert new.history[1].dtype == jnp.float32
+
+
+def test_writing_into_a_container_does_not_touch_the_callers():
+    model = Stats()
+
+    def f(m):
+        m.stats["a"] = jnp.ones(2)
+        m.stats["b"]["c"] = 4
+        m.history[0] = 1.0
+        raise KeyError("half-way")
+
+    with rejects(model, KeyError, "half-way"):
+        es.mutable(f)(model)
+
+
+def test_a_number_written_into_a_container_of_the_right_kind():
+    _, new = es.mutable(lambda m: m.stats["b"].update(c=4))(Stats())
+    assert new.stats["b"]["c"].dtype == jnp.int32
+    assert new.stats["b"]["c"] == 4
+
+
+INTO = {
+    "parameter": (lambda m, x: m.heads.update(w=x), FROZEN, ["heads", "`Parameter`"]),
+    "new key": (lambda m, x: m.stats.update(z=x), ValueError, ["stats"]),
+    "lost key": (lambda m, x: m.stats.pop("a"), ValueError, ["stats"]),
+    "append": (lambda m, x: m.history.append(x), ValueError, ["history"]),
+    "shape": (
+        lambda m, x: m.stats.update(a=x[:1]),
+        ValueError,
+        [r"stats\['a'\]", r"f32\[1\]", r"f32\[2\]"],
+    ),
+    "float": (lambda m, x: m.stats["b"].update(c=0.5), ValueError, [r"\['b'\]\['c'\]"]),
+    "tracer": (
+        lambda m, x: jax.vmap(lambda x: m.history.__setitem__(1, x))(x),
+        es.TraceError,
+        [r"history\[1\]", r"self\.stats = \{\*\*self\.stats"],
+    ),
+    "jit": (
+        lambda m, x: jax.jit(lambda x: m.stats.update(a=x))(x),
+        es.TraceError,
+        [r"stats\['a'\]"],
+    ),
+    "grad": (
+        lambda m, x: jax.grad(lambda x: m.history.__setitem__(0, x) or x)(x[0]),
+        es.TraceError,
+        [r"history\[0\]"],
+    ),
+    "parameter's tracer": (
+        lambda m, x: jax.vmap(lambda y: m.heads.update(w=x + y))(x),
+        (es.TraceError, FROZEN),
+        [r"heads\['w'\]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@jax.check_tracer_leaks(False)  # some of them leak, on purpose
+def test_a_write_into_a_container_that_is_an_error(name, jit):
+    f, error, fragments = INTO[name]
+    model = Stats()
+    run = es.mutable(f)
+    run = eqx.filter_jit(run) if jit else run
+    with pytest.raises(error, match=fragments[0]) as info:
+        run(model, jnp.ones(2))
+    for fragment in fragments:
+        info.match(fragment)
+    assert eqx.tree_equal(model, Stats())
+
+
+def test_a_tracer_in_a_replaced_container_speaks_at_once():
+    def body(m, x):
+        m.stats = {**m.stats, "a": x}
+
+    model = Stats()
+    with rejects(model, es.TraceError, r"Stats\.stats"):
+        es.mutable(lambda m, x: jax.vmap(lambda x: body(m, x))(x))(model, jnp.ones(2))
