@@ -335,3 +335,18 @@ def test_a_module_of_an_outer_scope_is_copied():
     new, model = es.mutable(outer)(Pair())
     assert counts(new) == [6, 5]
     assert counts(model) == [0, 15]
+
+
+def test_a_container_that_was_written_into_is_replaced():
+    # What was put into it in place belongs to nobody yet.
+    def replaced(m):
+        m.layers[0] = Counter(1)
+        m.layers = [Counter(2), Counter(3)]
+
+    def kept(m):
+        m.layers[0] = Counter(1)
+        m.layers = [m.layers[1], m.layers[0]]
+        m.layers[1].step()
+
+    assert counts(es.mutable(replaced)(Group())[1].layers) == [2, 3]
+    assert counts(es.mutable(kept)(Group())[1].layers) == [5, 2]

@@ -276,6 +276,21 @@ def test_axes_are_not_for_the_arguments():
     assert new[1].total == 2.0
 
 
+def test_one_module_as_two_arguments_with_axes_of_their_own():
+    class Only(es.Module):
+        w: es.Parameter
+
+    def f(m):
+        return es.vmap(lambda a, b, x: (a.w, b.w), (0, None, 0))(m, m, XS)
+
+    model = Only(XS)
+    outside = f(model)
+    assert [x.shape for x in outside] == [(3,), (3, 3)]
+    # In a scope it is one object, which cannot have two shapes.
+    with pytest.raises(ValueError, match=r"`w` is reached twice.*in_axes"):
+        es.mutable(f)(model)
+
+
 def test_an_argument_with_functions_in_it():
     keys = jr.split(jr.key(0), 3)
     mlps = eqx.filter_vmap(lambda k: eqx.nn.MLP(2, 2, 4, 1, key=k))(keys)

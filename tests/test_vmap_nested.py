@@ -1,8 +1,11 @@
 """`es.vmap`: nested, as a decorator, and under other transforms."""
 
+import copy
 import dataclasses
 import functools as ft
 import inspect
+import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -137,6 +140,34 @@ def test_the_wrapper():
     assert jax.tree.structure(a) == jax.tree.structure(b)
     assert jax.tree.leaves(a)[0] == jr.key(0)
     assert jax.tree.structure(a) != jax.tree.structure(es.vmap(a.__wrapped__, None))
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [copy.copy, copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_of_the_wrapper(twin):
+    f = es.vmap(Noisy(jr.PRNGKey(0)), axes={es.Rng: es.SPLIT})
+    y, new = es.mutable(twin(f))(XS)
+    expected, expected_model = es.mutable(f)(XS)
+    assert (y == expected).all()
+    assert (new.rng == expected_model.rng).all()
+
+
+def test_a_wrapper_as_a_field():
+    class Net(es.Module):
+        lanes: Any
+
+        def __call__(self, xs):
+            return self.lanes(xs)
+
+    model = Net(es.vmap(Noisy(jr.PRNGKey(0))))
+    y, new = es.mutable(model)(XS)
+    expected, expected_model = es.mutable(model.lanes)(XS)
+    assert (y == expected).all()
+    assert (new.lanes.f.rng == expected_model.rng).all()
+    assert jax.tree.structure(new) == jax.tree.structure(model)
 
 
 # --- Under other transforms ---------------------------------------------------------

@@ -290,6 +290,26 @@ def test_shapes_may_change_on_the_way():
     assert (new.x == 1).all()
 
 
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.float64, jnp.bfloat16, jnp.float8_e4m3fn], ids=str
+)
+def test_an_update_in_place_does_not_reach_the_callers_array(dtype):
+    class Net(es.Module):
+        n: es.State
+
+        def __call__(self):
+            # Of the types that NumPy itself lacks an array stays as it is, read-only.
+            with contextlib.suppress(ValueError):
+                self.n += self.n.dtype.type(1)
+
+    array = np.zeros(2, dtype)
+    model = Net(array)
+    es.mutable(model)()
+    assert model.n is array
+    assert (array.astype(float) == 0).all()
+    array += array.dtype.type(1)  # and it is still the caller's to write
+
+
 def test_numpy_state_becomes_jax_state_without_touching_the_callers():
     class Net(es.Module):
         n: es.State

@@ -18,6 +18,9 @@ class _Split:
     def __repr__(self) -> str:
         return "es.SPLIT"
 
+    def __reduce__(self) -> str:
+        return "SPLIT"  # copies and pickles are the one object
+
 
 SPLIT: Final = _Split()
 """The axis of a PRNG key of which each lane gets its own."""

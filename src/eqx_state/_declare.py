@@ -22,7 +22,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._compat import own_annotations
-from ._kinds import is_kind, TreePart
+from ._kinds import is_kind, kind_name, TreePart
 
 
 KIND = "eqx_state.kind"  # the metadata key under which `field(kind=…)` is kept
@@ -34,7 +34,7 @@ class Spec(NamedTuple):
     kind: type[TreePart] | None = None
     each: "Spec | None" = None
     items: "tuple[Spec, ...] | None" = None
-    unresolved: str | None = None
+    unresolved: bool = False
 
     def child(self, key: Any) -> "Spec":
         """The declaration for the child of a container that lies under `key`."""
@@ -94,7 +94,7 @@ def field(
             )
         if static:
             raise TypeError(
-                f"`es.field(kind=es.{kind.__name__}, static=True)`: a static field is"
+                f"`es.field(kind={kind_name(kind)}, static=True)`: a static field is"
                 " part of the tree's structure and its value is never an array with a"
                 " kind. Drop one of the two."
             )
@@ -142,6 +142,7 @@ class Namespace(dict[str, Any]):
     def __init__(self, cls: type):
         super().__init__()
         module = vars(sys.modules.get(cls.__module__, builtins))
+        self.open_aliases: list[Any] = []
         local, frame_globals = _statements.get(cls, ({}, module))
         self.layers = (
             {cls.__name__: cls},
@@ -174,7 +175,7 @@ def _merge(specs: list[Spec]) -> Spec:
         kind=next(iter(kinds), None),
         each=_merge(each) if each else None,
         items=_merge_items(items) if items else None,
-        unresolved=next((s.unresolved for s in specs if s.unresolved), None),
+        unresolved=any(s.unresolved for s in specs),
     )
 
 
@@ -191,15 +192,15 @@ def parse(annotation: Any, names: Namespace) -> Spec:
         try:
             annotation = eval(annotation, {}, names)
         except Exception:
-            return Spec(unresolved=annotation)
+            return Spec(unresolved=True)
         if isinstance(annotation, str):
             return parse(annotation, names)
     if isinstance(annotation, _UnresolvedType):
-        return Spec(unresolved=annotation.__name__)
+        return Spec(unresolved=True)
     if is_kind(annotation):
         return Spec(kind=annotation)
-    if hasattr(annotation, "__value__"):  # `type Weights = …`
-        return parse(annotation.__value__, names)
+    if type(annotation).__name__ == "TypeAliasType":  # `type Weights = …`
+        return _parse_alias(annotation, names)
     if hasattr(annotation, "__supertype__"):  # `NewType`
         return parse(annotation.__supertype__, names)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -224,6 +225,18 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     return _merge([parse(a, names) for a in args])
 
 
+def _parse_alias(alias: Any, names: Namespace) -> Spec:
+    if alias in names.open_aliases:  # `type Tree = Array | dict[str, Tree]`
+        return NOTHING
+    names.open_aliases.append(alias)
+    try:
+        return parse(alias.__value__, names)
+    except NameError:  # its value is evaluated only now
+        return Spec(unresolved=True)
+    finally:
+        names.open_aliases.pop()
+
+
 def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
     """`Annotated[X, …]`: of its kinds the outermost covering, else the innermost."""
     kinds = [inner.kind, *(k for k in metadata if is_kind(k))]
@@ -231,10 +244,12 @@ def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
     if not kinds:
         return inner
     covering = [k for k in kinds if k.covering]
-    return inner._replace(kind=covering[-1] if covering else kinds[0], unresolved=None)
+    return inner._replace(kind=covering[-1] if covering else kinds[0], unresolved=False)
 
 
 _specs: weakref.WeakKeyDictionary[type, dict[str, Spec]] = weakref.WeakKeyDictionary()
+# Classes with names not resolved yet, and how many names there were to look in.
+_pending: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 # What only the frame of the class statement knew: the names local to its function, and
 # its globals.
 _statements: weakref.WeakKeyDictionary[
@@ -264,7 +279,8 @@ def remember_statement(cls: type) -> None:
             code = frame.f_code
             if frame.f_locals is not frame_globals:
                 local = frame.f_locals.items()
-                found = {**{k: v for k, v in local if k in names}, **found}
+                new = {k: v for k, v in local if k in names and not eqx.is_array(v)}
+                found = {**new, **found}
         frame = frame.f_back
     _statements[cls] = found, frame_globals
 
@@ -290,10 +306,9 @@ def declarations(cls: type) -> dict[str, Spec]:
     that cannot be resolved is no error here: it stays in `Spec.unresolved`, and is
     tried again at the next call.
     """
-    try:
+    known = _known_names(cls)
+    if cls in _specs and (cls not in _pending or _pending[cls] == known):
         return _specs[cls]
-    except KeyError:
-        pass
     specs = {}
     for f in dataclasses.fields(cls):
         try:
@@ -306,9 +321,20 @@ def declarations(cls: type) -> dict[str, Spec]:
             ) from None
         if spec != NOTHING:
             specs[f.name] = spec
-    if not any(map(_is_unresolved, specs.values())):
-        _specs[cls] = specs
+    _specs[cls] = specs
+    _pending.pop(cls, None)
+    if any(map(_is_unresolved, specs.values())):
+        _pending[cls] = known
     return specs
+
+
+def _known_names(cls: type) -> int:
+    """How many names there are around `cls`: more of them, and it may be resolved."""
+    if cls in _specs and cls not in _pending:
+        return 0
+    modules = (sys.modules.get(base.__module__) for base in cls.__mro__)
+    others = len(_statements[cls][1]) if cls in _statements else 0
+    return others + sum(len(vars(module)) for module in modules if module)
 
 
 def _declared(cls: type, name: str) -> Spec:
@@ -324,7 +350,7 @@ def _declared(cls: type, name: str) -> Spec:
             f"the annotation says `{spec.kind.__name__}`, `es.field` says"
             f" `{kind.__name__}`"
         )
-    return spec._replace(kind=kind, unresolved=None)
+    return spec._replace(kind=kind, unresolved=False)
 
 
 def check_declarations(cls: type) -> None:
@@ -358,4 +384,4 @@ def annotation_of(cls: type, name: str) -> str:
 
 def _is_unresolved(spec: Spec) -> bool:
     below = [*([] if spec.each is None else [spec.each]), *(spec.items or ())]
-    return spec.unresolved is not None or any(map(_is_unresolved, below))
+    return spec.unresolved or any(map(_is_unresolved, below))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._kinds import is_kind, Parameter, TreePart
+from ._kinds import is_kind, kind_name, Parameter, TreePart
 from ._traverse import is_array, KeyPath, Part
 
 
@@ -43,8 +43,7 @@ def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
 
 def _show(arg: Any) -> str:
     if is_kind(arg):
-        module = "es." if arg.__module__.startswith("eqx_state.") else ""
-        return module + arg.__name__
+        return kind_name(arg)
     return getattr(arg, "__qualname__", repr(arg))
 
 
@@ -207,7 +206,17 @@ def all_of(*filters: Filter) -> Filter:
 
 
 def not_(filter: Filter) -> Filter:
-    """The filter that selects the arrays that `filter` does not select."""
+    """The filter that selects the arrays that `filter` does not select.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        norm = es.filter(es.nn.BatchNorm(3), es.not_(es.Parameter))
+        assert norm.weight is None and norm.mean is not None
+        ```
+    """
     return _Not(filter)
 
 

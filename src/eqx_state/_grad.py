@@ -42,10 +42,21 @@ class _ValueAndGrad(Transform):
             out, model = thread(
                 model, (State,), lambda private: call(private, **kwargs)
             )
-            return _check_loss(out[0] if self.has_aux else out), (out, model)
+            loss = _first_of_two(out) if self.has_aux else out
+            return _check_loss(loss), (out, model)
 
         (_, result), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(diff)
         return result, grads
+
+
+def _first_of_two(out: Any) -> Any:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            "With `has_aux=True` the function returns a pair, `(loss, aux)`, and it"
+            f" returned `{eqx.tree_pformat(out, short_arrays=True)}`. Put what else it"
+            " returns into `aux`: `return loss, (logits, metrics)`."
+        )
+    return out[0]
 
 
 def _check_loss(loss: Any) -> Any:

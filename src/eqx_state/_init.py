@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
+import jax.random as jr
 import jax.tree_util as jtu
 
 from ._base import BaseModule
 from ._errors import NotInitializedError
-from ._keys import as_key, key_at
+from ._keys import as_key, is_typed, key_at
 from ._scope import disown, own, Scope
 from ._strong import strengthen
 from ._traverse import (
@@ -82,7 +83,7 @@ else:
             )
 
         # Whoever takes it for an array or for a layer is told; JAX asks for the dtype.
-        dtype = shape = ndim = property(_raise)
+        dtype = shape = ndim = property(_raise, doc="There is none before `init`.")
         __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
         __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _raise
@@ -205,7 +206,9 @@ def init(
             " cannot be called. Say what to run: `init(key, x, call=lambda model, x:"
             " model.encode(x))`."
         )
-    after = _in_scope(tree, key, lambda private: run(private, *inputs))
+    # Of clones of its keys, since the model keeps the keys and will draw from them.
+    cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
+    after = _in_scope(cloned, key, lambda private: run(private, *inputs))
     return _run_hooks(_fill(tree, after), key)
 
 

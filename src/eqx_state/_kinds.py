@@ -128,6 +128,11 @@ else:
         """An optimizer's moments and counts. Covers everything below it."""
 
 
+def kind_name(kind: type) -> str:
+    """A kind as users write it: `es.State`, or the name of their own."""
+    return ("es." if kind.__module__ == __name__ else "") + kind.__name__
+
+
 def is_kind(x: object) -> bool:
     """Whether `x` is a kind (`isinstance` cannot tell: see `__instancecheck__`)."""
     return isinstance(x, type) and issubclass(x, TreePart)

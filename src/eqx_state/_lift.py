@@ -29,7 +29,7 @@ from ._scope import (
     Scope,
     trace_message,
 )
-from ._traverse import copy_tree, leaves, modules_in, same, Visit, walk
+from ._traverse import copy_tree, leaves, modules_in, same, Visit
 
 
 # --- Functions as pytrees -------------------------------------------------------------
@@ -42,43 +42,55 @@ class Opened(eqx.Module):
     parts: Any
 
 
-def open_function(f: Any, seen: frozenset[int] = frozenset()) -> Any:
+def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
     """`f` as a pytree in which the modules that it closes over are nodes.
 
     Looks into cells, defaults, partials and bound methods. What holds no module stays
     as it is, and so do owned modules, whose identity matters.
     """
+    # Each function is opened once; one that closes over itself stays as it is there.
+    memo = {} if memo is None else memo
 
     def open_leaf(x: Any) -> Any:
-        if id(x) in seen:  # a function that closes over itself
-            return x
-        inside = seen | {id(x)}
+        if id(x) in memo:
+            return memo[id(x)]
+        memo[id(x)] = x
         if isinstance(x, types.FunctionType):
-            parts = _open_held(x, inside)
-            make = ft.partial(_make_function, x)
+            parts, make = _open_held(x, memo), ft.partial(_make_function, x)
         elif isinstance(x, types.MethodType):
-            parts, make = open_function((x.__func__, x.__self__), inside), _make_method
+            parts, make = open_function((x.__func__, x.__self__), memo), _make_method
         elif isinstance(x, ft.partial):
-            parts = open_function((x.func, x.args, x.keywords), inside)
+            parts = open_function((x.func, x.args, x.keywords), memo)
             make = _make_partial
         else:
             return x
-        return Opened(make, parts) if _holds_module(parts) else x
+        if _holds_module(parts):
+            memo[id(x)] = Opened(make, parts)
+        return memo[id(x)]
 
     return jtu.tree_map(open_leaf, f, is_leaf=is_owned)
 
 
-def _open_held(f: types.FunctionType, seen: frozenset[int]) -> list[dict[Any, Any]]:
+def _open_held(f: types.FunctionType, memo: dict[int, Any]) -> list[dict[Any, Any]]:
     """The cells, defaults and keyword defaults of a function that hold modules."""
     cells = {i: _contents(cell) for i, cell in enumerate(f.__closure__ or ())}
     held = (cells, dict(enumerate(f.__defaults__ or ())), f.__kwdefaults__ or {})
-    opened = ({k: open_function(x, seen) for k, x in part.items()} for part in held)
+    opened = ({k: open_function(x, memo) for k, x in part.items()} for part in held)
     # The others are not rebuilt: a list or a `nonlocal` of the caller's stays the same.
     return [{k: x for k, x in part.items() if _holds_module(x)} for part in opened]
 
 
 def _holds_module(tree: Any) -> bool:
-    return any(isinstance(visit.node, eqx.Module) for visit in walk(tree))
+    """Whether there is a module, the function it may be in not being looked into."""
+    found: list[Any] = []
+
+    def stop(x: Any) -> bool:
+        if isinstance(x, eqx.Module):
+            found.append(x)
+        return bool(found)
+
+    jtu.tree_leaves(tree, is_leaf=stop)
+    return bool(found)
 
 
 def close(tree: Any) -> Any:
@@ -208,12 +220,6 @@ class Lifted:
 def _check_reachable(place: Place, visit: Visit) -> None:
     if place.scope.trace != trace_state():
         raise TraceError(trace_message(visit.name, visit.name))
-    if place.held == 0:
-        raise ValueError(
-            f"State was written to `{visit.name}` of a module that another one has"
-            " replaced in the same call, so that it could not come out. Call the new"
-            " one."
-        )
 
 
 def pour(module: BaseModule, values: Any) -> None:

@@ -45,7 +45,17 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
 
 
 def eval(tree: _Tree) -> _Tree:
-    """`tree` with every module in it in eval mode: `es.train(tree, False)`."""
+    """`tree` with every module in it in eval mode: `es.train(tree, False)`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+
+        assert es.eval(eqx.nn.Dropout(0.5)).inference
+        ```
+    """
     return train(tree, False)
 
 
@@ -80,7 +90,19 @@ def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
 
 def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
-    """`tree` with every `es.Module` in it (or under `where`) trainable again."""
+    """`tree` with every `es.Module` in it (or under `where`) trainable again.
+
+    Arguments and errors as `es.freeze`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        norm = es.freeze(es.nn.BatchNorm(3))
+        assert norm.frozen and not es.unfreeze(norm).frozen
+        ```
+    """
     return _set_frozen(tree, where, False)
 
 

@@ -25,9 +25,9 @@ def thread(model: Any, kinds: Kinds, call: Callable[[Any], Any]) -> tuple[Any, A
     """`(call(private copy of model), new model)`: the one way state is threaded."""
     check_initialized(model)
     check_not_shared(model)
-    private = private_copy(model)
-    before = copy_tree(private)
     scope = Scope(kinds)
+    private = private_copy(model, scope)
+    before = copy_tree(private)
     own(private, scope)
     try:
         out = disown(call(private))

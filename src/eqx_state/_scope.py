@@ -18,6 +18,7 @@ import numpy as np
 from ._base import BaseModule, get_place, set_place
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
+from ._kinds import kind_name
 from ._select import difference
 from ._strong import is_weak, NUMBERS, strengthen_field, to_strong
 from ._traverse import (
@@ -63,12 +64,11 @@ class Scope:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """Where an owned module is. `held` counts the places in the tree that hold it."""
+    """Where an owned module is."""
 
     scope: Scope
     path: KeyPath
     context: Context
-    held: int = 1
 
 
 def own(tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT) -> None:
@@ -122,12 +122,6 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
             " tree, which a call cannot change. Declare it `es.State` if it is an"
             " array; modes are switched from outside: `model = model.eval()`."
         )
-    if place.held == 0:
-        raise _frozen(
-            f"Cannot write `{where}`: this module was replaced by another one in the"
-            " same call, so that what is written to it could not come out. Write to"
-            " the new one: `self.layer = new; self.layer.count = ...`."
-        )
     old = module.__dict__.get(name)
     path = (*place.path, jtu.GetAttrKey(name))
     context = place.context.enter(module, jtu.GetAttrKey(name))
@@ -138,13 +132,9 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     value = strengthen_field(cls, name, value)
     _check_kinds(old, value, path, context, scope, where)
     new = _adopt(value, scope)
-    for visit in modules_in(old):
-        get_place(visit.node).held -= 1
+    for visit in modules_in(old):  # what was written there is replaced knowingly
         scope.written.pop(id(visit.node), None)
-    for visit in modules_in(new, path, context):
-        place = get_place(visit.node)
-        held = 0 if place is None else place.held
-        set_place(visit.node, Place(scope, visit.path, visit.context, held + 1))
+    own(new, scope, path, context)
     object.__setattr__(module, name, new)
     scope.written[id(module)] = module, full_name
 
@@ -201,7 +191,7 @@ def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
     return (
         f"Cannot write `{where}`: `{visit.name}` is a `{kind.__name__}`, and this scope"
         f" writes {allowed}. If it is meant, name the kind: `es.mutable(f,"
-        f" kinds=es.{kind.__name__})`, or `kinds=es.TreePart` for all. If it is no"
+        f" kinds={kind_name(kind)})`, or `kinds=es.TreePart` for all. If it is no"
         f" `{kind.__name__}`, declare what it is: `{where.split('.')[-1]}: es.State`."
     )
 
@@ -278,14 +268,24 @@ def _show(x: Any) -> str:
 # --- Leaving --------------------------------------------------------------------------
 
 
-def private_copy(tree: Any) -> Any:
-    """A copy of `tree` to write into: NumPy arrays, which can be, become JAX arrays."""
+def private_copy(tree: Any, scope: Scope) -> Any:
+    """A copy of `tree` in which the caller's NumPy arrays cannot be written into.
 
-    def copy(x: Any) -> Any:
-        is_numeric = isinstance(x, np.ndarray) and x.dtype.kind in NUMERIC
-        return jnp.array(x) if is_numeric else x
+    What the scope may write becomes a JAX array, for which `self.n += 1` makes a new
+    one. Constants stay NumPy arrays, which may be used as shapes, and are read-only.
+    """
 
-    return jtu.tree_map(copy, tree)
+    def copy(visit: Visit) -> Any:
+        x = visit.node
+        if not isinstance(x, np.ndarray):
+            return x
+        if scope.allows(visit.kind) and x.dtype.kind in NUMERIC:
+            return jnp.array(x)
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+
+    return jtu.tree_unflatten(jtu.tree_structure(tree), map(copy, leaves(tree)))
 
 
 def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) -> Any:
@@ -313,14 +313,16 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
 
 def check_written(trees: list[Any], scope: Scope) -> None:
     """What was written must be in the trees still: a container may have lost it."""
+    if not scope.written:
+        return
     inside = {id(visit.node) for tree in trees for visit in modules_in(tree)}
     for key, (module, name) in scope.written.items():
         if key not in inside and get_place(module).scope is scope:
             raise ValueError(
                 f"`{name}` was written, and its module is no longer in the model: it"
-                " was taken out of a container, so that what was written cannot come"
-                " out. Replace containers instead of changing them:"
-                " `self.layers = [*self.layers[:-1], new]`."
+                " was replaced, or taken out of a container, so that what was written"
+                " cannot come out. Write to the new one, and replace containers instead"
+                " of changing them: `self.layers = [*self.layers[:-1], new]`."
             )
 
 

@@ -46,7 +46,7 @@ class Context(NamedTuple):
 
     def declare(self, spec: Spec) -> "Context":
         if spec.kind is None:
-            unresolved = self.unresolved or spec.unresolved is not None
+            unresolved = self.unresolved or spec.unresolved
             return self._replace(spec=spec, unresolved=unresolved)
         covering = spec.kind if spec.kind.covering else None
         return self._replace(
@@ -322,5 +322,5 @@ def check_not_shared(tree: Any) -> None:
             f"The same stateful module is in two places, {a} and {b}. A model is a"
             " tree: at the first transform the one module becomes two, and their"
             " states drift apart. Make two of them, or hold it once and call it from"
-            " both places, or tie the places with `eqx.nn.Shared`."
+            " both places."
         )

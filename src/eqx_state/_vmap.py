@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 
 from ._axes import (
@@ -27,8 +28,8 @@ from ._keys import split_key
 from ._lift import close, Lifted, open_function
 from ._mutable import Transform, wrap
 from ._scope import is_owned
-from ._select import check_kinds
-from ._traverse import is_array, KeyPath, leaves, modules_in, name_of, same, Visit
+from ._select import check_kinds, most_derived
+from ._traverse import KeyPath, leaves, modules_in, name_of, same, Visit
 
 
 _P = ParamSpec("_P")
@@ -119,7 +120,8 @@ class _Vmap(Transform):
         for source, path in slots:
             value, axis = source.values[path], source.axes[path]
             if axis is SPLIT:
-                source.advanced[path], base = split_key(value, 2)
+                # A clone, since the key stays unused if no lane draws from it.
+                source.advanced[path], base = split_key(jr.clone(value), 2)
                 value, axis = split_key(base, size), 0
             inputs.append(value)
             input_axes.append(axis)
@@ -166,23 +168,35 @@ def _owned_sources(
     by_argument: Mapping[KeyPath, Any],
     by_kind: Mapping[Any, Any],
 ) -> list[_Source]:
-    """The owned modules: those in the function by kind, the others as arguments."""
+    """The owned modules: mapped by kind, but what is an argument as the argument."""
     in_function = {id(visit.node) for visit in modules_in(function)}
-    as_argument = {id(visit.node): visit.path for visit in modules_in(arguments)}
+    as_arguments = [v for v in modules_in(arguments) if is_owned(v.node)]
     sources = []
     for i, root in enumerate(lifted.roots):
         visits = lifted.leaves(i)
-        if id(root) in in_function:
-            axes = [axis_by_kind(visit, by_kind) for visit in visits]
-        else:
-            start, depth = as_argument[id(root)], len(lifted.places[i].path)
-            axes = [
-                by_argument[(*start, *v.path[depth:])] if is_array(v.node) else None
-                for v in visits
-            ]
-        paths = [visit.path for visit in visits]
-        values = dict(zip(paths, (visit.node for visit in visits), strict=True))
-        sources.append(_Source(values, dict(zip(paths, axes, strict=True))))
+        axes = {visit.path: axis_by_kind(visit, by_kind) for visit in visits}
+        fixed = {
+            visit.path: axes[visit.path]
+            for visit in visits
+            if id(root) in in_function and most_derived(visit.kind, by_kind)
+        }
+        place = lifted.places[i]
+        paths = {id(v.node): v.path for v in modules_in(root, place.path)}
+        for argument in as_arguments:
+            if (path := paths.get(id(argument.node))) is None:
+                continue
+            for leaf in leaves(argument.node):
+                axis = by_argument[(*argument.path, *leaf.path)]
+                target = (*path, *leaf.path)
+                if fixed.setdefault(target, axis) is not axis:
+                    raise ValueError(
+                        f"`es.vmap`: `{name_of(target)}` is reached twice, to be mapped"
+                        f" over axis {fixed[target]} and over axis {axis}. Give it one"
+                        " axis, in `in_axes` or in `axes`, or pass it once."
+                    )
+                axes[target] = axis
+        values = {visit.path: visit.node for visit in visits}
+        sources.append(_Source(values, axes))
     return sources
 
 
@@ -245,50 +259,51 @@ def vmap(
 ) -> Callable[_P, _R]:
     """`jax.vmap`, through which the state of every module in reach is carried.
 
-    **Arguments:**
+        **Arguments:**
 
-    - `f`: a function, a module, a bound method, or a partial. The modules that it
-        holds, and those that it closes over, are mapped by kind.
-    - `in_axes`, `out_axes`, `axis_name`, `axis_size`: as for `jax.vmap`. Modules among
-        the arguments follow `in_axes`, in which an entry may be a mapping as `axes` is.
-        Leaves that are no arrays are passed on as they are.
-    - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
-        derived kind that matches counts; `...` stands for every other array; then come
-        the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
-        lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
-        once if a lane has drawn from it. An ensemble is `axes={...: 0}`.
+        - `f`: a function, a module, a bound method, or a partial. The modules that it
+            holds, and those that it closes over, are mapped by kind.
+        - `in_axes`, `out_axes`, `axis_name`, `axis_size`: as for `jax.vmap`. Modules among
+            the arguments follow `in_axes`, in which an entry may be a mapping as `axes` is.
+            Leaves that are no arrays are passed on as they are.
+        - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
+            derived kind that matches counts; `...` stands for every other array; then come
+            the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
+            lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
+            once if a lane has drawn from it. An ensemble is `axes={...: 0}`.
 
-    **Returns:**
+        **Returns:**
 
-    A function of the same arguments, which is a pytree, and can decorate methods.
+        A function of the same arguments, which is a pytree, and can decorate methods.
 
-    **Raises:**
+        **Raises:**
 
-    - `ValueError`: the lanes wrote different values to a state that they share; a kind
-        in `axes` that matches nothing; an axis that an array does not have; sizes that
-        differ.
+        - `ValueError`: the lanes wrote different values to a state that they share; a kind
+            in `axes` that matches nothing; an axis that an array does not have; sizes that
+            differ.
 
-    !!! example
+        !!! example
 
-        ```python
-        import eqx_state as es
-        import jax
-        import jax.numpy as jnp
-
-
-        class Mean(es.Module):
-            mean: es.BatchStat
-
-            def __call__(self, x):
-                self.mean = jax.lax.pmean(x, "batch")
-                return x - self.mean
+            ```python
+            import eqx_state as es
+            import jax
+            import jax.numpy as jnp
+    import jax.random as jr
 
 
-        xs = jnp.array([1.0, 3.0])
-        y, model = es.mutable(es.vmap(Mean(0.0), axis_name="batch"))(xs)
-        assert model.mean == 2.0
-        assert y.tolist() == [-1.0, 1.0]
-        ```
+            class Mean(es.Module):
+                mean: es.BatchStat
+
+                def __call__(self, x):
+                    self.mean = jax.lax.pmean(x, "batch")
+                    return x - self.mean
+
+
+            xs = jnp.array([1.0, 3.0])
+            y, model = es.mutable(es.vmap(Mean(0.0), axis_name="batch"))(xs)
+            assert model.mean == 2.0
+            assert y.tolist() == [-1.0, 1.0]
+            ```
     """
     check_kinds(axes or {}, "`es.vmap(axes=...)`")
     pairs = tuple((axes or {}).items())

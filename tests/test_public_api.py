@@ -1,0 +1,223 @@
+"""What `import eqx_state as es` offers: names, their documentation, nothing else."""
+
+import inspect
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+import eqx_state as es
+
+
+# Sections 1 to 8 of the design, as far as they are built.
+KINDS = ["TreePart", "Parameter", "Buffer", "State", "Rng", "BatchStat", "OptState"]
+FILTERS = ["all_of", "any_of", "not_", "path_matches", "trainable", "under"]
+TREES = (
+    "parts filter partition update mask spec map modules map_modules configure"
+    " functional train eval freeze unfreeze init reseed"
+).split()
+TRANSFORMS = ["mutable", "value_and_grad", "grad", "vmap", "SPLIT"]
+CLASSES = "Module Part Initializer RngStream Optimizer field lazy nn".split()
+ERRORS = ["TraceError", "NotInitializedError"]
+LAYERS = ["BatchNorm", "Dropout"]
+
+PUBLIC = sorted(name for name in dir(es) if not name.startswith("_"))
+DOCUMENTED = [
+    *(f"es.{name}" for name in PUBLIC if name not in ("nn", "SPLIT", "trainable")),
+    *(f"es.nn.{name}" for name in dir(es.nn) if not name.startswith("_")),
+]
+
+
+def look_up(name):
+    thing = es
+    for part in name.split(".")[1:]:
+        thing = getattr(thing, part)
+    return thing
+
+
+@pytest.mark.parametrize(
+    "name", [*KINDS, *FILTERS, *TREES, *TRANSFORMS, *CLASSES, *ERRORS]
+)
+def test_the_name_is_there(name):
+    assert hasattr(es, name)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layer_is_there(name):
+    assert issubclass(getattr(es.nn, name), es.Module)
+
+
+def test_nothing_else_is_there():
+    later = "scan checkpoint jit cond switch while_loop fori_loop tabulate state_dict"
+    later += " load_state_dict save load capture to_equinox"
+    expected = {*KINDS, *FILTERS, *TREES, *TRANSFORMS, *CLASSES, *ERRORS}
+    assert expected <= set(PUBLIC) <= expected | set(later.split())
+    assert set(PUBLIC) == {n for n in vars(es) if not n.startswith("_")}
+
+
+def test_layers_are_all_that_is_in_nn():
+    public = {name for name in dir(es.nn) if not name.startswith("_")}
+    assert set(LAYERS) <= public <= {*LAYERS, "Stateful"}
+
+
+def test_nn_is_the_only_public_submodule():
+    submodules = [n for n in PUBLIC if isinstance(getattr(es, n), types.ModuleType)]
+    assert submodules == ["nn"]
+
+
+def test_a_star_import_brings_the_public_names():
+    # That `eval`, `filter` and `map` are among them is why nobody should write it.
+    namespace = {}
+    exec("from eqx_state import *", namespace)
+    assert {name for name in namespace if not name.startswith("_")} == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_it_is_documented(name):
+    thing = look_up(name)
+    doc = inspect.getdoc(thing)
+    assert doc
+    first_line = doc.splitlines()[0]
+    # A dataclass without a docstring gets its signature for one.
+    assert not first_line.startswith(f"{name.split('.')[-1]}(")
+    inherited = [inspect.getdoc(base) for base in getattr(thing, "__mro__", ())[1:]]
+    assert doc not in inherited
+
+
+# Kinds and errors are documented by `TreePart` and by the pages of their subjects.
+WITH_EXAMPLE = [
+    name
+    for name in DOCUMENTED
+    if name.split(".")[-1] not in (*KINDS[1:], *ERRORS, "Part")
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLE)
+def test_it_has_an_example(name):
+    doc = inspect.getdoc(look_up(name))
+    assert "!!! example" in doc, name
+    example = doc.split("!!! example")[1]
+    assert "```python" in example
+    assert "assert" in example
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_its_public_methods_are_documented(name):
+    thing = look_up(name)
+    if not isinstance(thing, type):
+        return
+    for method, value in vars(thing).items():
+        if not method.startswith("_") and (
+            inspect.isfunction(value) or isinstance(value, property)
+        ):
+            assert inspect.getdoc(value), f"{name}.{method}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_argument_of_a_function_has_a_type_and_a_line(name):
+    thing = look_up(name)
+    if not inspect.isfunction(thing):
+        return
+    for parameter in inspect.signature(thing).parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty, parameter
+
+
+def test_where_they_are_from_is_the_package():
+    # `es.all_of` in an error or in documentation is what a user can import.
+    for name in PUBLIC:
+        module = getattr(getattr(es, name), "__module__", "eqx_state")
+        assert module.split(".")[0] == "eqx_state", name
+
+
+def test_module_has_the_methods_of_the_design():
+    methods = (
+        "train eval freeze unfreeze filter partition update replace init initialized"
+        " initializing"
+    ).split()
+    assert [m for m in methods if not hasattr(es.Module, m)] == []
+
+
+def test_two_names_of_fields_are_reserved_and_no_more():
+    class Named(es.Module):
+        key: es.Rng
+        state: es.State
+        init_scale: es.Parameter
+        params: es.Parameter
+        mode: es.State
+        name: str
+
+    assert Named.__dataclass_fields__.keys() >= {"training", "frozen", "mode"}
+    for name in ("training", "frozen"):
+        with pytest.raises(TypeError, match=rf"{name}"):
+            type("Taken", (es.Module,), {"__annotations__": {name: bool}})
+
+
+# --- Importing it ---------------------------------------------------------------------
+
+
+def python(code):
+    """The output of a program in an interpreter of its own, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return re.sub("0x[0-9a-f]+", "0x", done.stdout)
+
+
+def test_importing_it_says_and_prints_nothing():
+    assert python("import eqx_state") == ""
+
+
+def test_importing_it_does_not_start_jax():
+    # Else `jax.config.update("jax_platforms", ...)` would come too late.
+    code = """
+import eqx_state
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+    python(code)
+
+
+EQUINOX_ALONE = """
+import dataclasses
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+{}
+class Mine(eqx.Module):
+    mlp: eqx.nn.MLP
+    norm: eqx.nn.BatchNorm
+    scale: jax.Array = eqx.field(converter=jnp.asarray)
+    name: str = eqx.field(static=True, default="mine")
+
+    def __call__(self, x):
+        return self.scale * self.mlp(x)
+
+model = Mine(
+    eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)),
+    eqx.nn.BatchNorm(2, "batch", mode="batch"),
+    2.0,
+)
+print(model)
+print([f.name for f in dataclasses.fields(model)])
+print(sorted(model.__dict__), hasattr(model, "training"))
+print(jax.tree_util.tree_structure(eqx.filter(model.mlp, eqx.is_array)).num_leaves)
+print(str(jax.tree_util.tree_structure(model.mlp.layers)))
+print([jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(model)])
+print(jax.make_jaxpr(model.mlp)(jnp.ones(2)))
+grads = eqx.filter_grad(lambda m, x: m(x).sum())(model, jnp.ones(2))
+print(grads, type(eqx.Module), eqx.Module.__mro__)
+try:
+    model.scale = 1
+except dataclasses.FrozenInstanceError as e:
+    print(type(e), e)
+"""
+
+
+def test_a_program_that_uses_equinox_alone_is_the_same_with_it_imported():
+    without = python(EQUINOX_ALONE.format(""))
+    assert "Mine(" in without
+    assert python(EQUINOX_ALONE.format("import eqx_state")) == without
