@@ -95,7 +95,7 @@ def dropout(x, lane_key):
 
 def normalise(params, mean, var, x):
     scale = jax.lax.rsqrt(var + EPS) * params["scale"]
-    return x * scale + (-mean * scale + params["shift"])
+    return x * scale + (params["shift"] - mean * scale)
 
 
 def lane(params, stats, keys, x):

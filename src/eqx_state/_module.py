@@ -151,7 +151,11 @@ class Module(BaseModule):
                 _raise_frozen(type(self).__qualname__, name)
 
         def __delattr__(self, name: str) -> None:
-            _raise_frozen(type(self).__qualname__, name)
+            raise dataclasses.FrozenInstanceError(
+                f"Cannot delete `{type(self).__qualname__}.{name}`: the fields of a"
+                " module are its structure. Set it to `None` in a copy:"
+                " `model.replace(...)`."
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # `copy.copy` and `pickle` go through `__new__` otherwise, after which Equinox
@@ -167,7 +171,7 @@ class Module(BaseModule):
 
     @_computed
     def initializing(self) -> bool:
-        """Whether this call is the forward pass of `init`."""
+        """Whether `init` is running: its forward pass, or a `module_init`."""
         place = get_place(self)
         return place is not None and place.scope.initialise is not None
 

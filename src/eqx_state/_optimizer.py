@@ -54,7 +54,8 @@ class Optimizer(eqx.Module):
     def __init__(self, tx: optax.GradientTransformation, wrt: Filter = trainable):
         """**Arguments:**
 
-        - `tx`: an optax transformation, such as `optax.adamw(1e-3)`.
+        - `tx`: an optax transformation, such as `optax.adamw(1e-3)`. It is static, and
+            compared by identity: make it once, outside the training loop.
         - `wrt`: the filter for what is optimised. Default: `es.trainable`.
         """
         self.tx = tx

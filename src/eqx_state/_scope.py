@@ -7,7 +7,7 @@ leak that trace's tracers, and is an error.
 """
 
 import dataclasses
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -39,7 +39,6 @@ from ._traverse import (
 
 
 Kinds = tuple[type, ...]
-NUMERIC: Final = "biufc"  # NumPy's letters for the dtypes that JAX has
 
 
 class Scope:
@@ -268,6 +267,11 @@ def _show(x: Any) -> str:
 # --- Leaving --------------------------------------------------------------------------
 
 
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX has arrays of a NumPy dtype; NumPy has strings and objects, too."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
+
+
 def private_copy(tree: Any, scope: Scope) -> Any:
     """A copy of `tree` in which the caller's NumPy arrays cannot be written into.
 
@@ -279,7 +283,7 @@ def private_copy(tree: Any, scope: Scope) -> Any:
         x = visit.node
         if not isinstance(x, np.ndarray):
             return x
-        if scope.allows(visit.kind) and x.dtype.kind in NUMERIC:
+        if scope.allows(visit.kind) and is_numeric(x.dtype):
             return jnp.array(x)
         x = x.copy()
         x.flags.writeable = False
@@ -343,7 +347,7 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         raise _frozen(_kind_message(visit, visit.name, scope))
     if scope.initialise is None:
         new = _fit_leaf(old, new, visit.name)
-    if isinstance(new, (np.ndarray, np.generic)) and new.dtype.kind in NUMERIC:
+    if isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype):
         new = jnp.array(new)  # a copy: the writer may go on changing it
     new = to_strong(new)
     if scope.initialise is None and is_array(old) and not _same_type(old, new):

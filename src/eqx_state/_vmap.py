@@ -188,7 +188,7 @@ def _owned_sources(
             for leaf in leaves(argument.node):
                 axis = by_argument[(*argument.path, *leaf.path)]
                 target = (*path, *leaf.path)
-                if fixed.setdefault(target, axis) is not axis:
+                if fixed.setdefault(target, axis) != axis:
                     raise ValueError(
                         f"`es.vmap`: `{name_of(target)}` is reached twice, to be mapped"
                         f" over axis {fixed[target]} and over axis {axis}. Give it one"
@@ -259,51 +259,50 @@ def vmap(
 ) -> Callable[_P, _R]:
     """`jax.vmap`, through which the state of every module in reach is carried.
 
-        **Arguments:**
+    **Arguments:**
 
-        - `f`: a function, a module, a bound method, or a partial. The modules that it
-            holds, and those that it closes over, are mapped by kind.
-        - `in_axes`, `out_axes`, `axis_name`, `axis_size`: as for `jax.vmap`. Modules among
-            the arguments follow `in_axes`, in which an entry may be a mapping as `axes` is.
-            Leaves that are no arrays are passed on as they are.
-        - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
-            derived kind that matches counts; `...` stands for every other array; then come
-            the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
-            lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
-            once if a lane has drawn from it. An ensemble is `axes={...: 0}`.
+    - `f`: a function, a module, a bound method, or a partial. The modules that it
+        holds, and those that it closes over, are mapped by kind.
+    - `in_axes`, `out_axes`, `axis_name`, `axis_size`: as for `jax.vmap`. Modules among
+        the arguments follow `in_axes`, in which an entry may be a mapping as `axes` is.
+        Leaves that are no arrays are passed on as they are.
+    - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
+        derived kind that matches counts; `...` stands for every other array; then come
+        the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
+        lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
+        once if a lane has drawn from it. An ensemble is `axes={...: 0}`.
 
-        **Returns:**
+    **Returns:**
 
-        A function of the same arguments, which is a pytree, and can decorate methods.
+    A function of the same arguments, which is a pytree, and can decorate methods.
 
-        **Raises:**
+    **Raises:**
 
-        - `ValueError`: the lanes wrote different values to a state that they share; a kind
-            in `axes` that matches nothing; an axis that an array does not have; sizes that
-            differ.
+    - `ValueError`: the lanes wrote different values to a state that they share; a kind
+        in `axes` that matches nothing; an axis that an array does not have; sizes that
+        differ; one module reached twice, with different axes.
 
-        !!! example
+    !!! example
 
-            ```python
-            import eqx_state as es
-            import jax
-            import jax.numpy as jnp
-    import jax.random as jr
-
-
-            class Mean(es.Module):
-                mean: es.BatchStat
-
-                def __call__(self, x):
-                    self.mean = jax.lax.pmean(x, "batch")
-                    return x - self.mean
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
 
 
-            xs = jnp.array([1.0, 3.0])
-            y, model = es.mutable(es.vmap(Mean(0.0), axis_name="batch"))(xs)
-            assert model.mean == 2.0
-            assert y.tolist() == [-1.0, 1.0]
-            ```
+        class Mean(es.Module):
+            mean: es.BatchStat
+
+            def __call__(self, x):
+                self.mean = jax.lax.pmean(x, "batch")
+                return x - self.mean
+
+
+        xs = jnp.array([1.0, 3.0])
+        y, model = es.mutable(es.vmap(Mean(0.0), axis_name="batch"))(xs)
+        assert model.mean == 2.0
+        assert y.tolist() == [-1.0, 1.0]
+        ```
     """
     check_kinds(axes or {}, "`es.vmap(axes=...)`")
     pairs = tuple((axes or {}).items())

@@ -18,6 +18,9 @@ class BatchNorm(Module):
     averages are kept: `new = momentum * old + (1 - momentum) * batch`, from 0 and 1, as
     in Flax. In eval mode, and when frozen, with the running averages, which stay.
 
+    The averages start at 0 and 1 and are not corrected for it (Equinox divides by
+    `1 - momentum**n`): with few steps choose a `momentum` such as 0.9.
+
     With an `axis_name`, for one example at a time under a `vmap` with that axis, as
     `equinox.nn.BatchNorm`. Without, for a whole batch at once.
 
@@ -97,9 +100,11 @@ class BatchNorm(Module):
 
         **Returns:**
 
-        An array of the shape and dtype of `x`.
+        An array of the shape of `x`, and of its dtype if that is a floating one.
 
         **Raises:**
+
+        - `NameError`: there is no axis called `axis_name`.
 
         - `ValueError`: `x` has another number of channels.
         """
@@ -121,13 +126,13 @@ class BatchNorm(Module):
         scale = jax.lax.rsqrt(var + self.eps)
         if self.weight is not None:
             scale = scale * self.weight
-        shift = -mean * scale
-        if self.bias is not None:
-            shift = shift + self.bias
+        shift = mean * scale
+        shift = -shift if self.bias is None else self.bias - shift
         shape = [1] * x.ndim
         shape[axis] = self.input_size
         y = x.astype(scale.dtype) * scale.reshape(shape) + shift.reshape(shape)
-        return y.astype(x.dtype)
+        # Integers are not rounded back; a lower precision is that of the layers around.
+        return y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
     def _batch_moments(self, x: Array) -> tuple[Array, Array]:
         axes = tuple(i for i in range(x.ndim) if i != self.channel_axis % x.ndim)
@@ -137,7 +142,17 @@ class BatchNorm(Module):
         return mean.reshape(self.input_size), var
 
     def _over_lanes(self, x: Array) -> Array:
-        return x if self.axis_name is None else jax.lax.pmean(x, self.axis_name)
+        if self.axis_name is None:
+            return x
+        try:
+            return jax.lax.pmean(x, self.axis_name)
+        except NameError as e:  # JAX's, for an axis name that no transform has bound
+            raise NameError(
+                f"`es.nn.BatchNorm(axis_name={self.axis_name!r})` averages over an axis"
+                " of that name, and there is none. Name it where the model is mapped:"
+                f" `es.vmap(model, axis_name={self.axis_name!r})(xs)`. For a whole batch"
+                " at once make the layer with `axis_name=None`."
+            ) from e
 
     def _average(self, old: Array, new: Array) -> Array:
         new = jax.lax.stop_gradient(new)
