@@ -148,10 +148,10 @@ class BatchNorm(Module):
             return jax.lax.pmean(x, self.axis_name)
         except NameError as e:  # JAX's, for an axis name that no transform has bound
             raise NameError(
-                f"`es.nn.BatchNorm(axis_name={self.axis_name!r})` averages over an axis"
-                " of that name, and there is none. Name it where the model is mapped:"
-                f" `es.vmap(model, axis_name={self.axis_name!r})(xs)`. For a whole batch"
-                " at once make the layer with `axis_name=None`."
+                f"`es.nn.BatchNorm(axis_name={self.axis_name!r})` averages over an"
+                " axis of that name, and there is none. Name it where the model is"
+                f" mapped: `es.vmap(model, axis_name={self.axis_name!r})(xs)`. For a"
+                " whole batch at once make the layer with `axis_name=None`."
             ) from e
 
     def _average(self, old: Array, new: Array) -> Array:
