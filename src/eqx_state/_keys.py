@@ -4,6 +4,7 @@ import hashlib
 import operator
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -24,8 +25,8 @@ def as_key(seed_or_key: Any) -> Any:
         return jr.key(operator.index(seed_or_key))
     except TypeError:
         raise TypeError(
-            f"`{seed_or_key!r}` is neither a PRNG key nor an integer seed. Pass "
-            "`jax.random.key(42)`, or `42`."
+            f"`{eqx.tree_pformat(seed_or_key)}` is neither a PRNG key nor an integer"
+            " seed. Pass `jax.random.key(42)`, or `42`."
         ) from None
 
 

@@ -219,7 +219,7 @@ class Lifted:
 
 def _check_reachable(place: Place, visit: Visit) -> None:
     if place.scope.trace != trace_state():
-        raise TraceError(trace_message(visit.name, visit.name))
+        raise TraceError(trace_message(visit.name))
 
 
 def pour(module: BaseModule, values: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from ._base import BaseModule
 from ._filters import selected_nodes
-from ._traverse import copy_tree, is_flag, modules_in, set_flags, Visit
+from ._traverse import copy_tree, has_inference, modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -39,7 +39,7 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
     def flags(visit: Visit) -> dict[str, Any]:
         if isinstance(visit.node, BaseModule):
             return {"training": mode}
-        return {"inference": not mode} if is_flag(visit.node, "inference") else {}
+        return {"inference": not mode} if has_inference(visit.node) else {}
 
     return set_flags(tree, flags)
 
@@ -107,15 +107,16 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
 
 def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> Any:
-    # In a copy each place has a module of its own, so that places can be told apart.
-    copy = copy_tree(tree)
-    paths = {id(visit.node): visit.path for visit in modules_in(copy)}
-    nodes = [copy] if where is None else selected_nodes(where, copy)
-    chosen = [[paths.get(id(v.node)) for v in modules_in(node)] for node in nodes]
-    if not all(found and None not in found for found in chosen):
+    # In the copy each place has a module of its own, so that places can be told apart.
+    tree = copy_tree(tree)
+    inside = {id(visit.node) for visit in modules_in(tree)}
+    nodes = [tree] if where is None else selected_nodes(where, tree)
+    chosen = [[visit.node for visit in modules_in(node)] for node in nodes]
+    if not all(found and {id(m) for m in found} <= inside for found in chosen):
         raise ValueError(_NOTHING_TO_FREEZE)
-    places = {path for found in chosen for path in found}
-    return set_flags(tree, lambda v: {"frozen": frozen} if v.path in places else {})
+    for module in (m for found in chosen for m in found):
+        object.__setattr__(module, "frozen", frozen)
+    return tree
 
 
 _NOTHING_TO_FREEZE = """There is no `es.Module` to freeze here: the flag `frozen` is \

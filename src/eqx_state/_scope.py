@@ -111,7 +111,7 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
             " the call runs, or call again: `y, model = es.mutable(model)(x)`."
         )
     if scope.trace != trace_state():
-        raise TraceError(trace_message(where, full_name))
+        raise TraceError(trace_message(full_name, where))
     fields = {f.name: f for f in dataclasses.fields(module)}
     if name not in fields:
         raise _frozen(no_field_message(module, name))
@@ -185,13 +185,13 @@ def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
         return (
             f"Cannot write `{where}`: `{visit.name}` is {what}, and this scope writes "
             f"{allowed}. What a forward pass changes is declared so: "
-            f"`{where.split('.')[-1]}: es.State`."
+            f"`{visit.context.field}: es.State`."
         )
     return (
         f"Cannot write `{where}`: `{visit.name}` is a `{kind.__name__}`, and this scope"
         f" writes {allowed}. If it is meant, name the kind: `es.mutable(f,"
         f" kinds={kind_name(kind)})`, or `kinds=es.TreePart` for all. If it is no"
-        f" `{kind.__name__}`, declare what it is: `{where.split('.')[-1]}: es.State`."
+        f" `{kind.__name__}`, declare what it is: `{visit.context.field}: es.State`."
     )
 
 
@@ -208,9 +208,10 @@ def _frozen(message: str) -> dataclasses.FrozenInstanceError:
     return dataclasses.FrozenInstanceError(message)
 
 
-def trace_message(where: str, full_name: str) -> str:
+def trace_message(name: str, where: str = "") -> str:
+    field = f"`{where}` (`{name}`)" if where else f"`{name}`"
     return (
-        f"Cannot write `{where}` (`{full_name}`) here: this code runs inside a JAX"
+        f"Cannot write {field} here: this code runs inside a JAX"
         " transform, which the mutable scope lies outside of. What is computed here is"
         " a tracer, and it would leak. Use the transform of `es`, which carries state"
         " through and is called as its namesake in JAX:\n\n"
@@ -257,7 +258,13 @@ def _fit_leaf(old: Any, new: Any, name: str) -> Any:
             f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
             " the field of that dtype to begin with."
         )
-    return jnp.asarray(new, dtype=dtype)
+    try:
+        return jnp.asarray(new, dtype=dtype)
+    except OverflowError as e:
+        raise ValueError(
+            f"Cannot write `{name}`: {new!r} does not fit into {_show(old)}. Make the"
+            " field of a wider dtype to begin with."
+        ) from e
 
 
 def _show(x: Any) -> str:

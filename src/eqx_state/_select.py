@@ -16,8 +16,8 @@ from ._kinds import is_kind, TreePart
 from ._traverse import (
     children,
     first_difference,
+    has_inference,
     is_array,
-    is_flag,
     leaves,
     name_of,
     part_of,
@@ -124,7 +124,7 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
 def _without_modes(visit: Visit) -> dict[str, Any]:
     if isinstance(visit.node, BaseModule):
         return {"training": True, "frozen": False, "_module_init_done": False}
-    return {"inference": None} if is_flag(visit.node, "inference") else {}
+    return {"inference": None} if has_inference(visit.node) else {}
 
 
 def same_modes(tree: _Tree) -> _Tree:

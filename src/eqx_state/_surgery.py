@@ -129,10 +129,7 @@ def replace(module: Any, **fields: Any) -> Any:
                 f"`{type(module).__qualname__}.replace`: there is no field `{name}`. "
                 f"The fields are: {known}."
             )
-    return configure_one(copy_tree(module), fields)
-
-
-def configure_one(module: Any, fields: dict[str, Any]) -> Any:
+    new = copy_tree(module)
     for name, value in fields.items():
-        object.__setattr__(module, name, strengthen_field(type(module), name, value))
-    return module
+        object.__setattr__(new, name, strengthen_field(type(new), name, value))
+    return new

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._base import BaseModule, FLAGS
+from ._base import BaseModule
 from ._declare import annotation_of, declarations, NOTHING, Spec
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
@@ -242,11 +242,9 @@ def field_names(module: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(module) if f.repr]
 
 
-def is_flag(module: eqx.Module, name: str) -> bool:
-    """Whether the attribute is a mode: `training`, `frozen`, Equinox's `inference`."""
-    if isinstance(module, BaseModule):
-        return name in FLAGS
-    return name == "inference" and type(module.__dict__.get(name)) is bool
+def has_inference(module: eqx.Module) -> bool:
+    """Whether a module has the flag of Equinox's layers, a bool called `inference`."""
+    return type(module.__dict__.get("inference")) is bool
 
 
 def set_flags(tree: Any, values: Callable[[Visit], dict[str, Any]]) -> Any:
