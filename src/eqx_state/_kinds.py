@@ -87,7 +87,7 @@ else:
         def __new__(cls, *args, **kwargs):
             raise TypeError(
                 f"`{cls.__name__}` is a kind: it annotates a field and is never called."
-                f" Write `w: {cls.__name__}` in the body of the class, and assign the"
+                f" Write `w: {kind_name(cls)}` in the body of the class, and assign the"
                 " array itself: `self.w = value`."
             )
 

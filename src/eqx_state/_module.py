@@ -236,6 +236,6 @@ def _raise_frozen(cls: str, name: str) -> NoReturn:
         "or it is a copy made inside the scope, from which nothing would come back:"
         " `train`, `jax.tree.map` and the transforms of JAX and Equinox make copies."
         " Use the transform of `es`, and switch modes outside:\n\n"
-        "    eqx.filter_vmap(self.layer)(x)      # wrong; so are eqx.filter_jit, …\n"
+        "    eqx.filter_vmap(self.layer)(x)      # wrong; so is jax.vmap(model)(xs)\n"
         "    es.vmap(self.layer)(x)              # right"
     ) from None
