@@ -110,6 +110,7 @@ def _is_mapping_of_kinds(x: Any) -> bool:
 
 
 def check_matched(by_kind: Mapping[Any, Any], function: Any, lifted: Lifted) -> None:
+    """Every kind that `axes` names must occur in what it is for."""
     kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
     for i in range(len(lifted.roots)):
         kinds |= {visit.kind for visit in lifted.leaves(i)}

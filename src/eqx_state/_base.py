@@ -61,4 +61,5 @@ def get_place(module: eqx.Module) -> Any:
 
 
 def set_place(module: BaseModule, place: Any) -> None:
+    """Put a module into a scope, or with `None` out of it."""
     object.__setattr__(module, "_place", place)

@@ -133,6 +133,7 @@ class _UnresolvedType(type):
 
 
 def unresolved(name: str) -> type:
+    """A stand-in for `name`."""
     return _UnresolvedType(name, (), {})
 
 

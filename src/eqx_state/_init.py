@@ -137,6 +137,7 @@ def missing(tree: Any) -> str | None:
 
 
 def check_initialized(tree: Any) -> None:
+    """Raise `NotInitializedError` if anything is still to be drawn."""
     if (what := missing(tree)) is not None:
         raise NotInitializedError(
             f"The model is used before it is initialised: {what}. Draw the values"

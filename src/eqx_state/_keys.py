@@ -31,6 +31,7 @@ def as_key(seed_or_key: Any) -> Any:
 
 
 def is_typed(key: Any) -> bool:
+    """Whether `key` is what `jax.random.key` makes, or an array of such."""
     return is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 

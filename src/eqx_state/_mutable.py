@@ -123,6 +123,7 @@ def target(f: Any, args: tuple[Any, ...], what: str) -> Lens:
 
 
 def as_kinds(kinds: Any) -> Kinds:
+    """The kinds that may be written, as a tuple."""
     given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
     for kind in given:
         if not is_kind(kind):

@@ -196,6 +196,7 @@ def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
 
 
 def no_field_message(module: BaseModule, name: str) -> str:
+    """What to say when a field is written that the class does not have."""
     cls = type(module).__qualname__
     return (
         f"Cannot write `{cls}.{name}`: `{cls}` has no field `{name}`. Declare it in the"
@@ -209,6 +210,7 @@ def _frozen(message: str) -> dataclasses.FrozenInstanceError:
 
 
 def trace_message(name: str, where: str = "") -> str:
+    """What to say when state is written in a trace that it cannot leave."""
     field = f"`{where}` (`{name}`)" if where else f"`{name}`"
     return (
         f"Cannot write {field} here: this code runs inside a JAX"

@@ -226,6 +226,7 @@ def most_derived(kind: type | None, mapping: Mapping[Any, Any]) -> Any:
 
 
 def check_kinds(mapping: Mapping[Any, Any], what: str) -> None:
+    """Raise `TypeError` for a key of a mapping that is no kind."""
     for key in mapping:
         if key is not ... and not is_kind(key):
             raise TypeError(

@@ -159,6 +159,7 @@ def _foreign(node: Any, context: Context) -> Context:
 
 
 def leaves(tree: Any, path: KeyPath = (), context: Context = ROOT) -> list[Visit]:
+    """Only the leaves of the walk."""
     return [v for v in walk(tree, path, context) if v.is_leaf]
 
 
