@@ -11,7 +11,7 @@ from ._kinds import is_kind, Rng
 from ._lift import Lifted, Opened
 from ._mutable import Transform
 from ._select import check_kinds, most_derived
-from ._traverse import is_array, KeyPath, leaves, Visit
+from ._traverse import is_array, KeyPath, leaves, modules_in, Visit
 
 
 class _Split:
@@ -112,8 +112,10 @@ def _is_mapping_of_kinds(x: Any) -> bool:
 def check_matched(by_kind: Mapping[Any, Any], function: Any, lifted: Lifted) -> None:
     """Every kind that `axes` names must occur in what it is for."""
     kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
-    for i in range(len(lifted.roots)):
-        kinds |= {visit.kind for visit in lifted.leaves(i)}
+    reached = {id(visit.node) for visit in modules_in(function)}
+    for i, root in enumerate(lifted.roots):
+        if id(root) in reached:  # where its place may have a say on its kinds
+            kinds |= {visit.kind for visit in lifted.leaves(i)}
     for key in by_kind:
         if key is not ... and not any(k and issubclass(k, key) for k in kinds):
             raise ValueError(
