@@ -115,6 +115,7 @@ def plot(losses, images, labels, guesses) -> Figure:
     for seed, curve in losses.items():
         axes.semilogy(curve, label=f"seed {seed}")
     axes.set(xlabel="epoch", ylabel="training loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     mistakes_first = np.argsort(guesses == labels, kind="stable")
     for i, ax in zip(mistakes_first, right.subplots(4, 6).flat, strict=False):

@@ -193,7 +193,7 @@ def test_a_container_of_modules_leaves_them_their_own_kinds(base, getkey):
 
 
 @pytest.mark.parametrize(
-    "annotation", [Array, Any, es.State, "es.State", list[Array], "Array"]
+    "annotation", [Array, Any, es.State, "es.State", list[Array], "Array"], ids=repr
 )
 def test_the_specifier(base, annotation):
     class Model(base):
@@ -393,3 +393,27 @@ def test_an_abstract_variable_may_be_a_property(base):
             return self.x
 
     assert kinds(Concrete(ONE)) == {"x": es.State}
+
+
+Tree = TypeAliasType("Tree", "es.State | dict[str, Tree]")
+
+
+def test_an_alias_may_hold_itself(base):
+    class Model(base):
+        x: "Tree"
+
+    assert kinds(Model(jnp.ones(1))) == {"x": es.State}
+
+
+def test_a_name_that_is_missing_is_looked_for_once(base, monkeypatch):
+    fields = "\n".join(f"    f{i}: 'X{i}'" for i in range(30))
+    namespace = {"base": base, "__name__": __name__}
+    exec(f"class Many(base):\n{fields}", namespace)
+    many = namespace["Many"](*[None] * 30)
+    es.parts(many)  # reads the annotations
+    looked = []
+    monkeypatch.setattr(
+        "eqx_state._declare.parse", lambda *args: looked.append(args) or es.State
+    )
+    es.parts([many] * 20)
+    assert looked == []

@@ -395,3 +395,12 @@ def test_an_exception_leaves_the_model_alone():
     with pytest.raises(KeyError, match="half-way"):
         es.grad(f)(model, X)
     assert all(a is b for a, b in zip(leaves, jax.tree.leaves(model), strict=True))
+
+
+@pytest.mark.parametrize(
+    "out", [lambda x: x, lambda x: (x, 1, 2)], ids=["one", "three"]
+)
+def test_has_aux_wants_a_pair(out):
+    model = {"w": jnp.array(2.0)}
+    with pytest.raises(TypeError, match=r"returns a pair, `\(loss, aux\)`"):
+        es.grad(lambda m: out(m["w"]), has_aux=True)(model)

@@ -1,5 +1,8 @@
 """`es.vmap`: axes by kind, keys, ensembles."""
 
+import functools as ft
+import types
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -348,3 +351,54 @@ def test_an_ensemble_under_a_batch():
     assert y.shape == (3, 5, 2)
     assert len(set(y.ravel().tolist())) == 30
     assert (new.noise.rng != ensemble.noise.rng).all()
+
+
+# --- An argument that the function reaches as well ---------------------------------
+
+
+class Scale(es.Module):
+    w: es.Parameter
+
+
+class Around(es.Module):
+    inner: Scale
+
+    def by_closure(self, xs):
+        f = lambda b, x: jnp.sum(b.w) * x + 0 * self.inner.w.sum()  # noqa: E731
+        return es.vmap(f, in_axes=(0, 0))(self.inner, xs)
+
+    @ft.partial(es.vmap, in_axes=(0, 0))
+    def each(self, b, x):
+        return b.w * x
+
+    def by_method(self, xs):
+        return self.each(self.inner, xs)
+
+
+@pytest.mark.parametrize("name", ["by_closure", "by_method"])
+def test_an_argument_follows_in_axes_though_the_function_reaches_it(name):
+    model = Around(Scale(jnp.arange(3.0)))
+    y, _ = es.mutable(getattr(model, name))(jnp.ones(3))
+    assert y.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_two_axes_for_one_module_are_an_error():
+    def f(layer, xs):
+        g = es.vmap(lambda a, b, x: a.w * x, in_axes=(0, None, 0))
+        return g(layer, layer, xs)
+
+    with pytest.raises(ValueError, match=r"`w` is reached twice.*axis 0.*axis None"):
+        es.mutable(f)(Scale(jnp.arange(3.0)), jnp.ones(3))
+
+
+def test_a_closure_that_is_rebuilt_keeps_what_holds_no_module():
+    # Outside a scope the module's key is split, and what holds it is made anew.
+    model = es.nn.Dropout(0.5, key=jr.key(0)).eval()
+    inner = types.MethodType(lambda self, x: self(x), model)
+
+    def f(x, g=ft.partial(inner), *, h=lambda x: model(x)):  # noqa: B008
+        return g(x) + h(x) + late(x)
+
+    run = es.vmap(f)
+    late = lambda x: 0 * x  # noqa: E731
+    assert run(jnp.ones(2)).tolist() == [2.0, 2.0]

@@ -328,3 +328,32 @@ def test_numpy_state_becomes_jax_state_without_touching_the_callers():
     assert model.n is n
     assert (new.n == 1).all()
     assert (new.total["a"] == 1).all()
+
+
+def test_a_number_that_does_not_fit_is_an_error_that_names_the_field():
+    class Small(es.Module):
+        n: es.State
+
+    small = Small(jnp.zeros((), jnp.int8))
+    with rejects(small, ValueError, "`n`", "300 does not fit"):
+        es.mutable(lambda m: setattr(m, "n", 300))(small)
+
+
+def test_constants_of_numpy_stay_usable_as_shapes_and_cannot_be_written_into():
+    class Shaped(es.Module):
+        sizes: es.Buffer
+        n: es.State = 0
+
+        def __call__(self, x):
+            return x.reshape(tuple(self.sizes))
+
+        def spoil(self):
+            self.sizes += 1
+
+    shaped = Shaped(np.array([2, 3]))
+    y, new = es.mutable(shaped)(jnp.ones(6))
+    assert y.shape == (2, 3)
+    assert new.sizes is shaped.sizes
+    with pytest.raises(ValueError, match="read-only"):
+        es.mutable(shaped.spoil)()
+    assert shaped.sizes.tolist() == [2, 3]
