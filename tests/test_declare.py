@@ -292,6 +292,7 @@ def test_the_specifier_must_not_contradict_the_annotation():
         (Any, None),
         ("Array", None),
     ],
+    ids=repr,
 )
 @pytest.mark.parametrize("how", ["annotation", "specifier"])
 def test_a_new_annotation_replaces_or_removes_the_kind(base, annotation, kind, how):
