@@ -1,35 +1,17 @@
 """Containers in a scope: replaced, and not written into."""
 
-import contextlib
-import copy
 import dataclasses
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import rejects
 
 import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
-
-
-@contextlib.contextmanager
-def rejects(model, error, *fragments):
-    """Raises this error, with all these regexes in its text; the model is untouched."""
-    leaves, treedef = jax.tree.flatten(model)
-    values = copy.deepcopy(leaves)
-    with pytest.raises(error, match=fragments[0]) as info:
-        yield
-    assert info.type is error
-    for fragment in fragments[1:]:
-        info.match(fragment)
-    after, after_def = jax.tree.flatten(model)
-    assert after_def == treedef
-    for old, value, new in zip(leaves, values, after, strict=True):
-        assert new is old
-        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
 
 
 class Stats(es.Module):

@@ -1,7 +1,5 @@
 """`es.mutable`: what is threaded, what comes out, who owns what."""
 
-import contextlib
-import copy
 import dataclasses
 import functools as ft
 import inspect
@@ -11,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import pytest
+from helpers import untouched
 
 import eqx_state as es
 
@@ -39,19 +38,6 @@ class Pair(es.Module):
 
 def counts(tree):
     return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
-
-
-@contextlib.contextmanager
-def untouched(tree):
-    """Afterwards the tree is bit for bit what it was."""
-    leaves, treedef = jax.tree.flatten(tree)
-    values = copy.deepcopy(leaves)
-    yield
-    after, after_def = jax.tree.flatten(tree)
-    assert after_def == treedef
-    for old, value, new in zip(leaves, values, after, strict=True):
-        assert new is old
-        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
 
 
 # --- What comes out -----------------------------------------------------------------

@@ -12,6 +12,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import untouched
 
 import eqx_state as es
 
@@ -40,19 +41,6 @@ class Pair(es.Module):
 
 def counts(tree):
     return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
-
-
-@contextlib.contextmanager
-def untouched(tree):
-    """Afterwards the tree is bit for bit what it was."""
-    leaves, treedef = jax.tree.flatten(tree)
-    values = copy.deepcopy(leaves)
-    yield
-    after, after_def = jax.tree.flatten(tree)
-    assert after_def == treedef
-    for old, value, new in zip(leaves, values, after, strict=True):
-        assert new is old
-        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
 
 
 # --- Snapshots and copies -----------------------------------------------------------

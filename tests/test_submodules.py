@@ -1,7 +1,5 @@
 """Assigning submodules in a scope: new ones, moved ones, replaced ones."""
 
-import contextlib
-import copy
 import dataclasses
 
 import equinox as eqx
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from helpers import rejects
 
 import eqx_state as es
 
@@ -35,22 +34,6 @@ class Pair(es.Module):
 class Group(es.Module):
     layers: list = dataclasses.field(default_factory=lambda: [Counter(), Counter(5)])
     spare: dict = dataclasses.field(default_factory=lambda: {"x": Counter(9)})
-
-
-@contextlib.contextmanager
-def rejects(model, error, *fragments):
-    """Raises this error, with all these regexes in its text; the model is untouched."""
-    leaves, treedef = jax.tree.flatten(model)
-    values = copy.deepcopy(leaves)
-    with pytest.raises(error, match=fragments[0]) as info:
-        yield
-    for fragment in fragments[1:]:
-        info.match(fragment)
-    after, after_def = jax.tree.flatten(model)
-    assert after_def == treedef
-    for old, value, new in zip(leaves, values, after, strict=True):
-        assert new is old
-        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
 
 
 def counts(tree):

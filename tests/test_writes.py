@@ -1,7 +1,6 @@
 """What may be written in a scope: kinds, numbers, containers, submodules."""
 
 import contextlib
-import copy
 import dataclasses
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from helpers import rejects
 
 import eqx_state as es
 
@@ -36,23 +36,6 @@ class Layer(Counter):
 class Pair(es.Module):
     a: Counter = dataclasses.field(default_factory=Counter)
     b: Counter = dataclasses.field(default_factory=lambda: Counter(5))
-
-
-@contextlib.contextmanager
-def rejects(model, error, *fragments):
-    """Raises this error, with all these regexes in its text; the model is untouched."""
-    leaves, treedef = jax.tree.flatten(model)
-    values = copy.deepcopy(leaves)
-    with pytest.raises(error, match=fragments[0]) as info:
-        yield
-    assert info.type is error
-    for fragment in fragments[1:]:
-        info.match(fragment)
-    after, after_def = jax.tree.flatten(model)
-    assert after_def == treedef
-    for old, value, new in zip(leaves, values, after, strict=True):
-        assert new is old
-        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
 
 
 def write(model, *, kinds=es.State, **fields):
