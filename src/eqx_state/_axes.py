@@ -8,10 +8,10 @@ import jax.tree_util as jtu
 
 from ._keys import is_key
 from ._kinds import is_kind, Rng
-from ._lift import Lifted, Opened
+from ._lift import is_mappable, Lifted
 from ._mutable import Transform
 from ._select import check_kinds, most_derived
-from ._traverse import is_array, KeyPath, leaves, modules_in, Visit
+from ._traverse import is_array, leaves, modules_in, Visit
 
 
 class _Split:
@@ -51,7 +51,7 @@ def axis_by_kind(visit: Visit, by_kind: Mapping[Any, Any]) -> Any:
 
 
 # What carries values without being one of the user's models.
-_CARRIERS: Final = (Opened, Transform, eqx.Partial)
+_CARRIERS: Final = (Transform, eqx.Partial)
 
 
 def _in_module(visit: Visit) -> bool:
@@ -59,14 +59,14 @@ def _in_module(visit: Visit) -> bool:
     return owner is not None and not issubclass(owner, _CARRIERS)
 
 
-def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> dict[KeyPath, Any]:
+def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> dict[str, Any]:
     """The axes for the modules in a function; bare arrays in its closure are shared."""
-    return {v.path: axis_by_kind(v, by_kind) for v in leaves(function) if _in_module(v)}
+    return {v.name: axis_by_kind(v, by_kind) for v in leaves(function) if _in_module(v)}
 
 
 def argument_axes(
     in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[KeyPath, Any]:
+) -> dict[str, Any]:
     """The axis of each leaf of `(args, kwargs)`; keyword arguments have axis 0."""
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
@@ -85,7 +85,7 @@ def argument_axes(
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
     visits = leaves((args, kwargs))
-    return {v.path: a.value for v, a in zip(visits, axis_leaves, strict=True)}
+    return {v.name: a.value for v, a in zip(visits, axis_leaves, strict=True)}
 
 
 def _axes_of_argument(entry: Any, argument: Any) -> Any:
@@ -98,24 +98,17 @@ def _axes_of_argument(entry: Any, argument: Any) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
 
 
-def is_mappable(visit: Visit) -> bool:
-    """What `jax.vmap` takes for an array: numbers, too, but for those of a module."""
-    return is_array(visit.node) or (
-        visit.context.owner is None and eqx.is_array_like(visit.node)
-    )
-
-
 def _is_mapping_of_kinds(x: Any) -> bool:
     return isinstance(x, Mapping) and any(is_kind(k) or k is ... for k in x)
 
 
-def check_matched(by_kind: Mapping[Any, Any], function: Any, lifted: Lifted) -> None:
+def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted) -> None:
     """Every kind that `axes` names must occur in what it is for."""
-    kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
-    reached = {id(visit.node) for visit in modules_in(function)}
+    kinds = {visit.kind for visit in leaves(lifted.function) if _in_module(visit)}
+    reached = {id(visit.node) for visit in modules_in(lifted.function)}
     for i, root in enumerate(lifted.roots):
         if id(root) in reached:  # where its place may have a say on its kinds
-            kinds |= {visit.kind for visit in lifted.leaves(i)}
+            kinds |= {visit.kind for visit in lifted.visits(i)}
     for key in by_kind:
         if key is not ... and not any(k and issubclass(k, key) for k in kinds):
             raise ValueError(

@@ -8,8 +8,6 @@ happens, and what the transform returns is written to them at the end.
 """
 
 import dataclasses
-import functools as ft
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,8 @@ import jax.tree_util as jtu
 from ._base import BaseModule, get_place, set_place
 from ._compat import trace_state
 from ._errors import TraceError
+from ._init import check_initialized
+from ._open import open_function
 from ._scope import (
     check_written,
     collect,
@@ -29,126 +29,33 @@ from ._scope import (
     Scope,
     trace_message,
 )
-from ._traverse import copy_tree, leaves, modules_in, same, Visit
+from ._traverse import (
+    copy_tree,
+    is_array,
+    leaves,
+    modules_in,
+    name_of,
+    same,
+    Visit,
+)
 
 
-# --- Functions as pytrees -------------------------------------------------------------
-
-
-class Opened(eqx.Module):
-    """A function as a pytree: the modules that it holds, and how to make it again."""
-
-    make: Callable[[Any], Any] = eqx.field(static=True)
-    parts: Any
-
-
-def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
-    """`f` as a pytree in which the modules that it closes over are nodes.
-
-    Looks into cells, defaults, partials and bound methods. What holds no module stays
-    as it is, and so do owned modules, whose identity matters.
-    """
-    # Each function is opened once; one that closes over itself stays as it is there.
-    memo = {} if memo is None else memo
-
-    def open_leaf(x: Any) -> Any:
-        if id(x) in memo:
-            return memo[id(x)]
-        memo[id(x)] = x
-        if isinstance(x, types.FunctionType):
-            parts, make = _open_held(x, memo), ft.partial(_make_function, x)
-        elif isinstance(x, types.MethodType):
-            parts, make = open_function((x.__func__, x.__self__), memo), _make_method
-        elif isinstance(x, ft.partial):
-            parts = open_function((x.func, x.args, x.keywords), memo)
-            make = _make_partial
-        else:
-            return x
-        if _holds_module(parts):
-            memo[id(x)] = Opened(make, parts)
-        return memo[id(x)]
-
-    return jtu.tree_map(open_leaf, f, is_leaf=is_owned)
-
-
-def _open_held(f: types.FunctionType, memo: dict[int, Any]) -> list[dict[Any, Any]]:
-    """The cells, defaults and keyword defaults of a function that hold modules."""
-    cells = {i: _contents(cell) for i, cell in enumerate(f.__closure__ or ())}
-    held = (cells, dict(enumerate(f.__defaults__ or ())), f.__kwdefaults__ or {})
-    opened = ({k: open_function(x, memo) for k, x in part.items()} for part in held)
-    # The others are not rebuilt: a list or a `nonlocal` of the caller's stays the same.
-    return [{k: x for k, x in part.items() if _holds_module(x)} for part in opened]
-
-
-def _holds_module(tree: Any) -> bool:
-    """Whether there is a module, the function it may be in not being looked into."""
-    found: list[Any] = []
-
-    def stop(x: Any) -> bool:
-        if isinstance(x, eqx.Module):
-            found.append(x)
-        return bool(found)
-
-    jtu.tree_leaves(tree, is_leaf=stop)
-    return bool(found)
-
-
-def close(tree: Any) -> Any:
-    """The inverse of `open_function`."""
-    return jtu.tree_map(
-        lambda x: x.make(close(x.parts)) if isinstance(x, Opened) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Opened) or is_owned(x),
-    )
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # assigned later in the function around
-        return None
-
-
-def _make_function(
-    f: types.FunctionType, parts: list[dict[Any, Any]]
-) -> types.FunctionType:
-    cells, defaults, kwdefaults = parts
-    new = types.FunctionType(
-        f.__code__,
-        f.__globals__,
-        f.__name__,
-        tuple(defaults.get(i, x) for i, x in enumerate(f.__defaults__ or ())) or None,
-        tuple(
-            types.CellType(cells[i]) if i in cells else cell
-            for i, cell in enumerate(f.__closure__ or ())
-        ),
-    )
-    new.__kwdefaults__ = {**(f.__kwdefaults__ or {}), **kwdefaults} or None
-    new.__dict__.update(f.__dict__)
-    return new
-
-
-def _make_method(parts: Any) -> types.MethodType:
-    return types.MethodType(*parts)
-
-
-def _make_partial(parts: Any) -> ft.partial[Any]:
-    f, args, keywords = parts
-    return ft.partial(f, *args, **keywords)
-
-
-# --- Owned modules --------------------------------------------------------------------
+# The leaves of a module by name, in the order of flattening.
+Leaves = dict[str, Any]
 
 
 class Lifted:
     """What one lifted call threads: each owned module within reach, once.
 
-    `roots` are the outermost of them.
+    `roots` are the outermost of them; what is said of each comes as a list, in their
+    order.
     """
 
-    def __init__(self, *trees: Any):
+    def __init__(self, functions: Any, *arguments: Any):
+        self.function = open_function(functions)
         self.roots: list[BaseModule] = []
         reached: set[int] = set()
+        trees = (self.function, *arguments)
         for visit in (visit for tree in trees for visit in modules_in(tree)):
             if is_owned(visit.node) and id(visit.node) not in reached:
                 inside = {id(v.node) for v in modules_in(visit.node)}
@@ -156,17 +63,47 @@ class Lifted:
                 outer = [root for root in self.roots if id(root) not in inside]
                 self.roots = [*outer, visit.node]
                 reached |= inside
+        if not self.roots:
+            check_initialized(trees)
         self.places: list[Place] = [get_place(root) for root in self.roots]
+        self.initialised: list[Any] = [None for _ in self.roots]
 
-    def leaves(self, i: int, tree: Any = None) -> list[Visit]:
+    @property
+    def is_initialising(self) -> bool:
+        """Whether `init` runs its forward pass, which may bring leaves into being."""
+        return any(place.scope.initialise is not None for place in self.places)
+
+    def visits(self, i: int, tree: Any = None) -> list[Visit]:
         """The leaves of one root, or of a tree in its place, seen from the model."""
         tree = self.roots[i] if tree is None else tree
         return leaves(tree, self.places[i].path, self.places[i].context)
 
-    def run(self, values: list[list[Any]], call: Callable[[], Any]) -> tuple[Any, Any]:
+    def values(self) -> list[Leaves]:
+        """What the roots hold now."""
+        return [
+            {v.name: v.node for v in self.visits(i)} for i in range(len(self.roots))
+        ]
+
+    def within(self, i: int, tree: Any) -> list[tuple[str, str]]:
+        """The leaves that the owned modules in a tree share with a root.
+
+        Each with its name in the root, and its name in the tree.
+        """
+        root, place = self.roots[i], self.places[i]
+        paths = {id(v.node): v.path for v in modules_in(root, place.path)}
+        return [
+            (name_of((*paths[id(v.node)], *leaf.path)), name_of((*v.path, *leaf.path)))
+            for v in modules_in(tree)
+            if id(v.node) in paths
+            for leaf in leaves(v.node)
+        ]
+
+    def run(
+        self, values: list[Leaves], call: Callable[[], Any]
+    ) -> tuple[Any, list[Leaves]]:
         """`call()` in the active trace, with these leaves in the roots meanwhile.
 
-        Returns its output, and for each root the tree after the call.
+        Returns its output, and the leaves that it has written.
         """
         saved = [
             (v.node, dict(v.node.__dict__), get_place(v.node))
@@ -182,7 +119,7 @@ class Lifted:
         try:
             before = []
             for root, place, new in threaded:
-                pour(root, iter(new))
+                pour(root, iter(new.values()))
                 own(root, scopes[id(place.scope)], place.path, place.context)
                 before.append(copy_tree(root))
             out = disown(call())
@@ -199,27 +136,52 @@ class Lifted:
                 module.__dict__.clear()
                 module.__dict__.update(fields)
                 set_place(module, place)
-        return out, after
+        written = []
+        for i, (tree, old) in enumerate(zip(after, values, strict=True)):
+            visits = self.visits(i, tree)
+            if self.is_initialising:  # no tracer may live on: only the structure does
+                self.initialised[i] = (
+                    jtu.tree_structure(tree),
+                    [visit.name for visit in visits],
+                )
+            written.append(
+                {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
+            )
+        return out, written
 
-    def commit(self, after: list[Any]) -> None:
-        """Write the trees after the call to the owned modules, all or none."""
-        for i, (place, tree) in enumerate(zip(self.places, after, strict=True)):
-            old = {v.path: v.node for v in self.leaves(i)}
-            for visit in self.leaves(i, tree):
-                if not same(old.get(visit.path), visit.node):
-                    _check_reachable(place, visit)
-                    place.scope.written[id(self.roots[i])] = self.roots[i], visit.name
-        for root, place, tree in zip(self.roots, self.places, after, strict=True):
-            if jtu.tree_structure(tree) == jtu.tree_structure(root):
-                pour(root, iter(jtu.tree_leaves(tree)))
-            else:  # only `init` changes a structure
-                root.__dict__.update(tree.__dict__)
-                own(root, place.scope, place.path, place.context)
+    def commit(self, written: list[Leaves]) -> None:
+        """Write these leaves to the owned modules, all or none."""
+        for root, place, new in zip(self.roots, self.places, written, strict=True):
+            for name in new:
+                if place.scope.trace != trace_state():
+                    raise TraceError(trace_message(name))
+                place.scope.written[id(root)] = root, name
+        for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
+            if new:
+                self._store(i, {**old, **new})
+
+    def _store(self, i: int, new: Leaves) -> None:
+        root, place = self.roots[i], self.places[i]
+        if self.initialised[i] is None:
+            pour(root, iter(new.values()))
+        else:  # only `init` changes a structure
+            treedef, names = self.initialised[i]
+            tree = jtu.tree_unflatten(treedef, [new[name] for name in names])
+            root.__dict__.update(tree.__dict__)
+            own(root, place.scope, place.path, place.context)
 
 
-def _check_reachable(place: Place, visit: Visit) -> None:
-    if place.scope.trace != trace_state():
-        raise TraceError(trace_message(visit.name))
+def is_mappable(visit: Visit) -> bool:
+    """What JAX's transforms take for an array: numbers, too, but not a module's."""
+    return is_array(visit.node) or (
+        visit.context.owner is None and eqx.is_array_like(visit.node)
+    )
+
+
+def is_output(out: Any) -> Any:
+    """For each leaf of what a function returned, whether it leaves as an array."""
+    flags = [is_mappable(visit) for visit in leaves(out)]
+    return jtu.tree_unflatten(jtu.tree_structure(out), flags)
 
 
 def pour(module: BaseModule, values: Any) -> None:

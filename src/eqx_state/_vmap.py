@@ -19,17 +19,16 @@ from ._axes import (
     axis_by_kind,
     check_matched,
     function_axes,
-    is_mappable,
     SPLIT,
 )
 from ._compat import is_mapped
-from ._init import check_initialized
 from ._keys import split_key
-from ._lift import close, Lifted, open_function
+from ._lift import is_output, Leaves, Lifted
 from ._mutable import Transform, wrap
+from ._open import close
 from ._scope import is_owned
 from ._select import check_kinds, most_derived
-from ._traverse import KeyPath, leaves, modules_in, name_of, same, Visit
+from ._traverse import modules_in, name_of
 
 
 _P = ParamSpec("_P")
@@ -38,54 +37,34 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(eq=False)
 class _Source:
-    """Leaves by path, and the axis of each: an integer, `SPLIT`, or `None`."""
+    """Leaves by name, and the axis of each: an integer, `SPLIT`, or `None`."""
 
-    values: dict[KeyPath, Any]
-    axes: dict[KeyPath, Any]
-    advanced: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
-    # What a lane has left: only its shape, since its tracers must not live on.
-    treedef: Any = None
-    paths: list[KeyPath] = dataclasses.field(default_factory=list)
-    written: frozenset[KeyPath] = frozenset()
+    values: Leaves
+    axes: dict[str, Any]
+    advanced: Leaves = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(tree: Any, axes: dict[KeyPath, Any]) -> "tuple[_Source, Any]":
+    def of(tree: Any, axes: dict[str, Any]) -> "tuple[_Source, Any]":
         """The leaves of a tree in which owned modules count as leaves that stay."""
         entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
-        own_axes = {p: axes.get(p) for p, v in entries if not is_owned(v)}
-        return _Source(dict(entries), own_axes), treedef
+        values = {name_of(path): value for path, value in entries}
+        own_axes = {n: axes.get(n) for n, v in values.items() if not is_owned(v)}
+        return _Source(values, own_axes), treedef
 
-    def take(
-        self, before: dict[KeyPath, Any], tree: Any, visits: list[Visit]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a lane has written, by name: what all lanes share, what each has."""
-        self.treedef = jtu.tree_structure(tree)
-        self.paths = [visit.path for visit in visits]
-        written = {
-            v.path: v.node for v in visits if not same(before.get(v.path), v.node)
-        }
-        self.written = frozenset(written)
+    def sort(self, written: Leaves) -> tuple[Leaves, Leaves]:
+        """What a lane has written: what all lanes share, and what each has."""
         # What only `init` has brought into being has no axis, and is shared.
-        axes = {path: self.axes.get(path) for path in written}
-        shared = {name_of(p): x for p, x in written.items() if axes[p] is None}
-        own = {name_of(p): x for p, x in written.items() if isinstance(axes[p], int)}
+        axes = {name: self.axes.get(name) for name in written}
+        shared = {name: x for name, x in written.items() if axes[name] is None}
+        own = {name: x for name, x in written.items() if isinstance(axes[name], int)}
         _check_reduced(shared)
         return shared, own
 
-    def outer(self, shared: dict[str, Any], stacked: dict[str, Any]) -> Any:
-        """The tree after the call, as it is outside."""
-        new = []
-        for path in self.paths:
-            axis = self.axes.get(path)
-            if path not in self.written:
-                new.append(self.values[path])
-            elif axis is SPLIT:
-                new.append(self.advanced[path])
-            elif axis is None:
-                new.append(shared[name_of(path)])
-            else:
-                new.append(jnp.moveaxis(stacked[name_of(path)], 0, axis))
-        return jtu.tree_unflatten(self.treedef, new)
+    def outer(self, names: list[str], shared: Leaves, stacked: Leaves) -> Leaves:
+        """What the lanes have written, as it is outside."""
+        moved = {n: jnp.moveaxis(x, 0, self.axes[n]) for n, x in stacked.items()}
+        new = {**self.advanced, **shared, **moved}
+        return {name: new[name] for name in names}
 
 
 class _Vmap(Transform):
@@ -98,116 +77,106 @@ class _Vmap(Transform):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         by_kind = dict(self.axes)
-        function, arguments = open_function(self.f), (args, kwargs)
-        lifted = Lifted(function, arguments)
-        if not lifted.roots:
-            check_initialized((function, arguments))
+        arguments = (args, kwargs)
+        lifted = Lifted(self.f, arguments)
         by_argument = argument_axes(self.in_axes, args, kwargs)
-        check_matched(by_kind, function, lifted)
-        held, held_def = _Source.of(function, function_axes(function, by_kind))
+        check_matched(by_kind, lifted)
+        in_function = function_axes(lifted.function, by_kind)
+        held, held_def = _Source.of(lifted.function, in_function)
         given, given_def = _Source.of(arguments, by_argument)
-        owned = _owned_sources(lifted, function, arguments, by_argument, by_kind)
+        owned = _owned_sources(lifted, arguments, by_argument, by_kind)
         sources = [held, given, *owned]
 
         slots = [
-            (source, path)
+            (source, name)
             for source in sources
-            for path, axis in source.axes.items()
+            for name, axis in source.axes.items()
             if axis is not None
         ]
         size = _size(slots, self.axis_size)
         inputs, input_axes = [], []
-        for source, path in slots:
-            value, axis = source.values[path], source.axes[path]
+        for source, name in slots:
+            value, axis = source.values[name], source.axes[name]
             if axis is SPLIT:
                 # A clone, since the key stays unused if no lane draws from it.
-                source.advanced[path], base = split_key(jr.clone(value), 2)
+                source.advanced[name], base = split_key(jr.clone(value), 2)
                 value, axis = split_key(base, size), 0
             inputs.append(value)
             input_axes.append(axis)
 
         static_out: Any = None
+        names: list[list[str]] = []
 
-        def lane(inputs: list[Any], _: Any) -> tuple[Any, Any, Any]:
-            nonlocal static_out
+        def lane(inputs: list[Any], _: Any) -> tuple[Any, Any]:
+            nonlocal static_out, names
             values = {id(source): dict(source.values) for source in sources}
-            for (source, path), value in zip(slots, inputs, strict=True):
-                values[id(source)][path] = value
+            for (source, name), value in zip(slots, inputs, strict=True):
+                values[id(source)][name] = value
             in_f, in_arguments, *inside = values.values()
             f = self.f
             if any(axis is not None for axis in held.axes.values()):
                 f = close(jtu.tree_unflatten(held_def, in_f.values()))
             args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
-            leaves = [list(new.values()) for new in inside]
-            out, after = lifted.run(leaves, lambda: f(*args, **kwargs))
-            changes = [
-                source.take(inside[i], after[i], lifted.leaves(i, after[i]))
-                for i, source in enumerate(owned)
+            out, written = lifted.run(inside, lambda: f(*args, **kwargs))
+            names = [list(new) for new in written]
+            sorted_ = [
+                source.sort(new) for source, new in zip(owned, written, strict=True)
             ]
-            out, static_out = eqx.partition(out, _is_output(out))
-            return out, [c[0] for c in changes], [c[1] for c in changes]
+            out, static_out = eqx.partition(out, is_output(out))
+            return out, ([s for s, _ in sorted_], [o for _, o in sorted_])
 
         mapped = jax.vmap(
             lane,
             in_axes=(input_axes, 0),
-            out_axes=(self.out_axes, None, 0),
+            out_axes=(self.out_axes, (None, 0)),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
         )
-        out, shared, stacked = mapped(inputs, jnp.arange(size))
+        out, (shared, stacked) = mapped(inputs, jnp.arange(size))
         lifted.commit(
-            [s.outer(*x) for s, *x in zip(owned, shared, stacked, strict=True)]
+            [s.outer(*x) for s, *x in zip(owned, names, shared, stacked, strict=True)]
         )
         return eqx.combine(out, static_out)
 
 
 def _owned_sources(
     lifted: Lifted,
-    function: Any,
     arguments: Any,
-    by_argument: Mapping[KeyPath, Any],
+    by_argument: Mapping[str, Any],
     by_kind: Mapping[Any, Any],
 ) -> list[_Source]:
     """The owned modules: mapped by kind, but what is an argument as the argument."""
-    in_function = {id(visit.node) for visit in modules_in(function)}
-    as_arguments = [v for v in modules_in(arguments) if is_owned(v.node)]
+    in_function = {id(visit.node) for visit in modules_in(lifted.function)}
     sources = []
     for i, root in enumerate(lifted.roots):
-        visits = lifted.leaves(i)
-        axes = {visit.path: axis_by_kind(visit, by_kind) for visit in visits}
+        visits = lifted.visits(i)
+        axes = {visit.name: axis_by_kind(visit, by_kind) for visit in visits}
         fixed = {
-            visit.path: axes[visit.path]
+            visit.name: axes[visit.name]
             for visit in visits
             if id(root) in in_function and most_derived(visit.kind, by_kind)
         }
-        place = lifted.places[i]
-        paths = {id(v.node): v.path for v in modules_in(root, place.path)}
-        for argument in as_arguments:
-            if (path := paths.get(id(argument.node))) is None:
-                continue
-            for leaf in leaves(argument.node):
-                axis = by_argument[(*argument.path, *leaf.path)]
-                target = (*path, *leaf.path)
-                if fixed.setdefault(target, axis) != axis:
-                    raise ValueError(
-                        f"`es.vmap`: `{name_of(target)}` is reached twice, to be mapped"
-                        f" over axis {fixed[target]} and over axis {axis}. Give it one"
-                        " axis, in `in_axes` or in `axes`, or pass it once."
-                    )
-                axes[target] = axis
-        values = {visit.path: visit.node for visit in visits}
-        sources.append(_Source(values, axes))
+        for target, argument in lifted.within(i, arguments):
+            axis = by_argument[argument]
+            if fixed.setdefault(target, axis) != axis:
+                raise ValueError(
+                    f"`es.vmap`: `{target}` is reached twice, to be mapped over axis"
+                    f" {fixed[target]} and over axis {axis}. Give it one axis, in"
+                    " `in_axes` or in `axes`, or pass it once."
+                )
+            axes[target] = axis
+        sources.append(_Source({v.name: v.node for v in visits}, axes))
     return sources
 
 
-def _size(slots: list[tuple[_Source, KeyPath]], axis_size: int | None) -> int:
+def _size(slots: list[tuple[_Source, str]], axis_size: int | None) -> int:
     """The number of lanes, on which all that is mapped has to agree."""
     sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
     for source, path in slots:
         value, axis = source.values[path], source.axes[path]
         if axis is SPLIT:
             continue
-        name = f"`{name_of(path) or 'the model'}`"
+        name = f"`{path or 'the model'}`"
         shape = jnp.shape(value)
         if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
             raise ValueError(
@@ -225,12 +194,6 @@ def _size(slots: list[tuple[_Source, KeyPath]], axis_size: int | None) -> int:
             " Map an argument, `in_axes=0`, or give `axis_size`."
         )
     return next(iter(sizes))
-
-
-def _is_output(out: Any) -> Any:
-    """Which leaves `jax.vmap` stacks: arrays, and numbers outside modules."""
-    flags = [is_mappable(visit) for visit in leaves(out)]
-    return jtu.tree_unflatten(jtu.tree_structure(out), flags)
 
 
 def _check_reduced(shared: dict[str, Any]) -> None:
