@@ -2,6 +2,8 @@
 
 from . import nn as nn
 from ._axes import SPLIT as SPLIT
+from ._branches import cond as cond, switch as switch
+from ._checkpoint import checkpoint as checkpoint
 from ._declare import field as field
 from ._errors import (
     NotInitializedError as NotInitializedError,
@@ -18,6 +20,8 @@ from ._filters import (
 from ._functional import functional as functional
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._init import init as init, Initializer as Initializer, lazy as lazy
+from ._interop import to_equinox as to_equinox
+from ._jit import jit as jit
 from ._keys import reseed as reseed
 from ._kinds import (
     BatchStat as BatchStat,
@@ -28,6 +32,7 @@ from ._kinds import (
     State as State,
     TreePart as TreePart,
 )
+from ._loops import fori_loop as fori_loop, scan as scan, while_loop as while_loop
 from ._modes import (
     eval as eval,
     freeze as freeze,

@@ -48,10 +48,10 @@ class Lifted:
     """What one lifted call threads: each owned module within reach, once.
 
     `roots` are the outermost of them; what is said of each comes as a list, in their
-    order.
+    order. Only with `may_initialise` may the call be the one that initialises a model.
     """
 
-    def __init__(self, functions: Any, *arguments: Any):
+    def __init__(self, functions: Any, *arguments: Any, may_initialise: bool = False):
         self.function = open_function(functions)
         self.roots: list[BaseModule] = []
         reached: set[int] = set()
@@ -63,7 +63,7 @@ class Lifted:
                 outer = [root for root in self.roots if id(root) not in inside]
                 self.roots = [*outer, visit.node]
                 reached |= inside
-        if not self.roots:
+        if not self.roots and not may_initialise:
             check_initialized(trees)
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
@@ -82,6 +82,17 @@ class Lifted:
         """What the roots hold now."""
         return [
             {v.name: v.node for v in self.visits(i)} for i in range(len(self.roots))
+        ]
+
+    def writable(self) -> list[Leaves]:
+        """The arrays that the call may write."""
+        return [
+            {
+                v.name: v.node
+                for v in self.visits(i)
+                if is_array(v.node) and place.scope.allows(v.kind)
+            }
+            for i, place in enumerate(self.places)
         ]
 
     def within(self, i: int, tree: Any) -> list[tuple[str, str]]:
@@ -178,10 +189,10 @@ def is_mappable(visit: Visit) -> bool:
     )
 
 
-def is_output(out: Any) -> Any:
-    """For each leaf of what a function returned, whether it leaves as an array."""
-    flags = [is_mappable(visit) for visit in leaves(out)]
-    return jtu.tree_unflatten(jtu.tree_structure(out), flags)
+def is_traced(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """For each leaf of an argument or of an output, whether JAX would trace it."""
+    traced = {visit.path for visit in leaves(tree) if is_mappable(visit)}
+    return jtu.tree_map_with_path(lambda p, _: p in traced, tree, is_leaf=is_leaf)
 
 
 def pour(module: BaseModule, values: Any) -> None:

@@ -23,7 +23,7 @@ from ._axes import (
 )
 from ._compat import is_mapped
 from ._keys import split_key
-from ._lift import is_output, Leaves, Lifted
+from ._lift import is_traced, Leaves, Lifted
 from ._mutable import Transform, wrap
 from ._open import close
 from ._scope import is_owned
@@ -122,7 +122,7 @@ class _Vmap(Transform):
             sorted_ = [
                 source.sort(new) for source, new in zip(owned, written, strict=True)
             ]
-            out, static_out = eqx.partition(out, is_output(out))
+            out, static_out = eqx.partition(out, is_traced(out))
             return out, ([s for s, _ in sorted_], [o for _, o in sorted_])
 
         mapped = jax.vmap(

@@ -1,0 +1,171 @@
+"""`es.cond` and `es.switch`: branches that may write state."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+
+from ._lift import is_traced, Leaves, Lifted
+from ._scope import is_owned
+from ._traverse import leaves, same
+
+
+_R = TypeVar("_R")
+
+
+def _select(
+    select: Callable[[list[Any], Any], Any],
+    branches: Sequence[Callable[..., Any]],
+    operands: tuple[Any, ...],
+    what: str,
+) -> Any:
+    """One of the branches, as `select` chooses; each returns all that any may write."""
+    lifted = Lifted(tuple(branches), operands)
+    if lifted.is_initialising:
+        for f in branches:  # whichever is chosen later must have been initialised
+            f(*operands)
+    traced = is_traced(operands, is_leaf=is_owned)
+    arrays, rest = eqx.partition(operands, traced, is_leaf=is_owned)
+    values, writable = lifted.values(), lifted.writable()
+    written_by_any: list[set[str]] = [set() for _ in values]
+    static_outs: list[Any] = []
+
+    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, list[Leaves]]]:
+        def run(arrays: Any) -> tuple[Any, list[Leaves]]:
+            operands = eqx.combine(arrays, rest, is_leaf=is_owned)
+            out, written = lifted.run(values, lambda: f(*operands))
+            for names, new in zip(written_by_any, written, strict=True):
+                names.update(new)
+            out, static_out = eqx.partition(out, is_traced(out))
+            static_outs.append(static_out)
+            return out, [{**w, **new} for w, new in zip(writable, written, strict=True)]
+
+        return run
+
+    out, state = select([branch(f) for f in branches], arrays)
+    _check_equal(static_outs, what)
+    lifted.commit(
+        [
+            {name: x for name, x in new.items() if name in names}
+            for names, new in zip(written_by_any, state, strict=True)
+        ]
+    )
+    return eqx.combine(out, static_outs[0])
+
+
+def _check_equal(statics: list[Any], what: str) -> None:
+    """What is no array cannot depend on a traced condition."""
+    first = {v.path: v.node for v in leaves(statics[0])}
+    for other in statics[1:]:
+        for visit in leaves(other):
+            if not same(first.get(visit.path), visit.node):
+                raise TypeError(
+                    f"The branches of `{what}` return different values at"
+                    f" `{visit.name or 'the output'}`, which are no arrays. The"
+                    " condition is known only when the program runs, and what is no"
+                    " array must be known before. Return arrays, or the same value from"
+                    " every branch."
+                )
+
+
+def cond(
+    pred: Any,
+    true_fun: Callable[..., _R],
+    false_fun: Callable[..., _R],
+    *operands: Any,
+) -> _R:
+    """`jax.lax.cond`, in which either branch may write state.
+
+    **Arguments:**
+
+    - `pred`: a scalar bool.
+    - `true_fun`, `false_fun`: functions of the operands. They may write different
+        state; what a branch does not write stays as it was.
+    - `operands`: arrays, pytrees, modules.
+
+    **Returns:**
+
+    What the chosen branch returns. Both must return the same structure, shapes and
+    dtypes, and equal values where these are no arrays.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            even: es.State = 0
+            odd: es.State = 0
+
+            def __call__(self, x):
+                def on_even():
+                    self.even = self.even + 1
+                    return x
+
+                def on_odd():
+                    self.odd = self.odd + 1
+                    return 3 * x
+
+                return es.cond(x % 2 == 0, on_even, on_odd)
+
+
+        y, counter = es.mutable(Counter())(jnp.array(5))
+        assert (y, counter.even, counter.odd) == (15, 0, 1)
+        ```
+    """
+    return _select(
+        lambda branches, arrays: jax.lax.cond(pred, *branches, arrays),
+        (true_fun, false_fun),
+        operands,
+        "es.cond",
+    )
+
+
+def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) -> _R:
+    """`jax.lax.switch`, in which any branch may write state.
+
+    **Arguments:**
+
+    - `index`: a scalar integer; clamped to the number of branches.
+    - `branches`: functions of the operands.
+    - `operands`: arrays, pytrees, modules.
+
+    **Returns:**
+
+    What the chosen branch returns, as for [`es.cond`][eqx_state.cond].
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+
+        class Experts(es.Module):
+            uses: list[es.State]
+
+            def __call__(self, i, x):
+                def expert(n):
+                    def run(x):
+                        uses = list(self.uses)
+                        uses[n] = uses[n] + 1
+                        self.uses = uses
+                        return (n + 1.0) * x
+
+                    return run
+
+                return es.switch(i, [expert(0), expert(1)], x)
+
+
+        y, experts = es.mutable(Experts([0, 0]))(1, 2.0)
+        assert y == 4.0 and [int(n) for n in experts.uses] == [0, 1]
+        ```
+    """
+    return _select(
+        lambda branches, arrays: jax.lax.switch(index, branches, arrays),
+        branches,
+        operands,
+        "es.switch",
+    )

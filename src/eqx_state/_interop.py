@@ -1,0 +1,141 @@
+"""`es.to_equinox`: a model for code that threads Equinox's own state."""
+
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ._filters import not_, trainable
+from ._init import check_initialized
+from ._keys import reseed
+from ._kinds import Rng, State
+from ._modes import train
+from ._mutable import thread
+from ._select import filter, mask, partition
+from ._strong import to_strong
+from ._traverse import modules_in, name_of, parts
+
+
+def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
+    """An index into Equinox's state that is known by a label.
+
+    A fresh one is known by an `object()`, so that no two trees with one are equal.
+    """
+    index = eqx.nn.StateIndex(jtu.tree_map(lambda x: to_strong(jnp.asarray(x)), value))
+    object.__setattr__(index, "marker", label)
+    return index
+
+
+def takes_key(f: Any) -> bool:
+    """Whether `f` has a parameter `key`."""
+    parameters = inspect.signature(f).parameters.values()
+    return any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+class _Layer(eqx.nn.StatefulLayer):
+    """A model with holes where its state was, which comes and goes with each call."""
+
+    model: Any
+    index: eqx.nn.StateIndex[dict[str, Any]]
+    inference: bool
+    made_for_inference: bool = eqx.field(static=True)
+
+    def __call__(
+        self, x: Any, state: eqx.nn.State, *, key: Any = None
+    ) -> tuple[Any, eqx.nn.State]:
+        values = state.get(self.index)
+        model = _fill(_only_trainable_differentiated(self.model), values)
+        if self.inference != self.made_for_inference:
+            model = train(model, not self.inference)
+        options, kept = {}, {}
+        if key is not None and takes_key(model):
+            options = {"key": key}
+        elif key is not None:
+            kept = _values(filter(model, Rng))
+            model = reseed(model, key)
+        out, model = thread(model, (State,), lambda private: private(x, **options))
+        return out, state.set(self.index, {**_values(filter(model, State)), **kept})
+
+
+def _values(tree: Any) -> dict[str, Any]:
+    return {part.name: part.value for part in parts(tree)}
+
+
+def _fill(tree: Any, values: dict[str, Any]) -> Any:
+    """`tree` with the values of these names in its holes."""
+    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    leaves = [values.get(name_of(path), leaf) for path, leaf in entries]
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _only_trainable_differentiated(tree: Any) -> Any:
+    """Equinox takes every inexact array for a parameter, and its gradients are zero."""
+    constants, rest = eqx.partition(tree, mask(tree, not_(trainable)))
+    stopped = jtu.tree_map(
+        lambda x: jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, constants
+    )
+    return eqx.combine(stopped, rest)
+
+
+def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
+    """A callable model as Equinox's pair of a stateful layer and its `eqx.nn.State`.
+
+    For code that threads Equinox's own state, and for `equinox.nn.Sequential`. The
+    layer holds the parameters, so that `equinox.filter_grad` takes it; whatever else
+    is in it (an `es.Buffer`, what is frozen) has a gradient of zero. It has Equinox's
+    flag `inference`, which `equinox.nn.inference_mode` sets, and which puts every
+    module inside into eval mode.
+
+    Under `jax.vmap`, with `in_axes=(0, None)` and `out_axes=(0, None)`, all lanes share
+    the state, and with it the keys in it. So either pass each lane a `key`, or convert
+    the model for a whole batch: `es.to_equinox(es.vmap(model, axis_name="batch"))`.
+
+    **Arguments:**
+
+    - `model`: an `es.Module`, or any callable pytree with such in it.
+
+    **Returns:**
+
+    - `layer`, an `equinox.nn.StatefulLayer`: `layer(x, state, key=...)` returns `(y,
+        state)`. A `key` is passed on to the model. If the model takes none, all keys in
+        it are derived from `key` in this call, and those in the state stay.
+    - `state`: every `es.State` of the model, by name.
+
+    **Raises:**
+
+    - `TypeError`: the model cannot be called.
+    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax
+        import jax.random as jr
+
+        layer, state = es.to_equinox(es.nn.BatchNorm(3, axis_name="batch"))
+        axes = {"in_axes": (0, None), "out_axes": (0, None)}
+        xs = jr.normal(jr.key(0), (8, 3))
+        ys, state = jax.vmap(layer, axis_name="batch", **axes)(xs, state)
+
+        layer = eqx.nn.inference_mode(layer)
+        ys, state = jax.vmap(layer, **axes)(xs, state)
+        ```
+    """
+    if not callable(model):
+        raise TypeError(
+            "`es.to_equinox(model)` makes `layer(x, state) -> (y, state)` of a model"
+            f" that can be called, and a `{type(model).__qualname__}` cannot. Give it a"
+            " `__call__`, or put its layers into `eqx.nn.Sequential`."
+        )
+    check_initialized(model)
+    state, rest = partition(model, State)
+    index = labelled_index("es.to_equinox", _values(state))
+    modes = [visit.node.training for visit in modules_in(model)]
+    inference = bool(modes) and not any(modes)
+    layer = _Layer(rest, index, inference, inference)
+    return eqx.nn.delete_init_state(layer), eqx.nn.State(index)
