@@ -1,5 +1,6 @@
 """`es.cond` and `es.switch`: branches that may write state."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -8,7 +9,7 @@ import jax
 
 from ._lift import is_traced, Leaves, Lifted
 from ._scope import is_owned
-from ._traverse import leaves, same
+from ._traverse import difference_of_leaves
 
 
 _R = TypeVar("_R")
@@ -32,6 +33,7 @@ def _select(
     static_outs: list[Any] = []
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, list[Leaves]]]:
+        @ft.wraps(f)  # JAX names it in its messages
         def run(arrays: Any) -> tuple[Any, list[Leaves]]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             out, written = lifted.run(values, lambda: f(*operands))
@@ -56,17 +58,14 @@ def _select(
 
 def _check_equal(statics: list[Any], what: str) -> None:
     """What is no array cannot depend on a traced condition."""
-    first = {v.path: v.node for v in leaves(statics[0])}
     for other in statics[1:]:
-        for visit in leaves(other):
-            if not same(first.get(visit.path), visit.node):
-                raise TypeError(
-                    f"The branches of `{what}` return different values at"
-                    f" `{visit.name or 'the output'}`, which are no arrays. The"
-                    " condition is known only when the program runs, and what is no"
-                    " array must be known before. Return arrays, or the same value from"
-                    " every branch."
-                )
+        if (name := difference_of_leaves(statics[0], other)) is not None:
+            raise TypeError(
+                f"The branches of `{what}` return different values at"
+                f" `{name or 'the output'}`, which are no arrays. Which branch it is"
+                " will be known when the program runs, and what is no array must be"
+                " known before. Return arrays, or the same value from every branch."
+            )
 
 
 def cond(

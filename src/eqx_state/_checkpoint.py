@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from ._lift import is_traced, Leaves, Lifted
+from ._lift import Leaves, Lifted
 from ._mutable import Transform, wrap
 from ._scope import is_owned
 
@@ -22,7 +22,7 @@ class _Checkpoint(Transform):
     static_argnums: tuple[int, ...] = eqx.field(static=True)
     static_argnames: tuple[str, ...] = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         lifted = Lifted(self.f, args, kwargs)
         if lifted.is_initialising:
@@ -36,7 +36,7 @@ class _Checkpoint(Transform):
             # What is not an argument is closed over, which `jax.checkpoint` allows.
             values = lifted.values()
             out, written = lifted.run(values, lambda: self.f(*args, **kwargs))
-            out, static_out = eqx.partition(out, is_traced(out))
+            out, static_out = lifted.split(out)
             return out, written
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
@@ -46,7 +46,14 @@ class _Checkpoint(Transform):
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arrays among the arguments, and what is static."""
-        static = {i % len(args) for i in self.static_argnums if args}
+        for i in self.static_argnums:
+            if not -len(args) <= i < len(args):
+                raise ValueError(
+                    f"`es.checkpoint(static_argnums={i})`: the function was called with"
+                    f" {len(args)} positional arguments, and there is no number {i}."
+                    " What is no array is static without being named."
+                )
+        static = {i % len(args) for i in self.static_argnums}
         flags = [(i not in static, x) for i, x in enumerate(args)]
         named = {k: (k not in self.static_argnames, x) for k, x in kwargs.items()}
         traced = (

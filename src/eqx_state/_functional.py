@@ -7,7 +7,7 @@ from ._init import check_initialized
 from ._kinds import Parameter, State
 from ._mutable import thread
 from ._select import partition, update
-from ._traverse import Part
+from ._traverse import check_not_shared, Part
 
 
 def _any_array(part: Part) -> bool:
@@ -43,6 +43,7 @@ def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
         ```
     """
     check_initialized(tree)
+    check_not_shared(tree)
     params, state, static = partition(tree, Parameter, _any_array)
 
     def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ class _ValueAndGrad(Transform):
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
         model, call = target(self.f, args, "es.value_and_grad")
         check_initialized(model)
@@ -139,7 +139,7 @@ class _Grad(Transform):
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
         run = _ValueAndGrad(self.f, self.wrt, self.has_aux)
         (out, model), grads = run(*args, **kwargs)

@@ -24,9 +24,14 @@ def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
 
     A fresh one is known by an `object()`, so that no two trees with one are equal.
     """
-    index = eqx.nn.StateIndex(jtu.tree_map(lambda x: to_strong(jnp.asarray(x)), value))
+    index = eqx.nn.StateIndex(value)
     object.__setattr__(index, "marker", label)
     return index
+
+
+def strong_arrays(value: Any) -> Any:
+    """`value` as `eqx.nn.State` holds it, all arrays, and none of them weakly typed."""
+    return jtu.tree_map(lambda x: to_strong(jnp.asarray(x)), value)
 
 
 def takes_key(f: Any) -> bool:
@@ -89,6 +94,9 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
     flag `inference`, which `equinox.nn.inference_mode` sets, and which puts every
     module inside into eval mode.
 
+    Convert a model as a whole. Layers of Equinox that have state can be part of it by
+    `es.nn.Stateful`, but their own states cannot be joined with this one.
+
     Under `jax.vmap`, with `in_axes=(0, None)` and `out_axes=(0, None)`, all lanes share
     the state, and with it the keys in it. So either pass each lane a `key`, or convert
     the model for a whole batch: `es.to_equinox(es.vmap(model, axis_name="batch"))`.
@@ -134,8 +142,8 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
         )
     check_initialized(model)
     state, rest = partition(model, State)
-    index = labelled_index("es.to_equinox", _values(state))
+    index = labelled_index("es.to_equinox", strong_arrays(_values(state)))
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
-    layer = _Layer(rest, index, inference, inference)
-    return eqx.nn.delete_init_state(layer), eqx.nn.State(index)
+    holes = eqx.nn.delete_init_state(index)
+    return _Layer(rest, holes, inference, inference), eqx.nn.State(index)

@@ -10,6 +10,7 @@ import functools as ft
 import inspect
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, Literal, overload, ParamSpec, TypeVar
 
@@ -19,10 +20,10 @@ import jax.tree_util as jtu
 
 from ._lift import Leaves, Lifted
 from ._mutable import is_bound_method, Transform, wrap
-from ._open import close
+from ._open import close, Opened
 from ._scope import is_owned
 from ._signature import signature_of
-from ._traverse import is_array
+from ._traverse import is_array, KeyPath
 
 
 _P = ParamSpec("_P")
@@ -59,16 +60,29 @@ class _Key:
 class _Output:
     """What a program returns besides arrays, and where the arrays go."""
 
-    def __init__(self, out: Any, written: list[Leaves]):
+    def __init__(self, out: Any, written: list[Leaves], values: list[Leaves]):
         leaves, self.treedef = jtu.tree_flatten(out)
+        # Arrays that the function has not touched do not go through the program: a
+        # module that comes back with its own parameters may be assigned.
+        inside = (x for old in values for x in old.values() if is_array(x))
+        kept = {id(x): i for i, x in enumerate(inside)}
+        self.kept = [kept.get(id(x)) for x in leaves]
         self.rest = [None if is_array(x) else x for x in leaves]
         self.is_array = [is_array(x) for x in leaves]
         self.names = [list(new) for new in written]
 
-    def put(self, arrays: list[Any]) -> Any:
+    def arrays(self, out: Any) -> list[Any]:
+        """The arrays that the program has computed."""
+        leaves = zip(jtu.tree_leaves(out), self.is_array, self.kept, strict=True)
+        return [x for x, flag, kept in leaves if flag and kept is None]
+
+    def put(self, arrays: list[Any], inside: list[Any]) -> Any:
         """The output of the call."""
-        flags, values = zip(self.is_array, self.rest, strict=True), iter(arrays)
-        leaves = [next(values) if flag else x for flag, x in flags]
+        computed = iter(arrays)
+        leaves = [
+            inside[kept] if kept is not None else next(computed) if flag else x
+            for x, flag, kept in zip(self.rest, self.is_array, self.kept, strict=True)
+        ]
         return jtu.tree_unflatten(self.treedef, leaves)
 
 
@@ -79,57 +93,90 @@ class _Call:
         if kwargs:  # `f(x, y=1)` is `f(x, 1)`
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
+        self.origin = _origin(f)
         self.lifted = Lifted(f, args, kwargs, may_initialise=True)
+        args, kwargs = self.lifted.arguments
         tree = (args[:1], (self.lifted.function, args[1:], kwargs))
         self.entries, self.treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
         self.values = self.lifted.values()
+        self.held = _held(tree)
 
-    def arrays(self) -> tuple[list[Any], list[Any]]:
-        """The arrays of the first argument, and all others."""
-        first = [x for path, x in self.entries if path[0].idx == 0 and is_array(x)]
-        rest = [x for path, x in self.entries if path[0].idx == 1 and is_array(x)]
-        inside = [x for old in self.values for x in old.values() if is_array(x)]
-        return first, rest + inside
+    def inside(self) -> list[Any]:
+        """The arrays of the owned modules."""
+        return [x for old in self.values for x in old.values() if is_array(x)]
+
+    def arrays(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Those of the first argument, of the others, and those never donated."""
+        first, rest, kept = [], [], []
+        for path, x in self.entries:
+            if is_array(x):
+                to = first if path[0].idx == 0 else rest
+                (kept if any(path[: len(p)] == p for p in self.held) else to).append(x)
+        return first, rest, kept + self.inside()
 
     def key(self) -> _Key:
         """What is equal for two calls that one program serves."""
-        return _Key(signature_of(self.entries, self.treedef, self.lifted), self)
+        signature = signature_of(self.entries, self.treedef, self.lifted, self.origin)
+        return _Key(signature, self)
 
-    def trace(self, first: list[Any], rest: list[Any]) -> tuple[Any, Any, _Output]:
+    def trace(
+        self, first: list[Any], rest: list[Any], kept: list[Any]
+    ) -> tuple[list[Any], list[list[Any]], _Output]:
         """The call on these arrays, in the active trace."""
-        arrays = iter([*first, *rest])
-        leaves = [next(arrays) if is_array(x) else x for _, x in self.entries]
+        sources = iter(first), iter(rest), iter(kept)
+        leaves = []
+        for path, x in self.entries:
+            if is_array(x):
+                is_held = any(path[: len(p)] == p for p in self.held)
+                x = next(sources[2 if is_held else path[0].idx])
+            leaves.append(x)
         values = [
-            {name: next(arrays) if is_array(x) else x for name, x in old.items()}
+            {name: next(sources[2]) if is_array(x) else x for name, x in old.items()}
             for old in self.values
         ]
-        head, (function, tail, kwargs) = jtu.tree_unflatten(self.treedef, leaves)
-        f = close(function)
-        out, written = self.lifted.run(values, lambda: f(*head, *tail, **kwargs))
-        out_arrays = [x for x in jtu.tree_leaves(out) if is_array(x)]
-        state = [list(new.values()) for new in written]
-        return out_arrays, state, _Output(out, written)
+        head, tail = close(jtu.tree_unflatten(self.treedef, leaves))
+        f, args, kwargs = tail
+        out, written = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
+        output = _Output(out, written, values)
+        return output.arrays(out), [list(new.values()) for new in written], output
 
-    def finish(self, result: tuple[Any, Any, _Output]) -> Any:
+    def finish(self, result: tuple[list[Any], list[list[Any]], _Output]) -> Any:
         """The output of the call, after its writes to the owned modules."""
         arrays, state, output = result
         named = zip(output.names, state, strict=True)
         self.lifted.commit([dict(zip(n, x, strict=True)) for n, x in named])
-        return output.put(arrays)
+        return output.put(arrays, self.inside())
 
 
-@ft.lru_cache(maxsize=1024)
+def _held(tree: Any) -> list[KeyPath]:
+    """Where the functions are that hold modules, whose arrays are never donated."""
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, Opened) or is_owned(x)
+
+    entries, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [path for path, x in entries if isinstance(x, Opened)]
+
+
+# By function: the programs go when it goes, of which they keep nothing.
+_PROGRAMS: Final[weakref.WeakKeyDictionary[Any, dict[Donate, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _program(origin: Any, donate: Donate) -> Any:
     """The `jax.jit` in which the programs of one function are."""
+    programs = _PROGRAMS.setdefault(origin, {})
+    if donate not in programs:
 
-    def run(key: _Key, first: list[Any], rest: list[Any]) -> Any:
-        assert key.call is not None
-        return key.call.trace(first, rest)
+        def run(key: _Key, *arrays: list[Any]) -> Any:
+            assert key.call is not None
+            return key.call.trace(*arrays)
 
-    run.__name__ = run.__qualname__ = getattr(origin, "__name__", "run")
-    is_donated = _DONATED[donate]
-    argnums = tuple(i + 1 for i in range(2) if is_donated[i])
-    return jax.jit(run, static_argnums=0, donate_argnums=argnums)
+        run.__name__ = run.__qualname__ = getattr(origin, "__name__", "run")
+        argnums = tuple(i + 1 for i in range(2) if _DONATED[donate][i])
+        programs[donate] = jax.jit(run, static_argnums=0, donate_argnums=argnums)
+    return programs[donate]
 
 
 def _origin(f: Any) -> Any:
@@ -146,7 +193,7 @@ def _origin(f: Any) -> Any:
 class _Jit(Transform):
     donate: Donate = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         call = _Call(self.f, args, kwargs)
         if call.lifted.is_initialising:
@@ -158,7 +205,7 @@ class _Jit(Transform):
                 if self.donate.startswith("all"):
                     text = "Some donated buffers were not usable*"
                     warnings.filterwarnings("ignore", message=text)
-                result = _program(_origin(self.f), self.donate)(key, *call.arrays())
+                result = _program(call.origin, self.donate)(key, *call.arrays())
         finally:
             key.call = None  # JAX keeps the key
         return call.finish(result)
@@ -167,7 +214,7 @@ class _Jit(Transform):
         # The object is the first argument, as `donate` understands it.
         return self if instance is None else eqx.Partial(self, instance)
 
-    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+    def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """The program for these arguments, lowered but not compiled.
 
         `jax.ShapeDtypeStruct`s may stand for arrays. `.compile()` returns what is
@@ -176,7 +223,7 @@ class _Jit(Transform):
         call = _Call(self.f, args, kwargs)
         key = call.key()
         try:
-            program = _program(_origin(self.f), self.donate)
+            program = _program(call.origin, self.donate)
             return Lowered(program.lower(key, *call.arrays()), self.f, key.signature)
         finally:
             key.call = None
@@ -212,7 +259,7 @@ class Compiled:
     def __init__(self, compiled: Any, f: Any, signature: Any):
         self._compiled, self._f, self._signature = compiled, f, signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The program's result, for arguments of the signature it was compiled for."""
         call = _Call(self._f, args, kwargs)
         if call.key().signature != self._signature:
@@ -285,7 +332,7 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
         assert y == 6.0 and model.count == 3
         ```
     """
-    if donate not in _DONATED:
+    if not isinstance(donate, str) or donate not in _DONATED:
         raise ValueError(
             f"`es.jit(donate={donate!r})`: `donate` is one of"
             f" {', '.join(map(repr, _DONATED))}."

@@ -29,8 +29,8 @@ from ._scope import (
     Scope,
     trace_message,
 )
+from ._shared import closed_copy
 from ._traverse import (
-    copy_tree,
     is_array,
     leaves,
     modules_in,
@@ -52,11 +52,11 @@ class Lifted:
     """
 
     def __init__(self, functions: Any, *arguments: Any, may_initialise: bool = False):
-        self.function = open_function(functions)
+        # Together: a function among the arguments may close over the same modules.
+        self.function, self.arguments = opened = open_function((functions, arguments))
         self.roots: list[BaseModule] = []
         reached: set[int] = set()
-        trees = (self.function, *arguments)
-        for visit in (visit for tree in trees for visit in modules_in(tree)):
+        for visit in modules_in(opened):
             if is_owned(visit.node) and id(visit.node) not in reached:
                 inside = {id(v.node) for v in modules_in(visit.node)}
                 # A closure may lead to a part before an argument leads to the whole.
@@ -64,7 +64,7 @@ class Lifted:
                 self.roots = [*outer, visit.node]
                 reached |= inside
         if not self.roots and not may_initialise:
-            check_initialized(trees)
+            check_initialized(opened)
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
 
@@ -109,6 +109,18 @@ class Lifted:
             for leaf in leaves(v.node)
         ]
 
+    def split(self, out: Any) -> tuple[Any, Any]:
+        """The arrays that a call has computed, and the rest of its output.
+
+        The arrays of a module that are those from outside go round the trace: a
+        module that comes back with its parameters may then be assigned.
+        """
+        outside = {id(x) for old in self.values() for x in old.values()}
+        computed = jtu.tree_map(
+            lambda x, traced: traced and id(x) not in outside, out, is_traced(out)
+        )
+        return eqx.partition(out, computed)
+
     def run(
         self, values: list[Leaves], call: Callable[[], Any]
     ) -> tuple[Any, list[Leaves]]:
@@ -132,7 +144,7 @@ class Lifted:
             for root, place, new in threaded:
                 pour(root, iter(new.values()))
                 own(root, scopes[id(place.scope)], place.path, place.context)
-                before.append(copy_tree(root))
+                before.append(closed_copy(root))
             out = disown(call())
             for scope in scopes.values():
                 check_written(self.roots, scope)
@@ -150,11 +162,9 @@ class Lifted:
         written = []
         for i, (tree, old) in enumerate(zip(after, values, strict=True)):
             visits = self.visits(i, tree)
-            if self.is_initialising:  # no tracer may live on: only the structure does
-                self.initialised[i] = (
-                    jtu.tree_structure(tree),
-                    [visit.name for visit in visits],
-                )
+            if len(visits) != len(old):  # no tracer may live on: only the structure
+                names = [visit.name for visit in visits]
+                self.initialised[i] = jtu.tree_structure(tree), names
             written.append(
                 {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
             )
@@ -162,24 +172,43 @@ class Lifted:
 
     def commit(self, written: list[Leaves]) -> None:
         """Write these leaves to the owned modules, all or none."""
-        for root, place, new in zip(self.roots, self.places, written, strict=True):
+        for place, new in zip(self.places, written, strict=True):
             for name in new:
                 if place.scope.trace != trace_state():
                     raise TraceError(trace_message(name))
-                place.scope.written[id(root)] = root, name
         for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
             if new:
                 self._store(i, {**old, **new})
+                scope, root = self.places[i].scope, self.roots[i]
+                scope.written[id(root)] = root, next(iter(new))
 
     def _store(self, i: int, new: Leaves) -> None:
         root, place = self.roots[i], self.places[i]
         if self.initialised[i] is None:
             pour(root, iter(new.values()))
-        else:  # only `init` changes a structure
-            treedef, names = self.initialised[i]
-            tree = jtu.tree_unflatten(treedef, [new[name] for name in names])
-            root.__dict__.update(tree.__dict__)
-            own(root, place.scope, place.path, place.context)
+            return
+        # Only `init` changes a structure.
+        treedef, names = self.initialised[i]
+        _merge(root, jtu.tree_unflatten(treedef, [new[name] for name in names]))
+        own(root, place.scope, place.path, place.context)
+
+
+def _merge(root: BaseModule, tree: BaseModule) -> None:
+    """Make `root` what `tree` is; the `es.Module`s in it stay the objects they are."""
+    old = {visit.path: visit.node for visit in modules_in(root)}
+    staying: dict[int, BaseModule] = {}
+    for visit in reversed(list(modules_in(tree))):  # children first
+        fields = jtu.tree_map(
+            lambda x: staying.get(id(x), x),
+            visit.node.__dict__,
+            is_leaf=lambda x: id(x) in staying,
+        )
+        node = old.get(visit.path)
+        if type(node) is type(visit.node):
+            staying[id(visit.node)] = node
+        else:
+            node = visit.node
+        node.__dict__.update(fields)
 
 
 def is_mappable(visit: Visit) -> bool:

@@ -10,12 +10,21 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._base import get_place
 from ._lift import is_traced, Leaves, Lifted
 from ._scope import is_owned, own
-from ._traverse import check_not_shared, copy_tree, is_array, leaves, same
+from ._shared import closed_copy
+from ._traverse import (
+    check_not_shared,
+    difference_of_leaves,
+    is_array,
+    KeyPath,
+    leaves,
+    modules_in,
+)
 
 
 _C = TypeVar("_C")
@@ -28,10 +37,22 @@ class _Loop:
 
     def __init__(self, functions: Any, init: Any, xs: Any = None):
         check_not_shared(init)
-        self.init = jtu.tree_map(_stand_in, init, is_leaf=is_owned)
+        stand_ins: dict[int, Any] = {}
+
+        def stand_in(x: Any) -> Any:
+            if not is_owned(x):
+                return x
+            place, copy = get_place(x), closed_copy(x)
+            own(copy, place.scope, place.path, place.context)
+            stand_ins[id(x)] = copy
+            return copy
+
+        self.init = jtu.tree_map(stand_in, init, is_leaf=is_owned)
         self.arrays, self.static = eqx.partition(self.init, is_traced(self.init))
         self.lifted = Lifted(functions, self.init, xs)
         self.index = {id(root): i for i, root in enumerate(self.lifted.roots)}
+        self.originals = {x: self.index[id(copy)] for x, copy in stand_ins.items()}
+        self.kept: set[KeyPath] = set()
         values, writable = self.lifted.values(), self.lifted.writable()
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if is_owned(x):  # the carry holds its values
@@ -42,6 +63,7 @@ class _Loop:
             in_xs = {name for name, _ in self.lifted.within(i, xs)}
             self.state.append({n: x for n, x in new.items() if n not in in_xs})
             sliced = {n: x for n, x in old.items() if n in in_xs and is_array(x)}
+            _check_sliceable(sliced)
             self.slices.append(sliced)
         self.written: list[set[str]] = [set() for _ in values]
 
@@ -62,6 +84,26 @@ class _Loop:
 
         carry = eqx.combine(arrays, self.static)
         return jtu.tree_map(put, self.init, carry, is_leaf=is_owned), values
+
+    def run(
+        self,
+        values: list[Leaves],
+        call: Callable[[], Any],
+        carry_of: Callable[[Any], Any] = lambda out: out,
+    ) -> tuple[Any, list[Leaves]]:
+        """`Lifted.run`; the output must not hold what a stand-in stands for."""
+        outside: list[int] = []
+
+        def watched() -> Any:
+            out = call()
+            ids = [id(visit.node) for visit in modules_in(carry_of(out))]
+            outside.extend(self.originals[x] for x in ids if x in self.originals)
+            return out
+
+        out, written = self.lifted.run(values, watched)
+        for name in (name for i in outside for name in written[i]):
+            raise _not_returned(name)
+        return out, written
 
     def leave(
         self, values: list[Leaves], carry: Any, written: list[Leaves]
@@ -84,35 +126,32 @@ class _Loop:
         """What was written in a module of the carry must be in the new carry."""
         returned = {v.path: v.node for v in leaves(carry)}
         entries, _ = jtu.tree_flatten_with_path(self.init, is_leaf=is_owned)
+        self.kept = set()
         for path, x in entries:
             if not is_owned(x):
                 continue
             i = self.index[id(x)]
             for visit, (name, old) in zip(leaves(x), values[i].items(), strict=True):
-                if name in written[i] and returned.get((*path, *visit.path)) is old:
-                    raise ValueError(
-                        f"`{name}` was written in a module of the carry, and the carry"
-                        " that the body returned holds the value from before, so that"
-                        " what was written would be lost. Return the module itself:"
-                        " `return cell, y`."
-                    )
+                place = (*path, *visit.path)
+                if returned.get(place) is old:
+                    if name in written[i]:
+                        raise _not_returned(name)
+                    self.kept.add(place)
 
     def _check_static(self, static: Any) -> None:
-        old = {v.path: v.node for v in leaves(self.static)}
-        for visit in leaves(static):
-            if visit.path in old and not same(old[visit.path], visit.node):
-                raise TypeError(
-                    "The body of a loop returned another value at"
-                    f" `{visit.name or 'the carry'}`, which is no array. From step to"
-                    " step only arrays can change: make it one, or return it as it was."
-                )
+        if (name := difference_of_leaves(self.static, static)) is not None:
+            raise TypeError(
+                "The body of a loop returned another value at"
+                f" `{name or 'the carry'}`, which is no array. From step to step only"
+                " arrays can change: make it one, or return it as it was."
+            )
 
     def step(
         self, arrays: Any, state: list[Leaves], f: Callable[[Any], Any]
     ) -> tuple[Any, list[Leaves]]:
         """A step of which only the carry comes out."""
         carry, values = self.enter(arrays, state)
-        carry, written = self.lifted.run(values, lambda: f(carry))
+        carry, written = self.run(values, lambda: f(carry))
         return self.leave(values, carry, written)
 
     def test(self, arrays: Any, state: list[Leaves], f: Callable[[Any], Any]) -> Any:
@@ -139,15 +178,35 @@ class _Loop:
         self.lifted.commit(
             [{**new, **x} for new, x in zip(changed, slices, strict=True)]
         )
+        # A module comes back with its own parameters, and may be assigned.
+        arrays = jtu.tree_map_with_path(
+            lambda path, new, old: old if path in self.kept else new,
+            arrays,
+            self.arrays,
+        )
         return eqx.combine(arrays, self.static)
 
 
-def _stand_in(x: Any) -> Any:
-    if not is_owned(x):
-        return x
-    place, copy = get_place(x), copy_tree(x)
-    own(copy, place.scope, place.path, place.context)
-    return copy
+def _not_returned(name: str) -> ValueError:
+    return ValueError(
+        f"`{name}` was written in a module of the carry, and the body returned a carry"
+        " without it, so that what was written would be lost. Return the module that"
+        " the body was given:\n\n"
+        "    def body(cell, x):\n"
+        "        y = cell(x)\n"
+        "        return cell, y"
+    )
+
+
+def _check_sliceable(slices: Leaves) -> None:
+    for name, x in slices.items():
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                f"`es.scan`: `{name}` has shape (), and no first axis to scan over. A"
+                " stack of layers has one in each of its arrays, also in its state and"
+                " keys: make it by `eqx.filter_vmap(make_layer)(jax.random.split(key,"
+                " n))`."
+            )
 
 
 def scan(
@@ -206,7 +265,11 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    arrays, rest = eqx.partition(xs, eqx.is_array, is_leaf=is_owned)
+    arrays, rest = eqx.partition(xs, is_traced(xs, is_owned), is_leaf=is_owned)
+    loop = _Loop(f, init, xs)
+    if loop.lifted.is_initialising:
+        _initialise(f, init, xs, (arrays, rest), -1 if reverse else 0)
+        loop = _Loop(f, init, xs)
     static_y: Any = None
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -214,8 +277,8 @@ def scan(
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
         entered, values = loop.enter(*carry, slices)
-        out, written = loop.lifted.run(values, lambda: f(entered, x))
-        new_carry, y = _two(out)
+        out, written = loop.run(values, lambda: f(entered, x), lambda out: _two(out)[0])
+        new_carry, y = out
         y, static_y = eqx.partition(y, is_traced(y))
         written_slices = [
             {name: new[name] for name in old if name in new}
@@ -223,11 +286,6 @@ def scan(
         ]
         return loop.leave(values, new_carry, written), (y, written_slices)
 
-    loop = _Loop(f, init, xs)
-    if loop.lifted.is_initialising and not any(loop.slices):
-        # One step fills in what is missing: all steps have one structure then.
-        f(init, jtu.tree_map(lambda x: x[-1 if reverse else 0], arrays))
-        loop = _Loop(f, init, xs)
     carry, (ys, slices) = jax.lax.scan(
         step,
         (loop.arrays, loop.state),
@@ -238,6 +296,33 @@ def scan(
         _split_transpose=_split_transpose,
     )
     return loop.finish(*carry, slices), eqx.combine(ys, static_y)
+
+
+def _initialise(f: Any, init: Any, xs: Any, parts: Any, first: int) -> None:
+    """One step, in which what is missing is made: all steps have one structure then."""
+    lifted = Lifted(f, init, xs)
+    arrays, rest = parts
+    sliced = [
+        {name for name, _ in lifted.within(i, xs)} for i in range(len(lifted.roots))
+    ]
+
+    def slice_of(x: Any) -> Any:
+        # Without a step there are no values, but there are shapes.
+        return x[first] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
+
+    values = [
+        {n: slice_of(x) if n in names and is_array(x) else x for n, x in old.items()}
+        for names, old in zip(sliced, lifted.values(), strict=True)
+    ]
+    x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
+    _, written = lifted.run(values, lambda: f(init, x))
+    # A slice is not written back into its stack: the loop itself does that.
+    lifted.commit(
+        [
+            {name: x for name, x in new.items() if name not in names}
+            for names, new in zip(sliced, written, strict=True)
+        ]
+    )
 
 
 def _two(out: Any) -> tuple[Any, Any]:

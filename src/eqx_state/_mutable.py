@@ -69,9 +69,13 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     """
     transform = object.__new__(cls)
     transform.__dict__.update(f=f, **options)
-    if not jtu.all_leaves([f]):  # data, which has no name, and must not be copied
-        return transform
-    return eqx.module_update_wrapper(transform)
+    if jtu.all_leaves([f]):
+        return eqx.module_update_wrapper(transform)
+    # Data has no name, and must not be copied; but another transform may have one.
+    named = f.__dict__ if isinstance(f, eqx.Module) else {}
+    names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
+    transform.__dict__.update(names)
+    return transform
 
 
 Lens = tuple[Any, Callable[[Any], Any]]
@@ -137,7 +141,7 @@ def as_kinds(kinds: Any) -> Kinds:
 class _Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
         model, call = target(self.f, args, "es.mutable")
         return thread(model, self.kinds, lambda private: call(private, **kwargs))

@@ -4,7 +4,6 @@ JAX takes a function for a leaf. What it closes over, its defaults, the object o
 bound method and the arguments of a partial would stay hidden from a transform.
 """
 
-import dataclasses
 import functools as ft
 import types
 from typing import Any
@@ -15,16 +14,28 @@ import jax.tree_util as jtu
 from ._scope import is_owned
 
 
-@ft.partial(jtu.register_dataclass, data_fields=["parts"], meta_fields=["origin"])
-@dataclasses.dataclass(frozen=True)
+@jtu.register_pytree_with_keys_class
 class Opened:
-    """A function as a pytree: the modules that it holds, and what to put them into.
+    """A function as a pytree: what it holds by name, and what to put that into.
 
     `origin` is the function, or else the class of a bound method or of a partial.
     """
 
-    origin: Any
-    parts: Any
+    def __init__(self, origin: Any, held: dict[str, Any]):
+        self.origin = origin
+        self.held = held
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        children = [(jtu.GetAttrKey(name), x) for name, x in self.held.items()]
+        return children, (self.origin, tuple(self.held))
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        return list(self.held.values()), (self.origin, tuple(self.held))
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Opened":
+        origin, names = aux
+        return cls(origin, dict(zip(names, children, strict=True)))
 
 
 def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -40,29 +51,37 @@ def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
         if id(x) in memo:
             return memo[id(x)]
         memo[id(x)] = x
-        if isinstance(x, types.FunctionType):
-            origin, parts = x, _open_held(x, memo)
-        elif isinstance(x, types.MethodType):
-            origin, parts = type(x), open_function((x.__func__, x.__self__), memo)
-        elif isinstance(x, ft.partial):
-            held = (x.func, x.args, x.keywords)
-            origin, parts = type(x), open_function(held, memo)
-        else:
+        if (held := _held(x)) is None:
             return x
-        if _holds_module(parts):
-            memo[id(x)] = Opened(origin, parts)
+        opened = {name: open_function(y, memo) for name, y in held.items()}
+        if isinstance(x, types.FunctionType):
+            # The others are not rebuilt: a list or a `nonlocal` of the caller's stays.
+            opened = {name: y for name, y in opened.items() if _holds_module(y)}
+        if _holds_module(opened):
+            origin = x if isinstance(x, types.FunctionType) else type(x)
+            memo[id(x)] = Opened(origin, opened)
         return memo[id(x)]
 
     return jtu.tree_map(open_leaf, f, is_leaf=is_owned)
 
 
-def _open_held(f: types.FunctionType, memo: dict[int, Any]) -> list[dict[Any, Any]]:
-    """The cells, defaults and keyword defaults of a function that hold modules."""
-    cells = {i: _contents(cell) for i, cell in enumerate(f.__closure__ or ())}
-    held = (cells, dict(enumerate(f.__defaults__ or ())), f.__kwdefaults__ or {})
-    opened = ({k: open_function(x, memo) for k, x in part.items()} for part in held)
-    # The others are not rebuilt: a list or a `nonlocal` of the caller's stays the same.
-    return [{k: x for k, x in part.items() if _holds_module(x)} for part in opened]
+def _held(f: Any) -> dict[str, Any] | None:
+    """What a callable holds, by name; `None` if it is not one to look into."""
+    if isinstance(f, types.FunctionType):
+        cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+        held = {name: _contents(cell) for name, cell in cells}
+        return held | _defaults(f) | (f.__kwdefaults__ or {})
+    if isinstance(f, types.MethodType):
+        return {"__func__": f.__func__, "__self__": f.__self__}
+    if isinstance(f, ft.partial):
+        return {"func": f.func, "args": f.args, "keywords": f.keywords}
+    return None
+
+
+def _defaults(f: types.FunctionType) -> dict[str, Any]:
+    defaults = f.__defaults__ or ()
+    names = f.__code__.co_varnames[: f.__code__.co_argcount]
+    return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
 
 
 def _holds_module(tree: Any) -> bool:
@@ -84,13 +103,12 @@ def close(tree: Any) -> Any:
     def close_leaf(x: Any) -> Any:
         if not isinstance(x, Opened):
             return x
-        parts = close(x.parts)
+        held = {name: close(y) for name, y in x.held.items()}
         if isinstance(x.origin, types.FunctionType):
-            return _make_function(x.origin, parts)
+            return _make_function(x.origin, held)
         if issubclass(x.origin, types.MethodType):
-            return x.origin(*parts)
-        f, args, keywords = parts
-        return x.origin(f, *args, **keywords)
+            return x.origin(*held.values())
+        return x.origin(held["func"], *held["args"], **held["keywords"])
 
     return jtu.tree_map(
         close_leaf, tree, is_leaf=lambda x: isinstance(x, Opened) or is_owned(x)
@@ -104,20 +122,17 @@ def _contents(cell: types.CellType) -> Any:
         return None
 
 
-def _make_function(
-    f: types.FunctionType, parts: list[dict[Any, Any]]
-) -> types.FunctionType:
-    cells, defaults, kwdefaults = parts
+def _make_function(f: types.FunctionType, held: dict[str, Any]) -> types.FunctionType:
+    """A function like `f` that holds other things under these names."""
+    cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     new = types.FunctionType(
         f.__code__,
         f.__globals__,
         f.__name__,
-        tuple(defaults.get(i, x) for i, x in enumerate(f.__defaults__ or ())) or None,
-        tuple(
-            types.CellType(cells[i]) if i in cells else cell
-            for i, cell in enumerate(f.__closure__ or ())
-        ),
+        tuple((_defaults(f) | held)[name] for name in _defaults(f)) or None,
+        tuple(types.CellType(held[n]) if n in held else cell for n, cell in cells),
     )
-    new.__kwdefaults__ = {**(f.__kwdefaults__ or {}), **kwdefaults} or None
+    kwdefaults = f.__kwdefaults__ or {}
+    new.__kwdefaults__ = {n: held.get(n, x) for n, x in kwdefaults.items()} or None
     new.__dict__.update(f.__dict__)
     return new

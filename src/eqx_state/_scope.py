@@ -20,11 +20,11 @@ from ._compat import has_escaped, trace_state
 from ._errors import TraceError
 from ._kinds import kind_name
 from ._select import difference
+from ._shared import closed_copy, open_shared, OpenShared
 from ._strong import is_weak, NUMBERS, strengthen_field, to_strong
 from ._traverse import (
     check_not_shared,
     Context,
-    copy_tree,
     field_names,
     is_array,
     KeyPath,
@@ -72,6 +72,7 @@ class Place:
 
 def own(tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT) -> None:
     """Give the modules of a private copy to a scope."""
+    open_shared(tree)
     for visit in modules_in(tree, path, context):
         set_place(visit.node, Place(scope, visit.path, visit.context))
 
@@ -88,11 +89,15 @@ def disown(tree: Any) -> Any:
     """`tree` with a frozen snapshot in place of each module that a scope has owned."""
 
     def owned(x: Any) -> bool:
-        return isinstance(x, BaseModule) and get_place(x) is not None
+        if isinstance(x, BaseModule):
+            return get_place(x) is not None
+        return isinstance(x, OpenShared)
 
     if not any(owned(visit.node) for visit in walk(tree)):
         return tree
-    return jtu.tree_map(lambda x: copy_tree(x) if owned(x) else x, tree, is_leaf=owned)
+    return jtu.tree_map(
+        lambda x: closed_copy(x) if owned(x) else x, tree, is_leaf=owned
+    )
 
 
 # --- Writing --------------------------------------------------------------------------
@@ -306,7 +311,9 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
 
     Returns a new tree, which belongs to no scope.
     """
-    check_not_shared(tree)
+    path, context = ((), ROOT) if place is None else (place.path, place.context)
+    check_not_shared(tree, path)
+    tree = closed_copy(tree)
     treedef = jtu.tree_structure(tree)
     if treedef != jtu.tree_structure(before) and scope.initialise is None:
         raise ValueError(
@@ -315,7 +322,6 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
             " the model is made: an array of zeros in place of `None`, a list of its"
             " final length, the mode by `train` and `eval` from outside."
         )
-    path, context = ((), ROOT) if place is None else (place.path, place.context)
     old = {v.path: v.node for v in leaves(before, path, context)}
     new = [
         _settle(visit, old.get(visit.path), scope)

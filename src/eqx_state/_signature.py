@@ -4,39 +4,46 @@ To Python `1 == True == 1.0` and `0.0 == -0.0`, and a program that was traced fo
 them is wrong for another.
 """
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax.tree_util as jtu
 
 from ._lift import Lifted
 from ._scope import is_owned
-from ._traverse import is_array, KeyPath, modules_in, name_of, walk
+from ._traverse import is_array, KeyPath, modules_in, name_of, same
 
 
-class _Array:
+class _Word:
+    """Stands in a signature for what is not part of it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
     def __repr__(self) -> str:
-        return "array"
+        return self.name
 
 
-_ARRAY: Final = _Array()
+_ARRAY: Final = _Word("array")
+_LEAF: Final = _Word("leaf")
+_ORIGIN: Final = _Word("origin")
 
 
 class Signature(NamedTuple):
     """Hashable; equal for calls that one program serves, up to shapes and dtypes."""
 
-    treedef: Any
+    structure: Any
     leaves: tuple[Any, ...]
-    fields: tuple[Any, ...]  # a treedef holds their values, but not their types
     roots: tuple[Any, ...]
 
 
 def signature_of(
-    entries: list[tuple[KeyPath, Any]], treedef: Any, lifted: Lifted
+    entries: list[tuple[KeyPath, Any]], treedef: Any, lifted: Lifted, origin: Any
 ) -> Signature:
     """The signature of a call with these leaves, owned modules among them.
 
-    The leaves are those of `((first,), (function, rest, keywords))`.
+    The leaves are those of `((first,), (function, rest, keywords))`. The function
+    `origin`, whose programs they all are, does not occur in it, and is not kept alive.
     """
     inside = {
         id(visit.node): (i, name_of(visit.path))
@@ -44,73 +51,80 @@ def signature_of(
         for visit in modules_in(root)
     }
 
-    def leaf(x: Any) -> Any:
+    def typed(x: Any) -> Any:
+        return _ORIGIN if x is origin else _typed(x)
+
+    def leaf(x: Any, where: Callable[[], str]) -> Any:
         if is_owned(x):
             return inside[id(x)]
-        return _ARRAY if is_array(x) else _typed(x)
+        if is_array(x):
+            return _ARRAY
+        if not _is_hashable(x):
+            raise TypeError(
+                f"`es.jit`: {where()} is a `{type(x).__name__}`, which cannot be"
+                " hashed. What is no array is static: there is one compiled program for"
+                " each value, and it is looked up by hash. Pass a hashable value, such"
+                " as a frozenset for a set; or an array, which is traced."
+            )
+        return typed(x)
 
-    tree = jtu.tree_unflatten(treedef, [None if is_owned(x) else x for _, x in entries])
+    def structure(treedef: Any) -> Any:
+        if (data := treedef.node_data()) is None:
+            return _LEAF
+        cls, aux = data
+        # Of a dict it is the list of keys, of an Equinox module a tuple of values.
+        aux = map(typed, aux) if type(aux) in (list, tuple) else (typed(aux),)
+        return cls, tuple(aux), tuple(map(structure, treedef.children()))
+
     roots = []
-    for root, place in zip(lifted.roots, lifted.places, strict=True):
-        statics = tuple(leaf(x) for x in jtu.tree_leaves(root))
-        structure = jtu.tree_structure(root)
+    for i, (root, place) in enumerate(zip(lifted.roots, lifted.places, strict=True)):
+        statics = tuple(
+            leaf(visit.node, lambda visit=visit: f"`{visit.name}`")
+            for visit in lifted.visits(i)
+        )
         place = (place.path, place.context, place.scope.kinds)
-        roots.append((structure, statics, _fields(root), place))
-    leaves = tuple(leaf(x) for _, x in entries)
-    signature = Signature(treedef, leaves, _fields(tree), tuple(roots))
-    try:
-        hash(signature)
-    except TypeError as e:
-        raise _unhashable(entries, tree, lifted) or e from None
-    return signature
-
-
-def _fields(tree: Any) -> tuple[Any, ...]:
-    return tuple(_typed(value) for _, value in _static_fields_in(tree))
-
-
-def _static_fields_in(tree: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
-    return [
-        ((*visit.path, jtu.GetAttrKey(f.name)), getattr(visit.node, f.name, None))
-        for visit in walk(tree, path)
-        if not visit.is_leaf
-        for f in dataclasses.fields(visit.node)
-        if f.metadata.get("static", False)
-    ]
+        roots.append((structure(jtu.tree_structure(root)), statics, place))
+    leaves = tuple(leaf(x, lambda path=path: _where(path)) for path, x in entries)
+    return Signature(structure(treedef), leaves, tuple(roots))
 
 
 def _typed(x: Any) -> Any:
-    """`x` in a form in which equal values are of one type."""
-    if isinstance(x, tuple):
+    """A hashable form of `x` in which equal values are of one type.
+
+    `nan` is equal to itself in it.
+    """
+    if isinstance(x, (tuple, list)):
         return type(x), tuple(map(_typed, x))
-    if isinstance(x, frozenset):
+    if isinstance(x, (frozenset, set)):
         return type(x), frozenset(map(_typed, x))
+    if isinstance(x, dict):
+        return type(x), frozenset((_typed(k), _typed(v)) for k, v in x.items())
     if isinstance(x, complex):
         return type(x), _typed(x.real), _typed(x.imag)
-    return type(x), x.hex() if isinstance(x, float) else x
+    if isinstance(x, float):
+        return type(x), x.hex()
+    return type(x), x if _is_hashable(x) else _ByEquality(x)
 
 
-def _unhashable(
-    entries: list[tuple[KeyPath, Any]], tree: Any, lifted: Lifted
-) -> TypeError | None:
-    """What to say of the first leaf or static field that has no hash."""
-    candidates = [(_where(path), x) for path, x in entries if not is_array(x)]
-    candidates += [(_where(path), x) for path, x in _static_fields_in(tree)]
-    for i, root in enumerate(lifted.roots):
-        candidates += [(f"`{visit.name}`", visit.node) for visit in lifted.visits(i)]
-        fields = _static_fields_in(root, lifted.places[i].path)
-        candidates += [(f"`{name_of(path)}`", x) for path, x in fields]
-    for where, x in candidates:
-        try:
-            hash(x)
-        except TypeError:
-            return TypeError(
-                f"`es.jit`: {where} is a `{type(x).__name__}`, which cannot be hashed."
-                " What is no array is static: there is one compiled program for each"
-                " value, and it is looked up by hash. Pass a hashable value, such as a"
-                " tuple for a list; or an array, which is traced."
-            )
-    return None
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+class _ByEquality:
+    """A static field without a hash, such as JAX allows: it is only compared."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __hash__(self) -> int:
+        return hash(type(self.x))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _ByEquality) and same(self.x, other.x)
 
 
 def _where(path: KeyPath) -> str:

@@ -289,22 +289,35 @@ def same(a: Any, b: Any) -> bool:
         return False
 
 
+def difference_of_leaves(a: Any, b: Any) -> str | None:
+    """The name of the first leaf that two trees do not have in common, if there is."""
+    left, right = ({v.path: v.node for v in leaves(tree)} for tree in (a, b))
+    for path in {**left, **right}:
+        in_both = path in left and path in right
+        if not (in_both and same(left[path], right[path])):
+            return name_of(path)
+    return None
+
+
 def structure(tree: Any) -> Any:
     """The treedef in which a hole is a leaf: a tree's and a part of it's are equal."""
     return jtu.tree_structure(tree, is_leaf=lambda x: x is None)
 
 
-def find_shared(tree: Any) -> tuple[str, str] | None:
+def find_shared(tree: Any, path: KeyPath = ()) -> tuple[str, str] | None:
     """The names of two places that hold one and the same stateful `es.Module`."""
-    visits, first = walk(tree), dict[int, KeyPath]()
+    visits, first = walk(tree, path), dict[int, KeyPath]()
+
+    def has_state(path: KeyPath) -> bool:
+        inside = (v for v in visits if v.is_leaf and v.path[: len(path)] == path)
+        return any(map(_is_state, inside))
+
     for visit in visits:
         if isinstance(visit.node, BaseModule) and not visit.is_leaf:
-            path = first.setdefault(id(visit.node), visit.path)
-            if path != visit.path and any(
-                v.is_leaf and v.path[: len(path)] == path and _is_state(v)
-                for v in visits
-            ):
-                return name_of(path), visit.name
+            other = first.setdefault(id(visit.node), visit.path)
+            # A constant copy of a stateful module is no second state.
+            if other != visit.path and has_state(other) and has_state(visit.path):
+                return name_of(other), visit.name
     return None
 
 
@@ -313,13 +326,13 @@ def _is_state(visit: Visit) -> bool:
     return kind is not None and issubclass(kind, State)
 
 
-def check_not_shared(tree: Any) -> None:
+def check_not_shared(tree: Any, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module would have to be two."""
-    if (names := find_shared(tree)) is not None:
+    if (names := find_shared(tree, path)) is not None:
         a, b = (f"`{name}`" if name else "the model itself" for name in names)
         raise ValueError(
             f"The same stateful module is in two places, {a} and {b}. A model is a"
             " tree: at the first transform the one module becomes two, and their"
             " states drift apart. Make two of them, or hold it once and call it from"
-            " both places."
+            " both places, or tie the places by `eqx.nn.Shared`."
         )

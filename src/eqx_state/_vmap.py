@@ -74,7 +74,7 @@ class _Vmap(Transform):
     axis_size: int | None = eqx.field(static=True)
     axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         by_kind = dict(self.axes)
         arguments = (args, kwargs)

@@ -3,13 +3,15 @@
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
 from .._base import BaseModule
-from .._interop import labelled_index, takes_key
+from .._interop import labelled_index, strong_arrays, takes_key
 from .._kinds import BatchStat
 from .._module import Module
+from .._strong import is_weak
 from .._traverse import has_inference, KeyPath, same, set_flags, Visit, walk
 
 
@@ -42,6 +44,7 @@ class Stateful(Module):
     """
 
     layer: Any
+    weak: tuple[str, ...] = eqx.field(static=True, repr=False)
 
     def __init__(self, layer: Any, state: eqx.nn.State | None = None):
         """**Arguments:**
@@ -70,7 +73,9 @@ class Stateful(Module):
                 " `es.nn.Stateful(norm)` in place of `norm`, and calls it without the"
                 " state."
             )
-        self.layer = _put(layer, _labelled(name, indices, state))
+        labelled = _labelled(name, indices, state)
+        self.layer = _put(layer, {k: _strong(index) for k, index in labelled.items()})
+        self.weak = tuple(name for index in labelled.values() for name in _weak(index))
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """**Arguments:**
@@ -85,19 +90,15 @@ class Stateful(Module):
         **Raises:**
 
         - `TypeError`: the layer returned something else than `(y, state)`.
+        - `ValueError`: the state that it returned is not the whole one.
         """
         visits = [v for v in _indices(self.layer) if _has_value(v.node)]
         indices = [visit.node for visit in visits]
-        state = eqx.nn.State(indices)
+        state = eqx.nn.State([_as_given(index, self.weak) for index in indices])
         before = [state.get(index) for index in indices]
         layer = _for_call(self.layer, as_eval=self.frozen)
         options = {"key": key} if takes_key(layer) else {}
-        try:
-            result = layer(x, state, **options)
-        except ValueError as e:
-            if "weak_" in str(e):
-                e.add_note(_WEAK)
-            raise
+        result = layer(x, state, **options)
         if not _is_pair(result):
             returned = eqx.tree_pformat(result, short_arrays=True)
             raise TypeError(
@@ -109,18 +110,13 @@ class Stateful(Module):
         y, state = result
         changed = {}
         for visit, old in zip(visits, before, strict=True):
-            new = state.get(visit.node)
+            new = _value(state, visit, _LOST)
             keep = self.frozen and visit.context.kind is BatchStat
             if not keep and not _same(old, new):
-                changed[visit.path] = eqx.tree_at(_init, visit.node, new)
+                changed[visit.path] = _strong(labelled_index(visit.node.marker, new))
         if changed:  # in eval mode mostly not, and then there need be no scope
             self.layer = _put(self.layer, changed)
         return y
-
-
-_WEAK = """`es.nn.Stateful` keeps state strongly typed, as every `es.Module` does: a \
-weakly typed initial value, such as `jnp.array(0)`, has become a strong one. What is \
-set has to be strong, too: `state.set(index, jnp.zeros_like(state.get(index)))`."""
 
 
 def _is_pair(x: Any) -> bool:
@@ -129,10 +125,6 @@ def _is_pair(x: Any) -> bool:
 
 def _is_index(x: Any) -> bool:
     return isinstance(x, eqx.nn.StateIndex)
-
-
-def _init(index: Any) -> Any:
-    return index.init
 
 
 _no_value = type(eqx.nn.delete_init_state(eqx.nn.StateIndex(0)).init)
@@ -183,9 +175,7 @@ def _labelled(
         if marker in first:
             labelled[visit.path] = eqx.nn.delete_init_state(first[marker])
             continue
-        if state is not None:
-            index = eqx.tree_at(_init, index, _value(state, visit))
-        elif not _has_value(index):
+        if state is None and not _has_value(index):
             raise ValueError(
                 f"`{name}` holds no value for its state `{visit.name}`:"
                 " `eqx.nn.make_with_state` has moved it to the state. Pass both, or"
@@ -194,20 +184,55 @@ def _labelled(
                 "    es.nn.Stateful(layer, state)\n\n"
                 f"    es.nn.Stateful({name}(...))"
             )
-        new = labelled_index(visit.name, index.init)
+        value = index.init if state is None else _value(state, visit, _FOREIGN)
+        new = labelled_index(visit.name, jtu.tree_map(jnp.asarray, value))
         first[marker] = first[index.marker] = labelled[visit.path] = new
     return labelled
 
 
-def _value(state: eqx.nn.State, visit: Visit) -> Any:
+def _strong(index: Any) -> Any:
+    if not _has_value(index):
+        return index
+    return labelled_index(index.marker, strong_arrays(index.init))
+
+
+def _weak(index: Any) -> list[str]:
+    """The names of the weakly typed values of an index."""
+    entries, _ = jtu.tree_flatten_with_path(index.init)
+    return [index.marker + jtu.keystr(path) for path, x in entries if is_weak(x)]
+
+
+def _as_given(index: Any, weak: tuple[str, ...]) -> Any:
+    """`index` with the types that the layer gave its values.
+
+    We keep them strong, as all state; but a layer that began with `jnp.array(0)` may
+    set such a one again, which Equinox allows in place of a weak type alone.
+    """
+
+    def retype(path: KeyPath, x: Any) -> Any:
+        if index.marker + jtu.keystr(path) not in weak:
+            return x
+        zeros = jnp.full(x.shape, x.dtype.type(0).item())  # weak, and what is put in it
+        return zeros.at[...].set(x) if zeros.dtype == x.dtype else x
+
+    value = jtu.tree_map_with_path(retype, index.init)
+    return labelled_index(index.marker, value)
+
+
+def _value(state: eqx.nn.State, visit: Visit, message: str) -> Any:
     try:
         return state.get(visit.node)
     except KeyError:
-        raise ValueError(
-            f"The state given to `es.nn.Stateful` has no value for `{visit.name}`: it"
-            " is the state of another layer. Pass the two that"
-            " `eqx.nn.make_with_state` has returned together."
-        ) from None
+        raise ValueError(message.format(visit.name)) from None
+
+
+_FOREIGN = """The state given to `es.nn.Stateful` has no value for `{}`: it is the \
+state of another layer. Pass the two that `eqx.nn.make_with_state` has returned \
+together."""
+
+_LOST = """The layer in `es.nn.Stateful` returned a state without a value for `{}`. If \
+a part of it was given a part of the state, put that back: \
+`state = state.update(substate)`."""
 
 
 def _same(old: Any, new: Any) -> bool:
