@@ -48,6 +48,11 @@ class _Layer(eqx.nn.StatefulLayer):
     inference: bool
     made_for_inference: bool = eqx.field(static=True)
 
+    def __init__(self, model: Any, index: Any, inference: bool):
+        self.model = model
+        self.index = index
+        self.inference = self.made_for_inference = inference
+
     def __call__(
         self, x: Any, state: eqx.nn.State, *, key: Any = None
     ) -> tuple[Any, eqx.nn.State]:
@@ -123,6 +128,7 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
         import equinox as eqx
         import eqx_state as es
         import jax
+        import jax.numpy as jnp
         import jax.random as jr
 
         layer, state = es.to_equinox(es.nn.BatchNorm(3, axis_name="batch"))
@@ -130,8 +136,11 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
         xs = jr.normal(jr.key(0), (8, 3))
         ys, state = jax.vmap(layer, axis_name="batch", **axes)(xs, state)
 
+        assert jnp.allclose(ys.mean(axis=0), 0, atol=1e-5)
+
         layer = eqx.nn.inference_mode(layer)
         ys, state = jax.vmap(layer, **axes)(xs, state)
+        assert not jnp.allclose(ys.mean(axis=0), 0, atol=1e-5)
         ```
     """
     if not callable(model):
@@ -146,4 +155,4 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
     holes = eqx.nn.delete_init_state(index)
-    return _Layer(rest, holes, inference, inference), eqx.nn.State(index)
+    return _Layer(rest, holes, inference), eqx.nn.State(index)

@@ -235,7 +235,8 @@ def _raise_frozen(cls: str, name: str) -> NoReturn:
         "    y = model.eval()(x)                 # or: layers write nothing then\n\n"
         "or it is a copy made inside the scope, from which nothing would come back:"
         " `train`, `jax.tree.map` and the transforms of JAX and Equinox make copies."
-        " Use the transform of `es`, and switch modes outside:\n\n"
+        " So does `eqx.nn.Shared` of a module around a tied node: keep the state in the"
+        " modules inside. Use the transform of `es`, and switch modes outside:\n\n"
         "    eqx.filter_vmap(self.layer)(x)      # wrong; so is jax.vmap(model)(xs)\n"
         "    es.vmap(self.layer)(x)              # right"
     ) from None

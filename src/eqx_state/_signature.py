@@ -4,10 +4,12 @@ To Python `1 == True == 1.0` and `0.0 == -0.0`, and a program that was traced fo
 them is wrong for another.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax.tree_util as jtu
+import numpy as np
 
 from ._lift import Lifted
 from ._scope import is_owned
@@ -73,8 +75,11 @@ def signature_of(
             return _LEAF
         cls, aux = data
         # Of a dict it is the list of keys, of an Equinox module a tuple of values.
-        aux = map(typed, aux) if type(aux) in (list, tuple) else (typed(aux),)
-        return cls, tuple(aux), tuple(map(structure, treedef.children()))
+        if type(aux) in (list, tuple):
+            aux = type(aux), tuple(map(typed, aux))
+        else:
+            aux = typed(aux)
+        return cls, aux, tuple(map(structure, treedef.children()))
 
     roots = []
     for i, (root, place) in enumerate(zip(lifted.roots, lifted.places, strict=True)):
@@ -101,9 +106,20 @@ def _typed(x: Any) -> Any:
         return type(x), frozenset((_typed(k), _typed(v)) for k, v in x.items())
     if isinstance(x, complex):
         return type(x), _typed(x.real), _typed(x.imag)
+    if isinstance(x, np.generic):
+        return type(x), x.tobytes()
     if isinstance(x, float):
         return type(x), x.hex()
+    if _is_record(x):
+        values = (getattr(x, f.name, None) for f in dataclasses.fields(x))
+        return type(x), tuple(map(_typed, values))
     return type(x), x if _is_hashable(x) else _ByEquality(x)
+
+
+def _is_record(x: Any) -> bool:
+    """Whether `x` is a dataclass that is compared by its fields."""
+    parameters = getattr(type(x), "__dataclass_params__", None)
+    return parameters is not None and parameters.eq and "__eq__" in vars(type(x))
 
 
 def _is_hashable(x: Any) -> bool:

@@ -1,0 +1,367 @@
+"""Fine-tuning with a frozen backbone, in each of the three ways, and unfreezing it."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+# `optax.adamw` promotes by itself: `float ** int`.
+standard = jax.numpy_dtype_promotion("standard")
+
+
+class Block(es.Module):
+    linear: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    dropout: es.nn.Dropout
+
+    def __init__(self, n_in: int, n_out: int, key):
+        a, b = jr.split(key)
+        self.linear = eqx.nn.Linear(n_in, n_out, key=a)
+        self.norm = es.nn.BatchNorm(n_out, axis_name="batch", momentum=0.5)
+        self.dropout = es.nn.Dropout(0.25, key=b)
+
+    def __call__(self, x, *, key=None):
+        return self.dropout(jnp.tanh(self.norm(self.linear(x))))
+
+
+class Plain(eqx.Module):
+    """A pretrained model of plain Equinox, its statistics in Equinox's own state."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+    statistics: eqx.nn.State
+
+    def __init__(self, n_in: int, n_out: int, key):
+        self.linear = eqx.nn.Linear(n_in, n_out, key=key)
+        self.norm, self.statistics = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+            n_out, "batch", inference=True, mode="ema"
+        )
+        self.dropout = eqx.nn.Dropout(0.5, inference=True)
+
+    def __call__(self, x):
+        x, _ = self.norm(self.linear(x), self.statistics)
+        return self.dropout(jnp.tanh(x))
+
+
+class Net(es.Module):
+    backbone: Any
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.head(self.backbone(x))
+
+
+class OnConstant(es.Module):
+    backbone: es.Buffer[Any]
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.head(self.backbone(x))
+
+
+NOT_THE_BACKBONE = es.all_of(es.trainable, es.not_(es.under(lambda m: m.backbone)))
+
+XS = jr.normal(jr.key(10), (6, 3))
+YS = jr.normal(jr.key(11), (6, 2))
+
+
+def block():
+    """A block that has seen data, so that its statistics are not those of a new one."""
+    return es.mutable(es.vmap(Block(3, 4, jr.key(0)), axis_name="batch"))(2 * XS)[1]
+
+
+def plain():
+    new = Plain(3, 4, jr.key(0))
+    seen = es.map(lambda x: x + 0.5, new.statistics, on=_is_float)
+    return eqx.tree_at(lambda p: p.statistics, new, seen)
+
+
+def _is_float(part):
+    return jnp.issubdtype(part.value.dtype, jnp.inexact)
+
+
+def head():
+    return eqx.nn.Linear(4, 2, key=jr.key(1))
+
+
+WAYS = {
+    "freeze": (lambda: Net(block(), head()).freeze(lambda m: m.backbone), es.trainable),
+    "freeze in eval mode": (
+        lambda: es.freeze(Net(block().eval(), head()), lambda m: m.backbone),
+        es.trainable,
+    ),
+    "frozen in a jit": (
+        lambda: eqx.filter_jit(lambda m: m.freeze(lambda m: m.backbone))(
+            Net(block(), head())
+        ),
+        es.trainable,
+    ),
+    "buffer": (lambda: OnConstant(block().eval(), head()), es.trainable),
+    "buffer of plain Equinox": (lambda: OnConstant(plain(), head()), es.trainable),
+    "wrt": (lambda: Net(plain(), head()), NOT_THE_BACKBONE),
+}
+
+
+def loss_fn(model, xs, ys):
+    return jnp.mean((es.vmap(model, axis_name="batch")(xs) - ys) ** 2)
+
+
+def make_step(wrt, max_traces=1):
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=max_traces)
+    def step(model, optimizer):
+        (loss, model), grads = es.value_and_grad(loss_fn, wrt=wrt)(model, XS, YS)
+        model, optimizer = optimizer.update(grads, model)
+        return model, optimizer, grads
+
+    return step
+
+
+def fit(model, wrt=es.trainable):
+    step, optimizer = make_step(wrt), es.Optimizer(ADAMW, wrt=wrt).init(model)
+    for _ in range(STEPS):
+        model, optimizer, grads = step(model, optimizer)
+    return model, optimizer, grads
+
+
+def names(tree):
+    return [part.name for part in es.parts(tree)]
+
+
+def moved(before, after):
+    """The names of the arrays that are not bit for bit the same, keys aside."""
+    pairs = zip(es.parts(before), es.parts(after), strict=True)
+    return {a.name for a, b in pairs if not eqx.tree_equal(a.value, b.value)} - {
+        part.name for part in es.parts(after) if part.name.endswith("rng")
+    }
+
+
+def memory(tree):
+    leaves = jax.tree.leaves(tree)
+    return len(leaves), sum(leaf.nbytes for leaf in leaves)
+
+
+ADAMW, STEPS = optax.adamw(0.1, weight_decay=0.3), 3
+HEAD = {"head.weight", "head.bias"}
+STATISTICS = {f"backbone.norm.{name}" for name in ("mean", "var")}
+BACKBONE = STATISTICS | {
+    f"backbone.{layer}.{name}"
+    for layer in ("linear", "norm")
+    for name in ("weight", "bias")
+}
+
+
+# --- The backbone stays -------------------------------------------------------------
+
+
+class Tuned(NamedTuple):
+    way: str
+    start: Any
+    wrt: Any
+    new: Any
+    optimizer: es.Optimizer
+    grads: Any
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def tuned(request):
+    """A model before and after fine-tuning, for each way of freezing."""
+    make, wrt = WAYS[request.param]
+    model = make()
+    with untouched(model):
+        return Tuned(request.param, model, wrt, *fit(model, wrt))
+
+
+def test_only_the_head_moves(tuned):
+    assert moved(tuned.start, tuned.new) == HEAD
+    assert set(names(tuned.grads)) == HEAD
+    assert jax.tree.leaves(tuned.grads.backbone) == []  # `None`, and not zeros
+    assert jax.tree.structure(tuned.new) == jax.tree.structure(tuned.start)
+
+
+@standard
+def test_the_optimizer_is_as_large_as_one_for_the_head(tuned):
+    alone = es.Optimizer(ADAMW).init(tuned.start.head)
+    optimizer = es.Optimizer(ADAMW, wrt=tuned.wrt).init(tuned.start)
+    assert memory(optimizer.opt_state) == memory(alone.opt_state)
+    assert memory(tuned.optimizer.opt_state) == memory(alone.opt_state)
+    # The head has 10 numbers, of which adam keeps two moments; and it counts.
+    assert memory(alone.opt_state) == (5, 4 * (2 * 10 + 1))
+
+
+@standard
+@jax.debug_key_reuse(False)  # on purpose: the same draws twice
+def test_it_equals_training_the_head_on_fixed_features(tuned):
+    backbone = tuned.start.backbone
+    params, static = eqx.partition(tuned.start.head, eqx.is_array)
+    state = ADAMW.init(params)
+
+    @eqx.filter_jit
+    def features_of(backbone):
+        return es.mutable(es.vmap(backbone, axis_name="batch"))(XS)
+
+    @jax.jit
+    @jax.grad
+    def gradients(params, features):
+        out = jax.vmap(eqx.combine(params, static))(features)
+        return jnp.mean((out - YS) ** 2)
+
+    for _ in range(STEPS):
+        features, backbone = features_of(backbone)
+        updates, state = ADAMW.update(gradients(params, features), state, params)
+        params = optax.apply_updates(params, updates)
+    new = eqx.filter(tuned.new.head, eqx.is_array)
+    assert eqx.tree_equal(new, params, rtol=1e-5, atol=1e-6)
+    leaves = [jax.tree.leaves(tree) for tree in (tuned.optimizer.opt_state, state)]
+    assert eqx.tree_equal(*leaves, rtol=1e-4, atol=1e-6)
+    # The keys of a frozen backbone in train mode go on: its dropout is at work.
+    keys = (es.filter(m, es.Rng) for m in (tuned.new.backbone, backbone))
+    assert eqx.tree_equal(*keys)
+
+
+@standard
+def test_evaluating_between_the_steps_unfreezes_nothing():
+    model = start = Net(block(), head()).freeze(lambda m: m.backbone)
+    step, optimizer = make_step(es.trainable), es.Optimizer(ADAMW).init(model)
+    for _ in range(3):
+        model, optimizer, _ = step(model, optimizer)
+        model = model.eval()
+        assert not model.backbone.norm.training
+        model = model.train()
+    assert moved(start, model) == HEAD
+
+
+@standard
+def test_freezing_inside_the_step_lasts_as_long_as_the_step_says():
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, optimizer):
+        model = es.freeze(model, lambda m: m.backbone)
+        _, grads = es.value_and_grad(loss_fn)(model, XS, YS)
+        model, optimizer = optimizer.update(grads, model)
+        return es.unfreeze(model), optimizer
+
+    model = start = Net(block(), head())
+    frozen = es.freeze(model, lambda m: m.backbone)
+    optimizer = es.Optimizer(ADAMW).init(frozen)
+    for _ in range(3):
+        model, optimizer = step(model, optimizer)
+    assert moved(start, model) == HEAD
+    assert jax.tree.structure(model) == jax.tree.structure(start)
+
+
+def test_freezing_works_inside_plain_jit():
+    class Scale(es.Module):
+        factor: es.Parameter
+
+    class Two(es.Module):
+        a: Scale
+        b: Scale
+
+    two = Two(Scale(1.0), Scale(2.0))
+    inside = jax.jit(lambda m: m.freeze(lambda m: m.a))(two)
+    assert jax.tree.structure(inside) == jax.tree.structure(two.freeze(lambda m: m.a))
+    assert names(es.filter(inside, es.trainable)) == ["b.factor"]
+    assert jax.tree.structure(
+        jax.jit(lambda m: es.unfreeze(m))(inside)
+    ) == jax.tree.structure(two)
+
+
+@standard
+def test_plain_layers_follow_their_nearest_es_module():
+    layers = [eqx.nn.Linear(3, 4, key=jr.key(0)), block().norm, es.nn.Dropout(key=0)]
+    alone = es.freeze(eqx.nn.Sequential(layers))
+    # No `es.Module` is above the linear layer, so that it has no flag to obey.
+    assert names(es.filter(alone, es.trainable)) == [
+        "layers[0].weight",
+        "layers[0].bias",
+    ]
+    model = Net(alone, head())
+    linear = {"backbone.layers[0].weight", "backbone.layers[0].bias"}
+    assert moved(model, fit(model)[0]) == HEAD | linear
+
+    class Holder(es.Module):
+        layers: eqx.nn.Sequential
+
+    held = es.freeze(Net(Holder(alone), head()), lambda m: m.backbone)
+    assert set(names(es.filter(held, es.trainable))) == HEAD
+
+
+@standard
+def test_a_filter_is_about_parameters_and_lets_statistics_run():
+    model = Net(block(), head())
+    new, *_ = fit(model, NOT_THE_BACKBONE)
+    assert moved(model, new) == HEAD | STATISTICS
+
+
+# --- Gradual unfreezing -------------------------------------------------------------
+
+
+def another_class(model):
+    # A declaration cannot be taken back: another class holds the same backbone.
+    return Net(model.backbone, model.head)
+
+
+UNFREEZE = {
+    "freeze": lambda m: m.unfreeze(),
+    "freeze in eval mode": lambda m: es.unfreeze(m, lambda m: m.backbone).train(),
+    "frozen in a jit": eqx.filter_jit(lambda m: es.unfreeze(m)),
+    "buffer": lambda m: another_class(m).train(),
+    "buffer of plain Equinox": another_class,
+    "wrt": lambda m: m,  # and a wider filter
+}
+
+
+@standard
+def test_unfrozen_the_backbone_moves_with_a_fresh_optimizer(tuned):
+    model = UNFREEZE[tuned.way](tuned.new)
+    new, optimizer, grads = fit(model)
+    is_plain = isinstance(model.backbone, Plain)  # whose `inference` fixes statistics
+    assert moved(model, new) == HEAD | BACKBONE - (STATISTICS if is_plain else set())
+    assert set(names(grads)) == HEAD | BACKBONE - STATISTICS
+    params = jax.tree.leaves(es.filter(model, es.trainable))
+    assert memory(optimizer.opt_state) == memory(ADAMW.init(params))
+    # Of what it learned before nothing is left, and the old one does not fit.
+    fresh = es.Optimizer(ADAMW).init(model)
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(fresh.opt_state))
+    if tuned.way.startswith("freeze"):
+        with pytest.raises(ValueError, match=r"(?s)`backbone\.linear\..*fresh one"):
+            tuned.optimizer.update(grads, model)
+
+
+class Deep(es.Module):
+    layers: list[Block]
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@standard
+def test_layer_by_layer_each_phase_is_traced_once():
+    step = make_step(es.trainable, max_traces=3)
+    model = Deep([Block(3, 5, jr.key(0)), Block(5, 4, jr.key(1))], head())
+    model = es.configure(model, p=0.0)  # quicker to compile
+    model, expected, sizes = es.freeze(model, lambda m: m.layers), set(HEAD), []
+    for i in (None, 1, 0):
+        if i is not None:
+            model = model.unfreeze(lambda m, i=i: m.layers[i])
+            layer = {n for n in names(model) if n.startswith(f"layers[{i}].")}
+            expected |= layer - {f"layers[{i}].dropout.rng"}
+        before, optimizer = model, es.Optimizer(ADAMW).init(model)
+        sizes.append(memory(optimizer.opt_state))
+        for _ in range(2):
+            model, optimizer, _ = step(model, optimizer)
+        assert moved(before, model) == expected
+    assert sizes == sorted(set(sizes))

@@ -1,0 +1,295 @@
+"""One module in several places: found where it has state, and the two ways to share."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+class Cache(es.State):
+    pass
+
+
+class Layer(es.Module):
+    weight: es.Parameter = 2.0
+    count: es.State = 0
+
+    def __call__(self, x, *, key=None):
+        if self.training:
+            self.count = self.count + 1
+        return self.weight * x
+
+
+class Dense(es.Module):
+    weight: es.Parameter = 2.0
+
+
+class Held(eqx.Module):
+    """A plain Equinox parent."""
+
+    inner: Any
+
+
+class Two(es.Module):
+    a: Any
+    b: Any
+
+
+# --- Found --------------------------------------------------------------------------
+
+
+class Caching(es.Module):
+    cache: Cache = 0
+
+
+STATEFUL = {
+    "state": Layer,
+    "statistics": lambda: es.nn.BatchNorm(2),
+    "keys": lambda: es.RngStream(0),
+    "a user's kind": Caching,
+    "state further in": lambda: Two([{"x": Layer()}], 1),
+    "state in plain Equinox": lambda: Two(Held(Layer()), 1),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_whatever_has_state_is_found(name):
+    module = STATEFUL[name]()
+    with rejects(module, ValueError, "stateful module.*`a`", "`b`", "hold it once"):
+        Two(module, module)
+    with rejects(module, ValueError, r"`\[0\]`", r"`\[1\]`"):
+        es.mutable(lambda t: None)([module, module])
+
+
+PLACES = {
+    "tuple": (lambda m: (0, m), r"\[1\]"),
+    "dict": (lambda m: {"x": {"y": m}}, r"\['x'\]\['y'\]"),
+    "Sequential": (lambda m: eqx.nn.Sequential([m]), r"\.layers\[0\]"),
+    "plain module": (lambda m: Held([m]), r"\.inner\[0\]"),
+    "es module": (lambda m: Two(1, m), r"\.b"),
+    "partial": (lambda m: eqx.Partial(lambda *xs: None, m), r"\.args\[0\]"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_message_has_both_paths_wherever_they_are(place):
+    put, path = PLACES[place]
+    layer = Layer()
+    with rejects(layer, ValueError, "`a`", f"`b{path}`"):
+        Two(layer, put(layer))
+    with rejects(layer, ValueError, f"`a{path}`", "`b`"):
+        Two(put(layer), layer)
+    # Not by `eqx.filter_jit` around it: there the one has become two already.
+    tree = {"p": put(layer), "q": put(layer)}
+    for enter in (
+        es.mutable(lambda t: None),
+        es.grad(lambda t: jnp.array(0.0)),
+        es.mutable(es.vmap(lambda t: None, axis_size=2, in_axes=None)),
+    ):
+        with rejects(tree, ValueError, rf"`\['p'\]{path}`", rf"`\['q'\]{path}`"):
+            enter(tree)
+
+
+@pytest.mark.parametrize("way", ["mutable", "vmap", "bound method", "functional"])
+def test_found_in_the_model_that_a_callable_carries(way):
+    layer = Layer()
+    model = eqx.nn.Sequential([layer, eqx.nn.Identity(), layer])
+    run = {
+        "mutable": lambda: es.mutable(model)(1.0),
+        "vmap": lambda: es.mutable(es.vmap(model))(jnp.ones(3)),
+        "bound method": lambda: es.mutable(model.__call__)(1.0),
+        "functional": lambda: (lambda f, p, s: f(p, s, 1.0))(*es.functional(model)),
+    }[way]
+    with rejects(model, ValueError, r"`layers\[0\]`", r"`layers\[2\]`"):
+        run()
+
+
+class Root(es.Module):
+    """Its children put one module into two places, under one transform or another."""
+
+    pair: Two
+    rest: list[Any]
+
+    def alias(self, x):
+        self.pair.a = self.pair.b
+        return x
+
+    def into_dict(self, x):
+        self.rest = [{**self.rest[0], "k": self.pair.b}]
+        return x
+
+    def in_vmap(self, x):
+        return es.vmap(self.alias)(jnp.ones(2))[0]
+
+    def in_vmap_of_child(self, x):
+        def lane(pair, x):
+            pair.a = pair.b
+            return x
+
+        return es.vmap(lane, in_axes=(None, 0))(self.pair, jnp.ones(2))[0]
+
+
+@pytest.mark.parametrize("name", ["alias", "into_dict", "in_vmap", "in_vmap_of_child"])
+@pytest.mark.parametrize("run", [es.mutable, es.value_and_grad, es.grad])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_found_when_a_scope_ends_by_whatever_transform(name, run, jit):
+    class Count(es.Module):
+        count: es.State = 0
+
+    model = Root(Two(Count(), Count()), [{"k": Count()}])
+    f = run(lambda model, x: getattr(model, name)(x))
+    other = r"rest\[0\]\['k'\]" if name == "into_dict" else r"pair\.a"
+    with rejects(model, ValueError, r"`pair\.b`", f"`{other}`"):
+        (eqx.filter_jit(f) if jit else f)(model, jnp.array(1.0))
+
+
+# --- Allowed ------------------------------------------------------------------------
+
+
+def test_modules_that_are_equal_or_share_an_array_are_two():
+    count = jnp.array(0)
+    model = Two(Layer(1.0, count), [Layer(1.0, count), Layer(1.0, count)])
+    _, new = es.mutable(lambda m: m.b[1](1.0))(model)
+    assert [p.value.tolist() for p in es.parts(es.filter(new, es.State))] == [0, 0, 1]
+
+
+def test_a_module_without_state_may_be_in_two_places():
+    dense, plain = Dense(), eqx.nn.Linear(2, 2, key=jr.key(0))
+    model = Two([dense, plain], {"again": dense, "plain": plain})
+    grads, new = es.grad(lambda m: m.a[0].weight * m.b["again"].weight)(model)
+    # They are two from here on: each has a gradient of its own.
+    assert (grads.a[0].weight, grads.b["again"].weight) == (2.0, 2.0)
+    assert new.a[0] is not new.b["again"]
+
+
+@pytest.mark.parametrize("first", ["model", "average"])
+def test_a_constant_copy_is_no_second_state(first):
+    # A moving average of a model starts as the model.
+    class ModelFirst(es.Module):
+        model: Layer
+        average: es.Buffer[Layer]
+
+    class AverageFirst(es.Module):
+        average: es.Buffer[Layer]
+        model: Layer
+
+    layer = Layer()
+    cls = ModelFirst if first == "model" else AverageFirst
+    _, new = es.mutable(lambda m: m.model(1.0))(cls(model=layer, average=layer))
+    assert (new.model.count, new.average.count) == (1, 0)
+
+
+def test_twice_in_a_buffer_is_no_state():
+    class Constants(es.Module):
+        a: es.Buffer[Layer]
+        b: es.Buffer[list[Layer]]
+
+    layer = Layer()
+    _, new = es.mutable(lambda m: None)(Constants(layer, [layer]))
+    assert new.a.count == new.b[0].count == 0
+
+
+# --- Hold it once -------------------------------------------------------------------
+
+
+class Norm(es.Module):
+    """Scales by a parameter, and shifts by the mean of the batch, which it averages."""
+
+    scale: es.Parameter
+    mean: es.BatchStat = 0.0
+
+    def __call__(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * lax.pmean(x, "batch")
+        return self.scale * x + self.mean
+
+
+class CalledTwice(es.Module):
+    norm: Norm
+
+    def __call__(self, x):
+        return self.norm(jnp.sin(self.norm(x)))
+
+
+class PassedOn(es.Module):
+    """Held by the parent, which hands it to two blocks."""
+
+    norm: Norm
+    blocks: list[Any]
+
+    def __call__(self, x):
+        first, second = self.blocks
+        return second(self.norm, jnp.sin(first(self.norm, x)))
+
+
+class Block(es.Module):
+    calls: es.State = 0
+
+    def __call__(self, norm, x):
+        self.calls = self.calls + 1
+        return norm(x)
+
+
+def by_hand(scale, mean, xs):
+    """Two calls of one `Norm`, without modules: the loss, and the mean afterwards."""
+    mean = 0.5 * mean + 0.5 * jnp.mean(xs)
+    xs = jnp.sin(scale * xs + mean)
+    mean = 0.5 * mean + 0.5 * jnp.mean(xs)
+    return jnp.mean((scale * xs + mean) ** 2), mean
+
+
+def loss_fn(model, xs):
+    return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
+
+
+XS = jnp.array([0.5, -1.0, 2.0])
+
+
+def run(model, xs, how):
+    """`(loss, model, grads)`, the gradients `None` where none are asked for."""
+    f = es.value_and_grad(loss_fn) if "grad" in how else es.mutable(loss_fn)
+    out = (eqx.filter_jit(f) if "jit" in how else f)(model, xs)
+    return (*out[0], out[1]) if "grad" in how else (*out, None)
+
+
+every_how = pytest.mark.parametrize("how", ["eager", "jit", "grad", "jit grad"])
+
+
+@every_how
+@pytest.mark.parametrize("cls", [CalledTwice, PassedOn])
+def test_held_once_and_called_twice(cls, how):
+    norm = Norm(1.5)
+    model = cls(norm) if cls is CalledTwice else cls(norm, [Block(), Block()])
+    (loss, mean), grad = jax.value_and_grad(by_hand, has_aux=True)(
+        norm.scale, norm.mean, XS
+    )
+    out, new, grads = run(model, XS, how)
+    assert jnp.allclose(out, loss, rtol=1e-6)
+    assert jnp.allclose(new.norm.mean, mean, rtol=1e-6)
+    if grads is not None:
+        assert jnp.allclose(grads.norm.scale, grad, rtol=1e-5)
+        assert len(jax.tree.leaves(grads)) == 1
+    if cls is PassedOn:
+        assert [block.calls for block in new.blocks] == [1, 1]
+
+
+def test_held_once_in_a_loop_is_traced_once():
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model):
+        (_, model), grads = es.value_and_grad(loss_fn)(model, XS)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    model, scale, mean = CalledTwice(Norm(1.5)), jnp.array(1.5), jnp.array(0.0)
+    for _ in range(3):
+        model = step(model)
+        grad, mean = jax.grad(by_hand, has_aux=True)(scale, mean, XS)
+        scale = scale - 0.1 * grad
+    assert jnp.allclose(model.norm.scale, scale, rtol=1e-5)
+    assert jnp.allclose(model.norm.mean, mean, rtol=1e-5)

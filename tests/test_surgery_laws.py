@@ -1,0 +1,319 @@
+"""Laws of the functions on whole trees: what holds for every tree and every model."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqx_state as es
+
+
+class Norm(es.Module):
+    scale: es.Parameter
+    mean: es.BatchStat
+    dropout: es.nn.Dropout
+    momentum: float = eqx.field(static=True, default=0.5)
+
+    def __call__(self, x, *, key=None):
+        if self.training and not self.frozen:
+            mean = jax.lax.pmean(x, "batch")
+            self.mean = self.momentum * self.mean + (1 - self.momentum) * mean
+        return self.dropout(self.scale * (x - self.mean))
+
+
+class Net(es.Module):
+    layers: list[Any]
+    heads: dict[str, Any]
+    table: es.Buffer[Any]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.heads["a"](x) + self.table["shift"]
+
+
+def norm(seed=0):
+    return Norm(jnp.ones(2), jnp.zeros(2), es.nn.Dropout(0.5, key=seed))
+
+
+def net():
+    return Net(
+        [eqx.nn.Linear(2, 2, key=jr.key(0)), norm(), eqx.nn.Sequential([norm(1)])],
+        {"a": eqx.nn.MLP(2, 1, 2, 1, key=jr.key(1)), "b": None},
+        {"shift": np.ones(1, np.float32), "key": jr.key(7)},
+    )
+
+
+TREES = {
+    "a model": net,
+    "in eval mode": lambda: net().eval(),
+    "half frozen": lambda: net().freeze(lambda m: m.layers[1]),
+    "a filtered model": lambda: net().filter(es.Parameter),
+    "before init": lambda: eqx.tree_at(
+        lambda m: m.layers[0], net(), es.lazy(eqx.nn.Linear, 2, 2)
+    ),
+    "containers": lambda: ({"x": [norm(), (eqx.nn.Dropout(0.1), 3)]}, jnp.ones(2)),
+    "tied": lambda: eqx.nn.Shared((norm(), norm()), lambda t: t[1], lambda t: t[0]),
+    "no module": lambda: {"w": jnp.ones(2), "n": 3, "none": None},
+}
+every_tree = pytest.mark.parametrize("make", TREES.values(), ids=list(TREES))
+
+
+# --- Every tree ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def same_leaves(tree):
+    """Afterwards the very same leaves are there, and the arrays have their values.
+
+    Unlike `helpers.untouched`, for trees with leaves that equal no copy of themselves.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [x.copy() if eqx.is_array(x) else None for x in leaves]
+    yield
+    after, after_def = jax.tree.flatten(tree)
+    assert after_def == treedef
+    for old, value, new in zip(leaves, arrays, after, strict=True):
+        assert new is old
+        assert value is None or (value == new).all()
+
+
+FUNCTIONS = {
+    "parts": es.parts,
+    "filter": lambda t: es.filter(t, es.State),
+    "partition": lambda t: es.partition(t, es.Parameter, es.State),
+    "update": lambda t: es.update(t, es.filter(t, es.Parameter)),
+    "mask": lambda t: es.mask(t, es.trainable),
+    "spec": lambda t: es.spec(t, {es.State: 0, ...: 1}),
+    "map": lambda t: es.map(lambda x: x * 0, t, on=es.Parameter),
+    "modules": es.modules,
+    "map_modules": lambda t: es.map_modules(lambda m, name: None, t),
+    "reseed": lambda t: es.reseed(t, 0),
+    "train": es.train,
+    "eval": es.eval,
+    "freeze": lambda t: es.freeze({"t": t, "n": norm()}),
+    "unfreeze": lambda t: es.unfreeze({"t": t, "n": norm()}),
+    "configure": lambda t: es.configure([t, norm()], momentum=0.1, mean=1.0),
+    "init": lambda t: es.init(t, 0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@every_tree
+def test_no_function_modifies_its_input(make, name):
+    tree = make()
+    with same_leaves(tree):
+        FUNCTIONS[name](tree)
+
+
+@every_tree
+def test_names_of_modules_are_how_one_gets_there(make):
+    tree = make()
+    found = es.modules(tree)
+    assert len({id(module) for _, module in found}) == len(found)
+    for name, module in found:
+        dot = "" if name.startswith("[") or not name else "."
+        assert eval(f"tree{dot}{name}") is module
+
+
+@every_tree
+def test_map_modules_sees_what_modules_lists(make):
+    tree, seen = make(), {}
+    es.map_modules(lambda m, name: seen.setdefault(name, type(m)) and m, tree)
+    assert seen == {name: type(module) for name, module in es.modules(tree)}
+    # Parents are listed first, children are mapped first.
+    assert sorted(seen) == sorted(name for name, _ in es.modules(tree))
+
+
+@every_tree
+def test_map_modules_composes(make):
+    def shrink(module, name):
+        is_norm = isinstance(module, Norm)
+        return module.replace(momentum=module.momentum / 2) if is_norm else module
+
+    def rename(module, name):
+        return es.freeze(module) if isinstance(module, Norm) else module
+
+    tree = make()
+    one_by_one = es.map_modules(rename, es.map_modules(shrink, tree))
+    at_once = es.map_modules(lambda m, n: rename(shrink(m, n), n), tree)
+    assert jax.tree.structure(at_once) == jax.tree.structure(one_by_one)
+    momenta = {m.momentum for _, m in es.modules(at_once) if isinstance(m, Norm)}
+    assert momenta <= {0.25}
+
+
+@pytest.mark.parametrize("name", [n for n in TREES if n != "no module"])
+def test_configure_is_map_modules_and_replace(name):
+    def replace(module, name):
+        is_norm = isinstance(module, Norm)
+        return module.replace(momentum=0.9) if is_norm else module
+
+    tree = TREES[name]()
+    new = es.configure(tree, momentum=0.9)
+    assert eqx.tree_equal(new, es.map_modules(replace, tree))
+    for switch in (es.train, es.eval, es.freeze, es.unfreeze):
+        assert eqx.tree_equal(
+            es.configure(switch(tree), momentum=0.9), switch(new), typematch=True
+        )
+
+
+def test_what_was_configured_is_what_runs():
+    model, x = es.configure(net().layers[1], momentum=0.0, p=1.0), jnp.ones((3, 2))
+    y, new = es.mutable(es.vmap(model, axis_name="batch"))(x)
+    assert (y == 0).all()
+    assert (new.mean == 1).all()
+
+
+# --- Keys ---------------------------------------------------------------------------
+
+
+def keys(tree):
+    parts = es.parts(es.filter(tree, es.Rng))
+    return {part.name: tuple(jr.key_data(part.value).tolist()) for part in parts}
+
+
+@every_tree
+def test_reseed_depends_on_places_alone(make):
+    tree = make()
+    new = keys(es.reseed(tree, 3))
+    assert new.keys() == keys(tree).keys()
+    assert len(set(new.values())) == len(new)
+    for change in (es.eval, es.train, lambda t: es.filter(t, es.Rng)):
+        assert keys(es.reseed(change(tree), 3)) == new
+        assert keys(change(es.reseed(tree, 3))) == new
+    assert keys(es.reseed(es.reseed(tree, 9), 3)) == new
+    assert not set(keys(es.reseed(tree, 4)).values()) & set(new.values())
+
+
+def test_a_key_that_a_buffer_covers_is_no_state_to_reseed():
+    model = net()
+    assert es.reseed(model, 0).table["key"] is model.table["key"]
+
+
+def test_reseed_under_vmap_makes_an_ensemble():
+    seeds = jr.split(jr.key(0), 3)
+    ensemble = eqx.filter_vmap(es.reseed, in_axes=(None, 0))(norm(), seeds)
+    each = [es.reseed(norm(), seed).dropout.rng for seed in seeds]
+    assert (ensemble.dropout.rng == jnp.stack(each)).all()
+
+
+@pytest.mark.parametrize(
+    "change", [es.freeze, es.eval, lambda t: es.freeze(es.eval(t))]
+)
+@jax.debug_key_reuse(False)  # on purpose: the same draws twice
+def test_a_stream_goes_on_whatever_the_flags(change):
+    def three(stream):
+        return jnp.stack([stream() for _ in range(3)])
+
+    expected, after = es.mutable(three)(es.RngStream(0))
+    drawn, stream = es.mutable(three)(change(es.RngStream(0)))
+    assert (drawn == expected).all()
+    assert stream.key == after.key
+    assert len({tuple(row) for row in jr.key_data(drawn).tolist()}) == 3
+
+
+def test_a_stream_beside_equinoxs_layers_is_traced_once_and_differentiated():
+    class Noisy(es.Module):
+        linear: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+        stream: es.RngStream
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x), key=self.stream())
+
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, x):
+        return es.value_and_grad(lambda m, x: jnp.sum(m(x) ** 2))(model, x)
+
+    linear = eqx.nn.Linear(2, 16, key=jr.key(0))
+    model, losses = Noisy(linear, eqx.nn.Dropout(0.5), es.RngStream(1)), set()
+    for _ in range(3):
+        (loss, model), grads = step(model, jnp.ones(2))
+        losses.add(float(loss))
+        assert grads.stream.key is None
+    assert len(losses) == 3
+
+
+# --- The pure pair ------------------------------------------------------------------
+
+
+X = jnp.arange(6.0).reshape(3, 2)
+
+
+def assert_close(a, b):
+    for ours, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        same = jnp.allclose if jnp.issubdtype(ours.dtype, jnp.inexact) else jnp.equal
+        assert jnp.all(same(ours, theirs))
+
+
+MODES = {
+    "train": lambda m: m,
+    "eval": es.eval,
+    "frozen": es.freeze,
+    "half frozen": lambda m: es.freeze(m, lambda m: m.layers[1]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@jax.debug_key_reuse(False)  # on purpose: the same draws twice
+def test_functional_is_mutable_in_every_mode(mode):
+    model = es.vmap(MODES[mode](net()), axis_name="batch")
+    apply, params, state = es.functional(model)
+    with same_leaves((model, params, state)):
+        out, new_state = jax.jit(apply)(params, state, X)
+    expected, new = es.mutable(model)(X)
+    assert_close(out, expected)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert_close(new_state, es.filter(new, es.not_(es.Parameter)))
+    # What is frozen is a parameter still: it is `wrt` that leaves it out.
+    assert len(jax.tree.leaves(params)) == len(es.parts(es.filter(net(), es.Parameter)))
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draws twice
+def test_a_pair_is_one_model_in_two_modes():
+    def batched(model):
+        return es.vmap(model, axis_name="batch")
+
+    train, params, state = es.functional(batched(net()))
+    evaluate, *_ = es.functional(batched(net().eval()))
+    _, state = train(params, state, X)
+    out, same_state = evaluate(params, state, X)
+    _, model = es.mutable(batched(net()))(X)
+    assert_close(out, batched(model.eval())(X))
+    assert_close(same_state, state)
+    _, state = train(params, same_state, X)
+    _, model = es.mutable(batched(model))(X)
+    assert_close(state, es.filter(model, es.not_(es.Parameter)))
+
+
+def test_functional_keeps_shapes_and_dtypes_of_its_state():
+    class Grows(es.Module):
+        cache: es.State
+
+        def __call__(self, x):
+            self.cache = jnp.append(self.cache, x)
+
+    apply, params, state = es.functional(Grows(jnp.zeros(2)))
+    with pytest.raises(ValueError, match=r"(?s)`cache` was `f32\[2\]`.*`f32\[3\]`"):
+        jax.jit(apply)(params, state, 1.0)
+
+
+def test_functional_of_what_cannot_be_called_says_so_at_the_call():
+    apply, params, state = es.functional([norm()])
+    with pytest.raises(TypeError, match="not callable"):
+        apply(params, state)
+
+
+def test_a_write_of_a_module_from_outside_stays_an_error():
+    model = net()
+    apply, params, state = es.functional(es.vmap(model, axis_name="batch"))
+    apply(params, state, X)
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"Norm\.mean"):
+        model.layers[1].mean = jnp.ones(2)

@@ -1,0 +1,92 @@
+"""What `es.vmap` does not map: axes that are not there, kinds, values of the lanes."""
+
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+XS = jnp.array([0.5, -1.0, 2.0])
+
+
+class Cache(es.State):
+    pass
+
+
+class Wide(es.Module):
+    weight: es.Parameter
+    mean: es.BatchStat
+    rng: es.Rng
+
+    def __call__(self, x):
+        self.mean = self.mean + x
+        return self.weight * x
+
+
+def wide():
+    return Wide(jnp.ones(()), jnp.zeros((3, 2)), jr.key(0))
+
+
+OUT_OF_RANGE = {
+    "a kind": ({es.BatchStat: 2}, r"`mean` has shape \(3, 2\).*no axis 2"),
+    "negative": ({es.State: -3, es.Rng: es.SPLIT}, r"`mean`.*no axis -3"),
+    "a scalar": ({es.Parameter: 0}, r"`weight` has shape \(\).*no axis 0"),
+    "the rest": ({...: 0, es.Rng: None}, r"`weight`.*axis 0"),
+    "a key": ({es.Rng: 0}, r"`rng` has shape \(\).*no axis 0"),
+    "no number": ({es.BatchStat: "batch"}, r"`mean`.*no axis batch"),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+@pytest.mark.parametrize("where", ["axes", "in_axes", "closure"])
+def test_an_axis_that_the_state_does_not_have(case, where):
+    by_kind, match = OUT_OF_RANGE[case]
+    match = rf"(?s)es\.vmap.*{match}.*share it with `None`"
+    f = {
+        "axes": lambda m: es.vmap(m, axes=by_kind),
+        "in_axes": lambda m: es.vmap(lambda x, m: m(x), (0, by_kind)),
+        "closure": lambda m: es.vmap(lambda x: m(x), axes=by_kind),
+    }[where]
+    model = wide()
+
+    def call(model):
+        return f(model)(XS, model) if where == "in_axes" else f(model)(XS)
+
+    with rejects(model, ValueError, match):
+        es.mutable(call)(model)
+
+
+def test_reduced_over_one_axis_of_two_is_not_reduced():
+    class Mean(es.Module):
+        mean: es.BatchStat = 0.0
+
+        def __call__(self, x):
+            self.mean = lax.pmean(x, "inner")
+            return x
+
+    def f(model, xs):
+        inner = es.vmap(lambda x: model(x), axis_name="inner")
+        return es.vmap(inner, axis_name="outer")(xs)
+
+    model, xs = Mean(), jnp.arange(6.0).reshape(2, 3)
+    with rejects(model, ValueError, "`mean`", "axis_name", r"axes=\{es\.State: 0\}"):
+        es.mutable(f)(model, xs)
+    with rejects(model, ValueError, "`mean`", "axis_name"):
+        es.grad(lambda m, xs: jnp.sum(f(m, xs)))(model, xs)
+
+
+@pytest.mark.parametrize("key", [es.State, es.Buffer, es.OptState, Cache])
+def test_a_kind_in_axes_that_matches_nothing_says_what_it_is_for(key):
+    class Plain(es.Module):
+        weight: es.Parameter = 1.0
+
+        def __call__(self, x):
+            return self.weight * x
+
+    model = Plain()
+    fix = r"in_axes=\(\{es\.Parameter: 0"
+    with rejects(model, ValueError, rf"`axes` names `{key.__name__}`", fix):
+        es.mutable(es.vmap(model, axes={es.Parameter: None, key: 0}))(XS)
