@@ -19,7 +19,7 @@ from sybil.sybil import SybilCollection
 
 # Read when JAX first looks for its devices.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 ALIASES = (

@@ -22,6 +22,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks: python -m nox -s bench -- scan_depth."""
+    session.install(".", *groups("examples"))
+    for name in session.posargs or ["checkpoint_memory", "scan_depth"]:
+        session.run("python", f"benchmarks/{name}.py")
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Test the built wheel and every example of the documentation."""
     session.install(".", *groups("test", "examples"))

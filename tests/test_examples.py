@@ -1,4 +1,4 @@
-"""The example, shortened: that it runs, and asserts what it says."""
+"""The examples, shortened: that they run, and assert what they say."""
 
 import importlib.util
 from pathlib import Path
@@ -7,15 +7,19 @@ import jax
 import pytest
 
 
-PATH = Path(__file__).parents[1] / "examples" / "digits.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def digits():
-    spec = importlib.util.spec_from_file_location("digits", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("digits")
 
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adamw`
@@ -27,3 +31,8 @@ def test_digits_learns_from_two_seeds_with_one_compilation(digits, tmp_path, cap
     printed = capsys.readouterr().out
     for kind in ("Buffer", "Parameter", "BatchStat", "Rng", "OptState"):
         assert kind in printed
+
+
+def test_sharded_learns_in_two_processes(capsys):
+    assert example("sharded").main(epochs=3, at_least=0.9) >= 0.9
+    assert "bytes on each device" in capsys.readouterr().out

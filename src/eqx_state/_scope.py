@@ -224,8 +224,10 @@ def trace_message(name: str, where: str = "") -> str:
         " through and is called as its namesake in JAX:\n\n"
         "    jax.vmap(lambda x: self.layer(x))(xs)    # wrong\n"
         "    es.vmap(lambda x: self.layer(x))(xs)     # right\n\n"
-        "Likewise `es.value_and_grad` for `jax.grad`, with the model as its argument."
-        " Or call `es.mutable` inside the transform, and return the new model from it."
+        "Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`,"
+        " `es.checkpoint`, `es.jit`; for `jax.grad` it is `es.value_and_grad`, with the"
+        " model as its argument. Or call `es.mutable` inside the transform, and return"
+        " the new model from it."
     )
 
 

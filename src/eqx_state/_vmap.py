@@ -5,6 +5,7 @@ its closure, the arguments, or an owned module. All else is closed over as it is
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,7 +22,7 @@ from ._axes import (
     function_axes,
     SPLIT,
 )
-from ._compat import is_mapped
+from ._compat import is_mapped, spread_like
 from ._keys import split_key
 from ._lift import is_traced, Leaves, Lifted
 from ._mutable import Transform, wrap
@@ -94,13 +95,15 @@ class _Vmap(Transform):
             if axis is not None
         ]
         size = _size(slots, self.axis_size)
+        given_axes = [(s.values[n], s.axes[n]) for s, n in slots]
+        spread = ft.partial(spread_like, [x for x in given_axes if x[1] is not SPLIT])
         inputs, input_axes = [], []
         for source, name in slots:
             value, axis = source.values[name], source.axes[name]
             if axis is SPLIT:
                 # A clone, since the key stays unused if no lane draws from it.
                 source.advanced[name], base = split_key(jr.clone(value), 2)
-                value, axis = split_key(base, size), 0
+                value, axis = spread(split_key(base, size)), 0
             inputs.append(value)
             input_axes.append(axis)
 
@@ -132,7 +135,7 @@ class _Vmap(Transform):
             axis_name=self.axis_name,
             axis_size=self.axis_size,
         )
-        out, (shared, stacked) = mapped(inputs, jnp.arange(size))
+        out, (shared, stacked) = mapped(inputs, spread(jnp.arange(size)))
         lifted.commit(
             [s.outer(*x) for s, *x in zip(owned, names, shared, stacked, strict=True)]
         )

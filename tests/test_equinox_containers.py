@@ -1,0 +1,309 @@
+"""Our layers inside Equinox's containers: training, modes, keys, state."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+
+
+class Counter(es.Module):
+    """Counts its calls, and remembers whether it was given a key."""
+
+    count: es.State = 0
+    keyed: es.State = False
+
+    def __call__(self, x, *, key=None):
+        if self.training:
+            self.keyed = key is not None
+            self.count = self.count + 1
+        return x
+
+
+class Gain(es.Module):
+    """An activation with a parameter and a running statistic."""
+
+    gain: es.Parameter
+    peak: es.BatchStat = 0.0
+
+    def __call__(self, x):
+        if self.training:
+            peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x)), "batch")
+            self.peak = jnp.maximum(self.peak, peak)
+        return self.gain * jnp.tanh(x)
+
+
+class Block(eqx.Module):
+    """A user's plain Equinox container, which passes keys on by hand."""
+
+    layers: list
+    skip: dict
+
+    def __call__(self, x, *, key=None):
+        keys = [None] * len(self.layers) if key is None else jr.split(key, 2)
+        for layer, k in zip(self.layers, keys, strict=True):
+            x = layer(x, key=k)
+        return x + self.skip["counter"](x)
+
+
+def sequential():
+    return eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(3, 4, key=jr.key(0)),
+            es.nn.BatchNorm(4, axis_name="batch", momentum=0.9),
+            eqx.nn.Lambda(Gain(2.0)),
+            es.nn.Dropout(0.5, key=jr.key(1)),
+            eqx.nn.Sequential([Counter(), eqx.nn.Linear(4, 2, key=jr.key(2))]),
+        ]
+    )
+
+
+def data(seed, n=8):
+    return jr.normal(jr.key(seed), (n, 3)) + 1
+
+
+def batched(model):
+    return es.mutable(es.vmap(model, axis_name="batch"))
+
+
+def loss(model, xs):
+    return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
+
+
+@jax.numpy_rank_promotion("allow")
+def by_hand(model, xs, key):
+    """The same network, its state threaded one by one; returns it with the output."""
+    first, norm, act, dropout, last = model.layers
+    x = jax.vmap(first)(xs)
+    mean, var = x.mean(0), x.var(0)
+    x = norm.weight * (x - mean) / jnp.sqrt(var + norm.eps) + norm.bias
+    norm = norm.replace(
+        mean=0.9 * norm.mean + 0.1 * mean, var=0.9 * norm.var + 0.1 * var
+    )
+    peak = jnp.maximum(act.fn.peak, x.max())
+    x = act.fn.gain * jnp.tanh(x)
+    mask = jax.vmap(lambda k: jr.bernoulli(jr.split(k, 2)[1], 0.5, (4,)))(key)
+    x = jnp.where(mask, x / 0.5, 0)
+    return jax.vmap(last.layers[1])(x), (norm.mean, norm.var, peak)
+
+
+# --- Sequential -----------------------------------------------------------------------
+
+
+def test_a_sequential_is_threaded_as_by_hand():
+    model = sequential()
+    dropout = model.layers[3].rng
+    _, lanes = jr.split(dropout, 2)
+    y, new = batched(model)(data(0))
+    expected, (mean, var, peak) = by_hand(model, data(0), jr.split(lanes, 8))
+    assert jnp.allclose(y, expected, atol=1e-5)
+    assert jnp.allclose(new.layers[1].mean, mean, atol=1e-6)
+    assert jnp.allclose(new.layers[1].var, var, atol=1e-6)
+    assert jnp.allclose(new.layers[2].fn.peak, peak, atol=1e-6)
+    assert new.layers[4].layers[0].count == 1
+    assert new.layers[3].rng != dropout
+
+
+def test_training_a_sequential():
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, xs):
+        (value, model), grads = es.value_and_grad(loss)(model, xs)
+        return value, es.map(lambda p, g: p - 0.1 * g, model, grads, on=es.trainable)
+
+    model = sequential()
+    losses = []
+    for _ in range(20):
+        value, model = step(model, data(0))
+        losses.append(value)
+    assert losses[-1] < losses[0]
+    assert model.layers[4].layers[0].count == 20
+    assert jax.tree.structure(model) == jax.tree.structure(sequential())
+
+
+def test_gradients_reach_the_parameters_alone():
+    _, grads = es.value_and_grad(loss)(sequential(), data(0))
+    assert {p.name for p in es.parts(grads)} == {
+        "layers[0].weight",
+        "layers[0].bias",
+        "layers[1].weight",
+        "layers[1].bias",
+        "layers[2].fn.gain",
+        "layers[4].layers[1].weight",
+        "layers[4].layers[1].bias",
+    }
+    assert jnp.abs(grads.layers[2].fn.gain) > 0
+
+
+def test_modes_reach_the_layers_inside():
+    _, model = batched(sequential())(data(0))
+    still = es.eval(model)
+    assert still.layers[2].fn.training is still.layers[4].layers[0].training is False
+    y, after = batched(still)(data(1))
+    assert eqx.tree_equal(after, still)
+    assert jnp.array_equal(y, es.vmap(still)(data(1)))  # and outside a scope
+    assert eqx.tree_equal(es.train(still), model)
+
+
+def test_a_call_in_train_mode_outside_a_scope_is_an_error():
+    model = sequential()
+    with rejects(model, FROZEN, r"BatchNorm\.mean", r"es\.mutable"):
+        es.vmap(model, axis_name="batch")(data(0))
+
+
+def test_a_key_goes_to_every_layer():
+    model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
+    rng = model.layers[1].rng
+    y, new = es.mutable(model)(jnp.ones(64), key=jr.key(5))
+    assert new.layers[0].keyed
+    assert new.layers[2].keyed
+    assert new.layers[1].rng == rng  # the one that is given wins
+    again, _ = es.mutable(model)(jnp.ones(64), key=jr.key(5))
+    other, _ = es.mutable(model)(jnp.ones(64), key=jr.key(6))
+    assert jnp.array_equal(y, again)
+    assert not jnp.array_equal(y, other)
+
+
+def test_without_a_key_each_layer_is_given_none():
+    model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
+    y, new = es.mutable(model)(jnp.ones(64))
+    assert not new.layers[0].keyed
+    assert new.layers[1].rng != model.layers[1].rng  # its own
+    assert set(y.tolist()) == {0.0, 2.0}
+    same, _ = es.mutable(model)(jnp.ones(64), key=None)
+    assert jnp.array_equal(same, y)
+
+
+def test_dropout_of_both_kinds():
+    # Equinox's has no key of its own, and asks for one in train mode.
+    model = eqx.nn.Sequential([es.nn.Dropout(0.5, key=0), eqx.nn.Dropout(0.5)])
+    with pytest.raises(RuntimeError, match="key"):
+        es.mutable(model)(jnp.ones(4))
+    y, new = es.mutable(model)(jnp.ones(64), key=jr.key(0))
+    assert set(y.tolist()) <= {0.0, 4.0}
+    assert jnp.array_equal(es.eval(model)(jnp.ones(4)), jnp.ones(4))
+
+
+def test_indices_slices_and_iteration_reach_owned_layers():
+    def f(model, x):
+        x = model[0](x)
+        for layer in model[1:]:
+            x = layer(x)
+        return x
+
+    model = eqx.nn.Sequential([Counter(), Counter(), Counter()])
+    _, new = es.mutable(f)(model, jnp.ones(2))
+    assert [layer.count for layer in new] == [1, 1, 1]
+
+
+# --- Other containers -----------------------------------------------------------------
+
+
+def test_a_users_container_of_lists_and_dicts():
+    layers = [es.nn.Dropout(0.5, key=0), Counter()]
+    model = Block(layers, {"counter": Counter()})
+    run = eqx.filter_jit(lambda model, key: es.mutable(model)(jnp.ones(4), key=key))
+    for n, key in ((1, None), (2, jr.key(0))):
+        _, model = run(model, key)
+        assert model.layers[1].count == model.skip["counter"].count == n
+        assert model.layers[1].keyed == (key is not None)
+
+
+def test_an_mlp_with_an_activation_that_has_state():
+    # `eqx.nn.MLP` has one activation per feature, and slices copies out of it.
+    model = eqx.nn.MLP(2, 2, 4, 2, activation=Counter(), key=jr.key(0))
+    assert model.activation.count.shape == (2, 4)
+    with rejects(model, FROZEN, r"Counter\.keyed", "copy"):
+        es.mutable(model)(jnp.ones(2))
+    gain = Gain(jnp.ones((2, 4)), jnp.zeros((2, 4)))
+    model = es.eval(eqx.tree_at(lambda m: m.activation, model, gain))
+    _, grads = es.value_and_grad(lambda m, x: m(x).sum())(model, jnp.ones(2))
+    assert (grads.activation.gain != 0).all()
+
+
+def test_an_mlp_with_layers_of_ours():
+    class Linear(es.Module):
+        linear: eqx.nn.Linear
+        calls: es.State = 0
+
+        def __call__(self, x, *, key=None):
+            self.calls = self.calls + 1
+            return self.linear(x)
+
+    mlp = eqx.nn.MLP(2, 2, 4, 2, key=jr.key(0))
+    layers = tuple(Linear(layer) for layer in mlp.layers)
+    model = eqx.tree_at(lambda m: m.layers, mlp, layers)
+    y, new = eqx.filter_jit(es.mutable(model))(jnp.ones(2))
+    assert jnp.allclose(y, mlp(jnp.ones(2)))
+    assert [layer.calls for layer in new.layers] == [1, 1, 1]
+
+
+def test_weight_norm_around_a_layer_of_ours():
+    class Scaled(es.Module):
+        weight: es.Parameter
+        calls: es.State = 0
+
+        def __call__(self, x):
+            self.calls = self.calls + 1
+            return self.weight @ x
+
+    weight = jnp.arange(6.0).reshape(2, 3) + 1
+    model = eqx.nn.WeightNorm(Scaled(weight))
+    # It calls a copy of the layer that has another weight: what is written is lost.
+    with pytest.raises(FROZEN, match=r"(?s)Scaled\.calls.*copy made inside"):
+        es.mutable(model)(jnp.ones(3))
+
+
+def test_shared_puts_our_layers_together_inside_the_call():
+    class Tied(es.Module):
+        shared: eqx.nn.Shared
+        norm: es.nn.BatchNorm
+
+        def __init__(self, key):
+            embed = eqx.nn.Embedding(5, 3, key=key)
+            head = eqx.nn.Linear(3, 5, key=key)
+            pair = (embed, head)
+            where, get = (lambda p: p[1].weight), (lambda p: p[0].weight)
+            self.shared = eqx.nn.Shared(pair, where, get)
+            self.norm = es.nn.BatchNorm(3, axis_name="batch")
+
+        def __call__(self, token):
+            embed, head = self.shared()
+            return head(self.norm(embed(token)))
+
+    model = Tied(jr.key(0))
+    (_, new), grads = es.value_and_grad(loss)(model, jnp.arange(4))
+    assert not jnp.array_equal(new.norm.mean, model.norm.mean)
+    assert {p.name for p in es.parts(grads)} == {
+        "shared.pytree[0].weight",
+        "shared.pytree[1].bias",
+        "norm.weight",
+        "norm.bias",
+    }
+
+
+def test_our_state_beside_equinoxs_in_one_sequential():
+    norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
+    inner = eqx.nn.Sequential([es.nn.Stateful(norm), Counter()])
+    _, new = batched(inner)(data(0))
+    assert new.layers[0].layer.batch_counter.init == new.layers[1].count == 1
+    # Equinox's own asks for a state that nobody has.
+    bare = eqx.nn.Sequential([norm, Counter()])
+    with pytest.raises((AttributeError, TypeError, ValueError), match="get|state"):
+        batched(bare)(data(0))
+
+
+def test_inference_mode_of_equinox_leaves_our_flags_alone():
+    model = eqx.nn.Sequential([Counter(), eqx.nn.Dropout(0.5)])
+    off = eqx.nn.inference_mode(model)
+    assert off.layers[1].inference
+    assert off.layers[0].training  # `es.eval` switches both
+    assert not es.eval(model).layers[0].training

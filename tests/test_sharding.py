@@ -1,0 +1,266 @@
+"""Models, optimizers and keys on several devices, and in several processes.
+
+Shardings by kind are what `es.spec` returns: JAX's own functions take them. Whatever
+the layout, training equals training on one device.
+"""
+
+import functools as ft
+import os
+import socket
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.random as jr
+import numpy as np
+import pytest
+import sharded_training
+from helpers import rejects, untouched
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from sharded_training import (
+    bytes_per_device,
+    data_parallel,
+    fully_sharded,
+    in_one_piece,
+    LAYOUTS,
+    loss_fn,
+    Net,
+    put_rows,
+    start,
+    train,
+    TRAINED,
+    XS,
+    YS,
+)
+
+import eqx_state as es
+
+
+# Bytes of the parameters and of adam's two moments, and of its count of steps.
+MOMENTS, COUNT = 3 * 4 * (16 * 32 + 2 * 32 + 32 * 8 + 8), 4
+WHOLE, SPLIT = MOMENTS + COUNT, MOMENTS // 8 + COUNT
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    assert jax.device_count() == 8
+    return Mesh(jax.devices(), "devices")
+
+
+@ft.cache
+def trained_on_one_device(whole_batch=False):
+    one = Mesh(jax.devices()[:1], "devices")
+    trained = start(data_parallel, one, whole_batch)
+    return in_one_piece(train(trained, data_parallel, one), one)
+
+
+def assert_close(arrays, expected):
+    assert arrays.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(arrays[name], x, rtol=0, atol=1e-5, err_msg=name)
+
+
+# --- Shardings by kind ----------------------------------------------------------------
+
+
+def split_parameters(tree, mesh):
+    split, whole = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
+    return es.spec(tree, {es.Parameter: split, ...: whole})
+
+
+PLACE = {
+    "device_put": jax.device_put,
+    "filter_shard": eqx.filter_shard,
+    "filter_shard in jit": lambda model, shardings: eqx.filter_jit(
+        lambda model: eqx.filter_shard(model, shardings)
+    )(model),
+    "with_sharding_constraint": lambda model, shardings: jax.jit(
+        lambda model: jax.lax.with_sharding_constraint(model, shardings)
+    )(model),
+    "in_shardings": lambda model, shardings: jax.jit(
+        lambda model: model, in_shardings=(shardings,)
+    )(model),
+    "out_shardings": lambda model, shardings: jax.jit(
+        lambda model: model, out_shardings=shardings
+    )(model),
+}
+
+
+def assert_split_by_kind(model):
+    for part in es.parts(model):
+        is_whole = part.value.sharding.is_fully_replicated
+        assert is_whole is not issubclass(part.kind, es.Parameter), part.name
+
+
+@pytest.mark.parametrize("place", PLACE)
+def test_shardings_by_kind_are_taken_as_they_are(place, mesh):
+    model = Net(False, key=jr.key(0))
+    placed = PLACE[place](model, split_parameters(model, mesh))
+    assert_split_by_kind(placed)
+    before, after = (in_one_piece(m, mesh) for m in (model, placed))
+    assert_close(after, before)
+
+
+@pytest.mark.parametrize("place", ["in_shardings", "out_shardings"])
+def test_partition_specs_by_kind_where_the_mesh_is_set(place, mesh):
+    model = Net(False, key=jr.key(0))
+    specs = es.spec(model, {es.Parameter: P("devices"), ...: P()})
+    with jax.set_mesh(mesh):
+        assert_split_by_kind(PLACE[place](model, specs))
+
+
+def test_shapes_are_enough(mesh):
+    model = Net(False, key=jr.key(0))
+    shapes = jax.eval_shape(lambda: model)
+    assert eqx.tree_equal(split_parameters(shapes, mesh), split_parameters(model, mesh))
+
+
+def test_with_functions_among_the_leaves(mesh):
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jr.key(0))
+    shardings = split_parameters(model, mesh)
+    assert_split_by_kind(eqx.filter_shard(model, shardings))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    placed = eqx.combine(jax.device_put(arrays, shardings), static)
+    assert_split_by_kind(placed)
+    assert placed.activation is model.activation
+
+
+# --- Training -------------------------------------------------------------------------
+
+
+@jax.numpy_dtype_promotion("standard")  # for `optax.adam`
+@pytest.mark.parametrize("whole_batch", [False, True])
+@each_layout
+def test_training_equals_that_on_one_device(layout, whole_batch, mesh):
+    layout = LAYOUTS[layout]
+    results = train(start(layout, mesh, whole_batch), layout, mesh)
+    model = results[1]
+    assert (model.norm.mean != 0).all()
+    assert model.norm.mean.sharding.is_fully_replicated
+    assert model.dropout.rng.sharding.is_fully_replicated
+    assert_close(in_one_piece(results, mesh), trained_on_one_device(whole_batch))
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_each_device_holds_its_part_of_parameters_and_optimizer(mesh):
+    assert bytes_per_device(start(data_parallel, mesh), TRAINED) == [WHOLE] * 8
+    trained = start(fully_sharded, mesh)
+    assert bytes_per_device(trained, TRAINED) == [SPLIT] * 8
+    _, *trained = train(trained, fully_sharded, mesh)
+    assert bytes_per_device(trained, TRAINED) == [SPLIT] * 8
+    for part in es.parts(es.filter(trained, TRAINED)):
+        assert part.value.sharding.is_fully_replicated is (part.value.ndim == 0)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_training_where_the_types_of_arrays_say_how_they_are_split():
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=explicit)
+    results = train(start(data_parallel, mesh), data_parallel, mesh)
+    assert_close(in_one_piece(results, mesh), trained_on_one_device())
+
+
+def test_dropout_draws_the_same_masks_from_keys_on_all_devices(mesh):
+    dropout = es.nn.Dropout(0.5, key=jr.key(0))
+    xs = np.ones((64, 16), "f4")
+    expected, after = es.mutable(es.vmap(dropout))(xs)
+    replicated = eqx.filter_shard(dropout, NamedSharding(mesh, P()))
+    ys, new = eqx.filter_jit(es.mutable(es.vmap(replicated)))(put_rows(xs, mesh))
+    assert (ys == expected).all()
+    assert new.rng == after.rng
+    assert len(ys.sharding.device_set) == 8
+
+
+# --- `jax.shard_map` ------------------------------------------------------------------
+
+
+def per_device(f, mesh, **options):
+    """`f(model, xs, ys)` for the rows of each device; the results must be equal."""
+    rows = P("devices")
+    f = jax.shard_map(
+        f, mesh=mesh, in_specs=(P(), rows, rows), out_specs=P(), **options
+    )
+    return jax.jit(f)
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_value_and_grad_in_shard_map_equals_one_device(whole_batch, mesh):
+    model = es.configure(Net(whole_batch, key=jr.key(0)), p=0.0)
+    expected = es.value_and_grad(loss_fn)(model, XS, YS)
+
+    def body(model, xs, ys):
+        def mean_loss(model):
+            return jax.lax.pmean(loss_fn(model, xs, ys), "devices")
+
+        out, grads = es.value_and_grad(mean_loss)(model)
+        return out, jax.lax.pmean(grads, "devices")
+
+    axis_name = "devices" if whole_batch else ("batch", "devices")
+    model = es.configure(model, axis_name=axis_name)
+    # With `check_vma` JAX has no collectives over a named axis of `vmap` in the body.
+    results = per_device(body, mesh, check_vma=whole_batch)(model, XS, YS)
+    assert_close(in_one_piece(results, mesh), in_one_piece(expected, mesh))
+
+
+def test_statistics_that_differ_between_devices_are_no_result(mesh):
+    model = es.configure(Net(True, key=jr.key(0)), p=0.0)
+
+    def body(model, xs, ys):
+        return es.mutable(model)(xs)[1]
+
+    with untouched(model), pytest.raises(ValueError, match=r"shard_map.*out_specs"):
+        per_device(body, mesh)(model, XS, YS)
+
+
+def test_a_write_to_a_module_that_shard_map_closes_over_is_an_error(mesh):
+    def forward(norm, xs):
+        rows = {"in_specs": P("devices"), "out_specs": P("devices")}
+        return jax.shard_map(lambda xs: norm(xs), mesh=mesh, **rows)(xs)
+
+    norm = es.nn.BatchNorm(16)
+    with rejects(norm, es.TraceError, "`mean`"):
+        es.mutable(forward)(norm, XS)
+
+
+# --- Two processes --------------------------------------------------------------------
+
+
+def run_together(commands, environment, seconds):
+    """Run these processes; none outlives the call. Pytest shows what they print."""
+    processes = [subprocess.Popen(c, env=os.environ | environment) for c in commands]
+    try:
+        assert [process.wait(seconds) for process in processes] == [0] * len(commands)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory):
+    """What a process has saved of a layout."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    script = [sys.executable, sharded_training.__file__]
+    four = "--xla_force_host_platform_device_count=4"
+    run_together(
+        [[*script, address, process, str(folder)] for process in "01"],
+        {"XLA_FLAGS": four, "JAX_PLATFORMS": "cpu"},
+        seconds=240,
+    )
+    return lambda layout, process: dict(np.load(folder / f"{layout}-{process}.npz"))
+
+
+@jax.numpy_dtype_promotion("standard")
+@each_layout
+def test_two_processes_equal_one_device(layout, of_two_processes):
+    results = [of_two_processes(layout, process) for process in "01"]
+    sizes = [(r.pop("before").tolist(), r.pop("after").tolist()) for r in results]
+    each = {"data": WHOLE, "full": SPLIT}[layout]
+    assert sizes == [([each] * 4, [each] * 4)] * 2
+    for arrays in results:
+        assert_close(arrays, trained_on_one_device())
+    assert eqx.tree_equal(*results)

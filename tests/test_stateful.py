@@ -1,0 +1,265 @@
+"""`es.nn.Stateful`: Equinox's stateful layers, against threading by hand."""
+
+import copy
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from equinox_layers import (
+    batch_norm,
+    batched,
+    by_hand,
+    close,
+    data,
+    Inner,
+    LAYERS,
+    Net,
+    sequential,
+    spectral,
+    Twice,
+)
+from helpers import rejects, untouched
+
+import eqx_state as es
+
+
+@pytest.fixture(params=LAYERS)
+def make(request):
+    return LAYERS[request.param]
+
+
+def values(state):
+    """The values in an `eqx.nn.State`, or in a model, each with its type, in order."""
+    leaves = jax.tree.leaves(state)
+    typed = [jr.key_data(x) if x.dtype == jr.key(0).dtype else x for x in leaves]
+    return sorted(repr(np.asarray(x)) for x in typed)
+
+
+# --- The law: as threading by hand ----------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_training_and_evaluating_equal_threading_by_hand(make, jit):
+    wrap = eqx.filter_jit if jit else lambda f: f
+    theirs, state = eqx.nn.make_with_state(make)(jr.key(0))
+    model = es.nn.Stateful(make(jr.key(0)))
+    step = wrap(lambda m, xs: es.mutable(es.vmap(m, axis_name="batch"))(xs))
+    hand = wrap(by_hand)
+    for seed in range(3):
+        y, model = step(model, data(seed))
+        expected, state = hand(theirs, state, data(seed))
+        assert close(y, expected)
+    kept = es.filter(model, es.State)
+    assert len(jax.tree.leaves(kept)) == len(jax.tree.leaves(state))
+    assert values(kept) == values(state)
+    if make is not Net:  # which writes in eval mode, too
+        y = wrap(es.vmap(model.eval(), axis_name="batch"))(data(3))
+        expected, _ = by_hand(eqx.nn.inference_mode(theirs), state, data(3))
+        assert close(y, expected)
+
+
+def test_gradients_equal_those_by_hand(make):
+    theirs, state = eqx.nn.make_with_state(make)(jr.key(0))
+    model = es.nn.Stateful(make(jr.key(0)))
+
+    def loss(model, xs):
+        return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
+
+    def their_loss(layer, state, xs):
+        y, state = by_hand(layer, state, xs)
+        return jnp.mean(y**2), state
+
+    (value, new), grads = es.value_and_grad(loss)(model, data(0))
+    hand = eqx.filter_value_and_grad(their_loss, has_aux=True)
+    (expected, state), their_grads = hand(theirs, state, data(0))
+    assert close(value, expected)
+    ours = jax.tree.leaves(grads)
+    assert len(ours) == len(jax.tree.leaves(their_grads))
+    assert close(ours, jax.tree.leaves(their_grads))
+    assert values(es.filter(new, es.State)) == values(state)
+
+
+def test_a_training_loop_is_traced_once(make):
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, xs):
+        return batched(model)(xs)
+
+    model = es.nn.Stateful(make(jr.key(0)))
+    treedef = jax.tree.structure(model)
+    for seed in range(3):
+        _, model = step(model, data(seed))
+    assert jax.tree.structure(model) == treedef
+    assert not any(getattr(part.value, "weak_type", False) for part in es.parts(model))
+
+
+def test_two_made_alike_have_equal_treedefs(make):
+    a, b = (es.nn.Stateful(make(jr.key(0))) for _ in range(2))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert hash(jax.tree.structure(a)) == hash(jax.tree.structure(b))
+
+
+def test_copies_pickles_and_shapes(make):
+    model = es.nn.Stateful(make(jr.key(0)))
+    again = copy.deepcopy(model)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    with untouched(model):
+        assert close(batched(again)(data(0))[0], batched(model)(data(0))[0])
+    shapes = eqx.filter_eval_shape(lambda: es.nn.Stateful(make(jr.key(0))))
+    assert jax.tree.structure(shapes) == jax.tree.structure(model)
+
+
+def test_pickling():
+    model = es.nn.Stateful(spectral(jr.key(0)))
+    _, model = es.mutable(model)(jnp.ones(3))
+    again = pickle.loads(pickle.dumps(model))
+    assert eqx.tree_equal(again, model)
+    assert eqx.tree_equal(
+        es.mutable(again)(jnp.ones(3)), es.mutable(model)(jnp.ones(3))
+    )
+
+
+# --- What is where --------------------------------------------------------------------
+
+
+def test_kinds_and_names():
+    layers = [batch_norm("batch")(None), spectral(jr.key(0))]
+    model = es.nn.Stateful(eqx.nn.Sequential(layers))
+    assert {p.name: p.kind for p in es.parts(model)} == {
+        "layer.layers[0].weight": es.Parameter,
+        "layer.layers[0].bias": es.Parameter,
+        "layer.layers[0].batch_counter.init": es.BatchStat,
+        "layer.layers[0].batch_state_index.init[0]": es.BatchStat,
+        "layer.layers[0].batch_state_index.init[1]": es.BatchStat,
+        "layer.layers[1].layer.weight": es.Parameter,
+        "layer.layers[1].layer.bias": es.Parameter,
+        "layer.layers[1].uv_index.init[0]": es.State,
+        "layer.layers[1].uv_index.init[1]": es.State,
+    }
+
+
+def test_the_wrapped_layer_is_untouched():
+    layer = sequential(jr.key(0))
+    with untouched(layer):
+        batched(es.nn.Stateful(layer))(data(0))
+
+
+def test_a_model_from_make_with_state():
+    model = es.nn.Stateful(*eqx.nn.make_with_state(sequential)(jr.key(0)))
+    other = es.nn.Stateful(sequential(jr.key(0)))
+    assert eqx.tree_equal(model, other)  # and with it the treedefs
+
+
+def test_a_state_that_has_moved_on_is_taken_over():
+    theirs, state = eqx.nn.make_with_state(sequential)(jr.key(0))
+    _, state = by_hand(theirs, state, data(0))
+    model = es.nn.Stateful(theirs, state)
+    y, _ = batched(model)(data(1))
+    assert close(y, by_hand(theirs, state, data(1))[0])
+
+
+def test_one_index_in_two_places_is_one_state():
+    inner = Inner(2)
+    model = es.nn.Stateful(Twice(inner, inner))
+    theirs, state = Twice(inner, inner), eqx.nn.State(inner)
+    assert len(jax.tree.leaves(es.filter(model, es.State))) == 2
+    step = eqx.filter_jit(lambda model, x: es.mutable(model)(x))
+    for _ in range(3):
+        y, model = step(model, jnp.ones(2))
+        expected, state = theirs(jnp.ones(2), state)
+        assert close(y, expected)
+    assert model.layer.a.total.init["n"] == 6
+    assert eqx.tree_equal(es.nn.Stateful(model.layer).layer, model.layer)
+
+
+def test_two_wrapped_layers_put_together_stay_two():
+    a, b = (es.nn.Stateful(Inner(2)) for _ in range(2))
+    _, a = es.mutable(a)(jnp.ones(2))
+    model = es.nn.Stateful(Twice(a.layer, b.layer))
+    _, model = es.mutable(model)(jnp.ones(2))
+    assert model.layer.a.total.init["n"] == 2
+    assert model.layer.b.total.init["n"] == 1
+
+
+# --- Bad input ------------------------------------------------------------------------
+
+
+def test_a_layer_without_state():
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    with pytest.raises(TypeError, match="`Linear` holds no `eqx.nn.StateIndex`"):
+        es.nn.Stateful(linear)
+    with pytest.raises(TypeError, match="a `list` cannot be called"):
+        es.nn.Stateful([Inner(2)])
+
+    class Wrong(es.Module):
+        inner: Inner
+
+        def __call__(self, x, state):
+            return self.inner(x, state)
+
+    with pytest.raises(TypeError, match=r"Wrong` holds no .* outside the `es.Module`s"):
+        es.nn.Stateful(Wrong(Inner(2)))
+
+
+def test_missing_and_foreign_states():
+    layer, state = eqx.nn.make_with_state(Inner)(2)
+    with pytest.raises(
+        ValueError, match=r"`total`(.|\n)*es.nn.Stateful\(layer, state\)"
+    ):
+        es.nn.Stateful(layer)
+    with pytest.raises(ValueError, match="`inner.total`: it is the state of another"):
+        es.nn.Stateful(Net(jr.key(0)), state)
+
+
+def test_a_returned_state_that_is_not_the_whole_one():
+    class Part(Twice):
+        def __call__(self, x, state):
+            return self.a(x, state.substate(self.a))
+
+    model = es.nn.Stateful(Part(Inner(2), Inner(2)))
+    with rejects(model, ValueError, r"without a value for `b\.total`", "update"):
+        es.mutable(model)(jnp.ones(2))
+
+
+@pytest.mark.parametrize("result", ["y", "wrong pair"])
+def test_a_result_that_is_no_pair(result):
+    class Bad(Inner):
+        def __call__(self, x, state):
+            return x if result == "y" else (x, x)
+
+    model = es.nn.Stateful(Bad(2))
+    with rejects(model, TypeError, r"`.*Bad` was called", r"f32\[2\].*in place of"):
+        es.mutable(model)(jnp.ones(2))
+
+
+def test_a_layer_may_set_weakly_typed_values():
+    class Reset(eqx.Module):
+        n: eqx.nn.StateIndex
+
+        def __call__(self, x, state):
+            return 0.5 ** state.get(self.n)[0] * x, state.set(self.n, (jnp.array(0), x))
+
+    given = jnp.array(7), jnp.zeros(())
+    theirs, state = eqx.nn.make_with_state(lambda: Reset(eqx.nn.StateIndex(given)))()
+    model = es.nn.Stateful(Reset(eqx.nn.StateIndex(given)))
+    step = eqx.filter_jit(lambda model, x: es.mutable(lambda m: (m(x), m(x)))(model))
+    (a, b), new = step(model, jnp.ones(()))
+    expected, state = theirs(jnp.ones(()), state)
+    assert (a, b) == (expected, theirs(jnp.ones(()), state)[0])
+    assert not new.layer.n.init[0].weak_type
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+
+
+def test_an_old_state_is_equinoxs_own_error():
+    class Old(Inner):
+        def __call__(self, x, state):
+            super().__call__(x, state)
+            return x, state
+
+    model = es.nn.Stateful(Old(2))
+    with rejects(model, ValueError, "Attempted to use old state"):
+        es.mutable(model)(jnp.ones(2))

@@ -1,0 +1,359 @@
+"""`es.to_equinox`: our models in code that threads Equinox's own state."""
+
+import dataclasses
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+AXES = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
+
+
+class Cache(es.State):
+    """A kind of the user's."""
+
+
+class Net(es.Module):
+    """All kinds, a plain Equinox layer, an array without kind, and a key of its own."""
+
+    linear: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    dropout: es.nn.Dropout
+    cache: Cache
+    scale: es.Buffer
+    order: jax.Array
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(3, 3, key=key)
+        self.norm = es.nn.BatchNorm(3, axis_name="batch", momentum=0.9)
+        self.dropout = es.nn.Dropout(0.5, key=key)
+        self.cache = {"n": jnp.array(0), "key": jr.key(3)}
+        self.scale = jnp.full(3, 2.0)
+        self.order = jnp.array([2, 0, 1])
+
+    def __call__(self, x):
+        self.cache = {**self.cache, "n": self.cache["n"] + 1}
+        x = self.norm(self.linear(x * self.scale)[self.order])
+        return self.dropout(x)
+
+
+class Keyed(es.Module):
+    """Takes a key, and draws from one of its own as well."""
+
+    dropout: es.nn.Dropout
+    stream: es.RngStream
+
+    def __init__(self, key):
+        self.dropout = es.nn.Dropout(0.5, key=key)
+        self.stream = es.RngStream(key)
+
+    def __call__(self, x, *, key=None):
+        return self.dropout(x, key=key) + jr.normal(self.stream(), x.shape)
+
+
+def net():
+    return Net(jr.key(0))
+
+
+def data(seed, n=8):
+    return 2 * jr.normal(jr.key(seed), (n, 3)) + 1
+
+
+def batched(model):
+    return es.mutable(es.vmap(model, axis_name="batch"))
+
+
+def close(a, b, tolerance=1e-6):
+    return bool(eqx.tree_equal(a, b, rtol=tolerance, atol=tolerance))
+
+
+def same_values(state, model):
+    """Whether an `eqx.nn.State` holds the `es.State` of a model."""
+    ours = sorted(repr(p.value) for p in es.parts(es.filter(model, es.State)))
+    return ours == sorted(map(repr, jax.tree.leaves(state)))
+
+
+# --- The law: as `es.mutable` ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_whole_batch_equals_es_mutable(jit):
+    wrap = eqx.filter_jit if jit else lambda f: f
+    model = net()
+    with untouched(model):
+        layer, state = es.to_equinox(es.vmap(model, axis_name="batch"))
+    call = wrap(lambda layer, state, xs: layer(xs, state))
+    step = wrap(lambda model, xs: batched(model)(xs))
+    for seed in range(3):
+        y, state = call(layer, state, data(seed))
+        expected, model = step(model, data(seed))
+        assert close(y, expected)
+        assert same_values(state, model)
+
+
+def test_one_example_at_a_time_under_jax_vmap():
+    model = net().replace(dropout=es.nn.Dropout(0.0, key=0))
+    layer, state = es.to_equinox(model)
+    for seed in range(3):
+        y, state = jax.vmap(layer, **AXES)(data(seed), state)
+        expected, model = batched(model)(data(seed))
+        assert close(y, expected)
+    assert same_values(state, model)
+
+
+def test_gradients_and_training_with_equinox_alone():
+    layer, state = es.to_equinox(net())
+    model = net()
+    keys = jr.split(jr.key(5), 8)
+
+    @ft.partial(eqx.filter_value_and_grad, has_aux=True)
+    def loss(layer, state, xs):
+        call = jax.vmap(lambda x, k: layer(x, state, key=k), 0, (0, None), "batch")
+        y, state = call(xs, keys)
+        return jnp.mean(y**2), state
+
+    (_, state), grads = loss(layer, state, data(0))
+    nonzero = {p.name for p in es.parts(grads) if (p.value != 0).any()}
+    assert {"model.linear.weight", "model.norm.weight", "model.norm.bias"} <= nonzero
+    assert "model.scale" not in nonzero
+    trained = {p.name for p in es.parts(es.filter(layer, es.trainable))}
+    expected = {f"model.{p.name}" for p in es.parts(es.filter(model, es.trainable))}
+    assert trained == expected
+    tx = optax.sgd(0.1)
+    params = eqx.filter(layer, eqx.is_inexact_array)
+    updates, _ = tx.update(grads, tx.init(params))
+    new = eqx.apply_updates(layer, updates)
+    assert jax.tree.structure(new) == jax.tree.structure(layer)
+    assert (new.model.scale == layer.model.scale).all()
+
+
+def test_frozen_parameters_have_a_gradient_of_zero():
+    layer, state = es.to_equinox(es.nn.BatchNorm(3).freeze())
+
+    def loss(layer, x, state):
+        y, new = layer(x, state)
+        return y.sum(), (y, new)
+
+    grads, (y, new) = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))(
+        layer, data(0), state
+    )
+    assert close(y, data(0) / jnp.sqrt(1 + 1e-5))
+    assert [g.tolist() for g in jax.tree.leaves(grads)] == [[0, 0, 0]] * 2
+    assert eqx.tree_equal(new, state)
+
+
+def test_a_training_loop_is_traced_once():
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(layer, state, xs):
+        return layer(xs, state)
+
+    layer, state = es.to_equinox(es.vmap(net(), axis_name="batch"))
+    for seed in range(3):
+        _, state = step(layer, state, data(seed))
+
+
+# --- As Equinox's own -----------------------------------------------------------------
+
+
+def test_two_made_alike_have_equal_treedefs():
+    a, b = (es.to_equinox(net()) for _ in range(2))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert hash(jax.tree.structure(a)) == hash(jax.tree.structure(b))
+
+
+def test_what_is_in_the_layer_and_what_in_the_state():
+    layer, state = es.to_equinox(net())
+    assert isinstance(layer, eqx.nn.StatefulLayer)
+    assert {p.name for p in es.parts(layer)} == {
+        "model.linear.weight",
+        "model.linear.bias",
+        "model.norm.weight",
+        "model.norm.bias",
+        "model.scale",
+        "model.order",
+    }
+    assert len(jax.tree.leaves(state)) == 5
+    assert {p.kind for p in es.parts(state)} == {es.State}
+
+
+def test_an_old_state_is_equinoxs_own_error():
+    layer, state = es.to_equinox(Keyed(jr.key(0)))
+    layer(jnp.ones(3), state)
+    with pytest.raises(ValueError, match="Attempted to use old state"):
+        layer(jnp.ones(3), state)
+
+
+def test_inside_equinoxs_sequential():
+    layer, state = es.to_equinox(net().replace(dropout=es.nn.Dropout(0.0, key=0)))
+    linear = eqx.nn.Linear(3, 2, key=jr.key(1))
+    model = eqx.nn.Sequential([layer, eqx.nn.Lambda(jnp.tanh), linear])
+    assert model.is_stateful()
+    y, state = jax.vmap(model, **AXES)(data(0), state)
+    alone, other = jax.vmap(layer, **AXES)(data(0), es.to_equinox(net())[1])
+    assert close(y, jax.vmap(linear)(jnp.tanh(alone)))
+    call = jax.vmap(lambda x: model(x, state, key=jr.key(0)), 0, (0, None), "batch")
+    y, state = call(data(1))
+    assert y.shape == (8, 2)
+    assert [n.item() for n in jax.tree.leaves(state) if n.dtype == jnp.int32] == [2]
+
+
+def test_serialisation_and_substates(tmp_path):
+    layer, state = es.to_equinox(es.nn.BatchNorm(3))
+    _, state = layer(data(0), state)
+    eqx.tree_serialise_leaves(tmp_path / "x.eqx", (layer, state))
+    like = es.to_equinox(es.nn.BatchNorm(3))
+    again = eqx.tree_deserialise_leaves(tmp_path / "x.eqx", like)
+    assert eqx.tree_equal(again, (layer, state))
+    assert eqx.tree_equal(state.update(state.substate(layer)), again[1])
+
+
+def test_an_ensemble_as_equinox_makes_one():
+    layers, states = eqx.filter_vmap(lambda key: es.to_equinox(Keyed(key)))(
+        jr.split(jr.key(0), 4)
+    )
+    call = eqx.filter_vmap(lambda layer, state: layer(jnp.ones(3), state))
+    y, states = call(layers, states)
+    assert y.shape == (4, 3)
+    assert len({str(row) for row in np.asarray(y)}) == 4
+
+
+def test_a_model_without_state():
+    linear = eqx.nn.Linear(3, 2, key=jr.key(0))
+    layer, state = es.to_equinox(linear)
+    y, state = layer(jnp.ones(3), state)
+    assert close(y, linear(jnp.ones(3)))
+    assert not jax.tree.leaves(state)
+
+
+# --- Modes ----------------------------------------------------------------------------
+
+
+def test_inference_mode_is_eval_mode():
+    layer, state = es.to_equinox(es.vmap(net(), axis_name="batch"))
+    y, state = layer(data(0), state)
+    _, model = batched(net())(data(0))
+    off = eqx.nn.inference_mode(layer)
+    assert (layer.inference, off.inference) == (False, True)
+    y, state = off(data(1), state)
+    expected, model = batched(model.eval())(data(1))
+    assert close(y, expected)
+    y, state = eqx.nn.inference_mode(off, False)(data(2), state)
+    expected, model = batched(model.train())(data(2))
+    assert close(y, expected)
+    assert same_values(state, model)
+
+
+@pytest.mark.parametrize(
+    "switch", [es.train, lambda x: eqx.nn.inference_mode(x, False)]
+)
+def test_a_model_converted_in_eval_mode_can_train(switch):
+    layer, state = es.to_equinox(es.nn.BatchNorm(3).eval())
+    assert layer.inference
+    y, state = layer(data(0), state)
+    assert close(y, data(0) / jnp.sqrt(1 + 1e-5))
+    y, state = switch(layer)(data(0), state)
+    expected, model = es.mutable(es.nn.BatchNorm(3))(data(0))
+    assert close(y, expected)
+    assert same_values(state, model)
+    y, _ = es.eval(switch(layer))(data(0), state)
+    assert close(y, model.eval()(data(0)))
+
+
+def test_parts_in_different_modes_stay_so():
+    model = eqx.nn.Sequential([es.nn.BatchNorm(3).eval(), es.nn.BatchNorm(3)])
+    layer, state = es.to_equinox(model)
+    y, _ = layer(data(0), state)
+    assert close(y, es.mutable(model)(data(0))[0])
+    assert not layer.inference
+
+
+# --- Keys -----------------------------------------------------------------------------
+
+
+def test_a_key_is_passed_on_to_a_model_that_takes_one():
+    model = Keyed(jr.key(0))
+    layer, state = es.to_equinox(model)
+    for key in (jr.key(7), None, jr.key(8)):
+        y, state = layer(jnp.ones(3), state, key=key)
+        expected, model = es.mutable(model)(jnp.ones(3), key=key)
+        assert close(y, expected)
+    assert same_values(state, model)
+
+
+def keys_in(state):
+    return [x for x in jax.tree.leaves(state) if x.dtype == jr.key(0).dtype]
+
+
+def test_a_key_for_a_model_that_takes_none_is_used_for_its_own_keys():
+    layer, state = es.to_equinox(net())
+    before = keys_in(state)
+    axes = {**AXES, "in_axes": (0, None, 0)}
+    call = jax.vmap(lambda x, state, key: layer(x, state, key=key), **axes)
+    xs, keys = data(0).at[1:].set(1), jr.split(jr.key(1), 8)
+    y, new = call(xs, state, keys)
+    assert len({str(row) for row in np.asarray(y[1:] == 0)}) > 1  # each has its mask
+    assert keys_in(new)[0] == before[0]
+    assert close(y, call(xs, state, keys)[0])
+    shared, _ = jax.vmap(layer, **AXES)(xs, state)
+    assert len({str(row) for row in np.asarray(shared[1:] == 0)}) == 1
+
+
+# --- Both ways ------------------------------------------------------------------------
+
+
+def test_there_and_back():
+    model = net()
+    back = es.nn.Stateful(*es.to_equinox(es.vmap(model, axis_name="batch")))
+    for seed in range(2):
+        y, back = es.mutable(back)(data(seed))
+        expected, model = batched(model)(data(seed))
+        assert close(y, expected)
+
+
+def test_back_and_there():
+    norm = eqx.nn.BatchNorm(3, "batch", mode="ema")
+    theirs, their_state = eqx.nn.make_with_state(lambda: norm)()
+    layer, state = es.to_equinox(es.nn.Stateful(norm))
+    for seed in range(3):
+        y, state = jax.vmap(layer, **AXES)(data(seed), state)
+        expected, their_state = jax.vmap(theirs, **AXES)(data(seed), their_state)
+        assert close(y, expected)
+    assert close(jax.tree.leaves(state), jax.tree.leaves(their_state))
+
+
+# --- Bad input ------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_used():
+    class NotCallable(es.Module):
+        w: es.Parameter
+
+    with pytest.raises(TypeError, match=r"and a `.*NotCallable` cannot. Give it"):
+        es.to_equinox(NotCallable(1.0))
+    with pytest.raises(es.NotInitializedError, match=r"`rng` is an `es.Initializer`"):
+        es.to_equinox(es.nn.Dropout(0.5))
+
+
+def test_what_the_call_may_not_write():
+    class Bad(es.Module):
+        w: es.Parameter
+
+        def __call__(self, x):
+            self.w = self.w + x
+            return x
+
+    layer, state = es.to_equinox(Bad(jnp.zeros(())))
+    with pytest.raises(
+        dataclasses.FrozenInstanceError, match=r"Cannot write `.*Bad\.w`"
+    ):
+        layer(jnp.ones(()), state)
