@@ -4,6 +4,7 @@ To Python `1 == True == 1.0` and `0.0 == -0.0`, and a program that was traced fo
 them is wrong for another.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -98,17 +99,18 @@ def _typed(x: Any) -> Any:
 
     `nan` is equal to itself in it.
     """
-    if isinstance(x, (tuple, list)):
+    compare = type(x).__eq__  # a subclass may have one of its own
+    if compare in (tuple.__eq__, list.__eq__):
         return type(x), tuple(map(_typed, x))
-    if isinstance(x, (frozenset, set)):
+    if compare in (frozenset.__eq__, set.__eq__):
         return type(x), frozenset(map(_typed, x))
-    if isinstance(x, dict):
-        return type(x), frozenset((_typed(k), _typed(v)) for k, v in x.items())
-    if isinstance(x, complex):
+    if compare in (dict.__eq__, collections.OrderedDict.__eq__):
+        return type(x), tuple((_typed(k), _typed(v)) for k, v in x.items())
+    if compare is complex.__eq__:
         return type(x), _typed(x.real), _typed(x.imag)
     if isinstance(x, np.generic):
         return type(x), x.tobytes()
-    if isinstance(x, float):
+    if compare is float.__eq__:
         return type(x), x.hex()
     if _is_record(x):
         values = (getattr(x, f.name, None) for f in dataclasses.fields(x))
