@@ -42,7 +42,8 @@ class Loop:
             return copy
 
         self.init = jtu.tree_map(stand_in, init, is_leaf=is_owned)
-        self.arrays, self.static = eqx.partition(self.init, is_traced(self.init))
+        outside = closed_copy(self.init)
+        self.arrays, self.static = eqx.partition(outside, is_traced(outside))
         self.lifted = Lifted(functions, self.init, xs)
         self.index = {id(root): i for i, root in enumerate(self.lifted.roots)}
         self.originals = {x: self.index[id(copy)] for x, copy in stand_ins.items()}
@@ -69,15 +70,16 @@ class Loop:
         parts = zip(self.lifted.values(), state, slices, strict=True)
         values = [{**old, **new, **x} for old, new, x in parts]
 
-        def put(x: Any, new: Any) -> Any:
+        new = iter(jtu.tree_leaves(eqx.combine(arrays, self.static)))
+
+        def put(x: Any) -> Any:
             if not is_owned(x):
-                return new
+                return next(new)
             i = self.index[id(x)]
-            values[i] = dict(zip(values[i], jtu.tree_leaves(new), strict=True))
+            values[i] = {name: next(new) for name in values[i]}
             return x
 
-        carry = eqx.combine(arrays, self.static)
-        return jtu.tree_map(put, self.init, carry, is_leaf=is_owned), values
+        return jtu.tree_map(put, self.init, is_leaf=is_owned), values
 
     def run(
         self,
