@@ -1,8 +1,10 @@
 # pyright: strict
-"""What goes into `mutable` and the gradients comes out with its type."""
+"""What goes into the gradients and the transforms comes out with its type."""
 
+from collections.abc import Callable
 from typing import assert_type
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 import eqx_state as es
@@ -19,6 +21,28 @@ class Model(es.Module):
     @es.vmap
     def encode(self, x: Array) -> tuple[Array, int]:
         return x, 1
+
+    @es.jit
+    def jitted(self, x: Array, n: int = 1) -> tuple[Array, str]:
+        return n * self(x), "jitted"
+
+    @es.jit(donate="all-except-first")
+    def donating(self, x: Array, *, scale: float) -> Array:
+        return scale * self(x)
+
+    @es.checkpoint
+    def remat(self, x: Array, scale: float = 1.0) -> Array:
+        return self(x, scale)
+
+    @staticmethod
+    @es.jit
+    def double(x: Array) -> Array:
+        return 2 * x
+
+    @property
+    @es.jit
+    def norm(self) -> Array:
+        return jnp.sum(self.weight)
 
 
 def loss(model: Model, x: Array, n: int = 3) -> Array:
@@ -52,6 +76,93 @@ def check(model: Model, x: Array) -> None:
 
     assert_type(model.encode(x), tuple[Array, int])
     assert_type(es.vmap(model)(x), Array)
+
+
+def make(x: Array) -> Model:
+    return Model(x, x)
+
+
+def one() -> int:
+    return 1
+
+
+def same(_: int, model: Model) -> Model:
+    return model
+
+
+def check_functions(model: Model, x: Array) -> None:
+    assert_type(es.jit(loss)(model, x, n=2), Array)
+    assert_type(es.jit(loss, donate="warn")(model, x, 2), Array)
+    assert_type(es.jit(donate="all")(loss_and_aux)(model, x), tuple[Array, str])
+    assert_type(es.jit(model)(x, scale=2.0), Array)
+    assert_type(es.jit(model.__call__)(x, 2.0), Array)
+    assert_type(es.jit(one)(), int)
+    assert_type(es.jit(es.jit(model.encode))(x), tuple[Array, int])
+    assert_type(es.jit(es.mutable(model))(x), tuple[Array, Model])
+    assert_type(es.mutable(es.jit(model))(x)[0], Array)
+    assert_type(es.jit(es.value_and_grad(loss))(model, x)[1], Model)
+    assert_type(es.jit(make)(x), Model)
+
+    assert_type(es.checkpoint(loss)(model, x, n=2), Array)
+    assert_type(es.checkpoint(model, prevent_cse=False)(x, scale=2.0), Array)
+    assert_type(es.checkpoint(loss_and_aux, static_argnums=1)(model, x)[1], str)
+    assert_type(es.vmap(es.checkpoint(es.jit(model)))(x), Array)
+
+    assert_type(model.jitted(x, n=2), tuple[Array, str])
+    assert_type(Model.jitted(model, x), tuple[Array, str])
+    assert_type(model.donating(x, scale=2.0), Array)
+    assert_type(model.remat(x, scale=2.0), Array)
+    assert_type(es.mutable(model.jitted)(x)[0], tuple[Array, str])
+    assert_type(Model.double(x), Array)
+    assert_type(model.norm, Array)
+
+
+def add(carry: Array, x: tuple[Array, Model]) -> tuple[Array, list[Array]]:
+    return carry + x[1](x[0]), [carry]
+
+
+def check_loops(model: Model, x: Array) -> None:
+    assert_type(es.scan(add, x, (x, model)), tuple[Array, list[Array]])
+    assert_type(es.scan(add, x, xs=(x, model), reverse=True, unroll=2)[0], Array)
+
+    def carried(carry: tuple[Model, int], y: Array) -> tuple[tuple[Model, int], None]:
+        return carry, None
+
+    assert_type(es.scan(carried, (model, 1), x), tuple[tuple[Model, int], None])
+
+    def no_xs(carry: Array, _: None) -> tuple[Array, Array]:
+        return model(carry), carry
+
+    assert_type(es.scan(no_xs, x, None, 3), tuple[Array, Array])
+    assert_type(es.scan(no_xs, x, length=3), tuple[Array, Array])
+
+    def not_done(carry: tuple[int, Model]) -> Array:
+        return carry[1].mean < 1
+
+    def body(carry: tuple[int, Model]) -> tuple[int, Model]:
+        return carry
+
+    assert_type(es.while_loop(not_done, body, (0, model)), tuple[int, Model])
+    assert_type(es.fori_loop(0, 3, lambda i, y: model(y), x), Array)
+    assert_type(es.fori_loop(0, x, same, model, unroll=2), Model)
+
+
+def first(x: Array, model: Model) -> tuple[Array, Model]:
+    return x, model
+
+
+def second(x: Array, model: Model) -> tuple[Array, Model]:
+    return model(x), model
+
+
+def check_branches(model: Model, x: Array, i: int, flag: bool) -> None:
+    assert_type(es.cond(flag, first, second, x, model), tuple[Array, Model])
+    assert_type(es.cond(x > 0, model, model.__call__, x), Array)
+    assert_type(es.cond(x > 0, one, one), int)
+    assert_type(es.switch(i, [first, second], x, model), tuple[Array, Model])
+    assert_type(es.switch(x, (model, model.__call__), x), Array)
+    branches: list[Callable[[Array], Array]] = [model, model.double]
+    assert_type(es.switch(i, branches, x), Array)
 
 
 def train(model: Model, x: Array) -> Model:

@@ -1,0 +1,152 @@
+"""Does `es.scan` over layers compile a program that does not grow with their number?
+
+A training step of 12, 24 and 48 layers: `es.scan` over the stacked layers, the same by
+hand with `jax.lax.scan`, and a Python loop over the layers. Counted are the equations
+of the jaxpr and the instructions of the optimised HLO. Times are medians, for which the
+three take turns: CPU seconds of tracing with lowering, and of compiling; of a step only
+its duration relative to that with `jax.lax.scan` in the same round.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.random as jr
+from _common import (
+    arguments,
+    by_hand,
+    difference,
+    es_loop,
+    es_scan,
+    hand_scan,
+    Report,
+    stack_of_blocks,
+    unstack,
+)
+
+
+REFERENCE = "scan by hand"
+
+
+def cpu_time(f: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    start = time.process_time()
+    out = f(*args)
+    return time.process_time() - start, out
+
+
+def duration(f: Callable[..., Any], *args: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(f(*args))
+    return time.perf_counter() - start
+
+
+def equations(jaxpr: Any) -> int:
+    """The equations of a jaxpr and of those inside it."""
+    return sum(
+        1 + sum(map(equations, jax.extend.core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def instructions(hlo: str) -> int:
+    return sum(" = " in line for line in hlo.splitlines())
+
+
+@dataclasses.dataclass
+class Program:
+    """A way to write the step, and what was measured of it."""
+
+    make: Callable[[], Callable[..., Any]]
+    model: Any
+    lowering: list[float] = dataclasses.field(default_factory=list)
+    compiling: list[float] = dataclasses.field(default_factory=list)
+    running: list[float] = dataclasses.field(default_factory=list)
+    compiled: Any = None
+
+    def compile(self, x: Any) -> None:
+        step = jax.jit(self.make())  # a new function: nothing of it is cached
+        seconds, lowered = cpu_time(step.lower, self.model, x)
+        self.lowering.append(seconds)
+        seconds, self.compiled = cpu_time(lowered.compile)
+        self.compiling.append(seconds)
+
+    def run(self, x: Any) -> None:
+        self.running.append(duration(self.compiled, self.model, x))
+
+
+def measure(depth: int, args: Any) -> list[dict[str, Any]]:
+    """A row for each way to write a step of this many layers."""
+    stack = stack_of_blocks(depth, args.width)
+    x = jr.normal(jr.key(1), (args.batch, args.width))
+    programs = {
+        "es.scan": Program(es_scan, stack),
+        REFERENCE: Program(hand_scan, by_hand(stack)),
+        "loop": Program(es_loop, unstack(stack, depth)),
+    }
+    for program in programs.values():
+        # The first trace of a process also traces functions of `jax.numpy`.
+        jax.jit(program.make()).lower(program.model, x)
+    for _ in range(args.repetitions):
+        for program in programs.values():
+            program.compile(x)
+    for _ in range(args.steps):
+        for program in programs.values():
+            program.run(x)
+    reference = programs[REFERENCE]
+    in_reference = reference.compiled(reference.model, x)
+    rows = []
+    for name, program in programs.items():
+        jaxpr = jax.make_jaxpr(program.make())(program.model, x).jaxpr
+        pairs = zip(program.running, reference.running, strict=True)
+        row = {
+            "layers": depth,
+            "program": name,
+            "equations": equations(jaxpr),
+            "instructions": instructions(program.compiled.as_text()),
+            "trace, CPU s": statistics.median(program.lowering),
+            "compile, CPU s": statistics.median(program.compiling),
+            "step, to lax.scan": statistics.median(a / b for a, b in pairs),
+            "difference": None,
+        }
+        if name == "es.scan":
+            out = program.compiled(program.model, x)
+            row["difference"] = difference(out, in_reference)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    args = arguments(
+        __doc__, depths=[12, 24, 48], width=128, batch=128, repetitions=3, steps=50
+    )
+    rows = [row for depth in args.depths for row in measure(depth, args)]
+
+    def column(program: str, what: str) -> list[Any]:
+        return [row[what] for row in rows if row["program"] == program]
+
+    claims = {
+        "es.scan: as many instructions and equations at every depth": all(
+            len(set(column("es.scan", what))) == 1
+            for what in ("equations", "instructions")
+        ),
+        "es.scan: as many instructions as by hand, within 2 %": all(
+            abs(a / b - 1) <= 0.02
+            for a, b in zip(
+                column("es.scan", "instructions"),
+                column(REFERENCE, "instructions"),
+                strict=True,
+            )
+        ),
+        "es.scan: loss, gradients and new state are those by hand, to 1e-4": all(
+            x <= 1e-4 for x in column("es.scan", "difference")
+        ),
+    }
+    Report(vars(args), rows, claims).show()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""`es.cond` and `es.switch`: namesakes of JAX's, whose branches may write state."""
+
+import dataclasses
+import functools as ft
+import inspect
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+
+
+class Cell(es.Module):
+    weight: es.Parameter = 0.5
+    total: es.State = 0.0
+
+    def __call__(self, x):
+        self.total = self.total + x
+        return self.weight * x + self.total
+
+    def shifted(self, shift, x):
+        return self(x) + shift
+
+
+class Net(es.Module):
+    a: Cell = dataclasses.field(default_factory=Cell)
+    b: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0))
+    steps: es.State = 0
+    rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
+
+
+def by_hand(i, branches, *operands):
+    return branches[int(i)](*operands)
+
+
+def by_cond(i, branches, *operands):
+    return es.cond(i == 0, branches[0], branches[1], *operands)
+
+
+CHOICES = {"cond": by_cond, "switch": es.switch}
+
+
+@pytest.fixture(params=CHOICES)
+def choose(request):
+    return CHOICES[request.param]
+
+
+def close(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            assert x == y
+        else:
+            assert jnp.result_type(x) == jnp.result_type(y)
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def check(f, model, choose):
+    """`f(model, i, choose)` threads the state that Python's `if` threads."""
+    jitted = eqx.filter_jit(lambda m, i: es.mutable(f)(m, i, choose))
+    for i in (0, 1):
+        expected = es.mutable(f)(model, i, by_hand)
+        close(es.mutable(f)(model, i, choose), expected)
+        close(jitted(model, jnp.array(i)), expected)
+        with jax.disable_jit():
+            close(es.mutable(f)(model, i, choose), expected)
+
+
+# --- As JAX's -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cond", "switch"])
+def test_the_signatures_are_those_of_jax(name):
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (getattr(es, name), getattr(lax, name))
+    )
+    # `operand=` is an older form, which JAX keeps.
+    assert ours == [p for p in theirs if p[0] != "operand"]
+
+
+ARRAYS = {
+    "array": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: 2 * x, jnp.ones(2)),
+    "no operand": lambda m, i: m.cond(i == 0, lambda: 1.0, lambda: 2.0),
+    "number": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: 2 * x, 3),
+    "weak type": lambda m, i: m.cond(i == 0, lambda: 1.0, lambda: jnp.float32(2.0)),
+    "numpy": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: x + 1, np.arange(3)),
+    "none": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: None, None),
+    "integer": lambda m, i: m.cond(i, lambda: 1, lambda: 2),
+    "float": lambda m, i: m.cond(0.5 * i, lambda: 1, lambda: 2),
+    "nested": lambda m, i: m.cond(
+        i == 0,
+        lambda x, y: {"a": (x["a"], None), "b": [y]},
+        lambda x, y: {"a": (y, None), "b": [x["a"]]},
+        {"a": 1.0},
+        2.0,
+    ),
+    "switch": lambda m, i: m.switch(i, [lambda x: x, lambda x: 2 * x], 1.5),
+    "clamped above": lambda m, i: m.switch(i + 5, [lambda x: x, lambda x: 2 * x], 1.5),
+    "clamped below": lambda m, i: m.switch(i - 5, [lambda x: x, lambda x: 2 * x], 1.5),
+    "one branch": lambda m, i: m.switch(i, [lambda x: x], 1.5),
+    "a tuple": lambda m, i: m.switch(i, (lambda x, y: x, lambda x, y: y), 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("i", [0, 1])
+def test_on_arrays_they_are_the_choices_of_jax(name, i):
+    def look(tree):
+        types = [getattr(x, "weak_type", type(x)) for x in jax.tree.leaves(tree)]
+        return jax.tree.structure(tree), types
+
+    ours, theirs = ARRAYS[name](es, i), ARRAYS[name](lax, i)
+    assert eqx.tree_equal(ours, theirs, typematch=True)
+    assert look(ours) == look(theirs)
+    with jax.disable_jit():
+        ours, theirs = ARRAYS[name](es, i), ARRAYS[name](lax, i)
+    assert eqx.tree_equal(ours, theirs, typematch=True)
+
+
+def test_derivatives_as_of_the_choices_of_jax():
+    def f(m, x):
+        return m.cond(x > 1, jnp.sin, lambda x: m.switch(1, [jnp.cos, jnp.exp], x), x)
+
+    for transform in (
+        lambda f: (jax.grad(f)(0.5), jax.grad(f)(1.5)),
+        lambda f: jax.jvp(jax.grad(f), (0.5,), (1.0,)),
+        lambda f: jax.vmap(f)(jnp.array([0.5, 1.5])),
+    ):
+        close(transform(ft.partial(f, es)), transform(ft.partial(f, lax)))
+
+
+def test_a_branch_that_is_not_chosen_leaves_no_nan_in_the_gradient():
+    class Root(es.Module):
+        scale: es.Parameter = 2.0
+        calls: es.State = 0
+
+        def __call__(self, x):
+            self.calls = self.calls + 1
+            return self.scale * jnp.sqrt(x)
+
+    def loss(root, x):
+        return es.cond(x > 0, root, lambda x: root.scale * x, x)
+
+    (_, new), grads = es.value_and_grad(loss)(Root(), 0.0)
+    assert (grads.scale, new.calls) == (0.0, 0)
+    assert jax.grad(lambda x: es.mutable(loss)(Root(), x)[0])(0.0) == 2.0
+
+
+def test_what_is_no_array_passes_through():
+    f = es.cond(
+        True, lambda f, x: (f, "text", x), lambda f, x: (f, "text", 2 * x), jnp.sin, 1.0
+    )
+    assert f == (jnp.sin, "text", 1.0)
+
+
+# --- State --------------------------------------------------------------------------
+
+
+FUNCTIONS = {
+    "module": lambda m: m,
+    "bound method": lambda m: ft.partial(m.shifted, 1.0),
+    "bound dunder": lambda m: m.__call__,
+    "closure": lambda m: lambda x: m(x),
+    "closure over a list": lambda m: (lambda ms: lambda x: ms[0](x))([m]),
+    "default": lambda m: lambda x, m=m: m(x),
+    "jax partial": lambda m: jtu.Partial(lambda m, x: m(x), m),
+    "eqx partial": lambda m: eqx.Partial(m.shifted, 1.0),
+    "checkpoint": lambda m: es.checkpoint(m),
+    "jit": lambda m: es.jit(m.__call__),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_either_branch_writes_what_it_writes(name):
+    make = FUNCTIONS[name]
+    for i in (0, 1):
+        ours, expected = (
+            es.mutable(lambda n, run=run, i=i: run(i, [make(n.a), make(n.b)], 2.0))(
+                Net()
+            )
+            for run in (by_cond, by_hand)
+        )
+        close(ours, expected)
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_branches_that_write_different_state(choose):
+    def f(net, i, choose):
+        def first(x):
+            net.a(x)
+            net.steps = net.steps + 1
+            return x
+
+        def second(x):
+            _, net.rng = jr.split(net.rng)
+            net.a.total = net.a.total + 10.0
+            return 2 * net.b(x)
+
+        def neither(x):
+            return x + net.a.total
+
+        y = choose(i, [first, second], 2.0)
+        seen = net.a.total, net.steps
+        return choose(i, [second, neither], y), seen
+
+    check(f, Net(), choose)
+
+
+def test_operands_are_written_in_place(choose):
+    def f(net, i, choose):
+        def first(cells, x):
+            return cells["a"](x)
+
+        def second(cells, x):
+            return cells["b"][0](cells["a"](x))
+
+        y = choose(i, [first, second], {"a": net.a, "b": [net.b]}, 2.0)
+        return y, net.a.total
+
+    check(f, Net(), choose)
+
+
+def test_aliases_see_one_state(choose):
+    def f(net, i, choose):
+        cell = net.a
+
+        def both(m, x):
+            return cell(x) + m(x) + net.a(x)
+
+        choose(i, [both, lambda m, x: m(x)], cell, 2.0)
+        return cell.total, net.a.total
+
+    check(f, Net(), choose)
+
+
+def test_only_the_state_that_some_branch_writes_is_new():
+    seen = []
+
+    def f(net):
+        b, rng = net.b.total, net.rng
+        es.cond(True, net.a, lambda x: x, 1.0)
+        seen.extend([net.b.total is b, net.rng is rng, net.a.total == 1.0])
+
+    es.mutable(f)(Net())
+    assert seen == [True, True, True]
+
+
+def test_a_branch_returns_a_module_that_may_be_assigned(choose):
+    def f(net, i, choose):
+        def write(cell):
+            cell(2.0)
+            return cell
+
+        net.a = choose(i, [write, lambda cell: cell], net.a)
+        return net.a.total
+
+    check(f, Net(), choose)
+    (_, new), grads = es.value_and_grad(lambda n: f(n, 0, choose) * n.a.weight)(Net())
+    assert (new.a.total, grads.a.weight) == (2.0, 2.0)
+
+
+def test_choices_in_choices(choose):
+    def f(net, i, choose):
+        def outer(x):
+            net.steps = net.steps + 1
+            return choose(1 - i, [net.a, net.b], x)
+
+        return choose(i, [outer, net.a], 2.0)
+
+    check(f, Net(), choose)
+
+
+def test_gradients(choose):
+    def loss(net, i, choose):
+        return choose(i, [lambda x: net.a(net.b(x)), net.b], 2.0) ** 2
+
+    run = eqx.filter_jit(es.value_and_grad(loss))
+    for i in (0, 1):
+        ours = run(Net(), jnp.array(i), choose)
+        close(ours, es.value_and_grad(loss)(Net(), i, by_hand))
+
+
+def test_under_vmap_each_lane_has_its_own_branch():
+    def f(i, x):
+        y, new = es.mutable(lambda n: by_cond(i, [n.a, n.b], x))(Net())
+        return y, new.a.total, new.b.total
+
+    i, x = jnp.array([0, 1, 0]), jnp.array([1.0, 2.0, 3.0])
+    y, a, b = jax.vmap(f)(i, x)
+    close((a, b), (jnp.array([1.0, 0.0, 3.0]), jnp.array([1.0, 3.0, 1.0])))
+    close(y, jnp.stack([f(*ix)[0] for ix in zip(i, x, strict=True)]))
+
+
+def test_the_branches_are_traced_once_each(choose):
+    traces = []
+
+    def f(net, i, choose):
+        branches = [lambda x: traces.append(0) or net.a(x), net.b]
+        return choose(i, branches, jnp.float32(1.0))
+
+    run, net = eqx.filter_jit(es.mutable(f)), Net()
+    for i in (0, 1, 0):
+        _, net = run(net, jnp.array(i), choose)
+    assert traces == [0]
+    assert (net.a.total, net.b.total) == (2.0, 2.0)
+
+
+def test_custom_kinds_frozen_layers_and_eval_mode():
+    class Cache(es.State):
+        pass
+
+    class Keeper(es.Module):
+        kept: Cache = 0.0
+        count: es.State = 0
+
+        def __call__(self, x):
+            if self.training and not self.frozen:
+                self.kept = self.kept + x
+            return x + 1.0
+
+    def f(m, i):
+        return by_cond(i, m, 1.0)
+
+    models = [Keeper(), Keeper().freeze()]
+    _, new = es.mutable(f, kinds=Cache)(models, 0)
+    assert [m.kept for m in new] == [1.0, 0.0]
+    _, new = es.mutable(f)(models, 1)
+    assert [m.kept for m in new] == [0.0, 0.0]
+    assert f(es.eval(models), 0) == 2.0  # no scope needed
+    with rejects(models, FROZEN, r"Keeper\.kept"):
+        f(models, 1)
+    with rejects(models, FROZEN, r"Keeper\.kept"):
+        es.mutable(f, kinds=es.BatchStat)(models, 1)

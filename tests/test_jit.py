@@ -1,0 +1,313 @@
+"""`es.jit` in place of `eqx.filter_jit`: what is called, given, and returned."""
+
+import functools as ft
+import traceback
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+class Counter(es.Module):
+    weight: es.Parameter
+    count: es.State = 0
+    name: str = es.field(static=True, default="counter")
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.weight * x
+
+
+# --- What is called -------------------------------------------------------------------
+
+
+def affine(x, /, slope=2.0, *rest, shift, **named):
+    return slope * x + sum(rest, shift) + sum(named.values(), jnp.zeros(()))
+
+
+CALLS = {
+    "keyword-only": lambda f: f(X, shift=X),
+    "default given": lambda f: f(X, 3.0, shift=X),
+    "default by keyword": lambda f: f(X, shift=X, slope=3.0),
+    "more positional": lambda f: f(X, X, X, X, shift=X),
+    "more named": lambda f: f(X, shift=X, a=X, b=2 * X),
+    "named like what is inside": lambda f: f(X, shift=X, self=X, f=X, args=X, key=X),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_arguments_arrive_as_in_a_plain_call(case):
+    call = CALLS[case]
+    assert eqx.tree_equal(call(es.jit(affine)), call(affine))
+
+
+MISFITS = {
+    "none": ((), {}),
+    "too few": ((X,), {}),
+    "too many": ((X, X, X), {}),
+    "unknown": ((X, X), {"other": X}),
+    "twice": ((X, X), {"x": X}),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_arguments_that_do_not_fit_are_a_type_error(case):
+    args, kwargs = MISFITS[case]
+    with pytest.raises(TypeError, match=r"argument|multiple values"):
+        es.jit(lambda x, y, *, shift=0.0: x)(*args, **kwargs)
+
+
+def double(x, by=2.0):
+    return by * x
+
+
+class Plain:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x
+
+    def method(self, x):
+        return self.by * x
+
+
+CALLABLES = {
+    "function": lambda: double,
+    "lambda": lambda: lambda x: 2.0 * x,
+    "jax function": lambda: jnp.negative,
+    "jitted": lambda: jax.jit(double),
+    "filter_jitted": lambda: eqx.filter_jit(double),
+    "jitted twice": lambda: es.jit(es.jit(double)),
+    "mapped": lambda: es.vmap(double),
+    "functools.partial": lambda: ft.partial(double, by=3.0),
+    "eqx.Partial": lambda: eqx.Partial(double, by=jnp.array(3.0)),
+    "jtu.Partial": lambda: jtu.Partial(double, by=jnp.array(3.0)),
+    "partial of a module": lambda: ft.partial(lambda m, x: m(x), eqx.nn.Identity()),
+    "module": lambda: eqx.nn.Linear(3, 2, key=jr.key(0)),
+    "method of a module": lambda: eqx.nn.Linear(3, 2, key=jr.key(0)).__call__,
+    "object": lambda: Plain(3.0),
+    "method": lambda: Plain(3.0).method,
+    "class method": lambda: dict.fromkeys,
+}
+
+
+@pytest.mark.parametrize("case", CALLABLES)
+def test_whatever_can_be_called(case):
+    f = CALLABLES[case]()
+    x = X if case != "class method" else ("a", "b")
+    assert eqx.tree_equal(es.jit(f)(x), f(x), rtol=1e-6)
+
+
+def test_classes_and_init_make_models():
+    class Net(es.Module):
+        weight: es.Parameter
+        late: es.Parameter
+        mean: es.BatchStat
+
+        def __init__(self, key):
+            self.weight = jr.normal(key, (3,))
+            self.late = es.Initializer(lambda key: jr.normal(key, (2,)))
+            self.mean = jnp.zeros(())
+
+    key = jr.key(0)
+    expected = Net(key).init(key)
+    for model in (
+        es.jit(lambda key: Net(key).init(key))(key),
+        es.jit(Net(key).init)(key),
+        es.jit(Net)(key).init(key),
+    ):
+        assert eqx.tree_equal(model, expected, rtol=1e-6)
+
+
+def test_a_decorated_method_stands_in_any_order():
+    class Model(eqx.Module):
+        w: jax.Array
+
+        @es.jit
+        def method(self, x):
+            return self.w * x
+
+        @es.jit(donate="none")
+        def with_options(self, x, *, by):
+            return by * self.w * x
+
+        @staticmethod
+        @es.jit
+        def static(x):
+            return 2.0 * x
+
+        @classmethod
+        @es.jit
+        def make(cls, w):
+            return cls(w + 1.0)
+
+        @property
+        @es.jit
+        def norm(self):
+            return jnp.sum(self.w)
+
+    model = Model(X)
+    assert jnp.array_equal(model.method(X), X * X)
+    assert jnp.array_equal(Model.method(model, X), X * X)
+    assert jnp.array_equal(model.with_options(X, by=2.0), 2 * X * X)
+    assert jnp.array_equal(model.static(X), 2 * X)
+    assert jnp.array_equal(Model.static(X), 2 * X)
+    assert eqx.tree_equal(Model.make(X), Model(X + 1.0))
+    assert model.norm == 6.0
+
+
+def test_name_documentation_and_signature_stay():
+    def step(x: int) -> int:
+        """One step."""
+        return x
+
+    for jitted in (es.jit(step), es.jit(es.jit(step)), es.jit(donate="all")(step)):
+        assert jitted.__name__ == "step"
+        assert jitted.__doc__ == "One step."
+    assert es.jit(step).__wrapped__ is step
+    assert "jit_step" in es.jit(step).lower(X).as_text()
+
+
+# --- What goes in and comes out -------------------------------------------------------
+
+ARRAYS = {
+    "jax": lambda: X,
+    "numpy": lambda: np.array([1.0, 2.0], np.float32),
+    "numpy scalar": lambda: np.float32(2.0),
+    "numpy integer": lambda: np.int32(2),
+    "key": lambda: jr.key(3),
+    "legacy key": lambda: jr.PRNGKey(3),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_arrays_are_traced(case):
+    seen = []
+
+    @es.jit
+    def f(x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return x
+
+    x = ARRAYS[case]()
+    out = f(x)
+    assert seen == [True]
+    assert isinstance(out, jax.Array)
+    assert out.dtype == x.dtype
+    assert eqx.tree_equal(out, jnp.asarray(x))
+
+
+def test_what_is_no_array_arrives_and_returns_as_it_is():
+    given = {
+        "number": 3,
+        "float": -0.0,
+        "flag": True,
+        "text": "text",
+        "nothing": None,
+        "function": jnp.sin,
+        "type": float,
+        "pair": (1, X),
+    }
+    seen = []
+
+    @es.jit
+    def f(tree, x):
+        seen.append({**tree, "pair": None})
+        return tree, (x, Counter), "done"
+
+    (out, (x, cls), text) = f(given, X)
+    for tree in (seen[0], out):
+        for name in ("number", "float", "flag", "text", "nothing", "function", "type"):
+            assert tree[name] is given[name]
+    assert (cls, text) == (Counter, "done")
+    assert jnp.array_equal(x, X)
+    assert jnp.array_equal(out["pair"][1], X)
+
+
+def test_modules_keep_their_static_fields_and_flags():
+    model = {"a": Counter(2.0, name="mine").eval().freeze(), "b": eqx.nn.Identity()}
+    out = es.jit(lambda model: (model, model["a"].name))(model)
+    assert eqx.tree_equal(out, (model, "mine"))
+    assert out[0]["a"].frozen
+    assert not out[0]["a"].training
+
+
+def test_a_training_loop_equals_the_one_without():
+    def step(model, x):
+        loss = lambda model, x: jnp.sum((model(x) - 1.0) ** 2)  # noqa: E731
+        (value, model), grads = es.value_and_grad(loss)(model, x)
+        return value, eqx.apply_updates(model, es.map(lambda g: -0.01 * g, grads))
+
+    jitted, plain = Counter(jnp.ones(3)), Counter(jnp.ones(3))
+    for _ in range(3):
+        value, jitted = es.jit(step)(jitted, X)
+        expected, plain = step(plain, X)
+        assert jnp.allclose(value, expected)
+    assert eqx.tree_equal(jitted, plain, rtol=1e-6)
+    assert jitted.count == 3
+
+
+def test_errors_of_the_function_come_out_as_they_are():
+    class Mine(Exception):
+        pass
+
+    error = Mine("mine")
+
+    @es.jit
+    def outer(model, x):
+        return es.mutable(es.jit(fails))(model, x)
+
+    def fails(model, x):
+        model.count = model.count + 1
+        raise error  # the line
+
+    model = Counter(1.0)
+    with untouched(model), pytest.raises(Mine, match=r"^mine") as info:
+        outer(model, X)
+    assert info.value is error
+    assert info.value.__cause__ is None
+    lines = [frame.line for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert lines[-1] == "raise error  # the line"
+    with pytest.raises(TypeError, match=r"unsupported operand type"):
+        es.jit(lambda x: x + "a" + 1)(1)
+
+
+def test_a_failed_trace_is_not_remembered():
+    fails = [True]
+
+    @es.jit
+    def f(x):
+        if fails.pop():
+            raise RuntimeError("once")
+        return x
+
+    with pytest.raises(RuntimeError, match="once"):
+        f(X)
+    fails.append(False)
+    assert jnp.array_equal(f(X), X)
+
+
+@pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks,
+    reason="`eqx.error_if` fails under the leak check, also in `eqx.filter_jit`",
+)
+def test_error_if_speaks():
+    @es.jit
+    def f(x):
+        return eqx.error_if(x, x < 0, "must not be negative")
+
+    assert f(jnp.array(1.0)) == 1.0
+    with pytest.raises(Exception, match="must not be negative"):
+        jax.block_until_ready(f(jnp.array(-1.0)))
+    assert f(jnp.array(1.0)) == 1.0

@@ -1,0 +1,129 @@
+"""`es.jit(donate=...)`: which arrays are gone afterwards, and what is refused."""
+
+import warnings
+
+import equinox as eqx
+import jax.numpy as jnp
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+class Counter(es.Module):
+    weight: es.Parameter
+    count: es.State = 0
+    name: str = es.field(static=True, default="counter")
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.weight * x
+
+
+DELETED = {
+    "all": (True, True),
+    "all-except-first": (False, True),
+    "warn": (True, True),
+    "warn-except-first": (False, True),
+    "none": (False, False),
+}
+
+
+def both(a, b):
+    return a["x"] + 1.0, b["x"] + 1.0
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("donate", DELETED)
+def test_donated_arrays_are_gone(donate, by_name):
+    a, b = {"x": jnp.ones(3)}, {"x": jnp.ones(3)}
+    f = es.jit(both, donate=donate)
+    out = f(b=b, a=a) if by_name else f(a, b)
+    assert (a["x"].is_deleted(), b["x"].is_deleted()) == DELETED[donate]
+    assert eqx.tree_equal(out, (2 * jnp.ones(3), 2 * jnp.ones(3)))
+
+
+@pytest.mark.parametrize("donate", DELETED)
+def test_only_warn_warns_of_arrays_that_were_of_no_use(donate):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        es.jit(lambda a, b: (jnp.sum(a), jnp.sum(b)), donate=donate)(X + 1, X + 1)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (1 if donate.startswith("warn") else 0)
+    assert all("donated buffers were not usable" in text for text in texts)
+
+
+@pytest.mark.parametrize("donate", DELETED)
+def test_the_object_of_a_decorated_method_is_the_first_argument(donate):
+    class Model(es.Module):
+        weight: es.Parameter
+
+        @es.jit(donate=donate)
+        def __call__(self, x):
+            return self.weight + 1.0, x + 1.0
+
+    model, x = Model(jnp.ones(3)), jnp.ones(3)
+    model(x)
+    assert (model.weight.is_deleted(), x.is_deleted()) == DELETED[donate]
+
+
+def test_the_model_of_a_threaded_call_is_part_of_the_function():
+    model, x = Counter(jnp.ones(3)), jnp.ones(3)
+    _, new = es.jit(es.mutable(model), donate="all-except-first")(x)
+    assert model.weight.is_deleted()
+    assert not x.is_deleted()
+    assert new.count == 1
+
+
+def test_what_a_function_holds_is_not_donated():
+    model, teacher = Counter(jnp.ones(3)), Counter(jnp.ones(3))
+
+    def with_teacher(x, default=teacher):  # JAX could use every array
+        return x + teacher.weight, x - teacher.weight, x * default.weight
+
+    @es.jit(donate="all")
+    def step(model, x):
+        return es.mutable(model)(x)[1], *with_teacher(x)
+
+    for _ in range(2):
+        model, *_ = step(model, jnp.ones(3))
+    es.jit(lambda f, x: f(x), donate="all")(with_teacher, jnp.ones(3))
+    assert model.count == 2
+    assert not teacher.weight.is_deleted()
+
+
+def test_a_donated_model_is_replaced_by_the_new_one():
+    @es.jit(donate="all")
+    def step(model, x):
+        return es.mutable(model)(x)
+
+    model = Counter(jnp.ones(3))
+    for _ in range(3):
+        old = model
+        _, model = step(model, jnp.ones(3))
+        assert old.weight.is_deleted()
+        assert old.count.is_deleted()
+    assert model.count == 3
+    assert jnp.array_equal(model.weight, jnp.ones(3))
+
+
+@pytest.mark.parametrize("donate", [d for d in DELETED if d != "none"])
+def test_donation_inside_a_scope_is_refused(donate):
+    def call(model, x):
+        return es.jit(model, donate=donate)(x)
+
+    model = Counter(1.0)
+    match = rf"(?s)es\.jit\(donate='{donate}'\).*inside `es\.mutable`.*at the top"
+    with untouched(model), pytest.raises(ValueError, match=match):
+        es.mutable(call)(model, X)
+
+
+@pytest.mark.parametrize("donate", ["al", "", "warn_except_first", True, None, 0, {}])
+def test_another_word_for_donate_is_refused(donate):
+    match = r"`donate` is one of 'all', 'all-except-first', 'warn'"
+    for make in (lambda: es.jit(both, donate=donate), lambda: es.jit(donate=donate)):
+        with pytest.raises(ValueError, match=match):
+            make()

@@ -1,0 +1,360 @@
+"""`es.jit` in scopes and in other transforms."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import rejects, untouched
+
+import eqx_state as es
+
+
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+class Layer(es.Module):
+    """Its output and its state depend on all that it holds."""
+
+    weight: es.Parameter
+    total: es.State
+    log: Any = es.field(static=True, default=None)
+
+    def __call__(self, x):
+        if self.log is not None:
+            self.log.count += 1
+        self.total = self.total + self.weight * x
+        return x * self.total
+
+
+class Model(es.Module):
+    a: Layer
+    b: Layer
+    frozen_copy: es.Buffer[Layer]
+
+
+class Log:
+    """How often something was traced."""
+
+    def __init__(self):
+        self.count = 0
+
+
+def layer(seed=0, log=None):
+    return Layer(1.0 + seed, 0.5 * seed * X, log)
+
+
+def model(seed=0, log=None):
+    return Model(layer(seed, log), layer(seed + 1, log), layer(seed + 2, log))
+
+
+def assert_same(got, expected):
+    assert eqx.tree_equal(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def same_without_jit(f, model, *args):
+    """`f` threads the same with `es.jit` as with nothing in its place."""
+    with untouched(model):
+        got = es.mutable(lambda m, *args: f(m, es.jit, *args))(model, *args)
+    assert_same(
+        got, es.mutable(lambda m, *args: f(m, lambda g: g, *args))(model, *args)
+    )
+    return got
+
+
+# --- State comes through --------------------------------------------------------------
+
+
+def through_arguments(m, jit, x):
+    step = jit(lambda layer, x: layer(x))
+    return step(m.a, x), step(m.b, x), step(m.a, x), m.a.total
+
+
+def through_parts(m, jit, x):
+    step = jit(lambda m, part, x: (part(x), m.a(x)))
+    return step(m, m.a, x), step(m, m.b, x), step(m, m.a, x), m.b.total
+
+
+def through_defaults(m, jit, x):
+    step = jit(lambda x, first=m.a, *, second=m.b: first(x) + second(x))
+    return step(x), step(x, m.b), step(x, second=m.a)
+
+
+def through_old_values(m, jit, x):
+    def step():
+        old, m.a.total = m.a.total, m.a.total + x
+        return old, m.a.weight, m.a.total, m.b
+
+    old, weight, total, _ = jit(step)()
+    return old, weight, total, jit(step)()[:3]
+
+
+def through_both_at_once(m, jit, x):
+    step = jit(lambda first, x, *, second: first(second(x)))
+    return step(m.a, x, second=m.b), step(m.b, x, second=m.a), step(m.a, x, second=m.a)
+
+
+THREADED = {
+    "modules": lambda m, jit, x: (jit(m.a)(x), jit(m.b)(x), jit(m.a)(x), m.b.total),
+    "methods": lambda m, jit, x: (jit(m.a.__call__)(x), jit(m.b.__call__)(x)),
+    "arguments": through_arguments,
+    "one part or another": through_parts,
+    "defaults": through_defaults,
+    "old values": through_old_values,
+    "several": through_both_at_once,
+    "whole and part": lambda m, jit, x: jit(lambda m, a: (m.a(x), a(x)))(m, m.a),
+    "part and whole": lambda m, jit, x: jit(lambda a, m: (m.a(x), a(x)))(m.a, m),
+    "closure": lambda m, jit, x: (jit(lambda x: m.a(m.b(x)))(x), m.a(x)),
+    "partial": lambda m, jit, x: jit(eqx.Partial(lambda f, x: f(x), m.b))(x),
+    "container": lambda m, jit, x: jit(lambda d, x: d["k"][1](x))({"k": (x, m.b)}, x),
+    "nested": lambda m, jit, x: jit(lambda x: jit(m.a)(x) + jit(lambda x: m.a(x))(x))(
+        x
+    ),
+    "method argument": lambda m, jit, x: jit(lambda f, x: f(x))(m.a.__call__, x),
+    "closure argument": lambda m, jit, x: jit(lambda f, x: f(x))(lambda x: m.a(x), x),
+}
+
+
+@pytest.mark.parametrize("case", THREADED)
+def test_state_comes_through(case):
+    same_without_jit(THREADED[case], model(), X)
+
+
+def test_a_function_among_the_arguments_reads_what_is_there_now():
+    def f(m, jit):
+        read, call = (lambda: m.a.total * 1.0), jit(lambda f: f())
+        before = call(read)
+        m.a.total = m.a.total + X
+        return before, call(read)
+
+    same_without_jit(f, model(1))
+
+
+def test_keys_advance_and_are_drawn_once():
+    class Noisy(es.Module):
+        rng: es.Rng
+
+        def __call__(self):
+            self.rng, key = jr.split(self.rng)
+            return jr.uniform(key)
+
+    def f(m, jit):
+        draw = jit(lambda layer: layer())
+        return draw(m[0]), draw(m[0]), m[0](), draw(m[1])
+
+    draws, _ = same_without_jit(f, [Noisy(jr.key(0)), Noisy(jr.key(1))])
+    assert len(set(map(float, draws))) == 4
+
+
+def test_what_is_returned_is_a_snapshot():
+    def f(m, x):
+        out = es.jit(lambda: (m.a, m.a(x)))()
+        m.a(x)
+        return out
+
+    (snapshot, _), new = es.mutable(f)(model(), X)
+    assert_same((snapshot.total, new.a.total), (X, 2 * X))
+
+    def writes(m, x):
+        es.jit(lambda: m.a)().total = x
+
+    match = r"Cannot write `Layer\.total`"
+    with rejects(model(), dataclasses.FrozenInstanceError, match):
+        es.mutable(writes)(model(), X)
+
+
+def test_a_submodule_is_replaced():
+    def f(m, jit, x):
+        def swap(x):
+            m.a = m.a.replace(total=m.a.total + X)
+            return m.a(x)
+
+        return jit(swap)(x), jit(swap)(x), m.a.total
+
+    same_without_jit(f, model(), X)
+
+
+def test_the_kinds_of_the_scope_hold_inside():
+    @es.jit
+    def double(m):
+        m.a.weight = 2 * m.a.weight
+
+    for _ in range(2):
+        match = r"`a\.weight` is a `Parameter`, and this scope writes `State`"
+        with rejects(model(), dataclasses.FrozenInstanceError, match):
+            es.mutable(double)(model())
+        _, new = es.mutable(double, kinds=es.TreePart)(model())
+        assert new.a.weight == 2.0
+
+
+# --- A program that is found again runs on the objects of the call --------------------
+
+
+@es.jit
+def shared_step(layer, x):
+    return layer(x)
+
+
+def test_one_program_serves_models_scopes_and_updates_in_turn():
+    log = Log()
+    first, second = model(0, log), model(5, log)
+    expected_first, expected_second = first, second
+
+    def step(m, x):
+        return shared_step(m.a, x)
+
+    def plain(m, x):
+        return m.a(x)
+
+    for _ in range(2):
+        y, first = es.mutable(step)(first, X)
+        z, second = es.mutable(step)(second, X)
+    assert log.count == 1
+    for _ in range(2):
+        expected_y, expected_first = es.mutable(plain)(expected_first, X)
+        expected_z, expected_second = es.mutable(plain)(expected_second, X)
+    assert_same(
+        (y, first, z, second), (expected_y, expected_first, expected_z, expected_second)
+    )
+
+
+def test_one_program_serves_calls_in_one_scope():
+    log = Log()
+
+    def f(m, x):
+        return [es.jit(m.a)(x) for _ in range(3)], [shared_step(m.a, x) for _ in "abc"]
+
+    (direct, shared), new = es.mutable(f)(model(0, log), X)
+    assert log.count == 2  # one for each function
+    assert not eqx.tree_equal(direct[0], direct[1])
+    plain = es.mutable(lambda m, x: [m.a(x) for _ in range(6)])(model(0, log), X)
+    assert_same(([*direct, *shared], new), plain)
+
+
+def test_other_places_and_kinds_are_other_programs():
+    log = Log()
+
+    def f(m, x):
+        return shared_step(m.a, x), shared_step(m.b, x)
+
+    for _ in range(2):
+        es.mutable(f)(model(0, log), X)
+    assert log.count == 2  # `a` and `b`
+    es.mutable(f, kinds=es.TreePart)(model(0, log), X)
+    assert log.count == 4
+    match = r"`frozen_copy\.total` is a `Buffer`"
+    for kind in (es.State, es.Rng):  # never by the program of `a`
+        with rejects(model(0, log), dataclasses.FrozenInstanceError, match):
+            es.mutable(lambda m: shared_step(m.frozen_copy, X), kinds=kind)(model())
+
+
+def test_an_exception_leaves_everything_as_it_was():
+    class Stop(Exception):
+        pass
+
+    def f(m, x):
+        def fails(x):
+            m.a(x)
+            raise Stop("now")
+
+        before = m.a.total
+        for _ in range(2):
+            with pytest.raises(Stop, match="now"):
+                es.jit(fails)(x)
+        assert m.a.total is before
+        return m.a(x)
+
+    assert_same(es.mutable(f)(model(), X), es.mutable(lambda m, x: m.a(x))(model(), X))
+
+
+# --- Inside other transforms ----------------------------------------------------------
+
+
+def pure(m, x):
+    y, m = es.jit(es.mutable(m.a))(x)
+    return jnp.sum(y + m.total)
+
+
+def test_plain_transforms_of_a_pure_jitted_call():
+    m, xs = model(), jnp.stack([X, 2 * X])
+    assert_same(jax.grad(lambda x: pure(m, x))(X), jax.grad(lambda x: plain(m, x))(X))
+    assert_same(jax.vmap(lambda x: pure(m, x))(xs), jnp.stack([pure(m, x) for x in xs]))
+    assert_same(jax.jit(pure)(m, X), pure(m, X))
+    assert_same(eqx.filter_jit(pure)(m, X), pure(m, X))
+    assert_same(eqx.filter_grad(es.jit(pure))(m, X), eqx.filter_grad(plain)(m, X))
+
+
+def plain(m, x):
+    y, m = es.mutable(m.a)(x)
+    return jnp.sum(y + m.total)
+
+
+def test_a_plain_transform_around_a_jitted_write_is_refused():
+    for transform in (jax.vmap, lambda f: jax.grad(lambda x: jnp.sum(f(x)))):
+        with rejects(
+            model(), es.TraceError, r"(?s)Cannot write `a\.\w+` here.*es\.vmap"
+        ):
+            es.mutable(lambda m, x, t=transform: t(es.jit(m.a))(x))(model(), X)
+
+
+WITHIN = {
+    "vmap": lambda m, jit: es.vmap(jit(lambda x: m.a(x) * x), axes={...: 0}),
+    "scan": lambda m, jit: lambda xs: es.scan(lambda c, x: (c, jit(m.a)(x)), 0, xs),
+    "scan of a jitted body": lambda m, jit: (
+        lambda xs: es.scan(jit(lambda c, x: (c, m.a(x))), jnp.array(0), xs)
+    ),
+    "checkpoint": lambda m, jit: es.checkpoint(jit(m.a)),
+    "cond": lambda m, jit: lambda x: es.cond(x[0] > 0, jit(m.a), jit(m.b), x),
+    "jit around": lambda m, jit: jit(es.checkpoint(lambda x: jit(m.a)(x) + m.b(x))),
+}
+
+
+@pytest.mark.parametrize("case", WITHIN)
+def test_within_the_transforms_of_es(case):
+    start = model()
+    if case == "vmap":
+        start = jax.tree.map(lambda *x: jnp.stack(x), model(), model(1), model(2))
+    same_without_jit(lambda m, jit, x: WITHIN[case](m, jit)(x), start, X)
+
+
+def test_collectives_see_the_axis_around():
+    def f(m, jit, xs):
+        def lane(x):
+            m.a.total = jax.lax.pmean(x * X, "batch")
+            return x * X - m.a.total, jax.lax.axis_index("batch")
+
+        return es.vmap(jit(lane), axis_name="batch")(xs)
+
+    (out, _), new = same_without_jit(f, model(), X)
+    assert jnp.array_equal(out, jnp.outer(jnp.arange(-1.0, 2.0), X))
+    assert jnp.array_equal(new.a.total, 2 * X)
+    match = r"each lane wrote its own value to `a\.total`"
+    with rejects(model(), ValueError, match):
+
+        def write(m, x):
+            m.a.total = x * X
+
+        es.mutable(lambda m, xs: es.vmap(es.jit(lambda x: write(m, x)))(xs))(model(), X)
+
+
+def test_gradients_through_jitted_layers():
+    def loss(m, jit, x):
+        return jnp.sum(jit(m.b)(jit(lambda x: m.a(x))(x)) ** 2)
+
+    got = es.value_and_grad(lambda m, x: loss(m, es.jit, x))(model(), X)
+    expected = es.value_and_grad(lambda m, x: loss(m, lambda f: f, x))(model(), X)
+    assert eqx.tree_equal(got, expected, rtol=1e-5, atol=1e-5)
+    assert got[1].a.weight != 0
+
+
+def test_without_compiling():
+    with jax.disable_jit():
+        for case in ("modules", "arguments", "closure", "nested"):
+            same_without_jit(THREADED[case], model(), X)
+    with jax.debug_nans(True):
+        same_without_jit(THREADED["modules"], model(), X)
+        with pytest.raises(FloatingPointError, match="nan"):
+            es.mutable(lambda m, x: es.jit(m.a)(x))(model(), jnp.nan * X)

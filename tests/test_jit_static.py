@@ -1,0 +1,275 @@
+"""`es.jit`: one program for each set of static values, and no more than that."""
+
+import copy
+import dataclasses
+import enum
+import functools as ft
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+    tag: Any = es.field(static=True, default="tag")
+    count: es.State = 0
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.weight * x
+
+    def again(self, x):
+        return self.weight * x
+
+
+class Model(es.Module):
+    layer: Layer
+    other: Any = None
+
+
+def counted(f):
+    """`f`, and the list to which each trace of it adds an entry."""
+    traces = []
+
+    @ft.wraps(f)
+    def g(*args, **kwargs):
+        traces.append(1)
+        return f(*args, **kwargs)
+
+    return g, traces
+
+
+# --- Told apart by type and value -----------------------------------------------------
+
+
+class Color(enum.IntEnum):
+    ONE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    n: Any
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Integer(int):
+    def __repr__(self):
+        return f"Integer({int(self)})"
+
+
+@jtu.register_pytree_node_class
+class Node:
+    def __init__(self, aux):
+        self.aux = aux
+
+    def tree_flatten(self):
+        return (), self.aux
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(aux)
+
+
+NUMBERS = [0, 1, False, True, 0.0, -0.0, 1.0, 0j, complex(0.0, -0.0), complex(-0.0, 0)]
+SPECIAL = [float("inf"), Color.ONE, Integer(1), "1", b"1", None, int, float, jnp.int32]
+NESTED = [(1, 0), (1.0, 0), (True, 0), (1, -0.0), (1, 0.0), ((1,), 0), ((True,), 0)]
+TUPLES = [Pair(1, 0), Pair(True, 0), (), ((),)]
+CONFIGS = [Config(1), Config(True), Config(Config(1.0)), Config(Config(1))]
+NUMPY = [np.float32(0), np.float32(-0.0), np.float64(0), np.int32(0), np.bool_(False)]
+SETS = [frozenset({1}), frozenset({True}), frozenset({1.0}), frozenset({(1, 0.0)})]
+HASHABLE = [*NUMBERS, *SPECIAL, *NESTED, *TUPLES, *CONFIGS, *SETS]
+
+# How a value gets into a call of `es.jit(f)`, where `f` gets `read(argument)`.
+PLACES = {
+    "argument": (lambda x: x, lambda x: x),
+    "list": (lambda x: [x, X], lambda tree: tree[0]),
+    "dict": (lambda x: {"a": {"b": x}}, lambda tree: tree["a"]["b"]),
+    "named tuple": (lambda x: Pair(X, x), lambda tree: tree.b),
+    "key of a dict": (lambda x: {x: X}, lambda tree: next(iter(tree))),
+    "node": (lambda x: [Node(x)], lambda tree: tree[0].aux),
+    "static field": (lambda x: Layer(1.0, x), lambda layer: layer.tag),
+    "inner": (lambda x: [Model(Layer(1.0, x))], lambda tree: tree[0].layer.tag),
+    "leaf of a module": (lambda x: Model(Layer(1.0), x), lambda model: model.other),
+    "partial": (lambda x: eqx.Partial(max, x), lambda f: f.args[0]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_static_values_are_told_apart_by_type_and_value(place):
+    put, read = PLACES[place]
+    f, traces = counted(lambda tree, x: (repr(read(tree)), x))
+    jitted = es.jit(f)
+
+    def check():
+        for _ in range(2):
+            for value in values:
+                assert jitted(put(value), X)[0] == repr(value)
+
+    # Elsewhere NumPy's numbers are arrays, and Equinox warns of them.
+    values = [*HASHABLE, *NUMPY] if place == "node" else HASHABLE
+    eqx.filter_eval_shape(check)  # traces every program, and compiles none
+    for value in NUMBERS[:6]:
+        assert jitted(put(value), X)[0] == repr(value)
+    assert len(traces) == len(values)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, True, 1.0, (1, True), (True, 1)])
+def test_types_count_in_keywords_functions_and_owned_modules(value):
+    layer = Layer(1.0, value)  # all the values share the functions below
+    assert by_keyword(X, value=value) == repr(value)
+    assert es.jit(eqx.Partial(read_tag, layer))() == repr(value)
+    assert es.jit(ft.partial(read_tag, layer))() == repr(value)
+    assert es.mutable(read_inside)(Model(layer))[0] == repr(value)
+    assert es.mutable(read_inside)(Model(Layer(1.0), value))[0] == repr(value)
+
+
+@es.jit
+def by_keyword(x, **options):
+    return repr(options["value"])
+
+
+def read_tag(layer):
+    return repr(layer.tag)
+
+
+@es.jit
+def read_inside(model):
+    return repr(model.layer.tag if model.other is None else model.other)
+
+
+NANS = {
+    "float": lambda: float("nan"),
+    "complex": lambda: complex(0.0, float("nan")),
+    "tuple": lambda: (float("nan"), 1),
+}
+
+
+def test_a_nan_of_numpy_is_traced_once():
+    f, traces = counted(lambda node, x: x)
+    for _ in range(3):
+        es.jit(f)(Node(np.float32("nan")), X)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("case", NANS)
+@pytest.mark.parametrize("place", [p for p in PLACES if p != "key of a dict"])
+def test_a_nan_is_traced_once(place, case):
+    put, read = PLACES[place]
+    f, traces = counted(lambda tree: str(type(read(tree))))
+
+    def check():
+        for _ in range(3):
+            es.jit(f)(put(NANS[case]()))
+
+    eqx.filter_eval_shape(check)
+    assert len(traces) == 1
+
+
+# --- Unhashable -----------------------------------------------------------------------
+
+
+class Options:
+    """Equal by value, and without a hash."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __eq__(self, other):
+        return isinstance(other, Options) and self.n == other.n
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"Options({self.n})"
+
+
+FIELDS = [[1], [1.0], [True], (1,), {1}, {True}, {"a": 1}, {"a": True}, {"a": [1]}]
+FIELDS += [([1],), ((1,),), {1: 0}, {True: 0}, Options(1), Options(2), [], {}, set()]
+FIELDS += [OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)]
+
+
+@pytest.mark.parametrize("place", ["static field", "inner", "node"])
+def test_static_fields_need_no_hash(place):
+    put, read = PLACES[place]
+    f, traces = counted(lambda tree: repr(read(tree)))
+    jitted = es.jit(f)
+
+    def check():
+        for _ in range(2):
+            for value in copy.deepcopy(FIELDS):
+                assert jitted(put(value)) == repr(value)
+
+    eqx.filter_eval_shape(check)
+    assert len(traces) == len(FIELDS)
+
+
+def test_a_change_in_place_of_a_static_field_is_seen():
+    layer = Layer(1.0, {"a": [1]})
+    assert es.jit(read_tag)(layer) == "{'a': [1]}"
+    layer.tag["a"].append(2)
+    assert es.jit(read_tag)(layer) == "{'a': [1, 2]}"
+
+
+def over_cell():
+    layer = Model(X, {1})
+    return lambda x: layer
+
+
+UNHASHABLE = {
+    "argument": (lambda f: f({1}), "argument 0"),
+    "second": (lambda f: f(X, {1}), "argument 1"),
+    "inside": (
+        lambda f: f(X, [{"a": (X, {1})}]),
+        r"argument 1, at `\[0\]\['a'\]\[1\]`,",
+    ),
+    "keyword": (lambda f: f(X, options={1}), "argument `options`"),
+    "in a keyword": (lambda f: f(o=[X, {1}]), r"argument `o`, at `\[1\]`,"),
+    "field": (lambda f: f([Model(X, {1})]), r"argument 0, at `\[0\]\.other`,"),
+    "module": (lambda f: es.jit(Model(X, {1}))(X), "the function, at `other`,"),
+    "method": (lambda f: es.jit(Model(X, {1}).replace)(), r"the function.*other`,"),
+    "partial": (
+        lambda f: es.jit(eqx.Partial(f, {1}))(),
+        r"the function, at `args\[0\]`,",
+    ),
+    "closure": (lambda f: es.jit(over_cell())(X), r"the function, at `layer\.other`,"),
+    "lowered": (lambda f: f.lower(X, {1}), "argument 1"),
+}
+
+
+@pytest.mark.parametrize("case", UNHASHABLE)
+def test_an_unhashable_value_is_named_with_its_place(case):
+    call, where = UNHASHABLE[case]
+    match = rf"`es\.jit`: {where} is a `set`, which cannot be hashed.*or an array"
+    with pytest.raises(TypeError, match=match):
+        call(es.jit(lambda *args, **kwargs: 0))
+
+
+UNHASHABLE_OWNED = {
+    "argument": lambda m: es.jit(lambda m: 0)(m),
+    "closure": lambda m: es.jit(lambda: m)(),
+    "module": lambda m: es.jit(m.layer)(X),
+    "part": lambda m: es.jit(lambda layer: 0)(m.layer),
+}
+
+
+@pytest.mark.parametrize("case", UNHASHABLE_OWNED)
+def test_an_unhashable_value_of_an_owned_module_is_named(case):
+    model = Model(Model(Layer(1.0), {1}))
+    match = r"`es\.jit`: `layer\.other` is a `set`, which cannot be hashed"
+    with untouched(es.filter(model)), pytest.raises(TypeError, match=match):
+        es.mutable(UNHASHABLE_OWNED[case])(model)

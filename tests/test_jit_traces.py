@@ -1,0 +1,193 @@
+"""`es.jit`: how often it traces: once for calls of one signature, else again."""
+
+import functools as ft
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_state as es
+
+
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+    tag: Any = es.field(static=True, default="tag")
+    count: es.State = 0
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.weight * x
+
+    def again(self, x):
+        return self.weight * x
+
+
+class Model(es.Module):
+    layer: Layer
+    other: Any = None
+
+
+def counted(f):
+    """`f`, and the list to which each trace of it adds an entry."""
+    traces = []
+
+    @ft.wraps(f)
+    def g(*args, **kwargs):
+        traces.append(1)
+        return f(*args, **kwargs)
+
+    return g, traces
+
+
+# --- One trace ------------------------------------------------------------------------
+
+
+def test_calls_of_one_signature_share_a_program():
+    def step(model, x, scale=1.0):
+        y, model = es.mutable(model)(x)
+        return scale * y, model
+
+    f = eqx.debug.assert_max_traces(step, max_traces=1)
+    jitted, model = es.jit(f), Layer(2.0)
+    for _ in range(3):
+        _, model = jitted(model, X)  # before and after an update
+    jitted(Layer(5.0), X)  # equal but for its arrays
+    jitted(x=X, model=model)
+    jitted(jax.tree.map(lambda x: x, model), np.asarray(X))
+    jitted(es.update(model, es.filter(Layer(1.0), es.Parameter)), X)
+    jitted(model.eval().train().freeze().unfreeze(), X)
+    assert eqx.debug.get_num_traces(jitted) == 1
+    with pytest.raises(RuntimeError, match="only be traced 1 times"):
+        jitted(model, X[:2])
+
+
+def test_a_check_around_counts_calls():
+    f = eqx.debug.assert_max_traces(es.jit(lambda x: 2 * x), max_traces=2)
+    for _ in range(2):
+        assert jnp.array_equal(f(X), 2 * X)
+    with pytest.raises(RuntimeError, match="only be traced 2 times"):
+        f(X)
+
+
+def test_fresh_wrappers_share_a_program():
+    f, traces = counted(lambda x, y=1.0: x * y)
+    for i in range(3):
+        es.jit(f)(X)
+        es.jit(donate="none")(f)(X + i)
+    assert len(traces) == 1
+    for i in range(3):
+        es.jit(eqx.Partial(f, X))(X + i)
+        es.jit(jtu.Partial(f, X))(X + i)
+    assert len(traces) == 3  # one for each class of partial
+
+
+class Counting(es.Module):
+    weight: es.Parameter
+    traces: Any = es.field(static=True)
+    count: es.State = 0
+
+    def __call__(self, x):
+        self.traces.count += 1
+        self.count = self.count + 1
+        return self.weight * x
+
+    @es.jit
+    def decorated(self, x):
+        return self(x)
+
+
+class Log:
+    """How often something was traced."""
+
+    def __init__(self):
+        self.count = 0
+
+
+WRAPPERS = {
+    "mutable": lambda m: es.jit(es.mutable(m)),
+    "method": lambda m: es.jit(es.mutable(m.__call__)),
+    "mapped": lambda m: es.jit(es.mutable(es.vmap(m))),
+    "inside": lambda m: es.mutable(es.jit(m)),
+    "decorated": lambda m: es.mutable(m.decorated),
+    "partial": lambda m: es.jit(eqx.Partial(es.mutable(call), m)),
+    "functools.partial": lambda m: es.jit(ft.partial(es.mutable(call), m)),
+}
+
+
+def call(model, x):
+    return model(x)
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_a_loop_over_fresh_wrappers_of_a_model_traces_once(case):
+    model = Counting(2.0, Log())
+    traces = model.traces
+    for i in range(3):
+        y, model = WRAPPERS[case](model)(X + i)
+        assert jnp.array_equal(y, 2 * (X + i))
+        assert model.count == i + 1
+    WRAPPERS[case](Counting(3.0, traces))(X)
+    assert traces.count == 1
+
+
+# --- Another trace --------------------------------------------------------------------
+
+MODEL = Model(Layer(2.0), {"a": X})
+
+CHANGES = {
+    "shape": lambda: (MODEL, X[:2]),
+    "dtype": lambda: (MODEL, X.astype(jnp.bfloat16)),
+    "static instead of an array": lambda: (MODEL, 1.0),
+    "none": lambda: (MODEL, None),
+    "eval": lambda: (MODEL.eval(), X),
+    "frozen": lambda: (MODEL.freeze(), X),
+    "part frozen": lambda: (MODEL.freeze(lambda m: m.layer), X),
+    "static field": lambda: (MODEL.replace(layer=Layer(2.0, "other")), X),
+    "structure": lambda: (MODEL.replace(other={"b": X}), X),
+    "container": lambda: (MODEL.replace(other=[X]), X),
+    "more": lambda: (MODEL, X, X),
+    "class": lambda: (Layer(2.0), X),
+    "shape inside": lambda: (MODEL.replace(layer=Layer(X)), X),
+    "typed keys": lambda: (MODEL, jr.key(0)),
+    "other keys": lambda: (MODEL, jr.key(0, impl="rbg")),
+    "function": lambda: (MODEL, jnp.sin),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_another_signature_is_another_program(case):
+    f, traces = counted(lambda *args: args)
+    jitted, changed = es.jit(f), CHANGES[case]()
+    for _ in range(2):
+        assert eqx.tree_equal(jitted(MODEL, X), (MODEL, X))
+        assert eqx.tree_equal(jitted(*changed), changed)
+    assert len(traces) == 2
+
+
+def test_functions_are_not_confused():
+    def make(by):
+        return lambda x: by * x
+
+    first, second = make(2.0), make(3.0)
+    for f, by in [(first, 2.0), (second, 3.0), (first, 2.0)]:
+        assert jnp.array_equal(es.jit(f)(X), by * X)
+
+    layer = Layer(2.0).eval()
+
+    def closes_over(by):
+        return lambda x: by * layer.again(x)
+
+    for by in (2.0, 3.0, 2.0):
+        assert jnp.array_equal(es.jit(closes_over(by))(X), 2 * by * X)
+    assert es.jit(layer.again)(X)[0] == 2.0
+    assert es.mutable(es.jit(layer.__call__))(X)[1].count == 1
+    assert es.jit(eqx.Partial(jnp.add, X))(X)[0] == 2.0
+    assert es.jit(eqx.Partial(jnp.subtract, X))(X)[0] == 0.0

@@ -1,0 +1,212 @@
+"""What loops refuse, and loops while a model is initialised."""
+
+import dataclasses
+import functools as ft
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+
+
+class Cell(es.Module):
+    weight: es.Parameter = 0.5
+    total: es.State = 0.0
+
+    def __call__(self, x):
+        self.total = self.total + x
+        return jnp.tanh(self.weight * x + self.total)
+
+    def shifted(self, shift, x):
+        return self(x) + shift
+
+
+class Net(es.Module):
+    cell: Cell = dataclasses.field(default_factory=Cell)
+    other: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0))
+    steps: es.State = 0
+
+
+def by_hand(f, n, x):
+    """What the loops below compute, as a Python loop."""
+    for _ in range(n):
+        x = f(x)
+    return x
+
+
+def by_while(f, n, x):
+    def body(carry):
+        i, x = carry
+        return i + 1, f(x)
+
+    return es.while_loop(lambda carry: carry[0] < n, body, (0, x))[1]
+
+
+def by_fori(f, n, x):
+    return es.fori_loop(0, n, lambda i, x: f(x), x)
+
+
+def by_traced_bounds(f, n, x):
+    return es.fori_loop(jnp.array(3), jnp.array(3 + n), lambda i, x: f(x), x)
+
+
+LOOPS = {"while": by_while, "fori": by_fori, "traced bounds": by_traced_bounds}
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request):
+    return LOOPS[request.param]
+
+
+# --- Bad input ----------------------------------------------------------------------
+
+
+def test_cond_fun_may_not_write():
+    drop = es.nn.Dropout(0.5, key=jr.key(0))
+    for model, name in ((Cell(), "total"), (drop, "rng")):
+
+        def f(m, x):
+            return es.while_loop(lambda x: m(x).sum() < 0, lambda x: x, x)
+
+        with rejects(model, ValueError, "`cond_fun`", rf"`{name}`", "`body_fun`"):
+            es.mutable(f)(model, jnp.ones(3) if name == "rng" else 1.0)
+    assert eqx.tree_equal(es.mutable(f)(drop.eval(), jnp.ones(3))[1], drop.eval())
+    with rejects(drop, ValueError, "`cond_fun`", "`rng`"):  # in the carry as well
+        es.mutable(
+            lambda m: es.while_loop(lambda m: m(jnp.ones(())) < 0, lambda m: m, m)
+        )(drop)
+
+
+BODIES = {
+    "shape": (lambda n: setattr(n, "steps", jnp.zeros(2)), ValueError, "`steps`"),
+    "dtype": (lambda n: setattr(n, "steps", 0.5), ValueError, "`steps`"),
+    "parameter": (lambda n: setattr(n.cell, "weight", 1.0), FROZEN, r"Cell\.weight"),
+    "raises": (lambda n: n.cell(1.0) / "x", TypeError, "unsupported|type"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_a_body_may_not_do(name, loop):
+    write, error, fragment = BODIES[name]
+
+    def f(net):
+        with pytest.raises(error, match=fragment):
+            loop(lambda x: write(net) or x, 2, 0.5)
+        assert eqx.tree_equal(
+            (net.steps, net.cell.total), (jnp.array(0), jnp.zeros(()))
+        )
+        return loop(net.cell, 1, 0.5)
+
+    _, new = es.mutable(f)(Net())
+    assert new.cell.total == 0.5
+
+
+def test_a_body_that_writes_to_the_carry_and_returns_another(loop):
+    def run(choose):
+        def f(net):
+            def body(cell):
+                old = cell.replace()
+                cell(1.0)
+                return choose(net, old)
+
+            return loop(body, 2, net.cell)
+
+        return es.mutable(f)
+
+    net = Net()
+    with rejects(net, ValueError, r"`cell\.total`", "Return the module"):
+        run(lambda net, old: old)(net)
+    with rejects(net, ValueError, r"`cell\.total`", "Return the module"):
+        run(lambda net, old: net.cell)(net)
+
+
+CARRIES = {
+    "structure": (lambda c: (c, c), "no array|structure"),
+    "shape": (lambda c: (c[0], jnp.ones(2)), "shape"),
+    "mode": (lambda c: (c[0].eval(), c[1]), "structure"),
+    "static": (
+        lambda c: (c[0].replace(activation=jnp.cos), c[1]),
+        "no array|structure",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_carry_that_changes(name, loop):
+    class Plain(es.Module):
+        weight: es.Parameter = 1.0
+        activation: object = jnp.sin
+
+    change, text = CARRIES[name]
+    with pytest.raises(TypeError, match=text):
+        loop(change, 2, (Plain(), 0.0))
+
+
+def test_objects_kept_from_the_body_are_closed(loop):
+    kept = []
+    es.mutable(lambda m: loop(lambda c: kept.append(c) or c, 1, m))(Cell())
+    with pytest.raises(FROZEN, match="closed"):
+        kept[0](1.0)
+
+
+# --- While a model is initialised ---------------------------------------------------
+
+
+class Lazy(es.Module):
+    weight: es.Parameter | None = None
+    calls: es.State = 0
+
+    def __call__(self, x):
+        if self.initializing and self.weight is None:
+            self.weight = es.Initializer(lambda key: jr.normal(key, (x.size, x.size)))
+        self.calls = self.calls + 1
+        return jnp.tanh(self.weight @ x)
+
+
+class Model(es.Module):
+    a: Lazy = dataclasses.field(default_factory=Lazy)
+    b: Lazy = dataclasses.field(default_factory=Lazy)
+
+
+def carried(m, x, loop):
+    def body(carry):
+        a, x = carry
+        return a, m.b(a(x))
+
+    return loop(body, 2, (m.a, x))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda m, x, loop: loop(lambda x: m.b(m.a(x)), 2, x), carried],
+    ids=["closure", "carried"],
+)
+def test_what_init_draws_does_not_depend_on_the_loop(forward, loop):
+    ours, expected = (
+        Model().init(0, jnp.ones(3), call=ft.partial(forward, loop=run))
+        for run in (loop, by_hand)
+    )
+    assert eqx.tree_equal(ours, expected)
+
+
+def test_a_model_that_is_not_initialised(loop):
+    class Scale(es.Module):
+        weight: es.Parameter = es.Initializer(jr.normal)
+
+        def __call__(self, x):
+            return self.weight * x
+
+    for use in (
+        lambda m: loop(m, 2, 0.5),
+        lambda m: loop(lambda x: m(x), 2, 0.5),
+        lambda m: loop(lambda m: m, 2, m),
+        es.mutable(lambda m: loop(m, 2, 0.5)),
+    ):
+        with pytest.raises(es.NotInitializedError, match="weight"):
+            use(Scale())

@@ -1,0 +1,287 @@
+"""Steps that are lowered, compiled ahead of time, exported, evaluated in shape."""
+
+import equinox as eqx
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+class Net(es.Module):
+    weight: es.Parameter
+    norm: es.nn.BatchNorm
+    steps: es.State = 0
+
+    def __init__(self, key):
+        self.weight = jr.normal(key, (3, 2))
+        self.norm = es.nn.BatchNorm(3, axis_name="batch")
+        self.steps = 0
+
+    def __call__(self, x):
+        self.steps = self.steps + 1
+        return jnp.sum(self.norm(self.weight @ x))
+
+
+def loss(model, x):
+    return jnp.mean(es.vmap(model, axis_name="batch")(x) ** 2)
+
+
+def step(model, optimizer, x):
+    (value, model), grads = es.value_and_grad(loss)(model, x)
+    model, optimizer = optimizer.update(grads, model)
+    return value, model, optimizer
+
+
+def forward(model, x):
+    return es.mutable(es.vmap(model, axis_name="batch"))(x)
+
+
+# Compiled once, for all tests to compare with.
+plain_step, plain_forward = jax.jit(step), jax.jit(forward)
+
+
+@pytest.fixture
+def training():
+    """A model, its optimizer, and a batch: all leaves are arrays."""
+    model = Net(jr.key(0))
+    optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.5)).init(model)
+    return model, optimizer, jr.normal(jr.key(1), (4, 2))
+
+
+def shapes(tree):
+    return eqx.filter_eval_shape(lambda: tree)
+
+
+def assert_close(a, b):
+    assert eqx.tree_equal(a, b, rtol=1e-5, atol=1e-5)
+
+
+# --- `lower` and `compile` ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [es.jit, jax.jit], ids=["es", "jax"])
+def test_a_step_is_compiled_from_shapes_alone(jit, training):
+    with untouched(training):
+        compiled = jit(step).lower(*shapes(training)).compile()
+        value, model, optimizer = compiled(*training)
+    assert_close((value, model, optimizer), plain_step(*training))
+    assert compiled(model, optimizer, training[-1])[1].steps == 2
+
+
+def test_equinox_compiles_a_step(training):
+    compiled = eqx.filter_jit(step).lower(*training).compile()
+    assert_close(compiled(*training), plain_step(*training))
+
+
+def test_both_stages_speak_like_those_of_jax(training):
+    lowered = es.jit(step).lower(*training)
+    assert "module @jit_step" in lowered.as_text()
+    assert "stablehlo" in lowered.as_text(dialect="stablehlo")
+    compiled = lowered.compile({"xla_embed_ir_in_executable": False})
+    assert "HloModule jit_step" in compiled.as_text()
+    expected = plain_step.lower(*training).cost_analysis()
+    assert lowered.cost_analysis()["flops"] == expected["flops"]
+    assert compiled.cost_analysis()["flops"] > 0
+    assert compiled.memory_analysis() is not None
+
+
+def test_static_arguments_and_results_keep_their_places():
+    def f(tree, x, *, scale, name="f"):
+        return {"out": scale * x + tree["a"], "name": name, "rest": tree["rest"]}
+
+    x, tree = jnp.ones(3), {"a": jnp.ones(3), "rest": ("text", None, jnp.sin, 2)}
+    compiled = es.jit(f).lower(shapes(tree), shapes(x), scale=2, name="g").compile()
+    got = compiled(tree, x, scale=2, name="g")
+    assert eqx.tree_equal(got, f(tree, x, scale=2, name="g"))
+    assert eqx.tree_equal(compiled(x=x, name="g", tree=tree, scale=2), got)
+
+
+def test_models_methods_and_threaded_calls_are_lowered(training):
+    model, _, x = training
+    expected = plain_forward(model, x)
+    mapped = es.jit(es.mutable(es.vmap(model, axis_name="batch")))
+    assert_close(mapped.lower(shapes(x)).compile()(x), expected)
+
+    class Scaled(es.Module):
+        weight: es.Parameter
+
+        @es.jit
+        def __call__(self, x, by):
+            return by * self.weight * x
+
+    scaled = Scaled(3.0)
+    compiled = Scaled.__call__.lower(shapes(scaled), shapes(x), 2).compile()
+    assert jnp.allclose(compiled(scaled, x, 2), 6 * x)
+    linear = eqx.nn.Linear(2, 3, key=jr.key(0))
+    assert_close(es.jit(linear).lower(x[0]).compile()(x[0]), linear(x[0]))
+
+
+def test_donation_is_compiled_in():
+    compiled = es.jit(lambda x, y: (x + 1, y + 1), donate="all-except-first")
+    x, y = jnp.ones(3), jnp.ones(3)
+    compiled = compiled.lower(x, y).compile()
+    compiled(x, y)
+    assert not x.is_deleted()
+    assert y.is_deleted()
+
+
+OTHERS = {
+    "static value": lambda m, x: ((m, x, 3), {}),
+    "type of a static value": lambda m, x: ((m, x, 2.0), {}),
+    "equal static value": lambda m, x: ((m, x, jnp.array(2)), {}),
+    "default": lambda m, x: ((m, x), {}),
+    "mode": lambda m, x: ((m.eval(), x, 2), {}),
+    "frozen": lambda m, x: ((m.freeze(), x, 2), {}),
+    "structure": lambda m, x: (((m,), x, 2), {}),
+    "no array": lambda m, x: ((m, 1.0, 2), {}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_compiled_program_serves_its_own_signature_only(case, training):
+    model, _, x = training
+    args, kwargs = OTHERS[case](model, x)
+    match = r"(?s)compiled by `es\.jit.*another structure, or with other static values"
+    with pytest.raises(TypeError, match=match):
+        compiled_once()(*args, **kwargs)
+
+
+PROGRAMS = {}
+
+
+def compiled_once():
+    if not PROGRAMS:
+        f = es.jit(lambda model, x, by=1: jnp.sum(model.weight) + by * x)
+        args = shapes((Net(jr.key(0)), jnp.ones((4, 2))))
+        PROGRAMS["f"] = f.lower(*args, 2).compile()
+    return PROGRAMS["f"]
+
+
+@pytest.mark.parametrize(
+    "other", [jnp.ones((5, 2)), jnp.ones((4, 2), jnp.int32)], ids=str
+)
+def test_a_compiled_program_rejects_other_shapes_and_dtypes(other, training):
+    with pytest.raises(TypeError, match="Argument types differ"):
+        compiled_once()(training[0], other, 2)
+
+
+def test_lowering_in_a_scope_writes_nothing_and_the_program_does(training):
+    model, _, x = training
+
+    class Outer(es.Module):
+        net: Net
+
+        def __call__(self, x):
+            apply = es.jit(es.vmap(self.net, axis_name="batch"))
+            program = apply.lower(x).compile()
+            assert self.net.steps == 0
+            return program(x), program(x)
+
+    (first, second), new = es.mutable(Outer(model))(x)
+    expected, once = plain_forward(model, x)
+    assert_close(first, expected)
+    assert_close((second, new.net), plain_forward(once, x))
+
+
+# --- Export ---------------------------------------------------------------------------
+
+
+def test_an_exported_step_equals_the_step(training):
+    with untouched(training):
+        exported = jax.export.export(plain_step)(*shapes(training))
+        assert_close(exported.call(*training), plain_step(*training))
+    platforms = jax.export.export(plain_step, platforms=["cpu", "cuda"])(*training)
+    assert platforms.platforms == ("cpu", "cuda")
+
+
+def test_an_exported_loop_equals_the_loop(training):
+    model, optimizer, x = training
+    call = jax.jit(jax.export.export(plain_step)(*training).call)
+    for _ in range(3):
+        _, model, optimizer = call(model, optimizer, x)
+    expected = training
+    for _ in range(3):
+        expected = (*plain_step(*expected)[1:], x)
+    assert_close((model, optimizer), expected[:2])
+
+
+def test_the_functional_pair_is_exported(training):
+    model, _, x = training
+    apply, params, state = es.functional(es.vmap(model, axis_name="batch"))
+    exported = jax.export.export(jax.jit(apply))(*shapes((params, state, x)))
+    out, new_state = exported.call(params, state, x)
+    expected, new = plain_forward(model, x)
+    assert_close(out, expected)
+    assert_close(new_state, es.functional(es.vmap(new, axis_name="batch"))[2])
+
+
+def test_a_jitted_step_inside_is_exported(training):
+    exported = jax.export.export(jax.jit(lambda *args: es.jit(step)(*args)))(*training)
+    assert_close(exported.call(*training), plain_step(*training))
+
+
+def test_keys_are_exported():
+    dropout = es.nn.Dropout(0.5, key=jr.key(0))
+    f, x = jax.jit(es.mutable(lambda dropout, x: dropout(x))), jnp.ones(8)
+    exported = jax.export.export(f)(*shapes((dropout, x)))
+    out, new = exported.call(dropout, x)
+    assert eqx.tree_equal((out, new), f(dropout, x))
+    assert not eqx.tree_equal(exported.call(new, x)[0], out)
+
+
+def test_an_exported_step_is_saved_by_its_leaves(training):
+    pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
+    *tree, x = training
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def flat(leaves, x):
+        return jax.tree.leaves(step(*jax.tree.unflatten(treedef, leaves), x))
+
+    saved = jax.export.export(jax.jit(flat))(shapes(leaves), shapes(x)).serialize()
+    got = jax.export.deserialize(saved).call(leaves, x)
+    assert_close(got, jax.tree.leaves(plain_step(*training)))
+
+
+# --- Shapes ---------------------------------------------------------------------------
+
+EVALUATED = {
+    "step": lambda model, optimizer, x: step(model, optimizer, x),
+    "es.mutable": lambda model, optimizer, x: forward(model, x),
+    "es.value_and_grad": lambda model, optimizer, x: es.value_and_grad(loss)(model, x),
+    "es.grad": lambda model, optimizer, x: es.grad(loss)(model, x),
+    "es.jit": lambda model, optimizer, x: es.jit(step)(model, optimizer, x),
+    "eqx.filter_jit": lambda model, _, x: eqx.filter_jit(forward)(model, x),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_shapes_are_known_without_running(case, training):
+    f, abstract = EVALUATED[case], shapes(training)
+    out = eqx.filter_eval_shape(f, *abstract)
+    assert eqx.tree_equal(out, eqx.filter_eval_shape(f, *training))
+    assert jax.tree.structure(jax.eval_shape(f, *training)) == jax.tree.structure(out)
+
+
+def test_a_transform_of_an_abstract_model_is_evaluated_in_shape(training):
+    model, _, x = training
+    mapped = es.vmap(shapes(model), axis_name="batch")
+    expected = shapes(plain_forward(model, x))
+    for f in (es.mutable(mapped), es.jit(es.mutable(mapped))):
+        assert eqx.tree_equal(eqx.filter_eval_shape(f, shapes(x)), expected)
+
+
+def test_training_is_compiled_before_there_is_a_model():
+    tx = optax.sgd(0.1, momentum=0.5)
+
+    @eqx.filter_jit
+    def start(key):
+        model = Net(key)
+        return model, es.Optimizer(tx).init(model), jnp.ones((4, 2))
+
+    compiled = es.jit(step).lower(*eqx.filter_eval_shape(start, jr.key(0))).compile()
+    assert_close(compiled(*start(jr.key(0))), plain_step(*start(jr.key(0))))

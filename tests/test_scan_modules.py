@@ -1,0 +1,396 @@
+"""`es.scan` of modules: in `xs`, in `init`, and while `model.init` runs."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+XS = jnp.array([1.0, 2.0, 4.0])
+
+
+def tanh(x):
+    return jnp.tanh(x)
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+    mean: es.BatchStat = 0.0
+    activation: object = tanh
+
+    def __call__(self, x):
+        self.mean = self.mean + x
+        return self.activation(self.weight * x + self.mean)
+
+
+class Net(es.Module):
+    layers: Layer
+    steps: es.State = 0
+    scale: es.Parameter = 0.5
+
+    def step(self, x, layer):
+        self.steps = self.steps + 1
+        y = layer(self.scale * x)
+        return y, y * self.scale
+
+    def __call__(self, x):
+        return es.scan(self.step, x, self.layers)
+
+
+WEIGHTS, MEANS = jnp.array([0.5, 1.0, -2.0]), jnp.array([0.0, 1.0, 2.0])
+
+
+def stack():
+    return Layer(WEIGHTS, MEANS)
+
+
+def by_hand(weights, means, scale, x):
+    ys, new = [], []
+    for weight, mean in zip(weights, means, strict=True):
+        new.append(mean + scale * x)
+        x = jnp.tanh(weight * scale * x + new[-1])
+        ys.append(x * scale)
+    return x, jnp.stack(ys), jnp.stack(new)
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# --- Modules in `xs` ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_a_stack_of_layers_is_scanned_and_written_back_stacked(jit):
+    # The stack is a part of `self`, and the body a bound method of `self`.
+    (x, ys), new = jit(es.mutable(Net(stack())))(0.5)
+    expected = by_hand(WEIGHTS, MEANS, 0.5, 0.5)
+    close(x, expected[0])
+    close(ys, expected[1])
+    close(new.layers.mean, expected[2])
+    assert new.steps == 3
+    assert new.layers.activation is tanh
+    assert eqx.tree_equal(new.layers.weight, WEIGHTS)
+
+
+def test_gradients_of_a_stack():
+    def loss(net, x):
+        return net(x)[0]
+
+    def loss_by_hand(weights, scale, x):
+        return by_hand(weights, MEANS, scale, x)[0]
+
+    _, grads = es.value_and_grad(loss)(Net(stack()), jnp.float32(0.5))
+    weights, scale = jax.grad(loss_by_hand, (0, 1))(WEIGHTS, 0.5, 0.5)
+    close(grads.layers.weight, weights)
+    close(grads.scale, scale)
+
+
+CONTAINERS = {
+    "tuple": lambda layer, xs: (layer, xs),
+    "dict": lambda layer, xs: {"a": {"layer": layer}, "b": (xs, None)},
+    "sequential": lambda layer, xs: (eqx.nn.Sequential([layer]), xs, jnp.tanh),
+    "list": lambda layer, xs: [xs, [layer]],
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_stack_in_a_container(name):
+    def is_layer(x):
+        return isinstance(x, Layer)
+
+    def f(layer, xs):
+        def step(c, container):
+            leaves = jax.tree.leaves(container, is_leaf=is_layer)
+            (inside,) = filter(is_layer, leaves)
+            (x,) = filter(eqx.is_array, leaves)
+            return inside(c + x), x
+
+        return es.scan(step, 0.5, CONTAINERS[name](layer, xs))
+
+    (x, xs), new = es.mutable(f)(stack(), XS)
+    expected, means = 0.5, []
+    for weight, mean, x_ in zip(WEIGHTS, MEANS, XS, strict=True):
+        means.append(mean + expected + x_)
+        expected = jnp.tanh(weight * (expected + x_) + means[-1])
+    close(x, expected)
+    close(new.mean, jnp.stack(means))
+    assert eqx.tree_equal(xs, XS)
+
+
+def test_stacks_in_reverse():
+    def f(layers):
+        return es.scan(lambda x, layer: (layer(x), None), 0.5, layers, reverse=True)
+
+    (x, _), new = es.mutable(f)(stack())
+    expected, _, means = by_hand(WEIGHTS[::-1], MEANS[::-1], 1.0, 0.5)
+    close(x, expected)
+    close(new.mean, means[::-1])
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_a_stack_of_equinox_layers_and_of_layers_with_keys():
+    class Block(es.Module):
+        linear: eqx.nn.Linear
+        drop: es.nn.Dropout
+        calls: es.State = 0
+
+        def __call__(self, x):
+            self.calls = self.calls + 1
+            return jnp.tanh(self.drop(self.linear(x)))
+
+    def make(i):
+        linear = eqx.nn.Linear(4, 4, key=jr.key(0))
+        linear = jax.tree.map(lambda x: x + i, linear)
+        return Block(linear, es.nn.Dropout(0.5, key=jr.key(i)))
+
+    blocks = [make(1), make(2)]
+    stacked = jax.tree.map(
+        lambda *x: jnp.stack(x) if eqx.is_array(x[0]) else x[0], *blocks
+    )
+
+    def f(blocks, x):
+        return es.scan(lambda x, block: (block(x), None), x, blocks)[0]
+
+    x, new = es.mutable(f)(stacked, jnp.ones(4))
+    expected = jnp.ones(4)
+    for i, block in enumerate(blocks):
+        expected, block = es.mutable(block)(expected)
+        assert new.drop.rng[i] == block.drop.rng
+    close(x, expected)
+    assert new.calls.tolist() == [1, 1]
+    assert eqx.tree_equal(new.filter(es.Parameter), stacked.filter(es.Parameter))
+
+
+def test_a_stack_outside_of_any_scope():
+    class Plain(es.Module):
+        weight: es.Parameter
+        activation: object
+
+        def __call__(self, x):
+            return self.activation(self.weight * x)
+
+    x, _ = es.scan(lambda x, f: (f(x), None), 0.5, Plain(WEIGHTS, jnp.sin))
+    expected = 0.5
+    for weight in WEIGHTS:
+        expected = jnp.sin(weight * expected)
+    close(x, expected)
+    layers = stack()
+    with rejects(layers, FROZEN, r"Layer\.mean"):
+        es.scan(lambda x, layer: (layer(x), None), 0.5, layers)
+
+
+def test_several_modules_at_once():
+    def f(models, x):
+        shared, a, b = models
+
+        def step(carry, layers):
+            cell, x = carry
+            first, second = layers
+            return (cell, cell(shared(second(first(x))))), cell.mean
+
+        return es.scan(step, (Layer(1.0, 5.0), x), (a, b))
+
+    models = (Layer(2.0), stack(), Layer(WEIGHTS + 1.0, MEANS))
+    with pytest.raises(FROZEN, match=r"Layer\.mean"):  # made inside: in no scope
+        es.mutable(f)(models, 0.1)
+
+    def g(models, x):
+        shared, a, b, cell = models
+
+        def step(carry, layers):
+            cell, x = carry
+            return (cell, cell(shared(layers[1](layers[0](x))))), cell.mean
+
+        return es.scan(step, (cell, x), (a, b))
+
+    ((cell, x), means), new = es.mutable(g)((*models, Layer(1.0, 5.0)), 0.1)
+    separate, state = (Layer(2.0), Layer(1.0, 5.0)), []
+    expected, expected_means = 0.1, []
+    for i in range(3):
+        layers = (Layer(m.weight[i], m.mean[i]) for m in models[1:])
+        for layer in layers:
+            expected, layer = es.mutable(layer)(expected)
+            state.append(layer.mean)
+        for j in range(2):
+            expected, layer = es.mutable(separate[j])(expected)
+            separate = (*separate[:j], layer, *separate[j + 1 :])
+        expected_means.append(separate[1].mean)
+    close(x, expected)
+    close(means, jnp.stack(expected_means))
+    close(cell.mean, separate[1].mean)
+    close(new[0].mean, separate[0].mean)
+    close(new[1].mean, jnp.stack(state[::2]))
+    close(new[2].mean, jnp.stack(state[1::2]))
+    assert new[3].mean == 5.0  # what was passed in stays as it was
+
+
+# --- Modules in `init` --------------------------------------------------------------
+
+
+class Owner(es.Module):
+    cell: Layer = dataclasses.field(default_factory=lambda: Layer(0.5, 1.0))
+    steps: es.State = 0
+
+
+def step(cell, x):
+    return cell, cell(x)
+
+
+def body(carry, x):
+    cell, n = carry["cell"], carry["n"]
+    return {"cell": cell, "n": n + 1}, cell(x)
+
+
+def by_steps(cell, xs):
+    ys = []
+    for x in xs:
+        y, cell = es.mutable(cell)(x)
+        ys.append(y)
+    return cell, jnp.stack(ys)
+
+
+STEPS = {
+    "module": lambda cell, xs: es.scan(step, cell, xs),
+    "checkpoint": lambda cell, xs: es.scan(es.checkpoint(step), cell, xs),
+    "jit": lambda cell, xs: es.scan(es.jit(step), cell, xs),
+    "unrolled": lambda cell, xs: es.scan(step, cell, xs, unroll=True),
+}
+
+
+def test_a_module_in_init_comes_back_in_the_carry():
+    def f(owner, xs):
+        carry, ys = es.scan(body, {"cell": owner.cell, "n": 0}, xs)
+        assert owner.cell.mean == 1.0
+        with pytest.raises(FROZEN, match=r"Layer\.mean"):  # a snapshot
+            carry["cell"](1.0)
+        return carry, ys
+
+    (carry, ys), new = es.mutable(f)(Owner(), XS)
+    cell, expected = by_steps(Owner().cell, XS)
+    close(ys, expected)
+    close(carry["cell"].mean, cell.mean)
+    assert carry["n"] == 3
+    assert eqx.tree_equal(new, Owner())
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_module_that_comes_back_may_be_assigned(name, jit):
+    def loss(owner, xs):
+        owner.cell, ys = STEPS[name](owner.cell, xs)
+        owner.steps = owner.steps + 1
+        return ys.sum() + owner.cell(1.0), ys
+
+    f = jit(es.value_and_grad(loss, has_aux=True))
+    ((_, ys), new), grads = f(Owner(), XS)
+
+    def by_hand(weight, xs):
+        cell, ys = by_steps(Layer(1.0, 1.0).replace(weight=weight), xs)
+        y, cell = es.mutable(cell)(1.0)
+        return ys.sum() + y, (cell.mean, ys)
+
+    grad, (mean, expected) = jax.grad(by_hand, has_aux=True)(jnp.float32(0.5), XS)
+    close(ys, expected)
+    close(new.cell.mean, mean)
+    assert new.steps == 1
+    close(grads.cell.weight, grad)
+
+
+def test_a_closure_sees_the_module_passed_in_and_the_body_its_own():
+    def f(owner, xs):
+        def step(cell, x):
+            owner.cell.mean = owner.cell.mean + 10 * x
+            cell.mean = cell.mean + x
+            return cell, owner.cell.mean
+
+        return es.scan(step, owner.cell, xs)
+
+    (cell, seen), new = es.mutable(f)(Owner(), XS)
+    assert cell.mean == 8.0
+    assert seen.tolist() == [11.0, 31.0, 71.0]
+    assert new.cell.mean == 71.0
+
+
+# --- While a model is initialised ---------------------------------------------------
+
+
+class Lazy(es.Module):
+    weight: es.Parameter | None = None
+    calls: es.State = 0
+
+    def __call__(self, x):
+        if self.initializing and self.weight is None:
+            self.weight = es.Initializer(lambda key: jr.normal(key, (x.size, x.size)))
+        self.calls = self.calls + 1
+        return jnp.tanh(self.weight @ x)
+
+
+class Model(es.Module):
+    a: Lazy = dataclasses.field(default_factory=Lazy)
+    b: Lazy = dataclasses.field(default_factory=Lazy)
+    layers: Layer = dataclasses.field(
+        default_factory=lambda: Layer(jnp.ones(2), jnp.zeros((2, 3)))
+    )
+
+    def step(self, x, _=None):
+        return self.b(self.a(x)), None
+
+
+def carried(m, x):
+    def step(carry, _):
+        a, x = carry
+        return (a, m.b(a(x))), None
+
+    return es.scan(step, (m.a, x), None, length=2)
+
+
+def static_xs(m, x):
+    def step(x, xs):
+        scale, f = xs
+        return f(m.step(scale * x)[0]), None
+
+    return es.scan(step, x, (jnp.ones((2, 3)), tanh))
+
+
+FORWARD = {
+    "method": lambda m, x: es.scan(m.step, x, None, length=2),
+    "closure": lambda m, x: es.scan(lambda x, _: m.step(x), x, jnp.ones((2, 3))),
+    "reverse": lambda m, x: es.scan(m.step, x, jnp.ones(2), reverse=True),
+    "carried": carried,
+    "static xs": static_xs,
+    "no steps": lambda m, x: es.scan(m.step, x, jnp.zeros((0,))),
+    "a stack": lambda m, x: es.scan(lambda x, f: m.step(f(x)), x, m.layers),
+    "checkpoint": lambda m, x: es.scan(es.checkpoint(m.step), x, jnp.ones(2)),
+    "scan": lambda m, x: es.scan(
+        lambda x, _: es.scan(m.step, x, jnp.ones(2)), x, jnp.ones(2)
+    ),
+    "vmap": lambda m, x: es.scan(
+        lambda x, _: (es.vmap(m.step)(x)[0], None), x[None], jnp.ones(2)
+    ),
+    "in vmap": lambda m, x: es.vmap(lambda x: es.scan(m.step, x, jnp.ones(2)))(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_what_init_draws_does_not_depend_on_the_loop(name):
+    expected = Model().init(0, jnp.ones(3), call=lambda m, x: m.step(x))
+    forward = FORWARD[name]
+    assert eqx.tree_equal(Model().init(0, jnp.ones(3), call=forward), expected)
+
+
+def test_shapes_of_init_with_a_loop():
+    def init(key, x):
+        return Model().init(key, x, call=FORWARD["method"])
+
+    shapes = eqx.filter_eval_shape(init, jr.key(0), jnp.ones(3))
+    assert shapes.b.weight.shape == (3, 3)
+    assert eqx.filter_jit(init)(jr.key(0), jnp.ones(3)).b.calls == 0

@@ -1,0 +1,305 @@
+"""Every model of the zoo under every transform equals its version by hand.
+
+A program uses one transform of `es` in a scope. Its twin is the same program in Python:
+loops and branches are Python's, the model goes from call to call as a value, the lanes
+of a `vmap` run one after another. Both give a value, gradients and a final model, in
+which a key that was drawn once too often would differ.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import Case, CASES, split
+
+import eqx_state as es
+
+
+def is_lane_state(part: es.Part) -> bool:
+    """State that each lane of a `vmap` keeps for itself; keys are split."""
+    return issubclass(part.kind or object, es.State) and not is_key(part)
+
+
+def is_key(part: es.Part) -> bool:
+    return issubclass(part.kind or object, es.Rng)
+
+
+def with_lanes(model: Any, num: int) -> Any:
+    """The model with different state in each lane."""
+
+    def spread(x: Any) -> Any:
+        step = 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.1
+        return jnp.stack([x + i * step for i in range(num)])
+
+    return es.map(spread, model, on=is_lane_state)
+
+
+def axes_of(model: Any) -> dict[Any, Any] | None:
+    """The axes of such a model; a kind that is not there may not be named."""
+    axes = {}
+    if any(map(is_lane_state, es.parts(model))):
+        axes[es.State] = 0
+    if any(map(is_key, es.parts(model))):
+        axes[es.Rng] = es.SPLIT
+    return axes or None
+
+
+def lanes_by_hand(by_hand: Callable[..., Any], model: Any, xs: Any) -> Any:
+    """A `vmap` as a loop over its lanes, each with its state and with keys split off.
+
+    A key of which a lane has drawn advances once.
+    """
+    keys, state, rest = es.partition(model, is_key, is_lane_state)
+    pairs = jax.tree.map(lambda key: split(key, 2), keys)
+    advanced = jax.tree.map(lambda pair: pair[0], pairs)
+    in_lanes = jax.tree.map(lambda pair: split(pair[1], len(xs)), pairs)
+    ys, models, drawn = [], [], set()
+    for i, x in enumerate(xs):
+        mine = jax.tree.map(lambda leaf, i=i: leaf[i], (in_lanes, state))
+        y, new = by_hand(eqx.combine(*mine, rest), x)
+        ys.append(y)
+        models.append(es.filter(new, is_lane_state))
+        after = jax.tree.leaves(es.filter(new, is_key))
+        before = jax.tree.leaves(mine[0])
+        drawn |= {n for n, key in enumerate(after) if (key != before[n]).any()}
+    leaves = jax.tree.leaves((keys, advanced))
+    num = len(leaves) // 2
+    leaves = [leaves[n + num if n in drawn else n] for n in range(num)]
+    keys = jax.tree.unflatten(jax.tree.structure(keys), leaves)
+    state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    return jnp.stack(ys), eqx.combine(keys, state, rest)
+
+
+def is_first(xs: Any) -> Any:
+    """Whether this is the first step, which inputs of both signs tell."""
+    return xs[0].ravel()[0] > 0
+
+
+# --- Programs, and their twins ------------------------------------------------------
+#
+# A program takes the model's call, the model in a scope, and inputs; it returns a
+# value. Its twin takes the call by hand, and returns the model as well.
+
+
+def eager(call, model, xs):
+    return [call(model, x) for x in xs]
+
+
+def eager_by_hand(by_hand, model, xs):
+    ys = []
+    for x in xs:
+        y, model = by_hand(model, x)
+        ys.append(y)
+    return ys, model
+
+
+def jit(call, model, xs):
+    return [es.jit(call)(model, x) for x in xs]
+
+
+def vmap(call, model, xs):
+    return es.vmap(lambda x: call(model, x), axes=axes_of(model))(xs)
+
+
+def vmap_of_argument(call, model, xs):
+    return es.vmap(call, in_axes=(axes_of(model), 0))(model, xs)
+
+
+def scan(call, model, xs):
+    def step(y, x):
+        y = call(model, x + 0.1 * y)
+        return y, 2 * y
+
+    return es.scan(step, xs[0], xs)
+
+
+def scan_by_hand(by_hand, model, xs):
+    y, ys = xs[0], []
+    for x in xs:
+        y, model = by_hand(model, x + 0.1 * y)
+        ys.append(2 * y)
+    return (y, jnp.stack(ys)), model
+
+
+def scan_of_carry(call, model, xs):
+    def step(carry, x):
+        model, y = carry
+        y = call(model, x + 0.1 * y)
+        return (model, y), 2 * y
+
+    (new, y), ys = es.scan(step, (model, xs[0]), xs)
+    return (y, ys), jax.lax.stop_gradient(eqx.filter(new, eqx.is_array))
+
+
+def scan_of_carry_by_hand(by_hand, model, xs):
+    value, new = scan_by_hand(by_hand, model, xs)
+    return (value, jax.lax.stop_gradient(eqx.filter(new, eqx.is_array))), model
+
+
+def checkpoint(call, model, xs):
+    return [es.checkpoint(call)(model, x) for x in xs]
+
+
+def cond(call, model, xs):
+    def twice(x):
+        return call(model, call(model, x))
+
+    def negated(x):
+        return call(model, -x)
+
+    return es.cond(is_first(xs), twice, negated, xs[1])
+
+
+def cond_by_hand(by_hand, model, xs):
+    if not is_first(xs):
+        return by_hand(model, -xs[1])
+    y, model = by_hand(model, xs[1])
+    return by_hand(model, y)
+
+
+def switch(call, model, xs):
+    branches = [lambda model, x: 2 * x, call, lambda model, x: call(model, -x)]
+    index = jnp.where(is_first(xs), 5, 0)  # clamped to the last
+    return es.switch(index, branches, model, xs[1])
+
+
+def switch_by_hand(by_hand, model, xs):
+    return by_hand(model, -xs[1]) if is_first(xs) else (2 * xs[1], model)
+
+
+def while_loop(call, model, xs):
+    def body(carry):
+        i, x = carry
+        return i + 1, call(model, x)
+
+    return es.while_loop(lambda carry: carry[0] < 3, body, (0, xs[0]))[1]
+
+
+def while_by_hand(by_hand, model, xs):
+    x = xs[0]
+    for _ in range(3):
+        x, model = by_hand(model, x)
+    return x, model
+
+
+def fori_loop(call, model, xs):
+    return es.fori_loop(0, 2, lambda i, x: call(model, x + xs[i]), xs[0])
+
+
+def fori_by_hand(by_hand, model, xs):
+    x = xs[0]
+    for i in range(2):
+        x, model = by_hand(model, x + xs[i])
+    return x, model
+
+
+PROGRAMS = {
+    "eager": (eager, eager_by_hand),
+    "jit": (jit, eager_by_hand),
+    "vmap": (vmap, lanes_by_hand),
+    "vmap of an argument": (vmap_of_argument, lanes_by_hand),
+    "scan": (scan, scan_by_hand),
+    "scan of the carry": (scan_of_carry, scan_of_carry_by_hand),
+    "checkpoint": (checkpoint, eager_by_hand),
+    "cond": (cond, cond_by_hand),
+    "switch": (switch, switch_by_hand),
+    "while_loop": (while_loop, while_by_hand),
+    "fori_loop": (fori_loop, fori_by_hand),
+}
+
+
+# --- Running them -------------------------------------------------------------------
+
+
+def loss_of(value: Any) -> Any:
+    leaves = filter(eqx.is_inexact_array, jax.tree.leaves(value))
+    return sum(jnp.sum(jnp.sin(x)) for x in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A program for one model, as steps that return `((loss, value), model), grads`."""
+
+    case: Case
+    program: str
+    with_grads: bool
+
+    def start(self) -> Any:
+        model = self.case.model()
+        return with_lanes(model, 2) if self.program.startswith("vmap") else model
+
+    def inputs(self) -> list[Any]:
+        """Those of two steps; a carried model stays, and would draw the same again."""
+        xs = self.case.inputs(2)
+        steps = [xs.at[0].set(jnp.abs(xs[0])), xs.at[0].set(-jnp.abs(xs[0]))]
+        return steps[:1] if self.program == "scan of the carry" else steps
+
+    def in_place(self, model: Any, xs: Any) -> Any:
+        def loss_fn(model: Any, xs: Any) -> Any:
+            value = PROGRAMS[self.program][0](self.case.call, model, xs)
+            return loss_of(value), value
+
+        if not self.with_grads:
+            return es.mutable(loss_fn)(model, xs), None
+        return es.value_and_grad(loss_fn, has_aux=True)(model, xs)
+
+    def by_hand(self, model: Any, xs: Any) -> Any:
+        def loss_fn(diff: Any, rest: Any) -> Any:
+            model = eqx.combine(diff, rest)
+            value, model = PROGRAMS[self.program][1](self.case.by_hand, model, xs)
+            loss = loss_of(value)
+            return loss, ((loss, value), model)
+
+        diff, rest = es.partition(model, es.trainable)
+        if not self.with_grads:
+            return loss_fn(diff, rest)[1], None
+        grads, aux = eqx.filter_grad(loss_fn, has_aux=True)(diff, rest)
+        return aux, grads
+
+
+def check_equal(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    entries = jax.tree.leaves_with_path(actual)
+    for (path, x), y in zip(entries, jax.tree.leaves(expected), strict=True):
+        where = jax.tree_util.keystr(path)
+        if not eqx.is_array(x):
+            assert type(x) is type(y), where  # `SharedNode`s are never equal
+            continue
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), where
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4, err_msg=where)
+        else:
+            assert (x == y).all(), where
+
+
+WAYS = {"as it is": lambda f: f, "es.jit": es.jit, "eqx.filter_jit": eqx.filter_jit}
+# With gradients where that is compiled as a whole, and where there are some: JAX has no
+# reverse mode for `while_loop`.
+RUNS = [
+    ("eager", "as it is", True),
+    ("vmap", "as it is", False),
+    ("scan", "as it is", False),
+    *[(program, "es.jit", program != "while_loop") for program in PROGRAMS],
+    ("eager", "eqx.filter_jit", True),
+]
+
+
+@pytest.mark.parametrize(("program", "way", "with_grads"), RUNS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_under_a_transform_is_what_it_is_by_hand(
+    case, program, way, with_grads
+):
+    run = Run(CASES[case], program, with_grads)
+    step = run.in_place
+    if way != "as it is":
+        step = WAYS[way](eqx.debug.assert_max_traces(step, max_traces=1))
+    model, by_hand = run.start(), run.start()
+    for xs in run.inputs():
+        result, expected = step(model, xs), run.by_hand(by_hand, xs)
+        check_equal(result, expected)
+        model, by_hand = result[0][1], expected[0][1]

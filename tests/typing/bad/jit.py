@@ -1,0 +1,15 @@
+from jaxtyping import Array
+
+import eqx_state as es
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+
+    @es.jit
+    def __call__(self, x: Array) -> Array:
+        return self.weight @ x
+
+
+def run(layer: Layer) -> None:
+    layer("hello")  # error
