@@ -23,19 +23,23 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks: python -m nox -s bench -- scan_depth."""
-    session.install(".", *groups("examples"))
-    for name in session.posargs or ["checkpoint_memory", "scan_depth"]:
-        session.run("python", f"benchmarks/{name}.py")
+    """Compare memory, program size and compile time with JAX by hand."""
+    session.install(".")
+    for script in ("checkpoint_memory", "scan_depth"):
+        session.run("python", f"benchmarks/{script}.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Test the built wheel and every example of the documentation."""
     session.install(".", *groups("test", "examples"))
-    session.run("coverage", "run", "-m", "pytest", *session.posargs)
-    if not session.posargs:
-        session.run("coverage", "report")
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", "-n", "auto")
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report")
 
 
 @nox.session
