@@ -33,13 +33,8 @@ def bench(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the built wheel and every example of the documentation."""
     session.install(".", *groups("test", "examples"))
-    if session.posargs:
-        session.run("pytest", *session.posargs)
-        return
-    session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", "-n", "auto")
-    session.run("coverage", "combine", "--quiet")
-    session.run("coverage", "report")
+    everything = ["-n", "auto", "--cov", "--cov-report=term-missing:skip-covered"]
+    session.run("pytest", *(session.posargs or everything))
 
 
 @nox.session

@@ -358,8 +358,6 @@ def test_a_module_in_the_carry_comes_back(loop):
         cell, x = loop(body, 3, (net.cell, 0.5))
         if loop is not by_hand:
             assert net.cell.total == 0.0  # what was passed in stays as it was
-            with pytest.raises(FROZEN, match=r"Cell\.total"):
-                cell(1.0)
             net.cell = cell
         return x
 

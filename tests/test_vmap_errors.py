@@ -1,5 +1,6 @@
 """What `es.vmap` does not map: axes that are not there, kinds, values of the lanes."""
 
+import equinox as eqx
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
@@ -36,7 +37,6 @@ OUT_OF_RANGE = {
     "a scalar": ({es.Parameter: 0}, r"`weight` has shape \(\).*no axis 0"),
     "the rest": ({...: 0, es.Rng: None}, r"`weight`.*axis 0"),
     "a key": ({es.Rng: 0}, r"`rng` has shape \(\).*no axis 0"),
-    "no number": ({es.BatchStat: "batch"}, r"`mean`.*no axis batch"),
 }
 
 
@@ -90,3 +90,11 @@ def test_a_kind_in_axes_that_matches_nothing_says_what_it_is_for(key):
     fix = r"in_axes=\(\{es\.Parameter: 0"
     with rejects(model, ValueError, rf"`axes` names `{key.__name__}`", fix):
         es.mutable(es.vmap(model, axes={es.Parameter: None, key: 0}))(XS)
+
+
+def test_an_axis_that_is_no_integer():
+    # As in `eqx.filter_vmap`, where functions say which leaves have an axis.
+    with pytest.raises(ValueError, match=r"`mean` is `batch`.*integer.*in_axes=0"):
+        es.vmap(wide(), axes={es.BatchStat: "batch"})(XS)
+    with pytest.raises(ValueError, match=r"axis of `\[0\]\[0\]`.*eqx\.if_array\(0\)"):
+        es.vmap(jnp.sin, in_axes=eqx.if_array(0))(jnp.ones(3))

@@ -2,7 +2,8 @@
 
 A loop carries what it is given to carry, and beside it the state of the modules that
 its functions reach. A module in the carry itself has a stand-in in the body: the object
-that was passed in stays as it was, and the new one comes back in the carry.
+that was passed in stays as it was, and a new one, which may be assigned, or written and
+assigned, comes back in the carry.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from ._traverse import (
     is_array,
     KeyPath,
     leaves,
-    modules_in,
 )
 
 
@@ -31,22 +31,21 @@ class Loop:
 
     def __init__(self, functions: Any, init: Any, xs: Any = None):
         check_not_shared(init)
-        stand_ins: dict[int, Any] = {}
+        originals: list[tuple[Any, Any]] = []
 
         def stand_in(x: Any) -> Any:
             if not is_owned(x):
                 return x
-            place, copy = get_place(x), closed_copy(x)
-            own(copy, place.scope, place.path, place.context)
-            stand_ins[id(x)] = copy
-            return copy
+            originals.append((_owned_copy(x), x))
+            return originals[-1][0]
 
         self.init = jtu.tree_map(stand_in, init, is_leaf=is_owned)
         outside = closed_copy(self.init)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
         self.lifted = Lifted(functions, self.init, xs)
         self.index = {id(root): i for i, root in enumerate(self.lifted.roots)}
-        self.originals = {x: self.index[id(copy)] for x, copy in stand_ins.items()}
+        self.originals = {self.index[id(copy)]: x for copy, x in originals}
+        self.outside: dict[int, list[Any]] = {}
         self.kept: set[KeyPath] = set()
         values, writable = self.lifted.values(), self.lifted.writable()
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
@@ -63,10 +62,9 @@ class Loop:
         self.written: list[set[str]] = [set() for _ in values]
 
     def enter(
-        self, arrays: Any, state: list[Leaves], slices: list[Leaves] | None = None
+        self, arrays: Any, state: list[Leaves], slices: list[Leaves]
     ) -> tuple[Any, list[Leaves]]:
         """The carry as the functions take it, and what is in the modules meanwhile."""
-        slices = [{} for _ in state] if slices is None else slices
         parts = zip(self.lifted.values(), state, slices, strict=True)
         values = [{**old, **new, **x} for old, new, x in parts]
 
@@ -82,24 +80,16 @@ class Loop:
         return jtu.tree_map(put, self.init, is_leaf=is_owned), values
 
     def run(
-        self,
-        values: list[Leaves],
-        call: Callable[[], Any],
-        carry_of: Callable[[Any], Any] = lambda out: out,
+        self, values: list[Leaves], call: Callable[[], Any]
     ) -> tuple[Any, list[Leaves]]:
-        """`Lifted.run`; the output must not hold what a stand-in stands for."""
-        outside: list[int] = []
+        """`Lifted.run`, which also notes what the originals hold in the body."""
 
         def watched() -> Any:
             out = call()
-            ids = [id(visit.node) for visit in modules_in(carry_of(out))]
-            outside.extend(self.originals[x] for x in ids if x in self.originals)
+            self.outside = {i: jtu.tree_leaves(x) for i, x in self.originals.items()}
             return out
 
-        out, written = self.lifted.run(values, watched)
-        for name in (name for i in outside for name in written[i]):
-            raise _not_returned(name)
-        return out, written
+        return self.lifted.run(values, watched)
 
     def leave(
         self, values: list[Leaves], carry: Any, written: list[Leaves]
@@ -121,17 +111,19 @@ class Loop:
     ) -> None:
         """What was written in a module of the carry must be in the new carry."""
         returned = {v.path: v.node for v in leaves(carry)}
+        outside, self.outside, self.kept = self.outside, {}, set()
         entries, _ = jtu.tree_flatten_with_path(self.init, is_leaf=is_owned)
-        self.kept = set()
         for path, x in entries:
             if not is_owned(x):
                 continue
             i = self.index[id(x)]
-            for visit, (name, old) in zip(leaves(x), values[i].items(), strict=True):
+            held = zip(leaves(x), values[i].items(), outside[i], strict=True)
+            for visit, (name, before), original in held:
                 place = (*path, *visit.path)
-                if returned.get(place) is old:
-                    if name in written[i]:
-                        raise _not_returned(name)
+                new = returned.get(place)
+                if name in written[i] and (new is before or new is original):
+                    raise _not_returned(name)
+                if new is before:
                     self.kept.add(place)
 
     def _check_static(self, static: Any) -> None:
@@ -146,13 +138,13 @@ class Loop:
         self, arrays: Any, state: list[Leaves], f: Callable[[Any], Any]
     ) -> tuple[Any, list[Leaves]]:
         """A step of which only the carry comes out."""
-        carry, values = self.enter(arrays, state)
+        carry, values = self.enter(arrays, state, self.slices)
         carry, written = self.run(values, lambda: f(carry))
         return self.leave(values, carry, written)
 
     def test(self, arrays: Any, state: list[Leaves], f: Callable[[Any], Any]) -> Any:
         """Whether to go on, of which nothing but the answer can come out."""
-        carry, values = self.enter(arrays, state)
+        carry, values = self.enter(arrays, state, self.slices)
         go_on, written = self.lifted.run(values, lambda: f(carry))
         if names := [f"`{name}`" for new in written for name in new]:
             raise ValueError(
@@ -162,11 +154,8 @@ class Loop:
             )
         return go_on
 
-    def finish(
-        self, arrays: Any, state: list[Leaves], slices: list[Leaves] | None = None
-    ) -> Any:
+    def finish(self, arrays: Any, state: list[Leaves], slices: list[Leaves]) -> Any:
         """The carry after the loop; writes what was written to the owned modules."""
-        slices = [{} for _ in state] if slices is None else slices
         changed = [
             {name: x for name, x in new.items() if name in names}
             for names, new in zip(self.written, state, strict=True)
@@ -180,7 +169,21 @@ class Loop:
             arrays,
             self.arrays,
         )
-        return eqx.combine(arrays, self.static)
+        new = iter(jtu.tree_leaves(eqx.combine(arrays, self.static)))
+
+        def put(x: Any) -> Any:
+            return _owned_copy(x, new) if is_owned(x) else next(new)
+
+        return jtu.tree_map(put, self.init, is_leaf=is_owned)
+
+
+def _owned_copy(module: Any, values: Any = None) -> Any:
+    """A copy of an owned module in the same place, with these leaves or its own."""
+    place, copy = get_place(module), closed_copy(module)
+    if values is not None:
+        copy = jtu.tree_map(lambda _: next(values), copy)
+    own(copy, place.scope, place.path, place.context)
+    return copy
 
 
 def _not_returned(name: str) -> ValueError:

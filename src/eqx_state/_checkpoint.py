@@ -54,11 +54,10 @@ class _Checkpoint(Transform):
                     " What is no array is static without being named."
                 )
         static = {i % len(args) for i in self.static_argnums}
-        flags = [(i not in static, x) for i, x in enumerate(args)]
-        named = {k: (k not in self.static_argnames, x) for k, x in kwargs.items()}
+        names = self.static_argnames
         traced = (
-            tuple(_arrays(x) if flag else False for flag, x in flags),
-            {k: _arrays(x) if flag else False for k, (flag, x) in named.items()},
+            tuple(i not in static and _arrays(x) for i, x in enumerate(args)),
+            {name: name not in names and _arrays(x) for name, x in kwargs.items()},
         )
         return eqx.partition((args, kwargs), traced, is_leaf=is_owned)
 

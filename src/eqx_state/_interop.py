@@ -45,18 +45,26 @@ class _Layer(eqx.nn.StatefulLayer):
 
     model: Any
     index: eqx.nn.StateIndex[dict[str, Any]]
+    names: tuple[str, ...] = eqx.field(static=True)
     inference: bool
     made_for_inference: bool = eqx.field(static=True)
 
-    def __init__(self, model: Any, index: Any, inference: bool):
+    def __init__(self, model: Any, index: Any, names: Any, inference: bool):
         self.model = model
         self.index = index
+        self.names = tuple(names)
         self.inference = self.made_for_inference = inference
 
     def __call__(
         self, x: Any, state: eqx.nn.State, *, key: Any = None
     ) -> tuple[Any, eqx.nn.State]:
         values = state.get(self.index)
+        if set(values) != set(self.names):
+            raise ValueError(
+                "The state given to a layer of `es.to_equinox` is that of another"
+                " model. The states of two converted models cannot be joined: convert"
+                " the whole, `es.to_equinox(eqx.nn.Sequential([first, second]))`."
+            )
         model = _fill(_only_trainable_differentiated(self.model), values)
         if self.inference != self.made_for_inference:
             model = train(model, not self.inference)
@@ -99,8 +107,9 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
     flag `inference`, which `equinox.nn.inference_mode` sets, and which puts every
     module inside into eval mode.
 
-    Convert a model as a whole. Layers of Equinox that have state can be part of it by
-    `es.nn.Stateful`, but their own states cannot be joined with this one.
+    Convert a model as a whole: two converted models in one would have one state. Layers
+    of Equinox that have state can be part of it by `es.nn.Stateful`, but their own
+    states cannot be joined with this one.
 
     Under `jax.vmap`, with `in_axes=(0, None)` and `out_axes=(0, None)`, all lanes share
     the state, and with it the keys in it. So either pass each lane a `key`, or convert
@@ -120,6 +129,7 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
     **Raises:**
 
     - `TypeError`: the model cannot be called.
+    - `ValueError`, from the layer: the state is that of another model.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
 
     !!! example
@@ -155,4 +165,4 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
     holes = eqx.nn.delete_init_state(index)
-    return _Layer(rest, holes, inference), eqx.nn.State(index)
+    return _Layer(rest, holes, index.init, inference), eqx.nn.State(index)

@@ -1,193 +1,38 @@
-"""`es.jit`: `jax.jit` of what is not made of arrays alone, and of what writes state.
-
-All arrays of a call are traced; the rest is its *signature*, for which there is one
-compiled program. The program of a call is found by a key that is equal for equal
-signatures. While the call lasts the key also leads to the live objects, which the trace
-runs on, if it comes to a trace.
-"""
+"""`es.jit`: `jax.jit` of what is not made of arrays alone, and of what writes state."""
 
 import functools as ft
 import inspect
-import types
 import warnings
-import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, overload, ParamSpec, TypeVar
+from typing import (
+    Any,
+    Concatenate,
+    overload,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+)
 
 import equinox as eqx
-import jax
-import jax.tree_util as jtu
 
-from ._lift import Leaves, Lifted
-from ._mutable import is_bound_method, Transform, wrap
-from ._open import close, Opened
-from ._scope import is_owned
-from ._signature import signature_of
-from ._traverse import is_array, KeyPath
+from ._mutable import Transform, wrap
+from ._plan import Mismatch
+from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
 
 
 _P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
 _R = TypeVar("_R")
-
-Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
-
-# Which arrays are donated, of the first argument and of the others.
-_DONATED: Final[dict[str, tuple[bool, bool]]] = {
-    "all": (True, True),
-    "all-except-first": (False, True),
-    "warn": (True, True),
-    "warn-except-first": (False, True),
-    "none": (False, False),
-}
+_S = TypeVar("_S", bound=eqx.Module)
+_R_co = TypeVar("_R_co", covariant=True)
 
 
-class _Key:
-    """What the program of a call depends on besides the shapes of its arrays."""
-
-    def __init__(self, signature: Any, call: "_Call"):
-        self.signature = signature
-        self.hash = hash(signature)
-        self.call: _Call | None = call  # only while the call lasts
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Key) and self.signature == other.signature
-
-
-@jtu.register_static
-class _Output:
-    """What a program returns besides arrays, and where the arrays go."""
-
-    def __init__(self, out: Any, written: list[Leaves], values: list[Leaves]):
-        leaves, self.treedef = jtu.tree_flatten(out)
-        # Arrays that the function has not touched do not go through the program: a
-        # module that comes back with its own parameters may be assigned.
-        inside = (x for old in values for x in old.values() if is_array(x))
-        kept = {id(x): i for i, x in enumerate(inside)}
-        self.kept = [kept.get(id(x)) for x in leaves]
-        self.rest = [None if is_array(x) else x for x in leaves]
-        self.is_array = [is_array(x) for x in leaves]
-        self.names = [list(new) for new in written]
-
-    def arrays(self, out: Any) -> list[Any]:
-        """The arrays that the program has computed."""
-        leaves = zip(jtu.tree_leaves(out), self.is_array, self.kept, strict=True)
-        return [x for x, flag, kept in leaves if flag and kept is None]
-
-    def put(self, arrays: list[Any], inside: list[Any]) -> Any:
-        """The output of the call."""
-        computed = iter(arrays)
-        leaves = [
-            inside[kept] if kept is not None else next(computed) if flag else x
-            for x, flag, kept in zip(self.rest, self.is_array, self.kept, strict=True)
-        ]
-        return jtu.tree_unflatten(self.treedef, leaves)
-
-
-class _Call:
-    """One call: its arrays, and its signature."""
-
-    def __init__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        if kwargs:  # `f(x, y=1)` is `f(x, 1)`
-            bound = inspect.signature(f).bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
-        self.origin = _origin(f)
-        self.lifted = Lifted(f, args, kwargs, may_initialise=True)
-        args, kwargs = self.lifted.arguments
-        tree = (args[:1], (self.lifted.function, args[1:], kwargs))
-        self.entries, self.treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
-        self.values = self.lifted.values()
-        self.held = _held(tree)
-
-    def inside(self) -> list[Any]:
-        """The arrays of the owned modules."""
-        return [x for old in self.values for x in old.values() if is_array(x)]
-
-    def arrays(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Those of the first argument, of the others, and those never donated."""
-        first, rest, kept = [], [], []
-        for path, x in self.entries:
-            if is_array(x):
-                to = first if path[0].idx == 0 else rest
-                (kept if any(path[: len(p)] == p for p in self.held) else to).append(x)
-        return first, rest, kept + self.inside()
-
-    def key(self) -> _Key:
-        """What is equal for two calls that one program serves."""
-        signature = signature_of(self.entries, self.treedef, self.lifted, self.origin)
-        return _Key(signature, self)
-
-    def trace(
-        self, first: list[Any], rest: list[Any], kept: list[Any]
-    ) -> tuple[list[Any], list[list[Any]], _Output]:
-        """The call on these arrays, in the active trace."""
-        sources = iter(first), iter(rest), iter(kept)
-        leaves = []
-        for path, x in self.entries:
-            if is_array(x):
-                is_held = any(path[: len(p)] == p for p in self.held)
-                x = next(sources[2 if is_held else path[0].idx])
-            leaves.append(x)
-        values = [
-            {name: next(sources[2]) if is_array(x) else x for name, x in old.items()}
-            for old in self.values
-        ]
-        head, tail = close(jtu.tree_unflatten(self.treedef, leaves))
-        f, args, kwargs = tail
-        out, written = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
-        output = _Output(out, written, values)
-        return output.arrays(out), [list(new.values()) for new in written], output
-
-    def finish(self, result: tuple[list[Any], list[list[Any]], _Output]) -> Any:
-        """The output of the call, after its writes to the owned modules."""
-        arrays, state, output = result
-        named = zip(output.names, state, strict=True)
-        self.lifted.commit([dict(zip(n, x, strict=True)) for n, x in named])
-        return output.put(arrays, self.inside())
-
-
-def _held(tree: Any) -> list[KeyPath]:
-    """Where the functions are that hold modules, whose arrays are never donated."""
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, Opened) or is_owned(x)
-
-    entries, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [path for path, x in entries if isinstance(x, Opened)]
-
-
-# By function: the programs go when it goes, of which they keep nothing.
-_PROGRAMS: Final[weakref.WeakKeyDictionary[Any, dict[Donate, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _program(origin: Any, donate: Donate) -> Any:
-    """The `jax.jit` in which the programs of one function are."""
-    programs = _PROGRAMS.setdefault(origin, {})
-    if donate not in programs:
-
-        def run(key: _Key, *arrays: list[Any]) -> Any:
-            assert key.call is not None
-            return key.call.trace(*arrays)
-
-        run.__name__ = run.__qualname__ = getattr(origin, "__name__", "run")
-        argnums = tuple(i + 1 for i in range(2) if _DONATED[donate][i])
-        programs[donate] = jax.jit(run, static_argnums=0, donate_argnums=argnums)
-    return programs[donate]
-
-
-def _origin(f: Any) -> Any:
-    """The function in the source, or the class, that a callable comes from."""
-    if isinstance(f, Transform):
-        return _origin(f.f)
-    if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
-        return _origin(f.func)
-    if is_bound_method(f):
-        return _origin(f.__func__)
-    return f if isinstance(f, types.FunctionType) else type(f)
+def _bind(f: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`f(x, y=1)` is `f(x, 1)`."""
+    if not kwargs:
+        return args, kwargs
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
 
 
 class _Jit(Transform):
@@ -195,7 +40,25 @@ class _Jit(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        call = _Call(self.f, args, kwargs)
+        f, donate = self.f, self.donate
+        args, kwargs = _bind(f, args, kwargs)
+        programs = programs_of(origin_of(f), donate)
+        for plan in programs.plans:
+            try:
+                arrays = plan.arrays(f, args, kwargs)
+                result, _, output = programs.jitted(plan.key, *arrays)
+            except (Mismatch, KeyError):
+                continue
+            except Retrace:
+                break
+            return output.put(result, [])
+        return self._general(programs, args, kwargs)
+
+    def _general(
+        self, programs: Programs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The call that may be any: in a scope, the first of its signature."""
+        call = Call(self.f, args, kwargs)
         if call.lifted.is_initialising:
             return self.f(*args, **kwargs)
         self._check_donation(call)
@@ -205,9 +68,10 @@ class _Jit(Transform):
                 if self.donate.startswith("all"):
                     text = "Some donated buffers were not usable*"
                     warnings.filterwarnings("ignore", message=text)
-                result = _program(call.origin, self.donate)(key, *call.arrays())
+                result = programs.jitted(key, *call.arrays())
         finally:
             key.call = None  # JAX keeps the key
+        programs.remember(self.f, call, key)
         return call.finish(result)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -220,15 +84,15 @@ class _Jit(Transform):
         `jax.ShapeDtypeStruct`s may stand for arrays. `.compile()` returns what is
         called with arguments of the same signature.
         """
-        call = _Call(self.f, args, kwargs)
+        call = Call(self.f, *_bind(self.f, args, kwargs))
         key = call.key()
         try:
-            program = _program(call.origin, self.donate)
-            return Lowered(program.lower(key, *call.arrays()), self.f, key.signature)
+            jitted = programs_of(call.origin, self.donate).jitted
+            return Lowered(jitted.lower(key, *call.arrays()), self.f, key.signature)
         finally:
             key.call = None
 
-    def _check_donation(self, call: _Call) -> None:
+    def _check_donation(self, call: Call) -> None:
         if self.donate != "none" and call.lifted.roots:
             raise ValueError(
                 f"`es.jit(donate={self.donate!r})` was called inside `es.mutable`, on"
@@ -238,30 +102,33 @@ class _Jit(Transform):
             )
 
 
-class Lowered:
-    """A program that is lowered; the other methods are those of JAX's."""
+class _Stage:
+    """A program at some stage; all that is not defined here is as in JAX."""
 
-    def __init__(self, lowered: Any, f: Any, signature: Any):
-        self._lowered, self._f, self._signature = lowered, f, signature
+    def __init__(self, stage: Any, f: Any, signature: Any):
+        self._stage, self._f, self._signature = stage, f, signature
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by `copy`, before there is a stage
+            raise AttributeError(name)
+        return getattr(self._stage, name)
+
+
+class Lowered(_Stage):
+    """A program that is lowered."""
 
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
         """The compiled program. Arguments as for `jax.stages.Lowered.compile`."""
-        compiled = self._lowered.compile(*args, **kwargs)
+        compiled = self._stage.compile(*args, **kwargs)
         return Compiled(compiled, self._f, self._signature)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
 
-
-class Compiled:
-    """A compiled program; the other methods are those of JAX's."""
-
-    def __init__(self, compiled: Any, f: Any, signature: Any):
-        self._compiled, self._f, self._signature = compiled, f, signature
+class Compiled(_Stage):
+    """A compiled program."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The program's result, for arguments of the signature it was compiled for."""
-        call = _Call(self._f, args, kwargs)
+        call = Call(self._f, *_bind(self._f, args, kwargs))
         if call.key().signature != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
@@ -269,18 +136,30 @@ class Compiled:
                 " serves only those it was made for; lower again, or call `es.jit(f)`,"
                 " which compiles when it has to."
             )
-        return call.finish(self._compiled(*call.arrays()))
+        return call.finish(self._stage(*call.arrays()))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+
+class Jitted(Protocol[_P, _R_co]):
+    """To a type checker, what `jit` returns."""
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> "Jitted[_P, _R_co]": ...
+    @overload
+    def __get__(
+        self: "Jitted[Concatenate[_S, _Q], _R_co]", instance: _S, owner: Any = None
+    ) -> Callable[_Q, _R_co]: ...
+    @overload  # of a `staticmethod`, whose first argument is no instance
+    def __get__(self, instance: Any, owner: Any = None) -> "Jitted[_P, _R_co]": ...
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
 
 
 @overload
-def jit(
-    *, donate: Donate = "none"
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+def jit(*, donate: Donate = "none") -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
 @overload
-def jit(f: Callable[_P, _R], *, donate: Donate = "none") -> Callable[_P, _R]: ...
+def jit(f: Callable[_P, _R], *, donate: Donate = "none") -> Jitted[_P, _R]: ...
 def jit(f: Any = None, *, donate: Donate = "none") -> Any:
     """`equinox.filter_jit`, through which the state of every module is carried.
 
@@ -291,7 +170,8 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
     **Arguments:**
 
     - `f`: a function, a module, a bound method, or a partial. The modules that it
-        closes over are traced like arguments.
+        closes over are traced like arguments. What it reaches in another way (an object
+        that is no pytree, a global, a `jax.custom_vjp`) is read when it is traced.
     - `donate`: which arrays may be overwritten: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
         warn of arrays of which JAX could make no use. Default: `"none"`.
@@ -303,7 +183,7 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
 
     **Raises:**
 
-    - `TypeError`: a static value cannot be hashed.
+    - `TypeError`: a leaf that is no array cannot be hashed.
     - `ValueError`: donation inside a scope of `es.mutable`.
 
     !!! example
@@ -332,10 +212,10 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
         assert y == 6.0 and model.count == 3
         ```
     """
-    if not isinstance(donate, str) or donate not in _DONATED:
+    if not isinstance(donate, str) or donate not in DONATED:
         raise ValueError(
             f"`es.jit(donate={donate!r})`: `donate` is one of"
-            f" {', '.join(map(repr, _DONATED))}."
+            f" {', '.join(map(repr, DONATED))}."
         )
     if f is None:
         return ft.partial(jit, donate=donate)

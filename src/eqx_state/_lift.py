@@ -145,9 +145,10 @@ class Lifted:
                 pour(root, iter(new.values()))
                 own(root, scopes[id(place.scope)], place.path, place.context)
                 before.append(closed_copy(root))
-            out = disown(call())
+            out = call()
             for scope in scopes.values():
-                check_written(self.roots, scope)
+                check_written([*self.roots, out], scope)
+            out = disown(out)
             after = [
                 collect(root, old, scopes[id(place.scope)], place)
                 for (root, place, _), old in zip(threaded, before, strict=True)
@@ -173,9 +174,8 @@ class Lifted:
     def commit(self, written: list[Leaves]) -> None:
         """Write these leaves to the owned modules, all or none."""
         for place, new in zip(self.places, written, strict=True):
-            for name in new:
-                if place.scope.trace != trace_state():
-                    raise TraceError(trace_message(name))
+            if new and place.scope.trace != trace_state():
+                raise TraceError(trace_message(next(iter(new))))
         for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
             if new:
                 self._store(i, {**old, **new})

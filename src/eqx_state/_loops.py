@@ -34,7 +34,8 @@ def scan(
     are shared by all steps. Modules in `xs` are sliced along their first axis: a stack
     of layers is scanned by passing it as `xs`, and its state is written back stacked.
     Modules in `init` are carried and come back in the carry; the object that was passed
-    in stays as it was.
+    in stays as it was, until the new one is assigned: `self.cell, ys = es.scan(step,
+    self.cell, xs)`.
 
     **Arguments:**
 
@@ -87,8 +88,8 @@ def scan(
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
         entered, values = loop.enter(*carry, slices)
-        out, written = loop.run(values, lambda: f(entered, x), lambda out: _two(out)[0])
-        new_carry, y = out
+        out, written = loop.run(values, lambda: f(entered, x))
+        new_carry, y = _two(out)
         y, static_y = eqx.partition(y, is_traced(y))
         written_slices = [
             {name: new[name] for name in old if name in new}
@@ -197,7 +198,7 @@ def while_loop(
         lambda carry: loop.step(*carry, body_fun),
         (loop.arrays, loop.state),
     )
-    return loop.finish(*final)
+    return loop.finish(*final, loop.slices)
 
 
 def fori_loop(
@@ -254,4 +255,4 @@ def fori_loop(
         (loop.arrays, loop.state),
         unroll=unroll,
     )
-    return loop.finish(*final)
+    return loop.finish(*final, loop.slices)

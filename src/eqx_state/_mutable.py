@@ -30,8 +30,9 @@ def thread(model: Any, kinds: Kinds, call: Callable[[Any], Any]) -> tuple[Any, A
     before = copy_tree(private)
     own(private, scope)
     try:
-        out = disown(call(private))
-        check_written([private], scope)
+        out = call(private)
+        check_written([private, out], scope)
+        out = disown(out)
         after = collect(private, before, scope)
     finally:
         scope.is_open = False

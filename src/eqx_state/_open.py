@@ -42,7 +42,8 @@ def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
     """`f` as a pytree in which the modules that it closes over are nodes.
 
     Looks into cells, defaults, partials and bound methods. What holds no module stays
-    as it is, and so do owned modules, whose identity matters.
+    as it is, and so do owned modules, whose identity matters; two functions that refer
+    to each other are not looked through.
     """
     # Each function is opened once; one that closes over itself stays as it is there.
     memo = {} if memo is None else memo
@@ -62,7 +63,12 @@ def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
             memo[id(x)] = Opened(origin, opened)
         return memo[id(x)]
 
-    return jtu.tree_map(open_leaf, f, is_leaf=is_owned)
+    return jtu.tree_map(open_leaf, f, is_leaf=_is_opaque)
+
+
+def _is_opaque(x: Any) -> bool:
+    """A node that is looked into by us, or not at all, but not by JAX."""
+    return is_owned(x) or isinstance(x, jtu.Partial)  # its function is no child of it
 
 
 def _held(f: Any) -> dict[str, Any] | None:
@@ -70,12 +76,22 @@ def _held(f: Any) -> dict[str, Any] | None:
     if isinstance(f, types.FunctionType):
         cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
         held = {name: _contents(cell) for name, cell in cells}
-        return held | _defaults(f) | (f.__kwdefaults__ or {})
+        held |= _defaults(f) | (f.__kwdefaults__ or {})
+        return {name: x for name, x in held.items() if _is_pytree(x)}
     if isinstance(f, types.MethodType):
         return {"__func__": f.__func__, "__self__": f.__self__}
     if isinstance(f, ft.partial):
         return {"func": f.func, "args": f.args, "keywords": f.keywords}
     return None
+
+
+def _is_pytree(x: Any) -> bool:
+    """Not so are dicts whose keys have no order."""
+    try:
+        jtu.tree_structure(x)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _defaults(f: types.FunctionType) -> dict[str, Any]:
@@ -98,7 +114,7 @@ def _holds_module(tree: Any) -> bool:
 
 
 def close(tree: Any) -> Any:
-    """The inverse of `open_function`."""
+    """Functions again, which hold what is in the tree now."""
 
     def close_leaf(x: Any) -> Any:
         if not isinstance(x, Opened):
@@ -124,15 +140,26 @@ def _contents(cell: types.CellType) -> Any:
 
 def _make_function(f: types.FunctionType, held: dict[str, Any]) -> types.FunctionType:
     """A function like `f` that holds other things under these names."""
-    cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    itself = types.CellType()  # where `f` calls itself, the new one does, too
+    cells = [
+        types.CellType(held[name])
+        if name in held
+        else itself
+        if _contents(cell) is f
+        else cell
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    ]
     new = types.FunctionType(
         f.__code__,
         f.__globals__,
         f.__name__,
         tuple((_defaults(f) | held)[name] for name in _defaults(f)) or None,
-        tuple(types.CellType(held[n]) if n in held else cell for n, cell in cells),
+        tuple(cells),
     )
+    itself.cell_contents = new
     kwdefaults = f.__kwdefaults__ or {}
     new.__kwdefaults__ = {n: held.get(n, x) for n, x in kwdefaults.items()} or None
     new.__dict__.update(f.__dict__)
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(new, name, getattr(f, name))
     return new

@@ -333,17 +333,19 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
 
 
 def check_written(trees: list[Any], scope: Scope) -> None:
-    """What was written must be in the trees still: a container may have lost it."""
+    """What was written must be in the trees: a container may have lost it, say."""
     if not scope.written:
         return
     inside = {id(visit.node) for tree in trees for visit in modules_in(tree)}
     for key, (module, name) in scope.written.items():
         if key not in inside and get_place(module).scope is scope:
             raise ValueError(
-                f"`{name}` was written, and its module is no longer in the model: it"
-                " was replaced, or taken out of a container, so that what was written"
-                " cannot come out. Write to the new one, and replace containers instead"
-                " of changing them: `self.layers = [*self.layers[:-1], new]`."
+                f"`{name}` was written, and its module is no longer in the model, so"
+                " that what was written cannot come out. Either it was replaced or"
+                " taken out of a container: write to the new one, and replace"
+                " containers instead of changing them, `self.layers ="
+                " [*self.layers[:-1], new]`. Or it came back from a loop and was not"
+                " assigned: `self.cell, ys = es.scan(step, self.cell, xs)`."
             )
 
 

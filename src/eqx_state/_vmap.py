@@ -181,7 +181,13 @@ def _size(slots: list[tuple[_Source, str]], axis_size: int | None) -> int:
             continue
         name = f"`{path or 'the model'}`"
         shape = jnp.shape(value)
-        if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+        if not isinstance(axis, int):
+            raise ValueError(
+                f"`es.vmap`: the axis of {name} is `{axis}`, and an axis is an integer,"
+                " or `None` for what the lanes share. What is no array is passed on as"
+                " it is, so that `in_axes=0` stands for `in_axes=eqx.if_array(0)`."
+            )
+        if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"`es.vmap`: {name} has shape {shape}, which has no axis {axis}. Map it"
                 " over an axis that it has, or share it with `None`: `in_axes=(0,"

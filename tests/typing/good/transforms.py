@@ -103,6 +103,9 @@ def check_functions(model: Model, x: Array) -> None:
     assert_type(es.jit(es.value_and_grad(loss))(model, x)[1], Model)
     assert_type(es.jit(make)(x), Model)
 
+    es.jit(loss).lower(model, x).compile()
+    Model.jitted.lower(model, x, n=2).as_text()
+
     assert_type(es.checkpoint(loss)(model, x, n=2), Array)
     assert_type(es.checkpoint(model, prevent_cse=False)(x, scale=2.0), Array)
     assert_type(es.checkpoint(loss_and_aux, static_argnums=1)(model, x)[1], str)
@@ -161,7 +164,7 @@ def check_branches(model: Model, x: Array, i: int, flag: bool) -> None:
     assert_type(es.cond(x > 0, one, one), int)
     assert_type(es.switch(i, [first, second], x, model), tuple[Array, Model])
     assert_type(es.switch(x, (model, model.__call__), x), Array)
-    branches: list[Callable[[Array], Array]] = [model, model.double]
+    branches: list[Callable[[Array], Array]] = [model, Model.double]
     assert_type(es.switch(i, branches, x), Array)
 
 

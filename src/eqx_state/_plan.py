@@ -1,0 +1,324 @@
+"""Plans: straight-line code that takes trees of one structure apart, and rebuilds them.
+
+Flattening calls Python for every module, and again for every static value to compare.
+A plan is code made for one structure: it goes down the tree by name, compares types,
+lengths and static values as it goes, and gives up (`Mismatch`) wherever anything is not
+as it was, so that the general way can take over. Modules that occur as elements of
+containers have a function of their own, shared by all that are alike.
+"""
+
+import dataclasses
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from ._base import BaseModule
+from ._static import canonical, is_hashable, structure, typed
+from ._traverse import is_array, modules_in
+
+
+class Mismatch(Exception):
+    """A tree is not of the structure that a plan was made for."""
+
+
+class Unplannable(Exception):
+    """There is no plan for this tree."""
+
+
+# In C, and not by way of `Module.__getattribute__`, which is Python.
+_DICT: Final[Any] = next(
+    vars(c)["__dict__"] for c in eqx.Module.__mro__ if "__dict__" in vars(c)
+)
+_PLACE: Final[Any] = vars(BaseModule)["_place"]
+
+_NAMES: Final[dict[str, Any]] = {
+    "Mismatch": Mismatch,
+    "dict_of": _DICT.__get__,
+    "set_dict": _DICT.__set__,
+    "place_of": _PLACE.__get__,
+    "set_place": _PLACE.__set__,
+    "new": object.__new__,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySlot:
+    """Where an array goes in a tree: the next, or one that is known by its number."""
+
+    number: int | None = None
+
+
+class _Function:
+    """Source code, with the objects that it names."""
+
+    def __init__(self, arguments: str):
+        self.lines = [f"def function({arguments}):"]
+        self.constants: list[Any] = []
+        self.variables = 0
+
+    def add(self, line: str) -> None:
+        self.lines.append("    " + line)
+
+    def constant(self, x: Any) -> str:
+        """The name of an object."""
+        for i, known in enumerate(self.constants):
+            if known is x:
+                return f"c{i}"
+        self.constants.append(x)
+        return f"c{len(self.constants) - 1}"
+
+    def variable(self) -> str:
+        """A new name."""
+        self.variables += 1
+        return f"v{self.variables}"
+
+    def compile(self, known: dict[Any, Any]) -> Callable[..., Any]:
+        """The function; the one that is known already, if it is the same."""
+        source = "\n".join(self.lines)
+        key = source, tuple(map(id, self.constants))
+        if key not in known:
+            constants = {f"c{i}": x for i, x in enumerate(self.constants)}
+            namespace = {**_NAMES, **constants}
+            exec(compile(source, "<plan>", "exec"), namespace)
+            known[key] = namespace["function"]
+        return known[key]
+
+
+def _is_plain(module: eqx.Module) -> bool:
+    """Whether a module has just its fields, as it has after unflattening."""
+    return {f.name for f in dataclasses.fields(module)} == set(_DICT.__get__(module))
+
+
+def _is_static(f: dataclasses.Field[Any]) -> bool:
+    return f.metadata.get("static", False)
+
+
+def _is_named_tuple(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(type(x), "_fields")
+
+
+def _is_dict(x: Any) -> bool:
+    return type(x) is dict and all(type(key) is str for key in x)
+
+
+# --- Taking apart ---------------------------------------------------------------------
+
+
+def flattener(tree: Any, origin: Any) -> Callable[[Any, Callable[[Any], Any]], None]:
+    """A function of a tree and of `add`, which is called with each array in it.
+
+    It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
+    than its arrays. Their places may hold anything: the caller looks at the types. The
+    function `origin` is not kept alive.
+    """
+    return _Flattener(origin).function(tree)
+
+
+class _Flattener:
+    def __init__(self, origin: Any):
+        self.origin = weakref.ref(origin)
+        self.known: dict[Any, Any] = {}
+        self.same: dict[Any, _Same] = {}
+
+    def function(self, tree: Any) -> Callable[..., None]:
+        code = _Function("v, add")
+        self.emit(code, "v", tree)
+        return code.compile(self.known)
+
+    def emit(self, code: _Function, v: str, x: Any) -> None:
+        """Code that takes apart what the expression `v` gives, as `x` is."""
+        if is_array(x):
+            code.add(f"add({v})")
+        elif x is None:
+            self.check(code, f"{v} is not None")
+        elif type(x) in (tuple, list) or _is_named_tuple(x):
+            v = self.of_type(code, v, type(x))
+            self.check(code, f"len({v}) != {len(x)}")
+            names = [code.variable() for _ in x]
+            if names:
+                code.add(f"{', '.join(names)}, = {v}")
+            for name, child in zip(names, x, strict=True):
+                self.emit_element(code, name, child)
+        elif _is_dict(x):
+            v = self.of_type(code, v, dict)
+            self.check(code, f"len({v}) != {len(x)}")
+            for key in sorted(x):
+                self.emit_element(code, f"{v}[{key!r}]", x[key])
+        elif isinstance(x, eqx.Module) and _is_plain(x):
+            self.emit_module(code, v, x)
+        elif jtu.all_leaves([x]):
+            self.emit_static(code, v, x)
+        elif any(modules_in(x)) or any(map(self.is_open, jtu.tree_leaves(x))):
+            raise Unplannable
+        else:
+            code.add(f"{code.constant(_General(x))}({v}, add)")
+
+    def emit_element(self, code: _Function, v: str, x: Any) -> None:
+        if isinstance(x, eqx.Module) and _is_plain(x):
+            code.add(f"{code.constant(self.function(x))}({v}, add)")
+        else:
+            self.emit(code, v, x)
+
+    def emit_module(self, code: _Function, v: str, x: eqx.Module) -> None:
+        v = self.of_type(code, v, type(x))
+        if isinstance(x, BaseModule):  # one that a scope owns has to be threaded
+            code.add("try:")
+            code.add(f"    if place_of({v}) is not None: raise Mismatch")
+            code.add("except AttributeError: pass")
+        values, d = _DICT.__get__(x), code.variable()
+        code.add(f"{d} = dict_of({v})")
+        self.check(code, f"len({d}) != {len(values)}")
+        fields = dataclasses.fields(x)
+        for f in fields:
+            if _is_static(f):
+                self.emit_static(code, f"{d}[{f.name!r}]", values[f.name])
+        for f in fields:
+            if not _is_static(f):
+                self.emit(code, f"{d}[{f.name!r}]", values[f.name])
+
+    def emit_static(self, code: _Function, v: str, x: Any) -> None:
+        if x is self.origin():
+            self.check(code, f"{v} is not {code.constant(self.origin)}()")
+            return
+        if self.is_open(x):
+            raise Unplannable
+        x = canonical(x)
+        same = code.constant(self.same.setdefault(typed(x), _Same(x)))
+        if is_hashable(x):
+            code.add(f"if {v} is not {code.constant(x)}: {same}({v})")
+        else:  # a list, say, which may have changed in place
+            code.add(f"{same}({v})")
+
+    def is_open(self, x: Any) -> bool:
+        """Whether `x` is a function of which more than its identity matters."""
+        closes_over = isinstance(x, types.FunctionType) and x.__closure__
+        return x is self.origin() or bool(closes_over)
+
+    def of_type(self, code: _Function, v: str, cls: type) -> str:
+        name = code.variable()
+        code.add(f"{name} = {v}")
+        self.check(code, f"type({name}) is not {code.constant(cls)}")
+        return name
+
+    def check(self, code: _Function, differs: str) -> None:
+        code.add(f"if {differs}: raise Mismatch")
+
+
+class _General:
+    """Takes apart what only JAX can."""
+
+    def __init__(self, x: Any):
+        leaves, treedef = jtu.tree_flatten(x)
+        self.structure = structure(treedef)
+        self.leaves = [None if is_array(x) else _Same(x) for x in leaves]
+
+    def __call__(self, x: Any, add: Callable[[Any], Any]) -> None:
+        leaves, treedef = jtu.tree_flatten(x)
+        if structure(treedef) != self.structure:
+            raise Mismatch
+        for same, leaf in zip(self.leaves, leaves, strict=True):
+            if same is None:
+                add(leaf)
+            else:
+                same(leaf)
+
+
+class _Same:
+    """Compares a static value that is not the same object."""
+
+    def __init__(self, x: Any):
+        self.typed = typed(x)
+
+    def __call__(self, x: Any) -> None:
+        if typed(x) != self.typed:
+            raise Mismatch
+
+
+# --- Putting together -----------------------------------------------------------------
+
+
+def builder(tree: Any) -> Callable[[Callable[[], Any], list[Any]], Any]:
+    """A function that makes this tree, with arrays in the places of the `ArraySlot`s.
+
+    It takes `next_array`, which is called for one after the other, and a list of those
+    that are known by number.
+    """
+    code = _Function(_ARGUMENTS)
+    code.add(f"return {_Builder().expression(code, tree)}")
+    return code.compile({})
+
+
+_ARGUMENTS: Final = "next_array, known"
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    def function(self, x: eqx.Module) -> Callable[..., Any]:
+        code = _Function(_ARGUMENTS)
+        code.add(f"return {self.module(code, x)}")
+        return code.compile(self.known)
+
+    def expression(self, code: _Function, x: Any) -> str:
+        if isinstance(x, ArraySlot):
+            if x.number is not None:
+                return f"known[{x.number}]"
+            return self.named(code, "next_array()")
+        if x is None:
+            return "None"
+        if type(x) in (tuple, list) or _is_named_tuple(x):
+            elements = [self.element(code, child) for child in x]
+            if type(x) is list:
+                return f"[{', '.join(elements)}]"
+            listed = "".join(f"{element}, " for element in elements)
+            return f"({listed})" if type(x) is tuple else self.call(code, x, elements)
+        if _is_dict(x):
+            items = (f"{key!r}: {self.element(code, x[key])}" for key in sorted(x))
+            return f"{{{', '.join(items)}}}"
+        if isinstance(x, eqx.Module) and _is_plain(x):
+            return self.module(code, x)
+        if jtu.all_leaves([x]):
+            return code.constant(canonical(x))
+        return self.general(code, x)
+
+    def call(self, code: _Function, x: Any, arguments: list[str]) -> str:
+        return f"{code.constant(type(x))}({', '.join(arguments)})"
+
+    def element(self, code: _Function, x: Any) -> str:
+        if isinstance(x, eqx.Module) and _is_plain(x):
+            made = f"{code.constant(self.function(x))}({_ARGUMENTS})"
+            return self.named(code, made)
+        return self.expression(code, x)
+
+    def named(self, code: _Function, expression: str) -> str:
+        """A name for what may be evaluated only once, and in this order."""
+        name = code.variable()
+        code.add(f"{name} = {expression}")
+        return name
+
+    def module(self, code: _Function, x: eqx.Module) -> str:
+        """Adds the code that makes a module, and returns its name."""
+        values, o = _DICT.__get__(x), code.variable()
+        fields = sorted(dataclasses.fields(x), key=_is_static)  # as Equinox has them
+        items = [f"{f.name!r}: {self.field(code, f, values[f.name])}" for f in fields]
+        code.add(f"{o} = new({code.constant(type(x))})")
+        code.add(f"set_dict({o}, {{{', '.join(items)}}})")
+        if isinstance(x, BaseModule):
+            code.add(f"set_place({o}, None)")
+        return o
+
+    def field(self, code: _Function, f: dataclasses.Field[Any], x: Any) -> str:
+        if _is_static(f):
+            return code.constant(canonical(x))
+        return self.expression(code, x)
+
+    def general(self, code: _Function, x: Any) -> str:
+        """What only JAX can make."""
+        leaves, treedef = jtu.tree_flatten(x)
+        values = [self.expression(code, leaf) for leaf in leaves]
+        return f"{code.constant(treedef.unflatten)}([{', '.join(values)}])"

@@ -1,0 +1,296 @@
+"""The programs of a function that `es.jit` compiles, and the ways to find them.
+
+All arrays of a call are traced; the rest is its *signature*, for which there is one
+compiled program. The general way works out the signature and looks the program up by a
+key, which is equal for equal signatures. While the call lasts the key also leads to the
+live objects, which the trace runs on, if it comes to a trace.
+
+The short way is a plan (see `_plan.py`), made after the first call of a signature that
+is outside of any scope: it takes the arrays out and puts the output together by code
+made for just that. Its key leads to no objects: what needs a trace goes the general
+way.
+"""
+
+import functools as ft
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from ._lift import Leaves, Lifted
+from ._mutable import is_bound_method, Transform
+from ._open import close, Opened
+from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
+from ._scope import is_owned
+from ._signature import signature_of
+from ._traverse import is_array, KeyPath
+
+
+Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+
+# Which arrays are donated, of the first argument and of the others.
+DONATED: Final[dict[str, tuple[bool, bool]]] = {
+    "all": (True, True),
+    "all-except-first": (False, True),
+    "warn": (True, True),
+    "warn-except-first": (False, True),
+    "none": (False, False),
+}
+
+
+class Key:
+    """What the program of a call depends on besides the shapes of its arrays."""
+
+    def __init__(self, signature: Any, call: "Call"):
+        self.signature = signature
+        self.hash = hash(signature)
+        self.call: Call | None = call  # only while the call lasts
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Key) and self.signature == other.signature
+
+
+@jtu.register_static
+class Output:
+    """What a program returns besides arrays, and where the arrays go."""
+
+    def __init__(self, out: Any, written: list[Leaves], values: list[Leaves]):
+        leaves, self.treedef = jtu.tree_flatten(out)
+        # Arrays that the function has not touched do not go through the program: a
+        # module that comes back with its own parameters may be assigned.
+        inside = (x for old in values for x in old.values() if is_array(x))
+        kept = {id(x): i for i, x in enumerate(inside)}
+        self.kept = [kept.get(id(x)) for x in leaves]
+        self.rest = [None if is_array(x) else x for x in leaves]
+        self.is_array = [is_array(x) for x in leaves]
+        self.names = [list(new) for new in written]
+        self.build: Callable[[Callable[[], Any], list[Any]], Any] | None = None
+
+    def arrays(self, out: Any) -> list[Any]:
+        """The arrays that the program has computed."""
+        leaves = zip(jtu.tree_leaves(out), self.is_array, self.kept, strict=True)
+        return [x for x, flag, kept in leaves if flag and kept is None]
+
+    def put(self, arrays: list[Any], inside: list[Any]) -> Any:
+        """The output of the call."""
+        if self.build is None:
+            slots = [
+                ArraySlot(kept) if flag else x
+                for x, flag, kept in zip(
+                    self.rest, self.is_array, self.kept, strict=True
+                )
+            ]
+            self.build = builder(jtu.tree_unflatten(self.treedef, slots))
+        return self.build(iter(arrays).__next__, inside)
+
+
+class Call:
+    """One call: its arrays, and its signature."""
+
+    def __init__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.origin = origin_of(f)
+        self.args, self.kwargs = args, kwargs
+        self.lifted = Lifted(f, args, kwargs, may_initialise=True)
+        args, kwargs = self.lifted.arguments
+        tree = (args[:1], (self.lifted.function, args[1:], kwargs))
+        self.entries, self.treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
+        self.values = self.lifted.values()
+        self.held = _functions_with_modules(tree)
+        # An array is of the first argument, of the others, or is never donated.
+        self.groups = [
+            2 if any(path[: len(p)] == p for p in self.held) else path[0].idx
+            for path, _ in self.entries
+        ]
+
+    def inside(self) -> list[Any]:
+        """The arrays of the owned modules."""
+        return [x for old in self.values for x in old.values() if is_array(x)]
+
+    def arrays(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Those of the first argument, of the others, and those never donated."""
+        groups: tuple[list[Any], ...] = [], [], []
+        for i, (_, x) in zip(self.groups, self.entries, strict=True):
+            if is_array(x):
+                groups[i].append(x)
+        first, rest, kept = groups
+        return first, rest, kept + self.inside()
+
+    def key(self) -> Key:
+        """What is equal for two calls that one program serves."""
+        signature = signature_of(self.entries, self.treedef, self.lifted, self.origin)
+        return Key(signature, self)
+
+    def trace(
+        self, first: list[Any], rest: list[Any], kept: list[Any]
+    ) -> tuple[list[Any], list[list[Any]], Output]:
+        """The call on these arrays, in the active trace."""
+        sources = iter(first), iter(rest), iter(kept)
+        leaves = [
+            next(sources[i]) if is_array(x) else x
+            for i, (_, x) in zip(self.groups, self.entries, strict=True)
+        ]
+        values = [
+            {name: next(sources[2]) if is_array(x) else x for name, x in old.items()}
+            for old in self.values
+        ]
+        head, tail = close(jtu.tree_unflatten(self.treedef, leaves))
+        f, args, kwargs = tail
+        out, written = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
+        output = Output(out, written, values)
+        return output.arrays(out), [list(new.values()) for new in written], output
+
+    def finish(self, result: tuple[list[Any], list[list[Any]], Output]) -> Any:
+        """The output of the call, after its writes to the owned modules."""
+        arrays, state, output = result
+        named = zip(output.names, state, strict=True)
+        self.lifted.commit([dict(zip(n, x, strict=True)) for n, x in named])
+        return output.put(arrays, self.inside())
+
+
+def _functions_with_modules(tree: Any) -> list[KeyPath]:
+    """Where the functions are that hold modules, whose arrays are never donated."""
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, Opened) or is_owned(x)
+
+    entries, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [path for path, x in entries if isinstance(x, Opened)]
+
+
+class Retrace(Exception):
+    """A plan's call needs a new program, which only the general way can trace."""
+
+
+class Plan:
+    """The short way of a call that was made before, outside of any scope."""
+
+    def __init__(self, f: Any, call: Call, key: Key):
+        if call.lifted.roots or call.held:
+            raise Unplannable
+        self.key = key
+        self.cells = _cells(f)
+        self.f = None
+        if not any(map(is_array, jtu.tree_leaves(f))):
+            try:
+                self.f, f = weakref.ref(f), None
+            except TypeError:
+                raise Unplannable from None
+        self.first = flattener(call.args[:1], call.origin)
+        self.rest = flattener((f, call.args[1:], call.kwargs), call.origin)
+        self.types = frozenset(type(x) for arrays in call.arrays() for x in arrays)
+
+    def arrays(
+        self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
+        if self.f is not None:
+            if self.f() is not f:
+                raise Mismatch
+            f = None
+        for cell, contents in self.cells:
+            if id(cell.cell_contents) != contents:
+                raise Mismatch
+        first: list[Any] = []
+        rest: list[Any] = []
+        self.first(args[:1], first.append)
+        self.rest((f, args[1:], kwargs), rest.append)
+        types = set(map(type, first))
+        types.update(map(type, rest))
+        if not types <= self.types and not all(map(is_array, [*first, *rest])):
+            raise Mismatch
+        return first, rest, []
+
+
+def _cells(f: Any) -> list[tuple[types.CellType, int]]:
+    """What the functions in `f` close over, by identity.
+
+    It is looked at only to see whether it has become a module, which would be traced.
+    Otherwise what a function closes over is constant, as it is to `jax.jit`.
+    """
+    found: list[tuple[types.CellType, int]] = []
+    seen: set[int] = set()
+
+    def look(x: Any) -> None:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if isinstance(x, types.FunctionType):
+            for cell in x.__closure__ or ():
+                try:
+                    contents = cell.cell_contents
+                except ValueError:  # assigned later in the function around
+                    raise Unplannable from None
+                found.append((cell, id(contents)))
+                look(contents)
+        elif isinstance(x, (list, dict, set)):
+            raise Unplannable  # they may change in place
+        elif isinstance(x, ft.partial):
+            look(x.func)
+        elif isinstance(x, types.MethodType):
+            look(x.__func__)
+
+    for leaf in jtu.tree_leaves(f):
+        look(leaf)
+    return found
+
+
+class Programs:
+    """The programs of one function, and the short ways to them."""
+
+    def __init__(self, name: str, donate: Donate):
+        def run(key: Key, *arrays: list[Any]) -> Any:
+            if key.call is None:
+                raise Retrace
+            return key.call.trace(*arrays)
+
+        run.__name__ = run.__qualname__ = name
+        argnums = tuple(i + 1 for i in range(2) if DONATED[donate][i])
+        self.jitted = jax.jit(run, static_argnums=0, donate_argnums=argnums)
+        self.plans: tuple[Plan, ...] = ()
+        self.unplanned: frozenset[Key] = frozenset()
+
+    def remember(self, f: Any, call: Call, key: Key) -> None:
+        """Make a plan for calls like this one, if there was none yet."""
+        if key in self.unplanned or any(plan.key == key for plan in self.plans):
+            return
+        try:
+            plan = Plan(f, call, key)
+        except Unplannable:
+            self.unplanned |= {key}
+        else:
+            self.plans = (plan, *self.plans[: _MAX_PLANS - 1])
+
+
+_MAX_PLANS: Final = 8
+
+# By function: its programs go when it goes, of which they keep nothing.
+_PROGRAMS: Final[weakref.WeakKeyDictionary[Any, dict[Donate, Programs]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def programs_of(origin: Any, donate: Donate) -> Programs:
+    of_origin = _PROGRAMS.get(origin)
+    if of_origin is None:
+        of_origin = _PROGRAMS.setdefault(origin, {})
+    if donate not in of_origin:
+        of_origin[donate] = Programs(getattr(origin, "__name__", "run"), donate)
+    return of_origin[donate]
+
+
+def origin_of(f: Any) -> Any:
+    """The function in the source, or the class, that a callable comes from."""
+    if isinstance(f, Transform):
+        return origin_of(f.f)
+    if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
+        return origin_of(f.func)
+    if is_bound_method(f):
+        return origin_of(f.__func__)
+    return f if isinstance(f, types.FunctionType) else type(f)

@@ -1,0 +1,156 @@
+"""What functions hold is found, and made again as it was."""
+
+import enum
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+class Layer(es.Module):
+    weight: es.Parameter = 2.0
+    n: es.State = 0.0
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        return self.weight * x
+
+
+class Holder(es.Module):
+    layer: Layer
+
+
+class Size(enum.Enum):
+    SMALL = 1
+    LARGE = 2
+
+
+def through(name, f, x):
+    if name == "scan":
+        return es.scan(lambda carry, x: (carry, f(x)), None, x[None])[1][0]
+    if name == "cond":
+        return es.cond(x > 0, f, f, x)
+    return {"jit": es.jit, "checkpoint": es.checkpoint}[name](f)(x)
+
+
+TRANSFORMS = ["scan", "cond", "jit", "checkpoint"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_cell_that_is_no_pytree_is_left_alone(name):
+    by_kind = {es.Parameter: 1.0, es.State: 2.0}  # which have no order
+    by_size = {Size.LARGE: 3.0, Size.SMALL: 1.0}
+
+    def f(holder, x):
+        scale = by_kind[es.State] * by_size[Size.LARGE]
+        return through(name, lambda x: by_kind[es.State] * holder.layer(x), x) + scale
+
+    y, new = es.mutable(f)(Holder(Layer()), jnp.array(1.0))
+    assert (y, new.layer.n) == (10.0, 1.0)
+
+
+PARTIALS = [ft.partial, eqx.Partial, jtu.Partial]
+
+
+@pytest.mark.parametrize("partial", PARTIALS, ids=["functools", "eqx", "jax"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_function_in_a_partial_is_opened(name, partial):
+    def f(holder, x):
+        y = through(name, partial(lambda x: holder.layer(x)), x)
+        holder.layer.weight = 2 * holder.layer.weight
+        return y, through(name, partial(holder.layer), x)
+
+    model = Holder(Layer())
+    y, new = es.mutable(f, kinds=es.TreePart)(model, jnp.array(1.0))
+    assert (y, new.layer.n) == ((2.0, 4.0), 2.0)
+
+
+@pytest.mark.parametrize("partial", PARTIALS, ids=["functools", "eqx", "jax"])
+def test_a_partial_that_only_reads_is_never_stale(partial):
+    def f(holder, x):
+        jitted = es.jit(partial(lambda x: holder.layer.n * x))
+        first = jitted(x)
+        holder.layer.n = jnp.array(5.0)
+        return first, jitted(x)
+
+    assert es.mutable(f)(Holder(Layer()), jnp.array(1.0))[0] == (0.0, 5.0)
+
+
+def test_a_recursive_closure_sees_the_new_model_in_all_its_calls():
+    model = Layer()
+
+    def power(x, n):
+        return x if n == 0 else power(model.weight * x, n - 1)
+
+    jitted = es.jit(power)
+    assert jitted(jnp.array(1.0), 3) == 8.0
+    model = model.replace(weight=3.0)
+    assert jitted(jnp.array(1.0), 3) == 27.0
+    lanes = Layer(jnp.array([2.0, 3.0]), jnp.zeros(2))
+    model = lanes
+    mapped = es.vmap(power, in_axes=(0, None), axes={...: 0})
+    assert mapped(jnp.ones(2), 3).tolist() == [8.0, 27.0]
+
+
+def test_defaults_and_their_names_stay():
+    layer = Layer()
+
+    def f(x, /, a=1.0, *, held=layer, b=2.0):
+        """Documented."""
+        return held(x) * a * b
+
+    f.mark = "kept"
+    y, new = es.mutable(lambda layer, x: es.jit(ft.partial(f, held=layer))(x))(
+        layer, jnp.array(1.0)
+    )
+    assert (y, new.n) == (4.0, 1.0)
+    assert es.jit(f).__doc__ == "Documented."
+
+
+def test_a_copy_of_the_outer_module_loses_what_was_written_in_the_carry():
+    def f(holder, xs, back):
+        def step(layer, x):
+            return (layer, layer(x)) if back is None else (back(holder), layer(x))
+
+        holder.layer, ys = es.scan(step, holder.layer, xs)
+        return ys
+
+    model, xs = Holder(Layer()), jnp.ones(3)
+    assert es.mutable(f)(model, xs, None)[1].layer.n == 3.0
+    for back in (
+        lambda holder: holder.layer,
+        lambda holder: holder.layer.replace(),
+        lambda holder: jax.tree.map(lambda x: x, holder.layer),
+    ):
+        with rejects(model, ValueError, r"`layer\.n` was written", "return cell, y"):
+            es.mutable(f)(model, xs, back)
+
+
+def test_what_comes_back_from_a_loop_may_be_returned_after_a_write():
+    def f(holder, xs):
+        def inner(layer, x):
+            return layer, layer(x)
+
+        def outer(layer, x):
+            layer, ys = es.scan(inner, layer, jnp.stack([x, x]))
+            layer(x)
+            return layer, ys
+
+        holder.layer, ys = es.scan(outer, holder.layer, xs)
+        return ys
+
+    assert es.mutable(f)(Holder(Layer()), jnp.ones(3))[1].layer.n == 9.0
+    (layer, _), same = es.mutable(lambda h, xs: es.scan(step, h.layer, xs))(
+        Holder(Layer()), jnp.ones(3)
+    )
+    assert (layer.n, same.layer.n) == (3.0, 0.0)
+
+
+def step(layer, x):
+    return layer, layer(x)

@@ -1,0 +1,344 @@
+"""The short way of `es.jit`: a call like one before takes it, and no other one."""
+
+import collections
+import dataclasses
+import gc
+import weakref
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import hypothesis as hp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqx_state as es
+from eqx_state._plan import ArraySlot, builder, flattener, Mismatch
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Leaf(es.Module):
+    weight: es.Parameter
+    rate: Any = eqx.field(static=True)
+    note: Any = None
+
+
+class Plain(eqx.Module):
+    inner: Any
+    size: int = eqx.field(static=True)
+
+
+@jtu.register_pytree_node_class
+class Custom:
+    def __init__(self, x, aux):
+        self.x, self.aux = x, aux
+
+    def tree_flatten(self):
+        return (self.x,), self.aux
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children, aux)
+
+
+def arrays_of(tree):
+    return [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
+
+
+def origin():
+    """The function whose programs the plans of these tests would be for."""
+
+
+def taken_apart(plan, tree):
+    found = []
+    plan(tree, found.append)
+    return found
+
+
+def put_together(tree):
+    leaves, treedef = jax.tree.flatten(tree)
+    slots = [ArraySlot() if eqx.is_array(x) else x for x in leaves]
+    return builder(jax.tree.unflatten(treedef, slots))
+
+
+# --- Laws -----------------------------------------------------------------------------
+
+
+STATIC = st.sampled_from([0, 1, True, 1.0, -0.0, "a", (1, 2.0), None, jax.nn.relu])
+ARRAYS = st.builds(lambda n: np.full(2, n, np.float32), st.integers(0, 9))
+LEAVES = st.one_of(ARRAYS, STATIC)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("zyx"), inner, max_size=3),
+        st.dictionaries(st.integers(0, 3), inner, max_size=2),
+        st.builds(Pair, inner, inner),
+        st.builds(Custom, inner, STATIC),
+        st.builds(Plain, inner, st.sampled_from([1, True, 2])),
+        st.builds(Leaf, ARRAYS, STATIC, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@hp.given(TREES)
+@hp.settings(max_examples=150)
+def test_apart_and_together_is_the_identity(tree):
+    try:
+        plan = flattener(tree, origin)
+    except Exception as e:
+        assert type(e).__name__ == "Unplannable"  # noqa: PT017 (it may also plan it)
+        return
+    found = taken_apart(plan, tree)
+    assert all(x is y for x, y in zip(found, arrays_of(tree), strict=True))
+    rebuilt = put_together(tree)(iter(found).__next__, [])
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(tree)
+    again = jax.tree.leaves(rebuilt)
+    for x, y in zip(again, jax.tree.leaves(tree), strict=True):
+        assert x is y or (type(x) is type(y) and x == y)
+    assert all(x is y for x, y in zip(found, taken_apart(plan, rebuilt), strict=True))
+
+
+def key_of(tree):
+    """Equal only for trees that one plan may serve."""
+
+    def typed(x):
+        return type(x), repr(x)
+
+    def node(treedef):
+        if (data := treedef.node_data()) is None:
+            return None
+        return data[0], typed(data[1]), [node(child) for child in treedef.children()]
+
+    leaves, treedef = jax.tree.flatten(tree)
+    return node(treedef), [None if eqx.is_array(x) else typed(x) for x in leaves]
+
+
+@hp.given(TREES, TREES)
+@hp.settings(max_examples=150)
+def test_a_plan_refuses_every_other_tree(one, other):
+    hp.assume(key_of(one) != key_of(other))
+    try:
+        plan = flattener(one, origin)
+    except Exception:
+        hp.reject()
+    try:
+        found = taken_apart(plan, other)
+    except (Mismatch, KeyError):
+        return
+    # The places of arrays are left to the caller, who looks at the types.
+    assert not all(map(eqx.is_array, found))
+
+
+# --- Through `es.jit` -----------------------------------------------------------------
+
+
+def model(**changes):
+    fields = {"weight": jnp.ones(2), "rate": 1, "note": [1.0, None, {"k": "x"}]}
+    return Plain([Leaf(**{**fields, **changes}), (jnp.zeros(3),)], 3)
+
+
+CHANGES = {
+    "static type": lambda m: model(rate=True),
+    "static value": lambda m: model(rate=2),
+    "leaf type": lambda m: model(note=[1, None, {"k": "x"}]),
+    "leaf value": lambda m: model(note=[1.0, None, {"k": "y"}]),
+    "hole": lambda m: model(note=[1.0, 2.0, {"k": "x"}]),
+    "key": lambda m: model(note=[1.0, None, {"j": "x"}]),
+    "length": lambda m: model(note=[1.0, None]),
+    "tuple": lambda m: model(note=(1.0, None, {"k": "x"})),
+    "array for a number": lambda m: model(note=[jnp.ones(()), None, {"k": "x"}]),
+    "number for an array": lambda m: eqx.tree_at(lambda m: m.inner[1][0], m, 1.0),
+    "mode": es.eval,
+    "frozen": es.freeze,
+    "class": lambda m: Plain([Plain(jnp.ones(2), 1), (jnp.zeros(3),)], 3),
+    "shape": lambda m: model(weight=jnp.ones(3)),
+    "dtype": lambda m: model(weight=jnp.ones(2, jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_differs_is_traced_anew(name):
+    traces = []
+
+    @es.jit
+    def f(m):
+        traces.append(1)
+        return m
+
+    first = model()
+    for _ in range(3):
+        assert eqx.tree_equal(f(first), first)
+    assert len(traces) == 1
+    changed = CHANGES[name](model())
+    for _ in range(3):
+        out = f(changed)
+        assert key_of(out) == key_of(changed)
+        assert eqx.tree_equal(out, changed)
+    assert len(traces) == 2
+    assert eqx.tree_equal(f(first), first)
+    assert len(traces) == 2
+
+
+def test_a_container_changed_in_place_is_seen():
+    f = es.jit(lambda xs: sum(xs["a"]))
+    xs = {"a": [jnp.array(1.0), jnp.array(2.0)]}
+    assert f(xs) == f(xs) == 3.0
+    xs["a"].append(jnp.array(3.0))
+    assert f(xs) == 6.0
+    xs["a"][0] = jnp.array(5.0)
+    assert f(xs) == 10.0
+
+
+def test_an_old_state_of_equinox_is_refused():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
+
+    @es.jit
+    def f(norm, state, x):
+        axes = {"in_axes": (0, None), "out_axes": (0, None)}
+        return jax.vmap(norm, axis_name="batch", **axes)(x, state)
+
+    x = jnp.ones((3, 2))
+    for _ in range(3):
+        _, new = f(norm, state, x)
+        old, state = state, new
+    old.set(norm.batch_counter, old.get(norm.batch_counter))
+    with pytest.raises(ValueError, match="old state"):
+        f(norm, old, x)
+
+
+class Counter(es.Module):
+    count: es.State = 0
+
+    def __call__(self, x):
+        if self.training:
+            self.count = self.count + 1
+        return x
+
+
+class Holder(es.Module):
+    counter: Counter
+    by_argument: bool = eqx.field(static=True)
+
+    def __call__(self, x):
+        if self.by_argument:
+            return call(self.counter, x)
+        return es.jit(self.counter)(x)
+
+
+@es.jit
+def call(counter, x):
+    return counter(x)
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_a_plan_made_outside_does_not_serve_a_scope(by_argument):
+    outside = Counter().eval()
+    for _ in range(3):
+        call(outside, 1.0)
+        es.jit(outside)(1.0)
+    holder = Holder(Counter(), by_argument)
+    in_eval = holder.eval()
+    for i in range(3):
+        _, holder = es.mutable(holder)(1.0)
+        assert holder.counter.count == i + 1
+        _, same = es.mutable(in_eval)(1.0)
+        assert same.counter.count == 0
+
+
+def test_a_cell_that_is_bound_anew_to_a_module_is_traced():
+    held = 2.0
+
+    @es.jit
+    def f(x):
+        return x * (held.weight if isinstance(held, Leaf) else held)
+
+    x = jnp.ones(2)
+    assert jnp.all(f(x) == 2.0)
+    assert jnp.all(f(x) == 2.0)
+    held = Leaf(jnp.full(2, 3.0), 1)
+    assert jnp.all(f(x) == 3.0)
+    held = held.replace(weight=jnp.full(2, 4.0))
+    assert jnp.all(f(x) == 4.0)
+
+
+def test_training_with_an_optimizer_takes_the_short_way():
+    class Net(es.Module):
+        layers: list[eqx.nn.Linear]
+        norm: es.nn.BatchNorm
+        drop: es.nn.Dropout
+
+        def __init__(self, key):
+            self.layers = [eqx.nn.Linear(3, 3, key=k) for k in jr.split(key, 3)]
+            self.norm = es.nn.BatchNorm(3)
+            self.drop = es.nn.Dropout(0.1, key=1)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(jax.vmap(layer)(x))
+            return self.drop(self.norm(x))
+
+    def step(net, optimizer, x):
+        with jax.numpy_dtype_promotion("standard"):
+            (_, net), grads = es.value_and_grad(lambda n, x: jnp.sum(n(x) ** 2))(net, x)
+            return optimizer.update(grads, net)
+
+    fast, general = es.jit(step), eqx.filter_jit(step)
+    x = jr.normal(jr.key(0), (4, 3))
+    net = Net(jr.key(1))
+    ours = theirs = (net, es.Optimizer(optax.adam(1e-2)).init(net))
+    structure = jax.tree.structure(ours)
+    for _ in range(4):
+        ours, theirs = fast(*ours, x), general(*theirs, x)
+        assert jax.tree.structure(ours) == structure
+        assert eqx.tree_equal(ours, theirs, rtol=1e-5)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="no scope"):
+        ours[0].norm = None
+
+
+def test_plans_and_programs_go_with_their_function():
+    def make():
+        config = optax.adam(1e-3)
+
+        def f(m, x):
+            return m.weight * x if config else x
+
+        return f
+
+    f = make()
+    jitted, gone = es.jit(f), weakref.ref(f)
+    for _ in range(3):
+        jitted(Leaf(jnp.ones(2), 1), jnp.ones(2))
+    del f, jitted
+    gc.collect()
+    assert gone() is None
+
+
+def test_models_that_come_and_go_leave_nothing():
+    counts = collections.Counter()
+
+    @es.jit
+    def f(m):
+        counts["traces"] += 1
+        return m.weight.sum()
+
+    gone = []
+    for i in range(50):
+        m = Leaf(jnp.full(2, float(i)), 1)
+        f(m)
+        gone.append(weakref.ref(m))
+        del m
+    gc.collect()
+    assert counts["traces"] == 1
+    assert all(ref() is None for ref in gone)
