@@ -54,6 +54,8 @@ class Key:
         return self.hash
 
     def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
         return isinstance(other, Key) and self.signature == other.signature
 
 
