@@ -7,6 +7,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 
@@ -34,3 +36,14 @@ def rejects(model: Any, error: Any, *fragments: str) -> Iterator[None]:
     assert info.type in (error if isinstance(error, tuple) else (error,))
     for fragment in fragments[1:]:
         info.match(fragment)
+
+
+def close(a: Any, b: Any) -> None:
+    """The trees are equal, numbers to within rounding, keys exactly."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            assert x == y
+        else:
+            assert jnp.result_type(x) == jnp.result_type(y)
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

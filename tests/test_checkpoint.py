@@ -12,7 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import rejects
+from helpers import close, rejects
 
 import eqx_state as es
 
@@ -42,16 +42,6 @@ class Net(es.Module):
 
 def plain(f, **options):
     return f
-
-
-def close(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert x == y
-        else:
-            assert jnp.result_type(x) == jnp.result_type(y)
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def check(f, model):

@@ -13,41 +13,9 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 from helpers import untouched
+from jit_cases import counted, Layer, Model, X
 
 import eqx_state as es
-
-
-X = jnp.array([1.0, 2.0, 3.0])
-
-
-class Layer(es.Module):
-    weight: es.Parameter
-    tag: Any = es.field(static=True, default="tag")
-    count: es.State = 0
-
-    def __call__(self, x):
-        self.count = self.count + 1
-        return self.weight * x
-
-    def again(self, x):
-        return self.weight * x
-
-
-class Model(es.Module):
-    layer: Layer
-    other: Any = None
-
-
-def counted(f):
-    """`f`, and the list to which each trace of it adds an entry."""
-    traces = []
-
-    @ft.wraps(f)
-    def g(*args, **kwargs):
-        traces.append(1)
-        return f(*args, **kwargs)
-
-    return g, traces
 
 
 # --- Told apart by type and value -----------------------------------------------------

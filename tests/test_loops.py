@@ -12,7 +12,8 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import rejects
+from helpers import close, rejects
+from loop_cases import by_fori, by_hand, by_traced_bounds, by_while, Cell, LOOPS, Net
 
 import eqx_state as es
 
@@ -20,63 +21,9 @@ import eqx_state as es
 FROZEN = dataclasses.FrozenInstanceError
 
 
-class Cell(es.Module):
-    weight: es.Parameter = 0.5
-    total: es.State = 0.0
-
-    def __call__(self, x):
-        self.total = self.total + x
-        return jnp.tanh(self.weight * x + self.total)
-
-    def shifted(self, shift, x):
-        return self(x) + shift
-
-
-class Net(es.Module):
-    cell: Cell = dataclasses.field(default_factory=Cell)
-    other: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0))
-    steps: es.State = 0
-
-
-def by_hand(f, n, x):
-    """What the loops below compute, as a Python loop."""
-    for _ in range(n):
-        x = f(x)
-    return x
-
-
-def by_while(f, n, x):
-    def body(carry):
-        i, x = carry
-        return i + 1, f(x)
-
-    return es.while_loop(lambda carry: carry[0] < n, body, (0, x))[1]
-
-
-def by_fori(f, n, x):
-    return es.fori_loop(0, n, lambda i, x: f(x), x)
-
-
-def by_traced_bounds(f, n, x):
-    return es.fori_loop(jnp.array(3), jnp.array(3 + n), lambda i, x: f(x), x)
-
-
-LOOPS = {"while": by_while, "fori": by_fori, "traced bounds": by_traced_bounds}
-
-
 @pytest.fixture(params=LOOPS)
 def loop(request):
     return LOOPS[request.param]
-
-
-def close(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert x == y
-        else:
-            assert jnp.result_type(x) == jnp.result_type(y)
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def check(f, model, loop):

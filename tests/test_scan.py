@@ -15,6 +15,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from helpers import close
 
 import eqx_state as es
 
@@ -48,16 +49,6 @@ def by_hand(f, init, xs=None, length=None, reverse=False):
     for i in reversed(range(n)) if reverse else range(n):
         carry, ys[i] = f(carry, jax.tree.map(lambda x, i=i: x[i], xs))
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
-
-
-def close(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert x == y
-        else:
-            assert jnp.result_type(x) == jnp.result_type(y)
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def check(f, model, *args):
