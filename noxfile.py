@@ -33,7 +33,13 @@ def bench(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the built wheel and every example of the documentation."""
     session.install(".", *groups("test", "examples"))
-    everything = ["-n", "auto", "--cov", "--cov-report=term-missing:skip-covered"]
+    everything = [
+        "-n",
+        "auto",
+        "--maxprocesses=8",
+        "--cov",
+        "--cov-report=term-missing:skip-covered",
+    ]
     session.run("pytest", *(session.posargs or everything))
 
 
