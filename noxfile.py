@@ -23,9 +23,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Compare memory, program size and compile time with JAX by hand."""
-    session.install(".")
-    for script in ("checkpoint_memory", "scan_depth"):
+    """Compare with JAX by hand and with other libraries: memory, program size, time."""
+    session.install(".", *groups("bench"))
+    for script in ("checkpoint_memory", "scan_depth", "host_time"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
 
 

@@ -9,294 +9,41 @@ the CPU time of the thread that calls; all in microseconds, with quartiles. Rati
 medians over the rounds. Then: how soon does a call return whose result takes long?
 """
 
-import dataclasses
 import importlib.util
+import os
 import random
 import statistics
-import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
-import optax
 from _common import arguments, Report
-from jaxtyping import Array, Float, Int
+from _training import (
+    Batch,
+    CLASSES,
+    Data,
+    equinox,
+    es_and_hand,
+    es_model,
+    es_step,
+    FILTER_JIT,
+    FLOOR,
+    haiku,
+    Labels,
+    NNX,
+    nnx,
+    OURS,
+    PLAIN_JIT,
+    Program,
+    REFERENCE,
+)
+from jaxtyping import Array
 
 import eqx_state as es
 
 
-DROP, CLASSES, RATE = 0.1, 10, 1e-3
-FLOOR, REFERENCE = "jax.jit, flat list", "jax.jit, nested dicts"
-OURS, FILTER_JIT, NNX = "es.jit", "es model, eqx.filter_jit", "NNX, nnx.jit"
-PLAIN_JIT = "jax.jit"
-WARM_UP = 5
-
-Batch = Float[Array, "batch width"]
-Labels = Int[Array, " batch"]
-Loss = Float[Array, ""]
-Step = Callable[..., tuple[Loss, Any]]
-Data = tuple[Batch, Labels]
-
-
-def cross_entropy(logits: Float[Array, "batch classes"], y: Labels) -> Loss:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-
-@dataclasses.dataclass
-class Program:
-    """A step from a state to a loss and the next state, and what was measured of it."""
-
-    step: Step
-    state: Any
-    first_loss: float = 0.0
-    returned: list[float] = dataclasses.field(default_factory=list)
-    ready: list[float] = dataclasses.field(default_factory=list)
-    cpu: list[float] = dataclasses.field(default_factory=list)
-
-    def warm_up(self, data: Data) -> None:
-        losses = []
-        for _ in range(WARM_UP):
-            loss, self.state = self.step(self.state, *data)
-            losses.append(float(loss))
-        self.first_loss = losses[0]
-
-    def run(self, data: Data) -> None:
-        cpu, start = time.thread_time(), time.perf_counter()
-        loss, self.state = self.step(self.state, *data)
-        returned = time.perf_counter() - start
-        self.cpu.append(time.thread_time() - cpu)
-        self.returned.append(returned)
-        loss.block_until_ready()  # the outputs of one program are ready together
-        self.ready.append(time.perf_counter() - start)
-
-
-# With `eqx_state`, and its arrays by hand.
-class Block(es.Module):
-    linear: eqx.nn.Linear
-    norm: es.nn.BatchNorm
-    dropout: es.nn.Dropout
-
-    def __init__(self, width: int, key: Array):
-        linear, dropout = jr.split(key)
-        self.linear = eqx.nn.Linear(width, width, key=linear)
-        self.norm = es.nn.BatchNorm(width)
-        self.dropout = es.nn.Dropout(DROP, key=dropout)
-
-    def __call__(self, x: Batch) -> Batch:
-        y = self.norm(jax.vmap(self.linear)(x))
-        return self.dropout(jax.nn.relu(y))
-
-
-class Net(es.Module):
-    blocks: list[Block]
-    head: eqx.nn.Linear
-
-    def __init__(self, depth: int, width: int, key: Array):
-        head, *keys = jr.split(key, depth + 1)
-        self.blocks = [Block(width, key) for key in keys]
-        self.head = eqx.nn.Linear(width, CLASSES, key=head)
-
-    def __call__(self, x: Batch) -> Float[Array, "batch classes"]:
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(self.head)(x)
-
-
-def es_model(depth: int, width: int) -> tuple[Net, es.Optimizer]:
-    net = Net(depth, width, jr.key(0))
-    return net, es.Optimizer(optax.adam(RATE)).init(net)
-
-
-def es_step(model: tuple[Net, es.Optimizer], x: Batch, y: Labels) -> tuple[Loss, Any]:
-    net, optimizer = model
-
-    def loss_fn(net: Net) -> Loss:
-        return cross_entropy(net(x), y)
-
-    (loss, net), grads = es.value_and_grad(loss_fn)(net)
-    return loss, optimizer.update(grads, net)
-
-
-def numbered(tree: Any) -> dict[str, Any]:
-    """Nested dicts like this tree, with its leaves counted."""
-    dicts: dict[str, Any] = {}
-    for i, (path, _) in enumerate(jtu.tree_leaves_with_path(tree)):
-        *way, last = (jtu.keystr((key,)) for key in path)
-        node = dicts
-        for key in way:
-            node = node.setdefault(key, {})
-        node[last] = i
-    return dicts
-
-
-def es_and_hand(depth: int, width: int) -> Iterator[tuple[str, Program]]:
-    model = es_model(depth, width)
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    flat, treedef = jtu.tree_flatten(arrays)
-    numbers, dicts_def = jtu.tree_flatten(numbered(arrays))
-
-    def flat_step(flat: list[Array], x: Batch, y: Labels) -> tuple[Loss, list[Array]]:
-        model = eqx.combine(jtu.tree_unflatten(treedef, flat), rest)
-        loss, model = es_step(model, x, y)
-        return loss, jtu.tree_leaves(eqx.filter(model, eqx.is_array))
-
-    def to_dicts(flat: list[Array]) -> Any:
-        return jtu.tree_unflatten(dicts_def, [flat[i] for i in numbers])
-
-    def dict_step(dicts: Any, x: Batch, y: Labels) -> tuple[Loss, Any]:
-        of_number = dict(zip(numbers, jtu.tree_leaves(dicts), strict=True))
-        loss, flat = flat_step([of_number[i] for i in range(len(numbers))], x, y)
-        return loss, to_dicts(flat)
-
-    yield FLOOR, Program(jax.jit(flat_step), flat)
-    yield REFERENCE, Program(jax.jit(dict_step), to_dicts(flat))
-    yield OURS, Program(es.jit(es_step), model)
-    yield FILTER_JIT, Program(eqx.filter_jit(es_step), model)
-
-
-# As others write it. The running keys and the optimizer's state are of the state.
-class StockBlock(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, width: int, key: Array):
-        self.linear = eqx.nn.Linear(width, width, key=key)
-        self.norm = eqx.nn.BatchNorm(width, "batch", mode="batch")
-        self.dropout = eqx.nn.Dropout(DROP)
-
-    def __call__(self, x: Any, state: eqx.nn.State, key: Array) -> Any:
-        y, state = self.norm(self.linear(x), state)
-        return self.dropout(jax.nn.relu(y), key=key), state
-
-
-class StockNet(eqx.Module):
-    blocks: list[StockBlock]
-    head: eqx.nn.Linear
-
-    def __init__(self, depth: int, width: int, key: Array):
-        head, *keys = jr.split(key, depth + 1)
-        self.blocks = [StockBlock(width, key) for key in keys]
-        self.head = eqx.nn.Linear(width, CLASSES, key=head)
-
-    def __call__(self, x: Any, state: eqx.nn.State, key: Array) -> Any:
-        for block, k in zip(self.blocks, jr.split(key, len(self.blocks)), strict=True):
-            x, state = block(x, state, k)
-        return self.head(x), state
-
-
-def equinox(depth: int, width: int) -> Iterator[tuple[str, Program]]:
-    net, layers = eqx.nn.make_with_state(StockNet)(depth, width, jr.key(0))
-    tx = optax.adam(RATE)
-
-    def loss_fn(net: StockNet, layers: Any, key: Array, x: Batch, y: Labels) -> Any:
-        forward = jax.vmap(
-            net, in_axes=(0, None, 0), out_axes=(0, None), axis_name="batch"
-        )
-        logits, layers = forward(x, layers, jr.split(key, len(x)))
-        return cross_entropy(logits, y), layers
-
-    def step(state: Any, x: Batch, y: Labels) -> tuple[Loss, Any]:
-        net, layers, opt_state, next_key = state
-        next_key, key = jr.split(next_key)
-        value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
-        (loss, layers), grads = value_and_grad(net, layers, key, x, y)
-        updates, opt_state = tx.update(grads, opt_state)
-        return loss, (eqx.apply_updates(net, updates), layers, opt_state, next_key)
-
-    opt_state = tx.init(eqx.filter(net, eqx.is_inexact_array))
-    state = net, layers, opt_state, jr.key(1)
-    yield "Equinox stock, eqx.filter_jit", Program(eqx.filter_jit(step), state)
-
-
-def nnx(depth: int, width: int) -> Iterator[tuple[str, Program]]:
-    from flax import nnx
-
-    class Block(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.linear = nnx.Linear(width, width, rngs=rngs)
-            self.norm = nnx.BatchNorm(width, rngs=rngs)
-            self.dropout = nnx.Dropout(DROP, rngs=rngs)
-
-        def __call__(self, x: Batch) -> Batch:
-            return self.dropout(nnx.relu(self.norm(self.linear(x))))
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
-            self.head = nnx.Linear(width, CLASSES, rngs=rngs)
-
-        def __call__(self, x: Batch) -> Float[Array, "batch classes"]:
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    def make() -> tuple[Net, nnx.Optimizer]:
-        net = Net(nnx.Rngs(0))
-        return net, nnx.Optimizer(net, optax.adam(RATE), wrt=nnx.Param)
-
-    def step(net: Net, optimizer: nnx.Optimizer, x: Batch, y: Labels) -> Loss:
-        def loss_fn(net: Net) -> Loss:
-            return cross_entropy(net(x), y)
-
-        loss, grads = nnx.value_and_grad(loss_fn)(net)
-        optimizer.update(net, grads)
-        return loss
-
-    jitted = nnx.jit(step)
-    yield NNX, Program(lambda model, x, y: (jitted(*model, x, y), model), make())
-
-    cached = nnx.cached_partial(jitted, *make())
-    yield "NNX, cached_partial", Program(lambda _, x, y: (cached(x, y), None), None)
-
-    partial = nnx.jit_partial(step, *make(), graph=False)
-    yield "NNX, jit_partial", Program(lambda _, x, y: (partial(x, y), None), None)
-
-    graph, state = nnx.split(make())
-
-    def pure_step(state: Any, x: Batch, y: Labels) -> tuple[Loss, Any]:
-        model = nnx.merge(graph, state)
-        return step(*model, x, y), nnx.as_pure(nnx.state(model))
-
-    pure = nnx.as_pure(state)
-    yield "NNX, jax.jit on pure state", Program(jax.jit(pure_step), pure)
-
-
-def haiku(depth: int, width: int) -> Iterator[tuple[str, Program]]:
-    import haiku as hk
-
-    def forward(x: Batch) -> Float[Array, "batch classes"]:
-        for _ in range(depth):
-            norm = hk.BatchNorm(True, True, 0.99)
-            y = jax.nn.relu(norm(hk.Linear(width)(x), is_training=True))
-            x = hk.dropout(hk.next_rng_key(), DROP, y)
-        return hk.Linear(CLASSES)(x)
-
-    net, tx = hk.transform_with_state(forward), optax.adam(RATE)
-
-    def loss_fn(params: Any, layers: Any, key: Array, x: Batch, y: Labels) -> Any:
-        logits, layers = net.apply(params, layers, key, x)
-        return cross_entropy(logits, y), layers
-
-    def step(state: Any, x: Batch, y: Labels) -> tuple[Loss, Any]:
-        params, layers, opt_state, next_key = state
-        next_key, key = jr.split(next_key)
-        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, layers), grads = value_and_grad(params, layers, key, x, y)
-        updates, opt_state = tx.update(grads, opt_state)
-        params = optax.apply_updates(params, updates)
-        return loss, (params, layers, opt_state, next_key)
-
-    params, layers = net.init(jr.key(0), jnp.ones((2, width)))
-    state = params, layers, tx.init(params), jr.key(1)
-    yield "Haiku, jax.jit", Program(jax.jit(step), state)
-
-
-# What is measured.
 def take_turns(programs: dict[str, Program], data: Data, rounds: int) -> None:
     order, shuffle = list(programs.values()), random.Random(0).shuffle
     for _ in range(rounds):
@@ -410,14 +157,14 @@ def main() -> None:
         waits=5,
         targets=False,
     )
+    os.environ.setdefault("COLUMNS", "150")  # where there is no terminal
     compiled = compilations(args)
     measured = {depth: steps(depth, args) for depth in args.depths}
     wait_rows, waits = waiting(args)
     rows = [row for rows, _ in measured.values() for row in rows] + wait_rows
 
-    def to(depth: int, name: str) -> float:
-        """The host time of `es.jit`, relative to that of another program."""
-        _, programs = measured[depth]
+    def ours_to(programs: dict[str, Program], name: str) -> float:
+        """How long `es.jit` takes to return, relative to another program."""
         pairs = zip(programs[OURS].returned, programs[name].returned, strict=True)
         return statistics.median(ours / other for ours, other in pairs)
 
@@ -439,9 +186,9 @@ def main() -> None:
             for name, limit in limits.items():
                 if name in programs:
                     claim = f"{depth} blocks: es.jit <= {limit} x {name}"
-                    claims[claim] = to(depth, name) <= limit
-        ours, plain = (statistics.median(waits[n].returned) for n in (OURS, PLAIN_JIT))
-        claims["es.jit returns from long work within 2 x jax.jit"] = ours <= 2 * plain
+                    claims[claim] = ours_to(programs, name) <= limit
+        soon = ours_to(waits, PLAIN_JIT) <= 2
+        claims["es.jit returns from long work within 2 x jax.jit"] = soon
     Report(vars(args), rows, claims).show()
 
 
