@@ -46,7 +46,7 @@ def pure(m, x):
 
 @pytest.mark.skipif(
     jax.config.jax_check_tracer_leaks,
-    reason="the leak check takes what other threads hold for leaks",
+    reason="the leak check fails with threads, also around `eqx.filter_jit`",
 )
 def test_threads_get_the_results_of_their_own_models():
     jitted = es.jit(

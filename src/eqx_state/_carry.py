@@ -53,8 +53,8 @@ class Loop:
                 writable[self.index[id(x)]] = {}
         self.state: list[Leaves] = []
         self.slices: list[Leaves] = []
-        for i, (old, new) in enumerate(zip(values, writable, strict=True)):
-            in_xs = {name for name, _ in self.lifted.within(i, xs)}
+        names = self.lifted.names_in(xs)
+        for old, new, in_xs in zip(values, writable, names, strict=True):
             self.state.append({n: x for n, x in new.items() if n not in in_xs})
             sliced = {n: x for n, x in old.items() if n in in_xs and is_array(x)}
             _check_sliceable(sliced)

@@ -95,6 +95,11 @@ class Lifted:
             for i, place in enumerate(self.places)
         ]
 
+    def names_in(self, tree: Any) -> list[set[str]]:
+        """The names of the leaves that each root shares with a tree."""
+        indices = range(len(self.roots))
+        return [{name for name, _ in self.within(i, tree)} for i in indices]
+
     def within(self, i: int, tree: Any) -> list[tuple[str, str]]:
         """The leaves that the owned modules in a tree share with a root.
 

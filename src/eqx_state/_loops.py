@@ -113,9 +113,7 @@ def _initialise(f: Any, init: Any, xs: Any, parts: Any, first: int) -> None:
     """One step, in which what is missing is made: all steps have one structure then."""
     lifted = Lifted(f, init, xs)
     arrays, rest = parts
-    sliced = [
-        {name for name, _ in lifted.within(i, xs)} for i in range(len(lifted.roots))
-    ]
+    sliced = lifted.names_in(xs)
 
     def slice_of(x: Any) -> Any:
         # Without a step there are no values, but there are shapes.
