@@ -186,3 +186,11 @@ def test_what_init_draws_does_not_depend_on_the_branch(choose):
         call=lambda m, x: choose(0, [lambda m: m[0](m[1](x)), lambda m: m[2](x)], m),
     )
     assert eqx.tree_equal(as_operands, expected)
+
+
+def test_the_place_of_what_differs_between_branches_is_named():
+    match = r"`es\.cond` return different values at `\[1\]`.*known before.*every branch"
+    with pytest.raises(TypeError, match=match):
+        es.cond(True, lambda x: (x, "a"), lambda x: (x, "b"), 1.0)
+    with pytest.raises(TypeError, match=r"`es\.switch`.*at `the output`"):
+        es.switch(0, [lambda: "a", lambda: "b"])

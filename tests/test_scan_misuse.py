@@ -187,3 +187,21 @@ def test_a_model_that_is_not_initialised():
     ):
         with pytest.raises(es.NotInitializedError, match=r"weight"):
             use(Lazy())
+
+
+def test_the_place_of_what_is_no_array_in_the_carry_is_named():
+    match = r"body of a loop.*at `\[1\]`.*no array.*make it one, or return it as it was"
+    with pytest.raises(TypeError, match=match):
+        es.scan(lambda c, x: ((c[0] + x, "b"), x), (0.0, "a"), XS)
+
+
+def test_a_stack_with_a_scalar_in_it_is_named():
+    class Stack(es.Module):
+        layers: Cell
+
+        def __call__(self, x):
+            return es.scan(lambda x, cell: (cell(x), None), x, self.layers)
+
+    stack = Stack(Cell())
+    with rejects(stack, ValueError, r"`layers\.\w+` has shape \(\)", "eqx.filter_vmap"):
+        es.mutable(stack)(1.0)
