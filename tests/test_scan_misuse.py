@@ -196,6 +196,12 @@ def test_the_place_of_what_is_no_array_in_the_carry_is_named():
 
 
 def test_a_stack_with_a_scalar_in_it_is_named():
+    class Cell(es.Module):
+        weight: es.Parameter = 2.0
+
+        def __call__(self, x):
+            return self.weight * x
+
     class Stack(es.Module):
         layers: Cell
 
