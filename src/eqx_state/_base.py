@@ -1,7 +1,8 @@
 """What the layers below `es.Module` need to know of it: two flags and one slot."""
 
 import dataclasses
-from typing import Any, dataclass_transform, Self
+import types
+from typing import Any, dataclass_transform, Self, TYPE_CHECKING, TypeGuard
 
 import equinox as eqx
 
@@ -42,11 +43,34 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, "_module_init_done", False)
         return self
 
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> Any:
+            # Equinox makes a pytree of each bound method. Nothing else has to go there.
+            value = object.__getattribute__(self, name)
+            if type(value) is types.MethodType:
+                return super().__getattribute__(name)
+            return value
+
     def module_init(self, key: Any) -> None:
         """The hook that `init` calls once, after all Initializers: override it.
 
         In it any field may be assigned. `key` is a PRNG key of this module's own.
         """
+
+
+def is_module(x: Any) -> TypeGuard[BaseModule]:
+    """Whether `x` is an `es.Module`.
+
+    `isinstance` asks a metaclass in Python, and that the module for its `__class__`, in
+    Python, too: it takes ten times as long, and walks ask this of every node.
+    """
+    return BaseModule in type(x).__mro__
+
+
+def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
+    """Whether `x` is a module, of whatever library; as `is_module`."""
+    return eqx.Module in type(x).__mro__
 
 
 FLAGS = ("training", "frozen", "_module_init_done")

@@ -144,11 +144,12 @@ class Namespace(dict[str, Any]):
         super().__init__()
         module = vars(sys.modules.get(cls.__module__, builtins))
         self.open_aliases: list[Any] = []
+        fields = own_annotations(cls)
         local, frame_globals = _statements.get(cls, ({}, module))
         self.layers = (
             {cls.__name__: cls},
             # A field's default hides nothing: `jax: Array = field()` in the body.
-            {k: v for k, v in vars(cls).items() if k not in own_annotations(cls)},
+            {k: v for k, v in vars(cls).items() if k not in fields},
             local,
             frame_globals,
             vars(builtins),

@@ -7,13 +7,14 @@ the whole tree once. All combinators are hashable values that print as they are 
 import abc
 import re
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, ClassVar, TypeAlias
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._kinds import is_kind, kind_name, Parameter, TreePart
-from ._traverse import is_array, KeyPath, Part
+from ._traverse import is_array, is_hole, KeyPath, Part
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
@@ -23,7 +24,7 @@ Predicate: TypeAlias = Callable[[Part], bool]
 def bind(filter: Filter, tree: Any) -> Predicate:
     """The predicate that `filter` means for the parts of `tree`."""
     if is_kind(filter):
-        return lambda part: part.kind is not None and issubclass(part.kind, filter)
+        return lambda part: issubclass(part.kind or NoneType, filter)
     if isinstance(filter, _Combinator):
         return filter.bind(tree)
     if isinstance(filter, type) or not callable(filter):
@@ -38,7 +39,9 @@ def bind(filter: Filter, tree: Any) -> Predicate:
 
 def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
-    return bind(_AllOf(*(filters or (TreePart,))), tree)
+    return bind(
+        filters[0] if len(filters) == 1 else _AllOf(*(filters or (TreePart,))), tree
+    )
 
 
 def _show(arg: Any) -> str:
@@ -148,7 +151,7 @@ def paths_under(
     leaf of the tree.
     """
     # Holes count, too: `tree` may be what another filter has left of a model.
-    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_hole)
     markers = [_Marker(path, x is None or is_array(x)) for path, x in entries]
     paths: set[KeyPath] = set()
     for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):

@@ -4,11 +4,10 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any, overload, TYPE_CHECKING, TypeVar
 
-import equinox as eqx
 import jax.random as jr
 import jax.tree_util as jtu
 
-from ._base import BaseModule
+from ._base import BaseModule, is_eqx_module, is_module
 from ._errors import NotInitializedError
 from ._keys import as_key, is_typed, key_at
 from ._scope import disown, own, Scope
@@ -130,7 +129,7 @@ def missing(tree: Any) -> str | None:
     for visit in walk(tree):
         if isinstance(visit.node, Initializer):
             return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
-        if isinstance(visit.node, BaseModule) and _needs_module_init(visit.node):
+        if is_module(visit.node) and _needs_module_init(visit.node):
             name = visit.name or type(visit.node).__qualname__
             return f"`module_init` of `{name}` has not run"
     return None
@@ -265,14 +264,12 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
 
 def _fill(before: Any, after: Any) -> Any:
     """`before`, with what it lacked (`None`, an empty container) taken from `after`."""
-    if before is None or (
-        children(before) == [] and not isinstance(before, eqx.Module)
-    ):
+    if before is None or (children(before) == [] and not is_eqx_module(before)):
         return after
     below = children(before)
     if below is None or type(before) is not type(after):
         return before
-    if isinstance(before, eqx.Module):
+    if is_eqx_module(before):
         filled = copy_tree(before)
         for name in before.__dict__:
             value = _fill(before.__dict__[name], after.__dict__.get(name))

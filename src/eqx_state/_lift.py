@@ -14,7 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule, get_place, set_place
+from ._base import BaseModule, get_place, is_module, set_place
 from ._compat import trace_state
 from ._errors import TraceError
 from ._init import check_initialized
@@ -239,7 +239,7 @@ def pour(module: BaseModule, values: Any) -> None:
     ]
 
     def put(x: Any) -> Any:
-        if isinstance(x, BaseModule):
+        if is_module(x):
             pour(x, values)
             return x
         return next(values)
@@ -247,5 +247,5 @@ def pour(module: BaseModule, values: Any) -> None:
     for name in children:
         if name in module.__dict__:
             old = module.__dict__[name]
-            new = jtu.tree_map(put, old, is_leaf=lambda x: isinstance(x, BaseModule))
+            new = jtu.tree_map(put, old, is_leaf=is_module)
             object.__setattr__(module, name, new)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ._base import BaseModule
+from ._base import is_module
 from ._filters import selected_nodes
 from ._traverse import copy_tree, has_inference, modules_in, set_flags, Visit
 
@@ -37,7 +37,7 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
     mode = bool(mode)
 
     def flags(visit: Visit) -> dict[str, Any]:
-        if isinstance(visit.node, BaseModule):
+        if is_module(visit.node):
             return {"training": mode}
         return {"inference": not mode} if has_inference(visit.node) else {}
 

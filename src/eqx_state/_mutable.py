@@ -8,6 +8,7 @@ from typing import Any, Generic, overload, ParamSpec, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
+from ._base import is_eqx_module
 from ._init import check_initialized
 from ._kinds import is_kind, State
 from ._scope import check_written, collect, disown, Kinds, own, private_copy, Scope
@@ -73,7 +74,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
     # Data has no name, and must not be copied; but another transform may have one.
-    named = f.__dict__ if isinstance(f, eqx.Module) else {}
+    named = f.__dict__ if is_eqx_module(f) else {}
     names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
     transform.__dict__.update(names)
     return transform
@@ -100,7 +101,7 @@ def carried(f: Any) -> Lens | None:
         return None
     if is_bound_method(f):
         return f.__self__, lambda model: types.MethodType(f.__func__, model)
-    if isinstance(f, eqx.Module):
+    if is_eqx_module(f):
         return f, lambda model: model
     return None
 
@@ -109,7 +110,7 @@ def is_bound_method(f: Any) -> bool:
     """Python's bound methods, and those of Equinox, which are pytrees."""
     if isinstance(f, types.MethodType):
         return True
-    return isinstance(f, eqx.Module) and {"__func__", "__self__"} <= f.__dict__.keys()
+    return is_eqx_module(f) and {"__func__", "__self__"} <= f.__dict__.keys()
 
 
 def target(f: Any, args: tuple[Any, ...], what: str) -> Lens:

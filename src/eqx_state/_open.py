@@ -8,9 +8,9 @@ import functools as ft
 import types
 from typing import Any
 
-import equinox as eqx
 import jax.tree_util as jtu
 
+from ._base import is_eqx_module
 from ._scope import is_owned
 
 
@@ -105,7 +105,7 @@ def _holds_module(tree: Any) -> bool:
     found: list[Any] = []
 
     def stop(x: Any) -> bool:
-        if isinstance(x, eqx.Module):
+        if is_eqx_module(x):
             found.append(x)
         return bool(found)
 

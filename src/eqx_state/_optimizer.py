@@ -12,7 +12,7 @@ from ._init import check_initialized
 from ._kinds import OptState
 from ._select import difference, filter, leaves_like, same_modes, update
 from ._strong import to_strong
-from ._traverse import copy_tree
+from ._traverse import copy_tree, is_hole
 
 
 _Tree = TypeVar("_Tree")
@@ -105,7 +105,7 @@ class Optimizer(eqx.Module):
         selected = filter(model, self.wrt)
         params = self._as_at_init(selected, "what `wrt` selects of the model")
         given = leaves_like(selected, grads, "`es.Optimizer.update`: the gradients")
-        holes, treedef = jtu.tree_flatten(selected, is_leaf=lambda x: x is None)
+        holes, treedef = jtu.tree_flatten(selected, is_leaf=is_hole)
         given = [None if x is None else g for x, g in zip(holes, given, strict=True)]
         grads = jtu.tree_unflatten(treedef, given)
         grads = self._as_at_init(grads, "the tree of gradients")
@@ -122,6 +122,8 @@ class Optimizer(eqx.Module):
 
         The moments, and labels or masks that optax was given, are in that mode.
         """
+        if jtu.tree_structure(tree) == self._structure:
+            return tree
         leaves = [_Leaf()] * self._structure.num_leaves
         at_init = same_modes(jtu.tree_unflatten(self._structure, leaves))
         now = same_modes(tree)

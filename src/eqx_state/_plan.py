@@ -16,7 +16,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule
+from ._base import BaseModule, is_eqx_module, is_module
 from ._static import canonical, is_hashable, structure, typed
 from ._traverse import is_array, modules_in
 
@@ -148,7 +148,7 @@ class _Flattener:
             self.check(code, f"len({v}) != {len(x)}")
             for key in sorted(x):
                 self.emit_element(code, f"{v}[{key!r}]", x[key])
-        elif isinstance(x, eqx.Module) and _is_plain(x):
+        elif is_eqx_module(x) and _is_plain(x):
             self.emit_module(code, v, x)
         elif jtu.all_leaves([x]):
             self.emit_static(code, v, x)
@@ -158,14 +158,14 @@ class _Flattener:
             code.add(f"{code.constant(_General(x))}({v}, add)")
 
     def emit_element(self, code: _Function, v: str, x: Any) -> None:
-        if isinstance(x, eqx.Module) and _is_plain(x):
+        if is_eqx_module(x) and _is_plain(x):
             code.add(f"{code.constant(self.function(x))}({v}, add)")
         else:
             self.emit(code, v, x)
 
     def emit_module(self, code: _Function, v: str, x: eqx.Module) -> None:
         v = self.of_type(code, v, type(x))
-        if isinstance(x, BaseModule):  # one that a scope owns has to be threaded
+        if is_module(x):  # one that a scope owns has to be threaded
             code.add("try:")
             code.add(f"    if place_of({v}) is not None: raise Mismatch")
             code.add("except AttributeError: pass")
@@ -280,7 +280,7 @@ class _Builder:
         if _is_dict(x):
             items = (f"{key!r}: {self.element(code, x[key])}" for key in sorted(x))
             return f"{{{', '.join(items)}}}"
-        if isinstance(x, eqx.Module) and _is_plain(x):
+        if is_eqx_module(x) and _is_plain(x):
             return self.module(code, x)
         if jtu.all_leaves([x]):
             return code.constant(canonical(x))
@@ -290,7 +290,7 @@ class _Builder:
         return f"{code.constant(type(x))}({', '.join(arguments)})"
 
     def element(self, code: _Function, x: Any) -> str:
-        if isinstance(x, eqx.Module) and _is_plain(x):
+        if is_eqx_module(x) and _is_plain(x):
             made = f"{code.constant(self.function(x))}({_ARGUMENTS})"
             return self.named(code, made)
         return self.expression(code, x)
@@ -308,7 +308,7 @@ class _Builder:
         items = [f"{f.name!r}: {self.field(code, f, values[f.name])}" for f in fields]
         code.add(f"{o} = new({code.constant(type(x))})")
         code.add(f"set_dict({o}, {{{', '.join(items)}}})")
-        if isinstance(x, BaseModule):
+        if is_module(x):
             code.add(f"set_place({o}, None)")
         return o
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._base import BaseModule, get_place, set_place
+from ._base import BaseModule, get_place, is_eqx_module, is_module, set_place
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
 from ._kinds import kind_name
@@ -72,14 +72,15 @@ class Place:
 
 def own(tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT) -> None:
     """Give the modules of a private copy to a scope."""
-    open_shared(tree)
-    for visit in modules_in(tree, path, context):
-        set_place(visit.node, Place(scope, visit.path, visit.context))
+    for visit in walk(tree, path, context):
+        open_shared(visit.node)
+        if is_module(visit.node):
+            set_place(visit.node, Place(scope, visit.path, visit.context))
 
 
 def is_owned(x: Any) -> bool:
     """Whether `x` is an `es.Module` in a scope that is open."""
-    if not isinstance(x, BaseModule):
+    if not is_module(x):
         return False
     place = get_place(x)
     return place is not None and place.scope.is_open
@@ -89,7 +90,7 @@ def disown(tree: Any) -> Any:
     """`tree` with a frozen snapshot in place of each module that a scope has owned."""
 
     def owned(x: Any) -> bool:
-        if isinstance(x, BaseModule):
+        if is_module(x):
             return get_place(x) is not None
         return isinstance(x, OpenShared)
 
@@ -144,13 +145,13 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
 
 
 def _belongs_to(x: Any, scope: Scope) -> bool:
-    place = get_place(x) if isinstance(x, BaseModule) else None
+    place = get_place(x) if is_module(x) else None
     return place is not None and place.scope is scope
 
 
 def _adopt(value: Any, scope: Scope) -> Any:
     """`value` with copies of the modules that do not belong to `scope` already."""
-    if not any(isinstance(v.node, eqx.Module) for v in walk(value)):
+    if all(v.is_leaf for v in walk(value)):
         return value
     return jtu.tree_map(lambda x: x, value, is_leaf=lambda x: _belongs_to(x, scope))
 
@@ -236,14 +237,12 @@ def trace_message(name: str, where: str = "") -> str:
 
 def _fit(old: Any, new: Any, name: str) -> Any:
     """`new` with the numbers and weak arrays in it cast to the dtypes of `old`."""
-
-    def is_module(x: Any) -> bool:
-        return isinstance(x, eqx.Module)
-
-    structures = [jtu.tree_structure(x, is_leaf=is_module) for x in (old, new)]
+    structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
     if structures[0] != structures[1]:
         return new
-    return jtu.tree_map(lambda a, b: _fit_leaf(a, b, name), old, new, is_leaf=is_module)
+    return jtu.tree_map(
+        lambda a, b: _fit_leaf(a, b, name), old, new, is_leaf=is_eqx_module
+    )
 
 
 def _fit_leaf(old: Any, new: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule
+from ._base import is_module
 from ._filters import bind, bind_all, Filter
 from ._kinds import is_kind, TreePart
 from ._traverse import (
@@ -18,6 +18,7 @@ from ._traverse import (
     first_difference,
     has_inference,
     is_array,
+    is_hole,
     leaves,
     name_of,
     part_of,
@@ -91,7 +92,10 @@ def filter(tree: _Tree, *filters: Filter) -> _Tree:
         assert len(jax.tree.leaves(params)) == 1
         ```
     """
-    return eqx.filter(tree, mask(tree, *filters))
+    leaves, treedef = jtu.tree_flatten(tree)
+    selected = _selected(tree, filters)
+    kept = [x if flag else None for x, (flag,) in zip(leaves, selected, strict=True)]
+    return jtu.tree_unflatten(treedef, kept)
 
 
 def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
@@ -122,7 +126,7 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
 
 
 def _without_modes(visit: Visit) -> dict[str, Any]:
-    if isinstance(visit.node, BaseModule):
+    if is_module(visit.node):
         return {"training": True, "frozen": False, "_module_init_done": False}
     return {"inference": None} if has_inference(visit.node) else {}
 
@@ -133,7 +137,13 @@ def same_modes(tree: _Tree) -> _Tree:
 
 
 def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
-    """The leaves of `other`, holes included; it must be shaped as `tree`."""
+    """The leaves of `other`, holes included; it must be shaped as `tree`.
+
+    Equinox's flags `inference`, which are leaves, count as holes.
+    """
+    leaves, treedef = jtu.tree_flatten(other, is_leaf=is_hole)
+    if treedef == structure(tree) and not any(type(x) is bool for x in leaves):
+        return leaves
     tree, other = same_modes(tree), same_modes(other)
     if structure(tree) != structure(other):
         raise ValueError(
@@ -143,7 +153,7 @@ def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
             " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
             " train, eval, frozen."
         )
-    return jtu.tree_leaves(other, is_leaf=lambda x: x is None)
+    return jtu.tree_leaves(other, is_leaf=is_hole)
 
 
 def difference(
@@ -201,11 +211,11 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
         assert es.update(scale.eval(), doubled).training is False
         ```
     """
-    new, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is None)
+    new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
         given = leaves_like(tree, partial, f"`es.update`: {which}")
-        raw = jtu.tree_leaves(partial, is_leaf=lambda x: x is None)
+        raw = jtu.tree_leaves(partial, is_leaf=is_hole)
         # A mode never replaces one, but it may fill a hole.
         given = [
             r if old is None else x for old, x, r in zip(new, given, raw, strict=True)
@@ -297,7 +307,7 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
         ```
     """
     predicate = bind(on, tree)
-    full, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is None)
+    full, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
     remaining = iter(leaves(tree))
     out = []

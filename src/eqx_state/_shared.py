@@ -5,6 +5,7 @@ it is of a subclass, whose call copies only the way down to the tied nodes. All 
 the modules themselves; a tied module is one object in all its places.
 """
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -13,12 +14,14 @@ import jax.tree_util as jtu
 from ._traverse import copy_tree, modules_in, walk
 
 
-# What Equinox leaves in the place of a tied node; it has no public name.
-_Hole: Any = type(eqx.nn.Shared([0, 0], lambda x: x[1], lambda x: x[0]).pytree[1])
+@ft.cache
+def _hole_type() -> Any:
+    """What Equinox leaves in the place of a tied node; it has no public name."""
+    return type(eqx.nn.Shared([0, 0], lambda x: x[1], lambda x: x[0]).pytree[1])
 
 
 def _is_hole(x: Any) -> bool:
-    return isinstance(x, _Hole)
+    return isinstance(x, _hole_type())
 
 
 def _is_whole(x: Any) -> bool:
@@ -32,7 +35,9 @@ class OpenShared(eqx.nn.Shared):
         """The tree, with the tied nodes in all their places."""
         # A hole of its own for each place, so that `where` says which is which.
         tree = jtu.tree_map(
-            lambda x: _Hole() if _is_hole(x) else x, self.pytree, is_leaf=_is_whole
+            lambda x: _hole_type()() if _is_hole(x) else x,
+            self.pytree,
+            is_leaf=_is_whole,
         )
         holes, nodes = self.where(tree), self.get(self.pytree)
         if _is_hole(holes):
@@ -41,11 +46,10 @@ class OpenShared(eqx.nn.Shared):
         return jtu.tree_map(lambda x: at.get(id(x), x), tree, is_leaf=_is_whole)
 
 
-def open_shared(tree: Any) -> None:
-    """Open each `eqx.nn.Shared` with `es.Module`s in it; changes `tree`, a copy."""
-    for visit in walk(tree):
-        if type(visit.node) is eqx.nn.Shared and any(modules_in(visit.node)):
-            object.__setattr__(visit.node, "__class__", OpenShared)
+def open_shared(node: Any) -> None:
+    """Open `node` if it is an `eqx.nn.Shared` with `es.Module`s in it."""
+    if type(node) is eqx.nn.Shared and any(modules_in(node)):
+        object.__setattr__(node, "__class__", OpenShared)
 
 
 def closed_copy(tree: Any) -> Any:

@@ -6,10 +6,10 @@ constant at every step: the training step would be compiled again.
 
 from typing import Any, Final
 
-import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._base import is_eqx_module
 from ._declare import declarations, NOTHING, Spec
 from ._traverse import children
 
@@ -22,7 +22,7 @@ def strengthen(value: Any, spec: Spec) -> Any:
 
     What lies inside a module is that module's own business.
     """
-    if spec == NOTHING or isinstance(value, eqx.Module) or value is None:
+    if spec == NOTHING or is_eqx_module(value) or value is None:
         return value
     below = children(value)
     if below is None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule
+from ._base import is_eqx_module, is_module
 from ._strong import strengthen_field
 from ._traverse import children, copy_tree, field_names, name_of, walk
 
@@ -32,7 +32,7 @@ def modules(tree: Any) -> list[tuple[str, eqx.Module]]:
     """
     found: dict[int, tuple[str, eqx.Module]] = {}
     for visit in walk(tree):
-        if isinstance(visit.node, eqx.Module) and not visit.is_leaf:
+        if is_eqx_module(visit.node) and not visit.is_leaf:
             found.setdefault(id(visit.node), (visit.name, visit.node))
     return list(found.values())
 
@@ -74,7 +74,7 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
         one_level = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
         new = [rebuild(child, (*path, key)) for key, child in below]
         out = jtu.tree_unflatten(one_level, new)
-        if isinstance(node, eqx.Module):
+        if is_eqx_module(node):
             out = f(out, name_of(path))
             done[id(node)] = out
         return out
@@ -109,7 +109,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
         )
     for module, name in places:
         value = attributes[name]
-        if isinstance(module, BaseModule):
+        if is_module(module):
             value = strengthen_field(type(module), name, value)
         object.__setattr__(module, name, value)
     return tree

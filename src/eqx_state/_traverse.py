@@ -7,14 +7,14 @@ scopes, initialisation, transforms.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._base import BaseModule
+from ._base import BaseModule, is_eqx_module, is_module
 from ._declare import annotation_of, declarations, NOTHING, Spec
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
@@ -36,15 +36,21 @@ class Context(NamedTuple):
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""
-        if not isinstance(node, eqx.Module):
-            return self.declare(self.spec.child(key))
-        name = getattr(key, "name", "")
-        context = self._replace(owner=type(node), field=name, unresolved=False)
-        if isinstance(node, BaseModule):
-            context = context._replace(frozen=node.frozen)
-        return context.declare(declarations(type(node)).get(name, NOTHING))
+        if is_eqx_module(node):
+            is_es = is_module(node)
+            frozen = node.frozen if is_es else self.frozen
+            return self.field_of(type(node), frozen, key.name)
+        return self.declare(self.spec.child(key))
+
+    def field_of(self, cls: type, frozen: bool, name: str) -> "Context":
+        """The context of a field of a module of this class."""
+        spec = declarations(cls).get(name, NOTHING)
+        context = Context(spec, self.kind, self.covering, False, frozen, cls, name)
+        return context.declare(spec)
 
     def declare(self, spec: Spec) -> "Context":
+        if spec is NOTHING and self.spec is NOTHING:
+            return self
         if spec.kind is None:
             unresolved = self.unresolved or spec.unresolved
             return self._replace(spec=spec, unresolved=unresolved)
@@ -73,15 +79,13 @@ class Context(NamedTuple):
                 " kind around it: `es.Parameter[...]`."
             )
 
-    def kind_of(self, leaf: Any) -> Kind | None:
-        """The effective kind of a leaf here; `None` for what has none."""
-        if not is_array(leaf):
-            return None
+    def kind_of(self, array: Any) -> Kind | None:
+        """The effective kind of an array here; `None` if it has none."""
         if (declared := self.declared) is not None:
             return declared
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return Rng
-        return Parameter if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+        return Parameter if jnp.issubdtype(array.dtype, jnp.inexact) else None
 
 
 ROOT = Context()
@@ -101,7 +105,8 @@ class Visit(NamedTuple):
 
     @property
     def kind(self) -> Kind | None:
-        return self.context.kind_of(self.node)
+        """`None` for what is no array, too."""
+        return self.context.kind_of(self.node) if is_array(self.node) else None
 
 
 def is_array(x: Any) -> bool:
@@ -116,12 +121,15 @@ def name_of(path: KeyPath) -> str:
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """`(key, child)` one level down, holes included; `None` for a leaf."""
-    if isinstance(node, Iterator):  # which JAX takes for a leaf, with a warning
+    if is_leaf(node):
         return None
     entries, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if len(entries) == 1 and entries[0][1] is node:
-        return None
     return [(path[0], child) for path, child in entries]
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether JAX takes `x` for a leaf; for an iterator it does so with a warning."""
+    return isinstance(x, Iterator) or jtu.all_leaves((x,))
 
 
 def walk(tree: Any, path: KeyPath = (), context: Context = ROOT) -> list[Visit]:
@@ -129,33 +137,98 @@ def walk(tree: Any, path: KeyPath = (), context: Context = ROOT) -> list[Visit]:
 
     Holes (`None`) are no leaves, as everywhere in JAX.
     """
-    visits: list[Visit] = []
+    walk = _Walk()
+    walk.visit(tree, path, context)
+    walk.steps.clear()  # they lead back to it, and what it found would live on
+    return walk.visits
 
-    def visit(node: Any, path: KeyPath, context: Context) -> None:
+
+class _Walk:
+    """A walk, and what it has learnt of classes: models repeat themselves.
+
+    It is done with when the walk is. Kept longer, it would keep classes alive.
+    """
+
+    def __init__(self) -> None:
+        self.visits: list[Visit] = []
+        self.steps: dict[type, Callable[[Any, KeyPath, Context], None]] = {}
+
+    def visit(self, node: Any, path: KeyPath, context: Context) -> None:
         if node is None:
             return
-        context = _foreign(node, context)
-        below = children(node)
-        if below is None:
-            visits.append(Visit(path, node, context, True))
-            return
-        if isinstance(node, eqx.Module):
-            visits.append(Visit(path, node, context, False))
-        for key, child in below:
-            visit(child, (*path, key), context.enter(node, key))
+        cls = type(node)
+        if (step := self.steps.get(cls)) is None:
+            step = self.steps[cls] = self.step(node, cls)
+        step(node, path, context)
 
-    visit(tree, path, context)
-    return visits
+    def step(self, node: Any, cls: type) -> Callable[[Any, KeyPath, Context], None]:
+        """What is to be done at a node of this class."""
+        if issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State)):
+            return self.foreign
+        if is_eqx_module(node):
+            return _ModuleStep(self, cls)
+        if cls in (list, tuple):
+            return self.sequence
+        return self.leaf if is_leaf(node) else self.container
+
+    def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
+        self.visits.append(Visit(path, node, context, True))
+
+    def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
+        spec = context.spec
+        each = context.declare(spec.child(None)) if spec.items is None else None
+        for i, child in enumerate(node):
+            key = jtu.SequenceKey(i)
+            below = each or context.declare(spec.child(key))
+            self.visit(child, (*path, key), below)
+
+    def container(self, node: Any, path: KeyPath, context: Context) -> None:
+        for key, child in children(node) or ():
+            self.visit(child, (*path, key), context.enter(node, key))
+
+    def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
+        """Equinox's own state, which knows nothing of kinds, counts as declared."""
+        owner = context.owner
+        in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
+        context = context.declare(Spec(kind=BatchStat if in_norm else State))
+        if is_eqx_module(node):
+            self.visits.append(Visit(path, node, context, False))
+        self.container(node, path, context)
 
 
-def _foreign(node: Any, context: Context) -> Context:
-    """Equinox's own state, which knows nothing of kinds, counts as declared."""
-    if isinstance(node, (eqx.nn.StateIndex, eqx.nn.State)):
-        in_norm = context.owner is not None and issubclass(
-            context.owner, eqx.nn.BatchNorm
-        )
-        return context.declare(Spec(kind=BatchStat if in_norm else State))
-    return context
+class _ModuleStep:
+    """The step of a walk at the modules of one class."""
+
+    def __init__(self, walk: _Walk, cls: type):
+        self.walk, self.cls = walk, cls
+        self.has_flags = BaseModule in cls.__mro__
+        self.contexts: dict[Any, tuple[Context, list[Any]]] = {}
+
+    def __call__(self, node: Any, path: KeyPath, context: Context) -> None:
+        self.walk.visits.append(Visit(path, node, context, False))
+        values = fields_of(node)
+        frozen = values["frozen"] if self.has_flags else context.frozen
+        # The context lies there, too, so that no other has its identity.
+        known = self.contexts.get((id(context), frozen))
+        if known is None:
+            known = context, self.fields(context, frozen)
+            self.contexts[id(context), frozen] = known
+        for name, key, below in known[1]:
+            child = values.get(name, _MISSING)
+            if child is _MISSING:
+                child = dict(children(node) or ())[key]
+            if child is not None:
+                self.walk.visit(child, (*path, key), below)
+
+    def fields(self, context: Context, frozen: bool) -> list[tuple[str, Any, Context]]:
+        """Name, key and context of each field that is a child in the pytree."""
+        return [
+            (name, jtu.GetAttrKey(name), context.field_of(self.cls, frozen, name))
+            for name in dynamic_names(self.cls)
+        ]
+
+
+_MISSING: Final = object()  # a field without a value, which Equinox flattens, too
 
 
 def leaves(tree: Any, path: KeyPath = (), context: Context = ROOT) -> list[Visit]:
@@ -167,30 +240,42 @@ def modules_in(
     tree: Any, path: KeyPath = (), context: Context = ROOT
 ) -> Iterator[Visit]:
     """Every `es.Module` in the tree, parents first."""
-    return (v for v in walk(tree, path, context) if isinstance(v.node, BaseModule))
+    return (v for v in walk(tree, path, context) if is_module(v.node))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """One array of a tree: where it is, what it is.
+    """One array of a tree: where it is, what it is."""
 
-    **Arguments:**
+    __slots__ = ("_kind", "_visit")
 
-    - `path`: its JAX key path, a tuple of keys.
-    - `kind`: its kind, or `None`.
-    - `value`: the array (or `jax.ShapeDtypeStruct`).
-    - `frozen`: whether its nearest `es.Module` is frozen.
-    """
+    def __init__(self, visit: Visit):
+        self._visit = visit
+        self._kind = visit.context.kind_of(visit.node)
 
-    path: KeyPath
-    kind: Kind | None
-    value: Any
-    frozen: bool
+    @property
+    def path(self) -> KeyPath:
+        """The JAX key path, a tuple of keys."""
+        return self._visit.path
 
     @property
     def name(self) -> str:
         """The path as it is written in Python: `layers[0].norm.mean`."""
-        return name_of(self.path)
+        return self._visit.name
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind, or `None`."""
+        return self._kind
+
+    @property
+    def value(self) -> Any:
+        """The array, or `jax.ShapeDtypeStruct`."""
+        return self._visit.node
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the nearest `es.Module` is frozen."""
+        return self._visit.context.frozen
 
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
@@ -200,9 +285,7 @@ class Part:
 
 def part_of(visit: Visit) -> Part | None:
     """The `Part` at a leaf of the walk; `None` where there is no array."""
-    if not is_array(visit.node):
-        return None
-    return Part(visit.path, visit.kind, visit.node, visit.context.frozen)
+    return Part(visit) if is_array(visit.node) else None
 
 
 def parts(tree: Any) -> list[Part]:
@@ -238,6 +321,17 @@ def copy_tree(tree: Any) -> Any:
     return jtu.tree_map(lambda x: x, tree)
 
 
+def fields_of(module: eqx.Module) -> dict[str, Any]:
+    """A module's `__dict__`, and not by way of `Module.__getattribute__` in Python."""
+    return object.__getattribute__(module, "__dict__")
+
+
+def dynamic_names(cls: type) -> list[str]:
+    """The fields of a module class that are children in the pytree, in their order."""
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if not f.metadata.get("static", False)]
+
+
 def field_names(module: Any) -> list[str]:
     """The fields that a user has given a module, or sees in its repr."""
     return [f.name for f in dataclasses.fields(module) if f.repr]
@@ -267,7 +361,7 @@ def first_difference(
     below_a, below_b = children(a) or [], children(b) or []
     if [k for k, _ in below_a] != [k for k, _ in below_b]:
         return path, a, b
-    if isinstance(a, eqx.Module):
+    if is_eqx_module(a):
         for f in dataclasses.fields(a):
             if f.metadata.get("static", False):
                 left, right = (getattr(x, f.name, None) for x in (a, b))
@@ -301,23 +395,28 @@ def difference_of_leaves(a: Any, b: Any) -> str | None:
 
 def structure(tree: Any) -> Any:
     """The treedef in which a hole is a leaf: a tree's and a part of it's are equal."""
-    return jtu.tree_structure(tree, is_leaf=lambda x: x is None)
+    return jtu.tree_structure(tree, is_leaf=is_hole)
+
+
+def is_hole(x: Any) -> bool:
+    """What `filter` and `eqx.partition` leave in the place of a leaf."""
+    return x is None
 
 
 def find_shared(tree: Any, path: KeyPath = ()) -> tuple[str, str] | None:
     """The names of two places that hold one and the same stateful `es.Module`."""
-    visits, first = walk(tree, path), dict[int, KeyPath]()
-
-    def has_state(path: KeyPath) -> bool:
-        inside = (v for v in visits if v.is_leaf and v.path[: len(path)] == path)
-        return any(map(_is_state, inside))
-
-    for visit in visits:
-        if isinstance(visit.node, BaseModule) and not visit.is_leaf:
-            other = first.setdefault(id(visit.node), visit.path)
-            # A constant copy of a stateful module is no second state.
-            if other != visit.path and has_state(other) and has_state(visit.path):
-                return name_of(other), visit.name
+    visits = walk(tree, path)
+    modules = [v for v in visits if not v.is_leaf and is_module(v.node)]
+    first = {id(v.node): v for v in reversed(modules)}
+    if len(first) == len(modules):
+        return None
+    # A constant copy of a stateful module is no second state.
+    state = [v.path for v in visits if v.is_leaf and _is_state(v)]
+    stateful = {path[:n] for path in state for n in range(len(path) + 1)}
+    for visit in modules:
+        other = first[id(visit.node)]
+        if other is not visit and {other.path, visit.path} <= stateful:
+            return other.name, visit.name
     return None
 
 

@@ -118,9 +118,9 @@ class BatchNorm(Module):
                 " whole batch."
             )
         if self.training and not self.frozen:
-            mean, var = self._batch_moments(x)
-            self.mean = self._average(self.mean, mean)
-            self.var = self._average(self.var, var)
+            mean, var = _batch_moments(self, x)
+            self.mean = _average(self, self.mean, mean)
+            self.var = _average(self, self.var, var)
         else:
             mean, var = self.mean, self.var
         scale = jax.lax.rsqrt(var + self.eps)
@@ -134,26 +134,32 @@ class BatchNorm(Module):
         # Integers are not rounded back; a lower precision is that of the layers around.
         return y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
-    def _batch_moments(self, x: Array) -> tuple[Array, Array]:
-        axes = tuple(i for i in range(x.ndim) if i != self.channel_axis % x.ndim)
-        x = x.astype(self.mean.dtype)
-        mean = self._over_lanes(jnp.mean(x, axes, keepdims=True))
-        var = self._over_lanes(jnp.mean(jnp.square(x - mean), axes))
-        return mean.reshape(self.input_size), var
 
-    def _over_lanes(self, x: Array) -> Array:
-        if self.axis_name is None:
-            return x
-        try:
-            return jax.lax.pmean(x, self.axis_name)
-        except NameError as e:  # JAX's, for an axis name that no transform has bound
-            raise NameError(
-                f"`es.nn.BatchNorm(axis_name={self.axis_name!r})` averages over an"
-                " axis of that name, and there is none. Name it where the model is"
-                f" mapped: `es.vmap(model, axis_name={self.axis_name!r})(xs)`. For a"
-                " whole batch at once make the layer with `axis_name=None`."
-            ) from e
+# Functions, for Equinox makes a pytree of each method that is looked up.
 
-    def _average(self, old: Array, new: Array) -> Array:
-        new = jax.lax.stop_gradient(new)
-        return self.momentum * old + (1 - self.momentum) * new
+
+def _batch_moments(norm: BatchNorm, x: Array) -> tuple[Array, Array]:
+    axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
+    x = x.astype(norm.mean.dtype)
+    mean = _over_lanes(norm, jnp.mean(x, axes, keepdims=True))
+    var = _over_lanes(norm, jnp.mean(jnp.square(x - mean), axes))
+    return mean.reshape(norm.input_size), var
+
+
+def _over_lanes(norm: BatchNorm, x: Array) -> Array:
+    if norm.axis_name is None:
+        return x
+    try:
+        return jax.lax.pmean(x, norm.axis_name)
+    except NameError as e:  # JAX's, for an axis name that no transform has bound
+        raise NameError(
+            f"`es.nn.BatchNorm(axis_name={norm.axis_name!r})` averages over an"
+            " axis of that name, and there is none. Name it where the model is"
+            f" mapped: `es.vmap(model, axis_name={norm.axis_name!r})(xs)`. For a"
+            " whole batch at once make the layer with `axis_name=None`."
+        ) from e
+
+
+def _average(norm: BatchNorm, old: Array, new: Array) -> Array:
+    new = jax.lax.stop_gradient(new)
+    return norm.momentum * old + (1 - norm.momentum) * new

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._base import BaseModule
+from .._base import BaseModule, is_module
 from .._interop import labelled_index, strong_arrays, takes_key
 from .._kinds import BatchStat
 from .._module import Module
@@ -136,7 +136,7 @@ def _has_value(index: Any) -> bool:
 
 def _is_node(x: Any) -> bool:
     """What is taken as a whole: an index, and an `es.Module`, which may be owned."""
-    return _is_index(x) or isinstance(x, BaseModule)
+    return _is_index(x) or is_module(x)
 
 
 def _indices(layer: Any) -> list[Visit]:
@@ -146,7 +146,7 @@ def _indices(layer: Any) -> list[Visit]:
     for visit in walk(layer):
         if skipped is not None and visit.path[: len(skipped)] == skipped:
             continue
-        if isinstance(visit.node, BaseModule):
+        if is_module(visit.node):
             skipped = visit.path
         elif _is_index(visit.node):
             found.append(visit)
@@ -255,7 +255,7 @@ def _for_call(layer: Any, as_eval: bool) -> Any:
         return {"inference": True} if stateful else {}
 
     def hide(x: Any) -> Any:
-        return _Hidden(x) if isinstance(x, BaseModule) else eqx.nn.delete_init_state(x)
+        return _Hidden(x) if is_module(x) else eqx.nn.delete_init_state(x)
 
     layer = jtu.tree_map(hide, layer, is_leaf=_is_node)
     if as_eval:
