@@ -296,18 +296,3 @@ def test_a_failed_trace_is_not_remembered():
         f(X)
     fails.append(False)
     assert jnp.array_equal(f(X), X)
-
-
-@pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks,
-    reason="`eqx.error_if` fails under the leak check, also in `eqx.filter_jit`",
-)
-def test_error_if_speaks():
-    @es.jit
-    def f(x):
-        return eqx.error_if(x, x < 0, "must not be negative")
-
-    assert f(jnp.array(1.0)) == 1.0
-    with pytest.raises(Exception, match="must not be negative"):
-        jax.block_until_ready(f(jnp.array(-1.0)))
-    assert f(jnp.array(1.0)) == 1.0

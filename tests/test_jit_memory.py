@@ -1,5 +1,6 @@
 """`es.jit`: threads do not meet in it, and nothing of a call is kept alive."""
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -8,9 +9,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import eqx_state as es
+from eqx_state._program import programs_of
 
 
 X = jnp.array([1.0, 2.0, 3.0])
@@ -151,3 +154,157 @@ def test_no_tracer_leaks():
             es.jit(es.value_and_grad(loss))(model(), X)
         with pytest.raises(Exception, match="Leaked"):
             es.jit([].append)(X)
+
+
+# --- What comes and goes --------------------------------------------------------------
+
+
+def counts():
+    gc.collect()
+    return len(jax.live_arrays()), len(gc.get_objects())
+
+
+class Plain:
+    """Equal only to itself."""
+
+
+def test_ten_thousand_models_leave_nothing():
+    log = Plain()
+    log.traces = 0
+
+    @es.jit
+    def step(m, x):
+        log.traces += 1
+        return es.mutable(m)(x)
+
+    def work(num):
+        for i in range(num):
+            y, layer = step(Layer(jnp.asarray(np.float32(i)), nothing), x)
+        assert layer.total == y == num - 1
+
+    x, nothing = jnp.ones(()), jnp.zeros(())
+    work(10)
+    programs = programs_of(step.__wrapped__, "none")
+    plans, before = programs.plans, counts()
+    work(10_000)
+    after = counts()
+    assert log.traces == 1
+    assert len(plans) == 1
+    assert programs.plans is plans
+    assert len(programs.tokens) == 1
+    assert not programs.unplanned
+    assert after[0] == before[0]
+    assert after[1] - before[1] < 50
+
+
+def static_value():
+    value = Plain()
+    return lambda x: es.jit(lambda x, value: x)(x, value), value
+
+
+def static_field():
+    value = Plain()
+
+    class Holder(eqx.Module):
+        value: Any = eqx.field(static=True)
+
+    holder = Holder(value)
+    return lambda x: es.jit(lambda x, holder: x)(x, holder), value
+
+
+def static_class():
+    class Local:
+        pass
+
+    return lambda x: es.jit(lambda x, cls: x)(x, Local), Local
+
+
+def closure():
+    value = Plain()
+    return es.jit(lambda x: x if value else 2.0 * x), value
+
+
+def function_of_an_argument():
+    def value(x):
+        return x
+
+    return lambda x: es.jit(lambda x, f: f(x))(x, value), value
+
+
+def callable_object():
+    class Callable:
+        def __call__(self, x):
+            return x
+
+    value = Callable()
+    return es.jit(value), value
+
+
+def class_of_a_callable_object():
+    class Callable:
+        def __call__(self, x):
+            return x
+
+    return es.jit(Callable()), Callable
+
+
+def compiled():
+    value = Plain()
+    jitted = es.jit(lambda x, value: x)
+    program = jitted.lower(X, value).compile()
+    return lambda x: program(x, value), value
+
+
+def failing():
+    value = Plain()
+
+    def f(x, value):
+        raise OverflowError("too much")
+
+    def call(x):
+        with pytest.raises(OverflowError, match="too much"):
+            es.jit(f)(x, value)
+
+    return call, value
+
+
+GOING = [
+    static_value,
+    static_field,
+    static_class,
+    closure,
+    function_of_an_argument,
+    callable_object,
+    class_of_a_callable_object,
+    compiled,
+    failing,
+]
+
+
+@pytest.mark.parametrize("make", GOING)
+def test_what_only_a_function_knew_goes_with_it(make):
+    call, value = make()
+    for _ in range(3):
+        call(X)
+    gone = weakref.ref(value)
+    del call, value
+    for _ in range(2):  # the function, then what its programs held
+        gc.collect()
+    assert gone() is None
+
+
+def test_objects_made_anew_share_the_programs_of_their_equals():
+    traces = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Scale:
+        by: float
+
+        def __call__(self, x):
+            traces.append(1)
+            return self.by * x
+
+    for _ in range(2):
+        for by in (2.0, 3.0):
+            assert jnp.array_equal(es.jit(Scale(by))(X), by * X)
+    assert len(traces) == 2

@@ -1,11 +1,16 @@
 """Every place where a JAX or Python version, or a private name of JAX, matters."""
 
 import inspect
-from typing import Any, TYPE_CHECKING
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.core
+from jax.extend.core import Jaxpr as Jaxpr
 
 
 try:
@@ -78,3 +83,62 @@ if TYPE_CHECKING:
     )
 else:
     EquinoxMeta = type(eqx.Module)
+
+
+# --- Programs that raise --------------------------------------------------------------
+
+# A program that JAX runs within the call raises `ValueError`.
+PROGRAM_ERRORS: Final = (jax.errors.JaxRuntimeError, ValueError)
+
+# Where JAX reports, besides raising it, what a callback has raised.
+CALLBACK_LOGGER: Final = logging.getLogger("jax._src.callback")
+
+_CHECK: Final = "_EquinoxRuntimeError"
+_PROGRAM: Final = b"eqx_state"
+# How frames begin that lie between those of the user: ours, and of bound methods.
+_BETWEEN: Final = tuple(
+    f'  File "{os.path.join(os.path.dirname(file), *inside, "")}'
+    for file, inside in ((__file__, ()), (eqx.__file__, ("_module",)))
+)
+
+
+def is_check(error: BaseException | None) -> bool:
+    """Whether this is what the callback of `eqx.error_if` raises."""
+    return type(error).__name__ == _CHECK
+
+
+def run_in_program(f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)`, the frames of which are those inside of a program."""
+    # `eqx.error_if` collects what goes by this name along with the frames.
+    __equinox_jit_id__ = _PROGRAM  # noqa: F841
+    return f(*args)
+
+
+def jaxpr_of(jitted: Any, *args: Any) -> Any:
+    """The program of `jitted` for these arguments, or `None` if it cannot be seen.
+
+    For `EQX_ON_ERROR=breakpoint` Equinox puts a function in the place of `jax.jit`.
+    """
+    return jitted.trace(*args).jaxpr if hasattr(jitted, "trace") else None
+
+
+def failed_check(error: BaseException | None) -> tuple[str, str] | None:
+    """The message and the stack of the failed `eqx.error_if` that an error tells of.
+
+    The stack is that of the program. It is empty if Equinox does not say it.
+    """
+    _, is_check, text = str(error).partition(f"{_CHECK}: ")
+    if not is_check:
+        return None
+    module = sys.modules.get("equinox._jit")
+    message, stack = getattr(module, "last_error_info", None) or (None, ())
+    if message is None or not text.startswith(message):  # another thread's
+        return text.partition("\n\n\n")[0], ""
+    frames: list[str] = []  # the innermost is the first
+    inside: list[str] = []
+    for x in stack:
+        if x == _PROGRAM:
+            inside = list(frames)
+        elif isinstance(x, str) and not x.startswith(_BETWEEN):
+            frames.append(x)
+    return message, "".join(reversed(inside or frames))

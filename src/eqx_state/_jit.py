@@ -15,6 +15,7 @@ from typing import (
 
 import equinox as eqx
 
+from ._checks import Reporting, wait
 from ._mutable import Transform, wrap
 from ._plan import Mismatch
 from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
@@ -43,10 +44,11 @@ class _Jit(Transform):
         f, donate = self.f, self.donate
         args, kwargs = _bind(f, args, kwargs)
         programs = programs_of(origin_of(f), donate)
+        run = programs if programs.can_raise else programs.jitted
         for plan in programs.plans:
             try:
                 arrays = plan.arrays(f, args, kwargs)
-                result, _, output = programs.jitted(plan.key, *arrays)
+                result, _, output = run(plan.key, *arrays)
             except (Mismatch, KeyError):
                 continue
             except Retrace:
@@ -62,15 +64,12 @@ class _Jit(Transform):
         if call.lifted.is_initialising:
             return self.f(*args, **kwargs)
         self._check_donation(call)
-        key = call.key()
-        try:
-            with warnings.catch_warnings():
-                if self.donate.startswith("all"):
-                    text = "Some donated buffers were not usable*"
-                    warnings.filterwarnings("ignore", message=text)
-                result = programs.jitted(key, *call.arrays())
-        finally:
-            key.call = None  # JAX keeps the key
+        key = programs.key(call)
+        with warnings.catch_warnings():
+            if self.donate.startswith("all"):
+                text = "Some donated buffers were not usable*"
+                warnings.filterwarnings("ignore", message=text)
+            result = programs(key, *call.arrays())
         programs.remember(self.f, call, key)
         return call.finish(result)
 
@@ -85,12 +84,9 @@ class _Jit(Transform):
         called with arguments of the same signature.
         """
         call = Call(self.f, *_bind(self.f, args, kwargs))
-        key = call.key()
-        try:
-            jitted = programs_of(call.origin, self.donate).jitted
-            return Lowered(jitted.lower(key, *call.arrays()), self.f, key.signature)
-        finally:
-            key.call = None
+        programs = programs_of(call.origin, self.donate)
+        lowered = programs.lower(programs.key(call), *call.arrays())
+        return Lowered(lowered, self.f, call.signature)
 
     def _check_donation(self, call: Call) -> None:
         if self.donate != "none" and call.lifted.roots:
@@ -129,14 +125,18 @@ class Compiled(_Stage):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The program's result, for arguments of the signature it was compiled for."""
         call = Call(self._f, *_bind(self._f, args, kwargs))
-        if call.key().signature != self._signature:
+        if call.signature != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
                 " arguments of another structure, or with other static values. It"
                 " serves only those it was made for; lower again, or call `es.jit(f)`,"
                 " which compiles when it has to."
             )
-        return call.finish(self._stage(*call.arrays()))
+        arrays = call.arrays()
+        with Reporting():
+            result = self._stage(*arrays)
+            wait(result[2].callbacks, arrays, result)
+        return call.finish(result)
 
 
 class Jitted(Protocol[_P, _R_co]):
@@ -166,6 +166,8 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
     All arrays, JAX's and NumPy's, are traced; what is no array is static. Unlike
     `eqx.filter_jit` it returns without waiting for the result, and tells static values
     apart by their type, too: `1`, `True` and `1.0` are compiled for one by one.
+    Only a program that can raise is waited for: one with `eqx.error_if`,
+    `jax.pure_callback` or `jax.experimental.io_callback` in it.
 
     **Arguments:**
 
@@ -185,6 +187,9 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
 
     - `TypeError`: a leaf that is no array cannot be hashed.
     - `ValueError`: donation inside a scope of `es.mutable`.
+    - `eqx.EquinoxRuntimeError`: an `eqx.error_if` in it failed. It is raised by the
+        call, before anything is written to a module; inside another `jax.jit` by
+        whatever runs that. Errors of other callbacks come as JAX raises them.
 
     !!! example
 

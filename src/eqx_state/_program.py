@@ -21,12 +21,14 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
+from ._checks import callbacks_in, Reporting, wait
+from ._compat import jaxpr_of, run_in_program
 from ._lift import Leaves, Lifted
 from ._mutable import is_bound_method, Transform
 from ._open import close, Opened
 from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 from ._scope import is_owned
-from ._signature import signature_of
+from ._signature import Signature, signature_of
 from ._traverse import is_array, KeyPath
 
 
@@ -43,20 +45,21 @@ DONATED: Final[dict[str, tuple[bool, bool]]] = {
 
 
 class Key:
-    """What the program of a call depends on besides the shapes of its arrays."""
+    """What the program of a call depends on besides the shapes of its arrays.
 
-    def __init__(self, signature: Any, call: "Call"):
-        self.signature = signature
-        self.hash = hash(signature)
+    JAX keeps it for longer than the function. So it is no more than a token for the
+    signature, of which each `Programs` has a list.
+    """
+
+    def __init__(self, token: object, call: "Call"):
+        self.token = token
         self.call: Call | None = call  # only while the call lasts
 
     def __hash__(self) -> int:
-        return self.hash
+        return hash(self.token)
 
     def __eq__(self, other: Any) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Key) and self.signature == other.signature
+        return isinstance(other, Key) and self.token is other.token
 
 
 @jtu.register_static
@@ -74,6 +77,8 @@ class Output:
         self.is_array = [is_array(x) for x in leaves]
         self.names = [list(new) for new in written]
         self.build: Callable[[Callable[[], Any], list[Any]], Any] | None = None
+        # Those of the program; `None`: not looked at yet.
+        self.callbacks: frozenset[str] | None = None
 
     def arrays(self, out: Any) -> list[Any]:
         """The arrays that the program has computed."""
@@ -124,10 +129,10 @@ class Call:
         first, rest, kept = groups
         return first, rest, kept + self.inside()
 
-    def key(self) -> Key:
+    @ft.cached_property
+    def signature(self) -> Signature:
         """What is equal for two calls that one program serves."""
-        signature = signature_of(self.entries, self.treedef, self.lifted, self.origin)
-        return Key(signature, self)
+        return signature_of(self.entries, self.treedef, self.lifted, self.origin)
 
     def trace(
         self, first: list[Any], rest: list[Any], kept: list[Any]
@@ -177,7 +182,7 @@ class Plan:
         if call.lifted.roots or call.held:
             raise Unplannable
         self.key = key
-        self.cells = _cells(f)
+        self.held = _held(f)
         self.f = None
         if not any(map(is_array, jtu.tree_leaves(f))):
             try:
@@ -196,8 +201,8 @@ class Plan:
             if self.f() is not f:
                 raise Mismatch
             f = None
-        for cell, contents in self.cells:
-            if id(cell.cell_contents) != contents:
+        for get, identities in self.held:
+            if list(map(id, get())) != identities:
                 raise Mismatch
         first: list[Any] = []
         rest: list[Any] = []
@@ -210,13 +215,16 @@ class Plan:
         return first, rest, []
 
 
-def _cells(f: Any) -> list[tuple[types.CellType, int]]:
-    """What the functions in `f` close over, by identity.
+Held = tuple[Callable[[], Any], list[int]]
+
+
+def _held(f: Any) -> list[Held]:
+    """What the functions in `f` close over: how to get it, and its identities.
 
     It is looked at only to see whether it has become a module, which would be traced.
     Otherwise what a function closes over is constant, as it is to `jax.jit`.
     """
-    found: list[tuple[types.CellType, int]] = []
+    found: list[Held] = []
     seen: set[int] = set()
 
     def look(x: Any) -> None:
@@ -225,22 +233,33 @@ def _cells(f: Any) -> list[tuple[types.CellType, int]]:
         seen.add(id(x))
         if isinstance(x, types.FunctionType):
             for cell in x.__closure__ or ():
-                try:
-                    contents = cell.cell_contents
-                except ValueError:  # assigned later in the function around
-                    raise Unplannable from None
-                found.append((cell, id(contents)))
-                look(contents)
-        elif isinstance(x, (list, dict, set)):
-            raise Unplannable  # they may change in place
+                hold(lambda cell=cell: [cell.cell_contents])
+        elif isinstance(x, dict):
+            hold(x.values)
+        elif isinstance(x, (list, set)):
+            hold(x.copy)
         elif isinstance(x, ft.partial):
             look(x.func)
         elif isinstance(x, types.MethodType):
             look(x.__func__)
 
+    def hold(get: Callable[[], Any]) -> None:
+        try:
+            contents = list(get())
+        except ValueError:  # of a cell: assigned later in the function around
+            raise Unplannable from None
+        if len(contents) > _MAX_HELD:
+            raise Unplannable
+        found.append((get, list(map(id, contents))))
+        for y in contents:
+            look(y)
+
     for leaf in jtu.tree_leaves(f):
         look(leaf)
     return found
+
+
+_MAX_HELD: Final = 100  # in one container, for it is looked through at each call
 
 
 class Programs:
@@ -250,13 +269,56 @@ class Programs:
         def run(key: Key, *arrays: list[Any]) -> Any:
             if key.call is None:
                 raise Retrace
-            return key.call.trace(*arrays)
+            return run_in_program(key.call.trace, *arrays)
 
         run.__name__ = run.__qualname__ = name
         argnums = tuple(i + 1 for i in range(2) if DONATED[donate][i])
         self.jitted = jax.jit(run, static_argnums=0, donate_argnums=argnums)
+        # Whether there is one to wait for; otherwise `jitted` may be called as it is.
+        self.can_raise = False
+        self.tokens: dict[Signature, object] = {}
         self.plans: tuple[Plan, ...] = ()
         self.unplanned: frozenset[Key] = frozenset()
+
+    def key(self, call: Call) -> Key:
+        """Equal for calls that one program serves."""
+        return Key(self.tokens.setdefault(call.signature, object()), call)
+
+    def __call__(self, key: Key, *arrays: list[Any]) -> Any:
+        """What `jitted` returns: if the program can raise, when it has run."""
+        try:
+            with Reporting():
+                result = self.jitted(key, *arrays)
+                key.call = None  # JAX keeps the key
+                output = result[2]
+                if output.callbacks is None:
+                    self._look(output, key, *arrays)
+                wait(output.callbacks, arrays, result)
+                return result
+        except (RuntimeError, ValueError):
+            self.can_raise = True  # it may have raised before it could be looked at
+            raise
+        finally:
+            key.call = None
+
+    def lower(self, key: Key, *arrays: list[Any]) -> Any:
+        """As `jitted.lower`."""
+        try:
+            traced = self.jitted.trace(key, *arrays)
+            key.call = None
+            self._look(traced.out_info[2], key, *arrays)
+            return traced.lower()
+        finally:
+            key.call = None
+
+    def _look(self, output: Output, key: Key, *arrays: list[Any]) -> None:
+        """Find the callbacks of a program that was just traced: JAX still has it."""
+        try:
+            jaxpr = jaxpr_of(self.jitted, key, *arrays)
+        except Retrace:  # or it has not: with `jax_disable_jit` there is no program
+            jaxpr = None
+        output.callbacks = callbacks_in(jaxpr)
+        self.can_raise |= bool(output.callbacks)
 
     def remember(self, f: Any, call: Call, key: Key) -> None:
         """Make a plan for calls like this one, if there was none yet."""
@@ -283,16 +345,24 @@ def programs_of(origin: Any, donate: Donate) -> Programs:
     if of_origin is None:
         of_origin = _PROGRAMS.setdefault(origin, {})
     if donate not in of_origin:
-        of_origin[donate] = Programs(getattr(origin, "__name__", "run"), donate)
+        name = getattr(origin, "__name__", type(origin).__name__)
+        of_origin[donate] = Programs(name, donate)
     return of_origin[donate]
 
 
 def origin_of(f: Any) -> Any:
-    """The function in the source, or the class, that a callable comes from."""
+    """What has the programs of a callable: the function in the source, or the object.
+
+    Of an object that has a structure, and of one that is made anew and anew, its class.
+    """
     if isinstance(f, Transform):
         return origin_of(f.f)
     if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
         return origin_of(f.func)
     if is_bound_method(f):
         return origin_of(f.__func__)
-    return f if isinstance(f, types.FunctionType) else type(f)
+    if isinstance(f, types.FunctionType):
+        return f
+    # Objects that are equal to others share their programs.
+    is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
+    return f if is_unique and jtu.all_leaves([f]) else type(f)

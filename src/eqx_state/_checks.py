@@ -1,0 +1,80 @@
+"""Programs that can raise: waiting for them, and what they raise.
+
+JAX returns before a program has run, and an error in it comes up where its results are
+used. So a program in which a callback can raise, as that of `eqx.error_if` does, is
+waited for; no other one is.
+"""
+
+from typing import Any, Final
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.tree_util as jtu
+
+from ._compat import CALLBACK_LOGGER, failed_check, is_check, Jaxpr, PROGRAM_ERRORS
+
+
+# Not `debug_callback`: nobody may rely on that it runs.
+_CAN_RAISE: Final = frozenset({"pure_callback", "io_callback"})
+
+
+def callbacks_in(jaxpr: Any) -> frozenset[str]:
+    """The callbacks that can raise, in a program and all programs inside it.
+
+    Of a program that is not to be seen, `None`, they are supposed to be in it.
+    """
+    if jaxpr is None:
+        return _CAN_RAISE
+    found, todo, seen = set(), [jaxpr], set()
+    while todo:
+        jaxpr = todo.pop()
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # one that is closed
+        if not isinstance(jaxpr, Jaxpr) or id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            found.add(equation.primitive.name)
+            for x in equation.params.values():
+                todo.extend(x if isinstance(x, (tuple, list)) else [x])
+    return _CAN_RAISE & found
+
+
+def wait(callbacks: frozenset[str] | None, arguments: Any, result: Any) -> None:
+    """Return when a program with these callbacks has run."""
+    arrays = jtu.tree_leaves((arguments, result))
+    if not callbacks or any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return
+    jax.block_until_ready(result)
+    if "io_callback" in callbacks:  # no result need depend on it
+        jax.effects_barrier()
+
+
+class Reporting:
+    """Inside, a failed `eqx.error_if` is an `eqx.EquinoxRuntimeError`.
+
+    And it is not logged by JAX, too.
+    """
+
+    def __enter__(self) -> None:
+        CALLBACK_LOGGER.addFilter(self)
+
+    def filter(self, record: Any) -> bool:
+        return not (record.exc_info and is_check(record.exc_info[1]))
+
+    def __exit__(self, cls: Any, error: BaseException | None, traceback: Any) -> None:
+        CALLBACK_LOGGER.removeFilter(self)
+        if isinstance(error, PROGRAM_ERRORS) and (check := failed_check(error)):
+            message, stack = check
+            # JAX's own error is long, and tells nothing more.
+            raise eqx.EquinoxRuntimeError(_REPORT.format(message, stack)) from None
+
+
+_REPORT: Final = """{}
+
+This check of `eqx.error_if` failed while a program of `es.jit` ran. The frames above
+are outside of the program. Inside it (most recent call last):
+{}
+To stop there and look at the values, run with `EQX_ON_ERROR=breakpoint` in the
+environment; or with `JAX_DISABLE_JIT=1`, which runs it as ordinary Python.
+"""

@@ -1,0 +1,171 @@
+"""`es.jit` where `eqx.filter_jit` was: what its users rely on holds of both."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import pytest
+from jit_cases import counted, X
+
+import eqx_state as es
+
+
+@pytest.fixture(params=[es.jit, eqx.filter_jit], ids=["es", "eqx"])
+def jit(request):
+    return request.param
+
+
+# --- Trees ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", ["all", "none"])
+def test_arrays_change_and_all_else_comes_back(jit, donate):
+    thing = object()
+
+    def tree():
+        mlp = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
+        return [3, True, thing, {"a": X + 0.0, "pair": (2.0, X[:2])}, jr.key(1), mlp]
+
+    def plus(x):
+        return x + 1.0 if eqx.is_inexact_array(x) else x
+
+    jitted = jit(lambda tree: jax.tree.map(plus, tree), donate=donate)
+    for _ in range(2):
+        out = jitted(tree())
+        assert out[2] is thing
+        assert eqx.tree_equal(out, jax.tree.map(plus, tree()))
+
+
+# --- Traces ---------------------------------------------------------------------------
+
+CALLS = {
+    "shapes": ([(X,), (X + 1.0,), (X[:2],), (X[:1],)], 3),
+    "lists": ([([X],), ([X, X[:2]],), ([X, True],)], 3),
+    "flags": ([(X, True), (X, False), (X, True)], 2),
+    "numbers in a dict": ([({"a": 1, "b": b}, w) for b in (1, 0) for w in (1, 5)], 4),
+    "numbers and arrays": ([(1,), (2,), (jnp.array(1),), (jnp.array(2),)], 3),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_trace_for_each_structure_shape_and_static_value(jit, case):
+    calls, expected = CALLS[case]
+    f, traces = counted(lambda *args: None)
+    jitted = jit(f)
+    for _ in range(2):
+        for args in calls:
+            jitted(*args)
+    assert len(traces) == expected
+
+
+def test_keywords_are_arguments_like_others(jit):
+    f, traces = counted(lambda *args, **kwargs: kwargs["x"])
+    jitted = jit(f)
+    assert [jitted(x=jnp.array(n)) for n in (2, 3)] == [2, 3]
+    assert len(traces) == 1
+    assert jitted(x=jnp.array(3), y=jnp.array(4)) == 3
+    assert jitted(x=5) == 5
+    assert len(traces) == 3
+    assert jit(lambda *args, **kwargs: args[1])(1, "two") == "two"
+
+
+WRAPPERS = {
+    "jit": lambda jit, f: jit(f),
+    "grad": lambda jit, f: eqx.filter_grad(f),
+    "value and grad": lambda jit, f: eqx.filter_value_and_grad(f),
+    "vmap": lambda jit, f: lambda x: eqx.filter_vmap(f)(x[None])[0],
+    "es.grad": lambda jit, f: lambda x: es.grad(f)(x)[0],
+}
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_a_transformed_function_is_traced_once(jit, case):
+    f, traces = counted(lambda x: x**2)
+    transformed = WRAPPERS[case](jit, f)
+    expected = [transformed(jnp.array(n)) for n in (2.0, 3.0)]
+    del traces[:]
+    found = [jit(transformed)(jnp.array(n)) for n in (2.0, 3.0)]
+    assert eqx.tree_equal(found, expected)
+    assert len(traces) == (0 if case == "jit" else 1)
+
+
+@pytest.mark.parametrize("name", ["__call__", "method"])
+@pytest.mark.parametrize("outside", [True, False])
+def test_methods_are_traced_for_their_object(jit, name, outside):
+    def method(self, x):
+        traces.append(1)
+        return x + self.increment
+
+    traces: list[int] = []
+    wrap = (lambda f: f) if outside else jit
+    body = {"__annotations__": {"increment": Any}, name: wrap(method)}
+    cls = type("Adder", (eqx.Module,), body)
+
+    def run(model):
+        f = model if name == "__call__" else model.method
+        return (jit(f) if outside else f)(jnp.array(1.0))
+
+    for increment, total in [
+        (1, 1),
+        (1.5, 2),
+        (jnp.array(2.0), 3),
+        (jnp.array(3.0), 3),
+    ]:
+        for _ in range(2):
+            assert run(cls(increment)) == 1.0 + increment
+        assert len(traces) == total
+
+
+# --- Donation -------------------------------------------------------------------------
+
+
+class Buffered(eqx.Module):
+    buffer: jax.Array
+    layer: eqx.nn.Linear
+    traces: Any = eqx.field(static=True)
+
+    def __call__(self, x):
+        self.traces.append(1)
+        return self.layer(x), eqx.tree_at(lambda m: m.buffer, self, self.buffer + 1.0)
+
+
+class Traces(list):
+    __hash__ = object.__hash__
+
+
+def test_a_donated_array_gives_its_memory(jit):
+    x, y = jnp.ones(100), jnp.ones(100)
+    memory = y.unsafe_buffer_pointer()
+    out = jit(lambda x, y: x + y, donate="warn-except-first")(x, y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
+    assert out.unsafe_buffer_pointer() == memory
+
+
+def test_a_donated_module_gives_its_memory(jit):
+    traces = Traces()
+    model = Buffered(jnp.zeros(100), eqx.nn.Linear(3, 3, key=jr.key(0)), traces)
+    memory = model.buffer.unsafe_buffer_pointer()
+    for step in range(1, 4):
+        old, (_, model) = model, jit(model, donate="all")(X + 0.0)
+        leaves = jax.tree.leaves(eqx.filter(old, eqx.is_array))
+        assert all(x.is_deleted() for x in leaves)
+        assert model.buffer.unsafe_buffer_pointer() == memory
+        assert model.buffer[0] == step
+    assert len(traces) == 1
+
+
+# --- Stages ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", ["all", "all-except-first", "none"])
+def test_a_program_is_compiled_ahead_for_static_values(jit, donate):
+    lowered = jit(lambda x, y: 2 * x + y, donate=donate).lower(jnp.array(3), 4)
+    assert "multiply" in lowered.as_text()
+    assert lowered.compile()(jnp.array(3), 4) == 10
+
+
+def test_a_partial_of_jax_is_traced(jit):
+    assert jit(jtu.Partial(jnp.add, X))(X)[2] == 6.0

@@ -1,0 +1,448 @@
+"""`es.jit` of what can raise while it runs: `eqx.error_if`, and callbacks."""
+
+import os
+import subprocess
+import sys
+import traceback
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import untouched
+from jax.experimental import io_callback
+
+import eqx_state as es
+
+
+pytestmark = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks,
+    reason="`eqx.error_if` fails under the leak check, also in `eqx.filter_jit`",
+)
+
+GOOD, BAD = jnp.array([1.0, 2.0]), jnp.array([1.0, -2.0])
+MESSAGE = "must not be negative"
+raises_check = pytest.raises(eqx.EquinoxRuntimeError, match=rf"^{MESSAGE}")
+# What JAX raises depends on whether the program has run within the call.
+raises_raw = pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=MESSAGE)
+
+
+class Traces:
+    count = 0
+
+    def __len__(self):
+        return self.count
+
+
+def counted(f):
+    """`f`, and the number of its traces; no list, which would rule out a plan."""
+    traces = Traces()
+
+    def g(*args):
+        traces.count += 1
+        return f(*args)
+
+    return g, traces
+
+
+def checked(x):
+    return eqx.error_if(x, x < 0, MESSAGE)
+
+
+def refuse(x):
+    if np.any(x < 0):
+        raise OverflowError(MESSAGE)
+    return x
+
+
+def called(x):
+    return jax.pure_callback(refuse, x, x, vmap_method="sequential")
+
+
+def told(x):
+    io_callback(refuse, x, x)
+    return x
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """A list to which each wait for a result adds an entry."""
+    found = []
+    for name in ("block_until_ready", "effects_barrier"):
+        real = getattr(jax, name)
+        monkeypatch.setattr(jax, name, lambda *x, f=real: (found.append(1), f(*x))[1])
+    return found
+
+
+# --- The error ------------------------------------------------------------------------
+
+
+def test_a_failed_check_is_raised_by_the_call():
+    f, traces = counted(checked)
+    jitted = es.jit(f)
+    for _ in range(2):  # the first call of all, then one like it, and the other way
+        with raises_check as info:
+            jitted(BAD)
+        assert info.type is eqx.EquinoxRuntimeError
+        assert info.value.__suppress_context__
+        for _ in range(2):
+            assert jnp.array_equal(jitted(GOOD), GOOD)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("x", [GOOD, jnp.ones((1000, 3000))], ids=["small", "large"])
+def test_it_is_so_for_programs_that_run_in_the_call_and_after_it(x):
+    jitted = es.jit(checked)
+    jitted(x)
+    for _ in range(2):
+        with raises_check:
+            jitted(-x)
+
+
+def inner(x):
+    # Equinox keeps the frames of the first trace with the same text.
+    return eqx.error_if(x, x < 0, f"{MESSAGE}, says inner") + 1.0
+
+
+@es.jit
+def middle(x):
+    return inner(x)
+
+
+def outer(x):
+    return middle(x)
+
+
+def test_the_text_has_the_frames_inside_of_the_program_and_no_others():
+    def call(x):
+        return es.jit(outer)(x)
+
+    for _ in range(3):
+        with raises_check as info:
+            call(BAD)
+        text = str(info.value)
+        names = ["in outer", "in middle", "in inner"]
+        places = [text.index(name) for name in names]
+        assert places == sorted(places)
+        assert "says inner" in text.splitlines()[0]
+        assert text.count('  File "') == 3
+        assert "EQX_ON_ERROR=breakpoint" in text
+        outside = traceback.extract_tb(info.value.__traceback__)
+        assert outside[1].name == "call"
+        with raises_check as info:
+            middle(BAD)
+        assert "in inner" in str(info.value)
+
+
+def test_each_program_says_its_own():
+    def one(x):
+        return eqx.error_if(x, x < 0, "one {braces}")
+
+    def other(x):
+        return eqx.error_if(x, x > 0, "other\n\n\nlines")
+
+    for _ in range(2):
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"(?s)^one \{.*in one"):
+            es.jit(one)(BAD)
+        match = r"(?s)^other\n\n\nlines\n.*in other"
+        with pytest.raises(eqx.EquinoxRuntimeError, match=match):
+            es.jit(other)(GOOD)
+
+
+def test_without_equinox_telling_more_the_message_is_raised(monkeypatch):
+    es.jit(checked)(GOOD)
+    monkeypatch.setattr("equinox._errors._jit", type(sys)("elsewhere"))
+    monkeypatch.setattr("equinox._jit.last_error_info", ("another", ["stack"]))
+    with raises_check as info:
+        es.jit(checked)(BAD)
+    assert "stack" not in str(info.value)
+
+
+def test_only_what_is_not_raised_is_logged(caplog):
+    with raises_check:
+        es.jit(checked)(BAD)
+    assert not caplog.records
+    with raises_raw:
+        es.jit(called)(BAD)
+    assert "pure_callback failed" in caplog.text
+
+
+@pytest.mark.parametrize("f", [called, told])
+def test_errors_of_other_callbacks_come_as_jax_raises_them(f):
+    jitted = es.jit(f)
+    for _ in range(2):
+        with raises_raw as info:
+            jitted(BAD)
+        assert "OverflowError" in str(info.value)
+        assert info.type is not eqx.EquinoxRuntimeError
+        assert jnp.array_equal(jitted(GOOD), GOOD)
+
+
+def test_what_fails_in_tracing_comes_as_it_is():
+    for f in (es.jit, eqx.filter_jit):
+        with pytest.raises(RuntimeError, match=MESSAGE) as info:
+            f(lambda x: eqx.error_if(x, True, MESSAGE))(GOOD)
+        assert info.type.__name__ == "EquinoxTracetimeError"
+
+
+# --- Where a check may be -------------------------------------------------------------
+
+
+@jax.custom_vjp
+def with_rule(x):
+    return checked(x)
+
+
+with_rule.defvjp(lambda x: (checked(x), None), lambda _, g: (g,))
+
+
+PLACES = {
+    "function": checked,
+    "cond": lambda x: jax.lax.cond(x.sum() < 99.0, checked, lambda x: x, x),
+    "switch": lambda x: es.switch(x.shape[0], [jnp.sin, jnp.cos, checked], x),
+    "scan": lambda x: jax.lax.scan(lambda c, x: (c, checked(x)), 0, x)[1],
+    "es.scan": lambda x: es.scan(lambda c, x: (c, checked(x)), 0, x)[1],
+    "while": lambda x: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, checked(c[1])), (0, x)
+    )[1],
+    "condition": lambda x: jax.lax.while_loop(
+        lambda x: jnp.all(checked(x) < 9.0), lambda x: x + 1.0, x
+    ),
+    "vmap": lambda x: jax.vmap(checked)(x),
+    "es.vmap": lambda x: es.vmap(checked)(x),
+    "jax.jit": lambda x: jax.jit(checked)(x),
+    "es.jit": lambda x: es.jit(checked)(x),
+    "eqx.filter_jit": lambda x: eqx.filter_jit(checked)(x),
+    "checkpoint": lambda x: jax.checkpoint(checked)(x),
+    "es.checkpoint": lambda x: es.checkpoint(checked)(x),
+    "grad": lambda x: jax.grad(lambda x: jnp.sum(checked(x) ** 2))(x),
+    "jvp": lambda x: jax.jvp(checked, (x,), (jnp.ones_like(x),))[1] + checked(x),
+    "part of a gradient": lambda x: jax.grad(
+        lambda y: jnp.sum(eqx.error_if((x, y), x < 0, MESSAGE)[1] ** 2)
+    )(x),
+    "rule": lambda x: with_rule(x),
+    "deep": lambda x: jax.jit(jax.checkpoint(jax.vmap(jax.jit(checked))))(x),
+    "custom root": lambda x: jax.lax.custom_root(
+        lambda y: checked(x) - y, x, lambda f, y: f(y) + y, lambda g, y: y
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_a_check_is_found_wherever_it_is(case, waits):
+    f, traces = counted(PLACES[case])
+    jitted = es.jit(f)
+    jitted(GOOD)
+    assert len(waits) == 1
+    with raises_check:
+        jitted(BAD)
+    jitted(GOOD)
+    assert len(waits) in (2, 3)  # a small program may fail before it is waited for
+    assert len(traces) == 1
+
+
+# --- What is waited for ---------------------------------------------------------------
+
+
+def shown(x):
+    jax.debug.callback(lambda x: None, x)
+    jax.debug.print("{}", x)
+    return x
+
+
+SILENT = {
+    "plain": lambda x: 2.0 * x,
+    "debug": shown,
+    "a check that is off": lambda x: eqx.error_if(x, x < 0, "", on_error="off"),
+    "nan": lambda x: eqx.error_if(x, x < 0, "", on_error="nan"),
+    "checked at the trace": lambda x: eqx.error_if(x, x.shape[0] > 9, ""),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_a_program_that_cannot_raise_is_not_waited_for(case, waits):
+    jitted = es.jit(SILENT[case])
+    for x in (GOOD, BAD, GOOD):
+        jitted(x)
+    jitted.lower(GOOD).compile()(BAD)
+    assert not waits
+
+
+def test_effects_without_a_result_are_waited_for(waits):
+    @es.jit
+    def f(x):
+        io_callback(refuse, x, x)
+
+    f(GOOD)
+    assert len(waits) == 2
+    with raises_raw:
+        f(BAD)
+
+
+def only_for_two(x):
+    return checked(x) if x.shape == (2,) else x
+
+
+def first_with_three(jitted):
+    for _ in range(2):
+        jitted(jnp.ones(3))
+
+
+BEFORE = {
+    "nothing": lambda jitted: None,
+    "another shape": first_with_three,
+    "lowered": lambda jitted: (first_with_three(jitted), jitted.lower(GOOD)),
+    "traced": lambda jitted: (first_with_three(jitted), jax.eval_shape(jitted, GOOD)),
+    "failed": lambda jitted: (first_with_three(jitted), raises_check_in(jitted)),
+    "both": lambda jitted: (jitted(GOOD), first_with_three(jitted)),
+}
+
+
+def raises_check_in(jitted):
+    with pytest.raises(eqx.EquinoxRuntimeError, match=MESSAGE):
+        jitted(BAD)
+
+
+@pytest.mark.parametrize("case", BEFORE)
+def test_of_the_programs_of_a_function_those_that_can_raise_are_waited_for(case, waits):
+    f, traces = counted(only_for_two)
+    jitted = es.jit(f)
+    BEFORE[case](jitted)
+    for _ in range(3):
+        waits.clear()
+        jitted(jnp.ones(3))
+        assert not waits
+        jitted(GOOD)
+        assert len(waits) == 1
+        raises_check_in(jitted)
+    assert len(traces) == 2
+
+
+# --- Donation, stages, traces around ------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", ["all", "all-except-first", "warn"])
+def test_donated_arrays_do_not_matter(donate):
+    f, traces = counted(lambda a, b: (checked(a), checked(b)))
+    jitted = es.jit(f, donate=donate)
+    for _ in range(2):
+        a, b = jitted(GOOD + 0.0, GOOD + 0.0)
+        assert jnp.array_equal(a, b)
+        with raises_check:
+            jitted(GOOD + 0.0, BAD + 0.0)
+    assert len(traces) == 1
+
+
+def test_a_compiled_program_raises_in_its_call(waits):
+    compiled = es.jit(checked).lower(GOOD).compile()
+    assert jnp.array_equal(compiled(GOOD), GOOD)
+    assert len(waits) == 1
+    with raises_check as info:
+        compiled(BAD)
+    assert "in checked" in str(info.value)
+
+
+def test_inside_of_another_trace_nothing_is_waited_for(waits):
+    jitted = es.jit(told)
+    jitted(GOOD)
+    waits.clear()
+    jax.jit(lambda x: jitted(x))(GOOD)
+    jax.eval_shape(jitted, GOOD)
+    jax.grad(lambda x: es.jit(checked)(x).sum())(GOOD)
+    jax.vmap(es.jit(checked))(GOOD)
+    assert not waits
+
+
+def test_inside_of_another_trace_whoever_runs_it_raises():
+    with raises_raw:
+        jax.block_until_ready(jax.jit(lambda x: es.jit(checked)(x))(BAD))
+    with pytest.raises(eqx.EquinoxRuntimeError, match=MESSAGE):
+        eqx.filter_jit(es.jit(checked))(BAD)
+
+
+# --- Nothing is written ---------------------------------------------------------------
+
+
+class Counter(es.Module):
+    weight: es.Parameter
+    count: es.State = 0
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.weight * checked(x)
+
+
+def test_a_failed_call_leaves_the_model_as_it_was():
+    model, step = Counter(2.0), es.jit(lambda model, x: es.mutable(model)(x))
+    for _ in range(2):
+        with untouched(model), raises_check:
+            step(model, BAD)
+        assert step(model, GOOD)[1].count == 1
+
+
+def test_a_failed_call_leaves_the_scope_around_as_it_was():
+    def f(model, x):
+        es.jit(model)(GOOD)
+        for call in (es.jit(model), lambda x: es.jit(lambda m, x: m(x))(model, x)):
+            with raises_check:
+                call(x)
+            assert model.count == 1
+        return es.jit(model)(GOOD)
+
+    model = Counter(2.0)
+    with untouched(model):
+        assert es.mutable(f)(model, BAD)[1].count == 2
+    with untouched(model), raises_check:
+        es.mutable(es.jit(model))(BAD)
+
+
+# --- Switches of JAX and Equinox ------------------------------------------------------
+
+
+def test_without_jit_it_is_as_with_filter_jit():
+    jitted, traces = counted(checked)
+    with jax.disable_jit():
+        for transform in (es.jit, eqx.filter_jit):
+            assert jnp.array_equal(transform(jitted)(GOOD), GOOD)
+            with pytest.raises(RuntimeError, match=MESSAGE) as info:
+                transform(jitted)(BAD)
+            assert info.type.__name__ == "EquinoxTracetimeError"
+    assert len(traces) == 4
+    with raises_check:
+        es.jit(jitted)(BAD)
+
+
+PROGRAM = """
+import equinox as eqx, jax, jax.numpy as jnp
+import eqx_state as es
+
+def f(x):
+    return 2.0 * eqx.error_if(x, x < 0, "message")
+
+for jit in (es.jit, eqx.filter_jit):
+    print(jit(f)(jnp.array(1.0)), jit(f)(jnp.array(-1.0)), jit(f)(jnp.array(-1.0)))
+"""
+
+OUTPUTS = {
+    "nan": ["2.0 nan nan"],
+    "off": ["2.0 -2.0 -2.0"],
+    "breakpoint": ["equinox.EquinoxRuntimeError: message"] * 2 + ["2.0 nan nan"],
+}
+
+
+@pytest.mark.parametrize("on_error", OUTPUTS)
+def test_what_an_error_does_can_be_chosen(on_error):
+    env = {**os.environ, "EQX_ON_ERROR": on_error, "JAX_PLATFORMS": "cpu"}
+    env["PYTHONWARNINGS"] = "ignore"
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input="c\n" * 4,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = run.stdout.replace("(jdb) ", "").splitlines()
+    lines = [x for x in lines if x.startswith(("2.0", "equinox."))]
+    assert lines == 2 * OUTPUTS[on_error]

@@ -1,0 +1,149 @@
+"""`es.jit`: the short way gives bit for bit what the general way gives."""
+
+import contextlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import untouched
+from zoo import CASES
+
+import eqx_state as es
+from eqx_state import _jit
+from eqx_state._program import programs_of
+
+
+ONE = jnp.ones(())
+
+
+class Scale(es.Module):
+    factor: es.Parameter
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+@contextlib.contextmanager
+def short_way_only():
+    """Inside, a call that needs the general way fails."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the general way")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_jit, "Call", refuse)
+        yield
+
+
+@contextlib.contextmanager
+def general_way_only(f):
+    programs = programs_of(f, "none")
+    plans, programs.plans = programs.plans, ()
+    yield
+    programs.plans = plans
+
+
+def same(a, b):
+    """Equal in structure, types and bits, down to the objects that are static."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert type(x) is type(y)
+        if isinstance(x, jax.Array):
+            assert x.aval == y.aval
+            assert eqx.tree_equal(x, y)
+        else:
+            assert x is y
+    assert [p.name for p in es.parts(a)] == [p.name for p in es.parts(b)]
+
+
+# --- What is called: a program, and where it returns the model ------------------------
+
+
+def forward(case, model, x):
+    return es.mutable(case.call)(model, x)
+
+
+def gradient(case, model, x):
+    loss = lambda model, x: case.call(model, x).sum()  # noqa: E731
+    return es.value_and_grad(loss)(model, x)
+
+
+def selection(case, model, x):
+    return es.filter(model, es.Parameter), es.mask(model, es.State), "done", model
+
+
+PROGRAMS = {
+    forward: lambda out: out[1],
+    gradient: lambda out: out[0][1],
+    selection: lambda out: out[-1],
+}
+
+
+@pytest.mark.parametrize("mode", [es.train, es.eval])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", CASES)
+def test_both_ways_give_the_same(name, program, mode):
+    case = CASES[name]
+
+    def f(model, x):
+        return program(case, model, x)
+
+    jitted, model = es.jit(f), mode(case.model())
+    for x in case.inputs(2):
+        with untouched(model):
+            general = jitted(model, x)
+            with short_way_only():
+                short = jitted(model, x)
+        same(short, general)
+        # What the one way has made goes the other.
+        model = PROGRAMS[program](short)
+        with general_way_only(f):
+            again = jitted(model, x)
+        with short_way_only():
+            same(jitted(PROGRAMS[program](general), x), again)
+    assert len(programs_of(f, "none").plans) == 1
+
+
+# --- What a function closes over ------------------------------------------------------
+
+
+def test_a_function_that_closes_over_containers_takes_the_short_way():
+    config, names = {"scale": 2.0, "more": [3.0]}, {"a"}
+
+    @es.jit
+    def f(x):
+        return x * config["scale"] * config["more"][0] * len(names)
+
+    f(1 * ONE)
+    with short_way_only():
+        assert f(2 * ONE) == 12.0
+
+
+def test_a_module_put_into_a_container_is_traced():
+    config = {"layers": []}
+
+    @es.jit
+    def f(x):
+        for layer in config["layers"]:
+            x = layer(x)
+        return x
+
+    assert (f(ONE), f(ONE)) == (1, 1)
+    for factor in (2.0, 3.0):
+        config["layers"] = [Scale(factor)]
+        assert f(ONE) == factor
+    config["layers"].append(Scale(5.0))
+    assert f(ONE) == 15.0
+
+
+def test_a_function_that_closes_over_very_much_takes_the_general_way():
+    data = list(range(1000))
+
+    @es.jit
+    def f(x):
+        return x * data[2]
+
+    assert (f(ONE), f(2 * ONE)) == (2, 4)
+    with short_way_only(), pytest.raises(AssertionError, match="the general way"):
+        f(ONE)
