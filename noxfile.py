@@ -25,8 +25,7 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Compare with JAX by hand and with other libraries: memory, program size, time."""
     session.install(".", *groups("bench"))
-    for script in ("checkpoint_memory", "scan_depth", "host_time"):
-        session.run("python", f"benchmarks/{script}.py", *session.posargs)
+    session.run("python", "benchmarks/summary.py", *session.posargs)
 
 
 @nox.session

@@ -1,10 +1,19 @@
-"""One deep model twice, with `eqx_state` and by hand, and how figures are shown."""
+"""One deep model twice, with `eqx_state` and by hand; measuring and showing figures."""
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import json
+import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import random
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -97,17 +106,23 @@ def by_hand(model: Tree) -> tuple[Tree, Tree]:
     return params, {"mean": norm.mean, "var": norm.var, "key": dropout.rng}
 
 
-def hand_block(params: Tree, state: Tree, x: Batch) -> tuple[Batch, Tree]:
+def hand_block(
+    params: Tree,
+    state: Tree,
+    x: Batch,
+    activation: Callable[[Batch], Batch] = jax.nn.gelu,
+    momentum: float = MOMENTUM,
+) -> tuple[Batch, Tree]:
     y = jax.vmap(lambda x: params["matrix"] @ x + params["offset"])(x)
     mean = jnp.mean(y, 0)
     var = jnp.mean(jnp.square(y - mean), 0)
     scale = jax.lax.rsqrt(var + EPS) * params["scale"]
-    y = jax.nn.gelu(y * scale + (params["shift"] - mean * scale))
+    y = activation(y * scale + (params["shift"] - mean * scale))
     next_key, key = jr.split(state["key"])
     mask = jr.bernoulli(key, 1 - DROP, y.shape)
     y = jnp.where(mask, y / (1 - DROP), jnp.zeros_like(y))
     new = {
-        name: MOMENTUM * state[name] + (1 - MOMENTUM) * jax.lax.stop_gradient(moment)
+        name: momentum * state[name] + (1 - momentum) * jax.lax.stop_gradient(moment)
         for name, moment in (("mean", mean), ("var", var))
     }
     return y, {**new, "key": next_key}
@@ -156,34 +171,138 @@ def difference(es_result: Tree, hand_result: Tree) -> float:
     return max(jax.tree.leaves(jax.tree.map(relative, pair, hand_result)))
 
 
-# What came out.
+# What was measured.
+@dataclasses.dataclass
+class Timer:
+    """A function, and the CPU seconds that each call of it took this thread."""
+
+    f: Callable[[], Any]
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def __call__(self) -> None:
+        start = time.thread_time()
+        out = self.f()
+        self.seconds.append(time.thread_time() - start)
+        del out  # only now: to throw a result away is not timed
+
+
+def take_turns(actions: Iterable[Callable[[], Any]], rounds: int) -> None:
+    """Calls each once in every round, in another order each round."""
+    order, shuffle = list(actions), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for action in order:
+            action()
+
+
+@contextlib.contextmanager
+def garbage_set_aside() -> Iterator[None]:
+    """The garbage collector looks only at what is made from here on.
+
+    Its full passes take as long as there are objects alive in the whole process, of
+    other models and of JAX, and would be counted for whoever happens to be running.
+    What is measured still pays for its own garbage.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def opcodes(hlo: str) -> Counter[str]:
+    """How often each instruction is in an optimised program, over all computations."""
+    indented = (line for line in hlo.splitlines() if line.startswith("  "))
+    lines = (line for line in indented if " = " in line)
+    # The opcode follows the type; that of a tuple has parentheses of its own.
+    found = (re.search(r" = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", line) for line in lines)
+    return Counter(match[1] for match in found)
+
+
+def quartiles(times: Sequence[float], unit: float) -> list[float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(times) < 2:
+        return 3 * [times[0] / unit]
+    return [t / unit for t in statistics.quantiles(times, n=4, method="inclusive")]
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median over the rounds of one time relative to another."""
+    pairs = zip(times, others, strict=True)
+    return statistics.median(t / other for t, other in pairs)
+
+
+def growth(times: Mapping[int, float]) -> float | None:
+    """The exponent of a log-log fit of time to depth, from 50 blocks on."""
+    points = [(math.log(n), math.log(t)) for n, t in times.items() if n >= 50]
+    if len(points) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """That what was measured is at most the limit; a time only aims at that."""
+
+    text: str
+    value: float
+    limit: float
+    of_time: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit
+
+
+def show_claims(claims: Sequence[Claim]) -> None:
+    table = Table("what", "measured", "at most", "")
+    for claim in claims:
+        verdict = "pass" if claim.holds else "miss" if claim.of_time else "WRONG"
+        table.add_row(claim.text, _cell(claim.value), _cell(claim.limit), verdict)
+    _console().print(table)
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Rows of figures with the same columns, and the claims that they bear out."""
+    """Rows of figures with the same columns, and the claims that they bear out.
+
+    Claims about times are made with `--targets` only.
+    """
 
     settings: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
-    claims: Mapping[str, bool]
+    claims: Sequence[Claim]
 
     def show(self) -> None:
         """Prints; exits with 1 if a claim does not hold."""
-        versions = {p: version(p) for p in ("jax", "jaxlib", "equinox")}
-        versions["python"] = platform.python_version()
-        versions["backend"] = jax.default_backend()
+        targets = self.settings["targets"]
+        claims = [claim for claim in self.claims if targets or not claim.of_time]
         if self.settings["json"]:
-            report = {"versions": versions, **dataclasses.asdict(self)}
-            print(json.dumps(report, indent=2))
+            report = dataclasses.asdict(dataclasses.replace(self, claims=claims))
+            print(json.dumps({"versions": versions(), **report}, indent=2))
         else:
-            console = Console()
-            console.print(_line(versions), _line(self.settings), sep="\n")
+            console = _console()
+            console.print(_line(versions()), _line(self.settings), sep="\n")
             table = Table(*self.rows[0])
             for row in self.rows:
                 table.add_row(*map(_cell, row.values()))
             console.print(table)
-            for claim, holds in self.claims.items():
-                console.print(f"{'yes' if holds else 'NO'}: {claim}")
-        if not all(self.claims.values()):
+            show_claims(claims)
+        if not all(claim.holds for claim in claims):
             raise SystemExit(1)
+
+
+def versions() -> dict[str, str]:
+    return {
+        **{package: version(package) for package in ("jax", "jaxlib", "equinox")},
+        "python": platform.python_version(),
+        "backend": jax.default_backend(),
+    }
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 150)
 
 
 def _line(values: Mapping[str, Any]) -> str:
@@ -199,13 +318,15 @@ def _cell(x: Any) -> str:
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """The command line: a flag for each default, and `--json`."""
+    """The command line: a flag for each default, `--targets` and `--json`."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    for name, default in {**defaults, "json": False}.items():
+    for name, default in {**defaults, "targets": False, "json": False}.items():
         flag = f"--{name.replace('_', '-')}"
         if default is False:
             parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            of = type(default[0]) if default else int
+            parser.add_argument(flag, type=of, nargs="*", default=default)
         else:
-            nargs = "+" if isinstance(default, list) else None
-            parser.add_argument(flag, type=int, nargs=nargs, default=default)
+            parser.add_argument(flag, type=type(default), default=default)
     return parser.parse_args()

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import optax
+from _common import by_hand, EPS, hand_block
 from jaxtyping import Array, Float, Int
 
 import eqx_state as es
 
 
-DROP, CLASSES, RATE = 0.1, 10, 1e-3
+DROP, CLASSES, MOMENTUM = 0.1, 10, 0.99
+ADAM = optax.adam(1e-3)
 FLOOR, REFERENCE = "jax.jit, flat list", "jax.jit, nested dicts"
 OURS, FILTER_JIT, NNX = "es.jit", "es model, eqx.filter_jit", "NNX, nnx.jit"
 PLAIN_JIT = "jax.jit"
@@ -61,7 +63,7 @@ class Program:
         self.ready.append(time.perf_counter() - start)
 
 
-# With `eqx_state`, and its arrays by hand.
+# With `eqx_state`.
 class Block(es.Module):
     linear: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -70,7 +72,7 @@ class Block(es.Module):
     def __init__(self, width: int, key: Array):
         linear, dropout = jr.split(key)
         self.linear = eqx.nn.Linear(width, width, key=linear)
-        self.norm = es.nn.BatchNorm(width)
+        self.norm = es.nn.BatchNorm(width, momentum=MOMENTUM)
         self.dropout = es.nn.Dropout(DROP, key=dropout)
 
     def __call__(self, x: Batch) -> Batch:
@@ -95,19 +97,59 @@ class Net(es.Module):
 
 def es_model(depth: int, width: int) -> tuple[Net, es.Optimizer]:
     net = Net(depth, width, jr.key(0))
-    return net, es.Optimizer(optax.adam(RATE)).init(net)
+    return net, es.Optimizer(ADAM).init(net)
+
+
+def es_loss(net: Net, x: Batch, y: Labels) -> Loss:
+    return cross_entropy(net(x), y)
 
 
 def es_step(model: tuple[Net, es.Optimizer], x: Batch, y: Labels) -> tuple[Loss, Any]:
     net, optimizer = model
-
-    def loss_fn(net: Net) -> Loss:
-        return cross_entropy(net(x), y)
-
-    (loss, net), grads = es.value_and_grad(loss_fn)(net)
+    (loss, net), grads = es.value_and_grad(es_loss)(net, x, y)
     return loss, optimizer.update(grads, net)
 
 
+# The same by hand.
+def hand_model(model: tuple[Net, es.Optimizer]) -> Any:
+    """The parameters, the state of the layers and that of adam."""
+    net, _ = model
+    blocks, layers = by_hand(net.blocks)
+    head = {"matrix": net.head.weight, "offset": net.head.bias}
+    params = {"blocks": blocks, "head": head}
+    return params, layers, ADAM.init(params)
+
+
+def hand_loss(params: Any, layers: Any, x: Batch, y: Labels) -> tuple[Loss, Any]:
+    new = []
+    for p, s in zip(params["blocks"], layers, strict=True):
+        x, s = hand_block(p, s, x, jax.nn.relu, MOMENTUM)
+        new.append(s)
+    return cross_entropy(_hand_linear(params["head"], x), y), new
+
+
+def hand_step(state: Any, x: Batch, y: Labels) -> tuple[Loss, Any]:
+    params, layers, opt_state = state
+    value_and_grad = jax.value_and_grad(hand_loss, has_aux=True)
+    (loss, layers), grads = value_and_grad(params, layers, x, y)
+    updates, opt_state = ADAM.update(grads, opt_state)
+    return loss, (optax.apply_updates(params, updates), layers, opt_state)
+
+
+def hand_eval_loss(state: Any, x: Batch, y: Labels) -> Loss:
+    params, layers, _ = state
+    for p, s in zip(params["blocks"], layers, strict=True):
+        z = _hand_linear(p, x)
+        scale = jax.lax.rsqrt(s["var"] + EPS) * p["scale"]
+        x = jax.nn.relu(z * scale + (p["shift"] - s["mean"] * scale))
+    return cross_entropy(_hand_linear(params["head"], x), y)
+
+
+def _hand_linear(params: Any, x: Batch) -> Float[Array, "batch out"]:
+    return jax.vmap(lambda x: params["matrix"] @ x + params["offset"])(x)
+
+
+# The arrays of the model in other containers, for the same function.
 def numbered(tree: Any) -> dict[str, Any]:
     """Nested dicts like this tree, with its leaves counted."""
     dicts: dict[str, Any] = {}
@@ -178,7 +220,6 @@ class StockNet(eqx.Module):
 
 def equinox(depth: int, width: int) -> Iterator[tuple[str, Program]]:
     net, layers = eqx.nn.make_with_state(StockNet)(depth, width, jr.key(0))
-    tx = optax.adam(RATE)
 
     def loss_fn(net: StockNet, layers: Any, key: Array, x: Batch, y: Labels) -> Any:
         forward = jax.vmap(
@@ -192,10 +233,10 @@ def equinox(depth: int, width: int) -> Iterator[tuple[str, Program]]:
         next_key, key = jr.split(next_key)
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         (loss, layers), grads = value_and_grad(net, layers, key, x, y)
-        updates, opt_state = tx.update(grads, opt_state)
+        updates, opt_state = ADAM.update(grads, opt_state)
         return loss, (eqx.apply_updates(net, updates), layers, opt_state, next_key)
 
-    opt_state = tx.init(eqx.filter(net, eqx.is_inexact_array))
+    opt_state = ADAM.init(eqx.filter(net, eqx.is_inexact_array))
     state = net, layers, opt_state, jr.key(1)
     yield "Equinox stock, eqx.filter_jit", Program(eqx.filter_jit(step), state)
 
@@ -224,7 +265,7 @@ def nnx(depth: int, width: int) -> Iterator[tuple[str, Program]]:
 
     def make() -> tuple[Net, nnx.Optimizer]:
         net = Net(nnx.Rngs(0))
-        return net, nnx.Optimizer(net, optax.adam(RATE), wrt=nnx.Param)
+        return net, nnx.Optimizer(net, ADAM, wrt=nnx.Param)
 
     def step(net: Net, optimizer: nnx.Optimizer, x: Batch, y: Labels) -> Loss:
         def loss_fn(net: Net) -> Loss:
@@ -258,12 +299,12 @@ def haiku(depth: int, width: int) -> Iterator[tuple[str, Program]]:
 
     def forward(x: Batch) -> Float[Array, "batch classes"]:
         for _ in range(depth):
-            norm = hk.BatchNorm(True, True, 0.99)
+            norm = hk.BatchNorm(True, True, MOMENTUM)
             y = jax.nn.relu(norm(hk.Linear(width)(x), is_training=True))
             x = hk.dropout(hk.next_rng_key(), DROP, y)
         return hk.Linear(CLASSES)(x)
 
-    net, tx = hk.transform_with_state(forward), optax.adam(RATE)
+    net = hk.transform_with_state(forward)
 
     def loss_fn(params: Any, layers: Any, key: Array, x: Batch, y: Labels) -> Any:
         logits, layers = net.apply(params, layers, key, x)
@@ -274,10 +315,10 @@ def haiku(depth: int, width: int) -> Iterator[tuple[str, Program]]:
         next_key, key = jr.split(next_key)
         value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, layers), grads = value_and_grad(params, layers, key, x, y)
-        updates, opt_state = tx.update(grads, opt_state)
+        updates, opt_state = ADAM.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
         return loss, (params, layers, opt_state, next_key)
 
     params, layers = net.init(jr.key(0), jnp.ones((2, width)))
-    state = params, layers, tx.init(params), jr.key(1)
+    state = params, layers, ADAM.init(params), jr.key(1)
     yield "Haiku, jax.jit", Program(jax.jit(step), state)

@@ -6,20 +6,36 @@ order each round: the same es model under `es.jit` and `eqx.filter_jit`, and its
 as a flat list (the floor) and as nested dicts under `jax.jit`; and the model as others
 write it. Measured are the times until the call returns and until the loss is ready, and
 the CPU time of the thread that calls; all in microseconds, with quartiles. Ratios are
-medians over the rounds. Then: how soon does a call return whose result takes long?
+medians over the rounds. What is alive at the start is set aside from the garbage
+collector. Then: how soon does a call return whose result takes long?
+
+`--deep 1000` adds depths at which, as to compile all takes long, only `es.jit`, nested
+dicts and those named in `--programs` run. Growth is the exponent of a log-log fit from
+50 blocks on. `--picture FILE` draws the time until the call returns against the depth
+(with matplotlib).
 """
 
 import importlib.util
 import os
-import random
 import statistics
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from _common import arguments, Report
+from _common import (
+    arguments,
+    Claim,
+    garbage_set_aside,
+    growth,
+    quartiles,
+    ratio,
+    Report,
+    take_turns,
+)
 from _training import (
     Batch,
     CLASSES,
@@ -44,21 +60,26 @@ from jaxtyping import Array
 import eqx_state as es
 
 
-def take_turns(programs: dict[str, Program], data: Data, rounds: int) -> None:
-    order, shuffle = list(programs.values()), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for program in order:
-            program.run(data)
+Programs = dict[str, Program]
+
+# How the names of the programs start, what has to be installed, and what makes them.
+MAKERS = (
+    ("", None, es_and_hand),
+    ("NNX", "flax", nnx),
+    ("Haiku", "haiku", haiku),
+    ("Equinox stock", None, equinox),
+)
+
+
+def run_in_turns(programs: Programs, data: Data, rounds: int) -> None:
+    runs = [lambda p=program: p.run(data) for program in programs.values()]
+    with garbage_set_aside():
+        take_turns(runs, rounds)
 
 
 def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
     def microseconds(times: list[float]) -> list[int]:
-        return [round(1e6 * t) for t in statistics.quantiles(times, n=4)]
-
-    def ratio(times: list[float], others: list[float]) -> float:
-        pairs = zip(times, others, strict=True)
-        return statistics.median(t / other for t, other in pairs)
+        return [round(t) for t in quartiles(times, 1e-6)]
 
     returned, ready = microseconds(program.returned), microseconds(program.ready)
     return {
@@ -77,20 +98,26 @@ def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
     }
 
 
-def steps(depth: int, args: Any) -> tuple[list[dict[str, Any]], dict[str, Program]]:
+def steps(depth: int, args: Any) -> tuple[list[dict[str, Any]], Programs]:
     """A row for each way to write a step of this many blocks."""
     x = jr.normal(jr.key(2), (args.batch, args.width))
     data = x, jr.randint(jr.key(3), (args.batch,), 0, CLASSES)
+    chosen = {REFERENCE, OURS, *args.programs} if depth in args.deep else None
     programs, missing = {}, []
-    for package, make in {None: es_and_hand, "flax": nnx, "haiku": haiku}.items():
-        if package is None or importlib.util.find_spec(package):
-            programs |= make(depth, args.width)
-        else:
+    for start, package, make in MAKERS:
+        if chosen and not any(name.startswith(start) for name in chosen):
+            continue
+        if package and not importlib.util.find_spec(package):
             missing.append(package)
-    programs |= equinox(depth, args.width)
+            continue
+        for name, program in make(depth, args.width):
+            if chosen is None or name in chosen:
+                programs[name] = program
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles one on each core
+        list(pool.map(lambda program: program.warm_up(data), programs.values()))
     for program in programs.values():
-        program.warm_up(data)
-    take_turns(programs, data, args.steps)
+        program.step(program.state, *data)
+    run_in_turns(programs, data, args.steps)
     what = f"{depth} blocks"
     rows = [row(what, *item, programs[REFERENCE]) for item in programs.items()]
     for package in missing:
@@ -98,7 +125,7 @@ def steps(depth: int, args: Any) -> tuple[list[dict[str, Any]], dict[str, Progra
     return rows, programs
 
 
-def waiting(args: Any) -> tuple[list[dict[str, Any]], dict[str, Program]]:
+def waiting(args: Any) -> tuple[list[dict[str, Any]], Programs]:
     """A row for each way to call what takes long to compute."""
 
     def work(state: tuple[Array, Array], x: Batch, y: Labels) -> tuple[Array, Any]:
@@ -121,14 +148,14 @@ def waiting(args: Any) -> tuple[list[dict[str, Any]], dict[str, Program]]:
     calibration.cpu.clear()
     for program in programs.values():
         program.state = n, matrix
-    take_turns(programs, data, args.waits)
+    run_in_turns(programs, data, args.waits)
     what = f"{args.wait_ms:,} ms"
     rows = [row(what, *item, programs[PLAIN_JIT]) for item in programs.items()]
     return rows, programs
 
 
 def compilations(args: Any) -> int:
-    """How often XLA compiles for 20 steps of training, one of evaluation, 20 more."""
+    """How often XLA compiles for 100 steps of training, one of evaluation, 100 more."""
     count = 0
 
     def listen(event: str, _seconds: float, **_: Any) -> None:
@@ -139,56 +166,117 @@ def compilations(args: Any) -> int:
     x, y = jnp.ones((args.batch, args.width)), jnp.zeros((args.batch,), jnp.int32)
     net, optimizer = es_model(4, args.width)
     jax.monitoring.register_event_duration_secs_listener(listen)
-    for mode, times in (("train", 20), ("eval", 1), ("train", 20)):
+    for mode, times in (("train", 100), ("eval", 1), ("train", 100)):
         net = net.train(mode == "train")
         for _ in range(times):
             _, (net, optimizer) = step((net, optimizer), x, y)
     return count
 
 
+def returned_by_depth(measured: Mapping[int, Programs]) -> dict[str, dict[int, float]]:
+    """For each program and depth: the median seconds until the call returns."""
+    medians: dict[str, dict[int, float]] = {}
+    for depth, programs in sorted(measured.items()):
+        for name, program in programs.items():
+            median = statistics.median(program.returned)
+            medians.setdefault(name, {})[depth] = median
+    return medians
+
+
+def draw(medians: Mapping[str, Mapping[int, float]], path: str) -> None:
+    """Cost against depth: all of a step, and what it takes more than the floor."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (whole, over) = plt.subplots(
+        1, 2, figsize=(12, 5), sharex=True, layout="constrained"
+    )
+    floor = medians.get(FLOOR, {})
+    for number, (name, by_depth) in enumerate(medians.items()):
+        style = {
+            "color": f"C{number}",
+            "marker": "os^Dv"[number % 5],
+            "markersize": 4,
+            "linewidth": 2.5 if name == OURS else 1.2,
+            "label": name,
+            "zorder": 3 if name == OURS else 2,
+        }
+        whole.plot(by_depth.keys(), [1e3 * t for t in by_depth.values()], **style)
+        above = {n: 1e3 * (t - floor[n]) for n, t in by_depth.items() if n in floor}
+        # One that took no longer than the floor has no place on a log scale.
+        above = {n: t for n, t in above.items() if t > 0}
+        if name != FLOOR:
+            over.plot(above.keys(), above.values(), **style)
+    depths = sorted({n for by_depth in medians.values() for n in by_depth})
+    for axes, title in (
+        (whole, "until the call returns"),
+        (over, f"the same, over the floor ({FLOOR})"),
+    ):
+        axes.set(xscale="log", yscale="log", xlabel="blocks", title=title)
+        axes.set_xticks(depths, map(str, depths), minor=False)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    whole.set_ylabel("ms for a step")
+    figure.legend(*whole.get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(path, dpi=150)
+
+
+def ours_to(programs: Programs, name: str) -> float:
+    """How long `es.jit` takes to return, relative to another program."""
+    return ratio(programs[OURS].returned, programs[name].returned)
+
+
+def difference_of_losses(programs: Programs) -> float:
+    names = FLOOR, REFERENCE, OURS, FILTER_JIT
+    losses = [programs[name].first_loss for name in names if name in programs]
+    return (max(losses) - min(losses)) / abs(losses[0])
+
+
 def main() -> None:
     args = arguments(
         __doc__,
-        depths=[10, 50],
+        depths=(10, 50),
+        deep=(),
+        programs=(FLOOR,),
         width=4,
         batch=4,
         steps=200,
         wait_ms=1000,
         waits=5,
-        targets=False,
+        picture="",
     )
-    os.environ.setdefault("COLUMNS", "150")  # where there is no terminal
     compiled = compilations(args)
-    measured = {depth: steps(depth, args) for depth in args.depths}
+    measured = {depth: steps(depth, args) for depth in (*args.depths, *args.deep)}
     wait_rows, waits = waiting(args)
     rows = [row for rows, _ in measured.values() for row in rows] + wait_rows
+    by_depth = {depth: programs for depth, (_, programs) in measured.items()}
+    medians = returned_by_depth(by_depth)
+    if args.picture:
+        draw(medians, args.picture)
 
-    def ours_to(programs: dict[str, Program], name: str) -> float:
-        """How long `es.jit` takes to return, relative to another program."""
-        pairs = zip(programs[OURS].returned, programs[name].returned, strict=True)
-        return statistics.median(ours / other for ours, other in pairs)
-
-    def same_loss(programs: dict[str, Program]) -> bool:
-        names = FLOOR, REFERENCE, OURS, FILTER_JIT
-        losses = [programs[name].first_loss for name in names]
-        return max(losses) - min(losses) <= 1e-5 * abs(losses[0])
-
-    claims = {
-        "es.jit: 2 compilations over train x 20, eval, train x 20": compiled == 2,
-        "the es model and its arrays by hand have the same loss, to 1e-5": all(
-            same_loss(programs) for _, programs in measured.values()
-        ),
-    }
-    if args.targets:  # of times, and only as good as the machine is quiet
-        for depth, (_, programs) in measured.items():
-            limits = {name: 1.0 for name in programs if name.startswith("NNX, ")}
-            limits |= {REFERENCE: 1.15, FILTER_JIT: 0.4, NNX: 0.15}
-            for name, limit in limits.items():
-                if name in programs:
-                    claim = f"{depth} blocks: es.jit <= {limit} x {name}"
-                    claims[claim] = ours_to(programs, name) <= limit
-        soon = ours_to(waits, PLAIN_JIT) <= 2
-        claims["es.jit returns from long work within 2 x jax.jit"] = soon
+    text = "compilations of es.jit over train x 100, eval, train x 100"
+    claims = [Claim(text, compiled, 2)]
+    text = "the loss of the es model, difference to its arrays by hand, share"
+    different = max(map(difference_of_losses, by_depth.values()))
+    claims.append(Claim(text, different, 1e-5))
+    for depth, programs in by_depth.items():
+        limits = {REFERENCE: 1.15, FILTER_JIT: 0.4, NNX: 0.15}
+        for name in programs:
+            if name in limits or name.startswith("NNX, "):
+                claim = f"{depth} blocks: host time of es.jit, to {name}"
+                limit = limits.get(name, 1.0)
+                claims.append(
+                    Claim(claim, ours_to(programs, name), limit, of_time=True)
+                )
+    exponent = growth(medians[OURS])
+    if exponent is not None:
+        claims.append(
+            Claim("growth: host time of es.jit", exponent, 1.05, of_time=True)
+        )
+    text = f"es.jit returns from work of {args.wait_ms:,} ms, to {PLAIN_JIT}"
+    claims.append(Claim(text, ours_to(waits, PLAIN_JIT), 2.0, of_time=True))
     Report(vars(args), rows, claims).show()
 
 

@@ -1,0 +1,77 @@
+"""Which figures are reached? Runs the other scripts; prints all claims in one table.
+
+Each script runs in a process of its own. `--quick` is for a look: small sizes, few
+rounds. `--only` names the scripts to run. `--picture FILE` is for `host_time.py`. Exits
+with 1 if a script fails or what it computed is wrong; a time that misses its target is
+shown, and no failure.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import arguments, Claim, show_claims
+
+
+# The options of each script, and those for a quick look.
+SCRIPTS = {
+    "host_time": (
+        "--depths 50 200 --deep 1000 --programs",
+        "--depths 5 20 --steps 20 --waits 3",
+    ),
+    "tracing": (
+        "--depths 50 200 1000 --rounds 5",
+        "--depths 10 50 100 --rounds 3",
+    ),
+    "selecting": (
+        "--depths 50 200 1000",
+        "--depths 50 100 200 --rounds 10",
+    ),
+    "donated_memory": ("--depths 20", "--depths 5"),
+    "import_time": ("", "--repetitions 5"),
+    "scan_depth": (
+        "--depths 12 24 --repetitions 1 --steps 20",
+        "--depths 4 8 --width 16 --batch 16 --repetitions 1 --steps 5",
+    ),
+    "checkpoint_memory": ("", "--depth 6 --width 128 --batch 64"),
+}
+
+
+def run(script: str, options: list[str]) -> dict[str, Any] | None:
+    """The script's report, or `None` if it made none."""
+    path = Path(__file__).with_name(f"{script}.py")
+    command = [sys.executable, str(path), *options, "--targets", "--json"]
+    print(f"{script}.py {' '.join(options)}", end=" ", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(f"({time.perf_counter() - start:.0f} s)", file=sys.stderr)
+    # Its exit status also tells of times that missed.
+    return json.loads(child.stdout) if child.stdout else None
+
+
+def main() -> None:
+    args = arguments(__doc__, quick=False, only=tuple(SCRIPTS), picture="")
+    reports = {}
+    for script in args.only:
+        options = SCRIPTS[script][args.quick].split()
+        if script == "host_time" and args.picture:
+            options += ["--picture", args.picture]
+        reports[script] = run(script, options)
+    made = {script: report for script, report in reports.items() if report}
+    claims = [Claim(**claim) for report in made.values() for claim in report["claims"]]
+    if args.json:
+        print(json.dumps(made, indent=2))
+    else:
+        show_claims(claims)
+    failed = [script for script in reports if script not in made]
+    for script in failed:
+        print(f"{script}.py failed", file=sys.stderr)
+    if failed or not all(claim.holds or claim.of_time for claim in claims):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
