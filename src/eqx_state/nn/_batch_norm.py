@@ -128,22 +128,30 @@ class BatchNorm(Module):
             scale = scale * self.weight
         shift = mean * scale
         shift = -shift if self.bias is None else self.bias - shift
-        shape = [1] * x.ndim
-        shape[axis] = self.input_size
-        y = x.astype(scale.dtype) * scale.reshape(shape) + shift.reshape(shape)
+        scale, shift = (_spread(self, a, x) for a in (scale, shift))
+        y = _cast(x, scale.dtype) * scale + shift
         # Integers are not rounded back; a lower precision is that of the layers around.
-        return y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+        return _cast(y, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
 
 # Functions, for Equinox makes a pytree of each method that is looked up.
 
 
+def _cast(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
+    """One value per channel in the shape of `x`."""
+    return jax.lax.broadcast_in_dim(channels, x.shape, (norm.channel_axis % x.ndim,))
+
+
 def _batch_moments(norm: BatchNorm, x: Array) -> tuple[Array, Array]:
     axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
-    x = x.astype(norm.mean.dtype)
-    mean = _over_lanes(norm, jnp.mean(x, axes, keepdims=True))
-    var = _over_lanes(norm, jnp.mean(jnp.square(x - mean), axes))
-    return mean.reshape(norm.input_size), var
+    x = _cast(x, norm.mean.dtype)
+    mean = _over_lanes(norm, jnp.mean(x, axes))
+    deviation = x - _spread(norm, mean, x)
+    return mean, _over_lanes(norm, jnp.mean(jnp.square(deviation), axes))
 
 
 def _over_lanes(norm: BatchNorm, x: Array) -> Array:
