@@ -137,13 +137,56 @@ def test_a_module_put_into_a_container_is_traced():
     assert f(ONE) == 15.0
 
 
-def test_a_function_that_closes_over_very_much_takes_the_general_way():
-    data = list(range(1000))
+def test_a_module_deep_inside_what_a_function_holds_is_traced():
+    box, other = ([None],), lambda: box
+    for factor in (2.0, 3.0):
+
+        @es.jit
+        def f(x, more=(lambda: other,)):
+            scale = more[0]()()[0][0]
+            return x if scale is None else scale(x)
+
+        box[0][0] = None
+        assert (f(ONE), f(ONE)) == (1, 1)
+        box[0][0] = Scale(factor)
+        assert (f(ONE), f(ONE)) == (factor, factor)
+
+
+def test_what_a_function_holds_may_change_and_go():
+    rate, gone = 1.0, 2.0
 
     @es.jit
     def f(x):
-        return x * data[2]
+        return x if rate else gone  # noqa: F821
 
-    assert (f(ONE), f(2 * ONE)) == (2, 4)
+    assert f(ONE) == 1
+    rate, gone = 3.0, None
+    with short_way_only():
+        assert f(ONE) == 1
+    del gone
+    with short_way_only():
+        assert f(ONE) == 1
+
+
+def test_with_many_signatures_in_turn_some_keep_the_short_way():
+    @es.jit
+    def f(x, n):
+        return x * n
+
+    for n in 3 * tuple(range(12)):
+        assert f(ONE, n) == n
+    with short_way_only():
+        for n in range(8):
+            assert f(ONE, n) == n
+
+
+def test_a_function_that_holds_very_much_takes_the_general_way():
+    data = [object() for _ in range(2000)]
+
+    @es.jit
+    def f(x):
+        return x * len(data)
+
+    assert (f(ONE), f(2 * ONE)) == (2000, 4000)
     with short_way_only(), pytest.raises(AssertionError, match="the general way"):
         f(ONE)

@@ -6,7 +6,7 @@ bound method and the arguments of a partial would stay hidden from a transform.
 
 import functools as ft
 import types
-from typing import Any
+from typing import Any, Final
 
 import jax.tree_util as jtu
 
@@ -111,6 +111,40 @@ def _holds_module(tree: Any) -> bool:
 
     jtu.tree_leaves(tree, is_leaf=stop)
     return bool(found)
+
+
+def reaches_module(f: Any) -> bool:
+    """Whether `open_function` may find a module in a function: quick, for each call.
+
+    Where there is very much to look through, it may.
+    """
+    seen: set[int] = set()
+
+    def look(x: Any) -> bool:
+        cls = type(x)
+        if cls in _ATOMS or id(x) in seen:
+            return False
+        seen.add(id(x))
+        if len(seen) > _MANY:
+            return True
+        if cls is types.FunctionType:
+            cells = map(_contents, x.__closure__ or ())
+            return any(map(look, (*cells, x.__defaults__, x.__kwdefaults__)))
+        if isinstance(x, (tuple, list)):
+            return any(map(look, x))
+        if isinstance(x, dict):
+            return any(map(look, x.values()))
+        if cls is types.MethodType:
+            return look(x.__self__) or look(x.__func__)
+        if isinstance(x, ft.partial):
+            return any(map(look, (x.func, x.args, x.keywords)))
+        return is_eqx_module(x) or not jtu.all_leaves((x,))
+
+    return look(f)
+
+
+_ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_MANY: Final = 1000
 
 
 def close(tree: Any) -> Any:

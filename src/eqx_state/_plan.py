@@ -8,6 +8,7 @@ containers have a function of their own, shared by all that are alike.
 """
 
 import dataclasses
+import functools as ft
 import types
 import weakref
 from collections.abc import Callable
@@ -195,8 +196,9 @@ class _Flattener:
 
     def is_open(self, x: Any) -> bool:
         """Whether `x` is a function of which more than its identity matters."""
-        closes_over = isinstance(x, types.FunctionType) and x.__closure__
-        return x is self.origin() or bool(closes_over)
+        if isinstance(x, types.FunctionType):
+            return x is self.origin() or bool(x.__closure__)
+        return x is self.origin() or isinstance(x, (types.MethodType, ft.partial))
 
     def of_type(self, code: _Function, v: str, cls: type) -> str:
         name = code.variable()

@@ -25,7 +25,7 @@ from ._checks import callbacks_in, Reporting, wait
 from ._compat import jaxpr_of, run_in_program
 from ._lift import Leaves, Lifted
 from ._mutable import is_bound_method, Transform
-from ._open import close, Opened
+from ._open import close, Opened, reaches_module
 from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 from ._scope import is_owned
 from ._signature import Signature, signature_of
@@ -182,9 +182,10 @@ class Plan:
         if call.lifted.roots or call.held:
             raise Unplannable
         self.key = key
-        self.held = _held(f)
         self.f = None
         if not any(map(is_array, jtu.tree_leaves(f))):
+            if reaches_module(f):
+                raise Unplannable
             try:
                 self.f, f = weakref.ref(f), None
             except TypeError:
@@ -198,12 +199,10 @@ class Plan:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
         if self.f is not None:
-            if self.f() is not f:
+            # A module that `f` has come to hold is to be traced.
+            if self.f() is not f or reaches_module(f):
                 raise Mismatch
             f = None
-        for get, identities in self.held:
-            if list(map(id, get())) != identities:
-                raise Mismatch
         first: list[Any] = []
         rest: list[Any] = []
         self.first(args[:1], first.append)
@@ -213,53 +212,6 @@ class Plan:
         if not types <= self.types and not all(map(is_array, [*first, *rest])):
             raise Mismatch
         return first, rest, []
-
-
-Held = tuple[Callable[[], Any], list[int]]
-
-
-def _held(f: Any) -> list[Held]:
-    """What the functions in `f` close over: how to get it, and its identities.
-
-    It is looked at only to see whether it has become a module, which would be traced.
-    Otherwise what a function closes over is constant, as it is to `jax.jit`.
-    """
-    found: list[Held] = []
-    seen: set[int] = set()
-
-    def look(x: Any) -> None:
-        if id(x) in seen:
-            return
-        seen.add(id(x))
-        if isinstance(x, types.FunctionType):
-            for cell in x.__closure__ or ():
-                hold(lambda cell=cell: [cell.cell_contents])
-        elif isinstance(x, dict):
-            hold(x.values)
-        elif isinstance(x, (list, set)):
-            hold(x.copy)
-        elif isinstance(x, ft.partial):
-            look(x.func)
-        elif isinstance(x, types.MethodType):
-            look(x.__func__)
-
-    def hold(get: Callable[[], Any]) -> None:
-        try:
-            contents = list(get())
-        except ValueError:  # of a cell: assigned later in the function around
-            raise Unplannable from None
-        if len(contents) > _MAX_HELD:
-            raise Unplannable
-        found.append((get, list(map(id, contents))))
-        for y in contents:
-            look(y)
-
-    for leaf in jtu.tree_leaves(f):
-        look(leaf)
-    return found
-
-
-_MAX_HELD: Final = 100  # in one container, for it is looked through at each call
 
 
 class Programs:
@@ -279,6 +231,7 @@ class Programs:
         self.tokens: dict[Signature, object] = {}
         self.plans: tuple[Plan, ...] = ()
         self.unplanned: frozenset[Key] = frozenset()
+        self.new = 0  # how often there was none for a call
 
     def key(self, call: Call) -> Key:
         """Equal for calls that one program serves."""
@@ -324,6 +277,9 @@ class Programs:
         """Make a plan for calls like this one, if there was none yet."""
         if key in self.unplanned or any(plan.key == key for plan in self.plans):
             return
+        self.new += 1
+        if len(self.plans) == _MAX_PLANS and self.new % _PATIENCE:
+            return
         try:
             plan = Plan(f, call, key)
         except Unplannable:
@@ -332,7 +288,9 @@ class Programs:
             self.plans = (plan, *self.plans[: _MAX_PLANS - 1])
 
 
+# Of more signatures in turn each would push out the next, and plans are not cheap.
 _MAX_PLANS: Final = 8
+_PATIENCE: Final = 100
 
 # By function: its programs go when it goes, of which they keep nothing.
 _PROGRAMS: Final[weakref.WeakKeyDictionary[Any, dict[Donate, Programs]]] = (
