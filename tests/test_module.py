@@ -392,3 +392,37 @@ def test_the_flags_pass_through_jit(modes):
     out = jax.jit(lambda t: t)(tree)
     assert [m.training for m in out] == modes
     assert jax.tree.structure(out) == jax.tree.structure(tree)
+
+
+def test_a_property_is_asked_once():
+    class Twice(es.Module):
+        count: es.State = 0
+
+        @classmethod
+        def make(cls):
+            return cls()
+
+        @property
+        def maker(self):
+            self.count = self.count + 1
+            return type(self).make
+
+        def __call__(self):
+            return self.maker()
+
+    made, model = es.mutable(Twice())()
+    assert (made.count, model.count) == (0, 1)
+
+
+def test_attributes_are_looked_up_as_other_bases_say():
+    class Logged:
+        def __getattribute__(self, name):
+            return 7 if name == "seven" else super().__getattribute__(name)
+
+    class Model(es.Module, Logged):
+        def method(self):
+            return self.seven
+
+    model = Model()
+    assert model.method() == model.seven == 7
+    assert isinstance(model.method, eqx.Module)  # a pytree, as in Equinox

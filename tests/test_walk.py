@@ -106,3 +106,15 @@ def test_a_stateless_module_may_be_in_many_places():
     plain = Plain(layer)
     assert find_shared([plain] * 3 + [part]) is None
     assert find_shared([plain, [part], plain, {"a": part}]) == ("[1][0]", "[3]['a']")
+
+
+def test_a_constant_copy_hides_no_sharing():
+    class Three(es.Module):
+        constant: es.Buffer[Any]
+        a: es.nn.BatchNorm
+        b: es.nn.BatchNorm
+
+    norm = es.nn.BatchNorm(1)
+    with pytest.raises(ValueError, match=r"in two places, `a` and `b`"):
+        Three(norm, norm, norm)
+    assert find_shared(Three(norm, norm, es.nn.BatchNorm(1))) is None

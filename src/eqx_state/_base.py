@@ -47,8 +47,8 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
 
         def __getattribute__(self, name: str) -> Any:
             # Equinox makes a pytree of each bound method. Nothing else has to go there.
-            value = object.__getattribute__(self, name)
-            if type(value) is types.MethodType:
+            value = super(eqx.Module, self).__getattribute__(name)
+            if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
             return value
 

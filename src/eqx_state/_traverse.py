@@ -406,17 +406,18 @@ def is_hole(x: Any) -> bool:
 def find_shared(tree: Any, path: KeyPath = ()) -> tuple[str, str] | None:
     """The names of two places that hold one and the same stateful `es.Module`."""
     visits = walk(tree, path)
-    modules = [v for v in visits if not v.is_leaf and is_module(v.node)]
-    first = {id(v.node): v for v in reversed(modules)}
-    if len(first) == len(modules):
+    modules = [v for v in visits if is_module(v.node)]
+    if len({id(v.node) for v in modules}) == len(modules):
         return None
     # A constant copy of a stateful module is no second state.
     state = [v.path for v in visits if v.is_leaf and _is_state(v)]
     stateful = {path[:n] for path in state for n in range(len(path) + 1)}
+    first: dict[int, Visit] = {}
     for visit in modules:
-        other = first[id(visit.node)]
-        if other is not visit and {other.path, visit.path} <= stateful:
-            return other.name, visit.name
+        if visit.path in stateful:
+            other = first.setdefault(id(visit.node), visit)
+            if other is not visit:
+                return other.name, visit.name
     return None
 
 
