@@ -228,7 +228,8 @@ def test_what_is_no_array_arrives_and_returns_as_it_is():
 
     (out, (x, cls), text) = f(given, X)
     for tree in (seen[0], out):
-        for name in ("number", "float", "flag", "text", "nothing", "function", "type"):
+        assert repr(tree["float"]) == "-0.0"
+        for name in ("number", "flag", "text", "nothing", "function", "type"):
             assert tree[name] is given[name]
     assert (cls, text) == (Counter, "done")
     assert jnp.array_equal(x, X)

@@ -1,6 +1,7 @@
 """`es.jit`: the short way gives bit for bit what the general way gives."""
 
 import contextlib
+import functools as ft
 
 import equinox as eqx
 import jax
@@ -190,3 +191,48 @@ def test_a_function_that_holds_very_much_takes_the_general_way():
     assert (f(ONE), f(2 * ONE)) == (2000, 4000)
     with short_way_only(), pytest.raises(AssertionError, match="the general way"):
         f(ONE)
+
+
+WRAPPERS = {
+    "function": lambda f: f,
+    "partial": lambda f: ft.partial(f, ONE),
+    "partial with arrays": lambda f: eqx.Partial(f, ONE),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_module_that_comes_into_a_wrapped_function_is_traced(name):
+    box = [None]
+
+    def f(*xs):
+        return xs[-1] if box[0] is None else box[0](xs[-1])
+
+    jitted = es.jit(WRAPPERS[name](f))
+    assert (jitted(ONE), jitted(ONE)) == (1, 1)
+    for factor in (2.0, 3.0):
+        box[0] = Scale(factor)
+        assert (jitted(ONE), jitted(ONE)) == (factor, factor)
+
+
+def test_a_function_that_closes_over_a_transform_takes_the_short_way():
+    square = es.jit(lambda x: x * x)
+    gradient = es.grad(lambda model, x: model["w"] * square(x))
+
+    @es.jit
+    def f(model, x):
+        return gradient(model, x)[0]["w"]
+
+    assert f({"w": ONE}, 3 * ONE) == 9
+    with short_way_only():
+        assert f({"w": ONE}, 4 * ONE) == 16
+
+
+def test_what_contains_itself_may_be_closed_over():
+    cycle = []
+    cycle.append(cycle)
+
+    @es.jit
+    def f(x):
+        return x if cycle else -x
+
+    assert (f(ONE), f(ONE)) == (1, 1)

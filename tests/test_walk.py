@@ -118,3 +118,10 @@ def test_a_constant_copy_hides_no_sharing():
     with pytest.raises(ValueError, match=r"in two places, `a` and `b`"):
         Three(norm, norm, norm)
     assert find_shared(Three(norm, norm, es.nn.BatchNorm(1))) is None
+
+
+def test_a_deep_tree_is_walked():
+    tree = ONE
+    for _ in range(300):
+        tree = eqx.Partial([tree])
+    assert len(es.parts(tree)) == 1

@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 from ._keys import is_key
 from ._kinds import is_kind, Rng
 from ._lift import is_mappable, Lifted
-from ._mutable import Transform
 from ._select import check_kinds, most_derived
+from ._transform import Transform
 from ._traverse import is_array, leaves, modules_in, Visit
 
 

@@ -63,7 +63,7 @@ def is_module(x: Any) -> TypeGuard[BaseModule]:
     """Whether `x` is an `es.Module`.
 
     `isinstance` asks a metaclass in Python, and that the module for its `__class__`, in
-    Python, too: it takes ten times as long, and walks ask this of every node.
+    Python, too. Walks ask this of every node.
     """
     return BaseModule in type(x).__mro__
 

@@ -8,8 +8,8 @@ import jax
 import jax.tree_util as jtu
 
 from ._lift import Leaves, Lifted
-from ._mutable import Transform, wrap
 from ._scope import is_owned
+from ._transform import Transform, wrap
 
 
 _P = ParamSpec("_P")

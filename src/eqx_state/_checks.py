@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from ._compat import CALLBACK_LOGGER, failed_check, is_check, Jaxpr, PROGRAM_ERRORS
 
 
-# Not `debug_callback`: nobody may rely on that it runs.
+# Not `debug_callback`: nobody may rely on its running.
 _CAN_RAISE: Final = frozenset({"pure_callback", "io_callback"})
 
 
@@ -42,8 +42,10 @@ def callbacks_in(jaxpr: Any) -> frozenset[str]:
 
 def wait(callbacks: frozenset[str] | None, arguments: Any, result: Any) -> None:
     """Return when a program with these callbacks has run."""
+    if not callbacks:
+        return
     arrays = jtu.tree_leaves((arguments, result))
-    if not callbacks or any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return
     jax.block_until_ready(result)
     if "io_callback" in callbacks:  # no result need depend on it
@@ -53,7 +55,7 @@ def wait(callbacks: frozenset[str] | None, arguments: Any, result: Any) -> None:
 class Reporting:
     """Inside, a failed `eqx.error_if` is an `eqx.EquinoxRuntimeError`.
 
-    And it is not logged by JAX, too.
+    Nor does JAX log it.
     """
 
     def __enter__(self) -> None:

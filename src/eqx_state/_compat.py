@@ -127,8 +127,8 @@ def failed_check(error: BaseException | None) -> tuple[str, str] | None:
 
     The stack is that of the program. It is empty if Equinox does not say it.
     """
-    _, is_check, text = str(error).partition(f"{_CHECK}: ")
-    if not is_check:
+    _, found, text = str(error).partition(f"{_CHECK}: ")
+    if not found:
         return None
     module = sys.modules.get("equinox._jit")
     message, stack = getattr(module, "last_error_info", None) or (None, ())

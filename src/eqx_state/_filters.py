@@ -7,7 +7,6 @@ the whole tree once. All combinators are hashable values that print as they are 
 import abc
 import re
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, ClassVar, TypeAlias
 
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ Predicate: TypeAlias = Callable[[Part], bool]
 def bind(filter: Filter, tree: Any) -> Predicate:
     """The predicate that `filter` means for the parts of `tree`."""
     if is_kind(filter):
-        return lambda part: issubclass(part.kind or NoneType, filter)
+        return lambda part: (k := part.kind) is not None and issubclass(k, filter)
     if isinstance(filter, _Combinator):
         return filter.bind(tree)
     if isinstance(filter, type) or not callable(filter):
@@ -39,9 +38,8 @@ def bind(filter: Filter, tree: Any) -> Predicate:
 
 def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
-    return bind(
-        filters[0] if len(filters) == 1 else _AllOf(*(filters or (TreePart,))), tree
-    )
+    first, *rest = filters or (TreePart,)
+    return bind(_AllOf(first, *rest) if rest else first, tree)
 
 
 def _show(arg: Any) -> str:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from ._filters import all_of, Filter, trainable
 from ._init import check_initialized
 from ._kinds import State
-from ._mutable import target, thread, Transform, wrap
+from ._mutable import target, thread
 from ._select import partition
+from ._transform import Transform, wrap
 from ._traverse import check_not_shared, Part
 
 

@@ -16,9 +16,9 @@ from typing import (
 import equinox as eqx
 
 from ._checks import Reporting, wait
-from ._mutable import Transform, wrap
 from ._plan import Mismatch
 from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
+from ._transform import Transform, wrap
 
 
 _P = ParamSpec("_P")

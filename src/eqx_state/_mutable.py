@@ -12,6 +12,7 @@ from ._base import is_eqx_module
 from ._init import check_initialized
 from ._kinds import is_kind, State
 from ._scope import check_written, collect, disown, Kinds, own, private_copy, Scope
+from ._transform import Transform, wrap
 from ._traverse import check_not_shared, copy_tree
 
 
@@ -41,43 +42,6 @@ def thread(model: Any, kinds: Kinds, call: Callable[[Any], Any]) -> tuple[Any, A
     kept = zip(*map(jtu.tree_leaves, (after, before, model)), strict=True)
     leaves = [given if new is old else new for new, old, given in kept]
     return out, jtu.tree_unflatten(jtu.tree_structure(after), leaves)
-
-
-class Transform(eqx.Module):
-    """A callable made of a callable `f`: a pytree, and a decorator for methods."""
-
-    f: Any
-
-    @property
-    def __wrapped__(self) -> Any:
-        return self.f
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else self.of(eqx.Partial(self.f, instance))
-
-    def of(self, f: Any) -> Any:
-        """The same transform of another function."""
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, f=f)
-        return new
-
-
-def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
-    """A transform of `f`, with the name and the documentation of `f`.
-
-    Made without `__init__`, in which Equinox warns of functions such as
-    `jax.vmap(model)`: that one cannot be trained is true, but this is no layer of a
-    model.
-    """
-    transform = object.__new__(cls)
-    transform.__dict__.update(f=f, **options)
-    if jtu.all_leaves([f]):
-        return eqx.module_update_wrapper(transform)
-    # Data has no name, and must not be copied; but another transform may have one.
-    named = f.__dict__ if is_eqx_module(f) else {}
-    names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
-    transform.__dict__.update(names)
-    return transform
 
 
 Lens = tuple[Any, Callable[[Any], Any]]

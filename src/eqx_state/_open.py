@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 
 from ._base import is_eqx_module
 from ._scope import is_owned
+from ._transform import Transform
 
 
 @jtu.register_pytree_with_keys_class
@@ -86,10 +87,10 @@ def _held(f: Any) -> dict[str, Any] | None:
 
 
 def _is_pytree(x: Any) -> bool:
-    """Not so are dicts whose keys have no order."""
+    """Not so are dicts whose keys have no order, and what contains itself."""
     try:
         jtu.tree_structure(x)
-    except (TypeError, ValueError):
+    except Exception:
         return False
     return True
 
@@ -105,7 +106,8 @@ def _holds_module(tree: Any) -> bool:
     found: list[Any] = []
 
     def stop(x: Any) -> bool:
-        if is_eqx_module(x):
+        # A transform is no model: what counts is whether its function holds one.
+        if is_eqx_module(x) and not isinstance(x, Transform):
             found.append(x)
         return bool(found)
 
@@ -119,32 +121,35 @@ def reaches_module(f: Any) -> bool:
     Where there is very much to look through, it may.
     """
     seen: set[int] = set()
-
-    def look(x: Any) -> bool:
+    todo: list[Any] = [f]
+    while todo:
+        x = todo.pop()
         cls = type(x)
         if cls in _ATOMS or id(x) in seen:
-            return False
+            continue
         seen.add(id(x))
-        if len(seen) > _MANY:
-            return True
         if cls is types.FunctionType:
-            cells = map(_contents, x.__closure__ or ())
-            return any(map(look, (*cells, x.__defaults__, x.__kwdefaults__)))
-        if isinstance(x, (tuple, list)):
-            return any(map(look, x))
-        if isinstance(x, dict):
-            return any(map(look, x.values()))
-        if cls is types.MethodType:
-            return look(x.__self__) or look(x.__func__)
-        if isinstance(x, ft.partial):
-            return any(map(look, (x.func, x.args, x.keywords)))
-        return is_eqx_module(x) or not jtu.all_leaves((x,))
-
-    return look(f)
+            todo += map(_contents, x.__closure__ or ())
+            todo += x.__defaults__, x.__kwdefaults__
+        elif cls is types.MethodType:
+            todo += x.__self__, x.__func__
+        elif isinstance(x, (tuple, list)):
+            todo += x
+        elif isinstance(x, dict):
+            todo += x.values()
+        elif isinstance(x, ft.partial):
+            todo += x.func, x.args, x.keywords
+        elif isinstance(x, Transform):
+            todo.append(x.f)
+        elif is_eqx_module(x) or not jtu.all_leaves((x,)):
+            return True
+        if len(seen) + len(todo) > _MANY:
+            return True
+    return False
 
 
 _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_MANY: Final = 1000
+_MANY: Final = 300
 
 
 def close(tree: Any) -> Any:

@@ -24,11 +24,12 @@ import jax.tree_util as jtu
 from ._checks import callbacks_in, Reporting, wait
 from ._compat import jaxpr_of, run_in_program
 from ._lift import Leaves, Lifted
-from ._mutable import is_bound_method, Transform
+from ._mutable import is_bound_method
 from ._open import close, Opened, reaches_module
 from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 from ._scope import is_owned
 from ._signature import Signature, signature_of
+from ._transform import Transform
 from ._traverse import is_array, KeyPath
 
 
@@ -182,10 +183,11 @@ class Plan:
         if call.lifted.roots or call.held:
             raise Unplannable
         self.key = key
+        self.origin = weakref.ref(call.origin)
+        if self.holds_module(f):
+            raise Unplannable
         self.f = None
         if not any(map(is_array, jtu.tree_leaves(f))):
-            if reaches_module(f):
-                raise Unplannable
             try:
                 self.f, f = weakref.ref(f), None
             except TypeError:
@@ -198,9 +200,10 @@ class Plan:
         self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
+        if self.holds_module(f):
+            raise Mismatch
         if self.f is not None:
-            # A module that `f` has come to hold is to be traced.
-            if self.f() is not f or reaches_module(f):
+            if self.f() is not f:
                 raise Mismatch
             f = None
         first: list[Any] = []
@@ -212,6 +215,13 @@ class Plan:
         if not types <= self.types and not all(map(is_array, [*first, *rest])):
             raise Mismatch
         return first, rest, []
+
+    def holds_module(self, f: Any) -> bool:
+        """Whether the function has come to hold a module, which is to be traced.
+
+        Of functions with closures only `f`, or the one in it, may have a plan.
+        """
+        return reaches_module(f if jtu.all_leaves((f,)) else self.origin())
 
 
 class Programs:
@@ -230,7 +240,7 @@ class Programs:
         self.can_raise = False
         self.tokens: dict[Signature, object] = {}
         self.plans: tuple[Plan, ...] = ()
-        self.unplanned: frozenset[Key] = frozenset()
+        self.unplanned: set[Key] = set()
         self.new = 0  # how often there was none for a call
 
     def key(self, call: Call) -> Key:
@@ -283,7 +293,7 @@ class Programs:
         try:
             plan = Plan(f, call, key)
         except Unplannable:
-            self.unplanned |= {key}
+            self.unplanned.add(key)
         else:
             self.plans = (plan, *self.plans[: _MAX_PLANS - 1])
 

@@ -7,7 +7,7 @@ scopes, initialisation, transforms.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -137,10 +137,13 @@ def walk(tree: Any, path: KeyPath = (), context: Context = ROOT) -> list[Visit]:
 
     Holes (`None`) are no leaves, as everywhere in JAX.
     """
-    walk = _Walk()
-    walk.visit(tree, path, context)
-    walk.steps.clear()  # they lead back to it, and what it found would live on
-    return walk.visits
+    found = _Walk()
+    found.step_of(tree)(tree, path, context)
+    found.steps.clear()  # they lead back to it, and what it found would live on
+    return found.visits
+
+
+Step = Callable[[Any, KeyPath, Context], None]
 
 
 class _Walk:
@@ -151,18 +154,18 @@ class _Walk:
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
-        self.steps: dict[type, Callable[[Any, KeyPath, Context], None]] = {}
+        self.steps: dict[type, Step] = {}
 
-    def visit(self, node: Any, path: KeyPath, context: Context) -> None:
-        if node is None:
-            return
+    def step_of(self, node: Any) -> Step:
+        """What is to be done at a node, which depends on its class."""
         cls = type(node)
-        if (step := self.steps.get(cls)) is None:
-            step = self.steps[cls] = self.step(node, cls)
-        step(node, path, context)
+        if cls not in self.steps:
+            self.steps[cls] = self.make_step(node, cls)
+        return self.steps[cls]
 
-    def step(self, node: Any, cls: type) -> Callable[[Any, KeyPath, Context], None]:
-        """What is to be done at a node of this class."""
+    def make_step(self, node: Any, cls: type) -> Step:
+        if node is None:
+            return self.hole
         if issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State)):
             return self.foreign
         if is_eqx_module(node):
@@ -171,20 +174,23 @@ class _Walk:
             return self.sequence
         return self.leaf if is_leaf(node) else self.container
 
+    def hole(self, node: Any, path: KeyPath, context: Context) -> None:
+        pass
+
     def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
         self.visits.append(Visit(path, node, context, True))
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
         spec = context.spec
-        each = context.declare(spec.child(None)) if spec.items is None else None
+        each = None if spec.items else context.declare(spec.child(None))
         for i, child in enumerate(node):
             key = jtu.SequenceKey(i)
-            below = each or context.declare(spec.child(key))
-            self.visit(child, (*path, key), below)
+            below = context.declare(spec.child(key)) if each is None else each
+            self.step_of(child)(child, (*path, key), below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:
         for key, child in children(node) or ():
-            self.visit(child, (*path, key), context.enter(node, key))
+            self.step_of(child)(child, (*path, key), context.enter(node, key))
 
     def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
         """Equinox's own state, which knows nothing of kinds, counts as declared."""
@@ -206,7 +212,7 @@ class _ModuleStep:
 
     def __call__(self, node: Any, path: KeyPath, context: Context) -> None:
         self.walk.visits.append(Visit(path, node, context, False))
-        values = fields_of(node)
+        values, step_of = fields_of(node), self.walk.step_of
         frozen = values["frozen"] if self.has_flags else context.frozen
         # The context lies there, too, so that no other has its identity.
         known = self.contexts.get((id(context), frozen))
@@ -214,11 +220,8 @@ class _ModuleStep:
             known = context, self.fields(context, frozen)
             self.contexts[id(context), frozen] = known
         for name, key, below in known[1]:
-            child = values.get(name, _MISSING)
-            if child is _MISSING:
-                child = dict(children(node) or ())[key]
-            if child is not None:
-                self.walk.visit(child, (*path, key), below)
+            child = values.get(name)
+            step_of(child)(child, (*path, key), below)
 
     def fields(self, context: Context, frozen: bool) -> list[tuple[str, Any, Context]]:
         """Name, key and context of each field that is a child in the pytree."""
@@ -226,9 +229,6 @@ class _ModuleStep:
             (name, jtu.GetAttrKey(name), context.field_of(self.cls, frozen, name))
             for name in dynamic_names(self.cls)
         ]
-
-
-_MISSING: Final = object()  # a field without a value, which Equinox flattens, too
 
 
 def leaves(tree: Any, path: KeyPath = (), context: Context = ROOT) -> list[Visit]:

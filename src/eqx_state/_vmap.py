@@ -25,10 +25,10 @@ from ._axes import (
 from ._compat import is_mapped, spread_like
 from ._keys import split_key
 from ._lift import is_traced, Leaves, Lifted
-from ._mutable import Transform, wrap
 from ._open import close
 from ._scope import is_owned
 from ._select import check_kinds, most_derived
+from ._transform import Transform, wrap
 from ._traverse import modules_in, name_of
 
 
