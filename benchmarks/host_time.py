@@ -9,12 +9,12 @@ the CPU time of the thread that calls; all in microseconds, with quartiles. Rati
 medians over the rounds. What is alive at the start is set aside from the garbage
 collector. Then: how soon does a call return whose result takes long?
 
-`--deep 1000` adds depths at which, as to compile all takes long, only `es.jit`, nested
-dicts and those named in `--programs` run. Growth is the exponent of a log-log fit from
-50 blocks on. `--picture FILE` draws the time until the call returns against the depth
-(with matplotlib).
+`--deep 50 1000` measures growth, the exponent of a log-log fit, by a step that adds 1
+to each array: XLA takes too long to compile a training step of 1000 blocks. `--picture
+FILE` draws the time until the call returns against the depth (with matplotlib).
 """
 
+import functools as ft
 import importlib.util
 import os
 import statistics
@@ -54,6 +54,7 @@ from _training import (
     PLAIN_JIT,
     Program,
     REFERENCE,
+    touch,
 )
 from jaxtyping import Array
 
@@ -62,13 +63,9 @@ import eqx_state as es
 
 Programs = dict[str, Program]
 
-# How the names of the programs start, what has to be installed, and what makes them.
-MAKERS = (
-    ("", None, es_and_hand),
-    ("NNX", "flax", nnx),
-    ("Haiku", "haiku", haiku),
-    ("Equinox stock", None, equinox),
-)
+# What has to be installed, and what makes the programs.
+MAKERS = ((None, es_and_hand), ("flax", nnx), ("haiku", haiku), (None, equinox))
+TOUCHING = ((None, ft.partial(es_and_hand, step=touch)),)
 
 
 def run_in_turns(programs: Programs, data: Data, rounds: int) -> None:
@@ -98,27 +95,24 @@ def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
     }
 
 
-def steps(depth: int, args: Any) -> tuple[list[dict[str, Any]], Programs]:
+def steps(
+    depth: int, args: Any, makers: Any, what: str
+) -> tuple[list[dict[str, Any]], Programs]:
     """A row for each way to write a step of this many blocks."""
     x = jr.normal(jr.key(2), (args.batch, args.width))
     data = x, jr.randint(jr.key(3), (args.batch,), 0, CLASSES)
-    chosen = {REFERENCE, OURS, *args.programs} if depth in args.deep else None
     programs, missing = {}, []
-    for start, package, make in MAKERS:
-        if chosen and not any(name.startswith(start) for name in chosen):
-            continue
+    for package, make in makers:
         if package and not importlib.util.find_spec(package):
             missing.append(package)
-            continue
-        for name, program in make(depth, args.width):
-            if chosen is None or name in chosen:
-                programs[name] = program
+        else:
+            programs.update(make(depth, args.width))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles one on each core
         list(pool.map(lambda program: program.warm_up(data), programs.values()))
     for program in programs.values():
         program.step(program.state, *data)
     run_in_turns(programs, data, args.steps)
-    what = f"{depth} blocks"
+    what = f"{depth} {what}"
     rows = [row(what, *item, programs[REFERENCE]) for item in programs.items()]
     for package in missing:
         rows.append({**dict.fromkeys(rows[0]), "of": what, "program": f"no {package}"})
@@ -239,7 +233,6 @@ def main() -> None:
         __doc__,
         depths=(10, 50),
         deep=(),
-        programs=(FLOOR,),
         width=4,
         batch=4,
         steps=200,
@@ -248,13 +241,14 @@ def main() -> None:
         picture="",
     )
     compiled = compilations(args)
-    measured = {depth: steps(depth, args) for depth in (*args.depths, *args.deep)}
+    measured = {n: steps(n, args, MAKERS, "blocks") for n in args.depths}
+    touched = {n: steps(n, args, TOUCHING, "touched") for n in args.deep}
     wait_rows, waits = waiting(args)
-    rows = [row for rows, _ in measured.values() for row in rows] + wait_rows
+    rows = [r for rows, _ in [*measured.values(), *touched.values()] for r in rows]
+    rows += wait_rows
     by_depth = {depth: programs for depth, (_, programs) in measured.items()}
-    medians = returned_by_depth(by_depth)
     if args.picture:
-        draw(medians, args.picture)
+        draw(returned_by_depth(by_depth), args.picture)
 
     text = "compilations of es.jit over train x 100, eval, train x 100"
     claims = [Claim(text, compiled, 2)]
@@ -270,8 +264,8 @@ def main() -> None:
                 claims.append(
                     Claim(claim, ours_to(programs, name), limit, of_time=True)
                 )
-    exponent = growth(medians[OURS])
-    if exponent is not None:
+    touching = returned_by_depth({n: programs for n, (_, programs) in touched.items()})
+    if (exponent := growth(touching.get(OURS, {}))) is not None:
         claims.append(
             Claim("growth: host time of es.jit", exponent, 1.05, of_time=True)
         )
