@@ -1,5 +1,7 @@
 """The checks of this repository: `nox` runs lint, types and tests."""
 
+from pathlib import Path
+
 import nox
 
 
@@ -19,6 +21,25 @@ def demo(session: nox.Session) -> None:
     """Train the example on handwritten digits."""
     session.install(".", *groups("examples"))
     session.run("python", "examples/digits.py", *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every example in full: each asserts its result and writes a picture."""
+    session.install(".", *groups("examples"))
+    paths = sorted(Path("examples").resolve().glob("*.py"))
+    with session.chdir(session.create_tmp()):  # where the pictures go
+        for path in paths:
+            session.run("python", str(path))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation, with warnings as errors; `-- serve` to look at it."""
+    session.install(*groups("docs"))
+    # Material prints on every run that there will be no MkDocs 2 for it.
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env=quiet)
 
 
 @nox.session

@@ -3,6 +3,7 @@
 from . import nn as nn
 from ._axes import SPLIT as SPLIT
 from ._branches import cond as cond, switch as switch
+from ._capture import capture as capture
 from ._checkpoint import checkpoint as checkpoint
 from ._declare import field as field
 from ._errors import (
@@ -51,10 +52,13 @@ from ._select import (
     spec as spec,
     update as update,
 )
+from ._state_dict import load_state_dict as load_state_dict, state_dict as state_dict
+from ._storage import load as load, save as save
 from ._surgery import (
     configure as configure,
     map_modules as map_modules,
     modules as modules,
 )
+from ._tabulate import tabulate as tabulate
 from ._traverse import Part as Part, parts as parts
 from ._vmap import vmap as vmap

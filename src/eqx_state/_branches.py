@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from ._lift import is_traced, Leaves, Lifted
+from ._lift import is_traced, Leaves, Lifted, sown_names
 from ._scope import is_owned
 from ._traverse import difference_of_leaves
 
@@ -31,6 +31,7 @@ def _select(
     values, writable = lifted.values(), lifted.writable()
     written_by_any: list[set[str]] = [set() for _ in values]
     static_outs: list[Any] = []
+    sown: list[list[str]] = []
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, list[Leaves]]]:
         @ft.wraps(f)  # JAX names it in its messages
@@ -39,6 +40,8 @@ def _select(
             out, written = lifted.run(values, lambda: f(*operands))
             for names, new in zip(written_by_any, written, strict=True):
                 names.update(new)
+            sown.append(sown_names(written))
+            _check_sown_alike(sown, what)
             out, static_out = eqx.partition(out, is_traced(out))
             static_outs.append(static_out)
             return out, [{**w, **new} for w, new in zip(writable, written, strict=True)]
@@ -54,6 +57,15 @@ def _select(
         ]
     )
     return eqx.combine(out, static_outs[0])
+
+
+def _check_sown_alike(sown: list[list[str]], what: str) -> None:
+    if names := set(sown[0]) ^ set(sown[-1]):
+        raise ValueError(
+            f"`{min(names)}` was sown in one branch of `{what}`, and not in another."
+            " Whichever is chosen, the same has to come out. Sow it in all branches, or"
+            " return it and sow it after them."
+        )
 
 
 def _check_equal(statics: list[Any], what: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._base import get_place
-from ._lift import is_traced, Leaves, Lifted
+from ._lift import is_traced, Leaves, Lifted, sown_names
 from ._scope import is_owned, own
 from ._shared import closed_copy
 from ._traverse import (
@@ -140,12 +140,14 @@ class Loop:
         """A step of which only the carry comes out."""
         carry, values = self.enter(arrays, state, self.slices)
         carry, written = self.run(values, lambda: f(carry))
+        _check_not_sown(written)
         return self.leave(values, carry, written)
 
     def test(self, arrays: Any, state: list[Leaves], f: Callable[[Any], Any]) -> Any:
         """Whether to go on, of which nothing but the answer can come out."""
         carry, values = self.enter(arrays, state, self.slices)
         go_on, written = self.lifted.run(values, lambda: f(carry))
+        _check_not_sown(written)
         if names := [f"`{name}`" for new in written for name in new]:
             raise ValueError(
                 f"The `cond_fun` of `es.while_loop` wrote {', '.join(names)}. It only"
@@ -195,6 +197,15 @@ def _not_returned(name: str) -> ValueError:
         "        y = cell(x)\n"
         "        return cell, y"
     )
+
+
+def _check_not_sown(written: list[Leaves]) -> None:
+    if names := sown_names(written):
+        raise ValueError(
+            f"`{names[0]}` was sown in a step of `es.while_loop` or `es.fori_loop`, of"
+            " which only the last carry comes out. `es.scan` stacks what its steps sow;"
+            " or put the value into the carry, and sow it after the loop."
+        )
 
 
 def _check_sliceable(slices: Leaves) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from ._init import check_initialized
 from ._kinds import Parameter, State
 from ._mutable import thread
+from ._scope import Scope
 from ._select import partition, update
 from ._traverse import check_not_shared, Part
 
@@ -49,7 +50,7 @@ def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
     def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Not `eqx.combine`: the pair may come from the same model in another mode.
         model = update(static, params, state)
-        out, model = thread(model, (State,), lambda m: m(*args, **kwargs))
+        out, model = thread(model, Scope((State,)), lambda m: m(*args, **kwargs))
         _, new_state, _ = partition(model, Parameter, _any_array)
         return out, new_state
 

@@ -10,6 +10,7 @@ from ._filters import all_of, Filter, trainable
 from ._init import check_initialized
 from ._kinds import State
 from ._mutable import target, thread
+from ._scope import Scope
 from ._select import partition
 from ._transform import Transform, wrap
 from ._traverse import check_not_shared, Part
@@ -28,6 +29,7 @@ def _is_inexact(part: Part) -> bool:
 class _ValueAndGrad(Transform):
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
+    threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
@@ -41,7 +43,7 @@ class _ValueAndGrad(Transform):
         def loss_fn(diff: Any) -> tuple[Any, Any]:
             model = eqx.combine(diff, rest)
             out, model = thread(
-                model, (State,), lambda private: call(private, **kwargs)
+                model, Scope((State,)), lambda private: call(private, **kwargs)
             )
             loss = _first_of_two(out) if self.has_aux else out
             return _check_loss(loss), (out, model)
@@ -139,6 +141,7 @@ def value_and_grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> An
 class _Grad(Transform):
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
+    threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True

@@ -14,6 +14,7 @@ from ._keys import reseed
 from ._kinds import Rng, State
 from ._modes import train
 from ._mutable import thread
+from ._scope import Scope
 from ._select import filter, mask, partition
 from ._strong import to_strong
 from ._traverse import is_hole, modules_in, name_of, parts
@@ -74,7 +75,9 @@ class _Layer(eqx.nn.StatefulLayer):
         elif key is not None:
             kept = _values(filter(model, Rng))
             model = reseed(model, key)
-        out, model = thread(model, (State,), lambda private: private(x, **options))
+        out, model = thread(
+            model, Scope((State,)), lambda private: private(x, **options)
+        )
         return out, state.set(self.index, {**_values(filter(model, State)), **kept})
 
 

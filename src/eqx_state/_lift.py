@@ -9,7 +9,7 @@ happens, and what the transform returns is written to them at the end.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -42,6 +42,21 @@ from ._traverse import (
 
 # The leaves of a module by name, in the order of flattening.
 Leaves = dict[str, Any]
+
+# What is sown comes out of a transform among the leaves that were written, as a list of
+# values under a name that no leaf can have.
+_SOWN: Final = "sown: "
+
+
+def is_sown(name: str) -> bool:
+    """Whether this is the name of what was sown, and not of a leaf."""
+    return name.startswith(_SOWN)
+
+
+def sown_names(written: list[Leaves]) -> list[str]:
+    """The names under which something was sown."""
+    names = (name for new in written for name in new if is_sown(name))
+    return sorted(name.removeprefix(_SOWN) for name in names)
 
 
 class Lifted:
@@ -131,7 +146,7 @@ class Lifted:
     ) -> tuple[Any, list[Leaves]]:
         """`call()` in the active trace, with these leaves in the roots meanwhile.
 
-        Returns its output, and the leaves that it has written.
+        Returns its output, and the leaves that it has written, or sown.
         """
         saved = [
             (v.node, dict(v.node.__dict__), get_place(v.node))
@@ -141,7 +156,8 @@ class Lifted:
         # A parent's scope may be that of an outer `es.mutable`: one inner scope for
         # each.
         scopes = {
-            id(p.scope): Scope(p.scope.kinds, p.scope.initialise) for p in self.places
+            id(p.scope): Scope(p.scope.kinds, p.scope.initialise, p.scope.captures)
+            for p in self.places
         }
         threaded = list(zip(self.roots, self.places, values, strict=True))
         try:
@@ -171,9 +187,10 @@ class Lifted:
             if len(visits) != len(old):  # no tracer may live on: only the structure
                 names = [visit.name for visit in visits]
                 self.initialised[i] = jtu.tree_structure(tree), names
-            written.append(
-                {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
-            )
+            new = {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
+            sown = scopes[id(self.places[i].scope)].sown
+            written.append(new | {_SOWN + name: x for name, x in sown.items()})
+            sown.clear()  # the first root in a scope brings it out for all
         return out, written
 
     def commit(self, written: list[Leaves]) -> None:
@@ -182,9 +199,13 @@ class Lifted:
             if new and place.scope.trace != trace_state():
                 raise TraceError(trace_message(next(iter(new))))
         for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
+            scope, root = self.places[i].scope, self.roots[i]
+            for name in filter(is_sown, new):
+                values = scope.sown.setdefault(name.removeprefix(_SOWN), [])
+                values.extend(new[name])
+            new = {name: x for name, x in new.items() if not is_sown(name)}
             if new:
                 self._store(i, {**old, **new})
-                scope, root = self.places[i].scope, self.roots[i]
                 scope.written[id(root)] = root, next(iter(new))
 
     def _store(self, i: int, new: Leaves) -> None:

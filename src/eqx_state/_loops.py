@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._carry import Loop
-from ._lift import is_traced, Lifted
+from ._lift import is_sown, is_traced, Lifted
 from ._scope import is_owned
 from ._traverse import is_array
 
@@ -92,7 +92,7 @@ def scan(
         new_carry, y = _two(out)
         y, static_y = eqx.partition(y, is_traced(y))
         written_slices = [
-            {name: new[name] for name in old if name in new}
+            {name: x for name, x in new.items() if name in old or is_sown(name)}
             for old, new in zip(slices, written, strict=True)
         ]
         return loop.leave(values, new_carry, written), (y, written_slices)

@@ -1,13 +1,14 @@
 """`es.Module`: an Equinox module whose annotations say what its fields are."""
 
 import dataclasses
+import functools as ft
 import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn, Self, TYPE_CHECKING
 
 import equinox as eqx
 
-from . import _init, _modes, _select, _surgery
+from . import _init, _modes, _select, _surgery, _treescope
 from ._base import BaseModule, FLAGS, get_place
 from ._compat import own_annotations
 from ._declare import (
@@ -18,7 +19,7 @@ from ._declare import (
     remember_statement,
 )
 from ._filters import Filter
-from ._scope import no_field_message, write
+from ._scope import no_field_message, sow, write
 from ._strong import strengthen_field
 from ._traverse import check_not_shared
 
@@ -212,6 +213,21 @@ class Module(BaseModule):
     def replace(self, **fields: Any) -> Self:
         """A copy with these fields; an unknown name is a `TypeError`."""
         return _surgery.replace(self, **fields)
+
+    def sow(self, name: str, value: Any) -> None:
+        """Give a value to `es.capture`, under this module's path and `name`.
+
+        An array, a number or a pytree of them. Without `es.capture`, nothing happens.
+        """
+        sow(self, name, value)
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        return _treescope.render(self, path, subtree_renderer)
+
+    @_computed
+    def _repr_html_(self) -> Any:
+        # No method: treescope appends what a class gives under this name to its tree.
+        return ft.partial(_treescope.html, self)
 
 
 def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:

@@ -23,11 +23,10 @@ _M_co = TypeVar("_M_co", covariant=True)
 _F_co = TypeVar("_F_co", covariant=True)
 
 
-def thread(model: Any, kinds: Kinds, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+def thread(model: Any, scope: Scope, call: Callable[[Any], Any]) -> tuple[Any, Any]:
     """`(call(private copy of model), new model)`: the one way state is threaded."""
     check_initialized(model)
     check_not_shared(model)
-    scope = Scope(kinds)
     private = private_copy(model, scope)
     before = copy_tree(private)
     own(private, scope)
@@ -106,11 +105,13 @@ def as_kinds(kinds: Any) -> Kinds:
 
 class _Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)
+    threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
         model, call = target(self.f, args, "es.mutable")
-        return thread(model, self.kinds, lambda private: call(private, **kwargs))
+        scope = Scope(self.kinds)
+        return thread(model, scope, lambda private: call(private, **kwargs))
 
 
 class _Threaded(Generic[_M_co, _F_co]):

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._base import BaseModule, get_place, is_eqx_module, is_module, set_place
+from ._base import BaseModule, get_place, is_module, set_place
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
+from ._fit import fit, fit_leaf, is_numeric, same_type, show
 from ._kinds import kind_name
 from ._select import difference
 from ._shared import closed_copy, open_shared, OpenShared
-from ._strong import is_weak, NUMBERS, strengthen_field, to_strong
+from ._strong import strengthen_field, to_strong
 from ._traverse import (
     check_not_shared,
     Context,
@@ -46,11 +47,14 @@ class Scope:
 
     `initialise`, when given, marks the scope of `init`, in which everything may be
     written: it is called with each new value and its path, and returns what to store.
+    `captures`: whether what is sown is kept, in `sown`, by name.
     """
 
-    def __init__(self, kinds: Kinds, initialise: Any = None):
+    def __init__(self, kinds: Kinds, initialise: Any = None, captures: bool = False):
         self.kinds = kinds
         self.initialise = initialise
+        self.captures = captures
+        self.sown: dict[str, list[Any]] = {}
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
@@ -133,7 +137,7 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     if scope.initialise is not None:
         value = scope.initialise(value, path, context)
     else:
-        value = _fit(old, value, full_name)
+        value = fit(old, value, full_name)
     value = strengthen_field(cls, name, value)
     _check_kinds(old, value, path, context, scope, where)
     new = _adopt(value, scope)
@@ -215,11 +219,11 @@ def _frozen(message: str) -> dataclasses.FrozenInstanceError:
     return dataclasses.FrozenInstanceError(message)
 
 
-def trace_message(name: str, where: str = "") -> str:
+def trace_message(name: str, where: str = "", verb: str = "write") -> str:
     """What to say when state is written in a trace that it cannot leave."""
     field = f"`{where}` (`{name}`)" if where else f"`{name}`"
     return (
-        f"Cannot write {field} here: this code runs inside a JAX"
+        f"Cannot {verb} {field} here: this code runs inside a JAX"
         " transform, which the mutable scope lies outside of. What is computed here is"
         " a tracer, and it would leak. Use the transform of `es`, which carries state"
         " through and is called as its namesake in JAX:\n\n"
@@ -232,59 +236,30 @@ def trace_message(name: str, where: str = "") -> str:
     )
 
 
-# --- Values that fit what was there ---------------------------------------------------
+# --- Sowing ---------------------------------------------------------------------------
 
 
-def _fit(old: Any, new: Any, name: str) -> Any:
-    """`new` with the numbers and weak arrays in it cast to the dtypes of `old`."""
-    structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
-    if structures[0] != structures[1]:
-        return new
-    return jtu.tree_map(
-        lambda a, b: _fit_leaf(a, b, name), old, new, is_leaf=is_eqx_module
+def sow(module: BaseModule, name: str, value: Any) -> None:
+    """Note a value in the scope, if it captures."""
+    place = get_place(module)
+    if place is None or not (place.scope.is_open and place.scope.captures):
+        return
+    full_name = name_of((*place.path, jtu.GetAttrKey(name)))
+    if place.scope.trace != trace_state():
+        raise TraceError(trace_message(full_name, verb="sow"))
+    if not all(map(eqx.is_array_like, jtu.tree_leaves(value))):
+        shown = eqx.tree_pformat(value, short_arrays=True)
+        raise TypeError(
+            f"Cannot sow `{full_name}`: arrays, numbers and pytrees of them come out of"
+            f" a transform, and this is `{shown}`."
+        )
+    value = jtu.tree_map(
+        lambda x: x if isinstance(x, jax.Array) else jnp.array(x), value
     )
-
-
-def _fit_leaf(old: Any, new: Any, name: str) -> Any:
-    if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
-        return new
-    is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
-    if not is_number and not (is_weak(new)):
-        return new
-    dtype = jax.dtypes.canonicalize_dtype(old.dtype)
-    with jax.numpy_dtype_promotion("standard"):
-        promoted = (
-            jnp.promote_types(dtype, type(new))
-            if is_number
-            else jnp.result_type(jnp.zeros((), dtype), new)
-        )
-    if promoted != dtype:
-        given = f"the number {new!r}" if is_number else _show(new)
-        raise ValueError(
-            f"Cannot write `{name}`: it holds {_show(old)}, and {given} would make it"
-            f" {promoted.name}. State keeps its dtype, or every step would be compiled"
-            f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
-            " the field of that dtype to begin with."
-        )
-    try:
-        return jnp.asarray(new, dtype=dtype)
-    except OverflowError as e:
-        raise ValueError(
-            f"Cannot write `{name}`: {new!r} does not fit into {_show(old)}. Make the"
-            " field of a wider dtype to begin with."
-        ) from e
-
-
-def _show(x: Any) -> str:
-    return f"`{eqx.tree_pformat(x, short_arrays=True)}`"
+    place.scope.sown.setdefault(full_name, []).append(value)
 
 
 # --- Leaving --------------------------------------------------------------------------
-
-
-def is_numeric(dtype: Any) -> bool:
-    """Whether JAX has arrays of a NumPy dtype; NumPy has strings and objects, too."""
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
 def private_copy(tree: Any, scope: Scope) -> Any:
@@ -364,29 +339,15 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
     if not scope.allows(_kind_at(visit)):
         raise _frozen(_kind_message(visit, visit.name, scope))
     if scope.initialise is None:
-        new = _fit_leaf(old, new, visit.name)
+        new = fit_leaf(old, new, visit.name)
     if isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype):
         new = jnp.array(new)  # a copy: the writer may go on changing it
     new = to_strong(new)
-    if scope.initialise is None and is_array(old) and not _same_type(old, new):
+    if scope.initialise is None and is_array(old) and not same_type(old, new):
         raise ValueError(
-            f"`{visit.name}` was {_show(old)} and is now {_show(new)}. State keeps its"
+            f"`{visit.name}` was {show(old)} and is now {show(new)}. State keeps its"
             " shape and dtype, so that a step is compiled once. Give it its final"
             " shape and dtype when the model is made, or convert what is written:"
             " `value.astype(self.field.dtype)`."
         )
     return new
-
-
-def _same_type(old: Any, new: Any) -> bool:
-    if not is_array(new):
-        return False
-    dtypes = [
-        (
-            x.dtype
-            if jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            else jax.dtypes.canonicalize_dtype(x.dtype)
-        )
-        for x in (old, new)
-    ]
-    return old.shape == new.shape and dtypes[0] == dtypes[1]

@@ -70,7 +70,8 @@ def signature_of(
             leaf(visit.node, lambda visit=visit: f"`{visit.name}`")
             for visit in lifted.visits(i)
         )
-        place = (place.path, place.context, place.scope.kinds)
+        scope = place.scope
+        place = (place.path, place.context, scope.kinds, scope.captures)
         roots.append((structure(jtu.tree_structure(root), static), statics, place))
     leaves = tuple(leaf(x, lambda path=path: _where(path)) for path, x in entries)
     return Signature(structure(treedef, static), leaves, tuple(roots))

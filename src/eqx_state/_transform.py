@@ -1,7 +1,7 @@
 """What the transforms of `es` are: callables made of a callable, and pytrees."""
 
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -13,6 +13,8 @@ class Transform(eqx.Module):
     """A callable made of a callable `f`: a pytree, and a decorator for methods."""
 
     f: Any
+    # Whether a call makes a private copy of its own, and returns the new model.
+    threads: ClassVar[bool] = False
 
     @property
     def __wrapped__(self) -> Any:

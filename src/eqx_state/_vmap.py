@@ -24,7 +24,7 @@ from ._axes import (
 )
 from ._compat import is_mapped, spread_like
 from ._keys import split_key
-from ._lift import is_traced, Leaves, Lifted
+from ._lift import is_sown, is_traced, Leaves, Lifted
 from ._open import close
 from ._scope import is_owned
 from ._select import check_kinds, most_derived
@@ -55,7 +55,7 @@ class _Source:
     def sort(self, written: Leaves) -> tuple[Leaves, Leaves]:
         """What a lane has written: what all lanes share, and what each has."""
         # What only `init` has brought into being has no axis, and is shared.
-        axes = {name: self.axes.get(name) for name in written}
+        axes = {name: 0 if is_sown(name) else self.axes.get(name) for name in written}
         shared = {name: x for name, x in written.items() if axes[name] is None}
         own = {name: x for name, x in written.items() if isinstance(axes[name], int)}
         _check_reduced(shared)
@@ -63,7 +63,10 @@ class _Source:
 
     def outer(self, names: list[str], shared: Leaves, stacked: Leaves) -> Leaves:
         """What the lanes have written, as it is outside."""
-        moved = {n: jnp.moveaxis(x, 0, self.axes[n]) for n, x in stacked.items()}
+        moved = {
+            n: x if is_sown(n) else jnp.moveaxis(x, 0, self.axes[n])
+            for n, x in stacked.items()
+        }
         new = {**self.advanced, **shared, **moved}
         return {name: new[name] for name in names}
 

@@ -1,0 +1,130 @@
+"""`es.capture`: what the layers of a model sow on the way, besides its output."""
+
+from collections.abc import Callable
+from typing import Any, Generic, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+
+from ._kinds import State
+from ._mutable import as_kinds, target, thread
+from ._scope import Kinds, Scope
+from ._transform import Transform, wrap
+
+
+_M = TypeVar("_M", bound=eqx.Module)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M_co = TypeVar("_M_co", covariant=True)
+_F_co = TypeVar("_F_co", covariant=True)
+
+
+class _Capture(Transform):
+    kinds: Kinds = eqx.field(static=True)
+    threads = True
+
+    def __call__(
+        self, /, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        __tracebackhide__ = True
+        model, call = target(self.f, args, "es.capture")
+        scope = Scope(self.kinds, captures=True)
+        result = thread(model, scope, lambda private: call(private, **kwargs))
+        return result, {
+            name: values[0] if len(values) == 1 else tuple(values)
+            for name, values in scope.sown.items()
+        }
+
+
+def _check_sees_the_model(f: Any) -> None:
+    """What runs on a private copy of its own would sow nothing for us."""
+    while isinstance(f, Transform):
+        if f.threads:
+            raise TypeError(
+                "`es.capture` threads the state itself, as `es.mutable` does, and was"
+                " given a transform that does so on a copy of its own, from which"
+                " nothing sown would come:\n\n"
+                "    es.capture(es.mutable(model))(x)             # wrong\n"
+                "    (y, model), sown = es.capture(model)(x)      # right\n\n"
+                "For gradients, capture inside the loss function, and return what was"
+                " sown beside the loss, with `has_aux=True`."
+            )
+        f = f.f
+
+
+class _Captured(Generic[_M_co, _F_co]):
+    """To a type checker, `capture(model)`: see `_Threaded` of `es.mutable`."""
+
+    def __call__(
+        self: "_Captured[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[tuple[_R, _M_co], dict[str, Any]]: ...
+
+
+@overload
+def capture(f: _M, *, kinds: Any = State) -> _Captured[_M, _M]: ...
+@overload
+def capture(
+    f: Callable[_P, _R], *, kinds: Any = State
+) -> Callable[_P, tuple[tuple[_R, Any], dict[str, Any]]]: ...
+def capture(f: Any, *, kinds: Any = State) -> Any:
+    """`es.mutable(f)` that also returns what the modules have sown: attention maps,
+    activations, anything for a look inside.
+
+    A layer writes `self.sow("attention", weights)`. Outside of `es.capture` that does
+    nothing and costs nothing, so it may stay in the code.
+
+    **Arguments:**
+
+    - `f`, `kinds`: as for [`es.mutable`][eqx_state.mutable].
+
+    **Returns:**
+
+    A function of the same arguments that returns `((output, new_model), sown)`. `sown`
+    is a dictionary. Its names are those of the module and of the value, such as
+    `"layers[0].attention"`. What was sown several times under one name is a tuple.
+    Under `es.vmap` and `es.scan` the values of all lanes or steps are stacked, along a
+    new first axis; they come out of `es.jit` and `es.checkpoint` as they are.
+
+    **Raises:**
+
+    - `ValueError`: something was sown in a step of `es.while_loop` or `es.fori_loop`,
+        or in some branches of `es.cond` or `es.switch` only.
+    - `es.TraceError`: something was sown inside a plain JAX transform.
+    - `TypeError`: what was sown is no pytree of arrays; `f` is an `es.mutable` already.
+        Else as `es.mutable`.
+
+    After `sow` of Flax Linen.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Layer(es.Module):
+            scale: es.Parameter
+
+            def __call__(self, x):
+                x = self.scale * x
+                self.sow("mean", jnp.mean(x))
+                return x
+
+
+        class Net(es.Module):
+            layers: list[Layer]
+
+            def __call__(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+
+
+        net = Net([Layer(2.0), Layer(3.0)])
+        xs = jnp.array([[1.0, 3.0], [5.0, 7.0]])
+        (ys, net), sown = es.capture(es.vmap(net))(xs)
+        assert list(sown) == ["layers[0].mean", "layers[1].mean"]
+        assert sown["layers[0].mean"].tolist() == [4.0, 12.0]
+        ```
+    """
+    _check_sees_the_model(f)
+    return wrap(_Capture, f, kinds=as_kinds(kinds))

@@ -1,0 +1,235 @@
+"""`es.tabulate`: a model as a table, a row for each module, a column for each kind."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ._base import is_eqx_module, is_module
+from ._filters import bind, trainable
+from ._init import Initializer
+from ._kinds import Parameter
+from ._record import Call, initialised, record, show
+from ._traverse import (
+    has_inference,
+    is_array,
+    KeyPath,
+    Kind,
+    name_of,
+    parts,
+    Visit,
+    walk,
+)
+
+
+@dataclasses.dataclass
+class _Cell:
+    """What a module holds of one kind."""
+
+    lines: list[str] = dataclasses.field(default_factory=list)
+    arrays: list[Any] = dataclasses.field(default_factory=list)
+    folded: int = 0  # how many of these are in modules that have no row
+
+    def __str__(self) -> str:
+        folded = [f"+ {self.folded:,} below"] if self.folded else []
+        size = [_size(self.arrays)] if self.arrays else []
+        return "\n".join([*self.lines, *folded, *size])
+
+
+@dataclasses.dataclass
+class _Row:
+    """A module, or the root of the tree."""
+
+    path: KeyPath
+    node: Any
+    level: int
+    cells: dict[Kind | None, _Cell] = dataclasses.field(default_factory=dict)
+
+    def add(self, visit: Visit, kind: Kind | None, is_folded: bool) -> None:
+        cell = self.cells.setdefault(kind, _Cell())
+        is_drawn = is_array(visit.node)
+        if is_drawn:
+            cell.arrays.append(visit.node)
+        if is_folded:
+            cell.folded += 1
+            return
+        what = show(visit.node) if is_drawn else "not initialised"
+        name = name_of(visit.path[len(self.path) :])
+        cell.lines.append(f"{name}: {what}" if name else what)
+
+
+def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
+    """A table of the modules in a tree: a row for each, and a column for each kind.
+
+    A cell has the arrays that a module holds itself, not in a module inside it: their
+    names, dtypes and shapes, then how many elements these are, and how many bytes. The
+    last row has the totals of each kind; below it are those of all arrays, and of what
+    `es.trainable` selects. Arrays that have no kind are in a column of their own.
+
+    **Arguments:**
+
+    - `tree`: any pytree: a model, also one made of `jax.ShapeDtypeStruct`s or before
+        its `init`, a list of models, an `es.Optimizer`.
+    - `*inputs`: if given, `tree(*inputs)` is traced in eval mode, and the table shows
+        what each module was called with and what it returned: in its first call, as
+        the module saw it (one example, under `es.vmap`), and how often it was called
+        if that was not once. Arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
+        For a batch pass a transform: `es.tabulate(es.vmap(model), xs)`. A model before
+        its `init` is shown as it will be.
+    - `depth`: modules further down than this have no row; what they hold is counted in
+        the row of the module around them. The root is at depth 0. Default: no limit.
+
+    **Returns:**
+
+    Plain text, as wide as its content: `print` it.
+
+    **Raises:**
+
+    - `TypeError`: there are inputs, and the tree cannot be called.
+    - `ValueError`: `depth` is negative.
+
+    What the model itself raises comes out as it is.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+        import jax.random as jr
+
+        model = eqx.nn.Sequential(
+            [eqx.nn.Linear(2, 3, key=jr.key(0)), es.nn.BatchNorm(3)]
+        )
+        print(es.tabulate(model))
+        assert "weight: f32[3,2]" in es.tabulate(model)
+
+        xs = jax.ShapeDtypeStruct((8, 2), jnp.float32)
+        assert "f32[8,2]" in es.tabulate(es.vmap(model), xs)
+        ```
+    """
+    if depth is not None and depth < 0:
+        raise ValueError(
+            f"`es.tabulate(..., depth={depth})`: the root is at depth 0, its modules at"
+            " depth 1. Pass `depth=None` for all."
+        )
+    calls: dict[str, Call] = {}
+    if inputs:
+        tree = initialised(tree)
+        calls = record(tree, inputs)
+    rows = _rows(tree, depth)
+    kinds = sorted(
+        dict.fromkeys(kind for row in rows for kind in row.cells),
+        # The others as they come in the tree.
+        key=lambda kind: (kind is None, kind is not Parameter),
+    )
+    held = {
+        kind: [x for row in rows if kind in row.cells for x in row.cells[kind].arrays]
+        for kind in kinds
+    }
+    table = Table(show_lines=True, show_footer=True)
+    for name in ("path", "module", *(("inputs", "outputs") if inputs else ())):
+        table.add_column(name, footer="Total" if name == "path" else "")
+    for kind in kinds:
+        header = "no kind" if kind is None else kind.__name__
+        table.add_column(header, footer=_size(held[kind]))
+    for row in rows:
+        name = name_of(row.path)
+        called = _called(calls.get(name)) if inputs else []
+        cells = [str(row.cells.get(kind, "")) for kind in kinds]
+        table.add_row(*map(Text, [name, _class(row.node), *called, *cells]))
+    is_trainable = bind(trainable, tree)
+    trained = [part.value for part in parts(tree) if is_trainable(part)]
+    return (
+        f"{_render(table)}"
+        f"Total: {_size(x for arrays in held.values() for x in arrays)}\n"
+        f"Trainable: {_size(trained)}\n"
+    )
+
+
+def _rows(tree: Any, depth: int | None) -> list[_Row]:
+    root = _Row((), tree, 0)
+    rows = [root]
+    # The modules around: the path of each, its row, and whether it is folded into it.
+    around: list[tuple[KeyPath, _Row, bool]] = [((), root, False)]
+    for visit in walk(tree):
+        while visit.path[: len(around[-1][0])] != around[-1][0]:
+            around.pop()
+        _, row, is_folded = around[-1]
+        if visit.is_leaf:
+            if isinstance(visit.node, Initializer):
+                row.add(visit, visit.context.declared, is_folded)
+            elif is_array(visit.node):
+                row.add(visit, visit.kind, is_folded)
+        elif visit.path and not isinstance(visit.node, eqx.nn.StateIndex):
+            if is_folded or row.level == depth:
+                around.append((visit.path, row, True))
+            else:
+                new = _Row(visit.path, visit.node, row.level + 1)
+                rows.append(new)
+                around.append((visit.path, new, False))
+    return rows
+
+
+# --- In words -------------------------------------------------------------------------
+
+
+def _class(node: Any) -> str:
+    """The class of a module, and the modes that it is in, if they are not the usual."""
+    if is_array(node):
+        return "array"
+    name = type(node).__name__.lstrip("_")
+    is_es = is_module(node)
+    is_eval = not node.training if is_es else _is_inference(node)
+    modes = {"eval": is_eval, "frozen": is_es and node.frozen}
+    marks = [mark for mark, is_set in modes.items() if is_set]
+    return f"{name} ({', '.join(marks)})" if marks else name
+
+
+def _is_inference(node: Any) -> bool:
+    return is_eqx_module(node) and has_inference(node) and node.inference
+
+
+def _called(call: Call | None) -> list[str]:
+    if call is None:
+        return ["", ""]
+    times = f"\n({call.times} calls)" if call.times > 1 else ""
+    return [call.inputs + times, call.outputs]
+
+
+def _size(arrays: Iterable[Any]) -> str:
+    """How many elements, and how many bytes: of a key, those of its data."""
+    count = size = 0
+    for x in arrays:
+        count += math.prod(x.shape)
+        size += math.prod(x.shape) * x.dtype.itemsize
+    return f"{count:,} ({_bytes(size)})"
+
+
+def _bytes(size: int) -> str:
+    if size < 1000:
+        return f"{size} B"
+    power = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**power:,.1f} {' KMGT'[power]}B"
+
+
+def _render(table: Table) -> str:
+    """Plain text, whatever the terminal, the notebook and the environment are like."""
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=10**6,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+    )
+    console.print(table)
+    return out.getvalue()

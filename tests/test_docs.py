@@ -1,0 +1,151 @@
+"""The documentation site as a whole: names, pages, links. Examples run elsewhere."""
+
+import ast
+import builtins
+import dataclasses
+import re
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import eqx_state as es
+
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix()
+)
+
+PUBLIC = {
+    *(f"eqx_state.{name}" for name in dir(es) if name[0] != "_" and name != "nn"),
+    *(f"eqx_state.nn.{name}" for name in dir(es.nn) if name[0] != "_"),
+}
+
+
+def prose(page):
+    """The text of a page without its blocks of code."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^( *)(```+).*?^\1\2$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchor(heading):
+    """The anchor that a heading gets on the site."""
+    text = unicodedata.normalize("NFKD", re.sub(r"[*`]", "", heading))
+    text = re.sub(r"[^\w\s-]", "", text.encode("ascii", "ignore").decode())
+    return re.sub(r"[-\s]+", "-", text.strip().lower())
+
+
+def anchors(page):
+    return {anchor(h) for h in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)}
+
+
+# Links to the web and cross references to names are no relative links.
+def links(page):
+    found = re.findall(r"(?<!`)\]\(([^)\s]+)\)", prose(page))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def documented():
+    pages = sorted((DOCS / "api").glob("*.md"))
+    return Counter(
+        name
+        for page in pages
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    )
+
+
+def test_every_public_name_is_on_exactly_one_api_page():
+    assert documented() == Counter(PUBLIC)
+
+
+def test_every_page_is_in_the_navigation_once():
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    assert Counter(listed) == Counter(p.relative_to(DOCS).as_posix() for p in PAGES)
+
+
+@each_page
+def test_every_internal_link_leads_somewhere(page):
+    for link in links(page):
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert target.is_relative_to(DOCS), f"{link} is not on the site"
+        if target.suffix == ".md" and fragment:
+            assert fragment in anchors(target), link
+
+
+@each_page
+def test_every_cross_reference_names_something_public(page):
+    for name in re.findall(r"\]\[(eqx_state[\w.]*)\]", prose(page)):
+        owner, _, method = name.rpartition(".")
+        thing = es
+        for part in name.split(".")[1:]:
+            thing = getattr(thing, part)
+        assert name in PUBLIC or (owner in PUBLIC and not method.startswith("_"))
+
+
+@each_page
+def test_a_page_has_one_title_and_fences_that_close(page):
+    assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
+    assert page.read_text(encoding="utf-8").count("```") % 2 == 0
+
+
+# --- The FAQ --------------------------------------------------------------------------
+
+
+def error_headings():
+    """`## ValueError: `State keeps its shape``: the class and the text."""
+    text = prose(DOCS / "faq.md")
+    return re.findall(r"^## (\w+): (`+)(.*)\2$", text, re.MULTILINE)
+
+
+def texts_in_the_source():
+    """All string literals of the library, with a gap for what is filled in."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            values = [p.value if isinstance(p, ast.Constant) else None for p in parts]
+            yield "".join(v if isinstance(v, str) else "\0" for v in values)
+
+
+def is_in(source, text):
+    """Whether a message has this text, which may begin before what is filled in."""
+    text = re.sub(r"`[A-Z]\w*`", "`\0`", text)
+    parts = ((text[:i], text[i:]) for i in range(1, len(text)))
+    return text in source or any(
+        a + "\0" in source and b in source for a, b in parts if len(b) > len(a)
+    )
+
+
+def test_every_error_of_the_faq_is_in_the_source():
+    headings = error_headings()
+    assert len(headings) > 20
+    source = "\n".join(texts_in_the_source())
+    assert [text for _, _, text in headings if not is_in(source, text)] == []
+    assert not is_in(source, "State loses its shape and dtype")
+
+
+def test_every_error_of_the_faq_is_raised_there():
+    # By a block that runs: `with raises(ValueError, "the text"):`.
+    text = (DOCS / "faq.md").read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name, _, _ = section.partition(":")
+        if not name.startswith("No error"):
+            assert re.search(rf"with raises\((es|dataclasses)?\.?{name}, ", section)
+
+
+def test_every_class_of_the_faq_is_an_error():
+    known = {**vars(es), **vars(dataclasses), **vars(builtins)}
+    for name, _, _ in error_headings():
+        assert issubclass(known[name], Exception)
+
+
+def test_a_heading_of_the_faq_is_an_error_or_says_that_there_is_none():
+    headings = re.findall(r"^## (.*)$", prose(DOCS / "faq.md"), re.MULTILINE)
+    errors = [h for h in headings if not h.startswith("No error, but ")]
+    assert len(errors) == len(error_headings())
