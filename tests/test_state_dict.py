@@ -1,0 +1,366 @@
+"""`es.state_dict` and `es.load_state_dict`: the arrays of a tree by name, and back."""
+
+import collections
+import re
+
+import equinox as eqx
+import hypothesis as hp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from helpers import rejects, untouched
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from zoo import CASES
+
+import eqx_state as es
+
+
+class Everything(es.Module):
+    """An array of every kind, of no kind and of NumPy, and what is no array."""
+
+    weight: es.Parameter
+    table: es.Buffer
+    mean: es.BatchStat
+    count: es.State
+    rng: es.Rng
+    legacy: es.Rng
+    index: jax.Array
+    host: np.ndarray
+    act: object
+    rate: float
+    name: str
+
+    def __init__(self, key):
+        self.weight = jr.normal(key, (2, 3))
+        self.table = jnp.full(2, 0.5, jnp.bfloat16)
+        self.mean = jr.normal(key, ())
+        self.count = jr.randint(key, (), 0, 100)
+        self.rng = jr.split(key, 3)
+        self.legacy = jr.key_data(key)
+        self.index = jnp.array([True, False])
+        self.host = np.arange(3, dtype=np.int8)
+        self.act, self.rate, self.name = jnp.tanh, 0.1, "net"
+
+
+def everything(seed=0):
+    return Everything(jr.key(seed))
+
+
+def assert_is(tree, like, arrays):
+    """It has the arrays of one tree, and is like the other in all else."""
+
+    def split(x):
+        return eqx.partition(x, lambda x: eqx.is_array(x) or hasattr(x, "sharding"))
+
+    (new, rest), (expected, _), (_, rest_of_like) = map(split, (tree, arrays, like))
+    assert eqx.tree_equal(new, expected)
+    assert eqx.tree_equal(rest, rest_of_like)
+
+
+NAMES = ["weight", "table", "mean", "count", "rng", "legacy", "index", "host"]
+
+# --- Laws -----------------------------------------------------------------------------
+
+
+def test_it_has_every_array_itself_and_nothing_else():
+    model = everything()
+    arrays = es.state_dict(model)
+    assert list(arrays) == NAMES == [part.name for part in es.parts(model)]
+    for name, x in arrays.items():
+        assert x is getattr(model, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loading_what_was_taken_gives_the_model(name):
+    model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
+    with untouched(other), untouched(model):
+        loaded = es.load_state_dict(other, es.state_dict(model))
+    assert_is(loaded, other, model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_abstract_model_is_filled(name):
+    model = CASES[name].model()
+    make = lambda key: CASES[name].make(key=key)  # noqa: E731
+    abstract = eqx.filter_eval_shape(make, jr.key(8))
+    loaded = es.load_state_dict(abstract, es.state_dict(model))
+    assert_is(loaded, abstract, model)
+
+
+def test_a_model_and_its_optimizer_in_one_tree():
+    tx = optax.adam(0.1)
+    model, other = everything(0), everything(1)
+    a = {"model": model, "optimizer": es.Optimizer(tx).init(model)}
+    b = {"model": other, "optimizer": es.Optimizer(tx).init(other)}
+    arrays = es.state_dict(a)
+    assert "['optimizer'].opt_state[0].mu.weight" in arrays
+    assert eqx.tree_equal(es.load_state_dict(b, arrays), a)
+
+
+FILTERS = [es.Parameter, es.State, es.Rng, es.TreePart, es.not_(es.Rng), es.trainable]
+
+
+@hp.given(filters=st.lists(st.sampled_from(FILTERS), max_size=3))
+def test_filters_are_those_of_filter_but_without_any_it_is_everything(filters):
+    model, other = everything(0), everything(1)
+    arrays = es.state_dict(model, *filters)
+    expected = es.filter(model, *filters or (lambda part: True,))
+    assert arrays.keys() == {part.name for part in es.parts(expected)}
+    loaded = es.load_state_dict(other, arrays, strict=False)
+    assert eqx.tree_equal(loaded, es.update(other, expected))
+
+
+def test_modes_stay_those_of_the_tree():
+    model, other = everything(0), everything(1).eval().freeze()
+    loaded = es.load_state_dict(other, es.state_dict(model))
+    assert eqx.tree_equal(loaded, model.eval().freeze())
+
+
+def test_inside_of_jit():
+    model, other = everything(0), everything(1)
+
+    @es.jit
+    def copied(model, other):
+        return es.load_state_dict(other, es.state_dict(model))
+
+    loaded = copied(model, other)
+    for name, x in es.state_dict(loaded).items():
+        assert jnp.array_equal(x, getattr(model, name)), name
+
+
+@pytest.mark.parametrize(
+    "empty", [(), {}, None, [1, "a"], es.Optimizer(optax.sgd(1.0))]
+)
+def test_a_tree_without_arrays(empty):
+    assert es.state_dict(empty) == {}
+    assert es.load_state_dict(empty, {}) == empty
+
+
+# --- Names ----------------------------------------------------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A container without key paths."""
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def tree_flatten(self):
+        return (self.a, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+Point = collections.namedtuple("Point", "x y")
+KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.floats(allow_nan=False))
+TREES = st.recursive(
+    st.integers(),
+    lambda below: st.one_of(
+        st.lists(below, max_size=3),
+        st.dictionaries(st.text("a'\"[].0\\", max_size=6), below, max_size=3),
+        st.dictionaries(KEYS, below, max_size=3).map(collections.OrderedDict),
+        st.builds(Point, below, below),
+        st.builds(Pair, below, below),
+        st.tuples(below),
+    ),
+    max_leaves=8,
+)
+
+
+@hp.given(tree=TREES)
+def test_every_array_has_a_name_of_its_own(tree):
+    tree = jax.tree.map(lambda x: np.array(x, object), tree)
+    leaves = jax.tree.leaves(tree)
+    taken = list(es.state_dict(tree).values())
+    assert [id(x) for x in taken] == [id(x) for x in leaves]
+
+
+def test_numbers_and_strings_as_keys_are_told_apart():
+    tree = collections.OrderedDict({0: jnp.zeros(1), "0": jnp.ones(1)})
+    assert list(es.state_dict(tree)) == ["[0]", "['0']"]
+    assert es.load_state_dict(tree, es.state_dict(tree)) == tree
+
+
+def test_an_array_alone_has_the_empty_name():
+    x = jnp.arange(3)
+    assert es.state_dict(x) == {"": x}
+    assert es.load_state_dict(jnp.zeros(3, int), {"": x}) is x
+
+
+@pytest.mark.parametrize(
+    "make", [lambda key: eqx.nn.BatchNorm(3, "batch", mode="ema"), eqx.nn.StateIndex]
+)
+def test_states_of_equinox(make):
+    a, b = (eqx.nn.make_with_state(make)(jr.key(seed)) for seed in range(2))
+    arrays = es.state_dict(a)
+    assert len(arrays) == len([x for x in jax.tree.leaves(a) if eqx.is_array(x)])
+    loaded = es.load_state_dict(b, arrays)
+    assert eqx.tree_equal(jax.tree.leaves(loaded), jax.tree.leaves(a))
+    assert jax.tree.structure(loaded) == jax.tree.structure(b)
+
+
+def test_two_arrays_of_one_name_are_an_error():
+    class Key:
+        def __repr__(self):
+            return "Key()"
+
+    tree = [collections.OrderedDict({Key(): jnp.zeros(1), Key(): jnp.ones(1)})]
+    for use in (es.state_dict, lambda tree: es.load_state_dict(tree, {})):
+        with rejects(tree, ValueError, r"one name, `\[0\]\[Key\(\)\]`", r"repr"):
+            use(tree)
+
+
+# --- What does not fit ----------------------------------------------------------------
+
+
+def test_one_error_lists_all_that_is_wrong():
+    class Net(es.Module):
+        a: es.Parameter
+        b: es.Parameter
+        c: es.Parameter
+        d: es.Parameter
+        rng: es.Rng
+
+    model = Net(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jr.key(0))
+    d = {
+        "z": jnp.zeros(1),
+        "y": jnp.zeros(1),
+        "b": jnp.zeros((2, 1)),
+        "c": np.zeros(2),
+        "d": [0.0, 0.0],
+        "rng": jr.key(0, impl="rbg"),
+    }
+    expected = """\
+`es.load_state_dict`: the dictionary does not fit the tree.
+  missing:
+    a
+  unexpected:
+    y
+    z
+  wrong shape:
+    b: (2, 1) instead of (2,)
+  wrong dtype:
+    c: float64 instead of float32
+    rng: key<rbg> instead of key<fry>
+  no array:
+    d: a `list`
+`strict=False` passes over"""
+    with untouched(d), rejects(model, ValueError, "^" + re.escape(expected)):
+        es.load_state_dict(model, d)
+
+
+def test_a_long_list_is_cut():
+    model = {f"{i:03}": jnp.zeros(1) for i in range(50)}
+    expected = r"missing:\n    \['000'\]\n(.*\n){18}    \['019'\]\n    and 30 more"
+    with rejects(model, ValueError, expected):
+        es.load_state_dict(model, {})
+    with pytest.raises(ValueError, match=r"'019'\]\n`strict") as info:
+        es.load_state_dict({k: model[k] for k in sorted(model)[:20]}, {})
+    assert "more" not in str(info.value)
+
+
+def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
+    model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    loaded = es.load_state_dict(model, {"['a']": jnp.ones(2), "c": 0}, strict=False)
+    assert loaded["b"] is model["b"]
+    assert loaded["a"].tolist() == [1, 1]
+    for wrong in (jnp.ones(3), jnp.ones(2, int), jr.key(0), 1.0):
+        with rejects(model, ValueError, r"wrong|no array"):
+            es.load_state_dict(model, {"['a']": wrong}, strict=False)
+
+
+@pytest.mark.parametrize("value", [1.0, True, [1.0], None, "a", object()])
+def test_what_is_no_array_is_not_converted(value):
+    with pytest.raises(ValueError, match=r"no array:\n    \['x'\]: a `\w+`$"):
+        es.load_state_dict({"x": jnp.array(1.0)}, {"['x']": value})
+
+
+def test_abstract_values_are_no_arrays():
+    d = {"": jax.ShapeDtypeStruct((), jnp.float32)}
+    with pytest.raises(ValueError, match=r"    : a `ShapeDtypeStruct`"):
+        es.load_state_dict(jnp.array(1.0), d)
+
+
+def test_something_else_for_the_dictionary():
+    model = everything()
+    with rejects(model, TypeError, "`Everything` was given.*The tree comes first"):
+        es.load_state_dict(model, model)
+
+
+def test_a_model_before_init():
+    lazy = [es.lazy(eqx.nn.Linear, 2, 3)]
+    uses = (es.state_dict, lambda tree: es.load_state_dict(tree, {}))
+    for use in uses:
+        with pytest.raises(es.NotInitializedError, match=r"`\[0\]`"):
+            use(lazy)
+
+
+def test_something_else_for_a_filter():
+    with pytest.raises(TypeError, match="is no filter"):
+        es.state_dict(everything(), "weight")
+
+
+# --- What an array becomes ------------------------------------------------------------
+
+
+def test_arrays_of_numpy_stay_so_and_are_copied():
+    tree = {"host": np.zeros(2, ">f4"), "device": jnp.zeros(2), "scalar": np.float32(0)}
+    d = {
+        "['host']": jnp.ones(2),
+        "['device']": np.ones(2, "f4"),
+        "['scalar']": np.ones((), "f4"),
+    }
+    loaded = es.load_state_dict(tree, d)
+    assert type(loaded["host"]) is np.ndarray
+    assert loaded["host"].dtype == ">f4"
+    assert type(loaded["scalar"]) is np.float32
+    assert isinstance(loaded["device"], jax.Array)
+    d["['device']"][:] = 2
+    assert loaded["device"].tolist() == loaded["host"].tolist() == [1, 1]
+    again = es.load_state_dict(tree, es.state_dict(tree))
+    again["host"][:] = 2
+    assert tree["host"].tolist() == [0, 0]
+
+
+def test_arrays_of_other_libraries_are_copied():
+    memory = np.ones(2, "f4")
+
+    class Tensor:
+        shape, dtype = "unlike", "NumPy's"
+
+        def __array__(self, dtype=None, copy=None):
+            return memory.copy() if copy else memory
+
+    for tree in (jnp.zeros(2), np.zeros(2, "f4")):
+        loaded = es.load_state_dict(tree, {"": Tensor()})
+        memory[:] = 2
+        assert loaded.tolist() == [1, 1]
+        memory[:] = 1
+
+
+def test_arrays_go_where_those_of_the_tree_are():
+    mesh = Mesh(jax.devices(), "devices")
+    rows, whole = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
+    other = jax.devices()[3]
+    tree = {
+        "rows": jax.device_put(jnp.zeros(8), rows),
+        "keys": jax.device_put(jr.split(jr.key(0), 8), whole),
+        "other": jax.device_put(jnp.zeros(8), other),
+        "abstract": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows),
+        "anywhere": jnp.zeros(8),
+    }
+    ones = np.ones(8, "f4")
+    d = dict.fromkeys(es.state_dict(tree), ones) | {"['keys']": jr.split(jr.key(1), 8)}
+    loaded = es.load_state_dict(tree, d)
+    assert loaded["rows"].sharding == loaded["abstract"].sharding == rows
+    assert loaded["keys"].sharding.is_equivalent_to(whole, ndim=1)
+    assert loaded["other"].devices() == {other}
+    assert not loaded["anywhere"].committed
+    assert all(jnp.array_equal(loaded[k], d[f"['{k}']"]) for k in tree)

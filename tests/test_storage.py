@@ -1,0 +1,335 @@
+"""`es.save` and `es.load`: what comes back, and what a file is like."""
+
+import collections
+import json
+import os
+import struct
+import sys
+
+import equinox as eqx
+import hypothesis as hp
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+import safetensors
+import safetensors.numpy
+from helpers import rejects, untouched
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from zoo import CASES
+
+import eqx_state as es
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+class Net(es.Module):
+    linear: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    dropout: es.nn.Dropout
+    table: es.Buffer
+    index: jax.Array
+    rate: float
+
+    def __init__(self, seed):
+        key = jr.key(seed)
+        self.linear = eqx.nn.Linear(2, 3, key=key)
+        self.norm = es.nn.BatchNorm(3).replace(mean=jr.normal(key, (3,)))
+        self.dropout = es.nn.Dropout(0.5, key=key)
+        self.table = jr.normal(key, (2,), jnp.bfloat16)
+        self.index = jr.bernoulli(key, shape=(4,))
+        self.rate = 0.1
+
+
+# --- Laws -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loading_what_was_saved_gives_the_model(name, path):
+    model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
+    with untouched(model), untouched(other):
+        es.save(path, model)
+        loaded = es.load(path, other)
+    expected = es.load_state_dict(other, es.state_dict(model))
+    assert eqx.tree_equal(loaded, expected)
+
+
+def test_a_model_its_optimizer_and_a_step_into_an_abstract_tree(path):
+    tx = optax.adam(0.1)
+
+    def start(seed):
+        model = Net(seed)
+        optimizer = es.Optimizer(tx).init(model)
+        return {"trained": (model, optimizer), "step": jnp.array(0)}
+
+    tree = {**start(0), "step": jnp.array(7)}
+    es.save(path, tree)
+    loaded = es.load(path, eqx.filter_eval_shape(lambda: start(1)))
+    assert eqx.tree_equal(loaded, tree)
+
+
+NATIVE = "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8".split()
+DTYPES = st.sampled_from([*NATIVE, *(f">{d}" for d in NATIVE[2:] if d[1:] != "1")])
+ARRAYS = hnp.arrays(
+    DTYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
+)
+
+
+@hp.settings(suppress_health_check=[hp.HealthCheck.function_scoped_fixture])
+@hp.given(tree=st.lists(ARRAYS, max_size=4))
+def test_arrays_of_numpy_of_every_shape_and_order(tree, path):
+    tree = [x.T for x in tree]  # not contiguous
+    es.save(path, tree)
+    loaded = es.load(path, [np.zeros_like(x) for x in tree])
+    for old, new in zip(tree, loaded, strict=True):
+        assert type(new) is np.ndarray
+        assert (new.dtype, new.shape) == (old.dtype, old.shape)
+        assert new.tobytes() == old.tobytes()
+
+
+OF_JAX = """bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+float8_e8m0fnu float16 float32 complex64 bool int8 uint8 int16 uint32""".split()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (3,)], ids=["scalar", "empty", "vector"])
+@pytest.mark.parametrize("dtype", OF_JAX)
+def test_dtypes_of_jax(dtype, shape, path):
+    tree = {"x": jnp.ones(shape, dtype)}
+    es.save(path, tree)
+    loaded = es.load(path, {"x": jnp.zeros(shape, dtype)})
+    assert isinstance(loaded["x"], jax.Array)
+    assert eqx.tree_equal(loaded, tree)
+
+
+def test_64_bits(path):
+    with jax.enable_x64(True):
+        tree = [jnp.arange(3), jnp.arange(3.0)]
+        es.save(path, tree)
+        loaded = es.load(path, [jnp.zeros(3, int), jnp.zeros(3)])
+        assert eqx.tree_equal(loaded, tree)
+        assert [x.dtype for x in loaded] == ["int64", "float64"]
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_typed_keys_come_back_as_such(impl, path):
+    tree = [jr.key(1, impl=impl), jr.split(jr.key(2, impl=impl), (2, 3))]
+    es.save(path, tree)
+    loaded = es.load(
+        path, [jr.key(0, impl=impl), jr.split(jr.key(0, impl=impl), (2, 3))]
+    )
+    assert eqx.tree_equal(loaded, tree)
+    assert [jr.key_impl(x) for x in loaded] == [impl, impl]
+
+
+def test_only_what_the_filters_select_is_saved_and_loaded(path):
+    saved, model = Net(0), Net(1)
+    es.save(path, saved)
+    for filters in ([es.Parameter], [es.not_(es.Rng)], [es.State, es.not_(es.Rng)]):
+        loaded = es.load(path, model, *filters)
+        assert eqx.tree_equal(loaded, model.update(saved.filter(*filters)))
+    es.save(path, saved, es.BatchStat)
+    assert safetensors.numpy.load_file(path).keys() == {"norm.mean", "norm.var"}
+    loaded = es.load(path, model, es.BatchStat)
+    assert eqx.tree_equal(loaded, model.update(saved.filter(es.BatchStat)))
+
+
+def test_what_is_not_loaded_stays_abstract(path):
+    es.save(path, Net(0), es.Parameter)
+    abstract = eqx.filter_eval_shape(lambda: Net(1))
+    loaded = es.load(path, abstract, es.Parameter)
+    assert loaded.norm.mean is abstract.norm.mean
+    assert eqx.tree_equal(loaded.linear, Net(0).linear)
+
+
+def test_modes_stay_those_of_like(path):
+    es.save(path, Net(0).eval())
+    assert eqx.tree_equal(es.load(path, Net(1)), Net(0))
+    es.save(path, Net(0))
+    assert eqx.tree_equal(es.load(path, Net(1).eval().freeze()), Net(0).eval().freeze())
+
+
+def test_an_array_on_many_devices_is_one_in_the_file_and_is_spread_again(path):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    sharding = NamedSharding(mesh, P("a", "b"))
+    model = {"x": jnp.arange(32.0).reshape(8, 4), "key": jr.split(jr.key(0), (4, 2))}
+    spread = jax.device_put(model, sharding)
+    es.save(path, spread)
+    assert np.array_equal(safetensors.numpy.load_file(path)["['x']"], model["x"])
+    assert eqx.tree_equal(es.load(path, model), model)
+    loaded = es.load(path, spread)
+    assert {x.sharding for x in loaded.values()} == {sharding}
+    assert eqx.tree_equal(jax.device_put(loaded, jax.devices()[0]), model)
+
+
+# --- The file -------------------------------------------------------------------------
+
+
+def test_every_reader_of_safetensors_finds_the_arrays_by_name(path):
+    model = Net(0)
+    es.save(path, model)
+    arrays = safetensors.numpy.load_file(path)
+    expected = {**es.state_dict(model), "dropout.rng": jr.key_data(model.dropout.rng)}
+    assert arrays.keys() == expected.keys()
+    for name, x in expected.items():
+        assert arrays[name].dtype == x.dtype
+        assert np.array_equal(arrays[name], x)
+    with safetensors.safe_open(path, "np") as file:
+        about = json.loads(file.metadata()["eqx_state"])
+    assert about == {"version": 1, "keys": {"dropout.rng": "threefry2x32"}}
+
+
+def test_equal_arrays_make_equal_files(path):
+    items = [(f"{i}", es.nn.Dropout(key=i)) for i in range(20)] + [("net", Net(0))]
+    es.save(path, collections.OrderedDict(items))
+    first = path.read_bytes()
+    es.save(path, collections.OrderedDict(reversed(items)))
+    assert path.read_bytes() == first
+
+
+def test_files_of_other_programs(path):
+    model = Net(0)
+    arrays = es.state_dict(model, es.Parameter)
+    tensors = {name: np.asarray(x) for name, x in arrays.items()}
+    safetensors.numpy.save_file(tensors, path)
+    loaded = es.load(path, Net(1), es.Parameter)
+    assert eqx.tree_equal(loaded, Net(1).update(model.filter(es.Parameter)))
+    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+    assert eqx.tree_equal(es.load(path, Net(1), es.Parameter), loaded)
+
+
+def write(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_a_dtype_that_no_array_has_only_matters_where_it_is_wanted(path):
+    x = {"dtype": "F4", "shape": [4], "data_offsets": [4, 6]}
+    y = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    write(path, {"['y']": y, "['x']": x}, struct.pack("<f", 2.0) + b"ab")
+    like = {"x": jnp.zeros(4), "y": jnp.array(0.0)}
+    assert es.load(path, like, es.path_matches("*y*"))["y"] == 2.0
+    with rejects(like, ValueError, r"\['x'\]: .*F4.* instead of float32"):
+        es.load(path, like)
+
+
+# --- Files that cannot be read --------------------------------------------------------
+
+GOOD = {"": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def about(**metadata):
+    return {"__metadata__": {"eqx_state": json.dumps(metadata)}, **GOOD}
+
+
+BROKEN = {
+    "empty": b"",
+    "text": b"a file of some other kind, and long enough to have a header",
+    "zip": b"PK\x03\x04" + bytes(100),
+    "no JSON": (b"{nothing", b""),
+    "short of data": (GOOD, bytes(7)),
+    "more data": (GOOD, bytes(9)),
+    "outside": ({"": {**GOOD[""], "data_offsets": [8, 16]}}, bytes(8)),
+    "metadata is no JSON": (
+        {"__metadata__": {"eqx_state": "{"}, **GOOD},
+        bytes(8),
+    ),
+    "metadata is something else": (
+        {"__metadata__": {"eqx_state": "[]"}, **GOOD},
+        bytes(8),
+    ),
+    "later version": (about(version=2), bytes(8)),
+    "no such key": (about(keys={"a": "rbg"}), bytes(8)),
+    "key of floats": (about(keys={"": "threefry2x32"}), bytes(8)),
+    "no such generator": (about(keys={"": "dice"}), bytes(8)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_broken(name, path):
+    if isinstance(BROKEN[name], bytes):
+        path.write_bytes(BROKEN[name])
+    else:
+        write(path, *BROKEN[name])
+    model = jnp.zeros(2)
+    with rejects(model, ValueError, r"`es.load` cannot read `.*/model.safetensors`"):
+        es.load(path, model)
+
+
+def test_a_file_cut_off_anywhere(path):
+    es.save(path, Net(0))
+    whole = path.read_bytes()
+    for size in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="cannot read.*or not all of one"):
+            es.load(path, Net(1))
+
+
+def test_there_is_no_file(tmp_path):
+    model = Net(0)
+    for path in (tmp_path / "none", str(tmp_path / "none" / "a")):
+        with rejects(model, FileNotFoundError, "none"):
+            es.load(path, model)
+    with rejects(model, IsADirectoryError, str(tmp_path)):
+        es.load(tmp_path, model)
+
+
+def test_one_error_lists_all_that_does_not_fit(path):
+    saved = {"b": jnp.zeros(2), "c": jnp.zeros(2), "k": jr.key(0), "z": jnp.zeros(1)}
+    like = {"a": jnp.zeros(1), "b": jnp.zeros(3), "c": jnp.zeros(2, int)}
+    like["k"] = jr.key(0, impl="rbg")
+    es.save(path, saved)
+    before = path.read_bytes()
+    fragments = (
+        r"the file `.*/model.safetensors` does not fit",
+        r"missing:\n    \['a'\]\n",
+        r"unexpected:\n    \['z'\]\n",
+        r"wrong shape:\n    \['b'\]: \(2,\) instead of \(3,\)\n",
+        r"wrong dtype:\n    \['c'\]: float32 instead of int32\n"
+        r"    \['k'\]: key<fry> instead of key<rbg>\n",
+        r"Filters say what must be in the file",
+    )
+    with rejects(like, ValueError, *fragments):
+        es.load(path, like)
+    assert path.read_bytes() == before
+
+
+def test_names_that_like_has_not_are_unexpected_whatever_the_filters_are(path):
+    es.save(path, {"a": jnp.zeros(1), "b": jnp.zeros(1)})
+    only_a = es.path_matches("*a*")
+    like = {"a": jnp.ones(1), "b": jnp.zeros(7), "c": 0}
+    assert es.load(path, like, only_a)["a"] == 0
+    with rejects(like, ValueError, r"unexpected:\n    \['b'\]\n"):
+        es.load(path, {"a": like["a"]}, only_a)
+
+
+def test_what_the_filters_select_must_be_in_the_file(path):
+    es.save(path, Net(0), es.Parameter)
+    model = Net(1)
+    with rejects(model, ValueError, r"missing:\n    norm.mean\n    norm.var\nFilters"):
+        es.load(path, model, es.BatchStat)
+
+
+def test_a_model_before_init(path):
+    lazy = [es.lazy(eqx.nn.Linear, 2, 3)]
+    with pytest.raises(es.NotInitializedError, match=r"`\[0\]`"):
+        es.save(path, lazy)
+    assert not path.exists()
+    es.save(path, lazy[0].f(jr.key(0)))
+    with pytest.raises(es.NotInitializedError, match=r"`\[0\]`"):
+        es.load(path, lazy)
+
+
+def test_safetensors_is_not_installed(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for use in (es.save, es.load):
+        with pytest.raises(ImportError, match=r'pip install "eqx-state\[io\]"'):
+            use(path, Net(0))
+    assert not os.listdir(path.parent)
