@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from helpers import untouched
 
 import eqx_state as es
-from helpers import untouched
 
 
 class Scale(es.Module):
@@ -90,14 +90,16 @@ def test_a_method_a_function_and_a_tuple_of_models_are_called_as_by_mutable():
     assert list(sown) == ["out"]
     (y, (a, b)), sown = es.capture(lambda models, x: models[1](models[0](x)))((a, b), X)
     assert list(sown) == ["[0].out", "[1].layers[0].out"]
-    assert a.calls == 1 and jnp.array_equal(y, sown["[1].layers[0].out"])
+    assert a.calls == 1
+    assert jnp.array_equal(y, sown["[1].layers[0].out"])
 
 
 def test_what_is_sown_several_times_is_a_tuple():
     net = wrapped(lambda layer, x: layer(layer(x)))
     _, sown = es.capture(net)(X)
     first, second = sown["layer.out"]
-    assert jnp.array_equal(first, 2 * X) and jnp.array_equal(second, 4 * X)
+    assert jnp.array_equal(first, 2 * X)
+    assert jnp.array_equal(second, 4 * X)
 
 
 def test_any_pytree_of_arrays_and_numbers_can_be_sown():
@@ -109,7 +111,9 @@ def test_any_pytree_of_arrays_and_numbers_can_be_sown():
 
     _, sown = es.capture(Sower(jr.key(0)))()
     many = sown["many"]
-    assert many["a"][0] == 1 and many["a"][1] == 2.5 and many["a"][2] is None
+    assert many["a"][0] == 1
+    assert many["a"][1] == 2.5
+    assert many["a"][2] is None
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(many))
     assert many["key"] == jr.key(0)
 
@@ -147,7 +151,8 @@ THROUGH = {
 def test_it_comes_out_of_a_transform_as_without_it(name, outer):
     (y, new), sown = outer(wrapped(THROUGH[name]))(X)
     assert jnp.array_equal(sown["layer.out"], 2 * X)
-    assert jnp.array_equal(y, 2 * X) and new.layer.calls == 1
+    assert jnp.array_equal(y, 2 * X)
+    assert new.layer.calls == 1
 
 
 STACKED = {
@@ -200,7 +205,8 @@ def test_a_scanned_stack_of_layers_sows_under_the_name_of_the_stack():
 
     blocks = eqx.filter_vmap(Scale)(jnp.array([2.0, 3.0]))
     (y, new), sown = es.capture(Stack(blocks))(1.0)
-    assert sown["blocks.out"].tolist() == [2.0, 6.0] and y == 6.0
+    assert sown["blocks.out"].tolist() == [2.0, 6.0]
+    assert y == 6.0
     assert new.blocks.calls.tolist() == [1, 1]
 
 
@@ -230,7 +236,8 @@ def test_one_jitted_function_is_traced_with_and_without_capture():
     for _ in range(2):
         y, _ = es.mutable(net)(X)
         (y2, _), sown = es.capture(net)(X)
-        assert list(sown) == ["layer.out"] and jnp.array_equal(y, y2)
+        assert list(sown) == ["layer.out"]
+        assert jnp.array_equal(y, y2)
 
 
 def test_it_can_be_captured_inside_of_a_gradient():
@@ -242,7 +249,8 @@ def test_it_can_be_captured_inside_of_a_gradient():
         Net(2.0, 3.0), X
     )
     assert jnp.array_equal(sown["layers[1].out"], 6 * X)
-    assert grads.layers[0].factor == 18 and net.layers[0].calls == 1
+    assert grads.layers[0].factor == 18
+    assert net.layers[0].calls == 1
 
 
 def test_it_is_a_pytree_that_filter_jit_traces_once():
@@ -265,7 +273,8 @@ def test_a_decorated_method_captures():
             return self.layer(x)
 
     (y, new), sown = Looking(Scale(2.0)).look(X)
-    assert list(sown) == ["layer.out"] and new.layer.calls == 1
+    assert list(sown) == ["layer.out"]
+    assert new.layer.calls == 1
 
 
 def test_kinds_are_those_that_may_be_written():

@@ -126,19 +126,15 @@ def record(tree: Any, inputs: tuple[Any, ...]) -> dict[str, Call]:
         )
     # Told apart, no layer takes over what was compiled for another. But a model that
     # stacks its layers, say, wants them alike; then some may go unrecorded.
-    for by_name in (True, False):
-        recorder = _Recorder({}, by_name)
-        try:
-            _trace(eval(tree), inputs, recorder)
-        except Exception:
-            if not by_name:
-                raise
-        else:
-            break
-    return recorder.calls
+    model = eval(tree)
+    try:
+        return _trace(model, inputs, _Recorder({}, by_name=True))
+    except Exception:
+        pass
+    return _trace(model, inputs, _Recorder({}, by_name=False))
 
 
-def _trace(tree: Any, inputs: tuple[Any, ...], recorder: _Recorder) -> None:
+def _trace(tree: Any, inputs: tuple[Any, ...], recorder: _Recorder) -> dict[str, Call]:
     # NumPy arrays in a model may be used as shapes.
     model = eqx.partition(tree, lambda x: is_array(x) and not _is_numpy(x))
     args = eqx.partition(inputs, is_array)
@@ -148,6 +144,7 @@ def _trace(tree: Any, inputs: tuple[Any, ...], recorder: _Recorder) -> None:
         mutable(private)(*eqx.combine(arrays[1], args[1]))
 
     jax.eval_shape(call, (model[0], args[0]))
+    return recorder.calls
 
 
 def _is_numpy(x: Any) -> bool:

@@ -105,14 +105,13 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
         import jax.numpy as jnp
         import jax.random as jr
 
-        model = eqx.nn.Sequential(
-            [eqx.nn.Linear(2, 3, key=jr.key(0)), es.nn.BatchNorm(3)]
-        )
+        linear = eqx.nn.Linear(2, 3, key=jr.key(0))
+        model = eqx.nn.Sequential([linear, es.nn.BatchNorm(3, axis_name="batch")])
         print(es.tabulate(model))
         assert "weight: f32[3,2]" in es.tabulate(model)
 
         xs = jax.ShapeDtypeStruct((8, 2), jnp.float32)
-        assert "f32[8,2]" in es.tabulate(es.vmap(model), xs)
+        assert "f32[8,2]" in es.tabulate(es.vmap(model, axis_name="batch"), xs)
         ```
     """
     if depth is not None and depth < 0:
