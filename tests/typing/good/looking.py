@@ -1,0 +1,31 @@
+"""What looking into a model and saving it return, to a type checker."""
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import equinox as eqx
+import eqx_state as es
+from jaxtyping import Array
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+
+    def __call__(self, x: Array) -> Array:
+        self.sow("x", x)
+        return self.weight * x
+
+
+def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
+    (y, new), sown = es.capture(layer)(x)
+    assert_type(y, Array)
+    assert_type(new, Layer)
+    assert_type(sown, dict[str, Any])
+
+    assert_type(es.tabulate(layer, x, depth=1), str)
+
+    assert_type(es.state_dict(layer, es.Parameter), dict[str, Any])
+    assert_type(es.load_state_dict(layer, {"weight": x}, strict=False), Layer)
+    es.save(path, layer, es.not_(es.Rng))
+    assert_type(es.load(path, layer, es.not_(es.Rng)), Layer)
+    assert_type(es.load("model.safetensors", linear), eqx.nn.Linear)
