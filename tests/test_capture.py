@@ -313,10 +313,25 @@ def test_a_transform_with_a_copy_of_its_own_is_rejected(f):
         es.capture(f(Scale()))
 
 
-def test_sowing_in_a_plain_transform_is_an_error_that_names_ours():
-    net = wrapped(lambda layer, x: jax.vmap(lambda x: layer.sow("x", x))(x))
-    with pytest.raises(es.TraceError, match=r"Cannot sow `layer\.x` here: this"):
+IN_PLAIN_TRANSFORMS = {
+    "at once": lambda layer, x: layer.sow("out", x),
+    "jit": lambda layer, x: es.jit(lambda x: layer.sow("out", x))(x),
+    "checkpoint": lambda layer, x: es.checkpoint(lambda x: layer.sow("out", x))(x),
+}
+
+
+@pytest.mark.parametrize("f", IN_PLAIN_TRANSFORMS.values(), ids=IN_PLAIN_TRANSFORMS)
+def test_sowing_in_a_plain_transform_is_an_error_that_names_ours(f):
+    net = wrapped(lambda layer, x: jax.vmap(lambda x: f(layer, x))(x))
+    with pytest.raises(es.TraceError, match=r"Cannot sow `layer\.out` here: this"):
         es.capture(net)(X)
+
+
+@pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
+def test_the_order_is_that_of_sowing(transform):
+    net = Net(*[2.0] * 12)
+    _, sown = es.capture(transform(net))(X)
+    assert list(sown) == [f"layers[{i}].out" for i in range(12)]
 
 
 LOOPS = {
@@ -334,10 +349,18 @@ def test_a_loop_that_stacks_nothing_cannot_sow(name):
         es.capture(wrapped(LOOPS[name]))(X)
 
 
-def test_branches_sow_alike():
-    net = wrapped(lambda layer, x: es.cond(x.sum() > 0, layer, lambda x: x, x))
+@pytest.mark.parametrize("times", [0, 2])
+def test_branches_sow_alike(times):
+    def apply(layer, x):
+        def other(x):
+            for _ in range(times):
+                x = layer(x)
+            return x
+
+        return es.cond(x.sum() > 0, layer, other, x)
+
     with pytest.raises(ValueError, match=r"`layer\.out` was sown in one branch of `es"):
-        es.capture(net)(X)
+        es.capture(wrapped(apply))(X)
 
 
 @pytest.mark.parametrize("value", ["text", jnp.sin, {"a": object()}])

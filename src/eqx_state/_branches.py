@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from ._lift import is_traced, Leaves, Lifted, sown_names
+from ._lift import is_traced, Leaves, Lifted, times_sown
 from ._scope import is_owned
 from ._traverse import difference_of_leaves
 
@@ -31,7 +31,7 @@ def _select(
     values, writable = lifted.values(), lifted.writable()
     written_by_any: list[set[str]] = [set() for _ in values]
     static_outs: list[Any] = []
-    sown: list[list[str]] = []
+    sown: list[dict[str, int]] = []
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, list[Leaves]]]:
         @ft.wraps(f)  # JAX names it in its messages
@@ -40,7 +40,7 @@ def _select(
             out, written = lifted.run(values, lambda: f(*operands))
             for names, new in zip(written_by_any, written, strict=True):
                 names.update(new)
-            sown.append(sown_names(written))
+            sown.append(times_sown(written))
             _check_sown_alike(sown, what)
             out, static_out = eqx.partition(out, is_traced(out))
             static_outs.append(static_out)
@@ -59,12 +59,12 @@ def _select(
     return eqx.combine(out, static_outs[0])
 
 
-def _check_sown_alike(sown: list[list[str]], what: str) -> None:
-    if names := set(sown[0]) ^ set(sown[-1]):
+def _check_sown_alike(sown: list[dict[str, int]], what: str) -> None:
+    for name, _ in sorted(sown[0].items() ^ sown[-1].items()):
         raise ValueError(
-            f"`{min(names)}` was sown in one branch of `{what}`, and not in another."
-            " Whichever is chosen, the same has to come out. Sow it in all branches, or"
-            " return it and sow it after them."
+            f"`{name}` was sown in one branch of `{what}`, and not, or not as often, in"
+            " another. Whichever is chosen, the same has to come out. Sow it in all"
+            " branches, or return it and sow it after them."
         )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._base import get_place
-from ._lift import is_traced, Leaves, Lifted, sown_names
+from ._lift import is_traced, Leaves, Lifted, times_sown
 from ._scope import is_owned, own
 from ._shared import closed_copy
 from ._traverse import (
@@ -200,9 +200,9 @@ def _not_returned(name: str) -> ValueError:
 
 
 def _check_not_sown(written: list[Leaves]) -> None:
-    if names := sown_names(written):
+    for name in times_sown(written):
         raise ValueError(
-            f"`{names[0]}` was sown in a step of `es.while_loop` or `es.fori_loop`, of"
+            f"`{name}` was sown in a step of `es.while_loop` or `es.fori_loop`, of"
             " which only the last carry comes out. `es.scan` stacks what its steps sow;"
             " or put the value into the carry, and sow it after the loop."
         )

@@ -53,10 +53,13 @@ def is_sown(name: str) -> bool:
     return name.startswith(_SOWN)
 
 
-def sown_names(written: list[Leaves]) -> list[str]:
-    """The names under which something was sown."""
-    names = (name for new in written for name in new if is_sown(name))
-    return sorted(name.removeprefix(_SOWN) for name in names)
+def times_sown(written: list[Leaves]) -> dict[str, int]:
+    """How often something was sown, by name."""
+    return {
+        name.removeprefix(_SOWN): len(new[name])
+        for new in written
+        for name in filter(is_sown, new)
+    }
 
 
 class Lifted:
@@ -82,6 +85,8 @@ class Lifted:
             check_initialized(opened)
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
+        # What the trace has sown, in this order: JAX sorts a dictionary.
+        self.sown: dict[str, None] = {}
 
     @property
     def is_initialising(self) -> bool:
@@ -189,6 +194,7 @@ class Lifted:
                 self.initialised[i] = jtu.tree_structure(tree), names
             new = {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
             sown = scopes[id(self.places[i].scope)].sown
+            self.sown |= dict.fromkeys(_SOWN + name for name in sown)
             written.append(new | {_SOWN + name: x for name, x in sown.items()})
             sown.clear()  # the first root in a scope brings it out for all
         return out, written
@@ -197,12 +203,18 @@ class Lifted:
         """Write these leaves to the owned modules, all or none."""
         for place, new in zip(self.places, written, strict=True):
             if new and place.scope.trace != trace_state():
-                raise TraceError(trace_message(next(iter(new))))
+                name = next(iter(new))
+                if is_sown(name):
+                    name = name.removeprefix(_SOWN)
+                    raise TraceError(trace_message(name, verb="sow"))
+                raise TraceError(trace_message(name))
         for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
             scope, root = self.places[i].scope, self.roots[i]
-            for name in filter(is_sown, new):
-                values = scope.sown.setdefault(name.removeprefix(_SOWN), [])
-                values.extend(new[name])
+            # Without a trace, which `es.jit` may not need, `new` has the order.
+            for name in self.sown | dict.fromkeys(filter(is_sown, new)):
+                if name in new:
+                    values = scope.sown.setdefault(name.removeprefix(_SOWN), [])
+                    values.extend(new[name])
             new = {name: x for name, x in new.items() if not is_sown(name)}
             if new:
                 self._store(i, {**old, **new})

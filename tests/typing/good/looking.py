@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import equinox as eqx
-import eqx_state as es
 from jaxtyping import Array
+
+import eqx_state as es
 
 
 class Layer(es.Module):

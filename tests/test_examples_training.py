@@ -1,0 +1,49 @@
+"""The examples about training, shortened: that they run, and assert what they say."""
+
+import jax
+import pytest
+from test_examples import example
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_them():
+    """JAX's own defaults: optax promotes, and so do the examples."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A path at which there is a picture in the end."""
+    path = tmp_path / "picture.png"
+    yield path
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gan_comes_closer_to_the_digits(picture, capsys):
+    example("gan").main(steps=150, path=picture, least_share=0.0, closer=1.5)
+    assert "spectral norms" in capsys.readouterr().out
+
+
+def test_ensemble_is_better_than_its_members(picture):
+    assert example("ensemble").main(path=picture, tolerance=0.1) <= 0.1
+
+
+def test_fine_tuning_changes_adapters_alone(picture, capsys):
+    example("fine_tuning").main(steps=100, path=picture, at_least=0.8, better_by=0.0)
+    assert "LoRA" in capsys.readouterr().out
+
+
+def test_eight_devices_compute_what_one_does(picture):
+    main = example("data_parallel").main
+    assert main(epochs=2, path=picture, at_least=0.7) >= 0.7
+
+
+def test_ported_programs_compute_what_the_old_ones_did(picture):
+    accuracies = example("porting").main(steps=60, path=picture, at_least=0.7)
+    assert list(accuracies) == [
+        "eqx.nn.State",
+        "es.nn.Stateful",
+        "es.Module",
+        "from Treex",
+    ]
