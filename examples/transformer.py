@@ -216,7 +216,7 @@ def plot(losses, baselines, text: str, weights, samples) -> Figure:
 
 # %% Train, compare both ways of reading, and write.
 def main(
-    steps: int = 400, path: str | Path = "transformer.png", better_by: float = 0.3
+    steps: int = 500, path: str | Path = "transformer.png", better_by: float = 0.3
 ) -> tuple[float, list[str]]:
     """The loss on the paragraphs held out, and what the model has written."""
     texts = load_texts()

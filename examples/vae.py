@@ -11,7 +11,7 @@ binomial given what the decoder makes of a latent vector. Training raises a lowe
 - A frozen model still draws, while its norms use the averages: how the bound is tested.
 
 Run `python examples/vae.py [output.png]`. The picture is written to `vae.png` in the
-current directory if no path is given. It takes about a minute on two cores.
+current directory if no path is given. It takes under a minute on two cores.
 """
 
 # %%

@@ -1,5 +1,6 @@
 """What the modules of a model are called with, in the table of `es.tabulate`."""
 
+import functools as ft
 import gc
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import optax
 import pytest
 import zoo
 from helpers import untouched
@@ -147,10 +149,43 @@ def test_bound_methods():
         def encode(self, x):
             return self.layer(x)
 
-    assert calls(Model(linear()).encode, jnp.ones(2))["__self__.layer"] == (
-        "f32[2]",
-        "f32[3]",
-    )
+    found = calls(Model(linear()).encode, jnp.ones(2))
+    assert found[""] == found["layer"] == ("f32[2]", "f32[3]")
+
+
+@pytest.mark.parametrize("partial", [ft.partial, eqx.Partial])
+def test_keyword_arguments_by_a_partial(partial):
+    class Model(es.Module):
+        layer: Any
+
+        def __call__(self, x, *, scale):
+            return self.layer(x) * scale
+
+    found = calls(partial(Model(linear()), scale=jnp.ones(3)), jnp.ones(2))
+    assert found["layer"] == ("f32[2]", "f32[3]")
+
+
+def test_of_a_module_that_calls_itself_the_outer_call_is_shown():
+    class Twice(es.Module):
+        def __call__(self, x, n):
+            return x if n == 0 else self(x[None], n - 1)
+
+    assert calls(Twice(), jnp.ones(2), 2)[""][0].startswith("f32[2]\n2")
+
+
+def test_a_class_that_cannot_be_subclassed_goes_unrecorded():
+    class Meta(type(es.Module)):
+        def __new__(cls, name, bases, body, *, size):
+            return super().__new__(cls, name, bases, body)
+
+    class Odd(es.Module, metaclass=Meta, size=1):
+        layer: Any
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    found = calls(Odd(linear()), jnp.ones(2))
+    assert found[""] == found["layer"] == ("f32[2]", "f32[3]")
 
 
 def test_equinox_models_with_state():
@@ -251,10 +286,15 @@ def test_the_users_error_comes_out():
 
 
 def test_what_cannot_be_called_is_an_error():
-    with pytest.raises(
-        TypeError, match=r"es\.tabulate.*inputs.*`list` cannot be called"
-    ):
-        es.tabulate([linear()], jnp.ones(2))
+    for what in ([linear()], es.Optimizer(optax.sgd(1.0)).init(linear())):
+        with pytest.raises(TypeError, match=r"`es\.tabulate` was given inputs, and `"):
+            es.tabulate(what, jnp.ones(2))
+
+    def forward(x, layer=linear()):  # noqa: B008
+        return layer(x)
+
+    with pytest.raises(TypeError, match=r"`forward` is no model .* is not looked into"):
+        es.tabulate(forward, jnp.ones(2))
 
 
 def test_classes_do_not_pile_up():

@@ -364,3 +364,32 @@ def test_arrays_go_where_those_of_the_tree_are():
     assert loaded["other"].devices() == {other}
     assert not loaded["anywhere"].committed
     assert all(jnp.array_equal(loaded[k], d[f"['{k}']"]) for k in tree)
+
+
+def test_a_weak_array_is_loaded_as_a_strong_one():
+    weak = jnp.array(1.0)
+    assert weak.weak_type
+    loaded = es.load_state_dict({"x": jnp.float32(0)}, {"['x']": weak})
+    assert not loaded["x"].weak_type
+
+
+def test_an_abstract_model_takes_what_jax_makes_of_a_numpy_array():
+    def make():
+        return {"positions": np.arange(3), "grid": np.linspace(0, 1, 3)}
+
+    loaded = es.load_state_dict(eqx.filter_eval_shape(make), es.state_dict(make()))
+    expected = jax.tree.map(jnp.asarray, make())
+    assert eqx.tree_equal(loaded, expected)
+
+
+def test_without_x64_a_wide_array_is_an_error_and_not_cut():
+    wide = jax.ShapeDtypeStruct((1,), jnp.float64)
+    with pytest.raises(ValueError, match="no float64 while `jax_enable_x64` is off"):
+        es.load_state_dict([wide], {"[0]": np.ones(1)})
+
+
+def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
+    with jax.set_mesh(jax.make_mesh((2,), ("i",))):
+        abstract = eqx.filter_eval_shape(lambda: {"w": jnp.ones((4, 2))})
+        loaded = es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
+    assert len(loaded["w"].sharding.device_set) == 2

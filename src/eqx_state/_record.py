@@ -7,6 +7,7 @@ is computed, and nothing else is touched.
 
 import dataclasses
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +17,9 @@ import jax.tree_util as jtu
 from ._base import is_eqx_module
 from ._init import init, missing
 from ._modes import eval
-from ._mutable import mutable
+from ._mutable import carried, mutable
 from ._surgery import map_modules
+from ._transform import Transform
 from ._traverse import is_array
 
 
@@ -53,12 +55,13 @@ class _Place:
     def __hash__(self) -> int:
         return id(self.recorder)
 
-    def note(self, inputs: str, out: Any) -> None:
+    def note(self, inputs: str) -> Call:
+        """A call begins, whose output is not known yet: the first one counts."""
         calls = self.recorder.calls
         if self.name in calls:
             calls[self.name].times += 1
-        else:
-            calls[self.name] = Call(inputs, show(out))
+            return Call(inputs, "")
+        return calls.setdefault(self.name, Call(inputs, ""))
 
 
 class _Quiet:
@@ -83,9 +86,9 @@ def _recording(cls: Any) -> Any:
         call = super(recording, self).__call__
         if (place := getattr(self, _PLACE)) is None:  # made by `type(self)(...)`
             return call(*args, **kwargs)
-        inputs = _show_arguments(args, kwargs)
+        noted = place.note(_show_arguments(args, kwargs))
         out = call(*args, **kwargs)
-        place.note(inputs, out)
+        noted.outputs = show(out)
         return out
 
     ft.update_wrapper(__call__, cls.__call__, updated=())
@@ -108,43 +111,63 @@ def _recorded(tree: Any, recorder: _Recorder) -> Any:
         # What `eqx.nn.Shared` returns is no output but a part of the model.
         if not callable(module) or isinstance(module, eqx.nn.Shared):
             return module
-        new = object.__new__(_recording(type(module)))
+        try:
+            cls = _recording(type(module))
+        except Exception:  # its metaclass has rules of its own: it goes unrecorded
+            return module
+        new = object.__new__(cls)
         new.__dict__.update(module.__dict__, **{_PLACE: _Place(recorder, name)})
         return new
 
     return map_modules(copy, tree)
 
 
-def record(tree: Any, inputs: tuple[Any, ...]) -> dict[str, Call]:
-    """The calls that `tree(*inputs)` makes in eval mode, by the name of the module."""
-    if not callable(tree):
-        name = type(tree).__qualname__
+def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """The model of a callable, and the callable of another model in its place."""
+    if not inputs and not isinstance(tree, Transform):
+        return tree, lambda model: model
+    if (found := carried(tree)) is None or not callable(tree):
+        name = getattr(tree, "__name__", type(tree).__qualname__)
         raise TypeError(
-            f"`es.tabulate` was given inputs, and a `{name}` cannot be called. Leave"
-            " the inputs out, or give what is called with them: a model, a bound method"
-            " `model.encode`, or a transform of `es`, such as `es.vmap(model)`."
+            f"`es.tabulate` was given inputs, and `{name}` is no model that can be"
+            " called; a function is not looked into. Give a module, a bound method"
+            " `model.encode`, a transform of `es` such as `es.vmap(model)`, or"
+            " `functools.partial(model, key=key)` for keyword arguments."
         )
+    return found
+
+
+def record(
+    model: Any, put: Callable[[Any], Any], inputs: tuple[Any, ...]
+) -> dict[str, Call]:
+    """The calls that `put(model)(*inputs)` makes in eval mode, by module's name."""
     # Told apart, no layer takes over what was compiled for another. But a model that
     # stacks its layers, say, wants them alike; then some may go unrecorded.
-    model = eval(tree)
-    try:
-        return _trace(model, inputs, _Recorder({}, by_name=True))
-    except Exception:
-        pass
-    return _trace(model, inputs, _Recorder({}, by_name=False))
+    for by_name in (True, False):
+        recorder = _Recorder({}, by_name)
+        try:
+            _trace(eval(model), put, inputs, recorder)
+        except Exception:
+            if not by_name:
+                raise
+        else:
+            break
+    return recorder.calls
 
 
-def _trace(tree: Any, inputs: tuple[Any, ...], recorder: _Recorder) -> dict[str, Call]:
+def _trace(model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder) -> None:
     # NumPy arrays in a model may be used as shapes.
-    model = eqx.partition(tree, lambda x: is_array(x) and not _is_numpy(x))
+    parts = eqx.partition(model, lambda x: is_array(x) and not _is_numpy(x))
     args = eqx.partition(inputs, is_array)
 
     def call(arrays: tuple[Any, Any]) -> None:
-        private = _recorded(eqx.combine(arrays[0], model[1]), recorder)
-        mutable(private)(*eqx.combine(arrays[1], args[1]))
+        private = _recorded(eqx.combine(arrays[0], parts[1]), recorder)
+        given = eqx.combine(arrays[1], args[1])
+        out, _ = mutable(put(private))(*given)
+        if "" not in recorder.calls:  # another method than `__call__`
+            recorder.calls[""] = Call(_show_arguments(given, {}), show(out))
 
-    jax.eval_shape(call, (model[0], args[0]))
-    return recorder.calls
+    jax.eval_shape(call, (parts[0], args[0]))
 
 
 def _is_numpy(x: Any) -> bool:

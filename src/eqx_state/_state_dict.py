@@ -12,6 +12,7 @@ import numpy as np
 
 from ._filters import bind_all, Filter
 from ._init import check_initialized
+from ._strong import to_strong
 from ._traverse import leaves, Part, part_of
 
 
@@ -90,7 +91,8 @@ def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
 def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _Tree:
     """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
 
-    Nothing is cast. A Python number is no array: give it as `jnp.array(3)`.
+    Nothing is cast. A Python number is no array: give it as one of the leaf's dtype,
+    `np.float32(3)`.
 
     **Arguments:**
 
@@ -173,7 +175,7 @@ def restore(
         raise ValueError(f"{text}\n{advice}" if about_names else text)
     for name, (i, _) in wanted.items():
         if name in values:
-            flat[i] = _placed_as(*flat[i])
+            flat[i] = to_strong(_placed_as(*flat[i]))
     return jtu.tree_unflatten(treedef, flat)
 
 
@@ -191,9 +193,22 @@ def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
     found = []
     if value.shape != leaf.shape:
         found.append(("wrong shape", f"{value.shape} instead of {leaf.shape}"))
-    if _native(value.dtype) != _native(leaf.dtype):
+    dtype = _native(value.dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(value, np.ndarray):
+        # An abstract model has of a NumPy array what JAX will make of it.
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not isinstance(leaf, np.ndarray) and _is_too_wide(leaf.dtype):
+        text = f"JAX has no {leaf.dtype} while `jax_enable_x64` is off"
+        found.append(("wrong dtype", text))
+    elif dtype != _native(leaf.dtype):
         found.append(("wrong dtype", f"{value.dtype} instead of {leaf.dtype}"))
     return found
+
+
+def _is_too_wide(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def _native(dtype: Any) -> Any:
@@ -217,6 +232,10 @@ def _placed_as(leaf: Any, value: Any) -> Any:
         return array if isinstance(leaf, np.ndarray) else array[()]
     # An abstract leaf has a sharding if it was given one. An array that is not
     # committed lies on the default device by chance.
-    if leaf.sharding is None or not getattr(leaf, "committed", True):
+    sharding = leaf.sharding
+    if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(value)
-    return jax.device_put(value, leaf.sharding)  # without a stop on another device
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        # It says how, not where: on the mesh that is set.
+        sharding = sharding.spec
+    return jax.device_put(value, sharding)  # without a stop on another device

@@ -15,7 +15,7 @@ from ._base import is_eqx_module, is_module
 from ._filters import bind, trainable
 from ._init import Initializer
 from ._kinds import Parameter
-from ._record import Call, initialised, record, show
+from ._record import Call, initialised, model_of, record, show
 from ._traverse import (
     has_inference,
     is_array,
@@ -78,10 +78,11 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
         its `init`, a list of models, an `es.Optimizer`.
     - `*inputs`: if given, `tree(*inputs)` is traced in eval mode, and the table shows
         what each module was called with and what it returned: in its first call, as
-        the module saw it (one example, under `es.vmap`), and how often it was called
+        the module saw it (one example, under `es.vmap`), and how often it was traced
         if that was not once. Arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
-        For a batch pass a transform: `es.tabulate(es.vmap(model), xs)`. A model before
-        its `init` is shown as it will be.
+        For a batch pass a transform, `es.tabulate(es.vmap(model), xs)`; for keyword
+        arguments a partial, for another method `model.encode`. A model before its
+        `init` is shown as it will be.
     - `depth`: modules further down than this have no row; what they hold is counted in
         the row of the module around them. The root is at depth 0. Default: no limit.
 
@@ -111,7 +112,8 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
         assert "weight: f32[3,2]" in es.tabulate(model)
 
         xs = jax.ShapeDtypeStruct((8, 2), jnp.float32)
-        assert "f32[8,2]" in es.tabulate(es.vmap(model, axis_name="batch"), xs)
+        table = es.tabulate(es.vmap(model, axis_name="batch"), xs)
+        assert "f32[2]" in table and "f32[3]" in table  # what the layers see
         ```
     """
     if depth is not None and depth < 0:
@@ -119,10 +121,11 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
             f"`es.tabulate(..., depth={depth})`: the root is at depth 0, its modules at"
             " depth 1. Pass `depth=None` for all."
         )
+    tree, put = model_of(tree, inputs)
     calls: dict[str, Call] = {}
     if inputs:
         tree = initialised(tree)
-        calls = record(tree, inputs)
+        calls = record(tree, put, inputs)
     rows = _rows(tree, depth)
     kinds = sorted(
         dict.fromkeys(kind for row in rows for kind in row.cells),
@@ -167,7 +170,7 @@ def _rows(tree: Any, depth: int | None) -> list[_Row]:
                 row.add(visit, visit.context.declared, is_folded)
             elif is_array(visit.node):
                 row.add(visit, visit.kind, is_folded)
-        elif visit.path and not isinstance(visit.node, eqx.nn.StateIndex):
+        elif visit.path and not _is_index(visit):
             if is_folded or row.level == depth:
                 around.append((visit.path, row, True))
             else:
@@ -175,6 +178,14 @@ def _rows(tree: Any, depth: int | None) -> list[_Row]:
                 rows.append(new)
                 around.append((visit.path, new, False))
     return rows
+
+
+def _is_index(visit: Visit) -> bool:
+    """A `StateIndex`, or what is left in one: the layer that has it has the row."""
+    owner = visit.context.owner or type(None)
+    return isinstance(visit.node, eqx.nn.StateIndex) or issubclass(
+        owner, eqx.nn.StateIndex
+    )
 
 
 # --- In words -------------------------------------------------------------------------
