@@ -146,7 +146,7 @@ def test_a_path_that_cannot_be_written(path, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     before = sorted(os.listdir(tmp_path))
     for name, error, why in [
-        ("folder", IsADirectoryError, "no regular file"),
+        ("folder", IsADirectoryError, "it is a directory"),
         ("pipe", OSError, "no regular file"),
         ("none/model", FileNotFoundError, "directory does not exist"),
         (f"{path.name}/model", NotADirectoryError, "Not a directory"),
@@ -286,3 +286,11 @@ def test_keys_of_an_implementation_without_a_name_cannot_be_saved(path):
     with pytest.raises(TypeError, match=r"\['rng'\]: .*no name; save `jax.random.key"):
         es.save(path, tree)
     assert_only(path, OLD)
+
+
+def test_a_donated_array_is_named(tmp_path):
+    x = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    with pytest.raises(TypeError, match=r"\['x'\]: deleted: it was donated"):
+        es.save(tmp_path / "f", {"x": x})
+    assert list(tmp_path.iterdir()) == []

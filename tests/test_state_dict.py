@@ -284,7 +284,7 @@ def test_what_is_no_array_is_not_converted(value):
 
 def test_abstract_values_are_no_arrays():
     d = {"": jax.ShapeDtypeStruct((), jnp.float32)}
-    with pytest.raises(ValueError, match=r"    : a `ShapeDtypeStruct`"):
+    with pytest.raises(ValueError, match="the array itself: a `ShapeDtypeStruct`"):
         es.load_state_dict(jnp.array(1.0), d)
 
 
@@ -393,3 +393,30 @@ def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
         abstract = eqx.filter_eval_shape(lambda: {"w": jnp.ones((4, 2))})
         loaded = es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
     assert len(loaded["w"].sharding.device_set) == 2
+
+
+def test_numpy_scalars_of_64_bits_stay():
+    loaded = es.load_state_dict([np.float64(1)], {"[0]": np.float64(5)})
+    assert loaded == [5.0]
+    assert type(loaded[0]) is np.float64
+
+
+def test_outside_of_its_mesh_an_abstract_model_is_loaded_on_one_device():
+    with jax.set_mesh(jax.make_mesh((2,), ("i",))):
+        abstract = eqx.filter_eval_shape(lambda: {"w": jnp.ones((4, 2))})
+    loaded = es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
+    assert len(loaded["w"].sharding.device_set) == 1
+
+
+def test_an_array_that_cannot_be_read_is_listed():
+    class Odd:
+        def __array__(self, *args, **kwargs):
+            raise RuntimeError("not now")
+
+    with pytest.raises(ValueError, match=r"(?s)no array:.*\[0\]: a `Odd`"):
+        es.load_state_dict([jnp.ones(1)], {"[0]": Odd()})
+
+
+def test_the_array_itself_has_no_name():
+    with pytest.raises(ValueError, match=r"the array itself: \(2,\) instead of \(1,\)"):
+        es.load_state_dict(jnp.ones(1), {"": jnp.ones(2)})

@@ -300,13 +300,14 @@ def test_one_error_lists_all_that_does_not_fit(path):
     assert path.read_bytes() == before
 
 
-def test_names_that_like_has_not_are_unexpected_whatever_the_filters_are(path):
+def test_names_that_like_has_not_are_unexpected_without_filters(path):
     es.save(path, {"a": jnp.zeros(1), "b": jnp.zeros(1)})
     only_a = es.path_matches("*a*")
     like = {"a": jnp.ones(1), "b": jnp.zeros(7), "c": 0}
     assert es.load(path, like, only_a)["a"] == 0
+    assert es.load(path, {"a": like["a"]}, only_a) == {"a": 0}
     with rejects(like, ValueError, r"unexpected:\n    \['b'\]\n"):
-        es.load(path, {"a": like["a"]}, only_a)
+        es.load(path, {"a": like["a"]})
 
 
 def test_what_the_filters_select_must_be_in_the_file(path):
@@ -333,3 +334,14 @@ def test_safetensors_is_not_installed(path, monkeypatch):
         with pytest.raises(ImportError, match=r'pip install "eqx-state\[io\]"'):
             use(path, Net(0))
     assert not os.listdir(path.parent)
+
+
+def test_a_part_is_loaded_from_the_file_of_the_whole(tmp_path):
+    path = tmp_path / "whole.safetensors"
+    whole = {"body": es.nn.Dropout(0.5, key=0), "head": jnp.ones(2, jnp.float8_e5m2)}
+    es.save(path, whole)
+    like = {"body": es.nn.Dropout(0.5, key=1)}
+    loaded = es.load(path, like, es.TreePart)
+    assert loaded["body"].rng == whole["body"].rng
+    with pytest.raises(ValueError, match=r"(?s)unexpected:.*head.*es\.TreePart"):
+        es.load(path, like)

@@ -304,3 +304,9 @@ def test_a_stateful_layer_of_equinox_is_one_row():
     norm, _ = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
     assert "Sentinel" not in es.tabulate(norm)
     assert list(cells(es.tabulate(norm))) == ["path", "", "Total"]
+
+
+def test_without_inputs_a_callable_is_its_model_or_a_tree():
+    net = Net(linear(), es.nn.BatchNorm(3))
+    assert es.tabulate(es.vmap(net)) == es.tabulate(net.__call__) == es.tabulate(net)
+    assert "Vmap" in es.tabulate(es.vmap(lambda x: x))

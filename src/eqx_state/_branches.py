@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from ._lift import is_traced, Leaves, Lifted, times_sown
+from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned
 from ._traverse import difference_of_leaves
 
@@ -31,36 +31,41 @@ def _select(
     values, writable = lifted.values(), lifted.writable()
     written_by_any: list[set[str]] = [set() for _ in values]
     static_outs: list[Any] = []
-    sown: list[dict[str, int]] = []
+    sown_by_each: list[list[dict[str, int]]] = []
 
-    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, list[Leaves]]]:
+    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Any, Sown]]:
         @ft.wraps(f)  # JAX names it in its messages
-        def run(arrays: Any) -> tuple[Any, list[Leaves]]:
+        def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
-            out, written = lifted.run(values, lambda: f(*operands))
+            out, written, sown = lifted.run(values, lambda: f(*operands))
             for names, new in zip(written_by_any, written, strict=True):
                 names.update(new)
-            sown.append(times_sown(written))
-            _check_sown_alike(sown, what)
+            sown_by_each.append([{n: len(x) for n, x in s.items()} for s in sown])
+            _check_sown_alike(sown_by_each, what)
             out, static_out = eqx.partition(out, is_traced(out))
             static_outs.append(static_out)
-            return out, [{**w, **new} for w, new in zip(writable, written, strict=True)]
+            state = [{**w, **new} for w, new in zip(writable, written, strict=True)]
+            return out, state, sown
 
         return run
 
-    out, state = select([branch(f) for f in branches], arrays)
+    out, state, sown = select([branch(f) for f in branches], arrays)
     _check_equal(static_outs, what)
     lifted.commit(
         [
             {name: x for name, x in new.items() if name in names}
             for names, new in zip(written_by_any, state, strict=True)
-        ]
+        ],
+        sown,
     )
     return eqx.combine(out, static_outs[0])
 
 
-def _check_sown_alike(sown: list[dict[str, int]], what: str) -> None:
-    for name, _ in sorted(sown[0].items() ^ sown[-1].items()):
+def _check_sown_alike(sown: list[list[dict[str, int]]], what: str) -> None:
+    for first, last in zip(sown[0], sown[-1], strict=True):
+        if first.items() == last.items():
+            continue
+        name, _ = min(first.items() ^ last.items())
         raise ValueError(
             f"`{name}` was sown in one branch of `{what}`, and not, or not as often, in"
             " another. Whichever is chosen, the same has to come out. Sow it in all"

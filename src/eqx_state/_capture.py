@@ -1,5 +1,6 @@
 """`es.capture`: what the layers of a model sow on the way, besides its output."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, Generic, overload, ParamSpec, TypeVar
 
@@ -37,8 +38,8 @@ class _Capture(Transform):
 
 def _check_sees_the_model(f: Any) -> None:
     """What runs on a private copy of its own would sow nothing for us."""
-    while isinstance(f, Transform):
-        if f.threads:
+    while isinstance(f, (Transform, ft.partial, eqx.Partial)):
+        if isinstance(f, Transform) and f.threads:
             raise TypeError(
                 "`es.capture` threads the state itself, as `es.mutable` does, and was"
                 " given a transform that does so on a copy of its own, from which"
@@ -48,7 +49,7 @@ def _check_sees_the_model(f: Any) -> None:
                 "For gradients, capture inside the loss function, and return what was"
                 " sown beside the loss, with `has_aux=True`."
             )
-        f = f.f
+        f = f.f if isinstance(f, Transform) else f.func
 
 
 class _Captured(Generic[_M_co, _F_co]):
@@ -82,7 +83,9 @@ def capture(f: Any, *, kinds: Any = State) -> Any:
     is a dictionary. Its names are those of the module and of the value, such as
     `"layers[0].attention"`. What was sown several times under one name is a tuple.
     Under `es.vmap` and `es.scan` the values of all lanes or steps are stacked, along a
-    new first axis; they come out of `es.jit` and `es.checkpoint` as they are.
+    new first axis; they come out of `es.jit` and `es.checkpoint` as they are. A copy
+    that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(self.layer)`, an
+    inner `es.mutable` or `es.value_and_grad`) sows nothing.
 
     **Raises:**
 
@@ -127,4 +130,4 @@ def capture(f: Any, *, kinds: Any = State) -> Any:
         ```
     """
     _check_sees_the_model(f)
-    return wrap(_Capture, f, kinds=as_kinds(kinds))
+    return wrap(_Capture, f, kinds=as_kinds(kinds, "es.capture"))

@@ -6,6 +6,8 @@ that was passed in stays as it was, and a new one, which may be assigned, or wri
 assigned, comes back in the carry.
 """
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._base import get_place
-from ._lift import is_traced, Leaves, Lifted, times_sown
+from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned, own
 from ._shared import closed_copy
 from ._traverse import (
@@ -81,7 +83,7 @@ class Loop:
 
     def run(
         self, values: list[Leaves], call: Callable[[], Any]
-    ) -> tuple[Any, list[Leaves]]:
+    ) -> tuple[Any, list[Leaves], Sown]:
         """`Lifted.run`, which also notes what the originals hold in the body."""
 
         def watched() -> Any:
@@ -139,15 +141,15 @@ class Loop:
     ) -> tuple[Any, list[Leaves]]:
         """A step of which only the carry comes out."""
         carry, values = self.enter(arrays, state, self.slices)
-        carry, written = self.run(values, lambda: f(carry))
-        _check_not_sown(written)
+        carry, written, sown = self.run(values, lambda: f(carry))
+        _check_not_sown(sown)
         return self.leave(values, carry, written)
 
     def test(self, arrays: Any, state: list[Leaves], f: Callable[[Any], Any]) -> Any:
         """Whether to go on, of which nothing but the answer can come out."""
         carry, values = self.enter(arrays, state, self.slices)
-        go_on, written = self.lifted.run(values, lambda: f(carry))
-        _check_not_sown(written)
+        go_on, written, sown = self.lifted.run(values, lambda: f(carry))
+        _check_not_sown(sown)
         if names := [f"`{name}`" for new in written for name in new]:
             raise ValueError(
                 f"The `cond_fun` of `es.while_loop` wrote {', '.join(names)}. It only"
@@ -156,14 +158,22 @@ class Loop:
             )
         return go_on
 
-    def finish(self, arrays: Any, state: list[Leaves], slices: list[Leaves]) -> Any:
+    def finish(
+        self,
+        arrays: Any,
+        state: list[Leaves],
+        slices: list[Leaves] | None = None,
+        sown: Sown | None = None,
+    ) -> Any:
         """The carry after the loop; writes what was written to the owned modules."""
         changed = [
             {name: x for name, x in new.items() if name in names}
             for names, new in zip(self.written, state, strict=True)
         ]
+        written = zip(changed, slices or self.slices, strict=True)
         self.lifted.commit(
-            [{**new, **x} for new, x in zip(changed, slices, strict=True)]
+            [{**new, **x} for new, x in written],
+            sown or [OrderedDict() for _ in self.lifted.scopes],
         )
         # A module comes back with its own parameters, and may be assigned.
         arrays = jtu.tree_map_with_path(
@@ -199,8 +209,8 @@ def _not_returned(name: str) -> ValueError:
     )
 
 
-def _check_not_sown(written: list[Leaves]) -> None:
-    for name in times_sown(written):
+def _check_not_sown(sown: Sown) -> None:
+    for name in itertools.chain(*sown):
         raise ValueError(
             f"`{name}` was sown in a step of `es.while_loop` or `es.fori_loop`, of"
             " which only the last carry comes out. `es.scan` stacks what its steps sow;"

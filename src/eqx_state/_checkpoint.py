@@ -5,9 +5,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._lift import Leaves, Lifted
+from ._lift import Leaves, Lifted, Sown
 from ._scope import is_owned
 from ._transform import Transform, wrap
 
@@ -30,18 +31,19 @@ class _Checkpoint(Transform):
         arrays, rest = self._split(args, kwargs)
         static_out: Any = None
 
-        def run(arrays: Any) -> tuple[Any, list[Leaves]]:
+        def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
             nonlocal static_out
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
             # What is not an argument is closed over, which `jax.checkpoint` allows.
             values = lifted.values()
-            out, written = lifted.run(values, lambda: self.f(*args, **kwargs))
+            out, written, sown = lifted.run(values, lambda: self.f(*args, **kwargs))
             out, static_out = lifted.split(out)
-            return out, written
+            return out, written, sown
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
-        out, written = remat(arrays)
-        lifted.commit(written)
+        # Outside of a trace JAX returns constants as literals of its own.
+        out, written, sown = jtu.tree_map(jnp.asarray, remat(arrays))
+        lifted.commit(written, sown)
         return eqx.combine(out, static_out)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -8,8 +8,9 @@ happens, and what the transform returns is written to them at the end.
 """
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -43,23 +44,8 @@ from ._traverse import (
 # The leaves of a module by name, in the order of flattening.
 Leaves = dict[str, Any]
 
-# What is sown comes out of a transform among the leaves that were written, as a list of
-# values under a name that no leaf can have.
-_SOWN: Final = "sown: "
-
-
-def is_sown(name: str) -> bool:
-    """Whether this is the name of what was sown, and not of a leaf."""
-    return name.startswith(_SOWN)
-
-
-def times_sown(written: list[Leaves]) -> dict[str, int]:
-    """How often something was sown, by name."""
-    return {
-        name.removeprefix(_SOWN): len(new[name])
-        for new in written
-        for name in filter(is_sown, new)
-    }
+# What was sown in each scope; JAX sorts a dictionary, but not this one.
+Sown = list[OrderedDict[str, list[Any]]]
 
 
 class Lifted:
@@ -85,8 +71,8 @@ class Lifted:
             check_initialized(opened)
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
-        # What the trace has sown, in this order: JAX sorts a dictionary.
-        self.sown: dict[str, None] = {}
+        # A parent's scope may be that of an outer `es.mutable`.
+        self.scopes = list({id(p.scope): p.scope for p in self.places}.values())
 
     @property
     def is_initialising(self) -> bool:
@@ -148,21 +134,19 @@ class Lifted:
 
     def run(
         self, values: list[Leaves], call: Callable[[], Any]
-    ) -> tuple[Any, list[Leaves]]:
+    ) -> tuple[Any, list[Leaves], Sown]:
         """`call()` in the active trace, with these leaves in the roots meanwhile.
 
-        Returns its output, and the leaves that it has written, or sown.
+        Returns its output, the leaves that it has written, and what it has sown.
         """
         saved = [
             (v.node, dict(v.node.__dict__), get_place(v.node))
             for root in self.roots
             for v in modules_in(root)
         ]
-        # A parent's scope may be that of an outer `es.mutable`: one inner scope for
-        # each.
         scopes = {
-            id(p.scope): Scope(p.scope.kinds, p.scope.initialise, p.scope.captures)
-            for p in self.places
+            id(outer): Scope(outer.kinds, outer.initialise, outer.captures)
+            for outer in self.scopes
         }
         threaded = list(zip(self.roots, self.places, values, strict=True))
         try:
@@ -192,33 +176,27 @@ class Lifted:
             if len(visits) != len(old):  # no tracer may live on: only the structure
                 names = [visit.name for visit in visits]
                 self.initialised[i] = jtu.tree_structure(tree), names
-            new = {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
-            sown = scopes[id(self.places[i].scope)].sown
-            self.sown |= dict.fromkeys(_SOWN + name for name in sown)
-            written.append(new | {_SOWN + name: x for name, x in sown.items()})
-            sown.clear()  # the first root in a scope brings it out for all
-        return out, written
+            written.append(
+                {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
+            )
+        return out, written, [scopes[id(outer)].sown for outer in self.scopes]
 
-    def commit(self, written: list[Leaves]) -> None:
-        """Write these leaves to the owned modules, all or none."""
+    def commit(self, written: list[Leaves], sown: Sown) -> None:
+        """Write the leaves to the owned modules, and sow the values: all or none."""
         for place, new in zip(self.places, written, strict=True):
             if new and place.scope.trace != trace_state():
-                name = next(iter(new))
-                if is_sown(name):
-                    name = name.removeprefix(_SOWN)
-                    raise TraceError(trace_message(name, verb="sow"))
-                raise TraceError(trace_message(name))
+                raise TraceError(trace_message(next(iter(new))))
+        for scope, values in zip(self.scopes, sown, strict=True):
+            if values and scope.trace != trace_state():
+                raise TraceError(trace_message(next(iter(values)), verb="sow"))
         for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
-            scope, root = self.places[i].scope, self.roots[i]
-            # Without a trace, which `es.jit` may not need, `new` has the order.
-            for name in self.sown | dict.fromkeys(filter(is_sown, new)):
-                if name in new:
-                    values = scope.sown.setdefault(name.removeprefix(_SOWN), [])
-                    values.extend(new[name])
-            new = {name: x for name, x in new.items() if not is_sown(name)}
             if new:
                 self._store(i, {**old, **new})
+                scope, root = self.places[i].scope, self.roots[i]
                 scope.written[id(root)] = root, next(iter(new))
+        for scope, values in zip(self.scopes, sown, strict=True):
+            for name, new in values.items():
+                scope.sown.setdefault(name, []).extend(new)
 
     def _store(self, i: int, new: Leaves) -> None:
         root, place = self.roots[i], self.places[i]

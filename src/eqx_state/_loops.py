@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._carry import Loop
-from ._lift import is_sown, is_traced, Lifted
+from ._lift import is_traced, Lifted
 from ._scope import is_owned
 from ._traverse import is_array
 
@@ -88,16 +88,16 @@ def scan(
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
         entered, values = loop.enter(*carry, slices)
-        out, written = loop.run(values, lambda: f(entered, x))
+        out, written, sown = loop.run(values, lambda: f(entered, x))
         new_carry, y = _two(out)
         y, static_y = eqx.partition(y, is_traced(y))
         written_slices = [
-            {name: x for name, x in new.items() if name in old or is_sown(name)}
+            {name: new[name] for name in old if name in new}
             for old, new in zip(slices, written, strict=True)
         ]
-        return loop.leave(values, new_carry, written), (y, written_slices)
+        return loop.leave(values, new_carry, written), (y, written_slices, sown)
 
-    carry, (ys, slices) = jax.lax.scan(
+    carry, (ys, slices, sown) = jax.lax.scan(
         step,
         (loop.arrays, loop.state),
         (arrays, loop.slices),
@@ -106,7 +106,7 @@ def scan(
         unroll=unroll,
         _split_transpose=_split_transpose,
     )
-    return loop.finish(*carry, slices), eqx.combine(ys, static_y)
+    return loop.finish(*carry, slices, sown), eqx.combine(ys, static_y)
 
 
 def _initialise(f: Any, init: Any, xs: Any, parts: Any, first: int) -> None:
@@ -124,13 +124,14 @@ def _initialise(f: Any, init: Any, xs: Any, parts: Any, first: int) -> None:
         for names, old in zip(sliced, lifted.values(), strict=True)
     ]
     x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
-    _, written = lifted.run(values, lambda: f(init, x))
+    _, written, sown = lifted.run(values, lambda: f(init, x))
     # A slice is not written back into its stack: the loop itself does that.
     lifted.commit(
         [
             {name: x for name, x in new.items() if name not in names}
             for names, new in zip(sliced, written, strict=True)
-        ]
+        ],
+        sown,
     )
 
 
@@ -196,7 +197,7 @@ def while_loop(
         lambda carry: loop.step(*carry, body_fun),
         (loop.arrays, loop.state),
     )
-    return loop.finish(*final, loop.slices)
+    return loop.finish(*final)
 
 
 def fori_loop(
@@ -253,4 +254,4 @@ def fori_loop(
         (loop.arrays, loop.state),
         unroll=unroll,
     )
-    return loop.finish(*final, loop.slices)
+    return loop.finish(*final)

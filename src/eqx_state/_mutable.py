@@ -91,13 +91,13 @@ def target(f: Any, args: tuple[Any, ...], what: str) -> Lens:
     return args[0], lambda m, **kwargs: f(m, *args[1:], **kwargs)
 
 
-def as_kinds(kinds: Any) -> Kinds:
+def as_kinds(kinds: Any, what: str) -> Kinds:
     """The kinds that may be written, as a tuple."""
     given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
     for kind in given:
         if not is_kind(kind):
             raise TypeError(
-                f"`es.mutable(..., kinds={kind!r})`: `kinds` is a kind such as"
+                f"`{what}(..., kinds={kind!r})`: `kinds` is a kind such as"
                 " `es.State`, or a tuple of them; `es.TreePart` allows all."
             )
     return given
@@ -177,4 +177,4 @@ def mutable(f: Any, *, kinds: Any = State) -> Any:
         assert (y, new.count, counter.count) == (2, 2, 0)
         ```
     """
-    return wrap(_Mutable, f, kinds=as_kinds(kinds))
+    return wrap(_Mutable, f, kinds=as_kinds(kinds, "es.mutable"))

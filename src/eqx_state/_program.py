@@ -23,7 +23,7 @@ import jax.tree_util as jtu
 
 from ._checks import callbacks_in, Reporting, wait
 from ._compat import jaxpr_of, run_in_program
-from ._lift import Leaves, Lifted
+from ._lift import Leaves, Lifted, Sown
 from ._mutable import is_bound_method
 from ._open import close, Opened, reaches_module
 from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
@@ -137,7 +137,7 @@ class Call:
 
     def trace(
         self, first: list[Any], rest: list[Any], kept: list[Any]
-    ) -> tuple[list[Any], list[list[Any]], Output]:
+    ) -> tuple[list[Any], tuple[list[list[Any]], Sown], Output]:
         """The call on these arrays, in the active trace."""
         sources = iter(first), iter(rest), iter(kept)
         leaves = [
@@ -150,15 +150,18 @@ class Call:
         ]
         head, tail = close(jtu.tree_unflatten(self.treedef, leaves))
         f, args, kwargs = tail
-        out, written = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
+        out, written, sown = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
         output = Output(out, written, values)
-        return output.arrays(out), [list(new.values()) for new in written], output
+        state = [list(new.values()) for new in written]
+        return output.arrays(out), (state, sown), output
 
-    def finish(self, result: tuple[list[Any], list[list[Any]], Output]) -> Any:
+    def finish(
+        self, result: tuple[list[Any], tuple[list[list[Any]], Sown], Output]
+    ) -> Any:
         """The output of the call, after its writes to the owned modules."""
-        arrays, state, output = result
+        arrays, (state, sown), output = result
         named = zip(output.names, state, strict=True)
-        self.lifted.commit([dict(zip(n, x, strict=True)) for n, x in named])
+        self.lifted.commit([dict(zip(n, x, strict=True)) for n, x in named], sown)
         return output.put(arrays, self.inside())
 
 

@@ -19,7 +19,6 @@ from ._init import init, missing
 from ._modes import eval
 from ._mutable import carried, mutable
 from ._surgery import map_modules
-from ._transform import Transform
 from ._traverse import is_array
 
 
@@ -55,12 +54,12 @@ class _Place:
     def __hash__(self) -> int:
         return id(self.recorder)
 
-    def note(self, inputs: str) -> Call:
-        """A call begins, whose output is not known yet: the first one counts."""
+    def note(self, inputs: str) -> Call | None:
+        """A call begins. Returned if it is the first, whose outputs are wanted, too."""
         calls = self.recorder.calls
         if self.name in calls:
             calls[self.name].times += 1
-            return Call(inputs, "")
+            return None
         return calls.setdefault(self.name, Call(inputs, ""))
 
 
@@ -86,9 +85,10 @@ def _recording(cls: Any) -> Any:
         call = super(recording, self).__call__
         if (place := getattr(self, _PLACE)) is None:  # made by `type(self)(...)`
             return call(*args, **kwargs)
-        noted = place.note(_show_arguments(args, kwargs))
+        first = place.note(_show_arguments(args, kwargs))
         out = call(*args, **kwargs)
-        noted.outputs = show(out)
+        if first is not None:
+            first.outputs = show(out)
         return out
 
     ft.update_wrapper(__call__, cls.__call__, updated=())
@@ -124,9 +124,10 @@ def _recorded(tree: Any, recorder: _Recorder) -> Any:
 
 def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
     """The model of a callable, and the callable of another model in its place."""
-    if not inputs and not isinstance(tree, Transform):
+    found = carried(tree)
+    if found is None and not inputs:
         return tree, lambda model: model
-    if (found := carried(tree)) is None or not callable(tree):
+    if found is None or (inputs and not callable(tree)):
         name = getattr(tree, "__name__", type(tree).__qualname__)
         raise TypeError(
             f"`es.tabulate` was given inputs, and `{name}` is no model that can be"

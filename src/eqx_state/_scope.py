@@ -7,6 +7,7 @@ leak that trace's tracers, and is an error.
 """
 
 import dataclasses
+from collections import OrderedDict
 from typing import Any
 
 import equinox as eqx
@@ -54,7 +55,7 @@ class Scope:
         self.kinds = kinds
         self.initialise = initialise
         self.captures = captures
-        self.sown: dict[str, list[Any]] = {}
+        self.sown: OrderedDict[str, list[Any]] = OrderedDict()
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
@@ -244,10 +245,21 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
     place = get_place(module)
     if place is None or not (place.scope.is_open and place.scope.captures):
         return
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`{type(module).__qualname__}.sow`: the name is no string, but a"
+            f" `{type(name).__name__}`. It comes first: `self.sow('name', value)`."
+        )
     full_name = name_of((*place.path, jtu.GetAttrKey(name)))
     if place.scope.trace != trace_state():
         raise TraceError(trace_message(full_name, verb="sow"))
-    if not all(map(eqx.is_array_like, jtu.tree_leaves(value))):
+    values = jtu.tree_leaves(value)
+    if any(map(has_escaped, values)):
+        raise TraceError(
+            f"Cannot sow `{full_name}`: it is a tracer of a JAX transform that is over."
+            " Sow it where it is computed, under the transform of `es`."
+        )
+    if not all(map(_is_sowable, values)):
         shown = eqx.tree_pformat(value, short_arrays=True)
         raise TypeError(
             f"Cannot sow `{full_name}`: arrays, numbers and pytrees of them come out of"
@@ -257,6 +269,11 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
         lambda x: x if isinstance(x, jax.Array) else jnp.array(x), value
     )
     place.scope.sown.setdefault(full_name, []).append(value)
+
+
+def _is_sowable(x: Any) -> bool:
+    is_numpy = isinstance(x, (np.ndarray, np.generic))
+    return is_numeric(x.dtype) if is_numpy else eqx.is_array_like(x)
 
 
 # --- Leaving --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._filters import bind_all, Filter
+from ._fit import is_numeric
 from ._init import check_initialized
 from ._strong import to_strong
 from ._traverse import leaves, Part, part_of
@@ -53,6 +54,8 @@ def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
     """Every array in `tree` by its name, in a flat dictionary.
 
     Python numbers, strings and functions are the structure of the tree, and no entries.
+    What has no key paths is named by its position: `equinox.nn.State` is so, the state
+    of `es.nn.Stateful` is not.
 
     **Arguments:**
 
@@ -158,7 +161,7 @@ def restore(
     ends with the advice if it is about names.
     """
     problems: dict[str, list[str]] = {
-        "missing": [name for name in wanted if name not in values],
+        "missing": [shown(name) for name in wanted if name not in values],
         "unexpected": [str(name) for name in values if name not in known],
     }
     about_names = any(problems.values())
@@ -167,7 +170,7 @@ def restore(
         if name in values:
             value = values[name]
             for problem, text in _differences(part.value, value):
-                problems.setdefault(problem, []).append(f"{name}: {text}")
+                problems.setdefault(problem, []).append(f"{shown(name)}: {text}")
             flat[i] = part.value, value
     if any(problems.values()):
         listed = [_listed(*problem) for problem in problems.items() if problem[1]]
@@ -179,12 +182,24 @@ def restore(
     return jtu.tree_unflatten(treedef, flat)
 
 
+def shown(name: str) -> str:
+    """The name of an array in an error; the tree may be nothing but the array."""
+    return name or "the array itself"
+
+
+def _is_numpy(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic))
+
+
 def _copied(value: Any) -> Any:
     """An array that is no view of `value`; what is no array stays what it is."""
     is_constant = eqx.is_array(value) and not isinstance(value, np.ndarray)
     if is_constant or not hasattr(value, "__array__"):
         return value
-    return np.array(value)
+    try:
+        return np.array(value)
+    except Exception:  # for a reason of its library; it will be listed as no array
+        return value
 
 
 def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
@@ -194,10 +209,11 @@ def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
     if value.shape != leaf.shape:
         found.append(("wrong shape", f"{value.shape} instead of {leaf.shape}"))
     dtype = _native(value.dtype)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(value, np.ndarray):
+    if isinstance(leaf, jax.ShapeDtypeStruct) and _is_numpy(value):
         # An abstract model has of a NumPy array what JAX will make of it.
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if not isinstance(leaf, np.ndarray) and _is_too_wide(leaf.dtype):
+        if is_numeric(dtype):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if _is_numpy(value) and not _is_numpy(leaf) and _is_too_wide(leaf.dtype):
         text = f"JAX has no {leaf.dtype} while `jax_enable_x64` is off"
         found.append(("wrong dtype", text))
     elif dtype != _native(leaf.dtype):
@@ -227,7 +243,7 @@ def _placed_as(leaf: Any, value: Any) -> Any:
     """`value` as what the leaf is: of NumPy, or of JAX, and where the leaf lies."""
     if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
         return value
-    if isinstance(leaf, (np.ndarray, np.generic)):
+    if _is_numpy(leaf):
         array = np.asarray(value, dtype=leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
     # An abstract leaf has a sharding if it was given one. An array that is not
@@ -236,6 +252,8 @@ def _placed_as(leaf: Any, value: Any) -> Any:
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(value)
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        # It says how, not where: on the mesh that is set.
+        # It says how, and the mesh that is set says where.
+        if jax.sharding.get_abstract_mesh().empty:
+            return jnp.asarray(value)
         sharding = sharding.spec
     return jax.device_put(value, sharding)  # without a stop on another device

@@ -19,7 +19,7 @@ import numpy as np
 
 from ._filters import Filter
 from ._keys import is_typed
-from ._state_dict import by_name, restore, select
+from ._state_dict import by_name, restore, select, shown
 
 
 _Tree = TypeVar("_Tree")
@@ -62,12 +62,12 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
     Any program that reads [safetensors](https://github.com/huggingface/safetensors)
     finds the arrays under the names of `es.state_dict`; a typed key is its key data, of
     `uint32`. Python numbers, strings and functions are the structure of the tree, and
-    are not saved. Equal arrays make equal files.
+    are not saved: a step counter is saved as an array. Equal arrays make equal files.
 
     **Arguments:**
 
     - `path`: the file. Its directory must exist.
-    - `tree`: any pytree: a model, an optimizer, `{"model": model, "step": step}`.
+    - `tree`: any pytree: a model, an optimizer, `(model, np.int32(step))`.
     - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
         no kind too.
 
@@ -107,7 +107,7 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
     for name, (_, part) in select(by_name(tree), filters, tree).items():
         value = part.value
         if (problem := _why_not(name, value)) is not None:
-            problems.append(f"  {name}: {problem}")
+            problems.append(f"  {shown(name)}: {problem}")
             continue
         if is_typed(value):
             keys[name] = jr.key_impl(value)
@@ -149,8 +149,8 @@ def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
     - `like`: a pytree of the same names, shapes and dtypes. It may be abstract:
         `equinox.filter_eval_shape(make_model, key)` costs no memory.
     - `*filters`: what is to be loaded; all must hold, as in `es.filter`. It must be in
-        the file. The rest stays as in `like`. Without any: every array. For all but the
-        random keys: `es.not_(es.Rng)`.
+        the file, which may hold more. The rest stays as in `like`. Without any: every
+        array of the file and of `like`. For all but the random keys: `es.not_(es.Rng)`.
 
     **Returns:**
 
@@ -161,8 +161,8 @@ def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
     **Raises:**
 
     - `ValueError`: the file is no safetensors file or not a whole one, lacks a name
-        that the filters select, has one that `like` has not, or an array in it has
-        another shape or dtype. It lists all names.
+        that the filters select, has (if there are no filters) one that `like` has not,
+        or an array in it has another shape or dtype. It lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
     - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
     - `ImportError`: safetensors is not installed (`pip install "eqx-state[io]"`).
@@ -198,11 +198,11 @@ def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
     wanted = select(named, filters, like)
     values = _read(safetensors, path)
     advice = (
-        "Filters say what must be in the file: `es.load(path, like, es.Parameter)`."
-        " For a file with names that `like` has not:"
-        " `es.load_state_dict(like, safetensors.numpy.load_file(path), strict=False)`."
+        "Filters say what must be in the file, and what else is in it is passed over:"
+        " `es.load(path, like, es.Parameter)`; `es.TreePart` is all that has a kind."
     )
-    return restore(like, wanted, named, values, f"`es.load`: the file `{path}`", advice)
+    known = values if filters else named
+    return restore(like, wanted, known, values, f"`es.load`: the file `{path}`", advice)
 
 
 def _import_safetensors() -> Any:
@@ -222,6 +222,8 @@ def _why_not(name: str, x: Any) -> str | None:
         return "abstract, it has no values"
     if isinstance(x, jax.core.Tracer):
         return "traced; save outside of `jit` and other transforms"
+    if isinstance(x, jax.Array) and x.is_deleted():
+        return "deleted: it was donated; save what the step has returned"
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if not x.is_fully_replicated:
             return (
@@ -253,8 +255,9 @@ def _replacing(path: str) -> Iterator[str]:
         if os.path.exists(target):
             mode = os.stat(target).st_mode
             if not stat.S_ISREG(mode):
-                number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-                raise OSError(number, "there is something that is no regular file")
+                if stat.S_ISDIR(mode):
+                    raise OSError(errno.EISDIR, "it is a directory")
+                raise OSError(errno.EINVAL, "what is there is no regular file")
             open(target, "r+b").close()  # may it be written?
         yield temporary
         # What has written may have put another file there, with a mode of its own.
@@ -297,7 +300,7 @@ def _read(safetensors: Any, path: str) -> dict[str, Any]:
         ValueError,
     ) as e:
         raise ValueError(
-            f"`es.load` cannot read `{path}`: {e}. It is no safetensors file, or not"
+            f"`es.load` cannot read `{path}`: {e!r}. It is no safetensors file, or not"
             " all of one, or none of this version."
         ) from e
     return values

@@ -24,7 +24,7 @@ from ._axes import (
 )
 from ._compat import is_mapped, spread_like
 from ._keys import split_key
-from ._lift import is_sown, is_traced, Leaves, Lifted
+from ._lift import is_traced, Leaves, Lifted
 from ._open import close
 from ._scope import is_owned
 from ._select import check_kinds, most_derived
@@ -55,7 +55,7 @@ class _Source:
     def sort(self, written: Leaves) -> tuple[Leaves, Leaves]:
         """What a lane has written: what all lanes share, and what each has."""
         # What only `init` has brought into being has no axis, and is shared.
-        axes = {name: 0 if is_sown(name) else self.axes.get(name) for name in written}
+        axes = {name: self.axes.get(name) for name in written}
         shared = {name: x for name, x in written.items() if axes[name] is None}
         own = {name: x for name, x in written.items() if isinstance(axes[name], int)}
         _check_reduced(shared)
@@ -63,10 +63,7 @@ class _Source:
 
     def outer(self, names: list[str], shared: Leaves, stacked: Leaves) -> Leaves:
         """What the lanes have written, as it is outside."""
-        moved = {
-            n: x if is_sown(n) else jnp.moveaxis(x, 0, self.axes[n])
-            for n, x in stacked.items()
-        }
+        moved = {n: jnp.moveaxis(x, 0, self.axes[n]) for n, x in stacked.items()}
         new = {**self.advanced, **shared, **moved}
         return {name: new[name] for name in names}
 
@@ -123,25 +120,24 @@ class _Vmap(Transform):
             if any(axis is not None for axis in held.axes.values()):
                 f = close(jtu.tree_unflatten(held_def, in_f.values()))
             args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
-            out, written = lifted.run(inside, lambda: f(*args, **kwargs))
+            out, written, sown = lifted.run(inside, lambda: f(*args, **kwargs))
             names = [list(new) for new in written]
             sorted_ = [
                 source.sort(new) for source, new in zip(owned, written, strict=True)
             ]
             out, static_out = eqx.partition(out, is_traced(out))
-            return out, ([s for s, _ in sorted_], [o for _, o in sorted_])
+            return out, ([s for s, _ in sorted_], [o for _, o in sorted_], sown)
 
         mapped = jax.vmap(
             lane,
             in_axes=(input_axes, 0),
-            out_axes=(self.out_axes, (None, 0)),
+            out_axes=(self.out_axes, (None, 0, 0)),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
         )
-        out, (shared, stacked) = mapped(inputs, spread(jnp.arange(size)))
-        lifted.commit(
-            [s.outer(*x) for s, *x in zip(owned, names, shared, stacked, strict=True)]
-        )
+        out, (shared, stacked, sown) = mapped(inputs, spread(jnp.arange(size)))
+        written = zip(owned, names, shared, stacked, strict=True)
+        lifted.commit([source.outer(*x) for source, *x in written], sown)
         return eqx.combine(out, static_out)
 
 
