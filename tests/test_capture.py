@@ -400,9 +400,7 @@ def test_a_dead_tracer_cannot_be_sown():
         jax.vmap(lambda x: dead.append(x) or x)(x)
         layer.sow("dead", dead[0])
 
-    with pytest.raises(
-        es.TraceError, match=r"`layer\.dead`: it is a tracer"
-    ):
+    with pytest.raises(es.TraceError, match=r"`layer\.dead`: it is a tracer"):
         es.capture(wrapped(apply))(X)
 
 

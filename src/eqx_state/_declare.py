@@ -309,7 +309,7 @@ def declarations(cls: type) -> dict[str, Spec]:
     tried again at the next call.
     """
     known = _known_names(cls)
-    if cls in _specs and (cls not in _pending or _pending[cls] == known):
+    if cls in _specs and _pending.get(cls, known) == known:
         return _specs[cls]
     specs = {}
     for f in dataclasses.fields(cls):
@@ -324,9 +324,10 @@ def declarations(cls: type) -> dict[str, Spec]:
         if spec != NOTHING:
             specs[f.name] = spec
     _specs[cls] = specs
-    _pending.pop(cls, None)
     if any(map(_is_unresolved, specs.values())):
         _pending[cls] = known
+    else:
+        _pending.pop(cls, None)
     return specs
 
 

@@ -1,12 +1,15 @@
 """`es.jit`: `jax.jit` of what is not made of arrays alone, and of what writes state."""
 
+import contextlib
 import functools as ft
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from typing import (
     Any,
     Concatenate,
+    Final,
     overload,
     ParamSpec,
     Protocol,
@@ -34,6 +37,37 @@ def _bind(f: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, An
         return args, kwargs
     bound = inspect.signature(f).bind(*args, **kwargs)
     return bound.args, bound.kwargs
+
+
+class _Ignored:
+    """Inside, a warning is ignored, in all threads.
+
+    `warnings.catch_warnings` would put back what it has found, and undo what another
+    thread has set meanwhile.
+    """
+
+    def __init__(self, message: str):
+        self.message = message
+        self.lock = threading.Lock()
+        self.calls = 0
+        self.entry: Any = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.calls += 1
+            if self.calls == 1:
+                warnings.filterwarnings("ignore", message=self.message)
+                self.entry = warnings.filters[0]
+
+    def __exit__(self, *_: Any) -> None:
+        with self.lock:
+            self.calls -= 1
+            if self.calls == 0:
+                with contextlib.suppress(ValueError):  # somebody has reset them all
+                    warnings.filters.remove(self.entry)
+
+
+_UNUSABLE: Final = _Ignored("Some donated buffers were not usable*")
 
 
 class _Jit(Transform):
@@ -65,10 +99,8 @@ class _Jit(Transform):
             return self.f(*args, **kwargs)
         self._check_donation(call)
         key = programs.key(call)
-        with warnings.catch_warnings():
-            if self.donate.startswith("all"):
-                text = "Some donated buffers were not usable*"
-                warnings.filterwarnings("ignore", message=text)
+        is_quiet = self.donate.startswith("all")
+        with _UNUSABLE if is_quiet else contextlib.nullcontext():
             result = programs(key, *call.arrays())
         programs.remember(self.f, call, key)
         return call.finish(result)

@@ -12,6 +12,7 @@ way.
 """
 
 import functools as ft
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -245,6 +246,7 @@ class Programs:
         self.plans: tuple[Plan, ...] = ()
         self.unplanned: set[Key] = set()
         self.new = 0  # how often there was none for a call
+        self.lock = threading.Lock()  # for threads that remember at once
 
     def key(self, call: Call) -> Key:
         """Equal for calls that one program serves."""
@@ -288,17 +290,18 @@ class Programs:
 
     def remember(self, f: Any, call: Call, key: Key) -> None:
         """Make a plan for calls like this one, if there was none yet."""
-        if key in self.unplanned or any(plan.key == key for plan in self.plans):
-            return
-        self.new += 1
-        if len(self.plans) == _MAX_PLANS and self.new % _PATIENCE:
-            return
-        try:
-            plan = Plan(f, call, key)
-        except Unplannable:
-            self.unplanned.add(key)
-        else:
-            self.plans = (plan, *self.plans[: _MAX_PLANS - 1])
+        with self.lock:
+            if key in self.unplanned or any(plan.key == key for plan in self.plans):
+                return
+            self.new += 1
+            if len(self.plans) == _MAX_PLANS and self.new % _PATIENCE:
+                return
+            try:
+                plan = Plan(f, call, key)
+            except Unplannable:
+                self.unplanned.add(key)
+            else:
+                self.plans = (plan, *self.plans[: _MAX_PLANS - 1])
 
 
 # Of more signatures in turn each would push out the next, and plans are not cheap.
@@ -317,7 +320,7 @@ def programs_of(origin: Any, donate: Donate) -> Programs:
         of_origin = _PROGRAMS.setdefault(origin, {})
     if donate not in of_origin:
         name = getattr(origin, "__name__", type(origin).__name__)
-        of_origin[donate] = Programs(name, donate)
+        of_origin.setdefault(donate, Programs(name, donate))  # or another thread's
     return of_origin[donate]
 
 
