@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import pickle
 import weakref
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -426,3 +426,42 @@ def test_attributes_are_looked_up_as_other_bases_say():
     model = Model()
     assert model.method() == model.seven == 7
     assert isinstance(model.method, eqx.Module)  # a pytree, as in Equinox
+
+
+@pytest.mark.parametrize("annotated", [True, False])
+def test_a_kind_is_no_value_of_a_field(annotated):
+    annotations = {"w": jax.Array} if annotated else {}
+    body = {"w": es.BatchStat, "__annotations__": annotations}
+    message = (
+        r"`Slip\.w` is set to `es\.BatchStat`, which is a kind.*`w: es"
+    )
+    with pytest.raises(TypeError, match=message):
+        type(es.Module)("Slip", (es.Module,), body)
+
+
+def test_a_class_may_hold_a_kind():
+    class Holder(es.Module):
+        class Cache(es.State):
+            pass
+
+        kind: ClassVar[type] = es.State
+        cache: Cache = 0
+
+    assert Holder.kind is es.State
+    assert [part.kind for part in es.parts(Holder())] == [Holder.Cache]
+
+
+def test_the_hash_of_a_module_with_arrays_says_what_to_do():
+    class Layer(es.Module):
+        weight: es.Parameter
+
+        def __call__(self, x):
+            return self.weight * x
+
+    class Static(es.Module):
+        name: str
+
+    assert hash(Static("a")) == hash(Static("a"))
+    message = r"unhashable type: a `.*Layer` with arrays.*\n\n.*\n.*es\.checkpoint"
+    with pytest.raises(TypeError, match=message):
+        jax.checkpoint(Layer(1.0))(2.0)

@@ -711,3 +711,18 @@ def test_an_error_in_the_transformation_is_passed_on():
     with pytest.raises(RuntimeError, match="is broken"):
         optimizer.update(model, model)
     assert optimizer.opt_state == 0
+
+
+def test_the_gradients_come_first():
+    class Counted(es.Module):
+        weight: es.Parameter
+        count: es.State = 0
+
+    model = Counted(2.0)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(model)
+    grads, model = es.grad(lambda model: model.weight**2)(model)
+    message = (
+        r"the gradients have `count`.*optimizer\.update\(grads"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(model, grads)

@@ -68,7 +68,8 @@ class Lifted:
                 self.roots = [*outer, visit.node]
                 reached |= inside
         if not self.roots and not may_initialise:
-            check_initialized(opened)
+            check_initialized(self.function)
+            check_initialized(self.arguments)
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.

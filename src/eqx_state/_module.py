@@ -19,6 +19,7 @@ from ._declare import (
     remember_statement,
 )
 from ._filters import Filter
+from ._kinds import is_kind, kind_name
 from ._scope import no_field_message, sow, write
 from ._strong import strengthen_field
 from ._traverse import check_not_shared
@@ -99,6 +100,16 @@ class Module(BaseModule):
                     f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
                     f" and `unfreeze` set. Choose another, such as `{name}_`."
                 )
+        for name, value in cls.__dict__.items():
+            if not is_kind(value) or is_class_var(annotations.get(name)):
+                continue
+            if value.__qualname__ != f"{cls.__qualname__}.{name}":  # no class made here
+                raise TypeError(
+                    f"`{cls.__qualname__}.{name}` is set to `{kind_name(value)}`, which"
+                    f" is a kind, and says something as an annotation only: `{name}:"
+                    f" {kind_name(value)}`. If the class itself is to hold it, say"
+                    f" `{name}: ClassVar = {kind_name(value)}`."
+                )
         for name in annotations:
             if is_class_var(annotations[name]):
                 continue
@@ -164,6 +175,18 @@ class Module(BaseModule):
         if type(self).__reduce__ is not object.__reduce__:
             return super().__reduce_ex__(protocol)
         return _rebuild, (type(self), dict(self.__dict__))
+
+    def __hash__(self) -> int:
+        try:
+            return super().__hash__()
+        except TypeError:
+            raise TypeError(
+                f"unhashable type: a `{type(self).__qualname__}` with arrays. JAX's own"
+                " transforms hash what they call, those of `es` do not:\n\n"
+                "    jax.checkpoint(self.layer)(x)                    # wrong\n"
+                "    es.checkpoint(self.layer)(x)                     # right\n"
+                "    jax.jit(lambda layer, x: layer(x))(layer, x)     # an argument"
+            ) from None
 
     @_computed
     def initialized(self) -> bool:

@@ -9,10 +9,10 @@ import optax
 from ._errors import NotInitializedError
 from ._filters import Filter, trainable
 from ._init import check_initialized
-from ._kinds import OptState
+from ._kinds import OptState, Parameter
 from ._select import difference, filter, leaves_like, same_modes, update
 from ._strong import to_strong
-from ._traverse import copy_tree, is_hole
+from ._traverse import copy_tree, is_hole, parts
 
 
 _Tree = TypeVar("_Tree")
@@ -102,6 +102,7 @@ class Optimizer(eqx.Module):
                 " es.Optimizer(tx).init(model)`."
             )
         check_initialized(model)
+        _check_order(grads, model)
         selected = filter(model, self.wrt)
         params = self._as_at_init(selected, "what `wrt` selects of the model")
         given = leaves_like(selected, grads, "`es.Optimizer.update`: the gradients")
@@ -142,3 +143,16 @@ class Optimizer(eqx.Module):
         object.__setattr__(new, "opt_state", opt_state)
         object.__setattr__(new, "_structure", structure)
         return new
+
+
+def _check_order(grads: Any, model: Any) -> None:
+    """State among the gradients that the model lacks: they have changed places."""
+    held = {part.name for part in parts(model)}
+    for part in parts(grads):
+        is_parameter = part.kind is not None and issubclass(part.kind, Parameter)
+        if not is_parameter and part.name not in held:
+            raise ValueError(
+                f"`es.Optimizer.update`: the gradients have `{part.name}`, which is no"
+                " parameter and which the model has not. The gradients come first:"
+                " `model, optimizer = optimizer.update(grads, model)`."
+            )
