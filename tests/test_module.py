@@ -432,9 +432,7 @@ def test_attributes_are_looked_up_as_other_bases_say():
 def test_a_kind_is_no_value_of_a_field(annotated):
     annotations = {"w": jax.Array} if annotated else {}
     body = {"w": es.BatchStat, "__annotations__": annotations}
-    message = (
-        r"`Slip\.w` is set to `es\.BatchStat`, which is a kind.*`w: es"
-    )
+    message = r"`Slip\.w` is set to `es\.BatchStat`, which is a kind.*`w: es"
     with pytest.raises(TypeError, match=message):
         type(es.Module)("Slip", (es.Module,), body)
 

@@ -721,8 +721,6 @@ def test_the_gradients_come_first():
     model = Counted(2.0)
     optimizer = es.Optimizer(optax.sgd(1.0)).init(model)
     grads, model = es.grad(lambda model: model.weight**2)(model)
-    message = (
-        r"the gradients have `count`.*optimizer\.update\(grads"
-    )
+    message = r"the gradients have `count`.*optimizer\.update\(grads"
     with pytest.raises(ValueError, match=message):
         optimizer.update(model, grads)
