@@ -50,6 +50,7 @@ class _Ignored:
         self.message = message
         self.lock = threading.Lock()
         self.calls = 0
+        self.filters: Any = []
         self.entry: Any = None
 
     def __enter__(self) -> None:
@@ -57,17 +58,20 @@ class _Ignored:
             self.calls += 1
             if self.calls == 1:
                 warnings.filterwarnings("ignore", message=self.message)
-                self.entry = warnings.filters[0]
+                self.filters, self.entry = warnings.filters, warnings.filters[0]
 
     def __exit__(self, *_: Any) -> None:
         with self.lock:
             self.calls -= 1
             if self.calls == 0:
-                with contextlib.suppress(ValueError):  # somebody has reset them all
-                    warnings.filters.remove(self.entry)
+                # Meanwhile `catch_warnings` may have put a copy in their place.
+                for filters in (self.filters, warnings.filters):
+                    with contextlib.suppress(ValueError):
+                        filters.remove(self.entry)
 
 
-_UNUSABLE: Final = _Ignored("Some donated buffers were not usable*")
+# In a group: not to be taken for a filter of the user's.
+_UNUSABLE: Final = _Ignored("(?:Some donated buffers were not usable)")
 
 
 class _Jit(Transform):

@@ -56,8 +56,8 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
 
     The file is written beside the old one and takes its place when it is whole and on
     the disk: whatever happens, there is the old file or the new one. Only a process
-    that is killed may leave a part of one, `.*.tmp`, beside it. If `path` is a symbolic
-    link, the file that it leads to is replaced.
+    that is killed may leave parts of one, `.*.tmp` and `.tmp*`, beside it. If `path` is
+    a symbolic link, the file that it leads to is replaced.
 
     Any program that reads [safetensors](https://github.com/huggingface/safetensors)
     finds the arrays under the names of `es.state_dict`; a typed key is its key data, of
