@@ -1,0 +1,410 @@
+"""Programs that write state in a function that a transform of JAX runs.
+
+`UNDER` has one program for each transform: what is wrong, of a function and `XS`, and
+what is right, of a layer.
+"""
+
+import jax
+import jax.experimental
+import jax.lax as lax
+import jax.numpy as jnp
+from catalogue_entry import Layer, Net, Theme, XS
+from jax.sharding import PartitionSpec
+
+import eqx_state as es
+
+
+CLOSURES = Theme("State written under a transform of JAX")
+
+MESH = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,))
+THREADED = "`es.mutable` inside: "
+TRACED = "this code runs inside a JAX transform"
+
+
+def inside(f):
+    """The new layer after `f(layer, XS)` in a scope."""
+
+    def run(layer):
+        _, net = es.mutable(lambda net: f(net.layer, XS))(Net(layer))
+        return net.layer
+
+    return run
+
+
+def within(transform):
+    """The new layer after `transform(f, x)`, where `f(x)` threads it and returns it."""
+    return lambda layer: transform(lambda x: es.mutable(layer)(x))
+
+
+def leaking():
+    """A tracer that is kept is what the program is about, and it is ours to find."""
+    return jax.check_tracer_leaks(False)
+
+
+def scalar(f):
+    return lambda x: f(x).sum()
+
+
+# --- Functions that close over a module ---------------------------------------------
+
+
+def shard_map(f, x):
+    spec = PartitionSpec("i")
+    return jax.shard_map(f, mesh=MESH, in_specs=spec, out_specs=spec)(x)
+
+
+def threaded_shard_map(layer):
+    specs = PartitionSpec("i"), PartitionSpec()
+    f = jax.shard_map(
+        lambda layer, x: es.mutable(layer)(x),
+        mesh=MESH,
+        in_specs=specs[::-1],
+        out_specs=specs,
+    )
+    return f(layer, XS)[1]
+
+
+def scanned(f, x):
+    return lax.scan(lambda carry, x: (carry, f(x)), 0.0, x)
+
+
+# What is wrong, what is right, how that is written, how often the layer has run then.
+UNDER = {
+    "`jax.jit`": (
+        lambda f, x: jax.jit(f)(x),
+        inside(lambda layer, x: es.jit(lambda x: layer(x))(x)),
+        "`es.jit(lambda x: self.layer(x))(x)`",
+        1,
+    ),
+    "`jax.vmap`": (
+        lambda f, x: jax.vmap(f)(x),
+        inside(lambda layer, x: es.vmap(lambda x: layer(x))(x)),
+        "`es.vmap(lambda x: self.layer(x))(xs)`",
+        1,
+    ),
+    "`jnp.vectorize`": (
+        lambda f, x: jnp.vectorize(f)(x),
+        inside(lambda layer, x: es.vmap(lambda x: layer(x))(x)),
+        "`es.vmap(lambda x: self.layer(x))(xs)`",
+        1,
+    ),
+    "`jnp.apply_along_axis`": (
+        lambda f, x: jnp.apply_along_axis(f, 0, x[None]),
+        inside(lambda layer, x: es.vmap(lambda x: layer(x), in_axes=1)(x[None])),
+        "`es.vmap(lambda x: self.layer(x), in_axes=1)(xs)`",
+        1,
+    ),
+    "`jax.grad`": (
+        lambda f, x: jax.grad(scalar(f))(x),
+        lambda layer: es.grad(lambda layer, x: layer(x).sum())(layer, XS)[1],
+        "`grads, model = es.grad(loss_fn)(model, xs)`",
+        1,
+    ),
+    "`jax.value_and_grad`": (
+        lambda f, x: jax.value_and_grad(scalar(f))(x),
+        lambda layer: es.value_and_grad(lambda m, x: m(x).sum())(layer, XS)[0][1],
+        "`(loss, model), grads = es.value_and_grad(loss_fn)(model, xs)`",
+        1,
+    ),
+    "`jax.jacfwd`": (
+        lambda f, x: jax.jacfwd(f)(x),
+        within(lambda f: jax.jacfwd(f, has_aux=True)(XS)[1]),
+        THREADED
+        + "`jax.jacfwd(lambda x: es.mutable(model)(x), has_aux=True)(x)` returns "
+        "`(jacobian, model)`",
+        1,
+    ),
+    "`jax.jacrev`": (
+        lambda f, x: jax.jacrev(f)(x),
+        within(lambda f: jax.jacrev(f, has_aux=True)(XS)[1]),
+        THREADED + "`jax.jacrev(lambda x: es.mutable(model)(x), has_aux=True)(x)`",
+        1,
+    ),
+    "`jax.hessian`": (
+        lambda f, x: jax.hessian(scalar(f))(x),
+        within(lambda f: jax.hessian(f, has_aux=True)(XS[1])[1]),
+        THREADED + "`jax.hessian(lambda x: es.mutable(model)(x), has_aux=True)(x)`",
+        1,
+    ),
+    "`jax.jvp`": (
+        lambda f, x: jax.jvp(f, (x,), (x,)),
+        within(lambda f: jax.jvp(f, (XS,), (XS,), has_aux=True)[2]),
+        THREADED + "`jax.jvp(lambda x: es.mutable(model)(x), …, has_aux=True)`",
+        1,
+    ),
+    "`jax.vjp`": (
+        lambda f, x: jax.vjp(f, x),
+        within(lambda f: jax.vjp(f, XS, has_aux=True)[2]),
+        THREADED + "`jax.vjp(lambda x: es.mutable(model)(x), x, has_aux=True)`",
+        1,
+    ),
+    "`jax.linearize`": (
+        lambda f, x: jax.linearize(f, x),
+        within(lambda f: jax.linearize(f, XS, has_aux=True)[2]),
+        THREADED + "`jax.linearize(lambda x: es.mutable(model)(x), x, has_aux=True)`",
+        1,
+    ),
+    "`jax.checkpoint`": (
+        lambda f, x: jax.checkpoint(f)(x),
+        inside(lambda layer, x: es.checkpoint(lambda x: layer(x))(x)),
+        "`es.checkpoint(lambda x: self.layer(x))(x)`",
+        1,
+    ),
+    "`jax.lax.scan`": (
+        scanned,
+        inside(lambda layer, x: es.scan(lambda c, x: (c, layer(x)), 0.0, x)),
+        "`es.scan(step, carry, xs)`",
+        3,
+    ),
+    "`jax.lax.map`": (
+        lambda f, x: lax.map(f, x),
+        inside(lambda layer, x: es.scan(lambda c, x: (c, layer(x)), None, x)),
+        "`es.vmap(f)(xs)`; one after the other: "
+        "`es.scan(lambda carry, x: (carry, f(x)), None, xs)`",
+        3,
+    ),
+    "`jax.lax.while_loop`": (
+        lambda f, x: lax.while_loop(lambda x: x[1] < 9, f, x),
+        inside(lambda layer, x: es.while_loop(lambda x: x[1] < 9, layer, x)),
+        "`es.while_loop(cond_fun, body_fun, x)`",
+        4,
+    ),
+    "`jax.lax.fori_loop`": (
+        lambda f, x: lax.fori_loop(0, 2, lambda i, x: f(x), x),
+        inside(lambda layer, x: es.fori_loop(0, 2, lambda i, x: layer(x), x)),
+        "`es.fori_loop(0, n, body_fun, x)`",
+        2,
+    ),
+    "`jax.lax.cond`": (
+        lambda f, x: lax.cond(x[1] > 0, lambda: f(x), lambda: x),
+        inside(lambda layer, x: es.cond(x[1] > 0, lambda: layer(x), lambda: x)),
+        "`es.cond(pred, true_fun, false_fun)`",
+        1,
+    ),
+    "`jax.lax.switch`": (
+        lambda f, x: lax.switch(1, [lambda x: x, lambda x: f(x)], x),
+        inside(lambda layer, x: es.switch(1, [lambda x: x, lambda x: layer(x)], x)),
+        "`es.switch(index, branches, x)`",
+        1,
+    ),
+    "`jax.shard_map`": (
+        shard_map,
+        threaded_shard_map,
+        "`es.jit` of a model and data that lie on several devices; or `es.mutable` "
+        "inside, and return the model",
+        1,
+    ),
+    "`jax.eval_shape`": (
+        lambda f, x: jax.eval_shape(f, x),
+        lambda layer: jax.eval_shape(es.mutable(layer), XS)[1] and None,
+        "`eqx.filter_eval_shape(es.mutable(model), x)`",
+        0,
+    ),
+    "`jax.make_jaxpr`": (
+        lambda f, x: jax.make_jaxpr(f)(x),
+        lambda layer: jax.make_jaxpr(lambda x: es.mutable(layer)(x))(XS) and None,
+        "`eqx.filter_make_jaxpr(es.mutable(model))(x)`",
+        0,
+    ),
+}
+
+
+def under(name, wrong, right, instead, runs):
+    @CLOSURES.raises(
+        f"write state under {name}",
+        es.TraceError,
+        TRACED,
+        "`Layer.count` (`layer.count`)",
+        "es.vmap(lambda x: self.layer(x))",
+        "call `es.mutable` inside the transform",
+        instead=instead,
+    )
+    def program(case):
+        net = case.keep(Net(), XS)
+        f = es.mutable(lambda net, x: wrong(lambda x: net.layer(x), x))
+        for run in (f, es.jit(f)):
+            with case.error():
+                run(net, XS)
+        new = right(case.keep(Layer(), XS))
+        assert new is None or new.count == runs
+
+
+for entry in UNDER.items():
+    under(entry[0], *entry[1])
+
+
+def custom_jvp(f):
+    wrapped = jax.custom_jvp(lambda x: f(x))
+    wrapped.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    return wrapped
+
+
+def custom_vjp(f):
+    wrapped = jax.custom_vjp(lambda x: f(x))
+    wrapped.defvjp(lambda x: (f(x), None), lambda _, g: (g,))
+    return wrapped
+
+
+for name, custom in {"custom_jvp": custom_jvp, "custom_vjp": custom_vjp}.items():
+
+    @CLOSURES.raises(
+        f"write state in a `jax.{name}` function, under `jit`",
+        es.TraceError,
+        TRACED,
+        "`layer.count`",
+        instead="give the function values, and write around it",
+    )
+    def _(case, custom=custom):
+        net = case.keep(Net(), XS)
+
+        def wrong(net, x):
+            return custom(lambda x: net.layer(x))(x)
+
+        def right(net, x):
+            net.layer.count = net.layer.count + 1
+            return custom(lambda x: 2.0 * x)(x)
+
+        with case.error():
+            es.jit(es.mutable(wrong))(net, XS)
+        y, new = es.jit(es.mutable(right))(net, XS)
+        assert new.layer.count == 1
+        assert (y == 2 * XS).all()
+
+
+def write(net, x):
+    net.mean = x
+    return x
+
+
+def in_callback(callback):
+    def program(case):
+        net = case.keep(Net(), XS)
+
+        def f(net, x):
+            return callback(lambda x: write(net, x), x)
+
+        with case.error(), leaking():
+            jax.block_until_ready(es.jit(es.mutable(f))(net, XS))
+            jax.effects_barrier()
+
+    return program
+
+
+CALLBACKS = {
+    "`jax.pure_callback`": lambda f, x: jax.pure_callback(f, x, x),
+    "`jax.experimental.io_callback`": lambda f, x: jax.experimental.io_callback(
+        f, x, x
+    ),
+    "`jax.debug.callback`": lambda f, x: jax.debug.callback(
+        lambda x: [f(x)].clear(), x
+    ),
+}
+for name, callback in CALLBACKS.items():
+    CLOSURES.raises(
+        f"write state in {name}, under `jit`",
+        jax.errors.JaxRuntimeError,
+        "that owned this module has closed",
+        "`Net.mean`",
+        instead="let the callback return the value, and write it in the traced code",
+    )(in_callback(callback))
+
+
+@CLOSURES.works(
+    "write state in `jax.pure_callback`, outside of `jit`",
+    "it is called at once, and the write arrives; under `jit` it is an error",
+    "let the callback return the value, and write it in the traced code",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = CALLBACKS["`jax.pure_callback`"]
+    _, new = es.mutable(lambda net: f(lambda x: write(net, x + 1), XS))(net)
+    assert (new.mean == XS + 1).all()
+
+
+@CLOSURES.works(
+    "write state under `jax.lax.associative_scan`",
+    "it is Python that calls the function, some log₂ n times, in no transform",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.mutable(lambda net, x: lax.associative_scan(lambda a, b: net.layer(a), x))
+    counts = [run(net, XS)[1].layer.count for run in (f, es.jit(f))]
+    assert counts[0] == counts[1]
+    assert counts[0] > 0
+
+
+@CLOSURES.works(
+    "write state under `jax.lax.scan` and `jax.disable_jit`",
+    "the loop is one of Python, and every write arrives",
+    "`es.scan`, which is right without `jax.disable_jit`, too",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with jax.disable_jit():
+        _, new = es.mutable(lambda net: scanned(lambda x: net.layer(x), XS))(net)
+        _, ours = es.mutable(
+            lambda net: es.scan(lambda c, x: (c, net.layer(x)), None, XS)
+        )(net)
+    assert new.layer.count == ours.layer.count == 3
+
+
+@CLOSURES.raises(
+    "write into a dict of state under `jax.vmap`",
+    es.TraceError,
+    "holds a tracer of a JAX transform that is over",
+    "`stats['last']`",
+    "{**self.stats",
+    instead='`self.stats = {**self.stats, "last": x}` under `es.vmap`',
+)
+def _(case):
+    net = case.keep(Net())
+
+    def wrong(net, x):
+        net.stats["last"] = x
+        return x
+
+    def right(net, x):
+        net.stats = {**net.stats, "last": lax.pmean(x, "batch")}
+        return x
+
+    with case.error(), leaking():
+        es.mutable(lambda net: jax.vmap(lambda x: wrong(net, x))(XS))(net)
+    f = es.vmap(right, in_axes=(None, 0), axis_name="batch")
+    assert es.mutable(f)(net, XS)[1].stats["last"] == 1.0
+
+
+@CLOSURES.raises(
+    "write under `jax.vmap` by `object.__setattr__`",
+    es.TraceError,
+    "holds a tracer of a JAX transform that is over",
+    "`layer.count`",
+    instead="`self.count = value`, under `es.vmap`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def write(net, x):
+        object.__setattr__(net.layer, "count", x)
+        return x
+
+    with case.error(), leaking():
+        es.mutable(lambda net: jax.vmap(lambda x: write(net, x))(XS))(net)
+
+
+@CLOSURES.works(
+    "catch a `TraceError`, and go on",
+    "what failed has written nothing; what is called then, does",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def f(net, x):
+        try:
+            jax.vmap(lambda x: net.layer(x))(x)
+        except es.TraceError:
+            return net.layer(x)
+
+    for run in (es.mutable(f), es.jit(es.mutable(f))):
+        y, new = run(net, XS)
+        assert (y == 2 * XS).all()
+        assert new.layer.count == 1

@@ -1,0 +1,151 @@
+"""Programs that use random keys wrongly."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from catalogue_entry import Draw, FROZEN, Theme, XS
+
+import eqx_state as es
+
+
+KEYS = Theme("Random keys")
+
+
+@KEYS.raises(
+    "draw from one key twice",
+    jax.errors.KeyReuseError,
+    "Previously-consumed key",
+    instead="`self.rng, key = jax.random.split(self.rng)`; or an `es.RngStream`",
+)
+def _(case):
+    class Wrong(Draw):
+        def __call__(self, x):
+            return x + jr.normal(self.rng, x.shape)
+
+    with jax.debug_key_reuse(True):
+        draw = case.keep(Draw(), XS)
+        wrong = case.keep(Wrong(jr.key(1)))
+        with case.error():
+            es.mutable(lambda m: (m(XS), m(XS)))(wrong)
+        (a, b), _ = es.mutable(lambda m: (m(XS), m(XS)))(draw.replace(rng=jr.key(2)))
+    assert (a != b).any()
+
+
+@KEYS.works(
+    "draw from `self.rng`, and do not advance it",
+    "every call draws the same; `jax.debug_key_reuse(True)` finds it",
+    "`self.rng, key = jax.random.split(self.rng)`",
+)
+def _(case):
+    class Wrong(Draw):
+        def __call__(self, x):
+            return x + jr.normal(self.rng, x.shape)
+
+    model = case.keep(Wrong(), XS)
+    a, new = es.mutable(model)(XS)
+    assert (es.mutable(new)(XS)[0] == a).all()
+
+
+@KEYS.works(
+    "call a model twice, and drop the first new one",
+    "the same numbers again: a call is a pure function of the model",
+    "`y, model = es.mutable(model)(x)`",
+)
+def _(case):
+    model = case.keep(Draw(), XS)
+    a, new = es.mutable(model)(XS)
+    b, _ = es.mutable(model)(XS)
+    c, _ = es.mutable(new)(XS)
+    assert (a == b).all()
+    assert (a != c).any()
+
+
+@KEYS.works(
+    "make two layers with one key",
+    "both draw the same, as in Equinox",
+    "`model = es.reseed(model, key)`: a key for each place",
+)
+def _(case):
+    models = case.keep(
+        [Draw(), Draw()], call=es.mutable(lambda m: (m[0](XS), m[1](XS)))
+    )
+    draw = es.mutable(lambda ms: [m(XS) for m in ms])
+    (a, b), _ = draw(models)
+    (c, d), _ = draw(es.reseed(models, jr.key(5)))
+    assert (a == b).all()
+    assert (c != d).any()
+
+
+@KEYS.works(
+    "draw in a lane of `es.vmap` from the one key of the layer",
+    "each lane draws its own numbers, and the key advances once",
+)
+def _(case):
+    model = case.keep(Draw(), XS)
+    ys, new = es.mutable(es.vmap(model))(jnp.zeros(3))
+    assert len(set(ys.tolist())) == 3
+    assert new.rng != model.rng
+
+
+@KEYS.raises(
+    "use an `es.nn.Dropout` that was made without a key",
+    es.NotInitializedError,
+    "The model is used before it is initialised",
+    "`rng` is an `es.Initializer`",
+    "model = model.init(42)",
+    instead="`es.nn.Dropout(0.5, key=key)`; or `model = model.init(42)`",
+)
+def _(case):
+    dropout = case.keep(es.nn.Dropout(0.5), call=lambda m: es.mutable(m.init(0))(XS))
+    with case.error():
+        es.mutable(dropout)(XS)
+    with case.error():
+        es.vmap(dropout)(XS)
+
+
+@KEYS.raises(
+    "call an `es.nn.Dropout` in train mode, with no scope",
+    FROZEN,
+    "this one is in no scope of `es.mutable`",
+    "`Dropout.rng`",
+    instead="`es.mutable`, or `.eval()`, or a `key=`, which advances nothing",
+)
+def _(case):
+    dropout = case.keep(es.nn.Dropout(0.5, key=0), XS)
+    with case.error():
+        dropout(XS)
+    assert (dropout.eval()(XS) == XS).all()
+    assert dropout(XS, key=jr.key(1)).shape == (3,)
+
+
+@KEYS.raises(
+    "keep a legacy key, an array of `uint32`, in a field with no kind",
+    FROZEN,
+    "is an array without a kind",
+    "Legacy.rng`",
+    instead="`rng: es.Rng`; a typed `jax.random.key` is one of itself",
+)
+def _(case):
+    class Legacy(Draw):
+        rng: jax.Array
+
+    model = case.keep(Legacy(jr.PRNGKey(0)))
+    with case.error():
+        es.mutable(model)(XS)
+    assert es.mutable(Legacy(jr.key(0)))(XS)[1].rng != jr.key(0)
+
+
+@KEYS.raises(
+    "seed with a float, or a string",
+    TypeError,
+    "is neither a PRNG key nor an integer seed",
+    "`jax.random.key(42)`, or `42`",
+    instead="`es.RngStream(42)`",
+)
+def _(case):
+    model = case.keep(Draw(), XS)
+    for seed in (0.5, "42", None):
+        with case.error():
+            es.RngStream(seed)
+        with case.error():
+            es.reseed(model, seed)

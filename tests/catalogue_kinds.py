@@ -1,0 +1,350 @@
+"""Programs that declare what cannot be, or change what must stay."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from catalogue_entry import Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+KINDS = Theme("Declaring kinds")
+SHAPES = Theme("State that changes its type or structure")
+
+
+# --- Kinds --------------------------------------------------------------------------
+
+
+@KINDS.raises(
+    "wrap a value in a kind, as in Flax NNX: `self.w = es.Parameter(x)`",
+    TypeError,
+    "it annotates a field and is never called",
+    "`Parameter` is a kind",
+    "w: es.Parameter",
+    instead="`w: es.Parameter` in the class, `self.w = x` in `__init__`",
+)
+def _(case):
+    class Wrapped(es.Module):
+        w: es.Parameter
+
+        def __init__(self):
+            self.w = es.Parameter(jnp.ones(3))
+
+    with case.error():
+        Wrapped()
+
+
+@KINDS.raises(
+    "annotate with an instance of a kind: `w: es.Parameter()`",
+    TypeError,
+    "it annotates a field and is never called",
+    instead="`w: es.Parameter`",
+)
+def _(case):
+    with case.error():
+
+        class Annotated(es.Module):
+            w: es.Parameter() = 1.0
+
+
+@KINDS.raises(
+    "give a kind as the default: `w: jax.Array = es.Parameter`",
+    TypeError,
+    "is a kind",
+    "Default.w`",
+    instead="`w: es.Parameter`, or `w: jax.Array = es.field(kind=es.Parameter)`",
+)
+def _(case):
+    with case.error():
+
+        class Default(es.Module):
+            w: jax.Array = es.Parameter
+
+        Default()
+
+
+@KINDS.raises(
+    "assign a kind in the class, with no annotation: `w = es.Parameter`",
+    TypeError,
+    "is a kind",
+    "Assigned.w`",
+    instead="`w: es.Parameter`",
+)
+def _(case):
+    with case.error():
+
+        class Assigned(es.Module):
+            w = es.Parameter
+
+
+@KINDS.raises(
+    "declare a union of two kinds",
+    TypeError,
+    "it names two different kinds",
+    "Both.w`",
+    "A field has one kind",
+    instead="one kind; a kind of your own may derive from one",
+)
+def _(case):
+    with case.error():
+
+        class Both(es.Module):
+            w: es.Parameter | es.State
+
+
+@KINDS.raises(
+    "put a kind on a static field",
+    TypeError,
+    "a static field is part of the tree's structure",
+    "Drop one of the two",
+    instead="drop one of the two",
+)
+def _(case):
+    with case.error("Static.n`"):
+
+        class Static(es.Module):
+            n: es.State = eqx.field(static=True)
+
+    with case.error("es.field(kind=es.State"):
+        es.field(kind=es.State, static=True)
+
+
+@KINDS.raises(
+    'give a kind by its name: `es.field(kind="Parameter")`',
+    TypeError,
+    "a kind is a class such as `es.Parameter`",
+    instead="`es.field(kind=es.Parameter)`",
+)
+def _(case):
+    for kind in ("Parameter", jax.Array, 0):
+        with case.error():
+            es.field(kind=kind)
+
+
+@KINDS.raises(
+    'misspell a kind in a string: `w: "es.Paramter"`',
+    TypeError,
+    "it cannot be resolved",
+    "es.Paramter",
+    "Import the name at run time",
+    instead='`w: "es.Parameter"`',
+)
+def _(case):
+    class Misspelt(es.Module):
+        w: "es.Paramter"
+
+    model = Misspelt(jnp.ones(3))
+    for f in (es.parts, es.filter, es.state_dict, es.grad(lambda m: m.w[0])):
+        with case.error():
+            f(model)
+
+
+@KINDS.raises(
+    "call a field `training` or `frozen`",
+    TypeError,
+    "this name is taken",
+    "Job.training`",
+    "`training_`",
+    instead="another name",
+)
+def _(case):
+    with case.error():
+
+        class Job(es.Module):
+            training: bool
+
+
+@KINDS.raises(
+    "put an array into a static field",
+    UserWarning,
+    "A JAX array is being set as static",
+    instead="`w: es.Buffer`",
+)
+def _(case):
+    class Static(es.Module):
+        w: Any = eqx.field(static=True)
+
+    with case.error():
+        Static(jnp.ones(3))
+
+
+@KINDS.raises(
+    'give kinds by name: `es.mutable(f, kinds="state")`',
+    TypeError,
+    "`kinds` is a kind such as `es.State`",
+    instead="`kinds=es.State`, `kinds=(es.State, es.Parameter)`",
+)
+def _(case):
+    with case.error():
+        es.mutable(case.keep(Net(), XS), kinds="state")
+
+
+@KINDS.raises(
+    'give a filter by name: `model.filter("Parameter")`',
+    TypeError,
+    "is no filter",
+    "`es.Parameter`",
+    "es.path_matches",
+    instead='`model.filter(es.Parameter)`, `es.path_matches("*.weight")`',
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        net.filter("Parameter")
+    with case.error():
+        net.filter({es.Parameter})
+    assert net.filter(es.path_matches("*.weight")).layer.weight == 2.0
+
+
+# --- Types and structure ------------------------------------------------------------
+
+
+class Memory(es.Module):
+    last: es.State[Any]
+
+    def __call__(self, x):
+        self.last = x
+
+
+SAME = "State keeps its shape and dtype"
+for title, before, wrong, right, hints, instead in (
+    (
+        "write a longer array than before",
+        jnp.zeros(2),
+        XS,
+        XS[:2],
+        ("f32[2]", "f32[3]"),
+        "give the field its final shape, and mask",
+    ),
+    (
+        "write a number where there was an array of several",
+        XS,
+        0.0,
+        jnp.zeros(3),
+        ("f32[3]", "f32[]"),
+        "`jnp.zeros_like(self.last)`",
+    ),
+    (
+        "write an array of another dtype",
+        jnp.zeros(3, jnp.bfloat16),
+        XS,
+        XS.astype(jnp.bfloat16),
+        ("bf16[3]", "f32[3]", "astype"),
+        "`x.astype(self.last.dtype)`",
+    ),
+):
+
+    @SHAPES.raises(title, ValueError, SAME, "`last`", *hints, instead=instead)
+    def _(case, before=before, wrong=wrong, right=right):
+        model = case.keep(Memory(before), right)
+        for run in (es.mutable(model), es.jit(es.mutable(model))):
+            with case.error():
+                run(wrong)
+            assert eqx.tree_equal(run(right)[1].last, right)
+
+
+@SHAPES.raises(
+    "write a float into an integer state",
+    ValueError,
+    "State keeps its dtype, or every step would be compiled anew",
+    "`count`",
+    "i32[]",
+    "jnp.asarray(value, dtype=jnp.int32)",
+    instead="begin with `0.0`, or convert",
+)
+def _(case):
+    model = case.keep(Layer(), XS)
+    for value in (0.5, jnp.array(0.5)):
+        with case.error():
+            es.mutable(lambda m, value=value: setattr(m, "count", value))(model)
+
+
+STRUCTURE = "A call keeps the structure of the model"
+for title, before, change, instead in (
+    (
+        "begin with `None`, and write an array",
+        None,
+        lambda m: setattr(m, "last", XS),
+        "begin with `jnp.zeros(3)`, or fill it by `model.init(key, x)`",
+    ),
+    (
+        "append to a list of state",
+        [XS],
+        lambda m: m.last.append(XS),
+        "an array of the final length, `self.last = self.last.at[i].set(x)`",
+    ),
+    (
+        "add an entry to a dict of state",
+        {"a": XS},
+        lambda m: m.last.update(b=XS),
+        "begin with every entry",
+    ),
+):
+
+    @SHAPES.raises(title, ValueError, STRUCTURE, "`last", instead=instead)
+    def _(case, before=before, change=change):
+        model = case.keep(Memory(before))
+        for run in (es.mutable(change), es.jit(es.mutable(change))):
+            with case.error():
+                run(model)
+
+
+@SHAPES.works(
+    "begin with a Python number as state, and write numbers and weak types",
+    "the field is a strongly typed array from the start: a loop is compiled once",
+)
+def _(case):
+    class Mixed(es.Module):
+        count: es.State = 0
+        mean: es.State = 0.0
+
+        def __call__(self):
+            traces.append(None)
+            self.count = 3
+            self.mean = jnp.array(1.0) * 2
+
+    model, traces = case.keep(Mixed()), []
+    step = es.jit(lambda model: es.mutable(model)()[1])
+    for _ in range(3):
+        model = step(model)
+    assert len(traces) == 1
+    assert (model.count, model.mean) == (3, 2.0)
+    assert (model.count.dtype, model.mean.dtype) == (jnp.int32, jnp.float32)
+
+
+@SHAPES.works(
+    "write NumPy scalars into state: `self.mean = np.float64(x)`",
+    "they become JAX arrays, of the dtype that JAX makes of theirs",
+)
+def _(case):
+    model = case.keep(Memory(jnp.array(0.0)), jnp.array(1.0))
+    last = es.mutable(model)(np.float64(0.5))[1].last
+    assert isinstance(last, jax.Array)
+    assert (last, last.dtype, last.weak_type) == (0.5, jnp.float32, False)
+
+
+@SHAPES.raises(
+    "write `if self.count > 3:` under `jit`",
+    jax.errors.TracerBoolConversionError,
+    "Attempted boolean conversion of traced array",
+    instead="`es.cond(self.count > 3, f, g)`, `jnp.where`",
+)
+def _(case):
+    class Late(Layer):
+        def wrong(self, x):
+            self.count += 1
+            return x if self.count > 3 else 2 * x
+
+        def right(self, x):
+            self.count += 1
+            return es.cond(self.count > 3, lambda: x, lambda: 2 * x)
+
+    model = case.keep(Late(), XS)
+    with case.error():
+        es.jit(lambda m: es.mutable(m.wrong)(XS))(model)
+    y, new = es.jit(lambda m: es.mutable(m.right)(XS))(model)
+    assert (y == 2 * XS).all()
+    assert new.count == 1

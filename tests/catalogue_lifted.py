@@ -1,0 +1,365 @@
+"""Programs that use the transforms of `es` wrongly."""
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+from catalogue_entry import Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+LIFTED = Theme("The transforms of `es`")
+
+
+class Mean(es.Module):
+    mean: es.BatchStat = 0.0
+
+    def __call__(self, x):
+        self.mean = x
+        return x
+
+    def reduced(self, x):
+        self.mean = lax.pmean(x, "batch")
+        return x
+
+
+class Sower(es.Module):
+    def __call__(self, x):
+        self.sow("y", 2 * x)
+        return x
+
+
+@LIFTED.raises(
+    "let each lane of `es.vmap` write its own value to a shared state",
+    ValueError,
+    "each lane wrote its own value to",
+    "`mean`",
+    'jax.lax.pmean(mean, "batch")',
+    "axes={es.State: 0}",
+    instead='`jax.lax.pmean(x, "batch")`; or `axes={es.State: 0}`',
+)
+def _(case):
+    model = case.keep(Mean(), XS[0])
+    for f in (es.vmap(model), es.jit(es.vmap(model)), es.vmap(es.checkpoint(model))):
+        with case.error():
+            es.mutable(f)(XS)
+    f = es.vmap(model.reduced, axis_name="batch")
+    assert es.mutable(f)(XS)[1].mean == 1.0
+    each = es.mutable(es.vmap(Mean(jnp.zeros(3)), axes={es.State: 0}))(XS)[1]
+    assert (each.mean == XS).all()
+
+
+@LIFTED.raises(
+    "forget `axis_name` around an `es.nn.BatchNorm` that has one",
+    NameError,
+    "averages over an axis of that name, and there is none",
+    "es.vmap(model, axis_name='batch')(xs)",
+    instead='`es.vmap(model, axis_name="batch")(xs)`',
+)
+def _(case):
+    norm = case.keep(es.nn.BatchNorm(3, axis_name="batch"))
+    batch = jnp.stack([XS, 2 * XS])
+    for f in (es.vmap(norm), es.vmap(norm, axis_name="other")):
+        with case.error():
+            es.mutable(f)(batch)
+    new = es.mutable(es.vmap(norm, axis_name="batch"))(batch)[1]
+    assert jnp.allclose(new.mean, 0.01 * 1.5 * XS)
+
+
+@LIFTED.raises(
+    "map over arrays of different lengths",
+    ValueError,
+    "the mapped axes differ in size",
+    "`[0][0]` has 3",
+    instead="`in_axes=(0, None)` for what all lanes share",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(lambda net: es.vmap(lambda x, y: net(x) + y)(XS, XS[:2]))(net)
+
+
+@LIFTED.raises(
+    "give `axes` for a kind that the model does not have",
+    ValueError,
+    "is of that kind",
+    "`Cache`",
+    instead="the kind of the field; for modules among the arguments `in_axes`",
+)
+def _(case):
+    class Cache(es.State):
+        pass
+
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(es.vmap(net, axes={Cache: 0}))(XS)
+    with case.error():
+        es.mutable(lambda net: es.vmap(net, axes={Cache: 0})(XS))(net)
+
+
+@LIFTED.raises(
+    "return the old module from the body of `es.scan`, not the one in the carry",
+    ValueError,
+    "was written in a module of the carry",
+    "`layer.count`",
+    "return cell, y",
+    instead="`y = cell(x)`, `return cell, y`; or close over the module",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def wrong(net):
+        return es.scan(lambda cell, x: (net.layer, cell(x)), net.layer, XS)
+
+    def right(net):
+        def step(cell, x):
+            y = cell(x)
+            return cell, y
+
+        net.layer, ys = es.scan(step, net.layer, XS)
+        return ys
+
+    with case.error():
+        es.mutable(wrong)(net)
+    ys, new = es.mutable(right)(net)
+    assert (ys == 2 * XS).all()
+    assert new.layer.count == 3
+
+
+@LIFTED.raises(
+    "drop the module that comes back in the carry of `es.scan`",
+    ValueError,
+    "and its module is no longer in the model",
+    "`layer.count`",
+    "self.cell, ys = es.scan(step, self.cell, xs)",
+    instead="`self.cell, ys = es.scan(step, self.cell, xs)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def step(cell, x):
+        y = cell(x)
+        return cell, y
+
+    def f(net):
+        cell, ys = es.scan(step, net.layer, XS)
+        cell(XS)
+        return ys
+
+    with case.error():
+        es.mutable(f)(net)
+
+
+@LIFTED.raises(
+    "return only the carry from the body of `es.scan`",
+    TypeError,
+    "returns a pair, `(carry, y)`, and this one returned",
+    "return carry, None",
+    instead="`return carry, None`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(lambda net: es.scan(lambda c, x: net.layer(x), 0.0, XS))(net)
+    f = es.mutable(lambda net: es.scan(lambda c, x: (net.layer(x), None), 0.0, XS))
+    assert f(net)[1].layer.count == 3
+
+
+@LIFTED.raises(
+    "scan over layers that are no stack",
+    ValueError,
+    "has shape (), and no first axis to scan over",
+    "eqx.filter_vmap(make_layer)",
+    instead="`eqx.filter_vmap(make_layer)(keys)` makes a stack",
+)
+def _(case):
+    one = case.keep([Layer()])
+    stack = case.keep([eqx.filter_vmap(Layer)(jnp.ones(2), jnp.zeros(2, int))])
+    f = es.mutable(lambda layers: es.scan(lambda x, m: (m(x), None), XS, layers[0])[0])
+    with case.error():
+        f(one)
+    y, new = f(stack)
+    assert (y == XS).all()
+    assert new[0].count.tolist() == [1, 1]
+
+
+@LIFTED.raises(
+    "write state in the `cond_fun` of `es.while_loop`",
+    ValueError,
+    "The `cond_fun` of `es.while_loop` wrote",
+    "`layer.count`",
+    "Write in `body_fun`",
+    instead="write in `body_fun`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def wrong(net):
+        return es.while_loop(lambda x: net.layer(x) < 9, lambda x: 2 * x, XS[1])
+
+    def right(net):
+        return es.while_loop(lambda x: x < 9, net.layer, XS[1])
+
+    with case.error():
+        es.mutable(wrong)(net)
+    y, new = es.mutable(right)(net)
+    assert (y, new.layer.count) == (16, 4)
+
+
+@LIFTED.raises(
+    "return different strings, or functions, from the branches of `es.cond`",
+    TypeError,
+    "The branches of `es.cond` return different values at",
+    "which are no arrays",
+    instead="arrays; or choose in Python, before the call",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error("`[1]`"):
+        es.mutable(
+            lambda net: es.cond(
+                XS[0] > 0, lambda: (net.layer(XS), "a"), lambda: (net.layer(XS), "b")
+            )
+        )(net)
+
+
+@LIFTED.raises(
+    "return different structures from the branches of `es.cond`",
+    TypeError,
+    "must have the same pytree structure",
+    instead="the same structure, shapes and dtypes from each",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(
+            lambda net: es.cond(XS[0] > 0, lambda: net.layer(XS), lambda: (XS, XS))
+        )(net)
+
+
+@LIFTED.works(
+    "write different state in the branches of `es.cond`",
+    "what the chosen branch does not write stays as it was",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def f(net, x):
+        def other():
+            net.mean = x
+            return x
+
+        return es.cond(x[1] > 5, lambda: net.layer(x), other)
+
+    for run in (es.mutable(f), es.jit(es.mutable(f))):
+        _, new = run(net, XS)
+        assert (new.layer.count, new.mean.tolist()) == (0, XS.tolist())
+
+
+@LIFTED.raises(
+    "return all losses from a loss function",
+    TypeError,
+    "and a gradient needs one real number",
+    "`f32[3]`",
+    "jnp.mean(loss)",
+    "has_aux=True",
+    instead="`jnp.mean(losses)`; more than the loss: `has_aux=True`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.value_and_grad(lambda net: net(XS))(net)
+    (loss, new), _ = es.value_and_grad(lambda net: net(XS).mean())(net)
+    assert (loss, new.layer.count) == (2.0, 1)
+
+
+@LIFTED.works(
+    "sow without `es.capture`",
+    "nothing is kept, and nothing is written; it costs nothing",
+    "`(y, model), sown = es.capture(model)(x)`",
+)
+def _(case):
+    model = case.keep(Sower(), XS)
+    assert (model(XS) == XS).all()
+    assert (jax.vmap(model)(XS) == XS).all()
+    assert eqx.tree_equal(es.mutable(model)(XS), (XS, model))
+
+
+@LIFTED.raises(
+    "sow under a transform of JAX",
+    es.TraceError,
+    "this code runs inside a JAX transform",
+    "Cannot sow `y`",
+    instead="`es.vmap`, whose lanes are stacked",
+)
+def _(case):
+    model = case.keep(Sower(), XS)
+    with case.error():
+        es.capture(lambda m, x: jax.vmap(lambda x: m(x))(x))(model, XS)
+    _, sown = es.capture(es.vmap(model))(XS)
+    assert (sown["y"] == 2 * XS).all()
+    assert es.mutable(lambda m, x: jax.vmap(lambda x: m(x))(x))(model, XS)
+
+
+@LIFTED.raises(
+    "capture what is threaded already: `es.capture(es.mutable(model))`",
+    TypeError,
+    "was given a transform that does so on a copy of its own",
+    "es.capture(model)(x)",
+    instead="`(y, model), sown = es.capture(model)(x)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    for f in (es.mutable(net), es.grad(net), es.jit(es.mutable(net))):
+        with case.error():
+            es.capture(f)
+
+
+@LIFTED.raises(
+    "give `es.jit` a list, a set or a dict that is no pytree of arrays as static value",
+    TypeError,
+    "which cannot be hashed",
+    "is a `set`",
+    instead="a tuple, a `frozenset`; or an array, which is traced",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.jit(lambda net, rows: es.mutable(lambda m: [m(XS[i]) for i in rows])(net))
+    with case.error():
+        f(net, {0, 2})
+    assert f(net, frozenset({0, 2}))[1].layer.count == 2
+
+
+@LIFTED.raises(
+    'donate inside a call: `es.jit(f, donate="all")(self.layer, x)`',
+    ValueError,
+    "on modules that belong to it",
+    "es.jit(step, donate='all')(model, x)",
+    instead='donate at the top: `es.jit(step, donate="all")(model, x)`',
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.jit(lambda layer, x: layer(x), donate="all")
+    with case.error():
+        es.mutable(lambda net: f(net.layer, XS))(net)
+    _, new = es.jit(es.mutable(lambda net, x: net(x)), donate="all")(
+        jax.tree.map(jnp.copy, net), XS + 0
+    )
+    assert new.layer.count == 1
+
+
+@LIFTED.raises(
+    "use a model that was donated",
+    ValueError,
+    "Buffer has been deleted or donated",
+    instead="`loss, model = step(model, xs)`: use what comes back",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    given = jax.tree.map(jnp.copy, net)
+    step = es.jit(lambda net: es.mutable(net)(XS), donate="all")
+    _, new = step(given)
+    with case.error():
+        step(given)
+    assert step(new)[1].layer.count == 2

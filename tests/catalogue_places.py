@@ -1,0 +1,135 @@
+"""Programs that put modules in the wrong place, or write to one that is gone."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.random as jr
+from catalogue_entry import FROZEN, Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+PLACES = Theme("Modules in the wrong place")
+
+
+class Two(es.Module):
+    a: Any
+    b: Any
+
+
+@PLACES.raises(
+    "put one stateful module in two places",
+    ValueError,
+    "The same stateful module is in two places",
+    "a",
+    "b",
+    "eqx.nn.Shared",
+    instead="make two; or hold it once and call it twice; or `eqx.nn.Shared`",
+)
+def _(case):
+    layer = case.keep(Layer(), XS)
+    with case.error():
+        Two(layer, layer)
+    with case.error():
+        Two(layer, [Layer(), layer])
+    with case.error():
+        es.mutable(lambda tree: None)({"a": layer, "b": layer})
+    pair = Two(layer, None)
+    _, new = es.mutable(lambda m, x: m.a(m.a(x)))(pair, XS)
+    assert new.a.count == 2
+
+
+@PLACES.raises(
+    "tie two fields in a call: `self.a = self.b`",
+    ValueError,
+    "The same stateful module is in two places",
+    "`a`",
+    "`b`",
+    instead="`self.a = self.a.replace(count=self.b.count)`",
+)
+def _(case):
+    model = case.keep(Two(Layer(), Layer(2.0, 5)))
+    with case.error():
+        es.mutable(lambda m: setattr(m, "a", m.b))(model)
+    _, new = es.mutable(lambda m: setattr(m, "a", m.a.replace(count=m.b.count)))(model)
+    assert (new.a.count, new.b.count) == (5, 5)
+
+
+@PLACES.works(
+    "share an Equinox layer without state between two places",
+    "its weights are two leaves, as always in Equinox",
+    "`eqx.nn.Shared`, to train them as one",
+)
+def _(case):
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    model = case.keep(Two(linear, linear))
+    assert len(es.parts(model)) == 4
+
+
+@PLACES.raises(
+    "replace a layer, and write to the old one",
+    ValueError,
+    "and its module is no longer in the model",
+    "`a.count`",
+    instead="write to the new one",
+)
+def _(case):
+    model = case.keep(Two(Layer(), None))
+
+    def f(model):
+        old, model.a = model.a, model.a.replace(count=0)
+        old(XS)
+
+    with case.error():
+        es.mutable(f)(model)
+
+
+@PLACES.raises(
+    "assign a layer with other weights in a call",
+    FROZEN,
+    "is a `Parameter`, and this scope writes `State`",
+    ".weight` is a",
+    "kinds=es.TreePart",
+    instead="`eqx.tree_at` outside; or `es.mutable(f, kinds=es.TreePart)`",
+)
+def _(case):
+    model = case.keep(Two(Layer(), None))
+    f = lambda m: setattr(m, "a", Layer(7.0))  # noqa: E731
+    with case.error():
+        es.mutable(f)(model)
+    with case.error():
+        es.mutable(lambda m: setattr(m, "a", [Layer(7.0)]))(Two([Layer()], None))
+    assert es.mutable(f, kinds=es.TreePart)(model)[1].a.weight == 7.0
+
+
+@PLACES.works(
+    "call `es.mutable` in a call, and drop the model that it returns",
+    "a scope of its own: what is written in it is dropped with it",
+    "`y, self.layer = es.mutable(self.layer)(x)`, or just `y = self.layer(x)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def keep(net):
+        _, net.layer = es.mutable(net.layer)(XS)
+
+    _, new = es.mutable(lambda net: es.mutable(net.layer)(XS)[0])(net)
+    assert new.layer.count == 0
+    assert es.mutable(keep)(net)[1].layer.count == 1
+
+
+@PLACES.works(
+    "call a module from itself",
+    "each call writes, one after the other",
+)
+def _(case):
+    class Recursive(Layer):
+        def __call__(self, x, n=2):
+            self.count += 1
+            return x if n == 0 else self(self.weight * x, n - 1)
+
+    model = case.keep(Recursive(), XS)
+    for run in (es.mutable(model), es.jit(es.mutable(model))):
+        y, new = run(XS)
+        assert (y == 4 * XS).all()
+        assert new.count == 3

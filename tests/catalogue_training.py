@@ -1,0 +1,292 @@
+"""Programs about modes, `init` and the optimizer."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+from catalogue_entry import Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+MODES = Theme("Modes, `init`, and what they return")
+TRAINING = Theme("The optimizer")
+
+
+@MODES.works(
+    "drop what `train`, `eval`, `freeze`, `update`, `replace` or `init` return",
+    "nothing has changed: each returns a new model",
+    "`model = model.eval()`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    net.eval()
+    net.freeze()
+    net.update(es.map(lambda w: w + 1.0, net.filter(es.Parameter)))
+    net.replace(mean=XS)
+    net.init(0)
+    net.train(False)
+    assert net.training
+    assert not net.eval().training
+
+
+@MODES.works(
+    "use the model from before the call again",
+    "it is as it was, and the same call returns the same",
+    "`y, model = es.mutable(model)(x)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    first, second = es.mutable(net)(XS), es.mutable(net)(XS)
+    assert eqx.tree_equal(first, second)
+    assert first[1].layer.count == 1
+
+
+@MODES.works(
+    "forget `eval` where the model is tested, in `es.mutable`",
+    "train mode: statistics are written, in the new model",
+    "`model.eval()(x)`, for which there need be no scope",
+)
+def _(case):
+    norm = case.keep(es.nn.BatchNorm(3), XS[None])
+    _, new = es.mutable(norm)(XS[None])
+    assert (new.mean != norm.mean).any()
+    _, same = es.mutable(norm.eval())(XS[None])
+    assert eqx.tree_equal(same, norm.eval())
+
+
+@MODES.raises(
+    "use a model before `init`",
+    es.NotInitializedError,
+    "The model is used before it is initialised",
+    "`linear` is an `es.Initializer`",
+    "model = model.init(42)",
+    instead="`model = model.init(42)`",
+)
+def _(case):
+    class Lazy(es.Module):
+        linear: eqx.nn.Linear
+
+        def __init__(self):
+            self.linear = es.lazy(eqx.nn.Linear, 3, 1)
+
+        def __call__(self, x):
+            return self.linear(x)[0]
+
+    model = case.keep(Lazy(), call=lambda m: es.mutable(m.init(0))(XS))
+    uses = (
+        lambda: es.mutable(model)(XS),
+        lambda: es.grad(lambda m: m(XS))(model),
+        lambda: es.vmap(model)(XS[None]),
+        lambda: es.jit(es.mutable(model))(XS),
+        lambda: es.Optimizer(optax.sgd(1.0)).init(model),
+        lambda: es.state_dict(model),
+    )
+    for use in uses:
+        with case.error():
+            use()
+
+
+@MODES.raises(
+    "call a layer that `es.lazy` has put off, directly",
+    es.NotInitializedError,
+    "a placeholder for a value",
+    "model = model.init(42)",
+    instead="`model = model.init(42)`",
+)
+def _(case):
+    layers = case.keep([es.lazy(eqx.nn.Linear, 3, 1)], call=lambda m: es.init(m, 0))
+    with case.error():
+        layers[0](XS)
+    with case.error():
+        XS + es.Initializer(lambda key: jr.normal(key, (3,)))
+
+
+@MODES.works(
+    "call `init` twice",
+    "what is initialised keeps its values; another key changes nothing",
+    "make the model anew; for the random keys `es.reseed`",
+)
+def _(case):
+    model = es.init([es.lazy(eqx.nn.Linear, 3, 1)], 0)
+    assert eqx.tree_equal(es.init(case.keep(model), 1), model)
+
+
+@MODES.raises(
+    "freeze a plain Equinox layer: `model.freeze(lambda m: m.linear)`",
+    ValueError,
+    "There is no `es.Module` to freeze here",
+    "es.Buffer[",
+    "es.not_(es.under(",
+    instead="`linear: es.Buffer[eqx.nn.Linear]`; or `wrt=es.all_of(es.trainable, "
+    "es.not_(es.under(where)))`",
+)
+def _(case):
+    class Model(es.Module):
+        linear: eqx.nn.Linear
+
+    model = case.keep(Model(eqx.nn.Linear(3, 1, key=jr.key(0))))
+    with case.error():
+        model.freeze(lambda m: m.linear)
+    with case.error():
+        es.freeze(model.linear)
+
+
+@MODES.raises(
+    "hold an `eqx.nn.BatchNorm` as it is, and call it without its state",
+    TypeError,
+    "missing 1 required positional argument: 'state'",
+    instead="`es.nn.Stateful(eqx.nn.BatchNorm(…))`, or `es.nn.BatchNorm`",
+)
+def _(case):
+    class Model(es.Module):
+        norm: Any
+
+        def __call__(self, x):
+            return self.norm(x)
+
+    norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
+    model = case.keep(Model(norm))
+    batch = jnp.stack([XS, 2 * XS])
+    with case.error():
+        es.mutable(es.vmap(model, axis_name="batch"))(batch)
+    right = Model(es.nn.Stateful(norm))
+    _, new = es.mutable(es.vmap(right, axis_name="batch"))(batch)
+    assert new.norm.layer.batch_counter.init == 1
+
+
+@MODES.raises(
+    "wrap a layer in `es.nn.Stateful` that has no state",
+    TypeError,
+    "holds no `eqx.nn.StateIndex`",
+    "`Linear`",
+    "A layer without state is used as it is",
+    instead="the layer as it is",
+)
+def _(case):
+    linear = case.keep(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    with case.error():
+        es.nn.Stateful(linear)
+
+
+@MODES.raises(
+    "misspell an attribute: `es.configure(model, rate=0.1)`, `model.replace(rate=0.1)`",
+    ValueError,
+    "no module in the tree has an attribute `rate`",
+    instead="a name of the list in the message",
+)
+def _(case):
+    dropout = case.keep(es.nn.Dropout(0.5, key=0), XS)
+    with case.error():
+        es.configure(dropout, rate=0.1)
+    assert es.configure(dropout, p=0.1).p == 0.1
+
+
+# --- The optimizer ------------------------------------------------------------------
+
+
+def loss_fn(net):
+    return net(XS).sum()
+
+
+@TRAINING.raises(
+    "update before `init`",
+    es.NotInitializedError,
+    "`es.Optimizer.update` was called before `init`",
+    "es.Optimizer(tx).init(model)",
+    instead="`optimizer = es.Optimizer(tx).init(model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    grads, net = es.grad(loss_fn)(net)
+    optimizer = es.Optimizer(optax.sgd(1.0))
+    optimizer.init(net)  # what it returns is dropped
+    with case.error():
+        optimizer.update(grads, net)
+    assert optimizer.init(net).update(grads, net)[0].layer.weight == -1.0
+
+
+@TRAINING.raises(
+    "update another model than that of `init`",
+    ValueError,
+    "is not what `init` was given",
+    "es.Optimizer(tx).init(model)",
+    instead="an optimizer for each model; a fresh one after freezing or surgery",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.adam(1.0)).init(net)
+    for other in ([net], net.freeze(), net.replace(layer=[Layer(), Layer()])):
+        grads = es.filter(other, es.trainable)
+        with case.error():
+            optimizer.update(grads, other)
+
+
+@TRAINING.raises(
+    "mix up the arguments: `optimizer.update(model, grads)`",
+    ValueError,
+    "The gradients come first",
+    "layer.count",
+    instead="`optimizer.update(grads, model)`, as in optax",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    grads, net = es.grad(loss_fn)(net)
+    with case.error():
+        optimizer.update(net, grads)
+
+
+@TRAINING.works(
+    "update twice with the old optimizer, or the old model",
+    "the same update twice: nothing is written to either",
+    "`model, optimizer = optimizer.update(grads, model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = case.keep(es.Optimizer(optax.sgd(1.0, 0.9)).init(net))
+    grads, _ = es.grad(loss_fn)(net)
+    first, second = (optimizer.update(grads, net) for _ in range(2))
+    assert eqx.tree_equal(first, second)
+    assert eqx.tree_equal(net.layer.weight, jnp.array(2.0))
+
+
+@TRAINING.works(
+    "differentiate a frozen model",
+    "its gradients are `None`, and an update changes nothing",
+    "`model.unfreeze()`, and a fresh optimizer",
+)
+def _(case):
+    net = case.keep(Net().freeze(), XS)
+    grads, new = es.grad(loss_fn)(net)
+    assert grads.layer.weight is None
+    assert new.layer.count == 1
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    assert optimizer.update(grads, net)[0].layer.weight == 2.0
+
+
+@TRAINING.works(
+    "switch between train and eval mode between updates",
+    "the optimizer's state fits both",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0, 0.9)).init(net.eval())
+    grads, new = es.grad(loss_fn)(net)
+    updated, _ = optimizer.update(grads, new)
+    assert updated.training
+    assert updated.layer.weight < 2.0
+
+
+@TRAINING.works(
+    "update a model whose gradients are those before the call, state and all",
+    "only parameters are updated; state comes from the model that is given",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    grads, new = es.grad(loss_fn)(net)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    assert optimizer.update(grads, new)[0].layer.count == 1
+    assert optimizer.update(grads, net)[0].layer.count == 0

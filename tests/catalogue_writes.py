@@ -1,0 +1,407 @@
+"""Programs that write what may not be written, by a plain assignment."""
+
+import copy
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from catalogue_entry import FROZEN, Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+OUTSIDE = Theme("Writing outside a scope")
+INSIDE = Theme("Writing what a call may not write")
+
+
+# --- Outside ------------------------------------------------------------------------
+
+
+@OUTSIDE.raises(
+    "call a model in train mode, as it is",
+    FROZEN,
+    "this one is in no scope of `es.mutable`",
+    "`Layer.count`",
+    "y, model = es.mutable(model)(x)",
+    "model.eval()(x)",
+    instead="`y, model = es.mutable(model)(x)`, or `model.eval()(x)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        net(XS)
+    assert (net.eval()(XS) == 2 * XS).all()
+    assert es.mutable(net)(XS)[1].layer.count == 1
+
+
+@OUTSIDE.raises(
+    "assign a field of a model: `model.layer.weight = w`",
+    FROZEN,
+    "this one is in no scope of `es.mutable`",
+    "`Layer.",
+    instead="`eqx.tree_at(lambda m: m.layer.weight, model, w)`, `model.replace(…)`, "
+    "`model.update(params)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        net.layer.weight = jnp.array(3.0)
+    with case.error():
+        net.layer.count += 1
+    new = eqx.tree_at(lambda m: m.layer.weight, net, jnp.array(3.0))
+    assert (new.eval()(XS) == 3 * XS).all()
+
+
+@OUTSIDE.raises(
+    "assign a name that the class does not declare: `model.params = p`",
+    FROZEN,
+    "`Net` has no field `params`",
+    "params: es.State",
+    instead="`model = model.update(params)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        net.params = net.filter(es.Parameter)
+    params = es.map(lambda w: w + 1.0, net.filter(es.Parameter))
+    assert net.update(params).layer.weight == 3.0
+
+
+@OUTSIDE.raises(
+    "delete a field: `del model.layer`",
+    FROZEN,
+    "the fields of a module are its structure",
+    "model.replace(",
+    instead="`model.replace(layer=None)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error("`Net.layer`"):
+        del net.layer
+    with case.error("`Layer.count`"):
+        es.mutable(lambda net: delattr(net.layer, "count"))(net)
+    assert net.replace(layer=None).layer is None
+
+
+@OUTSIDE.raises(
+    "call a model that `es.mutable` was not given, but its function closes over",
+    FROZEN,
+    "this one is in no scope of `es.mutable`",
+    "`Layer.count`",
+    instead="make it the first argument; two models: `es.mutable(f)((a, b), x)`",
+)
+def _(case):
+    a, b = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
+    with case.error():
+        es.mutable(lambda x: a(x))(XS)
+    with case.error():
+        es.mutable(lambda a, x: b(a(x)))(a, XS)
+    y, new = es.mutable(lambda pair, x: pair[1](pair[0](x)))((a, b), XS)
+    assert (y == 6 * XS).all()
+    assert [layer.count for layer in new] == [1, 1]
+
+
+@OUTSIDE.raises(
+    "give the model after the data: `es.value_and_grad(loss_fn)(xs, model)`",
+    FROZEN,
+    "this one is in no scope of `es.mutable`",
+    instead="the model is the first positional argument",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.value_and_grad(lambda x, net: net(x).sum())(XS, net)
+    assert es.grad(lambda net, x: net(x).sum())(net, XS)[1].layer.count == 1
+
+
+@OUTSIDE.raises(
+    "give the model by name: `es.mutable(f)(model=model)`",
+    TypeError,
+    "was called without a positional argument",
+    "es.mutable(f)(model, ...)",
+    instead="`es.mutable(f)(model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def f(model):
+        return model(XS)
+
+    with case.error():
+        es.mutable(f)(model=net)
+    assert es.mutable(f)(net)[1].layer.count == 1
+
+
+@OUTSIDE.works(
+    "write in Python's back door: `object.__setattr__(model, …)`",
+    "that one object changes, as any frozen dataclass; copies made before do not",
+    "`model.replace(…)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    other = copy.copy(net.layer)
+    object.__setattr__(other, "count", jnp.array(5))
+    assert (other.count, net.layer.count) == (5, 0)
+    assert jax.tree.structure(other) == jax.tree.structure(net.layer)
+
+
+# --- In a scope ---------------------------------------------------------------------
+
+
+@INSIDE.raises(
+    "write a parameter in a forward pass: `self.layer.weight = w`",
+    FROZEN,
+    "is a `Parameter`, and this scope writes `State`",
+    "`Layer.weight`",
+    "kinds=es.Parameter",
+    "weight: es.State",
+    instead="`es.mutable(f, kinds=es.TreePart)`; or declare it `es.State`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def clip(net):
+        net.layer.weight = jnp.clip(net.layer.weight, -1.0, 1.0)
+
+    with case.error():
+        es.mutable(clip)(net)
+    assert es.mutable(clip, kinds=es.TreePart)(net)[1].layer.weight == 1.0
+
+
+@INSIDE.raises(
+    "write a parameter by `object.__setattr__` or `self.__dict__`",
+    FROZEN,
+    "is a `Parameter`, and this scope writes `State`",
+    "`layer.weight`",
+    instead="`es.mutable(f, kinds=es.TreePart)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(lambda m: object.__setattr__(m.layer, "weight", jnp.ones(())))(net)
+    with case.error():
+        es.mutable(lambda m: m.layer.__dict__.update(weight=jnp.ones(())))(net)
+
+
+@INSIDE.raises(
+    "keep a running mean in a field of plain floats, with no kind",
+    FROZEN,
+    "is a `Parameter`, and this scope writes `State`",
+    "mean: es.State",
+    instead="`mean: es.BatchStat`",
+)
+def _(case):
+    class Mean(es.Module):
+        mean: jax.Array
+
+        def __call__(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x
+
+    with case.error():
+        es.mutable(case.keep(Mean(jnp.zeros(3))))(XS)
+
+
+@INSIDE.raises(
+    "keep a counter in an integer array, with no kind",
+    FROZEN,
+    "is an array without a kind",
+    "Counter.count`",
+    "count: es.State",
+    instead="`count: es.State = 0`",
+)
+def _(case):
+    class Counter(es.Module):
+        count: jax.Array
+
+        def __call__(self):
+            self.count = self.count + 1
+
+    with case.error():
+        es.mutable(case.keep(Counter(jnp.array(0))))()
+
+
+@INSIDE.raises(
+    "keep a counter in a Python number, with no kind",
+    FROZEN,
+    "is no array, and this scope writes `State`",
+    "Counter.count`",
+    "count: es.State",
+    instead="`count: es.State = 0`",
+)
+def _(case):
+    class Counter(es.Module):
+        count: int = 0
+
+        def __call__(self):
+            self.count += 1
+
+    with case.error():
+        es.mutable(case.keep(Counter()))()
+
+
+@INSIDE.raises(
+    "keep a counter in a static field",
+    FROZEN,
+    "a static field is part of the structure",
+    "Counter.count`",
+    "es.State",
+    instead="`count: es.State = 0`",
+)
+def _(case):
+    class Counter(es.Module):
+        count: int = eqx.field(static=True, default=0)
+
+        def __call__(self):
+            self.count += 1
+
+    with case.error():
+        es.mutable(case.keep(Counter()))()
+
+
+@INSIDE.raises(
+    "write a constant that is an `es.Buffer`, or lies in one",
+    FROZEN,
+    "is a `Buffer`, and this scope writes `State`",
+    "kinds=es.Buffer",
+    instead="declare it `es.State`; or `es.mutable(f, kinds=es.Buffer)`",
+)
+def _(case):
+    class Frozen(es.Module):
+        table: es.Buffer
+        net: es.Buffer[Net]
+
+        def __call__(self, x):
+            self.table = x + 1.0
+
+    model = case.keep(Frozen(XS, Net()))
+    with case.error("Frozen.table`"):
+        es.mutable(model)(XS)
+    with case.error("`net.layer.count`"):
+        es.mutable(lambda m: m.net(XS))(model)
+
+
+@INSIDE.raises(
+    "misspell a field in `__call__`: `self.cuont = …`",
+    FROZEN,
+    "has no field `cuont`",
+    "cuont: es.State",
+    "The fields are: count",
+    instead="declare every field in the class",
+)
+def _(case):
+    class Counter(es.Module):
+        count: es.State = 0
+
+        def __call__(self):
+            self.cuont = self.count + 1
+
+    with case.error():
+        es.mutable(case.keep(Counter()))()
+
+
+@INSIDE.raises(
+    "assign what is not declared in `__init__`, as in PyTorch",
+    FROZEN,
+    "has no field `weight`",
+    "weight: es.State",
+    instead="`weight: es.Parameter` in the class",
+)
+def _(case):
+    class Dense(es.Module):
+        def __init__(self):
+            self.weight = jnp.ones(3)
+
+    with case.error():
+        Dense()
+
+
+@INSIDE.raises(
+    "switch the mode in a call: `self.training = False`",
+    FROZEN,
+    "modes are switched from outside",
+    "model = model.eval()",
+    instead="`model = model.eval()` before the call",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(lambda net: setattr(net, "training", False))(net)
+
+
+@INSIDE.raises(
+    "switch the mode in a call: `self.layer = self.layer.eval()`",
+    ValueError,
+    "A call keeps the structure of the model",
+    "`layer.training`: expected `True`, got `False`",
+    "`train` and `eval` from outside",
+    instead="`self.layer.eval()(x)`, if it is meant for this call only",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(lambda net: setattr(net, "layer", net.layer.eval()))(net)
+    y, new = es.mutable(lambda net: net.layer.eval()(XS))(net)
+    assert (y == 2 * XS).all()
+    assert new.layer.count == 0
+
+
+@INSIDE.raises(
+    "write into an array of state in place: `self.mean[0] = 1.0`",
+    TypeError,
+    "JAX arrays are immutable",
+    ".at[",
+    instead="`self.mean = self.mean.at[0].set(1.0)`",
+)
+def _(case):
+    for mean in (jnp.zeros(3), np.zeros(3, np.float32)):  # NumPy's becomes JAX's
+        net = case.keep(Net(mean=mean), XS)
+        with case.error():
+            es.mutable(lambda net: net.mean.__setitem__(0, 1.0))(net)
+        f = es.mutable(lambda net: setattr(net, "mean", net.mean.at[0].set(1.0)))
+        assert f(net)[1].mean.tolist() == [1.0, 0.0, 0.0]
+
+
+@INSIDE.raises(
+    "write into a NumPy constant in place: `self.table[0] = 1.0`",
+    ValueError,
+    "assignment destination is read-only",
+    instead="declare it `es.State`, and assign the whole",
+)
+def _(case):
+    class Table(es.Module):
+        table: es.Buffer
+
+        def __call__(self):
+            self.table[0] = 1.0
+
+    with case.error():
+        es.mutable(case.keep(Table(np.zeros(3))))()
+
+
+@INSIDE.works(
+    "write in place with an operator: `self.count += 1`",
+    "it is the assignment `self.count = self.count + 1`, also of NumPy arrays",
+)
+def _(case):
+    net = case.keep(Net(mean=np.zeros(3, np.float32)), XS)
+
+    def f(net):
+        net.layer.count += 1
+        net.mean += XS
+
+    new = es.mutable(f)(net)[1]
+    assert new.layer.count == 1
+    assert (new.mean == XS).all()
+
+
+@INSIDE.works(
+    "set an entry of a dict of state: `self.stats[name] = x`",
+    "it arrives, as far as no transform comes between",
+    '`self.stats = {**self.stats, "last": x}`',
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.mutable(lambda net, x: net.stats.__setitem__("last", x.sum()))
+    for run in (f, es.jit(f)):
+        assert run(net, XS)[1].stats["last"] == 3.0

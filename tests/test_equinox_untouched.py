@@ -1,0 +1,551 @@
+"""Programs that use Equinox alone print the same with `eqx_state` imported and without.
+
+Run as a script this file prints what each program has printed. The two runs are
+processes of their own, as an import cannot be taken back.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
+from jaxtyping import Array, Float
+
+
+PROGRAMS = {}
+
+
+def program(f):
+    PROGRAMS[f.__name__] = f
+    return f
+
+
+def look(tree, *args):
+    """All that there is to see of a tree; with arguments also its program."""
+    print(tree)
+    print(repr(tree))
+    print(jtu.tree_structure(tree))
+    print([jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(tree)])
+    eqx.tree_pprint(tree, short_arrays=False)
+    for x in jtu.tree_leaves(tree):
+        if eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            print(type(x), jax.typeof(x), x.tolist())
+    if args:
+        print(eqx.filter_make_jaxpr(tree)(*args)[0])
+
+
+def attempt(f, *args, **kwargs):
+    """Print what it returns or raises."""
+    try:
+        print(f(*args, **kwargs))
+    except Exception as e:
+        print(type(e).__module__, type(e).__qualname__, e)
+
+
+class Model(eqx.Module):
+    mlp: eqx.nn.MLP
+    scale: Float[Array, ""] = eqx.field(converter=jnp.asarray)
+    name: str = eqx.field(static=True, default="model")
+
+    def __call__(self, x):
+        return self.scale * self.mlp(x)
+
+    @property
+    def doubled(self):
+        return 2 * self.scale
+
+
+def make_model():
+    return Model(eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)), 2.0)
+
+
+X = [0.5, -1.0]
+
+
+@program
+def layers():
+    key, x = jr.key(0), jnp.array(X)
+    look(eqx.nn.Linear(2, 3, key=key), x)
+    look(eqx.nn.Conv1d(1, 2, 2, key=key), x[None])
+    look(eqx.nn.ConvTranspose1d(1, 2, 2, key=key), x[None])
+    look(eqx.nn.LayerNorm(2), x)
+    look(eqx.nn.RMSNorm(2), x)
+    look(eqx.nn.GroupNorm(1, 2), x)
+    look(eqx.nn.Embedding(3, 2, key=key), jnp.array(1))
+    look(eqx.nn.GRUCell(2, 2, key=key), x, x)
+    look(eqx.nn.LSTMCell(2, 2, key=key), x, (x, x))
+    look(eqx.nn.PReLU(), x)
+    look(eqx.nn.MaxPool1d(2), x[None])
+    look(eqx.nn.RotaryPositionalEmbedding(2), x[None])
+    look(eqx.nn.Lambda(jnp.tanh), x)
+    look(eqx.nn.Sequential([eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)]), x)
+    dropout = eqx.nn.Dropout(0.5)
+    look(dropout)
+    attempt(dropout, x)
+    print(dropout(x, key=key), eqx.nn.inference_mode(dropout)(x))
+    attention = eqx.nn.MultiheadAttention(2, 4, key=key)
+    look(attention, *3 * [jnp.ones((3, 4))])
+
+
+@program
+def states():
+    class Counter(eqx.Module):
+        index: eqx.nn.StateIndex
+
+        def __init__(self):
+            self.index = eqx.nn.StateIndex(jnp.array(0))
+
+        def __call__(self, x, state):
+            count = state.get(self.index)
+            return x + count, state.set(self.index, count + 1)
+
+    class Net(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        spectral: eqx.nn.SpectralNorm
+        counter: Counter
+
+        def __init__(self, key):
+            linear = eqx.nn.Linear(2, 2, key=key)
+            self.norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
+            self.spectral = eqx.nn.SpectralNorm(linear, "weight", key=key)
+            self.counter = Counter()
+
+        def __call__(self, x, state):
+            x, state = self.norm(x, state)
+            x, state = self.spectral(x, state)
+            return self.counter(x, state)
+
+    net, state = eqx.nn.make_with_state(Net)(jr.key(0))
+    look(net)
+    look(state)
+    traces = []
+
+    def batched(net):
+        axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
+        return eqx.filter_vmap(net, **axes)
+
+    @eqx.filter_jit
+    def step(net, state, xs):
+        traces.append("traced")
+        return batched(net)(xs, state)
+
+    old = state
+    for _ in range(3):
+        ys, state = step(net, state, jnp.array([X, [1.0, 2.0]]))
+        print(ys, state)
+    print(traces)
+    print(eqx.filter_make_jaxpr(batched(net))(jnp.ones((3, 2)), state)[0])
+    attempt(old.set, Counter().index, jnp.array(1))
+    attempt(state.set, net.counter.index, jnp.array(1.0))
+    attempt(state.get, Counter().index)
+    look(eqx.nn.inference_mode(net))
+    look(eqx.nn.delete_init_state(net))
+    old.set(net.counter.index, jnp.array(1))
+    attempt(old.get, net.counter.index)
+
+
+@program
+def transforms():
+    model, x = make_model(), jnp.array(X)
+    look(model, x)
+    print(eqx.filter_grad(lambda m, x: m(x).sum())(model, x))
+    print(
+        eqx.filter_value_and_grad(lambda m, x: (m(x).sum(), x), has_aux=True)(model, x)
+    )
+    attempt(eqx.filter_jvp, lambda m, x: m(x), (model, x), (model, x))
+    print(eqx.filter_vjp(lambda m, x: m(x), model, x)[0])
+    print(eqx.filter_jacfwd(lambda x: model(x))(x), eqx.filter_hessian(model)(x))
+    print(eqx.filter_eval_shape(model, x), eqx.filter_closure_convert(model, x))
+    print(eqx.filter_make_jaxpr(eqx.filter_checkpoint(model))(x)[0])
+    many = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 2, key=key))(
+        jr.split(jr.key(0), 3)
+    )
+    look(many)
+    print(eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))(many, x))
+    attempt(eqx.filter_vmap(lambda x: x, out_axes=None), x)
+
+
+@program
+def compiled_programs():
+    traces = []
+
+    @eqx.filter_jit
+    def f(model, x, flag, name="a"):
+        traces.append((flag, name))
+        return model(x) if flag else model
+
+    model = make_model()
+    for flag in (True, 1, 1.0, False, True):
+        f(model, jnp.array(X), flag)
+    f(model, jnp.array(X), True, name="b")
+    f(eqx.tree_at(lambda m: m.scale, model, jnp.array(1.0)), jnp.array(X), True)
+    print(len(traces), traces, f)
+    print(f.lower(model, jnp.array(X), True).as_text())
+    attempt(f, model, jnp.array(X), {1})
+    counted = eqx.filter_jit(eqx.debug.assert_max_traces(jnp.sin, max_traces=1))
+    counted(jnp.ones(2))
+    attempt(counted, jnp.ones(3))
+    print(eqx.debug.get_num_traces(counted))
+    donating = eqx.filter_jit(lambda x: x[:1], donate="warn")
+    donating(jnp.ones(3))
+    eqx.clear_caches()
+    f(model, jnp.array(X), True)
+    print(len(traces))
+
+
+@program
+def shared_layers():
+    class LanguageModel(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self, key):
+            parts = (eqx.nn.Embedding(3, 2, key=key), eqx.nn.Linear(2, 3, key=key))
+            self.shared = eqx.nn.Shared(
+                parts, where=lambda p: p[1].weight, get=lambda p: p[0].weight
+            )
+
+        def __call__(self, token):
+            embedding, linear = self.shared()
+            return linear(embedding(token))
+
+    model = LanguageModel(jr.key(0))
+    look(model, jnp.array(1))
+    print(eqx.filter_grad(lambda m: m(jnp.array(1)).sum())(model))
+    print(type(model.shared), model.shared())
+
+
+@program
+def files():
+    def serialise(tree, **kwargs):
+        file = io.BytesIO()
+        eqx.tree_serialise_leaves(file, tree, **kwargs)
+        return file
+
+    def deserialise(file, like):
+        file.seek(0)
+        return eqx.tree_deserialise_leaves(file, like)
+
+    model = make_model()
+    file = serialise(model)
+    print(hashlib.sha256(file.getvalue()).hexdigest())
+    look(deserialise(file, eqx.filter_eval_shape(make_model)))
+    wider = eqx.nn.MLP(2, 2, 5, 1, key=jr.key(0))
+    attempt(deserialise, file, Model(wider, 1.0))
+    attempt(deserialise, file, eqx.tree_at(lambda m: m.scale, model, 1))
+    serialise(model, filter_spec=lambda f, x: None)
+    look(pickle.loads(pickle.dumps(model.mlp.layers)))
+    look(copy.deepcopy(model))
+    look(copy.copy(model))
+
+
+@program
+def surgery():
+    model = make_model()
+    look(eqx.tree_at(lambda m: m.mlp.layers[0].bias, model, None))
+    look(eqx.tree_at(lambda m: m.scale, model, replace_fn=lambda x: x + 1))
+    attempt(eqx.tree_at, lambda m: m.name, model, "other")
+    attempt(eqx.tree_at, lambda m: m.missing, model, 1)
+    attempt(eqx.tree_at, lambda m: (m.scale, m.scale), model, (1, 2))
+    attempt(eqx.tree_at, lambda m: m.mlp.activation(m.scale), model, 1)
+    parts = eqx.partition(model, eqx.is_inexact_array)
+    look(parts)
+    print(eqx.tree_equal(eqx.combine(*parts), model), eqx.tree_equal(model, parts[0]))
+    look(eqx.filter(model, eqx.is_array, inverse=True))
+    attempt(eqx.combine, model, [1])
+    attempt(eqx.tree_check, [parts, parts])
+    look(eqx.apply_updates(parts[0], parts[0]))
+    print(eqx.tree_inference(model, True) == model)
+
+
+@program
+def enumerations():
+    class Colour(eqx.Enumeration):
+        red = "it is red"
+        blue = "it is blue"
+
+    class Shade(Colour):
+        dark = "it is dark"
+
+    look(Colour.red)
+    look({"shade": Shade.promote(Colour.blue)})
+    print(Colour[Colour.blue], len(Shade), Shade.dark == Shade.promote(Colour.red))
+    print(Colour.where(jnp.array(True), Colour.red, Colour.blue))
+    print(eqx.filter_jit(lambda x: x == Colour.red)(Colour.red))
+    attempt(lambda: Colour.red == Shade.dark)
+    attempt(lambda: Colour.green)
+    attempt(Colour.promote, Shade.dark)
+
+
+@program
+def abstract_classes():
+    class AbstractLayer(eqx.Module):
+        size: eqx.AbstractVar[int]
+        names: eqx.AbstractClassVar[tuple[str, ...]]
+
+        def __call__(self, x):
+            return self.size * x
+
+    class Half(AbstractLayer):
+        names = ("a",)
+
+    class Whole(Half):
+        size: int
+
+    class Computed(Half):
+        @property
+        def size(self):
+            return 3
+
+    attempt(AbstractLayer)
+    attempt(Half)
+    look(Whole(2), jnp.array(1.0))
+    look(Computed())
+    print(AbstractLayer.__abstractvars__, Whole.__abstractvars__)
+    print(AbstractLayer, Whole.__mro__, type(Whole))
+    attempt(
+        type(Whole), "Strict", (Whole,), {"__annotations__": {"x": int}}, strict=True
+    )
+
+
+@program
+def wrappers():
+    class Wrapped(eqx.Module):
+        fn: Callable
+        calls: int = eqx.field(static=True)
+
+        @property
+        def __wrapped__(self):
+            return self.fn
+
+        def __call__(self, *args):
+            return self.fn(*args)
+
+        def __get__(self, instance, owner):
+            return self if instance is None else eqx.Partial(self, instance)
+
+    def wrap(fn):
+        return eqx.module_update_wrapper(Wrapped(fn, 3))
+
+    @wrap
+    def f(x: int) -> int:
+        """It has a docstring."""
+        return x + 1
+
+    class Holder(eqx.Module):
+        x: Array
+
+        @wrap
+        def method(self, y):
+            """And so has it."""
+            return self.x + y
+
+        def other(self, y):
+            return self.x * y
+
+        @eqx.filter_jit
+        def jitted(self, y):
+            return self.x - y
+
+    print(f.__name__, f.__doc__, f.__annotations__, f(1))
+    look(f)
+    holder = Holder(jnp.array(1.0))
+    look(holder.method)
+    look(holder.other, jnp.array(2.0))
+    print(holder.method(2.0), holder.other(2.0), holder.jitted(2.0), Holder.other)
+    print(holder.other == holder.other, hash(Holder(1).other) == hash(Holder(1).other))
+    look(eqx.Partial(f, 1))
+
+
+@program
+def custom_rules():
+    @eqx.filter_custom_vjp
+    def f(model, x):
+        return model(x)
+
+    @f.def_fwd
+    def f_fwd(perturbed, model, x):
+        print(perturbed)
+        return f(model, x), None
+
+    @f.def_bwd
+    def f_bwd(residuals, grads, perturbed, model, x):
+        return eqx.filter(model, eqx.is_inexact_array)
+
+    @eqx.filter_custom_jvp
+    def g(x, flag):
+        return x if flag else 2 * x
+
+    @g.def_jvp
+    def g_jvp(primals, tangents):
+        (x, flag), (dx, _) = primals, tangents
+        return g(x, flag), 3 * dx
+
+    model, x = make_model(), jnp.array(X)
+    print(f, g)
+    print(eqx.filter_grad(lambda m: f(m, x).sum())(model))
+    print(eqx.filter_make_jaxpr(eqx.filter_grad(lambda m: f(m, x).sum()))(model)[0])
+    print(eqx.filter_jvp(lambda x: g(x, True), (x,), (x,)))
+    attempt(eqx.filter_grad(lambda x: g(x, flag=x).sum()), x)
+
+
+@program
+def run_time_errors():
+    def check(x):
+        return eqx.error_if(x, x < 0, "it is negative")
+
+    def branched(x, i):
+        return eqx.branched_error_if(x, x < 0, i, ["zero", "one"])
+
+    x = jnp.array(-1.0)
+    attempt(check, x)
+    attempt(eqx.filter_jit(check), x)
+    attempt(eqx.filter_jit(branched), x, jnp.array(1))
+    attempt(eqx.filter_vmap(eqx.filter_jit(check)), x[None])
+    print(eqx.filter_jit(check)(-x))
+    print(eqx.filter_make_jaxpr(check)(x)[0])
+    print(logging.getLogger("jax._src.callback").filters)
+
+
+@program
+def frozen_instances():
+    class Checked(eqx.Module):
+        x: Array
+        y: int = 1
+
+        def __init__(self, x, fill=True):
+            if fill:
+                self.x = x
+
+        def __check_init__(self):
+            if self.y != 1:
+                raise ValueError("it is not one")
+
+    class Sub(Checked):
+        y: int = 2
+
+    model = Checked(jnp.ones(2))
+    look(model)
+    attempt(Checked, 1, fill=False)
+    attempt(Sub, 1)
+    attempt(setattr, model, "x", 2)
+    attempt(setattr, model, "z", 2)
+    attempt(delattr, model, "x")
+    attempt(dataclasses.replace, make_model(), missing=1)
+    look(dataclasses.replace(make_model(), scale=1.0))
+    attempt(Model, 1)
+    attempt(
+        type(model), "Bad", (eqx.Module,), {"__annotations__": {"x": dict}, "x": {}}
+    )
+    print(vars(model), dataclasses.fields(Model), model == model, model != make_model())
+    attempt(hash, model)
+
+
+@program
+def warnings_of_classes():
+    class Both(eqx.Module):
+        x: int
+
+        def __init__(self):
+            self.x = 1
+
+        def __post_init__(self):
+            pass
+
+    class Static(eqx.Module):
+        x: Array = eqx.field(static=True)
+
+    class Function(eqx.Module):
+        f: Callable
+
+    print(Both())
+    look(Static(jnp.ones(2)))
+    look(Function(jax.jit(jnp.sin)))
+    look(Function(jax.vmap(jnp.sin)))
+
+
+@program
+def optimisers():
+    model, tx = make_model(), optax.adam(0.1)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = tx.init(params)
+    traces = []
+
+    @eqx.filter_jit
+    def step(model, state):
+        traces.append(1)
+        grads = eqx.filter_grad(lambda m: m(jnp.array(X)).sum())(model)
+        updates, state = tx.update(grads, state, model)
+        return eqx.apply_updates(model, updates), state
+
+    for _ in range(3):
+        model, state = step(model, state)
+    look(model)
+    look(state)
+    print(len(traces))
+
+
+@program
+def the_library_itself():
+    for module in (eqx, eqx.nn, eqx.debug, jax, jtu):
+        print(sorted(vars(module)))
+    for cls in (eqx.Module, eqx.nn.State, eqx.nn.Shared, type(eqx.Module), Array):
+        print(cls, cls.__mro__, sorted(vars(cls)), cls.__doc__)
+    print(jax.config.values)
+    print(warnings.filters, sys.getswitchinterval(), sys.getrecursionlimit())
+    print(sys.excepthook, sys.displayhook, warnings.showwarning)
+    print(logging.getLogger("jax").handlers, logging.getLogger().handlers)
+
+
+# --- The two runs ---------------------------------------------------------------------
+
+
+def run_all():
+    printed = {}
+    for name, f in PROGRAMS.items():
+        out = io.StringIO()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                f()
+        said = [f"{w.category.__name__}: {w.message}" for w in caught]
+        printed[name] = [*out.getvalue().splitlines(), *said]
+    json.dump(printed, sys.stdout)
+
+
+RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
+def output(code):
+    """What each program prints, addresses left out."""
+    command = [sys.executable, "-c", code, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(re.sub(r"0x[0-9a-f]+", "0x", done.stdout))
+
+
+def test_programs_that_use_equinox_alone_are_the_same_with_eqx_state_imported():
+    without = output(RUN)
+    imported = output("import eqx_state\n" + RUN)
+    assert without.keys() == imported.keys() == PROGRAMS.keys()
+    for name, lines in without.items():
+        assert len(lines) > 3
+        assert imported[name] == lines, name
+
+
+if __name__ == "__main__":
+    run_all()

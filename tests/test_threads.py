@@ -1,0 +1,531 @@
+"""Sixteen threads at once: what each gets is what it would get alone, bit for bit.
+
+A few rounds; with `EQX_STATE_FUZZ=1` in the environment it is 1,000. In each round all
+threads start together, and each does another thing.
+"""
+
+import concurrent.futures
+import hashlib
+import os
+import sys
+import threading
+import types
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from helpers import untouched
+
+import eqx_state as es
+
+
+THREADS = 16
+ROUNDS = 1000 if os.environ.get("EQX_STATE_FUZZ") else 10
+
+pytestmark = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks,
+    reason="the leak check fails with threads, also around `eqx.filter_jit`",
+)
+
+
+@pytest.fixture(autouse=True)
+def _switch_often():
+    """Threads take turns after every microsecond, and warnings stay as they were."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with warnings.catch_warnings():
+        yield
+    sys.setswitchinterval(interval)
+
+
+def at_once(work, rounds=ROUNDS, prepare=None):
+    """What `work(thread, round)` returns, as a list of rounds.
+
+    A round begins when every thread has ended the last, and one has called `prepare`.
+    """
+    start = threading.Barrier(THREADS, prepare)
+
+    def run(thread):
+        try:
+            # These settings belong to a thread.
+            with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+                results = []
+                for i in range(rounds):
+                    start.wait(timeout=300)
+                    results.append(work(thread, i))
+                return results
+        except BaseException:
+            start.abort()  # the others need not wait
+            raise
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(run, thread) for thread in range(THREADS)]
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if not isinstance(error, (threading.BrokenBarrierError, types.NoneType)):
+            raise error
+    by_thread = [future.result() for future in futures]
+    return [list(results) for results in zip(*by_thread, strict=True)]
+
+
+def bits(tree):
+    """A digest of the structure, the static values and every bit of the arrays."""
+    leaves, treedef = jax.tree.flatten(tree)
+    digest = hashlib.sha256(str(treedef).encode())
+    for x in leaves:
+        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jr.key_data(x)
+        if eqx.is_array(x):
+            digest.update(f"{x.dtype}{x.shape}{x.weak_type}".encode())
+            digest.update(np.asarray(x).tobytes())
+        else:
+            digest.update(repr(x).encode())
+    return digest.hexdigest()
+
+
+# --- Models ---------------------------------------------------------------------------
+
+
+class Block(es.Module):
+    linear: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    dropout: es.nn.Dropout
+    calls: es.State = 0
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(4, 4, key=key)
+        self.norm = es.nn.BatchNorm(4, axis_name="batch")
+        self.dropout = es.nn.Dropout(0.5, key=key)
+
+    def __call__(self, x):
+        if self.training:
+            self.calls = self.calls + 1
+        x = jax.nn.tanh(self.norm(self.linear(x)))
+        self.sow("activation", x)
+        return self.dropout(x)
+
+
+class Net(es.Module):
+    blocks: list[Block]
+    table: es.Buffer
+
+    def __init__(self, seed):
+        self.blocks = [Block(key) for key in jr.split(jr.key(seed), 2)]
+        self.table = jnp.arange(4.0)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.table
+
+
+class Cell(es.Module):
+    matrix: es.Parameter
+    hidden: es.State
+    rng: es.RngStream
+
+    def __init__(self, seed):
+        self.matrix = jr.normal(jr.key(seed), (3, 3))
+        self.hidden = jnp.zeros(3)
+        self.rng = es.RngStream(jr.key(seed))
+
+    def __call__(self, x):
+        noise = jr.normal(self.rng(), (3,))
+        self.hidden = jnp.tanh(self.matrix @ self.hidden + x + noise)
+        return self.hidden
+
+
+def data(seed, width=4):
+    return jr.normal(jr.key(seed), (5, width))
+
+
+def batched(model):
+    return es.vmap(model, axis_name="batch")
+
+
+def loss_fn(model, xs):
+    return jnp.mean(jnp.square(batched(model)(xs)))
+
+
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+@es.jit
+def train(model, optimizer, xs):
+    (loss, model), grads = es.value_and_grad(loss_fn)(model, xs)
+    model, optimizer = optimizer.update(grads, model)
+    return loss, model, optimizer
+
+
+SHARED = Net(7)
+
+
+# --- What threads do ------------------------------------------------------------------
+
+
+def build(seed, **_):
+    return Net(seed), Cell(seed), es.parts(Net(seed))[3].name
+
+
+def declare(seed, **_):
+    class Node(es.Module):
+        w: "es.Parameter"
+        stats: "dict[str, es.BatchStat]"
+        inner: "Node | None"
+        late: "list[es.Parameter[jax.Array]]"
+        count: es.State = np.array(1)
+
+        def __call__(self, x):
+            self.count = self.count + 1
+            self.stats = {"mean": self.stats["mean"] + jnp.mean(x)}
+            return x * self.w if self.inner is None else self.inner(x) * self.w
+
+    def make(inner):
+        return Node(float(seed), {"mean": jnp.zeros(())}, inner, [jnp.ones(2)])
+
+    out, new = es.mutable(make(make(None)))(data(seed))
+    kinds = {part.name: (part.kind.__name__, part.value) for part in es.parts(new)}
+    return out, kinds, repr(new), es.tabulate(new)
+
+
+def thread(seed, **_):
+    return es.mutable(batched(Net(seed)))(data(seed))
+
+
+def differentiate(seed, **_):
+    return es.value_and_grad(loss_fn)(Net(seed), data(seed))
+
+
+def scan(seed, **_):
+    def run(cell, xs):
+        return es.scan(lambda carry, x: (carry + cell(x), x), jnp.zeros(3), xs)
+
+    return es.mutable(run)(Cell(seed), data(seed, 3))
+
+
+def switch(seed, **_):
+    net = Net(seed)
+    frozen = net.freeze(lambda net: net.blocks[0])
+    trained = es.filter(frozen, es.trainable)
+    modes = net.eval(), net.eval().train(), frozen, frozen.unfreeze(), trained
+    return modes, [es.mutable(batched(mode))(data(seed)) for mode in modes[:3]]
+
+
+def jit_shared(seed, **_):
+    model = Net(seed)
+    optimizer = es.Optimizer(TX).init(model)
+    losses = []
+    for _ in range(3):
+        loss, model, optimizer = train(model, optimizer, data(seed))
+        losses.append(loss)
+    return losses, model, optimizer
+
+
+def jit_own(seed, own, **_):
+    model, outs = Cell(seed), []
+    for x in data(seed, 3):
+        out, model = own(model, x)
+        outs.append(out)
+    return outs, model
+
+
+def jit_in_scope(seed, **_):
+    return es.mutable(lambda net, xs: es.jit(batched(net))(xs))(Net(seed), data(seed))
+
+
+def capture(seed, **_):
+    return es.capture(batched(Net(seed)))(data(seed))
+
+
+def tabulate(seed, **_):
+    return es.tabulate(batched(Net(seed)), data(seed)), es.tabulate(Cell(seed), depth=1)
+
+
+def names(seed, **_):
+    saved = es.state_dict(Net(seed))
+    return saved, es.load_state_dict(Net(seed + 1), saved)
+
+
+def files(seed, folder, **_):
+    path = folder / f"{threading.get_ident()}.safetensors"
+    es.save(path, Net(seed))
+    return path.read_bytes(), es.load(path, Net(seed + 1))
+
+
+def read_shared(seed, **_):
+    out, new = es.mutable(batched(SHARED))(data(seed))
+    return out, new, SHARED.filter(es.BatchStat), SHARED.update(new.filter(es.State))
+
+
+def initialise(seed, **_):
+    class Lazy(es.Module):
+        linear: eqx.nn.Linear = es.lazy(eqx.nn.Linear, 2, 3)
+        cells: list[Block] = eqx.field(default_factory=lambda: [es.lazy(Block)])
+
+    return es.state_dict(Lazy().init(seed))
+
+
+JOBS = [
+    build,
+    declare,
+    thread,
+    differentiate,
+    scan,
+    switch,
+    jit_shared,
+    jit_own,
+    jit_in_scope,
+    capture,
+    tabulate,
+    names,
+    files,
+    read_shared,
+    initialise,
+]
+SEEDS = 4
+
+
+def test_each_thread_gets_the_serial_result(tmp_path):
+    # Of 15 jobs thread 15 does the same as thread 0, in the same round.
+    own = [es.jit(lambda cell, x: es.mutable(cell)(x)) for _ in range(THREADS)]
+
+    def work(thread, i):
+        job, seed = JOBS[(thread + i) % len(JOBS)], i % SEEDS
+        return job, seed, bits(job(seed, own=own[thread], folder=tmp_path))
+
+    with untouched(SHARED):
+        rounds = at_once(work)
+    expected = {
+        (job, seed): bits(job(seed, own=own[0], folder=tmp_path))
+        for job in JOBS
+        for seed in range(min(SEEDS, ROUNDS))
+    }
+    for results in rounds:
+        for job, seed, found in results:
+            assert found == expected[job, seed], (job.__name__, seed)
+    assert {job for results in rounds for job, _, _ in results} == set(JOBS)
+
+
+def test_a_model_of_one_thread_is_not_written_by_another():
+    """Each of the threads trains for itself, from one model, in one program."""
+
+    def work(thread, _):
+        model, losses = SHARED, []
+        optimizer = es.Optimizer(TX).init(model)
+        for i in range(4):
+            loss, model, optimizer = train(model, optimizer, data(thread + i))
+            losses.append(loss)
+        return bits((losses, model, optimizer))
+
+    with untouched(SHARED):
+        found = at_once(work, ROUNDS // 5)
+        expected = [work(thread, 0) for thread in range(THREADS)]
+    assert found == (ROUNDS // 5) * [expected]
+    assert len(set(expected)) == THREADS
+
+
+# --- For the first time ---------------------------------------------------------------
+
+
+class First:
+    """A class, a model and a function that nobody has seen, new in each round."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def __call__(self):
+        class Inner(es.Module):
+            w: "es.Parameter"
+            count: "es.State"
+
+            def __call__(self, x):
+                self.count = self.count + 1
+                return jnp.tanh(x * self.w)
+
+        class Outer(es.Module):
+            layers: "list[Inner]"
+            mean: "es.BatchStat[jax.Array]"
+
+            def __call__(self, x):
+                assert len({type(layer) for layer in self.layers}) == 1
+                for layer in self.layers:
+                    x = layer(x)
+                self.mean = jnp.mean(x)
+                return x
+
+        traces = []
+
+        def step(model, x):
+            traces.append(threading.get_ident())
+            return es.mutable(model)(x)
+
+        inner = [Inner(jnp.array(2.0), jnp.array(i)) for i in range(3)]
+        model = Outer(inner, jnp.array(0.0))
+        self.rounds.append((Inner, model, es.jit(step), traces))
+
+
+def test_classes_that_all_threads_meet_at_once():
+    first = First()
+
+    def work(thread, i):
+        cls, model, step, _ = first.rounds[i]
+        ways = [
+            lambda: (repr(cls(1.0, 2)), bits(cls(1.0, 2))),
+            lambda: [(part.name, part.kind.__name__) for part in es.parts(model)],
+            lambda: bits(es.mutable(model)(data(0))),
+            lambda: bits(step(model, data(0))),
+            lambda: es.tabulate(model, data(0)),
+        ]
+        results = {}
+        for j in range(len(ways)):
+            way = (thread + j) % len(ways)
+            results[way] = ways[way]()
+        return results
+
+    rounds = at_once(work, prepare=first)
+    for i, results in enumerate(rounds):
+        alone = work(0, i)
+        assert all(found == alone for found in results)
+
+
+def test_a_function_that_all_threads_call_first_is_traced_once():
+    first = First()
+
+    def work(thread, i):
+        _, model, step, _ = first.rounds[i]
+        return bits(step(model, data(0)))
+
+    rounds = at_once(work, prepare=first)
+    assert all(len(set(results)) == 1 for results in rounds)
+    assert [len(traces) for *_, traces in first.rounds] == ROUNDS * [1]
+
+
+def test_what_all_threads_call_first_has_one_short_way():
+    # There are eight for a function, and the next call would have to do without.
+    first = First()
+
+    def work(thread, i):
+        _, model, step, _ = first.rounds[i]
+        return step(model, data(0))
+
+    at_once(work, prepare=first)
+    for _, model, step, traces in first.rounds:
+        for mode in (model.eval(), model.freeze(), model.eval().freeze()):
+            step(mode, data(0))
+        calls = count_general_calls(step, model.eval(), data(0))
+        assert calls == 0
+        assert len(traces) >= 4
+
+
+def count_general_calls(step, *args):
+    calls = []
+    general = type(step)._general
+
+    def counted(self, *args):
+        calls.append(args)
+        return general(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(step), "_general", counted)
+        step(*args)
+    return len(calls)
+
+
+def test_names_that_turn_up_while_threads_look_for_them(monkeypatch):
+    # As classes do that are imported for type checkers only.
+    module = types.ModuleType("late_names")
+    monkeypatch.setitem(sys.modules, "late_names", module)
+    source = """
+class Late(eqx.Module):
+    x: "Missing"
+    y: "es.State"
+"""
+    vars(module).update(eqx=eqx, es=es)
+    exec(source, vars(module))
+    model = module.Late(jnp.ones(2), jnp.ones(2))
+
+    def work(thread, i):
+        setattr(module, f"name_{thread}_{i}", None)
+        return [[part.kind for part in es.parts(model)] for _ in range(20)]
+
+    for results in at_once(work):
+        assert results == THREADS * [20 * [[es.Parameter, es.State]]]
+    module.Missing = es.Buffer
+    assert [part.kind for part in es.parts(model)] == [es.Buffer, es.State]
+
+
+# --- What belongs to the process ------------------------------------------------------
+
+
+def test_calls_at_once_leave_the_filters_of_warnings():
+    layer = eqx.nn.Linear(3, 3, key=jr.key(0))
+    f = es.jit(lambda x: layer(x), donate="all")
+    f(jnp.ones(3))
+    before = list(warnings.filters)
+    at_once(lambda thread, i: [f(jnp.ones(3)) for _ in range(3)])
+    assert warnings.filters == before
+
+
+def test_a_call_in_another_thread_leaves_alone_who_records_warnings():
+    tracing, may_end = threading.Event(), threading.Event()
+
+    @es.jit
+    def f(x):
+        tracing.set()
+        may_end.wait(timeout=60)
+        return 2 * x
+
+    thread = threading.Thread(target=f, args=(jnp.ones(3),))
+    thread.start()
+    tracing.wait(timeout=60)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        may_end.set()
+        thread.join()
+        warnings.warn("mine", stacklevel=1)
+    assert [str(w.message) for w in caught] == ["mine"]
+
+
+def test_a_check_that_fails_in_a_program_that_another_thread_compiles():
+    # The one thread waits for the other's program, which turns out to have a check.
+    tracing, may_end = threading.Event(), threading.Event()
+
+    @es.jit
+    def f(x):
+        if len(x) == 1:  # a program that cannot raise, known to be such
+            return x
+        tracing.set()
+        may_end.wait(timeout=60)
+        return eqx.error_if(x, x[0] < 0, "negative")
+
+    f(jnp.ones(1))
+    f(jnp.ones(1))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(f, jnp.ones(2))
+        assert tracing.wait(timeout=60)
+        second = pool.submit(f, -jnp.ones(2))
+        threading.Event().wait(0.5)  # it has come to where it waits
+        may_end.set()
+        assert eqx.tree_equal(first.result(), jnp.ones(2))
+        with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+            second.result()
+
+
+def test_saves_to_one_file_at_once(tmp_path):
+    path = tmp_path / "model.safetensors"
+    models = [Net(seed) for seed in range(4)]
+    es.save(path, models[0])
+    whole = {bits(model) for model in models}
+
+    def work(thread, i):
+        es.save(path, models[thread % 4])
+        return bits(es.load(path, models[0]))
+
+    for results in at_once(work):
+        assert set(results) <= whole
+    assert os.listdir(tmp_path) == [path.name]
