@@ -57,6 +57,7 @@ def tests(session: nox.Session) -> None:
         "-n",
         "auto",
         "--maxprocesses=8",
+        "--dist=loadfile",  # the examples of a page need one another
         "--cov",
         "--cov-report=term-missing:skip-covered",
     ]

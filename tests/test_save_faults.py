@@ -105,7 +105,7 @@ def test_kills_leave_the_old_file_or_the_new(there_is_one, tmp_path):
             path.unlink(missing_ok=True)
             if there_is_one:
                 es.save(path, OLD)
-            assert kill(signal.SIGKILL, moments.uniform(0, 0.03)) == -signal.SIGKILL
+            assert kill(signal.SIGKILL, moments.uniform(0, 0.1)) == -signal.SIGKILL
             if path.exists():
                 assert is_whole(path)
             else:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from typing import Any, Final, TypeVar
@@ -126,7 +127,10 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
             try:
                 safetensors.numpy.save_file(arrays, temporary, {_METADATA: about})
             except safetensors.SafetensorError as e:
-                raise OSError(errno.EIO, str(e)) from e
+                # It has the system's reason in words only: "(os error 28)".
+                found = re.search(r"\(os error (\d+)\)", str(e))
+                number = int(found[1]) if found else errno.EIO
+                raise OSError(number, os.strerror(number)) from e
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
         reason = "its directory does not exist" if missing else e.strerror
@@ -252,7 +256,7 @@ def _replacing(path: str) -> Iterator[str]:
     try:
         with open(temporary, "xb") as file:
             mode = os.fstat(file.fileno()).st_mode  # as for any new file
-        if os.path.exists(target):
+        with contextlib.suppress(FileNotFoundError):
             mode = os.stat(target).st_mode
             if not stat.S_ISREG(mode):
                 if stat.S_ISDIR(mode):
