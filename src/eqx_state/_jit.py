@@ -18,7 +18,8 @@ from typing import (
 
 import equinox as eqx
 
-from ._checks import Reporting, wait
+from ._checks import report, Reporting, wait
+from ._compat import PROGRAM_ERRORS
 from ._plan import Mismatch
 from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
 from ._transform import Transform, wrap
@@ -86,12 +87,18 @@ class _Jit(Transform):
         for plan in programs.plans:
             try:
                 arrays = plan.arrays(f, args, kwargs)
-                result, _, output = run(plan.key, *arrays)
+                result = run(plan.key, *arrays)
+                if result[2].callbacks is None:  # just compiled by another thread
+                    programs.settle(result, plan.key, *arrays)
             except (Mismatch, KeyError):
                 continue
             except Retrace:
                 break
-            return output.put(result, [])
+            except PROGRAM_ERRORS as error:
+                report(error)
+                raise
+            arrays, _, output = result
+            return output.put(arrays, [])
         return self._general(programs, args, kwargs)
 
     def _general(

@@ -258,10 +258,7 @@ class Programs:
             with Reporting():
                 result = self.jitted(key, *arrays)
                 key.call = None  # JAX keeps the key
-                output = result[2]
-                if output.callbacks is None:
-                    self._look(output, key, *arrays)
-                wait(output.callbacks, arrays, result)
+                self.settle(result, key, *arrays)
                 return result
         except (RuntimeError, ValueError):
             self.can_raise = True  # it may have raised before it could be looked at
@@ -278,6 +275,13 @@ class Programs:
             return traced.lower()
         finally:
             key.call = None
+
+    def settle(self, result: Any, key: Key, *arrays: list[Any]) -> None:
+        """Wait for the result, if its program can raise."""
+        output = result[2]
+        if output.callbacks is None:
+            self._look(output, key, *arrays)
+        wait(output.callbacks, arrays, result)
 
     def _look(self, output: Output, key: Key, *arrays: list[Any]) -> None:
         """Find the callbacks of a program that was just traced: JAX still has it."""
