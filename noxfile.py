@@ -1,5 +1,7 @@
 """The checks of this repository: `nox` runs lint, types and tests."""
 
+import itertools
+import shutil
 from pathlib import Path
 
 import nox
@@ -9,6 +11,21 @@ nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+# One file to one worker: the examples of a page need one another.
+PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile"]
+FUZZED = ["laws", "nesting", "threads", "save_faults"]
+# The core, and which tests are to notice what is changed in it; fast ones first.
+MUTATED = {
+    "kinds": "kinds declare equinox_kinds seeds_kinds traverse select",
+    "traverse": "traverse walk select shared_nodes kinds equinox_kinds modes laws",
+    "compare": "select scan_misuse branches_misuse ownership writes mutable",
+    "filters": "filters select",
+    "select": "select filters laws optimizer freezing",
+    "modes": "modes freezing module",
+    "scope": "writes ownership mutable misuse submodules shared_nodes nesting",
+    "mutable": "mutable misuse ownership containers init sharing",
+    "lift": "transforms writes nesting vmap_scope scan jit_scope capture",
+}
 
 
 def groups(*names: str) -> tuple[str, ...]:
@@ -53,15 +70,82 @@ def bench(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the built wheel and every example of the documentation."""
     session.install(".", *groups("test", "examples"))
-    everything = [
-        "-n",
-        "auto",
-        "--maxprocesses=8",
-        "--dist=loadfile",  # the examples of a page need one another
-        "--cov",
-        "--cov-report=term-missing:skip-covered",
-    ]
+    everything = [*PARALLEL, "--cov", "--cov-report=term-missing:skip-covered"]
     session.run("pytest", *(session.posargs or everything))
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+def versions(session: nox.Session) -> None:
+    """The tests on each Python, with the newest JAX that there is for it."""
+    session.install(".", *groups("test", "examples"))
+    session.run("pytest", *(session.posargs or PARALLEL))
+
+
+@nox.session(python="3.11")
+def floors(session: nox.Session) -> None:
+    """The tests with the oldest versions that the library allows."""
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    bounds = [*project["dependencies"], *itertools.chain(*extras)]
+    session.install(".", *(bound.replace(">=", "==") for bound in bounds))
+    # Without the libraries that need a newer JAX: the tests that use them are skipped.
+    session.install(*groups("test-base", "examples"))
+    session.run("pytest", *(session.posargs or [*PARALLEL, "tests", "src"]))
+
+
+@nox.session
+@nox.parametrize("check", ["JAX_CHECK_TRACER_LEAKS", "JAX_DEBUG_KEY_REUSE"])
+def jax_checks(session: nox.Session, check: str) -> None:
+    """The tests with one of JAX's own checks switched on."""
+    session.install(".", *groups("test", "examples"))
+    session.run("pytest", *(session.posargs or PARALLEL), env={check: "1"})
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """The laws on thousands of random models, and a thousand rounds of threads."""
+    session.install(".", *groups("test"))
+    paths = [f"tests/test_{name}.py" for name in FUZZED]
+    args = session.posargs or [*PARALLEL, *paths]
+    session.run("pytest", *args, env={"EQX_STATE_FUZZ": "1"})
+
+
+@nox.session
+@nox.parametrize("module", list(MUTATED))
+def mutants(session: nox.Session, module: str) -> None:
+    """Change one operator after the other; list the changes that no test notices."""
+    session.install(".", *groups("test", "mutants"))
+    folder = Path(session.create_tmp()) / module
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in ("src", "tests"):
+        shutil.copytree(path, folder / path)
+    for path in ("conftest.py", "pyproject.toml"):
+        shutil.copy(path, folder)
+    tests = " ".join(f"tests/test_{name}.py" for name in MUTATED[module].split())
+    (folder / "mutants.toml").write_text(f"""
+[cosmic-ray]
+module-path = "src/eqx_state/_{module}.py"
+test-command = "python -m pytest -x -q -p no:cacheprovider {tests}"
+timeout = 300.0
+[cosmic-ray.distributor]
+name = "local"
+[cosmic-ray.filters.operators-filter]
+exclude-operators = ["core/ReplaceBinaryOperator_BitOr_"]  # in annotations
+""")
+    env = {"PYTHONPATH": "src"}  # the mutants, and not what is installed
+    with session.chdir(folder):
+        session.run("cosmic-ray", "baseline", "mutants.toml", env=env)
+        session.run("cosmic-ray", "init", "mutants.toml", "mutants.sqlite")
+        session.run("cr-filter-operators", "mutants.sqlite", "mutants.toml")
+        session.run("cosmic-ray", "exec", "mutants.toml", "mutants.sqlite", env=env)
+        session.run("cr-report", "--surviving-only", "--show-diff", "mutants.sqlite")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Train for half an hour: constant memory, and nothing is compiled again."""
+    session.install(".", *groups("bench"))
+    session.run("python", "benchmarks/soak.py", *session.posargs)
 
 
 @nox.session

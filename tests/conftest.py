@@ -8,12 +8,16 @@ import hypothesis
 import jax
 import jax.random as jr
 import pytest
+from helpers import IS_FUZZ
 from jaxtyping import Array, Key
 
 
 # Compilation makes the first example of a property much slower than the others.
 hypothesis.settings.register_profile("eqx_state", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("eqx_state")
+hypothesis.settings.register_profile(
+    "fuzz", deadline=None, derandomize=False, max_examples=500, print_blob=True
+)
+hypothesis.settings.load_profile("fuzz" if IS_FUZZ else "eqx_state")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+
+# Set by `nox -s fuzz`: the same tests, with many more examples, rounds and kills.
+IS_FUZZ = bool(os.environ.get("EQX_STATE_FUZZ"))
 
 
 @contextlib.contextmanager

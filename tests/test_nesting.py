@@ -12,7 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import untouched
+from helpers import IS_FUZZ, untouched
 
 import eqx_state as es
 
@@ -279,7 +279,7 @@ def test_one_transform_in_another(outer, inner):
 STACKS = st.lists(st.sampled_from(list(TRANSFORMS)), min_size=3, max_size=4)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=200 if IS_FUZZ else 12)
 @hypothesis.given(STACKS.filter(is_possible).filter(lambda s: s.count("vmap") < 3))
 @hypothesis.example(["grad", "jit", "scan", "vmap"])
 @hypothesis.example(["jit", "scan", "vmap", "checkpoint"])

@@ -1,7 +1,6 @@
 """Sixteen threads at once: what each gets is what it would get alone, bit for bit.
 
-Each thread does a few things; with `EQX_STATE_FUZZ=1` in the environment it is more
-than 1,000 of them in all. Threads start together in each round.
+Three rounds; in `nox -s fuzz` it is 1,000. All threads start together in each.
 """
 
 import concurrent.futures
@@ -19,13 +18,13 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from helpers import untouched
+from helpers import IS_FUZZ, untouched
 
 import eqx_state as es
 
 
 THREADS = 16
-ROUNDS = 63 if os.environ.get("EQX_STATE_FUZZ") else 3
+ROUNDS = 1000 if IS_FUZZ else 3
 
 pytestmark = pytest.mark.skipif(
     jax.config.jax_check_tracer_leaks,

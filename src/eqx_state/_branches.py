@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from ._compare import difference_of_leaves
 from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned
-from ._traverse import difference_of_leaves
 
 
 _R = TypeVar("_R")

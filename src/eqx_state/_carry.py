@@ -16,16 +16,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._base import get_place
+from ._compare import difference_of_leaves
 from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned, own
 from ._shared import closed_copy
-from ._traverse import (
-    check_not_shared,
-    difference_of_leaves,
-    is_array,
-    KeyPath,
-    leaves,
-)
+from ._traverse import check_not_shared, is_array, KeyPath, leaves
 
 
 class Loop:

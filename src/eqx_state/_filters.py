@@ -12,8 +12,9 @@ from typing import Any, ClassVar, TypeAlias
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._compare import is_hole
 from ._kinds import is_kind, kind_name, Parameter, TreePart
-from ._traverse import is_array, is_hole, KeyPath, Part
+from ._traverse import is_array, KeyPath, Part
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._compare import is_hole
 from ._filters import not_, trainable
 from ._init import check_initialized
 from ._keys import reseed
@@ -17,7 +18,7 @@ from ._mutable import thread
 from ._scope import Scope
 from ._select import filter, mask, partition
 from ._strong import to_strong
-from ._traverse import is_hole, modules_in, name_of, parts
+from ._traverse import modules_in, name_of, parts
 
 
 def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:

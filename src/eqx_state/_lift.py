@@ -16,6 +16,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import BaseModule, get_place, is_module, set_place
+from ._compare import same
 from ._compat import trace_state
 from ._errors import TraceError
 from ._init import check_initialized
@@ -36,7 +37,6 @@ from ._traverse import (
     leaves,
     modules_in,
     name_of,
-    same,
     Visit,
 )
 

@@ -6,13 +6,14 @@ import equinox as eqx
 import jax.tree_util as jtu
 import optax
 
+from ._compare import is_hole
 from ._errors import NotInitializedError
 from ._filters import Filter, trainable
 from ._init import check_initialized
 from ._kinds import OptState, Parameter
 from ._select import difference, filter, leaves_like, same_modes, update
 from ._strong import to_strong
-from ._traverse import copy_tree, is_hole, parts
+from ._traverse import copy_tree, parts
 
 
 _Tree = TypeVar("_Tree")

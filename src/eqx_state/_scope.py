@@ -17,6 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._base import BaseModule, get_place, is_module, set_place
+from ._compare import same
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
 from ._fit import fit, fit_leaf, is_numeric, same_type, show
@@ -34,7 +35,6 @@ from ._traverse import (
     modules_in,
     name_of,
     ROOT,
-    same,
     Visit,
     walk,
 )

@@ -11,19 +11,17 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import is_module
+from ._compare import first_difference, is_hole, structure
 from ._filters import bind, bind_all, Filter
 from ._kinds import is_kind, TreePart
 from ._traverse import (
     children,
-    first_difference,
     has_inference,
     is_array,
-    is_hole,
     leaves,
     name_of,
     part_of,
     set_flags,
-    structure,
     Visit,
 )
 

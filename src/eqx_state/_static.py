@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ._traverse import same
+from ._compare import same
 
 
 def typed(x: Any) -> Any:

@@ -1,0 +1,61 @@
+"""Two trees: whether they are of one structure, and where they first differ."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.tree_util as jtu
+
+from ._base import is_eqx_module
+from ._traverse import children, is_array, KeyPath, leaves, name_of
+
+
+def first_difference(
+    a: Any, b: Any, structure: Callable[[Any], Any], path: KeyPath = ()
+) -> tuple[KeyPath, Any, Any]:
+    """Where two trees, for which `structure` differs, first do, and what each has."""
+    if a is None or b is None or type(a) is not type(b):
+        return path, a, b
+    below_a, below_b = children(a) or [], children(b) or []
+    if [k for k, _ in below_a] != [k for k, _ in below_b]:
+        return path, a, b
+    if is_eqx_module(a):
+        for f in dataclasses.fields(a):
+            if f.metadata.get("static", False):
+                left, right = (getattr(x, f.name, None) for x in (a, b))
+                if not same(left, right):
+                    return (*path, jtu.GetAttrKey(f.name)), left, right
+    for (key, x), (_, y) in zip(below_a, below_b, strict=True):
+        if structure(x) != structure(y):
+            return first_difference(x, y, structure, (*path, key))
+    return path, a, b
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two leaves are one and the same. Arrays are compared by identity."""
+    if a is b or is_array(a) or is_array(b):
+        return a is b
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False
+
+
+def difference_of_leaves(a: Any, b: Any) -> str | None:
+    """The name of the first leaf that two trees do not have in common, if there is."""
+    left, right = ({v.path: v.node for v in leaves(tree)} for tree in (a, b))
+    for path in {**left, **right}:
+        in_both = path in left and path in right
+        if not (in_both and same(left[path], right[path])):
+            return name_of(path)
+    return None
+
+
+def structure(tree: Any) -> Any:
+    """The treedef in which a hole is a leaf: a tree's and a part of it's are equal."""
+    return jtu.tree_structure(tree, is_leaf=is_hole)
+
+
+def is_hole(x: Any) -> bool:
+    """What `filter` and `eqx.partition` leave in the place of a leaf."""
+    return x is None
