@@ -8,11 +8,12 @@ import jax.tree_util as jtu
 from jaxtyping import Array
 
 from .._base import BaseModule, is_module
+from .._compare import same
 from .._interop import labelled_index, strong_arrays, takes_key
 from .._kinds import BatchStat
 from .._module import Module
 from .._strong import is_weak
-from .._traverse import has_inference, KeyPath, same, set_flags, Visit, walk
+from .._traverse import has_inference, KeyPath, set_flags, Visit, walk
 
 
 class Stateful(Module):
