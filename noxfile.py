@@ -111,34 +111,35 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("module", list(MUTATED))
-def mutants(session: nox.Session, module: str) -> None:
+def mutants(session: nox.Session) -> None:
     """Change one operator after the other; list the changes that no test notices."""
-    session.install(".", *groups("test", "mutants"))
-    folder = Path(session.create_tmp()) / module
-    shutil.rmtree(folder, ignore_errors=True)
-    for path in ("src", "tests"):
-        shutil.copytree(path, folder / path)
-    for path in ("conftest.py", "pyproject.toml"):
-        shutil.copy(path, folder)
-    tests = " ".join(f"tests/test_{name}.py" for name in MUTATED[module].split())
-    (folder / "mutants.toml").write_text(f"""
+    session.install(".[io]", *groups("test-base", "mutants"))
+    for module in session.posargs or MUTATED:
+        folder = Path(session.create_tmp()) / module
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in ("src", "tests"):
+            shutil.copytree(path, folder / path)
+        for path in ("conftest.py", "pyproject.toml"):
+            shutil.copy(path, folder)
+        paths = " ".join(f"tests/test_{name}.py" for name in MUTATED[module].split())
+        (folder / "mutants.toml").write_text(f"""
 [cosmic-ray]
 module-path = "src/eqx_state/_{module}.py"
-test-command = "python -m pytest -x -q -p no:cacheprovider {tests}"
+test-command = "python -m pytest -x -q -p no:cacheprovider {paths}"
 timeout = 300.0
 [cosmic-ray.distributor]
 name = "local"
 [cosmic-ray.filters.operators-filter]
 exclude-operators = ["core/ReplaceBinaryOperator_BitOr_"]  # in annotations
 """)
-    env = {"PYTHONPATH": "src"}  # the mutants, and not what is installed
-    with session.chdir(folder):
-        session.run("cosmic-ray", "baseline", "mutants.toml", env=env)
-        session.run("cosmic-ray", "init", "mutants.toml", "mutants.sqlite")
-        session.run("cr-filter-operators", "mutants.sqlite", "mutants.toml")
-        session.run("cosmic-ray", "exec", "mutants.toml", "mutants.sqlite", env=env)
-        session.run("cr-report", "--surviving-only", "--show-diff", "mutants.sqlite")
+        env = {"PYTHONPATH": "src"}  # the mutants, and not what is installed
+        files = ("mutants.toml", "mutants.sqlite")
+        with session.chdir(folder):
+            session.run("cosmic-ray", "baseline", files[0], env=env)
+            session.run("cosmic-ray", "init", *files)
+            session.run("cr-filter-operators", *reversed(files))
+            session.run("cosmic-ray", "exec", *files, env=env)
+            session.run("cr-report", "--surviving-only", "--show-diff", files[1])
 
 
 @nox.session
