@@ -12,7 +12,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # One file to one worker: the examples of a page need one another.
-PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile"]
+PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50"]
 FUZZED = ["laws", "nesting", "threads", "save_faults"]
 # The core, and which tests are to notice what is changed in it; fast ones first.
 MUTATED = {
