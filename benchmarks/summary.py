@@ -23,7 +23,7 @@ SCRIPTS = {
         "--depths 5 20 --deep 50 200 --steps 20 --waits 3",
     ),
     "tracing": (
-        "--depths 50 200 1000 --rounds 5",
+        "--depths 50 200 --rounds 5",
         "--depths 10 50 100 --rounds 3",
     ),
     "selecting": (
