@@ -145,7 +145,7 @@ exclude-operators = ["core/ReplaceBinaryOperator_BitOr_"]  # in annotations
 @nox.session
 def soak(session: nox.Session) -> None:
     """Train for half an hour: constant memory, and nothing is compiled again."""
-    session.install(".", *groups("bench"))
+    session.install(".[io]", *groups("bench"))
     session.run("python", "benchmarks/soak.py", *session.posargs)
 
 

@@ -213,6 +213,7 @@ UNRESOLVED = {
     "in a list": ("x: list[Missing]", [ONE]),
     "in a dict of lists": ("x: dict[str, list[Missing]]", {"a": [ONE]}),
     "in a tuple": ("x: tuple[es.State, Missing]", (ONE, ONE)),
+    "unpacked": ("x: tuple[*Missing]", (ONE,)),
     "optional": ("x: Missing | None", ONE),
     "around": ("x: Missing[es.State | int]", ONE),
     "a misspelt kind": ("x: es.MissingKind", ONE),
@@ -241,6 +242,17 @@ def test_a_name_inside_a_declaration_would_decide_too(make):
         es.parts(module.Model(module.Inner(ONE), None))
 
 
+def test_a_name_that_would_decide_may_be_in_a_base(make):
+    module = make("""
+        class Base(es.Module):
+            x: Missing
+        class Model(Base):
+            y: es.State
+    """)
+    with pytest.raises(TypeError, match=r"`Model\.x: Missing`.*cannot be resolved"):
+        es.parts(module.Model(ONE, ONE))
+
+
 @pytest.mark.parametrize("kind", ["es.State", "int"])
 def test_a_name_that_appears_later(make, kind):
     module = make("class Model(es.Module):\n    x: list[Missing]\n    y: Missing")
@@ -250,6 +262,16 @@ def test_a_name_that_appears_later(make, kind):
     exec(f"Missing = {kind}", module.__dict__)
     expected = es.Parameter if kind == "int" else es.State
     assert kinds(model) == {"x[0]": expected, "y": expected}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="has no statement `type`")
+def test_a_name_in_an_alias_that_appears_later(make):
+    module = make("type Alias = Missing\nclass Model(es.Module):\n    x: Alias")
+    model = module.Model(ONE)
+    with pytest.raises(TypeError, match=r"`Model\.x: Alias`.*cannot be resolved"):
+        es.parts(model)
+    module.Missing = es.State
+    assert kinds(model) == {"x": es.State}
 
 
 def test_a_plain_equinox_module_falls_back_to_the_convention(make):

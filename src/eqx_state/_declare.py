@@ -131,6 +131,8 @@ class _UnresolvedType(type):
     def __getitem__(cls, item: Any) -> Any:
         return cls
 
+    __iter__ = None  # or `*Missing` would get items without end
+
 
 def unresolved(name: str) -> type:
     """A stand-in for `name`."""
