@@ -11,7 +11,6 @@ import os
 import random
 import re
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -47,6 +46,8 @@ import os, signal, sys
 import numpy as np
 import eqx_state as es
 
+# What is started in the background is often told to ignore interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 path, size = sys.argv[1], int(sys.argv[2])
 trees = [
     {"x": np.full(size, i, "float32"), "y": np.array(i)} for i in range(2)
@@ -84,10 +85,6 @@ def saving(path):
             child = int(process.stdout.readline())
             time.sleep(delay)  # there is no other way to a random moment
             os.kill(child, number)
-            # Python drops an interrupt that comes in a finalizer: once more, then.
-            while not select.select([process.stdout], [], [], 1)[0]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, number)
             return int(process.stdout.readline())
 
         assert process.stdout.readline() == "ready\n"
