@@ -1,6 +1,6 @@
 """Sixteen threads at once: what each gets is what it would get alone, bit for bit.
 
-Three rounds; in `nox -s fuzz` it is 1,000. All threads start together in each.
+Few rounds; in `nox -s fuzz` it is 1,000. All threads start together in each.
 """
 
 import concurrent.futures
@@ -24,7 +24,8 @@ import eqx_state as es
 
 
 THREADS = 16
-ROUNDS = 1000 if IS_FUZZ else 3
+ROUNDS = 63 if IS_FUZZ else 3  # that each take a second or so
+SHORT_ROUNDS = 1000 if IS_FUZZ else 20
 
 pytestmark = pytest.mark.skipif(
     jax.config.jax_check_tracer_leaks,
@@ -308,6 +309,32 @@ def test_each_thread_gets_the_serial_result(tmp_path):
         for job, seed, found in results:
             assert found == expected[job, seed], (job.__name__, seed)
     assert {job for results in rounds for job, _, _ in results} == set(JOBS)
+
+
+def test_building_threading_switching_and_saving(tmp_path):
+    class Average(es.Module):
+        weight: es.Parameter
+        mean: es.BatchStat
+        calls: es.State = 0
+
+        def __call__(self, x):
+            if self.training:
+                self.mean = 0.5 * self.mean + 0.5 * x
+                self.calls = self.calls + 1
+            return self.weight * (x - self.mean)
+
+    def work(thread, i):
+        model = Average(jnp.array([thread + 1.0, i]), jnp.zeros(2))
+        y, model = es.mutable(model)(jnp.array([1.0, i]))
+        tuned = model.eval().freeze()
+        path = tmp_path / f"{threading.get_ident()}.safetensors"
+        es.save(path, tuned)
+        loaded = es.load(path, es.train(tuned))
+        return bits((y, tuned(y), tuned, loaded, loaded.unfreeze().filter(es.State)))
+
+    rounds = at_once(work, SHORT_ROUNDS)
+    for i, results in enumerate(rounds):
+        assert results == [work(thread, i) for thread in range(THREADS)]
 
 
 def test_a_model_of_one_thread_is_not_written_by_another():
