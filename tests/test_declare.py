@@ -92,6 +92,7 @@ FORMS = {
         "typing.Any",
         "object",
         "T",
+        "typing.Annotated[Array, 'a remark']",
         "type[es.State]",
         "typing.Literal['es.State']",
         "collections.abc.Callable[[es.State], es.State]",

@@ -251,7 +251,12 @@ def test_hooks_and_initializers_come_before_the_forward_pass():
     assert new.c.shape == (3,)
 
 
-def test_a_module_made_in_the_forward_pass_is_initialised():
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, es.jit, lambda f: es.vmap(f, in_axes=None, axis_size=4)],
+    ids=["eager", "jit", "vmap"],
+)
+def test_a_module_made_in_the_forward_pass_is_initialised(transform):
     class Outer(es.Module):
         inner: Dense | None = None
         layer: eqx.nn.Linear | None = None
@@ -262,7 +267,7 @@ def test_a_module_made_in_the_forward_pass_is_initialised():
                 self.layer = es.lazy(eqx.nn.Linear, x.shape[0], 2)
             return self.inner(x), self.layer(x)
 
-    new = Outer().init(0, jnp.ones(3))
+    new = Outer().init(0, jnp.ones(3), call=lambda m, x: transform(m)(x))
     assert new.inner.w.shape == (5, 3)
     assert new.layer.weight.shape == (2, 3)
     assert new.inner.calls.dtype == jnp.int32

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools as ft
+import operator
 
 import equinox as eqx
 import jax
@@ -191,6 +192,15 @@ def test_a_function_that_holds_very_much_takes_the_general_way():
     assert (f(ONE), f(2 * ONE)) == (2000, 4000)
     with short_way_only(), pytest.raises(AssertionError, match="the general way"):
         f(ONE)
+
+
+def test_callables_that_cannot_be_referred_to_weakly_take_the_general_way():
+    tree = {"a": ONE, "b": 2 * ONE}
+    first, second = (es.jit(operator.itemgetter(key)) for key in "ab")
+    for _ in range(3):
+        assert (first(tree), second(tree)) == (1, 2)
+    with short_way_only(), pytest.raises(AssertionError, match="the general way"):
+        first(tree)
 
 
 WRAPPERS = {

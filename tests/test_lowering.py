@@ -1,5 +1,7 @@
 """Steps that are lowered, compiled ahead of time, exported, evaluated in shape."""
 
+import copy
+
 import equinox as eqx
 import jax
 import jax.export
@@ -88,6 +90,12 @@ def test_both_stages_speak_like_those_of_jax(training):
     assert lowered.cost_analysis()["flops"] == expected["flops"]
     assert compiled.cost_analysis()["flops"] > 0
     assert compiled.memory_analysis() is not None
+
+
+def test_both_stages_may_be_copied():
+    lowered = copy.copy(es.jit(lambda x: 2 * x).lower(jnp.ones(3)))
+    compiled = copy.copy(lowered.compile())
+    assert compiled(jnp.ones(3)).tolist() == [2, 2, 2]
 
 
 def test_static_arguments_and_results_keep_their_places():

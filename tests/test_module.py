@@ -121,6 +121,19 @@ def test_copies_of_odd_fields():
     assert copy.copy(odd).array is odd.array
 
 
+class Reopened(es.Module):
+    path: str
+    handle: Any
+
+    def __reduce__(self):
+        return Reopened, (self.path, "opened anew")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_made_as_the_class_says(copied):
+    assert copied(Reopened("data", "opened")) == Reopened("data", "opened anew")
+
+
 @pytest.mark.parametrize("name", ["scale", "mean", "training", "frozen", "new"])
 def test_a_module_cannot_be_written(name):
     norm = make_norm()
@@ -257,6 +270,34 @@ def test_a_field_that_is_not_set_is_an_error():
 
     with pytest.raises((TypeError, ValueError), match="y"):
         Forgetful()
+
+
+def test_a_property_may_take_the_place_of_a_field():
+    class Parent(es.Module):
+        total: es.State
+        count: es.State = 0
+
+        def __call__(self, x):
+            self.count = self.count + 1
+            return self.total * x
+
+    class Child(Parent):
+        def __init__(self):
+            self.count = 0
+
+        @property
+        def total(self):
+            return 10 * self.count
+
+    class Model(es.Module):
+        layer: Child
+
+        def __call__(self, xs):
+            return es.scan(lambda carry, x: (carry, self.layer(x)), None, xs)[1]
+
+    ys, model = es.mutable(Model(Child()))(jnp.arange(3))
+    assert ys.tolist() == [0, 20, 60]
+    assert {part.name: part.value for part in es.parts(model)} == {"layer.count": 3}
 
 
 def test_bound_methods_are_pytrees():

@@ -273,6 +273,21 @@ def test_a_cell_that_is_bound_anew_to_a_module_is_traced():
     assert jnp.all(f(x) == 4.0)
 
 
+def test_a_cell_of_a_function_among_the_arguments_too():
+    held = 2.0
+
+    def scale(x):
+        return x * (held.weight if isinstance(held, Leaf) else held)
+
+    f = es.jit(lambda scale, x: scale(x))
+    x = jnp.ones(2)
+    assert jnp.all(f(scale, x) == 2.0)
+    assert jnp.all(f(scale, x) == 2.0)
+    for factor in (3.0, 4.0):
+        held = Leaf(jnp.full(2, factor), 1)
+        assert jnp.all(f(scale, x) == factor)
+
+
 def test_training_with_an_optimizer_takes_the_short_way():
     class Net(es.Module):
         layers: list[eqx.nn.Linear]

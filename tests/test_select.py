@@ -264,6 +264,12 @@ def test_another_structure_is_an_error_that_names_the_first_path(path, change):
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True))
 
 
+def test_other_data_of_a_node_is_another_structure():
+    sin, cos = ({"f": [jax.tree_util.Partial(f, ONE)]} for f in (jnp.sin, jnp.cos))
+    with pytest.raises(ValueError, match=r"es\.update.*first at `\['f'\]\[0\]`:"):
+        es.update(sin, cos)
+
+
 def test_another_activation_is_another_leaf():
     model = make_model()
     assert es.update(model, model.replace(act=jnp.sin)).act is jnp.sin

@@ -292,6 +292,20 @@ def test_shared_opened_twice_has_one_state(jit):
     assert (y, new.pytree[0].count) == (4.0, 2)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_several_nodes_are_tied_at_once(jit):
+    def f(shared, x):
+        for layer in shared():
+            x = layer(x)
+        return x
+
+    layers = (Layer(2.0), Layer(3.0), Layer(), Layer())
+    shared = eqx.nn.Shared(layers, lambda t: t[2:], lambda t: t[:2])
+    y, new = (eqx.filter_jit(es.mutable(f)) if jit else es.mutable(f))(shared, 1.0)
+    assert y == 36.0
+    assert [layer.count for layer in new.pytree[:2]] == [2, 2]
+
+
 def test_shared_in_a_loop_is_traced_once():
     @eqx.filter_jit
     @eqx.debug.assert_max_traces(max_traces=1)

@@ -282,6 +282,19 @@ def test_what_is_no_array_is_not_converted(value):
         es.load_state_dict({"x": jnp.array(1.0)}, {"['x']": value})
 
 
+@pytest.mark.parametrize(
+    ("leaf", "value", "text"),
+    [
+        (jax.ShapeDtypeStruct((), jnp.float32), np.array("a"), "<U1 .* float32"),
+        (jr.key(0), np.array(0, np.uint32), "uint32 .* key<fry>"),
+    ],
+    ids=["text for numbers", "numbers for a key"],
+)
+def test_an_array_of_numpy_that_cannot_be_the_leaf(leaf, value, text):
+    with pytest.raises(ValueError, match=rf"wrong dtype:\n    \['x'\]: {text}$"):
+        es.load_state_dict({"x": leaf}, {"['x']": value})
+
+
 def test_abstract_values_are_no_arrays():
     d = {"": jax.ShapeDtypeStruct((), jnp.float32)}
     with pytest.raises(ValueError, match="the array itself: a `ShapeDtypeStruct`"):

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr as Jaxpr
 
 try:
     from jax.extend.core import get_opaque_trace_state as _get_trace_state
-except ImportError:  # JAX < 0.8
+except ImportError:  # pragma: no cover (JAX < 0.8)
     from jax.core import (  # pyright: ignore[reportAttributeAccessIssue]
         get_opaque_trace_state as _get_trace_state,
     )
@@ -69,7 +69,7 @@ def own_annotations(cls: type) -> dict[str, Any]:
     """The annotations written in the body of `cls`, unresolved names and all."""
     try:
         return inspect.get_annotations(cls)
-    except NameError:  # Python >= 3.14 evaluates lazily
+    except NameError:  # pragma: no cover (Python >= 3.14 evaluates lazily)
         import annotationlib  # pyright: ignore[reportMissingImports]
 
         return annotationlib.get_annotations(

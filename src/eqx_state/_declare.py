@@ -124,8 +124,6 @@ class _UnresolvedType(type):
     """A stand-in for a name that does not exist (yet); anything may be done with it."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         return unresolved(f"{cls.__name__}.{name}")
 
     def __getitem__(cls, item: Any) -> Any:
@@ -193,10 +191,8 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     if isinstance(annotation, ForwardRef):
         annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
-        try:
-            annotation = eval(annotation, {}, names)
-        except Exception:
-            return Spec(unresolved=True)
+        text = annotation
+        annotation = _resolved(lambda: eval(text, {}, names))
         if isinstance(annotation, str):
             return parse(annotation, names)
     if isinstance(annotation, _UnresolvedType):
@@ -229,14 +225,20 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     return _merge([parse(a, names) for a in args])
 
 
+def _resolved(value: Callable[[], Any]) -> Any:
+    """An annotation that is evaluated only now; a stand-in, if it cannot be."""
+    try:
+        return value()
+    except Exception:
+        return unresolved("")
+
+
 def _parse_alias(alias: Any, names: Namespace) -> Spec:
     if alias in names.open_aliases:  # `type Tree = Array | dict[str, Tree]`
         return NOTHING
     names.open_aliases.append(alias)
     try:
-        return parse(alias.__value__, names)
-    except NameError:  # its value is evaluated only now
-        return Spec(unresolved=True)
+        return parse(_resolved(lambda: alias.__value__), names)
     finally:
         names.open_aliases.pop()
 
@@ -271,10 +273,8 @@ def remember_statement(cls: type) -> None:
         return
     names = set(re.findall(r"\w+", " ".join(map(repr, texts))))
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_machinery(frame):
+    while frame.f_back is not None and _is_machinery(frame):
         frame = frame.f_back
-    if frame is None:
-        return
     found: dict[str, Any] = {}
     frame_globals, code = frame.f_globals, frame.f_code
     while frame is not None:
@@ -380,11 +380,9 @@ def is_class_var(annotation: Any) -> bool:
 
 def annotation_of(cls: type, name: str) -> str:
     """The annotation of a field as it was written, for messages."""
-    for owner in cls.__mro__:
-        if name in own_annotations(owner):
-            annotation = own_annotations(owner)[name]
-            return annotation if isinstance(annotation, str) else repr(annotation)
-    return ""
+    owner = next(c for c in cls.__mro__ if name in own_annotations(c))
+    annotation = own_annotations(owner)[name]
+    return annotation if isinstance(annotation, str) else repr(annotation)
 
 
 def _is_unresolved(spec: Spec) -> bool:

@@ -5,6 +5,7 @@ private copy each module is of a subclass of its class, which notes its calls. N
 is computed, and nothing else is touched.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 from collections.abc import Callable
@@ -144,19 +145,15 @@ def record(
     """The calls that `put(model)(*inputs)` makes in eval mode, by module's name."""
     # Told apart, no layer takes over what was compiled for another. But a model that
     # stacks its layers, say, wants them alike; then some may go unrecorded.
-    for by_name in (True, False):
-        recorder = _Recorder({}, by_name)
-        try:
-            _trace(eval(model), put, inputs, recorder)
-        except Exception:
-            if not by_name:
-                raise
-        else:
-            break
-    return recorder.calls
+    model = eval(model)
+    with contextlib.suppress(Exception):
+        return _calls(model, put, inputs, _Recorder({}, by_name=True))
+    return _calls(model, put, inputs, _Recorder({}, by_name=False))
 
 
-def _trace(model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder) -> None:
+def _calls(
+    model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
+) -> dict[str, Call]:
     # NumPy arrays in a model may be used as shapes.
     parts = eqx.partition(model, lambda x: is_array(x) and not _is_numpy(x))
     args = eqx.partition(inputs, is_array)
@@ -169,6 +166,7 @@ def _trace(model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder) -
             recorder.calls[""] = Call(_show_arguments(given, {}), show(out))
 
     jax.eval_shape(call, (parts[0], args[0]))
+    return recorder.calls
 
 
 def _is_numpy(x: Any) -> bool:

@@ -11,18 +11,9 @@ from ._static import is_hashable, structure, typed
 from ._traverse import is_array, KeyPath, modules_in, name_of
 
 
-class _Word:
-    """Stands in a signature for what is not part of it."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-_ARRAY: Final = _Word("array")
-_ORIGIN: Final = _Word("origin")
+# Stand in a signature for what is not part of it; all that is, is in tuples.
+_ARRAY: Final = "array"
+_ORIGIN: Final = "origin"
 
 
 class Signature(NamedTuple):

@@ -176,9 +176,8 @@ def restore(
         listed = [_listed(*problem) for problem in problems.items() if problem[1]]
         text = "\n".join([f"{what} does not fit the tree.", *listed])
         raise ValueError(f"{text}\n{advice}" if about_names else text)
-    for name, (i, _) in wanted.items():
-        if name in values:
-            flat[i] = to_strong(_placed_as(*flat[i]))
+    for i, _ in wanted.values():
+        flat[i] = to_strong(_placed_as(*flat[i]))
     return jtu.tree_unflatten(treedef, flat)
 
 
