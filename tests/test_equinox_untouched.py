@@ -527,12 +527,17 @@ def run_all():
     json.dump(printed, sys.stdout)
 
 
-RUN = "import {}, runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+# Tracebacks show this line, so it is the same for both.
+RUN = """
+import runpy, sys
+__import__(sys.argv[2])
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 
 def output(imported):
     """What each program prints, addresses left out."""
-    command = [sys.executable, "-c", RUN.format(imported), __file__]
+    command = [sys.executable, "-c", RUN, __file__, imported]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(re.sub(r"0x[0-9a-f]+", "0x", done.stdout))

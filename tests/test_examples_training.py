@@ -21,7 +21,9 @@ def picture(tmp_path):
 
 
 def test_gan_comes_closer_to_the_digits(picture, capsys):
-    example("gan").main(steps=150, path=picture, least_share=0.0, closer=1.5)
+    # The estimates of the norms follow the weights, which still change fast.
+    bounds = {"least_share": 0.0, "closer": 1.5, "norm": 1.2}
+    example("gan").main(steps=150, path=picture, **bounds)
     assert "spectral norms" in capsys.readouterr().out
 
 

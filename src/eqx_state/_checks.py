@@ -28,15 +28,18 @@ def callbacks_in(jaxpr: Any) -> frozenset[str]:
         return _CAN_RAISE
     found, todo, seen = set(), [jaxpr], set()
     while todo:
-        jaxpr = todo.pop()
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # one that is closed
-        if not isinstance(jaxpr, Jaxpr) or id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
-        for equation in jaxpr.eqns:
-            found.add(equation.primitive.name)
-            for x in equation.params.values():
-                todo.extend(x if isinstance(x, (tuple, list)) else [x])
+        x = todo.pop()
+        if isinstance(x, (tuple, list)):
+            todo.extend(x)
+        elif isinstance(x, Jaxpr):
+            if id(x) not in seen:
+                seen.add(id(x))
+                found.update(equation.primitive.name for equation in x.eqns)
+                todo.extend(list(equation.params.values()) for equation in x.eqns)
+        elif hasattr(x, "jaxpr"):  # one that is closed
+            todo.append(x.jaxpr)
+        elif isinstance(getattr(x, "params", None), dict):  # an object for a primitive
+            todo.extend(x.params.values())
     return _CAN_RAISE & found
 
 
