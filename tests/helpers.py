@@ -16,6 +16,10 @@ import pytest
 # Set by `nox -s fuzz`: the same tests, with many more examples, rounds and kills.
 IS_FUZZ = bool(os.environ.get("EQX_STATE_FUZZ"))
 
+leaks_on_purpose = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks, reason="JAX's own check is the first to tell"
+)
+
 
 @contextlib.contextmanager
 def untouched(tree: Any) -> Iterator[None]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import untouched
+from helpers import leaks_on_purpose, untouched
 
 import eqx_state as es
 
@@ -394,6 +394,7 @@ def test_the_name_is_a_string(name):
         es.capture(net)(X)
 
 
+@leaks_on_purpose
 def test_a_dead_tracer_cannot_be_sown():
     def apply(layer, x):
         dead = []
