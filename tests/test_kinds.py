@@ -82,6 +82,12 @@ def test_a_kind_cannot_be_called(kind, args):
         kind(*args)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(es.Rng, "es.Rng"), (Cache, "Cache")])
+def test_messages_name_a_kind_as_it_is_written(kind, name):
+    with pytest.raises(TypeError, match=f"Write `w: {name}` in the body"):
+        kind(1.0)
+
+
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_asking_for_a_kind_means_its_subclasses_too(kind):
     class Mine(kind):
