@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import untouched
-from zoo import CASES
+from zoo import CASES, WITHOUT_GRADS
 
 import eqx_state as es
 from eqx_state import _jit
@@ -86,6 +86,8 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", CASES)
 def test_both_ways_give_the_same(name, program, mode):
+    if program is gradient and mode is es.train and name in WITHOUT_GRADS:
+        pytest.skip("this JAX cannot compile it")
     case = CASES[name]
 
     def f(model, x):

@@ -1,6 +1,7 @@
 """`es.Optimizer` against hand-written optax loops."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import equinox as eqx
@@ -316,6 +317,8 @@ def test_nothing_to_train_is_no_error(net, x):
 # --- The same numbers as an optax loop ----------------------------------------------
 
 
+# Optax < 0.2.5 takes no key.
+SEED = jr.key(3) if "key" in inspect.signature(optax.add_noise).parameters else 3
 TRANSFORMATIONS: dict[str, Any] = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -330,7 +333,7 @@ TRANSFORMATIONS: dict[str, Any] = {
         learning_rate=optax.exponential_decay(0.1, 2, 0.5)
     ),
     "normalize": lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
-    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jr.key(3)), optax.sgd(0.1)),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, SEED), optax.sgd(0.1)),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 2),
     "multi_steps": lambda: optax.MultiSteps(
         optax.adam(0.1), 2

@@ -146,14 +146,14 @@ def test_A7_map_over_several_trees(wrap):
 @pytest.mark.parametrize(
     ("tree", "other", "message"),
     [
-        ([[0, 5], (2, 2, 2)], [[0, 5], (2, 2, 2, 2)], "lengths of tuple.*3.*4"),
-        ([[0, 5, 1], (2,)], [[0, 5, 1, 2], (2,)], "lengths of list.*3.*4"),
-        ({"key1": 1}, {"key2": 1}, "metadata.*key1.*key2"),
+        ([[0, 5], (2, 2, 2)], [[0, 5], (2, 2, 2, 2)], "tuple.*(3.*4|4 != 3)"),
+        ([[0, 5, 1], (2,)], [[0, 5, 1, 2], (2,)], "list.*(3.*4|4 != 3)"),
+        ({"key1": 1}, {"key2": 1}, "(metadata|dict key mismatch).*key1.*key2"),
     ],
 )
 def test_V6_A7_U3_other_structure_is_an_error(tree, other, message, wrap):
-    # the seed's JAX says "Tuple arity mismatch: 3 != 4"
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    # JAX < 0.10.2 says "Tuple arity mismatch: 4 != 3"
+    with pytest.raises(ValueError, match=f"(?is){message}"):
         jax.tree.map(lambda x, y: x + y, wrap(tree), wrap(other))
 
 

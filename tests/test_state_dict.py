@@ -401,11 +401,20 @@ def test_without_x64_a_wide_array_is_an_error_and_not_cut():
         es.load_state_dict([wide], {"[0]": np.ones(1)})
 
 
+def explicit_mesh():
+    return jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+def split_over_it():
+    return {"w": jax.sharding.reshard(jnp.ones((4, 2)), P("i"))}
+
+
 def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
-    with jax.set_mesh(jax.make_mesh((2,), ("i",))):
-        abstract = eqx.filter_eval_shape(lambda: {"w": jnp.ones((4, 2))})
+    with jax.set_mesh(explicit_mesh()):
+        abstract = eqx.filter_eval_shape(split_over_it)
         loaded = es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
     assert len(loaded["w"].sharding.device_set) == 2
+    assert loaded["w"].sharding.spec[0] == "i"
 
 
 def test_numpy_scalars_of_64_bits_stay():
@@ -415,8 +424,8 @@ def test_numpy_scalars_of_64_bits_stay():
 
 
 def test_outside_of_its_mesh_an_abstract_model_is_loaded_on_one_device():
-    with jax.set_mesh(jax.make_mesh((2,), ("i",))):
-        abstract = eqx.filter_eval_shape(lambda: {"w": jnp.ones((4, 2))})
+    with jax.set_mesh(explicit_mesh()):
+        abstract = eqx.filter_eval_shape(split_over_it)
     loaded = es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
     assert len(loaded["w"].sharding.device_set) == 1
 

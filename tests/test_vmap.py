@@ -271,7 +271,7 @@ BAD = {
     "too few in_axes": (lambda: es.vmap(lambda x, y: x, in_axes=(0,))(M, M), "in_axes"),
     "tree of in_axes": (
         lambda: es.vmap(lambda x: x, in_axes=([0, 0],))([M]),
-        "(?i)prefix|length|key",
+        "(?i)prefix|length|key|arity",
     ),
     "out_axes None": (lambda: es.vmap(lambda x: x, out_axes=None)(M), "out_axes"),
 }

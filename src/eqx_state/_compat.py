@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr as Jaxpr
 
 try:
     from jax.extend.core import get_opaque_trace_state as _get_trace_state
-except ImportError:  # pragma: no cover (JAX < 0.8)
+except ImportError:  # pragma: no cover (JAX < 0.10)
     from jax.core import (  # pyright: ignore[reportAttributeAccessIssue]
         get_opaque_trace_state as _get_trace_state,
     )
