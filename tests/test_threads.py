@@ -21,6 +21,7 @@ import pytest
 from helpers import IS_FUZZ, untouched
 
 import eqx_state as es
+from eqx_state import _program
 
 
 THREADS = 16
@@ -542,6 +543,33 @@ def test_a_check_that_fails_in_a_program_that_another_thread_compiles():
         assert first.exception() is None
         with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
             second.result()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
+    # It has run, but whether it can raise is not known yet.
+    is_looking, may_end = threading.Event(), threading.Event()
+
+    def look(jaxpr):
+        if not is_looking.is_set():
+            is_looking.set()
+            may_end.wait(timeout=60)
+        return callbacks_in(jaxpr)
+
+    callbacks_in = _program.callbacks_in
+    f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
+    f(jnp.ones(1))  # now there is a short way
+    monkeypatch.setattr(_program, "callbacks_in", look)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(f, jnp.ones(2))
+        assert is_looking.wait(timeout=60)
+        if is_good:
+            assert eqx.tree_equal(pool.submit(f, jnp.ones(2)).result(), jnp.ones(2))
+        else:
+            with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+                pool.submit(f, -jnp.ones(2)).result()
+        may_end.set()
+        assert eqx.tree_equal(first.result(), jnp.ones(2))
 
 
 def test_saves_to_one_file_at_once(tmp_path):

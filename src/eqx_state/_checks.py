@@ -12,7 +12,14 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 
-from ._compat import CALLBACK_LOGGER, failed_check, is_check, Jaxpr, PROGRAM_ERRORS
+from ._compat import (
+    CALLBACK_LOGGER,
+    failed_check,
+    is_check,
+    Jaxpr,
+    params_of,
+    PROGRAM_ERRORS,
+)
 
 
 # Not `debug_callback`: nobody may rely on its running.
@@ -35,11 +42,9 @@ def callbacks_in(jaxpr: Any) -> frozenset[str]:
             if id(x) not in seen:
                 seen.add(id(x))
                 found.update(equation.primitive.name for equation in x.eqns)
-                todo.extend(list(equation.params.values()) for equation in x.eqns)
+                todo.extend(map(params_of, x.eqns))
         elif hasattr(x, "jaxpr"):  # one that is closed
             todo.append(x.jaxpr)
-        elif isinstance(getattr(x, "params", None), dict):  # an object for a primitive
-            todo.extend(x.params.values())
     return _CAN_RAISE & found
 
 

@@ -122,6 +122,16 @@ def jaxpr_of(jitted: Any, *args: Any) -> Any:
     return jitted.trace(*args).jaxpr if hasattr(jitted, "trace") else None
 
 
+def params_of(equation: Any) -> list[Any]:
+    """The parameters of an equation."""
+    values = list(equation.params.values())
+    # JAX >= 0.12: a primitive may be an object, which has parameters of its own.
+    own = [getattr(x, "params", None) for x in values]
+    return values + [
+        x for params in own if type(params) is dict for x in params.values()
+    ]
+
+
 def failed_check(error: BaseException | None) -> tuple[str, str] | None:
     """The message and the stack of the failed `eqx.error_if` that an error tells of.
 
