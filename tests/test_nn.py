@@ -540,3 +540,11 @@ def test_they_are_arguments_of_plain_jit():
     assert_close((y, new.mean, new.var), (expected, other.mean, other.var))
     _, dropout = step(es.nn.Dropout(0.5, key=jr.key(0)), data(8))
     assert dropout.rng != jr.key(0)
+
+
+def test_a_gradient_keeps_one_array_of_the_size_of_the_input():
+    norm = es.nn.BatchNorm(3).eval()
+    x = jnp.ones((5, 3))
+    _, pull = jax.vjp(lambda x, weight: norm.replace(weight=weight)(x), x, norm.weight)
+    kept = [a.shape for a in jax.tree.leaves(pull)]
+    assert kept.count(x.shape) == 1

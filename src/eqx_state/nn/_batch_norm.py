@@ -142,8 +142,13 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
-    """One value per channel in the shape of `x`."""
-    return jax.lax.broadcast_in_dim(channels, x.shape, (norm.channel_axis % x.ndim,))
+    """One value per channel, of the rank of `x`.
+
+    Not of its shape: a gradient would keep all of that.
+    """
+    shape = [1] * x.ndim
+    shape[norm.channel_axis] = norm.input_size
+    return channels.reshape(shape)
 
 
 def _batch_moments(norm: BatchNorm, x: Array) -> tuple[Array, Array]:
