@@ -18,7 +18,7 @@ FUZZED = ["laws", "nesting", "threads", "save_faults"]
 MUTATED = {
     "kinds": "kinds declare equinox_kinds seeds_kinds traverse select",
     "traverse": "traverse walk select shared_nodes kinds equinox_kinds modes laws",
-    "compare": "select scan_misuse branches_misuse ownership writes mutable",
+    "compare": "compare select scan_misuse branches_misuse ownership writes mutable",
     "filters": "filters select",
     "select": "select filters laws optimizer freezing",
     "modes": "modes freezing module",
@@ -130,7 +130,7 @@ timeout = 300.0
 [cosmic-ray.distributor]
 name = "local"
 [cosmic-ray.filters.operators-filter]
-exclude-operators = ["core/ReplaceBinaryOperator_BitOr_"]  # in annotations
+exclude-operators = ["core/ReplaceBinaryOperator_(BitOr|Div|Mul|Pow)_"]  # in signatures
 """)
         env = {"PYTHONPATH": "src"}  # the mutants, and not what is installed
         files = ("mutants.toml", "mutants.sqlite")

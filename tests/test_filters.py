@@ -2,6 +2,7 @@
 
 import copy
 import functools as ft
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,8 @@ def test_built_in_filters_are_hashable_and_print_readably(text, make):
 def test_different_filters_are_unequal():
     assert len({make() for make in BUILT_IN.values()}) == len(BUILT_IN)
     assert es.any_of(es.Rng) != es.all_of(es.Rng)
+    for a, b in itertools.permutations("ab", 2):
+        assert es.path_matches(a) != es.path_matches(b)
 
 
 def test_filters_are_static_arguments():

@@ -82,7 +82,15 @@ def test_a_kind_cannot_be_called(kind, args):
         kind(*args)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(es.Rng, "es.Rng"), (Cache, "Cache")])
+class First(es.State):
+    """A kind of a module whose name comes before ours in the alphabet."""
+
+    __module__ = "a_module"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(es.Rng, "es.Rng"), (Cache, "Cache"), (First, "First")]
+)
 def test_messages_name_a_kind_as_it_is_written(kind, name):
     with pytest.raises(TypeError, match=f"Write `w: {name}` in the body"):
         kind(1.0)

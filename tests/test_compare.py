@@ -1,0 +1,95 @@
+"""How two trees are compared: where they first differ, and which leaves are one."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_state as es
+from eqx_state._compare import difference_of_leaves, first_difference, same, structure
+
+
+class Model(es.Module):
+    w: Any
+    v: Any
+    label: Any = eqx.field(static=True, default="a")
+
+
+class NoTruth:
+    def __eq__(self, other):
+        return np.zeros(2)
+
+    __hash__ = None
+
+
+ARRAY = np.zeros(2)
+TEXT = "a text"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (ARRAY, ARRAY, True),
+        (ARRAY, ARRAY.copy(), False),  # an array is itself and no other
+        (ARRAY, 0.0, False),
+        (0.0, ARRAY, False),
+        (1, 1, True),
+        (257, int("257"), True),
+        (1, 2, False),
+        (2, 1, False),
+        (1, 1.0, False),
+        (1.0, 1, False),
+        (True, 1, False),
+        (TEXT, "".join(TEXT), True),
+        (math.nan, math.nan, True),  # the same object
+        (math.nan, float("nan"), False),
+        (NoTruth(), NoTruth(), False),
+    ],
+)
+def test_same(a, b, equal):
+    assert same(a, b) is equal
+
+
+def found(a, b):
+    path, left, right = first_difference(a, b, jtu.tree_structure)
+    return jtu.keystr(path), left, right
+
+
+DIFFERENT = [
+    (Model(1, 2), Model(1, (2, 3)), (".v", 2, (2, 3))),
+    (Model(1, 2, "a"), Model(1, 2, "b"), (".label", "a", "b")),
+    (Model(1, 2), Model(1, None), (".v", 2, None)),
+    (Model(None, 2), Model(1, 2), (".w", None, 1)),
+    ({"m": [0, {"x": (0,)}]}, {"m": [0, {"x": [0]}]}, ("['m'][1]['x']", (0,), [0])),
+    ({"x": 0}, {"y": 0}, ("", {"x": 0}, {"y": 0})),
+    ([0, (0, 0)], [(0, 0), 0], ("[0]", 0, (0, 0))),
+    (Model((1, 2), (3, 4)), Model((1, 2), (3,)), (".v", (3, 4), (3,))),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), DIFFERENT)
+def test_first_difference(a, b, expected):
+    assert found(a, b) == expected
+    path, left, right = expected
+    assert found(b, a) == (path, right, left)
+
+
+def test_the_difference_of_leaves():
+    model = Model(ARRAY, {"n": 1})
+    assert difference_of_leaves(model, Model(ARRAY, {"n": 1})) is None
+    for other, name in (
+        (Model(ARRAY, {"n": 2}), "v['n']"),
+        (Model(ARRAY.copy(), {"n": 1}), "w"),
+        (Model(ARRAY, {"n": 1, "more": 2}), "v['more']"),
+        (Model(ARRAY, {}), "v['n']"),
+    ):
+        assert difference_of_leaves(model, other) == name
+        assert difference_of_leaves(other, model) == name
+
+
+def test_a_hole_counts_as_a_leaf():
+    assert structure(Model(None, 1)) == structure(Model(1, None))
+    assert structure(Model((), 1)) != structure(Model(1, 1))
