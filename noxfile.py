@@ -23,7 +23,7 @@ MUTATED = {
     "select": "select filters laws optimizer freezing",
     "modes": "modes freezing module",
     "scope": "writes ownership mutable misuse submodules shared_nodes nesting",
-    "mutable": "mutable misuse ownership containers init sharing",
+    "mutable": "mutable misuse ownership containers init sharing capture",
     "lift": "transforms writes nesting vmap_scope scan jit_scope capture",
 }
 

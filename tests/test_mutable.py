@@ -143,6 +143,7 @@ TARGETS = {
     "unbound method": (Counter.step, (C,)),
     "functools.partial of a function": (ft.partial(call, scale=2.0), (C,)),
     "functools.partial with the model": (ft.partial(call, C), (1.0,)),
+    "functools.partial with all": (ft.partial(lambda m, x: m(x), C, 1.0), ()),
     "jax partial with the model": (jtu.Partial(call, C), (1.0,)),
     "eqx.Partial with the model": (eqx.Partial(call, C), (1.0,)),
     "partial of a module": (ft.partial(C, 1.0), ()),
