@@ -17,12 +17,12 @@ FUZZED = ["laws", "nesting", "threads", "save_faults"]
 # The core, and which tests are to notice what is changed in it; fast ones first.
 MUTATED = {
     "kinds": "kinds declare equinox_kinds seeds_kinds traverse select",
-    "traverse": "traverse walk select shared_nodes kinds equinox_kinds modes laws",
+    "traverse": "traverse walk declare select shared_nodes kinds modes laws",
     "compare": "compare select scan_misuse branches_misuse ownership writes mutable",
     "filters": "filters select",
     "select": "select filters laws optimizer freezing",
     "modes": "modes freezing module",
-    "scope": "writes ownership mutable misuse submodules shared_nodes nesting",
+    "scope": "writes ownership mutable misuse submodules shared_nodes capture nesting",
     "mutable": "mutable misuse ownership containers init sharing capture",
     "lift": "transforms writes nesting vmap_scope scan jit_scope capture",
 }

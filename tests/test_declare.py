@@ -128,6 +128,7 @@ CONTAINERS = [
     ("tuple[es.Rng, ...]", (ONE, ONE, ONE), [es.Rng] * 3),
     ("tuple[()]", (), []),
     ("tuple[es.Parameter, es.State] | None", (ONE, ONE), [P, S]),
+    ("tuple[es.State, Any]", (ONE, (ONE, [ONE])), [S, P, P]),
     ("list[es.State] | None", [ONE], [S]),
     ("list[es.State | None]", [ONE, None], [S]),
     ("typing.Optional[list[es.State]]", [ONE], [S]),

@@ -14,7 +14,7 @@ def first_difference(
     a: Any, b: Any, structure: Callable[[Any], Any], path: KeyPath = ()
 ) -> tuple[KeyPath, Any, Any]:
     """Where two trees, for which `structure` differs, first do, and what each has."""
-    if a is None or b is None or type(a) is not type(b):
+    if type(a) is not type(b):
         return path, a, b
     below_a, below_b = children(a) or [], children(b) or []
     if [k for k, _ in below_a] != [k for k, _ in below_b]:
@@ -33,10 +33,10 @@ def first_difference(
 
 def same(a: Any, b: Any) -> bool:
     """Whether two leaves are one and the same. Arrays are compared by identity."""
-    if a is b or is_array(a) or is_array(b):
+    if a is b or type(a) is not type(b) or is_array(a):
         return a is b
     try:
-        return type(a) is type(b) and bool(a == b)
+        return bool(a == b)
     except Exception:
         return False
 

@@ -360,7 +360,7 @@ def find_shared(tree: Any, path: KeyPath = ()) -> tuple[str, str] | None:
         return None
     # A constant copy of a stateful module is no second state.
     state = [v.path for v in visits if v.is_leaf and _is_state(v)]
-    stateful = {path[:n] for path in state for n in range(len(path) + 1)}
+    stateful = {path[:n] for path in state for n in range(len(path))}
     first: dict[int, Visit] = {}
     for visit in modules:
         if visit.path in stateful:
