@@ -22,7 +22,7 @@ MUTATED = {
     "filters": "filters select",
     "select": "select filters laws optimizer freezing",
     "modes": "modes freezing module",
-    "scope": "writes ownership mutable misuse submodules shared_nodes capture nesting",
+    "scope": "writes ownership mutable misuse init submodules shared_nodes capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
     "lift": "transforms writes nesting vmap_scope scan jit_scope capture",
 }

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import untouched
+from helpers import keys_may_be_reused, untouched
 
 import eqx_state as es
 
@@ -84,7 +84,7 @@ class Entry:
     def run(self) -> None:
         case = Case(self)
         # Models are called again and again here, with the keys that they have.
-        with jax.debug_key_reuse(False):
+        with keys_may_be_reused():
             self._run(case)
 
     def _run(self, case: "Case") -> None:

@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import jax.random as jr
 import pytest
-from helpers import IS_FUZZ
+from helpers import IS_FUZZ, keys_may_be_reused
 from jaxtyping import Array, Key
 
 
@@ -28,6 +28,12 @@ def _strict() -> Iterator[None]:
     test with `@jax.numpy_dtype_promotion("standard")`.
     """
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def _keys_may_be_reused() -> Iterator[None]:
+    with keys_may_be_reused():
         yield
 
 

@@ -62,15 +62,15 @@ def spectral(key):
 
 
 def sequential(key):
-    keys = jr.split(key, 3)
+    first, second, third = jr.split(key, 3)
     return eqx.nn.Sequential(
         [
-            eqx.nn.Linear(3, 3, key=keys[0]),
-            batch_norm("ema")(keys[0]),
+            eqx.nn.Linear(3, 3, key=first),
+            batch_norm("ema")(None),
             eqx.nn.Lambda(relu),
-            spectral(keys[1]),
-            eqx.nn.Sequential([eqx.nn.Identity(), batch_norm("batch")(keys[0])]),
-            eqx.nn.Linear(3, 3, key=keys[2]),
+            spectral(second),
+            eqx.nn.Sequential([eqx.nn.Identity(), batch_norm("batch")(None)]),
+            eqx.nn.Linear(3, 3, key=third),
         ]
     )
 

@@ -21,6 +21,20 @@ leaks_on_purpose = pytest.mark.skipif(
 )
 
 
+reuses_keys = pytest.mark.usefixtures("_keys_may_be_reused")
+
+
+@contextlib.contextmanager
+def keys_may_be_reused() -> Iterator[None]:
+    """JAX's own check is off, in all threads: one model is called again and again."""
+    checked = jax.config.jax_debug_key_reuse
+    jax.config.update("jax_debug_key_reuse", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_debug_key_reuse", checked)
+
+
 @contextlib.contextmanager
 def untouched(tree: Any) -> Iterator[None]:
     """Afterwards the tree is bit for bit what it was, whatever happened."""

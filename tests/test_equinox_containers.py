@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import rejects
+from helpers import rejects, reuses_keys
 
 import eqx_state as es
 
@@ -172,6 +172,7 @@ def test_a_key_goes_to_every_layer():
     assert not jnp.array_equal(y, other)
 
 
+@reuses_keys
 def test_without_a_key_each_layer_is_given_none():
     model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
     y, new = es.mutable(model)(jnp.ones(64))
@@ -268,8 +269,9 @@ def test_shared_puts_our_layers_together_inside_the_call():
         norm: es.nn.BatchNorm
 
         def __init__(self, key):
-            embed = eqx.nn.Embedding(5, 3, key=key)
-            head = eqx.nn.Linear(3, 5, key=key)
+            first, second = jr.split(key)
+            embed = eqx.nn.Embedding(5, 3, key=first)
+            head = eqx.nn.Linear(3, 5, key=second)
             pair = (embed, head)
             where, get = (lambda p: p[1].weight), (lambda p: p[0].weight)
             self.shared = eqx.nn.Shared(pair, where, get)

@@ -14,18 +14,17 @@ import pytest
 import eqx_state as es
 
 
-KEY = jr.key(0)
 P, B, S = es.Parameter, es.BatchStat, es.State
 AFFINE = {"weight": P, "bias": P}
 GATES = {"weight_ih": P, "weight_hh": P, "bias": P}
 
 
 def linear(inputs=2, outputs=3):
-    return eqx.nn.Linear(inputs, outputs, key=KEY)
+    return eqx.nn.Linear(inputs, outputs, key=jr.key(0))
 
 
 def tied():
-    pair = (eqx.nn.Embedding(4, 2, key=KEY), linear(2, 4))
+    pair = (eqx.nn.Embedding(4, 2, key=jr.key(0)), linear(2, 4))
     return eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
 
 
@@ -38,7 +37,7 @@ KINDS = {
     "PReLU": [(eqx.nn.PReLU, {"negative_slope": P})],
     "MultiheadAttention": [
         (
-            lambda: eqx.nn.MultiheadAttention(2, 4, dropout_p=0.5, key=KEY),
+            lambda: eqx.nn.MultiheadAttention(2, 4, dropout_p=0.5, key=jr.key(0)),
             {f"{name}_proj.weight": P for name in ("query", "key", "value", "output")},
         )
     ],
@@ -56,21 +55,23 @@ KINDS = {
             | {f"batch_state_index.init[{i}]": B for i in range(2)},
         ),
     ],
-    "Conv": [(lambda: eqx.nn.Conv(2, 1, 1, 3, key=KEY), AFFINE)],
-    "ConvTranspose": [(lambda: eqx.nn.ConvTranspose(2, 1, 1, 3, key=KEY), AFFINE)],
+    "Conv": [(lambda: eqx.nn.Conv(2, 1, 1, 3, key=jr.key(0)), AFFINE)],
+    "ConvTranspose": [
+        (lambda: eqx.nn.ConvTranspose(2, 1, 1, 3, key=jr.key(0)), AFFINE)
+    ],
     "Dropout": [(eqx.nn.Dropout, {})],
-    "Embedding": [(lambda: eqx.nn.Embedding(4, 2, key=KEY), {"weight": P})],
+    "Embedding": [(lambda: eqx.nn.Embedding(4, 2, key=jr.key(0)), {"weight": P})],
     "RotaryPositionalEmbedding": [
         (lambda: eqx.nn.RotaryPositionalEmbedding(4), {}),
     ],
     "Identity": [(eqx.nn.Identity, {})],
     "Linear": [
         (linear, AFFINE),
-        (lambda: eqx.nn.Linear(2, 3, use_bias=False, key=KEY), {"weight": P}),
+        (lambda: eqx.nn.Linear(2, 3, use_bias=False, key=jr.key(0)), {"weight": P}),
     ],
     "MLP": [
         (
-            lambda: eqx.nn.MLP(2, 2, 4, 1, key=KEY),
+            lambda: eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)),
             {f"layers[{i}].{name}": P for i in range(2) for name in AFFINE},
         )
     ],
@@ -79,8 +80,8 @@ KINDS = {
     "RMSNorm": [(lambda: eqx.nn.RMSNorm(3), AFFINE)],
     "AdaptivePool": [(lambda: eqx.nn.AdaptivePool(3, 2, jnp.mean), {})],
     "Pool": [(lambda: eqx.nn.Pool(0, jax.lax.add, 2, 2), {})],
-    "GRUCell": [(lambda: eqx.nn.GRUCell(2, 3, key=KEY), GATES | {"bias_n": P})],
-    "LSTMCell": [(lambda: eqx.nn.LSTMCell(2, 3, key=KEY), GATES)],
+    "GRUCell": [(lambda: eqx.nn.GRUCell(2, 3, key=jr.key(0)), GATES | {"bias_n": P})],
+    "LSTMCell": [(lambda: eqx.nn.LSTMCell(2, 3, key=jr.key(0)), GATES)],
     "Lambda": [
         (lambda: eqx.nn.Lambda(jnp.tanh), {}),
         (lambda: eqx.nn.Lambda(linear()), {"fn.weight": P, "fn.bias": P}),
@@ -94,14 +95,14 @@ KINDS = {
     "Shared": [(tied, {"pytree[0].weight": P, "pytree[1].bias": P})],
     "SpectralNorm": [
         (
-            lambda: eqx.nn.SpectralNorm(linear(), "weight", key=KEY),
+            lambda: eqx.nn.SpectralNorm(linear(), "weight", key=jr.key(0)),
             {"layer.weight": P, "layer.bias": P}
             | {f"uv_index.init[{i}]": S for i in range(2)},
         )
     ],
     "StateIndex": [
         (lambda: eqx.nn.StateIndex(jnp.zeros(2)), {"init": S}),
-        (lambda: eqx.nn.StateIndex({"key": KEY}), {"init['key']": S}),
+        (lambda: eqx.nn.StateIndex({"key": jr.key(0)}), {"init['key']": S}),
     ],
     "WeightNorm": [
         (
@@ -112,7 +113,8 @@ KINDS = {
 }
 for n in (1, 2, 3):
     for name in (f"Conv{n}d", f"ConvTranspose{n}d"):
-        KINDS[name] = [(ft.partial(getattr(eqx.nn, name), 1, 1, 3, key=KEY), AFFINE)]
+        layer = getattr(eqx.nn, name)
+        KINDS[name] = [(lambda layer=layer: layer(1, 1, 3, key=jr.key(0)), AFFINE)]
     for name in (f"{kind}Pool{n}d" for kind in ("Max", "Avg")):
         KINDS[name] = [(ft.partial(getattr(eqx.nn, name), 2), {})]
         adaptive = f"Adaptive{name}"

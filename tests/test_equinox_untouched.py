@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -538,7 +539,8 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 def output(imported):
     """What each program prints, addresses left out."""
     command = [sys.executable, "-c", RUN, __file__, imported]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = os.environ | {"JAX_DEBUG_KEY_REUSE": "0"}  # the programs reuse theirs
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(re.sub(r"0x[0-9a-f]+", "0x", done.stdout))
 

@@ -10,7 +10,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import untouched
+from helpers import reuses_keys, untouched
 
 import eqx_state as es
 
@@ -109,6 +109,7 @@ def test_whatever_can_be_called(case):
     assert eqx.tree_equal(es.jit(f)(x), f(x), rtol=1e-6)
 
 
+@reuses_keys
 def test_classes_and_init_make_models():
     class Net(es.Module):
         weight: es.Parameter

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import rejects, untouched
+from helpers import rejects, reuses_keys, untouched
 
 import eqx_state as es
 
@@ -133,6 +133,7 @@ def test_a_function_among_the_arguments_reads_what_is_there_now():
     same_without_jit(f, model(1))
 
 
+@reuses_keys
 def test_keys_advance_and_are_drawn_once():
     class Noisy(es.Module):
         rng: es.Rng

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import untouched
+from helpers import reuses_keys, untouched
 from zoo import CASES, WITHOUT_GRADS
 
 import eqx_state as es
@@ -82,6 +82,7 @@ PROGRAMS = {
 }
 
 
+@reuses_keys
 @pytest.mark.parametrize("mode", [es.train, es.eval])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", CASES)

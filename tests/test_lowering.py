@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 import pytest
-from helpers import untouched
+from helpers import reuses_keys, untouched
 
 import eqx_state as es
 
@@ -233,6 +233,7 @@ def test_a_jitted_step_inside_is_exported(training):
     assert_close(exported.call(*training), plain_step(*training))
 
 
+@reuses_keys
 def test_keys_are_exported():
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     f, x = jax.jit(es.mutable(lambda dropout, x: dropout(x))), jnp.ones(8)

@@ -1,5 +1,6 @@
 """Transforms in transforms, and all the ways in which a module gets into one."""
 
+import contextlib
 import dataclasses
 import functools as ft
 
@@ -12,7 +13,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import IS_FUZZ, untouched
+from helpers import IS_FUZZ, keys_may_be_reused, untouched
 
 import eqx_state as es
 
@@ -256,7 +257,10 @@ def check_nesting(stack):
         return cell.replace(count=count, mean=mean)
 
     x = jnp.array([0.3, -0.8])
-    check_equal(es.jit(es.mutable(f))(new_cell(), x), g(new_cell(), x))
+    # JAX's check takes the keys of a branch that `vmap` runs for nothing for used.
+    misjudged = "vmap" in stack and not {"cond", "switch"}.isdisjoint(stack)
+    with keys_may_be_reused() if misjudged else contextlib.nullcontext():
+        check_equal(es.jit(es.mutable(f))(new_cell(), x), g(new_cell(), x))
 
 
 def check_equal(actual, expected):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from helpers import reuses_keys
 
 import eqx_state as es
 
@@ -386,6 +387,7 @@ def test_p_0_is_the_identity_and_draws_nothing(p):
     assert eqx.tree_equal(new, dropout)
 
 
+@reuses_keys
 @pytest.mark.parametrize("p", [1, 1.0])
 def test_p_1_drops_everything_and_is_no_nan(p):
     dropout, x = es.nn.Dropout(p, key=jr.key(0)), data(10)
@@ -398,6 +400,7 @@ def test_p_1_drops_everything_and_is_no_nan(p):
     assert (jax.grad(loss_fn)(x) == 0).all()
 
 
+@reuses_keys
 def test_each_call_drops_others():
     dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones(100)
     first, after_one = run(dropout, x)
@@ -476,6 +479,7 @@ def test_dropout_takes_a_legacy_key():
     assert not (new.rng == dropout.rng).all()
 
 
+@reuses_keys
 def test_gradients_flow_where_nothing_was_dropped():
     dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), data(100)
     y, _ = run(dropout, x)

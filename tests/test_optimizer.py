@@ -11,6 +11,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import optax
 import pytest
+from helpers import reuses_keys
 
 import eqx_state as es
 
@@ -343,6 +344,7 @@ TRANSFORMATIONS: dict[str, Any] = {
 }
 
 
+@reuses_keys
 @standard
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_loop_equals_the_hand_written_one(name, net, x):

@@ -37,12 +37,13 @@ class Net(es.Module):
     name: str
 
     def __init__(self, key):
-        self.layers = [eqx.nn.Linear(2, 2, key=k) for k in jr.split(key)]
-        self.norm = es.nn.BatchNorm(2).replace(mean=jr.normal(key, (2,)))
-        self.dropout = es.nn.Dropout(0.5, key=key)
-        self.table = jr.normal(key, (3,), jnp.bfloat16)
-        self.memory = {"last": jr.normal(key, (2,)), "size": jnp.array(3)}
-        self.index = jr.permutation(key, 4)
+        a, b, c, d, e, f, g = jr.split(key, 7)
+        self.layers = [eqx.nn.Linear(2, 2, key=k) for k in (a, b)]
+        self.norm = es.nn.BatchNorm(2).replace(mean=jr.normal(c, (2,)))
+        self.dropout = es.nn.Dropout(0.5, key=d)
+        self.table = jr.normal(e, (3,), jnp.bfloat16)
+        self.memory = {"last": jr.normal(f, (2,)), "size": jnp.array(3)}
+        self.index = jr.permutation(g, 4)
         self.act, self.name = jnp.tanh, "net"
 
 

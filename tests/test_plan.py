@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
+from helpers import reuses_keys
 
 import eqx_state as es
 from eqx_state._plan import ArraySlot, builder, flattener, Mismatch
@@ -288,6 +289,7 @@ def test_a_cell_of_a_function_among_the_arguments_too():
         assert jnp.all(f(scale, x) == factor)
 
 
+@reuses_keys
 def test_training_with_an_optimizer_takes_the_short_way():
     class Net(es.Module):
         layers: list[eqx.nn.Linear]

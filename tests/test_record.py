@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import zoo
-from helpers import untouched
+from helpers import reuses_keys, untouched
 from tables import cells
 
 import eqx_state as es
@@ -249,6 +249,7 @@ def test_nothing_is_computed():
     assert ran == []
 
 
+@reuses_keys
 def test_nothing_is_changed():
     model = zoo.CASES["average and keys"].model()
     traces = []

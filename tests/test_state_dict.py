@@ -35,12 +35,13 @@ class Everything(es.Module):
     name: str
 
     def __init__(self, key):
-        self.weight = jr.normal(key, (2, 3))
+        a, b, c, d, e = jr.split(key, 5)
+        self.weight = jr.normal(a, (2, 3))
         self.table = jnp.full(2, 0.5, jnp.bfloat16)
-        self.mean = jr.normal(key, ())
-        self.count = jr.randint(key, (), 0, 100)
-        self.rng = jr.split(key, 3)
-        self.legacy = jr.key_data(key)
+        self.mean = jr.normal(b, ())
+        self.count = jr.randint(c, (), 0, 100)
+        self.rng = jr.split(d, 3)
+        self.legacy = jr.key_data(e)
         self.index = jnp.array([True, False])
         self.host = np.arange(3, dtype=np.int8)
         self.act, self.rate, self.name = jnp.tanh, 0.1, "net"

@@ -17,7 +17,7 @@ from equinox_layers import (
     sequential,
     Twice,
 )
-from helpers import rejects
+from helpers import rejects, reuses_keys
 
 import eqx_state as es
 
@@ -91,6 +91,7 @@ def test_init_with_inputs_draws_and_keeps_the_state():
 # --- Keys -----------------------------------------------------------------------------
 
 
+@reuses_keys
 def test_a_key_goes_to_a_layer_that_takes_one():
     model = es.nn.Stateful(Net(jr.key(0)))
     a, b = (es.mutable(model)(jnp.ones(3), key=jr.key(i))[0] for i in (1, 2))
@@ -123,6 +124,7 @@ def test_a_plain_transform_inside_a_scope_is_an_error():
         es.mutable(f)(model, data(0))
 
 
+@reuses_keys
 def test_frozen_statistics_are_used_and_stay():
     dropout = eqx.nn.Dropout(0.5)
     layer = eqx.nn.Sequential([sequential(jr.key(0)), Counter(), dropout])

@@ -39,12 +39,12 @@ class Net(es.Module):
     rate: float
 
     def __init__(self, seed):
-        key = jr.key(seed)
-        self.linear = eqx.nn.Linear(2, 3, key=key)
-        self.norm = es.nn.BatchNorm(3).replace(mean=jr.normal(key, (3,)))
-        self.dropout = es.nn.Dropout(0.5, key=key)
-        self.table = jr.normal(key, (2,), jnp.bfloat16)
-        self.index = jr.bernoulli(key, shape=(4,))
+        a, b, c, d, e = jr.split(jr.key(seed), 5)
+        self.linear = eqx.nn.Linear(2, 3, key=a)
+        self.norm = es.nn.BatchNorm(3).replace(mean=jr.normal(b, (3,)))
+        self.dropout = es.nn.Dropout(0.5, key=c)
+        self.table = jr.normal(d, (2,), jnp.bfloat16)
+        self.index = jr.bernoulli(e, shape=(4,))
         self.rate = 0.1
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from helpers import reuses_keys
 from jaxtyping import Array
 
 import eqx_state as es
@@ -304,6 +305,7 @@ def test_no_init_no_converter_and_no_check_runs():
 # --- functional -----------------------------------------------------------------------
 
 
+@reuses_keys
 def test_functional_is_the_threaded_call():
     model = make_model()
     x = jnp.full(2, 3.0, dtype=jnp.float32)
@@ -339,6 +341,7 @@ def test_functional_separates_all_arrays():
     assert same(es.update(model, params, state), model)
 
 
+@reuses_keys
 def test_functional_works_with_plain_jax():
     x = jnp.ones((4, 2))
     apply, params, state = es.functional(es.eval(make_model()))

@@ -10,7 +10,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from helpers import untouched
+from helpers import reuses_keys, untouched
 
 import eqx_state as es
 
@@ -33,9 +33,10 @@ class Net(es.Module):
     order: jax.Array
 
     def __init__(self, key):
-        self.linear = eqx.nn.Linear(3, 3, key=key)
+        first, second = jr.split(key)
+        self.linear = eqx.nn.Linear(3, 3, key=first)
         self.norm = es.nn.BatchNorm(3, axis_name="batch", momentum=0.9)
-        self.dropout = es.nn.Dropout(0.5, key=key)
+        self.dropout = es.nn.Dropout(0.5, key=second)
         self.cache = {"n": jnp.array(0), "key": jr.key(3)}
         self.scale = jnp.full(3, 2.0)
         self.order = jnp.array([2, 0, 1])
@@ -53,8 +54,9 @@ class Keyed(es.Module):
     stream: es.RngStream
 
     def __init__(self, key):
-        self.dropout = es.nn.Dropout(0.5, key=key)
-        self.stream = es.RngStream(key)
+        first, second = jr.split(key)
+        self.dropout = es.nn.Dropout(0.5, key=first)
+        self.stream = es.RngStream(second)
 
     def __call__(self, x, *, key=None):
         return self.dropout(x, key=key) + jr.normal(self.stream(), x.shape)
@@ -186,6 +188,7 @@ def test_what_is_in_the_layer_and_what_in_the_state():
     assert {p.kind for p in es.parts(state)} == {es.State}
 
 
+@reuses_keys
 def test_an_old_state_is_equinoxs_own_error():
     layer, state = es.to_equinox(Keyed(jr.key(0)))
     layer(jnp.ones(3), state)
@@ -280,6 +283,7 @@ def test_parts_in_different_modes_stay_so():
 # --- Keys -----------------------------------------------------------------------------
 
 
+@reuses_keys
 def test_a_key_is_passed_on_to_a_model_that_takes_one():
     model = Keyed(jr.key(0))
     layer, state = es.to_equinox(model)
@@ -294,6 +298,7 @@ def keys_in(state):
     return [x for x in jax.tree.leaves(state) if x.dtype == jr.key(0).dtype]
 
 
+@reuses_keys
 def test_a_key_for_a_model_that_takes_none_is_used_for_its_own_keys():
     layer, state = es.to_equinox(net())
     before = keys_in(state)

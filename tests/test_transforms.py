@@ -289,11 +289,26 @@ RUNS = [
 ]
 
 
+def is_misjudged(case: str, program: str) -> bool:
+    """Whether JAX's check takes fresh keys for used, in plain JAX, too.
+
+    So it does with keys in an array that are taken and stacked by hand, those of a
+    branch that `vmap` runs for nothing, and those after a checkpointed scan.
+    """
+    return (
+        case == "ensemble"
+        or (case == "router" and "vmap" in program)
+        or (case, program) == ("sequence", "checkpoint")
+    )
+
+
 @pytest.mark.parametrize(("program", "way", "with_grads"), RUNS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_under_a_transform_is_what_it_is_by_hand(
-    case, program, way, with_grads
+    case, program, way, with_grads, request
 ):
+    if is_misjudged(case, program):
+        request.getfixturevalue("_keys_may_be_reused")
     run = Run(CASES[case], program, with_grads and case not in WITHOUT_GRADS)
     step = run.in_place
     if way != "as it is":

@@ -322,3 +322,23 @@ def test_nonlocal_variables_are_the_callers(scope):
     y = es.mutable(f)(dropout)[0] if scope else f(dropout)
     assert (y == XS).all()
     assert runs == 1
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_keys_of_a_stack_are_split_and_are_not_taken_for_used(typed):
+    class Stack(es.Module):
+        dropouts: es.nn.Dropout
+
+        def __call__(self, x):
+            return es.scan(lambda x, drop: (drop(x), None), x, self.dropouts)[0]
+
+    keys = jr.split(jr.key(0) if typed else jr.PRNGKey(0), 3)
+    stack = Stack(eqx.filter_vmap(lambda key: es.nn.Dropout(0.5, key=key))(keys))
+    by_hand = [jr.clone(key) if typed else key for key in stack.dropouts.rng]
+    step = es.jit(lambda stack, x: es.mutable(es.vmap(stack))(x))
+    with jax.debug_key_reuse(True):
+        for _ in range(2):
+            ys, stack = step(stack, jnp.ones((4, 64)))
+            assert len(np.unique(ys == 0, axis=0)) == 4  # each lane has its mask
+    for key, now in zip(by_hand, stack.dropouts.rng, strict=True):
+        assert jnp.all(jr.split(jr.split(key)[0])[0] == now)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from helpers import reuses_keys
 
 import eqx_state as es
 
@@ -108,6 +109,7 @@ CASES = {
 }
 
 
+@reuses_keys
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_is_the_hand_written_one(name, mode):

@@ -50,8 +50,8 @@ def is_mapped(leaf: Any) -> bool:
     return is_of_this_vmap and getattr(leaf, "batch_dim", None) is not None
 
 
-def spread_like(mapped: list[tuple[Any, int]], x: Any) -> Any:
-    """`x`, spread over devices along axis 0 as these arrays are along theirs.
+def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
+    """`x`, spread over devices along an axis as these arrays are along theirs.
 
     `jax.vmap` wants what it maps over spread alike where types have shardings (a mesh
     with `AxisType.Explicit`, as `jax.make_mesh` makes). Elsewhere `x` as it is.
@@ -59,7 +59,7 @@ def spread_like(mapped: list[tuple[Any, int]], x: Any) -> Any:
     for value, axis in mapped:
         sharding = jax.typeof(value).sharding
         if (names := sharding.spec[axis]) is not None:
-            spec = jax.sharding.PartitionSpec(names)
+            spec = jax.sharding.PartitionSpec(*[None] * x_axis, names)
             like = jax.sharding.NamedSharding(sharding.mesh, spec)
             return jax.sharding.reshard(x, like)
     return x

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -50,11 +51,26 @@ def key_at(key: Any, name: str) -> Any:
     return key
 
 
+def num_key_axes(key: Any) -> int:
+    """How many axes an array of keys has, besides the numbers of a legacy key."""
+    return key.ndim - (0 if is_typed(key) else 1)
+
+
 def split_key(key: Any, num: int) -> Any:
-    """`num` keys, stacked in front, from a key or from each key of an array of keys."""
-    if key.ndim == (0 if is_typed(key) else 1):
+    """`num` keys from a key, or from each of an array of keys, along a new last axis.
+
+    JAX's check for reused keys takes those for used whose axes are transposed.
+    """
+    if num_key_axes(key) == 0:
         return jr.split(key, num)
-    return jax.vmap(lambda k: split_key(k, num), out_axes=1)(key)
+    return jax.vmap(lambda k: split_key(k, num))(key)
+
+
+def next_keys(key: Any) -> tuple[Any, Any]:
+    """The key to keep, and one to draw from; or an array of each."""
+    keys, axis = split_key(key, 2), num_key_axes(key)
+    kept, drawn = (lax.index_in_dim(keys, i, axis, keepdims=False) for i in range(2))
+    return kept, drawn
 
 
 def reseed(tree: _Tree, key: Any) -> _Tree:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._keys import as_key, split_key
+from ._keys import as_key, next_keys
 from ._kinds import Rng
 from ._module import Module
 
@@ -35,5 +35,5 @@ class RngStream(Module):
         self.key = as_key(key)
 
     def __call__(self) -> Any:
-        self.key, key = split_key(self.key, 2)
+        self.key, key = next_keys(self.key)
         return key

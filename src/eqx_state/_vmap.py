@@ -23,7 +23,7 @@ from ._axes import (
     SPLIT,
 )
 from ._compat import is_mapped, spread_like
-from ._keys import split_key
+from ._keys import next_keys, num_key_axes, split_key
 from ._lift import is_traced, Leaves, Lifted
 from ._open import close
 from ._scope import is_owned
@@ -102,8 +102,9 @@ class _Vmap(Transform):
             value, axis = source.values[name], source.axes[name]
             if axis is SPLIT:
                 # A clone, since the key stays unused if no lane draws from it.
-                source.advanced[name], base = split_key(jr.clone(value), 2)
-                value, axis = spread(split_key(base, size)), 0
+                source.advanced[name], base = next_keys(jr.clone(value))
+                axis = num_key_axes(base)
+                value = spread(split_key(base, size), axis)
             inputs.append(value)
             input_axes.append(axis)
 
@@ -135,7 +136,7 @@ class _Vmap(Transform):
             axis_name=self.axis_name,
             axis_size=self.axis_size,
         )
-        out, (shared, stacked, sown) = mapped(inputs, spread(jnp.arange(size)))
+        out, (shared, stacked, sown) = mapped(inputs, spread(jnp.arange(size), 0))
         written = zip(owned, names, shared, stacked, strict=True)
         lifted.commit([source.outer(*x) for source, *x in written], sown)
         return eqx.combine(out, static_out)

@@ -8,7 +8,7 @@ import jax.random as jr
 from jaxtyping import Array
 
 from .._init import Initializer
-from .._keys import as_key, split_key
+from .._keys import as_key, next_keys
 from .._kinds import Rng
 from .._module import Module
 
@@ -69,7 +69,7 @@ class Dropout(Module):
         if not self.training or self.p == 0:
             return x
         if key is None:
-            self.rng, key = split_key(self.rng, 2)
+            self.rng, key = next_keys(self.rng)
         keep = 1 - self.p
         if keep == 0:
             return jnp.zeros_like(x)
