@@ -264,6 +264,16 @@ def test_another_structure_is_an_error_that_names_the_first_path(path, change):
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True))
 
 
+def test_the_error_shows_small_structures_in_full_and_large_ones_by_their_keys():
+    large = {f"a long name {i}": ONE for i in range(9)}
+    for expected, other, shown in (
+        ({"x": ONE}, {"y": ONE}, r"expected `{'x': f32\[.*\]}`, got `{'y': f32"),
+        (large, ONE, r"expected `dict of \['a long name 0'\], .*'\]`, got `f32"),
+    ):
+        with pytest.raises(ValueError, match=rf"`es\.update`: The partial.*{shown}"):
+            es.update(expected, other)
+
+
 def test_other_data_of_a_node_is_another_structure():
     sin, cos = ({"f": [jax.tree_util.Partial(f, ONE)]} for f in (jnp.sin, jnp.cos))
     with pytest.raises(ValueError, match=r"es\.update.*first at `\['f'\]\[0\]`:"):

@@ -13,6 +13,7 @@ import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
+ONES = jnp.ones(2)
 
 
 class Counter(es.Module):
@@ -258,6 +259,31 @@ def test_swap_with_parameters_needs_their_kind():
     _, new = es.mutable(f, kinds=es.TreePart)(model)
     assert counts(new) == [2, 1]
     assert (new.a.weight == 0).all()
+
+
+def test_swap_with_parameters_there_and_back():
+    def f(m):
+        m.layers = m.layers[::-1]
+        m.layers = m.layers[::-1]
+        m.layers[0].step()
+
+    model = Group([Layer(1), Layer(2, weight=jnp.zeros(2))])
+    assert counts(es.mutable(f)(model)[1].layers) == [2, 2]
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_what_lies_beside_a_module_in_a_list_is_looked_at(keep):
+    steps = []
+
+    def f(m):
+        m.layers[keep].step()
+        m.layers = [*m.layers[:-1], 2 * ONES]
+        steps.append("reached")
+
+    model = Group([*(Counter() for _ in range(keep + 1)), ONES])
+    with rejects(model, FROZEN, rf"layers.*\[{keep + 1}\]", "`Parameter`"):
+        es.mutable(f)(model)
+    assert steps == []  # it is told where it is written
 
 
 def test_swap_in_a_list():
