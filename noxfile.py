@@ -16,7 +16,7 @@ PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50
 FUZZED = ["laws", "nesting", "threads", "save_faults"]
 # The core, and which tests are to notice what is changed in it; fast ones first.
 MUTATED = {
-    "kinds": "kinds declare equinox_kinds seeds_kinds traverse select",
+    "kinds": "kinds declare runtime_typing equinox_kinds seeds_kinds traverse select",
     "traverse": "traverse walk declare select shared_nodes kinds modes laws",
     "compare": "compare select scan_misuse branches_misuse ownership writes mutable",
     "filters": "filters select",
