@@ -24,7 +24,7 @@ MUTATED = {
     "modes": "modes freezing module",
     "scope": "writes ownership mutable misuse init submodules shared_nodes capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
-    "lift": "scan vmap_scope writes capture jit_scope shared_nodes nesting",
+    "lift": "scan vmap_scope writes capture init jit_scope shared_nodes nesting",
 }
 
 

@@ -257,7 +257,8 @@ def test_another_structure_is_an_error_that_names_the_first_path(path, change):
         with pytest.raises(ValueError, match=rf"es\.update.*first at `?{path}[`:]"):
             es.update(model, partial)
     if path != "steps":  # as in `jax.tree.map`, a leaf may meet a container
-        with pytest.raises(ValueError, match=rf"es\.map.*first at `?{path}[`:]"):
+        said = rf"`es\.map`: tree number 1.*first at `?{path}[`:]"
+        with pytest.raises(ValueError, match=said):
             es.map(lambda x, y: x, model, other)
     with pytest.raises(ValueError, match=rf"number 1.*first at `?{path}[`:]"):
         es.update(model, model, other)
