@@ -104,7 +104,9 @@ def test_kills_leave_the_old_file_or_the_new(there_is_one, tmp_path):
     moments = random.Random(0)
     left = missing = 0
     with saving(path) as kill:
-        for _ in range(KILLS):
+        for n in range(10 * KILLS):  # more than asked for on a busy machine
+            if n >= KILLS and left > KILLS // 10:
+                break
             path.unlink(missing_ok=True)
             if there_is_one:
                 es.save(path, OLD)
