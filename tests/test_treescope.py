@@ -15,6 +15,10 @@ import treescope
 import eqx_state as es
 
 
+# It looks at every name of JAX, the deprecated ones as well.
+pytestmark = pytest.mark.filterwarnings("ignore:jax:DeprecationWarning")
+
+
 class Cache(es.State):
     pass
 
