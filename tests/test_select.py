@@ -265,6 +265,13 @@ def test_another_structure_is_an_error_that_names_the_first_path(path, change):
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True))
 
 
+def test_a_mode_is_not_taken_where_there_is_nothing_else():
+    class Switch(eqx.Module):
+        inference: bool
+
+    assert es.update(Switch(True), Switch(False)).inference is True
+
+
 def test_the_error_shows_small_structures_in_full_and_large_ones_by_their_keys():
     large = {f"a long name {i}": ONE for i in range(9)}
     for expected, other, shown in (
