@@ -24,7 +24,8 @@ MUTATED = {
     "modes": "modes freezing module",
     "scope": "writes ownership mutable misuse init submodules shared_nodes capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
-    "lift": "scan vmap_scope writes capture init jit_scope shared_nodes nesting",
+    "lift": "scan vmap_scope writes ownership capture init jit_scope shared_nodes"
+    " zero_cost_transforms nesting",
 }
 
 
