@@ -22,7 +22,8 @@ MUTATED = {
     "filters": "filters select",
     "select": "select filters laws optimizer freezing",
     "modes": "modes freezing module",
-    "scope": "writes ownership mutable misuse init submodules shared_nodes capture",
+    "scope": "writes ownership containers mutable misuse init submodules shared_nodes"
+    " capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
     "lift": "scan vmap_scope writes ownership capture init jit_scope shared_nodes"
     " zero_cost_transforms nesting",

@@ -326,6 +326,11 @@ def test_sowing_in_a_plain_transform_is_an_error_that_names_ours(f):
         es.capture(net)(X)
 
 
+def test_without_capture_sowing_in_a_plain_transform_does_nothing():
+    net = wrapped(lambda layer, x: jax.vmap(lambda x: layer.sow("it", x) or x)(x))
+    assert jnp.array_equal(es.mutable(net)(X)[0], X)
+
+
 @pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
 def test_the_order_is_that_of_sowing(transform):
     net = Net(*[2.0] * 12)
@@ -366,6 +371,12 @@ def test_branches_sow_alike(times):
 def test_what_is_no_array_cannot_be_sown(value):
     net = wrapped(lambda layer, x: layer.sow("it", value))
     with pytest.raises(TypeError, match=r"Cannot sow `layer\.it`: arrays, numbers and"):
+        es.capture(net)(X)
+
+
+def test_the_error_shows_what_was_sown_with_short_arrays():
+    net = wrapped(lambda layer, x: layer.sow("it", (x, "text")))
+    with pytest.raises(TypeError, match=r"this is `\(f32\[3\], 'text'\)`"):
         es.capture(net)(X)
 
 

@@ -51,9 +51,15 @@ def test_writing_into_a_container_does_not_touch_the_callers():
 
 
 def test_a_number_written_into_a_container_of_the_right_kind():
-    _, new = es.mutable(lambda m: m.stats["b"].update(c=4))(Stats())
+    def f(m):
+        m.stats["b"]["c"] = 4
+        m.history[1] = 3  # an integer for a float
+
+    _, new = es.mutable(f)(Stats())
     assert new.stats["b"]["c"].dtype == jnp.int32
     assert new.stats["b"]["c"] == 4
+    assert new.history[1].dtype == jnp.float32
+    assert new.history[1] == 3
 
 
 INTO = {
