@@ -118,3 +118,17 @@ def test_a_tracer_in_a_replaced_container_speaks_at_once():
     model = Stats()
     with rejects(model, es.TraceError, r"Stats\.stats"):
         es.mutable(lambda m, x: jax.vmap(lambda x: body(m, x))(x))(model, jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.5, r"the number 0\.5 would make it float32\. State keeps its dtype"),
+        (jnp.ones(()), r"was `i32\[\]` and is now `f32\[\]`\. State keeps its shape"),
+        (2**40, r"1099511627776 does not fit into `i32\[\]`"),
+    ],
+)
+def test_the_error_says_what_does_not_fit(value, said):
+    model = Stats()
+    with rejects(model, ValueError, rf"stats\['b'\]\['c'\].*{said}"):
+        es.mutable(lambda m: m.stats["b"].update(c=value))(model)

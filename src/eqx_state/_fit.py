@@ -36,10 +36,12 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
             else jnp.result_type(jnp.zeros((), dtype), new)
         )
     if promoted != dtype:
+        # Without 64 bits JAX has no float64, which is what a Python float promotes to.
+        other = jax.dtypes.canonicalize_dtype(promoted).name
         given = f"the number {new!r}" if is_number else show(new)
         raise ValueError(
             f"Cannot write `{name}`: it holds {show(old)}, and {given} would make it"
-            f" {promoted.name}. State keeps its dtype, or every step would be compiled"
+            f" {other}. State keeps its dtype, or every step would be compiled"
             f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
             " the field of that dtype to begin with."
         )
