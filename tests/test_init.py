@@ -302,10 +302,32 @@ def test_filter_eval_shape(seed):
     assert list(map(describe, es.parts(shapes))) == list(map(describe, es.parts(real)))
 
 
-def test_under_jit_and_vmap():
+@pytest.mark.parametrize(
+    "jit", [eqx.filter_jit, es.jit, es.checkpoint], ids=["filter_jit", "jit", "remat"]
+)
+def test_under_jit(jit):
     key = jr.key(0)
-    jitted = eqx.filter_jit(Net().init)(key)
+    jitted = jit(Net().init)(key)
     assert jax.tree.structure(jitted) == jax.tree.structure(Net().init(key))
     np.testing.assert_allclose(jitted.a.w, Net().init(key).a.w, rtol=1e-6)
-    ensemble = eqx.filter_vmap(Net().init)(jr.split(key, 4))
-    assert ensemble.a.w.shape == (4, 3)
+
+
+def test_under_jit_as_an_argument():
+    jitted = es.jit(lambda model, key: model.init(key))(Net(), jr.key(0))
+    np.testing.assert_allclose(jitted.a.w, Net().init(0).a.w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vmap", [eqx.filter_vmap, es.vmap], ids=["filter_vmap", "es"])
+def test_under_vmap(vmap):
+    keys = jr.split(jr.key(0), 4)
+    ensemble = vmap(Net().init)(keys)
+    for i in range(4):
+        np.testing.assert_allclose(ensemble.a.w[i], Net().init(keys[i]).a.w, rtol=1e-6)
+
+
+def test_what_is_not_initialised_has_its_name_in_the_model():
+    net = {"encoder": Net()}
+    with pytest.raises(es.NotInitializedError, match="initialised: `a.w` is"):
+        es.vmap(lambda net, x: net["encoder"](x), in_axes=(None, 0))(
+            net, jnp.ones((4, 3))
+        )

@@ -15,11 +15,12 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule, get_place, is_module, set_place
+from ._base import BaseModule, get_place, is_eqx_module, is_module, set_place
 from ._compare import same
 from ._compat import trace_state
 from ._errors import TraceError
 from ._init import check_initialized
+from ._module import Module
 from ._open import open_function
 from ._scope import (
     check_written,
@@ -67,9 +68,11 @@ class Lifted:
                 outer = [root for root in self.roots if id(root) not in inside]
                 self.roots = [*outer, visit.node]
                 reached |= inside
+        may_initialise |= getattr(functions, "__func__", None) is Module.init
         if not self.roots and not may_initialise:
-            check_initialized(self.function)
-            check_initialized(self.arguments)
+            # One by one: the names in the message are then those of the model.
+            for tree in jtu.tree_leaves(opened, is_leaf=is_eqx_module):
+                check_initialized(tree)
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.
