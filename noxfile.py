@@ -25,8 +25,8 @@ MUTATED = {
     "scope": "writes ownership containers mutable misuse init submodules shared_nodes"
     " capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
-    "lift": "scan vmap_scope writes ownership capture init jit_scope shared_nodes"
-    " zero_cost_transforms nesting",
+    "lift": "scan vmap_scope writes ownership capture init init_inputs submodules"
+    " jit_scope shared_nodes zero_cost_transforms nesting",
 }
 
 

@@ -223,6 +223,11 @@ class Outer(es.Module):
 
 
 @pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, es.jit, es.checkpoint, lambda f: lambda m: es.cond(True, f, f, m)],
+    ids=["eager", "jit", "checkpoint", "cond"],
+)
+@pytest.mark.parametrize(
     ("f", "make"),
     [
         (replaced_field, Pair),
@@ -233,11 +238,11 @@ class Outer(es.Module):
         (replaced_in_dict, Group),
     ],
 )
-def test_a_replaced_module_is_written_afterwards(f, make):
+def test_a_replaced_module_is_written_afterwards(f, make, transform):
     # What is written there could not come out: it is not to be lost silently.
     model = make()
     with rejects(model, (FROZEN, ValueError), "count"):
-        es.mutable(f)(model)
+        es.mutable(transform(f))(model)
 
 
 def test_swap():
