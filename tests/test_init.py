@@ -325,9 +325,17 @@ def test_under_vmap(vmap):
         np.testing.assert_allclose(ensemble.a.w[i], Net().init(keys[i]).a.w, rtol=1e-6)
 
 
-def test_what_is_not_initialised_has_its_name_in_the_model():
-    net = {"encoder": Net()}
+@pytest.mark.parametrize(
+    "transform",
+    [es.jit, es.checkpoint, lambda f: es.vmap(f, in_axes=(None, 0))],
+    ids=["jit", "checkpoint", "vmap"],
+)
+def test_what_is_not_initialised_has_its_name_in_the_model(transform):
+    nets = {"encoder": Net().eval()}
     with pytest.raises(es.NotInitializedError, match="initialised: `a.w` is"):
-        es.vmap(lambda net, x: net["encoder"](x), in_axes=(None, 0))(
-            net, jnp.ones((4, 3))
-        )
+        transform(lambda nets, x: nets["encoder"](x))(nets, jnp.ones((4, 3)))
+
+
+def test_what_is_not_initialised_in_a_program_has_no_name():
+    with pytest.raises(es.NotInitializedError, match="a placeholder for a value"):
+        es.jit(lambda x: Net().eval()(x))(jnp.ones(3))

@@ -68,15 +68,22 @@ class Lifted:
                 outer = [root for root in self.roots if id(root) not in inside]
                 self.roots = [*outer, visit.node]
                 reached |= inside
-        may_initialise |= getattr(functions, "__func__", None) is Module.init
-        if not self.roots and not may_initialise:
-            # One by one: the names in the message are then those of the model.
-            for tree in jtu.tree_leaves(opened, is_leaf=is_eqx_module):
-                check_initialized(tree)
+        is_init = getattr(functions, "__func__", None) is Module.init
+        if not is_init and not may_initialise:
+            self.check_initialized()
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.
         self.scopes = list({id(p.scope): p.scope for p in self.places}.values())
+
+    def check_initialized(self) -> None:
+        """Raise `NotInitializedError` if what came from outside is not ready."""
+        if self.roots:  # `init` may be running, and a scope has checked its model
+            return
+        # One by one: the names in the message are then those of the model.
+        opened = self.function, self.arguments
+        for tree in jtu.tree_leaves(opened, is_leaf=is_eqx_module):
+            check_initialized(tree)
 
     @property
     def is_initialising(self) -> bool:

@@ -24,6 +24,7 @@ import jax.tree_util as jtu
 
 from ._checks import callbacks_in, Reporting, wait
 from ._compat import jaxpr_of, run_in_program
+from ._errors import NotInitializedError
 from ._lift import Leaves, Lifted, Sown
 from ._mutable import is_bound_method
 from ._open import close, Opened, reaches_module
@@ -151,7 +152,13 @@ class Call:
         ]
         head, tail = close(jtu.tree_unflatten(self.treedef, leaves))
         f, args, kwargs = tail
-        out, written, sown = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
+        try:
+            out, written, sown = self.lifted.run(
+                values, lambda: f(*head, *args, **kwargs)
+            )
+        except NotInitializedError:
+            self.lifted.check_initialized()  # a placeholder does not know its name
+            raise
         output = Output(out, written, values)
         state = [list(new.values()) for new in written]
         return output.arrays(out), (state, sown), output
