@@ -26,7 +26,7 @@ MUTATED = {
     " capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
     "lift": "scan vmap_scope writes ownership capture init init_inputs submodules"
-    " jit_scope shared_nodes zero_cost_transforms nesting",
+    " misuse checkpoint jit_scope shared_nodes zero_cost_transforms nesting",
 }
 
 

@@ -273,3 +273,29 @@ def test_a_module_made_in_the_forward_pass_is_initialised(transform):
     assert new.inner.calls.dtype == jnp.int32
     (y, _), new = es.mutable(new)(jnp.ones(3))
     assert y.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, es.jit, lambda f: es.vmap(f, in_axes=None, axis_size=4)],
+    ids=["eager", "jit", "vmap"],
+)
+def test_a_module_of_as_many_leaves_takes_the_place_of_another(transform):
+    class One(es.Module):
+        a: es.State = 1
+
+    class Other(es.Module):
+        b: es.State = 2
+
+    class Outer(es.Module):
+        inner: eqx.Module | None = None
+
+        def replace(self):
+            self.inner = Other()
+
+        def __call__(self):
+            self.inner = One()
+            transform(self.replace)()
+            assert self.inner.b == 2
+
+    assert es.init(Outer(), 0, call=lambda m: m()).inner.b == 2

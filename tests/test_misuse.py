@@ -330,6 +330,28 @@ def test_a_write_after_the_scope_has_closed():
     assert (model.stats["a"] == 0).all()
 
 
+@pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
+def test_a_write_after_the_trace_in_which_a_module_was_made(transform):
+    kept = []
+
+    class Outer(es.Module):
+        inner: Layer
+
+        def make(self, x):
+            self.inner = Layer(weight=self.inner.weight)
+            kept.append(self.inner)
+            return self.inner(x)
+
+        def __call__(self, x):
+            y = transform(self.make)(x)
+            kept[0].count = 1
+            return y
+
+    model = Outer(Layer())
+    with rejects(model, FROZEN, r"Layer\.count", "closed"):
+        es.mutable(model)(jnp.ones(3))
+
+
 def test_a_write_after_an_exception_has_closed_the_scope():
     kept = []
 

@@ -184,7 +184,8 @@ class Lifted:
         written = []
         for i, (tree, old) in enumerate(zip(after, values, strict=True)):
             visits = self.visits(i, tree)
-            if len(visits) != len(old):  # no tracer may live on: only the structure
+            if self.places[i].scope.initialise is not None:
+                # No tracer may live on: only the structure.
                 names = [visit.name for visit in visits]
                 self.initialised[i] = jtu.tree_structure(tree), names
             written.append(
