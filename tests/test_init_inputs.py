@@ -299,3 +299,27 @@ def test_a_module_of_as_many_leaves_takes_the_place_of_another(transform):
             assert self.inner.b == 2
 
     assert es.init(Outer(), 0, call=lambda m: m()).inner.b == 2
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, es.vmap], ids=["eager", "vmap"])
+def test_the_hook_of_a_module_made_in_the_forward_pass_runs_after_it(transform):
+    order = []
+
+    class Hooked(es.Module):
+        def module_init(self, key):
+            order.append("hook")
+
+        def __call__(self, x):
+            order.append("call")
+            return x
+
+    class Outer(es.Module):
+        inner: Hooked | None = None
+
+        def __call__(self, x):
+            if self.inner is None:
+                self.inner = Hooked()
+            return transform(self.inner)(x)
+
+    assert Outer().init(0, jnp.ones(3)).initialized
+    assert order == ["call", "hook"]
