@@ -25,8 +25,9 @@ MUTATED = {
     "scope": "writes ownership containers mutable misuse init submodules shared_nodes"
     " capture",
     "mutable": "mutable misuse ownership containers init sharing capture",
-    "lift": "scan vmap_scope writes ownership capture init init_inputs submodules"
-    " misuse checkpoint jit_scope shared_nodes zero_cost_transforms nesting",
+    "lift": "init init_inputs submodules writes checkpoint ownership misuse scan"
+    " scan_misuse branches_misuse vmap_scope capture jit_scope shared_nodes zero_cost"
+    " zero_cost_transforms nesting",
 }
 
 
