@@ -129,7 +129,7 @@ def mutants(session: nox.Session) -> None:
 [cosmic-ray]
 module-path = "src/eqx_state/_{module}.py"
 test-command = "python -m pytest -x -q -p no:cacheprovider {paths}"
-timeout = 300.0
+timeout = 900.0
 [cosmic-ray.distributor]
 name = "local"
 [cosmic-ray.filters.operators-filter]
