@@ -327,13 +327,15 @@ def test_under_vmap(vmap):
 
 @pytest.mark.parametrize(
     "transform",
-    [es.jit, es.checkpoint, lambda f: es.vmap(f, in_axes=(None, 0))],
+    [es.jit, es.checkpoint, es.vmap],
     ids=["jit", "checkpoint", "vmap"],
 )
 def test_what_is_not_initialised_has_its_name_in_the_model(transform):
     nets = {"encoder": Net().eval()}
     with pytest.raises(es.NotInitializedError, match="initialised: `a.w` is"):
-        transform(lambda nets, x: nets["encoder"](x))(nets, jnp.ones((4, 3)))
+        transform(lambda x, nets: nets["encoder"](x))(jnp.ones((4, 3)), nets)
+    with pytest.raises(es.NotInitializedError, match="initialised: `a.w` is"):
+        transform(es.checkpoint(nets["encoder"]))(jnp.ones((4, 3)))
 
 
 def test_what_is_not_initialised_in_a_program_has_no_name():

@@ -33,6 +33,7 @@ from ._scope import (
     trace_message,
 )
 from ._shared import closed_copy
+from ._transform import Transform
 from ._traverse import (
     is_array,
     leaves,
@@ -82,7 +83,7 @@ class Lifted:
             return
         # One by one: the names in the message are then those of the model.
         opened = self.function, self.arguments
-        for tree in jtu.tree_leaves(opened, is_leaf=is_eqx_module):
+        for tree in jtu.tree_leaves(opened, is_leaf=_is_model):
             check_initialized(tree)
 
     @property
@@ -237,6 +238,10 @@ def _merge(root: BaseModule, tree: BaseModule) -> None:
         else:
             node = visit.node
         node.__dict__.update(fields)
+
+
+def _is_model(x: Any) -> bool:
+    return is_eqx_module(x) and not isinstance(x, Transform)
 
 
 def is_mappable(visit: Visit) -> bool:
