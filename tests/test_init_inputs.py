@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 
 import eqx_state as es
@@ -323,3 +324,30 @@ def test_the_hook_of_a_module_made_in_the_forward_pass_runs_after_it(transform):
 
     assert Outer().init(0, jnp.ones(3)).initialized
     assert order == ["call", "hook"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f, x: es.scan(lambda c, x: (c, f(x)), None, x[None])[1][0],
+        lambda f, x: es.fori_loop(0, 2, lambda i, x: f(x), x),
+        lambda f, x: es.while_loop(lambda x: x.sum() < 0, f, x),
+        lambda f, x: es.cond(True, f, f, x),
+        lambda f, x: es.vmap(f)(x[None])[0],
+    ],
+    ids=["scan", "fori_loop", "while_loop", "cond", "vmap"],
+)
+def test_functions_among_the_leaves(run):
+    class Net(es.Module):
+        mlp: eqx.nn.MLP  # holds its activation
+
+        def __init__(self):
+            self.mlp = es.lazy(eqx.nn.MLP, 3, 3, 4, 1)
+
+        def __call__(self, x):
+            return run(self.mlp, x)
+
+    x = jnp.ones(3)
+    net = Net().init(0, x)
+    assert eqx.tree_equal(net, Net().init(0))
+    np.testing.assert_allclose(run(net.mlp, x), es.mutable(net)(x)[0], rtol=1e-6)
