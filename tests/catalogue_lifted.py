@@ -128,7 +128,7 @@ def _(case):
 
 
 @LIFTED.raises(
-    "drop the module that comes back in the carry of `es.scan`",
+    "write the module that comes back in the carry of `es.scan`, and drop it",
     ValueError,
     "and its module is no longer in the model",
     "`layer.count`",
@@ -149,6 +149,100 @@ def _(case):
 
     with case.error():
         es.mutable(f)(net)
+
+
+@LIFTED.works(
+    "carry a module through `es.scan`, and drop what comes back",
+    "the carry is a value: who drops it keeps the module as it was",
+    "`self.cell, ys = es.scan(step, self.cell, xs)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def step(cell, x):
+        y = cell(x)
+        return cell, y
+
+    def dropped(net):
+        _, ys = es.scan(step, net.layer, XS)
+        return ys
+
+    def assigned(net):
+        net.layer, ys = es.scan(step, net.layer, XS)
+        return ys
+
+    assert es.mutable(dropped)(net)[1].layer.count == 0
+    assert es.mutable(assigned)(net)[1].layer.count == 3
+
+
+@LIFTED.raises(
+    "change a list of modules by a function that has it from outside",
+    es.TraceError,
+    "was changed",
+    "from outside",
+    instead="`self.layers = [...]`",
+)
+def _(case):
+    class Layers(es.Module):
+        layers: list[Layer]
+
+    model = case.keep(Layers([Layer(), Layer()]), call=lambda model: model)
+
+    def swapped(layers, x):
+        layers[0], layers[1] = layers[1], layers[0]
+        return layers[0](x)
+
+    def run(transform):
+        def f(model):
+            layers = model.layers
+            return transform(lambda x: swapped(layers, x))(XS)
+
+        return es.mutable(f)
+
+    for transform in (es.jit, es.checkpoint, es.vmap):
+        with case.error():
+            run(transform)(model)
+    with case.error():
+        run(lambda f: lambda xs: es.scan(lambda c, x: (c, f(x)), None, xs))(model)
+
+
+@LIFTED.raises(
+    "assign a `nonlocal` model in a function under `es.jit`",
+    es.TraceError,
+    "`model` was changed",
+    "def step(model, x):",
+    instead="`model, y = step(model, x)`",
+)
+def _(case):
+    model = case.keep(Layer(), XS)
+
+    @es.jit
+    def step(x):
+        nonlocal model
+        y, model = es.mutable(model)(x)
+        return y
+
+    with case.error():
+        step(XS)
+    assert model.count == 0
+
+
+@LIFTED.raises(
+    "tie two modules inside a transform",
+    ValueError,
+    "The same stateful module is in two places",
+    "`[0].layer` and `[1].layer`",
+    instead="two modules, or `eqx.nn.Shared`",
+)
+def _(case):
+    nets = case.keep([Net(), Net()], call=lambda nets: nets[0](XS))
+
+    def tie(a, b):
+        a.layer = b.layer
+
+    for transform in (lambda f: f, es.jit, es.checkpoint):
+        with case.error():
+            es.mutable(lambda nets, f=transform(tie): f(*nets))(nets)
 
 
 @LIFTED.raises(

@@ -104,8 +104,11 @@ def test_a_stateless_module_may_be_in_many_places():
         layer: eqx.nn.Linear
 
     plain = Plain(layer)
-    assert find_shared([plain] * 3 + [part]) is None
-    assert find_shared([plain, [part], plain, {"a": part}]) == ("[1][0]", "[3]['a']")
+    assert find_shared(walk([plain] * 3 + [part])) is None
+    assert find_shared(walk([plain, [part], plain, {"a": part}])) == (
+        "[1][0]",
+        "[3]['a']",
+    )
 
 
 def test_a_constant_copy_hides_no_sharing():
@@ -117,7 +120,7 @@ def test_a_constant_copy_hides_no_sharing():
     norm = es.nn.BatchNorm(1)
     with pytest.raises(ValueError, match=r"in two places, `a` and `b`"):
         Three(norm, norm, norm)
-    assert find_shared(Three(norm, norm, es.nn.BatchNorm(1))) is None
+    assert find_shared(walk(Three(norm, norm, es.nn.BatchNorm(1)))) is None
 
 
 def test_a_deep_tree_is_walked():

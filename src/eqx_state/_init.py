@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from ._base import BaseModule, is_eqx_module, is_module
 from ._errors import NotInitializedError
 from ._keys import as_key, is_typed, key_at
-from ._scope import disown, own, Scope
+from ._scope import check_written, collect, own, Scope
 from ._strong import strengthen
 from ._traverse import (
     children,
@@ -235,11 +235,13 @@ def _call_hooks(tree: Any, key: Any) -> None:
 def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     """`tree` after `run`, which may assign any field of any `es.Module` in it."""
     private = copy_tree(tree)
+    before = copy_tree(tree)
     scope = Scope((), lambda value, path, context: draw(value, key, path, context))
     own(private, scope)
     try:
         run(private)
-        return disown(private)
+        check_written([private], scope)
+        return collect(private, before, scope)
     finally:
         scope.is_open = False
 

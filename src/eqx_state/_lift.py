@@ -8,6 +8,7 @@ happens, and what the transform returns is written to them at the end.
 """
 
 import dataclasses
+import operator as op
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule, get_place, is_eqx_module, is_module, set_place
+from ._base import BaseModule, get_place, is_eqx_module, set_place
 from ._compare import same
 from ._compat import trace_state
-from ._errors import TraceError
+from ._errors import NotInitializedError, TraceError
 from ._init import check_initialized
 from ._module import Module
 from ._open import open_function
@@ -35,11 +36,13 @@ from ._scope import (
 from ._shared import closed_copy
 from ._transform import Transform
 from ._traverse import (
+    check_apart,
     is_array,
     leaves,
     modules_in,
     name_of,
     Visit,
+    walk,
 )
 
 
@@ -54,7 +57,7 @@ class Lifted:
     """What one lifted call threads: each owned module within reach, once.
 
     `roots` are the outermost of them; what is said of each comes as a list, in their
-    order. Only with `may_initialise` may the call be the one that initialises a model.
+    order. With `may_initialise` an argument may be a model that the call initialises.
     """
 
     def __init__(self, functions: Any, *arguments: Any, may_initialise: bool = False):
@@ -69,22 +72,12 @@ class Lifted:
                 outer = [root for root in self.roots if id(root) not in inside]
                 self.roots = [*outer, visit.node]
                 reached |= inside
-        is_init = getattr(functions, "__func__", None) is Module.init
-        if not is_init and not may_initialise:
-            self.check_initialized()
+        if not self.roots and not may_initialise:
+            _check_initialized((functions, arguments))
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.
         self.scopes = list({id(p.scope): p.scope for p in self.places}.values())
-
-    def check_initialized(self) -> None:
-        """Raise `NotInitializedError` if what came from outside is not ready."""
-        if self.roots:  # `init` may be running, and a scope has checked its model
-            return
-        # One by one: the names in the message are then those of the model.
-        opened = self.function, self.arguments
-        for tree in jtu.tree_leaves(opened, is_leaf=_is_model):
-            check_initialized(tree)
 
     @property
     def is_initialising(self) -> bool:
@@ -167,9 +160,10 @@ class Lifted:
                 pour(root, iter(new.values()))
                 own(root, scopes[id(place.scope)], place.path, place.context)
                 before.append(closed_copy(root))
-            out = call()
+            out = self._called(call)
             for scope in scopes.values():
                 check_written([*self.roots, out], scope)
+            check_apart([v for r, place, _ in threaded for v in walk(r, place.path)])
             out = disown(out)
             after = [
                 collect(root, old, scopes[id(place.scope)], place)
@@ -182,6 +176,7 @@ class Lifted:
                 module.__dict__.clear()
                 module.__dict__.update(fields)
                 set_place(module, place)
+        self._check_containers([module for module, _, _ in saved])
         written = []
         for i, (tree, old) in enumerate(zip(after, values, strict=True)):
             visits = self.visits(i, tree)
@@ -193,6 +188,29 @@ class Lifted:
                 {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
             )
         return out, written, [scopes[id(outer)].sown for outer in self.scopes]
+
+    def _called(self, call: Callable[[], Any]) -> Any:
+        """`call()`; what it has taken for a value, and is none yet, is named."""
+        try:
+            return call()
+        except (NotInitializedError, TypeError):
+            # Not before: a function may initialise what it closes over.
+            if not self.roots:
+                _check_initialized((self.function, self.arguments))
+            raise
+
+    def _check_containers(self, modules: list[BaseModule]) -> None:
+        """Nothing that is outside may have been moved by what runs inside."""
+        now = [visit.node for root in self.roots for visit in modules_in(root)]
+        if len(now) != len(modules) or any(map(op.is_not, now, modules)):
+            raise TraceError(
+                "A list or a dictionary of modules was changed inside a transform, by"
+                " a function that has it from outside. The transform puts the modules"
+                " back as they were, but not what is in such a container. Replace it"
+                " instead of writing into it:\n\n"
+                "    layers[0], layers[1] = layers[1], layers[0]     # wrong\n"
+                "    self.layers = [self.layers[1], self.layers[0]]  # right"
+            )
 
     def commit(self, written: list[Leaves], sown: Sown) -> None:
         """Write the leaves to the owned modules, and sow the values: all or none."""
@@ -233,15 +251,22 @@ def _merge(root: BaseModule, tree: BaseModule) -> None:
             is_leaf=lambda x: id(x) in staying,
         )
         node = old.get(visit.path)
-        if type(node) is type(visit.node):
+        if type(node) is type(visit.node) and is_owned(node):
             staying[id(visit.node)] = node
         else:
             node = visit.node
         node.__dict__.update(fields)
 
 
-def _is_model(x: Any) -> bool:
-    return is_eqx_module(x) and not isinstance(x, Transform)
+def _check_initialized(tree: Any) -> None:
+    """Raise `NotInitializedError`, with a name in the model, if one is not ready."""
+
+    def is_model(x: Any) -> bool:
+        return is_eqx_module(x) and not isinstance(x, Transform)
+
+    for x in jtu.tree_leaves(tree, is_leaf=is_model):
+        if getattr(x, "__func__", None) is not Module.init:
+            check_initialized(x)
 
 
 def is_mappable(visit: Visit) -> bool:
@@ -260,14 +285,15 @@ def is_traced(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
 def pour(module: BaseModule, values: Any) -> None:
     """Put leaves, in the order of flattening, into a module and the modules inside it.
 
-    The `es.Module`s stay the objects that they are; all other nodes are made anew.
+    The owned modules stay the objects that they are; all other nodes are made anew, so
+    that what the caller has put into a list of ours stays the caller's.
     """
     children = [
         f.name for f in dataclasses.fields(module) if not f.metadata.get("static")
     ]
 
     def put(x: Any) -> Any:
-        if is_module(x):
+        if is_owned(x):
             pour(x, values)
             return x
         return next(values)
@@ -275,5 +301,5 @@ def pour(module: BaseModule, values: Any) -> None:
     for name in children:
         if name in module.__dict__:
             old = module.__dict__[name]
-            new = jtu.tree_map(put, old, is_leaf=is_module)
+            new = jtu.tree_map(put, old, is_leaf=is_owned)
             object.__setattr__(module, name, new)

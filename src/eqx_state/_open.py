@@ -6,11 +6,13 @@ bound method and the arguments of a partial would stay hidden from a transform.
 
 import functools as ft
 import types
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax.tree_util as jtu
 
 from ._base import is_eqx_module
+from ._errors import TraceError
 from ._scope import is_owned
 from ._transform import Transform
 
@@ -39,32 +41,47 @@ class Opened:
         return cls(origin, dict(zip(names, children, strict=True)))
 
 
-def open_function(f: Any, memo: dict[int, Any] | None = None) -> Any:
+def open_function(f: Any) -> Any:
     """`f` as a pytree in which the modules that it closes over are nodes.
 
     Looks into cells, defaults, partials and bound methods. What holds no module stays
-    as it is, and so do owned modules, whose identity matters; two functions that refer
-    to each other are not looked through.
+    as it is, and so do owned modules, whose identity matters.
     """
-    # Each function is opened once; one that closes over itself stays as it is there.
-    memo = {} if memo is None else memo
+    return _Opening().open(f)
 
-    def open_leaf(x: Any) -> Any:
-        if id(x) in memo:
-            return memo[id(x)]
-        memo[id(x)] = x
-        if (held := _held(x)) is None:
-            return x
-        opened = {name: open_function(y, memo) for name, y in held.items()}
-        if isinstance(x, types.FunctionType):
-            # The others are not rebuilt: a list or a `nonlocal` of the caller's stays.
-            opened = {name: y for name, y in opened.items() if _holds_module(y)}
-        if _holds_module(opened):
-            origin = x if isinstance(x, types.FunctionType) else type(x)
-            memo[id(x)] = Opened(origin, opened)
-        return memo[id(x)]
 
-    return jtu.tree_map(open_leaf, f, is_leaf=_is_opaque)
+class _Opening:
+    """Functions are opened once, those that refer to one another once on each way."""
+
+    def __init__(self) -> None:
+        self.memo: dict[int, Any] = {}
+        self.around: set[int] = set()  # the functions that are being opened
+
+    def open(self, tree: Any) -> Any:
+        return jtu.tree_map(self.open_leaf, tree, is_leaf=_is_opaque)
+
+    def open_leaf(self, x: Any) -> Any:
+        if id(x) in self.memo or id(x) in self.around or (held := _held(x)) is None:
+            return self.memo.get(id(x), x)
+        if not isinstance(x, types.FunctionType):
+            return self.opened(x, type(x), {n: self.open(y) for n, y in held.items()})
+        self.around.add(id(x))
+        opened = {name: self.open(y) for name, y in held.items()}
+        # The others are not rebuilt: a list or a `nonlocal` of the caller's stays.
+        kept = {n: y for n, y in opened.items() if _holds_module(y) or self.refers(y)}
+        self.around.remove(id(x))
+        return self.opened(x, x, kept)
+
+    def opened(self, x: Any, origin: Any, held: dict[str, Any]) -> Any:
+        refers = self.refers(held)
+        new = Opened(origin, held) if refers or _holds_module(held) else x
+        if not refers:
+            self.memo[id(x)] = new
+        return new
+
+    def refers(self, tree: Any) -> bool:
+        """Whether it holds a function around it: a leaf, which `close` replaces."""
+        return any(id(x) in self.around for x in jtu.tree_leaves(tree))
 
 
 def _is_opaque(x: Any) -> bool:
@@ -152,22 +169,82 @@ _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _MANY: Final = 300
 
 
-def close(tree: Any) -> Any:
-    """Functions again, which hold what is in the tree now."""
+def close(tree: Any) -> tuple[Any, Callable[[], None]]:
+    """Functions again, which hold what is in the tree now.
 
-    def close_leaf(x: Any) -> Any:
-        if not isinstance(x, Opened):
-            return x
-        held = {name: close(y) for name, y in x.held.items()}
-        if isinstance(x.origin, types.FunctionType):
-            return _make_function(x.origin, held)
-        if issubclass(x.origin, types.MethodType):
-            return x.origin(*held.values())
-        return x.origin(held["func"], *held["args"], **held["keywords"])
+    And a check, for when they have been called: what is put into them is lost.
+    """
+    closing = _Closing()
+    return closing.close(tree, {}), closing.check
 
-    return jtu.tree_map(
-        close_leaf, tree, is_leaf=lambda x: isinstance(x, Opened) or is_owned(x)
-    )
+
+class _Closing:
+    def __init__(self) -> None:
+        self.held: list[tuple[str, types.CellType | None, Any, list[Any]]] = []
+
+    def check(self) -> None:
+        for name, cell, value, modules in self.held:
+            now = value if cell is None else _contents(cell)
+            if now is not value or not _is_same(_modules(now), modules):
+                raise TraceError(
+                    f"`{name}` was changed by a function under `es.jit` or `es.vmap`"
+                    " that has it from outside. What a transform changes there is lost:"
+                    " it runs a copy of the function, and runs it once. Take it as an"
+                    " argument, and return the new one:\n\n"
+                    "    @es.jit\n"
+                    f"    def step({name}, x):\n"
+                    "        ...\n"
+                    f"        return {name}"
+                )
+
+    def close(self, tree: Any, around: dict[int, Any]) -> Any:
+        """`tree`, in which functions that are made around it replace the old ones."""
+
+        def close_leaf(x: Any) -> Any:
+            if not isinstance(x, Opened):
+                return around.get(id(x), x)
+            if isinstance(x.origin, types.FunctionType):
+                return self.make_function(x.origin, x.held, around)
+            held = self.close(x.held, around)
+            if issubclass(x.origin, types.MethodType):
+                return x.origin(*held.values())
+            return x.origin(held["func"], *held["args"], **held["keywords"])
+
+        return jtu.tree_map(
+            close_leaf, tree, is_leaf=lambda x: isinstance(x, Opened) or is_owned(x)
+        )
+
+    def make_function(
+        self, f: types.FunctionType, held: dict[str, Any], around: dict[int, Any]
+    ) -> types.FunctionType:
+        """A function like `f` that holds other things under these names."""
+        names = f.__code__.co_freevars
+        old = dict(zip(names, f.__closure__ or (), strict=True))
+        cells = {n: types.CellType() if n in held else cell for n, cell in old.items()}
+        closure = tuple(cells.values())
+        new = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
+        held = {n: self.close(x, {**around, id(f): new}) for n, x in held.items()}
+        for name, value in held.items():
+            if name in cells:
+                cells[name].cell_contents = value
+            self.held.append((name, cells.get(name), value, _modules(value)))
+        defaults = _defaults(f)
+        new.__defaults__ = tuple((defaults | held)[name] for name in defaults) or None
+        kwdefaults = f.__kwdefaults__ or {}
+        new.__kwdefaults__ = {n: held.get(n, x) for n, x in kwdefaults.items()} or None
+        new.__dict__.update(f.__dict__)
+        for name in ("__module__", "__qualname__", "__doc__"):
+            setattr(new, name, getattr(f, name))
+        return new
+
+
+def _modules(tree: Any) -> list[Any]:
+    leaves = jtu.tree_leaves(tree, is_leaf=is_eqx_module)
+    return [x for x in leaves if is_eqx_module(x)]
+
+
+def _is_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -175,30 +252,3 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # assigned later in the function around
         return None
-
-
-def _make_function(f: types.FunctionType, held: dict[str, Any]) -> types.FunctionType:
-    """A function like `f` that holds other things under these names."""
-    itself = types.CellType()  # where `f` calls itself, the new one does, too
-    cells = [
-        types.CellType(held[name])
-        if name in held
-        else itself
-        if _contents(cell) is f
-        else cell
-        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-    ]
-    new = types.FunctionType(
-        f.__code__,
-        f.__globals__,
-        f.__name__,
-        tuple((_defaults(f) | held)[name] for name in _defaults(f)) or None,
-        tuple(cells),
-    )
-    itself.cell_contents = new
-    kwdefaults = f.__kwdefaults__ or {}
-    new.__kwdefaults__ = {n: held.get(n, x) for n, x in kwdefaults.items()} or None
-    new.__dict__.update(f.__dict__)
-    for name in ("__module__", "__qualname__", "__doc__"):
-        setattr(new, name, getattr(f, name))
-    return new

@@ -24,7 +24,6 @@ import jax.tree_util as jtu
 
 from ._checks import callbacks_in, Reporting, wait
 from ._compat import jaxpr_of, run_in_program
-from ._errors import NotInitializedError
 from ._lift import Leaves, Lifted, Sown
 from ._mutable import is_bound_method
 from ._open import close, Opened, reaches_module
@@ -150,15 +149,10 @@ class Call:
             {name: next(sources[2]) if is_array(x) else x for name, x in old.items()}
             for old in self.values
         ]
-        head, tail = close(jtu.tree_unflatten(self.treedef, leaves))
-        f, args, kwargs = tail
-        try:
-            out, written, sown = self.lifted.run(
-                values, lambda: f(*head, *args, **kwargs)
-            )
-        except NotInitializedError:
-            self.lifted.check_initialized()  # a placeholder does not know its name
-            raise
+        closed, check = close(jtu.tree_unflatten(self.treedef, leaves))
+        head, (f, args, kwargs) = closed
+        out, written, sown = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
+        check()
         output = Output(out, written, values)
         state = [list(new.values()) for new in written]
         return output.arrays(out), (state, sown), output

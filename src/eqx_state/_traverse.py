@@ -352,9 +352,8 @@ def set_flags(tree: Any, values: Callable[[Visit], dict[str, Any]]) -> Any:
     return tree
 
 
-def find_shared(tree: Any, path: KeyPath = ()) -> tuple[str, str] | None:
+def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
     """The names of two places that hold one and the same stateful `es.Module`."""
-    visits = walk(tree, path)
     modules = [v for v in visits if is_module(v.node)]
     if len({id(v.node) for v in modules}) == len(modules):
         return None
@@ -377,7 +376,12 @@ def _is_state(visit: Visit) -> bool:
 
 def check_not_shared(tree: Any, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module would have to be two."""
-    if (names := find_shared(tree, path)) is not None:
+    check_apart(walk(tree, path))
+
+
+def check_apart(visits: list[Visit]) -> None:
+    """`check_not_shared`, of what may be several trees."""
+    if (names := find_shared(visits)) is not None:
         a, b = (f"`{name}`" if name else "the model itself" for name in names)
         raise ValueError(
             f"The same stateful module is in two places, {a} and {b}. A model is a"

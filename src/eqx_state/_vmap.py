@@ -117,11 +117,12 @@ class _Vmap(Transform):
             for (source, name), value in zip(slots, inputs, strict=True):
                 values[id(source)][name] = value
             in_f, in_arguments, *inside = values.values()
-            f = self.f
+            f, check = self.f, lambda: None
             if any(axis is not None for axis in held.axes.values()):
-                f = close(jtu.tree_unflatten(held_def, in_f.values()))
+                f, check = close(jtu.tree_unflatten(held_def, in_f.values()))
             args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
             out, written, sown = lifted.run(inside, lambda: f(*args, **kwargs))
+            check()
             names = [list(new) for new in written]
             sorted_ = [
                 source.sort(new) for source, new in zip(owned, written, strict=True)
