@@ -1,5 +1,7 @@
 """Programs that use the transforms of `es` wrongly."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.lax as lax
@@ -186,24 +188,22 @@ def _(case):
     class Layers(es.Module):
         layers: list[Layer]
 
-    model = case.keep(Layers([Layer(), Layer()]), call=lambda model: model)
+        def run(self, transform):
+            layers = self.layers
 
-    def swapped(layers, x):
-        layers[0], layers[1] = layers[1], layers[0]
-        return layers[0](x)
+            def swapped(x):
+                layers[0], layers[1] = layers[1], layers[0]
+                return self.layers[0](x)
 
-    def run(transform):
-        def f(model):
-            layers = model.layers
-            return transform(lambda x: swapped(layers, x))(XS)
+            return transform(swapped)(XS)
 
-        return es.mutable(f)
+    def scan(f):
+        return lambda xs: es.scan(lambda carry, x: (carry, f(x)), None, xs)
 
-    for transform in (es.jit, es.checkpoint, es.vmap):
+    model = case.keep(Layers([Layer(), Layer()]))
+    for transform in (es.jit, es.checkpoint, es.vmap, scan):
         with case.error():
-            run(transform)(model)
-    with case.error():
-        run(lambda f: lambda xs: es.scan(lambda c, x: (c, f(x)), None, xs))(model)
+            es.mutable(model.run, kinds=es.TreePart)(transform)
 
 
 @LIFTED.raises(
@@ -227,6 +227,39 @@ def _(case):
     assert model.count == 0
 
 
+@LIFTED.works(
+    "rebind a model that a recursive function under `es.jit` closes over",
+    "the next call, and each call in it, takes the new one",
+)
+def _(case):
+    model = case.keep(Layer())
+
+    @es.jit
+    def count(n):
+        return model.count if n == 0 else model.count + count(n - 1)
+
+    assert count(2) == 0
+    model = es.mutable(model)(XS)[1]
+    assert count(2) == 3
+
+
+@LIFTED.works(
+    "initialise a model that a function under `es.vmap` closes over",
+    "each lane draws its own",
+    "the same, or `es.vmap(model.init)(keys)`",
+)
+def _(case):
+    model = case.keep(Layer())
+    lazy = es.lazy(eqx.nn.Linear, 3, 2)
+    keys = jax.random.split(jax.random.key(0), 4)
+    for f in (
+        lambda key: es.init((lazy, model), key),
+        ft.partial(es.init, (lazy, model)),
+    ):
+        layers, _ = es.vmap(f)(keys)
+        assert layers.weight.shape == (4, 2, 3)
+
+
 @LIFTED.raises(
     "tie two modules inside a transform",
     ValueError,
@@ -235,14 +268,17 @@ def _(case):
     instead="two modules, or `eqx.nn.Shared`",
 )
 def _(case):
-    nets = case.keep([Net(), Net()], call=lambda nets: nets[0](XS))
+    nets = case.keep([Net(), Net()])
 
     def tie(a, b):
         a.layer = b.layer
 
+    def tying(transform):
+        return es.mutable(lambda nets: transform(tie)(*nets))
+
     for transform in (lambda f: f, es.jit, es.checkpoint):
         with case.error():
-            es.mutable(lambda nets, f=transform(tie): f(*nets))(nets)
+            tying(transform)(nets)
 
 
 @LIFTED.raises(
