@@ -1,6 +1,7 @@
 """Programs that use the transforms of `es` wrongly."""
 
 import functools as ft
+import types
 
 import equinox as eqx
 import jax
@@ -258,6 +259,25 @@ def _(case):
     ):
         layers, _ = es.vmap(f)(keys)
         assert layers.weight.shape == (4, 2, 3)
+
+
+@LIFTED.works(
+    "read state under `es.jit` through an object that is no pytree",
+    "it is a constant of the program, as in `jax.jit`",
+    "close over the module, or over a list or a dict of modules",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def counts(net, holder):
+        read = es.jit(lambda: holder.layer.count)
+        before = read()
+        net.layer(XS)
+        return before, read()
+
+    hidden = es.mutable(lambda net: counts(net, types.SimpleNamespace(layer=net.layer)))
+    assert hidden(net)[0] == (0, 0)
+    assert es.mutable(lambda net: counts(net, net))(net)[0] == (0, 1)
 
 
 @LIFTED.raises(

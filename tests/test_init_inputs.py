@@ -351,3 +351,19 @@ def test_functions_among_the_leaves(run):
     net = Net().init(0, x)
     assert eqx.tree_equal(net, Net().init(0))
     np.testing.assert_allclose(run(net.mlp, x), es.mutable(net)(x)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("holes", [None, [], [None], [None, [None]], {}, {"a": None}])
+def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
+    class Net(es.Module):
+        layers: object
+
+        def __call__(self, x):
+            if self.initializing:
+                self.layers = [Dense(2), Dense(3), Dense(4)]
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    net = Net(holes).init(0, jnp.ones(3))
+    assert [layer.w.shape for layer in net.layers] == [(2, 3), (3, 2), (4, 3)]

@@ -98,6 +98,149 @@ def test_a_recursive_closure_sees_the_new_model_in_all_its_calls():
     assert mapped(jnp.ones(2), 3).tolist() == [8.0, 27.0]
 
 
+# Functions that call themselves: `power(get)` multiplies `n` times by `get().weight`.
+
+
+def decorated(get, jit):
+    @jit
+    def power(x, n):
+        return x if n == 0 else power(get().weight * x, n - 1)
+
+    return power
+
+
+def in_turn(get, jit):
+    def odd(x, n):
+        return x if n == 0 else even(get().weight * x, n - 1)
+
+    def even(x, n):
+        return x if n == 0 else odd(get().weight * x, n - 1)
+
+    return jit(even)
+
+
+def between(get, jit):
+    """One of the two holds no model itself."""
+
+    def power(x, n):
+        return x if n == 0 else again(get().weight * x, n - 1)
+
+    def again(x, n):
+        return power(x, n)
+
+    return jit(again)
+
+
+def in_a_partial(get, jit):
+    def power(scale, x, n):
+        return x if n == 0 else partials[0](scale * get().weight * x, n - 1)
+
+    partials = [ft.partial(power, 1.0)]
+    return jit(partials[0])
+
+
+def by_default(get, jit):
+    def power(x, n, then=None):
+        return x if n == 0 else then(get().weight * x, n - 1, then)
+
+    power.__defaults__ = (power,)
+    return jit(power)
+
+
+RECURSIVE = [decorated, in_turn, between, in_a_partial, by_default]
+
+
+@pytest.mark.parametrize("make", RECURSIVE)
+def test_functions_that_call_each_other_see_the_new_model_in_all_calls(make):
+    model = Layer()
+    jitted = make(lambda: model, es.jit)
+    assert jitted(jnp.array(1.0), 3) == 8.0
+    model = model.replace(weight=3.0)
+    assert jitted(jnp.array(1.0), 3) == 27.0
+    mapped = make(lambda: model, lambda f: es.vmap(f, in_axes=(0, None), axes={...: 0}))
+    model = Layer(jnp.array([2.0, 3.0]), jnp.zeros(2))
+    if make is not decorated:  # which would map a lane once more
+        assert mapped(jnp.ones(2), 3).tolist() == [8.0, 27.0]
+
+
+@pytest.mark.parametrize("make", RECURSIVE)
+def test_functions_that_call_each_other_write_to_one_model(make):
+    def f(holder, x):
+        def get():
+            holder.layer(x)
+            return holder.layer
+
+        return make(get, es.jit)(x, 3)
+
+    y, new = es.mutable(f)(Holder(Layer()), jnp.array(1.0))
+    assert (y, new.layer.n) == (8.0, 3.0)
+
+
+# What a function puts into what it holds, where a transform runs a copy of it.
+
+
+def by_nonlocal(model):
+    def f(x):
+        nonlocal model
+        y, model = es.mutable(model)(x)
+        return y
+
+    return f
+
+
+def by_a_list(model):
+    models = [model]
+
+    def f(x):
+        y, models[0] = es.mutable(models[0])(x)
+        return y
+
+    return f
+
+
+def by_a_default(model):
+    def f(x, models={"model": model}):  # noqa: B006
+        y, models["model"] = es.mutable(models["model"])(x)
+        return y
+
+    return f
+
+
+def by_forgetting(model):
+    def f(x):
+        nonlocal model
+        y = model.weight * x
+        del model
+        return y
+
+    return f
+
+
+@pytest.mark.parametrize("make", [by_nonlocal, by_a_list, by_a_default, by_forgetting])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_what_a_function_puts_into_its_closure_is_not_lost_silently(make, jitted):
+    if jitted:
+        model, transform = Layer(), es.jit
+    else:
+        model = Layer(jnp.array([2.0, 3.0]), jnp.zeros(2))
+        transform = ft.partial(es.vmap, axes={...: 0})
+    with rejects(model, es.TraceError, "`models?` was changed", r"def step\(model"):
+        transform(make(model))(jnp.ones(2))
+
+
+def test_what_an_unmapped_function_puts_into_its_closure_is_there():
+    model, seen = Layer(), []
+
+    def f(x):
+        nonlocal model
+        seen.append(model)
+        model = model.replace(weight=3.0)
+        return x
+
+    es.vmap(f)(jnp.ones(2))
+    assert (seen[0].weight, model.weight) == (2.0, 3.0)
+
+
 def test_defaults_and_their_names_stay():
     layer = Layer()
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import rejects
+from helpers import rejects, untouched
 
 import eqx_state as es
 
@@ -364,3 +364,87 @@ def test_a_container_that_was_written_into_is_replaced():
 
     assert counts(es.mutable(replaced)(Group())[1].layers) == [2, 3]
     assert counts(es.mutable(kept)(Group())[1].layers) == [5, 2]
+
+
+# --- Containers that are changed in place, and transforms ---------------------------
+
+THROUGH = {
+    "jit": es.jit,
+    "checkpoint": es.checkpoint,
+    "vmap": lambda f: es.vmap(f, in_axes=None, axis_size=2),
+    "cond": lambda f: lambda m: es.cond(True, f, f, m),
+    "scan": lambda f: lambda m: es.scan(lambda c, x: (f(m), None), None, length=1),
+    "fori_loop": lambda f: lambda m: es.fori_loop(0, 1, lambda i, c: f(m), None),
+}
+through = pytest.mark.parametrize("transform", THROUGH.values(), ids=THROUGH)
+
+
+@through
+def test_what_the_caller_has_put_into_a_list_stays_the_callers(transform):
+    mine = Counter(1)
+
+    def f(m):
+        m.layers[0] = mine
+        transform(lambda m: m.layers[0].step())(m)
+        assert mine.count == 1
+
+    model = Group()
+    with untouched(mine), untouched(model):
+        assert counts(es.mutable(f)(model)[1].layers) == [2, 5]
+
+
+@through
+def test_modules_that_are_moved_from_outside(transform):
+    def f(m):
+        layers = m.layers
+
+        def swap(m):
+            layers[0], layers[1] = layers[1], layers[0]
+            m.layers[0].step()
+
+        transform(swap)(m)
+
+    with rejects(Group(), es.TraceError, "was changed", "from outside"):
+        es.mutable(f)(Group())
+
+
+@through
+def test_a_module_that_is_taken_out_from_outside(transform):
+    def f(m):
+        layers = m.layers
+
+        def take(m):
+            layers.pop()
+            m.layers[0].step()
+
+        transform(take)(m)
+
+    with rejects(Group(), es.TraceError, "was changed", "from outside"):
+        es.mutable(f)(Group())
+
+
+@pytest.mark.parametrize("transform", THROUGH.values(), ids=THROUGH)
+def test_modules_that_are_moved_inside(transform):
+    def swap(m):
+        m.layers[0], m.layers[1] = m.layers[1], m.layers[0]
+        m.layers[0].step()
+
+    model = Group()
+    with untouched(model):
+        assert counts(es.mutable(transform(swap))(model)[1].layers) == [6, 0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [es.jit, es.checkpoint, lambda f: es.vmap(f, in_axes=None, axis_size=2)],
+)
+def test_modules_of_two_roots_are_not_tied(transform):
+    def f(m):
+        def tie(a, b):
+            a.pair = b.pair
+
+        transform(tie)(*m)
+
+    model = [Outer(), Outer()]
+    with rejects(model, ValueError, r"`\[0\]\.pair` and `\[1\]\.pair`"):
+        es.mutable(f)(model)

@@ -163,7 +163,8 @@ def init(
         so that a new layer changes no other layer's values.
     - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
         and may assign what is still missing: shapes can come from the inputs. Nothing
-        else that it writes is kept.
+        else that it writes is kept. A loop in it runs one step more than it has, and a
+        `cond` runs both branches, so that everything is made.
     - `call`: what to run instead of the model itself: a function of the model and the
         inputs.
 
@@ -265,8 +266,8 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
 
 
 def _fill(before: Any, after: Any) -> Any:
-    """`before`, with what it lacked (`None`, an empty container) taken from `after`."""
-    if before is None or (children(before) == [] and not is_eqx_module(before)):
+    """`before`, with what it lacked (`None`, containers of nothing) from `after`."""
+    if not walk(before):
         return after
     below = children(before)
     if below is None or type(before) is not type(after):

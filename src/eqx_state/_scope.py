@@ -175,10 +175,10 @@ def _check_kinds(
             continue
         if not visit.is_leaf:
             moved = visit.path if _belongs_to(visit.node, scope) else None
-        elif not (
-            same(before.get(visit.path), visit.node) or scope.allows(_kind_at(visit))
-        ):
-            raise _frozen(_kind_message(visit, where, scope))
+            continue
+        old_leaf = before.get(visit.path)
+        if not same(old_leaf, visit.node) and not scope.allows(_kind_at(visit)):
+            raise _frozen(_kind_message(visit, where, scope, old_leaf))
 
 
 def _kind_at(visit: Visit) -> type | None:
@@ -186,7 +186,7 @@ def _kind_at(visit: Visit) -> type | None:
     return visit.kind if is_array(visit.node) else visit.context.declared
 
 
-def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
+def _kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     kind, allowed = (
         _kind_at(visit),
         " and ".join(f"`{k.__name__}`" for k in scope.kinds),
@@ -197,6 +197,13 @@ def _kind_message(visit: Visit, where: str, scope: Scope) -> str:
             f"Cannot write `{where}`: `{visit.name}` is {what}, and this scope writes "
             f"{allowed}. What a forward pass changes is declared so: "
             f"`{visit.context.field}: es.State`."
+        )
+    if old is None:
+        return (
+            f"Cannot write `{where}`: `{visit.name}` is a `{kind.__name__}` that is not"
+            " there yet, and a call keeps the structure of the model. Layers that take"
+            " their shapes from an input make their arrays in `init`, which returns a"
+            " new model:\n\n    model = model.init(42, x)"
         )
     return (
         f"Cannot write `{where}`: `{visit.name}` is a `{kind.__name__}`, and this scope"
@@ -313,7 +320,8 @@ def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) ->
             "A call keeps the structure of the model, and this one changed it,"
             f" {difference(before, tree)}. Give every field its final structure when"
             " the model is made: an array of zeros in place of `None`, a list of its"
-            " final length, the mode by `train` and `eval` from outside."
+            " final length, the mode by `train` and `eval` from outside, what takes its"
+            " shape from an input by `model = model.init(42, x)`."
         )
     old = {v.path: v.node for v in leaves(before, path, context)}
     new = [
@@ -354,7 +362,7 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
             '    self.stats = {**self.stats, "a": x}     # right'
         )
     if not scope.allows(_kind_at(visit)):
-        raise _frozen(_kind_message(visit, visit.name, scope))
+        raise _frozen(_kind_message(visit, visit.name, scope, old))
     if scope.initialise is None:
         new = fit_leaf(old, new, visit.name)
     if isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype):
