@@ -31,6 +31,11 @@ def first_difference(
     return path, a, b
 
 
+def identical(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two leaves are one and the same. Arrays are compared by identity."""
     if a is b or type(a) is not type(b) or is_array(a):

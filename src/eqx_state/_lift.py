@@ -8,7 +8,6 @@ happens, and what the transform returns is written to them at the end.
 """
 
 import dataclasses
-import operator as op
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +15,13 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule, get_place, is_eqx_module, set_place
-from ._compare import same
+from ._base import BaseModule, get_place, set_place
+from ._compare import identical, same
 from ._compat import trace_state
 from ._errors import NotInitializedError, TraceError
 from ._init import check_initialized
 from ._module import Module
-from ._open import open_function
+from ._open import is_model, open_function
 from ._scope import (
     check_written,
     collect,
@@ -34,7 +33,6 @@ from ._scope import (
     trace_message,
 )
 from ._shared import closed_copy
-from ._transform import Transform
 from ._traverse import (
     check_apart,
     is_array,
@@ -202,7 +200,7 @@ class Lifted:
     def _check_containers(self, modules: list[BaseModule]) -> None:
         """Nothing that is outside may have been moved by what runs inside."""
         now = [visit.node for root in self.roots for visit in modules_in(root)]
-        if len(now) != len(modules) or any(map(op.is_not, now, modules)):
+        if not identical(now, modules):
             raise TraceError(
                 "A list or a dictionary of modules was changed inside a transform, by"
                 " a function that has it from outside. The transform puts the modules"
@@ -260,10 +258,6 @@ def _merge(root: BaseModule, tree: BaseModule) -> None:
 
 def _check_initialized(tree: Any) -> None:
     """Raise `NotInitializedError`, with a name in the model, if one is not ready."""
-
-    def is_model(x: Any) -> bool:
-        return is_eqx_module(x) and not isinstance(x, Transform)
-
     for x in jtu.tree_leaves(tree, is_leaf=is_model):
         if getattr(x, "__func__", None) is not Module.init:
             check_initialized(x)

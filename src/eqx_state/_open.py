@@ -12,6 +12,7 @@ from typing import Any, Final
 import jax.tree_util as jtu
 
 from ._base import is_eqx_module
+from ._compare import identical
 from ._errors import TraceError
 from ._scope import is_owned
 from ._transform import Transform
@@ -81,7 +82,8 @@ class _Opening:
 
     def refers(self, tree: Any) -> bool:
         """Whether it holds a function around it: a leaf, which `close` replaces."""
-        return any(id(x) in self.around for x in jtu.tree_leaves(tree))
+        leaves = jtu.tree_leaves(tree, is_leaf=is_model)
+        return any(id(x) in self.around for x in leaves)
 
 
 def _is_opaque(x: Any) -> bool:
@@ -118,13 +120,17 @@ def _defaults(f: types.FunctionType) -> dict[str, Any]:
     return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
 
 
+def is_model(x: Any) -> bool:
+    """Whether `x` is a module, and not a transform, whose function may hold one."""
+    return is_eqx_module(x) and not isinstance(x, Transform)
+
+
 def _holds_module(tree: Any) -> bool:
     """Whether there is a module, the function it may be in not being looked into."""
     found: list[Any] = []
 
     def stop(x: Any) -> bool:
-        # A transform is no model: what counts is whether its function holds one.
-        if is_eqx_module(x) and not isinstance(x, Transform):
+        if is_model(x):
             found.append(x)
         return bool(found)
 
@@ -179,13 +185,17 @@ def close(tree: Any) -> tuple[Any, Callable[[], None]]:
 
 
 class _Closing:
+    """Functions that are made, and what they have been given to hold."""
+
     def __init__(self) -> None:
+        # The name, the cell if it is in one, the value, and the modules in that.
         self.held: list[tuple[str, types.CellType | None, Any, list[Any]]] = []
 
     def check(self) -> None:
+        """Raise `TraceError` if a call has put something else there."""
         for name, cell, value, modules in self.held:
             now = value if cell is None else _contents(cell)
-            if now is not value or not _is_same(_modules(now), modules):
+            if now is not value or not identical(_modules(now), modules):
                 raise TraceError(
                     f"`{name}` was changed by a function under `es.jit` or `es.vmap`"
                     " that has it from outside. What a transform changes there is lost:"
@@ -239,12 +249,7 @@ class _Closing:
 
 
 def _modules(tree: Any) -> list[Any]:
-    leaves = jtu.tree_leaves(tree, is_leaf=is_eqx_module)
-    return [x for x in leaves if is_eqx_module(x)]
-
-
-def _is_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    return [x for x in jtu.tree_leaves(tree, is_leaf=is_model) if is_model(x)]
 
 
 def _contents(cell: types.CellType) -> Any:
