@@ -233,7 +233,10 @@ def test_a_combinator_may_be_asked_about_a_part():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["es.Parameter", 3, None, True, (es.Parameter,), int, es.Module, jnp.ones(2)],
+    [
+        *("es.Parameter", 3, None, True, (es.Parameter,), int, es.Module, jnp.ones(2)),
+        es.State[jax.Array],
+    ],
     ids=str,
 )
 def test_what_is_no_filter(wrong):

@@ -1,5 +1,6 @@
 """`init(key, *inputs)`: the forward pass fills what is missing."""
 
+import collections
 import dataclasses
 
 import equinox as eqx
@@ -367,3 +368,21 @@ def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
 
     net = Net(holes).init(0, jnp.ones(3))
     assert [layer.w.shape for layer in net.layers] == [(2, 3), (3, 2), (4, 3)]
+
+
+def test_a_dict_keeps_its_class_and_its_factory():
+    class Net(es.Module):
+        layers: dict
+        own: es.Parameter | None = None
+
+        def __call__(self, x):
+            if self.own is None:
+                self.own = x
+            return x
+
+    x = jnp.ones(2)
+    layers = collections.defaultdict(list, {"a": x, "b": None})
+    new = Net(layers).init(0, x)
+    assert isinstance(new.layers, collections.defaultdict)
+    assert new.layers.default_factory is list
+    assert (new.own.shape, new.layers["a"].shape, new.layers["b"]) == ((2,), (2,), None)

@@ -30,6 +30,15 @@ class Config:
     n: Any
 
 
+class Derived(Config):
+    """Compared by the `__eq__` that the dataclass has made."""
+
+
+class Settings(eqx.Module):
+    n: Any
+    fixed: Any = eqx.field(static=True, default=None)
+
+
 class Pair(NamedTuple):
     a: Any
     b: Any
@@ -58,9 +67,12 @@ SPECIAL = [float("inf"), Color.ONE, Integer(1), "1", b"1", None, int, float, jnp
 NESTED = [(1, 0), (1.0, 0), (True, 0), (1, -0.0), (1, 0.0), ((1,), 0), ((True,), 0)]
 TUPLES = [Pair(1, 0), Pair(True, 0), (), ((),)]
 CONFIGS = [Config(1), Config(True), Config(Config(1.0)), Config(Config(1))]
+CONFIGS += [Derived(1), Derived(True), Derived(1.0)]
+MODULES = [Settings(1), Settings(True), Settings(1.0), Settings(0.0), Settings(-0.0)]
+MODULES += [Settings(1, 1), Settings(1, True), Settings(Settings(1)), Settings((1.0,))]
 NUMPY = [np.float32(0), np.float32(-0.0), np.float64(0), np.int32(0), np.bool_(False)]
 SETS = [frozenset({1}), frozenset({True}), frozenset({1.0}), frozenset({(1, 0.0)})]
-HASHABLE = [*NUMBERS, *SPECIAL, *NESTED, *TUPLES, *CONFIGS, *SETS]
+HASHABLE = [*NUMBERS, *SPECIAL, *NESTED, *TUPLES, *CONFIGS, *MODULES, *SETS]
 
 # How a value gets into a call of `es.jit(f)`, where `f` gets `read(argument)`.
 PLACES = {

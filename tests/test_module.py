@@ -4,6 +4,7 @@ import abc
 import copy
 import dataclasses
 import pickle
+import threading
 import weakref
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -132,6 +133,24 @@ class Reopened(es.Module):
 @pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_made_as_the_class_says(copied):
     assert copied(Reopened("data", "opened")) == Reopened("data", "opened anew")
+
+
+class Guarded(es.Module):
+    path: str
+    lock: Any = eqx.field(static=True, default=None)
+
+    def __getstate__(self):
+        return {**self.__dict__, "lock": None}
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_hold_what_the_class_says(copied):
+    guarded = copied(Guarded("data", threading.Lock()))
+    assert (guarded.path, guarded.lock) == ("data", None)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="path"):
+        guarded.path = "other"
 
 
 @pytest.mark.parametrize("name", ["scale", "mean", "training", "frozen", "new"])

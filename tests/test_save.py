@@ -156,6 +156,9 @@ def test_a_path_that_cannot_be_written(path, tmp_path):
         message = f"`es.save` cannot write `{target}`: .*{why}"
         with rejects(NEW, error, message):
             es.save(target, NEW)
+    for target in (f"{tmp_path}/new/", f"{tmp_path}/folder/"):
+        with rejects(NEW, IsADirectoryError, f"cannot write `{target}`: .*directory"):
+            es.save(target, NEW)
     assert sorted(os.listdir(tmp_path)) == before
     assert eqx.tree_equal(es.load(path, OLD), OLD)
 

@@ -190,3 +190,14 @@ def test_a_loop_compiles_once_from_a_number_on():
         return counter.replace(count=counter.count + 1)
 
     assert step(step(step(Counter()))).count == 3
+
+
+def test_the_shape_of_a_weak_array():
+    class Scale(es.Module):
+        factor: es.Parameter
+
+    shape = jax.eval_shape(lambda: 2.0 * jnp.array(1.0))
+    assert shape.weak_type
+    scale = Scale(shape)
+    assert not scale.factor.weak_type
+    assert (scale.factor.shape, scale.factor.dtype) == ((), jnp.float32)

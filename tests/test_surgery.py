@@ -1,5 +1,6 @@
 """Modules by name: list, map, configure, replace; and the pure pair of `functional`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import pytest
 from helpers import reuses_keys
 from jaxtyping import Array
@@ -112,6 +114,49 @@ def test_a_module_in_two_places_is_listed_and_mapped_once():
     assert seen == ["[0]"]
     assert tree[0].bias is None
     assert tree[1]["again"] is tree[0]
+
+
+def test_modules_that_a_node_makes_when_it_is_flattened():
+    class Box(eqx.Module):
+        n: float
+
+    @jtu.register_pytree_node_class
+    class Making:
+        def __init__(self, n):
+            self.n = n
+
+        def tree_flatten(self):
+            return (Box(self.n),), None
+
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            return cls(children[0].n)
+
+    new = es.map_modules(lambda module, name: module, [Making(n) for n in range(50)])
+    assert [node.n for node in new] == list(range(50))
+
+
+def test_a_module_may_be_an_iterator():
+    class Steps(es.Module):
+        n: es.State | None = None
+        inner: eqx.nn.Dropout = dataclasses.field(default_factory=eqx.nn.Dropout)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise StopIteration
+
+        def __call__(self, x):
+            if self.n is None:
+                self.n = x
+
+    model = {"steps": Steps()}
+    seen = []
+    es.map_modules(lambda module, name: seen.append(name) or module, model)
+    assert seen == ["['steps'].inner", "['steps']"]
+    new = es.init(model, 0, jnp.ones(2), call=lambda m, x: m["steps"](x))
+    assert [(p.name, p.kind) for p in es.parts(new)] == [("['steps'].n", es.State)]
 
 
 def test_equal_modules_are_not_one():

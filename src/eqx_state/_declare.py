@@ -8,6 +8,7 @@ and `State` for what is in it. Nothing here looks at values.
 import abc
 import builtins
 import collections.abc
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -15,7 +16,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, ForwardRef, NamedTuple, Union
 
 import equinox as eqx
@@ -29,19 +30,24 @@ KIND = "eqx_state.kind"  # the metadata key under which `field(kind=…)` is kep
 
 
 class Spec(NamedTuple):
-    """What an annotation declares for a value and, one level down, for its elements."""
+    """What an annotation declares for a value and, one level down, for its elements.
+
+    `items`: for the first elements of a tuple; `each`: for all others.
+    """
 
     kind: type[TreePart] | None = None
     each: "Spec | None" = None
     items: "tuple[Spec, ...] | None" = None
     unresolved: bool = False
 
-    def child(self, key: Any) -> "Spec":
-        """The declaration for the child of a container that lies under `key`."""
-        if self.items is not None:
-            index = key.idx if isinstance(key, jtu.SequenceKey) else len(self.items)
-            return self.items[index] if index < len(self.items) else NOTHING
-        return NOTHING if self.each is None else self.each
+    def child(self, node: Any, key: Any) -> "Spec":
+        """The declaration for the child of the container `node` under `key`."""
+        each = NOTHING if self.each is None else self.each
+        # `list[A] | tuple[B, C]`; without the list a list may stand for the tuple.
+        if self.items is None or not (isinstance(node, tuple) or each is NOTHING):
+            return each
+        index = key.idx if isinstance(key, jtu.SequenceKey) else len(self.items)
+        return self.items[index] if index < len(self.items) else each
 
 
 NOTHING = Spec()
@@ -144,6 +150,7 @@ class Namespace(dict[str, Any]):
         super().__init__()
         module = vars(sys.modules.get(cls.__module__, builtins))
         self.open_aliases: list[Any] = []
+        self.types: dict[Any, Any] = {}  # what type variables stand for
         fields = own_annotations(cls)
         local, frame_globals = _statements.get(cls, ({}, module))
         self.layers = (
@@ -154,6 +161,15 @@ class Namespace(dict[str, Any]):
             frame_globals,
             vars(builtins),
         )
+
+    @contextlib.contextmanager
+    def where(self, types: dict[Any, Any]) -> Iterator[None]:
+        """Meanwhile the type variables stand for these."""
+        outer, self.types = self.types, types
+        try:
+            yield
+        finally:
+            self.types = outer
 
     def __missing__(self, name: str) -> Any:
         for layer in self.layers:
@@ -199,27 +215,33 @@ def parse(annotation: Any, names: Namespace) -> Spec:
         return Spec(unresolved=True)
     if is_kind(annotation):
         return Spec(kind=annotation)
-    if type(annotation).__name__ == "TypeAliasType":  # `type Weights = …`
-        return _parse_alias(annotation, names)
+    if isinstance(annotation, typing.TypeVar):
+        meaning = names.types.get(annotation, annotation.__bound__)
+        with names.where({}):
+            return NOTHING if meaning is None else parse(meaning, names)
+    if _is_alias(annotation):  # `type Weights = …`
+        return _parse_alias(annotation, (), names)
     if hasattr(annotation, "__supertype__"):  # `NewType`
         return parse(annotation.__supertype__, names)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is None or not args:  # a class, or a bare `typing.List`
-        # jaxtyping's `PyTree[X]` is a class of its own.
-        leaf_type = getattr(annotation, "leaftype", None)
-        return NOTHING if leaf_type is None else parse(leaf_type, names)
+        # jaxtyping's `PyTree[X]` and `Float[X, "…"]` are classes of their own.
+        below = (getattr(annotation, n, None) for n in ("leaftype", "array_type"))
+        return _merge([parse(x, names) for x in below if x is not None])
+    if _is_alias(origin):
+        return _parse_alias(origin, args, names)
     if origin is typing.Annotated:
         return _annotated(parse(args[0], names), annotation.__metadata__)
     if origin in (typing.Literal, type, collections.abc.Callable):
         return NOTHING
     if origin in (Union, types.UnionType):
         return _merge([parse(a, names) for a in args])
-    if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
-        items = tuple(parse(a, names) for a in args)
-        return NOTHING if all(s == NOTHING for s in items) else Spec(items=items)
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
-        mapping = issubclass(origin, collections.abc.Mapping)
-        each = parse(args[-1] if mapping else args[0], names)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return _parse_tuple(args, names)
+    if _is_collection(origin):
+        if issubclass(origin, collections.abc.Mapping):
+            args = args[-1:]
+        each = _merge([parse(a, names) for a in args if a is not Ellipsis])
         return NOTHING if each == NOTHING else Spec(each=each)
     # `Final[X]`, a generic module `Box[X]`: what is said counts for all that is below.
     return _merge([parse(a, names) for a in args])
@@ -233,12 +255,51 @@ def _resolved(value: Callable[[], Any]) -> Any:
         return unresolved("")
 
 
-def _parse_alias(alias: Any, names: Namespace) -> Spec:
+def _is_collection(cls: Any) -> bool:
+    # A module may be one, too: what is said counts for all that is below.
+    is_type = isinstance(cls, type) and not issubclass(cls, eqx.Module)
+    return is_type and issubclass(cls, collections.abc.Collection)
+
+
+def _parse_tuple(args: tuple[Any, ...], names: Namespace) -> Spec:
+    """`tuple[A, B]`; in `tuple[A, *tuple[B, ...], C]` what follows is in one heap."""
+    first = next((i for i, a in enumerate(args) if _is_starred(a)), len(args))
+    items = tuple(parse(a, names) for a in args[:first])
+    rest = _merge([_parse_starred(a, names) for a in args[first:]])
+    if rest == NOTHING and all(s == NOTHING for s in items):
+        return NOTHING
+    return Spec(items=items, each=None if rest == NOTHING else rest)
+
+
+def _is_starred(annotation: Any) -> bool:
+    is_unpack = typing.get_origin(annotation) is typing.Unpack
+    return is_unpack or getattr(annotation, "__unpacked__", None) is True
+
+
+def _parse_starred(annotation: Any, names: Namespace) -> Spec:
+    if not _is_starred(annotation):
+        return parse(annotation, names)
+    args = [a for a in typing.get_args(annotation) if a is not Ellipsis]
+    if typing.get_origin(annotation) is typing.Unpack:
+        args = [a for a in typing.get_args(args[0]) if a is not Ellipsis]
+    return _merge([_parse_starred(a, names) for a in args])
+
+
+def _is_alias(x: Any) -> bool:
+    return type(x).__name__ == "TypeAliasType"
+
+
+def _parse_alias(alias: Any, args: tuple[Any, ...], names: Namespace) -> Spec:
     if alias in names.open_aliases:  # `type Tree = Array | dict[str, Tree]`
         return NOTHING
+    types = {
+        p: _substituted(x, names.types)
+        for p, x in zip(alias.__type_params__, args, strict=False)
+    }
     names.open_aliases.append(alias)
     try:
-        return parse(_resolved(lambda: alias.__value__), names)
+        with names.where(types):
+            return parse(_resolved(lambda: alias.__value__), names)
     finally:
         names.open_aliases.pop()
 
@@ -344,8 +405,10 @@ def _known_names(cls: type) -> int:
 
 def _declared(cls: type, name: str) -> Spec:
     """What the class declares that annotates the field last; it has both forms."""
-    owner = next((c for c in cls.__mro__ if name in own_annotations(c)), cls)
-    spec = parse(own_annotations(owner).get(name, Any), Namespace(owner))
+    owner = _owner(cls, name)
+    names = Namespace(owner)
+    names.types = _type_arguments(cls).get(owner, {})
+    spec = parse(own_annotations(owner).get(name, Any), names)
     fields = owner.__dict__.get("__dataclass_fields__", cls.__dataclass_fields__)
     kind = fields[name].metadata.get(KIND) if name in fields else None
     if kind is None:
@@ -356,6 +419,37 @@ def _declared(cls: type, name: str) -> Spec:
             f" `{kind.__name__}`"
         )
     return spec._replace(kind=kind, unresolved=False)
+
+
+def _owner(cls: type, name: str) -> type:
+    """The class that gives `cls` a field: a mixin that is no dataclass gives none."""
+    bases = (c for c in cls.__mro__ if "__dataclass_fields__" in c.__dict__)
+    return next((c for c in bases if name in own_annotations(c)), cls)
+
+
+def _type_arguments(cls: type) -> dict[type, dict[Any, Any]]:
+    """For each base of `cls`, what its type variables stand for in `cls`."""
+    found: dict[type, dict[Any, Any]] = {}
+    for base in cls.__mro__:
+        for generic in base.__dict__.get("__orig_bases__", ()):
+            origin, args = typing.get_origin(generic), typing.get_args(generic)
+            parameters = getattr(origin, "__parameters__", ())
+            here = found.get(base, {})
+            types = {
+                p: _substituted(x, here) for p, x in zip(parameters, args, strict=False)
+            }
+            found.setdefault(origin, types)
+    return found
+
+
+def _substituted(annotation: Any, types: dict[Any, Any]) -> Any:
+    """`list[T]` with what `T` stands for."""
+    if isinstance(annotation, typing.TypeVar):
+        return types.get(annotation, annotation)
+    parameters = getattr(annotation, "__parameters__", ())
+    if isinstance(annotation, type) or not any(p in types for p in parameters):
+        return annotation
+    return _resolved(lambda: annotation[tuple(types.get(p, p) for p in parameters)])
 
 
 def check_declarations(cls: type) -> None:
@@ -380,8 +474,7 @@ def is_class_var(annotation: Any) -> bool:
 
 def annotation_of(cls: type, name: str) -> str:
     """The annotation of a field as it was written, for messages."""
-    owner = next(c for c in cls.__mro__ if name in own_annotations(c))
-    annotation = own_annotations(owner)[name]
+    annotation = own_annotations(_owner(cls, name))[name]
     return annotation if isinstance(annotation, str) else repr(annotation)
 
 

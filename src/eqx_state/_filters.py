@@ -6,6 +6,7 @@ the whole tree once. All combinators are hashable values that print as they are 
 
 import abc
 import re
+import typing
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,7 +28,8 @@ def bind(filter: Filter, tree: Any) -> Predicate:
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
     if isinstance(filter, _Combinator):
         return filter.bind(tree)
-    if isinstance(filter, type) or not callable(filter):
+    is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
+    if is_annotation or isinstance(filter, type) or not callable(filter):
         raise TypeError(
             f"`{filter!r}` is no filter. A filter is a kind (`es.Parameter`, your own"
             " `class Cache(es.State)`), a function `es.Part -> bool`, or made of"

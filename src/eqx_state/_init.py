@@ -1,5 +1,6 @@
 """Lazy models: placeholders for values, and `init`, which draws them."""
 
+import copy
 import functools as ft
 from collections.abc import Callable
 from typing import Any, overload, TYPE_CHECKING, TypeVar
@@ -282,8 +283,8 @@ def _fill(before: Any, after: Any) -> Any:
     if isinstance(before, dict):
         old = {key.key: child for key, child in below}
         given = {key.key: child for key, child in new.items()}
-        return type(before)(
-            {k: _fill(old.get(k), given.get(k)) for k in {**old, **given}}
-        )
+        filled = copy.copy(before)  # a `defaultdict` keeps its factory
+        filled.update({k: _fill(old.get(k), x) for k, x in {**old, **given}.items()})
+        return filled
     one_level = jtu.tree_structure(before, is_leaf=lambda x: x is not before)
     return jtu.tree_unflatten(one_level, [_fill(x, new.get(key)) for key, x in below])

@@ -174,7 +174,10 @@ class Module(BaseModule):
         # takes the copy for a module that is still being made, and lets it be written.
         if type(self).__reduce__ is not object.__reduce__:
             return super().__reduce_ex__(protocol)
-        return _rebuild, (type(self), dict(self.__dict__))
+        state = self.__dict__
+        if type(self).__getstate__ is not object.__getstate__:
+            state = self.__getstate__()
+        return _rebuild, (type(self), dict(state))
 
     def __hash__(self) -> int:
         try:

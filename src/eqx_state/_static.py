@@ -10,6 +10,8 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any, Final
 
+import equinox as eqx
+import jax.tree_util as jtu
 import numpy as np
 
 from ._compare import same
@@ -26,7 +28,8 @@ def typed(x: Any) -> Any:
     if compare in (frozenset.__eq__, set.__eq__):
         return type(x), frozenset(map(typed, x))
     if compare in (dict.__eq__, collections.OrderedDict.__eq__):
-        return type(x), tuple((typed(k), typed(v)) for k, v in x.items())
+        factory = getattr(x, "default_factory", None)
+        return type(x), factory, tuple((typed(k), typed(v)) for k, v in x.items())
     if compare is complex.__eq__:
         return type(x), typed(x.real), typed(x.imag)
     if isinstance(x, np.generic):
@@ -36,7 +39,12 @@ def typed(x: Any) -> Any:
     if _is_record(x):
         values = (getattr(x, f.name, None) for f in dataclasses.fields(x))
         return type(x), tuple(map(typed, values))
-    return type(x), x if is_hashable(x) else _ByEquality(x)
+    if not is_hashable(x):
+        return type(x), _ByEquality(x)
+    if compare is eqx.Module.__eq__:
+        leaves, treedef = jtu.tree_flatten(x)
+        return structure(treedef), tuple(map(typed, leaves))
+    return type(x), x
 
 
 def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
@@ -57,8 +65,9 @@ _LEAF: Final = "leaf"
 
 def _is_record(x: Any) -> bool:
     """Whether `x` is a dataclass that is compared by its fields."""
-    parameters = getattr(type(x), "__dataclass_params__", None)
-    return parameters is not None and parameters.eq and "__eq__" in vars(type(x))
+    owner = next(c for c in type(x).__mro__ if "__eq__" in vars(c))
+    parameters = vars(owner).get("__dataclass_params__")
+    return parameters is not None and parameters.eq
 
 
 def is_hashable(x: Any) -> bool:

@@ -250,10 +250,12 @@ def _replacing(path: str) -> Iterator[str]:
 
     In between nothing is seen of it at `path`; an exception removes it.
     """
-    target = os.path.realpath(path)
+    target = os.path.realpath(path)  # which has no slash at its end
     folder = os.path.dirname(target)
     temporary = os.path.join(folder, f".{os.urandom(8).hex()}.tmp")
     try:
+        if not os.path.basename(path):
+            raise OSError(errno.EISDIR, "it is a directory")
         with open(temporary, "xb") as file:
             mode = os.fstat(file.fileno()).st_mode  # as for any new file
         with contextlib.suppress(FileNotFoundError):

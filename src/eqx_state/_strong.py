@@ -6,6 +6,7 @@ constant at every step: the training step would be compiled again.
 
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -31,7 +32,7 @@ def strengthen(value: Any, spec: Spec) -> Any:
     inherited = Spec(kind=spec.kind)
     new = []
     for key, child in below:
-        inner = spec.child(key)
+        inner = spec.child(value, key)
         new.append(strengthen(child, inherited if inner == NOTHING else inner))
     if all(x is child for x, (_, child) in zip(new, below, strict=True)):
         return value
@@ -49,7 +50,8 @@ def to_strong(leaf: Any) -> Any:
         # By way of a NumPy scalar type: `jnp.asarray(1.0)` alone would stay weak.
         return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
     if is_weak(leaf):
-        return leaf.astype(leaf.dtype)
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        return leaf.update(weak_type=False) if is_shape else leaf.astype(leaf.dtype)
     return leaf
 
 

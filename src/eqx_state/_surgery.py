@@ -64,19 +64,19 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
         assert mlp.layers[0].bias is None
         ```
     """
-    done: dict[int, Any] = {}
+    done: dict[int, tuple[Any, Any]] = {}  # with the node, or another has its `id` soon
 
     def rebuild(node: Any, path: tuple[Any, ...]) -> Any:
         if node is None or (below := children(node)) is None:
             return node
         if id(node) in done:
-            return done[id(node)]
+            return done[id(node)][1]
         one_level = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
         new = [rebuild(child, (*path, key)) for key, child in below]
         out = jtu.tree_unflatten(one_level, new)
         if is_eqx_module(node):
             out = f(out, name_of(path))
-            done[id(node)] = out
+            done[id(node)] = node, out
         return out
 
     return rebuild(tree, ())

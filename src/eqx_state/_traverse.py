@@ -40,7 +40,7 @@ class Context(NamedTuple):
             is_es = is_module(node)
             frozen = node.frozen if is_es else self.frozen
             return self.field_of(type(node), frozen, key.name)
-        return self.declare(self.spec.child(key))
+        return self.declare(self.spec.child(node, key))
 
     def field_of(self, cls: type, frozen: bool, name: str) -> "Context":
         """The context of a field of a module of this class."""
@@ -129,6 +129,8 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 def is_leaf(x: Any) -> bool:
     """Whether JAX takes `x` for a leaf; for an iterator it does so with a warning."""
+    if is_eqx_module(x):
+        return False
     return isinstance(x, Iterator) or jtu.all_leaves((x,))
 
 
@@ -182,10 +184,10 @@ class _Walk:
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
         spec = context.spec
-        each = None if spec.items else context.declare(spec.child(None))
+        each = None if spec.items else context.declare(spec.child(node, None))
         for i, child in enumerate(node):
             key = jtu.SequenceKey(i)
-            below = context.declare(spec.child(key)) if each is None else each
+            below = context.declare(spec.child(node, key)) if each is None else each
             self.step_of(child)(child, (*path, key), below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:

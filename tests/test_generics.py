@@ -1,0 +1,218 @@
+"""Generics: what a type variable stands for, and what is in a starred tuple."""
+
+import typing
+from typing import Any, Generic, NamedTuple, TypeVar, Unpack
+
+import equinox as eqx
+import jax.numpy as jnp
+import pytest
+from jaxtyping import Array, Float
+from typing_extensions import TypeAliasType
+
+import eqx_state as es
+
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+Stateful = TypeVar("Stateful", bound=es.State)
+Late = TypeVar("Late", bound="es.BatchStat")
+Tagged = TypeAliasType("Tagged", tuple[T, es.Buffer], type_params=(T,))
+ONE = jnp.ones(2)
+
+
+def kinds(tree: Any) -> dict[str, Any]:
+    return {part.name: part.kind for part in es.parts(tree)}
+
+
+@pytest.fixture(params=[es.Module, eqx.Module], ids=["es", "eqx"])
+def base(request):
+    return request.param
+
+
+def test_a_subclass_says_what_a_type_variable_is(base):
+    class Holder(base, Generic[T]):
+        value: T
+        more: list[T]
+        text: "dict[str, T]"
+
+    class Counter(Holder[es.State]):
+        pass
+
+    class Deeper(Counter):
+        own: es.Buffer
+
+    model = Deeper(ONE, [ONE], {"a": ONE}, ONE)
+    assert kinds(model) == {
+        "value": es.State,
+        "more[0]": es.State,
+        "text['a']": es.State,
+        "own": es.Buffer,
+    }
+    assert set(kinds(Holder(ONE, [ONE], {"a": ONE})).values()) == {es.Parameter}
+
+
+def test_type_variables_are_handed_on(base):
+    class Two(base, Generic[A, B]):
+        a: A
+        b: B
+
+    class Turned(Two[B, A], Generic[A, B]):
+        pass
+
+    class Wrapped(Two[list[T], es.Rng], Generic[T]):
+        c: T
+
+    class Both(Turned[es.State, es.Buffer]):
+        pass
+
+    class Last(Wrapped[es.BatchStat]):
+        pass
+
+    assert kinds(Both(ONE, ONE)) == {"a": es.Buffer, "b": es.State}
+    model = Last([ONE], ONE, ONE)
+    assert kinds(model) == {"a[0]": es.BatchStat, "b": es.Rng, "c": es.BatchStat}
+    model = Wrapped([ONE], ONE, ONE)
+    assert kinds(model) == {"a[0]": es.Parameter, "b": es.Rng, "c": es.Parameter}
+
+
+def test_in_an_es_module_numbers_are_made_strong():
+    class Holder(es.Module, Generic[T]):
+        value: T
+
+        def __call__(self):
+            self.value = self.value + 1
+
+    class Counter(Holder[es.State]):
+        pass
+
+    assert es.mutable(Counter(0))()[1].value == 1
+
+
+def test_the_bound_of_a_type_variable(base):
+    class Model(base, Generic[Stateful, Late]):
+        a: Stateful
+        b: Late
+
+    class Narrowed(Model[es.Rng, es.BatchStat]):
+        pass
+
+    assert kinds(Model(ONE, ONE)) == {"a": es.State, "b": es.BatchStat}
+    assert kinds(Narrowed(ONE, ONE)) == {"a": es.Rng, "b": es.BatchStat}
+
+
+def test_an_alias_with_arguments(base):
+    class Model(base, Generic[A]):
+        p: Tagged[es.State]
+        q: Tagged[A]
+
+    class Concrete(Model[es.Rng]):
+        pass
+
+    expected = {"p[0]": es.State, "p[1]": es.Buffer, "q[0]": es.Rng, "q[1]": es.Buffer}
+    assert kinds(Concrete((ONE, ONE), (ONE, ONE))) == expected
+
+
+def test_a_generic_module_that_is_a_collection(base):
+    class Stack(eqx.Module, Generic[T]):
+        items: list[T]
+
+        def __len__(self):
+            return len(self.items)
+
+        def __iter__(self):
+            return iter(self.items)
+
+        def __contains__(self, x):
+            return any(x is item for item in self.items)
+
+    class Model(base):
+        stack: Stack[es.State]
+
+    assert kinds(Model(Stack([ONE]))) == {"stack.items[0]": es.State}
+
+
+def test_a_generic_named_tuple_has_one_kind():
+    class Pair(NamedTuple, Generic[A, B]):
+        a: A
+        b: B
+
+    class Model(es.Module):
+        pair: Pair[es.State, es.State]
+
+    assert set(kinds(Model(Pair(ONE, ONE))).values()) == {es.State}
+    with pytest.raises(TypeError, match=r"`.*Mixed\.pair`.*`Parameter` and `State`"):
+
+        class Mixed(es.Module):
+            pair: Pair[es.Parameter, es.State]
+
+
+# --- Tuples -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (tuple[es.Rng, *tuple[es.State, ...]], [es.Rng, es.State, es.State]),
+        (
+            typing.Tuple[es.Rng, Unpack[typing.Tuple[es.State, ...]]],  # noqa: UP006, UP044
+            [es.Rng, es.State, es.State],
+        ),
+        (tuple[*tuple[es.State, ...]], [es.State] * 3),
+        (tuple[*tuple[es.State, ...], es.State], [es.State] * 3),
+        (tuple[es.Rng, *tuple[Array, ...]], [es.Rng, es.Parameter, es.Parameter]),
+        (tuple[Array, *tuple[Array, ...]], [es.Parameter] * 3),
+        (tuple[es.Rng, es.State], [es.Rng, es.State, es.Parameter]),
+    ],
+    ids=str,
+)
+def test_starred_tuples(base, annotation, expected):
+    class Model(base):
+        x: annotation
+
+    model = Model((ONE, ONE, ONE))
+    assert list(kinds(model).values()) == expected
+
+
+def test_what_follows_a_starred_tuple_cannot_be_told_apart():
+    with pytest.raises(TypeError, match=r"Model\.x.*`Parameter` and `State`"):
+
+        class Model(es.Module):
+            x: tuple[*tuple[es.State, ...], es.Parameter]
+
+
+def test_a_union_of_containers(base):
+    class Model(base):
+        a: list[es.State] | tuple[es.Parameter, es.Buffer]
+        b: dict[str, es.State] | tuple[es.Parameter, es.Buffer]
+        c: tuple[es.State, es.Buffer]
+
+    tuples = Model((ONE, ONE), (ONE, ONE), (ONE, ONE))
+    expected = [es.Parameter, es.Buffer] * 2 + [es.State, es.Buffer]
+    assert list(kinds(tuples).values()) == expected
+    others = Model([ONE, ONE], {"x": ONE}, [ONE, ONE])  # a list for a tuple will do
+    expected = [es.State, es.State, es.State, es.State, es.Buffer]
+    assert list(kinds(others).values()) == expected
+
+
+# --- Other ways to lose a kind -----------------------------------------------------
+
+
+def test_a_mixin_without_fields_of_its_own_takes_no_kind_away():
+    class Mean:
+        mean: Array
+
+    class Stat(es.Module):
+        mean: es.BatchStat
+
+    class Norm(Mean, Stat):
+        pass
+
+    assert kinds(Norm(ONE)) == {"mean": es.BatchStat}
+
+
+def test_a_kind_inside_a_shape():
+    class Model(es.Module):
+        x: Float[es.State, "2"]
+
+    assert kinds(Model(ONE)) == {"x": es.State}
