@@ -63,12 +63,16 @@ def test_type_variables_are_handed_on(base):
     class Wrapped(Two[list[T], es.Rng], Generic[T]):
         c: T
 
+    class Plain(Two[list[es.State], es.Rng]):
+        pass
+
     class Both(Turned[es.State, es.Buffer]):
         pass
 
     class Last(Wrapped[es.BatchStat]):
         pass
 
+    assert kinds(Plain([ONE], ONE)) == {"a[0]": es.State, "b": es.Rng}
     assert kinds(Both(ONE, ONE)) == {"a": es.Buffer, "b": es.State}
     model = Last([ONE], ONE, ONE)
     assert kinds(model) == {"a[0]": es.BatchStat, "b": es.Rng, "c": es.BatchStat}

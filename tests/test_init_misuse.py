@@ -161,3 +161,23 @@ def test_a_function_initialises_what_it_closes_over(transform):
     assert weights.shape[-2:] == (2, 3)
     with pytest.raises(es.NotInitializedError, match="initialised: `linear` is"):
         transform(lambda key: net(jnp.ones(3)))(keys)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, es.vmap, es.checkpoint])
+def test_an_error_of_a_layer_whose_hook_is_to_come_is_its_own(transform):
+    class Hooked(es.Module):
+        def module_init(self, key):
+            pass
+
+        def __call__(self, x):
+            raise TypeError("its own")
+
+    class Net(es.Module):
+        layer: Hooked | None = None
+
+        def __call__(self, x):
+            self.layer = Hooked()
+            return transform(self.layer)(x)
+
+    with rejects(Net(), TypeError, "its own"):
+        Net().init(0, jnp.ones(3))

@@ -131,6 +131,17 @@ def between(get, jit):
     return jit(again)
 
 
+def in_a_list(get, jit):
+    def odd(x, n):
+        return x if n == 0 else even(get().weight * x, n - 1)
+
+    def even(x, n):
+        return x if n == 0 else odd(get().weight * x, n - 1)
+
+    functions = [odd, even]
+    return jit(lambda x, n: functions[n % 2](x, n))
+
+
 def in_a_partial(get, jit):
     def power(scale, x, n):
         return x if n == 0 else partials[0](scale * get().weight * x, n - 1)
@@ -147,7 +158,7 @@ def by_default(get, jit):
     return jit(power)
 
 
-RECURSIVE = [decorated, in_turn, between, in_a_partial, by_default]
+RECURSIVE = [decorated, in_turn, between, in_a_list, in_a_partial, by_default]
 
 
 @pytest.mark.parametrize("make", RECURSIVE)

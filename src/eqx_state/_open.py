@@ -195,7 +195,7 @@ class _Closing:
         """Raise `TraceError` if a call has put something else there."""
         for name, cell, value, modules in self.held:
             now = value if cell is None else _contents(cell)
-            if now is not value or not identical(_modules(now), modules):
+            if not identical(_modules(now), modules):
                 raise TraceError(
                     f"`{name}` was changed by a function under `es.jit` or `es.vmap`"
                     " that has it from outside. What a transform changes there is lost:"
