@@ -1,5 +1,6 @@
 """`es.jit`: one program for each set of static values, and no more than that."""
 
+import collections
 import copy
 import dataclasses
 import enum
@@ -106,6 +107,13 @@ def test_static_values_are_told_apart_by_type_and_value(place):
     for value in NUMBERS[:6]:
         assert jitted(put(value), X)[0] == repr(value)
     assert len(traces) == len(values)
+
+
+def test_the_factory_of_a_defaultdict_counts():
+    jitted = es.jit(lambda layer: jnp.asarray(layer.tag["missing"]))
+    for factory in (int, float):
+        y = jitted(Layer(1.0, collections.defaultdict(factory)))
+        assert y.dtype == jnp.result_type(factory)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, True, 1.0, (1, True), (True, 1)])
