@@ -14,7 +14,7 @@ import pytest
 from zoo import CASES
 
 import eqx_state as es
-from eqx_state._declare import Spec
+from eqx_state._annotations import Spec
 from eqx_state._traverse import children, find_shared, ROOT, walk
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._annotations import NOTHING, Spec
 from ._base import is_eqx_module
-from ._declare import declarations, NOTHING, Spec
+from ._declare import declarations
 from ._traverse import children
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._annotations import NOTHING, Spec
 from ._base import BaseModule, is_eqx_module, is_module
-from ._declare import annotation_of, declarations, NOTHING, Spec
+from ._declare import annotation_of, declarations
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
 
