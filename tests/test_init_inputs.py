@@ -253,11 +253,14 @@ def test_hooks_and_initializers_come_before_the_forward_pass():
     assert new.c.shape == (3,)
 
 
-@pytest.mark.parametrize(
+through = pytest.mark.parametrize(
     "transform",
     [lambda f: f, es.jit, lambda f: es.vmap(f, in_axes=None, axis_size=4)],
     ids=["eager", "jit", "vmap"],
 )
+
+
+@through
 def test_a_module_made_in_the_forward_pass_is_initialised(transform):
     class Outer(es.Module):
         inner: Dense | None = None
@@ -277,11 +280,7 @@ def test_a_module_made_in_the_forward_pass_is_initialised(transform):
     assert y.shape == (5,)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [lambda f: f, es.jit, lambda f: es.vmap(f, in_axes=None, axis_size=4)],
-    ids=["eager", "jit", "vmap"],
-)
+@through
 def test_a_module_of_as_many_leaves_takes_the_place_of_another(transform):
     class One(es.Module):
         a: es.State = 1

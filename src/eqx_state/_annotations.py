@@ -47,6 +47,7 @@ NOTHING = Spec()
 
 
 def is_unresolved(spec: Spec) -> bool:
+    """Whether a name in the annotation, however deep, could not be resolved."""
     below = [*([] if spec.each is None else [spec.each]), *(spec.items or ())]
     return spec.unresolved or any(map(is_unresolved, below))
 
