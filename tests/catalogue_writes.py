@@ -57,7 +57,7 @@ def _(case):
     "assign a name that the class does not declare: `model.params = p`",
     FROZEN,
     "`Net` has no field `params`",
-    "params: es.State",
+    "params: Net",
     instead="`model = model.update(params)`",
 )
 def _(case):
@@ -304,7 +304,8 @@ def _(case):
     "assign what is not declared in `__init__`, as in PyTorch",
     FROZEN,
     "has no field `weight`",
-    "weight: es.State",
+    "weight: es.Parameter",
+    "It declares no fields",
     instead="`weight: es.Parameter` in the class",
 )
 def _(case):
@@ -314,6 +315,23 @@ def _(case):
 
     with case.error():
         Dense()
+
+
+@INSIDE.raises(
+    "assign a layer that is not declared in `__init__`, as in PyTorch",
+    FROZEN,
+    "has no field `linear`",
+    "linear: eqx.nn.Linear`",
+    instead="`linear: eqx.nn.Linear` in the class; declared `es.State`, it would not "
+    "be trained",
+)
+def _(case):
+    class Model(es.Module):
+        def __init__(self):
+            self.linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+
+    with case.error():
+        Model()
 
 
 @INSIDE.raises(

@@ -6,12 +6,15 @@ Every test checks that the caller's model is afterwards bit for bit what it was.
 import contextlib
 import copy
 import dataclasses
+import re
 import threading
 
 import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
 import pytest
 from helpers import rejects
 
@@ -269,6 +272,74 @@ def test_a_write_that_is_not_allowed(name):
     model = Net()
     with rejects(model, FROZEN, *fragments):
         es.mutable(lambda m: setattr(m, field, value))(model)
+
+
+UNDECLARED = {
+    "a layer of Equinox": (lambda: eqx.nn.Linear(1, 1, key=jr.key(0)), "eqx.nn.Linear"),
+    "a layer of ours": (lambda: es.nn.BatchNorm(2), "es.nn.BatchNorm"),
+    "a stream of keys": (lambda: es.RngStream(0), "es.RngStream"),
+    "a module": (Layer, "Layer"),
+    "modules in a list": (lambda: [Layer(), None], "list"),
+    "a module to be drawn": (lambda: es.lazy(eqx.nn.Linear, 1, 1), "eqx.nn.Linear"),
+    "an array to be drawn": (lambda: es.Initializer(jr.normal), "es.Parameter"),
+    "a float array": (lambda: jnp.ones(2), "es.Parameter"),
+    "a NumPy array": (lambda: np.ones(2), "es.Parameter"),
+    "float arrays in a dict": (lambda: {"w": jnp.ones(2)}, "es.Parameter"),
+    "a key": (lambda: jr.key(0), "es.Rng"),
+    "a legacy key": (lambda: jr.PRNGKey(0), "es.Rng"),
+    "several keys": (lambda: tuple(jr.split(jr.key(0))), "es.Rng"),
+    "an integer array": (lambda: jnp.arange(2), "es.State"),
+    "a key and an array": (lambda: [jr.key(0), jnp.ones(2)], "es.State"),
+    "a number": (lambda: 2, "es.State` (or, for a constant, `held: int"),
+    "nothing": (lambda: None, "es.State"),
+    "a function": (lambda: jax.nn.relu, "Callable"),
+    "a string": (lambda: "same", "str"),
+}
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_how_to_declare_what_is_held_undeclared(name):
+    make, annotation = UNDECLARED[name]
+
+    class Net(es.Module):
+        other: es.State = 0
+
+        def __init__(self):
+            self.held = make()
+
+    fragments = rf"`held: {re.escape(annotation)}`", "The fields are: other"
+    with pytest.raises(FROZEN, match=fragments[0]) as info:
+        Net()
+    info.match(fragments[1])
+
+    class Drawn(es.Module):
+        def module_init(self, key):
+            self.held = make()
+
+    with rejects(model := Drawn(), FROZEN, fragments[0], "It declares no fields"):
+        model.init(0)
+
+
+def test_a_float_array_that_a_forward_pass_assigns_undeclared_is_state():
+    class Net(es.Module):
+        def __call__(self, x):
+            self.last = x
+
+    for x in (jnp.ones(2), 2.0):
+        with rejects(model := Net(), FROZEN, "`last: es.State`. It declares no field"):
+            es.mutable(model)(x)
+
+
+def test_a_module_without_fields_says_so():
+    class Empty(es.Module):
+        pass
+
+    with rejects(model := Empty(), FROZEN, "no field `w`", "It declares no fields"):
+        model.w = 1
+    with rejects(model, TypeError, "no field `w`", "It declares no fields"):
+        model.replace(w=1)
+    with rejects(model, ValueError, "has an attribute `w`. No module has a field"):
+        es.configure(model, w=1)
 
 
 @pytest.mark.parametrize("name", ["parameter", "buffer"])

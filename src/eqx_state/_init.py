@@ -5,6 +5,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any, overload, TYPE_CHECKING, TypeVar
 
+import equinox as eqx
 import jax.random as jr
 import jax.tree_util as jtu
 
@@ -212,6 +213,11 @@ def init(
     cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
     return _run_hooks(_fill(tree, after), key)
+
+
+def as_initialized(tree: Any) -> Any:
+    """`tree`, or if anything in it is still to be drawn, its shapes after `init`."""
+    return tree if missing(tree) is None else eqx.filter_eval_shape(init, tree, 0)
 
 
 def _default_call(model: Any, *inputs: Any) -> Any:

@@ -158,7 +158,8 @@ class Module(BaseModule):
                 super().__setattr__(name, value)
             except dataclasses.FrozenInstanceError:
                 if name not in fields:
-                    message = no_field_message(self, name)
+                    # An Initializer is declared as what it will be.
+                    message = no_field_message(self, name, _init.as_initialized(value))
                     raise dataclasses.FrozenInstanceError(message) from None
                 _raise_frozen(type(self).__qualname__, name)
 

@@ -16,7 +16,6 @@ import jax
 import jax.tree_util as jtu
 
 from ._base import is_eqx_module
-from ._init import init, missing
 from ._modes import eval
 from ._mutable import carried, mutable
 from ._surgery import map_modules
@@ -171,11 +170,6 @@ def _calls(
 
 def _is_numpy(x: Any) -> bool:
     return not isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def initialised(tree: Any) -> Any:
-    """`tree`, or if anything in it is to be drawn yet, what it will be: no values."""
-    return tree if missing(tree) is None else eqx.filter_eval_shape(init, tree, 0)
 
 
 # --- In words -------------------------------------------------------------------------

@@ -21,14 +21,15 @@ from ._compare import same
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
 from ._fit import fit, fit_leaf, is_numeric, same_type, show
+from ._keys import is_key
 from ._kinds import kind_name
 from ._select import difference
 from ._shared import closed_copy, open_shared, OpenShared
-from ._strong import strengthen_field, to_strong
+from ._strong import NUMBERS, strengthen_field, to_strong
 from ._traverse import (
     check_not_shared,
     Context,
-    field_names,
+    declared_fields,
     is_array,
     KeyPath,
     leaves,
@@ -123,9 +124,13 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
         )
     if scope.trace != trace_state():
         raise TraceError(trace_message(full_name, where))
+    path = (*place.path, jtu.GetAttrKey(name))
+    context = place.context.enter(module, jtu.GetAttrKey(name))
+    if scope.initialise is not None:
+        value = scope.initialise(value, path, context)
     fields = {f.name: f for f in dataclasses.fields(module)}
     if name not in fields:
-        raise _frozen(no_field_message(module, name))
+        raise _frozen(no_field_message(module, name, value))
     if fields[name].metadata.get("static", False) and scope.initialise is None:
         raise _frozen(
             f"Cannot write `{where}`: a static field is part of the structure of the"
@@ -133,11 +138,7 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
             " array; modes are switched from outside: `model = model.eval()`."
         )
     old = module.__dict__.get(name)
-    path = (*place.path, jtu.GetAttrKey(name))
-    context = place.context.enter(module, jtu.GetAttrKey(name))
-    if scope.initialise is not None:
-        value = scope.initialise(value, path, context)
-    else:
+    if scope.initialise is None:
         value = fit(old, value, full_name)
     value = strengthen_field(cls, name, value)
     _check_kinds(old, value, path, context, scope, where)
@@ -213,14 +214,48 @@ def _kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     )
 
 
-def no_field_message(module: BaseModule, name: str) -> str:
-    """What to say when a field is written that the class does not have."""
+def no_field_message(module: BaseModule, name: str, value: Any) -> str:
+    """The error for a field that is assigned and that the class does not declare."""
     cls = type(module).__qualname__
+    place = get_place(module)
+    is_forward = place is not None and place.scope.initialise is None
+    declared = _annotation_for(value, is_forward)
+    constant = ""
+    if type(value) in NUMBERS and not is_forward:
+        constant = f" (or, for a constant, `{name}: {type(value).__name__}`)"
     return (
         f"Cannot write `{cls}.{name}`: `{cls}` has no field `{name}`. Declare it in the"
-        f" class body, `{name}: es.State`. The fields are:"
-        f" {', '.join(field_names(module))}."
+        f" class body, `{name}: {declared}`{constant}. {declared_fields(module)}"
     )
+
+
+def _annotation_for(value: Any, is_forward: bool) -> str:
+    """How to declare a field that is to hold `value`.
+
+    `is_forward`: a forward pass assigns it, so it is state. Elsewhere training is the
+    usual reason to hold an inexact array.
+    """
+    visits = walk(value)
+    if not all(visit.is_leaf for visit in visits):
+        return _class_name(type(value))  # a module, or a container of modules
+    held = [visit.node for visit in visits]
+    if held and all(map(is_key, held)):
+        return "es.Rng"
+    is_inexact = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in held]
+    if held and all(is_inexact) and not is_forward:
+        return "es.Parameter"
+    if isinstance(value, str):
+        return "str"
+    return "Callable" if callable(value) else "es.State"
+
+
+def _class_name(cls: type) -> str:
+    """A class as users write it: `eqx.nn.Linear`, `es.nn.BatchNorm`, `dict`."""
+    library, _, _ = cls.__module__.partition("._")
+    aliases = {"equinox": "eqx.", "eqx_state": "es."}
+    first, dot, rest = library.partition(".")
+    prefix = f"{aliases[first]}{rest}{dot}" if first in aliases else ""
+    return prefix + cls.__name__
 
 
 def _frozen(message: str) -> dataclasses.FrozenInstanceError:

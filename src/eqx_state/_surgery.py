@@ -9,7 +9,14 @@ import jax.tree_util as jtu
 
 from ._base import is_eqx_module, is_module
 from ._strong import strengthen_field
-from ._traverse import children, copy_tree, field_names, name_of, walk
+from ._traverse import (
+    children,
+    copy_tree,
+    declared_fields,
+    field_names,
+    name_of,
+    walk,
+)
 
 
 _Tree = TypeVar("_Tree")
@@ -105,7 +112,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
         known = sorted({name for _, m in modules(tree) for name in field_names(m)})
         raise ValueError(
             f"`es.configure`: no module in the tree has an attribute {names}. "
-            f"There are: {', '.join(known)}."
+            + (f"There are: {', '.join(known)}." if known else "No module has a field.")
         )
     for module, name in places:
         value = attributes[name]
@@ -124,10 +131,9 @@ def replace(module: Any, **fields: Any) -> Any:
     """A copy of an `es.Module` with these fields; `TypeError` for a name it lacks."""
     for name in fields:
         if not _has(module, name):
-            known = ", ".join(field_names(module))
             raise TypeError(
                 f"`{type(module).__qualname__}.replace`: there is no field `{name}`. "
-                f"The fields are: {known}."
+                f"{declared_fields(module)}"
             )
     new = copy_tree(module)
     for name, value in fields.items():

@@ -10,9 +10,9 @@ import equinox as eqx
 
 from ._base import is_eqx_module, is_module
 from ._filters import bind, trainable
-from ._init import Initializer
+from ._init import as_initialized, Initializer
 from ._kinds import Parameter
-from ._record import Call, initialised, model_of, record, show
+from ._record import Call, model_of, record, show
 from ._traverse import (
     has_inference,
     is_array,
@@ -121,7 +121,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     tree, put = model_of(tree, inputs)
     calls: dict[str, Call] = {}
     if inputs:
-        tree = initialised(tree)
+        tree = as_initialized(tree)
         calls = record(tree, put, inputs)
     rows = _rows(tree, depth)
     kinds = sorted(

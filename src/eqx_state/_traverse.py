@@ -340,6 +340,12 @@ def field_names(module: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(module) if f.repr]
 
 
+def declared_fields(module: Any) -> str:
+    """A sentence for errors: the fields of a module's class."""
+    names = field_names(module)
+    return f"The fields are: {', '.join(names)}." if names else "It declares no fields."
+
+
 def has_inference(module: eqx.Module) -> bool:
     """Whether a module has the flag of Equinox's layers, a bool called `inference`."""
     return type(module.__dict__.get("inference")) is bool
