@@ -262,6 +262,37 @@ def _(case):
             es.mutable(lambda m, value=value: setattr(m, "count", value))(model)
 
 
+@SHAPES.raises(
+    "write an integer that the dtype of the state cannot hold",
+    ValueError,
+    "does not fit into",
+    "`count`",
+    "i32[]",
+    "a wider dtype",
+    instead="a wider dtype from the start; a traced integer wraps, as everywhere "
+    "in JAX",
+)
+def _(case):
+    model = case.keep(Layer(), XS)
+    for value in (2**40, np.int64(2**40)):
+        with case.error():
+            es.mutable(lambda m, value=value: setattr(m, "count", value))(model)
+
+
+@SHAPES.raises(
+    "write a `jax.ShapeDtypeStruct` into state",
+    ValueError,
+    "which has a shape and a dtype and no values",
+    "`count`",
+    instead="an array: `jnp.zeros(struct.shape, struct.dtype)`",
+)
+def _(case):
+    model = case.keep(Layer(), XS)
+    struct = jax.ShapeDtypeStruct((), jnp.int32)
+    with case.error():
+        es.mutable(lambda m: setattr(m, "count", struct))(model)
+
+
 STRUCTURE = "A call keeps the structure of the model"
 for title, before, change, instead in (
     (

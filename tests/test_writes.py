@@ -322,6 +322,115 @@ def test_a_number_that_does_not_fit_is_an_error_that_names_the_field():
         es.mutable(lambda m: setattr(m, "n", 300))(small)
 
 
+I64, U64 = np.int64(2**40), np.uint64(2**40)
+TOO_LARGE = {
+    "number into int8": (jnp.int8, -129),
+    "number into int4": (jnp.int4, 9),
+    "number into uint4": (jnp.uint4, -1),
+    "number into uint8": (jnp.uint8, 300),
+    "number into int32": (I32, 2**40),
+    "number into float16": (F16, 70_000),
+    "number into float32": (F32, -(2**200)),
+    "weak array into uint8": (jnp.uint8, jnp.asarray(300)),
+    "weak array into unsigned": (jnp.uint32, jnp.asarray(-1)),
+    "weak arrays into int4": (jnp.int4, jnp.full(2, 9)),
+    "weak array into float16": (F16, jnp.asarray(70_000)),
+    "NumPy's scalar into int32": (I32, I64),
+    "NumPy's scalar into uint32": (jnp.uint32, U64),
+    "NumPy's array into int32": (I32, np.array([1, -(2**40)])),
+}
+LARGEST = {
+    "number into int4": (jnp.int4, -8),
+    "number into uint8": (jnp.uint8, 255),
+    "number into int32": (I32, -(2**31)),
+    "number into float16": (F16, 65_504),
+    "weak array into uint8": (jnp.uint8, jnp.asarray(255)),
+    "weak array into float16": (F16, jnp.asarray(-65_504)),
+    "NumPy's scalar into int32": (I32, np.int64(2**31 - 1)),
+    "NumPy's scalar into uint32": (jnp.uint32, np.uint64(2**32 - 1)),
+    "nothing into uint8": (jnp.uint8, jnp.full(0, 1)),
+    "nothing of NumPy's into int32": (I32, np.zeros(0, np.int64)),
+}
+
+
+def written(how, dtype, value, jit):
+    """A slot into which the value has been written, in one way of several."""
+    zeros = jnp.zeros(jnp.shape(value), dtype)
+    model = Slot(zeros if how == "field" else {"k": zeros})
+    if how == "in place":
+        run = es.mutable(lambda m: m.x.update(k=value))
+    else:
+        run = es.mutable(lambda m: m(value if how == "field" else {"k": value}))
+    return (eqx.filter_jit(run) if jit else run)(model)[1].x
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("how", ["field", "container", "in place"])
+def test_an_integer_that_the_dtype_cannot_hold_is_never_cut(name, jit, how):
+    dtype, value = TOO_LARGE[name]
+    with pytest.raises(ValueError, match="`x.*`: .* does not fit into `[iuf]"):
+        written(how, dtype, value, jit)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize("how", ["field", "container", "in place"])
+def test_the_largest_integer_of_a_dtype_can_be_written(name, how):
+    dtype, value = LARGEST[name]
+    new = jax.tree.leaves(written(how, dtype, value, jit=False))[0]
+    assert new.dtype == dtype
+    assert not new.weak_type
+    assert np.array_equal(np.asarray(new).astype(np.int64), np.asarray(value))
+
+
+def test_a_traced_integer_wraps_as_in_jax():
+    # Its value is not known when the program is made.
+    _, new = jax.jit(lambda m: es.mutable(m)(jnp.int32(299) + 1))(Slot(jnp.int32(0)))
+    assert new.x == 300
+    weak = jax.jit(lambda m, n: es.mutable(m)(n))
+    _, new = weak(Slot(jnp.uint8(0)), 300)
+    assert new.x == np.int32(300).astype(np.uint8)
+
+
+def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
+    big = np.array([0, 2**40])
+    with rejects(model := Slot(big), ValueError, "`x`", "int32", "jax_enable_x64"):
+        es.mutable(model)(jnp.zeros(2, int))
+
+    class Sows(es.Module):
+        def __call__(self, value):
+            self.sow("value", value)
+
+    for value in (big, I64, 2**40):
+        with rejects(model := Sows(), ValueError, "`value`", "jax_enable_x64"):
+            es.capture(model)(value)
+
+    class Drawn(es.Module):
+        n: es.State = None
+
+        def module_init(self, key):
+            self.n = big
+
+    with rejects(model := Drawn(), ValueError, "`n`", "jax_enable_x64"):
+        model.init(0)
+
+
+@pytest.mark.parametrize("old", [jnp.zeros(2), jr.key(0)], ids=["array", "key"])
+@pytest.mark.parametrize("how", ["field", "container", "module"])
+def test_a_shape_and_a_dtype_are_not_written_for_an_array(old, how):
+    struct = jax.ShapeDtypeStruct(old.shape, old.dtype)
+    put = {"field": lambda x: x, "container": lambda x: [x], "module": Slot}[how]
+    model = Slot(put(old))
+    with rejects(model, ValueError, "`x", "ShapeDtypeStruct", "and no values"):
+        es.mutable(model)(put(struct))
+
+
+def test_an_abstract_model_stays_one():
+    model = Slot(jax.ShapeDtypeStruct((2,), F32))
+    _, new = es.mutable(model)(jax.ShapeDtypeStruct((2,), F32))
+    assert new.x == model.x
+
+
 def test_constants_of_numpy_stay_usable_as_shapes_and_cannot_be_written_into():
     class Shaped(es.Module):
         sizes: es.Buffer

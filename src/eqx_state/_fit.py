@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from ._base import is_eqx_module
 from ._strong import is_weak, NUMBERS
@@ -23,12 +24,22 @@ def fit(old: Any, new: Any, name: str) -> Any:
 
 
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
+    """`new` as it is stored in the place of `old`; `ValueError` if it cannot be."""
+    if _is_struct(new) and not _is_struct(old):
+        raise ValueError(
+            f"Cannot write `{name}`: {show(new)} is a `jax.ShapeDtypeStruct`, which has"
+            " a shape and a dtype and no values. Write an array:"
+            " `jnp.zeros(struct.shape, struct.dtype)`."
+        )
     if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return new
-    is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
-    if not is_number and not (is_weak(new)):
-        return new
     dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+    is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
+    if not is_number and not is_weak(new):
+        is_numpy = isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype)
+        if is_numpy and jax.dtypes.canonicalize_dtype(new.dtype) == dtype:
+            _check_range(old, new, dtype, name)
+        return new
     with jax.numpy_dtype_promotion("standard"):
         promoted = (
             jnp.promote_types(dtype, type(new))
@@ -45,13 +56,61 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
             f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
             " the field of that dtype to begin with."
         )
-    try:
-        return jnp.asarray(new, dtype=dtype)
-    except OverflowError as e:
+    _check_range(old, new, dtype, name)
+    return jnp.asarray(new, dtype=dtype)
+
+
+def _is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _check_range(old: Any, new: Any, dtype: Any, name: str) -> None:
+    if not holds(dtype, new):
+        given = f"{new!r}" if type(new) is int else f"an integer in {show(new)}"
         raise ValueError(
-            f"Cannot write `{name}`: {new!r} does not fit into {show(old)}. Make the"
+            f"Cannot write `{name}`: {given} does not fit into {show(old)}. Make the"
             " field of a wider dtype to begin with."
-        ) from e
+        )
+
+
+def holds(dtype: Any, x: Any) -> bool:
+    """Whether a dtype has all the integers in a number or an array.
+
+    Values that cannot be looked at count as held: JAX wraps those of a tracer, and
+    those that lie with other processes.
+    """
+    is_number = type(x) is int
+    if not is_number and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)):
+        return True
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
+    least, most = int(limits.min), int(limits.max)
+    if is_number:
+        return least <= x <= most
+    own = jnp.iinfo(x.dtype)
+    # Only now: reading an array waits for its values.
+    if (least <= own.min and own.max <= most) or not _is_readable(x) or x.size == 0:
+        return True
+    values = np.asarray(jax.device_get(x))
+    return least <= int(values.min()) and int(values.max()) <= most
+
+
+def _is_readable(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return True
+
+
+def as_jax(x: Any, name: str) -> jax.Array:
+    """A number or a NumPy array as a JAX array that nobody else has, of equal value."""
+    dtype = jnp.result_type(x)
+    if not holds(dtype, x):
+        raise ValueError(
+            f"`{name}`: JAX makes {dtype.name} of {show(x)}, into which an integer does"
+            " not fit. Call `jax.config.update('jax_enable_x64', True)` when the"
+            " program starts, or use smaller numbers."
+        )
+    return jnp.array(x)
 
 
 def show(x: Any) -> str:

@@ -152,8 +152,9 @@ def mutable(f: Any, *, kinds: Any = State) -> Any:
     - `dataclasses.FrozenInstanceError`: a write of another kind, of a static field, to
         a copy, or after the scope has closed.
     - `es.TraceError`: a write inside a plain JAX transform.
-    - `ValueError`: a changed structure, shape or dtype; one stateful module in two
-        places.
+    - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
+        cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
+        one stateful module in two places.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
     - `TypeError`: there is no positional argument to thread.
 

@@ -20,7 +20,7 @@ from ._base import BaseModule, get_place, is_module, set_place
 from ._compare import same
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
-from ._fit import fit, fit_leaf, is_numeric, same_type, show
+from ._fit import as_jax, fit, fit_leaf, is_numeric, same_type, show
 from ._keys import is_key
 from ._kinds import kind_name
 from ._select import difference
@@ -308,7 +308,7 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
             f" a transform, and this is `{shown}`."
         )
     value = jtu.tree_map(
-        lambda x: x if isinstance(x, jax.Array) else jnp.array(x), value
+        lambda x: x if isinstance(x, jax.Array) else as_jax(x, full_name), value
     )
     place.scope.sown.setdefault(full_name, []).append(value)
 
@@ -333,7 +333,7 @@ def private_copy(tree: Any, scope: Scope) -> Any:
         if not isinstance(x, np.ndarray):
             return x
         if scope.allows(visit.kind) and is_numeric(x.dtype):
-            return jnp.array(x)
+            return as_jax(x, visit.name)
         x = x.copy()
         x.flags.writeable = False
         return x
@@ -401,7 +401,7 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
     if scope.initialise is None:
         new = fit_leaf(old, new, visit.name)
     if isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype):
-        new = jnp.array(new)  # a copy: the writer may go on changing it
+        new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
     new = to_strong(new)
     if scope.initialise is None and is_array(old) and not same_type(old, new):
         raise ValueError(
