@@ -1,6 +1,7 @@
 """`es.jit` in scopes and in other transforms."""
 
 import dataclasses
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -359,3 +360,64 @@ def test_without_compiling():
         same_without_jit(THREADED["modules"], model(), X)
         with pytest.raises(FloatingPointError, match="nan"):
             es.mutable(lambda m, x: es.jit(m.a)(x))(model(), jnp.nan * X)
+
+
+# --- Scopes in scopes ---------------------------------------------------------------
+
+
+class Counted(es.Module):
+    n: es.State = 0
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        self.sow("v", x)
+        return x
+
+
+class Three(es.Module):
+    a: Counted = eqx.field(default_factory=Counted)
+    b: Counted = eqx.field(default_factory=Counted)
+    c: Counted = eqx.field(default_factory=Counted)
+
+
+def test_one_program_serves_modules_of_one_scope_or_of_two():
+    pair = es.jit(lambda a, b, x: a(x) + b(x))
+
+    def f(net, x):
+        y = pair(net.a, net.b, x)
+        z, inner = es.mutable(lambda inner, x: pair(inner.a, net.b, x))(net, x)
+        return y + z, inner.a.n
+
+    (y, n), new = es.mutable(f)(Three(), jnp.ones(2))
+    assert (y.tolist(), n, new.a.n, new.b.n) == ([4.0, 4.0], 2, 1, 2)
+
+
+def test_what_is_sown_comes_out_of_its_own_scope():
+    three = es.jit(lambda a, b, c, x: a(x) + b(x) + c(x))
+
+    def f(net, x):
+        _, one = es.capture(lambda m, x: three(net.a, net.b, m.c, x))(net, x)
+        _, two = es.capture(lambda m, x: three(net.a, m.b, m.c, x))(net, x)
+        return list(one), list(two)
+
+    ((one, two), _), outer = es.capture(f)(Three(), jnp.ones(()))
+    assert (one, two) == (["c.v"], ["b.v", "c.v"])
+    assert (len(outer["a.v"]), outer["b.v"]) == (2, 1.0)
+
+
+class Plain:
+    def __init__(self, held):
+        self.held = held
+
+
+HOLDERS = [lambda m: lambda: m, Plain, lambda m: ft.partial(Plain, m)]
+
+
+@pytest.mark.parametrize("holder", HOLDERS, ids=["function", "object", "partial"])
+def test_what_is_returned_and_holds_an_owned_module_is_refused(holder):
+    make = es.jit(lambda net: (1, {"f": holder(net)}))
+    model = Three()
+    with rejects(model, es.TraceError, "was to return a function, or an object", "`a`"):
+        es.mutable(lambda net: make(net.a) and None)(model)
+    # It is the caller's business outside of a scope, as with `eqx.filter_jit`.
+    assert make(3)[0] == 1

@@ -102,10 +102,10 @@ def _is_mapping_of_kinds(x: Any) -> bool:
     return isinstance(x, Mapping) and any(is_kind(k) or k is ... for k in x)
 
 
-def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted) -> None:
+def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted, function: Any) -> None:
     """Every kind that `axes` names must occur in what it is for."""
-    kinds = {visit.kind for visit in leaves(lifted.function) if _in_module(visit)}
-    reached = {id(visit.node) for visit in modules_in(lifted.function)}
+    kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
+    reached = {id(v.node) for m in lifted.in_function for v in modules_in(m)}
     for i, root in enumerate(lifted.roots):
         if id(root) in reached:  # where its place may have a say on its kinds
             kinds |= {visit.kind for visit in lifted.visits(i)}

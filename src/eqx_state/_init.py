@@ -251,7 +251,7 @@ def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
         check_written([private], scope)
         return collect(private, before, scope)
     finally:
-        scope.is_open = False
+        scope.close()
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:

@@ -23,6 +23,7 @@ from ._compat import PROGRAM_ERRORS
 from ._plan import Mismatch
 from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
 from ._transform import Transform, wrap
+from ._traverse import is_array
 
 
 _P = ParamSpec("_P")
@@ -126,7 +127,7 @@ class _Jit(Transform):
         `jax.ShapeDtypeStruct`s may stand for arrays. `.compile()` returns what is
         called with arguments of the same signature.
         """
-        call = Call(self.f, *_bind(self.f, args, kwargs))
+        call = Call(self.f, *_bind(self.f, args, kwargs), is_array)
         programs = programs_of(call.origin, self.donate)
         lowered = programs.lower(programs.key(call), *call.arrays())
         return Lowered(lowered, self.f, call.signature)

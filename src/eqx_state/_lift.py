@@ -16,12 +16,12 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import BaseModule, get_place, set_place
+from ._closures import is_model, models_in, owned_in
 from ._compare import identical, same
 from ._compat import trace_state
 from ._errors import NotInitializedError, TraceError
 from ._init import check_initialized
 from ._module import Module
-from ._open import is_model, open_function
 from ._scope import (
     check_written,
     collect,
@@ -54,24 +54,27 @@ Sown = list[OrderedDict[str, list[Any]]]
 class Lifted:
     """What one lifted call threads: each owned module within reach, once.
 
-    `roots` are the outermost of them; what is said of each comes as a list, in their
-    order. With `may_initialise` an argument may be a model that the call initialises.
+    `reached` has each place where one is reached. `roots` are the outermost of them;
+    what is said of each comes as a list, in their order. With `may_initialise` an
+    argument may be a model that the call initialises.
     """
 
     def __init__(self, functions: Any, *arguments: Any, may_initialise: bool = False):
-        # Together: a function among the arguments may close over the same modules.
-        self.function, self.arguments = opened = open_function((functions, arguments))
+        self.given = functions, arguments
+        self.in_function = owned_in(functions)
+        # A function among the arguments may close over the same modules.
+        self.reached = [*self.in_function, *owned_in(arguments)]
         self.roots: list[BaseModule] = []
-        reached: set[int] = set()
-        for visit in modules_in(opened):
-            if is_owned(visit.node) and id(visit.node) not in reached:
-                inside = {id(v.node) for v in modules_in(visit.node)}
+        inside_roots: set[int] = set()
+        for module in self.reached:
+            if id(module) not in inside_roots:
+                inside = {id(v.node) for v in modules_in(module)}
                 # A closure may lead to a part before an argument leads to the whole.
                 outer = [root for root in self.roots if id(root) not in inside]
-                self.roots = [*outer, visit.node]
-                reached |= inside
+                self.roots = [*outer, module]
+                inside_roots |= inside
         if not self.roots and not may_initialise:
-            _check_initialized((functions, arguments))
+            _check_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
         self.places: list[Place] = [get_place(root) for root in self.roots]
         self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.
@@ -169,7 +172,7 @@ class Lifted:
             ]
         finally:
             for scope in scopes.values():
-                scope.is_open = False
+                scope.close()
             for module, fields, place in saved:
                 module.__dict__.clear()
                 module.__dict__.update(fields)
@@ -194,7 +197,7 @@ class Lifted:
         except (NotInitializedError, TypeError):
             # Not before: a function may initialise what it closes over.
             if not self.roots:
-                _check_initialized((self.function, self.arguments))
+                _check_initialized(models_in(self.given))
             raise
 
     def _check_containers(self, modules: list[BaseModule]) -> None:
@@ -256,9 +259,9 @@ def _merge(root: BaseModule, tree: BaseModule) -> None:
         node.__dict__.update(fields)
 
 
-def _check_initialized(tree: Any) -> None:
+def _check_initialized(models: list[Any]) -> None:
     """Raise `NotInitializedError`, with a name in the model, if one is not ready."""
-    for x in jtu.tree_leaves(tree, is_leaf=is_model):
+    for x in models:
         if getattr(x, "__func__", None) is not Module.init:
             check_initialized(x)
 

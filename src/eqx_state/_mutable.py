@@ -36,7 +36,7 @@ def thread(model: Any, scope: Scope, call: Callable[[Any], Any]) -> tuple[Any, A
         out = disown(out)
         after = collect(private, before, scope)
     finally:
-        scope.is_open = False
+        scope.close()
     # What was not written is the caller's own leaf, a NumPy array for example.
     kept = zip(*map(jtu.tree_leaves, (after, before, model)), strict=True)
     leaves = [given if new is old else new for new, old, given in kept]

@@ -8,8 +8,6 @@ containers have a function of their own, shared by all that are alike.
 """
 
 import dataclasses
-import functools as ft
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,7 +17,7 @@ import jax.tree_util as jtu
 
 from ._base import BaseModule, is_eqx_module, is_module
 from ._static import canonical, is_hashable, structure, typed
-from ._traverse import is_array, modules_in
+from ._traverse import modules_in
 
 
 class Mismatch(Exception):
@@ -132,7 +130,7 @@ class _Flattener:
 
     def emit(self, code: _Function, v: str, x: Any) -> None:
         """Code that takes apart what the expression `v` gives, as `x` is."""
-        if is_array(x):
+        if eqx.is_array(x):
             code.add(f"add({v})")
         elif x is None:
             self.check(code, f"{v} is not None")
@@ -153,7 +151,7 @@ class _Flattener:
             self.emit_module(code, v, x)
         elif jtu.all_leaves([x]):
             self.emit_static(code, v, x)
-        elif any(modules_in(x)) or any(map(self.is_open, jtu.tree_leaves(x))):
+        elif any(modules_in(x)):
             raise Unplannable
         else:
             code.add(f"{code.constant(_General(x))}({v}, add)")
@@ -185,20 +183,12 @@ class _Flattener:
         if x is self.origin():
             self.check(code, f"{v} is not {code.constant(self.origin)}()")
             return
-        if self.is_open(x):
-            raise Unplannable
         x = canonical(x)
         same = code.constant(self.same.setdefault(typed(x), _Same(x)))
         if is_hashable(x):
             code.add(f"if {v} is not {code.constant(x)}: {same}({v})")
         else:  # a list, say, which may have changed in place
             code.add(f"{same}({v})")
-
-    def is_open(self, x: Any) -> bool:
-        """Whether `x` is a function of which more than its identity matters."""
-        if isinstance(x, types.FunctionType):
-            return x is self.origin() or bool(x.__closure__)
-        return x is self.origin() or isinstance(x, (types.MethodType, ft.partial))
 
     def of_type(self, code: _Function, v: str, cls: type) -> str:
         name = code.variable()
@@ -216,7 +206,7 @@ class _General:
     def __init__(self, x: Any):
         leaves, treedef = jtu.tree_flatten(x)
         self.structure = structure(treedef)
-        self.leaves = [None if is_array(x) else _Same(x) for x in leaves]
+        self.leaves = [None if eqx.is_array(x) else _Same(x) for x in leaves]
 
     def __call__(self, x: Any, add: Callable[[Any], Any]) -> None:
         leaves, treedef = jtu.tree_flatten(x)

@@ -22,16 +22,18 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
+from ._base import get_place
 from ._checks import callbacks_in, Reporting, wait
+from ._closures import held, Opened, owned_in, reaches_module
 from ._compat import jaxpr_of, run_in_program
+from ._errors import TraceError
 from ._lift import Leaves, Lifted, Sown
 from ._mutable import is_bound_method
-from ._open import close, Opened, reaches_module
 from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
-from ._scope import is_owned
+from ._scope import is_any_open, is_owned
 from ._signature import Signature, signature_of
 from ._transform import Transform
-from ._traverse import is_array, KeyPath
+from ._traverse import KeyPath, name_of
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
@@ -72,11 +74,11 @@ class Output:
         leaves, self.treedef = jtu.tree_flatten(out)
         # Arrays that the function has not touched do not go through the program: a
         # module that comes back with its own parameters may be assigned.
-        inside = (x for old in values for x in old.values() if is_array(x))
+        inside = (x for old in values for x in old.values() if eqx.is_array(x))
         kept = {id(x): i for i, x in enumerate(inside)}
         self.kept = [kept.get(id(x)) for x in leaves]
-        self.rest = [None if is_array(x) else x for x in leaves]
-        self.is_array = [is_array(x) for x in leaves]
+        self.rest = [None if eqx.is_array(x) else x for x in leaves]
+        self.is_array = [eqx.is_array(x) for x in leaves]
         self.names = [list(new) for new in written]
         self.build: Callable[[Callable[[], Any], list[Any]], Any] | None = None
         # Those of the program; `None`: not looked at yet.
@@ -103,30 +105,37 @@ class Output:
 class Call:
     """One call: its arrays, and its signature."""
 
-    def __init__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(
+        self,
+        f: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_array: Callable[[Any], bool] = eqx.is_array,
+    ):
         self.origin = origin_of(f)
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs, self.is_array = args, kwargs, is_array
         self.lifted = Lifted(f, args, kwargs, may_initialise=True)
-        args, kwargs = self.lifted.arguments
-        tree = (args[:1], (self.lifted.function, args[1:], kwargs))
+        self.opened = Opened(f, self.origin)
+        tree = (args[:1], (self.opened.tree, args[1:], kwargs))
         self.entries, self.treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
         self.values = self.lifted.values()
-        self.held = _functions_with_modules(tree)
-        # An array is of the first argument, of the others, or is never donated.
-        self.groups = [
-            2 if any(path[: len(p)] == p for p in self.held) else path[0].idx
-            for path, _ in self.entries
-        ]
+        # An array is of the first argument, of the others, or is never donated: one of
+        # a module that a function only closes over.
+        self.groups = [self._group(path) for path, _ in self.entries]
+
+    def _group(self, path: KeyPath) -> int:
+        in_function = path[0].idx == 1 and path[1].idx == 0
+        return 2 if in_function and self.opened.is_copied else path[0].idx
 
     def inside(self) -> list[Any]:
         """The arrays of the owned modules."""
-        return [x for old in self.values for x in old.values() if is_array(x)]
+        return [x for old in self.values for x in old.values() if self.is_array(x)]
 
     def arrays(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Those of the first argument, of the others, and those never donated."""
         groups: tuple[list[Any], ...] = [], [], []
         for i, (_, x) in zip(self.groups, self.entries, strict=True):
-            if is_array(x):
+            if self.is_array(x):
                 groups[i].append(x)
         first, rest, kept = groups
         return first, rest, kept + self.inside()
@@ -134,7 +143,14 @@ class Call:
     @ft.cached_property
     def signature(self) -> Signature:
         """What is equal for two calls that one program serves."""
-        return signature_of(self.entries, self.treedef, self.lifted, self.origin)
+        return signature_of(
+            self.entries,
+            self.treedef,
+            self.lifted,
+            self.origin,
+            self.opened.shape,
+            self.is_array,
+        )
 
     def trace(
         self, first: list[Any], rest: list[Any], kept: list[Any]
@@ -142,17 +158,20 @@ class Call:
         """The call on these arrays, in the active trace."""
         sources = iter(first), iter(rest), iter(kept)
         leaves = [
-            next(sources[i]) if is_array(x) else x
+            next(sources[i]) if self.is_array(x) else x
             for i, (_, x) in zip(self.groups, self.entries, strict=True)
         ]
         values = [
-            {name: next(sources[2]) if is_array(x) else x for name, x in old.items()}
+            {n: next(sources[2]) if self.is_array(x) else x for n, x in old.items()}
             for old in self.values
         ]
-        closed, check = close(jtu.tree_unflatten(self.treedef, leaves))
-        head, (f, args, kwargs) = closed
-        out, written, sown = self.lifted.run(values, lambda: f(*head, *args, **kwargs))
-        check()
+        head, (function, args, kwargs) = jtu.tree_unflatten(self.treedef, leaves)
+        copy = self.opened.copy(function)
+        out, written, sown = self.lifted.run(
+            values, lambda: copy.f(*head, *args, **kwargs)
+        )
+        out = copy.finish(out)
+        _check_static([x for x in jtu.tree_leaves(out) if not eqx.is_array(x)])
         output = Output(out, written, values)
         state = [list(new.values()) for new in written]
         return output.arrays(out), (state, sown), output
@@ -167,14 +186,20 @@ class Call:
         return output.put(arrays, self.inside())
 
 
-def _functions_with_modules(tree: Any) -> list[KeyPath]:
-    """Where the functions are that hold modules, whose arrays are never donated."""
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, Opened) or is_owned(x)
-
-    entries, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [path for path, x in entries if isinstance(x, Opened)]
+def _check_static(leaves: list[Any]) -> None:
+    """What is not an array is the same object for all calls, and outlives a scope."""
+    for module in owned_in(leaves, objects=True)[:1]:
+        name = name_of(get_place(module).path) or type(module).__qualname__
+        raise TraceError(
+            f"`es.jit` was to return a function, or an object, that holds `{name}`,"
+            " which belongs to a scope of `es.mutable`. What is not an array comes out"
+            " as it was when the function was traced, so later calls would get the"
+            " module of the first one. Return arrays or the module, and make the"
+            " function outside:\n\n"
+            "    head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong\n"
+            "    w = es.jit(lambda net: net.w)(self)                      # right\n"
+            "    head = lambda x: w * x"
+        )
 
 
 class Retrace(Exception):
@@ -185,18 +210,21 @@ class Plan:
     """The short way of a call that was made before, outside of any scope."""
 
     def __init__(self, f: Any, call: Call, key: Key):
-        if call.lifted.roots or call.held:
+        if call.lifted.roots or call.opened.is_copied:
             raise Unplannable
         self.key = key
         self.origin = weakref.ref(call.origin)
         if self.holds_module(f):
             raise Unplannable
         self.f = None
-        if not any(map(is_array, jtu.tree_leaves(f))):
+        if not any(map(eqx.is_array, jtu.tree_leaves(f))):
             try:
                 self.f, f = weakref.ref(f), None
             except TypeError:
                 raise Unplannable from None
+        # Functions that may lead to a module which a scope owns, and which is threaded.
+        leaves = jtu.tree_leaves((call.args, call.kwargs))
+        self.looks_inside = any(held(x) for x in leaves)
         self.first = flattener(call.args[:1], call.origin)
         self.rest = flattener((f, call.args[1:], call.kwargs), call.origin)
         self.types = frozenset(type(x) for arrays in call.arrays() for x in arrays)
@@ -205,7 +233,7 @@ class Plan:
         self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
-        if self.holds_module(f):
+        if self.holds_module(f) or (self.looks_inside and is_any_open()):
             raise Mismatch
         if self.f is not None:
             if self.f() is not f:
@@ -217,7 +245,7 @@ class Plan:
         self.rest((f, args[1:], kwargs), rest.append)
         types = set(map(type, first))
         types.update(map(type, rest))
-        if not types <= self.types and not all(map(is_array, [*first, *rest])):
+        if not types <= self.types and not all(map(eqx.is_array, [*first, *rest])):
             raise Mismatch
         return first, rest, []
 

@@ -8,7 +8,7 @@ leak that trace's tracers, and is an error.
 
 import dataclasses
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -43,6 +43,15 @@ from ._traverse import (
 
 Kinds = tuple[type, ...]
 
+# The scopes that are open now, in all threads. Ownership does not rest on it: it only
+# tells a call of `es.jit` that no module can be owned, without a look at any.
+_OPEN: Final[set[int]] = set()
+
+
+def is_any_open() -> bool:
+    """Whether any module may be owned by a scope now."""
+    return bool(_OPEN)
+
 
 class Scope:
     """Where writes are allowed: which kinds, and in which trace, until it is closed.
@@ -60,6 +69,12 @@ class Scope:
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
+        _OPEN.add(id(self))
+
+    def close(self) -> None:
+        """From now on nothing can be written."""
+        self.is_open = False
+        _OPEN.discard(id(self))
 
     def allows(self, kind: type | None) -> bool:
         if self.initialise is not None:

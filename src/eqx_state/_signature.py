@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from ._lift import Lifted
 from ._scope import is_owned
 from ._static import is_hashable, structure, typed
-from ._traverse import is_array, KeyPath, modules_in, name_of
+from ._traverse import KeyPath, modules_in, name_of
 
 
 # Stand in a signature for what is not part of it; all that is, is in tuples.
@@ -21,16 +21,24 @@ class Signature(NamedTuple):
 
     structure: Any
     leaves: tuple[Any, ...]
+    function: Any
     roots: tuple[Any, ...]
+    reached: tuple[Any, ...]
 
 
 def signature_of(
-    entries: list[tuple[KeyPath, Any]], treedef: Any, lifted: Lifted, origin: Any
+    entries: list[tuple[KeyPath, Any]],
+    treedef: Any,
+    lifted: Lifted,
+    origin: Any,
+    shape: Any,
+    is_array: Callable[[Any], bool],
 ) -> Signature:
     """The signature of a call with these leaves, owned modules among them.
 
-    The leaves are those of `((first,), (function, rest, keywords))`. The function
-    `origin`, whose programs they all are, does not occur in it, and is not kept alive.
+    The leaves are those of `((first,), (function, rest, keywords))`. `shape` is that of
+    the function, if it is opened. The function `origin`, whose programs they all are,
+    does not occur in it, and is not kept alive.
     """
     inside = {
         id(visit.node): (i, name_of(visit.path))
@@ -62,10 +70,12 @@ def signature_of(
             for visit in lifted.visits(i)
         )
         scope = place.scope
-        place = (place.path, place.context, scope.kinds, scope.captures)
+        whose = lifted.scopes.index(scope), scope.kinds, scope.captures
+        place = place.path, place.context, whose
         roots.append((structure(jtu.tree_structure(root), static), statics, place))
     leaves = tuple(leaf(x, lambda path=path: _where(path)) for path, x in entries)
-    return Signature(structure(treedef, static), leaves, tuple(roots))
+    reached = tuple(inside[id(module)] for module in lifted.reached)
+    return Signature(structure(treedef, static), leaves, shape, tuple(roots), reached)
 
 
 def _where(path: KeyPath) -> str:

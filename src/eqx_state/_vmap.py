@@ -22,10 +22,10 @@ from ._axes import (
     function_axes,
     SPLIT,
 )
+from ._closures import Opened
 from ._compat import is_mapped, spread_like
 from ._keys import next_keys, num_key_axes, split_key
 from ._lift import is_traced, Leaves, Lifted
-from ._open import close
 from ._scope import is_owned
 from ._select import check_kinds, most_derived
 from ._transform import Transform, wrap
@@ -81,9 +81,10 @@ class _Vmap(Transform):
         arguments = (args, kwargs)
         lifted = Lifted(self.f, arguments)
         by_argument = argument_axes(self.in_axes, args, kwargs)
-        check_matched(by_kind, lifted)
-        in_function = function_axes(lifted.function, by_kind)
-        held, held_def = _Source.of(lifted.function, in_function)
+        opened = Opened(self.f)
+        check_matched(by_kind, lifted, opened.tree)
+        in_function = function_axes(opened.tree, by_kind)
+        held, held_def = _Source.of(opened.tree, in_function)
         given, given_def = _Source.of(arguments, by_argument)
         owned = _owned_sources(lifted, arguments, by_argument, by_kind)
         sources = [held, given, *owned]
@@ -117,12 +118,14 @@ class _Vmap(Transform):
             for (source, name), value in zip(slots, inputs, strict=True):
                 values[id(source)][name] = value
             in_f, in_arguments, *inside = values.values()
-            f, check = self.f, lambda: None
+            f, copy = self.f, None
             if any(axis is not None for axis in held.axes.values()):
-                f, check = close(jtu.tree_unflatten(held_def, in_f.values()))
+                copy = opened.copy(jtu.tree_unflatten(held_def, in_f.values()))
+                f = copy.f
             args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
             out, written, sown = lifted.run(inside, lambda: f(*args, **kwargs))
-            check()
+            if copy is not None:
+                out = copy.finish(out)
             names = [list(new) for new in written]
             sorted_ = [
                 source.sort(new) for source, new in zip(owned, written, strict=True)
@@ -150,7 +153,7 @@ def _owned_sources(
     by_kind: Mapping[Any, Any],
 ) -> list[_Source]:
     """The owned modules: mapped by kind, but what is an argument as the argument."""
-    in_function = {id(visit.node) for visit in modules_in(lifted.function)}
+    in_function = {id(v.node) for m in lifted.in_function for v in modules_in(m)}
     sources = []
     for i, root in enumerate(lifted.roots):
         visits = lifted.visits(i)

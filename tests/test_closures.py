@@ -2,13 +2,14 @@
 
 import enum
 import functools as ft
+import types
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import pytest
-from helpers import rejects
+from helpers import leaks_on_purpose, rejects
 
 import eqx_state as es
 
@@ -308,3 +309,215 @@ def test_what_comes_back_from_a_loop_may_be_returned_after_a_write():
 
 def step(layer, x):
     return layer, layer(x)
+
+
+# What functions share is shared in the copies that run, too.
+
+
+class Mul(es.Module):
+    w: es.Parameter
+
+    def __call__(self, x):
+        return self.w * x
+
+
+def by_a_shared_dict(model):
+    shared = {"layer": model, "hidden": jnp.zeros(())}
+
+    def encode(x):
+        shared["hidden"] = shared["layer"](x)
+
+    def decode():
+        return shared["hidden"] + 1
+
+    return encode, decode
+
+
+def by_a_dict_without_order(model):
+    shared = {"layer": model, 1: jnp.zeros(())}
+
+    def encode(x):
+        shared[1] = shared["layer"](x)
+
+    return encode, lambda: shared[1] + 1
+
+
+def by_a_shared_list(model):
+    shared = [model]
+
+    def encode(x):
+        shared.append(shared[0](x))
+
+    return encode, lambda: shared.pop() + 1
+
+
+def by_a_shared_cell(model):
+    shared = model, jnp.zeros(())
+
+    def encode(x):
+        nonlocal shared
+        shared = model, model(x)
+
+    return encode, lambda: shared[1] + 1
+
+
+SHARED = [by_a_shared_dict, by_a_dict_without_order, by_a_shared_list, by_a_shared_cell]
+
+
+@leaks_on_purpose
+@pytest.mark.parametrize("make", SHARED)
+@pytest.mark.parametrize("name", ["jit", "vmap"])
+def test_functions_share_what_they_change(make, name):
+    transform = {"jit": es.jit, "vmap": ft.partial(es.vmap, axes={...: 0})}[name]
+    model = Mul(jnp.array([2.0, 3.0]))
+
+    def run(transform):
+        encode, decode = make(model)
+
+        def step(x):
+            encode(x)
+            return decode()
+
+        return transform(step)(jnp.ones(2)).tolist()
+
+    assert run(transform) == run(lambda f: f) == [3.0, 4.0]
+
+
+def test_a_number_put_beside_a_module_is_there_afterwards():
+    shared, plain = {"layer": Mul(2.0), "calls": [0]}, [0]
+
+    @es.jit
+    def f(x):
+        shared["calls"][0] += 1
+        shared["last"] = "seen"
+        plain[0] += 1
+        return shared["layer"](x)
+
+    calls = shared["calls"]
+    assert f(jnp.array(3.0)) == 6.0
+    assert list(shared) == ["layer", "calls", "last"]
+    assert shared["calls"] is calls
+    assert (calls, plain) == ([1], [1])
+
+
+def test_what_other_code_changes_while_a_copy_runs_is_an_error():
+    model = Mul(2.0)
+    shared = {"layer": model, "hidden": 1.0}
+
+    class Other:  # an object, into which no transform looks
+        def change(self):
+            self.shared["hidden"] = 2.0
+
+    other = Other()
+    other.shared = shared
+
+    def f(x):
+        other.change()
+        return shared["layer"](x) * shared["hidden"]
+
+    with rejects(model, es.TraceError, "`shared` was changed while", "argument"):
+        es.jit(f)(jnp.ones(2))
+
+
+def test_a_function_that_is_returned_is_the_callers():
+    model = Mul(2.0)
+    held = [model, 3.0]
+
+    def scale(x):
+        return held[0](x)
+
+    @es.jit
+    def f(x):
+        return scale(x), {"scale": scale, "bound": model.__call__}
+
+    for _ in range(2):
+        y, out = f(jnp.array(3.0))
+        assert y == 6.0
+        assert out["scale"] is scale
+        assert out["bound"](3.0) == 6.0
+
+
+def test_one_module_in_two_cells_is_one_in_the_copy():
+    def two(a, b):
+        return lambda: (a is b, a.w * b.w)
+
+    one, other = Mul(2.0), Mul(3.0)
+    for a, b, product in [(one, one, 4.0), (one, other, 6.0), (other, other, 9.0)]:
+        assert es.jit(two(a, b))() == (a is b, product)
+
+
+def test_a_module_that_changes_places_is_another_program():
+    one, other = Mul(2.0), Mul(3.0)
+    layers = [one, other, one]
+    traces = []
+
+    @es.jit
+    def f(x):
+        traces.append(len(layers))
+        for layer in layers:
+            x = layer(x) + 1
+        return x, layers[0] is layers[-1]
+
+    def expected():
+        y = 1.0
+        for layer in layers:
+            y = layer.w * y + 1
+        return y, layers[0] is layers[-1]
+
+    for new in ([one, other, one], [one, other, other], [one, other, one], [one]):
+        layers[:] = new
+        assert f(jnp.array(1.0)) == expected()
+    assert traces == [3, 3, 1]
+
+
+def test_a_setting_beside_a_module_is_never_stale():
+    model = Mul(2.0)
+    setting = {"deep": [1.0]}
+    held = (model, setting)
+
+    @es.jit
+    def f(x):
+        return held[0](x) * held[1]["deep"][0]
+
+    assert f(jnp.array(3.0)) == 6.0
+    setting["deep"][0] = 2.0
+    assert f(jnp.array(3.0)) == 12.0
+
+
+@pytest.mark.parametrize("name", ["transform", "method", "eqx", "jax", "custom"])
+def test_what_wraps_a_module_in_a_closure_is_never_stale(name):
+    def wrap(model):
+        return {
+            "transform": lambda: es.vmap(lambda x: model(x)),
+            "method": lambda: ft.partial(types.MethodType(Mul.__call__, model)),
+            "eqx": lambda: eqx.Partial(lambda m, x: m(x), model),
+            "jax": lambda: jtu.Partial(lambda m, x: m(x), model),
+            "custom": lambda: Node(model),
+        }[name]()
+
+    wrapped = wrap(Mul(2.0))
+
+    @es.jit
+    def f(x):
+        return wrapped(x)
+
+    x = jnp.ones(1)
+    assert f(x) == 2.0
+    wrapped = wrap(Mul(3.0))
+    assert f(x) == 3.0
+
+
+@jtu.register_pytree_node_class
+class Node:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+    def tree_flatten(self):
+        return (self.model,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
