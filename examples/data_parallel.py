@@ -80,32 +80,44 @@ def train_step(model, optimizer: es.Optimizer, images: Array, labels: Array):
 
 # %% Where things are: the network and the optimizer's state on every device, and of the
 # batch a part on each. All else follows from that.
-def train(devices, images, labels, epochs: int):
-    """The model, its losses, the compiled step, and a batch as it lay."""
-    mesh = Mesh(devices, "devices")
-    rows = NamedSharding(mesh, P("devices"))
-    model = make_net(jr.key(0))
-    trained = model, OPTIMIZER.init(model)
-    on_all = es.spec(trained, {...: NamedSharding(mesh, P())})
-    model, optimizer = eqx.filter_shard(trained, on_all)
+def on_each(devices, tree):
+    places = es.spec(tree, {...: NamedSharding(Mesh(devices, "devices"), P())})
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, places), rest)
 
+
+def by_rows(devices, batch):
+    return jax.device_put(batch, NamedSharding(Mesh(devices, "devices"), P("devices")))
+
+
+def train(devices, images, labels, epochs: int):
+    """The model and optimizer, the losses, the compiled step, and the last batch."""
+    model = make_net(jr.key(0))
+    trained = on_each(devices, (model, OPTIMIZER.init(model)))
     steps = len(images) // BATCH_SIZE
     rng, losses, step = np.random.default_rng(0), [], None
     for _ in range(epochs):
         batches = rng.permutation(len(images))[: steps * BATCH_SIZE]
-        for batch in batches.reshape(steps, BATCH_SIZE):
-            xs, ys = jax.device_put((images[batch], labels[batch]), rows)
+        for rows in batches.reshape(steps, BATCH_SIZE):
+            batch = by_rows(devices, (images[rows], labels[rows]))
             if step is None:
-                step = train_step.lower(model, optimizer, xs, ys).compile()
+                step = train_step.lower(*trained, *batch).compile()
             # What comes out lies where it was: the same program takes it again.
-            model, optimizer, loss = step(model, optimizer, xs, ys)
-            losses.append(loss)
-    return model, np.array(losses), step, xs
+            *trained, loss = step(*trained, *batch)
+            # `float` waits for the step. Virtual devices share one pool of threads, and
+            # many steps at once can take all of them without one being able to finish.
+            losses.append(float(loss))
+    return trained, np.array(losses), step, batch
 
 
 def accuracy(model, images: Array, labels: Array) -> float:
     logits = jax.vmap(es.eval(model), axis_name="batch")(images)
     return float(jnp.mean(jnp.argmax(logits, axis=1) == labels))
+
+
+def numbers(x: Array) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jr.key_data(x) if is_key else x)
 
 
 # %% The picture: which device has what of an array, and two curves that are one.
@@ -163,8 +175,9 @@ def main(
     devices = jax.devices()
     assert len(devices) == 8, "XLA_FLAGS was set, or JAX was running, before this"
     train_data = train_images, train_labels
-    reference, one, _, _ = train(devices[:1], *train_data, epochs)
-    model, eight, step, batch = train(devices, *train_data, epochs)
+    _, one, step_alone, _ = train(devices[:1], *train_data, epochs)
+    trained, eight, step, batch = train(devices, *train_data, epochs)
+    model, _ = trained
 
     reached = accuracy(model, images, labels)
     difference = np.abs(eight - one).max()
@@ -172,25 +185,33 @@ def main(
     console.print(f"test accuracy {reached:.2%}")
     console.print(f"largest difference of a loss from that on one: {difference:.1e}")
     parts = {
-        "batch": batch,
+        "batch": batch[0],
         "weights": model.layers[0].weight,
         "statistics": model.layers[1].mean,
     }
     plot(one, eight, parts).savefig(path)
     console.print(f"Losses, and what is where: {Path(path).resolve()}")
 
-    # Every device has twelve rows of its own, and a whole network. As on one device are
-    # the losses, the weights and the statistics.
-    assert [shard.data.shape for shard in batch.addressable_shards] == [(12, 64)] * 8
-    assert len({shard.index[0].start for shard in batch.addressable_shards}) == 8
-    assert "all-reduce" in step.as_text()  # the devices do talk to one another
-    assert difference <= tolerance, difference
-    for part, expected in zip(es.parts(model), es.parts(reference), strict=True):
+    # Every device has twelve rows of its own, and a whole network.
+    images = batch[0].addressable_shards
+    assert [shard.data.shape for shard in images] == [(12, 64)] * 8
+    assert len({shard.index[0].start for shard in images}) == 8
+    for part in es.parts(trained):
         assert part.value.sharding.device_set == set(devices), part.name
         assert part.value.sharding.is_fully_replicated, part.name
-        if part.kind is not es.Rng:
-            off = np.abs(np.asarray(part.value) - np.asarray(expected.value)).max()
-            assert off <= 10 * tolerance, part.name
+    assert "all-reduce" in step.as_text()  # the devices do talk to one another
+
+    # A step from the same arrays gives the same arrays, up to rounding, before training
+    # and after. How far rounding takes two trainings apart depends on the processor.
+    untrained = make_net(jr.key(0))
+    for start in (untrained, OPTIMIZER.init(untrained)), trained:
+        *together, _ = step(*on_each(devices, start), *batch)
+        first = devices[:1]
+        *alone, _ = step_alone(*on_each(first, start), *by_rows(first, batch))
+        for part, expected in zip(es.parts(together), es.parts(alone), strict=True):
+            x, y = (numbers(p.value) for p in (part, expected))
+            np.testing.assert_allclose(x, y, atol=tolerance, err_msg=part.name)
+    assert difference <= 100 * tolerance, difference
     assert reached >= at_least, reached
     return reached
 

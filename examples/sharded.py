@@ -73,6 +73,7 @@ def loss_fn(
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+# `eqx.filter_jit` waits for each step, as virtual devices need it: `data_parallel.py`.
 @eqx.filter_jit
 def train_step(
     model: Net, optimizer: es.Optimizer, mesh: Mesh, images: Array, labels: Array

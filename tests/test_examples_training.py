@@ -37,8 +37,8 @@ def test_fine_tuning_changes_adapters_alone(picture, capsys):
 
 
 def test_eight_devices_compute_what_one_does(picture):
-    main = example("data_parallel").main
-    assert main(epochs=2, path=picture, at_least=0.7) >= 0.7
+    # In full: a short training hides that more steps are under way than devices allow.
+    assert example("data_parallel").main(path=picture) >= 0.96
 
 
 def test_ported_programs_compute_what_the_old_ones_did(picture):
