@@ -461,9 +461,22 @@ def _(case):
 )
 def _(case):
     net = case.keep(Net(), XS)
-    for f in (es.mutable(net), es.grad(net), es.jit(es.mutable(net))):
+    for f in (es.mutable(net), es.capture(net), es.jit(es.grad(net))):
         with case.error():
             es.capture(f)
+
+
+@LIFTED.works(
+    "capture a gradient: `es.capture(es.value_and_grad(loss_fn))`",
+    "what is sown in the loss comes out beside the gradients, and the state comes back",
+    "`((loss, model), grads), sown = es.capture(es.value_and_grad(loss_fn))(model, x)`",
+)
+def _(case):
+    model = case.keep(Sower(), XS)
+    f = lambda m, x: (m(x) ** 2).sum()  # noqa: E731
+    ((loss, new), _), sown = es.capture(es.value_and_grad(f))(model, XS)
+    assert (loss, new) == (5.0, model)
+    assert (sown["y"] == 2 * XS).all()
 
 
 @LIFTED.raises(

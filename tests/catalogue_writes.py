@@ -89,7 +89,8 @@ def _(case):
     FROZEN,
     "this one is in no scope of `es.mutable`",
     "`Layer.count`",
-    instead="make it the first argument; two models: `es.mutable(f)((a, b), x)`",
+    instead="make it an argument, `es.mutable(f, argnums=(0, 1))(a, b, x)`; or both "
+    "one, `es.mutable(f)((a, b), x)`",
 )
 def _(case):
     a, b = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
@@ -100,18 +101,23 @@ def _(case):
     y, new = es.mutable(lambda pair, x: pair[1](pair[0](x)))((a, b), XS)
     assert (y == 6 * XS).all()
     assert [layer.count for layer in new] == [1, 1]
+    y, same = es.mutable(lambda a, b, x: b(a(x)), argnums=(0, 1))(a, b, XS)
+    assert (y == 6 * XS).all()
+    assert eqx.tree_equal(same, new)
 
 
 @OUTSIDE.raises(
     "give the model after the data: `es.value_and_grad(loss_fn)(xs, model)`",
     FROZEN,
     "this one is in no scope of `es.mutable`",
-    instead="the model is the first positional argument",
+    instead="the model is the first positional argument, or the one of `argnums=1`",
 )
 def _(case):
     net = case.keep(Net(), XS)
+    loss_fn = lambda x, net: net(x).sum()  # noqa: E731
     with case.error():
-        es.value_and_grad(lambda x, net: net(x).sum())(XS, net)
+        es.value_and_grad(loss_fn)(XS, net)
+    assert es.grad(loss_fn, argnums=1)(XS, net)[1].layer.count == 1
     assert es.grad(lambda net, x: net(x).sum())(net, XS)[1].layer.count == 1
 
 

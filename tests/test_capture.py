@@ -1,5 +1,7 @@
 """`es.capture` and `self.sow`: values on the way, through every transform."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -240,7 +242,84 @@ def test_one_jitted_function_is_traced_with_and_without_capture():
         assert jnp.array_equal(y, y2)
 
 
-def test_it_can_be_captured_inside_of_a_gradient():
+def loss_fn(net, x):
+    return jnp.sum(net(x))
+
+
+GRADIENTS = {
+    "value_and_grad": es.value_and_grad(loss_fn),
+    "grad": es.grad(loss_fn),
+    "wrt": es.value_and_grad(loss_fn, wrt=es.under(lambda net: net.layers[0])),
+    "jit inside": es.value_and_grad(es.jit(loss_fn)),
+    "checkpoint inside": es.value_and_grad(es.checkpoint(loss_fn)),
+}
+
+
+@pytest.mark.parametrize("f", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit, eqx.filter_jit])
+def test_what_is_sown_in_a_loss_comes_out_beside_what_the_gradient_returns(f, jit):
+    net = Net(2.0, 3.0)
+    result, sown = jit(es.capture(f))(net, X)
+    assert eqx.tree_equal(result, jit(f)(net, X))
+    _, expected = es.capture(loss_fn)(net, X)
+    assert list(sown) == ["layers[0].out", "layers[1].out"]
+    assert eqx.tree_equal(sown, expected)
+    assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(sown))
+
+
+def test_the_lanes_of_a_loss_are_stacked_and_its_state_comes_back():
+    @es.jit
+    @es.capture
+    @ft.partial(es.value_and_grad, has_aux=True)
+    def step(net, xs):
+        ys = es.vmap(lambda x: net(x))(xs)
+        net.layers[0](1.0)
+        return jnp.sum(ys), "aux"
+
+    net = Net(2.0, 3.0)
+    (((loss, aux), new), grads), sown = step(net, X)
+    assert (loss, aux) == (36.0, "aux")
+    assert [layer.calls for layer in new.layers] == [2, 1]
+    assert grads.layers[0].factor == 18.0
+    first, again = sown["layers[0].out"]
+    assert (first.tolist(), again) == ([2.0, 4.0, 6.0], 2.0)
+    assert sown["layers[1].out"].tolist() == [6.0, 12.0, 18.0]
+
+
+def test_a_gradient_with_arguments_of_a_partial_captures():
+    net = Net(2.0, 3.0)
+    expected = es.capture(es.value_and_grad(loss_fn))(net, x=X)
+    for f in (
+        es.capture(ft.partial(es.value_and_grad(loss_fn), net)),
+        es.capture(eqx.Partial(ft.partial(es.value_and_grad(loss_fn), x=1.0), net)),
+        es.capture(es.value_and_grad(ft.partial(loss_fn, net))),
+    ):
+        assert eqx.tree_equal(f(x=X), expected)
+
+
+def test_a_decorated_method_captures_beside_its_gradient():
+    class Trained(Scale):
+        @es.capture
+        @es.value_and_grad
+        def loss(self, x):
+            return jnp.sum(self(x))
+
+    (((loss, new), grads), sown) = Trained(2.0).loss(X)
+    assert (loss, new.calls, grads.factor, list(sown)) == (12.0, 1, 6.0, ["out"])
+
+
+def test_kinds_of_a_captured_gradient_are_those_that_may_be_written():
+    def grow(layer, x):
+        layer.factor = 2 * layer.factor
+        return jnp.sum(layer(x))
+
+    (((_, new), grads), _) = es.capture(es.value_and_grad(grow), kinds=es.TreePart)(
+        Scale(2.0), X
+    )
+    assert (new.factor, grads.factor) == (4.0, 12.0)
+
+
+def test_it_can_be_captured_inside_of_a_gradient_by_who_threads_the_state():
     def loss_fn(net, x):
         (y, net), sown = es.capture(net)(x)
         return jnp.sum(y), (net, sown)
@@ -305,11 +384,25 @@ def test_initialising_sows_nothing():
 # --- Misuse ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("f", [es.mutable, es.grad, es.value_and_grad])
+@pytest.mark.parametrize("f", [es.mutable, es.capture])
 @pytest.mark.parametrize("around", [lambda f: f, es.jit, eqx.Partial])
 def test_a_transform_with_a_copy_of_its_own_is_rejected(f, around):
     with pytest.raises(TypeError, match=r"es\.capture\(model\)\(x\)      # right"):
         es.capture(around(f(Scale())))
+
+
+@pytest.mark.parametrize("f", [es.grad, es.value_and_grad])
+@pytest.mark.parametrize("around", [es.jit, es.vmap, lambda f: eqx.Partial(es.jit(f))])
+def test_a_gradient_inside_of_another_transform_is_rejected(f, around):
+    with pytest.raises(TypeError, match=r"es\.jit\(es\.capture\(es\.value_and_grad"):
+        es.capture(around(f(Scale())))
+
+
+@pytest.mark.parametrize("f", [es.grad, es.value_and_grad])
+def test_argnums_are_those_of_the_gradient(f):
+    right = rf"es\.capture\(es\.{f.__name__}\(loss, argnums=1\)\)     # right"
+    with pytest.raises(TypeError, match=right):
+        es.capture(f(lambda x, m: m(x)), argnums=1)
 
 
 IN_PLAIN_TRANSFORMS = {

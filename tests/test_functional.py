@@ -120,6 +120,18 @@ def test_the_model_comes_back_by_update():
     assert eqx.tree_equal(es.update(model, params, state), expected)
 
 
+def test_any_name_of_a_keyword_argument_reaches_the_model():
+    class Sum(es.Module):
+        weight: es.Parameter = 2.0
+
+        def __call__(self, x, **kwargs):
+            return self.weight * x + sum(kwargs.values())
+
+    apply, params, state = es.functional(Sum())
+    out, _ = apply(params, state, 3.0, params=1.0, state=2.0, m=3.0, model=4.0)
+    assert out == 16.0
+
+
 def test_of_a_list_like_model():
     model = eqx.nn.Sequential(
         [eqx.nn.Linear(2, 2, key=jr.key(0)), es.nn.Dropout(key=0)]

@@ -404,3 +404,17 @@ def test_has_aux_wants_a_pair(out):
     model = {"w": jnp.array(2.0)}
     with pytest.raises(TypeError, match=r"returns a pair, `\(loss, aux\)`"):
         es.grad(lambda m: out(m["w"]), has_aux=True)(model)
+
+
+@pytest.mark.parametrize("run", [es.mutable, es.capture, es.grad, es.value_and_grad])
+@pytest.mark.parametrize("around", [lambda f: f, es.jit, es.checkpoint, es.vmap])
+def test_a_model_under_jax_jit_raises_no_warning(run, around):
+    class Loss(es.Module):
+        weight: float = 2.0  # no array, so that `jax.jit` can hash it
+
+        def __call__(self, x):
+            return self.weight * x
+
+    f = around(run(es.checkpoint(jax.jit(Loss()))))
+    out = f(jnp.ones(3) if around is es.vmap else jnp.ones(()))
+    assert len(out) == 2

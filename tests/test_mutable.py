@@ -101,6 +101,29 @@ def test_arguments_and_keywords_are_passed_on():
     assert out == (1, (1, 2), 3, {"other": 4})
 
 
+NAMES = ["m", "f", "self", "args", "kwargs", "model", "argnums", "scope", "call"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("run", [es.mutable, es.value_and_grad, es.grad, es.capture])
+def test_a_keyword_argument_may_have_any_name(run, name):
+    class Scaled(es.Module):
+        weight: es.Parameter = 2.0
+
+        def __call__(self, x, /, **kwargs):
+            return self.weight * x * kwargs[name]
+
+        method = __call__
+
+    def function(model, /, x, **kwargs):
+        return model(x, **kwargs)
+
+    model = Scaled()
+    for f, args in [(model, ()), (model.method, ()), (function, (model,))]:
+        out = run(f)(*args, 3.0, **{name: 5.0})
+        assert jax.tree.leaves(out)[0] == (15.0 if run is es.grad else 30.0)
+
+
 def test_writes_are_seen_at_once_inside():
     def f(model):
         model.count = 5

@@ -6,8 +6,9 @@ from typing import Any, Generic, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 
+from ._grad import AbstractGrad
 from ._kinds import State
-from ._mutable import as_kinds, target, thread
+from ._mutable import Argnums, as_argnums, as_kinds, target, thread
 from ._scope import Kinds, Scope
 from ._transform import Transform, wrap
 
@@ -21,35 +22,66 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 class _Capture(Transform):
     kinds: Kinds = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
     threads = True
 
-    def __call__(
-        self, /, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         __tracebackhide__ = True
-        model, call = target(self.f, args, "es.capture")
-        scope = Scope(self.kinds, captures=True)
-        result = thread(model, scope, lambda private: call(private, **kwargs))
+        new_scope = ft.partial(Scope, self.kinds, captures=True)
+        f, bound, options = _without_partials(self.f)
+        if isinstance(f, AbstractGrad):
+            result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
+        else:
+            model, call = target(self.f, args, kwargs, self.argnums, "es.capture")
+            scope = new_scope()
+            result, sown = thread(model, scope, call), scope.sown
         return result, {
             name: values[0] if len(values) == 1 else tuple(values)
-            for name, values in scope.sown.items()
+            for name, values in sown.items()
         }
 
 
-def _check_sees_the_model(f: Any) -> None:
+def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What a partial calls, and the arguments that it adds: a method is one, too."""
+    args, kwargs = (), {}
+    while isinstance(f, (ft.partial, eqx.Partial)):
+        args, kwargs = (*f.args, *args), {**f.keywords, **kwargs}
+        f = f.func
+    return f, args, kwargs
+
+
+_THREADED_ALREADY = """
+`es.capture` threads the state itself, as `es.mutable` does, and was given a transform \
+that does so on a copy of its own, from which nothing sown would come:
+
+    es.capture(es.mutable(model))(x)             # wrong
+    (y, model), sown = es.capture(model)(x)      # right
+
+    es.capture(es.jit(es.value_and_grad(loss)))(model, x)     # wrong
+    es.jit(es.capture(es.value_and_grad(loss)))(model, x)     # right
+"""
+
+_ARGNUMS_OF_GRAD = """
+`es.capture({grad}(...), argnums={argnums})`: it is `{grad}` that threads the model, \
+and that takes `argnums=`:
+
+    es.capture({grad}(loss), argnums={argnums})     # wrong
+    es.capture({grad}(loss, argnums={argnums}))     # right
+"""
+
+
+def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
     """What runs on a private copy of its own would sow nothing for us."""
-    while isinstance(f, (Transform, ft.partial, eqx.Partial)):
-        if isinstance(f, Transform) and f.threads:
-            raise TypeError(
-                "`es.capture` threads the state itself, as `es.mutable` does, and was"
-                " given a transform that does so on a copy of its own, from which"
-                " nothing sown would come:\n\n"
-                "    es.capture(es.mutable(model))(x)             # wrong\n"
-                "    (y, model), sown = es.capture(model)(x)      # right\n\n"
-                "For gradients, capture inside the loss function, and return what was"
-                " sown beside the loss, with `has_aux=True`."
-            )
-        f = f.f if isinstance(f, Transform) else f.func
+    f = _without_partials(f)[0]
+    if isinstance(f, AbstractGrad):
+        if argnums is not None:
+            text = _ARGNUMS_OF_GRAD.format(grad=f.name, argnums=argnums)
+            raise TypeError(text.strip())
+        return
+    while isinstance(f, Transform):
+        if f.threads:
+            raise TypeError(_THREADED_ALREADY.strip())
+        f = _without_partials(f.f)[0]
 
 
 class _Captured(Generic[_M_co, _F_co]):
@@ -61,12 +93,20 @@ class _Captured(Generic[_M_co, _F_co]):
 
 
 @overload
-def capture(f: _M, *, kinds: Any = State) -> _Captured[_M, _M]: ...
+def capture(
+    f: _M, *, kinds: Any = State, argnums: None = None
+) -> _Captured[_M, _M]: ...
 @overload
 def capture(
-    f: Callable[_P, _R], *, kinds: Any = State
+    f: Callable[_P, _R], *, kinds: Any = State, argnums: int | None = None
 ) -> Callable[_P, tuple[tuple[_R, Any], dict[str, Any]]]: ...
-def capture(f: Any, *, kinds: Any = State) -> Any:
+@overload
+def capture(
+    f: Callable[_P, _R], *, kinds: Any = State, argnums: tuple[int, ...]
+) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], dict[str, Any]]]: ...
+def capture(
+    f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
+) -> Any:
     """`es.mutable(f)` that also returns what the modules have sown: attention maps,
     activations, anything for a look inside.
 
@@ -75,25 +115,28 @@ def capture(f: Any, *, kinds: Any = State) -> Any:
 
     **Arguments:**
 
-    - `f`, `kinds`: as for [`es.mutable`][eqx_state.mutable].
+    - `f`, `kinds`, `argnums`: as for [`es.mutable`][eqx_state.mutable]; `f` may also be
+        an `es.value_and_grad` or an `es.grad`.
 
     **Returns:**
 
-    A function of the same arguments that returns `((output, new_model), sown)`. `sown`
-    is a dictionary. Its names are those of the module and of the value, such as
+    A function of the same arguments that returns `((output, new_model), sown)`, and of
+    `es.value_and_grad(loss)` returns `(((loss, new_model), grads), sown)`. `sown` is a
+    dictionary. Its names are those of the module and of the value, such as
     `"layers[0].attention"`. What was sown several times under one name is a tuple.
     Under `es.vmap` and `es.scan` the values of all lanes or steps are stacked, along a
     new first axis; they come out of `es.jit` and `es.checkpoint` as they are. A copy
     that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(self.layer)`, an
-    inner `es.mutable` or `es.value_and_grad`) sows nothing.
+    inner `es.mutable` or `es.value_and_grad`) sows nothing. For what is sown in a loss,
+    capture the gradient as a whole: `es.capture(es.value_and_grad(loss))(model, x)`.
 
     **Raises:**
 
     - `ValueError`: something was sown in a step of `es.while_loop` or `es.fori_loop`,
         or in some branches of `es.cond` or `es.switch` only.
     - `es.TraceError`: something was sown inside a plain JAX transform.
-    - `TypeError`: what was sown is no pytree of arrays; `f` is an `es.mutable` already.
-        Else as `es.mutable`.
+    - `TypeError`: what was sown is not a pytree of arrays; `f` is an `es.mutable`
+        already, or a gradient inside another transform. Else as `es.mutable`.
 
     After `sow` of Flax Linen.
 
@@ -129,5 +172,6 @@ def capture(f: Any, *, kinds: Any = State) -> Any:
         assert sown["layers[0].mean"].tolist() == [4.0, 12.0]
         ```
     """
-    _check_sees_the_model(f)
-    return wrap(_Capture, f, kinds=as_kinds(kinds, "es.capture"))
+    argnums = as_argnums(argnums, "es.capture")
+    _check_sees_the_model(f, argnums)
+    return wrap(_Capture, f, kinds=as_kinds(kinds, "es.capture"), argnums=argnums)

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from ._init import check_initialized
+from ._init import check_ready
 from ._kinds import Parameter, State
 from ._mutable import thread
 from ._scope import Scope
 from ._select import partition, update
-from ._traverse import check_not_shared, Part
+from ._traverse import Part
 
 
 def _any_array(part: Part) -> bool:
@@ -43,11 +43,10 @@ def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
         assert out.shape == (1,)
         ```
     """
-    check_initialized(tree)
-    check_not_shared(tree)
+    check_ready(tree)
     params, state, static = partition(tree, Parameter, _any_array)
 
-    def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def apply(params: Any, state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Not `eqx.combine`: the pair may come from the same model in another mode.
         model = update(static, params, state)
         out, model = thread(model, Scope((State,)), lambda m: m(*args, **kwargs))

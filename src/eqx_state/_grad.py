@@ -1,19 +1,20 @@
 """Gradients of stateful functions: `es.value_and_grad` and `es.grad`."""
 
+import abc
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, overload, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
 
 from ._filters import all_of, Filter, trainable
-from ._init import check_initialized
+from ._init import check_ready
 from ._kinds import State
-from ._mutable import target, thread
-from ._scope import Scope
+from ._mutable import Argnums, as_argnums, target, thread
+from ._scope import Scope, Sown
 from ._select import partition
 from ._transform import Transform, wrap
-from ._traverse import check_not_shared, Part
+from ._traverse import Part
 
 
 _M = TypeVar("_M")
@@ -26,30 +27,59 @@ def _is_inexact(part: Part) -> bool:
     return jnp.issubdtype(part.value.dtype, jnp.inexact)
 
 
-class _ValueAndGrad(Transform):
+class AbstractGrad(Transform):
+    """What `es.value_and_grad` and `es.grad` have in common."""
+
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
     threads = True
+    name: ClassVar[str]
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        __tracebackhide__ = True
-        model, call = target(self.f, args, "es.value_and_grad")
-        check_initialized(model)
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Callable[[], Scope]
+    ) -> tuple[Any, Sown]:
+        """The result of a call, and what was sown in it.
+
+        `scope` makes the scope of the call, in the trace that it is called in.
+        """
+        model, call = target(self.f, args, kwargs, self.argnums, self.name)
         # `grad` sees the halves of the model only: one shared module would be two
         # there.
-        check_not_shared(model)
+        check_ready(model)
         diff, rest = partition(model, all_of(self.wrt, _is_inexact))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
-            model = eqx.combine(diff, rest)
-            out, model = thread(
-                model, Scope((State,)), lambda private: call(private, **kwargs)
-            )
+            inside = scope()
+            out, new = thread(eqx.combine(diff, rest), inside, call)
             loss = _first_of_two(out) if self.has_aux else out
-            return _check_loss(loss), (out, model)
+            return _check_loss(loss), (out, new, inside.sown)
 
-        (_, result), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(diff)
-        return result, grads
+        value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
+        (_, (out, new, sown)), grads = value_and_grad(diff)
+        return self.result(out, new, grads), sown
+
+    @abc.abstractmethod
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        """What a call returns."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        return self.run(args, kwargs, lambda: Scope((State,)))[0]
+
+
+class _ValueAndGrad(AbstractGrad):
+    name = "es.value_and_grad"
+
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        return (out, model), grads
+
+
+class _Grad(AbstractGrad):
+    name = "es.grad"
+
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        return grads, (out[1], model) if self.has_aux else model
 
 
 def _first_of_two(out: Any) -> Any:
@@ -81,6 +111,7 @@ def value_and_grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
+    argnums: Literal[0] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[tuple[_R, _M], _M]]: ...
 @overload
 def value_and_grad(
@@ -88,8 +119,31 @@ def value_and_grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[True],
+    argnums: Literal[0] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[tuple[tuple[_R, _A], _M], _M]]: ...
-def value_and_grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> Any:
+@overload
+def value_and_grad(
+    f: Callable[_P, _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: int,
+) -> Callable[_P, tuple[tuple[_R, Any], Any]]: ...
+@overload
+def value_and_grad(
+    f: Callable[_P, _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: tuple[int, ...],
+) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
+def value_and_grad(
+    f: Any,
+    *,
+    wrt: Any = trainable,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] | None = None,
+) -> Any:
     """The value of `f`, the model after it, and the gradients for the model.
 
     **Arguments:**
@@ -99,6 +153,10 @@ def value_and_grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> An
     - `wrt`: the filter for what is differentiated. Default: `es.trainable`, every
         `Parameter` that is not frozen. Arrays that are not inexact never are.
     - `has_aux`: whether `f` returns `(loss, aux)`.
+    - `argnums`: as for `es.mutable`: which positional arguments the models are. With a
+        tuple the new models are a tuple, and so are the gradients. What is in no model
+        may be among them: with `argnums=1` and an array as the second argument, the
+        gradient is the one for that array.
 
     **Returns:**
 
@@ -135,19 +193,13 @@ def value_and_grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> An
         assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
         ```
     """
-    return wrap(_ValueAndGrad, f, wrt=wrt, has_aux=has_aux)
-
-
-class _Grad(Transform):
-    wrt: Filter = eqx.field(static=True)
-    has_aux: bool = eqx.field(static=True)
-    threads = True
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        __tracebackhide__ = True
-        run = _ValueAndGrad(self.f, self.wrt, self.has_aux)
-        (out, model), grads = run(*args, **kwargs)
-        return grads, (out[1], model) if self.has_aux else model
+    return wrap(
+        _ValueAndGrad,
+        f,
+        wrt=wrt,
+        has_aux=has_aux,
+        argnums=as_argnums(argnums, _ValueAndGrad.name),
+    )
 
 
 @overload
@@ -156,6 +208,7 @@ def grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
+    argnums: Literal[0] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[_M, _M]]: ...
 @overload
 def grad(
@@ -163,8 +216,31 @@ def grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[True],
+    argnums: Literal[0] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[_M, tuple[_A, _M]]]: ...
-def grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> Any:
+@overload
+def grad(
+    f: Callable[_P, Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: int,
+) -> Callable[_P, tuple[Any, Any]]: ...
+@overload
+def grad(
+    f: Callable[_P, Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: tuple[int, ...],
+) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
+def grad(
+    f: Any,
+    *,
+    wrt: Any = trainable,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] | None = None,
+) -> Any:
     """The gradients of `f` with respect to the model, and the model after it.
 
     Arguments as `es.value_and_grad`. The function that it returns returns
@@ -181,4 +257,10 @@ def grad(f: Any, *, wrt: Any = trainable, has_aux: bool = False) -> Any:
         assert grads["w"] == 2.0
         ```
     """
-    return wrap(_Grad, f, wrt=wrt, has_aux=has_aux)
+    return wrap(
+        _Grad,
+        f,
+        wrt=wrt,
+        has_aux=has_aux,
+        argnums=as_argnums(argnums, _Grad.name),
+    )

@@ -15,6 +15,7 @@ from ._keys import as_key, is_typed, key_at
 from ._scope import check_written, collect, own, Scope
 from ._strong import strengthen
 from ._traverse import (
+    check_apart,
     children,
     Context,
     copy_tree,
@@ -22,6 +23,7 @@ from ._traverse import (
     modules_in,
     name_of,
     ROOT,
+    Visit,
     walk,
 )
 
@@ -128,7 +130,11 @@ def _needs_module_init(module: BaseModule) -> bool:
 
 def missing(tree: Any) -> str | None:
     """What is not initialised yet, in words; `None` if everything is."""
-    for visit in walk(tree):
+    return _missing(walk(tree))
+
+
+def _missing(visits: list[Visit]) -> str | None:
+    for visit in visits:
         if isinstance(visit.node, Initializer):
             return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
         if is_module(visit.node) and _needs_module_init(visit.node):
@@ -139,7 +145,22 @@ def missing(tree: Any) -> str | None:
 
 def check_initialized(tree: Any) -> None:
     """Raise `NotInitializedError` if anything is still to be drawn."""
-    if (what := missing(tree)) is not None:
+    _check_initialized(walk(tree))
+
+
+def check_ready(tree: Any) -> list[Visit]:
+    """Raise if a model cannot enter a call: not initialised, or one module shared.
+
+    Returns what the walk has found.
+    """
+    visits = walk(tree)
+    _check_initialized(visits)
+    check_apart(visits)
+    return visits
+
+
+def _check_initialized(visits: list[Visit]) -> None:
+    if (what := _missing(visits)) is not None:
         raise NotInitializedError(
             f"The model is used before it is initialised: {what}. Draw the values"
             " first; `init` returns a new model:\n\n    model = model.init(42)"

@@ -1,6 +1,7 @@
 """`es.mutable`: run on a private copy, return the result and the new model."""
 
 import functools as ft
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Generic, overload, ParamSpec, TypeVar
@@ -76,19 +77,78 @@ def is_bound_method(f: Any) -> bool:
     return is_eqx_module(f) and {"__func__", "__self__"} <= f.__dict__.keys()
 
 
-def target(f: Any, args: tuple[Any, ...], what: str) -> Lens:
-    """The model of `f(*args)`, and the call as a function of the model."""
-    if (found := carried(f)) is not None:
-        model, put = found
-        return model, lambda m, **kwargs: put(m)(*args, **kwargs)
-    if not args:
-        name = getattr(f, "__name__", "f")
+Argnums = int | tuple[int, ...] | None
+
+
+def as_argnums(argnums: Any, what: str) -> Argnums:
+    """`argnums` as integers: one, or a tuple of them; `None` if it is not given."""
+    if argnums is None:
+        return None
+    try:
+        if isinstance(argnums, (tuple, list)):
+            return tuple(operator.index(i) for i in argnums)
+        return operator.index(argnums)
+    except TypeError:
         raise TypeError(
-            f"`{what}({name})` was called without a positional argument, so there is no"
-            f" model to thread. It threads the first one: `{what}({name})(model, ...)`;"
-            f" or the object of a bound method: `{what}(model.{name})(...)`."
-        )
-    return args[0], lambda m, **kwargs: f(m, *args[1:], **kwargs)
+            f"`{what}(..., argnums={argnums!r})`: `argnums` is the position of a"
+            " positional argument, an integer, or a tuple of them."
+        ) from None
+
+
+def _positions(f: Any, args: tuple[Any, ...], argnums: Argnums, what: str) -> list[int]:
+    """Where among the arguments the models are, none of them counted from the end."""
+    name = getattr(f, "__name__", "f")
+    given = argnums if isinstance(argnums, tuple) else (argnums,)
+    for i in given:
+        if not -len(args) <= i < len(args):
+            raise TypeError(
+                f"`{what}({name}, argnums={argnums})` was called with {len(args)}"
+                f" positional arguments, so there is no argument {i} to thread."
+                " Arguments are counted from 0, and what is given by name is not among"
+                " them."
+            )
+    positions = [i % len(args) for i in given]
+    for i in positions:
+        if positions.count(i) > 1:
+            raise ValueError(
+                f"`{what}({name}, argnums={argnums})` names argument {i} twice, and"
+                " it would come back as two models. Name each argument once."
+            )
+    return positions
+
+
+def target(
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Argnums,
+    what: str,
+) -> tuple[Any, Callable[[Any], Any]]:
+    """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
+    if argnums is None:
+        if (found := carried(f)) is not None:
+            model, put = found
+            return model, lambda m: put(m)(*args, **kwargs)
+        if not args:
+            name = getattr(f, "__name__", "f")
+            raise TypeError(
+                f"`{what}({name})` was called without a positional argument, so there"
+                " is no model to thread. It threads the first one:"
+                f" `{what}({name})(model, ...)`; or the object of a bound method:"
+                f" `{what}(model.{name})(...)`."
+            )
+        argnums = 0
+    positions = _positions(f, args, argnums, what)
+
+    def call(models: Any) -> Any:
+        new = models if isinstance(argnums, tuple) else (models,)
+        filled = list(args)
+        for i, model in zip(positions, new, strict=True):
+            filled[i] = model
+        return f(*filled, **kwargs)
+
+    models = tuple(args[i] for i in positions)
+    return models if isinstance(argnums, tuple) else models[0], call
 
 
 def as_kinds(kinds: Any, what: str) -> Kinds:
@@ -105,13 +165,13 @@ def as_kinds(kinds: Any, what: str) -> Kinds:
 
 class _Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
     threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
-        model, call = target(self.f, args, "es.mutable")
-        scope = Scope(self.kinds)
-        return thread(model, scope, lambda private: call(private, **kwargs))
+        model, call = target(self.f, args, kwargs, self.argnums, "es.mutable")
+        return thread(model, Scope(self.kinds), call)
 
 
 class _Threaded(Generic[_M_co, _F_co]):
@@ -124,12 +184,20 @@ class _Threaded(Generic[_M_co, _F_co]):
 
 
 @overload
-def mutable(f: _M, *, kinds: Any = State) -> _Threaded[_M, _M]: ...
+def mutable(
+    f: _M, *, kinds: Any = State, argnums: None = None
+) -> _Threaded[_M, _M]: ...
 @overload
 def mutable(
-    f: Callable[_P, _R], *, kinds: Any = State
+    f: Callable[_P, _R], *, kinds: Any = State, argnums: int | None = None
 ) -> Callable[_P, tuple[_R, Any]]: ...
-def mutable(f: Any, *, kinds: Any = State) -> Any:
+@overload
+def mutable(
+    f: Callable[_P, _R], *, kinds: Any = State, argnums: tuple[int, ...]
+) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
+def mutable(
+    f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
+) -> Any:
     """`f`, allowed to write state: returns `(output, new_model)`, and changes nothing.
 
     `f` runs on a private copy of the model, in which `self.field = value` is allowed.
@@ -140,6 +208,10 @@ def mutable(f: Any, *, kinds: Any = State) -> Any:
         module the module, of a transform of `es` what it wraps, and of any other
         function its first positional argument: any pytree with `es.Module`s in it.
     - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
+    - `argnums`: the positional arguments to thread instead, counted from 0 as in
+        `jax.grad`, negative ones from the end. An integer, or a tuple of them, with
+        which the new model is a tuple, too. A module or an object that `f` carries
+        along is not threaded then.
 
     **Returns:**
 
@@ -154,9 +226,10 @@ def mutable(f: Any, *, kinds: Any = State) -> Any:
     - `es.TraceError`: a write inside a plain JAX transform.
     - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
         cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
-        one stateful module in two places.
+        one stateful module in two places; `argnums` names one argument twice.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
-    - `TypeError`: there is no positional argument to thread.
+    - `TypeError`: there is no positional argument to thread, or none that `argnums`
+        names.
 
     !!! example
 
@@ -176,6 +249,19 @@ def mutable(f: Any, *, kinds: Any = State) -> Any:
         counter = Counter(0)
         y, new = es.mutable(counter.step)(2)
         assert (y, new.count, counter.count) == (2, 2, 0)
+
+
+        def step_both(a, by, b):
+            return a.step(by) + b.step(by)
+
+
+        y, (a, b) = es.mutable(step_both, argnums=(0, 2))(counter, 3, new)
+        assert (y, a.count, b.count) == (8, 3, 5)
         ```
     """
-    return wrap(_Mutable, f, kinds=as_kinds(kinds, "es.mutable"))
+    return wrap(
+        _Mutable,
+        f,
+        kinds=as_kinds(kinds, "es.mutable"),
+        argnums=as_argnums(argnums, "es.mutable"),
+    )

@@ -52,6 +52,9 @@ def is_any_open() -> bool:
     """Whether any module may be owned by a scope now."""
     return bool(_OPEN)
 
+# What modules have sown, by name; JAX sorts a dictionary, but not this one.
+Sown = OrderedDict[str, list[Any]]
+
 
 class Scope:
     """Where writes are allowed: which kinds, and in which trace, until it is closed.
@@ -65,7 +68,7 @@ class Scope:
         self.kinds = kinds
         self.initialise = initialise
         self.captures = captures
-        self.sown: OrderedDict[str, list[Any]] = OrderedDict()
+        self.sown: Sown = OrderedDict()
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}

@@ -1,7 +1,7 @@
 """What the transforms of `es` are: callables made of a callable, and pytrees."""
 
 import functools as ft
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -16,12 +16,23 @@ class Transform(eqx.Module):
     # Whether a call makes a private copy of its own, and returns the new model.
     threads: ClassVar[bool] = False
 
+    if not TYPE_CHECKING:
+        # Equinox makes a pytree of each bound method, and while it does, warns of an
+        # `f` such as `jax.jit(model)`.
+        __getattribute__ = object.__getattribute__
+
     @property
     def __wrapped__(self) -> Any:
         return self.f
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else self.of(eqx.Partial(self.f, instance))
+        if instance is None:
+            return self
+        # `self` belongs to the innermost function: to a transform in between it would
+        # be an argument, which `es.vmap` maps and `argnums=` counts.
+        if isinstance(self.f, Transform):
+            return self.of(self.f.__get__(instance, owner))
+        return self.of(eqx.Partial(self.f, instance))
 
     def of(self, f: Any) -> Any:
         """The same transform of another function."""

@@ -17,11 +17,19 @@ class Layer(es.Module):
         return self.weight * x
 
 
+def loss(layer: Layer, x: Array) -> Array:
+    return layer(x).sum()
+
+
 def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
     (y, new), sown = es.capture(layer)(x)
     assert_type(y, Array)
     assert_type(new, Layer)
     assert_type(sown, dict[str, Any])
+
+    gradient = es.value_and_grad(loss)
+    assert_type(es.capture(gradient)(layer, x)[1], dict[str, Any])
+    assert_type(es.capture(loss, argnums=(0, 1))(layer, x)[0][1], tuple[Any, ...])
 
     assert_type(es.tabulate(layer, x, depth=1), str)
 

@@ -2,7 +2,7 @@
 """What goes into the gradients and the transforms comes out with its type."""
 
 from collections.abc import Callable
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -72,6 +72,22 @@ def check(model: Model, x: Array) -> None:
     assert_type(
         es.value_and_grad(loss_and_aux, has_aux=True)(model, x),
         tuple[tuple[tuple[Array, str], Model], Model],
+    )
+
+    assert_type(es.mutable(loss, argnums=0)(model, x), tuple[Array, Any])
+    assert_type(
+        es.mutable(loss, argnums=(0, 1))(model, x, n=2), tuple[Array, tuple[Any, ...]]
+    )
+    assert_type(es.grad(loss, argnums=0)(model, x), tuple[Model, Model])
+    assert_type(es.grad(loss, argnums=1)(model, x), tuple[Any, Any])
+    assert_type(es.grad(loss, argnums=(0, 1))(model, x), tuple[tuple[Any, ...], Any])
+    assert_type(es.value_and_grad(loss, argnums=1)(model, x, n=2)[0][0], Array)
+    assert_type(
+        es.value_and_grad(loss, argnums=(0, 1))(model, x),
+        tuple[tuple[Array, tuple[Any, ...]], tuple[Any, ...]],
+    )
+    assert_type(
+        es.value_and_grad(loss_and_aux, has_aux=True, argnums=0)(model, x)[0][1], Model
     )
 
     assert_type(model.encode(x), tuple[Array, int])

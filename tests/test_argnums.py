@@ -1,0 +1,199 @@
+"""`argnums=` of `es.mutable`, `es.value_and_grad`, `es.grad` and `es.capture`."""
+
+import dataclasses
+import functools as ft
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import rejects, untouched
+
+import eqx_state as es
+
+
+class Counter(es.Module):
+    weight: es.Parameter = 2.0
+    count: es.State = 0
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        y = self.weight * x
+        self.sow("out", y)
+        return y
+
+    def apply(self, other, x):
+        return self.weight * other(x)
+
+
+def first_and_last(a, x, b):
+    return a(x) + b(x)
+
+
+THREADING = [es.mutable, es.value_and_grad, es.grad, es.capture]
+
+
+def test_an_integer_names_one_argument():
+    a, b = Counter(), Counter(3.0)
+    with untouched((a, b)):
+        y, new = es.mutable(lambda x, m: m(x), argnums=1)(1.0, b)
+        (loss, grown), grads = es.value_and_grad(lambda x, m: m(x), argnums=1)(4.0, b)
+        only_grads, last = es.grad(lambda x, m: m(x), argnums=1)(4.0, b)
+    assert (y, new.count, type(new)) == (3.0, 1, Counter)
+    assert (loss, grown.count, grads.weight, grads.count) == (12.0, 1, 4.0, None)
+    assert eqx.tree_equal((only_grads, last), (grads, grown))
+
+
+@pytest.mark.parametrize("argnums", [(0, 2), [0, 2], (-3, -1), (0, -1)])
+def test_a_tuple_gives_a_tuple_of_models_and_of_gradients(argnums):
+    a, b = Counter(), Counter(3.0)
+    with untouched((a, b)):
+        y, new = es.mutable(first_and_last, argnums=argnums)(a, 1.0, b)
+        (loss, models), grads = es.value_and_grad(first_and_last, argnums=argnums)(
+            a, 4.0, b
+        )
+    assert y == 5.0
+    assert type(new) is type(models) is type(grads) is tuple
+    assert [m.count for m in new] == [m.count for m in models] == [1, 1]
+    assert (loss, [g.weight for g in grads]) == (20.0, [4.0, 4.0])
+
+
+def test_the_order_is_that_of_argnums():
+    _, (b, a) = es.mutable(first_and_last, argnums=(2, 0))(Counter(), 1.0, Counter(3.0))
+    assert (a.weight, b.weight) == (2.0, 3.0)
+
+
+def test_a_tuple_of_one_gives_a_tuple_of_one():
+    (_, models), grads = es.value_and_grad(lambda m: m(1.0), argnums=(0,))(Counter())
+    assert [m.count for m in models] == [1]
+    assert [g.weight for g in grads] == [1.0]
+
+
+def test_no_argument_gives_no_models():
+    assert es.mutable(lambda x: x, argnums=())(1.0) == (1.0, ())
+
+
+def test_it_equals_one_argument_that_holds_both():
+    a, b = Counter(), Counter(3.0)
+    both = es.value_and_grad(lambda ab, x: first_and_last(ab[0], x, ab[1]))((a, b), 2.0)
+    assert eqx.tree_equal(
+        es.value_and_grad(first_and_last, argnums=(0, 2))(a, 2.0, b), both
+    )
+
+
+def test_filters_see_the_tuple():
+    wrt = es.all_of(es.trainable, es.path_matches("[1].*"))
+    grads, _ = es.grad(first_and_last, argnums=(0, 2), wrt=wrt)(
+        Counter(), 1.0, Counter()
+    )
+    assert [g.weight for g in grads] == [None, 1.0]
+
+
+def test_a_gradient_for_an_input_as_of_jax():
+    model = Counter().eval()
+    x = jnp.arange(3.0)
+
+    def f(model, x):
+        return (model.weight * x**2).sum()
+
+    grads, new = es.grad(f, argnums=1)(model, x)
+    assert jnp.array_equal(grads, jax.grad(f, argnums=1)(model, x))
+    assert new is x
+
+
+def test_what_f_carries_along_is_not_threaded():
+    carried, given = Counter(5.0), Counter()
+    for f in (carried.apply, ft.partial(Counter.apply, carried)):
+        grads, new = es.grad(f, argnums=0)(given, 2.0)
+        assert (grads.weight, new.count) == (10.0, 1)
+    with rejects(carried, dataclasses.FrozenInstanceError, r"Counter\.count"):
+        es.mutable(carried, argnums=0)(jnp.ones(()))
+
+
+def test_a_decorated_method_does_not_count_self():
+    class Trainer(es.Module):
+        rate: es.Parameter = 5.0
+
+        @ft.partial(es.value_and_grad, argnums=0)
+        def loss(self, model, x):
+            return self.rate * model(x)
+
+        @es.vmap
+        @ft.partial(es.value_and_grad, argnums=0)
+        def losses(self, model, x):
+            return self.rate * model(x)
+
+    (loss, new), grads = Trainer().loss(Counter(), 2.0)
+    assert (loss, new.count, grads.weight) == (20.0, 1, 10.0)
+    models = eqx.filter_vmap(lambda w: Counter(w))(jnp.arange(3.0))
+    (loss, new), grads = Trainer().losses(models, jnp.ones(3))
+    assert loss.tolist() == [0.0, 5.0, 10.0]
+    assert (new.count.tolist(), grads.weight.tolist()) == ([1, 1, 1], [5.0, 5.0, 5.0])
+
+
+def test_under_jit_and_with_keyword_arguments():
+    @es.jit
+    @ft.partial(es.value_and_grad, argnums=(0, 1), has_aux=True)
+    def step(a, b, *, x):
+        return a(x) * b(x), a.count
+
+    ((loss, count), (a, b)), grads = step(Counter(), Counter(3.0), x=1.0)
+    assert (loss, count, a.count, b.count) == (6.0, 1, 1, 1)
+    assert [g.weight for g in grads] == [3.0, 2.0]
+
+
+def test_what_is_sown_is_named_by_the_position_in_the_tuple():
+    ((y, new), sown) = es.capture(first_and_last, argnums=(0, 2))(
+        Counter(), 1.0, Counter(3.0)
+    )
+    assert (y, [m.count for m in new]) == (5.0, [1, 1])
+    assert sown == {"[0].out": 2.0, "[1].out": 3.0}
+    (_, sown) = es.capture(lambda x, m: m(x), argnums=1)(1.0, Counter())
+    assert sown == {"out": 2.0}
+
+
+# --- Misuse ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", THREADING)
+@pytest.mark.parametrize("argnums", [2, -3, (0, 2)])
+def test_out_of_range(run, argnums):
+    model = Counter()
+    missing = 2 if argnums != -3 else -3
+    with rejects(
+        model,
+        TypeError,
+        re.escape(f"es.{run.__name__}(<lambda>, argnums={argnums})`"),
+        rf"with 2 positional arguments, so there is no argument {missing} ",
+    ):
+        run(lambda x, model: model(x), argnums=argnums)(1.0, model)
+
+
+@pytest.mark.parametrize("run", THREADING)
+def test_by_name_it_is_not_among_them(run):
+    model = Counter()
+    with rejects(model, TypeError, "no argument 1", "given by name"):
+        run(lambda x, model: model(x), argnums=1)(1.0, model=model)
+
+
+@pytest.mark.parametrize("run", THREADING)
+@pytest.mark.parametrize("argnums", [(1, 1), (1, -1)])
+def test_one_argument_named_twice(run, argnums):
+    model = Counter()
+    with rejects(model, ValueError, "names argument 1 twice"):
+        run(lambda x, model: model(x), argnums=argnums)(1.0, model)
+
+
+@pytest.mark.parametrize("run", THREADING)
+def test_one_stateful_module_as_two_of_them(run):
+    model = Counter()
+    with rejects(model, ValueError, "same stateful module", r"`\[0\]` and `\[1\]`"):
+        run(first_and_last, argnums=(0, 2))(model, 1.0, model)
+
+
+@pytest.mark.parametrize("run", THREADING)
+@pytest.mark.parametrize("argnums", [1.0, "x", (0, 1.0), (0, "x"), {0, 1}])
+def test_argnums_are_integers(run, argnums):
+    with pytest.raises(TypeError, match=rf"`es\.{run.__name__}\(\.\.\., argnums="):
+        run(first_and_last, argnums=argnums)
