@@ -52,6 +52,7 @@ def is_any_open() -> bool:
     """Whether any module may be owned by a scope now."""
     return bool(_OPEN)
 
+
 # What modules have sown, by name; JAX sorts a dictionary, but not this one.
 Sown = OrderedDict[str, list[Any]]
 
