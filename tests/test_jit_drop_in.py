@@ -169,3 +169,76 @@ def test_a_program_is_compiled_ahead_for_static_values(jit, donate):
 
 def test_a_partial_of_jax_is_traced(jit):
     assert jit(jtu.Partial(jnp.add, X))(X)[2] == 6.0
+
+
+def test_what_cannot_be_called_is_refused(jit):
+    for x in (None, 3, "a", property(lambda self: self), classmethod(lambda cls: cls)):
+        with pytest.raises(TypeError, match="cannot be called|not a callable"):
+            jit(x)
+
+
+def test_the_shape_of_an_array_is_static(jit):
+    class Net(es.Module):
+        w: es.Parameter
+        like: jax.ShapeDtypeStruct
+
+    net = Net(2.0, jax.ShapeDtypeStruct((3,), jnp.float32))
+    traces = []
+
+    @jit
+    def f(net, dtype):
+        traces.append(1)
+        out, new = es.mutable(lambda n: n.w * jnp.zeros(n.like.shape, dtype.dtype))(net)
+        return out, new, jax.eval_shape(jnp.sin, net.w)
+
+    for like in (net.like, jax.ShapeDtypeStruct((), jnp.float32), net.like):
+        out, new, shape = f(net, like)
+        assert out.shape == (3,)
+        assert new.like is net.like
+        assert shape == jax.ShapeDtypeStruct((), jnp.float32)
+    assert len(traces) == 2
+
+
+class Cell(eqx.Module):
+    weight: Any
+    tail: Any
+
+
+def chain(depth):
+    cell = None
+    for i in range(depth):
+        cell = Cell(jnp.full((), float(i)), cell)
+    return cell
+
+
+def nested(make, depth):
+    x = X
+    for _ in range(depth):
+        x = make(x)
+    return x
+
+
+DEEP = {
+    "tuples": nested(lambda x: (x, None), 210),
+    "lists": nested(lambda x: [x], 210),
+    "dicts": nested(lambda x: {"a": x}, 210),
+    "modules": chain(250),
+    "modules in lists": nested(lambda x: Cell(X, [x]), 150),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_trees_may_be_deep(jit, name):
+    traces = []
+
+    @jit
+    def f(tree, x):
+        traces.append(1)
+        return jax.tree.map(lambda leaf: leaf + x, tree), tree
+
+    for x in (jnp.array(1.0), jnp.array(2.0)):
+        moved, same = f(DEEP[name], x)
+        assert eqx.tree_equal(same, DEEP[name])
+        expected = jax.tree.map(lambda leaf, x=x: leaf + x, DEEP[name])
+        assert eqx.tree_equal(moved, expected, typematch=True)
+    assert len(traces) == 1

@@ -237,6 +237,11 @@ def over_cell():
     return lambda x: layer
 
 
+class Called(Model):
+    def __call__(self, x):
+        return x
+
+
 UNHASHABLE = {
     "argument": (lambda f: f({1}), "argument 0"),
     "second": (lambda f: f(X, {1}), "argument 1"),
@@ -247,7 +252,7 @@ UNHASHABLE = {
     "keyword": (lambda f: f(X, options={1}), "argument `options`"),
     "in a keyword": (lambda f: f(o=[X, {1}]), r"argument `o`, at `\[1\]`,"),
     "field": (lambda f: f([Model(X, {1})]), r"argument 0, at `\[0\]\.other`,"),
-    "module": (lambda f: es.jit(Model(X, {1}))(X), "the function, at `other`,"),
+    "module": (lambda f: es.jit(Called(X, {1}))(X), "the function, at `other`,"),
     "method": (lambda f: es.jit(Model(X, {1}).replace)(), r"the function.*other`,"),
     "partial": (
         lambda f: es.jit(eqx.Partial(f, {1}))(),
@@ -276,7 +281,72 @@ UNHASHABLE_OWNED = {
 
 @pytest.mark.parametrize("case", UNHASHABLE_OWNED)
 def test_an_unhashable_value_of_an_owned_module_is_named(case):
-    model = Model(Model(Layer(1.0), {1}))
+    model = Model(Called(Layer(1.0), {1}))
     match = r"`es\.jit`: `layer\.other` is a `set`, which cannot be hashed"
     with untouched(es.filter(model)), pytest.raises(TypeError, match=match):
         es.mutable(UNHASHABLE_OWNED[case])(model)
+
+
+# --- Dataclasses ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnEquality:
+    name: str
+    k: dataclasses.InitVar[float]
+
+    def __post_init__(self, k):
+        object.__setattr__(self, "value", k)
+
+    def __eq__(self, other):
+        return (self.name, self.value) == (other.name, other.value)
+
+    def __hash__(self):
+        return hash((self.name, self.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged:
+    value: Any
+    tag: str = dataclasses.field(compare=False, default="")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaggedMore(Tagged):
+    more: int = 0
+
+
+class Parsed(Tagged):
+    __eq__ = ft.partialmethod(lambda a, b: a.value == b.value)  # not a function
+
+    def __hash__(self):
+        return hash(self.value)
+
+
+@pytest.mark.parametrize("cls", [OwnEquality, Tagged, TaggedMore, Parsed])
+def test_dataclasses_are_compared_as_they_say(cls):
+    traces = []
+
+    @es.jit
+    def f(config, x):
+        traces.append(config)
+        return config.value * x
+
+    for _ in range(2):
+        assert [f(cls("s", k) if cls is OwnEquality else cls(k), X)[1] for k in (1, 2)]
+    assert len(traces) == 2
+    assert jnp.array_equal(f(traces[1], X), 2 * X)
+
+
+def test_a_field_that_is_not_compared_makes_no_new_program():
+    traces = []
+
+    @es.jit
+    def f(config, x):
+        traces.append(1)
+        return config.value * x
+
+    for tag in "ab":
+        f(Tagged(1, tag), X)
+    f(Tagged(1.0, "a"), X)  # told apart by type
+    assert len(traces) == 2

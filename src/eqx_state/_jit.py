@@ -183,6 +183,9 @@ class Compiled(_Stage):
         return call.finish(result)
 
 
+_NO_FUNCTION: Final[Any] = object()  # `None` is a mistake
+
+
 class Jitted(Protocol[_P, _R_co]):
     """To a type checker, what `jit` returns."""
 
@@ -204,7 +207,7 @@ class Jitted(Protocol[_P, _R_co]):
 def jit(*, donate: Donate = "none") -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
 @overload
 def jit(f: Callable[_P, _R], *, donate: Donate = "none") -> Jitted[_P, _R]: ...
-def jit(f: Any = None, *, donate: Donate = "none") -> Any:
+def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
     """`equinox.filter_jit`, through which the state of every module is carried.
 
     All arrays, JAX's and NumPy's, are traced; what is no array is static. Unlike
@@ -229,7 +232,7 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
 
     **Raises:**
 
-    - `TypeError`: a leaf that is no array cannot be hashed.
+    - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed.
     - `ValueError`: donation inside a scope of `es.mutable`.
     - `eqx.EquinoxRuntimeError`: an `eqx.error_if` in it failed. It is raised by the
         call, before anything is written to a module; inside another `jax.jit` by
@@ -266,6 +269,15 @@ def jit(f: Any = None, *, donate: Donate = "none") -> Any:
             f"`es.jit(donate={donate!r})`: `donate` is one of"
             f" {', '.join(map(repr, DONATED))}."
         )
-    if f is None:
+    if f is _NO_FUNCTION:
         return ft.partial(jit, donate=donate)
+    if not callable(f):
+        raise TypeError(
+            f"`es.jit` was given a `{type(f).__name__}`, which cannot be called. It"
+            " takes a function, a callable module or a bound method. A property is"
+            " decorated from outside:\n\n"
+            "    @property\n"
+            "    @es.jit\n"
+            "    def norm(self): ..."
+        )
     return wrap(_Jit, f, donate=donate)

@@ -50,6 +50,14 @@ class ArraySlot:
 
     number: int | None = None
 
+    def take(self, next_array: Callable[[], Any], known: list[Any]) -> Any:
+        """The array."""
+        return next_array() if self.number is None else known[self.number]
+
+
+# What Python raises for code that is nested too deep, or while we make such code.
+_TOO_DEEP: Final = (RecursionError, SyntaxError, MemoryError)
+
 
 class _Function:
     """Source code, with the objects that it names."""
@@ -114,7 +122,10 @@ def flattener(tree: Any, origin: Any) -> Callable[[Any, Callable[[Any], Any]], N
     than its arrays. Their places may hold anything: the caller looks at the types. The
     function `origin` is not kept alive.
     """
-    return _Flattener(origin).function(tree)
+    try:
+        return _Flattener(origin).function(tree)
+    except _TOO_DEEP:
+        raise Unplannable from None
 
 
 class _Flattener:
@@ -240,8 +251,25 @@ def builder(tree: Any) -> Callable[[Callable[[], Any], list[Any]], Any]:
     that are known by number.
     """
     code = _Function(_ARGUMENTS)
-    code.add(f"return {_Builder().expression(code, tree)}")
-    return code.compile({})
+    try:
+        code.add(f"return {_Builder().expression(code, tree)}")
+        return code.compile({})
+    except _TOO_DEEP:
+        return _general_builder(tree)
+
+
+def _general_builder(tree: Any) -> Callable[[Callable[[], Any], list[Any]], Any]:
+    leaves, treedef = jtu.tree_flatten(tree)
+
+    def build(next_array: Callable[[], Any], known: list[Any]) -> Any:
+        return treedef.unflatten(
+            [
+                x.take(next_array, known) if isinstance(x, ArraySlot) else x
+                for x in leaves
+            ]
+        )
+
+    return build
 
 
 _ARGUMENTS: Final = "next_array, known"

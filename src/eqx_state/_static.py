@@ -7,6 +7,7 @@ them is wrong for another.
 import collections
 import dataclasses
 import functools as ft
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -36,9 +37,8 @@ def typed(x: Any) -> Any:
         return type(x), x.tobytes()
     if compare is float.__eq__:
         return type(x), x.hex()
-    if _is_record(x):
-        values = (getattr(x, f.name, None) for f in dataclasses.fields(x))
-        return type(x), tuple(map(typed, values))
+    if (names := _compared_fields(type(x))) is not None:
+        return type(x), tuple(typed(getattr(x, name, None)) for name in names)
     if not is_hashable(x):
         return type(x), _ByEquality(x)
     if compare is eqx.Module.__eq__:
@@ -49,25 +49,55 @@ def typed(x: Any) -> Any:
 
 def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
     """A treedef in a hashable form in which static values are told apart by type."""
-    if (data := treedef.node_data()) is None:
-        return _LEAF
-    cls, aux = data
-    # Of a dict it is the list of keys, of an Equinox module a tuple of values.
-    if type(aux) in (list, tuple):
-        aux = type(aux), tuple(map(static, aux))
-    else:
-        aux = static(aux)
-    return cls, aux, tuple(structure(child, static) for child in treedef.children())
+    nodes = []
+    todo = [treedef]  # no recursion: a tree may be deeper than Python's stack
+    while todo:
+        treedef = todo.pop()
+        if (data := treedef.node_data()) is None:
+            nodes.append(_LEAF)
+            continue
+        cls, aux = data
+        # For a dict it is the list of keys, for an Equinox module a tuple of values.
+        if type(aux) in (list, tuple):
+            aux = type(aux), tuple(map(static, aux))
+        else:
+            aux = static(aux)
+        below = treedef.children()
+        nodes.append((cls, aux, len(below)))
+        todo += reversed(below)
+    return tuple(nodes)
 
 
 _LEAF: Final = "leaf"
 
 
-def _is_record(x: Any) -> bool:
-    """Whether `x` is a dataclass that is compared by its fields."""
-    owner = next(c for c in type(x).__mro__ if "__eq__" in vars(c))
-    parameters = vars(owner).get("__dataclass_params__")
-    return parameters is not None and parameters.eq
+_compared: Final[weakref.WeakKeyDictionary[type, tuple[str, ...] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _compared_fields(cls: type) -> tuple[str, ...] | None:
+    """The fields by which instances are compared, if Python's dataclasses do it.
+
+    `None` for any other class, also for a dataclass that brings its own `__eq__`:
+    nothing on the class tells the two apart, so the code of the methods is compared.
+    """
+    if cls not in _compared:
+        owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
+        if "__dataclass_fields__" not in vars(owner):
+            return None
+        names = tuple(f.name for f in dataclasses.fields(owner) if f.compare)
+        generated = dataclasses.make_dataclass("_", names).__eq__
+        _compared[cls] = names if _same_code(generated, owner.__eq__) else None
+    return _compared[cls]
+
+
+def _same_code(f: Any, g: Any) -> bool:
+    codes = [getattr(h, "__code__", None) for h in (f, g)]
+    parts = ("co_code", "co_names", "co_consts")
+    return None not in codes and all(
+        getattr(codes[0], name) == getattr(codes[1], name) for name in parts
+    )
 
 
 def is_hashable(x: Any) -> bool:
