@@ -115,15 +115,19 @@ def hand_block(
 ) -> tuple[Batch, Tree]:
     y = jax.vmap(lambda x: params["matrix"] @ x + params["offset"])(x)
     mean = jnp.mean(y, 0)
-    var = jnp.mean(jnp.square(y - mean), 0)
+    y = y - mean
+    # What rounding has left of the mean, as in `es.nn.BatchNorm`.
+    rest = jax.lax.stop_gradient(jnp.mean(y, 0))
+    square = jnp.mean(y * y, 0)
+    var = square - jnp.minimum(rest * rest, jax.lax.stop_gradient(square))
     scale = jax.lax.rsqrt(var + EPS) * params["scale"]
-    y = activation(y * scale + (params["shift"] - mean * scale))
+    y = activation(y * scale + (params["shift"] - rest * scale))
     next_key, key = jr.split(state["key"])
     mask = jr.bernoulli(key, 1 - DROP, y.shape)
     y = jnp.where(mask, y / (1 - DROP), jnp.zeros_like(y))
     new = {
         name: momentum * state[name] + (1 - momentum) * jax.lax.stop_gradient(moment)
-        for name, moment in (("mean", mean), ("var", var))
+        for name, moment in (("mean", mean + rest), ("var", var))
     }
     return y, {**new, "key": next_key}
 

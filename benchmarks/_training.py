@@ -147,7 +147,7 @@ def hand_eval_loss(state: Any, x: Batch, y: Labels) -> Loss:
     for p, s in zip(params["blocks"], layers, strict=True):
         z = _hand_linear(p, x)
         scale = jax.lax.rsqrt(s["var"] + EPS) * p["scale"]
-        x = jax.nn.relu(z * scale + (p["shift"] - s["mean"] * scale))
+        x = jax.nn.relu((z - s["mean"]) * scale + p["shift"])
     return cross_entropy(_hand_linear(params["head"], x), y)
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
@@ -169,6 +170,47 @@ def _(case):
     linear = case.keep(eqx.nn.Linear(3, 3, key=jr.key(0)))
     with case.error():
         es.nn.Stateful(linear)
+
+
+@MODES.works(
+    "make an `es.nn.BatchNorm` with `dtype=jnp.bfloat16`",
+    "its parameters are bfloat16, its statistics float32",
+)
+def _(case):
+    norm = case.keep(es.nn.BatchNorm(3, dtype=jnp.bfloat16), XS[None])
+    assert norm.weight.dtype == jnp.bfloat16
+    y, new = es.mutable(norm)(XS[None].astype(jnp.bfloat16))
+    assert (y.dtype, new.mean.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@MODES.works(
+    "give a padded batch to `es.nn.BatchNorm`",
+    "the padding is in the statistics; with a `mask` it is not",
+    "`norm(x, mask=is_data[:, None])`",
+)
+def _(case):
+    norm = case.keep(es.nn.BatchNorm(3), XS[None])
+    batch, padded = jnp.stack([XS, 2 * XS]), jnp.stack([XS, 2 * XS, 0 * XS])
+    _, expected = es.mutable(norm)(batch)
+    assert (es.mutable(norm)(padded)[1].mean != expected.mean).any()
+    is_data = jnp.array([True, True, False])
+    _, new = es.mutable(norm)(padded, mask=is_data[:, None])
+    assert jnp.allclose(new.mean, expected.mean)
+
+
+@MODES.raises(
+    "give complex numbers to `es.nn.BatchNorm`",
+    ValueError,
+    "and normalises real numbers",
+    "complex64",
+    "jnp.concatenate([x.real, x.imag], axis=1)",
+    instead="both parts, as twice as many channels",
+)
+def _(case):
+    norm = case.keep(es.nn.BatchNorm(3), XS[None])
+    for wrong in (norm, norm.eval()):
+        with case.error():
+            es.mutable(wrong)(jax.lax.complex(XS, XS)[None])
 
 
 @MODES.raises(

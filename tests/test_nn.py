@@ -92,9 +92,58 @@ def test_batch_norm_takes_the_arguments_of_equinox():
     assert set(theirs) - set(ours) <= {"inference", "mode"}
 
 
-def test_batch_norm_dtype():
-    norm = es.nn.BatchNorm(3, dtype=jnp.float16)
-    assert {part.value.dtype for part in es.parts(norm)} == {jnp.dtype("float16")}
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_statistics_are_float32_whatever_the_parameters_are(dtype):
+    norm = es.nn.BatchNorm(3, dtype=dtype)
+    assert norm.weight.dtype == norm.bias.dtype == dtype
+    assert norm.mean.dtype == norm.var.dtype == jnp.float32
+    y, new = es.mutable(norm)(data(8, 3, dtype=dtype))
+    assert y.dtype == dtype
+    assert new.mean.dtype == new.var.dtype == jnp.float32
+    assert new.eval()(data(8, 3, dtype=dtype)).dtype == dtype
+
+
+@jax.enable_x64(True)
+def test_statistics_and_computation_are_as_wide_as_asked_for():
+    norm = es.nn.BatchNorm(3, dtype=jnp.float64)
+    assert {part.value.dtype for part in es.parts(norm)} == {jnp.dtype("float64")}
+    x = data(8, 3, dtype=jnp.float64)
+    expected, exact = es.mutable(norm)(x)
+    # A float64 input is not rounded on the way through a float32 layer.
+    y, new = es.mutable(es.nn.BatchNorm(3, dtype=jnp.float32))(x)
+    assert y.dtype == jnp.float64
+    assert_close(y, expected, 1e-12)
+    assert new.mean.dtype == jnp.float32
+    assert_close(new.mean, exact.mean.astype(jnp.float32), 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, bool])
+def test_parameters_are_real_floating_numbers(dtype):
+    with pytest.raises(ValueError, match=r"BatchNorm\(dtype=.*real floating"):
+        es.nn.BatchNorm(3, dtype=dtype)
+
+
+def test_half_precision_statistics_converge():
+    norm = es.nn.BatchNorm(4, dtype=jnp.bfloat16)
+
+    def step(norm, key):
+        x = (2 * jr.normal(key, (64, 4)) + 3).astype(jnp.bfloat16)
+        return es.mutable(norm)(x)[1], None
+
+    norm, _ = jax.lax.scan(step, norm, jr.split(jr.key(0), 1000))
+    assert_close(norm.mean, jnp.full(4, 3.0), 0.1)
+    assert_close(norm.var, jnp.full(4, 4.0), 0.2)
+
+
+def test_statistics_that_were_cast_are_averaged_in_float32():
+    # Whoever casts a whole model gets what was asked for; the step is computed exactly.
+    x = data(64, 3, dtype=jnp.bfloat16)
+    norm = jax.tree.map(lambda a: a.astype(jnp.bfloat16), es.nn.BatchNorm(3))
+    y, new = es.mutable(norm)(x)
+    assert new.mean.dtype == jnp.bfloat16
+    expected, exact = es.mutable(es.nn.BatchNorm(3))(x)
+    assert (y == expected).all()
+    assert (new.var == exact.var.astype(jnp.bfloat16)).all()
 
 
 # --- BatchNorm: numbers ---------------------------------------------------------------
@@ -196,6 +245,54 @@ def test_a_large_mean_does_not_spoil_the_variance():
     assert_close(y.std(axis=0), jnp.ones(2), 1e-2)
 
 
+def exactly(x, eps=1e-5):
+    """The normalised input, computed in float64."""
+    x = np.asarray(x, np.float64)
+    return (x - x.mean(0)) / np.sqrt(x.var(0) + eps)
+
+
+NORMALISED = {
+    "whole": lambda x: run(es.nn.BatchNorm(x.shape[1]), x)[0],
+    "each": lambda x: each(es.nn.BatchNorm(x.shape[1], "batch"), x)[0],
+    "masked": lambda x: run(es.nn.BatchNorm(x.shape[1]), x, mask=True)[0],
+    "eager": lambda x: es.mutable(es.nn.BatchNorm(x.shape[1]))(x)[0],
+    "no affine": lambda x: run(
+        es.nn.BatchNorm(x.shape[1], channelwise_affine=False), x
+    )[0],
+}
+
+
+@pytest.mark.parametrize("way", NORMALISED)
+@pytest.mark.parametrize("size", [32, 33, 100, 1000])
+def test_a_constant_channel_is_mapped_to_0(way, size):
+    # The mean of equal numbers need not be that number: it is rounded on the way.
+    values = jnp.array([255.0, 1e4, 1e4 / 3, 12345.678, -1e6 / 7])
+    y = NORMALISED[way](jnp.tile(values, (size, 1)))
+    assert jnp.abs(y).max() < 1e-5
+
+
+@pytest.mark.parametrize("way", NORMALISED)
+def test_small_differences_of_large_numbers_are_kept(way):
+    thirds = jnp.arange(32.0)[:, None] % 3
+    assert np.abs(NORMALISED[way](1e4 + thirds) - exactly(1e4 + thirds)).max() < 5e-7
+    x = data(100, 3) + jnp.array([[1e5, -1e4 / 3, 0.0]])
+    assert np.abs(NORMALISED[way](x) - exactly(x)).max() < 2e-6
+
+
+def test_a_constant_channel_has_the_gradient_of_one():
+    x = jnp.full((100, 1), 1e4 / 3)
+    weights = data(100, 1)
+    grad = jax.grad(lambda x: jnp.sum(weights * run(es.nn.BatchNorm(1), x)[0]))(x)
+    expected = (weights - weights.mean()) / np.sqrt(1e-5)
+    assert_close(grad, expected, 1e-3)
+
+
+def test_eval_keeps_small_differences_of_large_numbers():
+    x = 1e4 + jnp.arange(3.0)[:, None]
+    norm = es.nn.BatchNorm(1).replace(mean=jnp.array([1e4])).eval()
+    assert_close(norm(x), (x - 1e4) / np.sqrt(1 + 1e-5), 1e-6)
+
+
 def test_statistics_converge_to_those_of_the_data():
     norm = es.nn.BatchNorm(2, momentum=0.9)
     x = data(100, 2)
@@ -221,12 +318,6 @@ def test_half_precision_goes_in_and_comes_out(dtype, axis_name):
     assert es.nn.BatchNorm(3).eval()(x).dtype == dtype
 
 
-def test_a_half_precision_layer_takes_half_precision():
-    norm = es.nn.BatchNorm(3, dtype=jnp.float16)
-    y, new = es.mutable(norm)(data(8, 3, dtype=jnp.float16))
-    assert y.dtype == new.mean.dtype == new.var.dtype == jnp.float16
-
-
 def test_without_affine_there_are_no_parameters():
     norm = es.nn.BatchNorm(3, channelwise_affine=False)
     assert norm.weight is None
@@ -238,6 +329,144 @@ def test_without_affine_there_are_no_parameters():
     assert_close(y, expected)
     assert_close(new.mean, other.mean)
     assert_close(new.eval()(x), other.eval()(x))
+
+
+# --- BatchNorm: padding ---------------------------------------------------------------
+
+
+def padded(x, n, value):
+    """`x` and `n` rows of padding, mixed."""
+    filled = jnp.concatenate([x, jnp.full((n, *x.shape[1:]), value, x.dtype)])
+    order = jr.permutation(jr.key(5), len(filled))
+    return filled[order], order < len(x)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e6, np.nan, np.inf])
+@pytest.mark.parametrize("way", ["whole", "each"])
+def test_a_mask_leaves_padding_out(way, value):
+    x = data(8, 3)
+    filled, mask = padded(x, 5, value)
+    norm = with_affine(es.nn.BatchNorm(3, axis_name="batch" if way == "each" else None))
+    if way == "each":
+        expected, new = each(norm, x)
+
+        def f(norm, x, mask):
+            return es.vmap(lambda x, m: norm(x, mask=m), axis_name="batch")(x, mask)
+
+        y, masked = es.mutable(f)(norm, filled, mask)
+    else:
+        expected, new = run(norm, x)
+        y, masked = run(norm, filled, mask=mask[:, None])
+    order = jnp.argsort(jr.permutation(jr.key(5), 13))[:8]
+    assert_close(y[order], expected)
+    assert_close((masked.mean, masked.var), (new.mean, new.var))
+    # The padding is normalised like the rest.
+    where = ~mask & jnp.isfinite(y[:, 0])
+    like_rest = by_first_two(norm, filled[where], x)
+    assert_close(y[where], like_rest, 1e-4)
+
+
+def by_first_two(norm, x, batch):
+    scale = norm.weight / jnp.sqrt(batch.var(0) + norm.eps)
+    return (x - batch.mean(0)[None]) * scale[None] + norm.bias[None]
+
+
+@pytest.mark.parametrize("way", ["whole", "each"])
+def test_a_mask_within_each_example(way):
+    # Sequences of several lengths: what the lanes have differs in number.
+    x, lengths = data(4, 3, 6), jnp.array([6, 1, 0, 4])
+    inside = jnp.arange(6)[None] < lengths[:, None]
+    if way == "whole":
+        _, new = run(es.nn.BatchNorm(3, momentum=0.0), x, mask=inside[:, None])
+    else:
+        norm = es.nn.BatchNorm(3, "batch", momentum=0.0)
+
+        def f(norm, x):
+            return es.vmap(lambda x, m: norm(x, mask=m), axis_name="batch")(x, inside)
+
+        _, new = es.mutable(f)(norm, x)
+    rows = np.moveaxis(np.asarray(x), 1, -1)[np.asarray(inside)]
+    assert_close((new.mean, new.var), (rows.mean(0), rows.var(0)))
+
+
+def test_a_mask_may_differ_between_channels():
+    x = data(8, 2)
+    mask = jnp.stack([jnp.arange(8) < 5, jnp.arange(8) >= 2], axis=1)
+    _, new = run(es.nn.BatchNorm(2, momentum=0.0), x, mask=mask)
+    expected = jnp.stack([x[:5, 0].mean(), x[2:, 1].mean()])
+    assert_close(new.mean, expected)
+
+
+@pytest.mark.parametrize(
+    "mask", [True, 1, jnp.ones((8, 1)), np.ones((1, 3), bool), [[1], [1]] * 4]
+)
+def test_a_mask_that_leaves_nothing_out_is_as_none(mask):
+    x = data(8, 3)
+    expected, new = run(es.nn.BatchNorm(3), x)
+    y, masked = run(es.nn.BatchNorm(3), x, mask=jnp.asarray(mask))
+    assert_close(y, expected)
+    assert_close(masked, new)
+
+
+@pytest.mark.parametrize("way", ["whole", "each"])
+def test_a_batch_that_is_padding_alone_changes_nothing(way):
+    x = jnp.full((8, 3), jnp.nan)
+    if way == "whole":
+        norm = run(es.nn.BatchNorm(3), data(8, 3))[1]
+        y, new = run(norm, jnp.ones((8, 3)), mask=False)
+        _, after_nan = run(norm, x, mask=False)
+    else:
+        norm = each(es.nn.BatchNorm(3, "batch"), data(8, 3))[1]
+
+        def f(norm, x):
+            return es.vmap(lambda x: norm(x, mask=False), axis_name="batch")(x)
+
+        y, new = es.mutable(f)(norm, jnp.ones((8, 3)))
+        _, after_nan = es.mutable(f)(norm, x)
+    assert eqx.tree_equal(new, norm)
+    assert eqx.tree_equal(after_nan, norm)
+    expected = (1 - norm.mean) / jnp.sqrt(norm.var + norm.eps)
+    assert_close(y, jnp.tile(expected, (8, 1)))
+
+
+def test_a_channel_that_is_padding_alone_changes_nothing():
+    x, mask = data(8, 3), jnp.array([[True, False, True]])
+    norm = es.nn.BatchNorm(3)
+    _, new = run(norm, x, mask=mask)
+    _, all_new = run(norm, x)
+    assert (new.mean[1], new.var[1]) == (0, 1)
+    assert_close(new.mean[::2], all_new.mean[::2])
+
+
+def test_a_mask_leaves_padding_out_of_gradients():
+    x, weights = data(8, 3), data(8, 3, seed=1)
+    filled, mask = padded(x, 5, jnp.nan)
+    order = jnp.argsort(jr.permutation(jr.key(5), 13))[:8]
+
+    def loss(x):
+        return jnp.sum(weights * run(es.nn.BatchNorm(3), x)[0])
+
+    def masked_loss(filled):
+        y, _ = run(es.nn.BatchNorm(3), filled, mask=mask[:, None])
+        return jnp.sum(weights * y[order])
+
+    grad = jax.grad(masked_loss)(filled)
+    assert_close(grad[order], jax.grad(loss)(x), 1e-4)
+    assert (grad[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("change", [es.eval, es.freeze], ids=["eval", "frozen"])
+def test_a_mask_does_nothing_where_the_statistics_rest(change):
+    norm, x = change(run(es.nn.BatchNorm(3), data(8, 3))[1]), data(8, 3)
+    assert (norm(x, mask=jnp.arange(8)[:, None] < 3) == norm(x)).all()
+
+
+@pytest.mark.parametrize("change", [es.train, es.eval])
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (1, 8, 3), (8, 2)])
+def test_a_mask_that_does_not_broadcast_is_an_error(change, shape):
+    norm = change(es.nn.BatchNorm(3))
+    with pytest.raises(ValueError, match=r"mask of shape .*\(8, 3\)"):
+        es.mutable(norm)(data(8, 3), mask=jnp.ones(shape, bool))
 
 
 # --- BatchNorm: modes and gradients ---------------------------------------------------
@@ -351,6 +580,26 @@ def test_a_batch_under_vmap_without_a_name_names_the_field():
     norm = es.nn.BatchNorm(3, channel_axis=0)
     with pytest.raises(ValueError, match=r"(mean|var)[\s\S]*axis_name"):
         es.mutable(es.vmap(norm))(data(8, 3, 2))
+
+
+@pytest.mark.parametrize("change", [es.train, es.eval])
+def test_complex_input_is_an_error(change):
+    norm = change(es.nn.BatchNorm(3))
+    with pytest.raises(ValueError, match=r"complex64[\s\S]*BatchNorm\(6\)"):
+        es.mutable(norm)(jnp.ones((8, 3), jnp.complex64))
+
+
+def test_a_numpy_array_of_float64_is_as_jax_takes_it():
+    # Warnings are errors here, and JAX warns where a float64 is asked for.
+    x = np.asarray(data(8, 3), np.float64)
+    expected, new = es.mutable(es.nn.BatchNorm(3))(data(8, 3))
+    y, after = es.mutable(es.nn.BatchNorm(3))(x)
+    assert y.dtype == jnp.float32
+    assert eqx.tree_equal((y, after), (expected, new))
+    assert new.eval()(x).dtype == jnp.float32
+    dropped, _ = es.mutable(es.nn.Dropout(0.5, key=0))(x)
+    assert dropped.dtype == jnp.float32
+    assert es.mutable(es.nn.Dropout(1.0, key=0))(x)[0].dtype == jnp.float32
 
 
 def test_train_mode_outside_a_scope_is_an_error_that_changes_nothing():
@@ -546,9 +795,14 @@ def test_they_are_arguments_of_plain_jit():
     assert dropout.rng != jr.key(0)
 
 
-def test_a_gradient_keeps_one_array_of_the_size_of_the_input():
-    norm = es.nn.BatchNorm(3).eval()
+@pytest.mark.parametrize("mode", [es.eval, es.train])
+def test_a_gradient_keeps_one_array_of_the_size_of_the_input(mode):
+    norm = mode(es.nn.BatchNorm(3))
     x = jnp.ones((5, 3))
-    _, pull = jax.vjp(lambda x, weight: norm.replace(weight=weight)(x), x, norm.weight)
+
+    def f(x, weight):
+        return es.mutable(norm.replace(weight=weight))(x)[0]
+
+    _, pull = jax.vjp(f, x, norm.weight)
     kept = [a.shape for a in jax.tree.leaves(pull)]
     assert kept.count(x.shape) == 1

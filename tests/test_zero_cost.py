@@ -93,17 +93,20 @@ def dropout(x, lane_key):
     return jnp.where(mask, x / keep, jnp.zeros_like(x))
 
 
-def normalise(params, mean, var, x):
+def normalise(params, deviation, rest, var):
     scale = jax.lax.rsqrt(var + EPS) * params["scale"]
-    return x * scale + (params["shift"] - mean * scale)
+    return deviation * scale + (params["shift"] - rest * scale)
 
 
 def lane(params, stats, keys, x):
     x = params["w1"] @ dropout(x, keys["drop1"]) + params["b1"]
     mean = jax.lax.pmean(x, "batch")
-    var = jax.lax.pmean(jnp.square(x - mean), "batch")
-    new = {"mean": mean, "var": var}
-    x = jax.nn.relu(normalise(params, mean, var, x))
+    x = x - mean
+    rest, square = jax.lax.pmean((x, x * x), "batch")
+    rest = jax.lax.stop_gradient(rest)
+    var = square - jnp.minimum(jnp.square(rest), jax.lax.stop_gradient(square))
+    new = {"mean": mean + rest, "var": var}
+    x = jax.nn.relu(normalise(params, x, rest, var))
     x = params["w2"] @ dropout(x, keys["drop2"]) + params["b2"]
 
     def average(old, new):
@@ -146,7 +149,8 @@ def make_step(tx):
 def eval_step(params, stats, x, y):
     def lane(x):
         x = params["w1"] @ x + params["b1"]
-        x = jax.nn.relu(normalise(params, stats["mean"], stats["var"], x))
+        x = (x - stats["mean"]) * (jax.lax.rsqrt(stats["var"] + EPS) * params["scale"])
+        x = jax.nn.relu(x + params["shift"])
         return params["w2"] @ x + params["b2"]
 
     return jnp.mean((jax.vmap(lane)(x) - y) ** 2)

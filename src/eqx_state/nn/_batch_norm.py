@@ -1,5 +1,6 @@
 """Batch normalisation with its statistics as state."""
 
+import math
 from typing import Any
 
 import equinox as eqx
@@ -24,6 +25,9 @@ class BatchNorm(Module):
     With an `axis_name`, for one example at a time under a `vmap` with that axis, as
     `equinox.nn.BatchNorm`. Without, for a whole batch at once.
 
+    The averages are float32 or wider whatever the `dtype` of the parameters is, and so
+    is the computation: in bfloat16 an average stops moving after some steps.
+
     !!! example
 
         ```python
@@ -40,6 +44,11 @@ class BatchNorm(Module):
         each = es.nn.BatchNorm(3, axis_name="batch")
         y2, each = es.mutable(es.vmap(each, axis_name="batch"))(x)
         assert jnp.allclose(y, y2, atol=1e-5)
+
+        padded = jnp.concatenate([x, jnp.zeros((2, 3))])
+        mask = jnp.arange(10) < 8
+        y3, norm = es.mutable(es.nn.BatchNorm(3))(padded, mask=mask[:, None])
+        assert jnp.allclose(y3[:8], y, atol=1e-5)
         ```
     """
 
@@ -73,17 +82,27 @@ class BatchNorm(Module):
         - `eps`: added to the variance. Default: 1e-5.
         - `channelwise_affine`: whether to scale and shift with `weight` and `bias`.
         - `momentum`: how much of the running average stays at each step. Default: 0.99.
-        - `dtype`: of the parameters and statistics. Default: JAX's default float.
+        - `dtype`: of the parameters, a real floating one. Default: JAX's default float.
+            The statistics have it too, if it has at least 32 bits; else float32.
         - `channel_axis`: the axis of the input that holds the channels. Default: 0 with
             an `axis_name`, else 1.
         - `key`: ignored; there is nothing random.
+
+        **Raises:**
+
+        - `ValueError`: `dtype` is not a real floating one.
         """
         del key
-        dtype = jnp.zeros(()).dtype if dtype is None else dtype
+        dtype = jnp.zeros((), dtype).dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"`es.nn.BatchNorm(dtype={dtype})`: a variance is a real number, so"
+                " `dtype` is a real floating one, such as `jnp.float32`."
+            )
         self.weight = jnp.ones(input_size, dtype) if channelwise_affine else None
         self.bias = jnp.zeros(input_size, dtype) if channelwise_affine else None
-        self.mean = jnp.zeros(input_size, dtype)
-        self.var = jnp.ones(input_size, dtype)
+        self.mean = jnp.zeros(input_size, _widest(dtype))
+        self.var = jnp.ones(input_size, _widest(dtype))
         self.input_size = input_size
         self.axis_name = axis_name
         if channel_axis is None:
@@ -92,11 +111,19 @@ class BatchNorm(Module):
         self.eps = eps
         self.momentum = momentum
 
-    def __call__(self, x: Array, *, key: Any = None) -> Array:
+    def __call__(self, x: Array, *, key: Any = None, mask: Any = None) -> Array:
         """**Arguments:**
 
-        - `x`: an array with `input_size` elements along `channel_axis`.
+        - `x`: an array with `input_size` elements along `channel_axis`, real.
         - `key`: ignored.
+        - `mask`: true where `x` counts and false where it is padding; an array that
+            broadcasts to the shape of `x`, as in Flax: for a batch of shape `(N, C)`
+            whose last rows are padding, of shape `(N, 1)`. Under a `vmap` with
+            `axis_name` the mask of one example, which may be a single bool. Default:
+            everything counts. It matters in train mode alone: mean, variance and
+            running averages are those of the elements that count. The padding is
+            normalised like the rest, and has no gradient. A channel without an element
+            that counts keeps its running averages, and is normalised with them.
 
         **Returns:**
 
@@ -106,30 +133,30 @@ class BatchNorm(Module):
 
         - `NameError`: there is no axis called `axis_name`.
 
-        - `ValueError`: `x` has another number of channels.
+        - `ValueError`: `x` has another number of channels, or is complex; or `mask`
+            does not broadcast to the shape of `x`.
         """
         del key
-        axis = self.channel_axis
-        if not -x.ndim <= axis < x.ndim or x.shape[axis] != self.input_size:
-            raise ValueError(
-                f"`es.nn.BatchNorm(input_size={self.input_size})` got an input of shape"
-                f" {x.shape}, and looks for its {self.input_size} channels along axis"
-                f" {axis}. Set `channel_axis`; with `axis_name=None` the input is a"
-                " whole batch."
-            )
+        x = jnp.asarray(x)
+        _check_input(self, x)
+        mask = None if mask is None else _as_mask(mask, x)
+        wide = _cast(x, _widest(x.dtype, self.mean.dtype))
         if self.training and not self.frozen:
-            mean, var = _batch_moments(self, x)
-            self.mean = _average(self, self.mean, mean)
-            self.var = _average(self, self.var, var)
+            deviation, kept, rest, var = _center(self, wide, mask)
         else:
-            mean, var = self.mean, self.var
+            mean, var = (_cast(a, wide.dtype) for a in (self.mean, self.var))
+            deviation = kept = wide - _spread(self, mean, x)
+            rest = None
         scale = jax.lax.rsqrt(var + self.eps)
         if self.weight is not None:
-            scale = scale * self.weight
-        shift = mean * scale
-        shift = -shift if self.bias is None else self.bias - shift
-        scale, shift = (_spread(self, a, x) for a in (scale, shift))
-        y = _cast(x, scale.dtype) * scale + shift
+            scale = scale * _cast(self.weight, scale.dtype)
+        shift = None if self.bias is None else _cast(self.bias, scale.dtype)
+        if rest is not None:
+            shift = -rest * scale if shift is None else shift - rest * scale
+        y = _affine(self, kept, scale, shift)
+        if kept is not deviation:
+            padding = _affine(self, *jax.lax.stop_gradient((deviation, scale, shift)))
+            y = jnp.where(mask, y, padding)
         # Integers are not rounded back; a lower precision is that of the layers around.
         return _cast(y, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
@@ -137,8 +164,32 @@ class BatchNorm(Module):
 # Functions, for Equinox makes a pytree of each method that is looked up.
 
 
+def _widest(*dtypes: Any) -> Any:
+    """The widest of these that are real floating dtypes; float32 at least."""
+    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    return max(jnp.dtype("float32"), *floating, key=lambda d: jnp.finfo(d).bits)
+
+
 def _cast(x: Array, dtype: Any) -> Array:
     return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _check_input(norm: BatchNorm, x: Array) -> None:
+    axis, size = norm.channel_axis, norm.input_size
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
+        raise ValueError(
+            f"`es.nn.BatchNorm(input_size={size})` got an input of shape {x.shape}, and"
+            f" looks for its {size} channels along axis {axis}. Set `channel_axis`;"
+            " with `axis_name=None` the input is a whole batch."
+        )
+    if jnp.iscomplexobj(x):
+        raise ValueError(
+            f"`es.nn.BatchNorm` got an input of dtype {x.dtype}, and normalises real"
+            " numbers. Which variance a complex number has is for the model to say."
+            " For both parts on their own, as twice as many channels:\n\n"
+            f"    norm = es.nn.BatchNorm({2 * size})\n"
+            f"    norm(jnp.concatenate([x.real, x.imag], axis={axis}))"
+        )
 
 
 def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
@@ -151,19 +202,77 @@ def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
     return channels.reshape(shape)
 
 
-def _batch_moments(norm: BatchNorm, x: Array) -> tuple[Array, Array]:
+def _affine(norm: BatchNorm, x: Array, scale: Array, shift: Array | None) -> Array:
+    y = x * _spread(norm, scale, x)
+    return y if shift is None else y + _spread(norm, shift, x)
+
+
+def _center(
+    norm: BatchNorm, x: Array, mask: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """`x` without its mean, and with 0 for padding; the rest of the mean; the variance.
+
+    The running averages move on. The mean of large numbers is rounded, by more than a
+    small deviation is. So the second pass, which finds the variance, also finds what
+    the first has left; without it, 100 times 1e4/3 would deviate from its mean by 0.15.
+    It has no gradient: exactly computed it is 0, whatever `x` is.
+    """
     axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
-    x = _cast(x, norm.mean.dtype)
-    mean = _over_lanes(norm, jnp.mean(x, axes))
+
+    def sums(*xs: Array) -> list[Array]:
+        return _over_lanes(norm, [jnp.sum(a, axes) for a in xs])
+
+    if mask is None:
+        [number] = _over_lanes(norm, [math.prod(x.shape[i] for i in axes)])
+
+        def only(a: Array) -> Array:
+            return a
+
+        def if_any(new: Array, old: Array) -> Array:
+            return new
+
+    else:
+        [found] = sums(mask.astype(x.dtype))
+        number = jnp.maximum(found, 1)
+
+        def only(a: Array) -> Array:
+            # Padding may be NaN, and 0 times NaN is the gradient of what comes later.
+            return jnp.where(mask, a, 0)
+
+        def if_any(new: Array, old: Array) -> Array:
+            return jnp.where(found > 0, new, _cast(old, new.dtype))
+
+    [mean] = (a / number for a in sums(only(x)))
+    mean = if_any(mean, norm.mean)
     deviation = x - _spread(norm, mean, x)
-    return mean, _over_lanes(norm, jnp.mean(jnp.square(deviation), axes))
+    kept = only(deviation)
+    # Not `jnp.square`, whose gradient would keep `2 * kept` besides `kept`.
+    rest, square = (a / number for a in sums(kept, kept * kept))
+    rest = jax.lax.stop_gradient(rest)
+    var = square - jnp.minimum(jnp.square(rest), jax.lax.stop_gradient(square))
+    var = if_any(var, norm.var)
+    norm.mean = if_any(_average(norm, norm.mean, mean + rest), norm.mean)
+    norm.var = if_any(_average(norm, norm.var, var), norm.var)
+    return deviation, kept, rest, var
 
 
-def _over_lanes(norm: BatchNorm, x: Array) -> Array:
-    if norm.axis_name is None:
-        return x
+def _as_mask(mask: Any, x: Array) -> Array:
+    mask = jnp.asarray(mask, bool)
     try:
-        return jax.lax.pmean(x, norm.axis_name)
+        return jnp.broadcast_to(mask, x.shape)
+    except ValueError as e:
+        raise ValueError(
+            f"`es.nn.BatchNorm`: the mask of shape {mask.shape} does not broadcast to"
+            f" the input of shape {x.shape}. Give it an axis of size 1 for each that it"
+            " lacks: for a batch `(N, C)` whose last rows are padding, `mask[:, None]`."
+        ) from e
+
+
+def _over_lanes(norm: BatchNorm, xs: list[Any]) -> list[Any]:
+    if norm.axis_name is None:
+        return xs
+    try:
+        return jax.lax.psum(xs, norm.axis_name)
     except NameError as e:  # JAX's, for an axis name that no transform has bound
         raise NameError(
             f"`es.nn.BatchNorm(axis_name={norm.axis_name!r})` averages over an"
@@ -175,4 +284,5 @@ def _over_lanes(norm: BatchNorm, x: Array) -> Array:
 
 def _average(norm: BatchNorm, old: Array, new: Array) -> Array:
     new = jax.lax.stop_gradient(new)
-    return norm.momentum * old + (1 - norm.momentum) * new
+    mixed = norm.momentum * _cast(old, new.dtype) + (1 - norm.momentum) * new
+    return _cast(mixed, old.dtype)
