@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.random as jr
+import optax
 from catalogue_entry import FROZEN, Layer, Net, Theme, XS
 
 import eqx_state as es
@@ -34,6 +35,10 @@ def _(case):
         Two(layer, [Layer(), layer])
     with case.error():
         es.mutable(lambda tree: None)({"a": layer, "b": layer})
+    with case.error():
+        es.Optimizer(optax.sgd(0.1)).init([layer, layer])
+    with case.error():
+        es.eval([layer, layer])
     pair = Two(layer, None)
     _, new = es.mutable(lambda m, x: m.a(m.a(x)))(pair, XS)
     assert new.a.count == 2

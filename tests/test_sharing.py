@@ -7,6 +7,7 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
+import optax
 import pytest
 from helpers import rejects
 
@@ -109,6 +110,34 @@ def test_found_in_the_model_that_a_callable_carries(way):
     }[way]
     with rejects(model, ValueError, r"`layers\[0\]`", r"`layers\[2\]`"):
         run()
+
+
+ENTRANCES = {
+    "Optimizer.init": lambda model: es.Optimizer(optax.sgd(0.1)).init(model),
+    "Optimizer.update": lambda model: (
+        es.Optimizer(optax.sgd(0.1))
+        .init(jax.tree.map(lambda x: x, model))
+        .update(es.filter(model, es.Parameter), model)
+    ),
+    "init": lambda model: es.init(model, 0),
+    "to_equinox": es.to_equinox,
+    "functional": es.functional,
+    "train": es.train,
+    "eval": es.eval,
+    "freeze": es.freeze,
+    "unfreeze": es.unfreeze,
+}
+
+
+@pytest.mark.parametrize("enter", ENTRANCES.values(), ids=ENTRANCES)
+def test_found_where_the_one_module_would_become_two(enter):
+    layer = Layer()
+    model = eqx.nn.Sequential([layer, eqx.nn.Identity(), layer])
+    with rejects(
+        model, ValueError, "same stateful module", r"`layers\[0\]`", r"`layers\[2\]`"
+    ):
+        enter(model)
+    enter(eqx.nn.Sequential([Layer(), eqx.nn.Identity(), Layer()]))
 
 
 class Root(es.Module):

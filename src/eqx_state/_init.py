@@ -16,6 +16,7 @@ from ._scope import check_written, collect, own, Scope
 from ._strong import strengthen
 from ._traverse import (
     check_apart,
+    check_not_shared,
     children,
     Context,
     copy_tree,
@@ -195,6 +196,7 @@ def init(
 
     - `TypeError`: `key` is neither a key nor an integer, or the tree is not callable
         and there is no `call`.
+    - `ValueError`: one stateful module is in two places of the tree.
 
     !!! example
 
@@ -220,6 +222,7 @@ def init(
         ```
     """
     key = as_key(key)
+    check_not_shared(tree)
     tree = _run_hooks(tree, key)
     if not inputs and call is None:
         return tree

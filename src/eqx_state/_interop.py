@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 
 from ._compare import is_hole
 from ._filters import not_, trainable
-from ._init import check_initialized
+from ._init import check_ready
 from ._keys import reseed
 from ._kinds import Rng, State
 from ._modes import train
@@ -135,6 +135,7 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
     - `TypeError`: the model cannot be called.
     - `ValueError`, from the layer: the state is that of another model.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+    - `ValueError`: one stateful module is in two places of the model.
 
     !!! example
 
@@ -163,7 +164,7 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
             f" that can be called, and a `{type(model).__qualname__}` cannot. Give it a"
             " `__call__`, or put its layers into `eqx.nn.Sequential`."
         )
-    check_initialized(model)
+    check_ready(model)
     state, rest = partition(model, State)
     index = labelled_index("es.to_equinox", strong_arrays(_values(state)))
     modes = [visit.node.training for visit in modules_in(model)]

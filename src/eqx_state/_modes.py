@@ -5,7 +5,14 @@ from typing import Any, TypeVar
 
 from ._base import is_module
 from ._filters import selected_nodes
-from ._traverse import copy_tree, has_inference, modules_in, set_flags, Visit
+from ._traverse import (
+    check_not_shared,
+    copy_tree,
+    has_inference,
+    modules_in,
+    set_flags,
+    Visit,
+)
 
 
 _Tree = TypeVar("_Tree")
@@ -22,6 +29,10 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
     - `tree`: any pytree.
     - `mode`: `False` for eval mode.
 
+    **Raises:**
+
+    - `ValueError`: one stateful module is in two places of the tree.
+
     !!! example
 
         ```python
@@ -35,6 +46,7 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
         ```
     """
     mode = bool(mode)
+    check_not_shared(tree)
 
     def flags(visit: Visit) -> dict[str, Any]:
         if is_module(visit.node):
@@ -74,7 +86,8 @@ def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
     **Raises:**
 
-    - `ValueError`: there is no `es.Module` to freeze in a selected node.
+    - `ValueError`: there is no `es.Module` to freeze in a selected node; one stateful
+        module is in two places of the tree.
 
     !!! example
 
@@ -107,6 +120,7 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
 
 def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> Any:
+    check_not_shared(tree)
     # In the copy each place has a module of its own, so that places can be told apart.
     tree = copy_tree(tree)
     inside = {id(visit.node) for visit in modules_in(tree)}

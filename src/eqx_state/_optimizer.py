@@ -9,7 +9,7 @@ import optax
 from ._compare import is_hole
 from ._errors import NotInitializedError
 from ._filters import Filter, trainable
-from ._init import check_initialized
+from ._init import check_ready
 from ._kinds import OptState, Parameter
 from ._select import difference, filter, leaves_like, same_modes, update
 from ._strong import to_strong
@@ -70,8 +70,9 @@ class Optimizer(eqx.Module):
         **Raises:**
 
         - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+        - `ValueError`: one stateful module is in two places of the model.
         """
-        check_initialized(model)
+        check_ready(model)
         params = filter(model, self.wrt)
         opt_state = jtu.tree_map(to_strong, self.tx.init(params))
         return self._with(opt_state, jtu.tree_structure(params))
@@ -102,7 +103,7 @@ class Optimizer(eqx.Module):
                 " `init` returns a new optimizer: `optimizer ="
                 " es.Optimizer(tx).init(model)`."
             )
-        check_initialized(model)
+        check_ready(model)
         _check_order(grads, model)
         selected = filter(model, self.wrt)
         params = self._as_at_init(selected, "what `wrt` selects of the model")
