@@ -1,6 +1,6 @@
 """Programs that declare what cannot be, or change what must stay."""
 
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from catalogue_entry import Layer, Net, Theme, XS
 import eqx_state as es
 
 
+_T = TypeVar("_T")
 KINDS = Theme("Declaring kinds")
 SHAPES = Theme("State that changes its type or structure")
 
@@ -122,6 +123,46 @@ def _(case):
     for kind in ("Parameter", jax.Array, 0):
         with case.error():
             es.field(kind=kind)
+
+
+@KINDS.works(
+    "declare kinds inside a `NamedTuple`, a `TypedDict` or a dataclass",
+    "they are read where a field is annotated with it: `stats: Stats`",
+)
+def _(case):
+    class Stats(NamedTuple):
+        mean: es.BatchStat
+        weight: jax.Array
+
+    class Norm(es.Module):
+        stats: Stats
+
+        def __call__(self, x):
+            self.stats = self.stats._replace(mean=x.mean())
+            return (self.stats.weight * x).sum()
+
+    norm = case.keep(Norm(Stats(jnp.zeros(()), jnp.ones(3))), XS)
+    (_, new), grads = es.value_and_grad(lambda m: m(XS))(norm)
+    assert new.stats.mean == 1.0
+    assert grads.stats.mean is None
+    assert (grads.stats.weight == XS).all()
+
+
+@KINDS.works(
+    "say a kind for a type variable: `box: Box[dict[str, es.BatchStat]]`",
+    "it is the kind of what the fields of `Box` annotate with the variable",
+)
+def _(case):
+    class Box(es.Module, Generic[_T]):
+        x: _T
+        weight: es.Parameter = 2.0
+
+    class Model(es.Module):
+        box: Box[dict[str, es.BatchStat]]
+
+    model = case.keep(Model(Box({"mean": jnp.ones(())})))
+    kinds = {part.name: part.kind for part in es.parts(model)}
+    assert kinds == {"box.x['mean']": es.BatchStat, "box.weight": es.Parameter}
 
 
 @KINDS.raises(

@@ -1,7 +1,7 @@
 """Generics: what a type variable stands for, and what is in a starred tuple."""
 
 import typing
-from typing import Any, Generic, NamedTuple, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -134,21 +134,6 @@ def test_a_generic_module_that_is_a_collection(base):
         stack: Stack[es.State]
 
     assert kinds(Model(Stack([ONE]))) == {"stack.items[0]": es.State}
-
-
-def test_a_generic_named_tuple_has_one_kind():
-    class Pair(NamedTuple, Generic[A, B]):
-        a: A
-        b: B
-
-    class Model(es.Module):
-        pair: Pair[es.State, es.State]
-
-    assert set(kinds(Model(Pair(ONE, ONE))).values()) == {es.State}
-    with pytest.raises(TypeError, match=r"`.*Mixed\.pair`.*`Parameter` and `State`"):
-
-        class Mixed(es.Module):
-            pair: Pair[es.Parameter, es.State]
 
 
 # --- Tuples -------------------------------------------------------------------------

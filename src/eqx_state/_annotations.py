@@ -6,8 +6,10 @@ here looks at values.
 """
 
 import builtins
+import collections
 import collections.abc
 import contextlib
+import dataclasses
 import itertools
 import sys
 import types
@@ -16,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ForwardRef, NamedTuple, Union
 
 import equinox as eqx
-import jax.tree_util as jtu
 
 from ._compat import own_annotations
 from ._kinds import is_kind, TreePart
@@ -25,31 +26,60 @@ from ._kinds import is_kind, TreePart
 class Spec(NamedTuple):
     """What an annotation declares for a value and, one level down, for its elements.
 
-    `items`: for the first elements of a tuple; `each`: for all others.
+    `items`: for the first elements of a tuple; `each`: for all others. `records`: the
+    classes named in it whose own annotations declare what is inside, each with what
+    its type variables stand for here.
     """
 
     kind: type[TreePart] | None = None
     each: "Spec | None" = None
     items: "tuple[Spec, ...] | None" = None
+    records: "tuple[tuple[type, Given], ...]" = ()
     unresolved: bool = False
 
-    def child(self, node: Any, key: Any) -> "Spec":
-        """The declaration for the child of the container `node` under `key`."""
+    def element(self, node: Any, index: int | None) -> "Spec":
+        """The declaration for an element of the container `node`.
+
+        `index`: its place in a list or a tuple, `None` in any other container.
+        """
         each = NOTHING if self.each is None else self.each
         # `list[A] | tuple[B, C]`; without the list a list may stand for the tuple.
         if self.items is None or not (isinstance(node, tuple) or each is NOTHING):
             return each
-        index = key.idx if isinstance(key, jtu.SequenceKey) else len(self.items)
-        return self.items[index] if index < len(self.items) else each
+        has_item = index is not None and index < len(self.items)
+        return self.items[index] if has_item else each
 
 
 NOTHING = Spec()
+Given = tuple[tuple[Any, Spec], ...]  # type variables, and what each stands for
+
+
+def specs_below(spec: Spec) -> list[Spec]:
+    """The specs that are parts of a spec, one level down."""
+    given = [inner for _, given in spec.records for _, inner in given]
+    return [*([] if spec.each is None else [spec.each]), *(spec.items or ()), *given]
 
 
 def is_unresolved(spec: Spec) -> bool:
     """Whether a name in the annotation, however deep, could not be resolved."""
-    below = [*([] if spec.each is None else [spec.each]), *(spec.items or ())]
-    return spec.unresolved or any(map(is_unresolved, below))
+    return spec.unresolved or any(map(is_unresolved, specs_below(spec)))
+
+
+def kinds_in(spec: Spec) -> set[type[TreePart]]:
+    """The kinds that an annotation names, however deep."""
+    own = set() if spec.kind is None else {spec.kind}
+    return own.union(*map(kinds_in, specs_below(spec)))
+
+
+class _Stated(type):
+    """A stand-in for an annotation that has been read, as what a type variable is."""
+
+    spec: Spec
+
+
+def stated(spec: Spec) -> type:
+    """A class that is read as `spec`; it can be in any annotation."""
+    return _Stated("stated", (), {"spec": spec})
 
 
 class _UnresolvedType(type):
@@ -113,7 +143,7 @@ class Namespace(dict[str, Any]):
         return unresolved(name)
 
 
-def _merge(specs: list[Spec]) -> Spec:
+def merge(specs: list[Spec]) -> Spec:
     """One declaration out of the members of a union, or of a generic's arguments."""
     specs = [s for s in specs if s != NOTHING]
     if not specs:
@@ -126,28 +156,43 @@ def _merge(specs: list[Spec]) -> Spec:
     items = [s.items for s in specs if s.items is not None]
     return Spec(
         kind=next(iter(kinds), None),
-        each=_merge(each) if each else None,
+        each=merge(each) if each else None,
         items=_merge_items(items) if items else None,
+        records=_merge_records([record for s in specs for record in s.records]),
         unresolved=any(s.unresolved for s in specs),
     )
 
 
 def _merge_items(tuples: list[tuple[Spec, ...]]) -> tuple[Spec, ...]:
     columns = itertools.zip_longest(*tuples, fillvalue=NOTHING)
-    return tuple(_merge(list(column)) for column in columns)
+    return tuple(merge(list(column)) for column in columns)
+
+
+def _merge_records(records: list[tuple[type, Given]]) -> tuple[tuple[type, Given], ...]:
+    found: dict[type, dict[Any, Spec]] = {}
+    for cls, given in records:
+        here = found.setdefault(cls, {})
+        for variable, spec in given:
+            here[variable] = merge([here.get(variable, NOTHING), spec])
+    return tuple((cls, tuple(given.items())) for cls, given in found.items())
 
 
 def parse(annotation: Any, names: Namespace) -> Spec:
     """Read one annotation. Raises `TypeError` for a union of two kinds."""
-    if isinstance(annotation, ForwardRef):
+    home: Mapping[str, Any] = {}
+    if isinstance(annotation, ForwardRef):  # a `TypedDict`'s may be inherited
+        module = sys.modules.get(annotation.__forward_module__ or "")
+        home = getattr(module, "__dict__", {})
         annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
-        text = annotation
-        annotation = _resolved(lambda: eval(text, {}, names))
+        text, scope = annotation, collections.ChainMap(home, names)
+        annotation = _resolved(lambda: eval(text, {}, scope))
         if isinstance(annotation, str):
             return parse(annotation, names)
     if isinstance(annotation, _UnresolvedType):
         return Spec(unresolved=True)
+    if isinstance(annotation, _Stated):
+        return annotation.spec
     if is_kind(annotation):
         return Spec(kind=annotation)
     if isinstance(annotation, typing.TypeVar):
@@ -159,10 +204,12 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     if hasattr(annotation, "__supertype__"):  # `NewType`
         return parse(annotation.__supertype__, names)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if is_record(annotation):
+        return Spec(records=((annotation, ()),))
     if origin is None or not args:  # a class, or a bare `typing.List`
         # jaxtyping's `PyTree[X]` and `Float[X, "…"]` are classes of their own.
         below = (getattr(annotation, n, None) for n in ("leaftype", "array_type"))
-        return _merge([parse(x, names) for x in below if x is not None])
+        return merge([parse(x, names) for x in below if x is not None])
     if _is_alias(origin):
         return _parse_alias(origin, args, names)
     if origin is typing.Annotated:
@@ -170,16 +217,18 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     if origin in (typing.Literal, type, collections.abc.Callable):
         return NOTHING
     if origin in (Union, types.UnionType):
-        return _merge([parse(a, names) for a in args])
+        return merge([parse(a, names) for a in args])
+    if is_record(origin) or _is_module(origin):
+        return _parse_generic(origin, args, names)
     if origin is tuple and args[-1] is not Ellipsis:
         return _parse_tuple(args, names)
     if _is_collection(origin):
         if issubclass(origin, collections.abc.Mapping):
             args = args[-1:]
-        each = _merge([parse(a, names) for a in args if a is not Ellipsis])
+        each = merge([parse(a, names) for a in args if a is not Ellipsis])
         return NOTHING if each == NOTHING else Spec(each=each)
-    # `Final[X]`, a generic module `Box[X]`: what is said counts for all that is below.
-    return _merge([parse(a, names) for a in args])
+    # `Final[X]`, a generic node of a pytree: what is said counts for all that is below.
+    return merge([parse(a, names) for a in args])
 
 
 def _resolved(value: Callable[[], Any]) -> Any:
@@ -191,16 +240,46 @@ def _resolved(value: Callable[[], Any]) -> Any:
 
 
 def _is_collection(cls: Any) -> bool:
-    # A module may be one, too: what is said counts for all that is below.
-    is_type = isinstance(cls, type) and not issubclass(cls, eqx.Module)
-    return is_type and issubclass(cls, collections.abc.Collection)
+    return isinstance(cls, type) and issubclass(cls, collections.abc.Collection)
+
+
+def _is_module(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, eqx.Module)
+
+
+def is_typed_dict(cls: Any) -> bool:
+    """Whether `cls` is a `TypedDict`, of `typing` or of `typing_extensions`."""
+    is_dict = isinstance(cls, type) and issubclass(cls, dict)
+    return is_dict and hasattr(cls, "__required_keys__")
+
+
+def is_record(cls: Any) -> bool:
+    """Whether annotations in the body of `cls` say what is in it; not for modules.
+
+    A `NamedTuple`, a `TypedDict`, a dataclass.
+    """
+    if not isinstance(cls, type) or issubclass(cls, eqx.Module):
+        return False
+    is_named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
+    return is_named_tuple or dataclasses.is_dataclass(cls) or is_typed_dict(cls)
+
+
+def _parse_generic(cls: Any, args: tuple[Any, ...], names: Namespace) -> Spec:
+    """`Box[X]`: what its type variables stand for."""
+    specs = [parse(a, names) for a in args]
+    parameters = cls.__parameters__
+    if len(parameters) != len(args):  # `Box[*Ts]`: what is said counts for all in it
+        return merge([Spec(kind=kind) for spec in specs for kind in kinds_in(spec)])
+    if _is_module(cls) and all(spec == NOTHING for spec in specs):
+        return NOTHING  # its class says the same
+    return Spec(records=((cls, tuple(zip(parameters, specs, strict=True))),))
 
 
 def _parse_tuple(args: tuple[Any, ...], names: Namespace) -> Spec:
     """`tuple[A, B]`; in `tuple[A, *tuple[B, ...], C]` what follows is in one heap."""
     first = next((i for i, a in enumerate(args) if _is_starred(a)), len(args))
     items = tuple(parse(a, names) for a in args[:first])
-    rest = _merge([_parse_starred(a, names) for a in args[first:]])
+    rest = merge([_parse_starred(a, names) for a in args[first:]])
     if rest == NOTHING and all(s == NOTHING for s in items):
         return NOTHING
     return Spec(items=items, each=None if rest == NOTHING else rest)
@@ -217,7 +296,7 @@ def _parse_starred(annotation: Any, names: Namespace) -> Spec:
     args = [a for a in typing.get_args(annotation) if a is not Ellipsis]
     if typing.get_origin(annotation) is typing.Unpack:
         args = [a for a in typing.get_args(args[0]) if a is not Ellipsis]
-    return _merge([_parse_starred(a, names) for a in args])
+    return merge([_parse_starred(a, names) for a in args])
 
 
 def _is_alias(x: Any) -> bool:
@@ -249,14 +328,23 @@ def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
     return inner._replace(kind=covering[-1] if covering else kinds[0], unresolved=False)
 
 
-def type_arguments(cls: type) -> dict[type, dict[Any, Any]]:
+def lineage(cls: type) -> tuple[type, ...]:
+    """A class and those that it inherits from; a `TypedDict` hides them."""
+    if not is_typed_dict(cls):
+        return cls.__mro__
+    bases = [typing.get_origin(b) or b for b in cls.__dict__.get("__orig_bases__", ())]
+    return (cls, *(c for b in bases if is_typed_dict(b) for c in lineage(b)))
+
+
+def type_arguments(cls: type, given: Given = ()) -> dict[type, dict[Any, Any]]:
     """For each base of `cls`, what its type variables stand for in `cls`."""
-    found: dict[type, dict[Any, Any]] = {}
-    for base in cls.__mro__:
+    own = {variable: stated(spec) for variable, spec in given}
+    found: dict[type, dict[Any, Any]] = {cls: own}
+    for base in lineage(cls):
         for generic in base.__dict__.get("__orig_bases__", ()):
             origin, args = typing.get_origin(generic), typing.get_args(generic)
             parameters = getattr(origin, "__parameters__", ())
-            here = found.get(base, {})
+            here = found.get(base, own)
             types = {
                 p: _substituted(x, here) for p, x in zip(parameters, args, strict=False)
             }

@@ -15,7 +15,20 @@ from typing import Any, ClassVar, ForwardRef
 
 import equinox as eqx
 
-from ._annotations import is_unresolved, Namespace, NOTHING, parse, Spec, type_arguments
+from ._annotations import (
+    Given,
+    is_record,
+    is_typed_dict,
+    is_unresolved,
+    kinds_in,
+    lineage,
+    merge,
+    Namespace,
+    NOTHING,
+    parse,
+    Spec,
+    type_arguments,
+)
 from ._compat import own_annotations
 from ._kinds import is_kind, kind_name, TreePart
 
@@ -96,7 +109,10 @@ class ArrayDefault:
         return self.array.copy()
 
 
-_specs: weakref.WeakKeyDictionary[type, dict[str, Spec]] = weakref.WeakKeyDictionary()
+# By what the type variables of the class stand for.
+_specs: weakref.WeakKeyDictionary[type, dict[Given, dict[str, Spec]]] = (
+    weakref.WeakKeyDictionary()
+)
 # Classes with names not resolved yet, and how many names there were to look in.
 _pending: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 # What only the frame of the class statement knew: the names local to its function, and
@@ -146,51 +162,80 @@ def _has_string(annotation: Any) -> bool:
     )
 
 
-def declarations(cls: type) -> dict[str, Spec]:
-    """What the fields of a module class declare; those that declare nothing left out.
+def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
+    """What the fields of a class declare; those that declare nothing left out.
+
+    `given`: what its type variables stand for.
 
     Raises `TypeError`, naming class and field, for a contradictory declaration. A name
     that cannot be resolved is no error here: it stays in `Spec.unresolved`, and is
     tried again at the next call.
     """
     known = _known_names(cls)
-    if cls in _specs and _pending.get(cls, known) == known:
-        return _specs[cls]
+    if cls not in _specs or _pending.get(cls, known) != known:
+        _specs[cls] = {}
+    if given in _specs[cls]:
+        return _specs[cls][given]
     specs = {}
-    for f in dataclasses.fields(cls):
+    for name in _names_of_fields(cls):
         try:
-            spec = _declared(cls, f.name)
+            spec = _declared(cls, name, given)
         except TypeError as e:
             raise TypeError(
-                f"The annotation of `{cls.__qualname__}.{f.name}` cannot be used: {e}. "
+                f"The annotation of `{cls.__qualname__}.{name}` cannot be used: {e}. "
                 "A field has one kind; a submodule or a container may hold fields or "
                 "elements of several."
             ) from None
         if spec != NOTHING:
-            specs[f.name] = spec
-    _specs[cls] = specs
-    if any(map(is_unresolved, specs.values())):
+            specs[name] = spec
+    has_unresolved = any(map(is_unresolved, specs.values()))
+    if is_record(cls):
+        # Libraries have names that exist for type checkers alone. It is in the classes
+        # of `es.Module` that such a name is an error.
+        specs = {name: _as_resolved(spec) for name, spec in specs.items()}
+    _specs[cls][given] = specs
+    if has_unresolved:
         _pending[cls] = known
-    else:
+    elif given == ():
         _pending.pop(cls, None)
     return specs
+
+
+def _as_resolved(spec: Spec) -> Spec:
+    """`spec`, declaring nothing where a name in it could not be resolved."""
+    each = None if spec.each is None else _as_resolved(spec.each)
+    items = None if spec.items is None else tuple(map(_as_resolved, spec.items))
+    records = tuple(
+        (cls, tuple((variable, _as_resolved(inner)) for variable, inner in given))
+        for cls, given in spec.records
+    )
+    return Spec(spec.kind, each, items, records)
+
+
+def _names_of_fields(cls: Any) -> list[str]:
+    if dataclasses.is_dataclass(cls):
+        return [f.name for f in dataclasses.fields(cls)]
+    return list(own_annotations(cls)) if is_typed_dict(cls) else list(cls._fields)
 
 
 def _known_names(cls: type) -> int:
     """How many names there are around `cls`: more of them, and it may be resolved."""
     if cls in _specs and cls not in _pending:
         return 0
-    modules = (sys.modules.get(base.__module__) for base in cls.__mro__)
+    modules = (sys.modules.get(base.__module__) for base in lineage(cls))
     others = len(_statements[cls][1]) if cls in _statements else 0
     return others + sum(len(vars(module)) for module in modules if module)
 
 
-def _declared(cls: type, name: str) -> Spec:
+def _declared(cls: type, name: str, given: Given) -> Spec:
     """What the class declares that annotates the field last; it has both forms."""
     owner = _owner(cls, name)
-    names = Namespace(owner, _statements.get(owner), type_arguments(cls).get(owner))
+    types = type_arguments(cls, given)
+    # A base without arguments has the type variables that it was made with.
+    names = Namespace(owner, _statements.get(owner), types.get(owner, types[cls]))
     spec = parse(own_annotations(owner).get(name, Any), names)
-    fields = owner.__dict__.get("__dataclass_fields__", cls.__dataclass_fields__)
+    fields = getattr(cls, "__dataclass_fields__", {})
+    fields = owner.__dict__.get("__dataclass_fields__", fields)
     kind = fields[name].metadata.get(KIND) if name in fields else None
     if kind is None:
         return spec
@@ -203,9 +248,68 @@ def _declared(cls: type, name: str) -> Spec:
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class that gives `cls` a field: a mixin that is no dataclass gives none."""
-    bases = (c for c in cls.__mro__ if "__dataclass_fields__" in c.__dict__)
+    """The class that gives `cls` a field: a mixin without fields gives none."""
+    if is_typed_dict(cls):  # which has the annotations of those before it, too
+        annotation = own_annotations(cls)[name]
+        bases = (c for c in reversed(lineage(cls)))
+        return next(c for c in bases if own_annotations(c).get(name) is annotation)
+    has_fields = {"__dataclass_fields__", "_fields"}
+    bases = (c for c in lineage(cls) if has_fields & c.__dict__.keys())
     return next((c for c in bases if name in own_annotations(c)), cls)
+
+
+def declared_inside(cls: type, spec: Spec) -> tuple[dict[str, Spec], Spec]:
+    """What is declared for the fields of a class, where its values are of `spec`.
+
+    And for all that is below: by type variables that no field of the class mentions.
+    """
+    for origin, given in spec.records:
+        if given and origin in cls.__mro__:
+            # `cls` has other names for the variables of `origin`, or none for those
+            # that it has settled.
+            types = type_arguments(cls).get(origin, {})
+            named = ((types.get(v, v), inner) for v, inner in given)
+            own = tuple(x for x in named if isinstance(x[0], typing.TypeVar))
+            return declarations(cls, own), _declared_below(cls, own)
+    return declarations(cls), NOTHING
+
+
+def _declared_below(cls: type, given: Given) -> Spec:
+    kinds: set[type[TreePart]] = set()
+    for variable, spec in given:
+        with_nothing = declarations(cls, ((variable, NOTHING),))
+        if declarations(cls, ((variable, spec),)) == with_nothing:
+            kinds |= kinds_in(spec)
+    try:
+        return merge([Spec(kind=kind) for kind in kinds])
+    except TypeError as e:
+        raise TypeError(
+            f"The arguments of `{cls.__qualname__}[...]`: {e}. No field of the class"
+            " mentions its type variables, so that they count for everything in it."
+        ) from None
+
+
+def declared_child(spec: Spec, node: Any, key: Any) -> Spec:
+    """What is declared for the child under `key` of a node that is not a module."""
+    element = spec.element(node, getattr(key, "idx", None))
+    if isinstance(node, dict):
+        # A `TypedDict` is known from the annotation alone: its values are plain dicts.
+        records = [x for x in spec.records if is_typed_dict(x[0])]
+        return _merge_entries(records, key.key, element) if records else element
+    if not is_record(type(node)):
+        return element
+    declared, below = declared_inside(type(node), spec)
+    name = getattr(key, "name", getattr(key, "key", None))
+    return declared.get(name, below if element is NOTHING else element)
+
+
+def _merge_entries(records: list[tuple[type, Given]], name: Any, element: Spec) -> Spec:
+    try:
+        found = [declarations(*record).get(name, NOTHING) for record in records]
+        return merge([element, *found])
+    except TypeError as e:
+        classes = " or ".join(f"`{cls.__qualname__}`" for cls, _ in records)
+        raise TypeError(f"The entry {name!r} of {classes}: {e}.") from None
 
 
 def check_declarations(cls: type) -> None:

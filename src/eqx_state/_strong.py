@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 
 from ._annotations import NOTHING, Spec
 from ._base import is_eqx_module
-from ._declare import declarations
+from ._declare import declarations, declared_child
 from ._traverse import children
 
 
@@ -33,7 +33,7 @@ def strengthen(value: Any, spec: Spec) -> Any:
     inherited = Spec(kind=spec.kind)
     new = []
     for key, child in below:
-        inner = spec.child(value, key)
+        inner = declared_child(spec, value, key)
         new.append(strengthen(child, inherited if inner == NOTHING else inner))
     if all(x is child for x, (_, child) in zip(new, below, strict=True)):
         return value

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from ._annotations import NOTHING, Spec
 from ._base import BaseModule, is_eqx_module, is_module
-from ._declare import annotation_of, declarations
+from ._declare import annotation_of, declared_child, declared_inside
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
 
@@ -41,12 +41,14 @@ class Context(NamedTuple):
             is_es = is_module(node)
             frozen = node.frozen if is_es else self.frozen
             return self.field_of(type(node), frozen, key.name)
-        return self.declare(self.spec.child(node, key))
+        return self.declare(declared_child(self.spec, node, key))
 
     def field_of(self, cls: type, frozen: bool, name: str) -> "Context":
         """The context of a field of a module of this class."""
-        spec = declarations(cls).get(name, NOTHING)
-        context = Context(spec, self.kind, self.covering, False, frozen, cls, name)
+        specs, below = declared_inside(cls, self.spec)
+        spec = specs.get(name, NOTHING)
+        around = self if below is NOTHING else self.declare(below)
+        context = Context(spec, around.kind, around.covering, False, frozen, cls, name)
         return context.declare(spec)
 
     def declare(self, spec: Spec) -> "Context":
@@ -185,11 +187,10 @@ class _Walk:
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
         spec = context.spec
-        each = None if spec.items else context.declare(spec.child(node, None))
+        each = None if spec.items else context.declare(spec.element(node, None))
         for i, child in enumerate(node):
-            key = jtu.SequenceKey(i)
-            below = context.declare(spec.child(node, key)) if each is None else each
-            self.step_of(child)(child, (*path, key), below)
+            below = context.declare(spec.element(node, i)) if each is None else each
+            self.step_of(child)(child, (*path, jtu.SequenceKey(i)), below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:
         for key, child in children(node) or ():

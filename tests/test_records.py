@@ -1,0 +1,563 @@
+"""Kinds in the annotations of named tuples, typed dicts and dataclasses; generics."""
+
+import collections
+import dataclasses
+import typing
+from typing import Annotated, Any, Generic, NamedTuple, NotRequired, Required, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import pytest
+import records_elsewhere as elsewhere
+from helpers import rejects
+from jaxtyping import Array, Float
+from typing_extensions import (
+    ReadOnly,
+    TypedDict,
+    TypeVarTuple,
+)
+
+import eqx_state as es
+
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+Ts = TypeVarTuple("Ts")
+Stateful = TypeVar("Stateful", bound=es.State)
+ONE = jnp.ones(2)
+
+
+def kinds(tree: Any) -> dict[str, Any]:
+    return {part.name: part.kind for part in es.parts(tree)}
+
+
+@pytest.fixture(params=[es.Module, eqx.Module], ids=["es", "eqx"])
+def base(request):
+    return request.param
+
+
+def registered(cls: Any) -> Any:
+    """A dataclass that is a node of pytrees."""
+    cls = dataclasses.dataclass(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    return jtu.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+class Stats(NamedTuple):
+    mean: es.BatchStat
+    key: "es.Rng | None"
+    scale: Annotated[Array, es.Buffer]
+    rest: Array
+
+
+class Entries(TypedDict):
+    mean: es.BatchStat
+    key: "es.Rng | None"
+    scale: Annotated[Array, es.Buffer]
+    rest: Array
+
+
+@registered
+class Record:
+    mean: es.BatchStat
+    key: "es.Rng | None"
+    rest: Array
+    scale: Array = es.field(kind=es.Buffer)
+
+
+RECORDS = {"NamedTuple": Stats, "TypedDict": Entries, "dataclass": Record}
+DECLARED = {"mean": es.BatchStat, "key": es.Rng, "scale": es.Buffer, "rest": None}
+
+
+def inside(name: str, before: str, default: Any = es.Parameter) -> dict[str, Any]:
+    """The kinds below `before`, where a record of this sort is."""
+    form = "['{}']" if name == "TypedDict" else ".{}"
+    return {before + form.format(k): v or default for k, v in DECLARED.items()}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_annotations_of_a_record_are_read(base, name):
+    cls = RECORDS[name]
+
+    class Model(base):
+        bare: cls
+        noted: Annotated[cls, "a note"]
+        optional: cls | None
+        many: list[cls]
+        named: dict[str, list[cls]]
+        pair: tuple[cls, es.State]
+        state: es.State[cls]
+        buffer: es.Buffer[cls]
+
+    def make():
+        return cls(mean=ONE, key=ONE, scale=ONE, rest=ONE)
+
+    model = Model(
+        bare=make(),
+        noted=make(),
+        optional=make(),
+        many=[make()],
+        named={"a": [make()]},
+        pair=(make(), ONE),
+        state=make(),
+        buffer=make(),
+    )
+    assert kinds(model) == {
+        **inside(name, "bare"),
+        **inside(name, "noted"),
+        **inside(name, "optional"),
+        **inside(name, "many[0]"),
+        **inside(name, "named['a'][0]"),
+        **inside(name, "pair[0]"),
+        "pair[1]": es.State,
+        **inside(name, "state", es.State),
+        **dict.fromkeys(inside(name, "buffer"), es.Buffer),
+    }
+
+
+@pytest.mark.parametrize("name", ["NamedTuple", "dataclass"])
+def test_the_class_of_a_value_is_enough(name):
+    cls = RECORDS[name]
+    value = cls(mean=ONE, key=ONE, scale=ONE, rest=ONE)
+    assert kinds([value]) == inside(name, "[0]")
+
+    class Model(es.Module):
+        x: Any
+        y: es.State[dict]
+        z: "list[cls] | None" = None
+
+    expected = inside(name, "x") | inside(name, "y['a']", es.State)
+    assert kinds(Model(value, {"a": value})) == expected
+    expected |= inside(name, "z[0]")
+    assert kinds(Model(value, {"a": value}, [value])) == expected
+
+
+def test_records_in_records(base):
+    class Deep(TypedDict):
+        stats: list[Stats]
+        more: NotRequired[Entries]
+
+    @registered
+    class Deeper:
+        deep: dict[str, Deep]
+        numbers: Float[es.State, "2"]
+
+    class Model(base):
+        x: Deeper
+
+    stats = Stats(ONE, ONE, ONE, ONE)
+    entries = Entries(mean=ONE, key=ONE, scale=ONE, rest=ONE)
+    model = Model(Deeper({"a": {"stats": [stats], "more": entries}}, ONE))
+    assert kinds(model) == {
+        **inside("TypedDict", "x.deep['a']['more']"),
+        **inside("NamedTuple", "x.deep['a']['stats'][0]"),
+        "x.numbers": es.State,
+    }
+
+
+@pytest.mark.parametrize("module", [typing, None], ids=["typing", "extensions"])
+def test_entries_that_may_be_missing(base, module):
+    made = typing.TypedDict if module else TypedDict
+
+    class Some(made, total=False):
+        a: es.State
+        b: Required[es.BatchStat]
+
+    class More(Some):
+        c: NotRequired[ReadOnly[es.Rng]]
+
+    class Model(base):
+        x: More
+
+    class Early(base):
+        x: Some
+
+    model = Model({"a": ONE, "b": ONE, "c": ONE})
+    expected = {"x['a']": es.State, "x['b']": es.BatchStat, "x['c']": es.Rng}
+    assert kinds(model) == expected
+    assert kinds(Model({"b": ONE, "undeclared": ONE})) == {
+        "x['b']": es.BatchStat,
+        "x['undeclared']": es.Parameter,
+    }
+    ordered = collections.OrderedDict(b=ONE, a=ONE)
+    assert kinds(Early(ordered)) == {"x['b']": es.BatchStat, "x['a']": es.State}
+    assert kinds(Early([ONE])) == {"x[0]": es.Parameter}
+
+
+def test_a_subclass_of_a_record(base):
+    class Named(Stats):
+        """Methods only."""
+
+    @registered
+    class Replaced(Record):
+        mean: es.Rng
+        extra: es.State = dataclasses.field(kw_only=True)
+
+    class Plain:
+        mean: es.Buffer  # not a field, as this is not a dataclass
+
+    @registered
+    class Mixed(Plain, Record):
+        pass
+
+    expected = inside("NamedTuple", "[0]")
+    assert kinds([Named(ONE, ONE, ONE, ONE)]) == expected
+    new = inside("dataclass", "[0]") | {"[0].mean": es.Rng, "[0].extra": es.State}
+    assert kinds([Replaced(ONE, ONE, ONE, ONE, extra=ONE)]) == new
+    assert kinds([Mixed(ONE, ONE, ONE, ONE)]) == inside("dataclass", "[0]")
+
+
+def test_records_of_another_module(base):
+    class Sub(elsewhere.Dict):
+        own: es.State
+
+    class Model(base):
+        a: elsewhere.Tuple
+        b: Sub
+        c: elsewhere.Record
+        d: elsewhere.GenericDict[es.State]
+
+    both = {"mean": ONE, "other": [ONE]}
+    model = Model(
+        elsewhere.Tuple(**both),
+        Sub(own=ONE, **both),
+        elsewhere.Record(**both),
+        {"value": ONE, "many": [ONE]},
+    )
+    assert kinds(model) == {
+        "a.mean": es.BatchStat,
+        "a.other[0]": es.Parameter,  # a name for type checkers alone
+        "b['mean']": es.BatchStat,
+        "b['other'][0]": es.Parameter,
+        "b['own']": es.State,
+        "c.mean": es.BatchStat,
+        "c.other[0]": es.Parameter,
+        "d['many'][0]": es.State,
+        "d['value']": es.State,
+    }
+
+
+def test_a_name_in_a_record_may_come_later(base, monkeypatch):
+    class Late(NamedTuple):
+        x: "list[DefinedLater]"  # noqa: F821
+        y: "tuple[DefinedLater, es.State] | dict[str, DefinedLater]"  # noqa: F821
+
+    class Model(base):
+        late: Late
+
+    model = Model(Late([ONE], (ONE, ONE)))
+    before = {"late.x[0]": es.Parameter, "late.y[0]": es.Parameter}
+    assert kinds(model) == before | {"late.y[1]": es.State}
+    monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
+    after = {"late.x[0]": es.BatchStat, "late.y[0]": es.BatchStat}
+    assert kinds(model) == after | {"late.y[1]": es.State}
+
+
+# --- Generics -----------------------------------------------------------------------
+
+
+class Pair(NamedTuple, Generic[A, B]):
+    a: A
+    b: list[B]
+
+
+class PairOfEntries(TypedDict, Generic[A, B]):
+    a: A
+    b: list[B]
+
+
+@registered
+class PairOfFields(Generic[A, B]):
+    a: A
+    b: list[B]
+
+
+class Turned(PairOfEntries[B, A], Generic[A, B]):
+    c: "dict[str, A]"
+
+
+@registered
+class TurnedFields(PairOfFields[B, A], Generic[A, B]):
+    c: "dict[str, A]"
+
+
+@pytest.mark.parametrize("cls", [Pair, PairOfEntries, PairOfFields])
+def test_the_arguments_of_a_generic_record(base, cls):
+    class Model(base):
+        x: cls[es.State, es.Buffer]
+        y: cls[dict[str, es.Rng], Stats]
+        z: list[cls[es.BatchStat, Array]]
+
+    def make(a, b):
+        return cls(a=a, b=[b])
+
+    stats = Stats(ONE, ONE, ONE, ONE)
+    model = Model(make(ONE, ONE), make({"k": ONE}, stats), [make(ONE, ONE)])
+    a, b = ("['a']", "['b']") if cls is PairOfEntries else (".a", ".b")
+    assert kinds(model) == {
+        f"x{a}": es.State,
+        f"x{b}[0]": es.Buffer,
+        f"y{a}['k']": es.Rng,
+        **inside("NamedTuple", f"y{b}[0]"),
+        f"z[0]{a}": es.BatchStat,
+        f"z[0]{b}[0]": es.Parameter,
+    }
+
+
+@pytest.mark.parametrize("cls", [Turned, TurnedFields])
+def test_the_arguments_of_a_generic_record_that_inherits(base, cls):
+    class Model(base, Generic[T]):
+        x: cls[es.State, T]
+
+    class Last(Model[es.Rng]):
+        pass
+
+    a, b, c = (f"['{k}']" if cls is Turned else f".{k}" for k in "abc")
+    model = Last(cls(a=ONE, b=[ONE], c={"k": ONE}))
+    expected = {f"x{a}": es.Rng, f"x{b}[0]": es.State, f"x{c}['k']": es.State}
+    assert kinds(model) == expected
+
+
+def test_the_arguments_of_a_generic_module(base):
+    class Box(base, Generic[T]):
+        x: T
+        other: Array = dataclasses.field(default_factory=lambda: ONE)
+
+    class Outer(base, Generic[T]):
+        box: Box[dict[str, T]]
+
+    class Child(Box[T], Generic[T]):
+        own: "list[T] | None" = None
+
+    class Bare(Box):
+        pass
+
+    class Settled(Box[es.Rng]):
+        pass
+
+    class Model(base):
+        one: Box[es.BatchStat]
+        many: Box[list[es.State]]
+        named: Box[dict[str, es.BatchStat]] | None
+        nested: Box[Box[tuple[es.State, Array]]]
+        record: Box[Stats]
+        outer: Outer[es.Rng]
+        child: list[Box[list[es.State]]]
+        none: Box[Array]
+
+    children = [Child([ONE], own=[[ONE]]), Bare([ONE]), Settled(ONE), Box([ONE])]
+    model = Model(
+        Box(ONE),
+        Box([ONE]),
+        Box({"m": ONE}),
+        Box(Box((ONE, ONE))),
+        Box(Stats(ONE, ONE, ONE, ONE)),
+        Outer(Box({"m": ONE})),
+        children,
+        Box(ONE),
+    )
+    found = kinds(model)
+    for name in [name for name in found if name.endswith(".other")]:
+        assert found.pop(name) is es.Parameter  # the variable says nothing of it
+    assert found == {
+        "one.x": es.BatchStat,
+        "many.x[0]": es.State,
+        "named.x['m']": es.BatchStat,
+        "nested.x.x[0]": es.State,
+        "nested.x.x[1]": es.Parameter,
+        **inside("NamedTuple", "record.x"),
+        "outer.box.x['m']": es.Rng,
+        "child[0].x[0]": es.State,
+        "child[0].own[0][0]": es.State,
+        "child[1].x[0]": es.State,
+        "child[2].x": es.Rng,
+        "child[3].x[0]": es.State,
+        "none.x": es.Parameter,
+    }
+
+
+def test_a_statistic_in_a_generic_module_has_no_gradient():
+    class Box(es.Module, Generic[T]):
+        x: T
+
+    class Model(es.Module):
+        box: Box[dict[str, es.BatchStat]]
+        w: es.Parameter = 1.0
+
+        def __call__(self):
+            self.box.x = {"m": self.box.x["m"] + 1.0}
+            return jnp.sum(self.w * self.box.x["m"])
+
+    model = Model(Box({"m": ONE}))
+    (_, new), grads = es.value_and_grad(lambda m: m())(model)
+    assert grads.box.x["m"] is None
+    assert grads.w == 4.0
+    assert (new.box.x["m"] == 2.0).all()
+
+
+def test_a_generic_module_may_hold_its_own_kind(base):
+    class Node(base, Generic[T]):
+        x: list[T]
+        next: "Node[T] | None" = None
+
+    class Model(base):
+        node: Node[es.State]
+
+    model = Model(Node([ONE], Node([ONE], Node([ONE]))))
+    assert set(kinds(model).values()) == {es.State}
+    assert len(kinds(model)) == 3
+
+
+def test_the_bound_of_a_variable_in_a_generic_module(base):
+    class Box(base, Generic[Stateful]):
+        x: Stateful
+        y: Array
+
+    class Model(base):
+        plain: Box
+        rng: Box[es.Rng]
+        state: Box[es.State]
+
+    model = Model(Box(ONE, ONE), Box(ONE, ONE), Box(ONE, ONE))
+    kinds_of_x = {k: v for k, v in kinds(model).items() if k.endswith("x")}
+    assert kinds_of_x == {"plain.x": es.State, "rng.x": es.Rng, "state.x": es.State}
+    assert {v for k, v in kinds(model).items() if k.endswith("y")} == {es.Parameter}
+
+
+def test_a_variable_that_no_field_mentions_counts_for_all(base):
+    class Stack(base, Generic[T]):
+        items: list
+        own: es.Parameter
+
+    class Model(base):
+        a: Stack[es.State]
+        b: Stack[list[es.Buffer]]
+
+    model = Model(Stack([ONE], ONE), Stack([ONE], ONE))
+    assert kinds(model) == {
+        "a.items[0]": es.State,
+        "a.own": es.Parameter,
+        "b.items[0]": es.Buffer,
+        "b.own": es.Buffer,
+    }
+
+    class Mixed(base):
+        a: Stack[tuple[es.State, es.Rng]]
+
+    with pytest.raises(TypeError, match=r"Stack\[\.\.\.\].*`Rng` and `State`"):
+        es.parts(Mixed(Stack([ONE], ONE)))
+
+    @registered
+    class Items(Generic[T]):
+        items: list
+
+    class OfRecord(base):
+        a: Items[es.State]
+
+    assert kinds(OfRecord(Items([ONE]))) == {"a.items[0]": es.State}
+
+
+def test_any_number_of_variables_count_for_all(base):
+    class Many(base, Generic[*Ts]):
+        items: tuple[*Ts]
+
+    class Model(base):
+        one: Many[es.State, list[es.State]]
+        none: Many[Array, Array]
+
+    model = Model(Many((ONE, [ONE])), Many((ONE, ONE)))
+    assert list(kinds(model).values()) == [es.State] * 2 + [es.Parameter] * 2
+    with pytest.raises(TypeError, match=r"Mixed\.x.*`Rng` and `State`"):
+
+        class Mixed(es.Module):
+            x: Many[es.State, list[es.Rng]]
+
+
+# --- Contradictions -----------------------------------------------------------------
+
+
+def test_a_record_that_contradicts_itself():
+    class Wrong(NamedTuple):
+        x: "es.State | es.Parameter"
+
+    with pytest.raises(TypeError, match=r"`.*Wrong\.x`.*`Parameter` and `State`"):
+        es.parts(Wrong(ONE))
+
+
+def test_an_entry_of_one_of_two_typed_dicts(base):
+    class First(TypedDict):
+        x: es.State
+        y: es.State
+
+    class Second(TypedDict):
+        x: es.Parameter
+        y: es.State
+
+    class Model(base):
+        entries: First | Second
+
+    assert kinds(Model({"y": ONE})) == {"entries['y']": es.State}
+    with pytest.raises(TypeError, match=r"'x' of .*First` or .*`Parameter` and"):
+        es.parts(Model({"x": ONE}))
+
+
+def test_the_arguments_of_one_class_in_a_union(base):
+    class Box(base, Generic[T]):
+        x: T
+
+    class Model(base):
+        box: Box[list[es.State]] | Box[es.Rng] | None
+
+    assert kinds(Model(Box(ONE))) == {"box.x": es.Rng}
+    assert kinds(Model(Box([ONE]))) == {"box.x[0]": es.State}
+
+
+# --- In a scope ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Stats, Record], ids=["NamedTuple", "dataclass"])
+def test_what_a_record_declares_is_written(cls):
+    class Model(es.Module):
+        stats: cls
+
+        def __call__(self, x):
+            self.stats = self.replaced(mean=x)
+            return self.stats.mean
+
+        def replaced(self, **changes):
+            if cls is Stats:
+                return self.stats._replace(**changes)
+            return dataclasses.replace(self.stats, **changes)
+
+    model = Model(cls(mean=0.0, key=jax.random.key(0), scale=1.0, rest=ONE))
+    assert isinstance(model.stats.mean, jax.Array)  # a number in a declared place
+    assert isinstance(model.stats.scale, jax.Array)
+    y, new = es.mutable(model)(2)
+    assert (y, new.stats.mean) == (2.0, 2.0)
+    step = lambda m: es.scan(lambda c, x: (c, m(x)), None, jnp.arange(4.0))  # noqa: E731
+    assert es.mutable(step)(model)[1].stats.mean == 3.0
+
+    def wrong(m):
+        m.stats = m.replaced(scale=2.0)
+
+    with rejects(model, dataclasses.FrozenInstanceError, r"stats\.scale", "`Buffer`"):
+        es.mutable(wrong)(model)
+
+
+def test_what_a_typed_dict_declares_is_written():
+    class Model(es.Module):
+        stats: Entries
+
+        def __call__(self, x):
+            self.stats["mean"] = x
+
+    model = Model({"mean": 0.0, "key": None, "scale": 1.0, "rest": ONE})
+    assert isinstance(model.stats["mean"], jax.Array)
+    assert es.mutable(model)(2)[1].stats["mean"] == 2.0
+    grads, _ = es.grad(lambda m: jnp.sum(m.stats["rest"] * m.stats["mean"]))(model)
+    assert grads.stats["mean"] is None
+    assert grads.stats["scale"] is None
+    assert (grads.stats["rest"] == 0.0).all()
