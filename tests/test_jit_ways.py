@@ -1,12 +1,17 @@
 """`es.jit`: the short way gives bit for bit what the general way gives."""
 
+import collections
 import contextlib
 import functools as ft
 import operator
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
 import pytest
 from helpers import reuses_keys, untouched
 from zoo import CASES, WITHOUT_GRADS
@@ -249,3 +254,195 @@ def test_what_contains_itself_may_be_closed_over():
         return x if cycle else -x
 
     assert (f(ONE), f(ONE)) == (1, 1)
+
+
+# --- What an argument or a field may be -----------------------------------------------
+
+
+def leaky(slope, x):
+    return jnp.where(x > 0, x, slope * x)
+
+
+class Controller:
+    """Not a pytree; its bound methods are equal, and not identical."""
+
+    def scale(self, x):
+        return 2.0 * x
+
+
+CONTROLLER = Controller()
+
+
+@jtu.register_pytree_node_class
+class Named:
+    def __init__(self, arrays, axes):
+        self.arrays, self.axes = arrays, axes
+
+    def tree_flatten(self):
+        return self.arrays, self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, arrays):
+        return cls(list(arrays), axes)
+
+
+class Holder(eqx.Module):
+    value: Any
+    rate: float = eqx.field(static=True, default=0.5)
+
+
+def with_more(name, value):
+    holder = Holder([ONE, Named([ONE], ("i", 3))])
+    object.__setattr__(holder, name, value)
+    return holder
+
+
+MLP = eqx.nn.MLP(1, 1, 2, 1, activation=lambda x: leaky(0.1, x), key=jr.key(0))
+ADAM = optax.adam(1e-3)
+LINEAR = eqx.nn.Linear(1, 1, key=jr.key(0))
+ARGUMENTS = {
+    "partial": lambda: PARTIAL,
+    "closure": lambda: MLP,
+    "WeightNorm": lambda: WEIGHT_NORM,
+    "transformation": lambda: ADAM,
+    "function of a transformation": lambda: ADAM.update,
+    "bound method": lambda: CONTROLLER.scale,
+    "bound method of a module": lambda: LINEAR.__call__,
+    "integer keys": lambda: {1: ONE, 0: {2: ONE}},
+    "keys without order": lambda: collections.OrderedDict(b=ONE, a=[ONE]),
+    "default dict": lambda: collections.defaultdict(list, {1: [ONE]}),
+    "custom": lambda: Named([ONE, {"a": [ONE]}], ("i", 3)),
+    "module in a node": lambda: Named([Holder(ONE), None], ("i", 3)),
+    "more in a module": lambda: with_more("cached", ONE),
+}
+PARTIAL, WEIGHT_NORM = ft.partial(leaky, 0.1), eqx.nn.WeightNorm(LINEAR)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_whatever_is_an_argument_takes_the_short_way(name):
+    f = es.jit(lambda held, x: (held, 2 * x))
+    make = ARGUMENTS[name]
+    general, _ = f(make(), ONE)
+    with short_way_only():
+        short, y = f(make(), ONE)
+        again, _ = f(short, ONE)
+    assert y == 2.0
+    same(short, general)
+    same(again, general)
+
+
+class SameAsOne:
+    """A key that is equal to 1, and of another type."""
+
+    def __eq__(self, other):
+        return other == 1
+
+    def __hash__(self):
+        return hash(1)
+
+
+OTHERS = {
+    "a bool for an integer": ({1: ONE}, {True: ONE}),
+    "an object for an integer": ({1: ONE}, {SameAsOne(): ONE}),
+    "more keys": ({1: ONE}, {1: ONE, 2: ONE}),
+    "keys of two types": ({1: ONE, 2: ONE}, {1: ONE, 2.0: ONE}),
+    "fewer children": (Named([ONE, ONE], 1), Named([ONE], 1)),
+    "no children": (Named([], 1), Named([ONE], 1)),
+    "other static data": (Named([ONE], 1), Named([ONE], True)),
+    "another class": (Named([ONE], 1), Holder(ONE)),
+    "the name of what it wraps": (Holder(ONE), with_more("__name__", "f")),
+    "a name and a cache": (with_more("cached", 1), with_more("__doc__", "f")),
+    "another partial": (PARTIAL, ft.partial(leaky, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_another_program(name):
+    traces = []
+
+    @es.jit
+    def f(tree, x):
+        traces.append(1)
+        return tree, x
+
+    for tree in OTHERS[name]:
+        for _ in range(2):
+            out, _ = f(tree, ONE)
+            assert jax.tree.structure(out) == jax.tree.structure(tree)
+    assert len(traces) == 2
+
+
+def test_a_function_among_the_arguments_may_come_to_hold_an_owned_module():
+    held = [None]
+
+    def scale(x):
+        return x if held[0] is None else held[0](x)
+
+    f = es.jit(lambda scale, x: scale(x))
+    assert (f(scale, ONE), f(scale, ONE)) == (1.0, 1.0)
+
+    class Counter(es.Module):
+        n: es.State = 0
+
+        def __call__(self, x):
+            self.n = self.n + 1
+            return 5.0 * x
+
+    def inside(counter):
+        held[0] = counter
+        y = f(scale, ONE)
+        held[0] = None
+        return y
+
+    y, new = es.mutable(inside)(Counter())
+    assert (y, new.n) == (5.0, 1)
+
+
+def test_a_closure_over_a_module_takes_the_short_way():
+    model, scale = Scale(2.0), []
+
+    def inner(x):
+        return model(x)
+
+    @es.jit
+    def f(x):
+        return scale[0](inner(x)) if scale else inner(x)
+
+    assert f(ONE) == 2.0
+    for factor in (3.0, 4.0):
+        model = Scale(factor)
+        with short_way_only():
+            assert f(ONE) == factor
+    scale.append(Scale(10.0))  # what held no module, and was not looked at
+    assert (f(ONE), f(ONE)) == (40.0, 40.0)
+    model = Scale(jnp.ones(3))  # a new trace
+    assert f(ONE).shape == f(ONE).shape == (3,)
+    model = "not a module"
+    with pytest.raises(TypeError, match="not callable"):
+        f(ONE)
+
+
+def test_a_closure_that_has_a_short_way_sees_the_modules_of_a_scope():
+    free, held = Scale(2.0), Scale(3.0)
+
+    @es.jit
+    def f(x):
+        return free(x) + held(x)
+
+    def inside(net):
+        nonlocal held
+        held = net
+        y = f(ONE)
+        net.factor = jnp.array(10.0)
+        return y, f(ONE)
+
+    assert (f(ONE), f(ONE)) == (5.0, 5.0)
+    y, _ = es.mutable(inside, kinds=es.TreePart)(Scale(4.0))
+    assert y == (6.0, 12.0)
+
+
+def test_a_partial_of_a_model_takes_the_short_way():
+    f = es.jit(ft.partial(lambda model, x: model(x), Scale(2.0)))
+    assert f(ONE) == 2.0
+    with short_way_only():
+        assert f(3 * ONE) == 6.0

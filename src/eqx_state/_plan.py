@@ -9,15 +9,14 @@ containers have a function of their own, shared by all that are alike.
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import BaseModule, is_eqx_module, is_module
-from ._static import canonical, is_hashable, structure, typed
-from ._traverse import modules_in
+from ._static import canonical, is_hashable, typed
 
 
 class Mismatch(Exception):
@@ -34,8 +33,16 @@ _DICT: Final[Any] = next(
 )
 _PLACE: Final[Any] = vars(BaseModule)["_place"]
 
+
+def _one_level(node: Any) -> tuple[tuple[Any, ...], Any]:
+    """The children of a node that is not a leaf, and its static data."""
+    below, aux = jtu.default_registry.flatten_one_level(node)
+    return tuple(below), aux
+
+
 _NAMES: Final[dict[str, Any]] = {
     "Mismatch": Mismatch,
+    "one_level": _one_level,
     "dict_of": _DICT.__get__,
     "set_dict": _DICT.__set__,
     "place_of": _PLACE.__get__,
@@ -96,7 +103,10 @@ class _Function:
 
 
 def _is_plain(module: eqx.Module) -> bool:
-    """Whether a module has just its fields, as it has after unflattening."""
+    """Whether a module has just its fields, as it has after unflattening.
+
+    If there is more, in a cache say, Equinox flattens it in another way.
+    """
     return {f.name for f in dataclasses.fields(module)} == set(_DICT.__get__(module))
 
 
@@ -108,8 +118,12 @@ def _is_named_tuple(x: Any) -> bool:
     return isinstance(x, tuple) and hasattr(type(x), "_fields")
 
 
-def _is_dict(x: Any) -> bool:
-    return type(x) is dict and all(type(key) is str for key in x)
+def _key_type(x: Any) -> type | None:
+    """What all keys of a dict are; `None` if it has to be left to JAX."""
+    if type(x) is not dict:
+        return None
+    types = set(map(type, x)) or {str}
+    return types.pop() if types in ({str}, {int}) else None
 
 
 # --- Taking apart ---------------------------------------------------------------------
@@ -147,25 +161,22 @@ class _Flattener:
             self.check(code, f"{v} is not None")
         elif type(x) in (tuple, list) or _is_named_tuple(x):
             v = self.of_type(code, v, type(x))
-            self.check(code, f"len({v}) != {len(x)}")
-            names = [code.variable() for _ in x]
-            if names:
-                code.add(f"{', '.join(names)}, = {v}")
-            for name, child in zip(names, x, strict=True):
+            for name, child in self.unpacked(code, v, x):
                 self.emit_element(code, name, child)
-        elif _is_dict(x):
+        elif key_type := _key_type(x):
             v = self.of_type(code, v, dict)
             self.check(code, f"len({v}) != {len(x)}")
+            if key_type is int:  # and not `True`, which is as good a key
+                types = code.constant({int})
+                self.check(code, f"{{*map(type, {v})}} != {types}")
             for key in sorted(x):
                 self.emit_element(code, f"{v}[{key!r}]", x[key])
         elif is_eqx_module(x) and _is_plain(x):
             self.emit_module(code, v, x)
         elif jtu.all_leaves([x]):
             self.emit_static(code, v, x)
-        elif any(modules_in(x)):
-            raise Unplannable
         else:
-            code.add(f"{code.constant(_General(x))}({v}, add)")
+            self.emit_node(code, v, x)
 
     def emit_element(self, code: _Function, v: str, x: Any) -> None:
         if is_eqx_module(x) and _is_plain(x):
@@ -173,12 +184,45 @@ class _Flattener:
         else:
             self.emit(code, v, x)
 
-    def emit_module(self, code: _Function, v: str, x: eqx.Module) -> None:
+    def emit_node(self, code: _Function, v: str, x: Any) -> None:
+        """Code for a node that only JAX can take apart."""
         v = self.of_type(code, v, type(x))
-        if is_module(x):  # one that a scope owns has to be threaded
+        self.check_free(code, v, x)
+        below, aux = _one_level(x)
+        children, data = code.variable(), code.variable()
+        code.add(f"{children}, {data} = one_level({v})")
+        self.emit_data(code, data, aux)
+        for name, child in self.unpacked(code, children, below):
+            self.emit_element(code, name, child)
+
+    def emit_data(self, code: _Function, v: str, aux: Any) -> None:
+        if type(aux) is not tuple:
+            self.emit_static(code, v, aux)
+            return
+        v = self.of_type(code, v, tuple)  # mostly made anew, and never the same object
+        for name, x in self.unpacked(code, v, aux):
+            self.emit_data(code, name, x)
+
+    def unpacked(
+        self, code: _Function, v: str, x: Sequence[Any]
+    ) -> list[tuple[str, Any]]:
+        """Adds names for the elements of `v`, which is to be as long as `x`."""
+        self.check(code, f"len({v}) != {len(x)}")
+        names = [code.variable() for _ in x]
+        if names:
+            code.add(f"{', '.join(names)}, = {v}")
+        return list(zip(names, x, strict=True))
+
+    def check_free(self, code: _Function, v: str, x: Any) -> None:
+        """Code that refuses a module which a scope owns, and which is threaded."""
+        if is_module(x):
             code.add("try:")
             code.add(f"    if place_of({v}) is not None: raise Mismatch")
             code.add("except AttributeError: pass")
+
+    def emit_module(self, code: _Function, v: str, x: eqx.Module) -> None:
+        v = self.of_type(code, v, type(x))
+        self.check_free(code, v, x)
         values, d = _DICT.__get__(x), code.variable()
         code.add(f"{d} = dict_of({v})")
         self.check(code, f"len({d}) != {len(values)}")
@@ -194,12 +238,14 @@ class _Flattener:
         if x is self.origin():
             self.check(code, f"{v} is not {code.constant(self.origin)}()")
             return
-        x = canonical(x)
         same = code.constant(self.same.setdefault(typed(x), _Same(x)))
-        if is_hashable(x):
-            code.add(f"if {v} is not {code.constant(x)}: {same}({v})")
-        else:  # a list, say, which may have changed in place
+        if not is_hashable(x):  # a list, say, which may have changed in place
             code.add(f"{same}({v})")
+            return
+        differs = f"{v} is not {code.constant(x)}"
+        if (ours := canonical(x)) is not x:  # the caller's own, or what we have made
+            differs += f" and {v} is not {code.constant(ours)}"
+        code.add(f"if {differs}: {same}({v})")
 
     def of_type(self, code: _Function, v: str, cls: type) -> str:
         name = code.variable()
@@ -209,25 +255,6 @@ class _Flattener:
 
     def check(self, code: _Function, differs: str) -> None:
         code.add(f"if {differs}: raise Mismatch")
-
-
-class _General:
-    """Takes apart what only JAX can."""
-
-    def __init__(self, x: Any):
-        leaves, treedef = jtu.tree_flatten(x)
-        self.structure = structure(treedef)
-        self.leaves = [None if eqx.is_array(x) else _Same(x) for x in leaves]
-
-    def __call__(self, x: Any, add: Callable[[Any], Any]) -> None:
-        leaves, treedef = jtu.tree_flatten(x)
-        if structure(treedef) != self.structure:
-            raise Mismatch
-        for same, leaf in zip(self.leaves, leaves, strict=True):
-            if same is None:
-                add(leaf)
-            else:
-                same(leaf)
 
 
 class _Same:
@@ -297,7 +324,7 @@ class _Builder:
                 return f"[{', '.join(elements)}]"
             listed = "".join(f"{element}, " for element in elements)
             return f"({listed})" if type(x) is tuple else self.call(code, x, elements)
-        if _is_dict(x):
+        if _key_type(x):
             items = (f"{key!r}: {self.element(code, x[key])}" for key in sorted(x))
             return f"{{{', '.join(items)}}}"
         if is_eqx_module(x) and _is_plain(x):

@@ -210,21 +210,25 @@ class Plan:
     """The short way of a call that was made before, outside of any scope."""
 
     def __init__(self, f: Any, call: Call, key: Key):
-        if call.lifted.roots or call.opened.is_copied:
+        if call.lifted.roots:
             raise Unplannable
         self.key = key
         self.origin = weakref.ref(call.origin)
-        if self.holds_module(f):
-            raise Unplannable
+        self.shape = call.opened.shape
         self.f = None
-        if not any(map(eqx.is_array, jtu.tree_leaves(f))):
+        if self.shape is not None:
+            self.held = flattener(call.opened.tree.values, call.origin)
+            f = None
+        elif self.holds_module(f):
+            raise Unplannable
+        elif not any(map(eqx.is_array, jtu.tree_leaves(f))):
             try:
                 self.f, f = weakref.ref(f), None
             except TypeError:
                 raise Unplannable from None
-        # Functions that may lead to a module which a scope owns, and which is threaded.
+        # Functions may come to lead to a module which a scope owns, and is threaded.
         leaves = jtu.tree_leaves((call.args, call.kwargs))
-        self.looks_inside = any(held(x) for x in leaves)
+        self.holds_functions = self.shape is not None or any(map(held, leaves))
         self.first = flattener(call.args[:1], call.origin)
         self.rest = flattener((f, call.args[1:], call.kwargs), call.origin)
         self.types = frozenset(type(x) for arrays in call.arrays() for x in arrays)
@@ -233,21 +237,31 @@ class Plan:
         self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
-        if self.holds_module(f) or (self.looks_inside and is_any_open()):
+        if self.holds_functions and is_any_open():
             raise Mismatch
-        if self.f is not None:
+        first: list[Any] = []
+        rest: list[Any] = []
+        kept: list[Any] = []
+        if self.shape is not None:
+            opened = Opened(f, self.origin())
+            if opened.shape != self.shape:
+                raise Mismatch
+            self.held(opened.tree.values, kept.append)
+            f = None
+        elif self.holds_module(f):
+            raise Mismatch
+        elif self.f is not None:
             if self.f() is not f:
                 raise Mismatch
             f = None
-        first: list[Any] = []
-        rest: list[Any] = []
         self.first(args[:1], first.append)
         self.rest((f, args[1:], kwargs), rest.append)
-        types = set(map(type, first))
-        types.update(map(type, rest))
-        if not types <= self.types and not all(map(eqx.is_array, [*first, *rest])):
+        types = {*map(type, first), *map(type, rest), *map(type, kept)}
+        if not types <= self.types and not all(
+            map(eqx.is_array, [*first, *rest, *kept])
+        ):
             raise Mismatch
-        return first, rest, []
+        return first, rest, kept
 
     def holds_module(self, f: Any) -> bool:
         """Whether the function has come to hold a module, which is to be traced.
