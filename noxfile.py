@@ -13,7 +13,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # One file to one worker: the examples of a page need one another.
 PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50"]
-FUZZED = ["laws", "nesting", "threads", "save_faults"]
+FUZZED = ["programs", "laws", "nesting", "threads", "save_faults"]
 # The core, and which tests are to notice what is changed in it; fast ones first.
 MUTATED = {
     "kinds": "kinds declare runtime_typing equinox_kinds seeds_kinds traverse select",
@@ -107,10 +107,10 @@ def jax_checks(session: nox.Session, check: str) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """The laws on thousands of random models, and a thousand rounds of threads."""
+    """Laws on thousands of random models, 20,000 random programs, rounds of threads."""
     session.install(".", *groups("test"))
     paths = [f"tests/test_{name}.py" for name in FUZZED]
-    args = session.posargs or [*PARALLEL, *paths]
+    args = session.posargs or [*PARALLEL, "--dist=load", *paths]
     session.run("pytest", *args, env={"EQX_STATE_FUZZ": "1"})
 
 

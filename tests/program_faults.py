@@ -1,0 +1,122 @@
+"""What `eqx_state` must refuse, wherever it stands in a random program.
+
+Each function writes a statement at which the program must end, if it can stand there.
+"""
+
+from dataclasses import FrozenInstanceError
+
+from program_models import Both, Cell, COUNTERS, Net, Noise, NUMBERS, Phase, Tally
+from program_writer import Context, Expected, Node, OFF, Writer
+
+import eqx_state as es
+
+
+Fault = tuple[list[str], Expected | None]
+NO_FAULT: Fault = [], None
+
+
+def _of(w: Writer, ctx: Context, *classes: type) -> Node | None:
+    nodes = [n for n in ctx.writable() if n.spec.cls in classes]
+    return w.pick(nodes) if nodes else None
+
+
+def writes_parameter(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, Cell, Noise)) is None:
+        return NO_FAULT
+    return [f"{node.text}.w = 1.0"], ((FrozenInstanceError,), r"\.w`")
+
+
+def writes_float(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, *COUNTERS)) is None:
+        return NO_FAULT
+    return [f"{node.text}.n = 0.5"], ((ValueError,), r"n`")
+
+
+def writes_shape(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, *NUMBERS)) is None or node.level != ctx.level:
+        return NO_FAULT
+    return [f"{node.text}.s = two(x)"], ((ValueError,), r"s`")
+
+
+def writes_too_big(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, *COUNTERS)) is None:
+        return NO_FAULT
+    return [f"{node.text}.n = {w.pick(['2**40', 'BIG'])}"], ((ValueError,), r"n`")
+
+
+def writes_lane(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, *NUMBERS)) is None or ctx.x_level <= node.level:
+        return NO_FAULT
+    return [f"{node.text}.s = mix(0.5, x)"], ((ValueError,), r"s`")
+
+
+def writes_in_gradient(w: Writer, ctx: Context) -> Fault:
+    nodes = [
+        n
+        for n in ctx.readable()
+        if n.is_owned and n.grads < ctx.grads and n.spec.cls in COUNTERS
+    ]
+    if not nodes:
+        return NO_FAULT
+    text = w.pick(nodes).text
+    return [f"{text}.n = {text}.n + 1"], ((es.TraceError,), r"n`")
+
+
+def writes_frozen(w: Writer, ctx: Context) -> Fault:
+    nodes = [n for n in ctx.readable() if not n.is_owned and n.spec.cls in COUNTERS]
+    if not nodes:
+        return NO_FAULT
+    text = w.pick(nodes).text
+    return [f"{text}.n = {text}.n + 1"], ((FrozenInstanceError,), r"\.n`")
+
+
+def plain_transform(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, Cell, Tally, Both, Net)) is None:
+        return NO_FAULT
+    transform = w.pick(["jax.jit", "jax.checkpoint"])
+    return [f"x = {transform}(lambda x: {node.text}(x))(x)"], (
+        (es.TraceError,),
+        r"es\.",
+    )
+
+
+def writes_phase(w: Writer, ctx: Context) -> Fault:
+    node = _of(w, ctx, Phase)
+    if node is None or node.inside == ctx.inside or "phase" in OFF:
+        return NO_FAULT
+    errors = (ValueError, TypeError, es.TraceError, FrozenInstanceError)
+    return [f"{node.text}.phase = 'warm'"], (errors, "phase")
+
+
+def returns_function(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, *COUNTERS, Noise)) is None or "returned" in OFF:
+        return NO_FAULT
+    name = w.name("m")
+    lines = [f"{name} = {node.text}", f"es.jit(lambda x: lambda y: {name}.peek(y))(x)"]
+    return lines, ((ValueError, TypeError, es.TraceError), "es.jit")
+
+
+def in_two_places(w: Writer, ctx: Context) -> Fault:
+    nodes = [n for n in ctx.readable() if n.spec.cls in COUNTERS]
+    if not nodes:
+        return NO_FAULT
+    text = w.pick(nodes).text
+    runs = ["es.mutable({})", "es.grad({})", "es.jit(es.mutable({}))"]
+    run = w.pick(runs[:2] if "jitted twice" in OFF else runs)
+    run = run.format("lambda ms, x: ms[0](ms[1](x))")
+    return [f"{run}([{text}, {text}], x)"], ((ValueError,), r"\[0\]")
+
+
+FAULTS = (
+    writes_parameter,
+    writes_float,
+    writes_shape,
+    writes_too_big,
+    writes_lane,
+    writes_in_gradient,
+    writes_frozen,
+    plain_transform,
+    writes_phase,
+    returns_function,
+    in_two_places,
+)

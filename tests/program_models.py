@@ -1,0 +1,378 @@
+"""Random models for random programs: each is built twice, for the library and without.
+
+Values are scalars, and stacks of two of them. The methods are written once: the helpers
+below take JAX's values and those of `program_reference` alike.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+import eqx_state as es
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainKey:
+    """A PRNG key of the reference, or an array of them: JAX's data of it."""
+
+    data: Any
+
+    def __getitem__(self, i: int) -> "PlainKey":
+        return PlainKey(self.data[i])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlainKey) and np.array_equal(self.data, other.data)
+
+
+@ft.lru_cache(maxsize=100_000)
+def _split(data: tuple[int, int], num: int) -> Any:
+    key = jr.wrap_key_data(jnp.array(data, jnp.uint32))
+    return np.asarray(jr.key_data(jr.split(key, num)))
+
+
+# --- What the programs compute with ---------------------------------------------------
+
+
+def split(key: Any, num: int = 2) -> Any:
+    if isinstance(key, PlainKey):
+        parts = [_split(tuple(row), num) for row in key.data.reshape(-1, 2).tolist()]
+        return PlainKey(np.stack(parts, 1).reshape(num, *key.data.shape))
+    return jr.split(key, num)
+
+
+def uniform(key: Any) -> Any:
+    """A number in [0, 1) that tells keys apart, for less than a draw would cost."""
+    if isinstance(key, PlainKey):
+        return int(key.data[1]) % 1024 / 1024
+    return jnp.asarray(jr.key_data(key)[1] % 1024, jnp.float32) / 1024
+
+
+def mix(a: Any, b: Any) -> Any:
+    """What keeps all numbers small, and forgets neither."""
+    return 0.5 * a + 0.25 * b + 0.0625
+
+
+def flt(n: Any) -> Any:
+    """An integer as a number."""
+    return 0.125 * (float(n) if type(n) is int else jnp.asarray(n, jnp.float32))
+
+
+def two(x: Any) -> Any:
+    """An array of two numbers."""
+    if isinstance(x, float):
+        return np.array([x, 0.5 * x + 0.25])
+    return jnp.stack([x, 0.5 * x + 0.25])
+
+
+def total(xs: Any) -> Any:
+    """The sum of an array, the first weighing more."""
+    weights = (0.5, 0.375)
+    if isinstance(xs, np.ndarray) and xs.dtype == np.float64:
+        return float(sum(weights * xs))
+    return jnp.sum(jnp.array(weights, jnp.float32) * xs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A static value that is compared in a way of its own."""
+
+    name: str
+    k: dataclasses.InitVar[float]
+
+    def __post_init__(self, k: float) -> None:
+        object.__setattr__(self, "_k", k)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scale) and self._k == other._k
+
+    def __hash__(self) -> int:
+        return hash((self.name, self._k))
+
+
+def half(x: Any) -> Any:
+    return 0.5 * x
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+# Static values, some of which are equal to Python.
+STATICS = (
+    *(0, 1, True, False, 1.0, 0.0, -0.0, "cold", "warm", (1, 2), (True, 2), (1.0, 2)),
+    *(Scale("s", 1.0), Scale("s", 2.0), half, double),
+)
+
+
+def worth(x: Any) -> float:
+    """A number that tells a static value from the others."""
+    index = next(i for i, y in enumerate(STATICS) if repr(x) == repr(y) and x == y)
+    return 0.25 + index / len(STATICS)
+
+
+def each(x: Any) -> list[Any]:
+    """The modules in a container, or the module itself."""
+    if isinstance(x, (list, tuple)):
+        return [m for y in x for m in each(y)]
+    if isinstance(x, dict):
+        return [m for name in sorted(x) for m in each(x[name])]
+    return [x]
+
+
+# --- Modules --------------------------------------------------------------------------
+#
+# `__call__` writes nothing that depends on its argument, `push` does, `peek` writes
+# nothing at all.
+
+
+class Cache(es.State):
+    """A kind of one's own."""
+
+
+class Cell(es.Module):
+    w: es.Parameter
+    n: es.State
+    s: es.BatchStat
+
+    def __call__(self, x):
+        if self.training:
+            self.n = self.n + 1
+            self.s = mix(self.s, self.w)
+        return 0.5 * self.w * x + self.s
+
+    def peek(self, x):
+        return 0.5 * self.w * x + self.s + flt(self.n)
+
+    def push(self, x):
+        self.s = mix(self.s, x)
+
+
+class Noise(es.Module):
+    w: es.Parameter
+    rng: es.Rng
+    s: Cache
+
+    def __call__(self, x):
+        if not self.training:
+            return x
+        keys = split(self.rng)
+        self.rng = keys[0]
+        self.s = mix(self.s, self.w)
+        return mix(x, uniform(keys[1])) + self.w
+
+    def peek(self, x):
+        return mix(x, self.s) + self.w * uniform(self.rng)
+
+    def push(self, x):
+        self.s = mix(self.s, x)
+
+
+class Tally(es.Module):
+    """NumPy's arrays, and state in containers."""
+
+    k: es.Buffer
+    n: es.State
+    d: dict[str, es.State]
+    ws: list[es.Parameter]
+
+    def __call__(self, x):
+        if self.training:
+            self.n = self.n + 2
+            self.d = {**self.d, "a": mix(self.d["b"], self.ws[0])}
+        return mix(x, self.k) * self.ws[1] + self.d["a"]
+
+    def peek(self, x):
+        return mix(x, self.k) * self.ws[0] + self.d["a"] - self.d["b"] + flt(self.n)
+
+    def push(self, x):
+        self.d = {**self.d, "b": mix(self.d["a"], x)}
+
+
+class Phase(es.Module):
+    """State that is not an array."""
+
+    phase: es.State
+    n: es.State
+    w: es.Parameter
+
+    def __call__(self, x):
+        if self.training:
+            self.n = self.n + 1
+        return mix(x, flt(self.n)) * worth(self.phase)
+
+    def peek(self, x):
+        return mix(x, self.w) * worth(self.phase) + flt(self.n)
+
+
+class Plain(eqx.Module):
+    """A module of Equinox, with a function and a static field in it."""
+
+    w: Any
+    f: Callable[[Any], Any]
+    name: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.f(self.w * x)
+
+    peek = __call__
+
+
+class Both(es.Module):
+    a: Any
+    b: Any
+    n: es.State
+
+    def __call__(self, x):
+        if self.training:
+            self.n = self.n + 1
+        for module in each([self.a, self.b]):
+            x = module(x)
+        return x
+
+    def peek(self, x):
+        for module in each([self.b, self.a]):
+            x = module.peek(x)
+        return x + flt(self.n)
+
+    def push(self, x):
+        for module in each(self.a):
+            if hasattr(module, "push"):
+                module.push(x)
+
+
+class Wrap(eqx.Module):
+    inner: Any
+
+    def __call__(self, x):
+        for module in each(self.inner):
+            x = module(x)
+        return x
+
+    def peek(self, x):
+        for module in each(self.inner):
+            x = module.peek(x)
+        return x
+
+
+class Net(es.Module):
+    """The root: a body, and a stack that only transforms call."""
+
+    body: Any
+    stack: Any
+    n: es.State
+
+    def __call__(self, x):
+        if self.training:
+            self.n = self.n + 1
+        for module in each(self.body):
+            x = module(x)
+        return x
+
+    def peek(self, x):
+        for module in each(self.body):
+            x = module.peek(x)
+        return mix(x, flt(self.n))
+
+
+LEAVES = (Cell, Noise, Tally, Phase, Plain)
+CLASSES = (*LEAVES, Both, Wrap, Net)
+# Of each class: its parameters, and the state that a program writes by hand.
+PARAMETERS = {Cell: ("w",), Noise: ("w",), Tally: ("ws",), Phase: ("w",), Plain: ("w",)}
+NUMBERS = {Cell: "s", Noise: "s"}
+COUNTERS = {Cell: "n", Tally: "n", Phase: "n", Both: "n", Net: "n"}
+
+
+# --- Building -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A model to build: a class or a container, what is in it, where its values start.
+
+    A `stack` is two of them, stacked.
+    """
+
+    cls: type
+    children: tuple["Spec", ...] = ()
+    seed: int = 0
+    is_stack: bool = False
+
+
+class Jax:
+    """Values for the library."""
+
+    def __init__(self) -> None:
+        self.memo: dict[int, Any] = {}  # equal seeds: one array in two places
+
+    def number(self, i: int) -> Any:
+        if i not in self.memo:
+            self.memo[i] = jnp.array(_number(i), jnp.float32)
+        return self.memo[i]
+
+    def numpy_number(self, i: int) -> Any:
+        return np.array(_number(i), np.float32)
+
+    def integer(self, i: int) -> Any:
+        return jnp.array(i % 5, jnp.int32)
+
+    def numpy_integer(self, i: int) -> Any:
+        return np.array(i % 5, np.int32)
+
+    def key(self, i: int) -> Any:
+        return jr.key(i)
+
+    def new(self, cls: type, *values: Any) -> Any:
+        return cls(*values)
+
+    def stack(self, a: Any, b: Any) -> Any:
+        return jax.tree.map(
+            lambda x, y: jnp.stack([x, y]) if eqx.is_array(x) else x, a, b
+        )
+
+
+def _number(i: int) -> float:
+    return (7 * i % 11 - 5) / 8
+
+
+def _fields(cls: type, lib: Any, i: int) -> tuple[Any, ...]:
+    """The values of a module without modules in it."""
+    if cls is Cell:
+        return lib.number(i), lib.integer(i), lib.number(i + 1)
+    if cls is Noise:
+        return lib.number(i), lib.key(i), lib.number(i + 2)
+    if cls is Tally:
+        stats = {"b": lib.number(i + 3), "a": lib.number(i + 4)}
+        weights = [lib.number(i), lib.number(i + 5)]
+        return lib.numpy_number(i), lib.numpy_integer(i), stats, weights
+    if cls is Phase:
+        return "cold", lib.integer(i), lib.number(i)
+    return lib.number(i), half, "name"
+
+
+def build(spec: Spec, lib: Any) -> Any:
+    """The model, made of one of the two sorts of values."""
+    if spec.is_stack:
+        one = dataclasses.replace(spec, is_stack=False)
+        return lib.stack(build(one, lib), build(_shifted(one), lib))
+    children = [build(child, lib) for child in spec.children]
+    if spec.cls in (list, tuple):
+        return spec.cls(children)
+    if spec.cls is dict:
+        return dict(zip("ba", children, strict=False))
+    if spec.cls in (Both, Net):
+        return lib.new(spec.cls, *children, lib.integer(spec.seed))
+    if spec.cls is Wrap:
+        return lib.new(Wrap, *children)
+    return lib.new(spec.cls, *_fields(spec.cls, lib, spec.seed))
+
+
+def _shifted(spec: Spec) -> Spec:
+    children = tuple(map(_shifted, spec.children))
+    return dataclasses.replace(spec, children=children, seed=spec.seed + 5)

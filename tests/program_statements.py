@@ -1,0 +1,356 @@
+"""The statements of random programs: each calls a new function under a transform."""
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+from program_faults import FAULTS
+from program_loops import (
+    fori_loop,
+    layer_of,
+    scan,
+    scan_of_carry,
+    scan_of_stack,
+    while_loop,
+    whole_of,
+)
+from program_models import (
+    Both,
+    Cell,
+    COUNTERS,
+    Net,
+    Noise,
+    Spec,
+    STATICS,
+)
+from program_writer import (
+    ANY,
+    Context,
+    Expected,
+    Helper,
+    Node,
+    nodes_of,
+    OFF,
+    related,
+    Statement,
+    Writer,
+)
+
+
+def _call(f: str, args: list[str], x: str = "x") -> str:
+    return f"{f}({', '.join([*args, x])})"
+
+
+def once(w: Writer, ctx: Context) -> Statement:
+    """`es.jit` and `es.checkpoint`, also of a module, or of its method."""
+    transform = w.pick(["es.jit", "es.checkpoint"])
+    readable, writable = ctx.readable(), ctx.writable()
+    if readable and w.chance(4):
+        node = w.pick(readable)
+        f = node.text if node in writable and w.chance(2) else f"{node.text}.peek"
+        return [f"x = {transform}({f})(x)"], ctx
+    if readable and w.chance(3):
+        node, new = w.pick(readable), w.name("m")
+        lines, f, args = w.function(ctx.into(), tail=f"(x, {node.text})")
+        lines.append(f"x, {new} = {_call(f'{transform}({f})', args)}")
+        kept = dataclasses.replace(
+            node, text=new, path=(new,), is_owned=False, level=ctx.level, assign=""
+        )
+        return lines, dataclasses.replace(ctx, nodes=(*ctx.nodes, *nodes_of(kept)))
+    lines, f, args = w.function(ctx.into())
+    return [*lines, f"x = {_call(f'{transform}({f})', args)}"], ctx
+
+
+def static(w: Writer, ctx: Context) -> Statement:
+    """One jitted function, called with static values that Python may take for equal."""
+    f = w.name("f")
+    lines, g = w.define(ctx.into(), "x, tag", ("x = mix(x, worth(tag))",))
+    lines.append(f"{f} = es.jit({g})")
+    for _ in range(2):
+        lines.append(f"x = {f}(x, STATICS[{w.below(len(STATICS))}])")
+    return lines, ctx
+
+
+def function_argument(w: Writer, ctx: Context) -> Statement:
+    """A function among the arguments comes out as the same object."""
+    # It may hold what is of no scope.
+    nodes = [n for n in ctx.readable() if not n.is_owned and "functions" not in OFF]
+    g, f, again = w.name("f"), w.name("f"), w.name("f")
+    if nodes and not w.chance(3):
+        node, name = w.pick(nodes), w.name("m")
+        lines = [f"{name} = {node.text}", f"{g} = lambda x: {name}.peek(x)"]
+        text = w.pick([g, f"ft.partial({g})", f"{name}.peek"])
+        lines = [*lines, f"{g} = {text}"]
+    else:
+        lines = [f"{g} = lambda x: mix(x, 0.25)"]
+    body, h = w.define(ctx.into(), "g, x", ("x = g(x)",), "(g, x)")
+    lines += [*body, f"{f} = es.jit({h})"]
+    for _ in range(2):
+        lines += [f"{again}, x = {f}({g}, x)", f"assert {again} is {g}"]
+    return lines, ctx
+
+
+def two_scopes(w: Writer, ctx: Context) -> Statement:
+    """One jitted function of two modules: of one scope, then of two."""
+    nodes = [n for n in ctx.writable() if n.level == ctx.level]
+    if not nodes or "two scopes" in OFF:
+        return once(w, ctx)
+    a, b = w.pick(nodes), w.pick(nodes)
+    if related(a.path, b.path):
+        return once(w, ctx)
+    p, q, f, g, y, new = (w.name(x) for x in "mmfffm")
+    reach = [
+        node
+        for name, of in ((p, a), (q, b))
+        for node in nodes_of(
+            dataclasses.replace(of, text=name, path=(name,), assign="", loops=ANY)
+        )
+    ]
+    lines, h = w.define(ctx.into(nodes=tuple(reach), helpers=()), f"{p}, {q}, x")
+    lines += [
+        f"{f} = es.jit({h})",
+        f"x = {f}({a.text}, {b.text}, x)",
+        f"def {g}({p}, x):",
+        f"    return {f}({p}, {b.text}, x)",
+        f"{y}, {new} = es.mutable({g})({a.text}, x)",
+        f"x = {f}({a.text}, {b.text}, mix(x, {y}))",
+    ]
+    w.aliased |= {a.path, b.path}
+    return lines, ctx
+
+
+def twice(w: Writer, ctx: Context) -> Statement:
+    """One jitted function, called again when what it reaches has changed."""
+    nodes, name, f = ctx.readable(), w.name("m"), w.name("f")
+    if not nodes:
+        return once(w, ctx)
+    a = w.pick(nodes)
+    b = w.pick([n for n in nodes if n.spec.cls is a.spec.cls])
+    w.aliased |= {a.path, b.path}
+    box = w.pick([f"{name} = {{}}", f"{name} = [{{}}]", f"{name} = {{{{'k': {{}}}}}}"])
+    text = {"[": f"{name}[0]", "{": f"{name}['k']"}.get(box[len(name) + 3], name)
+    if box.endswith("= {}"):
+        text = name
+    both = dataclasses.replace(a, text=text, assign="")
+    if a.level != b.level or not ctx.may_write(b):
+        both = dataclasses.replace(both, is_owned=False)
+    # What either writes: the level of both is that of the lower.
+    inner = ctx.into(nodes=(*ctx.nodes, both))
+    lines, g = w.define(inner, "x")
+    lines = [box.format(a.text), *lines, f"{f} = es.jit({g})", f"x = {f}(x)"]
+    if w.chance(2):
+        lines += w.simple(ctx)
+    lines += [box.format(b.text) if text == name else f"{text} = {b.text}"]
+    return [*lines, f"x = {f}(x)"], ctx
+
+
+def shared(w: Writer, ctx: Context) -> Statement:
+    """Two functions that hand something to one another through what they share."""
+    nodes = ctx.readable()
+    if not nodes:
+        return once(w, ctx)
+    node, box, put, get = w.pick(nodes), w.name("b"), w.name("f"), w.name("f")
+    w.aliased.add(node.path)
+    transform = w.pick(["es.jit", "es.checkpoint", "es.vmap"])
+    if w.chance(2):
+        lines = [
+            f"{box} = {{'m': {node.text}, 'h': 0.0}}",
+            f"def {put}(x):",
+            f"    {box}['h'] = mix(x, 0.5)",
+        ]
+        read = f"{box}['m'].peek(mix({box}['h'], 0.25))"
+    else:
+        lines = [
+            f"{box} = ({node.text}, 0.0)",
+            f"def {put}(x):",
+            f"    nonlocal {box}",
+            f"    {box} = ({box}[0], mix(x, 0.5))",
+        ]
+        read = f"{box}[0].peek(mix({box}[1], 0.25))"
+    lines += [f"def {get}():", f"    return {read}"]
+    f = w.name("f")
+    lines += [f"def {f}(x):", f"    {put}(x)", f"    return {get}()"]
+    if transform == "es.vmap":
+        return [*lines, f"x = total(es.vmap({f})(two(x)))"], ctx
+    return [*lines, f"x = {transform}({f})(x)"], ctx
+
+
+def vmap(w: Writer, ctx: Context) -> Statement:
+    """Over an array; modules are shared, and each lane has its own keys."""
+    level = ctx.level + 1
+    axes = ctx.axes | {level}
+    inner = ctx.into(level=level, x_level=level, axes=axes)
+    lines, f, args = w.function(inner)
+    in_axes = ", in_axes=(None, 0)" if args else ""
+    mapped = f'es.vmap({f}{in_axes}, axis_name="l{level}")'
+    return [*lines, f"x = total({_call(mapped, args, 'two(x)')})"], ctx
+
+
+def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
+    """Each lane has a module of the stack."""
+    if not (stacks := ctx.stacks()):
+        return vmap(w, ctx)
+    stack, level, name = w.pick(stacks), ctx.level + 1, w.name("m")
+    layer = layer_of(ctx, stack, name, level)
+    inner = ctx.into(
+        level=level,
+        x_level=level,
+        axes=ctx.axes | {level},
+        nodes=(*ctx.nodes, layer),
+        hidden=(*ctx.hidden, stack.path),
+        wholes=(*ctx.wholes, whole_of(stack)),
+    )
+    if w.chance(2):
+        lines, f = w.define(inner, f"{name}, x")
+        mapped = f'es.vmap({f}, in_axes=(0, 0), axis_name="l{level}")'
+        return [*lines, f"x = total({mapped}({stack.text}, two(x)))"], ctx
+    only = dataclasses.replace(inner, nodes=(layer,), helpers=(), wholes=())
+    text = w.name("m")
+    only = dataclasses.replace(only, nodes=(dataclasses.replace(layer, text=text),))
+    lines, f = w.define(only, "x")
+    mapped = f'ensemble({f}, [{text}], axis_name="l{level}")'
+    return [f"{text} = {stack.text}", *lines, f"x = total({mapped}(two(x)))"], ctx
+
+
+def cond(w: Writer, ctx: Context) -> Statement:
+    predicate, level = w.predicate(ctx)
+    inner = ctx.into(
+        loops=ctx.loops + 1,
+        axes=frozenset(),
+        min_level=max(ctx.min_level, level),
+    )
+    lines_f, f = w.whole(inner)
+    lines_g, g = w.whole(inner)
+    lines = [*lines_f, *lines_g]
+    if w.chance(2):
+        return [*lines, f"x = es.cond({predicate}, {f}, {g}, x)"], ctx
+    index = w.pick(["0", "1", "2"])
+    if predicate not in ("True", "False"):
+        index = predicate.replace("% 2 == 0", "% 3")
+    return [*lines, f"x = es.switch({index}, [{f}, {g}, {f}], x)"], ctx
+
+
+def nodes_for_scope(w: Writer, ctx: Context, is_small: bool) -> Node | None:
+    nodes = ctx.trees()
+    if is_small:
+        nodes = [n for n in nodes if _size(n.spec) <= 2]
+    return w.pick(nodes) if nodes else None
+
+
+def _size(spec: Spec) -> int:
+    return (not spec.children) + sum(map(_size, spec.children))
+
+
+def scope(w: Writer, ctx: Context) -> Statement:
+    """An inner scope, or an outermost one: on a copy, which comes back."""
+    what = w.pick(["mutable", "capture", "value_and_grad", "grad"])
+    is_grad = what.endswith("grad")
+    node = nodes_for_scope(w, ctx, is_grad)
+    if node is None:
+        return once(w, ctx)
+    name, new, y = w.name("m"), w.name("m"), w.name("y")
+    if node.is_module and w.chance(4):
+        f, x = node.text, "x"
+        if node.spec.cls in (Cell, Noise, Net, Both) and not is_grad:
+            f = w.pick([f, f"es.vmap({f})"])
+            x = "two(x)" if f.startswith("es.vmap") else x
+        f = w.pick([f, f"es.jit({f})", f"es.checkpoint({f})"])
+        lines = [f"{y} = es.{what}({f})({x})"]
+        pick = {"capture": "[0][0]", "grad": "[0]", "value_and_grad": "[0][0]"}
+        y = f"{y}{pick.get(what, '[0]')}"
+        y = f"weigh({y})" if what == "grad" else f"total({y})" if x != "x" else y
+        return [*lines, f"x = mix(x, {y})"], ctx
+    root = Node(
+        name,
+        (name,),
+        node.spec,
+        level=ctx.level,
+        grads=ctx.grads + is_grad,
+        loops=ctx.loops,
+        is_owned=True,
+    )
+    wraps = w.pick(["{}", "{}", "es.jit({})", "es.checkpoint({})"])
+    inside = ctx.inside + (wraps != "{}")
+    root = dataclasses.replace(root, inside=ctx.inside)
+    axes = frozenset() if is_grad else ctx.axes
+    inner = ctx.into(
+        nodes=(*ctx.nodes, *nodes_of(root)),
+        grads=root.grads,
+        axes=axes,
+        min_level=0,
+        inside=inside,
+    )
+    tail = "(x, 2 * x)" if what == "value_and_grad" and w.chance(3) else "x"
+    lines, f = w.define(inner, f"{name}, x", (), tail)
+    f = wraps.format(f)
+    f = f"es.{what}({f}{', has_aux=True' if tail != 'x' else ''})"
+    f = w.pick([f, f, f"es.jit({f})"])
+    call = f"{f}({node.text}, x)"
+    g = w.name("g")
+    if what == "mutable":
+        lines.append(f"{y}, {new} = {call}")
+    elif what == "capture":
+        lines += [f"({y}, {new}), {g} = {call}", f"{y} = mix({y}, sown({g}))"]
+    elif what == "value_and_grad":
+        lines += [f"({y}, {new}), {g} = {call}"]
+        lines += [f"{y} = {y}[1]"] if tail != "x" else []
+        lines += [f"{y} = mix({y}, weigh({g}))"]
+    else:
+        lines += [f"{g}, {new} = {call}", f"{y} = weigh({g})"]
+    lines.append(f"x = mix(x, {y})")
+    if ctx.is_main and node.path == ("model",) and not w.chance(4):
+        return [*lines, f"model = {new}"], ctx
+    if w.is_assignable(ctx, node) and w.chance(2):
+        return [*lines, node.assign.replace("NEW", new)], ctx
+    if node.spec.cls in COUNTERS and node in ctx.writable() and w.chance(2):
+        if node.level == ctx.level:
+            return [*lines, f"{node.text}.n = {new}.n"], ctx
+    kept = dataclasses.replace(root, text=new, path=(new,), is_owned=False)
+    return lines, dataclasses.replace(ctx, nodes=(*ctx.nodes, *nodes_of(kept)))
+
+
+def helper(w: Writer, ctx: Context) -> Statement:
+    """A function that others may call, whatever their lanes."""
+    inner = ctx.into(
+        depth=min(ctx.depth - 1, 1),
+        x_level=ANY,
+        axes=frozenset(),
+        loops=ctx.loops + 1,
+        is_run=False,
+        wholes=(),
+    )
+    lines, f = w.whole(inner)
+    if not f.isidentifier():
+        name = w.name("f")
+        lines, f = [*lines, f"{name} = {f}"], name
+    paths = frozenset(n.path for n in inner.nodes)
+    new = Helper(f, ctx.grads, paths)
+    return lines, dataclasses.replace(ctx, helpers=(*ctx.helpers, new))
+
+
+SCOPES = (scope,)
+TRANSFORMS = (
+    once,
+    vmap,
+    scan,
+    cond,
+    scope,
+    fori_loop,
+    while_loop,
+    helper,
+    scan_of_carry,
+    vmap_of_stack,
+    scan_of_stack,
+    twice,
+    shared,
+    static,
+    function_argument,
+    two_scopes,
+)
+
+
+@st.composite
+def programs(draw: Any) -> tuple[Spec, str, Expected | None]:
+    """A model, a program for it, and the error that it must end in, if it must."""
+    writer = Writer(draw, TRANSFORMS, SCOPES)
+    return writer.program(FAULTS)

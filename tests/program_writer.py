@@ -1,0 +1,391 @@
+"""Random programs, as Python source: functions, closures and transforms three deep.
+
+The text of a program is its description: run with `eqx_state` it is a program as users
+write them, run with `program_reference` it says what must come out. So that both are
+meant, what is drawn here keeps to the rules of `eqx_state`: it writes state where the
+scope, the trace and the lanes allow it.
+"""
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+from program_models import (
+    Both,
+    Cell,
+    COUNTERS,
+    Net,
+    Noise,
+    NUMBERS,
+    Phase,
+    Plain,
+    Spec,
+    Tally,
+    Wrap,
+)
+
+
+Path = tuple[str, ...]
+# What does not hold yet, and is not written.
+OFF = {"functions", "two scopes", "phase", "returned", "jitted twice", "assigned key"}
+ANY = 99  # the level of a number that any lane may give
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A module or a container that a program can reach, and what it may do there.
+
+    `level`: of how many `vmap`s each lane has its own. `grads`: in how many gradients
+    its scope is. `loops`: in how many loops and branches.
+    """
+
+    text: str
+    path: Path  # which object it is, whatever the text
+    spec: Spec
+    level: int = 0
+    grads: int = 0
+    loops: int = 0
+    inside: int = 0  # in how many transforms
+    is_owned: bool = False
+    assign: str = ""  # how another is put in its place, if it can be
+
+    @property
+    def is_module(self) -> bool:
+        return self.spec.cls not in (list, tuple, dict) and not self.spec.is_stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Helper:
+    """A function that a program has defined, and where it may be called."""
+
+    name: str
+    grads: int
+    paths: frozenset[Path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Where a statement stands."""
+
+    depth: int
+    nodes: tuple[Node, ...]
+    helpers: tuple[Helper, ...] = ()
+    hidden: tuple[Path, ...] = ()  # what is being mapped, sliced or carried
+    level: int = 0
+    x_level: int = 0
+    axes: frozenset[int] = frozenset()  # over which `pmean` may reduce
+    min_level: int = 0  # of what may be written
+    grads: int = 0
+    loops: int = 0
+    inside: int = 0
+    is_main: bool = False
+    is_run: bool = True  # or it is of a helper, which may never be called
+    wholes: tuple[str, ...] = ()  # parameters of stacks that are being mapped
+
+    def into(self, **changes: Any) -> "Context":
+        changes.setdefault("depth", self.depth - 1)
+        changes.setdefault("inside", self.inside + 1)
+        return dataclasses.replace(self, is_main=False, **changes)
+
+    def readable(self) -> list[Node]:
+        return [n for n in self.nodes if n.is_module and not self.hides(n.path)]
+
+    def writable(self) -> list[Node]:
+        return [n for n in self.readable() if self.may_write(n)]
+
+    def may_write(self, node: Node) -> bool:
+        return (
+            node.is_owned and node.grads == self.grads and node.level >= self.min_level
+        )
+
+    def trees(self) -> list[Node]:
+        """Modules and containers."""
+        return [n for n in self.nodes if not n.spec.is_stack and not self.hides(n.path)]
+
+    def stacks(self) -> list[Node]:
+        return [n for n in self.nodes if n.spec.is_stack and not self.hides(n.path)]
+
+    def hides(self, path: Path) -> bool:
+        return any(related(path, other) for other in self.hidden)
+
+    def callable_helpers(self) -> list[Helper]:
+        return [
+            h
+            for h in self.helpers
+            if h.grads == self.grads
+            and not self.min_level
+            and not any(map(self.hides, h.paths))
+        ]
+
+
+def related(a: Path, b: Path) -> bool:
+    """Whether one is in the other."""
+    return a[: len(b)] == b[: len(a)]
+
+
+# --- Models ---------------------------------------------------------------------------
+
+_SMALL = {n: st.integers(0, n - 1) for n in range(1, 64)}
+
+
+class Drawing:
+    """Choices, each the smaller the simpler."""
+
+    def __init__(self, draw: Any):
+        self._draw = draw
+        self.seeds = 0
+
+    def below(self, n: int) -> int:
+        return self._draw(_SMALL[n]) if n > 1 else 0
+
+    def pick(self, options: Any) -> Any:
+        return options[self.below(len(options))]
+
+    def chance(self, one_in: int) -> bool:
+        return self.below(one_in) == one_in - 1
+
+    def leaf(self) -> Spec:
+        self.seeds += 7
+        # One array in two places, now and then.
+        seed = 7 if self.chance(8) else self.seeds
+        return Spec(self.pick([Cell, Noise, Tally, Phase, Plain]), (), seed)
+
+    def tree(self, depth: int) -> Spec:
+        if depth == 0 or self.chance(3):
+            return self.leaf()
+        cls = self.pick([Both, list, Wrap, dict, tuple])
+        children = tuple(self.tree(depth - 1) for _ in range(1 if cls is Wrap else 2))
+        self.seeds += 1
+        return Spec(cls, children, self.seeds)
+
+    def model(self) -> Spec:
+        stack = dataclasses.replace(self.leaf(), is_stack=True)
+        return Spec(Net, (self.tree(2), stack), 3)
+
+
+def nodes_of(node: Node) -> list[Node]:
+    """A node, and all that is below it."""
+    spec, text = node.spec, node.text
+    if spec.is_stack:
+        return [node]
+    places: list[tuple[str, str]] = []
+    if spec.cls in (Both, Net):
+        names = ("a", "b") if spec.cls is Both else ("body", "stack")
+        places = [(f".{name}", f"{text}.{name} = NEW") for name in names]
+    elif spec.cls is Wrap:
+        places = [(".inner", "")]  # a module of Equinox is not written
+    elif spec.cls is dict:
+        for name in "ba"[: len(spec.children)]:
+            new = f"{{**{text}, '{name}': NEW}}"
+            places.append((f"['{name}']", node.assign.replace("NEW", new)))
+    elif spec.cls in (list, tuple):
+        for i in range(len(spec.children)):
+            new = f"*{text}[:{i}], NEW, *{text}[{i + 1}:]"
+            new = f"[{new}]" if spec.cls is list else f"({new})"
+            places.append((f"[{i}]", node.assign.replace("NEW", new)))
+    found = [node]
+    for child, (key, assign) in zip(spec.children, places, strict=True):
+        found += nodes_of(
+            dataclasses.replace(
+                node,
+                text=f"{text}{key}",
+                path=(*node.path, key),
+                spec=child,
+                assign=assign,
+            )
+        )
+    return found
+
+
+# --- Programs -------------------------------------------------------------------------
+
+
+def indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+class Writer(Drawing):
+    """Writes a program, statement by statement."""
+
+    def __init__(self, draw: Any, statements: Any, scopes: Any):
+        super().__init__(draw)
+        self.names = 0
+        self.aliased: set[Path] = set()
+        self.statements, self.scopes = statements, scopes
+        # The error that the program must end in, if it is to.
+        self.fault: Any = None
+        self.expected: Expected | None = None
+
+    def name(self, letter: str) -> str:
+        self.names += 1
+        return f"{letter}{self.names}"
+
+    def program(self, faults: Any) -> "tuple[Spec, str, Expected | None]":
+        spec = self.model()
+        if self.chance(6):
+            self.fault = self.pick(faults)
+        return spec, "\n".join(self.main(spec)), self.expected
+
+    def main(self, spec: Spec) -> list[str]:
+        model = Node("model", ("model",), spec)
+        ctx = Context(3, tuple(nodes_of(model)), is_main=True)
+        return [
+            "def main(model, x):",
+            *indented([*self.block(ctx, 3), "return x, model"]),
+        ]
+
+    def block(self, ctx: Context, most: int = 2) -> list[str]:
+        lines: list[str] = []
+        for _ in range(1 + self.below(most)):
+            new, ctx = self.statement(ctx)
+            lines += new
+        return lines
+
+    def statement(self, ctx: Context) -> "Statement":
+        if self.fault and ctx.is_run and not ctx.is_main and self.chance(2):
+            lines, expected = self.fault(self, ctx)
+            if expected is not None:
+                self.fault, self.expected = None, expected
+                return lines, ctx
+        if ctx.depth == 0 or (not ctx.is_main and self.chance(4)):
+            return self.simple(ctx), ctx
+        is_scope = ctx.is_main and not self.chance(4)
+        options = self.scopes if is_scope else self.statements
+        if ctx.grads:  # JAX has no reverse mode for it
+            options = [f for f in options if f.__name__ != "while_loop"]
+        return self.pick(options)(self, ctx)
+
+    # --- Without a transform
+
+    def simple(self, ctx: Context) -> list[str]:
+        writable, readable = ctx.writable(), ctx.readable()
+        helpers = ctx.callable_helpers()
+        if writable and not self.chance(3):
+            return self.write(ctx, self.pick(writable))
+        if ctx.wholes and self.chance(2):
+            return [f"x = mix(x, total({self.pick(ctx.wholes)}))"]
+        if helpers and self.chance(2):
+            return [f"x = {self.pick(helpers).name}(x)"]
+        if readable and self.chance(6):
+            node = self.pick(readable)
+            if node.spec.cls is not Wrap and node.spec.cls is not Plain:
+                return [f"x = es.eval({node.text})(x)"]
+        if readable and not self.chance(4):
+            return [f"x = {self.pick(readable).text}.peek(x)"]
+        return ["x = mix(x, 0.5)"]
+
+    def write(self, ctx: Context, node: Node) -> list[str]:
+        """State is written, or a module that writes its own is called."""
+        text, cls = node.text, node.spec.cls
+        what = self.below(5)
+        if what == 1 and cls in COUNTERS:
+            return [f"{text}.n = {text}.n + {1 + self.below(3)}"]
+        if what == 2 and cls in NUMBERS:
+            return [f"{text}.s = mix({text}.s, {self.value(ctx, node)})"]
+        if what == 3 and cls in (Cell, Noise, Tally):
+            return [f"{text}.push({self.value(ctx, node)})"]
+        if what == 1 and cls is Noise and "assigned key" not in OFF:
+            return [f"{text}.rng = KEY"]
+        if what == 3 and cls is Phase and node.inside == ctx.inside:
+            return [f"{text}.phase = 'warm'"]
+        if what == 4 and cls in (Cell, Noise) and node.loops == ctx.loops:
+            return [f'{text}.sow("v", x)']
+        return [f"x = {text}(x)"]
+
+    def value(self, ctx: Context, node: Node) -> str:
+        """A number that is the same for all lanes that share the module."""
+        if ctx.x_level <= node.level:
+            return "x"
+        if ctx.x_level == ctx.level <= node.level + 1 and ctx.level in ctx.axes:
+            return f'pmean(x, "l{ctx.level}")'
+        return "0.75"
+
+    def predicate(self, ctx: Context) -> tuple[str, int]:
+        """A condition, and its level."""
+        nodes = [n for n in ctx.readable() if n.spec.cls in COUNTERS]
+        if nodes and not self.chance(3):
+            node = self.pick(nodes)
+            return f"{node.text}.n % 2 == 0", node.level
+        return self.pick(["True", "False"]), 0
+
+    # --- Functions
+
+    def function(
+        self,
+        inner: Context,
+        params: str = "x",
+        head: tuple[str, ...] = (),
+        tail: str = "x",
+    ) -> tuple[list[str], str, list[str]]:
+        """A function that reaches a module in some way.
+
+        Its lines, what to call, and the arguments that it takes before the others.
+        """
+        how = self.pick(WAYS)
+        nodes = inner.readable()
+        if how == "closure" or not nodes:
+            return *self.define(inner, params, head, tail), []
+        node, name = self.pick(nodes), self.name("m")
+        self.aliased.add(node.path)
+
+        def reach(text: str) -> Context:
+            alias = dataclasses.replace(node, text=text, assign="")
+            return dataclasses.replace(inner, nodes=(*inner.nodes, *nodes_of(alias)))
+
+        before: list[str] = []
+        text, args, partial = name, [], ""
+        if how == "cell":
+            before = [f"{name} = {node.text}"]
+        elif how == "list":
+            before, text = [f"{name} = [{node.text}]"], f"{name}[0]"
+        elif how == "dict":
+            before, text = [f"{name} = {{'k': [{node.text}]}}"], f"{name}['k'][0]"
+        elif how == "default":
+            params = f"{params}, {name}={node.text}"
+        elif how == "keyword":
+            params = f"{params}, *, {name}={node.text}"
+        else:
+            params = f"{name}, {params}"
+            args = [node.text]
+        lines, f = self.define(reach(text), params, head, tail)
+        if how == "partial":
+            partial = self.pick(["ft.partial", "eqx.Partial", "jtu.Partial"])
+            f, args = f"{partial}({f}, {node.text})", []
+        return [*before, *lines], f, args
+
+    def define(
+        self, inner: Context, params: str, head: tuple[str, ...] = (), tail: str = "x"
+    ) -> tuple[list[str], str]:
+        name = self.name("f")
+        body = [*head, *self.block(inner), f"return {tail}"]
+        return [f"def {name}({params}):", *indented(body)], name
+
+    def whole(
+        self, inner: Context, params: str = "x", head: Any = (), tail: str = "x"
+    ) -> tuple[list[str], str]:
+        """A function to which no other arguments need be passed."""
+        lines, f, args = self.function(inner, params, head, tail)
+        return lines, f"ft.partial({', '.join([f, *args])})" if args else f
+
+    def is_assignable(self, ctx: Context, node: Node) -> bool:
+        """Whether another module may be put in its place, and nothing sees the old."""
+        return (
+            node.assign != ""
+            and ctx.may_write(node)
+            and node.level == ctx.level
+            and not any(related(node.path, path) for path in self.aliased)
+        )
+
+
+WAYS = (
+    "closure",
+    "cell",
+    "default",
+    "keyword",
+    "list",
+    "dict",
+    "argument",
+    "partial",
+)
+Statement = tuple[list[str], Context]
+Expected = tuple[tuple[type, ...], str]  # of an error: its types, and what it says
