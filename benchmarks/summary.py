@@ -22,6 +22,7 @@ SCRIPTS = {
         "--depths 10 50 200 --deep 50 200 1000",
         "--depths 5 20 --deep 50 200 --steps 20 --waits 3",
     ),
+    "jit_arguments": ("", "--rounds 20"),
     "tracing": (
         "--depths 50 200 --rounds 5",
         "--depths 10 50 100 --rounds 3",
