@@ -10,7 +10,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import reuses_keys, untouched
+from helpers import rejects, reuses_keys, untouched
 
 import eqx_state as es
 
@@ -298,3 +298,34 @@ def test_a_failed_trace_is_not_remembered():
         f(X)
     fails.append(False)
     assert jnp.array_equal(f(X), X)
+
+
+def in_two_places():
+    norm = es.nn.BatchNorm(3)
+    return eqx.nn.Sequential([norm, eqx.nn.Lambda(jax.nn.relu), norm])
+
+
+def test_one_stateful_module_in_two_places_is_an_error():
+    model, x = in_two_places(), jnp.ones((4, 3))
+    jitted = es.jit(lambda m, x: es.mutable(m)(x)[1])
+    places = r"layers\[0\]`", r"layers\[2\]`", "two places"
+    for call in (
+        lambda: jitted(model, x),
+        lambda: jitted(m=model, x=x),
+        lambda: es.jit(lambda x, m: es.mutable(m)(x)[1])(x, [model]),
+        lambda: es.jit(es.mutable(model))(x),
+        lambda: es.jit(lambda x: es.mutable(model)(x)[1])(x),
+        lambda: jitted.lower(model, x),
+    ):
+        for _ in range(2):
+            with rejects(
+                model, ValueError, r"layers\[0\]`", r"layers\[2\]`", "two places"
+            ):
+                call()
+
+
+def test_one_module_may_be_two_arguments():
+    """A target network starts as the network itself, and they go apart on purpose."""
+    norm, x = es.nn.BatchNorm(3), jnp.ones((4, 3))
+    _, new = es.jit(lambda a, b, x: (b, es.mutable(a)(x)[1]))(norm, norm, x)
+    assert new.mean[0] > norm.mean[0]
