@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from ._base import BaseModule, is_eqx_module, is_module
 from ._errors import NotInitializedError
 from ._keys import as_key, is_typed, key_at
-from ._scope import check_written, collect, own, Scope
+from ._scope import check_written, collect, own, Scope, Snapshot
 from ._strong import strengthen
 from ._traverse import (
     check_apart,
@@ -266,16 +266,14 @@ def _call_hooks(tree: Any, key: Any) -> None:
 
 def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     """`tree` after `run`, which may assign any field of any `es.Module` in it."""
-    private = copy_tree(tree)
-    before = copy_tree(tree)
-    scope = Scope((), lambda value, path, context: draw(value, key, path, context))
-    own(private, scope)
-    try:
+    before = Snapshot.of(tree)
+    private = before.tree()
+    with Scope((), lambda x, path, context: draw(x, key, path, context)) as scope:
+        own(private, scope)
         run(private)
-        check_written([private], scope)
-        return collect(private, before, scope)
-    finally:
-        scope.close()
+        visits = walk(private)
+        check_written(visits, scope)
+        return collect(private, before, scope, visits=visits).tree()
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:

@@ -30,6 +30,7 @@ from ._scope import (
     own,
     Place,
     Scope,
+    Snapshot,
     trace_message,
 )
 from ._shared import closed_copy
@@ -160,14 +161,14 @@ class Lifted:
             for root, place, new in threaded:
                 pour(root, iter(new.values()))
                 own(root, scopes[id(place.scope)], place.path, place.context)
-                before.append(closed_copy(root))
+                before.append(Snapshot.of(closed_copy(root)))
             out = self._called(call)
             for scope in scopes.values():
-                check_written([*self.roots, out], scope)
+                check_written(walk([*self.roots, out]), scope)
             check_apart([v for r, place, _ in threaded for v in walk(r, place.path)])
             out = disown(out)
             after = [
-                collect(root, old, scopes[id(place.scope)], place)
+                collect(root, old, scopes[id(place.scope)], place).tree()
                 for (root, place, _), old in zip(threaded, before, strict=True)
             ]
         finally:

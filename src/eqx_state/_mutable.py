@@ -10,11 +10,11 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import is_eqx_module
-from ._init import check_initialized
+from ._init import check_ready
 from ._kinds import is_kind, State
 from ._scope import check_written, collect, disown, Kinds, own, private_copy, Scope
 from ._transform import Transform, wrap
-from ._traverse import check_not_shared, copy_tree
+from ._traverse import walk
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -26,22 +26,21 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 def thread(model: Any, scope: Scope, call: Callable[[Any], Any]) -> tuple[Any, Any]:
     """`(call(private copy of model), new model)`: the one way state is threaded."""
-    check_initialized(model)
-    check_not_shared(model)
-    private = private_copy(model, scope)
-    before = copy_tree(private)
-    own(private, scope)
-    try:
+    with scope:
+        given = check_ready(model)
+        before = private_copy(given, jtu.tree_structure(model), scope)
+        private = before.tree()
+        own(private, scope)
         out = call(private)
-        check_written([private, out], scope)
+        visits = walk(private)
+        check_written([*visits, *walk(out)], scope)
         out = disown(out)
-        after = collect(private, before, scope)
-    finally:
-        scope.close()
+        after = collect(private, before, scope, visits=visits)
     # What was not written is the caller's own leaf, a NumPy array for example.
-    kept = zip(*map(jtu.tree_leaves, (after, before, model)), strict=True)
-    leaves = [given if new is old else new for new, old, given in kept]
-    return out, jtu.tree_unflatten(jtu.tree_structure(after), leaves)
+    own_leaves = (visit.node for visit in given if visit.is_leaf)
+    kept = zip(after.leaves, before.leaves, own_leaves, strict=True)
+    leaves = [x if new is old else new for new, old, x in kept]
+    return out, after._replace(leaves=leaves).tree()
 
 
 Lens = tuple[Any, Callable[[Any], Any]]

@@ -8,7 +8,7 @@ leak that trace's tracers, and is an error.
 
 import dataclasses
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -27,7 +27,7 @@ from ._select import difference
 from ._shared import closed_copy, open_shared, OpenShared
 from ._strong import NUMBERS, strengthen_field, to_strong
 from ._traverse import (
-    check_not_shared,
+    check_apart,
     Context,
     declared_fields,
     is_array,
@@ -80,6 +80,12 @@ class Scope:
         self.is_open = False
         _OPEN.discard(id(self))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def allows(self, kind: type | None) -> bool:
         if self.initialise is not None:
             return True
@@ -95,12 +101,17 @@ class Place:
     context: Context
 
 
-def own(tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT) -> None:
-    """Give the modules of a private copy to a scope."""
-    for visit in walk(tree, path, context):
-        open_shared(visit.node)
-        if is_module(visit.node):
-            set_place(visit.node, Place(scope, visit.path, visit.context))
+def own(
+    tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT
+) -> list[Visit]:
+    """Give the modules of a private copy to a scope. Returns what a walk has found."""
+    visits = walk(tree, path, context)
+    for visit in visits:
+        if not visit.is_leaf:
+            open_shared(visit.node)
+            if is_module(visit.node):
+                set_place(visit.node, Place(scope, visit.path, visit.context))
+    return visits
 
 
 def is_owned(x: Any) -> bool:
@@ -119,7 +130,7 @@ def disown(tree: Any) -> Any:
             return get_place(x) is not None
         return isinstance(x, OpenShared)
 
-    if not any(owned(visit.node) for visit in walk(tree)):
+    if not any(owned(visit.node) for visit in walk(tree) if not visit.is_leaf):
         return tree
     return jtu.tree_map(
         lambda x: closed_copy(x) if owned(x) else x, tree, is_leaf=owned
@@ -340,8 +351,23 @@ def _is_sowable(x: Any) -> bool:
 # --- Leaving --------------------------------------------------------------------------
 
 
-def private_copy(tree: Any, scope: Scope) -> Any:
-    """A copy of `tree` in which the caller's NumPy arrays cannot be written into.
+class Snapshot(NamedTuple):
+    """A tree at one moment: its leaves, and its structure."""
+
+    leaves: list[Any]
+    structure: Any
+
+    @staticmethod
+    def of(tree: Any) -> "Snapshot":
+        return Snapshot(*jtu.tree_flatten(tree))
+
+    def tree(self) -> Any:
+        """A new tree of these leaves, which belongs to no scope."""
+        return jtu.tree_unflatten(self.structure, self.leaves)
+
+
+def private_copy(visits: list[Visit], structure: Any, scope: Scope) -> Snapshot:
+    """A tree, given as it was walked, with copies of the caller's NumPy arrays.
 
     What the scope may write becomes a JAX array, for which `self.n += 1` makes a new
     one. Constants stay NumPy arrays, which may be used as shapes, and are read-only.
@@ -349,47 +375,64 @@ def private_copy(tree: Any, scope: Scope) -> Any:
 
     def copy(visit: Visit) -> Any:
         x = visit.node
-        if not isinstance(x, np.ndarray):
-            return x
         if scope.allows(visit.kind) and is_numeric(x.dtype):
             return as_jax(x, visit.name)
         x = x.copy()
         x.flags.writeable = False
         return x
 
-    return jtu.tree_unflatten(jtu.tree_structure(tree), map(copy, leaves(tree)))
+    leaves = [
+        copy(visit) if isinstance(visit.node, np.ndarray) else visit.node
+        for visit in visits
+        if visit.is_leaf
+    ]
+    return Snapshot(leaves, structure)
 
 
-def collect(tree: Any, before: Any, scope: Scope, place: Place | None = None) -> Any:
-    """The private copy `tree` after the call, checked against the tree `before` it.
+def collect(
+    tree: Any,
+    before: Snapshot,
+    scope: Scope,
+    place: Place | None = None,
+    visits: list[Visit] | None = None,
+) -> Snapshot:
+    """The private copy `tree` after the call, checked against what was `before` it.
 
-    Returns a new tree, which belongs to no scope.
+    `visits` is what a walk of `tree` has found, if there was one. Both snapshots have
+    `eqx.nn.Shared` as Equinox has it.
     """
     path, context = ((), ROOT) if place is None else (place.path, place.context)
-    check_not_shared(tree, path)
-    tree = closed_copy(tree)
-    treedef = jtu.tree_structure(tree)
-    if treedef != jtu.tree_structure(before) and scope.initialise is None:
+    visits = walk(tree, path, context) if visits is None else visits
+    check_apart(visits)
+    if any(isinstance(v.node, OpenShared) for v in visits if not v.is_leaf):
+        tree = closed_copy(tree)
+    structure = jtu.tree_structure(tree)
+    leaves = [visit for visit in visits if visit.is_leaf]
+    if structure == before.structure:
+        old = before.leaves
+    elif scope.initialise is not None:
+        # Only `init` changes a structure.
+        known = {v.path: v.node for v in walk(before.tree(), path, context)}
+        old = [known.get(visit.path) for visit in leaves]
+    else:
         raise ValueError(
             "A call keeps the structure of the model, and this one changed it,"
-            f" {difference(before, tree)}. Give every field its final structure when"
-            " the model is made: an array of zeros in place of `None`, a list of its"
-            " final length, the mode by `train` and `eval` from outside, what takes its"
-            " shape from an input by `model = model.init(42, x)`."
+            f" {difference(before.tree(), closed_copy(tree))}. Give every field its"
+            " final structure when the model is made: an array of zeros in place of"
+            " `None`, a list of its final length, the mode by `train` and `eval` from"
+            " outside, what takes its shape from an input by `model = model.init(42,"
+            " x)`."
         )
-    old = {v.path: v.node for v in leaves(before, path, context)}
-    new = [
-        _settle(visit, old.get(visit.path), scope)
-        for visit in leaves(tree, path, context)
-    ]
-    return jtu.tree_unflatten(treedef, new)
+    pairs = zip(leaves, old, strict=True)
+    return Snapshot([_settle(visit, x, scope) for visit, x in pairs], structure)
 
 
-def check_written(trees: list[Any], scope: Scope) -> None:
-    """What was written must be in the trees: a container may have lost it, say."""
-    if not scope.written:
-        return
-    inside = {id(visit.node) for tree in trees for visit in modules_in(tree)}
+def check_written(visits: list[Visit], scope: Scope) -> None:
+    """What was written must be in what the call leaves, given as walks have found it.
+
+    A container may have lost it, say.
+    """
+    inside = {id(visit.node) for visit in visits if not visit.is_leaf}
     for key, (module, name) in scope.written.items():
         if key not in inside and get_place(module).scope is scope:
             raise ValueError(
