@@ -25,6 +25,8 @@ def fit(old: Any, new: Any, name: str) -> Any:
 
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
     """`new` as it is stored in the place of `old`; `ValueError` if it cannot be."""
+    if isinstance(new, jax.Array) and not is_weak(new):
+        return new  # most of what is written
     if _is_struct(new) and not _is_struct(old):
         raise ValueError(
             f"Cannot write `{name}`: {show(new)} is a `jax.ShapeDtypeStruct`, which has"
@@ -118,8 +120,10 @@ def show(x: Any) -> str:
 
 
 def same_type(old: Any, new: Any) -> bool:
-    if not is_array(new):
+    if not is_array(new) or old.shape != new.shape:
         return False
+    if old.dtype == new.dtype:
+        return True
     dtypes = [
         (
             x.dtype
@@ -128,7 +132,7 @@ def same_type(old: Any, new: Any) -> bool:
         )
         for x in (old, new)
     ]
-    return old.shape == new.shape and dtypes[0] == dtypes[1]
+    return dtypes[0] == dtypes[1]
 
 
 def is_numeric(dtype: Any) -> bool:

@@ -146,21 +146,18 @@ def _missing(visits: list[Visit]) -> str | None:
 
 def check_initialized(tree: Any) -> None:
     """Raise `NotInitializedError` if anything is still to be drawn."""
-    _check_initialized(walk(tree))
+    check_none_missing(walk(tree))
 
 
-def check_ready(tree: Any) -> list[Visit]:
-    """Raise if a model cannot enter a call: not initialised, or one module shared.
-
-    Returns what the walk has found.
-    """
+def check_ready(tree: Any) -> None:
+    """Raise if a model cannot enter a call: not initialised, or one module shared."""
     visits = walk(tree)
-    _check_initialized(visits)
+    check_none_missing(visits)
     check_apart(visits)
-    return visits
 
 
-def _check_initialized(visits: list[Visit]) -> None:
+def check_none_missing(visits: list[Visit]) -> None:
+    """`check_initialized`, of what a walk has found."""
     if (what := _missing(visits)) is not None:
         raise NotInitializedError(
             f"The model is used before it is initialised: {what}. Draw the values"

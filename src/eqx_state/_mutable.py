@@ -8,11 +8,21 @@ from typing import Any, Generic, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
+import numpy as np
 
 from ._base import is_eqx_module
-from ._init import check_ready
+from ._init import check_none_missing
 from ._kinds import is_kind, State
-from ._scope import check_written, collect, disown, Kinds, own, private_copy, Scope
+from ._scope import (
+    check_written,
+    collect,
+    disown,
+    Kinds,
+    own,
+    own_arrays,
+    Scope,
+    Snapshot,
+)
 from ._transform import Transform, wrap
 from ._traverse import walk
 
@@ -27,18 +37,21 @@ _F_co = TypeVar("_F_co", covariant=True)
 def thread(model: Any, scope: Scope, call: Callable[[Any], Any]) -> tuple[Any, Any]:
     """`(call(private copy of model), new model)`: the one way state is threaded."""
     with scope:
-        given = check_ready(model)
-        before = private_copy(given, jtu.tree_structure(model), scope)
-        private = before.tree()
-        own(private, scope)
+        before = given = Snapshot.of_model(model)
+        private = given.tree()
+        visits = own(private, scope)
+        check_none_missing(visits)
+        if any(isinstance(x, np.ndarray) for x in given.leaves):
+            before = given._replace(leaves=own_arrays(visits, scope))
+            private = before.tree()
+            own(private, scope)
         out = call(private)
         visits = walk(private)
         check_written([*visits, *walk(out)], scope)
         out = disown(out)
         after = collect(private, before, scope, visits=visits)
     # What was not written is the caller's own leaf, a NumPy array for example.
-    own_leaves = (visit.node for visit in given if visit.is_leaf)
-    kept = zip(after.leaves, before.leaves, own_leaves, strict=True)
+    kept = zip(after.leaves, before.leaves, given.leaves, strict=True)
     leaves = [x if new is old else new for new, old, x in kept]
     return out, after._replace(leaves=leaves).tree()
 

@@ -28,8 +28,10 @@ from ._shared import closed_copy, open_shared, OpenShared
 from ._strong import NUMBERS, strengthen_field, to_strong
 from ._traverse import (
     check_apart,
+    check_not_shared,
     Context,
     declared_fields,
+    fields_of,
     is_array,
     KeyPath,
     leaves,
@@ -144,7 +146,9 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     """`module.name = value` inside a scope."""
     scope, cls = place.scope, type(module)
     where = f"{cls.__qualname__}.{name}"
-    full_name = name_of((*place.path, jtu.GetAttrKey(name)))
+    key = jtu.GetAttrKey(name)
+    path = (*place.path, key)
+    full_name = name_of(path)
     if not scope.is_open:
         raise _frozen(
             f"Cannot write `{where}`: the scope of `es.mutable` that owned this module"
@@ -154,28 +158,32 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
         )
     if scope.trace != trace_state():
         raise TraceError(trace_message(full_name, where))
-    path = (*place.path, jtu.GetAttrKey(name))
-    context = place.context.enter(module, jtu.GetAttrKey(name))
+    context = place.context.enter(module, key)
     if scope.initialise is not None:
         value = scope.initialise(value, path, context)
-    fields = {f.name: f for f in dataclasses.fields(module)}
-    if name not in fields:
+    field = next((f for f in dataclasses.fields(module) if f.name == name), None)
+    if field is None:
         raise _frozen(no_field_message(module, name, value))
-    if fields[name].metadata.get("static", False) and scope.initialise is None:
+    if field.metadata.get("static", False) and scope.initialise is None:
         raise _frozen(
             f"Cannot write `{where}`: a static field is part of the structure of the"
             " tree, which a call cannot change. Declare it `es.State` if it is an"
             " array; modes are switched from outside: `model = model.eval()`."
         )
-    old = module.__dict__.get(name)
-    if scope.initialise is None:
-        value = fit(old, value, full_name)
-    value = strengthen_field(cls, name, value)
-    _check_kinds(old, value, path, context, scope, where)
-    new = _adopt(value, scope)
-    for visit in modules_in(old):  # what was written there is replaced knowingly
-        scope.written.pop(id(visit.node), None)
-    own(new, scope, path, context)
+    old = fields_of(module).get(name)
+    if scope.initialise is None and is_array(old) and is_array(value):
+        # Most writes: nothing in it is to be looked for, and nothing to be owned.
+        new = to_strong(fit_leaf(old, value, full_name))
+        _check_kind(old, Visit(path, new, context, True), scope, where)
+    else:
+        if scope.initialise is None:
+            value = fit(old, value, full_name)
+        value = strengthen_field(cls, name, value)
+        _check_kinds(old, value, path, context, scope, where)
+        new = _adopt(value, scope)
+        for visit in modules_in(old):  # what was written there is replaced knowingly
+            scope.written.pop(id(visit.node), None)
+        own(new, scope, path, context)
     object.__setattr__(module, name, new)
     scope.written[id(module)] = module, full_name
 
@@ -207,9 +215,12 @@ def _check_kinds(
         if not visit.is_leaf:
             moved = visit.path if _belongs_to(visit.node, scope) else None
             continue
-        old_leaf = before.get(visit.path)
-        if not same(old_leaf, visit.node) and not scope.allows(_kind_at(visit)):
-            raise _frozen(_kind_message(visit, where, scope, old_leaf))
+        _check_kind(before.get(visit.path), visit, scope, where)
+
+
+def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
+    if not same(old, visit.node) and not scope.allows(_kind_at(visit)):
+        raise _frozen(_kind_message(visit, where, scope, old))
 
 
 def _kind_at(visit: Visit) -> type | None:
@@ -361,13 +372,31 @@ class Snapshot(NamedTuple):
     def of(tree: Any) -> "Snapshot":
         return Snapshot(*jtu.tree_flatten(tree))
 
+    @staticmethod
+    def of_model(tree: Any) -> "Snapshot":
+        """Of what a caller gives; `ValueError` if one stateful module is in it twice.
+
+        In the tree that is made of it there is nothing to be seen of that any more.
+        """
+        seen: list[int] = []
+
+        def note(node: Any) -> bool:
+            if is_module(node):
+                seen.append(id(node))
+            return False
+
+        snapshot = Snapshot(*jtu.tree_flatten(tree, is_leaf=note))
+        if len(set(seen)) < len(seen):
+            check_not_shared(tree)
+        return snapshot
+
     def tree(self) -> Any:
         """A new tree of these leaves, which belongs to no scope."""
         return jtu.tree_unflatten(self.structure, self.leaves)
 
 
-def private_copy(visits: list[Visit], structure: Any, scope: Scope) -> Snapshot:
-    """A tree, given as it was walked, with copies of the caller's NumPy arrays.
+def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
+    """The leaves that were visited, with copies of the caller's NumPy arrays.
 
     What the scope may write becomes a JAX array, for which `self.n += 1` makes a new
     one. Constants stay NumPy arrays, which may be used as shapes, and are read-only.
@@ -381,12 +410,11 @@ def private_copy(visits: list[Visit], structure: Any, scope: Scope) -> Snapshot:
         x.flags.writeable = False
         return x
 
-    leaves = [
+    return [
         copy(visit) if isinstance(visit.node, np.ndarray) else visit.node
         for visit in visits
         if visit.is_leaf
     ]
-    return Snapshot(leaves, structure)
 
 
 def collect(
