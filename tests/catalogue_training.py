@@ -267,6 +267,89 @@ def _(case):
 
 
 @TRAINING.raises(
+    "give the model to `es.Optimizer` itself: `es.Optimizer(model, tx)`, "
+    "`es.Optimizer(tx, model)`",
+    TypeError,
+    "The model is given to `init`",
+    ".init(model)",
+    instead="`es.Optimizer(tx).init(model)`",
+)
+def _(case):
+    net, tx = case.keep(Net(), XS), optax.sgd(1.0)
+    for use in (lambda: es.Optimizer(net, tx), lambda: es.Optimizer(tx, net)):
+        with case.error("`Net` was given"):
+            use()
+
+
+@TRAINING.raises(
+    "give `es.Optimizer` a learning rate, or a function of optax: "
+    "`es.Optimizer(optax.adam)`",
+    TypeError,
+    "`tx` is an optax transformation",
+    "es.Optimizer(optax.adam(1e-3))",
+    instead="`es.Optimizer(optax.adam(1e-3))`",
+)
+def _(case):
+    with case.error("a `float` was given"):
+        es.Optimizer(1e-3)
+    with case.error("the function `adam` was given; call it"):
+        es.Optimizer(optax.adam)
+
+
+@TRAINING.raises(
+    "update with gradients of other shapes, those of each example for instance",
+    ValueError,
+    "A gradient has the shape of its parameter",
+    "layer.weight",
+    "(5,)",
+    instead="`jax.tree.map(lambda g: g.mean(axis=0), grads)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    grads = jax.tree.map(
+        lambda p: jnp.ones((5, *p.shape)), es.filter(net, es.trainable)
+    )
+    with case.error():
+        optimizer.update(grads, net)
+    mean = jax.tree.map(lambda g: g.mean(axis=0), grads)
+    assert optimizer.update(mean, net)[0].layer.weight == 1.0
+
+
+@TRAINING.raises(
+    "update a model whose parameters have other shapes than at `init`",
+    ValueError,
+    "is not what `init` was given",
+    "layer.weight",
+    "es.Optimizer(tx).init(model)",
+    instead="a fresh optimizer",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0, momentum=0.9)).init(net)
+    wide = net.replace(layer=Layer(weight=jnp.ones(3)))
+    with case.error():
+        optimizer.update(es.filter(wide, es.trainable), wide)
+
+
+@TRAINING.works(
+    "use `optax.lookahead`",
+    "the model is a pair, and the gradients are those of its `fast`",
+    "`optimizer.init(optax.LookaheadParams(model, model))`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    pair = optax.LookaheadParams(net, net)
+    tx = optax.lookahead(optax.sgd(1.0), 1, 0.5)
+    optimizer = es.Optimizer(tx).init(pair)
+    grads, fast = es.grad(loss_fn)(pair.fast)
+    with jax.numpy_dtype_promotion("standard"):
+        pair, optimizer = optimizer.update(grads, pair._replace(fast=fast))
+    assert pair.fast.layer.weight == pair.slow.layer.weight == 0.5
+    assert (pair.fast.layer.count, pair.slow.layer.count) == (1, 0)
+
+
+@TRAINING.raises(
     "mix up the arguments: `optimizer.update(model, grads)`",
     ValueError,
     "The gradients come first",

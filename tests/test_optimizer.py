@@ -607,6 +607,176 @@ def test_the_model_in_place_of_the_gradients_is_what_its_parameters_are(net):
     assert_equal(new.calls, net.calls)
 
 
+# --- Shapes: what optax would broadcast -----------------------------------------------
+
+
+def shapes(*shape):
+    return {"w": jnp.ones(shape), "b": jnp.ones(())}
+
+
+TXS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, 0.9), "adam": optax.adam(0.1)}
+
+
+@standard
+@pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
+@pytest.mark.parametrize("apply_updates", [True, False])
+@pytest.mark.parametrize("shape", [(3, 2), (1,), (), (4,), (2, 1), (5, 3, 2)])
+def test_gradients_of_another_shape_are_an_error_that_names_the_path(
+    tx, apply_updates, shape
+):
+    model = shapes(2)
+    optimizer = es.Optimizer(tx).init(model)
+    with pytest.raises(ValueError, match=r"\['w'\].*parameter \(2,\)[\s\S]*mean"):
+        optimizer.update(shapes(*shape), model, apply_updates=apply_updates)
+
+
+@jax.numpy_rank_promotion("allow")
+@standard
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("shape", [(3, 2), (1,), (), (4,)])
+@pytest.mark.parametrize("of_init", [False, True])
+def test_a_model_of_another_shape_is_an_error_that_names_the_path(name, shape, of_init):
+    model, other = shapes(2), shapes(*shape)
+    model, other = (other, model) if of_init else (model, other)
+    optimizer = es.Optimizer(TXS[name]).init(model)
+    match = r"not what `init` was given.*\['w'\].*fresh one"
+    with pytest.raises(ValueError, match=match):
+        optimizer.update(other, other)
+
+
+def test_a_model_that_is_an_array_is_named_so():
+    optimizer = es.Optimizer(optax.sgd(0.1, 0.9)).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="the array itself has shape"):
+        optimizer.update(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(ValueError, match="gradient of the array itself"):
+        optimizer.update(jnp.ones(3), jnp.ones(2))
+
+
+def test_a_state_whose_structure_depends_on_shapes():
+    # Matrices that are large enough have a factored state.
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    optimizer = es.Optimizer(tx).init({"w": jnp.ones((4, 4))})
+    small = {"w": jnp.ones((2, 2))}
+    with pytest.raises(ValueError, match=r"\['w'\].*\(2, 2\)"):
+        optimizer.update(small, small)
+
+
+def test_a_transformation_that_broadcasts_is_an_error_that_names_the_path():
+    def update(grads, state, params):
+        return jax.tree.map(lambda g: jnp.stack([g, g]), grads), state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    model = shapes(2)
+    with pytest.raises(ValueError, match=r"update of `\['b'\]` has shape \(2,\)"):
+        es.Optimizer(tx).init(model).update(model, model)
+
+
+def test_an_update_may_be_one_number_for_a_whole_parameter():
+    def update(grads, state, params):
+        return jax.tree.map(lambda g: 0.5, grads), state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    model = {"w": jnp.zeros(2)}
+    new, _ = es.Optimizer(tx).init(model).update(model, model)
+    assert new["w"].tolist() == [0.5, 0.5]
+
+
+@jax.enable_x64(True)
+@standard
+def test_a_complex_gradient_of_a_real_parameter_is_an_error():
+    model = {"w": jnp.ones(2), "z": jnp.ones(2, complex)}
+    optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
+    optimizer.update(model, model)
+    wrong = {"w": jnp.ones(2, complex), "z": jnp.ones(2, complex)}
+    with pytest.raises(ValueError, match=r"\['w'\]` is complex.*`g.real`"):
+        optimizer.update(wrong, model)
+    real = {"w": jnp.ones(2), "z": jnp.ones(2)}
+    new, _ = optimizer.update(real, model)
+    assert new["z"].dtype == complex
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_of_another_dtype_do_not_change_that_of_the_model(dtype):
+    with standard:
+        model = {"w": jnp.ones(2, dtype)}
+        optimizer = es.Optimizer(optax.adam(0.5)).init(model)
+        for g in (jnp.float16, jnp.bfloat16, jnp.float32):
+            new, _ = optimizer.update({"w": jnp.ones(2, g)}, model)
+            assert new["w"].dtype == dtype
+
+
+def test_a_state_for_the_whole_serves_lanes_and_shards():
+    # Inside, state and parameters have other shapes than at `init`, both of them.
+    tx = optax.sgd(0.1, momentum=0.9)
+    model = {"w": jnp.arange(6.0).reshape(2, 3)}
+    optimizer = es.Optimizer(tx).init(model)
+    expected = optimizer.update(model, model)
+    step = lambda optimizer, model: optimizer.update(model, model)  # noqa: E731
+    assert eqx.tree_equal(jax.vmap(step)(optimizer, model), expected)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert eqx.tree_equal(sharded(optimizer, model), expected)
+
+
+# --- What it is made of ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: es.Optimizer(m, optax.sgd(0.1)), "a `Net` was given"),
+        (lambda m: es.Optimizer({"w": jnp.ones(2)}, optax.sgd(0.1)), "a `dict` was"),
+        (lambda m: es.Optimizer(eqx.nn.MLP(1, 1, 1, 1, key=jr.key(0))), "`MLP` was"),
+        (lambda m: es.Optimizer(1e-3), "a `float` was"),
+        (lambda m: es.Optimizer(optax.adam), "the function `adam` was given; call it"),
+        (lambda m: es.Optimizer(es.Optimizer), "a `.*` was given"),
+        (lambda m: es.Optimizer(es.Optimizer(optax.sgd(0.1))), "a `Optimizer` was"),
+        (lambda m: es.Optimizer(None), "a `NoneType` was"),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_transformation_is_an_error(net, make, says):
+    with pytest.raises(TypeError, match=rf"{says}[\s\S]*adam\(1e-3\)\)\.init\(model\)"):
+        make(net)
+
+
+@pytest.mark.parametrize(
+    "wrt",
+    [
+        lambda m: m,
+        lambda m: es.filter(m, es.trainable),
+        lambda m: {"w": jnp.ones(2)},
+        lambda m: eqx.nn.MLP(1, 1, 1, 1, key=jr.key(0)),
+        lambda m: es.RngStream(0),
+        lambda m: optax.adam(0.1),
+        lambda m: "Parameter",
+        lambda m: None,
+    ],
+    ids=range(8),
+)
+def test_what_is_no_filter_is_an_error(net, wrt):
+    wrong = wrt(net)
+    name = type(wrong).__qualname__
+    match = rf"`wrt` is a filter.*`{name}` was given[\s\S]*\.init\(model\)"
+    with pytest.raises(TypeError, match=match):
+        es.Optimizer(optax.adam(0.1), wrong)
+
+
+def test_a_filter_may_be_a_module_without_arrays():
+    class Matrices(eqx.Module):
+        rank: int = 2
+
+        def __call__(self, part):
+            return part.value.ndim == self.rank
+
+    optimizer = es.Optimizer(optax.sgd(1.0), Matrices())
+    model = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    new, _ = optimizer.init(model).update(model, model)
+    assert (new["a"] == 0).all()
+    assert (new["b"] == 1).all()
+
+
 # --- Before init --------------------------------------------------------------------
 
 

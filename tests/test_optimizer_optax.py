@@ -1,0 +1,388 @@
+"""Every transformation of optax and `optax.contrib`, in `es.Optimizer` and by hand.
+
+The names are those that the installed optax has: a new one is a failing test until it
+has what it needs in a table here.
+"""
+
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
+import optax.contrib
+import pytest
+
+import eqx_state as es
+
+
+RATE = 0.05
+
+
+def sgd():
+    return optax.sgd(RATE)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def all_matrices(params):
+    return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(), params)
+
+
+def by_rank(params):
+    return jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "vector", params)
+
+
+def every_other(step, **extra):
+    return step % 2 == 0
+
+
+def norm(updates):
+    return optax.global_norm(updates)
+
+
+# What a transformation must be given, by the name of its parameter.
+ARGUMENTS: dict[str, Any] = {
+    "adv_optimizer": sgd(),
+    "base_optimizer": sgd(),
+    "clipping": 0.1,
+    "decay": 0.9,
+    "eta": 0.1,
+    "fast_optimizer": optax.sgd(RATE, momentum=0.9),
+    "freeze_mask": True,
+    "gamma": 0.5,
+    "inner": optax.sgd(RATE, momentum=0.9),
+    "l2_norm_clip": 1.0,
+    "learning_rate": RATE,
+    "mask": is_matrix,
+    "max_backtracking_steps": 3,
+    "max_consecutive_errors": 2,
+    "max_delta": 0.1,
+    "max_linesearch_steps": 3,
+    "max_norm": 0.1,
+    "measure": norm,
+    "measure_name": "norm",
+    "measures": {"norm": norm},
+    "noise_multiplier": 0.1,
+    "optimizer": sgd(),
+    "param_labels": by_rank,
+    "should_transform_fn": every_other,
+    "slow_step_size": 0.5,
+    "step_size": -RATE,
+    "step_size_fn": lambda step: -RATE / (1 + step),
+    "sync_period": 2,
+    "threshold": 0.1,
+    "transforms": {"matrix": optax.adam(RATE), "vector": sgd()},
+    "tx": sgd(),
+}
+
+# Those that are made in another way.
+MADE = {
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE)),
+    "freeze": lambda: optax.chain(sgd(), optax.freeze(False)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.exponential_decay(RATE, 2, 0.5)
+    ),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.sgd)(
+        learning_rate=RATE
+    ),
+    "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.1)), ("sgd", sgd())),
+    # It is for matrices, and `muon` gives it no other.
+    "scale_by_muon": lambda: optax.masked(
+        optax.contrib.scale_by_muon(weight_dimension_numbers=all_matrices), is_matrix
+    ),
+    "selective_transform": lambda: optax.selective_transform(sgd(), freeze_mask=False),
+    "stateless": lambda: optax.stateless(
+        lambda updates, params: jax.tree.map(lambda g: -RATE * g, updates)
+    ),
+    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(
+        lambda g, p: -RATE * (g + p)
+    ),
+    # Not functions of optax: objects, and other ways to call these functions.
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(RATE), 2),
+    "MultiSteps.gradient_transformation": lambda: optax.MultiSteps(
+        optax.adam(RATE), 2
+    ).gradient_transformation(),
+    "MultiSteps of reduce_on_plateau": lambda: optax.MultiSteps(
+        optax.chain(sgd(), optax.contrib.reduce_on_plateau(patience=1)), 1
+    ),
+    "opaque sam": lambda: optax.contrib.sam(sgd(), sgd(), opaque_mode=True),
+    "monitor of measure_with_ema": lambda: optax.chain(
+        sgd(), optax.monitor({"norm": optax.measure_with_ema(norm, 0.9)})
+    ),
+    "schedule": lambda: optax.adam(optax.linear_schedule(RATE, 0.0, 4)),
+}
+
+# Functions of optax without a return type, or with this one, that are something else.
+NO_OPTIMIZERS = {
+    "measure_with_ema",  # its updates are a number; `monitor` is given it
+    "matrix_inverse_pth_root",
+    "schedule_free_eval_params",
+    "sigmoid_binary_cross_entropy",
+    "update_infinity_moment",
+    "update_moment",
+    "update_moment_per_elem_norm",
+}
+
+# optax takes the holes of a tree for parameters here: `None` has no dtype.
+WITHOUT_HOLES = {"galore", "scale_by_galore"}
+
+# What is measured is not in the state before the first step.
+GROWS = {"monitor", "monitor of measure_with_ema"}
+
+# Gradients of each example, stacked.
+PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}
+
+
+def distance(tree):
+    """A loss of parameters in whatever pytree."""
+    return sum(jnp.sum(jnp.square(p - 1)) for p in jtu.tree_leaves(tree))
+
+
+def of_value(params):
+    return {"value": distance(params)}
+
+
+def of_line_search(params):
+    grad = jax.grad(distance)(params)
+    return {"value": distance(params), "grad": grad, "value_fn": distance}
+
+
+def of_objective(params):
+    return {"obj_fn": distance}
+
+
+# What `update` takes besides: of the parameters, in the pytree that it is called with.
+EXTRA = {
+    "MultiSteps of reduce_on_plateau": of_value,
+    "hutchinson_estimator_diag_hessian": of_objective,
+    "lbfgs": of_line_search,
+    "momo": of_value,
+    "momo_adam": of_value,
+    "opaque sam": lambda params: {"grad_fn": lambda p, i: jax.grad(distance)(p)},
+    "polyak_sgd": of_value,
+    "reduce_on_plateau": of_value,
+    "scale_by_backtracking_linesearch": of_line_search,
+    "scale_by_polyak": of_value,
+    "scale_by_zoom_linesearch": of_line_search,
+    "sophia": of_objective,
+}
+
+
+def functions():
+    """The functions of optax that make a transformation, by name."""
+    found = {}
+    for module in (optax, optax.contrib):
+        for name, f in vars(module).items():
+            if inspect.isfunction(f) and not name.startswith("_"):
+                returned = inspect.signature(f).return_annotation
+                is_said = "GradientTransformation" in str(returned)
+                if is_said or returned is inspect.Signature.empty:
+                    found[name] = f
+    return {k: f for k, f in found.items() if k not in NO_OPTIMIZERS}
+
+
+FUNCTIONS = functions()
+OTHERS = [name for name in MADE if name not in FUNCTIONS]
+# The model of `lookahead` is a pair: it has tests of its own, below.
+NAMES = [name for name in (*FUNCTIONS, *OTHERS) if name != "lookahead"]
+
+
+def make(name):
+    if name in MADE:
+        return MADE[name]()
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty}
+    if {"seed", "key"} & {p.name for p in parameters}:  # optax < 0.2.5 has no `key`
+        needed.add("key" if "key" in {p.name for p in parameters} else "seed")
+    given = {**ARGUMENTS, "key": jr.key(3), "seed": 3}
+    return FUNCTIONS[name](**{name: given[name] for name in needed})
+
+
+class Net(es.Module):
+    weight: es.Parameter
+    inner: dict
+    calls: es.State = 0
+
+    def __init__(self):
+        self.weight = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+        self.inner = {"bias": jnp.linspace(0.1, 0.5, 4), "size": 4}
+
+
+def gradients(params, per_example):
+    grads = jax.grad(distance)(params)
+    if not per_example:
+        return grads
+    return jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+
+
+def types(tree):
+    return [
+        (x.shape, x.dtype, getattr(x, "weak_type", None)) for x in jtu.tree_leaves(tree)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_equal_the_hand_written_ones(name):
+    tx, model = make(name), Net()
+    if name in WITHOUT_HOLES:
+        model = {"weight": model.weight, "bias": model.inner["bias"]}
+    optimizer = es.Optimizer(tx).init(model)
+    # One list of arrays, as in a program that has never heard of modules.
+    params = jtu.tree_leaves(es.filter(model, es.trainable))
+    state = tx.init(params)
+    extra = EXTRA.get(name, lambda params: {})
+    before = types(optimizer)
+    for _ in range(3):
+        selected = es.filter(model, es.trainable)
+        grads = gradients(selected, name in PER_EXAMPLE)
+        model, optimizer = optimizer.update(grads, model, **extra(selected))
+        grads = gradients(params, name in PER_EXAMPLE)
+        updates, state = tx.update(grads, state, params, **extra(params))
+        params = optax.apply_updates(params, updates)
+        now = jtu.tree_leaves(es.filter(model, es.trainable))
+        assert eqx.tree_equal(now, params, rtol=1e-5, atol=1e-6)
+        if name not in GROWS:
+            assert types(optimizer) == before  # a jitted loop compiles once
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_further_arguments_reach_an_object_that_wraps_a_transformation():
+    # `optax.with_extra_args_support` drops those of whatever is no named tuple of its.
+    inner = optax.chain(sgd(), optax.contrib.reduce_on_plateau(factor=0.1, patience=1))
+    model = {"w": jnp.zeros(())}
+    optimizer = es.Optimizer(optax.MultiSteps(inner, 1)).init(model)
+    for _ in range(4):
+        model, optimizer = optimizer.update(
+            {"w": jnp.ones(())}, model, value=jnp.array(1.0)
+        )
+    assert -4 * RATE < model["w"] < -RATE
+
+
+def test_an_object_may_take_no_further_arguments():
+    class Sgd:
+        def init(self, params):
+            return ()
+
+        def update(self, grads, state, params):
+            return jax.tree.map(lambda g: -RATE * g, grads), state
+
+    model = {"w": jnp.ones(())}
+    optimizer = es.Optimizer(Sgd()).init(model)
+    new, _ = optimizer.update(model, model, value=jnp.array(1.0))
+    assert jnp.allclose(new["w"], 1 - RATE)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_parameters_to_evaluate_schedule_free_with():
+    tx = optax.contrib.schedule_free_sgd(RATE)
+    model = Net()
+    optimizer = es.Optimizer(tx).init(model)
+    params = jtu.tree_leaves(es.filter(model, es.trainable))
+    state = tx.init(params)
+    for _ in range(3):
+        grads = jax.grad(distance)(es.filter(model, es.trainable))
+        model, optimizer = optimizer.update(grads, model)
+        updates, state = tx.update(jax.grad(distance)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    eval_params = optax.contrib.schedule_free_eval_params
+    selected = es.filter(model, es.trainable)
+    averaged = es.update(model, eval_params(optimizer.opt_state, selected))
+    expected = eval_params(state, params)
+    now = jtu.tree_leaves(es.filter(averaged, es.trainable))
+    assert eqx.tree_equal(now, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- Lookahead: the model is a pair ---------------------------------------------------
+
+
+def loss_fn(model):
+    model.calls = model.calls + 1
+    return distance(es.filter(model, es.trainable))
+
+
+# optax promotes by itself: `bool * float`.
+standard = jax.numpy_dtype_promotion("standard")
+LOOKAHEAD = optax.lookahead(optax.sgd(RATE, momentum=0.9), 2, 0.5)
+
+
+@standard
+@pytest.mark.parametrize("jit", [es.jit, lambda f: f])
+def test_lookahead_equals_the_hand_written_loop(jit):
+    @jit
+    def step(pair, optimizer):
+        (_, fast), grads = es.value_and_grad(loss_fn)(pair.fast)
+        return optimizer.update(grads, pair._replace(fast=fast))
+
+    pair = optax.LookaheadParams(Net(), Net())
+    optimizer = es.Optimizer(LOOKAHEAD).init(pair)
+    params = jtu.tree_leaves(es.filter(Net(), es.trainable))
+    params = optax.LookaheadParams(params, params)
+    state = LOOKAHEAD.init(params)
+    for _ in range(5):
+        pair, optimizer = step(pair, optimizer)
+        updates, state = LOOKAHEAD.update(
+            jax.grad(distance)(params.fast), state, params
+        )
+        params = optax.apply_updates(params, updates)
+        for model, expected in zip(pair, params, strict=True):
+            now = jtu.tree_leaves(es.filter(model, es.trainable))
+            assert eqx.tree_equal(now, expected, rtol=1e-6, atol=1e-6)
+    assert isinstance(pair, optax.LookaheadParams)
+    assert (pair.fast.calls, pair.slow.calls) == (5, 0)
+    assert not eqx.tree_equal(pair.fast.weight, pair.slow.weight)
+
+
+@standard
+def test_in_lookahead_a_filter_is_asked_about_the_model():
+    wrt = es.all_of(es.trainable, es.under(lambda m: m.inner))
+    model = Net()
+    pair = optax.LookaheadParams(model.eval(), model)
+    optimizer = es.Optimizer(LOOKAHEAD, wrt=wrt).init(pair)
+    grads, _ = es.grad(loss_fn, wrt=wrt)(model)
+    new, _ = optimizer.update(grads, pair)
+    assert (new.fast.weight == model.weight).all()
+    assert (new.fast.inner["bias"] != model.inner["bias"]).all()
+    assert not new.fast.training
+    updates, _ = optimizer.update(grads, pair, apply_updates=False)
+    assert updates.fast.weight is None
+    assert eqx.tree_equal(es.update(pair, eqx.apply_updates(pair, updates)), new)
+
+
+@standard
+def test_in_lookahead_the_model_in_place_of_gradients_is_its_parameters():
+    pair = optax.LookaheadParams.init_synced(Net())
+    optimizer = es.Optimizer(LOOKAHEAD).init(pair)
+    new, _ = optimizer.update(Net(), pair)
+    assert jnp.allclose(new.fast.weight, (1 - RATE) * Net().weight)
+
+
+@pytest.mark.parametrize("wrong", ["gradients", "model", "both", "slow"])
+def test_in_lookahead_another_structure_is_an_error_that_names_the_path(wrong):
+    model = Net()
+    pair = optax.LookaheadParams.init_synced(model)
+    optimizer = es.Optimizer(LOOKAHEAD).init(pair)
+    grads = es.filter(model, es.trainable)
+    without = {"bias": None, "size": 4}
+    match = r"inner\['bias'\]"
+    if wrong == "gradients":
+        grads = grads.replace(inner=without)
+    elif wrong == "model":
+        pair, match = model, "at the root.*LookaheadParams"
+    elif wrong == "both":
+        pair = optax.LookaheadParams.init_synced(model.replace(inner=without))
+    else:
+        pair, match = pair._replace(slow=model.replace(inner=without)), f"slow.*{match}"
+    with pytest.raises(ValueError, match=match):
+        optimizer.update(grads, pair)
+    if wrong == "slow":
+        with pytest.raises(ValueError, match=f"`slow` is another model .*{match[4:]}"):
+            optimizer.init(pair)
