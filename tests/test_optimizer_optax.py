@@ -322,7 +322,8 @@ def test_lookahead_equals_the_hand_written_loop(jit):
         (_, fast), grads = es.value_and_grad(loss_fn)(pair.fast)
         return optimizer.update(grads, pair._replace(fast=fast))
 
-    pair = optax.LookaheadParams(Net(), Net())
+    model = Net()  # stateful: in the beginning it is in both places of the pair
+    pair = optax.LookaheadParams(model, model)
     optimizer = es.Optimizer(LOOKAHEAD).init(pair)
     params = jtu.tree_leaves(es.filter(Net(), es.trainable))
     params = optax.LookaheadParams(params, params)
