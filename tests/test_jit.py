@@ -318,9 +318,7 @@ def test_one_stateful_module_in_two_places_is_an_error():
         lambda: jitted.lower(model, x),
     ):
         for _ in range(2):
-            with rejects(
-                model, ValueError, r"layers\[0\]`", r"layers\[2\]`", "two places"
-            ):
+            with rejects(model, ValueError, *places):
                 call()
 
 

@@ -219,8 +219,12 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
     **Arguments:**
 
     - `f`: a function, a module, a bound method, or a partial. The modules that it
-        closes over are traced like arguments. What it reaches in another way (an object
-        that is no pytree, a global, a `jax.custom_vjp`) is read when it is traced.
+        closes over, also by way of other functions and of containers, are traced like
+        arguments. Anything else that it reaches (a global, an object that is not a
+        pytree, a bare array in its closure) is read when it is traced. A function among
+        the *arguments*, or in a field, is a static value: it is compared by identity,
+        and what it closes over is a constant of the program. Only the modules of a
+        scope are carried through, however they are reached.
     - `donate`: which arrays may be overwritten: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
         warn of arrays of which JAX could make no use. Default: `"none"`.
@@ -233,7 +237,10 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
     **Raises:**
 
     - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed.
-    - `ValueError`: donation inside a scope of `es.mutable`.
+    - `ValueError`: donation inside a scope of `es.mutable`; one stateful module in two
+        places of an argument.
+    - `es.TraceError`: a function or an object that holds a module of a scope is to be
+        returned; the function put a module into what it closes over.
     - `eqx.EquinoxRuntimeError`: an `eqx.error_if` in it failed. It is raised by the
         call, before anything is written to a module; inside another `jax.jit` by
         whatever runs that. Errors of other callbacks come as JAX raises them.
