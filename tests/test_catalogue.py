@@ -13,6 +13,7 @@ from pathlib import Path
 import catalogue_closures as closures
 import catalogue_files as files
 import catalogue_handed as handed
+import catalogue_jit as jit
 import catalogue_keys as keys
 import catalogue_kinds as kinds
 import catalogue_lifted as lifted
@@ -34,6 +35,7 @@ THEMES = [
     kinds.SHAPES,
     places.PLACES,
     lifted.LIFTED,
+    jit.STATIC,
     keys.KEYS,
     training.MODES,
     training.TRAINING,
