@@ -15,6 +15,10 @@ OUTSIDE = Theme("Writing outside a scope")
 INSIDE = Theme("Writing what a call may not write")
 
 
+def both(a, b, x):
+    return b(a(x))
+
+
 # --- Outside ------------------------------------------------------------------------
 
 
@@ -36,6 +40,45 @@ def _(case):
 
 
 @OUTSIDE.raises(
+    "call a model in eval mode that writes without asking for the mode",
+    FROZEN,
+    "It is in eval mode, and writes all the same",
+    "Always.count`",
+    "if self.training:",
+    instead="`if self.training: self.count = …`; or `y, model = es.mutable(model)(x)`",
+)
+def _(case):
+    class Always(Layer):
+        def __call__(self, x):
+            self.count = self.count + 1
+            return self.weight * x
+
+    model = case.keep(Always(), XS)
+    with case.error():
+        model.eval()(XS)
+    with case.error("argument 1"):
+        es.mutable(lambda a, b: b(a(XS)))(model, model.eval())
+
+
+@OUTSIDE.raises(
+    "switch a mode by an assignment: `model.training = False`",
+    FROZEN,
+    "it is a flag, which is part of the structure of the tree",
+    instead="`model = model.eval()`, `model = model.freeze()`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    for name, value, right in [
+        ("training", False, "model = model.eval()"),
+        ("training", True, "model = model.train()"),
+        ("frozen", True, "model = model.freeze()"),
+        ("frozen", False, "model = model.unfreeze()"),
+    ]:
+        with case.error(f"`Net.{name}`", right):
+            setattr(net, name, value)
+
+
+@OUTSIDE.raises(
     "assign a field of a model: `model.layer.weight = w`",
     FROZEN,
     "this one is in no scope of `es.mutable`",
@@ -45,7 +88,7 @@ def _(case):
 )
 def _(case):
     net = case.keep(Net(), XS)
-    with case.error():
+    with case.error("model.replace(weight=value)"):
         net.layer.weight = jnp.array(3.0)
     with case.error():
         net.layer.count += 1
@@ -85,25 +128,58 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "call a model that `es.mutable` was not given, but its function closes over",
+    "write to two models, or to the second argument",
     FROZEN,
-    "this one is in no scope of `es.mutable`",
+    "threads only argument 0",
     "`Layer.count`",
-    instead="make it an argument, `es.mutable(f, argnums=(0, 1))(a, b, x)`; or both "
-    "one, `es.mutable(f)((a, b), x)`",
+    "argnums=(0, 1)",
+    instead="`es.mutable(f, argnums=(0, 1))(a, b, x)`; or both as one, "
+    "`es.mutable(f)((a, b), x)`",
 )
 def _(case):
     a, b = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
-    with case.error():
-        es.mutable(lambda x: a(x))(XS)
-    with case.error():
-        es.mutable(lambda a, x: b(a(x)))(a, XS)
-    y, new = es.mutable(lambda pair, x: pair[1](pair[0](x)))((a, b), XS)
+    with case.error("argument 1 of `both`"):
+        es.mutable(both)(a, b, XS)
+    y, new = es.mutable(lambda pair, x: both(*pair, x))((a, b), XS)
     assert (y == 6 * XS).all()
     assert [layer.count for layer in new] == [1, 1]
-    y, same = es.mutable(lambda a, b, x: b(a(x)), argnums=(0, 1))(a, b, XS)
+    y, same = es.mutable(both, argnums=(0, 1))(a, b, XS)
     assert (y == 6 * XS).all()
     assert eqx.tree_equal(same, new)
+
+
+@OUTSIDE.raises(
+    "call a model that `es.mutable` was not given, but its function closes over",
+    FROZEN,
+    "has it from outside, as `teacher`",
+    "`Layer.count`",
+    "argnums=(0, 1)",
+    "teacher.eval()",
+    instead="make it an argument; a teacher that is only read: `teacher.eval()`",
+)
+def _(case):
+    model, teacher = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
+    with case.error():
+        es.mutable(lambda x: teacher(x))(XS)
+    with case.error():
+        es.value_and_grad(lambda m, x: (m(x) - teacher(x)).sum())(model, XS)
+    silent = teacher.eval()
+    _, new = es.grad(lambda m, x: (m(x) - silent(x)).sum())(model, XS)
+    assert new.count == 1
+
+
+@OUTSIDE.raises(
+    "call the model around, and not the argument: `es.mutable(lambda m: model(x))`",
+    FROZEN,
+    "the call runs on a private copy of that",
+    "`Layer.count`",
+    instead="`es.mutable(lambda m: m(x))(model)`",
+)
+def _(case):
+    model = case.keep(Layer(), XS)
+    with case.error():
+        es.mutable(lambda m: model(XS))(model)
+    assert es.mutable(lambda m: m(XS))(model)[1].count == 1
 
 
 @OUTSIDE.raises(

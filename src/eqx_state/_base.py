@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from typing import Any, dataclass_transform, Self, TYPE_CHECKING, TypeGuard
+from typing import Any, ClassVar, dataclass_transform, Self, TYPE_CHECKING, TypeGuard
 
 import equinox as eqx
 
@@ -33,6 +33,9 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     training: bool = eqx.field(init=False, static=True, repr=False)
     frozen: bool = eqx.field(init=False, static=True, repr=False)
     _module_init_done: bool = eqx.field(init=False, static=True, repr=False)
+
+    # Whether eval mode does not keep it from writing, which errors must know.
+    _writes_in_eval: ClassVar[bool] = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)

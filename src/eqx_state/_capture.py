@@ -32,9 +32,10 @@ class _Capture(Transform):
         if isinstance(f, AbstractGrad):
             result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
         else:
-            model, call = target(self.f, args, kwargs, self.argnums, "es.capture")
+            call = target(self.f, args, kwargs, self.argnums, "es.capture")
             scope = new_scope()
-            result, sown = thread(model, scope, call), scope.sown
+            result = thread(call.model, scope, call.run, call)
+            sown = scope.sown
         return result, {
             name: values[0] if len(values) == 1 else tuple(values)
             for name, values in sown.items()

@@ -43,15 +43,15 @@ class AbstractGrad(Transform):
 
         `scope` makes the scope of the call, in the trace that it is called in.
         """
-        model, call = target(self.f, args, kwargs, self.argnums, self.name)
+        call = target(self.f, args, kwargs, self.argnums, self.name)
         # `grad` sees the halves of the model only: one shared module would be two
         # there.
-        check_ready(model)
-        diff, rest = partition(model, all_of(self.wrt, _is_inexact))
+        check_ready(call.model)
+        diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
             inside = scope()
-            out, new = thread(eqx.combine(diff, rest), inside, call)
+            out, new = thread(eqx.combine(diff, rest), inside, call.run, call)
             loss = _first_of_two(out) if self.has_aux else out
             return _check_loss(loss), (out, new, inside.sown)
 

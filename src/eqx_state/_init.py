@@ -1,6 +1,7 @@
 """Lazy models: placeholders for values, and `init`, which draws them."""
 
 import copy
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any, overload, TYPE_CHECKING, TypeVar
@@ -11,6 +12,7 @@ import jax.tree_util as jtu
 
 from ._base import BaseModule, is_eqx_module, is_module
 from ._errors import NotInitializedError
+from ._frozen import explain
 from ._keys import as_key, is_typed, key_at
 from ._scope import check_written, collect, own, Scope, Snapshot
 from ._strong import strengthen
@@ -267,7 +269,11 @@ def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     private = before.tree()
     with Scope((), lambda x, path, context: draw(x, key, path, context)) as scope:
         own(private, scope)
-        run(private)
+        try:
+            run(private)
+        except dataclasses.FrozenInstanceError as error:
+            explain(error)
+            raise
         visits = walk(private)
         check_written(visits, scope)
         return collect(private, before, scope, visits=visits).tree()

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import itertools
 from collections.abc import Callable
-from typing import Any, NoReturn, Self, TYPE_CHECKING
+from typing import Any, Self, TYPE_CHECKING
 
 import equinox as eqx
 
@@ -19,6 +19,7 @@ from ._declare import (
     remember_statement,
 )
 from ._filters import Filter
+from ._frozen import frozen_error
 from ._kinds import is_kind, kind_name
 from ._scope import no_field_message, sow, write
 from ._strong import strengthen_field
@@ -161,7 +162,7 @@ class Module(BaseModule):
                     # An Initializer is declared as what it will be.
                     message = no_field_message(self, name, _init.as_initialized(value))
                     raise dataclasses.FrozenInstanceError(message) from None
-                _raise_frozen(type(self).__qualname__, name)
+                raise frozen_error(self, name, value) from None
 
         def __delattr__(self, name: str) -> None:
             raise dataclasses.FrozenInstanceError(
@@ -267,19 +268,3 @@ def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
     self = object.__new__(cls)
     self.__dict__.update(fields)
     return self
-
-
-def _raise_frozen(cls: str, name: str) -> NoReturn:
-    raise dataclasses.FrozenInstanceError(
-        f"Cannot write `{cls}.{name}`: modules are frozen, and this one is in no scope"
-        " of `es.mutable`. Either it was called directly,\n\n"
-        "    y = model(x)                        # wrong\n"
-        "    y, model = es.mutable(model)(x)     # right\n"
-        "    y = model.eval()(x)                 # or: layers write nothing then\n\n"
-        "or it is a copy made inside the scope, from which nothing would come back:"
-        " `train`, `jax.tree.map` and the transforms of JAX and Equinox make copies."
-        " So does `eqx.nn.Shared` of a module around a tied node: keep the state in the"
-        " modules inside. Use the transform of `es`, and switch modes outside:\n\n"
-        "    eqx.filter_vmap(self.layer)(x)      # wrong; so is jax.vmap(model)(xs)\n"
-        "    es.vmap(self.layer)(x)              # right"
-    ) from None

@@ -1,5 +1,6 @@
 """`es.mutable`: run on a private copy, return the result and the new model."""
 
+import dataclasses
 import functools as ft
 import operator
 import types
@@ -11,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._base import is_eqx_module
+from ._frozen import Call, explain
 from ._init import check_none_missing
 from ._kinds import is_kind, State
 from ._scope import (
@@ -34,8 +36,13 @@ _M_co = TypeVar("_M_co", covariant=True)
 _F_co = TypeVar("_F_co", covariant=True)
 
 
-def thread(model: Any, scope: Scope, call: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """`(call(private copy of model), new model)`: the one way state is threaded."""
+def thread(
+    model: Any, scope: Scope, run: Callable[[Any], Any], call: Call | None = None
+) -> tuple[Any, Any]:
+    """`(run(private copy of model), new model)`: the one way state is threaded.
+
+    `call` is what errors tell of, if a user can see it.
+    """
     with scope:
         before = given = Snapshot.of_model(model)
         private = given.tree()
@@ -45,7 +52,11 @@ def thread(model: Any, scope: Scope, call: Callable[[Any], Any]) -> tuple[Any, A
             before = given._replace(leaves=own_arrays(visits, scope))
             private = before.tree()
             own(private, scope)
-        out = call(private)
+        try:
+            out = run(private)
+        except dataclasses.FrozenInstanceError as error:
+            explain(error, call)
+            raise
         visits = walk(private)
         check_written([*visits, *walk(out)], scope)
         out = disown(out)
@@ -135,12 +146,13 @@ def target(
     kwargs: dict[str, Any],
     argnums: Argnums,
     what: str,
-) -> tuple[Any, Callable[[Any], Any]]:
-    """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
+) -> Call:
+    """The call `f(*args, **kwargs)`, as one of the model that is to be threaded."""
+    model, put = carried(f) or (None, None)
     if argnums is None:
-        if (found := carried(f)) is not None:
-            model, put = found
-            return model, lambda m: put(m)(*args, **kwargs)
+        if put is not None:
+            run = lambda m: put(m)(*args, **kwargs)  # noqa: E731
+            return Call(what, f, args, kwargs, None, None, model, run)
         if not args:
             name = getattr(f, "__name__", "f")
             raise TypeError(
@@ -152,7 +164,7 @@ def target(
         argnums = 0
     positions = _positions(f, args, argnums, what)
 
-    def call(models: Any) -> Any:
+    def run_with(models: Any) -> Any:
         new = models if isinstance(argnums, tuple) else (models,)
         filled = list(args)
         for i, model in zip(positions, new, strict=True):
@@ -160,7 +172,8 @@ def target(
         return f(*filled, **kwargs)
 
     models = tuple(args[i] for i in positions)
-    return models if isinstance(argnums, tuple) else models[0], call
+    given = models if isinstance(argnums, tuple) else models[0]
+    return Call(what, f, args, kwargs, positions, model, given, run_with)
 
 
 def as_kinds(kinds: Any, what: str) -> Kinds:
@@ -182,8 +195,8 @@ class _Mutable(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
-        model, call = target(self.f, args, kwargs, self.argnums, "es.mutable")
-        return thread(model, Scope(self.kinds), call)
+        call = target(self.f, args, kwargs, self.argnums, "es.mutable")
+        return thread(call.model, Scope(self.kinds), call.run, call)
 
 
 class _Threaded(Generic[_M_co, _F_co]):

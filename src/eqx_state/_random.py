@@ -1,6 +1,6 @@
 """Keys as state: a stream that gives a fresh one at each call."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ._keys import as_key, next_keys
 from ._kinds import Rng
@@ -26,6 +26,7 @@ class RngStream(Module):
     """
 
     key: Rng
+    _writes_in_eval: ClassVar[bool] = True
 
     def __init__(self, key: Any):
         """**Arguments:**
