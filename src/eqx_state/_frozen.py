@@ -44,8 +44,8 @@ _OR_EVAL = """\
 
 # A callback, or a function that is jitted as a whole, is seen by no scope.
 _OR_COPY = """
-If a scope is open outside of a callback or of a transform of JAX or Equinox, the module \
-is none of its own, or it is a copy made inside the scope: `jax.jit` and \
+If a scope is open around a callback, or around a transform of JAX or Equinox, the \
+module does not belong to it, or it is a copy made inside the scope: `jax.jit` and \
 `eqx.filter_jit` call copies, and `es.jit` does not.
 """
 
