@@ -1,6 +1,7 @@
 """Programs that write what may not be written, by a plain assignment."""
 
 import copy
+import functools
 
 import equinox as eqx
 import jax
@@ -493,6 +494,30 @@ def _(case):
     new = es.mutable(f)(net)[1]
     assert new.layer.count == 1
     assert (new.mean == XS).all()
+
+
+@INSIDE.works(
+    "compute from state in a `functools.cached_property`",
+    "in a call it is computed at each read, and so never from old values",
+)
+def _(case):
+    class Scaled(es.Module):
+        count: es.State = 1.0
+
+        @functools.cached_property
+        def double(self):
+            return 2 * self.count
+
+        def __call__(self, x):
+            before = self.double
+            self.count = self.count + 1
+            return before * x, self.double * x
+
+    model = case.keep(Scaled(), XS)
+    (before, after), new = es.mutable(model)(XS)
+    assert (before == 2 * XS).all()
+    assert (after == 4 * XS).all()
+    assert (model.double, new.double) == (2.0, 4.0)
 
 
 @INSIDE.works(

@@ -87,7 +87,7 @@ def test_the_tree_has_classes_fields_and_values():
     ):
         assert fragment in text
     assert "training" not in text
-    assert "_module_init_done" not in text
+    assert "module_init_done" not in text
 
 
 def test_flags_are_shown_when_they_are_set():

@@ -1,8 +1,16 @@
-"""What the layers below `es.Module` need to know of it: two flags and one slot."""
+"""What the layers below `es.Module` need of it: its flags, and data of its own."""
 
 import dataclasses
 import types
-from typing import Any, ClassVar, dataclass_transform, Self, TYPE_CHECKING, TypeGuard
+from typing import (
+    Any,
+    ClassVar,
+    dataclass_transform,
+    Final,
+    Self,
+    TYPE_CHECKING,
+    TypeGuard,
+)
 
 import equinox as eqx
 
@@ -21,21 +29,40 @@ class _ModuleMeta(EquinoxMeta):
         check_declarations(cls)
 
 
+class Fields(dict[str, Any]):
+    """The `__dict__` of a module, and what belongs to this one object alone.
+
+    Flattening, copies and pickles take the items of a `__dict__`, so they come without
+    it. A slot of the module would serve as well, but for bases that have slots, too.
+    """
+
+    __slots__ = ("cached", "place")
+
+    def __init__(self, fields: dict[str, Any]):
+        super().__init__(fields)
+        self.cached: dict[Any, Any] = {}
+        self.place: Any = None
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+# The only static field that is not for users; the name is one that they do not use.
+INIT_DONE: Final = "_eqx_state_module_init_done"
+
+
 class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     """The data of an `es.Module`; its behaviour is in `_module.py`.
 
-    The flags are static fields: they are part of the treedef. The slot lies outside
-    `__dict__`, so it is no part of the pytree: copies and pickles come without it.
+    The flags are static fields: they are part of the treedef.
     """
-
-    __slots__ = ("_place",)
 
     training: bool = eqx.field(init=False, static=True, repr=False)
     frozen: bool = eqx.field(init=False, static=True, repr=False)
-    _module_init_done: bool = eqx.field(init=False, static=True, repr=False)
+    _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
 
     # Whether eval mode does not keep it from writing, which errors must know.
-    _writes_in_eval: ClassVar[bool] = False
+    _eqx_state_writes_in_eval: ClassVar[bool] = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
@@ -43,7 +70,7 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         # treedef of a fresh module would differ from that of an unflattened one.
         object.__setattr__(self, "training", True)
         object.__setattr__(self, "frozen", False)
-        object.__setattr__(self, "_module_init_done", False)
+        object.__setattr__(self, INIT_DONE, False)
         return self
 
     if not TYPE_CHECKING:
@@ -76,17 +103,36 @@ def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
     return eqx.Module in type(x).__mro__
 
 
-FLAGS = ("training", "frozen", "_module_init_done")
+FLAGS: Final = ("training", "frozen", INIT_DONE)
+
+
+def fields_of(module: eqx.Module) -> dict[str, Any]:
+    """A module's `__dict__`, and not by way of `Module.__getattribute__` in Python."""
+    return object.__getattribute__(module, "__dict__")
+
+
+def own_data(module: eqx.Module) -> Fields:
+    """A module's `__dict__`, which can hold what belongs to this one object alone."""
+    fields = fields_of(module)
+    if type(fields) is not Fields:
+        fields = Fields(fields)
+        object.__setattr__(module, "__dict__", fields)
+    return fields
+
+
+def forget_cached(module: eqx.Module) -> None:
+    """Drop what was computed from the fields that a module had until now."""
+    fields = fields_of(module)
+    if type(fields) is Fields:
+        fields.cached.clear()
 
 
 def get_place(module: eqx.Module) -> Any:
     """Where in an open scope `module` is, or `None` for an ordinary frozen module."""
-    try:
-        return object.__getattribute__(module, "_place")
-    except AttributeError:
-        return None
+    fields = fields_of(module)
+    return fields.place if type(fields) is Fields else None
 
 
 def set_place(module: BaseModule, place: Any) -> None:
     """Put a module into a scope, or with `None` out of it."""
-    object.__setattr__(module, "_place", place)
+    own_data(module).place = place

@@ -26,6 +26,15 @@ def trace_state() -> Any:
     return _get_trace_state(convention="eqx_state")
 
 
+with jax.ensure_compile_time_eval():
+    _NO_TRACE: Final = trace_state()
+
+
+def is_in_trace() -> bool:
+    """Whether this code runs inside a transform of JAX."""
+    return trace_state() != _NO_TRACE
+
+
 def has_escaped(leaf: Any) -> bool:
     """Whether `leaf` is a tracer of a trace that is not open here any more.
 
@@ -75,6 +84,17 @@ def own_annotations(cls: type) -> dict[str, Any]:
         return annotationlib.get_annotations(
             cls, format=annotationlib.Format.FORWARDREF
         )
+
+
+class _Probe(eqx.Module):
+    pass
+
+
+_probe = _Probe()
+object.__setattr__(_probe, "cached", None)
+# What Equinox puts into a copy of a module that has more in its `__dict__` than fields,
+# as `functools.cached_property` leaves it: under `__name__` and such.
+MISSING: Final = vars(jax.tree.map(lambda x: x, _probe)).get("__name__", object())
 
 
 if TYPE_CHECKING:

@@ -215,7 +215,9 @@ def _cause(module: BaseModule, call: Call) -> str | None:
             **words,
         )
         return (
-            text if module._writes_in_eval or not module.training else text + _ONLY_READ
+            text
+            if module._eqx_state_writes_in_eval or not module.training
+            else text + _ONLY_READ
         )
     return None
 
@@ -240,7 +242,7 @@ def _outside(f: Any) -> list[tuple[str, Any]]:
 
 def _of_mode(module: BaseModule, name: str) -> str:
     """What is to be said of the mode of a module that was written."""
-    if module._writes_in_eval:
+    if module._eqx_state_writes_in_eval:
         return _IN_EITHER_MODE.format(cls=type(module).__qualname__)
     return "" if module.training else _IN_EVAL.format(name=name)
 

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax.random as jr
 import jax.tree_util as jtu
 
-from ._base import BaseModule, is_eqx_module, is_module
+from ._base import BaseModule, INIT_DONE, is_eqx_module, is_module
 from ._errors import NotInitializedError
 from ._frozen import explain
 from ._keys import as_key, is_typed, key_at
@@ -128,7 +128,7 @@ def _construct(cls: Any, args: Any, kwargs: Any, key: Any) -> Any:
 
 def _needs_module_init(module: BaseModule) -> bool:
     overridden = type(module).module_init is not BaseModule.module_init
-    return overridden and not module._module_init_done
+    return overridden and not getattr(module, INIT_DONE)
 
 
 def missing(tree: Any) -> str | None:
@@ -258,7 +258,7 @@ def _run_hooks(tree: Any, key: Any) -> Any:
 def _call_hooks(tree: Any, key: Any) -> None:
     pending = [v for v in modules_in(tree) if _needs_module_init(v.node)]
     for visit in sorted(pending, key=lambda v: -len(v.path)):
-        object.__setattr__(visit.node, "_module_init_done", True)
+        object.__setattr__(visit.node, INIT_DONE, True)
         name = name_of((*visit.path, jtu.GetAttrKey("module_init()")))
         visit.node.module_init(key_at(key, name))
 

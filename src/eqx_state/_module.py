@@ -9,8 +9,8 @@ from typing import Any, Self, TYPE_CHECKING
 import equinox as eqx
 
 from . import _init, _modes, _select, _surgery, _treescope
-from ._base import BaseModule, FLAGS, get_place
-from ._compat import own_annotations
+from ._base import BaseModule, FLAGS, forget_cached, get_place, own_data
+from ._compat import is_in_trace, own_annotations
 from ._declare import (
     ArrayDefault,
     declarations,
@@ -39,6 +39,24 @@ else:
 
         def __get__(self, instance, owner=None):
             return self if instance is None else self.f(instance)
+
+
+class _CachedProperty(ft.cached_property[Any]):
+    """A `functools.cached_property` that keeps its value outside of the pytree.
+
+    And only where nothing can make it wrong: not in a scope, where fields change, nor
+    in a trace, whose tracers the module may outlive.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if get_place(instance) is not None or is_in_trace():
+            return self.func(instance)
+        cached = own_data(instance).cached
+        if self not in cached:
+            cached[self] = self.func(instance)
+        return cached[self]
 
 
 class Module(BaseModule):
@@ -111,6 +129,11 @@ class Module(BaseModule):
                     f" {kind_name(value)}`. If the class itself is to hold it, say"
                     f" `{name}: ClassVar = {kind_name(value)}`."
                 )
+        # Those of mixins, too, which know nothing of pytrees.
+        found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
+        for name, value in found.items():
+            if type(value) is ft.cached_property:
+                setattr(cls, name, _CachedProperty(value.func))
         for name in annotations:
             if is_class_var(annotations[name]):
                 continue
@@ -145,6 +168,7 @@ class Module(BaseModule):
                 value = strengthen_field(type(self), name, self.__dict__[name])
                 object.__setattr__(self, name, value)
         check_not_shared(self)
+        forget_cached(self)
 
     if not TYPE_CHECKING:
 
@@ -152,6 +176,7 @@ class Module(BaseModule):
             if (place := get_place(self)) is not None:
                 write(self, place, name, value)
                 return
+            forget_cached(self)
             fields = {f.name: f for f in dataclasses.fields(self)}
             if name in fields:
                 value = _strong(fields[name], type(self), value)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import BaseModule, is_eqx_module, is_module
+from ._base import Fields, is_eqx_module, is_module
 from ._static import canonical, is_hashable, typed
 
 
@@ -31,7 +31,6 @@ class Unplannable(Exception):
 _DICT: Final[Any] = next(
     vars(c)["__dict__"] for c in eqx.Module.__mro__ if "__dict__" in vars(c)
 )
-_PLACE: Final[Any] = vars(BaseModule)["_place"]
 
 
 def _one_level(node: Any) -> tuple[tuple[Any, ...], Any]:
@@ -45,8 +44,7 @@ _NAMES: Final[dict[str, Any]] = {
     "one_level": _one_level,
     "dict_of": _DICT.__get__,
     "set_dict": _DICT.__set__,
-    "place_of": _PLACE.__get__,
-    "set_place": _PLACE.__set__,
+    "Fields": Fields,
     "new": object.__new__,
 }
 
@@ -187,7 +185,7 @@ class _Flattener:
     def emit_node(self, code: _Function, v: str, x: Any) -> None:
         """Code for a node that only JAX can take apart."""
         v = self.of_type(code, v, type(x))
-        self.check_free(code, v, x)
+        self.check_free(code, f"dict_of({v})", x)
         below, aux = _one_level(x)
         children, data = code.variable(), code.variable()
         code.add(f"{children}, {data} = one_level({v})")
@@ -213,18 +211,19 @@ class _Flattener:
             code.add(f"{', '.join(names)}, = {v}")
         return list(zip(names, x, strict=True))
 
-    def check_free(self, code: _Function, v: str, x: Any) -> None:
-        """Code that refuses a module which a scope owns, and which is threaded."""
+    def check_free(self, code: _Function, d: str, x: Any) -> None:
+        """Code that refuses a module which a scope owns, and which is threaded.
+
+        `d`: the code for its `__dict__`.
+        """
         if is_module(x):
-            code.add("try:")
-            code.add(f"    if place_of({v}) is not None: raise Mismatch")
-            code.add("except AttributeError: pass")
+            self.check(code, f"type({d}) is Fields and {d}.place is not None")
 
     def emit_module(self, code: _Function, v: str, x: eqx.Module) -> None:
         v = self.of_type(code, v, type(x))
-        self.check_free(code, v, x)
         values, d = _DICT.__get__(x), code.variable()
         code.add(f"{d} = dict_of({v})")
+        self.check_free(code, d, x)
         self.check(code, f"len({d}) != {len(values)}")
         fields = dataclasses.fields(x)
         for f in fields:
@@ -355,8 +354,6 @@ class _Builder:
         items = [f"{f.name!r}: {self.field(code, f, values[f.name])}" for f in fields]
         code.add(f"{o} = new({code.constant(type(x))})")
         code.add(f"set_dict({o}, {{{', '.join(items)}}})")
-        if is_module(x):
-            code.add(f"set_place({o}, None)")
         return o
 
     def field(self, code: _Function, f: dataclasses.Field[Any], x: Any) -> str:

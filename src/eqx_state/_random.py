@@ -26,7 +26,7 @@ class RngStream(Module):
     """
 
     key: Rng
-    _writes_in_eval: ClassVar[bool] = True
+    _eqx_state_writes_in_eval: ClassVar[bool] = True
 
     def __init__(self, key: Any):
         """**Arguments:**

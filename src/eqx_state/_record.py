@@ -72,7 +72,7 @@ class _Quiet:
         pass
 
 
-_PLACE = "_place_of_record"
+_PLACE = "_eqx_state_place_of_record"
 
 
 # JAX keeps every class of pytrees for ever, so that a cache that does is no leak.

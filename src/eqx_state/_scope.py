@@ -1,9 +1,9 @@
 """The mutable scope: who may write which field of which module, and what comes out.
 
-A scope owns private copies of modules. Ownership is a `Place` in the slot of each owned
-`es.Module`; nothing is global, and no module knows of a scope that it is not in. The
-scope is stamped with the trace in which it was opened: a write in another trace would
-leak that trace's tracers, and is an error.
+A scope owns private copies of modules. Ownership is a `Place` beside the fields of each
+owned `es.Module`; nothing is global, and no module knows of a scope that it is not in.
+The scope is stamped with the trace in which it was opened: a write in another trace
+would leak that trace's tracers, and is an error.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._base import BaseModule, get_place, is_module, set_place
+from ._base import BaseModule, fields_of, get_place, is_module, set_place
 from ._compare import same
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
@@ -31,7 +31,7 @@ from ._traverse import (
     check_not_shared,
     Context,
     declared_fields,
-    fields_of,
+    drop_cached,
     is_array,
     KeyPath,
     leaves,
@@ -435,6 +435,8 @@ def collect(
     if any(isinstance(v.node, OpenShared) for v in visits if not v.is_leaf):
         tree = closed_copy(tree)
     structure = jtu.tree_structure(tree)
+    if structure != before.structure and drop_cached(tree):
+        structure = jtu.tree_structure(tree)
     leaves = [visit for visit in visits if visit.is_leaf]
     if structure == before.structure:
         old = before.leaves

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import is_module
+from ._base import INIT_DONE, is_module
 from ._compare import first_difference, is_hole, structure
 from ._filters import bind, bind_all, Filter
 from ._kinds import is_kind, TreePart
@@ -125,7 +125,7 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
 
 def _without_modes(visit: Visit) -> dict[str, Any]:
     if is_module(visit.node):
-        return {"training": True, "frozen": False, "_module_init_done": False}
+        return {"training": True, "frozen": False, INIT_DONE: False}
     return {"inference": None} if has_inference(visit.node) else {}
 
 

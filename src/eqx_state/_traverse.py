@@ -6,6 +6,7 @@ scopes, initialisation, transforms.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._annotations import NOTHING, Spec
-from ._base import BaseModule, is_eqx_module, is_module
+from ._base import BaseModule, fields_of, is_eqx_module, is_module
+from ._compat import MISSING
 from ._declare import annotation_of, declared_child, declared_inside
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
@@ -325,9 +327,24 @@ def copy_tree(tree: Any) -> Any:
     return jtu.tree_map(lambda x: x, tree)
 
 
-def fields_of(module: eqx.Module) -> dict[str, Any]:
-    """A module's `__dict__`, and not by way of `Module.__getattribute__` in Python."""
-    return object.__getattribute__(module, "__dict__")
+def drop_cached(tree: Any) -> bool:
+    """Whether a `functools.cached_property` had left a value in `tree`, now removed.
+
+    In a module of Equinox it lies among the fields, and changes the treedef.
+    """
+    dropped = False
+    for module in (visit.node for visit in walk(tree) if not visit.is_leaf):
+        fields = fields_of(module)
+        for name in [k for k in fields if _is_cached(type(module), k, fields[k])]:
+            del fields[name]
+            dropped = True
+    return dropped
+
+
+def _is_cached(cls: type, name: str, value: Any) -> bool:
+    # Or the module is a copy of one that had a value.
+    is_property = isinstance(getattr(cls, name, None), ft.cached_property)
+    return is_property or value is MISSING
 
 
 def dynamic_names(cls: type) -> list[str]:

@@ -1,0 +1,282 @@
+"""`functools.cached_property` on modules: never stale, and not in the pytree."""
+
+import copy
+import dataclasses
+import functools as ft
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_state as es
+
+
+COUNTED: list[str] = []
+X = jnp.arange(3.0)
+
+
+class Net(es.Module):
+    w: es.Parameter
+    n: es.State = 0.0
+
+    @ft.cached_property
+    def square(self):
+        """The square of all that is here."""
+        COUNTED.append("square")
+        return self.w**2 + self.n
+
+    def __call__(self, x):
+        before = self.square
+        self.n = self.n + 1.0
+        return (self.square - before) * x
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted():
+    COUNTED.clear()
+
+
+def test_outside_of_a_scope_it_is_computed_once_for_each_model():
+    net = Net(3.0)
+    assert (net.square, net.square, COUNTED) == (9.0, 9.0, ["square"])
+    for other in (net.replace(w=1.0), eqx.tree_at(lambda m: m.w, net, jnp.ones(()))):
+        assert other.square == 1.0
+    for other in (copy.copy(net), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert other.__dict__ == net.__dict__
+        assert type(other.__dict__) is dict
+        assert other.square == 9.0
+    assert jax.tree.map(lambda x: x + 1, net).square == 17.0
+    assert es.update(net, es.filter(Net(1.0), es.Parameter)).square == 1.0
+
+
+def test_it_is_not_in_the_tree():
+    net, other = Net(3.0), Net(3.0)
+    assert net.square == 9.0
+    assert jax.tree.structure(net) == jax.tree.structure(other)
+    assert eqx.tree_equal(net, other)
+    assert repr(net) == repr(other)
+    assert len(es.parts(net)) == 2
+    copied = copy.copy(net.__dict__)
+    assert type(copied) is dict
+    assert "square" not in copied
+
+
+RUNS = {
+    "called": lambda m, x: m(x),
+    "jit": lambda m, x: es.jit(m)(x),
+    "vmap": lambda m, x: es.vmap(m)(x),
+    "checkpoint": lambda m, x: es.checkpoint(m)(x),
+    "scan": lambda m, x: es.scan(lambda c, x: (c, m(x)), None, x[None])[1][0],
+    "cond": lambda m, x: es.cond(jnp.array(True), m, m, x),
+    "fori_loop": lambda m, x: es.fori_loop(0, 1, lambda i, x: m(x), x),
+}
+OUTSIDE = {"eager": lambda f: f, "es.jit": es.jit, "filter_jit": eqx.filter_jit}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("is_read", [False, True])
+def test_in_a_scope_it_follows_every_write(run, outside, is_read):
+    net = Net(3.0)
+    if is_read:
+        assert net.square == 9.0
+    call = lambda m, x: (m.square, RUNS[run](m, x), m.square)  # noqa: E731
+    f = OUTSIDE[outside](es.mutable(call))
+    for step in range(3):
+        (before, y, after), new = f(net, X)
+        assert (y == X).all()  # what the write has added to the square
+        assert (before, after) == (9.0 + step, 9.0 + new.n)
+        net = new
+        assert net.square == 9.0 + net.n
+
+
+def test_the_short_way_of_jit_reads_no_old_value():
+    net, step = Net(3.0), es.jit(es.mutable(lambda m: (m.square, m(X))[0]))
+    for n in range(4):
+        assert net.square == 9.0 + n
+        value, net = step(net)
+        assert value == 9.0 + n
+    COUNTED.clear()
+    step(net)
+    assert COUNTED == []  # compiled
+
+
+def test_a_gradient_goes_through_it():
+    (value, _), grads = es.value_and_grad(lambda m: m.square)(Net(3.0))
+    assert (value, grads.w) == (9.0, 6.0)
+
+
+def test_no_tracer_is_kept():
+    net = Net(3.0)
+    with jax.checking_leaks():
+        assert (jax.jit(lambda x: net.square * x)(X) == 9 * X).all()
+        assert (jax.jit(lambda m, x: m.square * m.square * x)(net, X) == 81 * X).all()
+    assert net.square == 9.0
+    assert (jax.jit(lambda x: net.square * x)(X) == 9 * X).all()
+    assert (es.jit(lambda x: net.square * x)(X) == 9 * X).all()
+
+
+def test_it_follows_what_is_assigned_in_init():
+    class Late(es.Module):
+        w: es.Parameter
+        layers: list
+
+        def __init__(self):
+            self.w = jnp.ones(())
+            self.layers = []
+            assert (self.double, self.length) == (2.0, 0)
+            self.w = jnp.full((), 2.0)
+            assert (self.double, self.length) == (4.0, 0)
+            self.layers.append(self.w)
+
+        @ft.cached_property
+        def double(self):
+            return 2 * self.w
+
+        @ft.cached_property
+        def length(self):
+            return len(self.layers)
+
+    late = Late()
+    assert (late.double, late.length) == (4.0, 1)
+
+
+def test_inheritance_and_mixins():
+    class Mixin:
+        @ft.cached_property
+        def cube(self):
+            return self.w**3
+
+    class Child(Mixin, Net):
+        @ft.cached_property
+        def square(self):
+            return super().square + 1
+
+    class Grandchild(Child):
+        def more(self):
+            return super().square
+
+    class Other(Grandchild):
+        square = "no property any more"
+
+    child = Grandchild(3.0)
+    assert (child.square, child.cube, child.more(), child.square) == (10, 27, 10, 10)
+    assert super(Child, child).square == 9.0
+    y, new = es.mutable(lambda m: (m.cube, m(X)))(child)
+    assert (y[0], new.cube, new.square) == (27, 27, 11)
+    assert Other(3.0).square == "no property any more"
+    assert isinstance(Grandchild.square, ft.cached_property)
+    assert Net.square.__doc__ == "The square of all that is here."
+    with pytest.raises(dataclasses.FrozenInstanceError, match="no field `square`"):
+        child.square = 1
+
+
+class Plain(eqx.Module):
+    w: jax.Array
+
+    @ft.cached_property
+    def square(self):
+        return self.w**2
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("way", ["eager", "scan", "jit"])
+def test_a_module_of_equinox_in_the_model(is_read, way):
+    class Model(es.Module):
+        plain: Plain
+        n: es.State = 0.0
+
+        def step(self, c, x):
+            self.n = self.n + self.plain.square
+            return c, self.plain.square * x
+
+        def __call__(self, x):
+            if way == "eager":
+                return self.step(None, x)[1]
+            if way == "jit":
+                return es.jit(self.step)(None, x)[1]
+            assert self.plain.square is not None
+            return es.scan(self.step, None, x)[1]
+
+    model = Model(Plain(jnp.array(3.0)))
+    if is_read:
+        assert model.plain.square == 9.0
+    y, new = es.mutable(model)(X)
+    assert (y == 9 * X).all()
+    assert new.n == (27.0 if way == "scan" else 9.0)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    new = eqx.tree_at(lambda m: m.plain.w, new, jnp.array(2.0))
+    assert (es.mutable(new)(X)[0] == 4 * X).all()
+
+
+def test_a_module_of_equinox_that_is_read_while_the_model_is_initialised():
+    class Model(es.Module):
+        plain: Plain
+        w: es.Parameter = None
+
+        def module_init(self, key):
+            self.w = self.plain.square
+
+    model = Model(Plain(jnp.array(3.0))).init(0)
+    assert model.w == 9.0
+    other = Model(Plain(jnp.array(3.0)), jnp.array(9.0)).init(0)
+    assert len(model.plain.__dict__) == 1
+    assert model.plain.square == other.plain.square
+
+
+# --- Names and slots that are a user's own ------------------------------------------
+
+
+def test_a_base_with_slots():
+    class Slotted:
+        __slots__ = ("_x",)
+
+    class Model(Slotted, es.Module):
+        n: es.State = 0.0
+
+        def __call__(self):
+            self.n = self.n + 1.0
+            return self.n
+
+    class Other:
+        __slots__ = ("_y",)
+
+    class Both(es.Module, Other):
+        model: Model
+
+        def __call__(self):
+            return self.model()
+
+    y, new = es.jit(es.mutable(Both(Model())))()
+    assert (y, new.model.n) == (1.0, 1.0)
+    assert copy.copy(new).model.n == 1.0
+
+
+NAMES = [
+    "_place",
+    "_module_init_done",
+    "_place_of_record",
+    "_strong",
+    "place",
+    "cached",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_field_of_any_name(name):
+    def call(self, x):
+        setattr(self, name, getattr(self, name) + 1)
+        return x
+
+    body = {"__annotations__": {name: es.State}, "__call__": call}
+    cls = type(es.Module)("Model", (es.Module,), body)
+    model = cls(0)
+    for _ in range(2):
+        _, model = es.jit(es.mutable(model))(X)
+    assert getattr(model, name) == 2
+    assert [part.name for part in es.parts(model)] == [name]
+    assert name in es.tabulate(model, X)
+    assert getattr(model.replace(**{name: 5}), name) == 5
+    assert name in repr(model)
