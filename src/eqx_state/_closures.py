@@ -243,6 +243,11 @@ class Opened:
                 node.values.append(index)
         self.tree = _Values(tuple(names), values)
 
+    @property
+    def held(self) -> list[Any]:
+        """What the function holds, each on its own; a part may be held beside it."""
+        return self.tree.values if self.is_copied else [self.tree]
+
     def _node(self, x: Any) -> _Node | None:
         """The node of what is copied."""
         node = self.nodes.get(id(x))
