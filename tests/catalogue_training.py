@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
+import pytest
 from catalogue_entry import Layer, Net, Theme, XS
 
 import eqx_state as es
@@ -133,6 +134,37 @@ def _(case):
         model.freeze(lambda m: m.linear)
     with case.error():
         es.freeze(model.linear)
+
+
+@MODES.works(
+    "put a frozen layer of Equinox into a new `es.Module`",
+    "it trains again: the nearest `es.Module` decides, and `es.parts` shows `frozen`",
+    "`model.freeze(where)` after the surgery",
+)
+def _(case):
+    class Scaled(es.Module):
+        inner: Any
+        scale: es.Parameter = 1.0
+
+        def __call__(self, x):
+            return self.scale * self.inner(x)
+
+    class Model(es.Module):
+        part: Any
+
+        def __call__(self, x):
+            return self.part(x)
+
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    model = case.keep(Model(linear).freeze(), XS)
+    assert not any(es.trainable(part) for part in es.parts(model))
+    wrapped = eqx.tree_at(lambda m: m.part, model, Scaled(model.part))
+    assert [part.frozen for part in es.parts(wrapped)] == [False] * 3
+    assert all(part.frozen for part in es.parts(wrapped.freeze()))
+    # A frozen `es.Module` brings its flag along.
+    inside = {part.name: part.frozen for part in es.parts(Scaled(model))}
+    assert inside["inner.part.weight"]
+    assert not inside["scale"]
 
 
 @MODES.raises(
@@ -403,6 +435,23 @@ def _(case):
     updated, _ = optimizer.update(grads, new)
     assert updated.training
     assert updated.layer.weight < 2.0
+
+
+@TRAINING.works(
+    "unpack a gradient as JAX's: `loss, grads = es.value_and_grad(loss_fn)(model)`",
+    "`loss` is the pair `(loss, model)`; with the old model its state is dropped",
+    "`(loss, model), grads = es.value_and_grad(loss_fn)(model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    loss, grads = es.value_and_grad(loss_fn)(net)
+    assert optimizer.update(grads, net)[0].layer.count == 0
+    with pytest.raises(TypeError, match="tuple"):
+        float(loss)
+    (loss, new), grads = es.value_and_grad(loss_fn)(net)
+    assert optimizer.update(grads, new)[0].layer.count == 1
+    assert float(loss) == 6.0
 
 
 @TRAINING.works(
