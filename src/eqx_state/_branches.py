@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 
 from ._compare import difference_of_leaves
+from ._compat import boundary
 from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned
 
@@ -85,6 +86,7 @@ def _check_equal(statics: list[Any], what: str) -> None:
             )
 
 
+@boundary
 def cond(
     pred: Any,
     true_fun: Callable[..., _R],
@@ -140,6 +142,7 @@ def cond(
     )
 
 
+@boundary
 def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) -> _R:
     """`jax.lax.switch`, in which any branch may write state.
 

@@ -1,15 +1,18 @@
 """Every place where a JAX or Python version, or a private name of JAX, matters."""
 
+import contextlib
 import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, Final, TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.core
+from jax._src.traceback_util import api_boundary, register_exclusion
 from jax.extend.core import Jaxpr as Jaxpr
 
 
@@ -103,6 +106,38 @@ if TYPE_CHECKING:
     )
 else:
     EquinoxMeta = type(eqx.Module)
+
+
+# --- Tracebacks -----------------------------------------------------------------------
+
+# Where an error comes out of a function with this around it, the frames of JAX and ours
+# are taken out of its traceback, as JAX does it; `jax_traceback_filtering` is asked.
+boundary = api_boundary
+register_exclusion(os.path.join(os.path.dirname(__file__), ""))
+
+
+@boundary
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def hide_frames(error: Exception) -> None:
+    """What a `boundary` does, for a function that is called too often to have one.
+
+    It catches the error, calls this, and raises it again, by `raise` alone.
+    """
+    before = error.__traceback__
+    with contextlib.suppress(Exception):
+        _raise(error)
+    after = error.__traceback__
+    assert after is not None
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(after)]
+    if inspect.unwrap(_raise).__code__ in codes:  # there is a boundary further out
+        error.__traceback__ = before
+        return
+    error.__traceback__ = after.tb_next
+    # Boundaries of JAX, inside, may have left the same note.
+    error.__notes__ = list(dict.fromkeys(error.__notes__))
 
 
 # --- Programs that raise --------------------------------------------------------------

@@ -11,6 +11,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 
 from ._base import BaseModule, INIT_DONE, is_eqx_module, is_module
+from ._compat import boundary
 from ._errors import NotInitializedError
 from ._frozen import explain
 from ._keys import as_key, is_typed, key_at
@@ -167,6 +168,7 @@ def check_none_missing(visits: list[Visit]) -> None:
         )
 
 
+@boundary
 def init(
     tree: _Tree,
     key: Any,

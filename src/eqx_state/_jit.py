@@ -19,7 +19,7 @@ from typing import (
 import equinox as eqx
 
 from ._checks import report, Reporting, wait
-from ._compat import PROGRAM_ERRORS
+from ._compat import hide_frames, PROGRAM_ERRORS
 from ._plan import Mismatch
 from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
 from ._transform import Transform, wrap
@@ -78,29 +78,34 @@ _UNUSABLE: Final = _Ignored("(?:Some donated buffers were not usable)")
 
 class _Jit(Transform):
     donate: Donate = eqx.field(static=True)
+    hides_frames = True  # a wrapper would make each call slower
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        f, donate = self.f, self.donate
-        args, kwargs = _bind(f, args, kwargs)
-        programs = programs_of(origin_of(f), donate)
-        run = programs if programs.can_raise else programs.jitted
-        for plan in programs.plans:
-            try:
-                arrays = plan.arrays(f, args, kwargs)
-                result = run(plan.key, *arrays)
-                if result[2].callbacks is None:  # just compiled by another thread
-                    programs.settle(result, plan.key, *arrays)
-            except (Mismatch, KeyError):
-                continue
-            except Retrace:
-                break
-            except PROGRAM_ERRORS as error:
-                report(error)
-                raise
-            arrays, _, output = result
-            return output.put(arrays, [])
-        return self._general(programs, args, kwargs)
+        try:
+            f, donate = self.f, self.donate
+            args, kwargs = _bind(f, args, kwargs)
+            programs = programs_of(origin_of(f), donate)
+            run = programs if programs.can_raise else programs.jitted
+            for plan in programs.plans:
+                try:
+                    arrays = plan.arrays(f, args, kwargs)
+                    result = run(plan.key, *arrays)
+                    if result[2].callbacks is None:  # just compiled by another thread
+                        programs.settle(result, plan.key, *arrays)
+                except (Mismatch, KeyError):
+                    continue
+                except Retrace:
+                    break
+                except PROGRAM_ERRORS as error:
+                    report(error)
+                    raise
+                arrays, _, output = result
+                return output.put(arrays, [])
+            return self._general(programs, args, kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     def _general(
         self, programs: Programs, args: tuple[Any, ...], kwargs: dict[str, Any]

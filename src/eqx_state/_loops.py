@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._carry import Loop
+from ._compat import boundary
 from ._lift import is_traced, Lifted
 from ._scope import is_owned
 from ._traverse import is_array
@@ -19,6 +20,7 @@ _X = TypeVar("_X")
 _Y = TypeVar("_Y")
 
 
+@boundary
 def scan(
     f: Callable[[_C, _X], tuple[_C, _Y]],
     init: _C,
@@ -145,6 +147,7 @@ def _two(out: Any) -> tuple[Any, Any]:
     return out
 
 
+@boundary
 def while_loop(
     cond_fun: Callable[[_C], Any], body_fun: Callable[[_C], _C], init_val: _C
 ) -> _C:
@@ -200,6 +203,7 @@ def while_loop(
     return loop.finish(*final)
 
 
+@boundary
 def fori_loop(
     lower: Any,
     upper: Any,

@@ -10,7 +10,7 @@ import equinox as eqx
 
 from . import _init, _modes, _select, _surgery, _treescope
 from ._base import BaseModule, FLAGS, forget_cached, get_place, own_data
-from ._compat import is_in_trace, own_annotations
+from ._compat import boundary, is_in_trace, own_annotations
 from ._declare import (
     ArrayDefault,
     declarations,
@@ -229,6 +229,7 @@ class Module(BaseModule):
         place = get_place(self)
         return place is not None and place.scope.initialise is not None
 
+    @boundary
     def init(
         self, key: Any, *inputs: Any, call: Callable[..., Any] | None = None
     ) -> Self:

@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 
 from ._base import is_eqx_module, is_module
+from ._compat import boundary
 from ._filters import bind, trainable
 from ._init import as_initialized, Initializer
 from ._kinds import Parameter
@@ -61,6 +62,7 @@ class _Row:
         cell.lines.append(f"{name}: {what}" if name else what)
 
 
+@boundary
 def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     """A table of the modules in a tree: a row for each, and a column for each kind.
 

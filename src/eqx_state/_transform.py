@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import is_eqx_module
+from ._compat import boundary
 
 
 class Transform(eqx.Module):
@@ -15,6 +16,13 @@ class Transform(eqx.Module):
     f: Any
     # Whether a call makes a private copy of its own, and returns the new model.
     threads: ClassVar[bool] = False
+    # Whether a call takes our frames out of the tracebacks of errors by itself.
+    hides_frames: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__call__" in cls.__dict__ and not cls.hides_frames:
+            cls.__call__ = boundary(cls.__call__)
 
     if not TYPE_CHECKING:
         # Equinox makes a pytree of each bound method, and while it does, warns of an

@@ -1,0 +1,152 @@
+"""Errors show the user's frames, and ours only with `jax_traceback_filtering=off`."""
+
+import contextlib
+import os
+import traceback
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_state as es
+from eqx_state._compat import boundary, hide_frames
+
+
+OURS = os.path.dirname(es.__file__)
+X = jnp.ones(3)
+
+
+class Layer(es.Module):
+    weight: es.Parameter = 2.0
+    count: es.State = 0
+
+    def __call__(self, x):
+        raise RuntimeError("mine")
+
+    def writes(self, x):
+        self.weight = x
+
+    def looped(self, x):
+        return es.scan(lambda carry, x: (carry, self(x)), None, x)
+
+
+def loss(layer, xs):
+    return es.vmap(lambda x: layer.looped(jnp.stack([x, x])))(xs).sum()
+
+
+def step(layer, xs):
+    return es.value_and_grad(loss)(layer, xs)
+
+
+CALLS = {
+    "mutable": lambda: es.mutable(Layer())(X),
+    "mutable, a write": lambda: es.mutable(Layer().writes)(X),
+    "capture": lambda: es.capture(Layer())(X),
+    "value_and_grad": lambda: es.value_and_grad(loss)(Layer(), X),
+    "grad": lambda: es.grad(loss)(Layer(), X),
+    "vmap": lambda: es.vmap(Layer())(X),
+    "checkpoint": lambda: es.checkpoint(Layer())(X),
+    "scan": lambda: Layer().looped(X),
+    "while_loop": lambda: es.while_loop(lambda x: x > 0, Layer(), X[0]),
+    "fori_loop": lambda: es.fori_loop(0, 2, lambda i, x: Layer()(x), X),
+    "cond": lambda: es.cond(True, Layer(), Layer(), X),
+    "switch": lambda: es.switch(0, [Layer(), Layer()], X),
+    "jit": lambda: es.jit(Layer())(X),
+    "jit of a step": lambda: es.jit(step)(Layer(), X),
+    "jit in a scope": lambda: es.mutable(es.jit(Layer()))(X),
+    "init": lambda: es.init(Layer(), 0, X),
+    "method init": lambda: Layer().init(0, X),
+    "tabulate": lambda: es.tabulate(Layer(), X),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def frames_of(call):
+    """How many frames are the user's, and how many are ours."""
+    with pytest.raises((RuntimeError, es.TraceError, AttributeError)) as info:
+        call()
+    files = [f.filename for f in traceback.extract_tb(info.value.__traceback__)]
+    return files.count(__file__), sum(file.startswith(OURS) for file in files)
+
+
+@contextlib.contextmanager
+def filtering(mode):
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", mode)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+@each_call
+def test_frames_of_ours_are_left_out(call):
+    theirs, ours = frames_of(call)
+    assert theirs >= 3
+    assert ours == 0
+
+
+@each_call
+def test_jax_shows_them_if_it_is_told_to(call):
+    with filtering("off"):
+        assert frames_of(call)[1] >= 2
+
+
+@each_call
+def test_all_frames_of_the_user_are_left(call):
+    with filtering("off"):
+        everything = frames_of(call)[0]
+    assert frames_of(call)[0] == everything
+
+
+def test_where_the_frames_are_hidden_by_name_all_are_there():
+    with filtering("tracebackhide"):
+        for call in (CALLS["mutable"], CALLS["jit"]):
+            with pytest.raises(RuntimeError, match="mine") as info:
+                call()
+            frames = [frame for frame, _ in traceback.walk_tb(info.value.__traceback__)]
+            ours = [f for f in frames if f.f_code.co_filename.startswith(OURS)]
+            assert len(ours) >= 3
+            assert all(f.f_locals.get("__tracebackhide__") for f in ours)
+
+
+def test_a_check_that_fails_in_the_program_shows_none():
+    @es.jit
+    def f(x):
+        return eqx.error_if(x, x.sum() > 2, "too large")
+
+    f(X / 10)
+    for _ in range(2):  # by the general way, then by the short one
+        with pytest.raises(RuntimeError, match="too large") as info:
+            f(X)
+        files = [f.filename for f in traceback.extract_tb(info.value.__traceback__)]
+        assert not any(file.startswith(OURS) for file in files)
+
+
+@pytest.mark.parametrize("name", ["jit", "jit of a step", "vmap", "mutable"])
+def test_one_note_tells_how_to_see_them(name):
+    with pytest.raises(RuntimeError, match="mine") as info:
+        CALLS[name]()
+    (note,) = info.value.__notes__
+    assert "JAX_TRACEBACK_FILTERING=off" in note
+
+
+def test_inside_of_a_boundary_nothing_is_hidden_twice():
+    error = RuntimeError("mine")
+    seen = []
+
+    @boundary
+    def outer():
+        try:
+            raise error
+        except RuntimeError:
+            seen.append(error.__traceback__)
+            hide_frames(error)
+            seen.append(error.__traceback__)
+            raise
+
+    with pytest.raises(RuntimeError, match="mine"):
+        outer()
+    assert seen[0] is seen[1]
+    assert len(error.__notes__) == 1
