@@ -16,7 +16,7 @@ import copy
 import dataclasses
 import functools as ft
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import equinox as eqx
@@ -83,28 +83,28 @@ def _defaults(f: types.FunctionType) -> dict[str, Any]:
 # --- Finding --------------------------------------------------------------------------
 
 
-def owned_in(tree: Any, *, objects: bool = False) -> list[Any]:
-    """The owned modules that a tree reaches, at each place where it does.
+def _reach(x: Any, *, objects: bool = False) -> Iterator[Any]:
+    """Everything that `x` leads to, each once; but an owned module at each place.
 
-    Outermost ones alone; functions in the tree, and what they hold, are looked into.
-    With `objects` so are the attributes of objects that are not pytrees.
+    An owned module is not looked into. With `objects` the attributes of objects that
+    are not pytrees are.
     """
-    found: list[Any] = []
     seen: dict[int, Any] = {}  # the objects, so that no other gets their `id`
-    todo = [tree]
+    todo = [x]
     while todo:
         x = todo.pop()
+        if type(x) in _ATOMS or id(x) in seen:
+            continue
+        yield x
         if is_owned(x):
-            found.append(x)
-        elif type(x) not in _ATOMS and id(x) not in seen:
-            seen[id(x)] = x
-            below = [y for _, y in held(x) or ()]
-            if is_model(x):
-                below = jtu.tree_leaves(x, is_leaf=_is_opaque)
-            elif objects and not isinstance(x, (type, types.ModuleType)):
-                below += getattr(x, "__dict__", {}).values()
-            todo += reversed(below)
-    return found
+            continue
+        seen[id(x)] = x
+        below = [y for _, y in held(x) or ()]
+        if is_model(x):
+            below = jtu.tree_leaves(x, is_leaf=_is_opaque)
+        elif objects and not isinstance(x, (type, types.ModuleType)):
+            below += getattr(x, "__dict__", {}).values()
+        todo += reversed(below)
 
 
 def _is_opaque(x: Any) -> bool:
@@ -112,22 +112,23 @@ def _is_opaque(x: Any) -> bool:
     return is_owned(x) or isinstance(x, jtu.Partial)
 
 
+def owned_in(tree: Any, *, objects: bool = False) -> list[Any]:
+    """The outermost owned modules that a tree reaches, at each place where it does."""
+    return [x for x in _reach(tree, objects=objects) if is_owned(x)]
+
+
+def models_in(x: Any) -> list[Any]:
+    """The models that `x` leads to, through functions and containers."""
+    return [y for y in _reach(x) if is_model(y)]
+
+
 def reaches_module(f: Any) -> bool:
     """Whether a function may hold a module: quick, for each call.
 
     `True` also where there is very much to look through.
     """
-    seen: dict[int, Any] = {}  # the objects, so that no other gets their `id`
-    todo: list[Any] = [f]
-    while todo:
-        x = todo.pop()
-        if type(x) in _ATOMS or id(x) in seen:
-            continue
-        seen[id(x)] = x
-        if is_eqx_module(x) and not isinstance(x, Transform):
-            return True
-        todo += [y for _, y in held(x) or ()]
-        if len(seen) + len(todo) > _MANY:
+    for i, x in enumerate(_reach(f)):
+        if i == _MANY or (is_eqx_module(x) and not isinstance(x, Transform)):
             return True
     return False
 
@@ -244,7 +245,7 @@ class Opened:
         self.tree = _Values(tuple(names), values)
 
     @property
-    def held(self) -> list[Any]:
+    def values(self) -> list[Any]:
         """What the function holds, each on its own; a part may be held beside it."""
         return self.tree.values if self.is_copied else [self.tree]
 
@@ -396,21 +397,6 @@ class Copy:
                 keys = new if isinstance(new, dict) else ()
                 _put(node.x, list(map(self._original, now)), keys)
         return jtu.tree_map(lambda x: self._original(x) if callable(x) else x, out)
-
-
-def models_in(x: Any) -> list[Any]:
-    """The models that `x` leads to, through functions and containers."""
-    found: list[Any] = []
-    seen: dict[int, Any] = {}
-    todo = [x]
-    while todo:
-        x = todo.pop()
-        if is_model(x):
-            found.append(x)
-        elif id(x) not in seen and (below := held(x)) is not None:
-            seen[id(x)] = x
-            todo += [y for _, y in below]
-    return found
 
 
 def _is_mutable(x: Any) -> bool:

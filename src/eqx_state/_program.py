@@ -158,7 +158,7 @@ class Call:
         """The call on these arrays, in the active trace."""
         if not self.lifted.roots:
             # Here, as the trace will see two modules where there is one.
-            for tree in (*self.args, *self.kwargs.values(), *self.opened.held):
+            for tree in (*self.args, *self.kwargs.values(), *self.opened.values):
                 check_not_shared(tree)
         sources = iter(first), iter(rest), iter(kept)
         leaves = [
