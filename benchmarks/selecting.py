@@ -2,7 +2,9 @@
 
 `es.filter` computes the mask of a kind and makes one tree; `eqx.partition` is given the
 mask ready, and makes two. `es.eval` stands against `eqx.nn.inference_mode`, on the same
-model and on one of Equinox's stock layers. The model is that of `host_time.py`.
+model and on one of Equinox's stock layers. `es.mutable` threads the model through a
+function that does nothing, against a `jax.tree.map` of it. The model is that of
+`host_time.py`.
 
 All operations and depths take turns, in another order each round. Measured is the CPU
 time of the thread, in microseconds, without the time to throw the result away. What was
@@ -37,12 +39,13 @@ import eqx_state as es
 FILTER, EVAL, STOCK_EVAL = "es.filter", "es.eval", "es.eval, stock layers"
 PARTITION, INFERENCE = "eqx.partition, ready mask", "eqx.nn.inference_mode"
 STOCK_INFERENCE, COMBINE = f"{INFERENCE}, stock layers", "eqx.combine"
-TREE_MAP = "jax.tree.map"
+TREE_MAP, MUTABLE = "jax.tree.map", "es.mutable, nothing written"
 REFERENCES = {
     FILTER: PARTITION,
     "es.partition": PARTITION,
     "es.update": COMBINE,
     "es.mask": TREE_MAP,
+    MUTABLE: TREE_MAP,
     EVAL: INFERENCE,
     "es.train": INFERENCE,
     STOCK_EVAL: STOCK_INFERENCE,
@@ -66,6 +69,7 @@ def operations(depth: int, width: int) -> dict[str, Callable[[], Any]]:
         "es.update": lambda: es.update(net, state),
         TREE_MAP: lambda: jax.tree.map(eqx.is_inexact_array, net),
         "es.mask": lambda: es.mask(net, es.Parameter),
+        MUTABLE: lambda: es.mutable(lambda net: None)(net),
         INFERENCE: lambda: eqx.nn.inference_mode(net),
         EVAL: lambda: es.eval(net),
         "es.train": lambda: es.train(evaluating),
@@ -82,6 +86,7 @@ def differences(by_name: dict[str, Callable[[], Any]]) -> int:
         (results["es.partition"], results[PARTITION]),
         (results["es.update"], results[COMBINE]),
         (results[STOCK_EVAL], results[STOCK_INFERENCE]),
+        (results[MUTABLE][1], results[COMBINE]),
     )
     return sum(not eqx.tree_equal(ours, theirs) for ours, theirs in pairs)
 

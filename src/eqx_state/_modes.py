@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 from ._base import is_module
 from ._filters import selected_nodes
 from ._traverse import (
-    check_not_shared,
-    copy_tree,
+    copy_apart,
     has_inference,
     modules_in,
     set_flags,
@@ -46,14 +45,13 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
         ```
     """
     mode = bool(mode)
-    check_not_shared(tree)
 
     def flags(visit: Visit) -> dict[str, Any]:
         if is_module(visit.node):
             return {"training": mode}
         return {"inference": not mode} if has_inference(visit.node) else {}
 
-    return set_flags(tree, flags)
+    return set_flags(tree, flags, copy_apart)
 
 
 def eval(tree: _Tree) -> _Tree:
@@ -120,9 +118,8 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
 
 def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> Any:
-    check_not_shared(tree)
     # In the copy each place has a module of its own, so that places can be told apart.
-    tree = copy_tree(tree)
+    tree = copy_apart(tree)
     inside = {id(visit.node) for visit in modules_in(tree)}
     nodes = [tree] if where is None else selected_nodes(where, tree)
     chosen = [[visit.node for visit in modules_in(node)] for node in nodes]

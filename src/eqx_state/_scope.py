@@ -28,10 +28,10 @@ from ._shared import closed_copy, open_shared, OpenShared
 from ._strong import NUMBERS, strengthen_field, to_strong
 from ._traverse import (
     check_apart,
-    check_not_shared,
     Context,
     declared_fields,
     drop_cached,
+    flatten_apart,
     is_array,
     KeyPath,
     leaves,
@@ -378,17 +378,7 @@ class Snapshot(NamedTuple):
 
         In the tree that is made of it there is nothing to be seen of that any more.
         """
-        seen: list[int] = []
-
-        def note(node: Any) -> bool:
-            if is_module(node):
-                seen.append(id(node))
-            return False
-
-        snapshot = Snapshot(*jtu.tree_flatten(tree, is_leaf=note))
-        if len(set(seen)) < len(seen):
-            check_not_shared(tree)
-        return snapshot
+        return Snapshot(*flatten_apart(tree))
 
     def tree(self) -> Any:
         """A new tree of these leaves, which belongs to no scope."""

@@ -369,9 +369,13 @@ def has_inference(module: eqx.Module) -> bool:
     return type(module.__dict__.get("inference")) is bool
 
 
-def set_flags(tree: Any, values: Callable[[Visit], dict[str, Any]]) -> Any:
+def set_flags(
+    tree: Any,
+    values: Callable[[Visit], dict[str, Any]],
+    copy: Callable[[Any], Any] = copy_tree,
+) -> Any:
     """A copy of `tree` with the attributes that `values` returns for a module."""
-    tree = copy_tree(tree)
+    tree = copy(tree)
     for visit in walk(tree):
         if not visit.is_leaf:
             for name, value in values(visit).items():
@@ -404,6 +408,27 @@ def _is_state(visit: Visit) -> bool:
 def check_not_shared(tree: Any, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module would have to be two."""
     check_apart(walk(tree, path))
+
+
+def flatten_apart(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves and the structure, after `check_not_shared`, in one pass."""
+    seen: list[int] = []
+
+    def note(node: Any) -> bool:
+        if is_module(node):
+            seen.append(id(node))
+        return False
+
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=note)
+    if len(set(seen)) < len(seen):
+        check_not_shared(tree)
+    return leaves, structure
+
+
+def copy_apart(tree: Any) -> Any:
+    """`copy_tree` of a model in which no stateful module would become two."""
+    leaves, structure = flatten_apart(tree)
+    return jtu.tree_unflatten(structure, leaves)
 
 
 def check_apart(visits: list[Visit]) -> None:
