@@ -118,6 +118,29 @@ def _(case):
     assert dropout(XS, key=jr.key(1)).shape == (3,)
 
 
+@KEYS.works(
+    "keep keys in a dict whose own keys print alike, and reseed it",
+    "each has a name and a key of its own: `[K]`, `[K]~1`",
+)
+def _(case):
+    @functools.total_ordering
+    class K:
+        def __init__(self, n):
+            self.n = n
+
+        def __repr__(self):
+            return "K"
+
+        def __lt__(self, other):
+            return self.n < other.n
+
+    key = jax.random.key(0)
+    tree = case.keep({K(1): key, K(2): key})
+    assert [part.name for part in es.parts(tree)] == ["[K]", "[K]~1"]
+    a, b = es.reseed(tree, 42).values()
+    assert a != b
+
+
 @KEYS.raises(
     "keep a legacy key, an array of `uint32`, in a field with no kind",
     FROZEN,

@@ -20,7 +20,7 @@ from ._compare import difference_of_leaves
 from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned, own
 from ._shared import closed_copy
-from ._traverse import check_not_shared, is_array, KeyPath, leaves
+from ._traverse import check_not_shared, flatten_with_path, is_array, KeyPath, leaves
 
 
 class Loop:
@@ -109,7 +109,7 @@ class Loop:
         """What was written in a module of the carry must be in the new carry."""
         returned = {v.path: v.node for v in leaves(carry)}
         outside, self.outside, self.kept = self.outside, {}, set()
-        entries, _ = jtu.tree_flatten_with_path(self.init, is_leaf=is_owned)
+        entries, _ = flatten_with_path(self.init, is_owned)
         for path, x in entries:
             if not is_owned(x):
                 continue
@@ -171,11 +171,10 @@ class Loop:
             sown or [OrderedDict() for _ in self.lifted.scopes],
         )
         # A module comes back with its own parameters, and may be assigned.
-        arrays = jtu.tree_map_with_path(
-            lambda path, new, old: old if path in self.kept else new,
-            arrays,
-            self.arrays,
-        )
+        old = iter(jtu.tree_leaves(self.arrays))
+        given = [(path, x, next(old)) for path, x in flatten_with_path(arrays)[0]]
+        kept = [before if path in self.kept else x for path, x, before in given]
+        arrays = jtu.tree_unflatten(jtu.tree_structure(arrays), kept)
         new = iter(jtu.tree_leaves(eqx.combine(arrays, self.static)))
 
         def put(x: Any) -> Any:

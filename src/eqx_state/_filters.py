@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 
 from ._compare import is_hole
 from ._kinds import is_kind, kind_name, Parameter, TreePart
-from ._traverse import is_array, KeyPath, Part
+from ._traverse import flatten_with_path, is_array, KeyPath, Part
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
@@ -152,7 +152,7 @@ def paths_under(
     leaf of the tree.
     """
     # Holes count, too: `tree` may be what another filter has left of a model.
-    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_hole)
+    entries, treedef = flatten_with_path(tree, is_hole)
     markers = [_Marker(path, x is None or is_array(x)) for path, x in entries]
     paths: set[KeyPath] = set()
     for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):

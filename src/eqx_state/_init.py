@@ -312,12 +312,11 @@ def _fill(before: Any, after: Any) -> Any:
             value = _fill(before.__dict__[name], after.__dict__.get(name))
             object.__setattr__(filled, name, value)
         return filled
-    new = dict(children(after) or [])
     if isinstance(before, dict):
-        old = {key.key: child for key, child in below}
-        given = {key.key: child for key, child in new.items()}
         filled = copy.copy(before)  # a `defaultdict` keeps its factory
-        filled.update({k: _fill(old.get(k), x) for k, x in {**old, **given}.items()})
+        given = {**before, **after}
+        filled.update({k: _fill(before.get(k), x) for k, x in given.items()})
         return filled
+    new = dict(children(after) or [])
     one_level = jtu.tree_structure(before, is_leaf=lambda x: x is not before)
     return jtu.tree_unflatten(one_level, [_fill(x, new.get(key)) for key, x in below])

@@ -18,7 +18,7 @@ from ._mutable import thread
 from ._scope import Scope
 from ._select import filter, mask, partition
 from ._strong import to_strong
-from ._traverse import modules_in, name_of, parts
+from ._traverse import flatten_with_path, modules_in, name_of, parts
 
 
 def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
@@ -88,7 +88,7 @@ def _values(tree: Any) -> dict[str, Any]:
 
 def _fill(tree: Any, values: dict[str, Any]) -> Any:
     """`tree` with the values of these names in its holes."""
-    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_hole)
+    entries, treedef = flatten_with_path(tree, is_hole)
     leaves = [values.get(name_of(path), leaf) for path, leaf in entries]
     return jtu.tree_unflatten(treedef, leaves)
 

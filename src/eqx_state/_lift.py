@@ -38,6 +38,7 @@ from ._traverse import (
     check_apart,
     is_array,
     leaves,
+    map_with_path,
     modules_in,
     name_of,
     Visit,
@@ -274,10 +275,10 @@ def is_mappable(visit: Visit) -> bool:
     )
 
 
-def is_traced(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def is_traced(tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
     """For each leaf of an argument or of an output, whether JAX would trace it."""
     traced = {visit.path for visit in leaves(tree) if is_mappable(visit)}
-    return jtu.tree_map_with_path(lambda p, _: p in traced, tree, is_leaf=is_leaf)
+    return map_with_path(lambda p, _: p in traced, tree, is_leaf)
 
 
 def pour(module: BaseModule, values: Any) -> None:

@@ -14,7 +14,7 @@ from ._filters import bind_all, Filter
 from ._fit import is_numeric
 from ._init import check_initialized
 from ._strong import to_strong
-from ._traverse import leaves, Part, part_of
+from ._traverse import AlikeKey, leaves, name_of, Part, part_of
 
 
 _Tree = TypeVar("_Tree")
@@ -32,7 +32,9 @@ def by_name(tree: Any) -> Named:
     for i, part in enumerate(map(part_of, leaves(tree))):
         if part is None:
             continue
-        if (name := part.name) in named:
+        # Not with the numbers of alike keys: the next tree need not have their order.
+        path = tuple(k.key if isinstance(k, AlikeKey) else k for k in part.path)
+        if (name := name_of(path)) in named:
             raise ValueError(
                 f"Two arrays of the tree have one name, `{name}`. Their key paths are"
                 f" {named[name][1].path!r} and {part.path!r}. Names are made of how"

@@ -124,12 +124,85 @@ def name_of(path: KeyPath) -> str:
     return jtu.keystr(path).removeprefix(".")
 
 
+@dataclasses.dataclass(frozen=True)
+class AlikeKey:
+    """The key of a child, if one before it has an equal key, or one that prints alike.
+
+    Names and key paths are what arrays are told apart by, so each has one of its own.
+    """
+
+    key: Any
+    position: int
+
+    def __str__(self) -> str:
+        return f"{self.key}~{self.position}"
+
+
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """`(key, child)` one level down, holes included; `None` for a leaf."""
+    """`(key, child)` one level down, holes included; `None` for a leaf.
+
+    The keys are those of JAX, with two exceptions: no two are alike, and a dataclass
+    that is registered without key paths has the names of its fields.
+    """
     if is_leaf(node):
         return None
-    entries, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return [(path[0], child) for path, child in entries]
+    entries, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    keys = [path[0] for path, _ in entries]
+    if dataclasses.is_dataclass(node) and jtu.FlattenedIndexKey in map(type, keys):
+        keys = _field_keys(keys, treedef)
+    if not (isinstance(node, dict) and all(type(key) is str for key in node)):
+        keys = _apart(keys)
+    return list(zip(keys, (child for _, child in entries), strict=True))
+
+
+def _apart(keys: list[Any]) -> list[Any]:
+    seen: set[Any] = set()
+    found = []
+    for i, key in enumerate(keys):
+        same = {key, str(key)}
+        found.append(key if seen.isdisjoint(same) else AlikeKey(key, i))
+        seen |= same
+    return found
+
+
+def _field_keys(keys: list[Any], treedef: Any) -> list[Any]:
+    """For each child the name of the field that holds it, else the key that it has.
+
+    Found by marks in the places of the children, as one array may be in two fields.
+    """
+    marks = [object() for _ in keys]
+    try:
+        marked = jtu.tree_unflatten(treedef, marks)
+        names = [f.name for f in dataclasses.fields(marked)]
+        fields = {id(getattr(marked, name)): jtu.GetAttrKey(name) for name in names}
+    except Exception:  # it accepts nothing but arrays
+        return keys
+    return [fields.get(id(mark), key) for mark, key in zip(marks, keys, strict=True)]
+
+
+def flatten_with_path(
+    tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False
+) -> tuple[list[tuple[KeyPath, Any]], Any]:
+    """As `jax.tree_util.tree_flatten_with_path`, with the key paths that a walk has."""
+    entries: list[tuple[KeyPath, Any]] = []
+
+    def enter(node: Any, path: KeyPath) -> None:
+        if is_leaf(node) or (node is not None and (below := children(node)) is None):
+            entries.append((path, node))
+        elif node is not None:
+            for key, child in below:
+                enter(child, (*path, key))
+
+    enter(tree, ())
+    return entries, jtu.tree_structure(tree, is_leaf=is_leaf)
+
+
+def map_with_path(
+    f: Callable[..., Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False
+) -> Any:
+    """As `jax.tree_util.tree_map_with_path`, with the key paths that a walk has."""
+    entries, treedef = flatten_with_path(tree, is_leaf)
+    return jtu.tree_unflatten(treedef, [f(path, x) for path, x in entries])
 
 
 def is_leaf(x: Any) -> bool:

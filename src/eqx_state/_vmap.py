@@ -29,7 +29,7 @@ from ._lift import is_traced, Leaves, Lifted
 from ._scope import is_owned
 from ._select import check_kinds, most_derived
 from ._transform import Transform, wrap
-from ._traverse import modules_in, name_of
+from ._traverse import flatten_with_path, modules_in, name_of
 
 
 _P = ParamSpec("_P")
@@ -47,7 +47,7 @@ class _Source:
     @staticmethod
     def of(tree: Any, axes: dict[str, Any]) -> "tuple[_Source, Any]":
         """The leaves of a tree in which owned modules count as leaves that stay."""
-        entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
+        entries, treedef = flatten_with_path(tree, is_owned)
         values = {name_of(path): value for path, value in entries}
         own_axes = {n: axes.get(n) for n, v in values.items() if not is_owned(v)}
         return _Source(values, own_axes), treedef

@@ -13,7 +13,7 @@ from .._interop import labelled_index, strong_arrays, takes_key
 from .._kinds import BatchStat
 from .._module import Module
 from .._strong import is_weak
-from .._traverse import has_inference, KeyPath, set_flags, Visit, walk
+from .._traverse import has_inference, KeyPath, map_with_path, set_flags, Visit, walk
 
 
 class Stateful(Module):
@@ -156,9 +156,7 @@ def _indices(layer: Any) -> list[Visit]:
 
 def _put(layer: Any, indices: dict[KeyPath, Any]) -> Any:
     """`layer` with these indices; the `es.Module`s in it are the same objects."""
-    return jtu.tree_map_with_path(
-        lambda path, x: indices.get(path, x), layer, is_leaf=_is_node
-    )
+    return map_with_path(lambda path, x: indices.get(path, x), layer, _is_node)
 
 
 def _labelled(
