@@ -1,5 +1,7 @@
 """Programs that use random keys wrongly."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
