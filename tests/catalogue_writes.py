@@ -199,6 +199,50 @@ def _(case):
 
 
 @OUTSIDE.raises(
+    "name an argument that is not there: `es.mutable(f, argnums=2)(model, x)`",
+    TypeError,
+    "so there is no argument 2 to thread",
+    instead="arguments are counted from 0, or by `-1` from the end; none by name",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = lambda net, x: net(x)  # noqa: E731
+    with case.error("2 positional arguments"):
+        es.mutable(f, argnums=2)(net, XS)
+    with case.error("1 positional arguments"):
+        es.value_and_grad(f, argnums=(0, 2))(net, x=XS)
+    assert es.mutable(f, argnums=-2)(net, XS)[1].layer.count == 1
+
+
+@OUTSIDE.raises(
+    "name one argument twice: `es.mutable(f, argnums=(0, -2))(model, x)`",
+    ValueError,
+    "names argument 0 twice",
+    instead="each argument once",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.mutable(lambda net, x: net(x), argnums=(0, -2))(net, XS)
+
+
+@OUTSIDE.works(
+    "give a keyword argument any name: `es.mutable(model)(x, m=1.0, self=2.0)`",
+    "it reaches the model, also by `es.grad`, `es.capture` and `es.functional`",
+)
+def _(case):
+    class Named(Layer):
+        def __call__(self, x, /, **kwargs):
+            return super().__call__(x) * kwargs["m"] * kwargs["self"]
+
+    names = {"m": 2.0, "self": 3.0, "params": 1.0, "state": 1.0}
+    model = case.keep(Named(), call=lambda model: es.mutable(model)(XS, **names))
+    assert (es.mutable(model)(XS, **names)[0] == 12 * XS).all()
+    apply, params, state = es.functional(model)
+    assert (apply(params, state, XS, **names)[0] == 12 * XS).all()
+
+
+@OUTSIDE.raises(
     "give the model by name: `es.mutable(f)(model=model)`",
     TypeError,
     "was called without a positional argument",

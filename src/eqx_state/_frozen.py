@@ -134,7 +134,7 @@ class Unowned:
 
 
 @dataclasses.dataclass
-class Call:
+class ModelCall:
     """A call `f(*args, **kwargs)` that threads a model, and what errors say of it.
 
     - `positions`: which arguments are threaded; `None` for what `f` carries along.
@@ -172,7 +172,9 @@ def frozen_error(
     return dataclasses.FrozenInstanceError(text.strip(), obj=Unowned(module, name))
 
 
-def explain(error: dataclasses.FrozenInstanceError, call: Call | None = None) -> None:
+def explain(
+    error: dataclasses.FrozenInstanceError, call: ModelCall | None = None
+) -> None:
     """Say in the error where a call that has a scope got the module from."""
     if not isinstance(error.obj, Unowned):
         return
@@ -184,7 +186,7 @@ def explain(error: dataclasses.FrozenInstanceError, call: Call | None = None) ->
     error.obj = None  # a scope further out knows less
 
 
-def _cause(module: BaseModule, call: Call) -> str | None:
+def _cause(module: BaseModule, call: ModelCall) -> str | None:
     """Where the call has the module from, if it can be seen."""
     name = getattr(call.f, "__name__", "f")
     words = {"what": call.what, "f": name}
@@ -214,11 +216,7 @@ def _cause(module: BaseModule, call: Call) -> str | None:
             argnums=argnums,
             **words,
         )
-        return (
-            text
-            if module._eqx_state_writes_in_eval or not module.training
-            else text + _ONLY_READ
-        )
+        return text if _of_mode(module, "") else text + _ONLY_READ
     return None
 
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._base import is_eqx_module
-from ._frozen import Call, explain
+from ._frozen import explain, ModelCall
 from ._init import check_none_missing
 from ._kinds import is_kind, State
 from ._scope import (
@@ -37,7 +37,7 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 
 def thread(
-    model: Any, scope: Scope, run: Callable[[Any], Any], call: Call | None = None
+    model: Any, scope: Scope, run: Callable[[Any], Any], call: ModelCall | None = None
 ) -> tuple[Any, Any]:
     """`(run(private copy of model), new model)`: the one way state is threaded.
 
@@ -146,13 +146,13 @@ def target(
     kwargs: dict[str, Any],
     argnums: Argnums,
     what: str,
-) -> Call:
+) -> ModelCall:
     """The call `f(*args, **kwargs)`, as one of the model that is to be threaded."""
     model, put = carried(f) or (None, None)
     if argnums is None:
         if put is not None:
             run = lambda m: put(m)(*args, **kwargs)  # noqa: E731
-            return Call(what, f, args, kwargs, None, None, model, run)
+            return ModelCall(what, f, args, kwargs, None, None, model, run)
         if not args:
             name = getattr(f, "__name__", "f")
             raise TypeError(
@@ -173,7 +173,7 @@ def target(
 
     models = tuple(args[i] for i in positions)
     given = models if isinstance(argnums, tuple) else models[0]
-    return Call(what, f, args, kwargs, positions, model, given, run_with)
+    return ModelCall(what, f, args, kwargs, positions, model, given, run_with)
 
 
 def as_kinds(kinds: Any, what: str) -> Kinds:
