@@ -92,6 +92,43 @@ def _(case):
 
 
 @FILES.works(
+    "load a file that lacks some arrays, or has more",
+    "with `strict=False`: what is not there stays as in `like`",
+    "`es.load(path, like, strict=False)`; a filter, if you know what is there",
+)
+def _(case):
+    net, like = case.keep(Net(), XS), case.keep({"layer": Layer(), "other": XS})
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.safetensors")
+        es.save(path, {"layer": Layer(weight=5.0), "more": XS})
+        with pytest.raises(ValueError, match="strict=False"):
+            es.load(path, like)
+        loaded = es.load(path, like, strict=False)
+        assert loaded["layer"].weight == 5.0
+        assert loaded["other"] is like["other"]
+        with pytest.raises(ValueError, match=r"missing[\s\S]*layer.weight"):
+            es.load(path, net)
+
+
+@FILES.raises(
+    "save numbers as metadata: `es.save(path, model, metadata={'step': 3})`",
+    TypeError,
+    "takes a dictionary of strings",
+    "`'step'` has a `int`",
+    "json.dumps(config)",
+    instead="`metadata={'step': '3'}`; or `es.save(path, (model, np.int32(3)))`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.safetensors")
+        with case.error():
+            es.save(path, net, metadata={"step": 3})
+        es.save(path, net, metadata={"step": "3"})
+        assert es.load_metadata(path) == {"step": "3"}
+
+
+@FILES.works(
     "pickle a model, or a threaded call, and send it to another process",
     "what arrives is frozen, and works",
 )

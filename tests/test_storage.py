@@ -3,8 +3,11 @@
 import collections
 import json
 import os
+import re
 import struct
 import sys
+import types
+from pathlib import Path
 
 import equinox as eqx
 import hypothesis as hp
@@ -267,7 +270,7 @@ def test_a_file_cut_off_anywhere(path):
     whole = path.read_bytes()
     for size in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="cannot read.*or not all of one"):
+        with pytest.raises(ValueError, match="cannot read.*is truncated"):
             es.load(path, Net(1))
 
 
@@ -331,7 +334,7 @@ def test_safetensors_is_not_installed(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     for use in (es.save, es.load):
-        with pytest.raises(ImportError, match=r'pip install "eqx-state\[io\]"'):
+        with pytest.raises(ImportError, match=r'extra `io`.* pip install "\.\[io\]"'):
             use(path, Net(0))
     assert not os.listdir(path.parent)
 
@@ -345,3 +348,168 @@ def test_a_part_is_loaded_from_the_file_of_the_whole(tmp_path):
     assert loaded["body"].rng == whole["body"].rng
     with pytest.raises(ValueError, match=r"(?s)unexpected:.*head.*es\.TreePart"):
         es.load(path, like)
+
+
+# --- Metadata -------------------------------------------------------------------------
+
+
+METADATA = {
+    "epoch": "3",
+    "config": '{"width": 8}',
+    "": "",
+    "ö \x00\n\x7f\u2028": "ß🙂\\/",
+}
+
+
+def test_metadata_comes_back(path):
+    es.save(path, Net(0), metadata=METADATA)
+    assert es.load_metadata(path) == METADATA
+    assert es.load_metadata(str(path)) == METADATA
+    assert eqx.tree_equal(es.load(path, Net(1)), Net(0))
+    # As any program sees them.
+    with safetensors.safe_open(path, "numpy") as file:
+        seen = file.metadata()
+    del seen["eqx_state"]
+    assert seen == METADATA
+
+
+def test_without_metadata_there_is_none(path):
+    for options in ({}, {"metadata": None}, {"metadata": {}}):
+        es.save(path, Net(0), **options)
+        assert es.load_metadata(path) == {}
+
+
+def test_metadata_is_a_snapshot_of_any_mapping(path):
+    es.save(path, Net(0), metadata=types.MappingProxyType({"a": "b"}))
+    assert es.load_metadata(path) == {"a": "b"}
+
+
+def test_equal_metadata_make_equal_files(path):
+    files = set()
+    items = [(f"name {i}", str(i)) for i in range(20)]
+    for i in range(5):
+        es.save(path, Net(0), metadata=dict(items[i:] + items[:i]))
+        files.add(path.read_bytes())
+    assert len(files) == 1
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"step": 3}, "`'step'` has a `int`"),
+        ({3: "step"}, "`3` has a `str`"),
+        ({"a": "b", "x": jnp.ones(2)}, "`'x'` has a `ArrayImpl`"),
+        ({"a": None}, "`'a'` has a `NoneType`"),
+        ([("a", "b")], "a `list` was given"),
+        ("text", "a `str` was given"),
+    ],
+)
+def test_metadata_are_strings(path, metadata, says):
+    with pytest.raises(TypeError, match=rf"dictionary of strings, and {says}.*json"):
+        es.save(path, Net(0), metadata=metadata)
+    assert os.listdir(path.parent) == []
+
+
+def test_one_name_in_the_metadata_is_taken(path):
+    with pytest.raises(ValueError, match="'eqx_state'.*Choose another"):
+        es.save(path, Net(0), metadata={"eqx_state": "3"})
+    assert os.listdir(path.parent) == []
+
+
+def test_metadata_of_files_of_other_programs(path):
+    safetensors.numpy.save_file({"x": np.ones(2)}, path)
+    assert es.load_metadata(path) == {}
+    safetensors.numpy.save_file({"x": np.ones(2)}, path, {"format": "pt"})
+    assert es.load_metadata(path) == {"format": "pt"}
+    assert es.load(path, {"x": np.ones(2)}, strict=False)["x"].tolist() == [1, 1]
+
+
+def file_of(header):
+    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(data).to_bytes(8, "little") + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        file_of({})[:-1],
+        file_of(b""),
+        file_of(b"not JSON"),
+        file_of(b"\xff\xfe"),
+        file_of([]),
+        file_of({"__metadata__": 3}),
+        file_of({"__metadata__": {"a": 3}}),
+        (2**63).to_bytes(8, "little") + b"{}",
+    ],
+    ids=range(10),
+)
+def test_metadata_of_what_is_no_safetensors_file(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="`es.load_metadata` cannot read.*truncated"):
+        es.load_metadata(path)
+
+
+def test_metadata_of_no_file(path):
+    with pytest.raises(FileNotFoundError, match=path.name):
+        es.load_metadata(path)
+
+
+def test_metadata_need_no_safetensors(path, monkeypatch):
+    es.save(path, Net(0), metadata={"a": "b"})
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    assert es.load_metadata(path) == {"a": "b"}
+
+
+# --- Not strict -----------------------------------------------------------------------
+
+
+def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
+    es.save(path, {"a": jnp.ones(2), "c": jnp.ones(3)})
+    like = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    with rejects(
+        like, ValueError, r"missing:\n    \['b'\]", "unexpected", "strict=False"
+    ):
+        es.load(path, like)
+    loaded = es.load(path, like, strict=False)
+    assert loaded["a"].tolist() == [1, 1]
+    assert loaded["b"] is like["b"]
+
+
+def test_not_strict_with_filters_loads_what_is_selected_and_there(path):
+    es.save(path, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    like = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(2)}
+    only = es.not_(es.path_matches("*'b'*"))
+    with rejects(like, ValueError, r"missing:\n    \['c'\]\nFilters"):
+        es.load(path, like, only)
+    loaded = es.load(path, like, only, strict=False)
+    assert loaded["a"].tolist() == [1, 1]
+    assert loaded["b"] is like["b"]
+    assert loaded["c"] is like["c"]
+
+
+def test_not_strict_wants_the_same_shapes_and_dtypes(path):
+    es.save(path, {"a": jnp.ones(2)})
+    for wrong in (jnp.zeros(3), jnp.zeros(2, int)):
+        like = {"a": wrong, "b": jnp.zeros(2)}
+        with rejects(like, ValueError, r"wrong (shape|dtype):\n    \['a'\]"):
+            es.load(path, like, strict=False)
+
+
+def test_strict_is_given_by_name(path):
+    es.save(path, Net(0))
+    with pytest.raises(TypeError, match="`False` is no.* filter"):
+        es.load(path, Net(0), False)
+
+
+def test_the_two_ways_to_install_the_extra_are_one(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match="safetensors") as info:
+        es.save(path, Net(0))
+    command = re.search("`(python -m pip install [^`]*)`", str(info.value))[1]
+    root = Path(__file__).parents[1]
+    for page in ("README.md", "docs/tour.md", "docs/guides/checkpoints.md"):
+        assert command in (root / page).read_text()

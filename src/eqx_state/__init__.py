@@ -53,7 +53,7 @@ from ._select import (
     update as update,
 )
 from ._state_dict import load_state_dict as load_state_dict, state_dict as state_dict
-from ._storage import load as load, save as save
+from ._storage import load as load, load_metadata as load_metadata, save as save
 from ._surgery import (
     configure as configure,
     map_modules as map_modules,

@@ -10,8 +10,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, IO, TypeVar
 
 import jax
 import jax.core
@@ -52,7 +52,12 @@ _DTYPES: Final = {
 }
 
 
-def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *filters: Filter,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write the arrays of `tree` to a safetensors file.
 
     The file is written beside the old one and takes its place when it is whole and on
@@ -63,7 +68,8 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
     Any program that reads [safetensors](https://github.com/huggingface/safetensors)
     finds the arrays under the names of `es.state_dict`; a typed key is its key data, of
     `uint32`. Python numbers, strings and functions are the structure of the tree, and
-    are not saved: a step counter is saved as an array. Equal arrays make equal files.
+    are not saved: a step counter is saved as an array. Equal arrays and metadata make
+    equal files.
 
     **Arguments:**
 
@@ -71,15 +77,20 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
     - `tree`: any pytree: a model, an optimizer, `(model, np.int32(step))`.
     - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
         no kind too.
+    - `metadata`: a dictionary of strings, which `es.load_metadata` returns, as other
+        programs do. What is not a string is made one: `json.dumps(config)`. Default:
+        none.
 
     **Raises:**
 
+    - `TypeError`: `metadata` is not a dictionary of strings.
+    - `ValueError`: `metadata` has the key `"eqx_state"`, which is our own.
     - `TypeError`: an array cannot be saved: it has a dtype that the format lacks, such
         as `complex128` or `int4`, is abstract, is traced, or lies in several processes.
         It lists them; nothing is written.
     - `OSError`: the file cannot be written.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
-    - `ImportError`: safetensors is not installed (`pip install "eqx-state[io]"`).
+    - `ImportError`: safetensors is not installed; it is the extra `io`.
 
     !!! example
 
@@ -96,12 +107,14 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
         optimizer = es.Optimizer(optax.adam(1e-3)).init(model)
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "checkpoint.safetensors")
-            es.save(path, (model, optimizer))
+            es.save(path, (model, optimizer), metadata={"epoch": "3"})
             loaded = es.load(path, (model, optimizer))
+            assert es.load_metadata(path) == {"epoch": "3"}
         assert eqx.tree_equal(loaded, (model, optimizer))
         ```
     """
     safetensors = _import_safetensors()
+    metadata = _checked(metadata)
     arrays: dict[str, Any] = {}
     keys: dict[str, Any] = {}
     problems: list[str] = []
@@ -125,12 +138,14 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
     try:
         with _replacing(path) as temporary:
             try:
-                safetensors.numpy.save_file(arrays, temporary, {_METADATA: about})
+                about = {_METADATA: about, **metadata}
+                safetensors.numpy.save_file(arrays, temporary, about)
             except safetensors.SafetensorError as e:
                 # It has the system's reason in words only: "(os error 28)".
                 found = re.search(r"\(os error (\d+)\)", str(e))
                 number = int(found[1]) if found else errno.EIO
                 raise OSError(number, os.strerror(number)) from e
+            _sort_metadata(temporary)
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
         reason = "its directory does not exist" if missing else e.strerror
@@ -140,7 +155,9 @@ def save(path: str | os.PathLike[str], tree: Any, *filters: Filter) -> None:
         ) from e
 
 
-def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
+def load(
+    path: str | os.PathLike[str], like: _Tree, *filters: Filter, strict: bool = True
+) -> _Tree:
     """`like` with the arrays of a safetensors file in it; the inverse of `es.save`.
 
     Train and eval mode and what is frozen stay as in `like`. The whole file is read,
@@ -155,6 +172,9 @@ def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
     - `*filters`: what is to be loaded; all must hold, as in `es.filter`. It must be in
         the file, which may hold more. The rest stays as in `like`. Without any: every
         array of the file and of `like`. For all but the random keys: `es.not_(es.Rng)`.
+    - `strict`: if `False`, what is not in the file stays as in `like`, also where a
+        filter selects it, and what `like` has not is passed over. Shapes and dtypes
+        must agree all the same, as in `es.load_state_dict`.
 
     **Returns:**
 
@@ -169,7 +189,7 @@ def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
         or an array in it has another shape or dtype. It lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
     - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
-    - `ImportError`: safetensors is not installed (`pip install "eqx-state[io]"`).
+    - `ImportError`: safetensors is not installed; it is the extra `io`.
 
     !!! example
 
@@ -201,12 +221,118 @@ def load(path: str | os.PathLike[str], like: _Tree, *filters: Filter) -> _Tree:
     named = by_name(like)
     wanted = select(named, filters, like)
     values = _read(safetensors, path)
+    if not strict:
+        wanted = {name: entry for name, entry in wanted.items() if name in values}
     advice = (
         "Filters say what must be in the file, and what else is in it is passed over:"
         " `es.load(path, like, es.Parameter)`; `es.TreePart` is all that has a kind."
+        " `strict=False` passes over names that only one of the two has."
     )
-    known = values if filters else named
+    known = values if filters or not strict else named
     return restore(like, wanted, known, values, f"`es.load`: the file `{path}`", advice)
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The metadata of a safetensors file, as `es.save` was given it.
+
+    No array is read, and safetensors need not be installed.
+
+    **Arguments:**
+
+    - `path`: the file. Another program may have written it.
+
+    **Returns:**
+
+    A dictionary of strings; empty if the file has no metadata.
+
+    **Raises:**
+
+    - `ValueError`: the file is not a safetensors file, or not a whole one.
+    - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
+
+    !!! example
+
+        ```python
+        import json
+        import os
+        import tempfile
+
+        import eqx_state as es
+        import jax.numpy as jnp
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.safetensors")
+            config = json.dumps({"width": 8})
+            es.save(path, {"w": jnp.ones(8)}, metadata={"config": config})
+            assert json.loads(es.load_metadata(path)["config"]) == {"width": 8}
+        ```
+    """
+    path = os.fsdecode(path)
+    with open(path, "rb") as file:
+        try:
+            _, header = _read_header(file)
+            metadata = header.get("__metadata__", {})
+            return {k: _string(x) for k, x in metadata.items() if k != _METADATA}
+        except (AttributeError, TypeError, ValueError) as e:
+            raise _unreadable("es.load_metadata", path, e) from e
+
+
+def _string(x: Any) -> str:
+    if not isinstance(x, str):
+        raise TypeError(f"{x!r} in the metadata is not a string")
+    return x
+
+
+def _read_header(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
+    """The size in bytes of the header of a safetensors file, and what it holds."""
+    size = int.from_bytes(file.read(8), "little")
+    rest = os.fstat(file.fileno()).st_size - 8
+    if not 0 < size <= rest:
+        raise ValueError(f"its header would have {size} bytes, and {rest} are there")
+    return size, json.loads(file.read(size))
+
+
+def _sort_metadata(path: str) -> None:
+    """Put the metadata of a file in order: safetensors writes them in any."""
+    with open(path, "r+b") as file:
+        size, header = _read_header(file)
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        new = text.encode().ljust(size)
+        assert len(new) == size  # or it would reach into the arrays
+        file.seek(8)
+        file.write(new)
+
+
+def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    wrong = None
+    if not isinstance(metadata, Mapping):
+        wrong = f"a `{type(metadata).__qualname__}` was given"
+    else:
+        for key, value in metadata.items():
+            if not (isinstance(key, str) and isinstance(value, str)):
+                wrong = f"`{key!r}` has a `{type(value).__qualname__}`"
+    if wrong is not None:
+        raise TypeError(
+            f"`es.save(..., metadata=...)` takes a dictionary of strings, and {wrong}."
+            " Make a string of what is none: `metadata={'config': json.dumps(config)}`."
+            " Arrays are saved as part of the tree: `es.save(path, (model, step))`."
+        )
+    if _METADATA in metadata:
+        raise ValueError(
+            f"`es.save(..., metadata=...)`: the key `{_METADATA!r}` is that of the"
+            " library itself in each file. Choose another."
+        )
+    return dict(metadata)
+
+
+def _unreadable(what: str, path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"`{what}` cannot read `{path}`: {error!r}. It is not a safetensors file, is"
+        " truncated, or was written by a newer version."
+    )
 
 
 def _import_safetensors() -> Any:
@@ -214,8 +340,9 @@ def _import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as e:
         raise ImportError(
-            "`es.save` and `es.load` need safetensors, which is not installed:"
-            ' `pip install "eqx-state[io]"`.'
+            "`es.save` and `es.load` need safetensors, which is not installed. It is"
+            " the extra `io` of eqx_state. From a clone of it:"
+            ' `python -m pip install ".[io]"`.'
         ) from e
     return safetensors
 
@@ -305,10 +432,7 @@ def _read(safetensors: Any, path: str) -> dict[str, Any]:
         TypeError,
         ValueError,
     ) as e:
-        raise ValueError(
-            f"`es.load` cannot read `{path}`: {e!r}. It is no safetensors file, or not"
-            " all of one, or none of this version."
-        ) from e
+        raise _unreadable("es.load", path, e) from e
     return values
 
 
