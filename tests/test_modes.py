@@ -1,5 +1,7 @@
 """Train and eval, freeze and unfreeze."""
 
+import copy
+import pickle
 from typing import Any
 
 import equinox as eqx
@@ -44,7 +46,8 @@ def make_model() -> Model:
 
 
 def flags(tree: Any, name: str) -> dict[str, bool]:
-    return {n: getattr(m, name) for n, m in es.modules(tree) if hasattr(m, name)}
+    # Of a field, and not of what an `es.Module` has for `eqx.nn.inference_mode`.
+    return {n: vars(m)[name] for n, m in es.modules(tree) if name in vars(m)}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -154,6 +157,102 @@ def test_equinox_layers_obey():
     assert jnp.any(es.train(es.eval(dropout))(x, key=jr.key(0)) == 0)
     inference = eqx.nn.inference_mode(dropout)
     assert same(es.eval(dropout), inference)
+
+
+# --- Equinox's own switch -------------------------------------------------------------
+
+
+def as_trees(model):
+    return [model, [model], {"a": (model, None)}, eqx.nn.Sequential([model.norm])]
+
+
+@pytest.mark.parametrize("start", [es.train, es.eval])
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("i", range(4))
+def test_inference_mode_is_eval_mode(start, value, i):
+    tree = as_trees(start(make_model()))[i]
+    new = eqx.nn.inference_mode(tree, value=value)
+    expected = es.train(tree, not value)
+    assert same(new, expected)
+    assert hash(jax.tree.structure(new)) == hash(jax.tree.structure(expected))
+    assert jax.tree.structure(tree) == jax.tree.structure(
+        as_trees(start(make_model()))[i]
+    )
+    # Both ways, in any order and twice.
+    assert same(eqx.nn.inference_mode(new, value=value), expected)
+    assert same(es.train(new), es.train(tree))
+    assert same(es.eval(new), es.eval(tree))
+    assert same(eqx.nn.inference_mode(new, value=not value), es.train(tree, value))
+
+
+def test_inference_mode_reaches_the_layers_of_es():
+    x = jr.normal(jr.key(0), (8, 3))
+    layers = [es.nn.BatchNorm(3), es.nn.Dropout(0.5, key=0), eqx.nn.Dropout(0.5)]
+    model = eqx.nn.inference_mode(eqx.nn.Sequential(layers))
+    y, new = es.mutable(model)(x)
+    assert same(new, model)
+    assert jnp.array_equal(model(x), y)
+    back = eqx.nn.inference_mode(model, value=False)
+    _, new = es.mutable(back)(x, key=jr.key(1))
+    assert not jnp.array_equal(new.layers[0].mean, model.layers[0].mean)
+
+
+def test_inference_mode_keeps_what_is_frozen():
+    frozen = make_model().freeze()
+    model = eqx.nn.inference_mode(frozen)
+    assert set(flags(model, "frozen").values()) == {True}
+    assert same(model, frozen.eval())
+
+
+def test_inference_mode_inside_a_transform():
+    norm = make_norm()
+    seen = []
+
+    @jax.jit
+    def f(norm):
+        norm = eqx.nn.inference_mode(norm)
+        seen.append(norm.training)
+        return norm
+
+    assert same(f(norm), norm.eval()) or eqx.tree_equal(f(norm), norm.eval())
+    assert seen == [False]
+    assert f(norm).training is False
+
+
+def test_inference_is_true_in_eval_mode():
+    norm = make_norm()
+    assert not norm.inference
+    assert norm.eval().inference
+    assert jax.tree.leaves(norm.eval().inference) == []
+    eqx.tree_check(es.eval(make_model()))
+
+
+def test_the_node_for_inference_mode_is_no_part_of_what_users_see():
+    norm = make_norm()
+    with pytest.raises(TypeError, match="argument"):
+        Norm(jnp.ones(2), jnp.zeros(2), _eqx_state_inference=True)
+    with pytest.raises(ValueError, match="no module in the tree has an attribute"):
+        es.configure(norm, _eqx_state_inference=True)
+    with pytest.raises(TypeError, match="there is no field `_eqx_state_inference`"):
+        norm.replace(_eqx_state_inference=True)
+    assert "inference" not in str(norm)
+    # As for any field, what `jax.tree.map` puts there may be taken away again.
+    wrapped = jax.tree.map(lambda x: (x,), norm, is_leaf=lambda x: x is not norm)
+    assert wrapped.training
+    back = jax.tree.map(lambda x: x[0], wrapped, is_leaf=lambda x: type(x) is tuple)
+    assert same(back, norm)
+
+
+def test_copies_keep_the_mode():
+    for model in (make_model().eval(), eqx.nn.inference_mode(make_model())):
+        for new in (copy.copy(model), copy.deepcopy(model), pickled(model)):
+            assert new.training is False
+            assert jax.tree.structure(new) == jax.tree.structure(model)
+            assert not es.mutable(lambda m: None)(new)[1].training
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
 
 
 def test_a_bound_method_keeps_its_module():

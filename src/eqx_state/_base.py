@@ -18,6 +18,10 @@ from ._compat import EquinoxMeta
 from ._declare import check_declarations, field
 
 
+# The field of every `es.Module` that Equinox's function for modes replaces.
+INFERENCE: Final = "_eqx_state_inference"
+
+
 # For type checkers alone: on the class itself it would lose against Equinox's
 # metaclass, and `es.field` would read as a default value. Deliberately not
 # `frozen_default`: `self.mean = …` is how state is written.
@@ -51,12 +55,36 @@ class Fields(dict[str, Any]):
 INIT_DONE: Final = "_eqx_state_module_init_done"
 
 
+class _Training:
+    """Sets the flag `training`, as `eqx.nn.inference_mode` wishes.
+
+    That one replaces nodes of the pytree, and a static flag is none. So beside the flag
+    is a node without leaves, `[]` in train mode and `[[]]` in eval mode, to be replaced
+    by a bool. Equinox sets static fields last, so that we see the bool here. Only what
+    is set goes this way; what is read is in `__dict__`.
+    """
+
+    def __set__(self, module: eqx.Module, training: bool) -> None:
+        # For each module that is unflattened, so by no detour.
+        fields = object.__getattribute__(module, "__dict__")
+        fields["training"] = training
+        node = fields.setdefault(INFERENCE, [])
+        if type(node) is list and bool(node) is not training:
+            return
+        if type(node) is bool:
+            fields["training"] = training = not node
+        # What is neither stands for the node for a while, as in `jax.tree.map`.
+        if type(node) in (bool, list):
+            fields[INFERENCE] = [] if training else [[]]
+
+
 class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     """The data of an `es.Module`; its behaviour is in `_module.py`.
 
     The flags are static fields: they are part of the treedef.
     """
 
+    _eqx_state_inference: Any = eqx.field(init=False, repr=False)
     training: bool = eqx.field(init=False, static=True, repr=False)
     frozen: bool = eqx.field(init=False, static=True, repr=False)
     _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
@@ -87,6 +115,11 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
 
         In it any field may be assigned. `key` is a PRNG key of this module's own.
         """
+
+
+if not TYPE_CHECKING:
+    # Not in the body, where it would be the default value of the field.
+    BaseModule.training = _Training()
 
 
 def is_module(x: Any) -> TypeGuard[BaseModule]:

@@ -21,7 +21,8 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
     """`tree` with every module in it in train mode.
 
     Sets `training` on every `es.Module`, and the bool attribute `inference` of all
-    other modules, so that Equinox's own layers follow.
+    other modules, so that Equinox's own layers follow. `equinox.nn.inference_mode` does
+    the same.
 
     **Arguments:**
 

@@ -9,7 +9,7 @@ from typing import Any, Self, TYPE_CHECKING
 import equinox as eqx
 
 from . import _init, _modes, _select, _surgery, _treescope
-from ._base import BaseModule, FLAGS, forget_cached, get_place, own_data
+from ._base import BaseModule, FLAGS, forget_cached, get_place, INFERENCE, own_data
 from ._compat import boundary, is_in_trace, own_annotations
 from ._declare import (
     ArrayDefault,
@@ -207,8 +207,10 @@ class Module(BaseModule):
         return _rebuild, (type(self), dict(state))
 
     def __hash__(self) -> int:
+        # As Equinox, but for what says again whether `training` is set.
+        names = [f.name for f in dataclasses.fields(self) if f.name != INFERENCE]
         try:
-            return super().__hash__()
+            return hash(tuple((name, getattr(self, name)) for name in names))
         except TypeError:
             raise TypeError(
                 f"unhashable type: a `{type(self).__qualname__}` with arrays. JAX's own"
@@ -228,6 +230,11 @@ class Module(BaseModule):
         """Whether `init` is running: its forward pass, or a `module_init`."""
         place = get_place(self)
         return place is not None and place.scope.initialise is not None
+
+    @_computed
+    def inference(self) -> Any:
+        """What `equinox.nn.inference_mode` replaces: true in eval mode."""
+        return self.__dict__[INFERENCE]
 
     @boundary
     def init(

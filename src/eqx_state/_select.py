@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import INIT_DONE, is_module
+from ._base import INFERENCE, INIT_DONE, is_module
 from ._compare import first_difference, is_hole, structure
 from ._filters import bind, bind_all, Filter
 from ._kinds import is_kind, TreePart
@@ -169,6 +169,7 @@ def _show(x: Any) -> str:
     if "\n" not in text:
         return text
     keys = [name_of((key,)) for key, _ in children(x) or []]
+    keys = [key for key in keys if key != INFERENCE]
     return f"{type(x).__name__} of {', '.join(keys)}"
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from ._base import INIT_DONE, is_eqx_module, is_module
+from ._base import INFERENCE, INIT_DONE, is_eqx_module, is_module
 from ._strong import strengthen_field
 from ._traverse import (
     children,
@@ -123,7 +123,8 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
 
 
 def _has(module: eqx.Module, name: str) -> bool:
-    return name != INIT_DONE and name in {f.name for f in dataclasses.fields(module)}
+    hidden = (INIT_DONE, INFERENCE)
+    return name not in hidden and name in {f.name for f in dataclasses.fields(module)}
 
 
 def replace(module: Any, **fields: Any) -> Any:

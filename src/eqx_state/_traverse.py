@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._annotations import NOTHING, Spec
-from ._base import BaseModule, fields_of, is_eqx_module, is_module
+from ._base import BaseModule, fields_of, INFERENCE, is_eqx_module, is_module
 from ._compat import MISSING
 from ._declare import annotation_of, declared_child, declared_inside
 from ._kinds import BatchStat, Parameter, Rng, State, TreePart
@@ -307,6 +307,7 @@ class _ModuleStep:
         return [
             (name, jtu.GetAttrKey(name), context.field_of(self.cls, frozen, name))
             for name in dynamic_names(self.cls)
+            if name != INFERENCE  # nothing is there to be visited
         ]
 
 
