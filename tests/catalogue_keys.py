@@ -144,6 +144,28 @@ def _(case):
 
 
 @KEYS.raises(
+    "call an `es.RngStream` in eval mode, with no scope",
+    FROZEN,
+    "A `RngStream` writes in train and in eval mode alike",
+    "this one is in no scope of `es.mutable`",
+    instead="`y, model = es.mutable(model.eval())(x)`; or draw `if self.training`",
+)
+def _(case):
+    class Noise(es.Module):
+        keys: es.RngStream
+
+        def __call__(self, x):
+            return x + jr.normal(self.keys(), x.shape)
+
+    noise = case.keep(Noise(es.RngStream(0)), XS)
+    for wrong in (noise, noise.eval()):
+        with case.error():
+            wrong(XS)
+    _, new = es.mutable(noise.eval())(XS)
+    assert new.keys.key != noise.keys.key
+
+
+@KEYS.raises(
     "keep a legacy key, an array of `uint32`, in a field with no kind",
     FROZEN,
     "is an array without a kind",

@@ -59,6 +59,20 @@ def _(case):
     assert eqx.tree_equal(same, norm.eval())
 
 
+@MODES.works(
+    "switch the mode by `eqx.nn.inference_mode(model)`",
+    "it is `es.eval(model)`, and with `value=False` `es.train(model)`",
+)
+def _(case):
+    model = case.keep([es.nn.BatchNorm(3), eqx.nn.Dropout(0.5), {"net": Net()}])
+    new = eqx.nn.inference_mode(model)
+    assert eqx.tree_equal(new, es.eval(model))
+    assert not new[0].training
+    _, after = es.mutable(lambda m: m[0](XS[None]))(new)
+    assert eqx.tree_equal(after, new)
+    assert eqx.tree_equal(eqx.nn.inference_mode(new, value=False), model)
+
+
 @MODES.raises(
     "use a model before `init`",
     es.NotInitializedError,

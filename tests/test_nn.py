@@ -720,6 +720,33 @@ def test_dropout_keeps_dtype_and_shape(dtype):
         assert (y.dtype, y.shape) == (dtype, (4, 5))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (jnp.int32, [6, 4]),
+        (jnp.uint8, [6, 4]),
+        (bool, [1, 1]),
+        (jnp.complex64, [6, 3.75]),
+    ],
+)
+def test_dropout_keeps_other_dtypes(dtype, kept):
+    x = jnp.full((20, 5), 3).astype(dtype)
+    for p, expected in zip((0.5, 0.2), kept, strict=True):
+        y, _ = run(es.nn.Dropout(p, key=jr.key(0)), x)
+        assert (y.dtype, y.shape) == (dtype, (20, 5))
+        # Integers are rounded, and so not too small on average.
+        assert set(y.ravel().tolist()) == {0, expected}
+    for p in (0.0, 1.0):
+        assert run(es.nn.Dropout(p, key=jr.key(0)), x)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_dropout_of_a_numpy_array_is_as_jax_takes_it(dtype):
+    y, _ = es.mutable(es.nn.Dropout(0.5, key=0))(np.ones(100, dtype))
+    assert y.dtype == jnp.asarray(np.ones(1, dtype)).dtype
+    assert set(y.tolist()) == {0, 2}
+
+
 def test_dropout_takes_a_legacy_key():
     dropout = es.nn.Dropout(0.5, key=jr.PRNGKey(0))
     y, new = run(dropout, jnp.ones(100))

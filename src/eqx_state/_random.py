@@ -10,7 +10,8 @@ from ._module import Module
 class RngStream(Module):
     """A module whose call returns a fresh PRNG key, and advances.
 
-    It advances in train and in eval mode alike: whoever calls it wants a key.
+    It advances in train and in eval mode alike: whoever calls it wants a key. So it is
+    called in `es.mutable` in either mode.
 
     !!! example
 
@@ -36,5 +37,13 @@ class RngStream(Module):
         self.key = as_key(key)
 
     def __call__(self) -> Any:
+        """**Returns:**
+
+        A PRNG key that no other call has returned.
+
+        **Raises:**
+
+        - `dataclasses.FrozenInstanceError`: called outside of `es.mutable`.
+        """
         self.key, key = next_keys(self.key)
         return key

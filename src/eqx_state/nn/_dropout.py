@@ -64,14 +64,20 @@ class Dropout(Module):
 
         **Returns:**
 
-        An array of the shape and dtype of `x`.
+        An array of the shape and dtype of `x`. Integers are rounded: 3 scaled up by
+        1 / 0.8 is 4.
         """
         if not self.training or self.p == 0:
             return x
         if key is None:
             self.rng, key = next_keys(self.rng)
+        x = jnp.asarray(x)
         keep = 1 - self.p
         if keep == 0:
             return jnp.zeros_like(x)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            scaled = x / keep
+        else:
+            scaled = jnp.round(x.astype(float) / keep).astype(x.dtype)
         mask = jr.bernoulli(key, keep, x.shape)
-        return jnp.where(mask, x / keep, jnp.zeros_like(x))
+        return jnp.where(mask, scaled, jnp.zeros_like(x))
