@@ -425,6 +425,30 @@ def _(case):
 
 
 @TRAINING.works(
+    "decay the weights, and keep constants in a wrapper such as `paramax.NonTrainable`",
+    "the wrapper stops gradients, not the decay: leave it out by its class",
+    "`wrt=es.all_of(es.trainable, es.not_(es.inside(paramax.NonTrainable)))`",
+)
+def _(case):
+    class NonTrainable(eqx.Module):
+        tree: Any
+
+        def unwrap(self):
+            return jax.lax.stop_gradient(self.tree)
+
+    def loss(model):
+        return jnp.sum(model["scale"].unwrap() * model["w"])
+
+    model = case.keep({"scale": NonTrainable(jnp.ones(2)), "w": jnp.ones(2)}, call=loss)
+    tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
+    wrt = es.all_of(es.trainable, es.not_(es.inside(NonTrainable)))
+    for which, scale in ((es.trainable, 0.5), (wrt, 1.0)):
+        (_, new), grads = es.value_and_grad(loss, wrt=which)(model)
+        new, _ = es.Optimizer(tx, wrt=which).init(model).update(grads, new)
+        assert (new["scale"].tree == scale).all()
+
+
+@TRAINING.works(
     "differentiate a frozen model",
     "its gradients are `None`, and an update changes nothing",
     "`model.unfreeze()`, and a fresh optimizer",

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
@@ -62,6 +63,7 @@ PARAMETERS = {
     "layers[3].scale",
     "index",
 }
+LINEAR = {"layers[1].weight", "layers[1].bias"}
 MEANS = {"layers[0].mean", "layers[3].mean"}
 EVERY = PARAMETERS | MEANS | {"table", "cache", "rng", "steps"}
 
@@ -116,6 +118,15 @@ CASES = [
         {"layers[0].mean"},
     ),
     ((es.under(lambda m: m.layers), es.BatchStat), MEANS),
+    ((es.inside(Norm),), MEANS | {"layers[0].scale", "layers[3].scale"}),
+    ((es.inside(eqx.nn.Linear),), LINEAR),
+    ((es.inside((Norm, eqx.nn.Linear)), es.Parameter), PARAMETERS - {"index"}),
+    ((es.inside(()),), set()),
+    ((es.inside(Model),), EVERY),
+    ((es.inside(eqx.Module),), EVERY),
+    ((es.inside(list),), set()),
+    ((es.not_(es.inside(Norm)), es.State), {"cache", "rng"}),
+    ((es.any_of(es.inside(eqx.nn.Linear), es.Buffer),), {"table"} | LINEAR),
     ((es.any_of(es.under(lambda m: m.rng), es.Buffer),), {"rng", "table"}),
     ((es.not_(es.under(lambda m: m.layers)), es.Parameter), {"index"}),
 ]
@@ -169,6 +180,65 @@ def test_filters_are_an_algebra_of_sets(a, b):
     assert selected(es.not_(es.any_of(a, b))) == selected(es.not_(a), es.not_(b))
 
 
+class Wrapped(eqx.Module):
+    inner: Any
+
+
+class Child(Wrapped):
+    pass
+
+
+def test_inside_a_class_is_however_deep_and_for_subclasses_too():
+    norm = make_norm()
+    tree = {"a": Wrapped([Child({"x": norm})]), "b": norm, "c": Child(jnp.ones(1))}
+    inner = {"['a'].inner[0].inner['x'].scale", "['a'].inner[0].inner['x'].mean"}
+    assert selected(es.inside(Wrapped), tree=tree) == inner | {"['c'].inner"}
+    assert selected(es.inside(Child), tree=tree) == inner | {"['c'].inner"}
+    assert selected(es.inside(Child), es.inside(Norm), tree=tree) == inner
+    part = es.parts(tree)[0]
+    assert es.inside(Child)(part)
+    assert not es.inside(Model)(part)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_what_is_inside_a_wrapper_is_not_trained():
+    class Net(es.Module):
+        fixed: Wrapped
+        free: es.Parameter
+        norm: Norm
+
+        def __call__(self, x):
+            self.norm.mean = x
+            return jnp.sum(self.free * self.fixed.inner * x)
+
+    wrt = es.all_of(es.trainable, es.not_(es.inside((Wrapped, Norm))))
+    net = Net(Wrapped(jnp.ones(2)), jnp.ones(2), make_norm())
+    (_, new), grads = es.value_and_grad(lambda m, x: m(x), wrt=wrt)(net, jnp.ones(2))
+    assert [part.name for part in es.parts(grads)] == ["free"]
+    optimizer = es.Optimizer(optax.adamw(0.1, weight_decay=0.1), wrt=wrt).init(net)
+    new, _ = optimizer.update(grads, new)
+    assert (new.fixed.inner == 1.0).all()
+    assert (new.free != 1.0).all()
+    assert (new.norm.mean == 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        (es.Parameter, r"`es\.inside\(es\.Parameter\)`: a kind is a filter itself"),
+        ((Norm, es.State), r"`es\.inside\(es\.State\)`: a kind is a filter itself"),
+        (make_norm(), r"give a class of modules"),
+        ("Norm", r"`es\.inside\('Norm'\)`: give a class"),
+        ([Norm], r"or a tuple of them"),
+        (list[int], r"give a class of modules"),
+    ],
+    ids=["kind", "kind in a tuple", "module", "name", "list", "alias"],
+)
+def test_inside_takes_classes(wrong, shown):
+    with pytest.raises(TypeError, match=shown):
+        es.inside(wrong)
+
+
 # --- Filters are values ---------------------------------------------------------------
 
 
@@ -188,6 +258,8 @@ BUILT_IN = {
     "es.not_(es.Parameter)": lambda: es.not_(es.Parameter),
     "es.not_(by_name)": lambda: es.not_(by_name),
     "es.under(head)": lambda: es.under(head),
+    "es.inside(Norm)": lambda: es.inside(Norm),
+    "es.inside((Norm, Linear))": lambda: es.inside((Norm, eqx.nn.Linear)),
     "es.path_matches('layers[0].*')": lambda: es.path_matches("layers[0].*"),
     "es.all_of(es.trainable, es.not_(es.under(head)))": lambda: es.all_of(
         es.trainable, es.not_(es.under(head))

@@ -12,7 +12,7 @@ import eqx_state as es
 
 
 KINDS = ["TreePart", "Parameter", "Buffer", "State", "Rng", "BatchStat", "OptState"]
-FILTERS = ["all_of", "any_of", "not_", "path_matches", "trainable", "under"]
+FILTERS = ["all_of", "any_of", "inside", "not_", "path_matches", "trainable", "under"]
 TREES = (
     "parts filter partition update mask spec map modules map_modules configure"
     " functional train eval freeze unfreeze init reseed to_equinox"

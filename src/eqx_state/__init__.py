@@ -13,6 +13,7 @@ from ._errors import (
 from ._filters import (
     all_of as all_of,
     any_of as any_of,
+    inside as inside,
     not_ as not_,
     path_matches as path_matches,
     trainable as trainable,

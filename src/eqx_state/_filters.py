@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 
 from ._compare import is_hole
 from ._kinds import is_kind, kind_name, Parameter, TreePart
-from ._traverse import flatten_with_path, is_array, KeyPath, Part
+from ._traverse import flatten_with_path, is_array, KeyPath, owners_of, Part
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
@@ -34,7 +34,7 @@ def bind(filter: Filter, tree: Any) -> Predicate:
             f"`{filter!r}` is no filter. A filter is a kind (`es.Parameter`, your own"
             " `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
             " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
-            " `es.path_matches`."
+            " `es.inside`, `es.path_matches`."
         )
     return lambda part: bool(filter(part))
 
@@ -116,6 +116,18 @@ class _Under(_Combinator):
     def bind(self, tree: Any) -> Predicate:
         paths = paths_under(self.args[0], tree, repr(self))
         return lambda part: part.path in paths
+
+
+class _Inside(_Combinator):
+    name = "inside"
+
+    def bind(self, tree: Any) -> Predicate:
+        return lambda part: any(issubclass(c, self.args[0]) for c in owners_of(part))
+
+    def __repr__(self) -> str:
+        if isinstance(self.args[0], tuple):
+            return f"es.inside(({', '.join(map(_show, self.args[0]))}))"
+        return super().__repr__()
 
 
 class _Trainable(_Combinator):
@@ -251,6 +263,46 @@ def under(where: Callable[[Any], Any]) -> Filter:
         ```
     """
     return _Under(where)
+
+
+def inside(cls: type | tuple[type, ...]) -> Filter:
+    """The filter that selects what lies in a module of a class, however deep.
+
+    **Arguments:**
+
+    - `cls`: a class of modules, subclasses included, or a tuple of classes.
+
+    **Raises:**
+
+    - `TypeError`: `cls` is not a class, or is a kind.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        a, b = jr.split(jr.key(0))
+        model = eqx.nn.Sequential([eqx.nn.LayerNorm(2), eqx.nn.Linear(2, 3, key=a)])
+        decayed = es.mask(model, es.trainable, es.not_(es.inside(eqx.nn.LayerNorm)))
+        assert not decayed.layers[0].weight
+        assert decayed.layers[1].weight
+        ```
+    """
+    for x in cls if isinstance(cls, tuple) else (cls,):
+        if is_kind(x):
+            raise TypeError(
+                f"`es.inside({_show(x)})`: a kind is a filter itself, without"
+                " `es.inside`. Give a class of modules: `es.inside(eqx.nn.LayerNorm)`."
+            )
+        if typing.get_origin(x) is not None or not isinstance(x, type):
+            raise TypeError(
+                f"`es.inside({x!r})`: give a class of modules, or a tuple of them:"
+                " `es.inside((eqx.nn.LayerNorm, es.nn.BatchNorm))`. What lies in one"
+                " module of a model is `es.under(lambda model: model.layer)`."
+            )
+    return _Inside(cls)
 
 
 def path_matches(glob: str) -> Filter:

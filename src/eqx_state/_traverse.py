@@ -34,8 +34,8 @@ class Context(NamedTuple):
     covering: Kind | None = None  # the outermost covering one
     unresolved: bool = False  # an annotation further in has no meaning
     frozen: bool = False  # of the nearest `es.Module`
-    owner: type | None = None  # class of the nearest module
-    field: str = ""  # the field of it that leads here
+    owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
+    field: str = ""  # the field of the nearest that leads here
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""
@@ -50,7 +50,10 @@ class Context(NamedTuple):
         specs, below = declared_inside(cls, self.spec)
         spec = specs.get(name, NOTHING)
         around = self if below is NOTHING else self.declare(below)
-        context = Context(spec, around.kind, around.covering, False, frozen, cls, name)
+        owners = (*self.owners, cls)
+        context = Context(
+            spec, around.kind, around.covering, False, frozen, owners, name
+        )
         return context.declare(spec)
 
     def declare(self, spec: Spec) -> "Context":
@@ -66,6 +69,11 @@ class Context(NamedTuple):
             covering=self.covering or covering,
             unresolved=False,
         )
+
+    @property
+    def owner(self) -> type | None:
+        """The class of the nearest module."""
+        return self.owners[-1] if self.owners else None
 
     @property
     def declared(self) -> Kind | None:
@@ -361,6 +369,11 @@ class Part:
         kind = None if self.kind is None else self.kind.__name__
         value = eqx.tree_pformat(self.value, short_arrays=True)
         return f"Part(name={self.name!r}, kind={kind}, value={value})"
+
+
+def owners_of(part: Part) -> tuple[type, ...]:
+    """The classes of the modules that an array lies in, the outermost first."""
+    return part._visit.context.owners
 
 
 def part_of(visit: Visit) -> Part | None:

@@ -27,6 +27,9 @@ def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
     assert_type(new, Layer)
     assert_type(sown, dict[str, Any])
 
+    norms = es.inside((eqx.nn.LayerNorm, eqx.nn.BatchNorm))
+    assert_type(es.filter(layer, es.not_(norms), es.inside(Layer)), Layer)
+
     gradient = es.value_and_grad(loss)
     assert_type(es.capture(gradient)(layer, x)[1], dict[str, Any])
     assert_type(es.capture(loss, argnums=(0, 1))(layer, x)[0][1], tuple[Any, ...])
