@@ -1,5 +1,6 @@
 """Programs that use the transforms of `es` wrongly."""
 
+import dataclasses
 import functools as ft
 import types
 
@@ -7,12 +8,29 @@ import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
-from catalogue_entry import Layer, Net, Theme, XS
+from catalogue_entry import Draw, Layer, Net, Theme, XS
 
 import eqx_state as es
 
 
 LIFTED = Theme("The transforms of `es`")
+
+
+class Stacked(es.Module):
+    """Two layers as one, to be scanned."""
+
+    layers: Layer = dataclasses.field(
+        default_factory=lambda: Layer(jnp.array([1.0, 3.0]), jnp.array([0, 1]))
+    )
+
+    def __call__(self, x):
+        return es.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
+
+    def shares(self, x):
+        def share(x, layer):
+            return x * layer.weight / self.layers.weight.sum(), None
+
+        return es.scan(share, x, self.layers)[0]
 
 
 class Mean(es.Module):
@@ -99,6 +117,96 @@ def _(case):
         es.mutable(es.vmap(net, axes={Cache: 0}))(XS)
     with case.error():
         es.mutable(lambda net: es.vmap(net, axes={Cache: 0})(XS))(net)
+
+
+@LIFTED.works(
+    "pass a number, or another value that is not an array, to `es.vmap`",
+    "it is passed on as it is; JAX's own raises an error",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.vmap(lambda x, factor, *, name: net.eval()(x) * factor * len(name))
+    assert (f(XS, 2.0, name="abc") == 12 * XS).all()
+
+
+@LIFTED.works(
+    "assign a key in the lanes of `es.vmap`: `self.rng = key`",
+    "the same key in all lanes is kept; where the lanes draw each from its own key, the"
+    " model's advances once",
+)
+def _(case):
+    model = case.keep(Draw(), XS)
+
+    def restart(model, x, key):
+        model.rng = key
+        return model(x)
+
+    key = jax.random.key(7)
+    f = es.mutable(lambda m, key: es.vmap(lambda x: restart(m, x, key))(XS))
+    assert f(model, key)[1].rng == es.mutable(restart)(model, XS, key)[1].rng
+    drawn = es.mutable(es.vmap(model))(XS)[1].rng
+    assert drawn not in (model.rng, key)
+
+
+@LIFTED.works(
+    "read the parameters of a stack in the body that scans it, or maps over it",
+    "the closure has the whole stack, and the argument its part, as in JAX",
+)
+def _(case):
+    model = case.keep(Stacked(), XS)
+    w = model.layers.weight
+
+    for run in (model.shares, es.mutable(model.shares), es.jit(model.shares)):
+        out = run(jnp.ones(()))
+        share, _ = out if isinstance(out, tuple) else (out, None)
+        assert jnp.allclose(share, jnp.prod(w / w.sum()))
+    mapped = es.mutable(
+        lambda m: es.vmap(lambda x: x.weight / m.layers.weight.sum())(m.layers)
+    )(model)[0]
+    assert jnp.allclose(mapped, w / w.sum())
+
+
+@LIFTED.raises(
+    "read the state of a stack in the body that scans it, and writes it",
+    ValueError,
+    "is reached twice",
+    "`layers.count`",
+    "total = self.layers.count.sum()",
+    instead="read it before the loop; or take it from the argument",
+)
+def _(case):
+    model = case.keep(Stacked(), XS)
+
+    def scanned(model, seen):
+        return es.scan(lambda x, layer: (layer(x), seen()), XS, model.layers)[1]
+
+    def mapped(model, seen):
+        return es.vmap(lambda layer: (layer(XS), seen()))(model.layers)[1]
+
+    def wrong(model, run):
+        return run(model, lambda: model.layers.count.sum())
+
+    def right(model, run):
+        total = model.layers.count.sum()
+        return run(model, lambda: total)
+
+    for run in (scanned, mapped):
+        with case.error():
+            es.mutable(wrong)(model, run)
+        totals, new = es.mutable(right)(model, run)
+        assert totals.tolist() == [1, 1]
+        assert new.layers.count.tolist() == [1, 2]
+
+
+@LIFTED.works(
+    "return a list of two from the body of `es.scan`",
+    "any pytree with two children is a pair, as in JAX",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.mutable(lambda net: es.scan(lambda c, x: [c + x, net.layer(x)], 0.0, XS))
+    (total, ys), new = f(net)
+    assert (total, ys.tolist(), new.layer.count) == (3.0, [0.0, 2.0, 4.0], 3)
 
 
 @LIFTED.raises(
@@ -355,6 +463,83 @@ def _(case):
         es.mutable(wrong)(net)
     y, new = es.mutable(right)(net)
     assert (y, new.layer.count) == (16, 4)
+
+
+@LIFTED.raises(
+    'write state that is not an array under a transform: `self.phase = "warm"`',
+    ValueError,
+    "Only arrays come out of a transform",
+    "`phase`",
+    "phase: es.State = 0",
+    instead="make it an array, `phase: es.State = 0`; or write it outside",
+)
+def _(case):
+    class Machine(es.Module):
+        phase: es.State = "cold"
+
+        def __call__(self, x):
+            self.phase = "warm"
+            return x
+
+    class Numbered(Machine):
+        phase: es.State = 0
+
+        def __call__(self, x):
+            self.phase = 1
+            return x
+
+    transforms = {
+        "jit": es.jit,
+        "vmap": lambda f: lambda x: es.vmap(lambda _: f(x), out_axes=None)(XS),
+        "checkpoint": es.checkpoint,
+        "cond": lambda f: lambda x: es.cond(x < 1, f, lambda x: x, x),
+        "switch": lambda f: lambda x: es.switch(0, [f, lambda x: x], x),
+        "scan": lambda f: lambda x: es.scan(lambda c, _: (f(c), None), x, XS)[0],
+        "fori_loop": lambda f: lambda x: es.fori_loop(0, 2, lambda i, c: f(c), x),
+        "while_loop": lambda f: (
+            lambda x: es.while_loop(lambda c: c < 1, lambda c: f(c) + 1, x)
+        ),
+        "carry": lambda f: lambda x: es.scan(lambda c, _: (c, c(x)), f, XS)[1],
+    }
+    model, numbered = case.keep(Machine()), case.keep(Numbered())
+    x = jnp.zeros(())
+    assert es.mutable(model)(x)[1].phase == "warm"
+    for name, transform in transforms.items():
+        with case.error():
+            es.mutable(lambda m, t=transform: t(m)(x))(model)
+        new = es.mutable(lambda m, t=transform: t(m)(x))(numbered)[1]
+        assert new.phase == (0 if name == "carry" else 1)
+
+
+@LIFTED.works(
+    "keep state in a dict whose keys print alike",
+    "each is its own, by its place; only messages use names",
+)
+def _(case):
+    class Key:
+        def __init__(self, n):
+            self.n = n
+
+        def __repr__(self):
+            return "Key"
+
+        def __lt__(self, other):
+            return self.n < other.n
+
+    class Counts(es.Module):
+        counts: dict[Key, es.State]
+
+        def __call__(self, x):
+            self.counts = {key: n + key.n for key, n in self.counts.items()}
+            return x
+
+    model = case.keep(Counts({Key(1): 0.0, Key(2): 5.0}), XS)
+    for run in (model, es.jit(model), es.checkpoint(model), es.vmap(model)):
+        assert [*es.mutable(run)(XS)[1].counts.values()] == [1.0, 7.0]
+    (total, _), _ = es.mutable(lambda m: es.scan(lambda c, x: (m(c), x), 0.0, XS))(
+        model
+    )
+    assert total == 0.0
 
 
 @LIFTED.raises(

@@ -161,6 +161,39 @@ def _(case):
 
 
 @COPIED.raises(
+    "use a module in another thread while a transform of `es` runs",
+    RuntimeError,
+    "Two threads are in one scope of `es.mutable`",
+    "give each thread a scope of its own",
+    instead="wait for the thread before the transform; or one `es.mutable` in each",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def write(net):
+        net.mean = XS
+
+    def start(net):
+        return es.checkpoint(lambda: net.layer.weight)()
+
+    transforms = {
+        "jit": lambda f: es.jit(f)(XS),
+        "vmap": lambda f: es.vmap(f)(XS),
+        "scan": lambda f: es.scan(lambda c, x: (c, f(x)), None, XS),
+    }
+    for transform in transforms.values():
+        for use in (write, start, lambda net: net.layer.weight):
+            with case.error():
+                es.mutable(
+                    lambda net, use=use, transform=transform: transform(
+                        lambda x: in_thread(use, net)
+                    )
+                )(net)
+    new = es.mutable(lambda net: (in_thread(write, net), start(net)))(net)[1]
+    assert (new.mean == XS).all()
+
+
+@COPIED.raises(
     "write in another thread under `jit`",
     es.TraceError,
     "this code runs inside a JAX transform",

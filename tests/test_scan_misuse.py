@@ -1,7 +1,10 @@
 """What `es.scan` refuses, and that nothing is lost or half-written then."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
@@ -27,6 +30,11 @@ class Layer(es.Module):
 class Owner(es.Module):
     cell: Layer = dataclasses.field(default_factory=lambda: Layer(0.5, 1.0))
     steps: es.State = 0
+
+
+class Pair(NamedTuple):
+    carry: Any
+    y: Any
 
 
 def test_a_body_that_changes_shape_or_dtype_of_state():
@@ -96,6 +104,12 @@ def test_a_carry_that_changes():
 def test_a_static_value_of_the_carry_that_changes(old, new):
     with pytest.raises(TypeError, match="no array|pytree structure"):
         es.scan(lambda c, x: ((c[0] + x, new), None), (0.0, old), XS)
+
+
+@pytest.mark.parametrize("pair", [list, Pair._make, lambda x: {"a": x[0], "b": x[1]}])
+def test_a_body_that_returns_another_pair(pair):
+    f = lambda c, x: pair((c + x, c))  # noqa: E731
+    assert eqx.tree_equal(es.scan(f, 0.0, XS), lax.scan(f, 0.0, XS))
 
 
 @pytest.mark.parametrize("out", [0.0, (1.0, 2.0, 3.0), None], ids=str)

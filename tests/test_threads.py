@@ -585,3 +585,77 @@ def test_saves_to_one_file_at_once(tmp_path):
     for results in at_once(work):
         assert set(results) <= whole
     assert os.listdir(tmp_path) == [path.name]
+
+
+# --- Two threads in one scope ---------------------------------------------------------
+
+
+class Slow:
+    """Takes its time to be compared, as it is when it is written."""
+
+    def __init__(self, started, go):
+        self.started, self.go = started, go
+
+    def __eq__(self, other):
+        self.started.set()
+        return self.go.wait(timeout=60) and self is other
+
+
+def test_a_transform_waits_for_a_write_of_another_thread():
+    class Machine(es.Module):
+        phase: es.State
+        count: es.State = 0
+
+        def __call__(self):
+            def write():
+                self.phase = new
+
+            def count():
+                self.count = self.count + 1
+
+            new = Slow(started, go)
+            thread = threading.Thread(target=write)
+            thread.start()
+            assert started.wait(timeout=60)
+            threading.Timer(0.05, go.set).start()
+            es.checkpoint(count)()
+            thread.join()
+            assert self.phase is new
+
+    started, go = threading.Event(), threading.Event()
+    _, model = es.mutable(Machine(Slow(started, go)))()
+    assert model.count == 1
+    assert isinstance(model.phase, Slow)
+
+
+def test_what_another_thread_writes_beside_transforms_arrives_or_is_an_error():
+    class Net(es.Module):
+        weight: es.Parameter = 2.0
+        count: es.State = 0
+
+        def __call__(self, x):
+            def trace():
+                try:
+                    for _ in range(SHORT_ROUNDS):
+                        es.jit(lambda x: self.weight * x)(x)
+                finally:
+                    done.set()
+
+            def write():
+                while not done.is_set():
+                    try:
+                        self.count = self.count + 1
+                    except (RuntimeError, AttributeError) as error:
+                        errors.append(error)
+                    else:
+                        written.append(1)
+
+            done = threading.Event()
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                for future in [pool.submit(trace), pool.submit(write)]:
+                    future.result()
+
+    written, errors = [], []
+    _, new = es.mutable(Net())(jnp.ones(3))
+    assert new.count == len(written)
+    assert all("scope" in str(error) for error in errors)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import inspect
+import re
 
 import equinox as eqx
 import jax
@@ -249,6 +250,30 @@ def test_as_jax_vmap(name):
     assert counter.mean == 0.0
 
 
+def test_what_is_not_an_array_passes():
+    # As in `eqx.filter_vmap`; JAX's own raises.
+    f = lambda x, p, *, k, s: x * p * k + len(s)  # noqa: E731
+    assert eqx.tree_equal(es.vmap(f)(XS, 2.0, k=3, s="ab"), XS * 6 + 2)
+    assert eqx.tree_equal(es.vmap(f, (0, 0))(XS, 2.0, k=1, s=""), XS * 2)
+    with pytest.raises(ValueError, match="nothing is mapped"):
+        es.vmap(lambda p: p)(2.0)
+
+
+def test_spmd_axis_name():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "i")
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def f(x):
+        return lax.with_sharding_constraint(2 * x, spread)
+
+    def specs(vmap, **options):
+        program = str(jax.make_jaxpr(vmap(f, **options))(XS[:2]))
+        return re.findall(r"spec=.*?\)", program)
+
+    assert specs(es.vmap, spmd_axis_name="i") == specs(jax.vmap, spmd_axis_name="i")
+    assert specs(es.vmap, spmd_axis_name="i") != specs(es.vmap)
+
+
 def test_keyword_arguments_are_mapped_over_axis_0():
     y = es.vmap(lambda x, *, y: x[0] + y, in_axes=1)(M, y=jnp.arange(3.0))
     assert (y == M[0] + jnp.arange(3.0)).all()
@@ -256,7 +281,8 @@ def test_keyword_arguments_are_mapped_over_axis_0():
 
 def test_positional_options():
     assert inspect.signature(es.vmap).parameters.keys() == {
-        *("f", "in_axes", "out_axes", "axis_name", "axis_size", "axes")
+        *("f", "in_axes", "out_axes", "axis_name", "axis_size", "spmd_axis_name"),
+        "axes",
     }
     assert (es.vmap(lambda x: x, 1, 1)(M) == M).all()
 

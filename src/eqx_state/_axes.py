@@ -6,9 +6,10 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
+from ._base import BaseModule, get_place
 from ._keys import is_key
 from ._kinds import is_kind, Rng
-from ._lift import is_mappable, Lifted
+from ._lift import Lifted
 from ._select import check_kinds, most_derived
 from ._transform import Transform
 from ._traverse import is_array, leaves, modules_in, Visit
@@ -59,14 +60,23 @@ def _in_module(visit: Visit) -> bool:
     return owner is not None and not issubclass(owner, _CARRIERS)
 
 
-def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> dict[str, Any]:
+def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> list[Any]:
     """The axes for the modules in a function; bare arrays in its closure are shared."""
-    return {v.name: axis_by_kind(v, by_kind) for v in leaves(function) if _in_module(v)}
+    return [
+        axis_by_kind(v, by_kind) if _in_module(v) else None for v in leaves(function)
+    ]
+
+
+def module_axes(module: BaseModule, by_kind: Mapping[Any, Any]) -> list[Any]:
+    """The axes of an owned module that is reached through the function."""
+    place = get_place(module)
+    visits = leaves(module, place.path, place.context)
+    return [axis_by_kind(visit, by_kind) for visit in visits]
 
 
 def argument_axes(
     in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+) -> list[Any]:
     """The axis of each leaf of `(args, kwargs)`; keyword arguments have axis 0."""
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
@@ -84,8 +94,7 @@ def argument_axes(
         is_leaf=lambda x: x is None or _is_mapping_of_kinds(x),
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
-    visits = leaves((args, kwargs))
-    return {v.name: a.value for v, a in zip(visits, axis_leaves, strict=True)}
+    return [axis.value for axis in axis_leaves]
 
 
 def _axes_of_argument(entry: Any, argument: Any) -> Any:
@@ -94,7 +103,7 @@ def _axes_of_argument(entry: Any, argument: Any) -> Any:
         check_kinds(entry, "`es.vmap(in_axes=...)`")
         axes = [_Axis(axis_by_kind(visit, entry)) for visit in visits]
     else:
-        axes = [_Axis(entry if is_mappable(visit) else None) for visit in visits]
+        axes = [_Axis(entry if is_array(visit.node) else None) for visit in visits]
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
 
 

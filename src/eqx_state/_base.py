@@ -108,6 +108,8 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
             value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
+            if not name.startswith("__") and (place := get_place(self)) is not None:
+                place.note_read(name)
             return value
 
     def module_init(self, key: Any) -> None:

@@ -10,6 +10,7 @@ import jax
 from ._compare import difference_of_leaves
 from ._compat import boundary
 from ._lift import is_traced, Leaves, Lifted, Sown
+from ._mutable import is_bound_method
 from ._scope import is_owned
 
 
@@ -23,14 +24,15 @@ def _select(
     what: str,
 ) -> Any:
     """One of the branches, as `select` chooses; each returns all that any may write."""
-    lifted = Lifted(tuple(branches), operands)
+    branches = tuple(branches)
+    lifted = Lifted(branches, operands)
     if lifted.is_initialising:
         for f in branches:  # whichever is chosen later must have been initialised
             f(*operands)
-    traced = is_traced(operands, is_leaf=is_owned)
+    traced = is_traced(operands)
     arrays, rest = eqx.partition(operands, traced, is_leaf=is_owned)
     values, writable = lifted.values(), lifted.writable()
-    written_by_any: list[set[str]] = [set() for _ in values]
+    written_by_any: list[set[int]] = [set() for _ in values]
     static_outs: list[Any] = []
     sown_by_each: list[list[dict[str, int]]] = []
 
@@ -39,8 +41,8 @@ def _select(
         def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             out, written, sown = lifted.run(values, lambda: f(*operands))
-            for names, new in zip(written_by_any, written, strict=True):
-                names.update(new)
+            for positions, new in zip(written_by_any, written, strict=True):
+                positions.update(new)
             sown_by_each.append([{n: len(x) for n, x in s.items()} for s in sown])
             _check_sown_alike(sown_by_each, what)
             out, static_out = eqx.partition(out, is_traced(out))
@@ -50,16 +52,23 @@ def _select(
 
         return run
 
-    out, state, sown = select([branch(f) for f in branches], arrays)
+    # JAX traces a function once, however often it is a branch.
+    distinct = {_identity(f): branch(f) for f in branches}
+    out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
     _check_equal(static_outs, what)
     lifted.commit(
         [
-            {name: x for name, x in new.items() if name in names}
-            for names, new in zip(written_by_any, state, strict=True)
+            {k: x for k, x in new.items() if k in positions}
+            for positions, new in zip(written_by_any, state, strict=True)
         ],
         sown,
     )
     return eqx.combine(out, static_outs[0])
+
+
+def _identity(f: Any) -> Any:
+    """Equal for what is one function; a bound method is a new object at each access."""
+    return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
 
 
 def _check_sown_alike(sown: list[list[dict[str, int]]], what: str) -> None:

@@ -15,12 +15,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._base import get_place
 from ._compare import difference_of_leaves
 from ._lift import is_traced, Leaves, Lifted, Sown
-from ._scope import is_owned, own
+from ._scope import is_owned
 from ._shared import closed_copy
-from ._traverse import check_not_shared, flatten_with_path, is_array, KeyPath, leaves
+from ._stand_ins import owned_copy, stand_in
+from ._traverse import check_not_shared, is_array
 
 
 class Loop:
@@ -30,33 +30,38 @@ class Loop:
         check_not_shared(init)
         originals: list[tuple[Any, Any]] = []
 
-        def stand_in(x: Any) -> Any:
+        def carried(x: Any) -> Any:
             if not is_owned(x):
                 return x
-            originals.append((_owned_copy(x), x))
+            originals.append((owned_copy(x), x))
             return originals[-1][0]
 
-        self.init = jtu.tree_map(stand_in, init, is_leaf=is_owned)
+        self.init = jtu.tree_map(carried, init, is_leaf=is_owned)
         outside = closed_copy(self.init)
+        self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
-        self.lifted = Lifted(functions, self.init, xs)
+        self.xs, self.stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
+        self.lifted = Lifted(functions, self.init, self.xs, stand_ins=self.stand_ins)
         self.index = {id(root): i for i, root in enumerate(self.lifted.roots)}
         self.originals = {self.index[id(copy)]: x for copy, x in originals}
         self.outside: dict[int, list[Any]] = {}
-        self.kept: set[KeyPath] = set()
-        values, writable = self.lifted.values(), self.lifted.writable()
-        for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
-            if is_owned(x):  # the carry holds its values
-                writable[self.index[id(x)]] = {}
+        self.kept: set[int] = set()
         self.state: list[Leaves] = []
         self.slices: list[Leaves] = []
-        names = self.lifted.names_in(xs)
-        for old, new, in_xs in zip(values, writable, names, strict=True):
-            self.state.append({n: x for n, x in new.items() if n not in in_xs})
-            sliced = {n: x for n, x in old.items() if n in in_xs and is_array(x)}
-            _check_sliceable(sliced)
-            self.slices.append(sliced)
-        self.written: list[set[str]] = [set() for _ in values]
+        parts = zip(self.lifted.values(), self.lifted.writable(), strict=True)
+        for i, (old, new) in enumerate(parts):
+            is_slice = self.lifted.is_stand_in(i)
+            is_beside = not is_slice and i not in self.originals
+            self.state.append(self.lifted.threaded(i, new) if is_beside else {})
+            self.slices.append(
+                {k: x for k, x in old.items() if is_slice and is_array(x)}
+            )
+        self._check_sliceable()
+        self.written: list[set[int]] = [set() for _ in self.lifted.roots]
+
+    def split_xs(self) -> tuple[Any, Any]:
+        """The arrays to slice, and what each step has as it is; modules are in that."""
+        return eqx.partition(self.xs, is_traced(self.xs), is_leaf=is_owned)
 
     def enter(
         self, arrays: Any, state: list[Leaves], slices: list[Leaves]
@@ -71,7 +76,7 @@ class Loop:
             if not is_owned(x):
                 return next(new)
             i = self.index[id(x)]
-            values[i] = {name: next(new) for name in values[i]}
+            values[i] = {k: next(new) for k in values[i]}
             return x
 
         return jtu.tree_map(put, self.init, is_leaf=is_owned), values
@@ -95,33 +100,34 @@ class Loop:
         self._check_returned(values, carry, written)
         arrays, static = eqx.partition(carry, is_traced(carry))
         self._check_static(static)
-        for names, new in zip(self.written, written, strict=True):
-            names.update(new)
+        for positions, new in zip(self.written, written, strict=True):
+            positions.update(new)
         after = [{**v, **new} for v, new in zip(values, written, strict=True)]
         return arrays, [
-            {name: new[name] for name in old}
-            for old, new in zip(self.state, after, strict=True)
+            {k: new[k] for k in old} for old, new in zip(self.state, after, strict=True)
         ]
 
     def _check_returned(
         self, values: list[Leaves], carry: Any, written: list[Leaves]
     ) -> None:
         """What was written in a module of the carry must be in the new carry."""
-        returned = {v.path: v.node for v in leaves(carry)}
         outside, self.outside, self.kept = self.outside, {}, set()
-        entries, _ = flatten_with_path(self.init, is_owned)
-        for path, x in entries:
+        returned, treedef = jtu.tree_flatten(carry)
+        if treedef != self.treedef:
+            return  # JAX says so
+        start = 0
+        for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if not is_owned(x):
+                start += 1
                 continue
             i = self.index[id(x)]
-            held = zip(leaves(x), values[i].items(), outside[i], strict=True)
-            for visit, (name, before), original in held:
-                place = (*path, *visit.path)
-                new = returned.get(place)
-                if name in written[i] and (new is before or new is original):
-                    raise _not_returned(name)
+            for k, before in values[i].items():
+                new, original = returned[start + k], outside[i][k]
+                if k in written[i] and (new is before or new is original):
+                    raise _not_returned(self.lifted.name(i, k))
                 if new is before:
-                    self.kept.add(place)
+                    self.kept.add(start + k)
+            start += len(values[i])
 
     def _check_static(self, static: Any) -> None:
         if (name := difference_of_leaves(self.static, static)) is not None:
@@ -145,7 +151,8 @@ class Loop:
         carry, values = self.enter(arrays, state, self.slices)
         go_on, written, sown = self.lifted.run(values, lambda: f(carry))
         _check_not_sown(sown)
-        if names := [f"`{name}`" for new in written for name in new]:
+        name = self.lifted.name
+        if names := [f"`{name(i, k)}`" for i, new in enumerate(written) for k in new]:
             raise ValueError(
                 f"The `cond_fun` of `es.while_loop` wrote {', '.join(names)}. It only"
                 " answers whether to go on, and JAX takes nothing else out of it. Write"
@@ -162,8 +169,8 @@ class Loop:
     ) -> Any:
         """The carry after the loop; writes what was written to the owned modules."""
         changed = [
-            {name: x for name, x in new.items() if name in names}
-            for names, new in zip(self.written, state, strict=True)
+            {k: x for k, x in new.items() if k in positions}
+            for positions, new in zip(self.written, state, strict=True)
         ]
         written = zip(changed, slices or self.slices, strict=True)
         self.lifted.commit(
@@ -171,25 +178,24 @@ class Loop:
             sown or [OrderedDict() for _ in self.lifted.scopes],
         )
         # A module comes back with its own parameters, and may be assigned.
-        old = iter(jtu.tree_leaves(self.arrays))
-        given = [(path, x, next(old)) for path, x in flatten_with_path(arrays)[0]]
-        kept = [before if path in self.kept else x for path, x, before in given]
-        arrays = jtu.tree_unflatten(jtu.tree_structure(arrays), kept)
-        new = iter(jtu.tree_leaves(eqx.combine(arrays, self.static)))
+        after = jtu.tree_leaves(eqx.combine(arrays, self.static))
+        new = (self.before[k] if k in self.kept else x for k, x in enumerate(after))
 
         def put(x: Any) -> Any:
-            return _owned_copy(x, new) if is_owned(x) else next(new)
+            return owned_copy(x, new) if is_owned(x) else next(new)
 
         return jtu.tree_map(put, self.init, is_leaf=is_owned)
 
-
-def _owned_copy(module: Any, values: Any = None) -> Any:
-    """A copy of an owned module in the same place, with these leaves or its own."""
-    place, copy = get_place(module), closed_copy(module)
-    if values is not None:
-        copy = jtu.tree_map(lambda _: next(values), copy)
-    own(copy, place.scope, place.path, place.context)
-    return copy
+    def _check_sliceable(self) -> None:
+        for i, slices in enumerate(self.slices):
+            for k, x in slices.items():
+                if jnp.ndim(x) == 0:
+                    raise ValueError(
+                        f"`es.scan`: `{self.lifted.name(i, k)}` has shape (), and no"
+                        " first axis to scan over. A stack of layers has one in each of"
+                        " its arrays, also in its state and keys: make it by"
+                        " `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."
+                    )
 
 
 def _not_returned(name: str) -> ValueError:
@@ -210,14 +216,3 @@ def _check_not_sown(sown: Sown) -> None:
             " which only the last carry comes out. `es.scan` stacks what its steps sow;"
             " or put the value into the carry, and sow it after the loop."
         )
-
-
-def _check_sliceable(slices: Leaves) -> None:
-    for name, x in slices.items():
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                f"`es.scan`: `{name}` has shape (), and no first axis to scan over. A"
-                " stack of layers has one in each of its arrays, also in its state and"
-                " keys: make it by `eqx.filter_vmap(make_layer)(jax.random.split(key,"
-                " n))`."
-            )

@@ -1,5 +1,6 @@
 """Two trees: whether they are of one structure, and where they first differ."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -48,11 +49,14 @@ def same(a: Any, b: Any) -> bool:
 
 def difference_of_leaves(a: Any, b: Any) -> str | None:
     """The name of the first leaf that two trees do not have in common, if there is."""
-    left, right = ({v.path: v.node for v in leaves(tree)} for tree in (a, b))
-    for path in {**left, **right}:
-        in_both = path in left and path in right
-        if not (in_both and same(left[path], right[path])):
-            return name_of(path)
+    left, right = leaves(a), leaves(b)
+    paths = [collections.Counter(v.path for v in visits) for visits in (left, right)]
+    for path in [*(paths[0] - paths[1]), *(paths[1] - paths[0])]:
+        return name_of(path)
+    # By position: the paths of two leaves may be equal.
+    for x, y in zip(left, right, strict=True):
+        if not same(x.node, y.node):
+            return x.name
     return None
 
 

@@ -7,9 +7,11 @@ trace's values; what was written is collected, the old contents are put back wha
 happens, and what the transform returns is written to them at the end.
 """
 
+import contextlib
 import dataclasses
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +22,7 @@ from ._closures import is_model, models_in, owned_in
 from ._compare import identical, same
 from ._compat import trace_state
 from ._errors import NotInitializedError, TraceError
+from ._fit import show
 from ._init import check_initialized
 from ._module import Module
 from ._scope import (
@@ -34,20 +37,20 @@ from ._scope import (
     trace_message,
 )
 from ._shared import closed_copy
+from ._stand_ins import by_entry, StandIn, Twice
 from ._traverse import (
     check_apart,
     is_array,
     leaves,
-    map_with_path,
     modules_in,
-    name_of,
     Visit,
     walk,
 )
 
 
-# The leaves of a module by name, in the order of flattening.
-Leaves = dict[str, Any]
+# Leaves of a module by their position, in the order of flattening. Not by name: those
+# of two may be equal.
+Leaves = dict[int, Any]
 
 # What was sown in each scope; JAX sorts a dictionary, but not this one.
 Sown = list[OrderedDict[str, list[Any]]]
@@ -57,11 +60,18 @@ class Lifted:
     """What one lifted call threads: each owned module within reach, once.
 
     `reached` has each place where one is reached. `roots` are the outermost of them;
-    what is said of each comes as a list, in their order. With `may_initialise` an
+    what is said of each comes as a list, in their order. `stand_ins` are among the
+    arguments: what is written to one goes to the original. With `may_initialise` an
     argument may be a model that the call initialises.
     """
 
-    def __init__(self, functions: Any, *arguments: Any, may_initialise: bool = False):
+    def __init__(
+        self,
+        functions: Any,
+        *arguments: Any,
+        stand_ins: Sequence[StandIn] = (),
+        may_initialise: bool = False,
+    ):
         self.given = functions, arguments
         self.in_function = owned_in(functions)
         # A function among the arguments may close over the same modules.
@@ -81,6 +91,11 @@ class Lifted:
         self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.
         self.scopes = list({id(p.scope): p.scope for p in self.places}.values())
+        originals = {id(x.module): x.original for x in stand_ins}
+        self.originals = [originals.get(id(root), root) for root in self.roots]
+        self.twice: Twice | None = None
+        if stand_ins and not self.is_initialising:
+            self.twice = Twice(self.roots, self.originals, self.writable())
 
     @property
     def is_initialising(self) -> bool:
@@ -92,41 +107,36 @@ class Lifted:
         tree = self.roots[i] if tree is None else tree
         return leaves(tree, self.places[i].path, self.places[i].context)
 
+    def name(self, i: int, k: int) -> str:
+        """The name in the model of a leaf of a root."""
+        if self.initialised[i] is not None:
+            return self.initialised[i][1][k]
+        return self.visits(i)[k].name
+
     def values(self) -> list[Leaves]:
         """What the roots hold now."""
-        return [
-            {v.name: v.node for v in self.visits(i)} for i in range(len(self.roots))
-        ]
+        with _alone(self.scopes):
+            return [_by_position(root) for root in self.roots]
 
     def writable(self) -> list[Leaves]:
         """The arrays that the call may write."""
         return [
             {
-                v.name: v.node
-                for v in self.visits(i)
+                k: v.node
+                for k, v in enumerate(self.visits(i))
                 if is_array(v.node) and place.scope.allows(v.kind)
             }
             for i, place in enumerate(self.places)
         ]
 
-    def names_in(self, tree: Any) -> list[set[str]]:
-        """The names of the leaves that each root shares with a tree."""
-        indices = range(len(self.roots))
-        return [{name for name, _ in self.within(i, tree)} for i in indices]
+    def threaded(self, i: int, state: Leaves) -> Leaves:
+        """The state of a root that is written to it, and not to a stand-in."""
+        others = {} if self.twice is None else self.twice.others
+        return {k: x for k, x in state.items() if (i, k) not in others}
 
-    def within(self, i: int, tree: Any) -> list[tuple[str, str]]:
-        """The leaves that the owned modules in a tree share with a root.
-
-        Each with its name in the root, and its name in the tree.
-        """
-        root, place = self.roots[i], self.places[i]
-        paths = {id(v.node): v.path for v in modules_in(root, place.path)}
-        return [
-            (name_of((*paths[id(v.node)], *leaf.path)), name_of((*v.path, *leaf.path)))
-            for v in modules_in(tree)
-            if id(v.node) in paths
-            for leaf in leaves(v.node)
-        ]
+    def is_stand_in(self, i: int) -> bool:
+        """Whether a root stands for another module, as an argument."""
+        return self.originals[i] is not self.roots[i]
 
     def split(self, out: Any) -> tuple[Any, Any]:
         """The arrays that a call has computed, and the rest of its output.
@@ -147,15 +157,22 @@ class Lifted:
 
         Returns its output, the leaves that it has written, and what it has sown.
         """
+        with _alone(self.scopes):
+            scopes = {
+                id(outer): Scope(outer.kinds, outer.initialise, outer.captures)
+                for outer in self.scopes
+            }
+            with _alone(scopes.values()):
+                return self._run(values, call, scopes)
+
+    def _run(
+        self, values: list[Leaves], call: Callable[[], Any], scopes: dict[int, Scope]
+    ) -> tuple[Any, list[Leaves], Sown]:
         saved = [
             (v.node, dict(v.node.__dict__), get_place(v.node))
             for root in self.roots
             for v in modules_in(root)
         ]
-        scopes = {
-            id(outer): Scope(outer.kinds, outer.initialise, outer.captures)
-            for outer in self.scopes
-        }
         threaded = list(zip(self.roots, self.places, values, strict=True))
         try:
             before = []
@@ -163,13 +180,20 @@ class Lifted:
                 pour(root, iter(new.values()))
                 own(root, scopes[id(place.scope)], place.path, place.context)
                 before.append(Snapshot.of(closed_copy(root)))
+            for module, _, place in saved:
+                if place is not None:
+                    new_place = get_place(module)
+                    new_place.watches = place.watches
+                    new_place.thread = threading.get_ident()
+            if self.twice is not None:
+                self.twice.watch()
             out = self._called(call)
             for scope in scopes.values():
                 check_written(walk([*self.roots, out]), scope)
             check_apart([v for r, place, _ in threaded for v in walk(r, place.path)])
             out = disown(out)
             after = [
-                collect(root, old, scopes[id(place.scope)], place).tree()
+                collect(root, old, scopes[id(place.scope)], place)
                 for (root, place, _), old in zip(threaded, before, strict=True)
             ]
         finally:
@@ -180,17 +204,37 @@ class Lifted:
                 module.__dict__.update(fields)
                 set_place(module, place)
         self._check_containers([module for module, _, _ in saved])
-        written = []
-        for i, (tree, old) in enumerate(zip(after, values, strict=True)):
-            visits = self.visits(i, tree)
-            if self.places[i].scope.initialise is not None:
-                # No tracer may live on: only the structure.
-                names = [visit.name for visit in visits]
-                self.initialised[i] = jtu.tree_structure(tree), names
-            written.append(
-                {v.name: v.node for v in visits if not same(old.get(v.name), v.node)}
-            )
+        written = [
+            self._written(i, new, old)
+            for i, (new, old) in enumerate(zip(after, values, strict=True))
+        ]
+        if self.twice is not None:
+            self.twice.check(written, self.name)
         return out, written, [scopes[id(outer)].sown for outer in self.scopes]
+
+    def _written(self, i: int, after: Snapshot, old: Leaves) -> Leaves:
+        """The leaves of a root after a call that are not those from before."""
+        if self.places[i].scope.initialise is not None:
+            return self._initialised(i, after, old)
+        new = enumerate(after.leaves)
+        written = {k: x for k, x in new if not same(old[k], x)}
+        for k, x in written.items():
+            if not (is_array(old[k]) and is_array(x)):
+                raise ValueError(_static_message(self.name(i, k), old[k], x))
+        return written
+
+    def _initialised(self, i: int, after: Snapshot, old: Leaves) -> Leaves:
+        """`_written` while initialising: new leaves come after the old ones."""
+        positions = {visit.path: k for k, visit in enumerate(self.visits(i))}
+        names, written = {}, {}
+        for visit in self.visits(i, after.tree()):
+            k = positions.setdefault(visit.path, len(positions))
+            names[k] = visit.name
+            if not same(old.get(k), visit.node):
+                written[k] = visit.node
+        # No tracer may live on: only the structure, and which leaf goes where.
+        self.initialised[i] = after.structure, names
+        return written
 
     def _called(self, call: Callable[[], Any]) -> Any:
         """`call()`; what it has taken for a value, and is none yet, is named."""
@@ -217,30 +261,59 @@ class Lifted:
 
     def commit(self, written: list[Leaves], sown: Sown) -> None:
         """Write the leaves to the owned modules, and sow the values: all or none."""
-        for place, new in zip(self.places, written, strict=True):
-            if new and place.scope.trace != trace_state():
-                raise TraceError(trace_message(next(iter(new))))
+        with _alone(self.scopes):
+            self._commit(written, sown)
+
+    def _commit(self, written: list[Leaves], sown: Sown) -> None:
+        for i, new in enumerate(written):
+            if new and self.places[i].scope.trace != trace_state():
+                raise TraceError(trace_message(self.name(i, next(iter(new)))))
         for scope, values in zip(self.scopes, sown, strict=True):
             if values and scope.trace != trace_state():
                 raise TraceError(trace_message(next(iter(values)), verb="sow"))
-        for i, (old, new) in enumerate(zip(self.values(), written, strict=True)):
+        for i, new in enumerate(written):
             if new:
-                self._store(i, {**old, **new})
-                scope, root = self.places[i].scope, self.roots[i]
-                scope.written[id(root)] = root, next(iter(new))
+                self._store(i, new)
+                scope, root = self.places[i].scope, self.originals[i]
+                scope.written[id(root)] = root, self.name(i, next(iter(new)))
         for scope, values in zip(self.scopes, sown, strict=True):
             for name, new in values.items():
                 scope.sown.setdefault(name, []).extend(new)
 
-    def _store(self, i: int, new: Leaves) -> None:
-        root, place = self.roots[i], self.places[i]
+    def _store(self, i: int, written: Leaves) -> None:
+        root, place = self.originals[i], self.places[i]
+        new = {**_by_position(root), **written}
         if self.initialised[i] is None:
             pour(root, iter(new.values()))
             return
         # Only `init` changes a structure.
         treedef, names = self.initialised[i]
-        _merge(root, jtu.tree_unflatten(treedef, [new[name] for name in names]))
+        _merge(root, jtu.tree_unflatten(treedef, [new[k] for k in names]))
         own(root, place.scope, place.path, place.context)
+
+
+@contextlib.contextmanager
+def _alone(scopes: Iterable[Scope]) -> Iterator[None]:
+    """No other thread is in any of these scopes meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope.alone(transform=True))
+        yield
+
+
+def _by_position(tree: Any) -> Leaves:
+    return dict(enumerate(jtu.tree_leaves(tree)))
+
+
+def _static_message(name: str, old: Any, new: Any) -> str:
+    return (
+        f"`{name}` was {show(old)}, and was written inside a transform: it is now"
+        f" {show(new)}. Only arrays come out of a transform, so that other state keeps"
+        " its value there. Make it an array,\n\n"
+        '    phase: es.State = "cold"    # wrong\n'
+        "    phase: es.State = 0         # right\n\n"
+        "or write it outside of the transform."
+    )
 
 
 def _merge(root: BaseModule, tree: BaseModule) -> None:
@@ -275,10 +348,14 @@ def is_mappable(visit: Visit) -> bool:
     )
 
 
-def is_traced(tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
-    """For each leaf of an argument or of an output, whether JAX would trace it."""
-    traced = {visit.path for visit in leaves(tree) if is_mappable(visit)}
-    return map_with_path(lambda p, _: p in traced, tree, is_leaf)
+def is_traced(tree: Any) -> Any:
+    """For each leaf of an argument or of an output, whether JAX would trace it.
+
+    Owned modules are leaves, and are not traced as such.
+    """
+    flags = [is_mappable(visit) for visit in leaves(tree)]
+    traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
 
 
 def pour(module: BaseModule, values: Any) -> None:

@@ -39,9 +39,12 @@ def scan(
     in stays as it was, until the new one is assigned: `self.cell, ys = es.scan(step,
     self.cell, xs)`.
 
+    A stack in `xs` that `f` also reaches through its closure is whole there.
+
     **Arguments:**
 
-    - `f`: takes the carry and a slice of `xs`; returns the new carry and an output.
+    - `f`: takes the carry and a slice of `xs`; returns the new carry and an output, as
+        a tuple, a list, or any pytree with two children.
     - `init`: the first carry, any pytree. What is no array must stay as it is.
     - `xs`: what is scanned over along the first axis of each array, or `None`.
     - `length`, `reverse`, `unroll`, `_split_transpose`: as for `jax.lax.scan`.
@@ -52,8 +55,9 @@ def scan(
 
     **Raises:**
 
-    - `ValueError`: a state changed its shape or dtype; what was written in a module of
-        the carry was not returned.
+    - `ValueError`: a state changed its shape or dtype, or is not an array; what was
+        written in a module of the carry was not returned; the state of a module in `xs`
+        was written, and read or written through the closure.
     - `TypeError`: the carry changed its structure, shape or dtype.
 
     !!! example
@@ -78,23 +82,24 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    arrays, rest = eqx.partition(xs, is_traced(xs, is_owned), is_leaf=is_owned)
     loop = Loop(f, init, xs)
     if loop.lifted.is_initialising:
-        _initialise(f, init, xs, (arrays, rest), -1 if reverse else 0)
+        _initialise(loop, f, init, -1 if reverse else 0)
         loop = Loop(f, init, xs)
+    arrays, rest = loop.split_xs()
     static_y: Any = None
+    pair: Any = None
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        nonlocal static_y
+        nonlocal static_y, pair
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
         entered, values = loop.enter(*carry, slices)
         out, written, sown = loop.run(values, lambda: f(entered, x))
-        new_carry, y = _two(out)
+        pair, (new_carry, y) = _two(out)
         y, static_y = eqx.partition(y, is_traced(y))
         written_slices = [
-            {name: new[name] for name in old if name in new}
+            {k: new[k] for k in old if k in new}
             for old, new in zip(slices, written, strict=True)
         ]
         return loop.leave(values, new_carry, written), (y, written_slices, sown)
@@ -108,43 +113,50 @@ def scan(
         unroll=unroll,
         _split_transpose=_split_transpose,
     )
-    return loop.finish(*carry, slices, sown), eqx.combine(ys, static_y)
+    result = loop.finish(*carry, slices, sown), eqx.combine(ys, static_y)
+    return jtu.tree_unflatten(pair, result)
 
 
-def _initialise(f: Any, init: Any, xs: Any, parts: Any, first: int) -> None:
+def _initialise(loop: Loop, f: Any, init: Any, first: int) -> None:
     """One step, in which what is missing is made: all steps have one structure then."""
-    lifted = Lifted(f, init, xs)
-    arrays, rest = parts
-    sliced = lifted.names_in(xs)
+
+    # Of the modules in `init` themselves: a copy of them would be initialised in vain.
+    lifted = Lifted(f, init, loop.xs, stand_ins=loop.stand_ins)
+    sliced = [
+        old if lifted.is_stand_in(i) else {} for i, old in enumerate(lifted.values())
+    ]
 
     def slice_of(x: Any) -> Any:
         # Without a step there are no values, but there are shapes.
         return x[first] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
 
     values = [
-        {n: slice_of(x) if n in names and is_array(x) else x for n, x in old.items()}
-        for names, old in zip(sliced, lifted.values(), strict=True)
+        {k: slice_of(x) if k in stacked and is_array(x) else x for k, x in old.items()}
+        for stacked, old in zip(sliced, lifted.values(), strict=True)
     ]
+    arrays, rest = loop.split_xs()
     x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
     _, written, sown = lifted.run(values, lambda: f(init, x))
     # A slice is not written back into its stack: the loop itself does that.
     lifted.commit(
         [
-            {name: x for name, x in new.items() if name not in names}
-            for names, new in zip(sliced, written, strict=True)
+            {k: x for k, x in new.items() if k not in stacked}
+            for stacked, new in zip(sliced, written, strict=True)
         ],
         sown,
     )
 
 
-def _two(out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, tuple) or len(out) != 2:
+def _two(out: Any) -> tuple[Any, list[Any]]:
+    """A pair, which for JAX is what has two children: its structure, and the two."""
+    pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
+    if len(pair) != 2:
         raise TypeError(
             "The function of `es.scan` returns a pair, `(carry, y)`, and this one"
             f" returned `{eqx.tree_pformat(out, short_arrays=True)}`. Where there is"
             " nothing to stack: `return carry, None`."
         )
-    return out
+    return structure, pair
 
 
 @boundary

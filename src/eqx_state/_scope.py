@@ -6,8 +6,11 @@ The scope is stamped with the trace in which it was opened: a write in another t
 would leak that trace's tracers, and is an error.
 """
 
+import contextlib
 import dataclasses
+import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Self
 
 import equinox as eqx
@@ -75,7 +78,25 @@ class Scope:
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
+        self._lock = threading.RLock()
+        self._is_transformed = False
         _OPEN.add(id(self))
+
+    @contextlib.contextmanager
+    def alone(self, transform: bool) -> Iterator[None]:
+        """No other thread writes, or runs a transform, in the scope meanwhile.
+
+        A write is waited for. A transform is not: it may itself wait for this thread.
+        """
+        while not self._lock.acquire(timeout=0.001):
+            if self._is_transformed:
+                raise RuntimeError(_OTHER_THREAD)
+        before, self._is_transformed = self._is_transformed, transform
+        try:
+            yield
+        finally:
+            self._is_transformed = before
+            self._lock.release()
 
     def close(self) -> None:
         """From now on nothing can be written."""
@@ -95,12 +116,45 @@ class Scope:
 
 
 @dataclasses.dataclass(slots=True)
+class Watch:
+    """Which of these fields of a module have been read."""
+
+    fields: frozenset[str]
+    read: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
 class Place:
-    """Where an owned module is."""
+    """Where an owned module is, and who wants to know what is read of it.
+
+    `thread`: while a transform runs, the one that the contents belong to.
+    """
 
     scope: Scope
     path: KeyPath
     context: Context
+    watches: tuple[Watch, ...] = ()
+    thread: int | None = None
+
+    def note_read(self, name: str) -> None:
+        """The field was read, if there is a field of that name."""
+        if self.thread is not None and self.thread != threading.get_ident():
+            raise RuntimeError(_OTHER_THREAD)
+        for watch in self.watches:
+            watch.read.add(name)
+
+    def note_all_read(self) -> None:
+        """Whoever takes a copy may read everything."""
+        for watch in self.watches:
+            watch.read |= watch.fields
+
+
+_OTHER_THREAD: Final = """Two threads are in one scope of `es.mutable`: while one of \
+them wrote, or ran a transform of `es`, the other used the same private copy. During a \
+transform its modules hold the values of a trace, which belongs to one thread. Use a \
+scope in one thread at a time, or give each thread a scope of its own:
+
+    threading.Thread(target=lambda: results.append(es.mutable(model)(x)))"""
 
 
 def own(
@@ -144,6 +198,11 @@ def disown(tree: Any) -> Any:
 
 def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     """`module.name = value` inside a scope."""
+    with place.scope.alone(transform=False):
+        _write(module, place, name, value)
+
+
+def _write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     scope, cls = place.scope, type(module)
     where = f"{cls.__qualname__}.{name}"
     key = jtu.GetAttrKey(name)

@@ -6,7 +6,7 @@ its closure, the arguments, or an owned module. All else is closed over as it is
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -17,9 +17,9 @@ import jax.tree_util as jtu
 
 from ._axes import (
     argument_axes,
-    axis_by_kind,
     check_matched,
     function_axes,
+    module_axes,
     SPLIT,
 )
 from ._closures import Opened
@@ -27,9 +27,10 @@ from ._compat import is_mapped, spread_like
 from ._keys import next_keys, num_key_axes, split_key
 from ._lift import is_traced, Leaves, Lifted
 from ._scope import is_owned
-from ._select import check_kinds, most_derived
+from ._select import check_kinds
+from ._stand_ins import by_entry, stand_in
 from ._transform import Transform, wrap
-from ._traverse import flatten_with_path, modules_in, name_of
+from ._traverse import flatten_with_path, name_of
 
 
 _P = ParamSpec("_P")
@@ -38,34 +39,41 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(eq=False)
 class _Source:
-    """Leaves by name, and the axis of each: an integer, `SPLIT`, or `None`."""
+    """Leaves by position, and the axis of each: an integer, `SPLIT`, or `None`."""
 
     values: Leaves
-    axes: dict[str, Any]
+    axes: list[Any]
+    name: Callable[[int], str]
     advanced: Leaves = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(tree: Any, axes: dict[str, Any]) -> "tuple[_Source, Any]":
+    def of(tree: Any, axes: Sequence[Any]) -> "tuple[_Source, Any]":
         """The leaves of a tree in which owned modules count as leaves that stay."""
         entries, treedef = flatten_with_path(tree, is_owned)
-        values = {name_of(path): value for path, value in entries}
-        own_axes = {n: axes.get(n) for n, v in values.items() if not is_owned(v)}
-        return _Source(values, own_axes), treedef
+        own_axes = [
+            None if is_owned(x) else axis[0] for x, axis in by_entry(tree, axes)
+        ]
+        values = {k: value for k, (_, value) in enumerate(entries)}
+        return _Source(values, own_axes, lambda k: name_of(entries[k][0])), treedef
 
     def sort(self, written: Leaves) -> tuple[Leaves, Leaves]:
         """What a lane has written: what all lanes share, and what each has."""
-        # What only `init` has brought into being has no axis, and is shared.
-        axes = {name: self.axes.get(name) for name in written}
-        shared = {name: x for name, x in written.items() if axes[name] is None}
-        own = {name: x for name, x in written.items() if isinstance(axes[name], int)}
-        _check_reduced(shared)
+        shared, own = {}, {}
+        for k, x in written.items():
+            # What only `init` has brought into being has no axis, and is shared.
+            axis = self.axes[k] if k < len(self.axes) else None
+            if isinstance(axis, int):
+                own[k] = x
+            elif axis is None or not is_mapped(x):
+                shared[k] = x  # also a key that is assigned, and not drawn from
+        _check_reduced([self.name(k) for k, x in shared.items() if is_mapped(x)])
         return shared, own
 
-    def outer(self, names: list[str], shared: Leaves, stacked: Leaves) -> Leaves:
+    def outer(self, positions: list[int], shared: Leaves, stacked: Leaves) -> Leaves:
         """What the lanes have written, as it is outside."""
-        moved = {n: jnp.moveaxis(x, 0, self.axes[n]) for n, x in stacked.items()}
+        moved = {k: jnp.moveaxis(x, 0, self.axes[k]) for k, x in stacked.items()}
         new = {**self.advanced, **shared, **moved}
-        return {name: new[name] for name in names}
+        return {k: new[k] for k in positions}
 
 
 class _Vmap(Transform):
@@ -73,60 +81,73 @@ class _Vmap(Transform):
     out_axes: Any = eqx.field(static=True)
     axis_name: Any = eqx.field(static=True)
     axis_size: int | None = eqx.field(static=True)
+    spmd_axis_name: Any = eqx.field(static=True)
     axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         by_kind = dict(self.axes)
-        arguments = (args, kwargs)
-        lifted = Lifted(self.f, arguments)
         by_argument = argument_axes(self.in_axes, args, kwargs)
+        arguments, stand_ins = stand_in(
+            (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
+        )
+        lifted = Lifted(self.f, arguments, stand_ins=stand_ins)
         opened = Opened(self.f)
         check_matched(by_kind, lifted, opened.tree)
         in_function = function_axes(opened.tree, by_kind)
         held, held_def = _Source.of(opened.tree, in_function)
         given, given_def = _Source.of(arguments, by_argument)
-        owned = _owned_sources(lifted, arguments, by_argument, by_kind)
+        by_stand_in = {id(x.module): x.meaning for x in stand_ins}
+        owned = [
+            _Source(
+                values,
+                list(by_stand_in.get(id(root)) or module_axes(root, by_kind)),
+                ft.partial(lifted.name, i),
+            )
+            for i, (root, values) in enumerate(
+                zip(lifted.roots, lifted.values(), strict=True)
+            )
+        ]
         sources = [held, given, *owned]
 
         slots = [
-            (source, name)
+            (source, k)
             for source in sources
-            for name, axis in source.axes.items()
+            for k, axis in enumerate(source.axes)
             if axis is not None
         ]
         size = _size(slots, self.axis_size)
-        given_axes = [(s.values[n], s.axes[n]) for s, n in slots]
+        given_axes = [(s.values[k], s.axes[k]) for s, k in slots]
         spread = ft.partial(spread_like, [x for x in given_axes if x[1] is not SPLIT])
         inputs, input_axes = [], []
-        for source, name in slots:
-            value, axis = source.values[name], source.axes[name]
+        for source, k in slots:
+            value, axis = source.values[k], source.axes[k]
             if axis is SPLIT:
                 # A clone, since the key stays unused if no lane draws from it.
-                source.advanced[name], base = next_keys(jr.clone(value))
+                source.advanced[k], base = next_keys(jr.clone(value))
                 axis = num_key_axes(base)
                 value = spread(split_key(base, size), axis)
             inputs.append(value)
             input_axes.append(axis)
 
         static_out: Any = None
-        names: list[list[str]] = []
+        positions: list[list[int]] = []
 
         def lane(inputs: list[Any], _: Any) -> tuple[Any, Any]:
-            nonlocal static_out, names
+            nonlocal static_out, positions
             values = {id(source): dict(source.values) for source in sources}
-            for (source, name), value in zip(slots, inputs, strict=True):
-                values[id(source)][name] = value
+            for (source, k), value in zip(slots, inputs, strict=True):
+                values[id(source)][k] = value
             in_f, in_arguments, *inside = values.values()
             f, copy = self.f, None
-            if any(axis is not None for axis in held.axes.values()):
+            if any(axis is not None for axis in held.axes):
                 copy = opened.copy(jtu.tree_unflatten(held_def, in_f.values()))
                 f = copy.f
             args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
             out, written, sown = lifted.run(inside, lambda: f(*args, **kwargs))
             if copy is not None:
                 out = copy.finish(out)
-            names = [list(new) for new in written]
+            positions = [list(new) for new in written]
             sorted_ = [
                 source.sort(new) for source, new in zip(owned, written, strict=True)
             ]
@@ -139,51 +160,22 @@ class _Vmap(Transform):
             out_axes=(self.out_axes, (None, 0, 0)),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
+            spmd_axis_name=self.spmd_axis_name,
         )
         out, (shared, stacked, sown) = mapped(inputs, spread(jnp.arange(size), 0))
-        written = zip(owned, names, shared, stacked, strict=True)
+        written = zip(owned, positions, shared, stacked, strict=True)
         lifted.commit([source.outer(*x) for source, *x in written], sown)
         return eqx.combine(out, static_out)
 
 
-def _owned_sources(
-    lifted: Lifted,
-    arguments: Any,
-    by_argument: Mapping[str, Any],
-    by_kind: Mapping[Any, Any],
-) -> list[_Source]:
-    """The owned modules: mapped by kind, but what is an argument as the argument."""
-    in_function = {id(v.node) for m in lifted.in_function for v in modules_in(m)}
-    sources = []
-    for i, root in enumerate(lifted.roots):
-        visits = lifted.visits(i)
-        axes = {visit.name: axis_by_kind(visit, by_kind) for visit in visits}
-        fixed = {
-            visit.name: axes[visit.name]
-            for visit in visits
-            if id(root) in in_function and most_derived(visit.kind, by_kind)
-        }
-        for target, argument in lifted.within(i, arguments):
-            axis = by_argument[argument]
-            if fixed.setdefault(target, axis) != axis:
-                raise ValueError(
-                    f"`es.vmap`: `{target}` is reached twice, to be mapped over axis"
-                    f" {fixed[target]} and over axis {axis}. Give it one axis, in"
-                    " `in_axes` or in `axes`, or pass it once."
-                )
-            axes[target] = axis
-        sources.append(_Source({v.name: v.node for v in visits}, axes))
-    return sources
-
-
-def _size(slots: list[tuple[_Source, str]], axis_size: int | None) -> int:
+def _size(slots: list[tuple[_Source, int]], axis_size: int | None) -> int:
     """The number of lanes, on which all that is mapped has to agree."""
     sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
-    for source, path in slots:
-        value, axis = source.values[path], source.axes[path]
+    for source, k in slots:
+        value, axis = source.values[k], source.axes[k]
         if axis is SPLIT:
             continue
-        name = f"`{path or 'the model'}`"
+        name = f"`{source.name(k) or 'the model'}`"
         shape = jnp.shape(value)
         if not isinstance(axis, int):
             raise ValueError(
@@ -209,12 +201,12 @@ def _size(slots: list[tuple[_Source, str]], axis_size: int | None) -> int:
     return next(iter(sizes))
 
 
-def _check_reduced(shared: dict[str, Any]) -> None:
+def _check_reduced(names: list[str]) -> None:
     """What the lanes share must have one value for all of them."""
-    names = [f"`{name}`" for name, x in shared.items() if is_mapped(x)]
     if names:
+        listed = ", ".join(f"`{name}`" for name in names)
         raise ValueError(
-            f"`es.vmap`: each lane wrote its own value to {', '.join(names)}, and the"
+            f"`es.vmap`: each lane wrote its own value to {listed}, and the"
             " lanes share it, so that only one could be kept. Reduce it over the"
             " lanes,\n\n"
             '    es.vmap(f, axis_name="batch")\n'
@@ -231,6 +223,7 @@ def vmap(
     *,
     axis_name: Any = None,
     axis_size: int | None = None,
+    spmd_axis_name: Any = None,
     axes: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, _R]:
     """`jax.vmap`, through which the state of every module in reach is carried.
@@ -239,14 +232,15 @@ def vmap(
 
     - `f`: a function, a module, a bound method, or a partial. The modules that it
         holds, and those that it closes over, are mapped by kind.
-    - `in_axes`, `out_axes`, `axis_name`, `axis_size`: as for `jax.vmap`. Modules among
-        the arguments follow `in_axes`, in which an entry may be a mapping as `axes` is.
-        Leaves that are no arrays are passed on as they are.
+    - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
+        `jax.vmap`. Modules among the arguments follow `in_axes`, in which an entry may
+        be a mapping as `axes` is. What is not an array is passed on as it is.
     - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
         derived kind that matches counts; `...` stands for every other array; then come
         the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
         lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
-        once if a lane has drawn from it. An ensemble is `axes={...: 0}`.
+        once if a lane has drawn from it. A key that is assigned, the same in all lanes,
+        is kept. An ensemble is `axes={...: 0}`.
 
     **Returns:**
 
@@ -256,7 +250,8 @@ def vmap(
 
     - `ValueError`: the lanes wrote different values to a state that they share; a kind
         in `axes` that matches nothing; an axis that an array does not have; sizes that
-        differ; one module reached twice, with different axes.
+        differ; state reached twice, with different axes, and written; a written state
+        that is not an array.
 
     !!! example
 
@@ -289,5 +284,6 @@ def vmap(
         out_axes=out_axes,
         axis_name=axis_name,
         axis_size=axis_size,
+        spmd_axis_name=spmd_axis_name,
         axes=pairs,
     )

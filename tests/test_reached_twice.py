@@ -1,0 +1,342 @@
+"""A module that a transform reaches twice: as an argument, and through the function."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import close, rejects
+
+import eqx_state as es
+
+
+XS = jnp.array([1.0, 2.0, 4.0])
+
+
+class Layer(es.Module):
+    w: es.Parameter = dataclasses.field(default_factory=lambda: XS)
+    n: es.State = dataclasses.field(default_factory=lambda: jnp.zeros(3))
+    stats: dict[str, es.BatchStat] = dataclasses.field(
+        default_factory=lambda: {"mean": jnp.zeros(3)}
+    )
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        return self.w * x
+
+
+class Net(es.Module):
+    layers: Layer = dataclasses.field(default_factory=Layer)
+    scale: es.Parameter = 0.5
+
+
+def scan(f, layers):
+    """`f(layer)` of each layer, stacked."""
+    return es.scan(lambda carry, layer: (carry, f(layer)), None, layers)[1]
+
+
+def vmap(f, layers):
+    return es.vmap(f)(layers)
+
+
+def checkpointed(f, layers):
+    return es.scan(es.checkpoint(lambda c, layer: (c, f(layer))), None, layers)[1]
+
+
+def jitted(f, layers):
+    return es.jit(lambda layers: scan(f, layers))(layers)
+
+
+def in_a_lane(f, layers):
+    out = es.vmap(lambda _: scan(f, layers))(jnp.zeros(1))
+    return jax.tree.map(lambda x: x[0], out)
+
+
+def in_a_branch(f, layers):
+    return es.cond(True, lambda layers: vmap(f, layers), lambda layers: XS, layers)
+
+
+EACH = [scan, vmap, checkpointed, jitted, in_a_lane, in_a_branch]
+each = pytest.mark.parametrize("each", EACH)
+
+
+def by_hand(w, scale=0.5):
+    return sum(w[i] ** 2 * scale / w.sum() for i in range(3))
+
+
+# --- What only is read --------------------------------------------------------------
+
+
+@each
+def test_the_closure_has_the_whole_stack_and_the_argument_its_part(each):
+    def f(net):
+        def one(layer):
+            assert layer.w.shape == layer.n.shape == ()
+            assert net.layers.w.shape == net.layers.n.shape == (3,)
+            assert net.layers.stats["mean"].shape == (3,)
+            return layer.w**2 * net.scale / net.layers.w.sum() + net.layers.n.sum()
+
+        out = each(one, net.layers)
+        assert net.layers.w.shape == (3,)
+        return out.sum()
+
+    close(es.mutable(f)(Net())[0], by_hand(XS))
+    (loss, new), grads = es.value_and_grad(f)(Net())
+    close(loss, by_hand(XS))
+    expected = jax.grad(by_hand, argnums=(0, 1))(XS, jnp.array(0.5))
+    close((grads.layers.w, grads.scale), expected)
+    assert eqx.tree_equal(new, Net())
+
+
+def test_as_lax_scan_and_as_jax_vmap():
+    class Stack(es.Module):
+        w: es.Parameter
+
+    class Holder(es.Module):
+        stack: Stack
+
+        def scanned(self, scan):
+            f = lambda c, layer: (layer.w * c + self.stack.w.sum(), None)  # noqa: E731
+            return scan(f, 1.0, self.stack)[0]
+
+        def mapped(self, vmap):
+            return vmap(lambda layer: layer.w + self.stack.w.sum())(self.stack)
+
+    holder = Holder(Stack(XS))
+    assert es.mutable(holder.scanned)(es.scan)[0] == holder.scanned(lax.scan)
+    out, _ = es.mutable(holder.mapped)(es.vmap)
+    assert eqx.tree_equal(out, holder.mapped(jax.vmap))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 1), (0, -1)])
+def test_two_arguments_with_axes_of_their_own(axes):
+    class Only(es.Module):
+        w: es.Parameter
+
+    class Both(es.Module):
+        a: Only
+
+        def run(self, vmap):
+            return vmap(lambda a, b, x: (a.w, b.w), (*axes, 0))(self.a, self.a, XS)
+
+    model = Both(Only(jnp.arange(9.0).reshape(3, 3)))
+    out, new = es.mutable(model.run)(es.vmap)
+    assert eqx.tree_equal(out, model.run(jax.vmap))
+    assert eqx.tree_equal(new, model)
+
+
+def test_a_stack_that_is_scanned_in_the_body_again():
+    def f(net):
+        def outer(layer):
+            return layer.w * scan(lambda inner: inner.w, net.layers).sum()
+
+        return scan(outer, net.layers)
+
+    close(es.mutable(f)(Net())[0], XS * XS.sum())
+
+
+# --- State --------------------------------------------------------------------------
+
+
+@each
+def test_the_state_of_the_argument_is_written_and_the_closure_has_other_fields(each):
+    # The usual case: `self` is in the closure because of another field.
+    def f(net):
+        return each(lambda layer: layer(net.scale), net.layers)
+
+    y, new = es.mutable(f)(Net())
+    close(y, 0.5 * XS)
+    assert new.layers.n.tolist() == [1.0, 1.0, 1.0]
+    assert eqx.tree_equal(new.layers.w, XS)
+
+
+def test_one_module_twice_with_one_meaning_is_threaded_once():
+    def f(net):
+        def one(pair):
+            layer, again = pair
+            assert layer is again
+            return layer(layer.w) + again(1.0)
+
+        return scan(one, (net.layers, net.layers))
+
+    def g(net):
+        def lane(layer, net):
+            assert net.layers is layer
+            return layer(net.scale) + net.layers(1.0)
+
+        return es.vmap(lane)(net.layers, net)
+
+    _, new = es.mutable(f)(Net())
+    assert new.layers.n.tolist() == [2.0, 2.0, 2.0]
+    _, new = es.mutable(g)(Net(scale=XS))
+    assert new.layers.n.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_the_state_of_the_argument_may_be_read_before_and_after():
+    def f(net):
+        before = net.layers.n.sum()
+        scan(lambda layer: layer(before), net.layers)
+        return net.layers.n.sum()
+
+    assert es.mutable(f)(Net())[0] == 3.0
+
+
+def reads(net, layer):
+    return layer(1.0) + net.layers.n.sum()
+
+
+def reads_a_dict(net, layer):
+    layer.stats = {"mean": layer.w}
+    return net.layers.stats["mean"].sum()
+
+
+def reads_in_a_transform(net, layer):
+    return layer(1.0) + es.vmap(lambda n: n)(net.layers.n).sum()
+
+
+def reads_in_a_closure_of_a_transform(net, layer):
+    return layer(1.0) + es.checkpoint(lambda: net.layers.n.sum())()
+
+
+def reads_a_copy(net, layer):
+    layer(1.0)
+    return scan(lambda layer: layer.n, net.layers).sum()
+
+
+def writes_both(net, layer):
+    net.layers.n = net.layers.n + 1
+    return layer(1.0)
+
+
+def writes_the_whole(net, layer):
+    net.layers.n = net.layers.n + 1
+    return layer.w
+
+
+def writes_the_whole_in_a_transform(net, layer):
+    scan(lambda layer: layer(1.0), net.layers)
+    return layer.w
+
+
+AMBIGUOUS = [
+    *(reads, reads_a_dict, reads_in_a_transform, reads_in_a_closure_of_a_transform),
+    *(reads_a_copy, writes_both, writes_the_whole, writes_the_whole_in_a_transform),
+]
+
+
+@pytest.mark.parametrize("body", AMBIGUOUS)
+@each
+def test_state_that_would_have_two_values_is_an_error(body, each):
+    def f(net):
+        return each(lambda layer: body(net, layer), net.layers)
+
+    name = r"layers\.stats\['mean'\]" if body is reads_a_dict else r"layers\.n"
+    with rejects(Net(), ValueError, f"`{name}` is reached twice", "read it before"):
+        es.mutable(f)(Net())
+
+
+@pytest.mark.parametrize("write", ["a", "b"])
+def test_two_arguments_whose_state_would_have_two_values(write):
+    def f(net):
+        def lane(a, b):
+            (a if write == "a" else b)(XS)
+            return b.n
+
+        return es.vmap(lane, (0, None))(net.layers, net.layers)
+
+    with rejects(Net(), ValueError, r"`layers\.n` is reached twice"):
+        es.mutable(f)(Net())
+
+
+def test_a_key_that_would_be_drawn_from_both_ways():
+    class Noise(es.Module):
+        rng: es.Rng
+
+        def __call__(self):
+            self.rng, key = jr.split(self.rng)
+            return jr.normal(key)
+
+    class Holder(es.Module):
+        noise: Noise
+
+        def __call__(self, lane):
+            return es.vmap(lambda noise: lane(noise))(self.noise)
+
+    model = Holder(Noise(jr.split(jr.key(0), 3)))
+    y, new = es.mutable(model)(lambda noise: noise())
+    assert len(set(y.tolist())) == 3
+    assert (new.noise.rng != model.noise.rng).all()
+
+    def both(model):
+        return model(lambda noise: noise() + jr.normal(model.noise.rng[0]))
+
+    with rejects(model, ValueError, r"`noise\.rng` is reached twice"):
+        es.mutable(both)(model)
+
+
+def test_a_part_of_an_argument_is_that_part_and_its_closure_the_whole():
+    class Outer(es.Module):
+        net: Net
+
+    def f(outer):
+        def one(xs):
+            layer, net = xs
+            assert net.layers is layer
+            assert outer.net.layers.w.shape == (3,)
+            return net.layers(net.scale * outer.net.scale.sum())
+
+        return scan(one, (outer.net.layers, outer.net))
+
+    y, new = es.mutable(f)(Outer(Net(scale=XS)))
+    close(y, 7 * XS**2)
+    assert new.net.layers.n.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_stack_in_the_carry_and_in_xs():
+    def f(net):
+        def step(stack, layer):
+            stack.n = stack.n + layer.w  # a value of its own, as all that is carried
+            layer(1.0)
+            return stack, stack.w.sum() + layer.w
+
+        return es.scan(step, net.layers, net.layers)
+
+    (stack, ys), new = es.mutable(f)(Net())
+    close(ys, XS.sum() + XS)
+    assert stack.n.tolist() == [7.0] * 3
+    assert new.layers.n.tolist() == [1.0] * 3
+
+
+def test_a_function_that_holds_the_module_beside_the_argument():
+    def f(net):
+        def lane(layer, count):
+            return layer.w * count()
+
+        count = lambda: net.layers.w.sum()  # noqa: E731
+        return es.vmap(lane, in_axes=(0, None))(net.layers, count)
+
+    close(es.mutable(f)(Net())[0], XS * XS.sum())
+
+
+def test_what_init_brings_into_being_beside_a_stack():
+    class Lazy(es.Module):
+        layers: Layer = dataclasses.field(default_factory=Layer)
+        bias: es.Parameter | None = None
+
+        def __call__(self, x):
+            def step(x, layer):
+                if self.initializing and self.bias is None:
+                    self.bias = jnp.ones(()) * self.layers.w.sum()
+                return layer(x) + self.bias, None
+
+            return es.scan(step, x, self.layers)[0]
+
+    model = Lazy().init(0, 1.0)
+    assert model.bias == 7.0
+    assert model.layers.n.tolist() == [0.0, 0.0, 0.0]
+    y, new = es.mutable(model)(1.0)
+    assert y == ((1 * 1 + 7) * 2 + 7) * 4 + 7
+    assert new.layers.n.tolist() == [1.0, 1.0, 1.0]
