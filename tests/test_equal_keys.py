@@ -87,6 +87,25 @@ def test_state_goes_where_it_was_written(name):
     assert [*new.named.values()] == [1.0, 7.0]
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_init_keeps_what_is_there_and_draws_what_is_missing(name):
+    class Lazy(es.Module):
+        tally: Tally
+        bias: es.Parameter | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.bias is None:
+                self.bias = jnp.ones(3)
+            return self.tally(x) + self.bias
+
+    model = Lazy(tally()).init(0, XS, call=TRANSFORMS[name])
+    assert (model.bias == 1).all()
+    weights, expected = model.tally.weights, tally()
+    assert (weights.a, weights.b) == (1.0, 2.0)
+    assert (model.tally.twins.a, model.tally.twins.b) == (0.0, 10.0)
+    assert [*model.tally.named.values()] == [*expected.named.values()]
+
+
 def test_stacks_and_the_carry():
     def f(m):
         def step(carry, layer):

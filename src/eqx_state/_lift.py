@@ -10,7 +10,7 @@ happens, and what the transform returns is written to them at the end.
 import contextlib
 import dataclasses
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +41,7 @@ from ._stand_ins import by_entry, StandIn, Twice
 from ._traverse import (
     check_apart,
     is_array,
+    KeyPath,
     leaves,
     modules_in,
     Visit,
@@ -225,10 +226,11 @@ class Lifted:
 
     def _initialised(self, i: int, after: Snapshot, old: Leaves) -> Leaves:
         """`_written` while initialising: new leaves come after the old ones."""
-        positions = {visit.path: k for k, visit in enumerate(self.visits(i))}
+        positions = {key: k for k, key in enumerate(_distinct(self.visits(i)))}
         names, written = {}, {}
-        for visit in self.visits(i, after.tree()):
-            k = positions.setdefault(visit.path, len(positions))
+        visits = self.visits(i, after.tree())
+        for key, visit in zip(_distinct(visits), visits, strict=True):
+            k = positions.setdefault(key, len(positions))
             names[k] = visit.name
             if not same(old.get(k), visit.node):
                 written[k] = visit.node
@@ -290,6 +292,16 @@ class Lifted:
         treedef, names = self.initialised[i]
         _merge(root, jtu.tree_unflatten(treedef, [new[k] for k in names]))
         own(root, place.scope, place.path, place.context)
+
+
+def _distinct(visits: list[Visit]) -> list[tuple[KeyPath, int]]:
+    """The paths of these leaves; equal ones are counted."""
+    seen: Counter[KeyPath] = Counter()
+    keys = []
+    for visit in visits:
+        keys.append((visit.path, seen[visit.path]))
+        seen[visit.path] += 1
+    return keys
 
 
 @contextlib.contextmanager
