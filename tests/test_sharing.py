@@ -98,6 +98,52 @@ def test_the_message_has_both_paths_wherever_they_are(place):
             enter(tree)
 
 
+def vmap_of_a_closure(f, tree):
+    held = eqx.nn.Lambda(tree)  # one module, which the transform gives other values
+    return es.vmap(lambda x: f(held), axis_size=2)(jnp.ones(2))
+
+
+TRANSFORMS = {
+    "jit": lambda f, tree: es.jit(f)(tree),
+    "jit of a keyword": lambda f, tree: es.jit(lambda *, tree: f(tree))(tree=tree),
+    "vmap": lambda f, tree: es.vmap(f, in_axes=None, axis_size=2)(tree),
+    "vmap of a closure": vmap_of_a_closure,
+    "checkpoint": lambda f, tree: es.checkpoint(f)(tree),
+    "checkpoint of a keyword": lambda f, tree: es.checkpoint(f)(t=tree),
+    "cond": lambda f, tree: es.cond(True, f, f, tree),
+    "switch": lambda f, tree: es.switch(0, [f, f], tree),
+    "scan": lambda f, tree: es.scan(lambda c, x: (c, f(c)), tree, None, 2),
+    "scan of xs": lambda f, tree: es.scan(lambda c, t: (c, f(t)), 0, tree),
+    "while_loop": lambda f, tree: es.while_loop(lambda t: False, lambda t: t, tree),
+    "fori_loop": lambda f, tree: es.fori_loop(0, 1, lambda i, t: t, tree),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_found_in_an_argument_of_a_transform_outside_of_scopes(name):
+    # Each call of `f` would write to one of two copies, and they drift apart.
+    def f(t):
+        return es.mutable(lambda t: jnp.zeros(()))(t)[0]
+
+    rng = es.RngStream(jr.split(jr.key(0), 2))
+    tree = [Layer(count=jnp.zeros(2)), {"a": rng}, rng]
+    with rejects(tree, ValueError, r"\[1\]\['a'\]`", r"\[2\]`", "hold it once"):
+        TRANSFORMS[name](f, tree)
+
+
+@pytest.mark.parametrize("name", ["jit", "vmap", "checkpoint", "cond", "scan of xs"])
+def test_a_module_of_a_scope_may_occur_twice_in_an_argument(name):
+    def run(layer):
+        def f(layers):
+            assert layers[0] is layers[1]
+            return layers[0](1.0) * layers[1](1.0)
+
+        return TRANSFORMS[name](f, [layer, layer])
+
+    _, new = es.mutable(run)(Layer(jnp.ones(2), jnp.zeros(2)))
+    assert new.count.tolist() == [2, 2] if name != "vmap" else [2.0, 2.0]
+
+
 @pytest.mark.parametrize("way", ["mutable", "vmap", "bound method", "functional"])
 def test_found_in_the_model_that_a_callable_carries(way):
     layer = Layer()

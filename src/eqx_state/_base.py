@@ -21,6 +21,10 @@ from ._declare import check_declarations, field
 # The field of every `es.Module` that Equinox's function for modes replaces.
 INFERENCE: Final = "_eqx_state_inference"
 
+# The scopes that are open now, in all threads. Ownership does not rest on it: it only
+# tells that no module can be owned, without a look at any.
+OPEN_SCOPES: Final[set[int]] = set()
+
 
 # For type checkers alone: on the class itself it would lose against Equinox's
 # metaclass, and `es.field` would read as a default value. Deliberately not
@@ -108,8 +112,10 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
             value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
-            if not name.startswith("__") and (place := get_place(self)) is not None:
-                place.note_read(name)
+            if OPEN_SCOPES and name[:2] != "__":
+                place = get_place(self)
+                if place is not None and place.thread is not None:
+                    place.note_read(name)
             return value
 
     def module_init(self, key: Any) -> None:

@@ -26,6 +26,7 @@ def _select(
     """One of the branches, as `select` chooses; each returns all that any may write."""
     branches = tuple(branches)
     lifted = Lifted(branches, operands)
+    lifted.check_apart(*operands)
     if lifted.is_initialising:
         for f in branches:  # whichever is chosen later must have been initialised
             f(*operands)

@@ -42,6 +42,7 @@ class Loop:
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
         self.xs, self.stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
         self.lifted = Lifted(functions, self.init, self.xs, stand_ins=self.stand_ins)
+        self.lifted.check_apart(xs)
         self.index = {id(root): i for i, root in enumerate(self.lifted.roots)}
         self.originals = {self.index[id(copy)]: x for copy, x in originals}
         self.outside: dict[int, list[Any]] = {}

@@ -26,6 +26,7 @@ class _Checkpoint(Transform):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         lifted = Lifted(self.f, args, kwargs)
+        lifted.check_apart(*args, *kwargs.values())
         if lifted.is_initialising:
             return self.f(*args, **kwargs)
         arrays, rest = self._split(args, kwargs)

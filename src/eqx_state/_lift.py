@@ -40,6 +40,7 @@ from ._shared import closed_copy
 from ._stand_ins import by_entry, StandIn, Twice
 from ._traverse import (
     check_apart,
+    check_not_shared,
     is_array,
     KeyPath,
     leaves,
@@ -102,6 +103,15 @@ class Lifted:
     def is_initialising(self) -> bool:
         """Whether `init` runs its forward pass, which may bring leaves into being."""
         return any(place.scope.initialise is not None for place in self.places)
+
+    def check_apart(self, *arguments: Any) -> None:
+        """Raise `ValueError` if one of them has a stateful module in two places.
+
+        In the trace it would be two. A module of a scope stays the one that it is.
+        """
+        for tree in arguments:
+            if not owned_in(tree):
+                check_not_shared(tree)
 
     def visits(self, i: int, tree: Any = None) -> list[Visit]:
         """The leaves of one root, or of a tree in its place, seen from the model."""

@@ -19,7 +19,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._base import BaseModule, fields_of, get_place, is_module, set_place
+from ._base import (
+    BaseModule,
+    fields_of,
+    get_place,
+    is_module,
+    OPEN_SCOPES,
+    set_place,
+)
 from ._compare import same
 from ._compat import has_escaped, trace_state
 from ._errors import TraceError
@@ -48,14 +55,10 @@ from ._traverse import (
 
 Kinds = tuple[type, ...]
 
-# The scopes that are open now, in all threads. Ownership does not rest on it: it only
-# tells a call of `es.jit` that no module can be owned, without a look at any.
-_OPEN: Final[set[int]] = set()
-
 
 def is_any_open() -> bool:
     """Whether any module may be owned by a scope now."""
-    return bool(_OPEN)
+    return bool(OPEN_SCOPES)
 
 
 # What modules have sown, by name; JAX sorts a dictionary, but not this one.
@@ -80,7 +83,7 @@ class Scope:
         self.written: dict[int, tuple[BaseModule, str]] = {}
         self._lock = threading.RLock()
         self._is_transformed = False
-        _OPEN.add(id(self))
+        OPEN_SCOPES.add(id(self))
 
     @contextlib.contextmanager
     def alone(self, transform: bool) -> Iterator[None]:
@@ -101,7 +104,7 @@ class Scope:
     def close(self) -> None:
         """From now on nothing can be written."""
         self.is_open = False
-        _OPEN.discard(id(self))
+        OPEN_SCOPES.discard(id(self))
 
     def __enter__(self) -> Self:
         return self
@@ -125,9 +128,10 @@ class Watch:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """Where an owned module is, and who wants to know what is read of it.
+    """Where an owned module is.
 
-    `thread`: while a transform runs, the one that the contents belong to.
+    While a transform runs, the contents belong to a `thread`, and `watches` are for
+    what is read of them.
     """
 
     scope: Scope
@@ -137,8 +141,8 @@ class Place:
     thread: int | None = None
 
     def note_read(self, name: str) -> None:
-        """The field was read, if there is a field of that name."""
-        if self.thread is not None and self.thread != threading.get_ident():
+        """While a transform runs: the field was read, if there is one of that name."""
+        if self.thread != threading.get_ident():
             raise RuntimeError(_OTHER_THREAD)
         for watch in self.watches:
             watch.read.add(name)
