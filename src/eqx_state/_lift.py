@@ -10,7 +10,7 @@ happens, and what the transform returns is written to them at the end.
 import contextlib
 import dataclasses
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +42,6 @@ from ._traverse import (
     check_apart,
     check_not_shared,
     is_array,
-    KeyPath,
     leaves,
     modules_in,
     Visit,
@@ -236,11 +235,10 @@ class Lifted:
 
     def _initialised(self, i: int, after: Snapshot, old: Leaves) -> Leaves:
         """`_written` while initialising: new leaves come after the old ones."""
-        positions = {key: k for k, key in enumerate(_distinct(self.visits(i)))}
+        positions = {visit.path: k for k, visit in enumerate(self.visits(i))}
         names, written = {}, {}
-        visits = self.visits(i, after.tree())
-        for key, visit in zip(_distinct(visits), visits, strict=True):
-            k = positions.setdefault(key, len(positions))
+        for visit in self.visits(i, after.tree()):
+            k = positions.setdefault(visit.path, len(positions))
             names[k] = visit.name
             if not same(old.get(k), visit.node):
                 written[k] = visit.node
@@ -302,16 +300,6 @@ class Lifted:
         treedef, names = self.initialised[i]
         _merge(root, jtu.tree_unflatten(treedef, [new[k] for k in names]))
         own(root, place.scope, place.path, place.context)
-
-
-def _distinct(visits: list[Visit]) -> list[tuple[KeyPath, int]]:
-    """The paths of these leaves; equal ones are counted."""
-    seen: Counter[KeyPath] = Counter()
-    keys = []
-    for visit in visits:
-        keys.append((visit.path, seen[visit.path]))
-        seen[visit.path] += 1
-    return keys
 
 
 @contextlib.contextmanager
