@@ -454,3 +454,17 @@ def test_what_an_error_does_can_be_chosen(on_error):
     lines = run.stdout.replace("(jdb) ", "").splitlines()
     lines = [x for x in lines if x.startswith(("2.0", "equinox."))]
     assert lines == 2 * OUTPUTS[on_error]
+
+
+def test_its_traceback_has_no_frames_of_ours():
+    @es.jit
+    def f(x):
+        return eqx.error_if(x, x < 0, MESSAGE)
+
+    f(GOOD)
+    for call in (lambda: f(BAD), lambda: es.jit(lambda x: f(x))(BAD)):  # short, general
+        with raises_check as info:
+            call()
+        files = {s.filename for s in traceback.extract_tb(info.value.__traceback__)}
+        assert __file__ in files
+        assert not any(os.path.dirname(es.__file__) in file for file in files)
