@@ -1,7 +1,6 @@
 """The checks of this repository: `nox` runs lint, types and tests."""
 
 import itertools
-import shutil
 from pathlib import Path
 
 import nox
@@ -14,21 +13,6 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 # One file to one worker: the examples of a page need one another.
 PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50"]
 FUZZED = ["programs", "laws", "nesting", "threads", "save_faults"]
-# The core, and which tests are to notice what is changed in it; fast ones first.
-MUTATED = {
-    "kinds": "kinds declare runtime_typing equinox_kinds seeds_kinds traverse select",
-    "traverse": "traverse walk declare select shared_nodes kinds modes laws",
-    "compare": "compare select scan_misuse branches_misuse ownership writes mutable",
-    "filters": "filters select",
-    "select": "select filters laws optimizer freezing",
-    "modes": "modes freezing module",
-    "scope": "writes ownership containers mutable misuse init submodules shared_nodes"
-    " capture",
-    "mutable": "mutable misuse ownership containers init sharing capture",
-    "lift": "init init_inputs submodules writes checkpoint ownership misuse scan"
-    " scan_misuse branches_misuse vmap_scope capture jit_scope shared_nodes zero_cost"
-    " zero_cost_transforms nesting",
-}
 
 
 def groups(*names: str) -> tuple[str, ...]:
@@ -116,34 +100,11 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Change one operator after the other; list the changes that no test notices."""
-    session.install(".[io]", *groups("test-base", "mutants"))
-    for module in session.posargs or MUTATED:
-        folder = Path(session.create_tmp()) / module
-        shutil.rmtree(folder, ignore_errors=True)
-        for path in ("src", "tests"):
-            shutil.copytree(path, folder / path)
-        for path in ("conftest.py", "pyproject.toml"):
-            shutil.copy(path, folder)
-        paths = " ".join(f"tests/test_{name}.py" for name in MUTATED[module].split())
-        (folder / "mutants.toml").write_text(f"""
-[cosmic-ray]
-module-path = "src/eqx_state/_{module}.py"
-test-command = "python -m pytest -x -q -p no:cacheprovider {paths}"
-timeout = 900.0
-[cosmic-ray.distributor]
-name = "local"
-[cosmic-ray.filters.operators-filter]
-exclude-operators = ["core/ReplaceBinaryOperator_(BitOr|Div|Mul|Pow)_"]  # in signatures
-""")
-        env = {"PYTHONPATH": "src"}  # the mutants, and not what is installed
-        files = ("mutants.toml", "mutants.sqlite")
-        with session.chdir(folder):
-            session.run("cosmic-ray", "baseline", files[0], env=env)
-            session.run("cosmic-ray", "init", *files)
-            session.run("cr-filter-operators", *reversed(files))
-            session.run("cosmic-ray", "exec", *files, env=env)
-            session.run("cr-report", "--surviving-only", "--show-diff", files[1])
+    """Change one thing after the other; list what no test notices. `-- 1/4`: a part."""
+    session.install(".", *groups("test"))
+    if not Path(".coverage.mutants").exists():  # which tests run which line
+        session.run("python", "tools/mutants.py", "cover")
+    session.run("python", "tools/mutants.py", "run", *session.posargs)
 
 
 @nox.session

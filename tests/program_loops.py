@@ -58,8 +58,9 @@ def scan_of_carry(w: Writer, ctx: Context) -> Statement:
 
 def while_loop(w: Writer, ctx: Context) -> Statement:
     test = "lambda c: c[0] < 2"
-    node, lines, f, _, new = _carried(w, ctx, "c", "i, {}, x = c", "(i + 1, {}, x)")
-    if node is not None and w.chance(2):
+    head, tail = "i, {}, x = c", "(i + 1, {}, x)"
+    node, lines, f, _, new = _carried(w, ctx, "c", head, tail, one_in=2)
+    if node is not None:
         lines.append(f"_, {new}, x = es.while_loop({test}, {f}, (0, {node.text}, x))")
         return lines + _after(w, ctx, node, new), ctx
     inner = ctx.into(axes=frozenset(), loops=ctx.loops + 1)
@@ -68,18 +69,21 @@ def while_loop(w: Writer, ctx: Context) -> Statement:
 
 
 def fori_loop(w: Writer, ctx: Context) -> Statement:
-    node, lines, f, _, new = _carried(w, ctx, "i, c", "{}, x = c", "({}, x)")
-    if node is not None and w.chance(2):
+    head, tail = "{}, x = c", "({}, x)"
+    node, lines, f, _, new = _carried(w, ctx, "i, c", head, tail, one_in=2)
+    if node is not None:
         lines.append(f"{new}, x = es.fori_loop(0, 2, {f}, ({node.text}, x))")
         return lines + _after(w, ctx, node, new), ctx
     lines, f = w.whole(ctx.into(loops=ctx.loops + 1), "i, x")
     return [*lines, f"x = es.fori_loop(0, 2, {f}, x)"], ctx
 
 
-def _carried(w: Writer, ctx: Context, params: str, head: str, tail: str) -> Any:
+def _carried(
+    w: Writer, ctx: Context, params: str, head: str, tail: str, one_in: int = 1
+) -> Any:
     """A module for the carry of a loop, and the function of the loop."""
     nodes = [n for n in ctx.readable() if w.is_assignable(ctx, n)]
-    if not nodes:
+    if not nodes or not w.chance(one_in):
         return None, [], "", "", ""
     node, name, new = w.pick(nodes), w.name("m"), w.name("m")
     inside = nodes_of(

@@ -79,7 +79,7 @@ def function_argument(w: Writer, ctx: Context) -> Statement:
     if nodes and not w.chance(3):
         node, name = w.pick(nodes), w.name("m")
         lines = [f"{name} = {node.text}", f"{g} = lambda x: {name}.peek(x)"]
-        text = w.pick([g, f"ft.partial({g})", f"{name}.peek"])
+        text = w.pick([g, f"ft.partial({g})"])
         lines = [*lines, f"{g} = {text}"]
     else:
         lines = [f"{g} = lambda x: mix(x, 0.25)"]
@@ -122,6 +122,8 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
 def twice(w: Writer, ctx: Context) -> Statement:
     """One jitted function, called again when what it reaches has changed."""
     nodes, name, f = ctx.readable(), w.name("m"), w.name("f")
+    if "frozen aliases" in OFF:
+        nodes = [n for n in nodes if n.is_owned]
     if not nodes:
         return once(w, ctx)
     a = w.pick(nodes)
@@ -147,6 +149,8 @@ def twice(w: Writer, ctx: Context) -> Statement:
 def shared(w: Writer, ctx: Context) -> Statement:
     """Two functions that hand something to one another through what they share."""
     nodes = ctx.readable()
+    if "frozen aliases" in OFF:
+        nodes = [n for n in nodes if n.is_owned]
     if not nodes:
         return once(w, ctx)
     node, box, put, get = w.pick(nodes), w.name("b"), w.name("f"), w.name("f")

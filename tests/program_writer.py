@@ -27,7 +27,12 @@ from program_models import (
 
 Path = tuple[str, ...]
 # What does not hold yet, and is not written.
-OFF = {"functions", "two scopes", "phase", "returned", "jitted twice", "assigned key"}
+OFF = {
+    "phase",
+    "returned",
+    "assigned key",
+    "whole stack",
+}
 ANY = 99  # the level of a number that any lane may give
 
 
@@ -260,10 +265,10 @@ class Writer(Drawing):
     def simple(self, ctx: Context) -> list[str]:
         writable, readable = ctx.writable(), ctx.readable()
         helpers = ctx.callable_helpers()
+        if ctx.wholes and self.chance(2) and "whole stack" not in OFF:
+            return [f"x = mix(x, total({self.pick(ctx.wholes)}))"]
         if writable and not self.chance(3):
             return self.write(ctx, self.pick(writable))
-        if ctx.wholes and self.chance(2):
-            return [f"x = mix(x, total({self.pick(ctx.wholes)}))"]
         if helpers and self.chance(2):
             return [f"x = {self.pick(helpers).name}(x)"]
         if readable and self.chance(6):
@@ -323,6 +328,8 @@ class Writer(Drawing):
         """
         how = self.pick(WAYS)
         nodes = inner.readable()
+        if "frozen aliases" in OFF:
+            nodes = [n for n in nodes if n.is_owned]
         if how == "closure" or not nodes:
             return *self.define(inner, params, head, tail), []
         node, name = self.pick(nodes), self.name("m")
