@@ -252,23 +252,58 @@ def _(case):
 
 
 @HABITS.raises(
-    "define `forward`, and call the model",
+    "define `forward`, and give the model to `es.mutable`",
     TypeError,
-    "object is not callable",
+    "cannot be called: its class has no `__call__`",
+    "es.mutable(model.forward)(x)",
+    "`Torch`",
     instead="define `__call__`; or `es.mutable(model.forward)(x)`",
 )
 def _(case):
     class Torch(es.Module):
         count: es.State = 0
 
+        @property
+        def calls(self):
+            return self.count
+
         def forward(self, x):
             self.count += 1
             return x
 
+    class Data(es.Module):
+        count: es.State = 0
+
+    with pytest.raises(TypeError, match=r"`Data` cannot.*[\s\S]*model\.method\)"):
+        es.mutable(Data())
+    model = case.keep(Torch())
+    for transform in (
+        es.mutable,
+        es.vmap,
+        es.checkpoint,
+        es.value_and_grad,
+        es.capture,
+    ):
+        with case.error():
+            transform(model)
+    assert es.mutable(model.forward)(XS)[1].count == 1
+
+
+@HABITS.raises(
+    "define `forward`, and call the model",
+    TypeError,
+    "object is not callable",
+    instead="define `__call__`; or `model.forward(x)`",
+)
+def _(case):
+    class Torch(es.Module):
+        def forward(self, x):
+            return x
+
     model = case.keep(Torch())
     with case.error():
-        es.mutable(model)(XS)
-    assert es.mutable(model.forward)(XS)[1].count == 1
+        model(XS)
+    assert (model.forward(XS) == XS).all()
 
 
 @HABITS.works(

@@ -205,6 +205,29 @@ def _(case):
 
 
 @MODES.raises(
+    "put an `eqx.nn.BatchNorm` into an `eqx.nn.Sequential`, and call it without state",
+    TypeError,
+    "whose state is in an `eqx.nn.State`, and was called without one",
+    "`layers[1]` is a `BatchNorm`",
+    "es.nn.Stateful(BatchNorm(...))",
+    instead="`es.nn.Stateful(eqx.nn.BatchNorm(…))`, or `es.nn.BatchNorm`",
+)
+def _(case):
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
+    model = case.keep(eqx.nn.Sequential([linear, norm]))
+    batch = jnp.stack([XS, 2 * XS])
+    with case.error():
+        es.mutable(es.vmap(model, axis_name="batch"))(batch)
+    with case.error():
+        f = lambda m, xs: es.vmap(m, axis_name="batch")(xs).sum()  # noqa: E731
+        es.value_and_grad(f)(model, batch)
+    right = eqx.nn.Sequential([linear, es.nn.Stateful(norm)])
+    _, new = es.mutable(es.vmap(right, axis_name="batch"))(batch)
+    assert new.layers[1].layer.batch_counter.init == 1
+
+
+@MODES.raises(
     "wrap a layer in `es.nn.Stateful` that has no state",
     TypeError,
     "holds no `eqx.nn.StateIndex`",

@@ -320,3 +320,41 @@ def test_kinds_must_be_kinds():
     for wrong in (3, Counter, (es.State, "x")):
         with pytest.raises(TypeError, match="kinds="):
             es.mutable(C, kinds=wrong)
+
+
+# --- Errors of other libraries --------------------------------------------------------
+
+
+def test_a_stateful_layer_alone_is_the_model():
+    class Alone(eqx.nn.StatefulLayer):
+        index: eqx.nn.StateIndex
+
+        def __call__(self, x, state=object()):  # noqa: B008
+            return state.get(self.index) + x
+
+    with pytest.raises(TypeError, match="`the model` is a `Alone`.*called without one"):
+        es.mutable(Alone(eqx.nn.StateIndex(jnp.zeros(2))))(1.0)
+    with pytest.raises(TypeError, match=r"`\[0\]` is a `layer`"):
+        es.mutable(lambda m: object().get)([[eqx.nn.StateIndex(jnp.zeros(2))]])
+
+
+def test_another_attribute_error_comes_out_as_it_is():
+    index = eqx.nn.StateIndex(jnp.zeros(2))
+    for model, f in (
+        (index, lambda m: m.get),
+        ([], lambda m: object().get),
+        (index, lambda m: (_ for _ in ()).throw(AttributeError("mine"))),
+    ):
+        with pytest.raises(AttributeError, match="get|mine"):
+            es.mutable(f)(model)
+
+
+def test_a_state_that_is_threaded_by_hand_is_left_alone():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+
+    def f(norm, xs):
+        axes = (0, None)
+        return jax.vmap(norm, in_axes=axes, out_axes=axes, axis_name="batch")(xs, state)
+
+    (_, new), _ = es.mutable(f)(norm, jnp.ones((4, 3)))
+    assert new.get(norm.batch_counter) == 1

@@ -26,7 +26,7 @@ from ._scope import (
     Snapshot,
 )
 from ._transform import Transform, wrap
-from ._traverse import walk
+from ._traverse import name_of, Visit, walk
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -57,6 +57,10 @@ def thread(
         except dataclasses.FrozenInstanceError as error:
             explain(error, call)
             raise
+        except AttributeError as error:
+            if (message := _state_message(error, visits)) is None:
+                raise
+            raise TypeError(message) from error
         visits = walk(private)
         check_written([*visits, *walk(out)], scope)
         out = disown(out)
@@ -65,6 +69,25 @@ def thread(
     kept = zip(after.leaves, before.leaves, given.leaves, strict=True)
     leaves = [x if new is old else new for new, old, x in kept]
     return out, after._replace(leaves=leaves).tree()
+
+
+def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
+    """What to say if a layer with Equinox's state was called without its state.
+
+    An `eqx.nn.Sequential` that is given none passes an `object()` on.
+    """
+    layers = [v for v in visits if isinstance(v.node, eqx.nn.StateIndex)]
+    if type(error.obj) is not object or not layers:
+        return None
+    name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
+    layer = getattr(owner, "__name__", "layer")
+    return (
+        f"`{name or 'the model'}` is a `{layer}` whose state is in an `eqx.nn.State`,"
+        " and was called without one. Either thread that by hand, `model(x, state)`; or"
+        " make the state a part of the model, which `es.mutable` threads:\n\n"
+        f"    eqx.nn.Sequential([..., {layer}(...)])                    # wrong\n"
+        f"    eqx.nn.Sequential([..., es.nn.Stateful({layer}(...))])    # right"
+    )
 
 
 Lens = tuple[Any, Callable[[Any], Any]]

@@ -1,7 +1,7 @@
 """What the transforms of `es` are: callables made of a callable, and pytrees."""
 
 import functools as ft
-from typing import Any, ClassVar, TYPE_CHECKING
+from typing import Any, ClassVar, Final, TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -56,6 +56,8 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     `jax.vmap(model)`: that one cannot be trained is true, but this is no layer of a
     model.
     """
+    if is_eqx_module(f) and not callable(f):
+        raise TypeError(_NOT_CALLABLE.format(type(f).__name__, _method_of(type(f))))
     transform = object.__new__(cls)
     transform.__dict__.update(f=f, **options)
     if jtu.all_leaves([f]):
@@ -65,3 +67,18 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
     transform.__dict__.update(names)
     return transform
+
+
+def _method_of(cls: type) -> str:
+    """The method that may be meant where a module of this class is called."""
+    own = [name for name in vars(cls) if not name.startswith("_")]
+    return next((name for name in own if callable(getattr(cls, name))), "method")
+
+
+_NOT_CALLABLE: Final = """A `{0}` cannot be called: its class has no `__call__`. Name \
+that method so, or give the one that you mean; its module is threaded and mapped all \
+the same:
+
+    es.mutable(model)(x)    # wrong: there is no `{0}.__call__`
+
+    es.mutable(model.{1})(x)    # right"""
