@@ -365,3 +365,55 @@ def test_layer_by_layer_each_phase_is_traced_once():
             model, optimizer, _ = step(model, optimizer)
         assert moved(before, model) == expected
     assert sizes == sorted(set(sizes))
+
+
+# --- Wrapping what is frozen ----------------------------------------------------------
+
+
+class Scaled(es.Module):
+    inner: Any
+    scale: es.Parameter = 1.0
+
+    def __call__(self, x):
+        return self.scale * self.inner(x)
+
+
+def trained_names(model):
+    return {part.name for part in es.parts(model) if es.trainable(part)}
+
+
+def after_a_step(model):
+    optimizer = es.Optimizer(optax.sgd(0.5)).init(model)
+    grads, model = es.grad(lambda m, x: jnp.sum(m(x) ** 2))(model, jnp.ones(2))
+    return optimizer.update(grads, model)[0]
+
+
+def test_a_plain_layer_of_a_frozen_module_trains_in_a_new_one():
+    # The flag is in the nearest `es.Module`, and that is the new one.
+    frozen = Scaled(eqx.nn.Linear(2, 2, key=jr.key(0))).freeze()
+    assert trained_names(frozen) == set()
+    for wrapped in (
+        Scaled(frozen.inner),
+        eqx.tree_at(lambda m: m.inner, frozen, Scaled(frozen.inner)),
+    ):
+        names = trained_names(wrapped)
+        assert any(name.endswith("inner.weight") for name in names)
+        layers = [m for _, m in es.modules(wrapped) if isinstance(m, eqx.nn.Linear)]
+        new = [
+            m
+            for _, m in es.modules(after_a_step(wrapped))
+            if isinstance(m, eqx.nn.Linear)
+        ]
+        assert (new[0].weight != layers[0].weight).any()
+        # Frozen after surgery it stays.
+        assert trained_names(wrapped.freeze()) == set()
+
+
+def test_an_es_module_stays_frozen_wherever_it_is_put():
+    frozen = Scaled(eqx.nn.Linear(2, 2, key=jr.key(0))).freeze()
+    for wrapped in (Scaled(frozen), eqx.nn.Sequential([frozen, Scaled(frozen)])):
+        assert trained_names(wrapped) <= {"scale", "layers[1].scale"}
+    model = Scaled(frozen)
+    new = after_a_step(model)
+    assert eqx.tree_equal(new.inner, frozen)
+    assert new.scale != model.scale
