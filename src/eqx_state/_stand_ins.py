@@ -153,8 +153,10 @@ class Twice:
         indices = range(len(modules))
         # Stand-ins first: one of them is the first to have what it stands for.
         for i in sorted(indices, key=lambda i: modules[i] is originals[i]):
-            here = cells(modules[i])
-            for k, cell in enumerate(cells(originals[i])):
+            here = there = cells(modules[i])
+            if modules[i] is not originals[i]:
+                there = cells(originals[i])
+            for k, cell in enumerate(there):
                 if k in state[i]:
                     slot = first.setdefault((id(cell.owner), cell.index), (i, k))
                     if slot[0] != i:
