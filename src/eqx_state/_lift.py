@@ -281,8 +281,9 @@ class Lifted:
         for scope, values in zip(self.scopes, sown, strict=True):
             if values and scope.trace != trace_state():
                 raise TraceError(trace_message(next(iter(values)), verb="sow"))
-        for i, new in enumerate(written):
-            if new:
+        # Stand-ins last: `init` may bring leaves into being in what another root has.
+        for i in sorted(range(len(self.roots)), key=self.is_stand_in):
+            if new := written[i]:
                 self._store(i, new)
                 scope, root = self.places[i].scope, self.originals[i]
                 scope.written[id(root)] = root, self.name(i, next(iter(new)))
