@@ -111,13 +111,68 @@ def test_nothing_is_cut_or_coloured(monkeypatch):
 
 
 def test_modes_are_marked():
-    model = [es.nn.BatchNorm(2).freeze(), es.nn.Dropout(0.5), eqx.nn.Dropout(0.5)]
+    dropout = es.nn.Dropout(0.5, key=jr.key(0))
+    model = [es.nn.BatchNorm(2).freeze(), dropout, eqx.nn.Dropout(0.5)]
     for tree, marks in (
-        (model, ["BatchNorm (frozen)", "Dropout", "Dropout"]),
-        (es.eval(model), ["BatchNorm (eval, frozen)"] + 2 * ["Dropout (eval)"]),
+        (model, ["list\n+ Dropout", "BatchNorm (frozen)", "Dropout"]),
+        (
+            es.eval(model),
+            ["list\n+ Dropout (eval)", "BatchNorm (eval, frozen)", "Dropout (eval)"],
+        ),
     ):
         rows = cells(es.tabulate(tree))
-        assert [rows[f"[{i}]"][0] for i in range(3)] == marks
+        assert [rows[path][0] for path in ("", "[0]", "[1]")] == marks
+
+
+class Block(eqx.Module):
+    net: eqx.nn.Sequential
+    act: eqx.nn.Lambda
+    pool: eqx.nn.Pool
+
+    def __call__(self, x, *, key=None):
+        return self.pool(self.act(self.net(x, key=key))[None])[0]
+
+
+def block() -> Block:
+    def act() -> eqx.nn.Lambda:
+        return eqx.nn.Lambda(jnp.tanh)
+
+    nothing = eqx.nn.Sequential([act(), act()])
+    net = eqx.nn.Sequential([linear(), act(), eqx.nn.Dropout(0.1), nothing, act()])
+    return Block(net, act(), eqx.nn.MaxPool1d(2))
+
+
+def test_what_holds_nothing_is_named_in_the_row_around_it():
+    rows = cells(es.tabulate([block()]))
+    assert list(rows) == ["path", "", "[0]", "[0].net", "[0].net.layers[0]", "Total"]
+    assert rows["[0]"] == ["Block\n+ Lambda, MaxPool1d", ""]
+    assert rows["[0].net"][0] == "Sequential\n+ 2 Lambda, Dropout, Sequential"
+    assert rows["[0].net.layers[0]"][0] == "Linear"
+    rows = cells(es.tabulate([block()], depth=1))
+    assert list(rows) == ["path", "", "[0]", "Total"]
+    assert rows["[0]"][0] == "Block\n+ Lambda, MaxPool1d"
+    lambdas = eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh)])
+    assert cells(es.tabulate(lambdas))[""] == ["Sequential\n+ Lambda"]
+
+
+def test_what_changes_a_shape_or_is_called_twice_has_a_row():
+    x = jnp.ones(2)
+    rows = cells(es.tabulate(block(), x))
+    assert list(rows)[2:-1] == ["net", "net.layers[0]", "pool"]
+    assert rows["pool"] == ["MaxPool1d", "f32[1,3]", "f32[1,2]", ""]
+    assert rows[""][0] == "Block\n+ Lambda"
+
+    class Twice(eqx.Module):
+        act: eqx.nn.Lambda
+        drop: eqx.nn.Dropout
+
+        def __call__(self, x):
+            return self.drop(self.act(self.act(x)), key=jr.key(0))
+
+    twice = Twice(eqx.nn.Lambda(jnp.tanh), eqx.nn.Dropout(0.1))
+    rows = cells(es.tabulate(twice, x))
+    assert rows[""][0] == "Twice\n+ Dropout"
+    assert rows["act"] == ["Lambda", "f32[2]\n(2 calls)", "f32[2]"]
 
 
 def test_each_kind_has_a_column():

@@ -1,5 +1,6 @@
 """`es.tabulate`: a model as a table, a row for each module, a column for each kind."""
 
+import collections
 import dataclasses
 import io
 import math
@@ -48,6 +49,15 @@ class _Row:
     node: Any
     level: int
     cells: dict[Kind | None, _Cell] = dataclasses.field(default_factory=dict)
+    trivial: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        """Its class, and those of the modules in it that have no row."""
+        counts = collections.Counter(self.trivial).items()
+        names = [name if n == 1 else f"{n} {name}" for name, n in counts]
+        trivial = [f"+ {', '.join(names)}"] if names else []
+        return "\n".join([_class(self.node), *trivial])
 
     def add(self, visit: Visit, kind: Kind | None, is_folded: bool) -> None:
         cell = self.cells.setdefault(kind, _Cell())
@@ -67,7 +77,9 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     """A table of the modules in a tree: a row for each, and a column for each kind.
 
     A cell has the arrays that a module holds itself, not in a module inside it: their
-    names, dtypes and shapes, then how many elements these are, and how many bytes. The
+    names, dtypes and shapes, then how many elements these are, and how many bytes. A
+    module that holds no array, however deep, and whose output is like its input, such
+    as an activation or a dropout, is named in the row of the module around it. The
     last row has the totals of each kind; below it are those of all arrays, and of what
     `es.trainable` selects. Arrays that have no kind are in a column of their own.
 
@@ -125,7 +137,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     if inputs:
         tree = as_initialized(tree)
         calls = record(tree, put, inputs)
-    rows = _rows(tree, depth)
+    rows = _rows(tree, depth, calls)
     kinds = sorted(
         dict.fromkeys(kind for row in rows for kind in row.cells),
         # The others as they come in the tree.
@@ -146,7 +158,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
         name = name_of(row.path)
         called = _called(calls.get(name)) if inputs else []
         cells = [str(row.cells.get(kind, "")) for kind in kinds]
-        lines.append([name, _class(row.node), *called, *cells])
+        lines.append([name, row.module, *called, *cells])
     is_trainable = bind(trainable, tree)
     trained = [part.value for part in parts(tree) if is_trainable(part)]
     return (
@@ -156,12 +168,15 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     )
 
 
-def _rows(tree: Any, depth: int | None) -> list[_Row]:
+def _rows(tree: Any, depth: int | None, calls: dict[str, Call]) -> list[_Row]:
     root = _Row((), tree, 0)
     rows = [root]
+    visits = walk(tree)
+    drawn = [v.path for v in visits if v.is_leaf and _has_cell(v.node)]
+    holding = {path[:n] for path in drawn for n in range(len(path))}
     # The modules around: the path of each, its row, and whether it is folded into it.
     around: list[tuple[KeyPath, _Row, bool]] = [((), root, False)]
-    for visit in walk(tree):
+    for visit in visits:
         while visit.path[: len(around[-1][0])] != around[-1][0]:
             around.pop()
         _, row, is_folded = around[-1]
@@ -171,13 +186,30 @@ def _rows(tree: Any, depth: int | None) -> list[_Row]:
             elif is_array(visit.node):
                 row.add(visit, visit.kind, is_folded)
         elif visit.path and not _is_index(visit):
-            if is_folded or row.level == depth:
+            is_trivial = visit.path not in holding and not _says_something(
+                calls.get(visit.name)
+            )
+            if is_trivial and not is_folded:
+                row.trivial.append(_class(visit.node))
+            if is_trivial or is_folded or row.level == depth:
                 around.append((visit.path, row, True))
             else:
                 new = _Row(visit.path, visit.node, row.level + 1)
                 rows.append(new)
                 around.append((visit.path, new, False))
     return rows
+
+
+def _says_something(call: Call | None) -> bool:
+    """Whether a call shows more than that the output is like the input."""
+    if call is None:
+        return False
+    given = call.inputs.partition("\nkey=")[0]
+    return call.times > 1 or given != call.outputs
+
+
+def _has_cell(x: Any) -> bool:
+    return is_array(x) or isinstance(x, Initializer)
 
 
 def _is_index(visit: Visit) -> bool:
