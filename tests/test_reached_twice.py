@@ -184,6 +184,21 @@ def test_the_state_of_the_argument_may_be_read_before_and_after():
     assert es.mutable(f)(Net())[0] == 3.0
 
 
+def test_what_is_taken_by_flattening_is_what_it_was_before():
+    def f(net):
+        def one(layer):
+            layer(1.0)
+            return sum(
+                x.sum() for x in jax.tree.leaves(es.filter(net.layers, es.State))
+            )
+
+        return scan(one, net.layers)
+
+    y, new = es.mutable(f)(Net())
+    assert y.tolist() == [0.0, 0.0, 0.0]
+    assert new.layers.n.tolist() == [1.0, 1.0, 1.0]
+
+
 def reads(net, layer):
     return layer(1.0) + net.layers.n.sum()
 
