@@ -293,6 +293,23 @@ def _(case):
     assert es.mutable(model.right)(XS)[1].count == 1
 
 
+@DECORATED.works(
+    "decorate a method twice: `@es.jit` over `@es.vmap`",
+    "`self` belongs to the function, and is not mapped with the arguments",
+)
+def _(case):
+    class Sum(es.Module):
+        weight: es.Parameter
+
+        @es.jit
+        @es.vmap
+        def run(self, x):
+            return self.weight.sum() * x
+
+    model = case.keep(Sum(XS))
+    assert (model.run(XS) == 3 * XS).all()
+
+
 @DECORATED.raises(
     "decorate a method that writes state with `eqx.filter_jit`",
     FROZEN,

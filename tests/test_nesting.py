@@ -515,3 +515,59 @@ def test_decorated_methods_of_a_module_its_child_and_its_parent(transform, base)
     assert (y, new.child.counter.count, new.counter.count) == (6.0, 3.0, 2.0)
     y, new = es.mutable(new.step)(1.0)
     assert (y, new.child.counter.count, new.counter.count) == (11.0, 5.0, 4.0)
+
+
+STACKED = {
+    "vmap": lambda f: es.vmap(f),
+    "jit, vmap": lambda f: es.jit(es.vmap(f)),
+    "vmap, jit": lambda f: es.vmap(es.jit(f)),
+    "jit, checkpoint, vmap": lambda f: es.jit(es.checkpoint(es.vmap(f))),
+    "checkpoint, jit, vmap": lambda f: es.checkpoint(es.jit(es.vmap(f))),
+    "jit, jit, vmap": lambda f: es.jit(es.jit(es.vmap(f))),
+}
+
+
+@pytest.mark.parametrize("stack", STACKED.values(), ids=STACKED)
+def test_the_object_of_a_decorated_method_is_not_mapped_whatever_is_around(stack):
+    traces = 0
+
+    class Sum(es.Module):
+        weight: es.Parameter
+        calls: es.State = 0
+
+        @stack
+        def run(self, x):
+            nonlocal traces
+            traces += 1
+            self.calls = self.calls + 1
+            return self.weight.sum() * x
+
+    model = Sum(jnp.arange(3.0))
+    f = es.jit(lambda model, xs: es.mutable(model.run)(xs))
+    for _ in range(2):
+        ys, model = f(model, jnp.ones(3))
+        assert ys.tolist() == [3.0, 3.0, 3.0]
+    ys, model = es.mutable(model.run)(jnp.ones(3))
+    assert ys.tolist() == [3.0, 3.0, 3.0]
+    assert model.calls == 3
+    assert traces <= 2
+
+
+def test_a_stack_of_decorators_is_compiled_once():
+    traces = 0
+
+    class Sum(es.Module):
+        weight: es.Parameter
+
+        @es.jit
+        @es.vmap
+        def run(self, x):
+            nonlocal traces
+            traces += 1
+            return self.weight.sum() * x
+
+    for i in range(3):
+        model = Sum(jnp.arange(3.0) + i)
+        assert model.run(jnp.ones(2)).tolist() == [3.0 + 3 * i] * 2
+        assert Sum.run.__get__(model)(jnp.ones(2)).tolist() == [3.0 + 3 * i] * 2
+    assert traces == 1

@@ -22,7 +22,7 @@ from ._checks import report, Reporting, wait
 from ._compat import hide_frames, PROGRAM_ERRORS
 from ._plan import Mismatch
 from ._program import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
-from ._transform import Transform, wrap
+from ._transform import Transform, Unbound, wrap
 from ._traverse import is_array
 
 
@@ -124,7 +124,11 @@ class _Jit(Transform):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # The object is the first argument, as `donate` understands it.
-        return self if instance is None else eqx.Partial(self, instance)
+        if instance is None:
+            return self
+        is_stacked = isinstance(self.f, Transform)
+        jit = self.of(Unbound.around(self.f)) if is_stacked else self
+        return eqx.Partial(jit, instance)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """The program for these arguments, lowered but not compiled.

@@ -49,6 +49,19 @@ class Transform(eqx.Module):
         return new
 
 
+class Unbound(Transform):
+    """The transform `f` of a method, with the object as the first argument."""
+
+    def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self.f.__get__(instance)(*args, **kwargs)
+
+    @staticmethod
+    def around(f: Transform) -> "Unbound":
+        unbound = object.__new__(Unbound)
+        unbound.__dict__.update(f=f)
+        return unbound
+
+
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     """A transform of `f`, with the name and the documentation of `f`.
 
