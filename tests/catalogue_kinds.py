@@ -226,7 +226,7 @@ def _(case):
 @KINDS.raises(
     'give a filter by name: `model.filter("Parameter")`',
     TypeError,
-    "is no filter",
+    "is not a filter",
     "`es.Parameter`",
     "es.path_matches",
     instead='`model.filter(es.Parameter)`, `es.path_matches("*.weight")`',

@@ -312,7 +312,7 @@ def test_a_combinator_may_be_asked_about_a_part():
     ids=str,
 )
 def test_what_is_no_filter(wrong):
-    match = r"is no filter.*`es.Parameter`.*es.path_matches"
+    match = r"is not a filter.*`es.Parameter`.*es.path_matches"
     with pytest.raises(TypeError, match=match):
         es.filter(MODEL, wrong)
     for combine in (es.any_of, es.all_of, es.not_):
@@ -397,3 +397,28 @@ def test_trainable_excludes_what_lies_below_a_frozen_module(getkey):
         "linear.weight",
         "many['a'].weight",
     }
+
+
+PREDICATES = [
+    eqx.is_array,
+    eqx.is_array_like,
+    eqx.is_inexact_array,
+    eqx.is_inexact_array_like,
+]
+
+
+@pytest.mark.parametrize("predicate", PREDICATES)
+def test_predicates_of_arrays_would_select_nothing(predicate):
+    model = {"w": jnp.ones(2)}
+    match = (
+        rf"`eqx.{predicate.__name__}` is not a filter.*lambda part: .*\(part.value\)"
+    )
+    for call in (
+        lambda: es.filter(model, predicate),
+        lambda: es.mask(model, es.not_(predicate)),
+        lambda: es.grad(lambda m: m["w"].sum(), wrt=predicate)(model),
+    ):
+        with pytest.raises(TypeError, match=f"(?s){match}"):
+            call()
+    right = es.filter(model, lambda part: predicate(part.value))
+    assert right["w"] is model["w"]

@@ -412,5 +412,5 @@ def test_map_takes_any_filter_and_many_trees():
     tree = {"a": jnp.array(1), "b": (2, jnp.array(3.0))}
     new = es.map(lambda *xs: sum(xs), tree, tree, tree, on=lambda part: True)
     assert new == {"a": 3, "b": (2, 9.0)}
-    with pytest.raises(TypeError, match="is no filter"):
+    with pytest.raises(TypeError, match="is not a filter"):
         es.map(lambda x: x, tree, on="a")

@@ -317,7 +317,7 @@ def test_a_model_before_init():
 
 
 def test_something_else_for_a_filter():
-    with pytest.raises(TypeError, match="is no filter"):
+    with pytest.raises(TypeError, match="is not a filter"):
         es.state_dict(everything(), "weight")
 
 

@@ -8,8 +8,9 @@ import abc
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -31,12 +32,31 @@ def bind(filter: Filter, tree: Any) -> Predicate:
     is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
     if is_annotation or isinstance(filter, type) or not callable(filter):
         raise TypeError(
-            f"`{filter!r}` is no filter. A filter is a kind (`es.Parameter`, your own"
-            " `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
+            f"`{filter!r}` is not a filter. A filter is a kind (`es.Parameter`, your"
+            " own `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
             " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
             " `es.inside`, `es.path_matches`."
         )
+    if any(filter is predicate for predicate in _OF_ARRAYS):
+        name = f"eqx.{filter.__name__}"
+        raise TypeError(
+            f"`{name}` is not a filter of `es`: a filter is called with an `es.Part`,"
+            f" the array together with its path and its kind, for which `{name}` is"
+            " always false. Give it the array:\n\n"
+            f"    es.filter(model, {name})                            # wrong\n"
+            f"    es.filter(model, lambda part: {name}(part.value))   # right\n\n"
+            "`es.trainable` selects the inexact parameters that are not frozen."
+        )
     return lambda part: bool(filter(part))
+
+
+# What users of Equinox reach for, and what would select nothing.
+_OF_ARRAYS: Final = (
+    eqx.is_array,
+    eqx.is_array_like,
+    eqx.is_inexact_array,
+    eqx.is_inexact_array_like,
+)
 
 
 def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
