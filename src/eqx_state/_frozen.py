@@ -159,8 +159,9 @@ def frozen_error(
     cls = type(module).__qualname__
     if name in FLAGS:
         off, on = ("eval", "train") if name == "training" else ("unfreeze", "freeze")
+        is_on = not eqx.is_array(value) and bool(value)
         text = _FLAG.format(
-            cls=cls, name=name, value=bool(value), method=on if value else off
+            cls=cls, name=name, value=is_on, method=on if is_on else off
         )
         return dataclasses.FrozenInstanceError(text.strip())
     text = _NO_SCOPE.format(cls=cls, name=name)
