@@ -227,7 +227,7 @@ def test_inference_is_true_in_eval_mode():
     eqx.tree_check(es.eval(make_model()))
 
 
-def test_the_node_for_inference_mode_is_no_part_of_what_users_see():
+def test_the_node_for_inference_mode_is_hidden_from_users():
     norm = make_norm()
     with pytest.raises(TypeError, match="argument"):
         Norm(jnp.ones(2), jnp.zeros(2), _eqx_state_inference=True)

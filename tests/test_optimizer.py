@@ -736,7 +736,7 @@ def test_a_state_for_the_whole_serves_lanes_and_shards():
     ],
     ids=range(8),
 )
-def test_what_is_no_transformation_is_an_error(net, make, says):
+def test_another_thing_than_a_transformation_is_an_error(net, make, says):
     with pytest.raises(TypeError, match=rf"{says}[\s\S]*adam\(1e-3\)\)\.init\(model\)"):
         make(net)
 
@@ -755,7 +755,7 @@ def test_what_is_no_transformation_is_an_error(net, make, says):
     ],
     ids=range(8),
 )
-def test_what_is_no_filter_is_an_error(net, wrt):
+def test_another_thing_than_a_filter_is_an_error(net, wrt):
     wrong = wrt(net)
     name = type(wrong).__qualname__
     match = rf"`wrt` is a filter.*`{name}` was given[\s\S]*\.init\(model\)"

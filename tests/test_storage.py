@@ -445,7 +445,7 @@ def file_of(header):
     ],
     ids=range(10),
 )
-def test_metadata_of_what_is_no_safetensors_file(path, content):
+def test_metadata_of_a_file_that_is_not_safetensors(path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="`es.load_metadata` cannot read.*truncated"):
         es.load_metadata(path)

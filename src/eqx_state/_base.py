@@ -60,16 +60,17 @@ INIT_DONE: Final = "_eqx_state_module_init_done"
 
 
 class _Training:
-    """Sets the flag `training`, as `eqx.nn.inference_mode` wishes.
+    """Sets the flag `training`, also where `eqx.nn.inference_mode` does.
 
-    That one replaces nodes of the pytree, and a static flag is none. So beside the flag
-    is a node without leaves, `[]` in train mode and `[[]]` in eval mode, to be replaced
-    by a bool. Equinox sets static fields last, so that we see the bool here. Only what
-    is set goes this way; what is read is in `__dict__`.
+    That function replaces nodes of the pytree, and a static flag is not a node. So each
+    module also has a node without leaves, `[]` in train mode and `[[]]` in eval mode,
+    in whose place it puts a bool. Equinox's unflattening sets static fields last, so
+    the bool is there when the flag is set. Reading does not come here: the flag is in
+    `__dict__`.
     """
 
     def __set__(self, module: eqx.Module, training: bool) -> None:
-        # For each module that is unflattened, so by no detour.
+        # This runs for each module that is unflattened, so it goes straight there.
         fields = object.__getattribute__(module, "__dict__")
         fields["training"] = training
         node = fields.setdefault(INFERENCE, [])
@@ -77,7 +78,7 @@ class _Training:
             return
         if type(node) is bool:
             fields["training"] = training = not node
-        # What is neither stands for the node for a while, as in `jax.tree.map`.
+        # Anything else holds the node's place, say within a `jax.tree.map`.
         if type(node) in (bool, list):
             fields[INFERENCE] = [] if training else [[]]
 

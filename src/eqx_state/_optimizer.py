@@ -197,8 +197,8 @@ class Optimizer(eqx.Module):
 def _in_mode_of(structure: Any, tree: Any, problem: str) -> Any:
     """`tree` in the mode of a structure, which must be its own but for that.
 
-    That of the model that `init` was given: the moments, and labels or masks that optax
-    was given, are in that mode.
+    The moments, and labels or masks that optax was given, are in the mode of the model
+    that `init` was given.
     """
     if jtu.tree_structure(tree) == structure:
         return tree
@@ -259,7 +259,7 @@ def _update_of(tx: Any) -> Any:
     """The `update` of a transformation, which may be given further arguments."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx).update
-    # Of an object such as `optax.MultiSteps`, optax would drop them.
+    # For an object such as `optax.MultiSteps`, optax would drop them.
     parameters = inspect.signature(tx.update).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return tx.update

@@ -21,7 +21,7 @@ _Tree = TypeVar("_Tree")
 
 Named: TypeAlias = dict[str, tuple[int, Part]]
 
-# Of a long list in an error: nobody reads more.
+# How much of a long list an error shows: nobody reads more.
 _SHOWN: Final = 20
 
 
@@ -96,8 +96,8 @@ def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
 def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _Tree:
     """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
 
-    Nothing is cast. A Python number is no array: give it as one of the leaf's dtype,
-    `np.float32(3)`.
+    Nothing is cast. A Python number is not an array: give it as one of the leaf's
+    dtype, `np.float32(3)`.
 
     **Arguments:**
 
@@ -115,8 +115,8 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
     **Raises:**
 
     - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (of
-        typed keys the implementation, too), an entry is no array. It lists all of them.
-    - `TypeError`: `d` is no dictionary.
+        typed keys the implementation, too), an entry is not an array. It lists all.
+    - `TypeError`: `d` is not a dictionary.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
     !!! example
@@ -193,7 +193,7 @@ def _is_numpy(x: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """An array that is no view of `value`; what is no array stays what it is."""
+    """A copy of `value`, if it is an array that could change; or else `value`."""
     is_constant = eqx.is_array(value) and not isinstance(value, np.ndarray)
     if is_constant or not hasattr(value, "__array__"):
         return value

@@ -28,7 +28,7 @@ _Tree = TypeVar("_Tree")
 _METADATA: Final = "eqx_state"
 _VERSION: Final = 1
 
-# What safetensors has and NumPy or JAX have, too.
+# The dtypes of safetensors that NumPy or JAX have.
 _DTYPES: Final = {
     "BOOL": "bool",
     "I8": "int8",
@@ -78,7 +78,7 @@ def save(
     - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
         no kind too.
     - `metadata`: a dictionary of strings, which `es.load_metadata` returns, as other
-        programs do. What is not a string is made one: `json.dumps(config)`. Default:
+        programs do. Convert other values to strings: `json.dumps(config)`. Default:
         none.
 
     **Raises:**
@@ -184,7 +184,7 @@ def load(
 
     **Raises:**
 
-    - `ValueError`: the file is no safetensors file or not a whole one, lacks a name
+    - `ValueError`: the file is not a safetensors file or not a whole one, lacks a name
         that the filters select, has (if there are no filters) one that `like` has not,
         or an array in it has another shape or dtype. It lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
@@ -317,7 +317,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     if wrong is not None:
         raise TypeError(
             f"`es.save(..., metadata=...)` takes a dictionary of strings, and {wrong}."
-            " Make a string of what is none: `metadata={'config': json.dumps(config)}`."
+            " Convert other values: `metadata={'config': json.dumps(config)}`."
             " Arrays are saved as part of the tree: `es.save(path, (model, step))`."
         )
     if _METADATA in metadata:
@@ -393,7 +393,7 @@ def _replacing(path: str) -> Iterator[str]:
                 raise OSError(errno.EINVAL, "what is there is no regular file")
             open(target, "r+b").close()  # may it be written?
         yield temporary
-        # What has written may have put another file there, with a mode of its own.
+        # safetensors may have put another file there, with a mode of its own.
         os.chmod(temporary, stat.S_IMODE(mode))
         with open(temporary, "r+b") as file:
             os.fsync(file.fileno())
