@@ -6,7 +6,7 @@ Each function writes a statement at which the program must end, if it can stand 
 from dataclasses import FrozenInstanceError
 
 from program_models import Both, Cell, COUNTERS, Net, Noise, NUMBERS, Phase, Tally
-from program_writer import Context, Expected, Node, OFF, Writer
+from program_writer import Context, Expected, Node, Writer
 
 import eqx_state as es
 
@@ -82,14 +82,14 @@ def plain_transform(w: Writer, ctx: Context) -> Fault:
 
 def writes_phase(w: Writer, ctx: Context) -> Fault:
     node = _of(w, ctx, Phase)
-    if node is None or node.inside == ctx.inside or "phase" in OFF:
+    if node is None or node.inside == ctx.inside:
         return NO_FAULT
     errors = (ValueError, TypeError, es.TraceError, FrozenInstanceError)
     return [f"{node.text}.phase = 'warm'"], (errors, "phase")
 
 
 def returns_function(w: Writer, ctx: Context) -> Fault:
-    if (node := _of(w, ctx, *COUNTERS, Noise)) is None or "returned" in OFF:
+    if (node := _of(w, ctx, *COUNTERS, Noise)) is None:
         return NO_FAULT
     name = w.name("m")
     lines = [f"{name} = {node.text}", f"es.jit(lambda x: lambda y: {name}.peek(y))(x)"]
@@ -102,7 +102,7 @@ def in_two_places(w: Writer, ctx: Context) -> Fault:
         return NO_FAULT
     text = w.pick(nodes).text
     runs = ["es.mutable({})", "es.grad({})", "es.jit(es.mutable({}))"]
-    run = w.pick(runs[:2] if "jitted twice" in OFF else runs)
+    run = w.pick(runs)
     run = run.format("lambda ms, x: ms[0](ms[1](x))")
     return [f"{run}([{text}, {text}], x)"], ((ValueError,), r"\[0\]")
 

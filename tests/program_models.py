@@ -106,7 +106,7 @@ def double(x: Any) -> Any:
 
 # Static values, some of which are equal to Python.
 STATICS = (
-    *(0, 1, True, False, 1.0, 0.0, -0.0, "cold", "warm", (1, 2), (True, 2), (1.0, 2)),
+    *(1, True, 1.0, 0, False, 0.0, -0.0, (1, 2), (True, 2), (1.0, 2), "cold", "warm"),
     *(Scale("s", 1.0), Scale("s", 2.0), half, double),
 )
 

@@ -302,6 +302,8 @@ class Reference:
     ) -> Any:
         before = [(x, dict(x.__dict__)) for x in self.live]
         sown = [(scope, len(scope.sown)) for scope in self.captures]
+        # What no scope owns is another thing as argument than in the closure.
+        args = [arg if _is_owned(arg) else self.copy(arg) for arg in args]
         given = {id(x) for arg in args for x in objects_in(arg)}
         inside = [x for stack in stacks for x in objects_in(stack)]
         exempt = given | {id(x) for x in inside}
@@ -380,3 +382,7 @@ class Reference:
         for x in objects_in(new):
             object.__setattr__(x, "training", False)
         return new
+
+
+def _is_owned(tree: Any) -> bool:
+    return any(x.scope is not None and x.scope.is_open for x in objects_in(tree))

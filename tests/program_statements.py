@@ -66,15 +66,17 @@ def static(w: Writer, ctx: Context) -> Statement:
     f = w.name("f")
     lines, g = w.define(ctx.into(), "x, tag", ("x = mix(x, worth(tag))",))
     lines.append(f"{f} = es.jit({g})")
-    for _ in range(2):
-        lines.append(f"x = {f}(x, STATICS[{w.below(len(STATICS))}])")
+    # Values that are easily confused are next to one another.
+    i = w.below(len(STATICS))
+    j = w.pick([min(i + 1, len(STATICS) - 1), i - i % 3, w.below(len(STATICS))])
+    lines += [f"x = {f}(x, STATICS[{n}])" for n in (i, j)]
     return lines, ctx
 
 
 def function_argument(w: Writer, ctx: Context) -> Statement:
     """A function among the arguments comes out as the same object."""
     # It may hold what is of no scope.
-    nodes = [n for n in ctx.readable() if not n.is_owned and "functions" not in OFF]
+    nodes = [n for n in ctx.readable() if not n.is_owned]
     g, f, again = w.name("f"), w.name("f"), w.name("f")
     if nodes and not w.chance(3):
         node, name = w.pick(nodes), w.name("m")
@@ -93,7 +95,7 @@ def function_argument(w: Writer, ctx: Context) -> Statement:
 def two_scopes(w: Writer, ctx: Context) -> Statement:
     """One jitted function of two modules: of one scope, then of two."""
     nodes = [n for n in ctx.writable() if n.level == ctx.level]
-    if not nodes or "two scopes" in OFF:
+    if not nodes:
         return once(w, ctx)
     a, b = w.pick(nodes), w.pick(nodes)
     if related(a.path, b.path):

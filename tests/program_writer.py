@@ -27,12 +27,7 @@ from program_models import (
 
 Path = tuple[str, ...]
 # What does not hold yet, and is not written.
-OFF = {
-    "phase",
-    "returned",
-    "assigned key",
-    "whole stack",
-}
+OFF = {"whole stack", "frozen aliases"}
 ANY = 99  # the level of a number that any lane may give
 
 
@@ -227,7 +222,7 @@ class Writer(Drawing):
 
     def program(self, faults: Any) -> "tuple[Spec, str, Expected | None]":
         spec = self.model()
-        if self.chance(6):
+        if self.chance(4):
             self.fault = self.pick(faults)
         return spec, "\n".join(self.main(spec)), self.expected
 
@@ -289,7 +284,7 @@ class Writer(Drawing):
             return [f"{text}.s = mix({text}.s, {self.value(ctx, node)})"]
         if what == 3 and cls in (Cell, Noise, Tally):
             return [f"{text}.push({self.value(ctx, node)})"]
-        if what == 1 and cls is Noise and "assigned key" not in OFF:
+        if what == 1 and cls is Noise:
             return [f"{text}.rng = KEY"]
         if what == 3 and cls is Phase and node.inside == ctx.inside:
             return [f"{text}.phase = 'warm'"]
