@@ -210,10 +210,11 @@ def test_a_subclass_of_a_record(base):
     assert kinds([Mixed(ONE, ONE, ONE, ONE)]) == inside("dataclass", "[0]")
 
 
-def test_records_of_another_module(base):
-    class Sub(elsewhere.Dict):
-        own: es.State
+class Sub(elsewhere.Dict):
+    own: es.State
 
+
+def test_records_of_another_module(base):
     class Model(base):
         a: elsewhere.Tuple
         b: Sub
@@ -240,12 +241,13 @@ def test_records_of_another_module(base):
     }
 
 
-def test_a_name_in_a_record_may_come_later(base, monkeypatch):
-    class Late(NamedTuple):
-        x: "list[DefinedLater]"  # noqa: F821
-        y: "tuple[DefinedLater, es.State] | dict[str, DefinedLater]"  # noqa: F821
+class Late(NamedTuple):
+    x: "list[DefinedLater]"  # noqa: F821
+    y: "tuple[DefinedLater, es.State] | dict[str, DefinedLater]"  # noqa: F821
 
-    class Model(base):
+
+def test_a_name_in_a_record_may_come_later(monkeypatch):
+    class Model(es.Module):
         late: Late
 
     model = Model(Late([ONE], (ONE, ONE)))
@@ -254,6 +256,35 @@ def test_a_name_in_a_record_may_come_later(base, monkeypatch):
     monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
     after = {"late.x[0]": es.BatchStat, "late.y[0]": es.BatchStat}
     assert kinds(model) == after | {"late.y[1]": es.State}
+
+
+def test_a_name_that_only_the_function_around_a_record_has():
+    class Cache(es.State):
+        pass
+
+    class Read(NamedTuple):
+        x: Cache
+
+    class Unread(NamedTuple):
+        x: "Cache"
+        y: "es.State"
+
+    class Model(es.Module):
+        record: "Read | Unread"
+
+    class Covered(es.Module):
+        record: es.Buffer[Unread]
+
+    class Plain(eqx.Module):
+        record: Unread
+
+    assert kinds(Model(Read(ONE))) == {"record.x": Cache}
+    said = r"Model\.record: .* cannot be resolved.*in a function.*must not be strings"
+    with pytest.raises(TypeError, match=said):
+        es.parts(Model(Unread(ONE, ONE)))
+    assert kinds(Model(Unread(None, ONE))) == {"record.y": es.State}
+    assert set(kinds(Covered(Unread(ONE, ONE))).values()) == {es.Buffer}
+    assert kinds(Plain(Unread(ONE, ONE)))["record.x"] is es.Parameter
 
 
 # --- Generics -----------------------------------------------------------------------

@@ -189,9 +189,9 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
         if spec != NOTHING:
             specs[name] = spec
     has_unresolved = any(map(is_unresolved, specs.values()))
-    if is_record(cls):
-        # Libraries have names that exist for type checkers alone. It is in the classes
-        # of `es.Module` that such a name is an error.
+    if is_record(cls) and "<locals>" not in cls.__qualname__:
+        # Libraries have names that exist for type checkers alone. In a function it is
+        # rather a kind made there, which a string does not lead to.
         specs = {name: _as_resolved(spec) for name, spec in specs.items()}
     _specs[cls][given] = specs
     if has_unresolved:

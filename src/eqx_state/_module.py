@@ -70,6 +70,9 @@ class Module(BaseModule):
     All methods forward to functions of the same name, which take any pytree and are
     what the library itself calls: a subclass may redefine any of them.
 
+    `functools.cached_property` works. Its value belongs to one model, and is computed
+    anew at each read in a scope or under a transform of JAX.
+
     In a field that declares a kind a Python number, a bool or a weakly typed array
     becomes a strongly typed array. Class defaults that are arrays work; every instance
     gets its own copy.

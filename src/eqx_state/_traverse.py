@@ -89,7 +89,8 @@ class Context(NamedTuple):
                 f"The annotation `{self.owner.__qualname__}.{self.field}: {annotation}`"
                 " decides the kind of an array, and it cannot be resolved. Import the"
                 " name at run time (not only under `TYPE_CHECKING`), or declare the"
-                " kind around it: `es.Parameter[...]`."
+                " kind around it: `es.Parameter[...]`. If it names a class made in a"
+                " function, the annotations in that class must not be strings."
             )
 
     def kind_of(self, array: Any) -> Kind | None:
@@ -342,7 +343,12 @@ class Part:
 
     @property
     def path(self) -> KeyPath:
-        """The JAX key path, a tuple of keys."""
+        """The key path, a tuple of JAX's keys.
+
+        No two arrays of a tree have the same: a key that is equal to one before it, or
+        prints alike, has a number. A dataclass that is registered without key paths has
+        the names of its fields.
+        """
         return self._visit.path
 
     @property
