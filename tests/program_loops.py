@@ -25,7 +25,7 @@ def scan(w: Writer, ctx: Context) -> Statement:
     """State is carried beside the carry."""
     reverse = w.pick(["", ", reverse=True"])
     head, tail = ("x = mix(c, y)",), "(x, 0.5 * x)"
-    lines, f = w.whole(ctx.into(), "c, y", head, tail)
+    lines, f = w.whole(ctx.into(steps=ctx.steps + 1), "c, y", head, tail)
     ys = w.name("y")
     lines.append(f"x, {ys} = es.scan({f}, x, two(x){reverse})")
     return [*lines, f"x = mix(x, total({ys}))"], ctx
@@ -39,7 +39,9 @@ def scan_of_stack(w: Writer, ctx: Context) -> Statement:
     layer = layer_of(ctx, stack, name, stack.level)
     hidden = (*ctx.hidden, stack.path)
     wholes = (*ctx.wholes, whole_of(stack))
-    inner = ctx.into(nodes=(*ctx.nodes, layer), hidden=hidden, wholes=wholes)
+    inner = ctx.into(
+        nodes=(*ctx.nodes, layer), hidden=hidden, wholes=wholes, steps=ctx.steps + 1
+    )
     lines, f = w.define(inner, f"x, {name}", (), "(x, 0.5 * x)")
     ys = w.name("y")
     lines.append(f"x, {ys} = es.scan({f}, x, {stack.text})")

@@ -101,6 +101,7 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
     if related(a.path, b.path):
         return once(w, ctx)
     p, q, f, g, y, new = (w.name(x) for x in "mmfffm")
+    root = a.text.split(".")[0].split("[")[0]
     reach = [
         node
         for name, of in ((p, a), (q, b))
@@ -112,9 +113,10 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
     lines += [
         f"{f} = es.jit({h})",
         f"x = {f}({a.text}, {b.text}, x)",
+        # The same path in both scopes.
         f"def {g}({p}, x):",
-        f"    return {f}({p}, {b.text}, x)",
-        f"{y}, {new} = es.mutable({g})({a.text}, x)",
+        f"    return {f}({p}{a.text[len(root) :]}, {b.text}, x)",
+        f"{y}, {new} = es.mutable({g})({root}, x)",
         f"x = {f}({a.text}, {b.text}, mix(x, {y}))",
     ]
     w.aliased |= {a.path, b.path}
@@ -185,7 +187,7 @@ def vmap(w: Writer, ctx: Context) -> Statement:
     """Over an array; modules are shared, and each lane has its own keys."""
     level = ctx.level + 1
     axes = ctx.axes | {level}
-    inner = ctx.into(level=level, x_level=level, axes=axes)
+    inner = ctx.into(level=level, x_level=level, axes=axes, steps=0)
     lines, f, args = w.function(inner)
     in_axes = ", in_axes=(None, 0)" if args else ""
     mapped = f'es.vmap({f}{in_axes}, axis_name="l{level}")'
@@ -202,6 +204,7 @@ def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
         level=level,
         x_level=level,
         axes=ctx.axes | {level},
+        steps=0,
         nodes=(*ctx.nodes, layer),
         hidden=(*ctx.hidden, stack.path),
         wholes=(*ctx.wholes, whole_of(stack)),

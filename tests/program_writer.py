@@ -78,6 +78,7 @@ class Context:
     grads: int = 0
     loops: int = 0
     inside: int = 0
+    steps: int = 0  # in how many loops and branches of one lane
     is_main: bool = False
     is_run: bool = True  # or it is of a helper, which may never be called
     wholes: tuple[str, ...] = ()  # parameters of stacks that are being mapped
@@ -85,6 +86,7 @@ class Context:
     def into(self, **changes: Any) -> "Context":
         changes.setdefault("depth", self.depth - 1)
         changes.setdefault("inside", self.inside + 1)
+        changes.setdefault("steps", self.steps + (changes.get("loops") is not None))
         return dataclasses.replace(self, is_main=False, **changes)
 
     def readable(self) -> list[Node]:
@@ -284,7 +286,8 @@ class Writer(Drawing):
             return [f"{text}.s = mix({text}.s, {self.value(ctx, node)})"]
         if what == 3 and cls in (Cell, Noise, Tally):
             return [f"{text}.push({self.value(ctx, node)})"]
-        if what == 1 and cls is Noise:
+        # In a step of a lane it cannot be seen that all lanes have the same.
+        if what == 1 and cls is Noise and (ctx.steps == 0 or ctx.level == 0):
             return [f"{text}.rng = KEY"]
         if what == 3 and cls is Phase and node.inside == ctx.inside:
             return [f"{text}.phase = 'warm'"]
