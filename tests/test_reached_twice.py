@@ -266,6 +266,7 @@ def test_two_arguments_whose_state_would_have_two_values(write):
         es.mutable(f)(Net())
 
 
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
 def test_a_key_that_would_be_drawn_from_both_ways():
     class Noise(es.Module):
         rng: es.Rng

@@ -134,8 +134,8 @@ def test_a_stack_of_keys_is_split_each():
     assert new.rng.shape == (2,)
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
 @pytest.mark.parametrize("write", ["key", "stream"])
+@jax.debug_key_reuse(False)  # on purpose: the same key again
 def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes(write):
     class Noise(es.Module):
         rng: es.Rng
@@ -160,6 +160,7 @@ def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes(write):
     assert same in (jr.key(0), jr.key(1))
 
 
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
 def test_a_shared_key():
     model = Noisy(jr.key(0))
     y, new = lanes_of(model, axes={es.Rng: None})
