@@ -342,6 +342,14 @@ def test_lookahead_equals_the_hand_written_loop(jit):
     assert not eqx.tree_equal(pair.fast.weight, pair.slow.weight)
 
 
+def test_the_pair_of_lookahead_may_hold_one_model_twice():
+    pair = optax.LookaheadParams.init_synced(Net())
+    for f in (es.eval, es.freeze, es.jit(lambda pair: pair)):
+        assert isinstance(f(pair), optax.LookaheadParams)
+    with pytest.raises(ValueError, match="two places"):
+        es.eval([*pair])
+
+
 @standard
 def test_in_lookahead_a_filter_is_asked_about_the_model():
     wrt = es.all_of(es.trainable, es.under(lambda m: m.inner))

@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import optax
 
 from ._annotations import NOTHING, Spec
 from ._base import BaseModule, fields_of, INFERENCE, is_eqx_module, is_module
@@ -500,7 +501,10 @@ def _is_state(visit: Visit) -> bool:
 
 def check_not_shared(tree: Any, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module would have to be two."""
-    check_apart(walk(tree, path))
+    # The two models of optax's pair are one in the beginning, and are to drift apart.
+    is_pair = isinstance(tree, optax.LookaheadParams)
+    for each in tree if is_pair else [tree]:
+        check_apart(walk(each, path))
 
 
 def flatten_apart(tree: Any) -> tuple[list[Any], Any]:
