@@ -188,6 +188,9 @@ def vmap(w: Writer, ctx: Context) -> Statement:
     level = ctx.level + 1
     axes = ctx.axes | {level}
     inner = ctx.into(level=level, x_level=level, axes=axes, steps=0)
+    if "shared argument" in OFF:
+        lines, f = w.whole(inner)
+        return [*lines, f'x = total(es.vmap({f}, axis_name="l{level}")(two(x)))'], ctx
     lines, f, args = w.function(inner)
     in_axes = ", in_axes=(None, 0)" if args else ""
     mapped = f'es.vmap({f}{in_axes}, axis_name="l{level}")'

@@ -27,7 +27,7 @@ from program_models import (
 
 Path = tuple[str, ...]
 # What does not hold yet, and is not written.
-OFF = {"whole stack", "frozen aliases"}
+OFF = {"whole stack", "frozen aliases", "shared argument"}
 ANY = 99  # the level of a number that any lane may give
 
 
