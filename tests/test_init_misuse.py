@@ -181,3 +181,19 @@ def test_an_error_of_a_layer_whose_hook_is_to_come_is_its_own(transform):
 
     with rejects(Net(), TypeError, "its own"):
         Net().init(0, jnp.ones(3))
+
+
+@pytest.mark.parametrize("value", [jnp.ones(3), 1.0, None], ids=repr)
+def test_a_placeholder_is_made_of_a_function(value):
+    match = f"`es.Initializer` was given a `{type(value).__name__}`.*lambda key"
+    with pytest.raises(TypeError, match=f"(?s){match}"):
+        es.Initializer(value)
+
+
+def test_a_lazy_layer_is_made_of_its_class_and_without_a_key(getkey):
+    layer = eqx.nn.Linear(2, 3, key=getkey())
+    right = r"es.lazy\(eqx.nn.Linear, 2, 3\) +# right"
+    with pytest.raises(TypeError, match=f"(?s)a layer that is made already.*{right}"):
+        es.lazy(layer)
+    with pytest.raises(TypeError, match=f"(?s)was given a `key`.*{right}"):
+        es.lazy(eqx.nn.Linear, 2, 3, key=getkey())

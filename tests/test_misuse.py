@@ -436,3 +436,25 @@ def test_a_write_after_an_exception_has_closed_the_scope():
         es.mutable(f)(model)
     with rejects(model, FROZEN, "closed"):
         kept[0].count = 1
+
+
+class Threaded(es.Module):
+    n: es.State = 0
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize("name", ["mutable", "value_and_grad", "grad", "capture"])
+def test_a_class_in_the_place_of_a_model_is_an_error(name):
+    transform = getattr(es, name)
+    with pytest.raises(TypeError, match=r"(?s)the class `Threaded`.*es.mutable\(model"):
+        transform(Threaded)
+    assert es.vmap(Threaded)(jnp.arange(3)).n.shape == (3,)  # which makes models
+
+
+@pytest.mark.parametrize("name", ["mutable", "value_and_grad", "vmap", "checkpoint"])
+def test_what_cannot_be_called_is_refused_at_once(name):
+    for x in (3, None, [Threaded()]):
+        with pytest.raises(TypeError, match=r"which cannot be called"):
+            getattr(es, name)(x)

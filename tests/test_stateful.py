@@ -263,3 +263,9 @@ def test_an_old_state_is_equinoxs_own_error():
     model = es.nn.Stateful(Old(2))
     with rejects(model, ValueError, "Attempted to use old state"):
         es.mutable(model)(jnp.ones(2))
+
+
+def test_a_class_is_not_a_layer():
+    match = r"was given the class `BatchNorm`.*es.nn.Stateful\(BatchNorm\(...\)\)"
+    with pytest.raises(TypeError, match=match):
+        es.nn.Stateful(eqx.nn.BatchNorm)

@@ -42,8 +42,10 @@ _OR_EVAL = """\
     y = model.eval()(x)                 # or: layers write nothing then
 """
 
-# A callback, or a function that is jitted as a whole, is seen by no scope.
+# A callback, or a function that is transformed as a whole, is seen by no scope.
 _OR_COPY = """
+Under a transform, use the one of `es`, which carries state: `es.value_and_grad` for \
+`eqx.filter_value_and_grad`, `es.mutable(es.vmap(model))(xs)` for `jax.vmap(model)(xs)`.
 If a scope is open around a callback, or around a transform of JAX or Equinox, the \
 module does not belong to it, or it is a copy made inside the scope: `jax.jit` and \
 `eqx.filter_jit` call copies, and `es.jit` does not.

@@ -78,6 +78,15 @@ else:
         __slots__ = ("f",)
 
         def __init__(self, f):
+            if not callable(f):
+                raise TypeError(
+                    f"`es.Initializer` was given a `{type(f).__name__}`: it takes a"
+                    " function of a PRNG key, which `init` calls. A value that is there"
+                    " already needs no placeholder:\n\n"
+                    "    self.w = es.Initializer(jnp.ones(3))    # wrong\n"
+                    "    self.w = es.Initializer(lambda key: jr.normal(key, (3,)))\n"
+                    "    self.w = jnp.ones(3)"
+                )
             self.f = f
 
         def __repr__(self):
@@ -103,6 +112,10 @@ def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
 def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
     """A placeholder for `cls(*args, key=key, **kwargs)`, any layer, made by `init`.
 
+    **Raises:**
+
+    - `TypeError`: `cls` is a layer and not its class, or there is a `key`.
+
     !!! example
 
         ```python
@@ -120,6 +133,15 @@ def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         assert Net(3).init(0).linear.weight.shape == (2, 3)
         ```
     """
+    if is_eqx_module(cls) or "key" in kwargs:
+        what = "a layer that is made already" if is_eqx_module(cls) else "a `key`"
+        raise TypeError(
+            f"`es.lazy` was given {what}. It takes a class and the arguments without"
+            " the key, and `init` makes the layer with a key of its own:\n\n"
+            "    es.lazy(eqx.nn.Linear(2, 3, key=key))        # wrong\n"
+            "    es.lazy(eqx.nn.Linear, 2, 3, key=key)        # wrong\n"
+            "    es.lazy(eqx.nn.Linear, 2, 3)                 # right"
+        )
     return Initializer(ft.partial(_construct, cls, args, kwargs))
 
 

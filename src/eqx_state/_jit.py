@@ -287,13 +287,4 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
         )
     if f is _NO_FUNCTION:
         return ft.partial(jit, donate=donate)
-    if not callable(f):
-        raise TypeError(
-            f"`es.jit` was given a `{type(f).__name__}`, which cannot be called. It"
-            " takes a function, a callable module or a bound method. A property is"
-            " decorated from outside:\n\n"
-            "    @property\n"
-            "    @es.jit\n"
-            "    def norm(self): ..."
-        )
     return wrap(_Jit, f, donate=donate)

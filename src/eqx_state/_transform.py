@@ -69,8 +69,13 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     `jax.vmap(model)`: that one cannot be trained is true, but this is no layer of a
     model.
     """
-    if is_eqx_module(f) and not callable(f):
-        raise TypeError(_NOT_CALLABLE.format(type(f).__name__, _method_of(type(f))))
+    if not callable(f):
+        name = type(f).__name__
+        if is_eqx_module(f):
+            raise TypeError(_NOT_CALLABLE.format(name, _method_of(type(f))))
+        raise TypeError(_NOT_A_FUNCTION.format(name))
+    if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
+        raise TypeError(_A_CLASS.format(f.__name__))
     transform = object.__new__(cls)
     transform.__dict__.update(f=f, **options)
     if jtu.all_leaves([f]):
@@ -95,3 +100,20 @@ the same:
     es.mutable(model)(x)    # wrong: there is no `{0}.__call__`
 
     es.mutable(model.{1})(x)    # right"""
+
+
+_NOT_A_FUNCTION: Final = """A transform was given a `{0}`, which cannot be called. It \
+takes a function, a callable module or a bound method. A property is decorated from \
+outside:
+
+    @property
+    @es.jit
+    def norm(self): ..."""
+
+_A_CLASS: Final = """A transform that threads state was given the class `{0}`, and its \
+state is that of a model. Make one, and keep what comes back:
+
+    y, model = es.mutable({0})(x)    # wrong
+
+    model = {0}(...)
+    y, model = es.mutable(model)(x)    # right"""

@@ -61,6 +61,12 @@ class Stateful(Module):
         - `ValueError`: there is no value for one of them.
         """
         name = type(layer).__qualname__
+        if isinstance(layer, type):
+            raise TypeError(
+                f"`es.nn.Stateful` takes a layer, and was given the class"
+                f" `{layer.__name__}`. Make the layer first:"
+                f" `es.nn.Stateful({layer.__name__}(...))`."
+            )
         if not callable(layer):
             raise TypeError(
                 "`es.nn.Stateful` is for layers that are called as `layer(x, state)`,"
