@@ -27,7 +27,7 @@ from program_models import (
 
 Path = tuple[str, ...]
 # What does not hold yet, and is not written.
-OFF = {"whole stack", "frozen aliases", "shared argument"}
+OFF = {"frozen aliases", "shared argument"}
 ANY = 99  # the level of a number that any lane may give
 
 
@@ -262,7 +262,7 @@ class Writer(Drawing):
     def simple(self, ctx: Context) -> list[str]:
         writable, readable = ctx.writable(), ctx.readable()
         helpers = ctx.callable_helpers()
-        if ctx.wholes and self.chance(2) and "whole stack" not in OFF:
+        if ctx.wholes and self.chance(2):
             return [f"x = mix(x, total({self.pick(ctx.wholes)}))"]
         if writable and not self.chance(3):
             return self.write(ctx, self.pick(writable))
