@@ -368,3 +368,19 @@ def test_keys_of_a_stack_are_split_and_are_not_taken_for_used(typed):
             assert len(np.unique(ys == 0, axis=0)) == 4  # each lane has its mask
     for key, now in zip(by_hand, stack.dropouts.rng, strict=True):
         assert jnp.all(jr.split(jr.split(key)[0])[0] == now)
+
+
+def test_a_lane_may_close_over_a_part_beside_the_whole():
+    class Layer(es.Module):
+        w: es.Parameter
+        n: es.State = 0
+
+        def __call__(self, x):
+            return x * self.w
+
+    layers = [Layer(2.0), Layer(3.0)]
+
+    def lane(x, *, layer=layers[0]):
+        return layers[0](x) + layer(x)  # reads only, outside of a scope
+
+    assert es.vmap(lane)(jnp.ones(2)).tolist() == [4.0, 4.0]

@@ -33,7 +33,7 @@ from ._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 from ._scope import is_any_open, is_owned
 from ._signature import Signature, signature_of
 from ._transform import Transform
-from ._traverse import check_not_shared, KeyPath, name_of
+from ._traverse import KeyPath, name_of
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
@@ -156,10 +156,9 @@ class Call:
         self, first: list[Any], rest: list[Any], kept: list[Any]
     ) -> tuple[list[Any], tuple[list[list[Any]], Sown], Output]:
         """The call on these arrays, in the active trace."""
-        if not self.lifted.roots:
-            # Here, as the trace will see two modules where there is one.
-            for tree in (*self.args, *self.kwargs.values(), *self.opened.values):
-                check_not_shared(tree)
+        # Here, as the trace will see two modules where there is one.
+        given = *self.args, *self.kwargs.values(), *self.opened.values
+        self.lifted.check_apart(*given)
         sources = iter(first), iter(rest), iter(kept)
         leaves = [
             next(sources[i]) if self.is_array(x) else x

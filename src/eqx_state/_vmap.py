@@ -93,7 +93,7 @@ class _Vmap(Transform):
         )
         lifted = Lifted(self.f, arguments, stand_ins=stand_ins)
         opened = Opened(self.f)
-        lifted.check_apart(opened.tree, *args, *kwargs.values())
+        lifted.check_apart(*opened.values, *args, *kwargs.values())
         check_matched(by_kind, lifted, opened.tree)
         in_function = function_axes(opened.tree, by_kind)
         held, held_def = _Source.of(opened.tree, in_function)
