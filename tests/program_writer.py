@@ -27,7 +27,7 @@ from program_models import (
 
 Path = tuple[str, ...]
 # What does not hold yet, and is not written.
-OFF = {"frozen aliases", "shared argument"}
+OFF = {"shared argument"}
 ANY = 99  # the level of a number that any lane may give
 
 
@@ -326,8 +326,6 @@ class Writer(Drawing):
         """
         how = self.pick(WAYS)
         nodes = inner.readable()
-        if "frozen aliases" in OFF:
-            nodes = [n for n in nodes if n.is_owned]
         if how == "closure" or not nodes:
             return *self.define(inner, params, head, tail), []
         node, name = self.pick(nodes), self.name("m")
