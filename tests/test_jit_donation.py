@@ -127,3 +127,14 @@ def test_another_word_for_donate_is_refused(donate):
     for make in (lambda: es.jit(both, donate=donate), lambda: es.jit(donate=donate)):
         with pytest.raises(ValueError, match=match):
             make()
+
+
+def test_a_donating_function_in_another_leaves_the_filters_of_warnings():
+    inner = es.jit(lambda x: jnp.sum(x), donate="all")
+    outer = es.jit(lambda x: inner(2 * x), donate="all")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        assert outer(X + 0.0) == 12.0
+        assert warnings.filters == before
+    assert not caught

@@ -19,7 +19,7 @@ import pytest
 from helpers import reuses_keys
 
 import eqx_state as es
-from eqx_state._plan import ArraySlot, builder, flattener, Mismatch
+from eqx_state._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 
 
 class Pair(NamedTuple):
@@ -365,3 +365,11 @@ def test_models_that_come_and_go_leave_nothing():
     gc.collect()
     assert counts["traces"] == 1
     assert all(ref() is None for ref in gone)
+
+
+def test_what_is_too_deep_for_code_has_no_plan():
+    tree = jnp.ones(2)
+    for _ in range(1000):
+        tree = [tree]
+    with pytest.raises(Unplannable):
+        flattener(tree, origin)
