@@ -371,5 +371,5 @@ def test_what_is_too_deep_for_code_has_no_plan():
     tree = jnp.ones(2)
     for _ in range(1000):
         tree = [tree]
-    with pytest.raises(Unplannable):
+    with pytest.raises(Unplannable, match="nested too deep"):
         flattener(tree, origin)

@@ -137,7 +137,7 @@ def flattener(tree: Any, origin: Any) -> Callable[[Any, Callable[[Any], Any]], N
     try:
         return _Flattener(origin).function(tree)
     except _TOO_DEEP:
-        raise Unplannable from None
+        raise Unplannable("nested too deep") from None
 
 
 class _Flattener:
