@@ -421,3 +421,14 @@ def test_what_is_returned_and_holds_an_owned_module_is_refused(holder):
         es.mutable(lambda net: make(net.a) and None)(model)
     # It is the caller's business outside of a scope, as with `eqx.filter_jit`.
     assert make(3)[0] == 1
+
+
+@pytest.mark.parametrize("holder", HOLDERS, ids=["function", "object", "partial"])
+def test_what_is_given_and_returned_may_hold_an_owned_module(holder):
+    same = es.jit(lambda f, x: ([f], x))
+
+    def f(net):
+        holders = [holder(net.a), holder(net.b)]
+        return [same(h, X)[0][0] is h for h in 2 * holders]
+
+    assert es.mutable(f)(Three())[0] == 4 * [True]
