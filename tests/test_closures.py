@@ -521,3 +521,96 @@ class Node:
     @classmethod
     def tree_unflatten(cls, aux, children):
         return cls(*children)
+
+
+# What a copy has of the original.
+
+
+def test_a_copy_has_the_attributes_and_the_annotations_of_the_original():
+    model = Mul(2.0)
+
+    def scale(x: float) -> float:
+        scale.calls += 1
+        return model(x)
+
+    scale.calls = 0
+    partial = ft.partial(scale)
+    partial.note = 3.0
+
+    @es.jit
+    def f(x):
+        assert list(scale.__annotations__) == ["x", "return"]
+        return partial(x) * partial.note
+
+    assert f(jnp.array(1.0)) == 6.0
+    assert scale.calls == 1
+
+
+def test_a_partial_of_a_class_of_its_own_is_not_copied():
+    class Times(ft.partial):
+        def __call__(self, x):
+            return super().__call__(x) * self.by
+
+    class ModuleTimes(eqx.Partial):
+        by: float = 5.0
+
+        def __init__(self, f):
+            super().__init__(f)
+
+        def __call__(self, x):
+            return super().__call__(x) * self.by
+
+    one, other = Times(Mul(2.0)), ModuleTimes(Mul(2.0))
+    one.by = 5.0
+    x = jnp.array(1.0)
+    for held in (one, other):
+        assert es.jit(lambda x, held=held: held(x))(x) == 10.0
+        assert es.jit(held)(x) == 10.0
+
+
+def test_a_key_that_is_renamed_is_renamed_outside():
+    held = {"model": Mul(2.0), "a": 3.0}
+
+    @es.jit
+    def f(x):
+        held["b"] = held.pop("a")
+        return held["model"](x) * held["b"]
+
+    assert f(jnp.array(1.0)) == 6.0
+    assert list(held) == ["model", "b"]
+
+
+def test_what_cannot_be_flattened_is_left_alone():
+    class Broken:
+        pass
+
+    def fail(x):
+        raise ValueError("not now")
+
+    jtu.register_pytree_node(Broken, fail, lambda aux, children: Broken())
+    broken, model = Broken(), Mul(2.0)
+    f = es.jit(lambda x: x if broken is None else model(x))
+    assert f(jnp.array(1.0)) == 2.0
+
+
+def test_a_long_chain_may_be_closed_over():
+    chain = None
+    for i in range(1500):
+        chain = [i, chain]
+    assert es.jit(lambda x: x + chain[0])(jnp.array(1.0)) == 1500.0
+
+
+def test_a_function_in_a_partial_may_come_to_hold_a_module():
+    box = [None]
+
+    def g(x):
+        return x if box[0] is None else box[0](x)
+
+    f = es.jit(eqx.Partial(lambda h, x: h(x), g))
+    x = jnp.array(1.0)
+    assert (f(x), f(x)) == (1.0, 1.0)
+    for factor in (2.0, 3.0):
+        box[0] = Mul(factor)
+        assert (f(x), f(x)) == (factor, factor)
+    box[0] = None
+    assert f(x) == 1.0

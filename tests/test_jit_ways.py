@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools as ft
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -446,3 +446,42 @@ def test_a_partial_of_a_model_takes_the_short_way():
     assert f(ONE) == 2.0
     with short_way_only():
         assert f(3 * ONE) == 6.0
+
+
+class Swapped(NamedTuple):
+    a: Any
+    b: Any
+
+
+jtu.register_pytree_node(
+    Swapped, lambda x: ((x.b, x.a), None), lambda _, children: Swapped(*children[::-1])
+)
+
+
+def test_a_named_tuple_that_is_registered_is_taken_apart_as_it_says():
+    f = es.jit(lambda x: (x.a - x.b, x))
+    x = Swapped(5 * ONE, ONE)
+    for _ in range(2):
+        difference, x = f(x)
+        assert (difference, x.a, x.b) == (4, 5, 1)
+
+
+def test_many_static_leaves_are_planned_quickly():
+    names = [f"name {i}" for i in range(3000)]
+    f = es.jit(lambda names, x: (x, names))
+    f(names, ONE)
+    with short_way_only():
+        assert f(names, ONE)[1] == names
+
+
+def test_an_object_without_a_usable_dict_is_returned():
+    class Odd:
+        __slots__ = ("x",)
+
+    odd = Odd()
+
+    class Counter(es.Module):
+        n: es.State = 0
+
+    f = es.jit(lambda counter, x: (x, odd))
+    assert es.mutable(lambda counter: f(counter, ONE)[1] is odd)(Counter())[0]

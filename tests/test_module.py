@@ -523,3 +523,21 @@ def test_the_hash_of_a_module_with_arrays_says_what_to_do():
     message = r"unhashable type: a `.*Layer` with arrays.*\n\n.*\n.*es\.checkpoint"
     with pytest.raises(TypeError, match=message):
         jax.checkpoint(Layer(1.0))(2.0)
+
+
+def test_getstate_and_setstate_are_a_pair():
+    class Cached(es.Module):
+        w: es.Parameter
+        cache: dict = eqx.field(static=True, default_factory=dict)
+
+        def __getstate__(self):
+            return {k: x for k, x in self.__dict__.items() if k != "cache"}
+
+        def __setstate__(self, state):
+            self.__dict__.update(state, cache={"new": True})
+
+    model = Cached(1.0).eval()
+    for new in (copy.copy(model), copy.deepcopy(model)):
+        assert (new.w, new.training, new.cache) == (1.0, False, {"new": True})
+        with pytest.raises(dataclasses.FrozenInstanceError, match="modules are frozen"):
+            new.w = 2.0

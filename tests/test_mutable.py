@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import gc
 import inspect
 
 import equinox as eqx
@@ -358,3 +359,25 @@ def test_a_state_that_is_threaded_by_hand_is_left_alone():
 
     (_, new), _ = es.mutable(f)(norm, jnp.ones((4, 3)))
     assert new.get(norm.batch_counter) == 1
+
+
+def test_a_scope_leaves_no_cycle_behind():
+    class Counter(es.Module):
+        w: es.Parameter
+        n: es.State = 0
+
+        def __call__(self, x):
+            self.n = self.n + 1
+            return self.w * x
+
+    model = Counter(jnp.ones(1000))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            _, model = es.mutable(model)(1.0)
+            model = model.replace(w=0.9 * model.w)
+        alive = sum(x.shape == (1000,) for x in jax.live_arrays())
+    finally:
+        gc.enable()
+    assert alive <= 2

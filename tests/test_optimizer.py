@@ -899,3 +899,20 @@ def test_the_gradients_come_first():
     message = r"the gradients have `count`.*optimizer\.update\(grads"
     with pytest.raises(ValueError, match=message):
         optimizer.update(model, grads)
+
+
+@pytest.mark.parametrize("switch", [es.eval, eqx.nn.inference_mode, es.freeze])
+def test_a_model_may_be_switched_together_with_its_optimizer(switch):
+    class Scale(es.Module):
+        w: es.Parameter
+
+    model = Scale(jnp.ones(3))
+    optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
+    grads = es.filter(model, es.trainable)
+    expected, _ = optimizer.update(grads, model)
+    moved, switched = switch((model, optimizer))
+    if switch is es.freeze:
+        moved = es.unfreeze(moved)
+    new, after = switched.update(grads, moved)
+    assert jnp.array_equal(new.w, expected.w)
+    assert after.update(grads, new)[0].w[0] < new.w[0]

@@ -15,6 +15,7 @@ import collections
 import copy
 import dataclasses
 import functools as ft
+import itertools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -33,45 +34,69 @@ from ._traverse import children, is_leaf
 
 _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
+_PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
 _MANY: Final = 300
 
 
 def is_model(x: Any) -> bool:
     """Whether `x` is a module, and not what merely wraps a function."""
-    return is_eqx_module(x) and not isinstance(x, (Transform, eqx.Partial))
+    is_wrapper = type(x) is eqx.Partial or isinstance(x, Transform)
+    return is_eqx_module(x) and not is_wrapper
 
 
-def held(x: Any) -> list[tuple[str, Any]] | None:
-    """What `x` holds one level down, each with how its name goes on.
+def held(x: Any) -> list[Any] | None:
+    """What `x` holds one level down; `None` for what is not looked into.
 
-    `None` for what is not looked into: a model, an array, any other object. A cell is a
-    level of its own, since several functions may share it.
+    That is a model, an array, any other object, also one of a class that is derived
+    from those below: it may hold more than can be copied. A cell is a level of its own,
+    since several functions may share it.
     """
     cls = type(x)
     if cls in _ATOMS or eqx.is_array(x):
         return None
     if cls is types.FunctionType:
-        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        named = [*cells, *_defaults(x).items(), *(x.__kwdefaults__ or {}).items()]
-        return [(f".{name}", value) for name, value in named]
+        defaults = _defaults(x).values(), (x.__kwdefaults__ or {}).values()
+        return [*(x.__closure__ or ()), *itertools.chain(*defaults)]
     if cls is types.CellType:
         try:
-            return [("", x.cell_contents)]
+            return [x.cell_contents]
         except ValueError:  # assigned later in the function around
             return []
     if cls in _DICTS:  # also those that JAX cannot sort
-        return [(f"[{key!r}]", value) for key, value in x.items()]
+        return [*x.values()]
     if cls in (list, tuple):
-        return [(f"[{i}]", value) for i, value in enumerate(x)]
+        return [*x]
     if cls is types.MethodType:
-        return [(".__func__", x.__func__), (".__self__", x.__self__)]
-    if isinstance(x, (ft.partial, eqx.Partial)):  # `jax.tree_util.Partial`, too
-        return [(".func", x.func), (".args", x.args), (".keywords", x.keywords)]
+        return [x.__func__, x.__self__]
+    if cls in _PARTIALS:
+        return [x.func, x.args, x.keywords]
     if isinstance(x, Transform):
-        return [(".f", x.f)]
+        return [x.f]
     if is_eqx_module(x) or is_leaf(x):
         return None
-    return [(jtu.keystr((key,)), child) for key, child in children(x) or ()]
+    try:
+        return [child for _, child in children(x) or ()]
+    except Exception:  # such as an `eqx.nn.State` that is not to be used any more
+        return None
+
+
+def _names(x: Any) -> list[str]:
+    """How a name goes on, for each of what `x` holds."""
+    cls = type(x)
+    if cls is types.FunctionType:
+        names = *x.__code__.co_freevars, *_defaults(x), *(x.__kwdefaults__ or ())
+        return [f".{name}" for name in names]
+    if cls is types.CellType:
+        return [""]
+    if cls in _DICTS:
+        return [f"[{key!r}]" for key in x]
+    if cls is types.MethodType:
+        return [".__func__", ".__self__"]
+    if cls in _PARTIALS:
+        return [".func", ".args", ".keywords"]
+    if isinstance(x, Transform):
+        return [".f"]
+    return [jtu.keystr((key,)) for key, _ in children(x) or ()]
 
 
 def _defaults(f: types.FunctionType) -> dict[str, Any]:
@@ -99,12 +124,21 @@ def _reach(x: Any, *, objects: bool = False) -> Iterator[Any]:
         if is_owned(x):
             continue
         seen[id(x)] = x
-        below = [y for _, y in held(x) or ()]
+        below = held(x) or []
         if is_model(x):
             below = jtu.tree_leaves(x, is_leaf=_is_opaque)
-        elif objects and not isinstance(x, (type, types.ModuleType)):
-            below += getattr(x, "__dict__", {}).values()
+        elif objects:
+            below = below + _attributes(x)
         todo += reversed(below)
+
+
+def _attributes(x: Any) -> list[Any]:
+    if isinstance(x, (type, types.ModuleType)):
+        return []
+    try:
+        return [*object.__getattribute__(x, "__dict__").values()]
+    except AttributeError:
+        return []
 
 
 def _is_opaque(x: Any) -> bool:
@@ -160,12 +194,20 @@ class _Node:
     """Something on the way from a function to the modules that it holds."""
 
     x: Any
-    name: str
-    below: list[tuple[str, Any]]
+    below: list[Any]
+    # The node above that was met first, and which of what it holds this is.
+    above: "tuple[_Node, int] | None"
     # Among the nodes that are copied; `None`: it stays as it is.
     number: int | None = None
     # For each of `below` its number among the values, if it is one of them.
     values: list[int | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        if self.above is None:
+            return ""
+        node, i = self.above
+        return node.name + _names(node.x)[i]
 
 
 class Opened:
@@ -180,7 +222,7 @@ class Opened:
         """`shape` may be kept for longer than the function `origin`, and lacks it."""
         self.f = f
         self.nodes: dict[int, _Node] = {}
-        self._walk(f, "")
+        self._walk(f)
         self.copied = self._on_the_way()
         self.is_copied = any(map(_hides, self.copied))
         self.tree: Any = f
@@ -192,24 +234,30 @@ class Opened:
                 for node in self.copied
             )
 
-    def _walk(self, x: Any, name: str) -> None:
-        if id(x) in self.nodes or (below := held(x)) is None:
-            return
-        self.nodes[id(x)] = _Node(x, name, below)
-        for key, child in below:
-            self._walk(child, name + key)
+    def _walk(self, f: Any) -> None:
+        todo: list[tuple[Any, tuple[_Node, int] | None]] = [(f, None)]
+        while todo:  # no recursion: what a function holds may be a long chain
+            x, above = todo.pop()
+            if id(x) in self.nodes or (below := held(x)) is None:
+                continue
+            node = self.nodes[id(x)] = _Node(x, below, above)
+            todo += [
+                (below[i], (node, i))
+                for i in reversed(range(len(below)))
+                if type(below[i]) not in _ATOMS
+            ]
 
     def _on_the_way(self) -> list[_Node]:
         """The nodes that lead to a module, and the containers inside these."""
         above: dict[int, list[_Node]] = {}
         todo = []
         for node in self.nodes.values():
-            for _, child in node.below:
-                above.setdefault(id(child), []).append(node)
+            below = [x for x in node.below if type(x) not in _ATOMS]
+            for child in below:
+                if id(child) in self.nodes:
+                    above.setdefault(id(child), []).append(node)
             # Equinox's partial is a module, whatever it holds.
-            if isinstance(node.x, eqx.Partial) or any(
-                _is_free(x) for _, x in node.below
-            ):
+            if type(node.x) is eqx.Partial or any(map(_is_free, below)):
                 todo.append(node)
         found: set[int] = set()
         while todo:
@@ -220,8 +268,8 @@ class Opened:
             todo += above.get(id(node.x), [])
             if type(node.x) is not types.FunctionType:
                 # A setting that lies beside a module may change together with it.
-                below = [self.nodes.get(id(child)) for _, child in node.below]
-                todo += [child for child in below if child and _is_container(child.x)]
+                inside = [self.nodes.get(id(child)) for child in node.below]
+                todo += [child for child in inside if child and _is_container(child.x)]
         return [node for key, node in self.nodes.items() if key in found]
 
     def _number(self) -> None:
@@ -232,7 +280,8 @@ class Opened:
         for number, node in enumerate(self.copied):
             node.number = number
         for node in self.copied:
-            for key, x in node.below:
+            name, keys = node.name, _names(node.x)
+            for key, x in zip(keys, node.below, strict=True):
                 index = None
                 if _is_free(x):  # once, so that in a copy it is one module, too
                     index = known.setdefault(id(x), len(values))
@@ -240,7 +289,7 @@ class Opened:
                     index = len(values)
                 if index == len(values):
                     values.append(x)
-                    names.append((node.name + key).removeprefix("."))
+                    names.append((name + key).removeprefix("."))
                 node.values.append(index)
         self.tree = _Values(tuple(names), values)
 
@@ -255,7 +304,7 @@ class Opened:
         return None if node is None or node.number is None else node
 
     def _numbers_below(self, node: _Node) -> tuple[int | None, ...]:
-        below = (self._node(x) for _, x in node.below)
+        below = map(self._node, node.below)
         return tuple(None if child is None else child.number for child in below)
 
     def copy(self, tree: Any) -> "Copy":
@@ -283,7 +332,7 @@ def _token(x: Any, origin: Any) -> Any:
         return "origin" if x is origin else x
     if cls in _DICTS:
         return cls, getattr(x, "default_factory", None), tuple(map(typed, x))
-    if is_leaf(x) or isinstance(x, (ft.partial, eqx.Partial)):
+    if is_leaf(x) or cls in _PARTIALS:
         return cls
     return structure(jtu.tree_structure(x, is_leaf=lambda y: y is not x))
 
@@ -321,7 +370,7 @@ class Copy:
     def _below(self, node: _Node) -> list[Any]:
         return [
             self._of(x) if index is None else self.values[index]
-            for index, (_, x) in zip(node.values, node.below, strict=True)
+            for index, x in zip(node.values, node.below, strict=True)
         ]
 
     def _make(self, node: _Node) -> Any:
@@ -338,16 +387,19 @@ class Copy:
                 x.__code__, x.__globals__, x.__name__, x.__defaults__, closure
             )
             new.__kwdefaults__ = x.__kwdefaults__
-            new.__dict__.update(x.__dict__)
-            for name in ("__module__", "__qualname__", "__doc__"):
+            new.__dict__ = x.__dict__  # a counter there is the caller's, too
+            for name in ft.WRAPPER_ASSIGNMENTS:
                 setattr(new, name, getattr(x, name))
             return new
         below = self._below(node)
         if cls is types.MethodType:
             return types.MethodType(*below)
-        if isinstance(x, (ft.partial, eqx.Partial)):
+        if cls in _PARTIALS:
             f, args, keywords = below
-            return cls(f, *args, **keywords)
+            new = cls(f, *args, **keywords)
+            if cls is not eqx.Partial:
+                new.__dict__.update(x.__dict__)
+            return new
         if isinstance(x, Transform):
             return x.of(*below)
         one_level = jtu.tree_structure(x, is_leaf=lambda y: y is not x)
@@ -356,7 +408,7 @@ class Copy:
     def _fill(self, node: _Node) -> None:
         new = self._of(node.x)
         if _is_mutable(new):
-            _put(new, self._below(node), new if isinstance(new, dict) else ())
+            _put(new, self._below(node), _keys(new))
         elif type(new) is types.FunctionType:
             below = iter(self._below(node)[len(new.__closure__ or ()) :])
             if new.__defaults__:
@@ -367,7 +419,7 @@ class Copy:
     def _originals(self) -> dict[int, Any]:
         found = {id(self.made[id(node.x)]): node.x for node in self.nodes}
         for node in self.nodes:
-            for index, (_, x) in zip(node.values, node.below, strict=True):
+            for index, x in zip(node.values, node.below, strict=True):
                 if index is not None:
                     found[id(self.values[index])] = x
         return found
@@ -387,15 +439,13 @@ class Copy:
         the caller's, has changed something there meanwhile.
         """
         for node, new, before, models in self.given:
-            now, name = _contents(new), node.name.removeprefix(".")
-            outside = [x for _, x in node.below]
-            if not identical(_contents(node.x), outside):
+            name = node.name.removeprefix(".")
+            if not identical(held(node.x) or [], node.below):
                 raise TraceError(_CHANGED_OUTSIDE.format(name))
             if not identical(models_in(new), models):
                 raise TraceError(_CHANGED.format(name))
-            if not identical(now, before):
-                keys = new if isinstance(new, dict) else ()
-                _put(node.x, list(map(self._original, now)), keys)
+            if not identical(_contents(new), before):
+                _put(node.x, list(map(self._original, held(new) or ())), _keys(new))
         return jtu.tree_map(lambda x: self._original(x) if callable(x) else x, out)
 
 
@@ -403,8 +453,12 @@ def _is_mutable(x: Any) -> bool:
     return type(x) in (types.CellType, list, *_DICTS)
 
 
+def _keys(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, dict) else []
+
+
 def _contents(x: Any) -> list[Any]:
-    return [value for _, value in held(x) or ()]
+    return [*_keys(x), *(held(x) or ())]
 
 
 def _put(x: Any, values: list[Any], keys: Iterable[Any] = ()) -> None:

@@ -204,10 +204,10 @@ class Module(BaseModule):
         # takes the copy for a module that is still being made, and lets it be written.
         if type(self).__reduce__ is not object.__reduce__:
             return super().__reduce_ex__(protocol)
-        state = self.__dict__
+        state: Any = dict(self.__dict__)
         if type(self).__getstate__ is not object.__getstate__:
             state = self.__getstate__()
-        return _rebuild, (type(self), dict(state))
+        return _rebuild, (type(self), state)
 
     def __hash__(self) -> int:
         # As Equinox, but for what says again whether `training` is set.
@@ -300,7 +300,11 @@ def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
     return value if has_converter else strengthen_field(cls, f.name, value)
 
 
-def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
+def _rebuild(cls: type, state: Any) -> Any:
     self = object.__new__(cls)
-    self.__dict__.update(fields)
+    # Asked of the class: an instance without fields may not be asked for anything.
+    if (setstate := getattr(cls, "__setstate__", None)) is not None:
+        setstate(self, state)
+    else:
+        self.__dict__.update(state)
     return self

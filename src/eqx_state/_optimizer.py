@@ -61,6 +61,7 @@ class Optimizer(eqx.Module):
     wrt: Filter = eqx.field(static=True)
     _structure: Any = eqx.field(static=True, repr=False)
     _shapes: Any = eqx.field(static=True, repr=False)
+    _state_structure: Any = eqx.field(static=True, repr=False)
 
     def __init__(self, tx: optax.GradientTransformation, wrt: Filter = trainable):
         """**Arguments:**
@@ -79,7 +80,7 @@ class Optimizer(eqx.Module):
         self.tx = tx
         self.wrt = wrt
         self.opt_state = None
-        self._structure = self._shapes = None
+        self._structure = self._shapes = self._state_structure = None
 
     def init(self, model: Any) -> Self:
         """The optimizer with the state for a model, or for parameters of one.
@@ -135,9 +136,12 @@ class Optimizer(eqx.Module):
         params = _in_mode_of(self._structure, selected, what)
         self._check_shapes(params)
         grads = self._gradients(grads, selected)
+        # Whoever switches a tree of a model and its optimizer switches the moments.
+        what = "its state is not what `init` has made"
+        state = _in_mode_of(self._state_structure, self.opt_state, what)
 
         def step(grads: Any) -> tuple[Any, Any]:
-            return _update_of(self.tx)(grads, self.opt_state, params, **extra)
+            return _update_of(self.tx)(grads, state, params, **extra)
 
         _check_gradients(selected, grads, step)
         updates, opt_state = step(grads)
@@ -189,6 +193,7 @@ class Optimizer(eqx.Module):
     def _with(self, opt_state: Any, structure: Any, shapes: Any) -> Self:
         new = copy_tree(self)
         object.__setattr__(new, "opt_state", opt_state)
+        object.__setattr__(new, "_state_structure", jtu.tree_structure(opt_state))
         object.__setattr__(new, "_structure", structure)
         object.__setattr__(new, "_shapes", shapes)
         return new

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._base import Fields, is_eqx_module, is_module
+from ._compare import identical
 from ._static import canonical, is_hashable, typed
 
 
@@ -70,6 +71,7 @@ class _Function:
     def __init__(self, arguments: str):
         self.lines = [f"def function({arguments}):"]
         self.constants: list[Any] = []
+        self.numbers: dict[int, int] = {}  # of each constant, by its `id`
         self.variables = 0
 
     def add(self, line: str) -> None:
@@ -77,11 +79,10 @@ class _Function:
 
     def constant(self, x: Any) -> str:
         """The name of an object."""
-        for i, known in enumerate(self.constants):
-            if known is x:
-                return f"c{i}"
-        self.constants.append(x)
-        return f"c{len(self.constants) - 1}"
+        if id(x) not in self.numbers:
+            self.numbers[id(x)] = len(self.constants)
+            self.constants.append(x)
+        return f"c{self.numbers[id(x)]}"
 
     def variable(self) -> str:
         """A new name."""
@@ -113,7 +114,11 @@ def _is_static(f: dataclasses.Field[Any]) -> bool:
 
 
 def _is_named_tuple(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(type(x), "_fields")
+    """Whether `x` is one as JAX knows it, and not registered as something else."""
+    if not (isinstance(x, tuple) and hasattr(type(x), "_fields")):
+        return False
+    below, aux = _one_level(x)
+    return aux is type(x) and identical(list(below), list(x))
 
 
 def _key_type(x: Any) -> type | None:

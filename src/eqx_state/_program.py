@@ -174,12 +174,21 @@ class Call:
             values, lambda: copy.f(*head, *args, **kwargs)
         )
         out = copy.finish(out)
-        entries = {id(x) for _, x in self.entries}  # others are another signature
-        static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
-        _check_static([x for x in static if id(x) not in entries])
+        if self.lifted.roots:
+            self._check_static(out)
         output = Output(out, written, values)
         state = [list(new.values()) for new in written]
         return output.arrays(out), (state, sown), output
+
+    def _check_static(self, out: Any) -> None:
+        """What is not an array is one object for all calls, and outlives a scope."""
+        given = {id(x) for _, x in self.entries}  # others are another signature
+        static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
+        for module in owned_in([x for x in static if id(x) not in given], objects=True):
+            place = get_place(module)
+            if place.scope in self.lifted.scopes:
+                name = name_of(place.path) or type(module).__qualname__
+                raise TraceError(_HOLDS_OWNED.format(name))
 
     def finish(
         self, result: tuple[list[Any], tuple[list[list[Any]], Sown], Output]
@@ -191,20 +200,14 @@ class Call:
         return output.put(arrays, self.inside())
 
 
-def _check_static(leaves: list[Any]) -> None:
-    """What is not an array is the same object for all calls, and outlives a scope."""
-    for module in owned_in(leaves, objects=True)[:1]:
-        name = name_of(get_place(module).path) or type(module).__qualname__
-        raise TraceError(
-            f"`es.jit` was to return a function, or an object, that holds `{name}`,"
-            " which belongs to a scope of `es.mutable`. What is not an array comes out"
-            " as it was when the function was traced, so later calls would get the"
-            " module of the first one. Return arrays or the module, and make the"
-            " function outside:\n\n"
-            "    head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong\n"
-            "    w = es.jit(lambda net: net.w)(self)                      # right\n"
-            "    head = lambda x: w * x"
-        )
+_HOLDS_OWNED: Final = """`es.jit` was to return a function, or an object, that holds \
+`{}`, which belongs to a scope of `es.mutable`. What is not an array comes out as it \
+was when the function was traced, so later calls would get the module of the first \
+one. Return arrays or the module, and make the function outside:
+
+    head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong
+    w = es.jit(lambda net: net.w)(self)                      # right
+    head = lambda x: w * x"""
 
 
 class Retrace(Exception):
@@ -233,7 +236,8 @@ class Plan:
                 raise Unplannable from None
         # Functions may come to lead to a module which a scope owns, and is threaded.
         leaves = jtu.tree_leaves((call.args, call.kwargs))
-        self.holds_functions = self.shape is not None or any(map(held, leaves))
+        is_leaf = self.shape is None and self.f is not None
+        self.holds_functions = not is_leaf or any(map(held, leaves))
         self.first = flattener(call.args[:1], call.origin)
         self.rest = flattener((f, call.args[1:], call.kwargs), call.origin)
         self.types = frozenset(type(x) for arrays in call.arrays() for x in arrays)
@@ -273,7 +277,9 @@ class Plan:
 
         Of functions with closures only `f`, or the one in it, may have a plan.
         """
-        return reaches_module(f if jtu.all_leaves((f,)) else self.origin())
+        if jtu.all_leaves((f,)):
+            return reaches_module(f)
+        return Opened(f, self.origin()).is_copied
 
 
 class Programs:

@@ -104,6 +104,7 @@ class Scope:
     def close(self) -> None:
         """From now on nothing can be written."""
         self.is_open = False
+        self.written.clear()  # modules, which lead back here: garbage without a cycle
         OPEN_SCOPES.discard(id(self))
 
     def __enter__(self) -> Self:
