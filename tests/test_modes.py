@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
@@ -419,3 +420,14 @@ def test_fields_may_be_called_as_the_methods():
     assert same(es.update(conv, es.filter(conv)), conv)
     with pytest.raises(TypeError, match="argument"):
         Conv()
+
+
+@pytest.mark.parametrize("value", [True, 1, np.bool_(True)], ids=repr)
+def test_inference_mode_takes_what_is_as_good_as_a_bool(value):
+    model = [es.nn.BatchNorm(3), eqx.nn.Dropout(0.5)]
+    switched = eqx.nn.inference_mode(model, value)
+    assert not switched[0].training
+    assert jax.tree.structure(switched[0]) == jax.tree.structure(es.eval(model[0]))
+    back = eqx.nn.inference_mode(switched, type(value)(False))
+    assert back[0].training
+    assert len(es.parts(back[0])) == len(es.parts(model[0]))

@@ -13,6 +13,7 @@ from typing import (
 )
 
 import equinox as eqx
+import numpy as np
 
 from ._compat import EquinoxMeta
 from ._declare import check_declarations, field
@@ -76,10 +77,10 @@ class _Training:
         node = fields.setdefault(INFERENCE, [])
         if type(node) is list and bool(node) is not training:
             return
-        if type(node) is bool:
+        if is_flag := isinstance(node, (int, np.bool_)):  # a bool is an integer
             fields["training"] = training = not node
         # Anything else holds the node's place, say within a `jax.tree.map`.
-        if type(node) in (bool, list):
+        if is_flag or type(node) is list:
             fields[INFERENCE] = [] if training else [[]]
 
 
