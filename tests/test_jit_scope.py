@@ -432,3 +432,15 @@ def test_what_is_given_and_returned_may_hold_an_owned_module(holder):
         return [same(h, X)[0][0] is h for h in 2 * holders]
 
     assert es.mutable(f)(Three())[0] == 4 * [True]
+
+
+def test_what_another_scope_owns_is_not_the_business_of_this_one():
+    def outer(net):
+        box = Plain(net.a)  # an object, into which no transform looks
+
+        def inner(other):
+            return es.jit(lambda m, x: (m(x), box))(other, X)[1] is box
+
+        return es.mutable(inner)(Counted())[0]
+
+    assert es.mutable(outer)(Three())[0]
