@@ -74,12 +74,12 @@ class Entry:
 
     @property
     def outcome(self) -> str:
-        return "works" if self.error is None else f"`{self.error.__name__}`"
+        return "**works**" if self.error is None else f"`{self.error.__name__}`"
 
     @property
     def row(self) -> str:
         """This entry in the table of the page."""
-        return f"| {self.title} | {self.outcome} | {self.says} | {self.instead} |"
+        return f"| {self.title} | {self.outcome}<br>{self.says} | {self.instead} |"
 
     def run(self) -> None:
         case = Case(self)
@@ -114,7 +114,7 @@ class Theme:
         )
 
     def works(
-        self, title: str, says: str, instead: str = "–"
+        self, title: str, says: str, instead: str = ""
     ) -> Callable[[Callable[["Case"], Any]], None]:
         """Decorates a program that asserts what it computes."""
         return lambda f: self.entries.append(Entry(title, None, says, (), instead, f))
