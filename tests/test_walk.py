@@ -14,8 +14,9 @@ import pytest
 from zoo import CASES
 
 import eqx_state as es
+from eqx_state._aliasing import find_shared
 from eqx_state._annotations import Spec
-from eqx_state._traverse import children, find_shared, ROOT, walk
+from eqx_state._traverse import children, ROOT, walk
 
 
 ONE = jnp.ones(1)

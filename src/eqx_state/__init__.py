@@ -44,6 +44,7 @@ from ._modes import (
 from ._module import Module as Module
 from ._mutable import mutable as mutable
 from ._optimizer import Optimizer as Optimizer
+from ._parts import Part as Part, parts as parts
 from ._random import RngStream as RngStream
 from ._select import (
     filter as filter,
@@ -61,5 +62,4 @@ from ._surgery import (
     modules as modules,
 )
 from ._tabulate import tabulate as tabulate
-from ._traverse import Part as Part, parts as parts
 from ._vmap import vmap as vmap

@@ -15,12 +15,13 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._aliasing import check_not_shared
 from ._compare import difference_of_leaves
 from ._lift import is_traced, Leaves, Lifted, Sown
 from ._scope import is_owned
 from ._shared import closed_copy
 from ._stand_ins import owned_copy, stand_in
-from ._traverse import check_not_shared, is_array
+from ._traverse import is_array
 
 
 class Loop:

@@ -16,7 +16,8 @@ import jax.tree_util as jtu
 
 from ._compare import is_hole
 from ._kinds import is_kind, kind_name, Parameter, TreePart
-from ._traverse import flatten_with_path, is_array, KeyPath, owners_of, Part
+from ._parts import owners_of, Part
+from ._traverse import flatten_with_path, is_array, KeyPath
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]

@@ -6,9 +6,9 @@ from typing import Any
 from ._init import check_ready
 from ._kinds import Parameter, State
 from ._mutable import thread
+from ._parts import Part
 from ._scope import Scope
 from ._select import partition, update
-from ._traverse import Part
 
 
 def _any_array(part: Part) -> bool:

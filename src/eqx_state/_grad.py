@@ -11,10 +11,10 @@ from ._filters import all_of, Filter, trainable
 from ._init import check_ready
 from ._kinds import State
 from ._mutable import Argnums, as_argnums, target, thread
+from ._parts import Part
 from ._scope import Scope, Sown
 from ._select import partition
 from ._transform import Transform, wrap
-from ._traverse import Part
 
 
 _M = TypeVar("_M")

@@ -10,16 +10,16 @@ import equinox as eqx
 import jax.random as jr
 import jax.tree_util as jtu
 
+from ._aliasing import check_apart, check_not_shared
 from ._base import BaseModule, INIT_DONE, is_eqx_module, is_module
+from ._collect import check_written, collect, Snapshot
 from ._compat import boundary
 from ._errors import NotInitializedError
 from ._frozen import explain
 from ._keys import as_key, is_typed, key_at
-from ._scope import check_written, collect, own, Scope, Snapshot
+from ._scope import own, Scope
 from ._strong import strengthen
 from ._traverse import (
-    check_apart,
-    check_not_shared,
     children,
     Context,
     copy_tree,

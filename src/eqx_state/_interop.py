@@ -15,10 +15,11 @@ from ._keys import reseed
 from ._kinds import Rng, State
 from ._modes import train
 from ._mutable import thread
+from ._parts import parts
 from ._scope import Scope
 from ._select import filter, mask, partition
 from ._strong import to_strong
-from ._traverse import flatten_with_path, modules_in, name_of, parts
+from ._traverse import flatten_with_path, modules_in, name_of
 
 
 def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:

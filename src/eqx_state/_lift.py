@@ -17,36 +17,21 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
+from ._aliasing import check_apart, check_not_shared
 from ._base import BaseModule, get_place, set_place
 from ._closures import is_model, models_in, owned_in
+from ._collect import check_written, collect, Snapshot
 from ._compare import identical, same
 from ._compat import trace_state
 from ._errors import NotInitializedError, TraceError
 from ._fit import show
 from ._init import check_initialized
 from ._module import Module
-from ._scope import (
-    check_written,
-    collect,
-    disown,
-    is_owned,
-    own,
-    Place,
-    Scope,
-    Snapshot,
-    trace_message,
-)
+from ._scope import disown, is_owned, own, Place, Scope
 from ._shared import closed_copy
 from ._stand_ins import by_entry, StandIn, Twice
-from ._traverse import (
-    check_apart,
-    check_not_shared,
-    is_array,
-    leaves,
-    modules_in,
-    Visit,
-    walk,
-)
+from ._traverse import is_array, leaves, modules_in, Visit, walk
+from ._write import trace_message
 
 
 # Leaves of a module by their position, in the order of flattening. Not by name: those

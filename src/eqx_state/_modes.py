@@ -3,15 +3,10 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ._aliasing import copy_apart
 from ._base import is_module
 from ._filters import selected_nodes
-from ._traverse import (
-    copy_apart,
-    has_inference,
-    modules_in,
-    set_flags,
-    Visit,
-)
+from ._traverse import has_inference, modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")

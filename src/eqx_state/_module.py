@@ -9,6 +9,7 @@ from typing import Any, Self, TYPE_CHECKING
 import equinox as eqx
 
 from . import _init, _modes, _select, _surgery, _treescope
+from ._aliasing import check_not_shared
 from ._base import BaseModule, FLAGS, forget_cached, get_place, INFERENCE, own_data
 from ._compat import boundary, is_in_trace, own_annotations
 from ._declare import (
@@ -21,9 +22,8 @@ from ._declare import (
 from ._filters import Filter
 from ._frozen import frozen_error
 from ._kinds import is_kind, kind_name
-from ._scope import no_field_message, sow, write
 from ._strong import strengthen_field
-from ._traverse import check_not_shared
+from ._write import no_field_message, sow, write
 
 
 if TYPE_CHECKING:

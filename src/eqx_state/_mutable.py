@@ -12,19 +12,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._base import is_eqx_module
+from ._collect import check_written, collect, own_arrays, Snapshot
 from ._frozen import explain, ModelCall
 from ._init import check_none_missing
 from ._kinds import is_kind, State
-from ._scope import (
-    check_written,
-    collect,
-    disown,
-    Kinds,
-    own,
-    own_arrays,
-    Scope,
-    Snapshot,
-)
+from ._scope import disown, Kinds, own, Scope
 from ._transform import Transform, wrap
 from ._traverse import name_of, Visit, walk
 

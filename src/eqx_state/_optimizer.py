@@ -17,9 +17,10 @@ from ._errors import NotInitializedError
 from ._filters import Filter, trainable
 from ._init import check_ready
 from ._kinds import OptState, Parameter
+from ._parts import parts
 from ._select import difference, filter, leaves_like, same_modes, update
 from ._strong import to_strong
-from ._traverse import copy_tree, is_array, KeyPath, name_of, parts
+from ._traverse import copy_tree, is_array, KeyPath, name_of
 
 
 _Tree = TypeVar("_Tree")

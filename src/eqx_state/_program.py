@@ -24,8 +24,9 @@ import jax.tree_util as jtu
 
 from ._base import get_place
 from ._checks import callbacks_in, Reporting, wait
-from ._closures import held, Opened, owned_in, reaches_module
+from ._closures import held, owned_in, reaches_module
 from ._compat import jaxpr_of, run_in_program
+from ._copies import Opened
 from ._errors import TraceError
 from ._lift import Leaves, Lifted, Sown
 from ._mutable import is_bound_method
@@ -157,8 +158,7 @@ class Call:
     ) -> tuple[list[Any], tuple[list[list[Any]], Sown], Output]:
         """The call on these arrays, in the active trace."""
         # Here, as the trace will see two modules where there is one.
-        given = *self.args, *self.kwargs.values(), *self.opened.values
-        self.lifted.check_apart(*given)
+        self.lifted.check_apart(*self.args, *self.kwargs.values(), *self.opened.values)
         sources = iter(first), iter(rest), iter(kept)
         leaves = [
             next(sources[i]) if self.is_array(x) else x
@@ -236,8 +236,7 @@ class Plan:
                 raise Unplannable from None
         # Functions may come to lead to a module which a scope owns, and is threaded.
         leaves = jtu.tree_leaves((call.args, call.kwargs))
-        is_leaf = self.shape is None and self.f is not None
-        self.holds_functions = not is_leaf or any(map(held, leaves))
+        self.holds_functions = self.f is None or any(map(held, leaves))
         self.first = flattener(call.args[:1], call.origin)
         self.rest = flattener((f, call.args[1:], call.kwargs), call.origin)
         self.types = frozenset(type(x) for arrays in call.arrays() for x in arrays)

@@ -14,13 +14,13 @@ from ._base import INFERENCE, INIT_DONE, is_module
 from ._compare import first_difference, is_hole, structure
 from ._filters import bind, bind_all, Filter
 from ._kinds import is_kind, TreePart
+from ._parts import part_of
 from ._traverse import (
     children,
     has_inference,
     is_array,
     leaves,
     name_of,
-    part_of,
     set_flags,
     Visit,
 )

@@ -13,8 +13,9 @@ import numpy as np
 from ._filters import bind_all, Filter
 from ._fit import is_numeric
 from ._init import check_initialized
+from ._parts import Part, part_of
 from ._strong import to_strong
-from ._traverse import AlikeKey, leaves, name_of, Part, part_of
+from ._traverse import AlikeKey, leaves, name_of
 
 
 _Tree = TypeVar("_Tree")

@@ -1,55 +1,34 @@
-"""`es.save` and `es.load`: a tree's arrays in a safetensors file.
+"""`es.save` and `es.load`: a tree's arrays in a safetensors file."""
 
-Two things that the format lacks are in its metadata, as JSON under one key, so that
-equal trees make equal files: the version of this layout, and which arrays are key data.
-"""
-
-import contextlib
 import errno
 import json
 import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, IO, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-import jax
 import jax.core
 import jax.random as jr
 import numpy as np
 
+from ._atomic import replacing
 from ._filters import Filter
 from ._keys import is_typed
+from ._safetensors import (
+    DTYPES,
+    import_safetensors,
+    json_string,
+    METADATA,
+    read_arrays,
+    read_header,
+    sort_metadata,
+    unreadable,
+    VERSION,
+)
 from ._state_dict import by_name, restore, select, shown
 
 
 _Tree = TypeVar("_Tree")
-
-_METADATA: Final = "eqx_state"
-_VERSION: Final = 1
-
-# The dtypes of safetensors that NumPy or JAX have.
-_DTYPES: Final = {
-    "BOOL": "bool",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
 
 
 def save(
@@ -113,7 +92,7 @@ def save(
         assert eqx.tree_equal(loaded, (model, optimizer))
         ```
     """
-    safetensors = _import_safetensors()
+    safetensors = import_safetensors()
     metadata = _checked(metadata)
     arrays: dict[str, Any] = {}
     keys: dict[str, Any] = {}
@@ -133,19 +112,19 @@ def save(
         )
     # In C order, which safetensors takes for granted.
     arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
-    about = json.dumps({"version": _VERSION, "keys": keys}, sort_keys=True)
+    about = json.dumps({"version": VERSION, "keys": keys}, sort_keys=True)
     path = os.fsdecode(path)
     try:
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             try:
-                about = {_METADATA: about, **metadata}
+                about = {METADATA: about, **metadata}
                 safetensors.numpy.save_file(arrays, temporary, about)
             except safetensors.SafetensorError as e:
                 # It has the system's reason in words only: "(os error 28)".
                 found = re.search(r"\(os error (\d+)\)", str(e))
                 number = int(found[1]) if found else errno.EIO
                 raise OSError(number, os.strerror(number)) from e
-            _sort_metadata(temporary)
+            sort_metadata(temporary)
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
         reason = "its directory does not exist" if missing else e.strerror
@@ -216,11 +195,11 @@ def load(
         assert eqx.tree_equal(tuned[0], model[0]) and tuned[1].rng == jr.key(1)
         ```
     """
-    safetensors = _import_safetensors()
+    safetensors = import_safetensors()
     path = os.fsdecode(path)
     named = by_name(like)
     wanted = select(named, filters, like)
-    values = _read(safetensors, path)
+    values = read_arrays(safetensors, path)
     if not strict:
         wanted = {name: entry for name, entry in wanted.items() if name in values}
     advice = (
@@ -270,38 +249,11 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     path = os.fsdecode(path)
     with open(path, "rb") as file:
         try:
-            _, header = _read_header(file)
+            _, header = read_header(file)
             metadata = header.get("__metadata__", {})
-            return {k: _string(x) for k, x in metadata.items() if k != _METADATA}
+            return {k: json_string(x) for k, x in metadata.items() if k != METADATA}
         except (AttributeError, TypeError, ValueError) as e:
-            raise _unreadable("es.load_metadata", path, e) from e
-
-
-def _string(x: Any) -> str:
-    if not isinstance(x, str):
-        raise TypeError(f"{x!r} in the metadata is not a string")
-    return x
-
-
-def _read_header(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
-    """The size in bytes of the header of a safetensors file, and what it holds."""
-    size = int.from_bytes(file.read(8), "little")
-    rest = os.fstat(file.fileno()).st_size - 8
-    if not 0 < size <= rest:
-        raise ValueError(f"its header would have {size} bytes, and {rest} are there")
-    return size, json.loads(file.read(size))
-
-
-def _sort_metadata(path: str) -> None:
-    """Put the metadata of a file in order: safetensors writes them in any."""
-    with open(path, "r+b") as file:
-        size, header = _read_header(file)
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
-        new = text.encode().ljust(size)
-        assert len(new) == size  # or it would reach into the arrays
-        file.seek(8)
-        file.write(new)
+            raise unreadable("es.load_metadata", path, e) from e
 
 
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
@@ -320,31 +272,12 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
             " Convert other values: `metadata={'config': json.dumps(config)}`."
             " Arrays are saved as part of the tree: `es.save(path, (model, step))`."
         )
-    if _METADATA in metadata:
+    if METADATA in metadata:
         raise ValueError(
-            f"`es.save(..., metadata=...)`: the key `{_METADATA!r}` is that of the"
+            f"`es.save(..., metadata=...)`: the key `{METADATA!r}` is that of the"
             " library itself in each file. Choose another."
         )
     return dict(metadata)
-
-
-def _unreadable(what: str, path: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"`{what}` cannot read `{path}`: {error!r}. It is not a safetensors file, is"
-        " truncated, or was written by a newer version."
-    )
-
-
-def _import_safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as e:
-        raise ImportError(
-            "`es.save` and `es.load` need safetensors, which is not installed. It is"
-            " the extra `io` of eqx_state. From a clone of it:"
-            ' `python -m pip install ".[io]"`.'
-        ) from e
-    return safetensors
 
 
 def _why_not(name: str, x: Any) -> str | None:
@@ -366,77 +299,6 @@ def _why_not(name: str, x: Any) -> str | None:
         if isinstance(jr.key_impl(x), str):
             return None
         return "a key of an implementation that has no name; save `jax.random.key_data`"
-    if x.dtype.name not in _DTYPES.values():
+    if x.dtype.name not in DTYPES.values():
         return f"safetensors has no `{x.dtype}`; cast it, or save it in parts"
     return "safetensors uses this name itself" if name == "__metadata__" else None
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[str]:
-    """The name of a new, empty file, which takes the place of `path` in the end.
-
-    In between nothing is seen of it at `path`; an exception removes it.
-    """
-    target = os.path.realpath(path)  # which has no slash at its end
-    folder = os.path.dirname(target)
-    temporary = os.path.join(folder, f".{os.urandom(8).hex()}.tmp")
-    try:
-        if not os.path.basename(path):
-            raise OSError(errno.EISDIR, "it is a directory")
-        with open(temporary, "xb") as file:
-            mode = os.fstat(file.fileno()).st_mode  # as for any new file
-        with contextlib.suppress(FileNotFoundError):
-            mode = os.stat(target).st_mode
-            if not stat.S_ISREG(mode):
-                if stat.S_ISDIR(mode):
-                    raise OSError(errno.EISDIR, "it is a directory")
-                raise OSError(errno.EINVAL, "what is there is no regular file")
-            open(target, "r+b").close()  # may it be written?
-        yield temporary
-        # safetensors may have put another file there, with a mode of its own.
-        os.chmod(temporary, stat.S_IMODE(mode))
-        with open(temporary, "r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise
-    with contextlib.suppress(OSError):  # not every system opens directories
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _read(safetensors: Any, path: str) -> dict[str, Any]:
-    """What is in a file, as NumPy arrays and typed keys."""
-    with open(path, "rb") as file:
-        data = file.read()
-    try:
-        # Not `safetensors.numpy`, which does not know all dtypes.
-        entries = safetensors.deserialize(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        about = json.loads(header.get("__metadata__", {}).get(_METADATA, "{}"))
-        del data
-        if about.get("version", _VERSION) > _VERSION:
-            raise ValueError("a later version of eqx_state has written it")
-        values = {name: _array(**entry) for name, entry in entries}
-        for name, impl in about.get("keys", {}).items():
-            values[name] = jr.wrap_key_data(values[name], impl=impl)
-    except (
-        safetensors.SafetensorError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as e:
-        raise _unreadable("es.load", path, e) from e
-    return values
-
-
-def _array(dtype: str, shape: list[int], data: bytearray) -> np.ndarray[Any, Any]:
-    if dtype not in _DTYPES:  # of another program; it is equal to no dtype of an array
-        return np.ndarray(len(data), [(dtype, "V1")], data)
-    return np.ndarray(shape, _DTYPES[dtype], data)

@@ -9,14 +9,7 @@ import jax.tree_util as jtu
 
 from ._base import INFERENCE, INIT_DONE, is_eqx_module, is_module
 from ._strong import strengthen_field
-from ._traverse import (
-    children,
-    copy_tree,
-    declared_fields,
-    field_names,
-    name_of,
-    walk,
-)
+from ._traverse import children, copy_tree, declared_fields, field_names, name_of, walk
 
 
 _Tree = TypeVar("_Tree")

@@ -14,17 +14,9 @@ from ._compat import boundary
 from ._filters import bind, trainable
 from ._init import as_initialized, Initializer
 from ._kinds import Parameter
+from ._parts import parts
 from ._record import Call, model_of, record, show
-from ._traverse import (
-    has_inference,
-    is_array,
-    KeyPath,
-    Kind,
-    name_of,
-    parts,
-    Visit,
-    walk,
-)
+from ._traverse import has_inference, is_array, KeyPath, Kind, name_of, Visit, walk
 
 
 @dataclasses.dataclass

@@ -14,7 +14,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import optax
 
 from ._annotations import NOTHING, Spec
 from ._base import BaseModule, fields_of, INFERENCE, is_eqx_module, is_module
@@ -24,6 +23,8 @@ from ._kinds import BatchStat, Parameter, Rng, State, TreePart
 
 
 KeyPath = tuple[Any, ...]
+
+
 Kind = type[TreePart[Any]]
 
 
@@ -333,89 +334,6 @@ def modules_in(
     return (v for v in walk(tree, path, context) if is_module(v.node))
 
 
-class Part:
-    """One array of a tree: where it is, what it is."""
-
-    __slots__ = ("_kind", "_visit")
-
-    def __init__(self, visit: Visit):
-        self._visit = visit
-        self._kind = visit.context.kind_of(visit.node)
-
-    @property
-    def path(self) -> KeyPath:
-        """The key path, a tuple of JAX's keys.
-
-        No two arrays of a tree have the same: a key that is equal to one before it, or
-        prints alike, has a number. A dataclass that is registered without key paths has
-        the names of its fields.
-        """
-        return self._visit.path
-
-    @property
-    def name(self) -> str:
-        """The path as it is written in Python: `layers[0].norm.mean`."""
-        return self._visit.name
-
-    @property
-    def kind(self) -> Kind | None:
-        """The kind, or `None`."""
-        return self._kind
-
-    @property
-    def value(self) -> Any:
-        """The array, or `jax.ShapeDtypeStruct`."""
-        return self._visit.node
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the nearest `es.Module` is frozen."""
-        return self._visit.context.frozen
-
-    def __repr__(self) -> str:
-        kind = None if self.kind is None else self.kind.__name__
-        value = eqx.tree_pformat(self.value, short_arrays=True)
-        return f"Part(name={self.name!r}, kind={kind}, value={value})"
-
-
-def owners_of(part: Part) -> tuple[type, ...]:
-    """The classes of the modules that an array lies in, the outermost first."""
-    return part._visit.context.owners
-
-
-def part_of(visit: Visit) -> Part | None:
-    """The `Part` at a leaf of the walk; `None` where there is no array."""
-    return Part(visit) if is_array(visit.node) else None
-
-
-def parts(tree: Any) -> list[Part]:
-    """Every array in `tree`, with its path, name and kind, in the order of flattening.
-
-    **Arguments:**
-
-    - `tree`: any pytree.
-
-    **Returns:**
-
-    A list of `es.Part`. Functions, strings and Python numbers are not among them.
-
-    !!! example
-
-        ```python
-        import equinox as eqx
-        import eqx_state as es
-        import jax.random as jr
-
-        parts = es.parts([eqx.nn.Linear(2, 3, key=jr.key(0)), {"count": 0}])
-        assert [(p.name, p.kind) for p in parts] == [
-            ("[0].weight", es.Parameter),
-            ("[0].bias", es.Parameter),
-        ]
-        ```
-    """
-    return [p for p in map(part_of, leaves(tree)) if p is not None]
-
-
 def copy_tree(tree: Any) -> Any:
     """The same leaves in new containers and new modules, which belong to no scope."""
     return jtu.tree_map(lambda x: x, tree)
@@ -475,66 +393,3 @@ def set_flags(
             for name, value in values(visit).items():
                 object.__setattr__(visit.node, name, value)
     return tree
-
-
-def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
-    """The names of two places that hold one and the same stateful `es.Module`."""
-    modules = [v for v in visits if is_module(v.node)]
-    if len({id(v.node) for v in modules}) == len(modules):
-        return None
-    # A constant copy of a stateful module is no second state.
-    state = [v.path for v in visits if v.is_leaf and _is_state(v)]
-    stateful = {path[:n] for path in state for n in range(len(path))}
-    first: dict[int, Visit] = {}
-    for visit in modules:
-        if visit.path in stateful:
-            other = first.setdefault(id(visit.node), visit)
-            if other is not visit:
-                return other.name, visit.name
-    return None
-
-
-def _is_state(visit: Visit) -> bool:
-    kind = visit.kind
-    return kind is not None and issubclass(kind, State)
-
-
-def check_not_shared(tree: Any, path: KeyPath = ()) -> None:
-    """Raise `ValueError` if one stateful module would have to be two."""
-    # The two models of optax's pair are one in the beginning, and are to drift apart.
-    is_pair = isinstance(tree, optax.LookaheadParams)
-    for each in tree if is_pair else [tree]:
-        check_apart(walk(each, path))
-
-
-def flatten_apart(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure, after `check_not_shared`, in one pass."""
-    seen: list[int] = []
-
-    def note(node: Any) -> bool:
-        if is_module(node):
-            seen.append(id(node))
-        return False
-
-    leaves, structure = jtu.tree_flatten(tree, is_leaf=note)
-    if len(set(seen)) < len(seen):
-        check_not_shared(tree)
-    return leaves, structure
-
-
-def copy_apart(tree: Any) -> Any:
-    """`copy_tree` of a model in which no stateful module would become two."""
-    leaves, structure = flatten_apart(tree)
-    return jtu.tree_unflatten(structure, leaves)
-
-
-def check_apart(visits: list[Visit]) -> None:
-    """`check_not_shared`, of what may be several trees."""
-    if (names := find_shared(visits)) is not None:
-        a, b = (f"`{name}`" if name else "the model itself" for name in names)
-        raise ValueError(
-            f"The same stateful module is in two places, {a} and {b}. A model is a"
-            " tree: at the first transform the one module becomes two, and their"
-            " states drift apart. Make two of them, or hold it once and call it from"
-            " both places, or tie the places by `eqx.nn.Shared`."
-        )

@@ -22,8 +22,8 @@ from ._axes import (
     module_axes,
     SPLIT,
 )
-from ._closures import Opened
 from ._compat import is_mapped, spread_like
+from ._copies import Opened
 from ._keys import next_keys, num_key_axes, split_key
 from ._lift import is_traced, Leaves, Lifted
 from ._scope import is_owned

@@ -1,0 +1,120 @@
+"""The safetensors format: its dtypes, its header, and a file as arrays.
+
+Two things that it lacks are in its metadata, as JSON under one key, so that equal trees
+make equal files: the version of this layout, and which arrays are key data.
+"""
+
+import json
+import os
+from typing import Any, Final, IO
+
+import jax.random as jr
+import numpy as np
+
+
+METADATA: Final = "eqx_state"
+
+
+VERSION: Final = 1
+
+
+# The dtypes of safetensors that NumPy or JAX have.
+DTYPES: Final = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+def json_string(x: Any) -> str:
+    if not isinstance(x, str):
+        raise TypeError(f"{x!r} in the metadata is not a string")
+    return x
+
+
+def read_header(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
+    """The size in bytes of the header of a safetensors file, and what it holds."""
+    size = int.from_bytes(file.read(8), "little")
+    rest = os.fstat(file.fileno()).st_size - 8
+    if not 0 < size <= rest:
+        raise ValueError(f"its header would have {size} bytes, and {rest} are there")
+    return size, json.loads(file.read(size))
+
+
+def sort_metadata(path: str) -> None:
+    """Put the metadata of a file in order: safetensors writes them in any."""
+    with open(path, "r+b") as file:
+        size, header = read_header(file)
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        new = text.encode().ljust(size)
+        assert len(new) == size  # or it would reach into the arrays
+        file.seek(8)
+        file.write(new)
+
+
+def unreadable(what: str, path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"`{what}` cannot read `{path}`: {error!r}. It is not a safetensors file, is"
+        " truncated, or was written by a newer version."
+    )
+
+
+def import_safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as e:
+        raise ImportError(
+            "`es.save` and `es.load` need safetensors, which is not installed. It is"
+            " the extra `io` of eqx_state. From a clone of it:"
+            ' `python -m pip install ".[io]"`.'
+        ) from e
+    return safetensors
+
+
+def read_arrays(safetensors: Any, path: str) -> dict[str, Any]:
+    """What is in a file, as NumPy arrays and typed keys."""
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        # Not `safetensors.numpy`, which does not know all dtypes.
+        entries = safetensors.deserialize(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        about = json.loads(header.get("__metadata__", {}).get(METADATA, "{}"))
+        del data
+        if about.get("version", VERSION) > VERSION:
+            raise ValueError("a later version of eqx_state has written it")
+        values = {name: _array(**entry) for name, entry in entries}
+        for name, impl in about.get("keys", {}).items():
+            values[name] = jr.wrap_key_data(values[name], impl=impl)
+    except (
+        safetensors.SafetensorError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as e:
+        raise unreadable("es.load", path, e) from e
+    return values
+
+
+def _array(dtype: str, shape: list[int], data: bytearray) -> np.ndarray[Any, Any]:
+    if dtype not in DTYPES:  # of another program; it is equal to no dtype of an array
+        return np.ndarray(len(data), [(dtype, "V1")], data)
+    return np.ndarray(shape, DTYPES[dtype], data)
