@@ -370,7 +370,7 @@ def _(case):
 
 
 @LIFTED.works(
-    "read state under `es.jit` through an object that is no pytree",
+    "read state under `es.jit` through an object that is not a pytree",
     "it is a constant of the program, as in `jax.jit`",
     "close over the module, or over a list or a dict of modules",
 )
@@ -546,7 +546,7 @@ def _(case):
     "return different strings, or functions, from the branches of `es.cond`",
     TypeError,
     "The branches of `es.cond` return different values at",
-    "which are no arrays",
+    "which are not arrays",
     instead="arrays; or choose in Python, before the call",
 )
 def _(case):
@@ -665,7 +665,8 @@ def _(case):
 
 
 @LIFTED.raises(
-    "give `es.jit` a list, a set or a dict that is no pytree of arrays as static value",
+    "give `es.jit` a list, a set or a dict that is not a pytree of arrays as a "
+    "static value",
     TypeError,
     "which cannot be hashed",
     "is a `set`",

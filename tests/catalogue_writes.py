@@ -351,7 +351,7 @@ def _(case):
 @INSIDE.raises(
     "keep a counter in a Python number, with no kind",
     FROZEN,
-    "is no array, and this scope writes `State`",
+    "is not an array, and this scope writes `State`",
     "Counter.count`",
     "count: es.State",
     instead="`count: es.State = 0`",

@@ -49,7 +49,7 @@ VALUES: dict[str, tuple[Callable[[int], Any], type | None]] = {
     "key": (jr.key, es.Rng),
     "keys": (lambda i: jr.split(jr.key(i), 2), es.Rng),
 }
-# And what is no array.
+# And what is not an array.
 OTHERS: dict[str, Callable[[int], Any]] = {
     "none": lambda i: None,
     "number": lambda i: i,

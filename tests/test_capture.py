@@ -494,7 +494,7 @@ def test_a_failed_call_leaves_nothing_behind():
 @pytest.mark.parametrize("name", [1, None, jnp.ones(2)])
 def test_the_name_is_a_string(name):
     net = wrapped(lambda layer, x: layer.sow(name, x))
-    with pytest.raises(TypeError, match=r"`Scale\.sow`: the name is no string"):
+    with pytest.raises(TypeError, match=r"`Scale\.sow`: the name is not a string"):
         es.capture(net)(X)
 
 

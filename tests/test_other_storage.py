@@ -1,7 +1,7 @@
 """Models and optimizers go through Equinox's own files, and through Orbax.
 
-Neither saves what is no array, such as a function. Equinox saves no typed keys: they go
-as their key data.
+Neither saves what is not an array, such as a function. Equinox saves no typed keys:
+they go as their key data.
 """
 
 import io
@@ -25,7 +25,7 @@ class Memory(es.State):
 
 
 class Net(es.Module):
-    """An array of every kind and of none, Equinox's layers, and what is no array."""
+    """An array of every kind and of none, Equinox's layers, and other leaves."""
 
     layers: list
     norm: es.nn.BatchNorm

@@ -298,7 +298,9 @@ def test_what_cannot_be_called_is_an_error():
     def forward(x, layer=linear()):  # noqa: B008
         return layer(x)
 
-    with pytest.raises(TypeError, match=r"`forward` is no model .* is not looked into"):
+    with pytest.raises(
+        TypeError, match=r"`forward` is not a model .* is not looked into"
+    ):
         es.tabulate(forward, jnp.ones(2))
 
 

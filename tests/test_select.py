@@ -346,7 +346,7 @@ def test_a_user_kind_takes_the_value_of_its_parent():
 
 @pytest.mark.parametrize("key", ["es.State", int, None, 0, es.trainable])
 def test_the_keys_of_spec_are_kinds(key):
-    with pytest.raises(TypeError, match=r"es\.spec.*is no kind"):
+    with pytest.raises(TypeError, match=r"es\.spec.*is not a kind"):
         es.spec(make_model(), {key: 1})
 
 

@@ -20,7 +20,7 @@ import eqx_state as es
 
 
 class Everything(es.Module):
-    """An array of every kind, of no kind and of NumPy, and what is no array."""
+    """An array of every kind, of no kind and of NumPy, and what is not an array."""
 
     weight: es.Parameter
     table: es.Buffer

@@ -15,7 +15,7 @@ def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
     modules = [v for v in visits if is_module(v.node)]
     if len({id(v.node) for v in modules}) == len(modules):
         return None
-    # A constant copy of a stateful module is no second state.
+    # A constant copy of a stateful module is not a second state.
     state = [v.path for v in visits if v.is_leaf and _is_state(v)]
     stateful = {path[:n] for path in state for n in range(len(path))}
     first: dict[int, Visit] = {}

@@ -85,13 +85,13 @@ def _check_sown_alike(sown: list[list[dict[str, int]]], what: str) -> None:
 
 
 def _check_equal(statics: list[Any], what: str) -> None:
-    """What is no array cannot depend on a traced condition."""
+    """What is not an array cannot depend on a traced condition."""
     for other in statics[1:]:
         if (name := difference_of_leaves(statics[0], other)) is not None:
             raise TypeError(
                 f"The branches of `{what}` return different values at"
-                f" `{name or 'the output'}`, which are no arrays. Which branch it is"
-                " will be known when the program runs, and what is no array must be"
+                f" `{name or 'the output'}`, which are not arrays. Which branch it is"
+                " will be known when the program runs, and what is not an array must be"
                 " known before. Return arrays, or the same value from every branch."
             )
 
@@ -115,7 +115,7 @@ def cond(
     **Returns:**
 
     What the chosen branch returns. Both must return the same structure, shapes and
-    dtypes, and equal values where these are no arrays.
+    dtypes, and equal values where these are not arrays.
 
     !!! example
 

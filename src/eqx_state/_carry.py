@@ -135,8 +135,8 @@ class Loop:
         if (name := difference_of_leaves(self.static, static)) is not None:
             raise TypeError(
                 "The body of a loop returned another value at"
-                f" `{name or 'the carry'}`, which is no array. From step to step only"
-                " arrays can change: make it one, or return it as it was."
+                f" `{name or 'the carry'}`, which is not an array. From step to step"
+                " only arrays can change: make it one, or return it as it was."
             )
 
     def step(

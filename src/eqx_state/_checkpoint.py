@@ -54,7 +54,7 @@ class _Checkpoint(Transform):
                 raise ValueError(
                     f"`es.checkpoint(static_argnums={i})`: the function was called with"
                     f" {len(args)} positional arguments, and there is no number {i}."
-                    " What is no array is static without being named."
+                    " What is not an array is static without being named."
                 )
         static = {i % len(args) for i in self.static_argnums}
         names = self.static_argnames
@@ -87,7 +87,7 @@ def checkpoint(
     - `fun`: a function, a module, a bound method, or a partial.
     - `prevent_cse`, `policy`: as for `jax.checkpoint`.
     - `static_argnums`, `static_argnames`: arguments whose arrays are not traced. What
-        is no array is static without being named.
+        is not an array is static without being named.
 
     **Returns:**
 

@@ -57,7 +57,7 @@ def field(
 
     **Raises:**
 
-    - `TypeError`: `kind` is no kind, or the field is `static` too (a static value is
+    - `TypeError`: `kind` is not a kind, or the field is `static` too (a static value is
         part of the tree's structure and cannot be an array with a kind).
 
     !!! example
@@ -168,7 +168,7 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
     `given`: what its type variables stand for.
 
     Raises `TypeError`, naming class and field, for a contradictory declaration. A name
-    that cannot be resolved is no error here: it stays in `Spec.unresolved`, and is
+    that cannot be resolved is not an error here: it stays in `Spec.unresolved`, and is
     tried again at the next call.
     """
     known = _known_names(cls)

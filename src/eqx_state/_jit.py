@@ -206,7 +206,7 @@ class Jitted(Protocol[_P, _R_co]):
     def __get__(
         self: "Jitted[Concatenate[_S, _Q], _R_co]", instance: _S, owner: Any = None
     ) -> Callable[_Q, _R_co]: ...
-    @overload  # of a `staticmethod`, whose first argument is no instance
+    @overload  # of a `staticmethod`, whose first argument is not an instance
     def __get__(self, instance: Any, owner: Any = None) -> "Jitted[_P, _R_co]": ...
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
@@ -219,7 +219,7 @@ def jit(f: Callable[_P, _R], *, donate: Donate = "none") -> Jitted[_P, _R]: ...
 def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
     """`equinox.filter_jit`, through which the state of every module is carried.
 
-    All arrays, JAX's and NumPy's, are traced; what is no array is static. Unlike
+    All arrays, JAX's and NumPy's, are traced; what is not an array is static. Unlike
     `eqx.filter_jit` it returns without waiting for the result, and tells static values
     apart by their type, too: `1`, `True` and `1.0` are compiled for one by one.
     Only a program that can raise is waited for: one with `eqx.error_if`,

@@ -45,7 +45,7 @@ def scan(
 
     - `f`: takes the carry and a slice of `xs`; returns the new carry and an output, as
         a tuple, a list, or any pytree with two children.
-    - `init`: the first carry, any pytree. What is no array must stay as it is.
+    - `init`: the first carry, any pytree. What is not an array must stay as it is.
     - `xs`: what is scanned over along the first axis of each array, or `None`.
     - `length`, `reverse`, `unroll`, `_split_transpose`: as for `jax.lax.scan`.
 

@@ -75,7 +75,7 @@ class _Quiet:
 _PLACE = "_eqx_state_place_of_record"
 
 
-# JAX keeps every class of pytrees for ever, so that a cache that does is no leak.
+# JAX keeps every class of pytrees for ever, so that a cache that does is not a leak.
 @ft.cache
 def _recording(cls: Any) -> Any:
     """The subclass of a module class whose instances note their calls."""
@@ -108,7 +108,7 @@ def _recorded(tree: Any, recorder: _Recorder) -> Any:
     """A copy of a tree whose modules note their calls."""
 
     def copy(module: Any, name: str) -> Any:
-        # What `eqx.nn.Shared` returns is no output but a part of the model.
+        # What `eqx.nn.Shared` returns is not an output but a part of the model.
         if not callable(module) or isinstance(module, eqx.nn.Shared):
             return module
         try:
@@ -130,7 +130,7 @@ def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], A
     if found is None or (inputs and not callable(tree)):
         name = getattr(tree, "__name__", type(tree).__qualname__)
         raise TypeError(
-            f"`es.tabulate` was given inputs, and `{name}` is no model that can be"
+            f"`es.tabulate` was given inputs, and `{name}` is not a model that can be"
             " called; a function is not looked into. Give a module, a bound method"
             " `model.encode`, a transform of `es` such as `es.vmap(model)`, or"
             " `functools.partial(model, key=key)` for keyword arguments."

@@ -235,11 +235,11 @@ def most_derived(kind: type | None, mapping: Mapping[Any, Any]) -> Any:
 
 
 def check_kinds(mapping: Mapping[Any, Any], what: str) -> None:
-    """Raise `TypeError` for a key of a mapping that is no kind."""
+    """Raise `TypeError` for a key of a mapping that is not a kind."""
     for key in mapping:
         if key is not ... and not is_kind(key):
             raise TypeError(
-                f"{what}: `{key!r}` is no kind. The keys are kinds, such as "
+                f"{what}: `{key!r}` is not a kind. The keys are kinds, such as "
                 "`es.Parameter`, and `...` for every other array."
             )
 

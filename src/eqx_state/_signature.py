@@ -57,8 +57,8 @@ def signature_of(
         if not is_hashable(x):
             raise TypeError(
                 f"`es.jit`: {where()} is a `{type(x).__name__}`, which cannot be"
-                " hashed. What is no array is static: there is one compiled program for"
-                " each value, and it is looked up by hash. Pass a hashable value, such"
+                " hashed. What is not an array is static: there is one compiled program"
+                " for each value, and it is looked up by hash. Pass a hashable value, such"
                 " as a frozenset for a set; or an array, which is traced."
             )
         return static(x)

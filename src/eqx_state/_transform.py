@@ -66,7 +66,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     """A transform of `f`, with the name and the documentation of `f`.
 
     Made without `__init__`, in which Equinox warns of functions such as
-    `jax.vmap(model)`: that one cannot be trained is true, but this is no layer of a
+    `jax.vmap(model)`: that one cannot be trained is true, but this is not a layer of a
     model.
     """
     if not callable(f):

@@ -121,7 +121,7 @@ class Visit(NamedTuple):
 
     @property
     def kind(self) -> Kind | None:
-        """`None` for what is no array, too."""
+        """`None` for what is not an array, too."""
         return self.context.kind_of(self.node) if is_array(self.node) else None
 
 

@@ -181,8 +181,8 @@ def _size(slots: list[tuple[_Source, int]], axis_size: int | None) -> int:
         if not isinstance(axis, int):
             raise ValueError(
                 f"`es.vmap`: the axis of {name} is `{axis}`, and an axis is an integer,"
-                " or `None` for what the lanes share. What is no array is passed on as"
-                " it is, so that `in_axes=0` stands for `in_axes=eqx.if_array(0)`."
+                " or `None` for what the lanes share. What is not an array is passed on"
+                " as it is, so that `in_axes=0` stands for `in_axes=eqx.if_array(0)`."
             )
         if not -len(shape) <= axis < len(shape):
             raise ValueError(

@@ -128,7 +128,7 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
         " and ".join(f"`{k.__name__}`" for k in scope.kinds),
     )
     if kind is None:
-        what = "an array without a kind" if is_array(visit.node) else "no array"
+        what = "an array without a kind" if is_array(visit.node) else "not an array"
         return (
             f"Cannot write `{where}`: `{visit.name}` is {what}, and this scope writes "
             f"{allowed}. What a forward pass changes is declared so: "
@@ -221,7 +221,7 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
         return
     if not isinstance(name, str):
         raise TypeError(
-            f"`{type(module).__qualname__}.sow`: the name is no string, but a"
+            f"`{type(module).__qualname__}.sow`: the name is not a string, but a"
             f" `{type(name).__name__}`. It comes first: `self.sow('name', value)`."
         )
     full_name = name_of((*place.path, jtu.GetAttrKey(name)))
