@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 import eqx_state as es
-from eqx_state._compare import difference_of_leaves, first_difference, same, structure
+from eqx_state._tree._compare import (
+    difference_of_leaves,
+    first_difference,
+    same,
+    structure,
+)
 
 
 class Model(es.Module):

@@ -17,8 +17,8 @@ from helpers import reuses_keys, untouched
 from zoo import CASES, WITHOUT_GRADS
 
 import eqx_state as es
-from eqx_state import _jit
-from eqx_state._program import programs_of
+from eqx_state._jit import _jit
+from eqx_state._jit._programs import programs_of
 
 
 ONE = jnp.ones(())

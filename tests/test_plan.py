@@ -19,7 +19,7 @@ import pytest
 from helpers import reuses_keys
 
 import eqx_state as es
-from eqx_state._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
+from eqx_state._jit._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 
 
 class Pair(NamedTuple):

@@ -22,7 +22,7 @@ import pytest
 from helpers import IS_FUZZ, untouched
 
 import eqx_state as es
-from eqx_state import _program
+from eqx_state._jit import _programs
 
 
 THREADS = 16
@@ -557,10 +557,10 @@ def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
             may_end.wait(timeout=60)
         return callbacks_in(jaxpr)
 
-    callbacks_in = _program.callbacks_in
+    callbacks_in = _programs.callbacks_in
     f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
     f(jnp.ones(1))  # now there is a short way
-    monkeypatch.setattr(_program, "callbacks_in", look)
+    monkeypatch.setattr(_programs, "callbacks_in", look)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(f, jnp.ones(2))
         assert is_looking.wait(timeout=60)

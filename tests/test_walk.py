@@ -14,9 +14,9 @@ import pytest
 from zoo import CASES
 
 import eqx_state as es
-from eqx_state._aliasing import find_shared
-from eqx_state._annotations import Spec
-from eqx_state._traverse import children, ROOT, walk
+from eqx_state._kinds._annotations import Spec
+from eqx_state._tree._aliasing import find_shared
+from eqx_state._tree._walk import children, ROOT, walk
 
 
 ONE = jnp.ones(1)

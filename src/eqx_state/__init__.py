@@ -1,31 +1,22 @@
 """Equinox modules whose annotations say what their fields are."""
 
 from . import nn as nn
-from ._axes import SPLIT as SPLIT
-from ._branches import cond as cond, switch as switch
-from ._capture import capture as capture
-from ._checkpoint import checkpoint as checkpoint
-from ._declare import field as field
 from ._errors import (
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,
 )
-from ._filters import (
-    all_of as all_of,
-    any_of as any_of,
-    inside as inside,
-    not_ as not_,
-    path_matches as path_matches,
-    trainable as trainable,
-    under as under,
-)
 from ._functional import functional as functional
-from ._grad import grad as grad, value_and_grad as value_and_grad
-from ._init import init as init, Initializer as Initializer, lazy as lazy
+from ._inspect._capture import capture as capture
+from ._inspect._tabulate import tabulate as tabulate
 from ._interop import to_equinox as to_equinox
-from ._jit import jit as jit
-from ._keys import reseed as reseed
-from ._kinds import (
+from ._io._save_load import load as load, load_metadata as load_metadata, save as save
+from ._io._state_dict import (
+    load_state_dict as load_state_dict,
+    state_dict as state_dict,
+)
+from ._jit._jit import jit as jit
+from ._kinds._fields import field as field
+from ._kinds._kinds import (
     BatchStat as BatchStat,
     Buffer as Buffer,
     OptState as OptState,
@@ -34,19 +25,39 @@ from ._kinds import (
     State as State,
     TreePart as TreePart,
 )
-from ._loops import fori_loop as fori_loop, scan as scan, while_loop as while_loop
-from ._modes import (
+from ._optimizer import Optimizer as Optimizer
+from ._rng_stream import RngStream as RngStream
+from ._state._init import init as init, Initializer as Initializer, lazy as lazy
+from ._state._module import Module as Module
+from ._transforms._axes import SPLIT as SPLIT
+from ._transforms._branches import cond as cond, switch as switch
+from ._transforms._grad import grad as grad, value_and_grad as value_and_grad
+from ._transforms._loops import (
+    fori_loop as fori_loop,
+    scan as scan,
+    while_loop as while_loop,
+)
+from ._transforms._mutable import mutable as mutable
+from ._transforms._remat import checkpoint as checkpoint
+from ._transforms._vmap import vmap as vmap
+from ._tree._filters import (
+    all_of as all_of,
+    any_of as any_of,
+    inside as inside,
+    not_ as not_,
+    path_matches as path_matches,
+    trainable as trainable,
+    under as under,
+)
+from ._tree._keys import reseed as reseed
+from ._tree._modes import (
     eval as eval,
     freeze as freeze,
     train as train,
     unfreeze as unfreeze,
 )
-from ._module import Module as Module
-from ._mutable import mutable as mutable
-from ._optimizer import Optimizer as Optimizer
-from ._parts import Part as Part, parts as parts
-from ._random import RngStream as RngStream
-from ._select import (
+from ._tree._parts import Part as Part, parts as parts
+from ._tree._select import (
     filter as filter,
     map as map,
     mask as mask,
@@ -54,12 +65,8 @@ from ._select import (
     spec as spec,
     update as update,
 )
-from ._state_dict import load_state_dict as load_state_dict, state_dict as state_dict
-from ._storage import load as load, load_metadata as load_metadata, save as save
-from ._surgery import (
+from ._tree._surgery import (
     configure as configure,
     map_modules as map_modules,
     modules as modules,
 )
-from ._tabulate import tabulate as tabulate
-from ._vmap import vmap as vmap

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from ._init import check_ready
-from ._kinds import Parameter, State
-from ._mutable import thread
-from ._parts import Part
-from ._scope import Scope
-from ._select import partition, update
+from ._kinds._kinds import Parameter, State
+from ._state._init import check_ready
+from ._state._scope import Scope
+from ._transforms._mutable import thread
+from ._tree._parts import Part
+from ._tree._select import partition, update
 
 
 def _any_array(part: Part) -> bool:

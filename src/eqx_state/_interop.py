@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._compare import is_hole
-from ._filters import not_, trainable
-from ._init import check_ready
-from ._keys import reseed
-from ._kinds import Rng, State
-from ._modes import train
-from ._mutable import thread
-from ._parts import parts
-from ._scope import Scope
-from ._select import filter, mask, partition
-from ._strong import to_strong
-from ._traverse import flatten_with_path, modules_in, name_of
+from ._kinds._kinds import Rng, State
+from ._state._init import check_ready
+from ._state._scope import Scope
+from ._transforms._mutable import thread
+from ._tree._compare import is_hole
+from ._tree._filters import not_, trainable
+from ._tree._keys import reseed
+from ._tree._modes import train
+from ._tree._parts import parts
+from ._tree._select import filter, mask, partition
+from ._tree._walk import flatten_with_path, modules_in, name_of
+from ._tree._weak_types import to_strong
 
 
 def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:

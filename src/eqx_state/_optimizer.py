@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from ._base import is_module
-from ._compare import is_hole
 from ._errors import NotInitializedError
-from ._filters import Filter, trainable
-from ._init import check_ready
-from ._kinds import OptState, Parameter
-from ._parts import parts
-from ._select import difference, filter, leaves_like, same_modes, update
-from ._strong import to_strong
-from ._traverse import copy_tree, is_array, KeyPath, name_of
+from ._kinds._kinds import OptState, Parameter
+from ._state._init import check_ready
+from ._tree._base import is_module
+from ._tree._compare import is_hole
+from ._tree._filters import Filter, trainable
+from ._tree._parts import parts
+from ._tree._select import difference, filter, leaves_like, same_modes, update
+from ._tree._walk import copy_tree, is_array, KeyPath, name_of
+from ._tree._weak_types import to_strong
 
 
 _Tree = TypeVar("_Tree")

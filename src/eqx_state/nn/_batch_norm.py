@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._kinds import BatchStat, Parameter
-from .._module import Module
+from .._kinds._kinds import BatchStat, Parameter
+from .._state._module import Module
 
 
 class BatchNorm(Module):

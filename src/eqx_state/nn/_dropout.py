@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array
 
-from .._init import Initializer
-from .._keys import as_key, next_keys
-from .._kinds import Rng
-from .._module import Module
+from .._kinds._kinds import Rng
+from .._state._init import Initializer
+from .._state._module import Module
+from .._tree._keys import as_key, next_keys
 
 
 class Dropout(Module):

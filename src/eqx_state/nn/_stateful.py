@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._base import BaseModule, is_module
-from .._compare import same
 from .._interop import labelled_index, strong_arrays, takes_key
-from .._kinds import BatchStat
-from .._module import Module
-from .._strong import is_weak
-from .._traverse import has_inference, KeyPath, map_with_path, set_flags, Visit, walk
+from .._kinds._kinds import BatchStat
+from .._state._module import Module
+from .._tree._base import BaseModule, is_module
+from .._tree._compare import same
+from .._tree._walk import has_inference, KeyPath, map_with_path, set_flags, Visit, walk
+from .._tree._weak_types import is_weak
 
 
 class Stateful(Module):

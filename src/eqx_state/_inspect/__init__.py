@@ -1,0 +1,1 @@
+"""Looking into a model: what layers sow, and a model as a table."""

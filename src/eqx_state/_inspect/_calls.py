@@ -1,0 +1,199 @@
+"""What the modules of a model are called with, and return: shapes alone.
+
+A call goes through the class of a module, and classes belong to everybody. So in a
+private copy each module is of a subclass of its class, which notes its calls. Nothing
+is computed, and nothing else is touched.
+"""
+
+import contextlib
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from .._transforms._mutable import carried, mutable
+from .._tree._base import is_eqx_module
+from .._tree._modes import eval
+from .._tree._surgery import map_modules
+from .._tree._walk import is_array
+
+
+@dataclasses.dataclass
+class Call:
+    """The first call of a module, and how many there were."""
+
+    inputs: str
+    outputs: str
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorder:
+    """The calls by the name of the module. `by_name`: equal modules are told apart."""
+
+    calls: dict[str, Call]
+    by_name: bool
+
+
+class _Place:
+    """Where a recording module is: its static data, through all transforms."""
+
+    def __init__(self, recorder: _Recorder, name: str):
+        self.recorder = recorder
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Place) or self.recorder is not other.recorder:
+            return False
+        return self.name == other.name or not self.recorder.by_name
+
+    def __hash__(self) -> int:
+        return id(self.recorder)
+
+    def note(self, inputs: str) -> Call | None:
+        """A call begins. Returned if it is the first, whose outputs are wanted, too."""
+        calls = self.recorder.calls
+        if self.name in calls:
+            calls[self.name].times += 1
+            return None
+        return calls.setdefault(self.name, Call(inputs, ""))
+
+
+class _Quiet:
+    """Keeps `__init_subclass__` of the user's class, a registry maybe, from running."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+_PLACE = "_eqx_state_place_of_record"
+
+
+# JAX keeps every class of pytrees for ever, so that a cache that does is not a leak.
+@ft.cache
+def _recording(cls: Any) -> Any:
+    """The subclass of a module class whose instances note their calls."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        call = super(recording, self).__call__
+        if (place := getattr(self, _PLACE)) is None:  # made by `type(self)(...)`
+            return call(*args, **kwargs)
+        first = place.note(_show_arguments(args, kwargs))
+        out = call(*args, **kwargs)
+        if first is not None:
+            first.outputs = show(out)
+        return out
+
+    ft.update_wrapper(__call__, cls.__call__, updated=())
+    body = {
+        "__call__": __call__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__annotations__": {_PLACE: Any},
+        _PLACE: eqx.field(default=None, init=False, repr=False, static=True),
+    }
+    recording = type(cls)(cls.__name__, (_Quiet, cls), body)
+    return recording
+
+
+def _recorded(tree: Any, recorder: _Recorder) -> Any:
+    """A copy of a tree whose modules note their calls."""
+
+    def copy(module: Any, name: str) -> Any:
+        # What `eqx.nn.Shared` returns is not an output but a part of the model.
+        if not callable(module) or isinstance(module, eqx.nn.Shared):
+            return module
+        try:
+            cls = _recording(type(module))
+        except Exception:  # its metaclass has rules of its own: it goes unrecorded
+            return module
+        new = object.__new__(cls)
+        new.__dict__.update(module.__dict__, **{_PLACE: _Place(recorder, name)})
+        return new
+
+    return map_modules(copy, tree)
+
+
+def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """The model of a callable, and the callable of another model in its place."""
+    found = carried(tree)
+    if found is None and not inputs:
+        return tree, lambda model: model
+    if found is None or (inputs and not callable(tree)):
+        name = getattr(tree, "__name__", type(tree).__qualname__)
+        raise TypeError(
+            f"`es.tabulate` was given inputs, and `{name}` is not a model that can be"
+            " called; a function is not looked into. Give a module, a bound method"
+            " `model.encode`, a transform of `es` such as `es.vmap(model)`, or"
+            " `functools.partial(model, key=key)` for keyword arguments."
+        )
+    return found
+
+
+def record(
+    model: Any, put: Callable[[Any], Any], inputs: tuple[Any, ...]
+) -> dict[str, Call]:
+    """The calls that `put(model)(*inputs)` makes in eval mode, by module's name."""
+    # Told apart, no layer takes over what was compiled for another. But a model that
+    # stacks its layers, say, wants them alike; then some may go unrecorded.
+    model = eval(model)
+    with contextlib.suppress(Exception):
+        return _calls(model, put, inputs, _Recorder({}, by_name=True))
+    return _calls(model, put, inputs, _Recorder({}, by_name=False))
+
+
+def _calls(
+    model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
+) -> dict[str, Call]:
+    # NumPy arrays in a model may be used as shapes.
+    parts = eqx.partition(model, lambda x: is_array(x) and not _is_numpy(x))
+    args = eqx.partition(inputs, is_array)
+
+    def call(arrays: tuple[Any, Any]) -> None:
+        private = _recorded(eqx.combine(arrays[0], parts[1]), recorder)
+        given = eqx.combine(arrays[1], args[1])
+        out, _ = mutable(put(private))(*given)
+        if "" not in recorder.calls:  # another method than `__call__`
+            recorder.calls[""] = Call(_show_arguments(given, {}), show(out))
+
+    jax.eval_shape(call, (parts[0], args[0]))
+    return recorder.calls
+
+
+def _is_numpy(x: Any) -> bool:
+    return not isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+
+
+# --- In words -------------------------------------------------------------------------
+
+
+def show(tree: Any) -> str:
+    """A pytree with the shapes and dtypes of its arrays, `f32[4,32]`."""
+
+    def struct(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+    return eqx.tree_pformat(
+        jtu.tree_map(struct, tree, is_leaf=_is_opaque),
+        width=40,
+        struct_as_array=True,
+        truncate_leaf=_is_opaque,
+    )
+
+
+def _is_opaque(x: Any) -> bool:
+    return is_eqx_module(x) or isinstance(x, eqx.nn.State)
+
+
+def _show_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    # `key=None` is what Equinox's layers pass on to each other.
+    named = [f"{name}={show(x)}" for name, x in kwargs.items() if x is not None]
+    return "\n".join([*map(show, args), *named])

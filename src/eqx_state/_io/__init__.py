@@ -1,0 +1,1 @@
+"""Arrays by name, and files of them."""

@@ -1,0 +1,304 @@
+"""`es.save` and `es.load`: a tree's arrays in a safetensors file."""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax.core
+import jax.random as jr
+import numpy as np
+
+from .._tree._filters import Filter
+from .._tree._keys import is_typed
+from ._atomic import replacing
+from ._safetensors import (
+    DTYPES,
+    import_safetensors,
+    json_string,
+    METADATA,
+    read_arrays,
+    read_header,
+    sort_metadata,
+    unreadable,
+    VERSION,
+)
+from ._state_dict import by_name, restore, select, shown
+
+
+_Tree = TypeVar("_Tree")
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *filters: Filter,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write the arrays of `tree` to a safetensors file.
+
+    The file is written beside the old one and takes its place when it is whole and on
+    the disk: whatever happens, there is the old file or the new one. Only a process
+    that is killed may leave parts of one, `.*.tmp` and `.tmp*`, beside it. If `path` is
+    a symbolic link, the file that it leads to is replaced.
+
+    Any program that reads [safetensors](https://github.com/huggingface/safetensors)
+    finds the arrays under the names of `es.state_dict`; a typed key is its key data, of
+    `uint32`. Python numbers, strings and functions are the structure of the tree, and
+    are not saved: a step counter is saved as an array. Equal arrays and metadata make
+    equal files.
+
+    **Arguments:**
+
+    - `path`: the file. Its directory must exist.
+    - `tree`: any pytree: a model, an optimizer, `(model, np.int32(step))`.
+    - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
+        no kind too.
+    - `metadata`: a dictionary of strings, which `es.load_metadata` returns, as other
+        programs do. Convert other values to strings: `json.dumps(config)`. Default:
+        none.
+
+    **Raises:**
+
+    - `TypeError`: `metadata` is not a dictionary of strings.
+    - `ValueError`: `metadata` has the key `"eqx_state"`, which is our own.
+    - `TypeError`: an array cannot be saved: it has a dtype that the format lacks, such
+        as `complex128` or `int4`, is abstract, is traced, or lies in several processes.
+        It lists them; nothing is written.
+    - `OSError`: the file cannot be written.
+    - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
+    - `ImportError`: safetensors is not installed; it is the extra `io`.
+
+    !!! example
+
+        ```python
+        import os
+        import tempfile
+
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+        import optax
+
+        model = eqx.nn.MLP(2, 1, 8, 1, key=jr.key(0))
+        optimizer = es.Optimizer(optax.adam(1e-3)).init(model)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "checkpoint.safetensors")
+            es.save(path, (model, optimizer), metadata={"epoch": "3"})
+            loaded = es.load(path, (model, optimizer))
+            assert es.load_metadata(path) == {"epoch": "3"}
+        assert eqx.tree_equal(loaded, (model, optimizer))
+        ```
+    """
+    safetensors = import_safetensors()
+    metadata = _checked(metadata)
+    arrays: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, (_, part) in select(by_name(tree), filters, tree).items():
+        value = part.value
+        if (problem := _why_not(name, value)) is not None:
+            problems.append(f"  {shown(name)}: {problem}")
+            continue
+        if is_typed(value):
+            keys[name] = jr.key_impl(value)
+            value = jr.key_data(value)
+        arrays[name] = value
+    if problems:
+        raise TypeError(
+            "\n".join(["`es.save` cannot write these arrays:", *sorted(problems)])
+        )
+    # In C order, which safetensors takes for granted.
+    arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    about = json.dumps({"version": VERSION, "keys": keys}, sort_keys=True)
+    path = os.fsdecode(path)
+    try:
+        with replacing(path) as temporary:
+            try:
+                about = {METADATA: about, **metadata}
+                safetensors.numpy.save_file(arrays, temporary, about)
+            except safetensors.SafetensorError as e:
+                # It has the system's reason in words only: "(os error 28)".
+                found = re.search(r"\(os error (\d+)\)", str(e))
+                number = int(found[1]) if found else errno.EIO
+                raise OSError(number, os.strerror(number)) from e
+            sort_metadata(temporary)
+    except OSError as e:
+        missing = isinstance(e, FileNotFoundError)
+        reason = "its directory does not exist" if missing else e.strerror
+        raise OSError(
+            e.errno,
+            f"`es.save` cannot write `{path}`: {reason}. On disk all is as it was.",
+        ) from e
+
+
+def load(
+    path: str | os.PathLike[str], like: _Tree, *filters: Filter, strict: bool = True
+) -> _Tree:
+    """`like` with the arrays of a safetensors file in it; the inverse of `es.save`.
+
+    Train and eval mode and what is frozen stay as in `like`. The whole file is read,
+    whatever the filters are.
+
+    **Arguments:**
+
+    - `path`: the file. Another program may have written it: the names must be those of
+        `es.state_dict(like)`.
+    - `like`: a pytree of the same names, shapes and dtypes. It may be abstract:
+        `equinox.filter_eval_shape(make_model, key)` costs no memory.
+    - `*filters`: what is to be loaded; all must hold, as in `es.filter`. It must be in
+        the file, which may hold more. The rest stays as in `like`. Without any: every
+        array of the file and of `like`. For all but the random keys: `es.not_(es.Rng)`.
+    - `strict`: if `False`, what is not in the file stays as in `like`, also where a
+        filter selects it, and what `like` has not is passed over. Shapes and dtypes
+        must agree all the same, as in `es.load_state_dict`.
+
+    **Returns:**
+
+    A new tree. Where `like` has a NumPy array, there is a NumPy array; elsewhere a
+    `jax.Array`, on the devices and with the sharding of the one in `like`, if that says
+    so.
+
+    **Raises:**
+
+    - `ValueError`: the file is not a safetensors file or not a whole one, lacks a name
+        that the filters select, has (if there are no filters) one that `like` has not,
+        or an array in it has another shape or dtype. It lists all names.
+    - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
+    - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
+    - `ImportError`: safetensors is not installed; it is the extra `io`.
+
+    !!! example
+
+        ```python
+        import os
+        import tempfile
+
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+
+        def make(key):
+            return [eqx.nn.Linear(2, 3, key=key), es.nn.Dropout(0.5, key=key)]
+
+
+        abstract = eqx.filter_eval_shape(make, jr.key(0))
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.safetensors")
+            es.save(path, make(jr.key(0)))
+            model = es.load(path, abstract)
+            tuned = es.load(path, make(jr.key(1)), es.not_(es.Rng))
+        assert eqx.tree_equal(model, make(jr.key(0)))
+        assert eqx.tree_equal(tuned[0], model[0]) and tuned[1].rng == jr.key(1)
+        ```
+    """
+    safetensors = import_safetensors()
+    path = os.fsdecode(path)
+    named = by_name(like)
+    wanted = select(named, filters, like)
+    values = read_arrays(safetensors, path)
+    if not strict:
+        wanted = {name: entry for name, entry in wanted.items() if name in values}
+    advice = (
+        "Filters say what must be in the file, and what else is in it is passed over:"
+        " `es.load(path, like, es.Parameter)`; `es.TreePart` is all that has a kind."
+        " `strict=False` passes over names that only one of the two has."
+    )
+    known = values if filters or not strict else named
+    return restore(like, wanted, known, values, f"`es.load`: the file `{path}`", advice)
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The metadata of a safetensors file, as `es.save` was given it.
+
+    No array is read, and safetensors need not be installed.
+
+    **Arguments:**
+
+    - `path`: the file. Another program may have written it.
+
+    **Returns:**
+
+    A dictionary of strings; empty if the file has no metadata.
+
+    **Raises:**
+
+    - `ValueError`: the file is not a safetensors file, or not a whole one.
+    - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
+
+    !!! example
+
+        ```python
+        import json
+        import os
+        import tempfile
+
+        import eqx_state as es
+        import jax.numpy as jnp
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.safetensors")
+            config = json.dumps({"width": 8})
+            es.save(path, {"w": jnp.ones(8)}, metadata={"config": config})
+            assert json.loads(es.load_metadata(path)["config"]) == {"width": 8}
+        ```
+    """
+    path = os.fsdecode(path)
+    with open(path, "rb") as file:
+        try:
+            _, header = read_header(file)
+            metadata = header.get("__metadata__", {})
+            return {k: json_string(x) for k, x in metadata.items() if k != METADATA}
+        except (AttributeError, TypeError, ValueError) as e:
+            raise unreadable("es.load_metadata", path, e) from e
+
+
+def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    wrong = None
+    if not isinstance(metadata, Mapping):
+        wrong = f"a `{type(metadata).__qualname__}` was given"
+    else:
+        for key, value in metadata.items():
+            if not (isinstance(key, str) and isinstance(value, str)):
+                wrong = f"`{key!r}` has a `{type(value).__qualname__}`"
+    if wrong is not None:
+        raise TypeError(
+            f"`es.save(..., metadata=...)` takes a dictionary of strings, and {wrong}."
+            " Convert other values: `metadata={'config': json.dumps(config)}`."
+            " Arrays are saved as part of the tree: `es.save(path, (model, step))`."
+        )
+    if METADATA in metadata:
+        raise ValueError(
+            f"`es.save(..., metadata=...)`: the key `{METADATA!r}` is that of the"
+            " library itself in each file. Choose another."
+        )
+    return dict(metadata)
+
+
+def _why_not(name: str, x: Any) -> str | None:
+    """Why an array cannot be saved; `None` if it can."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "abstract, it has no values"
+    if isinstance(x, jax.core.Tracer):
+        return "traced; save outside of `jit` and other transforms"
+    if isinstance(x, jax.Array) and x.is_deleted():
+        return "deleted: it was donated; save what the step has returned"
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            return (
+                "not all of it is in this process; gather it by"
+                " `jax.experimental.multihost_utils.process_allgather(x, tiled=True)`,"
+                " or save by orbax-checkpoint"
+            )
+    if is_typed(x):
+        if isinstance(jr.key_impl(x), str):
+            return None
+        return "a key of an implementation that has no name; save `jax.random.key_data`"
+    if x.dtype.name not in DTYPES.values():
+        return f"safetensors has no `{x.dtype}`; cast it, or save it in parts"
+    return "safetensors uses this name itself" if name == "__metadata__" else None

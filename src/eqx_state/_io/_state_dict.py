@@ -1,0 +1,261 @@
+"""The arrays of a tree by name, and back: `es.state_dict`, `es.load_state_dict`."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final, TypeAlias, TypeVar
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._state._fit import is_numeric
+from .._state._init import check_initialized
+from .._tree._filters import bind_all, Filter
+from .._tree._parts import Part, part_of
+from .._tree._walk import AlikeKey, leaves, name_of
+from .._tree._weak_types import to_strong
+
+
+_Tree = TypeVar("_Tree")
+
+Named: TypeAlias = dict[str, tuple[int, Part]]
+
+# How much of a long list an error shows: nobody reads more.
+_SHOWN: Final = 20
+
+
+def by_name(tree: Any) -> Named:
+    """Every array of a tree by its name, with its number among the leaves."""
+    check_initialized(tree)
+    named: Named = {}
+    for i, part in enumerate(map(part_of, leaves(tree))):
+        if part is None:
+            continue
+        # Not with the numbers of alike keys: the next tree need not have their order.
+        path = tuple(k.key if isinstance(k, AlikeKey) else k for k in part.path)
+        if (name := name_of(path)) in named:
+            raise ValueError(
+                f"Two arrays of the tree have one name, `{name}`. Their key paths are"
+                f" {named[name][1].path!r} and {part.path!r}. Names are made of how"
+                " keys print: give keys that are not equal a `repr` of their own."
+            )
+        named[name] = i, part
+    return named
+
+
+def select(named: Named, filters: tuple[Filter, ...], tree: Any) -> Named:
+    """What all filters select; without any, everything."""
+    if not filters:
+        return named
+    is_meant = bind_all(filters, tree)
+    return {name: entry for name, entry in named.items() if is_meant(entry[1])}
+
+
+def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
+    """Every array in `tree` by its name, in a flat dictionary.
+
+    Python numbers, strings and functions are the structure of the tree, and no entries.
+    What has no key paths is named by its position: `equinox.nn.State` is so, the state
+    of `es.nn.Stateful` is not.
+
+    **Arguments:**
+
+    - `tree`: any pytree: a model, an optimizer, a tuple of both.
+    - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
+        no kind too.
+
+    **Returns:**
+
+    A dictionary from names such as `"layers[0].norm.mean"`, those of `es.parts`, to the
+    arrays themselves, typed keys included, in the order of flattening.
+
+    **Raises:**
+
+    - `ValueError`: two arrays have one name, since two keys print alike.
+    - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        model = {"in": eqx.nn.Linear(2, 3, key=jr.key(0)), "drop": es.nn.Dropout(key=1)}
+        arrays = es.state_dict(model)
+        assert list(arrays) == ["['drop'].rng", "['in'].weight", "['in'].bias"]
+        assert arrays["['in'].bias"] is model["in"].bias
+        assert "['drop'].rng" not in es.state_dict(model, es.Parameter)
+        ```
+    """
+    named = select(by_name(tree), filters, tree)
+    return {name: part.value for name, (_, part) in named.items()}
+
+
+def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _Tree:
+    """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
+
+    Nothing is cast. A Python number is not an array: give it as one of the leaf's
+    dtype, `np.float32(3)`.
+
+    **Arguments:**
+
+    - `tree`: any pytree. It may be abstract, as `equinox.filter_eval_shape` returns it.
+    - `d`: from names to arrays, of JAX, NumPy or any library whose arrays NumPy reads.
+    - `strict`: if `False`, names that only `tree` or only `d` has are passed over.
+        Shapes and dtypes must agree all the same.
+
+    **Returns:**
+
+    A new tree with the structure and the modes of `tree`. Where `tree` has a NumPy
+    array, there is a NumPy array; elsewhere a `jax.Array`, on the devices and with the
+    sharding of the one in `tree`, if that says so.
+
+    **Raises:**
+
+    - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (of
+        typed keys the implementation, too), an entry is not an array. It lists all.
+    - `TypeError`: `d` is not a dictionary.
+    - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        a, b = (eqx.nn.Linear(2, 3, key=jr.key(seed)) for seed in range(2))
+        assert eqx.tree_equal(es.load_state_dict(a, es.state_dict(b)), b)
+
+        bias = {"bias": b.bias}
+        assert es.load_state_dict(a, bias, strict=False).weight is a.weight
+        ```
+    """
+    what = "`es.load_state_dict`"
+    if not isinstance(d, Mapping):
+        raise TypeError(
+            f"{what}: a `{type(d).__name__}` was given for the dictionary of names and"
+            " arrays, which `es.state_dict` makes. The tree comes first:"
+            " `es.load_state_dict(model, d)`."
+        )
+    named = by_name(tree)
+    if not strict:
+        d = {k: x for k, x in d.items() if k in named}
+    d = {name: _copied(value) for name, value in d.items()}
+    wanted = named if strict else {k: x for k, x in named.items() if k in d}
+    advice = "`strict=False` passes over names that only one of the two has."
+    return restore(tree, wanted, named, d, f"{what}: the dictionary", advice)
+
+
+def restore(
+    tree: _Tree,
+    wanted: Named,
+    known: Collection[str],
+    values: Mapping[str, Any],
+    what: str,
+    advice: str,
+) -> _Tree:
+    """`tree` with values in the wanted places; or one error that lists all that is off.
+
+    No value may have a name that is not `known`. The error says of `what` it tells, and
+    ends with the advice if it is about names.
+    """
+    problems: dict[str, list[str]] = {
+        "missing": [shown(name) for name in wanted if name not in values],
+        "unexpected": [str(name) for name in values if name not in known],
+    }
+    about_names = any(problems.values())
+    flat, treedef = jtu.tree_flatten(tree)
+    for name, (i, part) in wanted.items():
+        if name in values:
+            value = values[name]
+            for problem, text in _differences(part.value, value):
+                problems.setdefault(problem, []).append(f"{shown(name)}: {text}")
+            flat[i] = part.value, value
+    if any(problems.values()):
+        listed = [_listed(*problem) for problem in problems.items() if problem[1]]
+        text = "\n".join([f"{what} does not fit the tree.", *listed])
+        raise ValueError(f"{text}\n{advice}" if about_names else text)
+    for i, _ in wanted.values():
+        flat[i] = to_strong(_placed_as(*flat[i]))
+    return jtu.tree_unflatten(treedef, flat)
+
+
+def shown(name: str) -> str:
+    """The name of an array in an error; the tree may be nothing but the array."""
+    return name or "the array itself"
+
+
+def _is_numpy(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic))
+
+
+def _copied(value: Any) -> Any:
+    """A copy of `value`, if it is an array that could change; or else `value`."""
+    is_constant = eqx.is_array(value) and not isinstance(value, np.ndarray)
+    if is_constant or not hasattr(value, "__array__"):
+        return value
+    try:
+        return np.array(value)
+    except Exception:  # for a reason of its library; it will be listed as no array
+        return value
+
+
+def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
+    if not eqx.is_array(value):
+        return [("no array", f"a `{type(value).__name__}`")]
+    found = []
+    if value.shape != leaf.shape:
+        found.append(("wrong shape", f"{value.shape} instead of {leaf.shape}"))
+    dtype = _native(value.dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and _is_numpy(value):
+        # An abstract model has of a NumPy array what JAX will make of it.
+        if is_numeric(dtype):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if _is_numpy(value) and not _is_numpy(leaf) and _is_too_wide(leaf.dtype):
+        text = f"JAX has no {leaf.dtype} while `jax_enable_x64` is off"
+        found.append(("wrong dtype", text))
+    elif dtype != _native(leaf.dtype):
+        found.append(("wrong dtype", f"{value.dtype} instead of {leaf.dtype}"))
+    return found
+
+
+def _is_too_wide(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+def _native(dtype: Any) -> Any:
+    """A dtype in the byte order of the machine, which only NumPy arrays may lack."""
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+
+
+def _listed(problem: str, lines: list[str]) -> str:
+    shown = [f"    {line}" for line in sorted(lines)[:_SHOWN]]
+    if (rest := len(lines) - _SHOWN) > 0:
+        shown.append(f"    and {rest} more")
+    return "\n".join([f"  {problem}:", *shown])
+
+
+def _placed_as(leaf: Any, value: Any) -> Any:
+    """`value` as what the leaf is: of NumPy, or of JAX, and where the leaf lies."""
+    if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
+        return value
+    if _is_numpy(leaf):
+        array = np.asarray(value, dtype=leaf.dtype)
+        return array if isinstance(leaf, np.ndarray) else array[()]
+    # An abstract leaf has a sharding if it was given one. An array that is not
+    # committed lies on the default device by chance.
+    sharding = leaf.sharding
+    if sharding is None or not getattr(leaf, "committed", True):
+        return jnp.asarray(value)
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        # It says how, and the mesh that is set says where.
+        if jax.sharding.get_abstract_mesh().empty:
+            return jnp.asarray(value)
+        sharding = sharding.spec
+    return jax.device_put(value, sharding)  # without a stop on another device

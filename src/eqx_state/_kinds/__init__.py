@@ -1,0 +1,1 @@
+"""What an annotation and a class declare."""

@@ -1,0 +1,49 @@
+"""Keys as state: a stream that gives a fresh one at each call."""
+
+from typing import Any, ClassVar
+
+from ._kinds._kinds import Rng
+from ._state._module import Module
+from ._tree._keys import as_key, next_keys
+
+
+class RngStream(Module):
+    """A module whose call returns a fresh PRNG key, and advances.
+
+    It advances in train and in eval mode alike: whoever calls it wants a key. So it is
+    called in `es.mutable` in either mode.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.random as jr
+
+        stream = es.RngStream(jr.key(0))
+        a, stream = es.mutable(stream)()
+        b, stream = es.mutable(stream)()
+        assert a != b
+        ```
+    """
+
+    key: Rng
+    _eqx_state_writes_in_eval: ClassVar[bool] = True
+
+    def __init__(self, key: Any):
+        """**Arguments:**
+
+        - `key`: a PRNG key, or an integer seed.
+        """
+        self.key = as_key(key)
+
+    def __call__(self) -> Any:
+        """**Returns:**
+
+        A PRNG key that no other call has returned.
+
+        **Raises:**
+
+        - `dataclasses.FrozenInstanceError`: called outside of `es.mutable`.
+        """
+        self.key, key = next_keys(self.key)
+        return key

@@ -1,0 +1,1 @@
+"""The mutable scope: writing, initializing, and `es.Module`."""

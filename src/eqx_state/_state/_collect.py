@@ -1,0 +1,152 @@
+"""Entering and leaving a scope: the private copy, and the new model at the end."""
+
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+import numpy as np
+
+from .._compat import has_escaped
+from .._errors import TraceError
+from .._tree._aliasing import check_apart, flatten_apart
+from .._tree._base import get_place
+from .._tree._compare import same
+from .._tree._select import difference
+from .._tree._walk import drop_cached, is_array, ROOT, Visit, walk
+from .._tree._weak_types import to_strong
+from ._fit import as_jax, fit_leaf, is_numeric, same_type, show
+from ._nn_shared import closed_copy, OpenShared
+from ._scope import Place, Scope
+from ._write import frozen, kind_at, kind_message
+
+
+class Snapshot(NamedTuple):
+    """A tree at one moment: its leaves, and its structure."""
+
+    leaves: list[Any]
+    structure: Any
+
+    @staticmethod
+    def of(tree: Any) -> "Snapshot":
+        return Snapshot(*jtu.tree_flatten(tree))
+
+    @staticmethod
+    def of_model(tree: Any) -> "Snapshot":
+        """Of what a caller gives; `ValueError` if one stateful module is in it twice.
+
+        In the tree that is made of it there is nothing to be seen of that any more.
+        """
+        return Snapshot(*flatten_apart(tree))
+
+    def tree(self) -> Any:
+        """A new tree of these leaves, which belongs to no scope."""
+        return jtu.tree_unflatten(self.structure, self.leaves)
+
+
+def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
+    """The leaves that were visited, with copies of the caller's NumPy arrays.
+
+    What the scope may write becomes a JAX array, for which `self.n += 1` makes a new
+    one. Constants stay NumPy arrays, which may be used as shapes, and are read-only.
+    """
+
+    def copy(visit: Visit) -> Any:
+        x = visit.node
+        if scope.allows(visit.kind) and is_numeric(x.dtype):
+            return as_jax(x, visit.name)
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+
+    return [
+        copy(visit) if isinstance(visit.node, np.ndarray) else visit.node
+        for visit in visits
+        if visit.is_leaf
+    ]
+
+
+def collect(
+    tree: Any,
+    before: Snapshot,
+    scope: Scope,
+    place: Place | None = None,
+    visits: list[Visit] | None = None,
+) -> Snapshot:
+    """The private copy `tree` after the call, checked against what was `before` it.
+
+    `visits` is what a walk of `tree` has found, if there was one. Both snapshots have
+    `eqx.nn.Shared` as Equinox has it.
+    """
+    path, context = ((), ROOT) if place is None else (place.path, place.context)
+    visits = walk(tree, path, context) if visits is None else visits
+    check_apart(visits)
+    if any(isinstance(v.node, OpenShared) for v in visits if not v.is_leaf):
+        tree = closed_copy(tree)
+    structure = jtu.tree_structure(tree)
+    if structure != before.structure and drop_cached(tree):
+        structure = jtu.tree_structure(tree)
+    leaves = [visit for visit in visits if visit.is_leaf]
+    if structure == before.structure:
+        old = before.leaves
+    elif scope.initialise is not None:
+        # Only `init` changes a structure.
+        known = {v.path: v.node for v in walk(before.tree(), path, context)}
+        old = [known.get(visit.path) for visit in leaves]
+    else:
+        raise ValueError(
+            "A call keeps the structure of the model, and this one changed it,"
+            f" {difference(before.tree(), closed_copy(tree))}. Give every field its"
+            " final structure when the model is made: an array of zeros in place of"
+            " `None`, a list of its final length, the mode by `train` and `eval` from"
+            " outside, what takes its shape from an input by `model = model.init(42,"
+            " x)`."
+        )
+    pairs = zip(leaves, old, strict=True)
+    return Snapshot([_settle(visit, x, scope) for visit, x in pairs], structure)
+
+
+def check_written(visits: list[Visit], scope: Scope) -> None:
+    """What was written must be in what the call leaves, given as walks have found it.
+
+    A container may have lost it, say.
+    """
+    inside = {id(visit.node) for visit in visits if not visit.is_leaf}
+    for key, (module, name) in scope.written.items():
+        if key not in inside and get_place(module).scope is scope:
+            raise ValueError(
+                f"`{name}` was written, and its module is no longer in the model, so"
+                " that what was written cannot come out. Either it was replaced or"
+                " taken out of a container: write to the new one, and replace"
+                " containers instead of changing them, `self.layers ="
+                " [*self.layers[:-1], new]`. Or it came back from a loop and was not"
+                " assigned: `self.cell, ys = es.scan(step, self.cell, xs)`."
+            )
+
+
+def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
+    new = visit.node
+    if same(old, new):
+        return new
+    if has_escaped(new):
+        raise TraceError(
+            f"`{visit.name}` holds a tracer of a JAX transform that is over: something"
+            " was written into a container inside it. Replace the container instead of"
+            " writing into it, and use the transform of `es`, which carries state"
+            " through:\n\n"
+            '    self.stats["a"] = x                     # wrong\n'
+            '    self.stats = {**self.stats, "a": x}     # right'
+        )
+    if not scope.allows(kind_at(visit)):
+        raise frozen(kind_message(visit, visit.name, scope, old))
+    if scope.initialise is None:
+        new = fit_leaf(old, new, visit.name)
+    if isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype):
+        new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
+    new = to_strong(new)
+    if scope.initialise is None and is_array(old) and not same_type(old, new):
+        raise ValueError(
+            f"`{visit.name}` was {show(old)} and is now {show(new)}. State keeps its"
+            " shape and dtype, so that a step is compiled once. Give it its final"
+            " shape and dtype when the model is made, or convert what is written:"
+            " `value.astype(self.field.dtype)`."
+        )
+    return new

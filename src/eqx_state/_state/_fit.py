@@ -1,0 +1,140 @@
+"""State keeps its shape and dtype: what is written is made to fit, or does not fit."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._tree._base import is_eqx_module
+from .._tree._walk import is_array
+from .._tree._weak_types import is_weak, NUMBERS
+
+
+def fit(old: Any, new: Any, name: str) -> Any:
+    """`new` with the numbers and weak arrays in it cast to the dtypes of `old`."""
+    structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
+    if structures[0] != structures[1]:
+        return new
+    return jtu.tree_map(
+        lambda a, b: fit_leaf(a, b, name), old, new, is_leaf=is_eqx_module
+    )
+
+
+def fit_leaf(old: Any, new: Any, name: str) -> Any:
+    """`new` as it is stored in the place of `old`; `ValueError` if it cannot be."""
+    if isinstance(new, jax.Array) and not is_weak(new):
+        return new  # most of what is written
+    if _is_struct(new) and not _is_struct(old):
+        raise ValueError(
+            f"Cannot write `{name}`: {show(new)} is a `jax.ShapeDtypeStruct`, which has"
+            " a shape and a dtype and no values. Write an array:"
+            " `jnp.zeros(struct.shape, struct.dtype)`."
+        )
+    if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
+        return new
+    dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+    is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
+    if not is_number and not is_weak(new):
+        is_numpy = isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype)
+        if is_numpy and jax.dtypes.canonicalize_dtype(new.dtype) == dtype:
+            _check_range(old, new, dtype, name)
+        return new
+    with jax.numpy_dtype_promotion("standard"):
+        promoted = (
+            jnp.promote_types(dtype, type(new))
+            if is_number
+            else jnp.result_type(jnp.zeros((), dtype), new)
+        )
+    if promoted != dtype:
+        # Without 64 bits JAX has no float64, which is what a Python float promotes to.
+        other = jax.dtypes.canonicalize_dtype(promoted).name
+        given = f"the number {new!r}" if is_number else show(new)
+        raise ValueError(
+            f"Cannot write `{name}`: it holds {show(old)}, and {given} would make it"
+            f" {other}. State keeps its dtype, or every step would be compiled"
+            f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
+            " the field of that dtype to begin with."
+        )
+    _check_range(old, new, dtype, name)
+    return jnp.asarray(new, dtype=dtype)
+
+
+def _is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _check_range(old: Any, new: Any, dtype: Any, name: str) -> None:
+    if not holds(dtype, new):
+        given = f"{new!r}" if type(new) is int else f"an integer in {show(new)}"
+        raise ValueError(
+            f"Cannot write `{name}`: {given} does not fit into {show(old)}. Make the"
+            " field of a wider dtype to begin with."
+        )
+
+
+def holds(dtype: Any, x: Any) -> bool:
+    """Whether a dtype has all the integers in a number or an array.
+
+    Values that cannot be looked at count as held: JAX wraps those of a tracer, and
+    those that lie with other processes.
+    """
+    is_number = type(x) is int
+    if not is_number and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)):
+        return True
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
+    least, most = int(limits.min), int(limits.max)
+    if is_number:
+        return least <= x <= most
+    own = jnp.iinfo(x.dtype)
+    # Only now: reading an array waits for its values.
+    if (least <= own.min and own.max <= most) or not _is_readable(x) or x.size == 0:
+        return True
+    values = np.asarray(jax.device_get(x))
+    return least <= int(values.min()) and int(values.max()) <= most
+
+
+def _is_readable(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return True
+
+
+def as_jax(x: Any, name: str) -> jax.Array:
+    """A number or a NumPy array as a JAX array that nobody else has, of equal value."""
+    dtype = jnp.result_type(x)
+    if not holds(dtype, x):
+        raise ValueError(
+            f"`{name}`: JAX makes {dtype.name} of {show(x)}, into which an integer does"
+            " not fit. Call `jax.config.update('jax_enable_x64', True)` when the"
+            " program starts, or use smaller numbers."
+        )
+    return jnp.array(x)
+
+
+def show(x: Any) -> str:
+    return f"`{eqx.tree_pformat(x, short_arrays=True)}`"
+
+
+def same_type(old: Any, new: Any) -> bool:
+    if not is_array(new) or old.shape != new.shape:
+        return False
+    if old.dtype == new.dtype:
+        return True
+    dtypes = [
+        (
+            x.dtype
+            if jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            else jax.dtypes.canonicalize_dtype(x.dtype)
+        )
+        for x in (old, new)
+    ]
+    return dtypes[0] == dtypes[1]
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX has arrays of a NumPy dtype; NumPy has strings and objects, too."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))

@@ -1,0 +1,317 @@
+"""`es.Module`: an Equinox module whose annotations say what its fields are."""
+
+import dataclasses
+import functools as ft
+import itertools
+from collections.abc import Callable
+from typing import Any, Self, TYPE_CHECKING
+
+import equinox as eqx
+
+from .._compat import boundary, is_in_trace, own_annotations
+from .._kinds._fields import (
+    ArrayDefault,
+    declarations,
+    is_class_var,
+    own_default,
+    remember_statement,
+)
+from .._kinds._kinds import is_kind, kind_name
+from .._tree._aliasing import check_not_shared
+from .._tree._base import (
+    BaseModule,
+    FLAGS,
+    forget_cached,
+    get_place,
+    INFERENCE,
+    own_data,
+)
+from .._tree._filters import Filter
+from .._tree._weak_types import strengthen_field
+from . import _init, _modes, _select, _surgery, _treescope
+from ._outside_scope import frozen_error
+from ._write import no_field_message, sow, write
+
+
+if TYPE_CHECKING:
+    _computed = property
+else:
+
+    class _computed:
+        """A property that a field of the same name may take the place of."""
+
+        def __init__(self, f):
+            self.f = f
+            self.__doc__ = f.__doc__
+
+        def __get__(self, instance, owner=None):
+            return self if instance is None else self.f(instance)
+
+
+class _CachedProperty(ft.cached_property[Any]):
+    """A `functools.cached_property` that keeps its value outside of the pytree.
+
+    And only where nothing can make it wrong: not in a scope, where fields change, nor
+    in a trace, whose tracers the module may outlive.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if get_place(instance) is not None or is_in_trace():
+            return self.func(instance)
+        cached = own_data(instance).cached
+        if self not in cached:
+            cached[self] = self.func(instance)
+        return cached[self]
+
+
+class Module(BaseModule):
+    """Base class for models with state. An ordinary frozen `equinox.Module`, plus:
+
+    - fields annotated with kinds (`es.Parameter`, `es.State`, …);
+    - the flags `training` and `frozen`, static and part of the treedef, `True` and
+        `False` at first;
+    - in a scope opened by `es.mutable`, `self.field = value` writes state.
+
+    All methods forward to functions of the same name, which take any pytree and are
+    what the library itself calls: a subclass may redefine any of them.
+
+    `functools.cached_property` works. Its value belongs to one model, and is computed
+    anew at each read in a scope or under a transform of JAX.
+
+    In a field that declares a kind a Python number, a bool or a weakly typed array
+    becomes a strongly typed array. Class defaults that are arrays work; every instance
+    gets its own copy.
+
+    **Raises:**
+
+    - `TypeError`, when the class is made: a field named `training` or `frozen`, a union
+        of two kinds, a kind on a static field.
+    - `dataclasses.FrozenInstanceError`: a field was assigned outside a scope.
+    - `ValueError`, when an instance is made: one stateful module is in two places in
+        it.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            step: es.Parameter
+            count: es.State = 0.0
+
+            def __call__(self, x):
+                if self.training:
+                    self.count = self.count + self.step
+                return x + self.count
+
+
+        counter = Counter(jnp.array(2.0))
+        y, counter = es.mutable(counter)(1.0)
+        assert y == 3.0 and counter.count == 2.0
+        assert counter.eval()(1.0) == 3.0
+        ```
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_statement(cls)
+        annotations = own_annotations(cls)
+        for base, name in itertools.product(cls.__mro__, FLAGS):
+            if base is not BaseModule and (
+                name in base.__dict__ or name in own_annotations(base)
+            ):
+                raise TypeError(
+                    f"`{cls.__qualname__}.{name}`: this name is taken. Every"
+                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
+                    f" and `unfreeze` set. Choose another, such as `{name}_`."
+                )
+        for name, value in cls.__dict__.items():
+            if not is_kind(value) or is_class_var(annotations.get(name)):
+                continue
+            if value.__qualname__ != f"{cls.__qualname__}.{name}":  # no class made here
+                raise TypeError(
+                    f"`{cls.__qualname__}.{name}` is set to `{kind_name(value)}`, which"
+                    f" is a kind, and says something as an annotation only: `{name}:"
+                    f" {kind_name(value)}`. If the class itself is to hold it, say"
+                    f" `{name}: ClassVar = {kind_name(value)}`."
+                )
+        # Those of mixins, too, which know nothing of pytrees.
+        found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
+        for name, value in found.items():
+            if type(value) is ft.cached_property:
+                setattr(cls, name, _CachedProperty(value.func))
+        for name in annotations:
+            if is_class_var(annotations[name]):
+                continue
+            default = cls.__dict__.get(name)
+            if isinstance(default, dataclasses.Field):
+                setattr(cls, name, own_default(default))
+            elif eqx.is_array(default):
+                setattr(cls, name, own_default(dataclasses.field(default=default)))
+            elif name not in cls.__dict__ and name in Module.__dict__:
+                # A field may be called as one of our methods.
+                setattr(cls, name, dataclasses.field())
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        self = super().__new__(cls, *args, **kwargs)
+        declared = declarations(cls)
+        # Here and not in `__init__`, which a subclass may write itself: Equinox keeps
+        # a default that such an `__init__` does not assign out of the pytree.
+        for f in dataclasses.fields(cls):
+            default = f.default
+            if isinstance(f.default_factory, ArrayDefault):
+                default = f.default_factory()
+            elif f.name not in declared:
+                continue
+            if default is not dataclasses.MISSING:
+                object.__setattr__(self, f.name, _strong(f, cls, default))
+        return self
+
+    def __check_init__(self) -> None:
+        # After the converters, whose results were never assigned through us.
+        for name in declarations(type(self)):
+            if name in self.__dict__:
+                value = strengthen_field(type(self), name, self.__dict__[name])
+                object.__setattr__(self, name, value)
+        check_not_shared(self)
+        forget_cached(self)
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if (place := get_place(self)) is not None:
+                write(self, place, name, value)
+                return
+            forget_cached(self)
+            fields = {f.name: f for f in dataclasses.fields(self)}
+            if name in fields:
+                value = _strong(fields[name], type(self), value)
+            try:
+                super().__setattr__(name, value)
+            except dataclasses.FrozenInstanceError:
+                if name not in fields:
+                    # An Initializer is declared as what it will be.
+                    message = no_field_message(self, name, _init.as_initialized(value))
+                    raise dataclasses.FrozenInstanceError(message) from None
+                raise frozen_error(self, name, value) from None
+
+        def __delattr__(self, name: str) -> None:
+            raise dataclasses.FrozenInstanceError(
+                f"Cannot delete `{type(self).__qualname__}.{name}`: the fields of a"
+                " module are its structure. Set it to `None` in a copy:"
+                " `model.replace(...)`."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # `copy.copy` and `pickle` go through `__new__` otherwise, after which Equinox
+        # takes the copy for a module that is still being made, and lets it be written.
+        if type(self).__reduce__ is not object.__reduce__:
+            return super().__reduce_ex__(protocol)
+        state: Any = dict(self.__dict__)
+        if type(self).__getstate__ is not object.__getstate__:
+            state = self.__getstate__()
+        return _rebuild, (type(self), state)
+
+    def __hash__(self) -> int:
+        # As Equinox, but for what says again whether `training` is set.
+        names = [f.name for f in dataclasses.fields(self) if f.name != INFERENCE]
+        try:
+            return hash(tuple((name, getattr(self, name)) for name in names))
+        except TypeError:
+            raise TypeError(
+                f"unhashable type: a `{type(self).__qualname__}` with arrays. JAX's own"
+                " transforms hash what they call, those of `es` do not:\n\n"
+                "    jax.checkpoint(self.layer)(x)                    # wrong\n"
+                "    es.checkpoint(self.layer)(x)                     # right\n"
+                "    jax.jit(lambda layer, x: layer(x))(layer, x)     # an argument"
+            ) from None
+
+    @_computed
+    def initialized(self) -> bool:
+        """Whether no `es.Initializer` is left and every `module_init` has run."""
+        return _init.missing(self) is None
+
+    @_computed
+    def initializing(self) -> bool:
+        """Whether `init` is running: its forward pass, or a `module_init`."""
+        place = get_place(self)
+        return place is not None and place.scope.initialise is not None
+
+    @_computed
+    def inference(self) -> Any:
+        """What `equinox.nn.inference_mode` replaces: true in eval mode."""
+        return self.__dict__[INFERENCE]
+
+    @boundary
+    def init(
+        self, key: Any, *inputs: Any, call: Callable[..., Any] | None = None
+    ) -> Self:
+        """`es.init` of this module."""
+        return _init.init(self, key, *inputs, call=call)
+
+    def train(self, mode: bool = True) -> Self:
+        """`es.train` of this module."""
+        return _modes.train(self, mode)
+
+    def eval(self) -> Self:
+        """`es.eval` of this module."""
+        return _modes.eval(self)
+
+    def freeze(self, where: Callable[[Self], Any] | None = None) -> Self:
+        """`es.freeze` of this module."""
+        return _modes.freeze(self, where)
+
+    def unfreeze(self, where: Callable[[Self], Any] | None = None) -> Self:
+        """`es.unfreeze` of this module."""
+        return _modes.unfreeze(self, where)
+
+    def filter(self, *filters: Filter) -> Self:
+        """`es.filter` of this module."""
+        return _select.filter(self, *filters)
+
+    def partition(self, *filters: Filter) -> tuple[Self, ...]:
+        """`es.partition` of this module."""
+        return _select.partition(self, *filters)
+
+    def update(self, *partials: Any) -> Self:
+        """`es.update` of this module."""
+        return _select.update(self, *partials)
+
+    def replace(self, **fields: Any) -> Self:
+        """A copy with these fields; an unknown name is a `TypeError`."""
+        return _surgery.replace(self, **fields)
+
+    def sow(self, name: str, value: Any) -> None:
+        """Give a value to `es.capture`, under this module's path and `name`.
+
+        An array, a number or a pytree of them. Without `es.capture`, nothing happens.
+        """
+        sow(self, name, value)
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        return _treescope.render(self, path, subtree_renderer)
+
+    @_computed
+    def _repr_html_(self) -> Any:
+        # No method: treescope appends what a class gives under this name to its tree.
+        return ft.partial(_treescope.html, self)
+
+
+def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
+    # A converter is given what the user gave; its result is made strong at the end.
+    has_converter = f.metadata.get("converter") is not None
+    return value if has_converter else strengthen_field(cls, f.name, value)
+
+
+def _rebuild(cls: type, state: Any) -> Any:
+    self = object.__new__(cls)
+    # Asked of the class: an instance without fields may not be asked for anything.
+    if (setstate := getattr(cls, "__setstate__", None)) is not None:
+        setstate(self, state)
+    else:
+        self.__dict__.update(state)
+    return self

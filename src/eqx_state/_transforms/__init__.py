@@ -1,0 +1,1 @@
+"""Gradients, and JAX's transforms with state carried through."""

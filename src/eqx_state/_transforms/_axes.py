@@ -1,0 +1,128 @@
+"""Which axis each array is mapped over: by its kind, or as part of an argument."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._kinds._kinds import is_kind, Rng
+from .._tree._base import BaseModule, get_place
+from .._tree._keys import is_key
+from .._tree._select import check_kinds, most_derived
+from .._tree._walk import is_array, leaves, modules_in, Visit
+from ._lift import Lifted
+from ._transform import Transform
+
+
+class _Split:
+    def __repr__(self) -> str:
+        return "es.SPLIT"
+
+    def __reduce__(self) -> str:
+        return "SPLIT"  # copies and pickles are the one object
+
+
+SPLIT: Final = _Split()
+"""The axis of a PRNG key of which each lane gets its own."""
+
+
+class _Axis(NamedTuple):
+    """An axis as a leaf of a tree, where a bare `None` would be a hole."""
+
+    value: Any
+
+
+def axis_by_kind(visit: Visit, by_kind: Mapping[Any, Any]) -> Any:
+    """The axis of an array: by the user's mapping, else only keys are mapped."""
+    if not is_array(visit.node):
+        return None
+    kind = visit.kind
+    if (key := most_derived(kind, by_kind)) is not None:
+        axis = by_kind[key]
+        if axis is SPLIT and not is_key(visit.node):
+            raise ValueError(
+                f"`es.vmap`: `axes` says `es.SPLIT` for `{visit.name}`, which is no"
+                " PRNG key. Only keys can be split; map an array over an axis, or"
+                " share it: `axes={es.State: 0}`, `axes={es.State: None}`."
+            )
+        return axis
+    split = kind is not None and issubclass(kind, Rng) and is_key(visit.node)
+    return SPLIT if split else None
+
+
+# What carries values without being one of the user's models.
+_CARRIERS: Final = (Transform, eqx.Partial)
+
+
+def _in_module(visit: Visit) -> bool:
+    owner = visit.context.owner
+    return owner is not None and not issubclass(owner, _CARRIERS)
+
+
+def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> list[Any]:
+    """The axes for the modules in a function; bare arrays in its closure are shared."""
+    return [
+        axis_by_kind(v, by_kind) if _in_module(v) else None for v in leaves(function)
+    ]
+
+
+def module_axes(module: BaseModule, by_kind: Mapping[Any, Any]) -> list[Any]:
+    """The axes of an owned module that is reached through the function."""
+    place = get_place(module)
+    visits = leaves(module, place.path, place.context)
+    return [axis_by_kind(visit, by_kind) for visit in visits]
+
+
+def argument_axes(
+    in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """The axis of each leaf of `(args, kwargs)`; keyword arguments have axis 0."""
+    if isinstance(in_axes, (tuple, list)):
+        if len(in_axes) != len(args):
+            raise ValueError(
+                f"`es.vmap`: `in_axes` has {len(in_axes)} entries for {len(args)} "
+                "positional arguments. Give one for each, or one integer for all."
+            )
+        entries = tuple(in_axes)
+    else:
+        entries = (in_axes,) * len(args)
+    axes = jtu.tree_map(
+        _axes_of_argument,
+        (entries, dict.fromkeys(kwargs, 0)),
+        (args, kwargs),
+        is_leaf=lambda x: x is None or _is_mapping_of_kinds(x),
+    )
+    axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
+    return [axis.value for axis in axis_leaves]
+
+
+def _axes_of_argument(entry: Any, argument: Any) -> Any:
+    visits = leaves(argument)
+    if isinstance(entry, Mapping):
+        check_kinds(entry, "`es.vmap(in_axes=...)`")
+        axes = [_Axis(axis_by_kind(visit, entry)) for visit in visits]
+    else:
+        axes = [_Axis(entry if is_array(visit.node) else None) for visit in visits]
+    return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
+
+
+def _is_mapping_of_kinds(x: Any) -> bool:
+    return isinstance(x, Mapping) and any(is_kind(k) or k is ... for k in x)
+
+
+def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted, function: Any) -> None:
+    """Every kind that `axes` names must occur in what it is for."""
+    kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
+    reached = {id(v.node) for m in lifted.in_function for v in modules_in(m)}
+    for i, root in enumerate(lifted.roots):
+        if id(root) in reached:  # where its place may have a say on its kinds
+            kinds |= {visit.kind for visit in lifted.visits(i)}
+    for key in by_kind:
+        if key is not ... and not any(k and issubclass(k, key) for k in kinds):
+            raise ValueError(
+                f"`es.vmap`: `axes` names `{key.__name__}`, and no array in the modules"
+                " of the function or of its closure is of that kind. Modules among the"
+                " arguments follow `in_axes`: `in_axes=({es.Parameter: 0, ...:"
+                " None}, 0)`."
+            )

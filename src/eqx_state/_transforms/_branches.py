@@ -1,0 +1,200 @@
+"""`es.cond` and `es.switch`: branches that may write state."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+
+from .._compat import boundary
+from .._state._scope import is_owned
+from .._tree._compare import difference_of_leaves
+from ._lift import is_traced, Leaves, Lifted, Sown
+from ._mutable import is_bound_method
+
+
+_R = TypeVar("_R")
+
+
+def _select(
+    select: Callable[[list[Any], Any], Any],
+    branches: Sequence[Callable[..., Any]],
+    operands: tuple[Any, ...],
+    what: str,
+) -> Any:
+    """One of the branches, as `select` chooses; each returns all that any may write."""
+    branches = tuple(branches)
+    lifted = Lifted(branches, operands)
+    lifted.check_apart(*operands)
+    if lifted.is_initialising:
+        for f in branches:  # whichever is chosen later must have been initialised
+            f(*operands)
+    traced = is_traced(operands)
+    arrays, rest = eqx.partition(operands, traced, is_leaf=is_owned)
+    values, writable = lifted.values(), lifted.writable()
+    written_by_any: list[set[int]] = [set() for _ in values]
+    static_outs: list[Any] = []
+    sown_by_each: list[list[dict[str, int]]] = []
+
+    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Any, Sown]]:
+        @ft.wraps(f)  # JAX names it in its messages
+        def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
+            operands = eqx.combine(arrays, rest, is_leaf=is_owned)
+            out, written, sown = lifted.run(values, lambda: f(*operands))
+            for positions, new in zip(written_by_any, written, strict=True):
+                positions.update(new)
+            sown_by_each.append([{n: len(x) for n, x in s.items()} for s in sown])
+            _check_sown_alike(sown_by_each, what)
+            out, static_out = eqx.partition(out, is_traced(out))
+            static_outs.append(static_out)
+            state = [{**w, **new} for w, new in zip(writable, written, strict=True)]
+            return out, state, sown
+
+        return run
+
+    # JAX traces a function once, however often it is a branch.
+    distinct = {_identity(f): branch(f) for f in branches}
+    out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
+    _check_equal(static_outs, what)
+    lifted.commit(
+        [
+            {k: x for k, x in new.items() if k in positions}
+            for positions, new in zip(written_by_any, state, strict=True)
+        ],
+        sown,
+    )
+    return eqx.combine(out, static_outs[0])
+
+
+def _identity(f: Any) -> Any:
+    """Equal for what is one function; a bound method is a new object at each access."""
+    return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
+
+
+def _check_sown_alike(sown: list[list[dict[str, int]]], what: str) -> None:
+    for first, last in zip(sown[0], sown[-1], strict=True):
+        if first.items() == last.items():
+            continue
+        name, _ = min(first.items() ^ last.items())
+        raise ValueError(
+            f"`{name}` was sown in one branch of `{what}`, and not, or not as often, in"
+            " another. Whichever is chosen, the same has to come out. Sow it in all"
+            " branches, or return it and sow it after them."
+        )
+
+
+def _check_equal(statics: list[Any], what: str) -> None:
+    """What is not an array cannot depend on a traced condition."""
+    for other in statics[1:]:
+        if (name := difference_of_leaves(statics[0], other)) is not None:
+            raise TypeError(
+                f"The branches of `{what}` return different values at"
+                f" `{name or 'the output'}`, which are not arrays. Which branch it is"
+                " will be known when the program runs, and what is not an array must be"
+                " known before. Return arrays, or the same value from every branch."
+            )
+
+
+@boundary
+def cond(
+    pred: Any,
+    true_fun: Callable[..., _R],
+    false_fun: Callable[..., _R],
+    *operands: Any,
+) -> _R:
+    """`jax.lax.cond`, in which either branch may write state.
+
+    **Arguments:**
+
+    - `pred`: a scalar bool.
+    - `true_fun`, `false_fun`: functions of the operands. They may write different
+        state; what a branch does not write stays as it was.
+    - `operands`: arrays, pytrees, modules.
+
+    **Returns:**
+
+    What the chosen branch returns. Both must return the same structure, shapes and
+    dtypes, and equal values where these are not arrays.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            even: es.State = 0
+            odd: es.State = 0
+
+            def __call__(self, x):
+                def on_even():
+                    self.even = self.even + 1
+                    return x
+
+                def on_odd():
+                    self.odd = self.odd + 1
+                    return 3 * x
+
+                return es.cond(x % 2 == 0, on_even, on_odd)
+
+
+        y, counter = es.mutable(Counter())(jnp.array(5))
+        assert (y, counter.even, counter.odd) == (15, 0, 1)
+        ```
+    """
+    return _select(
+        lambda branches, arrays: jax.lax.cond(pred, *branches, arrays),
+        (true_fun, false_fun),
+        operands,
+        "es.cond",
+    )
+
+
+@boundary
+def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) -> _R:
+    """`jax.lax.switch`, in which any branch may write state.
+
+    **Arguments:**
+
+    - `index`: a scalar integer; clamped to the number of branches.
+    - `branches`: functions of the operands.
+    - `operands`: arrays, pytrees, modules.
+
+    **Returns:**
+
+    What the chosen branch returns, as for [`es.cond`][eqx_state.cond].
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+
+        class Experts(es.Module):
+            uses: list[es.State]
+
+            def __call__(self, i, x):
+                def expert(n):
+                    def run(x):
+                        uses = list(self.uses)
+                        uses[n] = uses[n] + 1
+                        self.uses = uses
+                        return (n + 1.0) * x
+
+                    return run
+
+                return es.switch(i, [expert(0), expert(1)], x)
+
+
+        y, experts = es.mutable(Experts([0, 0]))(1, 2.0)
+        assert y == 4.0 and [int(n) for n in experts.uses] == [0, 1]
+        ```
+    """
+    return _select(
+        lambda branches, arrays: jax.lax.switch(index, branches, arrays),
+        branches,
+        operands,
+        "es.switch",
+    )

@@ -1,0 +1,266 @@
+"""Gradients of stateful functions: `es.value_and_grad` and `es.grad`."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, Concatenate, Literal, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._kinds._kinds import State
+from .._state._init import check_ready
+from .._state._scope import Scope, Sown
+from .._tree._filters import all_of, Filter, trainable
+from .._tree._parts import Part
+from .._tree._select import partition
+from ._mutable import Argnums, as_argnums, target, thread
+from ._transform import Transform, wrap
+
+
+_M = TypeVar("_M")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_A = TypeVar("_A")
+
+
+def _is_inexact(part: Part) -> bool:
+    return jnp.issubdtype(part.value.dtype, jnp.inexact)
+
+
+class AbstractGrad(Transform):
+    """What `es.value_and_grad` and `es.grad` have in common."""
+
+    wrt: Filter = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
+    threads = True
+    name: ClassVar[str]
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Callable[[], Scope]
+    ) -> tuple[Any, Sown]:
+        """The result of a call, and what was sown in it.
+
+        `scope` makes the scope of the call, in the trace that it is called in.
+        """
+        call = target(self.f, args, kwargs, self.argnums, self.name)
+        # `grad` sees the halves of the model only: one shared module would be two
+        # there.
+        check_ready(call.model)
+        diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
+
+        def loss_fn(diff: Any) -> tuple[Any, Any]:
+            inside = scope()
+            out, new = thread(eqx.combine(diff, rest), inside, call.run, call)
+            loss = _first_of_two(out) if self.has_aux else out
+            return _check_loss(loss), (out, new, inside.sown)
+
+        value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
+        (_, (out, new, sown)), grads = value_and_grad(diff)
+        return self.result(out, new, grads), sown
+
+    @abc.abstractmethod
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        """What a call returns."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        return self.run(args, kwargs, lambda: Scope((State,)))[0]
+
+
+class _ValueAndGrad(AbstractGrad):
+    name = "es.value_and_grad"
+
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        return (out, model), grads
+
+
+class _Grad(AbstractGrad):
+    name = "es.grad"
+
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        return grads, (out[1], model) if self.has_aux else model
+
+
+def _first_of_two(out: Any) -> Any:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            "With `has_aux=True` the function returns a pair, `(loss, aux)`, and it"
+            f" returned `{eqx.tree_pformat(out, short_arrays=True)}`. Put what else it"
+            " returns into `aux`: `return loss, (logits, metrics)`."
+        )
+    return out[0]
+
+
+def _check_loss(loss: Any) -> Any:
+    is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
+    if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        shown = eqx.tree_pformat(loss, short_arrays=True)
+        raise TypeError(
+            f"The function under `es.value_and_grad` returned `{shown}` as its loss,"
+            " and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if"
+            " the function returns more than the loss, `(loss, aux)`, say"
+            " `has_aux=True`."
+        )
+    return loss
+
+
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[_M, _P], _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[False] = False,
+    argnums: Literal[0] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[tuple[_R, _M], _M]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[_M, _P], tuple[_R, _A]],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[True],
+    argnums: Literal[0] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[tuple[tuple[_R, _A], _M], _M]]: ...
+@overload
+def value_and_grad(
+    f: Callable[_P, _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: int,
+) -> Callable[_P, tuple[tuple[_R, Any], Any]]: ...
+@overload
+def value_and_grad(
+    f: Callable[_P, _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: tuple[int, ...],
+) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
+def value_and_grad(
+    f: Any,
+    *,
+    wrt: Any = trainable,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] | None = None,
+) -> Any:
+    """The value of `f`, the model after it, and the gradients for the model.
+
+    **Arguments:**
+
+    - `f`: returns a scalar loss, or `(loss, aux)`. The model is found as by
+        `es.mutable`, usually the first argument, and `f` may write its state.
+    - `wrt`: the filter for what is differentiated. Default: `es.trainable`, every
+        `Parameter` that is not frozen. Arrays that are not inexact never are.
+    - `has_aux`: whether `f` returns `(loss, aux)`.
+    - `argnums`: as for `es.mutable`: which positional arguments the models are. With a
+        tuple the new models are a tuple, and so are the gradients. What is in no model
+        may be among them: with `argnums=1` and an array as the second argument, the
+        gradient is the one for that array.
+
+    **Returns:**
+
+    A function of the same arguments that returns `((loss, model), grads)`, or
+    `(((loss, aux), model), grads)`: the result of `es.mutable(f)`, and the gradients.
+    `grads` has the structure of the model, with `None` outside `wrt`: what optax,
+    `eqx.apply_updates` and `es.Optimizer` take.
+
+    **Raises:**
+
+    - `TypeError`: the loss is not a real scalar. Else as `es.mutable`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Scale(es.Module):
+            factor: es.Parameter
+            calls: es.State
+
+            def __call__(self, x):
+                self.calls = self.calls + 1
+                return self.factor * x
+
+
+        def loss_fn(model, x):
+            return model(x) ** 2
+
+
+        (loss, model), grads = es.value_and_grad(loss_fn)(Scale(3.0, 0), 2.0)
+        assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
+        ```
+    """
+    return wrap(
+        _ValueAndGrad,
+        f,
+        wrt=wrt,
+        has_aux=has_aux,
+        argnums=as_argnums(argnums, _ValueAndGrad.name),
+    )
+
+
+@overload
+def grad(
+    f: Callable[Concatenate[_M, _P], Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[False] = False,
+    argnums: Literal[0] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[_M, _M]]: ...
+@overload
+def grad(
+    f: Callable[Concatenate[_M, _P], tuple[Any, _A]],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[True],
+    argnums: Literal[0] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[_M, tuple[_A, _M]]]: ...
+@overload
+def grad(
+    f: Callable[_P, Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: int,
+) -> Callable[_P, tuple[Any, Any]]: ...
+@overload
+def grad(
+    f: Callable[_P, Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: tuple[int, ...],
+) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
+def grad(
+    f: Any,
+    *,
+    wrt: Any = trainable,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] | None = None,
+) -> Any:
+    """The gradients of `f` with respect to the model, and the model after it.
+
+    Arguments as `es.value_and_grad`. The function that it returns returns
+    `(grads, model)`, or `(grads, (aux, model))` with `has_aux=True`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+        model = {"w": jnp.array(3.0)}
+        grads, model = es.grad(lambda model, x: model["w"] * x)(model, 2.0)
+        assert grads["w"] == 2.0
+        ```
+    """
+    return wrap(
+        _Grad,
+        f,
+        wrt=wrt,
+        has_aux=has_aux,
+        argnums=as_argnums(argnums, _Grad.name),
+    )

@@ -1,0 +1,307 @@
+"""`es.mutable`: run on a private copy, return the result and the new model."""
+
+import dataclasses
+import functools as ft
+import operator
+import types
+from collections.abc import Callable
+from typing import Any, Generic, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+import numpy as np
+
+from .._kinds._kinds import is_kind, State
+from .._state._collect import check_written, collect, own_arrays, Snapshot
+from .._state._init import check_none_missing
+from .._state._outside_scope import explain, ModelCall
+from .._state._scope import disown, Kinds, own, Scope
+from .._tree._base import is_eqx_module
+from .._tree._walk import name_of, Visit, walk
+from ._transform import Transform, wrap
+
+
+_M = TypeVar("_M", bound=eqx.Module)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M_co = TypeVar("_M_co", covariant=True)
+_F_co = TypeVar("_F_co", covariant=True)
+
+
+def thread(
+    model: Any, scope: Scope, run: Callable[[Any], Any], call: ModelCall | None = None
+) -> tuple[Any, Any]:
+    """`(run(private copy of model), new model)`: the one way state is threaded.
+
+    `call` is what errors tell of, if a user can see it.
+    """
+    with scope:
+        before = given = Snapshot.of_model(model)
+        private = given.tree()
+        visits = own(private, scope)
+        check_none_missing(visits)
+        if any(isinstance(x, np.ndarray) for x in given.leaves):
+            before = given._replace(leaves=own_arrays(visits, scope))
+            private = before.tree()
+            own(private, scope)
+        try:
+            out = run(private)
+        except dataclasses.FrozenInstanceError as error:
+            explain(error, call)
+            raise
+        except AttributeError as error:
+            if (message := _state_message(error, visits)) is None:
+                raise
+            raise TypeError(message) from error
+        visits = walk(private)
+        check_written([*visits, *walk(out)], scope)
+        out = disown(out)
+        after = collect(private, before, scope, visits=visits)
+    # What was not written is the caller's own leaf, a NumPy array for example.
+    kept = zip(after.leaves, before.leaves, given.leaves, strict=True)
+    leaves = [x if new is old else new for new, old, x in kept]
+    return out, after._replace(leaves=leaves).tree()
+
+
+def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
+    """What to say if a layer with Equinox's state was called without its state.
+
+    An `eqx.nn.Sequential` that is given none passes an `object()` on.
+    """
+    layers = [v for v in visits if isinstance(v.node, eqx.nn.StateIndex)]
+    if type(error.obj) is not object or not layers:
+        return None
+    name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
+    layer = getattr(owner, "__name__", "layer")
+    return (
+        f"`{name or 'the model'}` is a `{layer}` whose state is in an `eqx.nn.State`,"
+        " and was called without one. Either thread that by hand, `model(x, state)`; or"
+        " make the state a part of the model, which `es.mutable` threads:\n\n"
+        f"    eqx.nn.Sequential([..., {layer}(...)])                    # wrong\n"
+        f"    eqx.nn.Sequential([..., es.nn.Stateful({layer}(...))])    # right"
+    )
+
+
+Lens = tuple[Any, Callable[[Any], Any]]
+
+
+def carried(f: Any) -> Lens | None:
+    """The object that a callable carries along, and how to put another in its place.
+
+    `None` for a function, which carries nothing: its first argument counts then.
+    """
+    if isinstance(f, Transform):
+        if (inner := carried(f.f)) is None:
+            return None
+        return inner[0], lambda model: f.of(inner[1](model))
+    if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
+        new = type(f)
+        if (inner := carried(f.func)) is not None:
+            return inner[0], lambda m: new(inner[1](m), *f.args, **f.keywords)
+        if f.args:
+            return f.args[0], lambda m: new(f.func, m, *f.args[1:], **f.keywords)
+        return None
+    if is_bound_method(f):
+        return f.__self__, lambda model: types.MethodType(f.__func__, model)
+    if is_eqx_module(f):
+        return f, lambda model: model
+    return None
+
+
+def is_bound_method(f: Any) -> bool:
+    """Python's bound methods, and those of Equinox, which are pytrees."""
+    if isinstance(f, types.MethodType):
+        return True
+    return is_eqx_module(f) and {"__func__", "__self__"} <= f.__dict__.keys()
+
+
+Argnums = int | tuple[int, ...] | None
+
+
+def as_argnums(argnums: Any, what: str) -> Argnums:
+    """`argnums` as integers: one, or a tuple of them; `None` if it is not given."""
+    if argnums is None:
+        return None
+    try:
+        if isinstance(argnums, (tuple, list)):
+            return tuple(operator.index(i) for i in argnums)
+        return operator.index(argnums)
+    except TypeError:
+        raise TypeError(
+            f"`{what}(..., argnums={argnums!r})`: `argnums` is the position of a"
+            " positional argument, an integer, or a tuple of them."
+        ) from None
+
+
+def _positions(f: Any, args: tuple[Any, ...], argnums: Argnums, what: str) -> list[int]:
+    """Where among the arguments the models are, none of them counted from the end."""
+    name = getattr(f, "__name__", "f")
+    given = argnums if isinstance(argnums, tuple) else (argnums,)
+    for i in given:
+        if not -len(args) <= i < len(args):
+            raise TypeError(
+                f"`{what}({name}, argnums={argnums})` was called with {len(args)}"
+                f" positional arguments, so there is no argument {i} to thread."
+                " Arguments are counted from 0, and what is given by name is not among"
+                " them."
+            )
+    positions = [i % len(args) for i in given]
+    for i in positions:
+        if positions.count(i) > 1:
+            raise ValueError(
+                f"`{what}({name}, argnums={argnums})` names argument {i} twice, and"
+                " it would come back as two models. Name each argument once."
+            )
+    return positions
+
+
+def target(
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Argnums,
+    what: str,
+) -> ModelCall:
+    """The call `f(*args, **kwargs)`, as one of the model that is to be threaded."""
+    model, put = carried(f) or (None, None)
+    if argnums is None:
+        if put is not None:
+            run = lambda m: put(m)(*args, **kwargs)  # noqa: E731
+            return ModelCall(what, f, args, kwargs, None, None, model, run)
+        if not args:
+            name = getattr(f, "__name__", "f")
+            raise TypeError(
+                f"`{what}({name})` was called without a positional argument, so there"
+                " is no model to thread. It threads the first one:"
+                f" `{what}({name})(model, ...)`; or the object of a bound method:"
+                f" `{what}(model.{name})(...)`."
+            )
+        argnums = 0
+    positions = _positions(f, args, argnums, what)
+
+    def run_with(models: Any) -> Any:
+        new = models if isinstance(argnums, tuple) else (models,)
+        filled = list(args)
+        for i, model in zip(positions, new, strict=True):
+            filled[i] = model
+        return f(*filled, **kwargs)
+
+    models = tuple(args[i] for i in positions)
+    given = models if isinstance(argnums, tuple) else models[0]
+    return ModelCall(what, f, args, kwargs, positions, model, given, run_with)
+
+
+def as_kinds(kinds: Any, what: str) -> Kinds:
+    """The kinds that may be written, as a tuple."""
+    given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    for kind in given:
+        if not is_kind(kind):
+            raise TypeError(
+                f"`{what}(..., kinds={kind!r})`: `kinds` is a kind such as"
+                " `es.State`, or a tuple of them; `es.TreePart` allows all."
+            )
+    return given
+
+
+class _Mutable(Transform):
+    kinds: Kinds = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
+    threads = True
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        call = target(self.f, args, kwargs, self.argnums, "es.mutable")
+        return thread(call.model, Scope(self.kinds), call.run, call)
+
+
+class _Threaded(Generic[_M_co, _F_co]):
+    """To a type checker, `mutable(model)`: the model's own signature, which is found
+    through `_F_co`, its type once more; the new model comes besides the output."""
+
+    def __call__(
+        self: "_Threaded[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[_R, _M_co]: ...
+
+
+@overload
+def mutable(
+    f: _M, *, kinds: Any = State, argnums: None = None
+) -> _Threaded[_M, _M]: ...
+@overload
+def mutable(
+    f: Callable[_P, _R], *, kinds: Any = State, argnums: int | None = None
+) -> Callable[_P, tuple[_R, Any]]: ...
+@overload
+def mutable(
+    f: Callable[_P, _R], *, kinds: Any = State, argnums: tuple[int, ...]
+) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
+def mutable(
+    f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
+) -> Any:
+    """`f`, allowed to write state: returns `(output, new_model)`, and changes nothing.
+
+    `f` runs on a private copy of the model, in which `self.field = value` is allowed.
+
+    **Arguments:**
+
+    - `f`: what is called. The model is, of a bound method its object, of a callable
+        module the module, of a transform of `es` what it wraps, and of any other
+        function its first positional argument: any pytree with `es.Module`s in it.
+    - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
+    - `argnums`: the positional arguments to thread instead, counted from 0 as in
+        `jax.grad`, negative ones from the end. An integer, or a tuple of them, with
+        which the new model is a tuple, too. A module or an object that `f` carries
+        along is not threaded then.
+
+    **Returns:**
+
+    A function of the same arguments that returns `(output, new_model)`. The new model
+    has the structure, shapes and dtypes of the old one. The function is a pytree, and
+    `eqx.filter_jit(es.mutable(model))` traces the parameters.
+
+    **Raises:**
+
+    - `dataclasses.FrozenInstanceError`: a write of another kind, of a static field, to
+        a copy, or after the scope has closed.
+    - `es.TraceError`: a write inside a plain JAX transform.
+    - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
+        cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
+        one stateful module in two places; `argnums` names one argument twice.
+    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+    - `TypeError`: there is no positional argument to thread, or none that `argnums`
+        names.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            count: es.State
+
+            def step(self, by):
+                self.count = self.count + by
+                return self.count
+
+
+        counter = Counter(0)
+        y, new = es.mutable(counter.step)(2)
+        assert (y, new.count, counter.count) == (2, 2, 0)
+
+
+        def step_both(a, by, b):
+            return a.step(by) + b.step(by)
+
+
+        y, (a, b) = es.mutable(step_both, argnums=(0, 2))(counter, 3, new)
+        assert (y, a.count, b.count) == (8, 3, 5)
+        ```
+    """
+    return wrap(
+        _Mutable,
+        f,
+        kinds=as_kinds(kinds, "es.mutable"),
+        argnums=as_argnums(argnums, "es.mutable"),
+    )

@@ -1,0 +1,134 @@
+"""`es.checkpoint`: `jax.checkpoint` that carries state."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._state._scope import is_owned
+from ._lift import Leaves, Lifted, Sown
+from ._transform import Transform, wrap
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Checkpoint(Transform):
+    prevent_cse: Any = eqx.field(static=True)
+    policy: Any = eqx.field(static=True)
+    static_argnums: tuple[int, ...] = eqx.field(static=True)
+    static_argnames: tuple[str, ...] = eqx.field(static=True)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        lifted = Lifted(self.f, args, kwargs)
+        lifted.check_apart(*args, *kwargs.values())
+        if lifted.is_initialising:
+            return self.f(*args, **kwargs)
+        arrays, rest = self._split(args, kwargs)
+        static_out: Any = None
+
+        def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
+            nonlocal static_out
+            args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
+            # What is not an argument is closed over, which `jax.checkpoint` allows.
+            values = lifted.values()
+            out, written, sown = lifted.run(values, lambda: self.f(*args, **kwargs))
+            out, static_out = lifted.split(out)
+            return out, written, sown
+
+        remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
+        # Outside of a trace JAX returns constants as literals of its own.
+        out, written, sown = jtu.tree_map(jnp.asarray, remat(arrays))
+        lifted.commit(written, sown)
+        return eqx.combine(out, static_out)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arrays among the arguments, and what is static."""
+        for i in self.static_argnums:
+            if not -len(args) <= i < len(args):
+                raise ValueError(
+                    f"`es.checkpoint(static_argnums={i})`: the function was called with"
+                    f" {len(args)} positional arguments, and there is no number {i}."
+                    " What is not an array is static without being named."
+                )
+        static = {i % len(args) for i in self.static_argnums}
+        names = self.static_argnames
+        traced = (
+            tuple(i not in static and _arrays(x) for i, x in enumerate(args)),
+            {name: name not in names and _arrays(x) for name, x in kwargs.items()},
+        )
+        return eqx.partition((args, kwargs), traced, is_leaf=is_owned)
+
+
+def _arrays(tree: Any) -> Any:
+    return jtu.tree_map(eqx.is_array, tree, is_leaf=is_owned)
+
+
+def checkpoint(
+    fun: Callable[_P, _R],
+    *,
+    prevent_cse: Any = True,
+    policy: Callable[..., bool] | None = None,
+    static_argnums: int | tuple[int, ...] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Callable[_P, _R]:
+    """`jax.checkpoint` (remat), through which the state of every module is carried.
+
+    What `fun` computes is not kept for the backward pass, but computed again. It is
+    traced once, so state is written once and each key is drawn once.
+
+    **Arguments:**
+
+    - `fun`: a function, a module, a bound method, or a partial.
+    - `prevent_cse`, `policy`: as for `jax.checkpoint`.
+    - `static_argnums`, `static_argnames`: arguments whose arrays are not traced. What
+        is not an array is static without being named.
+
+    **Returns:**
+
+    A function of the same arguments, which is a pytree, and can decorate methods.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Block(es.Module):
+            weight: es.Parameter
+            calls: es.State
+
+            def __call__(self, x):
+                self.calls = self.calls + 1
+                return jnp.sin(self.weight * x)
+
+
+        def loss_fn(block, x):
+            return es.checkpoint(block)(x)
+
+
+        (loss, block), grads = es.value_and_grad(loss_fn)(Block(2.0, 0), 0.5)
+        assert block.calls == 1
+        assert jnp.allclose(grads.weight, 0.5 * jnp.cos(1.0))
+        ```
+    """
+    is_one = isinstance(static_argnums, int)
+    return wrap(
+        _Checkpoint,
+        fun,
+        prevent_cse=prevent_cse,
+        policy=policy,
+        static_argnums=(static_argnums,) if is_one else tuple(static_argnums),
+        static_argnames=(
+            (static_argnames,)
+            if isinstance(static_argnames, str)
+            else tuple(static_argnames)
+        ),
+    )

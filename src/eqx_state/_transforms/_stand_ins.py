@@ -1,0 +1,199 @@
+"""What a transform can reach twice: modules that stand for others as arguments.
+
+A transform takes the modules in its function and its closure in one way (shared,
+carried, mapped by kind), and those among its arguments in another (sliced, mapped over
+an axis). One module may come both ways, and one object can have one meaning. So an
+argument with a meaning of its own is a copy in the body, its *stand-in*, and the
+closure keeps the original. What is written to the stand-in is written to the original
+when the transform is over.
+
+For what only is read this is JAX's own meaning. State that is written one way, and read
+or written the other way, would have two values at once: that is an error.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+
+from .._state._nn_shared import closed_copy
+from .._state._scope import is_owned, own, Watch
+from .._tree._base import BaseModule, get_place, is_module
+from .._tree._walk import leaves, modules_in, walk
+
+
+def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
+    """A copy of an owned module in the same place, with these leaves or its own."""
+    if values is None:
+        for visit in modules_in(module):
+            get_place(visit.node).note_all_read()
+    place, copy = get_place(module), closed_copy(module)
+    if values is not None:
+        copy = jtu.tree_map(lambda _: next(values), copy)
+    own(copy, place.scope, place.path, place.context)
+    return copy
+
+
+def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each leaf of a tree, where owned modules are leaves, with its share of `values`.
+
+    There is one value for each leaf of the whole tree.
+    """
+    rest = iter(values)
+    for x in jtu.tree_leaves(tree, is_leaf=is_owned):
+        count = jtu.tree_structure(x).num_leaves if is_owned(x) else 1
+        yield x, tuple(itertools.islice(rest, count))
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """A module that stands for `original`; `meaning` has an entry for each leaf."""
+
+    module: BaseModule
+    original: BaseModule
+    meaning: tuple[Any, ...]
+
+
+def stand_in(
+    tree: Any,
+    meanings: Sequence[Any],
+    usual: Callable[[BaseModule], Sequence[Any] | None] = lambda _: None,
+) -> tuple[Any, list[StandIn]]:
+    """`tree` with stand-ins for the owned modules that do not have their usual meaning.
+
+    One module with one meaning has one stand-in, however often it occurs.
+    """
+    found = [x for x in by_entry(tree, meanings) if is_owned(x[0])]
+    made: dict[tuple[int, tuple[Any, ...]], Any] = {}
+    stand_ins = []
+    # The largest first: a part of what also is an argument as a whole is that part.
+    for module, meaning in sorted(found, key=lambda x: -len(x[1])):
+        if (id(module), meaning) in made:
+            continue
+        usually = usual(module)
+        if usually is not None and tuple(usually) == meaning:
+            made[id(module), meaning] = module
+            continue
+        new = owned_copy(module)
+        stand_ins.append(StandIn(new, module, meaning))
+        for old_part, part in zip(extents(module), extents(new), strict=True):
+            key = id(old_part.module), meaning[old_part.start : old_part.stop]
+            made.setdefault(key, part.module)
+    entries = [
+        made[id(x), meaning] if is_owned(x) else x
+        for x, meaning in by_entry(tree, meanings)
+    ]
+    treedef = jtu.tree_structure(tree, is_leaf=is_owned)
+    return jtu.tree_unflatten(treedef, entries), stand_ins
+
+
+class Extent(NamedTuple):
+    """A module in a tree, and which leaves of the tree are its own."""
+
+    module: BaseModule
+    start: int
+    stop: int
+    depth: int
+
+
+def extents(tree: Any) -> list[Extent]:
+    """Every `es.Module` in a tree, parents first."""
+    found, start = [], 0
+    for visit in walk(tree):
+        if visit.is_leaf:
+            start += 1
+        elif is_module(visit.node):
+            stop = start + jtu.tree_structure(visit.node).num_leaves
+            found.append(Extent(visit.node, start, stop, len(visit.path)))
+    return found
+
+
+class Cell(NamedTuple):
+    """Where a leaf lies: in which field of which `es.Module`, the nearest around it.
+
+    `index` counts the leaves of that module: names and keys may be equal for two.
+    """
+
+    owner: BaseModule
+    field: str
+    index: int
+
+
+def cells(module: BaseModule) -> list[Cell]:
+    """The cell of each leaf of a module."""
+    paths = [visit.path for visit in leaves(module)]
+    found: list[Any] = [None for _ in paths]
+    for owner, start, stop, depth in extents(module):
+        for k in range(start, stop):
+            found[k] = Cell(owner, paths[k][depth].name, k - start)
+    return found
+
+
+Slot = tuple[int, int]  # which of several modules, and which of its leaves
+
+
+class Twice:
+    """The state that some modules have in common, because some stand for the others.
+
+    `originals` are the modules themselves, or what they stand for; `state` is what may
+    be written in each. A stand-in is what the body works on. Where else its state is
+    met, it may be read as long as the stand-in's is not written.
+    """
+
+    def __init__(
+        self,
+        modules: list[BaseModule],
+        originals: list[BaseModule],
+        state: Sequence[Collection[int]],
+    ):
+        self.others: dict[Slot, tuple[Slot, Cell]] = {}
+        first: dict[tuple[int, int], Slot] = {}
+        indices = range(len(modules))
+        # Stand-ins first: one of them is the first to have what it stands for.
+        for i in sorted(indices, key=lambda i: modules[i] is originals[i]):
+            here = there = cells(modules[i])
+            if modules[i] is not originals[i]:
+                there = cells(originals[i])
+            for k, cell in enumerate(there):
+                if k in state[i]:
+                    slot = first.setdefault((id(cell.owner), cell.index), (i, k))
+                    if slot[0] != i:
+                        self.others[i, k] = slot, here[k]
+        self.watches: dict[int, Watch] = {}
+
+    def watch(self) -> None:
+        """From now on, note what is read of it, in the places of the modules."""
+        fields: dict[int, tuple[BaseModule, set[str]]] = {}
+        for _, cell in self.others.values():
+            fields.setdefault(id(cell.owner), (cell.owner, set()))[1].add(cell.field)
+        self.watches = {key: Watch(frozenset(x)) for key, (_, x) in fields.items()}
+        for key, (owner, _) in fields.items():
+            place = get_place(owner)
+            place.watches = (*place.watches, self.watches[key])
+
+    def check(
+        self, written: Sequence[Collection[int]], name: Callable[[int, int], str]
+    ) -> None:
+        """Raise `ValueError` if state of two meanings was written."""
+        for (i, k), ((j, m), cell) in self.others.items():
+            is_read = cell.field in self.watches[id(cell.owner)].read
+            if k in written[i] or (is_read and m in written[j]):
+                raise ValueError(_reached_twice(name(i, k)))
+
+
+def _reached_twice(name: str) -> str:
+    field = name.rpartition(".")[2]
+    return (
+        f"`{name}` is reached twice: in an argument of `es.scan` or `es.vmap`, of which"
+        " each step or lane has a part, and as a whole, through the function or in"
+        " another argument. It was written, and also read or written in the other way,"
+        " where it would have another value. Parameters may be reached both ways; write"
+        " state in the argument only, and read it before:\n\n"
+        "    def body(x, layer):                              # wrong\n"
+        f"        return layer(x) + self.layers.{field}.sum(), None\n\n"
+        f"    total = self.layers.{field}.sum()                # right\n"
+        "    def body(x, layer):\n"
+        "        return layer(x) + total, None"
+    )

@@ -1,0 +1,1 @@
+"""Functions on pytrees: the one traversal, and all that stands on it."""

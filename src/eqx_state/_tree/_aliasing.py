@@ -1,0 +1,73 @@
+"""One stateful module in two places of a tree, which would become two."""
+
+from typing import Any
+
+import jax.tree_util as jtu
+import optax
+
+from .._kinds._kinds import State
+from ._base import is_module
+from ._walk import KeyPath, Visit, walk
+
+
+def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
+    """The names of two places that hold one and the same stateful `es.Module`."""
+    modules = [v for v in visits if is_module(v.node)]
+    if len({id(v.node) for v in modules}) == len(modules):
+        return None
+    # A constant copy of a stateful module is not a second state.
+    state = [v.path for v in visits if v.is_leaf and _is_state(v)]
+    stateful = {path[:n] for path in state for n in range(len(path))}
+    first: dict[int, Visit] = {}
+    for visit in modules:
+        if visit.path in stateful:
+            other = first.setdefault(id(visit.node), visit)
+            if other is not visit:
+                return other.name, visit.name
+    return None
+
+
+def _is_state(visit: Visit) -> bool:
+    kind = visit.kind
+    return kind is not None and issubclass(kind, State)
+
+
+def check_not_shared(tree: Any, path: KeyPath = ()) -> None:
+    """Raise `ValueError` if one stateful module would have to be two."""
+    # The two models of optax's pair are one in the beginning, and are to drift apart.
+    is_pair = isinstance(tree, optax.LookaheadParams)
+    for each in tree if is_pair else [tree]:
+        check_apart(walk(each, path))
+
+
+def flatten_apart(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves and the structure, after `check_not_shared`, in one pass."""
+    seen: list[int] = []
+
+    def note(node: Any) -> bool:
+        if is_module(node):
+            seen.append(id(node))
+        return False
+
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=note)
+    if len(set(seen)) < len(seen):
+        check_not_shared(tree)
+    return leaves, structure
+
+
+def copy_apart(tree: Any) -> Any:
+    """`copy_tree` of a model in which no stateful module would become two."""
+    leaves, structure = flatten_apart(tree)
+    return jtu.tree_unflatten(structure, leaves)
+
+
+def check_apart(visits: list[Visit]) -> None:
+    """`check_not_shared`, of what may be several trees."""
+    if (names := find_shared(visits)) is not None:
+        a, b = (f"`{name}`" if name else "the model itself" for name in names)
+        raise ValueError(
+            f"The same stateful module is in two places, {a} and {b}. A model is a"
+            " tree: at the first transform the one module becomes two, and their"
+            " states drift apart. Make two of them, or hold it once and call it from"
+            " both places, or tie the places by `eqx.nn.Shared`."
+        )

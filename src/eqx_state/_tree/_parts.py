@@ -1,0 +1,90 @@
+"""The arrays of a tree as `es.Part`s: path, name, kind."""
+
+from typing import Any
+
+import equinox as eqx
+
+from ._walk import is_array, KeyPath, Kind, leaves, Visit
+
+
+class Part:
+    """One array of a tree: where it is, what it is."""
+
+    __slots__ = ("_kind", "_visit")
+
+    def __init__(self, visit: Visit):
+        self._visit = visit
+        self._kind = visit.context.kind_of(visit.node)
+
+    @property
+    def path(self) -> KeyPath:
+        """The key path, a tuple of JAX's keys.
+
+        No two arrays of a tree have the same: a key that is equal to one before it, or
+        prints alike, has a number. A dataclass that is registered without key paths has
+        the names of its fields.
+        """
+        return self._visit.path
+
+    @property
+    def name(self) -> str:
+        """The path as it is written in Python: `layers[0].norm.mean`."""
+        return self._visit.name
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind, or `None`."""
+        return self._kind
+
+    @property
+    def value(self) -> Any:
+        """The array, or `jax.ShapeDtypeStruct`."""
+        return self._visit.node
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the nearest `es.Module` is frozen."""
+        return self._visit.context.frozen
+
+    def __repr__(self) -> str:
+        kind = None if self.kind is None else self.kind.__name__
+        value = eqx.tree_pformat(self.value, short_arrays=True)
+        return f"Part(name={self.name!r}, kind={kind}, value={value})"
+
+
+def owners_of(part: Part) -> tuple[type, ...]:
+    """The classes of the modules that an array lies in, the outermost first."""
+    return part._visit.context.owners
+
+
+def part_of(visit: Visit) -> Part | None:
+    """The `Part` at a leaf of the walk; `None` where there is no array."""
+    return Part(visit) if is_array(visit.node) else None
+
+
+def parts(tree: Any) -> list[Part]:
+    """Every array in `tree`, with its path, name and kind, in the order of flattening.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+
+    **Returns:**
+
+    A list of `es.Part`. Functions, strings and Python numbers are not among them.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        parts = es.parts([eqx.nn.Linear(2, 3, key=jr.key(0)), {"count": 0}])
+        assert [(p.name, p.kind) for p in parts] == [
+            ("[0].weight", es.Parameter),
+            ("[0].bias", es.Parameter),
+        ]
+        ```
+    """
+    return [p for p in map(part_of, leaves(tree)) if p is not None]

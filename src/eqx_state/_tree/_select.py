@@ -1,0 +1,334 @@
+"""Selecting by filter and putting back: functions on any pytree.
+
+All are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
+"""
+
+import builtins
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._kinds._kinds import is_kind, TreePart
+from ._base import INFERENCE, INIT_DONE, is_module
+from ._compare import first_difference, is_hole, structure
+from ._filters import bind, bind_all, Filter
+from ._parts import part_of
+from ._walk import (
+    children,
+    has_inference,
+    is_array,
+    leaves,
+    name_of,
+    set_flags,
+    Visit,
+)
+
+
+_Tree = TypeVar("_Tree")
+
+
+def _selected(tree: Any, *filters: tuple[Filter, ...]) -> list[list[bool]]:
+    """For each leaf of `tree`: whether it satisfies all filters of each group."""
+    predicates = [bind_all(group, tree) for group in filters]
+    parts = builtins.map(part_of, leaves(tree))
+    return [[p is not None and pred(p) for pred in predicates] for p in parts]
+
+
+def mask(tree: _Tree, *filters: Filter) -> _Tree:
+    """The tree of bools that is `True` where a leaf satisfies all filters.
+
+    What `eqx.partition`, `optax.masked` and others take. Arguments as in `es.filter`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        linear = eqx.nn.Linear(2, 3, key=jr.key(0))
+        mask = es.mask(linear, es.path_matches("weight"))
+        assert (mask.weight, mask.bias) == (True, False)
+        ```
+    """
+    bools = [flag for (flag,) in _selected(tree, filters)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree), bools)
+
+
+def filter(tree: _Tree, *filters: Filter) -> _Tree:
+    """The same tree with `None` in place of every leaf that is not selected.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `*filters`: what a leaf must satisfy, all of them. A filter is a kind, a function
+        `es.Part -> bool`, or a combinator. Without any: all that has a kind.
+
+    **Returns:**
+
+    A tree of the same type, ready for `es.update`, `eqx.combine`, `jax.tree.map`,
+    optax.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            weight: es.Parameter
+            count: es.State
+
+
+        counter = Counter(jnp.ones(2), 0)
+        params = es.filter(counter, es.Parameter)
+        assert params.count is None
+        assert len(jax.tree.leaves(params)) == 1
+        ```
+    """
+    leaves, treedef = jtu.tree_flatten(tree)
+    selected = _selected(tree, filters)
+    kept = [x if flag else None for x, (flag,) in zip(leaves, selected, strict=True)]
+    return jtu.tree_unflatten(treedef, kept)
+
+
+def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
+    """One tree per filter, each leaf in the first that selects it, then the rest.
+
+    `eqx.combine(*parts)` gives the tree back.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        model = es.nn.Dropout(0.5, key=jr.key(0))
+        params, keys, rest = es.partition(model, es.Parameter, es.Rng)
+        assert params.rng is None and rest.rng is None
+        assert eqx.tree_equal(eqx.combine(params, keys, rest), model)
+        ```
+    """
+    treedef = jtu.tree_structure(tree)
+    selected = _selected(tree, *((f,) for f in filters))
+    columns: list[list[Any]] = [[None] * treedef.num_leaves for _ in (*filters, None)]
+    for i, (leaf, row) in enumerate(zip(jtu.tree_leaves(tree), selected, strict=True)):
+        first = row.index(True) if True in row else len(filters)
+        columns[first][i] = leaf
+    return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
+
+
+def _without_modes(visit: Visit) -> dict[str, Any]:
+    if is_module(visit.node):
+        return {"training": True, "frozen": False, INIT_DONE: False}
+    return {"inference": None} if has_inference(visit.node) else {}
+
+
+def same_modes(tree: _Tree) -> _Tree:
+    """`tree` in one fixed mode, so that only the structures are compared."""
+    return set_flags(tree, _without_modes)
+
+
+def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
+    """The leaves of `other`, holes included; it must be shaped as `tree`.
+
+    Equinox's flags `inference`, which are leaves, count as holes.
+    """
+    leaves, treedef = jtu.tree_flatten(other, is_leaf=is_hole)
+    if treedef == structure(tree) and not any(type(x) is bool for x in leaves):
+        return leaves
+    tree, other = same_modes(tree), same_modes(other)
+    if structure(tree) != structure(other):
+        raise ValueError(
+            f"{what} has another structure than the tree,"
+            f" {difference(tree, other, structure)}."
+            " Trees go together when they were made from one model, by `filter`,"
+            " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
+            " train, eval, frozen."
+        )
+    return jtu.tree_leaves(other, is_leaf=is_hole)
+
+
+def difference(
+    old: Any, new: Any, structure: Callable[[Any], Any] = jtu.tree_structure
+) -> str:
+    """Where two structures first differ, in words."""
+    path, a, b = first_difference(old, new, structure)
+    at = f"at `{name_of(path)}`" if path else "at the root"
+    return f"first {at}: expected `{_show(a)}`, got `{_show(b)}`"
+
+
+def _show(x: Any) -> str:
+    """A structure on one line: in full, or what its keys are."""
+    text = eqx.tree_pformat(x, short_arrays=True, width=60)
+    if "\n" not in text:
+        return text
+    keys = [name_of((key,)) for key, _ in children(x) or []]
+    keys = [key for key in keys if key != INFERENCE]
+    return f"{type(x).__name__} of {', '.join(keys)}"
+
+
+def update(tree: _Tree, *partials: Any) -> _Tree:
+    """`tree` with the leaves of the partials put in; the inverse of `es.filter`.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `*partials`: trees of its structure. What is not `None` in them replaces; where
+        several have a leaf the last one wins. Their shapes and dtypes may be others.
+
+    **Returns:**
+
+    A tree in the mode of `tree`: `training`, `frozen` and Equinox's `inference` are
+    never taken from a partial.
+
+    **Raises:**
+
+    - `ValueError`: a partial has another structure; it names the first path.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Scale(es.Module):
+            factor: es.Parameter
+            calls: es.State
+
+
+        scale = Scale(jnp.ones(2), 0)
+        doubled = jax.tree.map(lambda p: 2 * p, es.filter(scale, es.Parameter))
+        assert es.update(scale.eval(), doubled).factor[0] == 2
+        assert es.update(scale.eval(), doubled).training is False
+        ```
+    """
+    new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
+    for i, partial in enumerate(partials):
+        which = "The partial" if len(partials) == 1 else f"Partial number {i}"
+        given = leaves_like(tree, partial, f"`es.update`: {which}")
+        raw = jtu.tree_leaves(partial, is_leaf=is_hole)
+        # A mode never replaces one, but it may fill a hole.
+        given = [
+            r if old is None else x for old, x, r in zip(new, given, raw, strict=True)
+        ]
+        new = [old if x is None else x for old, x in zip(new, given, strict=True)]
+    return jtu.tree_unflatten(treedef, new)
+
+
+def most_derived(kind: type | None, mapping: Mapping[Any, Any]) -> Any:
+    """The key of `mapping` that applies to arrays of `kind`; `None` if none does.
+
+    The most derived kind comes first, then `...`, which stands for every other array.
+    """
+    for base in () if kind is None else kind.__mro__:
+        if base in mapping:
+            return base
+    return ... if ... in mapping else None
+
+
+def check_kinds(mapping: Mapping[Any, Any], what: str) -> None:
+    """Raise `TypeError` for a key of a mapping that is not a kind."""
+    for key in mapping:
+        if key is not ... and not is_kind(key):
+            raise TypeError(
+                f"{what}: `{key!r}` is not a kind. The keys are kinds, such as "
+                "`es.Parameter`, and `...` for every other array."
+            )
+
+
+def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
+    """A tree of values chosen by kind: vmap axes, shardings, labels.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `values`: from kinds to values; the most derived kind that matches counts. `...`
+        as a key stands for every array that no kind in it matches.
+    - `default`: the value for all other leaves.
+
+    **Returns:**
+
+    The tree with a value in place of each leaf. For `optax.multi_transform`, which
+    calls what is callable, pass `lambda _: labels`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        norm = es.nn.BatchNorm(3)
+        axes = es.spec(norm, {es.State: 0}, default=None)
+        assert (axes.weight, axes.mean) == (None, 0)
+        ```
+    """
+    check_kinds(values, "`es.spec`")
+    chosen = []
+    for visit in leaves(tree):
+        key = most_derived(visit.kind, values) if is_array(visit.node) else None
+        chosen.append(default if key is None else values[key])
+    return jtu.tree_unflatten(jtu.tree_structure(tree), chosen)
+
+
+def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -> _Tree:
+    """`jax.tree.map` over the leaves that match a filter; the others stay.
+
+    **Arguments:**
+
+    - `f`: called with a leaf of `tree` and the leaves of `rest` in the same place.
+    - `tree`, `*rest`: trees of one structure; they may be in different modes.
+    - `on`: the filter. Default: whatever has a kind.
+
+    **Raises:**
+
+    - `ValueError`: a tree of `rest` has another structure, or a hole where `on`
+        selects.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        model = eqx.nn.Linear(2, 3, key=jr.key(0))
+        ema = es.map(lambda e, p: 0.9 * e + 0.1 * p, model, model, on=es.Parameter)
+        assert ema.weight.shape == (3, 2)
+        ```
+    """
+    predicate = bind(on, tree)
+    full, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
+    others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
+    remaining = iter(leaves(tree))
+    out = []
+    for leaf, *given in zip(full, *others, strict=True):
+        part = None if leaf is None else part_of(next(remaining))
+        if part is None or not predicate(part):
+            out.append(leaf)
+        elif any(x is None for x in given):
+            raise ValueError(
+                "`es.map`: a tree of `rest` has a hole (`None`) at"
+                f" `{part.name}`, which `on` selects. Pass a tree that has the leaf, or"
+                " a narrower filter `on=`."
+            )
+        else:
+            out.append(f(leaf, *given))
+    return jtu.tree_unflatten(treedef, out)
+
+
+def _flatten_up_to(tree: Any, other: Any, i: int) -> list[Any]:
+    """What `other` has at each leaf and hole of `tree`: as in JAX, maybe a subtree."""
+    tree, other = same_modes(tree), same_modes(other)
+    try:
+        return structure(tree).flatten_up_to(other)
+    except (ValueError, TypeError, KeyError):
+        return leaves_like(tree, other, f"`es.map`: tree number {i}")

@@ -1,0 +1,61 @@
+"""Numbers and weak types become strongly typed arrays where a field declares a kind.
+
+A weak type in the state would change at the first update, and a number be a new
+constant at every step: the training step would be compiled again.
+"""
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._kinds._annotations import NOTHING, Spec
+from .._kinds._fields import declarations, declared_child
+from ._base import is_eqx_module
+from ._walk import children
+
+
+NUMBERS: Final = (bool, int, float, complex)
+
+
+def strengthen(value: Any, spec: Spec) -> Any:
+    """`value` with its numbers and weak arrays made strong where `spec` has a kind.
+
+    What lies inside a module is that module's own business.
+    """
+    if spec == NOTHING or is_eqx_module(value) or value is None:
+        return value
+    below = children(value)
+    if below is None:
+        return value if spec.kind is None else to_strong(value)
+    one_level = jtu.tree_structure(value, is_leaf=lambda x: x is not value)
+    inherited = Spec(kind=spec.kind)
+    new = []
+    for key, child in below:
+        inner = declared_child(spec, value, key)
+        new.append(strengthen(child, inherited if inner == NOTHING else inner))
+    if all(x is child for x, (_, child) in zip(new, below, strict=True)):
+        return value
+    return jtu.tree_unflatten(one_level, new)
+
+
+def strengthen_field(cls: type, name: str, value: Any) -> Any:
+    """`strengthen` for a value of a field of an `es.Module`."""
+    return strengthen(value, declarations(cls).get(name, NOTHING))
+
+
+def to_strong(leaf: Any) -> Any:
+    """A number as an array, a weak array as a strong one; anything else as it is."""
+    if type(leaf) in NUMBERS:
+        # By way of a NumPy scalar type: `jnp.asarray(1.0)` alone would stay weak.
+        return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
+    if is_weak(leaf):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        return leaf.update(weak_type=False) if is_shape else leaf.astype(leaf.dtype)
+    return leaf
+
+
+def is_weak(x: Any) -> bool:
+    """Whether an array is weakly typed. Keys have no such attribute."""
+    return getattr(x, "weak_type", False)
