@@ -12,7 +12,13 @@ nox.options.sessions = ["lint", "types", "tests"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # One file to one worker: the examples of a page need one another.
 PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50"]
-FUZZED = ["programs", "laws", "nesting", "threads", "save_faults"]
+FUZZED = [
+    "laws/test_programs.py",
+    "laws/test_laws.py",
+    "transforms/test_nesting.py",
+    "laws/test_threads.py",
+    "io/test_save_faults.py",
+]
 
 
 def groups(*names: str) -> tuple[str, ...]:
@@ -93,7 +99,7 @@ def jax_checks(session: nox.Session, check: str) -> None:
 def fuzz(session: nox.Session) -> None:
     """Laws on thousands of random models, 20,000 random programs, rounds of threads."""
     session.install(".", *groups("test"))
-    paths = [f"tests/test_{name}.py" for name in FUZZED]
+    paths = [f"tests/{name}" for name in FUZZED]
     args = session.posargs or [*PARALLEL, "--dist=load", *paths]
     session.run("pytest", *args, env={"EQX_STATE_FUZZ": "1"})
 

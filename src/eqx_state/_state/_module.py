@@ -17,6 +17,7 @@ from .._kinds._fields import (
     remember_statement,
 )
 from .._kinds._kinds import is_kind, kind_name
+from .._tree import _modes, _select, _surgery
 from .._tree._aliasing import check_not_shared
 from .._tree._base import (
     BaseModule,
@@ -28,7 +29,7 @@ from .._tree._base import (
 )
 from .._tree._filters import Filter
 from .._tree._weak_types import strengthen_field
-from . import _init, _modes, _select, _surgery, _treescope
+from . import _init, _treescope
 from ._outside_scope import frozen_error
 from ._write import no_field_message, sow, write
 

@@ -13,7 +13,7 @@ import pytest
 import eqx_state as es
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 each_page = pytest.mark.parametrize(

@@ -43,7 +43,7 @@ THEMES = [
     files.HABITS,
 ]
 ENTRIES = [entry for theme in THEMES for entry in theme.entries]
-PAGE = Path(__file__).parents[1] / "docs" / "what-if.md"
+PAGE = Path(__file__).parents[2] / "docs" / "what-if.md"
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.title)

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from test_examples import example
+from run_examples import example
 
 
 @pytest.fixture(autouse=True)

@@ -510,6 +510,6 @@ def test_the_two_ways_to_install_the_extra_are_one(path, monkeypatch):
     with pytest.raises(ImportError, match="safetensors") as info:
         es.save(path, Net(0))
     command = re.search("`(python -m pip install [^`]*)`", str(info.value))[1]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for page in ("README.md", "docs/tour.md", "docs/guides/checkpoints.md"):
         assert command in (root / page).read_text()

@@ -1,20 +1,8 @@
 """The examples, shortened: that they run, and assert what they say."""
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import pytest
-
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from run_examples import example
 
 
 @pytest.fixture

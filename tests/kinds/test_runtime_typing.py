@@ -12,7 +12,7 @@ import pytest
 import eqx_state as es
 
 
-PACKAGE = Path(__file__).parent / "hooked_package"
+PACKAGE = Path(__file__).parents[1] / "support" / "hooked_package"
 ONE = jnp.ones(())
 
 

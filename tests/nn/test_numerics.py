@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from data import torch_reference as reference
+import torch_reference as reference
 
 import eqx_state as es
 

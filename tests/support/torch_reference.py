@@ -1,7 +1,7 @@
 """Makes `torch_reference.npz`: 50 training steps of PyTorch's batch norm.
 
-Run it where PyTorch is: `python tests/data/torch_reference.py`. The tests need only the
-file, which PyTorch 2.15.0 has made on a CPU, and the functions here.
+Run it where PyTorch is: `python tests/support/torch_reference.py`. The tests need only
+the file, which PyTorch 2.15.0 has made on a CPU, and the functions here.
 """
 
 import pathlib

@@ -1,14 +1,9 @@
 """The examples that train one model, shortened: they run, and assert what they say."""
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
-
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from run_examples import example
 
 
 @pytest.fixture
@@ -16,11 +11,8 @@ def run(tmp_path, capsys):
     """Runs an example; returns its result, and what it has printed."""
 
     def run(name, **arguments):
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
         path = tmp_path / f"{name}.png"
-        result = module.main(path=path, **arguments)
+        result = example(name).main(path=path, **arguments)
         assert path.read_bytes().startswith(b"\x89PNG")
         return result, capsys.readouterr().out
 
