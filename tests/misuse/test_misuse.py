@@ -259,7 +259,7 @@ WRITES = {
     "buffer": ("table", jnp.zeros(2), r"Net\.table", "`Buffer`"),
     "no kind": ("index", jnp.arange(3) + 1, r"Net\.index", "without a kind"),
     "static": ("name", "other", r"Net\.name", "static"),
-    "no array": ("label", "other", r"Net\.label", "no array"),
+    "not an array": ("label", "other", r"Net\.label", "not an array"),
     "unknown": ("nonsense", 1, r"Net\.nonsense", "no field", "es.State"),
     "flag": ("training", False, r"Net\.training", r"model\.eval\(\)"),
     "flag frozen": ("frozen", True, r"Net\.frozen", "static"),

@@ -84,12 +84,12 @@ def test_a_body_that_writes_to_the_carry_and_returns_another(loop):
 
 
 CARRIES = {
-    "structure": (lambda c: (c, c), "no array|structure"),
+    "structure": (lambda c: (c, c), "not an array|structure"),
     "shape": (lambda c: (c[0], jnp.ones(2)), "shape"),
     "mode": (lambda c: (c[0].eval(), c[1]), "structure"),
     "static": (
         lambda c: (c[0].replace(activation=jnp.cos), c[1]),
-        "no array|structure",
+        "not an array|structure",
     ),
 }
 

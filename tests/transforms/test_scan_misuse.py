@@ -102,7 +102,7 @@ def test_a_carry_that_changes():
     ids=["function", "string", "to none", "from none"],
 )
 def test_a_static_value_of_the_carry_that_changes(old, new):
-    with pytest.raises(TypeError, match="no array|pytree structure"):
+    with pytest.raises(TypeError, match="not an array|pytree structure"):
         es.scan(lambda c, x: ((c[0] + x, new), None), (0.0, old), XS)
 
 
@@ -204,7 +204,7 @@ def test_a_model_that_is_not_initialised():
 
 
 def test_the_place_of_what_is_no_array_in_the_carry_is_named():
-    match = r"body of a loop.*at `\[1\]`.*no array.*make it one, or return it as it was"
+    match = r"body of a loop.*at `\[1\]`.*not an array.*make it one, or return it as it was"
     with pytest.raises(TypeError, match=match):
         es.scan(lambda c, x: ((c[0] + x, "b"), x), (0.0, "a"), XS)
 

@@ -174,8 +174,10 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
     known = _known_names(cls)
     if cls not in _specs or _pending.get(cls, known) != known:
         _specs[cls] = {}
-    if given in _specs[cls]:
-        return _specs[cls][given]
+    # Kept here: another thread may begin anew meanwhile.
+    by_given = _specs[cls]
+    if given in by_given:
+        return by_given[given]
     specs = {}
     for name in _names_of_fields(cls):
         try:
@@ -193,7 +195,7 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
         # Libraries have names that exist for type checkers alone. In a function it is
         # rather a kind made there, which a string does not lead to.
         specs = {name: _as_resolved(spec) for name, spec in specs.items()}
-    _specs[cls][given] = specs
+    by_given[given] = specs
     if has_unresolved:
         _pending[cls] = known
     elif given == ():
