@@ -21,8 +21,9 @@ import equinox as eqx
 from .._compat import hide_frames, PROGRAM_ERRORS
 from .._transforms._transform import Transform, Unbound, wrap
 from .._tree._walk import is_array
+from ._call import Call, origin_of
 from ._plan import Mismatch
-from ._programs import Call, Donate, DONATED, origin_of, Programs, programs_of, Retrace
+from ._programs import Donate, DONATED, Programs, programs_of, Retrace
 from ._runtime_errors import report, Reporting, wait
 
 
