@@ -5,7 +5,17 @@ Each function writes a statement at which the program must end, if it can stand 
 
 from dataclasses import FrozenInstanceError
 
-from program_models import Both, Cell, COUNTERS, Net, Noise, NUMBERS, Phase, Tally
+from program_models import (
+    Both,
+    Cell,
+    COUNTERS,
+    Net,
+    Noise,
+    NUMBERS,
+    Phase,
+    Plain,
+    Tally,
+)
 from program_writer import Context, Expected, Node, Writer
 
 import eqx_state as es
@@ -107,6 +117,21 @@ def in_two_places(w: Writer, ctx: Context) -> Fault:
     return [f"{run}([{text}, {text}], x)"], ((ValueError,), r"\[0\]")
 
 
+def reaches_twice(w: Writer, ctx: Context) -> Fault:
+    """As an argument, with one key for all lanes or as a part, and in the closure."""
+    stacks = [n for n in ctx.stacks() if ctx.may_write(n) and n.spec.cls is not Plain]
+    if stacks and w.chance(2):
+        node = w.pick(stacks)
+        run = w.pick(["es.scan({}, x, {})", "es.vmap({}, (None, 0))(x, {})"])
+    elif (node := _of(w, ctx, Noise)) is not None:
+        run = "es.vmap({}, (0, None))(two(x), {})"
+    else:
+        return NO_FAULT
+    text, field = node.text, COUNTERS.get(node.spec.cls, "s")
+    run = run.format(f"lambda x, m: (m(x), {text}.{field})", text)
+    return [run], ((ValueError,), "reached twice")
+
+
 FAULTS = (
     writes_parameter,
     writes_float,
@@ -119,4 +144,5 @@ FAULTS = (
     writes_phase,
     returns_function,
     in_two_places,
+    reaches_twice,
 )

@@ -40,6 +40,7 @@ class Reference:
         self.live: list[Object] = []
         self.lanes: dict[str, tuple[list[float], list[float]]] = {}
         self.captures: list[Scope] = []
+        self.drawn: set[Object] = set()
 
     # --- Values, as `program_models.Jax` has them
 
@@ -241,11 +242,32 @@ class Reference:
     jit = checkpoint = _identity
 
     def cond(self, pred: Any, f: Any, g: Any, *operands: Any) -> Any:
-        return self.copy((f if pred else g)(*operands))
+        return self.switch(0 if pred else 1, [f, g], *operands)
 
     def switch(self, index: int, branches: Any, *operands: Any) -> Any:
         f = branches[min(max(index, 0), len(branches) - 1)]
+        if self.lanes:
+            for g in branches:
+                if g is not f:
+                    self._note_draws(g, operands)
         return self.copy(f(*operands))
+
+    def _note_draws(self, f: Any, operands: Any) -> None:
+        """Note which keys a branch that is not taken would draw from.
+
+        The branch is chosen at run time, and `es.vmap` must know before whether a key
+        advances: it does if any branch draws from it.
+        """
+        mark, before = len(self.live), [(x, dict(x.__dict__)) for x in self.live]
+        sown = [(scope, len(scope.sown)) for scope in self.captures]
+        f(*operands)
+        for x, fields in before:
+            if type(x) is KEYED and x.rng != fields["rng"]:
+                self.drawn.add(x)
+            x.__dict__.update(fields)
+        del self.live[mark:]
+        for scope, num in sown:
+            del scope.sown[num:]
 
     def _stand_in(self, tree: Any) -> Any:
         """The carry of a loop: copies, which may be written where the modules may."""
@@ -317,6 +339,9 @@ class Reference:
             for x, fields in before:
                 x.__dict__.update(fields)
 
+        # An inner `es.vmap` may have the axis name of an outer one.
+        outer_lanes, outer_drawn = dict(self.lanes), self.drawn
+        self.drawn = set()
         means: list[float] = []
         while True:
             for scope, num in sown:
@@ -345,15 +370,16 @@ class Reference:
                 break
             assert not lanes, "the lanes do not wait for the same"
             means.append(sum(waiting) / 2)
-        del self.lanes[axis_name]
+        drawn, self.drawn, self.lanes = self.drawn, outer_drawn, outer_lanes
         for j, (x, old) in enumerate(before):
             for name in old:
                 a, b = (fields[j][name] for _, _, fields in lanes)
                 if id(x) in {id(y) for y in inside}:
                     x.__dict__[name] = self.stack(a, b) if not objects_in(a) else a
                 elif name == "rng" and id(x) in keys and a != b:
-                    # Each lane has drawn from its own, or none has.
+                    # Each lane has drawn from its own, or might have, or none has.
                     is_drawn = a != keys[id(x)][0] or b != keys[id(x)][1]
+                    is_drawn = is_drawn or x in drawn
                     x.__dict__[name] = kept[id(x)] if is_drawn else old[name]
                 else:
                     assert equal(a, b), f"the lanes wrote different values to {name}"

@@ -7,9 +7,9 @@ scope, the trace and the lanes allow it.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
 from program_models import (
     Both,
     Cell,
@@ -26,8 +26,6 @@ from program_models import (
 
 
 Path = tuple[str, ...]
-# What does not hold yet, and is not written.
-OFF = {"shared argument"}
 ANY = 99  # the level of a number that any lane may give
 
 
@@ -127,18 +125,13 @@ def related(a: Path, b: Path) -> bool:
 
 # --- Models ---------------------------------------------------------------------------
 
-_SMALL = {n: st.integers(0, n - 1) for n in range(1, 64)}
-
 
 class Drawing:
-    """Choices, each the smaller the simpler."""
+    """Choices, each the smaller the simpler; `below(n)` draws a number below n."""
 
-    def __init__(self, draw: Any):
-        self._draw = draw
+    def __init__(self, below: Callable[[int], int]):
+        self.below = below
         self.seeds = 0
-
-    def below(self, n: int) -> int:
-        return self._draw(_SMALL[n]) if n > 1 else 0
 
     def pick(self, options: Any) -> Any:
         return options[self.below(len(options))]
@@ -163,6 +156,16 @@ class Drawing:
     def model(self) -> Spec:
         stack = dataclasses.replace(self.leaf(), is_stack=True)
         return Spec(Net, (self.tree(2), stack), 3)
+
+
+def has_key(spec: Spec) -> bool:
+    return spec.cls is Noise or any(map(has_key, spec.children))
+
+
+def has_bare(spec: Spec) -> bool:
+    """Whether a module of Equinox is in it that is not part of an `es.Module`."""
+    is_open = spec.cls in (Wrap, list, tuple, dict)
+    return spec.cls is Plain or (is_open and any(map(has_bare, spec.children)))
 
 
 def nodes_of(node: Node) -> list[Node]:
@@ -209,8 +212,8 @@ def indented(lines: list[str]) -> list[str]:
 class Writer(Drawing):
     """Writes a program, statement by statement."""
 
-    def __init__(self, draw: Any, statements: Any, scopes: Any):
-        super().__init__(draw)
+    def __init__(self, below: Callable[[int], int], statements: Any, scopes: Any):
+        super().__init__(below)
         self.names = 0
         self.aliased: set[Path] = set()
         self.statements, self.scopes = statements, scopes
@@ -239,6 +242,8 @@ class Writer(Drawing):
     def block(self, ctx: Context, most: int = 2) -> list[str]:
         lines: list[str] = []
         for _ in range(1 + self.below(most)):
+            if self.expected is not None:
+                break  # what follows an error could hide it, or end in another
             new, ctx = self.statement(ctx)
             lines += new
         return lines
@@ -319,10 +324,12 @@ class Writer(Drawing):
         params: str = "x",
         head: tuple[str, ...] = (),
         tail: str = "x",
+        is_mapped: bool = False,
     ) -> tuple[list[str], str, list[str]]:
         """A function that reaches a module in some way.
 
-        Its lines, what to call, and the arguments that it takes before the others.
+        Its lines, what to call, and the arguments that it takes before the others;
+        if it is mapped, these are the same for all lanes.
         """
         how = self.pick(WAYS)
         nodes = inner.readable()
@@ -332,8 +339,18 @@ class Writer(Drawing):
         self.aliased.add(node.path)
 
         def reach(text: str) -> Context:
-            alias = dataclasses.replace(node, text=text, assign="")
-            return dataclasses.replace(inner, nodes=(*inner.nodes, *nodes_of(alias)))
+            alias, hidden = (
+                dataclasses.replace(node, text=text, assign=""),
+                inner.hidden,
+            )
+            is_one = is_mapped and how == "argument" and node.is_owned
+            if is_one and has_key(node.spec):
+                # All lanes have one key, and each its own in the closure: to use both
+                # is an error, `reaches_twice`.
+                alias = dataclasses.replace(alias, path=("argument", *node.path))
+                hidden = (*hidden, node.path)
+            nodes = (*inner.nodes, *nodes_of(alias))
+            return dataclasses.replace(inner, nodes=nodes, hidden=hidden)
 
         before: list[str] = []
         text, args, partial = name, [], ""
