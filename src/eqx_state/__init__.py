@@ -57,12 +57,12 @@ from ._tree._modes import (
     unfreeze as unfreeze,
 )
 from ._tree._parts import Part as Part, parts as parts
+from ._tree._rules import spec as spec
 from ._tree._select import (
     filter as filter,
     map as map,
     mask as mask,
     partition as partition,
-    spec as spec,
     update as update,
 )
 from ._tree._surgery import (

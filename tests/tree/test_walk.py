@@ -16,7 +16,8 @@ from zoo import CASES
 import eqx_state as es
 from eqx_state._kinds._annotations import Spec
 from eqx_state._tree._aliasing import find_shared
-from eqx_state._tree._walk import children, ROOT, walk
+from eqx_state._tree._context import ROOT
+from eqx_state._tree._walk import children, walk
 
 
 ONE = jnp.ones(1)

@@ -19,7 +19,7 @@ from .._transforms._mutable import carried, mutable
 from .._tree._base import is_eqx_module
 from .._tree._modes import eval
 from .._tree._surgery import map_modules
-from .._tree._walk import is_array
+from .._tree._walk import is_array, is_numpy
 
 
 @dataclasses.dataclass
@@ -154,7 +154,7 @@ def _calls(
     model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
 ) -> dict[str, Call]:
     # NumPy arrays in a model may be used as shapes.
-    parts = eqx.partition(model, lambda x: is_array(x) and not _is_numpy(x))
+    parts = eqx.partition(model, lambda x: is_array(x) and not is_numpy(x))
     args = eqx.partition(inputs, is_array)
 
     def call(arrays: tuple[Any, Any]) -> None:
@@ -166,10 +166,6 @@ def _calls(
 
     jax.eval_shape(call, (parts[0], args[0]))
     return recorder.calls
-
-
-def _is_numpy(x: Any) -> bool:
-    return not isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
 
 
 # --- In words -------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import equinox as eqx
 from .._compat import boundary
 from .._kinds._kinds import Parameter
 from .._state._init import as_initialized, Initializer
-from .._tree._base import is_eqx_module, is_module
+from .._tree._base import has_inference, is_eqx_module, is_module
+from .._tree._context import KeyPath, Kind
 from .._tree._filters import bind, trainable
 from .._tree._parts import parts
-from .._tree._walk import has_inference, is_array, KeyPath, Kind, name_of, Visit, walk
+from .._tree._walk import is_array, name_of, Visit, walk
 from ._calls import Call, model_of, record, show
 
 

@@ -14,7 +14,7 @@ from .._state._fit import is_numeric
 from .._state._init import check_initialized
 from .._tree._filters import bind_all, Filter
 from .._tree._parts import Part, part_of
-from .._tree._walk import AlikeKey, leaves, name_of
+from .._tree._walk import AlikeKey, is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
 
 
@@ -189,10 +189,6 @@ def shown(name: str) -> str:
     return name or "the array itself"
 
 
-def _is_numpy(x: Any) -> bool:
-    return isinstance(x, (np.ndarray, np.generic))
-
-
 def _copied(value: Any) -> Any:
     """A copy of `value`, if it is an array that could change; or else `value`."""
     is_constant = eqx.is_array(value) and not isinstance(value, np.ndarray)
@@ -211,11 +207,11 @@ def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
     if value.shape != leaf.shape:
         found.append(("wrong shape", f"{value.shape} instead of {leaf.shape}"))
     dtype = _native(value.dtype)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and _is_numpy(value):
+    if isinstance(leaf, jax.ShapeDtypeStruct) and is_numpy(value):
         # An abstract model has of a NumPy array what JAX will make of it.
         if is_numeric(dtype):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if _is_numpy(value) and not _is_numpy(leaf) and _is_too_wide(leaf.dtype):
+    if is_numpy(value) and not is_numpy(leaf) and _is_too_wide(leaf.dtype):
         text = f"JAX has no {leaf.dtype} while `jax_enable_x64` is off"
         found.append(("wrong dtype", text))
     elif dtype != _native(leaf.dtype):
@@ -245,7 +241,7 @@ def _placed_as(leaf: Any, value: Any) -> Any:
     """`value` as what the leaf is: of NumPy, or of JAX, and where the leaf lies."""
     if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
         return value
-    if _is_numpy(leaf):
+    if is_numpy(leaf):
         array = np.asarray(value, dtype=leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
     # An abstract leaf has a sharding if it was given one. An array that is not

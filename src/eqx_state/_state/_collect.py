@@ -10,10 +10,12 @@ from .._errors import TraceError
 from .._tree._aliasing import check_apart, flatten_apart
 from .._tree._base import get_place
 from .._tree._compare import same
+from .._tree._context import ROOT
 from .._tree._select import difference
-from .._tree._walk import drop_cached, is_array, ROOT, Visit, walk
+from .._tree._show import show
+from .._tree._walk import drop_cached, is_array, is_numpy, Visit, walk
 from .._tree._weak_types import to_strong
-from ._fit import as_jax, fit_leaf, is_numeric, same_type, show
+from ._fit import as_jax, fit_leaf, is_numeric, same_type
 from ._nn_shared import closed_copy, OpenShared
 from ._scope import Place, Scope
 from ._write import frozen, kind_at, kind_message
@@ -139,13 +141,13 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         raise frozen(kind_message(visit, visit.name, scope, old))
     if scope.initialise is None:
         new = fit_leaf(old, new, visit.name)
-    if isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype):
+    if is_numpy(new) and is_numeric(new.dtype):
         new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
     new = to_strong(new)
     if scope.initialise is None and is_array(old) and not same_type(old, new):
         raise ValueError(
-            f"`{visit.name}` was {show(old)} and is now {show(new)}. State keeps its"
-            " shape and dtype, so that a step is compiled once. Give it its final"
+            f"`{visit.name}` was `{show(old)}` and is now `{show(new)}`. State keeps"
+            " its shape and dtype, so that a step is compiled once. Give it its final"
             " shape and dtype when the model is made, or convert what is written:"
             " `value.astype(self.field.dtype)`."
         )

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._tree._base import is_eqx_module
-from .._tree._walk import is_array
+from .._tree._show import show
+from .._tree._walk import is_array, is_numpy
 from .._tree._weak_types import is_weak, NUMBERS
 
 
@@ -29,8 +29,8 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
         return new  # most of what is written
     if _is_struct(new) and not _is_struct(old):
         raise ValueError(
-            f"Cannot write `{name}`: {show(new)} is a `jax.ShapeDtypeStruct`, which has"
-            " a shape and a dtype and no values. Write an array:"
+            f"Cannot write `{name}`: `{show(new)}` is a `jax.ShapeDtypeStruct`, which"
+            " has a shape and a dtype and no values. Write an array:"
             " `jnp.zeros(struct.shape, struct.dtype)`."
         )
     if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
@@ -38,8 +38,8 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(old.dtype)
     is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
     if not is_number and not is_weak(new):
-        is_numpy = isinstance(new, (np.ndarray, np.generic)) and is_numeric(new.dtype)
-        if is_numpy and jax.dtypes.canonicalize_dtype(new.dtype) == dtype:
+        is_known = is_numpy(new) and is_numeric(new.dtype)
+        if is_known and jax.dtypes.canonicalize_dtype(new.dtype) == dtype:
             _check_range(old, new, dtype, name)
         return new
     with jax.numpy_dtype_promotion("standard"):
@@ -51,9 +51,9 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
     if promoted != dtype:
         # Without 64 bits JAX has no float64, which is what a Python float promotes to.
         other = jax.dtypes.canonicalize_dtype(promoted).name
-        given = f"the number {new!r}" if is_number else show(new)
+        given = f"the number {new!r}" if is_number else f"`{show(new)}`"
         raise ValueError(
-            f"Cannot write `{name}`: it holds {show(old)}, and {given} would make it"
+            f"Cannot write `{name}`: it holds `{show(old)}`, and {given} would make it"
             f" {other}. State keeps its dtype, or every step would be compiled"
             f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
             " the field of that dtype to begin with."
@@ -68,9 +68,9 @@ def _is_struct(x: Any) -> bool:
 
 def _check_range(old: Any, new: Any, dtype: Any, name: str) -> None:
     if not holds(dtype, new):
-        given = f"{new!r}" if type(new) is int else f"an integer in {show(new)}"
+        given = f"{new!r}" if type(new) is int else f"an integer in `{show(new)}`"
         raise ValueError(
-            f"Cannot write `{name}`: {given} does not fit into {show(old)}. Make the"
+            f"Cannot write `{name}`: {given} does not fit into `{show(old)}`. Make the"
             " field of a wider dtype to begin with."
         )
 
@@ -108,15 +108,11 @@ def as_jax(x: Any, name: str) -> jax.Array:
     dtype = jnp.result_type(x)
     if not holds(dtype, x):
         raise ValueError(
-            f"`{name}`: JAX makes {dtype.name} of {show(x)}, into which an integer does"
-            " not fit. Call `jax.config.update('jax_enable_x64', True)` when the"
+            f"`{name}`: JAX makes {dtype.name} of `{show(x)}`, into which an integer"
+            " does not fit. Call `jax.config.update('jax_enable_x64', True)` when the"
             " program starts, or use smaller numbers."
         )
     return jnp.array(x)
-
-
-def show(x: Any) -> str:
-    return f"`{eqx.tree_pformat(x, short_arrays=True)}`"
 
 
 def same_type(old: Any, new: Any) -> bool:

@@ -14,15 +14,15 @@ from .._compat import boundary
 from .._errors import NotInitializedError
 from .._tree._aliasing import check_apart, check_not_shared
 from .._tree._base import BaseModule, INIT_DONE, is_eqx_module, is_module
+from .._tree._context import Context, KeyPath, ROOT
 from .._tree._keys import as_key, is_typed, key_at
 from .._tree._walk import (
     children,
-    Context,
     copy_tree,
-    KeyPath,
+    is_leaf,
+    map_children,
     modules_in,
     name_of,
-    ROOT,
     Visit,
     walk,
 )
@@ -325,8 +325,7 @@ def _fill(before: Any, after: Any) -> Any:
     """`before`, with what it lacked (`None`, containers of nothing) from `after`."""
     if not walk(before):
         return after
-    below = children(before)
-    if below is None or type(before) is not type(after):
+    if is_leaf(before) or type(before) is not type(after):
         return before
     if is_eqx_module(before):
         filled = copy_tree(before)
@@ -340,5 +339,4 @@ def _fill(before: Any, after: Any) -> Any:
         filled.update({k: _fill(before.get(k), x) for k, x in given.items()})
         return filled
     new = dict(children(after) or [])
-    one_level = jtu.tree_structure(before, is_leaf=lambda x: x is not before)
-    return jtu.tree_unflatten(one_level, [_fill(x, new.get(key)) for key, x in below])
+    return map_children(lambda key, child: _fill(child, new.get(key)), before)

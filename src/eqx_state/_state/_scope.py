@@ -17,7 +17,8 @@ import jax.tree_util as jtu
 
 from .._compat import trace_state
 from .._tree._base import BaseModule, get_place, is_module, OPEN_SCOPES, set_place
-from .._tree._walk import Context, KeyPath, ROOT, Visit, walk
+from .._tree._context import Context, KeyPath, ROOT
+from .._tree._walk import Visit, walk
 from ._nn_shared import closed_copy, open_shared, OpenShared
 
 

@@ -14,7 +14,8 @@ import jax.tree_util as jtu
 
 from .._kinds._kinds import BatchStat, Buffer, OptState, Parameter, Rng, State, TreePart
 from .._tree._base import BaseModule
-from .._tree._walk import is_array, Kind, leaves
+from .._tree._context import Kind
+from .._tree._walk import is_array, leaves
 
 
 # Behind black text: light enough for that, and seen on white and on black.

@@ -7,25 +7,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from .._compat import has_escaped, trace_state
 from .._errors import TraceError
 from .._kinds._kinds import kind_name
-from .._tree._base import BaseModule, fields_of, get_place, is_module
-from .._tree._compare import same
-from .._tree._keys import is_key
-from .._tree._walk import (
-    Context,
+from .._tree._base import (
+    BaseModule,
     declared_fields,
-    is_array,
-    KeyPath,
-    leaves,
-    modules_in,
-    name_of,
-    Visit,
-    walk,
+    fields_of,
+    get_place,
+    is_module,
 )
+from .._tree._compare import same
+from .._tree._context import Context, KeyPath
+from .._tree._keys import is_key
+from .._tree._show import show
+from .._tree._walk import is_array, is_numpy, leaves, modules_in, name_of, Visit, walk
 from .._tree._weak_types import NUMBERS, strengthen_field, to_strong
 from ._fit import as_jax, fit, fit_leaf, is_numeric
 from ._scope import own, Place, Scope
@@ -102,14 +99,9 @@ def _check_kinds(
     A module that the scope owns already may move; what comes of it is seen at the end.
     """
     before = {v.path: v.node for v in leaves(old, path, context)}
-    moved: KeyPath | None = None
-    for visit in walk(new, path, context):
-        if moved is not None and visit.path[: len(moved)] == moved:
-            continue
-        if not visit.is_leaf:
-            moved = visit.path if _belongs_to(visit.node, scope) else None
-            continue
-        _check_kind(before.get(visit.path), visit, scope, where)
+    for visit in leaves(new, path, context, lambda x: _belongs_to(x, scope)):
+        if not is_module(visit.node):
+            _check_kind(before.get(visit.path), visit, scope, where)
 
 
 def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
@@ -234,10 +226,9 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
             " Sow it where it is computed, under the transform of `es`."
         )
     if not all(map(_is_sowable, values)):
-        shown = eqx.tree_pformat(value, short_arrays=True)
         raise TypeError(
             f"Cannot sow `{full_name}`: arrays, numbers and pytrees of them come out of"
-            f" a transform, and this is `{shown}`."
+            f" a transform, and this is `{show(value)}`."
         )
     value = jtu.tree_map(
         lambda x: x if isinstance(x, jax.Array) else as_jax(x, full_name), value
@@ -246,5 +237,4 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
 
 
 def _is_sowable(x: Any) -> bool:
-    is_numpy = isinstance(x, (np.ndarray, np.generic))
-    return is_numeric(x.dtype) if is_numpy else eqx.is_array_like(x)
+    return is_numeric(x.dtype) if is_numpy(x) else eqx.is_array_like(x)

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from .._kinds._kinds import is_kind, Rng
 from .._tree._base import BaseModule, get_place
 from .._tree._keys import is_key
-from .._tree._select import check_kinds, most_derived
+from .._tree._rules import check_kinds, most_derived
 from .._tree._walk import is_array, leaves, modules_in, Visit
 from ._lift import Lifted
 from ._transform import Transform

@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 from .._compat import is_mapped, spread_like
 from .._state._scope import is_owned
 from .._tree._keys import next_keys, num_key_axes, split_key
-from .._tree._select import check_kinds
+from .._tree._rules import check_kinds
 from .._tree._walk import flatten_with_path, name_of
 from ._axes import (
     argument_axes,

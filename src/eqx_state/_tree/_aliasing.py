@@ -7,7 +7,8 @@ import optax
 
 from .._kinds._kinds import State
 from ._base import is_module
-from ._walk import KeyPath, Visit, walk
+from ._context import KeyPath
+from ._walk import Visit, walk
 
 
 def find_shared(visits: list[Visit]) -> tuple[str, str] | None:

@@ -179,3 +179,25 @@ def get_place(module: eqx.Module) -> Any:
 def set_place(module: BaseModule, place: Any) -> None:
     """Put a module into a scope, or with `None` out of it."""
     own_data(module).place = place
+
+
+def dynamic_names(cls: type) -> list[str]:
+    """The fields of a module class that are children in the pytree, in their order."""
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if not f.metadata.get("static", False)]
+
+
+def field_names(module: Any) -> list[str]:
+    """The fields that a user has given a module, or sees in its repr."""
+    return [f.name for f in dataclasses.fields(module) if f.repr]
+
+
+def declared_fields(module: Any) -> str:
+    """A sentence for errors: the fields of a module's class."""
+    names = field_names(module)
+    return f"The fields are: {', '.join(names)}." if names else "It declares no fields."
+
+
+def has_inference(module: eqx.Module) -> bool:
+    """Whether a module has the flag of Equinox's layers, a bool called `inference`."""
+    return type(module.__dict__.get("inference")) is bool

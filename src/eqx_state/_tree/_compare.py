@@ -8,7 +8,8 @@ from typing import Any
 import jax.tree_util as jtu
 
 from ._base import is_eqx_module
-from ._walk import children, is_array, KeyPath, leaves, name_of
+from ._context import KeyPath
+from ._walk import children, is_array, leaves, name_of
 
 
 def first_difference(

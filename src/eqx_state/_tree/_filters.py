@@ -16,8 +16,9 @@ import jax.tree_util as jtu
 
 from .._kinds._kinds import is_kind, kind_name, Parameter, TreePart
 from ._compare import is_hole
+from ._context import KeyPath
 from ._parts import owners_of, Part
-from ._walk import flatten_with_path, is_array, KeyPath
+from ._walk import flatten_with_path, is_array
 
 
 Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]

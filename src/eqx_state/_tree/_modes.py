@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ._aliasing import copy_apart
-from ._base import is_module
+from ._base import has_inference, is_module
 from ._filters import selected_nodes
-from ._walk import has_inference, modules_in, set_flags, Visit
+from ._walk import modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import equinox as eqx
-
-from ._walk import is_array, KeyPath, Kind, leaves, Visit
+from ._context import KeyPath, Kind
+from ._show import show
+from ._walk import is_array, leaves, Visit
 
 
 class Part:
@@ -48,8 +48,7 @@ class Part:
 
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
-        value = eqx.tree_pformat(self.value, short_arrays=True)
-        return f"Part(name={self.name!r}, kind={kind}, value={value})"
+        return f"Part(name={self.name!r}, kind={kind}, value={show(self.value)})"
 
 
 def owners_of(part: Part) -> tuple[type, ...]:

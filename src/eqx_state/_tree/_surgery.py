@@ -5,10 +5,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
-import jax.tree_util as jtu
 
-from ._base import INFERENCE, INIT_DONE, is_eqx_module, is_module
-from ._walk import children, copy_tree, declared_fields, field_names, name_of, walk
+from ._base import (
+    declared_fields,
+    field_names,
+    INFERENCE,
+    INIT_DONE,
+    is_eqx_module,
+    is_module,
+)
+from ._context import KeyPath
+from ._walk import copy_tree, map_children, name_of, walk
 from ._weak_types import strengthen_field
 
 
@@ -66,14 +73,10 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
     """
     done: dict[int, tuple[Any, Any]] = {}  # with the node, or another has its `id` soon
 
-    def rebuild(node: Any, path: tuple[Any, ...]) -> Any:
-        if node is None or (below := children(node)) is None:
-            return node
+    def rebuild(node: Any, path: KeyPath) -> Any:
         if id(node) in done:
             return done[id(node)][1]
-        one_level = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
-        new = [rebuild(child, (*path, key)) for key, child in below]
-        out = jtu.tree_unflatten(one_level, new)
+        out = map_children(lambda key, child: rebuild(child, (*path, key)), node)
         if is_eqx_module(node):
             out = f(out, name_of(path))
             done[id(node)] = node, out

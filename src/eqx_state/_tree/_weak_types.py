@@ -8,12 +8,11 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from .._kinds._annotations import NOTHING, Spec
 from .._kinds._fields import declarations, declared_child
 from ._base import is_eqx_module
-from ._walk import children
+from ._walk import is_leaf, map_children
 
 
 NUMBERS: Final = (bool, int, float, complex)
@@ -26,18 +25,19 @@ def strengthen(value: Any, spec: Spec) -> Any:
     """
     if spec == NOTHING or is_eqx_module(value) or value is None:
         return value
-    below = children(value)
-    if below is None:
+    if is_leaf(value):
         return value if spec.kind is None else to_strong(value)
-    one_level = jtu.tree_structure(value, is_leaf=lambda x: x is not value)
-    inherited = Spec(kind=spec.kind)
-    new = []
-    for key, child in below:
+    is_changed = False
+
+    def strengthen_child(key: Any, child: Any) -> Any:
+        nonlocal is_changed
         inner = declared_child(spec, value, key)
-        new.append(strengthen(child, inherited if inner == NOTHING else inner))
-    if all(x is child for x, (_, child) in zip(new, below, strict=True)):
-        return value
-    return jtu.tree_unflatten(one_level, new)
+        new = strengthen(child, Spec(kind=spec.kind) if inner == NOTHING else inner)
+        is_changed |= new is not child
+        return new
+
+    new = map_children(strengthen_child, value)
+    return new if is_changed else value
 
 
 def strengthen_field(cls: type, name: str, value: Any) -> Any:

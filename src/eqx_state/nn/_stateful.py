@@ -10,9 +10,11 @@ from jaxtyping import Array
 from .._interop import labelled_index, strong_arrays, takes_key
 from .._kinds._kinds import BatchStat
 from .._state._module import Module
-from .._tree._base import BaseModule, is_module
+from .._tree._base import BaseModule, has_inference, is_module
 from .._tree._compare import same
-from .._tree._walk import has_inference, KeyPath, map_with_path, set_flags, Visit, walk
+from .._tree._context import KeyPath
+from .._tree._show import show
+from .._tree._walk import leaves, map_with_path, set_flags, Visit
 from .._tree._weak_types import is_weak
 
 
@@ -107,10 +109,9 @@ class Stateful(Module):
         options = {"key": key} if takes_key(layer) else {}
         result = layer(x, state, **options)
         if not _is_pair(result):
-            returned = eqx.tree_pformat(result, short_arrays=True)
             raise TypeError(
                 f"`{type(layer).__qualname__}` was called as `layer(x, state)`, and"
-                f" returned `{returned}` in place of `(y, state)`, with an"
+                f" returned `{show(result)}` in place of `(y, state)`, with an"
                 " `eqx.nn.State`. A layer that returns `y` alone has no state to keep:"
                 " it is used as it is, without `es.nn.Stateful`."
             )
@@ -148,16 +149,7 @@ def _is_node(x: Any) -> bool:
 
 def _indices(layer: Any) -> list[Visit]:
     """Every state index in `layer` that is not in an `es.Module`."""
-    found: list[Visit] = []
-    skipped: KeyPath | None = None
-    for visit in walk(layer):
-        if skipped is not None and visit.path[: len(skipped)] == skipped:
-            continue
-        if is_module(visit.node):
-            skipped = visit.path
-        elif _is_index(visit.node):
-            found.append(visit)
-    return found
+    return [v for v in leaves(layer, is_leaf=_is_node) if _is_index(v.node)]
 
 
 def _put(layer: Any, indices: dict[KeyPath, Any]) -> Any:
@@ -241,8 +233,8 @@ a part of it was given a part of the state, put that back: \
 
 
 def _same(old: Any, new: Any) -> bool:
-    leaves = zip(*map(jtu.tree_leaves, (old, new)), strict=True)
-    return all(same(a, b) for a, b in leaves)
+    pairs = zip(*map(jtu.tree_leaves, (old, new)), strict=True)
+    return all(same(a, b) for a, b in pairs)
 
 
 class _Hidden:

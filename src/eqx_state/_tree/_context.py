@@ -1,0 +1,98 @@
+"""What the way from the root of a tree to a node says about that node.
+
+Which kind an array has depends on every declaration that is passed on the way down. A
+`Context` is the sum of them.
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from .._kinds._annotations import NOTHING, Spec
+from .._kinds._fields import annotation_of, declared_child, declared_inside
+from .._kinds._kinds import Parameter, Rng, TreePart
+from ._base import BaseModule, is_eqx_module, is_module
+
+
+KeyPath: TypeAlias = tuple[Any, ...]
+Kind: TypeAlias = type[TreePart[Any]]
+
+
+class Context(NamedTuple):
+    """What the way down from the root says about the node that it has reached."""
+
+    spec: Spec = NOTHING  # what the annotation says about this node
+    kind: Kind | None = None  # the innermost declaration so far
+    covering: Kind | None = None  # the outermost covering one
+    unresolved: bool = False  # an annotation further in has no meaning
+    frozen: bool = False  # of the nearest `es.Module`
+    owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
+    field: str = ""  # the field of the nearest that leads here
+
+    def enter(self, node: Any, key: Any) -> "Context":
+        """The context of the child of `node` under `key`."""
+        if is_eqx_module(node):
+            is_es = is_module(node)
+            frozen = node.frozen if is_es else self.frozen
+            return self.field_of(type(node), frozen, key.name)
+        return self.declare(declared_child(self.spec, node, key))
+
+    def field_of(self, cls: type, frozen: bool, name: str) -> "Context":
+        """The context of a field of a module of this class."""
+        specs, below = declared_inside(cls, self.spec)
+        spec = specs.get(name, NOTHING)
+        around = self if below is NOTHING else self.declare(below)
+        owners = (*self.owners, cls)
+        context = Context(
+            spec, around.kind, around.covering, False, frozen, owners, name
+        )
+        return context.declare(spec)
+
+    def declare(self, spec: Spec) -> "Context":
+        if spec is NOTHING and self.spec is NOTHING:
+            return self
+        if spec.kind is None:
+            unresolved = self.unresolved or spec.unresolved
+            return self._replace(spec=spec, unresolved=unresolved)
+        covering = spec.kind if spec.kind.covering else None
+        return self._replace(
+            spec=spec,
+            kind=spec.kind,
+            covering=self.covering or covering,
+            unresolved=False,
+        )
+
+    @property
+    def owner(self) -> type | None:
+        """The class of the nearest module."""
+        return self.owners[-1] if self.owners else None
+
+    @property
+    def declared(self) -> Kind | None:
+        if self.unresolved and self.covering is None:
+            self._check_resolved()
+        return self.covering or self.kind
+
+    def _check_resolved(self) -> None:
+        # Equinox's own modules may say what they like.
+        if self.owner is not None and issubclass(self.owner, BaseModule):
+            annotation = annotation_of(self.owner, self.field)
+            raise TypeError(
+                f"The annotation `{self.owner.__qualname__}.{self.field}: {annotation}`"
+                " decides the kind of an array, and it cannot be resolved. Import the"
+                " name at run time (not only under `TYPE_CHECKING`), or declare the"
+                " kind around it: `es.Parameter[...]`. If it names a class made in a"
+                " function, the annotations in that class must not be strings."
+            )
+
+    def kind_of(self, array: Any) -> Kind | None:
+        """The effective kind of an array here; `None` if it has none."""
+        if (declared := self.declared) is not None:
+            return declared
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return Rng
+        return Parameter if jnp.issubdtype(array.dtype, jnp.inexact) else None
+
+
+ROOT = Context()
