@@ -20,8 +20,8 @@ from .._transforms._lift import Leaves, Lifted, Sown
 from .._transforms._mutable import is_bound_method
 from .._transforms._transform import Transform
 from .._tree._base import get_place
-from .._tree._context import KeyPath
 from .._tree._walk import name_of
+from .._typing import KeyPath
 from ._plan import ArraySlot, builder
 from ._signature import Signature, signature_of
 

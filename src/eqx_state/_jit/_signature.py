@@ -7,9 +7,9 @@ import jax.tree_util as jtu
 
 from .._state._scope import is_owned
 from .._transforms._lift import Lifted
-from .._tree._context import KeyPath
 from .._tree._static_values import is_hashable, structure, typed
 from .._tree._walk import modules_in, name_of
+from .._typing import KeyPath
 
 
 # Stand in a signature for what is not part of it; all that is, is in tuples.

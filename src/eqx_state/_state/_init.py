@@ -14,7 +14,7 @@ from .._compat import boundary
 from .._errors import NotInitializedError
 from .._tree._aliasing import check_apart, check_not_shared
 from .._tree._base import BaseModule, INIT_DONE, is_eqx_module, is_module
-from .._tree._context import Context, KeyPath, ROOT
+from .._tree._context import Context, ROOT
 from .._tree._keys import as_key, is_typed, key_at
 from .._tree._walk import (
     children,
@@ -27,6 +27,7 @@ from .._tree._walk import (
     walk,
 )
 from .._tree._weak_types import strengthen
+from .._typing import KeyPath
 from ._collect import check_written, collect, Snapshot
 from ._outside_scope import explain
 from ._scope import own, Scope

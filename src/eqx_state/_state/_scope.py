@@ -17,8 +17,9 @@ import jax.tree_util as jtu
 
 from .._compat import trace_state
 from .._tree._base import BaseModule, get_place, is_module, OPEN_SCOPES, set_place
-from .._tree._context import Context, KeyPath, ROOT
+from .._tree._context import Context, ROOT
 from .._tree._walk import Visit, walk
+from .._typing import KeyPath
 from ._nn_shared import closed_copy, open_shared, OpenShared
 
 

@@ -19,11 +19,12 @@ from .._tree._base import (
     is_module,
 )
 from .._tree._compare import same
-from .._tree._context import Context, KeyPath
+from .._tree._context import Context
 from .._tree._keys import is_key
 from .._tree._show import show
 from .._tree._walk import is_array, is_numpy, leaves, modules_in, name_of, Visit, walk
 from .._tree._weak_types import NUMBERS, strengthen_field, to_strong
+from .._typing import KeyPath
 from ._fit import as_jax, fit, fit_leaf, is_numeric
 from ._scope import own, Place, Scope
 

@@ -6,8 +6,8 @@ import jax.tree_util as jtu
 import optax
 
 from .._kinds._kinds import State
+from .._typing import KeyPath
 from ._base import is_module
-from ._context import KeyPath
 from ._walk import Visit, walk
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .._typing import KeyPath
 from ._base import is_eqx_module
-from ._context import KeyPath
 from ._walk import children, is_array, leaves, name_of
 
 

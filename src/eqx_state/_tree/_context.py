@@ -15,7 +15,6 @@ from .._kinds._kinds import Parameter, Rng, TreePart
 from ._base import BaseModule, is_eqx_module, is_module
 
 
-KeyPath: TypeAlias = tuple[Any, ...]
 Kind: TypeAlias = type[TreePart[Any]]
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._kinds._kinds import is_kind, kind_name, Parameter, TreePart
+from .._typing import KeyPath
 from ._compare import is_hole
-from ._context import KeyPath
 from ._parts import owners_of, Part
 from ._walk import flatten_with_path, is_array
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ._context import KeyPath, Kind
+from .._typing import KeyPath
+from ._context import Kind
 from ._show import show
 from ._walk import is_array, leaves, Visit
 

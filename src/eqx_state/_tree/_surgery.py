@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 
+from .._typing import KeyPath
 from ._base import (
     declared_fields,
     field_names,
@@ -14,7 +15,6 @@ from ._base import (
     is_eqx_module,
     is_module,
 )
-from ._context import KeyPath
 from ._walk import copy_tree, map_children, name_of, walk
 from ._weak_types import strengthen_field
 

@@ -18,6 +18,7 @@ import numpy as np
 from .._compat import MISSING
 from .._kinds._annotations import Spec
 from .._kinds._kinds import BatchStat, State
+from .._typing import KeyPath
 from ._base import (
     BaseModule,
     dynamic_names,
@@ -26,7 +27,7 @@ from ._base import (
     is_eqx_module,
     is_module,
 )
-from ._context import Context, KeyPath, Kind, ROOT
+from ._context import Context, Kind, ROOT
 
 
 _Tree = TypeVar("_Tree")

@@ -12,10 +12,10 @@ from .._kinds._kinds import BatchStat
 from .._state._module import Module
 from .._tree._base import BaseModule, has_inference, is_module
 from .._tree._compare import same
-from .._tree._context import KeyPath
 from .._tree._show import show
 from .._tree._walk import leaves, map_with_path, set_flags, Visit
 from .._tree._weak_types import is_weak
+from .._typing import KeyPath
 
 
 class Stateful(Module):
