@@ -38,7 +38,7 @@ def examples(session: nox.Session) -> None:
     """Run every example in full, or those named: each asserts its result."""
     session.install(".", *groups("examples"))
     folder = Path("examples").resolve()
-    names = session.posargs or sorted(path.stem for path in folder.glob("*.py"))
+    names = session.posargs or sorted(path.stem for path in folder.glob("[!_]*.py"))
     with session.chdir(session.create_tmp()):  # where the pictures go
         for name in names:
             session.run("python", str(folder / f"{name}.py"))

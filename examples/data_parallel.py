@@ -1,30 +1,28 @@
-"""Train one network on eight devices, and get what one device gets.
+"""Train one network on eight devices, with the result that one device gives.
 
-Every device has the whole network, and computes for its eighth of each batch: data
-parallelism, the first thing to try when one device is too slow. The devices are virtual
-ones of this machine's CPU; on real ones the program is the same. Nothing in the network
-or in its training step speaks of devices: where the arrays lie decides.
+Every device holds the whole network and computes on its eighth of each batch: data
+parallelism, the first thing to try when one device is too slow. The devices here are
+virtual ones of the CPU; on real ones the program is the same. Neither the network nor
+its training step mentions devices: JAX runs a program where its arrays are.
 
-- `es.spec` says by kind where things go: the network to all devices, as it is here, or
-  parameters in pieces, as in `sharded.py`, which runs in two processes.
-- Batch normalisation averages over the whole batch, not over a device's part of it.
-- Each image draws its own dropout mask, the same one on however many devices.
-- The step is compiled once, and would refuse arrays that lie elsewhere.
+- `es.spec` says by kind where arrays go. Here all of the network goes to every device;
+  in `sharded.py`, which runs in two processes, parameters are split.
+- Batch normalization averages over the whole batch, not over each device's part.
+- Each image draws its own dropout mask, the same on any number of devices.
 
-Run `python examples/data_parallel.py [output.png]`. The picture is written to
-`data_parallel.png` in the current directory if no path is given. It takes under a
-minute on two cores.
+Run `python examples/data_parallel.py [output.png]`; it takes under a minute on two
+cores.
 """
 
-# %% JAX reads this when it looks for devices. Not needed where there are eight.
+# %% JAX reads this when it looks for devices. It is not needed where there are eight.
 import os
 
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import sys
-from pathlib import Path
 
+import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -33,9 +31,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from rich.console import Console
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -43,10 +38,9 @@ import eqx_state as es
 
 
 BATCH_SIZE = 96
-OPTIMIZER = es.Optimizer(optax.sgd(0.1, momentum=0.9))
 
 
-# %% The network and the step: as on one device.
+# %% The network and the step, as for one device.
 def make_net(key: Key[Array, ""]) -> eqx.nn.Sequential:
     first, second, dropout, last = jr.split(key, 4)
     relu = eqx.nn.Lambda(jax.nn.relu)
@@ -64,22 +58,20 @@ def make_net(key: Key[Array, ""]) -> eqx.nn.Sequential:
     )
 
 
-def loss_fn(
-    model: eqx.nn.Sequential, images: Float[Array, "b 64"], labels: Int[Array, " b"]
-) -> Float[Array, ""]:
+def loss_fn(model, images: Float[Array, "b 64"], labels: Int[Array, " b"]):
     logits = es.vmap(model, axis_name="batch")(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 @es.jit
-def train_step(model, optimizer: es.Optimizer, images: Array, labels: Array):
+def step(model, optimizer, images, labels):
     (loss, model), grads = es.value_and_grad(loss_fn)(model, images, labels)
     model, optimizer = optimizer.update(grads, model)
-    return model, optimizer, loss
+    return loss, model, optimizer
 
 
-# %% Where things are: the network and the optimizer's state on every device, and of the
-# batch a part on each. All else follows from that.
+# %% Where arrays are: the network and the optimizer's state on every device, and a part
+# of the batch on each. Everything else follows from that.
 def on_each(devices, tree):
     places = es.spec(tree, {...: NamedSharding(Mesh(devices, "devices"), P())})
     arrays, rest = eqx.partition(tree, eqx.is_array)
@@ -91,131 +83,65 @@ def by_rows(devices, batch):
 
 
 def train(devices, images, labels, epochs: int):
-    """The model and optimizer, the losses, the compiled step, and the last batch."""
+    """The model and the optimizer, all losses, and the last batch."""
     model = make_net(jr.key(0))
-    trained = on_each(devices, (model, OPTIMIZER.init(model)))
+    optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
+    model, optimizer = on_each(devices, (model, optimizer))
     steps = len(images) // BATCH_SIZE
-    rng, losses, step = np.random.default_rng(0), [], None
+    rng, losses = np.random.default_rng(0), []
     for _ in range(epochs):
         batches = rng.permutation(len(images))[: steps * BATCH_SIZE]
         for rows in batches.reshape(steps, BATCH_SIZE):
             batch = by_rows(devices, (images[rows], labels[rows]))
-            if step is None:
-                step = train_step.lower(*trained, *batch).compile()
-            # What comes out lies where it was: the same program takes it again.
-            *trained, loss = step(*trained, *batch)
+            loss, model, optimizer = step(model, optimizer, *batch)
             # `float` waits for the step. Virtual devices share one pool of threads, and
-            # many steps at once can take all of them without one being able to finish.
+            # several steps at once can occupy all of them and block each other forever.
             losses.append(float(loss))
-    return trained, np.array(losses), step, batch
+    return model, optimizer, np.array(losses), batch
 
 
-def accuracy(model, images: Array, labels: Array) -> float:
-    logits = jax.vmap(es.eval(model), axis_name="batch")(images)
-    return float(jnp.mean(jnp.argmax(logits, axis=1) == labels))
-
-
-def numbers(x: Array) -> np.ndarray:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jr.key_data(x) if is_key else x)
-
-
-# %% The picture: which device has what of an array, and two curves that are one.
-def draw_sharding(axes, array: Array, title: str) -> None:
-    height, width = array.shape[0], array.shape[1] if array.ndim > 1 else 8
-    pieces: dict[tuple[int, int], list[int]] = {}
-    for shard in array.addressable_shards:
-        start, stop, _ = shard.index[0].indices(height)
-        pieces.setdefault((start, stop), []).append(shard.device.id)
-    for i, ((start, stop), ids) in enumerate(sorted(pieces.items())):
-        colour = f"C{i}" if len(pieces) > 1 else "0.85"
-        box = Rectangle((0, start), width, stop - start, fc=colour, ec="w", alpha=0.6)
-        axes.add_patch(box)
-        text = f"device {ids[0]}" if len(ids) == 1 else "whole, on\neach device"
-        middle = width / 2, (start + stop) / 2
-        axes.text(*middle, text, ha="center", va="center", fontsize=8)
-    shape = " x ".join(map(str, array.shape))
-    axes.set(xlim=(0, width), ylim=(height, 0), title=f"{title}\n{shape}")
-    axes.set(xticks=[], yticks=[])
-
-
-def plot(one, eight, arrays: dict[str, Array]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=[1.3, 1])
-    top, bottom = left.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    top.semilogy(one, lw=3, alpha=0.4, label="one device")
-    top.semilogy(eight, "k", lw=0.7, label="eight devices")
-    top.set(ylabel="training loss")
-    top.legend()
-    bottom.plot(np.abs(eight - one), "k", lw=0.7)
-    bottom.set(xlabel="step", ylabel="difference")
-    bottom.ticklabel_format(axis="y", scilimits=(0, 0))
-    axes = right.subplots(1, len(arrays))
-    for ax, (title, array) in zip(axes, arrays.items(), strict=True):
-        draw_sharding(ax, array, title)
-    return figure
-
-
-# %% The same training twice.
-def main(
-    epochs: int = 20,
-    path: str | Path = "data_parallel.png",
-    at_least: float = 0.96,
-    tolerance: float = 1e-5,
-) -> float:
+# %% Train on one device and on eight, and compare.
+def main(path="data_parallel.png", *, epochs=20, at_least=0.95) -> float:
     """The test accuracy of the network that was trained on eight devices."""
     digits = load_digits()
+    images, labels = np.float32(digits.data / 16), np.int32(digits.target)
     train_images, images, train_labels, labels = train_test_split(
-        np.float32(digits.data / 16),
-        np.int32(digits.target),
-        test_size=0.2,
-        stratify=digits.target,
-        random_state=0,
+        images, labels, test_size=0.2, stratify=labels, random_state=0
     )
     devices = jax.devices()
     assert len(devices) == 8, "XLA_FLAGS was set, or JAX was running, before this"
-    train_data = train_images, train_labels
-    _, one, step_alone, _ = train(devices[:1], *train_data, epochs)
-    trained, eight, step, batch = train(devices, *train_data, epochs)
-    model, _ = trained
+    _, _, one, _ = train(devices[:1], train_images, train_labels, epochs)
+    model, optimizer, eight, batch = train(devices, train_images, train_labels, epochs)
 
-    reached = accuracy(model, images, labels)
-    difference = np.abs(eight - one).max()
-    console = Console()
-    console.print(f"test accuracy {reached:.2%}")
-    console.print(f"largest difference of a loss from that on one: {difference:.1e}")
-    parts = {
-        "batch": batch[0],
-        "weights": model.layers[0].weight,
-        "statistics": model.layers[1].mean,
-    }
-    plot(one, eight, parts).savefig(path)
-    console.print(f"Losses, and what is where: {Path(path).resolve()}")
+    logits = jax.vmap(es.eval(model))(images)
+    accuracy = float(jnp.mean(jnp.argmax(logits, axis=1) == labels))
+    print(f"test accuracy {accuracy:.2%}")
+    print(f"largest difference of two losses: {abs(eight - one).max():.1e}")
+    weights, statistics = model.layers[0].weight, model.layers[1].mean
+    arrays = {"batch": batch[0], "weights": weights, "statistics": statistics}
+    _pictures.data_parallel(path, one, eight, arrays)
 
-    # Every device has twelve rows of its own, and a whole network.
-    images = batch[0].addressable_shards
-    assert [shard.data.shape for shard in images] == [(12, 64)] * 8
-    assert len({shard.index[0].start for shard in images}) == 8
-    for part in es.parts(trained):
+    # Each device has twelve rows of its own and a whole network, and they communicate.
+    assert {shard.data.shape for shard in batch[0].addressable_shards} == {(12, 64)}
+    for part in es.parts((model, optimizer)):
         assert part.value.sharding.device_set == set(devices), part.name
         assert part.value.sharding.is_fully_replicated, part.name
-    assert "all-reduce" in step.as_text()  # the devices do talk to one another
-
-    # A step from the same arrays gives the same arrays, up to rounding, before training
-    # and after. How far rounding takes two trainings apart depends on the processor.
-    untrained = make_net(jr.key(0))
-    for start in (untrained, OPTIMIZER.init(untrained)), trained:
-        *together, _ = step(*on_each(devices, start), *batch)
-        first = devices[:1]
-        *alone, _ = step_alone(*on_each(first, start), *by_rows(first, batch))
-        for part, expected in zip(es.parts(together), es.parts(alone), strict=True):
-            x, y = (numbers(p.value) for p in (part, expected))
-            np.testing.assert_allclose(x, y, atol=tolerance, err_msg=part.name)
-    assert difference <= 100 * tolerance, difference
-    assert reached >= at_least, reached
-    return reached
+    assert "all-reduce" in step.lower(model, optimizer, *batch).compile().as_text()
+    # One more step from the same arrays, on eight devices and on one: equal results up
+    # to rounding. How far rounding takes two trainings apart depends on the processor.
+    together = jax.block_until_ready(step(model, optimizer, *batch))
+    first = devices[:1]
+    alone = step(*on_each(first, (model, optimizer)), *by_rows(first, batch))
+    for part, expected in zip(es.parts(together), es.parts(alone), strict=True):
+        x, y = part.value, expected.value
+        if part.kind is es.Rng:
+            x, y = jr.key_data(x), jr.key_data(y)
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4, err_msg=part.name)
+    np.testing.assert_allclose(eight[:5], one[:5], rtol=1e-3, atol=1e-4)
+    assert accuracy >= at_least, accuracy
+    return accuracy
 
 
 # %%
 if __name__ == "__main__":
-    main(path=sys.argv[1] if len(sys.argv) > 1 else "data_parallel.png")
+    main(*sys.argv[1:])

@@ -1,8 +1,26 @@
 """The examples, shortened: that they run, and assert what they say."""
 
+import subprocess
+import sys
+
 import jax
+import jax.numpy as jnp
 import pytest
-from run_examples import example
+from run_examples import example, EXAMPLES
+
+
+@jax.numpy_dtype_promotion("standard")  # for `optax.adam`
+def test_quickstart_is_forty_lines_that_learn():
+    quickstart = example("quickstart")  # asserts its result
+    means = jnp.mean(quickstart.xs, axis=0)
+    assert jnp.allclose(quickstart.model[0].mean, means, atol=1e-4)
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
+
+
+def test_an_example_runs_from_another_folder(tmp_path):
+    command = [sys.executable, EXAMPLES / "linear_regression.py", "line.png"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
