@@ -240,8 +240,9 @@ def vmap(
         derived kind that matches counts; `...` stands for every other array; then come
         the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
         lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
-        once if a lane has drawn from it. A key that is assigned, the same in all lanes,
-        is kept. An ensemble is `axes={...: 0}`.
+        once if a lane has drawn from it, or a branch of `es.cond` or `es.switch` that
+        was not taken would have. A key that is assigned, the same in all lanes, is
+        kept. An ensemble is `axes={...: 0}`.
 
     **Returns:**
 
