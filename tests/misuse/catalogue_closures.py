@@ -159,7 +159,7 @@ UNDER = {
     "`jax.lax.map`": (
         lambda f, x: lax.map(f, x),
         inside(lambda layer, x: es.scan(lambda c, x: (c, layer(x)), None, x)),
-        "`es.vmap(f)(xs)`; one after the other: "
+        "`es.vmap(f)(xs)`; or one after the other, "
         "`es.scan(lambda carry, x: (carry, f(x)), None, xs)`",
         3,
     ),
@@ -190,7 +190,7 @@ UNDER = {
     "`jax.shard_map`": (
         shard_map,
         threaded_shard_map,
-        "`es.jit` of a model and data that lie on several devices; or `es.mutable` "
+        "`es.jit` with a model and data on several devices; or `es.mutable` "
         "inside, and return the model",
         1,
     ),
@@ -252,7 +252,7 @@ for name, custom in {"custom_jvp": custom_jvp, "custom_vjp": custom_vjp}.items()
         es.TraceError,
         TRACED,
         "`layer.count`",
-        instead="give the function values, and write around it",
+        instead="pass arrays to the function, and write outside of it",
     )
     def _(case, custom=custom):
         net = case.keep(Net(), XS)
@@ -311,7 +311,7 @@ for name, callback in CALLBACKS.items():
 
 @CLOSURES.works(
     "write state in `jax.pure_callback`, outside of `jit`",
-    "it is called at once, and the write arrives; under `jit` it is an error",
+    "it runs at once, and the write is kept; under `jit` it is an error",
     "let the callback return the value, and write it in the traced code",
 )
 def _(case):
@@ -323,7 +323,7 @@ def _(case):
 
 @CLOSURES.works(
     "write state under `jax.lax.associative_scan`",
-    "it is Python that calls the function, some log₂ n times, in no transform",
+    "Python calls the function, about log₂ n times, outside of any transform",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -335,8 +335,8 @@ def _(case):
 
 @CLOSURES.works(
     "write state under `jax.lax.scan` and `jax.disable_jit`",
-    "the loop is one of Python, and every write arrives",
-    "`es.scan`, which is right without `jax.disable_jit`, too",
+    "it is a Python loop, and every write is kept",
+    "`es.scan`, which also works without `jax.disable_jit`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -392,8 +392,8 @@ def _(case):
 
 
 @CLOSURES.works(
-    "catch a `TraceError`, and go on",
-    "what failed has written nothing; what is called then, does",
+    "catch a `TraceError` and go on",
+    "the failed call wrote nothing; later calls work",
 )
 def _(case):
     net = case.keep(Net(), XS)

@@ -39,7 +39,7 @@ def _(case):
 
 @FILES.works(
     "save in a call",
-    "the state of that moment is saved",
+    "the state at that moment is saved",
     "save the model that the call returns",
 )
 def _(case):
@@ -93,8 +93,8 @@ def _(case):
 
 @FILES.works(
     "load a file that lacks some arrays, or has more",
-    "with `strict=False`: what is not there stays as in `like`",
-    "`es.load(path, like, strict=False)`; a filter, if you know what is there",
+    "with `strict=False` missing arrays stay as in `like`",
+    "`es.load(path, like, strict=False)`; or a filter, if you know what the file has",
 )
 def _(case):
     net, like = case.keep(Net(), XS), case.keep({"layer": Layer(), "other": XS})
@@ -130,7 +130,7 @@ def _(case):
 
 @FILES.works(
     "pickle a model, or a threaded call, and send it to another process",
-    "what arrives is frozen, and works",
+    "the copy is frozen, and works",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -144,7 +144,7 @@ def _(case):
 
 @FILES.works(
     "pickle or copy a model in a call",
-    "a frozen model with the state of that moment",
+    "the copy is frozen and has the state at that moment",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -177,7 +177,7 @@ def _(case):
 
 @FILES.works(
     "compare models by `==`",
-    "by value, as `eqx.tree_equal`; in modes they differ, too",
+    "they are compared by value, like `eqx.tree_equal`, including modes",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -188,8 +188,8 @@ def _(case):
 
 @FILES.works(
     "copy by `dataclasses.replace(model, …)`",
-    "a new model from `__init__`, and therefore in train mode, unfrozen",
-    "`model.replace(…)`, which keeps the modes and runs no `__init__`",
+    "the new model comes from `__init__`, so it is in train mode and not frozen",
+    "`model.replace(…)`, which keeps the modes and does not run `__init__`",
 )
 def _(case):
     layer = case.keep(Layer(), XS)
@@ -199,8 +199,8 @@ def _(case):
 
 @FILES.works(
     "append to a list in a static field",
-    "Python's list is one and the same in all copies: the caller's grows, too",
-    "`es.State`; or return what is to be collected; or `self.sow`, `es.capture`",
+    "all copies share Python's list, so the caller's grows, too",
+    "`es.State`; or return the values; or `self.sow` with `es.capture`",
 )
 def _(case):
     class Log(es.Module):
@@ -342,7 +342,7 @@ def _(case):
 
 
 @HABITS.raises(
-    "give the inputs to `es.mutable` itself: `es.mutable(model, x)`",
+    "pass the inputs to `es.mutable` itself: `es.mutable(model, x)`",
     TypeError,
     "takes 1 positional argument but 2 were given",
     instead="`es.mutable(model)(x)`",
@@ -368,7 +368,7 @@ def _(case):
 
 @HABITS.works(
     "thread state by hand, as with `eqx.nn.State`",
-    "a model with its state in it is one value: it is passed, and returned",
+    "a model with its state is one value: pass it and return it",
     "`es.to_equinox(model)`, where `layer(x, state)` is expected",
 )
 def _(case):
@@ -383,7 +383,7 @@ def _(case):
 
 @HABITS.works(
     "keep the pure pair of `es.functional`, and drop the new state",
-    "the same call returns the same",
+    "the same call returns the same result",
     "`y, state = apply(params, state, x)`",
 )
 def _(case):

@@ -118,12 +118,12 @@ COPYING = {
     "an `eqx.filter_custom_vjp` function": (
         filter_custom_vjp,
         inside(lambda layer, x: layer(filter_custom_vjp(layer.eval(), x))),
-        "pass it `self.layer.eval()`, or only parameters, and write around it",
+        "pass it `self.layer.eval()`, or only parameters, and write outside of it",
     ),
     "an `eqx.filter_custom_jvp` function": (
         filter_custom_jvp,
         inside(lambda layer, x: layer(filter_custom_jvp(layer.eval(), x))),
-        "pass it `self.layer.eval()`, or only parameters, and write around it",
+        "pass it `self.layer.eval()`, or only parameters, and write outside of it",
     ),
     "eqx.filter_shard(self.layer, sharding)(x)": (
         filter_shard,
@@ -357,8 +357,8 @@ def _(case):
 
 
 @DECORATED.works(
-    "do not return the new model from a jitted step",
-    "the model outside stays as it was, as any argument of a pure function",
+    "return a jitted step's loss without its new model",
+    "the model outside is unchanged, like any argument of a pure function",
     "`return loss, model`, and `loss, model = step(model, xs)`",
 )
 def _(case):
@@ -389,7 +389,7 @@ def _(case):
 
 @DECORATED.works(
     "close over a model in `es.jit`, and rebind the name",
-    "what is closed over is traced like an argument, so that the new model is used",
+    "closures are traced like arguments, so the new model is used",
 )
 def _(case):
     net, traces = case.keep(Net(), XS), []

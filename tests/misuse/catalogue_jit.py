@@ -16,7 +16,7 @@ STATIC = Theme("Functions and static values under `es.jit`")
 
 @STATIC.works(
     "share a dict with a module in it between two functions under `es.jit`",
-    "they share it there, too: what one puts into it, the other sees",
+    "they share it there, too: one sees what the other puts into it",
     "arguments and results",
 )
 def _(case):
@@ -62,7 +62,7 @@ def _(case):
 @STATIC.works(
     "pass `es.jit` a `functools.partial`, an optax transformation, a bound method",
     "static values, compared as Python compares them; make a partial once",
-    "make it outside of the loop: a new partial is a new program",
+    "make it outside of the loop: a new partial compiles again",
 )
 def _(case):
     traces = []
@@ -100,7 +100,7 @@ def _(case):
 
 @STATIC.works(
     "call one jitted function on modules of one scope, then of two",
-    "each has a program of its own, and each write its own scope",
+    "each case has its own program, and each write reaches its own scope",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -132,7 +132,7 @@ class Scale:
 
 @STATIC.works(
     "pass `es.jit` a dataclass with an `__eq__` of its own, or with `compare=False`",
-    "it is compared as it says",
+    "`es.jit` compares it as the class says",
 )
 def _(case):
     f = es.jit(lambda scale, x: scale._factor * x)
@@ -153,8 +153,8 @@ def _(case):
 
 
 @STATIC.works(
-    "return what is nested hundreds of levels deep from `es.jit`",
-    "it is taken apart and put together by JAX, as for `eqx.filter_jit`",
+    "return a result that is nested hundreds of levels deep from `es.jit`",
+    "JAX flattens it, as for `eqx.filter_jit`",
 )
 def _(case):
     def nested(x):
@@ -166,7 +166,7 @@ def _(case):
 
 
 @STATIC.raises(
-    "jit what cannot be called: `es.jit(None)`, a property",
+    "jit an object that cannot be called: `es.jit(None)`, a property",
     TypeError,
     "which cannot be called",
     "@property",

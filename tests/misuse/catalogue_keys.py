@@ -34,8 +34,8 @@ def _(case):
 
 
 @KEYS.works(
-    "draw from `self.rng`, and do not advance it",
-    "every call draws the same; `jax.debug_key_reuse(True)` finds it",
+    "draw from `self.rng` without advancing it",
+    "every call draws the same numbers; `jax.debug_key_reuse(True)` finds it",
     "`self.rng, key = jax.random.split(self.rng)`",
 )
 def _(case):
@@ -50,7 +50,7 @@ def _(case):
 
 @KEYS.works(
     "call a model twice, and drop the first new one",
-    "the same numbers again: a call is a pure function of the model",
+    "it draws the same numbers again: a call is a pure function of the model",
     "`y, model = es.mutable(model)(x)`",
 )
 def _(case):
@@ -64,7 +64,7 @@ def _(case):
 
 @KEYS.works(
     "make two layers with one key",
-    "both draw the same, as in Equinox",
+    "both draw the same numbers, as in Equinox",
     "`model = es.reseed(model, key)`: a key for each place",
 )
 def _(case):
@@ -79,7 +79,7 @@ def _(case):
 
 
 @KEYS.works(
-    "draw in a lane of `es.vmap` from the one key of the layer",
+    "draw in the lanes of `es.vmap` from the one key of a layer",
     "each lane draws its own numbers, and the key advances once",
 )
 def _(case):
@@ -106,7 +106,7 @@ def _(case):
 
 
 @KEYS.raises(
-    "call an `es.nn.Dropout` in train mode, with no scope",
+    "call an `es.nn.Dropout` in train mode, without a scope",
     FROZEN,
     "this one is in no scope of `es.mutable`",
     "`Dropout.rng`",
@@ -144,7 +144,7 @@ def _(case):
 
 
 @KEYS.raises(
-    "call an `es.RngStream` in eval mode, with no scope",
+    "call an `es.RngStream` in eval mode, without a scope",
     FROZEN,
     "A `RngStream` writes in train and in eval mode alike",
     "this one is in no scope of `es.mutable`",
@@ -166,11 +166,11 @@ def _(case):
 
 
 @KEYS.raises(
-    "keep a legacy key, an array of `uint32`, in a field with no kind",
+    "keep a legacy key, an array of `uint32`, in a field without a kind",
     FROZEN,
     "is an array without a kind",
     "Legacy.rng`",
-    instead="`rng: es.Rng`; a typed `jax.random.key` is one of itself",
+    instead="`rng: es.Rng`; a typed `jax.random.key` does not need it",
 )
 def _(case):
     class Legacy(Draw):

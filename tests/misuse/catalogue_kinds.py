@@ -68,7 +68,7 @@ def _(case):
 
 
 @KINDS.raises(
-    "assign a kind in the class, with no annotation: `w = es.Parameter`",
+    "assign a kind in the class, without an annotation: `w = es.Parameter`",
     TypeError,
     "is a kind",
     "Assigned.w`",
@@ -97,7 +97,7 @@ def _(case):
 
 
 @KINDS.raises(
-    "put a kind on a static field",
+    "give a static field a kind",
     TypeError,
     "a static field is part of the tree's structure",
     "Drop one of the two",
@@ -127,7 +127,7 @@ def _(case):
 
 @KINDS.works(
     "declare kinds inside a `NamedTuple`, a `TypedDict` or a dataclass",
-    "they are read where a field is annotated with it: `stats: Stats`",
+    "they are read if a field is annotated with it: `stats: Stats`",
 )
 def _(case):
     class Stats(NamedTuple):
@@ -149,8 +149,8 @@ def _(case):
 
 
 @KINDS.works(
-    "say a kind for a type variable: `box: Box[dict[str, es.BatchStat]]`",
-    "it is the kind of what the fields of `Box` annotate with the variable",
+    "bind a type variable to a kind: `box: Box[dict[str, es.BatchStat]]`",
+    "the fields of `Box` that are annotated with the variable have that kind",
 )
 def _(case):
     class Box(es.Module, Generic[_T]):
@@ -261,7 +261,7 @@ for title, before, wrong, right, hints, instead in (
         "give the field its final shape, and mask",
     ),
     (
-        "write a number where there was an array of several",
+        "write a number into a state of several elements",
         XS,
         0.0,
         jnp.zeros(3),
@@ -310,8 +310,8 @@ def _(case):
     "`count`",
     "i32[]",
     "a wider dtype",
-    instead="a wider dtype from the start; a traced integer wraps, as everywhere "
-    "in JAX",
+    instead="a wider dtype from the start; a traced integer wraps around, as "
+    "everywhere in JAX",
 )
 def _(case):
     model = case.keep(Layer(), XS)
@@ -365,8 +365,8 @@ for title, before, change, instead in (
 
 
 @SHAPES.works(
-    "begin with a Python number as state, and write numbers and weak types",
-    "the field is a strongly typed array from the start: a loop is compiled once",
+    "begin with a Python number, and write numbers and weak types",
+    "the field is a strongly typed array from the start, so a loop compiles once",
 )
 def _(case):
     class Mixed(es.Module):
@@ -389,7 +389,7 @@ def _(case):
 
 @SHAPES.works(
     "write NumPy scalars into state: `self.mean = np.float64(x)`",
-    "they become JAX arrays, of the dtype that JAX makes of theirs",
+    "they become JAX arrays, of the dtype that JAX gives them",
 )
 def _(case):
     model = case.keep(Memory(jnp.array(0.0)), jnp.array(1.0))

@@ -102,7 +102,7 @@ def _(case):
 
 
 @LIFTED.raises(
-    "give `axes` for a kind that the model does not have",
+    "pass `axes` for a kind that the model does not have",
     ValueError,
     "is of that kind",
     "`Cache`",
@@ -121,7 +121,7 @@ def _(case):
 
 @LIFTED.works(
     "pass a number, or another value that is not an array, to `es.vmap`",
-    "it is passed on as it is; JAX's own raises an error",
+    "it is passed on unchanged; JAX's own raises an error",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -131,8 +131,8 @@ def _(case):
 
 @LIFTED.works(
     "assign a key in the lanes of `es.vmap`: `self.rng = key`",
-    "the same key in all lanes is kept; where the lanes draw each from its own key, the"
-    " model's advances once",
+    "the same key in all lanes is kept; if each lane draws from its own key, the "
+    "model's key advances once",
 )
 def _(case):
     model = case.keep(Draw(), XS)
@@ -263,8 +263,8 @@ def _(case):
 
 
 @LIFTED.works(
-    "carry a module through `es.scan`, and drop what comes back",
-    "the carry is a value: who drops it keeps the module as it was",
+    "carry a module through `es.scan`, and drop the new one",
+    "the carry is a value: without it the module is unchanged",
     "`self.cell, ys = es.scan(step, self.cell, xs)`",
 )
 def _(case):
@@ -287,7 +287,7 @@ def _(case):
 
 
 @LIFTED.raises(
-    "change a list of modules by a function that has it from outside",
+    "change a list of modules that a function closes over",
     es.TraceError,
     "was changed",
     "from outside",
@@ -338,7 +338,7 @@ def _(case):
 
 @LIFTED.works(
     "rebind a model that a recursive function under `es.jit` closes over",
-    "the next call, and each call in it, takes the new one",
+    "the next call, and each call in it, uses the new one",
 )
 def _(case):
     model = case.keep(Layer())
@@ -353,7 +353,7 @@ def _(case):
 
 
 @LIFTED.works(
-    "initialise a model that a function under `es.vmap` closes over",
+    "initialize a model that a function under `es.vmap` closes over",
     "each lane draws its own",
     "the same, or `es.vmap(model.init)(keys)`",
 )
@@ -371,7 +371,7 @@ def _(case):
 
 @LIFTED.works(
     "read state under `es.jit` through an object that is not a pytree",
-    "it is a constant of the program, as in `jax.jit`",
+    "it is a constant of the program, as under `jax.jit`",
     "close over the module, or over a list or a dict of modules",
 )
 def _(case):
@@ -425,7 +425,7 @@ def _(case):
 
 
 @LIFTED.raises(
-    "scan over layers that are no stack",
+    "scan over layers that are not a stack",
     ValueError,
     "has shape (), and no first axis to scan over",
     "eqx.filter_vmap(make_layer)",
@@ -513,7 +513,7 @@ def _(case):
 
 @LIFTED.works(
     "keep state in a dict whose keys print alike",
-    "each is its own, by its place; only messages use names",
+    "each has its own place; only messages use names",
 )
 def _(case):
     class Key:
@@ -593,7 +593,7 @@ def _(case):
 
 
 @LIFTED.raises(
-    "return all losses from a loss function",
+    "return several losses from a loss function",
     TypeError,
     "and a gradient needs one real number",
     "`f32[3]`",
@@ -611,7 +611,7 @@ def _(case):
 
 @LIFTED.works(
     "sow without `es.capture`",
-    "nothing is kept, and nothing is written; it costs nothing",
+    "nothing is kept or written, and it costs nothing",
     "`(y, model), sown = es.capture(model)(x)`",
 )
 def _(case):
@@ -638,7 +638,7 @@ def _(case):
 
 
 @LIFTED.raises(
-    "capture what is threaded already: `es.capture(es.mutable(model))`",
+    "capture a threaded function: `es.capture(es.mutable(model))`",
     TypeError,
     "was given a transform that does so on a copy of its own",
     "es.capture(model)(x)",
@@ -653,7 +653,7 @@ def _(case):
 
 @LIFTED.works(
     "capture a gradient: `es.capture(es.value_and_grad(loss_fn))`",
-    "what is sown in the loss comes out beside the gradients, and the state comes back",
+    "what the loss sows comes out beside the gradients, and so does the new state",
     "`((loss, model), grads), sown = es.capture(es.value_and_grad(loss_fn))(model, x)`",
 )
 def _(case):

@@ -62,7 +62,7 @@ def _(case):
 
 @PLACES.works(
     "share an Equinox layer without state between two places",
-    "its weights are two leaves, as always in Equinox",
+    "its weights are two leaves, as in Equinox",
     "`eqx.nn.Shared`, to train them as one",
 )
 def _(case):
@@ -108,8 +108,8 @@ def _(case):
 
 
 @PLACES.works(
-    "call `es.mutable` in a call, and drop the model that it returns",
-    "a scope of its own: what is written in it is dropped with it",
+    "call `es.mutable` in a call, and drop the new model",
+    "it is its own scope: its writes are dropped with its model",
     "`y, self.layer = es.mutable(self.layer)(x)`, or just `y = self.layer(x)`",
 )
 def _(case):
@@ -124,7 +124,7 @@ def _(case):
 
 
 @PLACES.works(
-    "call a module from itself",
+    "call a module recursively",
     "each call writes, one after the other",
 )
 def _(case):

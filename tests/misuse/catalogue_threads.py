@@ -76,7 +76,7 @@ def _(case):
 
 @COPIED.works(
     "return `self`, or a layer, from a call",
-    "what comes out is an ordinary frozen module with the state of that moment",
+    "the result is an ordinary frozen module with the state at that moment",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -151,7 +151,7 @@ def in_thread(f, *args):
 
 @COPIED.works(
     "write in another thread while the call runs",
-    "it arrives, if the call waits for the thread",
+    "the write is kept if the call waits for the thread",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -258,8 +258,8 @@ def _(case):
 
 
 @COPIED.works(
-    "raise an exception half-way, after some state was written",
-    "the exception comes out, and the model is as it was",
+    "raise an exception after some state was written",
+    "the exception propagates, and the model is unchanged",
 )
 def _(case):
     net, kept = case.keep(Net(), XS), []
@@ -276,8 +276,8 @@ def _(case):
 
 
 @COPIED.works(
-    "catch an exception out of `es.vmap` or `es.scan` in a call",
-    "what the failed transform wrote is dropped as a whole, what came before stays",
+    "catch an exception from `es.vmap` or `es.scan` in a call",
+    "the writes of the failed transform are dropped, earlier ones are kept",
 )
 def _(case):
     net = case.keep(Net(), XS)

@@ -18,8 +18,8 @@ TRAINING = Theme("The optimizer")
 
 
 @MODES.works(
-    "drop what `train`, `eval`, `freeze`, `update`, `replace` or `init` return",
-    "nothing has changed: each returns a new model",
+    "drop the result of `train`, `eval`, `freeze`, `update`, `replace` or `init`",
+    "nothing changes: each returns a new model",
     "`model = model.eval()`",
 )
 def _(case):
@@ -36,7 +36,7 @@ def _(case):
 
 @MODES.works(
     "use the model from before the call again",
-    "it is as it was, and the same call returns the same",
+    "it is unchanged, and the same call returns the same result",
     "`y, model = es.mutable(model)(x)`",
 )
 def _(case):
@@ -47,9 +47,9 @@ def _(case):
 
 
 @MODES.works(
-    "forget `eval` where the model is tested, in `es.mutable`",
-    "train mode: statistics are written, in the new model",
-    "`model.eval()(x)`, for which there need be no scope",
+    "forget `eval` when you test a model in `es.mutable`",
+    "it runs in train mode, and the new model has other statistics",
+    "`model.eval()(x)`, which does not need a scope",
 )
 def _(case):
     norm = case.keep(es.nn.BatchNorm(3), XS[None])
@@ -106,7 +106,7 @@ def _(case):
 
 
 @MODES.raises(
-    "call a layer that `es.lazy` has put off, directly",
+    "call a layer made by `es.lazy` directly",
     es.NotInitializedError,
     "a placeholder for a value",
     "model = model.init(42)",
@@ -122,8 +122,8 @@ def _(case):
 
 @MODES.works(
     "call `init` twice",
-    "what is initialised keeps its values; another key changes nothing",
-    "make the model anew; for the random keys `es.reseed`",
+    "initialized values stay; another key changes nothing",
+    "make a new model; for the random keys `es.reseed`",
 )
 def _(case):
     model = es.init([es.lazy(eqx.nn.Linear, 3, 1)], 0)
@@ -182,7 +182,7 @@ def _(case):
 
 
 @MODES.raises(
-    "hold an `eqx.nn.BatchNorm` as it is, and call it without its state",
+    "hold a bare `eqx.nn.BatchNorm`, and call it without its state",
     TypeError,
     "missing 1 required positional argument: 'state'",
     instead="`es.nn.Stateful(eqx.nn.BatchNorm(…))`, or `es.nn.BatchNorm`",
@@ -228,12 +228,12 @@ def _(case):
 
 
 @MODES.raises(
-    "wrap a layer in `es.nn.Stateful` that has no state",
+    "wrap a layer without state in `es.nn.Stateful`",
     TypeError,
     "holds no `eqx.nn.StateIndex`",
     "`Linear`",
     "A layer without state is used as it is",
-    instead="the layer as it is",
+    instead="use the layer itself",
 )
 def _(case):
     linear = case.keep(eqx.nn.Linear(3, 3, key=jr.key(0)))
@@ -320,11 +320,11 @@ def _(case):
 
 
 @TRAINING.raises(
-    "update another model than that of `init`",
+    "update a model other than that of `init`",
     ValueError,
     "is not what `init` was given",
     "es.Optimizer(tx).init(model)",
-    instead="an optimizer for each model; a fresh one after freezing or surgery",
+    instead="an optimizer for each model; a new one after freezing or surgery",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -336,7 +336,7 @@ def _(case):
 
 
 @TRAINING.raises(
-    "give the model to `es.Optimizer` itself: `es.Optimizer(model, tx)`, "
+    "pass the model to `es.Optimizer` itself: `es.Optimizer(model, tx)`, "
     "`es.Optimizer(tx, model)`",
     TypeError,
     "The model is given to `init`",
@@ -351,7 +351,7 @@ def _(case):
 
 
 @TRAINING.raises(
-    "give `es.Optimizer` a learning rate, or a function of optax: "
+    "pass `es.Optimizer` a learning rate, or a function of optax: "
     "`es.Optimizer(optax.adam)`",
     TypeError,
     "`tx` is an optax transformation",
@@ -366,7 +366,7 @@ def _(case):
 
 
 @TRAINING.raises(
-    "update with gradients of other shapes, those of each example for instance",
+    "update with gradients of other shapes, for instance one for each example",
     ValueError,
     "A gradient has the shape of its parameter",
     "layer.weight",
@@ -391,7 +391,7 @@ def _(case):
     "is not what `init` was given",
     "layer.weight",
     "es.Optimizer(tx).init(model)",
-    instead="a fresh optimizer",
+    instead="a new optimizer",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -403,7 +403,7 @@ def _(case):
 
 @TRAINING.works(
     "use `optax.lookahead`",
-    "the model is a pair, and the gradients are those of its `fast`",
+    "the model is a pair; pass the gradients of its `fast`",
     "`optimizer.init(optax.LookaheadParams(model, model))`",
 )
 def _(case):
@@ -419,7 +419,7 @@ def _(case):
 
 
 @TRAINING.raises(
-    "mix up the arguments: `optimizer.update(model, grads)`",
+    "swap the arguments: `optimizer.update(model, grads)`",
     ValueError,
     "The gradients come first",
     "layer.count",
@@ -448,8 +448,8 @@ def _(case):
 
 
 @TRAINING.works(
-    "decay the weights, and keep constants in a wrapper such as `paramax.NonTrainable`",
-    "the wrapper stops gradients, not the decay: leave it out by its class",
+    "use weight decay with constants in a wrapper such as `paramax.NonTrainable`",
+    "the wrapper stops gradients, not the decay: exclude its class",
     "`wrt=es.all_of(es.trainable, es.not_(es.inside(paramax.NonTrainable)))`",
 )
 def _(case):
@@ -474,7 +474,7 @@ def _(case):
 @TRAINING.works(
     "differentiate a frozen model",
     "its gradients are `None`, and an update changes nothing",
-    "`model.unfreeze()`, and a fresh optimizer",
+    "`model.unfreeze()`, and a new optimizer",
 )
 def _(case):
     net = case.keep(Net().freeze(), XS)
@@ -499,7 +499,7 @@ def _(case):
 
 
 @TRAINING.works(
-    "unpack a gradient as JAX's: `loss, grads = es.value_and_grad(loss_fn)(model)`",
+    "unpack the result like JAX's: `loss, grads = es.value_and_grad(loss_fn)(model)`",
     "`loss` is the pair `(loss, model)`; with the old model its state is dropped",
     "`(loss, model), grads = es.value_and_grad(loss_fn)(model)`",
 )
@@ -516,8 +516,8 @@ def _(case):
 
 
 @TRAINING.works(
-    "update a model whose gradients are those before the call, state and all",
-    "only parameters are updated; state comes from the model that is given",
+    "update the model from before the call with its gradients",
+    "only parameters are updated; the state is that of the model you pass",
 )
 def _(case):
     net = case.keep(Net(), XS)

@@ -24,7 +24,7 @@ def both(a, b, x):
 
 
 @OUTSIDE.raises(
-    "call a model in train mode, as it is",
+    "call a model in train mode directly",
     FROZEN,
     "this one is in no scope of `es.mutable`",
     "`Layer.count`",
@@ -41,7 +41,7 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "call a model in eval mode that writes without asking for the mode",
+    "call a model in eval mode that writes without checking `self.training`",
     FROZEN,
     "It is in eval mode, and writes all the same",
     "Always.count`",
@@ -150,13 +150,13 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "call a model that `es.mutable` was not given, but its function closes over",
+    "call a model that the function of `es.mutable` closes over",
     FROZEN,
     "has it from outside, as `teacher`",
     "`Layer.count`",
     "argnums=(0, 1)",
     "teacher.eval()",
-    instead="make it an argument; a teacher that is only read: `teacher.eval()`",
+    instead="make it an argument; for a teacher that is only read, `teacher.eval()`",
 )
 def _(case):
     model, teacher = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
@@ -170,7 +170,7 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "call the model around, and not the argument: `es.mutable(lambda m: model(x))`",
+    "call the outer model and not the argument: `es.mutable(lambda m: model(x))`",
     FROZEN,
     "the call runs on a private copy of that",
     "`Layer.count`",
@@ -184,10 +184,10 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "give the model after the data: `es.value_and_grad(loss_fn)(xs, model)`",
+    "pass the model after the data: `es.value_and_grad(loss_fn)(xs, model)`",
     FROZEN,
     "this one is in no scope of `es.mutable`",
-    instead="the model is the first positional argument, or the one of `argnums=1`",
+    instead="pass the model first, or use `argnums=1`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -199,10 +199,10 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "name an argument that is not there: `es.mutable(f, argnums=2)(model, x)`",
+    "name an argument that does not exist: `es.mutable(f, argnums=2)(model, x)`",
     TypeError,
     "so there is no argument 2 to thread",
-    instead="arguments are counted from 0, or by `-1` from the end; none by name",
+    instead="count arguments from 0, or from the end with `-1`; keywords do not work",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -227,8 +227,8 @@ def _(case):
 
 
 @OUTSIDE.works(
-    "give a keyword argument any name: `es.mutable(model)(x, m=1.0, self=2.0)`",
-    "it reaches the model, also by `es.grad`, `es.capture` and `es.functional`",
+    "give a keyword argument any name, such as `es.mutable(model)(x, m=1.0, self=2.0)`",
+    "it reaches the model, also through `es.grad`, `es.capture` and `es.functional`",
 )
 def _(case):
     class Named(Layer):
@@ -243,7 +243,7 @@ def _(case):
 
 
 @OUTSIDE.raises(
-    "give the model by name: `es.mutable(f)(model=model)`",
+    "pass the model by keyword: `es.mutable(f)(model=model)`",
     TypeError,
     "was called without a positional argument",
     "es.mutable(f)(model, ...)",
@@ -261,8 +261,8 @@ def _(case):
 
 
 @OUTSIDE.works(
-    "write in Python's back door: `object.__setattr__(model, …)`",
-    "that one object changes, as any frozen dataclass; copies made before do not",
+    "write through Python's back door: `object.__setattr__(model, …)`",
+    "that one object changes, like any frozen dataclass; earlier copies do not",
     "`model.replace(…)`",
 )
 def _(case):
@@ -312,7 +312,7 @@ def _(case):
 
 
 @INSIDE.raises(
-    "keep a running mean in a field of plain floats, with no kind",
+    "keep a running mean in a field of plain floats, without a kind",
     FROZEN,
     "is a `Parameter`, and this scope writes `State`",
     "mean: es.State",
@@ -330,7 +330,7 @@ def _(case):
 
 
 @INSIDE.raises(
-    "keep a counter in an integer array, with no kind",
+    "keep a counter in an integer array, without a kind",
     FROZEN,
     "is an array without a kind",
     "Counter.count`",
@@ -349,7 +349,7 @@ def _(case):
 
 
 @INSIDE.raises(
-    "keep a counter in a Python number, with no kind",
+    "keep a counter in a Python number, without a kind",
     FROZEN,
     "is not an array, and this scope writes `State`",
     "Counter.count`",
@@ -387,7 +387,7 @@ def _(case):
 
 
 @INSIDE.raises(
-    "write a constant that is an `es.Buffer`, or lies in one",
+    "write a constant that is an `es.Buffer`, or is inside of one",
     FROZEN,
     "is a `Buffer`, and this scope writes `State`",
     "kinds=es.Buffer",
@@ -428,7 +428,7 @@ def _(case):
 
 
 @INSIDE.raises(
-    "assign what is not declared in `__init__`, as in PyTorch",
+    "assign an undeclared array in `__init__`, as in PyTorch",
     FROZEN,
     "has no field `weight`",
     "weight: es.Parameter",
@@ -445,7 +445,7 @@ def _(case):
 
 
 @INSIDE.raises(
-    "assign a layer that is not declared in `__init__`, as in PyTorch",
+    "assign an undeclared layer in `__init__`, as in PyTorch",
     FROZEN,
     "has no field `linear`",
     "linear: eqx.nn.Linear`",
@@ -480,7 +480,7 @@ def _(case):
     "A call keeps the structure of the model",
     "`layer.training`: expected `True`, got `False`",
     "`train` and `eval` from outside",
-    instead="`self.layer.eval()(x)`, if it is meant for this call only",
+    instead="`self.layer.eval()(x)`, if you mean this call only",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -511,7 +511,7 @@ def _(case):
     "write into a NumPy constant in place: `self.table[0] = 1.0`",
     ValueError,
     "assignment destination is read-only",
-    instead="declare it `es.State`, and assign the whole",
+    instead="declare it `es.State`, and assign the whole array",
 )
 def _(case):
     class Table(es.Module):
@@ -542,7 +542,7 @@ def _(case):
 
 @INSIDE.works(
     "compute from state in a `functools.cached_property`",
-    "in a call it is computed at each read, and so never from old values",
+    "in a call it is computed at each read, so it never uses old values",
 )
 def _(case):
     class Scaled(es.Module):
@@ -566,7 +566,7 @@ def _(case):
 
 @INSIDE.works(
     "set an entry of a dict of state: `self.stats[name] = x`",
-    "it arrives, as far as no transform comes between",
+    "the write is kept if there is no transform in between",
     '`self.stats = {**self.stats, "last": x}`',
 )
 def _(case):
