@@ -15,10 +15,10 @@ from ._errors import NotInitializedError
 from ._kinds._kinds import OptState, Parameter
 from ._state._init import check_ready
 from ._tree._base import is_module
-from ._tree._compare import is_hole
+from ._tree._compare import difference, is_hole, leaves_like, same_modes
 from ._tree._filters import Filter, trainable
 from ._tree._parts import parts
-from ._tree._select import difference, filter, leaves_like, same_modes, update
+from ._tree._select import filter, update
 from ._tree._walk import copy_tree, is_array, name_of
 from ._tree._weak_types import to_strong
 from ._typing import KeyPath

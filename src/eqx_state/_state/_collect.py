@@ -9,9 +9,8 @@ from .._compat import has_escaped
 from .._errors import TraceError
 from .._tree._aliasing import check_apart, flatten_apart
 from .._tree._base import get_place
-from .._tree._compare import same
+from .._tree._compare import difference, same
 from .._tree._context import ROOT
-from .._tree._select import difference
 from .._tree._show import show
 from .._tree._walk import drop_cached, is_array, is_numpy, Visit, walk
 from .._tree._weak_types import to_strong

@@ -1,19 +1,84 @@
-"""Two trees: whether they are of one structure, and where they first differ."""
+"""Two trees: whether they have one structure, and where they first differ."""
 
-import collections
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import equinox as eqx
 import jax.tree_util as jtu
 
-from .._typing import KeyPath
-from ._base import is_eqx_module
-from ._walk import children, is_array, leaves, name_of
+from .._typing import KeyPath, PyTree
+from ._base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module
+from ._walk import children, is_array, leaves, name_of, set_flags, Visit
+
+
+_Tree = TypeVar("_Tree")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two leaves are one and the same. Arrays are compared by identity."""
+    if a is b or type(a) is not type(b) or is_array(a):
+        return a is b
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def identical(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def is_hole(x: Any) -> bool:
+    """What `filter` and `eqx.partition` leave in the place of a leaf."""
+    return x is None
+
+
+def structure_with_holes(tree: PyTree) -> Any:
+    """The treedef in which a hole is a leaf: equal for a tree and a part of it."""
+    return jtu.tree_structure(tree, is_leaf=is_hole)
+
+
+# --- But for their modes --------------------------------------------------------------
+
+
+def same_modes(tree: _Tree) -> _Tree:
+    """`tree` in one fixed mode, so that only the structures are compared."""
+    return set_flags(tree, _without_modes)
+
+
+def _without_modes(visit: Visit) -> dict[str, Any]:
+    if is_module(visit.node):
+        return {"training": True, "frozen": False, INIT_DONE: False}
+    return {"inference": None} if has_inference(visit.node) else {}
+
+
+def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
+    """The leaves of `other`, holes included; it must have the structure of `tree`.
+
+    Equinox's flags `inference`, which are leaves, count as holes.
+    """
+    leaves, treedef = jtu.tree_flatten(other, is_leaf=is_hole)
+    if treedef == structure_with_holes(tree) and bool not in map(type, leaves):
+        return leaves
+    tree, other = same_modes(tree), same_modes(other)
+    if structure_with_holes(tree) != structure_with_holes(other):
+        raise ValueError(
+            f"{what} has another structure than the tree,"
+            f" {difference(tree, other, structure_with_holes)}."
+            " Trees go together when they were made from one model, by `filter`,"
+            " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
+            " train, eval, frozen."
+        )
+    return jtu.tree_leaves(other, is_leaf=is_hole)
+
+
+# --- Differences ----------------------------------------------------------------------
 
 
 def first_difference(
-    a: Any, b: Any, structure: Callable[[Any], Any], path: KeyPath = ()
+    a: PyTree, b: PyTree, structure: Callable[[PyTree], Any], path: KeyPath = ()
 ) -> tuple[KeyPath, Any, Any]:
     """Where two trees, for which `structure` differs, first do, and what each has."""
     if type(a) is not type(b):
@@ -33,39 +98,28 @@ def first_difference(
     return path, a, b
 
 
-def identical(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+def difference(
+    old: PyTree, new: PyTree, structure: Callable[[PyTree], Any] = jtu.tree_structure
+) -> str:
+    """Where two structures first differ, in words."""
+    path, a, b = first_difference(old, new, structure)
+    at = f"at `{name_of(path)}`" if path else "at the root"
+    return f"first {at}: expected `{_on_one_line(a)}`, got `{_on_one_line(b)}`"
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two leaves are one and the same. Arrays are compared by identity."""
-    if a is b or type(a) is not type(b) or is_array(a):
-        return a is b
-    try:
-        return bool(a == b)
-    except Exception:
-        return False
+def _on_one_line(x: Any) -> str:
+    """A structure in full if it fits on a line; else its class and its keys."""
+    text = eqx.tree_pformat(x, short_arrays=True, width=60)
+    if "\n" not in text:
+        return text
+    keys = [name_of((key,)) for key, _ in children(x) or []]
+    return f"{type(x).__name__} of {', '.join(key for key in keys if key != INFERENCE)}"
 
 
-def difference_of_leaves(a: Any, b: Any) -> str | None:
+def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
     """The name of the first leaf that two trees do not have in common, if there is."""
-    left, right = leaves(a), leaves(b)
-    paths = [collections.Counter(v.path for v in visits) for visits in (left, right)]
-    for path in [*(paths[0] - paths[1]), *(paths[1] - paths[0])]:
-        return name_of(path)
-    # By position: the paths of two leaves may be equal.
-    for x, y in zip(left, right, strict=True):
-        if not same(x.node, y.node):
-            return x.name
+    left, right = ({v.path: v.node for v in leaves(tree)} for tree in (a, b))
+    for path in [*left, *right]:
+        if not (path in left and path in right and same(left[path], right[path])):
+            return name_of(path)
     return None
-
-
-def structure(tree: Any) -> Any:
-    """The treedef in which a hole is a leaf: a tree's and a part of it's are equal."""
-    return jtu.tree_structure(tree, is_leaf=is_hole)
-
-
-def is_hole(x: Any) -> bool:
-    """What `filter` and `eqx.partition` leave in the place of a leaf."""
-    return x is None

@@ -1,36 +1,37 @@
 """Filters: a kind, a callable `Part -> bool`, or one of the combinators below.
 
 A filter is bound to a tree before it is asked (`bind`), since `under` has to look at
-the whole tree once. All combinators are hashable values that print as they are written.
+the whole tree once.
 """
 
-import abc
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._kinds._kinds import is_kind, kind_name, Parameter, TreePart
-from .._typing import KeyPath
-from ._compare import is_hole
+from .._typing import KeyPath, PyTree
+from ._compare import is_hole, structure_with_holes
+from ._context import Kind
 from ._parts import owners_of, Part
-from ._walk import flatten_with_path, is_array
+from ._walk import is_array, leaves
 
 
-Filter: TypeAlias = type[TreePart[Any]] | Callable[[Part], Any]
+Filter: TypeAlias = Kind | Callable[[Part], Any]
 Predicate: TypeAlias = Callable[[Part], bool]
+Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
 
 
-def bind(filter: Filter, tree: Any) -> Predicate:
+def bind(filter: Filter, tree: PyTree) -> Predicate:
     """The predicate that `filter` means for the parts of `tree`."""
     if is_kind(filter):
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
     if isinstance(filter, _Combinator):
-        return filter.bind(tree)
+        return filter.predicate(tree, *filter.args)
     is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
     if is_annotation or isinstance(filter, type) or not callable(filter):
         raise TypeError(
@@ -52,7 +53,7 @@ def bind(filter: Filter, tree: Any) -> Predicate:
     return lambda part: bool(filter(part))
 
 
-# What users of Equinox reach for, and what would select nothing.
+# What users of Equinox reach for. As filters they would silently select nothing.
 _OF_ARRAYS: Final = (
     eqx.is_array,
     eqx.is_array_like,
@@ -61,111 +62,85 @@ _OF_ARRAYS: Final = (
 )
 
 
-def bind_all(filters: tuple[Filter, ...], tree: Any) -> Predicate:
+def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
     first, *rest = filters or (TreePart,)
-    return bind(_AllOf(first, *rest) if rest else first, tree)
+    return bind(all_of(first, *rest) if rest else first, tree)
 
 
-def _show(arg: Any) -> str:
-    if is_kind(arg):
-        return kind_name(arg)
-    return getattr(arg, "__qualname__", repr(arg))
+class _Combinator:
+    """A filter made of others or of data: a hashable value, printed as it is written.
 
+    `predicate` takes a tree and `args`; it has the public name after an underscore.
+    """
 
-class _Combinator(abc.ABC):
-    """A filter that is made of others or of data: a hashable value."""
-
-    name: ClassVar[str]
-
-    def __init__(self, *args: Any):
-        self.args = args
-
-    @abc.abstractmethod
-    def bind(self, tree: Any) -> Predicate:
-        """The predicate that this means for the parts of `tree`."""
+    def __init__(self, predicate: Callable[..., Predicate], *args: Any):
+        self.predicate, self.args = predicate, args
 
     def __call__(self, part: Part) -> bool:
-        return self.bind(None)(part)
+        return self.predicate(None, *self.args)(part)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.args == other.args
+        if not isinstance(other, _Combinator):
+            return False
+        return self.predicate is other.predicate and self.args == other.args
 
     def __hash__(self) -> int:
-        return hash((type(self), self.args))
+        return hash((self.predicate, self.args))
 
     def __repr__(self) -> str:
-        return f"es.{self.name}({', '.join(map(_show, self.args))})"
+        args = "" if self.predicate is _trainable else _written(self.args)
+        return f"es.{self.predicate.__name__[1:]}{args}"
 
 
-class _AnyOf(_Combinator):
-    name = "any_of"
-
-    def bind(self, tree: Any) -> Predicate:
-        predicates = [bind(f, tree) for f in self.args]
-        return lambda part: any(p(part) for p in predicates)
-
-
-class _AllOf(_Combinator):
-    name = "all_of"
-
-    def bind(self, tree: Any) -> Predicate:
-        predicates = [bind(f, tree) for f in self.args]
-        return lambda part: all(p(part) for p in predicates)
+def _written(arg: Any) -> str:
+    """An argument of a combinator as users write it."""
+    if isinstance(arg, tuple):
+        return f"({', '.join(map(_written, arg))})"
+    return kind_name(arg) if is_kind(arg) else getattr(arg, "__qualname__", repr(arg))
 
 
-class _Not(_Combinator):
-    name = "not_"
-
-    def bind(self, tree: Any) -> Predicate:
-        predicate = bind(self.args[0], tree)
-        return lambda part: not predicate(part)
+def _any_of(tree: PyTree, *filters: Filter) -> Predicate:
+    predicates = [bind(f, tree) for f in filters]
+    return lambda part: any(p(part) for p in predicates)
 
 
-class _PathMatches(_Combinator):
-    name = "path_matches"
-
-    def bind(self, tree: Any) -> Predicate:
-        special = {"*": ".*", "?": "."}
-        pattern = "".join(special.get(c, re.escape(c)) for c in self.args[0])
-        compiled = re.compile(pattern, re.DOTALL)
-        return lambda part: compiled.fullmatch(part.name) is not None
+def _all_of(tree: PyTree, *filters: Filter) -> Predicate:
+    predicates = [bind(f, tree) for f in filters]
+    return lambda part: all(p(part) for p in predicates)
 
 
-class _Under(_Combinator):
-    name = "under"
-
-    def bind(self, tree: Any) -> Predicate:
-        paths = paths_under(self.args[0], tree, repr(self))
-        return lambda part: part.path in paths
+def _not_(tree: PyTree, filter: Filter) -> Predicate:
+    predicate = bind(filter, tree)
+    return lambda part: not predicate(part)
 
 
-class _Inside(_Combinator):
-    name = "inside"
-
-    def bind(self, tree: Any) -> Predicate:
-        return lambda part: any(issubclass(c, self.args[0]) for c in owners_of(part))
-
-    def __repr__(self) -> str:
-        if isinstance(self.args[0], tuple):
-            return f"es.inside(({', '.join(map(_show, self.args[0]))}))"
-        return super().__repr__()
+def _path_matches(tree: PyTree, glob: str) -> Predicate:
+    special = {"*": ".*", "?": "."}
+    pattern = "".join(special.get(c, re.escape(c)) for c in glob)
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda part: compiled.fullmatch(part.name) is not None
 
 
-class _Trainable(_Combinator):
-    def bind(self, tree: Any) -> Predicate:
-        is_parameter = bind(Parameter, tree)
-        return lambda part: (
-            not part.frozen
-            and is_parameter(part)
-            and jnp.issubdtype(part.value.dtype, jnp.inexact)
-        )
-
-    def __repr__(self) -> str:
-        return "es.trainable"
+def _under(tree: PyTree, where: Where) -> Predicate:
+    paths = paths_under(where, tree, repr(under(where)))
+    return lambda part: part.path in paths
 
 
-trainable: Filter = _Trainable()
+def _inside(tree: PyTree, cls: type | tuple[type, ...]) -> Predicate:
+    return lambda part: any(issubclass(c, cls) for c in owners_of(part))
+
+
+def _trainable(tree: PyTree) -> Predicate:
+    is_parameter = bind(Parameter, tree)
+    return lambda part: (
+        not part.frozen
+        and is_parameter(part)
+        and jnp.issubdtype(part.value.dtype, jnp.inexact)
+    )
+
+
+trainable: Filter = _Combinator(_trainable)
 """The filter that selects what is trained: inexact parameters that are not frozen."""
 
 
@@ -177,18 +152,16 @@ class _Marker:
         self.counts = counts
 
 
-def paths_under(
-    where: Callable[[Any], Any], tree: Any, what: str
-) -> frozenset[KeyPath]:
+def paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
     """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
 
     Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
     leaf of the tree.
     """
     # Holes count, too: `tree` may be what another filter has left of a model.
-    entries, treedef = flatten_with_path(tree, is_hole)
-    markers = [_Marker(path, x is None or is_array(x)) for path, x in entries]
-    paths: set[KeyPath] = set()
+    visits = leaves(tree, is_leaf=is_hole)
+    markers = [_Marker(v.path, v.node is None or is_array(v.node)) for v in visits]
+    treedef, paths = structure_with_holes(tree), set[KeyPath]()
     for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):
         found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
         if not any(marker.counts for marker in found):
@@ -201,12 +174,12 @@ def paths_under(
     return frozenset(paths)
 
 
-def selected_nodes(where: Callable[[Any], Any], tree: Any) -> list[Any]:
+def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     """What `where` selects: one node, or several in a tuple or a list."""
     selected = where(tree)
     if type(selected) not in (tuple, list) or not selected:
         return [selected]
-    # A list may itself be a node of the tree.
+    # A list may itself be a node of the tree. `is_leaf` is called with every node.
     in_tree: set[int] = set()
     jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
     return [selected] if id(selected) in in_tree else list(selected)
@@ -225,7 +198,7 @@ def any_of(*filters: Filter) -> Filter:
         )
         ```
     """
-    return _AnyOf(*filters)
+    return _Combinator(_any_of, *filters)
 
 
 def all_of(*filters: Filter) -> Filter:
@@ -240,7 +213,7 @@ def all_of(*filters: Filter) -> Filter:
         assert hash(biases) == hash(es.all_of(es.Parameter, es.path_matches("*.bias")))
         ```
     """
-    return _AllOf(*filters)
+    return _Combinator(_all_of, *filters)
 
 
 def not_(filter: Filter) -> Filter:
@@ -255,7 +228,7 @@ def not_(filter: Filter) -> Filter:
         assert norm.weight is None and norm.mean is not None
         ```
     """
-    return _Not(filter)
+    return _Combinator(_not_, filter)
 
 
 def under(where: Callable[[Any], Any]) -> Filter:
@@ -284,7 +257,7 @@ def under(where: Callable[[Any], Any]) -> Filter:
         assert head.layers[1].weight is mlp.layers[1].weight
         ```
     """
-    return _Under(where)
+    return _Combinator(_under, where)
 
 
 def inside(cls: type | tuple[type, ...]) -> Filter:
@@ -315,7 +288,7 @@ def inside(cls: type | tuple[type, ...]) -> Filter:
     for x in cls if isinstance(cls, tuple) else (cls,):
         if is_kind(x):
             raise TypeError(
-                f"`es.inside({_show(x)})`: a kind is a filter itself, without"
+                f"`es.inside({_written(x)})`: a kind is a filter itself, without"
                 " `es.inside`. Give a class of modules: `es.inside(eqx.nn.LayerNorm)`."
             )
         if typing.get_origin(x) is not None or not isinstance(x, type):
@@ -324,7 +297,7 @@ def inside(cls: type | tuple[type, ...]) -> Filter:
                 " `es.inside((eqx.nn.LayerNorm, es.nn.BatchNorm))`. What lies in one"
                 " module of a model is `es.under(lambda model: model.layer)`."
             )
-    return _Inside(cls)
+    return _Combinator(_inside, cls)
 
 
 def path_matches(glob: str) -> Filter:
@@ -348,4 +321,4 @@ def path_matches(glob: str) -> Filter:
         assert biases.layers[0].bias is mlp.layers[0].bias
         ```
     """
-    return _PathMatches(glob)
+    return _Combinator(_path_matches, glob)

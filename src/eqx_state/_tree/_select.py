@@ -3,29 +3,32 @@
 All are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
 """
 
-import builtins
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax.tree_util as jtu
 
 from .._kinds._kinds import TreePart
-from ._base import has_inference, INFERENCE, INIT_DONE, is_module
-from ._compare import first_difference, is_hole, structure
+from .._typing import PyTree
+from ._compare import is_hole, leaves_like, same_modes, structure_with_holes
 from ._filters import bind, bind_all, Filter
 from ._parts import part_of
-from ._walk import children, leaves, name_of, set_flags, Visit
+from ._walk import leaves
 
 
 _Tree = TypeVar("_Tree")
 
 
-def _selected(tree: Any, *filters: tuple[Filter, ...]) -> list[list[bool]]:
-    """For each leaf of `tree`: whether it satisfies all filters of each group."""
+def _selected(
+    tree: PyTree, *filters: tuple[Filter, ...]
+) -> list[tuple[Any, list[bool]]]:
+    """Each leaf, and for each group of filters whether the leaf satisfies them all."""
     predicates = [bind_all(group, tree) for group in filters]
-    parts = builtins.map(part_of, leaves(tree))
-    return [[p is not None and pred(p) for pred in predicates] for p in parts]
+    rows = []
+    for visit in leaves(tree):
+        part = part_of(visit)
+        rows.append((visit.node, [part is not None and p(part) for p in predicates]))
+    return rows
 
 
 def mask(tree: _Tree, *filters: Filter) -> _Tree:
@@ -45,7 +48,7 @@ def mask(tree: _Tree, *filters: Filter) -> _Tree:
         assert (mask.weight, mask.bias) == (True, False)
         ```
     """
-    bools = [flag for (flag,) in _selected(tree, filters)]
+    bools = [flag for _, (flag,) in _selected(tree, filters)]
     return jtu.tree_unflatten(jtu.tree_structure(tree), bools)
 
 
@@ -82,10 +85,8 @@ def filter(tree: _Tree, *filters: Filter) -> _Tree:
         assert len(jax.tree.leaves(params)) == 1
         ```
     """
-    leaves, treedef = jtu.tree_flatten(tree)
-    selected = _selected(tree, filters)
-    kept = [x if flag else None for x, (flag,) in zip(leaves, selected, strict=True)]
-    return jtu.tree_unflatten(treedef, kept)
+    kept = [x if flag else None for x, (flag,) in _selected(tree, filters)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree), kept)
 
 
 def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
@@ -107,62 +108,11 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
         ```
     """
     treedef = jtu.tree_structure(tree)
-    selected = _selected(tree, *((f,) for f in filters))
     columns: list[list[Any]] = [[None] * treedef.num_leaves for _ in (*filters, None)]
-    for i, (leaf, row) in enumerate(zip(jtu.tree_leaves(tree), selected, strict=True)):
+    for i, (leaf, row) in enumerate(_selected(tree, *((f,) for f in filters))):
         first = row.index(True) if True in row else len(filters)
         columns[first][i] = leaf
     return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
-
-
-def _without_modes(visit: Visit) -> dict[str, Any]:
-    if is_module(visit.node):
-        return {"training": True, "frozen": False, INIT_DONE: False}
-    return {"inference": None} if has_inference(visit.node) else {}
-
-
-def same_modes(tree: _Tree) -> _Tree:
-    """`tree` in one fixed mode, so that only the structures are compared."""
-    return set_flags(tree, _without_modes)
-
-
-def leaves_like(tree: Any, other: Any, what: str) -> list[Any]:
-    """The leaves of `other`, holes included; it must be shaped as `tree`.
-
-    Equinox's flags `inference`, which are leaves, count as holes.
-    """
-    leaves, treedef = jtu.tree_flatten(other, is_leaf=is_hole)
-    if treedef == structure(tree) and not any(type(x) is bool for x in leaves):
-        return leaves
-    tree, other = same_modes(tree), same_modes(other)
-    if structure(tree) != structure(other):
-        raise ValueError(
-            f"{what} has another structure than the tree,"
-            f" {difference(tree, other, structure)}."
-            " Trees go together when they were made from one model, by `filter`,"
-            " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
-            " train, eval, frozen."
-        )
-    return jtu.tree_leaves(other, is_leaf=is_hole)
-
-
-def difference(
-    old: Any, new: Any, structure: Callable[[Any], Any] = jtu.tree_structure
-) -> str:
-    """Where two structures first differ, in words."""
-    path, a, b = first_difference(old, new, structure)
-    at = f"at `{name_of(path)}`" if path else "at the root"
-    return f"first {at}: expected `{_show(a)}`, got `{_show(b)}`"
-
-
-def _show(x: Any) -> str:
-    """A structure on one line: in full, or what its keys are."""
-    text = eqx.tree_pformat(x, short_arrays=True, width=60)
-    if "\n" not in text:
-        return text
-    keys = [name_of((key,)) for key, _ in children(x) or []]
-    keys = [key for key in keys if key != INFERENCE]
-    return f"{type(x).__name__} of {', '.join(keys)}"
 
 
 def update(tree: _Tree, *partials: Any) -> _Tree:
@@ -208,10 +158,10 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=is_hole)
         # A mode never replaces one, but it may fill a hole.
-        given = [
-            r if old is None else x for old, x, r in zip(new, given, raw, strict=True)
+        new = [
+            r if old is None else old if x is None else x
+            for old, x, r in zip(new, given, raw, strict=True)
         ]
-        new = [old if x is None else x for old, x in zip(new, given, strict=True)]
     return jtu.tree_unflatten(treedef, new)
 
 
@@ -242,14 +192,12 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
         ```
     """
     predicate = bind(on, tree)
-    full, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
-    remaining = iter(leaves(tree))
     out = []
-    for leaf, *given in zip(full, *others, strict=True):
-        part = None if leaf is None else part_of(next(remaining))
+    for visit, *given in zip(leaves(tree, is_leaf=is_hole), *others, strict=True):
+        part = part_of(visit)
         if part is None or not predicate(part):
-            out.append(leaf)
+            out.append(visit.node)
         elif any(x is None for x in given):
             raise ValueError(
                 "`es.map`: a tree of `rest` has a hole (`None`) at"
@@ -257,14 +205,14 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
                 " a narrower filter `on=`."
             )
         else:
-            out.append(f(leaf, *given))
-    return jtu.tree_unflatten(treedef, out)
+            out.append(f(visit.node, *given))
+    return jtu.tree_unflatten(structure_with_holes(tree), out)
 
 
-def _flatten_up_to(tree: Any, other: Any, i: int) -> list[Any]:
+def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
     """What `other` has at each leaf and hole of `tree`: as in JAX, maybe a subtree."""
     tree, other = same_modes(tree), same_modes(other)
     try:
-        return structure(tree).flatten_up_to(other)
+        return structure_with_holes(tree).flatten_up_to(other)
     except (ValueError, TypeError, KeyError):
         return leaves_like(tree, other, f"`es.map`: tree number {i}")
