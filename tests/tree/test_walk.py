@@ -14,7 +14,7 @@ import pytest
 from zoo import CASES
 
 import eqx_state as es
-from eqx_state._kinds._annotations import Spec
+from eqx_state._kinds._spec import Spec
 from eqx_state._tree._aliasing import find_shared
 from eqx_state._tree._context import ROOT
 from eqx_state._tree._walk import children, walk

@@ -10,10 +10,9 @@ from typing import Any
 import equinox as eqx
 
 from .._compat import boundary
-from .._kinds._kinds import Parameter
+from .._kinds._kinds import Kind, Parameter
 from .._state._init import as_initialized, Initializer
 from .._tree._base import has_inference, is_eqx_module, is_module
-from .._tree._context import Kind
 from .._tree._filters import bind, trainable
 from .._tree._parts import parts
 from .._tree._walk import is_array, name_of, Visit, walk

@@ -3,49 +3,40 @@
 A field's annotation is read once per class. Nothing here looks at values.
 """
 
-import abc
 import dataclasses
 import re
 import sys
-import types
 import typing
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ForwardRef
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
 
 import equinox as eqx
 
 from .._compat import own_annotations
-from ._annotations import (
-    Given,
-    is_record,
-    is_typed_dict,
-    is_unresolved,
-    kinds_in,
-    lineage,
-    merge,
-    Namespace,
-    NOTHING,
-    parse,
-    Spec,
-    type_arguments,
-)
-from ._kinds import is_kind, kind_name, TreePart
+from ._annotations import is_record, is_typed_dict, lineage, parse, type_arguments
+from ._kinds import is_kind, Kind, kind_name
+from ._namespace import globals_of, Namespace
+from ._spec import as_resolved, Given, is_unresolved, kinds_in, merge, NOTHING, Spec
 
 
-KIND = "eqx_state.kind"  # the metadata key under which `field(kind=…)` is kept
+KIND: Final = "eqx_state.kind"  # the metadata key of `field(kind=…)`
+
+
+_STATIC: Final = """{}: a static field is part of the tree's structure and its value \
+is never an array with a kind. Drop one of the two."""
 
 
 def field(
     *,
-    kind: type[TreePart[Any]] | None = None,
+    kind: Kind | None = None,
     converter: Callable[[Any], Any] | None = None,
     static: bool = False,
     **kwargs: Any,
 ) -> Any:
     """`equinox.field` with the kind of the field's arrays.
 
-    For a field whose annotation cannot say it, such as `w: Array`.
+    Use it where the annotation cannot say the kind, as in `w: Array`.
 
     **Arguments:**
 
@@ -82,17 +73,14 @@ def field(
                 "or your own `class Cache(es.State): ...`."
             )
         if static:
-            raise TypeError(
-                f"`es.field(kind={kind_name(kind)}, static=True)`: a static field is"
-                " part of the tree's structure and its value is never an array with a"
-                " kind. Drop one of the two."
-            )
+            what = f"`es.field(kind={kind_name(kind)}, static=True)`"
+            raise TypeError(_STATIC.format(what))
         kwargs["metadata"] = {**(kwargs.get("metadata") or {}), KIND: kind}
     return own_default(eqx.field(converter=converter, static=static, **kwargs))
 
 
 def own_default(field: Any) -> Any:
-    """An array as a default becomes a factory of copies: each instance its own."""
+    """`field` with a default that is an array replaced by a factory of copies."""
     if eqx.is_array(field.default):
         field.default_factory = ArrayDefault(field.default)
         field.default = dataclasses.MISSING
@@ -100,7 +88,7 @@ def own_default(field: Any) -> Any:
 
 
 class ArrayDefault:
-    """Makes a copy of an array. NumPy arrays stay NumPy arrays."""
+    """Makes copies of an array; those of a NumPy array are NumPy arrays."""
 
     def __init__(self, array: Any):
         self.array = array
@@ -109,72 +97,25 @@ class ArrayDefault:
         return self.array.copy()
 
 
-# By what the type variables of the class stand for.
-_specs: weakref.WeakKeyDictionary[type, dict[Given, dict[str, Spec]]] = (
-    weakref.WeakKeyDictionary()
-)
-# Classes with names not resolved yet, and how many names there were to look in.
-_pending: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
-# What only the frame of the class statement knew: the names local to its function, and
-# its globals.
-_statements: weakref.WeakKeyDictionary[
-    type, tuple[dict[str, Any], Mapping[str, Any]]
-] = weakref.WeakKeyDictionary()
-
-
-def remember_statement(cls: type) -> None:
-    """Keep the names around the statement of `cls`, just made, that annotations need.
-
-    Of the local names only those that occur in a string annotation; no frame is kept.
-    """
-    texts = [a for a in own_annotations(cls).values() if _has_string(a)]
-    if not texts:
-        return
-    names = set(re.findall(r"\w+", " ".join(map(repr, texts))))
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame.f_back is not None and _is_machinery(frame):
-        frame = frame.f_back
-    found: dict[str, Any] = {}
-    frame_globals, code = frame.f_globals, frame.f_code
-    while frame is not None:
-        # Only what is around the statement in the text counts, not who called it.
-        if frame.f_code is code or code in frame.f_code.co_consts:
-            code = frame.f_code
-            if frame.f_locals is not frame_globals:
-                local = frame.f_locals.items()
-                new = {k: v for k, v in local if k in names and not eqx.is_array(v)}
-                found = {**new, **found}
-        frame = frame.f_back
-    _statements[cls] = found, frame_globals
-
-
-def _is_machinery(frame: types.FrameType) -> bool:
-    """Whether a frame only helps to make the class: ours, Equinox's, Python's."""
-    if frame.f_globals is vars(abc) or frame.f_globals is vars(types):
-        return True
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("eqx_state", "equinox")
-
-
-def _has_string(annotation: Any) -> bool:
-    return isinstance(annotation, (str, ForwardRef)) or any(
-        map(_has_string, typing.get_args(annotation))
-    )
+# What each class declares, by what its type variables stand for.
+_specs = weakref.WeakKeyDictionary[type, dict[Given, dict[str, Spec]]]()
+# Classes with unresolved names, and how many names there were to look in.
+_pending = weakref.WeakKeyDictionary[type, int]()
 
 
 def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
-    """What the fields of a class declare; those that declare nothing left out.
+    """What the fields of a class declare, without those that declare nothing.
 
     `given`: what its type variables stand for.
 
     Raises `TypeError`, naming class and field, for a contradictory declaration. A name
-    that cannot be resolved is not an error here: it stays in `Spec.unresolved`, and is
-    tried again at the next call.
+    that cannot be resolved is not an error here: it stays in `Spec.unresolved`, and the
+    next call tries again.
     """
     known = _known_names(cls)
     if cls not in _specs or _pending.get(cls, known) != known:
         _specs[cls] = {}
-    # Kept here: another thread may begin anew meanwhile.
+    # In a variable, since another thread may replace the entry meanwhile.
     by_given = _specs[cls]
     if given in by_given:
         return by_given[given]
@@ -192,26 +133,16 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
             specs[name] = spec
     has_unresolved = any(map(is_unresolved, specs.values()))
     if is_record(cls) and "<locals>" not in cls.__qualname__:
-        # Libraries have names that exist for type checkers alone. In a function it is
-        # rather a kind made there, which a string does not lead to.
-        specs = {name: _as_resolved(spec) for name, spec in specs.items()}
+        # Libraries import names under `TYPE_CHECKING` only, which is no reason for an
+        # error. For a class made in a function the name is rather a kind made there,
+        # out of reach of a string.
+        specs = {name: as_resolved(spec) for name, spec in specs.items()}
     by_given[given] = specs
     if has_unresolved:
         _pending[cls] = known
     elif given == ():
         _pending.pop(cls, None)
     return specs
-
-
-def _as_resolved(spec: Spec) -> Spec:
-    """`spec`, declaring nothing where a name in it could not be resolved."""
-    each = None if spec.each is None else _as_resolved(spec.each)
-    items = None if spec.items is None else tuple(map(_as_resolved, spec.items))
-    records = tuple(
-        (cls, tuple((variable, _as_resolved(inner)) for variable, inner in given))
-        for cls, given in spec.records
-    )
-    return Spec(spec.kind, each, items, records)
 
 
 def _names_of_fields(cls: Any) -> list[str]:
@@ -221,20 +152,19 @@ def _names_of_fields(cls: Any) -> list[str]:
 
 
 def _known_names(cls: type) -> int:
-    """How many names there are around `cls`: more of them, and it may be resolved."""
+    """How many names there are around `cls`: with more, one may be resolved."""
     if cls in _specs and cls not in _pending:
         return 0
     modules = (sys.modules.get(base.__module__) for base in lineage(cls))
-    others = len(_statements[cls][1]) if cls in _statements else 0
-    return others + sum(len(vars(module)) for module in modules if module)
+    return len(globals_of(cls)) + sum(len(vars(module)) for module in modules if module)
 
 
 def _declared(cls: type, name: str, given: Given) -> Spec:
-    """What the class declares that annotates the field last; it has both forms."""
+    """What the last class to annotate the field declares, in either form."""
     owner = _owner(cls, name)
     types = type_arguments(cls, given)
-    # A base without arguments has the type variables that it was made with.
-    names = Namespace(owner, _statements.get(owner), types.get(owner, types[cls]))
+    # A base named without arguments keeps its own type variables.
+    names = Namespace(owner, types.get(owner, types[cls]))
     spec = parse(own_annotations(owner).get(name, Any), names)
     fields = getattr(cls, "__dataclass_fields__", {})
     fields = owner.__dict__.get("__dataclass_fields__", fields)
@@ -250,10 +180,10 @@ def _declared(cls: type, name: str, given: Given) -> Spec:
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class that gives `cls` a field: a mixin without fields gives none."""
-    if is_typed_dict(cls):  # which has the annotations of those before it, too
+    """The class that gives `cls` a field. A mixin that is not a record gives none."""
+    if is_typed_dict(cls):  # its annotations include those of its bases
         annotation = own_annotations(cls)[name]
-        bases = (c for c in reversed(lineage(cls)))
+        bases = reversed(lineage(cls))
         return next(c for c in bases if own_annotations(c).get(name) is annotation)
     has_fields = {"__dataclass_fields__", "_fields"}
     bases = (c for c in lineage(cls) if has_fields & c.__dict__.keys())
@@ -261,14 +191,13 @@ def _owner(cls: type, name: str) -> type:
 
 
 def declared_inside(cls: type, spec: Spec) -> tuple[dict[str, Spec], Spec]:
-    """What is declared for the fields of a class, where its values are of `spec`.
+    """What `spec` and the class declare: for each field, and for everything below.
 
-    And for all that is below: by type variables that no field of the class mentions.
+    The latter comes from type variables that no field of the class mentions.
     """
     for origin, given in spec.records:
         if given and origin in cls.__mro__:
-            # `cls` has other names for the variables of `origin`, or none for those
-            # that it has settled.
+            # `cls` may have renamed the variables of `origin`, or bound them.
             types = type_arguments(cls).get(origin, {})
             named = ((types.get(v, v), inner) for v, inner in given)
             own = tuple(x for x in named if isinstance(x[0], typing.TypeVar))
@@ -277,7 +206,7 @@ def declared_inside(cls: type, spec: Spec) -> tuple[dict[str, Spec], Spec]:
 
 
 def _declared_below(cls: type, given: Given) -> Spec:
-    kinds: set[type[TreePart]] = set()
+    kinds: set[Kind] = set()
     for variable, spec in given:
         with_nothing = declarations(cls, ((variable, NOTHING),))
         if declarations(cls, ((variable, spec),)) == with_nothing:
@@ -287,7 +216,7 @@ def _declared_below(cls: type, given: Given) -> Spec:
     except TypeError as e:
         raise TypeError(
             f"The arguments of `{cls.__qualname__}[...]`: {e}. No field of the class"
-            " mentions its type variables, so that they count for everything in it."
+            " mentions its type variables, so they count for everything in it."
         ) from None
 
 
@@ -315,20 +244,19 @@ def _merge_entries(records: list[tuple[type, Given]], name: Any, element: Spec) 
 
 
 def check_declarations(cls: type) -> None:
-    """Raise `TypeError` for what a module class cannot declare."""
+    """Raise `TypeError` if a static field of a module class declares a kind."""
     declared = declarations(cls)
     for f in dataclasses.fields(cls):
         kind = declared.get(f.name, NOTHING).kind
         if kind is not None and f.metadata.get("static", False):
-            raise TypeError(
-                f"`{cls.__qualname__}.{f.name}` is declared `{kind.__name__}` and"
-                " static: a static field is part of the tree's structure and its value"
-                " is never an array with a kind. Drop one of the two."
+            what = (
+                f"`{cls.__qualname__}.{f.name}`, declared `{kind.__name__}` and static"
             )
+            raise TypeError(_STATIC.format(what))
 
 
 def is_class_var(annotation: Any) -> bool:
-    """Whether an annotation, maybe still a string, makes no dataclass field."""
+    """Whether an annotation, maybe still a string, is a `ClassVar`."""
     if isinstance(annotation, str):
         return re.match(r"(\w+\.)*ClassVar\b", annotation) is not None
     return annotation is ClassVar or typing.get_origin(annotation) is ClassVar

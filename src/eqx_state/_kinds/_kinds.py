@@ -4,7 +4,7 @@ A kind is a class that is only ever named, in an annotation or in a filter, and 
 instantiated: arrays stay raw arrays. Asking for a kind means it and its subclasses.
 """
 
-from typing import Annotated, Any, TYPE_CHECKING, TypeVar
+from typing import Annotated, Any, TYPE_CHECKING, TypeAlias, TypeVar
 
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ else:
 
     class OptState(State, covering=True):
         """An optimizer's moments and counts. Covers everything below it."""
+
+
+Kind: TypeAlias = type[TreePart[Any]]
 
 
 def kind_name(kind: type) -> str:

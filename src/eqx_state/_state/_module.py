@@ -14,9 +14,9 @@ from .._kinds._fields import (
     declarations,
     is_class_var,
     own_default,
-    remember_statement,
 )
 from .._kinds._kinds import is_kind, kind_name
+from .._kinds._namespace import remember_statement
 from .._tree import _modes, _select, _surgery
 from .._tree._aliasing import check_not_shared
 from .._tree._base import (

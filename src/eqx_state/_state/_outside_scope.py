@@ -13,9 +13,9 @@ from typing import Any
 
 import equinox as eqx
 
-from .._kinds._annotations import NOTHING
 from .._kinds._fields import declarations
 from .._kinds._kinds import kind_name, Parameter, State
+from .._kinds._spec import NOTHING
 from .._tree._base import BaseModule, fields_of, FLAGS, is_eqx_module
 from .._tree._context import ROOT
 from .._tree._walk import is_array, modules_in

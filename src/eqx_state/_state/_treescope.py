@@ -12,9 +12,17 @@ from typing import Any, Final
 
 import jax.tree_util as jtu
 
-from .._kinds._kinds import BatchStat, Buffer, OptState, Parameter, Rng, State, TreePart
+from .._kinds._kinds import (
+    BatchStat,
+    Buffer,
+    Kind,
+    OptState,
+    Parameter,
+    Rng,
+    State,
+    TreePart,
+)
 from .._tree._base import BaseModule
-from .._tree._context import Kind
 from .._tree._walk import is_array, leaves
 
 

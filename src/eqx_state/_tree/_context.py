@@ -4,18 +4,15 @@ Which kind an array has depends on every declaration that is passed on the way d
 `Context` is the sum of them.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._kinds._annotations import NOTHING, Spec
 from .._kinds._fields import annotation_of, declared_child, declared_inside
-from .._kinds._kinds import Parameter, Rng, TreePart
+from .._kinds._kinds import Kind, Parameter, Rng
+from .._kinds._spec import NOTHING, Spec
 from ._base import BaseModule, is_eqx_module, is_module
-
-
-Kind: TypeAlias = type[TreePart[Any]]
 
 
 class Context(NamedTuple):

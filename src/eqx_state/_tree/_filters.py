@@ -13,10 +13,9 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._kinds._kinds import is_kind, kind_name, Parameter, TreePart
+from .._kinds._kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
 from ._compare import is_hole, structure_with_holes
-from ._context import Kind
 from ._parts import owners_of, Part
 from ._walk import is_array, leaves
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from .._kinds._kinds import Kind
 from .._typing import KeyPath
-from ._context import Kind
 from ._show import show
 from ._walk import is_array, leaves, Visit
 

@@ -16,8 +16,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._compat import MISSING
-from .._kinds._annotations import Spec
-from .._kinds._kinds import BatchStat, State
+from .._kinds._kinds import BatchStat, Kind, State
+from .._kinds._spec import Spec
 from .._typing import KeyPath
 from ._base import (
     BaseModule,
@@ -27,7 +27,7 @@ from ._base import (
     is_eqx_module,
     is_module,
 )
-from ._context import Context, Kind, ROOT
+from ._context import Context, ROOT
 
 
 _Tree = TypeVar("_Tree")

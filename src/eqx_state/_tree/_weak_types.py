@@ -9,8 +9,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from .._kinds._annotations import NOTHING, Spec
 from .._kinds._fields import declarations, declared_child
+from .._kinds._spec import NOTHING, Spec
 from ._base import is_eqx_module
 from ._walk import is_leaf, map_children
 
