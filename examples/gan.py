@@ -138,7 +138,7 @@ def train(models, images, steps: int):
     return average, critic, np.array(estimates)
 
 
-# %% What is measured: the critic's layers, and the distance of samples to real images.
+# %% Measure the critic's layers, and the distance of samples to real images.
 def spectral_norm(layer: es.nn.Stateful) -> float:
     """The largest singular value of the matrix that the critic uses."""
     norm = layer.layer

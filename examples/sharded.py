@@ -114,7 +114,7 @@ def train(images, labels, epochs: int):
     return model, optimizer
 
 
-# %% What one of the processes does.
+# %% One of the processes.
 def work(address: str, process: int, epochs: int, path: str) -> None:
     """Train together with the other process, and save what this one holds."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -169,7 +169,7 @@ def main(*, epochs=10, at_least=0.95) -> float:
         held, in_all = result["bytes_held"], result["bytes_in_all"]
         print(f"process {i}: test accuracy {result['accuracy']:.2%},", end=" ")
         print(f"{held.max():,} of {in_all:,} bytes on each device")
-        # An eighth each, and on every device what cannot be divided by eight.
+        # An eighth each, except for the arrays that eight does not divide.
         assert len(held) == DEVICES
         assert (held <= in_all / 8 * 1.01).all()
         assert (result["statistics"] == results[0]["statistics"]).all()

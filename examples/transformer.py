@@ -41,7 +41,7 @@ DEPTH, HEADS, WIDTH = 2, 2, 64
 
 # %% The model. With a cache, new characters attend to those in it as well.
 class Cache(es.State):
-    """What a transformer remembers of the characters before."""
+    """The keys and values of the characters before, and their number."""
 
 
 class Attention(es.Module):
