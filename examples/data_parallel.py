@@ -83,7 +83,7 @@ def by_rows(devices, batch):
 
 
 def train(devices, images, labels, epochs: int):
-    """The model and the optimizer, all losses, and the last batch."""
+    """All losses, the trained model, its optimizer, and the last batch."""
     model = make_net(jr.key(0))
     optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
     model, optimizer = on_each(devices, (model, optimizer))
@@ -97,7 +97,7 @@ def train(devices, images, labels, epochs: int):
             # `float` waits for the step. Virtual devices share one pool of threads, and
             # several steps at once can occupy all of them and block each other forever.
             losses.append(float(loss))
-    return model, optimizer, np.array(losses), batch
+    return np.array(losses), model, optimizer, batch
 
 
 # %% Train on one device and on eight, and compare.
@@ -110,8 +110,8 @@ def main(path="data_parallel.png", *, epochs=20, at_least=0.95) -> float:
     )
     devices = jax.devices()
     assert len(devices) == 8, "XLA_FLAGS was set, or JAX was running, before this"
-    _, _, one, _ = train(devices[:1], train_images, train_labels, epochs)
-    model, optimizer, eight, batch = train(devices, train_images, train_labels, epochs)
+    one, *_ = train(devices[:1], train_images, train_labels, epochs)
+    eight, model, optimizer, batch = train(devices, train_images, train_labels, epochs)
 
     logits = jax.vmap(es.eval(model))(images)
     accuracy = float(jnp.mean(jnp.argmax(logits, axis=1) == labels))

@@ -86,7 +86,7 @@ def predict(model: Net, images: Float[Array, "b 1 8 8"]) -> Int[Array, " b"]:
 
 # %% Train one model.
 def train(model, optimizer, images, labels, epochs: int, seed: int):
-    """The model and the optimizer after training, and the loss after each epoch."""
+    """The loss after each epoch, and the trained model with its optimizer."""
     steps = len(images) // BATCH_SIZE
     rng, losses = np.random.default_rng(seed), []
     for _ in range(epochs):
@@ -95,7 +95,7 @@ def train(model, optimizer, images, labels, epochs: int, seed: int):
             xs, ys = images[batch], labels[batch]
             loss, model, optimizer = step(model, optimizer, xs, ys)
         losses.append(float(loss))
-    return model, optimizer, losses
+    return losses, model, optimizer
 
 
 # %% Train a model from each seed, and test it.
@@ -112,7 +112,7 @@ def main(path="digits.png", *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
     losses, accuracies = {}, {}
     for seed in seeds:
         model = Net(jnp.mean(train_images, axis=0), key=jr.key(seed))
-        model, optimizer, losses[seed] = train(
+        losses[seed], model, optimizer = train(
             model, untrained.init(model), train_images, train_labels, epochs, seed
         )
         guesses = np.asarray(predict(model, images))

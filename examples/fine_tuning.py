@@ -117,7 +117,7 @@ def accuracy(model, images, labels) -> Float[Array, ""]:
 
 
 def train(model, wrt, data, steps: int, learning_rate: float = 1e-2):
-    """The trained model, and its test accuracy after every tenth step."""
+    """The test accuracy after every tenth step, and the trained model."""
     images, test_images, labels, test_labels = data
     tx = optax.adamw(learning_rate, weight_decay=1e-2)
     optimizer = es.Optimizer(tx, wrt=wrt).init(model)
@@ -128,7 +128,7 @@ def train(model, wrt, data, steps: int, learning_rate: float = 1e-2):
         loss, model, optimizer = step(model, optimizer, images[batch], labels[batch])
         if i % 10 == 0:
             curve.append(float(accuracy(model, test_images, test_labels)))
-    return model, curve
+    return curve, model
 
 
 # %% Train on the digits 0 to 4, then on 5 to 9 in three ways from the same network.
@@ -145,7 +145,7 @@ def main(path="fine_tuning.png", *, steps=300, at_least=0.92, better_by=0.03):
         for w in (labels < 5, labels >= 5)
     )
     untrained = Classifier(key=jr.key(0))
-    pretrained, curve = train(untrained, es.trainable, old, 300, learning_rate=1e-3)
+    curve, pretrained = train(untrained, es.trainable, old, 300, learning_rate=1e-3)
     print(f"digits 0 to 4: test accuracy {curve[-1]:.2%}")
 
     adapted = adapt(pretrained, jr.key(1))
@@ -156,7 +156,7 @@ def main(path="fine_tuning.png", *, steps=300, at_least=0.92, better_by=0.03):
     }
     models, curves, counts, accuracies = {}, {}, {}, {}
     for name, (model, wrt) in ways.items():
-        models[name], curves[name] = train(model, wrt, new, steps)
+        curves[name], models[name] = train(model, wrt, new, steps)
         counts[name], accuracies[name] = size(model, wrt), curves[name][-1]
         print(f"{name}: {counts[name]:,} trained, accuracy {accuracies[name]:.2%}")
     _pictures.fine_tuning(path, curves, counts)

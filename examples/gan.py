@@ -117,7 +117,7 @@ def step(models, optimizers, average: Generator, real: Float[Array, "n b 64"]):
 
 # %% Train.
 def train(models, images, steps: int):
-    """The averaged generator, the critic, and its estimates of the distance."""
+    """The estimates of the distance, the averaged generator, and the critic."""
     # The critic's learning rate falls to zero: its singular vectors lag behind matrices
     # that still change.
     half = steps * CRITIC_STEPS // 2
@@ -135,7 +135,7 @@ def train(models, images, steps: int):
         if i % 100 == 0:
             print(f"step {i}: estimated distance {-loss:.3f}")
     _, critic = models
-    return average, critic, np.array(estimates)
+    return np.array(estimates), average, critic
 
 
 # %% Measure the critic's layers, and the distance of samples to real images.
@@ -162,7 +162,7 @@ def main(path="gan.png", *, steps=1000, least_share=0.03, closer=10.0, norm=1.05
     images = np.float32(digits.data / 16)
     for_generator, for_critic = jr.split(jr.key(0))
     models = untrained, _ = Generator(key=for_generator), Critic(key=for_critic)
-    average, critic, estimates = train(models, images, steps)
+    estimates, average, critic = train(models, images, steps)
 
     # The stream advances in eval mode, too, so drawing writes state.
     draw = es.jit(lambda g: es.mutable(generate)(g.eval(), 2000)[0])

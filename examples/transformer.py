@@ -139,7 +139,7 @@ evaluate = es.jit(loss_fn)  # in eval mode nothing is drawn or written
 
 # %% Train.
 def train(model, text: Int[np.ndarray, " n"], tests: Int[np.ndarray, "m t"], steps):
-    """The trained model, and its losses at every evaluation."""
+    """The losses at every evaluation, and the trained model."""
     windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, steps // 8, steps)
     optimizer = es.Optimizer(optax.adamw(schedule, weight_decay=0.1)).init(model)
@@ -153,7 +153,7 @@ def train(model, text: Int[np.ndarray, " n"], tests: Int[np.ndarray, "m t"], ste
             losses["training"].append(float(np.mean(recent[-EVERY:])))
             losses["held out"].append(float(evaluate(model.eval(), tests)))
             print(f"step {i}: {losses['held out'][-1]:.2f} nats per held-out character")
-    return model, losses
+    return losses, model
 
 
 # %% Write and read with the cache.
@@ -214,7 +214,7 @@ def main(path="transformer.png", *, steps=500, better_by=0.3):
     text, held_out = (np.array([index[c] for c in text], np.int32) for text in texts)
     tests = np.lib.stride_tricks.sliding_window_view(held_out, CONTEXT + 1)[::CONTEXT]
     model = Transformer(len(alphabet), key=jr.key(0))
-    model, losses = train(model, text, tests, steps)
+    losses, model = train(model, text, tests, steps)
 
     model, shown = model.eval(), tests[0, :CONTEXT]
     (logits, _), sown = es.capture(model)(shown)

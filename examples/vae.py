@@ -108,7 +108,7 @@ def evaluate(model, images):
 
 # %% Train.
 def train(images, test_images, epochs: int):
-    """The trained model, and its losses after each epoch."""
+    """The losses after each epoch, and the trained model."""
     steps = len(images) // BATCH_SIZE
     schedule = optax.cosine_decay_schedule(2e-3, epochs * steps)
     model = VAE(key=jr.key(0))
@@ -125,7 +125,7 @@ def train(images, test_images, epochs: int):
         losses["test"].append(float(evaluate(model, test_images)))
         if epoch % 10 == 0:
             print(f"epoch {epoch}: {losses['test'][-1]:.1f} nats per test image")
-    return model, losses
+    return losses, model
 
 
 # %% Compare with pixels that are independent of each other, and draw.
@@ -143,7 +143,7 @@ def main(path="vae.png", *, epochs=80, better_by=10.0) -> float:
     train_images, images = train_test_split(
         np.float32(load_digits().data), test_size=0.2, random_state=0
     )
-    model, losses = train(train_images, images, epochs)
+    losses, model = train(train_images, images, epochs)
     loss = losses["test"][-1]
     baseline = independent_pixels(train_images, images)
     print(f"test images: {loss:.1f} nats; with independent pixels {baseline:.1f}")
