@@ -104,6 +104,14 @@ def test_every_cross_reference_names_something_public(page):
 
 
 @each_page
+def test_a_figure_is_a_link_to_its_file(page):
+    # Which is how it is enlarged.
+    text = prose(page)
+    for file in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text):
+        assert f"]({file})]({file})" in text, file
+
+
+@each_page
 def test_a_page_has_one_title_and_fences_that_close(page):
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
     assert page.read_text(encoding="utf-8").count("```") % 2 == 0
