@@ -1,4 +1,4 @@
-"""Batch normalisation with its statistics as state."""
+"""Batch normalization with its statistics as state."""
 
 import math
 from typing import Any
@@ -13,20 +13,20 @@ from .._state._module import Module
 
 
 class BatchNorm(Module):
-    """Normalises each channel over the batch (Ioffe and Szegedy, 2015).
+    """Normalizes each channel over the batch (Ioffe and Szegedy, 2015).
 
-    In train mode with the mean and the biased variance of the batch, of which running
-    averages are kept: `new = momentum * old + (1 - momentum) * batch`, from 0 and 1, as
-    in Flax. In eval mode, and when frozen, with the running averages, which stay.
+    In train mode it uses the mean and the biased variance of the batch, and keeps
+    running averages of both, as Flax does: `new = momentum * old + (1 - momentum) *
+    batch`. In eval mode, and when frozen, it uses the running averages, which stay.
 
-    The averages start at 0 and 1 and are not corrected for it (Equinox divides by
-    `1 - momentum**n`): with few steps choose a `momentum` such as 0.9.
+    The averages start at 0 and 1, and are not corrected for that start (Equinox divides
+    by `1 - momentum**n`): for few steps choose a `momentum` such as 0.9.
 
-    With an `axis_name`, for one example at a time under a `vmap` with that axis, as
-    `equinox.nn.BatchNorm`. Without, for a whole batch at once.
+    With an `axis_name` it takes one example at a time, under a `vmap` with that axis,
+    as `equinox.nn.BatchNorm` does. Without one it takes a whole batch.
 
-    The averages are float32 or wider whatever the `dtype` of the parameters is, and so
-    is the computation: in bfloat16 an average stops moving after some steps.
+    The averages are float32 or wider, whatever the `dtype` of the parameters is, and so
+    is the computation: in bfloat16 an average would soon stop moving.
 
     !!! example
 
@@ -78,26 +78,26 @@ class BatchNorm(Module):
 
         - `input_size`: the number of channels.
         - `axis_name`: the name of the `vmap` axis (or tuple of names) to reduce over;
-            the input is one example then. Default: `None`, the input is a batch.
+            the input is then one example. Default: `None`, the input is a batch.
         - `eps`: added to the variance. Default: 1e-5.
         - `channelwise_affine`: whether to scale and shift with `weight` and `bias`.
         - `momentum`: how much of the running average stays at each step. Default: 0.99.
-        - `dtype`: of the parameters, a real floating one. Default: JAX's default float.
-            The statistics have it too, if it has at least 32 bits; else float32.
+        - `dtype`: the dtype of the parameters, real floating. Default: JAX's default
+            float. The statistics have the same, but at least float32.
         - `channel_axis`: the axis of the input that holds the channels. Default: 0 with
             an `axis_name`, else 1.
-        - `key`: ignored; there is nothing random.
+        - `key`: ignored, as nothing is random.
 
         **Raises:**
 
-        - `ValueError`: `dtype` is not a real floating one.
+        - `ValueError`: `dtype` is not a real floating dtype.
         """
         del key
         dtype = jnp.zeros((), dtype).dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"`es.nn.BatchNorm(dtype={dtype})`: a variance is a real number, so"
-                " `dtype` is a real floating one, such as `jnp.float32`."
+                " `dtype` must be a real floating one, such as `jnp.float32`."
             )
         self.weight = jnp.ones(input_size, dtype) if channelwise_affine else None
         self.bias = jnp.zeros(input_size, dtype) if channelwise_affine else None
@@ -114,25 +114,24 @@ class BatchNorm(Module):
     def __call__(self, x: Array, *, key: Any = None, mask: Any = None) -> Array:
         """**Arguments:**
 
-        - `x`: an array with `input_size` elements along `channel_axis`, real.
+        - `x`: a real array with `input_size` elements along `channel_axis`.
         - `key`: ignored.
-        - `mask`: true where `x` counts and false where it is padding; an array that
-            broadcasts to the shape of `x`, as in Flax: for a batch of shape `(N, C)`
-            whose last rows are padding, of shape `(N, 1)`. Under a `vmap` with
-            `axis_name` the mask of one example, which may be a single bool. Default:
-            everything counts. It matters in train mode alone: mean, variance and
-            running averages are those of the elements that count. The padding is
-            normalised like the rest, and has no gradient. A channel without an element
-            that counts keeps its running averages, and is normalised with them.
+        - `mask`: true where `x` counts and false where it is padding, as in Flax; an
+            array that broadcasts to the shape of `x`, such as `(N, 1)` for a batch
+            `(N, C)` whose last rows are padding. With an `axis_name` it is the mask of
+            one example, and may be a single bool. Default: everything counts. It only
+            matters in train mode: mean, variance and running averages are those of the
+            elements that count. Padding is normalized like the rest, and has no
+            gradient. A channel that is all padding keeps its running averages, and is
+            normalized with them.
 
         **Returns:**
 
-        An array of the shape of `x`, and of its dtype if that is a floating one.
+        An array of the shape of `x`, and of its dtype if that is floating.
 
         **Raises:**
 
         - `NameError`: there is no axis called `axis_name`.
-
         - `ValueError`: `x` has another number of channels, or is complex; or `mask`
             does not broadcast to the shape of `x`.
         """
@@ -140,38 +139,34 @@ class BatchNorm(Module):
         x = jnp.asarray(x)
         _check_input(self, x)
         mask = None if mask is None else _as_mask(mask, x)
-        wide = _cast(x, _widest(x.dtype, self.mean.dtype))
+        wide = x.astype(_widest(x.dtype, self.mean.dtype))
         if self.training and not self.frozen:
             deviation, kept, rest, var = _center(self, wide, mask)
         else:
-            mean, var = (_cast(a, wide.dtype) for a in (self.mean, self.var))
+            mean, var = (a.astype(wide.dtype) for a in (self.mean, self.var))
             deviation = kept = wide - _spread(self, mean, x)
             rest = None
         scale = jax.lax.rsqrt(var + self.eps)
         if self.weight is not None:
-            scale = scale * _cast(self.weight, scale.dtype)
-        shift = None if self.bias is None else _cast(self.bias, scale.dtype)
+            scale = scale * self.weight.astype(scale.dtype)
+        shift = None if self.bias is None else self.bias.astype(scale.dtype)
         if rest is not None:
             shift = -rest * scale if shift is None else shift - rest * scale
         y = _affine(self, kept, scale, shift)
         if kept is not deviation:
             padding = _affine(self, *jax.lax.stop_gradient((deviation, scale, shift)))
             y = jnp.where(mask, y, padding)
-        # Integers are not rounded back; a lower precision is that of the layers around.
-        return _cast(y, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+        # Back to the precision of the layers around, but not back to integers.
+        return y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
 
-# Functions, for Equinox makes a pytree of each method that is looked up.
+# Functions instead of methods: Equinox makes a pytree of each method at each lookup.
 
 
 def _widest(*dtypes: Any) -> Any:
     """The widest of these that are real floating dtypes; float32 at least."""
     floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return max(jnp.dtype("float32"), *floating, key=lambda d: jnp.finfo(d).bits)
-
-
-def _cast(x: Array, dtype: Any) -> Array:
-    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _check_input(norm: BatchNorm, x: Array) -> None:
@@ -185,18 +180,16 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
     if jnp.iscomplexobj(x):
         raise ValueError(
             f"`es.nn.BatchNorm` got an input of dtype {x.dtype}, and normalises real"
-            " numbers. Which variance a complex number has is for the model to say."
-            " For both parts on their own, as twice as many channels:\n\n"
+            " numbers. Complex numbers have more than one kind of variance. To"
+            " normalize the two parts as twice as many channels:\n\n"
             f"    norm = es.nn.BatchNorm({2 * size})\n"
             f"    norm(jnp.concatenate([x.real, x.imag], axis={axis}))"
         )
 
 
 def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
-    """One value per channel, of the rank of `x`.
-
-    Not of its shape: a gradient would keep all of that.
-    """
+    """One value per channel, as an array of the rank of `x`."""
+    # Not of the shape of `x`: a gradient would keep a residual of that size.
     shape = [1] * x.ndim
     shape[norm.channel_axis] = norm.input_size
     return channels.reshape(shape)
@@ -210,13 +203,16 @@ def _affine(norm: BatchNorm, x: Array, scale: Array, shift: Array | None) -> Arr
 def _center(
     norm: BatchNorm, x: Array, mask: Array | None
 ) -> tuple[Array, Array, Array, Array]:
-    """`x` without its mean, and with 0 for padding; the rest of the mean; the variance.
+    """Update the running averages; return what `__call__` normalizes with.
 
-    The running averages move on. The mean of large numbers is rounded, by more than a
-    small deviation is. So the second pass, which finds the variance, also finds what
-    the first has left; without it, 100 times 1e4/3 would deviate from its mean by 0.15.
-    It has no gradient: exactly computed it is 0, whatever `x` is.
+    That is the deviation of `x` from its mean, the same with 0 for padding, the error
+    of the mean, and the variance.
     """
+    # The mean of large numbers has a rounding error, which may be larger than a small
+    # deviation. So the second pass, which computes the variance, also computes the mean
+    # of the deviations, which is that error. Without this, 100 elements of 1e4/3 would
+    # deviate from their mean by 0.15. The error has no gradient: computed exactly it is
+    # 0 for every `x`.
     axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
 
     def sums(*xs: Array) -> list[Array]:
@@ -224,23 +220,17 @@ def _center(
 
     if mask is None:
         [number] = _over_lanes(norm, [math.prod(x.shape[i] for i in axes)])
-
-        def only(a: Array) -> Array:
-            return a
-
-        def if_any(new: Array, old: Array) -> Array:
-            return new
-
+        only = if_any = _first
     else:
         [found] = sums(mask.astype(x.dtype))
         number = jnp.maximum(found, 1)
 
         def only(a: Array) -> Array:
-            # Padding may be NaN, and 0 times NaN is the gradient of what comes later.
+            # Not by a product: padding may be NaN, and 0 times NaN is NaN.
             return jnp.where(mask, a, 0)
 
         def if_any(new: Array, old: Array) -> Array:
-            return jnp.where(found > 0, new, _cast(old, new.dtype))
+            return jnp.where(found > 0, new, old.astype(new.dtype))
 
     [mean] = (a / number for a in sums(only(x)))
     mean = if_any(mean, norm.mean)
@@ -254,6 +244,10 @@ def _center(
     norm.mean = if_any(_average(norm, norm.mean, mean + rest), norm.mean)
     norm.var = if_any(_average(norm, norm.var, var), norm.var)
     return deviation, kept, rest, var
+
+
+def _first(new: Array, *_: Array) -> Array:
+    return new
 
 
 def _as_mask(mask: Any, x: Array) -> Array:
@@ -278,11 +272,11 @@ def _over_lanes(norm: BatchNorm, xs: list[Any]) -> list[Any]:
             f"`es.nn.BatchNorm(axis_name={norm.axis_name!r})` averages over an"
             " axis of that name, and there is none. Name it where the model is"
             f" mapped: `es.vmap(model, axis_name={norm.axis_name!r})(xs)`. For a"
-            " whole batch at once make the layer with `axis_name=None`."
+            " whole batch at once, make the layer with `axis_name=None`."
         ) from e
 
 
 def _average(norm: BatchNorm, old: Array, new: Array) -> Array:
     new = jax.lax.stop_gradient(new)
-    mixed = norm.momentum * _cast(old, new.dtype) + (1 - norm.momentum) * new
-    return _cast(mixed, old.dtype)
+    mixed = norm.momentum * old.astype(new.dtype) + (1 - norm.momentum) * new
+    return mixed.astype(old.dtype)

@@ -1,4 +1,4 @@
-"""Dropout that draws from a key of its own."""
+"""Dropout that draws from its own key."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ class Dropout(Module):
     """Sets elements to zero at random in train mode, and scales the others up.
 
     Each element is kept with probability `1 - p` and divided by it (Srivastava et al.,
-    2014, in the inverted form that Equinox uses). In eval mode, and with `p=0`, the
-    input comes back, and no key is drawn.
+    2014, in the inverted form that Equinox uses). In eval mode, and with `p=0`, it
+    returns its input and draws no key.
 
     !!! example
 
@@ -41,8 +41,8 @@ class Dropout(Module):
         """**Arguments:**
 
         - `p`: the fraction of elements to drop, at least 0 and at most 1. Default: 0.5.
-        - `key`: a PRNG key, or an integer seed, where the layer's own keys start.
-            Without one it is drawn by `init`.
+        - `key`: a PRNG key, or an integer seed, from which all keys of the layer come.
+            Default: `init` draws one.
 
         **Raises:**
 
@@ -50,8 +50,8 @@ class Dropout(Module):
         """
         if not 0 <= p <= 1:
             raise ValueError(
-                f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements that are"
-                " dropped, a number from 0 to 1."
+                f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements to drop, a"
+                " number from 0 to 1."
             )
         self.p = float(p)
         self.rng = Initializer(lambda key: key) if key is None else as_key(key)
@@ -60,7 +60,7 @@ class Dropout(Module):
         """**Arguments:**
 
         - `x`: an array of any shape.
-        - `key`: used instead of the layer's own key, which does not advance then.
+        - `key`: used instead of the layer's own key, which then does not advance.
 
         **Returns:**
 

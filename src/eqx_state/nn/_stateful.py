@@ -1,4 +1,4 @@
-"""Any stateful layer of Equinox as a layer with state of its own."""
+"""Any stateful layer of Equinox as a layer that holds its state."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from jaxtyping import Array
 from .._interop import labelled_index, strong_arrays, takes_key
 from .._kinds._kinds import BatchStat
 from .._state._module import Module
-from .._tree._base import BaseModule, has_inference, is_module
+from .._tree._base import has_inference, is_module
 from .._tree._compare import same
 from .._tree._show import show
-from .._tree._walk import leaves, map_with_path, set_flags, Visit
+from .._tree._walk import leaves, map_with_path, Visit, walk
 from .._tree._weak_types import is_weak
 from .._typing import KeyPath
 
@@ -21,15 +21,15 @@ from .._typing import KeyPath
 class Stateful(Module):
     """A stateful Equinox layer, called as `layer(x, state)`, with its state inside.
 
-    The state is where Equinox has the initial values, in the `init` of each
-    `equinox.nn.StateIndex`: of kind `es.BatchStat` in `equinox.nn.BatchNorm`, and
+    The state is where Equinox keeps the initial values: in the `init` of each
+    `equinox.nn.StateIndex`. Its kind is `es.BatchStat` in `equinox.nn.BatchNorm`, and
     `es.State` elsewhere. An index that is in two places has its value in the first.
 
     `train` and `eval` set Equinox's `inference`. When frozen, the parts that have both
     state and `inference` run as in eval mode, and no `es.BatchStat` changes.
 
-    `es.Module`s in the layer keep their own state. An `equinox.nn.StateIndex` in one of
-    them is not seen: put a `Stateful` there.
+    `es.Module`s in the layer keep their own state. A `Stateful` does not look for an
+    `equinox.nn.StateIndex` inside them: put another `Stateful` there.
 
     !!! example
 
@@ -54,13 +54,13 @@ class Stateful(Module):
 
         - `layer`: a layer, or a whole model, that is called as `layer(x, state)` or
             `layer(x, state, key=key)` and returns `(y, state)`.
-        - `state`: its state, if it comes from `equinox.nn.make_with_state`. Default:
+        - `state`: the state, if both come from `equinox.nn.make_with_state`. Default:
             the initial values in the layer.
 
         **Raises:**
 
         - `TypeError`: `layer` cannot be called, or holds no `equinox.nn.StateIndex`.
-        - `ValueError`: there is no value for one of them.
+        - `ValueError`: one of these has no value.
         """
         name = type(layer).__qualname__
         if isinstance(layer, type):
@@ -82,9 +82,8 @@ class Stateful(Module):
                 " `es.nn.Stateful(norm)` in place of `norm`, and calls it without the"
                 " state."
             )
-        labelled = _labelled(name, indices, state)
-        self.layer = _put(layer, {k: _strong(index) for k, index in labelled.items()})
-        self.weak = tuple(name for index in labelled.values() for name in _weak(index))
+        labelled, weak = _labelled(name, indices, state)
+        self.layer, self.weak = _put(layer, labelled), tuple(weak)
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """**Arguments:**
@@ -98,14 +97,14 @@ class Stateful(Module):
 
         **Raises:**
 
-        - `TypeError`: the layer returned something else than `(y, state)`.
-        - `ValueError`: the state that it returned is not the whole one.
+        - `TypeError`: the layer returned something other than `(y, state)`.
+        - `ValueError`: it returned only a part of the state.
         """
         visits = [v for v in _indices(self.layer) if _has_value(v.node)]
         indices = [visit.node for visit in visits]
         state = eqx.nn.State([_as_given(index, self.weak) for index in indices])
         before = [state.get(index) for index in indices]
-        layer = _for_call(self.layer, as_eval=self.frozen)
+        layer = _without_state(self.layer, as_eval=self.frozen)
         options = {"key": key} if takes_key(layer) else {}
         result = layer(x, state, **options)
         if not _is_pair(result):
@@ -121,8 +120,9 @@ class Stateful(Module):
             new = _value(state, visit, _LOST)
             keep = self.frozen and visit.context.kind is BatchStat
             if not keep and not _same(old, new):
-                changed[visit.path] = _strong(labelled_index(visit.node.marker, new))
-        if changed:  # in eval mode mostly not, and then there need be no scope
+                index = labelled_index(visit.node.marker, strong_arrays(new))
+                changed[visit.path] = index
+        if changed:  # nothing usually changes in eval mode, which needs no scope then
             self.layer = _put(self.layer, changed)
         return y
 
@@ -143,7 +143,7 @@ def _has_value(index: Any) -> bool:
 
 
 def _is_node(x: Any) -> bool:
-    """What is taken as a whole: an index, and an `es.Module`, which may be owned."""
+    """An index, or an `es.Module`: the same object must stay, as a scope may own it."""
     return _is_index(x) or is_module(x)
 
 
@@ -159,15 +159,15 @@ def _put(layer: Any, indices: dict[KeyPath, Any]) -> Any:
 
 def _labelled(
     name: str, visits: list[Visit], state: eqx.nn.State | None
-) -> dict[KeyPath, Any]:
-    """New indices with their values, and with their paths in place of markers."""
+) -> tuple[dict[KeyPath, Any], list[str]]:
+    """New indices, with their paths in place of markers; which values were weak."""
     first: dict[Any, Any] = {}
-    labelled = {}
+    labelled, weak = {}, []
     for visit in visits:
         index = visit.node
         marker = index.marker
         if isinstance(marker, str) and state is None and _has_value(index):
-            # Two layers that this function has labelled may have the same labels.
+            # Labeled here before. Two such layers may have the same labels.
             marker = (marker, *map(id, jtu.tree_leaves(index.init)))
         if marker in first:
             labelled[visit.path] = eqx.nn.delete_init_state(first[marker])
@@ -182,34 +182,26 @@ def _labelled(
                 f"    es.nn.Stateful({name}(...))"
             )
         value = index.init if state is None else _value(state, visit, _FOREIGN)
-        new = labelled_index(visit.name, jtu.tree_map(jnp.asarray, value))
+        value = jtu.tree_map(jnp.asarray, value)
+        entries = jtu.tree_leaves_with_path(value)
+        weak += [visit.name + jtu.keystr(path) for path, x in entries if is_weak(x)]
+        new = labelled_index(visit.name, strong_arrays(value))
         first[marker] = first[index.marker] = labelled[visit.path] = new
-    return labelled
-
-
-def _strong(index: Any) -> Any:
-    if not _has_value(index):
-        return index
-    return labelled_index(index.marker, strong_arrays(index.init))
-
-
-def _weak(index: Any) -> list[str]:
-    """The names of the weakly typed values of an index."""
-    entries, _ = jtu.tree_flatten_with_path(index.init)
-    return [index.marker + jtu.keystr(path) for path, x in entries if is_weak(x)]
+    return labelled, weak
 
 
 def _as_given(index: Any, weak: tuple[str, ...]) -> Any:
     """`index` with the types that the layer gave its values.
 
-    We keep them strong, as all state; but a layer that began with `jnp.array(0)` may
-    set such a one again, which Equinox allows in place of a weak type alone.
+    They are stored strong, as all state is. But a layer that began with `jnp.array(0)`
+    may set another, and Equinox only lets a weak type replace a weak type.
     """
 
     def retype(path: KeyPath, x: Any) -> Any:
         if index.marker + jtu.keystr(path) not in weak:
             return x
-        zeros = jnp.full(x.shape, x.dtype.type(0).item())  # weak, and what is put in it
+        # A weak type cannot be cast to, but what is put into a weak array stays weak.
+        zeros = jnp.full(x.shape, x.dtype.type(0).item())
         return zeros.at[...].set(x) if zeros.dtype == x.dtype else x
 
     value = jtu.tree_map_with_path(retype, index.init)
@@ -224,8 +216,8 @@ def _value(state: eqx.nn.State, visit: Visit, message: str) -> Any:
 
 
 _FOREIGN = """The state given to `es.nn.Stateful` has no value for `{}`: it is the \
-state of another layer. Pass the two that `eqx.nn.make_with_state` has returned \
-together."""
+state of another layer. Pass the layer and the state that one call of \
+`eqx.nn.make_with_state` has returned."""
 
 _LOST = """The layer in `es.nn.Stateful` returned a state without a value for `{}`. If \
 a part of it was given a part of the state, put that back: \
@@ -237,24 +229,15 @@ def _same(old: Any, new: Any) -> bool:
     return all(same(a, b) for a, b in pairs)
 
 
-class _Hidden:
-    """An `es.Module` as a leaf, which is not copied."""
+def _without_state(layer: Any, as_eval: bool) -> Any:
+    """`layer` without its state; `as_eval` puts its stateful parts into eval mode."""
 
-    def __init__(self, module: BaseModule):
-        self.module = module
+    def delete(x: Any) -> Any:
+        return x if is_module(x) else eqx.nn.delete_init_state(x)
 
-
-def _for_call(layer: Any, as_eval: bool) -> Any:
-    """`layer` as Equinox calls it, its state elsewhere; stateful parts as in eval."""
-
-    def flags(visit: Visit) -> dict[str, Any]:
-        stateful = has_inference(visit.node) and _indices(visit.node)
-        return {"inference": True} if stateful else {}
-
-    def hide(x: Any) -> Any:
-        return _Hidden(x) if is_module(x) else eqx.nn.delete_init_state(x)
-
-    layer = jtu.tree_map(hide, layer, is_leaf=_is_node)
-    if as_eval:
-        layer = set_flags(layer, flags)
-    return jtu.tree_map(lambda x: x.module if isinstance(x, _Hidden) else x, layer)
+    layer = jtu.tree_map(delete, layer, is_leaf=_is_node)
+    for visit in walk(layer, is_leaf=is_module) if as_eval else ():
+        # Set in place: all but the `es.Module`s are copies.
+        if not visit.is_leaf and has_inference(visit.node) and _indices(visit.node):
+            object.__setattr__(visit.node, "inference", True)
+    return layer
