@@ -20,7 +20,6 @@ import jax.tree_util as jtu
 from .._compat import trace_state
 from .._errors import NotInitializedError, TraceError
 from .._state._collect import check_written, collect, Snapshot
-from .._state._fit import show
 from .._state._init import check_initialized
 from .._state._module import Module
 from .._state._nn_shared import closed_copy
@@ -29,6 +28,7 @@ from .._state._write import trace_message
 from .._tree._aliasing import check_apart, check_not_shared
 from .._tree._base import BaseModule, get_place, set_place
 from .._tree._compare import identical, same
+from .._tree._show import show
 from .._tree._walk import is_array, leaves, modules_in, Visit, walk
 from ._closures import is_model, models_in, owned_in
 from ._stand_ins import by_entry, StandIn, Twice
@@ -303,8 +303,8 @@ def _by_position(tree: Any) -> Leaves:
 
 def _static_message(name: str, old: Any, new: Any) -> str:
     return (
-        f"`{name}` was {show(old)}, and was written inside a transform: it is now"
-        f" {show(new)}. Only arrays come out of a transform, so that other state keeps"
+        f"`{name}` was `{show(old)}`, and was written inside a transform: it is now"
+        f" `{show(new)}`. Only arrays come out of a transform, so that other state keeps"
         " its value there. Make it an array,\n\n"
         '    phase: es.State = "cold"    # wrong\n'
         "    phase: es.State = 0         # right\n\n"
