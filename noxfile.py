@@ -106,7 +106,10 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Change one thing after the other; list what no test notices. `-- 1/4`: a part."""
+    """Change one thing after the other; list what no test notices. `-- 1/4`: a part.
+
+    What has been run is not run again: `rm .mutants.jsonl` to begin anew.
+    """
     session.install(".", *groups("test"))
     if not Path(".coverage.mutants").exists():  # which tests run which line
         session.run("python", "tools/mutants.py", "cover")

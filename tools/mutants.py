@@ -1,30 +1,43 @@
 """Mutants of the library: change one thing, and see whether a test notices.
 
-    python tools/mutants.py cover                 # which tests run which line
-    python tools/mutants.py run 1/4               # a quarter of all mutants
-    python tools/mutants.py run _keys nn._dropout # those of some modules
+    python tools/mutants.py cover                   # which tests run which line
+    python tools/mutants.py run 1/8                 # an eighth of all mutants
+    python tools/mutants.py run _keys nn._dropout   # those of some modules
+    python tools/mutants.py run --tests=400 --again # what has survived fewer tests
+    python tools/mutants.py table                   # write tests/mutants.md
 
 A mutant runs in a fork of this process, which has imported everything but the library:
 starting JAX takes longer than most tests. The mutated module is given to Python when it
-is imported, so that no file is changed. `tests/mutants.md` says why the mutants in it
-change nothing that a test could see; any other survivor is an error.
+is imported, so that no file is changed.
+
+Each result is a line of `.mutants.jsonl`, written when it is known. What is there is
+not run again, so that a run may be stopped at any time, and resumed. A mutant is known
+by its module and the lines of code before and after, wherever in the file they are.
+
+First run the tests that do the least else, and are the quickest; at most `--tests`, and
+until one fails. `tests/mutants.md` says why the mutants in it change nothing that a
+test could see; any other survivor is an error.
 """
 
+import argparse
 import ast
 import contextlib
 import dataclasses
+import functools as ft
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +48,20 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "eqx_state"
 DATA = ROOT / ".coverage.mutants"
+TIMES = ROOT / ".coverage.mutants.times"
+RESULTS = ROOT / ".mutants.jsonl"
 EXPLAINED = ROOT / "tests" / "mutants.md"
 # Imported once, for all mutants. Not what imports the library.
-HEAVY = "jax jax.numpy equinox optax hypothesis pytest rich.table treescope beartype"
-# First the tests that run the least else; more only for what survives them.
-CHUNKS = (25, 75, 300)
-OPTIONS = "-x -q -p no:cacheprovider -p no:cov -W".split()
+HEAVY = (
+    "jax jax.numpy equinox optax hypothesis.extra.numpy numpy.testing pytest rich.table"
+    " treescope beartype sybil.parsers.markdown safetensors.numpy"
+)
+FIRST = 10  # tests are collected, and run, before the others
+OPTIONS = "-q -p no:cacheprovider -p no:cov -p no:xdist -W".split()
 OPTIONS += ["ignore::pytest.PytestAssertRewriteWarning"]  # it is imported already
-SECONDS = 300  # a mutant that takes longer is noticed, as what loops for ever
+# A mutant that takes longer, or more memory, is noticed, as what loops for ever.
+NO_TEST = "there is no such test"
+CPU_SECONDS, SECONDS, BYTES = 20, 240, 8 * 2**30
 
 
 # --- What is changed ------------------------------------------------------------------
@@ -203,24 +222,32 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 class Tests:
-    """The tests that run a line, those first that run the least else."""
+    """The tests that run a line: first those that run the least else, and are quick."""
 
     def __init__(self) -> None:
         data = coverage.CoverageData(str(DATA))
         data.read()
         self.by_line: dict[str, dict[int, set[str]]] = {}
-        self.size: Counter[str] = Counter()
+        self.seconds = dict(map(json.loads, TIMES.read_text().splitlines()))
+        size: Counter[str] = Counter()
         for file in data.measured_files():
             lines = self.by_line.setdefault(_name(file), defaultdict(set))
             for line, contexts in data.contexts_by_lineno(file).items():
                 names = {_node_id(c) for c in contexts if c.endswith("|run")}
                 lines[line] |= names
-                self.size.update(names)
+                size.update(names)
+        self.cost = {
+            name: num * (0.2 + self.seconds.get(name, 1.0))
+            for name, num in size.items()
+        }
 
-    def of(self, mutant: Mutant) -> list[str]:
+    def of(self, mutant: "Mutant", most: int) -> list[str]:
         lines = self.by_line.get(_name(str(mutant.path)), {})
-        names = lines.get(mutant.line) or set().union(*lines.values())
-        return sorted(names, key=lambda name: (self.size[name], name))
+        # A line in the middle of a statement may not be measured by itself.
+        line = max((n for n in lines if n <= mutant.line), default=0)
+        # What runs when the library is imported is any test's.
+        names = lines.get(line) or set().union(*lines.values())
+        return sorted(names, key=lambda name: (self.cost[name], name))[:most]
 
 
 def _name(file: str) -> str:
@@ -232,12 +259,21 @@ def _node_id(context: str) -> str:
 
 
 def cover(args: list[str]) -> None:
-    """One run of the tests, which notes the lines that each runs."""
-    env = {**os.environ, "COVERAGE_FILE": str(DATA), "PYTHONPATH": str(ROOT / "src")}
+    """One run of the tests, which notes the lines that each runs, and its time."""
+    TIMES.unlink(missing_ok=True)
+    env = {**os.environ, "COVERAGE_FILE": str(DATA)}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
     cov = ["--cov=eqx_state", "--cov-context=test", "--cov-report="]
     command = [sys.executable, "-m", "pytest", "-q", *cov, "--cov-fail-under=0"]
     args = args or ["-n", "auto", "tests"]
-    subprocess.run([*command, *args], cwd=ROOT, env=env, check=True)
+    subprocess.run([*command, "-p", "mutants", *args], cwd=ROOT, env=env, check=True)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """As a plugin of `cover`: note how long a test takes."""
+    if report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
+        with TIMES.open("a") as file:
+            print(json.dumps([report.nodeid, round(report.duration, 3)]), file=file)
 
 
 # --- Running --------------------------------------------------------------------------
@@ -260,82 +296,263 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
         return compile(self.mutant.source(), self.path, "exec")
 
 
-def start(mutant: Mutant, tests: list[str]) -> int:
-    """A fork in which the tests run, and which fails if one does."""
+class Killer:
+    """A plugin that keeps the names of tests, and of files of tests, that fail."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+class Passing:
+    """A plugin that runs some tests of the files, and keeps the names that pass."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names, self.passed = names, set[str]()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.names]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" and not report.failed:
+            self.passed.add(report.nodeid)
+
+
+def forked(call: Callable[[], Iterable[str]]) -> tuple[int, int]:
+    """A fork in which a function runs, and a pipe for the names that it returns."""
+    read, write = os.pipe()
     if pid := os.fork():
-        return pid
-    status = 1
+        os.close(write)
+        return pid, read
     with contextlib.suppress(BaseException), open(os.devnull, "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-        sys.meta_path.insert(0, Mutated(mutant))
         os.chdir(ROOT)
-        status = tests_fail(tests)
-    os._exit(status)
+        os.write(write, "\n".join(call()).encode())
+        os._exit(0)
+    os._exit(1)
 
 
-def tests_fail(tests: list[str]) -> int:
-    first = 0
-    for size in CHUNKS:
-        chunk, first = tests[first : first + size], first + size
-        if chunk and pytest.main([*OPTIONS, *chunk]) != 0:
-            return 1
-    return 0
+def killers_of(mutant: Mutant, tests: list[str], seconds: float) -> list[str]:
+    """The first test that fails with a mutant; none if all pass."""
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    sys.meta_path.insert(0, Mutated(mutant))
+    try:
+        importlib.import_module("eqx_state")
+    except BaseException:
+        return ["import"]
+    for chunk in filter(None, [tests[:FIRST], tests[FIRST:]]):
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime + CPU_SECONDS + 3 * seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, -1))
+        killer = Killer()
+        if pytest.main(["-x", *OPTIONS, *chunk], plugins=[killer]) != 0:
+            return killer.names or [NO_TEST]
+    return []
 
 
-def survivors_of(mutants: list[Mutant], tests: Tests) -> Iterator[Mutant]:
-    """The mutants that no test notices; as many at once as there are processors."""
+def passing(names: set[str]) -> set[str]:
+    """Those of the tests that exist, and pass while nothing is changed."""
+    files = {name.split("::")[0] for name in names}
+    plugin = Passing(names)
+    pytest.main([*OPTIONS, *(f for f in sorted(files) if Path(f).exists())], [plugin])
+    return plugin.passed
+
+
+@dataclasses.dataclass
+class Running:
+    """A mutant that is being tried."""
+
+    mutant: Mutant
+    tests: list[str]
+    pipe: int
+    deadline: float
+
+
+def results_of(
+    mutants: list[Mutant], tests: Tests, most: int, jobs: int
+) -> Iterator[dict[str, Any]]:
+    """What becomes of each mutant, in the order in which that is known."""
     todo, running = mutants[::-1], {}
     while todo or running:
-        while todo and len(running) < (os.cpu_count() or 1):
+        while todo and len(running) < jobs:
             mutant = todo.pop()
-            pid = start(mutant, tests.of(mutant))
-            running[pid] = mutant, time.monotonic() + SECONDS
-        for pid, (mutant, deadline) in list(running.items()):
-            if time.monotonic() > deadline:
+            names = tests.of(mutant, most)
+            seconds = sum(tests.seconds.get(name, 1.0) for name in names)
+            pid, pipe = forked(ft.partial(killers_of, mutant, names, seconds))
+            running[pid] = Running(mutant, names, pipe, time.monotonic() + SECONDS)
+        for pid, one in list(running.items()):
+            if time.monotonic() > one.deadline:
                 os.kill(pid, signal.SIGKILL)
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, used = os.wait4(pid, os.WNOHANG)
             if done:
                 del running[pid]
-                if status == 0:
-                    yield mutant
+                with open(one.pipe) as file:
+                    killer = file.read() if status == 0 else "time"
+                yield {
+                    "row": one.mutant.row,
+                    "line": f"{one.mutant.module}:{one.mutant.line}",
+                    "killer": killer,
+                    "tests": len(one.tests),
+                    "most": most,
+                    "seconds": round(used.ru_utime + used.ru_stime, 1),
+                }
         time.sleep(0.01)
 
 
+# --- What has come of it --------------------------------------------------------------
+
+
+def all_mutants() -> list[Mutant]:
+    return [m for path in sorted(SOURCE.rglob("*.py")) for m in mutants_of(path)]
+
+
 def chosen(args: list[str]) -> list[Mutant]:
-    """All mutants, those of some modules, or each n-th."""
-    found = [m for path in sorted(SOURCE.rglob("*.py")) for m in mutants_of(path)]
+    """All mutants, each n-th, or those of some modules, whatever their folder."""
+    found = all_mutants()
     if not args:
         return found
     if "/" in args[0]:
         k, n = map(int, args[0].split("/"))
         return found[k - 1 :: n]
-    return [m for m in found if m.module in args]
+    return [m for m in found if {m.module, m.module.split(".")[-1]} & {*args}]
 
 
-def run(args: list[str]) -> int:
+def all_results() -> list[dict[str, Any]]:
+    if not RESULTS.exists():
+        return []
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """The last result of each mutant, by its row of the table.
+
+    Mutants with equal rows are one: a survivor among them is what counts.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for new in all_results():
+        old = found.get(new["row"])
+        if old is None or old["most"] < new["most"] or not new["killer"]:
+            found[new["row"]] = new
+    return found
+
+
+def explained() -> dict[str, str]:
+    """The reasons in `tests/mutants.md`, by row."""
+    lines = EXPLAINED.read_text().splitlines()
+    rows = [line.rpartition(" | ") for line in lines if line.endswith(" |")]
+    reasons = {f"{row} |": why.removesuffix("|").strip() for row, _, why in rows}
+    return {row: why for row, why in reasons.items() if why and "`" in row}
+
+
+def drop_false(killers: set[str]) -> None:
+    """Forget what was noticed by tests that fail although nothing is changed."""
+    names = {name for name in killers if "::" in name}
+    pid, pipe = forked(lambda: passing(names))
+    with open(pipe) as file:
+        bad = (names - {*file.read().splitlines()}) | (killers & {NO_TEST})
+    os.waitpid(pid, 0)
+    if bad:
+        kept = [x for x in all_results() if not bad & {*x["killer"].splitlines()}]
+        RESULTS.write_text("".join(f"{json.dumps(x)}\n" for x in kept))
+        print("These fail without a mutant: mend them, or cover anew.")
+        sys.exit("\n".join(sorted(bad)))
+
+
+def prepare() -> None:
+    """Import for all forks what does not import the library."""
     sys.path.insert(0, str(ROOT / "src"))
     for name in HEAVY.split():
         importlib.import_module(name)
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
-    explained = EXPLAINED.read_text()
-    mutants = [m for m in chosen(args) if m.row not in explained]
-    tests, begin, survivors = Tests(), time.monotonic(), 0
-    # Without a change, one for each module: it must survive, or the tests are broken.
-    same = {m.module: dataclasses.replace(m, stop=m.start, new="") for m in mutants}
-    if len(list(survivors_of(list(same.values()), tests))) < len(same):
-        sys.exit("Tests fail without a mutant: cover them anew, or mend them.")
-    for mutant in survivors_of(mutants, tests):
-        survivors += 1
-        print(f"{mutant.row} {mutant.path.name}:{mutant.line} |", flush=True)
-    minutes = (time.monotonic() - begin) / 60
-    print(f"{len(mutants)} mutants in {minutes:.0f} minutes: {survivors} survive that")
-    print(f"`{EXPLAINED.relative_to(ROOT)}` does not explain.")
+
+
+def run(args: argparse.Namespace) -> int:
+    prepare()
+    before, reasons = results(), explained()
+
+    def is_due(mutant: Mutant) -> bool:
+        old = before.get(mutant.row)
+        if mutant.row in reasons:
+            return False
+        if args.again:
+            return bool(old) and not old["killer"] and old["most"] < args.tests
+        return old is None
+
+    mutants = [m for m in chosen(args.which) if is_due(m)]
+    survivors, seconds, killers = 0, 0.0, set()
+    for result in results_of(mutants, Tests(), args.tests, args.jobs):
+        with RESULTS.open("a") as file:
+            print(json.dumps(result), file=file)
+        killers |= {*result["killer"].splitlines()}
+        seconds += result["seconds"]
+        if not result["killer"]:
+            survivors += 1
+            print(f"{result['row']} {result['line']} |", flush=True)
+    drop_false(killers)
+    print(f"{len(mutants)} mutants in {seconds / 60:.0f} minutes of a processor:")
+    print(f"{survivors} survive that `{EXPLAINED.relative_to(ROOT)}` does not explain.")
     return int(survivors > 0)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["cover"]:
-        cover(sys.argv[2:])
+HEAD = """\
+# Mutants that no test can notice
+
+`nox -s mutants` changes one thing after the other in `src/`, and lists what no test
+notices. A survivor is either a missing test, which is then written, or it stands here
+with the reason why the change cannot be seen from outside. `python tools/mutants.py
+table` writes this page, and keeps the reasons.
+"""
+
+
+def table() -> None:
+    """`tests/mutants.md`: how many there are of each module, and which survive."""
+    prepare()
+    drop_false({name for x in all_results() for name in x["killer"].splitlines()})
+    reasons, known = explained(), results()
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    rows: dict[str, None] = {}
+    for mutant in all_mutants():
+        result, count = known.get(mutant.row), counts[mutant.module]
+        count["all"] += 1
+        if mutant.row in reasons or (result and not result["killer"]):
+            count["survive"] += 1
+            rows[mutant.row] = None
+        elif result is not None:
+            count["killed"] += 1
+    lines = [HEAD, "| module | mutants | run | survive |", "|---|---|---|---|"]
+    for name, n in counts.items():
+        num = n["killed"] + n["survive"]
+        lines.append(f"| `{name}` | {n['all']} | {num} | {n['survive']} |")
+    lines += ["", "| module | code | mutant | why |", "|---|---|---|---|"]
+    lines += [f"{row} {reasons.get(row, '')} |" for row in rows]
+    EXPLAINED.write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("cover")
+    commands.add_parser("table")
+    running = commands.add_parser("run")
+    running.add_argument("which", nargs="*", help="a part, 1/8, or names of modules")
+    running.add_argument("--tests", type=int, default=60, help="at most, for one")
+    running.add_argument("--again", action="store_true", help="those that survived")
+    running.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args, others = parser.parse_known_args()
+    if args.command == "cover":
+        cover(others)
+    elif args.command == "table":
+        table()
     else:
-        sys.exit(run(sys.argv[2:]))
+        return run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
