@@ -25,7 +25,7 @@ from ._kinds._kinds import (
     State as State,
     TreePart as TreePart,
 )
-from ._optimizer import Optimizer as Optimizer
+from ._optimizer._optimizer import Optimizer as Optimizer
 from ._rng_stream import RngStream as RngStream
 from ._state._init import init as init, Initializer as Initializer, lazy as lazy
 from ._state._module import Module as Module

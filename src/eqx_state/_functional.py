@@ -1,4 +1,4 @@
-"""`es.functional`: a model as a pure pair, for libraries that know no modules."""
+"""`es.functional`: a model as a pure pair, for libraries without modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,14 @@ from ._state._scope import Scope
 from ._transforms._mutable import thread
 from ._tree._parts import Part
 from ._tree._select import partition, update
+from ._typing import PyTree
 
 
 def _any_array(part: Part) -> bool:
     return True
 
 
-def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
+def functional(tree: PyTree) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
     """A callable model as `(apply, params, state)`, all arrays, for plain JAX.
 
     **Arguments:**
@@ -24,8 +25,8 @@ def functional(tree: Any) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
 
     **Returns:**
 
-    - `apply(params, state, *args, **kwargs) -> (out, state)`, a pure function, which
-        plain `jax.jit` and `jax.grad` take if the model's output is made of arrays.
+    - `apply(params, state, *args, **kwargs) -> (out, state)`, a pure function. Plain
+        `jax.jit` and `jax.grad` take it if the model's output is made of arrays.
     - `params`: the model with its `es.Parameter`s, and `None` elsewhere.
     - `state`: the model with all other arrays, and `None` elsewhere.
 

@@ -17,23 +17,22 @@ from ._tree._filters import not_, trainable
 from ._tree._keys import reseed
 from ._tree._modes import train
 from ._tree._parts import parts
-from ._tree._select import filter, mask, partition
-from ._tree._walk import flatten_with_path, modules_in, name_of
+from ._tree._select import filter, map, partition
+from ._tree._walk import map_with_path, modules_in, name_of
 from ._tree._weak_types import to_strong
+from ._typing import PyTree
 
 
-def labelled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
-    """An index into Equinox's state that is known by a label.
-
-    A fresh one is known by an `object()`, so that no two trees with one are equal.
-    """
+def labeled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
+    """An index into Equinox's state with a label as its marker."""
+    # Equinox makes an `object()` the marker, and no two trees with one are equal.
     index = eqx.nn.StateIndex(value)
     object.__setattr__(index, "marker", label)
     return index
 
 
-def strong_arrays(value: Any) -> Any:
-    """`value` as `eqx.nn.State` holds it, all arrays, and none of them weakly typed."""
+def strong_arrays(value: PyTree) -> PyTree:
+    """`value` with arrays for all leaves, as `eqx.nn.State` holds it, all strong."""
     return jtu.tree_map(lambda x: to_strong(jnp.asarray(x)), value)
 
 
@@ -44,9 +43,9 @@ def takes_key(f: Any) -> bool:
 
 
 class _Layer(eqx.nn.StatefulLayer):
-    """A model with holes where its state was, which comes and goes with each call."""
+    """A model with holes in place of its state, which each call takes and returns."""
 
-    model: Any
+    model: PyTree
     index: eqx.nn.StateIndex[dict[str, Any]]
     names: tuple[str, ...] = eqx.field(static=True)
     inference: bool
@@ -68,7 +67,9 @@ class _Layer(eqx.nn.StatefulLayer):
                 " model. The states of two converted models cannot be joined: convert"
                 " the whole, `es.to_equinox(eqx.nn.Sequential([first, second]))`."
             )
-        model = _fill(_only_trainable_differentiated(self.model), values)
+        # Equinox would differentiate every inexact array.
+        model = map(_stopped, self.model, on=not_(trainable))
+        model = map_with_path(lambda p, x: values.get(name_of(p), x), model, is_hole)
         if self.inference != self.made_for_inference:
             model = train(model, not self.inference)
         options, kept = {}, {}
@@ -77,58 +78,44 @@ class _Layer(eqx.nn.StatefulLayer):
         elif key is not None:
             kept = _values(filter(model, Rng))
             model = reseed(model, key)
-        out, model = thread(
-            model, Scope((State,)), lambda private: private(x, **options)
-        )
+        out, model = thread(model, Scope((State,)), lambda m: m(x, **options))
         return out, state.set(self.index, {**_values(filter(model, State)), **kept})
 
 
-def _values(tree: Any) -> dict[str, Any]:
+def _values(tree: PyTree) -> dict[str, Any]:
     return {part.name: part.value for part in parts(tree)}
 
 
-def _fill(tree: Any, values: dict[str, Any]) -> Any:
-    """`tree` with the values of these names in its holes."""
-    entries, treedef = flatten_with_path(tree, is_hole)
-    leaves = [values.get(name_of(path), leaf) for path, leaf in entries]
-    return jtu.tree_unflatten(treedef, leaves)
+def _stopped(x: Any) -> Any:
+    return jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x
 
 
-def _only_trainable_differentiated(tree: Any) -> Any:
-    """Equinox takes every inexact array for a parameter, and its gradients are zero."""
-    constants, rest = eqx.partition(tree, mask(tree, not_(trainable)))
-    stopped = jtu.tree_map(
-        lambda x: jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, constants
-    )
-    return eqx.combine(stopped, rest)
-
-
-def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
+def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     """A callable model as Equinox's pair of a stateful layer and its `eqx.nn.State`.
 
     For code that threads Equinox's own state, and for `equinox.nn.Sequential`. The
-    layer holds the parameters, so that `equinox.filter_grad` takes it; whatever else
-    is in it (an `es.Buffer`, what is frozen) has a gradient of zero. It has Equinox's
-    flag `inference`, which `equinox.nn.inference_mode` sets, and which puts every
-    module inside into eval mode.
+    layer holds the parameters, so `equinox.filter_grad` takes it; everything else in it
+    (an `es.Buffer`, a frozen module) has a gradient of zero. It has Equinox's flag
+    `inference`, which `equinox.nn.inference_mode` sets, and which puts every module
+    inside into eval mode.
 
-    Convert a model as a whole: two converted models in one would have one state. Layers
-    of Equinox that have state can be part of it by `es.nn.Stateful`, but their own
-    states cannot be joined with this one.
+    Convert a model as a whole: two converted models in one would share a state.
+    Stateful Equinox layers can be part of the model as `es.nn.Stateful`, but a state of
+    their own cannot be joined with this one.
 
     Under `jax.vmap`, with `in_axes=(0, None)` and `out_axes=(0, None)`, all lanes share
-    the state, and with it the keys in it. So either pass each lane a `key`, or convert
-    the model for a whole batch: `es.to_equinox(es.vmap(model, axis_name="batch"))`.
+    the state, including its keys. So either pass each lane a `key`, or convert the
+    model for a whole batch: `es.to_equinox(es.vmap(model, axis_name="batch"))`.
 
     **Arguments:**
 
-    - `model`: an `es.Module`, or any callable pytree with such in it.
+    - `model`: an `es.Module`, or any callable pytree with `es.Module`s in it.
 
     **Returns:**
 
     - `layer`, an `equinox.nn.StatefulLayer`: `layer(x, state, key=...)` returns `(y,
-        state)`. A `key` is passed on to the model. If the model takes none, all keys in
-        it are derived from `key` in this call, and those in the state stay.
+        state)`. A `key` is passed on to the model. If the model takes none, this call
+        derives all its keys from `key`, and those in the state stay.
     - `state`: every `es.State` of the model, by name.
 
     **Raises:**
@@ -167,7 +154,7 @@ def to_equinox(model: Any) -> tuple[Any, eqx.nn.State]:
         )
     check_ready(model)
     state, rest = partition(model, State)
-    index = labelled_index("es.to_equinox", strong_arrays(_values(state)))
+    index = labeled_index("es.to_equinox", strong_arrays(_values(state)))
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
     holes = eqx.nn.delete_init_state(index)

@@ -1,4 +1,4 @@
-"""Keys as state: a stream that gives a fresh one at each call."""
+"""PRNG keys as state: a stream that returns a fresh key at each call."""
 
 from typing import Any, ClassVar
 
@@ -10,8 +10,8 @@ from ._tree._keys import as_key, next_keys
 class RngStream(Module):
     """A module whose call returns a fresh PRNG key, and advances.
 
-    It advances in train and in eval mode alike: whoever calls it wants a key. So it is
-    called in `es.mutable` in either mode.
+    It advances in train and eval mode alike, since whoever calls it wants a key. So it
+    needs `es.mutable` in either mode.
 
     !!! example
 

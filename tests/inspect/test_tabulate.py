@@ -344,8 +344,8 @@ class Lazy(es.Module):
 def test_what_is_not_initialised_says_so():
     rows = cells(es.tabulate(Lazy()))
     assert rows["path"][1:] == ["Parameter", "State", "no kind"]
-    assert rows[""][1] == "weight: not initialised"
-    assert rows[""][3] == "layer: not initialised"
+    assert rows[""][1] == "weight: not initialized"
+    assert rows[""][3] == "layer: not initialized"
     assert rows["Total"][1:] == ["0 (0 B)", "1 (4 B)", "0 (0 B)"]
 
 

@@ -20,6 +20,7 @@ from .._tree._base import is_eqx_module
 from .._tree._modes import eval
 from .._tree._surgery import map_modules
 from .._tree._walk import is_array, is_numpy
+from .._typing import PyTree
 
 
 @dataclasses.dataclass
@@ -88,7 +89,7 @@ def _recording(cls: Any) -> Any:
         first = place.note(_show_arguments(args, kwargs))
         out = call(*args, **kwargs)
         if first is not None:
-            first.outputs = show(out)
+            first.outputs = summary(out)
         return out
 
     ft.update_wrapper(__call__, cls.__call__, updated=())
@@ -162,7 +163,7 @@ def _calls(
         given = eqx.combine(arrays[1], args[1])
         out, _ = mutable(put(private))(*given)
         if "" not in recorder.calls:  # another method than `__call__`
-            recorder.calls[""] = Call(_show_arguments(given, {}), show(out))
+            recorder.calls[""] = Call(_show_arguments(given, {}), summary(out))
 
     jax.eval_shape(call, (parts[0], args[0]))
     return recorder.calls
@@ -171,7 +172,7 @@ def _calls(
 # --- In words -------------------------------------------------------------------------
 
 
-def show(tree: Any) -> str:
+def summary(tree: PyTree) -> str:
     """A pytree with the shapes and dtypes of its arrays, `f32[4,32]`."""
 
     def struct(x: Any) -> Any:
@@ -191,5 +192,5 @@ def _is_opaque(x: Any) -> bool:
 
 def _show_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     # `key=None` is what Equinox's layers pass on to each other.
-    named = [f"{name}={show(x)}" for name, x in kwargs.items() if x is not None]
-    return "\n".join([*map(show, args), *named])
+    named = [f"{name}={summary(x)}" for name, x in kwargs.items() if x is not None]
+    return "\n".join([*map(summary, args), *named])

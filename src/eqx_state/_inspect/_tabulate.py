@@ -12,12 +12,13 @@ import equinox as eqx
 from .._compat import boundary
 from .._kinds._kinds import Kind, Parameter
 from .._state._init import as_initialized, Initializer
+from .._state._write import kind_at
 from .._tree._base import has_inference, is_eqx_module, is_module
 from .._tree._filters import bind, trainable
 from .._tree._parts import parts
 from .._tree._walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath
-from ._calls import Call, model_of, record, show
+from ._calls import Call, model_of, record, summary
 
 
 @dataclasses.dataclass
@@ -54,13 +55,13 @@ class _Row:
 
     def add(self, visit: Visit, kind: Kind | None, is_folded: bool) -> None:
         cell = self.cells.setdefault(kind, _Cell())
-        is_drawn = is_array(visit.node)
-        if is_drawn:
+        is_initialized = is_array(visit.node)
+        if is_initialized:
             cell.arrays.append(visit.node)
         if is_folded:
             cell.folded += 1
             return
-        what = show(visit.node) if is_drawn else "not initialised"
+        what = summary(visit.node) if is_initialized else "not initialized"
         name = name_of(visit.path[len(self.path) :])
         cell.lines.append(f"{name}: {what}" if name else what)
 
@@ -167,17 +168,14 @@ def _rows(tree: Any, depth: int | None, calls: dict[str, Call]) -> list[_Row]:
     visits = walk(tree)
     drawn = [v.path for v in visits if v.is_leaf and _has_cell(v.node)]
     holding = {path[:n] for path in drawn for n in range(len(path))}
-    # The modules around: the path of each, its row, and whether it is folded into it.
-    around: list[tuple[KeyPath, _Row, bool]] = [((), root, False)]
+    # By the path of a module: its row, or the row that it is folded into.
+    row_at = {(): (root, False)}
     for visit in visits:
-        while visit.path[: len(around[-1][0])] != around[-1][0]:
-            around.pop()
-        _, row, is_folded = around[-1]
+        around = (visit.path[:n] for n in range(len(visit.path), -1, -1))
+        row, is_folded = next(row_at[path] for path in around if path in row_at)
         if visit.is_leaf:
-            if isinstance(visit.node, Initializer):
-                row.add(visit, visit.context.declared, is_folded)
-            elif is_array(visit.node):
-                row.add(visit, visit.kind, is_folded)
+            if _has_cell(visit.node):
+                row.add(visit, kind_at(visit), is_folded)
         elif visit.path and not _is_index(visit):
             is_trivial = visit.path not in holding and not _says_something(
                 calls.get(visit.name)
@@ -185,11 +183,10 @@ def _rows(tree: Any, depth: int | None, calls: dict[str, Call]) -> list[_Row]:
             if is_trivial and not is_folded:
                 row.trivial.append(_class(visit.node))
             if is_trivial or is_folded or row.level == depth:
-                around.append((visit.path, row, True))
+                row_at[visit.path] = row, True
             else:
-                new = _Row(visit.path, visit.node, row.level + 1)
-                rows.append(new)
-                around.append((visit.path, new, False))
+                rows.append(_Row(visit.path, visit.node, row.level + 1))
+                row_at[visit.path] = rows[-1], False
     return rows
 
 

@@ -304,8 +304,8 @@ def _by_position(tree: Any) -> Leaves:
 def _static_message(name: str, old: Any, new: Any) -> str:
     return (
         f"`{name}` was `{show(old)}`, and was written inside a transform: it is now"
-        f" `{show(new)}`. Only arrays come out of a transform, so that other state keeps"
-        " its value there. Make it an array,\n\n"
+        f" `{show(new)}`. Only arrays come out of a transform, so that other state"
+        " keeps its value there. Make it an array,\n\n"
         '    phase: es.State = "cold"    # wrong\n'
         "    phase: es.State = 0         # right\n\n"
         "or write it outside of the transform."

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._interop import labelled_index, strong_arrays, takes_key
+from .._interop import labeled_index, strong_arrays, takes_key
 from .._kinds._kinds import BatchStat
 from .._state._module import Module
 from .._tree._base import has_inference, is_module
@@ -82,8 +82,8 @@ class Stateful(Module):
                 " `es.nn.Stateful(norm)` in place of `norm`, and calls it without the"
                 " state."
             )
-        labelled, weak = _labelled(name, indices, state)
-        self.layer, self.weak = _put(layer, labelled), tuple(weak)
+        labeled, weak = _labeled(name, indices, state)
+        self.layer, self.weak = _put(layer, labeled), tuple(weak)
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """**Arguments:**
@@ -120,7 +120,7 @@ class Stateful(Module):
             new = _value(state, visit, _LOST)
             keep = self.frozen and visit.context.kind is BatchStat
             if not keep and not _same(old, new):
-                index = labelled_index(visit.node.marker, strong_arrays(new))
+                index = labeled_index(visit.node.marker, strong_arrays(new))
                 changed[visit.path] = index
         if changed:  # nothing usually changes in eval mode, which needs no scope then
             self.layer = _put(self.layer, changed)
@@ -157,12 +157,12 @@ def _put(layer: Any, indices: dict[KeyPath, Any]) -> Any:
     return map_with_path(lambda path, x: indices.get(path, x), layer, _is_node)
 
 
-def _labelled(
+def _labeled(
     name: str, visits: list[Visit], state: eqx.nn.State | None
 ) -> tuple[dict[KeyPath, Any], list[str]]:
     """New indices, with their paths in place of markers; which values were weak."""
     first: dict[Any, Any] = {}
-    labelled, weak = {}, []
+    labeled, weak = {}, []
     for visit in visits:
         index = visit.node
         marker = index.marker
@@ -170,7 +170,7 @@ def _labelled(
             # Labeled here before. Two such layers may have the same labels.
             marker = (marker, *map(id, jtu.tree_leaves(index.init)))
         if marker in first:
-            labelled[visit.path] = eqx.nn.delete_init_state(first[marker])
+            labeled[visit.path] = eqx.nn.delete_init_state(first[marker])
             continue
         if state is None and not _has_value(index):
             raise ValueError(
@@ -185,9 +185,9 @@ def _labelled(
         value = jtu.tree_map(jnp.asarray, value)
         entries = jtu.tree_leaves_with_path(value)
         weak += [visit.name + jtu.keystr(path) for path, x in entries if is_weak(x)]
-        new = labelled_index(visit.name, strong_arrays(value))
-        first[marker] = first[index.marker] = labelled[visit.path] = new
-    return labelled, weak
+        new = labeled_index(visit.name, strong_arrays(value))
+        first[marker] = first[index.marker] = labeled[visit.path] = new
+    return labeled, weak
 
 
 def _as_given(index: Any, weak: tuple[str, ...]) -> Any:
@@ -205,7 +205,7 @@ def _as_given(index: Any, weak: tuple[str, ...]) -> Any:
         return zeros.at[...].set(x) if zeros.dtype == x.dtype else x
 
     value = jtu.tree_map_with_path(retype, index.init)
-    return labelled_index(index.marker, value)
+    return labeled_index(index.marker, value)
 
 
 def _value(state: eqx.nn.State, visit: Visit, message: str) -> Any:

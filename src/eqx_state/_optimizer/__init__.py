@@ -1,0 +1,1 @@
+"""Optimizers: what changes parameters from step to step."""
