@@ -13,11 +13,12 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._errors import TraceError
-from .._state._scope import is_owned
+from .._state._scope import is_owned, Sown
 from .._transforms._closures import owned_in
 from .._transforms._copies import Opened
-from .._transforms._lift import Leaves, Lifted, Sown
+from .._transforms._lift import Lifted, Ran
 from .._transforms._mutable import is_bound_method
+from .._transforms._root import Values
 from .._transforms._transform import Transform
 from .._tree._base import get_place
 from .._tree._walk import name_of
@@ -30,16 +31,16 @@ from ._signature import Signature, signature_of
 class Output:
     """What a program returns besides arrays, and where the arrays go."""
 
-    def __init__(self, out: Any, written: list[Leaves], values: list[Leaves]):
+    def __init__(self, out: Any, written: Values, values: Values):
         leaves, self.treedef = jtu.tree_flatten(out)
         # Arrays that the function has not touched do not go through the program: a
         # module that comes back with its own parameters may be assigned.
-        inside = (x for old in values for x in old.values() if eqx.is_array(x))
+        inside = filter(eqx.is_array, values.values())
         kept = {id(x): i for i, x in enumerate(inside)}
         self.kept = [kept.get(id(x)) for x in leaves]
         self.rest = [None if eqx.is_array(x) else x for x in leaves]
         self.is_array = [eqx.is_array(x) for x in leaves]
-        self.names = [list(new) for new in written]
+        self.slots = list(written)
         self.build: Callable[[Callable[[], Any], list[Any]], Any] | None = None
         # Those of the program; `None`: not looked at yet.
         self.callbacks: frozenset[str] | None = None
@@ -74,11 +75,10 @@ class Call:
     ):
         self.origin = origin_of(f)
         self.args, self.kwargs, self.is_array = args, kwargs, is_array
-        self.lifted = Lifted(f, args, kwargs, may_initialise=True)
+        self.lifted = Lifted(f, args, kwargs, may_initialize=True)
         self.opened = Opened(f, self.origin)
         tree = (args[:1], (self.opened.tree, args[1:], kwargs))
         self.entries, self.treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
-        self.values = self.lifted.values()
         # An array is of the first argument, of the others, or is never donated: one of
         # a module that a function only closes over.
         self.groups = [self._group(path) for path, _ in self.entries]
@@ -89,7 +89,7 @@ class Call:
 
     def inside(self) -> list[Any]:
         """The arrays of the owned modules."""
-        return [x for old in self.values for x in old.values() if self.is_array(x)]
+        return list(filter(self.is_array, self.lifted.values.values()))
 
     def arrays(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Those of the first argument, of the others, and those never donated."""
@@ -114,7 +114,7 @@ class Call:
 
     def trace(
         self, first: list[Any], rest: list[Any], kept: list[Any]
-    ) -> tuple[list[Any], tuple[list[list[Any]], Sown], Output]:
+    ) -> tuple[list[Any], tuple[list[Any], list[Sown]], Output]:
         """The call on these arrays, in the active trace."""
         # Here, as the trace will see two modules where there is one.
         self.lifted.check_apart(*self.args, *self.kwargs.values(), *self.opened.values)
@@ -123,21 +123,18 @@ class Call:
             next(sources[i]) if self.is_array(x) else x
             for i, (_, x) in zip(self.groups, self.entries, strict=True)
         ]
-        values = [
-            {n: next(sources[2]) if self.is_array(x) else x for n, x in old.items()}
-            for old in self.values
-        ]
+        values = {
+            slot: next(sources[2]) if self.is_array(x) else x
+            for slot, x in self.lifted.values.items()
+        }
         head, (function, args, kwargs) = jtu.tree_unflatten(self.treedef, leaves)
         copy = self.opened.copy(function)
-        out, written, sown = self.lifted.run(
-            values, lambda: copy.f(*head, *args, **kwargs)
-        )
-        out = copy.finish(out)
+        ran = self.lifted.run(values, lambda: copy.f(*head, *args, **kwargs))
+        out = copy.finish(ran.out)
         if self.lifted.roots:
             self._check_static(out)
-        output = Output(out, written, values)
-        state = [list(new.values()) for new in written]
-        return output.arrays(out), (state, sown), output
+        output = Output(out, ran.written, values)
+        return output.arrays(out), (list(ran.written.values()), ran.sown), output
 
     def _check_static(self, out: Any) -> None:
         """What is not an array is one object for all calls, and outlives a scope."""
@@ -150,12 +147,12 @@ class Call:
                 raise TraceError(_HOLDS_OWNED.format(name))
 
     def finish(
-        self, result: tuple[list[Any], tuple[list[list[Any]], Sown], Output]
+        self, result: tuple[list[Any], tuple[list[Any], list[Sown]], Output]
     ) -> Any:
         """The output of the call, after its writes to the owned modules."""
         arrays, (state, sown), output = result
-        named = zip(output.names, state, strict=True)
-        self.lifted.commit([dict(zip(n, x, strict=True)) for n, x in named], sown)
+        written = dict(zip(output.slots, state, strict=True))
+        self.lifted.commit(Ran(None, written, sown))
         return output.put(arrays, self.inside())
 
 

@@ -113,7 +113,7 @@ class _Jit(Transform):
     ) -> Any:
         """The call that may be any: in a scope, the first of its signature."""
         call = Call(self.f, args, kwargs)
-        if call.lifted.is_initialising:
+        if call.lifted.is_initializing:
             return self.f(*args, **kwargs)
         self._check_donation(call)
         key = programs.key(call)

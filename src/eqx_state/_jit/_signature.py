@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import jax.tree_util as jtu
-
 from .._state._scope import is_owned
 from .._transforms._lift import Lifted
 from .._tree._static_values import is_hashable, structure, typed
-from .._tree._walk import modules_in, name_of
+from .._tree._walk import name_of
 from .._typing import KeyPath
 
 
@@ -44,7 +42,7 @@ def signature_of(
     inside = {
         id(visit.node): (i, name_of(visit.path))
         for i, root in enumerate(lifted.roots)
-        for visit in modules_in(root)
+        for visit in root.modules
     }
 
     def static(x: Any) -> Any:
@@ -65,15 +63,15 @@ def signature_of(
         return static(x)
 
     roots = []
-    for i, (root, place) in enumerate(zip(lifted.roots, lifted.places, strict=True)):
+    for root in lifted.roots:
         statics = tuple(
             leaf(visit.node, lambda visit=visit: f"`{visit.name}`")
-            for visit in lifted.visits(i)
+            for visit in root.leaves
         )
-        scope = place.scope
+        scope = root.place.scope
         whose = lifted.scopes.index(scope), scope.kinds, scope.captures
-        place = place.path, place.context, whose
-        roots.append((structure(jtu.tree_structure(root), static), statics, place))
+        place = root.place.path, root.place.context, whose
+        roots.append((structure(root.structure, static), statics, place))
     leaves = tuple(leaf(x, lambda path=path: _where(path)) for path, x in entries)
     reached = tuple(inside[id(module)] for module in lifted.reached)
     return Signature(structure(treedef, static), leaves, shape, tuple(roots), reached)

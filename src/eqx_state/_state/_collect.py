@@ -1,5 +1,6 @@
 """Entering and leaving a scope: the private copy, and the new model at the end."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -10,13 +11,14 @@ from .._errors import TraceError
 from .._tree._aliasing import check_apart, flatten_apart
 from .._tree._base import get_place
 from .._tree._compare import difference, same
-from .._tree._context import ROOT
+from .._tree._context import Context, ROOT
 from .._tree._show import show
 from .._tree._walk import drop_cached, is_array, is_numpy, Visit, walk
 from .._tree._weak_types import to_strong
+from .._typing import KeyPath
 from ._fit import as_jax, fit_leaf, is_numeric, same_type
 from ._nn_shared import closed_copy, OpenShared
-from ._scope import Place, Scope
+from ._scope import disown, Scope
 from ._write import frozen, kind_at, kind_message
 
 
@@ -65,21 +67,34 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
     ]
 
 
-def collect(
-    tree: Any,
-    before: Snapshot,
-    scope: Scope,
-    place: Place | None = None,
-    visits: list[Visit] | None = None,
-) -> Snapshot:
-    """The private copy `tree` after the call, checked against what was `before` it.
+class Owned(NamedTuple):
+    """A private tree that a scope owns while a call runs, and what it was before."""
 
-    `visits` is what a walk of `tree` has found, if there was one. Both snapshots have
-    `eqx.nn.Shared` as Equinox has it.
+    tree: Any
+    before: Snapshot
+    scope: Scope
+    path: KeyPath = ()
+    context: Context = ROOT
+
+
+def leave(out: Any, owned: Sequence[Owned]) -> tuple[Any, list[Snapshot]]:
+    """Leave the scopes of a call that returned `out`, if everything is in order.
+
+    Returns the output, in which nothing is owned any more, and each tree after the
+    call. The snapshots have `eqx.nn.Shared` as Equinox has it.
     """
-    path, context = ((), ROOT) if place is None else (place.path, place.context)
-    visits = walk(tree, path, context) if visits is None else visits
-    check_apart(visits)
+    visits = [walk(x.tree, x.path, x.context) for x in owned]
+    inside, outside = [v for found in visits for v in found], walk(out)
+    for scope in {id(x.scope): x.scope for x in owned}.values():
+        _check_written([*inside, *outside], scope)
+    check_apart(inside)
+    after = [_collect(x, found) for x, found in zip(owned, visits, strict=True)]
+    return disown(out, outside), after
+
+
+def _collect(owned: Owned, visits: list[Visit]) -> Snapshot:
+    """A private tree after the call, checked against what was before it."""
+    tree, before, scope, path, context = owned
     if any(isinstance(v.node, OpenShared) for v in visits if not v.is_leaf):
         tree = closed_copy(tree)
     structure = jtu.tree_structure(tree)
@@ -88,8 +103,7 @@ def collect(
     leaves = [visit for visit in visits if visit.is_leaf]
     if structure == before.structure:
         old = before.leaves
-    elif scope.initialise is not None:
-        # Only `init` changes a structure.
+    elif scope.is_initializing:
         known = {v.path: v.node for v in walk(before.tree(), path, context)}
         old = [known.get(visit.path) for visit in leaves]
     else:
@@ -105,7 +119,7 @@ def collect(
     return Snapshot([_settle(visit, x, scope) for visit, x in pairs], structure)
 
 
-def check_written(visits: list[Visit], scope: Scope) -> None:
+def _check_written(visits: list[Visit], scope: Scope) -> None:
     """What was written must be in what the call leaves, given as walks have found it.
 
     A container may have lost it, say.
@@ -138,12 +152,13 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         )
     if not scope.allows(kind_at(visit)):
         raise frozen(kind_message(visit, visit.name, scope, old))
-    if scope.initialise is None:
-        new = fit_leaf(old, new, visit.name)
+    if scope.is_initializing:
+        old = None  # the new value may be of any shape and dtype
+    new = fit_leaf(old, new, visit.name)
     if is_numpy(new) and is_numeric(new.dtype):
         new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
     new = to_strong(new)
-    if scope.initialise is None and is_array(old) and not same_type(old, new):
+    if is_array(old) and not same_type(old, new):
         raise ValueError(
             f"`{visit.name}` was `{show(old)}` and is now `{show(new)}`. State keeps"
             " its shape and dtype, so that a step is compiled once. Give it its final"

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
@@ -19,7 +19,7 @@ from .._tree._keys import as_key, is_typed, key_at
 from .._tree._walk import (
     children,
     copy_tree,
-    is_leaf,
+    leaves,
     map_children,
     modules_in,
     name_of,
@@ -28,7 +28,7 @@ from .._tree._walk import (
 )
 from .._tree._weak_types import strengthen
 from .._typing import KeyPath
-from ._collect import check_written, collect, Snapshot
+from ._collect import leave, Owned, Snapshot
 from ._outside_scope import explain
 from ._scope import own, Scope
 
@@ -260,7 +260,10 @@ def init(
     # Of clones of its keys, since the model keeps the keys and will draw from them.
     cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
-    return _run_hooks(_fill(tree, after), key)
+    tree = copy_tree(tree)
+    for path, value in list(_made(tree, after)):
+        tree = put_in(tree, path, value)
+    return _run_hooks(tree, key)
 
 
 def as_initialized(tree: Any) -> Any:
@@ -288,20 +291,41 @@ def _call_hooks(tree: Any, key: Any) -> None:
         visit.node.module_init(key_at(key, name))
 
 
+class InitScope(Scope):
+    """The scope of `init`, in which everything may be written.
+
+    What is written may still have to be drawn.
+    """
+
+    is_initializing = True
+
+    def __init__(self, key: Any, captures: bool = False):
+        super().__init__((), captures)
+        self.key = key
+
+    def inner(self) -> "InitScope":
+        return InitScope(self.key, self.captures)
+
+    def allows(self, kind: type | None) -> bool:
+        return True
+
+    def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
+        return draw(value, self.key, path, context)
+
+
 def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     """`tree` after `run`, which may assign any field of any `es.Module` in it."""
     before = Snapshot.of(tree)
     private = before.tree()
-    with Scope((), lambda x, path, context: draw(x, key, path, context)) as scope:
+    with InitScope(key) as scope:
         own(private, scope)
         try:
             run(private)
         except dataclasses.FrozenInstanceError as error:
             explain(error)
             raise
-        visits = walk(private)
-        check_written(visits, scope)
-        return collect(private, before, scope, visits=visits).tree()
+        _, (after,) = leave(None, [Owned(private, before, scope)])
+    return after.tree()
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
@@ -322,22 +346,53 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
     return jtu.tree_unflatten(jtu.tree_structure(tree), new)
 
 
-def _fill(before: Any, after: Any) -> Any:
-    """`before`, with what it lacked (`None`, containers of nothing) from `after`."""
+def made_in(before: Snapshot, after: Snapshot) -> tuple[Snapshot, dict[KeyPath, Any]]:
+    """What a tree has now of the leaves that it had, and what has come into being."""
+    old, new = before.tree(), after.tree()
+    by_path = {visit.path: visit.node for visit in walk(new)}
+    known = [by_path.get(visit.path, visit.node) for visit in leaves(old)]
+    return before._replace(leaves=known), dict(_made(old, new, replaced=True))
+
+
+def _made(
+    before: Any, after: Any, path: KeyPath = (), *, replaced: bool = False
+) -> Iterator[tuple[KeyPath, Any]]:
+    """What `after` has where `before` has nothing: `None`, a container of nothing.
+
+    With `replaced` also modules in the place of something else.
+    """
     if not walk(before):
-        return after
-    if is_leaf(before) or type(before) is not type(after):
-        return before
-    if is_eqx_module(before):
-        filled = copy_tree(before)
-        for name in before.__dict__:
-            value = _fill(before.__dict__[name], after.__dict__.get(name))
-            object.__setattr__(filled, name, value)
+        if jtu.tree_structure(before) != jtu.tree_structure(after):
+            yield path, after
+    elif type(before) is type(after):
+        old, new = _below(before), _below(after)
+        keys = {**old, **new} if isinstance(before, dict) else old
+        for key in keys:
+            below = old.get(key), new.get(key), (*path, key)
+            yield from _made(*below, replaced=replaced)
+    elif replaced and is_eqx_module(after):
+        yield path, after
+
+
+def _below(x: Any) -> dict[Any, Any]:
+    """What is one level down, static fields of a module included."""
+    if is_eqx_module(x):
+        return {jtu.GetAttrKey(name): x.__dict__[name] for name in x.__dict__}
+    return dict(children(x) or ())
+
+
+def put_in(tree: Any, path: KeyPath, value: Any) -> Any:
+    """`tree` with `value` at `path`. An `es.Module` stays the object that it is."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if is_eqx_module(tree):
+        tree = tree if is_module(tree) else map_children(lambda _, x: x, tree)
+        new = put_in(tree.__dict__[key.name], rest, value)
+        object.__setattr__(tree, key.name, new)
+        return tree
+    if isinstance(tree, dict) and isinstance(key, jtu.DictKey):
+        filled = copy.copy(tree)  # a `defaultdict` keeps its factory
+        filled[key.key] = put_in(tree.get(key.key), rest, value)
         return filled
-    if isinstance(before, dict):
-        filled = copy.copy(before)  # a `defaultdict` keeps its factory
-        given = {**before, **after}
-        filled.update({k: _fill(before.get(k), x) for k, x in given.items()})
-        return filled
-    new = dict(children(after) or [])
-    return map_children(lambda key, child: _fill(child, new.get(key)), before)
+    return map_children(lambda k, x: put_in(x, rest, value) if k == key else x, tree)

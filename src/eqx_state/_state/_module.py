@@ -240,7 +240,7 @@ class Module(BaseModule):
     def initializing(self) -> bool:
         """Whether `init` is running: its forward pass, or a `module_init`."""
         place = get_place(self)
-        return place is not None and place.scope.initialise is not None
+        return place is not None and place.scope.is_initializing
 
     @_computed
     def inference(self) -> Any:

@@ -11,15 +11,16 @@ import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import jax.tree_util as jtu
 
 from .._compat import trace_state
 from .._tree._base import BaseModule, get_place, is_module, OPEN_SCOPES, set_place
 from .._tree._context import Context, ROOT
-from .._tree._walk import Visit, walk
+from .._tree._walk import name_of, Visit, walk
 from .._typing import KeyPath
+from ._fit import fit
 from ._nn_shared import closed_copy, open_shared, OpenShared
 
 
@@ -38,14 +39,14 @@ Sown = OrderedDict[str, list[Any]]
 class Scope:
     """Where writes are allowed: which kinds, and in which trace, until it is closed.
 
-    `initialise`, when given, marks the scope of `init`, in which everything may be
-    written: it is called with each new value and its path, and returns what to store.
     `captures`: whether what is sown is kept, in `sown`, by name.
     """
 
-    def __init__(self, kinds: Kinds, initialise: Any = None, captures: bool = False):
+    # Whether it is the scope of `init`, in which the structure may change.
+    is_initializing: ClassVar[bool] = False
+
+    def __init__(self, kinds: Kinds, captures: bool = False):
         self.kinds = kinds
-        self.initialise = initialise
         self.captures = captures
         self.sown: Sown = OrderedDict()
         self.trace = trace_state()
@@ -83,10 +84,17 @@ class Scope:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def inner(self) -> "Scope":
+        """A scope like this one, for the trace of a transform inside it."""
+        return Scope(self.kinds, self.captures)
+
     def allows(self, kind: type | None) -> bool:
-        if self.initialise is not None:
-            return True
+        """Whether an array of this kind may be written; `None` for anything else."""
         return kind is not None and issubclass(kind, self.kinds)
+
+    def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
+        """What is stored when `value` is written in the place of `old`."""
+        return fit(old, value, name_of(path))
 
 
 @dataclasses.dataclass(slots=True)
@@ -153,15 +161,18 @@ def is_owned(x: Any) -> bool:
     return place is not None and place.scope.is_open
 
 
-def disown(tree: Any) -> Any:
-    """`tree` with a frozen snapshot in place of each module that a scope has owned."""
+def disown(tree: Any, visits: list[Visit]) -> Any:
+    """`tree` with a frozen snapshot in place of each module that a scope has owned.
+
+    `visits`: what a walk of it has found.
+    """
 
     def owned(x: Any) -> bool:
         if is_module(x):
             return get_place(x) is not None
         return isinstance(x, OpenShared)
 
-    if not any(owned(visit.node) for visit in walk(tree) if not visit.is_leaf):
+    if not any(owned(visit.node) for visit in visits if not visit.is_leaf):
         return tree
     return jtu.tree_map(
         lambda x: closed_copy(x) if owned(x) else x, tree, is_leaf=owned

@@ -25,7 +25,7 @@ from .._tree._show import show
 from .._tree._walk import is_array, is_numpy, leaves, modules_in, name_of, Visit, walk
 from .._tree._weak_types import NUMBERS, strengthen_field, to_strong
 from .._typing import KeyPath
-from ._fit import as_jax, fit, fit_leaf, is_numeric
+from ._fit import as_jax, is_numeric
 from ._scope import own, Place, Scope
 
 
@@ -51,25 +51,23 @@ def _write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     if scope.trace != trace_state():
         raise TraceError(trace_message(full_name, where))
     context = place.context.enter(module, key)
-    if scope.initialise is not None:
-        value = scope.initialise(value, path, context)
     field = next((f for f in dataclasses.fields(module) if f.name == name), None)
     if field is None:
-        raise frozen(no_field_message(module, name, value))
-    if field.metadata.get("static", False) and scope.initialise is None:
+        drawn = scope.accept(None, value, path, context)
+        raise frozen(no_field_message(module, name, drawn))
+    if field.metadata.get("static", False) and not scope.allows(None):
         raise frozen(
             f"Cannot write `{where}`: a static field is part of the structure of the"
             " tree, which a call cannot change. Declare it `es.State` if it is an"
             " array; modes are switched from outside: `model = model.eval()`."
         )
     old = fields_of(module).get(name)
-    if scope.initialise is None and is_array(old) and is_array(value):
+    value = scope.accept(old, value, path, context)
+    if is_array(old) and is_array(value):
         # Most writes: nothing in it is to be looked for, and nothing to be owned.
-        new = to_strong(fit_leaf(old, value, full_name))
+        new = to_strong(value)
         _check_kind(old, Visit(path, new, context, True), scope, where)
     else:
-        if scope.initialise is None:
-            value = fit(old, value, full_name)
         value = strengthen_field(cls, name, value)
         _check_kinds(old, value, path, context, scope, where)
         new = _adopt(value, scope)
@@ -146,7 +144,7 @@ def no_field_message(module: BaseModule, name: str, value: Any) -> str:
     """The error for a field that is assigned and that the class does not declare."""
     cls = type(module).__qualname__
     place = get_place(module)
-    is_forward = place is not None and place.scope.initialise is None
+    is_forward = place is not None and not place.scope.is_initializing
     declared = _annotation_for(value, is_forward)
     constant = ""
     if type(value) in NUMBERS and not is_forward:

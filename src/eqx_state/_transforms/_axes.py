@@ -10,7 +10,7 @@ from .._kinds._kinds import is_kind, Rng
 from .._tree._base import BaseModule, get_place
 from .._tree._keys import is_key
 from .._tree._rules import check_kinds, most_derived
-from .._tree._walk import is_array, leaves, modules_in, Visit
+from .._tree._walk import is_array, leaves, Visit
 from ._lift import Lifted
 from ._transform import Transform
 
@@ -113,13 +113,16 @@ def _is_mapping_of_kinds(x: Any) -> bool:
 
 def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted, function: Any) -> None:
     """Every kind that `axes` names must occur in what it is for."""
+    named = [key for key in by_kind if key is not ...]
+    if not named:
+        return
     kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
-    reached = {id(v.node) for m in lifted.in_function for v in modules_in(m)}
-    for i, root in enumerate(lifted.roots):
-        if id(root) in reached:  # where its place may have a say on its kinds
-            kinds |= {visit.kind for visit in lifted.visits(i)}
-    for key in by_kind:
-        if key is not ... and not any(k and issubclass(k, key) for k in kinds):
+    in_function = {id(module) for module in lifted.in_function}
+    for root in lifted.roots:
+        if id(root.module) in in_function:  # its place may have a say on its kinds
+            kinds |= {visit.kind for visit in root.leaves}
+    for key in named:
+        if not any(k and issubclass(k, key) for k in kinds):
             raise ValueError(
                 f"`es.vmap`: `axes` names `{key.__name__}`, and no array in the modules"
                 " of the function or of its closure is of that kind. Modules among the"

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,8 +10,9 @@ import jax
 from .._compat import boundary
 from .._state._scope import is_owned
 from .._tree._compare import difference_of_leaves
-from ._lift import is_traced, Leaves, Lifted, Sown
+from ._lift import is_initializing, is_traced, Lifted, Ran
 from ._mutable import is_bound_method
+from ._root import Slot, Values
 
 
 _R = TypeVar("_R")
@@ -25,46 +26,43 @@ def _select(
 ) -> Any:
     """One of the branches, as `select` chooses; each returns all that any may write."""
     branches = tuple(branches)
+    if is_initializing(branches, operands):
+        for f in branches:  # whichever is chosen later must have been initialized
+            f(*operands)
     lifted = Lifted(branches, operands)
     lifted.check_apart(*operands)
-    if lifted.is_initialising:
-        for f in branches:  # whichever is chosen later must have been initialised
-            f(*operands)
-    traced = is_traced(operands)
-    arrays, rest = eqx.partition(operands, traced, is_leaf=is_owned)
-    values, writable = lifted.values(), lifted.writable()
-    written_by_any: list[set[int]] = [set() for _ in values]
-    static_outs: list[Any] = []
-    sown_by_each: list[list[dict[str, int]]] = []
+    arrays, rest = eqx.partition(operands, is_traced(operands), is_leaf=is_owned)
+    notes: list[_Note] = []
 
-    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Any, Sown]]:
+    def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX names it in its messages
-        def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
+        def run(arrays: Any) -> tuple[Any, Values, Any]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
-            out, written, sown = lifted.run(values, lambda: f(*operands))
-            for positions, new in zip(written_by_any, written, strict=True):
-                positions.update(new)
-            sown_by_each.append([{n: len(x) for n, x in s.items()} for s in sown])
-            _check_sown_alike(sown_by_each, what)
-            out, static_out = eqx.partition(out, is_traced(out))
-            static_outs.append(static_out)
-            state = [{**w, **new} for w, new in zip(writable, written, strict=True)]
-            return out, state, sown
+            ran = lifted.run(lifted.values, lambda: f(*operands))
+            out, static = eqx.partition(ran.out, is_traced(ran.out))
+            sown = [{name: len(x) for name, x in s.items()} for s in ran.sown]
+            notes.append(_Note(static, frozenset(ran.written), sown))
+            _check_sown_alike(notes[0].sown, sown, what)
+            return out, {**lifted.writable, **ran.written}, ran.sown
 
         return run
 
     # JAX traces a function once, however often it is a branch.
     distinct = {_identity(f): branch(f) for f in branches}
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
-    _check_equal(static_outs, what)
-    lifted.commit(
-        [
-            {k: x for k, x in new.items() if k in positions}
-            for positions, new in zip(written_by_any, state, strict=True)
-        ],
-        sown,
-    )
-    return eqx.combine(out, static_outs[0])
+    _check_equal([note.static for note in notes], what)
+    written = frozenset().union(*(note.written for note in notes))
+    new = {slot: x for slot, x in state.items() if slot in written}
+    lifted.commit(Ran(None, new, sown))
+    return eqx.combine(out, notes[0].static)
+
+
+class _Note(NamedTuple):
+    """What is to be known outside of how a branch was traced."""
+
+    static: Any  # what it returned that is not an array
+    written: frozenset[Slot]
+    sown: list[dict[str, int]]  # how often, in each scope
 
 
 def _identity(f: Any) -> Any:
@@ -72,8 +70,10 @@ def _identity(f: Any) -> Any:
     return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
 
 
-def _check_sown_alike(sown: list[list[dict[str, int]]], what: str) -> None:
-    for first, last in zip(sown[0], sown[-1], strict=True):
+def _check_sown_alike(
+    sown: list[dict[str, int]], other: list[dict[str, int]], what: str
+) -> None:
+    for first, last in zip(sown, other, strict=True):
         if first.items() == last.items():
             continue
         name, _ = min(first.items() ^ last.items())

@@ -8,47 +8,77 @@ happens, and what the transform returns is written to them at the end.
 """
 
 import contextlib
-import dataclasses
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import trace_state
 from .._errors import NotInitializedError, TraceError
-from .._state._collect import check_written, collect, Snapshot
-from .._state._init import check_initialized
+from .._state._collect import leave, Owned, Snapshot
+from .._state._init import check_initialized, made_in, put_in
 from .._state._module import Module
-from .._state._nn_shared import closed_copy
-from .._state._scope import disown, is_owned, own, Place, Scope
+from .._state._scope import is_owned, own, Scope, Sown
 from .._state._write import trace_message
-from .._tree._aliasing import check_apart, check_not_shared
-from .._tree._base import BaseModule, get_place, set_place
+from .._tree._aliasing import check_not_shared, modules_below
+from .._tree._base import get_place, set_place
 from .._tree._compare import identical, same
 from .._tree._show import show
-from .._tree._walk import is_array, leaves, modules_in, Visit, walk
+from .._tree._walk import is_array, leaves, name_of, Visit
 from ._closures import is_model, models_in, owned_in
+from ._root import pour, roots_among, Slot, Values
 from ._stand_ins import by_entry, StandIn, Twice
 
 
-# Leaves of a module by their position, in the order of flattening. Not by name: those
-# of two may be equal.
-Leaves = dict[int, Any]
+@jtu.register_static
+class Static:
+    """Takes what is not an array out of a trace, as part of the output's structure."""
 
-# What was sown in each scope; JAX sorts a dictionary, but not this one.
-Sown = list[OrderedDict[str, list[Any]]]
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Made(NamedTuple):
+    """What was not there before: its arrays, and where it belongs beside what else."""
+
+    arrays: list[Any]
+    rest: Static
+
+
+class Ran(NamedTuple):
+    """What a call in a trace has returned, written and sown.
+
+    - `sown`: in each scope, by name.
+    - `made`: while initializing, what it has brought into being.
+    """
+
+    out: Any
+    written: Values
+    sown: list[Sown]
+    made: Made | None = None
+
+
+def is_initializing(*given: Any) -> bool:
+    """Whether `init` runs its forward pass on a module that these reach.
+
+    A loop or a branch cannot bring anything into being. So a transform then calls its
+    function once without one, or does without one altogether.
+    """
+    return any(get_place(x).scope.is_initializing for x in owned_in(given))
 
 
 class Lifted:
     """What one lifted call threads: each owned module within reach, once.
 
-    `reached` has each place where one is reached. `roots` are the outermost of them;
-    what is said of each comes as a list, in their order. `stand_ins` are among the
-    arguments: what is written to one goes to the original. With `may_initialise` an
-    argument may be a model that the call initialises.
+    - `reached`: each place where one is reached.
+    - `roots`: the outermost of them.
+    - `values`: their leaves.
+    - `writable`: those that are arrays which the call may write.
+
+    `stand_ins` are among the arguments: what is written to one goes to the original.
+    With `may_initialize` an argument may be a model that the call initializes.
     """
 
     def __init__(
@@ -56,37 +86,34 @@ class Lifted:
         functions: Any,
         *arguments: Any,
         stand_ins: Sequence[StandIn] = (),
-        may_initialise: bool = False,
+        may_initialize: bool = False,
     ):
         self.given = functions, arguments
         self.in_function = owned_in(functions)
         # A function among the arguments may close over the same modules.
         self.reached = [*self.in_function, *owned_in(arguments)]
-        self.roots: list[BaseModule] = []
-        inside_roots: set[int] = set()
-        for module in self.reached:
-            if id(module) not in inside_roots:
-                inside = {id(v.node) for v in modules_in(module)}
-                # A closure may lead to a part before an argument leads to the whole.
-                outer = [root for root in self.roots if id(root) not in inside]
-                self.roots = [*outer, module]
-                inside_roots |= inside
-        if not self.roots and not may_initialise:
-            _check_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
-        self.places: list[Place] = [get_place(root) for root in self.roots]
-        self.initialised: list[Any] = [None for _ in self.roots]
         # A parent's scope may be that of an outer `es.mutable`.
-        self.scopes = list({id(p.scope): p.scope for p in self.places}.values())
-        originals = {id(x.module): x.original for x in stand_ins}
-        self.originals = [originals.get(id(root), root) for root in self.roots]
-        self.twice: Twice | None = None
-        if stand_ins and not self.is_initialising:
-            self.twice = Twice(self.roots, self.originals, self.writable())
-
-    @property
-    def is_initialising(self) -> bool:
-        """Whether `init` runs its forward pass, which may bring leaves into being."""
-        return any(place.scope.initialise is not None for place in self.places)
+        scopes = [get_place(module).scope for module in self.reached]
+        self.scopes = list({id(scope): scope for scope in scopes}.values())
+        with _alone(self.scopes):
+            originals = {id(x.module): x.original for x in stand_ins}
+            self.roots = roots_among(self.reached, originals)
+        if not self.roots and not may_initialize:
+            _check_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
+        visits = {
+            (i, k): visit
+            for i, root in enumerate(self.roots)
+            for k, visit in enumerate(root.leaves)
+        }
+        self.values: Values = {slot: v.node for slot, v in visits.items()}
+        self.writable: Values = {
+            slot: v.node
+            for slot, v in visits.items()
+            if is_array(v.node) and self.roots[slot[0]].place.scope.allows(v.kind)
+        }
+        self.is_initializing = any(scope.is_initializing for scope in self.scopes)
+        has_twice = stand_ins and not self.is_initializing
+        self.twice = Twice(self.roots if has_twice else [], self.writable)
 
     def check_apart(self, *arguments: Any) -> None:
         """Raise `ValueError` if one of them has a stateful module in two places.
@@ -97,41 +124,10 @@ class Lifted:
             if not owned_in(tree):
                 check_not_shared(tree)
 
-    def visits(self, i: int, tree: Any = None) -> list[Visit]:
-        """The leaves of one root, or of a tree in its place, seen from the model."""
-        tree = self.roots[i] if tree is None else tree
-        return leaves(tree, self.places[i].path, self.places[i].context)
-
-    def name(self, i: int, k: int) -> str:
-        """The name in the model of a leaf of a root."""
-        if self.initialised[i] is not None:
-            return self.initialised[i][1][k]
-        return self.visits(i)[k].name
-
-    def values(self) -> list[Leaves]:
-        """What the roots hold now."""
-        with _alone(self.scopes):
-            return [_by_position(root) for root in self.roots]
-
-    def writable(self) -> list[Leaves]:
-        """The arrays that the call may write."""
-        return [
-            {
-                k: v.node
-                for k, v in enumerate(self.visits(i))
-                if is_array(v.node) and place.scope.allows(v.kind)
-            }
-            for i, place in enumerate(self.places)
-        ]
-
-    def threaded(self, i: int, state: Leaves) -> Leaves:
-        """The state of a root that is written to it, and not to a stand-in."""
-        others = {} if self.twice is None else self.twice.others
-        return {k: x for k, x in state.items() if (i, k) not in others}
-
-    def is_stand_in(self, i: int) -> bool:
-        """Whether a root stands for another module, as an argument."""
-        return self.originals[i] is not self.roots[i]
+    def name(self, slot: Slot) -> str:
+        """The name of a leaf in the model."""
+        i, k = slot
+        return self.roots[i].leaves[k].name
 
     def split(self, out: Any) -> tuple[Any, Any]:
         """The arrays that a call has computed, and the rest of its output.
@@ -139,153 +135,143 @@ class Lifted:
         The arrays of a module that are those from outside go round the trace: a
         module that comes back with its parameters may then be assigned.
         """
-        outside = {id(x) for old in self.values() for x in old.values()}
+        outside = {id(x) for x in self.values.values()}
         computed = jtu.tree_map(
             lambda x, traced: traced and id(x) not in outside, out, is_traced(out)
         )
         return eqx.partition(out, computed)
 
-    def run(
-        self, values: list[Leaves], call: Callable[[], Any]
-    ) -> tuple[Any, list[Leaves], Sown]:
-        """`call()` in the active trace, with these leaves in the roots meanwhile.
+    def run(self, values: Values, call: Callable[[], Any]) -> Ran:
+        """`call()` in the active trace, with these values in the roots meanwhile."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_alone(self.scopes))
+            inner = {id(scope): scope.inner() for scope in self.scopes}
+            for scope in inner.values():
+                stack.enter_context(scope)
+            stack.enter_context(_alone(inner.values()))
+            stack.enter_context(self._restored())
+            owned = [self._enter(i, values, inner) for i in range(len(self.roots))]
+            self.twice.watch()
+            out, after = leave(self._called(call), owned)
+        self._check_containers()
+        made = None
+        if self.is_initializing:
+            after, made = self._made([x.before for x in owned], after)
+        written = self._written(values, after)
+        self.twice.check(written, self.name)
+        sown = [inner[id(scope)].sown for scope in self.scopes]
+        return Ran(out, written, sown, made)
 
-        Returns its output, the leaves that it has written, and what it has sown.
-        """
-        with _alone(self.scopes):
-            scopes = {
-                id(outer): Scope(outer.kinds, outer.initialise, outer.captures)
-                for outer in self.scopes
-            }
-            with _alone(scopes.values()):
-                return self._run(values, call, scopes)
+    def _made(
+        self, before: list[Snapshot], after: list[Snapshot]
+    ) -> tuple[list[Snapshot], Made]:
+        pairs = zip(before, after, strict=True)
+        known, found = zip(*[made_in(old, new) for old, new in pairs], strict=True)
+        where = [(i, path) for i, parts in enumerate(found) for path in parts]
+        values = [value for parts in found for value in parts.values()]
+        arrays, static = eqx.partition(values, eqx.is_array)
+        return list(known), Made(arrays, Static((where, static)))
 
-    def _run(
-        self, values: list[Leaves], call: Callable[[], Any], scopes: dict[int, Scope]
-    ) -> tuple[Any, list[Leaves], Sown]:
+    def names_of_made(self, ran: Ran) -> list[tuple[str, Any]]:
+        """The name and the arrays of each part that was brought into being."""
+        if ran.made is None:
+            return []
+        paths = [(*self.roots[i].place.path, *p) for i, p in ran.made.rest.value[0]]
+        return list(zip(map(name_of, paths), ran.made.arrays, strict=True))
+
+    def _written(self, values: Values, after: list[Snapshot]) -> Values:
+        written = {}
+        for i, new in enumerate(after):
+            for k, x in enumerate(new.leaves):
+                if same(old := values[i, k], x):
+                    continue
+                if is_array(old) and is_array(x):
+                    written[i, k] = x
+                elif not self.is_initializing:
+                    shown = self.name((i, k)), show(old), show(x)
+                    raise ValueError(_NOT_AN_ARRAY.format(*shown))
+        return written
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """The contents of the roots, and their places, are put back at the end."""
         saved = [
             (v.node, dict(v.node.__dict__), get_place(v.node))
             for root in self.roots
-            for v in modules_in(root)
+            for v in root.modules
         ]
-        threaded = list(zip(self.roots, self.places, values, strict=True))
         try:
-            before = []
-            for root, place, new in threaded:
-                pour(root, iter(new.values()))
-                own(root, scopes[id(place.scope)], place.path, place.context)
-                before.append(Snapshot.of(closed_copy(root)))
-            for module, _, place in saved:
-                if place is not None:
-                    new_place = get_place(module)
-                    new_place.watches = place.watches
-                    new_place.thread = threading.get_ident()
-            if self.twice is not None:
-                self.twice.watch()
-            out = self._called(call)
-            for scope in scopes.values():
-                check_written(walk([*self.roots, out]), scope)
-            check_apart([v for r, place, _ in threaded for v in walk(r, place.path)])
-            out = disown(out)
-            after = [
-                collect(root, old, scopes[id(place.scope)], place)
-                for (root, place, _), old in zip(threaded, before, strict=True)
-            ]
+            yield
         finally:
-            for scope in scopes.values():
-                scope.close()
             for module, fields, place in saved:
                 module.__dict__.clear()
                 module.__dict__.update(fields)
                 set_place(module, place)
-        self._check_containers([module for module, _, _ in saved])
-        written = [
-            self._written(i, new, old)
-            for i, (new, old) in enumerate(zip(after, values, strict=True))
-        ]
-        if self.twice is not None:
-            self.twice.check(written, self.name)
-        return out, written, [scopes[id(outer)].sown for outer in self.scopes]
 
-    def _written(self, i: int, after: Snapshot, old: Leaves) -> Leaves:
-        """The leaves of a root after a call that are not those from before."""
-        if self.places[i].scope.initialise is not None:
-            return self._initialised(i, after, old)
-        new = enumerate(after.leaves)
-        written = {k: x for k, x in new if not same(old[k], x)}
-        for k, x in written.items():
-            if not (is_array(old[k]) and is_array(x)):
-                raise ValueError(_static_message(self.name(i, k), old[k], x))
-        return written
-
-    def _initialised(self, i: int, after: Snapshot, old: Leaves) -> Leaves:
-        """`_written` while initialising: new leaves come after the old ones."""
-        positions = {visit.path: k for k, visit in enumerate(self.visits(i))}
-        names, written = {}, {}
-        for visit in self.visits(i, after.tree()):
-            k = positions.setdefault(visit.path, len(positions))
-            names[k] = visit.name
-            if not same(old.get(k), visit.node):
-                written[k] = visit.node
-        # No tracer may live on: only the structure, and which leaf goes where.
-        self.initialised[i] = after.structure, names
-        return written
+    def _enter(self, i: int, values: Values, inner: dict[int, Scope]) -> Owned:
+        """Put these values into a root, and the root into an inner scope."""
+        root = self.roots[i]
+        scope = inner[id(root.place.scope)]
+        path, context = root.place.path, root.place.context
+        outer = [(visit.node, get_place(visit.node)) for visit in root.modules]
+        new = [values[i, k] for k in range(len(root.leaves))]
+        pour(root.module, iter(new))
+        own(root.module, scope, path, context)
+        for module, place in outer:
+            if place is not None:  # else a copy of it is there
+                get_place(module).watches = place.watches
+                get_place(module).thread = threading.get_ident()
+        return Owned(root.module, Snapshot(new, root.structure), scope, path, context)
 
     def _called(self, call: Callable[[], Any]) -> Any:
         """`call()`; what it has taken for a value, and is none yet, is named."""
         try:
             return call()
         except (NotInitializedError, TypeError):
-            # Not before: a function may initialise what it closes over.
+            # Not before: a function may initialize what it closes over.
             if not self.roots:
                 _check_initialized(models_in(self.given))
             raise
 
-    def _check_containers(self, modules: list[BaseModule]) -> None:
+    def _check_containers(self) -> None:
         """Nothing that is outside may have been moved by what runs inside."""
-        now = [visit.node for root in self.roots for visit in modules_in(root)]
-        if not identical(now, modules):
-            raise TraceError(
-                "A list or a dictionary of modules was changed inside a transform, by"
-                " a function that has it from outside. The transform puts the modules"
-                " back as they were, but not what is in such a container. Replace it"
-                " instead of writing into it:\n\n"
-                "    layers[0], layers[1] = layers[1], layers[0]     # wrong\n"
-                "    self.layers = [self.layers[1], self.layers[0]]  # right"
-            )
+        for root in self.roots:
+            modules = [visit.node for visit in root.modules]
+            if not identical(modules_below(root.module), modules):
+                raise TraceError(_CONTAINER_CHANGED)
 
-    def commit(self, written: list[Leaves], sown: Sown) -> None:
-        """Write the leaves to the owned modules, and sow the values: all or none."""
+    def commit(self, ran: Ran) -> None:
+        """Write the values to the owned modules, and sow: all or nothing."""
         with _alone(self.scopes):
-            self._commit(written, sown)
+            self._commit(ran)
 
-    def _commit(self, written: list[Leaves], sown: Sown) -> None:
-        for i, new in enumerate(written):
-            if new and self.places[i].scope.trace != trace_state():
-                raise TraceError(trace_message(self.name(i, next(iter(new)))))
-        for scope, values in zip(self.scopes, sown, strict=True):
+    def _commit(self, ran: Ran) -> None:
+        for i, k in ran.written:
+            if self.roots[i].place.scope.trace != trace_state():
+                raise TraceError(trace_message(self.name((i, k))))
+        sown = list(zip(self.scopes, ran.sown, strict=True))
+        for scope, values in sown:
             if values and scope.trace != trace_state():
                 raise TraceError(trace_message(next(iter(values)), verb="sow"))
-        # Stand-ins last: `init` may bring leaves into being in what another root has.
-        for i in sorted(range(len(self.roots)), key=self.is_stand_in):
-            if new := written[i]:
-                self._store(i, new)
-                scope, root = self.places[i].scope, self.originals[i]
-                scope.written[id(root)] = root, self.name(i, next(iter(new)))
-        for scope, values in zip(self.scopes, sown, strict=True):
+        for i in {slot[0]: None for slot in ran.written}:
+            original = self.roots[i].original
+            old = jtu.tree_leaves(original)
+            new = (ran.written.get((i, k), x) for k, x in enumerate(old))
+            pour(original, new)
+            k = next(k for j, k in ran.written if j == i)
+            scope = self.roots[i].place.scope
+            scope.written[id(original)] = original, self.name((i, k))
+        # Last, since it changes the positions of leaves.
+        if ran.made is not None:
+            where, static = ran.made.rest.value
+            made = eqx.combine(ran.made.arrays, static)
+            for (i, path), value in zip(where, made, strict=True):
+                place, original = self.roots[i].place, self.roots[i].original
+                put_in(original, path, value)
+                own(original, place.scope, place.path, place.context)
+        for scope, values in sown:
             for name, new in values.items():
                 scope.sown.setdefault(name, []).extend(new)
-
-    def _store(self, i: int, written: Leaves) -> None:
-        root, place = self.originals[i], self.places[i]
-        new = {**_by_position(root), **written}
-        if self.initialised[i] is None:
-            pour(root, iter(new.values()))
-            return
-        # Only `init` changes a structure.
-        treedef, names = self.initialised[i]
-        _merge(root, jtu.tree_unflatten(treedef, [new[k] for k in names]))
-        own(root, place.scope, place.path, place.context)
 
 
 @contextlib.contextmanager
@@ -297,37 +283,22 @@ def _alone(scopes: Iterable[Scope]) -> Iterator[None]:
         yield
 
 
-def _by_position(tree: Any) -> Leaves:
-    return dict(enumerate(jtu.tree_leaves(tree)))
+_NOT_AN_ARRAY: Final = """`{0}` was `{1}`, and was written inside a transform: it is \
+now `{2}`. Only arrays come out of a transform, so that other state keeps its value \
+there. Make it an array,
 
+    phase: es.State = "cold"    # wrong
+    phase: es.State = 0         # right
 
-def _static_message(name: str, old: Any, new: Any) -> str:
-    return (
-        f"`{name}` was `{show(old)}`, and was written inside a transform: it is now"
-        f" `{show(new)}`. Only arrays come out of a transform, so that other state"
-        " keeps its value there. Make it an array,\n\n"
-        '    phase: es.State = "cold"    # wrong\n'
-        "    phase: es.State = 0         # right\n\n"
-        "or write it outside of the transform."
-    )
+or write it outside of the transform."""
 
+_CONTAINER_CHANGED: Final = """A list or a dictionary of modules was changed inside a \
+transform, by a function that has it from outside. The transform puts the modules back \
+as they were, but not what is in such a container. Replace it instead of writing into \
+it:
 
-def _merge(root: BaseModule, tree: BaseModule) -> None:
-    """Make `root` what `tree` is; the `es.Module`s in it stay the objects they are."""
-    old = {visit.path: visit.node for visit in modules_in(root)}
-    staying: dict[int, BaseModule] = {}
-    for visit in reversed(list(modules_in(tree))):  # children first
-        fields = jtu.tree_map(
-            lambda x: staying.get(id(x), x),
-            visit.node.__dict__,
-            is_leaf=lambda x: id(x) in staying,
-        )
-        node = old.get(visit.path)
-        if type(node) is type(visit.node) and is_owned(node):
-            staying[id(visit.node)] = node
-        else:
-            node = visit.node
-        node.__dict__.update(fields)
+    layers[0], layers[1] = layers[1], layers[0]     # wrong
+    self.layers = [self.layers[1], self.layers[0]]  # right"""
 
 
 def _check_initialized(models: list[Any]) -> None:
@@ -352,26 +323,3 @@ def is_traced(tree: Any) -> Any:
     flags = [is_mappable(visit) for visit in leaves(tree)]
     traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
-
-
-def pour(module: BaseModule, values: Any) -> None:
-    """Put leaves, in the order of flattening, into a module and the modules inside it.
-
-    The owned modules stay the objects that they are; all other nodes are made anew, so
-    that what the caller has put into a list of ours stays the caller's.
-    """
-    children = [
-        f.name for f in dataclasses.fields(module) if not f.metadata.get("static")
-    ]
-
-    def put(x: Any) -> Any:
-        if is_owned(x):
-            pour(x, values)
-            return x
-        return next(values)
-
-    for name in children:
-        if name in module.__dict__:
-            old = module.__dict__[name]
-            new = jtu.tree_map(put, old, is_leaf=is_owned)
-            object.__setattr__(module, name, new)

@@ -1,5 +1,6 @@
 """`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import boundary
-from .._state._scope import is_owned
+from .._state._scope import is_owned, Sown
 from .._tree._walk import is_array
-from ._carry import Loop
-from ._lift import is_traced, Lifted
+from ._carry import Loop, Note, Step
+from ._lift import is_initializing, is_traced, Lifted, Ran
+from ._stand_ins import stand_in
 
 
 _C = TypeVar("_C")
@@ -82,29 +84,23 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
+    if is_initializing(f, init, xs):
+        _initialize(f, init, xs, -1 if reverse else 0)
     loop = Loop(f, init, xs)
-    if loop.lifted.is_initialising:
-        _initialise(loop, f, init, -1 if reverse else 0)
-        loop = Loop(f, init, xs)
     arrays, rest = loop.split_xs()
-    static_y: Any = None
-    pair: Any = None
+    notes: list[Note] = []
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        nonlocal static_y, pair
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
-        entered, values = loop.enter(*carry, slices)
-        out, written, sown = loop.run(values, lambda: f(entered, x))
-        pair, (new_carry, y) = _two(out)
-        y, static_y = eqx.partition(y, is_traced(y))
-        written_slices = [
-            {k: new[k] for k in old if k in new}
-            for old, new in zip(slices, written, strict=True)
-        ]
-        return loop.leave(values, new_carry, written), (y, written_slices, sown)
+        after = loop.step(carry, lambda carry: f(carry, x), slices, _two)
+        pair, y = after.rest
+        y, static = eqx.partition(y, is_traced(y))
+        notes.append(after.note._replace(static=(pair, static)))
+        written = {slot: x for slot, x in after.written.items() if slot in slices}
+        return after.carry, (y, written, after.sown)
 
-    carry, (ys, slices, sown) = jax.lax.scan(
+    carry, (ys, written, sown) = jax.lax.scan(
         step,
         (loop.arrays, loop.state),
         (arrays, loop.slices),
@@ -113,42 +109,39 @@ def scan(
         unroll=unroll,
         _split_transpose=_split_transpose,
     )
-    result = loop.finish(*carry, slices, sown), eqx.combine(ys, static_y)
-    return jtu.tree_unflatten(pair, result)
+    pair, static = notes[-1].static
+    last = loop.finish(carry, notes, Ran(None, written, sown))
+    return jtu.tree_unflatten(pair, (last, eqx.combine(ys, static)))
 
 
-def _initialise(loop: Loop, f: Any, init: Any, first: int) -> None:
+def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     """One step, in which what is missing is made: all steps have one structure then."""
-
-    # Of the modules in `init` themselves: a copy of them would be initialised in vain.
-    lifted = Lifted(f, init, loop.xs, stand_ins=loop.stand_ins)
-    sliced = [
-        old if lifted.is_stand_in(i) else {} for i, old in enumerate(lifted.values())
-    ]
+    xs, stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
+    # The modules in `init` are those themselves: copies would be initialized in vain.
+    lifted = Lifted(f, init, xs, stand_ins=stand_ins)
+    stacked = {i for i, root in enumerate(lifted.roots) if root.is_stand_in}
 
     def slice_of(x: Any) -> Any:
         # Without a step there are no values, but there are shapes.
         return x[first] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
 
-    values = [
-        {k: slice_of(x) if k in stacked and is_array(x) else x for k, x in old.items()}
-        for stacked, old in zip(sliced, lifted.values(), strict=True)
-    ]
-    arrays, rest = loop.split_xs()
+    values = {
+        (i, k): slice_of(x) if i in stacked and is_array(x) else x
+        for (i, k), x in lifted.values.items()
+    }
+    arrays, rest = eqx.partition(xs, is_traced(xs), is_leaf=is_owned)
     x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
-    _, written, sown = lifted.run(values, lambda: f(init, x))
+    ran = lifted.run(values, lambda: f(init, x))
     # A slice is not written back into its stack: the loop itself does that.
-    lifted.commit(
-        [
-            {k: x for k, x in new.items() if k not in stacked}
-            for stacked, new in zip(sliced, written, strict=True)
-        ],
-        sown,
-    )
+    written = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}
+    lifted.commit(ran._replace(written=written))
 
 
-def _two(out: Any) -> tuple[Any, list[Any]]:
-    """A pair, which for JAX is what has two children: its structure, and the two."""
+def _two(out: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The carry in a pair, and the pair's structure beside its second half.
+
+    For JAX whatever has two children is a pair.
+    """
     pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
     if len(pair) != 2:
         raise TypeError(
@@ -156,7 +149,7 @@ def _two(out: Any) -> tuple[Any, list[Any]]:
             f" returned `{eqx.tree_pformat(out, short_arrays=True)}`. Where there is"
             " nothing to stack: `return carry, None`."
         )
-    return structure, pair
+    return pair[0], (structure, pair[1])
 
 
 @boundary
@@ -203,16 +196,46 @@ def while_loop(
         assert y == 0.625 and model.steps == 5
         ```
     """
-    loop = Loop((cond_fun, body_fun), init_val)
-    if loop.lifted.is_initialising:
+    if is_initializing(cond_fun, body_fun, init_val):
         body_fun(init_val)
-        loop = Loop((cond_fun, body_fun), init_val)
+    loop = Loop((cond_fun, body_fun), init_val)
+    notes: list[Note] = []
     final = jax.lax.while_loop(
-        lambda carry: loop.test(*carry, cond_fun),
-        lambda carry: loop.step(*carry, body_fun),
+        lambda carry: _go_on(loop, carry, cond_fun),
+        lambda carry: _only_carry(loop.step(carry, body_fun), notes),
         (loop.arrays, loop.state),
     )
-    return loop.finish(*final)
+    return loop.finish(final, notes)
+
+
+def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
+    """Whether to go on, of which nothing but the answer can come out."""
+    given, values = loop.enter(carry)
+    ran = loop.lifted.run(values, lambda: cond_fun(given))
+    _check_not_sown(ran.sown)
+    if names := [f"`{loop.lifted.name(slot)}`" for slot in ran.written]:
+        raise ValueError(
+            f"The `cond_fun` of `es.while_loop` wrote {', '.join(names)}. It only"
+            " answers whether to go on, and JAX takes nothing else out of it. Write"
+            " in `body_fun`, and carry what `cond_fun` has to know."
+        )
+    return ran.out
+
+
+def _only_carry(step: Step, notes: list[Note]) -> Any:
+    """The carry after a step, of which nothing else comes out."""
+    _check_not_sown(step.sown)
+    notes.append(step.note)
+    return step.carry
+
+
+def _check_not_sown(sown: list[Sown]) -> None:
+    for name in itertools.chain(*sown):
+        raise ValueError(
+            f"`{name}` was sown in a step of `es.while_loop` or `es.fori_loop`, of"
+            " which only the last carry comes out. `es.scan` stacks what its steps sow;"
+            " or put the value into the carry, and sow it after the loop."
+        )
 
 
 @boundary
@@ -259,15 +282,14 @@ def fori_loop(
         assert key != new.key and new.key != stream.key
         ```
     """
-    loop = Loop(body_fun, init_val)
-    if loop.lifted.is_initialising:
+    if is_initializing(body_fun, init_val):
         body_fun(lower, init_val)
-        loop = Loop(body_fun, init_val)
-    final = jax.lax.fori_loop(
-        lower,
-        upper,
-        lambda i, carry: loop.step(*carry, lambda carry: body_fun(i, carry)),
-        (loop.arrays, loop.state),
-        unroll=unroll,
-    )
-    return loop.finish(*final)
+    loop = Loop(body_fun, init_val)
+    notes: list[Note] = []
+
+    def body(i: Any, carry: Any) -> Any:
+        return _only_carry(loop.step(carry, lambda carry: body_fun(i, carry)), notes)
+
+    carry = loop.arrays, loop.state
+    final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
+    return loop.finish(final, notes)

@@ -12,12 +12,12 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._kinds._kinds import is_kind, State
-from .._state._collect import check_written, collect, own_arrays, Snapshot
+from .._state._collect import leave, own_arrays, Owned, Snapshot
 from .._state._init import check_none_missing
 from .._state._outside_scope import explain, ModelCall
-from .._state._scope import disown, Kinds, own, Scope
+from .._state._scope import Kinds, own, Scope
 from .._tree._base import is_eqx_module
-from .._tree._walk import name_of, Visit, walk
+from .._tree._walk import name_of, Visit
 from ._transform import Transform, wrap
 
 
@@ -53,10 +53,7 @@ def thread(
             if (message := _state_message(error, visits)) is None:
                 raise
             raise TypeError(message) from error
-        visits = walk(private)
-        check_written([*visits, *walk(out)], scope)
-        out = disown(out)
-        after = collect(private, before, scope, visits=visits)
+        out, (after,) = leave(out, [Owned(private, before, scope)])
     # What was not written is the caller's own leaf, a NumPy array for example.
     kept = zip(after.leaves, before.leaves, given.leaves, strict=True)
     leaves = [x if new is old else new for new, old, x in kept]

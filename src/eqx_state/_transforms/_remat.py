@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state._scope import is_owned
-from ._lift import Leaves, Lifted, Sown
+from ._lift import is_initializing, Lifted, Ran, Static
 from ._transform import Transform, wrap
 
 
@@ -25,27 +25,24 @@ class _Checkpoint(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        if is_initializing(self.f, args, kwargs):
+            return self.f(*args, **kwargs)
         lifted = Lifted(self.f, args, kwargs)
         lifted.check_apart(*args, *kwargs.values())
-        if lifted.is_initialising:
-            return self.f(*args, **kwargs)
         arrays, rest = self._split(args, kwargs)
-        static_out: Any = None
 
-        def run(arrays: Any) -> tuple[Any, list[Leaves], Sown]:
-            nonlocal static_out
+        def run(arrays: Any) -> tuple[Ran, Static]:
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
             # What is not an argument is closed over, which `jax.checkpoint` allows.
-            values = lifted.values()
-            out, written, sown = lifted.run(values, lambda: self.f(*args, **kwargs))
-            out, static_out = lifted.split(out)
-            return out, written, sown
+            ran = lifted.run(lifted.values, lambda: self.f(*args, **kwargs))
+            out, static = lifted.split(ran.out)
+            return ran._replace(out=out), Static(static)
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
         # Outside of a trace JAX returns constants as literals of its own.
-        out, written, sown = jtu.tree_map(jnp.asarray, remat(arrays))
-        lifted.commit(written, sown)
-        return eqx.combine(out, static_out)
+        ran, static = jtu.tree_map(jnp.asarray, remat(arrays))
+        lifted.commit(ran)
+        return eqx.combine(ran.out, static.value)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arrays among the arguments, and what is static."""

@@ -13,7 +13,7 @@ or written the other way, would have two values at once: that is an error.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -22,6 +22,7 @@ from .._state._nn_shared import closed_copy
 from .._state._scope import is_owned, own, Watch
 from .._tree._base import BaseModule, get_place, is_module
 from .._tree._walk import leaves, modules_in, walk
+from ._root import Root, Slot, Values
 
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
@@ -131,33 +132,24 @@ def cells(module: BaseModule) -> list[Cell]:
     return found
 
 
-Slot = tuple[int, int]  # which of several modules, and which of its leaves
-
-
 class Twice:
     """The state that some modules have in common, because some stand for the others.
 
-    `originals` are the modules themselves, or what they stand for; `state` is what may
-    be written in each. A stand-in is what the body works on. Where else its state is
-    met, it may be read as long as the stand-in's is not written.
+    `state` is what may be written in the roots. A stand-in is what the body works on.
+    Where else its state is met, it may be read as long as the stand-in's is not
+    written.
     """
 
-    def __init__(
-        self,
-        modules: list[BaseModule],
-        originals: list[BaseModule],
-        state: Sequence[Collection[int]],
-    ):
+    def __init__(self, roots: list[Root], state: Values):
         self.others: dict[Slot, tuple[Slot, Cell]] = {}
         first: dict[tuple[int, int], Slot] = {}
-        indices = range(len(modules))
         # Stand-ins first: one of them is the first to have what it stands for.
-        for i in sorted(indices, key=lambda i: modules[i] is originals[i]):
-            here = there = cells(modules[i])
-            if modules[i] is not originals[i]:
-                there = cells(originals[i])
+        for i in sorted(range(len(roots)), key=lambda i: not roots[i].is_stand_in):
+            here = there = cells(roots[i].module)
+            if roots[i].is_stand_in:
+                there = cells(roots[i].original)
             for k, cell in enumerate(there):
-                if k in state[i]:
+                if (i, k) in state:
                     slot = first.setdefault((id(cell.owner), cell.index), (i, k))
                     if slot[0] != i:
                         self.others[i, k] = slot, here[k]
@@ -173,14 +165,12 @@ class Twice:
             place = get_place(owner)
             place.watches = (*place.watches, self.watches[key])
 
-    def check(
-        self, written: Sequence[Collection[int]], name: Callable[[int, int], str]
-    ) -> None:
+    def check(self, written: Values, name: Callable[[Slot], str]) -> None:
         """Raise `ValueError` if state of two meanings was written."""
-        for (i, k), ((j, m), cell) in self.others.items():
+        for slot, (first, cell) in self.others.items():
             is_read = cell.field in self.watches[id(cell.owner)].read
-            if k in written[i] or (is_read and m in written[j]):
-                raise ValueError(_reached_twice(name(i, k)))
+            if slot in written or (is_read and first in written):
+                raise ValueError(_reached_twice(name(slot)))
 
 
 def _reached_twice(name: str) -> str:

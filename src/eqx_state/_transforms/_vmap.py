@@ -4,10 +4,9 @@ What is mapped over ends up in one flat list, whatever it was part of: the funct
 its closure, the arguments, or an owned module. All else is closed over as it is.
 """
 
-import dataclasses
-import functools as ft
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,13 +21,15 @@ from .._tree._rules import check_kinds
 from .._tree._walk import flatten_with_path, name_of
 from ._axes import (
     argument_axes,
+    axis_by_kind,
     check_matched,
     function_axes,
     module_axes,
     SPLIT,
 )
 from ._copies import Opened
-from ._lift import is_traced, Leaves, Lifted
+from ._lift import is_traced, Lifted, Ran, Static
+from ._root import Slot, Values
 from ._stand_ins import by_entry, stand_in
 from ._transform import Transform, wrap
 
@@ -37,43 +38,145 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-@dataclasses.dataclass(eq=False)
-class _Source:
-    """Leaves by position, and the axis of each: an integer, `SPLIT`, or `None`."""
+# In a slot, in the place of a root's number: the function, and the arguments.
+_FUNCTION: Final = -2
+_ARGUMENTS: Final = -1
 
-    values: Leaves
-    axes: list[Any]
-    name: Callable[[int], str]
-    advanced: Leaves = dataclasses.field(default_factory=dict)
 
-    @staticmethod
-    def of(tree: Any, axes: Sequence[Any]) -> "tuple[_Source, Any]":
-        """The leaves of a tree in which owned modules count as leaves that stay."""
-        entries, treedef = flatten_with_path(tree, is_owned)
-        own_axes = [
-            None if is_owned(x) else axis[0] for x, axis in by_entry(tree, axes)
-        ]
-        values = {k: value for k, (_, value) in enumerate(entries)}
-        return _Source(values, own_axes, lambda k: name_of(entries[k][0])), treedef
+class _Lanes:
+    """Everything that a call of `es.vmap` reaches, leaf by leaf, and the axis of each.
 
-    def sort(self, written: Leaves) -> tuple[Leaves, Leaves]:
+    An axis is an integer, `SPLIT`, or `None` for what all lanes share.
+    """
+
+    def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
+        by_kind = dict(vmap.axes)
+        by_argument = argument_axes(vmap.in_axes, args, kwargs)
+        given, stand_ins = stand_in(
+            (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
+        )
+        self.lifted = Lifted(vmap.f, given, stand_ins=stand_ins)
+        self.opened = Opened(vmap.f)
+        self.lifted.check_apart(*self.opened.values, *args, *kwargs.values())
+        check_matched(by_kind, self.lifted, self.opened.tree)
+        self.values: Values = dict(self.lifted.values)
+        self.axes: dict[Slot, Any] = {}
+        meanings = {id(x.module): x.meaning for x in stand_ins}
+        for i, root in enumerate(self.lifted.roots):
+            by_leaf = [axis_by_kind(visit, by_kind) for visit in root.leaves]
+            axes = meanings.get(id(root.module), by_leaf)
+            self.axes.update(((i, k), axis) for k, axis in enumerate(axes))
+        # Only these are taken apart here: owned modules are leaves in them, and stay.
+        self.trees = {_FUNCTION: self.opened.tree, _ARGUMENTS: given}
+        self._add(_FUNCTION, function_axes(self.opened.tree, by_kind))
+        self._add(_ARGUMENTS, by_argument)
+        self.mapped = [slot for slot, axis in self.axes.items() if axis is not None]
+        self.size = self._size(vmap.axis_size)
+        self.advanced: Values = {}
+        self.inputs: Values = {}
+        self.input_axes: dict[Slot, int] = {}
+        for slot in self.mapped:
+            self._feed(slot)
+
+    def _add(self, where: int, axes: Sequence[Any]) -> None:
+        for k, (x, own) in enumerate(by_entry(self.trees[where], axes)):
+            self.values[where, k] = x
+            self.axes[where, k] = None if is_owned(x) else own[0]
+
+    def _feed(self, slot: Slot) -> None:
+        """Prepare what `jax.vmap` maps over for a leaf that is mapped."""
+        value, axis = self.values[slot], self.axes[slot]
+        if axis is SPLIT:
+            # A clone, since the key stays unused if no lane draws from it.
+            self.advanced[slot], base = next_keys(jr.clone(value))
+            axis = num_key_axes(base)
+            value = self.spread(split_key(base, self.size), axis)
+        self.inputs[slot], self.input_axes[slot] = value, axis
+
+    def spread(self, x: Any, axis: int) -> Any:
+        """An array with a value for each lane, spread over devices as the lanes are."""
+        given = [(self.values[slot], self.axes[slot]) for slot in self.mapped]
+        return spread_like([x for x in given if x[1] is not SPLIT], x, axis)
+
+    def name(self, slot: Slot) -> str:
+        where, k = slot
+        if where not in self.trees:
+            return self.lifted.name(slot)
+        entries, _ = flatten_with_path(self.trees[where], is_owned)
+        return name_of(entries[k][0])
+
+    def _size(self, axis_size: int | None) -> int:
+        """The number of lanes, on which all that is mapped has to agree."""
+        sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
+        for slot in self.mapped:
+            if (axis := self.axes[slot]) is SPLIT:
+                continue
+            shape = jnp.shape(self.values[slot])
+            is_axis = isinstance(axis, int)
+            if is_axis and -len(shape) <= axis < len(shape) and shape[axis] in sizes:
+                continue
+            name = f"`{self.name(slot) or 'the model'}`"
+            if not is_axis:
+                raise ValueError(
+                    f"`es.vmap`: the axis of {name} is `{axis}`, and an axis is an"
+                    " integer, or `None` for what the lanes share. What is not an array"
+                    " is passed on as it is, so that `in_axes=0` stands for"
+                    " `in_axes=eqx.if_array(0)`."
+                )
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"`es.vmap`: {name} has shape {shape}, which has no axis {axis}."
+                    " Map it over an axis that it has, or share it with `None`:"
+                    " `in_axes=(0, None)`."
+                )
+            sizes[shape[axis]] = name
+        if len(sizes) > 1:
+            listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+            raise ValueError(f"`es.vmap`: the mapped axes differ in size: {listed}.")
+        if not sizes:
+            raise ValueError(
+                "`es.vmap`: nothing is mapped, so that the number of lanes is not"
+                " known. Map an argument, `in_axes=0`, or give `axis_size`."
+            )
+        return next(iter(sizes))
+
+    def run(self, inputs: Values, _: Any) -> tuple[Any, ...]:
+        """One lane, under `jax.vmap`: the output, what lanes share, and their own."""
+        values, copy, f = {**self.values, **inputs}, None, self.opened.f
+        if any(where == _FUNCTION for where, _ in self.mapped):
+            copy = self.opened.copy(self._tree(_FUNCTION, values))
+            f = copy.f
+        args, kwargs = self._tree(_ARGUMENTS, values)
+        ran = self.lifted.run(values, lambda: f(*args, **kwargs))
+        out = ran.out if copy is None else copy.finish(ran.out)
+        shared, own = self._sort(ran)
+        out, static = eqx.partition(out, is_traced(out))
+        kept = Static((static, list(ran.written)))
+        return out, (shared, ran.made), (own, ran.sown), kept
+
+    def _sort(self, ran: Ran) -> tuple[Values, Values]:
         """What a lane has written: what all lanes share, and what each has."""
-        shared, own = {}, {}
-        for k, x in written.items():
-            # What only `init` has brought into being has no axis, and is shared.
-            axis = self.axes[k] if k < len(self.axes) else None
+        shared: Values = {}
+        own: Values = {}
+        for slot, x in ran.written.items():
+            axis = self.axes[slot]
             if isinstance(axis, int):
-                own[k] = x
+                own[slot] = x
             elif axis is None or not is_mapped(x):
-                shared[k] = x  # also a key that is assigned, and not drawn from
-        _check_reduced([self.name(k) for k, x in shared.items() if is_mapped(x)])
+                shared[slot] = x  # also a key that is assigned, and not drawn from
+        named = [(self.name(slot), x) for slot, x in shared.items()]
+        # What only `init` has brought into being has no axis, and is shared.
+        named += self.lifted.names_of_made(ran)
+        is_own = [any(map(is_mapped, jtu.tree_leaves(x))) for _, x in named]
+        if any(is_own):
+            names = [f"`{name}`" for name, _ in itertools.compress(named, is_own)]
+            raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
 
-    def outer(self, positions: list[int], shared: Leaves, stacked: Leaves) -> Leaves:
-        """What the lanes have written, as it is outside."""
-        moved = {k: jnp.moveaxis(x, 0, self.axes[k]) for k, x in stacked.items()}
-        new = {**self.advanced, **shared, **moved}
-        return {k: new[k] for k in positions}
+    def _tree(self, where: int, values: Values) -> Any:
+        treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
+        leaves = [values[where, k] for k in range(treedef.num_leaves)]
+        return jtu.tree_unflatten(treedef, leaves)
 
 
 class _Vmap(Transform):
@@ -86,135 +189,33 @@ class _Vmap(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        by_kind = dict(self.axes)
-        by_argument = argument_axes(self.in_axes, args, kwargs)
-        arguments, stand_ins = stand_in(
-            (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
-        )
-        lifted = Lifted(self.f, arguments, stand_ins=stand_ins)
-        opened = Opened(self.f)
-        lifted.check_apart(*opened.values, *args, *kwargs.values())
-        check_matched(by_kind, lifted, opened.tree)
-        in_function = function_axes(opened.tree, by_kind)
-        held, held_def = _Source.of(opened.tree, in_function)
-        given, given_def = _Source.of(arguments, by_argument)
-        by_stand_in = {id(x.module): x.meaning for x in stand_ins}
-        owned = [
-            _Source(
-                values,
-                list(by_stand_in.get(id(root)) or module_axes(root, by_kind)),
-                ft.partial(lifted.name, i),
-            )
-            for i, (root, values) in enumerate(
-                zip(lifted.roots, lifted.values(), strict=True)
-            )
-        ]
-        sources = [held, given, *owned]
-
-        slots = [
-            (source, k)
-            for source in sources
-            for k, axis in enumerate(source.axes)
-            if axis is not None
-        ]
-        size = _size(slots, self.axis_size)
-        given_axes = [(s.values[k], s.axes[k]) for s, k in slots]
-        spread = ft.partial(spread_like, [x for x in given_axes if x[1] is not SPLIT])
-        inputs, input_axes = [], []
-        for source, k in slots:
-            value, axis = source.values[k], source.axes[k]
-            if axis is SPLIT:
-                # A clone, since the key stays unused if no lane draws from it.
-                source.advanced[k], base = next_keys(jr.clone(value))
-                axis = num_key_axes(base)
-                value = spread(split_key(base, size), axis)
-            inputs.append(value)
-            input_axes.append(axis)
-
-        static_out: Any = None
-        positions: list[list[int]] = []
-
-        def lane(inputs: list[Any], _: Any) -> tuple[Any, Any]:
-            nonlocal static_out, positions
-            values = {id(source): dict(source.values) for source in sources}
-            for (source, k), value in zip(slots, inputs, strict=True):
-                values[id(source)][k] = value
-            in_f, in_arguments, *inside = values.values()
-            f, copy = self.f, None
-            if any(axis is not None for axis in held.axes):
-                copy = opened.copy(jtu.tree_unflatten(held_def, in_f.values()))
-                f = copy.f
-            args, kwargs = jtu.tree_unflatten(given_def, in_arguments.values())
-            out, written, sown = lifted.run(inside, lambda: f(*args, **kwargs))
-            if copy is not None:
-                out = copy.finish(out)
-            positions = [list(new) for new in written]
-            sorted_ = [
-                source.sort(new) for source, new in zip(owned, written, strict=True)
-            ]
-            out, static_out = eqx.partition(out, is_traced(out))
-            return out, ([s for s, _ in sorted_], [o for _, o in sorted_], sown)
-
+        lanes = _Lanes(self, args, kwargs)
         mapped = jax.vmap(
-            lane,
-            in_axes=(input_axes, 0),
-            out_axes=(self.out_axes, (None, 0, 0)),
+            lanes.run,
+            in_axes=(lanes.input_axes, 0),
+            out_axes=(self.out_axes, None, 0, None),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        out, (shared, stacked, sown) = mapped(inputs, spread(jnp.arange(size), 0))
-        written = zip(owned, positions, shared, stacked, strict=True)
-        lifted.commit([source.outer(*x) for source, *x in written], sown)
-        return eqx.combine(out, static_out)
+        indices = lanes.spread(jnp.arange(lanes.size), 0)
+        out, (shared, made), (own, sown), kept = mapped(lanes.inputs, indices)
+        static, written = kept.value
+        moved = {slot: jnp.moveaxis(x, 0, lanes.axes[slot]) for slot, x in own.items()}
+        new = {**lanes.advanced, **shared, **moved}
+        state = {slot: new[slot] for slot in written}
+        lanes.lifted.commit(Ran(None, state, sown, made))
+        return eqx.combine(out, static)
 
 
-def _size(slots: list[tuple[_Source, int]], axis_size: int | None) -> int:
-    """The number of lanes, on which all that is mapped has to agree."""
-    sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
-    for source, k in slots:
-        value, axis = source.values[k], source.axes[k]
-        if axis is SPLIT:
-            continue
-        name = f"`{source.name(k) or 'the model'}`"
-        shape = jnp.shape(value)
-        if not isinstance(axis, int):
-            raise ValueError(
-                f"`es.vmap`: the axis of {name} is `{axis}`, and an axis is an integer,"
-                " or `None` for what the lanes share. What is not an array is passed on"
-                " as it is, so that `in_axes=0` stands for `in_axes=eqx.if_array(0)`."
-            )
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"`es.vmap`: {name} has shape {shape}, which has no axis {axis}. Map it"
-                " over an axis that it has, or share it with `None`: `in_axes=(0,"
-                " None)`."
-            )
-        sizes.setdefault(shape[axis], name)
-    if len(sizes) > 1:
-        listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-        raise ValueError(f"`es.vmap`: the mapped axes differ in size: {listed}.")
-    if not sizes:
-        raise ValueError(
-            "`es.vmap`: nothing is mapped, so that the number of lanes is not known."
-            " Map an argument, `in_axes=0`, or give `axis_size`."
-        )
-    return next(iter(sizes))
+_NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, and the lanes \
+share it, so that only one could be kept. Reduce it over the lanes,
 
+    es.vmap(f, axis_name="batch")
+    self.mean = jax.lax.pmean(mean, "batch")
 
-def _check_reduced(names: list[str]) -> None:
-    """What the lanes share must have one value for all of them."""
-    if names:
-        listed = ", ".join(f"`{name}`" for name in names)
-        raise ValueError(
-            f"`es.vmap`: each lane wrote its own value to {listed}, and the"
-            " lanes share it, so that only one could be kept. Reduce it over the"
-            " lanes,\n\n"
-            '    es.vmap(f, axis_name="batch")\n'
-            '    self.mean = jax.lax.pmean(mean, "batch")\n\n'
-            "or give every lane its own, with an axis for the kind:"
-            " `es.vmap(f, axes={es.State: 0})`."
-        )
+or give every lane its own, with an axis for the kind: `es.vmap(f, axes={{es.State: \
+0}})`."""
 
 
 def vmap(
