@@ -191,8 +191,7 @@ def test_ten_thousand_models_leave_nothing():
     assert log.traces == 1
     assert len(plans) == 1
     assert programs.plans is plans
-    assert len(programs.tokens) == 1
-    assert not programs.unplanned
+    assert len(programs.by_signature) == 1
     assert after[0] == before[0]
     assert after[1] - before[1] < 50
 

@@ -452,14 +452,14 @@ def test_what_all_threads_call_first_has_one_short_way():
 
 def count_general_calls(step, *args):
     calls = []
-    general = type(step)._general
+    general = _programs.Programs.general
 
     def counted(self, *args):
         calls.append(args)
         return general(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(step), "_general", counted)
+        patch.setattr(_programs.Programs, "general", counted)
         step(*args)
     return len(calls)
 

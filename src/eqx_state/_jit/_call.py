@@ -7,7 +7,7 @@ besides arrays is an `Output`, which the compiled program keeps.
 import functools as ft
 import types
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -23,6 +23,8 @@ from .._transforms._transform import Transform
 from .._tree._base import get_place
 from .._tree._walk import name_of
 from .._typing import KeyPath
+from ._donation import Donate, DONATED
+from ._names import parameters, where
 from ._plan import ArraySlot, builder
 from ._signature import Signature, signature_of
 
@@ -31,7 +33,7 @@ from ._signature import Signature, signature_of
 class Output:
     """What a program returns besides arrays, and where the arrays go."""
 
-    def __init__(self, out: Any, written: Values, values: Values):
+    def __init__(self, out: Any, values: Values):
         leaves, self.treedef = jtu.tree_flatten(out)
         # Arrays that the function has not touched do not go through the program: a
         # module that comes back with its own parameters may be assigned.
@@ -40,7 +42,6 @@ class Output:
         self.kept = [kept.get(id(x)) for x in leaves]
         self.rest = [None if eqx.is_array(x) else x for x in leaves]
         self.is_array = [eqx.is_array(x) for x in leaves]
-        self.slots = list(written)
         self.build: Callable[[Callable[[], Any], list[Any]], Any] | None = None
         # Those of the program; `None`: not looked at yet.
         self.callbacks: frozenset[str] | None = None
@@ -63,6 +64,15 @@ class Output:
         return self.build(iter(arrays).__next__, inside)
 
 
+class Result(NamedTuple):
+    """What a program returns."""
+
+    arrays: list[Any]
+    written: Values
+    sown: list[Sown]
+    output: Output
+
+
 class Call:
     """One call: its arrays, and its signature."""
 
@@ -73,72 +83,88 @@ class Call:
         kwargs: dict[str, Any],
         is_array: Callable[[Any], bool] = eqx.is_array,
     ):
-        self.origin = origin_of(f)
+        self.f, self.origin = f, origin_of(f)
         self.args, self.kwargs, self.is_array = args, kwargs, is_array
         self.lifted = Lifted(f, args, kwargs, may_initialize=True)
-        self.opened = Opened(f, self.origin)
-        tree = (args[:1], (self.opened.tree, args[1:], kwargs))
-        self.entries, self.treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_owned)
-        # An array is of the first argument, of the others, or is never donated: one of
-        # a module that a function only closes over.
-        self.groups = [self._group(path) for path, _ in self.entries]
-
-    def _group(self, path: KeyPath) -> int:
-        in_function = path[0].idx == 1 and path[1].idx == 0
-        return 2 if in_function and self.opened.is_copied else path[0].idx
+        self.opened = Opened(f)
+        self.tree = self.opened.tree, args, kwargs
+        self.leaves, self.treedef = jtu.tree_flatten(self.tree, is_leaf=is_owned)
 
     def inside(self) -> list[Any]:
         """The arrays of the owned modules."""
         return list(filter(self.is_array, self.lifted.values.values()))
 
-    def arrays(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Those of the first argument, of the others, and those never donated."""
-        groups: tuple[list[Any], ...] = [], [], []
-        for i, (_, x) in zip(self.groups, self.entries, strict=True):
-            if self.is_array(x):
-                groups[i].append(x)
-        first, rest, kept = groups
-        return first, rest, kept + self.inside()
+    def arrays(self) -> list[Any]:
+        """The arrays that are traced."""
+        return [*filter(self.is_array, self.leaves), *self.inside()]
+
+    def donated(self, donate: Donate) -> list[int]:
+        """Which of the arrays are donated."""
+        first, others = DONATED[donate]
+        function, args, _ = self.treedef.children()
+        end_of_function = function.num_leaves
+        end_of_first = end_of_function + sum(
+            child.num_leaves for child in args.children()[:1]
+        )
+        # Never one of a module that a function only closes over.
+        of_function = others and not self.opened.is_copied
+
+        def is_donated(i: int) -> bool:
+            if i < end_of_function:
+                return of_function
+            return first if i < end_of_first else others
+
+        places = [i for i, x in enumerate(self.leaves) if self.is_array(x)]
+        return [number for number, i in enumerate(places) if is_donated(i)]
+
+    @property
+    def paths(self) -> list[KeyPath]:
+        """Where each leaf is in `(function, args, kwargs)`."""
+        entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
+        return [path for path, _ in entries]
+
+    def names(self) -> list[str]:
+        """What the arrays are called."""
+        leaves = zip(self.paths, self.leaves, strict=True)
+        names = parameters(self.f, [path for path, x in leaves if self.is_array(x)])
+        inside = self.lifted.values.items()
+        return names + [self.lifted.name(k) for k, x in inside if self.is_array(x)]
 
     @ft.cached_property
     def signature(self) -> Signature:
         """What is equal for two calls that one program serves."""
         return signature_of(
-            self.entries,
+            self.leaves,
             self.treedef,
+            self.opened,
             self.lifted,
             self.origin,
-            self.opened.shape,
             self.is_array,
+            lambda i: where(self.paths[i]),
         )
 
-    def trace(
-        self, first: list[Any], rest: list[Any], kept: list[Any]
-    ) -> tuple[list[Any], tuple[list[Any], list[Sown]], Output]:
+    def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""
         # Here, as the trace will see two modules where there is one.
         self.lifted.check_apart(*self.args, *self.kwargs.values(), *self.opened.values)
-        sources = iter(first), iter(rest), iter(kept)
-        leaves = [
-            next(sources[i]) if self.is_array(x) else x
-            for i, (_, x) in zip(self.groups, self.entries, strict=True)
-        ]
+        rest = iter(arrays)
+        leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
         values = {
-            slot: next(sources[2]) if self.is_array(x) else x
+            slot: next(rest) if self.is_array(x) else x
             for slot, x in self.lifted.values.items()
         }
-        head, (function, args, kwargs) = jtu.tree_unflatten(self.treedef, leaves)
+        function, args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
         copy = self.opened.copy(function)
-        ran = self.lifted.run(values, lambda: copy.f(*head, *args, **kwargs))
+        ran = self.lifted.run(values, lambda: copy.f(*args, **kwargs))
         out = copy.finish(ran.out)
         if self.lifted.roots:
             self._check_static(out)
-        output = Output(out, ran.written, values)
-        return output.arrays(out), (list(ran.written.values()), ran.sown), output
+        output = Output(out, values)
+        return Result(output.arrays(out), ran.written, ran.sown, output)
 
     def _check_static(self, out: Any) -> None:
         """What is not an array is one object for all calls, and outlives a scope."""
-        given = {id(x) for _, x in self.entries}  # others are another signature
+        given = set(map(id, self.leaves))  # others are another signature
         static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
         for module in owned_in([x for x in static if id(x) not in given], objects=True):
             place = get_place(module)
@@ -146,14 +172,10 @@ class Call:
                 name = name_of(place.path) or type(module).__qualname__
                 raise TraceError(_HOLDS_OWNED.format(name))
 
-    def finish(
-        self, result: tuple[list[Any], tuple[list[Any], list[Sown]], Output]
-    ) -> Any:
+    def finish(self, result: Result) -> Any:
         """The output of the call, after its writes to the owned modules."""
-        arrays, (state, sown), output = result
-        written = dict(zip(output.slots, state, strict=True))
-        self.lifted.commit(Ran(None, written, sown))
-        return output.put(arrays, self.inside())
+        self.lifted.commit(Ran(None, result.written, result.sown))
+        return result.output.put(result.arrays, self.inside())
 
 
 _HOLDS_OWNED: Final = """`es.jit` was to return a function, or an object, that holds \

@@ -1,10 +1,7 @@
 """`es.jit`: `jax.jit` of what is not made of arrays alone, and of what writes state."""
 
-import contextlib
 import functools as ft
 import inspect
-import threading
-import warnings
 from collections.abc import Callable
 from typing import (
     Any,
@@ -18,13 +15,13 @@ from typing import (
 
 import equinox as eqx
 
-from .._compat import hide_frames, PROGRAM_ERRORS
+from .._compat import hide_frames
 from .._transforms._transform import Transform, Unbound, wrap
 from .._tree._walk import is_array
-from ._call import Call, origin_of
-from ._plan import Mismatch
-from ._programs import Donate, DONATED, Programs, programs_of, Retrace
-from ._runtime_errors import report, Reporting, wait
+from ._call import Call
+from ._donation import Donate, DONATED
+from ._programs import programs_of
+from ._runtime_errors import Reporting, wait
 
 
 _P = ParamSpec("_P")
@@ -42,41 +39,6 @@ def _bind(f: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, An
     return bound.args, bound.kwargs
 
 
-class _Ignored:
-    """Inside, a warning is ignored, in all threads.
-
-    `warnings.catch_warnings` would put back what it has found, and undo what another
-    thread has set meanwhile.
-    """
-
-    def __init__(self, message: str):
-        self.message = message
-        self.lock = threading.Lock()
-        self.calls = 0
-        self.filters: Any = []
-        self.entry: Any = None
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.calls += 1
-            if self.calls == 1:
-                warnings.filterwarnings("ignore", message=self.message)
-                self.filters, self.entry = warnings.filters, warnings.filters[0]
-
-    def __exit__(self, *_: Any) -> None:
-        with self.lock:
-            self.calls -= 1
-            if self.calls == 0:
-                # Meanwhile `catch_warnings` may have put a copy in their place.
-                for filters in (self.filters, warnings.filters):
-                    with contextlib.suppress(ValueError):
-                        filters.remove(self.entry)
-
-
-# In a group: not to be taken for a filter of the user's.
-_UNUSABLE: Final = _Ignored("(?:Some donated buffers were not usable)")
-
-
 class _Jit(Transform):
     donate: Donate = eqx.field(static=True)
     hides_frames = True  # a wrapper would make each call slower
@@ -84,44 +46,11 @@ class _Jit(Transform):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         try:
-            f, donate = self.f, self.donate
-            args, kwargs = _bind(f, args, kwargs)
-            programs = programs_of(origin_of(f), donate)
-            run = programs if programs.can_raise else programs.jitted
-            for plan in programs.plans:
-                try:
-                    arrays = plan.arrays(f, args, kwargs)
-                    result = run(plan.key, *arrays)
-                    if result[2].callbacks is None:  # just compiled by another thread
-                        programs.settle(result, plan.key, *arrays)
-                except (Mismatch, KeyError):
-                    continue
-                except Retrace:
-                    break
-                except PROGRAM_ERRORS as error:
-                    report(error)
-                    raise
-                arrays, _, output = result
-                return output.put(arrays, [])
-            return self._general(programs, args, kwargs)
+            programs = programs_of(self.f, self.donate)
+            return programs(self.f, *_bind(self.f, args, kwargs))
         except Exception as error:
             hide_frames(error)
             raise
-
-    def _general(
-        self, programs: Programs, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The call that may be any: in a scope, the first of its signature."""
-        call = Call(self.f, args, kwargs)
-        if call.lifted.is_initializing:
-            return self.f(*args, **kwargs)
-        self._check_donation(call)
-        key = programs.key(call)
-        is_quiet = self.donate.startswith("all")
-        with _UNUSABLE if is_quiet else contextlib.nullcontext():
-            result = programs(key, *call.arrays())
-        programs.remember(self.f, call, key)
-        return call.finish(result)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # The object is the first argument, as `donate` understands it.
@@ -138,18 +67,8 @@ class _Jit(Transform):
         called with arguments of the same signature.
         """
         call = Call(self.f, *_bind(self.f, args, kwargs), is_array)
-        programs = programs_of(call.origin, self.donate)
-        lowered = programs.lower(programs.key(call), *call.arrays())
+        lowered = programs_of(self.f, self.donate).of(call).lower(call)
         return Lowered(lowered, self.f, call.signature)
-
-    def _check_donation(self, call: Call) -> None:
-        if self.donate != "none" and call.lifted.roots:
-            raise ValueError(
-                f"`es.jit(donate={self.donate!r})` was called inside `es.mutable`, on"
-                " modules that belong to it. Their old arrays are needed until the"
-                " scope ends, and could not be given away. Donate at the top, around"
-                " `es.mutable`: `es.jit(step, donate='all')(model, x)`."
-            )
 
 
 class _Stage:
@@ -189,7 +108,7 @@ class Compiled(_Stage):
         arrays = call.arrays()
         with Reporting():
             result = self._stage(*arrays)
-            wait(result[2].callbacks, arrays, result)
+            wait(result.output.callbacks, arrays, result)
         return call.finish(result)
 
 

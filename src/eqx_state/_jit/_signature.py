@@ -1,13 +1,17 @@
 """The signature of a call: all that is static in it."""
 
+import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import jax.tree_util as jtu
+
 from .._state._scope import is_owned
+from .._transforms._closures import DICTS, PARTIALS
+from .._transforms._copies import Opened
 from .._transforms._lift import Lifted
-from .._tree._static_values import is_hashable, structure, typed
-from .._tree._walk import name_of
-from .._typing import KeyPath
+from .._tree._walk import is_leaf, name_of
+from ._static import is_hashable, structure, typed
 
 
 # Stand in a signature for what is not part of it; all that is, is in tuples.
@@ -26,18 +30,18 @@ class Signature(NamedTuple):
 
 
 def signature_of(
-    entries: list[tuple[KeyPath, Any]],
+    leaves: list[Any],
     treedef: Any,
+    opened: Opened,
     lifted: Lifted,
     origin: Any,
-    shape: Any,
     is_array: Callable[[Any], bool],
+    where: Callable[[int], str],
 ) -> Signature:
     """The signature of a call with these leaves, owned modules among them.
 
-    The leaves are those of `((first,), (function, rest, keywords))`. `shape` is that of
-    the function, if it is opened. The function `origin`, whose programs they all are,
-    does not occur in it, and is not kept alive.
+    The function `origin`, whose programs they all are, does not occur in it, and is not
+    kept alive. `where` says where a leaf is, for an error.
     """
     inside = {
         id(visit.node): (i, name_of(visit.path))
@@ -72,19 +76,29 @@ def signature_of(
         whose = lifted.scopes.index(scope), scope.kinds, scope.captures
         place = root.place.path, root.place.context, whose
         roots.append((structure(root.structure, static), statics, place))
-    leaves = tuple(leaf(x, lambda path=path: _where(path)) for path, x in entries)
+    found = tuple(leaf(x, lambda i=i: where(i)) for i, x in enumerate(leaves))
     reached = tuple(inside[id(module)] for module in lifted.reached)
-    return Signature(structure(treedef, static), leaves, shape, tuple(roots), reached)
+    function = function_signature(opened, origin)
+    return Signature(structure(treedef, static), found, function, tuple(roots), reached)
 
 
-def _where(path: KeyPath) -> str:
-    """A place in `((first,), (function, rest, keywords))`, as the caller knows it."""
-    if path[0].idx == 0:
-        which, path = "argument 0", path[2:]
-    elif path[1].idx == 0:
-        which, path = "the function", path[2:]
-    elif path[1].idx == 1:
-        which, path = f"argument {path[2].idx + 1}", path[3:]
-    else:
-        which, path = f"argument `{path[2].key}`", path[3:]
-    return f"{which}, at `{name_of(path)}`," if path else which
+def function_signature(opened: Opened, origin: Any) -> Any:
+    """Hashable; equal for functions whose copies differ only in what they hold.
+
+    `None` if the function is not copied: then it is a part of the tree.
+    """
+    if not opened.is_copied:
+        return None
+    return tuple((_token(node.x, origin), *node.refs) for node in opened.nodes)
+
+
+def _token(x: Any, origin: Any) -> Any:
+    """What a node and its copy have in common, hashable."""
+    cls = type(x)
+    if cls is types.FunctionType:
+        return _ORIGIN if x is origin else x
+    if cls in DICTS:
+        return cls, getattr(x, "default_factory", None), tuple(map(typed, x))
+    if cls in (list, tuple, *PARTIALS) or is_leaf(x):  # a cell, a method
+        return cls
+    return structure(jtu.tree_structure(x, is_leaf=lambda y: y is not x))

@@ -7,7 +7,6 @@ in place, and no function is touched.
 
 import collections
 import functools as ft
-import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, Final
@@ -21,16 +20,9 @@ from .._tree._walk import children, is_leaf
 from ._transform import Transform
 
 
-_ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
-
-
-_DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
-
-
-_PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
-
-
-_MANY: Final = 300
+ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
+PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
 
 
 def is_model(x: Any) -> bool:
@@ -39,65 +31,55 @@ def is_model(x: Any) -> bool:
     return is_eqx_module(x) and not is_wrapper
 
 
-def held(x: Any) -> list[Any] | None:
-    """What `x` holds one level down; `None` for what is not looked into.
+def held(x: Any) -> list[tuple[Any, Any]] | None:
+    """What `x` holds one level down, by key; `None` for what is not looked into.
 
-    That is a model, an array, any other object, also one of a class that is derived
-    from those below: it may hold more than can be copied. A cell is a level of its own,
-    since several functions may share it.
+    That is a model, an array, or any other object, also one of a subclass of those
+    below, which may hold more than can be copied. A cell is a level of its own, since
+    several functions may share it.
     """
     cls = type(x)
-    if cls in _ATOMS or eqx.is_array(x):
+    if cls in ATOMS or eqx.is_array(x):
         return None
     if cls is types.FunctionType:
-        defaults = _defaults(x).values(), (x.__kwdefaults__ or {}).values()
-        return [*(x.__closure__ or ()), *itertools.chain(*defaults)]
+        closure, defaults = x.__closure__ or (), x.__defaults__ or ()
+        end = x.__code__.co_argcount
+        names = x.__code__.co_varnames[end - len(defaults) : end]
+        return [
+            *zip(x.__code__.co_freevars, closure, strict=True),
+            *zip(names, defaults, strict=True),
+            *(x.__kwdefaults__ or {}).items(),
+        ]
     if cls is types.CellType:
         try:
-            return [x.cell_contents]
-        except ValueError:  # assigned later in the function around
+            return [("", x.cell_contents)]
+        except ValueError:  # assigned later in the enclosing function
             return []
-    if cls in _DICTS:  # also those that JAX cannot sort
-        return [*x.values()]
+    if cls in DICTS:  # also those that JAX cannot sort
+        return [*x.items()]
     if cls in (list, tuple):
-        return [*x]
+        return [*enumerate(x)]
     if cls is types.MethodType:
-        return [x.__func__, x.__self__]
-    if cls in _PARTIALS:
-        return [x.func, x.args, x.keywords]
+        return [("__func__", x.__func__), ("__self__", x.__self__)]
+    if cls in PARTIALS:
+        return [(name, getattr(x, name)) for name in ("func", "args", "keywords")]
     if isinstance(x, Transform):
-        return [x.f]
+        return [("f", x.f)]
     if is_eqx_module(x) or is_leaf(x):
         return None
     try:
-        return [child for _, child in children(x) or ()]
-    except Exception:  # such as an `eqx.nn.State` that is not to be used any more
+        return [*(children(x) or ())]
+    except Exception:  # such as an `eqx.nn.State` that must not be used any more
         return None
 
 
-def _names(x: Any) -> list[str]:
-    """How a name goes on, for each of what `x` holds."""
-    cls = type(x)
-    if cls is types.FunctionType:
-        names = *x.__code__.co_freevars, *_defaults(x), *(x.__kwdefaults__ or ())
-        return [f".{name}" for name in names]
-    if cls is types.CellType:
-        return [""]
-    if cls in _DICTS:
-        return [f"[{key!r}]" for key in x]
-    if cls is types.MethodType:
-        return [".__func__", ".__self__"]
-    if cls in _PARTIALS:
-        return [".func", ".args", ".keywords"]
-    if isinstance(x, Transform):
-        return [".f"]
-    return [jtu.keystr((key,)) for key, _ in children(x) or ()]
-
-
-def _defaults(f: types.FunctionType) -> dict[str, Any]:
-    defaults = f.__defaults__ or ()
-    names = f.__code__.co_varnames[: f.__code__.co_argcount]
-    return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+def step(x: Any, key: Any) -> str:
+    """How a name goes on from `x` to what it holds under this key."""
+    if type(x) is types.CellType:
+        return ""
+    if type(x) in (*DICTS, list, tuple):
+        return f"[{key!r}]"
+    return f".{key}" if isinstance(key, str) else jtu.keystr((key,))
 
 
 def _reach(x: Any, *, objects: bool = False) -> Iterator[Any]:
@@ -106,21 +88,22 @@ def _reach(x: Any, *, objects: bool = False) -> Iterator[Any]:
     An owned module is not looked into. With `objects` the attributes of objects that
     are not pytrees are.
     """
-    seen: dict[int, Any] = {}  # the objects, so that no other gets their `id`
+    seen: dict[int, Any] = {}  # keeps them alive, so that no other gets their `id`
     todo = [x]
     while todo:
         x = todo.pop()
-        if type(x) in _ATOMS or id(x) in seen:
+        if type(x) in ATOMS or id(x) in seen:
             continue
         yield x
         if is_owned(x):
             continue
         seen[id(x)] = x
-        below = held(x) or []
         if is_model(x):
             below = jtu.tree_leaves(x, is_leaf=_is_opaque)
-        elif objects:
-            below = below + _attributes(x)
+        else:
+            below = [child for _, child in held(x) or ()]
+            if objects:
+                below += _attributes(x)
         todo += reversed(below)
 
 
@@ -146,14 +129,3 @@ def owned_in(tree: Any, *, objects: bool = False) -> list[Any]:
 def models_in(x: Any) -> list[Any]:
     """The models that `x` leads to, through functions and containers."""
     return [y for y in _reach(x) if is_model(y)]
-
-
-def reaches_module(f: Any) -> bool:
-    """Whether a function may hold a module: quick, for each call.
-
-    `True` also where there is very much to look through.
-    """
-    for i, x in enumerate(_reach(f)):
-        if i == _MANY or (is_eqx_module(x) and not isinstance(x, Transform)):
-            return True
-    return False

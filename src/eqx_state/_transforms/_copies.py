@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools as ft
 import types
-from collections.abc import Iterable
 from typing import Any, Final
 
 import equinox as eqx
@@ -20,10 +19,80 @@ import jax.tree_util as jtu
 from .._errors import TraceError
 from .._state._scope import is_owned
 from .._tree._compare import identical
-from .._tree._static_values import structure, typed
-from .._tree._walk import is_leaf
-from ._closures import _ATOMS, _DICTS, _names, _PARTIALS, held, is_model, models_in
+from ._closures import ATOMS, DICTS, held, is_model, models_in, PARTIALS, step
 from ._transform import Transform
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Node:
+    """Something on the way from a function to the modules that it holds.
+
+    `refs` says what a copy has in place of each of `below`: the node of this number,
+    the value `~ref` if negative, or the same object if `None`.
+    """
+
+    x: Any
+    below: list[tuple[Any, Any]]  # as `held` lists it
+    above: "list[tuple[Node, Any]]"  # the nodes that hold it, and its key there
+    number: int | None = None  # among the nodes that are copied
+    refs: list[int | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        name, node = "", self
+        while node.number:  # up to the function, which has number 0
+            node, key = node.above[0]
+            name = step(node.x, key) + name
+        return name.removeprefix(".")
+
+
+class Opened:
+    """A function, and what a copy of it may hold in place of its modules.
+
+    `values` are those modules, and what lies in one container with them. It is the
+    function itself if JAX sees all of them (`is_copied` is false).
+    """
+
+    def __init__(self, f: Any):
+        self.f = f
+        self.values: list[Any] = [f]
+        self.nodes = _nodes(f)
+        self.is_copied = any(map(_hides, self.nodes))
+        if self.is_copied:
+            self._find_values()
+
+    def _find_values(self) -> None:
+        self.values = []
+        numbers = {id(node.x): node.number for node in self.nodes}
+        known: dict[int, int] = {}
+        for node in self.nodes:
+            for _, x in node.below:
+                if _is_free(x):  # once, so that it is one module in a copy, too
+                    ref = ~known.setdefault(id(x), len(self.values))
+                elif type(x) not in ATOMS and id(x) in numbers:
+                    ref = numbers[id(x)]
+                else:  # a setting beside a module may change together with it
+                    is_beside = type(node.x) is not types.FunctionType
+                    ref = ~len(self.values) if is_beside else None
+                if ref == ~len(self.values):
+                    self.values.append(x)
+                node.refs.append(ref)
+
+    @ft.cached_property
+    def tree(self) -> Any:
+        """The values as a pytree, in which each has its name."""
+        if not self.is_copied:
+            return self.f
+        names: list[str] = []
+        for node in self.nodes:
+            for (key, _), ref in zip(node.below, node.refs, strict=True):
+                if ref == ~len(names):
+                    names.append((node.name + step(node.x, key)).removeprefix("."))
+        return _Values(tuple(names), self.values)
+
+    def copy(self, tree: Any) -> "Copy":
+        """The function, which holds what `tree` has."""
+        return Copy(self, tree)
 
 
 @jtu.register_pytree_with_keys_class
@@ -45,127 +114,37 @@ class _Values:
         return cls(names, list(values))
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Node:
-    """Something on the way from a function to the modules that it holds."""
-
-    x: Any
-    below: list[Any]
-    # The node above that was met first, and which of what it holds this is.
-    above: "tuple[_Node, int] | None"
-    # Among the nodes that are copied; `None`: it stays as it is.
-    number: int | None = None
-    # For each of `below` its number among the values, if it is one of them.
-    values: list[int | None] = dataclasses.field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        if self.above is None:
-            return ""
-        node, i = self.above
-        return node.name + _names(node.x)[i]
-
-
-class Opened:
-    """A function, and what a copy of it may hold in place of its modules.
-
-    - `tree`: those modules, and what lies in one container with them, as a pytree. It
-        is the function itself if JAX sees all of them (`is_copied` is false).
-    - `shape`: hashable; equal for functions whose copies differ in `tree` alone.
-    """
-
-    def __init__(self, f: Any, origin: Any = None):
-        """`shape` may be kept for longer than the function `origin`, and lacks it."""
-        self.f = f
-        self.nodes: dict[int, _Node] = {}
-        self._walk(f)
-        self.copied = self._on_the_way()
-        self.is_copied = any(map(_hides, self.copied))
-        self.tree: Any = f
-        self.shape: Any = None
-        if self.is_copied:
-            self._number()
-            self.shape = tuple(
-                (_token(node.x, origin), tuple(node.values), self._numbers_below(node))
-                for node in self.copied
-            )
-
-    def _walk(self, f: Any) -> None:
-        todo: list[tuple[Any, tuple[_Node, int] | None]] = [(f, None)]
-        while todo:  # no recursion: what a function holds may be a long chain
-            x, above = todo.pop()
-            if id(x) in self.nodes or (below := held(x)) is None:
-                continue
-            node = self.nodes[id(x)] = _Node(x, below, above)
+def _nodes(f: Any) -> list[Node]:
+    """The nodes that lead to a module, and the containers inside these, numbered."""
+    nodes: dict[int, Node] = {}
+    leading: list[Node] = []
+    todo: list[tuple[Any, list[tuple[Node, Any]]]] = [(f, [])]
+    while todo:  # no recursion: what a function holds may be a long chain
+        x, above = todo.pop()
+        if id(x) in nodes:
+            nodes[id(x)].above += above
+        elif (below := held(x)) is not None:
+            node = nodes[id(x)] = Node(x, below, above)
             todo += [
-                (below[i], (node, i))
-                for i in reversed(range(len(below)))
-                if type(below[i]) not in _ATOMS
+                (y, [(node, k)]) for k, y in reversed(below) if type(y) not in ATOMS
             ]
-
-    def _on_the_way(self) -> list[_Node]:
-        """The nodes that lead to a module, and the containers inside these."""
-        above: dict[int, list[_Node]] = {}
-        todo = []
-        for node in self.nodes.values():
-            below = [x for x in node.below if type(x) not in _ATOMS]
-            for child in below:
-                if id(child) in self.nodes:
-                    above.setdefault(id(child), []).append(node)
-            # Equinox's partial is a module, whatever it holds.
-            if type(node.x) is eqx.Partial or any(map(_is_free, below)):
-                todo.append(node)
-        found: set[int] = set()
-        while todo:
-            node = todo.pop()
-            if id(node.x) in found:
-                continue
-            found.add(id(node.x))
-            todo += above.get(id(node.x), [])
-            if type(node.x) is not types.FunctionType:
-                # A setting that lies beside a module may change together with it.
-                inside = [self.nodes.get(id(child)) for child in node.below]
-                todo += [child for child in inside if child and _is_container(child.x)]
-        return [node for key, node in self.nodes.items() if key in found]
-
-    def _number(self) -> None:
-        """Give each node its number, and collect the values."""
-        values: list[Any] = []
-        names: list[str] = []
-        known: dict[int, int] = {}
-        for number, node in enumerate(self.copied):
-            node.number = number
-        for node in self.copied:
-            name, keys = node.name, _names(node.x)
-            for key, x in zip(keys, node.below, strict=True):
-                index = None
-                if _is_free(x):  # once, so that in a copy it is one module, too
-                    index = known.setdefault(id(x), len(values))
-                elif type(node.x) is not types.FunctionType and self._node(x) is None:
-                    index = len(values)
-                if index == len(values):
-                    values.append(x)
-                    names.append((name + key).removeprefix("."))
-                node.values.append(index)
-        self.tree = _Values(tuple(names), values)
-
-    @property
-    def values(self) -> list[Any]:
-        """What the function holds, each on its own; a part may be held beside it."""
-        return self.tree.values if self.is_copied else [self.tree]
-
-    def _node(self, x: Any) -> _Node | None:
-        """The node of what is copied."""
-        node = self.nodes.get(id(x))
-        return None if node is None or node.number is None else node
-
-    def _numbers_below(self, node: _Node) -> tuple[int | None, ...]:
-        below = map(self._node, node.below)
-        return tuple(None if child is None else child.number for child in below)
-
-    def copy(self, tree: Any) -> "Copy":
-        """The function, which holds what `tree` has."""
-        return Copy(self, tree)
+            if type(x) is eqx.Partial:  # which is a module, whatever it holds
+                leading.append(node)
+        elif _is_free(x):
+            leading += [node for node, _ in above]
+    while leading:
+        node = leading.pop()
+        if node.number is not None:
+            continue
+        node.number = 0
+        leading += [outer for outer, _ in node.above]
+        if type(node.x) is not types.FunctionType:
+            inside = [nodes.get(id(y)) for _, y in node.below]
+            leading += [child for child in inside if child and _is_container(child.x)]
+    found = [node for node in nodes.values() if node.number is not None]
+    for number, node in enumerate(found):
+        node.number = number
+    return found
 
 
 def _is_free(x: Any) -> bool:
@@ -176,21 +155,9 @@ def _is_container(x: Any) -> bool:
     return not callable(x) and type(x) is not types.CellType
 
 
-def _hides(node: _Node) -> bool:
+def _hides(node: Node) -> bool:
     """Whether JAX does not see what lies below."""
     return isinstance(node.x, (types.FunctionType, types.MethodType, ft.partial))
-
-
-def _token(x: Any, origin: Any) -> Any:
-    """What a node and its copy have in common, hashable."""
-    cls = type(x)
-    if cls is types.FunctionType:
-        return "origin" if x is origin else x
-    if cls in _DICTS:
-        return cls, getattr(x, "default_factory", None), tuple(map(typed, x))
-    if is_leaf(x) or cls in _PARTIALS:
-        return cls
-    return structure(jtu.tree_structure(x, is_leaf=lambda y: y is not x))
 
 
 class Copy:
@@ -200,57 +167,54 @@ class Copy:
     """
 
     def __init__(self, opened: Opened, tree: Any):
-        self.nodes = opened.copied if opened.is_copied else []
-        self.known = opened.nodes
-        self.values: list[Any] = tree.values if opened.is_copied else []
+        self.f = tree
         self.made: dict[int, Any] = {}
-        self.f = self._of(opened.f) if opened.is_copied else tree
-        for node in self.nodes:  # they may lead back to one another
-            self._fill(node)
-        self.originals = self._originals()
-        self.given = [
-            (node, new, _contents(new), models_in(new))
-            for node in self.nodes
-            if _is_mutable(new := self.made[id(node.x)])
-        ]
+        # What is filled later may change: with its contents when the call begins.
+        self.given: list[tuple[Node, Any, list[Any]]] = []
+        if opened.is_copied:
+            self.nodes, self.values = opened.nodes, tree.values
+            self.f = self._new(0, opened.f)
+            for node in self.nodes:  # they may lead back to one another
+                self._fill(node, self._new(node.number, node.x))
+            pairs = [*zip(self.values, opened.values, strict=True)]
+            pairs += [(self.made[i], node.x) for i, node in enumerate(self.nodes)]
+            self.originals = {id(new): x for new, x in pairs}
 
-    def _of(self, x: Any) -> Any:
-        """The copy of a node, which may still be empty; anything else as it is."""
-        node = self.known.get(id(x))
-        if node is None or node.number is None:
+    def _new(self, ref: int | None, x: Any) -> Any:
+        """What the copy has in place of `x`; it may still be empty."""
+        if ref is None:
             return x
-        if id(x) not in self.made:
-            self.made[id(x)] = self._make(node)
-        return self.made[id(x)]
+        if ref < 0:
+            return self.values[~ref]
+        if ref not in self.made:
+            self.made[ref] = self._make(self.nodes[ref])
+        return self.made[ref]
 
-    def _below(self, node: _Node) -> list[Any]:
-        return [
-            self._of(x) if index is None else self.values[index]
-            for index, x in zip(node.values, node.below, strict=True)
-        ]
+    def _below(self, node: Node) -> list[tuple[Any, Any]]:
+        below = zip(node.refs, node.below, strict=True)
+        return [(key, self._new(ref, x)) for ref, (key, x) in below]
 
-    def _make(self, node: _Node) -> Any:
+    def _make(self, node: Node) -> Any:
         x, cls = node.x, type(node.x)
         if cls is types.CellType:
             return types.CellType()
-        if cls is list:
-            return []
-        if cls in _DICTS:
+        if cls is list or cls in DICTS:
             return copy.copy(x)
         if cls is types.FunctionType:
-            closure = tuple(map(self._of, x.__closure__ or ()))
+            closure = zip(node.refs, x.__closure__ or (), strict=False)
             new = types.FunctionType(
-                x.__code__, x.__globals__, x.__name__, x.__defaults__, closure
+                x.__code__,
+                x.__globals__,
+                closure=tuple(self._new(ref, cell) for ref, cell in closure),
             )
-            new.__kwdefaults__ = x.__kwdefaults__
             new.__dict__ = x.__dict__  # a counter there is the caller's, too
             for name in ft.WRAPPER_ASSIGNMENTS:
                 setattr(new, name, getattr(x, name))
             return new
-        below = self._below(node)
+        below = [child for _, child in self._below(node)]
         if cls is types.MethodType:
             return types.MethodType(*below)
-        if cls in _PARTIALS:
+        if cls in PARTIALS:
             f, args, keywords = below
             new = cls(f, *args, **keywords)
             if cls is not eqx.Partial:
@@ -261,24 +225,16 @@ class Copy:
         one_level = jtu.tree_structure(x, is_leaf=lambda y: y is not x)
         return jtu.tree_unflatten(one_level, below)
 
-    def _fill(self, node: _Node) -> None:
-        new = self._of(node.x)
-        if _is_mutable(new):
-            _put(new, self._below(node), _keys(new))
-        elif type(new) is types.FunctionType:
-            below = iter(self._below(node)[len(new.__closure__ or ()) :])
-            if new.__defaults__:
-                new.__defaults__ = tuple(next(below) for _ in new.__defaults__)
-            if new.__kwdefaults__:
-                new.__kwdefaults__ = {name: next(below) for name in new.__kwdefaults__}
-
-    def _originals(self) -> dict[int, Any]:
-        found = {id(self.made[id(node.x)]): node.x for node in self.nodes}
-        for node in self.nodes:
-            for index, x in zip(node.values, node.below, strict=True):
-                if index is not None:
-                    found[id(self.values[index])] = x
-        return found
+    def _fill(self, node: Node, new: Any) -> None:
+        """Put into what was made empty what it holds."""
+        if type(new) is types.FunctionType:
+            defaults = self._below(node)[len(new.__closure__ or ()) :]
+            by_position = len(node.x.__defaults__ or ())
+            new.__defaults__ = tuple(child for _, child in defaults[:by_position])
+            new.__kwdefaults__ = dict(defaults[by_position:])
+        elif type(new) in (types.CellType, list, *DICTS):
+            _put(new, self._below(node))
+            self.given.append((node, new, _contents(new)))
 
     def _original(self, x: Any) -> Any:
         """For a part of the copy, what the caller has in its place."""
@@ -294,39 +250,34 @@ class Copy:
         would come out only when the function is traced; and if other code, which has
         the caller's, has changed something there meanwhile.
         """
-        for node, new, before, models in self.given:
-            name = node.name.removeprefix(".")
-            if not identical(held(node.x) or [], node.below):
-                raise TraceError(_CHANGED_OUTSIDE.format(name))
-            if not identical(models_in(new), models):
-                raise TraceError(_CHANGED.format(name))
-            if not identical(_contents(new), before):
-                _put(node.x, list(map(self._original, held(new) or ())), _keys(new))
+        for node, new, before in self.given:
+            outside = [x for _, x in held(node.x) or ()]
+            if not identical(outside, [x for _, x in node.below]):
+                raise TraceError(_CHANGED_OUTSIDE.format(node.name))
+            if identical(after := _contents(new), before):
+                continue
+            if not identical(models_in(after), models_in(before)):
+                raise TraceError(_CHANGED.format(node.name))
+            _put(node.x, [(k, self._original(y)) for k, y in held(new) or ()])
+        if not self.made:
+            return out
         return jtu.tree_map(lambda x: self._original(x) if callable(x) else x, out)
 
 
-def _is_mutable(x: Any) -> bool:
-    return type(x) in (types.CellType, list, *_DICTS)
-
-
-def _keys(x: Any) -> list[Any]:
-    return list(x) if isinstance(x, dict) else []
-
-
 def _contents(x: Any) -> list[Any]:
-    return [*_keys(x), *(held(x) or ())]
+    keys = [*x] if isinstance(x, dict) else []
+    return keys + [child for _, child in held(x) or ()]
 
 
-def _put(x: Any, values: list[Any], keys: Iterable[Any] = ()) -> None:
-    """Fill a cell, a list, or a dict with these keys."""
+def _put(x: Any, below: list[tuple[Any, Any]]) -> None:
+    """Fill a cell, a list or a dict."""
     if type(x) is types.CellType:
-        (x.cell_contents,) = values
+        ((_, x.cell_contents),) = below
     elif type(x) is list:
-        x[:] = values
+        x[:] = [child for _, child in below]
     else:
-        items = list(zip(keys, values, strict=True))
         x.clear()
-        x.update(items)
+        x.update(below)
 
 
 _CHANGED: Final = """`{0}` was changed by a function under `es.jit` or `es.vmap` that \

@@ -15,7 +15,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from ._compare import same
+from .._tree._compare import same
 
 
 def typed(x: Any) -> Any:
