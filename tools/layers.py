@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "src" / "eqx_state"
 FOUNDATION = ("_compat", "_errors", "_typing")
-LAYERS = "nn others _inspect _io _jit _transforms _state _tree _kinds foundation".split()
+LAYERS = ["nn", "others", "_inspect", "_io", "_jit", "_transforms", "_state", "_tree"]
+LAYERS += ["_kinds", "foundation"]
 
 
 def layer(name: str) -> str:
