@@ -172,7 +172,9 @@ def test_a_disk_that_is_full(options, tmp_path):
             with pytest.raises(OSError, match="No space left on device") as info:
                 es.save(path, NEW)
             assert info.value.errno == errno.ENOSPC
-            info.match(f"`es.save` cannot write `{path}`: .*all is as it was")
+            info.match(
+                f"`es.save` cannot write `{path}`: .*Nothing on disk was changed"
+            )
             assert_only(path, OLD)
         small = tree(2, size=10)
         if "inodes" not in options:  # there is room for a smaller one
@@ -253,7 +255,9 @@ def test_a_directory_that_may_not_be_written(mode, open_folder):
     with an_ordinary_user(path, folder):
         folder.chmod(mode)
         for target in (path, folder / "new"):
-            message = f"`es.save` cannot write `{target}`: Permission denied.*as it was"
+            message = (
+                f"`es.save` cannot write `{target}`: Permission denied.*was changed"
+            )
             with pytest.raises(PermissionError, match=message):
                 es.save(target, NEW)
         folder.chmod(0o755)

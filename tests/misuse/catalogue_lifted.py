@@ -640,7 +640,7 @@ def _(case):
 @LIFTED.raises(
     "capture a threaded function: `es.capture(es.mutable(model))`",
     TypeError,
-    "was given a transform that does so on a copy of its own",
+    "was given a transform that does the same on its own copy",
     "es.capture(model)(x)",
     instead="`(y, model), sown = es.capture(model)(x)`",
 )

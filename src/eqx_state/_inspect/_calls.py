@@ -1,8 +1,8 @@
-"""What the modules of a model are called with, and return: shapes alone.
+"""What the modules of a model are called with, and what they return: only shapes.
 
-A call goes through the class of a module, and classes belong to everybody. So in a
-private copy each module is of a subclass of its class, which notes its calls. Nothing
-is computed, and nothing else is touched.
+Python looks up `__call__` on the class, and to patch a class would affect every other
+model. So in a private copy each module gets a subclass of its class, which records the
+calls. Nothing is computed.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Recorder:
-    """The calls by the name of the module. `by_name`: equal modules are told apart."""
+    """Calls, by module name. `by_name` tells modules apart that are equal otherwise."""
 
     calls: dict[str, Call]
     by_name: bool
 
 
 class _Place:
-    """Where a recording module is: its static data, through all transforms."""
+    """The name of a recording module, as static data, which survives transforms."""
 
     def __init__(self, recorder: _Recorder, name: str):
         self.recorder = recorder
@@ -56,7 +56,7 @@ class _Place:
         return id(self.recorder)
 
     def note(self, inputs: str) -> Call | None:
-        """A call begins. Returned if it is the first, whose outputs are wanted, too."""
+        """Note that a call begins; return it if it is the module's first."""
         calls = self.recorder.calls
         if self.name in calls:
             calls[self.name].times += 1
@@ -65,7 +65,7 @@ class _Place:
 
 
 class _Quiet:
-    """Keeps `__init_subclass__` of the user's class, a registry maybe, from running."""
+    """Keeps the user's `__init_subclass__`, perhaps a registry, from running."""
 
     __slots__ = ()
 
@@ -76,10 +76,10 @@ class _Quiet:
 _PLACE = "_eqx_state_place_of_record"
 
 
-# JAX keeps every class of pytrees for ever, so that a cache that does is not a leak.
+# Not a leak: JAX keeps every pytree class forever anyway.
 @ft.cache
 def _recording(cls: Any) -> Any:
-    """The subclass of a module class whose instances note their calls."""
+    """A subclass of a module class whose instances record their calls."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -106,15 +106,15 @@ def _recording(cls: Any) -> Any:
 
 
 def _recorded(tree: Any, recorder: _Recorder) -> Any:
-    """A copy of a tree whose modules note their calls."""
+    """A copy of a tree whose modules record their calls."""
 
     def copy(module: Any, name: str) -> Any:
-        # What `eqx.nn.Shared` returns is not an output but a part of the model.
+        # An `eqx.nn.Shared` returns not an output but a part of the model.
         if not callable(module) or isinstance(module, eqx.nn.Shared):
             return module
         try:
             cls = _recording(type(module))
-        except Exception:  # its metaclass has rules of its own: it goes unrecorded
+        except Exception:  # its metaclass forbids it, so its calls are not recorded
             return module
         new = object.__new__(cls)
         new.__dict__.update(module.__dict__, **{_PLACE: _Place(recorder, name)})
@@ -124,7 +124,7 @@ def _recorded(tree: Any, recorder: _Recorder) -> Any:
 
 
 def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """The model of a callable, and the callable of another model in its place."""
+    """The model in a callable, and a function that puts another model in its place."""
     found = carried(tree)
     if found is None and not inputs:
         return tree, lambda model: model
@@ -132,7 +132,7 @@ def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], A
         name = getattr(tree, "__name__", type(tree).__qualname__)
         raise TypeError(
             f"`es.tabulate` was given inputs, and `{name}` is not a model that can be"
-            " called; a function is not looked into. Give a module, a bound method"
+            " called; a function is not looked into. Pass a module, a bound method"
             " `model.encode`, a transform of `es` such as `es.vmap(model)`, or"
             " `functools.partial(model, key=key)` for keyword arguments."
         )
@@ -142,9 +142,10 @@ def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], A
 def record(
     model: Any, put: Callable[[Any], Any], inputs: tuple[Any, ...]
 ) -> dict[str, Call]:
-    """The calls that `put(model)(*inputs)` makes in eval mode, by module's name."""
-    # Told apart, no layer takes over what was compiled for another. But a model that
-    # stacks its layers, say, wants them alike; then some may go unrecorded.
+    """The calls that `put(model)(*inputs)` makes in eval mode, by module name."""
+    # Modules that are told apart never reuse each other's traces, so every call is
+    # seen. But a model that stacks its layers needs them equal. Then it is traced with
+    # equal ones, and some calls may be missed.
     model = eval(model)
     with contextlib.suppress(Exception):
         return _calls(model, put, inputs, _Recorder({}, by_name=True))
@@ -154,7 +155,7 @@ def record(
 def _calls(
     model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
 ) -> dict[str, Call]:
-    # NumPy arrays in a model may be used as shapes.
+    # NumPy arrays stay concrete: the model may use them as shapes.
     parts = eqx.partition(model, lambda x: is_array(x) and not is_numpy(x))
     args = eqx.partition(inputs, is_array)
 
@@ -191,6 +192,6 @@ def _is_opaque(x: Any) -> bool:
 
 
 def _show_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    # `key=None` is what Equinox's layers pass on to each other.
+    # Equinox's layers pass `key=None` on to each other, which says nothing.
     named = [f"{name}={summary(x)}" for name, x in kwargs.items() if x is not None]
     return "\n".join([*map(summary, args), *named])

@@ -1,4 +1,4 @@
-"""`es.capture`: what the layers of a model sow on the way, besides its output."""
+"""`es.capture`: the values that layers sow on the way, besides a model's output."""
 
 import functools as ft
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class _Capture(Transform):
 
 
 def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a partial calls, and the arguments that it adds: a method is one, too."""
+    """What a partial calls, and the arguments that it adds. A bound method is one."""
     args, kwargs = (), {}
     while isinstance(f, (ft.partial, eqx.Partial)):
         args, kwargs = (*f.args, *args), {**f.keywords, **kwargs}
@@ -52,8 +52,8 @@ def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 _THREADED_ALREADY = """
-`es.capture` threads the state itself, as `es.mutable` does, and was given a transform \
-that does so on a copy of its own, from which nothing sown would come:
+`es.capture` threads the state itself, as `es.mutable` does. It was given a transform \
+that does the same on its own copy, so nothing that is sown would come out:
 
     es.capture(es.mutable(model))(x)             # wrong
     (y, model), sown = es.capture(model)(x)      # right
@@ -63,8 +63,8 @@ that does so on a copy of its own, from which nothing sown would come:
 """
 
 _ARGNUMS_OF_GRAD = """
-`es.capture({grad}(...), argnums={argnums})`: it is `{grad}` that threads the model, \
-and that takes `argnums=`:
+`es.capture({grad}(...), argnums={argnums})`: here `{grad}` threads the model, so it \
+takes `argnums=`:
 
     es.capture({grad}(loss), argnums={argnums})     # wrong
     es.capture({grad}(loss, argnums={argnums}))     # right
@@ -72,7 +72,7 @@ and that takes `argnums=`:
 
 
 def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
-    """What runs on a private copy of its own would sow nothing for us."""
+    """Raise `TypeError` if `f` would run on its own copy, and sow nothing for us."""
     f = _without_partials(f)[0]
     if isinstance(f, AbstractGrad):
         if argnums is not None:
@@ -108,10 +108,10 @@ def capture(
 def capture(
     f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
 ) -> Any:
-    """`es.mutable(f)` that also returns what the modules have sown: attention maps,
+    """`es.mutable(f)` that also returns what the modules sow: attention maps,
     activations, anything for a look inside.
 
-    A layer writes `self.sow("attention", weights)`. Outside of `es.capture` that does
+    A layer calls `self.sow("attention", weights)`. Outside `es.capture` that does
     nothing and costs nothing, so it may stay in the code.
 
     **Arguments:**
@@ -121,25 +121,25 @@ def capture(
 
     **Returns:**
 
-    A function of the same arguments that returns `((output, new_model), sown)`, and of
-    `es.value_and_grad(loss)` returns `(((loss, new_model), grads), sown)`. `sown` is a
-    dictionary. Its names are those of the module and of the value, such as
-    `"layers[0].attention"`. What was sown several times under one name is a tuple.
-    Under `es.vmap` and `es.scan` the values of all lanes or steps are stacked, along a
-    new first axis; they come out of `es.jit` and `es.checkpoint` as they are. A copy
-    that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(self.layer)`, an
-    inner `es.mutable` or `es.value_and_grad`) sows nothing. For what is sown in a loss,
-    capture the gradient as a whole: `es.capture(es.value_and_grad(loss))(model, x)`.
+    A function of the same arguments that returns `((output, new_model), sown)`; for
+    `es.value_and_grad(loss)`, `(((loss, new_model), grads), sown)`. `sown` is a
+    dictionary. Its names are made of those of the module and of the value, such as
+    `"layers[0].attention"`. Several values under one name come as a tuple. Under
+    `es.vmap` and `es.scan` the values of all lanes or steps are stacked along a new
+    first axis; they come out of `es.jit` and `es.checkpoint` unchanged. A copy that is
+    made inside the call (`self.layer.eval()`, `eqx.filter_vmap(self.layer)`, an inner
+    `es.mutable` or `es.value_and_grad`) sows nothing. For what is sown in a loss,
+    capture the whole gradient: `es.capture(es.value_and_grad(loss))(model, x)`.
 
     **Raises:**
 
     - `ValueError`: something was sown in a step of `es.while_loop` or `es.fori_loop`,
-        or in some branches of `es.cond` or `es.switch` only.
+        or only in some branches of `es.cond` or `es.switch`.
     - `es.TraceError`: something was sown inside a plain JAX transform.
-    - `TypeError`: what was sown is not a pytree of arrays; `f` is an `es.mutable`
-        already, or a gradient inside another transform. Else as `es.mutable`.
+    - `TypeError`: a sown value is not a pytree of arrays; or `f` is already an
+        `es.mutable`, or a gradient inside another transform. Otherwise as `es.mutable`.
 
-    After `sow` of Flax Linen.
+    It follows `sow` of Flax Linen.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""`es.tabulate`: a model as a table, a row for each module, a column for each kind."""
+"""`es.tabulate`: a model as a table with a row per module and a column per kind."""
 
 import collections
 import dataclasses
@@ -23,11 +23,11 @@ from ._calls import Call, model_of, record, summary
 
 @dataclasses.dataclass
 class _Cell:
-    """What a module holds of one kind."""
+    """The arrays of one kind that a module holds."""
 
     lines: list[str] = dataclasses.field(default_factory=list)
     arrays: list[Any] = dataclasses.field(default_factory=list)
-    folded: int = 0  # how many of these are in modules that have no row
+    folded: int = 0  # how many of them are in modules without a row
 
     def __str__(self) -> str:
         folded = [f"+ {self.folded:,} below"] if self.folded else []
@@ -47,7 +47,7 @@ class _Row:
 
     @property
     def module(self) -> str:
-        """Its class, and those of the modules in it that have no row."""
+        """Its class, and those of trivial modules in it, which have no row."""
         counts = collections.Counter(self.trivial).items()
         names = [name if n == 1 else f"{n} {name}" for name, n in counts]
         trivial = [f"+ {', '.join(names)}"] if names else []
@@ -68,27 +68,27 @@ class _Row:
 
 @boundary
 def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
-    """A table of the modules in a tree: a row for each, and a column for each kind.
+    """A table of the modules in a tree, with a row for each and a column for each kind.
 
-    A cell has the arrays that a module holds itself, not in a module inside it: their
-    names, dtypes and shapes, then how many elements these are, and how many bytes. A
-    module that holds no array, however deep, and whose output is like its input, such
-    as an activation or a dropout, is named in the row of the module around it. The
-    last row has the totals of each kind; below it are those of all arrays, and of what
-    `es.trainable` selects. Arrays that have no kind are in a column of their own.
+    A cell lists the arrays that a module holds itself, not those of modules inside it:
+    names, dtypes and shapes, then the numbers of elements and of bytes. A module that
+    holds no arrays at all and whose output looks like its input, such as an activation
+    or a dropout, is named in the row of the module around it. The last row has the
+    totals of each kind; below it are those of all arrays and of what `es.trainable`
+    selects. Arrays without a kind have their own column.
 
     **Arguments:**
 
-    - `tree`: any pytree: a model, also one made of `jax.ShapeDtypeStruct`s or before
-        its `init`, a list of models, an `es.Optimizer`.
-    - `*inputs`: if given, `tree(*inputs)` is traced in eval mode, and the table shows
-        what each module was called with and what it returned: in its first call, as
-        the module saw it (one example, under `es.vmap`), and how often it was traced
-        if that was not once. Arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
-        For a batch pass a transform, `es.tabulate(es.vmap(model), xs)`; for keyword
-        arguments a partial, for another method `model.encode`. A model before its
-        `init` is shown as it will be.
-    - `depth`: modules further down than this have no row; what they hold is counted in
+    - `tree`: any pytree: a model (also before its `init`, or made of
+        `jax.ShapeDtypeStruct`s), a list of models, an `es.Optimizer`.
+    - `*inputs`: arrays or `jax.ShapeDtypeStruct`s. With inputs, `tree(*inputs)` is
+        traced in eval mode, and nothing is computed. The table then shows what each
+        module was called with and what it returned: in its first call, as the module
+        saw it (one example, under `es.vmap`), and the number of calls if there were
+        several. For a batch pass a transform, `es.tabulate(es.vmap(model), xs)`; for
+        keyword arguments pass a partial, for another method `model.encode`. A model
+        before its `init` is shown as it will be.
+    - `depth`: modules further down than this have no row; their arrays are counted in
         the row of the module around them. The root is at depth 0. Default: no limit.
 
     **Returns:**
@@ -100,7 +100,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     - `TypeError`: there are inputs, and the tree cannot be called.
     - `ValueError`: `depth` is negative.
 
-    What the model itself raises comes out as it is.
+    Errors of the model itself come out unchanged.
 
     !!! example
 
@@ -124,7 +124,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     if depth is not None and depth < 0:
         raise ValueError(
             f"`es.tabulate(..., depth={depth})`: the root is at depth 0, its modules at"
-            " depth 1. Pass `depth=None` for all."
+            " depth 1. Pass `depth=None` for all of them."
         )
     tree, put = model_of(tree, inputs)
     calls: dict[str, Call] = {}
@@ -134,7 +134,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     rows = _rows(tree, depth, calls)
     kinds = sorted(
         dict.fromkeys(kind for row in rows for kind in row.cells),
-        # The others as they come in the tree.
+        # All other kinds in the order of the tree.
         key=lambda kind: (kind is None, kind is not Parameter),
     )
     held = {
@@ -203,7 +203,7 @@ def _has_cell(x: Any) -> bool:
 
 
 def _is_index(visit: Visit) -> bool:
-    """A `StateIndex`, or what is left in one: the layer that has it has the row."""
+    """A `StateIndex`, or a part of one: the row is that of the layer that holds it."""
     owner = visit.context.owner or type(None)
     return isinstance(visit.node, eqx.nn.StateIndex) or issubclass(
         owner, eqx.nn.StateIndex
@@ -214,7 +214,7 @@ def _is_index(visit: Visit) -> bool:
 
 
 def _class(node: Any) -> str:
-    """The class of a module, and the modes that it is in, if they are not the usual."""
+    """The class of a module, and its modes where they are not the default."""
     if is_array(node):
         return "array"
     name = type(node).__name__.lstrip("_")
@@ -237,7 +237,7 @@ def _called(call: Call | None) -> list[str]:
 
 
 def _size(arrays: Iterable[Any]) -> str:
-    """How many elements, and how many bytes: of a key, those of its data."""
+    """The numbers of elements and of bytes; a typed key has the bytes of its data."""
     count = size = 0
     for x in arrays:
         count += math.prod(x.shape)
@@ -253,8 +253,8 @@ def _bytes(size: int) -> str:
 
 
 def _render(columns: list[tuple[str, str]], lines: list[list[str]]) -> str:
-    """Plain text, whatever the terminal, the notebook and the environment are like."""
-    # Here, as they would be a fifth of the time that `import eqx_state` takes.
+    """Plain text, whatever the terminal, the notebook and the environment are."""
+    # At the top of the file they would be a fifth of the import time of eqx_state.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""A file that takes its place as a whole, or not at all."""
+"""A file that replaces another as a whole, or not at all."""
 
 import contextlib
 import errno
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """The name of a new, empty file, which takes the place of `path` in the end.
+    """The name of a new, empty file that replaces `path` when the block ends.
 
-    In between nothing is seen of it at `path`; an exception removes it.
+    Until then `path` is as it was. An exception removes the new file.
     """
-    target = os.path.realpath(path)  # which has no slash at its end
+    target = os.path.realpath(path)  # without a slash at its end
     folder = os.path.dirname(target)
     temporary = os.path.join(folder, f".{os.urandom(8).hex()}.tmp")
     try:
@@ -26,10 +26,10 @@ def replacing(path: str) -> Iterator[str]:
             if not stat.S_ISREG(mode):
                 if stat.S_ISDIR(mode):
                     raise OSError(errno.EISDIR, "it is a directory")
-                raise OSError(errno.EINVAL, "what is there is no regular file")
-            open(target, "r+b").close()  # may it be written?
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            open(target, "r+b").close()  # raises if it may not be written
         yield temporary
-        # safetensors may have put another file there, with a mode of its own.
+        # safetensors may have put another file there, with another mode.
         os.chmod(temporary, stat.S_IMODE(mode))
         with open(temporary, "r+b") as file:
             os.fsync(file.fileno())
@@ -38,7 +38,8 @@ def replacing(path: str) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
-    with contextlib.suppress(OSError):  # not every system opens directories
+    # So that the new name survives a crash, too. Not every system opens directories.
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

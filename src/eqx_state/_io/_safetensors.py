@@ -1,7 +1,7 @@
 """The safetensors format: its dtypes, its header, and a file as arrays.
 
-Two things that it lacks are in its metadata, as JSON under one key, so that equal trees
-make equal files: the version of this layout, and which arrays are key data.
+What the format cannot say is in its metadata, as JSON under one key: the version of
+this layout, and which arrays are the data of typed PRNG keys.
 """
 
 import json
@@ -18,26 +18,18 @@ METADATA: Final = "eqx_state"
 VERSION: Final = 1
 
 
-# The dtypes of safetensors that NumPy or JAX have.
+# The dtypes that both safetensors and NumPy or JAX have.
 DTYPES: Final = {
     "BOOL": "bool",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
     "F8_E4M3": "float8_e4m3fn",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
     "C64": "complex64",
 }
 
@@ -53,18 +45,18 @@ def read_header(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
     size = int.from_bytes(file.read(8), "little")
     rest = os.fstat(file.fileno()).st_size - 8
     if not 0 < size <= rest:
-        raise ValueError(f"its header would have {size} bytes, and {rest} are there")
+        raise ValueError(f"a header of {size} bytes does not fit in the {rest} there")
     return size, json.loads(file.read(size))
 
 
 def sort_metadata(path: str) -> None:
-    """Put the metadata of a file in order: safetensors writes them in any."""
+    """Sort the metadata in a file, so that equal trees make equal files."""
     with open(path, "r+b") as file:
         size, header = read_header(file)
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
         new = text.encode().ljust(size)
-        assert len(new) == size  # or it would reach into the arrays
+        assert len(new) == size  # longer, it would overwrite the arrays
         file.seek(8)
         file.write(new)
 
@@ -82,24 +74,24 @@ def import_safetensors() -> Any:
     except ImportError as e:
         raise ImportError(
             "`es.save` and `es.load` need safetensors, which is not installed. It is"
-            " the extra `io` of eqx_state. From a clone of it:"
+            " the extra `io` of eqx_state. From a clone of eqx_state:"
             ' `python -m pip install ".[io]"`.'
         ) from e
     return safetensors
 
 
 def read_arrays(safetensors: Any, path: str) -> dict[str, Any]:
-    """What is in a file, as NumPy arrays and typed keys."""
+    """The arrays of a file by name, as NumPy arrays and typed keys."""
     with open(path, "rb") as file:
         data = file.read()
     try:
-        # Not `safetensors.numpy`, which does not know all dtypes.
+        # Not with `safetensors.numpy`, which lacks some dtypes.
         entries = safetensors.deserialize(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = json.loads(header.get("__metadata__", {}).get(METADATA, "{}"))
         del data
         if about.get("version", VERSION) > VERSION:
-            raise ValueError("a later version of eqx_state has written it")
+            raise ValueError("a later version of eqx_state wrote it")
         values = {name: _array(**entry) for name, entry in entries}
         for name, impl in about.get("keys", {}).items():
             values[name] = jr.wrap_key_data(values[name], impl=impl)
@@ -115,6 +107,6 @@ def read_arrays(safetensors: Any, path: str) -> dict[str, Any]:
 
 
 def _array(dtype: str, shape: list[int], data: bytearray) -> np.ndarray[Any, Any]:
-    if dtype not in DTYPES:  # of another program; it is equal to no dtype of an array
+    if dtype not in DTYPES:  # another program's; no array here has a dtype equal to it
         return np.ndarray(len(data), [(dtype, "V1")], data)
     return np.ndarray(shape, DTYPES[dtype], data)

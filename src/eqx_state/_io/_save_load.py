@@ -39,34 +39,33 @@ def save(
 ) -> None:
     """Write the arrays of `tree` to a safetensors file.
 
-    The file is written beside the old one and takes its place when it is whole and on
-    the disk: whatever happens, there is the old file or the new one. Only a process
-    that is killed may leave parts of one, `.*.tmp` and `.tmp*`, beside it. If `path` is
-    a symbolic link, the file that it leads to is replaced.
+    The new file replaces an old one only when it is complete and on the disk: whatever
+    happens, `path` is the old file or the new one. A process that is killed may leave
+    a part of the new one beside it, as `.*.tmp` or `.tmp*`. If `path` is a symbolic
+    link, the file that it points to is replaced.
 
     Any program that reads [safetensors](https://github.com/huggingface/safetensors)
-    finds the arrays under the names of `es.state_dict`; a typed key is its key data, of
-    `uint32`. Python numbers, strings and functions are the structure of the tree, and
-    are not saved: a step counter is saved as an array. Equal arrays and metadata make
-    equal files.
+    finds the arrays under the names of `es.state_dict`; a typed key is stored as its
+    key data, of `uint32`. Python numbers, strings and functions are part of the tree's
+    structure, and are not saved: save a step counter as an array. Equal arrays and
+    metadata make equal files.
 
     **Arguments:**
 
     - `path`: the file. Its directory must exist.
     - `tree`: any pytree: a model, an optimizer, `(model, np.int32(step))`.
-    - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
-        no kind too.
-    - `metadata`: a dictionary of strings, which `es.load_metadata` returns, as other
-        programs do. Convert other values to strings: `json.dumps(config)`. Default:
-        none.
+    - `*filters`: what an array must satisfy, all of them, as in `es.filter`. Default:
+        every array, including those without a kind.
+    - `metadata`: a dictionary of strings, for `es.load_metadata` and other programs.
+        Convert other values to strings: `json.dumps(config)`. Default: none.
 
     **Raises:**
 
     - `TypeError`: `metadata` is not a dictionary of strings.
-    - `ValueError`: `metadata` has the key `"eqx_state"`, which is our own.
-    - `TypeError`: an array cannot be saved: it has a dtype that the format lacks, such
-        as `complex128` or `int4`, is abstract, is traced, or lies in several processes.
-        It lists them; nothing is written.
+    - `ValueError`: `metadata` has the key `"eqx_state"`, which the library uses itself.
+    - `TypeError`: some arrays cannot be saved: they have a dtype that the format lacks,
+        such as `complex128` or `int4`, are abstract, are traced, or lie in several
+        processes. The message lists them; nothing is written.
     - `OSError`: the file cannot be written.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
@@ -110,7 +109,7 @@ def save(
         raise TypeError(
             "\n".join(["`es.save` cannot write these arrays:", *sorted(problems)])
         )
-    # In C order, which safetensors takes for granted.
+    # In C order, which safetensors assumes.
     arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
     about = json.dumps({"version": VERSION, "keys": keys}, sort_keys=True)
     path = os.fsdecode(path)
@@ -120,7 +119,7 @@ def save(
                 about = {METADATA: about, **metadata}
                 safetensors.numpy.save_file(arrays, temporary, about)
             except safetensors.SafetensorError as e:
-                # It has the system's reason in words only: "(os error 28)".
+                # The system's reason is in its text only: "(os error 28)".
                 found = re.search(r"\(os error (\d+)\)", str(e))
                 number = int(found[1]) if found else errno.EIO
                 raise OSError(number, os.strerror(number)) from e
@@ -130,7 +129,7 @@ def save(
         reason = "its directory does not exist" if missing else e.strerror
         raise OSError(
             e.errno,
-            f"`es.save` cannot write `{path}`: {reason}. On disk all is as it was.",
+            f"`es.save` cannot write `{path}`: {reason}. Nothing on disk was changed.",
         ) from e
 
 
@@ -139,33 +138,33 @@ def load(
 ) -> _Tree:
     """`like` with the arrays of a safetensors file in it; the inverse of `es.save`.
 
-    Train and eval mode and what is frozen stay as in `like`. The whole file is read,
-    whatever the filters are.
+    Modes, and what is frozen, stay as in `like`. The whole file is read, whatever the
+    filters are.
 
     **Arguments:**
 
-    - `path`: the file. Another program may have written it: the names must be those of
+    - `path`: the file. Another program may have written it, with the names of
         `es.state_dict(like)`.
     - `like`: a pytree of the same names, shapes and dtypes. It may be abstract:
         `equinox.filter_eval_shape(make_model, key)` costs no memory.
-    - `*filters`: what is to be loaded; all must hold, as in `es.filter`. It must be in
-        the file, which may hold more. The rest stays as in `like`. Without any: every
-        array of the file and of `like`. For all but the random keys: `es.not_(es.Rng)`.
-    - `strict`: if `False`, what is not in the file stays as in `like`, also where a
-        filter selects it, and what `like` has not is passed over. Shapes and dtypes
-        must agree all the same, as in `es.load_state_dict`.
+    - `*filters`: what to load: the arrays that satisfy all of them, as in `es.filter`.
+        These must be in the file, which may hold more. The rest stays as in `like`.
+        Default: every array, which file and `like` must both have. For everything but
+        the random keys: `es.not_(es.Rng)`.
+    - `strict`: if `False`, what the file lacks stays as in `like`, even if a filter
+        selects it, and what `like` lacks is skipped. Shapes and dtypes must agree all
+        the same, as in `es.load_state_dict`.
 
     **Returns:**
 
-    A new tree. Where `like` has a NumPy array, there is a NumPy array; elsewhere a
-    `jax.Array`, on the devices and with the sharding of the one in `like`, if that says
-    so.
+    A new tree, with a NumPy array where `like` has one. Elsewhere it has a `jax.Array`,
+    on the devices and with the sharding that the array in `like` says, if it says any.
 
     **Raises:**
 
-    - `ValueError`: the file is not a safetensors file or not a whole one, lacks a name
-        that the filters select, has (if there are no filters) one that `like` has not,
-        or an array in it has another shape or dtype. It lists all names.
+    - `ValueError`: the file is not a safetensors file or is truncated, lacks a name
+        that the filters select, has (without filters) a name that `like` lacks, or an
+        array in it has another shape or dtype. The message lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
     - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
@@ -203,18 +202,18 @@ def load(
     if not strict:
         wanted = {name: entry for name, entry in wanted.items() if name in values}
     advice = (
-        "Filters say what must be in the file, and what else is in it is passed over:"
-        " `es.load(path, like, es.Parameter)`; `es.TreePart` is all that has a kind."
-        " `strict=False` passes over names that only one of the two has."
+        "Filters say what must be in the file; anything else in it is skipped:"
+        " `es.load(path, like, es.Parameter)`; `es.TreePart` selects all that has a"
+        " kind. `strict=False` skips names that only one of the two has."
     )
     known = values if filters or not strict else named
     return restore(like, wanted, known, values, f"`es.load`: the file `{path}`", advice)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata of a safetensors file, as `es.save` was given it.
+    """The metadata of a safetensors file, as it was given to `es.save`.
 
-    No array is read, and safetensors need not be installed.
+    It reads no array, and does not need safetensors.
 
     **Arguments:**
 
@@ -226,7 +225,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
     **Raises:**
 
-    - `ValueError`: the file is not a safetensors file, or not a whole one.
+    - `ValueError`: the file is not a safetensors file, or is truncated.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
 
     !!! example
@@ -274,8 +273,8 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
         )
     if METADATA in metadata:
         raise ValueError(
-            f"`es.save(..., metadata=...)`: the key `{METADATA!r}` is that of the"
-            " library itself in each file. Choose another."
+            f"`es.save(..., metadata=...)`: the library itself uses the key"
+            f" `{METADATA!r}` in each file. Choose another."
         )
     return dict(metadata)
 
@@ -283,11 +282,11 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
 def _why_not(name: str, x: Any) -> str | None:
     """Why an array cannot be saved; `None` if it can."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        return "abstract, it has no values"
+        return "abstract: it has no values"
     if isinstance(x, jax.core.Tracer):
         return "traced; save outside of `jit` and other transforms"
     if isinstance(x, jax.Array) and x.is_deleted():
-        return "deleted: it was donated; save what the step has returned"
+        return "deleted, since it was donated; save what the step returned"
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if not x.is_fully_replicated:
             return (
@@ -298,7 +297,7 @@ def _why_not(name: str, x: Any) -> str | None:
     if is_typed(x):
         if isinstance(jr.key_impl(x), str):
             return None
-        return "a key of an implementation that has no name; save `jax.random.key_data`"
+        return "a key whose implementation has no name; save `jax.random.key_data`"
     if x.dtype.name not in DTYPES.values():
         return f"safetensors has no `{x.dtype}`; cast it, or save it in parts"
     return "safetensors uses this name itself" if name == "__metadata__" else None

@@ -27,26 +27,26 @@ _SHOWN: Final = 20
 
 
 def by_name(tree: Any) -> Named:
-    """Every array of a tree by its name, with its number among the leaves."""
+    """Every array of a tree by its name, with its index among the leaves."""
     check_initialized(tree)
     named: Named = {}
     for i, part in enumerate(map(part_of, leaves(tree))):
         if part is None:
             continue
-        # Not with the numbers of alike keys: the next tree need not have their order.
+        # Without the numbers of alike keys, which another tree may have in other order.
         path = tuple(k.key if isinstance(k, AlikeKey) else k for k in part.path)
         if (name := name_of(path)) in named:
             raise ValueError(
                 f"Two arrays of the tree have one name, `{name}`. Their key paths are"
-                f" {named[name][1].path!r} and {part.path!r}. Names are made of how"
-                " keys print: give keys that are not equal a `repr` of their own."
+                f" {named[name][1].path!r} and {part.path!r}. A name is how the keys"
+                " print: give keys that are not equal different `repr`s."
             )
         named[name] = i, part
     return named
 
 
 def select(named: Named, filters: tuple[Filter, ...], tree: Any) -> Named:
-    """What all filters select; without any, everything."""
+    """What all filters select; without filters, everything."""
     if not filters:
         return named
     is_meant = bind_all(filters, tree)
@@ -56,24 +56,24 @@ def select(named: Named, filters: tuple[Filter, ...], tree: Any) -> Named:
 def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
     """Every array in `tree` by its name, in a flat dictionary.
 
-    Python numbers, strings and functions are the structure of the tree, and no entries.
-    What has no key paths is named by its position: `equinox.nn.State` is so, the state
-    of `es.nn.Stateful` is not.
+    Python numbers, strings and functions are part of the tree's structure, and are not
+    in it. Nodes without key paths, such as an `equinox.nn.State`, name their arrays by
+    position; `es.nn.Stateful` has proper names.
 
     **Arguments:**
 
     - `tree`: any pytree: a model, an optimizer, a tuple of both.
-    - `*filters`: all must hold, as in `es.filter`. Without any: every array, those of
-        no kind too.
+    - `*filters`: what an array must satisfy, all of them, as in `es.filter`. Default:
+        every array, including those without a kind.
 
     **Returns:**
 
-    A dictionary from names such as `"layers[0].norm.mean"`, those of `es.parts`, to the
+    A dictionary from the names of `es.parts`, such as `"layers[0].norm.mean"`, to the
     arrays themselves, typed keys included, in the order of flattening.
 
     **Raises:**
 
-    - `ValueError`: two arrays have one name, since two keys print alike.
+    - `ValueError`: two arrays have one name, because two keys print alike.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
     !!! example
@@ -97,26 +97,27 @@ def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
 def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _Tree:
     """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
 
-    Nothing is cast. A Python number is not an array: give it as one of the leaf's
-    dtype, `np.float32(3)`.
+    Nothing is cast. A Python number is not an array: pass an array of the leaf's dtype,
+    `np.float32(3)`.
 
     **Arguments:**
 
     - `tree`: any pytree. It may be abstract, as `equinox.filter_eval_shape` returns it.
-    - `d`: from names to arrays, of JAX, NumPy or any library whose arrays NumPy reads.
-    - `strict`: if `False`, names that only `tree` or only `d` has are passed over.
-        Shapes and dtypes must agree all the same.
+    - `d`: from names to arrays of JAX, NumPy or any library whose arrays NumPy reads.
+    - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
+        and dtypes must agree all the same.
 
     **Returns:**
 
-    A new tree with the structure and the modes of `tree`. Where `tree` has a NumPy
-    array, there is a NumPy array; elsewhere a `jax.Array`, on the devices and with the
-    sharding of the one in `tree`, if that says so.
+    A new tree with the structure and the modes of `tree`, and with a NumPy array where
+    `tree` has one. Elsewhere it has a `jax.Array`, on the devices and with the sharding
+    that the array in `tree` says, if it says any.
 
     **Raises:**
 
-    - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (of
-        typed keys the implementation, too), an entry is not an array. It lists all.
+    - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (or the
+        implementation of a typed key), or an entry is not an array. The message lists
+        all of them.
     - `TypeError`: `d` is not a dictionary.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
@@ -137,8 +138,8 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
     what = "`es.load_state_dict`"
     if not isinstance(d, Mapping):
         raise TypeError(
-            f"{what}: a `{type(d).__name__}` was given for the dictionary of names and"
-            " arrays, which `es.state_dict` makes. The tree comes first:"
+            f"{what} takes a dictionary from names to arrays, as `es.state_dict` makes"
+            f" it, and was given a `{type(d).__name__}`. The tree comes first:"
             " `es.load_state_dict(model, d)`."
         )
     named = by_name(tree)
@@ -146,7 +147,7 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
         d = {k: x for k, x in d.items() if k in named}
     d = {name: _copied(value) for name, value in d.items()}
     wanted = named if strict else {k: x for k, x in named.items() if k in d}
-    advice = "`strict=False` passes over names that only one of the two has."
+    advice = "`strict=False` skips names that only one of the two has."
     return restore(tree, wanted, named, d, f"{what}: the dictionary", advice)
 
 
@@ -158,29 +159,26 @@ def restore(
     what: str,
     advice: str,
 ) -> _Tree:
-    """`tree` with values in the wanted places; or one error that lists all that is off.
+    """`tree` with values in the wanted places, or one error that lists all problems.
 
-    No value may have a name that is not `known`. The error says of `what` it tells, and
-    ends with the advice if it is about names.
+    No value may have a name that is not `known`. The error begins with `what`, and ends
+    with the advice if it is about names.
     """
     problems: dict[str, list[str]] = {
         "missing": [shown(name) for name in wanted if name not in values],
         "unexpected": [str(name) for name in values if name not in known],
     }
     about_names = any(problems.values())
-    flat, treedef = jtu.tree_flatten(tree)
-    for name, (i, part) in wanted.items():
-        if name in values:
-            value = values[name]
-            for problem, text in _differences(part.value, value):
-                problems.setdefault(problem, []).append(f"{shown(name)}: {text}")
-            flat[i] = part.value, value
+    for name in [name for name in wanted if name in values]:
+        for problem, text in _differences(wanted[name][1].value, values[name]):
+            problems.setdefault(problem, []).append(f"{shown(name)}: {text}")
     if any(problems.values()):
         listed = [_listed(*problem) for problem in problems.items() if problem[1]]
         text = "\n".join([f"{what} does not fit the tree.", *listed])
         raise ValueError(f"{text}\n{advice}" if about_names else text)
-    for i, _ in wanted.values():
-        flat[i] = to_strong(_placed_as(*flat[i]))
+    flat, treedef = jtu.tree_flatten(tree)
+    for name, (i, part) in wanted.items():
+        flat[i] = to_strong(_placed_as(part.value, values[name]))
     return jtu.tree_unflatten(treedef, flat)
 
 
@@ -190,25 +188,25 @@ def shown(name: str) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of `value`, if it is an array that could change; or else `value`."""
+    """A copy of `value` if it is an array that may change, else `value`."""
     is_constant = eqx.is_array(value) and not isinstance(value, np.ndarray)
     if is_constant or not hasattr(value, "__array__"):
         return value
     try:
         return np.array(value)
-    except Exception:  # for a reason of its library; it will be listed as no array
+    except Exception:  # for a reason of its library: it is listed as not an array
         return value
 
 
 def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
     if not eqx.is_array(value):
-        return [("no array", f"a `{type(value).__name__}`")]
+        return [("not an array", f"a `{type(value).__name__}`")]
     found = []
     if value.shape != leaf.shape:
         found.append(("wrong shape", f"{value.shape} instead of {leaf.shape}"))
     dtype = _native(value.dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct) and is_numpy(value):
-        # An abstract model has of a NumPy array what JAX will make of it.
+        # In an abstract model a NumPy array has become what JAX would make of it.
         if is_numeric(dtype):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
     if is_numpy(value) and not is_numpy(leaf) and _is_too_wide(leaf.dtype):
@@ -226,7 +224,7 @@ def _is_too_wide(dtype: Any) -> bool:
 
 
 def _native(dtype: Any) -> Any:
-    """A dtype in the byte order of the machine, which only NumPy arrays may lack."""
+    """A dtype in the machine's byte order; only NumPy arrays may have another."""
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
@@ -238,20 +236,20 @@ def _listed(problem: str, lines: list[str]) -> str:
 
 
 def _placed_as(leaf: Any, value: Any) -> Any:
-    """`value` as what the leaf is: of NumPy, or of JAX, and where the leaf lies."""
+    """`value` as a NumPy or JAX array, whichever the leaf is, on its devices."""
     if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
         return value
     if is_numpy(leaf):
         array = np.asarray(value, dtype=leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
-    # An abstract leaf has a sharding if it was given one. An array that is not
-    # committed lies on the default device by chance.
+    # An abstract leaf may lack a sharding, and an array that is not committed lies on
+    # the default device only by chance.
     sharding = leaf.sharding
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(value)
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        # It says how, and the mesh that is set says where.
+        # It only says how to shard. Where to is up to the mesh that is set.
         if jax.sharding.get_abstract_mesh().empty:
             return jnp.asarray(value)
         sharding = sharding.spec
-    return jax.device_put(value, sharding)  # without a stop on another device
+    return jax.device_put(value, sharding)  # straight there, through no other device
