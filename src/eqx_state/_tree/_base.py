@@ -1,4 +1,4 @@
-"""What the layers below `es.Module` need of it: its flags, and data of its own."""
+"""The data of an `es.Module`: its flags, and what belongs to one object alone."""
 
 import dataclasses
 import types
@@ -19,21 +19,21 @@ from .._compat import EquinoxMeta
 from .._kinds._fields import check_declarations, field
 
 
-# The field of every `es.Module` that Equinox's function for modes replaces.
+# The field of every `es.Module` that `eqx.nn.inference_mode` replaces.
 INFERENCE: Final = "_eqx_state_inference"
 
-# The scopes that are open now, in all threads. Ownership does not rest on it: it only
-# tells that no module can be owned, without a look at any.
+# The scopes that are open now, in all threads. It only answers quickly that no module
+# can be owned; who owns a module is in its `place`.
 OPEN_SCOPES: Final[set[int]] = set()
 
 
-# For type checkers alone: on the class itself it would lose against Equinox's
-# metaclass, and `es.field` would read as a default value. Deliberately not
+# For type checkers only. On the class itself the decorator would lose against that of
+# Equinox's metaclass, and `es.field` would read as a default value. Deliberately not
 # `frozen_default`: `self.mean = …` is how state is written.
 @dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, field))
 class _ModuleMeta(EquinoxMeta):
     def __init__(cls, *args: Any, **kwargs: Any) -> None:
-        # Here it is a dataclass, which it is not yet in `__init_subclass__`.
+        # Not in `__init_subclass__`, where the class is not a dataclass yet.
         super().__init__(*args)
         check_declarations(cls)
 
@@ -41,9 +41,11 @@ class _ModuleMeta(EquinoxMeta):
 class Fields(dict[str, Any]):
     """The `__dict__` of a module, and what belongs to this one object alone.
 
-    Flattening, copies and pickles take the items of a `__dict__`, so they come without
-    it. A slot of the module would serve as well, but for bases that have slots, too.
+    Flattening, copies and pickles take the items of a `__dict__`, and leave the rest
+    behind.
     """
+
+    # A slot of the module would do the same, but fails with bases that have slots, too.
 
     __slots__ = ("cached", "place")
 
@@ -56,22 +58,22 @@ class Fields(dict[str, Any]):
         return dict, (dict(self),)
 
 
-# The only static field that is not for users; the name is one that they do not use.
+# The only static field that is not for users.
 INIT_DONE: Final = "_eqx_state_module_init_done"
 
 
 class _Training:
-    """Sets the flag `training`, also where `eqx.nn.inference_mode` does.
+    """Sets the flag `training`, and lets `eqx.nn.inference_mode` set it, too.
 
-    That function replaces nodes of the pytree, and a static flag is not a node. So each
-    module also has a node without leaves, `[]` in train mode and `[[]]` in eval mode,
-    in whose place it puts a bool. Equinox's unflattening sets static fields last, so
-    the bool is there when the flag is set. Reading does not come here: the flag is in
-    `__dict__`.
+    That function replaces nodes of the pytree by bools, and a static flag is not a
+    node. So each module also has a node without leaves, `[]` in train mode and `[[]]`
+    in eval mode, for it to replace. Equinox's unflattening sets static fields last, so
+    the bool is there when this sets the flag. Reads do not come here: they find the
+    flag in `__dict__`.
     """
 
     def __set__(self, module: eqx.Module, training: bool) -> None:
-        # This runs for each module that is unflattened, so it goes straight there.
+        # It runs at each unflattening of a module, hence the shortcut.
         fields = object.__getattribute__(module, "__dict__")
         fields["training"] = training
         node = fields.setdefault(INFERENCE, [])
@@ -79,7 +81,7 @@ class _Training:
             return
         if is_flag := isinstance(node, (int, np.bool_)):  # a bool is an integer
             fields["training"] = training = not node
-        # Anything else holds the node's place, say within a `jax.tree.map`.
+        # Anything else is a stand-in for the node, as within a `jax.tree.map`.
         if is_flag or type(node) is list:
             fields[INFERENCE] = [] if training else [[]]
 
@@ -95,7 +97,7 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     frozen: bool = eqx.field(init=False, static=True, repr=False)
     _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
 
-    # Whether eval mode does not keep it from writing, which errors must know.
+    # Whether it writes in eval mode, too, which error messages must know.
     _eqx_state_writes_in_eval: ClassVar[bool] = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -110,7 +112,8 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name: str) -> Any:
-            # Equinox makes a pytree of each bound method. Nothing else has to go there.
+            # Equinox's own `__getattribute__` makes pytrees of bound methods. Nothing
+            # else needs it, and it is slow.
             value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
@@ -133,16 +136,14 @@ if not TYPE_CHECKING:
 
 
 def is_module(x: Any) -> TypeGuard[BaseModule]:
-    """Whether `x` is an `es.Module`.
-
-    `isinstance` asks a metaclass in Python, and that the module for its `__class__`, in
-    Python, too. Walks ask this of every node.
-    """
+    """Whether `x` is an `es.Module`."""
+    # Walks ask this of every node, and `isinstance` would run two Python functions: the
+    # metaclass's `__instancecheck__` and the module's `__getattribute__`.
     return BaseModule in type(x).__mro__
 
 
 def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
-    """Whether `x` is a module, of whatever library; as `is_module`."""
+    """Whether `x` is any Equinox module."""
     return eqx.Module in type(x).__mro__
 
 
@@ -150,12 +151,12 @@ FLAGS: Final = ("training", "frozen", INIT_DONE)
 
 
 def fields_of(module: eqx.Module) -> dict[str, Any]:
-    """A module's `__dict__`, and not by way of `Module.__getattribute__` in Python."""
+    """A module's `__dict__`, without a call of `Module.__getattribute__`."""
     return object.__getattribute__(module, "__dict__")
 
 
 def own_data(module: eqx.Module) -> Fields:
-    """A module's `__dict__`, which can hold what belongs to this one object alone."""
+    """A module's `__dict__`, made one that can hold more than fields."""
     fields = fields_of(module)
     if type(fields) is not Fields:
         fields = Fields(fields)
@@ -164,7 +165,7 @@ def own_data(module: eqx.Module) -> Fields:
 
 
 def forget_cached(module: eqx.Module) -> None:
-    """Drop what was computed from the fields that a module had until now."""
+    """Drop what `functools.cached_property` has computed from a module's fields."""
     fields = fields_of(module)
     if type(fields) is Fields:
         fields.cached.clear()
@@ -177,7 +178,7 @@ def get_place(module: eqx.Module) -> Any:
 
 
 def set_place(module: BaseModule, place: Any) -> None:
-    """Put a module into a scope, or with `None` out of it."""
+    """Put a module into a scope, or take it out with `None`."""
     own_data(module).place = place
 
 

@@ -1,7 +1,6 @@
 """What the way from the root of a tree to a node says about that node.
 
-Which kind an array has depends on every declaration that is passed on the way down. A
-`Context` is the sum of them.
+The kind of an array depends on every declaration above it. A `Context` sums them up.
 """
 
 from typing import Any, NamedTuple
@@ -16,15 +15,17 @@ from ._base import BaseModule, is_eqx_module, is_module
 
 
 class Context(NamedTuple):
-    """What the way down from the root says about the node that it has reached."""
+    """What is known about a node from the nodes above it."""
 
-    spec: Spec = NOTHING  # what the annotation says about this node
-    kind: Kind | None = None  # the innermost declaration so far
-    covering: Kind | None = None  # the outermost covering one
-    unresolved: bool = False  # an annotation further in has no meaning
-    frozen: bool = False  # of the nearest `es.Module`
+    spec: Spec = NOTHING  # what the nearest annotation declares for this node
+    kind: Kind | None = None  # the innermost kind declared so far
+    covering: Kind | None = None  # the outermost covering kind
+    unresolved: bool = (
+        False  # whether an unresolved annotation is further in than `kind`
+    )
+    frozen: bool = False  # the flag of the nearest `es.Module`
     owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
-    field: str = ""  # the field of the nearest that leads here
+    field: str = ""  # the field of the nearest module that leads here
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""
@@ -46,6 +47,7 @@ class Context(NamedTuple):
         return context.declare(spec)
 
     def declare(self, spec: Spec) -> "Context":
+        """The context after one more declaration."""
         if spec is NOTHING and self.spec is NOTHING:
             return self
         if spec.kind is None:
@@ -66,12 +68,13 @@ class Context(NamedTuple):
 
     @property
     def declared(self) -> Kind | None:
+        """The kind that a declaration says; `TypeError` if none can be resolved."""
         if self.unresolved and self.covering is None:
             self._check_resolved()
         return self.covering or self.kind
 
     def _check_resolved(self) -> None:
-        # Equinox's own modules may say what they like.
+        # Annotations of plain Equinox modules are not meant for us.
         if self.owner is not None and issubclass(self.owner, BaseModule):
             annotation = annotation_of(self.owner, self.field)
             raise TypeError(

@@ -1,4 +1,4 @@
-"""PRNG keys that depend on a place in the tree, and on nothing else in it."""
+"""PRNG keys: made from seeds, split, and derived from a place in the tree."""
 
 import hashlib
 import operator
@@ -19,7 +19,7 @@ _Tree = TypeVar("_Tree")
 
 
 def as_key(seed_or_key: Any) -> Any:
-    """A PRNG key from an integer seed; a key, typed or legacy, is returned as it is."""
+    """A PRNG key from an integer seed; a typed or legacy key is returned unchanged."""
     if is_key(seed_or_key):
         return seed_or_key
     try:
@@ -32,7 +32,7 @@ def as_key(seed_or_key: Any) -> Any:
 
 
 def is_typed(key: Any) -> bool:
-    """Whether `key` is what `jax.random.key` makes, or an array of such."""
+    """Whether `key` is a typed PRNG key (`jax.random.key`), or an array of them."""
     return is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
@@ -52,22 +52,20 @@ def key_at(key: Any, name: str) -> Any:
 
 
 def num_key_axes(key: Any) -> int:
-    """How many axes an array of keys has, besides the numbers of a legacy key."""
+    """The number of axes of an array of keys, without that of a legacy key's words."""
     return key.ndim - (0 if is_typed(key) else 1)
 
 
 def split_key(key: Any, num: int) -> Any:
-    """`num` keys from a key, or from each of an array of keys, along a new last axis.
-
-    JAX's check for reused keys takes those for used whose axes are transposed.
-    """
+    """`num` keys from a key or from each of an array of keys, along a new last axis."""
+    # The last, since JAX's check for reused keys takes transposed keys for used ones.
     if num_key_axes(key) == 0:
         return jr.split(key, num)
     return jax.vmap(lambda k: split_key(k, num))(key)
 
 
 def next_keys(key: Any) -> tuple[Any, Any]:
-    """The key to keep, and one to draw from; or an array of each."""
+    """The key to keep and the key to draw from; for an array of keys, an array each."""
     keys, axis = split_key(key, 2), num_key_axes(key)
     kept, drawn = (lax.index_in_dim(keys, i, axis, keepdims=False) for i in range(2))
     return kept, drawn
@@ -83,8 +81,8 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
 
     **Returns:**
 
-    The tree in which each `Rng` leaf is derived from `key` and from the leaf's path:
-    all are distinct, and none depends on what else is in the tree.
+    The tree with each `Rng` leaf derived from `key` and the leaf's path: all are
+    distinct, and none depends on what else is in the tree.
 
     !!! example
 
@@ -98,14 +96,10 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
         ```
     """
     key = as_key(key)
-    new = [
-        (
-            _key_like(visit.node, key_at(key, visit.name))
-            if visit.kind is not None and issubclass(visit.kind, Rng)
-            else visit.node
-        )
-        for visit in leaves(tree)
-    ]
+    new = []
+    for x, kind, name in ((v.node, v.kind, v.name) for v in leaves(tree)):
+        is_rng = kind is not None and issubclass(kind, Rng)
+        new.append(_key_like(x, key_at(key, name)) if is_rng else x)
     return jtu.tree_unflatten(jtu.tree_structure(tree), new)
 
 

@@ -1,11 +1,11 @@
-"""Train and eval, freeze and unfreeze: new trees in which every module is switched."""
+"""Train and eval, freeze and unfreeze: new trees with every module switched."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ._aliasing import copy_apart
 from ._base import has_inference, is_module
-from ._filters import selected_nodes
+from ._filters import selected_nodes, Where
 from ._walk import modules_in, set_flags, Visit
 
 
@@ -80,8 +80,8 @@ def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
     **Raises:**
 
-    - `ValueError`: there is no `es.Module` to freeze in a selected node; one stateful
-        module is in two places of the tree.
+    - `ValueError`: a selected node holds no `es.Module`; or one stateful module is in
+        two places of the tree.
 
     !!! example
 
@@ -113,8 +113,8 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
     return _set_frozen(tree, where, False)
 
 
-def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> Any:
-    # In the copy each place has a module of its own, so that places can be told apart.
+def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
+    # In the copy no two places share a module, so `id`s tell places apart.
     tree = copy_apart(tree)
     inside = {id(visit.node) for visit in modules_in(tree)}
     nodes = [tree] if where is None else selected_nodes(where, tree)
@@ -126,9 +126,9 @@ def _set_frozen(tree: Any, where: Callable[[Any], Any] | None, frozen: bool) -> 
     return tree
 
 
-_NOTHING_TO_FREEZE = """There is no `es.Module` to freeze here: the flag `frozen` is \
-one of `es.Module`s, and plain Equinox layers have none. Either declare the field that \
-holds the layer as a constant,
+_NOTHING_TO_FREEZE = """There is no `es.Module` to freeze here: only `es.Module`s have \
+the flag `frozen`, plain Equinox layers do not. Either declare the field that holds \
+the layer as a constant,
 
     backbone: es.Buffer[eqx.nn.MLP]
 

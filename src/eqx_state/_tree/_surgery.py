@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 
-from .._typing import KeyPath
+from .._typing import KeyPath, PyTree
 from ._base import (
     declared_fields,
     field_names,
@@ -22,8 +22,8 @@ from ._weak_types import strengthen_field
 _Tree = TypeVar("_Tree")
 
 
-def modules(tree: Any) -> list[tuple[str, eqx.Module]]:
-    """Every `eqx.Module` in `tree` once, with the name of its place; parents first.
+def modules(tree: PyTree) -> list[tuple[str, eqx.Module]]:
+    """Every `eqx.Module` in `tree` once, with its name; parents first.
 
     !!! example
 
@@ -39,7 +39,7 @@ def modules(tree: Any) -> list[tuple[str, eqx.Module]]:
     """
     found: dict[int, tuple[str, eqx.Module]] = {}
     for visit in walk(tree):
-        if is_eqx_module(visit.node) and not visit.is_leaf:
+        if not visit.is_leaf:
             found.setdefault(id(visit.node), (visit.name, visit.node))
     return list(found.values())
 
@@ -49,8 +49,8 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
 
     **Arguments:**
 
-    - `f`: takes a module, whose own submodules are already replaced, and the name of
-        its place; returns what comes in its place.
+    - `f`: takes a module, whose own submodules are already replaced, and its name;
+        returns what takes its place.
     - `tree`: any pytree. A module in two places is mapped once.
 
     !!! example
@@ -71,7 +71,8 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
         assert mlp.layers[0].bias is None
         ```
     """
-    done: dict[int, tuple[Any, Any]] = {}  # with the node, or another has its `id` soon
+    # By `id`, with the node, so that no other object gets its `id`.
+    done: dict[int, tuple[Any, Any]] = {}
 
     def rebuild(node: Any, path: KeyPath) -> Any:
         if id(node) in done:
@@ -90,7 +91,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
 
     **Raises:**
 
-    - `ValueError`: no module has one of them; nothing is set then.
+    - `ValueError`: no module has one of them.
 
     !!! example
 
@@ -111,10 +112,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
             + (f"There are: {', '.join(known)}." if known else "No module has a field.")
         )
     for module, name in places:
-        value = attributes[name]
-        if is_module(module):
-            value = strengthen_field(type(module), name, value)
-        object.__setattr__(module, name, value)
+        _assign(module, name, attributes[name])
     return tree
 
 
@@ -124,7 +122,7 @@ def _has(module: eqx.Module, name: str) -> bool:
 
 
 def replace(module: Any, **fields: Any) -> Any:
-    """A copy of an `es.Module` with these fields; `TypeError` for a name it lacks."""
+    """A copy of an `es.Module` with these fields; `TypeError` for an unknown name."""
     for name in fields:
         if not _has(module, name):
             raise TypeError(
@@ -133,5 +131,11 @@ def replace(module: Any, **fields: Any) -> Any:
             )
     new = copy_tree(module)
     for name, value in fields.items():
-        object.__setattr__(new, name, strengthen_field(type(new), name, value))
+        _assign(new, name, value)
     return new
+
+
+def _assign(module: eqx.Module, name: str, value: Any) -> None:
+    if is_module(module):
+        value = strengthen_field(type(module), name, value)
+    object.__setattr__(module, name, value)

@@ -1,7 +1,7 @@
 """Numbers and weak types become strongly typed arrays where a field declares a kind.
 
-A weak type in the state would change at the first update, and a number be a new
-constant at every step: the training step would be compiled again.
+In state both would recompile the training step: a weak type becomes strong at the first
+update, and a Python number is another constant at every step.
 """
 
 from typing import Any, Final
@@ -21,7 +21,7 @@ NUMBERS: Final = (bool, int, float, complex)
 def strengthen(value: Any, spec: Spec) -> Any:
     """`value` with its numbers and weak arrays made strong where `spec` has a kind.
 
-    What lies inside a module is that module's own business.
+    The fields of a module inside `value` are left to their own declarations.
     """
     if spec == NOTHING or is_eqx_module(value) or value is None:
         return value
@@ -48,7 +48,7 @@ def strengthen_field(cls: type, name: str, value: Any) -> Any:
 def to_strong(leaf: Any) -> Any:
     """A number as an array, a weak array as a strong one; anything else as it is."""
     if type(leaf) in NUMBERS:
-        # By way of a NumPy scalar type: `jnp.asarray(1.0)` alone would stay weak.
+        # With a dtype, since `jnp.asarray(1.0)` would stay weak.
         return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
     if is_weak(leaf):
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
