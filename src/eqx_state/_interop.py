@@ -18,7 +18,7 @@ from ._tree._keys import reseed
 from ._tree._modes import train
 from ._tree._parts import parts
 from ._tree._select import filter, map, partition
-from ._tree._walk import map_with_path, modules_in, name_of
+from ._tree._walk import map_leaves, modules_in
 from ._tree._weak_types import to_strong
 from ._typing import PyTree
 
@@ -69,7 +69,7 @@ class _Layer(eqx.nn.StatefulLayer):
             )
         # Equinox would differentiate every inexact array.
         model = map(_stopped, self.model, on=not_(trainable))
-        model = map_with_path(lambda p, x: values.get(name_of(p), x), model, is_hole)
+        model = map_leaves(lambda v: values.get(v.name, v.node), model, is_hole)
         if self.inference != self.made_for_inference:
             model = train(model, not self.inference)
         options, kept = {}, {}

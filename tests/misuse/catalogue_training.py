@@ -270,7 +270,7 @@ def _(case):
 @MODES.raises(
     "give complex numbers to `es.nn.BatchNorm`",
     ValueError,
-    "and normalises real numbers",
+    "and normalizes real numbers",
     "complex64",
     "jnp.concatenate([x.real, x.imag], axis=1)",
     instead="both parts, as twice as many channels",

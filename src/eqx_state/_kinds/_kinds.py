@@ -109,7 +109,7 @@ else:
     class Buffer(TreePart, covering=True):
         """Constants: never trained, never written. Covers everything below it.
 
-        Positional codes, normalisation constants, a frozen pretrained network.
+        Positional codes, normalization constants, a frozen pretrained network.
         """
 
     class State(TreePart):

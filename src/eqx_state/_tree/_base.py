@@ -87,7 +87,7 @@ class _Training:
 
 
 class BaseModule(eqx.Module, metaclass=_ModuleMeta):
-    """The data of an `es.Module`; its behaviour is in `_module.py`.
+    """The data of an `es.Module`; its behavior is in `_module.py`.
 
     The flags are static fields: they are part of the treedef.
     """

@@ -17,7 +17,7 @@ from .._kinds._kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
 from ._compare import is_hole, structure_with_holes
 from ._parts import owners_of, Part
-from ._walk import is_array, leaves
+from ._walk import is_array, leaves, Visit
 
 
 Filter: TypeAlias = Kind | Callable[[Part], Any]
@@ -65,6 +65,14 @@ def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
     first, *rest = filters or (TreePart,)
     return bind(all_of(first, *rest) if rest else first, tree)
+
+
+def bind_to_visits(
+    filters: tuple[Filter, ...], tree: PyTree
+) -> Callable[[Visit], bool]:
+    """`bind_all`, for the leaves of a walk, of which some are not arrays."""
+    predicate = bind_all(filters, tree)
+    return lambda visit: is_array(visit.node) and predicate(Part(visit))
 
 
 class _Combinator:

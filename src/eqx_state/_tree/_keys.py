@@ -9,10 +9,9 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 
 from .._kinds._kinds import Rng
-from ._walk import is_array, leaves
+from ._walk import is_array, map_leaves, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -96,11 +95,12 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
         ```
     """
     key = as_key(key)
-    new = []
-    for x, kind, name in ((v.node, v.kind, v.name) for v in leaves(tree)):
-        is_rng = kind is not None and issubclass(kind, Rng)
-        new.append(_key_like(x, key_at(key, name)) if is_rng else x)
-    return jtu.tree_unflatten(jtu.tree_structure(tree), new)
+
+    def renew(visit: Visit) -> Any:
+        is_rng = visit.kind is not None and issubclass(visit.kind, Rng)
+        return _key_like(visit.node, key_at(key, visit.name)) if is_rng else visit.node
+
+    return map_leaves(renew, tree)
 
 
 def _key_like(old: Any, key: Any) -> Any:

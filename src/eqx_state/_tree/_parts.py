@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._kinds._kinds import Kind
-from .._typing import KeyPath
+from .._typing import KeyPath, PyTree
 from ._show import show
 from ._walk import is_array, leaves, Visit
 
@@ -21,15 +21,15 @@ class Part:
     def path(self) -> KeyPath:
         """The key path, a tuple of JAX's keys.
 
-        No two arrays of a tree have the same: a key that is equal to one before it, or
-        prints alike, has a number. A dataclass that is registered without key paths has
-        the names of its fields.
+        No two arrays of a tree have the same path: a key that equals an earlier one, or
+        prints alike, gets a number. A dataclass that is registered without key paths
+        has keys with the names of its fields.
         """
         return self._visit.path
 
     @property
     def name(self) -> str:
-        """The path as it is written in Python: `layers[0].norm.mean`."""
+        """The path as it is written in Python, `layers[0].norm.mean`."""
         return self._visit.name
 
     @property
@@ -39,7 +39,7 @@ class Part:
 
     @property
     def value(self) -> Any:
-        """The array, or `jax.ShapeDtypeStruct`."""
+        """The array, or its `jax.ShapeDtypeStruct`."""
         return self._visit.node
 
     @property
@@ -53,7 +53,7 @@ class Part:
 
 
 def owners_of(part: Part) -> tuple[type, ...]:
-    """The classes of the modules that an array lies in, the outermost first."""
+    """The classes of the modules around an array, the outermost first."""
     return part._visit.context.owners
 
 
@@ -62,7 +62,7 @@ def part_of(visit: Visit) -> Part | None:
     return Part(visit) if is_array(visit.node) else None
 
 
-def parts(tree: Any) -> list[Part]:
+def parts(tree: PyTree) -> list[Part]:
     """Every array in `tree`, with its path, name and kind, in the order of flattening.
 
     **Arguments:**
@@ -71,7 +71,7 @@ def parts(tree: Any) -> list[Part]:
 
     **Returns:**
 
-    A list of `es.Part`. Functions, strings and Python numbers are not among them.
+    A list of `es.Part`. Functions, strings and Python numbers are not in it.
 
     !!! example
 

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import jax.tree_util as jtu
-
 from .._kinds._kinds import is_kind
-from ._walk import is_array, leaves
+from ._walk import is_array, map_leaves, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -39,14 +37,14 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
     **Arguments:**
 
     - `tree`: any pytree.
-    - `values`: from kinds to values; the most derived kind that matches counts. `...`
-        as a key stands for every array that no kind in it matches.
+    - `values`: from kinds to values. The most derived kind that matches counts; the key
+        `...` stands for every array that no kind matches.
     - `default`: the value for all other leaves.
 
     **Returns:**
 
-    The tree with a value in place of each leaf. For `optax.multi_transform`, which
-    calls what is callable, pass `lambda _: labels`.
+    The tree with a value in place of each leaf. To `optax.multi_transform` pass `lambda
+    _: labels`, since it would call labels that are callable, as many models are.
 
     !!! example
 
@@ -61,8 +59,9 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
         ```
     """
     check_kinds(values, "`es.spec`")
-    chosen = []
-    for visit in leaves(tree):
+
+    def value(visit: Visit) -> Any:
         key = most_derived(visit.kind, values) if is_array(visit.node) else None
-        chosen.append(default if key is None else values[key])
-    return jtu.tree_unflatten(jtu.tree_structure(tree), chosen)
+        return default if key is None else values[key]
+
+    return map_leaves(value, tree)

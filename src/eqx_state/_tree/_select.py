@@ -1,6 +1,6 @@
 """Selecting by filter and putting back: functions on any pytree.
 
-All are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
+They are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
 """
 
 from collections.abc import Callable
@@ -11,30 +11,18 @@ import jax.tree_util as jtu
 from .._kinds._kinds import TreePart
 from .._typing import PyTree
 from ._compare import is_hole, leaves_like, same_modes, structure_with_holes
-from ._filters import bind, bind_all, Filter
-from ._parts import part_of
-from ._walk import leaves
+from ._filters import bind_to_visits, Filter
+from ._walk import leaves, map_leaves
 
 
 _Tree = TypeVar("_Tree")
 
 
-def _selected(
-    tree: PyTree, *filters: tuple[Filter, ...]
-) -> list[tuple[Any, list[bool]]]:
-    """Each leaf, and for each group of filters whether the leaf satisfies them all."""
-    predicates = [bind_all(group, tree) for group in filters]
-    rows = []
-    for visit in leaves(tree):
-        part = part_of(visit)
-        rows.append((visit.node, [part is not None and p(part) for p in predicates]))
-    return rows
-
-
 def mask(tree: _Tree, *filters: Filter) -> _Tree:
-    """The tree of bools that is `True` where a leaf satisfies all filters.
+    """A tree of bools, `True` where a leaf satisfies all filters.
 
-    What `eqx.partition`, `optax.masked` and others take. Arguments as in `es.filter`.
+    `eqx.partition`, `optax.masked` and others take such trees. Arguments as in
+    `es.filter`.
 
     !!! example
 
@@ -48,23 +36,21 @@ def mask(tree: _Tree, *filters: Filter) -> _Tree:
         assert (mask.weight, mask.bias) == (True, False)
         ```
     """
-    bools = [flag for _, (flag,) in _selected(tree, filters)]
-    return jtu.tree_unflatten(jtu.tree_structure(tree), bools)
+    return map_leaves(bind_to_visits(filters, tree), tree)
 
 
 def filter(tree: _Tree, *filters: Filter) -> _Tree:
-    """The same tree with `None` in place of every leaf that is not selected.
+    """`tree` with `None` in place of every leaf that is not selected.
 
     **Arguments:**
 
     - `tree`: any pytree.
     - `*filters`: what a leaf must satisfy, all of them. A filter is a kind, a function
-        `es.Part -> bool`, or a combinator. Without any: all that has a kind.
+        `es.Part -> bool`, or a combinator. Default: whatever has a kind.
 
     **Returns:**
 
-    A tree of the same type, ready for `es.update`, `eqx.combine`, `jax.tree.map`,
-    optax.
+    A tree of the same type, for `es.update`, `eqx.combine`, `jax.tree.map` and optax.
 
     !!! example
 
@@ -85,14 +71,15 @@ def filter(tree: _Tree, *filters: Filter) -> _Tree:
         assert len(jax.tree.leaves(params)) == 1
         ```
     """
-    kept = [x if flag else None for x, (flag,) in _selected(tree, filters)]
-    return jtu.tree_unflatten(jtu.tree_structure(tree), kept)
+    is_selected = bind_to_visits(filters, tree)
+    return map_leaves(lambda v: v.node if is_selected(v) else None, tree)
 
 
 def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
-    """One tree per filter, each leaf in the first that selects it, then the rest.
+    """One tree per filter, and one for the rest.
 
-    `eqx.combine(*parts)` gives the tree back.
+    Each leaf is in the tree of the first filter that selects it. `eqx.combine(*parts)`
+    gives `tree` back.
 
     !!! example
 
@@ -109,9 +96,10 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
     """
     treedef = jtu.tree_structure(tree)
     columns: list[list[Any]] = [[None] * treedef.num_leaves for _ in (*filters, None)]
-    for i, (leaf, row) in enumerate(_selected(tree, *((f,) for f in filters))):
-        first = row.index(True) if True in row else len(filters)
-        columns[first][i] = leaf
+    predicates = [bind_to_visits((f,), tree) for f in filters]
+    for i, visit in enumerate(leaves(tree)):
+        matches = (n for n, p in enumerate(predicates) if p(visit))
+        columns[next(matches, len(filters))][i] = visit.node
     return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
 
 
@@ -121,8 +109,8 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
     **Arguments:**
 
     - `tree`: any pytree.
-    - `*partials`: trees of its structure. What is not `None` in them replaces; where
-        several have a leaf the last one wins. Their shapes and dtypes may be others.
+    - `*partials`: trees of its structure. Their leaves that are not `None` replace
+        those of `tree`; the last partial wins. Shapes and dtypes may differ.
 
     **Returns:**
 
@@ -131,7 +119,7 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
 
     **Raises:**
 
-    - `ValueError`: a partial has another structure; it names the first path.
+    - `ValueError`: a partial has another structure. The message names the first path.
 
     !!! example
 
@@ -157,7 +145,7 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=is_hole)
-        # A mode never replaces one, but it may fill a hole.
+        # A flag of a partial never replaces one of `tree`, but may fill a hole.
         new = [
             r if old is None else old if x is None else x
             for old, x, r in zip(new, given, raw, strict=True)
@@ -176,8 +164,8 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
 
     **Raises:**
 
-    - `ValueError`: a tree of `rest` has another structure, or a hole where `on`
-        selects.
+    - `ValueError`: a tree of `rest` has another structure, or a hole at a leaf that
+        `on` selects.
 
     !!! example
 
@@ -191,18 +179,17 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
         assert ema.weight.shape == (3, 2)
         ```
     """
-    predicate = bind(on, tree)
+    is_selected = bind_to_visits((on,), tree)
     others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
     out = []
     for visit, *given in zip(leaves(tree, is_leaf=is_hole), *others, strict=True):
-        part = part_of(visit)
-        if part is None or not predicate(part):
+        if not is_selected(visit):
             out.append(visit.node)
         elif any(x is None for x in given):
             raise ValueError(
-                "`es.map`: a tree of `rest` has a hole (`None`) at"
-                f" `{part.name}`, which `on` selects. Pass a tree that has the leaf, or"
-                " a narrower filter `on=`."
+                f"`es.map`: a tree of `rest` has a hole (`None`) at `{visit.name}`,"
+                " which `on` selects. Pass a tree that has the leaf, or a narrower"
+                " filter `on=`."
             )
         else:
             out.append(f(visit.node, *given))
@@ -210,7 +197,7 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
 
 
 def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
-    """What `other` has at each leaf and hole of `tree`: as in JAX, maybe a subtree."""
+    """What `other` has at each leaf and hole of `tree`; as in JAX, it may be a tree."""
     tree, other = same_modes(tree), same_modes(other)
     try:
         return structure_with_holes(tree).flatten_up_to(other)

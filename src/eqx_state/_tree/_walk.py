@@ -18,7 +18,7 @@ import numpy as np
 from .._compat import MISSING
 from .._kinds._kinds import BatchStat, Kind, State
 from .._kinds._spec import Spec
-from .._typing import KeyPath
+from .._typing import KeyPath, PyTree
 from ._base import (
     BaseModule,
     dynamic_names,
@@ -52,12 +52,12 @@ class Visit(NamedTuple):
 
 
 def is_array(x: Any) -> bool:
-    """Arrays, tracers, NumPy arrays, and the shape and dtype of one."""
+    """Whether `x` is an array, a tracer, a NumPy array or a `jax.ShapeDtypeStruct`."""
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def is_numpy(x: Any) -> bool:
-    """NumPy arrays and NumPy scalars, which JAX takes for arrays, too."""
+    """Whether `x` is a NumPy array or a NumPy scalar."""
     return isinstance(x, (np.ndarray, np.generic))
 
 
@@ -144,7 +144,7 @@ def is_leaf(x: Any) -> bool:
 
 
 def walk(
-    tree: Any,
+    tree: PyTree,
     path: KeyPath = (),
     context: Context = ROOT,
     is_leaf: Callable[[Any], bool] | None = None,
@@ -263,7 +263,7 @@ class _ModuleStep:
 
 
 def leaves(
-    tree: Any,
+    tree: PyTree,
     path: KeyPath = (),
     context: Context = ROOT,
     is_leaf: Callable[[Any], bool] | None = None,
@@ -273,28 +273,28 @@ def leaves(
 
 
 def modules_in(
-    tree: Any, path: KeyPath = (), context: Context = ROOT
+    tree: PyTree, path: KeyPath = (), context: Context = ROOT
 ) -> Iterator[Visit]:
     """Every `es.Module` in the tree, parents first."""
     return (v for v in walk(tree, path, context) if is_module(v.node))
 
 
+def map_leaves(
+    f: Callable[[Visit], Any],
+    tree: _Tree,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> _Tree:
+    """`tree` with `f(visit)` in place of each leaf."""
+    new = [f(visit) for visit in leaves(tree, is_leaf=is_leaf)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), new)
+
+
 def flatten_with_path(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[KeyPath, Any]], Any]:
     """As `jax.tree_util.tree_flatten_with_path`, with the key paths that a walk has."""
     found = leaves(tree, is_leaf=is_leaf)
     return [(v.path, v.node) for v in found], jtu.tree_structure(tree, is_leaf=is_leaf)
-
-
-def map_with_path(
-    f: Callable[[KeyPath, Any], Any],
-    tree: _Tree,
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> _Tree:
-    """As `jax.tree_util.tree_map_with_path`, with the key paths that a walk has."""
-    entries, treedef = flatten_with_path(tree, is_leaf)
-    return jtu.tree_unflatten(treedef, [f(path, x) for path, x in entries])
 
 
 # --- Copies ---------------------------------------------------------------------------
@@ -319,10 +319,10 @@ def set_flags(
     return tree
 
 
-def drop_cached(tree: Any) -> bool:
-    """Whether a `functools.cached_property` had left a value in `tree`, now removed.
+def drop_cached(tree: PyTree) -> bool:
+    """Remove the values of `functools.cached_property`s; return whether there were any.
 
-    In a module of Equinox it lies among the fields, and changes the treedef.
+    In a plain Equinox module they lie among the fields, and change the treedef.
     """
     dropped = False
     for module in (visit.node for visit in walk(tree) if not visit.is_leaf):
@@ -334,6 +334,6 @@ def drop_cached(tree: Any) -> bool:
 
 
 def _is_cached(cls: type, name: str, value: Any) -> bool:
-    # Or the module is a copy of one that had a value.
+    # `MISSING` is what a copy of a module with a cached value has.
     is_property = isinstance(getattr(cls, name, None), ft.cached_property)
     return is_property or value is MISSING

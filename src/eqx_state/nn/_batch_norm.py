@@ -179,7 +179,7 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
         )
     if jnp.iscomplexobj(x):
         raise ValueError(
-            f"`es.nn.BatchNorm` got an input of dtype {x.dtype}, and normalises real"
+            f"`es.nn.BatchNorm` got an input of dtype {x.dtype}, and normalizes real"
             " numbers. Complex numbers have more than one kind of variance. To"
             " normalize the two parts as twice as many channels:\n\n"
             f"    norm = es.nn.BatchNorm({2 * size})\n"

@@ -13,7 +13,7 @@ from .._state._module import Module
 from .._tree._base import has_inference, is_module
 from .._tree._compare import same
 from .._tree._show import show
-from .._tree._walk import leaves, map_with_path, Visit, walk
+from .._tree._walk import leaves, map_leaves, Visit, walk
 from .._tree._weak_types import is_weak
 from .._typing import KeyPath
 
@@ -154,7 +154,7 @@ def _indices(layer: Any) -> list[Visit]:
 
 def _put(layer: Any, indices: dict[KeyPath, Any]) -> Any:
     """`layer` with these indices; the `es.Module`s in it are the same objects."""
-    return map_with_path(lambda path, x: indices.get(path, x), layer, _is_node)
+    return map_leaves(lambda v: indices.get(v.path, v.node), layer, _is_node)
 
 
 def _labeled(
