@@ -385,3 +385,27 @@ def test_a_dict_keeps_its_class_and_its_factory():
     assert isinstance(new.layers, collections.defaultdict)
     assert new.layers.default_factory is list
     assert (new.own.shape, new.layers["a"].shape, new.layers["b"]) == ((2,), (2,), None)
+
+
+def test_what_is_not_an_array_is_not_kept_when_a_transform_writes_it():
+    class Layer(es.Module):
+        phase: es.State = "cold"
+        weight: es.Parameter | None = None
+
+        def __call__(self, x):
+            self.phase = "warm"
+            if self.weight is None:
+                self.weight = jnp.ones(x.shape)
+            return self.weight * x
+
+    class Net(es.Module):
+        layer: Layer
+
+        def __call__(self, xs):
+            return es.vmap(self.layer)(xs)
+
+    net = Net(Layer()).init(0, jnp.ones((2, 3)))
+    assert net.layer.weight.shape == (3,)
+    assert net.layer.phase == "cold"
+    with pytest.raises(ValueError, match=r"`layer.phase` was `'cold'`"):
+        es.mutable(net)(jnp.ones((2, 3)))
