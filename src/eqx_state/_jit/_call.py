@@ -98,37 +98,33 @@ class Call:
         """The arrays that are traced."""
         return [*filter(self.is_array, self.leaves), *self.inside()]
 
-    def donated(self, donate: Donate) -> list[int]:
-        """Which of the arrays are donated."""
-        first, others = DONATED[donate]
-        function, args, _ = self.treedef.children()
-        end_of_function = function.num_leaves
-        end_of_first = end_of_function + sum(
-            child.num_leaves for child in args.children()[:1]
-        )
-        # Never one of a module that a function only closes over.
-        of_function = others and not self.opened.is_copied
-
-        def is_donated(i: int) -> bool:
-            if i < end_of_function:
-                return of_function
-            return first if i < end_of_first else others
-
-        places = [i for i, x in enumerate(self.leaves) if self.is_array(x)]
-        return [number for number, i in enumerate(places) if is_donated(i)]
-
-    @property
+    @ft.cached_property
     def paths(self) -> list[KeyPath]:
         """Where each leaf is in `(function, args, kwargs)`."""
         entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
         return [path for path, _ in entries]
 
+    def _array_paths(self) -> list[KeyPath]:
+        leaves = zip(self.paths, self.leaves, strict=True)
+        return [path for path, x in leaves if self.is_array(x)]
+
+    def donated(self, donate: Donate) -> list[int]:
+        """Which of the arrays are donated."""
+        of_first, of_others = DONATED[donate]
+
+        def is_donated(path: KeyPath) -> bool:
+            if path[0].idx == 0 and self.opened.is_copied:
+                return False  # the function only closes over it
+            is_first = path[0].idx == 1 and path[1].idx == 0
+            return of_first if is_first else of_others
+
+        return [i for i, path in enumerate(self._array_paths()) if is_donated(path)]
+
     def names(self) -> list[str]:
         """What the arrays are called."""
-        leaves = zip(self.paths, self.leaves, strict=True)
-        names = parameters(self.f, [path for path, x in leaves if self.is_array(x)])
         inside = self.lifted.values.items()
-        return names + [self.lifted.name(k) for k, x in inside if self.is_array(x)]
+        of_roots = [self.lifted.name(slot) for slot, x in inside if self.is_array(x)]
+        return [*parameters(self.f, self._array_paths()), *of_roots]
 
     @ft.cached_property
     def signature(self) -> Signature:

@@ -6,7 +6,7 @@ lengths and static values as it goes, and gives up (`Mismatch`) wherever anythin
 as it was, so that the general way can take over. Modules that occur as elements of
 containers have a function of their own, shared by all that are alike.
 
-`_form_of` says which of seven forms a node has; each form knows both directions.
+`_form_of` says which of six forms a node has; each form knows both directions.
 """
 
 import abc
@@ -20,7 +20,7 @@ import jax.tree_util as jtu
 from .._tree._base import Fields, is_eqx_module, is_module
 from .._tree._compare import identical
 from ._codegen import Code, Library
-from ._static import canonical, is_hashable, typed
+from ._static import is_hashable, typed
 
 
 class Mismatch(Exception):
@@ -129,29 +129,18 @@ class _Array(_Form):
         return code.named("next_array()")
 
 
-class _Hole(_Form):
-    def apart(self, code: Code, v: str) -> None:
-        code.check(f"{v} is not None")
-
-    def together(self, code: Code) -> str:
-        return "None"
-
-
 class _Static(_Form):
     def apart(self, code: Code, v: str) -> None:
         x = self.x
         differs = f"{v} is not {code.constant(x)}"
         if type(x).__eq__ is not object.__eq__:
-            key = code.constant(code.library.intern(typed(x)))
-            if (ours := canonical(x)) is not x:  # the caller's own, or what we made
-                differs += f" and {v} is not {code.constant(ours)}"
-            otherwise = f"typed({v}) != {key}"
+            otherwise = f"typed({v}) != {code.constant(code.library.intern(typed(x)))}"
             # What has no hash, such as a list, may have changed in place.
             differs = f"{differs} and {otherwise}" if is_hashable(x) else otherwise
         code.check(differs)
 
     def together(self, code: Code) -> str:
-        return code.constant(canonical(self.x))
+        return code.constant(self.x)
 
 
 class _Sequence(_Form):
@@ -236,8 +225,6 @@ class _Node(_Form):
 
 
 def _form_of(x: Any) -> _Form:
-    if x is None:
-        return _Hole(x)
     if eqx.is_array(x) or isinstance(x, ArraySlot):
         return _Array(x)
     if type(x) in (tuple, list) or _is_named_tuple(x):
@@ -248,7 +235,7 @@ def _form_of(x: Any) -> _Form:
         # With more in its `__dict__`, a cache say, Equinox flattens it in another way.
         is_plain = {f.name for f in dataclasses.fields(x)} == set(_DICT.__get__(x))
         return _Module(x) if is_plain else _Node(x)
-    return _Static(x) if jtu.all_leaves([x]) else _Node(x)
+    return _Static(x) if x is None or jtu.all_leaves([x]) else _Node(x)
 
 
 def _is_named_tuple(x: Any) -> bool:

@@ -74,15 +74,9 @@ class Reporting:
 
     def __exit__(self, cls: Any, error: BaseException | None, traceback: Any) -> None:
         CALLBACK_LOGGER.removeFilter(self)
-        report(error)
-
-
-def report(error: BaseException | None) -> None:
-    """Raise a failed `eqx.error_if`, if a program's error is one, as such."""
-    if isinstance(error, PROGRAM_ERRORS) and (check := failed_check(error)):
-        message, stack = check
-        # JAX's own error is long, and tells nothing more.
-        raise eqx.EquinoxRuntimeError(_REPORT.format(message, stack)) from None
+        if isinstance(error, PROGRAM_ERRORS) and (check := failed_check(error)):
+            # JAX's own error is long, and tells nothing more.
+            raise eqx.EquinoxRuntimeError(_REPORT.format(*check)) from None
 
 
 _REPORT: Final = """{}

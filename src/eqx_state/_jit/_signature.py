@@ -10,7 +10,7 @@ from .._state._scope import is_owned
 from .._transforms._closures import DICTS, PARTIALS
 from .._transforms._copies import Opened
 from .._transforms._lift import Lifted
-from .._tree._walk import is_leaf, name_of
+from .._tree._walk import is_leaf
 from ._static import is_hashable, structure, typed
 
 
@@ -44,9 +44,9 @@ def signature_of(
     kept alive. `where` says where a leaf is, for an error.
     """
     inside = {
-        id(visit.node): (i, name_of(visit.path))
+        id(visit.node): (i, k)
         for i, root in enumerate(lifted.roots)
-        for visit in root.modules
+        for k, visit in enumerate(root.modules)
     }
 
     def static(x: Any) -> Any:

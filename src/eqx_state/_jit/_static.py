@@ -6,7 +6,6 @@ them is wrong for another.
 
 import collections
 import dataclasses
-import functools as ft
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -23,6 +22,8 @@ def typed(x: Any) -> Any:
 
     `nan` is equal to itself in it.
     """
+    if type(x) in _ATOMS:
+        return type(x), x
     compare = type(x).__eq__  # a subclass may have one of its own
     if compare in (tuple.__eq__, list.__eq__):
         return type(x), tuple(map(typed, x))
@@ -45,6 +46,10 @@ def typed(x: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(x)
         return structure(treedef), tuple(map(typed, leaves))
     return type(x), x
+
+
+# Told apart by type and `==`, as floats are not: `0.0 == -0.0`, and `nan != nan`.
+_ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
 def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
@@ -120,28 +125,3 @@ class _ByEquality:
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _ByEquality) and same(self.x, other.x)
-
-
-_ATOMS: Final = frozenset({int, float, complex, str, bytes, bool})
-
-
-def canonical(x: Any) -> Any:
-    """One object for all plain values that are equal, so that `is` can compare them."""
-    is_plain = type(x) in _ATOMS or type(x) is tuple and _ATOMS.issuperset(map(type, x))
-    return _canonical(_Typed(x)) if is_plain else x
-
-
-class _Typed:
-    def __init__(self, x: Any):
-        self.x, self.key = x, typed(x)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Typed) and self.key == other.key
-
-
-@ft.lru_cache(maxsize=4096)
-def _canonical(x: _Typed) -> Any:
-    return x.x

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools as ft
 import types
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -95,23 +95,18 @@ class Opened:
         return Copy(self, tree)
 
 
-@jtu.register_pytree_with_keys_class
-class _Values:
+class _Values(NamedTuple):
     """Values by name, as a pytree. Two may have one name."""
 
-    def __init__(self, names: tuple[str, ...], values: list[Any]):
-        self.names, self.values = names, values
+    names: tuple[str, ...]
+    values: list[Any]
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        named = zip(self.names, self.values, strict=True)
-        return [(jtu.GetAttrKey(name), value) for name, value in named], self.names
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self.values, self.names
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Any) -> "_Values":
-        return cls(names, list(values))
+jtu.register_pytree_with_keys(
+    _Values,
+    lambda x: ([*zip(map(jtu.GetAttrKey, x.names), x.values, strict=True)], x.names),
+    lambda names, values: _Values(names, [*values]),
+)
 
 
 def _nodes(f: Any) -> list[Node]:
