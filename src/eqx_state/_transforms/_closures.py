@@ -39,7 +39,7 @@ def held(x: Any) -> list[tuple[Any, Any]] | None:
     several functions may share it.
     """
     cls = type(x)
-    if cls in ATOMS or eqx.is_array(x):
+    if cls in ATOMS:
         return None
     if cls is types.FunctionType:
         closure, defaults = x.__closure__ or (), x.__defaults__ or ()
@@ -65,7 +65,7 @@ def held(x: Any) -> list[tuple[Any, Any]] | None:
         return [(name, getattr(x, name)) for name in ("func", "args", "keywords")]
     if isinstance(x, Transform):
         return [("f", x.f)]
-    if is_eqx_module(x) or is_leaf(x):
+    if is_eqx_module(x) or eqx.is_array(x) or is_leaf(x):
         return None
     try:
         return [*(children(x) or ())]

@@ -111,6 +111,8 @@ jtu.register_pytree_with_keys(
 
 def _nodes(f: Any) -> list[Node]:
     """The nodes that lead to a module, and the containers inside these, numbered."""
+    if not held(f):  # a function without a closure, or a model: at each call
+        return []
     nodes: dict[int, Node] = {}
     leading: list[Node] = []
     todo: list[tuple[Any, list[tuple[Node, Any]]]] = [(f, [])]
