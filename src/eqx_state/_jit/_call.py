@@ -6,7 +6,7 @@ besides arrays is an `Output`, which the compiled program keeps.
 
 import functools as ft
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -23,44 +23,37 @@ from .._transforms._transform import Transform
 from .._tree._base import get_place
 from .._tree._walk import name_of
 from .._typing import KeyPath
-from ._donation import Donate, DONATED
-from ._names import parameters, where
+from ._donation import Donate, donates
+from ._names import parameters
 from ._plan import ArraySlot, builder
-from ._signature import Signature, signature_of
 
 
 @jtu.register_static
 class Output:
-    """What a program returns besides arrays, and where the arrays go."""
+    """What a program returns besides arrays, and where the arrays go.
 
-    def __init__(self, out: Any, values: Values):
-        leaves, self.treedef = jtu.tree_flatten(out)
-        # Arrays that the function has not touched do not go through the program: a
-        # module that comes back with its own parameters may be assigned.
-        inside = filter(eqx.is_array, values.values())
+    `inside`: the arrays of the owned modules. Those that the function has not touched
+    do not go through the program, so that a module which comes back with its own
+    parameters may be assigned.
+    """
+
+    def __init__(self, out: Any, inside: Iterable[Any]):
+        leaves, treedef = jtu.tree_flatten(out)
         kept = {id(x): i for i, x in enumerate(inside)}
-        self.kept = [kept.get(id(x)) for x in leaves]
-        self.rest = [None if eqx.is_array(x) else x for x in leaves]
-        self.is_array = [eqx.is_array(x) for x in leaves]
-        self.build: Callable[[Callable[[], Any], list[Any]], Any] | None = None
+        self.slots = [
+            ArraySlot(kept.get(id(x))) if eqx.is_array(x) else x for x in leaves
+        ]
+        self.build = builder(jtu.tree_unflatten(treedef, self.slots))
         # Those of the program; `None`: not looked at yet.
         self.callbacks: frozenset[str] | None = None
 
     def arrays(self, out: Any) -> list[Any]:
         """The arrays that the program has computed."""
-        leaves = zip(jtu.tree_leaves(out), self.is_array, self.kept, strict=True)
-        return [x for x, flag, kept in leaves if flag and kept is None]
+        leaves = zip(jtu.tree_leaves(out), self.slots, strict=True)
+        return [x for x, slot in leaves if isinstance(slot, ArraySlot) and slot.is_new]
 
     def put(self, arrays: list[Any], inside: list[Any]) -> Any:
         """The output of the call."""
-        if self.build is None:
-            slots = [
-                ArraySlot(kept) if flag else x
-                for x, flag, kept in zip(
-                    self.rest, self.is_array, self.kept, strict=True
-                )
-            ]
-            self.build = builder(jtu.tree_unflatten(self.treedef, slots))
         return self.build(iter(arrays).__next__, inside)
 
 
@@ -110,13 +103,11 @@ class Call:
 
     def donated(self, donate: Donate) -> list[int]:
         """Which of the arrays are donated."""
-        of_first, of_others = DONATED[donate]
 
         def is_donated(path: KeyPath) -> bool:
             if path[0].idx == 0 and self.opened.is_copied:
                 return False  # the function only closes over it
-            is_first = path[0].idx == 1 and path[1].idx == 0
-            return of_first if is_first else of_others
+            return donates(donate, path[0].idx == 1 and path[1].idx == 0)
 
         return [i for i, path in enumerate(self._array_paths()) if is_donated(path)]
 
@@ -125,19 +116,6 @@ class Call:
         inside = self.lifted.values.items()
         of_roots = [self.lifted.name(slot) for slot, x in inside if self.is_array(x)]
         return [*parameters(self.f, self._array_paths()), *of_roots]
-
-    @ft.cached_property
-    def signature(self) -> Signature:
-        """What is equal for two calls that one program serves."""
-        return signature_of(
-            self.leaves,
-            self.treedef,
-            self.opened,
-            self.lifted,
-            self.origin,
-            self.is_array,
-            lambda i: where(self.paths[i]),
-        )
 
     def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""
@@ -155,7 +133,7 @@ class Call:
         out = copy.finish(ran.out)
         if self.lifted.roots:
             self._check_static(out)
-        output = Output(out, values)
+        output = Output(out, filter(eqx.is_array, values.values()))
         return Result(output.arrays(out), ran.written, ran.sown, output)
 
     def _check_static(self, out: Any) -> None:

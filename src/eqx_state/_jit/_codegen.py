@@ -27,11 +27,15 @@ class Code:
     """The source of a function, line by line."""
 
     def __init__(self, library: Library, arguments: str):
-        self.library = library
+        self.library, self.arguments = library, arguments
         self.lines = [f"def function({arguments}):"]
         self.constants: list[Any] = []
         self.numbers: dict[int, int] = {}  # of each constant, by its `id`
         self.variables = 0
+
+    def inner(self) -> "Code":
+        """Another function of the same arguments."""
+        return Code(self.library, self.arguments)
 
     def add(self, line: str) -> None:
         self.lines.append("    " + line)

@@ -3,19 +3,16 @@
 import contextlib
 import threading
 import warnings
-from typing import Any, Final, Literal
+from typing import Any, Final, get_args, Literal
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+WORDS: Final[tuple[Donate, ...]] = get_args(Donate)
 
-# Which arrays are donated, of the first argument and of the others.
-DONATED: Final[dict[str, tuple[bool, bool]]] = {
-    "all": (True, True),
-    "all-except-first": (False, True),
-    "warn": (True, True),
-    "warn-except-first": (False, True),
-    "none": (False, False),
-}
+
+def donates(donate: Donate, is_first: bool) -> bool:
+    """Whether the arrays of the first argument, or those of the others, are donated."""
+    return donate != "none" and not (is_first and donate.endswith("first"))
 
 
 class _Ignored:

@@ -3,15 +3,7 @@
 import functools as ft
 import inspect
 from collections.abc import Callable
-from typing import (
-    Any,
-    Concatenate,
-    Final,
-    overload,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-)
+from typing import Any, Concatenate, Final, overload, ParamSpec, Protocol, TypeVar
 
 import equinox as eqx
 
@@ -19,9 +11,10 @@ from .._compat import hide_frames
 from .._transforms._transform import Transform, Unbound, wrap
 from .._tree._walk import is_array
 from ._call import Call
-from ._donation import Donate, DONATED
+from ._donation import Donate, WORDS
 from ._programs import programs_of
 from ._runtime_errors import Reporting, wait
+from ._signature import signature_of
 
 
 _P = ParamSpec("_P")
@@ -68,7 +61,7 @@ class _Jit(Transform):
         """
         call = Call(self.f, *_bind(self.f, args, kwargs), is_array)
         lowered = programs_of(self.f, self.donate).of(call).lower(call)
-        return Lowered(lowered, self.f, call.signature)
+        return Lowered(lowered, self.f, signature_of(call))
 
 
 class _Stage:
@@ -98,7 +91,7 @@ class Compiled(_Stage):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The program's result, for arguments of the signature it was compiled for."""
         call = Call(self._f, *_bind(self._f, args, kwargs))
-        if call.signature != self._signature:
+        if signature_of(call) != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
                 " arguments of another structure, or with other static values. It"
@@ -200,10 +193,10 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
         assert y == 6.0 and model.count == 3
         ```
     """
-    if not isinstance(donate, str) or donate not in DONATED:
+    if donate not in WORDS:
         raise ValueError(
             f"`es.jit(donate={donate!r})`: `donate` is one of"
-            f" {', '.join(map(repr, DONATED))}."
+            f" {', '.join(map(repr, WORDS))}."
         )
     if f is _NO_FUNCTION:
         return ft.partial(jit, donate=donate)

@@ -3,8 +3,8 @@
 Flattening calls Python for every module, and again for every static value to compare.
 The code made here is for one structure: it goes down the tree by name, compares types,
 lengths and static values as it goes, and gives up (`Mismatch`) wherever anything is not
-as it was, so that the general way can take over. Modules that occur as elements of
-containers have a function of their own, shared by all that are alike.
+as it was, so that the general way can take over. Each module has a function of its own,
+shared by all that are alike.
 
 `_form_of` says which of six forms a node has; each form knows both directions.
 """
@@ -37,9 +37,9 @@ class ArraySlot:
 
     number: int | None = None
 
-    def take(self, next_array: Callable[[], Any], known: list[Any]) -> Any:
-        """The array."""
-        return next_array() if self.number is None else known[self.number]
+    @property
+    def is_new(self) -> bool:
+        return self.number is None
 
 
 def flattener(tree: Any, origin: Any) -> Callable[[Any, Callable[[Any], Any]], None]:
@@ -50,7 +50,9 @@ def flattener(tree: Any, origin: Any) -> Callable[[Any, Callable[[Any], Any]], N
     function `origin` is not kept alive.
     """
     try:
-        return _flattener_of(_form_of(tree), Library(_NAMES, origin))
+        code = Code(Library(_NAMES, origin), "v, add")
+        _form_of(tree).apart(code, "v")
+        return code.compile()
     except _TOO_DEEP:
         raise Unplannable("nested too deep") from None
 
@@ -62,17 +64,18 @@ def builder(tree: Any) -> Callable[[Callable[[], Any], list[Any]], Any]:
     that are known by number.
     """
     try:
-        return _builder_of(_form_of(tree), Library(_NAMES))
+        code = Code(Library(_NAMES), "next_array, known")
+        code.add(f"return {_form_of(tree).together(code)}")
+        return code.compile()
     except _TOO_DEEP:
         leaves, treedef = jtu.tree_flatten(tree)
 
-    def build(next_array: Callable[[], Any], known: list[Any]) -> Any:
-        made = [
-            x.take(next_array, known) if isinstance(x, ArraySlot) else x for x in leaves
-        ]
-        return treedef.unflatten(made)
+    def array(slot: ArraySlot, next_array: Callable[[], Any], known: list[Any]) -> Any:
+        return next_array() if slot.number is None else known[slot.number]
 
-    return build
+    return lambda *arrays: treedef.unflatten(
+        [array(x, *arrays) if isinstance(x, ArraySlot) else x for x in leaves]
+    )
 
 
 # In C, and not by way of `Module.__getattribute__`, which is Python.
@@ -124,9 +127,9 @@ class _Array(_Form):
         code.add(f"add({v})")
 
     def together(self, code: Code) -> str:
-        if self.x.number is not None:
-            return f"known[{self.x.number}]"
-        return code.named("next_array()")
+        return code.named(
+            "next_array()" if self.x.is_new else f"known[{self.x.number}]"
+        )
 
 
 class _Static(_Form):
@@ -149,10 +152,10 @@ class _Sequence(_Form):
     def apart(self, code: Code, v: str) -> None:
         names = code.unpacked(code.of_type(v, type(self.x)), len(self.x))
         for name, child in zip(names, self.x, strict=True):
-            _take_element(code, name, child)
+            _form_of(child).apart(code, name)
 
     def together(self, code: Code) -> str:
-        listed = ", ".join([_make_element(code, child) for child in self.x])
+        listed = ", ".join([_form_of(child).together(code) for child in self.x])
         if type(self.x) is list:
             return f"[{listed}]"
         if type(self.x) is tuple:
@@ -169,10 +172,12 @@ class _Dict(_Form):
         if int in map(type, self.x):  # and not `True`, which is as good a key
             code.check(f"{{*map(type, {v})}} != {code.constant({int})}")
         for key in sorted(self.x):
-            _take_element(code, f"{v}[{key!r}]", self.x[key])
+            _form_of(self.x[key]).apart(code, f"{v}[{key!r}]")
 
     def together(self, code: Code) -> str:
-        items = [f"{k!r}: {_make_element(code, self.x[k])}" for k in sorted(self.x)]
+        items = [
+            f"{key!r}: {_form_of(self.x[key]).together(code)}" for key in sorted(self.x)
+        ]
         return f"{{{', '.join(items)}}}"
 
 
@@ -189,18 +194,21 @@ class _Module(_Form):
         ]
 
     def apart(self, code: Code, v: str) -> None:
-        fields = self.fields()
-        d = code.named(f"dict_of({code.of_type(v, type(self.x))})")
-        _refuse_owned(code, d, self.x)
-        code.check(f"len({d}) != {len(fields)}")
+        fields, inner = self.fields(), code.inner()
+        d = inner.named(f"dict_of({inner.of_type('v', type(self.x))})")
+        _refuse_owned(inner, d, self.x)
+        inner.check(f"len({d}) != {len(fields)}")
         for name, form in fields:
-            form.apart(code, f"{d}[{name!r}]")
+            form.apart(inner, f"{d}[{name!r}]")
+        code.add(f"{code.constant(inner.compile())}({v}, add)")
 
     def together(self, code: Code) -> str:
-        items = [f"{name!r}: {form.together(code)}" for name, form in self.fields()]
-        made = code.named(f"new({code.constant(type(self.x))})")
-        code.add(f"set_dict({made}, {{{', '.join(items)}}})")
-        return made
+        inner = code.inner()
+        items = [f"{name!r}: {form.together(inner)}" for name, form in self.fields()]
+        made = inner.named(f"new({inner.constant(type(self.x))})")
+        inner.add(f"set_dict({made}, {{{', '.join(items)}}})")
+        inner.add(f"return {made}")
+        return code.named(f"{code.constant(inner.compile())}(next_array, known)")
 
 
 class _Node(_Form):
@@ -215,11 +223,11 @@ class _Node(_Form):
         _take_data(code, data, aux)
         names = code.unpacked(children, len(below))
         for name, child in zip(names, below, strict=True):
-            _take_element(code, name, child)
+            _form_of(child).apart(code, name)
 
     def together(self, code: Code) -> str:
         below, _ = _one_level(self.x)
-        listed = ", ".join([_make_element(code, child) for child in below])
+        listed = ", ".join([_form_of(child).together(code) for child in below])
         treedef = jtu.tree_structure(self.x, is_leaf=lambda y: y is not self.x)
         return f"{code.constant(treedef.unflatten)}([{listed}])"
 
@@ -244,34 +252,6 @@ def _is_named_tuple(x: Any) -> bool:
         return False
     below, aux = _one_level(x)
     return aux is type(x) and identical(list(below), list(x))
-
-
-def _flattener_of(form: _Form, library: Library) -> Callable[..., Any]:
-    code = Code(library, "v, add")
-    form.apart(code, "v")
-    return code.compile()
-
-
-def _builder_of(form: _Form, library: Library) -> Callable[..., Any]:
-    code = Code(library, "next_array, known")
-    code.add(f"return {form.together(code)}")
-    return code.compile()
-
-
-def _take_element(code: Code, v: str, x: Any) -> None:
-    form = _form_of(x)
-    if isinstance(form, _Module):
-        code.add(f"{code.constant(_flattener_of(form, code.library))}({v}, add)")
-    else:
-        form.apart(code, v)
-
-
-def _make_element(code: Code, x: Any) -> str:
-    form = _form_of(x)
-    if isinstance(form, _Module):
-        made = code.constant(_builder_of(form, code.library))
-        return code.named(f"{made}(next_array, known)")
-    return form.together(code)
 
 
 def _take_data(code: Code, v: str, aux: Any) -> None:

@@ -25,11 +25,11 @@ from .._state._scope import is_any_open
 from .._transforms._closures import held
 from .._transforms._copies import Opened
 from ._call import Call, origin_of, Output, Result
-from ._donation import Donate, quiet
+from ._donation import Donate, quiet, WORDS
 from ._names import call_it
 from ._plan import flattener, Mismatch, Unplannable
 from ._runtime_errors import callbacks_in, Reporting, wait
-from ._signature import function_signature, Signature
+from ._signature import function_signature, Signature, signature_of
 
 
 class Retrace(Exception):
@@ -183,10 +183,11 @@ class Programs:
 
     def of(self, call: Call) -> Program:
         """The program that serves a call."""
-        program = self.by_signature.get(call.signature)
+        signature = signature_of(call)
+        program = self.by_signature.get(signature)
         if program is None:
             new = Program(call, self.donate)
-            program = self.by_signature.setdefault(call.signature, new)
+            program = self.by_signature.setdefault(signature, new)
         return program
 
     def _check_donation(self, call: Call) -> None:
@@ -216,17 +217,15 @@ class Programs:
 
 
 # By function: its programs go when it goes, of which they keep nothing.
-_PROGRAMS: Final[weakref.WeakKeyDictionary[Any, dict[Donate, Programs]]] = (
-    weakref.WeakKeyDictionary()
-)
+_PROGRAMS: Final[dict[Donate, weakref.WeakKeyDictionary[Any, Programs]]] = {
+    donate: weakref.WeakKeyDictionary() for donate in WORDS
+}
 
 
 def programs_of(f: Any, donate: Donate) -> Programs:
     """The programs of what `f` calls in the end."""
-    origin = origin_of(f)
-    of_origin = _PROGRAMS.get(origin)
-    if of_origin is None:
-        of_origin = _PROGRAMS.setdefault(origin, {})
-    if donate not in of_origin:
-        of_origin.setdefault(donate, Programs(donate))  # or another thread's
-    return of_origin[donate]
+    by_origin, origin = _PROGRAMS[donate], origin_of(f)
+    programs = by_origin.get(origin)
+    if programs is None:
+        programs = by_origin.setdefault(origin, Programs(donate))  # or another thread's
+    return programs

@@ -9,8 +9,9 @@ import jax.tree_util as jtu
 from .._state._scope import is_owned
 from .._transforms._closures import DICTS, PARTIALS
 from .._transforms._copies import Opened
-from .._transforms._lift import Lifted
 from .._tree._walk import is_leaf
+from ._call import Call
+from ._names import where
 from ._static import is_hashable, structure, typed
 
 
@@ -29,20 +30,12 @@ class Signature(NamedTuple):
     reached: tuple[Any, ...]
 
 
-def signature_of(
-    leaves: list[Any],
-    treedef: Any,
-    opened: Opened,
-    lifted: Lifted,
-    origin: Any,
-    is_array: Callable[[Any], bool],
-    where: Callable[[int], str],
-) -> Signature:
-    """The signature of a call with these leaves, owned modules among them.
+def signature_of(call: Call) -> Signature:
+    """The signature of a call, owned modules among its leaves.
 
-    The function `origin`, whose programs they all are, does not occur in it, and is not
-    kept alive. `where` says where a leaf is, for an error.
+    The function whose programs they are does not occur in it, and is not kept alive.
     """
+    lifted, origin = call.lifted, call.origin
     inside = {
         id(visit.node): (i, k)
         for i, root in enumerate(lifted.roots)
@@ -52,14 +45,14 @@ def signature_of(
     def static(x: Any) -> Any:
         return _ORIGIN if x is origin else typed(x)
 
-    def leaf(x: Any, where: Callable[[], str]) -> Any:
+    def leaf(x: Any, place: Callable[[], str]) -> Any:
         if is_owned(x):
             return inside[id(x)]
-        if is_array(x):
+        if call.is_array(x):
             return _ARRAY
         if not is_hashable(x):
             raise TypeError(
-                f"`es.jit`: {where()} is a `{type(x).__name__}`, which cannot be"
+                f"`es.jit`: {place()} is a `{type(x).__name__}`, which cannot be"
                 " hashed. What is not an array is static: there is one compiled program"
                 " for each value, and it is looked up by hash. Pass a hashable value,"
                 " such as a frozenset for a set; or an array, which is traced."
@@ -76,10 +69,13 @@ def signature_of(
         whose = lifted.scopes.index(scope), scope.kinds, scope.captures
         place = root.place.path, root.place.context, whose
         roots.append((structure(root.structure, static), statics, place))
-    found = tuple(leaf(x, lambda i=i: where(i)) for i, x in enumerate(leaves))
+    leaves = tuple(
+        leaf(x, lambda i=i: where(call.paths[i])) for i, x in enumerate(call.leaves)
+    )
     reached = tuple(inside[id(module)] for module in lifted.reached)
-    function = function_signature(opened, origin)
-    return Signature(structure(treedef, static), found, function, tuple(roots), reached)
+    function = function_signature(call.opened, origin)
+    tree = structure(call.treedef, static)
+    return Signature(tree, leaves, function, tuple(roots), reached)
 
 
 def function_signature(opened: Opened, origin: Any) -> Any:
