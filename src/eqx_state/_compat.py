@@ -25,7 +25,7 @@ except ImportError:  # pragma: no cover (JAX < 0.10)
 
 
 def trace_state() -> Any:
-    """Which trace is active now: equal (`==`) values mean the same trace."""
+    """The active trace: equal (`==`) values mean the same trace."""
     return _get_trace_state(convention="eqx_state")
 
 
@@ -39,11 +39,9 @@ def is_in_trace() -> bool:
 
 
 def has_escaped(leaf: Any) -> bool:
-    """Whether `leaf` is a tracer of a trace that is not open here any more.
-
-    A tracer may be used where it was made and in every trace inside; so it is looked
-    for in the chain from the active trace outwards.
-    """
+    """Whether `leaf` is a tracer of a trace that is no longer open here."""
+    # A tracer may be used in the trace that made it and in every trace inside that one,
+    # so search from the active trace outwards.
     if not isinstance(leaf, jax.core.Tracer):
         return False
     trace = trace_state()._trace_ref()
@@ -55,7 +53,7 @@ def has_escaped(leaf: Any) -> bool:
 
 
 def is_mapped(leaf: Any) -> bool:
-    """Inside `jax.vmap`: whether the lanes have different values for `leaf`."""
+    """Whether `leaf` differs between the lanes of the `jax.vmap` that is running."""
     if not isinstance(leaf, jax.core.Tracer):
         return False
     is_of_this_vmap = leaf._trace is trace_state()._trace_ref()
@@ -65,8 +63,9 @@ def is_mapped(leaf: Any) -> bool:
 def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
     """`x`, spread over devices along an axis as these arrays are along theirs.
 
-    `jax.vmap` wants what it maps over spread alike where types have shardings (a mesh
-    with `AxisType.Explicit`, as `jax.make_mesh` makes). Elsewhere `x` as it is.
+    Where types have shardings (a mesh with `AxisType.Explicit`, as `jax.make_mesh`
+    makes), `jax.vmap` wants everything that it maps over spread alike. Elsewhere `x` is
+    returned unchanged.
     """
     for value, axis in mapped:
         sharding = jax.typeof(value).sharding
@@ -78,7 +77,7 @@ def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
 
 
 def own_annotations(cls: type) -> dict[str, Any]:
-    """The annotations written in the body of `cls`, unresolved names and all."""
+    """The annotations written in the body of `cls`, also those with unknown names."""
     try:
         return inspect.get_annotations(cls)
     except NameError:  # pragma: no cover (Python >= 3.14 evaluates lazily)
@@ -95,8 +94,8 @@ class _Probe(eqx.Module):
 
 _probe = _Probe()
 object.__setattr__(_probe, "cached", None)
-# What Equinox puts into a copy of a module that has more in its `__dict__` than fields,
-# as `functools.cached_property` leaves it: under `__name__` and such.
+# Where a module has more in its `__dict__` than fields, as `functools.cached_property`
+# leaves it, Equinox's copies of it have this value under `__name__` and such.
 MISSING: Final = vars(jax.tree.map(lambda x: x, _probe)).get("__name__", object())
 
 
@@ -110,8 +109,8 @@ else:
 
 # --- Tracebacks -----------------------------------------------------------------------
 
-# Where an error comes out of a function with this around it, the frames of JAX and ours
-# are taken out of its traceback, as JAX does it; `jax_traceback_filtering` is asked.
+# A decorator. It removes our frames and those of JAX from the traceback of an error that
+# leaves the function, in the way that `jax_traceback_filtering` says.
 boundary = api_boundary
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
@@ -124,7 +123,7 @@ def _raise(error: Exception) -> None:
 def hide_frames(error: Exception) -> None:
     """What a `boundary` does, for a function that is called too often to have one.
 
-    It catches the error, calls this, and raises it again, by `raise` alone.
+    The function catches the error, calls this, and raises it again by a bare `raise`.
     """
     before = error.__traceback__
     with contextlib.suppress(Exception):
@@ -132,25 +131,25 @@ def hide_frames(error: Exception) -> None:
     after = error.__traceback__
     assert after is not None
     codes = [frame.f_code for frame, _ in traceback.walk_tb(after)]
-    if inspect.unwrap(_raise).__code__ in codes:  # there is a boundary further out
+    if inspect.unwrap(_raise).__code__ in codes:  # a boundary further out will do it
         error.__traceback__ = before
         return
     error.__traceback__ = after.tb_next
-    # Boundaries of JAX, inside, may have left the same note.
+    # JAX's own boundaries further in may have left the same note.
     error.__notes__ = list(dict.fromkeys(error.__notes__))
 
 
 # --- Programs that raise --------------------------------------------------------------
 
-# A program that JAX runs within the call raises `ValueError`.
+# `ValueError` comes from a program that JAX runs within the call.
 PROGRAM_ERRORS: Final = (jax.errors.JaxRuntimeError, ValueError)
 
-# Where JAX reports, besides raising it, what a callback has raised.
+# Where JAX logs the error of a callback, besides raising it.
 CALLBACK_LOGGER: Final = logging.getLogger("jax._src.callback")
 
 _CHECK: Final = "_EquinoxRuntimeError"
 _PROGRAM: Final = b"eqx_state"
-# How frames begin that lie between those of the user: ours, and of bound methods.
+# How the frames begin that are not the user's: ours, and those of bound methods.
 _BETWEEN: Final = tuple(
     f'  File "{os.path.join(os.path.dirname(file), *inside, "")}'
     for file, inside in ((__file__, ()), (eqx.__file__, ("_module",)))
@@ -158,29 +157,27 @@ _BETWEEN: Final = tuple(
 
 
 def is_check(error: BaseException | None) -> bool:
-    """Whether this is what the callback of `eqx.error_if` raises."""
+    """Whether the callback of `eqx.error_if` raised this."""
     return type(error).__name__ == _CHECK
 
 
 def run_in_program(f: Callable[..., Any], *args: Any) -> Any:
-    """`f(*args)`, the frames of which are those inside of a program."""
-    # `eqx.error_if` collects what goes by this name along with the frames.
+    """`f(*args)`, with a mark in the stack that says where the program begins."""
+    # `eqx.error_if` collects variables of this name together with the frames.
     __equinox_jit_id__ = _PROGRAM  # noqa: F841
     return f(*args)
 
 
 def jaxpr_of(jitted: Any, *args: Any) -> Any:
-    """The program of `jitted` for these arguments, or `None` if it cannot be seen.
-
-    For `EQX_ON_ERROR=breakpoint` Equinox puts a function in the place of `jax.jit`.
-    """
+    """The program of `jitted` for these arguments, or `None` if it cannot be seen."""
+    # For `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a plain function.
     return jitted.trace(*args).jaxpr if hasattr(jitted, "trace") else None
 
 
 def params_of(equation: Any) -> list[Any]:
     """The parameters of an equation."""
     values = list(equation.params.values())
-    # JAX >= 0.12: a primitive may be an object, which has parameters of its own.
+    # JAX >= 0.12: a primitive may be an object with its own parameters.
     own = [getattr(x, "params", None) for x in values]
     return values + [
         x for params in own if type(params) is dict for x in params.values()
@@ -188,16 +185,16 @@ def params_of(equation: Any) -> list[Any]:
 
 
 def failed_check(error: BaseException | None) -> tuple[str, str] | None:
-    """The message and the stack of the failed `eqx.error_if` that an error tells of.
+    """The message and the stack of the `eqx.error_if` that raised an error.
 
-    The stack is that of the program. It is empty if Equinox does not say it.
+    The stack is that of the program, and empty if Equinox does not provide it.
     """
     _, found, text = str(error).partition(f"{_CHECK}: ")
     if not found:
         return None
     module = sys.modules.get("equinox._jit")
     message, stack = getattr(module, "last_error_info", None) or (None, ())
-    if message is None or not text.startswith(message):  # another thread's
+    if message is None or not text.startswith(message):  # that of another thread
         return text.partition("\n\n\n")[0], ""
     frames: list[str] = []  # the innermost is the first
     inside: list[str] = []

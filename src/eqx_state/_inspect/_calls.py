@@ -105,7 +105,7 @@ def _recording(cls: Any) -> Any:
     return recording
 
 
-def _recorded(tree: Any, recorder: _Recorder) -> Any:
+def _recorded(tree: PyTree, recorder: _Recorder) -> Any:
     """A copy of a tree whose modules record their calls."""
 
     def copy(module: Any, name: str) -> Any:
@@ -123,7 +123,7 @@ def _recorded(tree: Any, recorder: _Recorder) -> Any:
     return map_modules(copy, tree)
 
 
-def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
+def model_of(tree: PyTree, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
     """The model in a callable, and a function that puts another model in its place."""
     found = carried(tree)
     if found is None and not inputs:
@@ -140,7 +140,7 @@ def model_of(tree: Any, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], A
 
 
 def record(
-    model: Any, put: Callable[[Any], Any], inputs: tuple[Any, ...]
+    model: PyTree, put: Callable[[Any], Any], inputs: tuple[Any, ...]
 ) -> dict[str, Call]:
     """The calls that `put(model)(*inputs)` makes in eval mode, by module name."""
     # Modules that are told apart never reuse each other's traces, so every call is
@@ -153,7 +153,7 @@ def record(
 
 
 def _calls(
-    model: Any, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
+    model: PyTree, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
 ) -> dict[str, Call]:
     # NumPy arrays stay concrete: the model may use them as shapes.
     parts = eqx.partition(model, lambda x: is_array(x) and not is_numpy(x))

@@ -17,7 +17,7 @@ from .._tree._base import has_inference, is_eqx_module, is_module
 from .._tree._filters import bind, trainable
 from .._tree._parts import parts
 from .._tree._walk import is_array, name_of, Visit, walk
-from .._typing import KeyPath
+from .._typing import KeyPath, PyTree
 from ._calls import Call, model_of, record, summary
 
 
@@ -67,7 +67,7 @@ class _Row:
 
 
 @boundary
-def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
+def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     """A table of the modules in a tree, with a row for each and a column for each kind.
 
     A cell lists the arrays that a module holds itself, not those of modules inside it:
@@ -162,7 +162,7 @@ def tabulate(tree: Any, *inputs: Any, depth: int | None = None) -> str:
     )
 
 
-def _rows(tree: Any, depth: int | None, calls: dict[str, Call]) -> list[_Row]:
+def _rows(tree: PyTree, depth: int | None, calls: dict[str, Call]) -> list[_Row]:
     root = _Row((), tree, 0)
     rows = [root]
     visits = walk(tree)

@@ -13,6 +13,7 @@ import numpy as np
 
 from .._tree._filters import Filter
 from .._tree._keys import is_typed
+from .._typing import PyTree
 from ._atomic import replacing
 from ._safetensors import (
     DTYPES,
@@ -33,7 +34,7 @@ _Tree = TypeVar("_Tree")
 
 def save(
     path: str | os.PathLike[str],
-    tree: Any,
+    tree: PyTree,
     *filters: Filter,
     metadata: Mapping[str, str] | None = None,
 ) -> None:

@@ -16,6 +16,7 @@ from .._tree._filters import bind_all, Filter
 from .._tree._parts import Part, part_of
 from .._tree._walk import AlikeKey, is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
+from .._typing import PyTree
 
 
 _Tree = TypeVar("_Tree")
@@ -26,7 +27,7 @@ Named: TypeAlias = dict[str, tuple[int, Part]]
 _SHOWN: Final = 20
 
 
-def by_name(tree: Any) -> Named:
+def by_name(tree: PyTree) -> Named:
     """Every array of a tree by its name, with its index among the leaves."""
     check_initialized(tree)
     named: Named = {}
@@ -45,7 +46,7 @@ def by_name(tree: Any) -> Named:
     return named
 
 
-def select(named: Named, filters: tuple[Filter, ...], tree: Any) -> Named:
+def select(named: Named, filters: tuple[Filter, ...], tree: PyTree) -> Named:
     """What all filters select; without filters, everything."""
     if not filters:
         return named
@@ -53,7 +54,7 @@ def select(named: Named, filters: tuple[Filter, ...], tree: Any) -> Named:
     return {name: entry for name, entry in named.items() if is_meant(entry[1])}
 
 
-def state_dict(tree: Any, *filters: Filter) -> dict[str, Any]:
+def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
     """Every array in `tree` by its name, in a flat dictionary.
 
     Python numbers, strings and functions are part of the tree's structure, and are not

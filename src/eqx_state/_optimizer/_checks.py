@@ -25,7 +25,7 @@ def models_of(model: PyTree) -> tuple[PyTree, ...]:
     return tuple(model) if isinstance(model, optax.LookaheadParams) else (model,)
 
 
-def shapes_of(tree: Any) -> tuple[tuple[int, ...], ...]:
+def shapes_of(tree: PyTree) -> tuple[tuple[int, ...], ...]:
     return tuple(x.shape for x in jtu.tree_leaves(tree))
 
 
@@ -66,7 +66,7 @@ def check_arguments(tx: Any, wrt: Any) -> None:
 
 
 def check_gradients(
-    selected: Any, grads: Any, step: Callable[[Any], tuple[Any, Any]]
+    selected: PyTree, grads: PyTree, step: Callable[[Any], tuple[Any, Any]]
 ) -> None:
     params = jtu.tree_leaves_with_path(models_of(selected)[0])
     pairs = zip(params, jtu.tree_leaves(grads), strict=True)
@@ -91,7 +91,7 @@ def check_gradients(
     raise ValueError(_other_shape(path, x, "gradient", jnp.shape(g)))
 
 
-def check_updates(params: Any, updates: Any) -> None:
+def check_updates(params: PyTree, updates: PyTree) -> None:
     """A parameter would take on the shape of its update, since optax adds the two."""
     named, moves = jtu.tree_leaves_with_path(params), jtu.tree_leaves(updates)
     for (path, x), change in zip(named, moves, strict=False):
@@ -108,7 +108,7 @@ def _other_shape(path: KeyPath, x: Any, what: str, shape: tuple[int, ...]) -> st
     )
 
 
-def check_order(grads: Any, model: Any) -> None:
+def check_order(grads: PyTree, model: PyTree) -> None:
     """State that only the gradients have shows that the two were swapped."""
     held = {part.name for part in parts(model)}
     for part in parts(grads):

@@ -88,7 +88,7 @@ class Optimizer(eqx.Module):
         self.opt_state = None
         self._made_for = None
 
-    def init(self, model: Any) -> Self:
+    def init(self, model: PyTree) -> Self:
         """The optimizer with the state for a model, or for parameters of one.
 
         **Raises:**
@@ -108,7 +108,7 @@ class Optimizer(eqx.Module):
         return self._with(opt_state, jtu.tree_structure(params), shapes_of(params))
 
     def update(
-        self, grads: Any, model: _Tree, *, apply_updates: bool = True, **extra: Any
+        self, grads: PyTree, model: _Tree, *, apply_updates: bool = True, **extra: Any
     ) -> tuple[_Tree, Self]:
         """One step: `(updated model, optimizer)`.
 
@@ -194,7 +194,7 @@ class _Leaf:
         return "an array"
 
 
-def _in_mode_of(structure: Any, tree: Any, problem: str) -> Any:
+def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
     """`tree` in the mode of a structure, which may differ from its own in modes."""
     # The moments, and labels or masks that optax was given, are in the mode that the
     # model had in `init`, and optax compares structures.

@@ -54,7 +54,7 @@ def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
     return leaves, structure
 
 
-def modules_below(tree: Any) -> list[Any]:
+def modules_below(tree: PyTree) -> list[Any]:
     """Every `es.Module` in a tree, but not where it is; cheaper than a walk."""
     modules: list[Any] = []
     jtu.tree_leaves(tree, is_leaf=ft.partial(_note, modules))

@@ -15,7 +15,7 @@ from .._tree._compare import same
 from .._tree._show import show
 from .._tree._walk import leaves, map_leaves, Visit, walk
 from .._tree._weak_types import is_weak
-from .._typing import KeyPath
+from .._typing import KeyPath, PyTree
 
 
 class Stateful(Module):
@@ -46,10 +46,10 @@ class Stateful(Module):
         ```
     """
 
-    layer: Any
+    layer: PyTree
     weak: tuple[str, ...] = eqx.field(static=True, repr=False)
 
-    def __init__(self, layer: Any, state: eqx.nn.State | None = None):
+    def __init__(self, layer: PyTree, state: eqx.nn.State | None = None):
         """**Arguments:**
 
         - `layer`: a layer, or a whole model, that is called as `layer(x, state)` or
@@ -147,12 +147,12 @@ def _is_node(x: Any) -> bool:
     return _is_index(x) or is_module(x)
 
 
-def _indices(layer: Any) -> list[Visit]:
+def _indices(layer: PyTree) -> list[Visit]:
     """Every state index in `layer` that is not in an `es.Module`."""
     return [v for v in leaves(layer, is_leaf=_is_node) if _is_index(v.node)]
 
 
-def _put(layer: Any, indices: dict[KeyPath, Any]) -> Any:
+def _put(layer: PyTree, indices: dict[KeyPath, Any]) -> Any:
     """`layer` with these indices; the `es.Module`s in it are the same objects."""
     return map_leaves(lambda v: indices.get(v.path, v.node), layer, _is_node)
 
@@ -229,7 +229,7 @@ def _same(old: Any, new: Any) -> bool:
     return all(same(a, b) for a, b in pairs)
 
 
-def _without_state(layer: Any, as_eval: bool) -> Any:
+def _without_state(layer: PyTree, as_eval: bool) -> Any:
     """`layer` without its state; `as_eval` puts its stateful parts into eval mode."""
 
     def delete(x: Any) -> Any:
