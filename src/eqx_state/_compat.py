@@ -109,8 +109,8 @@ else:
 
 # --- Tracebacks -----------------------------------------------------------------------
 
-# A decorator. It removes our frames and those of JAX from the traceback of an error that
-# leaves the function, in the way that `jax_traceback_filtering` says.
+# A decorator. It removes our frames and those of JAX from the traceback of an error
+# that leaves the function, in the way that `jax_traceback_filtering` says.
 boundary = api_boundary
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 

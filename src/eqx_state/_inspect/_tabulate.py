@@ -137,16 +137,13 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
         # All other kinds in the order of the tree.
         key=lambda kind: (kind is None, kind is not Parameter),
     )
-    held = {
-        kind: [x for row in rows if kind in row.cells for x in row.cells[kind].arrays]
-        for kind in kinds
-    }
+    arrays = parts(tree)
     columns = [("path", "Total"), ("module", "")]
     if inputs:
         columns += [("inputs", ""), ("outputs", "")]
     for kind in kinds:
         header = "no kind" if kind is None else kind.__name__
-        columns.append((header, _size(held[kind])))
+        columns.append((header, _size(p.value for p in arrays if p.kind is kind)))
     lines = []
     for row in rows:
         name = name_of(row.path)
@@ -154,11 +151,10 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
         cells = [str(row.cells.get(kind, "")) for kind in kinds]
         lines.append([name, row.module, *called, *cells])
     is_trainable = bind(trainable, tree)
-    trained = [part.value for part in parts(tree) if is_trainable(part)]
     return (
         f"{_render(columns, lines)}"
-        f"Total: {_size(x for arrays in held.values() for x in arrays)}\n"
-        f"Trainable: {_size(trained)}\n"
+        f"Total: {_size(p.value for p in arrays)}\n"
+        f"Trainable: {_size(p.value for p in arrays if is_trainable(p))}\n"
     )
 
 
@@ -204,10 +200,8 @@ def _has_cell(x: Any) -> bool:
 
 def _is_index(visit: Visit) -> bool:
     """A `StateIndex`, or a part of one: the row is that of the layer that holds it."""
-    owner = visit.context.owner or type(None)
-    return isinstance(visit.node, eqx.nn.StateIndex) or issubclass(
-        owner, eqx.nn.StateIndex
-    )
+    classes = (type(visit.node), visit.context.owner or object)
+    return any(issubclass(cls, eqx.nn.StateIndex) for cls in classes)
 
 
 # --- In words -------------------------------------------------------------------------

@@ -259,18 +259,19 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     if metadata is None:
         return {}
-    wrong = None
-    if not isinstance(metadata, Mapping):
-        wrong = f"a `{type(metadata).__qualname__}` was given"
-    else:
-        for key, value in metadata.items():
-            if not (isinstance(key, str) and isinstance(value, str)):
-                wrong = f"`{key!r}` has a `{type(value).__qualname__}`"
-    if wrong is not None:
+    wrong = [f"a `{type(metadata).__qualname__}` was given"]
+    if isinstance(metadata, Mapping):
+        wrong = [
+            f"`{key!r}` has a `{type(value).__qualname__}`"
+            for key, value in metadata.items()
+            if not (isinstance(key, str) and isinstance(value, str))
+        ]
+    if wrong:
         raise TypeError(
-            f"`es.save(..., metadata=...)` takes a dictionary of strings, and {wrong}."
-            " Convert other values: `metadata={'config': json.dumps(config)}`."
-            " Arrays are saved as part of the tree: `es.save(path, (model, step))`."
+            f"`es.save(..., metadata=...)` takes a dictionary of strings, and"
+            f" {wrong[0]}. Convert other values: `metadata={{'config':"
+            " json.dumps(config)}`. Arrays are saved as part of the tree:"
+            " `es.save(path, (model, step))`."
         )
     if METADATA in metadata:
         raise ValueError(
