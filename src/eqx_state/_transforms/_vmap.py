@@ -18,7 +18,7 @@ from .._compat import is_mapped, spread_like
 from .._state._scope import is_owned
 from .._tree._keys import next_keys, num_key_axes, split_key
 from .._tree._rules import check_kinds
-from .._tree._walk import flatten_with_path, name_of
+from .._tree._walk import leaves
 from ._axes import (
     argument_axes,
     axis_by_kind,
@@ -102,8 +102,7 @@ class _Lanes:
         where, k = slot
         if where not in self.trees:
             return self.lifted.name(slot)
-        entries, _ = flatten_with_path(self.trees[where], is_owned)
-        return name_of(entries[k][0])
+        return leaves(self.trees[where], is_leaf=is_owned)[k].name
 
     def _size(self, axis_size: int | None) -> int:
         """The number of lanes, on which all that is mapped has to agree."""

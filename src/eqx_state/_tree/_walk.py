@@ -289,14 +289,6 @@ def map_leaves(
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), new)
 
 
-def flatten_with_path(
-    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[KeyPath, Any]], Any]:
-    """As `jax.tree_util.tree_flatten_with_path`, with the key paths that a walk has."""
-    found = leaves(tree, is_leaf=is_leaf)
-    return [(v.path, v.node) for v in found], jtu.tree_structure(tree, is_leaf=is_leaf)
-
-
 # --- Copies ---------------------------------------------------------------------------
 
 
