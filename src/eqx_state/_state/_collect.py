@@ -19,7 +19,7 @@ from .._typing import KeyPath
 from ._fit import as_jax, fit_leaf, is_numeric, same_type
 from ._nn_shared import closed_copy, OpenShared
 from ._scope import disown, Scope
-from ._write import frozen, kind_at, kind_message
+from ._write_errors import frozen, kind_at, kind_message
 
 
 class Snapshot(NamedTuple):

@@ -31,7 +31,8 @@ from .._tree._filters import Filter
 from .._tree._weak_types import strengthen_field
 from . import _init, _treescope
 from ._outside_scope import frozen_error
-from ._write import no_field_message, sow, write
+from ._write import sow, write
+from ._write_errors import no_field_message
 
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from .._state._collect import leave, Owned, Snapshot
 from .._state._init import check_initialized, made_in, put_in
 from .._state._module import Module
 from .._state._scope import is_owned, own, Scope, Sown
-from .._state._write import trace_message
+from .._state._write_errors import trace_message
 from .._tree._aliasing import check_not_shared, modules_below
 from .._tree._base import get_place, set_place
 from .._tree._compare import identical, same
