@@ -92,7 +92,7 @@ def _(case):
 @KEYS.raises(
     "use an `es.nn.Dropout` that was made without a key",
     es.NotInitializedError,
-    "The model is used before it is initialised",
+    "The model is used before it is initialized",
     "`rng` is an `es.Initializer`",
     "model = model.init(42)",
     instead="`es.nn.Dropout(0.5, key=key)`; or `model = model.init(42)`",

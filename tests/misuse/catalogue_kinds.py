@@ -290,7 +290,7 @@ for title, before, wrong, right, hints, instead in (
 @SHAPES.raises(
     "write a float into an integer state",
     ValueError,
-    "State keeps its dtype, or every step would be compiled anew",
+    "State keeps its dtype, or every step would be recompiled",
     "`count`",
     "i32[]",
     "jnp.asarray(value, dtype=jnp.int32)",

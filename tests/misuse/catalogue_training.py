@@ -76,7 +76,7 @@ def _(case):
 @MODES.raises(
     "use a model before `init`",
     es.NotInitializedError,
-    "The model is used before it is initialised",
+    "The model is used before it is initialized",
     "`linear` is an `es.Initializer`",
     "model = model.init(42)",
     instead="`model = model.init(42)`",

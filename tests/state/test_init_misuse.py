@@ -159,7 +159,7 @@ def test_a_function_initialises_what_it_closes_over(transform):
     keys = keys if transform is es.vmap else keys[0]
     weights = transform(lambda key: net.init(key).linear.weight)(keys)
     assert weights.shape[-2:] == (2, 3)
-    with pytest.raises(es.NotInitializedError, match="initialised: `linear` is"):
+    with pytest.raises(es.NotInitializedError, match="initialized: `linear` is"):
         transform(lambda key: net(jnp.ones(3)))(keys)
 
 

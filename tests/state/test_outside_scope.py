@@ -181,7 +181,7 @@ def test_an_argument_beside_what_the_function_is_called_on(f):
     right = "lambda model, other: ..., argnums=(0, 1))(model, other)     # right"
     text = run(lambda: f(model.with_other)(other, X))
     assert "in argument 0, and" in text
-    assert "what `with_other` is called on" in text
+    assert "the object that `with_other` is called on" in text
     assert right in text
     text = run(lambda: f(model.with_other)(other=other, x=X))
     assert "in the argument `other`, and" in text
@@ -191,7 +191,7 @@ def test_an_argument_beside_what_the_function_is_called_on(f):
 @each_run
 def test_what_the_function_is_called_on_if_argnums_names_another(f):
     text = run(lambda: f(Layer().with_other, argnums=0)(Layer(), X))
-    assert "It is what `with_other` is called on, and `argnums=` names other" in text
+    assert "It is the object that `with_other` is called on, and `argnums=`" in text
 
 
 GLOBAL_TEACHER = Layer()
@@ -223,7 +223,7 @@ def test_a_teacher_beside_what_the_function_is_called_on():
             return teacher(x)
 
     text = run(lambda: es.mutable(Distilled().__call__)(X))
-    assert "in what is outside, `teacher`, and `es.mutable` threads what" in text
+    assert "in a variable from outside, `teacher`, and `es.mutable` threads" in text
 
 
 @each_run

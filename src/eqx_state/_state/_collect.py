@@ -1,7 +1,11 @@
-"""Entering and leaving a scope: the private copy, and the new model at the end."""
+"""Leaving a scope: the new model is collected from the private copy, and checked.
+
+Each write was checked when it happened. What only shows at the end is checked here,
+before anything reaches the caller: either a whole new model comes out, or an error.
+"""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax.tree_util as jtu
 import numpy as np
@@ -34,22 +38,24 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def of_model(tree: Any) -> "Snapshot":
-        """Of what a caller gives; `ValueError` if one stateful module is in it twice.
+        """The snapshot of a caller's model, in which each stateful module occurs once.
 
-        In the tree that is made of it there is nothing to be seen of that any more.
+        `ValueError` otherwise. This is the last chance to notice: unflattening makes
+        two modules of one that occurs twice.
         """
         return Snapshot(*flatten_apart(tree))
 
     def tree(self) -> Any:
-        """A new tree of these leaves, which belongs to no scope."""
+        """A new tree with these leaves. No scope owns its modules."""
         return jtu.tree_unflatten(self.structure, self.leaves)
 
 
 def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
     """The leaves that were visited, with copies of the caller's NumPy arrays.
 
-    What the scope may write becomes a JAX array, for which `self.n += 1` makes a new
-    one. Constants stay NumPy arrays, which may be used as shapes, and are read-only.
+    Arrays that the scope may write become JAX arrays, because `self.n += 1` would
+    change a NumPy array in place. Constants stay NumPy arrays, since they may be used
+    as shapes, and the copies are read-only.
     """
 
     def copy(visit: Visit) -> Any:
@@ -68,7 +74,7 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
 
 
 class Owned(NamedTuple):
-    """A private tree that a scope owns while a call runs, and what it was before."""
+    """A tree that a scope owns while a call runs, and a snapshot from before the call."""
 
     tree: Any
     before: Snapshot
@@ -78,11 +84,15 @@ class Owned(NamedTuple):
 
 
 def leave(out: Any, owned: Sequence[Owned]) -> tuple[Any, list[Snapshot]]:
-    """Leave the scopes of a call that returned `out`, if everything is in order.
+    """Check a call that returned `out`, and collect the trees that it owned.
 
-    Returns the output, in which nothing is owned any more, and each tree after the
-    call. The snapshots have `eqx.nn.Shared` as Equinox has it.
+    Returns the output with snapshots in place of owned modules, and each tree after the
+    call. In both `eqx.nn.Shared` is Equinox's own class again.
     """
+    # The order matters. Lost writes come first: the later checks only see what is in
+    # the trees now, and a module that dropped out is not there to be checked. Modules
+    # that occur twice come before `_collect`, which flattens, and so would silently
+    # turn one module into two.
     visits = [walk(x.tree, x.path, x.context) for x in owned]
     inside, outside = [v for found in visits for v in found], walk(out)
     for scope in {id(x.scope): x.scope for x in owned}.values():
@@ -93,11 +103,13 @@ def leave(out: Any, owned: Sequence[Owned]) -> tuple[Any, list[Snapshot]]:
 
 
 def _collect(owned: Owned, visits: list[Visit]) -> Snapshot:
-    """A private tree after the call, checked against what was before it."""
+    """A snapshot of a private tree after the call, checked against the one before."""
     tree, before, scope, path, context = owned
     if any(isinstance(v.node, OpenShared) for v in visits if not v.is_leaf):
         tree = closed_copy(tree)
     structure = jtu.tree_structure(tree)
+    # A `functools.cached_property` of an Equinox module may have stored its value in
+    # `__dict__`, which changes the treedef although nothing was written.
     if structure != before.structure and drop_cached(tree):
         structure = jtu.tree_structure(tree)
     leaves = [visit for visit in visits if visit.is_leaf]
@@ -107,49 +119,35 @@ def _collect(owned: Owned, visits: list[Visit]) -> Snapshot:
         known = {v.path: v.node for v in walk(before.tree(), path, context)}
         old = [known.get(visit.path) for visit in leaves]
     else:
-        raise ValueError(
-            "A call keeps the structure of the model, and this one changed it,"
-            f" {difference(before.tree(), closed_copy(tree))}. Give every field its"
-            " final structure when the model is made: an array of zeros in place of"
-            " `None`, a list of its final length, the mode by `train` and `eval` from"
-            " outside, what takes its shape from an input by `model = model.init(42,"
-            " x)`."
-        )
+        changed = difference(before.tree(), closed_copy(tree))
+        raise ValueError(_STRUCTURE.format(changed))
     pairs = zip(leaves, old, strict=True)
     return Snapshot([_settle(visit, x, scope) for visit, x in pairs], structure)
 
 
 def _check_written(visits: list[Visit], scope: Scope) -> None:
-    """What was written must be in what the call leaves, given as walks have found it.
+    """Check that every module that was written is still in the model or the output.
 
-    A container may have lost it, say.
+    A module may have dropped out of a list, say, and what was written would be lost
+    silently. `visits`: all nodes of both.
     """
     inside = {id(visit.node) for visit in visits if not visit.is_leaf}
     for key, (module, name) in scope.written.items():
         if key not in inside and get_place(module).scope is scope:
-            raise ValueError(
-                f"`{name}` was written, and its module is no longer in the model, so"
-                " that what was written cannot come out. Either it was replaced or"
-                " taken out of a container: write to the new one, and replace"
-                " containers instead of changing them, `self.layers ="
-                " [*self.layers[:-1], new]`. Or it came back from a loop and was not"
-                " assigned: `self.cell, ys = es.scan(step, self.cell, xs)`."
-            )
+            raise ValueError(_LOST.format(name))
 
 
 def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
+    """The leaf that the new model has in the place of `old`.
+
+    Writes to fields were checked when they happened; this also finds what was put into
+    containers, which no `__setattr__` sees.
+    """
     new = visit.node
     if same(old, new):
         return new
     if has_escaped(new):
-        raise TraceError(
-            f"`{visit.name}` holds a tracer of a JAX transform that is over: something"
-            " was written into a container inside it. Replace the container instead of"
-            " writing into it, and use the transform of `es`, which carries state"
-            " through:\n\n"
-            '    self.stats["a"] = x                     # wrong\n'
-            '    self.stats = {**self.stats, "a": x}     # right'
-        )
+        raise TraceError(_ESCAPED.format(visit.name))
     if not scope.allows(kind_at(visit)):
         raise frozen(kind_message(visit, visit.name, scope, old))
     if scope.is_initializing:
@@ -159,10 +157,28 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
     new = to_strong(new)
     if is_array(old) and not same_type(old, new):
-        raise ValueError(
-            f"`{visit.name}` was `{show(old)}` and is now `{show(new)}`. State keeps"
-            " its shape and dtype, so that a step is compiled once. Give it its final"
-            " shape and dtype when the model is made, or convert what is written:"
-            " `value.astype(self.field.dtype)`."
-        )
+        raise ValueError(_OTHER_TYPE.format(visit.name, show(old), show(new)))
     return new
+
+
+_STRUCTURE: Final = """A call keeps the structure of the model, and this one changed \
+it, {}. Give every field its final structure when the model is made: an array of zeros \
+in place of `None`, a list of its final length, the mode by `train` and `eval` from \
+outside, what takes its shape from an input by `model = model.init(42, x)`."""
+
+_LOST: Final = """`{}` was written, and its module is no longer in the model, so that \
+what was written cannot come out. Either it was replaced or taken out of a container: \
+write to the new one, and replace containers instead of changing them, `self.layers = \
+[*self.layers[:-1], new]`. Or it came back from a loop and was not assigned: \
+`self.cell, ys = es.scan(step, self.cell, xs)`."""
+
+_ESCAPED: Final = """`{}` holds a tracer of a JAX transform that is over: something \
+was written into a container inside it. Replace the container instead of writing into \
+it, and use the transform of `es`, which carries state through:
+
+    self.stats["a"] = x                     # wrong
+    self.stats = {{**self.stats, "a": x}}     # right"""
+
+_OTHER_TYPE: Final = """`{}` was `{}` and is now `{}`. State keeps its shape and \
+dtype, so that a step is compiled once. Give it its final shape and dtype when the \
+model is made, or convert what is written: `value.astype(self.field.dtype)`."""

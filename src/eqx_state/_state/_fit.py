@@ -1,6 +1,11 @@
-"""State keeps its shape and dtype: what is written is made to fit, or does not fit."""
+"""State keeps its shape and dtype: a written value is cast to fit, or refused.
 
-from typing import Any
+Only numbers and weakly typed arrays are cast, as JAX casts them next to an array. All
+other values have a dtype that somebody chose: if it differs, that is an error rather
+than a silent conversion.
+"""
+
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +19,7 @@ from .._tree._weak_types import is_weak, NUMBERS
 
 
 def fit(old: Any, new: Any, name: str) -> Any:
-    """`new` with the numbers and weak arrays in it cast to the dtypes of `old`."""
+    """`new`, with its numbers and weakly typed arrays cast to the dtypes of `old`."""
     if is_array(old) and is_array(new):  # most of what is written
         return fit_leaf(old, new, name)
     structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
@@ -26,24 +31,22 @@ def fit(old: Any, new: Any, name: str) -> Any:
 
 
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
-    """`new` as it is stored in the place of `old`; `ValueError` if it cannot be."""
+    """`new` as it is stored in the place of `old`; `ValueError` if it does not fit."""
     if isinstance(new, jax.Array) and not is_weak(new):
         return new  # most of what is written
     if _is_struct(new) and not _is_struct(old):
-        raise ValueError(
-            f"Cannot write `{name}`: `{show(new)}` is a `jax.ShapeDtypeStruct`, which"
-            " has a shape and a dtype and no values. Write an array:"
-            " `jnp.zeros(struct.shape, struct.dtype)`."
-        )
+        raise ValueError(_STRUCT.format(name, show(new)))
     if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return new
     dtype = jax.dtypes.canonicalize_dtype(old.dtype)
-    is_number = type(new) in NUMBERS  # and not `np.float64`, a subclass of `float`
+    is_number = type(new) in NUMBERS  # `np.float64`, a subclass of `float`, is not one
     if not is_number and not is_weak(new):
         is_known = is_numpy(new) and is_numeric(new.dtype)
         if is_known and jax.dtypes.canonicalize_dtype(new.dtype) == dtype:
             _check_range(old, new, dtype, name)
         return new
+    # Under strict promotion JAX would raise here, with an error that does not name the
+    # field; ours below does.
     with jax.numpy_dtype_promotion("standard"):
         promoted = (
             jnp.promote_types(dtype, type(new))
@@ -54,12 +57,7 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
         # Without 64 bits JAX has no float64, which is what a Python float promotes to.
         other = jax.dtypes.canonicalize_dtype(promoted).name
         given = f"the number {new!r}" if is_number else f"`{show(new)}`"
-        raise ValueError(
-            f"Cannot write `{name}`: it holds `{show(old)}`, and {given} would make it"
-            f" {other}. State keeps its dtype, or every step would be compiled"
-            f" anew. Convert it: `jnp.asarray(value, dtype=jnp.{dtype.name})`, or make"
-            " the field of that dtype to begin with."
-        )
+        raise ValueError(_DTYPE.format(name, show(old), given, other, dtype.name))
     _check_range(old, new, dtype, name)
     return jnp.asarray(new, dtype=dtype)
 
@@ -71,17 +69,14 @@ def _is_struct(x: Any) -> bool:
 def _check_range(old: Any, new: Any, dtype: Any, name: str) -> None:
     if not holds(dtype, new):
         given = f"{new!r}" if type(new) is int else f"an integer in `{show(new)}`"
-        raise ValueError(
-            f"Cannot write `{name}`: {given} does not fit into `{show(old)}`. Make the"
-            " field of a wider dtype to begin with."
-        )
+        raise ValueError(_RANGE.format(name, given, show(old)))
 
 
 def holds(dtype: Any, x: Any) -> bool:
-    """Whether a dtype has all the integers in a number or an array.
+    """Whether a dtype can represent all the integers in a number or an array.
 
-    Values that cannot be looked at count as held: JAX wraps those of a tracer, and
-    those that lie with other processes.
+    `True` if the values cannot be read: for a tracer, and for an array that other
+    processes have a part of. JAX wraps those around.
     """
     is_number = type(x) is int
     if not is_number and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)):
@@ -92,7 +87,7 @@ def holds(dtype: Any, x: Any) -> bool:
     if is_number:
         return least <= x <= most
     own = jnp.iinfo(x.dtype)
-    # Only now: reading an array waits for its values.
+    # The dtypes are compared first, since reading an array waits for its values.
     if (least <= own.min and own.max <= most) or not _is_readable(x) or x.size == 0:
         return True
     values = np.asarray(jax.device_get(x))
@@ -106,18 +101,15 @@ def _is_readable(x: Any) -> bool:
 
 
 def as_jax(x: Any, name: str) -> jax.Array:
-    """A number or a NumPy array as a JAX array that nobody else has, of equal value."""
+    """A number or a NumPy array as a new JAX array with equal values."""
     dtype = jnp.result_type(x)
     if not holds(dtype, x):
-        raise ValueError(
-            f"`{name}`: JAX makes {dtype.name} of `{show(x)}`, into which an integer"
-            " does not fit. Call `jax.config.update('jax_enable_x64', True)` when the"
-            " program starts, or use smaller numbers."
-        )
+        raise ValueError(_NEEDS_X64.format(name, dtype.name, show(x)))
     return jnp.array(x)
 
 
 def same_type(old: Any, new: Any) -> bool:
+    """Whether two arrays have the same shape, and the same dtype once JAX has them."""
     if not is_array(new) or old.shape != new.shape:
         return False
     if old.dtype == new.dtype:
@@ -134,5 +126,21 @@ def same_type(old: Any, new: Any) -> bool:
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Whether JAX has arrays of a NumPy dtype; NumPy has strings and objects, too."""
+    """Whether JAX supports a NumPy dtype: NumPy also has strings and objects."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
+
+
+_STRUCT: Final = """Cannot write `{}`: `{}` is a `jax.ShapeDtypeStruct`, which has a \
+shape and a dtype and no values. Write an array: `jnp.zeros(struct.shape, \
+struct.dtype)`."""
+
+_DTYPE: Final = """Cannot write `{}`: it holds `{}`, and {} would make it {}. State \
+keeps its dtype, or every step would be recompiled. Convert it: \
+`jnp.asarray(value, dtype=jnp.{})`, or make the field of that dtype to begin with."""
+
+_RANGE: Final = """Cannot write `{}`: {} does not fit into `{}`. Make the field of a \
+wider dtype to begin with."""
+
+_NEEDS_X64: Final = """`{}`: JAX makes {} of `{}`, into which an integer does not fit. \
+Call `jax.config.update('jax_enable_x64', True)` when the program starts, or use \
+smaller numbers."""

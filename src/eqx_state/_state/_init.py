@@ -1,4 +1,10 @@
-"""Lazy models: placeholders for values, and `init`, which draws them."""
+"""Lazy models: placeholders for values, and `init`, which draws them.
+
+A placeholder is an ordinary leaf of the pytree, so a lazy model has the structure of
+the final one wherever that is known already. Each value is drawn with a key that is
+folded from its path: the values do not depend on the order in which they are drawn, nor
+on what else is in the model.
+"""
 
 import copy
 import dataclasses
@@ -43,7 +49,7 @@ if TYPE_CHECKING:
     class Initializer:
         """A placeholder for the value `f(key)`, which `init` draws."""
 
-        # To a type checker it is what it will be.
+        # A type checker sees the value that it will be.
         def __new__(cls, f: Callable[[PRNGKeyArray], _T], /) -> _T: ...  # type: ignore[misc]
 
 else:
@@ -54,7 +60,7 @@ else:
         **Arguments:**
 
         - `f`: takes a PRNG key; returns an array, a pytree, or a whole module. It is
-            called once, with a key that depends on the place in the tree.
+            called once, with a key that is folded from its path in the tree.
 
         !!! example
 
@@ -99,7 +105,8 @@ else:
                 " values first: `model = model.init(42)`."
             )
 
-        # Whoever takes it for an array or for a layer is told; JAX asks for the dtype.
+        # Using it as an array or as a layer raises our error. `dtype` is there because
+        # JAX looks it up on what it is given.
         dtype = shape = ndim = property(_raise, doc="There is none before `init`.")
         __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
@@ -111,11 +118,11 @@ def lazy(cls: type[_T], /, *args: Any, **kwargs: Any) -> _T: ...
 @overload
 def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
 def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-    """A placeholder for `cls(*args, key=key, **kwargs)`, any layer, made by `init`.
+    """A placeholder for the layer `cls(*args, key=key, **kwargs)`, which `init` makes.
 
     **Raises:**
 
-    - `TypeError`: `cls` is a layer and not its class, or there is a `key`.
+    - `TypeError`: `cls` is a layer rather than its class, or a `key` was given.
 
     !!! example
 
@@ -156,7 +163,7 @@ def _needs_module_init(module: BaseModule) -> bool:
 
 
 def missing(tree: Any) -> str | None:
-    """What is not initialised yet, in words; `None` if everything is."""
+    """Describe what is not initialized yet; `None` if everything is."""
     return _missing(walk(tree))
 
 
@@ -171,22 +178,22 @@ def _missing(visits: list[Visit]) -> str | None:
 
 
 def check_initialized(tree: Any) -> None:
-    """Raise `NotInitializedError` if anything is still to be drawn."""
+    """Raise `NotInitializedError` unless everything in `tree` is initialized."""
     check_none_missing(walk(tree))
 
 
 def check_ready(tree: Any) -> None:
-    """Raise if a model cannot enter a call: not initialised, or one module shared."""
+    """Raise if a model is not initialized, or has one stateful module in two places."""
     visits = walk(tree)
     check_none_missing(visits)
     check_apart(visits)
 
 
 def check_none_missing(visits: list[Visit]) -> None:
-    """`check_initialized`, of what a walk has found."""
+    """`check_initialized`, for the visits of a walk."""
     if (what := _missing(visits)) is not None:
         raise NotInitializedError(
-            f"The model is used before it is initialised: {what}. Draw the values"
+            f"The model is used before it is initialized: {what}. Draw the values"
             " first; `init` returns a new model:\n\n    model = model.init(42)"
         )
 
@@ -200,9 +207,9 @@ def init(
 ) -> _Tree:
     """`tree` with every placeholder drawn and every `module_init` run.
 
-    All `es.Initializer`s come first; then, once in a module's life, `module_init(self,
-    key)` of every `es.Module` that overrides it, children before parents. What is
-    initialised already keeps its value.
+    All `es.Initializer`s are drawn first. Then `module_init(self, key)` runs for every
+    `es.Module` that overrides it, children before parents, and once in a module's life.
+    Values that are initialized already are kept.
 
     **Arguments:**
 
@@ -210,9 +217,9 @@ def init(
     - `key`: a PRNG key, or an integer seed. Each value's key is folded from its path,
         so that a new layer changes no other layer's values.
     - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
-        and may assign what is still missing: shapes can come from the inputs. Nothing
-        else that it writes is kept. A loop in it runs one step more than it has, and a
-        `cond` runs both branches, so that everything is made.
+        and may assign fields that are still missing: their shapes can come from the
+        inputs. Its other writes are discarded. Loops run one extra step, and `cond`
+        runs both branches, so that everything is made.
     - `call`: what to run instead of the model itself: a function of the model and the
         inputs.
 
@@ -257,7 +264,8 @@ def init(
             " cannot be called. Say what to run: `init(key, x, call=lambda model, x:"
             " model.encode(x))`."
         )
-    # Of clones of its keys, since the model keeps the keys and will draw from them.
+    # The forward pass draws from clones of the keys. The model keeps its own keys and
+    # will draw from them later, which `jax_debug_key_reuse` would take for reuse.
     cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
     tree = copy_tree(tree)
@@ -267,7 +275,7 @@ def init(
 
 
 def as_initialized(tree: Any) -> Any:
-    """`tree`, or if anything in it is still to be drawn, its shapes after `init`."""
+    """`tree`, or if it is not initialized, the shapes that it has after `init`."""
     return tree if missing(tree) is None else eqx.filter_eval_shape(init, tree, 0)
 
 
@@ -276,7 +284,7 @@ def _default_call(model: Any, *inputs: Any) -> Any:
 
 
 def _run_hooks(tree: Any, key: Any) -> Any:
-    """Initializers, then hooks, until nothing is left: either may bring new ones."""
+    """Draw Initializers and run hooks until none is left: either may add new ones."""
     while missing(tree) is not None:
         tree = draw(tree, key)
         tree = _in_scope(tree, key, lambda private: _call_hooks(private, key))
@@ -292,9 +300,9 @@ def _call_hooks(tree: Any, key: Any) -> None:
 
 
 class InitScope(Scope):
-    """The scope of `init`, in which everything may be written.
+    """The scope of `init`: any field may be written, and the structure may change.
 
-    What is written may still have to be drawn.
+    A written Initializer is drawn at once.
     """
 
     is_initializing = True
@@ -329,7 +337,7 @@ def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
-    """`tree` with values in place of all Initializers, those in new values too."""
+    """`tree` with a value in place of each Initializer, also inside drawn values."""
     visits = [v for v in walk(tree, path, context) if v.is_leaf]
     if not any(isinstance(v.node, Initializer) for v in visits):
         return tree
@@ -347,7 +355,14 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
 
 
 def made_in(before: Snapshot, after: Snapshot) -> tuple[Snapshot, dict[KeyPath, Any]]:
-    """What a tree has now of the leaves that it had, and what has come into being."""
+    """Split a tree that was initialized in a trace into old leaves and new parts.
+
+    Returns a snapshot with the old structure and the new values of the old leaves; and
+    by path, the parts for which the old tree had no leaf.
+    """
+    # A trace has a fixed set of inputs and outputs, which are the leaves from before.
+    # Parts that were made in it have no slot among them, so they travel separately,
+    # and `put_in` puts them into the tree outside.
     old, new = before.tree(), after.tree()
     by_path = {visit.path: visit.node for visit in walk(new)}
     known = [by_path.get(visit.path, visit.node) for visit in leaves(old)]
@@ -357,9 +372,9 @@ def made_in(before: Snapshot, after: Snapshot) -> tuple[Snapshot, dict[KeyPath, 
 def _made(
     before: Any, after: Any, path: KeyPath = (), *, replaced: bool = False
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """What `after` has where `before` has nothing: `None`, a container of nothing.
+    """The parts of `after`, by path, where `before` has `None` or an empty container.
 
-    With `replaced` also modules in the place of something else.
+    With `replaced`, also modules that took the place of something else.
     """
     if not walk(before):
         if jtu.tree_structure(before) != jtu.tree_structure(after):
@@ -375,7 +390,7 @@ def _made(
 
 
 def _below(x: Any) -> dict[Any, Any]:
-    """What is one level down, static fields of a module included."""
+    """The children of `x` by key, including the static fields of a module."""
     if is_eqx_module(x):
         return {jtu.GetAttrKey(name): x.__dict__[name] for name in x.__dict__}
     return dict(children(x) or ())
@@ -383,6 +398,10 @@ def _below(x: Any) -> dict[Any, Any]:
 
 def put_in(tree: Any, path: KeyPath, value: Any) -> Any:
     """`tree` with `value` at `path`. An `es.Module` stays the object that it is."""
+    # `eqx.tree_at` would not do, for two reasons: it makes a new module, while closures
+    # over `self` go on seeing the old one; and it only reaches nodes of the pytree,
+    # while the path may lead to a static field, or to a key that a dict does not have
+    # yet.
     if not path:
         return value
     key, rest = path[0], path[1:]
@@ -392,7 +411,7 @@ def put_in(tree: Any, path: KeyPath, value: Any) -> Any:
         object.__setattr__(tree, key.name, new)
         return tree
     if isinstance(tree, dict) and isinstance(key, jtu.DictKey):
-        filled = copy.copy(tree)  # a `defaultdict` keeps its factory
+        filled = copy.copy(tree)  # keeps the factory of a `defaultdict`
         filled[key.key] = put_in(tree.get(key.key), rest, value)
         return filled
     return map_children(lambda k, x: put_in(x, rest, value) if k == key else x, tree)

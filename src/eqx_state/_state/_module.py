@@ -1,4 +1,9 @@
-"""`es.Module`: an Equinox module whose annotations say what its fields are."""
+"""`es.Module`: an Equinox module whose annotations say what its fields are.
+
+It is a frozen dataclass and a pytree like any other `eqx.Module`. Only one thing is
+new: in a scope, an assignment goes to `_write.py` instead of raising. Everything else
+here forwards to a function of the same name, which takes any pytree.
+"""
 
 import dataclasses
 import functools as ft
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
 else:
 
     class _computed:
-        """A property that a field of the same name may take the place of."""
+        """A property that a field of the same name may replace."""
 
         def __init__(self, f):
             self.f = f
@@ -53,8 +58,8 @@ else:
 class _CachedProperty(ft.cached_property[Any]):
     """A `functools.cached_property` that keeps its value outside of the pytree.
 
-    And only where nothing can make it wrong: not in a scope, where fields change, nor
-    in a trace, whose tracers the module may outlive.
+    The value is not kept where it could become wrong: in a scope, where fields change,
+    and in a trace, because the module may outlive its tracers.
     """
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -72,19 +77,19 @@ class Module(BaseModule):
     """Base class for models with state. An ordinary frozen `equinox.Module`, plus:
 
     - fields annotated with kinds (`es.Parameter`, `es.State`, …);
-    - the flags `training` and `frozen`, static and part of the treedef, `True` and
-        `False` at first;
+    - the flags `training` and `frozen`, which are static, and so part of the treedef.
+        They start as `True` and `False`;
     - in a scope opened by `es.mutable`, `self.field = value` writes state.
 
-    All methods forward to functions of the same name, which take any pytree and are
-    what the library itself calls: a subclass may redefine any of them.
+    All methods forward to functions of the same name, which take any pytree. The
+    library itself only calls the functions, so a subclass may redefine any method.
 
-    `functools.cached_property` works. Its value belongs to one model, and is computed
-    anew at each read in a scope or under a transform of JAX.
+    `functools.cached_property` works. Its value belongs to one model; in a scope, and
+    under a transform of JAX, it is recomputed at each read.
 
-    In a field that declares a kind a Python number, a bool or a weakly typed array
-    becomes a strongly typed array. Class defaults that are arrays work; every instance
-    gets its own copy.
+    In a field that declares a kind, a Python number, a bool or a weakly typed array
+    becomes a strongly typed array. Class defaults may be arrays; every instance gets
+    its own copy.
 
     **Raises:**
 
@@ -134,14 +139,16 @@ class Module(BaseModule):
         for name, value in cls.__dict__.items():
             if not is_kind(value) or is_class_var(annotations.get(name)):
                 continue
-            if value.__qualname__ != f"{cls.__qualname__}.{name}":  # no class made here
+            if (
+                value.__qualname__ != f"{cls.__qualname__}.{name}"
+            ):  # not a class made here
                 raise TypeError(
                     f"`{cls.__qualname__}.{name}` is set to `{kind_name(value)}`, which"
-                    f" is a kind, and says something as an annotation only: `{name}:"
-                    f" {kind_name(value)}`. If the class itself is to hold it, say"
-                    f" `{name}: ClassVar = {kind_name(value)}`."
+                    " is a kind, and kinds only have a meaning as annotations:"
+                    f" `{name}: {kind_name(value)}`. To hold it as a class attribute,"
+                    f" write `{name}: ClassVar = {kind_name(value)}`."
                 )
-        # Those of mixins, too, which know nothing of pytrees.
+        # Including those of mixins, which need not be pytrees themselves.
         found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
         for name, value in found.items():
             if type(value) is ft.cached_property:
@@ -155,14 +162,15 @@ class Module(BaseModule):
             elif eqx.is_array(default):
                 setattr(cls, name, own_default(dataclasses.field(default=default)))
             elif name not in cls.__dict__ and name in Module.__dict__:
-                # A field may be called as one of our methods.
+                # A field may have the name of one of our methods.
                 setattr(cls, name, dataclasses.field())
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)
         declared = declarations(cls)
-        # Here and not in `__init__`, which a subclass may write itself: Equinox keeps
-        # a default that such an `__init__` does not assign out of the pytree.
+        # Here rather than in `__init__`, which a subclass may write itself: if that
+        # does not assign a field with a default, Equinox leaves the field out of the
+        # pytree.
         for f in dataclasses.fields(cls):
             default = f.default
             if isinstance(f.default_factory, ArrayDefault):
@@ -174,7 +182,8 @@ class Module(BaseModule):
         return self
 
     def __check_init__(self) -> None:
-        # After the converters, whose results were never assigned through us.
+        # This comes after Equinox has run the converters, whose results do not go
+        # through our `__setattr__`.
         for name in declarations(type(self)):
             if name in self.__dict__:
                 value = strengthen_field(type(self), name, self.__dict__[name])
@@ -196,7 +205,7 @@ class Module(BaseModule):
                 super().__setattr__(name, value)
             except dataclasses.FrozenInstanceError:
                 if name not in fields:
-                    # An Initializer is declared as what it will be.
+                    # The annotation to suggest is that of the value to be drawn.
                     message = no_field_message(self, name, _init.as_initialized(value))
                     raise dataclasses.FrozenInstanceError(message) from None
                 raise frozen_error(self, name, value) from None
@@ -209,8 +218,8 @@ class Module(BaseModule):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # `copy.copy` and `pickle` go through `__new__` otherwise, after which Equinox
-        # takes the copy for a module that is still being made, and lets it be written.
+        # By default `copy.copy` and `pickle` call `__new__`, after which Equinox takes
+        # the copy for a module whose `__init__` still runs, and lets it be written.
         if type(self).__reduce__ is not object.__reduce__:
             return super().__reduce_ex__(protocol)
         state: Any = dict(self.__dict__)
@@ -219,14 +228,14 @@ class Module(BaseModule):
         return _rebuild, (type(self), state)
 
     def __hash__(self) -> int:
-        # As Equinox, but for what says again whether `training` is set.
+        # As in Equinox, but without the field that repeats the flag `training`.
         names = [f.name for f in dataclasses.fields(self) if f.name != INFERENCE]
         try:
             return hash(tuple((name, getattr(self, name)) for name in names))
         except TypeError:
             raise TypeError(
                 f"unhashable type: a `{type(self).__qualname__}` with arrays. JAX's own"
-                " transforms hash what they call, those of `es` do not:\n\n"
+                " transforms hash what they call, and those of `es` do not:\n\n"
                 "    jax.checkpoint(self.layer)(x)                    # wrong\n"
                 "    es.checkpoint(self.layer)(x)                     # right\n"
                 "    jax.jit(lambda layer, x: layer(x))(layer, x)     # an argument"
@@ -245,7 +254,7 @@ class Module(BaseModule):
 
     @_computed
     def inference(self) -> Any:
-        """What `equinox.nn.inference_mode` replaces: true in eval mode."""
+        """The value that `equinox.nn.inference_mode` replaces: true in eval mode."""
         return self.__dict__[INFERENCE]
 
     @boundary
@@ -284,13 +293,14 @@ class Module(BaseModule):
         return _select.update(self, *partials)
 
     def replace(self, **fields: Any) -> Self:
-        """A copy with these fields; an unknown name is a `TypeError`."""
+        """Return a copy with these fields; an unknown name is a `TypeError`."""
         return _surgery.replace(self, **fields)
 
     def sow(self, name: str, value: Any) -> None:
-        """Give a value to `es.capture`, under this module's path and `name`.
+        """Hand a value to `es.capture`, under this module's path and `name`.
 
-        An array, a number or a pytree of them. Without `es.capture`, nothing happens.
+        The value is an array, a number, or a pytree of them. Outside `es.capture`
+        nothing happens.
         """
         sow(self, name, value)
 
@@ -299,19 +309,22 @@ class Module(BaseModule):
 
     @_computed
     def _repr_html_(self) -> Any:
-        # No method: treescope appends what a class gives under this name to its tree.
+        # Not a method: treescope appends to its own drawing what the `_repr_html_` of a
+        # class returns, so the tree would appear twice.
         return ft.partial(_treescope.html, self)
 
 
 def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
-    # A converter is given what the user gave; its result is made strong at the end.
+    # The converter has to see the value that the user gave. Its result is made strong
+    # in `__check_init__`.
     has_converter = f.metadata.get("converter") is not None
     return value if has_converter else strengthen_field(cls, f.name, value)
 
 
 def _rebuild(cls: type, state: Any) -> Any:
     self = object.__new__(cls)
-    # Asked of the class: an instance without fields may not be asked for anything.
+    # Looked up on the class: a user's `__getattr__` could fail on an instance that does
+    # not have its fields yet.
     if (setstate := getattr(cls, "__setstate__", None)) is not None:
         setstate(self, state)
     else:

@@ -1,8 +1,15 @@
-"""`equinox.nn.Shared` inside a scope: what it expands to is the scope's own modules.
+"""`equinox.nn.Shared` inside a scope: its call returns the scope's own modules.
 
-Its call copies the tree that it holds, and a copy cannot be written. In a private copy
-it is of a subclass, whose call copies only the way down to the tied nodes. All else is
-the modules themselves; a tied module is one object in all its places.
+`eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) in its other
+places, and on each call builds the full tree with `eqx.tree_at`. That copies every
+module in it. A copy does not belong to the scope, so whoever wrote it would write to
+nothing.
+
+So the instances in a private copy change their class to `OpenShared`. Its call rebuilds
+only the containers and modules that lead to a hole, and uses everything else as it is:
+a tied module is one object in all its places, and can be written through any of them.
+When the scope is left, `closed_copy` changes the class back, so that no one outside
+ever sees the subclass, and the treedef is that of before.
 """
 
 import functools as ft
@@ -16,7 +23,7 @@ from .._tree._walk import copy_tree, modules_in, walk
 
 @ft.cache
 def _hole_type() -> Any:
-    """What Equinox leaves in the place of a tied node; it has no public name."""
+    """The class of the placeholder for a tied node, which Equinox does not export."""
     return type(eqx.nn.Shared([0, 0], lambda x: x[1], lambda x: x[0]).pytree[1])
 
 
@@ -33,7 +40,10 @@ class OpenShared(eqx.nn.Shared):
 
     def __call__(self) -> Any:
         """The tree, with the tied nodes in all their places."""
-        # A hole of its own for each place, so that `where` says which is which.
+        # This is surprisingly subtle: `where` returns nodes, and does not say where in
+        # the tree it found them. So first each place gets a new hole, whose `id` then
+        # identifies the place. In both `tree_map`s the nodes without a hole below are
+        # leaves, and so are not copied.
         tree = jtu.tree_map(
             lambda x: _hole_type()() if _is_hole(x) else x,
             self.pytree,
@@ -47,13 +57,13 @@ class OpenShared(eqx.nn.Shared):
 
 
 def open_shared(node: Any) -> None:
-    """Open `node` if it is an `eqx.nn.Shared` with `es.Module`s in it."""
+    """Make `node` an `OpenShared` if it is an `eqx.nn.Shared` with `es.Module`s."""
     if type(node) is eqx.nn.Shared and any(modules_in(node)):
         object.__setattr__(node, "__class__", OpenShared)
 
 
 def closed_copy(tree: Any) -> Any:
-    """The same leaves in new modules, which belong to no scope, as Equinox has them."""
+    """A copy that no scope owns, with Equinox's class in place of `OpenShared`."""
     tree = copy_tree(tree)
     for visit in walk(tree):
         if isinstance(visit.node, OpenShared):

@@ -1,8 +1,9 @@
-"""Why a module cannot be written: it is in no scope, and where it comes from instead.
+"""Errors for a write to a module that no scope owns: where did it come from?
 
-At the write only the module is known: its mode, and what its fields are. The scope that
-the error passes on its way out knows the function and the arguments, and looks for the
-module there.
+The error is made in two steps. At the write only the module is known: its mode, and
+what its fields are. On its way out the error passes the call that opened a scope, which
+knows the function and its arguments; `explain` looks for the module there, and replaces
+the message by one with the user's own names.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ _OR_EVAL = """\
     y = model.eval()(x)                 # or: layers write nothing then
 """
 
-# A callback, or a function that is transformed as a whole, is seen by no scope.
+# Nothing calls `explain` for a callback, or for a transform around the whole function.
 _OR_COPY = """
 Under a transform, use the one of `es`, which carries state: `es.value_and_grad` for \
 `eqx.filter_value_and_grad`, `es.mutable(es.vmap(model))(xs)` for `jax.vmap(model)(xs)`.
@@ -82,8 +83,9 @@ arguments. Give it by position, and name all that are threaded:
     {what}({f}, argnums=(0, 1))(model, {key})     # right
 """
 
-_CARRIED = """It is what `{f}` is called on, and `argnums=` names other arguments. \
-Threaded are the one or the others; for both, make the one an argument, too:
+_CARRIED = """It is the object that `{f}` is called on, and `argnums=` names other \
+arguments. Either the object or the arguments are threaded. To thread both, make the \
+object an argument, too:
 
     {what}(lambda model, other: ..., argnums=(0, 1))(model, other)
 """
@@ -138,10 +140,10 @@ class Unowned:
 
 @dataclasses.dataclass
 class ModelCall:
-    """A call `f(*args, **kwargs)` that threads a model, and what errors say of it.
+    """A call `f(*args, **kwargs)` that threads a model, as errors describe it.
 
-    - `positions`: which arguments are threaded; `None` for what `f` carries along.
-    - `carried`: what `f` carries along, if anything.
+    - `positions`: which arguments are threaded; `None` for the object that `f` carries.
+    - `carried`: the object that `f` carries, if any, such as that of a bound method.
     - `run`: the call as a function of the model.
     """
 
@@ -158,7 +160,7 @@ class ModelCall:
 def frozen_error(
     module: BaseModule, name: str, value: Any
 ) -> dataclasses.FrozenInstanceError:
-    """The error of a write to a module that is in no scope."""
+    """The error for a write to a module that no scope owns."""
     cls = type(module).__qualname__
     if name in FLAGS:
         off, on = ("eval", "train") if name == "training" else ("unfreeze", "freeze")
@@ -179,7 +181,7 @@ def frozen_error(
 def explain(
     error: dataclasses.FrozenInstanceError, call: ModelCall | None = None
 ) -> None:
-    """Say in the error where a call that has a scope got the module from."""
+    """Add to the error where the call, which has a scope, got the module from."""
     if not isinstance(error.obj, Unowned):
         return
     module, name = error.obj.module, error.obj.name
@@ -187,11 +189,11 @@ def explain(
     text += (call and _cause(module, call)) or _COPY
     text += _of_mode(module, name)
     error.args = (text.strip(),)
-    error.obj = None  # a scope further out knows less
+    error.obj = None  # an outer call knows less, and must not replace the message
 
 
 def _cause(module: BaseModule, call: ModelCall) -> str | None:
-    """Where the call has the module from, if it can be seen."""
+    """Where the call got the module from, if that can be found out."""
     name = getattr(call.f, "__name__", "f")
     words = {"what": call.what, "f": name}
     if _is_in(module, call.model):
@@ -201,14 +203,17 @@ def _cause(module: BaseModule, call: ModelCall) -> str | None:
     places: list[tuple[str, Any, str, Any]] = [
         *(("argument {}", i, _ARGUMENT, x) for i, x in enumerate(call.args)),
         *(("the argument `{}`", k, _BY_NAME, x) for k, x in call.kwargs.items()),
-        *(("what is outside, `{}`", k, _CLOSURE, x) for k, x in _outside(call.f)),
+        *(
+            ("a variable from outside, `{}`", k, _CLOSURE, x)
+            for k, x in _outside(call.f)
+        ),
     ]
     for where, key, template, value in places:
         if not _is_in(module, value):
             continue
         argnums: Any = key
         if call.positions is None:
-            template, threaded = _BESIDE, f"what `{name}` is called on"
+            template, threaded = _BESIDE, f"the object that `{name}` is called on"
         else:
             threaded = "only " + " and ".join(f"argument {n}" for n in call.positions)
             if any(modules_in(call.model)) and template is _ARGUMENT:
@@ -228,29 +233,29 @@ def _is_in(module: BaseModule, tree: Any) -> bool:
     try:
         return any(visit.node is module for visit in modules_in(tree))
     except Exception:
-        return False  # what is outside a function may be anything
+        return False  # a closure may hold anything, also objects that cannot be walked
 
 
 def _outside(f: Any) -> list[tuple[str, Any]]:
-    """What a function has from outside, by name: globals, and what is around it."""
+    """The globals and closure variables of a function, by name."""
     while isinstance(f, (ft.partial, eqx.Partial)) or hasattr(f, "__wrapped__"):
         f = f.__wrapped__ if hasattr(f, "__wrapped__") else f.func
     try:
         held = inspect.getclosurevars(f)
-    except (TypeError, ValueError):  # not a function; a name that is not bound yet
+    except (TypeError, ValueError):  # not a function; a variable not assigned yet
         return []
     return [*held.nonlocals.items(), *held.globals.items()]
 
 
 def _of_mode(module: BaseModule, name: str) -> str:
-    """What is to be said of the mode of a module that was written."""
+    """The sentence about the mode of a module that was written; empty in train mode."""
     if module._eqx_state_writes_in_eval:
         return _IN_EITHER_MODE.format(cls=type(module).__qualname__)
     return "" if module.training else _IN_EVAL.format(name=name)
 
 
 def _other_than_state(module: BaseModule, name: str) -> str | None:
-    """What a field is, in words, if it cannot be state."""
+    """Describe a field that cannot be state; `None` if it may be."""
     spec = declarations(type(module)).get(name, NOTHING)
     if spec.kind is not None:
         if issubclass(spec.kind, State):

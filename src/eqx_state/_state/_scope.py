@@ -1,9 +1,11 @@
-"""The mutable scope: who may write which field of which module, and what comes out.
+"""The mutable scope: which modules may be written, and for how long.
 
-A scope owns private copies of modules. Ownership is a `Place` beside the fields of each
-owned `es.Module`; nothing is global, and no module knows of a scope that it is not in.
-The scope is stamped with the trace in which it was opened: a write in another trace
-would leak that trace's tracers, and is an error.
+A scope owns private copies of modules. Ownership is a `Place` that is stored beside the
+fields of each owned `es.Module`. There is no global stack of scopes: a module that has
+no `Place` cannot be written, whatever scope is open around the code.
+
+A scope remembers the trace in which it was opened. A write in another trace would leak
+that trace's tracers, and is an error.
 """
 
 import contextlib
@@ -28,21 +30,23 @@ Kinds = tuple[type, ...]
 
 
 def is_any_open() -> bool:
-    """Whether any module may be owned by a scope now."""
+    """Whether any scope is open; if not, no module is owned."""
     return bool(OPEN_SCOPES)
 
 
-# What modules have sown, by name; JAX sorts a dictionary, but not this one.
+# The values that were sown, by name. An `OrderedDict` because JAX sorts the keys of a
+# dict, and the order in which values were sown is part of the result.
 Sown = OrderedDict[str, list[Any]]
 
 
 class Scope:
-    """Where writes are allowed: which kinds, and in which trace, until it is closed.
+    """Permission to write arrays of certain kinds, in one trace, until it is closed.
 
-    `captures`: whether what is sown is kept, in `sown`, by name.
+    - `captures`: whether sown values are kept, in `sown`.
+    - `written`: the modules that were written, and the name of a field that was.
     """
 
-    # Whether it is the scope of `init`, in which the structure may change.
+    # Whether this is an `InitScope`, in which the structure may change.
     is_initializing: ClassVar[bool] = False
 
     def __init__(self, kinds: Kinds, captures: bool = False):
@@ -58,10 +62,16 @@ class Scope:
 
     @contextlib.contextmanager
     def alone(self, transform: bool) -> Iterator[None]:
-        """No other thread writes, or runs a transform, in the scope meanwhile.
+        """Keep other threads from writing and from running a transform in this scope.
 
-        A write is waited for. A transform is not: it may itself wait for this thread.
+        Waits for the write of another thread; raises `RuntimeError` if the other thread
+        runs a transform.
         """
+        # Why not simply wait? Waiting for a write is fine: it is short. But the
+        # function under a transform is the user's, and it may wait for this very thread
+        # (say, it joins it): then both would wait forever. An error at once is also
+        # better than a race on modules whose contents are swapped. The lock is
+        # reentrant, since transforms nest, and since their functions write.
         while not self._lock.acquire(timeout=0.001):
             if self._is_transformed:
                 raise RuntimeError(_OTHER_THREAD)
@@ -73,9 +83,11 @@ class Scope:
             self._lock.release()
 
     def close(self) -> None:
-        """From now on nothing can be written."""
+        """Refuse all writes from now on."""
         self.is_open = False
-        self.written.clear()  # modules, which lead back here: garbage without a cycle
+        # The modules lead back here through their places. Without the cycle they are
+        # freed at once, instead of by the garbage collector.
+        self.written.clear()
         OPEN_SCOPES.discard(id(self))
 
     def __enter__(self) -> Self:
@@ -99,7 +111,7 @@ class Scope:
 
 @dataclasses.dataclass(slots=True)
 class Watch:
-    """Which of these fields of a module have been read."""
+    """Some fields of a module, and which of them have been read."""
 
     fields: frozenset[str]
     read: set[str] = dataclasses.field(default_factory=set)
@@ -107,10 +119,10 @@ class Watch:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """Where an owned module is.
+    """Where in which scope an owned module is.
 
-    While a transform runs, the contents belong to a `thread`, and `watches` are for
-    what is read of them.
+    While a transform runs, its contents are those of a trace. Only the thread with the
+    identifier `thread` may read them, and `watches` note which fields it reads.
     """
 
     scope: Scope
@@ -120,14 +132,14 @@ class Place:
     thread: int | None = None
 
     def note_read(self, name: str) -> None:
-        """While a transform runs: the field was read, if there is one of that name."""
+        """Note that an attribute, perhaps a field, was read while a transform runs."""
         if self.thread != threading.get_ident():
             raise RuntimeError(_OTHER_THREAD)
         for watch in self.watches:
             watch.read.add(name)
 
     def note_all_read(self) -> None:
-        """Whoever takes a copy may read everything."""
+        """Note that all fields were read: whoever has a copy may read any of them."""
         for watch in self.watches:
             watch.read |= watch.fields
 
@@ -143,7 +155,7 @@ scope in one thread at a time, or give each thread a scope of its own:
 def own(
     tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT
 ) -> list[Visit]:
-    """Give the modules of a private copy to a scope. Returns what a walk has found."""
+    """Give the modules of a private copy to a scope. Returns the visits of a walk."""
     visits = walk(tree, path, context)
     for visit in visits:
         if not visit.is_leaf:
@@ -164,7 +176,7 @@ def is_owned(x: Any) -> bool:
 def disown(tree: Any, visits: list[Visit]) -> Any:
     """`tree` with a frozen snapshot in place of each module that a scope has owned.
 
-    `visits`: what a walk of it has found.
+    `visits` are those of a walk of `tree`.
     """
 
     def owned(x: Any) -> bool:

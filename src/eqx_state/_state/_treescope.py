@@ -1,7 +1,7 @@
 """A module as an interactive tree in a notebook, every array marked with its kind.
 
-treescope draws the tree: <https://treescope.readthedocs.io>. It is imported when it is
-needed, and may be missing.
+[treescope](https://treescope.readthedocs.io) draws the tree. It is an optional
+dependency, and is imported only when a module is drawn.
 """
 
 import contextvars
@@ -26,7 +26,7 @@ from .._tree._base import BaseModule
 from .._tree._walk import is_array, leaves
 
 
-# Behind black text: light enough for that, and seen on white and on black.
+# The colors lie behind black text, on a white or on a black page.
 _COLORS: Final[dict[type, str]] = {
     Parameter: "#8ab8ff",
     Buffer: "#b8bec8",
@@ -42,14 +42,15 @@ _BADGE: Final = (
     " font-size: 0.85em;"
 )
 
-# Where the outermost module is, which marks what is in it, and the kinds in it by path.
+# The path of the outermost module, which marks all arrays below it, and their kinds by
+# path.
 _outermost: contextvars.ContextVar[tuple[str, dict[str, Kind]] | None] = (
     contextvars.ContextVar("_outermost", default=None)
 )
 
 
 def html(module: Any) -> str | None:
-    """A module for a notebook; `None` without treescope."""
+    """The HTML of a module for a notebook; `None` without treescope."""
     try:
         import treescope
     except ImportError:
@@ -58,10 +59,10 @@ def html(module: Any) -> str | None:
 
 
 def render(module: BaseModule, path: str | None, subtree_renderer: Any) -> Any:
-    """What treescope asks of an object: its class, and its fields.
+    """The rendering of a module that treescope asks for.
 
-    `path` says where the module is, and may be `None`; `subtree_renderer` draws what
-    is in a field.
+    `path` says where the module is, and may be `None`. `subtree_renderer` draws the
+    value of a field.
     """
     import treescope
 
@@ -100,7 +101,7 @@ def _constructor(module: BaseModule, path: str | None, subtree_renderer: Any) ->
 
 
 def _legend(path: str | None) -> Any:
-    """All kinds there are, for the first line of the outermost module."""
+    """The kinds that occur, for the first line of the outermost module."""
     from treescope import rendering_parts
 
     where, kinds = _outermost.get() or (None, {})
@@ -128,7 +129,7 @@ def _hash() -> Any:
 
 
 def _mark(kinds: dict[str, Kind], node: Any, path: str, node_renderer: Any) -> Any:
-    """A hook around what treescope draws: marks an array, and says its kind."""
+    """A treescope hook that marks an array with a bar and the name of its kind."""
     from treescope import rendering_parts
 
     if path not in kinds or not is_array(node):

@@ -1,4 +1,8 @@
-"""Writing in a scope, `self.field = value`, and sowing."""
+"""Writing in a scope: `self.field = value` and `self.sow`.
+
+A write is checked when it happens, so that the traceback of an error leads to the line
+that wrote. The checks at the end (`_collect.py`) are for what no `__setattr__` sees.
+"""
 
 import dataclasses
 from typing import Any
@@ -55,14 +59,17 @@ def _write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     old = fields_of(module).get(name)
     value = scope.accept(old, value, path, context)
     if is_array(old) and is_array(value):
-        # Most writes. There is nothing to look for in an array, and nothing to own.
+        # Most writes take this path: an array has no modules to adopt, and no leaves to
+        # compare.
         new = to_strong(value)
         _check_kind(old, Visit(path, new, context, True), scope, where)
     else:
         value = strengthen_field(cls, name, value)
         _check_kinds(old, value, path, context, scope, where)
         new = _adopt(value, scope)
-        for visit in modules_in(old):  # replaced on purpose, and what it held with it
+        # These modules are replaced on purpose. Otherwise the end of the scope would
+        # complain that what was written to them is lost.
+        for visit in modules_in(old):
             scope.written.pop(id(visit.node), None)
         own(new, scope, path, context)
     object.__setattr__(module, name, new)
@@ -75,7 +82,7 @@ def _belongs_to(x: Any, scope: Scope) -> bool:
 
 
 def _adopt(value: Any, scope: Scope) -> Any:
-    """`value` with copies of the modules that do not belong to `scope` already."""
+    """`value`, with copies of the modules that `scope` does not own already."""
     if all(v.is_leaf for v in walk(value)):
         return value
     return jtu.tree_map(lambda x: x, value, is_leaf=lambda x: _belongs_to(x, scope))
@@ -84,10 +91,10 @@ def _adopt(value: Any, scope: Scope) -> Any:
 def _check_kinds(
     old: Any, new: Any, path: KeyPath, context: Context, scope: Scope, where: str
 ) -> None:
-    """Every leaf that differs must be of a kind that the scope allows.
+    """Raise if a leaf differs whose kind the scope does not allow.
 
-    A module that the scope already owns may move: whether it then lies twice in the
-    model is checked when the scope ends.
+    A module that the scope already owns may move. Whether it then is in the model twice
+    is checked when the scope ends.
     """
     before = {v.path: v.node for v in leaves(old, path, context)}
     for visit in leaves(new, path, context, lambda x: _belongs_to(x, scope)):
@@ -101,7 +108,7 @@ def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
 
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
-    """Note a value in the scope, if it captures."""
+    """Add a value to those that were sown in the scope, if it captures."""
     place = get_place(module)
     if place is None or not (place.scope.is_open and place.scope.captures):
         return

@@ -1,6 +1,6 @@
-"""What to say when a scope does not allow a write.
+"""Errors for a write that the scope of the module does not allow.
 
-Writes without any scope are in `_outside_scope.py`.
+Errors for a module that no scope owns are in `_outside_scope.py`.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ it."""
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body, `{1}: {2}`{3}. {4}"""
 
-_NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. What \
-a forward pass changes is declared so: `{4}: es.State`."""
+_NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
+Declare what a forward pass changes: `{4}: es.State`."""
 
 _NOT_THERE: Final = """Cannot write `{0}`: `{1}` is a `{2}` that is not there yet, and \
 a call keeps the structure of the model. Layers that take their shapes from an input \
@@ -65,7 +65,7 @@ def trace_message(name: str, where: str = "", verb: str = "write") -> str:
 
 
 def kind_at(visit: Visit) -> type | None:
-    """The kind of what is, or should be, an array here."""
+    """The kind of the array here, or the declared one if there is something else."""
     return visit.kind if is_array(visit.node) else visit.context.declared
 
 
