@@ -146,7 +146,7 @@ def test_another_argument(f):
     text = run(lambda: f(pair)(model, teacher))
     assert f"in argument 1 of `pair`, and `es.{f.__name__}` threads only argu" in text
     assert f"    es.{f.__name__}(pair, argnums=(0, 1))(...)     # right" in text
-    assert "give it in eval mode: `teacher.eval()`" in text
+    assert "pass it in eval mode: `teacher.eval()`" in text
     assert "this one is in no scope of `es.mutable`" in text
     f(pair, argnums=(0, 1))(model, teacher)
     f(pair)(model, teacher.eval())

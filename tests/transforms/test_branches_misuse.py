@@ -189,7 +189,7 @@ def test_what_init_draws_does_not_depend_on_the_branch(choose):
 
 
 def test_the_place_of_what_differs_between_branches_is_named():
-    match = r"`es\.cond` return different values at `\[1\]`.*known before.*every branch"
+    match = r"`es\.cond` return different values at `\[1\]`.*at run time.*every branch"
     with pytest.raises(TypeError, match=match):
         es.cond(True, lambda x: (x, "a"), lambda x: (x, "b"), 1.0)
     with pytest.raises(TypeError, match=r"`es\.switch`.*at `the output`"):

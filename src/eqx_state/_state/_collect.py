@@ -74,7 +74,7 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
 
 
 class Owned(NamedTuple):
-    """A tree that a scope owns while a call runs, and a snapshot from before the call."""
+    """A tree that a scope owns while a call runs, and its snapshot from before."""
 
     tree: Any
     before: Snapshot
@@ -166,9 +166,9 @@ it, {}. Give every field its final structure when the model is made: an array of
 in place of `None`, a list of its final length, the mode by `train` and `eval` from \
 outside, what takes its shape from an input by `model = model.init(42, x)`."""
 
-_LOST: Final = """`{}` was written, and its module is no longer in the model, so that \
-what was written cannot come out. Either it was replaced or taken out of a container: \
-write to the new one, and replace containers instead of changing them, `self.layers = \
+_LOST: Final = """`{}` was written, and its module is no longer in the model, so the \
+write would be lost. Either it was replaced or taken out of a container: write to the \
+new one, and replace containers instead of changing them, `self.layers = \
 [*self.layers[:-1], new]`. Or it came back from a loop and was not assigned: \
 `self.cell, ys = es.scan(step, self.cell, xs)`."""
 

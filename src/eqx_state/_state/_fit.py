@@ -141,6 +141,6 @@ keeps its dtype, or every step would be recompiled. Convert it: \
 _RANGE: Final = """Cannot write `{}`: {} does not fit into `{}`. Make the field of a \
 wider dtype to begin with."""
 
-_NEEDS_X64: Final = """`{}`: JAX makes {} of `{}`, into which an integer does not fit. \
-Call `jax.config.update('jax_enable_x64', True)` when the program starts, or use \
-smaller numbers."""
+_NEEDS_X64: Final = """`{}`: JAX makes {} of `{}`, into which one of its integers does \
+not fit. Call `jax.config.update('jax_enable_x64', True)` when the program starts, or \
+use smaller numbers."""

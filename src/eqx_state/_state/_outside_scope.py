@@ -24,7 +24,7 @@ from .._tree._walk import is_array, modules_in
 
 _FLAG = """\
 Cannot write `{cls}.{name}`: it is a flag, which is part of the structure of the tree, \
-and modules are frozen. A new model is made, in which all modules are switched:
+and modules are frozen. Make a new model, in which all modules are switched:
 
     model.{name} = {value}     # wrong
     model = model.{method}()     # right
@@ -115,11 +115,11 @@ state in the modules inside. Use the transform of `es`, and switch modes outside
 """
 
 _ONLY_READ = """
-If nothing in it is to be written here, give it in eval mode: `teacher.eval()`.
+If this call should not write to it, pass it in eval mode: `teacher.eval()`.
 """
 
 _IN_EVAL = """
-It is in eval mode, and writes all the same. What only training changes is guarded:
+It is in eval mode, and writes all the same. Guard what only training changes:
 
     if self.training:
         self.{name} = ...

@@ -105,7 +105,7 @@ class Scope:
         return kind is not None and issubclass(kind, self.kinds)
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
-        """What is stored when `value` is written in the place of `old`."""
+        """The value to store when `value` is written in the place of `old`."""
         return fit(old, value, name_of(path))
 
 

@@ -25,10 +25,10 @@ STATIC: Final = """Cannot write `{}`: a static field is part of the structure of
 tree, which a call cannot change. Declare it `es.State` if it is an array; modes are \
 switched from outside: `model = model.eval()`."""
 
-_TRACE: Final = """Cannot {0} {1} here: this code runs inside a JAX transform, which \
-the mutable scope lies outside of. What is computed here is a tracer, and it would \
-leak. Use the transform of `es`, which carries state through and is called as its \
-namesake in JAX:
+_TRACE: Final = """Cannot {0} {1} here: this code runs inside a JAX transform, and the \
+mutable scope was opened outside of it. The values computed here are tracers, which \
+would leak. Use the transform of `es`, which carries state through and is called like \
+its namesake in JAX:
 
     jax.vmap(lambda x: self.layer(x))(xs)    # wrong
     es.vmap(lambda x: self.layer(x))(xs)     # right

@@ -1,4 +1,9 @@
-"""Which axis each array is mapped over: by its kind, or as part of an argument."""
+"""The axes of `es.vmap`: which axis each array is mapped over.
+
+An array of a module in the function is mapped by its kind (`axes`), an array among the
+arguments by its position (`in_axes`). Here both become a flat list with one axis for
+each leaf, so that the rest of `es.vmap` does not know where an axis came from.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -20,38 +25,34 @@ class _Split:
         return "es.SPLIT"
 
     def __reduce__(self) -> str:
-        return "SPLIT"  # copies and pickles are the one object
+        return "SPLIT"  # so that copies and pickles are this very object
 
 
 SPLIT: Final = _Split()
-"""The axis of a PRNG key of which each lane gets its own."""
+"""The axis of a PRNG key that is split, so that each lane gets its own key."""
 
 
 class _Axis(NamedTuple):
-    """An axis as a leaf of a tree, where a bare `None` would be a hole."""
+    """An axis as a leaf of a tree, in which a bare `None` would not be a leaf."""
 
     value: Any
 
 
 def axis_by_kind(visit: Visit, by_kind: Mapping[Any, Any]) -> Any:
-    """The axis of an array: by the user's mapping, else only keys are mapped."""
+    """The axis of an array by the user's mapping. By default only keys are mapped."""
     if not is_array(visit.node):
         return None
     kind = visit.kind
     if (key := most_derived(kind, by_kind)) is not None:
         axis = by_kind[key]
         if axis is SPLIT and not is_key(visit.node):
-            raise ValueError(
-                f"`es.vmap`: `axes` says `es.SPLIT` for `{visit.name}`, which is no"
-                " PRNG key. Only keys can be split; map an array over an axis, or"
-                " share it: `axes={es.State: 0}`, `axes={es.State: None}`."
-            )
+            raise ValueError(_NOT_A_KEY.format(visit.name))
         return axis
     split = kind is not None and issubclass(kind, Rng) and is_key(visit.node)
     return SPLIT if split else None
 
 
-# What carries values without being one of the user's models.
+# Modules that only wrap values, and are not models of the user.
 _CARRIERS: Final = (Transform, eqx.Partial)
 
 
@@ -61,14 +62,14 @@ def _in_module(visit: Visit) -> bool:
 
 
 def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> list[Any]:
-    """The axes for the modules in a function; bare arrays in its closure are shared."""
+    """The axis of each leaf of a function: arrays outside of a module are shared."""
     return [
         axis_by_kind(v, by_kind) if _in_module(v) else None for v in leaves(function)
     ]
 
 
 def module_axes(module: BaseModule, by_kind: Mapping[Any, Any]) -> list[Any]:
-    """The axes of an owned module that is reached through the function."""
+    """The axis of each leaf of an owned module that the function reaches."""
     place = get_place(module)
     visits = leaves(module, place.path, place.context)
     return [axis_by_kind(visit, by_kind) for visit in visits]
@@ -80,10 +81,7 @@ def argument_axes(
     """The axis of each leaf of `(args, kwargs)`; keyword arguments have axis 0."""
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
-            raise ValueError(
-                f"`es.vmap`: `in_axes` has {len(in_axes)} entries for {len(args)} "
-                "positional arguments. Give one for each, or one integer for all."
-            )
+            raise ValueError(_ENTRIES.format(len(in_axes), len(args)))
         entries = tuple(in_axes)
     else:
         entries = (in_axes,) * len(args)
@@ -112,20 +110,29 @@ def _is_mapping_of_kinds(x: Any) -> bool:
 
 
 def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted, function: Any) -> None:
-    """Every kind that `axes` names must occur in what it is for."""
+    """Raise `ValueError` if no module in the function has a kind that `axes` names."""
     named = [key for key in by_kind if key is not ...]
     if not named:
         return
     kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
     in_function = {id(module) for module in lifted.in_function}
     for root in lifted.roots:
-        if id(root.module) in in_function:  # its place may have a say on its kinds
+        # A declaration further up in the model may decide the kinds in this root, which
+        # the walk of the function above does not see.
+        if id(root.module) in in_function:
             kinds |= {visit.kind for visit in root.leaves}
     for key in named:
         if not any(k and issubclass(k, key) for k in kinds):
-            raise ValueError(
-                f"`es.vmap`: `axes` names `{key.__name__}`, and no array in the modules"
-                " of the function or of its closure is of that kind. Modules among the"
-                " arguments follow `in_axes`: `in_axes=({es.Parameter: 0, ...:"
-                " None}, 0)`."
-            )
+            raise ValueError(_NO_SUCH_KIND.format(key.__name__))
+
+
+_NOT_A_KEY: Final = """`es.vmap`: `axes` says `es.SPLIT` for `{}`, which is not a PRNG \
+key. Only keys can be split; map an array over an axis, or share it: \
+`axes={{es.State: 0}}`, `axes={{es.State: None}}`."""
+
+_ENTRIES: Final = """`es.vmap`: `in_axes` has {} entries for {} positional arguments. \
+Give one for each, or one integer for all."""
+
+_NO_SUCH_KIND: Final = """`es.vmap`: `axes` names `{}`, and no array in the modules of \
+the function or of its closure is of that kind. Modules among the arguments follow \
+`in_axes`: `in_axes=({{es.Parameter: 0, ...: None}}, 0)`."""

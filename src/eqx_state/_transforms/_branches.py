@@ -1,8 +1,13 @@
-"""`es.cond` and `es.switch`: branches that may write state."""
+"""`es.cond` and `es.switch`: branches that may write state.
+
+JAX wants the same outputs from all branches, but they may write different state. So
+each branch returns all state that any branch may write, and what no branch wrote is
+dropped when the writes are committed.
+"""
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,10 +29,10 @@ def _select(
     operands: tuple[Any, ...],
     what: str,
 ) -> Any:
-    """One of the branches, as `select` chooses; each returns all that any may write."""
+    """Run the branch that `select` chooses, and commit what it has written."""
     branches = tuple(branches)
     if is_initializing(branches, operands):
-        for f in branches:  # whichever is chosen later must have been initialized
+        for f in branches:  # a later call may choose any of them
             f(*operands)
     lifted = Lifted(branches, operands)
     lifted.check_apart(*operands)
@@ -35,7 +40,7 @@ def _select(
     notes: list[_Note] = []
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
-        @ft.wraps(f)  # JAX names it in its messages
+        @ft.wraps(f)  # JAX uses the name in its messages
         def run(arrays: Any) -> tuple[Any, Values, Any]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             ran = lifted.run(lifted.values, lambda: f(*operands))
@@ -47,7 +52,8 @@ def _select(
 
         return run
 
-    # JAX traces a function once, however often it is a branch.
+    # JAX traces a function once, however often it is a branch; that depends on its
+    # identity, so equal branches have to stay one function.
     distinct = {_identity(f): branch(f) for f in branches}
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
     _check_equal([note.static for note in notes], what)
@@ -58,15 +64,18 @@ def _select(
 
 
 class _Note(NamedTuple):
-    """What is to be known outside of how a branch was traced."""
+    """The facts about one trace of a branch that are needed outside of it.
 
-    static: Any  # what it returned that is not an array
+    It cannot be an output, since JAX wants the same treedef from all branches.
+    """
+
+    static: Any  # the part of the output that is not arrays
     written: frozenset[Slot]
-    sown: list[dict[str, int]]  # how often, in each scope
+    sown: list[dict[str, int]]  # for each scope and name, how many values were sown
 
 
 def _identity(f: Any) -> Any:
-    """Equal for what is one function; a bound method is a new object at each access."""
+    """The identity of a function; a bound method is a new object at each access."""
     return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
 
 
@@ -77,23 +86,23 @@ def _check_sown_alike(
         if first.items() == last.items():
             continue
         name, _ = min(first.items() ^ last.items())
-        raise ValueError(
-            f"`{name}` was sown in one branch of `{what}`, and not, or not as often, in"
-            " another. Whichever is chosen, the same has to come out. Sow it in all"
-            " branches, or return it and sow it after them."
-        )
+        raise ValueError(_SOWN.format(name, what))
 
 
 def _check_equal(statics: list[Any], what: str) -> None:
-    """What is not an array cannot depend on a traced condition."""
+    """Raise `TypeError` if branches return different values that are not arrays."""
     for other in statics[1:]:
         if (name := difference_of_leaves(statics[0], other)) is not None:
-            raise TypeError(
-                f"The branches of `{what}` return different values at"
-                f" `{name or 'the output'}`, which are not arrays. Which branch it is"
-                " will be known when the program runs, and what is not an array must be"
-                " known before. Return arrays, or the same value from every branch."
-            )
+            raise TypeError(_NOT_ARRAYS.format(what, name or "the output"))
+
+
+_SOWN: Final = """`{}` was sown in one branch of `{}`, and not, or not as often, in \
+another. Sown values are outputs, whose structure has to be the same in all branches. \
+Sow it in all branches, or return it and sow it after them."""
+
+_NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
+are not arrays. The branch is chosen at run time, so only arrays may differ. Return \
+arrays, or the same value from every branch."""
 
 
 @boundary
@@ -103,18 +112,18 @@ def cond(
     false_fun: Callable[..., _R],
     *operands: Any,
 ) -> _R:
-    """`jax.lax.cond`, in which either branch may write state.
+    """`jax.lax.cond` in which both branches may write state.
 
     **Arguments:**
 
     - `pred`: a scalar bool.
     - `true_fun`, `false_fun`: functions of the operands. They may write different
-        state; what a branch does not write stays as it was.
+        state: state that a branch does not write keeps its value.
     - `operands`: arrays, pytrees, modules.
 
     **Returns:**
 
-    What the chosen branch returns. Both must return the same structure, shapes and
+    The output of the chosen branch. Both must return the same structure, shapes and
     dtypes, and equal values where these are not arrays.
 
     !!! example
@@ -154,7 +163,7 @@ def cond(
 
 @boundary
 def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) -> _R:
-    """`jax.lax.switch`, in which any branch may write state.
+    """`jax.lax.switch` in which any branch may write state.
 
     **Arguments:**
 
@@ -164,7 +173,7 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
 
     **Returns:**
 
-    What the chosen branch returns, as for [`es.cond`][eqx_state.cond].
+    The output of the chosen branch, as for [`es.cond`][eqx_state.cond].
 
     !!! example
 

@@ -1,13 +1,15 @@
-"""What a loop threads: the carry, and the state of modules beside it.
+"""The carry of a loop: the user's own, and the state that its functions reach.
 
-A loop carries what it is given to carry, and beside it the state of the modules that
-its functions reach. A module in the carry itself has a stand-in in the body: the object
-that was passed in stays as it was, and a new one, which may be assigned, or written and
-assigned, comes back in the carry.
+A module may be in the carry itself. JAX's carry is a value: the body gets a new one at
+each step, and whatever was passed in as the first one is unchanged after the loop. For
+a module, which is an object, that takes a copy in the body. (Otherwise `self.cell`
+would change during the loop, and `scan(step, self.cell, xs)` would write to it even if
+its result is thrown away.) So a module in the carry has a stand-in; a new module comes
+back in the carry, and becomes state when the caller assigns it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -24,15 +26,18 @@ from ._stand_ins import owned_copy, stand_in
 
 
 class Note(NamedTuple):
-    """What is to be known outside of how a step was traced."""
+    """The facts about one trace of a step that are needed outside of it.
+
+    It cannot be an output of the step, since JAX fixes the treedef of those.
+    """
 
     written: frozenset[Slot]
     kept: frozenset[int]  # the leaves of modules in the carry that came back unchanged
-    static: Any = None  # what else it returned, as far as it is not arrays
+    static: Any = None  # the rest of the output that is not arrays
 
 
 class Step(NamedTuple):
-    """A step in the trace: the new carry, with the state beside it, and the rest."""
+    """The result of a step in the trace: the new carry and state, and the rest."""
 
     carry: tuple[Any, Values]
     rest: Any
@@ -42,7 +47,7 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """What a loop threads: the carry, the state beside it, the slices of modules."""
+    """The arrays that a loop threads: its carry, state, and slices of modules."""
 
     def __init__(self, functions: Any, init: Any, xs: Any = None):
         check_not_shared(init)
@@ -79,13 +84,13 @@ class Loop:
         self._check_sliceable()
 
     def split_xs(self) -> tuple[Any, Any]:
-        """The arrays to slice, and what each step has as it is; modules are in that."""
+        """The arrays of `xs` to slice, and the rest, which includes owned modules."""
         return eqx.partition(self.xs, is_traced(self.xs), is_leaf=is_owned)
 
     def enter(
         self, carry: tuple[Any, Values], slices: Values | None = None
     ) -> tuple[Any, Values]:
-        """The carry as the functions take it, and what is in the modules meanwhile."""
+        """The carry that the functions take, and the values of the modules."""
         arrays, state = carry
         values = {**self.lifted.values, **state, **(slices or {})}
         new = iter(jtu.tree_leaves(eqx.combine(arrays, self.static)))
@@ -99,7 +104,7 @@ class Loop:
         return jtu.tree_map(put, self.init, is_leaf=is_owned), values
 
     def _slots(self, module: Any) -> list[Slot]:
-        """Those of a module in the carry."""
+        """The slots of a module in the carry."""
         i = self.index[id(module)]
         return [(i, k) for k in range(len(self.lifted.roots[i].leaves))]
 
@@ -110,11 +115,13 @@ class Loop:
         slices: Values | None = None,
         unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
     ) -> Step:
-        """A step on this carry; `unpack` finds the new carry in the output of `f`."""
+        """Run a step on this carry; `unpack` finds the new one in the output of `f`."""
         given, values = self.enter(carry, slices)
 
         def call() -> tuple[Any, list[Any]]:
-            # What an original holds in the body, and a stand-in may be assigned.
+            # The originals are read inside of `run`, while they hold values of the
+            # trace: a body may return one of them in place of the stand-in that it
+            # wrote.
             return f(given), [jtu.tree_leaves(x) for x in self.originals.values()]
 
         ran = self.lifted.run(values, call)
@@ -131,13 +138,13 @@ class Loop:
     def _check_returned(
         self, values: Values, outside: dict[int, list[Any]], carry: Any, written: Values
     ) -> frozenset[int]:
-        """What was written in a module of the carry must be in the new carry.
+        """Check that what was written in a module of the carry is in the new carry.
 
-        Returns which leaves of modules came back as they went in.
+        Returns the positions of the leaves of modules that came back unchanged.
         """
         returned, treedef = jtu.tree_flatten(carry)
         if treedef != self.treedef:
-            return frozenset()  # JAX says so
+            return frozenset()  # JAX raises an error for that
         kept = set()
         position = 0
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
@@ -147,7 +154,7 @@ class Loop:
             for i, k in self._slots(x):
                 new, before, original = returned[position], values[i, k], outside[i][k]
                 if (i, k) in written and (new is before or new is original):
-                    raise _not_returned(self.lifted.name((i, k)))
+                    raise ValueError(_NOT_RETURNED.format(self.lifted.name((i, k))))
                 if new is before:
                     kept.add(position)
                 position += 1
@@ -155,18 +162,15 @@ class Loop:
 
     def _check_static(self, static: Any) -> None:
         if (name := difference_of_leaves(self.static, static)) is not None:
-            raise TypeError(
-                "The body of a loop returned another value at"
-                f" `{name or 'the carry'}`, which is not an array. From step to step"
-                " only arrays can change: make it one, or return it as it was."
-            )
+            raise TypeError(_STATIC.format(name or "the carry"))
 
     def finish(
         self, carry: tuple[Any, Values], notes: Sequence[Note], ran: Ran | None = None
     ) -> Any:
-        """The carry after the loop; writes what was written to the owned modules.
+        """Commit what the loop has written, and return the last carry.
 
-        `notes`: of each time that the step was traced. `ran`: what came out besides.
+        - `notes`: one for each time that the step was traced.
+        - `ran`: what came out besides the carry.
         """
         arrays, state = carry
         positions = frozenset().union(*(note.written for note in notes))
@@ -175,7 +179,13 @@ class Loop:
         if ran is not None:
             slices, sown = ran.written, ran.sown
         self.lifted.commit(Ran(None, {**written, **slices}, sown))
-        # A module comes back with its own parameters, and may be assigned.
+        # Why `kept`? JAX returns new arrays for the whole carry, also for the
+        # parameters of a module, which no step changes. Assigning that module,
+        # `self.cell = cell`, would count as a write to its parameters, which a scope
+        # for state refuses: writes are compared by identity. So leaves that were
+        # unchanged in the trace are the caller's own arrays again. (The last trace
+        # counts. JAX may trace a step several times until the types of the carry
+        # settle.)
         kept = notes[-1].kept if notes else ()
         after = jtu.tree_leaves(eqx.combine(arrays, self.static))
         new = (self.before[k] if k in kept else x for k, x in enumerate(after))
@@ -188,20 +198,20 @@ class Loop:
     def _check_sliceable(self) -> None:
         for slot, x in self.slices.items():
             if jnp.ndim(x) == 0:
-                raise ValueError(
-                    f"`es.scan`: `{self.lifted.name(slot)}` has shape (), and no first"
-                    " axis to scan over. A stack of layers has one in each of its"
-                    " arrays, also in its state and keys: make it by"
-                    " `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."
-                )
+                raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
 
 
-def _not_returned(name: str) -> ValueError:
-    return ValueError(
-        f"`{name}` was written in a module of the carry, and the body returned a carry"
-        " without it, so that what was written would be lost. Return the module that"
-        " the body was given:\n\n"
-        "    def body(cell, x):\n"
-        "        y = cell(x)\n"
-        "        return cell, y"
-    )
+_STATIC: Final = """The body of a loop returned another value at `{}`, which is not an \
+array. From step to step only arrays can change: make it one, or return it as it was."""
+
+_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the body \
+returned a carry without it, so that what was written would be lost. Return the module \
+that the body was given:
+
+    def body(cell, x):
+        y = cell(x)
+        return cell, y"""
+
+_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
+stack of layers has one in each of its arrays, also in its state and keys: make it by \
+`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""

@@ -1,8 +1,22 @@
-"""Gradients of stateful functions: `es.value_and_grad` and `es.grad`."""
+"""Gradients of stateful functions: `es.value_and_grad` and `es.grad`.
+
+The model is split into the part to differentiate and the rest. In the trace both are
+combined, and the call runs as under `es.mutable`; the new model leaves as an auxiliary
+output.
+"""
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, Concatenate, Literal, overload, ParamSpec, TypeVar
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    Final,
+    Literal,
+    overload,
+    ParamSpec,
+    TypeVar,
+)
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -28,7 +42,7 @@ def _is_inexact(part: Part) -> bool:
 
 
 class AbstractGrad(Transform):
-    """What `es.value_and_grad` and `es.grad` have in common."""
+    """The common part of `es.value_and_grad` and `es.grad`."""
 
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
@@ -39,13 +53,14 @@ class AbstractGrad(Transform):
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Callable[[], Scope]
     ) -> tuple[Any, Sown]:
-        """The result of a call, and what was sown in it.
+        """The result of a call, and the values that were sown in it.
 
-        `scope` makes the scope of the call, in the trace that it is called in.
+        `scope` makes the scope of the call. A scope belongs to the trace in which it is
+        made, so this happens inside of the function that is differentiated.
         """
         call = target(self.f, args, kwargs, self.argnums, self.name)
-        # `grad` sees the halves of the model only: one shared module would be two
-        # there.
+        # Now, because `partition` unflattens: a module that is in two places would be
+        # two modules in `loss_fn`, and nothing could be noticed there.
         check_ready(call.model)
         diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
 
@@ -61,7 +76,7 @@ class AbstractGrad(Transform):
 
     @abc.abstractmethod
     def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
-        """What a call returns."""
+        """The value that a call returns."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
@@ -84,25 +99,24 @@ class _Grad(AbstractGrad):
 
 def _first_of_two(out: Any) -> Any:
     if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(
-            "With `has_aux=True` the function returns a pair, `(loss, aux)`, and it"
-            f" returned `{eqx.tree_pformat(out, short_arrays=True)}`. Put what else it"
-            " returns into `aux`: `return loss, (logits, metrics)`."
-        )
+        raise TypeError(_NOT_A_PAIR.format(eqx.tree_pformat(out, short_arrays=True)))
     return out[0]
 
 
 def _check_loss(loss: Any) -> Any:
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        shown = eqx.tree_pformat(loss, short_arrays=True)
-        raise TypeError(
-            f"The function under `es.value_and_grad` returned `{shown}` as its loss,"
-            " and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if"
-            " the function returns more than the loss, `(loss, aux)`, say"
-            " `has_aux=True`."
-        )
+        raise TypeError(_NOT_A_LOSS.format(eqx.tree_pformat(loss, short_arrays=True)))
     return loss
+
+
+_NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(loss, \
+aux)`, and it returned `{}`. Put what else it returns into `aux`: `return loss, \
+(logits, metrics)`."""
+
+_NOT_A_LOSS: Final = """The function under `es.value_and_grad` returned `{}` as its \
+loss, and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the \
+function returns more than the loss, `(loss, aux)`, say `has_aux=True`."""
 
 
 @overload
@@ -150,20 +164,20 @@ def value_and_grad(
 
     - `f`: returns a scalar loss, or `(loss, aux)`. The model is found as by
         `es.mutable`, usually the first argument, and `f` may write its state.
-    - `wrt`: the filter for what is differentiated. Default: `es.trainable`, every
-        `Parameter` that is not frozen. Arrays that are not inexact never are.
+    - `wrt`: the filter for the arrays to differentiate with respect to. Default:
+        `es.trainable`, every `Parameter` that is not frozen. Only inexact arrays count.
     - `has_aux`: whether `f` returns `(loss, aux)`.
-    - `argnums`: as for `es.mutable`: which positional arguments the models are. With a
-        tuple the new models are a tuple, and so are the gradients. What is in no model
-        may be among them: with `argnums=1` and an array as the second argument, the
-        gradient is the one for that array.
+    - `argnums`: which positional arguments the models are, as for `es.mutable`. With a
+        tuple the new models are a tuple, and so are the gradients. An argument that is
+        not a model may be among them: with `argnums=1` and an array as the second
+        argument, the gradient is the one for that array.
 
     **Returns:**
 
     A function of the same arguments that returns `((loss, model), grads)`, or
     `(((loss, aux), model), grads)`: the result of `es.mutable(f)`, and the gradients.
-    `grads` has the structure of the model, with `None` outside `wrt`: what optax,
-    `eqx.apply_updates` and `es.Optimizer` take.
+    `grads` has the structure of the model, with `None` outside `wrt`, as optax,
+    `eqx.apply_updates` and `es.Optimizer` expect it.
 
     **Raises:**
 
@@ -243,8 +257,8 @@ def grad(
 ) -> Any:
     """The gradients of `f` with respect to the model, and the model after it.
 
-    Arguments as `es.value_and_grad`. The function that it returns returns
-    `(grads, model)`, or `(grads, (aux, model))` with `has_aux=True`.
+    The arguments are those of `es.value_and_grad`. A call returns `(grads, model)`, or
+    with `has_aux=True` `(grads, (aux, model))`.
 
     !!! example
 

@@ -1,10 +1,11 @@
-"""The one lifting core: state through a JAX transform, in place.
+"""The lifting core: how state passes through a JAX transform. All transforms use it.
 
 A lifted transform reaches owned modules through the function, its closure and its
-arguments. A copy would not do: a closure over `self` goes on seeing the old object. So
-the contents of the owned objects are swapped, for the time of the inner trace, for that
-trace's values; what was written is collected, the old contents are put back whatever
-happens, and what the transform returns is written to them at the end.
+arguments. In the inner trace these very objects have to hold that trace's values,
+because the function may close over `self`, and no copy would be seen by the closure. So
+their contents are swapped for the time of the trace. After it the old contents are put
+back, the writes leave the trace as ordinary outputs, and are committed to the objects
+outside.
 """
 
 import contextlib
@@ -34,24 +35,24 @@ from ._stand_ins import by_entry, StandIn, Twice
 
 @jtu.register_static
 class Static:
-    """Takes what is not an array out of a trace, as part of the output's structure."""
+    """Takes a static value out of a trace, as a part of the output's treedef."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 class Made(NamedTuple):
-    """What was not there before: its arrays, and where it belongs beside what else."""
+    """The parts that `init` has made in a trace: their arrays, and the static rest."""
 
     arrays: list[Any]
     rest: Static
 
 
 class Ran(NamedTuple):
-    """What a call in a trace has returned, written and sown.
+    """The result of a call in a trace: its output, its writes, and what it sowed.
 
-    - `sown`: in each scope, by name.
-    - `made`: while initializing, what it has brought into being.
+    - `sown`: for each scope, the values by name.
+    - `made`: while initializing, the parts that were missing before.
     """
 
     out: Any
@@ -63,22 +64,23 @@ class Ran(NamedTuple):
 def is_initializing(*given: Any) -> bool:
     """Whether `init` runs its forward pass on a module that these reach.
 
-    A loop or a branch cannot bring anything into being. So a transform then calls its
-    function once without one, or does without one altogether.
+    The outputs of a loop or a branch have a fixed structure, so nothing new can be made
+    in one. While initializing, a transform calls its function once outside of the loop
+    first, or leaves itself out altogether.
     """
     return any(get_place(x).scope.is_initializing for x in owned_in(given))
 
 
 class Lifted:
-    """What one lifted call threads: each owned module within reach, once.
+    """The owned modules that one lifted call reaches, and all their leaves.
 
-    - `reached`: each place where one is reached.
-    - `roots`: the outermost of them.
-    - `values`: their leaves.
-    - `writable`: those that are arrays which the call may write.
+    - `reached`: the modules, once for each place where one is reached.
+    - `roots`: the outermost of them, each once.
+    - `values`: the leaves of all roots.
+    - `writable`: those of `values` that are arrays which the call may write.
 
-    `stand_ins` are among the arguments: what is written to one goes to the original.
-    With `may_initialize` an argument may be a model that the call initializes.
+    `stand_ins` are among the arguments; writes to one go to the original. With
+    `may_initialize` an argument may be a model that the call itself initializes.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Lifted:
     ):
         self.given = functions, arguments
         self.in_function = owned_in(functions)
-        # A function among the arguments may close over the same modules.
+        # The arguments may be functions, too, and may lead to the same modules.
         self.reached = [*self.in_function, *owned_in(arguments)]
-        # A parent's scope may be that of an outer `es.mutable`.
+        # There may be several scopes: `es.mutable` calls nest, and a function may reach
+        # modules of an outer one.
         scopes = [get_place(module).scope for module in self.reached]
         self.scopes = list({id(scope): scope for scope in scopes}.values())
         with _alone(self.scopes):
@@ -116,9 +119,10 @@ class Lifted:
         self.twice = Twice(self.roots if has_twice else [], self.writable)
 
     def check_apart(self, *arguments: Any) -> None:
-        """Raise `ValueError` if one of them has a stateful module in two places.
+        """Raise `ValueError` if an argument has one stateful module in two places.
 
-        In the trace it would be two. A module of a scope stays the one that it is.
+        In the trace they would be two modules. Owned modules are exempt: they are not
+        flattened, and stay the objects that they are.
         """
         for tree in arguments:
             if not owned_in(tree):
@@ -132,8 +136,9 @@ class Lifted:
     def split(self, out: Any) -> tuple[Any, Any]:
         """The arrays that a call has computed, and the rest of its output.
 
-        The arrays of a module that are those from outside go round the trace: a
-        module that comes back with its parameters may then be assigned.
+        Arrays from outside that the call only returns do not pass through the trace,
+        which would make new arrays of them. So a module that is returned still has its
+        own parameters, and may be assigned: for a scope they are unchanged.
         """
         outside = {id(x) for x in self.values.values()}
         computed = jtu.tree_map(
@@ -142,13 +147,34 @@ class Lifted:
         return eqx.partition(out, computed)
 
     def run(self, values: Values, call: Callable[[], Any]) -> Ran:
-        """`call()` in the active trace, with these values in the roots meanwhile."""
+        """Run `call()` in the active trace, while the roots hold these values.
+
+        This is surprisingly subtle; three decisions make it work.
+
+        *Contents are swapped.* The obvious way would be to give the function copies
+        that hold the values of the trace. That works for arguments, but `lambda x:
+        self.layer(x)` holds the object itself, and would go on reading the outer values
+        and writing to the outer scope. So the objects keep their identity, and their
+        fields change.
+
+        *Contents are restored*, whatever happens. JAX decides how often a function is
+        traced: a loop traces its body again if the weak types of the carry have to
+        settle, and a function that is passed as two branches is traced only once. So a
+        trace must leave nothing behind in the objects, neither its tracers nor its
+        writes. The writes are returned, leave the transform as outputs, and `commit`
+        writes them, once.
+
+        *Containers are checked.* Restoring a field puts back the list that it held, but
+        not what was in the list: a function that has the list from outside may have
+        changed it. There is no right way to merge such a change, so it is an error.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(_alone(self.scopes))
             inner = {id(scope): scope.inner() for scope in self.scopes}
             for scope in inner.values():
                 stack.enter_context(scope)
             stack.enter_context(_alone(inner.values()))
+            # Last in, first out: while contents are swapped, the locks are held.
             stack.enter_context(self._restored())
             owned = [self._enter(i, values, inner) for i in range(len(self.roots))]
             self.twice.watch()
@@ -173,7 +199,7 @@ class Lifted:
         return list(known), Made(arrays, Static((where, static)))
 
     def names_of_made(self, ran: Ran) -> list[tuple[str, Any]]:
-        """The name and the arrays of each part that was brought into being."""
+        """The name and the arrays of each part that `init` has made."""
         if ran.made is None:
             return []
         paths = [(*self.roots[i].place.path, *p) for i, p in ran.made.rest.value[0]]
@@ -194,7 +220,7 @@ class Lifted:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """The contents of the roots, and their places, are put back at the end."""
+        """Put the contents and places of all modules in the roots back at the end."""
         saved = [
             (v.node, dict(v.node.__dict__), get_place(v.node))
             for root in self.roots
@@ -209,7 +235,11 @@ class Lifted:
                 set_place(module, place)
 
     def _enter(self, i: int, values: Values, inner: dict[int, Scope]) -> Owned:
-        """Put these values into a root, and the root into an inner scope."""
+        """Put these values into a root, and give the root to an inner scope.
+
+        The inner scope belongs to the inner trace. With the outer one each write would
+        be refused, as a write in another trace.
+        """
         root = self.roots[i]
         scope = inner[id(root.place.scope)]
         path, context = root.place.path, root.place.context
@@ -218,34 +248,40 @@ class Lifted:
         pour(root.module, iter(new))
         own(root.module, scope, path, context)
         for module, place in outer:
-            if place is not None:  # else a copy of it is there
+            # Without a place the module is not owned, and `pour` has replaced it.
+            if place is not None:
+                # An outer transform wants to know of reads in an inner one, too.
                 get_place(module).watches = place.watches
                 get_place(module).thread = threading.get_ident()
         return Owned(root.module, Snapshot(new, root.structure), scope, path, context)
 
     def _called(self, call: Callable[[], Any]) -> Any:
-        """`call()`; what it has taken for a value, and is none yet, is named."""
+        """`call()`. If it fails at an Initializer, name that one in the error."""
         try:
             return call()
         except (NotInitializedError, TypeError):
-            # Not before: a function may initialize what it closes over.
+            # Not before the call, because a function may close over a lazy model and
+            # initialize it.
             if not self.roots:
                 _check_initialized(models_in(self.given))
             raise
 
     def _check_containers(self) -> None:
-        """Nothing that is outside may have been moved by what runs inside."""
+        """Raise `TraceError` if `call` changed a container of modules from outside."""
         for root in self.roots:
             modules = [visit.node for visit in root.modules]
             if not identical(modules_below(root.module), modules):
                 raise TraceError(_CONTAINER_CHANGED)
 
     def commit(self, ran: Ran) -> None:
-        """Write the values to the owned modules, and sow: all or nothing."""
+        """Write to the owned modules, and record what was sown: all or nothing."""
         with _alone(self.scopes):
             self._commit(ran)
 
     def _commit(self, ran: Ran) -> None:
+        # Everything that can raise comes first. If a transform of JAX lies between the
+        # scope and us, the values are its tracers and must not reach the modules, none
+        # of them: an `except` in user code would otherwise see a model half written.
         for i, k in ran.written:
             if self.roots[i].place.scope.trace != trace_state():
                 raise TraceError(trace_message(self.name((i, k))))
@@ -253,6 +289,7 @@ class Lifted:
         for scope, values in sown:
             if values and scope.trace != trace_state():
                 raise TraceError(trace_message(next(iter(values)), verb="sow"))
+        # To the original, which for a stand-in is another module than the root.
         for i in {slot[0]: None for slot in ran.written}:
             original = self.roots[i].original
             old = jtu.tree_leaves(original)
@@ -261,7 +298,7 @@ class Lifted:
             k = next(k for j, k in ran.written if j == i)
             scope = self.roots[i].place.scope
             scope.written[id(original)] = original, self.name((i, k))
-        # Last, since it changes the positions of leaves.
+        # After the writes, since new parts shift the positions of the leaves.
         if ran.made is not None:
             where, static = ran.made.rest.value
             made = eqx.combine(ran.made.arrays, static)
@@ -276,7 +313,7 @@ class Lifted:
 
 @contextlib.contextmanager
 def _alone(scopes: Iterable[Scope]) -> Iterator[None]:
-    """No other thread is in any of these scopes meanwhile."""
+    """Keep other threads out of all these scopes."""
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(scope.alone(transform=True))
@@ -284,7 +321,7 @@ def _alone(scopes: Iterable[Scope]) -> Iterator[None]:
 
 
 _NOT_AN_ARRAY: Final = """`{0}` was `{1}`, and was written inside a transform: it is \
-now `{2}`. Only arrays come out of a transform, so that other state keeps its value \
+now `{2}`. Only arrays come out of a transform, so other state has to keep its value \
 there. Make it an array,
 
     phase: es.State = "cold"    # wrong
@@ -302,14 +339,14 @@ it:
 
 
 def _check_initialized(models: list[Any]) -> None:
-    """Raise `NotInitializedError`, with a name in the model, if one is not ready."""
+    """Raise `NotInitializedError`, which names the place, if a model is not ready."""
     for x in models:
         if getattr(x, "__func__", None) is not Module.init:
             check_initialized(x)
 
 
 def is_mappable(visit: Visit) -> bool:
-    """What JAX's transforms take for an array: numbers, too, but not a module's."""
+    """Whether JAX would trace a leaf: an array, or a number outside of a module."""
     return is_array(visit.node) or (
         visit.context.owner is None and eqx.is_array_like(visit.node)
     )
@@ -318,7 +355,7 @@ def is_mappable(visit: Visit) -> bool:
 def is_traced(tree: Any) -> Any:
     """For each leaf of an argument or of an output, whether JAX would trace it.
 
-    Owned modules are leaves, and are not traced as such.
+    Owned modules count as leaves, and are never traced: the roots take care of them.
     """
     flags = [is_mappable(visit) for visit in leaves(tree)]
     traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]

@@ -1,8 +1,12 @@
-"""`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step."""
+"""`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step.
+
+State that the functions reach becomes a part of JAX's carry, beside the user's own.
+Which of it was written is known after the trace of a step, and only that is committed.
+"""
 
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax
@@ -32,23 +36,24 @@ def scan(
     unroll: int | bool = 1,
     _split_transpose: bool = False,
 ) -> tuple[_C, _Y]:
-    """`jax.lax.scan`, through which state is carried from step to step.
+    """`jax.lax.scan` that carries state from step to step.
 
-    State and keys of the modules that `f` holds or closes over are carried, parameters
-    are shared by all steps. Modules in `xs` are sliced along their first axis: a stack
-    of layers is scanned by passing it as `xs`, and its state is written back stacked.
-    Modules in `init` are carried and come back in the carry; the object that was passed
-    in stays as it was, until the new one is assigned: `self.cell, ys = es.scan(step,
-    self.cell, xs)`.
+    State and keys of the modules that `f` holds or closes over are carried; parameters
+    are shared by all steps. Modules in `xs` are sliced along their first axis: to scan
+    over a stack of layers, pass it as `xs`. Its state is written back stacked. Modules
+    in `init` are carried and come back in the carry. The object that was passed in does
+    not change until the new one is assigned: `self.cell, ys = es.scan(step, self.cell,
+    xs)`.
 
-    A stack in `xs` that `f` also reaches through its closure is whole there.
+    If `f` also reaches a stack in `xs` through its closure, it sees the whole stack
+    there.
 
     **Arguments:**
 
     - `f`: takes the carry and a slice of `xs`; returns the new carry and an output, as
         a tuple, a list, or any pytree with two children.
-    - `init`: the first carry, any pytree. What is not an array must stay as it is.
-    - `xs`: what is scanned over along the first axis of each array, or `None`.
+    - `init`: the first carry, any pytree. Leaves that are not arrays must not change.
+    - `xs`: a pytree to scan over, along the first axis of each array; or `None`.
     - `length`, `reverse`, `unroll`, `_split_transpose`: as for `jax.lax.scan`.
 
     **Returns:**
@@ -57,9 +62,9 @@ def scan(
 
     **Raises:**
 
-    - `ValueError`: a state changed its shape or dtype, or is not an array; what was
-        written in a module of the carry was not returned; the state of a module in `xs`
-        was written, and read or written through the closure.
+    - `ValueError`: a written state changed its shape or dtype, or is not an array; a
+        module of the carry was written and not returned; the state of a module in `xs`
+        was written, and was also read or written through the closure.
     - `TypeError`: the carry changed its structure, shape or dtype.
 
     !!! example
@@ -115,14 +120,15 @@ def scan(
 
 
 def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
-    """One step, in which what is missing is made: all steps have one structure then."""
+    """Run one step outside of the loop, which makes everything that is missing."""
     xs, stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
-    # The modules in `init` are those themselves: copies would be initialized in vain.
+    # The modules in `init` have no stand-ins here: the first step has to initialize
+    # them, and not copies.
     lifted = Lifted(f, init, xs, stand_ins=stand_ins)
     stacked = {i for i, root in enumerate(lifted.roots) if root.is_stand_in}
 
     def slice_of(x: Any) -> Any:
-        # Without a step there are no values, but there are shapes.
+        # A loop without steps has no first slice, but zeros have the right shape.
         return x[first] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
 
     values = {
@@ -132,23 +138,20 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     arrays, rest = eqx.partition(xs, is_traced(xs), is_leaf=is_owned)
     x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
     ran = lifted.run(values, lambda: f(init, x))
-    # A slice is not written back into its stack: the loop itself does that.
+    # The writes to a slice are dropped. The loop runs this step again, and writes the
+    # whole stack.
     written = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}
     lifted.commit(ran._replace(written=written))
 
 
 def _two(out: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The carry in a pair, and the pair's structure beside its second half.
+    """Split a pair into the carry, and the pair's treedef with its second half.
 
-    For JAX whatever has two children is a pair.
+    As for JAX, any pytree with two children is a pair.
     """
     pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
     if len(pair) != 2:
-        raise TypeError(
-            "The function of `es.scan` returns a pair, `(carry, y)`, and this one"
-            f" returned `{eqx.tree_pformat(out, short_arrays=True)}`. Where there is"
-            " nothing to stack: `return carry, None`."
-        )
+        raise TypeError(_NOT_A_PAIR.format(eqx.tree_pformat(out, short_arrays=True)))
     return pair[0], (structure, pair[1])
 
 
@@ -156,14 +159,14 @@ def _two(out: Any) -> tuple[Any, tuple[Any, Any]]:
 def while_loop(
     cond_fun: Callable[[_C], Any], body_fun: Callable[[_C], _C], init_val: _C
 ) -> _C:
-    """`jax.lax.while_loop`, through which state is carried from step to step.
+    """`jax.lax.while_loop` that carries state from step to step.
 
-    As [`es.scan`][eqx_state.scan]: state and keys of the modules that the functions
+    As in [`es.scan`][eqx_state.scan], state and keys of the modules that the functions
     reach are carried, and modules in `init_val` come back in the result.
 
     **Arguments:**
 
-    - `cond_fun`: takes the carry; returns whether to go on. It may not write state.
+    - `cond_fun`: takes the carry; returns whether to continue. It may not write state.
     - `body_fun`: takes the carry; returns the new one.
     - `init_val`: the first carry, any pytree.
 
@@ -173,7 +176,8 @@ def while_loop(
 
     **Raises:**
 
-    - `ValueError`: `cond_fun` wrote state. Else as `es.scan`.
+    - `ValueError`: `cond_fun` wrote state.
+    - All errors of `es.scan`.
 
     !!! example
 
@@ -209,21 +213,17 @@ def while_loop(
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
-    """Whether to go on, of which nothing but the answer can come out."""
+    """Call `cond_fun`, out of which JAX takes only the answer."""
     given, values = loop.enter(carry)
     ran = loop.lifted.run(values, lambda: cond_fun(given))
     _check_not_sown(ran.sown)
     if names := [f"`{loop.lifted.name(slot)}`" for slot in ran.written]:
-        raise ValueError(
-            f"The `cond_fun` of `es.while_loop` wrote {', '.join(names)}. It only"
-            " answers whether to go on, and JAX takes nothing else out of it. Write"
-            " in `body_fun`, and carry what `cond_fun` has to know."
-        )
+        raise ValueError(_COND_WROTE.format(", ".join(names)))
     return ran.out
 
 
 def _only_carry(step: Step, notes: list[Note]) -> Any:
-    """The carry after a step, of which nothing else comes out."""
+    """The carry of a step, out of which JAX takes nothing else."""
     _check_not_sown(step.sown)
     notes.append(step.note)
     return step.carry
@@ -231,11 +231,19 @@ def _only_carry(step: Step, notes: list[Note]) -> Any:
 
 def _check_not_sown(sown: list[Sown]) -> None:
     for name in itertools.chain(*sown):
-        raise ValueError(
-            f"`{name}` was sown in a step of `es.while_loop` or `es.fori_loop`, of"
-            " which only the last carry comes out. `es.scan` stacks what its steps sow;"
-            " or put the value into the carry, and sow it after the loop."
-        )
+        raise ValueError(_SOWN.format(name))
+
+
+_NOT_A_PAIR: Final = """The function of `es.scan` returns a pair, `(carry, y)`, and \
+this one returned `{}`. Where there is nothing to stack: `return carry, None`."""
+
+_COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
+whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
+what `cond_fun` has to know."""
+
+_SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
+which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \
+value into the carry, and sow it after the loop."""
 
 
 @boundary
@@ -247,14 +255,14 @@ def fori_loop(
     *,
     unroll: int | bool | None = None,
 ) -> _C:
-    """`jax.lax.fori_loop`, through which state is carried from step to step.
+    """`jax.lax.fori_loop` that carries state from step to step.
 
-    As [`es.scan`][eqx_state.scan]: state and keys of the modules that `body_fun`
+    As in [`es.scan`][eqx_state.scan], state and keys of the modules that `body_fun`
     reaches are carried, and modules in `init_val` come back in the result.
 
     **Arguments:**
 
-    - `lower`, `upper`: the first index, and the one after the last.
+    - `lower`, `upper`: the first index, and the index after the last one.
     - `body_fun`: takes the index and the carry; returns the new carry.
     - `init_val`: the first carry, any pytree.
     - `unroll`: as for `jax.lax.fori_loop`.

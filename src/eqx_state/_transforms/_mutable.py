@@ -1,11 +1,16 @@
-"""`es.mutable`: run on a private copy, return the result and the new model."""
+"""`es.mutable`: run on a private copy, return the result and the new model.
+
+There are two halves. `target` finds the model in a call: the object that the function
+carries along, or arguments. `thread` runs the call on a private copy of that model,
+which is the life of a scope from start to end.
+"""
 
 import dataclasses
 import functools as ft
 import operator
 import types
 from collections.abc import Callable
-from typing import Any, Generic, overload, ParamSpec, TypeVar
+from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -31,15 +36,16 @@ _F_co = TypeVar("_F_co", covariant=True)
 def thread(
     model: Any, scope: Scope, run: Callable[[Any], Any], call: ModelCall | None = None
 ) -> tuple[Any, Any]:
-    """`(run(private copy of model), new model)`: the one way state is threaded.
+    """Run on a private copy of the model. Returns the output, and the new model.
 
-    `call` is what errors tell of, if a user can see it.
+    `call` is the user's call, as errors describe it.
     """
     with scope:
         before = given = Snapshot.of_model(model)
         private = given.tree()
         visits = own(private, scope)
         check_none_missing(visits)
+        # A NumPy array can be changed in place, so the caller's is copied.
         if any(isinstance(x, np.ndarray) for x in given.leaves):
             before = given._replace(leaves=own_arrays(visits, scope))
             private = before.tree()
@@ -54,29 +60,24 @@ def thread(
                 raise
             raise TypeError(message) from error
         out, (after,) = leave(out, [Owned(private, before, scope)])
-    # What was not written is the caller's own leaf, a NumPy array for example.
+    # Leaves that were not written are the caller's own again, also NumPy arrays.
     kept = zip(after.leaves, before.leaves, given.leaves, strict=True)
     leaves = [x if new is old else new for new, old, x in kept]
     return out, after._replace(leaves=leaves).tree()
 
 
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
-    """What to say if a layer with Equinox's state was called without its state.
+    """The message if a layer with Equinox's state was called without its state.
 
-    An `eqx.nn.Sequential` that is given none passes an `object()` on.
+    `None` for any other error. An `eqx.nn.Sequential` without a state passes a bare
+    `object()` on to its layers, which is how this one is recognized.
     """
     layers = [v for v in visits if isinstance(v.node, eqx.nn.StateIndex)]
     if type(error.obj) is not object or not layers:
         return None
     name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
     layer = getattr(owner, "__name__", "layer")
-    return (
-        f"`{name or 'the model'}` is a `{layer}` whose state is in an `eqx.nn.State`,"
-        " and was called without one. Either thread that by hand, `model(x, state)`; or"
-        " make the state a part of the model, which `es.mutable` threads:\n\n"
-        f"    eqx.nn.Sequential([..., {layer}(...)])                    # wrong\n"
-        f"    eqx.nn.Sequential([..., es.nn.Stateful({layer}(...))])    # right"
-    )
+    return _NO_STATE.format(name or "the model", layer)
 
 
 Lens = tuple[Any, Callable[[Any], Any]]
@@ -85,7 +86,7 @@ Lens = tuple[Any, Callable[[Any], Any]]
 def carried(f: Any) -> Lens | None:
     """The object that a callable carries along, and how to put another in its place.
 
-    `None` for a function, which carries nothing: its first argument counts then.
+    `None` for a plain function: the model is an argument then.
     """
     if isinstance(f, Transform):
         if (inner := carried(f.f)) is None:
@@ -106,7 +107,7 @@ def carried(f: Any) -> Lens | None:
 
 
 def is_bound_method(f: Any) -> bool:
-    """Python's bound methods, and those of Equinox, which are pytrees."""
+    """Whether `f` is a bound method: Python's, or Equinox's, which is a pytree."""
     if isinstance(f, types.MethodType):
         return True
     return is_eqx_module(f) and {"__func__", "__self__"} <= f.__dict__.keys()
@@ -116,7 +117,7 @@ Argnums = int | tuple[int, ...] | None
 
 
 def as_argnums(argnums: Any, what: str) -> Argnums:
-    """`argnums` as integers: one, or a tuple of them; `None` if it is not given."""
+    """`argnums` as an integer or a tuple of integers; `None` if it was not given."""
     if argnums is None:
         return None
     try:
@@ -124,31 +125,20 @@ def as_argnums(argnums: Any, what: str) -> Argnums:
             return tuple(operator.index(i) for i in argnums)
         return operator.index(argnums)
     except TypeError:
-        raise TypeError(
-            f"`{what}(..., argnums={argnums!r})`: `argnums` is the position of a"
-            " positional argument, an integer, or a tuple of them."
-        ) from None
+        raise TypeError(_ARGNUMS.format(what, repr(argnums))) from None
 
 
 def _positions(f: Any, args: tuple[Any, ...], argnums: Argnums, what: str) -> list[int]:
-    """Where among the arguments the models are, none of them counted from the end."""
+    """The positions of the models among the arguments, counted from the start."""
     name = getattr(f, "__name__", "f")
     given = argnums if isinstance(argnums, tuple) else (argnums,)
     for i in given:
         if not -len(args) <= i < len(args):
-            raise TypeError(
-                f"`{what}({name}, argnums={argnums})` was called with {len(args)}"
-                f" positional arguments, so there is no argument {i} to thread."
-                " Arguments are counted from 0, and what is given by name is not among"
-                " them."
-            )
+            raise TypeError(_NO_ARGUMENT.format(what, name, argnums, len(args), i))
     positions = [i % len(args) for i in given]
     for i in positions:
         if positions.count(i) > 1:
-            raise ValueError(
-                f"`{what}({name}, argnums={argnums})` names argument {i} twice, and"
-                " it would come back as two models. Name each argument once."
-            )
+            raise ValueError(_NAMED_TWICE.format(what, name, argnums, i))
     return positions
 
 
@@ -159,7 +149,7 @@ def target(
     argnums: Argnums,
     what: str,
 ) -> ModelCall:
-    """The call `f(*args, **kwargs)`, as one of the model that is to be threaded."""
+    """The call `f(*args, **kwargs)` as a function of the model to thread."""
     model, put = carried(f) or (None, None)
     if argnums is None:
         if put is not None:
@@ -167,12 +157,7 @@ def target(
             return ModelCall(what, f, args, kwargs, None, None, model, run)
         if not args:
             name = getattr(f, "__name__", "f")
-            raise TypeError(
-                f"`{what}({name})` was called without a positional argument, so there"
-                " is no model to thread. It threads the first one:"
-                f" `{what}({name})(model, ...)`; or the object of a bound method:"
-                f" `{what}(model.{name})(...)`."
-            )
+            raise TypeError(_NO_MODEL.format(what, name))
         argnums = 0
     positions = _positions(f, args, argnums, what)
 
@@ -193,11 +178,33 @@ def as_kinds(kinds: Any, what: str) -> Kinds:
     given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
     for kind in given:
         if not is_kind(kind):
-            raise TypeError(
-                f"`{what}(..., kinds={kind!r})`: `kinds` is a kind such as"
-                " `es.State`, or a tuple of them; `es.TreePart` allows all."
-            )
+            raise TypeError(_KINDS.format(what, repr(kind)))
     return given
+
+
+_NO_STATE: Final = """`{0}` is a `{1}` whose state is in an `eqx.nn.State`, and was \
+called without one. Either thread that by hand, `model(x, state)`; or make the state a \
+part of the model, which `es.mutable` threads:
+
+    eqx.nn.Sequential([..., {1}(...)])                    # wrong
+    eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])    # right"""
+
+_ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
+argument, an integer, or a tuple of them."""
+
+_NO_ARGUMENT: Final = """`{}({}, argnums={})` was called with {} positional arguments, \
+so there is no argument {} to thread. Arguments are counted from 0, and arguments \
+given by name are not among them."""
+
+_NAMED_TWICE: Final = """`{}({}, argnums={})` names argument {} twice, and it would \
+come back as two models. Name each argument once."""
+
+_NO_MODEL: Final = """`{0}({1})` was called without a positional argument, so there is \
+no model to thread. It threads the first one: `{0}({1})(model, ...)`; or the object of \
+a bound method: `{0}(model.{1})(...)`."""
+
+_KINDS: Final = """`{}(..., kinds={})`: `kinds` is a kind such as `es.State`, or a \
+tuple of them; `es.TreePart` allows all."""
 
 
 class _Mutable(Transform):
@@ -212,8 +219,9 @@ class _Mutable(Transform):
 
 
 class _Threaded(Generic[_M_co, _F_co]):
-    """To a type checker, `mutable(model)`: the model's own signature, which is found
-    through `_F_co`, its type once more; the new model comes besides the output."""
+    """The type of `mutable(model)`, for type checkers: the model's own signature, and
+    the new model beside the output. `_F_co` is the model's type again, as a
+    callable."""
 
     def __call__(
         self: "_Threaded[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
@@ -235,20 +243,22 @@ def mutable(
 def mutable(
     f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
 ) -> Any:
-    """`f`, allowed to write state: returns `(output, new_model)`, and changes nothing.
+    """`f` with permission to write state: it returns `(output, new_model)`.
 
     `f` runs on a private copy of the model, in which `self.field = value` is allowed.
+    The model that was passed in does not change.
 
     **Arguments:**
 
-    - `f`: what is called. The model is, of a bound method its object, of a callable
-        module the module, of a transform of `es` what it wraps, and of any other
-        function its first positional argument: any pytree with `es.Module`s in it.
+    - `f`: the function to call. The model is the object of a bound method, a callable
+        module itself, or the model of the function that a transform of `es` wraps. For
+        any other function it is the first positional argument: any pytree with
+        `es.Module`s in it.
     - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
     - `argnums`: the positional arguments to thread instead, counted from 0 as in
-        `jax.grad`, negative ones from the end. An integer, or a tuple of them, with
-        which the new model is a tuple, too. A module or an object that `f` carries
-        along is not threaded then.
+        `jax.grad`; negative ones count from the end. An integer, or a tuple of them, in
+        which case the new model is a tuple, too. An object that `f` carries along is
+        not threaded then.
 
     **Returns:**
 
@@ -265,8 +275,8 @@ def mutable(
         cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
         one stateful module in two places; `argnums` names one argument twice.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
-    - `TypeError`: there is no positional argument to thread, or none that `argnums`
-        names.
+    - `TypeError`: the call has no positional argument to thread, or not the one that
+        `argnums` names.
 
     !!! example
 

@@ -1,7 +1,10 @@
-"""`es.checkpoint`: `jax.checkpoint` that carries state."""
+"""`es.checkpoint`: `jax.checkpoint` that carries state.
+
+This is the shortest transform, and a model for a new one.
+"""
 
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -33,26 +36,23 @@ class _Checkpoint(Transform):
 
         def run(arrays: Any) -> tuple[Ran, Static]:
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
-            # What is not an argument is closed over, which `jax.checkpoint` allows.
+            # The values of the modules are closed over: `jax.checkpoint` differentiates
+            # with respect to tracers in the closure, too.
             ran = lifted.run(lifted.values, lambda: self.f(*args, **kwargs))
             out, static = lifted.split(ran.out)
             return ran._replace(out=out), Static(static)
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
-        # Outside of a trace JAX returns constants as literals of its own.
+        # Outside of a trace, JAX returns constants as literals of a class of its own.
         ran, static = jtu.tree_map(jnp.asarray, remat(arrays))
         lifted.commit(ran)
         return eqx.combine(ran.out, static.value)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arrays among the arguments, and what is static."""
+        """The arrays among the arguments, and the static rest."""
         for i in self.static_argnums:
             if not -len(args) <= i < len(args):
-                raise ValueError(
-                    f"`es.checkpoint(static_argnums={i})`: the function was called with"
-                    f" {len(args)} positional arguments, and there is no number {i}."
-                    " What is not an array is static without being named."
-                )
+                raise ValueError(_NO_ARGUMENT.format(i, len(args)))
         static = {i % len(args) for i in self.static_argnums}
         names = self.static_argnames
         traced = (
@@ -60,6 +60,11 @@ class _Checkpoint(Transform):
             {name: name not in names and _arrays(x) for name, x in kwargs.items()},
         )
         return eqx.partition((args, kwargs), traced, is_leaf=is_owned)
+
+
+_NO_ARGUMENT: Final = """`es.checkpoint(static_argnums={0})`: the function was called \
+with {1} positional arguments, and there is no number {0}. Leaves that are not arrays \
+are static without being named."""
 
 
 def _arrays(tree: Any) -> Any:
@@ -74,21 +79,22 @@ def checkpoint(
     static_argnums: int | tuple[int, ...] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> Callable[_P, _R]:
-    """`jax.checkpoint` (remat), through which the state of every module is carried.
+    """`jax.checkpoint` (remat) that carries the state of every module in reach.
 
-    What `fun` computes is not kept for the backward pass, but computed again. It is
-    traced once, so state is written once and each key is drawn once.
+    The intermediate values of `fun` are not stored for the backward pass, but
+    recomputed. `fun` is traced once, so state is written once, and each key is drawn
+    once.
 
     **Arguments:**
 
     - `fun`: a function, a module, a bound method, or a partial.
     - `prevent_cse`, `policy`: as for `jax.checkpoint`.
-    - `static_argnums`, `static_argnames`: arguments whose arrays are not traced. What
-        is not an array is static without being named.
+    - `static_argnums`, `static_argnames`: arguments whose arrays are not traced. Leaves
+        that are not arrays are always static.
 
     **Returns:**
 
-    A function of the same arguments, which is a pytree, and can decorate methods.
+    A function of the same arguments. It is a pytree, and can decorate methods.
 
     !!! example
 

@@ -1,7 +1,7 @@
-"""What a transform reaches: the outermost modules that a scope owns, and their leaves.
+"""The roots of a transform: the outermost owned modules that it reaches.
 
-All leaves of all roots lie in one flat mapping, by `Slot`. Not by name: those of two
-leaves may be equal.
+All leaves of all roots are in one flat mapping by `Slot`. A name would not do as a key,
+since two leaves may have equal names.
 """
 
 import dataclasses
@@ -24,14 +24,15 @@ Values = dict[Slot, Any]
 
 @dataclasses.dataclass(eq=False)
 class Root:
-    """An owned module that is in no other one within reach, as it is reached.
+    """An owned module that is not inside another one that the transform reaches.
 
-    `original` is the module that it stands for as an argument, or it itself.
+    - `place`, `visits`: where it is in its model; paths and kinds are seen from there.
+    - `original`: the module that a stand-in stands for; otherwise `module` itself.
     """
 
     module: BaseModule
     place: Place
-    visits: list[Visit]  # seen from the model
+    visits: list[Visit]
     original: BaseModule
 
     @property
@@ -50,9 +51,9 @@ class Root:
 def roots_among(
     reached: Sequence[BaseModule], originals: dict[int, BaseModule]
 ) -> list[Root]:
-    """The modules that are not inside another one, each once.
+    """The modules among `reached` that are not inside another one, each once.
 
-    `originals`: for the `id` of a stand-in, what it stands for.
+    `originals`: the module that a stand-in stands for, by the `id` of the stand-in.
     """
     roots: list[Root] = []
     inside: set[int] = set()
@@ -72,8 +73,8 @@ def roots_among(
 def pour(module: BaseModule, values: Iterator[Any]) -> None:
     """Put leaves, in the order of flattening, into a module and the modules inside it.
 
-    The owned modules stay the objects that they are; all other nodes are made anew, so
-    that what the caller has put into a list of ours stays the caller's.
+    Owned modules stay the objects that they are. All other nodes are rebuilt, so that a
+    list that the caller holds, too, does not change.
     """
 
     def put(x: Any) -> Any:

@@ -1,20 +1,21 @@
-"""What a transform can reach twice: modules that stand for others as arguments.
+"""Stand-ins: modules that a transform reaches as an argument and through its function.
 
-A transform takes the modules in its function and its closure in one way (shared,
+A transform treats the modules in its function and its closure in one way (shared,
 carried, mapped by kind), and those among its arguments in another (sliced, mapped over
-an axis). One module may come both ways, and one object can have one meaning. So an
-argument with a meaning of its own is a copy in the body, its *stand-in*, and the
-closure keeps the original. What is written to the stand-in is written to the original
-when the transform is over.
+an axis). One module may come both ways, but one object cannot hold a slice and the
+whole at the same time. So in the body the argument is a copy, the *stand-in*, and the
+closure keeps the original. Writes to the stand-in go to the original after the
+transform.
 
-For what only is read this is JAX's own meaning. State that is written one way, and read
-or written the other way, would have two values at once: that is an error.
+For parameters, which are only read, this is what JAX does: an argument and a closure
+are two values. State is different: if it is written one way and read or written the
+other way, it would have two values at once. That is an error, and `Twice` finds it.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax.tree_util as jtu
 
@@ -38,9 +39,9 @@ def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
 
 
 def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each leaf of a tree, where owned modules are leaves, with its share of `values`.
+    """Each leaf of a tree, where owned modules count as leaves, with its `values`.
 
-    There is one value for each leaf of the whole tree.
+    `values` has one entry for each leaf proper, so a module comes with several.
     """
     rest = iter(values)
     for x in jtu.tree_leaves(tree, is_leaf=is_owned):
@@ -50,7 +51,10 @@ def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any,
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """A module that stands for `original`; `meaning` has an entry for each leaf."""
+    """A copy that stands for `original` as an argument.
+
+    `meaning` has an entry for each leaf: the axis over which it is mapped, for example.
+    """
 
     module: BaseModule
     original: BaseModule
@@ -62,14 +66,15 @@ def stand_in(
     meanings: Sequence[Any],
     usual: Callable[[BaseModule], Sequence[Any] | None] = lambda _: None,
 ) -> tuple[Any, list[StandIn]]:
-    """`tree` with stand-ins for the owned modules that do not have their usual meaning.
+    """`tree` with stand-ins for the owned modules whose meaning is not the usual one.
 
-    One module with one meaning has one stand-in, however often it occurs.
+    A module that occurs several times with one meaning has one stand-in.
     """
     found = [x for x in by_entry(tree, meanings) if is_owned(x[0])]
     made: dict[tuple[int, tuple[Any, ...]], Any] = {}
     stand_ins = []
-    # The largest first: a part of what also is an argument as a whole is that part.
+    # The largest first: if a module and a part of it are arguments, the stand-in of the
+    # part is a part of the stand-in of the module.
     for module, meaning in sorted(found, key=lambda x: -len(x[1])):
         if (id(module), meaning) in made:
             continue
@@ -91,7 +96,7 @@ def stand_in(
 
 
 class Extent(NamedTuple):
-    """A module in a tree, and which leaves of the tree are its own."""
+    """A module in a tree, and the range of the tree's leaves that it has."""
 
     module: BaseModule
     start: int
@@ -112,9 +117,10 @@ def extents(tree: Any) -> list[Extent]:
 
 
 class Cell(NamedTuple):
-    """Where a leaf lies: in which field of which `es.Module`, the nearest around it.
+    """Where a leaf is stored: in which field of the nearest `es.Module` around it.
 
-    `index` counts the leaves of that module: names and keys may be equal for two.
+    `index` counts the leaves of that module. Names would not do, since two leaves may
+    have equal names.
     """
 
     owner: BaseModule
@@ -133,17 +139,22 @@ def cells(module: BaseModule) -> list[Cell]:
 
 
 class Twice:
-    """The state that some modules have in common, because some stand for the others.
+    """The state that a transform reaches twice, and a check of how it is used.
 
-    `state` is what may be written in the roots. A stand-in is what the body works on.
-    Where else its state is met, it may be read as long as the stand-in's is not
-    written.
+    - `state`: the leaves of the roots that may be written.
+    - `others`: for a leaf that is reached again, its first slot and its own cell.
+
+    Reading both ways is fine. A write has to go to the stand-in, and then the other way
+    must not even be read: it would give the value from before the transform. The writes
+    are known after the trace. JAX does not tell which values were read, so the modules
+    note that themselves (`Watch`).
     """
 
     def __init__(self, roots: list[Root], state: Values):
         self.others: dict[Slot, tuple[Slot, Cell]] = {}
         first: dict[tuple[int, int], Slot] = {}
-        # Stand-ins first: one of them is the first to have what it stands for.
+        # Stand-ins first, so that the first slot of a leaf is that of a stand-in, which
+        # is the one that may be written.
         for i in sorted(range(len(roots)), key=lambda i: not roots[i].is_stand_in):
             here = there = cells(roots[i].module)
             if roots[i].is_stand_in:
@@ -156,7 +167,7 @@ class Twice:
         self.watches: dict[int, Watch] = {}
 
     def watch(self) -> None:
-        """From now on, note what is read of it, in the places of the modules."""
+        """Have the modules note reads of this state from now on."""
         fields: dict[int, tuple[BaseModule, set[str]]] = {}
         for _, cell in self.others.values():
             fields.setdefault(id(cell.owner), (cell.owner, set()))[1].add(cell.field)
@@ -166,24 +177,23 @@ class Twice:
             place.watches = (*place.watches, self.watches[key])
 
     def check(self, written: Values, name: Callable[[Slot], str]) -> None:
-        """Raise `ValueError` if state of two meanings was written."""
+        """Raise `ValueError` if state was written one way and used the other way."""
         for slot, (first, cell) in self.others.items():
             is_read = cell.field in self.watches[id(cell.owner)].read
             if slot in written or (is_read and first in written):
-                raise ValueError(_reached_twice(name(slot)))
+                full = name(slot)
+                raise ValueError(_TWICE.format(full, full.rpartition(".")[2]))
 
 
-def _reached_twice(name: str) -> str:
-    field = name.rpartition(".")[2]
-    return (
-        f"`{name}` is reached twice: in an argument of `es.scan` or `es.vmap`, of which"
-        " each step or lane has a part, and as a whole, through the function or in"
-        " another argument. It was written, and also read or written in the other way,"
-        " where it would have another value. Parameters may be reached both ways; write"
-        " state in the argument only, and read it before:\n\n"
-        "    def body(x, layer):                              # wrong\n"
-        f"        return layer(x) + self.layers.{field}.sum(), None\n\n"
-        f"    total = self.layers.{field}.sum()                # right\n"
-        "    def body(x, layer):\n"
-        "        return layer(x) + total, None"
-    )
+_TWICE: Final = """`{0}` is reached twice: in an argument of `es.scan` or `es.vmap`, \
+of which each step or lane has a part, and as a whole, through the function or in \
+another argument. It was written, and also read or written in the other way, where it \
+would have another value. Parameters may be reached both ways; write state in the \
+argument only, and read it before:
+
+    def body(x, layer):                              # wrong
+        return layer(x) + self.layers.{1}.sum(), None
+
+    total = self.layers.{1}.sum()                # right
+    def body(x, layer):
+        return layer(x) + total, None"""

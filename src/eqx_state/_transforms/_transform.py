@@ -1,4 +1,8 @@
-"""What the transforms of `es` are: callables made of a callable, and pytrees."""
+"""The common part of all transforms: a callable made of a callable, and a pytree.
+
+A transform of a model holds that model as a node, so the transforms of JAX and Equinox
+see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
+"""
 
 import functools as ft
 from typing import Any, ClassVar, Final, TYPE_CHECKING
@@ -14,9 +18,9 @@ class Transform(eqx.Module):
     """A callable made of a callable `f`: a pytree, and a decorator for methods."""
 
     f: Any
-    # Whether a call makes a private copy of its own, and returns the new model.
+    # Whether a call makes a private copy of the model, and returns a new model.
     threads: ClassVar[bool] = False
-    # Whether a call takes our frames out of the tracebacks of errors by itself.
+    # Whether `__call__` itself removes our frames from tracebacks.
     hides_frames: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -25,8 +29,8 @@ class Transform(eqx.Module):
             cls.__call__ = boundary(cls.__call__)
 
     if not TYPE_CHECKING:
-        # Equinox makes a pytree of each bound method, and while it does, warns of an
-        # `f` such as `jax.jit(model)`.
+        # Equinox wraps each bound method in a module, whose checks warn of an `f` such
+        # as `jax.jit(model)`.
         __getattribute__ = object.__getattribute__
 
     @property
@@ -36,8 +40,8 @@ class Transform(eqx.Module):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        # `self` belongs to the innermost function: to a transform in between it would
-        # be an argument, which `es.vmap` maps and `argnums=` counts.
+        # `instance` goes to the innermost function. A transform in between would take
+        # it for an argument, which `es.vmap` maps and `argnums=` counts.
         if isinstance(self.f, Transform):
             return self.of(self.f.__get__(instance, owner))
         return self.of(eqx.Partial(self.f, instance))
@@ -65,9 +69,9 @@ class Unbound(Transform):
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     """A transform of `f`, with the name and the documentation of `f`.
 
-    Made without `__init__`, in which Equinox warns of functions such as
-    `jax.vmap(model)`: that one cannot be trained is true, but this is not a layer of a
-    model.
+    It is made without `__init__`, in which Equinox warns if a field holds something
+    like `jax.vmap(model)`. The warning is for layers, whose parameters such a function
+    hides; this is not a layer.
     """
     if not callable(f):
         name = type(f).__name__
@@ -80,7 +84,8 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     transform.__dict__.update(f=f, **options)
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
-    # Data has no name, and must not be copied; but another transform may have one.
+    # `eqx.module_update_wrapper` would copy a model. A model does not have a name; the
+    # transform of a function does.
     named = f.__dict__ if is_eqx_module(f) else {}
     names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
     transform.__dict__.update(names)
@@ -88,14 +93,14 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
 
 
 def _method_of(cls: type) -> str:
-    """The method that may be meant where a module of this class is called."""
+    """The name of a method to suggest if a module of this class cannot be called."""
     own = [name for name in vars(cls) if not name.startswith("_")]
     return next((name for name in own if callable(getattr(cls, name))), "method")
 
 
-_NOT_CALLABLE: Final = """A `{0}` cannot be called: its class has no `__call__`. Name \
-that method so, or give the one that you mean; its module is threaded and mapped all \
-the same:
+_NOT_CALLABLE: Final = """A `{0}` cannot be called: its class has no `__call__`. \
+Rename the method, or pass the bound method; its module is threaded and mapped all the \
+same:
 
     es.mutable(model)(x)    # wrong: there is no `{0}.__call__`
 

@@ -1,7 +1,8 @@
 """`es.vmap`: `jax.vmap` that carries state, with an axis for each kind.
 
-What is mapped over ends up in one flat list, whatever it was part of: the function and
-its closure, the arguments, or an owned module. All else is closed over as it is.
+A call gathers everything that it reaches in one flat mapping, runs a lane under
+`jax.vmap`, and commits what came out. Only the leaves with an axis are inputs of
+`jax.vmap`; everything else is closed over.
 """
 
 import itertools
@@ -38,15 +39,22 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# In a slot, in the place of a root's number: the function, and the arguments.
+# These take the place of a root's index in the slots of the function and of the
+# arguments. Roots are counted from 0, so the numbers do not clash.
 _FUNCTION: Final = -2
 _ARGUMENTS: Final = -1
 
 
 class _Lanes:
-    """Everything that a call of `es.vmap` reaches, leaf by leaf, and the axis of each.
+    """All leaves that a call of `es.vmap` reaches, and the axis of each.
 
-    An axis is an integer, `SPLIT`, or `None` for what all lanes share.
+    An axis is an integer, `SPLIT`, or `None` for a leaf that all lanes share.
+
+    Why one flat mapping? Leaves come from three places: the function (in so far as no
+    scope owns them), the arguments, and the owned modules. They differ in where their
+    axis comes from, and in how a lane puts them back, and in nothing else. By slot,
+    sizes are checked, keys split, and axes handed to `jax.vmap` in one way for all
+    three.
     """
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -66,7 +74,8 @@ class _Lanes:
             by_leaf = [axis_by_kind(visit, by_kind) for visit in root.leaves]
             axes = meanings.get(id(root.module), by_leaf)
             self.axes.update(((i, k), axis) for k, axis in enumerate(axes))
-        # Only these are taken apart here: owned modules are leaves in them, and stay.
+        # Owned modules are leaves in these trees, and have no axis there. Their own
+        # leaves are in the mapping already, as those of the roots.
         self.trees = {_FUNCTION: self.opened.tree, _ARGUMENTS: given}
         self._add(_FUNCTION, function_axes(self.opened.tree, by_kind))
         self._add(_ARGUMENTS, by_argument)
@@ -84,17 +93,24 @@ class _Lanes:
             self.axes[where, k] = None if is_owned(x) else own[0]
 
     def _feed(self, slot: Slot) -> None:
-        """Prepare what `jax.vmap` maps over for a leaf that is mapped."""
+        """Prepare the input of `jax.vmap` for a leaf that is mapped."""
         value, axis = self.values[slot], self.axes[slot]
         if axis is SPLIT:
-            # A clone, since the key stays unused if no lane draws from it.
+            # Why a clone? Splitting uses a key up. If no lane draws from it, the new
+            # key is not committed: the model keeps this one, and may draw from it
+            # later, which `jax_debug_key_reuse` would take for reuse.
             self.advanced[slot], base = next_keys(jr.clone(value))
             axis = num_key_axes(base)
             value = self.spread(split_key(base, self.size), axis)
         self.inputs[slot], self.input_axes[slot] = value, axis
 
     def spread(self, x: Any, axis: int) -> Any:
-        """An array with a value for each lane, spread over devices as the lanes are."""
+        """An array with a value for each lane, sharded as the other inputs are.
+
+        On a mesh with explicit axes the shardings of all mapped axes have to agree.
+        That also holds for inputs that are made here, such as split keys; the user does
+        not know of these, and could not shard them.
+        """
         given = [(self.values[slot], self.axes[slot]) for slot in self.mapped]
         return spread_like([x for x in given if x[1] is not SPLIT], x, axis)
 
@@ -105,7 +121,7 @@ class _Lanes:
         return leaves(self.trees[where], is_leaf=is_owned)[k].name
 
     def _size(self, axis_size: int | None) -> int:
-        """The number of lanes, on which all that is mapped has to agree."""
+        """The number of lanes; `ValueError` if the mapped axes do not agree on it."""
         sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
         for slot in self.mapped:
             if (axis := self.axes[slot]) is SPLIT:
@@ -116,31 +132,19 @@ class _Lanes:
                 continue
             name = f"`{self.name(slot) or 'the model'}`"
             if not is_axis:
-                raise ValueError(
-                    f"`es.vmap`: the axis of {name} is `{axis}`, and an axis is an"
-                    " integer, or `None` for what the lanes share. What is not an array"
-                    " is passed on as it is, so that `in_axes=0` stands for"
-                    " `in_axes=eqx.if_array(0)`."
-                )
+                raise ValueError(_NOT_AN_AXIS.format(name, axis))
             if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"`es.vmap`: {name} has shape {shape}, which has no axis {axis}."
-                    " Map it over an axis that it has, or share it with `None`:"
-                    " `in_axes=(0, None)`."
-                )
+                raise ValueError(_NO_AXIS.format(name, shape, axis))
             sizes[shape[axis]] = name
         if len(sizes) > 1:
             listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-            raise ValueError(f"`es.vmap`: the mapped axes differ in size: {listed}.")
+            raise ValueError(_SIZES.format(listed))
         if not sizes:
-            raise ValueError(
-                "`es.vmap`: nothing is mapped, so that the number of lanes is not"
-                " known. Map an argument, `in_axes=0`, or give `axis_size`."
-            )
+            raise ValueError(_NOTHING_MAPPED)
         return next(iter(sizes))
 
     def run(self, inputs: Values, _: Any) -> tuple[Any, ...]:
-        """One lane, under `jax.vmap`: the output, what lanes share, and their own."""
+        """Run one lane. Returns its output, and the shared and its own new values."""
         values, copy, f = {**self.values, **inputs}, None, self.opened.f
         if any(where == _FUNCTION for where, _ in self.mapped):
             copy = self.opened.copy(self._tree(_FUNCTION, values))
@@ -154,7 +158,7 @@ class _Lanes:
         return out, (shared, ran.made), (own, ran.sown), kept
 
     def _sort(self, ran: Ran) -> tuple[Values, Values]:
-        """What a lane has written: what all lanes share, and what each has."""
+        """Split the writes of a lane into shared values, and values of its own."""
         shared: Values = {}
         own: Values = {}
         for slot, x in ran.written.items():
@@ -162,9 +166,11 @@ class _Lanes:
             if isinstance(axis, int):
                 own[slot] = x
             elif axis is None or not is_mapped(x):
-                shared[slot] = x  # also a key that is assigned, and not drawn from
+                # Also a key that was assigned. If it was drawn from, its new value
+                # differs in each lane, and `self.advanced` replaces it.
+                shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
-        # What only `init` has brought into being has no axis, and is shared.
+        # Parts that `init` has made do not have an axis, so the lanes share them.
         named += self.lifted.names_of_made(ran)
         is_own = [any(map(is_mapped, jtu.tree_leaves(x))) for _, x in named]
         if any(is_own):
@@ -197,6 +203,7 @@ class _Vmap(Transform):
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
+        # `jax.vmap` wants at least one mapped input, and there may be none.
         indices = lanes.spread(jnp.arange(lanes.size), 0)
         out, (shared, made), (own, sown), kept = mapped(lanes.inputs, indices)
         static, written = kept.value
@@ -207,8 +214,20 @@ class _Vmap(Transform):
         return eqx.combine(out, static)
 
 
+_NOT_AN_AXIS: Final = """`es.vmap`: the axis of {} is `{}`, and an axis is an integer, \
+or `None` for what the lanes share. Leaves that are not arrays are passed on as they \
+are, so `in_axes=0` stands for `in_axes=eqx.if_array(0)`."""
+
+_NO_AXIS: Final = """`es.vmap`: {} has shape {}, which has no axis {}. Map it over an \
+axis that it has, or share it with `None`: `in_axes=(0, None)`."""
+
+_SIZES: Final = """`es.vmap`: the mapped axes differ in size: {}."""
+
+_NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
+not known. Map an argument, `in_axes=0`, or give `axis_size`."""
+
 _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, and the lanes \
-share it, so that only one could be kept. Reduce it over the lanes,
+share it, so only one could be kept. Reduce it over the lanes,
 
     es.vmap(f, axis_name="batch")
     self.mean = jax.lax.pmean(mean, "batch")
@@ -227,7 +246,7 @@ def vmap(
     spmd_axis_name: Any = None,
     axes: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, _R]:
-    """`jax.vmap`, through which the state of every module in reach is carried.
+    """`jax.vmap` that carries the state of every module in reach.
 
     **Arguments:**
 
@@ -235,25 +254,25 @@ def vmap(
         holds, and those that it closes over, are mapped by kind.
     - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
         `jax.vmap`. Modules among the arguments follow `in_axes`, in which an entry may
-        be a mapping as `axes` is. What is not an array is passed on as it is.
-    - `axes`: from kinds to axes, for the modules in `f` and its closure. The most
-        derived kind that matches counts; `...` stands for every other array; then come
-        the defaults: `es.Rng` is `es.SPLIT`, and all else is `None`, shared by all
+        be a mapping like `axes`. Leaves that are not arrays are passed on as they are.
+    - `axes`: a mapping from kinds to axes, for the modules in `f` and its closure. The
+        most derived kind that matches counts, and `...` stands for every other array.
+        By default `es.Rng` is `es.SPLIT`, and everything else is `None`, shared by all
         lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
-        once if a lane has drawn from it, or a branch of `es.cond` or `es.switch` that
-        was not taken would have. A key that is assigned, the same in all lanes, is
+        once if a lane has drawn from it, or if a branch of `es.cond` or `es.switch`
+        that was not taken would have. If all lanes assign the same key, that key is
         kept. An ensemble is `axes={...: 0}`.
 
     **Returns:**
 
-    A function of the same arguments, which is a pytree, and can decorate methods.
+    A function of the same arguments. It is a pytree, and can decorate methods.
 
     **Raises:**
 
     - `ValueError`: the lanes wrote different values to a state that they share; a kind
-        in `axes` that matches nothing; an axis that an array does not have; sizes that
-        differ; state reached twice, with different axes, and written; a written state
-        that is not an array.
+        in `axes` matches nothing; an array does not have the axis; the sizes differ; a
+        state was reached twice, with different axes, and written; a written state is
+        not an array.
 
     !!! example
 
