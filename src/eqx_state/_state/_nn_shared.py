@@ -2,14 +2,13 @@
 
 `eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) in its other
 places, and on each call builds the full tree with `eqx.tree_at`. That copies every
-module in it. A copy does not belong to the scope, so whoever wrote it would write to
-nothing.
+module in it, and a copy does not belong to the scope, so it could not be written.
 
 So the instances in a private copy change their class to `OpenShared`. Its call rebuilds
 only the containers and modules that lead to a hole, and uses everything else as it is:
 a tied module is one object in all its places, and can be written through any of them.
 When the scope is left, `closed_copy` changes the class back, so that no one outside
-ever sees the subclass, and the treedef is that of before.
+ever sees the subclass, and the treedef is the old one.
 """
 
 import functools as ft

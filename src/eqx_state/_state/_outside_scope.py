@@ -44,7 +44,7 @@ _OR_EVAL = """\
     y = model.eval()(x)                 # or: layers write nothing then
 """
 
-# Nothing calls `explain` for a callback, or for a transform around the whole function.
+# For a callback, or a transform around the whole function, nothing calls `explain`.
 _OR_COPY = """
 Under a transform, use the one of `es`, which carries state: `es.value_and_grad` for \
 `eqx.filter_value_and_grad`, `es.mutable(es.vmap(model))(xs)` for `jax.vmap(model)(xs)`.

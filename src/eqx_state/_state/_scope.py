@@ -69,9 +69,8 @@ class Scope:
         """
         # Why not simply wait? Waiting for a write is fine: it is short. But the
         # function under a transform is the user's, and it may wait for this very thread
-        # (say, it joins it): then both would wait forever. An error at once is also
-        # better than a race on modules whose contents are swapped. The lock is
-        # reentrant, since transforms nest, and since their functions write.
+        # (say, it joins it): then both would wait forever. The lock is reentrant, since
+        # transforms nest, and since their functions write.
         while not self._lock.acquire(timeout=0.001):
             if self._is_transformed:
                 raise RuntimeError(_OTHER_THREAD)
@@ -119,10 +118,11 @@ class Watch:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """Where in which scope an owned module is.
+    """The position of an owned module: in which scope, and where in its model.
 
-    While a transform runs, its contents are those of a trace. Only the thread with the
-    identifier `thread` may read them, and `watches` note which fields it reads.
+    While a transform runs, the module's contents are those of a trace. Only the thread
+    with the identifier `thread` may read them, and `watches` note which fields it
+    reads.
     """
 
     scope: Scope

@@ -100,7 +100,7 @@ def no_field_message(module: BaseModule, name: str, value: Any) -> str:
 
 
 def _annotation_for(value: Any, is_forward: bool) -> str:
-    """How to declare a field that is to hold `value`.
+    """How to declare a field that will hold `value`.
 
     `is_forward`: a forward pass assigns it, so it is state. Elsewhere training is the
     usual reason to hold an inexact array.

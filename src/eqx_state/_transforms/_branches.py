@@ -66,7 +66,7 @@ def _select(
 class _Note(NamedTuple):
     """The facts about one trace of a branch that are needed outside of it.
 
-    It cannot be an output, since JAX wants the same treedef from all branches.
+    They cannot be outputs, since JAX wants the same treedef from all branches.
     """
 
     static: Any  # the part of the output that is not arrays

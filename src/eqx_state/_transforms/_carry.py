@@ -28,7 +28,7 @@ from ._stand_ins import owned_copy, stand_in
 class Note(NamedTuple):
     """The facts about one trace of a step that are needed outside of it.
 
-    It cannot be an output of the step, since JAX fixes the treedef of those.
+    They cannot be outputs of the step, since JAX fixes the treedef of those.
     """
 
     written: frozenset[Slot]
@@ -47,7 +47,14 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The arrays that a loop threads: its carry, state, and slices of modules."""
+    """The arrays that a loop threads: its carry, state, and slices of modules.
+
+    - `init`: the first carry, with stand-ins for its modules; `originals` has what they
+        stand for.
+    - `arrays`, `static`: its leaves, split; `before`, `treedef`: its leaves in order.
+    - `state`: the state of all other modules, which is carried beside it.
+    - `slices`: the leaves of the modules in `xs`, of which each step has a slice.
+    """
 
     def __init__(self, functions: Any, init: Any, xs: Any = None):
         check_not_shared(init)
@@ -75,6 +82,8 @@ class Loop:
             for (i, k), x in self.lifted.values.items()
             if roots[i].is_stand_in and is_array(x)
         }
+        # The state of a module in `xs` is in `slices`, that of a module in the carry is
+        # in the carry, and state that is reached twice is that of a stand-in.
         self.state: Values = {
             (i, k): x
             for (i, k), x in self.lifted.writable.items()
@@ -170,7 +179,7 @@ class Loop:
         """Commit what the loop has written, and return the last carry.
 
         - `notes`: one for each time that the step was traced.
-        - `ran`: what came out besides the carry.
+        - `ran`: the other outputs of the loop.
         """
         arrays, state = carry
         positions = frozenset().union(*(note.written for note in notes))
@@ -205,7 +214,7 @@ _STATIC: Final = """The body of a loop returned another value at `{}`, which is 
 array. From step to step only arrays can change: make it one, or return it as it was."""
 
 _NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the body \
-returned a carry without it, so that what was written would be lost. Return the module \
+returned a carry without it, so the write would be lost. Return the module \
 that the body was given:
 
     def body(cell, x):

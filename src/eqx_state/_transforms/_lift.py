@@ -174,7 +174,8 @@ class Lifted:
             for scope in inner.values():
                 stack.enter_context(scope)
             stack.enter_context(_alone(inner.values()))
-            # Last in, first out: while contents are swapped, the locks are held.
+            # Entered last, and so left first: the locks are held as long as contents
+            # are swapped.
             stack.enter_context(self._restored())
             owned = [self._enter(i, values, inner) for i in range(len(self.roots))]
             self.twice.watch()
@@ -191,6 +192,7 @@ class Lifted:
     def _made(
         self, before: list[Snapshot], after: list[Snapshot]
     ) -> tuple[list[Snapshot], Made]:
+        """The snapshots of the old leaves only, and the parts that `init` has made."""
         pairs = zip(before, after, strict=True)
         known, found = zip(*[made_in(old, new) for old, new in pairs], strict=True)
         where = [(i, path) for i, parts in enumerate(found) for path in parts]
@@ -206,6 +208,7 @@ class Lifted:
         return list(zip(map(name_of, paths), ran.made.arrays, strict=True))
 
     def _written(self, values: Values, after: list[Snapshot]) -> Values:
+        """The leaves that differ from `values`; `ValueError` if one is not an array."""
         written = {}
         for i, new in enumerate(after):
             for k, x in enumerate(new.leaves):

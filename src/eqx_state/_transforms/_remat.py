@@ -63,7 +63,7 @@ class _Checkpoint(Transform):
 
 
 _NO_ARGUMENT: Final = """`es.checkpoint(static_argnums={0})`: the function was called \
-with {1} positional arguments, and there is no number {0}. Leaves that are not arrays \
+with {1} positional arguments, so there is no argument {0}. Leaves that are not arrays \
 are static without being named."""
 
 

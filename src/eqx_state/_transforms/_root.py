@@ -16,7 +16,7 @@ from .._tree._base import BaseModule, get_place, is_module
 from .._tree._walk import dynamic_names, Visit, walk
 
 
-# Which root, and which of its leaves, in the order of flattening.
+# The index of a root, and of one of its leaves in the order of flattening.
 Slot = tuple[int, int]
 
 Values = dict[Slot, Any]

@@ -145,9 +145,9 @@ class Twice:
     - `others`: for a leaf that is reached again, its first slot and its own cell.
 
     Reading both ways is fine. A write has to go to the stand-in, and then the other way
-    must not even be read: it would give the value from before the transform. The writes
-    are known after the trace. JAX does not tell which values were read, so the modules
-    note that themselves (`Watch`).
+    must not even be read: it would give the value from before the transform. Writes are
+    known after the trace, as values that differ. JAX cannot tell which values were
+    read, so the modules note reads themselves (`Watch`).
     """
 
     def __init__(self, roots: list[Root], state: Values):

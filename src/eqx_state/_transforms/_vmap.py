@@ -50,11 +50,11 @@ class _Lanes:
 
     An axis is an integer, `SPLIT`, or `None` for a leaf that all lanes share.
 
-    Why one flat mapping? Leaves come from three places: the function (in so far as no
-    scope owns them), the arguments, and the owned modules. They differ in where their
-    axis comes from, and in how a lane puts them back, and in nothing else. By slot,
-    sizes are checked, keys split, and axes handed to `jax.vmap` in one way for all
-    three.
+    Why one flat mapping? Leaves come from three places: the function, the arguments,
+    and the owned modules that either of them reaches. Their axes have different
+    sources, and a lane puts them back in different ways, but nothing else differs. By
+    slot, sizes are checked, keys are split and axes are handed to `jax.vmap` in one way
+    for all.
     """
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
