@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import pytest
 from zoo import CASES
 
@@ -17,7 +18,7 @@ import eqx_state as es
 from eqx_state._kinds._spec import Spec
 from eqx_state._tree._aliasing import find_shared
 from eqx_state._tree._context import ROOT
-from eqx_state._tree._walk import children, walk
+from eqx_state._tree._walk import children, leaves, map_children, map_leaves, walk
 
 
 ONE = jnp.ones(1)
@@ -130,3 +131,53 @@ def test_a_deep_tree_is_walked():
     for _ in range(300):
         tree = eqx.Partial([tree])
     assert len(es.parts(tree)) == 1
+
+
+STOPS = {
+    "holes": lambda x: x is None,
+    "indices": lambda x: isinstance(x, eqx.nn.StateIndex),
+    "modules": lambda x: isinstance(x, (eqx.nn.Linear, es.nn.BatchNorm)),
+    "dicts": lambda x: isinstance(x, dict),
+    "everything": lambda x: True,
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_walk_stops_where_flattening_stops(name):
+    tree, is_leaf = mixed(), STOPS[name]
+    stopped = [visit.node for visit in leaves(tree, is_leaf=is_leaf)]
+    # In the place of Equinox's flag, `_eqx_state_inference`, a walk sees nothing.
+    expected = [
+        x
+        for path, x in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+        if "_eqx_state_inference" not in jtu.keystr(path)
+    ]
+    assert len(stopped) == len(expected)
+    assert all(a is b for a, b in zip(stopped, expected, strict=True))
+
+
+def test_a_leaf_of_the_caller_has_its_path_and_its_context():
+    model = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, "batch", mode="batch")[0]
+    nodes = leaves([model], is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))
+    indices = [v for v in nodes if isinstance(v.node, eqx.nn.StateIndex)]
+    assert {v.name for v in indices} >= {"[0].batch_counter"}
+    assert {v.context.kind for v in indices} == {es.BatchStat}
+    assert all(v.is_leaf and v.kind is None for v in indices)
+
+
+def test_mapping_over_leaves_stops_at_the_same_nodes():
+    tree = [{"a": 1, "b": None}, eqx.nn.Linear(1, 1, key=jr.key(0)), None]
+    is_leaf = lambda x: x is None or isinstance(x, eqx.Module)  # noqa: E731
+    names = map_leaves(lambda visit: visit.name, tree, is_leaf)
+    assert names == [{"a": "[0]['a']", "b": "[0]['b']"}, "[1]", "[2]"]
+
+
+def test_one_level_is_mapped_in_a_new_node():
+    tree = mixed()
+    same = map_children(lambda key, child: child, tree)
+    assert same is not tree
+    assert eqx.tree_equal(same, tree)
+    assert same.table is tree.table
+    keys = map_children(lambda key, child: str(key), {"a": [1], "b": None})
+    assert keys == {"a": "['a']", "b": "['b']"}
+    assert map_children(lambda key, child: None, ONE) is ONE

@@ -21,7 +21,7 @@ def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
     if len({id(v.node) for v in modules}) == len(modules):
         return None
     # Below a covering `Buffer` it is not state, and may be shared.
-    state = [v.path for v in visits if v.is_leaf and _is_state(v)]
+    state = [v.path for v in visits if v.is_leaf and v.is_a(State)]
     stateful = {path[:n] for path in state for n in range(len(path))}
     first: dict[int, Visit] = {}
     for visit in modules:
@@ -30,11 +30,6 @@ def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
             if other is not visit:
                 return other.name, visit.name
     return None
-
-
-def _is_state(visit: Visit) -> bool:
-    kind = visit.kind
-    return kind is not None and issubclass(kind, State)
 
 
 def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:

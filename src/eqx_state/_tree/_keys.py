@@ -97,8 +97,8 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
     key = as_key(key)
 
     def renew(visit: Visit) -> Any:
-        is_rng = visit.kind is not None and issubclass(visit.kind, Rng)
-        return _key_like(visit.node, key_at(key, visit.name)) if is_rng else visit.node
+        x = visit.node
+        return _key_like(x, key_at(key, visit.name)) if visit.is_a(Rng) else x
 
     return map_leaves(renew, tree)
 

@@ -50,6 +50,11 @@ class Visit(NamedTuple):
         """`None` also for what is not an array."""
         return self.context.kind_of(self.node) if is_array(self.node) else None
 
+    def is_a(self, kind: Kind) -> bool:
+        """Whether it is an array of this kind or of one derived from it."""
+        own = self.kind
+        return own is not None and issubclass(own, kind)
+
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array, a tracer, a NumPy array or a `jax.ShapeDtypeStruct`."""
