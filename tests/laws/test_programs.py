@@ -13,23 +13,25 @@ A seed that fails is printed with its program, and the others run on. A program 
 to its seed until the generator changes; then only its text is still the same program,
 and stands in `CASES` if it has found something.
 
-Faults that it has found. All but the inner scope's were looked for in one old version,
-which had all of them: programs were drawn in order, those of a form that can show the
-fault were run, and this is the number of the first that did. The generator has changed
-since, so the numbers say how near a fault lies, and are not to be had again.
+Faults that it finds. Each was put back alone, and the programs that have the form of
+it were run in the order of their seeds; this is the first seed that failed.
 
-| fault | program |
+| fault | seed |
 |---|---|
-| functions that share a dictionary or a cell under `es.jit` get copies apart | 21 |
-| a stack that is scanned, or mapped, and closed over is its slice there | 33 |
-| one program of `es.jit` for modules of one scope and of two | 45 |
-| a function among the arguments of `es.jit` comes out as another | 54 |
-| one module twice in an argument of `es.jit` goes unseen | 81 |
-| an inner scope returns what its call has written to the outer model | 82 |
-| a function that `es.jit` returns keeps the first call's model | 155 |
-| integers that are cut when written | 236 |
-| state that is not an array, lost in loops | 285 |
-| `es.jit` takes unequal dataclasses for equal | 1698 |
+| a function that `es.jit` returns keeps the first call's model | 9 |
+| state that is not an array is lost in a transform | 11 |
+| a stack that is scanned, or mapped, and closed over is its slice there | 26 |
+| state that is reached twice has two values, and nobody says so | 27 |
+| `es.jit` takes `1` for `True`, and `0` for `False` | 28 |
+| integers are cut when written | 88 |
+| one module twice in an argument of `es.jit` goes unseen | 251 |
+| one program of `es.jit` for modules of one scope and of two | 466 |
+| `es.jit` takes unequal dataclasses for equal | 532 |
+
+An older generator found these in an old version, which had all of them: functions that
+share a dictionary or a cell under `es.jit` get copies apart, a function among the
+arguments of `es.jit` comes out as another, an inner scope returns what its call has
+written to the outer model.
 """
 
 import functools as ft

@@ -28,6 +28,7 @@ from program_models import (
 from program_writer import (
     ANY,
     Context,
+    Drawing,
     Expected,
     has_bare,
     Helper,
@@ -365,7 +366,13 @@ Program = tuple[Spec, str, Expected | None]
 
 def program(below: Callable[[int], int]) -> Program:
     """A model, a program for it, and the error that it must end in, if it must."""
-    return Writer(below, TRANSFORMS, SCOPES).program(FAULTS)
+    first = Drawing(below)
+    fault = first.pick(FAULTS) if first.chance(4) else None
+    for _ in range(5):  # not in every program there is a place for a fault
+        found = Writer(below, TRANSFORMS, SCOPES, fault).program()
+        if fault is None or found[2] is not None:
+            break
+    return found
 
 
 def of_seed(seed: int) -> Program:

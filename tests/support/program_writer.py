@@ -212,23 +212,23 @@ def indented(lines: list[str]) -> list[str]:
 class Writer(Drawing):
     """Writes a program, statement by statement."""
 
-    def __init__(self, below: Callable[[int], int], statements: Any, scopes: Any):
+    def __init__(
+        self, below: Callable[[int], int], statements: Any, scopes: Any, fault: Any
+    ):
         super().__init__(below)
         self.names = 0
         self.aliased: set[Path] = set()
         self.statements, self.scopes = statements, scopes
-        # The error that the program must end in, if it is to.
-        self.fault: Any = None
+        # What the program must end at, if it is to, until it stands somewhere.
+        self.fault = fault
         self.expected: Expected | None = None
 
     def name(self, letter: str) -> str:
         self.names += 1
         return f"{letter}{self.names}"
 
-    def program(self, faults: Any) -> "tuple[Spec, str, Expected | None]":
+    def program(self) -> "tuple[Spec, str, Expected | None]":
         spec = self.model()
-        if self.chance(4):
-            self.fault = self.pick(faults)
         return spec, "\n".join(self.main(spec)), self.expected
 
     def main(self, spec: Spec) -> list[str]:
