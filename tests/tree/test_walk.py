@@ -17,8 +17,9 @@ from zoo import CASES
 import eqx_state as es
 from eqx_state._kinds._spec import Spec
 from eqx_state._tree._aliasing import find_shared
+from eqx_state._tree._children import children, map_children
 from eqx_state._tree._context import ROOT
-from eqx_state._tree._walk import children, leaves, map_children, map_leaves, walk
+from eqx_state._tree._walk import leaves, map_leaves, walk
 
 
 ONE = jnp.ones(1)

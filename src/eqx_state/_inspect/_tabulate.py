@@ -14,7 +14,8 @@ from .._kinds._kinds import Kind, Parameter
 from .._state._init import as_initialized, Initializer
 from .._state._write import kind_at
 from .._tree._base import has_inference, is_eqx_module, is_module
-from .._tree._filters import bind, trainable
+from .._tree._bind import bind
+from .._tree._filters import trainable
 from .._tree._parts import parts
 from .._tree._walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree

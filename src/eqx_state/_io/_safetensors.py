@@ -4,8 +4,10 @@ What the format cannot say is in its metadata, as JSON under one key: the versio
 this layout, and which arrays are the data of typed PRNG keys.
 """
 
+import errno
 import json
 import os
+import re
 from typing import Any, Final, IO
 
 import jax.random as jr
@@ -49,7 +51,21 @@ def read_header(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
     return size, json.loads(file.read(size))
 
 
-def sort_metadata(path: str) -> None:
+def write_arrays(
+    safetensors: Any, path: str, arrays: dict[str, Any], metadata: dict[str, str]
+) -> None:
+    """Write a file; `OSError` with the system's reason if that fails."""
+    try:
+        safetensors.numpy.save_file(arrays, path, metadata)
+    except safetensors.SafetensorError as e:
+        # The system's reason is in its text only: "(os error 28)".
+        found = re.search(r"\(os error (\d+)\)", str(e))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number)) from e
+    _sort_metadata(path)
+
+
+def _sort_metadata(path: str) -> None:
     """Sort the metadata in a file, so that equal trees make equal files."""
     with open(path, "r+b") as file:
         size, header = read_header(file)

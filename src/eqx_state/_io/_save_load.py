@@ -1,9 +1,7 @@
 """`es.save` and `es.load`: a tree's arrays in a safetensors file."""
 
-import errno
 import json
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,7 +9,7 @@ import jax.core
 import jax.random as jr
 import numpy as np
 
-from .._tree._filters import Filter
+from .._tree._bind import Filter
 from .._tree._keys import is_typed
 from .._typing import PyTree
 from ._atomic import replacing
@@ -22,9 +20,9 @@ from ._safetensors import (
     METADATA,
     read_arrays,
     read_header,
-    sort_metadata,
     unreadable,
     VERSION,
+    write_arrays,
 )
 from ._state_dict import by_name, restore, select, shown
 
@@ -116,15 +114,7 @@ def save(
     path = os.fsdecode(path)
     try:
         with replacing(path) as temporary:
-            try:
-                about = {METADATA: about, **metadata}
-                safetensors.numpy.save_file(arrays, temporary, about)
-            except safetensors.SafetensorError as e:
-                # The system's reason is in its text only: "(os error 28)".
-                found = re.search(r"\(os error (\d+)\)", str(e))
-                number = int(found[1]) if found else errno.EIO
-                raise OSError(number, os.strerror(number)) from e
-            sort_metadata(temporary)
+            write_arrays(safetensors, temporary, arrays, {METADATA: about, **metadata})
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
         reason = "its directory does not exist" if missing else e.strerror

@@ -12,9 +12,10 @@ import numpy as np
 
 from .._state._fit import is_numeric
 from .._state._init import check_initialized
-from .._tree._filters import bind_all, Filter
+from .._tree._bind import bind_all, Filter
+from .._tree._children import AlikeKey
 from .._tree._parts import Part, part_of
-from .._tree._walk import AlikeKey, is_numpy, leaves, name_of
+from .._tree._walk import is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
 from .._typing import PyTree
 

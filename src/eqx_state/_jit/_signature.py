@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from .._state._scope import is_owned
 from .._transforms._closures import DICTS, PARTIALS
 from .._transforms._copies import Opened
-from .._tree._walk import is_leaf
+from .._tree._children import is_leaf
 from ._call import Call
 from ._names import where
 from ._static import is_hashable, structure, typed

@@ -10,8 +10,9 @@ import optax
 from .._errors import NotInitializedError
 from .._kinds._kinds import OptState
 from .._state._init import check_ready
+from .._tree._bind import Filter
 from .._tree._compare import difference, is_hole, leaves_like, same_modes
-from .._tree._filters import Filter, trainable
+from .._tree._filters import trainable
 from .._tree._select import filter, update
 from .._tree._walk import copy_tree
 from .._tree._weak_types import to_strong

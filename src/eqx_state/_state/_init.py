@@ -20,18 +20,10 @@ from .._compat import boundary
 from .._errors import NotInitializedError
 from .._tree._aliasing import check_apart, check_not_shared
 from .._tree._base import BaseModule, INIT_DONE, is_eqx_module, is_module
+from .._tree._children import children, map_children
 from .._tree._context import Context, ROOT
 from .._tree._keys import as_key, is_typed, key_at
-from .._tree._walk import (
-    children,
-    copy_tree,
-    leaves,
-    map_children,
-    modules_in,
-    name_of,
-    Visit,
-    walk,
-)
+from .._tree._walk import copy_tree, leaves, modules_in, name_of, Visit, walk
 from .._tree._weak_types import strengthen
 from .._typing import KeyPath
 from ._collect import leave, Owned, Snapshot

@@ -32,7 +32,7 @@ from .._tree._base import (
     INFERENCE,
     own_data,
 )
-from .._tree._filters import Filter
+from .._tree._bind import Filter
 from .._tree._weak_types import strengthen_field
 from . import _init, _treescope
 from ._outside_scope import frozen_error

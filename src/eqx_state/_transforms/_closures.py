@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from .._state._scope import is_owned
 from .._tree._base import is_eqx_module
-from .._tree._walk import children, is_leaf
+from .._tree._children import children, is_leaf
 from ._transform import Transform
 
 

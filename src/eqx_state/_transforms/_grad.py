@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from .._kinds._kinds import State
 from .._state._init import check_ready
 from .._state._scope import Scope, Sown
-from .._tree._filters import all_of, Filter, trainable
+from .._tree._bind import Filter
+from .._tree._filters import all_of, trainable
 from .._tree._parts import Part
 from .._tree._select import partition
 from ._mutable import Argnums, as_argnums, target, thread

@@ -9,7 +9,8 @@ import jax.tree_util as jtu
 
 from .._typing import KeyPath, PyTree
 from ._base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module
-from ._walk import children, is_array, leaves, name_of, set_flags, Visit
+from ._children import children
+from ._walk import is_array, leaves, name_of, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")

@@ -1,110 +1,22 @@
-"""Filters: a kind, a callable `Part -> bool`, or one of the combinators below.
-
-A filter is bound to a tree before it is asked (`bind`), since `under` has to look at
-the whole tree once.
-"""
+"""The built-in filters: combinators, and `es.trainable`."""
 
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._kinds._kinds import is_kind, Kind, kind_name, Parameter, TreePart
+from .._kinds._kinds import is_kind, Parameter
 from .._typing import KeyPath, PyTree
+from ._bind import bind, Combinator, Filter, Predicate, written
 from ._compare import is_hole, structure_with_holes
-from ._parts import owners_of, Part
-from ._walk import is_array, leaves, Visit
+from ._parts import owners_of
+from ._walk import is_array, leaves
 
 
-Filter: TypeAlias = Kind | Callable[[Part], Any]
-Predicate: TypeAlias = Callable[[Part], bool]
 Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
-
-
-def bind(filter: Filter, tree: PyTree) -> Predicate:
-    """The predicate that `filter` means for the parts of `tree`."""
-    if is_kind(filter):
-        return lambda part: (k := part.kind) is not None and issubclass(k, filter)
-    if isinstance(filter, _Combinator):
-        return filter.predicate(tree, *filter.args)
-    is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
-    if is_annotation or isinstance(filter, type) or not callable(filter):
-        raise TypeError(
-            f"`{filter!r}` is not a filter. A filter is a kind (`es.Parameter`, your"
-            " own `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
-            " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
-            " `es.inside`, `es.path_matches`."
-        )
-    if any(filter is predicate for predicate in _OF_ARRAYS):
-        name = f"eqx.{filter.__name__}"
-        raise TypeError(
-            f"`{name}` is not a filter of `es`: a filter is called with an `es.Part`,"
-            f" the array together with its path and its kind, for which `{name}` is"
-            " always false. Give it the array:\n\n"
-            f"    es.filter(model, {name})                            # wrong\n"
-            f"    es.filter(model, lambda part: {name}(part.value))   # right\n\n"
-            "`es.trainable` selects the inexact parameters that are not frozen."
-        )
-    return lambda part: bool(filter(part))
-
-
-# What users of Equinox reach for. As filters they would silently select nothing.
-_OF_ARRAYS: Final = (
-    eqx.is_array,
-    eqx.is_array_like,
-    eqx.is_inexact_array,
-    eqx.is_inexact_array_like,
-)
-
-
-def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
-    """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
-    first, *rest = filters or (TreePart,)
-    return bind(all_of(first, *rest) if rest else first, tree)
-
-
-def bind_to_visits(
-    filters: tuple[Filter, ...], tree: PyTree
-) -> Callable[[Visit], bool]:
-    """`bind_all`, for the leaves of a walk, of which some are not arrays."""
-    predicate = bind_all(filters, tree)
-    return lambda visit: is_array(visit.node) and predicate(Part(visit))
-
-
-class _Combinator:
-    """A filter made of others or of data: a hashable value, printed as it is written.
-
-    `predicate` takes a tree and `args`; it has the public name after an underscore.
-    """
-
-    def __init__(self, predicate: Callable[..., Predicate], *args: Any):
-        self.predicate, self.args = predicate, args
-
-    def __call__(self, part: Part) -> bool:
-        return self.predicate(None, *self.args)(part)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Combinator):
-            return False
-        return self.predicate is other.predicate and self.args == other.args
-
-    def __hash__(self) -> int:
-        return hash((self.predicate, self.args))
-
-    def __repr__(self) -> str:
-        args = "" if self.predicate is _trainable else _written(self.args)
-        return f"es.{self.predicate.__name__[1:]}{args}"
-
-
-def _written(arg: Any) -> str:
-    """An argument of a combinator as users write it."""
-    if isinstance(arg, tuple):
-        return f"({', '.join(map(_written, arg))})"
-    return kind_name(arg) if is_kind(arg) else getattr(arg, "__qualname__", repr(arg))
 
 
 def _any_of(tree: PyTree, *filters: Filter) -> Predicate:
@@ -147,7 +59,12 @@ def _trainable(tree: PyTree) -> Predicate:
     )
 
 
-trainable: Filter = _Combinator(_trainable)
+class _Trainable(Combinator):
+    def __repr__(self) -> str:
+        return "es.trainable"
+
+
+trainable: Filter = _Trainable(_trainable)
 """The filter that selects what is trained: inexact parameters that are not frozen."""
 
 
@@ -205,7 +122,7 @@ def any_of(*filters: Filter) -> Filter:
         )
         ```
     """
-    return _Combinator(_any_of, *filters)
+    return Combinator(_any_of, *filters)
 
 
 def all_of(*filters: Filter) -> Filter:
@@ -220,7 +137,7 @@ def all_of(*filters: Filter) -> Filter:
         assert hash(biases) == hash(es.all_of(es.Parameter, es.path_matches("*.bias")))
         ```
     """
-    return _Combinator(_all_of, *filters)
+    return Combinator(_all_of, *filters)
 
 
 def not_(filter: Filter) -> Filter:
@@ -235,7 +152,7 @@ def not_(filter: Filter) -> Filter:
         assert norm.weight is None and norm.mean is not None
         ```
     """
-    return _Combinator(_not_, filter)
+    return Combinator(_not_, filter)
 
 
 def under(where: Callable[[Any], Any]) -> Filter:
@@ -264,7 +181,7 @@ def under(where: Callable[[Any], Any]) -> Filter:
         assert head.layers[1].weight is mlp.layers[1].weight
         ```
     """
-    return _Combinator(_under, where)
+    return Combinator(_under, where)
 
 
 def inside(cls: type | tuple[type, ...]) -> Filter:
@@ -295,7 +212,7 @@ def inside(cls: type | tuple[type, ...]) -> Filter:
     for x in cls if isinstance(cls, tuple) else (cls,):
         if is_kind(x):
             raise TypeError(
-                f"`es.inside({_written(x)})`: a kind is a filter itself, without"
+                f"`es.inside({written(x)})`: a kind is a filter itself, without"
                 " `es.inside`. Give a class of modules: `es.inside(eqx.nn.LayerNorm)`."
             )
         if typing.get_origin(x) is not None or not isinstance(x, type):
@@ -304,7 +221,7 @@ def inside(cls: type | tuple[type, ...]) -> Filter:
                 " `es.inside((eqx.nn.LayerNorm, es.nn.BatchNorm))`. What lies in one"
                 " module of a model is `es.under(lambda model: model.layer)`."
             )
-    return _Combinator(_inside, cls)
+    return Combinator(_inside, cls)
 
 
 def path_matches(glob: str) -> Filter:
@@ -328,4 +245,4 @@ def path_matches(glob: str) -> Filter:
         assert biases.layers[0].bias is mlp.layers[0].bias
         ```
     """
-    return _Combinator(_path_matches, glob)
+    return Combinator(_path_matches, glob)

@@ -10,8 +10,8 @@ import jax.tree_util as jtu
 
 from .._kinds._kinds import TreePart
 from .._typing import PyTree
+from ._bind import bind_to_visits, Filter
 from ._compare import is_hole, leaves_like, same_modes, structure_with_holes
-from ._filters import bind_to_visits, Filter
 from ._walk import leaves, map_leaves
 
 

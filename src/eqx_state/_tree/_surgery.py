@@ -15,7 +15,8 @@ from ._base import (
     is_eqx_module,
     is_module,
 )
-from ._walk import copy_tree, map_children, name_of, walk
+from ._children import map_children
+from ._walk import copy_tree, name_of, walk
 from ._weak_types import strengthen_field
 
 

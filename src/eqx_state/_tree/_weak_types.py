@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._kinds._fields import declarations, declared_child
 from .._kinds._spec import NOTHING, Spec
 from ._base import is_eqx_module
-from ._walk import is_leaf, map_children
+from ._children import is_leaf, map_children
 
 
 NUMBERS: Final = (bool, int, float, complex)

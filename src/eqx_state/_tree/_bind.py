@@ -1,0 +1,103 @@
+"""What a filter is, and what it means for one tree.
+
+A filter is bound to a tree before it is asked (`bind`), since `es.under` has to look at
+the whole tree once.
+"""
+
+import typing
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import equinox as eqx
+
+from .._kinds._kinds import is_kind, Kind, kind_name, TreePart
+from .._typing import PyTree
+from ._parts import Part
+from ._walk import is_array, Visit
+
+
+Filter: TypeAlias = Kind | Callable[[Part], Any]
+Predicate: TypeAlias = Callable[[Part], bool]
+
+
+def bind(filter: Filter, tree: PyTree) -> Predicate:
+    """The predicate that `filter` means for the parts of `tree`."""
+    if is_kind(filter):
+        return lambda part: (k := part.kind) is not None and issubclass(k, filter)
+    if isinstance(filter, Combinator):
+        return filter.predicate(tree, *filter.args)
+    is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
+    if is_annotation or isinstance(filter, type) or not callable(filter):
+        raise TypeError(
+            f"`{filter!r}` is not a filter. A filter is a kind (`es.Parameter`, your"
+            " own `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
+            " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
+            " `es.inside`, `es.path_matches`."
+        )
+    if any(filter is predicate for predicate in _OF_ARRAYS):
+        name = f"eqx.{filter.__name__}"
+        raise TypeError(
+            f"`{name}` is not a filter of `es`: a filter is called with an `es.Part`,"
+            f" the array together with its path and its kind, for which `{name}` is"
+            " always false. Give it the array:\n\n"
+            f"    es.filter(model, {name})                            # wrong\n"
+            f"    es.filter(model, lambda part: {name}(part.value))   # right\n\n"
+            "`es.trainable` selects the inexact parameters that are not frozen."
+        )
+    return lambda part: bool(filter(part))
+
+
+# What users of Equinox reach for. As filters they would silently select nothing.
+_OF_ARRAYS: Final = (
+    eqx.is_array,
+    eqx.is_array_like,
+    eqx.is_inexact_array,
+    eqx.is_inexact_array_like,
+)
+
+
+def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
+    """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
+    predicates = [bind(f, tree) for f in filters or (TreePart,)]
+    if len(predicates) == 1:
+        return predicates[0]
+    return lambda part: all(p(part) for p in predicates)
+
+
+def bind_to_visits(
+    filters: tuple[Filter, ...], tree: PyTree
+) -> Callable[[Visit], bool]:
+    """`bind_all`, for the leaves of a walk, of which some are not arrays."""
+    predicate = bind_all(filters, tree)
+    return lambda visit: is_array(visit.node) and predicate(Part(visit))
+
+
+class Combinator:
+    """A filter made of others or of data: a hashable value, printed as it is written.
+
+    `predicate` takes a tree and `args`; it has the public name after an underscore.
+    """
+
+    def __init__(self, predicate: Callable[..., Predicate], *args: Any):
+        self.predicate, self.args = predicate, args
+
+    def __call__(self, part: Part) -> bool:
+        return self.predicate(None, *self.args)(part)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Combinator):
+            return False
+        return self.predicate is other.predicate and self.args == other.args
+
+    def __hash__(self) -> int:
+        return hash((self.predicate, self.args))
+
+    def __repr__(self) -> str:
+        return f"es.{self.predicate.__name__[1:]}{written(self.args)}"
+
+
+def written(arg: Any) -> str:
+    """An argument of a combinator as users write it."""
+    if isinstance(arg, tuple):
+        return f"({', '.join(map(written, arg))})"
+    return kind_name(arg) if is_kind(arg) else getattr(arg, "__qualname__", repr(arg))
