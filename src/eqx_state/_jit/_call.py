@@ -1,7 +1,7 @@
 """One call of a function under `es.jit`: its arrays, its signature, its trace.
 
-All arrays of a call are traced; the rest is its signature. What comes out of the trace
-besides arrays is an `Output`, which the compiled program keeps.
+All arrays of a call are traced; the rest is its signature. The trace returns arrays and
+an `Output`, which holds the rest and is kept with the compiled program.
 """
 
 import functools as ft
@@ -30,11 +30,11 @@ from ._plan import ArraySlot, builder
 
 @jtu.register_static
 class Output:
-    """What a program returns besides arrays, and where the arrays go.
+    """The static part of a program's output, with slots where the arrays go.
 
-    `inside`: the arrays of the owned modules. Those that the function has not touched
-    do not go through the program, so that a module which comes back with its own
-    parameters may be assigned.
+    `inside`: the arrays of the owned modules. Where the function returns one of them as
+    it was, the caller's own comes back, and not a copy: a module that comes back with
+    its own parameters may be assigned.
     """
 
     def __init__(self, out: Any, inside: Iterable[Any]):
@@ -44,7 +44,7 @@ class Output:
             ArraySlot(kept.get(id(x))) if eqx.is_array(x) else x for x in leaves
         ]
         self.build = builder(jtu.tree_unflatten(treedef, self.slots))
-        # Those of the program; `None`: not looked at yet.
+        # Found in the program after its first run; `None` before.
         self.callbacks: frozenset[str] | None = None
 
     def arrays(self, out: Any) -> list[Any]:
@@ -58,7 +58,7 @@ class Output:
 
 
 class Result(NamedTuple):
-    """What a program returns."""
+    """The output of a program."""
 
     arrays: list[Any]
     written: Values
@@ -112,14 +112,14 @@ class Call:
         return [i for i, path in enumerate(self._array_paths()) if is_donated(path)]
 
     def names(self) -> list[str]:
-        """What the arrays are called."""
+        """The name of each array, for JAX's errors."""
         inside = self.lifted.values.items()
         of_roots = [self.lifted.name(slot) for slot, x in inside if self.is_array(x)]
         return [*parameters(self.f, self._array_paths()), *of_roots]
 
     def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""
-        # Here, as the trace will see two modules where there is one.
+        # Only here, since the trace is what would see two modules instead of one.
         self.lifted.check_apart(*self.args, *self.kwargs.values(), *self.opened.values)
         rest = iter(arrays)
         leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
@@ -137,8 +137,11 @@ class Call:
         return Result(output.arrays(out), ran.written, ran.sown, output)
 
     def _check_static(self, out: Any) -> None:
-        """What is not an array is one object for all calls, and outlives a scope."""
-        given = set(map(id, self.leaves))  # others are another signature
+        """Static outputs must not lead to owned modules.
+
+        They are the same objects in all calls, and live longer than the scope.
+        """
+        given = set(map(id, self.leaves))  # part of the signature, so these may
         static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
         for module in owned_in([x for x in static if id(x) not in given], objects=True):
             place = get_place(module)
@@ -163,9 +166,9 @@ one. Return arrays or the module, and make the function outside:
 
 
 def origin_of(f: Any) -> Any:
-    """What has the programs of a callable: the function in the source, or the object.
+    """The function in the source, or the object, by which programs are kept.
 
-    Of an object that has a structure, and of one that is made anew and anew, its class.
+    For a pytree, or an object recreated on each call: its class.
     """
     if isinstance(f, Transform):
         return origin_of(f.f)

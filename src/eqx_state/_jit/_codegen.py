@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Library:
-    """What the functions that are made together have in common.
+    """Shared by the functions that are made together.
 
-    - `names`: what all of them may name.
-    - `weak`: an object that is not kept alive by the code which names it.
+    - `names`: the objects that all of them may name.
+    - `weak`: an object that the code may name and does not keep alive.
     """
 
     def __init__(self, names: Mapping[str, Any], weak: Any = None):

@@ -1,6 +1,6 @@
-"""What the leaves of a call are called, in our errors and in those of JAX.
+"""Names of the leaves of a call, for our errors and for those of JAX.
 
-The paths are those of `(function, args, kwargs)`.
+The key paths are those in `(function, args, kwargs)`.
 """
 
 import contextlib
@@ -15,50 +15,56 @@ from .._tree._walk import name_of
 from .._typing import KeyPath
 
 
-def where(path: KeyPath) -> str:
-    """A place in a call, as the caller knows it."""
-    which, path = path[0].idx, path[1:]
+def _split(path: KeyPath) -> tuple[int | str | None, KeyPath]:
+    """An argument by position or keyword (`None`: the function), and the path in it."""
+    which = path[0].idx
     if which == 0:
-        name = "the function"
-    elif which == 1:
-        name, path = f"argument {path[0].idx}", path[1:]
-    else:
-        name, path = f"argument `{path[0].key}`", path[1:]
-    return f"{name}, at `{name_of(path)}`," if path else name
+        return None, path[1:]
+    return path[1].idx if which == 1 else path[1].key, path[2:]
+
+
+def where(path: KeyPath) -> str:
+    """A place in a call, for an error of ours."""
+    argument, below = _split(path)
+    name = f"argument `{argument}`" if isinstance(argument, str) else "the function"
+    if isinstance(argument, int):
+        name = f"argument {argument}"
+    return f"{name}, at `{name_of(below)}`," if below else name
 
 
 def parameters(f: Any, paths: list[KeyPath]) -> list[str]:
-    """What JAX would call these leaves if it jitted `f` itself."""
-    names = []
+    """The names that JAX would give these leaves if it jitted `f` itself."""
+    names: list[str] = []
     with contextlib.suppress(TypeError, ValueError):  # it may have no signature
         found = inspect.signature(f).parameters.values()
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
         names = [p.name for p in found if p.kind <= positional]
 
     def name(path: KeyPath) -> str:
-        which, path = path[0].idx, path[1:]
-        if which == 0:
-            return name_of(path)
-        if which == 2:
-            return f"{path[0].key}{jtu.keystr(path[1:])}"
-        i = path[0].idx
-        return f"{names[i] if i < len(names) else f'args[{i}]'}{jtu.keystr(path[1:])}"
+        argument, below = _split(path)
+        if argument is None:
+            return name_of(below)
+        if isinstance(argument, int):
+            is_named = argument < len(names)
+            argument = names[argument] if is_named else f"args[{argument}]"
+        return f"{argument}{jtu.keystr(below)}"
 
     return [name(path) for path in paths]
 
 
-def call_it(run: Callable[..., Any], name: str, origin: Any, names: list[str]) -> None:
+def present(run: Callable[..., Any], name: str, origin: Any, names: list[str]) -> None:
     """Let JAX's errors name the user's function and arguments instead of `run`.
 
-    JAX looks for the source of a function behind `__wrapped__`, and for the names of
-    its arguments in its signature. The function itself is not kept alive.
+    JAX reads the source of a function off what `__wrapped__` leads to, and the names of
+    the arguments off the signature. Only the code is needed: `origin` itself would be
+    kept alive by its own programs.
     """
     run.__name__ = run.__qualname__ = name
     is_function = isinstance(origin, types.FunctionType)
     source = origin if is_function else origin.__call__  # of an object or of its class
     if (code := getattr(source, "__code__", None)) is not None:
         run.__wrapped__ = types.SimpleNamespace(__name__=name, __code__=code)
-    if len(set(names)) == len(names):
+    if len(set(names)) == len(names):  # else JAX counts: `arrays[0]`
         kind = inspect.Parameter.POSITIONAL_ONLY
         run.__signature__ = inspect.Signature(
             [inspect.Parameter(_Name(name), kind) for name in names]
@@ -66,7 +72,7 @@ def call_it(run: Callable[..., Any], name: str, origin: Any, names: list[str]) -
 
 
 class _Name(str):
-    """The name of a parameter that may be `model.weight`, too."""
+    """A name that `inspect.Parameter` accepts though it is not an identifier."""
 
     def isidentifier(self) -> bool:
         return True

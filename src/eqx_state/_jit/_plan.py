@@ -100,7 +100,7 @@ _NAMES: Final[dict[str, Any]] = {
     "typed": typed,
 }
 
-# What Python raises for code that is nested too deep, or while we make such code.
+# Raised by Python for code that is nested too deep, or while we make such code.
 _TOO_DEEP: Final = (RecursionError, SyntaxError, MemoryError)
 
 
@@ -138,7 +138,7 @@ class _Static(_Form):
         differs = f"{v} is not {code.constant(x)}"
         if type(x).__eq__ is not object.__eq__:
             otherwise = f"typed({v}) != {code.constant(code.library.intern(typed(x)))}"
-            # What has no hash, such as a list, may have changed in place.
+            # A value without a hash, such as a list, may have changed in place.
             differs = f"{differs} and {otherwise}" if is_hashable(x) else otherwise
         code.check(differs)
 
@@ -259,7 +259,7 @@ def _take_data(code: Code, v: str, aux: Any) -> None:
     if type(aux) is not tuple:
         _Static(aux).apart(code, v)
         return
-    v = code.of_type(v, tuple)  # mostly made anew, and never the same object
+    v = code.of_type(v, tuple)  # rarely the same object: JAX makes a new one
     for name, x in zip(code.unpacked(v, len(aux)), aux, strict=True):
         _take_data(code, name, x)
 

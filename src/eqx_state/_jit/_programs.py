@@ -26,7 +26,7 @@ from .._transforms._closures import held
 from .._transforms._copies import Opened
 from ._call import Call, origin_of, Output, Result
 from ._donation import Donate, quiet, WORDS
-from ._names import call_it
+from ._names import present
 from ._plan import flattener, Mismatch, Unplannable
 from ._runtime_errors import callbacks_in, Reporting, wait
 from ._signature import function_signature, Signature, signature_of
@@ -37,16 +37,16 @@ class Retrace(Exception):
 
 
 class _Live(threading.local):
-    """The call of this thread that is traced, if it comes to a trace.
+    """The call that a new trace in this thread runs on.
 
-    Not an argument of the program: JAX would keep it, and all that it leads to.
+    It is not an argument of the program, since JAX would keep it alive.
     """
 
     call: Call | None = None
 
 
 class Program:
-    """What is compiled for the calls of one signature, whatever the shapes are."""
+    """The compiled programs for calls of one signature, one for each set of shapes."""
 
     def __init__(self, call: Call, donate: Donate):
         live, unseen = _Live(), set[Output]()
@@ -60,10 +60,11 @@ class Program:
 
         origin = call.origin
         name = getattr(origin, "__name__", type(origin).__name__)
-        call_it(run, name, origin, call.names())
+        present(run, name, origin, call.names())
         self.jitted = jax.jit(run, donate_argnums=call.donated(donate))
         self.live = live
-        # Of what was traced, that in which callbacks have not been looked for.
+        # Traced, and not yet searched for callbacks. Another thread may get to run such
+        # a program first: it has to take it for one that can raise.
         self.unseen = unseen
         self.can_raise = False
         self.may_have_plan = True
@@ -140,7 +141,8 @@ class Plan:
         return arrays
 
 
-# Of more signatures in turn each would push out the next, and plans are not cheap.
+# Plans are not cheap. With more signatures than this in turn each new plan would push
+# out the one that is needed next, so only every hundredth is let in.
 _MAX_PLANS: Final = 8
 _PATIENCE: Final = 100
 

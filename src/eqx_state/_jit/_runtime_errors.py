@@ -2,7 +2,7 @@
 
 JAX returns before a program has run, and an error in it comes up where its results are
 used. So a program in which a callback can raise, as that of `eqx.error_if` does, is
-waited for; no other one is.
+waited for. Others are not.
 """
 
 from typing import Any, Final
@@ -22,14 +22,14 @@ from .._compat import (
 )
 
 
-# Not `debug_callback`: nobody may rely on its running.
+# `debug_callback` is not among them: JAX may leave it out.
 _CAN_RAISE: Final = frozenset({"pure_callback", "io_callback"})
 
 
 def callbacks_in(jaxpr: Any) -> frozenset[str]:
     """The callbacks that can raise, in a program and all programs inside it.
 
-    Of a program that is not to be seen, `None`, they are supposed to be in it.
+    `None` is a program that cannot be seen; all of them may be in it.
     """
     if jaxpr is None:
         return _CAN_RAISE
@@ -61,10 +61,7 @@ def wait(callbacks: frozenset[str] | None, arguments: Any, result: Any) -> None:
 
 
 class Reporting:
-    """Inside, a failed `eqx.error_if` is an `eqx.EquinoxRuntimeError`.
-
-    Nor does JAX log it.
-    """
+    """Inside, a failed `eqx.error_if` is an `eqx.EquinoxRuntimeError`, not logged."""
 
     def __enter__(self) -> None:
         CALLBACK_LOGGER.addFilter(self)

@@ -89,7 +89,7 @@ def function_signature(opened: Opened, origin: Any) -> Any:
 
 
 def _token(x: Any, origin: Any) -> Any:
-    """What a node and its copy have in common, hashable."""
+    """A hashable form of what a node and its copy have in common."""
     cls = type(x)
     if cls is types.FunctionType:
         return _ORIGIN if x is origin else x

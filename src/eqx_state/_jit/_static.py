@@ -18,13 +18,13 @@ from .._tree._compare import same
 
 
 def typed(x: Any) -> Any:
-    """A hashable form of `x` in which equal values are of one type.
+    """A hashable form of `x`: equal for values that are equal and of one type.
 
-    `nan` is equal to itself in it.
+    In it `nan` equals itself.
     """
-    if type(x) in _ATOMS:
-        return type(x), x
     compare = type(x).__eq__  # a subclass may have one of its own
+    if type(x) in _ATOMS or (compare is object.__eq__ and is_hashable(x)):
+        return type(x), x
     if compare in (tuple.__eq__, list.__eq__):
         return type(x), tuple(map(typed, x))
     if compare in (frozenset.__eq__, set.__eq__):
@@ -48,7 +48,7 @@ def typed(x: Any) -> Any:
     return type(x), x
 
 
-# Told apart by type and `==`, as floats are not: `0.0 == -0.0`, and `nan != nan`.
+# `==` tells values of these types apart. It does not for floats: `0.0 == -0.0`.
 _ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
@@ -82,10 +82,10 @@ _compared: Final[weakref.WeakKeyDictionary[type, tuple[str, ...] | None]] = (
 
 
 def _compared_fields(cls: type) -> tuple[str, ...] | None:
-    """The fields by which instances are compared, if Python's dataclasses do it.
+    """The fields by which a dataclass compares its instances.
 
-    `None` for any other class, also for a dataclass that brings its own `__eq__`:
-    nothing on the class tells the two apart, so the code of the methods is compared.
+    `None` for any other class, and for a dataclass with an `__eq__` of its own. Nothing
+    on the class says whether `__eq__` was generated, so the code is compared.
     """
     if cls not in _compared:
         owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
@@ -115,7 +115,7 @@ def is_hashable(x: Any) -> bool:
 
 
 class _ByEquality:
-    """A static field without a hash, such as JAX allows: it is only compared."""
+    """A static field without a hash. JAX allows it, and compares it by `==`."""
 
     def __init__(self, x: Any):
         self.x = x

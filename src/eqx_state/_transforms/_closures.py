@@ -32,11 +32,11 @@ def is_model(x: Any) -> bool:
 
 
 def held(x: Any) -> list[tuple[Any, Any]] | None:
-    """What `x` holds one level down, by key; `None` for what is not looked into.
+    """The objects that `x` holds one level down, each with its key.
 
-    That is a model, an array, or any other object, also one of a subclass of those
-    below, which may hold more than can be copied. A cell is a level of its own, since
-    several functions may share it.
+    `None` for a model, an array, or any other object. An instance of a subclass is not
+    looked into either: it may hold more than can be copied. A cell is a level of its
+    own, since several functions may share it.
     """
     cls = type(x)
     if cls in ATOMS:

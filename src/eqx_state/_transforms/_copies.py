@@ -166,7 +166,7 @@ class Copy:
     def __init__(self, opened: Opened, tree: Any):
         self.f = tree
         self.made: dict[int, Any] = {}
-        # What is filled later may change: with its contents when the call begins.
+        # Cells, lists and dicts, each with its contents when the call begins.
         self.given: list[tuple[Node, Any, list[Any]]] = []
         if opened.is_copied:
             self.nodes, self.values = opened.nodes, tree.values
@@ -178,7 +178,7 @@ class Copy:
             self.originals = {id(new): x for new, x in pairs}
 
     def _new(self, ref: int | None, x: Any) -> Any:
-        """What the copy has in place of `x`; it may still be empty."""
+        """The object in place of `x` in the copy; it may still be empty."""
         if ref is None:
             return x
         if ref < 0:
