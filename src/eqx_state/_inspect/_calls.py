@@ -32,36 +32,28 @@ class Call:
     times: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recorder:
-    """Calls, by module name. `by_name` tells modules apart that are equal otherwise."""
-
-    calls: dict[str, Call]
-    by_name: bool
-
-
 class _Place:
-    """The name of a recording module, as static data, which survives transforms."""
+    """Where a module records its calls, as static data, which survives transforms.
 
-    def __init__(self, recorder: _Recorder, name: str):
-        self.recorder = recorder
-        self.name = name
+    `by_name` tells modules apart that are equal otherwise.
+    """
+
+    def __init__(self, calls: dict[str, Call], name: str, by_name: bool):
+        self.calls, self.name = calls, name
+        self.key = (id(calls), name if by_name else None)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Place) or self.recorder is not other.recorder:
-            return False
-        return self.name == other.name or not self.recorder.by_name
+        return isinstance(other, _Place) and self.key == other.key
 
     def __hash__(self) -> int:
-        return id(self.recorder)
+        return hash(self.key)
 
     def note(self, inputs: str) -> Call | None:
         """Note that a call begins; return it if it is the module's first."""
-        calls = self.recorder.calls
-        if self.name in calls:
-            calls[self.name].times += 1
+        if self.name in self.calls:
+            self.calls[self.name].times += 1
             return None
-        return calls.setdefault(self.name, Call(inputs, ""))
+        return self.calls.setdefault(self.name, Call(inputs, ""))
 
 
 class _Quiet:
@@ -105,7 +97,7 @@ def _recording(cls: Any) -> Any:
     return recording
 
 
-def _recorded(tree: PyTree, recorder: _Recorder) -> Any:
+def _recorded(tree: PyTree, calls: dict[str, Call], by_name: bool) -> PyTree:
     """A copy of a tree whose modules record their calls."""
 
     def copy(module: Any, name: str) -> Any:
@@ -117,7 +109,7 @@ def _recorded(tree: PyTree, recorder: _Recorder) -> Any:
         except Exception:  # its metaclass forbids it, so its calls are not recorded
             return module
         new = object.__new__(cls)
-        new.__dict__.update(module.__dict__, **{_PLACE: _Place(recorder, name)})
+        new.__dict__.update(module.__dict__, **{_PLACE: _Place(calls, name, by_name)})
         return new
 
     return map_modules(copy, tree)
@@ -148,26 +140,27 @@ def record(
     # equal ones, and some calls may be missed.
     model = eval(model)
     with contextlib.suppress(Exception):
-        return _calls(model, put, inputs, _Recorder({}, by_name=True))
-    return _calls(model, put, inputs, _Recorder({}, by_name=False))
+        return _calls(model, put, inputs, by_name=True)
+    return _calls(model, put, inputs, by_name=False)
 
 
 def _calls(
-    model: PyTree, put: Any, inputs: tuple[Any, ...], recorder: _Recorder
+    model: PyTree, put: Any, inputs: tuple[Any, ...], by_name: bool
 ) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
     # NumPy arrays stay concrete: the model may use them as shapes.
     parts = eqx.partition(model, lambda x: is_array(x) and not is_numpy(x))
     args = eqx.partition(inputs, is_array)
 
     def call(arrays: tuple[Any, Any]) -> None:
-        private = _recorded(eqx.combine(arrays[0], parts[1]), recorder)
+        private = _recorded(eqx.combine(arrays[0], parts[1]), calls, by_name)
         given = eqx.combine(arrays[1], args[1])
         out, _ = mutable(put(private))(*given)
-        if "" not in recorder.calls:  # another method than `__call__`
-            recorder.calls[""] = Call(_show_arguments(given, {}), summary(out))
+        if "" not in calls:  # another method than `__call__`
+            calls[""] = Call(_show_arguments(given, {}), summary(out))
 
     jax.eval_shape(call, (parts[0], args[0]))
-    return recorder.calls
+    return calls
 
 
 # --- In words -------------------------------------------------------------------------

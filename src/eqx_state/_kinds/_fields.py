@@ -133,9 +133,9 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
             specs[name] = spec
     has_unresolved = any(map(is_unresolved, specs.values()))
     if is_record(cls) and "<locals>" not in cls.__qualname__:
-        # Libraries import names under `TYPE_CHECKING` only, which is no reason for an
-        # error. For a class made in a function the name is rather a kind made there,
-        # out of reach of a string.
+        # Ignore unresolved names: libraries import many under `TYPE_CHECKING` only. But
+        # in a class made in a function the name is more likely a kind made there, which
+        # a string cannot reach.
         specs = {name: as_resolved(spec) for name, spec in specs.items()}
     by_given[given] = specs
     if has_unresolved:

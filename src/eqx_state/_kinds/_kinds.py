@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 else:
 
     class _KindType(type):
-        # A bare kind says what an array is for, not what type it has: run-time type
-        # checkers must accept any value for `w: es.Parameter`.
+        # A bare kind says what an array is for, not its type: run-time type checkers
+        # must accept any value for `w: es.Parameter`.
         def __instancecheck__(cls, instance):
             return True
 
     class TreePart(metaclass=_KindType):
         """The root of all kinds: every leaf that has a kind is a `TreePart`.
 
-        Subclass it, or one of the kinds below, for a kind of your own. With
-        `covering=True` what is declared so stays so all the way down, whatever the
-        modules inside declare; subclasses inherit it.
+        Subclass it, or one of the kinds below, to make your own kind. A kind with
+        `covering=True` holds for everything below the field, whatever the modules
+        inside declare; subclasses inherit this.
 
         !!! example
 
@@ -132,7 +132,7 @@ Kind: TypeAlias = type[TreePart[Any]]
 
 
 def kind_name(kind: type) -> str:
-    """A kind as users write it: `es.State`, or the name of their own."""
+    """A kind as users write it: `es.State`, or the bare name of a user's own."""
     return ("es." if kind.__module__ == __name__ else "") + kind.__name__
 
 

@@ -12,9 +12,9 @@ from ._kinds import Kind
 class Spec(NamedTuple):
     """What an annotation declares for a value and, one level down, for its elements.
 
-    `items`: for the first elements of a tuple; `each`: for all others. `records`: the
-    classes named in it whose own annotations declare what is inside, each with what
-    its type variables stand for here.
+    `items` is for the first elements of a tuple, `each` for all others. `records` are
+    the named classes whose own annotations declare more, each with what its type
+    variables stand for here.
     """
 
     kind: Kind | None = None
