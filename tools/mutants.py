@@ -156,7 +156,7 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     elif isinstance(node, ast.For):
         yield node.iter, "()"
     elif isinstance(node, ast.Return) and node.value is not None:
-        if ast.unparse(node.value) != "None":
+        if ast.unparse(node.value) not in ("None", "False"):  # that is the same
             yield node.value, "None"
     elif isinstance(node, (ast.Break, ast.Continue)):
         yield node, "continue" if isinstance(node, ast.Break) else "break"
