@@ -132,7 +132,8 @@ def texts_in_the_source():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             values = [p.value if isinstance(p, ast.Constant) else None for p in parts]
-            yield "".join(v if isinstance(v, str) else "\0" for v in values)
+            text = "".join(v if isinstance(v, str) else "\0" for v in values)
+            yield re.sub(r"\{\w*\}", "\0", text)  # in a template
 
 
 def is_in(source, text):
