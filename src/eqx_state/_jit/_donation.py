@@ -1,9 +1,10 @@
 """Which arrays `es.jit` gives away, and JAX's warning of those that it cannot use."""
 
 import contextlib
-import threading
+import itertools
 import warnings
-from typing import Any, Final, get_args, Literal
+from collections.abc import Iterator
+from typing import Final, get_args, Literal
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
@@ -15,41 +16,29 @@ def donates(donate: Donate, is_first: bool) -> bool:
     return donate != "none" and not (is_first and donate.endswith("first"))
 
 
-class _Ignored:
-    """Inside, a warning is ignored, in all threads.
+_NUMBERS: Final = itertools.count()
 
-    `warnings.catch_warnings` would put back what it has found, and undo what another
-    thread has set meanwhile.
+
+@contextlib.contextmanager
+def quiet(donate: Donate) -> Iterator[None]:
+    """Inside, JAX does not warn of donated arrays of which it could make no use.
+
+    `warnings.catch_warnings` would put back the filters that it found, and undo what
+    another thread has set meanwhile. So each call adds a filter, and removes just that.
     """
-
-    def __init__(self, message: str):
-        self.message = message
-        self.lock = threading.Lock()
-        self.calls = 0
-        self.filters: Any = []
-        self.entry: Any = None
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.calls += 1
-            if self.calls == 1:
-                warnings.filterwarnings("ignore", message=self.message)
-                self.filters, self.entry = warnings.filters, warnings.filters[0]
-
-    def __exit__(self, *_: Any) -> None:
-        with self.lock:
-            self.calls -= 1
-            if self.calls == 0:
-                # Meanwhile `catch_warnings` may have put a copy in their place.
-                for filters in (self.filters, warnings.filters):
+    if not donate.startswith("all"):
+        yield
+        return
+    # The number, in a comment, tells it from those of other threads and of the user.
+    message = f"Some donated buffers were not usable(?#{next(_NUMBERS)})"
+    warnings.filterwarnings("ignore", message=message)
+    before = warnings.filters
+    try:
+        yield
+    finally:
+        # Meanwhile `catch_warnings` may have put a copy in their place.
+        for filters in (before, warnings.filters):
+            for entry in list(filters):
+                if entry[1] is not None and entry[1].pattern == message:
                     with contextlib.suppress(ValueError):
-                        filters.remove(self.entry)
-
-
-# In a group: not to be taken for a filter of the user's.
-_UNUSABLE: Final = _Ignored("(?:Some donated buffers were not usable)")
-
-
-def quiet(donate: Donate) -> Any:
-    """Inside, JAX does not warn of donated arrays of which it could make no use."""
-    return _UNUSABLE if donate.startswith("all") else contextlib.nullcontext()
+                        filters.remove(entry)
