@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+from jaxtyping import Array
+
 from ._kinds._kinds import Rng
 from ._state._module import Module
 from ._tree._keys import as_key, next_keys
@@ -36,7 +38,7 @@ class RngStream(Module):
         """
         self.key = as_key(key)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Array:
         """**Returns:**
 
         A PRNG key that no other call has returned.

@@ -25,7 +25,7 @@ def models_of(model: PyTree) -> tuple[PyTree, ...]:
     return tuple(model) if isinstance(model, optax.LookaheadParams) else (model,)
 
 
-def shapes_of(tree: PyTree) -> tuple[tuple[int, ...], ...]:
+def shapes_of(tree: PyTree) -> Shapes:
     return tuple(x.shape for x in jtu.tree_leaves(tree))
 
 

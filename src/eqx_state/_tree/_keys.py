@@ -9,6 +9,7 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
+from jaxtyping import Array
 
 from .._kinds._kinds import Rng
 from ._walk import is_array, map_leaves, Visit
@@ -17,7 +18,7 @@ from ._walk import is_array, map_leaves, Visit
 _Tree = TypeVar("_Tree")
 
 
-def as_key(seed_or_key: Any) -> Any:
+def as_key(seed_or_key: Any) -> Array:
     """A PRNG key from an integer seed; a typed or legacy key is returned unchanged."""
     if is_key(seed_or_key):
         return seed_or_key
@@ -42,7 +43,7 @@ def is_key(x: Any) -> bool:
     )
 
 
-def key_at(key: Any, name: str) -> Any:
+def key_at(key: Array, name: str) -> Array:
     """The key that belongs to a name, the same in every process."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     for word in (digest[:4], digest[4:]):
@@ -50,12 +51,12 @@ def key_at(key: Any, name: str) -> Any:
     return key
 
 
-def num_key_axes(key: Any) -> int:
+def num_key_axes(key: Array) -> int:
     """The number of axes of an array of keys, without that of a legacy key's words."""
     return key.ndim - (0 if is_typed(key) else 1)
 
 
-def split_key(key: Any, num: int) -> Any:
+def split_key(key: Array, num: int) -> Array:
     """`num` keys from a key or from each of an array of keys, along a new last axis."""
     # The last, since JAX's check for reused keys takes transposed keys for used ones.
     if num_key_axes(key) == 0:
@@ -63,7 +64,7 @@ def split_key(key: Any, num: int) -> Any:
     return jax.vmap(lambda k: split_key(k, num))(key)
 
 
-def next_keys(key: Any) -> tuple[Any, Any]:
+def next_keys(key: Array) -> tuple[Array, Array]:
     """The key to keep and the key to draw from; for an array of keys, an array each."""
     keys, axis = split_key(key, 2), num_key_axes(key)
     kept, drawn = (lax.index_in_dim(keys, i, axis, keepdims=False) for i in range(2))
@@ -103,7 +104,7 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
     return map_leaves(renew, tree)
 
 
-def _key_like(old: Any, key: Any) -> Any:
+def _key_like(old: Array, key: Array) -> Array:
     """Keys from `key` with the shape, the implementation and the style of `old`."""
     data = old if not is_typed(old) else jr.key_data(old)
     bits = jr.bits(key, data.shape, jnp.uint32)
