@@ -4,12 +4,10 @@ import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import jax.tree_util as jtu
-
 from .._state._scope import is_owned
 from .._transforms._closures import DICTS, PARTIALS
 from .._transforms._copies import Opened
-from .._tree._children import is_leaf
+from .._tree._children import is_leaf, one_level
 from ._call import Call
 from ._names import where
 from ._static import is_hashable, structure, typed
@@ -97,4 +95,4 @@ def _token(x: Any, origin: Any) -> Any:
         return cls, getattr(x, "default_factory", None), tuple(map(typed, x))
     if cls in (list, tuple, *PARTIALS) or is_leaf(x):  # a cell, a method
         return cls
-    return structure(jtu.tree_structure(x, is_leaf=lambda y: y is not x))
+    return structure(one_level(x))

@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 
 from .._errors import TraceError
 from .._state._scope import is_owned
+from .._tree._children import with_children
 from .._tree._compare import identical
 from ._closures import ATOMS, DICTS, held, is_model, models_in, PARTIALS, step
 from ._transform import Transform
@@ -219,8 +220,7 @@ class Copy:
             return new
         if isinstance(x, Transform):
             return x.of(*below)
-        one_level = jtu.tree_structure(x, is_leaf=lambda y: y is not x)
-        return jtu.tree_unflatten(one_level, below)
+        return with_children(x, below)
 
     def _fill(self, node: Node, new: Any) -> None:
         """Put into what was made empty what it holds."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
+from .._typing import PyTree
 from ._base import is_eqx_module
 
 
@@ -44,11 +45,20 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def map_children(f: Callable[[Any, Any], Any], node: _Tree) -> _Tree:
-    """A new node with `f(key, child)` in place of each child; a leaf as it is."""
+    """A new node with `f(key, child)` in place of each child; a leaf is returned."""
     if (below := children(node)) is None:
         return node
-    one_level = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
-    return jtu.tree_unflatten(one_level, [f(key, child) for key, child in below])
+    return with_children(node, [f(key, child) for key, child in below])
+
+
+def with_children(node: _Tree, new: list[Any]) -> _Tree:
+    """A new node with these children in place of its own, in their order."""
+    return jtu.tree_unflatten(one_level(node), new)
+
+
+def one_level(node: PyTree) -> Any:
+    """The treedef of a node whose children all count as leaves."""
+    return jtu.tree_structure(node, is_leaf=lambda x: x is not node)
 
 
 def _apart(keys: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._kinds._fields import declarations, declared_child
 from .._kinds._spec import NOTHING, Spec
 from ._base import is_eqx_module
-from ._children import is_leaf, map_children
+from ._children import children, with_children
 
 
 NUMBERS: Final = (bool, int, float, complex)
@@ -25,19 +25,17 @@ def strengthen(value: Any, spec: Spec) -> Any:
     """
     if spec == NOTHING or is_eqx_module(value) or value is None:
         return value
-    if is_leaf(value):
+    below = children(value)
+    if below is None:
         return value if spec.kind is None else to_strong(value)
-    is_changed = False
+    new = [strengthen(child, _inner(spec, value, key)) for key, child in below]
+    is_same = all(x is child for x, (_, child) in zip(new, below, strict=True))
+    return value if is_same else with_children(value, new)
 
-    def strengthen_child(key: Any, child: Any) -> Any:
-        nonlocal is_changed
-        inner = declared_child(spec, value, key)
-        new = strengthen(child, Spec(kind=spec.kind) if inner == NOTHING else inner)
-        is_changed |= new is not child
-        return new
 
-    new = map_children(strengthen_child, value)
-    return new if is_changed else value
+def _inner(spec: Spec, node: Any, key: Any) -> Spec:
+    inner = declared_child(spec, node, key)
+    return Spec(kind=spec.kind) if inner == NOTHING else inner
 
 
 def strengthen_field(cls: type, name: str, value: Any) -> Any:
