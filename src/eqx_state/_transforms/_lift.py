@@ -9,6 +9,7 @@ outside.
 """
 
 import contextlib
+import functools as ft
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -103,20 +104,25 @@ class Lifted:
             self.roots = roots_among(self.reached, originals)
         if not self.roots and not may_initialize:
             _check_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
-        visits = {
-            (i, k): visit
+        self.values: Values = {
+            (i, k): visit.node
             for i, root in enumerate(self.roots)
             for k, visit in enumerate(root.leaves)
         }
-        self.values: Values = {slot: v.node for slot, v in visits.items()}
-        self.writable: Values = {
-            slot: v.node
-            for slot, v in visits.items()
-            if is_array(v.node) and self.roots[slot[0]].place.scope.allows(v.kind)
-        }
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         has_twice = stand_ins and not self.is_initializing
-        self.twice = Twice(self.roots if has_twice else [], self.writable)
+        self.twice = Twice(self.roots, self.writable) if has_twice else Twice([], {})
+
+    @ft.cached_property
+    def writable(
+        self,
+    ) -> Values:  # not for each call: the kinds of all leaves are asked
+        return {
+            (i, k): visit.node
+            for i, root in enumerate(self.roots)
+            for k, visit in enumerate(root.leaves)
+            if is_array(visit.node) and root.place.scope.allows(visit.kind)
+        }
 
     def check_apart(self, *arguments: Any) -> None:
         """Raise `ValueError` if an argument has one stateful module in two places.
