@@ -117,8 +117,7 @@ class Plan:
         if call.lifted.roots:
             raise Unplannable
         self.program = program
-        self.origin = weakref.ref(call.origin)
-        self.function = function_signature(call.opened, call.origin)
+        self.function = function_signature(call.opened)
         tree = call.opened.values, call.args, call.kwargs
         self.flatten = flattener(tree, call.origin)
         # Functions may come to lead to a module which a scope owns, and is threaded.
@@ -126,15 +125,12 @@ class Plan:
         self.holds_functions = holds or call.opened.is_copied
         self.types = frozenset(map(type, call.arrays()))
 
-    def arrays(self, f: Any, args: Any, kwargs: Any) -> list[Any]:
+    def arrays(self, tree: Any) -> list[Any]:
         """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
         if self.holds_functions and is_any_open():
             raise Mismatch
-        opened = Opened(f)
-        if function_signature(opened, self.origin()) != self.function:
-            raise Mismatch
         arrays: list[Any] = []
-        self.flatten((opened.values, args, kwargs), arrays.append)
+        self.flatten(tree, arrays.append)
         is_known = self.types.issuperset(map(type, arrays))
         if not is_known and not all(map(eqx.is_array, arrays)):
             raise Mismatch
@@ -159,9 +155,13 @@ class Programs:
 
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(*args, **kwargs)`, by a program."""
+        opened = Opened(f)
+        function, tree = function_signature(opened), (opened.values, args, kwargs)
         for plan in self.plans:
+            if plan.function != function:
+                continue
             try:
-                arrays = plan.arrays(f, args, kwargs)
+                arrays = plan.arrays(tree)
             except (Mismatch, KeyError):
                 continue
             try:

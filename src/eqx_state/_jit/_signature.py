@@ -8,7 +8,7 @@ from .._state._scope import is_owned
 from .._transforms._closures import DICTS, PARTIALS
 from .._transforms._copies import Opened
 from .._tree._children import is_leaf, one_level
-from ._call import Call
+from ._call import Call, origin_of
 from ._names import where
 from ._static import is_hashable, structure, typed
 
@@ -71,18 +71,19 @@ def signature_of(call: Call) -> Signature:
         leaf(x, lambda i=i: where(call.paths[i])) for i, x in enumerate(call.leaves)
     )
     reached = tuple(inside[id(module)] for module in lifted.reached)
-    function = function_signature(call.opened, origin)
+    function = function_signature(call.opened)
     tree = structure(call.treedef, static)
     return Signature(tree, leaves, function, tuple(roots), reached)
 
 
-def function_signature(opened: Opened, origin: Any) -> Any:
+def function_signature(opened: Opened) -> Any:
     """Hashable; equal for functions whose copies differ only in what they hold.
 
     `None` if the function is not copied: then it is a part of the tree.
     """
     if not opened.is_copied:
         return None
+    origin = origin_of(opened.f)
     return tuple((_token(node.x, origin), *node.refs) for node in opened.nodes)
 
 
