@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax.tree_util as jtu
 
 from .._state._nn_shared import closed_copy, OpenShared
@@ -83,7 +84,12 @@ def pour(module: BaseModule, values: Iterator[Any]) -> None:
             return x
         return next(values)
 
+    fields = module.__dict__
     for name in dynamic_names(type(module)):
-        if name in module.__dict__:
-            new = jtu.tree_map(put, module.__dict__[name], is_leaf=is_owned)
+        if name in fields:
+            new = fields[name]
+            if eqx.is_array(new):  # as most are: `tree_map` is slow for one leaf
+                new = next(values)
+            else:
+                new = jtu.tree_map(put, new, is_leaf=is_owned)
             object.__setattr__(module, name, new)
