@@ -79,18 +79,16 @@ class Combinator:
     """
 
     def __init__(self, predicate: Callable[..., Predicate], *args: Any):
-        self.predicate, self.args = predicate, args
+        self.predicate, self.args = self._key = predicate, args
 
     def __call__(self, part: Part) -> bool:
         return self.predicate(None, *self.args)(part)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Combinator):
-            return False
-        return self.predicate is other.predicate and self.args == other.args
+        return isinstance(other, Combinator) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.predicate, self.args))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return f"es.{self.predicate.__name__[1:]}{written(self.args)}"
