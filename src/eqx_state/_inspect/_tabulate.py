@@ -213,15 +213,13 @@ def _class(node: Any) -> str:
     if is_array(node):
         return "array"
     name = type(node).__name__.lstrip("_")
-    is_es = is_module(node)
-    is_eval = not node.training if is_es else _is_inference(node)
-    modes = {"eval": is_eval, "frozen": is_es and node.frozen}
+    if is_module(node):
+        modes = {"eval": not node.training, "frozen": node.frozen}
+    else:
+        is_layer = is_eqx_module(node) and has_inference(node)
+        modes = {"eval": is_layer and node.__dict__["inference"]}
     marks = [mark for mark, is_set in modes.items() if is_set]
     return f"{name} ({', '.join(marks)})" if marks else name
-
-
-def _is_inference(node: Any) -> bool:
-    return is_eqx_module(node) and has_inference(node) and node.inference
 
 
 def _called(call: Call | None) -> list[str]:

@@ -55,11 +55,11 @@ def parse(annotation: Any, names: Namespace) -> Spec:
         return NOTHING
     if origin in (Union, types.UnionType):
         return merge([parse(a, names) for a in args])
-    if is_record(origin) or _is_module(origin):
+    if is_record(origin) or _is_a(origin, eqx.Module):
         return _parse_generic(origin, args, names)
     if origin is tuple and args[-1] is not Ellipsis:
         return _parse_tuple(args, names)
-    if _is_collection(origin):
+    if _is_a(origin, collections.abc.Collection):
         if issubclass(origin, collections.abc.Mapping):
             args = args[-1:]
         each = merge([parse(a, names) for a in args if a is not Ellipsis])
@@ -76,18 +76,13 @@ def _resolved(value: Callable[[], Any]) -> Any:
         return unresolved("")
 
 
-def _is_collection(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, collections.abc.Collection)
-
-
-def _is_module(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, eqx.Module)
+def _is_a(x: Any, cls: type) -> bool:
+    return isinstance(x, type) and issubclass(x, cls)
 
 
 def is_typed_dict(cls: Any) -> bool:
     """Whether `cls` is a `TypedDict`, of `typing` or of `typing_extensions`."""
-    is_dict = isinstance(cls, type) and issubclass(cls, dict)
-    return is_dict and hasattr(cls, "__required_keys__")
+    return _is_a(cls, dict) and hasattr(cls, "__required_keys__")
 
 
 def is_record(cls: Any) -> bool:
@@ -107,7 +102,7 @@ def _parse_generic(cls: Any, args: tuple[Any, ...], names: Namespace) -> Spec:
     parameters = cls.__parameters__
     if len(parameters) != len(args):  # `Box[*Ts]`: the arguments count for all in it
         return merge([Spec(kind=kind) for spec in specs for kind in kinds_in(spec)])
-    if _is_module(cls) and all(spec == NOTHING for spec in specs):
+    if _is_a(cls, eqx.Module) and all(spec == NOTHING for spec in specs):
         return NOTHING  # its class says the same
     return Spec(records=((cls, tuple(zip(parameters, specs, strict=True))),))
 

@@ -68,9 +68,8 @@ def check_arguments(tx: Any, wrt: Any) -> None:
 def check_gradients(
     selected: PyTree, grads: PyTree, step: Callable[[Any], tuple[Any, Any]]
 ) -> None:
-    params = jtu.tree_leaves_with_path(models_of(selected)[0])
-    pairs = zip(params, jtu.tree_leaves(grads), strict=True)
-    each = [(path, x, g) for (path, x), g in pairs]
+    named = jtu.tree_leaves_with_path(models_of(selected)[0])
+    each = [(*x, g) for x, g in zip(named, jtu.tree_leaves(grads), strict=True)]
     for path, x, g in each:
         if jnp.iscomplexobj(g) and not jnp.iscomplexobj(x):
             raise ValueError(
