@@ -573,6 +573,42 @@ def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
         assert eqx.tree_equal(first.result(), jnp.ones(2))
 
 
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_program_that_another_thread_compiles_after_the_question(is_good):
+    f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
+    f(jnp.ones(1))
+    (program,) = _programs.programs_of(f, "none").by_signature.values()
+    run = program.jitted
+
+    def late(*arrays):
+        program.jitted = run
+        pool.submit(f, jnp.ones(2)).result()
+        return run(*arrays)
+
+    program.jitted = late  # called when there was no program yet that can raise
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        if is_good:
+            assert eqx.tree_equal(pool.submit(f, jnp.ones(2)).result(), jnp.ones(2))
+        else:
+            with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+                pool.submit(f, -jnp.ones(2)).result()
+
+
+def test_other_errors_of_a_program_are_raised_as_they_are():
+    @es.jit
+    def f(x):
+        return x
+
+    def fail(*arrays):
+        raise ValueError("something else")
+
+    f(jnp.ones(1))
+    (program,) = _programs.programs_of(f, "none").by_signature.values()
+    program.jitted = fail
+    with pytest.raises(ValueError, match="something else"):
+        f(jnp.ones(1))
+
+
 def test_saves_to_one_file_at_once(tmp_path):
     path = tmp_path / "model.safetensors"
     models = [Net(seed) for seed in range(4)]

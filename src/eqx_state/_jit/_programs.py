@@ -20,7 +20,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from .._compat import jaxpr_of, run_in_program
+from .._compat import jaxpr_of, PROGRAM_ERRORS, run_in_program
 from .._state._scope import is_any_open
 from .._transforms._closures import held
 from .._transforms._copies import Opened
@@ -28,7 +28,7 @@ from ._call import Call, origin_of, Output, Result
 from ._donation import Donate, quiet, WORDS
 from ._names import present
 from ._plan import flattener, Mismatch, Unplannable
-from ._runtime_errors import callbacks_in, Reporting, wait
+from ._runtime_errors import callbacks_in, report, Reporting, wait
 from ._signature import function_signature, Signature, signature_of
 
 
@@ -75,19 +75,26 @@ class Program:
         A new trace runs on `call`. Without, it is a `Retrace`.
         """
         if call is None and not self.can_raise and not self.unseen:
-            return self.jitted(*arrays)  # there is nothing to wait for
-        with Reporting():
-            with self._traced_for(call):
+            try:
                 result = self.jitted(*arrays)
-            output = result.output
-            if output.callbacks is None:
+            except PROGRAM_ERRORS as error:
+                report(error)
+                raise
+            if not self.can_raise and not self.unseen:
+                return result
+            # Since the question above another thread has compiled a program that can.
+        else:
+            with Reporting(), self._traced_for(call):
+                result = self.jitted(*arrays)
+        with Reporting():
+            if result.output.callbacks is None:
                 try:
                     jaxpr = jaxpr_of(self.jitted, *arrays)  # which JAX still has
                 except Retrace:  # with `jax_disable_jit` there is no program
                     jaxpr = None
-                self._look(output, jaxpr)
-            wait(output.callbacks, arrays, result)
-            return result
+                self._look(result.output, jaxpr)
+            wait(result.output.callbacks, arrays, result)
+        return result
 
     def lower(self, call: Call) -> Any:
         """As `jax.jit(f).lower`."""

@@ -71,9 +71,14 @@ class Reporting:
 
     def __exit__(self, cls: Any, error: BaseException | None, traceback: Any) -> None:
         CALLBACK_LOGGER.removeFilter(self)
-        if isinstance(error, PROGRAM_ERRORS) and (check := failed_check(error)):
-            # JAX's own error is long, and tells nothing more.
-            raise eqx.EquinoxRuntimeError(_REPORT.format(*check)) from None
+        report(error)
+
+
+def report(error: BaseException | None) -> None:
+    """Raise a program's error as a failed `eqx.error_if`, if it is one."""
+    if isinstance(error, PROGRAM_ERRORS) and (check := failed_check(error)):
+        # JAX's own error is long, and tells nothing more.
+        raise eqx.EquinoxRuntimeError(_REPORT.format(*check)) from None
 
 
 _REPORT: Final = """{}
