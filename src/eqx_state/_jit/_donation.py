@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator
-from typing import Final, get_args, Literal
+from typing import Any, Final, get_args, Literal
 
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
@@ -32,7 +32,8 @@ def quiet(donate: Donate) -> Iterator[None]:
     # The number, in a comment, tells it from those of other threads and of the user.
     message = f"Some donated buffers were not usable(?#{next(_NUMBERS)})"
     warnings.filterwarnings("ignore", message=message)
-    before = warnings.filters
+    filters: Any = warnings.filters
+    before = filters
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ The key paths are those in `(function, args, kwargs)`.
 import contextlib
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import jax.tree_util as jtu
@@ -52,7 +51,7 @@ def parameters(f: Any, paths: list[KeyPath]) -> list[str]:
     return [name(path) for path in paths]
 
 
-def present(run: Callable[..., Any], name: str, origin: Any, names: list[str]) -> None:
+def present(run: Any, name: str, origin: Any, names: list[str]) -> None:
     """Let JAX's errors name the user's function and arguments instead of `run`.
 
     JAX reads the source of a function off what `__wrapped__` leads to, and the names of

@@ -46,7 +46,12 @@ class _Live(threading.local):
 
 
 class Program:
-    """The compiled programs for calls of one signature, one for each set of shapes."""
+    """The compiled programs for calls of one signature, one for each set of shapes.
+
+    Each signature has a `jax.jit` of its own: with one for all of them the signature
+    would be a static argument, hashed and compared in Python at every call, and JAX
+    could not be told what the arrays are called.
+    """
 
     def __init__(self, call: Call, donate: Donate):
         live, unseen = _Live(), set[Output]()

@@ -161,7 +161,10 @@ def _hides(node: Node) -> bool:
 class Copy:
     """A copy of a function, `f`, for a transform to run.
 
-    Functions that share a cell or a container share the copy of it.
+    Functions that share a cell or a container share the copy of it. Functions may lead
+    back to themselves, so it takes two steps: cells, lists, dicts and functions are made
+    empty, and filled when all are there. Tuples, methods and partials cannot be filled
+    later; they are made of their parts at once, and cannot be in a circle of their own.
     """
 
     def __init__(self, opened: Opened, tree: Any):
@@ -172,7 +175,7 @@ class Copy:
         if opened.is_copied:
             self.nodes, self.values = opened.nodes, tree.values
             self.f = self._new(0, opened.f)
-            for node in self.nodes:  # they may lead back to one another
+            for node in self.nodes:
                 self._fill(node, self._new(node.number, node.x))
             pairs = [*zip(self.values, opened.values, strict=True)]
             pairs += [(self.made[i], node.x) for i, node in enumerate(self.nodes)]
@@ -205,7 +208,7 @@ class Copy:
                 x.__globals__,
                 closure=tuple(self._new(ref, cell) for ref, cell in closure),
             )
-            new.__dict__ = x.__dict__  # a counter there is the caller's, too
+            new.__dict__ = x.__dict__  # the caller sees what is counted there
             for name in ft.WRAPPER_ASSIGNMENTS:
                 setattr(new, name, getattr(x, name))
             return new
@@ -214,7 +217,7 @@ class Copy:
             return types.MethodType(*below)
         if cls in PARTIALS:
             f, args, keywords = below
-            new = cls(f, *args, **keywords)
+            new: Any = cls(f, *args, **keywords)
             if cls is not eqx.Partial:
                 new.__dict__.update(x.__dict__)
             return new
@@ -223,7 +226,7 @@ class Copy:
         return with_children(x, below)
 
     def _fill(self, node: Node, new: Any) -> None:
-        """Put into what was made empty what it holds."""
+        """The second step."""
         if type(new) is types.FunctionType:
             defaults = self._below(node)[len(new.__closure__ or ()) :]
             by_position = len(node.x.__defaults__ or ())
@@ -234,8 +237,8 @@ class Copy:
             self.given.append((node, new, _contents(new)))
 
     def _original(self, x: Any) -> Any:
-        """For a part of the copy, what the caller has in its place."""
-        if type(x) is types.MethodType:  # made anew whenever it is looked up
+        """The caller's object in place of a part of the copy."""
+        if type(x) is types.MethodType:  # each look-up makes another one
             return types.MethodType(*map(self._original, (x.__func__, x.__self__)))
         return self.originals.get(id(x), x)
 
