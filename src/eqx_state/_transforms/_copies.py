@@ -162,9 +162,9 @@ class Copy:
     """A copy of a function, `f`, for a transform to run.
 
     Functions that share a cell or a container share the copy of it. Functions may lead
-    back to themselves, so it takes two steps: cells, lists, dicts and functions are made
-    empty, and filled when all are there. Tuples, methods and partials cannot be filled
-    later; they are made of their parts at once, and cannot be in a circle of their own.
+    back to themselves, so it takes two steps: cells, lists, dicts and functions are
+    made empty, and filled when all are there. Tuples, methods and partials cannot be
+    filled later; they are made of their parts, and form no circle among themselves.
     """
 
     def __init__(self, opened: Opened, tree: Any):
