@@ -525,3 +525,24 @@ def test_a_constant_comes_out_of_checkpoint_as_an_array():
 def test_errors_about_kinds_name_the_function():
     with pytest.raises(TypeError, match=r"`es\.capture\(\.\.\., kinds=3\)`"):
         es.capture(Scale(), kinds=3)
+
+
+def test_branches_may_sow_in_any_order():
+    class Net(es.Module):
+        n: es.State = 0
+
+        def __call__(self, x):
+            def a():
+                self.sow("p", x)
+                self.sow("q", 2 * x)
+                return x
+
+            def b():
+                self.sow("q", 3 * x)
+                self.sow("p", 4 * x)
+                return x
+
+            return es.cond(x > 0, a, b)
+
+    sown = [es.capture(Net())(x)[1] for x in (1.0, -1.0)]
+    assert sown == [{"p": 1.0, "q": 2.0}, {"q": -3.0, "p": -4.0}]

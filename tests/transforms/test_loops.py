@@ -323,3 +323,26 @@ def test_cond_fun_is_given_the_module_of_the_carry():
 
     cell, new = es.mutable(f)(Cell())
     assert (cell.total, new.total) == (5.0, 0.0)
+
+
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_a_module_that_only_some_steps_write_comes_back_written(is_jitted):
+    class Counter(es.Module):
+        n: es.State = 0
+
+    class Net(es.Module):
+        counter: Counter
+
+        def __call__(self):
+            def body(i, counter):
+                def bump(counter):
+                    counter.n = counter.n + 5
+                    return counter
+
+                return es.cond(i == 0, bump, lambda counter: counter, counter)
+
+            self.counter = es.fori_loop(0, 3, body, self.counter)
+            return self.counter.n
+
+    with jax.disable_jit(not is_jitted):
+        assert es.mutable(Net(Counter()))()[0] == 5

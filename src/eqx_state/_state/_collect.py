@@ -22,7 +22,7 @@ from .._tree._weak_types import to_strong
 from .._typing import KeyPath
 from ._fit import as_jax, fit_leaf, is_numeric, same_type
 from ._nn_shared import closed_copy, OpenShared
-from ._scope import disown, Scope
+from ._scope import disown, own, Scope
 from ._write_errors import frozen, kind_at, kind_message
 
 
@@ -50,7 +50,7 @@ class Snapshot(NamedTuple):
         return jtu.tree_unflatten(self.structure, self.leaves)
 
 
-def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
+def _own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
     """The leaves that were visited, with copies of the caller's NumPy arrays.
 
     Arrays that the scope may write become JAX arrays, because `self.n += 1` would
@@ -60,7 +60,7 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
 
     def copy(visit: Visit) -> Any:
         x = visit.node
-        if scope.allows(visit.kind) and is_numeric(x.dtype):
+        if scope.is_changing(visit.kind) and is_numeric(x.dtype):
             return as_jax(x, visit.name)
         x = x.copy()
         x.flags.writeable = False
@@ -81,6 +81,26 @@ class Owned(NamedTuple):
     scope: Scope
     path: KeyPath = ()
     context: Context = ROOT
+
+
+def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
+    """Give a private copy of a model to a scope. Returns a walk of it, too."""
+    before, private = given, given.tree()
+    visits = own(private, scope)
+    # A NumPy array can be changed in place, so the caller's is copied.
+    if any(isinstance(x, np.ndarray) for x in given.leaves):
+        before = given._replace(leaves=_own_arrays(visits, scope))
+        private = before.tree()
+        own(private, scope)
+    return Owned(private, before, scope), visits
+
+
+def given_back(given: Snapshot, owned: Owned, after: Snapshot) -> Any:
+    """The tree after a call, in which unwritten leaves are the caller's own again."""
+    pairs = zip(owned.before.leaves, given.leaves, strict=True)
+    callers = {id(copy): x for copy, x in pairs}
+    leaves = [callers.get(id(x), x) for x in after.leaves]
+    return after._replace(leaves=leaves).tree()
 
 
 def leave(out: Any, owned: Sequence[Owned]) -> tuple[Any, list[Snapshot]]:

@@ -18,17 +18,18 @@ import jax.tree_util as jtu
 
 from .._compat import boundary
 from .._errors import NotInitializedError
+from .._kinds._kinds import Parameter, State
 from .._tree._aliasing import check_apart, check_not_shared
 from .._tree._base import BaseModule, INIT_DONE, is_eqx_module, is_module
 from .._tree._children import children, map_children
 from .._tree._context import Context, ROOT
 from .._tree._keys import as_key, is_typed, key_at
-from .._tree._walk import copy_tree, leaves, modules_in, name_of, Visit, walk
+from .._tree._walk import copy_tree, modules_in, name_of, Visit, walk
 from .._tree._weak_types import strengthen
 from .._typing import KeyPath
-from ._collect import leave, Owned, Snapshot
+from ._collect import enter, given_back, leave, Snapshot
 from ._outside_scope import explain
-from ._scope import own, Scope
+from ._scope import Scope
 
 
 _T = TypeVar("_T")
@@ -262,7 +263,7 @@ def init(
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
     tree = copy_tree(tree)
     for path, value in list(_made(tree, after)):
-        tree = put_in(tree, path, value)
+        tree = _put_in(tree, path, value)
     return _run_hooks(tree, key)
 
 
@@ -300,7 +301,7 @@ class InitScope(Scope):
     is_initializing = True
 
     def __init__(self, key: Any, captures: bool = False):
-        super().__init__((), captures)
+        super().__init__((State, Parameter), captures)
         self.key = key
 
     def inner(self) -> "InitScope":
@@ -315,17 +316,16 @@ class InitScope(Scope):
 
 def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     """`tree` after `run`, which may assign any field of any `es.Module` in it."""
-    before = Snapshot.of(tree)
-    private = before.tree()
+    given = Snapshot.of(tree)
     with InitScope(key) as scope:
-        own(private, scope)
+        owned, _ = enter(given, scope)
         try:
-            run(private)
+            run(owned.tree)
         except dataclasses.FrozenInstanceError as error:
             explain(error)
             raise
-        _, (after,) = leave(None, [Owned(private, before, scope)])
-    return after.tree()
+        _, (after,) = leave(None, [owned])
+    return given_back(given, owned, after)
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
@@ -346,28 +346,8 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
     return jtu.tree_unflatten(jtu.tree_structure(tree), new)
 
 
-def made_in(before: Snapshot, after: Snapshot) -> tuple[Snapshot, dict[KeyPath, Any]]:
-    """Split a tree that was initialized in a trace into old leaves and new parts.
-
-    Returns a snapshot with the old structure and the new values of the old leaves; and
-    by path, the parts for which the old tree had no leaf.
-    """
-    # A trace has a fixed set of inputs and outputs, which are the leaves from before.
-    # Parts that were made in it have no slot among them, so they travel separately,
-    # and `put_in` puts them into the tree outside.
-    old, new = before.tree(), after.tree()
-    by_path = {visit.path: visit.node for visit in walk(new)}
-    known = [by_path.get(visit.path, visit.node) for visit in leaves(old)]
-    return before._replace(leaves=known), dict(_made(old, new, replaced=True))
-
-
-def _made(
-    before: Any, after: Any, path: KeyPath = (), *, replaced: bool = False
-) -> Iterator[tuple[KeyPath, Any]]:
-    """The parts of `after`, by path, where `before` has `None` or an empty container.
-
-    With `replaced`, also modules that took the place of something else.
-    """
+def _made(before: Any, after: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The parts of `after`, by path, where `before` has `None` or something empty."""
     if not walk(before):
         if jtu.tree_structure(before) != jtu.tree_structure(after):
             yield path, after
@@ -375,10 +355,7 @@ def _made(
         old, new = _below(before), _below(after)
         keys = {**old, **new} if isinstance(before, dict) else old
         for key in keys:
-            below = old.get(key), new.get(key), (*path, key)
-            yield from _made(*below, replaced=replaced)
-    elif replaced and is_eqx_module(after):
-        yield path, after
+            yield from _made(old.get(key), new.get(key), (*path, key))
 
 
 def _below(x: Any) -> dict[Any, Any]:
@@ -388,22 +365,19 @@ def _below(x: Any) -> dict[Any, Any]:
     return dict(children(x) or ())
 
 
-def put_in(tree: Any, path: KeyPath, value: Any) -> Any:
-    """`tree` with `value` at `path`. An `es.Module` stays the object that it is."""
-    # `eqx.tree_at` would not do, for two reasons: it makes a new module, while closures
-    # over `self` go on seeing the old one; and it only reaches nodes of the pytree,
-    # while the path may lead to a static field, or to a key that a dict does not have
-    # yet.
+def _put_in(tree: Any, path: KeyPath, value: Any) -> Any:
+    """`tree` with `value` at `path`; modules are written in place."""
+    # `eqx.tree_at` would not do: it only reaches nodes of the pytree, while the path
+    # may lead to a static field, or to a key that a dict does not have yet.
     if not path:
         return value
     key, rest = path[0], path[1:]
     if is_eqx_module(tree):
-        tree = tree if is_module(tree) else map_children(lambda _, x: x, tree)
-        new = put_in(tree.__dict__[key.name], rest, value)
+        new = _put_in(tree.__dict__[key.name], rest, value)
         object.__setattr__(tree, key.name, new)
         return tree
     if isinstance(tree, dict) and isinstance(key, jtu.DictKey):
         filled = copy.copy(tree)  # keeps the factory of a `defaultdict`
-        filled[key.key] = put_in(tree.get(key.key), rest, value)
+        filled[key.key] = _put_in(tree.get(key.key), rest, value)
         return filled
-    return map_children(lambda k, x: put_in(x, rest, value) if k == key else x, tree)
+    return map_children(lambda k, x: _put_in(x, rest, value) if k == key else x, tree)

@@ -99,9 +99,13 @@ class Scope:
         """A scope like this one, for the trace of a transform inside it."""
         return Scope(self.kinds, self.captures)
 
+    def is_changing(self, kind: type | None) -> bool:
+        """Whether arrays of this kind are meant to change, and are not constants."""
+        return kind is not None and issubclass(kind, self.kinds)
+
     def allows(self, kind: type | None) -> bool:
         """Whether an array of this kind may be written; `None` for anything else."""
-        return kind is not None and issubclass(kind, self.kinds)
+        return self.is_changing(kind)
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
         """The value to store when `value` is written in the place of `old`."""

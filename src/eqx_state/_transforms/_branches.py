@@ -6,6 +6,7 @@ dropped when the writes are committed.
 """
 
 import functools as ft
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -45,10 +46,15 @@ def _select(
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             ran = lifted.run(lifted.values, lambda: f(*operands))
             out, static = eqx.partition(ran.out, is_traced(ran.out))
-            sown = [{name: len(x) for name, x in s.items()} for s in ran.sown]
-            notes.append(_Note(static, frozenset(ran.written), sown))
-            _check_sown_alike(notes[0].sown, sown, what)
-            return out, {**lifted.writable, **ran.written}, ran.sown
+            counts = [{name: len(x) for name, x in s.items()} for s in ran.sown]
+            notes.append(_Note(static, frozenset(ran.written), counts))
+            _check_sown_alike(notes[0].sown, counts, what)
+            # In one order, which is part of the structure of a branch's output.
+            sown = [
+                OrderedDict((name, s[name]) for name in names)
+                for names, s in zip(notes[0].sown, ran.sown, strict=True)
+            ]
+            return out, {**lifted.writable, **ran.written}, sown
 
         return run
 

@@ -31,8 +31,8 @@ class Note(NamedTuple):
     They cannot be outputs of the step, since JAX fixes the treedef of those.
     """
 
-    written: frozenset[Slot]
-    kept: frozenset[int]  # the leaves of modules in the carry that came back unchanged
+    written: frozenset[Slot] = frozenset()
+    kept: frozenset[int] = frozenset()  # leaves of modules that came back unchanged
     static: Any = None  # the rest of the output that is not arrays
 
 
@@ -195,7 +195,8 @@ class Loop:
         # unchanged in the trace are the caller's own arrays again. (The last trace
         # counts. JAX may trace a step several times until the types of the carry
         # settle.)
-        kept = notes[-1].kept if notes else ()
+        # Several notes if the step was traced anew, or runs without a trace.
+        kept = frozenset.intersection(*(note.kept for note in notes or [Note()]))
         after = jtu.tree_leaves(eqx.combine(arrays, self.static))
         new = (self.before[k] if k in kept else x for k, x in enumerate(after))
 

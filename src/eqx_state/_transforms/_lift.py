@@ -16,11 +16,12 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
+import numpy as np
 
 from .._compat import trace_state
 from .._errors import NotInitializedError, TraceError
 from .._state._collect import leave, Owned, Snapshot
-from .._state._init import check_initialized, made_in, put_in
+from .._state._init import check_initialized
 from .._state._module import Module
 from .._state._scope import is_owned, own, Scope, Sown
 from .._state._write_errors import trace_message
@@ -28,8 +29,9 @@ from .._tree._aliasing import check_not_shared, modules_below
 from .._tree._base import get_place, set_place
 from .._tree._compare import identical, same
 from .._tree._show import show
-from .._tree._walk import is_array, leaves, name_of, Visit
+from .._tree._walk import is_array, leaves, Visit
 from ._closures import is_model, models_in, owned_in
+from ._rebuilt import New, rebuild, Rebuilt, rebuilt
 from ._root import pour, roots_among, Slot, Values
 from ._stand_ins import by_entry, StandIn, Twice
 
@@ -43,9 +45,13 @@ class Static:
 
 
 class Made(NamedTuple):
-    """The parts that `init` has made in a trace: their arrays, and the static rest."""
+    """What `init` has made in a trace: new arrays, and the rest, which is static.
 
-    arrays: list[Any]
+    The rest is, for each root that is another now, a `Rebuilt`; and for each array a
+    `New`.
+    """
+
+    arrays: Values
     rest: Static
 
 
@@ -53,13 +59,17 @@ class Ran(NamedTuple):
     """The result of a call in a trace: its output, its writes, and what it sowed.
 
     - `sown`: for each scope, the values by name.
-    - `made`: while initializing, the parts that were missing before.
+    - `made`: while initializing, what was missing before.
     """
 
     out: Any
     written: Values
     sown: list[Sown]
     made: Made | None = None
+
+    def news(self) -> dict[Slot, New]:
+        """The new arrays that `init` has made."""
+        return {} if self.made is None else self.made.rest.value[1]
 
 
 def is_initializing(*given: Any) -> bool:
@@ -114,14 +124,15 @@ class Lifted:
         self.twice = Twice(self.roots, self.writable) if has_twice else Twice([], {})
 
     @ft.cached_property
-    def writable(
-        self,
-    ) -> Values:  # not for each call: the kinds of all leaves are asked
+    def writable(self) -> Values:
+        # Cached, and not worked out for each call: the kinds of all leaves are asked.
+        # NumPy arrays are constants here (`_collect.enter`), which may be shapes.
         return {
             (i, k): visit.node
             for i, root in enumerate(self.roots)
             for k, visit in enumerate(root.leaves)
-            if is_array(visit.node) and root.place.scope.allows(visit.kind)
+            if is_array(visit.node) and not isinstance(visit.node, np.ndarray)
+            if root.place.scope.allows(visit.kind)
         }
 
     def check_apart(self, *arguments: Any) -> None:
@@ -198,20 +209,19 @@ class Lifted:
     def _made(
         self, before: list[Snapshot], after: list[Snapshot]
     ) -> tuple[list[Snapshot], Made]:
-        """The snapshots of the old leaves only, and the parts that `init` has made."""
-        pairs = zip(before, after, strict=True)
-        known, found = zip(*[made_in(old, new) for old, new in pairs], strict=True)
-        where = [(i, path) for i, parts in enumerate(found) for path in parts]
-        values = [value for parts in found for value in parts.values()]
-        arrays, static = eqx.partition(values, eqx.is_array)
-        return list(known), Made(arrays, Static((where, static)))
-
-    def names_of_made(self, ran: Ran) -> list[tuple[str, Any]]:
-        """The name and the arrays of each part that `init` has made."""
-        if ran.made is None:
-            return []
-        paths = [(*self.roots[i].place.path, *p) for i, p in ran.made.rest.value[0]]
-        return list(zip(map(name_of, paths), ran.made.arrays, strict=True))
+        """The snapshots of the old leaves only, and all that `init` has made."""
+        known = []
+        results: dict[int, Rebuilt] = {}
+        arrays: Values = {}
+        news: dict[Slot, New] = {}
+        for i, root in enumerate(self.roots):
+            old, result, made, new = rebuilt(i, root, before[i], after[i])
+            known.append(old)
+            if result is not None:
+                results[i] = result
+                arrays |= made
+                news |= new
+        return known, Made(arrays, Static((results, news)))
 
     def _written(self, values: Values, after: list[Snapshot]) -> Values:
         """The leaves that differ from `values`; `ValueError` if one is not an array."""
@@ -222,7 +232,7 @@ class Lifted:
                     continue
                 if is_array(old) and is_array(x):
                     written[i, k] = x
-                elif not self.is_initializing:
+                else:
                     shown = self.name((i, k)), show(old), show(x)
                     raise ValueError(_NOT_AN_ARRAY.format(*shown))
         return written
@@ -307,14 +317,10 @@ class Lifted:
             k = next(k for j, k in ran.written if j == i)
             scope = self.roots[i].place.scope
             scope.written[id(original)] = original, self.name((i, k))
-        # After the writes, since new parts shift the positions of the leaves.
+        # After the writes, since new leaves shift the positions of the others.
         if ran.made is not None:
-            where, static = ran.made.rest.value
-            made = eqx.combine(ran.made.arrays, static)
-            for (i, path), value in zip(where, made, strict=True):
-                place, original = self.roots[i].place, self.roots[i].original
-                put_in(original, path, value)
-                own(original, place.scope, place.path, place.context)
+            for i, result in ran.made.rest.value[0].items():
+                rebuild(i, self.roots[i], result, ran.made.arrays)
         for scope, values in sown:
             for name, new in values.items():
                 scope.sown.setdefault(name, []).extend(new)

@@ -18,6 +18,7 @@ from .._state._scope import is_owned, Sown
 from .._tree._walk import is_array
 from ._carry import Loop, Note, Step
 from ._lift import is_initializing, is_traced, Lifted, Ran
+from ._rebuilt import MADE_ONCE
 from ._stand_ins import stand_in
 
 
@@ -138,6 +139,9 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     arrays, rest = eqx.partition(xs, is_traced(xs), is_leaf=is_owned)
     x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
     ran = lifted.run(values, lambda: f(init, x))
+    for (i, _), new in ran.news().items():
+        if i in stacked:
+            raise ValueError(MADE_ONCE.format(new.name, "step of `es.scan`"))
     # The writes to a slice are dropped. The loop runs this step again, and writes the
     # whole stack.
     written = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}

@@ -14,13 +14,12 @@ from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
-import numpy as np
 
 from .._kinds._kinds import is_kind, State
-from .._state._collect import leave, own_arrays, Owned, Snapshot
+from .._state._collect import enter, given_back, leave, Snapshot
 from .._state._init import check_none_missing
 from .._state._outside_scope import explain, ModelCall
-from .._state._scope import Kinds, own, Scope
+from .._state._scope import Kinds, Scope
 from .._tree._base import is_eqx_module
 from .._tree._walk import name_of, Visit
 from ._transform import Transform, wrap
@@ -41,17 +40,11 @@ def thread(
     `call` is the user's call, as errors describe it.
     """
     with scope:
-        before = given = Snapshot.of_model(model)
-        private = given.tree()
-        visits = own(private, scope)
+        given = Snapshot.of_model(model)
+        owned, visits = enter(given, scope)
         check_none_missing(visits)
-        # A NumPy array can be changed in place, so the caller's is copied.
-        if any(isinstance(x, np.ndarray) for x in given.leaves):
-            before = given._replace(leaves=own_arrays(visits, scope))
-            private = before.tree()
-            own(private, scope)
         try:
-            out = run(private)
+            out = run(owned.tree)
         except dataclasses.FrozenInstanceError as error:
             explain(error, call)
             raise
@@ -59,11 +52,8 @@ def thread(
             if (message := _state_message(error, visits)) is None:
                 raise
             raise TypeError(message) from error
-        out, (after,) = leave(out, [Owned(private, before, scope)])
-    # Leaves that were not written are the caller's own again, also NumPy arrays.
-    kept = zip(after.leaves, before.leaves, given.leaves, strict=True)
-    leaves = [x if new is old else new for new, old, x in kept]
-    return out, after._replace(leaves=leaves).tree()
+        out, (after,) = leave(out, [owned])
+    return out, given_back(given, owned, after)
 
 
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:

@@ -5,7 +5,6 @@ A call gathers everything that it reaches in one flat mapping, runs a lane under
 `jax.vmap`; everything else is closed over.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -18,7 +17,7 @@ import jax.tree_util as jtu
 from .._compat import is_mapped, spread_like
 from .._state._scope import is_owned
 from .._tree._keys import next_keys, num_key_axes, split_key
-from .._tree._rules import check_kinds
+from .._tree._rules import check_kinds, most_derived
 from .._tree._walk import leaves
 from ._axes import (
     argument_axes,
@@ -30,6 +29,7 @@ from ._axes import (
 )
 from ._copies import Opened
 from ._lift import is_traced, Lifted, Ran, Static
+from ._rebuilt import MADE_ONCE
 from ._root import Slot, Values
 from ._stand_ins import by_entry, stand_in
 from ._transform import Transform, wrap
@@ -58,7 +58,7 @@ class _Lanes:
     """
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
-        by_kind = dict(vmap.axes)
+        self.by_kind = by_kind = dict(vmap.axes)
         by_argument = argument_axes(vmap.in_axes, args, kwargs)
         given, stand_ins = stand_in(
             (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
@@ -170,11 +170,13 @@ class _Lanes:
                 # differs in each lane, and `self.advanced` replaces it.
                 shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
-        # Parts that `init` has made do not have an axis, so the lanes share them.
-        named += self.lifted.names_of_made(ran)
-        is_own = [any(map(is_mapped, jtu.tree_leaves(x))) for _, x in named]
-        if any(is_own):
-            names = [f"`{name}`" for name, _ in itertools.compress(named, is_own)]
+        for slot, new in ran.news().items():
+            key = most_derived(new.kind, self.by_kind)
+            axis = None if key is None else self.by_kind[key]
+            if self.lifted.roots[slot[0]].is_stand_in or isinstance(axis, int):
+                raise ValueError(MADE_ONCE.format(new.name, "lane of `es.vmap`"))
+            named.append((new.name, ran.made.arrays[slot]))
+        if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
             raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
 
