@@ -171,6 +171,25 @@ def test_layers_of_a_stack_are_initialized_one_by_one(name):
     assert es.mutable(run)(stack, x)[0].shape[-1] == 3
 
 
+def test_a_state_with_an_axis_is_made_before():
+    class Cell(es.Module):
+        h: es.State | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.h is None:
+                self.h = jnp.zeros(x.shape)
+            self.h = self.h + x
+            return self.h
+
+    def run(cell, xs):
+        return es.vmap(cell, axes={es.State: 0})(xs)
+
+    with pytest.raises(ValueError, match="`h` is made by `init` in one lane"):
+        Cell().init(0, jnp.ones((2, 3)), call=run)
+    cell = eqx.filter_vmap(lambda x: Cell().init(0, x))(jnp.ones((2, 3)))
+    assert es.mutable(run)(cell, jnp.ones((2, 3)))[1].h.shape == (2, 3)
+
+
 def test_a_kind_with_an_axis_and_another_without():
     class Net(es.Module):
         s: es.State

@@ -145,8 +145,10 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
         arguments. Anything else that it reaches (a global, an object that is not a
         pytree, a bare array in its closure) is read when it is traced. A function among
         the *arguments*, or in a field, is a static value: it is compared by identity,
-        and what it closes over is a constant of the program. Only the modules of a
-        scope are carried through, however they are reached.
+        and what it closes over is a constant of the program, except for the modules
+        of a scope, which are carried through. They are found through functions, lists,
+        tuples, dicts and pytrees, and not through other objects (a deque, a subclass of
+        a list): in those they are read when the function is traced.
     - `donate`: which arrays may be overwritten: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
         warn of arrays of which JAX could make no use. Default: `"none"`.

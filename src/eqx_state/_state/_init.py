@@ -211,8 +211,9 @@ def init(
         so that a new layer changes no other layer's values.
     - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
         and may assign fields that are still missing: their shapes can come from the
-        inputs. Its other writes are discarded. Loops run one extra step, and `cond`
-        runs both branches, so that everything is made.
+        inputs. Such a field keeps the last value that it gets, also if it is state. All
+        other writes are discarded. Loops run one extra step, and `cond` runs both
+        branches, so that everything is made.
     - `call`: what to run instead of the model itself: a function of the model and the
         inputs.
 
@@ -220,7 +221,9 @@ def init(
 
     - `TypeError`: `key` is neither a key nor an integer, or the tree is not callable
         and there is no `call`.
-    - `ValueError`: one stateful module is in two places of the tree.
+    - `ValueError`: one stateful module is in two places of the tree; a layer of a stack,
+        or of an ensemble, takes its shapes from the inputs: initialize the layers, and
+        stack them then.
 
     !!! example
 

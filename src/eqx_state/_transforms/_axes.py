@@ -112,7 +112,8 @@ def _is_mapping_of_kinds(x: Any) -> bool:
 def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted, function: Any) -> None:
     """Raise `ValueError` if no module in the function has a kind that `axes` names."""
     named = [key for key in by_kind if key is not ...]
-    if not named:
+    # `init` may have yet to make what is of that kind.
+    if not named or lifted.is_initializing:
         return
     kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
     in_function = {id(module) for module in lifted.in_function}
