@@ -221,9 +221,9 @@ def init(
 
     - `TypeError`: `key` is neither a key nor an integer, or the tree is not callable
         and there is no `call`.
-    - `ValueError`: one stateful module is in two places of the tree; a layer of a stack,
-        or of an ensemble, takes its shapes from the inputs: initialize the layers, and
-        stack them then.
+    - `ValueError`: one stateful module is in two places of the tree; layers of a stack
+        or of an ensemble are to take shapes from the inputs (initialize the layers, and
+        stack them then).
 
     !!! example
 
