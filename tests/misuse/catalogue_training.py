@@ -130,6 +130,39 @@ def _(case):
     assert eqx.tree_equal(es.init(case.keep(model), 1), model)
 
 
+class Sized(es.Module):
+    """Takes its size from the input."""
+
+    count: es.State
+    weight: es.Parameter | None = None
+
+    def __call__(self, x):
+        if self.initializing and self.weight is None:
+            self.weight = jnp.ones(x.shape)
+        return x * self.weight
+
+
+@MODES.raises(
+    "stack layers that take their sizes from an input, then call `init`",
+    ValueError,
+    "is made by `init` in one step of `es.scan`",
+    "Initialize the modules one by one, and stack them",
+    instead="`eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)`",
+)
+def _(case):
+    def run(stack, x):
+        return es.scan(lambda x, layer: (layer(x), None), x, stack)[0]
+
+    keys = jr.split(jr.key(0), 2)
+    one = Sized(jnp.zeros(()))
+    case.keep(
+        eqx.filter_vmap(lambda key: one.init(key, XS[0]))(keys),
+        call=lambda stack: run(stack, XS[0]),
+    )
+    with case.error():
+        es.init(eqx.filter_vmap(Sized)(jnp.zeros(2)), 0, XS[0], call=run)
+
+
 @MODES.raises(
     "freeze a plain Equinox layer: `model.freeze(lambda m: m.linear)`",
     ValueError,
