@@ -171,6 +171,26 @@ def test_layers_of_a_stack_are_initialized_one_by_one(name):
     assert es.mutable(run)(stack, x)[0].shape[-1] == 3
 
 
+def test_a_layer_has_the_axes_of_the_parameters_that_it_has():
+    class Two(es.Module):
+        v: es.Parameter
+        w: es.Parameter | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.w is None:
+                self.w = jnp.ones(x.shape)
+            return self.v * self.w * x
+
+    def run(axis):
+        by_kind = {es.Parameter: axis}
+        return lambda m, xs: es.vmap(lambda m, x: m(x), in_axes=(by_kind, 0))(m, xs)
+
+    xs = jnp.ones((2, 3))
+    assert Two(jnp.ones(())).init(0, xs, call=run(None)).w.shape == (3,)
+    with pytest.raises(ValueError, match="`w` is made by `init` in one lane"):
+        Two(jnp.ones(2)).init(0, xs, call=run(0))
+
+
 def test_a_state_with_an_axis_is_made_before():
     class Cell(es.Module):
         h: es.State | None = None

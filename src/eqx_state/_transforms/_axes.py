@@ -89,7 +89,7 @@ def argument_axes(
         _axes_of_argument,
         (entries, dict.fromkeys(kwargs, 0)),
         (args, kwargs),
-        is_leaf=lambda x: x is None or _is_mapping_of_kinds(x),
+        is_leaf=lambda x: x is None or is_mapping_of_kinds(x),
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
     return [axis.value for axis in axis_leaves]
@@ -105,7 +105,7 @@ def _axes_of_argument(entry: Any, argument: Any) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
 
 
-def _is_mapping_of_kinds(x: Any) -> bool:
+def is_mapping_of_kinds(x: Any) -> bool:
     return isinstance(x, Mapping) and any(is_kind(k) or k is ... for k in x)
 
 

@@ -319,8 +319,10 @@ class Lifted:
             scope.written[id(original)] = original, self.name((i, k))
         # After the writes, since new leaves shift the positions of the others.
         if ran.made is not None:
-            for i, result in ran.made.rest.value[0].items():
-                rebuild(i, self.roots[i], result, ran.made.arrays)
+            results = ran.made.rest.value[0]
+            # Stand-ins last: another root may hold what one stands for, as it was.
+            for i in sorted(results, key=lambda i: self.roots[i].is_stand_in):
+                rebuild(i, self.roots[i], results[i], ran.made.arrays)
         for scope, values in sown:
             for name, new in values.items():
                 scope.sown.setdefault(name, []).extend(new)

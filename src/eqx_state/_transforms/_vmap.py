@@ -16,14 +16,16 @@ import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
 from .._state._scope import is_owned
+from .._tree._context import Kind
 from .._tree._keys import next_keys, num_key_axes, split_key
 from .._tree._rules import check_kinds, most_derived
-from .._tree._walk import leaves
+from .._tree._walk import is_array, leaves
 from ._axes import (
     argument_axes,
     axis_by_kind,
     check_matched,
     function_axes,
+    is_mapping_of_kinds,
     module_axes,
     SPLIT,
 )
@@ -59,6 +61,8 @@ class _Lanes:
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.by_kind = by_kind = dict(vmap.axes)
+        entries = jtu.tree_leaves(vmap.in_axes, is_leaf=is_mapping_of_kinds)
+        self.is_by_kind = any(map(is_mapping_of_kinds, entries))
         by_argument = argument_axes(vmap.in_axes, args, kwargs)
         given, stand_ins = stand_in(
             (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
@@ -171,14 +175,26 @@ class _Lanes:
                 shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
         for slot, new in ran.news().items():
-            key = most_derived(new.kind, self.by_kind)
-            axis = None if key is None else self.by_kind[key]
-            if self.lifted.roots[slot[0]].is_stand_in or isinstance(axis, int):
+            if self._has_axis(slot[0], new.kind):
                 raise ValueError(MADE_ONCE.format(new.name, "lane of `es.vmap`"))
             named.append((new.name, ran.made.arrays[slot]))
         if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
             raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
+
+    def _has_axis(self, i: int, kind: Kind | None) -> bool:
+        """Whether each lane has its own arrays of this kind in a root."""
+        root = self.lifted.roots[i]
+        if not root.is_stand_in:
+            key = most_derived(kind, self.by_kind)
+            return key is not None and isinstance(self.by_kind[key], int)
+        # An argument has the axes of `in_axes`, which its other leaves tell.
+        alike = [
+            isinstance(self.axes[i, k], int)
+            for k, visit in enumerate(root.leaves)
+            if is_array(visit.node) and visit.kind is kind
+        ]
+        return all(alike) if alike else not self.is_by_kind
 
     def _tree(self, where: int, values: Values) -> Any:
         treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
