@@ -264,3 +264,16 @@ def test_constants_of_numpy_are_shapes_in_loops():
     new = net.init(0, jnp.ones((4, 6)))
     assert new.shape is net.shape
     assert es.mutable(new)(jnp.ones((4, 6)))[0].shape == (4, 2, 3)
+
+
+def test_what_is_there_stays_also_if_the_call_puts_something_else_in_its_place():
+    class Net(es.Module):
+        x: es.State
+
+        def __call__(self, x):
+            if self.initializing:
+                self.x = [jnp.ones(2), x]
+            return x
+
+    net = Net(jnp.zeros(3))
+    assert net.init(0, jnp.ones(1)).x is net.x
