@@ -37,6 +37,7 @@ DTYPES: Final = {
 
 
 def json_string(x: Any) -> str:
+    """`x`, if the header can hold it; `TypeError` if it is not a string."""
     if not isinstance(x, str):
         raise TypeError(f"{x!r} in the metadata is not a string")
     return x
@@ -78,6 +79,7 @@ def _sort_metadata(path: str) -> None:
 
 
 def unreadable(what: str, path: str, error: Exception) -> ValueError:
+    """The error of `what`, such as `es.load`, for a file that cannot be read."""
     return ValueError(
         f"`{what}` cannot read `{path}`: {error!r}. It is not a safetensors file, is"
         " truncated, or was written by a newer version."
@@ -85,6 +87,7 @@ def unreadable(what: str, path: str, error: Exception) -> ValueError:
 
 
 def import_safetensors() -> Any:
+    """The library, which is an extra; `ImportError` says how to install it."""
     try:
         import safetensors.numpy
     except ImportError as e:

@@ -16,7 +16,7 @@ from .._errors import TraceError
 from .._state._scope import is_owned, Sown
 from .._transforms._closures import owned_in
 from .._transforms._copies import Opened
-from .._transforms._lift import Lifted, Ran
+from .._transforms._lift import check_given, Lifted, Ran
 from .._transforms._mutable import is_bound_method
 from .._transforms._root import Values
 from .._transforms._transform import Transform
@@ -120,7 +120,7 @@ class Call:
     def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""
         # Only here, since the trace is what would see two modules instead of one.
-        self.lifted.check_apart(*self.args, *self.kwargs.values(), *self.opened.values)
+        check_given(*self.args, *self.kwargs.values(), *self.opened.values)
         rest = iter(arrays)
         leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
         values = {

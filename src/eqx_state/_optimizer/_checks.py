@@ -26,6 +26,7 @@ def models_of(model: PyTree) -> tuple[PyTree, ...]:
 
 
 def shapes_of(tree: PyTree) -> Shapes:
+    """The shape of each array, in the order of flattening."""
     return tuple(x.shape for x in jtu.tree_leaves(tree))
 
 
@@ -42,6 +43,7 @@ def _is_transformation(x: Any) -> bool:
 
 
 def check_arguments(tx: Any, wrt: Any) -> None:
+    """Raise `TypeError` unless these are a transformation and a filter."""
     if not _is_transformation(tx):
         given = f"a `{type(tx).__qualname__}` was given"
         if inspect.isroutine(tx):
@@ -68,6 +70,7 @@ def check_arguments(tx: Any, wrt: Any) -> None:
 def check_gradients(
     selected: PyTree, grads: PyTree, step: Callable[[Any], tuple[Any, Any]]
 ) -> None:
+    """Raise `ValueError` for a gradient of another shape, or complex for a real one."""
     named = jtu.tree_leaves_with_path(models_of(selected)[0])
     each = [(*x, g) for x, g in zip(named, jtu.tree_leaves(grads), strict=True)]
     for path, x, g in each:

@@ -56,6 +56,7 @@ for all. If it is not a `{2}`, declare what it is: `{5}: es.State`."""
 
 
 def frozen(message: str) -> dataclasses.FrozenInstanceError:
+    """The error that Python raises for a write to a frozen dataclass."""
     return dataclasses.FrozenInstanceError(message)
 
 

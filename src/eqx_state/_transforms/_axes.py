@@ -36,6 +36,7 @@ class _Axis(NamedTuple):
     """An axis as a leaf of a tree, in which a bare `None` would not be a leaf."""
 
     value: Any
+    entry: Any  # of `in_axes`: an axis, or a mapping of kinds
 
 
 def axis_by_kind(visit: Visit, by_kind: Mapping[Any, Any]) -> Any:
@@ -77,8 +78,11 @@ def module_axes(module: BaseModule, by_kind: Mapping[Any, Any]) -> list[Any]:
 
 def argument_axes(
     in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
-    """The axis of each leaf of `(args, kwargs)`; keyword arguments have axis 0."""
+) -> tuple[list[Any], list[Any]]:
+    """For each leaf of `(args, kwargs)` its axis, and the entry of `in_axes` for it.
+
+    Keyword arguments have axis 0.
+    """
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
             raise ValueError(_ENTRIES.format(len(in_axes), len(args)))
@@ -89,23 +93,25 @@ def argument_axes(
         _axes_of_argument,
         (entries, dict.fromkeys(kwargs, 0)),
         (args, kwargs),
-        is_leaf=lambda x: x is None or is_mapping_of_kinds(x),
+        is_leaf=lambda x: x is None or _is_mapping_of_kinds(x),
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
-    return [axis.value for axis in axis_leaves]
+    return [x.value for x in axis_leaves], [x.entry for x in axis_leaves]
 
 
 def _axes_of_argument(entry: Any, argument: Any) -> Any:
     visits = leaves(argument)
     if isinstance(entry, Mapping):
         check_kinds(entry, "`es.vmap(in_axes=...)`")
-        axes = [_Axis(axis_by_kind(visit, entry)) for visit in visits]
+        axes = [_Axis(axis_by_kind(visit, entry), entry) for visit in visits]
     else:
-        axes = [_Axis(entry if is_array(visit.node) else None) for visit in visits]
+        values = (entry if is_array(visit.node) else None for visit in visits)
+        axes = [_Axis(value, entry) for value in values]
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
 
 
-def is_mapping_of_kinds(x: Any) -> bool:
+def _is_mapping_of_kinds(x: Any) -> bool:
+    # Unlike any other dict of axes, it is one entry of `in_axes`, and not a prefix.
     return isinstance(x, Mapping) and any(is_kind(k) or k is ... for k in x)
 
 

@@ -16,7 +16,7 @@ import jax
 from .._compat import boundary
 from .._state._scope import is_owned
 from .._tree._compare import difference_of_leaves
-from ._lift import is_initializing, is_traced, Lifted, Ran
+from ._lift import check_given, is_traced, Lifted, Ran
 from ._mutable import is_bound_method
 from ._root import Slot, Values
 
@@ -32,11 +32,12 @@ def _select(
 ) -> Any:
     """Run the branch that `select` chooses, and commit what it has written."""
     branches = tuple(branches)
-    if is_initializing(branches, operands):
+    lifted = Lifted(branches, operands)
+    if lifted.is_initializing:
         for f in branches:  # a later call may choose any of them
             f(*operands)
-    lifted = Lifted(branches, operands)
-    lifted.check_apart(*operands)
+        lifted = Lifted(branches, operands)
+    check_given(*operands)
     arrays, rest = eqx.partition(operands, is_traced(operands), is_leaf=is_owned)
     notes: list[_Note] = []
 

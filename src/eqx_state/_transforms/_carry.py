@@ -20,7 +20,7 @@ from .._state._scope import is_owned, Sown
 from .._tree._aliasing import check_not_shared
 from .._tree._compare import difference_of_leaves
 from .._tree._walk import is_array
-from ._lift import is_traced, Lifted, Ran
+from ._lift import check_given, is_traced, Lifted, Ran
 from ._root import Slot, Values
 from ._stand_ins import owned_copy, stand_in
 
@@ -73,7 +73,7 @@ class Loop:
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
         self.xs, self.stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
         self.lifted = Lifted(functions, self.init, self.xs, stand_ins=self.stand_ins)
-        self.lifted.check_apart(xs)
+        check_given(xs)
         roots = self.lifted.roots
         self.index = {id(root.module): i for i, root in enumerate(roots)}
         self.originals = {self.index[key]: x for key, x in originals.items()}

@@ -31,7 +31,7 @@ from .._tree._compare import identical, same
 from .._tree._show import show
 from .._tree._walk import is_array, leaves, Visit
 from ._closures import is_model, models_in, owned_in
-from ._rebuilt import New, rebuild, Rebuilt, rebuilt
+from ._rebuilt import New, put_together, Rebuilt, take_apart
 from ._root import pour, roots_among, Slot, Values
 from ._stand_ins import by_entry, StandIn, Twice
 
@@ -72,16 +72,6 @@ class Ran(NamedTuple):
         return {} if self.made is None else self.made.rest.value[1]
 
 
-def is_initializing(*given: Any) -> bool:
-    """Whether `init` runs its forward pass on a module that these reach.
-
-    The outputs of a loop or a branch have a fixed structure, so nothing new can be made
-    in one. While initializing, a transform calls its function once outside of the loop
-    first, or leaves itself out altogether.
-    """
-    return any(get_place(x).scope.is_initializing for x in owned_in(given))
-
-
 class Lifted:
     """The owned modules that one lifted call reaches, and all their leaves.
 
@@ -119,6 +109,8 @@ class Lifted:
             for i, root in enumerate(self.roots)
             for k, visit in enumerate(root.leaves)
         }
+        # While `init` runs: a loop or a branch has a fixed structure, so nothing new can
+        # be made in one. Transforms then first call their function without a trace.
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         has_twice = stand_ins and not self.is_initializing
         self.twice = Twice(self.roots, self.writable) if has_twice else Twice([], {})
@@ -134,16 +126,6 @@ class Lifted:
             if is_array(visit.node) and not isinstance(visit.node, np.ndarray)
             if root.place.scope.allows(visit.kind)
         }
-
-    def check_apart(self, *arguments: Any) -> None:
-        """Raise `ValueError` if an argument has one stateful module in two places.
-
-        In the trace they would be two modules. Owned modules are exempt: they are not
-        flattened, and stay the objects that they are.
-        """
-        for tree in arguments:
-            if not owned_in(tree):
-                check_not_shared(tree)
 
     def name(self, slot: Slot) -> str:
         """The name of a leaf in the model."""
@@ -215,7 +197,7 @@ class Lifted:
         arrays: Values = {}
         news: dict[Slot, New] = {}
         for i, root in enumerate(self.roots):
-            old, result, made, new = rebuilt(i, root, before[i], after[i])
+            old, result, made, new = take_apart(i, root, before[i], after[i])
             known.append(old)
             if result is not None:
                 results[i] = result
@@ -308,21 +290,21 @@ class Lifted:
         for scope, values in sown:
             if values and scope.trace != trace_state():
                 raise TraceError(trace_message(next(iter(values)), verb="sow"))
-        # To the original, which for a stand-in is another module than the root.
-        for i in {slot[0]: None for slot in ran.written}:
-            original = self.roots[i].original
+        by_root: dict[int, dict[int, Any]] = {}
+        for (i, k), x in ran.written.items():
+            by_root.setdefault(i, {})[k] = x
+        for i, new in by_root.items():
+            # To the original, which for a stand-in is another module than the root.
+            original, scope = self.roots[i].original, self.roots[i].place.scope
             old = jtu.tree_leaves(original)
-            new = (ran.written.get((i, k), x) for k, x in enumerate(old))
-            pour(original, new)
-            k = next(k for j, k in ran.written if j == i)
-            scope = self.roots[i].place.scope
-            scope.written[id(original)] = original, self.name((i, k))
+            pour(original, (new.get(k, x) for k, x in enumerate(old)))
+            scope.written[id(original)] = original, self.name((i, next(iter(new))))
         # After the writes, since new leaves shift the positions of the others.
         if ran.made is not None:
             results = ran.made.rest.value[0]
             # Stand-ins last: another root may hold what one stands for, as it was.
             for i in sorted(results, key=lambda i: self.roots[i].is_stand_in):
-                rebuild(i, self.roots[i], results[i], ran.made.arrays)
+                put_together(i, self.roots[i], results[i], ran.made.arrays)
         for scope, values in sown:
             for name, new in values.items():
                 scope.sown.setdefault(name, []).extend(new)
@@ -353,6 +335,17 @@ it:
 
     layers[0], layers[1] = layers[1], layers[0]     # wrong
     self.layers = [self.layers[1], self.layers[0]]  # right"""
+
+
+def check_given(*arguments: Any) -> None:
+    """Raise `ValueError` if an argument has one stateful module in two places.
+
+    In the trace they would be two modules. Owned modules are exempt: they are not
+    flattened, and stay the objects that they are.
+    """
+    for tree in arguments:
+        if not owned_in(tree):
+            check_not_shared(tree)
 
 
 def _check_initialized(models: list[Any]) -> None:

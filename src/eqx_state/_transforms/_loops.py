@@ -17,9 +17,8 @@ from .._compat import boundary
 from .._state._scope import is_owned, Sown
 from .._tree._walk import is_array
 from ._carry import Loop, Note, Step
-from ._lift import is_initializing, is_traced, Lifted, Ran
+from ._lift import is_traced, Lifted, Ran
 from ._rebuilt import MADE_ONCE
-from ._stand_ins import stand_in
 
 
 _C = TypeVar("_C")
@@ -90,9 +89,10 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    if is_initializing(f, init, xs):
-        _initialize(f, init, xs, -1 if reverse else 0)
     loop = Loop(f, init, xs)
+    if loop.lifted.is_initializing:
+        _initialize(loop, f, init, -1 if reverse else 0)
+        loop = Loop(f, init, xs)
     arrays, rest = loop.split_xs()
     notes: list[Note] = []
 
@@ -120,12 +120,11 @@ def scan(
     return jtu.tree_unflatten(pair, (last, eqx.combine(ys, static)))
 
 
-def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
+def _initialize(loop: Loop, f: Any, init: Any, first: int) -> None:
     """Run one step outside of the loop, which makes everything that is missing."""
-    xs, stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
     # The modules in `init` have no stand-ins here: the first step has to initialize
     # them, and not copies.
-    lifted = Lifted(f, init, xs, stand_ins=stand_ins)
+    lifted = Lifted(f, init, loop.xs, stand_ins=loop.stand_ins)
     stacked = {i for i, root in enumerate(lifted.roots) if root.is_stand_in}
 
     def slice_of(x: Any) -> Any:
@@ -136,7 +135,7 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
         (i, k): slice_of(x) if i in stacked and is_array(x) else x
         for (i, k), x in lifted.values.items()
     }
-    arrays, rest = eqx.partition(xs, is_traced(xs), is_leaf=is_owned)
+    arrays, rest = loop.split_xs()
     x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
     ran = lifted.run(values, lambda: f(init, x))
     for (i, _), new in ran.news().items():
@@ -204,9 +203,10 @@ def while_loop(
         assert y == 0.625 and model.steps == 5
         ```
     """
-    if is_initializing(cond_fun, body_fun, init_val):
-        body_fun(init_val)
     loop = Loop((cond_fun, body_fun), init_val)
+    if loop.lifted.is_initializing:
+        body_fun(init_val)
+        loop = Loop((cond_fun, body_fun), init_val)
     notes: list[Note] = []
     final = jax.lax.while_loop(
         lambda carry: _go_on(loop, carry, cond_fun),
@@ -294,9 +294,10 @@ def fori_loop(
         assert key != new.key and new.key != stream.key
         ```
     """
-    if is_initializing(body_fun, init_val):
-        body_fun(lower, init_val)
     loop = Loop(body_fun, init_val)
+    if loop.lifted.is_initializing:
+        body_fun(lower, init_val)
+        loop = Loop(body_fun, init_val)
     notes: list[Note] = []
 
     def body(i: Any, carry: Any) -> Any:

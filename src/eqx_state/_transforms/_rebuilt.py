@@ -41,7 +41,7 @@ class New(NamedTuple):
     kind: Kind | None
 
 
-def rebuilt(
+def take_apart(
     i: int, root: Root, before: Snapshot, after: Snapshot
 ) -> tuple[Snapshot, Rebuilt | None, Values, dict[Slot, New]]:
     """Take apart what a root has become: the leaves that it had, and all that is new.
@@ -71,7 +71,7 @@ def rebuilt(
     return before._replace(leaves=known), result, arrays, new
 
 
-def rebuild(i: int, root: Root, result: Rebuilt, arrays: Values) -> None:
+def put_together(i: int, root: Root, result: Rebuilt, arrays: Values) -> None:
     """Give a root, or what it stands for, the structure and the leaves of a result."""
     now = jtu.tree_leaves(root.original)
     values = [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state._scope import is_owned
-from ._lift import is_initializing, Lifted, Ran, Static
+from ._lift import check_given, Lifted, Ran, Static
 from ._transform import Transform, wrap
 
 
@@ -28,10 +28,10 @@ class _Checkpoint(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if is_initializing(self.f, args, kwargs):
-            return self.f(*args, **kwargs)
         lifted = Lifted(self.f, args, kwargs)
-        lifted.check_apart(*args, *kwargs.values())
+        if lifted.is_initializing:
+            return self.f(*args, **kwargs)
+        check_given(*args, *kwargs.values())
         arrays, rest = self._split(args, kwargs)
 
         def run(arrays: Any) -> tuple[Ran, Static]:

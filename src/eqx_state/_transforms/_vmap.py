@@ -19,18 +19,17 @@ from .._state._scope import is_owned
 from .._tree._context import Kind
 from .._tree._keys import next_keys, num_key_axes, split_key
 from .._tree._rules import check_kinds, most_derived
-from .._tree._walk import is_array, leaves
+from .._tree._walk import leaves
 from ._axes import (
     argument_axes,
     axis_by_kind,
     check_matched,
     function_axes,
-    is_mapping_of_kinds,
     module_axes,
     SPLIT,
 )
 from ._copies import Opened
-from ._lift import is_traced, Lifted, Ran, Static
+from ._lift import check_given, is_traced, Lifted, Ran, Static
 from ._rebuilt import MADE_ONCE
 from ._root import Slot, Values
 from ._stand_ins import by_entry, stand_in
@@ -61,19 +60,19 @@ class _Lanes:
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.by_kind = by_kind = dict(vmap.axes)
-        entries = jtu.tree_leaves(vmap.in_axes, is_leaf=is_mapping_of_kinds)
-        self.is_by_kind = any(map(is_mapping_of_kinds, entries))
-        by_argument = argument_axes(vmap.in_axes, args, kwargs)
+        by_argument, entries = argument_axes(vmap.in_axes, args, kwargs)
         given, stand_ins = stand_in(
             (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
         )
         self.lifted = Lifted(vmap.f, given, stand_ins=stand_ins)
         self.opened = Opened(vmap.f)
-        self.lifted.check_apart(*self.opened.values, *args, *kwargs.values())
+        check_given(*self.opened.values, *args, *kwargs.values())
         check_matched(by_kind, self.lifted, self.opened.tree)
         self.values: Values = dict(self.lifted.values)
         self.axes: dict[Slot, Any] = {}
         meanings = {id(x.module): x.meaning for x in stand_ins}
+        # For a stand-in, what `in_axes` says of it: an axis, or a mapping of kinds.
+        self.entries = {id(x): own[0] for x, own in by_entry(given, entries) if own}
         for i, root in enumerate(self.lifted.roots):
             by_leaf = [axis_by_kind(visit, by_kind) for visit in root.leaves]
             axes = meanings.get(id(root.module), by_leaf)
@@ -185,16 +184,11 @@ class _Lanes:
     def _has_axis(self, i: int, kind: Kind | None) -> bool:
         """Whether each lane has its own arrays of this kind in a root."""
         root = self.lifted.roots[i]
-        if not root.is_stand_in:
-            key = most_derived(kind, self.by_kind)
-            return key is not None and isinstance(self.by_kind[key], int)
-        # An argument has the axes of `in_axes`, which its other leaves tell.
-        alike = [
-            isinstance(self.axes[i, k], int)
-            for k, visit in enumerate(root.leaves)
-            if is_array(visit.node) and visit.kind is kind
-        ]
-        return all(alike) if alike else not self.is_by_kind
+        axis = self.entries[id(root.module)] if root.is_stand_in else self.by_kind
+        if isinstance(axis, Mapping):
+            key = most_derived(kind, axis)
+            axis = None if key is None else axis[key]
+        return isinstance(axis, int)
 
     def _tree(self, where: int, values: Values) -> Any:
         treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
