@@ -109,8 +109,8 @@ class Lifted:
             for i, root in enumerate(self.roots)
             for k, visit in enumerate(root.leaves)
         }
-        # While `init` runs: a loop or a branch has a fixed structure, so nothing new can
-        # be made in one. Transforms then first call their function without a trace.
+        # Nothing new can be made in a loop or a branch, whose structure is fixed. While
+        # `init` runs, transforms therefore first call their function without a trace.
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         has_twice = stand_ins and not self.is_initializing
         self.twice = Twice(self.roots, self.writable) if has_twice else Twice([], {})
