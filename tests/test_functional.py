@@ -1,9 +1,14 @@
 """`es.functional`: the pure pair that other JAX libraries expect."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+import weakref
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
@@ -41,8 +46,12 @@ def test_the_pair_is_all_arrays():
     _, params, state = es.functional(net())
     for tree in (params, state):
         assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
-    assert [p.name for p in es.parts(params)] == ["linear.weight", "linear.bias"]
-    assert {p.name for p in es.parts(state)} == {"count", "rng", "table", "index"}
+    assert list(params) == ["linear.weight", "linear.bias"]
+    assert list(state) == ["count", "rng", "table", "index"]
+    model = net()
+    _, params, state = es.functional(model)
+    assert params == {k: x for k, x in es.state_dict(model).items() if k in params}
+    assert {**params, **state} == es.state_dict(model)
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
@@ -53,8 +62,8 @@ def test_apply_equals_mutable():
         out, state = apply(params, state, X, scale=0.5)
         expected, model = es.mutable(model)(X, scale=0.5)
         assert out == expected
-        assert state.count == model.count == i
-        assert state.rng == model.rng
+        assert state["count"] == model.count == i
+        assert state["rng"] == model.rng
 
 
 def test_state_keeps_its_structure_so_that_plain_jit_compiles_once():
@@ -70,10 +79,10 @@ def test_state_keeps_its_structure_so_that_plain_jit_compiles_once():
     for _ in range(3):
         _, state = step(params, state, X)
         assert jax.tree.structure(state) == structure
-    assert state.count == 3
+    assert state["count"] == 3
     assert len(traces) == 1
     _, last = jax.jit(apply)(params, state, X)
-    assert last.count == 4
+    assert last["count"] == 4
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
@@ -81,13 +90,13 @@ def test_in_scan_and_vmap():
     apply, params, state = es.functional(net())
     step = lambda state, x: apply(params, state, x)[::-1]  # noqa: E731
     last, ys = lax.scan(step, state, jnp.ones((3, 2)))
-    assert last.count == 3
+    assert last["count"] == 3
     assert ys.shape == (3, 1)
     out, states = jax.vmap(apply, in_axes=(None, None, 0))(
         params, state, jnp.ones((3, 2))
     )
     assert out.shape == (3, 1)
-    assert states.count.tolist() == [1, 1, 1]
+    assert states["count"].tolist() == [1, 1, 1]
 
 
 @jax.numpy_dtype_promotion("standard")
@@ -102,7 +111,7 @@ def test_with_plain_grad_and_optax():
 
     grads, state = jax.grad(loss_fn, has_aux=True)(params, state, X)
     expected, _ = es.grad(lambda m, x: jnp.sum(m(x) ** 2))(net(), X)
-    np.testing.assert_allclose(grads.linear.weight, expected.linear.weight)
+    np.testing.assert_allclose(grads["linear.weight"], expected.linear.weight)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     tx = optax.sgd(0.1)
     updates, _ = tx.update(grads, tx.init(params), params)
@@ -112,12 +121,12 @@ def test_with_plain_grad_and_optax():
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_the_model_comes_back_by_update():
+def test_the_model_comes_back_by_load_state_dict():
     model = net()
     apply, params, state = es.functional(model)
     _, state = apply(params, state, X)
     _, expected = es.mutable(model)(X)
-    assert eqx.tree_equal(es.update(model, params, state), expected)
+    assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), expected)
 
 
 def test_any_name_of_a_keyword_argument_reaches_the_model():
@@ -138,7 +147,7 @@ def test_of_a_list_like_model():
     )
     apply, params, state = es.functional(model)
     _, new = jax.jit(apply)(params, state, X)
-    assert new.layers[1].rng != state.layers[1].rng
+    assert new["layers[1].rng"] != state["layers[1].rng"]
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
@@ -146,7 +155,7 @@ def test_other_arrays_in_params_are_used():
     apply, params, state = es.functional(net())
     zeros = jax.tree.map(jnp.zeros_like, params)
     assert apply(zeros, state, X)[0] == 0.0
-    doubled = es.map(lambda x: 2 * x, state, on=es.Buffer)
+    doubled = {**state, "table": 2 * state["table"]}
     np.testing.assert_allclose(
         apply(params, doubled, X)[0], 2 * apply(params, state, X)[0]
     )
@@ -172,3 +181,155 @@ def test_a_model_before_init():
 
     with pytest.raises(es.NotInitializedError, match="`w`"):
         es.functional(Lazy())
+
+
+# --- Names ----------------------------------------------------------------------------
+
+
+def test_missing_and_unknown_names_are_listed():
+    apply, params, state = es.functional(net())
+    old = {"linear.w": params["linear.weight"], "linear.bias": params["linear.bias"]}
+    with pytest.raises(ValueError, match="names that are not those of") as info:
+        apply(old, {**state, "linear.weight": params["linear.weight"]}, X)
+    assert str(info.value).splitlines()[1:-1] == [
+        "  missing in `params`: linear.weight",
+        "  unknown in `params`: linear.w",
+        "  unknown in `state`: linear.weight",
+    ]
+    with pytest.raises(ValueError, match=r"missing in `state`: count\n.*index"):
+        apply(params, {}, X)
+    with pytest.raises(ValueError, match="unknown in `state`: 3"):
+        apply(params, {**state, 3: X}, X)
+
+
+def test_a_model_in_place_of_a_dictionary():
+    model = net()
+    apply, params, state = es.functional(model)
+    with pytest.raises(TypeError, match=r"`params` is of type `Net`.*es\.state_dict"):
+        apply(es.filter(model, es.Parameter), state, X)
+    with pytest.raises(TypeError, match="`state` is of type"):
+        apply(params, X)
+
+
+def test_the_array_itself_has_no_name():
+    apply, params, state = es.functional(jnp.ones(2))
+    assert (list(params), state) == ([""], {})
+    with pytest.raises(ValueError, match="missing in `params`: the array itself"):
+        apply({}, {})
+
+
+def test_the_order_of_names_does_not_matter():
+    apply, params, state = es.functional(net().eval())
+    back = [dict(reversed(d.items())) for d in (params, state)]
+    assert (apply(*back, X)[0] == apply(params, state, X)[0]).all()
+
+
+# --- Arrays ---------------------------------------------------------------------------
+
+
+def test_parameters_of_another_dtype_reach_the_model():
+    apply, params, state = es.functional(eqx.nn.Linear(2, 3, key=jr.key(0)))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    out, _ = jax.jit(apply)(half, state, jnp.ones(2, jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+
+
+def test_weak_arrays_become_strong_so_that_jit_compiles_once():
+    class Step(es.Module):
+        inner: dict
+
+        def __call__(self):
+            return 1.0
+
+    apply, params, state = es.functional(Step({"n": jnp.asarray(1)}))
+    run = jax.jit(eqx.debug.assert_max_traces(apply, max_traces=1))
+    for _ in range(2):
+        _, state = run(params, state)
+    assert not state["inner['n']"].weak_type
+
+
+def test_arrays_of_numpy_are_passed_on():
+    class Table(es.Module):
+        rows: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(3))
+
+        def __call__(self, i):
+            return self.rows[i]
+
+    model = Table()
+    apply, params, state = es.functional(model)
+    assert state["rows"] is model.rows
+    out, new = apply(params, state, 2)
+    assert (out, type(new["rows"])) == (2, np.ndarray)
+
+
+def test_of_an_abstract_model():
+    model = net().eval()
+    apply, params, state = es.functional(eqx.filter_eval_shape(lambda m: m, model))
+    assert isinstance(params["linear.weight"], jax.ShapeDtypeStruct)
+    arrays = es.state_dict(model)
+    out, _ = apply({k: arrays[k] for k in params}, {k: arrays[k] for k in state}, X)
+    assert (out == model(X)).all()
+
+
+def test_the_function_does_not_hold_the_arrays():
+    model = net()
+    apply, params, state = es.functional(model)
+    weight = weakref.ref(model.linear.weight)
+    del model, params
+    assert weight() is None
+    assert apply is not None
+
+
+def test_inside_a_scope_and_inside_jit():
+    class Outer(es.Module):
+        net: Net
+
+        def __call__(self, x):
+            apply, params, state = es.functional(self.net)
+            out, state = apply(params, state, x)
+            return out, state["count"]
+
+    (out, count), new = es.mutable(Outer(net()))(X)
+    assert (count, new.net.count) == (1, 0)  # pure: the scope's model is as it was
+    (again, _), _ = es.jit(es.mutable(lambda m, x: m(x)))(Outer(net()), X)
+    np.testing.assert_allclose(out, again, rtol=1e-6)
+
+
+# --- Export ---------------------------------------------------------------------------
+
+
+SERVER = """
+import sys
+import jax, jax.export, jax.numpy as jnp, numpy as np
+
+folder, = sys.argv[1:]
+exported = jax.export.deserialize(bytearray(open(folder + "/model", "rb").read()))
+arrays = dict(np.load(folder + "/arrays.npz"))
+key = jax.random.wrap_key_data(arrays.pop("rng"))
+params = {k: arrays.pop(k) for k in ["linear.weight", "linear.bias"]}
+state = {**arrays, "rng": key}
+for _ in range(2):
+    y, state = exported.call(params, state, jnp.ones(2))
+np.savez(folder + "/out.npz", y=y, count=state["count"],
+         rng=jax.random.key_data(state["rng"]))
+assert not {"eqx_state", "equinox"} & set(sys.modules)
+"""
+
+
+@jax.debug_key_reuse(False)  # on purpose: the same draws twice
+def test_a_serialized_program_runs_without_this_library(tmp_path):
+    pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
+    apply, params, state = es.functional(net())
+    exported = jax.export.export(jax.jit(apply))(params, state, X)
+    (tmp_path / "model").write_bytes(exported.serialize())
+    arrays = {**params, **state, "rng": jr.key_data(state["rng"])}
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "-c", SERVER, tmp_path]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    out = np.load(tmp_path / "out.npz")
+    for _ in range(2):
+        y, state = jax.jit(apply)(params, state, X)
+    np.testing.assert_allclose(out["y"], y, rtol=1e-6)
+    assert out["count"] == state["count"] == 2
+    assert (out["rng"] == jr.key_data(state["rng"])).all()

@@ -1,34 +1,47 @@
 """`es.functional`: a model as a pure pair, for libraries without modules."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
+import jax
+
+from ._io._state_dict import by_name, put, shown, state_dict
 from ._kinds._kinds import Parameter, State
 from ._state._init import check_ready
 from ._state._scope import Scope
 from ._transforms._mutable import thread
-from ._tree._parts import Part
-from ._tree._select import partition, update
+from ._tree._filters import not_
+from ._tree._walk import is_array
+from ._tree._weak_types import to_strong
 from ._typing import PyTree
 
 
-def _any_array(part: Part) -> bool:
-    return True
+Arrays: TypeAlias = dict[str, Any]
 
 
-def functional(tree: PyTree) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
+def functional(
+    tree: PyTree,
+) -> tuple[Callable[..., tuple[Any, Arrays]], Arrays, Arrays]:
     """A callable model as `(apply, params, state)`, all arrays, for plain JAX.
+
+    Both dictionaries are plain ones, so that they pass through every transform of JAX,
+    and `jax.export` can serialize a program that takes and returns them.
 
     **Arguments:**
 
-    - `tree`: a model that can be called.
+    - `tree`: a model that can be called. It may be abstract, as
+        `equinox.filter_eval_shape` returns it.
 
     **Returns:**
 
     - `apply(params, state, *args, **kwargs) -> (out, state)`, a pure function. Plain
-        `jax.jit` and `jax.grad` take it if the model's output is made of arrays.
-    - `params`: the model with its `es.Parameter`s, and `None` elsewhere.
-    - `state`: the model with all other arrays, and `None` elsewhere.
+        `jax.jit` and `jax.grad` take it if the model's output is made of arrays. It
+        raises a `ValueError` if a name is missing or unknown. Arrays of other shapes
+        and dtypes are passed on to the model.
+    - `params`: the model's `es.Parameter`s by their names in `es.state_dict`.
+    - `state`: all other arrays by name.
+
+    `es.load_state_dict(model, {**params, **state})` is the way back.
 
     !!! example
 
@@ -42,16 +55,62 @@ def functional(tree: PyTree) -> tuple[Callable[..., tuple[Any, Any]], Any, Any]:
         apply, params, state = es.functional(model)
         out, state = jax.jit(apply)(params, state, jr.normal(jr.key(1), (2,)))
         assert out.shape == (1,)
+        assert params["layers[0].weight"] is model.layers[0].weight
+        assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), model)
         ```
     """
     check_ready(tree)
-    params, state, static = partition(tree, Parameter, _any_array)
+    # The arrays are those of the dictionaries: the function holds only their shapes.
+    like = jax.tree.map(_abstract, tree)
+    named = by_name(like)
+    # A weak type would become strong with the first call, and compile a second program.
+    tree = jax.tree.map(lambda x: to_strong(x) if is_array(x) else x, tree)
+    params, state = state_dict(tree, Parameter), state_dict(tree, not_(Parameter))
+    names = {"params": frozenset(params), "state": frozenset(state)}
 
-    def apply(params: Any, state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        # Not `eqx.combine`: the pair may come from the same model in another mode.
-        model = update(static, params, state)
+    def apply(
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Arrays]:
+        _check_names(names, {"params": params, "state": state})
+        model = put(like, named, {**params, **state})
         out, model = thread(model, Scope((State,)), lambda m: m(*args, **kwargs))
-        _, new_state, _ = partition(model, Parameter, _any_array)
-        return out, new_state
+        return out, state_dict(model, not_(Parameter))
 
     return apply, params, state
+
+
+def _abstract(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+
+def _check_names(
+    names: Mapping[str, frozenset[str]], given: Mapping[str, Mapping[str, Any]]
+) -> None:
+    problems = []
+    for which, arrays in given.items():
+        if not isinstance(arrays, Mapping):
+            raise TypeError(_NO_DICTIONARY.format(which, type(arrays).__name__))
+        known = names[which]
+        lacking = [_line(which, name, "missing") for name in known - arrays.keys()]
+        foreign = [_line(which, name, "unknown") for name in arrays.keys() - known]
+        problems += sorted(lacking) + sorted(foreign)
+    if problems:
+        raise ValueError(_NAMES.format("\n".join(problems)))
+
+
+def _line(which: str, name: Any, problem: str) -> str:
+    return f"  {problem} in `{which}`: {shown(str(name))}"
+
+
+_NO_DICTIONARY: Final = """`apply` of `es.functional` takes two dictionaries of arrays \
+by name, and `{}` is of type `{}`. Pass what `es.functional(model)` returned beside \
+`apply`; or, for another model of the same structure, `es.state_dict(model, \
+es.Parameter)` and `es.state_dict(model, es.not_(es.Parameter))`."""
+
+_NAMES: Final = """`apply` of `es.functional` got names that are not those of the model:
+{}
+`params` has the names of `es.state_dict(model, es.Parameter)`, `state` all others."""

@@ -264,7 +264,7 @@ def test_G3_M5_bind_apply_unbind(jit):
     y, state = jit(apply)(params, state, x)
     expected, new = es.mutable(model)(x)
     assert jnp.array_equal(y, expected)
-    assert eqx.tree_equal(model.update(params, state), new)
+    assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), new)
     # `bind_global_config`: the flags are in the model which is bound
     apply, params, state = es.functional(new.eval())
     y, _ = jit(apply)(params, state, x)

@@ -271,7 +271,7 @@ def test_functional_is_mutable_in_every_mode(mode):
     expected, new = es.mutable(model)(X)
     assert_close(out, expected)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    assert_close(new_state, es.filter(new, es.not_(es.Parameter)))
+    assert_close(new_state, es.state_dict(new, es.not_(es.Parameter)))
     # What is frozen is a parameter still: it is `wrt` that leaves it out.
     assert len(jax.tree.leaves(params)) == len(es.parts(es.filter(net(), es.Parameter)))
 
@@ -290,7 +290,7 @@ def test_a_pair_is_one_model_in_two_modes():
     assert_close(same_state, state)
     _, state = train(params, same_state, X)
     _, model = es.mutable(batched(model))(X)
-    assert_close(state, es.filter(model, es.not_(es.Parameter)))
+    assert_close(state, es.state_dict(model, es.not_(es.Parameter)))
 
 
 def test_functional_keeps_shapes_and_dtypes_of_its_state():

@@ -178,9 +178,18 @@ def restore(
         listed = [_listed(*problem) for problem in problems.items() if problem[1]]
         text = "\n".join([f"{what} does not fit the tree.", *listed])
         raise ValueError(f"{text}\n{advice}" if about_names else text)
+    placed = {
+        name: to_strong(_placed_as(part.value, values[name]))
+        for name, (_, part) in wanted.items()
+    }
+    return put(tree, wanted, placed)
+
+
+def put(tree: _Tree, places: Named, values: Mapping[str, Any]) -> _Tree:
+    """`tree` with values in these places."""
     flat, treedef = jtu.tree_flatten(tree)
-    for name, (i, part) in wanted.items():
-        flat[i] = to_strong(_placed_as(part.value, values[name]))
+    for name, (i, _) in places.items():
+        flat[i] = values[name]
     return jtu.tree_unflatten(treedef, flat)
 
 
