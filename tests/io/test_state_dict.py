@@ -443,3 +443,106 @@ def test_an_array_that_cannot_be_read_is_listed():
 def test_the_array_itself_has_no_name():
     with pytest.raises(ValueError, match=r"the array itself: \(2,\) instead of \(1,\)"):
         es.load_state_dict(jnp.ones(1), {"": jnp.ones(2)})
+
+
+# --- Other names ----------------------------------------------------------------------
+
+
+def stack(seed=0):
+    keys = jr.split(jr.key(seed), 2)
+    return {"layers": [eqx.nn.Linear(2, 2, key=key) for key in keys]}
+
+
+OURS = [f"['layers'][{i}].{name}" for i in range(2) for name in ("weight", "bias")]
+THEIRS = ["blocks.0.w", "blocks.0.b", "blocks.1.w", "blocks.1.b"]
+RENAMES = {
+    "function": dict(zip(OURS, THEIRS, strict=True)).__getitem__,
+    "names": dict(zip(OURS, THEIRS, strict=True)),
+    "globs": {
+        "['layers'][*].weight": "blocks.*.w",
+        "['layers'][*].bias": "blocks.*.b",
+    },
+}
+
+
+@pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
+def test_a_dictionary_with_other_names(rename):
+    a, b = stack(0), stack(1)
+    d = dict(zip(THEIRS, es.state_dict(b).values(), strict=True))
+    assert eqx.tree_equal(es.load_state_dict(a, d, rename=rename), b)
+    with pytest.raises(ValueError, match="missing") as info:
+        es.load_state_dict(a, {"blocks.0.w": d["blocks.0.w"], "more": 0}, rename=rename)
+    listed = str(info.value)
+    assert "['layers'][1].bias (there: blocks.1.b)" in listed
+    assert "unexpected:\n    more\n" in listed
+    d["blocks.1.b"] = jnp.ones(3)
+    text = r"wrong shape:\n    \['layers'\]\[1\]\.bias \(there: blocks\.1\.b\): \(3,\)"
+    with rejects(a, ValueError, text):
+        es.load_state_dict(a, d, strict=False, rename=rename)
+
+
+def test_the_first_glob_that_matches_counts_and_others_stay():
+    tree = {"a": {"b": jnp.zeros(1), "c": jnp.zeros(2)}, "d": jnp.zeros(3)}
+    d = {"first": jnp.ones(1), "a/c": jnp.ones(2), "['d']": jnp.ones(3)}
+    rename = {"['a']['b']": "first", "['a']['*']": "a/*"}
+    loaded = es.load_state_dict(tree, d, rename=rename)
+    assert all((x == 1).all() for x in jax.tree.leaves(loaded))
+    last = {"['a']['*']": "a/*", "['a']['b']": "first"}
+    with rejects(tree, ValueError, r"\['a'\]\['b'\] \(there: a/b\)", "first"):
+        es.load_state_dict(tree, d, rename=last)
+
+
+def test_each_star_takes_as_little_as_it_can():
+    tree = {"x": [[jnp.zeros(1)], [jnp.zeros(2)]]}
+    d = {"x.0.[0]": jnp.ones(1), "x.1.[0]": jnp.ones(2)}
+    loaded = es.load_state_dict(tree, d, rename={"['x'][*]*": "x.*.*"})
+    assert all((x == 1).all() for x in jax.tree.leaves(loaded))
+
+
+def test_what_their_dictionary_has_once_may_be_in_two_places():
+    tree = {"a": jnp.zeros(2), "b": jnp.zeros(2), "k": jr.key(0), "l": jr.key(0)}
+    d = {"w": jnp.ones(2), "key": jr.key(1)}
+    loaded = es.load_state_dict(
+        tree, d, rename=lambda name: "w" if name in "['a']['b']" else "key"
+    )
+    assert loaded["a"].tolist() == loaded["b"].tolist() == [1, 1]
+    assert loaded["k"] == loaded["l"] == jr.key(1)
+    assert loaded["a"] is not loaded["b"]
+    assert loaded["k"] is not loaded["l"]
+    host = {"a": np.zeros(2), "b": np.zeros(2)}
+    loaded = es.load_state_dict(host, {"w": np.ones(2)}, rename=lambda name: "w")
+    assert not np.shares_memory(loaded["a"], loaded["b"])
+
+
+def test_without_strict_what_is_renamed_may_be_missing():
+    a, b = stack(0), stack(1)
+    d = {"blocks.1.b": b["layers"][1].bias, "bias": 0}
+    loaded = es.load_state_dict(a, d, strict=False, rename=RENAMES["globs"])
+    assert loaded["layers"][1].bias is b["layers"][1].bias
+    assert loaded["layers"][0] == a["layers"][0]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_glob_without_a_match(strict):
+    tree = stack()
+    rename = {"['layers'][*].weight": "*", "layer[*].*": "*.*", "head.w": "w"}
+    with rejects(tree, ValueError, r"no array has a name.* 'layer\[\*\]\.\*', 'head"):
+        es.load_state_dict(tree, {}, strict, rename=rename)
+
+
+@pytest.mark.parametrize(
+    ("rename", "error", "text"),
+    [
+        ("blocks", TypeError, "takes a function .* A `str` was given"),
+        ([("a", "b")], TypeError, "A `list` was given"),
+        (lambda name: None, TypeError, r"made of the name `\['layers'\]\[0\]\.weight`"),
+        ({"*": 1}, TypeError, "`'\\*': 1` is not"),
+        ({1: "*"}, TypeError, "`1: '\\*'` is not"),
+        ({"*.*": "*"}, ValueError, r'rename=\{"\*\.\*": "\*"\}.*as many on both sides'),
+        ({"*": "*.*"}, ValueError, "as many on both sides"),
+    ],
+)
+def test_something_else_for_a_renaming(rename, error, text):
+    tree = stack()
+    with rejects(tree, error, text):
+        es.load_state_dict(tree, {}, rename=rename)

@@ -197,8 +197,10 @@ def load(
         " `es.load(path, like, es.Parameter)`; `es.TreePart` selects all that has a"
         " kind. `strict=False` skips names that only one of the two has."
     )
-    known = values if filters or not strict else named
-    return restore(like, wanted, known, values, f"`es.load`: the file `{path}`", advice)
+    lenient = bool(filters) or not strict
+    unexpected = [] if lenient else [name for name in values if name not in named]
+    what = f"`es.load`: the file `{path}`"
+    return restore(like, wanted, values, what, advice, unexpected)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

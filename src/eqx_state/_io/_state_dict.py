@@ -1,6 +1,6 @@
 """The arrays of a tree by name, and back: `es.state_dict`, `es.load_state_dict`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from .._tree._parts import Part, part_of
 from .._tree._walk import is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
 from .._typing import PyTree
+from ._rename import Rename, renamed
 
 
 _Tree = TypeVar("_Tree")
@@ -96,7 +97,9 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
     return {name: part.value for name, (_, part) in named.items()}
 
 
-def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _Tree:
+def load_state_dict(
+    tree: _Tree, d: Mapping[str, Any], strict: bool = True, *, rename: Rename = None
+) -> _Tree:
     """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
 
     Nothing is cast. A Python number is not an array: pass an array of the leaf's dtype,
@@ -108,6 +111,11 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
     - `d`: from names to arrays of JAX, NumPy or any library whose arrays NumPy reads.
     - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
         and dtypes must agree all the same.
+    - `rename`: what the dictionary calls an array of `tree`: a function from our name
+        to theirs, or a dictionary from our globs to theirs. Globs are those of
+        `es.path_matches`; each `*` takes as little as it can and is carried over in
+        order, the first glob that matches counts, and names that none matches stay.
+        Two names may become one: both places get a copy. Default: the names are ours.
 
     **Returns:**
 
@@ -120,7 +128,10 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
     - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (or the
         implementation of a typed key), or an entry is not an array. The message lists
         all of them.
-    - `TypeError`: `d` is not a dictionary.
+    - `ValueError`: a glob in `rename` matches no name, or has another number of `*`
+        than what it becomes.
+    - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
+        dictionary of strings, or does not return a string.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
     !!! example
@@ -135,6 +146,11 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
 
         bias = {"bias": b.bias}
         assert es.load_state_dict(a, bias, strict=False).weight is a.weight
+
+        theirs = {"blocks.0.w": b.weight, "blocks.0.b": b.bias}
+        names = {"[*].weight": "blocks.*.w", "[*].bias": "blocks.*.b"}
+        (loaded,) = es.load_state_dict([a], theirs, rename=names)
+        assert eqx.tree_equal(loaded, b)
         ```
     """
     what = "`es.load_state_dict`"
@@ -145,35 +161,43 @@ def load_state_dict(tree: _Tree, d: Mapping[str, Any], strict: bool = True) -> _
             " `es.load_state_dict(model, d)`."
         )
     named = by_name(tree)
-    if not strict:
-        d = {k: x for k, x in d.items() if k in named}
-    d = {name: _copied(value) for name, value in d.items()}
-    wanted = named if strict else {k: x for k, x in named.items() if k in d}
+    theirs = renamed(named, rename, what)
+    values = _looked_up(d, theirs)
+    unexpected = d.keys() - set(theirs.values()) if strict else ()
+    wanted = named if strict else {k: x for k, x in named.items() if k in values}
     advice = "`strict=False` skips names that only one of the two has."
-    return restore(tree, wanted, named, d, f"{what}: the dictionary", advice)
+    what = f"{what}: the dictionary"
+    return restore(tree, wanted, values, what, advice, unexpected, theirs)
 
 
 def restore(
     tree: _Tree,
     wanted: Named,
-    known: Collection[str],
     values: Mapping[str, Any],
     what: str,
     advice: str,
+    unexpected: Iterable[Any] = (),
+    theirs: Mapping[str, str] | None = None,
 ) -> _Tree:
     """`tree` with values in the wanted places, or one error that lists all problems.
 
-    No value may have a name that is not `known`. The error begins with `what`, and ends
-    with the advice if it is about names.
+    The error begins with `what`, and ends with the advice if it is about names. Among
+    the problems are those of what is `unexpected`. `theirs` has the names by which the
+    values were looked up, where they are not those of the tree.
     """
+
+    def label(name: str) -> str:
+        other = name if theirs is None else theirs[name]
+        return shown(name) if other == name else f"{shown(name)} (there: {other})"
+
     problems: dict[str, list[str]] = {
-        "missing": [shown(name) for name in wanted if name not in values],
-        "unexpected": [str(name) for name in values if name not in known],
+        "missing": [label(name) for name in wanted if name not in values],
+        "unexpected": [str(name) for name in unexpected],
     }
     about_names = any(problems.values())
     for name in [name for name in wanted if name in values]:
         for problem, text in _differences(wanted[name][1].value, values[name]):
-            problems.setdefault(problem, []).append(f"{shown(name)}: {text}")
+            problems.setdefault(problem, []).append(f"{label(name)}: {text}")
     if any(problems.values()):
         listed = [_listed(*problem) for problem in problems.items() if problem[1]]
         text = "\n".join([f"{what} does not fit the tree.", *listed])
@@ -196,6 +220,19 @@ def put(tree: _Tree, places: Named, values: Mapping[str, Any]) -> _Tree:
 def shown(name: str) -> str:
     """The name of an array in an error; the tree may be nothing but the array."""
     return name or "the array itself"
+
+
+def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
+    """The values of `d` by our names; places that have one name there share nothing."""
+    values: dict[str, Any] = {}
+    taken: set[str] = set()
+    for name, other in theirs.items():
+        if other in d:
+            value = _copied(d[other])
+            is_second = other in taken and isinstance(value, jax.Array)
+            values[name] = value.copy() if is_second else value
+            taken.add(other)
+    return values
 
 
 def _copied(value: Any) -> Any:

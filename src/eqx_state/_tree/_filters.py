@@ -35,10 +35,16 @@ def _not_(tree: PyTree, filter: Filter) -> Predicate:
 
 
 def _path_matches(tree: PyTree, glob: str) -> Predicate:
-    special = {"*": ".*", "?": "."}
+    pattern = compiled_glob(glob)
+    return lambda part: pattern.fullmatch(part.name) is not None
+
+
+def compiled_glob(glob: str) -> re.Pattern[str]:
+    """A glob of names as a pattern for `fullmatch`, with a group for each `*`."""
+    # Each star takes as little as it can: in `layers[*].*` the first one is an index.
+    special = {"*": "(.*?)", "?": "."}
     pattern = "".join(special.get(c, re.escape(c)) for c in glob)
-    compiled = re.compile(pattern, re.DOTALL)
-    return lambda part: compiled.fullmatch(part.name) is not None
+    return re.compile(pattern, re.DOTALL)
 
 
 def _under(tree: PyTree, where: Where) -> Predicate:
