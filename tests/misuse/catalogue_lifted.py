@@ -102,21 +102,20 @@ def _(case):
 
 
 @LIFTED.raises(
-    "pass `axes` for a kind that the model does not have",
+    "pass `axes` for a name that no module in the function has",
     ValueError,
-    "is of that kind",
-    "`Cache`",
-    instead="the kind of the field; for modules among the arguments `in_axes`",
+    "matches no array",
+    "weigth",
+    instead="names as `es.parts(module)` has them; for modules among the arguments "
+    "`in_axes`",
 )
 def _(case):
-    class Cache(es.State):
-        pass
-
     net = case.keep(Net(), XS)
+    axes = {es.path_matches("weigth"): 0}
     with case.error():
-        es.mutable(es.vmap(net, axes={Cache: 0}))(XS)
+        es.mutable(es.vmap(net, axes=axes))(XS)
     with case.error():
-        es.mutable(lambda net: es.vmap(net, axes={Cache: 0})(XS))(net)
+        es.mutable(lambda net: es.vmap(net, axes=axes)(XS))(net)
 
 
 @LIFTED.works(

@@ -265,12 +265,17 @@ def test_any_axis(axis):
         assert (jnp.moveaxis(y, 0, axis) == new.mean).all()
 
 
-def test_a_kind_that_matches_nothing():
-    with pytest.raises(ValueError, match="`Cache`"):
-        es.vmap(Noisy(jr.key(0)), axes={Cache: 0})(XS)
-    for wrong in ({"mean": 0}, {Noisy: 0}):
+def test_a_kind_may_match_nothing():
+    axes = {Cache: 0, es.Buffer: 0, ...: None, es.Rng: es.SPLIT}
+    assert es.vmap(Noisy(jr.key(0)).eval(), axes=axes)(XS).shape == (3,)
+
+
+def test_the_keys_are_filters():
+    for wrong in ({"mean": 0}, {Noisy: 0}, 0, [es.State]):
         with pytest.raises(TypeError, match="axes"):
             es.vmap(lambda x: x, axes=wrong)
+    with pytest.raises(TypeError, match=r"es\.vmap\(in_axes=.*`'mean'` is not a kind"):
+        es.vmap(lambda x: x, in_axes=({es.State: 0, "mean": 0},))(XS)
 
 
 def test_modules_among_the_arguments_follow_in_axes():

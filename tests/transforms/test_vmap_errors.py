@@ -78,20 +78,6 @@ def test_reduced_over_one_axis_of_two_is_not_reduced():
         es.grad(lambda m, xs: jnp.sum(f(m, xs)))(model, xs)
 
 
-@pytest.mark.parametrize("key", [es.State, es.Buffer, es.OptState, Cache])
-def test_a_kind_in_axes_that_matches_nothing_says_what_it_is_for(key):
-    class Plain(es.Module):
-        weight: es.Parameter = 1.0
-
-        def __call__(self, x):
-            return self.weight * x
-
-    model = Plain()
-    fix = r"in_axes=\(\{es\.Parameter: 0"
-    with rejects(model, ValueError, rf"`axes` names `{key.__name__}`", fix):
-        es.mutable(es.vmap(model, axes={es.Parameter: None, key: 0}))(XS)
-
-
 def test_an_axis_that_is_no_integer():
     # As in `eqx.filter_vmap`, where functions say which leaves have an axis.
     with pytest.raises(ValueError, match=r"`mean` is `batch`.*integer.*in_axes=0"):

@@ -344,12 +344,6 @@ def test_a_user_kind_takes_the_value_of_its_parent():
     assert es.spec(Mine(ONE), {es.BatchStat: 1}, default=5).x == 5
 
 
-@pytest.mark.parametrize("key", ["es.State", int, None, 0, es.trainable])
-def test_the_keys_of_spec_are_kinds(key):
-    with pytest.raises(TypeError, match=r"es\.spec.*is not a kind"):
-        es.spec(make_model(), {key: 1})
-
-
 def test_spec_as_axes_of_a_vmap():
     norm = Norm(jnp.ones((3, 2)), jnp.zeros(2))
     axes = es.spec(norm, {es.Parameter: 0})

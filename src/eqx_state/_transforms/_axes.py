@@ -1,22 +1,27 @@
 """The axes of `es.vmap`: which axis each array is mapped over.
 
-An array of a module in the function is mapped by its kind (`axes`), an array among the
-arguments by its position (`in_axes`). Here both become a flat list with one axis for
-each leaf, so that the rest of `es.vmap` does not know where an axis came from.
+An array of a module in the function is mapped by rules (`axes`), an array among the
+arguments by its position (`in_axes`), where an entry may be rules. Here both become a
+flat list with one axis for each leaf, so that the rest of `es.vmap` does not know where
+an axis came from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._kinds._kinds import is_kind, Rng
+from .._state._scope import is_owned
 from .._tree._base import BaseModule, get_place
 from .._tree._keys import is_key
-from .._tree._rules import check_kinds, most_derived
-from .._tree._walk import is_array, leaves, Visit
-from ._lift import Lifted
+from .._tree._rules import Asked, check_rules, is_rules, most_derived
+from .._tree._walk import is_array, leaves, modules_in, Visit
+from .._typing import KeyPath, PyTree
+from ._closures import is_model
+from ._root import Root
+from ._stand_ins import cells
 from ._transform import Transform
 
 
@@ -32,25 +37,127 @@ SPLIT: Final = _Split()
 """The axis of a PRNG key that is split, so that each lane gets its own key."""
 
 
+class Entry(NamedTuple):
+    """What `in_axes` says of a leaf: `axis_of(visit)`, which is at `path` there."""
+
+    axis_of: Callable[[Visit], Any]
+    path: KeyPath
+
+    def of_new(self, root: Root, visit: Visit) -> Any:
+        """The axis of an array that `init` has made in the root of which it is."""
+        depth = len(root.place.path)
+        below = len(root.leaves[0].path) - depth
+        path = (*self.path[: len(self.path) - below], *visit.path[depth:])
+        return self.axis_of(visit._replace(path=path))
+
+
 class _Axis(NamedTuple):
     """An axis as a leaf of a tree, in which a bare `None` would not be a leaf."""
 
     value: Any
-    entry: Any  # of `in_axes`: an axis, or a mapping of kinds
+    entry: Entry
 
 
-def axis_by_kind(visit: Visit, by_kind: Mapping[Any, Any]) -> Any:
-    """The axis of an array by the user's mapping. By default only keys are mapped."""
+def axis_by_rules(visit: Visit, key: Any, rules: Mapping[Any, Any]) -> Any:
+    """The axis of an array, given its key. By default only PRNG keys are mapped."""
     if not is_array(visit.node):
         return None
-    kind = visit.kind
-    if (key := most_derived(kind, by_kind)) is not None:
-        axis = by_kind[key]
+    if key is not None:
+        axis = rules[key]
         if axis is SPLIT and not is_key(visit.node):
             raise ValueError(_NOT_A_KEY.format(visit.name))
         return axis
-    split = kind is not None and issubclass(kind, Rng) and is_key(visit.node)
-    return SPLIT if split else None
+    return SPLIT if visit.is_a(Rng) and is_key(visit.node) else None
+
+
+class FunctionAxes:
+    """The axes of the modules in a function and in its closure, by rules.
+
+    The rules are asked in each of these modules by the names that are seen from there,
+    the outermost module if several contain an array. `known` has the key of an array of
+    an owned module by its `Cell`, since a transform comes to the same array in several
+    ways; arrays that only the arguments lead to are not in it.
+    """
+
+    def __init__(self, rules: Mapping[Any, Any], tree: PyTree, owned: list[BaseModule]):
+        self.rules = rules
+        self.asked = Asked(rules, _AXES)
+        self.by_kind = {k: rules[k] for k in rules if k is ... or is_kind(k)}
+        self.known: dict[tuple[int, int], Any] = {}
+        self.bound: dict[int, tuple[KeyPath, Callable[[Visit], Any]]] = {}
+        self.visits = leaves(tree)
+        self.keys = [most_derived(v.kind, self.by_kind) for v in self.visits]
+        if self.asked.filters:
+            self._ask(tree, owned)
+
+    def _ask(self, tree: PyTree, owned: list[BaseModule]) -> None:
+        self.keys = []
+        for visit in leaves(tree, is_leaf=is_model):
+            is_in_model = is_model(visit.node)
+            self.keys += self._ask_in(visit) if is_in_model else [None]
+        # The outermost first: what lies inside another one has its names from there.
+        for module in sorted(owned, key=lambda x: len(get_place(x).path)):
+            if id(module) not in self.bound:
+                self._ask_in(Visit((), module, get_place(module).context, True))
+
+    def _ask_in(self, model: Visit) -> list[Any]:
+        """The keys of the leaves of a module, by the names that are seen from there."""
+        key_of = self.asked.bind(model.node)
+        keys = []
+        for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
+            if not is_owned(visit.node):
+                keys.append(key_of(visit))
+                continue
+            # Declarations further up in its model decide the kinds, too.
+            context = get_place(visit.node).context
+            for inner in modules_in(visit.node, visit.path):
+                self.bound.setdefault(id(inner.node), (inner.path, key_of))
+            for cell, inner in zip(
+                cells(visit.node),
+                leaves(visit.node, visit.path, context),
+                strict=True,
+            ):
+                keys.append(key_of(inner))
+                self.known.setdefault((id(cell.owner), cell.index), keys[-1])
+        return keys
+
+    def of_function(self) -> list[Any]:
+        """The axis of each leaf: arrays outside of a module are shared."""
+        return [
+            axis_by_rules(visit, key, self.rules) if _in_module(visit) else None
+            for visit, key in zip(self.visits, self.keys, strict=True)
+        ]
+
+    def of_module(
+        self, module: BaseModule, visits: list[Visit] | None = None
+    ) -> list[Any]:
+        """The axis of each leaf of an owned module; `visits` are its leaves."""
+        if visits is None:
+            place = get_place(module)
+            visits = leaves(module, place.path, place.context)
+        keys = [most_derived(visit.kind, self.by_kind) for visit in visits]
+        if self.known:
+            keys = [
+                self.known.get((id(cell.owner), cell.index), key)
+                for cell, key in zip(cells(module), keys, strict=True)
+            ]
+        return [
+            axis_by_rules(visit, key, self.rules)
+            for visit, key in zip(visits, keys, strict=True)
+        ]
+
+    def of_new(self, root: Root, visit: Visit) -> Any:
+        """The axis of an array that `init` has made in a root."""
+        key = most_derived(visit.kind, self.by_kind)
+        if id(root.module) in self.bound:
+            path, key_of = self.bound[id(root.module)]
+            path = (*path, *visit.path[len(root.place.path) :])
+            key = key_of(visit._replace(path=path))
+        return None if key is None else self.rules[key]
+
+    def check_matched(self) -> None:
+        """Raise `ValueError` for a filter that matches in none of the modules."""
+        self.asked.check_matched(_IN_REACH)
 
 
 # Modules that only wrap values, and are not models of the user.
@@ -62,27 +169,14 @@ def _in_module(visit: Visit) -> bool:
     return owner is not None and not issubclass(owner, _CARRIERS)
 
 
-def function_axes(function: Any, by_kind: Mapping[Any, Any]) -> list[Any]:
-    """The axis of each leaf of a function: arrays outside of a module are shared."""
-    return [
-        axis_by_kind(v, by_kind) if _in_module(v) else None for v in leaves(function)
-    ]
-
-
-def module_axes(module: BaseModule, by_kind: Mapping[Any, Any]) -> list[Any]:
-    """The axis of each leaf of an owned module that the function reaches."""
-    place = get_place(module)
-    visits = leaves(module, place.path, place.context)
-    return [axis_by_kind(visit, by_kind) for visit in visits]
-
-
 def argument_axes(
     in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[Any]]:
-    """For each leaf of `(args, kwargs)` its axis, and the entry of `in_axes` for it.
+) -> tuple[list[Any], list[Entry], list[Asked]]:
+    """For each leaf of `(args, kwargs)` its axis and its entry; and the rules asked.
 
     Keyword arguments have axis 0.
     """
+    asked: list[Asked] = []
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
             raise ValueError(_ENTRIES.format(len(in_axes), len(args)))
@@ -90,48 +184,41 @@ def argument_axes(
     else:
         entries = (in_axes,) * len(args)
     axes = jtu.tree_map(
-        _axes_of_argument,
+        lambda entry, argument: _axes_of_argument(entry, argument, asked),
         (entries, dict.fromkeys(kwargs, 0)),
         (args, kwargs),
-        is_leaf=lambda x: x is None or _is_mapping_of_kinds(x),
+        # Unlike any other dict of axes, rules are one entry, and not a prefix.
+        is_leaf=lambda x: x is None or is_rules(x),
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
-    return [x.value for x in axis_leaves], [x.entry for x in axis_leaves]
+    return [x.value for x in axis_leaves], [x.entry for x in axis_leaves], asked
 
 
-def _axes_of_argument(entry: Any, argument: Any) -> Any:
-    visits = leaves(argument)
-    if isinstance(entry, Mapping):
-        check_kinds(entry, "`es.vmap(in_axes=...)`")
-        axes = [_Axis(axis_by_kind(visit, entry), entry) for visit in visits]
-    else:
-        values = (entry if is_array(visit.node) else None for visit in visits)
-        axes = [_Axis(value, entry) for value in values]
+def _axes_of_argument(entry: Any, argument: Any, all_asked: list[Asked]) -> Any:
+    def axis_of(visit: Visit) -> Any:
+        return entry if is_array(visit.node) else None
+
+    def axis_by_key(visit: Visit) -> Any:
+        return axis_by_rules(visit, key_of(visit), entry)
+
+    if is_rules(entry):
+        check_rules(entry, _IN_AXES)
+        asked = Asked(entry, _IN_AXES)
+        all_asked.append(asked)
+        key_of, axis_of = asked.bind(argument), axis_by_key
+    axes = [
+        _Axis(axis_of(visit), Entry(axis_of, visit.path)) for visit in leaves(argument)
+    ]
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
 
 
-def _is_mapping_of_kinds(x: Any) -> bool:
-    # Unlike any other dict of axes, it is one entry of `in_axes`, and not a prefix.
-    return isinstance(x, Mapping) and any(is_kind(k) or k is ... for k in x)
+_AXES: Final = "`es.vmap(axes=...)`"
 
+_IN_AXES: Final = "`es.vmap(in_axes=...)`"
 
-def check_matched(by_kind: Mapping[Any, Any], lifted: Lifted, function: Any) -> None:
-    """Raise `ValueError` if no module in the function has a kind that `axes` names."""
-    named = [key for key in by_kind if key is not ...]
-    # `init` may have yet to make what is of that kind.
-    if not named or lifted.is_initializing:
-        return
-    kinds = {visit.kind for visit in leaves(function) if _in_module(visit)}
-    in_function = {id(module) for module in lifted.in_function}
-    for root in lifted.roots:
-        # A declaration further up in the model may decide the kinds in this root, which
-        # the walk of the function above does not see.
-        if id(root.module) in in_function:
-            kinds |= {visit.kind for visit in root.leaves}
-    for key in named:
-        if not any(k and issubclass(k, key) for k in kinds):
-            raise ValueError(_NO_SUCH_KIND.format(key.__name__))
-
+_IN_REACH: Final = """ Names in `axes` begin at each module that the function or its \
+closure holds. Modules among the arguments follow `in_axes`: \
+`in_axes=({es.path_matches("*.bias"): None, ...: 0}, 0)`."""
 
 _NOT_A_KEY: Final = """`es.vmap`: `axes` says `es.SPLIT` for `{}`, which is not a PRNG \
 key. Only keys can be split; map an array over an axis, or share it: \
@@ -139,7 +226,3 @@ key. Only keys can be split; map an array over an axis, or share it: \
 
 _ENTRIES: Final = """`es.vmap`: `in_axes` has {} entries for {} positional arguments. \
 Give one for each, or one integer for all."""
-
-_NO_SUCH_KIND: Final = """`es.vmap`: `axes` names `{}`, and no array in the modules of \
-the function or of its closure is of that kind. Modules among the arguments follow \
-`in_axes`: `in_axes=({{es.Parameter: 0, ...: None}}, 0)`."""

@@ -31,7 +31,7 @@ from .._tree._compare import identical, same
 from .._tree._show import show
 from .._tree._walk import is_array, leaves, Visit
 from ._closures import is_model, models_in, owned_in
-from ._rebuilt import New, put_together, Rebuilt, take_apart
+from ._rebuilt import put_together, Rebuilt, take_apart
 from ._root import pour, roots_among, Slot, Values
 from ._stand_ins import by_entry, StandIn, Twice
 
@@ -48,7 +48,7 @@ class Made(NamedTuple):
     """What `init` has made in a trace: new arrays, and the rest, which is static.
 
     The rest is, for each root that is another now, a `Rebuilt`; and for each array a
-    `New`.
+    `Visit` of its shape.
     """
 
     arrays: Values
@@ -67,7 +67,7 @@ class Ran(NamedTuple):
     sown: list[Sown]
     made: Made | None = None
 
-    def news(self) -> dict[Slot, New]:
+    def news(self) -> dict[Slot, Visit]:
         """The new arrays that `init` has made."""
         return {} if self.made is None else self.made.rest.value[1]
 
@@ -195,7 +195,7 @@ class Lifted:
         known = []
         results: dict[int, Rebuilt] = {}
         arrays: Values = {}
-        news: dict[Slot, New] = {}
+        news: dict[Slot, Visit] = {}
         for i, root in enumerate(self.roots):
             old, result, made, new = take_apart(i, root, before[i], after[i])
             known.append(old)

@@ -8,14 +8,14 @@ value.
 
 from typing import Any, Final, NamedTuple
 
+import jax
 import jax.tree_util as jtu
 
 from .._state._collect import Snapshot
 from .._state._scope import is_owned, own
 from .._tree._base import BaseModule, fields_of
 from .._tree._compare import same
-from .._tree._context import Kind
-from .._tree._walk import is_array, leaves, modules_in
+from .._tree._walk import is_array, leaves, modules_in, Visit
 from ._root import Root, Slot, Values
 
 
@@ -34,19 +34,13 @@ array of its own. Initialize the modules one by one, and stack them:
     layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""
 
 
-class New(NamedTuple):
-    """What is to be known of a new array outside of the trace."""
-
-    name: str
-    kind: Kind | None
-
-
 def take_apart(
     i: int, root: Root, before: Snapshot, after: Snapshot
-) -> tuple[Snapshot, Rebuilt | None, Values, dict[Slot, New]]:
+) -> tuple[Snapshot, Rebuilt | None, Values, dict[Slot, Visit]]:
     """Take apart what a root has become: the leaves that it had, and all that is new.
 
-    New arrays are numbered by their positions in the new structure.
+    New arrays are numbered by their positions in the new structure. The last result
+    says of each where it is.
     """
     pairs = zip(before.leaves, after.leaves, strict=False)
     if after.structure == before.structure and all(
@@ -65,7 +59,9 @@ def take_apart(
             known[k] = x
         else:
             k = None
-            arrays[i, j], new[i, j] = x, New(visit.name, visit.kind)
+            # The visit leaves the trace, and must not take a tracer with it.
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            arrays[i, j], new[i, j] = x, visit._replace(node=like)
         result.positions.append(k)
         result.static.append(None if is_array(x) else x)
     return before._replace(leaves=known), result, arrays, new

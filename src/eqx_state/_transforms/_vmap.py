@@ -1,4 +1,4 @@
-"""`es.vmap`: `jax.vmap` that carries state, with an axis for each kind.
+"""`es.vmap`: `jax.vmap` that carries state, with axes chosen by rules.
 
 A call gathers everything that it reaches in one flat mapping, runs a lane under
 `jax.vmap`, and commits what came out. Only the leaves with an axis are inputs of
@@ -16,18 +16,11 @@ import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
 from .._state._scope import is_owned
-from .._tree._context import Kind
 from .._tree._keys import next_keys, num_key_axes, split_key
-from .._tree._rules import check_kinds, most_derived
-from .._tree._walk import leaves
-from ._axes import (
-    argument_axes,
-    axis_by_kind,
-    check_matched,
-    function_axes,
-    module_axes,
-    SPLIT,
-)
+from .._tree._rules import check_rules
+from .._tree._walk import leaves, Visit
+from ._axes import argument_axes, FunctionAxes, SPLIT
+from ._closures import owned_in
 from ._copies import Opened
 from ._lift import check_given, is_traced, Lifted, Ran, Static
 from ._rebuilt import MADE_ONCE
@@ -59,28 +52,33 @@ class _Lanes:
     """
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.by_kind = by_kind = dict(vmap.axes)
-        by_argument, entries = argument_axes(vmap.in_axes, args, kwargs)
-        given, stand_ins = stand_in(
-            (args, kwargs), by_argument, lambda module: module_axes(module, by_kind)
-        )
-        self.lifted = Lifted(vmap.f, given, stand_ins=stand_ins)
+        by_argument, entries, asked = argument_axes(vmap.in_axes, args, kwargs)
         self.opened = Opened(vmap.f)
+        self.by_rules = by_rules = FunctionAxes(
+            dict(vmap.axes), self.opened.tree, owned_in(vmap.f)
+        )
+        given, stand_ins = stand_in((args, kwargs), by_argument, by_rules.of_module)
+        self.lifted = Lifted(vmap.f, given, stand_ins=stand_ins)
         check_given(*self.opened.values, *args, *kwargs.values())
-        check_matched(by_kind, self.lifted, self.opened.tree)
+        # `init` may have yet to make what a filter is meant for.
+        if not self.lifted.is_initializing:
+            by_rules.check_matched()
+            for each in asked:
+                each.check_matched()
         self.values: Values = dict(self.lifted.values)
         self.axes: dict[Slot, Any] = {}
         meanings = {id(x.module): x.meaning for x in stand_ins}
-        # For a stand-in, what `in_axes` says of it: an axis, or a mapping of kinds.
+        # For a stand-in, what `in_axes` says of its first leaf.
         self.entries = {id(x): own[0] for x, own in by_entry(given, entries) if own}
         for i, root in enumerate(self.lifted.roots):
-            by_leaf = [axis_by_kind(visit, by_kind) for visit in root.leaves]
-            axes = meanings.get(id(root.module), by_leaf)
+            axes = meanings.get(id(root.module))
+            if axes is None:
+                axes = by_rules.of_module(root.module, root.leaves)
             self.axes.update(((i, k), axis) for k, axis in enumerate(axes))
         # Owned modules are leaves in these trees, and have no axis there. Their own
         # leaves are in the mapping already, as those of the roots.
         self.trees = {_FUNCTION: self.opened.tree, _ARGUMENTS: given}
-        self._add(_FUNCTION, function_axes(self.opened.tree, by_kind))
+        self._add(_FUNCTION, by_rules.of_function())
         self._add(_ARGUMENTS, by_argument)
         self.mapped = [slot for slot, axis in self.axes.items() if axis is not None]
         self.size = self._size(vmap.axis_size)
@@ -174,21 +172,18 @@ class _Lanes:
                 shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
         for slot, new in ran.news().items():
-            if self._has_axis(slot[0], new.kind):
+            if self._has_axis(slot[0], new):
                 raise ValueError(MADE_ONCE.format(new.name, "lane of `es.vmap`"))
             named.append((new.name, ran.made.arrays[slot]))
         if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
             raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
 
-    def _has_axis(self, i: int, kind: Kind | None) -> bool:
-        """Whether each lane has its own arrays of this kind in a root."""
+    def _has_axis(self, i: int, new: Visit) -> bool:
+        """Whether each lane has its own array of this kind, at this place in a root."""
         root = self.lifted.roots[i]
-        axis = self.entries[id(root.module)] if root.is_stand_in else self.by_kind
-        if isinstance(axis, Mapping):
-            key = most_derived(kind, axis)
-            axis = None if key is None else axis[key]
-        return isinstance(axis, int)
+        by = self.entries[id(root.module)] if root.is_stand_in else self.by_rules
+        return isinstance(by.of_new(root, new), int)
 
     def _tree(self, where: int, values: Values) -> Any:
         treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
@@ -263,17 +258,18 @@ def vmap(
     **Arguments:**
 
     - `f`: a function, a module, a bound method, or a partial. The modules that it
-        holds, and those that it closes over, are mapped by kind.
+        holds, and those that it closes over, are mapped by the rules of `axes`.
     - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
         `jax.vmap`. Modules among the arguments follow `in_axes`, in which an entry may
         be a mapping like `axes`. Leaves that are not arrays are passed on as they are.
-    - `axes`: a mapping from kinds to axes, for the modules in `f` and its closure. The
-        most derived kind that matches counts, and `...` stands for every other array.
-        By default `es.Rng` is `es.SPLIT`, and everything else is `None`, shared by all
-        lanes. With `es.SPLIT` each lane gets its own key, and the model's key advances
-        once if a lane has drawn from it, or if a branch of `es.cond` or `es.switch`
-        that was not taken would have. If all lanes assign the same key, that key is
-        kept. An ensemble is `axes={...: 0}`.
+    - `axes`: rules as for `es.spec`, a mapping from filters to axes, for the modules in
+        `f` and its closure: the first filter that is not a kind and matches counts,
+        else the most derived kind, else `...`. Names and `es.under` begin at each of
+        these modules. By default `es.Rng` is `es.SPLIT`, and everything else is `None`,
+        shared by all lanes. With `es.SPLIT` each lane gets its own key, and the model's
+        key advances once if a lane has drawn from it, or if a branch of `es.cond` or
+        `es.switch` that was not taken would have. If all lanes assign the same key,
+        that key is kept. An ensemble is `axes={...: 0}`.
 
     **Returns:**
 
@@ -281,10 +277,11 @@ def vmap(
 
     **Raises:**
 
-    - `ValueError`: the lanes wrote different values to a state that they share; a kind
-        in `axes` matches nothing; an array does not have the axis; the sizes differ; a
-        state was reached twice, with different axes, and written; a written state is
-        not an array.
+    - `TypeError`: a key in `axes` is not a filter.
+    - `ValueError`: the lanes wrote different values to a state that they share; a
+        filter in `axes` that is not a kind matches nothing; an array does not have the
+        axis; the sizes differ; a state was reached twice, with different axes, and
+        written; a written state is not an array.
 
     !!! example
 
@@ -308,8 +305,8 @@ def vmap(
         assert y.tolist() == [-1.0, 1.0]
         ```
     """
-    check_kinds(axes or {}, "`es.vmap(axes=...)`")
-    pairs = tuple((axes or {}).items())
+    axes = {} if axes is None else axes
+    check_rules(axes, "`es.vmap(axes=...)`")
     return wrap(
         _Vmap,
         f,
@@ -318,5 +315,5 @@ def vmap(
         axis_name=axis_name,
         axis_size=axis_size,
         spmd_axis_name=spmd_axis_name,
-        axes=pairs,
+        axes=tuple(axes.items()),
     )

@@ -22,10 +22,18 @@ Predicate: TypeAlias = Callable[[Part], bool]
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
     """The predicate that `filter` means for the parts of `tree`."""
+    check_filter(filter)
     if is_kind(filter):
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
     if isinstance(filter, Combinator):
         return filter.predicate(tree, *filter.args)
+    return lambda part: bool(filter(part))
+
+
+def check_filter(filter: Any) -> None:
+    """Raise `TypeError` for what is not a filter."""
+    if is_kind(filter) or isinstance(filter, Combinator):
+        return
     is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
     if is_annotation or isinstance(filter, type) or not callable(filter):
         raise TypeError(
@@ -44,7 +52,6 @@ def bind(filter: Filter, tree: PyTree) -> Predicate:
             f"    es.filter(model, lambda part: {name}(part.value))   # right\n\n"
             "`es.trainable` selects the inexact parameters that are not frozen."
         )
-    return lambda part: bool(filter(part))
 
 
 # What users of Equinox reach for. As filters they would silently select nothing.

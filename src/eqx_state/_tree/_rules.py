@@ -1,50 +1,162 @@
-"""Rules: which array gets which value, chosen by kind."""
+"""Rules: one language for which array gets which value.
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+A rule mapping leads from filters to values. For each array the first filter that is not
+a kind and matches wins, in the order of the mapping; else the most derived kind; else
+`...`, which stands for every other array. Everything that chooses by kind or by path
+asks here: `es.spec`, `es.vmap`, and what the layers above add.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import jax.tree_util as jtu
 
 from .._kinds._kinds import is_kind
-from ._walk import is_array, map_leaves, Visit
+from .._typing import PyTree
+from ._bind import bind, check_filter, Filter, Predicate, written
+from ._parts import Part
+from ._walk import is_array, leaves, Visit
 
 
 _Tree = TypeVar("_Tree")
 
 
-def most_derived(kind: type | None, mapping: Mapping[Any, Any]) -> Any:
-    """The key of `mapping` that applies to arrays of `kind`; `None` if none does.
+def is_rules(x: object) -> bool:
+    """Whether `x` is meant as a rule mapping, and not as a pytree that is a dict."""
+    return isinstance(x, Mapping) and any(map(_is_key, x))
 
-    The most derived kind comes first, then `...`, which stands for every other array.
+
+def _is_key(x: object) -> bool:
+    return x is ... or is_kind(x) or (callable(x) and not isinstance(x, type))
+
+
+def check_rules(rules: Any, what: str) -> None:
+    """Raise `TypeError` unless `rules` is a mapping from filters and `...`.
+
+    `what` begins the message: "`es.spec`", for example.
     """
+    if not isinstance(rules, Mapping):
+        raise TypeError(_NOT_A_MAPPING.format(what, type(rules).__qualname__))
+    for key in rules:
+        if key is not ...:
+            try:
+                check_filter(key)
+            except TypeError as error:
+                raise TypeError(_NOT_A_KEY.format(what, key, error)) from None
+
+
+def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
+    """The kind or `...` among the keys that applies to arrays of `kind`, or `None`."""
     for base in () if kind is None else kind.__mro__:
-        if base in mapping:
+        if base in rules:
             return base
-    return ... if ... in mapping else None
+    return ... if ... in rules else None
 
 
-def check_kinds(mapping: Mapping[Any, Any], what: str) -> None:
-    """Raise `TypeError` for a key of a mapping that is not a kind."""
-    for key in mapping:
-        if key is not ... and not is_kind(key):
-            raise TypeError(
-                f"{what}: `{key!r}` is not a kind. The keys are kinds, such as "
-                "`es.Parameter`, and `...` for every other array."
-            )
+def choose(rules: Mapping[Any, Any], tree: PyTree, what: str) -> list[Any]:
+    """The key of `rules` for each leaf of `tree`, in the order of flattening.
+
+    It is `None` for what is not an array, and where nothing matches. `what` begins the
+    messages.
+
+    Raises `TypeError` for a key that is not a filter, and `ValueError` for a filter
+    that matches no array of the tree.
+    """
+    check_rules(rules, what)
+    asked = Asked(rules, what)
+    keys = asked.keys(tree, leaves(tree))
+    asked.check_matched()
+    return keys
+
+
+class Asked:
+    """A rule mapping, and which of its filters have matched an array so far.
+
+    Rules may be asked in several trees, each of which has names of its own. Then a
+    filter need not match, or even make sense, in all of them: `lambda m: m.head` raises
+    an error where there is no head.
+    """
+
+    def __init__(self, rules: Mapping[Any, Any], what: str):
+        self.rules, self.what = rules, what
+        filters = [key for key in rules if key is not ... and not is_kind(key)]
+        self.filters: list[Filter] = filters
+        self.matched = [False for _ in filters]
+        self.errors: list[Exception | None] = [None for _ in filters]
+        self.trees = 0
+
+    def keys(self, tree: PyTree, visits: Sequence[Visit]) -> list[Any]:
+        """The key for each of these leaves of `tree`, or `None`."""
+        return [*map(self.bind(tree), visits)]
+
+    def bind(self, tree: PyTree) -> Callable[[Visit], Any]:
+        """The function that finds the key for a leaf of `tree`."""
+        self.trees += 1
+        predicates = [self._bind(i, tree) for i in range(len(self.filters))]
+        return lambda visit: self._key(visit, predicates)
+
+    def _bind(self, i: int, tree: PyTree) -> Predicate:
+        try:
+            return bind(self.filters[i], tree)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            self.errors[i] = error
+            return lambda part: False
+
+    def _key(self, visit: Visit, predicates: Sequence[Predicate]) -> Any:
+        if not is_array(visit.node):
+            return None
+        part, first = Part(visit), None
+        for i, matches in enumerate(predicates):
+            # Those behind the first are asked, too: to be shadowed is not a typo.
+            if (first is None or not self.matched[i]) and matches(part):
+                self.matched[i] = True
+                first = i if first is None else first
+        if first is not None:
+            return self.filters[first]
+        return most_derived(part.kind, self.rules)
+
+    def check_matched(self, hint: str = "") -> None:
+        """Raise `ValueError` for a filter that has matched nothing in any tree."""
+        for key, matched, error in zip(
+            self.filters, self.matched, self.errors, strict=True
+        ):
+            if not matched:
+                if error is not None and self.trees == 1:
+                    raise error
+                message = _NO_MATCH.format(self.what, written(key))
+                raise ValueError(message + hint) from error
+
+
+_NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, and a \
+`{1}` was given: `{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`."""
+
+_NOT_A_KEY: Final = """{}: the key `{!r}` is not a kind, another filter or `...`. {}"""
+
+_NO_MATCH: Final = """{}: the filter `{}` matches no array. `es.parts(tree)` lists the \
+arrays with their names and kinds. Only kinds and `...` may match nothing."""
 
 
 def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
-    """A tree of values chosen by kind: vmap axes, shardings, labels.
+    """A tree of values chosen by rules: vmap axes, shardings, labels.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `values`: from kinds to values. The most derived kind that matches counts; the key
-        `...` stands for every array that no kind matches.
+    - `values`: from filters to values. For each array the first filter that is not a
+        kind and matches counts, in the order of the mapping; else the most derived
+        kind; else the key `...`, which stands for every other array.
     - `default`: the value for all other leaves.
 
     **Returns:**
 
     The tree with a value in place of each leaf. To `optax.multi_transform` pass `lambda
     _: labels`, since it would call labels that are callable, as many models are.
+
+    **Raises:**
+
+    - `TypeError`: a key is not a filter.
+    - `ValueError`: a filter that is not a kind matches no array of the tree, which is a
+        typo.
 
     !!! example
 
@@ -56,12 +168,12 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
         norm = es.nn.BatchNorm(3)
         axes = es.spec(norm, {es.State: 0}, default=None)
         assert (axes.weight, axes.mean) == (None, 0)
+
+        mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
+        decay = es.spec(mlp, {es.path_matches("*.bias"): 0.0, es.Parameter: 0.1})
+        assert (decay.layers[0].weight, decay.layers[0].bias) == (0.1, 0.0)
         ```
     """
-    check_kinds(values, "`es.spec`")
-
-    def value(visit: Visit) -> Any:
-        key = most_derived(visit.kind, values) if is_array(visit.node) else None
-        return default if key is None else values[key]
-
-    return map_leaves(value, tree)
+    keys = choose(values, tree, "`es.spec`")
+    chosen = [default if key is None else values[key] for key in keys]
+    return jtu.tree_unflatten(jtu.tree_structure(tree), chosen)

@@ -1,0 +1,206 @@
+"""Rules: which array gets what, by filters, kinds and `...`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import eqx_state as es
+
+
+class Cache(es.State):
+    pass
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+    bias: es.Parameter
+    mean: es.BatchStat
+    cache: Cache
+    steps: jax.Array
+    name: str = "layer"
+
+
+class Model(es.Module):
+    layers: list[Layer]
+    head: eqx.nn.Linear
+
+
+def layer() -> Layer:
+    return Layer(jnp.ones((2, 2)), jnp.ones(2), jnp.ones(2), jnp.ones(2), jnp.array(0))
+
+
+def make_model() -> Model:
+    return Model([layer(), layer()], eqx.nn.Linear(2, 2, key=jr.key(0)))
+
+
+def spec(tree, rules, default=None):
+    """The values by name, of arrays only."""
+    values = jax.tree.leaves(es.spec(tree, rules, default), is_leaf=lambda x: x is None)
+    leaves = jax.tree.leaves(tree)
+    found = [x for x, leaf in zip(values, leaves, strict=True) if eqx.is_array(leaf)]
+    return dict(zip([part.name for part in es.parts(tree)], found, strict=True))
+
+
+# --- Which rule applies ---------------------------------------------------------------
+
+
+def test_the_first_filter_that_matches_comes_before_all_kinds():
+    rules = {
+        es.Parameter: "parameter",
+        ...: "other",
+        es.path_matches("*.bias"): "bias",
+        es.under(lambda m: m.head): "head",
+        es.State: "state",
+        Cache: "cache",
+    }
+    got = spec(make_model(), rules)
+    assert got["layers[0].weight"] == "parameter"
+    assert got["layers[1].bias"] == got["head.bias"] == "bias"
+    assert got["head.weight"] == "head"
+    assert got["layers[0].mean"] == "state"
+    assert got["layers[0].cache"] == "cache"
+    assert got["layers[0].steps"] == "other"
+
+
+def test_the_order_matters_among_filters_only():
+    bias, head = es.path_matches("*.bias"), es.under(lambda m: m.head)
+    kinds = {es.Parameter: "p", es.TreePart: "t", ...: "o"}
+    assert spec(make_model(), {bias: "b", head: "h", **kinds})["head.bias"] == "b"
+    assert spec(make_model(), {head: "h", bias: "b", **kinds})["head.bias"] == "h"
+    for rules in ({**kinds, bias: "b"}, {bias: "b", **dict(reversed(kinds.items()))}):
+        got = spec(make_model(), rules)
+        assert [got[x] for x in ("head.bias", "head.weight", "layers[0].mean")] == [
+            *"bpt"
+        ]
+
+
+def test_a_combinator_of_kinds_is_a_filter_and_not_a_kind():
+    got = spec(make_model(), {Cache: "kind", es.any_of(es.State): "filter"}, "else")
+    assert got["layers[0].cache"] == got["layers[0].mean"] == "filter"
+    assert got["head.weight"] == "else"
+
+
+def test_a_function_of_a_part_is_a_filter():
+    matrices = {lambda part: part.value.ndim == 2: "matrix", ...: "rest"}
+    tree = {"a": np.ones((2, 2)), "b": jax.ShapeDtypeStruct((2, 2), "int8"), "c": 3}
+    assert es.spec(tree, matrices) == {"a": "matrix", "b": "matrix", "c": None}
+
+
+FILTERS = [
+    es.path_matches("*.bias"),
+    es.under(lambda m: m.head),
+    es.inside(Layer),
+    es.trainable,
+    es.not_(es.Parameter),
+]
+KINDS = [es.TreePart, es.Parameter, es.State, es.BatchStat, Cache]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations([*FILTERS, *KINDS, ...]), st.integers(0, 11))
+def test_the_law(keys, n):
+    """Filters in their order, then kinds along the class hierarchy, then `...`."""
+    model, keys = make_model(), keys[:n]
+    got = es.spec(model, dict(zip(keys, range(n), strict=True)), "default")
+    for part, value in zip(es.parts(model), _arrays(model, got), strict=True):
+        matching = [
+            i
+            for i, key in enumerate(keys)
+            if key in FILTERS
+            and any(p.name == part.name for p in es.parts(es.filter(model, key)))
+        ]
+        kinds = [k for k in (part.kind.__mro__ if part.kind else ()) if k in keys]
+        expected = [*matching, *map(keys.index, kinds)]
+        expected += [keys.index(...)] if ... in keys else []
+        assert value == [*expected, "default"][0]
+
+
+def _arrays(model, values):
+    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(values), strict=True)
+    return [value for leaf, value in pairs if eqx.is_array(leaf)]
+
+
+# --- What is wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["es.State", int, None, 0, es.State[int]])
+def test_a_key_that_is_not_a_filter(key):
+    match = r"es\.spec`: the key .* is not a kind, another filter or .*es\.path_matches"
+    with pytest.raises(TypeError, match=match):
+        es.spec(make_model(), {es.Parameter: 0, key: 1})
+
+
+def test_a_function_of_arrays_is_not_a_filter():
+    with pytest.raises(TypeError, match=r"(?s)es\.spec.*eqx\.is_array.*part\.value"):
+        es.spec(make_model(), {eqx.is_array: 0})
+
+
+@pytest.mark.parametrize("rules", [es.Parameter, [es.Parameter], None, 0])
+def test_rules_are_a_mapping(rules):
+    with pytest.raises(TypeError, match=r"es\.spec`: rules are a mapping.*was given"):
+        es.spec(make_model(), rules)
+
+
+NO_MATCH = {
+    "a glob": (es.path_matches("*.biass"), r"es\.path_matches\('\*\.biass'\)"),
+    "a kind in a combinator": (es.all_of(es.Buffer), r"es\.all_of\(es\.Buffer\)"),
+    "a class": (es.inside(eqx.nn.MLP), r"es\.inside\(MLP\)"),
+    "a function": (lambda part: False, "<lambda>"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MATCH)
+def test_a_filter_that_matches_no_array(case):
+    key, name = NO_MATCH[case]
+    with pytest.raises(ValueError, match=rf"es\.spec`: the filter `.*{name}.*no array"):
+        es.spec(make_model(), {es.Parameter: 0, key: 1})
+
+
+def test_under_says_itself_that_it_selects_nothing():
+    with pytest.raises(ValueError, match="selects nothing"):
+        es.spec(make_model(), {es.under(lambda m: m.layers[0].name): 0})
+    with pytest.raises(AttributeError, match="tail"):
+        es.spec(make_model(), {es.under(lambda m: m.tail): 0})
+
+
+def test_kinds_and_dots_may_match_nothing():
+    assert jax.tree.leaves(es.spec({"a": 1}, {es.Buffer: 0, Cache: 0, ...: 0})) == []
+    assert jax.tree.leaves(es.spec(None, {...: 0})) == []
+    with pytest.raises(ValueError, match="no array"):
+        es.spec(None, {es.trainable: 0})
+
+
+def test_frozen_and_shadowed_arrays_count_as_matches():
+    model = make_model().freeze()
+    head, weight = es.under(lambda m: m.head), es.path_matches("head.weight")
+    frozen = lambda part: part.frozen  # noqa: E731
+    got = spec(model, {head: 0, weight: 1, frozen: 2})
+    assert (got["head.weight"], got["layers[0].weight"]) == (0, 2)
+    with pytest.raises(ValueError, match=r"es\.trainable"):
+        es.spec(model, {es.trainable: 0})
+
+
+# --- In a program ---------------------------------------------------------------------
+
+
+def test_rules_under_jit():
+    @es.jit
+    def decayed(model):
+        rates = es.spec(model, {es.path_matches("*.bias"): 0.0, ...: 0.5}, None)
+        return jax.tree.map(lambda p, r: p - r * p, model.head, rates.head)
+
+    head = decayed(make_model())
+    assert (head.bias == make_model().head.bias).all()
+    assert (head.weight == 0.5 * make_model().head.weight).all()
+
+
+def test_rules_inside_a_scope():
+    def f(model):
+        return es.spec(model, {es.under(lambda m: m.head.bias): 1, es.Parameter: 0})
+
+    values = es.mutable(f)(make_model())[0]
+    assert (values.head.weight, values.head.bias) == (0, 1)
