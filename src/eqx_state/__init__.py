@@ -15,6 +15,7 @@ from ._io._state_dict import (
     state_dict as state_dict,
 )
 from ._jit._jit import jit as jit
+from ._kinds._axes import Axes as Axes
 from ._kinds._fields import field as field
 from ._kinds._kinds import (
     BatchStat as BatchStat,
@@ -40,6 +41,7 @@ from ._transforms._loops import (
 from ._transforms._mutable import mutable as mutable
 from ._transforms._remat import checkpoint as checkpoint
 from ._transforms._vmap import vmap as vmap
+from ._tree._axis_names import axis_names as axis_names
 from ._tree._filters import (
     all_of as all_of,
     any_of as any_of,

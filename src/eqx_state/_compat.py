@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 import traceback
+import types
 from collections.abc import Callable
-from typing import Any, Final, TYPE_CHECKING
+from typing import Any, Final, TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.core
+import jaxtyping
 from jax._src.traceback_util import api_boundary, register_exclusion
 from jax.extend.core import Jaxpr as Jaxpr
 
@@ -86,6 +88,34 @@ def own_annotations(cls: type) -> dict[str, Any]:
         return annotationlib.get_annotations(
             cls, format=annotationlib.Format.FORWARDREF
         )
+
+
+# The axes in a jaxtyping annotation: a name, `None` for an axis without one, and `...`
+# for any number of them.
+Dims: TypeAlias = tuple[str | types.EllipsisType | None, ...]
+
+
+def dims_of(annotation: Any) -> Dims | None:
+    """The axes in an annotation; `None` if it is not one of jaxtyping's arrays."""
+    # An attribute that jaxtyping documents only as the text it was given.
+    text = getattr(annotation, "dim_str", None)
+    return tuple(map(_dim, text.split())) if isinstance(text, str) else None
+
+
+def read_dims(text: str) -> Dims:
+    """The axes in a text that jaxtyping accepts; `ValueError` for another one."""
+    dims = dims_of(jaxtyping.Shaped[jax.Array, text])
+    assert dims is not None
+    return dims
+
+
+def _dim(text: str) -> str | types.EllipsisType | None:
+    text = text.rpartition("=")[2]  # `rows=4` is documentation for `4`
+    name = text.lstrip("#*_?")
+    marks = text[: len(text) - len(name)]
+    if text == "..." or "*" in marks:
+        return ...
+    return name if name.isidentifier() and "_" not in marks else None
 
 
 class _Probe(eqx.Module):

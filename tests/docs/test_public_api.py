@@ -15,14 +15,14 @@ KINDS = ["TreePart", "Parameter", "Buffer", "State", "Rng", "BatchStat", "OptSta
 FILTERS = ["all_of", "any_of", "inside", "not_", "path_matches", "trainable", "under"]
 TREES = (
     "parts filter partition update mask spec map modules map_modules configure"
-    " functional train eval freeze unfreeze init reseed to_equinox"
+    " axis_names functional train eval freeze unfreeze init reseed to_equinox"
     " tabulate state_dict load_state_dict save load load_metadata"
 ).split()
 TRANSFORMS = (
     "mutable capture value_and_grad grad vmap SPLIT scan while_loop fori_loop cond"
     " switch checkpoint jit"
 ).split()
-CLASSES = "Module Part Initializer RngStream Optimizer field lazy nn".split()
+CLASSES = "Axes Module Part Initializer RngStream Optimizer field lazy nn".split()
 ERRORS = ["TraceError", "NotInitializedError"]
 LAYERS = ["BatchNorm", "Dropout"]
 

@@ -7,13 +7,19 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ForwardRef, Union
+from typing import Any, Final, ForwardRef, Union
 
 import equinox as eqx
 
+from .._compat import dims_of
+from ._axes import Axes
 from ._kinds import is_kind
 from ._namespace import Namespace
 from ._spec import Given, kinds_in, merge, NOTHING, Spec, stand_in, StandIn, unresolved
+
+
+_BARE_AXES: Final = """`es.Axes` is without its names: write \
+`Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]`"""
 
 
 def parse(annotation: Any, names: Namespace) -> Spec:
@@ -46,7 +52,9 @@ def parse(annotation: Any, names: Namespace) -> Spec:
     if origin is None or not args:  # a class, or a bare `typing.List`
         # jaxtyping's `PyTree[X]` and `Float[X, "…"]` are classes of their own.
         below = (getattr(annotation, n, None) for n in ("leaftype", "array_type"))
-        return merge([parse(x, names) for x in below if x is not None])
+        spec = merge([parse(x, names) for x in below if x is not None])
+        dims = dims_of(annotation)
+        return spec if dims is None else spec._replace(dims=(dims,))
     if _is_alias(origin):
         return _parse_alias(origin, args, names)
     if origin is typing.Annotated:
@@ -151,6 +159,12 @@ def _parse_alias(alias: Any, args: tuple[Any, ...], names: Namespace) -> Spec:
 
 def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
     """`Annotated[X, …]`: its outermost covering kind, else its innermost kind."""
+    if Axes in metadata:
+        raise TypeError(_BARE_AXES)
+    for outer in metadata:
+        if isinstance(outer, Axes):
+            axes = tuple(axes.below(outer) for axes in inner.axes) or (outer,)
+            inner = inner._replace(axes=axes)
     kinds = [inner.kind, *(k for k in metadata if is_kind(k))]
     kinds = [k for k in kinds if k is not None]
     if not kinds:

@@ -6,6 +6,8 @@
 import itertools
 from typing import Any, NamedTuple, TypeAlias
 
+from .._compat import Dims
+from ._axes import Axes
 from ._kinds import Kind
 
 
@@ -22,6 +24,8 @@ class Spec(NamedTuple):
     items: "tuple[Spec, ...]" = ()
     records: "tuple[tuple[type, Given], ...]" = ()
     unresolved: bool = False
+    dims: tuple[Dims, ...] = ()
+    axes: tuple[Axes, ...] = ()
 
     def element(self, node: Any, index: int | None) -> "Spec":
         """The declaration for an element of the container `node`.
@@ -65,7 +69,7 @@ def as_resolved(spec: Spec) -> Spec:
         (cls, tuple((variable, as_resolved(inner)) for variable, inner in given))
         for cls, given in spec.records
     )
-    return Spec(spec.kind, each, items, records)
+    return Spec(spec.kind, each, items, records, False, spec.dims, spec.axes)
 
 
 class StandIn(type):
@@ -112,6 +116,8 @@ def merge(specs: list[Spec]) -> Spec:
         items=tuple(merge(list(column)) for column in columns),
         records=_merge_records([record for s in specs for record in s.records]),
         unresolved=any(s.unresolved for s in specs),
+        dims=tuple(dict.fromkeys(dims for s in specs for dims in s.dims)),
+        axes=tuple(dict.fromkeys(axes for s in specs for axes in s.axes)),
     )
 
 

@@ -264,6 +264,7 @@ def _other_than_state(module: BaseModule, name: str) -> str | None:
     value = fields_of(module).get(name)
     if is_eqx_module(value):
         return "a module of its own"
-    if spec == NOTHING and is_array(value) and ROOT.kind_of(value) is Parameter:
+    is_unknown = spec.unresolved or not is_array(value)
+    if not is_unknown and ROOT.kind_of(value) is Parameter:
         return "an array without a declaration, which counts as an `es.Parameter`"
     return None

@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._kinds._axes import Axes
 from .._kinds._fields import annotation_of, declared_child, declared_inside
 from .._kinds._kinds import Kind, Parameter, Rng
 from .._kinds._spec import NOTHING, Spec
 from ._base import BaseModule, is_eqx_module, is_module
+
+
+class AxesAbove(NamedTuple):
+    """An `es.Axes` on a field further up, or several, for the members of a union."""
+
+    axes: tuple[Axes, ...]
+    field: str  # `Block.up`
+    depth: int  # how many keys further up
 
 
 class Context(NamedTuple):
@@ -26,6 +35,7 @@ class Context(NamedTuple):
     frozen: bool = False  # the flag of the nearest `es.Module`
     owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
     field: str = ""  # the field of the nearest module that leads here
+    axes: tuple[AxesAbove, ...] = ()  # the outermost first
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""
@@ -33,7 +43,12 @@ class Context(NamedTuple):
             is_es = is_module(node)
             frozen = node.frozen if is_es else self.frozen
             return self.field_of(type(node), frozen, key.name)
-        return self.declare(declared_child(self.spec, node, key))
+        return self.below(declared_child(self.spec, node, key))
+
+    def below(self, spec: Spec) -> "Context":
+        """The context one key further down, where `spec` is declared."""
+        here = self._replace(axes=self._axes_below()) if self.axes else self
+        return here.declare(spec)
 
     def field_of(self, cls: type, frozen: bool, name: str) -> "Context":
         """The context of a field of a module of this class."""
@@ -41,24 +56,31 @@ class Context(NamedTuple):
         spec = specs.get(name, NOTHING)
         around = self if below is NOTHING else self.declare(below)
         owners = (*self.owners, cls)
-        context = Context(
-            spec, around.kind, around.covering, False, frozen, owners, name
-        )
-        return context.declare(spec)
+        kinds = around.kind, around.covering, False
+        axes = self._axes_below()
+        return Context(spec, *kinds, frozen, owners, name, axes).declare(spec)
+
+    def _axes_below(self) -> tuple[AxesAbove, ...]:
+        return tuple(above._replace(depth=above.depth + 1) for above in self.axes)
 
     def declare(self, spec: Spec) -> "Context":
         """The context after one more declaration."""
         if spec is NOTHING and self.spec is NOTHING:
             return self
+        axes = self.axes
+        if spec.axes:
+            owner = "" if self.owner is None else f"{self.owner.__qualname__}."
+            axes = (*axes, AxesAbove(spec.axes, f"{owner}{self.field}", 0))
         if spec.kind is None:
             unresolved = self.unresolved or spec.unresolved
-            return self._replace(spec=spec, unresolved=unresolved)
+            return self._replace(spec=spec, unresolved=unresolved, axes=axes)
         covering = spec.kind if spec.kind.covering else None
         return self._replace(
             spec=spec,
             kind=spec.kind,
             covering=self.covering or covering,
             unresolved=False,
+            axes=axes,
         )
 
     @property

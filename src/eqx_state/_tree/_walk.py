@@ -137,9 +137,9 @@ class _Walk:
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
         spec = context.spec
-        each = None if spec.items else context.declare(spec.element(node, None))
+        each = None if spec.items else context.below(spec.element(node, None))
         for i, child in enumerate(node):
-            below = context.declare(spec.element(node, i)) if each is None else each
+            below = context.below(spec.element(node, i)) if each is None else each
             self.step_of(child)(child, (*path, jtu.SequenceKey(i)), below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:

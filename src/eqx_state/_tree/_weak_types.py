@@ -35,7 +35,7 @@ def strengthen(value: Any, spec: Spec) -> Any:
 
 def _inner(spec: Spec, node: Any, key: Any) -> Spec:
     inner = declared_child(spec, node, key)
-    return Spec(kind=spec.kind) if inner == NOTHING else inner
+    return inner if inner.kind else inner._replace(kind=spec.kind)
 
 
 def strengthen_field(cls: type, name: str, value: Any) -> Any:

@@ -1,0 +1,415 @@
+"""The names of axes: where they are read, and what fits which array."""
+
+import sys
+import textwrap
+import types
+import typing
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jaxtyping import Array, Float, Int, Key
+
+import eqx_state as es
+
+
+T = TypeVar("T")
+
+
+def names_of_field(annotation: Any, value: Any, base: type = es.Module) -> Any:
+    cls = types.new_class(
+        "Holder",
+        (base,),
+        {},
+        lambda body: body.update(
+            __annotations__={"x": annotation}, __module__=__name__
+        ),
+    )
+    return es.axis_names(cls(value)).x
+
+
+def linear(key: int = 0) -> eqx.nn.Linear:
+    return eqx.nn.Linear(2, 3, key=jr.key(key))
+
+
+# --- The text of an annotation --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "names"),
+    [
+        ("mlp embed", (3, 2), ("mlp", "embed")),
+        (" embed", (2,), ("embed",)),
+        ("", (), ()),
+        ("#mlp ?embed", (3, 2), ("mlp", "embed")),
+        # Sizes and expressions are not names.
+        ("mlp 2", (3, 2), ("mlp", None)),
+        ("rows=3 embed", (3, 2), (None, "embed")),
+        ("#3 _ _last", (3, 2, 2), (None, None, None)),
+        ("n n+1 {self.size} min(n,m)", (1, 2, 3, 1), ("n", None, None, None)),
+        # Any number of axes.
+        ("...", (3, 2), (None, None)),
+        ("...", (), ()),
+        ("*batch embed", (4, 3, 2), (None, None, "embed")),
+        ("*batch embed", (2,), ("embed",)),
+        ("a *_ b", (4, 3, 2), ("a", None, "b")),
+        ("a *#rest", (4, 3, 2), ("a", None, None)),
+        ("a ... b", (4, 2), ("a", "b")),
+        # A stack has more axes in front.
+        ("mlp embed", (4, 3, 2), (None, "mlp", "embed")),
+        ("", (5, 4), (None, None)),
+        ("_ 3 mlp", (1, 2, 3, 4, 5), (None, None, None, None, "mlp")),
+    ],
+)
+@pytest.mark.parametrize("in_axes", [False, True], ids=["annotation", "Axes"])
+def test_names_that_fit_an_array(text, shape, names, in_axes):
+    value = jnp.zeros(shape)
+    if in_axes:
+        annotation = Annotated[dict[str, Array], es.Axes(**{"['w']": text})]
+        assert names_of_field(annotation, {"w": value}) == {"w": names}
+    else:
+        assert names_of_field(Float[Array, text], value) == names
+
+
+# --- Where a name may be written ------------------------------------------------------
+
+AB = Float[Array, "a b"]
+Weights = typing.NewType("Weights", AB)  # pyright: ignore[reportArgumentType]
+# As text: each is tried as it is, and as `from __future__ import annotations` does.
+FORMS = [
+    "AB",
+    "Float[Array, 'a b']",
+    "es.Parameter[AB]",
+    "es.Buffer[es.Parameter[AB]]",
+    "Annotated[AB, es.Parameter]",
+    "Annotated[AB, 'some text']",
+    "AB | None",
+    "es.Parameter[AB | None]",
+    "es.Parameter[AB] | None",
+    "typing.Optional[AB]",
+    "Float[Array | np.ndarray, 'a b']",
+    "Float[Float[Array, 'b'], 'a']",
+    "Float[Any, 'a b']",
+    "AB | Float[Array, 'a']",
+    "Float[Array, 'c'] | AB",
+    "Weights",
+]
+
+
+@pytest.mark.parametrize("annotation", FORMS)
+@pytest.mark.parametrize("as_text", [False, True], ids=["value", "text"])
+def test_forms_of_an_annotation(annotation, as_text):
+    annotation = annotation if as_text else eval(annotation)
+    for base in es.Module, eqx.Module:
+        assert names_of_field(annotation, jnp.zeros((3, 2)), base) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        "dict[str, list[AB]]",
+        "es.Parameter[dict[str, list[AB]]]",
+        "dict[str, list[es.Parameter[AB]] | None]",
+        "typing.Mapping[str, typing.Sequence[AB]]",
+        "dict[str, tuple[AB, ...]]",
+        """Annotated[dict[str, list], es.Axes(**{"['w'][0]": "a b"})]""",
+        """dict[str, Annotated[list, es.Axes(**{"[0]": "a b"})]]""",
+        """dict[str, list[Annotated[Array, es.Axes(**{"": "a b"})]]]""",
+    ],
+)
+def test_names_in_containers(annotation):
+    container = tuple if "tuple" in annotation else list
+    value = {"w": container([jnp.zeros((3, 2))])}
+    names = names_of_field(eval(annotation), value)
+    assert names == {"w": container([("a", "b")])}
+
+
+def test_elements_of_a_tuple_have_names_of_their_own():
+    value = jnp.zeros((3, 2)), jnp.zeros(3), jnp.zeros(3)
+    annotation = tuple[AB, Float[Array, " c"], Array]
+    assert names_of_field(annotation, value) == (("a", "b"), ("c",), (None,))
+
+
+def test_names_come_through_type_variables():
+    class Box(eqx.Module, Generic[T]):
+        content: T
+
+    class Holder(es.Module):
+        plain: Box[AB]
+        layer: Box[Annotated[eqx.nn.Linear, es.Axes(weight="a b")]]
+
+    class Child(Box[AB]):
+        pass
+
+    names = es.axis_names(Holder(Box(jnp.zeros((3, 2))), Box(linear())))
+    assert names.plain.content == ("a", "b")
+    assert names.layer.content.weight == ("a", "b")
+    assert es.axis_names(Child(jnp.zeros((3, 2)))).content == ("a", "b")
+
+
+def test_names_in_records():
+    class Pair(NamedTuple):
+        weight: AB
+        layer: Annotated[eqx.nn.Linear, es.Axes(weight="c d")]
+
+    names = es.axis_names([Pair(jnp.zeros((3, 2)), linear())])
+    assert names[0].weight == ("a", "b")
+    assert names[0].layer.weight == ("c", "d")
+
+
+def test_annotations_that_are_text(monkeypatch):
+    module = types.ModuleType("named_axes")
+    monkeypatch.setitem(sys.modules, "named_axes", module)
+    source = """
+        from __future__ import annotations
+        import equinox as eqx, eqx_state as es
+        from jaxtyping import Array, Float
+        from typing import Annotated
+
+        class Net(es.Module):
+            w: es.Parameter[Float[Array, "a b"]]
+            up: Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
+    """
+    exec(textwrap.dedent(source), module.__dict__)
+    names = es.axis_names(module.Net(jnp.zeros((3, 2)), linear()))
+    assert (names.w, names.up.weight) == (("a", "b"), ("mlp", "embed"))
+
+
+def test_a_subclass_that_annotates_anew_replaces_the_names():
+    class Net(es.Module):
+        w: es.Parameter[AB]
+        v: es.Parameter[AB]
+
+    class Other(Net):
+        w: es.Parameter[Float[Array, "c d"]]
+        v: es.Parameter
+
+    names = es.axis_names(Other(jnp.zeros((3, 2)), jnp.zeros((3, 2))))
+    assert (names.w, names.v) == (("c", "d"), (None, None))
+
+
+# --- Trees ----------------------------------------------------------------------------
+
+
+def test_every_array_has_a_tuple_and_everything_else_none():
+    class Net(es.Module):
+        layer: eqx.nn.MLP
+        key: Key[Array, " keys"]
+        table: Int[np.ndarray, "n"]  # noqa: F821 (an axis)
+        name: str
+        size: int = eqx.field(static=True)
+
+    layer = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
+    net = Net(layer, jr.split(jr.key(0)), np.zeros(3, "i4"), "net", 1)
+    names = es.axis_names((net, [1.0, jnp.zeros(2)]))
+    assert names[0].layer.layers[0].weight == (None, None)
+    assert names[0].layer.activation is None
+    assert (names[0].key, names[0].table) == (("keys",), ("n",))
+    assert (names[0].name, names[0].size) == (None, 1)
+    assert names[1] == [None, (None,)]
+
+
+@pytest.mark.parametrize("tree", [(), [], {}, None, [None]], ids=repr)
+def test_trees_without_arrays(tree):
+    assert es.axis_names(tree) == tree
+
+
+class Net(es.Module):
+    w: es.Parameter[Float[Array, "mlp embed"]]
+    up: Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed", bias="mlp")]
+    state: es.State[Float[Array, " mlp"]]
+    plain: eqx.nn.Linear
+
+
+def net(key: int = 0) -> Net:
+    return Net(jnp.ones((3, 2)), linear(key), jnp.ones(3), linear(key))
+
+
+EXPECTED = {
+    "w": ("mlp", "embed"),
+    "up.weight": ("mlp", "embed"),
+    "up.bias": ("mlp",),
+    "state": ("mlp",),
+    "plain.weight": (None, None),
+    "plain.bias": (None,),
+}
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    names = jax.tree.structure(tree).flatten_up_to(es.axis_names(tree))
+    return {p.name: n for p, n in zip(es.parts(tree), names, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.eval(),
+        lambda net: net.freeze(),
+        lambda net: jax.eval_shape(lambda: net),
+        lambda net: jax.tree.map(np.asarray, net),
+        lambda net: jax.tree.map(lambda x: x[:0], net),
+    ],
+    ids=["eval", "frozen", "shapes", "NumPy", "empty"],
+)
+def test_names_do_not_depend_on_modes_and_values(change):
+    assert by_name(change(net())) == EXPECTED
+
+
+def test_names_of_what_a_filter_has_left():
+    params = es.filter(net(), es.path_matches("*weight"))
+    weights = {k: v for k, v in EXPECTED.items() if k.endswith("weight")}
+    assert by_name(params) == weights
+    assert by_name(es.filter(net(), es.Rng)) == {}
+    assert by_name(es.filter(net(), es.Parameter).replace(up=None)) == {
+        name: EXPECTED[name] for name in ("w", "plain.weight", "plain.bias")
+    }
+
+
+def test_a_layer_without_a_bias_has_a_hole_there():
+    layer = eqx.nn.Linear(2, 3, use_bias=False, key=jr.key(0))
+    assert es.axis_names(net().replace(up=layer)).up.weight == ("mlp", "embed")
+
+
+def test_names_in_a_transform():
+    def check(model):
+        assert by_name(model) == EXPECTED
+        model.state = model.state + 1.0
+        assert by_name(model) == EXPECTED
+        return es.axis_names(model).w
+
+    assert es.jit(es.mutable(check))(net())[0] == ("mlp", "embed")
+
+
+def test_a_stack_has_no_names_in_front():
+    stack = eqx.filter_vmap(lambda key: net())(jnp.zeros(4))
+    assert by_name(stack) == {k: (None, *v) for k, v in EXPECTED.items()}
+
+    def lane(model, x):
+        assert by_name(model) == EXPECTED
+        return x
+
+    es.vmap(lane, in_axes=({...: 0}, 0))(stack, jnp.zeros(4))
+
+
+# --- The outer declaration wins -------------------------------------------------------
+
+
+def test_the_outer_declaration_wins():
+    class Outer(es.Module):
+        net: Annotated[Net, es.Axes(**{"w": "x y", "up.weight": "x y"})]
+
+    class Outest(es.Module):
+        outers: Annotated[list[Outer], es.Axes(**{"[1].net.w": "z z"})]
+
+    tree = Outest([Outer(net()), Outer(net())])
+    renamed = EXPECTED | {"w": ("x", "y"), "up.weight": ("x", "y")}
+    first = {f"outers[0].net.{k}": v for k, v in renamed.items()}
+    renamed["w"] = ("z", "z")
+    second = {f"outers[1].net.{k}": v for k, v in renamed.items()}
+    assert by_name(tree) == first | second
+
+
+def test_of_two_declarations_in_one_annotation_the_outer_wins():
+    inner = Annotated[eqx.nn.Linear, es.Axes(weight="a b", bias="a")]
+    both = Annotated[inner, es.Axes(weight="c d")]
+    names = names_of_field(es.Buffer[both], linear())
+    assert (names.weight, names.bias) == (("c", "d"), ("a",))
+    inside = Annotated[AB, es.Axes(**{"": "c d"})]
+    assert names_of_field(inside, jnp.zeros((3, 2))) == ("c", "d")
+
+
+def test_of_a_union_the_declaration_that_fits_counts():
+    norm = Annotated[eqx.nn.LayerNorm, es.Axes(weight="embed", bias="embed")]
+    conv = Annotated[eqx.nn.Conv2d, es.Axes(weight="out in 3 3")]
+    layer = Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
+    annotation = norm | layer | conv | None
+    assert names_of_field(annotation, eqx.nn.LayerNorm(3)).weight == ("embed",)
+    assert names_of_field(annotation, linear()).weight == ("mlp", "embed")
+    assert names_of_field(annotation, None) is None
+    with pytest.raises(ValueError, match=r"there is no `weight` below"):
+        names_of_field(layer | norm, eqx.nn.Identity())
+
+
+# --- Names that do not fit ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("mlp embed", (3,)), ("a ... b", (2,)), ("embed", ())]
+)
+def test_more_names_than_axes_are_an_error(text, shape):
+    class Net(es.Module):
+        w: es.Parameter[Float[Array, text]]
+
+    with pytest.raises(ValueError, match=r"Net.w` is annotated with more axes") as info:
+        es.axis_names({"nets": [Net(jnp.zeros(shape))]})
+    assert f"`{text}` at `['nets'][0].w`, and the array has shape {shape}" in str(
+        info.value
+    )
+
+
+def test_more_names_than_axes_in_axes_name_the_field_that_declares_them():
+    with pytest.raises(
+        ValueError, match=r"`Net.up` .*: `mlp` at `up.bias`.*shape \(\)"
+    ):
+        es.axis_names(eqx.tree_at(lambda m: m.up.bias, net(), jnp.ones(())))
+
+
+@pytest.mark.parametrize(
+    ("value", "there"),
+    [
+        (eqx.nn.Conv1d(2, 3, 1, use_bias=False, key=jr.key(0)), "There are `weight`."),
+        (eqx.nn.Identity(), "below it.  A path"),
+        ([linear()], "There are `[0].weight`, `[0].bias`."),
+        (jnp.zeros(3), "There are ``."),
+    ],
+    ids=["other", "nothing", "list", "array"],
+)
+def test_a_path_that_is_not_there_is_an_error(value, there):
+    class Net(es.Module):
+        up: Annotated[Any, es.Axes(scale="mlp embed")]
+
+    with pytest.raises(ValueError, match=r"Net.up` declares") as info:
+        es.axis_names([Net(value)])
+    message = str(info.value)
+    assert (
+        "`es.Axes(scale='mlp embed')`, at `[0].up`, and there is no `scale`" in message
+    )
+    assert there in message
+
+
+def test_a_path_to_a_module_is_not_one_to_an_array():
+    class Net(es.Module):
+        up: Annotated[eqx.nn.MLP, es.Axes(layers="mlp embed")]
+
+    with pytest.raises(ValueError, match=r"there is no `layers` below it. There are"):
+        es.axis_names(Net(eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))))
+
+
+# --- Optimizers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "opt", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)], ids=["adam", "sgd"]
+)
+def test_moments_have_the_names_of_their_parameters(opt):
+    optimizer = es.Optimizer(opt).init(net())
+    names = by_name((net(), optimizer))
+    params = [n for n in EXPECTED if n != "state"]
+    moments = {k: v for k, v in names.items() if "opt_state" in k and v != ()}
+    assert len(moments) == len(params) * (2 if len(moments) > 5 else 1)
+    for name, value in moments.items():
+        assert value == next(EXPECTED[p] for p in params if name.endswith(f".{p}"))
+
+
+def test_an_optimizer_of_some_parameters():
+    wrt = es.all_of(es.trainable, es.path_matches("*.weight"))
+    tx = optax.masked(
+        optax.adam(0.1), lambda tree: es.mask(tree, es.under(lambda m: m.up))
+    )
+    optimizer = es.Optimizer(tx, wrt=wrt).init(net())
+    assert set(by_name(optimizer).values()) == {(), ("mlp", "embed")}
