@@ -219,7 +219,7 @@ def garbage_set_aside() -> Iterator[None]:
 
 
 def opcodes(hlo: str) -> Counter[str]:
-    """How often each instruction is in an optimised program, over all computations."""
+    """How often each instruction is in an optimized program, over all computations."""
     indented = (line for line in hlo.splitlines() if line.startswith("  "))
     lines = (line for line in indented if " = " in line)
     # The opcode follows the type; that of a tuple has parentheses of its own.

@@ -2,7 +2,7 @@
 
 A training step of 12, 24 and 48 layers: `es.scan` over the stacked layers, the same by
 hand with `jax.lax.scan`, and a Python loop over the layers. Counted are the equations
-of the jaxpr and the instructions of the optimised HLO. Times are medians, for which the
+of the jaxpr and the instructions of the optimized HLO. Times are medians, for which the
 three take turns: CPU seconds of tracing with lowering, and of compiling; of a step only
 its duration relative to that with `jax.lax.scan` in the same round.
 """

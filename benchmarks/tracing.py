@@ -10,7 +10,7 @@ before above all, is set aside from the garbage collector. Ratios are medians ov
 rounds. Growth is the exponent of a log-log fit from 50 blocks on.
 
 The programs are compared at the smallest depth: the loss over three steps, and how
-often each instruction is in the optimised HLO, of training and of evaluation.
+often each instruction is in the optimized HLO, of training and of evaluation.
 """
 
 import statistics

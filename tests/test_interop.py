@@ -210,7 +210,7 @@ def test_inside_equinoxs_sequential():
     assert [n.item() for n in jax.tree.leaves(state) if n.dtype == jnp.int32] == [2]
 
 
-def test_serialisation_and_substates(tmp_path):
+def test_serialization_and_substates(tmp_path):
     layer, state = es.to_equinox(es.nn.BatchNorm(3))
     _, state = layer(data(0), state)
     eqx.tree_serialise_leaves(tmp_path / "x.eqx", (layer, state))

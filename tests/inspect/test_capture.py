@@ -368,7 +368,7 @@ def test_kinds_are_those_that_may_be_written():
     assert new.weight == sown["weight"] == 2
 
 
-def test_initialising_sows_nothing():
+def test_initializing_sows_nothing():
     class Lazy(es.Module):
         weight: es.Parameter = es.Initializer(lambda key: jr.normal(key, (3,)))
 

@@ -99,7 +99,7 @@ def test_a_small_model_with_inputs():
     assert es.tabulate(net, jnp.ones(2)) == CALLED
 
 
-def test_nothing_is_cut_or_coloured(monkeypatch):
+def test_nothing_is_cut_or_colored(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     long = {"a" * 300: linear(), "[red]b[/]": linear()}
@@ -341,7 +341,7 @@ class Lazy(es.Module):
         return self.layer(self.weight * x)
 
 
-def test_what_is_not_initialised_says_so():
+def test_what_is_not_initialized_says_so():
     rows = cells(es.tabulate(Lazy()))
     assert rows["path"][1:] == ["Parameter", "State", "no kind"]
     assert rows[""][1] == "weight: not initialized"

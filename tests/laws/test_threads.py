@@ -264,7 +264,7 @@ def read_shared(seed, **_):
     return out, new, SHARED.filter(es.BatchStat), SHARED.update(new.filter(es.State))
 
 
-def initialise(seed, **_):
+def initialize(seed, **_):
     class Lazy(es.Module):
         linear: eqx.nn.Linear = es.lazy(eqx.nn.Linear, 2, 3)
         cells: list[Block] = eqx.field(default_factory=lambda: [es.lazy(Block)])
@@ -287,7 +287,7 @@ JOBS = [
     names,
     files,
     read_shared,
-    initialise,
+    initialize,
 ]
 SEEDS = 4
 

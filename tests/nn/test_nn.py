@@ -246,12 +246,12 @@ def test_a_large_mean_does_not_spoil_the_variance():
 
 
 def exactly(x, eps=1e-5):
-    """The normalised input, computed in float64."""
+    """The normalized input, computed in float64."""
     x = np.asarray(x, np.float64)
     return (x - x.mean(0)) / np.sqrt(x.var(0) + eps)
 
 
-NORMALISED = {
+NORMALIZED = {
     "whole": lambda x: run(es.nn.BatchNorm(x.shape[1]), x)[0],
     "each": lambda x: each(es.nn.BatchNorm(x.shape[1], "batch"), x)[0],
     "masked": lambda x: run(es.nn.BatchNorm(x.shape[1]), x, mask=True)[0],
@@ -262,21 +262,21 @@ NORMALISED = {
 }
 
 
-@pytest.mark.parametrize("way", NORMALISED)
+@pytest.mark.parametrize("way", NORMALIZED)
 @pytest.mark.parametrize("size", [32, 33, 100, 1000])
 def test_a_constant_channel_is_mapped_to_0(way, size):
     # The mean of equal numbers need not be that number: it is rounded on the way.
     values = jnp.array([255.0, 1e4, 1e4 / 3, 12345.678, -1e6 / 7])
-    y = NORMALISED[way](jnp.tile(values, (size, 1)))
+    y = NORMALIZED[way](jnp.tile(values, (size, 1)))
     assert jnp.abs(y).max() < 1e-5
 
 
-@pytest.mark.parametrize("way", NORMALISED)
+@pytest.mark.parametrize("way", NORMALIZED)
 def test_small_differences_of_large_numbers_are_kept(way):
     thirds = jnp.arange(32.0)[:, None] % 3
-    assert np.abs(NORMALISED[way](1e4 + thirds) - exactly(1e4 + thirds)).max() < 5e-7
+    assert np.abs(NORMALIZED[way](1e4 + thirds) - exactly(1e4 + thirds)).max() < 5e-7
     x = data(100, 3) + jnp.array([[1e5, -1e4 / 3, 0.0]])
-    assert np.abs(NORMALISED[way](x) - exactly(x)).max() < 2e-6
+    assert np.abs(NORMALIZED[way](x) - exactly(x)).max() < 2e-6
 
 
 def test_a_constant_channel_has_the_gradient_of_one():
@@ -360,7 +360,7 @@ def test_a_mask_leaves_padding_out(way, value):
     order = jnp.argsort(jr.permutation(jr.key(5), 13))[:8]
     assert_close(y[order], expected)
     assert_close((masked.mean, masked.var), (new.mean, new.var))
-    # The padding is normalised like the rest.
+    # The padding is normalized like the rest.
     where = ~mask & jnp.isfinite(y[:, 0])
     like_rest = by_first_two(norm, filled[where], x)
     assert_close(y[where], like_rest, 1e-4)

@@ -1,6 +1,6 @@
 """`es.nn.BatchNorm` over 50 training steps, against four other libraries' words.
 
-All agree on the output in train mode, normalised by the mean and the biased variance of
+All agree on the output in train mode, normalized by the mean and the biased variance of
 the batch. They differ in what they keep, and in eval mode:
 
 - `es` and Flax: `kept = momentum * kept + (1 - momentum) * batch`, from 0 and 1.
@@ -9,7 +9,7 @@ the batch. They differ in what they keep, and in eval mode:
 - Equinox, `mode="batch"`: keeps the same, and divides both by `1 - momentum**steps` in
   eval mode.
 - Equinox, `mode="ema"`: the first batch takes the place of 0 and 1; and in train mode,
-  too, the running averages normalise, those after the update.
+  too, the running averages normalize, those after the update.
 """
 
 import equinox as eqx

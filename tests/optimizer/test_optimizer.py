@@ -385,7 +385,7 @@ def test_labels_of_multi_transform_come_from_spec(net, x):
     assert (new.b == 0.0).all()
 
 
-def _labelled(model):
+def _labeled(model):
     labels = es.spec(model, {es.Parameter: "train"}, default="rest")
     transforms = {"train": optax.sgd(0.5), "rest": optax.set_to_zero()}
     return es.Optimizer(optax.multi_transform(transforms, lambda _: labels))
@@ -399,14 +399,14 @@ def _labelled(model):
 def test_labels_fit_a_model_in_any_mode(net, x, change):
     model = change(net)
     grads = jax.tree.map(jnp.ones_like, es.filter(model, es.trainable))
-    new, _ = _labelled(model).init(model).update(grads, model)
+    new, _ = _labeled(model).init(model).update(grads, model)
     assert jnp.allclose(new.first.weight, model.first.weight - 0.5)
 
 
 @pytest.mark.parametrize("mode", [es.train, es.eval])
 def test_labels_go_on_fitting_when_the_mode_changes(net, mode):
     grads = jax.tree.map(jnp.ones_like, es.filter(net, es.trainable))
-    new, _ = _labelled(net).init(net).update(grads, mode(net))
+    new, _ = _labeled(net).init(net).update(grads, mode(net))
     assert jnp.allclose(new.first.weight, net.first.weight - 0.5)
 
 
@@ -842,7 +842,7 @@ def test_weak_types_and_numbers_in_the_state_are_made_strong():
 
 
 @standard
-def test_serialising_its_leaves_is_enough(net, x, tmp_path):
+def test_serializing_its_leaves_is_enough(net, x, tmp_path):
     optimizer = es.Optimizer(optax.adamw(0.1)).init(net)
     model, grads = gradients(net, x)
     model, optimizer = optimizer.update(grads, model)
@@ -862,15 +862,15 @@ def test_serialising_its_leaves_is_enough(net, x, tmp_path):
 def test_a_call_changes_neither_optimizer_nor_model(net, x):
     optimizer = es.Optimizer(optax.adam(0.1))
     before = jtu.tree_leaves(optimizer), jtu.tree_structure(optimizer)
-    initialised = optimizer.init(net)
+    initialized = optimizer.init(net)
     assert before == (jtu.tree_leaves(optimizer), jtu.tree_structure(optimizer))
 
-    tree = (initialised, net)
+    tree = (initialized, net)
     leaves, treedef = jtu.tree_flatten(tree)
     _, grads = gradients(net, x)
-    initialised.update(grads, net)
+    initialized.update(grads, net)
     with pytest.raises(ValueError, match="second"):
-        initialised.update(eqx.tree_at(lambda m: m.second, grads, None), net)
+        initialized.update(eqx.tree_at(lambda m: m.second, grads, None), net)
     after, treedef_after = jtu.tree_flatten(tree)
     assert all(a is b for a, b in zip(leaves, after, strict=True))
     assert treedef == treedef_after

@@ -232,23 +232,23 @@ def shared_layers():
 
 @program
 def files():
-    def serialise(tree, **kwargs):
+    def serialize(tree, **kwargs):
         file = io.BytesIO()
         eqx.tree_serialise_leaves(file, tree, **kwargs)
         return file
 
-    def deserialise(file, like):
+    def deserialize(file, like):
         file.seek(0)
         return eqx.tree_deserialise_leaves(file, like)
 
     model = make_model()
-    file = serialise(model)
+    file = serialize(model)
     print(hashlib.sha256(file.getvalue()).hexdigest())
-    look(deserialise(file, eqx.filter_eval_shape(make_model)))
+    look(deserialize(file, eqx.filter_eval_shape(make_model)))
     wider = eqx.nn.MLP(2, 2, 5, 1, key=jr.key(0))
-    attempt(deserialise, file, Model(wider, 1.0))
-    attempt(deserialise, file, eqx.tree_at(lambda m: m.scale, model, 1))
-    serialise(model, filter_spec=lambda f, x: None)
+    attempt(deserialize, file, Model(wider, 1.0))
+    attempt(deserialize, file, eqx.tree_at(lambda m: m.scale, model, 1))
+    serialize(model, filter_spec=lambda f, x: None)
     look(pickle.loads(pickle.dumps(model.mlp.layers)))
     look(copy.deepcopy(model))
     look(copy.copy(model))
@@ -275,21 +275,21 @@ def surgery():
 
 @program
 def enumerations():
-    class Colour(eqx.Enumeration):
+    class Color(eqx.Enumeration):
         red = "it is red"
         blue = "it is blue"
 
-    class Shade(Colour):
+    class Shade(Color):
         dark = "it is dark"
 
-    look(Colour.red)
-    look({"shade": Shade.promote(Colour.blue)})
-    print(Colour[Colour.blue], len(Shade), Shade.dark == Shade.promote(Colour.red))
-    print(Colour.where(jnp.array(True), Colour.red, Colour.blue))
-    print(eqx.filter_jit(lambda x: x == Colour.red)(Colour.red))
-    attempt(lambda: Colour.red == Shade.dark)
-    attempt(lambda: Colour.green)
-    attempt(Colour.promote, Shade.dark)
+    look(Color.red)
+    look({"shade": Shade.promote(Color.blue)})
+    print(Color[Color.blue], len(Shade), Shade.dark == Shade.promote(Color.red))
+    print(Color.where(jnp.array(True), Color.red, Color.blue))
+    print(eqx.filter_jit(lambda x: x == Color.red)(Color.red))
+    attempt(lambda: Color.red == Shade.dark)
+    attempt(lambda: Color.green)
+    attempt(Color.promote, Shade.dark)
 
 
 @program
@@ -480,7 +480,7 @@ def warnings_of_classes():
 
 
 @program
-def optimisers():
+def optimizers():
     model, tx = make_model(), optax.adam(0.1)
     params = eqx.filter(model, eqx.is_inexact_array)
     state = tx.init(params)

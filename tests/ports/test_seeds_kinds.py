@@ -1,4 +1,4 @@
-"""Seed 001 (Treex): declaring kinds, initialising, selecting. The programs are in
+"""Seed 001 (Treex): declaring kinds, initializing, selecting. The programs are in
 `test_seeds_treex.py`. A test is named after its row in PEERS.md.
 """
 
@@ -198,7 +198,7 @@ def test_S1_a_kind_hidden_behind_cast_is_still_a_kind():
     assert part.kind is Cache
 
 
-# --- D, E, F: initialising and selecting --------------------------------------------
+# --- D, E, F: initializing and selecting --------------------------------------------
 
 
 @pytest.mark.parametrize("key", [42, jr.key(42), jr.PRNGKey(42)], ids=str)

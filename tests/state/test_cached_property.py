@@ -211,7 +211,7 @@ def test_a_module_of_equinox_in_the_model(is_read, way):
     assert (es.mutable(new)(X)[0] == 4 * X).all()
 
 
-def test_a_module_of_equinox_that_is_read_while_the_model_is_initialised():
+def test_a_module_of_equinox_that_is_read_while_the_model_is_initialized():
     class Model(es.Module):
         plain: Plain
         w: es.Parameter = None

@@ -198,10 +198,10 @@ def test_lazy_in_lazy():
     assert (a.weight != b.weight).any()
 
 
-# --- Partially initialised, twice ---------------------------------------------------
+# --- Partially initialized, twice ---------------------------------------------------
 
 
-def test_what_is_initialised_keeps_its_value():
+def test_what_is_initialized_keeps_its_value():
     model = Net().replace(a=Lazy().init(0))
     assert not model.initialized
     new = model.init(5)
@@ -330,7 +330,7 @@ def test_under_vmap(vmap):
     [es.jit, es.checkpoint, es.vmap],
     ids=["jit", "checkpoint", "vmap"],
 )
-def test_what_is_not_initialised_has_its_name_in_the_model(transform):
+def test_what_is_not_initialized_has_its_name_in_the_model(transform):
     nets = {"encoder": Net().eval()}
     with pytest.raises(es.NotInitializedError, match="initialized: `a.w` is"):
         transform(lambda x, nets: nets["encoder"](x))(jnp.ones((4, 3)), nets)
@@ -338,6 +338,6 @@ def test_what_is_not_initialised_has_its_name_in_the_model(transform):
         transform(es.checkpoint(nets["encoder"]))(jnp.ones((4, 3)))
 
 
-def test_what_is_not_initialised_in_a_program_has_no_name():
+def test_what_is_not_initialized_in_a_program_has_no_name():
     with pytest.raises(es.NotInitializedError, match="a placeholder for a value"):
         es.jit(lambda x: Net().eval()(x))(jnp.ones(3))

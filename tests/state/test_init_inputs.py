@@ -261,7 +261,7 @@ through = pytest.mark.parametrize(
 
 
 @through
-def test_a_module_made_in_the_forward_pass_is_initialised(transform):
+def test_a_module_made_in_the_forward_pass_is_initialized(transform):
     class Outer(es.Module):
         inner: Dense | None = None
         layer: eqx.nn.Linear | None = None

@@ -147,7 +147,7 @@ def test_a_layer_that_takes_its_shapes_from_an_input():
     [es.vmap, es.checkpoint, es.jit, lambda f: lambda x: es.cond(True, f, f, x)],
     ids=["vmap", "checkpoint", "jit", "cond"],
 )
-def test_a_function_initialises_what_it_closes_over(transform):
+def test_a_function_initializes_what_it_closes_over(transform):
     class Net(es.Module):
         linear: eqx.nn.Linear
 

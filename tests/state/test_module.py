@@ -30,9 +30,9 @@ class Norm(es.Module):
     count: es.State = 0
 
     def __call__(self, x):
-        return self.centre(x)
+        return self.center(x)
 
-    def centre(self, x):
+    def center(self, x):
         return self.scale * (x - self.mean)
 
 
@@ -176,7 +176,7 @@ def test_equality_hashing_and_weak_references():
     assert weakref.ref(small)() is small
 
 
-def test_serialisation(tmp_path):
+def test_serialization(tmp_path):
     model = make_model()
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", es.eval(model))
     like = es.map(jnp.zeros_like, model)
@@ -321,8 +321,8 @@ def test_a_property_may_take_the_place_of_a_field():
 
 def test_bound_methods_are_pytrees():
     norm = make_norm()
-    assert same(jax.tree.leaves(norm.centre), jax.tree.leaves(norm))
-    assert jnp.array_equal(eqx.filter_jit(norm.centre)(ONE), norm(ONE))
+    assert same(jax.tree.leaves(norm.center), jax.tree.leaves(norm))
+    assert jnp.array_equal(eqx.filter_jit(norm.center)(ONE), norm(ONE))
 
 
 def test_generics_and_mixins():

@@ -23,7 +23,7 @@ ADAM = optax.adam(1e-2)
 class Net(es.Module):
     """Of one example under `es.vmap`, or of the whole batch.
 
-    The first layer has no bias: batch normalisation takes it out again, and adam would
+    The first layer has no bias: batch normalization takes it out again, and adam would
     make steps of the rounding errors that its gradient consists of.
     """
 

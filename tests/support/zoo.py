@@ -31,7 +31,7 @@ def dropped(x: Any, key: Any, p: float) -> Any:
     return jnp.where(jr.bernoulli(key, 1 - p, x.shape), x / (1 - p), jnp.zeros_like(x))
 
 
-def normalised(norm: Any, xs: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+def normalized(norm: Any, xs: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
     """A batch by the batch's own moments, and the layer with new running averages."""
     shape = [1 if i in axes else n for i, n in enumerate(xs.shape)]
     mean, var = jnp.mean(xs, axes), jnp.var(xs, axes)
@@ -98,7 +98,7 @@ class MLP(es.Module):
 
 
 class ConvNet(es.Module):
-    """Convolves and normalises one image at a time, under a named axis."""
+    """Convolves and normalizes one image at a time, under a named axis."""
 
     conv: eqx.nn.Conv2d
     norm: es.nn.BatchNorm
@@ -112,12 +112,12 @@ class ConvNet(es.Module):
 
     def by_hand(self, xs):
         xs = jnp.stack([self.conv(x) for x in xs])
-        y, norm = normalised(self.norm, xs, (0, 2, 3))
+        y, norm = normalized(self.norm, xs, (0, 2, 3))
         return y, self.replace(norm=norm)
 
 
 class BatchNet(es.Module):
-    """Normalises a whole batch."""
+    """Normalizes a whole batch."""
 
     dense: Dense
     norm: es.nn.BatchNorm
@@ -131,7 +131,7 @@ class BatchNet(es.Module):
 
     def by_hand(self, xs):
         xs = jnp.tanh(xs @ self.dense.weight.T + self.dense.bias[None])
-        y, norm = normalised(self.norm, xs, (0,))
+        y, norm = normalized(self.norm, xs, (0,))
         return y, self.replace(norm=norm)
 
 

@@ -1,4 +1,4 @@
-"""What branches may not do, and branches while a model is initialised."""
+"""What branches may not do, and branches while a model is initialized."""
 
 import dataclasses
 
@@ -140,7 +140,7 @@ def test_a_module_kept_from_a_branch(choose):
         kept[0](1.0)
 
 
-def test_a_model_that_is_not_initialised(choose):
+def test_a_model_that_is_not_initialized(choose):
     class Scale(es.Module):
         weight: es.Parameter = es.Initializer(jr.normal)
 
@@ -157,7 +157,7 @@ def test_a_model_that_is_not_initialised(choose):
             use(Scale())
 
 
-# --- While a model is initialised ---------------------------------------------------
+# --- While a model is initialized ---------------------------------------------------
 
 
 def test_what_init_draws_does_not_depend_on_the_branch(choose):

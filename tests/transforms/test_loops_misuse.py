@@ -1,4 +1,4 @@
-"""What loops refuse, and loops while a model is initialised."""
+"""What loops refuse, and loops while a model is initialized."""
 
 import dataclasses
 import functools as ft
@@ -112,7 +112,7 @@ def test_objects_kept_from_the_body_are_closed(loop):
         kept[0](1.0)
 
 
-# --- While a model is initialised ---------------------------------------------------
+# --- While a model is initialized ---------------------------------------------------
 
 
 class Lazy(es.Module):
@@ -152,7 +152,7 @@ def test_what_init_draws_does_not_depend_on_the_loop(forward, loop):
     assert eqx.tree_equal(ours, expected)
 
 
-def test_a_model_that_is_not_initialised(loop):
+def test_a_model_that_is_not_initialized(loop):
     class Scale(es.Module):
         weight: es.Parameter = es.Initializer(jr.normal)
 

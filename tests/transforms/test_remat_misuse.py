@@ -1,4 +1,4 @@
-"""`es.checkpoint` of what fails, and while a model is initialised."""
+"""`es.checkpoint` of what fails, and while a model is initialized."""
 
 import dataclasses
 import functools as ft
@@ -65,7 +65,7 @@ def test_a_module_kept_from_inside():
         kept[0](1.0)
 
 
-def test_a_model_that_is_not_initialised():
+def test_a_model_that_is_not_initialized():
     class Scale(es.Module):
         weight: es.Parameter = es.Initializer(jr.normal)
 

@@ -180,7 +180,7 @@ def test_a_write_to_the_carry_after_the_loop_is_not_lost_silently():
         es.mutable(f)(owner)
 
 
-def test_a_model_that_is_not_initialised():
+def test_a_model_that_is_not_initialized():
     class Lazy(es.Module):
         weight: es.Parameter
 

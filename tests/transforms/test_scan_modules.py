@@ -338,7 +338,7 @@ def test_a_closure_sees_the_module_passed_in_and_the_body_its_own():
     assert new.cell.mean == 71.0
 
 
-# --- While a model is initialised ---------------------------------------------------
+# --- While a model is initialized ---------------------------------------------------
 
 
 class Lazy(es.Module):

@@ -93,7 +93,7 @@ def dropout(x, lane_key):
     return jnp.where(mask, x / keep, jnp.zeros_like(x))
 
 
-def normalise(params, deviation, rest, var):
+def normalize(params, deviation, rest, var):
     scale = jax.lax.rsqrt(var + EPS) * params["scale"]
     return deviation * scale + (params["shift"] - rest * scale)
 
@@ -106,7 +106,7 @@ def lane(params, stats, keys, x):
     rest = jax.lax.stop_gradient(rest)
     var = square - jnp.minimum(jnp.square(rest), jax.lax.stop_gradient(square))
     new = {"mean": mean + rest, "var": var}
-    x = jax.nn.relu(normalise(params, x, rest, var))
+    x = jax.nn.relu(normalize(params, x, rest, var))
     x = params["w2"] @ dropout(x, keys["drop2"]) + params["b2"]
 
     def average(old, new):
@@ -160,7 +160,7 @@ def eval_step(params, stats, x, y):
 
 
 def opcodes(jitted, *args):
-    """How often each instruction is in the optimised program, over all computations.
+    """How often each instruction is in the optimized program, over all computations.
 
     `  %name = f32[8,16]{1,0} fusion(%a, %b), kind=...`: the opcode is the word before
     the first parenthesis after the type; a tuple's type has parentheses of its own.
@@ -212,7 +212,7 @@ def test_a_training_step_is_the_hand_written_program(name, model, data):
             params, stats, keys, opt_state, *data
         )
         assert_close(by_library, loss)
-    # The gradient of a bias before normalisation is noise, which adam makes large.
+    # The gradient of a bias before normalization is noise, which adam makes large.
     del params["b1"]
     es_params, es_stats, es_keys = by_hand(model)
     del es_params["b1"]
