@@ -40,6 +40,7 @@ from ._transforms._loops import (
 )
 from ._transforms._mutable import mutable as mutable
 from ._transforms._remat import checkpoint as checkpoint
+from ._transforms._vjp import jvp as jvp, linearize as linearize, vjp as vjp
 from ._transforms._vmap import vmap as vmap
 from ._tree._axis_names import axis_names as axis_names
 from ._tree._filters import (

@@ -75,8 +75,8 @@ class Loop:
         self.lifted = Lifted(functions, self.init, self.xs, stand_ins=self.stand_ins)
         check_given(xs)
         roots = self.lifted.roots
-        self.index = {id(root.module): i for i, root in enumerate(roots)}
-        self.originals = {self.index[key]: x for key, x in originals.items()}
+        index = {id(root.module): i for i, root in enumerate(roots)}
+        self.originals = {index[key]: x for key, x in originals.items()}
         self.slices: Values = {
             (i, k): x
             for (i, k), x in self.lifted.values.items()
@@ -102,20 +102,9 @@ class Loop:
         """The carry that the functions take, and the values of the modules."""
         arrays, state = carry
         values = {**self.lifted.values, **state, **(slices or {})}
-        new = iter(jtu.tree_leaves(eqx.combine(arrays, self.static)))
-
-        def put(x: Any) -> Any:
-            if not is_owned(x):
-                return next(new)
-            values.update((slot, next(new)) for slot in self._slots(x))
-            return x
-
-        return jtu.tree_map(put, self.init, is_leaf=is_owned), values
-
-    def _slots(self, module: Any) -> list[Slot]:
-        """The slots of a module in the carry."""
-        i = self.index[id(module)]
-        return [(i, k) for k in range(len(self.lifted.roots[i].leaves))]
+        new = jtu.tree_leaves(eqx.combine(arrays, self.static))
+        given, own = self.lifted.fill(self.init, new)
+        return given, {**values, **own}
 
     def step(
         self,
@@ -160,7 +149,7 @@ class Loop:
             if not is_owned(x):
                 position += 1
                 continue
-            for i, k in self._slots(x):
+            for i, k in self.lifted.slots(x):
                 new, before, original = returned[position], values[i, k], outside[i][k]
                 if (i, k) in written and (new is before or new is original):
                     raise ValueError(_NOT_RETURNED.format(self.lifted.name((i, k))))

@@ -33,7 +33,7 @@ from .._tree._walk import is_array, leaves, Visit
 from ._closures import is_model, models_in, owned_in
 from ._rebuilt import put_together, Rebuilt, take_apart
 from ._root import pour, roots_among, Slot, Values
-from ._stand_ins import by_entry, StandIn, Twice
+from ._stand_ins import by_entry, extents, StandIn, Twice
 
 
 @jtu.register_static
@@ -131,6 +131,31 @@ class Lifted:
         """The name of a leaf in the model."""
         i, k = slot
         return self.roots[i].leaves[k].name
+
+    @ft.cached_property
+    def _slots(self) -> dict[int, list[Slot]]:
+        """The slots of each module in the roots, in the order of its leaves."""
+        return {
+            id(x.module): [(i, k) for k in range(x.start, x.stop)]
+            for i, root in enumerate(self.roots)
+            for x in extents(root.visits)
+        }
+
+    def slots(self, module: Any) -> list[Slot]:
+        """The slots of an owned module that is a root, or inside one."""
+        return self._slots[id(module)]
+
+    def fill(self, tree: Any, new: Iterable[Any]) -> tuple[Any, Values]:
+        """`tree` with other leaves. Those of owned modules come as values by slot."""
+        new, values = iter(new), {}
+
+        def put(x: Any) -> Any:
+            if not is_owned(x):
+                return next(new)
+            values.update((slot, next(new)) for slot in self.slots(x))
+            return x
+
+        return jtu.tree_map(put, tree, is_leaf=is_owned), values
 
     def split(self, out: Any) -> tuple[Any, Any]:
         """The arrays that a call has computed, and the rest of its output.

@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 from .._state._nn_shared import closed_copy
 from .._state._scope import is_owned, own, Watch
 from .._tree._base import BaseModule, get_place, is_module
-from .._tree._walk import leaves, modules_in, walk
+from .._tree._walk import modules_in, Visit, walk
 from ._root import Root, Slot, Values
 
 
@@ -84,7 +84,9 @@ def stand_in(
             continue
         new = owned_copy(module)
         stand_ins.append(StandIn(new, module, meaning))
-        for old_part, part in zip(extents(module), extents(new), strict=True):
+        for old_part, part in zip(
+            extents(walk(module)), extents(walk(new)), strict=True
+        ):
             key = id(old_part.module), meaning[old_part.start : old_part.stop]
             made.setdefault(key, part.module)
     entries = [
@@ -104,10 +106,10 @@ class Extent(NamedTuple):
     depth: int
 
 
-def extents(tree: Any) -> list[Extent]:
-    """Every `es.Module` in a tree, parents first."""
+def extents(visits: list[Visit]) -> list[Extent]:
+    """Every `es.Module` that a walk has visited, parents first."""
     found, start = [], 0
-    for visit in walk(tree):
+    for visit in visits:
         if visit.is_leaf:
             start += 1
         elif is_module(visit.node):
@@ -130,9 +132,10 @@ class Cell(NamedTuple):
 
 def cells(module: BaseModule) -> list[Cell]:
     """The cell of each leaf of a module."""
-    paths = [visit.path for visit in leaves(module)]
+    visits = walk(module)
+    paths = [visit.path for visit in visits if visit.is_leaf]
     found: list[Any] = [None for _ in paths]
-    for owner, start, stop, depth in extents(module):
+    for owner, start, stop, depth in extents(visits):
         for k in range(start, stop):
             found[k] = Cell(owner, paths[k][depth].name, k - start)
     return found
@@ -185,11 +188,11 @@ class Twice:
                 raise ValueError(_TWICE.format(full, full.rpartition(".")[2]))
 
 
-_TWICE: Final = """`{0}` is reached twice: in an argument of `es.scan` or `es.vmap`, \
-of which each step or lane has a part, and as a whole, through the function or in \
-another argument. It was written, and also read or written in the other way, where it \
-would have another value. Parameters may be reached both ways; write state in the \
-argument only, and read it before:
+_TWICE: Final = """`{0}` is reached twice: in an argument, of which the transform has \
+other values (a slice, those of a lane, what is differentiated), and as a whole, \
+through the function or in another argument. It was written, and also read or written \
+in the other way, where it would have another value. Parameters may be reached both \
+ways; write state in the argument only, and read it before:
 
     def body(x, layer):                              # wrong
         return layer(x) + self.layers.{1}.sum(), None
