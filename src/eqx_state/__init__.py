@@ -33,6 +33,11 @@ from ._state._module import Module as Module
 from ._transforms._axes import SPLIT as SPLIT
 from ._transforms._branches import cond as cond, switch as switch
 from ._transforms._grad import grad as grad, value_and_grad as value_and_grad
+from ._transforms._jacobians import (
+    hessian as hessian,
+    jacfwd as jacfwd,
+    jacrev as jacrev,
+)
 from ._transforms._loops import (
     fori_loop as fori_loop,
     scan as scan,
