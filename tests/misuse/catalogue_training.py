@@ -163,8 +163,22 @@ def _(case):
         es.init(eqx.filter_vmap(Sized)(jnp.zeros(2)), 0, XS[0], call=run)
 
 
+@MODES.works(
+    "freeze a plain Equinox layer, or one array: `model.freeze(lambda m: m.linear)`",
+    "the nearest `es.Module` above remembers its path",
+)
+def _(case):
+    class Model(es.Module):
+        linear: eqx.nn.Linear
+
+    model = case.keep(Model(eqx.nn.Linear(3, 1, key=jr.key(0))))
+    flags = [part.frozen for part in es.parts(model.freeze(lambda m: m.linear.bias))]
+    assert flags == [False, True]
+    assert all(part.frozen for part in es.parts(model.freeze(lambda m: m.linear)))
+
+
 @MODES.raises(
-    "freeze a plain Equinox layer: `model.freeze(lambda m: m.linear)`",
+    "freeze a layer of a model without any `es.Module`",
     ValueError,
     "There is no `es.Module` to freeze here",
     "es.Buffer[",
@@ -173,45 +187,80 @@ def _(case):
     "es.not_(es.under(where)))`",
 )
 def _(case):
-    class Model(es.Module):
-        linear: eqx.nn.Linear
+    model = case.keep(eqx.nn.Sequential([eqx.nn.Linear(3, 1, key=jr.key(0))]))
+    with case.error():
+        es.freeze(model)
+    with case.error():
+        es.freeze(model, lambda m: m[0])
 
-    model = case.keep(Model(eqx.nn.Linear(3, 1, key=jr.key(0))))
-    with case.error():
-        model.freeze(lambda m: m.linear)
-    with case.error():
-        es.freeze(model.linear)
+
+class Scaled(es.Module):
+    inner: Any
+    scale: es.Parameter = 1.0
+
+    def __call__(self, x):
+        return self.scale * self.inner(x)
 
 
 @MODES.works(
-    "put a frozen layer of Equinox into a new `es.Module`",
-    "it trains again: the nearest `es.Module` decides, and `es.parts` shows `frozen`",
-    "`model.freeze(where)` after the surgery",
+    "wrap a frozen layer by `eqx.tree_at`, or put another in its place",
+    "what is there is frozen, too, new parameters included",
+    "`model.unfreeze(lambda m: m.part.scale)`",
 )
 def _(case):
-    class Scaled(es.Module):
-        inner: Any
-        scale: es.Parameter = 1.0
-
-        def __call__(self, x):
-            return self.scale * self.inner(x)
-
-    class Model(es.Module):
-        part: Any
-
-        def __call__(self, x):
-            return self.part(x)
-
     linear = eqx.nn.Linear(3, 3, key=jr.key(0))
-    model = case.keep(Model(linear).freeze(), XS)
-    assert not any(es.trainable(part) for part in es.parts(model))
-    wrapped = eqx.tree_at(lambda m: m.part, model, Scaled(model.part))
-    assert [part.frozen for part in es.parts(wrapped)] == [False] * 3
-    assert all(part.frozen for part in es.parts(wrapped.freeze()))
+    model = case.keep(Scaled(linear).freeze(lambda m: m.inner), XS)
+    wrapped = eqx.tree_at(lambda m: m.inner, model, Scaled(model.inner))
+    assert [part.frozen for part in es.parts(wrapped)] == [True, True, True, False]
+    tuned = wrapped.unfreeze(lambda m: m.inner.scale)
+    assert [part.frozen for part in es.parts(tuned)] == [True, True, False, False]
     # A frozen `es.Module` brings its flag along.
-    inside = {part.name: part.frozen for part in es.parts(Scaled(model))}
-    assert inside["inner.part.weight"]
+    inside = {part.name: part.frozen for part in es.parts(Scaled(model.freeze()))}
+    assert inside["inner.inner.weight"]
     assert not inside["scale"]
+
+
+@MODES.works(
+    "take a frozen layer of Equinox out of a model, and put it into a new one",
+    "it trains there: the old model knew that it was frozen, and the layer does not",
+    "`new.freeze(where)`, or wrap it in the model by `eqx.tree_at`",
+)
+def _(case):
+    model = case.keep(Scaled(eqx.nn.Linear(3, 3, key=jr.key(0))).freeze(), XS)
+    new = Scaled(model.inner)
+    assert not any(part.frozen for part in es.parts(new))
+    assert all(part.frozen for part in es.parts(new.freeze()))
+
+
+@MODES.raises(
+    "freeze a plain layer by its path, and change the structure around it",
+    ValueError,
+    "was frozen, or unfrozen, by its path",
+    "es.unfreeze(model, lambda m: m.inner)",
+    instead="`model.unfreeze(where)`, then `freeze` what is meant now",
+)
+def _(case):
+    layers = [eqx.nn.Linear(3, 3, key=jr.key(i)) for i in range(2)]
+    model = case.keep(Scaled(layers).freeze(lambda m: m.inner[0]))
+    shorter = model.replace(inner=layers[1:])
+    with case.error():
+        es.filter(shorter, es.trainable)
+    with case.error():
+        es.value_and_grad(lambda model: jnp.sum(model.scale))(shorter)
+
+
+@MODES.works(
+    "unfreeze a part by itself: `model.replace(head=model.head.unfreeze())`",
+    "the part stays frozen, since the model remembers its path",
+    "`model.unfreeze(lambda m: m.head)`",
+)
+def _(case):
+    model = case.keep(Scaled(Scaled(eqx.nn.Identity())).freeze(), XS)
+    stays = model.replace(inner=model.inner.unfreeze())
+    assert not stays.inner.frozen
+    assert [part.frozen for part in es.parts(stays)] == [True, True]
+    new = model.unfreeze(lambda m: m.inner)
+    assert [part.frozen for part in es.parts(new)] == [False, True]
 
 
 @MODES.raises(

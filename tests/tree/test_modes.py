@@ -344,13 +344,12 @@ def test_frozen_batch_stats_are_kept_and_used():
 
 
 NO_MODULE = {
-    "a plain layer": lambda m: m.linear,
-    "an array": lambda m: m.norm.scale,
     "None": lambda m: m.layers[2][1],
     "a number": lambda m: 3,
+    "a number of the tree": lambda m: m.inner.dropout.p,
     "no nodes": lambda m: (),
-    "one of two": lambda m: (m.norm, m.linear),
-    "a dict without one": lambda m: m.layers[1],
+    "one of two": lambda m: (m.norm, m.layers[1]),
+    "a dict without arrays": lambda m: m.layers[1],
     "not of the tree": lambda m: make_norm(),
     "one of two not of the tree": lambda m: (m.norm, make_norm()),
 }
@@ -367,12 +366,18 @@ def test_where_without_an_es_module_is_an_error_that_names_the_other_ways(f, whe
     with pytest.raises(ValueError, match=match):
         f(model, where)
     assert frozen(model) == set()
+    assert not any(part.frozen for part in es.parts(model))
 
 
-def test_a_tree_without_an_es_module_cannot_be_frozen_where():
+@pytest.mark.parametrize(
+    "where",
+    [None, lambda t: t, lambda t: t[0], lambda t: t[0].bias],
+    ids=["default", "all", "layer", "array"],
+)
+def test_a_tree_without_an_es_module_cannot_be_frozen(where):
     linear = eqx.nn.Linear(2, 2, key=jr.key(0))
-    with pytest.raises(ValueError, match=r"es\.Buffer"):
-        es.freeze([linear], lambda t: t[0])
+    with pytest.raises(ValueError, match=r"There is no `es\.Module` to freeze here"):
+        es.freeze([linear], where)
 
 
 # --- Methods are a convenience --------------------------------------------------------

@@ -43,6 +43,7 @@ class _Row:
     path: KeyPath
     node: Any
     level: int
+    is_frozen: bool = False  # by what is above, or by its path
     cells: dict[Kind | None, _Cell] = dataclasses.field(default_factory=dict)
     trivial: list[str] = dataclasses.field(default_factory=list)
 
@@ -52,7 +53,7 @@ class _Row:
         counts = collections.Counter(self.trivial).items()
         names = [name if n == 1 else f"{n} {name}" for name, n in counts]
         trivial = [f"+ {', '.join(names)}"] if names else []
-        return "\n".join([_class(self.node), *trivial])
+        return "\n".join([_class(self.node, self.is_frozen), *trivial])
 
     def add(self, visit: Visit, kind: Kind | None, is_folded: bool) -> None:
         cell = self.cells.setdefault(kind, _Cell())
@@ -182,7 +183,8 @@ def _rows(tree: PyTree, depth: int | None, calls: dict[str, Call]) -> list[_Row]
             if is_trivial or is_folded or row.level == depth:
                 row_at[visit.path] = row, True
             else:
-                rows.append(_Row(visit.path, visit.node, row.level + 1))
+                is_frozen = visit.context.frozen
+                rows.append(_Row(visit.path, visit.node, row.level + 1, is_frozen))
                 row_at[visit.path] = rows[-1], False
     return rows
 
@@ -208,16 +210,17 @@ def _is_index(visit: Visit) -> bool:
 # --- In words -------------------------------------------------------------------------
 
 
-def _class(node: Any) -> str:
+def _class(node: Any, is_frozen: bool = False) -> str:
     """The class of a module, and its modes where they are not the default."""
     if is_array(node):
         return "array"
     name = type(node).__name__.lstrip("_")
     if is_module(node):
-        modes = {"eval": not node.training, "frozen": node.frozen}
+        modes = {"eval": not node.training, "frozen": node.frozen or is_frozen}
     else:
         is_layer = is_eqx_module(node) and has_inference(node)
-        modes = {"eval": is_layer and node.__dict__["inference"]}
+        is_eval = is_layer and node.__dict__["inference"]
+        modes = {"eval": is_eval, "frozen": is_frozen}
     marks = [mark for mark, is_set in modes.items() if is_set]
     return f"{name} ({', '.join(marks)})" if marks else name
 

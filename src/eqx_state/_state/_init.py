@@ -20,7 +20,7 @@ from .._compat import boundary
 from .._errors import NotInitializedError
 from .._kinds._kinds import Parameter, State
 from .._tree._aliasing import check_apart, check_not_shared
-from .._tree._base import BaseModule, INIT_DONE, is_eqx_module, is_module
+from .._tree._base import BaseModule, INIT_DONE, is_eqx_module, is_module, Placeholder
 from .._tree._children import children, map_children
 from .._tree._context import Context, ROOT
 from .._tree._keys import as_key, is_typed, key_at
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 else:
 
-    class Initializer:
+    class Initializer(Placeholder):
         """A placeholder for the value `f(key)`, which `init` draws.
 
         **Arguments:**

@@ -17,6 +17,7 @@ import numpy as np
 
 from .._compat import EquinoxMeta
 from .._kinds._fields import check_declarations, field
+from ._frozen import Marks
 
 
 # The field of every `es.Module` that `eqx.nn.inference_mode` replaces.
@@ -58,8 +59,16 @@ class Fields(dict[str, Any]):
         return dict, (dict(self),)
 
 
-# The only static field that is not for users.
+class Placeholder:
+    """A leaf that stands for a value which will be drawn, in a lazy model."""
+
+    __slots__ = ()
+
+
+# The static fields that are not for users: whether `module_init` has run, and what is
+# frozen below by its path.
 INIT_DONE: Final = "_eqx_state_module_init_done"
+MARKS: Final = "_eqx_state_frozen_paths"
 
 
 class _Training:
@@ -96,6 +105,7 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     training: bool = eqx.field(init=False, static=True, repr=False)
     frozen: bool = eqx.field(init=False, static=True, repr=False)
     _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
+    _eqx_state_frozen_paths: Marks = eqx.field(init=False, static=True, repr=False)
 
     # Whether it writes in eval mode, too, which error messages must know.
     _eqx_state_writes_in_eval: ClassVar[bool] = False
@@ -107,6 +117,7 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, "training", True)
         object.__setattr__(self, "frozen", False)
         object.__setattr__(self, INIT_DONE, False)
+        object.__setattr__(self, MARKS, ())
         return self
 
     if not TYPE_CHECKING:
@@ -147,7 +158,7 @@ def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
     return eqx.Module in type(x).__mro__
 
 
-FLAGS: Final = ("training", "frozen", INIT_DONE)
+FLAGS: Final = ("training", "frozen", INIT_DONE, MARKS)
 
 
 def fields_of(module: eqx.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._typing import KeyPath, PyTree
-from ._base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module
+from ._base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from ._children import children
 from ._walk import is_array, leaves, name_of, set_flags, Visit
 
@@ -51,7 +51,7 @@ def same_modes(tree: _Tree) -> _Tree:
 
 def _without_modes(visit: Visit) -> dict[str, Any]:
     if is_module(visit.node):
-        return {"training": True, "frozen": False, INIT_DONE: False}
+        return {"training": True, "frozen": False, INIT_DONE: False, MARKS: ()}
     return {"inference": None} if has_inference(visit.node) else {}
 
 

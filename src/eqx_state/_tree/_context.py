@@ -3,6 +3,7 @@
 The kind of an array depends on every declaration above it. A `Context` sums them up.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,8 @@ from .._kinds._axes import Axes
 from .._kinds._fields import annotation_of, declared_child, declared_inside
 from .._kinds._kinds import Kind, Parameter, Rng
 from .._kinds._spec import NOTHING, Spec
-from ._base import BaseModule, is_eqx_module, is_module
+from ._base import BaseModule, fields_of, is_eqx_module, is_module, MARKS
+from ._frozen import Marks, marks_below, merged, name_of_steps, Step, step_to
 
 
 class AxesAbove(NamedTuple):
@@ -32,33 +34,66 @@ class Context(NamedTuple):
     unresolved: bool = (
         False  # whether an unresolved annotation is further in than `kind`
     )
-    frozen: bool = False  # the flag of the nearest `es.Module`
+    frozen: bool = False  # whether a module above is frozen, or a mark says so
     owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
     field: str = ""  # the field of the nearest module that leads here
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
+    marks: Marks = ()  # what is frozen below, or not, by its path from here
+    lost: tuple[str, str] | None = None  # a node above, and a path that it lacks now
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""
         if is_eqx_module(node):
-            is_es = is_module(node)
-            frozen = node.frozen if is_es else self.frozen
-            return self.field_of(type(node), frozen, key.name)
-        return self.below(declared_child(self.spec, node, key))
+            around = self
+            if is_module(node):
+                fields = fields_of(node)
+                around = self.inside(fields["frozen"], fields[MARKS])
+            return around.field_of(type(node), key.name)
+        below = self.below(declared_child(self.spec, node, key))
+        return below.at(step_to(node, key)) if self.marks else below
 
     def below(self, spec: Spec) -> "Context":
         """The context one key further down, where `spec` is declared."""
         here = self._replace(axes=self._axes_below()) if self.axes else self
         return here.declare(spec)
 
-    def field_of(self, cls: type, frozen: bool, name: str) -> "Context":
+    def inside(self, frozen: bool, marks: Marks) -> "Context":
+        """The context in an `es.Module` that has this flag and these marks."""
+        if frozen:  # and stays so, wherever it is put
+            return self._replace(frozen=True, marks=marks, lost=None)
+        return self._replace(marks=merged(self.marks, marks)) if marks else self
+
+    def at(self, step: Step) -> "Context":
+        """The context one step further down, as far as marks are concerned."""
+        frozen, marks = marks_below(self.marks, step)
+        return self._replace(
+            frozen=self.frozen if frozen is None else frozen, marks=marks
+        )
+
+    def checked(self, name: str, steps: Iterable[Step]) -> "Context":
+        """The context of a node, which says so if its children do not fit the marks."""
+        there = set(steps)
+        for path, _ in self.marks:
+            if path[0] not in there:
+                return self._replace(lost=(name, name + name_of_steps(path)))
+        return self
+
+    def field_of(self, cls: type, name: str) -> "Context":
         """The context of a field of a module of this class."""
         specs, below = declared_inside(cls, self.spec)
         spec = specs.get(name, NOTHING)
         around = self if below is NOTHING else self.declare(below)
         owners = (*self.owners, cls)
-        kinds = around.kind, around.covering, False
-        axes = self._axes_below()
-        return Context(spec, *kinds, frozen, owners, name, axes).declare(spec)
+        context = around._replace(
+            spec=spec,
+            unresolved=False,
+            owners=owners,
+            field=name,
+            axes=self._axes_below(),
+        )
+        if self.marks:
+            context = context.at((f".{name}", 0))
+        return context.declare(spec)
 
     def _axes_below(self) -> tuple[AxesAbove, ...]:
         return tuple(above._replace(depth=above.depth + 1) for above in self.axes)

@@ -59,9 +59,9 @@ def _inside(tree: PyTree, cls: type | tuple[type, ...]) -> Predicate:
 def _trainable(tree: PyTree) -> Predicate:
     is_parameter = bind(Parameter, tree)
     return lambda part: (
-        not part.frozen
-        and is_parameter(part)
+        is_parameter(part)
         and jnp.issubdtype(part.value.dtype, jnp.inexact)
+        and not part.frozen
     )
 
 

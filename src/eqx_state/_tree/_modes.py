@@ -1,12 +1,17 @@
 """Train and eval, freeze and unfreeze: new trees with every module switched."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from ._aliasing import copy_apart
-from ._base import has_inference, is_module
+import jax.tree_util as jtu
+
+from .._typing import KeyPath, PyTree
+from ._aliasing import copy_apart, flatten_apart
+from ._base import fields_of, has_inference, is_module, MARKS, Placeholder
+from ._children import children
 from ._filters import selected_nodes, Where
-from ._walk import modules_in, set_flags, Visit
+from ._frozen import Step, step_to, Steps, with_mark, without
+from ._walk import is_array, leaves, modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -66,40 +71,57 @@ def eval(tree: _Tree) -> _Tree:
 
 
 def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
-    """`tree` with every `es.Module` in it frozen.
+    """`tree` with all of it frozen, or the nodes that `where` selects.
 
-    The parameters of a frozen module, and of plain Equinox layers inside it, are not
-    `es.trainable`: they get no gradient, no weight decay and no optimizer memory. The
-    layers of `es.nn` keep their `BatchStat` and use it, as in eval mode.
+    Frozen parameters are not `es.trainable`: they get no gradient, no weight decay and
+    no optimizer memory. The layers of `es.nn` keep their `BatchStat` and use it, as in
+    eval mode. State can be written all the same.
+
+    Every `es.Module` in a frozen node has its flag `frozen` set, and is frozen wherever
+    it is put. Nodes without a flag, plain Equinox layers and single arrays, are
+    remembered by the nearest `es.Module` above, by their paths. So what is put in the
+    place of a frozen node is frozen, too, until `es.unfreeze`.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `where`: selects a node or a tuple of nodes, as in `equinox.tree_at`; only the
-        `es.Module`s in these are frozen. Default: all.
+    - `where`: selects a node or a tuple of nodes, as in `equinox.tree_at`: modules,
+        containers or arrays. Default: all.
 
     **Raises:**
 
-    - `ValueError`: a selected node holds no `es.Module`; or one stateful module is in
-        two places of the tree.
+    - `ValueError`: `where` selects something without arrays, or a node that neither
+        holds an `es.Module` nor is inside one; or one stateful module is in two places
+        of the tree.
 
     !!! example
 
         ```python
+        import equinox as eqx
         import eqx_state as es
+        import jax.random as jr
 
-        model = es.freeze([es.nn.BatchNorm(3), es.nn.BatchNorm(3)], lambda m: m[0])
-        assert (model[0].frozen, model[1].frozen) == (True, False)
-        assert es.filter(model, es.trainable)[0].weight is None
+
+        class Net(es.Module):
+            norm: es.nn.BatchNorm
+            mlp: eqx.nn.MLP
+
+
+        net = Net(es.nn.BatchNorm(3), eqx.nn.MLP(3, 1, 8, 1, key=jr.key(0)))
+        net = es.freeze(net, lambda net: (net.norm, net.mlp.layers[0]))
+        trained = [part.name for part in es.parts(es.filter(net, es.trainable))]
+        assert trained == ["mlp.layers[1].weight", "mlp.layers[1].bias"]
         ```
     """
     return _set_frozen(tree, where, True)
 
 
 def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
-    """`tree` with every `es.Module` in it (or under `where`) trainable again.
+    """`tree` with all of it (or what `where` selects) trainable again.
 
-    Arguments and errors as `es.freeze`.
+    Arguments and errors as `es.freeze`. A part of what is frozen is unfrozen by its
+    path from the whole, `es.unfreeze(model, lambda m: m.head)`: in a frozen model
+    `model.replace(head=es.unfreeze(model.head))` stays frozen.
 
     !!! example
 
@@ -114,21 +136,68 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
 
 def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
-    # In the copy no two places share a module, so `id`s tell places apart.
-    tree = copy_apart(tree)
-    inside = {id(visit.node) for visit in modules_in(tree)}
-    nodes = [tree] if where is None else selected_nodes(where, tree)
-    chosen = [[visit.node for visit in modules_in(node)] for node in nodes]
-    if not all(found and {id(m) for m in found} <= inside for found in chosen):
+    values, structure = flatten_apart(tree)
+    # One array may be in two places, so the places are told apart by unique objects.
+    marked = [_Place() if _is_place(x) else x for x in values]
+    copy = jtu.tree_unflatten(structure, marked)
+    for node in [copy] if where is None else selected_nodes(where, copy):
+        _set_at(copy, node, frozen)
+    return jtu.tree_unflatten(jtu.tree_structure(copy), values)
+
+
+class _Place:
+    """Stands for an array, or for a value that will be drawn."""
+
+
+def _is_place(x: Any) -> bool:
+    return is_array(x) or isinstance(x, Placeholder)
+
+
+def _set_at(tree: PyTree, node: Any, frozen: bool) -> None:
+    """Freeze or unfreeze one node of a private copy, in place."""
+    here = _visit_of(tree, node)
+    modules = [] if here is None else list(modules_in(node))
+    around = [] if here is None else _modules_above(tree, here.path)
+    holds_any = any(isinstance(x, _Place) for x in jtu.tree_leaves(node))
+    if not modules and not (around and holds_any):
         raise ValueError(_NOTHING_TO_FREEZE)
-    for module in (m for found in chosen for m in found):
-        object.__setattr__(module, "frozen", frozen)
-    return tree
+    assert here is not None
+    for visit in modules:
+        object.__setattr__(visit.node, "frozen", frozen)
+        object.__setattr__(visit.node, MARKS, ())
+    for module, steps in around:
+        object.__setattr__(module, MARKS, without(fields_of(module)[MARKS], steps))
+    if not around:
+        return
+    # Without a mark of its own it is what its surroundings are.
+    now = _visit_of(tree, node)
+    assert now is not None
+    if now.context.frozen is not frozen:
+        module, steps = around[-1]
+        marks = with_mark(fields_of(module)[MARKS], steps, frozen)
+        object.__setattr__(module, MARKS, marks)
 
 
-_NOTHING_TO_FREEZE = """There is no `es.Module` to freeze here: only `es.Module`s have \
-the flag `frozen`, plain Equinox layers do not. Either declare the field that holds \
-the layer as a constant,
+def _visit_of(tree: PyTree, node: Any) -> Visit | None:
+    """The visit of a node, which is in one place of the tree; `None` if in none."""
+    visits = leaves(tree, is_leaf=lambda x: x is node)
+    return next((visit for visit in visits if visit.node is node), None)
+
+
+def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
+    """Each `es.Module` on the way to a path, and the steps from it; nearest last."""
+    found, steps = [], list[Step]()
+    for i, key in enumerate(path):
+        if is_module(tree):
+            found.append((tree, i))
+        steps.append(step_to(tree, key))
+        tree = dict(children(tree) or ())[key]
+    return [(module, tuple(steps[i:])) for module, i in found]
+
+
+_NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: only \
+`es.Module`s have the flag `frozen`, and remember what is frozen below them. Either \
+declare the field that holds the layer as a constant,
 
     backbone: es.Buffer[eqx.nn.MLP]
 
@@ -137,5 +206,5 @@ or leave it out where the parameters are used,
     wrt = es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))
     es.value_and_grad(loss_fn, wrt=wrt), es.Optimizer(tx, wrt=wrt)
 
-A `where` selects a node, or a tuple of nodes, that holds an `es.Module`, such as \
-`lambda model: model.layers[0]`."""
+A `where` selects a node, or a tuple of nodes, that holds an `es.Module`, or an array \
+inside one, such as `lambda model: model.layers[0]`."""

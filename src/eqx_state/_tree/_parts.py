@@ -1,6 +1,6 @@
 """The arrays of a tree as `es.Part`s: path, name, kind."""
 
-from typing import Any
+from typing import Any, Final
 
 from .._kinds._kinds import Kind
 from .._typing import KeyPath, PyTree
@@ -44,8 +44,16 @@ class Part:
 
     @property
     def frozen(self) -> bool:
-        """Whether the nearest `es.Module` is frozen."""
-        return self._visit.context.frozen
+        """Whether it is frozen: its module, one around that, or the array itself.
+
+        `ValueError` if a path that `es.freeze` was given does not fit the tree any
+        more, and led to somewhere here.
+        """
+        context = self._visit.context
+        if context.lost is not None:
+            around, lost = context.lost
+            raise ValueError(_LOST.format(lost.removeprefix("."), around, lost))
+        return context.frozen
 
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
@@ -88,3 +96,11 @@ def parts(tree: PyTree) -> list[Part]:
         ```
     """
     return [p for p in map(part_of, leaves(tree)) if p is not None]
+
+
+_LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
+has changed since: the path may lead to another thing now, and what was frozen would \
+train. Forget what was said of the part that has changed, and say it of the new one:
+
+    model = es.unfreeze(model, lambda m: m{1})
+    model = es.freeze(model, lambda m: m{2})     # or what is to be frozen now"""

@@ -14,6 +14,7 @@ from ._base import (
     INIT_DONE,
     is_eqx_module,
     is_module,
+    MARKS,
 )
 from ._children import map_children
 from ._walk import copy_tree, name_of, walk
@@ -118,7 +119,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
 
 
 def _has(module: eqx.Module, name: str) -> bool:
-    hidden = (INIT_DONE, INFERENCE)
+    hidden = (INIT_DONE, INFERENCE, MARKS)
     return name not in hidden and name in {f.name for f in dataclasses.fields(module)}
 
 
@@ -139,4 +140,6 @@ def replace(module: Any, **fields: Any) -> Any:
 def _assign(module: eqx.Module, name: str, value: Any) -> None:
     if is_module(module):
         value = strengthen_field(type(module), name, value)
+        if name == "frozen":  # for all of the module, whatever was said before
+            object.__setattr__(module, MARKS, ())
     object.__setattr__(module, name, value)

@@ -25,9 +25,11 @@ from ._base import (
     INFERENCE,
     is_eqx_module,
     is_module,
+    MARKS,
 )
 from ._children import children, is_leaf
 from ._context import Context, ROOT
+from ._frozen import step_to
 
 
 _Tree = TypeVar("_Tree")
@@ -133,9 +135,14 @@ class _Walk:
         pass
 
     def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
+        if context.marks:
+            context = context.checked(jtu.keystr(path), ())
         self.visits.append(Visit(path, node, context, True))
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
+        if context.marks:  # each child has a context of its own
+            self.container(node, path, context)
+            return
         spec = context.spec
         each = None if spec.items else context.below(spec.element(node, None))
         for i, child in enumerate(node):
@@ -143,7 +150,11 @@ class _Walk:
             self.step_of(child)(child, (*path, jtu.SequenceKey(i)), below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:
-        for key, child in children(node) or ():
+        below = children(node) or ()
+        if context.marks:
+            steps = [step_to(node, key) for key, _ in below]
+            context = context.checked(jtu.keystr(path), steps)
+        for key, child in below:
             self.step_of(child)(child, (*path, key), context.enter(node, key))
 
     def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
@@ -169,25 +180,36 @@ class _ModuleStep:
     def __call__(self, node: Any, path: KeyPath, context: Context) -> None:
         self.walk.visits.append(Visit(path, node, context, False))
         values, step_of = fields_of(node), self.walk.step_of
-        frozen = values["frozen"] if self.has_flags else context.frozen
-        # By identity, which is much faster than a comparison. The context is kept with
-        # the result, so that no other context gets its `id`.
-        known = self.contexts.get((id(context), frozen))
-        if known is None:
-            known = context, self.fields(context, frozen)
-            self.contexts[id(context), frozen] = known
-        for name, key, below in known[1]:
+        frozen, marks = False, ()
+        if self.has_flags:
+            frozen, marks = values["frozen"], values[MARKS]
+        if marks or context.marks:
+            fields = self.fields(context.inside(frozen, marks), jtu.keystr(path))
+        else:
+            # By identity, which is much faster than a comparison. The context is kept
+            # with the result, so that no other context gets its `id`.
+            known = self.contexts.get((id(context), frozen))
+            if known is None:
+                known = context, self.fields(context.inside(frozen, ()))
+                self.contexts[id(context), frozen] = known
+            fields = known[1]
+        for name, key, below in fields:
             if name in values:  # a module that is still being made lacks some
                 child = values[name]
                 step_of(child)(child, (*path, key), below)
 
-    def fields(self, context: Context, frozen: bool) -> list[tuple[str, Any, Context]]:
-        """Name, key and context of each field that is a child in the pytree."""
-        return [
-            (name, jtu.GetAttrKey(name), context.field_of(self.cls, frozen, name))
-            for name in dynamic_names(self.cls)
-            if name != INFERENCE  # nothing is there to be visited
-        ]
+    def fields(
+        self, context: Context, name: str = ""
+    ) -> list[tuple[str, Any, Context]]:
+        """Name, key and context of each field that is a child in the pytree.
+
+        `name` is that of the module, for errors.
+        """
+        # Nothing is there to be visited in the field `INFERENCE`.
+        names = [n for n in dynamic_names(self.cls) if n != INFERENCE]
+        if context.marks:
+            context = context.checked(name, [(f".{n}", 0) for n in names])
+        return [(n, jtu.GetAttrKey(n), context.field_of(self.cls, n)) for n in names]
 
 
 def leaves(

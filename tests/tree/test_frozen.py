@@ -1,0 +1,491 @@
+"""Plain layers and single arrays that are frozen by their paths."""
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqx_state as es
+
+
+def tanh(x):  # that of JAX cannot be pickled
+    return jnp.tanh(x)
+
+
+class Block(es.Module):
+    scale: es.Parameter
+    count: es.State
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.scale * self.linear(x)
+
+
+class Plain(es.Module):
+    """A block that writes nothing."""
+
+    scale: es.Parameter
+    linear: eqx.nn.Linear
+
+    def __init__(self, block):
+        self.scale, self.linear = block.scale, block.linear
+
+    def __call__(self, x):
+        return self.scale * self.linear(x)
+
+
+class Net(es.Module):
+    mlp: eqx.nn.MLP
+    blocks: list[Block]
+    plain: dict[str, Any]
+    bias: es.Parameter
+
+    def __call__(self, x):
+        x = self.mlp(x) + self.plain["a"] + self.plain["b"][1]
+        for block in self.blocks:
+            x = block(x)
+        return x + self.bias
+
+
+def linear(seed: int = 0):
+    return eqx.nn.Linear(2, 2, key=jr.key(seed))
+
+
+def make_net() -> Net:
+    mlp = eqx.nn.MLP(2, 2, 3, 1, activation=tanh, final_activation=tanh, key=jr.key(0))
+    blocks = [Block(2.0, 0, linear(1)), Block(3.0, 0, linear(2))]
+    plain = {"a": jnp.ones(2), "b": (jnp.zeros(2), jnp.ones(2))}
+    return Net(mlp, blocks, plain, jnp.zeros(2))
+
+
+NET = make_net()
+NAMES = {part.name for part in es.parts(NET)}
+X = jnp.array([1.0, -1.0])
+
+
+def frozen(tree: Any) -> set[str]:
+    return {part.name for part in es.parts(tree) if part.frozen}
+
+
+def trained(tree: Any) -> set[str]:
+    return {part.name for part in es.parts(tree) if es.trainable(part)}
+
+
+def under(*prefixes: str) -> set[str]:
+    return {name for name in NAMES if name.startswith(prefixes)}
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+WHERE = {
+    "a plain layer": (lambda m: m.mlp, under("mlp")),
+    "a layer in a plain layer": (lambda m: m.mlp.layers[0], under("mlp.layers[0]")),
+    "an array": (lambda m: m.bias, {"bias"}),
+    "an array of a plain layer": (
+        lambda m: m.mlp.layers[1].bias,
+        {"mlp.layers[1].bias"},
+    ),
+    "an array of a dict": (lambda m: m.plain["a"], {"plain['a']"}),
+    "a tuple of the tree": (lambda m: m.plain["b"], under("plain['b']")),
+    "an element": (lambda m: m.plain["b"][1], {"plain['b'][1]"}),
+    "a plain layer of a module inside": (
+        lambda m: m.blocks[1].linear,
+        under("blocks[1].linear"),
+    ),
+    "a list of modules": (lambda m: m.blocks, under("blocks")),
+    "a module": (lambda m: m.blocks[0], under("blocks[0]")),
+    "state": (lambda m: m.blocks[0].count, {"blocks[0].count"}),
+    "several": (
+        lambda m: (m.blocks[0], m.mlp.layers[0].weight, m.bias),
+        under("blocks[0]", "mlp.layers[0].weight", "bias"),
+    ),
+    "one in another": (lambda m: (m.mlp.layers[0], m.mlp), under("mlp")),
+    "everything": (lambda m: m, NAMES),
+}
+
+
+@pytest.mark.parametrize(("where", "names"), WHERE.values(), ids=list(WHERE))
+def test_freeze_and_unfreeze_where(where, names):
+    new = es.freeze(NET, where)
+    assert frozen(new) == names
+    assert trained(new) == trained(NET) - names
+    assert frozen(NET) == set()
+    # The way back gives the very same structure, and so does doing it twice.
+    assert structure(es.unfreeze(new, where)) == structure(NET)
+    assert structure(es.unfreeze(new)) == structure(NET)
+    assert structure(es.freeze(new, where)) == structure(new)
+    pairs = zip(jax.tree.leaves(NET), jax.tree.leaves(new), strict=True)
+    assert all(a is b for a, b in pairs)
+
+
+@pytest.mark.parametrize(("where", "names"), WHERE.values(), ids=list(WHERE))
+def test_a_part_of_a_frozen_model_is_unfrozen(where, names):
+    everything = NET.freeze()
+    new = es.unfreeze(everything, where)
+    assert frozen(new) == NAMES - names
+    assert structure(es.freeze(new, where)) == structure(everything)
+    assert structure(es.freeze(new)) == structure(everything)
+    assert structure(es.unfreeze(new)) == structure(NET)
+
+
+def test_the_order_of_freezing_does_not_matter():
+    wheres = [lambda m: m.bias, lambda m: m.mlp.layers[0], lambda m: m.blocks[1].linear]
+    made = []
+    for order in itertools.permutations(wheres):
+        new = NET
+        for where in order:
+            new = es.freeze(new, where)
+        made.append(structure(new))
+    made.append(structure(es.freeze(NET, lambda m: tuple(w(m) for w in wheres))))
+    assert len(set(made)) == 1
+    # What is inside a frozen node needs no more.
+    inside = es.freeze(es.freeze(NET, lambda m: m.mlp), lambda m: m.mlp.layers[0])
+    around = es.freeze(es.freeze(NET, lambda m: m.mlp.layers[0]), lambda m: m.mlp)
+    assert structure(inside) == structure(around)
+    assert structure(around) == structure(es.freeze(NET, lambda m: m.mlp))
+
+
+def test_exceptions_nest():
+    net = es.freeze(NET, lambda m: m.mlp)
+    net = es.unfreeze(net, lambda m: m.mlp.layers[0])
+    net = es.freeze(net, lambda m: m.mlp.layers[0].bias)
+    assert frozen(net) == under("mlp") - {"mlp.layers[0].weight"}
+    # The layer that is a module of its own does not follow its surroundings blindly.
+    net = es.unfreeze(NET.freeze(), lambda m: m.blocks[0])
+    net = es.freeze(net, lambda m: m.blocks[0].linear.weight)
+    assert frozen(net) == NAMES - under("blocks[0]") | {"blocks[0].linear.weight"}
+
+
+def test_one_array_in_two_places_is_frozen_in_one():
+    class Two(es.Module):
+        a: es.Parameter
+        b: es.Parameter
+
+    x = jnp.ones(2)
+    assert frozen(es.freeze(Two(x, x), lambda m: m.b)) == {"b"}
+    b = np.ones(2, np.float32)
+    assert frozen(es.freeze(Two(b, b), lambda m: m.a)) == {"a"}
+
+
+def test_containers_around_modules_of_plain_layers():
+    tree = {"net": NET, "head": linear()}
+    new = es.freeze(tree, lambda t: t["net"].mlp)
+    assert frozen(new) == {f"['net'].{name}" for name in under("mlp")}
+    assert frozen((new["net"], new["net"])) == {
+        f"[{i}].{name}" for name in under("mlp") for i in (0, 1)
+    }
+    with pytest.raises(ValueError, match="There is no `es.Module` to freeze here"):
+        es.freeze(tree, lambda t: t["head"])
+
+
+# --- Flags that travel ----------------------------------------------------------------
+
+
+PARTLY = es.freeze(NET, lambda m: (m.mlp.layers[0], m.blocks[1].linear.bias))
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "eval": es.eval,
+    "replace": lambda m: m.replace(bias=jnp.ones(2)),
+    "configure": lambda m: es.configure(m, use_bias=False),
+    "tree.map": lambda m: jax.tree.map(lambda x: x, m),
+    "combine": lambda m: eqx.combine(*es.partition(m, es.State)),
+    "mutable": lambda m: es.mutable(m)(X)[1],
+    "update": lambda m: es.update(m, NET),
+    "map": lambda m: es.map(lambda x, y: y, m, NET, on=es.Parameter),
+    "load": lambda m: es.load_state_dict(m, es.state_dict(NET)),
+    "reseed": lambda m: es.reseed(m, 0),
+    "init": lambda m: es.init(m, 0),
+    "map_modules": lambda m: es.map_modules(lambda module, name: module, m),
+    "shapes": lambda m: eqx.filter_eval_shape(lambda: m),
+    "filter": es.filter,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=list(COPIES))
+def test_copies_are_frozen_alike(copied):
+    assert frozen(copied(PARTLY)) == frozen(PARTLY)
+
+
+def test_frozen_parts_are_ignored_where_trees_are_compared():
+    params = es.filter(PARTLY, es.Parameter)
+    new = es.update(NET, params)
+    assert structure(new) == structure(NET)
+    assert frozen(es.map(lambda a, b: a + b, NET, PARTLY, on=es.Parameter)) == set()
+    optimizer = es.Optimizer(optax.sgd(0.1), wrt=es.Parameter).init(NET)
+    new, _ = optimizer.update(params, PARTLY)
+    assert frozen(new) == frozen(PARTLY)
+
+
+def test_a_file_keeps_the_modes_of_like(tmp_path):
+    es.save(tmp_path / "net", NET)
+    assert eqx.tree_equal(es.load(tmp_path / "net", PARTLY), PARTLY)
+    es.save(tmp_path / "trained", PARTLY, es.trainable)
+    new = es.load(tmp_path / "trained", PARTLY, es.trainable)
+    assert eqx.tree_equal(new, PARTLY)
+
+
+def test_the_flag_set_by_hand_is_for_all_of_the_module():
+    assert frozen(es.configure(PARTLY, frozen=False)) == set()
+    assert frozen(PARTLY.replace(frozen=True)) == NAMES
+    assert structure(PARTLY.unfreeze()) == structure(NET)
+
+
+def test_a_model_of_shapes():
+    shapes = eqx.filter_eval_shape(make_net)
+    new = es.freeze(shapes, lambda m: m.mlp)
+    assert frozen(new) == under("mlp")
+    assert structure(new) == structure(es.freeze(NET, lambda m: m.mlp))
+
+
+def test_a_lazy_layer_is_frozen_before_it_is_made():
+    class Lazy(es.Module):
+        layer: eqx.nn.Linear
+        head: eqx.nn.Linear
+
+        def __init__(self):
+            self.layer = es.lazy(eqx.nn.Linear, 2, 2)
+            self.head = linear()
+
+    new = es.init(es.freeze(Lazy(), lambda m: m.layer), 0)
+    assert frozen(new) == {"layer.weight", "layer.bias"}
+
+
+# --- Training -------------------------------------------------------------------------
+
+
+def loss_fn(model, x):
+    return jnp.sum(model(x) ** 2)
+
+
+def test_frozen_arrays_get_no_gradient_no_decay_and_no_memory():
+    free = trained(PARTLY)
+    (_, new), grads = es.value_and_grad(loss_fn)(PARTLY, X)
+    assert {part.name for part in es.parts(grads)} == free
+    assert new.blocks[1].count == 1
+    tx = optax.adamw(0.1, weight_decay=0.5)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer = es.Optimizer(tx).init(PARTLY)
+        updated, optimizer = optimizer.update(grads, new)
+    sizes = {part.name: part.value.nbytes for part in es.parts(PARTLY)}
+    moments = sum(x.nbytes for x in jax.tree.leaves(optimizer.opt_state)) - 4
+    assert moments == 2 * sum(sizes[name] for name in free)
+    for old, now in zip(es.parts(new), es.parts(updated), strict=True):
+        assert (old.value is now.value) == (old.name not in free)
+
+
+def test_freezing_does_not_stop_writes_to_state():
+    net = es.freeze(NET, lambda m: (m.blocks[0].count, m.blocks[1]))
+    _, new = es.mutable(net)(X)
+    assert (new.blocks[0].count, new.blocks[1].count) == (1, 1)
+    assert structure(new) == structure(net)
+
+
+def test_transforms_carry_frozen_models():
+    def batch_loss(model, xs):
+        return jnp.sum(es.scan(lambda _, x: (None, es.vmap(model)(x)), None, xs)[1])
+
+    xs = jnp.ones((3, 2, 2))
+    # Lanes would each count, so here nothing may be written.
+    net = es.map_modules(lambda m, _: Plain(m) if isinstance(m, Block) else m, NET)
+    net = es.freeze(net, lambda m: (m.mlp.layers[0], m.blocks[1].linear.bias))
+    grads, new = es.grad(batch_loss)(net, xs)
+    assert {part.name for part in es.parts(grads)} == trained(net)
+    assert structure(new) == structure(net)
+
+
+def test_plain_jax_carries_frozen_models():
+    arrays = es.map(jnp.asarray, es.filter(PARTLY))  # an MLP has functions in it
+    new, _ = jax.lax.scan(lambda m, x: (m, x), arrays, X)
+    assert frozen(new) == frozen(arrays) == frozen(PARTLY)
+    stacked = jax.vmap(lambda x, m: m, in_axes=(0, None))(X, arrays)
+    assert frozen(stacked) == frozen(PARTLY)
+
+
+@pytest.mark.parametrize("jit", [es.jit, eqx.filter_jit], ids=["es", "eqx"])
+def test_freezing_retraces_and_equal_freezing_does_not(jit):
+    @jit
+    @eqx.debug.assert_max_traces(max_traces=3)
+    def names(model, x):
+        out = sorted(trained(model))
+        return model, [n in out for n in sorted(NAMES)]
+
+    a = lambda m: (m.bias, m.mlp)  # noqa: E731
+    b = lambda m: (m.mlp, m.bias)  # noqa: E731
+    for net in (NET, es.freeze(NET, a), es.freeze(NET, b), es.freeze(NET, a), NET):
+        new, flags = names(net, X)
+        assert flags == [n in trained(net) for n in sorted(NAMES)]
+        assert structure(new) == structure(net)
+    new, _ = names(es.freeze(NET, lambda m: m.bias), X)
+    assert frozen(new) == {"bias"}
+    assert names(NET, X)[0].frozen is False
+
+
+# --- Surgery --------------------------------------------------------------------------
+
+
+def test_another_layer_in_the_place_is_frozen():
+    net = es.freeze(NET, lambda m: (m.mlp.layers[0], m.blocks[1].linear))
+    new = eqx.tree_at(
+        lambda m: m.mlp.layers[0], net, eqx.nn.Linear(2, 3, key=jr.key(5))
+    )
+    assert frozen(new) == frozen(net)
+    new = eqx.tree_at(lambda m: m.blocks[1].linear.weight, net, jnp.ones((2, 2)))
+    assert frozen(new) == frozen(net)
+    new = net.replace(mlp=make_net().mlp)
+    assert frozen(new) == frozen(net)
+
+
+def test_a_module_in_the_place_of_a_frozen_one_is_frozen():
+    net = es.freeze(NET, lambda m: m.blocks[0])
+    new = eqx.tree_at(lambda m: m.blocks[0], net, Block(1.0, 0, linear()))
+    assert not new.blocks[0].frozen
+    assert frozen(new) == under("blocks[0]")
+    assert trained(es.unfreeze(new, lambda m: m.blocks[0])) == trained(NET)
+    # It was frozen as a part of the model. Elsewhere it has only its own flag.
+    assert frozen(new.blocks[0]) == set()
+    assert frozen(net.blocks[0]) == {"scale", "count", "linear.weight", "linear.bias"}
+
+
+def test_a_frozen_module_stays_frozen_in_what_is_trained():
+    inner = es.unfreeze(NET.freeze(), lambda m: m.blocks[0])
+    net = inner.replace(blocks=[Block(1.0, 0, linear()).freeze(), inner.blocks[1]])
+    assert frozen(net) == NAMES
+    outer = es.unfreeze(NET.freeze(), lambda m: m.mlp)
+    assert frozen(outer.replace(mlp=es.freeze(Block(1.0, 0, linear())))) >= {
+        "mlp.scale",
+        "mlp.linear.weight",
+    }
+
+
+class Wrapper(es.Module):
+    inner: Any
+    gate: es.Parameter = 1.0
+
+
+def test_a_path_leads_through_a_new_module_if_it_fits():
+    net = es.freeze(NET, lambda m: m.plain["b"])
+    new = net.replace(plain={"a": X, "b": Wrapper((X, X))})
+    names = {"plain['b'].gate", "plain['b'].inner[0]", "plain['b'].inner[1]"}
+    assert frozen(new) == names
+    tuned = es.unfreeze(new, lambda m: m.plain["b"].gate)
+    assert frozen(tuned) == names - {"plain['b'].gate"}
+    assert frozen(es.unfreeze(new, lambda m: m.plain["b"])) == set()
+
+
+def without_first(m):
+    return m.replace(mlp=eqx.tree_at(lambda mlp: mlp.layers, m.mlp, m.mlp.layers[1:]))
+
+
+LOST = {
+    "a wrapped layer": (
+        lambda m: m.mlp.layers[0],
+        lambda m: m.replace(mlp=Wrapper(m.mlp)),
+        r"mlp.layers\[0\]",
+        "m.mlp",
+        "mlp",
+    ),
+    "an array of a wrapped layer": (
+        lambda m: m.blocks[0].linear.bias,
+        lambda m: eqx.tree_at(
+            lambda m: m.blocks[0].linear, m, Wrapper(m.blocks[0].linear)
+        ),
+        r"blocks\[0\].linear.bias",
+        r"m.blocks\[0\].linear",
+        "blocks[0].linear",
+    ),
+    "a list that is shorter": (
+        lambda m: m.mlp.layers[1],
+        without_first,
+        r"mlp.layers\[1\]",
+        "m.mlp.layers",
+        "mlp.layers",
+    ),
+    "a list that is longer": (
+        lambda m: m.blocks[0],
+        lambda m: m.replace(blocks=[Block(1.0, 0, linear()), *m.blocks]),
+        r"blocks\[0\]",
+        "m.blocks",
+        "blocks",
+    ),
+    "a dict without the key": (
+        lambda m: m.plain["a"],
+        lambda m: m.replace(plain={"b": m.plain["b"], "c": m.plain["a"]}),
+        r"plain\['a'\]",
+        "m.plain",
+        "plain",
+    ),
+    "an array in the place of a tuple": (
+        lambda m: m.plain["b"][0],
+        lambda m: m.replace(plain={"a": X, "b": X}),
+        r"plain\['b'\]\[0\]",
+        r"m.plain\['b'\]",
+        "plain['b']",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "lost", "around", "place"), LOST.values(), ids=list(LOST)
+)
+def test_a_path_that_does_not_fit_any_more_is_an_error(
+    where, change, lost, around, place
+):
+    new = change(es.freeze(NET, where))
+    match = rf"(?s)^`{lost}` was frozen.*unfreeze\(model, lambda m: {around}\)"
+    with pytest.raises(ValueError, match=match):
+        es.filter(new, es.trainable)
+    with pytest.raises(ValueError, match=match):
+        es.grad(lambda m: jnp.sum(m.bias))(new)
+    with pytest.raises(ValueError, match=match):
+        es.Optimizer(optax.sgd(0.1)).init(new)
+    # All else works, and elsewhere in the model the question has an answer.
+    es.filter(new, es.Parameter), es.state_dict(new), es.eval(new)
+    flags = {p.name: p for p in es.parts(new) if not p.name.startswith(place)}
+    assert not any(part.frozen for part in flags.values())
+    # The remedy in the message, and freezing all.
+    again = es.unfreeze(new, lambda m: eval(f"m.{place}"))
+    assert structure(again) == structure(change(NET))
+    assert trained(es.freeze(new)) == set()
+    assert structure(es.unfreeze(new)) == structure(change(NET))
+
+
+def test_a_hole_in_the_place_of_what_was_frozen_is_no_error():
+    net = es.freeze(NET, lambda m: (m.mlp.layers[0].weight, m.plain["b"][0]))
+    new = net.replace(plain=None)
+    assert trained(new) == trained(NET) - {
+        "mlp.layers[0].weight",
+        "plain['a']",
+        "plain['b'][0]",
+        "plain['b'][1]",
+    }
+
+
+def test_nodes_of_equinox_state_are_frozen_by_their_paths():
+    class Stat(es.Module):
+        norm: eqx.nn.BatchNorm
+        state: eqx.nn.State
+
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "b", mode="ema")
+    model = Stat(norm, state)
+    new = es.freeze(model, lambda m: m.norm)
+    assert frozen(new) == {p.name for p in es.parts(model) if "norm." in p.name}
+    new = es.freeze(model, lambda m: m.state)
+    assert frozen(new) == {p.name for p in es.parts(model) if "state" in p.name}
+    stateful = es.nn.Stateful(eqx.nn.BatchNorm(2, "b", mode="ema"))
+    new = es.freeze(stateful, lambda m: m.layer.weight)
+    assert frozen(new) == {"layer.weight"}
