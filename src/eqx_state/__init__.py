@@ -28,6 +28,7 @@ from ._kinds._kinds import (
 )
 from ._optimizer._optimizer import Optimizer as Optimizer
 from ._rng_stream import RngStream as RngStream
+from ._sharding import sharding as sharding
 from ._state._init import init as init, Initializer as Initializer, lazy as lazy
 from ._state._module import Module as Module
 from ._transforms._axes import SPLIT as SPLIT

@@ -15,7 +15,7 @@ KINDS = ["TreePart", "Parameter", "Buffer", "State", "Rng", "BatchStat", "OptSta
 FILTERS = ["all_of", "any_of", "inside", "not_", "path_matches", "trainable", "under"]
 TREES = (
     "parts filter partition update mask spec map modules map_modules configure"
-    " axis_names functional train eval freeze unfreeze init reseed to_equinox"
+    " axis_names sharding functional train eval freeze unfreeze init reseed to_equinox"
     " tabulate state_dict load_state_dict save load load_metadata"
 ).split()
 TRANSFORMS = (

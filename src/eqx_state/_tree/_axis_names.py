@@ -119,12 +119,13 @@ def _said(visit: Visit, above: AxesAbove) -> tuple[Dims, ...]:
 
 def _fitted(dims: Dims, ndim: int) -> Names | None:
     """`dims` for an array of so many axes, or `None` if there are too few."""
-    if ... not in dims:  # a stack has more axes in front
-        dims = (..., *dims)
-    i = dims.index(...)
-    missing = ndim - (len(dims) - 1)
-    names = (*dims[:i], *[None] * missing, *dims[i + 1 :])
-    return None if missing < 0 else tuple(n for n in names if n is not ...)
+    # Without `...` it is as if it came first: a stack has more axes in front.
+    i = dims.index(...) if ... in dims else 0
+    names = tuple(name for name in dims if name is not ...)
+    missing = ndim - len(names)
+    if missing <= 0:
+        return names if missing == 0 else None
+    return (*names[:i], *[None] * missing, *names[i:])
 
 
 def _is_opt_state(visit: Visit) -> bool:

@@ -1,0 +1,371 @@
+"""`es.sharding`: which rule an array follows, and what cannot be done."""
+
+from typing import Annotated
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, Key
+
+import eqx_state as es
+
+
+class Block(es.Module):
+    up: es.Parameter[Float[Array, "mlp embed"]]
+    down: Annotated[eqx.nn.Linear, es.Axes(weight="embed mlp", bias="embed")]
+    mean: es.BatchStat[Float[Array, " mlp"]]
+    plain: eqx.nn.Linear
+    key: es.Rng
+
+    def __init__(self, key: Key[Array, ""]):
+        up, down, plain, self.key = jr.split(key, 4)
+        self.up = jr.normal(up, (16, 8))
+        self.down = eqx.nn.Linear(16, 8, key=down)
+        self.mean = jnp.zeros(16)
+        self.plain = eqx.nn.Linear(8, 8, key=plain)
+
+    def __call__(self, x):
+        hidden = jax.nn.relu(self.up @ x)
+        self.mean = 0.9 * self.mean + 0.1 * jax.lax.pmean(hidden, "batch")
+        return self.plain(self.down(hidden))
+
+
+ABSTRACT = AbstractMesh((4, 2), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.reshape(jax.devices(), (4, 2)), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def block():
+    return Block(jr.key(0))
+
+
+def specs(tree, rules, mesh=ABSTRACT):
+    """By the name of each array, its spec."""
+    shardings = jax.tree.structure(tree).flatten_up_to(es.sharding(tree, mesh, rules))
+    found = [s for s in shardings if s is not None]
+    assert all(s.mesh == mesh for s in found)
+    return {p.name: s.spec for p, s in zip(es.parts(tree), found, strict=True)}
+
+
+WHOLE = dict.fromkeys(
+    "up down.weight down.bias mean plain.weight plain.bias key".split(), P()
+)
+BY_NAME = WHOLE | {
+    "up": P("model", None),
+    "down.weight": P(None, "model"),
+    "mean": P("model"),
+}
+
+
+# --- Which rule counts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({}, {}),
+        ({"mlp": "model"}, BY_NAME),
+        (
+            {"mlp": ("data", "model"), "embed": None},
+            {
+                "up": P(("data", "model"), None),
+                "down.weight": P(None, ("data", "model")),
+                "down.bias": P(None),
+                "mean": P(("data", "model")),
+            },
+        ),
+        (
+            {"mlp": "model", "embed": "data"},
+            {
+                "up": P("model", "data"),
+                "down.weight": P("data", "model"),
+                "down.bias": P("data"),
+                "mean": P("model"),
+            },
+        ),
+        # `...` is for arrays that have none of the names.
+        (
+            {"mlp": "model", ...: P("data"), es.Rng: P()},
+            BY_NAME
+            | {n: P("data") for n in ("down.bias", "plain.weight", "plain.bias")},
+        ),
+        # A kind comes before names, the most derived one first.
+        (
+            {"mlp": "model", es.State: P("data"), es.Rng: P()},
+            BY_NAME | {"mean": P("data")},
+        ),
+        # A filter comes before kinds, in the order of the mapping.
+        (
+            {
+                "mlp": "model",
+                es.Parameter: P("data"),
+                es.path_matches("*plain.*"): P(None),
+                lambda part: part.value.ndim == 2: P("data", "model"),
+            },
+            {
+                "up": P("data", "model"),
+                "down.weight": P("data", "model"),
+                "down.bias": P("data"),
+                "mean": P("model"),
+                "plain.weight": P(None),
+                "plain.bias": P(None),
+            },
+        ),
+    ],
+    ids=["none", "name", "tuple", "names", "rest", "kind", "filter"],
+)
+def test_rules_in_their_order(rules, expected, block):
+    assert specs(block, rules) == WHOLE | expected
+    shapes = jax.eval_shape(lambda: block)
+    assert specs([shapes], rules) == {
+        f"[0].{name}": spec for name, spec in (WHOLE | expected).items()
+    }
+
+
+def test_a_stack_is_split_along_the_axes_of_its_layers(block):
+    stack = eqx.filter_vmap(Block)(jr.split(jr.key(0), 3))
+    found = specs(stack, {"mlp": "model"})
+    assert found["up"] == P(None, "model", None)
+    assert found["mean"] == P(None, "model")
+
+
+def test_what_is_not_an_array_has_no_sharding(mesh):
+    tree = [eqx.nn.MLP(8, 8, 8, 1, key=jr.key(0)), 3, "name", None, np.zeros(4, "i4")]
+    shardings = es.sharding(tree, mesh, {...: P("data")})
+    assert shardings[1:4] == [None, None, None]
+    assert shardings[0].activation is None
+    placed = eqx.filter_shard(tree, shardings)
+    assert placed[0].layers[0].weight.sharding.spec == P("data")
+    assert placed[1:4] == tree[1:4]
+    assert placed[4].sharding == shardings[4]
+
+
+def test_a_tree_without_arrays():
+    assert es.sharding([], ABSTRACT, {}) == []
+    assert es.sharding((1, None), ABSTRACT, {es.Parameter: P("data")}) == (None, None)
+
+
+def test_one_array(mesh):
+    x = jnp.zeros((8, 2))
+    assert es.sharding(x, mesh, {...: P("data")}) == NamedSharding(mesh, P("data"))
+    keys = jr.split(jr.key(0), 8)
+    placed = jax.device_put(keys, es.sharding(keys, mesh, {es.Rng: P("data")}))
+    assert placed.addressable_shards[0].data.shape == (2,)
+    assert (placed == keys).all()
+
+
+def test_a_frozen_model_in_eval_mode_goes_where_it_went_before(block):
+    rules = {"mlp": "model"}
+    assert specs(block.freeze().eval(), rules) == specs(block, rules)
+
+
+# --- Making and training --------------------------------------------------------------
+
+RULES = {"mlp": "model", "embed": "data"}
+ADAM = optax.adam(1e-2)
+
+
+def make():
+    model = Block(jr.key(0))
+    return model, es.Optimizer(ADAM).init(model)
+
+
+def test_a_model_is_made_in_its_shards(mesh):
+    shardings = es.sharding(jax.eval_shape(make), mesh, RULES)
+    model, optimizer = jax.jit(make, out_shardings=shardings)()
+    mu = optimizer.opt_state[0].mu
+    for made in model, mu:
+        assert made.up.sharding == NamedSharding(mesh, P("model", "data"))
+        assert {s.data.shape for s in made.up.addressable_shards} == {(8, 2)}
+        assert {s.data.shape for s in made.down.weight.addressable_shards} == {(2, 8)}
+    assert mu.plain.weight.sharding.is_fully_replicated
+    np.testing.assert_allclose(model.up, make()[0].up, rtol=1e-6)
+
+
+def loss_fn(model, xs):
+    return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
+
+
+def step(model, optimizer, xs):
+    (loss, model), grads = es.value_and_grad(loss_fn)(model, xs)
+    model, optimizer = optimizer.update(grads, model)
+    return loss, model, optimizer
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_a_sharded_step_equals_that_of_one_device(mesh):
+    trained, xs = make(), jr.normal(jr.key(1), (16, 8))
+    expected = jax.jit(step)(*trained, xs)
+    shardings = es.sharding(trained, mesh, RULES)
+    over_data = NamedSharding(mesh, P("data"))
+    run = jax.jit(
+        step,
+        in_shardings=(*shardings, over_data),
+        out_shardings=(None, *shardings),
+    )
+    results = run(*trained, xs)
+    assert results[1].up.sharding.spec == P("model", "data")
+    for part, x in zip(es.parts(results), jax.tree.leaves(expected), strict=True):
+        if part.kind is es.Rng:
+            assert part.value == x
+        else:
+            np.testing.assert_allclose(part.value, x, atol=1e-5, err_msg=part.name)
+
+
+# --- Axes of a mesh that are `Explicit` -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def explicit():
+    return jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+
+
+def test_an_explicit_mesh(explicit):
+    shardings = es.sharding(jax.eval_shape(make), explicit, RULES)
+    made, _ = jax.jit(make, out_shardings=shardings)()
+    put, _ = jax.device_put(make(), shardings)
+    for model in made, put:
+        assert jax.typeof(model.up).sharding.spec == P("model", "data")
+        assert jax.typeof(model.plain.weight).sharding.spec == P(None, None)
+
+
+def test_unconstrained_axes_need_a_mesh_whose_axes_are_auto(block, explicit, mesh):
+    rules = {es.path_matches("up"): P(P.UNCONSTRAINED, "data")}
+    assert specs(block, rules, mesh)["up"] == P(P.UNCONSTRAINED, "data")
+    with pytest.raises(ValueError, match=r"axis 0 \(`mlp`\) of `up` is `UNCONSTR") as e:
+        es.sharding(block, explicit, rules | {"mlp": "model"})
+    assert "type `Explicit`" in str(e.value)
+
+
+# --- What cannot be done --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"mpl": "model"},
+            r"no array has an axis `mpl`. The names are: .*`mlp` \(`up`\)",
+        ),
+        ({es.path_matches("pu"): P()}, r"path_matches\('pu'\)` matches no array"),
+        # A mesh axis that does not exist.
+        (
+            {"mlp": "modle"},
+            r"axis 0 \(`mlp`\) of `up` .*`modle`.* not have. .*`model` \(2\)",
+        ),
+        ({"mlp": ("data", "x")}, r"axis 0 \(`mlp`\) of `up` is to be split over `x`"),
+        ({es.Parameter: P(None, "x")}, r"axis 1 \(`embed`\) of `up` is to be split"),
+        ({es.OptState: P("x")}, r"`es.OptState` is to be split over `x`"),
+        # Equal parts.
+        ({es.BatchStat: P(("data", "model", "pipe"))}, r"over `pipe`, which the mesh"),
+        # One mesh axis twice.
+        (
+            {"mlp": "model", "embed": "model"},
+            r"`up` would use the mesh axis `model` twice, for axis 0 \(`mlp`\) and for "
+            r"axis 1 \(`embed`\)",
+        ),
+        ({"mlp": ("data", "data")}, r"`up` would use the mesh axis `data` twice"),
+        (
+            {es.path_matches("up"): P("data", "data")},
+            r"axis 0 \(`mlp`\) and for axis 1",
+        ),
+        # More entries than axes.
+        (
+            {es.Parameter: P("data", None)},
+            r"`down.bias` gets `P.*\('data', None\)`, which has 2 entries, .* \(8,\)",
+        ),
+        ({...: P("data")}, r"`key` gets .* which has 1 entries, and its shape is \(\)"),
+    ],
+    ids=str,
+)
+def test_rules_that_cannot_be_followed(rules, message, block, mesh):
+    for each in ABSTRACT, mesh:
+        with pytest.raises(ValueError, match=message):
+            es.sharding(block, each, rules)
+
+
+def test_rules_that_cannot_be_followed_in_a_tree_without_names():
+    with pytest.raises(ValueError, match=r"`mlp`. The names are: none. They come"):
+        es.sharding([jnp.zeros(2)], ABSTRACT, {"mlp": "model"})
+    with pytest.raises(ValueError, match=r"`es.sharding`: the array gets"):
+        es.sharding(jnp.zeros(()), ABSTRACT, {...: P("data")})
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"mlp": "model"},
+            r"axis 0 \(`mlp`\) of `up` has size 6, .*`model`, which is 4",
+        ),
+        (
+            {"mlp": ("data", "model")},
+            r"axis 0 \(`mlp`\) of `up` has size 6, .*`data` and `model`, which is 12",
+        ),
+        (
+            {es.path_matches("up"): P(None, "data")},
+            r"axis 1 \(`embed`\) of `up` has size 8, .* is 3",
+        ),
+    ],
+    ids=["name", "tuple", "spec"],
+)
+def test_an_axis_that_cannot_be_split_into_equal_parts(rules, message, block):
+    mesh = AbstractMesh((3, 4), ("data", "model"))
+    uneven = block.replace(up=block.up[:6], down=None, mean=block.mean[:12])
+    with pytest.raises(ValueError, match=message):
+        es.sharding(uneven, mesh, rules)
+
+
+def test_two_axes_of_one_name():
+    class Square(es.Module):
+        weight: es.Parameter[Float[Array, "embed embed"]]
+
+    square = Square(jnp.zeros((8, 8)))
+    with pytest.raises(ValueError, match=r"`weight` would .* Two axes of one name"):
+        es.sharding(square, ABSTRACT, {"embed": "model"})
+    by_path = {es.path_matches("weight"): P("model", None), "embed": "model"}
+    assert specs(square, by_path) == {"weight": P("model", None)}
+
+
+def test_a_mesh_that_is_too_small_is_refused_by_size(block):
+    with pytest.raises(ValueError, match=r"axis 0 \(`mlp`\) of `up` has size 16"):
+        es.sharding(block, AbstractMesh((32,), ("model",)), {"mlp": "model"})
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"mlp": P("model")}, r"the rule `'mlp': .*P.*` is for axes of that name"),
+        ({"mlp": 0}, r"the rule `'mlp': 0` is for axes of that name"),
+        ({"mlp": ["model"]}, r"a mesh axis, a tuple of mesh axes or `None`"),
+        ({"mlp": ("model", None)}, r"a mesh axis, a tuple of mesh axes or `None`"),
+        ({es.Parameter: "model"}, r"the rule `es.Parameter: 'model'` is for whole"),
+        ({es.Parameter: None}, r"leads to a `jax.sharding.PartitionSpec`"),
+        ({...: ("model",)}, r"the rule `\.\.\.: \('model',\)` is for whole arrays"),
+        ({0: P()}, r"`es.sharding`: the key `0` is not a kind"),
+        ([("mlp", "model")], r"`es.sharding`: rules are a mapping"),
+    ],
+    ids=str,
+)
+def test_rules_of_another_type(rules, message, block):
+    with pytest.raises(TypeError, match=message):
+        es.sharding(block, ABSTRACT, rules)
+
+
+def test_a_mesh_of_another_type(block):
+    with pytest.raises(TypeError, match=r"the mesh is a `list`. Give a `jax.sharding"):
+        es.sharding(block, jax.devices(), {})
+
+
+def test_an_annotation_that_does_not_fit_is_an_error_here_too(block):
+    with pytest.raises(ValueError, match=r"`Block.up` is annotated with more axes"):
+        es.sharding(block.replace(up=jnp.zeros(4)), ABSTRACT, {"mlp": "model"})
