@@ -363,7 +363,7 @@ def test_rules_of_another_type(rules, message, block):
 
 def test_a_mesh_of_another_type(block):
     with pytest.raises(TypeError, match=r"the mesh is a `list`. Give a `jax.sharding"):
-        es.sharding(block, jax.devices(), {})
+        es.sharding(block, jax.devices(), {})  # pyright: ignore[reportArgumentType]
 
 
 def test_an_annotation_that_does_not_fit_is_an_error_here_too(block):

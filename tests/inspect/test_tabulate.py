@@ -1,6 +1,6 @@
 """The table of a model: its rows and its sizes."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import zoo
+from jaxtyping import Array, Float
 from tables import cells
 
 import eqx_state as es
@@ -196,6 +197,26 @@ def test_each_kind_has_a_column():
         "steps: i32[3]\n3 (12 B)",
     ]
     assert rows["Total"][1:] == ["1 (4 B)", "2 (8 B)", "3 (16 B)", "3 (12 B)"]
+
+
+def test_the_names_of_axes_are_shown_where_there_are_any():
+    class Block(es.Module):
+        up: es.Parameter[Float[Array, "mlp embed"]]
+        down: Annotated[eqx.nn.Linear, es.Axes(weight="embed mlp")]
+        sizes: es.State[Float[Array, "3 _"]]
+        name: es.Parameter | None = None
+
+    block = Block(jnp.zeros((3, 2)), linear(), jnp.zeros((3, 2)))
+    rows = cells(es.tabulate([block, eqx.filter_vmap(lambda _: block)(jnp.arange(4))]))
+    assert rows["[0]"][1:] == [
+        "up: f32[3,2] (mlp embed)\n6 (24 B)",
+        "sizes: f32[3,2]\n6 (24 B)",
+    ]
+    assert rows["[0].down"][1] == "weight: f32[3,2] (embed mlp)\nbias: f32[3]\n9 (36 B)"
+    assert rows["[1]"][1] == "up: f32[4,3,2] (_ mlp embed)\n24 (96 B)"
+    # A table is for looking at a model, also at one whose annotation is wrong.
+    rows = cells(es.tabulate(block.replace(up=jnp.zeros(3))))
+    assert rows[""][1] == "up: f32[3]\n3 (12 B)"
 
 
 def test_large_sizes_are_readable():

@@ -13,6 +13,7 @@ from .._compat import boundary
 from .._kinds._kinds import Kind, Parameter
 from .._state._init import as_initialized, Initializer
 from .._state._write import kind_at
+from .._tree._axis_names import dims_text, names_of
 from .._tree._base import has_inference, is_eqx_module, is_module
 from .._tree._bind import bind
 from .._tree._filters import trainable
@@ -55,7 +56,7 @@ class _Row:
         trivial = [f"+ {', '.join(names)}"] if names else []
         return "\n".join([_class(self.node, self.is_frozen), *trivial])
 
-    def add(self, visit: Visit, kind: Kind | None, is_folded: bool) -> None:
+    def add(self, visit: Visit, kind: Kind | None, axes: str, is_folded: bool) -> None:
         cell = self.cells.setdefault(kind, _Cell())
         is_initialized = is_array(visit.node)
         if is_initialized:
@@ -65,7 +66,7 @@ class _Row:
             return
         what = summary(visit.node) if is_initialized else "not initialized"
         name = name_of(visit.path[len(self.path) :])
-        cell.lines.append(f"{name}: {what}" if name else what)
+        cell.lines.append((f"{name}: {what}" if name else what) + axes)
 
 
 @boundary
@@ -73,11 +74,12 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     """A table of the modules in a tree, with a row for each and a column for each kind.
 
     A cell lists the arrays that a module holds itself, not those of modules inside it:
-    names, dtypes and shapes, then the numbers of elements and of bytes. A module that
-    holds no arrays at all and whose output looks like its input, such as an activation
-    or a dropout, is named in the row of the module around it. The last row has the
-    totals of each kind; below it are those of all arrays and of what `es.trainable`
-    selects. Arrays without a kind have their own column.
+    names, dtypes and shapes, and the names of axes, `(mlp embed)`, where annotations
+    give them; then the numbers of elements and of bytes. A module that holds no arrays
+    at all and whose output looks like its input, such as an activation or a dropout, is
+    named in the row of the module around it. The last row has the totals of each kind;
+    below it are those of all arrays and of what `es.trainable` selects. Arrays without
+    a kind have their own column.
 
     **Arguments:**
 
@@ -173,7 +175,7 @@ def _rows(tree: PyTree, depth: int | None, calls: dict[str, Call]) -> list[_Row]
         row, is_folded = next(row_at[path] for path in around if path in row_at)
         if visit.is_leaf:
             if _has_cell(visit.node):
-                row.add(visit, kind_at(visit), is_folded)
+                row.add(visit, kind_at(visit), _axes(visit), is_folded)
         elif visit.path and not _is_index(visit):
             is_trivial = visit.path not in holding and not _says_something(
                 calls.get(visit.name)
@@ -199,6 +201,12 @@ def _says_something(call: Call | None) -> bool:
 
 def _has_cell(x: Any) -> bool:
     return is_array(x) or isinstance(x, Initializer)
+
+
+def _axes(visit: Visit) -> str:
+    """The names of an array's axes, if it has any."""
+    names = names_of(visit) if is_array(visit.node) else None
+    return f" ({dims_text(names)})" if any(names or ()) else ""
 
 
 def _is_index(visit: Visit) -> bool:

@@ -1,6 +1,5 @@
 """`es.axis_names`: the names that annotations give to the axes of arrays."""
 
-from collections.abc import Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
 import jax.tree_util as jtu
@@ -78,21 +77,21 @@ def named_leaves(tree: PyTree) -> list[tuple[Visit, Names | None]]:
     found: list[tuple[Visit, Names | None]] = []
     for visit in visits:
         if visit.is_leaf and not _is_gap(visit.node):
-            names = names_of(visit, parameters) if is_array(visit.node) else None
+            parameter = parameters.get(visit.path)
+            names = names_of(visit, parameter) if is_array(visit.node) else None
             if names is None and is_array(visit.node):
                 raise ValueError(_too_few(visit))
             found.append((visit, names))
     return found
 
 
-def names_of(visit: Visit, parameters: Mapping[KeyPath, Visit]) -> Names | None:
+def names_of(visit: Visit, parameter: Visit | None = None) -> Names | None:
     """The names of an array's axes; `None` if it has fewer axes than names.
 
-    `parameters`: for moments and averages, what they belong to.
+    `parameter`: what it belongs to, if it is a moment or an average.
     """
-    shape = visit.node.shape
+    shape, source = visit.node.shape, parameter or visit
     unnamed = (None,) * len(shape)
-    source = parameters.get(visit.path, visit)
     if source.node.shape != shape:  # the rows and columns of `optax.adafactor`
         return unnamed
     candidates = [_fitted(dims, len(shape)) for dims in _declared(source)]
