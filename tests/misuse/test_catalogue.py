@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import catalogue_axes as axes
 import catalogue_closures as closures
 import catalogue_files as files
 import catalogue_handed as handed
@@ -39,6 +40,7 @@ THEMES = [
     keys.KEYS,
     training.MODES,
     training.TRAINING,
+    axes.AXES,
     files.FILES,
     files.HABITS,
 ]
