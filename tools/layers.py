@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "src" / "eqx_state"
 FOUNDATION = ("_compat", "_errors", "_typing")
-LAYERS = ["nn", "others", "_inspect", "_io", "_jit", "_transforms", "_state", "_tree"]
+LAYERS = ["_io", "nn", "others", "_inspect", "_jit", "_transforms", "_state", "_tree"]
 LAYERS += ["_kinds", "foundation"]
 
 
@@ -39,11 +39,10 @@ def main() -> None:
         first = path.relative_to(ROOT).with_suffix("").parts[0]
         if first != "__init__":
             counts.update((layer(first), layer(name)) for name in imports(path))
-    columns = LAYERS[2:]
-    print("| imports from |", " | ".join(f"`{x}`" for x in columns), "|")
-    print("|---" * (len(columns) + 1) + "|")
+    print("| imports from |", " | ".join(f"`{x}`" for x in LAYERS), "|")
+    print("|---" * (len(LAYERS) + 1) + "|")
     for row in LAYERS[:-1]:
-        cells = (str(counts[row, column] or "") for column in columns)
+        cells = (str(counts[row, column] or "") for column in LAYERS)
         print(f"| `{row}` |", " | ".join(cells), "|")
 
 

@@ -14,6 +14,7 @@ from ._io._state_dict import (
     load_state_dict as load_state_dict,
     state_dict as state_dict,
 )
+from ._io._torch import from_torch as from_torch
 from ._jit._jit import jit as jit
 from ._kinds._axes import Axes as Axes
 from ._kinds._fields import field as field

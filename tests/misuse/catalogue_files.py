@@ -9,6 +9,8 @@ import tempfile
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
 import optax
 import pytest
 from catalogue_entry import FROZEN, Layer, Net, Theme, XS
@@ -394,3 +396,92 @@ def _(case):
     _, twice = run(params, once, XS)
     assert eqx.tree_equal(once, again)
     assert es.load_state_dict(net, {**params, **twice}).layer.count == 2
+
+
+@HABITS.raises(
+    "pass the model, or a part of it, to the function of `es.functional`",
+    TypeError,
+    "`params` is of type `Net`",
+    "es.state_dict(model, es.Parameter)",
+    instead="its own `params` and `state`, dictionaries by name",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    apply, params, state = es.functional(net)
+    with case.error():
+        apply(es.filter(net, es.Parameter), state, XS)
+    assert (apply(params, state, XS)[0] == net.eval()(XS)).all()
+
+
+@HABITS.raises(
+    "call the function of `es.functional` with the arrays of a larger model",
+    ValueError,
+    "unknown in `state`: more.count",
+    instead="the names of this model only",
+)
+def _(case):
+    apply, params, state = es.functional(case.keep(Net(), XS))
+    with case.error():
+        apply(params, {**state, "more.count": jnp.array(0)}, XS)
+
+
+@HABITS.raises(
+    "load PyTorch's weights as they are: `es.load_state_dict(model, tensors)`",
+    ValueError,
+    "wrong shape",
+    "bias: (2,) instead of (2, 1)",
+    instead="`es.from_torch(model, tensors)`, which knows both layouts",
+)
+def _(case):
+    conv = case.keep(eqx.nn.Conv1d(1, 2, 1, key=jr.key(0)))
+    tensors = {"weight": np.ones((2, 1, 1), "f4"), "bias": np.ones(2, "f4")}
+    with case.error():
+        es.load_state_dict(conv, tensors)
+    assert es.from_torch(conv, tensors).bias.shape == (2, 1)
+
+
+@HABITS.raises(
+    "load weights of PyTorch into a model that calls a layer otherwise",
+    ValueError,
+    "missing",
+    "head.weight",
+    "unused",
+    "fc.bias: (2,)",
+    "`rename=",
+    instead="`es.from_torch(model, tensors, rename={'head.*': 'fc.*'})`",
+)
+def _(case):
+    model = case.keep({"head": eqx.nn.Linear(1, 2, key=jr.key(0))})
+    tensors = {"fc.weight": np.ones((2, 1)), "fc.bias": np.ones(2)}
+    with case.error():
+        es.from_torch(model, tensors)
+    loaded = es.from_torch(model, tensors, rename={"head.*": "fc.*"})
+    assert (loaded["head"].weight == 1).all()
+
+
+@HABITS.raises(
+    "rename by a glob that matches nothing",
+    ValueError,
+    "no array has a name that matches 'haed.*'",
+    "Globs match the whole name",
+    instead="the names that `es.state_dict` has, or PyTorch's in `es.from_torch`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.load_state_dict(net, {}, rename={"haed.*": "fc.*"})
+
+
+@HABITS.raises(
+    "pass PyTorch's module: `es.from_torch(model, module)`",
+    TypeError,
+    "takes a dictionary from names to tensors",
+    "was given a `Module`",
+    instead="`es.from_torch(model, module.state_dict())`",
+)
+def _(case):
+    class Module:
+        pass
+
+    with case.error():
+        es.from_torch(case.keep(Net(), XS), Module())

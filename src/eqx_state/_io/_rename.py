@@ -1,7 +1,7 @@
 """Names of ours as another program writes them: the argument `rename=`."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
 
 from .._tree._filters import compiled_glob
 
@@ -9,46 +9,52 @@ from .._tree._filters import compiled_glob
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 
 
-def renamed(names: Iterable[str], rename: Rename, what: str) -> dict[str, str]:
-    """For each name what `rename` makes of it: a function, or a mapping of globs.
+class Renaming:
+    """A function from a name to the one that `rename` makes of it.
 
     Two names may become one: tied weights are often stored once.
     """
-    if isinstance(rename, Mapping):
-        return _by_globs(list(names), rename, what)
-    if rename is not None and not callable(rename):
-        raise TypeError(_NOT_A_RENAME.format(what, type(rename).__name__))
-    new = {name: name if rename is None else rename(name) for name in names}
-    for name, other in new.items():
-        if not isinstance(other, str):
-            raise TypeError(_NOT_A_NAME.format(what, name, type(other).__name__))
-    return new
 
+    def __init__(self, rename: Rename, what: str):
+        self.what = what
+        self.globs: Mapping[str, str] = {}
+        if isinstance(rename, Mapping):
+            self.globs, self.f = rename, self.by_globs
+        elif rename is None:
+            self.f = lambda name: name
+        elif callable(rename):
+            self.f = rename
+        else:
+            raise TypeError(_NOT_A_RENAME.format(what, type(rename).__name__))
+        for ours, theirs in self.globs.items():
+            if not (isinstance(ours, str) and isinstance(theirs, str)):
+                raise TypeError(_NOT_GLOBS.format(what, repr(ours), repr(theirs)))
+            if ours.count("*") != theirs.count("*"):
+                raise ValueError(_STARS.format(what, ours, theirs))
+        self.patterns = {ours: compiled_glob(ours) for ours in self.globs}
+        self.unused = dict.fromkeys(self.globs)
 
-def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:
-    for ours, theirs in globs.items():
-        if not (isinstance(ours, str) and isinstance(theirs, str)):
-            raise TypeError(_NOT_GLOBS.format(what, repr(ours), repr(theirs)))
-        if ours.count("*") != theirs.count("*"):
-            raise ValueError(_STARS.format(what, ours, theirs))
-    patterns = {compiled_glob(ours): theirs for ours, theirs in globs.items()}
-    unused = [
-        ours
-        for ours, pattern in zip(globs, patterns, strict=True)
-        if not any(map(pattern.fullmatch, names))
-    ]
-    if unused:
-        raise ValueError(_NO_MATCH.format(what, ", ".join(map(repr, unused))))
-    return {name: _first_match(name, patterns) for name in names}
+    def __call__(self, name: str) -> str:
+        if not isinstance(new := self.f(name), str):
+            raise TypeError(_NOT_A_NAME.format(self.what, name, type(new).__name__))
+        return new
 
-
-def _first_match(name: str, patterns: Mapping[Any, str]) -> str:
-    for pattern, theirs in patterns.items():
-        if (match := pattern.fullmatch(name)) is not None:
-            first, *rest = theirs.split("*")
+    def by_globs(self, name: str) -> str:
+        found = {g: p.fullmatch(name) for g, p in self.patterns.items()}
+        matches = {glob: match for glob, match in found.items() if match}
+        for glob in matches:
+            self.unused.pop(glob, None)
+        for glob, match in matches.items():  # the first one
+            first, *rest = self.globs[glob].split("*")
             pairs = zip(match.groups(), rest, strict=True)
             return first + "".join(star + text for star, text in pairs)
-    return name
+        return name
+
+    def check_used(self) -> None:
+        """Raise if a glob has matched no name so far."""
+        if self.unused:
+            globs = ", ".join(map(repr, self.unused))
+            raise ValueError(_NO_MATCH.format(self.what, globs))
 
 
 _NOT_A_RENAME: Final = """`{}(..., rename=...)` takes a function from our name to \

@@ -18,7 +18,7 @@ from .._tree._parts import Part, part_of
 from .._tree._walk import is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
 from .._typing import PyTree
-from ._rename import Rename, renamed
+from ._rename import Rename, Renaming
 
 
 _Tree = TypeVar("_Tree")
@@ -153,20 +153,22 @@ def load_state_dict(
         assert eqx.tree_equal(loaded, b)
         ```
     """
-    what = "`es.load_state_dict`"
+    what = "es.load_state_dict"
     if not isinstance(d, Mapping):
         raise TypeError(
-            f"{what} takes a dictionary from names to arrays, as `es.state_dict` makes"
-            f" it, and was given a `{type(d).__name__}`. The tree comes first:"
+            f"`{what}` takes a dictionary from names to arrays, as `es.state_dict`"
+            f" makes it, and was given a `{type(d).__name__}`. The tree comes first:"
             " `es.load_state_dict(model, d)`."
         )
     named = by_name(tree)
-    theirs = renamed(named, rename, what)
+    renaming = Renaming(rename, what)
+    theirs = {name: renaming(name) for name in named}
+    renaming.check_used()
     values = _looked_up(d, theirs)
     unexpected = d.keys() - set(theirs.values()) if strict else ()
     wanted = named if strict else {k: x for k, x in named.items() if k in values}
     advice = "`strict=False` skips names that only one of the two has."
-    what = f"{what}: the dictionary"
+    what = f"`{what}`: the dictionary"
     return restore(tree, wanted, values, what, advice, unexpected, theirs)
 
 
@@ -196,12 +198,22 @@ def restore(
     }
     about_names = any(problems.values())
     for name in [name for name in wanted if name in values]:
-        for problem, text in _differences(wanted[name][1].value, values[name]):
+        for problem, text in differences(wanted[name][1].value, values[name]):
             problems.setdefault(problem, []).append(f"{label(name)}: {text}")
+    complain(problems, what, advice if about_names else "")
+    return place(tree, wanted, values)
+
+
+def complain(problems: Mapping[str, list[str]], what: str, advice: str) -> None:
+    """Raise one error that lists all problems, if there are any."""
     if any(problems.values()):
         listed = [_listed(*problem) for problem in problems.items() if problem[1]]
-        text = "\n".join([f"{what} does not fit the tree.", *listed])
-        raise ValueError(f"{text}\n{advice}" if about_names else text)
+        lines = [f"{what} does not fit the tree.", *listed, advice]
+        raise ValueError("\n".join(line for line in lines if line))
+
+
+def place(tree: _Tree, wanted: Named, values: Mapping[str, Any]) -> _Tree:
+    """`tree` with these values, each as an array like the one in the tree."""
     placed = {
         name: to_strong(_placed_as(part.value, values[name]))
         for name, (_, part) in wanted.items()
@@ -246,7 +258,8 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
+def differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
+    """Why a value cannot be in the place of a leaf: kinds of problems, and texts."""
     if not eqx.is_array(value):
         return [("not an array", f"a `{type(value).__name__}`")]
     found = []

@@ -1,0 +1,670 @@
+"""`es.from_torch`: weights of PyTorch, against what PyTorch itself has computed."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+import torch_weights as reference
+from helpers import rejects, untouched
+
+import eqx_state as es
+
+
+nn, KEY = eqx.nn, jr.key(0)
+
+# --- Layers ---------------------------------------------------------------------------
+
+
+def each(layer):
+    return lambda x: jax.vmap(layer)(x)
+
+
+def stacked(cell):
+    return lambda x, h, c: jnp.stack(cell(x, (h, c)))
+
+
+def attention(**sizes):
+    flags = ["use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"]
+    return nn.MultiheadAttention(
+        **({"num_heads": 2, "query_size": 6, "key": KEY} | dict.fromkeys(flags, True)),
+        **sizes,
+    )
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(5, 3, key=KEY),
+    "linear_without_bias": lambda: nn.Linear(5, 3, use_bias=False, key=KEY),
+    "conv1d": lambda: nn.Conv1d(4, 6, 3, 2, 1, 2, groups=2, key=KEY),
+    "conv2d": lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (0, 1), groups=2, key=KEY),
+    "conv2d_without_bias": lambda: nn.Conv2d(3, 2, 3, use_bias=False, key=KEY),
+    "conv3d": lambda: nn.Conv3d(2, 3, (1, 2, 3), padding=1, key=KEY),
+    "conv_transpose1d": lambda: nn.ConvTranspose1d(
+        4, 3, 3, 2, padding=1, output_padding=1, key=KEY
+    ),
+    "conv_transpose2d": lambda: nn.ConvTranspose2d(
+        4, 3, (3, 2), (2, 1), padding=(1, 0), key=KEY
+    ),
+    "conv_transpose2d_in_groups": lambda: nn.ConvTranspose2d(
+        6, 4, 3, 2, groups=2, key=KEY
+    ),
+    "conv_transpose3d": lambda: nn.ConvTranspose3d(
+        3, 6, (2, 3, 1), 2, groups=3, use_bias=False, key=KEY
+    ),
+    "layer_norm": lambda: nn.LayerNorm((2, 6)),
+    "layer_norm_without_bias": lambda: nn.LayerNorm(6, use_bias=False),
+    "group_norm": lambda: nn.GroupNorm(2, 6),
+    "embedding": lambda: nn.Embedding(reference.TOKENS, 4, key=KEY),
+    "gru_cell": lambda: nn.GRUCell(3, 4, key=KEY),
+    "gru_cell_without_bias": lambda: nn.GRUCell(3, 4, use_bias=False, key=KEY),
+    "lstm_cell": lambda: nn.LSTMCell(3, 4, key=KEY),
+    "lstm_cell_without_bias": lambda: nn.LSTMCell(3, 4, use_bias=False, key=KEY),
+    "attention": attention,
+    "attention_without_bias": lambda: nn.MultiheadAttention(3, 6, key=KEY),
+    "attention_of_other_sizes": lambda: attention(key_size=3, value_size=2),
+}
+CALLS = {"embedding": each, "lstm_cell": stacked, "lstm_cell_without_bias": stacked}
+
+
+def check(case, model, call=lambda model: model):
+    got = eqx.filter_jit(call(model))(*map(jnp.asarray, reference.inputs(case)))
+    np.testing.assert_allclose(got, reference.output(case), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_computes_what_it_computes_there(case):
+    layer = LAYERS[case]()
+    with untouched(layer):
+        loaded = es.from_torch(layer, reference.state_dict(case))
+    assert jax.tree.structure(loaded) == jax.tree.structure(layer)
+    check(case, loaded, CALLS.get(case, lambda layer: layer))
+
+
+def norms(affine=True):
+    options = {"axis_name": "batch", "channelwise_affine": affine}
+    return {
+        "es": es.nn.BatchNorm(3, **options),
+        "batch": es.nn.Stateful(nn.BatchNorm(3, mode="batch", **options)),
+        "batch, momentum 0.5": es.nn.Stateful(
+            nn.BatchNorm(3, mode="batch", momentum=0.5, **options)
+        ),
+        "ema": es.nn.Stateful(nn.BatchNorm(3, mode="ema", **options)),
+        "plain": nn.BatchNorm(3, mode="ema", **options),
+    }
+
+
+@pytest.mark.parametrize(
+    "case", ["batch_norm", "batch_norm_new", "batch_norm_without_affine"]
+)
+def test_batch_norms_compute_what_they_compute_there(case):
+    for name, norm in norms("without" not in case).items():
+        loaded = es.from_torch(norm, reference.state_dict(case))
+        if name == "plain":
+            loaded = es.nn.Stateful(loaded)
+        check(case, loaded.eval())
+
+
+def test_the_statistics_of_equinox_go_on_from_there():
+    tensors = reference.state_dict("batch_norm")
+    mean = tensors["running_mean"]
+    xs = jr.normal(KEY, (8, 3, 4))
+    for name, norm in norms().items():
+        norm = es.from_torch(norm, tensors)
+        if name == "batch":
+            assert norm.layer.batch_counter.init == 7
+            assert norm.layer.batch_counter.init.dtype == jnp.int32
+        if name in ("batch", "ema"):
+            _, norm = es.mutable(es.vmap(norm, axis_name="batch"))(xs)
+            # As an average over more than the steps so far: the weights are those of
+            # Equinox, whose averages start at zero.
+            kept = 0.99 if name == "ema" else 0.99 * (1 - 0.99**7) / (1 - 0.99**8)
+            expected = kept * mean + (1 - kept) * xs.mean((0, 2))
+            x = jnp.broadcast_to(expected[:, None], (3, 4))
+            zero = norm.eval()(x) - norm.layer.bias[:, None]
+            np.testing.assert_allclose(zero, 0, atol=1e-5)
+
+
+# --- Models ---------------------------------------------------------------------------
+
+
+class EncoderLayer(eqx.Module):
+    attention: nn.MultiheadAttention
+    norms: list[nn.LayerNorm]
+    mlp: nn.MLP
+
+    def __init__(self):
+        self.attention = attention()
+        self.norms = [nn.LayerNorm(6), nn.LayerNorm(6)]
+        self.mlp = nn.MLP(6, 6, 8, 1, key=KEY)
+
+    def __call__(self, x):
+        x = jax.vmap(self.norms[0])(x + self.attention(x, x, x))
+        return jax.vmap(self.norms[1])(x + jax.vmap(self.mlp)(x))
+
+
+def test_an_encoder_layer():
+    rename = {
+        "attention.*": "self_attn.*",
+        "norms.0.*": "norm1.*",
+        "norms.1.*": "norm2.*",
+        "mlp.layers.0.*": "linear1.*",
+        "mlp.layers.1.*": "linear2.*",
+    }
+    tensors = reference.state_dict("encoder_layer")
+    check("encoder_layer", es.from_torch(EncoderLayer(), tensors, rename=rename))
+
+    def function(name):
+        starts = {ours[:-1]: theirs[:-1] for ours, theirs in rename.items()}
+        (start,) = filter(name.startswith, starts)
+        return name.replace(start, starts[start])
+
+    check("encoder_layer", es.from_torch(EncoderLayer(), tensors, function))
+
+
+class Block(eqx.Module):
+    conv1: nn.Conv2d
+    bn1: eqx.Module
+    conv2: nn.Conv2d
+    bn2: eqx.Module
+    downsample: nn.Sequential | None
+
+    def __init__(self, make_norm, inner, outer, stride):
+        def conv(*sizes):
+            return nn.Conv2d(*sizes, use_bias=False, key=KEY)
+
+        self.conv1, self.bn1 = conv(inner, outer, 3, stride, 1), make_norm(outer)
+        self.conv2, self.bn2 = conv(outer, outer, 3, 1, 1), make_norm(outer)
+        self.downsample = None
+        if stride > 1:
+            down = [conv(inner, outer, 1, stride), make_norm(outer)]
+            self.downsample = nn.Sequential(down)
+
+    def __call__(self, x, *, key=None):
+        y = jax.nn.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return jax.nn.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet18(eqx.Module):
+    conv1: nn.Conv2d
+    bn1: eqx.Module
+    pool: nn.MaxPool2d
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
+    fc: nn.Linear
+
+    def __init__(self, make_norm, width=2):
+        def layer(inner, outer):
+            stride = outer // inner
+            first = Block(make_norm, inner, outer, stride)
+            return nn.Sequential([first, Block(make_norm, outer, outer, 1)])
+
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, use_bias=False, key=KEY)
+        self.bn1 = make_norm(width)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.layer1 = layer(width, width)
+        self.layer2 = layer(width, 2 * width)
+        self.layer3 = layer(2 * width, 4 * width)
+        self.layer4 = layer(4 * width, 8 * width)
+        self.fc = nn.Linear(8 * width, 5, key=KEY)
+
+    def __call__(self, x):
+        x = self.pool(jax.nn.relu(self.bn1(self.conv1(x))))
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
+        return self.fc(x.mean((1, 2)))
+
+
+MAKE_NORM = {
+    "es": lambda size: es.nn.BatchNorm(size, axis_name="batch"),
+    "batch": lambda size: es.nn.Stateful(nn.BatchNorm(size, "batch", mode="batch")),
+    "ema": lambda size: es.nn.Stateful(nn.BatchNorm(size, "batch", mode="ema")),
+}
+
+
+@pytest.mark.parametrize("norm", MAKE_NORM)
+def test_resnet_18(norm):
+    model = ResNet18(MAKE_NORM[norm])
+    loaded = es.from_torch(model, reference.state_dict("resnet18"))
+    check("resnet18", es.eval(loaded))
+
+
+def test_a_model_with_all_its_state_outside():
+    make = lambda: ResNet18(lambda size: nn.BatchNorm(size, "batch", mode="batch"))  # noqa: E731
+    model = es.nn.Stateful(*nn.make_with_state(make)())
+    loaded = es.from_torch(model, reference.state_dict("resnet18"))
+    assert loaded.layer.layer4.layers[0].downsample.layers[1].batch_counter.init == 7
+
+
+class GPTLayer(eqx.Module):
+    ln_1: nn.LayerNorm
+    c_attn: nn.Linear
+    c_proj: nn.Linear
+    ln_2: nn.LayerNorm
+    mlp: nn.MLP
+
+    def __init__(self, width):
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn = nn.Linear(width, 3 * width, key=KEY)
+        self.c_proj = nn.Linear(width, width, key=KEY)
+        self.mlp = nn.MLP(width, width, 4 * width, 1, activation=jax.nn.gelu, key=KEY)
+
+    def __call__(self, x):
+        parts = jax.vmap(self.c_attn)(jax.vmap(self.ln_1)(x))
+        parts = parts.reshape(len(x), 3, 3, -1)
+        q, k, v = parts[:, 0], parts[:, 1], parts[:, 2]
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + jax.vmap(self.c_proj)(y.reshape(x.shape))
+        return x + jax.vmap(self.mlp)(jax.vmap(self.ln_2)(x))
+
+
+class GPT2(eqx.Module):
+    wte: nn.Embedding
+    wpe: nn.Embedding
+    h: list[GPTLayer]
+    ln_f: nn.LayerNorm
+
+    def __init__(self, width=reference.WIDTH):
+        self.wte = nn.Embedding(reference.TOKENS, width, key=KEY)
+        self.wpe = nn.Embedding(8, width, key=KEY)
+        self.h = [GPTLayer(width) for _ in range(12)]
+        self.ln_f = nn.LayerNorm(width)
+
+    def __call__(self, tokens):
+        x = self.wte.weight[tokens] + self.wpe.weight[: len(tokens)]
+        for layer in self.h:
+            x = layer(x)
+        return jax.vmap(self.ln_f)(x) @ self.wte.weight.T
+
+
+GPT2_NAMES = {
+    "h.*.c_*": "transformer.h.*.attn.c_*",
+    "h.*.mlp.layers.0.*": "transformer.h.*.mlp.c_fc.*",
+    "h.*.mlp.layers.1.*": "transformer.h.*.mlp.c_proj.*",
+    "*": "transformer.*",
+}
+
+
+def test_gpt_2():
+    tensors = reference.state_dict("gpt2")
+    text = r"unused:\n    lm_head.weight: \(10, 12\)\n"
+    with rejects(model := GPT2(), ValueError, text):
+        es.from_torch(model, tensors, rename=GPT2_NAMES)
+    del tensors["lm_head.weight"]
+    loaded = es.from_torch(model, tensors, rename=GPT2_NAMES)
+    check("gpt2", loaded)
+
+
+# --- What the dictionary may hold -----------------------------------------------------
+
+
+class Tensor:
+    """As PyTorch's: on another device, part of a graph, and in a dtype of its own."""
+
+    def __init__(self, values, dtype="float32", place="cuda", graph=True):
+        self.values, self.dtype = np.asarray(values), dtype
+        self.place, self.graph = place, graph
+        self.shape = self.values.shape
+
+    def detach(self):
+        return Tensor(self.values, self.dtype, self.place, graph=False)
+
+    def cpu(self):
+        return Tensor(self.values, self.dtype, "cpu", self.graph)
+
+    def float(self):
+        return Tensor(self.values.astype(np.float32), "float32", self.place, self.graph)
+
+    def numpy(self):
+        if self.graph or self.place != "cpu":
+            raise RuntimeError("Can't call numpy() on this tensor")
+        if self.dtype == "bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.values  # its own memory
+
+    def __array__(self, dtype=None, copy=None):
+        return self.numpy()
+
+
+def linear(**options):
+    return nn.Linear(2, 2, key=KEY, **options)
+
+
+WEIGHT, BIAS = np.array([[1, 2], [3, 4]], np.float32), np.array([5, 6], np.float32)
+
+
+def is_it(layer):
+    return layer.weight.tolist() == WEIGHT.tolist() and layer.bias.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("make", [Tensor, np.array, jnp.asarray])
+def test_tensors_and_arrays_of_any_library(make):
+    assert is_it(es.from_torch(linear(), {"weight": make(WEIGHT), "bias": make(BIAS)}))
+
+
+def test_tensors_of_a_dtype_that_numpy_lacks():
+    tensors = {"weight": Tensor(WEIGHT, "bfloat16"), "bias": BIAS.astype(jnp.bfloat16)}
+    assert is_it(es.from_torch(linear(), tensors))
+
+
+def test_nothing_is_shared_with_the_tensors():
+    weight = np.array(WEIGHT)
+    tree = {"host": np.zeros((2, 2), np.float32), "device": jnp.zeros((2, 2))}
+    loaded = es.from_torch(tree, {"host": Tensor(weight), "device": Tensor(weight)})
+    weight[:] = 0
+    assert (loaded["host"] == WEIGHT).all()
+    assert (loaded["device"] == WEIGHT).all()
+    assert type(loaded["host"]) is np.ndarray
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_values_are_cast_to_the_dtypes_of_the_model(dtype):
+    tensors = {"weight": WEIGHT.astype(np.float64), "bias": BIAS.astype(np.float16)}
+    loaded = es.from_torch(linear(dtype=dtype), tensors)
+    assert is_it(loaded)
+    assert loaded.weight.dtype == loaded.bias.dtype == dtype
+
+
+def test_biases_in_half_precision_are_not_added_in_it():
+    cell = nn.LSTMCell(1, 1, key=KEY)
+    tensors = {name: np.ones((4, 1), np.float16) for name in ("weight_ih", "weight_hh")}
+    tensors["bias_ih"] = np.full(4, 2048, np.float16)
+    tensors["bias_hh"] = np.ones(4, np.float16)
+    assert es.from_torch(cell, tensors).bias.tolist() == [2049] * 4
+
+
+def test_integers_and_bools():
+    tree = {"index": np.zeros(2, np.int32), "mask": jnp.zeros(2, bool)}
+    tensors = {"index": np.array([1, 2**31 - 1]), "mask": np.array([True, False])}
+    loaded = es.from_torch(tree, tensors)
+    assert loaded["index"].tolist() == tensors["index"].tolist()
+    assert loaded["mask"].tolist() == [True, False]
+    wrong = {"index": np.array([1, 2**31]), "mask": np.array([1, 0])}
+    with rejects(
+        tree,
+        ValueError,
+        r"(?s)wrong dtype:.*index.*: int64 cannot be cast to int32\n.*mask.*: int64",
+    ):
+        es.from_torch(tree, wrong)
+    with rejects(tree, ValueError, "index.*: float32 cannot be cast to int32"):
+        es.from_torch(tree, tensors | {"index": BIAS})
+
+
+# --- What the model may be ------------------------------------------------------------
+
+
+class Net(es.Module):
+    """One of everything that has another name here than there."""
+
+    first: nn.Linear
+    norm: es.nn.BatchNorm
+    drop: es.nn.Dropout
+    layers: list[nn.Linear]
+    scale: es.Parameter
+    heads: dict[str, nn.Linear]
+    mask: es.Buffer
+    legacy: es.Rng
+
+    def __init__(self, fill=0.0):
+        def filled(layer):
+            return es.map(lambda x: jnp.full_like(x, fill), layer)
+
+        self.first = filled(linear())
+        self.norm = filled(es.nn.BatchNorm(2))
+        self.drop = es.nn.Dropout(key=0)
+        self.layers = [filled(linear()), filled(linear())]
+        self.scale = fill
+        self.heads = {"a": filled(linear())}
+        self.mask = jnp.full(2, fill)
+        self.legacy = jr.PRNGKey(0)
+
+
+def tensors_of_net():
+    tensors = {
+        f"{name}.{last}": np.full(shape, 3.0)
+        for name in ("first", "layers.0", "layers.1", "heads.a")
+        for last, shape in (("weight", (2, 2)), ("bias", 2))
+    }
+    for last in ("weight", "bias", "running_mean", "running_var"):
+        tensors[f"norm.{last}"] = np.full(2, 3.0)
+    tensors["norm.num_batches_tracked"] = np.array(2)
+    return tensors | {"scale": np.array(3.0), "mask": np.full(2, 3.0)}
+
+
+def test_default_names_and_keys_that_stay():
+    model = Net()
+    loaded = es.from_torch(model, tensors_of_net())
+    assert eqx.tree_equal(loaded, Net(3.0))
+    assert loaded.drop.rng is model.drop.rng
+
+
+@pytest.mark.parametrize("how", ["eval", "freeze", "in a tuple", "jit", "scope"])
+def test_a_model_in_any_mode_and_place(how):
+    model, tensors = Net(), tensors_of_net()
+    if how in ("eval", "freeze"):
+        change = getattr(es, how)
+        loaded = es.from_torch(change(model), tensors)
+        assert eqx.tree_equal(loaded, change(Net(3.0)))
+    elif how == "in a tuple":
+        both = {f"{i}.{name}": x for i in range(2) for name, x in tensors.items()}
+        loaded = es.from_torch((model, Net(1.0)), both)
+        assert eqx.tree_equal(loaded, (Net(3.0), Net(3.0)))
+    elif how == "jit":
+        loaded = es.jit(lambda model: es.from_torch(model, tensors))(model)
+        assert eqx.tree_equal(loaded, Net(3.0))
+    else:
+
+        def load(model):
+            return es.from_torch(model, tensors)
+
+        loaded, same = es.mutable(load)(model)
+        assert eqx.tree_equal(loaded, Net(3.0))
+        assert eqx.tree_equal(same, model)
+
+
+def test_an_abstract_model_is_filled():
+    def make():
+        norm = es.nn.Stateful(nn.BatchNorm(3, "batch", mode="batch"))
+        return {"norm": norm, "attention": attention()}
+
+    abstract = eqx.filter_eval_shape(make)
+    norm = {f"norm.{k}": x for k, x in reference.state_dict("batch_norm").items()}
+    parts = reference.state_dict("attention")
+    tensors = norm | {f"attention.{k}": x for k, x in parts.items()}
+    loaded = es.from_torch(abstract, tensors)
+    assert eqx.tree_equal(loaded, es.from_torch(make(), tensors))
+
+
+def test_a_model_before_init():
+    with pytest.raises(es.NotInitializedError, match=r"`\[0\]`"):
+        es.from_torch([es.lazy(nn.Linear, 2, 2)], {})
+
+
+def test_a_model_of_nothing():
+    assert es.from_torch({"act": jnp.tanh, "none": None}, {}) == {
+        "act": jnp.tanh,
+        "none": None,
+    }
+    loaded = es.from_torch(jnp.zeros(2), {"": BIAS})
+    assert loaded.tolist() == [5, 6]
+
+
+def test_the_names_of_a_sequential_may_be_those_of_either_library():
+    norm = es.nn.Stateful(nn.BatchNorm(2, "batch", mode="ema"))
+    model = {"net": nn.Sequential([linear(), nn.Sequential([norm])])}
+    layer = {"weight": WEIGHT, "bias": BIAS}
+    stats = {"running_mean": BIAS, "running_var": BIAS, "weight": BIAS, "bias": BIAS}
+
+    def tensors(first, second):
+        found = {f"{first}.{k}": x for k, x in layer.items()}
+        return found | {f"{second}.{k}": x for k, x in stats.items()}
+
+    ours = tensors("net.layers.0", "net.layers.1.layers.0")
+    theirs = tensors("net.0", "net.1.0")
+    loaded = es.from_torch(model, theirs)
+    assert is_it(loaded["net"].layers[0])
+    assert eqx.tree_equal(es.from_torch(model, ours), loaded)
+    other = tensors("net.first", "net.1.0")
+    assert eqx.tree_equal(
+        es.from_torch(model, other, rename={"net.0.*": "net.first.*"}), loaded
+    )
+    with rejects(model, ValueError, r"net\.layers\.0\.bias", r"net\.first\.bias: \(2,"):
+        es.from_torch(model, other)
+
+
+# --- What does not fit ----------------------------------------------------------------
+
+
+def test_all_that_is_missing_unused_or_of_another_shape_is_in_one_error():
+    model, tensors = Net(), tensors_of_net()
+    del tensors["first.weight"], tensors["norm.running_var"]
+    tensors |= {
+        "layers.0.weight": WEIGHT[:1],
+        "layers.1.bias": "5, 6",
+        "scale": np.array(1j),
+        "head.weight": Tensor(WEIGHT),
+        "epoch": 3,
+    }
+    with untouched(model), pytest.raises(ValueError, match="does not fit") as info:
+        es.from_torch(model, tensors)
+    text = str(info.value)
+    assert text.startswith("`es.from_torch`: the state dict does not fit the tree.\n")
+    assert text.splitlines()[1:-1] == [
+        "  missing:",
+        "    first.weight",
+        "    norm.running_var (for norm.var)",
+        "  unused:",
+        "    epoch: a `int`",
+        "    head.weight: (2, 2)",
+        "  wrong shape:",
+        "    layers.0.weight (for layers[0].weight): (1, 2) instead of (2, 2)",
+        "  not an array:",
+        "    layers.1.bias (for layers[1].bias): a `str`",
+        "  wrong dtype:",
+        "    scale: complex128 cannot be cast to float32",
+    ]
+    assert "rename=" in text
+
+
+def test_values_that_numpy_cannot_read_are_no_arrays():
+    class Meta(Tensor):
+        def detach(self):
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+    for value in (Meta(WEIGHT), np.array(["a"]), [[1, 2], [3, 4]], jr.key(0)):
+        with pytest.raises(ValueError, match="not an array:\n    weight: "):
+            es.from_torch(linear(), {"weight": value, "bias": BIAS})
+
+
+def test_without_x64_a_wide_array_is_an_error_and_not_cut():
+    wide = [jax.ShapeDtypeStruct((2,), jnp.float64)]
+    with pytest.raises(
+        ValueError, match=r"wrong dtype:\n    \[0\]: JAX has no float64"
+    ):
+        es.from_torch(wide, {"0": BIAS})
+
+
+def test_attention_that_only_one_of_the_libraries_can_express():
+    tensors = reference.state_dict("attention")
+    mixed = nn.MultiheadAttention(2, 6, use_query_bias=True, key=KEY)
+    with rejects(mixed, ValueError, "not in PyTorch:\n    the array itself: .*equal"):
+        es.from_torch(mixed, tensors)
+    with rejects([mixed], ValueError, r"\[0\]: in PyTorch .*`use_query_bias`"):
+        es.from_torch([mixed], tensors)
+    added = tensors | dict.fromkeys(["bias_k", "bias_v"], np.ones((1, 1, 6)))
+    with rejects(
+        model := attention(), ValueError, r"bias_v: \(1, 1, 6\): .*no `add_bias_kv`"
+    ):
+        es.from_torch(model, added)
+    plain = nn.MultiheadAttention(2, 6, key=KEY)
+    with rejects(plain, ValueError, "unused:\n    in_proj_bias.*\n    out_proj.bias"):
+        es.from_torch(plain, tensors)
+
+
+def test_sizes_of_attention_that_differ():
+    model = attention(value_size=3)
+    with rejects(
+        model, ValueError, r"in_proj_weight.*: \(18, 6\) instead of \(18, 3\)"
+    ):
+        es.from_torch(model, reference.state_dict("attention"))
+
+
+def test_statistics_without_a_place():
+    norm, state = nn.make_with_state(nn.BatchNorm)(3, "batch", mode="batch")
+    text = r"running_mean: \(3,\): .*`es\.nn\.Stateful\(layer, state\)`"
+    with rejects(norm, ValueError, text):
+        es.from_torch(norm, reference.state_dict("batch_norm"))
+    loaded = es.from_torch(
+        es.nn.Stateful(norm, state), reference.state_dict("batch_norm")
+    )
+    check("batch_norm", loaded.eval())
+
+
+def test_a_counter_of_a_norm_that_is_not_there_is_unused():
+    tensors = {"weight": WEIGHT, "bias": BIAS, "num_batches_tracked": np.array(1)}
+    assert is_it(es.from_torch(linear(), tensors))
+    other = {f"0.{k}": x for k, x in tensors.items()}
+    other["1.num_batches_tracked"] = np.array(1)
+    with pytest.raises(ValueError, match="unused:\n    1.num_batches_tracked"):
+        es.from_torch([linear()], other)
+
+
+def test_a_norm_of_equinox_needs_the_counter():
+    tensors = reference.state_dict("batch_norm")
+    del tensors["num_batches_tracked"]
+    loaded = es.from_torch(norms()["ema"], tensors)
+    assert not loaded.layer.ema_first_time_index.init
+    with rejects(model := norms()["batch"], ValueError, "missing:\n    num_batches_tr"):
+        es.from_torch(model, tensors)
+
+
+def test_a_subclass_of_a_layer_has_its_layout():
+    class Mine(nn.Conv1d):
+        gains: list[jax.Array]
+
+        def __init__(self):
+            super().__init__(2, 3, 1, key=KEY)
+            self.gains = [jnp.zeros(1)]
+
+    ones = {"weight": np.ones((3, 2, 1)), "bias": np.ones(3), "gains.0": np.ones(1)}
+    loaded = es.from_torch(Mine(), ones)
+    assert all((x == 1).all() for x in jax.tree.leaves(loaded))
+
+
+def test_layers_with_other_layers_inside():
+    model = eqx.tree_at(
+        lambda m: m.query_proj, attention(), nn.MLP(6, 6, 6, 1, key=KEY)
+    )
+    with rejects(model, ValueError, r"query_proj\.layers\.0\.weight"):
+        es.from_torch(model, reference.state_dict("attention"))
+
+
+@pytest.mark.parametrize("make", [nn.ConvTranspose1d, nn.Conv1d])
+def test_a_stack_of_layers_is_not_one_layer(make):
+    keys = jr.split(KEY, 2)
+    model = eqx.filter_vmap(lambda key: make(2, 3, 1, key=key))(keys)
+    with rejects(model, ValueError, "wrong shape"):
+        es.from_torch(model, {"weight": np.ones((3, 2, 1)), "bias": np.ones(3)})
+
+
+def test_something_else_for_the_dictionary():
+    class Module:
+        pass
+
+    with rejects(
+        model := linear(), TypeError, r"module\.state_dict.*was given a `Modu"
+    ):
+        es.from_torch(model, Module())
+
+
+def test_something_else_for_a_renaming():
+    tensors = {"weight": WEIGHT, "bias": BIAS}
+    with rejects(model := linear(), ValueError, "`es.from_torch.*matches 'layers"):
+        es.from_torch(model, tensors, rename={"layers.*": "*"})
+    with rejects(model, TypeError, "`es.from_torch.*A `int` was given"):
+        es.from_torch(model, tensors, rename=3)
+    with rejects(model, TypeError, "`es.from_torch.*made of the name `weight` a `int`"):
+        es.from_torch(model, tensors, rename=len)
