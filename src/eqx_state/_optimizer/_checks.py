@@ -2,8 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ import optax
 
 from .._kinds._kinds import Parameter
 from .._tree._base import is_module
+from .._tree._bind import written
 from .._tree._parts import parts
+from .._tree._rules import check_rules, is_rules
 from .._tree._walk import is_array, name_of
 from .._typing import KeyPath, PyTree
 
@@ -43,18 +45,17 @@ def _is_transformation(x: Any) -> bool:
 
 
 def check_arguments(tx: Any, wrt: Any) -> None:
-    """Raise `TypeError` unless these are a transformation and a filter."""
-    if not _is_transformation(tx):
-        given = f"a `{type(tx).__qualname__}` was given"
-        if inspect.isroutine(tx):
-            given = f"the function `{tx.__name__}` was given; call it"
-        raise TypeError(
-            f"`es.Optimizer(tx)`: `tx` is an optax transformation, and {given}. The"
-            " model is given to `init`:\n\n"
-            "    es.Optimizer(model, optax.adam(1e-3))          # wrong\n"
-            "    es.Optimizer(1e-3), es.Optimizer(optax.adam)   # wrong\n"
-            "    es.Optimizer(optax.adam(1e-3)).init(model)     # right"
-        )
+    """Raise `TypeError` unless these are a transformation, or rules, and a filter."""
+    if isinstance(tx, Mapping) and not tx:
+        raise ValueError(_NO_RULES)
+    if is_rules(tx):
+        check_rules(tx, "`es.Optimizer`")
+        for key, value in tx.items():
+            if value is not None and not _is_transformation(value):
+                shown = "..." if key is ... else written(key)
+                raise TypeError(_NOT_IN_RULES.format(shown, _described(value)))
+    elif not _is_transformation(tx):
+        raise TypeError(_NOT_A_TRANSFORMATION.format(_described(tx)))
     is_model = is_module(wrt) or any(map(is_array, jtu.tree_leaves(wrt)))
     if is_model or _is_transformation(wrt) or not callable(wrt):
         raise TypeError(
@@ -65,6 +66,30 @@ def check_arguments(tx: Any, wrt: Any) -> None:
             "    es.Optimizer(tx).init(model)                     # right\n"
             "    es.Optimizer(tx, wrt=es.Parameter).init(model)   # right"
         )
+
+
+def _described(x: Any) -> str:
+    if inspect.isroutine(x):
+        return f"the function `{x.__name__}` was given; call it"
+    return f"a `{type(x).__qualname__}` was given"
+
+
+_NO_RULES: Final = """`es.Optimizer({})`: an empty mapping has no rules, so that no \
+parameter has a transformation: `es.Optimizer({es.path_matches("*.bias"): \
+optax.adam(1e-3), ...: optax.adamw(1e-3)})`."""
+
+_NOT_IN_RULES: Final = """`es.Optimizer`: the rule of `{}` leads to an optax \
+transformation, or to `None`, which leaves the arrays as they are, and {}:
+
+    es.Optimizer({{es.Parameter: 1e-3}})                # wrong
+    es.Optimizer({{es.Parameter: optax.adam(1e-3)}})    # right"""
+
+_NOT_A_TRANSFORMATION: Final = """`es.Optimizer(tx)`: `tx` is an optax transformation, \
+or rules that lead to some, and {}. The model is given to `init`:
+
+    es.Optimizer(model, optax.adam(1e-3))          # wrong
+    es.Optimizer(1e-3), es.Optimizer(optax.adam)   # wrong
+    es.Optimizer(optax.adam(1e-3)).init(model)     # right"""
 
 
 def check_gradients(

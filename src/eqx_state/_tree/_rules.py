@@ -6,14 +6,16 @@ a kind and matches wins, in the order of the mapping; else the most derived kind
 asks here: `es.spec`, `es.vmap`, and what the layers above add.
 """
 
+import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax.tree_util as jtu
 
-from .._kinds._kinds import is_kind
+from .._kinds._kinds import is_kind, Kind, OptState
 from .._typing import PyTree
 from ._bind import bind, check_filter, Filter, Predicate, written
+from ._followers import followed
 from ._parts import Part
 from ._walk import is_array, leaves, Visit
 
@@ -57,14 +59,24 @@ def choose(rules: Mapping[Any, Any], tree: PyTree, what: str) -> list[Any]:
     """The key of `rules` for each leaf of `tree`, in the order of flattening.
 
     It is `None` for what is not an array, and where nothing matches. `what` begins the
-    messages.
+    messages. For a moment in an optimizer, or an array of an average, the rules are
+    asked at the parameter that it belongs to; only the kind `es.OptState` means the
+    moments themselves.
 
     Raises `TypeError` for a key that is not a filter, and `ValueError` for a filter
     that matches no array of the tree.
     """
     check_rules(rules, what)
     asked = Asked(rules, what)
-    keys = asked.keys(tree, leaves(tree))
+    keys_of = {id(tree): asked.bind(tree)}
+    parameters, keys = followed(tree), []
+    for visit in leaves(tree):
+        where, at = parameters.get(visit.path, (tree, visit))
+        if id(where) not in keys_of:
+            keys_of[id(where)] = key_of = asked.bind(where)
+            for each in leaves(where):  # also what has no moments: it is a match
+                key_of(each)
+        keys.append(keys_of[id(where)](at, visit.kind))
     asked.check_matched()
     return keys
 
@@ -85,15 +97,15 @@ class Asked:
         self.errors: list[Exception | None] = [None for _ in filters]
         self.trees = 0
 
-    def keys(self, tree: PyTree, visits: Sequence[Visit]) -> list[Any]:
-        """The key for each of these leaves of `tree`, or `None`."""
-        return [*map(self.bind(tree), visits)]
+    def bind(self, tree: PyTree) -> Callable[..., Any]:
+        """The function that finds the key for a leaf of `tree`.
 
-    def bind(self, tree: PyTree) -> Callable[[Visit], Any]:
-        """The function that finds the key for a leaf of `tree`."""
+        It takes the leaf, and the kind of the array that the key is for, if that one
+        only belongs to the leaf.
+        """
         self.trees += 1
         predicates = [self._bind(i, tree) for i in range(len(self.filters))]
-        return lambda visit: self._key(visit, predicates)
+        return ft.partial(self._key, predicates)
 
     def _bind(self, i: int, tree: PyTree) -> Predicate:
         try:
@@ -102,7 +114,9 @@ class Asked:
             self.errors[i] = error
             return lambda part: False
 
-    def _key(self, visit: Visit, predicates: Sequence[Predicate]) -> Any:
+    def _key(
+        self, predicates: Sequence[Predicate], visit: Visit, kind: Kind | None = None
+    ) -> Any:
         if not is_array(visit.node):
             return None
         part, first = Part(visit), None
@@ -113,7 +127,10 @@ class Asked:
                 first = i if first is None else first
         if first is not None:
             return self.filters[first]
-        return most_derived(part.kind, self.rules)
+        by_own_kind = most_derived(kind, self.rules)
+        by_kind = most_derived(part.kind, self.rules)
+        says_moments = is_kind(by_own_kind) and issubclass(by_own_kind, OptState)
+        return by_own_kind if says_moments or not is_kind(by_kind) else by_kind
 
     def check_matched(self, hint: str = "") -> None:
         """Raise `ValueError` for a filter that has matched nothing in any tree."""

@@ -1,0 +1,353 @@
+"""`es.Optimizer` with rules: one optax transformation for each group."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
+import optax.contrib
+import pytest
+from helpers import close
+
+import eqx_state as es
+
+
+# optax promotes by itself: `bool * float`, `float ** int`.
+pytestmark = pytest.mark.usefixtures("_standard")
+
+
+@pytest.fixture
+def _standard():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Net(es.Module):
+    body: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    head: eqx.nn.Linear
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return self.head(self.norm(jnp.tanh(self.body(x))))
+
+
+def make():
+    a, b = jr.split(jr.key(0))
+    norm = es.nn.BatchNorm(4, axis_name="batch")
+    return Net(eqx.nn.Linear(3, 4, key=a), norm, eqx.nn.Linear(4, 2, key=b))
+
+
+XS = jr.normal(jr.key(1), (5, 3))
+BIAS = es.path_matches("*.bias")
+HEAD = es.under(lambda m: m.head)
+
+
+def loss_fn(model, xs):
+    return jnp.mean(es.vmap(model, axis_name="batch", axes={es.State: None})(xs) ** 2)
+
+
+def gradients(model):
+    return jtu.tree_map(lambda p: 2 * p + 1, es.filter(model, es.trainable))
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jtu.tree_leaves(tree) if eqx.is_array(x))
+
+
+# --- Groups equal separate runs -------------------------------------------------------
+
+
+TXS = {
+    "adam and sgd": (optax.adam(0.1), optax.sgd(0.5, momentum=0.9)),
+    "decay": (optax.adamw(0.1, weight_decay=0.3), optax.adam(0.1)),
+    "norms": (
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(0.2), optax.sgd(0.1)),
+    ),
+    "multi_steps": (optax.MultiSteps(optax.adam(0.1), 2), optax.adam(0.1)),
+    "schedule_free": (optax.contrib.schedule_free_sgd(0.1), optax.lion(0.1)),
+    "schedules": (optax.sgd(lambda i: 0.1 / (i + 1)), optax.sgd(0.3)),
+}
+
+
+def run_alone(tx, params, steps):
+    """A list of arrays, as in a program that has never heard of modules."""
+    state = tx.init(params)
+    for _ in range(steps):
+        grads = [2 * p + 1 for p in params]
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("txs", TXS.values(), ids=TXS)
+def test_groups_equal_separate_runs(txs):
+    model, steps = make(), 3
+    filters = (BIAS, es.all_of(es.trainable, es.not_(BIAS)))
+    expected = model
+    for tx, which in zip(txs, filters, strict=True):
+        params, treedef = jtu.tree_flatten(es.filter(expected, which))
+        new = jtu.tree_unflatten(treedef, run_alone(tx, params, steps))
+        expected = es.update(expected, new)
+    optimizer = es.Optimizer({BIAS: txs[0], es.Parameter: txs[1]}).init(model)
+    for _ in range(steps):
+        model, optimizer = optimizer.update(gradients(model), model)
+    close(model, expected)
+
+
+def test_they_are_those_of_optax_partition():
+    model = make()
+    txs = {0: optax.adam(0.1), 1: optax.sgd(0.2)}
+    labels = es.spec(es.filter(model, es.trainable), {BIAS: 0, ...: 1})
+    optimizer = es.Optimizer({BIAS: txs[0], ...: txs[1]}).init(model)
+    by_hand = es.Optimizer(optax.partition(txs, lambda _: labels)).init(model)
+    assert eqx.tree_equal(optimizer.opt_state, by_hand.opt_state)
+    ours, theirs = (x.update(gradients(model), model)[0] for x in (optimizer, by_hand))
+    assert eqx.tree_equal(ours, theirs)
+
+
+def test_a_training_loop_compiles_once():
+    @es.jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, optimizer):
+        (loss, model), grads = es.value_and_grad(loss_fn)(model, XS)
+        model, optimizer = optimizer.update(grads, model)
+        return loss, model, optimizer
+
+    model = make()
+    rules = {HEAD: optax.adam(0.1), es.inside(es.nn.BatchNorm): optax.sgd(0.1)}
+    optimizer = es.Optimizer({**rules, ...: optax.adamw(0.05)}).init(model)
+    losses = []
+    for _ in range(5):
+        loss, model, optimizer = step(model, optimizer)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert model.calls == 5
+
+
+def test_two_optimizers_that_are_made_alike_are_equal():
+    txs = optax.adam(0.1), optax.sgd(0.1)
+    a, b = (es.Optimizer({BIAS: txs[0], ...: txs[1]}).init(make()) for _ in range(2))
+    other = es.Optimizer({BIAS: txs[1], ...: txs[0]})
+    assert eqx.tree_equal(a, b)
+    assert jtu.tree_structure(a) == jtu.tree_structure(b)
+    assert hash(a.tx) == hash(b.tx)
+    assert a.tx != other.tx
+    assert "es.path_matches('*.bias'): " in repr(a)
+    assert "...: " in repr(a)
+
+
+def test_filters_that_are_written_alike_are_different_groups():
+    def under(name):
+        return es.under(lambda m: getattr(m, name))
+
+    head, body = under("head"), under("body")
+    assert repr(head) == repr(body)
+    rules = {head: optax.sgd(1.0), body: optax.sgd(0.0), ...: None}
+    model = make()
+    new, _ = es.Optimizer(rules).init(model).update(gradients(model), model)
+    assert (new.head.weight != model.head.weight).all()
+    assert (new.body.weight == model.body.weight).all()
+
+
+def test_more_than_ten_groups():
+    params = {f"{i:02}": jnp.ones(()) for i in range(12)}
+    rules = {es.path_matches(f"['{k}']"): optax.sgd(float(k)) for k in params}
+    new, _ = es.Optimizer(rules).init(params).update(params, params)
+    assert [1 - x for x in new.values()] == list(range(12))
+
+
+# --- What is left as it is ------------------------------------------------------------
+
+
+def test_none_leaves_arrays_as_they_are_without_memory():
+    model = make()
+    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: None}).init(model)
+    assert nbytes(optimizer) == 2 * nbytes(model.head) + 4
+    new, optimizer = optimizer.update(gradients(model), model)
+    assert new.body.weight is model.body.weight
+    assert (new.head.weight != model.head.weight).all()
+    updates, _ = optimizer.update(gradients(model), model, apply_updates=False)
+    assert updates.body.weight is None
+    assert updates.head.weight.shape == model.head.weight.shape
+    assert eqx.tree_equal(
+        es.update(model, eqx.apply_updates(model, updates)).norm, model.norm
+    )
+
+
+def test_gradients_are_not_needed_for_what_is_left_as_it_is():
+    model = make()
+    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: None}).init(model)
+    new, _ = optimizer.update(es.filter(gradients(model), HEAD), model)
+    assert (new.head.bias != model.head.bias).all()
+
+
+def test_frozen_arrays_take_no_memory():
+    class Holds(es.Module):
+        body: Net
+        scale: es.Parameter = 1.0
+
+    model = Holds(make())
+    rules = {es.under(lambda m: m.body): optax.adam(0.1), ...: optax.adam(0.2)}
+    full = nbytes(es.Optimizer(rules).init(model))
+    model = es.freeze(model, lambda m: m.body)
+    optimizer = es.Optimizer(rules).init(model)
+    assert full > nbytes(optimizer) == 2 * model.scale.nbytes + 4
+    new, _ = optimizer.update(gradients(model), model)
+    assert new.body.head.weight is model.body.head.weight
+    assert new.scale != model.scale
+
+
+def test_a_group_for_what_is_frozen_is_empty_and_not_an_error():
+    model = make().freeze()
+    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: optax.sgd(0.1)}).init(model)
+    assert nbytes(optimizer) == 0
+    assert eqx.tree_equal(optimizer.update(gradients(model), model)[0], model)
+
+
+def test_what_wrt_does_not_select_needs_no_rule():
+    model = make()
+    optimizer = es.Optimizer({HEAD: optax.sgd(0.1)}, wrt=HEAD).init(model)
+    new, _ = optimizer.update(gradients(model), model)
+    assert new.body.weight is model.body.weight
+    assert (new.head.weight != model.head.weight).all()
+
+
+# --- Other models, other modes --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", [es.eval, es.train, lambda m: m.filter(es.trainable)]
+)
+def test_modes_may_differ_and_parameters_are_enough(change):
+    model = make()
+    optimizer = es.Optimizer({BIAS: optax.adam(0.1), ...: None}).init(model)
+    changed = change(model)
+    new, _ = optimizer.update(gradients(model), changed)
+    assert jtu.tree_structure(new) == jtu.tree_structure(changed)
+    assert eqx.tree_equal(
+        new.filter(es.trainable).train(),
+        optimizer.update(gradients(model), model)[0].filter(es.trainable),
+    )
+
+
+def test_rules_that_name_what_only_the_model_has():
+    model = make()
+    by_state = lambda part: part.kind is es.BatchStat  # noqa: E731
+    optimizer = es.Optimizer({by_state: None, ...: optax.sgd(0.1)}).init(model)
+    params = model.filter(es.trainable)
+    new, _ = optimizer.update(gradients(model), params)
+    expected, _ = optimizer.update(gradients(model), model)
+    assert eqx.tree_equal(es.update(model, new), expected)
+
+
+@pytest.mark.parametrize("model", [{"a": jnp.ones(2)}, [jnp.ones(2)], jnp.ones(2)])
+def test_plain_pytrees(model):
+    optimizer = es.Optimizer({es.Parameter: optax.sgd(1.0)}).init(model)
+    new, _ = optimizer.update(model, model)
+    assert all((x == 0).all() for x in jtu.tree_leaves(new))
+    assert jtu.tree_leaves(es.Optimizer({...: optax.sgd(1.0)}).init({})) == []
+
+
+def test_two_models_in_a_tuple():
+    pair = make(), eqx.nn.Linear(2, 2, key=jr.key(2))
+    rules = {es.under(lambda t: t[1]): optax.sgd(1.0), ...: None}
+    new, _ = es.Optimizer(rules).init(pair).update(gradients(pair), pair)
+    assert eqx.tree_equal(new[0], pair[0])
+    assert jnp.allclose(new[1].weight, pair[1].weight - (2 * pair[1].weight + 1))
+
+
+def test_another_structure_than_at_init_is_an_error():
+    model = make()
+    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: None}).init(model)
+    without = eqx.tree_at(lambda m: m.body.bias, model, None)
+    with pytest.raises(ValueError, match=r"first at `body"):
+        optimizer.update(gradients(model), without)
+    other = eqx.tree_at(lambda m: m.head.weight, model, jnp.ones((1, 4)))
+    with pytest.raises(ValueError, match=r"`head\.weight` has shape"):
+        optimizer.update(gradients(other), other)
+
+
+# --- Further arguments ----------------------------------------------------------------
+
+
+def test_further_arguments_reach_the_groups():
+    plateau = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.1, patience=1)
+    )
+    model = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    rules = {es.path_matches("*a*"): optax.MultiSteps(plateau, 1), ...: optax.sgd(0.1)}
+    optimizer = es.Optimizer(rules).init(model)
+    grads = {"a": jnp.ones(()), "b": jnp.ones(())}
+    for _ in range(4):
+        model, optimizer = optimizer.update(grads, model, value=jnp.array(1.0))
+    assert jnp.allclose(model["b"], -0.4)
+    assert -0.4 < model["a"] < -0.1
+
+
+@pytest.mark.parametrize("name", ["grad", "value_fn"])
+def test_arguments_for_all_parameters_together_are_an_error(name):
+    model = make()
+    optimizer = es.Optimizer({...: optax.sgd(0.1)}).init(model)
+    value = gradients(model) if name == "grad" else loss_fn
+    with pytest.raises(ValueError, match=f"`{name}` goes with all parameters together"):
+        optimizer.update(gradients(model), model, **{name: value})
+
+
+def test_a_loss_is_not_mistaken_for_all_parameters():
+    optimizer = es.Optimizer({...: optax.sgd(1.0)}).init(jnp.ones(()))
+    new, _ = optimizer.update(jnp.ones(()), jnp.ones(()), value=jnp.ones(()))
+    assert new == 0
+
+
+def test_lookahead_goes_around_the_groups():
+    model = make()
+    pair = optax.LookaheadParams.init_synced(model)
+    with pytest.raises(ValueError, match=r"optax\.lookahead\(optax\.partition"):
+        es.Optimizer({...: optax.sgd(0.1)}).init(pair)
+
+
+# --- What is wrong --------------------------------------------------------------------
+
+
+def test_a_parameter_without_a_rule_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"no rule matches `body\.weight`, `norm\.we"):
+        es.Optimizer({BIAS: optax.sgd(0.1)}).init(make())
+
+
+def test_a_filter_without_a_match():
+    rules = {es.path_matches("*.biases"): optax.sgd(0.1), ...: optax.sgd(0.2)}
+    with pytest.raises(ValueError, match=r"es\.Optimizer.*\*\.biases.*no array"):
+        es.Optimizer(rules).init(make())
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (1e-3, "a `float` was given"),
+        (optax.adam, "the function `adam` was given; call it"),
+        ("adam", "a `str` was given"),
+        (make(), "a `Net` was given"),
+        (es.Optimizer(optax.sgd(0.1)), "a `Optimizer` was given"),
+    ],
+    ids=range(5),
+)
+@pytest.mark.parametrize("key", [BIAS, ...])
+def test_a_value_that_is_not_a_transformation(key, value, says):
+    name = r"\.\.\." if key is ... else r"es\.path_matches"
+    match = rf"(?s)the rule of `{name}.*{says}.*es\.Parameter: optax\.adam\(1e-3\)"
+    with pytest.raises(TypeError, match=match):
+        es.Optimizer({es.Parameter: optax.sgd(0.1), key: value})
+
+
+def test_a_key_that_is_not_a_filter():
+    with pytest.raises(TypeError, match=r"es\.Optimizer`: the key `'bias'` is not"):
+        es.Optimizer({"bias": optax.sgd(0.1), ...: optax.sgd(0.1)})
+
+
+def test_no_rules_at_all():
+    with pytest.raises(ValueError, match=r"es\.Optimizer\(\{\}\)`: an empty mapping"):
+        es.Optimizer({})

@@ -1,0 +1,265 @@
+"""`Optimizer.hyperparams` and `Optimizer.set`: live values, and no new compilation."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import eqx_state as es
+
+
+pytestmark = pytest.mark.usefixtures("_standard")
+
+
+@pytest.fixture
+def _standard():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+MODEL = {"a": jnp.ones(2), "b": jnp.ones(2)}
+GRADS = {"a": jnp.ones(2), "b": jnp.ones(2)}
+A = es.path_matches("*a*")
+
+
+def sgd(rate=0.5, **options):
+    return optax.inject_hyperparams(optax.sgd, **options)(learning_rate=rate)
+
+
+def clip(norm=1.0):
+    return optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=norm)
+
+
+# By name, how a value is found below what wraps it.
+WRAPPED = {
+    "bare": sgd(),
+    "chain": optax.chain(optax.clip(9.0), optax.chain(sgd(), optax.identity())),
+    "multi_steps": optax.MultiSteps(sgd(), 1),
+    "masked": optax.masked(sgd(), {"a": True, "b": True}),
+    "partition": optax.partition(
+        {"x": sgd(), "y": optax.sgd(0.5)}, {"a": "x", "b": "y"}
+    ),
+    "apply_if_finite": optax.apply_if_finite(sgd(), 2),
+    "schedule_free": optax.contrib.schedule_free(sgd(), 0.5),
+}
+
+
+@pytest.mark.parametrize("tx", WRAPPED.values(), ids=WRAPPED)
+def test_they_are_found_and_set_below_whatever_wraps_them(tx):
+    optimizer = es.Optimizer(tx).init(MODEL)
+    assert {k: float(v) for k, v in optimizer.hyperparams.items()} == {
+        "learning_rate": 0.5
+    }
+    new = optimizer.set(learning_rate=0)
+    assert new.hyperparams["learning_rate"] == 0.0
+    assert jtu.tree_structure(new) == jtu.tree_structure(optimizer)
+    assert types(new) == types(optimizer)
+    assert (new.update(GRADS, MODEL)[0]["a"] == MODEL["a"]).all()
+    assert (optimizer.update(GRADS, MODEL)[0]["a"] != MODEL["a"]).all()
+
+
+def types(tree):
+    return [(x.shape, x.dtype, x.weak_type) for x in jtu.tree_leaves(tree)]
+
+
+def test_several_and_nested():
+    inner = optax.inject_hyperparams(optax.adam, static_args=("b1", "b2", "eps"))(0.1)
+    tx = optax.chain(clip(2.0), inner)
+    optimizer = es.Optimizer(tx).init(MODEL)
+    names = ["max_norm", "learning_rate", "eps_root"]
+    assert optimizer.hyperparams.keys() == {*names}
+    new = optimizer.set(max_norm=3, learning_rate=jnp.array(0.2))
+    values = [float(new.hyperparams[name]) for name in names]
+    assert values == pytest.approx([3.0, 0.2, 0.0])
+
+    def scaled(factor):
+        return optax.chain(optax.scale(factor), sgd(0.3))
+
+    nested = es.Optimizer(optax.inject_hyperparams(scaled)(factor=2.0)).init(MODEL)
+    assert list(nested.hyperparams) == ["factor", "learning_rate"]
+    new = nested.set(learning_rate=1.0, factor=3.0)
+    assert jnp.allclose(new.update(GRADS, MODEL)[0]["a"], 1.0 - 3.0)
+
+
+@pytest.mark.parametrize("jit", [es.jit, eqx.filter_jit])
+def test_set_never_retraces(jit):
+    @jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, optimizer):
+        return optimizer.update(GRADS, model)
+
+    optimizer = es.Optimizer({A: sgd(), ...: optax.MultiSteps(sgd(0.25), 1)}).init(
+        MODEL
+    )
+    model, optimizer = step(MODEL, optimizer)
+    assert (model["a"][0], model["b"][0]) == (0.5, 0.75)
+    for value in (1, 1.0, np.float64(1), np.array(1), jnp.array(1), jnp.bfloat16(1)):
+        model, optimizer = step(MODEL, optimizer.set(learning_rate=value))
+        assert (model["a"] == 0).all()
+        assert (model["b"] == 0).all()
+    model, _ = step(MODEL, optimizer.set(group=A, learning_rate=0.25))
+    assert (model["a"][0], model["b"][0]) == (0.75, 0.0)
+
+
+def test_set_inside_jit():
+    @es.jit
+    def step(optimizer, rate):
+        return optimizer.set(learning_rate=rate).update(GRADS, MODEL)
+
+    model, optimizer = step(es.Optimizer(sgd()).init(MODEL), jnp.array(0.25))
+    assert (model["a"] == 0.75).all()
+    assert optimizer.hyperparams["learning_rate"] == 0.25
+
+
+def test_set_leaves_it_where_it_lies():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = NamedSharding(mesh, P())
+    optimizer = jax.device_put(es.Optimizer(sgd()).init(MODEL), place)
+    new = optimizer.set(learning_rate=0.1)
+    assert new.hyperparams["learning_rate"].sharding == place
+
+
+def test_in_a_stack_a_number_is_for_all():
+    stack = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
+    optimizer = jax.vmap(es.Optimizer(sgd()).init)(stack)
+    assert optimizer.set(learning_rate=0.1).hyperparams["learning_rate"].shape == (3,)
+    rates = jnp.arange(3.0)
+    new = optimizer.set(learning_rate=rates)
+    assert (new.hyperparams["learning_rate"] == rates).all()
+    with pytest.raises(ValueError, match=r"`learning_rate` has shape \(3,\).*\(2,\)"):
+        optimizer.set(learning_rate=jnp.ones(2))
+
+
+def test_dtypes_stay():
+    params = {"a": jnp.ones(2, jnp.bfloat16)}
+    half = es.Optimizer(sgd()).init(params)
+    assert half.set(learning_rate=1e-3).hyperparams["learning_rate"].dtype == "bfloat16"
+    full = es.Optimizer(sgd(hyperparam_dtype=jnp.float32)).init(params)
+    assert full.set(learning_rate=1e-3).hyperparams["learning_rate"] == np.float32(1e-3)
+    shapes = eqx.filter_eval_shape(lambda: full)
+    assert shapes.set(learning_rate=1.0).hyperparams["learning_rate"] == 1.0
+
+
+# --- Groups ---------------------------------------------------------------------------
+
+
+def test_with_groups_the_keys_are_group_and_name():
+    optimizer = es.Optimizer({A: sgd(0.1), ...: sgd(0.2)}).init(MODEL)
+    expected = {(A, "learning_rate"): 0.1, (..., "learning_rate"): 0.2}
+    assert {k: float(v) for k, v in optimizer.hyperparams.items()} == pytest.approx(
+        expected
+    )
+    both = optimizer.set(learning_rate=0.3).hyperparams
+    assert {float(x) for x in both.values()} == {np.float32(0.3)}
+    one = optimizer.set(group=..., learning_rate=0.3).hyperparams
+    assert one[A, "learning_rate"] == np.float32(0.1)
+    assert one[..., "learning_rate"] == np.float32(0.3)
+
+
+def test_a_name_may_be_in_one_group_only():
+    optimizer = es.Optimizer({A: clip(), es.Parameter: sgd()}).init(MODEL)
+    new = optimizer.set(max_norm=2.0, learning_rate=0.1)
+    assert {k: float(v) for k, v in new.hyperparams.items()} == pytest.approx(
+        {(A, "max_norm"): 2.0, (es.Parameter, "learning_rate"): 0.1}
+    )
+    with pytest.raises(ValueError, match=r"`max_norm` of the group `es\.Parameter`"):
+        optimizer.set(group=es.Parameter, max_norm=1.0)
+
+
+def test_two_of_one_name_have_their_places():
+    tx = optax.partition({"x": sgd(0.1), "y": sgd(0.2)}, {"a": "x", "b": "y"})
+    for groups in (tx, {...: tx}):
+        optimizer = es.Optimizer(groups).init(MODEL)
+        (x, name), (y, _) = optimizer.hyperparams
+        assert name == "learning_rate"
+        assert x != y
+        assert "'x'" in x
+        both = optimizer.set(learning_rate=0.5).hyperparams
+        assert [float(value) for value in both.values()] == [0.5, 0.5]
+        one = optimizer.set(group=y, learning_rate=0.5).hyperparams
+        assert [float(value) for value in one.values()] == pytest.approx([0.1, 0.5])
+    both = optimizer.set(group=..., learning_rate=0.5).hyperparams
+    assert [float(value) for value in both.values()] == [0.5, 0.5]
+    with pytest.raises(
+        ValueError, match=r"`momentum` of the group `\"?'?inner.*can be"
+    ):
+        optimizer.set(group=x, momentum=1.0)
+
+
+# --- What cannot be set ---------------------------------------------------------------
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_names():
+    optimizer = es.Optimizer({A: clip(), ...: sgd()}).init(MODEL)
+    names = (
+        r"`\(es\.path_matches\('\*a\*'\), 'max_norm'\)`, `\(\.\.\., 'learning_rate'\)`"
+    )
+    with pytest.raises(ValueError, match=rf"no hyperparameter `lr` .*be: {names}\."):
+        optimizer.set(lr=0.1)
+    with pytest.raises(ValueError, match="of the group `es.State` that"):
+        optimizer.set(group=es.State, learning_rate=0.1)
+    with pytest.raises(ValueError, match="no hyperparameter `lr`.*be: `learning_rate`"):
+        es.Optimizer(sgd()).init(MODEL).set(lr=0.1)
+
+
+def test_what_was_not_injected_is_an_error_that_says_how():
+    optimizer = es.Optimizer(optax.sgd(0.1)).init(MODEL)
+    assert optimizer.hyperparams == {}
+    with pytest.raises(ValueError, match=r"None can be.*optax\.inject_hyperparams\("):
+        optimizer.set(learning_rate=0.1)
+
+
+def test_a_schedule_would_overwrite_the_value():
+    tx = optax.inject_hyperparams(optax.sgd)(lambda i: 0.5 / (i + 1), momentum=0.0)
+    optimizer = es.Optimizer(tx).init(MODEL)
+    assert optimizer.hyperparams["learning_rate"] == 0.5
+    _, after = optimizer.update(GRADS, MODEL)
+    _, after = after.update(GRADS, MODEL)
+    assert after.hyperparams["learning_rate"] == 0.25
+    with pytest.raises(ValueError, match="driven by a schedule.*can be: `momentum`"):
+        optimizer.set(learning_rate=0.1)
+    mixed = es.Optimizer({A: tx, ...: sgd()}).init(MODEL)
+    with pytest.raises(ValueError, match="driven by a schedule"):
+        mixed.set(learning_rate=0.1)
+    assert mixed.set(group=..., learning_rate=0.1) is not mixed
+
+
+@pytest.mark.parametrize(
+    "value", ["0.1", None, [0.1], True, optax.constant_schedule(1)]
+)
+def test_a_value_is_a_number(value):
+    with pytest.raises(
+        TypeError, match="`learning_rate` is a number, and `.*` was giv"
+    ):
+        es.Optimizer(sgd()).init(MODEL).set(learning_rate=value)
+
+
+def test_a_float_in_place_of_an_integer_is_an_error():
+    def delayed(every):
+        return optax.scale(1.0 * every)
+
+    tx = optax.inject_hyperparams(delayed)(every=2)
+    optimizer = es.Optimizer(tx).init(MODEL)
+    assert optimizer.set(every=3).hyperparams["every"].dtype == jnp.int32
+    with pytest.raises(
+        ValueError, match="`every` has dtype int32, and the value has fl"
+    ):
+        optimizer.set(every=2.5)
+    with pytest.raises(ValueError, match="dtype float32, and the value has complex"):
+        es.Optimizer(sgd()).init(MODEL).set(learning_rate=1j)
+
+
+def test_nothing_to_set_changes_nothing():
+    optimizer = es.Optimizer(sgd()).init(MODEL)
+    assert eqx.tree_equal(optimizer.set(), optimizer)
+
+
+@pytest.mark.parametrize("what", ["hyperparams", "set"])
+def test_before_init(what):
+    with pytest.raises(es.NotInitializedError, match=rf"`es\.Optimizer\.{what}` was"):
+        getattr(es.Optimizer(sgd()), what)(learning_rate=0.1)

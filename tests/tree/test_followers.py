@@ -1,0 +1,182 @@
+"""Rules inside an optimizer are asked at the parameter that a moment belongs to."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+import pytest
+
+import eqx_state as es
+
+
+class Net(es.Module):
+    body: eqx.nn.MLP
+    head: eqx.nn.Linear
+    count: es.Parameter = 1.0
+    calls: es.State = 0
+
+
+def net(seed=0):
+    a, b = jr.split(jr.key(seed))
+    return Net(eqx.nn.MLP(2, 2, 3, 1, key=a), eqx.nn.Linear(2, 1, key=b))
+
+
+HEAD = es.under(lambda m: m.head)
+MATRIX = es.all_of(es.Parameter, lambda part: part.value.ndim == 2)
+TXS = {
+    "adam": optax.adam(0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "multi_steps": optax.MultiSteps(optax.adam(0.1), 2),
+    "injected": optax.inject_hyperparams(optax.adam)(0.1),
+    "groups": {es.path_matches("*.bias"): optax.adam(0.1), ...: optax.adam(0.2)},
+    "a group left out": {HEAD: optax.adam(0.1), ...: None},
+}
+
+
+def values(tree, rules):
+    """The value of each array, by name."""
+    found = jax.tree.leaves(es.spec(tree, rules, "none"))
+    arrays = [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
+    assert len(found) == len(jax.tree.leaves(tree))
+    pairs = zip(jax.tree.leaves(tree), found, strict=True)
+    chosen = [value for leaf, value in pairs if eqx.is_array(leaf)]
+    assert len(arrays) == len(chosen)
+    return dict(zip([p.name for p in es.parts(tree)], chosen, strict=True))
+
+
+def expected(name, by_parameter):
+    """What the parameter has whose name ends the name of the moment."""
+    names = [x for x in by_parameter if name.endswith(f".{x}")]
+    return by_parameter[max(names, key=len)] if names else None
+
+
+@pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {HEAD: "head", es.Parameter: "parameter", ...: "rest"},
+        {es.not_(HEAD): "not", ...: "rest"},
+        {MATRIX: "matrix", es.trainable: "trainable", ...: "rest"},
+        {es.inside(eqx.nn.MLP): "body", es.Parameter: "parameter", ...: "rest"},
+        {es.path_matches("head.*"): "head", ...: "rest"},
+    ],
+    ids=range(5),
+)
+def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx, rules):
+    model = net()
+    by_parameter = values(model, rules)
+    got = values(es.Optimizer(tx).init(model), rules)
+    moments = 0
+    for name, value in got.items():
+        is_count = name.endswith((".count", "_step"))
+        if (of_parameter := expected(name, by_parameter)) and not is_count:
+            assert value == of_parameter, name
+            moments += 1
+    assert moments >= 2
+
+
+@pytest.mark.parametrize("order", ["model first", "model last", "module"])
+def test_with_the_model_in_the_tree_its_names_are_those_there(order):
+    class Train(es.Module):
+        optimizer: es.Optimizer
+        model: Net
+
+    model, optimizer = net(), es.Optimizer(optax.adam(0.1)).init(net())
+    tree, start = {
+        "model first": ((model, optimizer), "[0]"),
+        "model last": ([optimizer, model], "[1]"),
+        "module": (Train(optimizer, model), "model"),
+    }[order]
+    rules = {es.path_matches(f"{start}.head.*"): "head", es.Parameter: "parameter"}
+    got = values(tree, rules)
+    moments = {name: x for name, x in got.items() if ".mu" in name or ".nu" in name}
+    assert len(moments) == 2 * 7
+    for name, value in moments.items():
+        assert value == ("head" if ".head." in name else "parameter")
+    counts = [x for name, x in got.items() if name.endswith("state[0].count")]
+    assert counts == ["none"]
+
+
+def test_of_two_models_the_nearest_counts():
+    txs = es.Optimizer(optax.adam(0.1))
+    tree = {"a": (net(0), txs.init(net(0))), "b": (net(1), txs.init(net(1)))}
+    got = values(tree, {es.under(lambda t: t["a"][0].head): "a's head", ...: "rest"})
+    assert got["['a'][1].opt_state[0].mu.head.weight"] == "a's head"
+    assert got["['b'][1].opt_state[0].mu.head.weight"] == "rest"
+
+
+def test_if_it_cannot_be_told_which_model_names_begin_at_the_model():
+    tree = [net(0), net(1), es.Optimizer(optax.adam(0.1)).init(net(0))]
+    rules = {es.path_matches("[0].head.*"): 0, es.path_matches("head.*"): 1, ...: 2}
+    got = values(tree, rules)
+    assert got["[0].head.weight"] == 0
+    assert got["[1].head.weight"] == 2
+    assert got["[2].opt_state[0].mu.head.weight"] == 1
+
+
+def test_a_kind_means_the_parameter_but_opt_state_means_the_moments():
+    tree = (net(), es.Optimizer(optax.adam(0.1)).init(net()))
+    moment = "[1].opt_state[0].mu.count"
+    for rules, value in [
+        ({es.Parameter: "p", ...: "rest"}, "p"),
+        ({es.Parameter: "p", es.State: "s"}, "p"),
+        ({es.Parameter: "p", es.OptState: "o"}, "o"),
+        ({es.State: "s", ...: "rest"}, "s"),
+        ({...: "rest"}, "rest"),
+        ({es.Buffer: "b"}, "none"),
+    ]:
+        assert values(tree, rules)[moment] == value
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"w": jnp.ones(2), "b": jnp.ones(2)},
+        [jnp.ones(2), jnp.ones(2)],
+        (jnp.ones(2), {"b": jnp.ones(2)}),
+        optax.EmptyState(),
+        jnp.ones(2),
+    ],
+    ids=["dict", "list", "tuple", "nothing", "array"],
+)
+def test_plain_pytrees(model):
+    optimizer = es.Optimizer(optax.chain(optax.trace(0.9), optax.adam(0.1))).init(model)
+    got = values(optimizer, {es.Parameter: "p", ...: "rest"})
+    assert set(got.values()) <= {"p", "rest"}
+    assert [x for name, x in got.items() if name.endswith(".count")] == ["rest"]
+    assert len([x for x in got.values() if x == "p"]) == len(got) - 1
+
+
+def test_the_moments_of_lookahead_belong_to_the_model():
+    pair = optax.LookaheadParams.init_synced(net())
+    tx = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
+    got = values(es.Optimizer(tx).init(pair), {HEAD: "head", ...: "rest"})
+    heads = {name for name, value in got.items() if value == "head"}
+    assert heads == {name for name in got if ".head." in name} != set()
+
+
+def test_before_init_there_is_nothing_to_follow():
+    assert values((net(), es.Optimizer(optax.adam(0.1))), {...: 0})["[0].count"] == 0
+
+
+def test_shapes_instead_of_arrays():
+    optimizer = es.Optimizer(optax.adam(0.1))
+
+    def make():
+        return net(), optimizer.init(net())
+
+    rules = {es.under(lambda t: t[0].head): "head", es.Parameter: "p", ...: "rest"}
+    abstract = es.spec(eqx.filter_eval_shape(make), rules)
+    assert eqx.tree_equal(abstract, es.spec(make(), rules))
+
+
+def test_a_stack_of_models_with_a_stack_of_optimizers():
+    def make(key):
+        model = {"a": jr.normal(key, (2,)), "b": jnp.ones(())}
+        return model, es.Optimizer(optax.adam(0.1)).init(model)
+
+    stack = eqx.filter_vmap(make)(jr.split(jr.key(0), 3))
+    got = values(stack, {es.path_matches("[[]0]['a']".replace("[[]", "[")): 0, ...: 1})
+    assert [got[f"[1].opt_state[0].mu['{x}']"] for x in "ab"] == [0, 1]
