@@ -238,6 +238,20 @@ def test_an_explicit_mesh(explicit):
         assert jax.typeof(model.plain.weight).sharding.spec == P(None, None)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="JAX < 0.10 cannot draw from keys whose type says how they are split",
+)
+def test_dropout_of_activations_that_are_split_along_both_axes(explicit):
+    dropout = es.nn.Dropout(0.5, key=jr.key(0))
+    xs = jnp.ones((8, 4))
+    expected, _ = es.mutable(es.vmap(dropout))(xs)
+    split = jax.device_put(xs, NamedSharding(explicit, P("data", "model")))
+    ys, _ = es.jit(es.mutable(es.vmap(dropout)))(split)
+    assert ys.sharding.spec == P("data", "model")
+    assert (np.asarray(ys) == expected).all()
+
+
 def test_unconstrained_axes_need_a_mesh_whose_axes_are_auto(block, explicit, mesh):
     rules = {es.path_matches("up"): P(P.UNCONSTRAINED, "data")}
     assert specs(block, rules, mesh)["up"] == P(P.UNCONSTRAINED, "data")

@@ -78,6 +78,13 @@ def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
     return x
 
 
+def split_like(x: Any, like: Any) -> Any:
+    """`x`, split over devices as an array of its shape is, where types say that."""
+    sharding = jax.typeof(like).sharding
+    is_split = any(names is not None for names in sharding.spec)
+    return jax.sharding.reshard(x, sharding) if is_split else x
+
+
 def own_annotations(cls: type) -> dict[str, Any]:
     """The annotations written in the body of `cls`, also those with unknown names."""
     try:

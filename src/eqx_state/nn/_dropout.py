@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array
 
+from .._compat import split_like
 from .._kinds._kinds import Rng
 from .._state._init import Initializer
 from .._state._module import Module
@@ -79,5 +80,5 @@ class Dropout(Module):
             scaled = x / keep
         else:
             scaled = jnp.round(x.astype(float) / keep).astype(x.dtype)
-        mask = jr.bernoulli(key, keep, x.shape)
+        mask = split_like(jr.bernoulli(key, keep, x.shape), x)
         return jnp.where(mask, scaled, jnp.zeros_like(x))
