@@ -1,6 +1,7 @@
 """Equinox modules whose annotations say what their fields are."""
 
 from . import nn as nn
+from ._ema import Ema as Ema
 from ._errors import (
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,

@@ -22,7 +22,7 @@ TRANSFORMS = (
     "mutable capture value_and_grad grad vmap SPLIT scan while_loop fori_loop cond"
     " switch checkpoint jit vjp jvp linearize jacfwd jacrev hessian"
 ).split()
-CLASSES = "Axes Module Part Initializer RngStream Optimizer field lazy nn".split()
+CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
 ERRORS = ["TraceError", "NotInitializedError"]
 LAYERS = ["BatchNorm", "Dropout"]
 

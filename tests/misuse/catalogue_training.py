@@ -607,3 +607,54 @@ def _(case):
     optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
     assert optimizer.update(grads, new)[0].layer.count == 1
     assert optimizer.update(grads, net)[0].layer.count == 0
+
+
+@TRAINING.raises(
+    "give the model to `es.Ema`, and the decay to `init`",
+    TypeError,
+    "`decay` is a number, or a function of the step",
+    "es.Ema(0.999).init(model)",
+    instead="`es.Ema(0.999).init(model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.Ema(net)
+    with case.error():
+        es.Ema("0.999")
+
+
+@TRAINING.raises(
+    "update an `es.Ema` before its `init`",
+    es.NotInitializedError,
+    "was used before `init`: there is no average yet",
+    instead="`ema = es.Ema(0.999).init(model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.Ema(0.999).update(net)
+
+
+@TRAINING.raises(
+    "update an `es.Ema` with a model of another structure",
+    ValueError,
+    "has another structure than that of `init`, first at `layer`",
+    instead="a new average for another model; modes may differ",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    ema = es.Ema(0.5).init(net)
+    with case.error():
+        ema.update(net.replace(layer=[Layer(), Layer()]))
+    assert ema.update(net.eval()).model.training is False
+
+
+@TRAINING.works(
+    "hold an `es.Ema` in a model that is trained",
+    "its arrays count as `es.Buffer`: they are neither trained nor written",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    grads, _ = es.grad(lambda pair: loss_fn(pair[0]))((net, es.Ema(0.5).init(net)))
+    assert es.parts(grads[1]) == []

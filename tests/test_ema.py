@@ -1,0 +1,407 @@
+"""`es.Ema`: the exponential moving average of a model."""
+
+import pickle
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqx_state as es
+
+
+class Net(es.Module):
+    weight: es.Parameter
+    mean: es.BatchStat
+    key: es.Rng
+    codes: es.Buffer
+    dropout: eqx.nn.Dropout
+    name: str
+
+    def __call__(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x
+        return self.weight * x
+
+
+def make_net(seed: int = 0, dtype: Any = jnp.float32) -> Net:
+    weight = jr.normal(jr.key(seed), (3,)).astype(dtype)
+    mean, codes = jnp.full(3, float(seed)), jnp.arange(3)
+    return Net(weight, mean, jr.key(seed), codes, eqx.nn.Dropout(0.5), "net")
+
+
+NETS = [make_net(seed) for seed in range(5)]
+
+
+def formula(values: Any, decays: Any, debias: bool) -> Any:
+    """The formula in float32, one NumPy operation after the other."""
+    total, weight = np.zeros_like(values[0]), np.float32(0)
+    for x, decay in zip(values, decays, strict=True):
+        decay = np.float32(decay)
+        total = decay * total + (1 - decay) * x
+        weight = decay * weight + (1 - decay)
+    return total / weight if debias else total
+
+
+def averaged(ema: es.Ema, nets: Any, update: Any = None) -> es.Ema:
+    ema = ema.init(nets[0])
+    for net in nets:
+        ema = ema.update(net) if update is None else update(ema, net)
+    return ema
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(eqx.tree_equal(a, b))
+
+
+def schedule(step):
+    return jnp.minimum(0.9, (1 + step) / (10 + step))
+
+
+DECAYS = {
+    "constant": (0.9, [0.9] * 5),
+    "zero": (0.0, [0.0] * 5),
+    "schedule": (schedule, [(1 + i) / (10 + i) for i in range(5)]),
+}
+
+
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize(("decay", "decays"), DECAYS.values(), ids=list(DECAYS))
+def test_it_equals_the_formula_to_the_last_bit(decay, decays, debias):
+    expected = formula([np.asarray(net.weight) for net in NETS], decays, debias)
+    update = es.jit(lambda ema, net: ema.update(net))
+    for ema in (
+        averaged(es.Ema(decay, debias=debias), NETS, update),
+        averaged(es.Ema(decay, debias=debias), NETS),
+    ):
+        assert (np.asarray(ema.model.weight) == expected).all()
+        assert (es.jit(lambda ema: ema.model)(ema).weight == expected).all()
+
+
+def test_the_weights_are_those_of_the_definition():
+    decays = np.array([0.5, 0.25, 0.75])
+    ema = es.Ema(lambda step: jnp.asarray(decays, jnp.float32)[step]).init(jnp.zeros(3))
+    for x in jnp.eye(3):
+        ema = ema.update(x)
+    weights = (1 - decays) * np.array([0.25 * 0.75, 0.75, 1.0])
+    assert (ema.sums == weights).all()
+    assert ema.weight == weights.sum()
+    assert np.allclose(ema.model, weights / weights.sum(), rtol=1e-6)
+
+
+def test_before_the_first_update_it_is_the_model_itself():
+    for debias in (True, False):
+        ema = es.Ema(0.9, debias=debias).init(NETS[1])
+        assert same(ema.model, NETS[1])
+        assert same(es.jit(lambda ema: ema.model)(ema), NETS[1])
+        assert (ema.weight, ema.step) == (0.0, 0)
+
+
+def test_one_model_is_its_own_average():
+    for decay in (0.9, 0.999, schedule):
+        ema = es.Ema(decay).init(NETS[0]).update(NETS[1])
+        assert eqx.tree_equal(ema.model, NETS[1], rtol=1e-6)
+    assert same(es.Ema(0.5).init(NETS[0]).update(NETS[1]).model, NETS[1])
+
+
+def test_a_model_of_weight_zero_is_the_average_of_nothing():
+    ema = es.Ema(lambda step: jnp.where(step < 2, 1.0, 0.5)).init(NETS[0])
+    for net in NETS[1:3]:
+        ema = ema.update(net)
+        assert same(ema.model, net)
+    assert same(ema.update(NETS[3]).model, NETS[3])
+
+
+def test_the_rest_is_as_in_the_last_model():
+    net = NETS[4].eval().freeze().replace(name="last")
+    model = es.Ema(0.5).init(NETS[0]).update(NETS[1]).update(net).model
+    rest = es.not_(es.Parameter)
+    assert same(es.filter(model, rest), es.filter(net, rest))
+    assert model.name == "last"
+    assert (model.training, model.frozen) == (False, True)
+    assert model.dropout.inference
+    assert not (model.weight == net.weight).any()
+    assert jax.tree.structure(model) == jax.tree.structure(net)
+
+
+def test_on_selects_what_is_averaged():
+    ema = averaged(es.Ema(0.5, on=es.any_of(es.Parameter, es.BatchStat)), NETS)
+    means = [np.asarray(net.mean) for net in NETS]
+    assert (ema.model.mean == formula(means, [0.5] * 5, True)).all()
+    ema = averaged(es.Ema(0.5, on=es.BatchStat), NETS)
+    assert (ema.model.weight == NETS[-1].weight).all()
+    # What cannot be averaged is as in the last model: keys, integers.
+    ema = averaged(es.Ema(0.5, on=es.TreePart), NETS)
+    assert ema.model.key == NETS[-1].key
+    assert ema.model.codes.dtype == jnp.int32
+
+
+def test_frozen_parameters_are_averaged_unless_on_says_otherwise():
+    net = es.freeze(NETS[0], lambda net: net.weight)
+    ema = es.Ema(0.5).init(net).update(net).update(net)
+    assert (ema.model.weight == net.weight).all()
+    frozen = es.Ema(0.5, on=es.any_of(es.trainable, es.BatchStat)).init(net)
+    with pytest.raises(ValueError, match="`on` selects `weight`, and did not when"):
+        frozen.update(NETS[0])
+    free = es.Ema(0.5, on=es.trainable).init(NETS[0])
+    with pytest.raises(ValueError, match="`on` does not select `weight`, and did when"):
+        free.update(net)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_sums_are_accumulated_in_float32(dtype):
+    nets = [make_net(seed, dtype) for seed in range(5)]
+    if dtype == jnp.complex64:
+        nets = [n.replace(weight=n.weight * (1 + 2j)) for n in nets]
+    ema = averaged(es.Ema(0.9), nets, es.jit(lambda ema, net: ema.update(net)))
+    assert same(es.Ema(0.9).init(nets[1]).model, nets[1])
+    wide = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
+    assert ema.sums.weight.dtype == wide
+    values = [np.asarray(net.weight.astype(wide)) for net in nets]
+    parts = [[x.real for x in values], [x.imag for x in values]]
+    expected = [formula(x, [0.9] * 5, True) for x in parts]
+    got = ema.model.weight
+    assert got.dtype == dtype
+    whole = expected[0] + 1j * expected[1] if dtype == jnp.complex64 else expected[0]
+    assert (got == jnp.asarray(whole).astype(dtype)).all()
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        nets = [
+            {"a": jnp.full(2, 0.1 * i), "b": jnp.ones(2, jnp.float32)} for i in (1, 2)
+        ]
+        ema = es.Ema(0.5).init(nets[0]).update(nets[0]).update(nets[1])
+        assert ema.weight.dtype == ema.sums["a"].dtype == jnp.float64
+        assert ema.sums["b"].dtype == ema.model["b"].dtype == jnp.float32
+        assert np.allclose(ema.model["a"], (0.1 * 0.25 + 0.2 * 0.5) / 0.75, rtol=1e-15)
+
+
+def test_holes_stay_holes():
+    layer = eqx.nn.Linear(2, 1, use_bias=False, key=jr.key(0))
+    assert same(es.Ema(0.5).init([layer, None]).update([layer, None]).model[0], layer)
+
+
+def test_numpy_arrays_and_plain_layers():
+    tree = [
+        {"w": np.ones(2, np.float32), "n": np.arange(2)},
+        eqx.nn.MLP(2, 1, 4, 1, key=jr.key(0)),
+    ]
+    ema = es.Ema(0.5).init(tree)
+    assert ema.sums[0]["n"] is not tree[0]["n"]
+    tree[0]["w"][0] = 5.0  # a copy was made
+    assert (ema.model[0]["w"] == 1).all()
+    model = ema.update(tree).model
+    assert model[0]["w"].tolist() == [5.0, 1.0]
+    assert isinstance(model[0]["n"], np.ndarray)
+    assert same(model[1], tree[1])
+    assert es.Ema(0.5).init({}).update({}).model == {}
+
+
+# --- As a pytree ----------------------------------------------------------------------
+
+
+def test_it_is_a_constant_wherever_it_is_held():
+    ema = averaged(es.Ema(0.5), NETS[:2])
+    assert {part.kind for part in es.parts(ema)} == {es.Buffer}
+    assert (
+        es.parts(es.filter((NETS[0], ema), es.trainable, es.under(lambda t: t[1])))
+        == []
+    )
+    assert es.reseed(ema, 7).sums.key == ema.sums.key
+
+    class Student(es.Module):
+        net: Net
+        ema: Any
+
+        def __call__(self, x):
+            return self.net(x) + self.ema.model.eval().weight
+
+    student = Student(NETS[0], ema)
+    _, new = es.mutable(lambda s, x: s.net(x))(student, jnp.ones(3))
+    assert same(new.ema, ema)
+    assert not same(new.net, student.net)
+    grads, _ = es.grad(lambda s: jnp.sum(s.net.weight * s.ema.model.weight))(student)
+    assert es.parts(grads.ema) == []
+    with pytest.raises(Exception, match="is a `Buffer`"):
+        es.mutable(lambda s, x: s.ema.sums(x))(student, jnp.ones(3))
+
+
+def test_a_step_with_an_average_is_traced_once():
+    @es.jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(net, ema, x):
+        _, net = es.mutable(net)(x)
+        return net, ema.update(net)
+
+    net, ema = NETS[0], es.Ema(schedule).init(NETS[0])
+    for _ in range(3):
+        net, ema = step(net, ema, jnp.ones(3))
+    assert ema.step == 3
+    assert (ema.model.mean == net.mean).all()
+
+
+def test_a_donated_model_takes_nothing_from_the_average():
+    nets = [make_net(seed) for seed in (0, 1)]
+    ema = es.Ema(0.5).init(nets[0]).update(nets[1])
+    leaves = {x.unsafe_buffer_pointer() for x in _jax_arrays(nets)}
+    assert leaves.isdisjoint(x.unsafe_buffer_pointer() for x in _jax_arrays(ema))
+    for net in nets:
+        for x in jax.tree.leaves(es.filter(net)):
+            x.delete()
+    assert jnp.isfinite(ema.model.weight).all()
+    assert ema.model.codes.shape == (3,)
+
+
+def _jax_arrays(tree):
+    arrays = [part.value for part in es.parts(tree)]
+    return [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
+def test_transforms_of_jax_carry_it():
+    nets = {"w": jr.normal(jr.key(0), (6, 3))}
+    ema = es.Ema(0.9).init({"w": jnp.zeros(3)})
+    last, _ = jax.lax.scan(lambda ema, net: (ema.update(net), None), ema, nets)
+    step_by_step = ema
+    for x in nets["w"]:
+        step_by_step = step_by_step.update({"w": x})
+    assert same(last, step_by_step)
+    # An ensemble has an average for each lane.
+    many = jax.vmap(es.Ema(0.9).init)(nets)
+    many = jax.vmap(lambda ema, net: ema.update(net))(many, nets)
+    assert jax.vmap(lambda ema: ema.model)(many)["w"].shape == (6, 3)
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    ema = averaged(es.Ema(0.9), NETS)
+    es.save(tmp_path / "ema", ema)
+    new = es.load(tmp_path / "ema", es.Ema(0.9).init(make_net(9)))
+    assert same(new, ema)
+    assert same(pickle.loads(pickle.dumps(ema)), ema)
+    assert "sums.weight" in es.state_dict(ema)
+
+
+def test_modes_of_an_average_follow_the_model_not_the_switch():
+    ema = averaged(es.Ema(0.9), NETS[:2])
+    switched = es.eval(es.freeze(ema, lambda e: e.sums))
+    assert not switched.model.training
+    assert switched.model.frozen
+    assert switched.update(NETS[2]).model.training
+    assert same(switched.update(NETS[2]), ema.update(NETS[2]))
+
+
+def test_a_model_of_shapes():
+    shapes = eqx.filter_eval_shape(es.Ema(0.9).init, NETS[0])
+    assert shapes.sums.weight.shape == (3,)
+
+
+def test_a_training_loop_with_an_optimizer():
+    def loss_fn(model, x):
+        return jnp.mean(model["w"] * x) ** 2
+
+    model, optimizer = {"w": jnp.ones(3)}, es.Optimizer(optax.sgd(0.5))
+    optimizer, ema, seen = optimizer.init(model), es.Ema(0.5).init(model), []
+    for _ in range(4):
+        (_, model), grads = es.value_and_grad(loss_fn)(model, jnp.ones(3))
+        model, optimizer = optimizer.update(grads, model)
+        ema = ema.update(model)
+        seen.append(np.asarray(model["w"]))
+    assert (ema.model["w"] == formula(seen, [0.5] * 4, True)).all()
+
+
+# --- Bad input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "decay",
+    ["0.9", None, True, NETS[0], Net, [0.9], jnp.ones(3)],
+    ids=["str", "None", "bool", "model", "class", "list", "array"],
+)
+def test_a_decay_is_a_number_or_a_schedule(decay):
+    with pytest.raises(TypeError, match=r"(?s)a number, or a function.*Ema\(0.999\)"):
+        es.Ema(decay)
+
+
+@pytest.mark.parametrize("decay", [1, 1.0, -0.1, 2, float("nan"), np.float32(1)])
+def test_a_decay_is_less_than_one(decay):
+    with pytest.raises(ValueError, match="at least 0 and less than 1"):
+        es.Ema(decay)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert es.Ema(np.float64(0.5)).decay == es.Ema(np.float32(0.5)).decay == 0.5
+
+
+def test_a_filter_is_a_filter():
+    with pytest.raises(TypeError, match="is not a filter"):
+        es.Ema(0.9, on="weight")
+    with pytest.raises(
+        ValueError, match=r"`es.path_matches\('typo'\)` selects no inexact"
+    ):
+        es.Ema(0.9, on=es.path_matches("typo")).init(NETS[0])
+    assert es.Ema(0.9, on=es.OptState).init(NETS[0]).update(NETS[1]).model is not None
+
+
+def test_a_schedule_returns_one_number():
+    with pytest.raises(ValueError, match=r"the schedule returned `f32\[3\]`"):
+        es.Ema(lambda step: jnp.ones(3)).init(NETS[0]).update(NETS[0])
+
+
+def test_init_comes_first():
+    with pytest.raises(es.NotInitializedError, match="`es.Ema.update` was used before"):
+        es.Ema(0.9).update(NETS[0])
+    with pytest.raises(es.NotInitializedError, match="`es.Ema.model` was used before"):
+        es.Ema(0.9).model  # noqa: B018
+
+
+def test_a_lazy_model_comes_after_its_own_init():
+    lazy = NETS[0].replace(weight=es.Initializer(lambda key: jr.normal(key, (3,))))
+    with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Initializer`"):
+        es.Ema(0.9).init(lazy)
+    ema = es.Ema(0.9).init(lazy.init(0))
+    with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Initializer`"):
+        ema.update(lazy)
+
+
+OTHERS = {
+    "another class": (lambda net: [net], "at the root"),
+    "a hole": (lambda net: net.replace(weight=None), "at `weight`"),
+    "a part": (lambda net: net.filter(es.Parameter), "at `mean`"),
+    "another static field": (
+        lambda net: eqx.tree_at(lambda n: n.dropout, net, eqx.nn.Identity()),
+        "at `dropout`",
+    ),
+    "a tuple of arrays": (lambda net: net.replace(mean=(X, X)), "at `mean`"),
+    "another shape": (lambda net: net.replace(weight=jnp.ones(1)), "`weight` is"),
+    "another dtype": (
+        lambda net: net.replace(weight=jnp.ones((3,), complex)),
+        "`weight` is",
+    ),
+    "an integer": (
+        lambda net: net.replace(weight=jnp.ones((3,), int)),
+        "does not select `weight`|`weight` is",
+    ),
+}
+X = jnp.ones(3)
+
+
+@pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=list(OTHERS))
+def test_another_structure_is_an_error_that_names_the_path(change, says):
+    ema = es.Ema(0.9).init(NETS[0])
+    with pytest.raises(ValueError, match=says):
+        ema.update(change(NETS[1]))
+
+
+def test_a_narrower_model_may_follow():
+    ema = es.Ema(0.5).init(NETS[0]).update(NETS[0])
+    ema = ema.update(es.map(lambda x: x.astype(jnp.bfloat16), NETS[0], on=es.Parameter))
+    assert ema.model.weight.dtype == jnp.bfloat16
+    assert ema.sums.weight.dtype == X.dtype
+
+
+def test_one_stateful_module_in_two_places():
+    with pytest.raises(ValueError, match=r"in two places, `\[0\]` and `\[1\]`"):
+        es.Ema(0.9).init([NETS[0], NETS[0]])
