@@ -13,6 +13,7 @@ from typing import Any, Final, TYPE_CHECKING, TypeAlias
 import equinox as eqx
 import jax
 import jax.core
+import jax.numpy as jnp
 import jaxtyping
 from jax._src.traceback_util import api_boundary, register_exclusion
 from jax.extend.core import Jaxpr as Jaxpr
@@ -60,6 +61,36 @@ def is_mapped(leaf: Any) -> bool:
         return False
     is_of_this_vmap = leaf._trace is trace_state()._trace_ref()
     return is_of_this_vmap and getattr(leaf, "batch_dim", None) is not None
+
+
+def out_of_vmaps(values: Any, outer: Any) -> Any:
+    """A pytree of values of the active trace, as the trace with this state has them.
+
+    They have a new first axis for each `jax.vmap` in between. `None` if another
+    transform is in between.
+    """
+    trace, outer = trace_state()._trace_ref(), outer._trace_ref()
+    while trace is not outer:
+        if not hasattr(trace, "axis_data"):
+            return None
+        values = jax.tree.map(lambda x, trace=trace: _all_lanes(x, trace), values)
+        trace = trace.parent_trace
+    return values
+
+
+def _all_lanes(x: Any, trace: Any) -> Any:
+    """The value for all lanes of a `jax.vmap`, along a new first axis.
+
+    It belongs to the trace around that of the `jax.vmap`, like everything that is
+    computed from values of that trace only.
+    """
+    # One `jax.vmap` may have several traces, which share their tag.
+    is_lane = isinstance(x, jax.core.Tracer)
+    is_lane = is_lane and getattr(x._trace, "tag", None) is trace.tag
+    if is_lane and isinstance(x.batch_dim, int):
+        return jnp.moveaxis(x.val, x.batch_dim, 0)
+    x = x.val if is_lane else x
+    return jnp.broadcast_to(x, (trace.axis_data.size, *jnp.shape(x)))
 
 
 def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:

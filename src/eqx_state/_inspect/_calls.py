@@ -1,13 +1,7 @@
-"""What the modules of a model are called with, and what they return: only shapes.
-
-Python looks up `__call__` on the class, and to patch a class would affect every other
-model. So in a private copy each module gets a subclass of its class, which records the
-calls. Nothing is computed.
-"""
+"""What the modules of a model are called with, and what they return: only shapes."""
 
 import contextlib
 import dataclasses
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +9,12 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from .._transforms._mutable import carried, mutable
+from .._kinds._kinds import State
+from .._state._observe import Observer
+from .._state._scope import Scope
+from .._transforms._mutable import carried, target, thread
 from .._tree._base import is_eqx_module
 from .._tree._modes import eval
-from .._tree._surgery import map_modules
 from .._tree._walk import is_array, is_numpy
 from .._typing import PyTree
 
@@ -32,87 +28,40 @@ class Call:
     times: int = 1
 
 
-class _Place:
-    """Where a module records its calls, as static data, which survives transforms.
+class _Name:
+    """The name of a module. Without `by_name` all are equal, as the modules are."""
 
-    `by_name` tells modules apart that are equal otherwise.
-    """
-
-    def __init__(self, calls: dict[str, Call], name: str, by_name: bool):
-        self.calls, self.name = calls, name
-        self.key = (id(calls), name if by_name else None)
+    def __init__(self, name: str, by_name: bool):
+        self.name, self.key = name, name if by_name else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.key == other.key
+        return isinstance(other, _Name) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def note(self, inputs: str) -> Call | None:
-        """Note that a call begins; return it if it is the module's first."""
-        if self.name in self.calls:
-            self.calls[self.name].times += 1
-            return None
-        return self.calls.setdefault(self.name, Call(inputs, ""))
 
+class _Table(Observer):
+    """Notes the calls by the name of the module."""
 
-class _Quiet:
-    """Keeps the user's `__init_subclass__`, perhaps a registry, from running."""
+    def __init__(self, by_name: bool):
+        # Its own, so that no function that JAX has traced before goes unseen.
+        self.key = object()
+        self.by_name = by_name
+        self.calls: dict[str, Call] = {}
 
-    __slots__ = ()
+    def select(self, name: str, module: Any) -> _Name:
+        return _Name(name, self.by_name)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-_PLACE = "_eqx_state_place_of_record"
-
-
-# Not a leak: JAX keeps every pytree class forever anyway.
-@ft.cache
-def _recording(cls: Any) -> Any:
-    """A subclass of a module class whose instances record their calls."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        call = super(recording, self).__call__
-        if (place := getattr(self, _PLACE)) is None:  # made by `type(self)(...)`
+        if mark.name in self.calls:
+            self.calls[mark.name].times += 1
             return call(*args, **kwargs)
-        first = place.note(_show_arguments(args, kwargs))
+        first = self.calls[mark.name] = Call(_show_arguments(args, kwargs), "")
         out = call(*args, **kwargs)
-        if first is not None:
-            first.outputs = summary(out)
+        first.outputs = summary(out)
         return out
-
-    ft.update_wrapper(__call__, cls.__call__, updated=())
-    body = {
-        "__call__": __call__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__annotations__": {_PLACE: Any},
-        _PLACE: eqx.field(default=None, init=False, repr=False, static=True),
-    }
-    recording = type(cls)(cls.__name__, (_Quiet, cls), body)
-    return recording
-
-
-def _recorded(tree: PyTree, calls: dict[str, Call], by_name: bool) -> PyTree:
-    """A copy of a tree whose modules record their calls."""
-
-    def copy(module: Any, name: str) -> Any:
-        # An `eqx.nn.Shared` returns not an output but a part of the model.
-        if not callable(module) or isinstance(module, eqx.nn.Shared):
-            return module
-        try:
-            cls = _recording(type(module))
-        except Exception:  # its metaclass forbids it, so its calls are not recorded
-            return module
-        new = object.__new__(cls)
-        new.__dict__.update(module.__dict__, **{_PLACE: _Place(calls, name, by_name)})
-        return new
-
-    return map_modules(copy, tree)
 
 
 def model_of(tree: PyTree, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
@@ -147,20 +96,21 @@ def record(
 def _calls(
     model: PyTree, put: Any, inputs: tuple[Any, ...], by_name: bool
 ) -> dict[str, Call]:
-    calls: dict[str, Call] = {}
+    table = _Table(by_name)
     # NumPy arrays stay concrete: the model may use them as shapes.
     parts = eqx.partition(model, lambda x: is_array(x) and not is_numpy(x))
     args = eqx.partition(inputs, is_array)
 
     def call(arrays: tuple[Any, Any]) -> None:
-        private = _recorded(eqx.combine(arrays[0], parts[1]), calls, by_name)
-        given = eqx.combine(arrays[1], args[1])
-        out, _ = mutable(put(private))(*given)
-        if "" not in calls:  # another method than `__call__`
-            calls[""] = Call(_show_arguments(given, {}), summary(out))
+        model, given = map(eqx.combine, arrays, (parts[1], args[1]))
+        called = target(put(model), given, {}, None, "es.tabulate")
+        scope = Scope((State,), observer=table)
+        out, _ = thread(called.model, scope, called.run, called)
+        if "" not in table.calls:  # another method than `__call__`
+            table.calls[""] = Call(_show_arguments(given, {}), summary(out))
 
     jax.eval_shape(call, (parts[0], args[0]))
-    return calls
+    return table.calls
 
 
 # --- In words -------------------------------------------------------------------------

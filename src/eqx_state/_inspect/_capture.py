@@ -1,16 +1,19 @@
 """`es.capture`: the values that layers sow on the way, besides a model's output."""
 
 import functools as ft
-from collections.abc import Callable
-from typing import Any, Generic, overload, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 
 from .._kinds._kinds import State
-from .._state._scope import Kinds, Scope
+from .._state._observe import unmarked
+from .._state._scope import Kinds, Scope, Sown
+from .._state._sow import Called
 from .._transforms._grad import AbstractGrad
 from .._transforms._mutable import Argnums, as_argnums, as_kinds, target, thread
 from .._transforms._transform import Transform, wrap
+from ._outputs import check_replace, Outputs, selector
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -21,13 +24,18 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 
 class _Capture(Transform):
+    replace: Any
+    outputs: Any = eqx.field(static=True)
     kinds: Kinds = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
     threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         __tracebackhide__ = True
-        new_scope = ft.partial(Scope, self.kinds, captures=True)
+        observer = None
+        if self.outputs is not None or self.replace:
+            observer = Outputs(self.outputs, self.replace)
+        new_scope = ft.partial(Scope, self.kinds, captures=True, observer=observer)
         f, bound, options = _without_partials(self.f)
         if isinstance(f, AbstractGrad):
             result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
@@ -36,10 +44,21 @@ class _Capture(Transform):
             scope = new_scope()
             result = thread(call.model, scope, call.run, call)
             sown = scope.sown
-        return result, {
-            name: values[0] if len(values) == 1 else tuple(values)
-            for name, values in sown.items()
-        }
+        found = _by_name(sown)
+        if observer is not None:
+            found = {name: unmarked(x, observer.key) for name, x in found.items()}
+        return result, found
+
+
+def _by_name(sown: Sown) -> dict[str, Any]:
+    """The values by name; several under one name are a tuple."""
+    found: dict[str, Any] = {}
+    for key, values in sown.items():
+        name = key.name if isinstance(key, Called) else key
+        if name in found:
+            raise ValueError(_BOTH.format(name))
+        found[name] = values[0] if len(values) == 1 else tuple(values)
+    return found
 
 
 def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -51,7 +70,10 @@ def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return f, args, kwargs
 
 
-_THREADED_ALREADY = """
+_BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \
+captured, and a value was sown under the same name. Sow it under another name."""
+
+_THREADED_ALREADY: Final = """
 `es.capture` threads the state itself, as `es.mutable` does. It was given a transform \
 that does the same on its own copy, so nothing that is sown would come out:
 
@@ -62,7 +84,7 @@ that does the same on its own copy, so nothing that is sown would come out:
     es.jit(es.capture(es.value_and_grad(loss)))(model, x)     # right
 """
 
-_ARGNUMS_OF_GRAD = """
+_ARGNUMS_OF_GRAD: Final = """
 `es.capture({grad}(...), argnums={argnums})`: here `{grad}` threads the model, so it \
 takes `argnums=`:
 
@@ -95,51 +117,90 @@ class _Captured(Generic[_M_co, _F_co]):
 
 @overload
 def capture(
-    f: _M, *, kinds: Any = State, argnums: None = None
+    f: _M,
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: None = None,
 ) -> _Captured[_M, _M]: ...
 @overload
 def capture(
-    f: Callable[_P, _R], *, kinds: Any = State, argnums: int | None = None
+    f: Callable[_P, _R],
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: int | None = None,
 ) -> Callable[_P, tuple[tuple[_R, Any], dict[str, Any]]]: ...
 @overload
 def capture(
-    f: Callable[_P, _R], *, kinds: Any = State, argnums: tuple[int, ...]
+    f: Callable[_P, _R],
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: tuple[int, ...],
 ) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], dict[str, Any]]]: ...
 def capture(
-    f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
+    f: Any,
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: int | tuple[int, ...] | None = None,
 ) -> Any:
-    """`es.mutable(f)` that also returns what the modules sow: attention maps,
-    activations, anything for a look inside.
+    """`es.mutable(f)` that also returns values from inside: what modules sow, and the
+    outputs of modules that you name.
 
     A layer calls `self.sow("attention", weights)`. Outside `es.capture` that does
-    nothing and costs nothing, so it may stay in the code.
+    nothing and costs nothing, so it may stay in the code. The output of a layer needs
+    no code in the layer: `outputs=eqx.nn.Linear`.
 
     **Arguments:**
 
     - `f`, `kinds`, `argnums`: as for [`es.mutable`][eqx_state.mutable]; `f` may also be
         an `es.value_and_grad` or an `es.grad`.
+    - `outputs`: the modules whose outputs are wanted, those of every call of their
+        `__call__`. A module class or a tuple of them; a glob on names, in which `*`
+        stands for any characters and `?` for one, `"layers[*].attention"`; or a
+        function of `(name, module)` that returns a bool. The name of the root is `""`.
+    - `replace`: a mapping from names of modules to what the rest of the model sees in
+        place of their outputs: a value, or a function of the output. A value has the
+        structure, shapes and dtypes of the output (under a transform, of the output of
+        one lane or step), and a number fills it. The module itself still runs.
 
     **Returns:**
 
-    A function of the same arguments that returns `((output, new_model), sown)`; for
-    `es.value_and_grad(loss)`, `(((loss, new_model), grads), sown)`. `sown` is a
-    dictionary. Its names are made of those of the module and of the value, such as
-    `"layers[0].attention"`. Several values under one name come as a tuple. Under
-    `es.vmap` and `es.scan` the values of all lanes or steps are stacked along a new
-    first axis; they come out of `es.jit` and `es.checkpoint` unchanged. A copy that is
-    made inside the call (`self.layer.eval()`, `eqx.filter_vmap(self.layer)`, an inner
-    `es.mutable` or `es.value_and_grad`) sows nothing. For what is sown in a loss,
-    capture the whole gradient: `es.capture(es.value_and_grad(loss))(model, x)`.
+    A function of the same arguments that returns `((output, new_model), found)`; for
+    `es.value_and_grad(loss)`, `(((loss, new_model), grads), found)`. `found` is a
+    dictionary. The name of an output is that of its module, `"layers[0]"`; to what is
+    sown the name of the value is added, `"layers[0].attention"`. Several values under
+    one name come as a tuple. Under `es.vmap`, `es.scan` and plain `jax.vmap` the values
+    of all lanes or steps are stacked along a new first axis; they come out of `es.jit`,
+    `es.checkpoint` and an inner `es.value_and_grad` unchanged. With `replace`, `found`
+    has what was put in the place of the output.
+
+    A copy that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(
+    self.layer)`, an inner `es.mutable`) sows nothing; its outputs are found.
+
+    While it runs, a module that is selected is an instance of a subclass of its class,
+    which knows its name. So trees of two selected modules differ: layers that are
+    stacked in the call by `jax.tree.map` cannot be selected.
 
     **Raises:**
 
-    - `ValueError`: something was sown in a step of `es.while_loop` or `es.fori_loop`,
-        or only in some branches of `es.cond` or `es.switch`.
-    - `es.TraceError`: something was sown inside a plain JAX transform.
-    - `TypeError`: a sown value is not a pytree of arrays; or `f` is already an
-        `es.mutable`, or a gradient inside another transform. Otherwise as `es.mutable`.
+    - `ValueError`: something was found in a step of `es.while_loop` or `es.fori_loop`,
+        or only in some branches of `es.cond` or `es.switch`; `replace` has a name that
+        no module has, or a value that does not fit; `outputs` is a glob that matches no
+        module; an output and a sown value have the same name.
+    - `es.TraceError`: something was sown inside a plain JAX transform; a module was
+        called inside one other than `jax.vmap`.
+    - `TypeError`: a value is not a pytree of arrays; or `f` is already an `es.mutable`,
+        or a gradient inside another transform. Otherwise as `es.mutable`.
 
-    It follows `sow` of Flax Linen.
+    It follows `sow` and `capture_intermediates` of Flax Linen, and the hooks of
+    PyTorch.
 
     !!! example
 
@@ -171,8 +232,24 @@ def capture(
         (ys, net), sown = es.capture(es.vmap(net))(xs)
         assert list(sown) == ["layers[0].mean", "layers[1].mean"]
         assert sown["layers[0].mean"].tolist() == [4.0, 12.0]
+
+        _, found = es.capture(es.vmap(net), outputs="layers[?]")(xs)
+        assert found["layers[1]"].tolist() == [[6.0, 18.0], [30.0, 42.0]]
+
+        patch = {"layers[0]": jnp.zeros_like}
+        (ys, _), found = es.capture(es.vmap(net), outputs=Net, replace=patch)(xs)
+        assert (found[""] == 0).all() and (ys == 0).all()
         ```
     """
     argnums = as_argnums(argnums, "es.capture")
     _check_sees_the_model(f, argnums)
-    return wrap(_Capture, f, kinds=as_kinds(kinds, "es.capture"), argnums=argnums)
+    selector(outputs)  # for its error
+    check_replace(replace)
+    return wrap(
+        _Capture,
+        f,
+        replace=dict(replace or {}),
+        outputs=outputs,
+        kinds=as_kinds(kinds, "es.capture"),
+        argnums=argnums,
+    )

@@ -126,7 +126,7 @@ class Plan:
     """The short way of a call that was made before, outside of any scope."""
 
     def __init__(self, call: Call, program: Program):
-        if call.lifted.roots:
+        if call.lifted.scopes:
             raise Unplannable
         self.program = program
         self.function = function_signature(call.opened)

@@ -26,6 +26,7 @@ class Signature(NamedTuple):
     function: Any
     roots: tuple[Any, ...]
     reached: tuple[Any, ...]
+    scopes: tuple[Any, ...]
 
 
 def signature_of(call: Call) -> Signature:
@@ -63,8 +64,7 @@ def signature_of(call: Call) -> Signature:
             leaf(visit.node, lambda visit=visit: f"`{visit.name}`")
             for visit in root.leaves
         )
-        scope = root.place.scope
-        whose = lifted.scopes.index(scope), scope.kinds, scope.captures
+        whose = lifted.scopes.index(root.place.scope)
         place = root.place.path, root.place.context, whose
         roots.append((structure(root.structure, static), statics, place))
     leaves = tuple(
@@ -73,7 +73,8 @@ def signature_of(call: Call) -> Signature:
     reached = tuple(inside[id(module)] for module in lifted.reached)
     function = function_signature(call.opened)
     tree = structure(call.treedef, static)
-    return Signature(tree, leaves, function, tuple(roots), reached)
+    scopes = tuple(scope.signature for scope in lifted.scopes)
+    return Signature(tree, leaves, function, tuple(roots), reached, scopes)
 
 
 def function_signature(opened: Opened) -> Any:

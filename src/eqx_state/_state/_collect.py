@@ -92,6 +92,11 @@ def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
         before = given._replace(leaves=_own_arrays(visits, scope))
         private = before.tree()
         own(private, scope)
+    if scope.observer is not None:
+        # Marks are part of the structure, also those of modules that are assigned.
+        structure = jtu.tree_structure(closed_copy(private))
+        before = before._replace(structure=structure)
+        scope.observer.begin(private)
     return Owned(private, before, scope), visits
 
 

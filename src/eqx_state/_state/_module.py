@@ -36,7 +36,8 @@ from .._tree._bind import Filter
 from .._tree._weak_types import strengthen_field
 from . import _init, _treescope
 from ._outside_scope import frozen_error
-from ._write import sow, write
+from ._sow import sow
+from ._write import write
 from ._write_errors import no_field_message
 
 

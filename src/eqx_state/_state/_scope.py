@@ -24,6 +24,7 @@ from .._tree._walk import name_of, Visit, walk
 from .._typing import KeyPath
 from ._fit import fit
 from ._nn_shared import closed_copy, open_shared, OpenShared
+from ._observe import mark, Observer, OBSERVING
 
 
 Kinds = tuple[type, ...]
@@ -34,24 +35,35 @@ def is_any_open() -> bool:
     return bool(OPEN_SCOPES)
 
 
-# The values that were sown, by name. An `OrderedDict` because JAX sorts the keys of a
-# dict, and the order in which values were sown is part of the result.
-Sown = OrderedDict[str, list[Any]]
+# The paths of modules in the model of a scope, each with its path in the model of the
+# scope around it.
+Reports = tuple[tuple[KeyPath, KeyPath], ...]
+
+# The values that were sown, by name, and the outputs of calls, by `Called`. An
+# `OrderedDict` because JAX sorts the keys of a dict, and the order is a part of the
+# result.
+Sown = OrderedDict[Any, list[Any]]
 
 
 class Scope:
     """Permission to write arrays of certain kinds, in one trace, until it is closed.
 
     - `captures`: whether sown values are kept, in `sown`.
+    - `reports`: if sown values are for a scope around this one, their names there.
+    - `observer`: what sees the calls of modules, and may add to `sown`.
     - `written`: the modules that were written, and the name of a field that was.
     """
 
     # Whether this is an `InitScope`, in which the structure may change.
     is_initializing: ClassVar[bool] = False
 
-    def __init__(self, kinds: Kinds, captures: bool = False):
+    def __init__(
+        self, kinds: Kinds, captures: bool = False, observer: Observer | None = None
+    ):
         self.kinds = kinds
         self.captures = captures
+        self.observer = observer
+        self.reports: Reports | None = None
         self.sown: Sown = OrderedDict()
         self.trace = trace_state()
         self.is_open = True
@@ -90,14 +102,40 @@ class Scope:
         OPEN_SCOPES.discard(id(self))
 
     def __enter__(self) -> Self:
+        if self.observer is not None:
+            observing = {**OBSERVING.get(), self.observer.key: self}
+            self._token = OBSERVING.set(observing)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.observer is not None:
+            OBSERVING.reset(self._token)
         self.close()
 
     def inner(self) -> "Scope":
         """A scope like this one, for the trace of a transform inside it."""
-        return Scope(self.kinds, self.captures)
+        new = Scope(self.kinds, self.captures, self.observer)
+        new.reports = self.reports
+        return new
+
+    @property
+    def signature(self) -> Any:
+        """Hashable; equal for scopes in which a call is traced alike."""
+        return (
+            self.kinds,
+            self.captures,
+            self.reports,
+            self.observer and self.observer.key,
+        )
+
+    def outward(self, path: KeyPath) -> KeyPath | None:
+        """The path under which a value is sown; `None` if no one wants it."""
+        if self.reports is None:
+            return path
+        for inside, outside in self.reports:
+            if path[: len(inside)] == inside:
+                return (*outside, *path[len(inside) :])
+        return None
 
     def is_changing(self, kind: type | None) -> bool:
         """Whether arrays of this kind are meant to change, and are not constants."""
@@ -164,7 +202,10 @@ def own(
     for visit in visits:
         if not visit.is_leaf:
             open_shared(visit.node)
-            if is_module(visit.node):
+            if scope.observer is not None:
+                mark(visit.node, visit.name, scope.observer)
+            # Equinox's own modules have a place only to know the thread of an observer.
+            if is_module(visit.node) or scope.observer is not None:
                 set_place(visit.node, Place(scope, visit.path, visit.context))
     return visits
 

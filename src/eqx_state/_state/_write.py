@@ -1,4 +1,4 @@
-"""Writing in a scope: `self.field = value` and `self.sow`.
+"""Writing in a scope: `self.field = value`.
 
 A write is checked when it happens, so that the traceback of an error leads to the line
 that wrote. The checks at the end (`_collect.py`) are for what no `__setattr__` sees.
@@ -7,20 +7,16 @@ that wrote. The checks at the end (`_collect.py`) are for what no `__setattr__` 
 import dataclasses
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.tree_util as jtu
 
-from .._compat import has_escaped, trace_state
+from .._compat import trace_state
 from .._errors import TraceError
 from .._tree._base import BaseModule, fields_of, get_place, is_module
 from .._tree._compare import same
 from .._tree._context import Context
-from .._tree._show import show
-from .._tree._walk import is_array, is_numpy, leaves, modules_in, name_of, Visit, walk
+from .._tree._walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._tree._weak_types import strengthen_field, to_strong
 from .._typing import KeyPath
-from ._fit import as_jax, is_numeric
 from ._scope import own, Place, Scope
 from ._write_errors import (
     CLOSED,
@@ -105,37 +101,3 @@ def _check_kinds(
 def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
     if not same(old, visit.node) and not scope.allows(kind_at(visit)):
         raise frozen(kind_message(visit, where, scope, old))
-
-
-def sow(module: BaseModule, name: str, value: Any) -> None:
-    """Add a value to those that were sown in the scope, if it captures."""
-    place = get_place(module)
-    if place is None or not (place.scope.is_open and place.scope.captures):
-        return
-    if not isinstance(name, str):
-        raise TypeError(
-            f"`{type(module).__qualname__}.sow`: the name is not a string, but a"
-            f" `{type(name).__name__}`. It comes first: `self.sow('name', value)`."
-        )
-    full_name = name_of((*place.path, jtu.GetAttrKey(name)))
-    if place.scope.trace != trace_state():
-        raise TraceError(trace_message(full_name, verb="sow"))
-    values = jtu.tree_leaves(value)
-    if any(map(has_escaped, values)):
-        raise TraceError(
-            f"Cannot sow `{full_name}`: it is a tracer of a JAX transform that is over."
-            " Sow it where it is computed, under the transform of `es`."
-        )
-    if not all(map(_is_sowable, values)):
-        raise TypeError(
-            f"Cannot sow `{full_name}`: arrays, numbers and pytrees of them come out of"
-            f" a transform, and this is `{show(value)}`."
-        )
-    value = jtu.tree_map(
-        lambda x: x if isinstance(x, jax.Array) else as_jax(x, full_name), value
-    )
-    place.scope.sown.setdefault(full_name, []).append(value)
-
-
-def _is_sowable(x: Any) -> bool:
-    return is_numeric(x.dtype) if is_numpy(x) else eqx.is_array_like(x)

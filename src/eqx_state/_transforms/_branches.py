@@ -15,6 +15,7 @@ import jax
 
 from .._compat import boundary
 from .._state._scope import is_owned
+from .._state._sow import in_words
 from .._tree._compare import difference_of_leaves
 from ._lift import check_given, is_traced, Lifted, Ran
 from ._mutable import is_bound_method
@@ -78,7 +79,7 @@ class _Note(NamedTuple):
 
     static: Any  # the part of the output that is not arrays
     written: frozenset[Slot]
-    sown: list[dict[str, int]]  # for each scope and name, how many values were sown
+    sown: list[dict[Any, int]]  # for each scope and key, how many values were kept
 
 
 def _identity(f: Any) -> Any:
@@ -87,13 +88,13 @@ def _identity(f: Any) -> Any:
 
 
 def _check_sown_alike(
-    sown: list[dict[str, int]], other: list[dict[str, int]], what: str
+    sown: list[dict[Any, int]], other: list[dict[Any, int]], what: str
 ) -> None:
     for first, last in zip(sown, other, strict=True):
         if first.items() == last.items():
             continue
-        name, _ = min(first.items() ^ last.items())
-        raise ValueError(_SOWN.format(name, what))
+        key, _ = min(first.items() ^ last.items(), key=str)
+        raise ValueError(in_words(key, _SOWN, _CALLED, what))
 
 
 def _check_equal(statics: list[Any], what: str) -> None:
@@ -106,6 +107,11 @@ def _check_equal(statics: list[Any], what: str) -> None:
 _SOWN: Final = """`{}` was sown in one branch of `{}`, and not, or not as often, in \
 another. Sown values are outputs, whose structure has to be the same in all branches. \
 Sow it in all branches, or return it and sow it after them."""
+
+_CALLED: Final = """The output of `{}` was captured in one branch of `{}`, and it was \
+not called, or not as often, in another. What is captured is an output of each branch, \
+whose structure has to be the same in all. Call it in all branches, or leave it out of \
+`outputs`."""
 
 _NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
 are not arrays. The branch is chosen at run time, so only arrays may differ. Return \

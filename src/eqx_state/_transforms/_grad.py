@@ -6,6 +6,7 @@ output.
 """
 
 import abc
+import contextlib
 from collections.abc import Callable
 from typing import (
     Any,
@@ -23,7 +24,9 @@ import jax.numpy as jnp
 
 from .._kinds._kinds import State
 from .._state._init import check_ready
+from .._state._observe import OBSERVING
 from .._state._scope import Scope, Sown
+from .._state._sow import deliver, reporting
 from .._tree._bind import Filter
 from .._tree._filters import all_of, trainable
 from .._tree._parts import Part
@@ -52,27 +55,42 @@ class AbstractGrad(Transform):
     name: ClassVar[str]
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Callable[[], Scope]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        new_scope: Callable[[], Scope] | None = None,
     ) -> tuple[Any, Sown]:
         """The result of a call, and the values that were sown in it.
 
-        `scope` makes the scope of the call. A scope belongs to the trace in which it is
-        made, so this happens inside of the function that is differentiated.
+        `new_scope` makes the scope of the call. A scope belongs to the trace in which
+        it is made, so this happens inside of the function that is differentiated.
+        Without it, what is sown is for a captured call around this one.
         """
         call = target(self.f, args, kwargs, self.argnums, self.name)
         # Now, because `partition` unflattens: a module that is in two places would be
         # two modules in `loss_fn`, and nothing could be noticed there.
         check_ready(call.model)
+        reports = reporting(call.model) if new_scope is None else None
+        observing = [*OBSERVING.get().values()]
         diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
-            inside = scope()
-            out, new = thread(eqx.combine(diff, rest), inside, call.run, call)
+            inside = Scope((State,)) if new_scope is None else new_scope()
+            if reports is not None:
+                inside.captures, inside.reports = True, reports[1]
+            with contextlib.ExitStack() as stack:
+                inner = [stack.enter_context(scope.inner()) for scope in observing]
+                out, new = thread(eqx.combine(diff, rest), inside, call.run, call)
             loss = _first_of_two(out) if self.has_aux else out
-            return _check_loss(loss), (out, new, inside.sown)
+            seen = [scope.sown for scope in inner]
+            return _check_loss(loss), (out, new, inside.sown, seen)
 
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
-        (_, (out, new, sown)), grads = value_and_grad(diff)
+        (_, (out, new, sown, seen)), grads = value_and_grad(diff)
+        for scope, kept in zip(observing, seen, strict=True):
+            deliver(scope, kept)
+        if reports is not None:
+            deliver(reports[0], sown)
         return self.result(out, new, grads), sown
 
     @abc.abstractmethod
@@ -81,7 +99,7 @@ class AbstractGrad(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
-        return self.run(args, kwargs, lambda: Scope((State,)))[0]
+        return self.run(args, kwargs)[0]
 
 
 class _ValueAndGrad(AbstractGrad):

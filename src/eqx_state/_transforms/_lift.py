@@ -23,7 +23,9 @@ from .._errors import NotInitializedError, TraceError
 from .._state._collect import leave, Owned, Snapshot
 from .._state._init import check_initialized
 from .._state._module import Module
+from .._state._observe import OBSERVING
 from .._state._scope import is_owned, own, Scope, Sown
+from .._state._sow import carried_out
 from .._state._write_errors import trace_message
 from .._tree._aliasing import check_not_shared, modules_below
 from .._tree._base import get_place, set_place
@@ -98,6 +100,8 @@ class Lifted:
         # There may be several scopes: `es.mutable` calls nest, and a function may reach
         # modules of an outer one.
         scopes = [get_place(module).scope for module in self.reached]
+        # Equinox's own modules, whose calls may be observed, do not lead to a scope.
+        scopes += OBSERVING.get().values()
         self.scopes = list({id(scope): scope for scope in scopes}.values())
         with _alone(self.scopes):
             originals = {id(x.module): x.original for x in stand_ins}
@@ -311,10 +315,11 @@ class Lifted:
         for i, k in ran.written:
             if self.roots[i].place.scope.trace != trace_state():
                 raise TraceError(trace_message(self.name((i, k))))
-        sown = list(zip(self.scopes, ran.sown, strict=True))
-        for scope, values in sown:
-            if values and scope.trace != trace_state():
-                raise TraceError(trace_message(next(iter(values)), verb="sow"))
+        sown = [
+            (scope.sown, key, carried_out(scope, key, values))
+            for scope, kept in zip(self.scopes, ran.sown, strict=True)
+            for key, values in kept.items()
+        ]
         by_root: dict[int, dict[int, Any]] = {}
         for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
@@ -330,9 +335,8 @@ class Lifted:
             # Stand-ins last: another root may hold what one stands for, as it was.
             for i in sorted(results, key=lambda i: self.roots[i].is_stand_in):
                 put_together(i, self.roots[i], results[i], ran.made.arrays)
-        for scope, values in sown:
-            for name, new in values.items():
-                scope.sown.setdefault(name, []).extend(new)
+        for kept, key, values in sown:
+            kept.setdefault(key, []).extend(values)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 
 from .._compat import boundary
 from .._state._scope import is_owned, Sown
+from .._state._sow import in_words
 from .._tree._walk import is_array
 from ._carry import Loop, Note, Step
 from ._lift import is_traced, Lifted, Ran
@@ -234,8 +235,8 @@ def _only_carry(step: Step, notes: list[Note]) -> Any:
 
 
 def _check_not_sown(sown: list[Sown]) -> None:
-    for name in itertools.chain(*sown):
-        raise ValueError(_SOWN.format(name))
+    for key in itertools.chain(*sown):
+        raise ValueError(in_words(key, _SOWN, _CALLED))
 
 
 _NOT_A_PAIR: Final = """The function of `es.scan` returns a pair, `(carry, y)`, and \
@@ -248,6 +249,10 @@ what `cond_fun` has to know."""
 _SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
 which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \
 value into the carry, and sow it after the loop."""
+
+_CALLED: Final = """The output of `{}` was captured in a step of `es.while_loop` or \
+`es.fori_loop`, of which only the last carry comes out. `es.scan` stacks the outputs \
+of its steps; or leave the module out of `outputs`."""
 
 
 @boundary

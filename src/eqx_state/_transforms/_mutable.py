@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 from .._kinds._kinds import is_kind, State
 from .._state._collect import enter, given_back, leave, Snapshot
 from .._state._init import check_none_missing
+from .._state._observe import unmarked
 from .._state._outside_scope import explain, ModelCall
 from .._state._scope import Kinds, Scope
 from .._tree._base import is_eqx_module
@@ -53,7 +54,8 @@ def thread(
                 raise
             raise TypeError(message) from error
         out, (after,) = leave(out, [owned])
-    return out, given_back(given, owned, after)
+    result = out, given_back(given, owned, after)
+    return result if scope.observer is None else unmarked(result, scope.observer.key)
 
 
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:

@@ -188,7 +188,7 @@ def get_place(module: eqx.Module) -> Any:
     return fields.place if type(fields) is Fields else None
 
 
-def set_place(module: BaseModule, place: Any) -> None:
+def set_place(module: eqx.Module, place: Any) -> None:
     """Put a module into a scope, or take it out with `None`."""
     own_data(module).place = place
 

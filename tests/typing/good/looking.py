@@ -27,6 +27,9 @@ def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
     assert_type(new, Layer)
     assert_type(sown, dict[str, Any])
 
+    (y, new), sown = es.capture(layer, outputs=eqx.nn.Linear, replace={"": x})(x)
+    assert_type(new, Layer)
+
     norms = es.inside((eqx.nn.LayerNorm, eqx.nn.BatchNorm))
     assert_type(es.filter(layer, es.not_(norms), es.inside(Layer)), Layer)
 

@@ -1,0 +1,132 @@
+"""Which outputs `es.capture` keeps, and which it replaces: `outputs=`, `replace=`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._state._fit import fit_leaf, same_type
+from .._state._observe import can_be_observed, Observer, OBSERVING
+from .._state._sow import Called, keep
+from .._tree._filters import compiled_glob
+from .._tree._show import show
+from .._tree._surgery import modules
+from .._tree._weak_types import NUMBERS
+from .._typing import PyTree
+
+
+class Outputs(Observer):
+    """Keeps the outputs of the modules that `which` selects."""
+
+    def __init__(self, which: Any, replace: Mapping[str, Any]):
+        self.selects = selector(which)
+        self.which, self.replace = which, replace
+        depth = sum(isinstance(x.observer, Outputs) for x in OBSERVING.get().values())
+        # Programs have what `replace` puts in the place of outputs as constants.
+        self.key = ("es.capture", depth, object() if replace else which)
+
+    def select(self, name: str, module: Any) -> tuple[str, bool] | None:
+        shows = self.selects(name, module)
+        return (name, shows) if shows or name in self.replace else None
+
+    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        name, shows = mark
+        out = call(*args, **kwargs)
+        if name in self.replace:
+            out = _replaced(name, self.replace[name], out)
+        if shows:
+            keep(scope, Called(name), out)
+        return out
+
+    def begin(self, model: PyTree) -> None:
+        names = [name for name, x in modules(model) if can_be_observed(x)]
+        for name in self.replace:
+            if name not in names:
+                raise ValueError(_UNKNOWN.format(name, _listed(names)))
+        is_glob = isinstance(self.which, str)
+        if is_glob and not any(self.selects(name, None) for name in names):
+            raise ValueError(_NO_MATCH.format(self.which, _listed(names)))
+
+    def cannot_see(self, name: str, module: Any) -> None:
+        raise TypeError(_CANNOT_SEE.format(name, type(module).__qualname__))
+
+
+_MOST_NAMES: Final = 20
+
+
+def _listed(names: list[str]) -> str:
+    """Names in a message, but not those of a thousand layers."""
+    shown = ", ".join(f'`"{name}"`' for name in names[:_MOST_NAMES])
+    return f"{shown or 'none'}{', ...' if len(names) > _MOST_NAMES else ''}"
+
+
+def selector(which: Any) -> Callable[[str, Any], bool]:
+    """Whether `outputs=which` selects a module."""
+    if which is None:
+        return lambda name, module: False
+    if isinstance(which, str):
+        pattern = compiled_glob(which)
+        return lambda name, module: pattern.fullmatch(name) is not None
+    classes = which if isinstance(which, tuple) else (which,)
+    if all(isinstance(cls, type) for cls in classes):
+        return lambda name, module: isinstance(module, classes)
+    if callable(which):
+        return lambda name, module: bool(which(name, module))
+    raise TypeError(_NO_SELECTION.format(repr(which)))
+
+
+def _replaced(name: str, new: Any, out: Any) -> Any:
+    """The output that `replace=` puts in the place of `out`."""
+    if callable(new):
+        return new(out)
+    what = f"the output of `{name or 'the model'}`"
+    given, structure = jtu.tree_flatten(new)
+    leaves, expected = jtu.tree_flatten(out)
+    fits = structure == expected
+    if fits:
+        given = [_as_output(x, y, what) for x, y in zip(given, leaves, strict=True)]
+        fits = all(map(same_type, leaves, given))
+    if not fits:
+        raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
+    return jtu.tree_unflatten(structure, given)
+
+
+def _as_output(new: Any, old: Any, what: str) -> Any:
+    """`new` with the dtype of `old` if it has none of its own; a number fills it."""
+    is_number = type(new) in NUMBERS
+    new = fit_leaf(old, new, what)
+    return jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
+
+
+def check_replace(replace: Any) -> None:
+    """Raise `TypeError` if `replace` is not a mapping from names."""
+    is_mapping = isinstance(replace, Mapping)
+    if replace is not None and not (
+        is_mapping and all(type(x) is str for x in replace)
+    ):
+        raise TypeError(_NO_REPLACEMENT.format(show(replace)))
+
+
+_UNKNOWN: Final = """`es.capture(..., replace={{"{}": ...}})`: the model has no module \
+of this name that can be called. The names are {}."""
+
+_NO_MATCH: Final = """`es.capture(..., outputs="{}")` matches no module that can be \
+called. In this glob `*` stands for any characters and `?` for one. The names are {}."""
+
+_NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` is a module class \
+or a tuple of them, a glob on names such as `"layers*"`, or a function of `(name, \
+module)` that returns a bool."""
+
+_NO_REPLACEMENT: Final = """`es.capture(..., replace={})`: `replace` is a mapping from \
+names of modules, such as `"layers[0]"`, to values or functions of the output."""
+
+_OTHER_OUTPUT: Final = """`es.capture(..., replace=...)`: {} is `{}`, and a value in \
+its place has the same structure, shapes and dtypes. This is `{}`. Under a transform \
+that is the output of one call, in one lane or step. Convert the value; or give a \
+function of the output, which may return anything."""
+
+_CANNOT_SEE: Final = """`es.capture` cannot see the calls of `{}`, a `{}`: the \
+metaclass of this class forbids subclasses. Sow the output instead, `self.sow("name", \
+value)`, or leave the module out of `outputs`."""
