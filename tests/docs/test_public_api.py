@@ -24,7 +24,7 @@ TRANSFORMS = (
 ).split()
 CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
 ERRORS = ["TraceError", "NotInitializedError"]
-LAYERS = ["BatchNorm", "Dropout"]
+LAYERS = ["BatchNorm", "Dropout", "Stacked"]
 
 PUBLIC = sorted(name for name in dir(es) if not name.startswith("_"))
 DOCUMENTED = [

@@ -4,14 +4,18 @@ What the format cannot say is in its metadata, as JSON under one key: the versio
 this layout, and which arrays are the data of typed PRNG keys.
 """
 
+import contextlib
 import errno
 import json
+import math
 import os
 import re
+from collections.abc import Iterator
 from typing import Any, Final, IO
 
-import jax.random as jr
 import numpy as np
+
+from ._stored import Box, Stored, typed
 
 
 METADATA: Final = "eqx_state"
@@ -92,40 +96,57 @@ def import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as e:
         raise ImportError(
-            "`es.save` and `es.load` need safetensors, which is not installed. It is"
+            "`es.save` needs safetensors, which is not installed. It is"
             " the extra `io` of eqx_state. From a clone of eqx_state:"
             ' `python -m pip install ".[io]"`.'
         ) from e
     return safetensors
 
 
-def read_arrays(safetensors: Any, path: str) -> dict[str, Any]:
-    """The arrays of a file by name, as NumPy arrays and typed keys."""
+@contextlib.contextmanager
+def stored_arrays(path: str) -> Iterator[dict[str, Stored]]:
+    """The arrays of a file by name, which are read from it while the block runs."""
+    # One file all the time: meanwhile another may take its place.
     with open(path, "rb") as file:
-        data = file.read()
-    try:
-        # Not with `safetensors.numpy`, which lacks some dtypes.
-        entries = safetensors.deserialize(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        about = json.loads(header.get("__metadata__", {}).get(METADATA, "{}"))
-        del data
-        if about.get("version", VERSION) > VERSION:
-            raise ValueError("a later version of eqx_state wrote it")
-        values = {name: _array(**entry) for name, entry in entries}
-        for name, impl in about.get("keys", {}).items():
-            values[name] = jr.wrap_key_data(values[name], impl=impl)
-    except (
-        safetensors.SafetensorError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as e:
-        raise unreadable("es.load", path, e) from e
-    return values
+        try:
+            arrays = _arrays(file)
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise unreadable("es.load", path, e) from e
+        yield arrays
 
 
-def _array(dtype: str, shape: list[int], data: bytearray) -> np.ndarray[Any, Any]:
-    if dtype not in DTYPES:  # another program's; no array here has a dtype equal to it
-        return np.ndarray(len(data), [(dtype, "V1")], data)
-    return np.ndarray(shape, DTYPES[dtype], data)
+def _arrays(file: IO[bytes]) -> dict[str, Stored]:
+    size, header = read_header(file)
+    about = json.loads(header.pop("__metadata__", {}).get(METADATA, "{}"))
+    if about.get("version", VERSION) > VERSION:
+        raise ValueError("a later version of eqx_state wrote it")
+    start, last = 8 + size, 0
+    for begin, end in sorted(entry["data_offsets"] for entry in header.values()):
+        if begin != last:
+            raise ValueError(f"nothing is at {last}, or more than one array")
+        last = end
+    if start + last != os.fstat(file.fileno()).st_size:
+        raise ValueError(f"the arrays end at {start + last}, and the file does not")
+    arrays = {name: _array(file, start, **entry) for name, entry in header.items()}
+    for name, impl in about.get("keys", {}).items():
+        arrays[name] = typed(arrays[name], impl)
+    return arrays
+
+
+def _array(
+    file: IO[bytes], start: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> Stored:
+    begin, end = data_offsets
+    # Another program's dtype: no array here has one that is equal to it.
+    known = np.dtype(DTYPES.get(dtype) or [(dtype, "V1")])
+    shape = shape if dtype in DTYPES else [end - begin]
+    if math.prod(shape) * known.itemsize != end - begin:
+        raise ValueError(f"{end - begin} bytes are not {shape} of {dtype}")
+
+    def read(box: Box) -> np.ndarray[Any, Any]:
+        if 0 in shape:
+            return np.empty([s.stop - s.start for s in box], known)
+        mapped = np.memmap(file, known, "r", start + begin, tuple(shape))
+        return np.array(mapped[box])  # no page of the file stays
+
+    return Stored(shape, known, read)

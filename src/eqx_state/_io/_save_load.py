@@ -11,15 +11,18 @@ import numpy as np
 
 from .._tree._bind import Filter
 from .._tree._keys import is_typed
+from .._tree._parts import Part
+from .._tree._stacks import layer_of, LayerPart
 from .._typing import PyTree
 from ._atomic import replacing
+from ._layers import whole_of
 from ._safetensors import (
     DTYPES,
     import_safetensors,
     json_string,
     METADATA,
-    read_arrays,
     read_header,
+    stored_arrays,
     unreadable,
     VERSION,
     write_arrays,
@@ -44,10 +47,10 @@ def save(
     link, the file that it points to is replaced.
 
     Any program that reads [safetensors](https://github.com/huggingface/safetensors)
-    finds the arrays under the names of `es.state_dict`; a typed key is stored as its
-    key data, of `uint32`. Python numbers, strings and functions are part of the tree's
-    structure, and are not saved: save a step counter as an array. Equal arrays and
-    metadata make equal files.
+    finds the arrays under the names of `es.state_dict`, those of an `es.nn.Stacked`
+    layer by layer; a typed key is stored as its key data, of `uint32`. Python numbers,
+    strings and functions are part of the tree's structure, and are not saved: save a
+    step counter as an array. Equal arrays and metadata make equal files.
 
     **Arguments:**
 
@@ -93,23 +96,22 @@ def save(
     safetensors = import_safetensors()
     metadata = _checked(metadata)
     arrays: dict[str, Any] = {}
-    keys: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, (_, part) in select(by_name(tree), filters, tree).items():
-        value = part.value
-        if (problem := _why_not(name, value)) is not None:
-            problems.append(f"  {shown(name)}: {problem}")
+    keys: dict[str, str] = {}
+    data: dict[int, Any] = {}  # by leaf: the layers of a stack are parts of one array
+    problems: dict[str, str] = {}
+    for name, (i, part) in select(by_name(tree), filters, tree).items():
+        whole = whole_of(part)
+        if (problem := _why_not(name, whole.value)) is not None:
+            problems[shown(whole.name)] = problem
             continue
-        if is_typed(value):
-            keys[name] = jr.key_impl(value)
-            value = jr.key_data(value)
-        arrays[name] = value
+        if is_typed(whole.value):
+            keys[name] = jr.key_impl(whole.value)
+        if i not in data:
+            data[i] = _as_numpy(whole.value)
+        arrays[name] = _of(part, data[i])
     if problems:
-        raise TypeError(
-            "\n".join(["`es.save` cannot write these arrays:", *sorted(problems)])
-        )
-    # In C order, which safetensors assumes.
-    arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+        lines = [f"  {name}: {problem}" for name, problem in sorted(problems.items())]
+        raise TypeError("\n".join(["`es.save` cannot write these arrays:", *lines]))
     about = json.dumps({"version": VERSION, "keys": keys}, sort_keys=True)
     path = os.fsdecode(path)
     try:
@@ -129,8 +131,9 @@ def load(
 ) -> _Tree:
     """`like` with the arrays of a safetensors file in it; the inverse of `es.save`.
 
-    Modes, and what is frozen, stay as in `like`. The whole file is read, whatever the
-    filters are.
+    Modes, and what is frozen, stay as in `like`. Only what is needed is read: the
+    arrays that the filters select, one after the other, and of each the parts that the
+    devices of this process hold.
 
     **Arguments:**
 
@@ -158,7 +161,6 @@ def load(
         array in it has another shape or dtype. The message lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
     - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
-    - `ImportError`: safetensors is not installed; it is the extra `io`.
 
     !!! example
 
@@ -185,22 +187,21 @@ def load(
         assert eqx.tree_equal(tuned[0], model[0]) and tuned[1].rng == jr.key(1)
         ```
     """
-    safetensors = import_safetensors()
     path = os.fsdecode(path)
     named = by_name(like)
     wanted = select(named, filters, like)
-    values = read_arrays(safetensors, path)
-    if not strict:
-        wanted = {name: entry for name, entry in wanted.items() if name in values}
     advice = (
         "Filters say what must be in the file; anything else in it is skipped:"
         " `es.load(path, like, es.Parameter)`; `es.TreePart` selects all that has a"
         " kind. `strict=False` skips names that only one of the two has."
     )
     lenient = bool(filters) or not strict
-    unexpected = [] if lenient else [name for name in values if name not in named]
-    what = f"`es.load`: the file `{path}`"
-    return restore(like, wanted, values, what, advice, unexpected)
+    with stored_arrays(path) as values:
+        if not strict:
+            wanted = {name: entry for name, entry in wanted.items() if name in values}
+        unexpected = [] if lenient else [name for name in values if name not in named]
+        what = f"`es.load`: the file `{path}`"
+        return restore(like, wanted, values, what, advice, unexpected)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -273,6 +274,16 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return dict(metadata)
 
 
+def _as_numpy(x: Any) -> np.ndarray[Any, Any]:
+    # In C order, which safetensors assumes.
+    return np.asarray(jr.key_data(x) if is_typed(x) else x, order="C")
+
+
+def _of(part: Part, data: Any) -> Any:
+    """What the array of a tree, or of a layer of a stack, has of the data of a leaf."""
+    return layer_of(data, part.index) if isinstance(part, LayerPart) else data
+
+
 def _why_not(name: str, x: Any) -> str | None:
     """Why an array cannot be saved; `None` if it can."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -284,9 +295,10 @@ def _why_not(name: str, x: Any) -> str | None:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if not x.is_fully_replicated:
             return (
-                "not all of it is in this process; gather it by"
-                " `jax.experimental.multihost_utils.process_allgather(x, tiled=True)`,"
-                " or save by orbax-checkpoint"
+                "not all of it is in this process; save by Orbax (orbax-checkpoint),"
+                " which writes from all processes, as the guide *Checkpoints* shows, or"
+                " gather it by"
+                " `jax.experimental.multihost_utils.process_allgather(x, tiled=True)`"
             )
     if is_typed(x):
         if isinstance(jr.key_impl(x), str):

@@ -1,7 +1,8 @@
 """The arrays of a tree by name, and back: `es.state_dict`, `es.load_state_dict`."""
 
+import functools as ft
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,28 +15,30 @@ from .._state._fit import is_numeric
 from .._state._init import check_initialized
 from .._tree._bind import bind_all, Filter
 from .._tree._children import AlikeKey
-from .._tree._parts import Part, part_of
+from .._tree._parts import part_of
 from .._tree._walk import is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
 from .._typing import PyTree
+from ._layers import by_leaf, in_order, lacking, Named, shape_of, whole_of
+from ._placing import placed_as
 from ._rename import Rename, Renaming
+from ._stored import Stored
 
 
 _Tree = TypeVar("_Tree")
-
-Named: TypeAlias = dict[str, tuple[int, Part]]
 
 # How much of a long list an error shows: nobody reads more.
 _SHOWN: Final = 20
 
 
 def by_name(tree: PyTree) -> Named:
-    """Every array of a tree by its name, with its index among the leaves."""
+    """Every array of a tree by its name, with its index among the leaves.
+
+    An array of a stack is there once for each layer, in the order of a list of layers.
+    """
     check_initialized(tree)
     named: Named = {}
-    for i, part in enumerate(map(part_of, leaves(tree))):
-        if part is None:
-            continue
+    for i, part in in_order(map(part_of, leaves(tree))):
         # Without the numbers of alike keys, which another tree may have in other order.
         path = tuple(k.key if isinstance(k, AlikeKey) else k for k in part.path)
         if (name := name_of(path)) in named:
@@ -52,8 +55,8 @@ def select(named: Named, filters: tuple[Filter, ...], tree: PyTree) -> Named:
     """What all filters select; without filters, everything."""
     if not filters:
         return named
-    is_meant = bind_all(filters, tree)
-    return {name: entry for name, entry in named.items() if is_meant(entry[1])}
+    is_meant = ft.cache(bind_all(filters, tree))  # the layers of a stack have one part
+    return {k: entry for k, entry in named.items() if is_meant(whole_of(entry[1]))}
 
 
 def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
@@ -61,7 +64,8 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 
     Python numbers, strings and functions are part of the tree's structure, and are not
     in it. Nodes without key paths, such as an `equinox.nn.State`, name their arrays by
-    position; `es.nn.Stateful` has proper names.
+    position; `es.nn.Stateful` has proper names. An `es.nn.Stacked` has the names and
+    the arrays of a list of layers.
 
     **Arguments:**
 
@@ -193,12 +197,15 @@ def restore(
         return shown(name) if other == name else f"{shown(name)} (there: {other})"
 
     problems: dict[str, list[str]] = {
-        "missing": [label(name) for name in wanted if name not in values],
+        "missing": [label(name) for name in wanted if name not in values]
+        + lacking(wanted),
         "unexpected": [str(name) for name in unexpected],
     }
     about_names = any(problems.values())
     for name in [name for name in wanted if name in values]:
-        for problem, text in differences(wanted[name][1].value, values[name]):
+        part = wanted[name][1]
+        leaf, shape = whole_of(part).value, shape_of(part)
+        for problem, text in differences(leaf, values[name], shape):
             problems.setdefault(problem, []).append(f"{label(name)}: {text}")
     complain(problems, what, advice if about_names else "")
     return place(tree, wanted, values)
@@ -214,18 +221,17 @@ def complain(problems: Mapping[str, list[str]], what: str, advice: str) -> None:
 
 def place(tree: _Tree, wanted: Named, values: Mapping[str, Any]) -> _Tree:
     """`tree` with these values, each as an array like the one in the tree."""
-    placed = {
-        name: to_strong(_placed_as(part.value, values[name]))
-        for name, (_, part) in wanted.items()
-    }
-    return put(tree, wanted, placed)
+    flat, treedef = jtu.tree_flatten(tree)
+    for i, value in by_leaf(wanted, values).items():
+        flat[i] = to_strong(placed_as(flat[i], value))
+    return jtu.tree_unflatten(treedef, flat)
 
 
 def put(tree: _Tree, places: Named, values: Mapping[str, Any]) -> _Tree:
     """`tree` with values in these places."""
     flat, treedef = jtu.tree_flatten(tree)
-    for name, (i, _) in places.items():
-        flat[i] = values[name]
+    for i, value in by_leaf(places, values).items():
+        flat[i] = value
     return jtu.tree_unflatten(treedef, flat)
 
 
@@ -258,19 +264,23 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def differences(leaf: Any, value: Any) -> list[tuple[str, str]]:
-    """Why a value cannot be in the place of a leaf: kinds of problems, and texts."""
-    if not eqx.is_array(value):
+def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str, str]]:
+    """Why a value cannot be in the place of a leaf: kinds of problems, and texts.
+
+    `shape` is that of the leaf, or of one layer of it in a stack.
+    """
+    if not (eqx.is_array(value) or isinstance(value, Stored)):
         return [("not an array", f"a `{type(value).__name__}`")]
     found = []
-    if value.shape != leaf.shape:
-        found.append(("wrong shape", f"{value.shape} instead of {leaf.shape}"))
+    if value.shape != shape:
+        found.append(("wrong shape", f"{value.shape} instead of {shape}"))
     dtype = _native(value.dtype)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and is_numpy(value):
+    from_numpy = is_numpy(value) or isinstance(value, Stored)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and from_numpy:
         # In an abstract model a NumPy array has become what JAX would make of it.
         if is_numeric(dtype):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if is_numpy(value) and not is_numpy(leaf) and _is_too_wide(leaf.dtype):
+    if from_numpy and not is_numpy(leaf) and _is_too_wide(leaf.dtype):
         text = f"JAX has no {leaf.dtype} while `jax_enable_x64` is off"
         found.append(("wrong dtype", text))
     elif dtype != _native(leaf.dtype):
@@ -294,23 +304,3 @@ def _listed(problem: str, lines: list[str]) -> str:
     if (rest := len(lines) - _SHOWN) > 0:
         shown.append(f"    and {rest} more")
     return "\n".join([f"  {problem}:", *shown])
-
-
-def _placed_as(leaf: Any, value: Any) -> Any:
-    """`value` as a NumPy or JAX array, whichever the leaf is, on its devices."""
-    if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
-        return value
-    if is_numpy(leaf):
-        array = np.asarray(value, dtype=leaf.dtype)
-        return array if isinstance(leaf, np.ndarray) else array[()]
-    # An abstract leaf may lack a sharding, and an array that is not committed lies on
-    # the default device only by chance.
-    sharding = leaf.sharding
-    if sharding is None or not getattr(leaf, "committed", True):
-        return jnp.asarray(value)
-    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        # It only says how to shard. Where to is up to the mesh that is set.
-        if jax.sharding.get_abstract_mesh().empty:
-            return jnp.asarray(value)
-        sharding = sharding.spec
-    return jax.device_put(value, sharding)  # straight there, through no other device

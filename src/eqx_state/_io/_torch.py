@@ -14,6 +14,7 @@ from .._state._fit import holds, is_numeric
 from .._tree._children import AlikeKey
 from .._tree._keys import is_typed
 from .._tree._parts import Part
+from .._tree._stacks import paths_of
 from .._tree._walk import name_of, walk
 from .._typing import KeyPath, PyTree
 from ..nn._stateful import Stateful
@@ -151,7 +152,8 @@ class _Tensors:
 
     def __init__(self, tree: PyTree, given: Mapping[str, Any], renaming: Renaming):
         self.given, self.renaming = given, renaming
-        self.modules = {v.path: v.node for v in walk(tree) if not v.is_leaf}
+        modules = [visit for visit in walk(tree) if not visit.is_leaf]
+        self.modules = {path: v.node for v in modules for path in paths_of(v)}
         self.used: set[str] = set()
         self.problems: dict[str, list[str]] = {"missing": [], "unused": []}
         # Fields that do not occur in PyTorch's names, or need not.
@@ -202,7 +204,7 @@ class _Tensors:
         if len(arrays) < len(source.shapes):
             return None
         value = np.array(source.make(*arrays)).astype(leaf.dtype)
-        for problem, text in differences(leaf, value):
+        for problem, text in differences(leaf, value, leaf.shape):
             self.report(problem, shown(ours), text)
         return value
 

@@ -110,6 +110,10 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     # Whether it writes in eval mode, too, which error messages must know.
     _eqx_state_writes_in_eval: ClassVar[bool] = False
 
+    # Whether its field `layers` holds `length` layers as one, each array with an axis
+    # more. This is how `es.nn.Stacked` is known here.
+    _eqx_state_is_stack: ClassVar[bool] = False
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         # A dataclass does not store `init=False` defaults on the instance, and the

@@ -6,13 +6,14 @@ the whole tree once.
 
 import typing
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import equinox as eqx
 
 from .._kinds._kinds import is_kind, Kind, kind_name, TreePart
 from .._typing import PyTree
 from ._parts import Part
+from ._stacks import layers_of
 from ._walk import is_array, Visit
 
 
@@ -26,8 +27,9 @@ def bind(filter: Filter, tree: PyTree) -> Predicate:
     if is_kind(filter):
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
     if isinstance(filter, Combinator):
-        return filter.predicate(tree, *filter.args)
-    return lambda part: bool(filter(part))
+        predicate = filter.predicate(tree, *filter.args)
+        return _of_layers(predicate, filter) if filter.sees_layers else predicate
+    return _of_layers(lambda part: bool(filter(part)), filter)
 
 
 def check_filter(filter: Any) -> None:
@@ -52,6 +54,32 @@ def check_filter(filter: Any) -> None:
             f"    es.filter(model, lambda part: {name}(part.value))   # right\n\n"
             "`es.trainable` selects the inexact parameters that are not frozen."
         )
+
+
+def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
+    """A predicate that is asked of an array of a stack once for each layer."""
+
+    def ask(part: Part) -> bool:
+        if not (layers := layers_of(part, alike=True)):
+            return predicate(part)
+        answers = [predicate(layer) for layer in layers]
+        if len(set(answers)) > 1:
+            yes, no = (layers[answers.index(answer)].name for answer in (True, False))
+            raise ValueError(_DISAGREE.format(part.name, written(filter), yes, no))
+        return answers[0]
+
+    return ask
+
+
+_DISAGREE: Final = """`{0}` is one array for all layers of an `es.nn.Stacked`, and the \
+filter `{1}` selects `{2}` but not `{3}`. One array is selected as a whole or not at \
+all. Select it in all layers, as by `*` in place of the number:
+
+    es.path_matches("blocks[3].w")    # wrong
+    es.path_matches("blocks[*].w")    # right
+
+Layers that are treated differently belong in a list, or in stacks of their own: \
+`(stacked[:k], stacked[k:])`."""
 
 
 # What users of Equinox reach for. As filters they would silently select nothing.
@@ -84,6 +112,9 @@ class Combinator:
 
     `predicate` takes a tree and `args`; it has the public name after an underscore.
     """
+
+    # Whether it may tell the layers of a stack apart.
+    sees_layers: ClassVar[bool] = True
 
     def __init__(self, predicate: Callable[..., Predicate], *args: Any):
         self.predicate, self.args = self._key = predicate, args

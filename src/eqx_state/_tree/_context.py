@@ -4,7 +4,7 @@ The kind of an array depends on every declaration above it. A `Context` sums the
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,11 @@ class AxesAbove(NamedTuple):
     depth: int  # how many keys further up
 
 
+# The stacks of layers around a node, the outermost first: where the key path enters the
+# layers of each, and how many there are.
+Stacks: TypeAlias = tuple[tuple[int, int], ...]
+
+
 class Context(NamedTuple):
     """What is known about a node from the nodes above it."""
 
@@ -40,6 +45,7 @@ class Context(NamedTuple):
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
     marks: Marks = ()  # what is frozen below, or not, by its path from here
     lost: tuple[str, str] | None = None  # a node above, and a path that it lacks now
+    stacks: Stacks = ()
 
     def enter(self, node: Any, key: Any) -> "Context":
         """The context of the child of `node` under `key`."""

@@ -3,17 +3,19 @@
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from .._kinds._kinds import is_kind, Parameter
 from .._typing import KeyPath, PyTree
 from ._bind import bind, Combinator, Filter, Predicate, written
 from ._compare import is_hole, structure_with_holes
-from ._parts import owners_of
-from ._walk import is_array, leaves
+from ._parts import dtype_of, owners_of
+from ._stacks import layer_path, StandIn
+from ._walk import is_array, leaves, Visit
 
 
 Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
@@ -48,7 +50,7 @@ def compiled_glob(glob: str) -> re.Pattern[str]:
 
 
 def _under(tree: PyTree, where: Where) -> Predicate:
-    paths = paths_under(where, tree, repr(under(where)))
+    paths = _paths_of_layers(where, tree, repr(under(where)))
     return lambda part: part.path in paths
 
 
@@ -60,12 +62,14 @@ def _trainable(tree: PyTree) -> Predicate:
     is_parameter = bind(Parameter, tree)
     return lambda part: (
         is_parameter(part)
-        and jnp.issubdtype(part.value.dtype, jnp.inexact)
+        and jnp.issubdtype(dtype_of(part), jnp.inexact)
         and not part.frozen
     )
 
 
 class _Trainable(Combinator):
+    sees_layers = False
+
     def __repr__(self) -> str:
         return "es.trainable"
 
@@ -74,24 +78,37 @@ trainable: Filter = _Trainable(_trainable)
 """The filter that selects what is trained: inexact parameters that are not frozen."""
 
 
-class _Marker:
-    """Stands for one leaf while `where` selects, so that equal leaves stay apart."""
+class _Marker(StandIn):
+    """Stands for one leaf while `where` selects, so that equal leaves stay apart.
 
-    def __init__(self, path: KeyPath, counts: bool):
-        self.path = path
-        self.counts = counts
-
-
-def paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
-    """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
-
-    Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
-    leaf of the tree.
+    - `paths`: the key path of the leaf; in a stack one for each layer.
+    - `whole`: the marker of all layers, of which `where` may select some.
     """
+
+    def __init__(self, leaf: Visit, paths: Any, whole: "_Marker | None" = None):
+        self.leaf = leaf
+        self.paths = paths
+        self.whole = self if whole is None else whole
+        self.counts = leaf.node is None or is_array(leaf.node)
+
+    @classmethod
+    def of(cls, leaf: Visit) -> "_Marker":
+        sizes = [n for _, n in leaf.context.stacks]
+        paths = np.empty(sizes, dtype=object)
+        for index in np.ndindex(*sizes):
+            paths[index] = layer_path(leaf.path, leaf.context.stacks, index)
+        return cls(leaf, paths)
+
+    def __getitem__(self, index: Any) -> "_Marker":
+        # Without the dots a single path would come out as a tuple of keys.
+        return _Marker(self.leaf, self.paths[index, ...], self.whole)
+
+
+def _selected(where: Where, tree: PyTree, what: str) -> list[_Marker]:
+    """The leaves in the node (or tuple of nodes) that `where` selects."""
     # Holes count, too: `tree` may be what another filter has left of a model.
-    visits = leaves(tree, is_leaf=is_hole)
-    markers = [_Marker(v.path, v.node is None or is_array(v.node)) for v in visits]
-    treedef, paths = structure_with_holes(tree), set[KeyPath]()
+    markers = [_Marker.of(visit) for visit in leaves(tree, is_leaf=is_hole)]
+    treedef, selected = structure_with_holes(tree), list[_Marker]()
     for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):
         found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
         if not any(marker.counts for marker in found):
@@ -100,8 +117,32 @@ def paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
                 " a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda"
                 " model: model.layers[0]`."
             )
-        paths.update(marker.path for marker in found)
-    return frozenset(paths)
+        selected.extend(found)
+    return selected
+
+
+def _paths_of_layers(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
+    """The key paths of what `where` selects; in a stack, those of each layer."""
+    selected = _selected(where, tree, what)
+    return frozenset(path for marker in selected for path in marker.paths.flat)
+
+
+def paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
+    """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
+
+    Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
+    leaf of the tree, or is a part of the layers of a stack.
+    """
+    selected = _selected(where, tree, what)
+    for marker in selected:
+        if marker is not marker.whole:
+            raise ValueError(_SOME_LAYERS.format(what, marker.leaf.name))
+    return frozenset(marker.leaf.path for marker in selected)
+
+
+_SOME_LAYERS: Final = """`{0}` selects some layers of an `es.nn.Stacked`, and `{1}` is \
+one array for all of them. Select the whole stack: `lambda model: model.blocks`, or \
+what all layers have: `lambda model: model.blocks.layers.norm`."""
 
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:

@@ -65,6 +65,11 @@ def owners_of(part: Part) -> tuple[type, ...]:
     return part._visit.context.owners
 
 
+def dtype_of(part: Part) -> Any:
+    """The dtype of an array, which is that of each of its slices."""
+    return part._visit.node.dtype
+
+
 def part_of(visit: Visit) -> Part | None:
     """The `Part` at a leaf of the walk; `None` where there is no array."""
     return Part(visit) if is_array(visit.node) else None

@@ -118,7 +118,8 @@ class _Walk:
         if node is None:
             step = self.hole
         elif is_eqx_module(node):
-            step = _ModuleStep(self, cls)
+            is_stack = BaseModule in cls.__mro__ and cls._eqx_state_is_stack
+            step = (_StackStep if is_stack else _ModuleStep)(self, cls)
         elif cls in (list, tuple):
             step = self.sequence
         else:
@@ -210,6 +211,23 @@ class _ModuleStep:
         if context.marks:
             context = context.checked(name, [(f".{n}", 0) for n in names])
         return [(n, jtu.GetAttrKey(n), context.field_of(self.cls, n)) for n in names]
+
+
+class _StackStep(_ModuleStep):
+    """The step at an `es.nn.Stacked`: what is below lies in a stack."""
+
+    def __init__(self, walk: _Walk, cls: type):
+        super().__init__(walk, cls)
+        self.inside: dict[Any, tuple[Context, Context]] = {}
+
+    def __call__(self, node: Any, path: KeyPath, context: Context) -> None:
+        stack = len(path), fields_of(node).get("length", 0)
+        # One context for all stacks that are alike, which the steps below know again.
+        inside = context._replace(stacks=(*context.stacks, stack))
+        _, inside = self.inside.setdefault((id(context), stack), (context, inside))
+        visits, own = self.walk.visits, len(self.walk.visits)
+        super().__call__(node, path, inside)
+        visits[own] = visits[own]._replace(context=context)
 
 
 def leaves(

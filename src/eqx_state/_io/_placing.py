@@ -1,0 +1,45 @@
+"""Values put where the arrays of a tree are: on their devices, in their shards."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from .._compat import is_in_trace
+from .._tree._walk import is_numpy
+from ._stored import Stored
+
+
+def placed_as(leaf: Any, value: Any) -> Any:
+    """`value` as a NumPy or JAX array, whichever the leaf is, on its devices."""
+    if isinstance(value, Stored):
+        if not (is_numpy(leaf) or is_in_trace()):
+            sharding = _sharding_of(leaf)
+            if sharding is not None:
+                return value.placed(sharding, leaf.dtype)
+        value = value.whole()
+    if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
+        return value
+    if is_numpy(leaf):
+        array = np.asarray(value, dtype=leaf.dtype)
+        return array if isinstance(leaf, np.ndarray) else array[()]
+    sharding = _sharding_of(leaf)
+    # Straight there, through no other device.
+    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+
+
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
+    """The sharding that a leaf says, if it says any."""
+    # An abstract leaf may lack one, and an array that is not committed lies on the
+    # default device only by chance.
+    if leaf.sharding is None or not getattr(leaf, "committed", True):
+        return None
+    if isinstance(getattr(leaf.sharding, "mesh", None), jax.sharding.AbstractMesh):
+        # It only says how to shard. Where to is up to the mesh that is set.
+        if jax.sharding.get_abstract_mesh().empty:
+            return None
+        whole = jax.device_put(np.zeros(()), jax.sharding.PartitionSpec())
+        return jax.sharding.NamedSharding(whole.sharding.mesh, leaf.sharding.spec)
+    return leaf.sharding

@@ -1,0 +1,129 @@
+"""The arrays of a stack of layers (`es.nn.Stacked`), layer by layer.
+
+A stack holds one array for all of its layers, with a first axis of its own. Files and
+filters know layers: there the array is `blocks[0].w`, `blocks[1].w`, and so on, each
+without that axis. A stack of stacks has two such axes.
+"""
+
+import functools as ft
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+import numpy as np
+
+from .._typing import KeyPath
+from ._context import Stacks
+from ._parts import Part
+from ._walk import is_array, is_numpy, Visit
+
+
+Index = tuple[int, ...]  # a layer: one number for each of the stacks around it
+
+
+class StandIn:
+    """Stands for an array of a stack, and is sliced like it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+
+class LayerPart(Part):
+    """An array of one layer of a stack, of which `whole` is the array itself."""
+
+    __slots__ = ("_slice", "index", "whole")
+
+    def __init__(self, whole: Part, index: Index, slice: Callable[[Index], Any]):
+        path = layer_path(whole.path, stacks_of(whole), index)
+        self._visit = whole._visit._replace(path=path)
+        self._kind = whole.kind
+        self._slice = slice
+        self.whole = whole
+        self.index = index
+
+    @property
+    def value(self) -> Any:
+        return self._slice(self.index)
+
+
+def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
+    """An array of a stack as those of its layers; of any other array, nothing.
+
+    If `alike`, only what can be asked of an array counts, as in a filter: all layers of
+    a tracer have the slice of the first, so that the program does not grow with their
+    number.
+    """
+    whole, is_cut = part.value, is_split(part)
+    is_one = alike and isinstance(whole, jax.core.Tracer)
+
+    @ft.cache
+    def slice(index: Index) -> Any:
+        return layer_of(whole, index) if is_cut else whole
+
+    def value(index: Index) -> Any:
+        return slice((0,) * len(index) if is_one else index)
+
+    return [LayerPart(part, index, value) for index in indices(stacks_of(part))]
+
+
+def stacks_of(part: Part) -> Stacks:
+    """The stacks around an array, outermost first; for that of a layer, none."""
+    return () if isinstance(part, LayerPart) else part._visit.context.stacks
+
+
+def is_split(part: Part) -> bool:
+    """Whether an array has the axes of the stacks around it, if there are any.
+
+    Some arrays of optimizers have not (`optax.scale_by_factored_rms` keeps one of shape
+    `(1,)`), and belong to all layers together.
+    """
+    sizes = tuple(n for _, n in stacks_of(part))
+    return sizes != () and part.value.shape[: len(sizes)] == sizes
+
+
+def indices(stacks: Stacks) -> list[Index]:
+    """The layers of stacks within each other, in their order; without a stack, none."""
+    sizes = [range(n) for _, n in stacks]
+    return list(itertools.product(*sizes)) if sizes else []
+
+
+def layer_path(path: KeyPath, stacks: Stacks, index: Index) -> KeyPath:
+    """The key path of an array of a stack, as if the layers were in a list."""
+    keys = list(path)
+    for (at, _), i in zip(stacks, index, strict=True):
+        keys[at] = jtu.SequenceKey(i)
+    return tuple(keys)
+
+
+def paths_of(visit: Visit) -> list[KeyPath]:
+    """The key path of a node, or in a stack, that in each layer."""
+    stacks = visit.context.stacks
+    found = [layer_path(visit.path, stacks, index) for index in indices(stacks)]
+    return found or [visit.path]
+
+
+def layer_of(x: Any, index: Any) -> Any:
+    """The layer (or layers) of an index, or of a tuple of them, of a stack's array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _abstract_layer(x, index)
+    if is_numpy(x):  # a NumPy array without axes is not a NumPy number
+        return x[(*index, ...)] if isinstance(index, tuple) else x[index, ...]
+    return x[index]
+
+
+def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct:
+    shape = np.broadcast_to(np.empty(()), x.shape)[index].shape
+    sharding = x.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        fewer = len(x.shape) - len(shape)
+        spec = jax.sharding.PartitionSpec(*sharding.spec[fewer:])
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+
+def is_sliceable(x: Any) -> bool:
+    """Whether a leaf of a stack has the stack's axis."""
+    return is_array(x) or isinstance(x, StandIn)

@@ -1,0 +1,516 @@
+"""`es.nn.Stacked` against a Python loop over the same layers."""
+
+import copy
+import dataclasses
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from helpers import close, rejects, reuses_keys
+
+import eqx_state as es
+
+
+SIZE, DEPTH = 4, 3
+KEYS = jr.split(jr.key(0), DEPTH)
+XS = jr.normal(jr.key(1), (5, SIZE))
+
+
+class Block(es.Module):
+    linear: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    dropout: es.nn.Dropout
+    calls: es.State = 0
+
+    def __init__(self, key):
+        a, b = jr.split(key)
+        self.linear = eqx.nn.Linear(SIZE, SIZE, key=a)
+        self.norm = es.nn.BatchNorm(SIZE, axis_name="batch", momentum=0.9)
+        self.dropout = es.nn.Dropout(0.5, key=b)
+
+    def __call__(self, x, scale=1.0):
+        if self.training:
+            self.calls = self.calls + 1
+        return x + scale * self.dropout(jnp.tanh(self.norm(self.linear(x))))
+
+
+class Scale(es.Module):
+    """A small layer, for what has nothing to do with the arithmetic."""
+
+    w: es.Parameter
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return self.w * x
+
+
+def make_linear(key):
+    return eqx.nn.Linear(SIZE, SIZE, key=key)
+
+
+def scales(*values):
+    return [Scale(v) for v in values]
+
+
+def in_turn(layers, x, *args, **kwargs):
+    for layer in layers:
+        x = layer(x, *args, **kwargs)
+    return x
+
+
+def as_stack(layers):
+    return es.nn.Stacked(layers)
+
+
+# --- The layers in turn ---------------------------------------------------------------
+
+
+def loss_of_stack(stacked, xs):
+    return jnp.mean(es.vmap(stacked, axis_name="batch")(xs) ** 2)
+
+
+def loss_of_list(layers, xs):
+    run = es.vmap(lambda x: in_turn(layers, x), axis_name="batch")
+    return jnp.mean(run(xs) ** 2)
+
+
+POLICY = jax.checkpoint_policies.dots_saveable
+
+
+@reuses_keys
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": True}, {"checkpoint": POLICY, "unroll": 2}, {"unroll": True}],
+)
+def test_a_stack_trains_as_a_list_of_layers(options):
+    layers = [Block(key) for key in KEYS]
+    stacked = es.nn.Stacked(layers, **options)
+    expected = es.jit(es.value_and_grad(loss_of_list))(layers, XS)
+    (loss, new), grads = es.jit(es.value_and_grad(loss_of_stack))(stacked, XS)
+    close(loss, expected[0][0])
+    close(list(new), expected[0][1])
+    close(list(grads), expected[1])
+    assert new.layers.calls.tolist() == [1] * DEPTH
+
+
+@reuses_keys
+def test_in_eval_mode_and_frozen_the_state_stays():
+    stacked = es.nn.Stacked.make(Block, KEYS)
+    for model in (es.eval(stacked), es.freeze(es.configure(stacked, p=0.0))):
+        ys, new = es.mutable(es.vmap(model, axis_name="batch"))(XS)
+        assert eqx.tree_equal(new.layers.norm, model.layers.norm)
+        expected = es.vmap(lambda x, m=model: in_turn(es.eval(list(m)), x))(XS)
+        close(ys, expected)
+
+
+def test_arguments_are_given_to_each_layer():
+    stacked = es.eval(es.nn.Stacked.make(Block, KEYS))
+    expected = in_turn(list(stacked), XS[0], 2.0)
+    close(stacked(XS[0], 2.0), expected)
+    close(stacked(XS[0], scale=2.0), expected)
+
+
+def test_outside_a_scope_a_stack_that_writes_says_so():
+    stacked = es.nn.Stacked(scales(1.0, 2.0))
+    with rejects(stacked, dataclasses.FrozenInstanceError, r"`Scale\.calls`"):
+        stacked(1.0)
+
+
+def test_layers_of_equinox_alone():
+    layers = [make_linear(key) for key in KEYS]
+    stacked = es.nn.Stacked.make(make_linear, KEYS)
+    close(stacked, es.nn.Stacked(layers))
+    close(stacked(XS[0]), in_turn(layers, XS[0]))
+    close(jax.jit(jax.vmap(stacked))(XS), jax.vmap(lambda x: in_turn(layers, x))(XS))
+
+
+def test_a_carry_that_is_a_pytree_or_a_number():
+    class Pair(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, pair):
+            return {"a": pair["a"] * self.w, "b": pair["b"] + pair["a"]}
+
+    stacked = es.nn.Stacked([Pair(jnp.array(2.0)), Pair(jnp.array(3.0))])
+    out = stacked({"a": jnp.array(1.0), "b": np.float32(0)})
+    assert (out["a"], out["b"]) == (6.0, 3.0)
+    y, new = es.mutable(es.nn.Stacked(scales(2.0, 3.0)))(1)
+    assert y == 6.0
+    assert new.layers.calls.tolist() == [1, 1]
+
+
+def test_functions_are_layers_too():
+    assert es.nn.Stacked([jnp.tanh] * 2)(0.5) == jnp.tanh(jnp.tanh(0.5))
+
+
+# --- Keys -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [jr.key(3), jr.PRNGKey(3)])
+def test_a_key_is_split_among_the_layers_as_in_a_sequential(key):
+    class Noise(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x, *, key=None):
+            return x if key is None else x + self.scale * jr.normal(key)
+
+    layers = [Noise(jnp.array(s)) for s in (1.0, 2.0)]
+    stacked = es.nn.Stacked(layers)
+    x = jnp.array(0.0)
+    keys = jr.split(jr.clone(key), 2)
+    assert stacked(x) == stacked(x, key=None) == 0.0
+    expected = layers[1](layers[0](x, key=keys[0]), key=keys[1])
+    close(stacked(x, key=key), expected)
+
+
+def test_a_key_is_kept_from_layers_that_do_not_take_one():
+    stacked = es.nn.Stacked(scales(2.0, 3.0))
+    model = eqx.nn.Sequential([stacked, eqx.nn.Dropout(0.5, inference=True)])
+    y, new = es.mutable(model)(jnp.array(1.0), key=jr.key(0))
+    assert y == 6.0
+    assert new[0].layers.calls.tolist() == [1, 1]
+
+
+@reuses_keys
+def test_each_layer_draws_from_its_own_key():
+    stacked = es.nn.Stacked.make(lambda key: es.nn.Dropout(0.5, key=key), KEYS)
+    x = jnp.ones(8)
+    y, new = es.mutable(stacked)(x)
+    close((y, list(new)), es.mutable(in_turn)(list(stacked), x))
+    assert es.reseed(stacked, 1).layers.rng[0] != es.reseed(stacked, 1).layers.rng[1]
+
+
+# --- A sequence -----------------------------------------------------------------------
+
+
+def test_a_stack_is_a_sequence_of_its_layers():
+    layers = scales(1.0, 2.0, 3.0)
+    stacked = es.nn.Stacked(layers, checkpoint=True)
+    assert len(stacked) == 3
+    assert eqx.tree_equal(list(stacked), layers)
+    for i in (0, 2, -1, -3, np.int64(1)):
+        assert eqx.tree_equal(stacked[i], layers[i])
+    for s in (slice(1, None), slice(0, 1), slice(None, None, -1), slice(-2, 9)):
+        part = stacked[s]
+        assert eqx.tree_equal(part, es.nn.Stacked(layers[s], checkpoint=True))
+    nothing = stacked[3:]
+    assert len(nothing) == 0
+    assert list(nothing) == []
+    assert es.mutable(nothing)(2.0)[0] == 2.0
+
+
+def test_what_is_taken_out_keeps_the_modes():
+    stacked = es.eval(es.freeze(es.nn.Stacked(scales(1.0, 2.0))))
+    for part in (stacked[1:], stacked[0], stacked[1:][0]):
+        assert part.frozen
+        assert not part.training
+    assert type(stacked[0].calls) is type(stacked[0].w)
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_an_index_out_of_range(index):
+    with pytest.raises(IndexError, match=rf"no layer {index}: .* has 3 layers"):
+        es.nn.Stacked(scales(1.0, 2.0, 3.0))[index]
+
+
+@pytest.mark.parametrize("index", ["w", 1.0, None, (0, 1)])
+def test_an_index_that_is_none(index):
+    with pytest.raises(TypeError, match="by an integer or a slice"):
+        es.nn.Stacked(scales(1.0, 2.0))[index]
+
+
+def test_numpy_arrays_stay_numpy_arrays():
+    class Table(eqx.Module):
+        table: np.ndarray
+        number: np.ndarray
+
+    layers = [Table(np.arange(i, i + 2.0), np.array(i)) for i in range(2)]
+    stacked = es.nn.Stacked(layers)
+    assert isinstance(stacked.layers.table, np.ndarray)
+    assert eqx.tree_equal(list(stacked), layers)
+
+
+def test_abstract_layers_make_an_abstract_stack():
+    layer = eqx.filter_eval_shape(make_linear, KEYS[0])
+    stacked = es.nn.Stacked([layer] * DEPTH)
+    expected = eqx.filter_eval_shape(es.nn.Stacked.make, make_linear, KEYS)
+    assert eqx.tree_equal(stacked, expected)
+    assert eqx.tree_equal(stacked[0], layer)
+    assert stacked[1:].layers.weight.shape == (2, SIZE, SIZE)
+
+
+def test_copies_and_pickles():
+    stacked = es.nn.Stacked(scales(1.0, 2.0), unroll=2)
+    for same in (copy.copy(stacked), copy.deepcopy(stacked)):
+        assert eqx.tree_equal(same, stacked)
+    layers = [eqx.nn.Identity(), eqx.nn.Identity()]
+    again = pickle.loads(pickle.dumps(es.nn.Stacked(layers)))
+    assert len(again) == 2
+    assert again(3.0) == 3.0
+
+
+# --- Containers -----------------------------------------------------------------------
+
+
+@reuses_keys
+def test_a_stack_of_stacks():
+    make = lambda key: es.nn.Stacked.make(Scale, jr.uniform(key, (2,)))  # noqa: E731
+    stacked = es.nn.Stacked.make(make, KEYS)
+    assert stacked.layers.layers.w.shape == (DEPTH, 2)
+    assert eqx.tree_equal(stacked, es.nn.Stacked([make(key) for key in KEYS]))
+    y, new = es.mutable(stacked)(2.0)
+    close(y, 2.0 * jnp.prod(stacked.layers.layers.w))
+    assert new.layers.layers.calls.tolist() == [[1, 1]] * DEPTH
+    assert eqx.tree_equal(stacked[1][0], Scale(stacked.layers.layers.w[1, 0]))
+
+
+def test_an_ensemble_of_stacks():
+    stacks = [
+        es.nn.Stacked(scales(1.0, 2.0, 3.0)),
+        es.nn.Stacked(scales(2.0, 2.0, 2.0)),
+    ]
+    ensemble = jax.tree.map(lambda *xs: jnp.stack(xs), *stacks)
+    ys, new = es.mutable(es.vmap(ensemble, in_axes=None, axes={...: 0}))(1.0)
+    assert ys.tolist() == [6.0, 8.0]
+    assert new.layers.calls.tolist() == [[1] * 3] * 2
+    with pytest.raises(ValueError, match=r"`layers\.w` .*shape \(2, 3\).* 3 layers"):
+        es.mutable(ensemble)(1.0)
+
+
+def test_in_a_module_and_in_a_tuple_of_models():
+    class Net(es.Module):
+        blocks: es.nn.Stacked[Scale]
+        head: Scale
+
+        def __call__(self, x):
+            return self.head(self.blocks(x))
+
+    net = Net(es.nn.Stacked(scales(2.0, 3.0)), Scale(0.5))
+
+    def both(models, x):
+        a, b = models
+        return a(x) + b(x)
+
+    y, (a, b) = es.mutable(both)((net, es.nn.Stacked(scales(10.0))), 1.0)
+    assert y == 13.0
+    assert a.blocks.layers.calls.tolist() == [1, 1]
+    assert a.head.calls == 1
+    assert b.layers.calls.tolist() == [1]
+
+
+def test_what_layers_sow_is_stacked():
+    class Sower(es.Module):
+        w: es.Parameter
+
+        def __call__(self, x):
+            self.sow("y", self.w * x)
+            return self.w * x
+
+    stacked = es.nn.Stacked([Sower(2.0), Sower(3.0)], checkpoint=True)
+    (_, _), sown = es.capture(stacked)(1.0)
+    (value,) = sown.values()
+    assert value.tolist() == [2.0, 6.0]
+
+
+def test_a_new_set_of_values_compiles_nothing_anew():
+    @es.jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def run(stacked, x):
+        return es.mutable(stacked)(x)
+
+    stacked = es.nn.Stacked(scales(1.0, 2.0), checkpoint=POLICY)
+    for _ in range(2):
+        _, stacked = run(stacked, 1.0)
+    run(es.nn.Stacked(scales(3.0, 4.0), checkpoint=POLICY), 1.0)
+
+
+def equations(jaxpr):
+    inner = jax.extend.core.jaxprs_in_params
+    return sum(1 + sum(map(equations, inner(e.params))) for e in jaxpr.eqns)
+
+
+def test_the_program_does_not_grow_with_the_number_of_layers():
+    def step(stacked, xs):
+        decayed = es.filter(stacked, lambda part: part.value.ndim >= 2)
+        return es.value_and_grad(loss_of_stack)(stacked, xs), decayed
+
+    sizes = set()
+    for n in (2, 7):
+        stacked = es.nn.Stacked.make(Block, jr.split(jr.key(0), n), checkpoint=True)
+        sizes.add(equations(jax.make_jaxpr(step)(stacked, XS).jaxpr))
+    assert len(sizes) == 1
+
+
+# --- Initialization -------------------------------------------------------------------
+
+
+class Lazy(es.Module):
+    linear: eqx.nn.Linear
+    hooked: es.Parameter | None = None
+
+    def __init__(self):
+        self.linear = es.lazy(eqx.nn.Linear, SIZE, SIZE)
+
+    def module_init(self, key):
+        self.hooked = jr.normal(key)
+
+    def __call__(self, x):
+        return self.hooked * self.linear(x)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_init_makes_the_layers_of_a_stack(is_made):
+    if is_made:
+        net = {"blocks": es.nn.Stacked.make(lambda key: Lazy(), KEYS[:2])}
+    else:
+        net = {"blocks": es.nn.Stacked([Lazy(), Lazy()])}
+    assert len(net["blocks"]) == 2
+    assert not net["blocks"].initialized
+    for use in (lambda s: s(XS[0]), lambda s: s[0], lambda s: s[1:]):
+        with pytest.raises(es.NotInitializedError, match=r"layers.*Initializer"):
+            use(net["blocks"])
+    stacked = es.init(net, 0)["blocks"]
+    assert stacked.initialized
+    assert stacked.layers.linear.weight.shape == (2, SIZE, SIZE)
+    assert stacked.layers.hooked[0] != stacked.layers.hooked[1]
+    close(stacked(XS[0]), in_turn(list(stacked), XS[0]))
+    assert eqx.tree_equal(es.init(net, 0)["blocks"], stacked)
+    shapes = eqx.filter_eval_shape(es.init, net, 0)["blocks"]
+    assert shapes.layers.hooked.shape == (2,)
+
+
+def test_lazy_layers_themselves():
+    stacked = es.init(es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, 2)] * 3), 0)
+    assert stacked.layers.weight.shape == (3, 2, 2)
+    assert len(np.unique(stacked.layers.weight)) == 12
+
+
+def test_layers_that_take_shapes_from_an_input():
+    class Dense(es.Module):
+        weight: es.Parameter | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.weight is None:
+                self.weight = es.Initializer(lambda key: jr.normal(key, (4, 4)))
+            return self.weight @ x
+
+    with pytest.raises(ValueError, match="made by `init` in one step of `es.scan`"):
+        es.init(es.nn.Stacked([Dense(), Dense()]), 0, XS[0])
+    stacked = es.nn.Stacked([es.init(Dense(), i, XS[0]) for i in range(2)])
+    assert stacked(XS[0]).shape == (4,)
+
+
+# --- Wrong input ----------------------------------------------------------------------
+
+
+def frozen_in_part():
+    net = eqx.nn.Sequential([Scale(1.0)])
+    return [net, es.freeze(eqx.nn.Sequential([Scale(1.0)]))]
+
+
+DIFFERENT = {
+    "shape": (lambda: scales(1.0, jnp.ones(2)), r"layers 0 and 1 .*`w`"),
+    "dtype": (lambda: scales(1.0, jnp.array(1)), r"layers 0 and 1 .*`w`"),
+    "key": (lambda: scales(jr.key(0), jr.key(0, impl="rbg")), r"`w`"),
+    "structure": (lambda: [{"a": [1]}, {"a": [1]}, {"a": [1, 2]}], r"0 and 2 .*'a'"),
+    "class": (lambda: [make_linear(KEYS[0]), eqx.nn.Identity()], "at the root"),
+    "static": (
+        lambda: [es.nn.Dropout(p, key=i) for i, p in enumerate((0.1, 0.2))],
+        r"first at `p`: expected `0.1`, got `0.2`",
+    ),
+    "training": (
+        lambda: [Scale(1.0), es.eval(Scale(1.0))],
+        r"first at `training`: expected `True`, got `False`",
+    ),
+    "frozen": (frozen_in_part, r"first at `layers\[0\]\.frozen`"),
+    "inference": (
+        lambda: [eqx.nn.Dropout(0.5), eqx.nn.Dropout(0.5, inference=True)],
+        r"first at `inference`",
+    ),
+    "function": (
+        lambda: [eqx.nn.Lambda(jnp.tanh), eqx.nn.Lambda(jnp.sin)],
+        r"first at `fn`",
+    ),
+    "number": (lambda: [1, 2], "first at the layer itself: expected `1`, got `2`"),
+    "hole": (lambda: scales(1.0, None), "`w`"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_layers_that_differ(case):
+    make, message = DIFFERENT[case]
+    with pytest.raises(ValueError, match=message):
+        es.nn.Stacked(make())
+
+
+def test_layers_that_differ_after_init():
+    stacked = es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, n) for n in (2, 3)])
+    with pytest.raises(ValueError, match="layers 0 and 1 differ"):
+        es.init(stacked, 0)
+
+
+def test_one_stateful_layer_twice():
+    layer = Scale(1.0)
+    with pytest.raises(ValueError, match=r"`\[0\]`.*`\[2\]`"):
+        es.nn.Stacked([layer, Scale(1.0), layer])
+
+
+def test_no_layers():
+    with pytest.raises(ValueError, match="at least one layer"):
+        es.nn.Stacked([])
+
+
+@pytest.mark.parametrize(
+    "layers", [Scale(1.0), {"a": Scale(1.0)}, jnp.ones(2), "ab", 3]
+)
+def test_what_is_not_a_list_of_layers(layers):
+    with pytest.raises(TypeError, match="takes a list of layers, and was given a"):
+        es.nn.Stacked(layers)
+
+
+@pytest.mark.parametrize(
+    "keys", [jr.key(0), jr.PRNGKey(0), 3, None, [], [1], jnp.array(1)]
+)
+def test_what_is_not_one_key_for_each_layer(keys):
+    with pytest.raises(TypeError, match="takes one key for each layer"):
+        es.nn.Stacked.make(make_linear, keys)
+
+
+def test_a_list_of_keys():
+    stacked = es.nn.Stacked.make(make_linear, list(KEYS))
+    close(stacked, es.nn.Stacked.make(make_linear, KEYS))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"checkpoint": "dots"}, TypeError, r"checkpoint='dots'"),
+        ({"unroll": 0}, ValueError, r"unroll=0"),
+        ({"unroll": 1.5}, TypeError, r"unroll=1\.5"),
+        ({"unroll": None}, TypeError, r"unroll=None"),
+    ],
+)
+def test_options_of_the_wrong_type(options, error, message):
+    with pytest.raises(error, match=message):
+        es.nn.Stacked(scales(1.0), **options)
+    with pytest.raises(error, match=message):
+        es.nn.Stacked.make(make_linear, KEYS, **options)
+
+
+def test_false_is_no_checkpoint():
+    assert es.nn.Stacked(scales(1.0), checkpoint=False).checkpoint is None
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [jnp.atleast_2d, lambda x: x.astype(int), lambda x: (x, x)],
+    ids=["shape", "dtype", "structure"],
+)
+def test_a_layer_that_returns_what_the_next_cannot_take(layer):
+    with pytest.raises(TypeError, match=r"given `f32\[4\]`, and returned"):
+        es.nn.Stacked([layer] * 2)(XS[0])

@@ -1,0 +1,209 @@
+"""Filters and the arrays of a stack: asked layer by layer, selected as a whole."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqx_state as es
+from eqx_state._tree._filters import paths_under
+from eqx_state._tree._stacks import layers_of
+
+
+class Layer(es.Module):
+    w: es.Parameter
+    b: es.Parameter
+    calls: es.State
+
+
+def make_layer(i):
+    return Layer(jnp.full((2, 3), i), jnp.full(3, i), i)
+
+
+def make_stack(n=3):
+    return es.nn.Stacked([make_layer(float(i)) for i in range(n)])
+
+
+def make_net():
+    return {"blocks": make_stack(), "head": eqx.nn.Linear(3, 2, key=jr.key(0))}
+
+
+def selected(tree, *filters):
+    """The names of what the filters select, and for each array one answer."""
+    mask = es.mask(tree, *filters)
+    assert eqx.tree_equal(mask, jax.tree.map(bool, mask))
+    kept = es.filter(tree, *filters)
+    assert eqx.tree_equal(kept, eqx.filter(tree, mask))
+    assert eqx.tree_equal(es.partition(tree, es.all_of(*filters))[0], kept)
+    return {part.name.removeprefix("['blocks'].") for part in es.parts(kept)}
+
+
+STACKED = {"layers.w", "layers.b", "layers.calls"}
+
+
+def test_parts_have_the_arrays_as_they_are():
+    assert [(p.name, p.value.shape) for p in es.parts(make_net())][:3] == [
+        ("['blocks'].layers.w", (3, 2, 3)),
+        ("['blocks'].layers.b", (3, 3)),
+        ("['blocks'].layers.calls", (3,)),
+    ]
+
+
+def test_a_function_sees_each_layer_as_in_a_list():
+    net = make_net()
+    seen, expected = [], []
+    keys = ("name", "path", "kind", "frozen")
+
+    def note(to, part):
+        to.append([*(getattr(part, key) for key in keys), np.asarray(part.value)])
+        return True
+
+    es.mask(net, ft.partial(note, seen))
+    es.mask({**net, "blocks": list(net["blocks"])}, ft.partial(note, expected))
+    seen, expected = (sorted(x, key=lambda x: x[0]) for x in (seen, expected))
+    assert eqx.tree_equal(seen, expected)
+
+
+def test_decay_by_rank_leaves_out_the_biases():
+    def is_matrix(part):
+        return part.value.ndim >= 2
+
+    assert selected(make_net(), is_matrix) == {"layers.w", "['head'].weight"}
+    assert selected(jax.eval_shape(make_net), is_matrix) == {
+        "layers.w",
+        "['head'].weight",
+    }
+    # The moments of a stack are a stack.
+    adam = es.Optimizer(optax.adam(0.1), wrt=is_matrix).init(make_net())
+    assert es.filter(adam, is_matrix).opt_state[0].mu["blocks"].layers.b is None
+
+
+SELECTING = {
+    "all by name": (es.path_matches("?'blocks'?[*]*"), STACKED),
+    "by name in the layer": (es.path_matches("*].w"), {"layers.w"}),
+    "not by the name in the tree": (es.path_matches("*layers*"), set()),
+    "every layer by number": (
+        es.any_of(*(es.path_matches(f"['blocks'][{i}].w") for i in range(3))),
+        {"layers.w"},
+    ),
+    "no layer": (es.path_matches("['blocks'][3].w"), set()),
+    "under the stack": (es.under(lambda m: m["blocks"]), STACKED),
+    "under a slice that is all": (es.under(lambda m: m["blocks"][:]), STACKED),
+    "under its layers": (es.under(lambda m: m["blocks"].layers.w), {"layers.w"}),
+    "under every layer": (
+        es.under(lambda m: tuple(layer.b for layer in m["blocks"])),
+        {"layers.b"},
+    ),
+    "under layer and slice": (
+        es.under(lambda m: (m["blocks"][0], m["blocks"][1:].layers)),
+        STACKED,
+    ),
+    "inside": (es.inside(Layer), STACKED),
+    "by kind": (es.State, {"layers.calls"}),
+    "trainable": (
+        es.all_of(es.trainable, es.not_(es.under(lambda m: m["head"]))),
+        {"layers.w", "layers.b"},
+    ),
+    "a combinator called in a function": (
+        lambda part: es.path_matches("*[1].w")(part) or part.name.endswith("w"),
+        {"layers.w"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SELECTING)
+def test_a_filter_is_asked_by_the_names_in_a_list(case):
+    filter, names = SELECTING[case]
+    assert selected(make_net(), filter) == names
+    if "under" not in case:  # by names alone
+        as_list = {**make_net(), "blocks": list(make_stack())}
+        kept = {part.name for part in es.parts(es.filter(as_list, filter))}
+        assert {name.rpartition(".")[2] for name in kept} == {
+            name.rpartition(".")[2] for name in names
+        }
+
+
+DISAGREEING = {
+    "name": es.path_matches("['blocks'][1].w"),
+    "not": es.not_(es.path_matches("['blocks'][1].w")),
+    "all of": es.all_of(es.Parameter, es.path_matches("*[1]*")),
+    "under": es.under(lambda m: m["blocks"][1]),
+    "under a slice": es.under(lambda m: m["blocks"][1:2]),
+    "under an array": es.under(lambda m: m["blocks"][-2].w),
+    "value": lambda part: part.value.ndim == 2 and part.value[0, 0] == 1,
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEING)
+def test_layers_that_disagree(case):
+    net, filter = make_net(), DISAGREEING[case]
+    yes, no = ("0", "1") if case == "not" else ("1", "0")
+    message = (
+        r"`\['blocks'\]\.layers\.w` is one array for all layers .*filter `.*` selects"
+        rf" `\['blocks'\]\[{yes}\]\.w` but not `\['blocks'\]\[{no}\]\.w`"
+    )
+    for use in (
+        lambda: es.filter(net, filter),
+        lambda: es.mask(net, filter),
+        lambda: es.partition(net, filter),
+        lambda: es.map(jnp.sin, net, on=filter),
+        lambda: es.state_dict(net, filter),
+        lambda: es.Optimizer(optax.sgd(0.1), wrt=filter).init(net),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
+def test_a_stack_within_a_stack():
+    stacks = es.nn.Stacked([make_stack(2) for _ in range(3)])
+    net = [stacks]
+    names = [layer.name for layer in layers_of(es.parts(net)[0])]
+    assert names == [f"[0][{i}][{j}].w" for i in range(3) for j in range(2)]
+    assert selected(net, lambda part: part.value.ndim == 2) == {"[0].layers.layers.w"}
+    assert selected(net, es.path_matches("[0][?][?].b")) == {"[0].layers.layers.b"}
+    ones = es.under(lambda m: [m[0][i][1].w for i in range(3)])
+    zeros = es.under(lambda m: [layers[0].w for layers in m[0]])
+    assert selected(net, es.any_of(ones, zeros)) == {"[0].layers.layers.w"}
+    with pytest.raises(ValueError, match=r"selects `\[0\]\[0\]\[1\]\.w` but not"):
+        es.mask(net, ones)
+
+
+def test_under_jit_the_program_has_one_slice_for_all_layers():
+    @jax.jit
+    def kept(stacked):
+        return es.filter(stacked, lambda part: part.value.ndim == 2)
+
+    for n in (2, 5):
+        text = str(jax.make_jaxpr(kept)(make_stack(n)))
+        assert text.count("slice") <= 3
+    assert kept(make_stack()).layers.b is None
+
+
+def test_an_array_without_the_axis_has_the_names_of_all_layers():
+    stacked = eqx.tree_at(lambda s: s.layers.b, make_stack(), jnp.ones(1))
+    assert es.filter(stacked, es.path_matches("[?].b")).layers.b.shape == (1,)
+    assert es.filter(stacked, lambda part: part.value.shape == (1,)).layers.w is None
+
+
+def test_holes_and_what_is_no_array():
+    stacked = es.filter(make_stack(), es.path_matches("*.w"))
+    assert selected(stacked, es.under(lambda s: s[:])) == {"layers.w"}
+    with pytest.raises(ValueError, match="selects nothing"):
+        es.mask(make_stack(), es.under(lambda s: len(s)))
+
+
+def test_an_empty_stack_has_no_layer_to_ask():
+    empty = make_stack()[:0]
+    assert es.mask(empty, lambda part: True).layers.w is True
+
+
+def test_paths_of_whole_arrays():
+    paths = paths_under(lambda m: m["blocks"].layers.w, make_net(), "it")
+    assert paths == {es.parts(make_net())[0].path}
+    with pytest.raises(ValueError, match="`it` selects some layers"):
+        paths_under(lambda m: m["blocks"][0], make_net(), "it")
