@@ -1,0 +1,99 @@
+"""What the site makes of names in code: links to other libraries, and to our API."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_hooks():
+    path = ROOT / "tools" / "docs_hooks.py"
+    spec = importlib.util.spec_from_file_location("docs_hooks", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load_hooks()
+
+
+def test_each_name_has_one_address():
+    lines = hooks.INVENTORY.read_text().splitlines()
+    names = [x.split()[0] for x in lines if x and x[0] != "#" and "{}" not in x]
+    assert len(names) == len(set(names)) == len(hooks.inventory())
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("jax.vmap", "https://docs.jax.dev/en/latest/_autosummary/jax.vmap.html"),
+        (
+            "jax.sharding.Mesh",
+            "https://docs.jax.dev/en/latest/jax.sharding.html#jax.sharding.Mesh",
+        ),
+        (
+            "equinox.filter_grad",
+            "https://docs.kidger.site/equinox/api/transformations/#equinox.filter_grad",
+        ),
+        (
+            "optax.adamw",
+            "https://optax.readthedocs.io/en/latest/api/generated/optax.adamw.html",
+        ),
+        (
+            "optax.inject_hyperparams",
+            "https://optax.readthedocs.io/en/latest/api/generated/"
+            "optax.schedules.inject_hyperparams.html",
+        ),
+    ],
+)
+def test_names_of_each_library_are_in_the_inventory(name, url):
+    assert hooks.inventory()[name] == url
+
+
+@pytest.mark.parametrize(
+    ("code", "identifier"),
+    [
+        ("jax.lax.scan", "jax.lax.scan"),
+        ("eqx.nn.Linear(2, 3)", "equinox.nn.Linear"),
+        ("jnp.where", "jax.numpy.where"),
+    ],
+)
+def test_a_name_in_code_becomes_a_reference(code, identifier):
+    text = f"<p>Use <code>{code}</code>.</p>"
+    (found,) = re.findall(
+        r'<autoref identifier="(.*?)" optional>', hooks.link(text, False)
+    )
+    assert found == identifier
+    assert re.sub(r"</?autoref.*?>", "", hooks.link(text, False)) == text
+
+
+def test_our_names_are_linked_on_pages_of_the_api_only():
+    text = "<p><code>es.vmap</code></p>"
+    assert hooks.link(text, False) == text
+    assert 'identifier="eqx_state.vmap"' in hooks.link(text, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<a href="#x"><code>jax.jit</code></a>',
+        "<h2>With <code>jax.jit</code></h2>",
+        "<pre><code>jax.jit(f)</code></pre>",
+        '<autoref identifier="x"><code>jax.jit</code></autoref>',
+        "<code>model(x)</code>",
+        "<code>y = jax.jit(f)</code>",
+    ],
+)
+def test_links_headings_blocks_and_other_code_stay(text):
+    assert hooks.link(text, True) == text
+
+
+def test_the_title_and_the_first_sentence_of_a_page():
+    page = "# State\n\n*My layer [must][x] remember\nsomething: how?*\n\nMore. Text.\n"
+    assert hooks.title(page) == "State"
+    assert hooks.about(page) == ": My layer must remember something: how?"
+    assert hooks.about("# API\n\n::: eqx_state.jit\n") == ""

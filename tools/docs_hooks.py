@@ -1,0 +1,107 @@
+"""What MkDocs does beside its plugins: links to other libraries, and `llms.txt`.
+
+`docs_inventory.txt` says where JAX, Equinox and optax document their names. Each name
+in code on a page, such as `jax.vmap`, becomes a link there; on the pages of the API, so
+do our own names.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+
+INVENTORY = Path(__file__).with_name("docs_inventory.txt")
+ALIASES = {
+    "es": "eqx_state",
+    "eqx": "equinox",
+    "jnp": "jax.numpy",
+    "jr": "jax.random",
+    "jtu": "jax.tree_util",
+    "lax": "jax.lax",
+}
+# What is in one of these stays: a link, a heading, a block of code.
+SKIPPED = r"<(a|autoref|h1|h2|h3|pre)\b.*?</\1>"
+CODE = r"<code>(?P<name>[a-z]\w*(?:\.\w+)+)(?:\([^<]*\))?</code>"
+
+
+def inventory() -> dict[str, str]:
+    """The address of each name."""
+    found, url = {}, ""
+    for line in INVENTORY.read_text().splitlines():
+        if "{}" in line and not line.startswith("#"):
+            url = line
+        elif line and not line.startswith("#"):
+            name, _, page = line.partition(" ")
+            found[name] = url.format(page or name)
+    return found
+
+
+def full_name(name: str) -> str:
+    first, _, rest = name.partition(".")
+    return f"{ALIASES.get(first, first)}.{rest}"
+
+
+def link(html: str, ours: bool) -> str:
+    """`html` with references around the names in code that are not links yet."""
+
+    def reference(match: re.Match[str]) -> str:
+        text, name = match.group(), match["name"]
+        if name is None or (name.startswith("es.") and not ours):
+            return text
+        # Optional: where nothing has the name, the code stays as it is.
+        return f'<autoref identifier="{full_name(name)}" optional>{text}</autoref>'
+
+    return re.sub(f"{SKIPPED}|{CODE}", reference, html, flags=re.DOTALL)
+
+
+# --- Events ---------------------------------------------------------------------------
+
+PAGES: dict[str, tuple[str, str]] = {}  # Markdown and address, in the order of the menu
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> None:
+    PAGES.update({page.file.src_uri: ("", "") for page in nav.pages})
+    for name, url in inventory().items():
+        config.plugins["autorefs"].register_url(name, url)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
+    PAGES[page.file.src_uri] = markdown, page.canonical_url
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    return link(html, ours=page.file.src_uri.startswith("api/"))
+
+
+def on_post_build(config: Any) -> None:
+    """`llms.txt`, a list of the pages, and `llms-full.txt`, all that they say."""
+    import griffe  # mkdocstrings has it
+
+    package = griffe.load("eqx_state", search_paths=["src"])
+
+    def docstring(match: re.Match[str]) -> str:
+        found = package[match[1].removeprefix("eqx_state.")].docstring
+        return f"## `{match[1]}`\n\n{found.value if found else ''}"
+
+    lines = [f"# {config.site_name}", "", f"> {config.site_description.strip()}", ""]
+    full = []
+    for markdown, url in PAGES.values():
+        lines.append(f"- [{title(markdown)}]({url}){about(markdown)}")
+        full.append(re.sub(r"^::: (\S+)$", docstring, markdown, flags=re.MULTILINE))
+    for name, text in (
+        ("llms.txt", "\n".join(lines)),
+        ("llms-full.txt", "\n\n".join(full)),
+    ):
+        (Path(config.site_dir) / name).write_text(text + "\n", encoding="utf-8")
+
+
+def title(markdown: str) -> str:
+    return markdown.partition("\n")[0].removeprefix("# ")
+
+
+def about(markdown: str) -> str:
+    """The first sentence of a page, or the question that it answers."""
+    paragraphs = [p for p in markdown.split("\n\n")[1:] if p[0] not in "`#|<:!"]
+    text = re.sub(r"\[([^\]]+)\][\[(][^\])]*[\])]", r"\1", " ".join(paragraphs[:1]))
+    sentence = re.split(r"(?<=[.?])\s", text.strip("*").replace("\n", " "))[0]
+    return f": {sentence}" if sentence else ""
