@@ -35,6 +35,7 @@ from ._state._init import init as init, Initializer as Initializer, lazy as lazy
 from ._state._module import Module as Module
 from ._transforms._axes import SPLIT as SPLIT
 from ._transforms._branches import cond as cond, switch as switch
+from ._transforms._custom_vjp import custom_vjp as custom_vjp
 from ._transforms._grad import grad as grad, value_and_grad as value_and_grad
 from ._transforms._jacobians import (
     hessian as hessian,

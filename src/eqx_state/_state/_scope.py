@@ -93,6 +93,15 @@ class Scope:
             self._is_transformed = before
             self._lock.release()
 
+    @contextlib.contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Refuse writes meanwhile, as if they came from another trace."""
+        trace, self.trace = self.trace, None
+        try:
+            yield
+        finally:
+            self.trace = trace
+
     def close(self) -> None:
         """Refuse all writes from now on."""
         self.is_open = False

@@ -6,20 +6,18 @@ dropped when the writes are committed.
 """
 
 import functools as ft
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax
 
 from .._compat import boundary
 from .._state._scope import is_owned
-from .._state._sow import in_words
-from .._tree._compare import difference_of_leaves
+from ._alike import Alike
 from ._lift import check_given, is_traced, Lifted, Ran
 from ._mutable import is_bound_method
-from ._root import Slot, Values
+from ._root import Values
 
 
 _R = TypeVar("_R")
@@ -40,22 +38,18 @@ def _select(
         lifted = Lifted(branches, operands)
     check_given(*operands)
     arrays, rest = eqx.partition(operands, is_traced(operands), is_leaf=is_owned)
-    notes: list[_Note] = []
+    alike = Alike(
+        sown=_SOWN.format("{}", what),
+        called=_CALLED.format("{}", what),
+        static=_NOT_ARRAYS.format(what, "{}"),
+    )
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX uses the name in its messages
         def run(arrays: Any) -> tuple[Any, Values, Any]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             ran = lifted.run(lifted.values, lambda: f(*operands))
-            out, static = eqx.partition(ran.out, is_traced(ran.out))
-            counts = [{name: len(x) for name, x in s.items()} for s in ran.sown]
-            notes.append(_Note(static, frozenset(ran.written), counts))
-            _check_sown_alike(notes[0].sown, counts, what)
-            # In one order, which is part of the structure of a branch's output.
-            sown = [
-                OrderedDict((name, s[name]) for name in names)
-                for names, s in zip(notes[0].sown, ran.sown, strict=True)
-            ]
+            out, sown = alike.take(ran, ran.out)
             return out, {**lifted.writable, **ran.written}, sown
 
         return run
@@ -64,44 +58,15 @@ def _select(
     # identity, so equal branches have to stay one function.
     distinct = {_identity(f): branch(f) for f in branches}
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
-    _check_equal([note.static for note in notes], what)
-    written = frozenset().union(*(note.written for note in notes))
+    written = alike.written
     new = {slot: x for slot, x in state.items() if slot in written}
     lifted.commit(Ran(None, new, sown))
-    return eqx.combine(out, notes[0].static)
-
-
-class _Note(NamedTuple):
-    """The facts about one trace of a branch that are needed outside of it.
-
-    They cannot be outputs, since JAX wants the same treedef from all branches.
-    """
-
-    static: Any  # the part of the output that is not arrays
-    written: frozenset[Slot]
-    sown: list[dict[Any, int]]  # for each scope and key, how many values were kept
+    return eqx.combine(out, alike.static)
 
 
 def _identity(f: Any) -> Any:
     """The identity of a function; a bound method is a new object at each access."""
     return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
-
-
-def _check_sown_alike(
-    sown: list[dict[Any, int]], other: list[dict[Any, int]], what: str
-) -> None:
-    for first, last in zip(sown, other, strict=True):
-        if first.items() == last.items():
-            continue
-        key, _ = min(first.items() ^ last.items(), key=str)
-        raise ValueError(in_words(key, _SOWN, _CALLED, what))
-
-
-def _check_equal(statics: list[Any], what: str) -> None:
-    """Raise `TypeError` if branches return different values that are not arrays."""
-    for other in statics[1:]:
-        if (name := difference_of_leaves(statics[0], other)) is not None:
-            raise TypeError(_NOT_ARRAYS.format(what, name or "the output"))
 
 
 _SOWN: Final = """`{}` was sown in one branch of `{}`, and not, or not as often, in \
