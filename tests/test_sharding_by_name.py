@@ -221,6 +221,49 @@ def test_a_sharded_step_equals_that_of_one_device(mesh):
             np.testing.assert_allclose(part.value, x, atol=1e-5, err_msg=part.name)
 
 
+BY_PATH = {es.path_matches("*down.weight"): P("data"), es.Parameter: P("model")}
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("rules", [RULES, BY_PATH], ids=["names", "paths"])
+def test_moments_and_averages_follow_their_parameters(rules, with_model):
+    model, optimizer = jax.eval_shape(make)
+    ema = jax.eval_shape(lambda: es.Ema(0.9).init(Block(jr.key(0))))
+    followers = {"optimizer": optimizer, "ema": ema}
+    tree = followers | ({"model": model} if with_model else {})
+    of_model, of_tree = specs(model, rules), specs(tree, rules)
+    for part in es.parts(es.filter(model, es.Parameter)):
+        copies = [f"['ema'].sums.{part.name}"]
+        copies += [f"['optimizer'].opt_state[0].{m}.{part.name}" for m in ("mu", "nu")]
+        for name in copies:
+            assert of_tree[name] == of_model[part.name]
+    assert of_tree["['optimizer'].opt_state[0].count"] == P()
+
+
+def test_a_rule_for_the_moments_themselves():
+    tree = jax.eval_shape(make)
+    found = specs(tree, {"mlp": "model", es.OptState: P()})
+    assert found["[0].up"] == P("model", None)
+    assert found["[1].opt_state[0].mu.up"] == P()
+    rules = {es.path_matches("*.count"): P(), es.OptState: P("data")}
+    found = specs(tree, rules)
+    assert found["[0].up"] == found["[1].opt_state[0].count"] == P()
+    assert found["[1].opt_state[0].mu.up"] == P("data")
+
+
+def test_moments_unlike_their_parameters_are_not_split_like_them():
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    optimizer = es.Optimizer(tx).init(Block(jr.key(0)))
+    weights = {es.path_matches("down.*"): P("data")}
+    for rules in RULES, weights, {es.Parameter: P("data")}:
+        found = specs(optimizer, rules)
+        rows = {n: s for n, s in found.items() if ".v_row." in n or ".v_col." in n}
+        assert set(rows.values()) == {P()}
+        assert [s for n, s in found.items() if n.endswith(".v.down.bias")] == [
+            P("data")
+        ]
+
+
 # --- Axes of a mesh that are `Explicit` -----------------------------------------------
 
 

@@ -16,12 +16,13 @@ from ._state._init import check_ready
 from ._tree._base import is_eqx_module
 from ._tree._bind import bind_to_visits, check_filter, Filter, written
 from ._tree._compare import difference, is_hole, same_modes
+from ._tree._followers import AbstractFollower
 from ._tree._show import show
 from ._tree._walk import copy_tree, is_numpy, leaves, Visit
 from ._typing import PyTree
 
 
-class Ema(eqx.Module):
+class Ema(AbstractFollower):
     """The exponential moving average of a model, which passes through `jit`.
 
     With decays `d_1, …, d_n` the model of update `i` has the weight `(1 - d_i)` times
@@ -164,6 +165,9 @@ class Ema(eqx.Module):
             for x, dtype in zip(values, dtypes, strict=True)
         ]
         return jtu.tree_unflatten(treedef, new)
+
+    def _followed(self) -> PyTree:
+        return self.sums
 
     def _sum(self, old: Array, x: Array, decay: Array, weight: Array) -> Array:
         # Where the old weight is zero, what `init` has put there does not count; and a

@@ -7,7 +7,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._tree._axis_names import named_leaves, Names
+from ._kinds._kinds import is_kind, OptState
+from ._tree._axis_names import named_leaves, NamedLeaf, Names
 from ._tree._bind import written
 from ._tree._rules import choose
 from ._tree._walk import Visit
@@ -92,10 +93,12 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
     # By spec and shape: models repeat themselves, and so few specs have to be checked.
     made: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
     found: list[NamedSharding | None] = []
-    for key, (visit, names) in zip(keys, leaves, strict=True):
+    for key, (visit, names, others) in zip(keys, leaves, strict=True):
         if names is None:
             found.append(None)
             continue
+        if others is not None and not (is_kind(key) and issubclass(key, OptState)):
+            key = None  # it was chosen for another shape
         spec = rest if key is None else by_filter[key]
         if key is None and not by_name.keys().isdisjoint(names):
             spec = PartitionSpec(*(by_name.get(n) if n else None for n in names))
@@ -142,12 +145,11 @@ def _shown(key: Any) -> str:
     return "..." if key is ... else written(key)
 
 
-def _check_names(
-    by_name: Mapping[str, _Entry], leaves: list[tuple[Visit, Names | None]]
-) -> None:
+def _check_names(by_name: Mapping[str, _Entry], leaves: list[NamedLeaf]) -> None:
     """Raise `ValueError` for a rule whose name is that of no axis, which is a typo."""
-    first = {name: visit for visit, names in reversed(leaves) for name in names or ()}
-    first.pop(None, None)
+    first: dict[str, Visit] = {}
+    for visit, names, others in reversed(leaves):
+        first |= {name: visit for name in (others or names or ()) if name}
     for name in by_name:
         if name not in first:
             have = ", ".join(f"`{axis}` (`{v.name}`)" for axis, v in first.items())

@@ -13,7 +13,7 @@ from .._compat import boundary
 from .._kinds._kinds import Kind, Parameter
 from .._state._init import as_initialized, Initializer
 from .._state._write import kind_at
-from .._tree._axis_names import dims_text, names_of
+from .._tree._axis_names import dims_text, named_leaves, Names
 from .._tree._base import has_inference, is_eqx_module, is_module
 from .._tree._bind import bind
 from .._tree._filters import trainable
@@ -56,7 +56,9 @@ class _Row:
         trivial = [f"+ {', '.join(names)}"] if names else []
         return "\n".join([_class(self.node, self.is_frozen), *trivial])
 
-    def add(self, visit: Visit, kind: Kind | None, axes: str, is_folded: bool) -> None:
+    def add(
+        self, visit: Visit, kind: Kind | None, axes: Names | None, is_folded: bool
+    ) -> None:
         cell = self.cells.setdefault(kind, _Cell())
         is_initialized = is_array(visit.node)
         if is_initialized:
@@ -66,7 +68,8 @@ class _Row:
             return
         what = summary(visit.node) if is_initialized else "not initialized"
         name = name_of(visit.path[len(self.path) :])
-        cell.lines.append((f"{name}: {what}" if name else what) + axes)
+        named = f" ({dims_text(axes)})" if axes and any(axes) else ""
+        cell.lines.append((f"{name}: {what}" if name else what) + named)
 
 
 @boundary
@@ -166,6 +169,7 @@ def _rows(tree: PyTree, depth: int | None, calls: dict[str, Call]) -> list[_Row]
     root = _Row((), tree, 0)
     rows = [root]
     visits = walk(tree)
+    names = {x.visit.path: x.names for x in named_leaves(tree, strict=False)}
     drawn = [v.path for v in visits if v.is_leaf and _has_cell(v.node)]
     holding = {path[:n] for path in drawn for n in range(len(path))}
     # By the path of a module: its row, or the row that it is folded into.
@@ -175,7 +179,7 @@ def _rows(tree: PyTree, depth: int | None, calls: dict[str, Call]) -> list[_Row]
         row, is_folded = next(row_at[path] for path in around if path in row_at)
         if visit.is_leaf:
             if _has_cell(visit.node):
-                row.add(visit, kind_at(visit), _axes(visit), is_folded)
+                row.add(visit, kind_at(visit), names.get(visit.path), is_folded)
         elif visit.path and not _is_index(visit):
             is_trivial = visit.path not in holding and not _says_something(
                 calls.get(visit.name)
@@ -201,12 +205,6 @@ def _says_something(call: Call | None) -> bool:
 
 def _has_cell(x: Any) -> bool:
     return is_array(x) or isinstance(x, Initializer)
-
-
-def _axes(visit: Visit) -> str:
-    """The names of an array's axes, if it has any."""
-    names = names_of(visit) if is_array(visit.node) else None
-    return f" ({dims_text(names)})" if any(names or ()) else ""
 
 
 def _is_index(visit: Visit) -> bool:

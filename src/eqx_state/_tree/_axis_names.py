@@ -1,6 +1,6 @@
 """`es.axis_names`: the names that annotations give to the axes of arrays."""
 
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import jax.tree_util as jtu
 import optax
@@ -11,6 +11,7 @@ from .._kinds._kinds import OptState
 from .._typing import KeyPath, PyTree
 from ._compare import is_hole
 from ._context import AxesAbove
+from ._followers import followed
 from ._walk import is_array, name_of, Visit, walk
 
 
@@ -65,41 +66,53 @@ def axis_names(tree: _Tree) -> _Tree:
         assert stack.up == (None, "mlp", "embed")
         ```
     """
-    names = [names for _, names in named_leaves(tree)]
+    names = [leaf.names for leaf in named_leaves(tree)]
     return jtu.tree_unflatten(jtu.tree_structure(tree), names)
 
 
-def named_leaves(tree: PyTree) -> list[tuple[Visit, Names | None]]:
-    """Each leaf, and the names of its axes; `None` if it is not an array."""
-    visits = walk(tree, is_leaf=_is_gap)
-    _check_axes(visits)
-    parameters: dict[KeyPath, Visit] = {}
-    found: list[tuple[Visit, Names | None]] = []
+class NamedLeaf(NamedTuple):
+    visit: Visit
+    names: Names | None  # `None` if it is not an array
+    # Those of the parameter that it belongs to, if that has another shape: what
+    # `optax.adafactor` keeps.
+    others: Names | None
+
+
+def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
+    """Each leaf, and the names of its axes.
+
+    If not `strict`, what would be an error has no names.
+    """
+    visits, parameters = walk(tree, is_leaf=_is_gap), followed(tree)
+    if strict:
+        _check_axes(visits)
+    found: list[NamedLeaf] = []
     for visit in visits:
-        if visit.is_leaf and not _is_gap(visit.node):
-            parameter = parameters.get(visit.path)
-            names = names_of(visit, parameter) if is_array(visit.node) else None
-            if names is None and is_array(visit.node):
-                raise ValueError(_too_few(visit))
-            found.append((visit, names))
+        if not visit.is_leaf or _is_gap(visit.node):
+            continue
+        if not is_array(visit.node):
+            found.append(NamedLeaf(visit, None, None))
+            continue
+        at = parameters.get(visit.path)
+        source = visit if at is None else at.parameter
+        names = _names_of(source)
+        if names is None and strict and not _is_opt_state(visit):
+            raise ValueError(_too_few(source))
+        is_alike = source.node.shape == visit.node.shape
+        unnamed = (None,) * len(visit.node.shape)
+        own, others = (names, None) if is_alike else (None, names or ())
+        found.append(NamedLeaf(visit, own or unnamed, others))
     return found
 
 
-def names_of(visit: Visit, parameter: Visit | None = None) -> Names | None:
-    """The names of an array's axes; `None` if it has fewer axes than names.
-
-    `parameter`: what it belongs to, if it is a moment or an average.
-    """
-    shape, source = visit.node.shape, parameter or visit
-    unnamed = (None,) * len(shape)
-    if source.node.shape != shape:  # the rows and columns of `optax.adafactor`
-        return unnamed
-    candidates = [_fitted(dims, len(shape)) for dims in _declared(source)]
+def _names_of(visit: Visit) -> Names | None:
+    """The names of an array's axes; `None` if it has fewer axes than names."""
+    ndim = len(visit.node.shape)
+    candidates = [_fitted(dims, ndim) for dims in _declared(visit)]
     fitting = [names for names in candidates if names is not None]
     if fitting:  # of the members of a union, the one that says most
         return min(fitting, key=lambda names: names.count(None))
-    # An optimizer's state may have the structure of its parameters and other shapes.
-    return None if candidates and not _is_opt_state(visit) else unnamed
+    return None if candidates else (None,) * ndim
 
 
 def _declared(visit: Visit) -> tuple[Dims, ...]:
