@@ -5,10 +5,6 @@ the layout, training equals training on one device.
 """
 
 import functools as ft
-import os
-import socket
-import subprocess
-import sys
 
 import equinox as eqx
 import jax
@@ -18,6 +14,7 @@ import pytest
 import sharded_training
 from helpers import rejects, untouched
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from processes import run_two
 from sharded_training import (
     bytes_per_device,
     data_parallel,
@@ -235,30 +232,11 @@ def test_a_write_to_a_module_that_shard_map_closes_over_is_an_error(mesh):
 # --- Two processes --------------------------------------------------------------------
 
 
-def run_together(commands, environment, seconds):
-    """Run these processes; none outlives the call. Pytest shows what they print."""
-    processes = [subprocess.Popen(c, env=os.environ | environment) for c in commands]
-    try:
-        assert [process.wait(seconds) for process in processes] == [0] * len(commands)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def of_two_processes(tmp_path_factory):
     """What a process has saved of a layout."""
     folder = tmp_path_factory.mktemp("two_processes")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    script = [sys.executable, sharded_training.__file__]
-    four = "--xla_force_host_platform_device_count=4"
-    run_together(
-        [[*script, address, process, str(folder)] for process in "01"],
-        {"XLA_FLAGS": four, "JAX_PLATFORMS": "cpu"},
-        seconds=240,
-    )
+    run_two(sharded_training.__file__, folder)
     return lambda layout, process: dict(np.load(folder / f"{layout}-{process}.npz"))
 
 

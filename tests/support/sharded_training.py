@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
+import processes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqx_state as es
@@ -137,8 +138,7 @@ TRAINED = es.any_of(es.Parameter, es.OptState)
 
 def main(address: str, process: str, folder: str) -> None:
     """Join one other process, train, and save what this process has of the result."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+    processes.join(address, process)
     mesh = Mesh(jax.devices(), "devices")
     for name, layout in LAYOUTS.items():
         trained = start(layout, mesh)

@@ -1,0 +1,240 @@
+"""`es.load` puts arrays into shards, and reads no more than it must."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+import sharded_loading
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+    SingleDeviceSharding,
+)
+from processes import run_two
+from sharded_loading import (
+    abstract,
+    are_shards_of,
+    Counted,
+    DEPTH,
+    EMBED,
+    held,
+    make,
+    MLP,
+    run,
+)
+
+import eqx_state as es
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The bytes that were read of files so far."""
+    monkeypatch.setattr(np, "memmap", Counted)
+    monkeypatch.setattr(Counted, "read", 0)
+    return lambda: Counted.read
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.reshape(jax.devices(), (2, 4)), ("a", "b"))
+
+
+def struct(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def size(tree):
+    return sum(sharded_loading.data_of(x).nbytes for x in jax.tree.leaves(tree))
+
+
+# --- One process ----------------------------------------------------------------------
+
+ARRAYS = {
+    "float": jnp.arange(64.0).reshape(8, 8),
+    "bfloat16": jnp.arange(64.0).reshape(8, 8).astype(jnp.bfloat16),
+    "float8": jnp.arange(64.0).reshape(8, 8).astype(jnp.float8_e4m3fn),
+    "keys": jr.split(jr.key(0), (8, 8)),
+    "rbg": jr.split(jr.key(0, impl="rbg"), (8, 8)),
+    "bool": jnp.arange(64).reshape(8, 8) % 3 == 0,
+    "empty": jnp.zeros((8, 0)),
+}
+SPECS = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a"))]
+
+
+@pytest.mark.parametrize("is_abstract", [True, False])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_an_array_lies_where_like_says(spec, is_abstract, mesh, path, read):
+    place = NamedSharding(mesh, spec)
+    es.save(path, ARRAYS)
+    like = jax.tree.map(lambda x: struct(x, place), ARRAYS)
+    if not is_abstract:
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.size else x, ARRAYS)
+        like = jax.device_put(zeros, place)
+    loaded = es.load(path, like)
+    assert read() == size(ARRAYS)  # each part once, however many devices hold it
+    for name, x in loaded.items():
+        assert x.sharding.is_equivalent_to(place, x.ndim), name
+        assert x.dtype == ARRAYS[name].dtype
+        assert are_shards_of(x, ARRAYS[name])
+
+
+def test_a_device_and_none(path):
+    es.save(path, {"a": jnp.ones(2), "b": jnp.ones(2), "c": np.ones(2), "k": jr.key(0)})
+    last = SingleDeviceSharding(jax.devices()[-1])
+    like = {
+        "a": struct(jnp.zeros(2), last),
+        "b": jnp.zeros(2),
+        "c": np.zeros(2),
+        "k": struct(jr.key(1), last),
+    }
+    loaded = es.load(path, like)
+    assert loaded["a"].sharding == loaded["k"].sharding == last
+    assert not loaded["b"].committed
+    assert type(loaded["c"]) is np.ndarray
+    assert loaded["k"] == jr.key(0)
+
+
+def test_wide_numbers_become_what_jax_has(mesh, path):
+    numbers = np.arange(8)
+    assert numbers.dtype == np.int64
+    es.save(path, numbers)
+    like = struct(jnp.zeros(8, int), NamedSharding(mesh, P("a")))
+    loaded = es.load(path, like)
+    assert loaded.dtype == np.int32
+    assert loaded.tolist() == numbers.tolist()
+
+
+def test_the_mesh_that_is_set(mesh, path):
+    x = jnp.arange(8.0)
+    es.save(path, x)
+    like = struct(x, NamedSharding(mesh.abstract_mesh, P("b")))
+    with jax.set_mesh(mesh):
+        loaded = es.load(path, like)
+    assert loaded.sharding.is_equivalent_to(NamedSharding(mesh, P("b")), 1)
+    assert len(es.load(path, like).devices()) == 1
+    assert are_shards_of(loaded, x)
+
+
+def test_a_mesh_whose_axes_are_in_the_types(path):
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    x = jnp.arange(16.0).reshape(2, 8)
+    es.save(path, x)
+    loaded = es.load(path, struct(x, NamedSharding(mesh, P(None, "a"))))
+    assert jax.typeof(loaded).sharding.spec == P(None, "a")
+    assert are_shards_of(loaded, x)
+
+
+def test_only_what_the_filters_select_is_read(path, read):
+    model = make()
+    es.save(path, model)
+    es.load(path, model, es.Rng)
+    assert read() == size(es.filter(model, es.Rng))
+
+
+def test_nothing_is_read_of_a_file_that_does_not_fit(path, read):
+    es.save(path, [jnp.ones(3), jnp.ones(2)])
+    with pytest.raises(ValueError, match="does not fit"):
+        es.load(path, [jnp.ones(3), jnp.ones(3)])
+    assert read() == 0
+
+
+def test_in_a_trace(mesh, path):
+    es.save(path, jnp.arange(8.0))
+    like = struct(jnp.zeros(8), NamedSharding(mesh, P("a")))
+    assert jax.jit(lambda: es.load(path, like) * 2)()[3] == 6.0
+
+
+def test_a_file_that_is_replaced_meanwhile(path, monkeypatch):
+    """What is loaded is the file as it was when it was opened."""
+    es.save(path, {"a": jnp.zeros(2), "b": jnp.zeros(3)})
+    memmap = np.memmap
+
+    def replace_and_map(*args):
+        es.save(
+            path, {"b": jnp.ones(3), "a": jnp.ones(2)}, metadata={"longer": "header"}
+        )
+        return memmap(*args)
+
+    monkeypatch.setattr(np, "memmap", replace_and_map)
+    loaded = es.load(path, {"a": jnp.ones(2), "b": jnp.ones(3)})
+    assert eqx.tree_equal(loaded, {"a": jnp.zeros(2), "b": jnp.zeros(3)})
+
+
+def test_a_stack_in_shards_from_a_list_of_layers(path, read):
+    mesh = Mesh(np.reshape(jax.devices()[:6], (3, 2)), ("stage", "model"))
+    model = make()
+    es.save(path, {"blocks": list(model["blocks"])})
+    for along_stack in (None, "stage"):
+        places = {"up": P(along_stack, "model"), "down": P(along_stack, None, "model")}
+        shapes = eqx.filter_eval_shape(make)
+        shardings = es.spec(
+            shapes,
+            {
+                es.path_matches(f"*.{k}"): NamedSharding(mesh, p)
+                for k, p in places.items()
+            }
+            | {...: NamedSharding(mesh, P())},
+        )
+        loaded = es.load(path, jax.tree.map(struct, shapes, shardings))
+        assert are_shards_of(loaded, model)
+        assert loaded["blocks"].layers.up.sharding.spec == places["up"]
+    assert read() == 2 * size(model)
+
+
+# --- Two processes --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What two processes have seen that load one file and compute together."""
+    folder = tmp_path_factory.mktemp("two")
+    es.save(folder / "model.safetensors", make())
+    run_two(sharded_loading.__file__, folder / "model.safetensors", folder)
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
+
+
+def test_each_process_reads_what_it_holds(seen):
+    split = DEPTH * (4 * 2 * MLP * EMBED + 2 * MLP)
+    everywhere = DEPTH * (2 * 4 + 4)
+    for of_process in seen:
+        assert of_process["read"] == of_process["held"] == split // 2 + everywhere
+        assert of_process["shards"]
+
+
+def test_the_processes_compute_what_one_device_does(seen):
+    y, _ = run(make())
+    for of_process in seen:
+        np.testing.assert_allclose(of_process["y"], y, rtol=1e-5, atol=1e-5)
+
+
+def test_what_no_process_holds_is_not_saved(seen):
+    for of_process in seen:
+        assert (
+            "['blocks'].layers.up: not all of it is in this process"
+            in (of_process["error"])
+        )
+        assert "Orbax" in of_process["error"]
+        assert ".rng" not in of_process["error"]
+
+
+def test_orbax_saves_from_both_processes_and_restores_in_both(seen):
+    pytest.importorskip("orbax.checkpoint")
+    assert [of_process["restored"] for of_process in seen] == [True, True]
+
+
+def test_abstract_says_where_each_array_goes():
+    like = abstract(Mesh(jax.devices(), "model"))["blocks"].layers
+    assert like.up.sharding.spec == P(None, "model", None)
+    assert like.gate.dtype == jnp.bfloat16
+    assert held(jnp.ones(3)) == 12
