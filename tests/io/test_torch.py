@@ -264,19 +264,23 @@ class GPTLayer(eqx.Module):
 class GPT2(eqx.Module):
     wte: nn.Embedding
     wpe: nn.Embedding
-    h: list[GPTLayer]
+    h: list[GPTLayer] | es.nn.Stacked
     ln_f: nn.LayerNorm
 
-    def __init__(self, width=reference.WIDTH):
+    def __init__(self, width=reference.WIDTH, is_stacked=False):
         self.wte = nn.Embedding(reference.TOKENS, width, key=KEY)
         self.wpe = nn.Embedding(8, width, key=KEY)
-        self.h = [GPTLayer(width) for _ in range(12)]
+        layers = [GPTLayer(width) for _ in range(12)]
+        self.h = es.nn.Stacked(layers) if is_stacked else layers
         self.ln_f = nn.LayerNorm(width)
 
     def __call__(self, tokens):
         x = self.wte.weight[tokens] + self.wpe.weight[: len(tokens)]
-        for layer in self.h:
-            x = layer(x)
+        if isinstance(self.h, es.nn.Stacked):
+            x = self.h(x)
+        else:
+            for layer in self.h:
+                x = layer(x)
         return jax.vmap(self.ln_f)(x) @ self.wte.weight.T
 
 
@@ -288,10 +292,11 @@ GPT2_NAMES = {
 }
 
 
-def test_gpt_2():
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_gpt_2(is_stacked):
     tensors = reference.state_dict("gpt2")
     text = r"unused:\n    lm_head.weight: \(10, 12\)\n"
-    with rejects(model := GPT2(), ValueError, text):
+    with rejects(model := GPT2(is_stacked=is_stacked), ValueError, text):
         es.from_torch(model, tensors, rename=GPT2_NAMES)
     del tensors["lm_head.weight"]
     loaded = es.from_torch(model, tensors, rename=GPT2_NAMES)

@@ -18,8 +18,9 @@ from .._tree._stacks import paths_of
 from .._tree._walk import name_of, walk
 from .._typing import KeyPath, PyTree
 from ..nn._stateful import Stateful
+from ._layers import Named, shape_of, whole_of
 from ._rename import Rename, Renaming
-from ._state_dict import by_name, complain, differences, Named, place, shown
+from ._state_dict import by_name, complain, differences, place, shown
 from ._torch_layers import (
     has_layout,
     Layer,
@@ -102,22 +103,21 @@ def from_torch(
     if not isinstance(state_dict, Mapping):
         raise TypeError(_NO_DICTIONARY.format(type(state_dict).__name__))
     named = by_name(model)
-    wanted = {name: entry for name, entry in named.items() if not _is_key(entry[1])}
+    wanted = {k: entry for k, entry in named.items() if not _is_key(entry[1])}
+    parts = {name: part for name, (_, part) in wanted.items()}
     tensors = _Tensors(model, state_dict, Renaming(rename, "es.from_torch"))
     values = {}
     for path, names in _by_layer(wanted, tensors.modules).items():
         layer = Layer(
             module=tensors.modules.get(path),
-            shapes={
-                local: wanted[name][1].value.shape for local, name in names.items()
-            },
+            shapes={local: shape_of(parts[name]) for local, name in names.items()},
             has=ft.partial(tensors.has, path),
         )
         if (reason := why_not(layer)) is not None:
             tensors.report("not in PyTorch", shown(name_of(path)), reason)
         for local, name in names.items():
             source = source_of(layer, local)
-            values[name] = tensors.read(path, source, name, wanted[name][1].value)
+            values[name] = tensors.read(path, source, name, parts[name])
     tensors.renaming.check_used()
     tensors.report_unused()
     problems = tensors.problems
@@ -128,7 +128,7 @@ def from_torch(
 
 def _is_key(part: Part) -> bool:
     is_rng = part.kind is not None and issubclass(part.kind, Rng)
-    return is_rng or is_typed(part.value)
+    return is_rng or is_typed(whole_of(part).value)
 
 
 def _by_layer(
@@ -182,9 +182,9 @@ class _Tensors:
     def has(self, path: KeyPath, local: str) -> bool:
         return self.find(path, local) in self.given
 
-    def read(self, path: KeyPath, source: Source, ours: str, leaf: Any) -> Any:
-        """The value of a leaf, as the source makes it; `None` after a problem."""
-        arrays = []
+    def read(self, path: KeyPath, source: Source, ours: str, part: Part) -> Any:
+        """The value of an array, as the source makes it; `None` after a problem."""
+        leaf, arrays = whole_of(part).value, []
         for local, shape in source.shapes.items():
             name = self.find(path, local)
             self.used.add(name)
@@ -204,7 +204,7 @@ class _Tensors:
         if len(arrays) < len(source.shapes):
             return None
         value = np.array(source.make(*arrays)).astype(leaf.dtype)
-        for problem, text in differences(leaf, value, leaf.shape):
+        for problem, text in differences(leaf, value, shape_of(part)):
             self.report(problem, shown(ours), text)
         return value
 
