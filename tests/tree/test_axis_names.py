@@ -296,6 +296,28 @@ def test_a_stack_has_no_names_in_front():
     es.vmap(lane, in_axes=({...: 0}, 0))(stack, jnp.zeros(4))
 
 
+Norms = es.nn.Stacked[Annotated[eqx.nn.LayerNorm, es.Axes(weight="embed")]]
+
+
+def test_the_layers_of_a_stack_have_their_names():
+    class Model(es.Module):
+        nets: es.nn.Stacked[Net]
+        norms: Norms
+        plain: Annotated[es.nn.Stacked, es.Axes(**{"layers.bias": "mlp"})]
+
+    def stack(make_layer):
+        return es.nn.Stacked.make(make_layer, jr.split(jr.key(0), 4))
+
+    norms = stack(lambda key: eqx.nn.LayerNorm(3))
+    plain = stack(lambda key: eqx.nn.Linear(2, 3, key=key))
+    model = Model(stack(lambda key: net()), norms, plain)
+    names = es.axis_names(model)
+    assert names.nets.layers.w == (None, "mlp", "embed")
+    assert names.norms.layers.weight == (None, "embed")
+    assert names.plain.layers.bias == (None, "mlp")
+    assert by_name(model.nets[2]) == EXPECTED
+
+
 # --- The outer declaration wins -------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ class Stacked(Module, Generic[_Layer]):
         ```
     """
 
-    layers: Any
+    layers: _Layer | Any  # what is said of one layer holds for all
     checkpoint: Any = eqx.field(static=True)
     unroll: int | bool = eqx.field(static=True)
     length: int = eqx.field(static=True)
