@@ -448,6 +448,25 @@ def test_layers_that_differ(case):
         es.nn.Stacked(make())
 
 
+def test_stateful_layers_of_equinox():
+    def norm(_=None):
+        return eqx.nn.BatchNorm(SIZE, "batch", mode="ema")
+
+    with pytest.raises(ValueError, match=r"es\.nn\.Stateful\(eqx"):
+        es.nn.Stacked([norm(), norm()])
+    layers = [es.nn.Stateful(norm()) for _ in range(2)]
+    stacked = es.nn.Stacked(layers)
+    made = es.nn.Stacked.make(lambda _: es.nn.Stateful(norm()), KEYS[:2])
+    assert eqx.tree_equal(made, stacked)
+    run = es.mutable(es.vmap(stacked, axis_name="batch"))
+    ys, new = run(XS)
+    in_list = es.mutable(
+        lambda layers, xs: es.vmap(lambda x: in_turn(layers, x), axis_name="batch")(xs)
+    )
+    expected, after = in_list(layers, XS)
+    close((ys, es.state_dict(new)), (expected, es.state_dict(after)))
+
+
 def test_layers_that_differ_after_init():
     stacked = es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, n) for n in (2, 3)])
     with pytest.raises(ValueError, match="layers 0 and 1 differ"):

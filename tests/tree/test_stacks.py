@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import eqx_state as es
-from eqx_state._tree._filters import paths_under
 from eqx_state._tree._stacks import layers_of
 
 
@@ -202,8 +201,26 @@ def test_an_empty_stack_has_no_layer_to_ask():
     assert es.mask(empty, lambda part: True).layers.w is True
 
 
-def test_paths_of_whole_arrays():
-    paths = paths_under(lambda m: m["blocks"].layers.w, make_net(), "it")
-    assert paths == {es.parts(make_net())[0].path}
-    with pytest.raises(ValueError, match="`it` selects some layers"):
-        paths_under(lambda m: m["blocks"][0], make_net(), "it")
+def test_freezing_takes_all_layers():
+    net = make_net()
+    frozen = es.freeze(net, lambda m: m["blocks"].layers.w)
+    assert selected(frozen, es.trainable) == {
+        "layers.b",
+        "['head'].weight",
+        "['head'].bias",
+    }
+    assert [part.frozen for part in es.parts(frozen["blocks"][1:])] == [
+        True,
+        False,
+        False,
+    ]
+    for where in (
+        lambda m: m["blocks"][0],
+        lambda m: m["blocks"][0].w,
+        lambda m: m["blocks"][1:],
+        lambda m: (m["head"], *m["blocks"]),
+    ):
+        with pytest.raises(
+            ValueError, match="Some layers of an `es.nn.Stacked` cannot"
+        ):
+            es.freeze(net, where)

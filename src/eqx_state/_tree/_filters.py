@@ -3,7 +3,7 @@
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -50,7 +50,7 @@ def compiled_glob(glob: str) -> re.Pattern[str]:
 
 
 def _under(tree: PyTree, where: Where) -> Predicate:
-    paths = _paths_of_layers(where, tree, repr(under(where)))
+    paths = _paths_under(where, tree, repr(under(where)))
     return lambda part: part.path in paths
 
 
@@ -81,34 +81,35 @@ trainable: Filter = _Trainable(_trainable)
 class _Marker(StandIn):
     """Stands for one leaf while `where` selects, so that equal leaves stay apart.
 
-    - `paths`: the key path of the leaf; in a stack one for each layer.
-    - `whole`: the marker of all layers, of which `where` may select some.
+    `paths` are its key paths: for an array of a stack there is one for each layer, of
+    which an index chooses some.
     """
 
-    def __init__(self, leaf: Visit, paths: Any, whole: "_Marker | None" = None):
-        self.leaf = leaf
+    def __init__(self, counts: bool, paths: Any):
+        self.counts = counts
         self.paths = paths
-        self.whole = self if whole is None else whole
-        self.counts = leaf.node is None or is_array(leaf.node)
-
-    @classmethod
-    def of(cls, leaf: Visit) -> "_Marker":
-        sizes = [n for _, n in leaf.context.stacks]
-        paths = np.empty(sizes, dtype=object)
-        for index in np.ndindex(*sizes):
-            paths[index] = layer_path(leaf.path, leaf.context.stacks, index)
-        return cls(leaf, paths)
 
     def __getitem__(self, index: Any) -> "_Marker":
         # Without the dots a single path would come out as a tuple of keys.
-        return _Marker(self.leaf, self.paths[index, ...], self.whole)
+        return _Marker(self.counts, self.paths[index, ...])
 
 
-def _selected(where: Where, tree: PyTree, what: str) -> list[_Marker]:
-    """The leaves in the node (or tuple of nodes) that `where` selects."""
+def _marker(visit: Visit) -> _Marker:
+    paths = np.empty([n for _, n in visit.context.stacks], dtype=object)
+    for index in np.ndindex(paths.shape):
+        paths[index] = layer_path(visit.path, visit.context.stacks, index)
+    return _Marker(visit.node is None or is_array(visit.node), paths)
+
+
+def _paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
+    """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
+
+    For an array of a stack these are the paths of its layers. Raises `ValueError`,
+    which calls the selection `what`, if one of the nodes has no leaf of the tree.
+    """
     # Holes count, too: `tree` may be what another filter has left of a model.
-    markers = [_Marker.of(visit) for visit in leaves(tree, is_leaf=is_hole)]
-    treedef, selected = structure_with_holes(tree), list[_Marker]()
+    markers = [_marker(visit) for visit in leaves(tree, is_leaf=is_hole)]
+    treedef, paths = structure_with_holes(tree), set[KeyPath]()
     for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):
         found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
         if not any(marker.counts for marker in found):
@@ -117,32 +118,9 @@ def _selected(where: Where, tree: PyTree, what: str) -> list[_Marker]:
                 " a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda"
                 " model: model.layers[0]`."
             )
-        selected.extend(found)
-    return selected
-
-
-def _paths_of_layers(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
-    """The key paths of what `where` selects; in a stack, those of each layer."""
-    selected = _selected(where, tree, what)
-    return frozenset(path for marker in selected for path in marker.paths.flat)
-
-
-def paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
-    """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
-
-    Raises `ValueError`, which calls the selection `what`, if one of the nodes has no
-    leaf of the tree, or is a part of the layers of a stack.
-    """
-    selected = _selected(where, tree, what)
-    for marker in selected:
-        if marker is not marker.whole:
-            raise ValueError(_SOME_LAYERS.format(what, marker.leaf.name))
-    return frozenset(marker.leaf.path for marker in selected)
-
-
-_SOME_LAYERS: Final = """`{0}` selects some layers of an `es.nn.Stacked`, and `{1}` is \
-one array for all of them. Select the whole stack: `lambda model: model.blocks`, or \
-what all layers have: `lambda model: model.blocks.layers.norm`."""
+        for marker in found:
+            paths.update(marker.paths.flat)
+    return frozenset(paths)
 
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:

@@ -11,6 +11,7 @@ from ._base import fields_of, has_inference, is_module, MARKS, Placeholder
 from ._children import children
 from ._filters import selected_nodes, Where
 from ._frozen import Step, step_to, Steps, with_mark, without
+from ._stacks import StandIn
 from ._walk import is_array, leaves, modules_in, set_flags, Visit
 
 
@@ -145,8 +146,11 @@ def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
     return jtu.tree_unflatten(jtu.tree_structure(copy), values)
 
 
-class _Place:
+class _Place(StandIn):
     """Stands for an array, or for a value that will be drawn."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(_SOME_LAYERS)
 
 
 def _is_place(x: Any) -> bool:
@@ -194,6 +198,16 @@ def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
         tree = dict(children(tree) or ())[key]
     return [(module, tuple(steps[i:])) for module, i in found]
 
+
+_SOME_LAYERS: Final = """Some layers of an `es.nn.Stacked` cannot be frozen without \
+the others, as one array holds the parameters of all:
+
+    es.freeze(model, lambda model: model.blocks[0])             # wrong
+    es.freeze(model, lambda model: model.blocks)                # all layers
+    es.freeze(model, lambda model: model.blocks.layers.norm)    # a part of each
+
+Layers that are frozen apart belong in a list, or in stacks of their own: \
+`(stacked[:k], stacked[k:])`."""
 
 _NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: only \
 `es.Module`s have the flag `frozen`, and remember what is frozen below them. Either \

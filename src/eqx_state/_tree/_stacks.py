@@ -5,6 +5,7 @@ filters know layers: there the array is `blocks[0].w`, `blocks[1].w`, and so on,
 without that axis. A stack of stacks has two such axes.
 """
 
+import abc
 import functools as ft
 import itertools
 from collections.abc import Callable
@@ -24,11 +25,11 @@ from ._walk import is_array, is_numpy, Visit
 Index = tuple[int, ...]  # a layer: one number for each of the stacks around it
 
 
-class StandIn:
-    """Stands for an array of a stack, and is sliced like it."""
+class StandIn(abc.ABC):
+    """Stands for a leaf while a user's function selects, perhaps layers of a stack."""
 
-    def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __getitem__(self, index: Any) -> Any: ...
 
 
 class LayerPart(Part):

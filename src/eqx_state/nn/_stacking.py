@@ -51,7 +51,10 @@ def _stacked(layers: list[Any]) -> PyTree:
     columns = [[visit.node] for visit in visits]
     for i, layer in enumerate(layers[1:], start=1):
         if jtu.tree_structure(layer) != treedef:
-            raise ValueError(_DIFFER.format(i, difference(first, layer)))
+            text = difference(first, layer)
+            raise ValueError(
+                _DIFFER.format(i, text) + (_MARKED if ".marker`" in text else "")
+            )
         for visit, column, x in zip(
             visits, columns, jtu.tree_leaves(layer), strict=True
         ):
@@ -88,6 +91,11 @@ To make several by one function:
 
 _NO_LAYERS: Final = """`es.nn.Stacked` needs at least one layer: an empty list does \
 not say what a layer is."""
+
+_MARKED: Final = """
+
+Equinox's stateful layers are told apart by such marks. Wrap each, which also lets it \
+keep its own state: `es.nn.Stateful(eqx.nn.BatchNorm(...))`."""
 
 _DIFFER: Final = """`es.nn.Stacked`: layers 0 and {} differ, {}. One program runs all \
 of them, so they may differ in the values of their arrays only: not in structure, \
