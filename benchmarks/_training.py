@@ -21,7 +21,7 @@ DROP, CLASSES, MOMENTUM = 0.1, 10, 0.99
 ADAM = optax.adam(1e-3)
 FLOOR, REFERENCE = "jax.jit, flat list", "jax.jit, nested dicts"
 OURS, FILTER_JIT, NNX = "es.jit", "es model, eqx.filter_jit", "NNX, nnx.jit"
-PLAIN_JIT = "jax.jit"
+PLAIN_JIT, HELD = "jax.jit", "es.hold"
 WARM_UP = 5
 
 Batch = Float[Array, "batch width"]
@@ -192,6 +192,8 @@ def es_and_hand(
     yield FLOOR, Program(jax.jit(flat_step), flat)
     yield REFERENCE, Program(jax.jit(dict_step), to_dicts(flat))
     yield OURS, Program(es.jit(step), model)
+    run = es.hold(lambda model, x, y: step(model, x, y)[::-1], model)
+    yield HELD, Program(lambda _, x, y: (run(x, y), None), None)
     yield FILTER_JIT, Program(eqx.filter_jit(step), model)
 
 

@@ -16,6 +16,7 @@ from ._io._state_dict import (
     state_dict as state_dict,
 )
 from ._io._torch import from_torch as from_torch
+from ._jit._hold import hold as hold
 from ._jit._jit import jit as jit
 from ._kinds._axes import Axes as Axes
 from ._kinds._fields import field as field

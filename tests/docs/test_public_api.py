@@ -20,7 +20,7 @@ TREES = (
 ).split()
 TRANSFORMS = (
     "mutable capture value_and_grad grad vmap SPLIT scan while_loop fori_loop cond"
-    " switch checkpoint jit vjp jvp linearize jacfwd jacrev hessian custom_vjp"
+    " switch checkpoint jit hold vjp jvp linearize jacfwd jacrev hessian custom_vjp"
 ).split()
 CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
 ERRORS = ["TraceError", "NotInitializedError"]

@@ -14,6 +14,7 @@ import catalogue_axes as axes
 import catalogue_closures as closures
 import catalogue_files as files
 import catalogue_handed as handed
+import catalogue_held as held
 import catalogue_jit as jit
 import catalogue_keys as keys
 import catalogue_kinds as kinds
@@ -37,6 +38,7 @@ THEMES = [
     places.PLACES,
     lifted.LIFTED,
     jit.STATIC,
+    held.HELD,
     keys.KEYS,
     training.MODES,
     training.TRAINING,

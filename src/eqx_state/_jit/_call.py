@@ -5,6 +5,7 @@ an `Output`, which holds the rest and is kept with the compiled program.
 """
 
 import functools as ft
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
@@ -163,6 +164,16 @@ one. Return arrays or the module, and make the function outside:
     head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong
     w = es.jit(lambda net: net.w)(self)                      # right
     head = lambda x: w * x"""
+
+
+def bind(
+    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`f(x, y=1)` is `f(x, 1)`."""
+    if not kwargs:
+        return args, kwargs
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
 
 
 def origin_of(f: Any) -> Any:

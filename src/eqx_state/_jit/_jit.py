@@ -1,7 +1,6 @@
 """`es.jit`: `jax.jit` of what is not made of arrays alone, and of what writes state."""
 
 import functools as ft
-import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, overload, ParamSpec, Protocol, TypeVar
 
@@ -10,7 +9,7 @@ import equinox as eqx
 from .._compat import hide_frames
 from .._transforms._transform import Transform, Unbound, wrap
 from .._tree._walk import is_array
-from ._call import Call
+from ._call import bind, Call
 from ._donation import Donate, WORDS
 from ._programs import programs_of
 from ._runtime_errors import Reporting, wait
@@ -24,14 +23,6 @@ _S = TypeVar("_S", bound=eqx.Module)
 _R_co = TypeVar("_R_co", covariant=True)
 
 
-def _bind(f: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`f(x, y=1)` is `f(x, 1)`."""
-    if not kwargs:
-        return args, kwargs
-    bound = inspect.signature(f).bind(*args, **kwargs)
-    return bound.args, bound.kwargs
-
-
 class _Jit(Transform):
     donate: Donate = eqx.field(static=True)
     hides_frames = True  # a wrapper would make each call slower
@@ -40,7 +31,7 @@ class _Jit(Transform):
         __tracebackhide__ = True
         try:
             programs = programs_of(self.f, self.donate)
-            return programs(self.f, *_bind(self.f, args, kwargs))
+            return programs(self.f, *bind(self.f, args, kwargs))
         except Exception as error:
             hide_frames(error)
             raise
@@ -59,7 +50,7 @@ class _Jit(Transform):
         `jax.ShapeDtypeStruct`s may stand for arrays. `.compile()` returns what is
         called with arguments of the same signature.
         """
-        call = Call(self.f, *_bind(self.f, args, kwargs), is_array)
+        call = Call(self.f, *bind(self.f, args, kwargs), is_array)
         lowered = programs_of(self.f, self.donate).of(call).lower(call)
         return Lowered(lowered, self.f, signature_of(call))
 
@@ -90,7 +81,7 @@ class Compiled(_Stage):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The program's result, for arguments of the signature it was compiled for."""
-        call = Call(self._f, *_bind(self._f, args, kwargs))
+        call = Call(self._f, *bind(self._f, args, kwargs))
         if signature_of(call) != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"

@@ -35,6 +35,11 @@ def is_any_open() -> bool:
     return bool(OPEN_SCOPES)
 
 
+def is_open_here() -> bool:
+    """Whether this code runs inside a scope: one that this thread has opened."""
+    return threading.get_ident() in [*OPEN_SCOPES.values()]
+
+
 # The paths of modules in the model of a scope, each with its path in the model of the
 # scope around it.
 Reports = tuple[tuple[KeyPath, KeyPath], ...]
@@ -70,7 +75,7 @@ class Scope:
         self.written: dict[int, tuple[BaseModule, str]] = {}
         self._lock = threading.RLock()
         self._is_transformed = False
-        OPEN_SCOPES.add(id(self))
+        OPEN_SCOPES[id(self)] = threading.get_ident()
 
     @contextlib.contextmanager
     def alone(self, transform: bool) -> Iterator[None]:
@@ -108,7 +113,7 @@ class Scope:
         # The modules lead back here through their places. Without the cycle they are
         # freed at once, instead of by the garbage collector.
         self.written.clear()
-        OPEN_SCOPES.discard(id(self))
+        OPEN_SCOPES.pop(id(self), None)
 
     def __enter__(self) -> Self:
         if self.observer is not None:

@@ -100,7 +100,7 @@ def scan(
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
-        after = loop.step(carry, lambda carry: f(carry, x), slices, _two)
+        after = loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
         pair, y = after.rest
         y, static = eqx.partition(y, is_traced(y))
         notes.append(after.note._replace(static=(pair, static)))
@@ -148,14 +148,15 @@ def _initialize(loop: Loop, f: Any, init: Any, first: int) -> None:
     lifted.commit(ran._replace(written=written))
 
 
-def _two(out: Any) -> tuple[Any, tuple[Any, Any]]:
+def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
     """Split a pair into the carry, and the pair's treedef with its second half.
 
     As for JAX, any pytree with two children is a pair.
     """
     pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
     if len(pair) != 2:
-        raise TypeError(_NOT_A_PAIR.format(eqx.tree_pformat(out, short_arrays=True)))
+        shown = eqx.tree_pformat(out, short_arrays=True)
+        raise TypeError(_NOT_A_PAIR.format(what, shown))
     return pair[0], (structure, pair[1])
 
 
@@ -239,8 +240,8 @@ def _check_not_sown(sown: list[Sown]) -> None:
         raise ValueError(in_words(key, _SOWN, _CALLED))
 
 
-_NOT_A_PAIR: Final = """The function of `es.scan` returns a pair, `(carry, y)`, and \
-this one returned `{}`. Where there is nothing to stack: `return carry, None`."""
+_NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
+one returned `{}`. Where there is nothing to return besides: `return carry, None`."""
 
 _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
 whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \

@@ -66,6 +66,15 @@ class Unbound(Transform):
         return unbound
 
 
+def check_callable(f: Any) -> None:
+    """Raise `TypeError` unless `f` can be called."""
+    if not callable(f):
+        name = type(f).__name__
+        if is_eqx_module(f):
+            raise TypeError(_NOT_CALLABLE.format(name, _method_of(type(f))))
+        raise TypeError(_NOT_A_FUNCTION.format(name))
+
+
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     """A transform of `f`, with the name and the documentation of `f`.
 
@@ -73,11 +82,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     like `jax.vmap(model)`. The warning is for layers, whose parameters such a function
     hides; this is not a layer.
     """
-    if not callable(f):
-        name = type(f).__name__
-        if is_eqx_module(f):
-            raise TypeError(_NOT_CALLABLE.format(name, _method_of(type(f))))
-        raise TypeError(_NOT_A_FUNCTION.format(name))
+    check_callable(f)
     if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
         raise TypeError(_A_CLASS.format(f.__name__))
     transform = object.__new__(cls)

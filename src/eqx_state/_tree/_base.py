@@ -23,9 +23,9 @@ from ._frozen import Marks
 # The field of every `es.Module` that `eqx.nn.inference_mode` replaces.
 INFERENCE: Final = "_eqx_state_inference"
 
-# The scopes that are open now, in all threads. It only answers quickly that no module
-# can be owned; who owns a module is in its `place`.
-OPEN_SCOPES: Final[set[int]] = set()
+# The scopes that are open now, and the threads in which they are. It only answers
+# quickly that no module can be owned; who owns a module is in its `place`.
+OPEN_SCOPES: Final[dict[int, int]] = {}
 
 
 # For type checkers only. On the class itself the decorator would lose against that of

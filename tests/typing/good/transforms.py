@@ -193,3 +193,15 @@ def train(model: Model, x: Array) -> Model:
     assert_type(model, Model)
     assert_type(grads, Model)
     return model
+
+
+def check_hold(model: Model, x: Array) -> None:
+    def step(
+        carry: tuple[Model, int], x: Array, n: int = 1
+    ) -> tuple[tuple[Model, int], str]:
+        return carry, "held"
+
+    run = es.hold(step, (model, 0), donate=True)
+    assert_type(run(x, n=2), str)
+    assert_type(run.carry, tuple[Model, int])
+    run.carry = model, 1

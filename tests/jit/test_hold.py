@@ -1,0 +1,587 @@
+"""`es.hold`: the results of `es.jit`, from a carry that it keeps."""
+
+import copy
+import pickle
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jit_cases import X
+
+import eqx_state as es
+from eqx_state._jit._packing import LIMIT
+
+
+both = pytest.mark.parametrize("donate", [False, True])
+promotes = jax.numpy_dtype_promotion("standard")  # as `optax.adam` needs
+
+
+class Mean(es.Module):
+    sum: es.State = 0.0
+    count: es.State = 0
+
+    def __call__(self, x):
+        self.sum = self.sum + x
+        self.count = self.count + 1
+        return self.sum / self.count.astype(float)
+
+
+class Net(es.Module):
+    inner: eqx.nn.Linear
+    norm: es.nn.BatchNorm
+    dropout: es.nn.Dropout
+    outer: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key, 3)
+        self.inner = eqx.nn.Linear(3, 4, key=keys[0])
+        self.norm = es.nn.BatchNorm(4)
+        self.dropout = es.nn.Dropout(0.5, key=keys[1])
+        self.outer = eqx.nn.Linear(4, 2, key=keys[2])
+
+    def __call__(self, x):
+        y = self.dropout(self.norm(jax.vmap(self.inner)(x)))
+        return jax.vmap(self.outer)(y)
+
+
+def training(key):
+    net = Net(key)
+    return net, es.Optimizer(optax.adam(0.1)).init(net)
+
+
+def train(carry, x):
+    net, optimizer = carry
+    loss_fn = lambda net, x: jnp.mean(jnp.square(net(x)))  # noqa: E731
+    (loss, net), grads = es.value_and_grad(loss_fn)(net, x)
+    net, optimizer = optimizer.update(grads, net)
+    return (net, optimizer), loss
+
+
+def add(carry, x):
+    return jax.tree.map(lambda c: c + x, carry), x
+
+
+def held_next(carry, x):
+    """What a step of `es.jit` and a held one make of a carry."""
+    run = es.hold(add, carry)
+    run(x)
+    return run.carry
+
+
+def plain(carry, x):
+    return es.jit(add)(carry, x)[0]
+
+
+# --- Results --------------------------------------------------------------------------
+
+
+@both
+@promotes
+def test_training_goes_as_under_jit(donate, getkey):
+    carry = training(getkey())
+    given = jax.tree.map(jnp.copy, carry)
+    run, step = es.hold(train, carry, donate=donate), es.jit(train)
+    expected = carry
+    for _ in range(3):
+        x = jr.normal(getkey(), (8, 3))
+        expected, loss = step(expected, x)
+        assert jnp.allclose(run(x), loss, rtol=1e-5)
+    assert eqx.tree_equal(run.carry, expected, rtol=1e-4, atol=1e-5)
+    assert eqx.tree_equal(carry, given)
+
+
+def test_modules_in_the_carry_write_their_state():
+    mean = Mean()
+    run = es.hold(lambda mean, x: (mean, mean(x)), mean)
+    assert [run(jnp.array(x)) for x in (1.0, 2.0, 6.0)] == [1.0, 1.5, 3.0]
+    assert run.carry.count == 3
+    assert mean.count == 0
+
+
+def test_a_written_module_has_to_come_back():
+    def step(mean, x):
+        before = jax.tree.map(lambda x: x, mean)
+        return before, mean(x)
+
+    run = es.hold(step, Mean())
+    with pytest.raises(ValueError, match=r"`sum` was written in a module of the carry"):
+        run(jnp.array(1.0))
+    assert run.carry.count == 0
+
+
+def test_writes_of_parameters_are_refused():
+    class Layer(es.Module):
+        w: es.Parameter = 1.0
+
+        def __call__(self):
+            self.w = self.w + 1
+
+    run = es.hold(lambda layer: (layer, layer()), Layer())
+    with pytest.raises(AttributeError, match="`w` is a `Parameter`"):
+        run()
+
+
+@both
+def test_every_sort_of_array_goes_in_and_out(donate):
+    big = jnp.arange(LIMIT, dtype=jnp.float32)
+    carry = {
+        "scalar": jnp.ones(()),
+        "vector": X,
+        "matrix": jnp.ones((2, 3)),
+        "half": jnp.ones(3, jnp.bfloat16),
+        "halves": jnp.ones((2, 2), jnp.bfloat16),
+        "alone": jnp.arange(3, dtype=jnp.int16),
+        "flags": [jnp.array([True, False]), jnp.array(True)],
+        "empty": jnp.ones((0, 3)),
+        "big": big,
+        "weak": jnp.array(1.0),
+        "number": 2.0,
+        "numpy": np.arange(3, dtype=np.int32),
+        "keys": [jr.key(0), jr.split(jr.key(1, impl="rbg"), 2)],
+        "static": ("word", None, jnp.tanh),
+    }
+
+    def change(x):
+        if isinstance(x, jax.Array):
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            if is_key or x.dtype == bool:
+                return x[::-1] if x.shape else x
+            return x * 2
+        return x
+
+    def step(carry, factor):
+        return jax.tree.map(change, carry), factor
+
+    def strong(tree):
+        return jax.tree.map(lambda x: x if callable(x) else x, tree)
+
+    run, jitted = es.hold(step, carry, donate=donate), es.jit(step)
+    expected = {**carry, "number": jnp.asarray(2.0)}
+    assert eqx.tree_equal(run.carry, {**expected, "numpy": jnp.asarray(carry["numpy"])})
+    for _ in range(2):
+        run(1)
+        expected, _ = jitted(expected, 1)
+    assert eqx.tree_equal(strong(run.carry), expected)
+    assert run.carry["number"].weak_type
+    assert run.carry["weak"].weak_type
+    assert big[-1] == LIMIT - 1
+
+
+@pytest.mark.parametrize(
+    "carry", [(), None, X, jnp.ones(()), {"a": X}, [jr.key(0)], {"word": "b"}]
+)
+@both
+def test_a_carry_may_be_any_tree(carry, donate):
+    run = es.hold(lambda carry: (carry, 1), carry, donate=donate)
+    assert run() == 1
+    assert run() == 1
+    assert eqx.tree_equal(run.carry, carry)
+
+
+def test_plain_equinox_layers_are_held(getkey):
+    mlp = eqx.nn.MLP(2, 2, 4, 1, key=getkey())
+    double = lambda m: eqx.apply_updates(m, eqx.filter(m, eqx.is_array))  # noqa: E731
+    run = es.hold(lambda m, x: (double(m), m(x)), mlp)
+    assert jnp.allclose(run(jnp.ones(2)), mlp(jnp.ones(2)))
+    assert eqx.tree_equal(run.carry, double(mlp))
+
+
+def test_the_output_may_be_anything(getkey):
+    run = es.hold(lambda c, x: (c + x, {"c": c, "word": "a", "f": jnp.tanh}), X)
+    out = run(1.0)
+    assert (out["c"] == X).all()
+    assert out["word"] == "a"
+    assert out["f"] is jnp.tanh
+
+
+def test_a_pair_may_be_a_list_and_nothing_else_is_one():
+    assert es.hold(lambda c: [c, 3], X)() == 3
+    with pytest.raises(TypeError, match="`es.hold` returns a pair"):
+        es.hold(lambda c: c, X)()
+
+
+# --- Compilations ---------------------------------------------------------------------
+
+
+@both
+def test_each_structure_and_mode_is_traced_once(donate):
+    traces = 0
+
+    def step(mean, x):
+        nonlocal traces
+        traces += 1
+        return mean, mean(x) if mean.training else x
+
+    run = es.hold(step, Mean(), donate=donate)
+    for _ in range(3):
+        run(jnp.array(1.0))
+    assert traces == 1
+    for _ in range(2):
+        run.carry = run.carry.eval()
+        run(jnp.array(1.0))
+        assert traces == 2
+        run.carry = run.carry.train()
+        run(jnp.array(1.0))
+        assert traces == 2
+    assert run.carry.count == 5
+
+
+def test_arguments_are_those_of_jit():
+    traces = 0
+
+    def step(c, x, power, *, scale=1):
+        nonlocal traces
+        traces += 1
+        return c, scale * x**power
+
+    run = es.hold(step, X)
+    assert run(jnp.array(3), 2) == run(jnp.array(3), power=2) == 9
+    assert run(np.array(3), 2, scale=2) == 18
+    assert traces == 2
+    assert run(jnp.array(3), 3) == 27
+    assert traces == 3
+    with pytest.raises(TypeError, match="missing a required argument: 'power'"):
+        run(jnp.array(3), scale=1)
+    with pytest.raises(TypeError, match="cannot be hashed"):
+        run({1}, 2)
+
+
+def test_a_module_that_the_function_holds_is_traced():
+    traces = 0
+    layer = {"weight": Mean(sum=2.0)}
+
+    def step(c):
+        nonlocal traces
+        traces += 1
+        return c, layer["weight"].sum
+
+    run = es.hold(step, X)
+    assert run() == 2
+    layer["weight"] = Mean(sum=5.0)
+    assert run() == 5
+    assert traces == 1
+
+
+def test_a_weak_type_may_become_strong():
+    run = es.hold(lambda total, x: (total + x, total), 0.0)
+    for _ in range(3):
+        run(jnp.ones(()))
+    assert run.carry == 3
+    assert not run.carry.weak_type
+
+
+def test_a_strong_type_stays_one():
+    run = es.hold(lambda n, reset: (0 if reset else n + 1, n), jnp.ones((), jnp.int32))
+    for reset in (False, True, False):
+        run(reset)
+    assert run.carry == 1
+    assert not run.carry.weak_type
+
+
+# --- The carry ------------------------------------------------------------------------
+
+
+@both
+def test_what_is_read_is_a_tree_of_its_own(donate):
+    carry = {"list": [X, X + 1], "big": jnp.zeros(LIMIT)}
+    run = es.hold(add, carry, donate=donate)
+    read = run.carry
+    read["list"].clear()
+    run(1.0)
+    assert eqx.tree_equal(run.carry, plain(carry, 1.0))
+    # Whoever donates what was read or returned does not take it from the held step.
+    for x in jax.tree.leaves(run.carry) if donate else run.carry["list"]:
+        x.delete()
+    run(1.0)
+    assert eqx.tree_equal(run.carry, plain(carry, 2.0))
+
+
+def test_donated_arrays_are_not_the_callers():
+    """Not those of the first carry, of an argument, of an output, or of a closure."""
+    big, constant = jnp.ones(LIMIT), jnp.full(LIMIT, 2.0)
+
+    def step(carry, x, which):
+        new = {"new": x, "constant": constant, "old": carry, "sum": carry + 1}[which]
+        return new, (carry, new)
+
+    run = es.hold(step, big, donate=True)
+    kept = [big, constant]
+    for which in ("old", "new", "sum", "constant", "old", "sum", "sum"):
+        kept += run(x := jnp.full(LIMIT, 3.0), which)
+        kept.append(x)
+    assert not any(x.is_deleted() for x in kept)
+    held = run._held[1]
+    run(big, "sum")
+    assert all(x.is_deleted() for x in held)
+
+
+def test_a_numpy_array_of_the_caller_may_change_later():
+    x = np.zeros(LIMIT, np.float32)
+    run = es.hold(lambda c: (c, c), x)
+    x += 1
+    assert (run() == 0).all()
+
+
+def test_arrays_lie_in_one_buffer_for_each_dtype():
+    floats, ints = [jnp.ones(n) for n in range(1, 9)], [X.astype(int)] * 3
+    run = es.hold(lambda c: (c, 0), (floats, ints, jnp.zeros(LIMIT), jr.key(0)))
+    assert len(run._held[1]) == 4
+    run()
+    assert len(run._held[1]) == 4
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_arrays_stay_where_they_are(getkey):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    named = jax.sharding.NamedSharding
+    for place in (
+        None,
+        jax.devices()[1],
+        named(mesh, spec()),
+        named(explicit, spec()),
+    ):
+        carry = [X, X + 1, jr.normal(getkey(), (2, 2))]
+        if place is not None:
+            carry = jax.device_put(carry, place)
+        run = es.hold(add, carry)
+        run(1.0)
+        for x, y in zip(run.carry, carry, strict=True):
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+            assert x.committed == y.committed
+        assert eqx.tree_equal(run.carry, plain(carry, 1.0))
+    rows = jax.device_put([jnp.ones((2, 3)), jnp.ones((4, 3))], named(mesh, spec("d")))
+    run = es.hold(add, [*rows, *jax.device_put([X, X], named(mesh, spec()))])
+    run(1.0)
+    assert [x.sharding.is_fully_replicated for x in run.carry] == [False] * 2 + [
+        True
+    ] * 2
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_arrays_that_are_not_committed_follow_the_others():
+    run = es.hold(add, [X, X + 1])
+    run(jax.device_put(jnp.ones(()), jax.devices()[1]))
+    assert run.carry[0].devices() == {jax.devices()[1]}
+    run(jax.device_put(jnp.ones(()), jax.devices()[1]))
+    assert (run.carry[0] == jax.device_put(X + 2, jax.devices()[1])).all()
+
+
+def test_arrays_in_other_memory_are_those_of_jit():
+    (device,) = X.devices()
+    for memory in device.addressable_memories():
+        place = jax.sharding.SingleDeviceSharding(device, memory_kind=memory.kind)
+        carry = jax.device_put([X, X + 1], place)
+        run = es.hold(lambda c: (c, 0), carry)
+        run()
+        expected, _ = es.jit(lambda c: (c, 0))(carry)
+        for x, y in zip(run.carry, expected, strict=True):
+            assert x.sharding.memory_kind == y.sharding.memory_kind
+            assert jax.device_get(x).tolist() == jax.device_get(y).tolist()
+
+
+# --- Errors ---------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c: {**c, "b": X},
+            "another structure or in another mode, first at the root",
+        ),
+        (lambda c: {"a": c["a"]}, "another structure"),
+        (lambda c: {**c, "m": c["m"].eval()}, r"first at `\['m'\].training`"),
+        (
+            lambda c: {**c, "a": X[:2]},
+            r"`\['a'\]` was `f32\[3\]`, and is now `f32\[2\]`",
+        ),
+        (lambda c: {**c, "a": X.astype(int)}, "is now `i32"),
+        (lambda c: {**c, "a": 1.0}, r"`f32\[3\]`, and is now `1.0`"),
+        (lambda c: {**c, "word": "b"}, "was `'a'`, and is now `'b'`"),
+        (lambda c: {**c, "word": X}, r"was `'a'`, and is now `f32\[3\]`"),
+        (lambda c: {**c, "m": es.map(lambda x: 1, c["m"], on=es.State)}, "`.*sum` was"),
+    ],
+)
+def test_a_carry_that_comes_back_otherwise_is_refused(change, message, donate):
+    carry = {"a": X, "m": Mean(), "word": "a"}
+    run = es.hold(lambda c, bad: (change(c) if bad else c, 0), carry, donate=donate)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"(?s)`es.hold` returned.*{message}"):
+            run(True)
+        run(False)
+    assert eqx.tree_equal(run.carry, carry)
+
+
+@both
+def test_what_cannot_be_held_is_refused(donate):
+    hold = lambda c: es.hold(lambda c: (c, 0), c, donate=donate)  # noqa: E731
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    with pytest.raises(TypeError, match=r"`\['a'\]` as `Sh.*, which has a shape"):
+        hold({"a": shape})
+    mean = Mean()
+    with pytest.raises(ValueError, match="in two places"):
+        hold([mean, mean])
+
+    class Lazy(es.Module):
+        w: es.Parameter = es.Initializer(jr.normal)
+
+    with pytest.raises(es.NotInitializedError, match="`w`"):
+        hold(Lazy())
+    with pytest.raises(TypeError, match="cannot be called"):
+        es.hold(3, X)
+    run = hold(X)
+    with pytest.raises(ValueError, match="in two places"):
+        run.carry = [mean, mean]
+    assert (run.carry == X).all()
+
+
+def refuse(c, x):
+    c = eqx.error_if(c, x < 0, "must not be negative")
+    return c + x, x
+
+
+@pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks,
+    reason="`eqx.error_if` fails under the leak check, also in `eqx.filter_jit`",
+)
+def test_a_check_that_fails_leaves_the_carry_as_it_was():
+    run = es.hold(refuse, X)
+    for _ in range(2):
+        run(jnp.array(1.0))
+        with pytest.raises(eqx.EquinoxRuntimeError, match="must not be negative"):
+            run(jnp.array(-1.0))
+    assert (run.carry == X + 2).all()
+
+
+@pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks,
+    reason="`eqx.error_if` fails under the leak check, also in `eqx.filter_jit`",
+)
+def test_a_donated_carry_is_lost_when_a_run_fails():
+    run = es.hold(refuse, X, donate=True)
+    for _ in range(2):
+        run(jnp.array(1.0))
+        with pytest.raises(eqx.EquinoxRuntimeError, match="must not be negative"):
+            run(jnp.array(-1.0))
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match="The carry of this held step is los"
+            ):
+                run(jnp.array(1.0))
+            with pytest.raises(RuntimeError, match="Assign another one"):
+                _ = run.carry
+        run.carry = X
+    assert (run.carry == X).all()
+
+
+@both
+def test_what_fails_before_the_run_leaves_the_carry_as_it_was(donate):
+    def step(c, x, fail):
+        assert not fail, "no"
+        return c + x, x
+
+    run = es.hold(step, X, donate=donate)
+    deleted = jnp.ones(())
+    deleted.delete()
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="no"):
+            run(jnp.ones(()), True)
+        with pytest.raises(RuntimeError, match="deleted"):
+            run(deleted, False)
+        run(jnp.ones(()), False)
+    assert (run.carry == X + 2).all()
+
+
+def test_inside_a_scope_it_is_an_error():
+    run = es.hold(add, X)
+    mean = Mean()
+
+    def use(mean, what):
+        return what()
+
+    def assign():
+        run.carry = X
+
+    for what in (
+        lambda: run(1.0),
+        lambda: run.carry,
+        assign,
+        lambda: es.hold(add, X),
+    ):
+        with pytest.raises(RuntimeError, match="used inside `es.mutable`"):
+            es.mutable(use)(mean, what)
+    run(1.0)
+    assert (run.carry == X + 1).all()
+
+
+@pytest.mark.parametrize(
+    "jit", [jax.jit, es.jit, jax.vmap, jax.grad], ids=["jax", "es", "vmap", "grad"]
+)
+def test_inside_a_transform_it_is_an_error(jit):
+    run = es.hold(add, X)
+    for use in (lambda x: run(x), lambda x: run.carry, lambda x: es.hold(add, x)):
+        with pytest.raises(es.TraceError, match="used inside a transform"):
+            jit(use)(jnp.ones(3))
+    run(1.0)
+    assert (run.carry == X + 1).all()
+
+
+def test_inside_its_own_function_it_is_an_error():
+    def step(c, which):
+        return c, run.carry if which else run(which)
+
+    run = es.hold(step, X)
+    for disabled in (True, False):
+        with jax.disable_jit(disabled):
+            for which in (True, False):
+                with pytest.raises(RuntimeError, match="the held step that it belongs"):
+                    run(which)
+
+
+def test_a_scope_of_another_thread_does_not_matter():
+    run, begin, end = es.hold(add, X), threading.Event(), threading.Event()
+
+    def wait(mean):
+        begin.set()
+        end.wait()
+
+    thread = threading.Thread(target=es.mutable(wait), args=(Mean(),))
+    thread.start()
+    begin.wait()
+    try:
+        run(1.0)
+    finally:
+        end.set()
+        thread.join()
+    assert (run.carry == X + 1).all()
+
+
+@pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks, reason="the leak check fails with threads"
+)
+@both
+def test_threads_take_turns(donate):
+    run = es.hold(add, [X, X], donate=donate)
+    threads = [
+        threading.Thread(target=lambda: [run(jnp.ones(())) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert eqx.tree_equal(run.carry, [X + 80, X + 80])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_neither_copied_nor_pickled(copied):
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copied(es.hold(add, X))

@@ -1,0 +1,171 @@
+"""Programs that hold a step, and use it where it means nothing."""
+
+import copy
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from catalogue_entry import Layer, Theme, XS
+
+import eqx_state as es
+
+
+HELD = Theme("Held steps")
+
+
+def step(layer, x):
+    return layer, layer(x)
+
+
+@HELD.raises(
+    "use a held step inside `es.mutable`",
+    RuntimeError,
+    "A held step was used inside `es.mutable`",
+    instead="hold it at the top; modules in its carry may write their state",
+)
+def _(case):
+    layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
+    run = es.hold(step, layer)
+    with case.error():
+        es.mutable(lambda layer, x: run(x))(layer, XS)
+    with case.error():
+        es.mutable(lambda layer, x: es.hold(step, layer)(x))(layer, XS)
+    assert (run(XS) == 2 * XS).all()
+    assert run.carry.count == 1
+
+
+@HELD.raises(
+    "use a held step inside `jax.jit`, `jax.vmap`, `es.scan`",
+    es.TraceError,
+    "A held step was used inside a transform of JAX",
+    "step(carry, x)",
+    instead="the function itself: `carry, y = step(carry, x)`",
+)
+def _(case):
+    layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
+    run = es.hold(step, layer)
+    for use in (jax.jit(run.__call__), jax.vmap(lambda x: run(x)), es.jit(run)):
+        with case.error():
+            use(XS)
+    with case.error():
+        es.scan(lambda n, x: (n, run(x)), 0, XS)
+    assert run.carry.count == 0
+
+
+@HELD.raises(
+    "use a held step in its own function",
+    RuntimeError,
+    "used the held step that it belongs to",
+    instead="the argument: the function takes the carry, and returns the new one",
+)
+def _(case):
+    layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
+    run = es.hold(lambda layer, x: (run.carry, layer(x)), layer)
+    with case.error():
+        run(XS)
+    assert run.carry.count == 0
+
+
+@HELD.raises(
+    "return a carry in another mode, or of another structure",
+    ValueError,
+    "returned a carry of another structure or in another mode",
+    "run.carry = ",
+    instead="`run.carry = run.carry.eval()` between two steps",
+)
+def _(case):
+    layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
+    for wrong in (lambda m: m.eval(), lambda m: (m, m.count), lambda m: m.weight):
+        run = es.hold(lambda m, x, wrong=wrong: (wrong(m), m(x)), layer)
+        with case.error():
+            run(XS)
+        assert run.carry.count == 0
+
+
+@HELD.raises(
+    "return a carry with another shape or dtype",
+    ValueError,
+    "returned another carry than it was given",
+    "only the values of arrays may change",
+    instead="convert it in the function, or start with what it returns",
+)
+def _(case):
+    total = {"sum": jnp.zeros(()), "n": jnp.zeros((), jnp.int32)}
+    for wrong in (XS, jnp.zeros((), jnp.float16), "a"):
+        run = es.hold(lambda c, wrong=wrong: ({**c, "sum": wrong}, 0), total)
+        with case.error():
+            run()
+        assert run.carry["sum"] == 0
+
+
+@HELD.raises(
+    "go on with a donated carry after a run that failed",
+    RuntimeError,
+    "The carry of this held step is lost",
+    "`donate=True`",
+    instead="`run.carry = ...` from a checkpoint; or hold it without `donate`",
+)
+def _(case):
+    def check(x, y):
+        return eqx.error_if(x, y < 0, "negative") + y, y
+
+    with jax.check_tracer_leaks(False):
+        for donate in (True, False):
+            run = es.hold(check, XS, donate=donate)
+            run(jnp.ones(()))
+            try:
+                run(-jnp.ones(()))
+            except eqx.EquinoxRuntimeError:
+                pass
+            if donate:
+                with case.error():
+                    run(jnp.ones(()))
+                run.carry = XS + 1
+            assert (run.carry == XS + 1).all()
+
+
+@HELD.raises(
+    "hold a `jax.ShapeDtypeStruct`",
+    TypeError,
+    "which has a shape, but no values to hold",
+    "`weight`",
+    instead="`es.hold(step, es.load(path, like))`",
+)
+def _(case):
+    like = eqx.filter_eval_shape(lambda: Layer(weight=jnp.array(2.0)))
+    with case.error():
+        es.hold(step, like)
+
+
+@HELD.raises(
+    "copy or pickle a held step",
+    TypeError,
+    "A held step cannot be copied or pickled",
+    "`run.carry`",
+    instead="`run.carry`, which is an ordinary tree",
+)
+def _(case):
+    run = es.hold(step, Layer())
+    with case.error():
+        copy.deepcopy(run)
+
+
+@HELD.works(
+    "assign a carry in another mode, back and forth",
+    "each mode is compiled once",
+)
+def _(case):
+    traces = []
+
+    def counted(layer, x):
+        traces.append(1)
+        return layer, layer(x)
+
+    run = es.hold(counted, Layer())
+    for _ in range(3):
+        run.carry = es.train(run.carry)
+        run(XS)
+        run.carry = es.eval(run.carry)
+        run(XS)
+    assert run.carry.count == 3
+    assert len(traces) == 2
