@@ -427,8 +427,8 @@ def _(case):
     "scan over layers that are not a stack",
     ValueError,
     "has shape (), and no first axis to scan over",
-    "eqx.filter_vmap(make_layer)",
-    instead="`eqx.filter_vmap(make_layer)(keys)` makes a stack",
+    "`es.nn.Stacked(layers)(x)`",
+    instead="`es.nn.Stacked(layers)(x)`; or pass a stack as `xs`",
 )
 def _(case):
     one = case.keep([Layer()])

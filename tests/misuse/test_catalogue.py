@@ -20,6 +20,7 @@ import catalogue_keys as keys
 import catalogue_kinds as kinds
 import catalogue_lifted as lifted
 import catalogue_places as places
+import catalogue_stacks as stacks
 import catalogue_threads as threads
 import catalogue_training as training
 import catalogue_writes as writes
@@ -37,6 +38,7 @@ THEMES = [
     kinds.SHAPES,
     places.PLACES,
     lifted.LIFTED,
+    stacks.STACKS,
     jit.STATIC,
     held.HELD,
     keys.KEYS,

@@ -212,5 +212,6 @@ that the body was given:
         return cell, y"""
 
 _NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
-stack of layers has one in each of its arrays, also in its state and keys: make it by \
+stack of layers has one in each of its arrays, also in its state and keys. To run \
+layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
 `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
