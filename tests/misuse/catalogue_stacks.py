@@ -129,7 +129,7 @@ def _(case):
 
 
 @STACKS.raises(
-    "call one layer of a stack: `self.blocks[0](x)`, in train mode",
+    "take one layer out of a stack, `self.blocks[0]`, and call it in train mode",
     FROZEN,
     "it is a copy made inside the scope",
     instead="`self.blocks(x)`; or a list of layers; in eval mode it works",
