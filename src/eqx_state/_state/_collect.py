@@ -177,7 +177,7 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         raise frozen(kind_message(visit, visit.name, scope, old))
     if scope.is_initializing:
         old = None  # the new value may be of any shape and dtype
-    new = fit_leaf(old, new, visit.name)
+    new = fit_leaf(old, scope.as_inside(old, new, visit.path), visit.name)
     if is_numpy(new) and is_numeric(new.dtype):
         new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
     new = to_strong(new)

@@ -7,6 +7,7 @@ than a silent conversion.
 
 from typing import Any, Final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -16,6 +17,24 @@ from .._tree._base import is_eqx_module
 from .._tree._show import show
 from .._tree._walk import is_array, is_numpy
 from .._tree._weak_types import is_weak, NUMBERS
+
+
+def as_inside(old: Any, new: Any, own: Any) -> Any:
+    """`new` in the dtype that `old` has inside of a `cast`, if that loses nothing.
+
+    `own` is the dtype outside, to which the value will be cast in the end; `None` if
+    that is the same. A float that is wider stays as it is: its dtype is an error, as
+    without a `cast`. So are weak types and numbers, which are cast in any case.
+    """
+    if not is_array(old) or not eqx.is_array(new) or is_weak(new):
+        return new
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new)):
+        return new
+    inside, given = (jax.dtypes.canonicalize_dtype(x.dtype) for x in (old, new))
+    widest = inside if own is None else jax.dtypes.canonicalize_dtype(own)
+    with jax.numpy_dtype_promotion("standard"):
+        fits = jnp.promote_types(given, widest) == widest
+    return jnp.asarray(new).astype(inside) if fits and given != inside else new
 
 
 def fit(old: Any, new: Any, name: str) -> Any:

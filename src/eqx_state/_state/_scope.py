@@ -12,17 +12,24 @@ import contextlib
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Self
 
 import jax.tree_util as jtu
 
 from .._compat import trace_state
-from .._tree._base import BaseModule, get_place, is_module, OPEN_SCOPES, set_place
+from .._tree._base import (
+    BaseModule,
+    get_place,
+    is_eqx_module,
+    is_module,
+    OPEN_SCOPES,
+    set_place,
+)
 from .._tree._context import Context, ROOT
 from .._tree._walk import name_of, Visit, walk
 from .._typing import KeyPath
-from ._fit import fit
+from ._fit import as_inside, fit
 from ._nn_shared import closed_copy, open_shared, OpenShared
 from ._observe import mark, Observer, OBSERVING
 
@@ -57,6 +64,8 @@ class Scope:
     - `reports`: if sown values are for a scope around this one, their names there.
     - `observer`: what sees the calls of modules, and may add to `sown`.
     - `written`: the modules that were written, and the name of a field that was.
+    - `own_dtypes`: inside of a `cast`, the own dtype of each array that has another
+        one here, by path.
     """
 
     # Whether this is an `InitScope`, in which the structure may change.
@@ -73,6 +82,7 @@ class Scope:
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
+        self.own_dtypes: Mapping[KeyPath, Any] | None = None
         self._lock = threading.RLock()
         self._is_transformed = False
         OPEN_SCOPES[id(self)] = threading.get_ident()
@@ -130,6 +140,7 @@ class Scope:
         """A scope like this one, for the trace of a transform inside it."""
         new = Scope(self.kinds, self.captures, self.observer)
         new.reports = self.reports
+        new.own_dtypes = self.own_dtypes
         return new
 
     @property
@@ -140,6 +151,7 @@ class Scope:
             self.captures,
             self.reports,
             self.observer and self.observer.key,
+            None if self.own_dtypes is None else tuple(self.own_dtypes.items()),
         )
 
     def outward(self, path: KeyPath) -> KeyPath | None:
@@ -161,7 +173,22 @@ class Scope:
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
         """The value to store when `value` is written in the place of `old`."""
-        return fit(old, value, name_of(path))
+        return fit(old, self.as_inside(old, value, path), name_of(path))
+
+    def as_inside(self, old: Any, new: Any, path: KeyPath) -> Any:
+        """`new` with the dtypes that `old` has inside of a `cast`, where they fit."""
+        if self.own_dtypes is None:
+            return new
+        own = self.own_dtypes
+        structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
+        if structures[0] != structures[1]:
+            return new
+        return jtu.tree_map_with_path(
+            lambda below, a, b: as_inside(a, b, own.get((*path, *below))),
+            old,
+            new,
+            is_leaf=is_eqx_module,
+        )
 
 
 @dataclasses.dataclass(slots=True)

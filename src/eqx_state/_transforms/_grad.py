@@ -7,7 +7,7 @@ output.
 
 import abc
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import (
     Any,
     ClassVar,
@@ -31,6 +31,7 @@ from .._tree._bind import Filter
 from .._tree._filters import all_of, trainable
 from .._tree._parts import Part
 from .._tree._select import partition
+from ._cast import as_cast, Cast
 from ._mutable import Argnums, as_argnums, target, thread
 from ._transform import Transform, wrap
 
@@ -51,6 +52,7 @@ class AbstractGrad(Transform):
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
+    cast: Cast | None = eqx.field(static=True)
     threads = True
     name: ClassVar[str]
 
@@ -78,9 +80,10 @@ class AbstractGrad(Transform):
             inside = Scope((State,)) if new_scope is None else new_scope()
             if reports is not None:
                 inside.captures, inside.reports = True, reports[1]
+            model = eqx.combine(diff, rest)
             with contextlib.ExitStack() as stack:
                 inner = [stack.enter_context(scope.inner()) for scope in observing]
-                out, new = thread(eqx.combine(diff, rest), inside, call.run, call)
+                out, new = thread(model, inside, call.run, call, self.cast)
             loss = _first_of_two(out) if self.has_aux else out
             seen = [scope.sown for scope in inner]
             return _check_loss(loss), (out, new, inside.sown, seen)
@@ -145,6 +148,7 @@ def value_and_grad(
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
     argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[tuple[_R, _M], _M]]: ...
 @overload
 def value_and_grad(
@@ -153,6 +157,7 @@ def value_and_grad(
     wrt: Filter = trainable,
     has_aux: Literal[True],
     argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[tuple[tuple[_R, _A], _M], _M]]: ...
 @overload
 def value_and_grad(
@@ -161,6 +166,7 @@ def value_and_grad(
     wrt: Filter = trainable,
     has_aux: bool = False,
     argnums: int,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[_R, Any], Any]]: ...
 @overload
 def value_and_grad(
@@ -169,6 +175,7 @@ def value_and_grad(
     wrt: Filter = trainable,
     has_aux: bool = False,
     argnums: tuple[int, ...],
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
 def value_and_grad(
     f: Any,
@@ -176,6 +183,7 @@ def value_and_grad(
     wrt: Any = trainable,
     has_aux: bool = False,
     argnums: int | tuple[int, ...] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Any:
     """The value of `f`, the model after it, and the gradients for the model.
 
@@ -190,6 +198,8 @@ def value_and_grad(
         tuple the new models are a tuple, and so are the gradients. An argument that is
         not a model may be among them: with `argnums=1` and an array as the second
         argument, the gradient is the one for that array.
+    - `cast`: the dtypes that the model has inside of the call, as for `es.mutable`. The
+        gradients have the dtypes of the parameters outside.
 
     **Returns:**
 
@@ -232,6 +242,7 @@ def value_and_grad(
         wrt=wrt,
         has_aux=has_aux,
         argnums=as_argnums(argnums, _ValueAndGrad.name),
+        cast=as_cast(cast, _ValueAndGrad.name),
     )
 
 
@@ -242,6 +253,7 @@ def grad(
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
     argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[_M, _M]]: ...
 @overload
 def grad(
@@ -250,6 +262,7 @@ def grad(
     wrt: Filter = trainable,
     has_aux: Literal[True],
     argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, _P], tuple[_M, tuple[_A, _M]]]: ...
 @overload
 def grad(
@@ -258,6 +271,7 @@ def grad(
     wrt: Filter = trainable,
     has_aux: bool = False,
     argnums: int,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[Any, Any]]: ...
 @overload
 def grad(
@@ -266,6 +280,7 @@ def grad(
     wrt: Filter = trainable,
     has_aux: bool = False,
     argnums: tuple[int, ...],
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
 def grad(
     f: Any,
@@ -273,6 +288,7 @@ def grad(
     wrt: Any = trainable,
     has_aux: bool = False,
     argnums: int | tuple[int, ...] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Any:
     """The gradients of `f` with respect to the model, and the model after it.
 
@@ -296,4 +312,5 @@ def grad(
         wrt=wrt,
         has_aux=has_aux,
         argnums=as_argnums(argnums, _Grad.name),
+        cast=as_cast(cast, _Grad.name),
     )

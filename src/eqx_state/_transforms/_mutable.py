@@ -9,7 +9,7 @@ import dataclasses
 import functools as ft
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -23,6 +23,7 @@ from .._state._outside_scope import explain, ModelCall
 from .._state._scope import Kinds, Scope
 from .._tree._base import is_eqx_module
 from .._tree._walk import name_of, Visit
+from ._cast import as_cast, Cast, own_again
 from ._transform import Transform, wrap
 
 
@@ -34,15 +35,21 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 
 def thread(
-    model: Any, scope: Scope, run: Callable[[Any], Any], call: ModelCall | None = None
+    model: Any,
+    scope: Scope,
+    run: Callable[[Any], Any],
+    call: ModelCall | None = None,
+    cast: Cast | None = None,
 ) -> tuple[Any, Any]:
     """Run on a private copy of the model. Returns the output, and the new model.
 
-    `call` is the user's call, as errors describe it.
+    `call` is the user's call, as errors describe it. `cast`: the dtypes in the call.
     """
     with scope:
-        given = Snapshot.of_model(model)
-        owned, visits = enter(given, scope)
+        given = inside = Snapshot.of_model(model)
+        if cast is not None:
+            inside = cast.inside(model, given, scope)
+        owned, visits = enter(inside, scope)
         check_none_missing(visits)
         try:
             out = run(owned.tree)
@@ -54,7 +61,8 @@ def thread(
                 raise
             raise TypeError(message) from error
         out, (after,) = leave(out, [owned])
-    result = out, given_back(given, owned, after)
+    new = given_back(inside, owned, after)
+    result = out, new if cast is None else own_again(new, inside, given)
     return result if scope.observer is None else unmarked(result, scope.observer.key)
 
 
@@ -202,12 +210,13 @@ tuple of them; `es.TreePart` allows all."""
 class _Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
+    cast: Cast | None = eqx.field(static=True)
     threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
         call = target(self.f, args, kwargs, self.argnums, "es.mutable")
-        return thread(call.model, Scope(self.kinds), call.run, call)
+        return thread(call.model, Scope(self.kinds), call.run, call, self.cast)
 
 
 class _Threaded(Generic[_M_co, _F_co]):
@@ -222,18 +231,34 @@ class _Threaded(Generic[_M_co, _F_co]):
 
 @overload
 def mutable(
-    f: _M, *, kinds: Any = State, argnums: None = None
+    f: _M,
+    *,
+    kinds: Any = State,
+    argnums: None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> _Threaded[_M, _M]: ...
 @overload
 def mutable(
-    f: Callable[_P, _R], *, kinds: Any = State, argnums: int | None = None
+    f: Callable[_P, _R],
+    *,
+    kinds: Any = State,
+    argnums: int | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[_R, Any]]: ...
 @overload
 def mutable(
-    f: Callable[_P, _R], *, kinds: Any = State, argnums: tuple[int, ...]
+    f: Callable[_P, _R],
+    *,
+    kinds: Any = State,
+    argnums: tuple[int, ...],
+    cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
 def mutable(
-    f: Any, *, kinds: Any = State, argnums: int | tuple[int, ...] | None = None
+    f: Any,
+    *,
+    kinds: Any = State,
+    argnums: int | tuple[int, ...] | None = None,
+    cast: Mapping[Any, Any] | None = None,
 ) -> Any:
     """`f` with permission to write state: it returns `(output, new_model)`.
 
@@ -251,6 +276,13 @@ def mutable(
         `jax.grad`; negative ones count from the end. An integer, or a tuple of them, in
         which case the new model is a tuple, too. An object that `f` carries along is
         not threaded then.
+    - `cast`: the dtypes that the model has inside of the call: rules, as for `es.spec`,
+        from filters to real floating dtypes, or `None` for arrays that stay as they
+        are. `{es.Parameter: jnp.bfloat16}` computes with parameters in half precision.
+        Only real floating arrays are cast. Outside nothing changes: what was not
+        written is the very same array, and what was written has its own dtype again.
+        Inside, a narrower float that is written is widened to the dtype of its field.
+        The other arguments are not cast.
 
     **Returns:**
 
@@ -265,10 +297,11 @@ def mutable(
     - `es.TraceError`: a write inside a plain JAX transform.
     - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
         cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
-        one stateful module in two places; `argnums` names one argument twice.
+        one stateful module in two places; `argnums` names one argument twice; a filter
+        of `cast` matches nothing.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
     - `TypeError`: the call has no positional argument to thread, or not the one that
-        `argnums` names.
+        `argnums` names; `cast` is not a mapping from filters to real floating dtypes.
 
     !!! example
 
@@ -303,4 +336,5 @@ def mutable(
         f,
         kinds=as_kinds(kinds, "es.mutable"),
         argnums=as_argnums(argnums, "es.mutable"),
+        cast=as_cast(cast, "es.mutable"),
     )
