@@ -658,3 +658,66 @@ def _(case):
     net = case.keep(Net(), XS)
     grads, _ = es.grad(lambda pair: loss_fn(pair[0]))((net, es.Ema(0.5).init(net)))
     assert es.parts(grads[1]) == []
+
+
+@TRAINING.works(
+    "compute in half precision, and keep statistics in float32",
+    "`cast=` changes dtypes inside of the call alone",
+    "`es.value_and_grad(loss_fn, cast={es.Parameter: jnp.bfloat16})`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def loss_fn(net, x):
+        return jnp.sum(net(x)).astype(jnp.float32)
+
+    grads, new = es.grad(loss_fn, cast={es.Parameter: jnp.bfloat16})(
+        net, jnp.ones(3, jnp.bfloat16)
+    )
+    assert grads.layer.weight.dtype == jnp.float32
+    assert es.map(lambda x: x.dtype, new) == es.map(lambda x: x.dtype, net)
+
+
+@TRAINING.raises(
+    "cast to a dtype that is not a real floating one: `cast={...: jnp.int8}`",
+    TypeError,
+    "arrays are cast to a real floating dtype",
+    instead="`cast={es.Parameter: jnp.bfloat16}`, `None` for what stays as it is",
+)
+def _(case):
+    case.keep(Net(), XS)
+    with case.error():
+        es.value_and_grad(loss_fn, cast={...: jnp.int8})
+    with case.error():
+        es.mutable(loss_fn, cast={es.State: jnp.complex64})
+
+
+@TRAINING.raises(
+    "cast by a filter that matches nothing: a typo in a name",
+    ValueError,
+    "matches no array",
+    instead="a name from `es.parts(model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.grad(loss_fn, cast={es.path_matches("wieght"): jnp.bfloat16})(net)
+
+
+@TRAINING.raises(
+    "write a wider float into a field, inside of a `cast` or not",
+    ValueError,
+    "State keeps its shape and dtype",
+    instead="`value.astype(self.field.dtype)`; a `cast` widens narrower floats only",
+)
+def _(case):
+    class Mean(es.Module):
+        mean: es.State
+
+        def __call__(self, x):
+            self.mean = x
+
+    model = case.keep(Mean(jnp.zeros((), jnp.bfloat16)))
+    for cast in (None, {es.Parameter: jnp.bfloat16}):
+        with case.error():
+            es.mutable(model, cast=cast)(jnp.zeros((), jnp.float32))

@@ -460,6 +460,19 @@ def test_capture_around():
     assert new.mean.dtype == grads.weight.dtype == jnp.float32
 
 
+def test_a_jitted_function_inside_is_compiled_for_what_is_around_it():
+    @es.jit
+    def run(m):
+        m.mean = m.codes[:1]
+
+    layer = make_layer().replace(codes=jnp.full(2, 1 / 3, HALF))
+    for rules in (CAST, {es.State: HALF}, CAST):
+        _, new = es.mutable(lambda m: run(m), cast=rules)(layer)
+        assert new.mean.dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"`mean` was `f32\[1\]` and is now `bf16"):
+        es.mutable(lambda m: run(m))(layer)
+
+
 def test_calls_nest():
     def outer(m, x):
         (y, inner), grads = es.value_and_grad(loss_fn, cast={es.Parameter: None})(m, x)
