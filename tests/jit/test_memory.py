@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import eqx_state as es
+from eqx_state._jit._options import Options
 from eqx_state._jit._programs import programs_of
 
 
@@ -184,7 +185,7 @@ def test_ten_thousand_models_leave_nothing():
 
     x, nothing = jnp.ones(()), jnp.zeros(())
     work(10)
-    programs = programs_of(step.__wrapped__, "none")
+    programs = programs_of(step.__wrapped__, Options())
     plans, before = programs.plans, counts()
     work(10_000)
     after = counts()

@@ -18,6 +18,7 @@ from zoo import CASES, WITHOUT_GRADS
 
 import eqx_state as es
 from eqx_state._jit import _programs
+from eqx_state._jit._options import Options
 from eqx_state._jit._programs import programs_of
 
 
@@ -45,7 +46,7 @@ def short_way_only():
 
 @contextlib.contextmanager
 def general_way_only(f):
-    programs = programs_of(f, "none")
+    programs = programs_of(f, Options())
     plans, programs.plans = programs.plans, ()
     yield
     programs.plans = plans
@@ -112,7 +113,7 @@ def test_both_ways_give_the_same(name, program, mode):
             again = jitted(model, x)
         with short_way_only():
             same(jitted(PROGRAMS[program](general), x), again)
-    assert len(programs_of(f, "none").plans) == 1
+    assert len(programs_of(f, Options()).plans) == 1
 
 
 # --- What a function closes over ------------------------------------------------------

@@ -23,6 +23,7 @@ from helpers import IS_FUZZ, untouched
 
 import eqx_state as es
 from eqx_state._jit import _programs
+from eqx_state._jit._options import Options
 
 
 THREADS = 16
@@ -577,7 +578,7 @@ def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
 def test_a_program_that_another_thread_compiles_after_the_question(is_good):
     f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
     f(jnp.ones(1))
-    (program,) = _programs.programs_of(f, "none").by_signature.values()
+    (program,) = _programs.programs_of(f, Options()).by_signature.values()
     run = program.jitted
 
     def late(*arrays):
@@ -603,7 +604,7 @@ def test_other_errors_of_a_program_are_raised_as_they_are():
         raise ValueError("something else")
 
     f(jnp.ones(1))
-    (program,) = _programs.programs_of(f, "none").by_signature.values()
+    (program,) = _programs.programs_of(f, Options()).by_signature.values()
     program.jitted = fail
     with pytest.raises(ValueError, match="something else"):
         f(jnp.ones(1))

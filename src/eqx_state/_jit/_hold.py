@@ -21,6 +21,7 @@ from .._tree._show import show
 from .._tree._walk import leaves, Visit
 from ._call import bind
 from ._held_step import held_step
+from ._options import Options
 from ._packing import Layout, Pack
 from ._programs import Programs
 from ._static import structure, typed
@@ -60,7 +61,7 @@ class _Mode:
 
     def __init__(self, f: Any, frame: _Frame, layout: Layout, donate: bool):
         self.frame, self.layout, self.donate = frame, layout, donate
-        self.programs = Programs("all-except-first" if donate else "none")
+        self.programs = Programs(Options("all-except-first" if donate else "none"))
 
         # What is compiled. At each call its closure is searched for modules, and there
         # is no more in it than this.

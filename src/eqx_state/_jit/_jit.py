@@ -10,7 +10,8 @@ from .._compat import hide_frames
 from .._transforms._transform import Transform, Unbound, wrap
 from .._tree._walk import is_array
 from ._call import bind, Call
-from ._donation import Donate, WORDS
+from ._donation import Donate
+from ._options import checked, Options
 from ._programs import programs_of
 from ._runtime_errors import Reporting, wait
 from ._signature import signature_of
@@ -24,13 +25,13 @@ _R_co = TypeVar("_R_co", covariant=True)
 
 
 class _Jit(Transform):
-    donate: Donate = eqx.field(static=True)
+    options: Options = eqx.field(static=True)
     hides_frames = True  # a wrapper would make each call slower
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         try:
-            programs = programs_of(self.f, self.donate)
+            programs = programs_of(self.f, self.options)
             return programs(self.f, *bind(self.f, args, kwargs))
         except Exception as error:
             hide_frames(error)
@@ -51,7 +52,7 @@ class _Jit(Transform):
         called with arguments of the same signature.
         """
         call = Call(self.f, *bind(self.f, args, kwargs), is_array)
-        lowered = programs_of(self.f, self.donate).of(call).lower(call)
+        lowered = programs_of(self.f, self.options).of(call).lower(call)
         return Lowered(lowered, self.f, signature_of(call))
 
 
@@ -117,10 +118,14 @@ class Jitted(Protocol[_P, _R_co]):
 
 
 @overload
-def jit(*, donate: Donate = "none") -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
+def jit(
+    *, donate: Donate = "none", **jit_kwargs: Any
+) -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
 @overload
-def jit(f: Callable[_P, _R], *, donate: Donate = "none") -> Jitted[_P, _R]: ...
-def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
+def jit(
+    f: Callable[_P, _R], *, donate: Donate = "none", **jit_kwargs: Any
+) -> Jitted[_P, _R]: ...
+def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
     """`equinox.filter_jit`, through which the state of every module is carried.
 
     All arrays, JAX's and NumPy's, are traced; what is not an array is static. Unlike
@@ -143,6 +148,8 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
     - `donate`: which arrays may be overwritten: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
         warn of arrays of which JAX could make no use. Default: `"none"`.
+    - `jit_kwargs`: options of `jax.jit`, passed on to it: `compiler_options`, `inline`,
+        `keep_unused`, `backend`, `device`.
 
     **Returns:**
 
@@ -151,7 +158,8 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
 
     **Raises:**
 
-    - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed.
+    - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed;
+        an option of `jax.jit` that counts or names arguments, such as `static_argnums`.
     - `ValueError`: donation inside a scope of `es.mutable`; one stateful module in two
         places of an argument.
     - `es.TraceError`: a function or an object that holds a module of a scope is to be
@@ -186,11 +194,7 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none") -> Any:
         assert y == 6.0 and model.count == 3
         ```
     """
-    if donate not in WORDS:
-        raise ValueError(
-            f"`es.jit(donate={donate!r})`: `donate` is one of"
-            f" {', '.join(map(repr, WORDS))}."
-        )
+    options = checked(donate, jit_kwargs)
     if f is _NO_FUNCTION:
-        return ft.partial(jit, donate=donate)
-    return wrap(_Jit, f, donate=donate)
+        return ft.partial(jit, donate=donate, **jit_kwargs)
+    return wrap(_Jit, f, options=options)

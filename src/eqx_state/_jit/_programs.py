@@ -25,8 +25,9 @@ from .._state._scope import is_any_open
 from .._transforms._closures import held
 from .._transforms._copies import Opened
 from ._call import Call, origin_of, Output, Result
-from ._donation import Donate, quiet, WORDS
+from ._donation import quiet
 from ._names import present
+from ._options import Options
 from ._plan import flattener, Mismatch, Unplannable
 from ._runtime_errors import callbacks_in, report, Reporting, wait
 from ._signature import function_signature, Signature, signature_of
@@ -53,7 +54,7 @@ class Program:
     could not be told what the arrays are called.
     """
 
-    def __init__(self, call: Call, donate: Donate):
+    def __init__(self, call: Call, options: Options):
         live, unseen = _Live(), set[Output]()
 
         def run(*arrays: Any) -> Result:
@@ -66,7 +67,8 @@ class Program:
         origin = call.origin
         name = getattr(origin, "__name__", type(origin).__name__)
         present(run, name, origin, call.names())
-        self.jitted = jax.jit(run, donate_argnums=call.donated(donate))
+        donated = call.donated(options.donate)
+        self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
         self.live = live
         # Traced, and not yet searched for callbacks. Another thread may get to run such
         # a program first: it has to take it for one that can raise.
@@ -158,8 +160,8 @@ _PATIENCE: Final = 100
 class Programs:
     """The programs of one function, and the short ways to them."""
 
-    def __init__(self, donate: Donate):
-        self.donate: Donate = donate
+    def __init__(self, options: Options):
+        self.options = options
         self.by_signature: dict[Signature, Program] = {}
         self.plans: tuple[Plan, ...] = ()
         self.new = 0  # how often there was no plan for a call
@@ -190,7 +192,7 @@ class Programs:
             return f(*args, **kwargs)
         self._check_donation(call)
         program = self.of(call)
-        with quiet(self.donate):
+        with quiet(self.options.donate):
             result = program(call.arrays(), call)
         self._remember(call, program)
         return call.finish(result)
@@ -200,14 +202,15 @@ class Programs:
         signature = signature_of(call)
         program = self.by_signature.get(signature)
         if program is None:
-            new = Program(call, self.donate)
+            new = Program(call, self.options)
             program = self.by_signature.setdefault(signature, new)
         return program
 
     def _check_donation(self, call: Call) -> None:
-        if self.donate != "none" and call.lifted.roots:
+        donate = self.options.donate
+        if donate != "none" and call.lifted.roots:
             raise ValueError(
-                f"`es.jit(donate={self.donate!r})` was called inside `es.mutable`, on"
+                f"`es.jit(donate={donate!r})` was called inside `es.mutable`, on"
                 " modules that belong to it. Their old arrays are needed until the"
                 " scope ends, and could not be given away. Donate at the top, around"
                 " `es.mutable`: `es.jit(step, donate='all')(model, x)`."
@@ -231,15 +234,17 @@ class Programs:
 
 
 # By function: its programs go when it goes, of which they keep nothing.
-_PROGRAMS: Final[dict[Donate, weakref.WeakKeyDictionary[Any, Programs]]] = {
-    donate: weakref.WeakKeyDictionary() for donate in WORDS
-}
+_PROGRAMS: Final[dict[Options, weakref.WeakKeyDictionary[Any, Programs]]] = {}
 
 
-def programs_of(f: Any, donate: Donate) -> Programs:
+def programs_of(f: Any, options: Options) -> Programs:
     """The programs of what `f` calls in the end."""
-    by_origin, origin = _PROGRAMS[donate], origin_of(f)
+    by_origin, origin = _PROGRAMS.get(options), origin_of(f)
+    if by_origin is None:
+        by_origin = _PROGRAMS.setdefault(options, weakref.WeakKeyDictionary())
     programs = by_origin.get(origin)
     if programs is None:
-        programs = by_origin.setdefault(origin, Programs(donate))  # or another thread's
+        programs = by_origin.setdefault(
+            origin, Programs(options)
+        )  # or another thread's
     return programs

@@ -1,0 +1,88 @@
+"""`es.jit(f, **jit_kwargs)`: what `jax.jit` is given besides."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jit_cases import X
+
+import eqx_state as es
+
+
+FAST = {"xla_cpu_enable_fast_math": True}
+
+
+def test_inline_leaves_no_call_in_an_outer_program():
+    def calls(**kwargs):
+        inner = es.jit(lambda x: x * 2, **kwargs)
+        jaxpr = jax.make_jaxpr(lambda x: inner(x))(X)
+        return [e.primitive.name for e in jaxpr.eqns]
+
+    assert calls() == ["jit"]
+    assert calls(inline=True) == ["mul"]
+
+
+def test_compiler_options_reach_the_compiler():
+    run = es.jit(lambda x: x * 2, compiler_options={"no_such_option": True})
+    with pytest.raises(Exception, match="no_such_option"):
+        run(X)
+    run = es.jit(lambda x: x * 2, compiler_options=FAST)
+    assert (run(X) == 2 * X).all()
+    assert (run.lower(X).compile()(X) == 2 * X).all()
+
+
+def test_unused_arguments_are_kept():
+    def arguments(**kwargs):
+        text = es.jit(lambda x, y: x, **kwargs).lower(X, X).as_text()
+        return text.count("%arg1")
+
+    assert arguments() == 0
+    assert arguments(keep_unused=True) > 0
+
+
+def test_programs_are_told_apart_by_their_options():
+    traces = 0
+
+    def f(x):
+        nonlocal traces
+        traces += 1
+        return x * 2
+
+    a, b, c = es.jit(f), es.jit(f, inline=True), es.jit(f, compiler_options=FAST)
+    d, e = es.jit(f, inline=True), es.jit(f, compiler_options=dict(FAST))
+    for run in (a, b, c, d, e, a, b, c):
+        run(X)
+    assert traces == 3
+
+
+def test_it_decorates_with_options():
+    class Layer(es.Module):
+        w: es.Parameter = 2.0
+
+        @es.jit(donate="all-except-first", inline=True)
+        def __call__(self, x, n=1):
+            return n * self.w * x
+
+    assert (Layer()(jnp.copy(X), n=2) == 4 * X).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("static_argnums", "All but arrays is static already"),
+        ("static_argnames", "All but arrays is static already"),
+        ("donate_argnums", 'Say `donate="all"`'),
+        ("donate_argnames", 'Say `donate="all"`'),
+        ("in_shardings", r"`jax.device_put\(model, shardings\)` before the call"),
+        ("out_shardings", r"`jax.lax.with_sharding_constraint\(x, sharding\)`"),
+    ],
+)
+def test_what_counts_arguments_is_refused(name, instead):
+    message = rf"`es.jit\({name}=...\)` is not possible.*{instead}"
+    for decorate in (lambda kw: es.jit(jnp.sin, **kw), lambda kw: es.jit(**kw)):
+        with pytest.raises(TypeError, match=f"(?s){message}"):
+            decorate({name: 0})
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'donat'.*inline"):
+        es.jit(jnp.sin, donat="all")
