@@ -3,6 +3,7 @@
 None of them is needed for training. Each function saves one picture and prints where.
 """
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,24 @@ def transformer(path, losses, every, baselines, text: str, weights, samples) -> 
     below.suptitle("what it writes")
     written = "\n".join(sample.replace("\n", " ") for sample in samples)
     below.text(0.5, 0.75, written, ha="center", va="top", family="monospace", size=8)
+    _save(figure, path)
+
+
+def characters(path, every, curves, rates, baseline: float, written: str) -> None:
+    figure = _figure(4.5)
+    left, right = figure.subfigures(1, 2)
+    losses, rate = left.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = every * np.arange(1, len(rates) + 1)
+    for name, curve in curves.items():
+        losses.plot(steps, curve, label=name)
+    losses.axhline(baseline, color="0.5", linestyle="--", label="bigrams")
+    losses.set(ylabel="nats per held-out character")
+    losses.legend()
+    rate.step(steps, rates, where="pre", color="C2")
+    rate.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    right.suptitle("what it writes")
+    lines = textwrap.wrap(written, 56)[:16]
+    right.text(0.02, 0.88, "\n".join(lines), va="top", family="monospace", size=8)
     _save(figure, path)
 
 

@@ -213,6 +213,9 @@ class Ema(AbstractFollower):
         if jtu.tree_structure(expected) != jtu.tree_structure(given):
             raise ValueError(_STRUCTURE.format(difference(expected, given)))
 
+    def _followed(self) -> PyTree:
+        return self.sums
+
     def _with(self, sums: Any, weight: Array, step: Array, dtypes: list[Any]) -> Self:
         new = copy_tree(self)
         fields = {"sums": sums, "weight": weight, "step": step}

@@ -39,6 +39,16 @@ def test_transformer_learns_and_reads_with_a_cache_as_without(run):
     assert len(set(samples)) == 3
 
 
+@jax.numpy_dtype_promotion("standard")  # for `optax.adamw`
+def test_characters_learns_with_one_compilation(run):
+    (curves, rates), printed = run(
+        "characters", steps=100, better_by=-0.2, gain=-1.0, halvings=0
+    )
+    assert curves["average"][-1] < 3.0
+    assert np.allclose(rates, 0.02)
+    assert "The object " in printed
+
+
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
 def test_rnn_reads_rows_as_they_come(run):
     accuracies, _ = run("rnn", epochs=6, at_least=0.4)

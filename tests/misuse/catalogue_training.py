@@ -448,6 +448,81 @@ def _(case):
 
 
 @TRAINING.raises(
+    "give a group of `es.Optimizer` a learning rate in place of a transformation",
+    TypeError,
+    "leads to an optax transformation",
+    "es.Optimizer({es.Parameter: optax.adam(1e-3)})",
+    instead="`es.Optimizer({es.Parameter: optax.adam(1e-3)})`",
+)
+def _(case):
+    with case.error("the rule of `es.Parameter`", "a `float` was given"):
+        es.Optimizer({es.Parameter: 1e-3})
+    with case.error("the rule of `...`", "the function `adam` was given; call it"):
+        es.Optimizer({...: optax.adam})
+
+
+@TRAINING.raises(
+    "have a parameter that belongs to no group",
+    ValueError,
+    "no rule matches `layer.weight`",
+    "...: None",
+    instead="`...: tx` for all others, or `...: None`, which leaves them as they are",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer({es.Buffer: optax.sgd(1.0)})
+    with case.error():
+        optimizer.init(net)
+
+
+@TRAINING.raises(
+    "misspell a name in rules",
+    ValueError,
+    "matches no array",
+    "wieght",
+    instead="a name as `es.parts(model)` has it",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    rules = {es.path_matches("*.wieght"): optax.sgd(1.0), ...: optax.sgd(0.1)}
+    with case.error("`es.Optimizer`"):
+        es.Optimizer(rules).init(net)
+    with case.error("`es.spec`"):
+        es.spec(net, dict.fromkeys(rules, 0))
+
+
+@TRAINING.works(
+    "have a group whose arrays are all frozen",
+    "the group is empty, and takes no memory",
+)
+def _(case):
+    net = case.keep(Net(), XS).freeze()
+    rules = {es.path_matches("layer.weight"): optax.adam(1.0), ...: optax.sgd(0.1)}
+    optimizer = es.Optimizer(rules).init(net)
+    assert jax.tree.leaves(optimizer) == []
+    new, _ = optimizer.update(es.filter(net, es.trainable), net)
+    assert eqx.tree_equal(new, net)
+
+
+@TRAINING.raises(
+    "set a learning rate that was not injected, or that a schedule drives",
+    ValueError,
+    "`es.Optimizer.set`",
+    "learning_rate",
+    instead="`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`",
+)
+def _(case):
+    net, sgd = case.keep(Net(), XS), optax.inject_hyperparams(optax.sgd)
+    with case.error("optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)"):
+        es.Optimizer(optax.sgd(1.0)).init(net).set(learning_rate=0.1)
+    with case.error("driven by a schedule"):
+        optimizer = es.Optimizer(sgd(lambda step: 0.5)).init(net)
+        optimizer.set(learning_rate=0.1)
+    new = es.Optimizer(sgd(1.0)).init(net).set(learning_rate=0.5)
+    assert new.hyperparams["learning_rate"] == 0.5
+
+
+@TRAINING.raises(
     "update with gradients of other shapes, for instance one for each example",
     ValueError,
     "A gradient has the shape of its parameter",

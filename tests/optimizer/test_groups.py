@@ -346,6 +346,8 @@ def test_a_value_that_is_not_a_transformation(key, value, says):
 def test_a_key_that_is_not_a_filter():
     with pytest.raises(TypeError, match=r"es\.Optimizer`: the key `'bias'` is not"):
         es.Optimizer({"bias": optax.sgd(0.1), ...: optax.sgd(0.1)})
+    with pytest.raises(TypeError, match=r"the key `'head'` is not"):
+        es.Optimizer({"head": optax.sgd(0.1)})  # labels, as for `optax.partition`
 
 
 def test_no_rules_at_all():

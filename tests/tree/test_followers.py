@@ -157,6 +157,19 @@ def test_the_moments_of_lookahead_belong_to_the_model():
     assert heads == {name for name in got if ".head." in name} != set()
 
 
+def test_an_average_follows_the_model():
+    tree = net(), es.Ema(0.9).init(net())
+    got = values(tree, {es.under(lambda t: t[0].head): "head", es.Parameter: "p"})
+    assert got["[1].sums.head.weight"] == "head"
+    assert got["[1].sums.body.layers[0].weight"] == "p"
+    assert got["[1].sums.calls"] == got["[1].step"] == "none"
+    alone = values(tree[1], {HEAD: "head", es.Parameter: "p", ...: "rest"})
+    assert alone["sums.head.weight"] == "head"
+    assert alone["sums.count"] == "p"
+    assert alone["sums.calls"] == alone["weight"] == "rest"
+    assert values(es.Ema(0.9), {...: 0}) == {}
+
+
 def test_before_init_there_is_nothing_to_follow():
     assert values((net(), es.Optimizer(optax.adam(0.1))), {...: 0})["[0].count"] == 0
 

@@ -44,11 +44,16 @@ def _is_transformation(x: Any) -> bool:
     return all(callable(getattr(x, name, None)) for name in ("init", "update"))
 
 
+def _has_labels(x: Any) -> bool:
+    """Whether it leads from something to transformations, as `optax.partition` does."""
+    return isinstance(x, Mapping) and any(map(_is_transformation, x.values()))
+
+
 def check_arguments(tx: Any, wrt: Any) -> None:
     """Raise `TypeError` unless these are a transformation, or rules, and a filter."""
     if isinstance(tx, Mapping) and not tx:
         raise ValueError(_NO_RULES)
-    if is_rules(tx):
+    if is_rules(tx) or _has_labels(tx):
         check_rules(tx, "`es.Optimizer`")
         for key, value in tx.items():
             if value is not None and not _is_transformation(value):
