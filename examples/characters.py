@@ -157,7 +157,7 @@ def main(
     model, curves, rates = train(model, text, tests, steps, rate)
     prompt = "The object "
     start = np.array([index[c] for c in prompt])
-    characters = write(model, start, jr.split(jr.key(1), 700))
+    characters = write(model, start, jr.split(jr.key(1), 300))
     written = prompt + "".join(alphabet[i] for i in characters)
     print(f"bigrams: {baseline:.3f} nats\n{written}")
     _pictures.characters(path, EVERY, curves, rates, baseline, written)
