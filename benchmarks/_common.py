@@ -60,6 +60,11 @@ def stack_of_blocks(depth: int, width: int) -> Block:
     return eqx.filter_vmap(lambda key: Block(width, key))(jr.split(jr.key(0), depth))
 
 
+def stacked_blocks(depth: int, width: int, **options: Any) -> es.nn.Stacked[Block]:
+    keys = jr.split(jr.key(0), depth)
+    return es.nn.Stacked.make(lambda key: Block(width, key), keys, **options)
+
+
 def unstack(tree: Tree, depth: int) -> list[Tree]:
     return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(depth)]
 
@@ -79,6 +84,10 @@ def es_scan(remat: Callable[..., Any] = _as_it_is) -> Callable[..., Any]:
         return jnp.mean(jnp.square(x))
 
     return _es_step(loss_fn)
+
+
+def es_stacked() -> Callable[..., Any]:
+    return _es_step(lambda stacked, x: jnp.mean(jnp.square(stacked(x))))
 
 
 def _es_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,15 +23,20 @@ from _common import (
     difference,
     es_loop,
     es_scan,
+    es_stacked,
     hand_scan,
     opcodes,
+    ratio,
     Report,
     stack_of_blocks,
+    stacked_blocks,
     unstack,
 )
 
 
 REFERENCE = "scan by hand"
+OURS = "es.nn.Stacked", "es.scan"
+MOST_IN_A_LOOP = 24  # which compiles in minutes, and soon not at all
 
 
 def cpu_time(f: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -81,10 +86,12 @@ def measure(depth: int, args: Any) -> list[dict[str, Any]]:
     stack = stack_of_blocks(depth, args.width)
     x = jr.normal(jr.key(1), (args.batch, args.width))
     programs = {
+        "es.nn.Stacked": Program(es_stacked, stacked_blocks(depth, args.width)),
         "es.scan": Program(es_scan, stack),
         REFERENCE: Program(hand_scan, by_hand(stack)),
-        "loop": Program(es_loop, unstack(stack, depth)),
     }
+    if depth <= MOST_IN_A_LOOP:
+        programs["loop"] = Program(es_loop, unstack(stack, depth))
     for program in programs.values():
         # The first trace of a process also traces functions of `jax.numpy`.
         jax.jit(program.make()).lower(program.model, x)
@@ -99,7 +106,6 @@ def measure(depth: int, args: Any) -> list[dict[str, Any]]:
     rows = []
     for name, program in programs.items():
         jaxpr = jax.make_jaxpr(program.make())(program.model, x).jaxpr
-        pairs = zip(program.running, reference.running, strict=True)
         row = {
             "layers": depth,
             "program": name,
@@ -107,46 +113,67 @@ def measure(depth: int, args: Any) -> list[dict[str, Any]]:
             "instructions": opcodes(program.compiled.as_text()).total(),
             "trace, CPU s": statistics.median(program.lowering),
             "compile, CPU s": statistics.median(program.compiling),
-            "step, to lax.scan": statistics.median(a / b for a, b in pairs),
+            "temp bytes": program.compiled.memory_analysis().temp_size_in_bytes,
+            "step, to lax.scan": ratio(program.running, reference.running),
             "difference": None,
         }
-        if name == "es.scan":
-            out = program.compiled(program.model, x)
-            row["difference"] = difference(out, in_reference)
+        if name in OURS:
+            loss, *trees = program.compiled(program.model, x)
+            layers = (getattr(tree, "layers", tree) for tree in trees)
+            row["difference"] = difference((loss, *layers), in_reference)
         rows.append(row)
     return rows
 
 
-def main() -> None:
-    args = arguments(
-        __doc__, depths=(12, 24, 48), width=128, batch=128, repetitions=3, steps=50
-    )
-    rows = [row for depth in args.depths for row in measure(depth, args)]
-
+def claims_of(name: str, rows: list[dict[str, Any]]) -> list[Claim]:
     def column(program: str, what: str) -> list[Any]:
         return [row[what] for row in rows if row["program"] == program]
 
-    sizes = column("es.scan", "instructions"), column(REFERENCE, "instructions")
-    claims = [
+    def to_hand(what: str) -> list[float]:
+        pairs = zip(column(name, what), column(REFERENCE, what), strict=True)
+        return [a / b for a, b in pairs]
+
+    compiling = column(name, "compile, CPU s")
+    return [
         Claim(
-            "es.scan: numbers of instructions or equations over all depths",
-            max(
-                len(set(column("es.scan", what)))
-                for what in ("equations", "instructions")
-            ),
+            f"{name}: numbers of instructions or equations over all depths",
+            max(len(set(column(name, x))) for x in ("equations", "instructions")),
             1,
         ),
         Claim(
-            "es.scan: instructions more or less than by hand, share",
-            max(abs(a / b - 1) for a, b in zip(*sizes, strict=True)),
+            f"{name}: instructions more or less than by hand, share",
+            max(abs(x - 1) for x in to_hand("instructions")),
             0.02,
         ),
         Claim(
-            "es.scan: loss, gradients and new state, difference to by hand",
-            max(column("es.scan", "difference")),
+            f"{name}: memory of a step, to by hand", max(to_hand("temp bytes")), 1.02
+        ),
+        Claim(
+            f"{name}: loss, gradients and new state, difference to by hand",
+            max(column(name, "difference")),
             1e-4,
         ),
+        Claim(
+            f"{name}: compile time of the deepest, to the shallowest",
+            compiling[-1] / compiling[0],
+            1.2,
+            of_time=True,
+        ),
+        Claim(
+            f"{name}: duration of a step, to by hand",
+            statistics.median(column(name, "step, to lax.scan")),
+            1.02,
+            of_time=True,
+        ),
     ]
+
+
+def main() -> None:
+    args = arguments(
+        __doc__, depths=(12, 24, 48, 96), width=128, batch=128, repetitions=3, steps=50
+    )
+    rows = [row for depth in args.depths for row in measure(depth, args)]
+    claims = [claim for name in OURS for claim in claims_of(name, rows)]
     Report(vars(args), rows, claims).show()
 
 

@@ -34,7 +34,7 @@ SCRIPTS = {
     "donated_memory": ("--depths 20", "--depths 5"),
     "import_time": ("", "--repetitions 5"),
     "scan_depth": (
-        "--depths 12 24 --repetitions 1 --steps 20",
+        "--depths 12 24 96 --repetitions 1 --steps 20",
         "--depths 4 8 --width 16 --batch 16 --repetitions 1 --steps 5",
     ),
     "checkpoint_memory": ("", "--depth 6 --width 128 --batch 64"),
