@@ -90,6 +90,18 @@ def test_rules_decide_and_none_leaves_arrays_alone():
     assert seen == [dtypes(layer) | {"weight": jnp.float16, "codes": HALF}]
 
 
+def test_moments_and_averages_are_not_parameters():
+    model = {"w": jnp.ones(2)}
+    optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
+    tree = model, optimizer, es.Ema(0.9).init(model)
+    got, _ = es.mutable(
+        lambda tree: [x.dtype for x in jax.tree.leaves(tree)],
+        cast={es.Parameter: jnp.bfloat16},
+    )(tree)
+    assert got[0] == jnp.bfloat16
+    assert jnp.bfloat16 not in got[1:]
+
+
 def test_without_rules_nothing_is_cast():
     layer = make_layer()
     for rules in (None, {}, {es.Parameter: None}, {es.Parameter: jnp.float32}):

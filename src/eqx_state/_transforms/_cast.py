@@ -33,7 +33,8 @@ class Cast(NamedTuple):
         """
         rules = dict(self.rules)
         own, new = {}, []
-        keys = choose(rules, model, self.what)
+        # Moments and averages are not computed with, and keep their precision.
+        keys = choose(rules, model, self.what, follow=False)
         for visit, key in zip(leaves(model), keys, strict=True):
             x, dtype = visit.node, None if key is None else rules[key]
             if dtype is not None and _is_real(x) and x.dtype != dtype:

@@ -55,13 +55,15 @@ def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
     return ... if ... in rules else None
 
 
-def choose(rules: Mapping[Any, Any], tree: PyTree, what: str) -> list[Any]:
+def choose(
+    rules: Mapping[Any, Any], tree: PyTree, what: str, *, follow: bool = True
+) -> list[Any]:
     """The key of `rules` for each leaf of `tree`, in the order of flattening.
 
     It is `None` for what is not an array, and where nothing matches. `what` begins the
-    messages. For a moment in an optimizer, or an array of an average, the rules are
-    asked at the parameter that it belongs to; only the kind `es.OptState` means the
-    moments themselves.
+    messages. With `follow` an array of an optimizer or an average that belongs to a
+    parameter has that parameter's key; only the kind `es.OptState` means the moments
+    themselves.
 
     Raises `TypeError` for a key that is not a filter, and `ValueError` for a filter
     that matches no array of the tree.
@@ -69,7 +71,7 @@ def choose(rules: Mapping[Any, Any], tree: PyTree, what: str) -> list[Any]:
     check_rules(rules, what)
     asked = Asked(rules, what)
     keys_of = {id(tree): asked.bind(tree)}
-    parameters, keys = followed(tree), []
+    parameters, keys = followed(tree) if follow else {}, []
     for visit in leaves(tree):
         where, at = parameters.get(visit.path, (tree, visit))
         if id(where) not in keys_of:
