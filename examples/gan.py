@@ -9,7 +9,7 @@ Equinox has state: two singular vectors.
 - `es.RngStream` holds the key of the noise: under `es.vmap` each image draws its own.
 - One compiled step trains two networks with two `es.Optimizer`s; each loss threads the
   state of its own network.
-- `es.map` keeps a moving average of the generator's parameters and statistics.
+- `es.Ema` keeps a moving average of the generator's parameters and statistics.
 
 Run `python examples/gan.py [output.png]`; it takes about a minute on two cores.
 """
@@ -97,7 +97,7 @@ def generator_loss(generator: Generator, critic: Critic) -> Float[Array, ""]:
 
 
 @es.jit
-def step(models, optimizers, average: Generator, real: Float[Array, "n b 64"]):
+def step(models, optimizers, average: es.Ema, real: Float[Array, "n b 64"]):
     (generator, critic), (for_generator, for_critic) = models, optimizers
     for images in real:
         fake, generator = es.mutable(generate)(generator)
@@ -106,12 +106,7 @@ def step(models, optimizers, average: Generator, real: Float[Array, "n b 64"]):
     # In eval mode the critic keeps its singular vectors, so plain `jax.vmap` is enough.
     grads, generator = es.grad(generator_loss)(generator, critic.eval())
     generator, for_generator = for_generator.update(grads, generator)
-    average = es.map(
-        lambda old, new: 0.99 * old + 0.01 * new,
-        average,
-        generator,
-        on=es.any_of(es.Parameter, es.BatchStat),
-    )
+    average = average.update(generator)
     return loss, (generator, critic), (for_generator, for_critic), average
 
 
@@ -126,7 +121,7 @@ def train(models, images, steps: int):
         es.Optimizer(optax.adam(rate, b1=0.5, b2=0.9)).init(model)
         for rate, model in zip(rates, models, strict=True)
     )
-    average, _ = models
+    average = es.Ema(0.99, on=es.any_of(es.Parameter, es.BatchStat)).init(models[0])
     rng, estimates = np.random.default_rng(0), []
     for i in range(1, steps + 1):
         real = images[rng.choice(len(images), (CRITIC_STEPS, BATCH_SIZE))]
@@ -135,7 +130,7 @@ def train(models, images, steps: int):
         if i % 100 == 0:
             print(f"step {i}: estimated distance {-loss:.3f}")
     _, critic = models
-    return np.array(estimates), average, critic
+    return np.array(estimates), average.model, critic
 
 
 # %% Measure the critic's layers, and the distance of samples to real images.

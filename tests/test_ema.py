@@ -230,6 +230,19 @@ def test_it_is_a_constant_wherever_it_is_held():
         es.mutable(lambda s, x: s.ema.sums(x))(student, jnp.ones(3))
 
 
+def test_rules_are_asked_at_the_parameter_of_an_average():
+    ema = es.Ema(0.5).init(NETS[0])
+    rules = {es.path_matches("*weight"): 1, es.BatchStat: 2, ...: 3}
+    for tree in (ema, (NETS[0].replace(weight=jnp.ones(5)), ema)):
+        spec = es.spec(tree, rules)
+        sums = (spec if tree is ema else spec[1]).sums
+        assert (sums.weight, sums.mean, sums.codes) == (1, 2, 3)
+    # By its name in the model.
+    assert es.spec(ema, {es.path_matches("weight"): 1}).sums.weight == 1
+    assert es.spec(ema, {es.trainable: 1, es.Buffer: 0}).sums.weight == 1
+    assert es.spec(es.Ema(0.5), {...: 1}).sums is None
+
+
 def test_a_step_with_an_average_is_traced_once():
     @es.jit
     @eqx.debug.assert_max_traces(max_traces=1)

@@ -137,6 +137,7 @@ class Ema(AbstractFollower):
             if is_averaged(visit) is not was_averaged:
                 raise ValueError(_SELECTED.format(visit.name, *_HOW[was_averaged]))
             if was_averaged:
+                assert old is not None
                 x = jnp.asarray(visit.node)
                 _check_like(old, x, visit.name)
                 new.append(self._sum(old, x, decay, weight))
@@ -165,9 +166,6 @@ class Ema(AbstractFollower):
             for x, dtype in zip(values, dtypes, strict=True)
         ]
         return jtu.tree_unflatten(treedef, new)
-
-    def _followed(self) -> PyTree:
-        return self.sums
 
     def _sum(self, old: Array, x: Array, decay: Array, weight: Array) -> Array:
         # Where the old weight is zero, what `init` has put there does not count; and a
