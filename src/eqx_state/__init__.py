@@ -50,6 +50,7 @@ from ._transforms._loops import (
 )
 from ._transforms._mutable import mutable as mutable
 from ._transforms._remat import checkpoint as checkpoint
+from ._transforms._shard_map import shard_map as shard_map
 from ._transforms._vjp import jvp as jvp, linearize as linearize, vjp as vjp
 from ._transforms._vmap import vmap as vmap
 from ._tree._axis_names import axis_names as axis_names

@@ -116,6 +116,53 @@ def split_like(x: Any, like: Any) -> Any:
     return jax.sharding.reshard(x, sharding) if is_split else x
 
 
+# --- Meshes ---------------------------------------------------------------------------
+
+
+# The default of `in_specs`, for which JAX has no public name.
+Infer: Final = inspect.signature(jax.shard_map).parameters["in_specs"].default
+
+
+def manual_axes() -> frozenset[Any]:
+    """The mesh axes over which the `jax.shard_map`s around this code map."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The mesh axes along which devices have different values of `x`, by its type."""
+    aval = jax.typeof(x)
+    if (manual := getattr(aval, "mat", None)) is not None:  # JAX >= 0.10
+        return frozenset(manual.varying)
+    return frozenset(aval.vma)  # pragma: no cover (JAX < 0.10)
+
+
+def vary(x: Any, axes: frozenset[Any]) -> Any:
+    """`x`, typed as varying along these mesh axes, too."""
+    new = tuple(sorted(axes - varying_axes(x)))
+    if not new:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, new, to="varying")
+    return jax.lax.pvary(x, new)  # pragma: no cover (JAX < 0.9)
+
+
+_JAX: Final = os.path.join(os.path.dirname(jax.__file__), "")
+
+
+def is_collective_over_lanes(error: Exception) -> bool:
+    """Whether JAX failed at a collective over the axis of a `vmap` in a `shard_map`.
+
+    With `check_vma` JAX takes the axis for one of the mesh. It has no error for that:
+    an assertion or a look-up fails, or a check of types that is meant for mesh axes.
+    """
+    last = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    if not last.co_filename.startswith(_JAX):
+        return False
+    is_bare = isinstance(error, AssertionError) and not error.args
+    is_typed = any(x in str(error) for x in ("invarying state", "psum_invariant"))
+    return is_bare or isinstance(error, KeyError) or is_typed
+
+
 def own_annotations(cls: type) -> dict[str, Any]:
     """The annotations written in the body of `cls`, also those with unknown names."""
     try:

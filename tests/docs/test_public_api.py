@@ -21,6 +21,7 @@ TREES = (
 TRANSFORMS = (
     "mutable capture value_and_grad grad vmap SPLIT scan while_loop fori_loop cond"
     " switch checkpoint jit hold vjp jvp linearize jacfwd jacrev hessian custom_vjp"
+    " shard_map"
 ).split()
 CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
 ERRORS = ["TraceError", "NotInitializedError"]

@@ -1,9 +1,9 @@
-"""The axes of `es.vmap`: which axis each array is mapped over.
+"""The axes of `es.vmap` and `es.shard_map`: over which axis each array is mapped.
 
 An array of a module in the function is mapped by rules (`axes`), an array among the
 arguments by its position (`in_axes`), where an entry may be rules. Here both become a
-flat list with one axis for each leaf, so that the rest of `es.vmap` does not know where
-an axis came from.
+flat list with one axis for each leaf, so that the rest of a transform does not know
+where an axis came from. An axis is an integer, or for `es.shard_map` a `PartitionSpec`.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,6 +37,21 @@ SPLIT: Final = _Split()
 """The axis of a PRNG key that is split, so that each lane gets its own key."""
 
 
+class Manner(NamedTuple):
+    """How a transform maps.
+
+    - `what`, `entries`: its name, and that of its argument for the arguments' axes.
+    - `shared`: the axis of what all lanes share. `example`: another one, in an error.
+    - `read`: the axis that an entry says for an array.
+    """
+
+    what: str
+    entries: str
+    shared: Any
+    example: str
+    read: Callable[[Any, Any], Any] = lambda entry, x: entry
+
+
 class Entry(NamedTuple):
     """What `in_axes` says of a leaf: `axis_of(visit)`, which is at `path` there."""
 
@@ -58,16 +73,19 @@ class _Axis(NamedTuple):
     entry: Entry
 
 
-def axis_by_rules(visit: Visit, key: Any, rules: Mapping[Any, Any]) -> Any:
+def axis_by_rules(
+    visit: Visit, key: Any, rules: Mapping[Any, Any], manner: Manner
+) -> Any:
     """The axis of an array, given its key. By default only PRNG keys are mapped."""
     if not is_array(visit.node):
         return None
     if key is not None:
         axis = rules[key]
         if axis is SPLIT and not is_key(visit.node):
-            raise ValueError(_NOT_A_KEY.format(visit.name))
-        return axis
-    return SPLIT if visit.is_a(Rng) and is_key(visit.node) else None
+            message = _NOT_A_KEY.format(manner.what, visit.name, manner.example)
+            raise ValueError(message)
+        return manner.shared if axis is None else axis
+    return SPLIT if visit.is_a(Rng) and is_key(visit.node) else manner.shared
 
 
 class FunctionAxes:
@@ -79,9 +97,15 @@ class FunctionAxes:
     ways; arrays that only the arguments lead to are not in it.
     """
 
-    def __init__(self, rules: Mapping[Any, Any], tree: PyTree, owned: list[BaseModule]):
-        self.rules = rules
-        self.asked = Asked(rules, _AXES)
+    def __init__(
+        self,
+        rules: Mapping[Any, Any],
+        tree: PyTree,
+        owned: list[BaseModule],
+        manner: Manner,
+    ):
+        self.rules, self.manner = rules, manner
+        self.asked = Asked(rules, f"`{manner.what}(axes=...)`")
         self.by_kind = {k: rules[k] for k in rules if k is ... or is_kind(k)}
         self.known: dict[tuple[int, int], Any] = {}
         self.bound: dict[int, tuple[KeyPath, Callable[[Visit], Any]]] = {}
@@ -124,7 +148,7 @@ class FunctionAxes:
     def of_function(self) -> list[Any]:
         """The axis of each leaf: arrays outside of a module are shared."""
         return [
-            axis_by_rules(visit, key, self.rules) if _in_module(visit) else None
+            self._axis(visit, key) if _in_module(visit) else self._outside(visit)
             for visit, key in zip(self.visits, self.keys, strict=True)
         ]
 
@@ -141,10 +165,13 @@ class FunctionAxes:
                 self.known.get((id(cell.owner), cell.index), key)
                 for cell, key in zip(cells(module), keys, strict=True)
             ]
-        return [
-            axis_by_rules(visit, key, self.rules)
-            for visit, key in zip(visits, keys, strict=True)
-        ]
+        return [self._axis(visit, key) for visit, key in zip(visits, keys, strict=True)]
+
+    def _axis(self, visit: Visit, key: Any) -> Any:
+        return axis_by_rules(visit, key, self.rules, self.manner)
+
+    def _outside(self, visit: Visit) -> Any:
+        return self.manner.shared if is_array(visit.node) else None
 
     def of_new(self, root: Root, visit: Visit) -> Any:
         """The axis of an array that `init` has made in a root."""
@@ -157,7 +184,8 @@ class FunctionAxes:
 
     def check_matched(self) -> None:
         """Raise `ValueError` for a filter that matches in none of the modules."""
-        self.asked.check_matched(_IN_REACH)
+        entries, example = self.manner.entries, self.manner.example
+        self.asked.check_matched(_IN_REACH.format(entries, example))
 
 
 # Modules that only wrap values, and are not models of the user.
@@ -170,7 +198,7 @@ def _in_module(visit: Visit) -> bool:
 
 
 def argument_axes(
-    in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], manner: Manner
 ) -> tuple[list[Any], list[Entry], list[Asked]]:
     """For each leaf of `(args, kwargs)` its axis and its entry; and the rules asked.
 
@@ -179,12 +207,13 @@ def argument_axes(
     asked: list[Asked] = []
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
-            raise ValueError(_ENTRIES.format(len(in_axes), len(args)))
+            counts = len(in_axes), len(args)
+            raise ValueError(_ENTRIES.format(manner.what, manner.entries, *counts))
         entries = tuple(in_axes)
     else:
         entries = (in_axes,) * len(args)
     axes = jtu.tree_map(
-        lambda entry, argument: _axes_of_argument(entry, argument, asked),
+        lambda entry, argument: _axes_of_argument(entry, argument, asked, manner),
         (entries, dict.fromkeys(kwargs, 0)),
         (args, kwargs),
         # Unlike any other dict of axes, rules are one entry, and not a prefix.
@@ -194,16 +223,19 @@ def argument_axes(
     return [x.value for x in axis_leaves], [x.entry for x in axis_leaves], asked
 
 
-def _axes_of_argument(entry: Any, argument: Any, all_asked: list[Asked]) -> Any:
+def _axes_of_argument(
+    entry: Any, argument: Any, all_asked: list[Asked], manner: Manner
+) -> Any:
     def axis_of(visit: Visit) -> Any:
-        return entry if is_array(visit.node) else None
+        return manner.read(entry, visit.node) if is_array(visit.node) else None
 
     def axis_by_key(visit: Visit) -> Any:
-        return axis_by_rules(visit, key_of(visit), entry)
+        return axis_by_rules(visit, key_of(visit), entry, manner)
 
     if is_rules(entry):
-        check_rules(entry, _IN_AXES)
-        asked = Asked(entry, _IN_AXES)
+        what = f"`{manner.what}({manner.entries}=...)`"
+        check_rules(entry, what)
+        asked = Asked(entry, what)
         all_asked.append(asked)
         key_of, axis_of = asked.bind(argument), axis_by_key
     axes = [
@@ -212,17 +244,13 @@ def _axes_of_argument(entry: Any, argument: Any, all_asked: list[Asked]) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
 
 
-_AXES: Final = "`es.vmap(axes=...)`"
-
-_IN_AXES: Final = "`es.vmap(in_axes=...)`"
-
 _IN_REACH: Final = """ Names in `axes` begin at each module that the function or its \
-closure holds. Modules among the arguments follow `in_axes`: \
-`in_axes=({es.path_matches("*.bias"): None, ...: 0}, 0)`."""
+closure holds. Modules among the arguments follow `{0}`: \
+`{0}=({{es.path_matches("*.bias"): None, ...: {1}}}, {1})`."""
 
-_NOT_A_KEY: Final = """`es.vmap`: `axes` says `es.SPLIT` for `{}`, which is not a PRNG \
+_NOT_A_KEY: Final = """`{0}`: `axes` says `es.SPLIT` for `{1}`, which is not a PRNG \
 key. Only keys can be split; map an array over an axis, or share it: \
-`axes={{es.State: 0}}`, `axes={{es.State: None}}`."""
+`axes={{es.State: {2}}}`, `axes={{es.State: None}}`."""
 
-_ENTRIES: Final = """`es.vmap`: `in_axes` has {} entries for {} positional arguments. \
-Give one for each, or one integer for all."""
+_ENTRIES: Final = """`{}`: `{}` has {} entries for {} positional arguments. Give one \
+for each, or one for all."""

@@ -12,12 +12,12 @@ from typing import Any, Final, TypeVar
 import equinox as eqx
 import jax
 
-from .._compat import boundary
+from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state._scope import is_owned
 from ._alike import Alike
 from ._lift import check_given, is_traced, Lifted, Ran
 from ._mutable import is_bound_method
-from ._root import Values
+from ._root import Slot, Values
 
 
 _R = TypeVar("_R")
@@ -44,19 +44,29 @@ def _select(
         static=_NOT_ARRAYS.format(what, "{}"),
     )
 
+    # In a `shard_map`: along which mesh axes state varies after some branch.
+    is_manual = bool(manual_axes())
+    varying: dict[Slot, frozenset[Any]] = {}
+
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX uses the name in its messages
         def run(arrays: Any) -> tuple[Any, Values, Any]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             ran = lifted.run(lifted.values, lambda: f(*operands))
             out, sown = alike.take(ran, ran.out)
-            return out, {**lifted.writable, **ran.written}, sown
+            state = {**lifted.writable, **ran.written}
+            for slot, x in state.items() if is_manual else ():
+                varying[slot] = varying.get(slot, frozenset()) | varying_axes(x)
+                state[slot] = vary(x, varying[slot])
+            return out, state, sown
 
         return run
 
     # JAX traces a function once, however often it is a branch; that depends on its
     # identity, so equal branches have to stay one function.
     distinct = {_identity(f): branch(f) for f in branches}
+    for run in distinct.values() if is_manual else ():
+        jax.eval_shape(run, arrays)  # so that all branches know of each other
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
     written = alike.written
     new = {slot: x for slot, x in state.items() if slot in written}

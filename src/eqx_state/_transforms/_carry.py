@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._compat import manual_axes, vary, varying_axes
 from .._state._nn_shared import closed_copy
 from .._state._scope import is_owned, Sown
 from .._tree._aliasing import check_not_shared
-from .._tree._compare import difference_of_leaves
+from .._tree._compare import difference_of_leaves, identical
 from .._tree._walk import is_array
 from ._lift import check_given, is_traced, Lifted, Ran
 from ._root import Slot, Values
@@ -105,6 +107,30 @@ class Loop:
         new = jtu.tree_leaves(eqx.combine(arrays, self.static))
         given, own = self.lifted.fill(self.init, new)
         return given, {**values, **own}
+
+    def first(self, step: Callable[[Any], Any]) -> tuple[Any, Values]:
+        """The first carry; in a `shard_map` with the types that `step` gives it.
+
+        What begins as one value for all devices may differ between them after a step,
+        and JAX wants one type for all steps. A cast may make other values vary in the
+        next step, so this goes on until nothing changes.
+        """
+        carry = self.arrays, self.state
+        found: list[frozenset[Any]] = []
+
+        def probe(carry: Any) -> None:
+            found[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
+
+        while manual_axes():
+            jax.eval_shape(probe, carry)
+            old, treedef = jtu.tree_flatten(carry)
+            if len(old) != len(found):
+                break  # JAX raises an error for that
+            new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
+            if identical(old, new):
+                break
+            carry = jtu.tree_unflatten(treedef, new)
+        return carry
 
     def step(
         self,

@@ -4,6 +4,7 @@ State that the functions reach becomes a part of JAX's carry, beside the user's 
 Which of it was written is known after the trace of a step, and only that is committed.
 """
 
+import functools as ft
 import itertools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -97,20 +98,24 @@ def scan(
     arrays, rest = loop.split_xs()
     notes: list[Note] = []
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+    def run(carry: Any, x: Any) -> Step:
         x, slices = x
         x = eqx.combine(x, rest, is_leaf=is_owned)
-        after = loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
+        return loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        after, slices = run(carry, x), x[1]
         pair, y = after.rest
         y, static = eqx.partition(y, is_traced(y))
         notes.append(after.note._replace(static=(pair, static)))
         written = {slot: x for slot, x in after.written.items() if slot in slices}
         return after.carry, (y, written, after.sown)
 
+    each = arrays, loop.slices
     carry, (ys, written, sown) = jax.lax.scan(
         step,
-        (loop.arrays, loop.state),
-        (arrays, loop.slices),
+        loop.first(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
+        each,
         length,
         reverse=reverse,
         unroll=unroll,
@@ -121,6 +126,11 @@ def scan(
     return jtu.tree_unflatten(pair, (last, eqx.combine(ys, static)))
 
 
+def _slice_of(x: Any, i: int = 0) -> Any:
+    # A loop without steps has no first slice, but zeros have the right shape.
+    return x[i] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
+
+
 def _initialize(loop: Loop, f: Any, init: Any, first: int) -> None:
     """Run one step outside of the loop, which makes everything that is missing."""
     # The modules in `init` have no stand-ins here: the first step has to initialize
@@ -128,10 +138,7 @@ def _initialize(loop: Loop, f: Any, init: Any, first: int) -> None:
     lifted = Lifted(f, init, loop.xs, stand_ins=loop.stand_ins)
     stacked = {i for i, root in enumerate(lifted.roots) if root.is_stand_in}
 
-    def slice_of(x: Any) -> Any:
-        # A loop without steps has no first slice, but zeros have the right shape.
-        return x[first] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
-
+    slice_of = ft.partial(_slice_of, i=first)
     values = {
         (i, k): slice_of(x) if i in stacked and is_array(x) else x
         for (i, k), x in lifted.values.items()
@@ -213,7 +220,7 @@ def while_loop(
     final = jax.lax.while_loop(
         lambda carry: _go_on(loop, carry, cond_fun),
         lambda carry: _only_carry(loop.step(carry, body_fun), notes),
-        (loop.arrays, loop.state),
+        loop.first(lambda carry: loop.step(carry, body_fun).carry),
     )
     return loop.finish(final, notes)
 
@@ -306,9 +313,12 @@ def fori_loop(
         loop = Loop(body_fun, init_val)
     notes: list[Note] = []
 
-    def body(i: Any, carry: Any) -> Any:
-        return _only_carry(loop.step(carry, lambda carry: body_fun(i, carry)), notes)
+    def run(i: Any, carry: Any) -> Step:
+        return loop.step(carry, lambda carry: body_fun(i, carry))
 
-    carry = loop.arrays, loop.state
+    def body(i: Any, carry: Any) -> Any:
+        return _only_carry(run(i, carry), notes)
+
+    carry = loop.first(lambda carry: run(lower, carry).carry)
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
     return loop.finish(final, notes)

@@ -5,27 +5,22 @@ A call gathers everything that it reaches in one flat mapping, runs a lane under
 `jax.vmap`; everything else is closed over.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
-from .._state._scope import is_owned
 from .._tree._keys import next_keys, num_key_axes, split_key
 from .._tree._rules import check_rules
-from .._tree._walk import leaves, Visit
-from ._axes import argument_axes, FunctionAxes, SPLIT
-from ._closures import owned_in
-from ._copies import Opened
-from ._lift import check_given, is_traced, Lifted, Ran, Static
+from ._axes import Manner, SPLIT
+from ._lift import is_traced, Ran, Static
+from ._reached import FUNCTION, Reached
 from ._rebuilt import MADE_ONCE
 from ._root import Slot, Values
-from ._stand_ins import by_entry, stand_in
 from ._transform import Transform, wrap
 
 
@@ -33,53 +28,17 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# These take the place of a root's index in the slots of the function and of the
-# arguments. Roots are counted from 0, so the numbers do not clash.
-_FUNCTION: Final = -2
-_ARGUMENTS: Final = -1
+_MANNER: Final = Manner("es.vmap", "in_axes", None, "0")
 
 
-class _Lanes:
-    """All leaves that a call of `es.vmap` reaches, and the axis of each.
+class _Lanes(Reached):
+    """All leaves that a call of `es.vmap` reaches.
 
     An axis is an integer, `SPLIT`, or `None` for a leaf that all lanes share.
-
-    Why one flat mapping? Leaves come from three places: the function, the arguments,
-    and the owned modules that either of them reaches. Their axes have different
-    sources, and a lane puts them back in different ways, but nothing else differs. By
-    slot, sizes are checked, keys are split and axes are handed to `jax.vmap` in one way
-    for all.
     """
 
     def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
-        by_argument, entries, asked = argument_axes(vmap.in_axes, args, kwargs)
-        self.opened = Opened(vmap.f)
-        self.by_rules = by_rules = FunctionAxes(
-            dict(vmap.axes), self.opened.tree, owned_in(vmap.f)
-        )
-        given, stand_ins = stand_in((args, kwargs), by_argument, by_rules.of_module)
-        self.lifted = Lifted(vmap.f, given, stand_ins=stand_ins)
-        check_given(*self.opened.values, *args, *kwargs.values())
-        # `init` may have yet to make what a filter is meant for.
-        if not self.lifted.is_initializing:
-            by_rules.check_matched()
-            for each in asked:
-                each.check_matched()
-        self.values: Values = dict(self.lifted.values)
-        self.axes: dict[Slot, Any] = {}
-        meanings = {id(x.module): x.meaning for x in stand_ins}
-        # For a stand-in, what `in_axes` says of its first leaf.
-        self.entries = {id(x): own[0] for x, own in by_entry(given, entries) if own}
-        for i, root in enumerate(self.lifted.roots):
-            axes = meanings.get(id(root.module))
-            if axes is None:
-                axes = by_rules.of_module(root.module, root.leaves)
-            self.axes.update(((i, k), axis) for k, axis in enumerate(axes))
-        # Owned modules are leaves in these trees, and have no axis there. Their own
-        # leaves are in the mapping already, as those of the roots.
-        self.trees = {_FUNCTION: self.opened.tree, _ARGUMENTS: given}
-        self._add(_FUNCTION, by_rules.of_function())
-        self._add(_ARGUMENTS, by_argument)
+        super().__init__(vmap.f, dict(vmap.axes), vmap.in_axes, args, kwargs, _MANNER)
         self.mapped = [slot for slot, axis in self.axes.items() if axis is not None]
         self.size = self._size(vmap.axis_size)
         self.advanced: Values = {}
@@ -87,11 +46,6 @@ class _Lanes:
         self.input_axes: dict[Slot, int] = {}
         for slot in self.mapped:
             self._feed(slot)
-
-    def _add(self, where: int, axes: Sequence[Any]) -> None:
-        for k, (x, own) in enumerate(by_entry(self.trees[where], axes)):
-            self.values[where, k] = x
-            self.axes[where, k] = None if is_owned(x) else own[0]
 
     def _feed(self, slot: Slot) -> None:
         """Prepare the input of `jax.vmap` for a leaf that is mapped."""
@@ -114,12 +68,6 @@ class _Lanes:
         """
         given = [(self.values[slot], self.axes[slot]) for slot in self.mapped]
         return spread_like([x for x in given if x[1] is not SPLIT], x, axis)
-
-    def name(self, slot: Slot) -> str:
-        where, k = slot
-        if where not in self.trees:
-            return self.lifted.name(slot)
-        return leaves(self.trees[where], is_leaf=is_owned)[k].name
 
     def _size(self, axis_size: int | None) -> int:
         """The number of lanes; `ValueError` if the mapped axes do not agree on it."""
@@ -146,15 +94,10 @@ class _Lanes:
 
     def run(self, inputs: Values, _: Any) -> tuple[Any, ...]:
         """Run one lane. Returns its output, and the shared and its own new values."""
-        values, copy, f = {**self.values, **inputs}, None, self.opened.f
-        if any(where == _FUNCTION for where, _ in self.mapped):
-            copy = self.opened.copy(self._tree(_FUNCTION, values))
-            f = copy.f
-        args, kwargs = self._tree(_ARGUMENTS, values)
-        ran = self.lifted.run(values, lambda: f(*args, **kwargs))
-        out = ran.out if copy is None else copy.finish(ran.out)
+        is_copied = any(where == FUNCTION for where, _ in self.mapped)
+        ran = self.call(inputs, is_copied)
         shared, own = self._sort(ran)
-        out, static = eqx.partition(out, is_traced(out))
+        out, static = eqx.partition(ran.out, is_traced(ran.out))
         kept = Static((static, list(ran.written)))
         return out, (shared, ran.made), (own, ran.sown), kept
 
@@ -172,23 +115,12 @@ class _Lanes:
                 shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
         for slot, new in ran.news().items():
-            if self._has_axis(slot[0], new):
+            if isinstance(self.axis_of_new(slot[0], new), int):
                 raise ValueError(MADE_ONCE.format(new.name, "lane of `es.vmap`"))
             named.append((new.name, ran.made.arrays[slot]))
         if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
             raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
-
-    def _has_axis(self, i: int, new: Visit) -> bool:
-        """Whether each lane has its own array of this kind, at this place in a root."""
-        root = self.lifted.roots[i]
-        by = self.entries[id(root.module)] if root.is_stand_in else self.by_rules
-        return isinstance(by.of_new(root, new), int)
-
-    def _tree(self, where: int, values: Values) -> Any:
-        treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
-        leaves = [values[where, k] for k in range(treedef.num_leaves)]
-        return jtu.tree_unflatten(treedef, leaves)
 
 
 class _Vmap(Transform):

@@ -1,0 +1,473 @@
+"""`es.shard_map`: that of JAX, with state, keys and statistics carried through."""
+
+import dataclasses
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from helpers import close, rejects
+from jax.sharding import Mesh, PartitionSpec as P
+
+import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+LINE = Mesh(np.array(jax.devices()[:2]), "data")
+ROWS = P("data")
+XS = jnp.arange(8.0).reshape(4, 2)
+
+
+def mapped(f, in_specs=ROWS, out_specs=ROWS, mesh=LINE, **options):
+    return es.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+class Norm(es.Module):
+    weight: es.Parameter = 2.0
+    mean: es.BatchStat = 0.0
+    calls: es.State = 0
+    rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
+
+    def __call__(self, xs):
+        self.calls = self.calls + 1
+        mean = jax.lax.pmean(jnp.mean(xs), "data")
+        self.mean = 0.5 * self.mean + 0.5 * mean
+        return self.weight * (xs - mean)
+
+    def local(self, xs):
+        self.mean = jnp.mean(xs)
+        return xs
+
+    def noisy(self, xs):
+        self.rng, key = jr.split(self.rng)
+        noise = jr.normal(key, xs.shape)
+        self.sow("noise", noise[0, 0])
+        return xs + noise
+
+
+# --- As in JAX ------------------------------------------------------------------------
+
+
+def test_the_signature_is_that_of_jax_and_axes():
+    ours, theirs = (
+        {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
+        for f in (es.shard_map, jax.shard_map)
+    )
+    assert ours.pop("axes") == (inspect.Parameter.KEYWORD_ONLY, None)
+    assert list(ours.items()) == list(theirs.items())
+
+
+PLAIN = {
+    "one spec for all": (lambda x, y: x * y, dict(in_specs=ROWS, out_specs=ROWS)),
+    "a spec for each": (
+        lambda x, y: {"sum": jax.lax.psum(jnp.sum(x), "data"), "y": y},
+        dict(in_specs=(ROWS, P(None, "data")),
+             out_specs={"sum": P(), "y": P(None, "data")}),
+    ),
+    "unchecked": (
+        lambda x, y: x, dict(in_specs=ROWS, out_specs=P(), check_vma=False)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_on_arrays_it_is_that_of_jax(name):
+    f, options = PLAIN[name]
+    args = (XS, 2 * XS)
+    ours, theirs = (m.shard_map(f, mesh=LINE, **options)(*args) for m in (es, jax))
+    close(ours, theirs)
+
+
+def test_some_axes_of_a_mesh():
+    def f(x):
+        return x - jax.lax.pmean(x, "data")
+
+    options = dict(mesh=MESH, in_specs=ROWS, out_specs=ROWS, axis_names={"data"})
+    ours, theirs = (jax.jit(m.shard_map(f, **options))(XS) for m in (es, jax))
+    close(ours, theirs)
+
+
+def test_without_a_function_it_is_a_decorator():
+    @es.shard_map(mesh=LINE, in_specs=ROWS, out_specs=ROWS)
+    def double(x):
+        return 2 * x
+
+    close(double(XS), 2 * XS)
+    assert double.__name__ == "double"
+
+
+def test_the_mesh_may_be_that_of_the_context():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    norm = Norm()
+    with jax.set_mesh(mesh):
+        xs = jax.device_put(XS, jax.NamedSharding(mesh, ROWS))
+        f = es.shard_map(norm, out_specs=ROWS)  # specs from the types
+        out, new = es.jit(es.mutable(f))(xs)
+        named = pytest.raises(ValueError, match=r"`.*` is sharded by its type, as")
+        with named:
+            es.shard_map(lambda x: x, in_specs=P(), out_specs=P())(xs)
+    expected, other = es.jit(es.mutable(mapped(norm)))(XS)
+    close((np.asarray(out), float(new.mean)), (np.asarray(expected), float(other.mean)))
+
+
+def test_what_is_not_an_array_is_passed_on():
+    out = mapped(lambda d, n: {"x": d["x"] * n, "f": d["f"]}, (ROWS, None))(
+        {"x": XS, "f": jnp.sin}, 3
+    )
+    close(out["x"], 3 * XS)
+    assert out["f"] is jnp.sin
+
+
+# --- State ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["eager", "jit"])
+def test_statistics_are_shared_and_written_once(jit):
+    out, new = jit(es.mutable(mapped(Norm())))(XS)
+    close(out, 2.0 * (XS - jnp.mean(XS)))
+    assert (new.calls, new.mean) == (1, 1.75)
+
+
+WAYS = {
+    "the function": lambda norm, xs: mapped(norm)(xs),
+    "a method": lambda norm, xs: mapped(norm.__call__)(xs),
+    "the closure": lambda norm, xs: mapped(lambda xs: norm(xs))(xs),
+    "an argument": lambda norm, xs: mapped(
+        lambda norm, xs: norm(xs), (P(), ROWS)
+    )(norm, xs),
+    "by rules": lambda norm, xs: mapped(
+        lambda norm, xs: norm(xs), ({es.Rng: es.SPLIT, ...: P()}, ROWS)
+    )(norm, xs),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_one_device(way):
+    def loss(norm, xs):
+        return jnp.mean(jnp.sin(WAYS[way](norm, xs))) + norm.mean * norm.weight
+
+    def plain(norm, xs):
+        mean = jnp.mean(xs)
+        norm.mean = 0.5 * norm.mean + 0.5 * mean
+        norm.calls = norm.calls + 1
+        return jnp.mean(jnp.sin(norm.weight * (xs - mean))) + norm.mean * norm.weight
+
+    ours = es.jit(es.value_and_grad(loss))(Norm(), XS)
+    close(ours, es.value_and_grad(plain)(Norm(), XS))
+
+
+@pytest.mark.parametrize("mesh", [LINE, MESH], ids=["line", "grid"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_each_device_draws_from_its_own_key(mesh, checked):
+    spec = P(tuple(mesh.axis_names))
+    f = mapped(Norm().noisy, spec, spec, mesh, check_vma=checked)
+    (out, new), sown = es.jit(es.capture(f))(XS)
+    noise = np.asarray(out - XS)
+    assert len(np.unique(noise)) == noise.size
+    assert new.rng == jr.split(jr.key(0))[0]
+    close(sown["noise"], jnp.asarray(noise[:: 4 // mesh.size, 0]))
+
+
+def test_keys_in_arrays_and_legacy_keys_are_split():
+    class Keys(es.Module):
+        many: es.Rng
+        legacy: es.Rng
+
+        def __call__(self, x):
+            keys = jax.vmap(jr.split)(self.many)
+            self.many = keys[:, 0]
+            self.legacy, key = jr.split(self.legacy)
+            return x + jr.normal(keys[1, 1], x.shape) + jr.normal(key, x.shape)
+
+    model = Keys(jr.split(jr.key(0), 3), jr.PRNGKey(1))
+    out, new = es.jit(es.mutable(mapped(model)))(jnp.zeros(2))
+    assert out[0] != out[1]
+    assert new.many.shape == (3,)
+    assert (new.many != model.many).all()
+    assert (new.legacy != model.legacy).any()
+
+
+def test_a_key_that_all_devices_assign_is_kept_and_one_that_is_not_drawn_from_stays():
+    def assign(norm, xs):
+        norm.rng = jr.key(7)
+        return xs
+
+    run = es.mutable(lambda norm, xs: mapped(lambda xs: assign(norm, xs))(xs))
+    assert run(Norm(), XS)[1].rng == jr.key(7)
+    model = Norm()
+    assert es.mutable(mapped(model))(XS)[1].rng is model.rng
+
+
+def test_axes_give_every_device_its_part():
+    model = Norm(weight=jnp.arange(2.0), mean=jnp.zeros(2))
+
+    def run(model, xs):
+        def f(xs):
+            model.mean = model.mean + model.weight[0] * jnp.mean(xs)
+            return xs
+
+        axes = {es.path_matches("weight"): ROWS, es.BatchStat: ROWS, es.Buffer: None}
+        return mapped(f, axes=axes)(xs)
+
+    _, new = es.jit(es.mutable(run))(model, XS)
+    close(new.mean, jnp.array([0.0, 5.5]))
+
+
+class Decorated(es.Module):
+    weight: es.Parameter = 2.0
+    calls: es.State = 0
+
+    @es.shard_map(mesh=LINE, in_specs=(ROWS, P()), out_specs=ROWS)
+    def __call__(self, xs, y):
+        self.calls = self.calls + 1
+        return self.weight * xs + y
+
+
+def test_self_of_a_decorated_method_does_not_count():
+    out, new = es.mutable(Decorated())(XS, 1.0)
+    close((out, new.calls), (2 * XS + 1, jnp.array(1)))
+
+
+def test_it_works_inside_the_other_transforms():
+    def step(norm, xs):
+        norm.calls = norm.calls + 1
+        return mapped(lambda xs: norm.weight * xs)(xs)
+
+    def run(norm, xs):
+        a = es.scan(lambda c, x: (c, step(norm, x)), 0, jnp.stack([xs, xs]))[1]
+        b = es.checkpoint(lambda x: step(norm, x))(xs)
+        c = es.vmap(lambda x: step(norm, x))(jnp.stack([xs, xs]))
+        d = es.vjp(lambda x: step(norm, x), xs)[1](xs)
+        return a, b, c, d
+
+    out, new = es.jit(es.mutable(run))(Norm(), XS)
+    twice = jnp.stack([2 * XS, 2 * XS])
+    close(out, (twice, 2 * XS, twice, (2 * XS,)))
+    assert new.calls == 5
+
+
+def test_the_other_transforms_work_inside_it():
+    def f(norm, xs):
+        ys = es.vmap(lambda x: norm.weight * x)(xs)
+        (_, grads) = es.value_and_grad(lambda w, y: jnp.sum(w * y))(norm.weight, ys)
+        norm.mean = norm.mean + grads
+        return es.jvp(lambda x: norm.weight * x, (ys,), (ys,))[1]
+
+    def run(norm, xs):
+        return mapped(lambda xs: f(norm, xs))(xs)
+
+    out, new = es.jit(es.mutable(run))(Norm(), XS)
+    close((out, new.mean), (4 * XS, jnp.sum(2 * XS)))
+
+
+def test_init_runs_through_it():
+    class Lazy(es.Module):
+        weight: es.Parameter | None = None
+        reduces: bool = True
+
+        def __call__(self, xs):
+            if self.weight is None:
+                self.weight = jnp.ones(xs.shape[-1])
+            if not self.reduces:
+                self.weight = self.weight + jnp.mean(xs)
+            return self.weight[None] * xs
+
+    model = Lazy()
+    new = es.init(model, 0, XS, call=lambda model, xs: mapped(model)(xs))
+    close(new.weight, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"different values to `weight`"):
+        es.init(Lazy(None, False), 0, XS, call=lambda model, xs: mapped(model)(xs))
+    with pytest.raises(ValueError, match=r"`weight` is made by `init` in one device"):
+        es.init(
+            model,
+            0,
+            XS,
+            call=lambda model, xs: mapped(model, axes={es.Parameter: ROWS})(xs),
+        )
+
+
+def test_outside_a_scope_it_works_as_long_as_nothing_is_written():
+    close(mapped(lambda xs: Norm().weight * xs)(XS), 2 * XS)
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    close(mapped(jax.vmap(linear))(XS), jax.vmap(linear)(XS))
+    with rejects(Norm(), FROZEN, r"Norm\.calls"):
+        mapped(Norm())(XS)
+
+
+# --- Loops and branches ---------------------------------------------------------------
+
+
+class Sum(es.Module):
+    total: es.State = 0.0
+    steps: es.State = 0
+
+    def __call__(self, x):
+        self.total = self.total + x
+        self.steps = self.steps + 1
+        return self.total
+
+
+def scanned(model, xs):
+    return es.scan(lambda c, x: (c + model(x), None), 0.0, xs)[0]
+
+
+def scanned_carry(model, xs):
+    new, _ = es.scan(lambda model, x: (model, model(x)), model, xs)
+    model.total = new.total
+    return new.total
+
+
+def counted(model, xs):
+    return es.fori_loop(0, 2, lambda i, y: model(xs[i]), 0.0)
+
+
+def repeated(model, xs):
+    return es.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, model(xs[0])), (0, 0.0)
+    )[1]
+
+
+def branched(model, xs):
+    return es.cond(model.steps < 9, lambda: model(xs[0]), lambda: xs[0])
+
+
+def chosen(model, xs):
+    return es.switch(
+        model.steps, [lambda x: model(x), lambda x: x + model.total], xs[0]
+    )
+
+
+LOOPS = [scanned, scanned_carry, counted, repeated, branched, chosen]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["eager", "jit"])
+def test_carried_state_becomes_varying_by_itself(loop, jit):
+    def run(model, xs):
+        def body(xs):
+            y = loop(model, xs)
+            model.total = jax.lax.pmean(model.total, "data")
+            return y[None]
+
+        return mapped(body)(xs)
+
+    def by_hand(model, xs):
+        ys, models = zip(*(es.mutable(loop)(model, x) for x in xs), strict=True)
+        total = sum(m.total for m in models) / 2
+        return jnp.stack(ys), models[0].replace(total=total)
+
+    xs = jnp.arange(4.0)
+    close(jit(es.mutable(run))(Sum(), xs), by_hand(Sum(), xs.reshape(2, 2)))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_varies_after_a_loop_is_still_found(loop):
+    f = es.mutable(lambda m, xs: mapped(lambda xs: loop(m, xs)[None])(xs))
+    with rejects(Sum(), ValueError, r"different values to `total`"):
+        es.jit(f)(Sum(), jnp.arange(4.0))
+
+
+def test_a_carry_of_another_structure_is_the_error_of_jax():
+    f = mapped(lambda xs: es.scan(lambda c, x: ((c, x), x), 0.0, xs)[1])
+    with pytest.raises(TypeError, match="scan"):
+        f(jnp.arange(4.0))
+
+
+# --- Errors ---------------------------------------------------------------------------
+
+
+def test_what_differs_between_devices_is_named():
+    for xs in (XS, XS[:2]):
+        with rejects(Norm(), ValueError, r"different values to `mean`",
+                     r"pmean\(mean, \"data\"\)", r"axes=.*P\(\"data\"\)"):  # fmt: skip
+            es.mutable(mapped(Norm().local))(xs)
+
+
+def test_without_the_check_shared_state_is_not_written():
+    model = {"norm": Norm()}
+    f = lambda model, xs, **o: mapped(model["norm"], check_vma=False, **o)(xs)  # noqa: E731
+    with rejects(model, ValueError, r"`\['norm'\].mean` was written, and is replic",
+                 r"es.path_matches\(\"\*mean\"\): P\(\)"):  # fmt: skip
+        es.mutable(f)(model, XS)
+    said = {es.State: P()}
+    _, new = es.jit(es.mutable(lambda m, xs: f(m, xs, axes=said)))(model, XS)
+    assert (new["norm"].calls, new["norm"].mean) == (1, 1.75)
+
+    def argument(spec):
+        g = mapped(lambda norm, xs: norm(xs), (spec, ROWS), check_vma=False)
+        return es.mutable(lambda m, xs: g(m["norm"], xs))(model, XS)
+
+    with rejects(model, ValueError, "is replicated"):
+        argument(P())
+    assert argument({es.State: P(), es.Parameter: P()})[1]["norm"].calls == 1
+
+
+def over_lanes(xs):
+    return es.vmap(lambda x: x - jax.lax.pmean(x, "batch"), axis_name="batch")(xs)
+
+
+def over_both(xs):
+    axes = ("batch", "data")
+    return jax.vmap(lambda x: x - jax.lax.pmean(x, axes), axis_name="batch")(xs)
+
+
+@pytest.mark.parametrize("f", [over_lanes, over_both])
+def test_a_collective_over_lanes_has_an_error_of_ours(f):
+    try:
+        mapped(f)(XS)
+    except ValueError as error:
+        assert "JAX cannot reduce over the lanes" in str(error)  # noqa: PT017
+    else:  # where JAX can
+        close(mapped(f)(XS), mapped(f, check_vma=False)(XS))
+    assert mapped(f, check_vma=False)(XS).shape == XS.shape
+
+
+def test_other_errors_of_the_function_are_left_alone():
+    def asserts(x):
+        assert x is None
+
+    def looks_up(x):
+        return {}["key"]
+
+    def raises(x):
+        raise ValueError("mine")
+
+    for f, error in ((asserts, AssertionError), (looks_up, KeyError)):
+        with pytest.raises(error):
+            mapped(f)(XS)
+    for checked in (True, False):
+        with pytest.raises(ValueError, match="mine"):
+            mapped(raises, check_vma=checked)(XS)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(in_specs=0), TypeError, r"the spec of `.*` is `0`, and a spec is a"),
+        (dict(in_specs=P(None, None, "data")), ValueError, r"longer than its shape"),
+        (dict(in_specs=P("batch")), ValueError, r"`batch` is not an axis.*: `data`"),
+        (dict(in_specs=P(None, ("data", "model")), mesh=MESH), ValueError,
+         r"divides an axis among 4 devices.*even for 2"),
+        (dict(in_specs=(ROWS, ROWS)), ValueError, r"`in_specs` has 2 entries for 1"),
+        (dict(mesh=None), ValueError, r"no `mesh=`, and none in the context"),
+        (dict(mesh="data"), TypeError, r"`mesh` is a .* and not a `str`"),
+        (dict(axis_names={"row"}), ValueError, r"`axis_names` has `row`, .*'data'"),
+        (dict(axes={es.path_matches("x*"): P()}), ValueError, r"matches no array"),
+        (dict(axes={es.State: es.SPLIT}), ValueError, r"`es.SPLIT` for `mean`"),
+        (dict(axes={"State": P()}), TypeError, r"`es.shard_map\(axes=...\)`: the key"),
+        (dict(axes={es.Parameter: ROWS}), ValueError, r"spec of `weight` is.*longer"),
+    ],
+)  # fmt: skip
+def test_specs_that_do_not_fit(options, error, message):
+    options = dict(mesh=LINE, in_specs=ROWS, out_specs=ROWS) | options
+    with pytest.raises(error, match=message):
+        es.shard_map(Norm().eval(), **options)(XS)
+
+
+def test_specs_are_only_inferred_from_types():
+    with pytest.raises(TypeError, match=r"without `in_specs` .*to be `Explicit`"):
+        es.shard_map(lambda x: x, mesh=LINE, out_specs=ROWS)(XS)
