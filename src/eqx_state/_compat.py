@@ -143,7 +143,8 @@ def vary(x: Any, axes: frozenset[Any]) -> Any:
         return x
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, new, to="varying")
-    return jax.lax.pvary(x, new)  # pragma: no cover (JAX < 0.9)
+    pvary = getattr(jax.lax, "pvary")  # noqa: B009  # pragma: no cover (JAX < 0.9)
+    return pvary(x, new)  # pragma: no cover (JAX < 0.9)
 
 
 _JAX: Final = os.path.join(os.path.dirname(jax.__file__), "")

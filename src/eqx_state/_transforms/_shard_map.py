@@ -144,10 +144,11 @@ class _Shards(Reached):
                 raise ValueError(_UNCHECKED.format(name, name.rpartition(".")[2]))
             named.append((self.name(slot), x, spec))
             groups[self.groups.index(spec)][slot] = x
+        made = {} if ran.made is None else ran.made.arrays
         for slot, new in ran.news().items():
             if self.axis_of_new(slot[0], new) not in (_UNSAID, None, PartitionSpec()):
                 raise ValueError(MADE_ONCE.format(new.name, "device of `es.shard_map`"))
-            named.append((new.name, ran.made.arrays[slot], PartitionSpec()))
+            named.append((new.name, made[slot], PartitionSpec()))
         names = [
             f"`{name}`"
             for name, x, spec in named

@@ -114,10 +114,11 @@ class _Lanes(Reached):
                 # differs in each lane, and `self.advanced` replaces it.
                 shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
+        made = {} if ran.made is None else ran.made.arrays
         for slot, new in ran.news().items():
             if isinstance(self.axis_of_new(slot[0], new), int):
                 raise ValueError(MADE_ONCE.format(new.name, "lane of `es.vmap`"))
-            named.append((new.name, ran.made.arrays[slot]))
+            named.append((new.name, made[slot]))
         if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
             raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
