@@ -566,6 +566,13 @@ def test_a_filter_that_matches_nothing_is_an_error(transform):
     assert seen == []
 
 
+def test_a_lazy_model_comes_after_its_init():
+    lazy = make_layer().replace(weight=es.Initializer(lambda key: jnp.ones(2)))
+    for transform in TRANSFORMS:
+        with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Init"):
+            transform(loss_fn, cast={es.path_matches("weight"): HALF})(lazy, X)
+
+
 def test_a_dtype_that_jax_does_not_have():
     with pytest.raises(ValueError, match="value for `es.Parameter` is float64, which"):
         es.mutable(loss_fn, cast={es.Parameter: np.float64})

@@ -335,6 +335,18 @@ def test_freezing_retraces_and_equal_freezing_does_not(jit):
     assert names(NET, X)[0].frozen is False
 
 
+def test_a_call_does_not_change_what_is_frozen():
+    def run(m):
+        m.blocks = [es.freeze(m.blocks[0], lambda b: b.linear.bias), m.blocks[1]]
+
+    match = (
+        r"(?s)first at `blocks\[0\]\.frozen`: expected `\(\)`, got"
+        r" `\('frozen: .linear.bias',\)`"
+    )
+    with pytest.raises(ValueError, match=match):
+        es.mutable(run)(NET)
+
+
 # --- Surgery --------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state._collect import Snapshot
+from .._state._init import check_initialized
 from .._state._scope import Scope
 from .._tree._bind import written
 from .._tree._rules import check_rules, choose
@@ -31,6 +32,7 @@ class Cast(NamedTuple):
 
         The scope comes to know the arrays that have others outside.
         """
+        check_initialized(model)  # what is not there yet matches no filter
         rules = dict(self.rules)
         own, new = {}, []
         # Moments and averages are not computed with, and keep their precision.

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from .._typing import KeyPath, PyTree
 from ._base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from ._children import children
+from ._frozen import names_of
 from ._walk import is_array, leaves, name_of, set_flags, Visit
 
 
@@ -91,6 +92,9 @@ def first_difference(
         for f in dataclasses.fields(a):
             if f.metadata.get("static", False):
                 left, right = (getattr(x, f.name, None) for x in (a, b))
+                if f.name == MARKS and left != right:
+                    at = (*path, jtu.GetAttrKey("frozen"))
+                    return at, names_of(left), names_of(right)
                 if not same(left, right):
                     return (*path, jtu.GetAttrKey(f.name)), left, right
     for (key, x), (_, y) in zip(below_a, below_b, strict=True):

@@ -38,6 +38,14 @@ def name_of_steps(path: Sequence[Step]) -> str:
     return "".join(name for name, _ in path)
 
 
+def names_of(marks: Marks) -> tuple[str, ...]:
+    """What the marks say, in words."""
+    return tuple(
+        f"{'frozen' if frozen else 'not frozen'}: {name_of_steps(path)}"
+        for path, frozen in marks
+    )
+
+
 def marks_below(marks: Marks, step: Step) -> tuple[bool | None, Marks]:
     """What the marks say about the child at `step`, and the marks that lead below it.
 

@@ -57,6 +57,12 @@ def check(model: Model, x: Array) -> None:
     assert_type(es.mutable(model)(x), tuple[Array, Model])
     assert_type(es.mutable(model)(x, scale=2.0), tuple[Array, Model])
     assert_type(es.mutable(model, kinds=es.TreePart)(x), tuple[Array, Model])
+    half = {es.Parameter: "bfloat16", es.path_matches("*.bias"): None, ...: "float16"}
+    assert_type(es.mutable(model, cast=half)(x), tuple[Array, Model])
+    assert_type(
+        es.value_and_grad(loss, cast=half)(model, x, n=2),
+        tuple[tuple[Array, Model], Model],
+    )
     assert_type(es.mutable(loss)(model, x, n=2)[0], Array)
     assert_type(es.mutable(model.encode)(x)[0], tuple[Array, int])
     assert_type(es.mutable(es.vmap(model, axis_name="batch"))(x)[0], Array)
