@@ -103,7 +103,9 @@ def test_they_are_those_of_optax_partition():
     txs = {0: optax.adam(0.1), 1: optax.sgd(0.2)}
     labels = es.spec(es.filter(model, es.trainable), {BIAS: 0, ...: 1})
     optimizer = es.Optimizer({BIAS: txs[0], ...: txs[1]}).init(model)
-    by_hand = es.Optimizer(optax.partition(txs, lambda _: labels)).init(model)
+    by_hand = es.Optimizer(optax.transforms.partition(txs, lambda _: labels)).init(
+        model
+    )
     assert eqx.tree_equal(optimizer.opt_state, by_hand.opt_state)
     ours, theirs = (x.update(gradients(model), model)[0] for x in (optimizer, by_hand))
     assert eqx.tree_equal(ours, theirs)
@@ -316,6 +318,14 @@ def test_lookahead_goes_around_the_groups():
 def test_a_parameter_without_a_rule_is_an_error_that_names_it():
     with pytest.raises(ValueError, match=r"no rule matches `body\.weight`, `norm\.we"):
         es.Optimizer({BIAS: optax.sgd(0.1)}).init(make())
+
+
+def test_many_parameters_without_a_rule():
+    params = {f"{i:02}": jnp.ones(()) for i in range(12)}
+    with pytest.raises(
+        ValueError, match=r"matches `\['00'\]`, .*`\['04'\]` and 7 more\."
+    ):
+        es.Optimizer({es.Buffer: optax.sgd(0.1)}).init(params)
 
 
 def test_a_filter_without_a_match():

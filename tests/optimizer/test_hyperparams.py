@@ -41,7 +41,7 @@ WRAPPED = {
     "chain": optax.chain(optax.clip(9.0), optax.chain(sgd(), optax.identity())),
     "multi_steps": optax.MultiSteps(sgd(), 1),
     "masked": optax.masked(sgd(), {"a": True, "b": True}),
-    "partition": optax.partition(
+    "partition": optax.transforms.partition(
         {"x": sgd(), "y": optax.sgd(0.5)}, {"a": "x", "b": "y"}
     ),
     "apply_if_finite": optax.apply_if_finite(sgd(), 2),
@@ -172,7 +172,9 @@ def test_a_name_may_be_in_one_group_only():
 
 
 def test_two_of_one_name_have_their_places():
-    tx = optax.partition({"x": sgd(0.1), "y": sgd(0.2)}, {"a": "x", "b": "y"})
+    tx = optax.transforms.partition(
+        {"x": sgd(0.1), "y": sgd(0.2)}, {"a": "x", "b": "y"}
+    )
     for groups in (tx, {...: tx}):
         optimizer = es.Optimizer(groups).init(MODEL)
         (x, name), (y, _) = optimizer.hyperparams

@@ -34,14 +34,15 @@ class Groups:
         rules = dict(zip(self.keys, range(len(self.keys)), strict=True))
         keys = choose(rules, model, "`es.Optimizer`")
         is_selected = bind_to_visits((wrt,), model)
-        labels, unmatched = [], []
+        labels, unmatched = [], list[str]()
         for visit, key in zip(leaves(model), keys, strict=True):
             if is_selected(visit):
                 n = None if key is None else rules[key]
                 labels.append(None if n is None or self.txs[n] is None else n)
                 unmatched += [f"`{visit.name}`"] if n is None else []
         if unmatched:
-            raise ValueError(_NO_GROUP.format(", ".join(unmatched)))
+            rest = f" and {len(unmatched) - 5} more" if len(unmatched) > 5 else ""
+            raise ValueError(_NO_GROUP.format(", ".join(unmatched[:5]) + rest))
         return tuple(labels)
 
     def transformation(self, labels: Labels, params: PyTree) -> Any:
@@ -52,7 +53,7 @@ class Groups:
             n: with_extra_args(self.txs[n]) for n in sorted(set(used))
         }
         # A function, because a tree of labels that is a model may be callable.
-        return optax.partition(txs, lambda _: tree)
+        return optax.transforms.partition(txs, lambda _: tree)
 
     def _key(self) -> tuple[Any, ...]:
         return self.keys, self.txs
@@ -99,9 +100,10 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
 def check_extra(extra: dict[str, Any], params: PyTree) -> None:
     """Raise `ValueError` for an argument that is shaped like all of the parameters."""
     structure = jtu.tree_structure(params)
+    # A model that is one array has the structure of any number.
+    is_tree = structure.num_leaves > 0 and not jtu.treedef_is_leaf(structure)
     for name, value in extra.items():
-        is_leaf = jtu.treedef_is_leaf(structure)
-        is_alike = not is_leaf and jtu.tree_structure(value) == structure
+        is_alike = is_tree and jtu.tree_structure(value) == structure
         if is_alike or name == "value_fn":
             raise ValueError(_WHOLE.format(name))
 

@@ -80,8 +80,9 @@ def _copies(
 def _is_alike(node: PyTree, model: PyTree) -> bool:
     if not is_array(model):
         return type(node) is type(model)
-    # The whole model is one array. A count is not its moment.
-    return is_array(node) and jnp.issubdtype(node.dtype, jnp.inexact)
+    # The whole model is one array. Neither a count nor a learning rate is its moment.
+    is_inexact = is_array(node) and jnp.issubdtype(node.dtype, jnp.inexact)
+    return is_inexact and node.shape == model.shape
 
 
 def _model_in(
