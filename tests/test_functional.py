@@ -141,6 +141,24 @@ def test_any_name_of_a_keyword_argument_reaches_the_model():
     assert out == 16.0
 
 
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+@pytest.mark.parametrize("name", ["scaled", "__call__"])
+def test_of_a_method(name):
+    class Named(Net):
+        def scaled(self, x, by):
+            return by * self(x)
+
+    model = Named(eqx.nn.Linear(2, 1, key=jr.key(1)))
+    method = getattr(model, name)
+    options = {"by": 2.0} if name == "scaled" else {"scale": 2.0}
+    apply, params, state = es.functional(method)
+    assert {**params, **state} == es.state_dict(model)
+    out, state = jax.jit(apply)(params, state, X, **options)
+    expected, new = es.mutable(method)(X, **options)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), new)
+
+
 def test_of_a_list_like_model():
     model = eqx.nn.Sequential(
         [eqx.nn.Linear(2, 2, key=jr.key(0)), es.nn.Dropout(key=0)]

@@ -1,5 +1,6 @@
 """`es.functional`: a model as a pure pair, for libraries without modules."""
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -9,7 +10,7 @@ from ._io._state_dict import by_name, put, shown, state_dict
 from ._kinds._kinds import Parameter, State
 from ._state._init import check_ready
 from ._state._scope import Scope
-from ._transforms._mutable import thread
+from ._transforms._mutable import is_bound_method, thread
 from ._tree._filters import not_
 from ._tree._walk import is_array
 from ._tree._weak_types import to_strong
@@ -29,8 +30,8 @@ def functional(
 
     **Arguments:**
 
-    - `tree`: a model that can be called. It may be abstract, as
-        `equinox.filter_eval_shape` returns it.
+    - `tree`: a model that can be called, or a method of one, `model.encode`. It may be
+        abstract, as `equinox.filter_eval_shape` returns it.
 
     **Returns:**
 
@@ -59,6 +60,9 @@ def functional(
         assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), model)
         ```
     """
+    method = None
+    if is_bound_method(tree):  # the model is its object, as for `es.mutable`
+        tree, method = tree.__self__, tree.__func__
     check_ready(tree)
     # The arrays are those of the dictionaries: the function holds only their shapes.
     like = jax.tree.map(_abstract, tree)
@@ -77,7 +81,12 @@ def functional(
     ) -> tuple[Any, Arrays]:
         _check_names(names, {"params": params, "state": state})
         model = put(like, named, {**params, **state})
-        out, model = thread(model, Scope((State,)), lambda m: m(*args, **kwargs))
+
+        def call(model: Any) -> Any:
+            f = model if method is None else types.MethodType(method, model)
+            return f(*args, **kwargs)
+
+        out, model = thread(model, Scope((State,)), call)
         return out, state_dict(model, not_(Parameter))
 
     return apply, params, state
