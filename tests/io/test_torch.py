@@ -7,11 +7,12 @@ import jax.random as jr
 import numpy as np
 import pytest
 import torch_weights as reference
-from helpers import rejects, untouched
+from helpers import rejects, reuses_keys, untouched
 
 import eqx_state as es
 
 
+pytestmark = reuses_keys  # the values that are drawn do not matter
 nn, KEY = eqx.nn, jr.key(0)
 
 # --- Layers ---------------------------------------------------------------------------
