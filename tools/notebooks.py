@@ -33,9 +33,9 @@ def names() -> list[str]:
 
 def notebook(name: str, printed: str, picture: bytes | None) -> dict[str, Any]:
     source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    docstring = ast.get_docstring(ast.parse(source))
+    title, _, about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
     code = source.split('"""', 2)[2].strip()
-    cells = [markdown(f"# {docstring}")]
+    cells = [markdown(f"# {title.rstrip('.')}\n{about}".strip())]
     *parts, last = re.split(r"^# %%", code, flags=re.MULTILINE)
     for part in parts:
         comment, body = re.fullmatch(r"(.*(?:\n# .*)*)((?s:.*))", part).groups()
