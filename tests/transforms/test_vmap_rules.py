@@ -96,6 +96,25 @@ def test_names_in_a_model_that_is_not_an_es_module_are_the_same_in_a_scope():
     assert jnp.allclose(new[1].total, jnp.sin(XS).mean())
 
 
+def test_the_layers_of_a_stack_are_one_module_from_there():
+    class Deep(es.Module):
+        blocks: es.nn.Stacked
+
+        def __call__(self, xs):
+            rows = {lambda part: part.value.ndim == 1: 0, es.path_matches("b"): 7}
+            return es.vmap(self.blocks.layers, axes={**A, **rows}, axis_name="batch")(
+                xs
+            )
+
+    model = Deep(es.nn.Stacked([Pair(a=x) for x in XS]))
+    y, new = es.mutable(model)(XS)
+    assert jnp.allclose(y, XS * XS + 2)
+    assert jnp.allclose(new.blocks.layers.total, MEAN)
+    plain = {"blocks": model.blocks}
+    y, _ = es.mutable(lambda d: vmap(d["blocks"].layers, {**A, ...: 0})(XS))(plain)
+    assert jnp.allclose(y, XS * XS + 2)
+
+
 def test_plain_equinox_layers():
     keys = jr.split(jr.key(0), 3)
     head = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 1, key=key))(keys)

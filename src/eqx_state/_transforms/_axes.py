@@ -62,8 +62,14 @@ class Entry(NamedTuple):
         """The axis of an array that `init` has made in the root of which it is."""
         depth = len(root.place.path)
         below = len(root.leaves[0].path) - depth
-        path = (*self.path[: len(self.path) - below], *visit.path[depth:])
-        return self.axis_of(visit._replace(path=path))
+        start = self.path[: len(self.path) - below]
+        return self.axis_of(_moved(visit, depth, start))
+
+
+def _moved(visit: Visit, depth: int, start: KeyPath) -> Visit:
+    """The visit with `start` in the place of the first `depth` keys of its path."""
+    context = visit.context.seen_from(depth, len(start))
+    return visit._replace(path=(*start, *visit.path[depth:]), context=context)
 
 
 class _Axis(NamedTuple):
@@ -128,17 +134,19 @@ class FunctionAxes:
         """The keys of the leaves of a module, by the names that are seen from there."""
         key_of = self.asked.bind(model.node)
         keys = []
-        for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
+        context = model.context.seen_from(len(model.path), 0)
+        for visit in leaves(model.node, (), context, is_leaf=is_owned):
             if not is_owned(visit.node):
                 keys.append(key_of(visit))
                 continue
             # Declarations further up in its model decide the kinds, too.
-            context = get_place(visit.node).context
+            place = get_place(visit.node)
+            below = place.context.seen_from(len(place.path), len(visit.path))
             for inner in modules_in(visit.node, visit.path):
                 self.bound.setdefault(id(inner.node), (inner.path, key_of))
             for cell, inner in zip(
                 cells(visit.node),
-                leaves(visit.node, visit.path, context),
+                leaves(visit.node, visit.path, below),
                 strict=True,
             ):
                 keys.append(key_of(inner))
@@ -177,9 +185,8 @@ class FunctionAxes:
         """The axis of an array that `init` has made in a root."""
         key = most_derived(visit.kind, self.by_kind)
         if id(root.module) in self.bound:
-            path, key_of = self.bound[id(root.module)]
-            path = (*path, *visit.path[len(root.place.path) :])
-            key = key_of(visit._replace(path=path))
+            start, key_of = self.bound[id(root.module)]
+            key = key_of(_moved(visit, len(root.place.path), start))
         return None if key is None else self.rules[key]
 
     def check_matched(self) -> None:

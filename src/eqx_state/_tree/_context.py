@@ -124,6 +124,16 @@ class Context(NamedTuple):
             axes=axes,
         )
 
+    def seen_from(self, depth: int, start: int) -> "Context":
+        """The context of a node if its path had `start` keys in place of `depth`.
+
+        The places of stacks are counted in keys. Stacks further out are not seen.
+        """
+        if not self.stacks:
+            return self
+        stacks = tuple((at - depth + start, n) for at, n in self.stacks if at >= depth)
+        return self._replace(stacks=stacks)
+
     @property
     def owner(self) -> type | None:
         """The class of the nearest module."""
