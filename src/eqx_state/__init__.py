@@ -8,6 +8,10 @@ from ._errors import (
 )
 from ._functional import functional as functional
 from ._inspect._capture import capture as capture
+from ._inspect._nonfinite import (
+    find_nonfinite as find_nonfinite,
+    nonfinite as nonfinite,
+)
 from ._inspect._tabulate import tabulate as tabulate
 from ._interop import to_equinox as to_equinox
 from ._io._save_load import load as load, load_metadata as load_metadata, save as save

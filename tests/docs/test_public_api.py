@@ -16,12 +16,12 @@ FILTERS = ["all_of", "any_of", "inside", "not_", "path_matches", "trainable", "u
 TREES = (
     "parts filter partition update mask spec map modules map_modules configure"
     " axis_names sharding functional train eval freeze unfreeze init reseed to_equinox"
-    " tabulate state_dict load_state_dict from_torch save load load_metadata"
+    " tabulate nonfinite state_dict load_state_dict from_torch save load load_metadata"
 ).split()
 TRANSFORMS = (
-    "mutable capture value_and_grad grad vmap SPLIT scan while_loop fori_loop cond"
-    " switch checkpoint jit hold vjp jvp linearize jacfwd jacrev hessian custom_vjp"
-    " shard_map"
+    "mutable capture find_nonfinite value_and_grad grad vmap SPLIT scan while_loop"
+    " fori_loop cond switch checkpoint jit hold vjp jvp linearize jacfwd jacrev hessian"
+    " custom_vjp shard_map"
 ).split()
 CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
 ERRORS = ["TraceError", "NotInitializedError"]

@@ -19,6 +19,7 @@ import catalogue_jit as jit
 import catalogue_keys as keys
 import catalogue_kinds as kinds
 import catalogue_lifted as lifted
+import catalogue_looking as looking
 import catalogue_places as places
 import catalogue_stacks as stacks
 import catalogue_threads as threads
@@ -39,6 +40,7 @@ THEMES = [
     places.PLACES,
     lifted.LIFTED,
     stacks.STACKS,
+    looking.LOOKING,
     jit.STATIC,
     held.HELD,
     keys.KEYS,

@@ -40,7 +40,7 @@ class Outputs(Observer):
             keep(scope, Called(name), out)
         return out
 
-    def begin(self, model: PyTree) -> None:
+    def begin(self, scope: Any, model: PyTree) -> None:
         names = [name for name, x in modules(model) if can_be_observed(x)]
         for name in self.replace:
             if name not in names:

@@ -6,7 +6,6 @@ output.
 """
 
 import abc
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import (
     Any,
@@ -32,6 +31,7 @@ from .._tree._filters import all_of, trainable
 from .._tree._parts import Part
 from .._tree._select import partition
 from ._cast import as_cast, Cast
+from ._lift import Lifted
 from ._mutable import Argnums, as_argnums, target, thread
 from ._transform import Transform, wrap
 
@@ -73,25 +73,27 @@ class AbstractGrad(Transform):
         # two modules in `loss_fn`, and nothing could be noticed there.
         check_ready(call.model)
         reports = reporting(call.model) if new_scope is None else None
-        observing = [*OBSERVING.get().values()]
+        observed = Lifted(()) if OBSERVING.get() else None
         diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
             inside = Scope((State,)) if new_scope is None else new_scope()
             if reports is not None:
                 inside.captures, inside.reports = True, reports[1]
-            model = eqx.combine(diff, rest)
-            with contextlib.ExitStack() as stack:
-                inner = [stack.enter_context(scope.inner()) for scope in observing]
-                out, new = thread(model, inside, call.run, call, self.cast)
+            model, seen = eqx.combine(diff, rest), None
+            run = lambda: thread(model, inside, call.run, call, self.cast)  # noqa: E731
+            if observed is None:
+                out, new = run()
+            else:
+                seen = observed.run(observed.values, run)
+                (out, new), seen = seen.out, seen._replace(out=None)
             loss = _first_of_two(out) if self.has_aux else out
-            seen = [scope.sown for scope in inner]
             return _check_loss(loss), (out, new, inside.sown, seen)
 
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         (_, (out, new, sown, seen)), grads = value_and_grad(diff)
-        for scope, kept in zip(observing, seen, strict=True):
-            deliver(scope, kept)
+        if observed is not None:
+            observed.commit(seen)
         if reports is not None:
             deliver(reports[0], sown)
         return self.result(out, new, grads), sown

@@ -62,8 +62,9 @@ def thread(
             raise TypeError(message) from error
         out, (after,) = leave(out, [owned])
     new = given_back(inside, owned, after)
-    result = out, new if cast is None else own_again(new, inside, given)
-    return result if scope.observer is None else unmarked(result, scope.observer.key)
+    if scope.observer is not None:
+        out, new = unmarked((out, new), scope.observer.key)
+    return out, new if cast is None else own_again(new, inside, given)
 
 
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:

@@ -60,6 +60,8 @@ class Reached:
         self.entries = {id(x): own[0] for x, own in by_entry(given, entries) if own}
         for i, root in enumerate(self.lifted.roots):
             own = meanings.get(id(root.module))
+            if i in self.lifted.records:  # one for all lanes, whatever the rules say
+                own = [manner.shared for _ in root.leaves]
             if own is None:
                 own = self.by_rules.of_module(root.module, root.leaves)
             self.axes.update(((i, k), axis) for k, axis in enumerate(own))

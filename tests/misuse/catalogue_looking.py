@@ -1,0 +1,172 @@
+"""Programs that look inside in a way that cannot work, or is thought not to."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from catalogue_entry import Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+LOOKING = Theme("Looking inside")
+
+X = jnp.ones(2)
+
+
+def mlp():
+    return eqx.nn.MLP(2, 2, 3, 1, key=jr.key(0))
+
+
+class Log(eqx.Module):
+    def __call__(self, x):
+        return jnp.log(x)
+
+
+@LOOKING.works(
+    "capture the outputs of Equinox's layers under plain `jax.vmap`",
+    "they are seen and stacked; the model and other threads keep their classes",
+    "`es.capture(model, outputs=eqx.nn.Linear)`",
+)
+def _(case):
+    model = case.keep(mlp())
+    xs = jnp.stack([X, 2 * X])
+    (_, new), found = es.capture(lambda m, xs: jax.vmap(m)(xs), outputs=eqx.nn.Linear)(
+        model, xs
+    )
+    assert jnp.allclose(found["layers[0]"], jax.vmap(model.layers[0])(xs))
+    assert type(new.layers[0]) is eqx.nn.Linear
+
+
+@LOOKING.raises(
+    "capture the output of a module that is called under another transform of JAX",
+    es.TraceError,
+    "inside a JAX transform, and the value is a tracer",
+    "output of `layers[0]`",
+    instead="`es.jit` for `eqx.filter_jit`, `es.scan`, `es.checkpoint`, ...",
+)
+def _(case):
+    model = case.keep(mlp())
+    f = lambda m, x, jit: jit(m)(x)  # noqa: E731
+    run = es.capture(f, outputs="layers[?]")
+    with case.error():
+        run(model, X, eqx.filter_jit)
+    assert list(run(model, X, es.jit)[1]) == ["layers[0]", "layers[1]"]
+
+
+@LOOKING.raises(
+    "capture the output of a module in a step of `es.fori_loop`",
+    ValueError,
+    "of which only the last carry comes out",
+    "The output of `layer` was captured",
+    instead="`es.scan`, whose steps are stacked",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    loop = lambda n, x: es.fori_loop(0, 2, lambda i, x: n(x), x)  # noqa: E731
+    with case.error():
+        es.capture(loop, outputs=Layer)(net, XS)
+    scan = lambda n, x: es.scan(lambda x, _: (n(x), 0), x, None, 2)  # noqa: E731
+    assert es.capture(scan, outputs=Layer)(net, XS)[1]["layer"].shape == (2, 3)
+
+
+@LOOKING.raises(
+    'mistype a name: `es.capture(model, outputs="layer[0]")`',
+    ValueError,
+    "matches no module that can be called",
+    '`"layers[0]"`',
+    instead="a name of `es.modules(model)`",
+)
+def _(case):
+    model = case.keep(mlp())
+    with case.error():
+        es.capture(model, outputs="layer[0]")(X)
+    assert list(es.capture(model, outputs="layers[0]")(X)[1]) == ["layers[0]"]
+
+
+@LOOKING.raises(
+    'mistype a name: `es.capture(model, replace={"layer[0]": 0.0})`',
+    ValueError,
+    "the model has no module of this name",
+    '`"layers[0]"`',
+    instead="a name of `es.modules(model)`",
+)
+def _(case):
+    model = case.keep(mlp())
+    with case.error():
+        es.capture(model, replace={"layer[0]": 0.0})(X)
+    (y, _), _ = es.capture(model, replace={"layers[1]": 0.0})(X)
+    assert (y == 0).all()
+
+
+@LOOKING.raises(
+    "put the outputs of a batch in the place of the output of one lane",
+    ValueError,
+    "a value in its place has the same structure, shapes and dtypes",
+    "`f32[3]`",
+    "`f32[2,3]`",
+    instead="map over the values, and capture inside",
+)
+def _(case):
+    model, xs = case.keep(mlp()), jnp.stack([X, 2 * X])
+    name = "layers[0]"
+    _, found = es.capture(es.vmap(model), outputs=name)(xs)
+    with case.error():
+        es.capture(es.vmap(model), replace=found)(xs)
+
+    def lane(model, x, value):
+        return es.capture(model, replace={name: value})(x)[0][0]
+
+    ys = es.vmap(lane, in_axes=(None, 0, 0))(model, xs, found[name])
+    assert jnp.allclose(ys, jax.vmap(model)(xs), atol=1e-6)
+
+
+@LOOKING.works(
+    "take a gradient inside of a captured function",
+    "what its loss sows, and what its modules return, comes out of the outer capture",
+    "`self.net` is assigned as ever: `(loss, self.net), grads = ...`",
+)
+def _(case):
+    class Trainer(es.Module):
+        net: Net
+
+        def __call__(self, x):
+            loss_fn = lambda net, x: net(x).sum()  # noqa: E731
+            (loss, self.net), _ = es.value_and_grad(loss_fn)(self.net, x)
+            return loss
+
+    trainer = case.keep(Trainer(Net()), XS)
+    (_, new), found = es.capture(trainer, outputs=Layer)(XS)
+    assert (found["net.layer"] == 2 * XS).all()
+    assert new.net.layer.count == 1
+
+
+@LOOKING.works(
+    "look for the first NaN in a training step with loops and `es.jit` in it",
+    "the first module whose output is not finite although its inputs are",
+    "`es.find_nonfinite(step)(model, x)`",
+)
+def _(case):
+    model = case.keep([Layer(), Log()])
+
+    @es.jit
+    def step(model, xs):
+        lane = lambda x: model[1](model[0](x)).sum()  # noqa: E731
+        return es.scan(lambda total, x: (total + lane(x), 0), 0.0, xs)[0]
+
+    f = es.find_nonfinite(es.value_and_grad(step))
+    assert f(model, jnp.ones((3, 2))) == []
+    assert f(model, jnp.eye(2)) == ["[1]"]
+
+
+@LOOKING.raises(
+    "compile the search: `es.jit(es.find_nonfinite(step))(model, x)`",
+    TypeError,
+    "was called inside a transform",
+    instead="`es.find_nonfinite(es.jit(step))(model, x)`",
+)
+def _(case):
+    model = case.keep(Log())
+    with case.error():
+        es.jit(es.find_nonfinite(model))(X)
+    assert es.find_nonfinite(es.jit(model))(0 * X) == [""]
