@@ -668,8 +668,11 @@ def test_something_else_for_the_dictionary():
 
 def test_something_else_for_a_renaming():
     tensors = {"weight": WEIGHT, "bias": BIAS}
-    with rejects(model := linear(), ValueError, "`es.from_torch.*matches 'layers"):
-        es.from_torch(model, tensors, rename={"layers.*": "*"})
+    model = [linear()]
+    text = r"`es.from_torch.*matches '\[0\]\.\*'.*such as `0\.weight`, `0\.bias`\."
+    with rejects(model, ValueError, text):
+        es.from_torch(model, tensors, rename={"[0].*": "*"})
+    model = linear()
     with rejects(model, TypeError, "`es.from_torch.*A `int` was given"):
         es.from_torch(model, tensors, rename=3)
     with rejects(model, TypeError, "`es.from_torch.*made of the name `weight` a `int`"):

@@ -6,6 +6,8 @@ from typing import Final, TypeAlias
 from .._tree._filters import compiled_glob
 
 
+_SHOWN: Final = 4  # names in an error, to show how they are written
+
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 
 
@@ -33,8 +35,10 @@ class Renaming:
                 raise ValueError(_STARS.format(what, ours, theirs))
         self.patterns = {ours: compiled_glob(ours) for ours in self.globs}
         self.unused = dict.fromkeys(self.globs)
+        self.names: dict[str, None] = {}
 
     def __call__(self, name: str) -> str:
+        self.names[name] = None
         if not isinstance(new := self.f(name), str):
             raise TypeError(_NOT_A_NAME.format(self.what, name, type(new).__name__))
         return new
@@ -54,7 +58,8 @@ class Renaming:
         """Raise if a glob has matched no name so far."""
         if self.unused:
             globs = ", ".join(map(repr, self.unused))
-            raise ValueError(_NO_MATCH.format(self.what, globs))
+            names = ", ".join(f"`{name}`" for name in list(self.names)[:_SHOWN])
+            raise ValueError(_NO_MATCH.format(self.what, globs, names))
 
 
 _NOT_A_RENAME: Final = """`{}(..., rename=...)` takes a function from our name to \
@@ -73,4 +78,4 @@ both sides."""
 
 _NO_MATCH: Final = """`{}(..., rename=...)`: no array has a name that matches {}. \
 Globs match the whole name, as in `es.path_matches`: `*` is anything, brackets are \
-literal, and the first glob that matches counts."""
+literal, and the first glob that matches counts. Names are such as {}."""
