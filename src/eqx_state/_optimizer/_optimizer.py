@@ -89,7 +89,7 @@ class Optimizer(AbstractFollower):
 
     def __init__(
         self,
-        tx: optax.GradientTransformation | Mapping[Any, Any],
+        tx: optax.GradientTransformation | optax.MultiSteps | Mapping[Any, Any],
         wrt: Filter = trainable,
     ):
         """**Arguments:**
