@@ -176,7 +176,8 @@ def on_files(files: Any, config: Any) -> None:
 
     for name in names():
         text = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
-        content = page(name, json.loads(text))
+        # Whole programs have many words: in a search the guides come first.
+        content = "---\nsearch:\n  boost: 0.3\n---\n" + page(name, json.loads(text))
         for suffix, made in (("md", content), ("ipynb", text)):
             made_file = File.generated(
                 config, f"notebooks/{name}.{suffix}", content=made
