@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
@@ -15,6 +16,7 @@ from .._errors import TraceError
 from .._state._fit import as_jax
 from .._state._init import check_ready
 from .._state._scope import is_open_here
+from .._transforms._closures import held
 from .._transforms._lift import is_mappable
 from .._transforms._transform import check_callable
 from .._tree._show import show
@@ -56,6 +58,16 @@ class _Frame:
 _ARRAY: Final = "array"
 
 
+class _Sealed:
+    """A function whose closure is not searched for modules, since there are none."""
+
+    def __init__(self, f: Callable[..., Any]):
+        self.f, self.__name__ = f, f.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.f(*args)
+
+
 class _Mode:
     """A structure of the carry, the way it is packed, and the programs for the two."""
 
@@ -63,29 +75,30 @@ class _Mode:
         self.frame, self.layout, self.donate = frame, layout, donate
         self.programs = Programs(Options("all-except-first" if donate else "none"))
 
-        # What is compiled. At each call its closure is searched for modules, and there
+        # What is compiled. At each call its closure is searched for modules, so there
         # is no more in it than this.
-        def step(inputs: Any, held: list[Array]) -> Any:
-            return self.step(f, inputs, held)
+        def step(inputs: Any, arrays: list[Array]) -> Any:
+            return self.step(f, inputs, arrays)
 
         step.__name__ = getattr(f, "__name__", type(f).__name__)
-        self.f = step
+        holds_nothing = type(f) is types.FunctionType and not held(f)
+        self.f = _Sealed(step) if holds_nothing else step
 
-    def __call__(self, inputs: Any, held: list[Array]) -> Any:
+    def __call__(self, inputs: Any, arrays: list[Array]) -> Any:
         """What is held next, the layout of that, and the output."""
-        return self.programs(self.f, (inputs, held), {})
+        return self.programs(self.f, (inputs, arrays), {})
 
-    def step(self, f: Any, inputs: Any, held: list[Array]) -> Any:
+    def step(self, f: Any, inputs: Any, arrays: list[Array]) -> Any:
         """The same, in a trace."""
-        carry = self.frame.with_arrays(self.layout.unpack(held))
+        carry = self.frame.with_arrays(self.layout.unpack(arrays))
         carry, out = held_step(f, carry, *inputs)
-        layout, arrays = self.layout.after(self.frame.arrays(carry))
-        held = layout.pack(arrays)
+        layout, after = self.layout.after(self.frame.arrays(carry))
+        packed = layout.pack(after)
         if self.donate:
             # What the caller has must not be donated at the next call: JAX returns an
             # argument itself if the function does, and one array for two outputs.
-            held = [jnp.copy(x) for x in held]
-        return held, layout, out
+            packed = [jnp.copy(x) for x in packed]
+        return packed, layout, out
 
 
 class Held(Generic[_C, _P, _R]):
@@ -111,19 +124,19 @@ class Held(Generic[_C, _P, _R]):
             raise
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mode, held = self._get()
+        mode, arrays = self._get()
         # The first argument, which stands for the carry, was for `bind`.
         inputs = args[1:], kwargs
         try:
-            held, layout, out = mode(inputs, held)
+            after, layout, out = mode(inputs, arrays)
         except BaseException:
-            if any(x.is_deleted() for x in held):
+            if any(x.is_deleted() for x in arrays):
                 self._held = None
             raise
         if layout is not mode.layout:
             mode = self._mode(mode.frame, layout)
         # The last step, so that whatever was raised before has changed nothing.
-        self._held = mode, held
+        self._held = mode, after
         return out
 
     @property
@@ -138,8 +151,8 @@ class Held(Generic[_C, _P, _R]):
     @boundary
     def _read(self) -> Any:
         with self._alone():
-            mode, held = self._get()
-            arrays = mode.layout.unpack(held, Pack.split_now)
+            mode, packed = self._get()
+            arrays = mode.layout.unpack(packed, Pack.split_now)
             if self._donate:
                 for i in mode.layout.kept:
                     arrays[i] = jnp.copy(arrays[i])
