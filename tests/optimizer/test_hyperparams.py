@@ -203,8 +203,10 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
     )
     with pytest.raises(ValueError, match=rf"no hyperparameter `lr` .*be: {names}\."):
         optimizer.set(lr=0.1)
-    with pytest.raises(ValueError, match="of the group `es.State` that"):
-        optimizer.set(group=es.State, learning_rate=0.1)
+    for values in ({"learning_rate": 0.1}, {}):
+        match = rf"the group `es\.State` has no hyperparameters.*be: {names}\."
+        with pytest.raises(ValueError, match=match):
+            optimizer.set(group=es.State, **values)
     with pytest.raises(ValueError, match="no hyperparameter `lr`.*be: `learning_rate`"):
         es.Optimizer(sgd()).init(MODEL).set(lr=0.1)
 

@@ -83,6 +83,8 @@ def with_values(
     """The state with other values, in the old shapes and dtypes."""
     found = found_in(opt_state, groups)
     here = [x for x in found if group is None or group in (x.group, x.place)]
+    if not here and group is not None:
+        raise ValueError(_NO_GROUP.format(_written(group), _settable(found)))
     new: dict[KeyPath, Any] = {}
     for name, value in values.items():
         meant = [x for x in here if x.name == name]
@@ -128,6 +130,8 @@ def _rank(dtype: Any) -> int | None:
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next((i for i, k in enumerate(kinds) if jnp.issubdtype(dtype, k)), None)
 
+
+_NO_GROUP: Final = """`es.Optimizer.set`: the group `{}` has no hyperparameters. {}"""
 
 _UNKNOWN: Final = """`es.Optimizer.set`: there is no hyperparameter `{}`{} that can be \
 set. {}"""
