@@ -20,6 +20,7 @@ import catalogue_keys as keys
 import catalogue_kinds as kinds
 import catalogue_lifted as lifted
 import catalogue_looking as looking
+import catalogue_nested as nested
 import catalogue_places as places
 import catalogue_stacks as stacks
 import catalogue_threads as threads
@@ -40,6 +41,7 @@ THEMES = [
     places.PLACES,
     lifted.LIFTED,
     stacks.STACKS,
+    nested.NESTED,
     looking.LOOKING,
     jit.STATIC,
     held.HELD,

@@ -1,0 +1,151 @@
+"""Programs that open a scope inside of a scope, and what becomes of the new state."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from catalogue_entry import Layer, Net, Theme, XS
+
+import eqx_state as es
+
+
+NESTED = Theme("A scope inside a scope")
+
+ROWS = jnp.arange(12.0).reshape(4, 3)
+
+
+def loss_fn(net, x):
+    return jnp.sum(net(x) ** 2)
+
+
+def expected(net, rows):
+    """The sum of the gradients, and the model after all calls."""
+    total = 0.0
+    for x in rows:
+        (_, net), grads = es.value_and_grad(loss_fn)(net, x)
+        total = total + grads.layer.weight
+    return total, net
+
+
+class Trainer(es.Module):
+    net: Net
+
+    def assigned(self, rows):
+        total = 0.0
+        for x in rows:
+            (_, self.net), grads = es.value_and_grad(loss_fn)(self.net, x)
+            total = total + grads.layer.weight
+        return total
+
+    def scanned(self, rows):
+        def step(total, x):
+            (loss, self.net), grads = es.value_and_grad(loss_fn)(self.net, x)
+            return total + grads.layer.weight, loss
+
+        return es.scan(step, 0.0, rows)[0]
+
+    def in_place(self, rows):
+        total = 0.0
+        for x in rows:
+            loss, pull = es.vjp(loss_fn, self.net, x)
+            grads, _ = pull(jnp.ones_like(loss))
+            total = total + grads.layer.weight
+        return total
+
+    def dropped(self, rows):
+        net, total = self.net, 0.0
+        for x in rows:
+            (_, net), grads = es.value_and_grad(loss_fn)(net, x)
+            total = total + grads.layer.weight
+        return total
+
+
+@NESTED.works(
+    "accumulate gradients inside of a scope, and assign each new module",
+    "the state of every forward pass is kept, also in the body of `es.scan`",
+    "`(loss, self.net), grads = es.value_and_grad(loss_fn)(self.net, x)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    total, new = expected(net, ROWS)
+    assert new.layer.count == 4
+    for run in (Trainer(net).assigned, Trainer(net).scanned):
+        y, trainer = es.mutable(run)(ROWS)
+        assert y == total
+        assert eqx.tree_equal(trainer.net, new)
+
+
+@NESTED.works(
+    "accumulate gradients inside of a scope by `es.vjp`",
+    "it writes in place, as all transforms do that return what JAX's return",
+    "`loss, pull = es.vjp(loss_fn, self.net, x)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    total, new = expected(net, ROWS)
+    y, trainer = es.mutable(Trainer(net).in_place)(ROWS)
+    assert y == total
+    assert eqx.tree_equal(trainer.net, new)
+
+
+@NESTED.works(
+    "rebind a variable to the new module inside of a scope: `(loss, net), grads = ...`",
+    "the scope keeps the module that it had, and what the inner calls wrote is dropped "
+    "with the variable; nothing can tell that from a model adapted for one loss",
+    "`(loss, self.net), grads = ...`; return `net`; or no scope around the function",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    y, trainer = es.mutable(Trainer(net).dropped)(ROWS)
+    assert y == expected(net, ROWS)[0]
+    assert trainer.net.layer.count == 0
+    total, new = es.jit(expected)(net, ROWS)  # pure: it returns the model
+    assert (total, new.layer.count) == (y, 4)
+
+
+@NESTED.works(
+    "adapt a model inside of a loss (MAML), and drop it",
+    "the outer model has its own parameters and state; gradients flow through the step",
+    "`grads, fast = es.grad(loss_fn)(model, x)`, then `es.map` on `fast`",
+)
+def _(case):
+    def adapted_loss(net, x):
+        grads, fast = es.grad(loss_fn)(net, x)
+        fast = es.map(lambda p, g: p - 0.1 * g, fast, grads, on=es.trainable)
+        return loss_fn(fast.eval(), x)
+
+    def by_hand(weight, x):
+        fast = weight - 0.1 * 2 * weight * jnp.sum(x**2)
+        return jnp.sum((fast * x) ** 2)
+
+    net = case.keep(Net(), XS)
+    x = jnp.array([0.1, 0.2, 0.3])
+    (loss, new), grads = es.value_and_grad(adapted_loss)(net, x)
+    value, slope = jax.value_and_grad(by_hand)(net.layer.weight, x)
+    assert jnp.allclose(loss, value)
+    assert jnp.allclose(grads.layer.weight, slope)
+    assert eqx.tree_equal(new, net)
+
+    def of_tasks(net, xs):
+        return jnp.mean(jax.vmap(lambda x: adapted_loss(net, x))(xs))
+
+    (_, new), _ = es.value_and_grad(of_tasks)(net, jnp.stack([x, 2 * x]))
+    assert eqx.tree_equal(new, net)
+
+
+@NESTED.works(
+    "capture inside of a loss",
+    "the captured call returns a new model, which the loss has to return, too",
+    "`es.capture(es.value_and_grad(loss_fn), outputs=...)`, which returns all of it",
+)
+def _(case):
+    def inside(net, x):
+        (y, net), found = es.capture(net, outputs=Layer)(x)
+        return jnp.sum(y**2), (net, found)
+
+    net = case.keep(Net(), XS)
+    run = es.capture(es.value_and_grad(loss_fn), outputs=Layer)
+    ((loss, new), grads), found = run(net, XS)
+    ((again, (kept, seen)), outer), _ = es.value_and_grad(inside, has_aux=True)(net, XS)
+    assert again == loss
+    assert eqx.tree_equal((kept, seen), (new, found))
+    assert (new.layer.count, outer.layer.count) == (1, 0)
