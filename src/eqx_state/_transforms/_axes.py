@@ -19,7 +19,7 @@ from .._tree._keys import is_key
 from .._tree._rules import Asked, check_rules, is_rules, most_derived
 from .._tree._walk import is_array, leaves, modules_in, Visit
 from .._typing import KeyPath, PyTree
-from ._closures import is_model
+from ._closures import is_model, owned_in
 from ._root import Root
 from ._stand_ins import cells
 from ._transform import Transform
@@ -100,14 +100,15 @@ class FunctionAxes:
     The rules are asked in each of these modules by the names that are seen from there,
     the outermost module if several contain an array. `known` has the key of an array of
     an owned module by its `Cell`, since a transform comes to the same array in several
-    ways; arrays that only the arguments lead to are not in it.
+    ways; arrays that only the arguments lead to are not in it. `tree` is the function
+    as a pytree (`Opened`).
     """
 
     def __init__(
         self,
         rules: Mapping[Any, Any],
+        function: Any,
         tree: PyTree,
-        owned: list[BaseModule],
         manner: Manner,
     ):
         self.rules, self.manner = rules, manner
@@ -118,7 +119,7 @@ class FunctionAxes:
         self.visits = leaves(tree)
         self.keys = [most_derived(v.kind, self.by_kind) for v in self.visits]
         if self.asked.filters:
-            self._ask(tree, owned)
+            self._ask(tree, owned_in(function))
 
     def _ask(self, tree: PyTree, owned: list[BaseModule]) -> None:
         self.keys = []

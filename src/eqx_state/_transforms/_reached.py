@@ -8,7 +8,6 @@ import jax.tree_util as jtu
 from .._state._scope import is_owned
 from .._tree._walk import leaves, Visit
 from ._axes import argument_axes, FunctionAxes, Manner
-from ._closures import owned_in
 from ._copies import Opened
 from ._lift import check_given, Lifted, Ran
 from ._root import Slot, Values
@@ -42,7 +41,7 @@ class Reached:
     ):
         by_argument, entries, asked = argument_axes(in_axes, args, kwargs, manner)
         self.opened = Opened(f)
-        self.by_rules = FunctionAxes(axes, self.opened.tree, owned_in(f), manner)
+        self.by_rules = FunctionAxes(axes, f, self.opened.tree, manner)
         given, stand_ins = stand_in(
             (args, kwargs), by_argument, self.by_rules.of_module
         )
