@@ -238,6 +238,7 @@ BROKEN = {
     "no JSON": (b"{nothing", b""),
     "short of data": (GOOD, bytes(7)),
     "more data": (GOOD, bytes(9)),
+    "another size": ({"": {**GOOD[""], "shape": [3]}}, bytes(8)),
     "outside": ({"": {**GOOD[""], "data_offsets": [8, 16]}}, bytes(8)),
     "metadata is no JSON": (
         {"__metadata__": {"eqx_state": "{"}, **GOOD},

@@ -32,7 +32,8 @@ class Stored:
         def read(*bounds: tuple[int, int]) -> Any:
             return self.read(tuple(slice(*each) for each in bounds))
 
-        def read_box(box: Box) -> Any:
+        def read_box(box: Box | None) -> Any:
+            assert box is not None
             indices = zip(box, self.shape, strict=True)
             return read(*(s.indices(n)[:2] for s, n in indices))
 
@@ -72,7 +73,7 @@ def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
     def read(layer: Any) -> Any:
         return layer.read(inside) if isinstance(layer, Stored) else layer[inside]
 
-    found = (read(layers[i]) for i in which.flat)
+    found = (read(layers[int(i)]) for i in which.flat)
     first = next(found)
     if not is_numpy(first):
         return as_one([first, *found], which.shape)

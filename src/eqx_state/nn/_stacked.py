@@ -24,6 +24,7 @@ from ._stacking import Stack, stack
 
 
 _Layer = TypeVar("_Layer")
+_Made = TypeVar("_Made")
 
 
 class Stacked(Module, Generic[_Layer]):
@@ -109,15 +110,14 @@ class Stacked(Module, Generic[_Layer]):
         self.unroll = _checked_unroll(unroll)
         self.layers, self.length = stack(layers)
 
-    @classmethod
+    @staticmethod
     def make(
-        cls,
-        make_layer: Callable[[Any], _Layer],
+        make_layer: Callable[[Any], _Made],
         keys: Any,
         *,
         checkpoint: Callable[..., bool] | bool | None = None,
         unroll: int | bool = 1,
-    ) -> Self:
+    ) -> "Stacked[_Made]":
         """The stack of `make_layer(key)` for each key, made by one `vmap`.
 
         **Arguments:**
@@ -153,7 +153,7 @@ class Stacked(Module, Generic[_Layer]):
             # A placeholder knows nothing of the `vmap` that it was made under.
             # (And JAX cannot iterate over typed keys in a trace.)
             layers = [make_layer(keys[i]) for i in range(len(keys))]
-        return cls(layers, checkpoint=checkpoint, unroll=unroll)
+        return Stacked(layers, checkpoint=checkpoint, unroll=unroll)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """**Arguments:**
@@ -269,12 +269,13 @@ def _check_alike(x: PyTree, y: PyTree) -> None:
 
 
 def _checked_keys(keys: Any) -> Any:
-    if isinstance(keys, (list, tuple)) and all(map(_is_one_key, keys)) and keys:
+    if _is_one_key(keys):
+        raise TypeError(_KEYS.format("a single key"))
+    if is_array(keys) and keys.ndim > 0:
+        return keys
+    if isinstance(keys, (list, tuple)) and keys and all(map(_is_one_key, keys)):
         return jnp.stack(keys)
-    if not is_array(keys) or keys.ndim == 0 or _is_one_key(keys):
-        what = "a single key" if _is_one_key(keys) else f"a `{type(keys).__qualname__}`"
-        raise TypeError(_KEYS.format(what))
-    return keys
+    raise TypeError(_KEYS.format(f"a `{type(keys).__qualname__}`"))
 
 
 def _checked_policy(checkpoint: Any) -> Any:
