@@ -7,10 +7,12 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from helpers import rejects, untouched
+from helpers import rejects, reuses_keys, untouched
 
 import eqx_state as es
 
+
+pytestmark = reuses_keys  # layers save their keys, and data of them
 
 KEYS = jr.split(jr.key(0), 3)
 TX = optax.adam(0.1)

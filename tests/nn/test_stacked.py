@@ -15,6 +15,8 @@ from helpers import close, rejects, reuses_keys
 import eqx_state as es
 
 
+pytestmark = reuses_keys  # all tests make their layers from the same
+
 SIZE, DEPTH = 4, 3
 KEYS = jr.split(jr.key(0), DEPTH)
 XS = jr.normal(jr.key(1), (5, SIZE))
@@ -82,7 +84,6 @@ def loss_of_list(layers, xs):
 POLICY = jax.checkpoint_policies.dots_saveable
 
 
-@reuses_keys
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint": True}, {"checkpoint": POLICY, "unroll": 2}, {"unroll": True}],
@@ -98,7 +99,6 @@ def test_a_stack_trains_as_a_list_of_layers(options):
     assert new.layers.calls.tolist() == [1] * DEPTH
 
 
-@reuses_keys
 def test_in_eval_mode_and_frozen_the_state_stays():
     stacked = es.nn.Stacked.make(Block, KEYS)
     for model in (es.eval(stacked), es.freeze(es.configure(stacked, p=0.0))):
@@ -176,13 +176,27 @@ def test_a_key_is_kept_from_layers_that_do_not_take_one():
     assert new[0].layers.calls.tolist() == [1, 1]
 
 
-@reuses_keys
 def test_each_layer_draws_from_its_own_key():
     stacked = es.nn.Stacked.make(lambda key: es.nn.Dropout(0.5, key=key), KEYS)
     x = jnp.ones(8)
     y, new = es.mutable(stacked)(x)
     close((y, list(new)), es.mutable(in_turn)(list(stacked), x))
     assert es.reseed(stacked, 1).layers.rng[0] != es.reseed(stacked, 1).layers.rng[1]
+
+
+def test_a_key_that_was_looked_at_can_still_be_used():
+    keys = jr.split(jr.key(5), 2)
+    stacked = es.nn.Stacked.make(lambda key: es.nn.Dropout(0.5, key=key), keys)
+    for look in (list, es.state_dict, lambda s: es.mask(s, lambda p: p.value is None)):
+        before = jax.config.jax_debug_key_reuse
+        jax.config.update("jax_debug_key_reuse", True)
+        try:
+            look(stacked)
+            look(stacked)
+            stacked = es.load_state_dict(stacked, es.state_dict(stacked))
+            _, stacked = es.mutable(stacked)(jnp.ones(3))
+        finally:
+            jax.config.update("jax_debug_key_reuse", before)
 
 
 # --- A sequence -----------------------------------------------------------------------
@@ -268,7 +282,6 @@ def test_copies_and_pickles():
 # --- Containers -----------------------------------------------------------------------
 
 
-@reuses_keys
 def test_a_stack_of_stacks():
     make = lambda key: es.nn.Stacked.make(Scale, jr.uniform(key, (2,)))  # noqa: E731
     stacked = es.nn.Stacked.make(make, KEYS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from .._tree._keys import is_typed
 from .._tree._walk import is_numpy
 
 
@@ -61,8 +62,11 @@ def as_one(layers: Sequence[Any], sizes: tuple[int, ...]) -> Any:
     for layer in layers:
         if isinstance(layer, Stored):
             return Stored(shape, layer.dtype, ft.partial(_read, layers, sizes))
-    stack = np.stack if all(map(is_numpy, layers)) else jnp.stack
-    return stack(layers).reshape(shape)
+    if all(map(is_numpy, layers)):
+        return np.stack(layers).reshape(shape)
+    x = jnp.stack(layers).reshape(shape)
+    # `jax_debug_key_reuse` takes keys that were reshaped for used ones.
+    return jr.clone(x) if is_typed(x) else x
 
 
 def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
 from .._typing import KeyPath
 from ._context import Stacks
+from ._keys import is_typed
 from ._parts import Part
 from ._walk import is_array, is_numpy, Visit
 
@@ -112,7 +114,8 @@ def layer_of(x: Any, index: Any) -> Any:
         return _abstract_layer(x, index)
     if is_numpy(x):  # a NumPy array without axes is not a NumPy number
         return x[(*index, ...)] if isinstance(index, tuple) else x[index, ...]
-    return x[index]
+    # For `jax_debug_key_reuse` a key that is looked at would be a key that is used.
+    return (jr.clone(x) if is_typed(x) else x)[index]
 
 
 def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct:
