@@ -141,14 +141,36 @@ def test_on_selects_what_is_averaged():
 
 def test_frozen_parameters_are_averaged_unless_on_says_otherwise():
     net = es.freeze(NETS[0], lambda net: net.weight)
-    ema = es.Ema(0.5).init(net).update(net).update(net)
-    assert (ema.model.weight == net.weight).all()
+    for ema in (es.Ema(0.9), es.Ema(0.9999)):
+        ema = averaged(ema, [net] * 5, es.jit(lambda ema, net: ema.update(net)))
+        assert (ema.model.weight == net.weight).all()  # to the last bit
+    # Without the division by the weights it is smaller, by the formula.
+    biased = averaged(es.Ema(0.9, debias=False), [net] * 5)
+    expected = formula([np.asarray(net.weight)] * 5, [0.9] * 5, False)
+    assert (biased.model.weight == expected).all()
     frozen = es.Ema(0.5, on=es.any_of(es.trainable, es.BatchStat)).init(net)
     with pytest.raises(ValueError, match="`on` selects `weight`, and did not when"):
         frozen.update(NETS[0])
     free = es.Ema(0.5, on=es.trainable).init(NETS[0])
     with pytest.raises(ValueError, match="`on` does not select `weight`, and did when"):
         free.update(net)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_an_array_that_is_frozen_no_more_was_constant_until_then(dtype):
+    nets = [n.replace(weight=n.weight.astype(dtype)) for n in NETS]
+    frozen = es.freeze(nets[0], lambda net: net.weight)
+    ema = averaged(es.Ema(0.5), [frozen, frozen])
+    ema = ema.update(nets[1])
+    expected = averaged(es.Ema(0.5), [nets[0], nets[0], nets[1]])
+    assert eqx.tree_equal(ema.model, expected.model, rtol=1e-2)
+    # Frozen again it has still been something else on the way.
+    again = ema.update(frozen)
+    assert eqx.tree_equal(again.model, expected.update(frozen).model, rtol=1e-2)
+    assert not (again.model.weight == frozen.weight).all()
+    # Before the first update it does not count.
+    first = es.Ema(0.5).init(frozen).update(nets[1])
+    assert (first.model.weight == nets[1].weight).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])

@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -17,9 +17,21 @@ from ._tree._base import is_eqx_module
 from ._tree._bind import bind_to_visits, check_filter, Filter, written
 from ._tree._compare import difference, is_hole, same_modes
 from ._tree._followers import AbstractFollower
+from ._tree._parts import Part
 from ._tree._show import show
 from ._tree._walk import copy_tree, is_numpy, leaves, Visit
 from ._typing import PyTree
+
+
+class _Leaf(NamedTuple):
+    """An array that is averaged: its dtype in the model, and whether it is constant.
+
+    While it is frozen it is its own average, so the array itself is kept, and not a
+    sum, whose rounding errors would add up to a thousandth with a decay of 0.9999.
+    """
+
+    dtype: Any
+    is_constant: bool
 
 
 class Ema(AbstractFollower):
@@ -46,15 +58,15 @@ class Ema(AbstractFollower):
         ```
     """
 
-    # The last model, with the sums in the place of what is averaged, and in float32.
+    # The last model, with the sums, in float32, in the place of what is averaged.
     sums: Buffer[Any]
     weight: Buffer[Any]  # the sum of the weights
     step: Buffer[Any]  # how many updates there were
     decay: float | Callable[[Any], Any] = eqx.field(static=True)
     debias: bool = eqx.field(static=True)
     on: Filter = eqx.field(static=True)
-    # For each leaf of `sums` the dtype in the model; `None` where it is not averaged.
-    _dtypes: tuple[Any, ...] | None = eqx.field(static=True, repr=False)
+    # For each leaf of `sums`; `None` where it is not averaged.
+    _leaves: tuple[_Leaf | None, ...] | None = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
@@ -71,8 +83,8 @@ class Ema(AbstractFollower):
             step))`. It is static: make a schedule once.
         - `debias`: whether the weights are divided by their sum.
         - `on`: the filter for what is averaged, of which inexact arrays count. All
-            other arrays are those of the last model. Default: the parameters, frozen
-            ones included.
+            other arrays are those of the last model. Default: the parameters. A
+            parameter that has been frozen all the time is exactly its own average.
 
         **Raises:**
 
@@ -83,7 +95,7 @@ class Ema(AbstractFollower):
         self.debias = bool(debias)
         check_filter(on)
         self.on = on
-        self.sums = self.weight = self.step = self._dtypes = None
+        self.sums = self.weight = self.step = self._leaves = None
 
     def init(self, model: PyTree) -> Self:
         """The average before the first update, with copies of the arrays of `model`.
@@ -96,22 +108,22 @@ class Ema(AbstractFollower):
         """
         check_ready(model)
         is_averaged = self._is_averaged(model)
-        new, dtypes = [], list[Any]()
+        new, now = [], list[_Leaf | None]()
         for visit in leaves(model):
             if is_averaged(visit):
                 x = jnp.asarray(visit.node)
                 new.append(jnp.copy(x).astype(_wide(x.dtype)))
-                dtypes.append(x.dtype)
+                now.append(_Leaf(x.dtype, self._is_constant(visit)))
             else:
                 new.append(_copy(visit.node))
-                dtypes.append(None)
-        wide = [jnp.finfo(_wide(dtype)) for dtype in dtypes if dtype is not None]
+                now.append(None)
+        wide = [jnp.finfo(_wide(leaf.dtype)) for leaf in now if leaf is not None]
         if not wide and not is_kind(self.on):
             raise ValueError(_NOTHING.format(written(self.on)))
         widest = max(wide, key=lambda info: info.bits, default=jnp.finfo(jnp.float32))
         sums = jtu.tree_unflatten(jtu.tree_structure(model), new)
         weight, step = jnp.zeros((), widest.dtype), jnp.zeros((), jnp.int32)
-        return self._with(sums, weight, step, dtypes)
+        return self._with(sums, weight, step, now)
 
     def update(self, model: PyTree) -> Self:
         """The average after one more model, which may be in another mode.
@@ -123,25 +135,30 @@ class Ema(AbstractFollower):
         - `ValueError`: the model has another structure, or arrays of other shapes, than
             that of `init`, or `on` selects others. The message names the first path.
         """
-        dtypes = self._initialized("update")
+        rest = iter(self._initialized("update"))
         check_ready(model)
         self._check_structure(model)
         decay = self._decay_now()
         weight = _product(decay, self.weight) + (1 - decay)
         is_averaged = self._is_averaged(model)
-        new, now, rest = [], list[Any](), iter(dtypes)
+        new, now = [], list[_Leaf | None]()
         # Holes count, since Equinox's flags may be holes in one of the two.
         olds: list[Any] = jtu.tree_leaves(self.sums, is_leaf=is_hole)
         for old, visit in zip(olds, leaves(model, is_leaf=is_hole), strict=True):
-            was_averaged = old is not None and next(rest) is not None
-            if is_averaged(visit) is not was_averaged:
-                raise ValueError(_SELECTED.format(visit.name, *_HOW[was_averaged]))
-            if was_averaged:
-                assert old is not None
+            leaf = None if old is None else next(rest)
+            if is_averaged(visit) is not (leaf is not None):
+                how = _HOW[leaf is not None]
+                raise ValueError(_SELECTED.format(visit.name, *how))
+            if old is not None and leaf is not None:
                 x = jnp.asarray(visit.node)
                 _check_like(old, x, visit.name)
-                new.append(self._sum(old, x, decay, weight))
-                now.append(x.dtype)
+                is_constant = leaf.is_constant and self._is_constant(visit)
+                now.append(_Leaf(x.dtype, is_constant))
+                if is_constant:
+                    new.append(jnp.copy(x).astype(old.dtype))
+                    continue
+                total = self._total(old) if leaf.is_constant else old
+                new.append(self._sum(total, x, decay, weight))
             elif visit.node is not None:
                 new.append(_copy(visit.node))
                 now.append(None)
@@ -159,12 +176,13 @@ class Ema(AbstractFollower):
 
         - `es.NotInitializedError`: `init` has not been called.
         """
-        dtypes = self._initialized("model")
+        each = self._initialized("model")
         values, treedef = jtu.tree_flatten(self.sums)
-        new = [
-            x if dtype is None else self._mean(x).astype(dtype)
-            for x, dtype in zip(values, dtypes, strict=True)
-        ]
+        new = []
+        for x, leaf in zip(values, each, strict=True):
+            if leaf is not None:
+                x = (x if leaf.is_constant else self._mean(x)).astype(leaf.dtype)
+            new.append(x)
         return jtu.tree_unflatten(treedef, new)
 
     def _sum(self, old: Array, x: Array, decay: Array, weight: Array) -> Array:
@@ -176,6 +194,14 @@ class Ema(AbstractFollower):
             return _unless_zero(before, _product(d, old)) + added
 
         return _on_reals(one, old, x.astype(old.dtype))
+
+    def _total(self, constant: Array) -> Array:
+        """The sum so far for an array that was constant, and is frozen no more."""
+
+        def one(x: Array) -> Array:
+            return _product(self.weight.astype(x.dtype), x)
+
+        return _on_reals(one, constant)
 
     def _mean(self, total: Array) -> Array:
         if not self.debias:
@@ -199,10 +225,14 @@ class Ema(AbstractFollower):
         is_selected = bind_to_visits((self.on,), model)
         return lambda v: is_selected(v) and jnp.issubdtype(v.node.dtype, jnp.inexact)
 
-    def _initialized(self, what: str) -> tuple[Any, ...]:
-        if self._dtypes is None:
+    def _is_constant(self, visit: Visit) -> bool:
+        # Without `debias` the average of a constant is smaller than the constant.
+        return self.debias and Part(visit).frozen
+
+    def _initialized(self, what: str) -> tuple[_Leaf | None, ...]:
+        if self._leaves is None:
             raise NotInitializedError(_NOT_INITIALIZED.format(what))
-        return self._dtypes
+        return self._leaves
 
     def _check_structure(self, model: PyTree) -> None:
         if jtu.tree_structure(model) == jtu.tree_structure(self.sums):
@@ -214,10 +244,12 @@ class Ema(AbstractFollower):
     def _followed(self) -> PyTree:
         return self.sums
 
-    def _with(self, sums: Any, weight: Array, step: Array, dtypes: list[Any]) -> Self:
+    def _with(
+        self, sums: Any, weight: Array, step: Array, each: list[_Leaf | None]
+    ) -> Self:
         new = copy_tree(self)
         fields = {"sums": sums, "weight": weight, "step": step}
-        for name, value in {**fields, "_dtypes": tuple(dtypes)}.items():
+        for name, value in {**fields, "_leaves": tuple(each)}.items():
             object.__setattr__(new, name, value)
         return new
 
