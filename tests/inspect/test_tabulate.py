@@ -386,3 +386,16 @@ def test_without_inputs_a_callable_is_its_model_or_a_tree():
     net = Net(linear(), es.nn.BatchNorm(3))
     assert es.tabulate(es.vmap(net)) == es.tabulate(net.__call__) == es.tabulate(net)
     assert "Vmap" in es.tabulate(es.vmap(lambda x: x))
+
+
+def test_what_is_frozen_by_its_path_is_marked():
+    net = Net(linear(), es.nn.BatchNorm(3))
+    for where, frozen in (
+        (lambda m: m.linear, {"linear"}),
+        (lambda m: m.norm, {"norm"}),
+        (lambda m: m, {"", "linear", "norm"}),
+        (lambda m: m.linear.bias, set()),  # a part of a row; see the last line
+    ):
+        rows = cells(es.tabulate(es.freeze(net, where)))
+        marked = {path for path in ("", "linear", "norm") if "frozen" in rows[path][0]}
+        assert marked == frozen

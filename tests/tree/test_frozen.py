@@ -373,6 +373,21 @@ def test_a_module_in_the_place_of_a_frozen_one_is_frozen():
     assert frozen(net.blocks[0]) == {"scale", "count", "linear.weight", "linear.bias"}
 
 
+def test_a_new_norm_in_a_frozen_place_updates_its_statistics_until_it_is_frozen():
+    class Holder(es.Module):
+        norm: es.nn.BatchNorm
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    holder = Holder(es.nn.BatchNorm(2, axis_name=None)).freeze()
+    new = holder.replace(norm=es.nn.BatchNorm(2, axis_name=None))
+    assert trained(new) == set()
+    _, after = es.mutable(lambda m: m.norm(x))(new)
+    assert not (after.norm.mean == new.norm.mean).any()
+    again = es.freeze(new, lambda m: m.norm)
+    _, after = es.mutable(lambda m: m.norm(x))(again)
+    assert after.norm.mean is again.norm.mean
+
+
 def test_a_frozen_module_stays_frozen_in_what_is_trained():
     inner = es.unfreeze(NET.freeze(), lambda m: m.blocks[0])
     net = inner.replace(blocks=[Block(1.0, 0, linear()).freeze(), inner.blocks[1]])
