@@ -41,6 +41,11 @@ def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
 
     assert_type(es.state_dict(layer, es.Parameter), dict[str, Any])
     assert_type(es.load_state_dict(layer, {"weight": x}, strict=False), Layer)
+    assert_type(es.load_state_dict(layer, {"w": x}, rename={"weight": "w"}), Layer)
+    assert_type(es.from_torch(layer, {"w": x}, rename=lambda name: name[0]), Layer)
+    apply, params, state = es.functional(layer)
+    assert_type(params, dict[str, Any])
+    assert_type(apply(params, state, x), tuple[Any, dict[str, Any]])
     es.save(path, layer, es.not_(es.Rng))
     assert_type(es.load(path, layer, es.not_(es.Rng)), Layer)
     assert_type(es.load("model.safetensors", linear, strict=False), eqx.nn.Linear)
