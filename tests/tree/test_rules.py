@@ -174,6 +174,17 @@ def test_kinds_and_dots_may_match_nothing():
         es.spec(None, {es.trainable: 0})
 
 
+def test_a_filter_is_not_asked_about_what_an_earlier_one_took():
+    rules = {
+        lambda part: part.value.ndim < 2: "small",
+        lambda part: part.value.shape[1] == 2: "two columns",
+    }
+    got = spec(make_model(), rules)
+    assert (got["head.bias"], got["head.weight"]) == ("small", "two columns")
+    with pytest.raises(ValueError, match="no array"):
+        es.spec({"a": jnp.ones(2)}, rules)
+
+
 def test_frozen_and_shadowed_arrays_count_as_matches():
     model = make_model().freeze()
     head, weight = es.under(lambda m: m.head), es.path_matches("head.weight")

@@ -6,6 +6,7 @@ a kind and matches wins, in the order of the mapping; else the most derived kind
 asks here: `es.spec`, `es.vmap`, and what the layers above add.
 """
 
+import contextlib
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -95,7 +96,9 @@ class Asked:
         self.rules, self.what = rules, what
         filters = [key for key in rules if key is not ... and not is_kind(key)]
         self.filters: list[Filter] = filters
-        self.matched = [False for _ in filters]
+        self.matched: set[int] = set()
+        # For each array that a filter took, the filters behind that one.
+        self.behind: list[tuple[Part, dict[int, Predicate]]] = []
         self.errors: list[Exception | None] = [None for _ in filters]
         self.trees = 0
 
@@ -121,14 +124,13 @@ class Asked:
     ) -> Any:
         if not is_array(visit.node):
             return None
-        part, first = Part(visit), None
+        part = Part(visit)
         for i, matches in enumerate(predicates):
-            # Those behind the first are asked, too: to be shadowed is not a typo.
-            if (first is None or not self.matched[i]) and matches(part):
-                self.matched[i] = True
-                first = i if first is None else first
-        if first is not None:
-            return self.filters[first]
+            if matches(part):
+                self.matched.add(i)
+                behind = range(i + 1, len(predicates))
+                self.behind.append((part, {n: predicates[n] for n in behind}))
+                return self.filters[i]
         by_own_kind = most_derived(kind, self.rules)
         by_kind = most_derived(part.kind, self.rules)
         says_moments = is_kind(by_own_kind) and issubclass(by_own_kind, OptState)
@@ -136,14 +138,22 @@ class Asked:
 
     def check_matched(self, hint: str = "") -> None:
         """Raise `ValueError` for a filter that has matched nothing in any tree."""
-        for key, matched, error in zip(
-            self.filters, self.matched, self.errors, strict=True
-        ):
-            if not matched:
+        for i, key in enumerate(self.filters):
+            if i not in self.matched and not self._is_shadowed(i):
+                error = self.errors[i]
                 if error is not None and self.trees == 1:
                     raise error
                 message = _NO_MATCH.format(self.what, written(key))
                 raise ValueError(message + hint) from error
+
+    def _is_shadowed(self, i: int) -> bool:
+        """Whether a filter matches an array that an earlier one took: not a typo."""
+        for part, predicates in self.behind:
+            # It may rely on being asked last: `lambda part: part.value.shape[1] > 8`.
+            with contextlib.suppress(Exception):
+                if i in predicates and predicates[i](part):
+                    return True
+        return False
 
 
 _NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, and a \
