@@ -149,6 +149,18 @@ def test_nothing_is_read_of_a_file_that_does_not_fit(path, read):
     assert read() == 0
 
 
+def test_shards_that_are_not_equal_are_listed(mesh, path, read):
+    blocks = es.nn.Stacked([eqx.nn.Linear(3, 4, key=jr.key(i)) for i in range(2)])
+    es.save(path, {"blocks": blocks})
+    place = NamedSharding(mesh, P(None, None, "b"))
+    weight = struct(blocks.layers.weight, place)
+    like = {"blocks": eqx.tree_at(lambda s: s.layers.weight, blocks, weight)}
+    message = r"wrong sharding:\n    \['blocks'\]\.layers\.weight: \(2, 4, 3\) is not"
+    with pytest.raises(ValueError, match=message):
+        es.load(path, like)
+    assert read() == 0
+
+
 def test_in_a_trace(mesh, path):
     es.save(path, jnp.arange(8.0))
     like = struct(jnp.zeros(8), NamedSharding(mesh, P("a")))

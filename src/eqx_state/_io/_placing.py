@@ -30,6 +30,18 @@ def placed_as(leaf: Any, value: Any) -> Any:
     return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
 
 
+def why_not_split(leaf: Any) -> str | None:
+    """Why the shards that an abstract leaf says cannot be made; `None` if they can."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
+        return None
+    try:
+        leaf.sharding.shard_shape(leaf.shape)
+    except ValueError:
+        how = getattr(leaf.sharding, "spec", leaf.sharding)
+        return f"{leaf.shape} is not split into equal parts by {how}"
+    return None
+
+
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     """The sharding that a leaf says, if it says any."""
     # An abstract leaf may lack one, and an array that is not committed lies on the

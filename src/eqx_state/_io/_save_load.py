@@ -158,7 +158,8 @@ def load(
 
     - `ValueError`: the file is not a safetensors file or is truncated, lacks a name
         that the filters select, has (without filters) a name that `like` lacks, or an
-        array in it has another shape or dtype. The message lists all names.
+        array in it has another shape or dtype, or is to be split into shards that are
+        not equal. The message lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
     - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
 

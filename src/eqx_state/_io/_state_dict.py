@@ -20,7 +20,7 @@ from .._tree._walk import is_numpy, leaves, name_of
 from .._tree._weak_types import to_strong
 from .._typing import PyTree
 from ._layers import by_leaf, in_order, lacking, Named, shape_of, whole_of
-from ._placing import placed_as
+from ._placing import placed_as, why_not_split
 from ._rename import Rename, Renaming
 from ._stored import Stored
 
@@ -207,6 +207,11 @@ def restore(
         leaf, shape = whole_of(part).value, shape_of(part)
         for problem, text in differences(leaf, values[name], shape):
             problems.setdefault(problem, []).append(f"{label(name)}: {text}")
+    for whole in {i: whole_of(part) for i, part in wanted.values()}.values():
+        if (problem := why_not_split(whole.value)) is not None:
+            problems.setdefault("wrong sharding", []).append(
+                f"{shown(whole.name)}: {problem}"
+            )
     complain(problems, what, advice if about_names else "")
     return place(tree, wanted, values)
 
