@@ -15,6 +15,8 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from helpers import untouched
+from zoo import CASES
 
 import eqx_state as es
 
@@ -352,3 +354,13 @@ def test_a_serialized_program_runs_without_this_library(tmp_path):
     np.testing.assert_allclose(out["y"], y, rtol=1e-6)
     assert out["count"] == state["count"] == 2
     assert (out["rng"] == jr.key_data(state["rng"])).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_pair_of_every_model_leads_back_to_it(name):
+    model = CASES[name].model()
+    with untouched(model):
+        _, params, state = es.functional(model)
+    assert list(params) == list(es.state_dict(model, es.Parameter))
+    back = es.load_state_dict(CASES[name].make(key=jr.key(8)), {**params, **state})
+    assert eqx.tree_equal(es.state_dict(back), es.state_dict(model))
