@@ -12,6 +12,7 @@ from pathlib import Path
 
 import catalogue_axes as axes
 import catalogue_closures as closures
+import catalogue_derivatives as derivatives
 import catalogue_files as files
 import catalogue_handed as handed
 import catalogue_held as held
@@ -40,6 +41,7 @@ THEMES = [
     kinds.SHAPES,
     places.PLACES,
     lifted.LIFTED,
+    derivatives.DERIVATIVES,
     stacks.STACKS,
     nested.NESTED,
     looking.LOOKING,

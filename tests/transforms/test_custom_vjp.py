@@ -582,7 +582,7 @@ def test_rules_that_return_something_else(rule, message):
 
 
 def test_cotangents_of_another_shape_are_the_error_of_jax():
-    with pytest.raises(ValueError, match="must produce an output with the same type"):
+    with pytest.raises(ValueError, match="must produce an output with the same"):
         jax.grad(lambda x: rule(bwd=lambda _, g: (None, jnp.ones(3)))(Layer(), x))(2.0)
 
 

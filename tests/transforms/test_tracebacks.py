@@ -38,6 +38,14 @@ def step(layer, xs):
     return es.value_and_grad(loss)(layer, xs)
 
 
+RULE = es.custom_vjp(lambda layer, x: layer(x)).defvjp(loss, loss)
+SHARDED = es.shard_map(
+    lambda x: Layer()(x),
+    mesh=jax.sharding.Mesh(jax.devices()[:1], "data"),
+    in_specs=jax.P(),
+    out_specs=jax.P(),
+)
+
 CALLS = {
     "mutable": lambda: es.mutable(Layer())(X),
     "mutable, a write": lambda: es.mutable(Layer().writes)(X),
@@ -51,6 +59,13 @@ CALLS = {
     "fori_loop": lambda: es.fori_loop(0, 2, lambda i, x: Layer()(x), X),
     "cond": lambda: es.cond(True, Layer(), Layer(), X),
     "switch": lambda: es.switch(0, [Layer(), Layer()], X),
+    "vjp": lambda: es.vjp(Layer(), X),
+    "jvp": lambda: es.jvp(Layer(), (X,), (X,)),
+    "linearize": lambda: es.linearize(Layer(), X),
+    "jacfwd": lambda: es.jacfwd(Layer())(X),
+    "hessian": lambda: es.hessian(Layer())(X),
+    "custom_vjp": lambda: RULE(Layer(), X),
+    "shard_map": lambda: SHARDED(X),
     "jit": lambda: es.jit(Layer())(X),
     "jit of a step": lambda: es.jit(step)(Layer(), X),
     "jit in a scope": lambda: es.mutable(es.jit(Layer()))(X),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from zoo import Case, CASES, split, WITHOUT_GRADS
 
 import eqx_state as es
@@ -198,6 +199,109 @@ def fori_by_hand(by_hand, model, xs):
     return x, model
 
 
+def purely(by_hand, model, transform, *args):
+    """`transform` of the pure function of an input, and the new model beside it."""
+    static = []
+
+    def f(x):
+        y, new = by_hand(model, x)
+        arrays, rest = eqx.partition(new, eqx.is_array)
+        static.append(rest)
+        return y, arrays
+
+    *out, arrays = transform(f, *args)
+    return out, eqx.combine(arrays, static[-1])
+
+
+def vjp(call, model, xs):
+    y, vjp_fn = es.vjp(call, model, xs[0])
+    grads, dx = vjp_fn(jnp.ones_like(y))
+    return y, jax.tree.leaves(grads), dx
+
+
+def vjp_by_hand(by_hand, model, xs):
+    y, vjp_fn, new = eqx.filter_vjp(by_hand, model, xs[0], has_aux=True)
+    grads, dx = vjp_fn(jnp.ones_like(y))
+    return (y, jax.tree.leaves(grads), dx), new
+
+
+def jvp(call, model, xs):
+    dx = jnp.ones_like(xs[0])
+    y, dy = es.jvp(lambda x: call(model, x), (xs[0],), (dx,))
+    z, jvp_fn = es.linearize(lambda x: call(model, x), xs[1])
+    return [y, dy], [z, jvp_fn(dx)]
+
+
+def jvp_by_hand(by_hand, model, xs):
+    def jvp(f, x):
+        return jax.jvp(f, (x,), (jnp.ones_like(x),), has_aux=True)
+
+    first, model = purely(by_hand, model, jvp, xs[0])
+    second, model = purely(by_hand, model, jvp, xs[1])
+    return (first, second), model
+
+
+def jacobians(call, model, xs):
+    def scalar(x):
+        return jnp.sum(jnp.sin(call(model, x)))
+
+    forward = es.jacfwd(lambda x: call(model, x))(xs[0])
+    backward = es.jacrev(lambda x: call(model, x))(xs[1])
+    return [forward], [backward], [es.hessian(scalar)(xs[2])]
+
+
+def jacobians_by_hand(by_hand, model, xs):
+    def of(jacobian, by_hand, model, x):
+        return purely(by_hand, model, lambda f, x: jacobian(f, has_aux=True)(x), x)
+
+    def scalar(model, x):
+        y, model = by_hand(model, x)
+        return jnp.sum(jnp.sin(y)), model
+
+    forward, model = of(jax.jacfwd, by_hand, model, xs[0])
+    backward, model = of(jax.jacrev, by_hand, model, xs[1])
+    hessian, model = of(jax.hessian, scalar, model, xs[2])
+    return (forward, backward, hessian), model
+
+
+def custom_vjp(call, model, xs):
+    def f(model, x):
+        return call(model, x)
+
+    def fwd(model, x):
+        before = es.map(lambda x: x, model)  # what is written below is not in it
+        return call(model, x), (before, x)
+
+    def bwd(residuals, g):
+        model, x = residuals
+        return es.mutable(lambda m, x: es.vjp(call, m, x)[1](g))(model, x)[0]
+
+    rule = es.custom_vjp(f)
+    rule.defvjp(fwd, bwd)
+    return rule(model, xs[0])
+
+
+def custom_vjp_by_hand(by_hand, model, xs):
+    return by_hand(model, xs[0])
+
+
+MESH = jax.sharding.Mesh(jax.devices()[:2], "data")
+
+
+def shard_map(call, model, xs):
+    # JAX cannot check types where a layer reduces over the lanes of a `vmap`.
+    has_axis = any(getattr(m, "axis_name", None) for _, m in es.modules(model))
+    f = es.shard_map(
+        lambda x: call(model, x),
+        mesh=MESH,
+        in_specs=P(),
+        out_specs=P(),
+        axes={...: P()},
+        check_vma=not has_axis,
+    )
+    return [f(x) for x in xs]
+
+
 PROGRAMS = {
     "eager": (eager, eager_by_hand),
     "jit": (jit, eager_by_hand),
@@ -210,7 +314,14 @@ PROGRAMS = {
     "switch": (switch, switch_by_hand),
     "while_loop": (while_loop, while_by_hand),
     "fori_loop": (fori_loop, fori_by_hand),
+    "vjp": (vjp, vjp_by_hand),
+    "jvp": (jvp, jvp_by_hand),
+    "jacobians": (jacobians, jacobians_by_hand),
+    "custom_vjp": (custom_vjp, custom_vjp_by_hand),
+    "shard_map": (shard_map, eager_by_hand),
 }
+# JAX has no reverse mode for `while_loop`, and the others are slow to compile.
+WITHOUT = {"while_loop", "jvp", "jacobians", "shard_map"}
 
 
 # --- Running them -------------------------------------------------------------------
@@ -231,6 +342,8 @@ class Run:
 
     def start(self) -> Any:
         model = self.case.model()
+        if self.program == "shard_map":  # else JAX traces anew when it has been there
+            return eqx.filter_shard(model, jax.NamedSharding(MESH, P()))
         return with_lanes(model, 2) if self.program.startswith("vmap") else model
 
     def inputs(self) -> list[Any]:
@@ -284,7 +397,7 @@ RUNS = [
     ("eager", "as it is", True),
     ("vmap", "as it is", False),
     ("scan", "as it is", False),
-    *[(program, "es.jit", program != "while_loop") for program in PROGRAMS],
+    *[(program, "es.jit", program not in WITHOUT) for program in PROGRAMS],
     ("eager", "eqx.filter_jit", True),
 ]
 
@@ -299,6 +412,7 @@ def is_misjudged(case: str, program: str) -> bool:
         case == "ensemble"
         or (case == "router" and "vmap" in program)
         or (case, program) == ("sequence", "checkpoint")
+        or program == "custom_vjp"  # whose backward rule draws again
     )
 
 

@@ -1,0 +1,232 @@
+"""Programs that differentiate, or map over devices, wrongly."""
+
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+from catalogue_entry import Layer, Net, Theme
+from jax.sharding import Mesh, PartitionSpec as P
+
+import eqx_state as es
+
+
+DERIVATIVES = Theme("Derivatives and devices")
+
+X = jnp.array(3.0)
+# Two devices, which have half of the rows each.
+MESH = Mesh(jax.devices()[:2], "data")
+
+
+def sharded(f, **options):
+    return es.shard_map(
+        f, mesh=MESH, in_specs=P("data"), out_specs=P("data"), **options
+    )
+
+
+@DERIVATIVES.raises(
+    "take `jax.vjp`, `jax.jvp` or `jax.linearize` of a layer that writes",
+    es.TraceError,
+    "this code runs inside a JAX transform",
+    "`layer.count`",
+    "`es.vjp`",
+    instead="`es.vjp`, `es.jvp`, `es.linearize`",
+)
+def _(case):
+    net = case.keep(Net(), X)
+    for f in (
+        lambda net: jax.vjp(net.layer, X),
+        lambda net: jax.jvp(net.layer, (X,), (X,)),
+        lambda net: jax.linearize(net.layer, X),
+    ):
+        with case.error():
+            es.mutable(f)(net)
+
+
+@DERIVATIVES.works(
+    "call the function that `es.vjp` returned twice, or not at all",
+    "state is written once, by `es.vjp` itself",
+)
+def _(case):
+    net = case.keep(Net(), X)
+    for calls in (0, 1, 2):
+        vjp_fn, new = es.mutable(lambda net: es.vjp(net.layer, X)[1])(net)
+        assert [vjp_fn(1.0) for _ in range(calls)] == [(2.0,)] * calls
+        assert new.layer.count == 1
+
+
+@DERIVATIVES.works(
+    "differentiate with respect to a layer that the function also closes over",
+    "the argument is differentiated, the closure is a constant, as in JAX",
+)
+def _(case):
+    net = case.keep(Net(), X)
+
+    def f(net):
+        _, vjp_fn = es.vjp(lambda a: a.weight * net.layer.weight, net.layer)
+        return vjp_fn(1.0)[0].weight
+
+    assert es.mutable(f)(net)[0] == 2.0
+
+
+@DERIVATIVES.raises(
+    "give a cotangent for a counter that comes out",
+    ValueError,
+    "for which there are no tangents",
+    "`None`",
+    instead="`None` there, as `es.filter` leaves it; or return it in `aux`",
+)
+def _(case):
+    net = case.keep(Net(), X)
+
+    def f(net):
+        out, vjp_fn = es.vjp(lambda x: (net.layer(x), net.layer.count), X)
+        return vjp_fn(jax.tree.map(jnp.ones_like, out))
+
+    with case.error("`[1]`"):
+        es.mutable(f)(net)
+
+
+@DERIVATIVES.works(
+    "compute a Hessian of a layer that draws or counts",
+    "the primal computation runs once, however many columns there are",
+)
+def _(case):
+    layer = case.keep(Layer(), X)
+    hessian, new = es.mutable(es.hessian(lambda layer, x: layer(x) * x, 1))(layer, X)
+    assert (hessian, new.count) == (4.0, 1)
+
+
+@DERIVATIVES.raises(
+    "differentiate by `argnums` with respect to integers",
+    TypeError,
+    "has no inexact arrays",
+    instead="another argument, or `x.astype(jnp.float32)`",
+)
+def _(case):
+    layer = case.keep(Layer(), X)
+    for jacobian in (es.jacfwd, es.jacrev, es.hessian):
+        with case.error("argument 1"):
+            es.mutable(jacobian(lambda layer, n: layer(X) * n, 1))(layer, jnp.array(3))
+
+
+def scaled(layer, x):
+    return layer.weight * x
+
+
+@DERIVATIVES.raises(
+    "close over a layer in an `es.custom_vjp`",
+    ValueError,
+    "JAX does not look into a custom derivative",
+    "`Layer`",
+    "Pass it",
+    instead="`es.custom_vjp(lambda layer, x: layer(x))`",
+)
+def _(case):
+    layer = case.keep(Layer(), X)
+
+    def run(layer, x):
+        rule = es.custom_vjp(lambda x: layer(x))
+        return rule.defvjp(lambda x: (x, None), lambda _, g: (g,))(x)
+
+    with case.error():
+        es.mutable(run)(layer, X)
+
+
+class Tracked(Layer):
+    mean: es.BatchStat = 0.0
+
+    @es.custom_vjp
+    def __call__(self, x):
+        self.mean = self.mean + x
+        return self.weight * x
+
+    def _fwd(self, x):
+        self.mean = self.mean + x
+        return self.weight * x, None
+
+    def _bwd(_, g):
+        return None, g
+
+    __call__.defvjp(_fwd, _bwd)
+
+
+@DERIVATIVES.raises(
+    "let a gradient flow through state that an `es.custom_vjp` writes",
+    es.TraceError,
+    "A gradient flows through",
+    "`mean`",
+    "jax.lax.stop_gradient(value)",
+    instead="the value as an output; or `jax.lax.stop_gradient` where it is written",
+)
+def _(case):
+    model = case.keep(Tracked(), X)
+    with case.error():
+        es.value_and_grad(lambda m, x: m(x) + m.mean)(model, X)
+
+
+@DERIVATIVES.raises(
+    "write a statistic of a device's own rows under `es.shard_map`",
+    ValueError,
+    "the devices wrote different values to",
+    "`mean`",
+    'jax.lax.pmean(mean, "data")',
+    instead='`jax.lax.pmean(mean, "data")`; or `axes={es.BatchStat: P("data")}`',
+)
+def _(case):
+    net = case.keep(Net(mean=jnp.zeros(())), X)
+
+    def run(net, xs):
+        def rows(xs):
+            net.mean = jnp.mean(xs)
+            return xs
+
+        return sharded(rows)(xs)
+
+    with case.error():
+        es.mutable(run)(net, jnp.arange(4.0))
+
+
+@DERIVATIVES.raises(
+    "write state under `es.shard_map(check_vma=False)`",
+    ValueError,
+    "Without the check nobody knows whether all devices wrote the same value",
+    "`layer.count`",
+    instead="leave `check_vma` on; or say so: `axes={es.State: P()}`",
+)
+def _(case):
+    net = case.keep(Net(), X)
+    with case.error():
+        es.mutable(lambda net: sharded(net, check_vma=False)(jnp.arange(4.0)))(net)
+
+
+@DERIVATIVES.works(
+    "draw under `es.shard_map`",
+    "each device has its own key, and the model's key advances once",
+)
+def _(case):
+    stream = case.keep(es.RngStream(0))
+
+    def run(stream):
+        return sharded(lambda x: x + jax.random.normal(stream()))(jnp.zeros(2))
+
+    out, new = es.mutable(run)(stream)
+    assert out[0] != out[1]
+    assert new.key != stream.key
+
+
+@DERIVATIVES.raises(
+    "reduce over the lanes of a `vmap` inside `es.shard_map`",
+    ValueError,
+    "JAX cannot reduce over the lanes of a `vmap`",
+    "`check_vma=False`",
+    instead="the mean over the rows as an array, and then over the mesh",
+)
+def _(case):
+    net = case.keep(Net(), X)
+
+    def centered(x):
+        return x - lax.pmean(x, "batch")
+
+    with case.error():
+        es.mutable(
+            lambda net: sharded(es.vmap(centered, axis_name="batch"))(jnp.arange(4.0))
+        )(net)
