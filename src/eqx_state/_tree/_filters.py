@@ -252,6 +252,8 @@ def inside(cls: type | tuple[type, ...]) -> Filter:
 def path_matches(glob: str) -> Filter:
     """The filter that selects by name, such as `layers[0].norm.mean`.
 
+    An array of an `es.nn.Stacked` has a name for each layer, as in a list of layers.
+
     **Arguments:**
 
     - `glob`: `*` stands for any characters, dots included, and `?` for one; all others,

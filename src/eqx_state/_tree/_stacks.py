@@ -59,6 +59,8 @@ def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
     a tracer have the slice of the first, so that the program does not grow with their
     number.
     """
+    if not (stacks := stacks_of(part)):
+        return []
     whole, is_cut = part.value, is_split(part)
     is_one = alike and isinstance(whole, jax.core.Tracer)
 
@@ -69,7 +71,7 @@ def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
     def value(index: Index) -> Any:
         return slice((0,) * len(index) if is_one else index)
 
-    return [LayerPart(part, index, value) for index in indices(stacks_of(part))]
+    return [LayerPart(part, index, value) for index in indices(stacks)]
 
 
 def stacks_of(part: Part) -> Stacks:
