@@ -178,8 +178,12 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
 
     **Returns:**
 
-    The tree with a value in place of each leaf. To `optax.multi_transform` pass `lambda
-    _: labels`, since it would call labels that are callable, as many models are.
+    The tree with a value in place of each leaf. In an `es.Optimizer` or an `es.Ema`
+    what belongs to a parameter gets the parameter's value, by the parameter's name and
+    kind; the key `es.OptState` means the moments themselves.
+
+    To `optax.multi_transform` pass `lambda _: labels`, since it would call labels that
+    are callable, as many models are.
 
     **Raises:**
 
