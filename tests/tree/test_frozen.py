@@ -12,6 +12,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings, strategies as st
 
 import eqx_state as es
 
@@ -136,6 +137,24 @@ def test_a_part_of_a_frozen_model_is_unfrozen(where, names):
     assert frozen(new) == NAMES - names
     assert structure(es.freeze(new, where)) == structure(everything)
     assert structure(es.freeze(new)) == structure(everything)
+    assert structure(es.unfreeze(new)) == structure(NET)
+
+
+SWITCHES = st.lists(
+    st.tuples(st.sampled_from([es.freeze, es.unfreeze]), st.sampled_from([*WHERE])),
+    max_size=6,
+)
+
+
+@settings(max_examples=60)
+@given(SWITCHES)
+def test_the_last_switch_that_reaches_an_array_counts(switches):
+    new, expected = NET, set()
+    for switch, where in switches:
+        select, names = WHERE[where]
+        new = switch(new, select)
+        expected = expected | names if switch is es.freeze else expected - names
+        assert frozen(new) == expected
     assert structure(es.unfreeze(new)) == structure(NET)
 
 
