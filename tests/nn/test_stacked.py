@@ -519,6 +519,11 @@ def test_what_is_not_one_key_for_each_layer(keys):
         es.nn.Stacked.make(make_linear, keys)
 
 
+def test_what_does_not_make_layers():
+    with pytest.raises(TypeError, match="function of a key .* was given a `list`"):
+        es.nn.Stacked.make([make_linear(key) for key in KEYS], KEYS)
+
+
 def test_a_list_of_keys():
     stacked = es.nn.Stacked.make(make_linear, list(KEYS))
     close(stacked, es.nn.Stacked.make(make_linear, KEYS))

@@ -128,8 +128,8 @@ class Stacked(Module, Generic[_Layer]):
 
         **Raises:**
 
-        - `TypeError`: `keys` is not an array with an axis for the layers, or not a list
-            of keys.
+        - `TypeError`: `make_layer` is not a function; or `keys` is not an array with an
+            axis for the layers, or a list of keys.
 
         !!! example
 
@@ -147,6 +147,8 @@ class Stacked(Module, Generic[_Layer]):
             assert stacked(jr.normal(jr.key(1), (4,))).shape == (4,)
             ```
         """
+        if not callable(make_layer):
+            raise TypeError(_MAKE.format(type(make_layer).__qualname__))
         keys = _checked_keys(keys)
         layers: Any = Stack(eqx.filter_vmap(make_layer)(keys), len(keys))
         if missing(layers.layers) is not None:
@@ -297,6 +299,10 @@ def _checked_unroll(unroll: Any) -> int | bool:
         raise ValueError(_UNROLL.format(unroll))
     return number
 
+
+_MAKE: Final = """`es.nn.Stacked.make` takes a function of a key that returns a layer, \
+and was given a `{}`: `es.nn.Stacked.make(Block, keys)`. Layers that are there already \
+are stacked by `es.nn.Stacked(layers)`."""
 
 _KEYS: Final = """`es.nn.Stacked.make` takes one key for each layer, and was given {}:
 
