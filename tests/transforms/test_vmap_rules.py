@@ -118,7 +118,7 @@ def test_the_layers_of_a_stack_are_one_module_from_there():
 def test_plain_equinox_layers():
     keys = jr.split(jr.key(0), 3)
     head = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 1, key=key))(keys)
-    model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=keys[0]), head])
+    model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jr.key(1)), head])
     xs = jnp.ones((3, 2))
     y = es.vmap(model, axes={es.under(lambda m: m.layers[1]): 0})(xs)
     axes = es.spec(model, {es.under(lambda m: m.layers[1]): 0})
