@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import leaks_on_purpose, untouched
+from helpers import close, leaks_on_purpose, untouched
 
 import eqx_state as es
 
@@ -242,6 +242,33 @@ def test_a_training_step_with_norms_dropout_and_keys():
 
     for f in (step, es.jit(step), es.value_and_grad(loss_fn)):
         assert es.find_nonfinite(f)(model, jnp.eye(2)) == ["layers[3]"]
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["plain", "jit"])
+def test_a_step_with_trees_that_were_made_outside(jit):
+    model = Net([eqx.nn.Linear(2, 2, key=jr.key(0)), Log()])
+    model = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.array([9.0, 9.0]))
+    optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
+    average = es.Ema(0.9).init(model)
+
+    @jit
+    def step(model, optimizer, average, x):
+        loss_fn = lambda m, x: m(x).sum()  # noqa: E731
+        (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
+        model, optimizer = optimizer.update(grads, model)
+        average = average.update(model)
+        model = es.update(model, es.filter(average.model, es.BatchStat))
+        es.map(lambda a, b: a + b, average.model, model)
+        return loss, model, optimizer, average
+
+    args = model, optimizer, average
+    assert es.find_nonfinite(step)(*args, X) == []
+    assert es.find_nonfinite(step)(*args, -1e3 * X) in ([], ["layers[1]"])
+    (out, _), found = es.capture(step, outputs="*")(*args, X)
+    assert [*found] == ["layers[0]", "layers[1]", ""]
+    plain = step(*args, X)
+    assert jax.tree.structure(out) == jax.tree.structure(plain)
+    close(out, plain)
 
 
 def test_again_with_a_function_that_is_compiled_already():

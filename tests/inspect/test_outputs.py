@@ -101,6 +101,12 @@ def test_a_glob_that_matches_nothing_is_an_error_with_the_names(model):
         es.capture(lambda m: X, outputs="layer[0]")(model)
 
 
+def test_a_model_before_its_init_is_an_error_that_says_so():
+    model = {"a": es.lazy(eqx.nn.Linear, 2, 2)}
+    with pytest.raises(es.NotInitializedError, match="before it is initialized"):
+        es.capture(lambda m, x: m["a"](x), outputs="*")(model, X)
+
+
 def test_a_message_does_not_list_a_thousand_layers():
     model = [eqx.nn.Identity() for _ in range(100)]
     with pytest.raises(ValueError, match=r'`"\[19\]"`, \.\.\.'):
@@ -515,6 +521,57 @@ def test_an_inner_capture_has_its_own_names_and_the_outer_one_sees_the_calls_too
     close(found["layers[0].inner"], inner["inner"])
     assert list(found) == ["layers[0].inner", "layers[1].inner", "layers[1].doubled"]
     assert [layer.calls for layer in new.layers] == [1, 1]
+
+
+def test_a_stack_of_layers_has_one_name_for_all():
+    stacked = es.nn.Stacked([Layer(linear(key=i)) for i in range(3)])
+    (_, new), found = es.capture(stacked, outputs="*")(X)
+    x = X
+    for i, layer in enumerate(stacked):
+        x = layer.inner(x)
+        close(found["layers.inner"][i], x)
+    assert found["layers"].shape == (3, 2)
+    assert new.layers.calls.tolist() == [1, 1, 1]
+    assert es.find_nonfinite(stacked)(X) == []
+
+
+def test_other_transforms_carry_outputs():
+    @es.custom_vjp
+    def custom(model, x):
+        return model(x)
+
+    custom.defvjp(lambda m, x: (m(x), x), lambda x, g: (None, g))
+    runs = (
+        lambda m, x: es.vjp(m, x)[0],
+        lambda m, x: es.jacrev(m)(x),
+        lambda m, x: es.hessian(lambda x: m(x).sum())(x),
+        lambda m, x: custom(m, x),
+        lambda m, x: es.value_and_grad(lambda m, x: custom(m, x).sum())(m, x)[1],
+    )
+    for run in runs:
+        _, found = es.capture(run, outputs="")(linear(), X)
+        close(found, {"": linear()(X)})
+
+
+def test_decorated_calls_are_seen():
+    class Jitted(es.Module):
+        layer: eqx.nn.Linear
+
+        @es.jit
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Mapped(eqx.Module):
+        layer: eqx.nn.Linear
+
+        @es.vmap
+        def __call__(self, x):
+            return self.layer(x)
+
+    _, found = es.capture(Jitted(linear()), outputs="*")(X)
+    close(found, {"layer": linear()(X), "": linear()(X)})
+    _, found = es.capture(Mapped(linear()), outputs="*")(XS)
+    close(found["layer"], jax.vmap(linear())(XS))
 
 
 def test_threads_capture_at_once():

@@ -10,11 +10,11 @@ import jax
 import jax.tree_util as jtu
 
 from .._kinds._kinds import State
-from .._state._observe import Observer
 from .._state._scope import Scope
 from .._transforms._mutable import carried, target, thread
 from .._tree._base import is_eqx_module
 from .._tree._modes import eval
+from .._tree._observe import Observer
 from .._tree._walk import is_array, is_numpy
 from .._typing import PyTree
 

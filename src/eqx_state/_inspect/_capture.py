@@ -7,12 +7,12 @@ from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 import equinox as eqx
 
 from .._kinds._kinds import State
-from .._state._observe import unmarked
 from .._state._scope import Kinds, Scope, Sown
 from .._state._sow import Called
 from .._transforms._grad import AbstractGrad
 from .._transforms._mutable import Argnums, as_argnums, as_kinds, target, thread
 from .._transforms._transform import Transform, wrap
+from .._tree._observe import unmarked
 from ._outputs import check_replace, Outputs, selector
 
 
@@ -185,8 +185,9 @@ def capture(
     self.layer)`, an inner `es.mutable`) sows nothing; its outputs are found.
 
     While it runs, a module that is selected is an instance of a subclass of its class,
-    which knows its name. So trees of two selected modules differ: layers that are
-    stacked in the call by `jax.tree.map` cannot be selected.
+    which knows its name. The functions of `es`, an `es.Optimizer` among them, take such
+    a tree and an ordinary one together. `jax.tree.map`, and so plain optax, does not;
+    nor does it stack two selected layers.
 
     **Raises:**
 

@@ -12,10 +12,10 @@ from .._compat import boundary, is_in_trace, out_of_vmaps
 from .._errors import TraceError
 from .._kinds._kinds import State
 from .._state._module import Module
-from .._state._observe import Recorder
 from .._state._scope import own, Scope
 from .._transforms._mutable import target, thread
 from .._transforms._transform import Transform, wrap
+from .._tree._observe import Recorder
 from .._tree._parts import parts
 from .._tree._surgery import modules
 from .._typing import PyTree

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state._fit import fit_leaf, same_type
-from .._state._observe import can_be_observed, Observer, OBSERVING
 from .._state._sow import Called, keep
 from .._tree._filters import compiled_glob
+from .._tree._observe import can_be_observed, Observer, OBSERVING
 from .._tree._show import show
 from .._tree._surgery import modules
 from .._tree._weak_types import NUMBERS
@@ -40,7 +40,7 @@ class Outputs(Observer):
             keep(scope, Called(name), out)
         return out
 
-    def begin(self, scope: Any, model: PyTree) -> None:
+    def check(self, model: PyTree) -> None:
         names = [name for name, x in modules(model) if can_be_observed(x)]
         for name in self.replace:
             if name not in names:

@@ -27,11 +27,11 @@ from .._tree._base import (
     set_place,
 )
 from .._tree._context import Context, ROOT
+from .._tree._observe import mark, Observer, OBSERVING
 from .._tree._walk import name_of, Visit, walk
 from .._typing import KeyPath
 from ._fit import as_inside, fit
 from ._nn_shared import closed_copy, open_shared, OpenShared
-from ._observe import mark, Observer, OBSERVING
 
 
 Kinds = tuple[type, ...]

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 
 from .._kinds._kinds import State
 from .._state._init import check_ready
-from .._state._observe import OBSERVING
 from .._state._scope import Scope, Sown
 from .._state._sow import deliver, reporting
 from .._tree._bind import Filter
 from .._tree._filters import all_of, trainable
+from .._tree._observe import OBSERVING
 from .._tree._parts import Part
 from .._tree._select import partition
 from ._cast import as_cast, Cast

@@ -23,13 +23,13 @@ from .._errors import NotInitializedError, TraceError
 from .._state._collect import leave, Owned, Snapshot
 from .._state._init import check_initialized
 from .._state._module import Module
-from .._state._observe import OBSERVING, Recorder
 from .._state._scope import is_owned, own, Scope, Sown
 from .._state._sow import carried_out
 from .._state._write_errors import trace_message
 from .._tree._aliasing import check_not_shared, modules_below
 from .._tree._base import get_place, set_place
 from .._tree._compare import identical, same
+from .._tree._observe import OBSERVING, Recorder
 from .._tree._show import show
 from .._tree._walk import is_array, leaves, Visit
 from ._closures import is_model, models_in, owned_in

@@ -18,10 +18,10 @@ import jax.tree_util as jtu
 from .._kinds._kinds import is_kind, State
 from .._state._collect import enter, given_back, leave, Snapshot
 from .._state._init import check_none_missing
-from .._state._observe import unmarked
 from .._state._outside_scope import explain, ModelCall
 from .._state._scope import Kinds, Scope
 from .._tree._base import is_eqx_module
+from .._tree._observe import unmarked
 from .._tree._walk import name_of, Visit
 from ._cast import as_cast, Cast, own_again
 from ._transform import Transform, wrap
@@ -51,6 +51,8 @@ def thread(
             inside = cast.inside(model, given, scope)
         owned, visits = enter(inside, scope)
         check_none_missing(visits)
+        if scope.observer is not None:
+            scope.observer.check(owned.tree)
         try:
             out = run(owned.tree)
         except dataclasses.FrozenInstanceError as error:

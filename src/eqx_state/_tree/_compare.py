@@ -11,6 +11,7 @@ from .._typing import KeyPath, PyTree
 from ._base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from ._children import children
 from ._frozen import names_of
+from ._observe import unmarked
 from ._walk import is_array, leaves, name_of, set_flags, Visit
 
 
@@ -46,8 +47,11 @@ def structure_with_holes(tree: PyTree) -> Any:
 
 
 def same_modes(tree: _Tree) -> _Tree:
-    """`tree` in one fixed mode, so that only the structures are compared."""
-    return set_flags(tree, _without_modes)
+    """`tree` in one fixed mode, so that only the structures are compared.
+
+    Also without what it shows that its calls are observed.
+    """
+    return set_flags(unmarked(tree), _without_modes)
 
 
 def _without_modes(visit: Visit) -> dict[str, Any]:

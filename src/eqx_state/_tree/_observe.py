@@ -19,9 +19,9 @@ from typing import Any, Final, TypeVar
 
 import equinox as eqx
 
-from .._tree._base import fields_of, get_place, is_eqx_module
-from .._tree._walk import copy_tree, walk
 from .._typing import PyTree
+from ._base import fields_of, get_place
+from ._walk import copy_tree, walk
 
 
 _Tree = TypeVar("_Tree")
@@ -50,7 +50,10 @@ class Observer(abc.ABC):
         """
 
     def begin(self, scope: Any, model: PyTree) -> None:  # noqa: B027 (optional)
-        """Prepare for a call on this private copy; check the observer against it."""
+        """Prepare for a call on this private copy, before the scope owns it."""
+
+    def check(self, model: PyTree) -> None:  # noqa: B027 (optional)
+        """Raise an error if the observer does not fit the model."""
 
     def cannot_see(self, name: str, module: Any) -> None:  # noqa: B027 (optional)
         """Say that the metaclass of this module forbids subclasses."""
@@ -159,18 +162,19 @@ def mark(module: Any, name: str, observer: Observer) -> None:
             observer.cannot_see(name, module)
 
 
-def unmarked(tree: _Tree, key: Hashable) -> _Tree:
-    """`tree` without the marks of an observer: a copy if there are any."""
+def unmarked(tree: _Tree, key: Hashable = None) -> _Tree:
+    """`tree` without the marks of one observer, or of all: a copy if there are any."""
 
     def marked(tree: PyTree) -> list[Any]:
-        nodes = [visit.node for visit in walk(tree) if is_eqx_module(visit.node)]
-        return [node for node in nodes if key in marks_of(node)]
+        nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
+        return [x for x in nodes if (marks := marks_of(x)) and key in (None, *marks)]
 
     if not marked(tree):
         return tree
     tree = copy_tree(tree)
     for node in marked(tree):
-        _set_marks(node, {k: x for k, x in marks_of(node).items() if k != key})
+        others = {k: x for k, x in marks_of(node).items() if k != key}
+        _set_marks(node, {} if key is None else others)
     return tree
 
 
