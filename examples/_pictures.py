@@ -194,22 +194,26 @@ def fine_tuning(path, curves, counts) -> None:
 
 
 def _sharding(ax: Axes, title: str, array) -> None:
-    """Draw which device holds which rows of the array."""
-    height, width = array.shape[0], array.shape[1] if array.ndim > 1 else 8
-    pieces: dict[tuple[int, int], list[int]] = {}
+    """Draw which device holds which part of the array."""
+    height, width = array.shape if array.ndim > 1 else (*array.shape, 8)
+    pieces: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for shard in array.addressable_shards:
-        start, stop, _ = shard.index[0].indices(height)
-        pieces.setdefault((start, stop), []).append(shard.device.id)
-    for i, ((start, stop), ids) in enumerate(sorted(pieces.items())):
+        index = (*shard.index, slice(None))[:2]
+        sizes = zip(index, (height, width), strict=True)
+        box = tuple(part.indices(size)[:2] for part, size in sizes)
+        pieces.setdefault(box, []).append(shard.device.id)
+    for i, (((top, bottom), (left, right)), ids) in enumerate(sorted(pieces.items())):
         color = f"C{i}" if len(pieces) > 1 else "0.85"
-        box = Rectangle((0, start), width, stop - start, fc=color, ec="w", alpha=0.6)
-        ax.add_patch(box)
+        corner, size = (left, top), (right - left, bottom - top)
+        ax.add_patch(Rectangle(corner, *size, fc=color, ec="w", alpha=0.6))
         text = f"device {ids[0]}" if len(ids) == 1 else "whole, on\neach device"
-        middle = width / 2, (start + stop) / 2
-        ax.text(*middle, text, ha="center", va="center", fontsize=8)
+        middle = (left + right) / 2, (top + bottom) / 2
+        is_narrow = 3 * (right - left) < width
+        angle = {"rotation": 90 if is_narrow else 0}
+        ax.text(*middle, text, ha="center", va="center", fontsize=8, **angle)
     shape = " x ".join(map(str, array.shape))
     ax.set(xlim=(0, width), ylim=(height, 0), title=f"{title}\n{shape}")
-    ax.set(xticks=[], yticks=[])
+    ax.set(xticks=[], yticks=[], aspect="auto")
 
 
 def data_parallel(path, one, eight, arrays) -> None:
@@ -240,4 +244,34 @@ def porting(path, same, similar) -> None:
     right.set(title="dropout masks of their own", xlabel="step")
     for axes in (left, right):
         axes.legend()
+    _save(figure, path)
+
+
+def curve_in_text(losses, width: int = 60) -> str:
+    """A falling curve as one line of blocks, and its ends."""
+    means = [np.mean(part) for part in np.array_split(losses, min(width, len(losses)))]
+    low, high = min(means), max(means)
+    heights = [round(7 * (x - low) / ((high - low) or 1)) for x in means]
+    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+    return f"loss {means[0]:.2f} {blocks} {means[-1]:.2f}"
+
+
+def gpt(path, losses, alone, baseline: float, samples, arrays) -> None:
+    figure = _figure(4.5)
+    left, right = figure.subfigures(1, 2)
+    axes = left.subplots()
+    axes.plot(alone, lw=4, alpha=0.4, label="one device, from the start")
+    axes.plot(losses, "k", lw=0.7, label="eight devices, then one from their file")
+    axes.axhline(baseline, color="0.5", linestyle="--", label="pairs of characters")
+    axes.set(xlabel="step", ylabel="nats per character")
+    axes.legend()
+    above, below = right.subfigures(2, 1, height_ratios=(2, 1))
+    above.suptitle("up, of one block: which device holds what")
+    for ax, (title, array) in zip(above.subplots(1, 2), arrays.items(), strict=True):
+        _sharding(ax, title, array)
+    below.suptitle("what it writes")
+    # After a few steps it still writes characters that no font has.
+    shown = (map(lambda c: c if c.isprintable() else " ", s) for s in samples)
+    written = "\n".join(map("".join, shown))
+    below.text(0.5, 0.7, written, ha="center", va="top", family="monospace", size=7)
     _save(figure, path)

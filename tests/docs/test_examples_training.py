@@ -41,6 +41,15 @@ def test_eight_devices_compute_what_one_does(picture):
     assert example("data_parallel").main(path=picture) >= 0.96
 
 
+def test_gpt_learns_the_same_on_eight_devices_as_on_one(picture, capsys):
+    loss, samples = example("gpt").main(steps=30, both=10, path=picture, better_by=-3)
+    assert loss < 4
+    assert all(sample.startswith("The ") for sample in samples)
+    printed = capsys.readouterr().out
+    for text in ("(_ mlp width)", "eight devices", "largest difference", "▁"):
+        assert text in printed
+
+
 def test_ported_programs_compute_what_the_old_ones_did(picture):
     accuracies = example("porting").main(steps=60, path=picture, at_least=0.7)
     assert list(accuracies) == [

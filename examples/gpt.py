@@ -1,0 +1,335 @@
+"""A small GPT, trained on many devices and on one by the same program.
+
+The annotations name the axes of the weights, and one table says which axis is split
+over which devices. So the model, its optimizer and the average of its weights are made
+in their shards, trained there, saved, and loaded onto another mesh. The devices are
+virtual ones of the CPU; on real ones the program is the same.
+
+- `es.nn.Stacked` runs the blocks as one, each recomputed in the backward pass (remat).
+- `es.sharding` reads the table. Moments and averages follow their weights.
+- `cast=` computes in bfloat16; weights, gradients and state stay in float32.
+- `es.Optimizer` has two groups: only matrices have weight decay. `es.Ema` averages the
+  weights; it is the average that writes.
+- `class Cache(es.State)` is a kind for keys and values, which `es.while_loop` carries
+  from one character to the next.
+
+Run `python examples/gpt.py [output.png]`; it takes under three minutes on two cores.
+"""
+
+# %% JAX reads this when it looks for devices. It is not needed where there are eight.
+import os
+
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import functools as ft
+import math
+import sys
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Annotated, NamedTuple
+
+import _pictures
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, Int, Key
+from rich.progress import track
+
+import eqx_state as es
+
+
+VOCABULARY = 128  # ASCII
+DEPTH, HEADS, WIDTH, CONTEXT = 4, 4, 128, 64
+BATCH_SIZE = 16
+NEWLINE = ord("\n")
+
+# Which axis of the weights is split over which axis of the mesh, and what is computed
+# in bfloat16: the blocks.
+TABLE = {"vocabulary": "model", "heads": "model", "mlp": "model", "width": "data"}
+CAST = {es.under(lambda model: model.blocks): jnp.bfloat16}
+
+
+# %% The model. The annotations name the axes, also those of Equinox's layers.
+class Cache(es.State):
+    """The keys and values of the characters before, and their number."""
+
+
+Norm = Annotated[eqx.nn.RMSNorm, es.Axes(weight="width")]
+
+
+class Attention(es.Module):
+    project_in: es.Parameter[Float[Array, "3 heads size width"]]
+    project_out: es.Parameter[Float[Array, "width heads size"]]
+    keys: Cache[Float[Array, "context heads size"] | None] = None
+    values: Cache[Float[Array, "context heads size"] | None] = None
+
+    def __init__(self, key: Key[Array, ""]):
+        key_in, key_out = jr.split(key)
+        size, scale = WIDTH // HEADS, 1 / math.sqrt(WIDTH)
+        self.project_in = scale * jr.normal(key_in, (3, HEADS, size, WIDTH))
+        self.project_out = scale * jr.normal(key_out, (WIDTH, HEADS, size))
+
+    def __call__(
+        self, xs: Float[Array, "t width"], position: Int[Array, ""] | int
+    ) -> Float[Array, "t width"]:
+        queries, keys, values = jnp.einsum("phsw,tw->pths", self.project_in, xs)
+        if self.keys is not None:
+            insert = jax.lax.dynamic_update_slice_in_dim
+            keys = self.keys = insert(self.keys, keys, position, axis=0)
+            values = self.values = insert(self.values, values, position, axis=0)
+        before = jnp.arange(len(keys))[None] <= position + jnp.arange(len(xs))[:, None]
+        scores = jnp.einsum("ths,uhs->htu", queries, keys) / math.sqrt(WIDTH // HEADS)
+        weights = jax.nn.softmax(jnp.where(before[None], scores, -jnp.inf))
+        mixed = jnp.einsum("htu,uhs->ths", weights, values)
+        return jnp.einsum("whs,ths->tw", self.project_out, mixed)
+
+
+class Block(es.Module):
+    attention: Attention
+    up: es.Parameter[Float[Array, "mlp width"]]
+    down: es.Parameter[Float[Array, "width mlp"]]
+    norms: tuple[Norm, Norm]
+    dropouts: tuple[es.nn.Dropout, es.nn.Dropout]
+
+    def __init__(self, key: Key[Array, ""]):
+        attention, up, down, *dropouts = jr.split(key, 5)
+        self.attention = Attention(attention)
+        self.up = jr.normal(up, (4 * WIDTH, WIDTH)) / math.sqrt(WIDTH)
+        self.down = jr.normal(down, (WIDTH, 4 * WIDTH)) / math.sqrt(4 * WIDTH)
+        self.norms = tuple(eqx.nn.RMSNorm(WIDTH, use_bias=False) for _ in range(2))
+        self.dropouts = tuple(es.nn.Dropout(0.1, key=k) for k in dropouts)
+
+    def __call__(
+        self, xs: Float[Array, "t width"], position: Int[Array, ""] | int
+    ) -> Float[Array, "t width"]:
+        # Matrices are multiplied in their own precision, and sums are in that of `xs`.
+        attended = self.attention(self.normalized(0, xs), position)
+        xs = xs + self.dropouts[0](attended)
+        hidden = jax.nn.gelu(self.normalized(1, xs) @ self.up.T)
+        return xs + self.dropouts[1](hidden @ self.down.T)
+
+    def normalized(self, i: int, xs: Float[Array, "t width"]):
+        return jax.vmap(self.norms[i])(xs).astype(self.up.dtype)
+
+
+class GPT(es.Module):
+    characters: es.Parameter[Float[Array, "vocabulary width"]]  # read, and written
+    places: es.Parameter[Float[Array, "context width"]]
+    blocks: es.nn.Stacked[Block]
+    norm: Norm
+    position: Cache[Int[Array, ""] | None] = None
+
+    def __init__(self, key: Key[Array, ""]):
+        characters, places, blocks = jr.split(key, 3)
+        self.characters = 0.1 * jr.normal(characters, (VOCABULARY, WIDTH))
+        self.places = 0.1 * jr.normal(places, (CONTEXT, WIDTH))
+        keys = jr.split(blocks, DEPTH)
+        self.blocks = es.nn.Stacked.make(Block, keys, checkpoint=True)
+        self.norm = eqx.nn.RMSNorm(WIDTH, use_bias=False)
+
+    def __call__(self, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
+        """The logits of the character after each of the text's."""
+        position = 0
+        if self.position is not None:
+            position, self.position = self.position, self.position + len(text)
+        places = jax.lax.dynamic_slice_in_dim(self.places, position, len(text))
+        xs = self.blocks(self.characters[text] + places, position)
+        return jax.vmap(self.norm)(xs) @ self.characters.T
+
+
+# %% What is trained: model, optimizer and average, made where they are to be.
+STEPS, BOTH = 700, 50
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, STEPS // 10, STEPS)
+
+
+def is_matrix(part: es.Part) -> bool:
+    return part.value.ndim >= 2
+
+
+OPTIMIZER = es.Optimizer(
+    {is_matrix: optax.adamw(SCHEDULE, weight_decay=0.1), ...: optax.adam(SCHEDULE)}
+)
+EMA = es.Ema(0.98)
+
+
+class Trained(NamedTuple):
+    model: GPT
+    optimizer: es.Optimizer
+    ema: es.Ema
+
+
+def make() -> Trained:
+    model = GPT(jr.key(0))
+    return Trained(model, OPTIMIZER.init(model), EMA.init(model))
+
+
+def places_on(mesh: Mesh) -> Trained:
+    """Where each array goes: a tree of shardings."""
+    return es.sharding(jax.eval_shape(make), mesh, TABLE)
+
+
+def make_on(mesh: Mesh) -> Trained:
+    """What is to be trained; no device ever holds more than its part."""
+    return jax.jit(make, out_shardings=places_on(mesh))()
+
+
+# %% One training step.
+def loss_fn(model: GPT, texts: Int[Array, "b t"]) -> Float[Array, ""]:
+    logits = es.vmap(model)(texts[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
+
+
+@ft.cache
+def step_on(mesh: Mesh):
+    """The compiled step, which leaves everything where it is."""
+    places = places_on(mesh)
+
+    @es.jit
+    def step(trained: Trained, texts: Int[Array, "b t"]):
+        model, optimizer, ema = trained
+        (loss, model), grads = es.value_and_grad(loss_fn, cast=CAST)(model, texts)
+        model, optimizer = optimizer.update(grads, model)
+        trained = Trained(model, optimizer, ema.update(model))
+        return loss, eqx.filter_shard(trained, places)
+
+    return step
+
+
+def train(trained: Trained, mesh: Mesh, batches, what: str):
+    """The losses, and what is trained after these batches."""
+    over_data, losses = NamedSharding(mesh, P("data")), []
+    for batch in track(batches, what):
+        loss, trained = step_on(mesh)(trained, jax.device_put(batch, over_data))
+        # `float` waits for the step. Virtual devices share one pool of threads, and
+        # several steps at once can occupy all of them and block each other forever.
+        losses.append(float(loss))
+    return losses, trained
+
+
+# %% Write with the cache, to the next empty line.
+def with_cache(model: GPT) -> GPT:
+    """The model in eval mode, with an empty cache for one text."""
+    empty = jnp.zeros((DEPTH, CONTEXT, HEADS, WIDTH // HEADS))
+    return es.configure(model.eval(), keys=empty, values=empty, position=0)
+
+
+def write(
+    model: GPT, start: Int[Array, " t"], key: Key[Array, ""]
+) -> tuple[Int[Array, " context"], Int[Array, ""]]:
+    """A text that begins with `start`, and its length."""
+
+    def goes_on(state):
+        text, length, *_ = state
+        is_empty_line = (text[length - 2] == NEWLINE) & (text[length - 1] == NEWLINE)
+        return (length < CONTEXT) & ~is_empty_line
+
+    def add_character(state):
+        text, length, logits, key = state
+        key, now = jr.split(key)
+        character = jr.categorical(now, logits / 0.6)
+        text = text.at[length].set(character)
+        return text, length + 1, model(character[None])[0], key
+
+    text = jnp.zeros(CONTEXT, jnp.int32).at[: len(start)].set(start)
+    logits = model(start)[-1]  # the start is read at once
+    state = text, jnp.int32(len(start)), logits, key
+    text, length, *_ = es.while_loop(goes_on, add_character, state)
+    return text, length
+
+
+def read(model: GPT, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
+    """The same as `model(text)`, one character at a time."""
+    _, logits = es.scan(lambda _, c: (None, model(c[None])[0]), None, text)
+    return logits
+
+
+# %% The text: Python's own reference, which `help()` shows.
+def load_texts() -> tuple[np.ndarray, np.ndarray]:
+    """Windows of characters for training, and others that do not overlap with them."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8).astype(np.int32)
+    held_out, codes = np.split(codes, [len(codes) // 20])
+    window = np.lib.stride_tricks.sliding_window_view
+    return window(codes, CONTEXT + 1), window(held_out, CONTEXT + 1)[:: 4 * CONTEXT]
+
+
+def frequency_loss(texts: np.ndarray, tests: np.ndarray) -> float:
+    """The loss of predictions by the frequencies of pairs of characters."""
+    pairs = np.full((VOCABULARY, VOCABULARY), 0.1)
+    np.add.at(pairs, (texts[:, 0], texts[:, 1]), 1)
+    pairs /= pairs.sum(axis=1, keepdims=True)
+    return float(-np.log(pairs[tests[:, :-1], tests[:, 1:]]).mean())
+
+
+# %% On eight devices and on one; then from a file onto other meshes.
+def mesh_of(data: int, model: int) -> Mesh:
+    devices = np.reshape(jax.devices()[: data * model], (data, model))
+    return Mesh(devices, ("data", "model"))
+
+
+def load(path: Path, mesh: Mesh) -> Trained:
+    """What is in a file, on this mesh: each device gets its own parts."""
+    shapes, places = jax.eval_shape(make), places_on(mesh)
+    like = jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
+    return es.load(path, like)
+
+
+def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
+    """The loss of the averaged weights on held-out text, and three texts by them."""
+    texts, tests = load_texts()
+    rng = np.random.default_rng(0)
+    batches = texts[rng.integers(len(texts), size=(steps, BATCH_SIZE))]
+    print(es.tabulate(jax.eval_shape(make).model))
+
+    eight, one = mesh_of(4, 2), mesh_of(1, 1)
+    losses, saved = train(make_on(eight), eight, batches[:both], "eight devices")
+    alone, _ = train(make_on(one), one, batches[:both], "one device   ")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "gpt.safetensors")
+        es.save(file, saved)
+        turned, loaded = (load(file, mesh) for mesh in (mesh_of(2, 4), one))
+    more, trained = train(loaded, one, batches[both:], "one device   ")
+
+    model = trained.ema.model.eval()
+    loss, baseline = float(es.jit(loss_fn)(model, tests)), frequency_loss(texts, tests)
+    print(f"held out: {loss:.2f} nats per character; by pairs {baseline:.2f}")
+    decoder, shown = with_cache(model), tests[0, :CONTEXT]
+    cached, after = es.jit(es.mutable(read, kinds=Cache))(decoder, shown)
+    prompt, samples = "The ", []
+    start = np.array([*map(ord, prompt)])
+    # The cache of `decoder` stays empty: each text starts anew.
+    writer = es.jit(es.mutable(write, kinds=Cache))
+    for key in jr.split(jr.key(1), 3):
+        (text, length), _ = writer(decoder, start, key)
+        samples.append("".join(map(chr, text[:length])).strip())
+    curve = losses + more
+    print(_pictures.curve_in_text(curve), *samples, sep="\n")
+    saved_up, turned_up = (x.model.blocks.layers.up for x in (saved, turned))
+    split = {"trained": saved_up[0], "loaded": turned_up[0]}
+    _pictures.gpt(path, curve, alone, baseline, samples, split)
+
+    # Eight devices compute what one does, and each holds a part of the weights.
+    difference = np.abs(np.subtract(losses, alone)).max()
+    print(f"largest difference of two losses in {both} steps: {difference:.1e}")
+    np.testing.assert_allclose(losses, alone, rtol=1e-3)
+    for up, shape in ((saved_up, (256, 32)), (turned_up, (128, 64))):
+        assert {x.data.shape for x in up.addressable_shards} == {(DEPTH, *shape)}
+    # A file is the same on every mesh.
+    for each in saved, turned:
+        assert eqx.tree_equal(jax.device_put(each, places_on(one)), loaded)
+    # With the cache it predicts what it does without.
+    np.testing.assert_allclose(cached, model(shown), atol=1e-3)
+    assert after.position == CONTEXT
+    assert loss < baseline - better_by, loss
+    return loss, samples
+
+
+# %%
+if __name__ == "__main__":
+    main(*sys.argv[1:])
