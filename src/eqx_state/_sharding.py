@@ -18,8 +18,6 @@ _Tree = TypeVar("_Tree")
 # What an axis of an array is split over: a mesh axis, several, or none.
 _Entry: TypeAlias = str | tuple[str, ...] | None
 
-_WHAT: Final = "`es.sharding`"
-
 
 def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -> _Tree:
     """A `jax.sharding.NamedSharding` for each array, by the names of its axes.
@@ -85,7 +83,7 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
         by_name = {key: x for key, x in rules.items() if isinstance(key, str)}
         whole = {key: x for key, x in rules.items() if not isinstance(key, str)}
         by_filter = {key: x for key, x in whole.items() if key is not ...}
-    keys = choose(by_filter, tree, _WHAT)
+    keys = choose(by_filter, tree, "`es.sharding`")
     _check_values(rules)
     leaves = named_leaves(tree)
     _check_names(by_name, leaves)
@@ -148,8 +146,9 @@ def _shown(key: Any) -> str:
 def _check_names(by_name: Mapping[str, _Entry], leaves: list[NamedLeaf]) -> None:
     """Raise `ValueError` for a rule whose name is that of no axis, which is a typo."""
     first: dict[str, Visit] = {}
-    for visit, names, others in reversed(leaves):
-        first |= {name: visit for name in (others or names or ()) if name}
+    for visit, names, others in leaves:
+        for name in filter(None, others or names or ()):
+            first.setdefault(name, visit)
     for name in by_name:
         if name not in first:
             have = ", ".join(f"`{axis}` (`{v.name}`)" for axis, v in first.items())
