@@ -143,8 +143,11 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
-        given = leaves_like(tree, partial, f"`es.update`: {which}")
-        raw = jtu.tree_leaves(partial, is_leaf=is_hole)
+        raw, structure = jtu.tree_flatten(partial, is_leaf=is_hole)
+        given = raw
+        # As they are for most, and then nothing has to be flattened once more.
+        if structure != treedef or any(type(x) is bool for x in raw):
+            given = leaves_like(tree, partial, f"`es.update`: {which}")
         # A flag of a partial never replaces one of `tree`, but may fill a hole.
         new = [
             r if old is None else old if x is None else x
