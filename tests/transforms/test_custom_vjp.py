@@ -122,6 +122,19 @@ def test_the_signature_is_that_of_jax():
     assert ours == theirs
 
 
+def test_one_static_argument_need_not_be_in_a_tuple():
+    f = es.custom_vjp(lambda x, name: x, nondiff_argnums=-1)
+    f.defvjp(lambda x, name: (x, None), lambda name, _, g: (len(name) * g,))
+    assert jax.grad(f)(1.0, "abc") == 3.0
+
+
+def test_static_arguments_that_are_not_there():
+    with pytest.raises(ValueError, match="`y`, and the arguments are x, z"):
+        es.custom_vjp(lambda x, z: x, nondiff_argnames="y")
+    with pytest.raises(ValueError, match="names argument 2, and there are 1 arg"):
+        make(es, lambda x: x, no_rule, no_rule, nondiff_argnums=2)(1.0)
+
+
 def test_a_static_name_may_be_a_string():
     f = es.custom_vjp(lambda x, name: x, nondiff_argnames="name")
     f.defvjp(lambda x, name: (x, None), lambda name, _, g: (len(name) * g,))

@@ -50,7 +50,10 @@ class Call:
 
     def __init__(self, rules: Rules, args: tuple[Any, ...]):
         self.rules, self.args = rules, args
-        fixed = {i % len(args) for i in rules.nondiff_argnums if -len(args) <= i}
+        for i in rules.nondiff_argnums:
+            if not -len(args) <= i < len(args):
+                raise ValueError(_NO_ARGUMENT.format(rules.name, i, len(args)))
+        fixed = {i % len(args) for i in rules.nondiff_argnums}
         self.fixed = [x for i, x in enumerate(args) if i in fixed]
         self.positions = [i for i in range(len(args)) if i not in fixed]
         self.chosen = [args[i] for i in self.positions]
@@ -260,6 +263,9 @@ def _leaves_of(tree: Any, given: Any, what: str) -> list[Any]:
     old = jtu.tree_leaves(tree, is_leaf=is_hole)
     return [y for x, y in zip(old, new, strict=True) if not is_hole(x)]
 
+
+_NO_ARGUMENT: Final = """`es.custom_vjp`: `nondiff_argnums` of `{}` names argument {}, \
+and there are {} arguments. They are counted from 0, of a method with `self`."""
 
 _CLOSED_OVER: Final = """`es.custom_vjp`: `{0}`, or one of its rules, has a `{1}` from \
 outside, or as an argument in `nondiff_argnums`. JAX does not look into a custom \

@@ -63,6 +63,9 @@ def _by_position(rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 _NO_RULES: Final = """`es.custom_vjp`: `{0}` was called, and has no rules yet. Define \
 them first: `{0}.defvjp(fwd, bwd)`."""
 
+_NO_SUCH_NAME: Final = """`es.custom_vjp`: `nondiff_argnames` has `{}`, and the \
+arguments are {}."""
+
 _BINDING: Final = """`es.custom_vjp`: the arguments do not fit the signature of `{}`: \
 {}."""
 
@@ -82,8 +85,8 @@ class _Rule(Generic[_P, _R]):
 
 def custom_vjp(
     fun: Callable[_P, _R],
-    nondiff_argnums: Sequence[int] = (),
-    nondiff_argnames: Sequence[str] = (),
+    nondiff_argnums: int | Sequence[int] = (),
+    nondiff_argnames: str | Sequence[str] = (),
 ) -> _Rule[_P, _R]:
     """`jax.custom_vjp` for functions of modules, which may write state.
 
@@ -155,12 +158,13 @@ def custom_vjp(
         assert by_x.tolist() == [1.0, 1.0] and clip.calls == 1
         ```
     """
-    names = (
-        [nondiff_argnames] if isinstance(nondiff_argnames, str) else nondiff_argnames
-    )
-    positions = {*nondiff_argnums}
-    if names:
+    is_one = isinstance(nondiff_argnums, int)
+    positions = {nondiff_argnums} if is_one else {*nondiff_argnums}
+    is_name = isinstance(nondiff_argnames, str)
+    for name in [nondiff_argnames] if is_name else nondiff_argnames:
         parameters = [*inspect.signature(fun).parameters]
-        positions |= {parameters.index(name) for name in names}
+        if name not in parameters:
+            raise ValueError(_NO_SUCH_NAME.format(name, ", ".join(parameters)))
+        positions.add(parameters.index(name))
     argnums = tuple(sorted(positions))
     return wrap(_CustomVjp, fun, nondiff_argnums=argnums, fwd=None, bwd=None)
