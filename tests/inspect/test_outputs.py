@@ -469,6 +469,18 @@ def test_without_outputs_a_gradient_inside_reports_what_is_sown():
         ]
 
 
+def test_a_gradient_of_two_models_reports_the_one_that_is_captured():
+    def f(model, x):
+        def loss_fn(models):
+            return sum(loss_of_net(model, x) for model in models)
+
+        ((loss, (_, new)), _) = es.value_and_grad(loss_fn)((net(), model))
+        return loss, new
+
+    _, found = es.capture(f)(net(), X)
+    assert list(found) == ["layers[0].doubled", "layers[1].doubled"]
+
+
 def test_a_gradient_in_a_gradient_inside_reports_to_the_outermost():
     def f(trainer, x):
         def outer_loss(trainer):

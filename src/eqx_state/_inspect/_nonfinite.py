@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 

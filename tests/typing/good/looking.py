@@ -30,6 +30,9 @@ def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
     (y, new), sown = es.capture(layer, outputs=eqx.nn.Linear, replace={"": x})(x)
     assert_type(new, Layer)
 
+    assert_type(es.find_nonfinite(layer)(x), list[str])
+    assert_type(es.nonfinite({"a": x}), list[str])
+
     norms = es.inside((eqx.nn.LayerNorm, eqx.nn.BatchNorm))
     assert_type(es.filter(layer, es.not_(norms), es.inside(Layer)), Layer)
 
