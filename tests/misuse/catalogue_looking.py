@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import optax
 from catalogue_entry import Layer, Net, Theme, XS
 
 import eqx_state as es
@@ -119,6 +120,35 @@ def _(case):
 
     ys = es.vmap(lane, in_axes=(None, 0, 0))(model, xs, found[name])
     assert jnp.allclose(ys, jax.vmap(model)(xs), atol=1e-6)
+
+
+@LOOKING.raises(
+    "capture outputs in a step with plain optax, whose moments were made outside",
+    ValueError,
+    "different types at key path",
+    instead="an `es.Optimizer`, which takes both; or capture the gradient alone",
+)
+def _(case):
+    model = case.keep(mlp())
+    tx = optax.sgd(0.1, momentum=0.9)
+    loss_fn = lambda m, x: m(x).sum()  # noqa: E731
+
+    def step(model, state, x):
+        (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
+        updates, state = tx.update(grads, state)
+        return loss, eqx.apply_updates(model, updates), state
+
+    with case.error():
+        es.capture(step, outputs="*")(model, tx.init(es.filter(model)), X)
+
+    def es_step(model, optimizer, x):
+        (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
+        return loss, *optimizer.update(grads, model)
+
+    optimizer = es.Optimizer(tx).init(model)
+    _, found = es.capture(es_step, outputs="layers[?]")(model, optimizer, X)
+    _, alone = es.capture(es.value_and_grad(loss_fn), outputs="layers[?]")(model, X)
+    assert eqx.tree_equal(found, alone)
 
 
 @LOOKING.works(
