@@ -39,7 +39,8 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
         compiler decides.
     - `rules`: from names of axes, as `es.axis_names` returns them, to a mesh axis, a
         tuple of them, or `None`; from filters, kinds and `...` to a
-        `jax.sharding.PartitionSpec`.
+        `jax.sharding.PartitionSpec`, which is for the array as it is: in an
+        `es.nn.Stacked` its first entry is for the axis of the layers.
 
     **Returns:**
 
