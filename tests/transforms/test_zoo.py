@@ -423,6 +423,8 @@ def test_a_model_under_a_transform_is_what_it_is_by_hand(
 ):
     if is_misjudged(case, program):
         request.getfixturevalue("_keys_may_be_reused")
+    if program == "custom_vjp" and jax.config.jax_check_tracer_leaks:
+        pytest.skip("a traced call keeps its rules, and they the modules")
     run = Run(CASES[case], program, with_grads and case not in WITHOUT_GRADS)
     step = run.in_place
     if way != "as it is":
