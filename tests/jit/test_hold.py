@@ -437,6 +437,10 @@ def test_what_cannot_be_held_is_refused(donate):
         hold(Lazy())
     with pytest.raises(TypeError, match="cannot be called"):
         es.hold(3, X)
+    with pytest.raises(TypeError, match="`donate` is `True` or `False`"):
+        es.hold(add, X, donate="all")
+    with pytest.raises(ValueError, match="`the carry`: JAX makes int32"):
+        hold(np.array([2**40]))
     run = hold(X)
     with pytest.raises(ValueError, match="in two places"):
         run.carry = [mean, mean]

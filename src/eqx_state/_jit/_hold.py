@@ -214,10 +214,10 @@ def check_outside() -> None:
 
 def _as_array(visit: Visit) -> Array:
     """A leaf as an array of JAX that nobody can change."""
-    x = visit.node
+    x, name = visit.node, visit.name or "the carry"
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(_NO_VALUE.format(visit.name or "the carry", show(x)))
-    return x if isinstance(x, jax.Array) else as_jax(x, visit.name)
+        raise TypeError(_NO_VALUE.format(name, show(x)))
+    return x if isinstance(x, jax.Array) else as_jax(x, name)
 
 
 @boundary
@@ -256,7 +256,8 @@ def hold(
     **Raises:**
 
     - `TypeError`: `f` cannot be called, or does not return a pair; `carry` has a
-        `jax.ShapeDtypeStruct` in it; `run` is copied or pickled.
+        `jax.ShapeDtypeStruct` in it; `donate` is not a bool; `run` is copied or
+        pickled.
     - `ValueError`: `f` returned a carry of another structure, mode, shape or dtype; one
         stateful module is in two places of the carry.
     - `RuntimeError`: `run` is used inside a scope of `es.mutable`, or by `f`; with
@@ -289,6 +290,8 @@ def hold(
         ```
     """
     check_callable(f)
+    if not isinstance(donate, bool):
+        raise TypeError(_DONATE.format(donate))
     check_outside()
     return Held(f, carry, donate)
 
@@ -319,6 +322,10 @@ given to a run that failed. Assign another one; or hold it without `donate`, whe
 run that fails leaves it as it was:
 
     run.carry = es.load("checkpoint.safetensors", like)"""
+
+_DONATE: Final = """`es.hold(donate={!r})`: `donate` is `True` or `False`. Only the \
+carry is donated, and never an argument of a step, so there are no words as for \
+`es.jit`."""
 
 _COPIED: Final = """A held step cannot be copied or pickled. Copy or save what it \
 holds, `run.carry`, which is an ordinary tree, and hold it again: \
