@@ -211,3 +211,37 @@ def check_hold(model: Model, x: Array) -> None:
     assert_type(run(x, n=2), str)
     assert_type(run.carry, tuple[Model, int])
     run.carry = model, 1
+
+
+@es.custom_vjp
+def scaled(x: Array, n: int) -> Array:
+    return n * x
+
+
+def scaled_fwd(x: Array, n: int) -> tuple[Array, int]:
+    return n * x, n
+
+
+def scaled_bwd(n: int, g: Array) -> tuple[Array, None]:
+    return n * g, None
+
+
+scaled.defvjp(scaled_fwd, scaled_bwd)
+
+
+def square(x: Array) -> Array:
+    return x**2
+
+
+def square_and_count(x: Array) -> tuple[Array, int]:
+    return x**2, 3
+
+
+def derivatives(x: Array) -> None:
+    assert_type(scaled(x, 2), Array)
+    assert_type(es.vjp(square, x)[0], Array)
+    assert_type(es.vjp(square_and_count, x, has_aux=True)[2], int)
+    assert_type(es.jvp(square, (x,), (x,))[0], Array)
+    assert_type(es.linearize(square, x)[0], Array)
+    es.jacfwd(square)(x)
+    es.hessian(square, argnums=(0,))(x)
