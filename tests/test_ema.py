@@ -157,6 +157,18 @@ def test_frozen_parameters_are_averaged_unless_on_says_otherwise():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_a_frozen_array_that_is_replaced_is_averaged_as_any_other(dtype):
+    nets = [n.replace(weight=n.weight.astype(dtype)) for n in NETS]
+    expected = averaged(es.Ema(0.5), nets).model
+    got = averaged(es.Ema(0.5), [es.freeze(net) for net in nets]).model
+    assert eqx.tree_equal(es.unfreeze(got), expected, rtol=1e-2)
+    # With this schedule the first two models do not count.
+    late = es.Ema(lambda step: jnp.where(step < 2, 1.0, 0.5))
+    got = averaged(late, [es.freeze(net) for net in nets[:3]]).model
+    assert (got.weight == nets[2].weight).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
 def test_an_array_that_is_frozen_no_more_was_constant_until_then(dtype):
     nets = [n.replace(weight=n.weight.astype(dtype)) for n in NETS]
     frozen = es.freeze(nets[0], lambda net: net.weight)

@@ -24,14 +24,15 @@ from ._typing import PyTree
 
 
 class _Leaf(NamedTuple):
-    """An array that is averaged: its dtype in the model, and whether it is constant.
+    """An array that is averaged: its dtype in the model, and whether a mean is kept.
 
-    While it is frozen it is its own average, so the array itself is kept, and not a
-    sum, whose rounding errors would add up to a thousandth with a decay of 0.9999.
+    While it is frozen its mean is kept, which is the array itself as long as nobody
+    replaces it. The rounding errors of a sum would add up to a thousandth with a decay
+    of 0.9999.
     """
 
     dtype: Any
-    is_constant: bool
+    is_mean: bool
 
 
 class Ema(AbstractFollower):
@@ -84,7 +85,8 @@ class Ema(AbstractFollower):
         - `debias`: whether the weights are divided by their sum.
         - `on`: the filter for what is averaged, of which inexact arrays count. All
             other arrays are those of the last model. Default: the parameters. A
-            parameter that has been frozen all the time is exactly its own average.
+            parameter that has been frozen all the time, and is the same in all models,
+            is exactly its own average.
 
         **Raises:**
 
@@ -113,7 +115,7 @@ class Ema(AbstractFollower):
             if is_averaged(visit):
                 x = jnp.asarray(visit.node)
                 new.append(jnp.copy(x).astype(_wide(x.dtype)))
-                now.append(_Leaf(x.dtype, self._is_constant(visit)))
+                now.append(_Leaf(x.dtype, self._keeps_mean(visit)))
             else:
                 new.append(_copy(visit.node))
                 now.append(None)
@@ -152,13 +154,11 @@ class Ema(AbstractFollower):
             if old is not None and leaf is not None:
                 x = jnp.asarray(visit.node)
                 _check_like(old, x, visit.name)
-                is_constant = leaf.is_constant and self._is_constant(visit)
-                now.append(_Leaf(x.dtype, is_constant))
-                if is_constant:
-                    new.append(jnp.copy(x).astype(old.dtype))
-                    continue
-                total = self._total(old) if leaf.is_constant else old
-                new.append(self._sum(total, x, decay, weight))
+                is_mean = leaf.is_mean and self._keeps_mean(visit)
+                now.append(_Leaf(x.dtype, is_mean))
+                total = self._total(old) if leaf.is_mean and not is_mean else old
+                add = self._new_mean if is_mean else self._sum
+                new.append(add(total, x, decay, weight))
             elif visit.node is not None:
                 new.append(_copy(visit.node))
                 now.append(None)
@@ -181,7 +181,7 @@ class Ema(AbstractFollower):
         new = []
         for x, leaf in zip(values, each, strict=True):
             if leaf is not None:
-                x = (x if leaf.is_constant else self._mean(x)).astype(leaf.dtype)
+                x = (x if leaf.is_mean else self._mean(x)).astype(leaf.dtype)
             new.append(x)
         return jtu.tree_unflatten(treedef, new)
 
@@ -195,13 +195,22 @@ class Ema(AbstractFollower):
 
         return _on_reals(one, old, x.astype(old.dtype))
 
-    def _total(self, constant: Array) -> Array:
-        """The sum so far for an array that was constant, and is frozen no more."""
+    def _new_mean(self, old: Array, x: Array, decay: Array, weight: Array) -> Array:
+        def one(old: Array, x: Array) -> Array:
+            d, w, before = (y.astype(old.dtype) for y in (decay, weight, self.weight))
+            moved = old + (1 - d) / jnp.where(w == 0, 1, w) * (x - old)
+            # The array of `init` does not count, and an infinity has not moved, either.
+            return jnp.where((before == 0) | (x == old), x, moved)
+
+        return _on_reals(one, old, x.astype(old.dtype))
+
+    def _total(self, mean: Array) -> Array:
+        """The sum so far for an array that is frozen no more."""
 
         def one(x: Array) -> Array:
             return _product(self.weight.astype(x.dtype), x)
 
-        return _on_reals(one, constant)
+        return _on_reals(one, mean)
 
     def _mean(self, total: Array) -> Array:
         if not self.debias:
@@ -225,7 +234,7 @@ class Ema(AbstractFollower):
         is_selected = bind_to_visits((self.on,), model)
         return lambda v: is_selected(v) and jnp.issubdtype(v.node.dtype, jnp.inexact)
 
-    def _is_constant(self, visit: Visit) -> bool:
+    def _keeps_mean(self, visit: Visit) -> bool:
         # Without `debias` the average of a constant is smaller than the constant.
         return self.debias and Part(visit).frozen
 
