@@ -98,8 +98,12 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
     columns: list[list[Any]] = [[None] * treedef.num_leaves for _ in (*filters, None)]
     predicates = [bind_to_visits((f,), tree) for f in filters]
     for i, visit in enumerate(leaves(tree)):
-        matches = (n for n, p in enumerate(predicates) if p(visit))
-        columns[next(matches, len(filters))][i] = visit.node
+        for n, is_selected in enumerate(predicates):
+            if is_selected(visit):
+                columns[n][i] = visit.node
+                break
+        else:
+            columns[-1][i] = visit.node
     return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
 
 
