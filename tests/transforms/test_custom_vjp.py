@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import close, leaks_on_purpose, rejects
+from helpers import close, leaks_on_purpose, rejects, reuses_keys
 
 import eqx_state as es
 
+
+# The same model, with its keys, is called in several ways. The zoo has the check.
+pytestmark = reuses_keys
 
 FROZEN = dataclasses.FrozenInstanceError
 

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import close, rejects
+from helpers import close, rejects, reuses_keys
 
 import eqx_state as es
 
+
+# The same model, with its keys, is called in several ways. The zoo has the check.
+pytestmark = reuses_keys
 
 FROZEN = dataclasses.FrozenInstanceError
 NAMES = ["jacfwd", "jacrev", "hessian"]

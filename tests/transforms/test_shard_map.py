@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import close, rejects
+from helpers import close, rejects, reuses_keys
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_state as es
 
+
+# The same model, with its keys, is called in several ways. The zoo has the check.
+pytestmark = reuses_keys
 
 FROZEN = dataclasses.FrozenInstanceError
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
