@@ -406,8 +406,8 @@ def is_misjudged(case: str, program: str) -> bool:
     """Whether JAX's check takes fresh keys for used, in plain JAX, too.
 
     So it does with keys in an array that are taken and stacked by hand, those of a
-    branch that `vmap` runs for nothing, or that is computed again in a second derivative,
-    and those after a checkpointed scan.
+    branch that `vmap` runs for nothing or that a second derivative computes again, and
+    those after a checkpointed scan.
     """
     return (
         case == "ensemble"
