@@ -106,6 +106,19 @@ def test_set_never_retraces(jit):
     assert (model["a"][0], model["b"][0]) == (0.75, 0.0)
 
 
+def test_set_never_compiles_anew():
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(optimizer):
+        return optimizer.update(GRADS, MODEL)[::-1]
+
+    run = es.hold(step, es.Optimizer(sgd()).init(MODEL))
+    there = jax.device_put(jnp.array(0.25), jax.devices()[0])
+    for value in (0.25, there):  # `run` is compiled for where its carry lies, too
+        run.carry = run.carry.set(learning_rate=value)
+        assert (run()["a"] == 0.75).all()
+        assert not run.carry.hyperparams["learning_rate"].committed
+
+
 def test_set_inside_jit():
     @es.jit
     def step(optimizer, rate):

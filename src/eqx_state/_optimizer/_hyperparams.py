@@ -9,7 +9,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import optax
+from jaxtyping import Array
 
 from .._tree._walk import leaves, map_leaves, name_of
 from .._typing import KeyPath, PyTree
@@ -117,12 +119,20 @@ def _fit(old: Hyperparam, value: Any) -> Any:
         raise ValueError(_DTYPE.format(old.written, dtype, jnp.result_type(value)))
     if jnp.shape(value) not in ((), shape):
         raise ValueError(_SHAPE.format(old.written, shape, jnp.shape(value)))
-    new = jnp.broadcast_to(jnp.asarray(value, dtype), shape)
-    is_placed = isinstance(old.value, jax.Array) and not isinstance(
-        old.value, jax.core.Tracer
-    )
-    # A compiled program is for the devices of its arguments, too.
-    return jax.device_put(new, old.value.sharding) if is_placed else new
+    return _placed_like(old.value, jnp.broadcast_to(jnp.asarray(value, dtype), shape))
+
+
+def _placed_like(old: Any, new: Array) -> Array:
+    """`new` on the devices of `old`, and committed to them as `old` is or is not.
+
+    A program is compiled for that, too.
+    """
+    is_known = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+    if not is_known or isinstance(new, jax.core.Tracer):
+        return new
+    if old.committed:
+        return jax.device_put(new, old.sharding)
+    return jax.device_put(np.asarray(new)) if new.committed else new
 
 
 def _rank(dtype: Any) -> int | None:
