@@ -343,7 +343,10 @@ def test_in_another_transform_of_jax_it_is_an_error(name):
         es.find_nonfinite(FOREIGN[name])(Log(), ZEROS)
 
 
-@pytest.mark.parametrize("around", [es.jit, eqx.filter_jit, jax.vmap], ids=str)
+AROUND = {"es.jit": es.jit, "eqx.filter_jit": eqx.filter_jit, "jax.vmap": jax.vmap}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=list(AROUND))
 def test_it_is_called_outside_of_transforms(around):
     with pytest.raises(TypeError, match=r"es\.find_nonfinite\(es\.jit\(step\)\)"):
         around(lambda x: es.find_nonfinite(Log())(x))(X)
