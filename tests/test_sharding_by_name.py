@@ -251,6 +251,20 @@ def test_a_rule_for_the_moments_themselves():
     assert found["[1].opt_state[0].mu.up"] == P("data")
 
 
+def test_an_optimizer_without_moments_has_the_names_of_its_parameters():
+    block = Block(jr.key(0))
+    plain = es.Optimizer(optax.sgd(optax.constant_schedule(0.1))).init(block)
+    assert set(specs(plain, RULES).values()) == {P()}  # that of a count
+    # Only the biases have moments, and their axes are not `mlp`.
+    groups = {es.path_matches("*.bias"): ADAM, ...: optax.sgd(0.1)}
+    of_groups = es.Optimizer(groups).init(block)
+    assert set(specs(of_groups, {"mlp": "model"}).values()) == {P()}
+    with pytest.raises(ValueError, match=r"`mpl`. The names are: `mlp` \(`up`\)"):
+        es.sharding(plain, ABSTRACT, {"mpl": "model"})
+    with pytest.raises(ValueError, match=r"an axis `mlp`. The names are: none"):
+        es.sharding(es.Optimizer(optax.sgd(0.1)), ABSTRACT, RULES)  # of no model yet
+
+
 def test_moments_unlike_their_parameters_are_not_split_like_them():
     tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
     optimizer = es.Optimizer(tx).init(Block(jr.key(0)))

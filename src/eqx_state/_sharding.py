@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._kinds._kinds import is_kind, OptState
-from ._tree._axis_names import named_leaves, NamedLeaf, Names
+from ._tree._axis_names import followed_leaves, named_leaves, NamedLeaf, Names
 from ._tree._bind import written
 from ._tree._rules import choose
 from ._tree._walk import Visit
@@ -87,7 +87,7 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
     keys = choose(by_filter, tree, "`es.sharding`")
     _check_values(rules)
     leaves = named_leaves(tree)
-    _check_names(by_name, leaves)
+    _check_names(by_name, leaves, tree)
     rest = rules.get(..., PartitionSpec())
     # By spec and shape: models repeat themselves, and so few specs have to be checked.
     made: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
@@ -144,16 +144,27 @@ def _shown(key: Any) -> str:
     return "..." if key is ... else written(key)
 
 
-def _check_names(by_name: Mapping[str, _Entry], leaves: list[NamedLeaf]) -> None:
+def _check_names(
+    by_name: Mapping[str, _Entry], leaves: list[NamedLeaf], tree: Any
+) -> None:
     """Raise `ValueError` for a rule whose name is that of no axis, which is a typo."""
-    first: dict[str, Visit] = {}
-    for visit, names, others in leaves:
-        for name in filter(None, others or names or ()):
-            first.setdefault(name, visit)
+    first = _first_with_each_name(leaves)
+    if not by_name.keys() <= first.keys():
+        # An optimizer without moments, given alone, has no array with a name. The table
+        # is that of its model.
+        first = _first_with_each_name([*leaves, *followed_leaves(tree)])
     for name in by_name:
         if name not in first:
             have = ", ".join(f"`{axis}` (`{v.name}`)" for axis, v in first.items())
             raise ValueError(_NO_NAME.format(name, have or "none"))
+
+
+def _first_with_each_name(leaves: list[NamedLeaf]) -> dict[str, Visit]:
+    first: dict[str, Visit] = {}
+    for visit, names, others in leaves:
+        for name in filter(None, others or names or ()):
+            first.setdefault(name, visit)
+    return first
 
 
 def _check_spec(

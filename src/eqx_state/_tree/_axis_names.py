@@ -11,7 +11,7 @@ from .._kinds._kinds import OptState
 from .._typing import KeyPath, PyTree
 from ._compare import is_hole
 from ._context import AxesAbove
-from ._followers import followed
+from ._followers import followed, followed_parameters
 from ._walk import is_array, name_of, Visit, walk
 
 
@@ -103,6 +103,11 @@ def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
         own, others = (names, None) if is_alike else (None, names or ())
         found.append(NamedLeaf(visit, own or unnamed, others))
     return found
+
+
+def followed_leaves(tree: PyTree) -> list[NamedLeaf]:
+    """The same for the parameters that followers in `tree` were made for."""
+    return [NamedLeaf(x, _names_of(x), None) for x in followed_parameters(tree)]
 
 
 def _names_of(visit: Visit) -> Names | None:

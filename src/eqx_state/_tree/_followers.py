@@ -56,6 +56,19 @@ def followed(tree: PyTree) -> dict[KeyPath, Followed]:
     return found
 
 
+def followed_parameters(tree: PyTree) -> list[Visit]:
+    """The parameters that the followers in `tree` were made for.
+
+    A follower need not have arrays for them: `optax.sgd` keeps no moments.
+    """
+    return [
+        parameter
+        for visit in walk(tree)
+        if isinstance(visit.node, AbstractFollower)
+        for parameter in _arrays(visit.node._followed()).values()
+    ]
+
+
 def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
     return {visit.path: visit for visit in leaves(tree) if is_array(visit.node)}
 
