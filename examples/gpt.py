@@ -205,7 +205,10 @@ def train(trained: Trained, mesh: Mesh, batches, what: str):
     """The losses, and what is trained after these batches."""
     over_data, losses = NamedSharding(mesh, P("data")), []
     for batch in track(batches, what):
-        loss, trained = step_on(mesh)(trained, jax.device_put(batch, over_data))
+        # Of several processes, each passes on the rows of its own devices.
+        rows = batch.__getitem__
+        texts = jax.make_array_from_callback(batch.shape, over_data, rows)
+        loss, trained = step_on(mesh)(trained, texts)
         # `float` waits for the step. Virtual devices share one pool of threads, and
         # several steps at once can occupy all of them and block each other forever.
         losses.append(float(loss))

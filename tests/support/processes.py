@@ -22,7 +22,11 @@ def run_two(script: str, *args: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free
         address = f"127.0.0.1:{server.getsockname()[1]}"
     four = "--xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": four, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "XLA_FLAGS": four,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),  # what tests share, and the examples
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, script, address, process, *map(str, args)],
