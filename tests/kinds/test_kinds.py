@@ -1,6 +1,6 @@
 """Kinds as classes, and the rule that gives each leaf its effective kind."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, get_type_hints, TypeVar
 
 import equinox as eqx
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from jaxtyping import Array
+from beartype import beartype
+from jaxtyping import Array, jaxtyped
 
 import eqx_state as es
 
@@ -150,6 +151,28 @@ def test_kinds_of_ones_own_may_be_generic():
 
     model = Model(*[jnp.ones(2)] * 3)
     assert kinds(model) == {"x": Mine, "y": Other, "z": Mine}
+    assert Mine.__mro__[:2] == (Mine, es.State)
+
+
+def test_a_kind_of_a_type_variable_is_an_ordinary_annotation():
+    class Model(es.Module, Generic[T]):
+        x: es.State[T]
+        y: list[es.BatchStat[T]]
+        z: es.Buffer[T] | None
+
+    assert get_type_hints(Model)["x"] == es.State[T]
+    assert get_type_hints(Model, include_extras=True)["z"] == es.Buffer[T] | None
+
+    class Counter(es.Module):
+        model: Model[Array]
+        count: es.State[T][Array]
+
+    model = jaxtyped(Model, typechecker=beartype)(jnp.ones(2), [jnp.ones(2)], None)
+    assert kinds(Counter(model, jnp.ones(2))) == {
+        "model.x": es.State,
+        "model.y[0]": es.BatchStat,
+        "count": es.State,
+    }
 
 
 # --- Only arrays have a kind ----------------------------------------------------------

@@ -180,15 +180,23 @@ def test_names_come_through_type_variables():
     class Box(eqx.Module, Generic[T]):
         content: T
 
+    class Weight(es.Module, Generic[T]):
+        w: es.Parameter[T]
+        text: "es.BatchStat[T]"
+
     class Holder(es.Module):
         plain: Box[AB]
         layer: Box[Annotated[eqx.nn.Linear, es.Axes(weight="a b")]]
+        weight: Weight[AB]
 
     class Child(Box[AB]):
         pass
 
-    names = es.axis_names(Holder(Box(jnp.zeros((3, 2))), Box(linear())))
-    assert names.plain.content == ("a", "b")
+    weight = Weight(jnp.zeros((3, 2)), jnp.zeros((3, 2)))
+    holder = Holder(Box(jnp.zeros((3, 2))), Box(linear()), weight)
+    names = es.axis_names(holder)
+    assert names.plain.content == names.weight.w == names.weight.text == ("a", "b")
+    assert [p.kind for p in es.parts(holder)[-2:]] == [es.Parameter, es.BatchStat]
     assert names.layer.content.weight == ("a", "b")
     assert es.axis_names(Child(jnp.zeros((3, 2)))).content == ("a", "b")
 

@@ -59,6 +59,8 @@ def parse(annotation: Any, names: Namespace) -> Spec:
         return _parse_alias(origin, args, names)
     if origin is typing.Annotated:
         return _annotated(parse(args[0], names), annotation.__metadata__)
+    if is_kind(origin):  # of a type variable
+        return _annotated(parse(args[0], names), (origin,))
     if origin in (typing.Literal, type, collections.abc.Callable):
         return NOTHING
     if origin in (Union, types.UnionType):

@@ -4,6 +4,7 @@ A kind is a class that is only ever named, in an annotation or in a filter, and 
 instantiated: arrays stay raw arrays. Asking for a kind means it and its subclasses.
 """
 
+from types import GenericAlias
 from typing import Annotated, Any, TYPE_CHECKING, TypeAlias, TypeVar
 
 
@@ -97,8 +98,13 @@ else:
                 cls.covering = covering
 
         def __class_getitem__(cls, item):
-            # `class Cache(State[_T])` keeps a kind generic for type checkers.
-            return cls if isinstance(item, TypeVar) else Annotated[item, cls]
+            if isinstance(item, tuple) and len(item) == 1:
+                (item,) = item  # as `typing.get_type_hints` gives it
+            if isinstance(item, TypeVar):
+                # `class Cache(State[_T])` keeps a kind generic for type checkers, and
+                # nothing inherits from an `Annotated`.
+                return GenericAlias(cls, (item,))
+            return Annotated[item, cls]
 
     class Parameter(TreePart):
         """What training changes by gradients: weights, biases.
