@@ -380,6 +380,19 @@ def test_a_tree_without_an_es_module_cannot_be_frozen(where):
         es.freeze([linear], where)
 
 
+@pytest.mark.parametrize(
+    "where",
+    ["norm", es.Parameter, es.trainable, es.under(lambda m: m.norm)],
+    ids=["name", "kind", "trainable", "under"],
+)
+def test_where_is_not_a_filter(where):
+    match = "`where` is a function from the tree to one of its nodes"
+    with pytest.raises(TypeError, match=match):
+        es.freeze(make_model(), where)
+    with pytest.raises(TypeError, match=match):
+        es.filter(make_model(), es.under(where))
+
+
 # --- Methods are a convenience --------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -125,6 +125,8 @@ def _paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     """What `where` selects: one node, or several in a tuple or a list."""
+    if not callable(where) or is_kind(where) or isinstance(where, Combinator):
+        raise TypeError(_NOT_WHERE.format(written(where)))
     selected = where(tree)
     if type(selected) not in (tuple, list) or not selected:
         return [selected]
@@ -132,6 +134,16 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     in_tree: set[int] = set()
     jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
     return [selected] if id(selected) in in_tree else list(selected)
+
+
+_NOT_WHERE: Final = """`where` is a function from the tree to one of its nodes, or to \
+a tuple of them, as in `eqx.tree_at`, and `{0}` was given:
+
+    es.freeze(model, es.path_matches("layers[0].*"))    # wrong: a filter
+    es.freeze(model, lambda model: model.layers[0])     # right
+
+To train without what a filter selects, leave it out where the parameters are used: \
+`wrt=es.all_of(es.trainable, es.not_(filter))`."""
 
 
 def any_of(*filters: Filter) -> Filter:

@@ -9,10 +9,11 @@ from .._typing import KeyPath, PyTree
 from ._aliasing import copy_apart, flatten_apart
 from ._base import fields_of, has_inference, is_module, MARKS, Placeholder
 from ._children import children
+from ._context import Context, ROOT
 from ._filters import selected_nodes, Where
 from ._frozen import Step, step_to, Steps, with_mark, without
 from ._stacks import StandIn
-from ._walk import is_array, leaves, modules_in, set_flags, Visit
+from ._walk import is_array, modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -91,6 +92,7 @@ def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
     **Raises:**
 
+    - `TypeError`: `where` is not a function, or is a filter.
     - `ValueError`: `where` selects something without arrays, or a node that neither
         holds an `es.Module` nor is inside one; or one stateful module is in two places
         of the tree.
@@ -141,8 +143,10 @@ def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
     # One array may be in two places, so the places are told apart by unique objects.
     marked = [_Place() if _is_place(x) else x for x in values]
     copy = jtu.tree_unflatten(structure, marked)
-    for node in [copy] if where is None else selected_nodes(where, copy):
-        _set_at(copy, node, frozen)
+    nodes = [copy] if where is None else selected_nodes(where, copy)
+    paths = _paths_of(copy, nodes)
+    for node in nodes:
+        _set_at(copy, node, paths.get(id(node)), frozen)
     return jtu.tree_unflatten(jtu.tree_structure(copy), values)
 
 
@@ -157,35 +161,48 @@ def _is_place(x: Any) -> bool:
     return is_array(x) or isinstance(x, Placeholder)
 
 
-def _set_at(tree: PyTree, node: Any, frozen: bool) -> None:
+def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None:
     """Freeze or unfreeze one node of a private copy, in place."""
-    here = _visit_of(tree, node)
-    modules = [] if here is None else list(modules_in(node))
-    around = [] if here is None else _modules_above(tree, here.path)
+    modules = [] if path is None else list(modules_in(node))
+    around = [] if path is None else _modules_above(tree, path)
     holds_any = any(isinstance(x, _Place) for x in jtu.tree_leaves(node))
-    if not modules and not (around and holds_any):
+    if path is None or not modules and not (around and holds_any):
         raise ValueError(_NOTHING_TO_FREEZE)
-    assert here is not None
     for visit in modules:
         object.__setattr__(visit.node, "frozen", frozen)
         object.__setattr__(visit.node, MARKS, ())
     for module, steps in around:
         object.__setattr__(module, MARKS, without(fields_of(module)[MARKS], steps))
-    if not around:
-        return
     # Without a mark of its own it is what its surroundings are.
-    now = _visit_of(tree, node)
-    assert now is not None
-    if now.context.frozen is not frozen:
+    if around and _context_at(tree, path).frozen is not frozen:
         module, steps = around[-1]
         marks = with_mark(fields_of(module)[MARKS], steps, frozen)
         object.__setattr__(module, MARKS, marks)
 
 
-def _visit_of(tree: PyTree, node: Any) -> Visit | None:
-    """The visit of a node, which is in one place of the tree; `None` if in none."""
-    visits = leaves(tree, is_leaf=lambda x: x is node)
-    return next((visit for visit in visits if visit.node is node), None)
+def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
+    """The paths of these nodes by their `id`, without those that are not in the tree.
+
+    In one pass, because there may be hundreds: `lambda m: [x.bias for x in m.layers]`.
+    """
+    wanted, found = {id(node) for node in nodes}, dict[int, KeyPath]()
+
+    def visit(node: Any, path: KeyPath) -> None:
+        if id(node) in wanted:
+            found.setdefault(id(node), path)
+        for key, child in children(node) or ():
+            visit(child, (*path, key))
+
+    visit(tree, ())
+    return found
+
+
+def _context_at(tree: PyTree, path: KeyPath) -> Context:
+    context = ROOT
+    for key in path:
+        context = context.enter(tree, key)
+        tree = dict(children(tree) or ())[key]
+    return context
 
 
 def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
@@ -200,7 +217,7 @@ def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
 
 
 _SOME_LAYERS: Final = """Some layers of an `es.nn.Stacked` cannot be frozen without \
-the others, as one array holds the parameters of all:
+the others, as one array holds the parameters of all; nor can a slice of any array:
 
     es.freeze(model, lambda model: model.blocks[0])             # wrong
     es.freeze(model, lambda model: model.blocks)                # all layers
