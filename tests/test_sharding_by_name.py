@@ -440,3 +440,15 @@ def test_a_mesh_of_another_type(block):
 def test_an_annotation_that_does_not_fit_is_an_error_here_too(block):
     with pytest.raises(ValueError, match=r"`Block.up` is annotated with more axes"):
         es.sharding(block.replace(up=jnp.zeros(4)), ABSTRACT, {"mlp": "model"})
+
+
+def test_a_model_that_is_not_initialized_has_no_places_yet():
+    class Late(es.Module):
+        up: Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
+
+    late = Late(es.lazy(eqx.nn.Linear, 2, 8))
+    with pytest.raises(es.NotInitializedError, match="`up`"):
+        es.sharding(late, ABSTRACT, {"mlp": "model"})
+    abstract = jax.eval_shape(late.init, jr.key(0))
+    places = es.sharding(abstract, ABSTRACT, {"mlp": "model"})
+    assert places.up.weight.spec == P("model", None)

@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._kinds._kinds import is_kind, OptState
+from ._state._init import check_initialized
 from ._tree._axis_names import followed_leaves, named_leaves, NamedLeaf, Names
 from ._tree._bind import written
 from ._tree._rules import choose
@@ -54,6 +55,8 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
         mesh does not have that axis; the number of devices along it does not divide
         the size of the array's axis; one mesh axis is used twice in an array; or a
         spec has more entries than the array has axes. Also what `es.axis_names` raises.
+    - `es.NotInitializedError`: the tree still holds an `es.Initializer`, which has no
+        axes yet: `jax.eval_shape(model.init, key)` has them.
 
     !!! example
 
@@ -84,6 +87,7 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
         by_name = {key: x for key, x in rules.items() if isinstance(key, str)}
         whole = {key: x for key, x in rules.items() if not isinstance(key, str)}
         by_filter = {key: x for key, x in whole.items() if key is not ...}
+    check_initialized(tree)
     keys = choose(by_filter, tree, "`es.sharding`")
     _check_values(rules)
     leaves = named_leaves(tree)

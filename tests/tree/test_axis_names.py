@@ -524,3 +524,14 @@ def test_averages_have_the_names_of_what_is_averaged():
         assert [x for n, x in names.items() if n.endswith(f".sums.{name}")] == [
             expected
         ]
+
+
+def test_what_is_drawn_later_has_no_axes_yet():
+    class Late(es.Module):
+        up: Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
+        w: es.Parameter[AB] = es.Initializer(lambda key: jnp.zeros((3, 2)))
+
+    late = Late(es.lazy(eqx.nn.Linear, 2, 8))
+    assert (es.axis_names(late).up, es.axis_names(late).w) == (None, None)
+    names = es.axis_names(jax.eval_shape(late.init, jr.key(0)))
+    assert (names.up.weight, names.w) == (("mlp", "embed"), ("a", "b"))

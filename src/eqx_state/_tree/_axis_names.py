@@ -9,6 +9,7 @@ from .._compat import Dims
 from .._kinds._axes import Axes
 from .._kinds._kinds import OptState
 from .._typing import KeyPath, PyTree
+from ._base import Placeholder
 from ._compare import is_hole
 from ._context import AxesAbove
 from ._followers import followed, followed_parameters
@@ -83,12 +84,12 @@ def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
 
     If not `strict`, what would be an error has no names.
     """
-    visits, parameters = walk(tree, is_leaf=_is_gap), followed(tree)
+    visits, parameters = walk(tree, is_leaf=_is_taken_out), followed(tree)
     if strict:
         _check_axes(visits)
     found: list[NamedLeaf] = []
     for visit in visits:
-        if not visit.is_leaf or _is_gap(visit.node):
+        if not visit.is_leaf or _is_taken_out(visit.node):
             continue
         if not is_array(visit.node):
             found.append(NamedLeaf(visit, None, None))
@@ -153,9 +154,14 @@ def _is_opt_state(visit: Visit) -> bool:
 # --- `es.Axes` ------------------------------------------------------------------------
 
 
-def _is_gap(node: Any) -> bool:
+def _is_taken_out(node: Any) -> bool:
     """Whether there was an array here, before something was selected."""
     return is_hole(node) or isinstance(node, optax.MaskedNode)
+
+
+def _is_gap(node: Any) -> bool:
+    """Whether there was an array here, or will be when the model is initialized."""
+    return _is_taken_out(node) or isinstance(node, Placeholder)
 
 
 def _check_axes(visits: list[Visit]) -> None:
