@@ -166,6 +166,19 @@ def test_a_frozen_array_that_is_replaced_is_averaged_as_any_other(dtype):
     late = es.Ema(lambda step: jnp.where(step < 2, 1.0, 0.5))
     got = averaged(late, [es.freeze(net) for net in nets[:3]]).model
     assert (got.weight == nets[2].weight).all()
+    # Infinities have no difference.
+    same = es.freeze(nets[0].replace(weight=jnp.full_like(nets[0].weight, jnp.inf)))
+    assert jnp.isinf(averaged(es.Ema(0.5), [same] * 2).model.weight).all()
+
+
+def test_gradients_through_an_average_of_what_is_frozen():
+    net = es.freeze(NETS[0])
+    ema = es.Ema(0.5).init(net).update(net)
+
+    def total(weight):
+        return jnp.sum(ema.update(net.replace(weight=weight)).model.weight)
+
+    assert jnp.allclose(jax.grad(total)(net.weight), 0.5 / 0.75)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])

@@ -200,7 +200,8 @@ class Ema(AbstractFollower):
             d, w, before = (y.astype(old.dtype) for y in (decay, weight, self.weight))
             moved = old + (1 - d) / jnp.where(w == 0, 1, w) * (x - old)
             # The array of `init` does not count, and an infinity has not moved, either.
-            return jnp.where((before == 0) | (x == old), x, moved)
+            has_stayed = jnp.isinf(x) & (x == old)
+            return jnp.where((before == 0) | has_stayed, x, moved)
 
         return _on_reals(one, old, x.astype(old.dtype))
 

@@ -285,7 +285,7 @@ def _gradients(grads: PyTree, selected: PyTree, structure: Any) -> PyTree:
     """The gradients of what is selected, in the mode of `init`."""
     if isinstance(selected, optax.LookaheadParams):
         selected, structure = selected.fast, structure.children()[0]  # of `fast`
-    given = leaves_like(selected, grads, "`es.Optimizer.update`: the gradients")
+    given = leaves_like(selected, grads, "`es.Optimizer.update`: the tree of gradients")
     holes, treedef = jtu.tree_flatten(selected, is_leaf=is_hole)
     given = [None if x is None else g for x, g in zip(holes, given, strict=True)]
     what = "the tree of gradients is not what `init` was given"
