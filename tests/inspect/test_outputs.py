@@ -899,3 +899,14 @@ def test_an_unknown_name_is_an_error_with_the_names(name):
 def test_replace_is_a_mapping_from_names(replace):
     with pytest.raises(TypeError, match=r"`replace` is a mapping from names"):
         es.capture(mlp(), replace=replace)
+
+
+def test_a_layer_of_a_stack_has_no_name_of_its_own():
+    stack = es.nn.Stacked.make(
+        lambda k: eqx.nn.Linear(2, 2, key=k), jr.split(jr.key(0), 2)
+    )
+    match = r"The layers of an `es\.nn\.Stacked` have one name"
+    with pytest.raises(ValueError, match=match):
+        es.capture(stack, outputs="[0]")(jnp.ones(2))
+    with pytest.raises(ValueError, match=match):
+        es.capture(stack, replace={"[0]": 0.0})(jnp.ones(2))

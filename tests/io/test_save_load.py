@@ -513,3 +513,10 @@ def test_the_two_ways_to_install_the_extra_are_one(path, monkeypatch):
     root = Path(__file__).parents[2]
     for page in ("README.md", "docs/tour.md", "docs/guides/checkpoints.md"):
         assert command in (root / page).read_text()
+
+
+def test_a_file_of_another_tree_is_an_error_that_says_so(tmp_path):
+    model = [jnp.ones(2)]
+    es.save(tmp_path / "run.safetensors", {"model": model, "step": jnp.array(1)})
+    with pytest.raises(ValueError, match="No name is in both"):
+        es.load(tmp_path / "run.safetensors", model)

@@ -551,7 +551,7 @@ def test_a_dtype_is_a_real_floating_one(transform, dtype):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_rules_are_a_mapping_from_filters(transform):
-    with pytest.raises(TypeError, match="rules are a mapping from filters"):
+    with pytest.raises(TypeError, match=r"rules are a mapping from filters to dtypes"):
         transform(loss_fn, cast=HALF)
     with pytest.raises(TypeError, match="the key `'weight'` is not a kind"):
         transform(loss_fn, cast={"weight": HALF})

@@ -422,3 +422,15 @@ def test_predicates_of_arrays_would_select_nothing(predicate):
             call()
     right = es.filter(model, lambda part: predicate(part.value))
     assert right["w"] is model["w"]
+
+
+def test_a_function_of_the_model_is_an_error_that_names_under():
+    match = r"no attribute `weight`.*es\.under\(lambda m: m\.weight\).*part\.value"
+    with pytest.raises(AttributeError, match=rf"(?s){match}"):
+        es.filter(eqx.nn.Linear(2, 2, key=jr.key(0)), lambda m: m.weight)
+
+
+def test_a_name_is_an_error_that_says_how_to_match_it():
+    match = r"es\.path_matches\('head'\).*es\.path_matches\('head\.\*'\)"
+    with pytest.raises(TypeError, match=match):
+        es.filter({"head": jnp.ones(2)}, "head")

@@ -10,7 +10,9 @@ from .._state._fit import fit_leaf, same_type
 from .._state._sow import Called, keep
 from .._tree._filters import compiled_glob
 from .._tree._observe import can_be_observed, Observer, OBSERVING
+from .._tree._parts import parts
 from .._tree._show import show
+from .._tree._stacks import stacks_of
 from .._tree._surgery import modules
 from .._tree._weak_types import NUMBERS
 from .._typing import PyTree
@@ -44,16 +46,21 @@ class Outputs(Observer):
         names = [name for name, x in modules(model) if can_be_observed(x)]
         for name in self.replace:
             if name not in names:
-                raise ValueError(_UNKNOWN.format(name, _listed(names)))
+                raise ValueError(_UNKNOWN.format(name, _listed(names), _hint(model)))
         is_glob = isinstance(self.which, str)
         if is_glob and not any(self.selects(name, None) for name in names):
-            raise ValueError(_NO_MATCH.format(self.which, _listed(names)))
+            raise ValueError(_NO_MATCH.format(self.which, _listed(names), _hint(model)))
 
     def cannot_see(self, name: str, module: Any) -> None:
         raise TypeError(_CANNOT_SEE.format(name, type(module).__qualname__))
 
 
 _MOST_NAMES: Final = 20
+
+
+def _hint(model: PyTree) -> str:
+    """Why there are no names with numbers for the layers of a stack."""
+    return _STACKED if any(map(stacks_of, parts(model))) else ""
 
 
 def _listed(names: list[str]) -> str:
@@ -110,10 +117,17 @@ def check_replace(replace: Any) -> None:
 
 
 _UNKNOWN: Final = """`es.capture(..., replace={{"{}": ...}})`: the model has no module \
-of this name that can be called. The names are {}."""
+of this name that can be called. Names are given in full, and globs are for `outputs`. \
+The names are {}.{}"""
+
+_STACKED: Final = """ The layers of an `es.nn.Stacked` have one name, `blocks.layers`, \
+as one program runs them all; their outputs are stacked along an axis for the layers. \
+To replace what one of them returns, hold them in a list and call them in a loop: a \
+list loads the files of a stack."""
 
 _NO_MATCH: Final = """`es.capture(..., outputs="{}")` matches no module that can be \
-called. In this glob `*` stands for any characters and `?` for one. The names are {}."""
+called. In this glob `*` stands for any characters and `?` for one. The names are \
+{}.{}"""
 
 _NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` is a module class \
 or a tuple of them, a glob on names such as `"layers*"`, or a function of `(name, \

@@ -198,6 +198,13 @@ def load(
     )
     lenient = bool(filters) or not strict
     with stored_arrays(path) as values:
+        if not lenient and wanted and not any(name in values for name in wanted):
+            advice = (
+                "No name is in both: the file is of another tree. Load it into a tree"
+                " like the one that was saved, and take what you need:"
+                ' `es.load(path, {"model": model, "optimizer": optimizer})["model"]`.'
+                " Of an `es.Ema` that is `es.load(path, ema).model`."
+            )
         if not strict:
             wanted = {name: entry for name, entry in wanted.items() if name in values}
         unexpected = [] if lenient else [name for name in values if name not in named]

@@ -141,7 +141,9 @@ def _rank(dtype: Any) -> int | None:
     return next((i for i, k in enumerate(kinds) if jnp.issubdtype(dtype, k)), None)
 
 
-_NO_GROUP: Final = """`es.Optimizer.set`: the group `{}` has no hyperparameters. {}"""
+_NO_GROUP: Final = """`es.Optimizer.set`: the group `{}` has no hyperparameters. {} \
+A group is named by its filter. A function equals itself and no other, so keep the \
+filter in a variable: `head = es.under(lambda m: m.head)`."""
 
 _UNKNOWN: Final = """`es.Optimizer.set`: there is no hyperparameter `{}`{} that can be \
 set. {}"""

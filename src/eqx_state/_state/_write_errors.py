@@ -34,9 +34,10 @@ its namesake in JAX:
     es.vmap(lambda x: self.layer(x))(xs)     # right
 
 Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
-`es.checkpoint`, `es.jit`, `es.vjp`, `es.jvp`, `es.linearize`; for `jax.grad` it is \
-`es.value_and_grad`, with the model as its argument. Or call `es.mutable` inside the \
-transform, and return the new model from it."""
+`es.checkpoint`, `es.jit`, `es.vjp`, `es.jvp`, `es.linearize`, `es.jacfwd`, \
+`es.jacrev`, `es.hessian`; for `jax.grad` it is `es.value_and_grad`, with the model as \
+its argument. Or call `es.mutable` inside the transform, and return the new model from \
+it."""
 
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body, `{1}: {2}`{3}. {4}"""

@@ -52,6 +52,8 @@ def as_cast(cast: Any, what: str) -> Cast | None:
     if cast is None:
         return None
     what = f"`{what}(cast=...)`"
+    if not isinstance(cast, Mapping):
+        raise TypeError(_NOT_RULES.format(what, show(cast)))
     check_rules(cast, what)
     return Cast(tuple((key, _as_dtype(cast, key, what)) for key in cast), what)
 
@@ -92,6 +94,12 @@ def _is_real(x: Any) -> bool:
     is_values = is_numpy(x) or isinstance(x, jax.Array)
     return is_values and jnp.issubdtype(x.dtype, jnp.floating)
 
+
+_NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, and `{}` was \
+given. It does not say which arrays are cast:
+
+    cast=jnp.bfloat16                   # wrong
+    cast={{es.Parameter: jnp.bfloat16}}   # right: the statistics stay in float32"""
 
 _NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, and arrays are cast to a \
 real floating dtype, or left as they are by `None`: `cast={{es.Parameter: \

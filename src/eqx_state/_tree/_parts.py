@@ -1,6 +1,6 @@
 """The arrays of a tree as `es.Part`s: path, name, kind."""
 
-from typing import Any, Final
+from typing import Any, Final, TYPE_CHECKING
 
 from .._kinds._kinds import Kind
 from .._typing import KeyPath, PyTree
@@ -55,6 +55,13 @@ class Part:
             raise ValueError(_LOST.format(lost.removeprefix("."), around, lost))
         return context.frozen
 
+    if not TYPE_CHECKING:  # a type checker would take any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise AttributeError(_NOT_OF_A_PART.format(name))
+
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
         return f"Part(name={self.name!r}, kind={kind}, value={show(self.value)})"
@@ -102,6 +109,14 @@ def parts(tree: PyTree) -> list[Part]:
     """
     return [p for p in map(part_of, leaves(tree)) if p is not None]
 
+
+_NOT_OF_A_PART: Final = """An `es.Part` has no attribute `{0}`. A function that is a \
+filter is asked of each array, and is given an `es.Part`, which has `name`, `path`, \
+`kind`, `value` and `frozen`. It is not given the model, nor the array itself:
+
+    lambda m: m.{0}               # wrong
+    es.under(lambda m: m.{0})     # right, if the model has a part `{0}`
+    lambda part: part.value.{0}   # right, if an array has `{0}`"""
 
 _LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
 has changed since: the path may lead to another thing now, and what was frozen would \
