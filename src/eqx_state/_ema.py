@@ -46,6 +46,9 @@ class Ema(AbstractFollower):
     Its arrays are constants, `es.Buffer`: wherever an `Ema` is held, it is neither
     trained nor written.
 
+    Load it into the average of a model that is frozen as the saved one was: with
+    `debias`, a mean is kept of what has always been frozen, and sums of the rest.
+
     !!! example
 
         ```python

@@ -2,7 +2,7 @@
 
 Plain Equinox layers and arrays cannot carry a flag, so the nearest `es.Module` above
 them has *marks*: paths from it, and whether the node there is frozen. They are static
-data, and so part of the treedef: equal for equal freezing, whatever its order was.
+data, and so part of the treedef: equal for the same nodes, in whatever order.
 """
 
 from collections.abc import Sequence
