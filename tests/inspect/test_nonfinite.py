@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import close, leaks_on_purpose, untouched
+from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_state as es
 
@@ -358,6 +359,40 @@ def test_a_module_in_the_condition_of_a_loop_is_an_error():
 
     with pytest.raises(ValueError, match="A module was called in the `cond_fun`"):
         es.find_nonfinite(f)(Log(), X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"check_vma": False}, {"axes": {es.State: P("data")}}],
+    ids=["checked", "unchecked", "axes"],
+)
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["eager", "jit"])
+def test_the_devices_of_a_shard_map_are_all_looked_at(options, jit):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    spec = P("data", "model")
+
+    @jit
+    def f(model, x):
+        inside = lambda x: es.scan(lambda x, _: (model(x), None), x, None, 1)[0]  # noqa: E731
+        mapped = es.shard_map(
+            inside, mesh=mesh, in_specs=spec, out_specs=spec, **options
+        )
+        return mapped(x)
+
+    model = Net([Log(), Log()])
+    x = jnp.full((2, 2), 2.0)
+    assert es.find_nonfinite(f)(model, x) == []
+    x = x.at[0, 0].set(0.5)  # its logarithm has none
+    assert es.find_nonfinite(f)(model, x) == ["layers[1]"]
+    assert es.find_nonfinite(f)(model, x.at[1, 1].set(-1.0)) == ["layers[0]"]
+
+
+@pytest.mark.parametrize(
+    "model", [X, 1.0, [{"w": X}, eqx.nn.Linear]], ids=["array", "number", "list"]
+)
+def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen(model):
+    with pytest.raises(ValueError, match="No module in it can be called"):
+        es.find_nonfinite(lambda _: Log()(ZEROS))(model)
 
 
 # --- Arrays ---------------------------------------------------------------------------

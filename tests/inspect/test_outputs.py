@@ -95,10 +95,23 @@ def test_a_class_that_no_module_has_selects_nothing():
     assert found == {}
 
 
-@pytest.mark.parametrize("model", [{"a": X}, eqx.nn.Dropout(0.1)], ids=["dict", "leaf"])
-def test_a_glob_that_matches_nothing_is_an_error_with_the_names(model):
-    with pytest.raises(ValueError, match=r'outputs="layer\[0\]"\)` matches no module'):
+@pytest.mark.parametrize(
+    ("model", "names"), [({}, "none"), (eqx.nn.Dropout(0.1), '`""`')]
+)
+def test_a_glob_that_matches_nothing_is_an_error_with_the_names(model, names):
+    message = r'(?s)outputs="layer\[0\]"\)` matches no module.* The names are '
+    with pytest.raises(ValueError, match=message + names):
         es.capture(lambda m: X, outputs="layer[0]")(model)
+
+
+@pytest.mark.parametrize("options", [{"outputs": eqx.nn.Linear}, {"replace": {"": 0}}])
+def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen(options):
+    model = linear()
+    message = (
+        r"(?s)`es\.capture` looks into the model.*`f32\[2\]` here.*es\.vmap\(model"
+    )
+    with pytest.raises(ValueError, match=message):
+        es.capture(lambda x: model(x), **options)(X)
 
 
 def test_a_model_before_its_init_is_an_error_that_says_so():

@@ -399,6 +399,18 @@ def test_integers_and_bools():
         es.from_torch(tree, tensors | {"index": BIAS})
 
 
+def test_a_number_that_would_become_infinite_is_an_error():
+    tree = {"a": jnp.zeros(2, jnp.float16), "b": jnp.zeros(2, jnp.bfloat16)}
+    tensors = {"a": np.array([1.0, -np.inf]), "b": np.array([1e30, np.nan])}
+    loaded = es.from_torch(tree, tensors)
+    assert loaded["a"].tolist() == [1.0, -np.inf]
+    assert jnp.isfinite(loaded["b"]).tolist() == [True, False]
+    with rejects(tree, ValueError, "a.*: a number is too large for float16"):
+        es.from_torch(tree, tensors | {"a": np.array([1e5, 1.0])})
+    whole = {"a": np.array([1, 2]), "b": np.array([3, 4])}  # any float holds these
+    assert es.from_torch(tree, whole)["b"].tolist() == [3, 4]
+
+
 # --- What the model may be ------------------------------------------------------------
 
 

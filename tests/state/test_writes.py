@@ -344,6 +344,8 @@ LARGEST = {
     "number into uint8": (jnp.uint8, 255),
     "number into int32": (I32, -(2**31)),
     "number into float16": (F16, 65_504),
+    "number into bfloat16": (jnp.bfloat16, -256),
+    "weak array into bfloat16": (jnp.bfloat16, jnp.asarray(256)),
     "weak array into uint8": (jnp.uint8, jnp.asarray(255)),
     "weak array into float16": (F16, jnp.asarray(-65_504)),
     "NumPy's scalar into int32": (I32, np.int64(2**31 - 1)),

@@ -20,6 +20,7 @@ from .._tree._observe import Recorder
 from .._tree._parts import parts
 from .._tree._surgery import modules
 from .._typing import PyTree
+from ._outputs import callable_names
 
 
 _NEVER: Final = 2**31 - 1
@@ -50,6 +51,9 @@ class _Finite(Recorder):
     def begin(self, scope: Any, model: PyTree) -> None:
         self.names = [name for name, _ in modules(model)]
         own(self.record, scope, (jtu.GetAttrKey(self.key),))
+
+    def check(self, model: PyTree) -> None:
+        callable_names(model, "es.find_nonfinite")
 
     def select(self, name: str, module: Any) -> tuple[str, int] | None:
         # A call keeps the structure of the model. A module that is there only meanwhile
@@ -153,7 +157,8 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
 
     - `es.TraceError`: a module was called inside another transform of JAX, such as
         `jax.lax.scan`.
-    - `ValueError`: a module was called in the `cond_fun` of `es.while_loop`.
+    - `ValueError`: a module was called in the `cond_fun` of `es.while_loop`; what is
+        given as the model has no module that can be called.
     - `TypeError`: it was itself called inside a transform. Otherwise as `es.mutable`.
 
     !!! example

@@ -43,7 +43,7 @@ class Outputs(Observer):
         return out
 
     def check(self, model: PyTree) -> None:
-        names = [name for name, x in modules(model) if can_be_observed(x)]
+        names = callable_names(model, "es.capture")
         for name in self.replace:
             if name not in names:
                 raise ValueError(_UNKNOWN.format(name, _listed(names), _hint(model)))
@@ -53,6 +53,17 @@ class Outputs(Observer):
 
     def cannot_see(self, name: str, module: Any) -> None:
         raise TypeError(_CANNOT_SEE.format(name, type(module).__qualname__))
+
+
+def callable_names(model: PyTree, what: str) -> list[str]:
+    """The names of the modules whose calls are seen.
+
+    `ValueError` if something else than modules was given.
+    """
+    names = [name for name, x in modules(model) if can_be_observed(x)]
+    if jtu.tree_leaves(model) and not names:
+        raise ValueError(_NO_MODULE.format(what, show(model)))
+    return names
 
 
 _MOST_NAMES: Final = 20
@@ -115,6 +126,15 @@ def check_replace(replace: Any) -> None:
     ):
         raise TypeError(_NO_REPLACEMENT.format(show(replace)))
 
+
+_NO_MODULE: Final = """`{0}` looks into the model, the first argument unless \
+`argnums=` names another, and that is `{1}` here. No module in it can be called, so \
+nothing would be seen. Pass the model; a function that closes over it hides it, and so \
+does a transform of JAX:
+
+    {0}(jax.vmap(model))(xs)                                      # wrong
+    {0}(es.vmap(model))(xs)                                       # right
+    {0}(lambda model, xs: jax.vmap(model)(xs))(model, xs)         # right"""
 
 _UNKNOWN: Final = """`es.capture(..., replace={{"{}": ...}})`: the model has no module \
 of this name that can be called. Names are given in full, and globs are for `outputs`. \

@@ -68,8 +68,9 @@ def from_torch(
     **Raises:**
 
     - `ValueError`: a name is missing or unused, a shape differs, a tensor has a dtype
-        that cannot be cast (a float to an integer, for example), or a layer of one
-        library has what that of the other lacks. The message lists all of it.
+        that cannot be cast (a float to an integer, for example), a number is too large
+        for the model's dtype, or a layer of one library has what that of the other
+        lacks. The message lists all of it.
     - `ValueError` and `TypeError`: `rename` is wrong, as in `es.load_state_dict`.
     - `TypeError`: `state_dict` is not a dictionary.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
@@ -199,6 +200,9 @@ class _Tensors:
             elif not _can_cast(array, leaf.dtype):
                 text = f"{array.dtype} cannot be cast to {leaf.dtype}"
                 self.report("wrong dtype", label, text)
+            elif not _stays_finite(array, leaf.dtype):
+                text = f"a number is too large for {leaf.dtype}"
+                self.report("wrong dtype", label, text)
             else:
                 arrays.append(array)
         if len(arrays) < len(source.shapes):
@@ -253,6 +257,13 @@ def _can_cast(array: np.ndarray, dtype: Any) -> bool:
     """Whether nothing but precision can get lost."""
     from_, to = ([jnp.issubdtype(d, k) for k in _KINDS] for d in (array.dtype, dtype))
     return any(to) and from_.index(True) <= to.index(True) and holds(dtype, array)
+
+
+def _stays_finite(array: np.ndarray, dtype: Any) -> bool:
+    """Whether no number becomes infinite."""
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    return np.array_equal(np.isfinite(array), np.isfinite(cast))
 
 
 _NO_DICTIONARY: Final = """`es.from_torch(model, state_dict)` takes a dictionary from \

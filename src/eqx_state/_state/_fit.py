@@ -101,8 +101,10 @@ def holds(dtype: Any, x: Any) -> bool:
     if not is_number and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)):
         return True
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
-    least, most = int(limits.min), int(limits.max)
+    if is_integer:
+        least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    else:  # whose own scalars are not converted to `int` right
+        least, most = float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
     if is_number:
         return least <= x <= most
     own = jnp.iinfo(x.dtype)
