@@ -126,6 +126,19 @@ def test_the_mesh_that_is_set(mesh, path):
     assert are_shards_of(loaded, x)
 
 
+def test_a_mesh_that_is_set_and_does_not_fit(mesh, path):
+    x = jnp.arange(4.0)
+    es.save(path, x)
+    like = struct(x, NamedSharding(mesh.abstract_mesh, P("b")))
+    for name, message in [("z", r"lacks an axis of P.*'b'"), ("b", r"equal parts by")]:
+        other = jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
+        with (
+            jax.set_mesh(other),
+            pytest.raises(ValueError, match=f"(?s)`es.load`.*{message}"),
+        ):
+            es.load(path, like)
+
+
 def test_a_mesh_whose_axes_are_in_the_types(path):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
     x = jnp.arange(16.0).reshape(2, 8)

@@ -34,10 +34,15 @@ def why_not_split(leaf: Any) -> str | None:
     """Why the shards that an abstract leaf says cannot be made; `None` if they can."""
     if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
         return None
+    how = getattr(leaf.sharding, "spec", leaf.sharding)
     try:
-        leaf.sharding.shard_shape(leaf.shape)
+        # In a trace nothing is put anywhere.
+        sharding = None if is_in_trace() else _sharding_of(leaf)
     except ValueError:
-        how = getattr(leaf.sharding, "spec", leaf.sharding)
+        return f"the mesh that is set lacks an axis of {how}"
+    try:
+        (sharding or leaf.sharding).shard_shape(leaf.shape)
+    except ValueError:
         return f"{leaf.shape} is not split into equal parts by {how}"
     return None
 
