@@ -886,8 +886,8 @@ def test_outputs_that_are_trees_are_replaced_by_trees():
 
 @pytest.mark.parametrize(
     "value",
-    [jnp.ones(3), jnp.ones(2, int), (X, X), "text", None, jnp.ones((3, 2))],
-    ids=["shape", "dtype", "tree", "text", "none", "lanes"],
+    [jnp.ones(3), jnp.ones(2, int), (X, X), "text", None, jnp.ones((3, 2)), 1j],
+    ids=["shape", "dtype", "tree", "text", "none", "lanes", "number"],
 )
 def test_a_value_that_does_not_fit_is_an_error(value):
     match = r"the output of `\[0\]` is `f32\[2\]`, and a value in its place"

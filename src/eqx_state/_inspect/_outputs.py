@@ -104,8 +104,11 @@ def _replaced(name: str, new: Any, out: Any) -> Any:
     leaves, expected = jtu.tree_flatten(out)
     fits = structure == expected
     if fits:
-        given = [_as_output(x, y, what) for x, y in zip(given, leaves, strict=True)]
-        fits = all(map(same_type, leaves, given))
+        try:
+            given = [_as_output(x, y, what) for x, y in zip(given, leaves, strict=True)]
+        except ValueError:  # in the words for state: a float for integers, say
+            fits = False
+        fits = fits and all(map(same_type, leaves, given))
     if not fits:
         raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
     return jtu.tree_unflatten(structure, given)
