@@ -1,6 +1,7 @@
 """`es.jit`: how often it traces: once for calls of one signature, else again."""
 
 import functools as ft
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -159,3 +160,32 @@ def test_functions_are_not_confused():
     assert es.mutable(es.jit(layer.__call__))(X)[1].count == 1
     assert es.jit(eqx.Partial(jnp.add, X))(X)[0] == 2.0
     assert es.jit(eqx.Partial(jnp.subtract, X))(X)[0] == 0.0
+
+
+def python_calls(f, *args):
+    """How many Python functions a call runs."""
+    count = 0
+
+    def see(_frame, event, _arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        f(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_every_shape_and_sharding_takes_the_short_way():
+    """JAX's own, too, which it leaves for good where a first trace has failed."""
+    f = es.jit(lambda xs: [x + 1 for x in xs])
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "devices")
+    split = jax.sharding.NamedSharding(mesh, jax.P("devices"))
+    counts = []
+    for xs in ([jnp.zeros(2)], [jnp.zeros(4)], [jax.device_put(jnp.zeros(4), split)]):
+        for _ in range(2):
+            f(xs)
+        counts.append(python_calls(f, xs))
+    assert counts == counts[:1] * 3

@@ -7,13 +7,14 @@ comes to a trace.
 
 The short way is a plan (see `_plan.py`), made after the first call of a signature that
 is outside of any scope: it takes the arrays out and puts the output together by code
-made for just that. It has no live objects: what needs a trace goes the general way.
+made for just that. It has no live objects: only if JAX comes to a trace, for arrays of
+another shape or in other shards, are they looked for.
 """
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import equinox as eqx
@@ -33,17 +34,19 @@ from ._runtime_errors import callbacks_in, report, Reporting, wait
 from ._signature import function_signature, Signature, signature_of
 
 
-class Retrace(Exception):
-    """A plan's call needs a new program, which only the general way can trace."""
+class Untraced(Exception):
+    """JAX comes to a trace where there is no call to run it on."""
 
 
 class _Live(threading.local):
-    """The call that a new trace in this thread runs on.
+    """What makes the call that a new trace in this thread runs on.
 
-    It is not an argument of the program, since JAX would keep it alive.
+    It is not an argument of the program, since JAX would keep it alive. The trace must
+    not fail for want of it, to be done again with it: JAX never again takes its own
+    short way for arrays of which the first trace has failed.
     """
 
-    call: Call | None = None
+    new_call: Callable[[], Call] | None = None
 
 
 class Program:
@@ -58,9 +61,9 @@ class Program:
         live, unseen = _Live(), set[Output]()
 
         def run(*arrays: Any) -> Result:
-            if live.call is None:
-                raise Retrace
-            result = run_in_program(live.call.trace, *arrays)
+            if live.new_call is None:
+                raise Untraced
+            result = run_in_program(live.new_call().trace, *arrays)
             unseen.add(result.output)
             return result
 
@@ -76,28 +79,31 @@ class Program:
         self.can_raise = False
         self.may_have_plan = True
 
-    def __call__(self, arrays: list[Any], call: Call | None = None) -> Result:
+    def __call__(self, arrays: list[Any], new_call: Callable[[], Call]) -> Result:
         """The result: if the program can raise, when it has run.
 
-        A new trace runs on `call`. Without, it is a `Retrace`.
+        A new trace runs on `new_call()`.
         """
-        if call is None and not self.can_raise and not self.unseen:
-            try:
+        before, self.live.new_call = self.live.new_call, new_call
+        try:
+            if self.can_raise or self.unseen:
+                with Reporting():
+                    result = self.jitted(*arrays)
+            else:
                 result = self.jitted(*arrays)
-            except PROGRAM_ERRORS as error:
-                report(error)
-                raise
-            if not self.can_raise and not self.unseen:
-                return result
-            # Since the question above another thread has compiled a program that can.
-        else:
-            with Reporting(), self._traced_for(call):
-                result = self.jitted(*arrays)
+        except PROGRAM_ERRORS as error:
+            report(error)
+            raise
+        finally:
+            self.live.new_call = before
+        # This call, or that of another thread, may have compiled a program that can.
+        if not self.can_raise and not self.unseen:
+            return result
         with Reporting():
             if result.output.callbacks is None:
                 try:
                     jaxpr = jaxpr_of(self.jitted, *arrays)  # which JAX still has
-                except Retrace:  # with `jax_disable_jit` there is no program
+                except Untraced:  # with `jax_disable_jit` there is no program
                     jaxpr = None
                 self._look(result.output, jaxpr)
             wait(result.output.callbacks, arrays, result)
@@ -105,18 +111,13 @@ class Program:
 
     def lower(self, call: Call) -> Any:
         """As `jax.jit(f).lower`."""
-        with self._traced_for(call):
+        before, self.live.new_call = self.live.new_call, lambda: call
+        try:
             traced = self.jitted.trace(*call.arrays())
+        finally:
+            self.live.new_call = before
         self._look(traced.out_info.output, traced.jaxpr)
         return traced.lower()
-
-    @contextlib.contextmanager
-    def _traced_for(self, call: Call | None) -> Iterator[None]:
-        before, self.live.call = self.live.call, call
-        try:
-            yield
-        finally:
-            self.live.call = before
 
     def _look(self, output: Output, jaxpr: Any) -> None:
         output.callbacks = callbacks_in(jaxpr)
@@ -178,10 +179,14 @@ class Programs:
                 arrays = plan.arrays(tree)
             except (Mismatch, KeyError):
                 continue
-            try:
-                result = plan.program(arrays)
-            except Retrace:
-                break
+            with contextlib.ExitStack() as stack:
+
+                def new_call(stack: contextlib.ExitStack = stack) -> Call:
+                    stack.enter_context(Reporting())
+                    stack.enter_context(quiet(self.options.donate))
+                    return Call(f, args, kwargs)
+
+                result = plan.program(arrays, new_call)
             return result.output.put(result.arrays, [])
         return self.general(f, args, kwargs)
 
@@ -192,8 +197,8 @@ class Programs:
             return f(*args, **kwargs)
         self._check_donation(call)
         program = self.of(call)
-        with quiet(self.options.donate):
-            result = program(call.arrays(), call)
+        with Reporting(), quiet(self.options.donate):
+            result = program(call.arrays(), lambda: call)
         self._remember(call, program)
         return call.finish(result)
 
