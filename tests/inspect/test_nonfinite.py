@@ -367,9 +367,9 @@ def test_a_module_in_the_condition_of_a_loop_is_an_error():
     ids=["checked", "unchecked", "axes"],
 )
 @pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["eager", "jit"])
-def test_the_devices_of_a_shard_map_are_all_looked_at(options, jit):
+@pytest.mark.parametrize("spec", [P("data", "model"), P()], ids=["split", "same"])
+def test_the_devices_of_a_shard_map_are_all_looked_at(options, spec, jit):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    spec = P("data", "model")
 
     @jit
     def f(model, x):
