@@ -9,7 +9,18 @@ vocabulary over `model`, and the width over `data`. `by hand` is the same sum wi
 
 The other question is how long it takes for many arrays: a list of blocks, each of which
 has two.
+
+And how long the host takes for a sharded step: a training step of `host_time.py`, with
+its matrices split over 8 virtual devices, as an es model and as nested dicts by hand,
+whose results are put into the same `NamedSharding`s. Times are those until the call
+returns; ratios are of their 10th percentiles, as other processes only make a step
+slower.
 """
+
+import os
+
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import functools as ft
 import math
@@ -22,9 +33,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
-from _common import arguments, Claim, Report
-from jax.sharding import AbstractMesh
+from _common import arguments, Claim, garbage_set_aside, Report, take_turns
+from _training import (
+    CLASSES,
+    es_and_hand,
+    es_model,
+    es_step,
+    HELD,
+    OURS,
+    Program,
+    REFERENCE,
+)
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 import eqx_state as es
@@ -136,8 +158,45 @@ def of_many_arrays(number: int, rounds: int) -> float:
     return statistics.median(took for took, _ in times)
 
 
+def sharded_steps(depth: int, width: int, rounds: int) -> dict[str, Program]:
+    """Programs that have taken turns, each of which has the same arrays in shards."""
+    mesh = Mesh(np.reshape(jax.devices(), (4, 2)), ("data", "model"))
+    shapes = jax.eval_shape(lambda: es_model(depth, width))
+    rules = {lambda part: part.value.ndim == 2: P("model", "data")}
+    places = es.sharding(shapes, mesh, rules)
+
+    def step(model: Any, x: Array, y: Array) -> Any:
+        loss, model = es_step(model, x, y)
+        return loss, eqx.filter_shard(model, places)
+
+    x = jr.normal(jr.key(2), (8, width))
+    data = jax.device_put(
+        (x, jr.randint(jr.key(3), (8,), 0, CLASSES)), NamedSharding(mesh, P("data"))
+    )
+    programs = {
+        name: program
+        for name, program in es_and_hand(depth, width, step)
+        if name in (OURS, HELD, REFERENCE)
+    }
+    for program in programs.values():
+        program.warm_up(data)
+    with garbage_set_aside():
+        runs = (ft.partial(program.run, data) for program in programs.values())
+        take_turns(runs, rounds)
+    return programs
+
+
+def dispatch_ratio(programs: dict[str, Program], name: str) -> float:
+    def lowest(program: Program) -> float:
+        return statistics.quantiles(program.returned, n=10, method="inclusive")[0]
+
+    return lowest(programs[name]) / lowest(programs[REFERENCE])
+
+
 def main() -> None:
-    args = arguments(__doc__, arrays=10_000, rounds=5)
+    args = arguments(
+        __doc__, arrays=10_000, rounds=5, depths=(5, 20), width=8, steps=200
+    )
     rows, claims = [], []
     for name, size in SIZES.items():
         tracing, shapes = seconds(jax.eval_shape, ft.partial(make, size))
@@ -166,6 +225,16 @@ def main() -> None:
     took = of_many_arrays(args.arrays, args.rounds)
     claim = f"seconds of es.sharding of {args.arrays:,} arrays"
     claims.append(Claim(claim, took, 1, of_time=True))
+    for depth in args.depths:
+        programs = sharded_steps(depth, args.width, args.steps)
+        ours, by_dicts = (programs[name].first_loss for name in (OURS, REFERENCE))
+        what = f"{depth} blocks in shards"
+        off = abs(ours - by_dicts) / abs(by_dicts)
+        claims.append(Claim(f"{what}: the loss, difference to by hand", off, 1e-5))
+        for name in (OURS, HELD):
+            claim = f"{what}: host time of {name}, to {REFERENCE}"
+            value = dispatch_ratio(programs, name)
+            claims.append(Claim(claim, value, 1.05, of_time=True))
     Report(vars(args), rows, claims).show()
 
 

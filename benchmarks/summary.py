@@ -38,7 +38,7 @@ SCRIPTS = {
         "--depths 4 8 --width 16 --batch 16 --repetitions 1 --steps 5",
     ),
     "checkpoint_memory": ("", "--depth 6 --width 128 --batch 64"),
-    "sharding": ("", "--rounds 2"),
+    "sharding": ("", "--rounds 2 --depths 5 --steps 50"),
 }
 
 
