@@ -1,6 +1,7 @@
 """Annotations that are text, and the parts of a tree."""
 
 import collections
+import copy
 import dataclasses
 import functools as ft
 import sys
@@ -347,6 +348,14 @@ def test_parts_print_without_their_values():
     assert repr(es.parts(make_model())[0]) == (
         "Part(name='layers[0].norm.mean', kind=BatchStat, value=f32[1])"
     )
+
+
+def test_the_protocols_of_python_find_what_a_part_lacks():
+    # The advice about filters is for names that a user would write.
+    part = es.parts(make_model())[0]
+    assert copy.deepcopy(part).name == part.name
+    with pytest.raises(AttributeError, match="^__array__$"):
+        part.__array__()
 
 
 @pytest.mark.parametrize("tree", [None, 3, "a", [], {}, (None, [None]), jnp.tanh])
