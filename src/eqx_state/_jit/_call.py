@@ -15,9 +15,10 @@ import jax.tree_util as jtu
 
 from .._errors import TraceError
 from .._state._scope import is_owned, Sown
+from .._transforms._arguments import check_given
 from .._transforms._closures import owned_in
 from .._transforms._copies import Opened
-from .._transforms._lift import check_given, Lifted, Ran
+from .._transforms._lift import Lifted, Ran
 from .._transforms._mutable import is_bound_method
 from .._transforms._root import Values
 from .._transforms._transform import Transform

@@ -15,8 +15,9 @@ from .._kinds._kinds import State
 from .._state._fit import same_type
 from .._state._nn_shared import closed_copy
 from .._state._scope import Scope
+from .._transforms._arguments import is_mappable
 from .._transforms._carry import Loop
-from .._transforms._lift import is_mappable, Ran
+from .._transforms._lift import Ran
 from .._transforms._loops import pair_of
 from .._transforms._mutable import thread
 from .._tree._compare import difference, same

@@ -16,8 +16,8 @@ from .._errors import TraceError
 from .._state._fit import as_jax
 from .._state._init import check_ready
 from .._state._scope import is_open_here
+from .._transforms._arguments import is_mappable
 from .._transforms._closures import held
-from .._transforms._lift import is_mappable
 from .._transforms._transform import check_callable
 from .._tree._show import show
 from .._tree._walk import leaves, Visit
@@ -75,8 +75,8 @@ class _Mode:
         self.frame, self.layout, self.donate = frame, layout, donate
         self.programs = Programs(Options("all-except-first" if donate else "none"))
 
-        # What is compiled. At each call its closure is searched for modules, so there
-        # is no more in it than this.
+        # What is compiled. Its closure is searched for modules at each call, so it
+        # holds only this.
         def step(inputs: Any, arrays: list[Array]) -> Any:
             return self.step(f, inputs, arrays)
 

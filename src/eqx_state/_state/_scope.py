@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Self
 
 import jax.tree_util as jtu
@@ -275,3 +275,12 @@ def disown(tree: Any, visits: list[Visit]) -> Any:
     return jtu.tree_map(
         lambda x: closed_copy(x) if owned(x) else x, tree, is_leaf=owned
     )
+
+
+@contextlib.contextmanager
+def alone(scopes: Iterable[Scope]) -> Iterator[None]:
+    """Keep other threads out of all these scopes."""
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope.alone(transform=True))
+        yield

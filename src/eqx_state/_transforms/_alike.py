@@ -13,7 +13,8 @@ import equinox as eqx
 from .._state._scope import Sown
 from .._state._sow import in_words
 from .._tree._compare import difference_of_leaves
-from ._lift import is_traced, Ran
+from ._arguments import is_traced
+from ._lift import Ran
 from ._root import Slot
 
 

@@ -15,7 +15,8 @@ import jax
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state._scope import is_owned
 from ._alike import Alike
-from ._lift import check_given, is_traced, Lifted, Ran
+from ._arguments import check_given, is_traced
+from ._lift import Lifted, Ran
 from ._mutable import is_bound_method
 from ._root import Slot, Values
 

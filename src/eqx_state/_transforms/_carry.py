@@ -22,7 +22,8 @@ from .._state._scope import is_owned, Sown
 from .._tree._aliasing import check_not_shared
 from .._tree._compare import difference_of_leaves, identical
 from .._tree._walk import is_array
-from ._lift import check_given, is_traced, Lifted, Ran
+from ._arguments import check_given, is_traced
+from ._lift import Lifted, Ran
 from ._root import Slot, Values
 from ._stand_ins import owned_copy, stand_in
 

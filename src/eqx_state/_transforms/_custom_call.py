@@ -25,8 +25,9 @@ from .._tree._compare import is_hole, leaves_like
 from .._tree._show import show
 from .._tree._walk import is_array, leaves, walk
 from ._alike import Alike
+from ._arguments import check_given, is_traced
 from ._closures import models_in, owned_in
-from ._lift import check_given, is_traced, Lifted, Ran
+from ._lift import Lifted, Ran
 from ._root import Slot, Values
 
 

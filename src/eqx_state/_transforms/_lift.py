@@ -21,21 +21,20 @@ import numpy as np
 from .._compat import out_of_vmaps, trace_state
 from .._errors import NotInitializedError, TraceError
 from .._state._collect import leave, Owned, Snapshot
-from .._state._init import check_initialized
-from .._state._module import Module
-from .._state._scope import is_owned, own, Scope, Sown
+from .._state._scope import alone, is_owned, own, Scope, Sown
 from .._state._sow import carried_out
 from .._state._write_errors import trace_message
-from .._tree._aliasing import check_not_shared, modules_below
+from .._tree._aliasing import modules_below
 from .._tree._base import get_place, set_place
 from .._tree._compare import identical, same
 from .._tree._observe import OBSERVING, Recorder
 from .._tree._show import show
-from .._tree._walk import is_array, leaves, Visit
+from .._tree._walk import is_array, Visit
+from ._arguments import check_all_initialized, is_traced
 from ._closures import is_model, models_in, owned_in
 from ._rebuilt import put_together, Rebuilt, take_apart
 from ._root import pour, roots_among, Slot, Values
-from ._stand_ins import by_entry, extents, StandIn, Twice
+from ._stand_ins import extents, StandIn, Twice
 
 
 @jtu.register_static
@@ -107,7 +106,7 @@ class Lifted:
         # Equinox's own modules, whose calls may be observed, do not lead to a scope.
         scopes += OBSERVING.get().values()
         self.scopes = list({id(scope): scope for scope in scopes}.values())
-        with _alone(self.scopes):
+        with alone(self.scopes):
             originals = {id(x.module): x.original for x in stand_ins}
             self.roots = roots_among(self.reached, originals)
         roots = enumerate(self.roots)
@@ -115,7 +114,7 @@ class Lifted:
             i: records[id(x.module)] for i, x in roots if id(x.module) in records
         }
         if not self._reaches_model and not may_initialize:
-            _check_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
+            check_all_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
         self.values: Values = {
             (i, k): visit.node
             for i, root in enumerate(self.roots)
@@ -210,11 +209,11 @@ class Lifted:
         changed it. There is no right way to merge such a change, so it is an error.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_alone(self.scopes))
+            stack.enter_context(alone(self.scopes))
             inner = {id(scope): scope.inner() for scope in self.scopes}
             for scope in inner.values():
                 stack.enter_context(scope)
-            stack.enter_context(_alone(inner.values()))
+            stack.enter_context(alone(inner.values()))
             # Entered last, and so left first: the locks are held as long as contents
             # are swapped.
             stack.enter_context(self._restored())
@@ -325,7 +324,7 @@ class Lifted:
             # Not before the call, because a function may close over a lazy model and
             # initialize it.
             if not self._reaches_model:
-                _check_initialized(models_in(self.given))
+                check_all_initialized(models_in(self.given))
             raise
 
     def _check_containers(self) -> None:
@@ -337,7 +336,7 @@ class Lifted:
 
     def commit(self, ran: Ran) -> None:
         """Write to the owned modules, and record what was sown: all or nothing."""
-        with _alone(self.scopes):
+        with alone(self.scopes):
             self._commit(ran)
 
     def _commit(self, ran: Ran) -> None:
@@ -374,15 +373,6 @@ class Lifted:
             kept.setdefault(key, []).extend(values)
 
 
-@contextlib.contextmanager
-def _alone(scopes: Iterable[Scope]) -> Iterator[None]:
-    """Keep other threads out of all these scopes."""
-    with contextlib.ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope.alone(transform=True))
-        yield
-
-
 _NOT_AN_ARRAY: Final = """`{0}` was `{1}`, and was written inside a transform: it is \
 now `{2}`. Only arrays come out of a transform, so other state has to keep its value \
 there. Make it an array,
@@ -399,38 +389,3 @@ it:
 
     layers[0], layers[1] = layers[1], layers[0]     # wrong
     self.layers = [self.layers[1], self.layers[0]]  # right"""
-
-
-def check_given(*arguments: Any) -> None:
-    """Raise `ValueError` if an argument has one stateful module in two places.
-
-    In the trace they would be two modules. Owned modules are exempt: they are not
-    flattened, and stay the objects that they are.
-    """
-    for tree in arguments:
-        if not owned_in(tree):
-            check_not_shared(tree)
-
-
-def _check_initialized(models: list[Any]) -> None:
-    """Raise `NotInitializedError`, which names the place, if a model is not ready."""
-    for x in models:
-        if getattr(x, "__func__", None) is not Module.init:
-            check_initialized(x)
-
-
-def is_mappable(visit: Visit) -> bool:
-    """Whether JAX would trace a leaf: an array, or a number outside of a module."""
-    return is_array(visit.node) or (
-        visit.context.owner is None and eqx.is_array_like(visit.node)
-    )
-
-
-def is_traced(tree: Any) -> Any:
-    """For each leaf of an argument or of an output, whether JAX would trace it.
-
-    Owned modules count as leaves, and are never traced: the roots take care of them.
-    """
-    flags = [is_mappable(visit) for visit in leaves(tree)]
-    traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)

@@ -18,8 +18,9 @@ from .._compat import boundary
 from .._state._scope import is_owned, Sown
 from .._state._sow import in_words
 from .._tree._walk import is_array
+from ._arguments import is_traced
 from ._carry import Loop, Note, Step
-from ._lift import is_traced, Lifted, Ran
+from ._lift import Lifted, Ran
 from ._rebuilt import MADE_ONCE
 
 

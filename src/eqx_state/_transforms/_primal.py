@@ -15,7 +15,8 @@ import jax.tree_util as jtu
 from .._state._nn_shared import closed_copy
 from .._tree._show import show
 from .._tree._walk import map_leaves, Visit
-from ._lift import check_given, is_mappable, is_traced, Lifted, Static
+from ._arguments import check_given, is_mappable, is_traced
+from ._lift import Lifted, Static
 from ._stand_ins import stand_in
 
 

@@ -7,9 +7,10 @@ import jax.tree_util as jtu
 
 from .._state._scope import is_owned
 from .._tree._walk import leaves, Visit
+from ._arguments import check_given
 from ._axes import argument_axes, FunctionAxes, Manner
 from ._copies import Opened
-from ._lift import check_given, Lifted, Ran
+from ._lift import Lifted, Ran
 from ._root import Slot, Values
 from ._stand_ins import by_entry, stand_in
 

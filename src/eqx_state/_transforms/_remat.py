@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state._scope import is_owned
-from ._lift import check_given, Lifted, Ran, Static
+from ._arguments import check_given
+from ._lift import Lifted, Ran, Static
 from ._transform import Transform, wrap
 
 

@@ -13,7 +13,7 @@ from .._state._fit import is_numeric
 from .._state._nn_shared import closed_copy
 from .._tree._compare import is_hole, leaves_like, same
 from .._tree._walk import is_numpy, name_of
-from ._lift import is_traced
+from ._arguments import is_traced
 
 
 @jtu.register_static

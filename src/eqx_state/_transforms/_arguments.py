@@ -1,0 +1,49 @@
+"""What JAX would trace in an argument or an output, and what an argument may not be."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._state._init import check_initialized
+from .._state._module import Module
+from .._state._scope import is_owned
+from .._tree._aliasing import check_not_shared
+from .._tree._walk import is_array, leaves, Visit
+from ._closures import owned_in
+from ._stand_ins import by_entry
+
+
+def check_given(*arguments: Any) -> None:
+    """Raise `ValueError` if an argument has one stateful module in two places.
+
+    In the trace they would be two modules. Owned modules are exempt: they are not
+    flattened, and stay the objects that they are.
+    """
+    for tree in arguments:
+        if not owned_in(tree):
+            check_not_shared(tree)
+
+
+def check_all_initialized(models: list[Any]) -> None:
+    """Raise `NotInitializedError`, which names the place, if a model is not ready."""
+    for x in models:
+        if getattr(x, "__func__", None) is not Module.init:
+            check_initialized(x)
+
+
+def is_mappable(visit: Visit) -> bool:
+    """Whether JAX would trace a leaf: an array, or a number outside of a module."""
+    return is_array(visit.node) or (
+        visit.context.owner is None and eqx.is_array_like(visit.node)
+    )
+
+
+def is_traced(tree: Any) -> Any:
+    """For each leaf of an argument or of an output, whether JAX would trace it.
+
+    Owned modules count as leaves, and are never traced: the roots take care of them.
+    """
+    flags = [is_mappable(visit) for visit in leaves(tree)]
+    traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
