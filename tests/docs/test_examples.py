@@ -6,7 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from run_examples import example, EXAMPLES
+from load_scripts import example, EXAMPLES
 
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from run_examples import example
+from load_scripts import example
 
 
 @pytest.fixture

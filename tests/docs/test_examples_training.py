@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from run_examples import example
+from load_scripts import example
 
 
 @pytest.fixture(autouse=True)

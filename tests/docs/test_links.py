@@ -1,24 +1,12 @@
 """What the site makes of names in code: links to other libraries, and to our API."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
+from load_scripts import tool
 
 
-ROOT = Path(__file__).parents[2]
-
-
-def load_hooks():
-    path = ROOT / "tools" / "docs_hooks.py"
-    spec = importlib.util.spec_from_file_location("docs_hooks", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hooks = load_hooks()
+hooks = tool("docs_hooks")
 
 
 def test_each_name_has_one_address():

@@ -1,0 +1,23 @@
+"""Loads an example or a tool as a module, without running it."""
+
+import importlib.util
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def example(name):
+    return _load(EXAMPLES / f"{name}.py")
+
+
+def tool(name):
+    return _load(ROOT / "tools" / f"{name}.py")
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
