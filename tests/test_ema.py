@@ -344,6 +344,37 @@ def test_it_is_saved_and_loaded(tmp_path):
     assert "sums.weight" in es.state_dict(ema)
 
 
+def test_means_and_sums_are_not_loaded_for_each_other(tmp_path):
+    frozen = averaged(es.Ema(0.9), [es.freeze(NETS[0])] * 2)
+    free = averaged(es.Ema(0.9), NETS[:2])
+    es.save(tmp_path / "frozen", frozen)
+    es.save(tmp_path / "free", free)
+    assert same(es.load(tmp_path / "frozen", es.map(jnp.zeros_like, frozen)), frozen)
+    with pytest.raises(ValueError, match=r"missing:\n +sums.weight\n") as error:
+        es.load(tmp_path / "frozen", free)
+    assert error.match("unexpected:\n +means.weight\n")
+    with pytest.raises(ValueError, match=r"missing:\n +means.weight\n") as error:
+        es.load(tmp_path / "free", frozen)
+    assert error.match("unexpected:\n +sums.weight\n")
+
+
+def test_means_follow_their_parameters_and_modes():
+    net = es.freeze(NETS[0])
+    ema = averaged(es.Ema(0.9), [net, net])
+    spec = es.spec(ema, {es.path_matches("weight"): 1, es.BatchStat: 2, ...: 3})
+    assert (spec.means.weight, spec.sums.mean, spec.sums.codes) == (1, 2, 3)
+    # The modes of the two trees inside may differ: those of the models count.
+    switched = es.unfreeze(ema, lambda e: e.means)
+    assert same(switched.model, ema.model)
+    assert same(es.eval(switched).update(net), ema.update(net))
+    # Of several parameters only some are frozen.
+    pair = (NETS[0], net)
+    ema = averaged(es.Ema(0.9), [pair, pair])
+    assert [part.name for part in es.parts(ema.means)] == ["[1].weight"]
+    assert (ema.model[1].weight == net.weight).all()
+    assert jax.tree.structure(ema.model) == jax.tree.structure(pair)
+
+
 def test_modes_of_an_average_follow_the_model_not_the_switch():
     ema = averaged(es.Ema(0.9), NETS[:2])
     switched = es.eval(es.freeze(ema, lambda e: e.sums))

@@ -18,18 +18,14 @@ from ._tree._bind import bind_to_visits, check_filter, Filter, written
 from ._tree._compare import difference, is_hole, same_modes
 from ._tree._followers import AbstractFollower
 from ._tree._parts import Part
+from ._tree._select import update
 from ._tree._show import show
 from ._tree._walk import copy_tree, is_numpy, leaves, Visit
 from ._typing import PyTree
 
 
 class _Leaf(NamedTuple):
-    """An array that is averaged: its dtype in the model, and whether a mean is kept.
-
-    While it is frozen its mean is kept, which is the array itself as long as nobody
-    replaces it. The rounding errors of a sum would add up to a thousandth with a decay
-    of 0.9999.
-    """
+    """An array that is averaged: its dtype in the model, and whether a mean is kept."""
 
     dtype: Any
     is_mean: bool
@@ -46,9 +42,6 @@ class Ema(AbstractFollower):
     Its arrays are constants, `es.Buffer`: wherever an `Ema` is held, it is neither
     trained nor written.
 
-    Load it into the average of a model that is frozen as the saved one was: with
-    `debias`, a mean is kept of what has always been frozen, and sums of the rest.
-
     !!! example
 
         ```python
@@ -64,12 +57,18 @@ class Ema(AbstractFollower):
 
     # The last model, with the sums, in float32, in the place of what is averaged.
     sums: Buffer[Any]
+    # A model of nothing but means, which `sums` lacks; `None` if there are none. While
+    # an array is frozen its mean is kept, which is the array itself as long as nobody
+    # replaces it. The rounding errors of a sum would add up to a thousandth with a
+    # decay of 0.9999. In files both have names of their own, so that one cannot be
+    # loaded for the other.
+    means: Buffer[Any]
     weight: Buffer[Any]  # the sum of the weights
     step: Buffer[Any]  # how many updates there were
     decay: float | Callable[[Any], Any] = eqx.field(static=True)
     debias: bool = eqx.field(static=True)
     on: Filter = eqx.field(static=True)
-    # For each leaf of `sums`; `None` where it is not averaged.
+    # For each leaf of the model; `None` where it is not averaged.
     _leaves: tuple[_Leaf | None, ...] | None = eqx.field(static=True, repr=False)
 
     def __init__(
@@ -100,7 +99,7 @@ class Ema(AbstractFollower):
         self.debias = bool(debias)
         check_filter(on)
         self.on = on
-        self.sums = self.weight = self.step = self._leaves = None
+        self.sums = self.means = self.weight = self.step = self._leaves = None
 
     def init(self, model: PyTree) -> Self:
         """The average before the first update, with copies of the arrays of `model`.
@@ -126,9 +125,9 @@ class Ema(AbstractFollower):
         if not wide and not is_kind(self.on):
             raise ValueError(_NOTHING.format(written(self.on)))
         widest = max(wide, key=lambda info: info.bits, default=jnp.finfo(jnp.float32))
-        sums = jtu.tree_unflatten(jtu.tree_structure(model), new)
+        both = jtu.tree_unflatten(jtu.tree_structure(model), new)
         weight, step = jnp.zeros((), widest.dtype), jnp.zeros((), jnp.int32)
-        return self._with(sums, weight, step, now)
+        return self._with(both, weight, step, now)
 
     def update(self, model: PyTree) -> Self:
         """The average after one more model, which may be in another mode.
@@ -148,7 +147,7 @@ class Ema(AbstractFollower):
         is_averaged = self._is_averaged(model)
         new, now = [], list[_Leaf | None]()
         # Holes count, since Equinox's flags may be holes in one of the two.
-        olds: list[Any] = jtu.tree_leaves(self.sums, is_leaf=is_hole)
+        olds: list[Any] = jtu.tree_leaves(self._followed(), is_leaf=is_hole)
         for old, visit in zip(olds, leaves(model, is_leaf=is_hole), strict=True):
             leaf = None if old is None else next(rest)
             if is_averaged(visit) is not (leaf is not None):
@@ -165,8 +164,8 @@ class Ema(AbstractFollower):
             elif visit.node is not None:
                 new.append(_copy(visit.node))
                 now.append(None)
-        sums = jtu.tree_unflatten(jtu.tree_structure(model), new)
-        return self._with(sums, weight, self.step + 1, now)
+        both = jtu.tree_unflatten(jtu.tree_structure(model), new)
+        return self._with(both, weight, self.step + 1, now)
 
     @property
     def model(self) -> Any:
@@ -180,7 +179,7 @@ class Ema(AbstractFollower):
         - `es.NotInitializedError`: `init` has not been called.
         """
         each = self._initialized("model")
-        values, treedef = jtu.tree_flatten(self.sums)
+        values, treedef = jtu.tree_flatten(self._followed())
         new = []
         for x, leaf in zip(values, each, strict=True):
             if leaf is not None:
@@ -248,20 +247,27 @@ class Ema(AbstractFollower):
         return self._leaves
 
     def _check_structure(self, model: PyTree) -> None:
-        if jtu.tree_structure(model) == jtu.tree_structure(self.sums):
+        both = self._followed()
+        if jtu.tree_structure(model) == jtu.tree_structure(both):
             return
-        expected, given = map(same_modes, (self.sums, model))
+        expected, given = map(same_modes, (both, model))
         if jtu.tree_structure(expected) != jtu.tree_structure(given):
             raise ValueError(_STRUCTURE.format(difference(expected, given)))
 
     def _followed(self) -> PyTree:
-        return self.sums
+        """The last model, with sums and means."""
+        return self.sums if self.means is None else update(self.sums, self.means)
 
     def _with(
-        self, sums: Any, weight: Array, step: Array, each: list[_Leaf | None]
+        self, both: Any, weight: Array, step: Array, each: list[_Leaf | None]
     ) -> Self:
         new = copy_tree(self)
-        fields = {"sums": sums, "weight": weight, "step": step}
+        sums, means = both, None
+        is_mean = [leaf is not None and leaf.is_mean for leaf in each]
+        if any(is_mean):
+            mask = jtu.tree_unflatten(jtu.tree_structure(both), is_mean)
+            means, sums = eqx.partition(both, mask)
+        fields = {"sums": sums, "means": means, "weight": weight, "step": step}
         for name, value in {**fields, "_leaves": tuple(each)}.items():
             object.__setattr__(new, name, value)
         return new
