@@ -16,6 +16,10 @@ from sybil.example import NotEvaluated
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from sybil.sybil import SybilCollection
 
+# Pytest imports a file of `src` that is named on its command line. If the package were
+# not there yet, the file would run twice, and there would be two classes of each name.
+import eqx_state  # noqa: F401
+
 
 # Read when JAX first looks for its devices.
 os.environ["XLA_FLAGS"] = (

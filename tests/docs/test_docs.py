@@ -4,6 +4,8 @@ import ast
 import builtins
 import dataclasses
 import re
+import subprocess
+import sys
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -172,3 +174,13 @@ def test_a_heading_of_the_faq_is_an_error_or_says_that_there_is_none():
     headings = re.findall(r"^## (.*)$", prose(DOCS / "faq.md"), re.MULTILINE)
     errors = [h for h in headings if not h.startswith("No error, but ")]
     assert len(errors) == len(error_headings())
+
+
+def test_a_source_file_that_is_named_to_pytest_is_not_run_a_second_time():
+    code = """
+import sys, pytest
+pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "src/eqx_state/_ema.py"])
+import eqx_state
+assert sys.modules["eqx_state._ema"].Ema is eqx_state.Ema
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
