@@ -498,6 +498,20 @@ def test_not_strict_wants_the_same_shapes_and_dtypes(path):
             es.load(path, like, strict=False)
 
 
+def test_not_strict_wants_a_name_in_common(path):
+    es.save(path, {"model": jnp.ones(2)})
+    like = {"a": jnp.zeros(2), "b": jnp.zeros(2, int)}
+    message = r"(?s)missing:\n    \['a'\]\n.*\['b'\]\n.*No name is in both"
+    with rejects(like, ValueError, message, r"unexpected:\n    \['model'\]"):
+        es.load(path, like, strict=False)
+    with rejects(like, ValueError, r"missing:\n    \['b'\]\nNo name is in both"):
+        es.load(path, like, es.path_matches("*b*"), strict=False)
+    # Where there is nothing to load, nothing is missing.
+    assert es.load(path, like, es.Rng, strict=False)["a"] is like["a"]
+    es.save(path, {})
+    assert es.load(path, like, strict=False)["a"] is like["a"]
+
+
 def test_strict_is_given_by_name(path):
     es.save(path, Net(0))
     with pytest.raises(TypeError, match="`False` is no.* filter"):

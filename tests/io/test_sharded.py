@@ -122,8 +122,25 @@ def test_the_mesh_that_is_set(mesh, path):
     with jax.set_mesh(mesh):
         loaded = es.load(path, like)
     assert loaded.sharding.is_equivalent_to(NamedSharding(mesh, P("b")), 1)
-    assert len(es.load(path, like).devices()) == 1
     assert are_shards_of(loaded, x)
+
+
+def test_an_abstract_mesh_and_none_that_is_set(mesh, path, read):
+    es.save(path, {"x": jnp.arange(8.0)})
+    empty = jax.sharding.get_abstract_mesh()
+    message = r"wrong sharding:\n    \['x'\]: P.*is on an abstract mesh.*no mesh is set"
+    for spec in (P("b"), P()):
+        place = NamedSharding(mesh.abstract_mesh, spec)
+        like = {"x": struct(jnp.zeros(8), place)}
+        with pytest.raises(ValueError, match=message):
+            es.load(path, like)
+        with pytest.raises(ValueError, match=message):
+            es.load_state_dict(like, {"['x']": jnp.zeros(8)})
+        assert es.load_state_dict(like, {}, strict=False) == like
+    assert read() == 0
+    # What says nothing of devices.
+    like = {"x": struct(jnp.zeros(8), NamedSharding(empty, P()))}
+    assert es.load(path, like)["x"].tolist() == list(range(8))
 
 
 def test_a_mesh_that_is_set_and_does_not_fit(mesh, path):

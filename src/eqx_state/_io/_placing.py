@@ -1,6 +1,6 @@
 """Values put where the arrays of a tree are: on their devices, in their shards."""
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.core
@@ -34,12 +34,15 @@ def why_not_split(leaf: Any) -> str | None:
     """Why the shards that an abstract leaf says cannot be made; `None` if they can."""
     if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
         return None
-    how = getattr(leaf.sharding, "spec", leaf.sharding)
-    try:
-        # In a trace nothing is put anywhere.
-        sharding = None if is_in_trace() else _sharding_of(leaf)
-    except ValueError:
-        return f"the mesh that is set lacks an axis of {how}"
+    sharding = leaf.sharding
+    how = getattr(sharding, "spec", sharding)
+    if not is_in_trace():  # where nothing is put anywhere
+        try:
+            sharding = _sharding_of(leaf)
+        except ValueError:
+            return f"the mesh that is set lacks an axis of {how}"
+        if sharding is None and not leaf.sharding.mesh.empty:
+            return _NO_MESH_SET.format(how)
     try:
         (sharding or leaf.sharding).shard_shape(leaf.shape)
     except ValueError:
@@ -60,3 +63,7 @@ def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
         whole = jax.device_put(np.zeros(()), jax.sharding.PartitionSpec())
         return jax.sharding.NamedSharding(whole.sharding.mesh, leaf.sharding.spec)
     return leaf.sharding
+
+
+_NO_MESH_SET: Final = """{} is on an abstract mesh, which has no devices, and no mesh \
+is set: `with jax.set_mesh(mesh):`"""

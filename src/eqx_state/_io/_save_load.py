@@ -147,7 +147,7 @@ def load(
         the random keys: `es.not_(es.Rng)`.
     - `strict`: if `False`, what the file lacks stays as in `like`, even if a filter
         selects it, and what `like` lacks is skipped. Shapes and dtypes must agree all
-        the same, as in `es.load_state_dict`.
+        the same, as in `es.load_state_dict`, and at least one name must be in both.
 
     **Returns:**
 
@@ -159,7 +159,8 @@ def load(
     - `ValueError`: the file is not a safetensors file or is truncated, lacks a name
         that the filters select, has (without filters) a name that `like` lacks, or an
         array in it has another shape or dtype, or is to be split into shards that are
-        not equal. The message lists all names.
+        not equal, or over an abstract mesh while no mesh is set; or, with
+        `strict=False`, no name is in both. The message lists all names.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
     - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
 
@@ -196,16 +197,17 @@ def load(
         " `es.load(path, like, es.Parameter)`; `es.TreePart` selects all that has a"
         " kind. `strict=False` skips names that only one of the two has."
     )
-    lenient = bool(filters) or not strict
     with stored_arrays(path) as values:
-        if not lenient and wanted and not any(name in values for name in wanted):
+        nothing = bool(wanted and values) and values.keys().isdisjoint(wanted)
+        if nothing and not (filters and strict):
             advice = (
                 "No name is in both: the file is of another tree. Load it into a tree"
                 " like the one that was saved, and take what you need:"
                 ' `es.load(path, {"model": model, "optimizer": optimizer})["model"]`.'
                 " Of an `es.Ema` that is `es.load(path, ema).model`."
             )
-        if not strict:
+        lenient = bool(filters) or not (strict or nothing)
+        if not (strict or nothing):
             wanted = {name: entry for name, entry in wanted.items() if name in values}
         unexpected = [] if lenient else [name for name in values if name not in named]
         what = f"`es.load`: the file `{path}`"
