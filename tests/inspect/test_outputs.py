@@ -908,6 +908,50 @@ def test_an_unknown_name_is_an_error_with_the_names(name):
         )
 
 
+class Tied(es.Module):
+    embed: eqx.nn.Linear
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return x @ self.embed.weight.T
+
+    def encode(self, x):
+        return self.embed(x)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, es.jit])
+def test_a_module_that_is_not_called_is_an_error(outer):
+    tied = Tied(linear())
+    match = r'(?s)replace=\{"embed": \.\.\.\}.*: `embed` was never called'
+    replace = {"": 1.0, "embed": 0.0}
+    with pytest.raises(ValueError, match=match):
+        outer(es.capture(tied, replace=replace))(X)
+    grad = es.value_and_grad(lambda m, x: m(x).sum())
+    with pytest.raises(ValueError, match=match):
+        outer(es.capture(grad, replace=replace))(tied, X)
+    with pytest.raises(ValueError, match="`the model` was never called"):
+        es.capture(tied.encode, replace={"": 0.0})(X)
+    (y, _), _ = es.capture(tied.encode, replace={"embed": 0.0})(X)
+    assert (y == 0).all()
+    assert tied.calls == 0
+    # One branch of several, and a loop, are calls.
+    replace = {"": 0.0}
+    for f in (
+        lambda m, x: es.cond(x[0] > 9, m, lambda x: x, x),
+        lambda m, x: es.while_loop(lambda x: x[0] > 0, m, x),
+    ):
+        es.capture(f, replace=replace)(tied, X)
+
+
+def test_a_function_that_selects_takes_a_name_and_a_module():
+    for which in (lambda m: True, lambda a, b, c: True):
+        with pytest.raises(TypeError, match="with the name of a module and the module"):
+            es.capture(mlp(), outputs=which)
+    for which in (lambda name, *rest: True, min, ft.partial(lambda a, b, c: True, 1)):
+        es.capture(mlp(), outputs=which)
+
+
 @pytest.mark.parametrize("replace", [3, ["layers[0]"], {0: 1.0}])
 def test_replace_is_a_mapping_from_names(replace):
     with pytest.raises(TypeError, match=r"`replace` is a mapping from names"):

@@ -101,6 +101,40 @@ def _(case):
 
 
 @LOOKING.raises(
+    "replace the output of a module of which only the arrays are used",
+    ValueError,
+    "`embed` was never called",
+    "x @ self.layer.weight.T",
+    instead="the module around it, or a call of the module",
+)
+def _(case):
+    class Tied(es.Module):
+        embed: eqx.nn.Linear
+
+        def __call__(self, x):
+            return x @ self.embed.weight.T
+
+    model = case.keep(Tied(eqx.nn.Linear(2, 2, key=jr.key(0))))
+    with case.error():
+        es.capture(model, replace={"embed": 0.0})(X)
+    assert (es.capture(model, replace={"": 0.0})(X)[0][0] == 0).all()
+
+
+@LOOKING.raises(
+    "select outputs by a function of the module: `outputs=lambda m: ...`",
+    TypeError,
+    "`f` is called with the name of a module and the module",
+    "lambda name, m:",
+    instead="`lambda name, m: ...`",
+)
+def _(case):
+    model = case.keep(mlp())
+    with case.error():
+        es.capture(model, outputs=lambda m: True)
+    assert es.capture(model, outputs=lambda name, m: name == "")(X)[1].keys() == {""}
+
+
+@LOOKING.raises(
     "put the outputs of a batch in the place of the output of one lane",
     ValueError,
     "a value in its place has the same structure, shapes and dtypes",

@@ -46,6 +46,7 @@ class _Capture(Transform):
             sown = scope.sown
         found = _by_name(sown)
         if observer is not None:
+            observer.check_replaced()
             found = {name: unmarked(x, observer.key) for name, x in found.items()}
         return result, found
 
@@ -165,6 +166,7 @@ def capture(
         `__call__`. A module class or a tuple of them; a glob on names, in which `*`
         stands for any characters and `?` for one, `"layers[*].attention"`; or a
         function of `(name, module)` that returns a bool. The name of the root is `""`.
+        There need not be a module of a class.
     - `replace`: a mapping from names of modules to what the rest of the model sees in
         place of their outputs: a value, or a function of the output. A value has the
         structure, shapes and dtypes of the output (under a transform, of the output of
@@ -193,7 +195,8 @@ def capture(
 
     - `ValueError`: something was found in a step of `es.while_loop` or `es.fori_loop`,
         or only in some branches of `es.cond` or `es.switch`; `replace` has a name that
-        no module has, or a value that does not fit; `outputs` is a glob that matches no
+        no module has, or whose module was not called, or a value that does not fit;
+        `outputs` is a glob that matches no
         module; an output and a sown value have the same name.
     - `es.TraceError`: something was sown inside a plain JAX transform; a module was
         called inside one other than `jax.vmap`.

@@ -1,5 +1,6 @@
 """Which outputs `es.capture` keeps, and which it replaces: `outputs=`, `replace=`."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ class Outputs(Observer):
     def __init__(self, which: Any, replace: Mapping[str, Any]):
         self.selects = selector(which)
         self.which, self.replace = which, replace
+        self.replaced: set[str] = set()
         depth = sum(isinstance(x.observer, Outputs) for x in OBSERVING.get().values())
         # Programs have what `replace` puts in the place of outputs as constants.
         self.key = ("es.capture", depth, object() if replace else which)
@@ -38,6 +40,7 @@ class Outputs(Observer):
         out = call(*args, **kwargs)
         if name in self.replace:
             out = _replaced(name, self.replace[name], out)
+            self.replaced.add(name)
         if shows:
             keep(scope, Called(name), out)
         return out
@@ -50,6 +53,13 @@ class Outputs(Observer):
         is_glob = isinstance(self.which, str)
         if is_glob and not any(self.selects(name, None) for name in names):
             raise ValueError(_NO_MATCH.format(self.which, _listed(names), _hint(model)))
+
+    def check_replaced(self) -> None:
+        """Raise `ValueError` after the call if `replace` has had no effect."""
+        # Each call traces anew, since `key` is its own: whatever is called is seen.
+        for name in self.replace:
+            if name not in self.replaced:
+                raise ValueError(_NEVER_CALLED.format(name, name or "the model"))
 
     def cannot_see(self, name: str, module: Any) -> None:
         raise TypeError(_CANNOT_SEE.format(name, type(module).__qualname__))
@@ -91,8 +101,23 @@ def selector(which: Any) -> Callable[[str, Any], bool]:
     if all(isinstance(cls, type) for cls in classes):
         return lambda name, module: isinstance(module, classes)
     if callable(which):
+        if not takes(which, "", None):
+            raise TypeError(_NOT_OF_TWO)
         return lambda name, module: bool(which(name, module))
     raise TypeError(_NO_SELECTION.format(repr(which)))
+
+
+def takes(f: Callable[..., Any], *args: Any) -> bool:
+    """Whether `f` can be called with these arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # it has none
+        return True
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
 
 
 def _replaced(name: str, new: Any, out: Any) -> Any:
@@ -142,6 +167,21 @@ does a transform of JAX:
 _UNKNOWN: Final = """`es.capture(..., replace={{"{}": ...}})`: the model has no module \
 of this name that can be called. Names are given in full, and globs are for `outputs`. \
 The names are {}.{}"""
+
+_NEVER_CALLED: Final = """`es.capture(..., replace={{"{0}": ...}})`: `{1}` was never \
+called, so nothing took the place of its output. What counts is a call of the module \
+itself, `self.layer(x)`, and not of another method, nor the use of its arrays:
+
+    x @ self.layer.weight.T      # the layer is not called
+    self.layer(x)                # it is
+
+Name the module around it, or one that the model calls."""
+
+_NOT_OF_TWO: Final = """`es.capture(..., outputs=f)`: `f` is called with the name of a \
+module and the module, and returns a bool:
+
+    es.capture(model, outputs=lambda m: isinstance(m, Block))          # wrong
+    es.capture(model, outputs=lambda name, m: isinstance(m, Block))    # right"""
 
 _STACKED: Final = """ The layers of an `es.nn.Stacked` have one name, `blocks.layers`, \
 as one program runs them all; their outputs are stacked along an axis for the layers. \
