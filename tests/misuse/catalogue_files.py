@@ -346,7 +346,8 @@ def _(case):
 @HABITS.raises(
     "pass the inputs to `es.mutable` itself: `es.mutable(model, x)`",
     TypeError,
-    "takes 1 positional argument but 2 were given",
+    "takes a function, and returns one of the same arguments",
+    "es.mutable(f)(x)     # right",
     instead="`es.mutable(model)(x)`",
 )
 def _(case):

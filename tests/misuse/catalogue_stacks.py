@@ -97,6 +97,19 @@ def _(case):
         es.nn.Stacked.make(lambda key: Layer(jr.normal(key)), jr.key(0))
 
 
+@STACKS.raises(
+    "make a stack of a class that takes more than a key: `es.nn.Stacked.make("
+    "eqx.nn.Linear, keys)`",
+    TypeError,
+    "calls `Linear` with a key and nothing else",
+    "missing a required argument: 'out_features'",
+    instead="`lambda key: eqx.nn.Linear(8, 8, key=key)`",
+)
+def _(case):
+    with case.error():
+        es.nn.Stacked.make(eqx.nn.Linear, jr.split(jr.key(0), 2))
+
+
 @STACKS.works(
     "stack lazy layers",
     "`init` makes each of them with a key of its own, and stacks them",

@@ -524,6 +524,20 @@ def test_what_does_not_make_layers():
         es.nn.Stacked.make([make_linear(key) for key in KEYS], KEYS)
 
 
+def test_layers_are_made_of_a_key_alone():
+    def make(*, key):
+        return make_linear(key)
+
+    for make_layer in (eqx.nn.Linear, make, lambda: None):
+        name = make_layer.__qualname__.replace("<", "[<]")
+        match = rf"(?s)calls `{name}` with a key.*lambda key: eqx.nn.Linear\(8, 8, key"
+        with pytest.raises(TypeError, match=match):
+            es.nn.Stacked.make(make_layer, KEYS)
+    match = "missing a required argument: 'out_features'"
+    with pytest.raises(TypeError, match=match):
+        es.nn.Stacked.make(eqx.nn.Linear, KEYS)
+
+
 def test_a_list_of_keys():
     stacked = es.nn.Stacked.make(make_linear, list(KEYS))
     close(stacked, es.nn.Stacked.make(make_linear, KEYS))

@@ -11,7 +11,7 @@ from .._state._scope import Kinds, Scope, Sown
 from .._state._sow import Called
 from .._transforms._grad import AbstractGrad
 from .._transforms._mutable import Argnums, as_argnums, as_kinds, target, thread
-from .._transforms._transform import Transform, wrap
+from .._transforms._transform import of_one, Transform, wrap
 from .._tree._observe import unmarked
 from ._outputs import check_replace, Outputs, selector
 
@@ -143,6 +143,7 @@ def capture(
     kinds: Any = State,
     argnums: tuple[int, ...],
 ) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], dict[str, Any]]]: ...
+@of_one
 def capture(
     f: Any,
     *,

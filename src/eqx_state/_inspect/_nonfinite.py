@@ -15,7 +15,7 @@ from .._kinds._kinds import State
 from .._state._module import Module
 from .._state._scope import own, Scope
 from .._transforms._mutable import target, thread
-from .._transforms._transform import Transform, wrap
+from .._transforms._transform import of_one, Transform, wrap
 from .._tree._observe import Recorder
 from .._tree._parts import parts
 from .._tree._surgery import modules
@@ -130,6 +130,7 @@ outside, on a function that is transformed:
     es.find_nonfinite(es.jit(step))(model, x)    # right"""
 
 
+@of_one
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
     """The name of the module that made the first NaN or infinity in a call of `f`.
 

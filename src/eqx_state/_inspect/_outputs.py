@@ -1,6 +1,5 @@
 """Which outputs `es.capture` keeps, and which it replaces: `outputs=`, `replace=`."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -9,6 +8,7 @@ import jax.tree_util as jtu
 
 from .._state._fit import fit_leaf, same_type
 from .._state._sow import Called, keep
+from .._transforms._arguments import why_not_called
 from .._tree._filters import compiled_glob
 from .._tree._observe import can_be_observed, Observer, OBSERVING
 from .._tree._parts import parts
@@ -101,23 +101,10 @@ def selector(which: Any) -> Callable[[str, Any], bool]:
     if all(isinstance(cls, type) for cls in classes):
         return lambda name, module: isinstance(module, classes)
     if callable(which):
-        if not takes(which, "", None):
+        if why_not_called(which, "", None) is not None:
             raise TypeError(_NOT_OF_TWO)
         return lambda name, module: bool(which(name, module))
     raise TypeError(_NO_SELECTION.format(repr(which)))
-
-
-def takes(f: Callable[..., Any], *args: Any) -> bool:
-    """Whether `f` can be called with these arguments, as far as its signature says."""
-    try:
-        signature = inspect.signature(f)
-    except (TypeError, ValueError):  # it has none
-        return True
-    try:
-        signature.bind(*args)
-    except TypeError:
-        return False
-    return True
 
 
 def _replaced(name: str, new: Any, out: Any) -> Any:

@@ -1,5 +1,6 @@
 """What JAX would trace in an argument or an output, and what an argument may not be."""
 
+import inspect
 from typing import Any
 
 import equinox as eqx
@@ -30,6 +31,19 @@ def check_all_initialized(models: list[Any]) -> None:
     for x in models:
         if getattr(x, "__func__", None) is not Module.init:
             check_initialized(x)
+
+
+def why_not_called(f: Any, *args: Any) -> str | None:
+    """Why `f` cannot be called with these arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # it has none
+        return None
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def is_mappable(visit: Visit) -> bool:

@@ -33,7 +33,7 @@ from .._tree._select import partition
 from ._cast import as_cast, Cast
 from ._lift import Lifted
 from ._mutable import Argnums, as_argnums, target, thread
-from ._transform import Transform, wrap
+from ._transform import of_one, Transform, wrap
 
 
 _M = TypeVar("_M")
@@ -179,6 +179,7 @@ def value_and_grad(
     argnums: tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
+@of_one
 def value_and_grad(
     f: Any,
     *,
@@ -284,6 +285,7 @@ def grad(
     argnums: tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
+@of_one
 def grad(
     f: Any,
     *,

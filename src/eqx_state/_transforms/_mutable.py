@@ -24,7 +24,7 @@ from .._tree._base import is_eqx_module
 from .._tree._observe import unmarked
 from .._tree._walk import name_of, Visit
 from ._cast import as_cast, Cast, own_again
-from ._transform import Transform, wrap
+from ._transform import of_one, Transform, wrap
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -256,6 +256,7 @@ def mutable(
     argnums: tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
+@of_one
 def mutable(
     f: Any,
     *,

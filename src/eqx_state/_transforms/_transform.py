@@ -5,13 +5,17 @@ see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 """
 
 import functools as ft
-from typing import Any, ClassVar, Final, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, cast, ClassVar, Final, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import boundary
 from .._tree._base import is_eqx_module
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Transform(eqx.Module):
@@ -97,6 +101,18 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     return transform
 
 
+def of_one(transform: _F) -> _F:
+    """A decorator: an error that teaches for `transform(f, x)`."""
+
+    @ft.wraps(transform)
+    def checked(*args: Any, **options: Any) -> Any:
+        if len(args) > 1:
+            raise TypeError(_AT_ONCE.format(f"es.{transform.__name__}", len(args)))
+        return transform(*args, **options)
+
+    return cast(_F, checked)
+
+
 def _method_of(cls: type) -> str:
     """The name of a method to suggest if a module of this class cannot be called."""
     own = [name for name in vars(cls) if not name.startswith("_")]
@@ -119,6 +135,14 @@ outside:
     @property
     @es.jit
     def norm(self): ..."""
+
+_AT_ONCE: Final = """`{0}` takes a function, and returns one of the same arguments. \
+It was given {1} arguments:
+
+    {0}(f, x)     # wrong
+    {0}(f)(x)     # right
+
+Options are given by name."""
 
 _A_CLASS: Final = """A transform that threads state was given the class `{0}`, and its \
 state is that of a model. Make one, and keep what comes back:

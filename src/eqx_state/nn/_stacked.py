@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from .._interop import takes_key
 from .._state._init import check_initialized, Initializer, missing
 from .._state._module import Module
+from .._transforms._arguments import why_not_called
 from .._transforms._loops import scan
 from .._transforms._remat import checkpoint as remat
 from .._tree._keys import is_key, num_key_axes
@@ -128,8 +129,8 @@ class Stacked(Module, Generic[_Layer]):
 
         **Raises:**
 
-        - `TypeError`: `make_layer` is not a function; or `keys` is not an array with an
-            axis for the layers, or a list of keys.
+        - `TypeError`: `make_layer` is not a function of a key; or `keys` is not an
+            array with an axis for the layers, or a list of keys.
 
         !!! example
 
@@ -150,6 +151,9 @@ class Stacked(Module, Generic[_Layer]):
         if not callable(make_layer):
             raise TypeError(_MAKE.format(type(make_layer).__qualname__))
         keys = _checked_keys(keys)
+        if (problem := why_not_called(make_layer, keys[0])) is not None:
+            name = getattr(make_layer, "__qualname__", "make_layer")
+            raise TypeError(_OTHER_ARGUMENTS.format(name, problem))
         layers: Any = Stack(eqx.filter_vmap(make_layer)(keys), len(keys))
         if missing(layers.layers) is not None:
             # A placeholder knows nothing of the `vmap` that it was made under.
@@ -303,6 +307,12 @@ def _checked_unroll(unroll: Any) -> int | bool:
 _MAKE: Final = """`es.nn.Stacked.make` takes a function of a key that returns a layer, \
 and was given a `{}`: `es.nn.Stacked.make(Block, keys)`. Layers that are there already \
 are stacked by `es.nn.Stacked(layers)`."""
+
+_OTHER_ARGUMENTS: Final = """`es.nn.Stacked.make` calls `{0}` with a key and nothing \
+else, and it takes other arguments: {1}. Write a function of the key that gives them:
+
+    es.nn.Stacked.make(eqx.nn.Linear, keys)                                # wrong
+    es.nn.Stacked.make(lambda key: eqx.nn.Linear(8, 8, key=key), keys)     # right"""
 
 _KEYS: Final = """`es.nn.Stacked.make` takes one key for each layer, and was given {}:
 
