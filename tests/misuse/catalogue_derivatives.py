@@ -164,6 +164,26 @@ def _(case):
 
 
 @DERIVATIVES.raises(
+    "write state in the backward rule of an `es.custom_vjp`",
+    es.TraceError,
+    "this is the backward rule of an `es.custom_vjp`",
+    "`Layer.count`",
+    instead="the function and its forward rule, of which one runs",
+)
+def _(case):
+    layer = case.keep(Layer(), X)
+
+    def bwd(layer, g):
+        layer.count = layer.count + 1
+        return None, g
+
+    rule = es.custom_vjp(lambda layer, x: x)
+    rule.defvjp(lambda layer, x: (x, layer), bwd)
+    with case.error():
+        es.grad(lambda layer, x: rule(layer, x) * layer.weight)(layer, X)
+
+
+@DERIVATIVES.raises(
     "write a statistic of a device's own rows under `es.shard_map`",
     ValueError,
     "the devices wrote different values to",

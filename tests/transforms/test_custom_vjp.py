@@ -504,32 +504,93 @@ def test_a_module_that_is_also_passed_may_be_closed_over():
     assert jax.grad(f)(-1.0) == 2.0
 
 
+class Box:
+    """An object into which no transform looks."""
+
+    def __init__(self, x):
+        self.x = [x]
+
+    def __call__(self):
+        return self.x[0]
+
+
+HOLDERS = {
+    "module": lambda layer: lambda: layer,
+    "list": lambda layer: lambda held=[layer]: held[0],
+    "object": Box,
+}
+
+
 @leaks_on_purpose
-def test_a_write_in_the_backward_rule_is_an_error():
+@pytest.mark.parametrize("outer", [lambda f: f, es.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=list(HOLDERS))
+def test_a_write_in_the_backward_rule_is_an_error(hold, outer):
+    def run(layer, x):
+        get = hold(layer)
+
+        def bwd(_, g):
+            get().plain = get().plain + 1
+            return None, g
+
+        def fwd(layer, x):
+            return layer.weight * x, None
+
+        rule = make(es, lambda layer, x: layer.weight * x, fwd, bwd)
+        return es.vjp(lambda x: rule(layer, x), x)[1]
+
+    match = r"Layer\.plain` \(`plain`\) here: this is the backward rule"
+    with rejects(Layer(), es.TraceError, match):
+        es.mutable(lambda layer: outer(lambda x: run(layer, x)(1.0))(X))(Layer())
+    vjp_fn, _ = es.mutable(run)(Layer(), X)
+    with pytest.raises(es.TraceError, match=match):  # where the scope has closed
+        vjp_fn(1.0)
+
+
+def test_what_the_backward_rule_may_not_write_is_also_a_copy_and_what_is_sown():
     def scale(layer, x):
         return layer.weight * x
 
-    def run(layer, x):
-        def bwd(_, g):
-            layer.plain = layer.plain + 1
-            return None, g
-
-        rule = make(es, scale, lambda layer, x: (layer.weight * x, None), bwd)
-        return es.vjp(lambda x: rule(layer, x), x)[1]
-
-    with rejects(Layer(), es.TraceError, r"Layer\.plain"):
-        es.mutable(lambda layer: run(layer, X)(1.0))(Layer())
-    vjp_fn, _ = es.mutable(run)(Layer(), X)
-    with pytest.raises(FROZEN, match="has closed"):
-        vjp_fn(1.0)
-
-    def snapshot(residuals, g):
-        residuals.plain = 3
+    def writes(layer, g):
+        layer.plain = 3
         return None, g
 
-    rule = make(es, scale, lambda layer, x: (x, layer), snapshot)
-    with pytest.raises(FROZEN, match=r"Layer\.plain"):
+    def calls(layer, g):
+        return None, es.checkpoint(layer)(g)
+
+    def sows(layer, g):
+        layer.sow("a", g)
+        return None, g
+
+    rule = make(es, scale, lambda layer, x: (scale(layer, x), layer), writes)
+    with pytest.raises(es.TraceError, match=r"`Layer\.plain` here: this is the b"):
         jax.grad(rule, 1)(Layer(), X)
+
+    def run(bwd, layer, x):
+        held = [layer]
+        fwd = lambda layer, x: (scale(layer, x), None)  # noqa: E731
+        rule = make(es, scale, fwd, lambda _, g: bwd(held[0], g))
+        return es.grad(lambda x: rule(layer, x))(x)[0]
+
+    with rejects(Layer(), es.TraceError, r"write `\w+` here: this is the backward"):
+        es.mutable(lambda layer, x: run(calls, layer, x))(Layer(), X)
+    with pytest.raises(es.TraceError, match="sow `a` here: this is the backward"):
+        es.capture(lambda layer, x: run(sows, layer, x))(Layer(), X)
+
+
+def test_a_scope_that_the_backward_rule_opens_is_its_own():
+    def bwd(layer, g):
+        _, new = es.mutable(lambda layer: setattr(layer, "plain", 3))(layer)
+        return None, new.plain.astype(g.dtype)
+
+    rule = make(es, lambda n, x: x, lambda layer, x: (x, layer), bwd)
+    assert jax.grad(rule, 1)(Layer(), 1.0) == 3.0
+
+    def wrong(layer, g):
+        es.mutable(lambda _: setattr(layer, "plain", 3))(layer)
+
+    rule = make(es, lambda n, x: x, lambda layer, x: (x, layer), wrong)
+    with pytest.raises(FROZEN, match="has the original from outside"):
+        jax.grad(rule, 1)(Layer(), 1.0)
 
 
 def sowing(name):

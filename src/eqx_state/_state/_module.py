@@ -14,6 +14,7 @@ from typing import Any, Self, TYPE_CHECKING
 import equinox as eqx
 
 from .._compat import boundary, is_in_trace, own_annotations
+from .._errors import TraceError
 from .._kinds._fields import (
     ArrayDefault,
     declarations,
@@ -36,9 +37,10 @@ from .._tree._bind import Filter
 from .._tree._weak_types import strengthen_field
 from . import _init, _treescope
 from ._outside_scope import frozen_error
+from ._scope import is_in_backward_rule
 from ._sow import sow
 from ._write import write
-from ._write_errors import no_field_message
+from ._write_errors import no_field_message, trace_message
 
 
 if TYPE_CHECKING:
@@ -209,6 +211,9 @@ class Module(BaseModule):
                     # The annotation to suggest is that of the value to be drawn.
                     message = no_field_message(self, name, _init.as_initialized(value))
                     raise dataclasses.FrozenInstanceError(message) from None
+                if is_in_backward_rule():
+                    where = f"{type(self).__qualname__}.{name}"
+                    raise TraceError(trace_message(None, where)) from None
                 raise frozen_error(self, name, value) from None
 
         def __delattr__(self, name: str) -> None:

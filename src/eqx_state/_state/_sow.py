@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from .._compat import has_escaped, out_of_vmaps, trace_state
+from .._compat import has_escaped, out_of_vmaps
 from .._errors import TraceError
 from .._tree._base import BaseModule, get_place
 from .._tree._show import show
@@ -51,8 +51,8 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
 def keep(scope: Scope, key: Any, value: Any) -> None:
     """Add a pytree of arrays and numbers, of the active trace."""
     leaves = jtu.tree_leaves(value)
-    if scope.trace != trace_state() and not isinstance(key, Called):
-        raise TraceError(trace_message(key, verb="sow"))
+    if not (scope.is_here or isinstance(key, Called)):
+        raise TraceError(trace_message(scope, key, verb="sow"))
     if any(map(has_escaped, leaves)):
         raise TraceError(in_words(key, _ESCAPED, _ESCAPED_CALL))
     if not all(map(_is_sowable, leaves)):
@@ -70,12 +70,13 @@ def carried_out(scope: Scope, key: Any, values: Sequence[Any]) -> Sequence[Any]:
     Outputs of a module's calls have a new first axis for each `jax.vmap` in between.
     Any other transform of JAX in between is a `TraceError`.
     """
-    if scope.trace == trace_state():
+    if scope.is_here:
         return values
     is_called = isinstance(key, Called)
     if is_called and (out := out_of_vmaps(values, scope.trace)) is not None:
         return out
-    raise TraceError(in_words(key, trace_message("{}", verb="sow"), _CALLED_IN_A_TRACE))
+    sown = trace_message(scope, "{}", verb="sow")
+    raise TraceError(in_words(key, sown, _CALLED_IN_A_TRACE))
 
 
 def deliver(scope: Scope, sown: Sown) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .._compat import trace_state
 from .._errors import TraceError
 from .._tree._base import BaseModule, fields_of, get_place, is_module
 from .._tree._compare import same
@@ -17,7 +16,7 @@ from .._tree._context import Context
 from .._tree._walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._tree._weak_types import strengthen_field, to_strong
 from .._typing import KeyPath
-from ._scope import own, Place, Scope
+from ._scope import is_in_backward_rule, own, Place, Scope
 from ._write_errors import (
     CLOSED,
     frozen,
@@ -41,10 +40,10 @@ def _write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     key = jtu.GetAttrKey(name)
     path = (*place.path, key)
     full_name = name_of(path)
-    if not scope.is_open:
+    if not (scope.is_open or is_in_backward_rule(scope)):
         raise frozen(CLOSED.format(where))
-    if scope.trace != trace_state():
-        raise TraceError(trace_message(full_name, where))
+    if not scope.is_here:
+        raise TraceError(trace_message(scope, full_name, where))
     context = place.context.enter(module, key)
     field = next((f for f in dataclasses.fields(module) if f.name == name), None)
     if field is None:

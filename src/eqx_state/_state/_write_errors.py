@@ -13,7 +13,7 @@ from .._tree._base import BaseModule, declared_fields, get_place
 from .._tree._keys import is_key
 from .._tree._walk import is_array, Visit, walk
 from .._tree._weak_types import NUMBERS
-from ._scope import Scope
+from ._scope import is_in_backward_rule, Scope
 
 
 CLOSED: Final = """Cannot write `{}`: the scope of `es.mutable` that owned this module \
@@ -39,6 +39,13 @@ Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
 its argument. Or call `es.mutable` inside the transform, and return the new model from \
 it."""
 
+_BACKWARD: Final = """Cannot {0} {1} here: this is the backward rule of an \
+`es.custom_vjp`, which runs only if there is a gradient, and nothing comes out of it \
+but cotangents. Write in the function and in its forward rule, of which one runs:
+
+    def bwd(layer, g): layer.calls = layer.calls + 1    # wrong
+    def fwd(layer, x): layer.calls = layer.calls + 1    # right"""
+
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body, `{1}: {2}`{3}. {4}"""
 
@@ -61,9 +68,12 @@ def frozen(message: str) -> dataclasses.FrozenInstanceError:
     return dataclasses.FrozenInstanceError(message)
 
 
-def trace_message(name: str, where: str = "", verb: str = "write") -> str:
+def trace_message(
+    scope: Scope | None, name: str, where: str = "", verb: str = "write"
+) -> str:
     """The error for state that is written in a trace that it cannot leave."""
-    return _TRACE.format(verb, f"`{where}` (`{name}`)" if where else f"`{name}`")
+    text = _BACKWARD if is_in_backward_rule(scope) else _TRACE
+    return text.format(verb, f"`{where}` (`{name}`)" if where else f"`{name}`")
 
 
 def kind_at(visit: Visit) -> type | None:

@@ -19,14 +19,13 @@ import jax.tree_util as jtu
 from .._compat import is_in_trace
 from .._errors import TraceError
 from .._state._nn_shared import closed_copy
-from .._state._scope import is_owned
-from .._tree._base import get_place
+from .._state._scope import backward_rule, is_owned
 from .._tree._compare import is_hole, leaves_like
 from .._tree._show import show
 from .._tree._walk import is_array, leaves, walk
 from ._alike import Alike
 from ._arguments import check_given, is_traced
-from ._closures import models_in, owned_in
+from ._closures import models_in
 from ._lift import Lifted, Ran
 from ._root import Slot, Values
 
@@ -122,9 +121,7 @@ class Call:
     def _bwd(self, residuals: Any, cotangents: Any) -> tuple[Any]:
         out, state, _ = cotangents
         residuals = eqx.combine(residuals, self.residuals)
-        with contextlib.ExitStack() as stack:
-            for module in owned_in((self.rules.bwd, self.fixed)):
-                stack.enter_context(get_place(module).scope.read_only())
+        with backward_rule():
             given = self.rules.bwd(*self.fixed, residuals, out)
         return (self._fit(given, state),)
 

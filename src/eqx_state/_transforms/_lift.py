@@ -18,7 +18,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from .._compat import out_of_vmaps, trace_state
+from .._compat import out_of_vmaps
 from .._errors import NotInitializedError, TraceError
 from .._state._collect import leave, Owned, Snapshot
 from .._state._scope import alone, is_owned, own, Scope, Sown
@@ -246,7 +246,8 @@ class Lifted:
         """The error for a write in a trace that it cannot leave."""
         if (observer := self.records.get(slot[0])) is not None:
             return TraceError(observer.trace_message)
-        return TraceError(trace_message(self.name(slot)))
+        scope = self.roots[slot[0]].place.scope
+        return TraceError(trace_message(scope, self.name(slot)))
 
     def _made(
         self, before: list[Snapshot], after: list[Snapshot]
@@ -346,7 +347,7 @@ class Lifted:
         written = self._merged(ran.written)
         for i, k in written:
             is_merged = written[i, k] is not ran.written[i, k]
-            if self.roots[i].place.scope.trace != trace_state() and not is_merged:
+            if not (is_merged or self.roots[i].place.scope.is_here):
                 raise self.trace_error((i, k))
         sown = [
             (scope.sown, key, carried_out(scope, key, values))

@@ -213,9 +213,9 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
     return eqx.combine(out, static), Pushforward(pushforward, mold), *aux
 
 
-_FOR_VJP: Final = "The cotangents for the function that `es.vjp` returned"
-_FOR_LINEARIZE: Final = "The tangents for the function that `es.linearize` returned"
-_OF_JVP: Final = "The tangents of `es.jvp`"
+_FOR_VJP: Final = "The tree of cotangents for what `es.vjp` returned"
+_FOR_LINEARIZE: Final = "The tree of tangents for what `es.linearize` returned"
+_OF_JVP: Final = "The tree of tangents of `es.jvp`"
 
 _NOT_A_TUPLE: Final = """`es.jvp(f, primals, tangents)`: `primals` and `tangents` are \
 tuples or lists, with an entry for each argument of `f`, and one of them is a `{}`: \
