@@ -50,7 +50,13 @@ REFERENCES = {
     "es.train": INFERENCE,
     STOCK_EVAL: STOCK_INFERENCE,
 }
-LIMITS = {FILTER: 0.7, EVAL: 0.4}
+LIMITS = {
+    FILTER: 0.7,
+    "es.partition": 0.6,
+    "es.update": 1.0,
+    "es.mask": 1.0,
+    EVAL: 0.4,
+}
 
 
 def operations(depth: int, width: int) -> dict[str, Callable[[], Any]]:

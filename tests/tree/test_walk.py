@@ -18,8 +18,9 @@ import eqx_state as es
 from eqx_state._kinds._spec import Spec
 from eqx_state._tree._aliasing import find_shared
 from eqx_state._tree._children import children, map_children
+from eqx_state._tree._compare import identical, is_hole
 from eqx_state._tree._context import ROOT
-from eqx_state._tree._walk import leaves, map_leaves, walk
+from eqx_state._tree._walk import kinds_of, leaves, map_leaves, walk
 
 
 ONE = jnp.ones(1)
@@ -86,6 +87,25 @@ def test_the_walk_is_what_it_is_by_definition(name):
     tree = TREES[name]()
     found = [(v.path, id(v.node), v.context, v.is_leaf) for v in walk(tree)]
     assert found == list(by_definition(tree))
+
+
+KINDS_IN = {
+    **{name: make for name, make in TREES.items() if name != "a generator"},
+    "marks": lambda: es.freeze(mixed(), lambda m: (m.layers[0], m.table)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS_IN)
+def test_kinds_without_visits_are_those_of_the_visits(name):
+    tree = KINDS_IN[name]()
+    kinds = [visit.kind for visit in leaves(tree)]
+    assert kinds_of(jtu.tree_leaves(tree), tree) == kinds
+
+
+def test_a_field_without_a_value_is_not_a_hole():
+    module = without_a_field()
+    found = [visit.node for visit in leaves(module, is_leaf=is_hole)]
+    assert identical(found, jtu.tree_leaves(module, is_leaf=is_hole))
 
 
 def test_a_walk_keeps_nothing_alive():

@@ -4,8 +4,9 @@ A filter is bound to a tree before it is asked (`bind`), since `es.under` has to
 the whole tree once.
 """
 
+import itertools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from .._kinds._kinds import is_kind, Kind, kind_name, TreePart
 from .._typing import PyTree
 from ._parts import Part
 from ._stacks import layers_of
-from ._walk import is_array, Visit
+from ._walk import is_array, kinds_of, leaves, Visit
 
 
 Filter: TypeAlias = Kind | Callable[[Part], Any]
@@ -107,11 +108,42 @@ def bind_to_visits(
     filters: tuple[Filter, ...], tree: PyTree
 ) -> Callable[[Visit], bool]:
     """`bind_all`, for the leaves of a walk, of which some are not arrays."""
-    if len(filters) == 1 and is_kind(filters[0]):  # the most frequent, by far
+    if len(filters) == 1 and is_kind(filters[0]):
         (kind,) = filters
         return lambda visit: visit.is_a(kind)
     predicate = bind_all(filters, tree)
     return lambda visit: is_array(visit.node) and predicate(Part(visit))
+
+
+def first_matches(
+    alternatives: Sequence[tuple[Filter, ...]], given: list[Any], tree: PyTree
+) -> list[int]:
+    """For each leaf, the number of the first alternative that selects it, or -1.
+
+    - `alternatives`: each selects what satisfies all of its filters, as in `es.filter`.
+    - `given`: the leaves of `tree`, as `jax.tree.leaves` gives them.
+    """
+    if all(map(is_kind, itertools.chain(*alternatives))):  # as most often
+        kinds = kinds_of(given, tree)
+        numbers = {kind: _first_kind(kind, alternatives) for kind in {*kinds}}
+        return [numbers[kind] for kind in kinds]
+    predicates = [*enumerate(bind_to_visits(fs, tree) for fs in alternatives)]
+    found: list[int] = []
+    for visit in leaves(tree):
+        for i, is_selected in predicates:
+            if is_selected(visit):
+                found.append(i)
+                break
+        else:
+            found.append(-1)
+    return found
+
+
+def _first_kind(kind: Kind | None, alternatives: Sequence[tuple[Any, ...]]) -> int:
+    for i, filters in enumerate(alternatives):
+        if kind and all(issubclass(kind, f) for f in filters or (TreePart,)):
+            return i
+    return -1
 
 
 class Combinator:

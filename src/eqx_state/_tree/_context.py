@@ -3,6 +3,7 @@
 The kind of an array depends on every declaration above it. A `Context` sums them up.
 """
 
+import functools as ft
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,7 +55,7 @@ class Context(NamedTuple):
             if is_module(node):
                 fields = fields_of(node)
                 around = self.inside(fields["frozen"], fields[MARKS])
-            return around.field_of(type(node), key.name)
+            return around.fields_of(type(node), [key.name])[0]
         below = self.below(declared_child(self.spec, node, key))
         return below.at(step_to(node, key)) if self.marks else below
 
@@ -84,43 +85,47 @@ class Context(NamedTuple):
                 return self._replace(lost=(name, name + name_of_steps(path)))
         return self
 
-    def field_of(self, cls: type, name: str) -> "Context":
-        """The context of a field of a module of this class."""
+    def fields_of(self, cls: type, names: list[str]) -> "list[Context]":
+        """The contexts of these fields of a module of this class."""
         specs, below = declared_inside(cls, self.spec)
-        spec = specs.get(name, NOTHING)
         around = self if below is NOTHING else self.declare(below)
-        owners = (*self.owners, cls)
-        context = around._replace(
-            spec=spec,
+        around = around._replace(
+            spec=NOTHING,
             unresolved=False,
-            owners=owners,
-            field=name,
+            owners=(*self.owners, cls),
             axes=self._axes_below(),
         )
-        if self.marks:
-            context = context.at((f".{name}", 0))
-        return context.declare(spec)
+        found = []
+        for name in names:
+            context = around.declare(specs.get(name, NOTHING), name)
+            found.append(context.at((f".{name}", 0)) if self.marks else context)
+        return found
 
     def _axes_below(self) -> tuple[AxesAbove, ...]:
         return tuple(above._replace(depth=above.depth + 1) for above in self.axes)
 
-    def declare(self, spec: Spec) -> "Context":
-        """The context after one more declaration."""
-        if spec is NOTHING and self.spec is NOTHING:
-            return self
+    def declare(self, spec: Spec, field: str | None = None) -> "Context":
+        """The context after one more declaration, that of `field` if it is given."""
+        if field is None:
+            if spec is NOTHING and self.spec is NOTHING:
+                return self
+            field = self.field
         axes = self.axes
         if spec.axes:
             owner = "" if self.owner is None else f"{self.owner.__qualname__}."
-            axes = (*axes, AxesAbove(spec.axes, f"{owner}{self.field}", 0))
+            axes = (*axes, AxesAbove(spec.axes, f"{owner}{field}", 0))
         if spec.kind is None:
             unresolved = self.unresolved or spec.unresolved
-            return self._replace(spec=spec, unresolved=unresolved, axes=axes)
+            return self._replace(
+                spec=spec, unresolved=unresolved, field=field, axes=axes
+            )
         covering = spec.kind if spec.kind.covering else None
         return self._replace(
             spec=spec,
             kind=spec.kind,
             covering=self.covering or covering,
             unresolved=False,
+            field=field,
             axes=axes,
         )
 
@@ -160,11 +165,16 @@ class Context(NamedTuple):
 
     def kind_of(self, array: Any) -> Kind | None:
         """The effective kind of an array here; `None` if it has none."""
-        if (declared := self.declared) is not None:
-            return declared
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return Rng
-        return Parameter if jnp.issubdtype(array.dtype, jnp.inexact) else None
+        declared = self.declared
+        return undeclared(array.dtype) if declared is None else declared
+
+
+@ft.cache  # JAX's test of dtypes takes as long as a whole step of a walk
+def undeclared(dtype: Any) -> Kind | None:
+    """The kind of an array of this dtype that nothing is declared for."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return Rng
+    return Parameter if jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 ROOT = Context()

@@ -3,6 +3,7 @@
 They are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
 """
 
+import builtins
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,9 +11,9 @@ import jax.tree_util as jtu
 
 from .._kinds._kinds import TreePart
 from .._typing import PyTree
-from ._bind import bind_to_visits, Filter
+from ._bind import bind_to_visits, Filter, first_matches
 from ._compare import is_hole, leaves_like, same_modes, structure_with_holes
-from ._walk import leaves, map_leaves
+from ._walk import leaves
 
 
 _Tree = TypeVar("_Tree")
@@ -36,7 +37,9 @@ def mask(tree: _Tree, *filters: Filter) -> _Tree:
         assert (mask.weight, mask.bias) == (True, False)
         ```
     """
-    return map_leaves(bind_to_visits(filters, tree), tree)
+    given, treedef = jtu.tree_flatten(tree)
+    selected = [not i for i in first_matches([filters], given, tree)]
+    return jtu.tree_unflatten(treedef, selected)
 
 
 def filter(tree: _Tree, *filters: Filter) -> _Tree:
@@ -71,8 +74,9 @@ def filter(tree: _Tree, *filters: Filter) -> _Tree:
         assert len(jax.tree.leaves(params)) == 1
         ```
     """
-    is_selected = bind_to_visits(filters, tree)
-    return map_leaves(lambda v: v.node if is_selected(v) else None, tree)
+    given, treedef = jtu.tree_flatten(tree)
+    pairs = zip(given, first_matches([filters], given, tree), strict=True)
+    return jtu.tree_unflatten(treedef, [x if i == 0 else None for x, i in pairs])
 
 
 def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
@@ -94,16 +98,11 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
         assert eqx.tree_equal(eqx.combine(params, keys, rest), model)
         ```
     """
-    treedef = jtu.tree_structure(tree)
-    columns: list[list[Any]] = [[None] * treedef.num_leaves for _ in (*filters, None)]
-    predicates = [bind_to_visits((f,), tree) for f in filters]
-    for i, visit in enumerate(leaves(tree)):
-        for n, is_selected in enumerate(predicates):
-            if is_selected(visit):
-                columns[n][i] = visit.node
-                break
-        else:
-            columns[-1][i] = visit.node
+    given, treedef = jtu.tree_flatten(tree)
+    columns: list[list[Any]] = [[None] * len(given) for _ in (*filters, None)]
+    numbers = first_matches([(f,) for f in filters], given, tree)
+    for i, number in enumerate(numbers):
+        columns[number][i] = given[i]
     return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
 
 
@@ -144,14 +143,33 @@ def update(tree: _Tree, *partials: Any) -> _Tree:
         assert es.update(scale.eval(), doubled).training is False
         ```
     """
+    new, treedef = jtu.tree_flatten(tree)
+    for partial in partials:
+        if (given := _without_difference(treedef, partial)) is None:
+            return _update_with_holes(tree, partials)
+        new = [old if x is None else x for old, x in zip(new, given, strict=True)]
+    return jtu.tree_unflatten(treedef, new)
+
+
+def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
+    """What a partial has for each leaf; `None` if it needs to be looked at closely."""
+    try:
+        given = treedef.flatten_up_to(partial)
+    except (ValueError, TypeError, KeyError):
+        return None
+    there = [x for x in given if x is not None]
+    # The values of Equinox's flags `inference` count as holes.
+    is_plain = jtu.all_leaves(there) and bool not in builtins.map(type, there)
+    return given if is_plain else None
+
+
+def _update_with_holes(tree: _Tree, partials: tuple[Any, ...]) -> _Tree:
+    """`update` where `tree` may have holes, and the modes may differ."""
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
-        raw, structure = jtu.tree_flatten(partial, is_leaf=is_hole)
-        given = raw
-        # As they are for most, and then nothing has to be flattened once more.
-        if structure != treedef or any(type(x) is bool for x in raw):
-            given = leaves_like(tree, partial, f"`es.update`: {which}")
+        given = leaves_like(tree, partial, f"`es.update`: {which}")
+        raw = jtu.tree_leaves(partial, is_leaf=is_hole)
         # A flag of a partial never replaces one of `tree`, but may fill a hole.
         new = [
             r if old is None else old if x is None else x

@@ -7,7 +7,7 @@ selecting, modes, scopes, initialization, transforms.
 
 import functools as ft
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -28,7 +28,7 @@ from ._base import (
     MARKS,
 )
 from ._children import children, is_leaf
-from ._context import Context, ROOT
+from ._context import Context, ROOT, undeclared
 from ._frozen import step_to
 
 
@@ -58,6 +58,13 @@ class Visit(NamedTuple):
         return own is not None and issubclass(own, kind)
 
 
+# `Visit(...)` as often as there are nodes: without the Python function that takes the
+# fields one by one.
+_visit: Callable[[tuple[KeyPath, Any, Context, bool]], Visit] = ft.partial(
+    tuple.__new__, Visit
+)
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is an array, a tracer, a NumPy array or a `jax.ShapeDtypeStruct`."""
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
@@ -85,13 +92,39 @@ def walk(
     `jax.tree.flatten`: a node for which it is true counts as a leaf, and nothing below
     it is visited.
     """
-    found = _Walk(is_leaf)
-    found.step_of(tree)(tree, path, context)
-    found.steps.clear()  # they lead back to it, and what it found would live on
+    found = _Visits(is_leaf)
+    found.run(tree, path, context)
     return found.visits
 
 
+def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
+    """The `Visit.kind` of each leaf, in less time than a walk that makes visits takes.
+
+    `leaves`: those of `tree`, as `jax.tree.leaves` gives them.
+    """
+    found = _Contexts()
+    found.run(tree, (), ROOT)
+    # What is declared for a leaf is in its context, and there is one of these for each
+    # field of a class, not of each module. All leaves of a class are arrays, or none.
+    arrays = {cls for cls, x in {type(x): x for x in leaves}.items() if is_array(x)}
+    pairs = zip(leaves, found.contexts, strict=True)
+    ids = [id(context) if type(x) in arrays else None for x, context in pairs]
+    by_id = dict(zip(ids, found.contexts, strict=True))
+    declared = {i: None if i is None else x.declared for i, x in by_id.items()}
+    return [
+        declared[i] or (None if i is None else undeclared(x.dtype))
+        for x, i in zip(leaves, ids, strict=True)
+    ]
+
+
 Step = Callable[[Any, KeyPath, Context], None]
+
+
+class _Absent:
+    """Stands for a field that a module, which is still being made, lacks."""
+
+
+_ABSENT: Final = _Absent()
 
 
 class _Walk:
@@ -100,17 +133,30 @@ class _Walk:
     It lives no longer than the walk. A cache that outlived it would keep classes alive.
     """
 
-    def __init__(self, is_leaf: Callable[[Any], bool] | None):
-        self.is_leaf = is_leaf
-        self.visits: list[Visit] = []
-        self.steps: dict[type, Step] = {}
+    # Without paths each is empty.
+    has_paths: ClassVar[bool]
 
-    def step_of(self, node: Any) -> Step:
-        """What to do at a node, which depends on its class."""
-        cls = type(node)
-        if cls not in self.steps:
-            self.steps[cls] = self.make_step(node, cls)
-        return self.steps[cls]
+    def __init__(
+        self,
+        leaf: Step,
+        module: Step | None = None,
+        is_leaf: Callable[[Any], bool] | None = None,
+    ):
+        """`leaf` and `module` are called at each leaf and at each `eqx.Module`.
+
+        At a module it is called before those at what the module holds.
+        """
+        self.leaf, self.module, self.is_leaf = leaf, module, is_leaf
+        self.steps: dict[type, Step] = {_Absent: self.hole}
+
+    def run(self, tree: PyTree, path: KeyPath, context: Context) -> None:
+        self.first(tree, path, context)
+        self.steps.clear()  # they lead back to it, and what it found would live on
+
+    def first(self, node: Any, path: KeyPath, context: Context) -> None:
+        """The step at the first node of a class, which decides on that of all."""
+        step = self.steps[type(node)] = self.make_step(node, type(node))
+        step(node, path, context)
 
     def make_step(self, node: Any, cls: type) -> Step:
         if issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State)):
@@ -135,20 +181,18 @@ class _Walk:
     def hole(self, node: Any, path: KeyPath, context: Context) -> None:
         pass
 
-    def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
-        if context.marks:
-            context = context.checked(jtu.keystr(path), ())
-        self.visits.append(Visit(path, node, context, True))
-
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
         if context.marks:  # each child has a context of its own
             self.container(node, path, context)
             return
         spec = context.spec
         each = None if spec.items else context.below(spec.element(node, None))
+        steps, first = self.steps, self.first
         for i, child in enumerate(node):
             below = context.below(spec.element(node, i)) if each is None else each
-            self.step_of(child)(child, (*path, jtu.SequenceKey(i)), below)
+            at = (*path, jtu.SequenceKey(i)) if self.has_paths else path
+            step = steps.get(type(child), first)
+            step(child, at, below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:
         below = children(node) or ()
@@ -156,61 +200,97 @@ class _Walk:
             steps = [step_to(node, key) for key, _ in below]
             context = context.checked(jtu.keystr(path), steps)
         for key, child in below:
-            self.step_of(child)(child, (*path, key), context.enter(node, key))
+            step = self.steps.get(type(child), self.first)
+            step(child, (*path, key), context.enter(node, key))
 
     def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
         """Equinox's own state, which knows nothing of kinds, counts as declared."""
         owner = context.owner
         in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
         context = context.declare(Spec(kind=BatchStat if in_norm else State))
-        stops = self.is_leaf is not None and self.is_leaf(node)
-        if stops or is_eqx_module(node):
-            self.visits.append(Visit(path, node, context, stops))
-        if not stops:
-            self.container(node, path, context)
+        if self.is_leaf is not None and self.is_leaf(node):
+            self.leaf(node, path, context)
+            return
+        if is_eqx_module(node) and self.module is not None:
+            self.module(node, path, context)
+        self.container(node, path, context)
+
+
+class _Visits(_Walk):
+    """The walk that makes a `Visit` of each module and each leaf."""
+
+    has_paths = True
+
+    def __init__(self, is_leaf: Callable[[Any], bool] | None):
+        self.visits: list[Visit] = []
+        append = self.visits.append
+
+        def module(node: Any, path: KeyPath, context: Context) -> None:
+            append(_visit((path, node, context, False)))
+
+        def leaf(node: Any, path: KeyPath, context: Context) -> None:
+            if context.marks:
+                context = context.checked(jtu.keystr(path), ())
+            append(_visit((path, node, context, True)))
+
+        super().__init__(leaf, module, is_leaf)
+
+
+class _Contexts(_Walk):
+    """The walk that finds the context of each leaf, and nothing else."""
+
+    has_paths = False
+
+    def __init__(self) -> None:
+        self.contexts: list[Context] = []
+        append = self.contexts.append
+        super().__init__(lambda node, path, context: append(context))
 
 
 class _ModuleStep:
     """The step of a walk at the modules of one class."""
 
     def __init__(self, walk: _Walk, cls: type):
-        self.walk, self.cls = walk, cls
+        self.walk, self.module, self.cls = walk, walk.module, cls
         self.has_flags = BaseModule in cls.__mro__
-        self.contexts: dict[Any, tuple[Context, list[Any]]] = {}
+        # Nothing is there to be visited in the field `INFERENCE`.
+        self.names = [name for name in dynamic_names(cls) if name != INFERENCE]
+        self.keys = [*map(jtu.GetAttrKey, self.names)]
+        # The fields of modules that are not frozen, and of those that are, by the
+        # identity of the context, which is much faster to compare than the context. It
+        # is kept with the fields, so that no other context gets its `id`.
+        self.known: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
 
-    def __call__(self, node: Any, path: KeyPath, context: Context) -> None:
-        self.walk.visits.append(Visit(path, node, context, False))
-        values, step_of = fields_of(node), self.walk.step_of
+    def __call__(
+        self, node: Any, path: KeyPath, context: Context, within: Context | None = None
+    ) -> None:
+        """`within`: the context of what it holds, if it is not that of the module."""
+        if self.module is not None:
+            self.module(node, path, context)
+        context = context if within is None else within
+        values: dict[str, Any] = object.__getattribute__(node, "__dict__")
         frozen, marks = False, ()
         if self.has_flags:
             frozen, marks = values["frozen"], values[MARKS]
-        if marks or context.marks:
-            fields = self.fields(context.inside(frozen, marks), jtu.keystr(path))
-        else:
-            # By identity, which is much faster than a comparison. The context is kept
-            # with the result, so that no other context gets its `id`.
-            known = self.contexts.get((id(context), frozen))
-            if known is None:
-                known = context, self.fields(context.inside(frozen, ()))
-                self.contexts[id(context), frozen] = known
-            fields = known[1]
-        for name, key, below in fields:
-            if name in values:  # a module that is still being made lacks some
-                child = values[name]
-                step_of(child)(child, (*path, key), below)
+        known = self.known[frozen].get(id(context))
+        if known is None or marks:
+            inside = context.inside(frozen, marks)
+            known = context, self.fields(inside, path)
+            if not inside.marks:
+                self.known[frozen][id(context)] = known
+        has_paths, steps, first = self.walk.has_paths, self.walk.steps, self.walk.first
+        for name, key, inside in known[1]:
+            child = values.get(name, _ABSENT)
+            at = (*path, key) if has_paths else path
+            steps.get(type(child), first)(child, at, inside)
 
-    def fields(
-        self, context: Context, name: str = ""
-    ) -> list[tuple[str, Any, Context]]:
-        """Name, key and context of each field that is a child in the pytree.
-
-        `name` is that of the module, for errors.
-        """
-        # Nothing is there to be visited in the field `INFERENCE`.
-        names = [n for n in dynamic_names(self.cls) if n != INFERENCE]
+    def fields(self, context: Context, path: KeyPath) -> list[tuple[str, Any, Context]]:
+        """Name, key and context of each field that is a child in the pytree."""
         if context.marks:
-            context = context.checked(name, [(f".{n}", 0) for n in names])
-        return [(n, jtu.GetAttrKey(n), context.field_of(self.cls, n)) for n in names]
+            steps = [(f".{name}", 0) for name in self.names]
+            context = context.checked(jtu.keystr(path), steps)
+        contexts = context.fields_of(self.cls, self.names)
+        return [*zip(self.names, self.keys, contexts, strict=True)]
 
 
 class _StackStep(_ModuleStep):
@@ -220,14 +300,12 @@ class _StackStep(_ModuleStep):
         super().__init__(walk, cls)
         self.inside: dict[Any, tuple[Context, Context]] = {}
 
-    def __call__(self, node: Any, path: KeyPath, context: Context) -> None:
+    def __call__(self, node: Any, path: KeyPath, context: Context, *_: Any) -> None:
         stack = len(path), fields_of(node).get("length", 0)
         # One context for all stacks that are alike, which the steps below know again.
         inside = context._replace(stacks=(*context.stacks, stack))
         _, inside = self.inside.setdefault((id(context), stack), (context, inside))
-        visits, own = self.walk.visits, len(self.walk.visits)
-        super().__call__(node, path, inside)
-        visits[own] = visits[own]._replace(context=context)
+        super().__call__(node, path, context, inside)
 
 
 def leaves(
