@@ -127,6 +127,13 @@ def test_the_rest_is_as_in_the_last_model():
     assert jax.tree.structure(model) == jax.tree.structure(net)
 
 
+def test_its_repr_has_what_it_was_made_of_and_the_sums():
+    text = repr(es.Ema(0.5).init({"a": jnp.ones(2)}))
+    assert "decay=0.5" in text
+    assert "{'a': f32[2]}" in text
+    assert "_leaves" not in text
+
+
 def test_on_selects_what_is_averaged():
     ema = averaged(es.Ema(0.5, on=es.any_of(es.Parameter, es.BatchStat)), NETS)
     means = [np.asarray(net.mean) for net in NETS]
@@ -179,6 +186,9 @@ def test_gradients_through_an_average_of_what_is_frozen():
         return jnp.sum(ema.update(net.replace(weight=weight)).model.weight)
 
     assert jnp.allclose(jax.grad(total)(net.weight), 0.5 / 0.75)
+    # A model of weight zero is the average of nothing: itself.
+    ema = es.Ema(lambda step: 1.0).init(net)
+    assert (jax.grad(total)(net.weight) == 1).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])

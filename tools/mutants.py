@@ -14,9 +14,9 @@ Each result is a line of `.mutants.jsonl`, written when it is known. What is the
 not run again, so that a run may be stopped at any time, and resumed. A mutant is known
 by its module and the lines of code before and after, wherever in the file they are.
 
-First run the tests that do the least else, and are the quickest; at most `--tests`, and
-until one fails. `tests/mutants.md` says why the mutants in it change nothing that a
-test could see; any other survivor is an error.
+First run the tests that do the least else, are the quickest, and are the module's own;
+at most `--tests`, and until one fails. `tests/mutants.md` says why the mutants in it
+change nothing that a test could see; any other survivor is an error.
 """
 
 import argparse
@@ -24,10 +24,12 @@ import ast
 import contextlib
 import dataclasses
 import functools as ft
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import os
 import resource
@@ -37,7 +39,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +53,21 @@ DATA = ROOT / ".coverage.mutants"
 TIMES = ROOT / ".coverage.mutants.times"
 RESULTS = ROOT / ".mutants.jsonl"
 EXPLAINED = ROOT / "tests" / "mutants.md"
+BYTECODE = ROOT / ".coverage.mutants.bytecode"
 # Imported once, for all mutants. Not what imports the library.
 HEAVY = (
     "jax jax.numpy equinox optax hypothesis.extra.numpy numpy.testing pytest rich.table"
     " treescope beartype sybil.parsers.markdown safetensors.numpy"
 )
+TICK = 0.01  # seconds between two looks at what runs
 FIRST = 10  # tests are collected, and run, before the others
 OPTIONS = "-q -p no:cacheprovider -p no:cov -p no:xdist -W".split()
 OPTIONS += ["ignore::pytest.PytestAssertRewriteWarning"]  # it is imported already
-# A mutant that takes longer, or more memory, is noticed, as what loops for ever.
 NO_TEST = "there is no such test"
-CPU_SECONDS, SECONDS, BYTES = 20, 240, 8 * 2**30
+# A mutant that takes longer, or more memory, is noticed, as what loops for ever. Only
+# seconds of a processor count, and those in which all threads wait: a run may be
+# stopped, or given way to anything else on the machine.
+CPU_SECONDS, WAITING_SECONDS, BYTES = 10, 100, 8 * 2**30
 
 
 # --- What is changed ------------------------------------------------------------------
@@ -177,8 +183,17 @@ def _is_effect(node: ast.AST) -> bool:
     )
 
 
-def code_in(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run: not annotations, messages, or what type checkers see."""
+def code_in(node: ast.AST, unused: Set[int]) -> Iterator[ast.AST]:
+    """The nodes that run: not annotations, messages, or what type checkers see.
+
+    `unused`: the lines that do not run with these versions of Python and of JAX.
+    """
+    if getattr(node, "lineno", None) in unused and isinstance(
+        node, (ast.stmt, ast.ExceptHandler)
+    ):
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "TypeVar":
+        return
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
     decorators = getattr(node, "decorator_list", [])
@@ -200,7 +215,7 @@ def code_in(node: ast.AST) -> Iterator[ast.AST]:
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from code_in(child)
+                yield from code_in(child, unused)
 
 
 def mutants_of(path: Path) -> list[Mutant]:
@@ -209,7 +224,9 @@ def mutants_of(path: Path) -> list[Mutant]:
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
-    for node in code_in(ast.parse(text)):
+    lines = text.decode().splitlines()
+    unused = {n for n, x in enumerate(lines, start=1) if "# pragma: no cover" in x}
+    for node in code_in(ast.parse(text), unused):
         for where, new in changes(node):
             start = starts[where.lineno - 1] + where.col_offset
             stop = starts[where.end_lineno - 1] + where.end_col_offset
@@ -222,13 +239,13 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 class Tests:
-    """The tests that run a line: first those that run the least else, and are quick."""
+    """The tests that run a line: first what runs little else, is quick, and meant."""
 
     def __init__(self) -> None:
         data = coverage.CoverageData(str(DATA))
         data.read()
         self.by_line: dict[str, dict[int, set[str]]] = {}
-        self.seconds = dict(map(json.loads, TIMES.read_text().splitlines()))
+        seconds = seconds_of_tests()
         size: Counter[str] = Counter()
         for file in data.measured_files():
             lines = self.by_line.setdefault(_name(file), defaultdict(set))
@@ -237,8 +254,7 @@ class Tests:
                 lines[line] |= names
                 size.update(names)
         self.cost = {
-            name: num * (0.2 + self.seconds.get(name, 1.0))
-            for name, num in size.items()
+            name: num * (0.2 + seconds.get(name, 1.0)) for name, num in size.items()
         }
 
     def of(self, mutant: "Mutant", most: int) -> list[str]:
@@ -247,7 +263,42 @@ class Tests:
         line = max((n for n in lines if n <= mutant.line), default=0)
         # What runs when the library is imported is any test's.
         names = lines.get(line) or set().union(*lines.values())
-        return sorted(names, key=lambda name: (self.cost[name], name))[:most]
+        folders, stem = mutant.path.relative_to(SOURCE).parts[:-1], mutant.path.stem
+        mirror = "/".join(["tests", *(x.strip("_") for x in folders), ""])
+
+        def cost(name: str) -> float:
+            here = 0.3 if name.startswith(mirror) else 1
+            here *= 0.2 if name.startswith(f"{mirror}test{stem}") else 1
+            return self.cost[name] * here
+
+        # What a condition changes shows in tests of the lines around it, maybe few.
+        around = [lines[n] & names for n in range(line - 5, line + 15) if n in lines]
+        ranked = [
+            sorted(group, key=lambda x: (cost(x), x)) for group in [names, *around]
+        ]
+        others = (name for group in ranked[1:] for name in group[:2])
+        return [*dict.fromkeys([*ranked[0][:FIRST], *others, *ranked[0]])][:most]
+
+
+def tests_of(mutants: list["Mutant"], most: int) -> list[list[str]]:
+    """The tests for each mutant.
+
+    Found in a fork: all that was measured takes a gigabyte, and slows later forks down.
+    """
+
+    def found() -> Iterator[str]:
+        tests = Tests()
+        return (json.dumps(tests.of(mutant, most)) for mutant in mutants)
+
+    pid, pipe = forked(found)
+    with open(pipe) as file:
+        names = [json.loads(line) for line in file.read().splitlines()]
+    os.waitpid(pid, 0)
+    return names
+
+
+def seconds_of_tests() -> dict[str, float]:
+    return dict(map(json.loads, TIMES.read_text().splitlines()))
 
 
 def _name(file: str) -> str:
@@ -371,23 +422,22 @@ class Running:
     mutant: Mutant
     tests: list[str]
     pipe: int
-    deadline: float
+    waited: float = 0.0
 
 
-def results_of(
-    mutants: list[Mutant], tests: Tests, most: int, jobs: int
-) -> Iterator[dict[str, Any]]:
+def results_of(mutants: list[Mutant], most: int, jobs: int) -> Iterator[dict[str, Any]]:
     """What becomes of each mutant, in the order in which that is known."""
-    todo, running = mutants[::-1], {}
+    todo, running = [*zip(mutants, tests_of(mutants, most), strict=True)][::-1], {}
+    seconds_of = seconds_of_tests()
     while todo or running:
         while todo and len(running) < jobs:
-            mutant = todo.pop()
-            names = tests.of(mutant, most)
-            seconds = sum(tests.seconds.get(name, 1.0) for name in names)
+            mutant, names = todo.pop()
+            seconds = sum(seconds_of.get(name, 1.0) for name in names)
             pid, pipe = forked(ft.partial(killers_of, mutant, names, seconds))
-            running[pid] = Running(mutant, names, pipe, time.monotonic() + SECONDS)
+            running[pid] = Running(mutant, names, pipe)
         for pid, one in list(running.items()):
-            if time.monotonic() > one.deadline:
+            one.waited = one.waited + TICK if is_waiting(pid) else 0.0
+            if one.waited > WAITING_SECONDS:
                 os.kill(pid, signal.SIGKILL)
             done, status, used = os.wait4(pid, os.WNOHANG)
             if done:
@@ -402,7 +452,18 @@ def results_of(
                     "most": most,
                     "seconds": round(used.ru_utime + used.ru_stime, 1),
                 }
-        time.sleep(0.01)
+        time.sleep(TICK)
+
+
+def is_waiting(pid: int) -> bool:
+    """All threads of a process, and of those that it has begun, wait."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            children = (task / "children").read_text().split()
+            if state != "S" or not all(is_waiting(int(child)) for child in children):
+                return False
+    return True
 
 
 # --- What has come of it --------------------------------------------------------------
@@ -467,8 +528,12 @@ def drop_false(killers: set[str]) -> None:
 def prepare() -> None:
     """Import for all forks what does not import the library."""
     sys.path.insert(0, str(ROOT / "src"))
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(BYTECODE)
     for name in HEAVY.split():
         importlib.import_module(name)
+    # For speed: Sybil asks which file is which module's, pytest collects all garbage.
+    inspect.getmodule(prepare.__code__)
+    gc.freeze()
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
 
 
@@ -486,7 +551,7 @@ def run(args: argparse.Namespace) -> int:
 
     mutants = [m for m in chosen(args.which) if is_due(m)]
     survivors, seconds, killers = 0, 0.0, set()
-    for result in results_of(mutants, Tests(), args.tests, args.jobs):
+    for result in results_of(mutants, args.tests, args.jobs):
         with RESULTS.open("a") as file:
             print(json.dumps(result), file=file)
         killers |= {*result["killer"].splitlines()}

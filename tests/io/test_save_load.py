@@ -275,6 +275,14 @@ def test_a_file_cut_off_anywhere(path):
             es.load(path, Net(1))
 
 
+def test_a_header_that_is_cut_off_is_told_by_its_size(path):
+    text = json.dumps(GOOD).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text[:-1])
+    sizes = f"a header of {len(text)} bytes does not fit in the {len(text) - 1} there"
+    with pytest.raises(ValueError, match=sizes):
+        es.load(path, jnp.zeros(2))
+
+
 def test_there_is_no_file(tmp_path):
     model = Net(0)
     for path in (tmp_path / "none", str(tmp_path / "none" / "a")):

@@ -37,6 +37,10 @@ class Model(es.Module):
     name: str = "model"
 
 
+class Holds(es.Module):
+    state: es.State
+
+
 def make() -> Model:
     def block(i: int) -> Block:
         return Block(eqx.nn.Linear(2, 3, key=jr.key(i)), es.nn.BatchNorm(3))
@@ -74,6 +78,16 @@ def test_the_first_line_has_a_legend():
     assert lines(make())[0] == "Model(  # Parameter BatchStat Buffer Cache Rng"
     assert sum("BatchStat Buffer" in line for line in lines([make()])) == 1
     assert lines(es.nn.Dropout(0.5))[0] == "Dropout("
+
+
+def test_each_kind_has_a_color_and_a_kind_of_ones_own_that_of_its_base():
+    page = treescope.render_to_html([make(), es.RngStream(jr.key(0))], compressed=False)
+    found = re.findall(r"background-color: (#\w{6});[^>]*>(\w+)<", page)
+    colors = dict((kind, color) for color, kind in found)
+    assert {*colors} == {"Parameter", "BatchStat", "Buffer", "Cache", "Rng"}
+    assert len({*found}) == len({*colors.values()}) == 5
+    state = treescope.render_to_html(Holds(jnp.ones(1)), compressed=False)
+    assert f"{colors['Cache']};" in state
 
 
 def test_the_tree_has_classes_fields_and_values():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 
 import equinox as eqx
 import jax
@@ -439,12 +440,39 @@ def test_other_errors_of_the_function_are_left_alone():
     def raises(x):
         raise ValueError("mine")
 
-    for f, error in ((asserts, AssertionError), (looks_up, KeyError)):
+    def asserts_below_jax(x):
+        return jax.tree.map(asserts, x)
+
+    for f, error in (
+        (asserts, AssertionError),
+        (asserts_below_jax, AssertionError),
+        (looks_up, KeyError),
+    ):
         with pytest.raises(error):
             mapped(f)(XS)
     for checked in (True, False):
         with pytest.raises(ValueError, match="mine"):
             mapped(raises, check_vma=checked)(XS)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_ours"),
+    [
+        (AssertionError(), True),
+        (AssertionError("a reason"), False),
+        (KeyError("batch"), True),
+        (ValueError(), False),
+        (ValueError("invarying state, it says"), True),
+        (ValueError("psum_invariant is for other axes"), True),
+    ],
+)
+def test_only_errors_of_jax_that_say_nothing_become_ours(error, is_ours):
+    # The last frame is in a file of JAX.
+    file = os.path.join(os.path.dirname(jax.__file__), "made_up.py")
+    code = compile("raise error", file, "exec")
+    with pytest.raises(ValueError if is_ours else type(error)) as info:
+        mapped(lambda x: exec(code, {"error": error}))(XS)
+    assert ("JAX cannot reduce over the lanes" in str(info.value)) is is_ours
 
 
 @pytest.mark.parametrize(

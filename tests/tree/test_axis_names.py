@@ -48,6 +48,7 @@ def linear(key: int = 0) -> eqx.nn.Linear:
         (" embed", (2,), ("embed",)),
         ("", (), ()),
         ("#mlp ?embed", (3, 2), ("mlp", "embed")),
+        ("d_model #d_ff", (3, 2), ("d_model", "d_ff")),
         # Sizes and expressions are not names.
         ("mlp 2", (3, 2), ("mlp", None)),
         ("rows=3 embed", (3, 2), (None, "embed")),
