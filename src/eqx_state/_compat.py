@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 import types
@@ -148,6 +149,12 @@ def vary(x: Any, axes: frozenset[Any]) -> Any:
 
 
 _JAX: Final = os.path.join(os.path.dirname(jax.__file__), "")
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """The name of an axis that no transform has bound, if JAX says that."""
+    found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
+    return None if found is None else found[1]
 
 
 def is_collective_over_lanes(error: Exception) -> bool:

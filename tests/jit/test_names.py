@@ -66,6 +66,38 @@ def test_an_error_of_jax_names_the_function_and_the_arguments(case):
     assert "eqx_state" not in message
 
 
+def sign(carry, x, *more, scale=1.0):
+    y = scale * x * sum(more, 1.0)
+    positive = 1 if (y.sum() > sum(carry["small"])) and carry["big"].sum() > 0 else 2
+    return carry, positive
+
+
+def closure(offset):
+    layer = Layer()
+    return lambda carry, x: (carry, 1 if carry + layer.weight + offset > 0 else 2)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_in_a_held_step_as_well(donate):
+    def rejected(f, carry, *args, **kwargs):
+        with pytest.raises(TracerBoolConversionError, match="boolean") as info:
+            es.hold(f, carry, donate=donate)(*args, **kwargs)
+        message = str(info.value).split("See https")[0]
+        assert "test_names.py" in message
+        assert "eqx_state" not in message
+        return message.rpartition("argument")[2].rpartition(".")[0]
+
+    def carry(n):
+        return {"small": [jnp.ones(())] * n, "big": jnp.ones((2, 4096))}
+
+    few = "s x, args[2], scale, and carry['small'][0] or carry['small'][1]"
+    assert rejected(sign, carry(2), X, X, scale=X) == few
+    many = " or ".join([*(f"carry['small'][{i}]" for i in range(3)), "..."])
+    assert rejected(sign, carry(9), X) == f"s x and {many}"
+    assert rejected(closure(0.0), jnp.ones(()), X) == "s layer.weight and carry"
+    assert rejected(lambda carry, x: (carry, x > 0 and 1), None, X[0]) == " x"
+
+
 def test_a_compiled_program_has_the_name_of_the_function():
     assert "module @jit_negative" in es.jit(negative).lower(X).as_text()
 

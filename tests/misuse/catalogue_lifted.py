@@ -92,7 +92,7 @@ def _(case):
     "map over arrays of different lengths",
     ValueError,
     "the mapped axes differ in size",
-    "`[0][0]` has 3",
+    "`x` has 3, `y` has 2",
     instead="`in_axes=(0, None)` for what all lanes share",
 )
 def _(case):

@@ -227,6 +227,17 @@ def test_both_forms_agree(shape, channel_axis):
     assert_close(es.vmap(one.eval())(x), whole.eval()(x), 1e-4)
 
 
+def test_an_axis_that_no_transform_has_named_and_which_layer_wants_it():
+    norm = es.nn.BatchNorm(3, axis_name="batch")
+    model, x = eqx.nn.Sequential([eqx.nn.Identity(), norm]), jnp.ones(3)
+    message = r"`es.nn.BatchNorm\(axis_name='batch'\)` averages over an axis"
+    with pytest.raises(NameError, match=f"^{message}"):
+        norm(x)
+    for run, xs in ((model, x), (es.vmap(model), x[None])):
+        with pytest.raises(NameError, match=rf"^`layers\[1\]`: {message}"):
+            es.mutable(run)(xs)
+
+
 def test_a_tuple_of_axis_names_reduces_over_both():
     norm = es.nn.BatchNorm(3, axis_name=("outer", "inner"))
     x = data(4, 5, 3)

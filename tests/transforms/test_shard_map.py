@@ -111,9 +111,15 @@ def test_the_mesh_may_be_that_of_the_context():
         xs = jax.device_put(XS, jax.NamedSharding(mesh, ROWS))
         f = es.shard_map(norm, out_specs=ROWS)  # specs from the types
         out, new = es.jit(es.mutable(f))(xs)
-        named = pytest.raises(ValueError, match=r"`.*` is sharded by its type, as")
-        with named:
+        match = r"`x` is sharded by its type, as `P.*'data'.*in `in_specs`, or call"
+        with pytest.raises(ValueError, match=match):
             es.shard_map(lambda x: x, in_specs=P(), out_specs=P())(xs)
+        split = eqx.nn.Lambda(eqx.nn.Linear(2, 4, key=jr.key(0)))
+        place = jax.NamedSharding(mesh, ROWS)
+        split = es.map(lambda x: jax.device_put(x, place), split)
+        match = r"`fn.weight` is sharded .*`axes=\{es.path_matches\(\"\*weight\"\): P"
+        with pytest.raises(ValueError, match=match):
+            es.shard_map(es.checkpoint(split), out_specs=ROWS)(xs)
     expected, other = es.jit(es.mutable(mapped(norm)))(XS)
     close((np.asarray(out), float(new.mean)), (np.asarray(expected), float(other.mean)))
 

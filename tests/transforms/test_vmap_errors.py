@@ -1,11 +1,13 @@
 """What `es.vmap` does not map: axes that are not there, kinds, values of the lanes."""
 
 import equinox as eqx
+import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from helpers import rejects
+from jax.sharding import PartitionSpec as P
 
 import eqx_state as es
 
@@ -82,5 +84,53 @@ def test_an_axis_that_is_no_integer():
     # As in `eqx.filter_vmap`, where functions say which leaves have an axis.
     with pytest.raises(ValueError, match=r"`mean` is `batch`.*integer.*in_axes=0"):
         es.vmap(wide(), axes={es.BatchStat: "batch"})(XS)
-    with pytest.raises(ValueError, match=r"axis of `\[0\]\[0\]`.*eqx\.if_array\(0\)"):
+    with pytest.raises(ValueError, match=r"axis of `x`.*eqx\.if_array\(0\)"):
         es.vmap(jnp.sin, in_axes=eqx.if_array(0))(jnp.ones(3))
+
+
+class Caller(es.Module):
+    layer: Wide
+
+    def both(self, d, *rest, by=0.0):
+        return d["x"], rest, by
+
+
+NAMES = {
+    "arguments": (lambda: es.vmap(lambda d, y: 0)({"x": XS}, jnp.ones(2)), "d['x']"),
+    "more": (lambda: es.vmap(Caller(wide()).both)({"x": XS}, 1 + XS[:2]), "args[1]"),
+    "by name": (lambda: es.vmap(Caller(wide()).both)({"x": XS}, by=XS[:2]), "by"),
+    "of a partial": (lambda: es.vmap(eqx.Partial(max, 1))(XS, XS[:2]), "args[0]"),
+    "of a transform": (
+        lambda: es.vmap(es.checkpoint(wide()), axes={es.BatchStat: 0})(XS[:2]),
+        "mean",
+    ),
+    "of a closure": (
+        lambda: (lambda w: es.vmap(lambda x: w(x), axes={es.BatchStat: 0}))(wide())(
+            XS[:2]
+        ),
+        "w.mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_arrays_are_named_as_the_user_names_them(case):
+    call, name = NAMES[case]
+    with pytest.raises(ValueError, match="the mapped axes differ in size") as info:
+        call()
+    assert f"`{name}` has " in str(info.value)
+
+
+def test_mapped_axes_that_are_spread_over_devices_in_different_ways():
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(jnp.ones((2, 3)), jax.NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=r"`x` by `'data'`, `t\['y'\]` by `None`"):
+            es.vmap(lambda x, t: x + t["y"])(spread, {"y": jnp.ones((2, 3))})
+        with pytest.raises(ValueError, match="^mine"):
+            es.vmap(fail)(spread)
+
+
+def fail(x):
+    raise ValueError("mine")

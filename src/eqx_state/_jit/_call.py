@@ -99,7 +99,7 @@ class Call:
         entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
         return [path for path, _ in entries]
 
-    def _array_paths(self) -> list[KeyPath]:
+    def array_paths(self) -> list[KeyPath]:
         leaves = zip(self.paths, self.leaves, strict=True)
         return [path for path, x in leaves if self.is_array(x)]
 
@@ -111,13 +111,13 @@ class Call:
                 return False  # the function only closes over it
             return donates(donate, path[0].idx == 1 and path[1].idx == 0)
 
-        return [i for i, path in enumerate(self._array_paths()) if is_donated(path)]
+        return [i for i, path in enumerate(self.array_paths()) if is_donated(path)]
 
-    def names(self) -> list[str]:
-        """The name of each array, for JAX's errors."""
+    def seen(self) -> tuple[Any, list[str]]:
+        """The function, and the name of each array, for JAX's errors."""
         inside = self.lifted.values.items()
         of_roots = [self.lifted.name(slot) for slot, x in inside if self.is_array(x)]
-        return [*parameters(self.f, self._array_paths()), *of_roots]
+        return self.origin, [*parameters(self.f, self.array_paths()), *of_roots]
 
     def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""

@@ -1,6 +1,7 @@
 """`es.hold`: a step that keeps its carry between calls, packed."""
 
 import contextlib
+import functools as ft
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -16,12 +17,13 @@ from .._errors import TraceError
 from .._state._fit import as_jax
 from .._state._init import check_ready
 from .._state._scope import is_open_here
-from .._transforms._arguments import is_mappable
+from .._transforms._arguments import argument_name, is_mappable, positional_names
 from .._transforms._closures import held
 from .._transforms._transform import check_callable
 from .._tree._show import show
-from .._tree._walk import leaves, Visit
-from ._call import bind
+from .._tree._walk import leaves, name_of, Visit
+from .._typing import KeyPath
+from ._call import bind, Call, origin_of
 from ._held_step import held_step
 from ._options import Options
 from ._packing import Layout, Pack
@@ -40,6 +42,7 @@ class _Frame:
     def __init__(self, carry: Any, visits: list[Visit]):
         self.treedef = jtu.tree_structure(carry)
         self.leaves = [_ARRAY if is_mappable(v) else v.node for v in visits]
+        self.paths = [v.path for v in visits if is_mappable(v)]
         static = tuple(x if x is _ARRAY else typed(x) for x in self.leaves)
         self.key = structure(self.treedef), static
 
@@ -73,7 +76,8 @@ class _Mode:
 
     def __init__(self, f: Any, frame: _Frame, layout: Layout, donate: bool):
         self.frame, self.layout, self.donate = frame, layout, donate
-        self.programs = Programs(Options("all-except-first" if donate else "none"))
+        options = Options("all-except-first" if donate else "none")
+        self.programs = Programs(options, ft.partial(_seen, f, frame, layout))
 
         # What is compiled. Its closure is searched for modules at each call, so it
         # holds only this.
@@ -99,6 +103,26 @@ class _Mode:
             # argument itself if the function does, and one array for two outputs.
             packed = [jnp.copy(x) for x in packed]
         return packed, layout, out
+
+
+def _seen(f: Any, frame: _Frame, layout: Layout, call: Call) -> tuple[Any, list[str]]:
+    """The user's function, and the names of the arrays of a call of a mode."""
+    names = positional_names(f)
+    of_carry = [argument_name(0, path, names) for path in frame.paths]
+    held = iter(layout.names(of_carry))
+
+    def name(path: KeyPath) -> str:
+        # In `(function, (inputs, arrays), {})`, where `inputs` is `(args, kwargs)`.
+        which, below = path[0].idx, path[2:]
+        if which == 0:
+            return name_of(path[1:]).removeprefix("f.")
+        if path[1].idx == 1:
+            return next(held)
+        # The carry comes before the others.
+        argument = below[1].key if below[0].idx else below[1].idx + 1
+        return argument_name(argument, below[2:], names)
+
+    return origin_of(f), [name(path) for path in call.array_paths()]
 
 
 class Held(Generic[_C, _P, _R]):

@@ -3,13 +3,11 @@
 The key paths are those in `(function, args, kwargs)`.
 """
 
-import contextlib
 import inspect
 import types
 from typing import Any
 
-import jax.tree_util as jtu
-
+from .._transforms._arguments import argument_name, positional_names
 from .._tree._walk import name_of
 from .._typing import KeyPath
 
@@ -33,20 +31,13 @@ def where(path: KeyPath) -> str:
 
 def parameters(f: Any, paths: list[KeyPath]) -> list[str]:
     """The names that JAX would give these leaves if it jitted `f` itself."""
-    names: list[str] = []
-    with contextlib.suppress(TypeError, ValueError):  # it may have no signature
-        found = inspect.signature(f).parameters.values()
-        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
-        names = [p.name for p in found if p.kind <= positional]
+    names = positional_names(f)
 
     def name(path: KeyPath) -> str:
         argument, below = _split(path)
         if argument is None:
             return name_of(below)
-        if isinstance(argument, int):
-            is_named = argument < len(names)
-            argument = names[argument] if is_named else f"args[{argument}]"
-        return f"{argument}{jtu.keystr(below)}"
+        return argument_name(argument, below, names)
 
     return [name(path) for path in paths]
 

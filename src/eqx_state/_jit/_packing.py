@@ -151,6 +151,11 @@ class Layout:
         packed = {i for pack in self.packs for i in pack.numbers}
         return [i for i in range(len(self.places)) if i not in packed]
 
+    def names(self, of_arrays: Sequence[str]) -> list[str]:
+        """The name of each array that is held, given those of the arrays."""
+        packs = [[of_arrays[i] for i in pack.numbers] for pack in self.packs]
+        return [*map(_one_of, packs), *(of_arrays[i] for i in self.kept)]
+
     def after(self, arrays: Sequence[Array]) -> tuple["Layout", list[Array]]:
         """The layout for what a step has computed, and its arrays as they are kept.
 
@@ -185,6 +190,14 @@ class Layout:
             impl = self.keys[i]
             arrays[i] = x if impl is None else jr.wrap_key_data(x, impl=impl)
         return [arrays[i] for i in range(len(self.places))]
+
+
+def _one_of(names: list[str]) -> str:
+    shown = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], "..."]
+    return " or ".join(shown)
+
+
+_MOST_NAMES: Final = 4
 
 
 def _is_key(x: Array) -> bool:

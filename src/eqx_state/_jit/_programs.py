@@ -57,7 +57,7 @@ class Program:
     could not be told what the arrays are called.
     """
 
-    def __init__(self, call: Call, options: Options):
+    def __init__(self, call: Call, options: Options, seen: "Seen"):
         live, unseen = _Live(), set[Output]()
 
         def run(*arrays: Any) -> Result:
@@ -67,9 +67,9 @@ class Program:
             unseen.add(result.output)
             return result
 
-        origin = call.origin
+        origin, names = seen(call)
         name = getattr(origin, "__name__", type(origin).__name__)
-        present(run, name, origin, call.names())
+        present(run, name, origin, names)
         donated = call.donated(options.donate)
         self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
         self.live = live
@@ -158,11 +158,15 @@ _MAX_PLANS: Final = 8
 _PATIENCE: Final = 100
 
 
+# What JAX's errors show of a call: a function, and a name for each array.
+Seen = Callable[[Call], tuple[Any, list[str]]]
+
+
 class Programs:
     """The programs of one function, and the short ways to them."""
 
-    def __init__(self, options: Options):
-        self.options = options
+    def __init__(self, options: Options, seen: Seen = Call.seen):
+        self.options, self.seen = options, seen
         self.by_signature: dict[Signature, Program] = {}
         self.plans: tuple[Plan, ...] = ()
         self.new = 0  # how often there was no plan for a call
@@ -207,7 +211,7 @@ class Programs:
         signature = signature_of(call)
         program = self.by_signature.get(signature)
         if program is None:
-            new = Program(call, self.options)
+            new = Program(call, self.options, self.seen)
             program = self.by_signature.setdefault(signature, new)
         return program
 

@@ -1,5 +1,6 @@
 """What JAX would trace in an argument or an output, and what an argument may not be."""
 
+import functools as ft
 import inspect
 from typing import Any
 
@@ -11,8 +12,10 @@ from .._state._module import Module
 from .._state._scope import is_owned
 from .._tree._aliasing import check_not_shared
 from .._tree._walk import is_array, leaves, Visit
+from .._typing import KeyPath
 from ._closures import owned_in
 from ._stand_ins import by_entry
+from ._transform import Transform
 
 
 def check_given(*arguments: Any) -> None:
@@ -44,6 +47,28 @@ def why_not_called(f: Any, *args: Any) -> str | None:
     except TypeError as error:
         return str(error)
     return None
+
+
+def positional_names(f: Any) -> list[str]:
+    """The names of the positional parameters of `f`, if it has a signature."""
+    while isinstance(f, Transform):
+        f = f.f
+    if isinstance(f, eqx.Partial):  # into which `inspect` does not look
+        f = ft.partial(f.func, *f.args, **f.keywords)
+    try:
+        found = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    last = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
+    return [p.name for p in found if p.kind <= last]
+
+
+def argument_name(argument: int | str, below: KeyPath, names: list[str]) -> str:
+    """A leaf of an argument, given by position or by name, as `model.layers[0].w`."""
+    if isinstance(argument, int):
+        is_named = argument < len(names)
+        argument = names[argument] if is_named else f"args[{argument}]"
+    return f"{argument}{jtu.keystr(below)}"
 
 
 def is_mappable(visit: Visit) -> bool:

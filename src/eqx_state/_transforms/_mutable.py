@@ -8,6 +8,7 @@ which is the life of a scope from start to end.
 import dataclasses
 import functools as ft
 import operator
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._compat import unbound_axis
 from .._kinds._kinds import is_kind, State
 from .._state._collect import enter, given_back, leave, Snapshot
 from .._state._init import check_none_missing
@@ -62,6 +64,10 @@ def thread(
             if (message := _state_message(error, visits)) is None:
                 raise
             raise TypeError(message) from error
+        except NameError as error:
+            if (axis := unbound_axis(error)) is None:
+                raise
+            raise NameError(_axis_message(axis, error, visits)) from error
         out, (after,) = leave(out, [owned])
     new = given_back(inside, owned, after)
     if scope.observer is not None:
@@ -81,6 +87,20 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
     name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
     layer = getattr(owner, "__name__", "layer")
     return _NO_STATE.format(name or "the model", layer)
+
+
+def _axis_message(axis: str, error: NameError, visits: list[Visit]) -> str:
+    """The message for a collective over an axis that no transform has bound.
+
+    It names the innermost module of the model that was called.
+    """
+    modules = {id(v.node): v for v in visits if is_eqx_module(v.node)}
+    who = "The function"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        if (visit := modules.get(id(first))) is not None:
+            who = f"`{visit.name or 'the model'}`, a `{type(first).__qualname__}`,"
+    return _NO_AXIS.format(who, axis)
 
 
 Lens = tuple[Any, Callable[[Any], Any]]
@@ -191,6 +211,15 @@ part of the model, which `es.mutable` threads:
 
     eqx.nn.Sequential([..., {1}(...)])                    # wrong
     eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])    # right"""
+
+_NO_AXIS: Final = """{0} reduces over an axis called `{1}`, and no transform around it \
+has named one so. Name it where the model is mapped:
+
+    es.mutable(es.vmap(model))(xs)                     # wrong
+    es.mutable(es.vmap(model, axis_name="{1}"))(xs)    # right
+
+For an axis of devices, call the model in an `es.shard_map` over a mesh with that \
+axis."""
 
 _ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
 argument, an integer, or a tuple of them."""

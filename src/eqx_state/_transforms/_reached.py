@@ -6,13 +6,14 @@ from typing import Any, Final
 import jax.tree_util as jtu
 
 from .._state._scope import is_owned
-from .._tree._walk import leaves, Visit
-from ._arguments import check_given
+from .._tree._walk import leaves, name_of, Visit
+from ._arguments import argument_name, check_given, positional_names
 from ._axes import argument_axes, FunctionAxes, Manner
 from ._copies import Opened
 from ._lift import Lifted, Ran
 from ._root import Slot, Values
 from ._stand_ins import by_entry, stand_in
+from ._transform import Transform
 
 
 # These take the place of a root's index in the slots of the function and of the
@@ -77,10 +78,19 @@ class Reached:
             self.axes[where, k] = None if is_owned(x) else own[0]
 
     def name(self, slot: Slot) -> str:
+        """The name of a leaf, as the user of the function writes it."""
         where, k = slot
         if where not in self.trees:
             return self.lifted.name(slot)
-        return leaves(self.trees[where], is_leaf=is_owned)[k].name
+        path = leaves(self.trees[where], is_leaf=is_owned)[k].path
+        if where == ARGUMENTS:
+            names = positional_names(self.opened.f)
+            argument = path[1].key if path[0].idx else path[1].idx
+            return argument_name(argument, path[2:], names)
+        f = self.trees[where]
+        while isinstance(f, Transform):
+            f, path = f.f, path[1:]
+        return name_of(path)
 
     def call(self, inputs: Values, is_copied: bool) -> Ran:
         """Call the function in a lane that has these values.

@@ -28,7 +28,7 @@ from .._tree._rules import check_rules
 from ._arguments import is_traced
 from ._axes import Manner, SPLIT
 from ._lift import Ran, Static
-from ._reached import FUNCTION, Reached
+from ._reached import ARGUMENTS, FUNCTION, Reached
 from ._rebuilt import MADE_ONCE
 from ._root import Slot, Values
 from ._transform import Transform, wrap
@@ -116,7 +116,9 @@ class _Shards(Reached):
                 raise ValueError(_NOT_DIVISIBLE.format(name, x.shape, spec, num, size))
         own = jax.typeof(x).sharding.spec
         if self.is_explicit and _padded(own, x) != _padded(spec, x):
-            raise ValueError(_OTHER_SHARDING.format(name, own, spec))
+            text = _OF_ARGUMENT if slot[0] == ARGUMENTS else _OF_FUNCTION
+            how = text.format(own, name.rpartition(".")[2])
+            raise ValueError(_OTHER_SHARDING.format(name, own, spec, how))
 
     def run(self, inputs: Values) -> tuple[Any, ...]:
         """Run one device's part."""
@@ -269,8 +271,10 @@ divides an axis among {} devices, which does not come out even for {}."""
 
 _OTHER_SHARDING: Final = """`es.shard_map`: `{0}` is sharded by its type, as `{1}`, \
 and its spec is `{2}`. On a mesh with `Explicit` axes both have to agree: give the \
-spec of the type (for modules of the function by `axes={{es.path_matches("*{0}"): \
-{1}}}`), or call `jax.sharding.reshard` before."""
+spec of the type, {3}, or call `jax.sharding.reshard` before."""
+
+_OF_ARGUMENT: Final = "`{0}`, in `in_specs`"
+_OF_FUNCTION: Final = '`axes={{es.path_matches("*{1}"): {0}}}`'
 
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
 and they share it, so only one could be kept. Reduce it over the mesh axis,

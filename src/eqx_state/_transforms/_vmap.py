@@ -70,6 +70,20 @@ class _Lanes(Reached):
         given = [(self.values[slot], self.axes[slot]) for slot in self.mapped]
         return spread_like([x for x in given if x[1] is not SPLIT], x, axis)
 
+    def check_spread(self) -> None:
+        """Raise `ValueError` if mapped axes are spread over devices in two ways.
+
+        On a mesh with explicit axes JAX refuses that, and does not say which they are.
+        """
+        found: dict[Any, str] = {}
+        for slot, axis in self.input_axes.items():
+            if axis is not None:
+                spec = jax.typeof(self.inputs[slot]).sharding.spec
+                found.setdefault(spec[axis], self.name(slot) or "the model")
+        if len(found) > 1:
+            listed = [f"`{name}` by `{by!r}`" for by, name in found.items()]
+            raise ValueError(_SPREAD.format(", ".join(listed)))
+
     def _size(self, axis_size: int | None) -> int:
         """The number of lanes; `ValueError` if the mapped axes do not agree on it."""
         sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
@@ -149,7 +163,11 @@ class _Vmap(Transform):
         )
         # `jax.vmap` wants at least one mapped input, and there may be none.
         indices = lanes.spread(jnp.arange(lanes.size), 0)
-        out, (shared, made), (own, sown), kept = mapped(lanes.inputs, indices)
+        try:
+            out, (shared, made), (own, sown), kept = mapped(lanes.inputs, indices)
+        except ValueError:
+            lanes.check_spread()
+            raise
         static, written = kept.value
         moved = {slot: jnp.moveaxis(x, 0, lanes.axes[slot]) for slot, x in own.items()}
         new = {**lanes.advanced, **shared, **moved}
@@ -166,6 +184,10 @@ _NO_AXIS: Final = """`es.vmap`: {} has shape {}, which has no axis {}. Map it ov
 axis that it has, or share it with `None`: `in_axes=(0, None)`."""
 
 _SIZES: Final = """`es.vmap`: the mapped axes differ in size: {}."""
+
+_SPREAD: Final = """`es.vmap`: the mapped axes are spread over the devices in \
+different ways: {}. On a mesh with `Explicit` axes all of them have to agree: call \
+`jax.sharding.reshard` before."""
 
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
 not known. Map an argument, `in_axes=0`, or give `axis_size`."""

@@ -10,6 +10,8 @@ from jaxtyping import Array
 
 from .._kinds._kinds import BatchStat, Parameter
 from .._state._module import Module
+from .._tree._base import get_place
+from .._tree._walk import name_of
 
 
 class BatchNorm(Module):
@@ -268,7 +270,10 @@ def _over_lanes(norm: BatchNorm, xs: list[Any]) -> list[Any]:
     try:
         return jax.lax.psum(xs, norm.axis_name)
     except NameError as e:  # JAX's, for an axis name that no transform has bound
+        place = get_place(norm)
+        where = name_of(place.path) if place is not None else ""
         raise NameError(
+            f"{f'`{where}`: ' if where else ''}"
             f"`es.nn.BatchNorm(axis_name={norm.axis_name!r})` averages over an"
             " axis of that name, and there is none. Name it where the model is"
             f" mapped: `es.vmap(model, axis_name={norm.axis_name!r})(xs)`. For a"
