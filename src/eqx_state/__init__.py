@@ -38,7 +38,6 @@ from ._rng_stream import RngStream as RngStream
 from ._sharding import sharding as sharding
 from ._state._init import init as init, Initializer as Initializer, lazy as lazy
 from ._state._module import Module as Module
-from ._transforms._axes import SPLIT as SPLIT
 from ._transforms._branches import cond as cond, switch as switch
 from ._transforms._custom_vjp import custom_vjp as custom_vjp
 from ._transforms._grad import grad as grad, value_and_grad as value_and_grad
@@ -52,6 +51,7 @@ from ._transforms._loops import (
     scan as scan,
     while_loop as while_loop,
 )
+from ._transforms._mapped_axes import SPLIT as SPLIT
 from ._transforms._mutable import mutable as mutable
 from ._transforms._remat import checkpoint as checkpoint
 from ._transforms._shard_map import shard_map as shard_map

@@ -1,4 +1,4 @@
-"""What JAX would trace in an argument or an output, and what an argument may not be."""
+"""Arguments and outputs: what JAX would trace, what may not be given, their names."""
 
 import functools as ft
 import inspect

@@ -8,9 +8,9 @@ import jax.tree_util as jtu
 from .._state._scope import is_owned
 from .._tree._walk import leaves, name_of, Visit
 from ._arguments import argument_name, check_given, positional_names
-from ._axes import argument_axes, FunctionAxes, Manner
 from ._copies import Opened
 from ._lift import Lifted, Ran
+from ._mapped_axes import argument_axes, FunctionAxes, Manner
 from ._root import Slot, Values
 from ._stand_ins import by_entry, stand_in
 from ._transform import Transform

@@ -26,8 +26,8 @@ from .._compat import (
 from .._tree._keys import next_keys, num_key_axes, split_key
 from .._tree._rules import check_rules
 from ._arguments import is_traced
-from ._axes import Manner, SPLIT
 from ._lift import Ran, Static
+from ._mapped_axes import Manner, SPLIT
 from ._reached import ARGUMENTS, FUNCTION, Reached
 from ._rebuilt import MADE_ONCE
 from ._root import Slot, Values
