@@ -174,6 +174,24 @@ def test_with_groups_the_keys_are_group_and_name():
     assert one[..., "learning_rate"] == np.float32(0.3)
 
 
+def test_with_groups_they_print_one_to_a_line_and_are_a_pytree():
+    optimizer = es.Optimizer({A: sgd(0.1), es.Parameter: sgd(0.2)}).init(MODEL)
+    hyperparams = optimizer.hyperparams
+    assert isinstance(hyperparams, dict)
+    assert repr(hyperparams) == (
+        "{(es.path_matches('*a*'), 'learning_rate'): 0.1,\n"
+        " (es.Parameter, 'learning_rate'): 0.2}"
+    )
+    half = jax.tree.map(lambda x: x / 2, hyperparams)
+    assert half[A, "learning_rate"] == np.float32(0.05)
+    assert es.jit(lambda o: o.hyperparams)(optimizer) == hyperparams
+    printed = []
+    jax.eval_shape(lambda x: printed.append(repr(x)), hyperparams)
+    assert "(es.Parameter, 'learning_rate'): f32[]" in printed[0]
+    assert es.nonfinite(hyperparams) == []
+    assert repr(es.Optimizer({...: optax.sgd(0.1)}).init(MODEL).hyperparams) == "{}"
+
+
 def test_a_name_may_be_in_one_group_only():
     optimizer = es.Optimizer({A: clip(), es.Parameter: sgd()}).init(MODEL)
     new = optimizer.set(max_norm=2.0, learning_rate=0.1)

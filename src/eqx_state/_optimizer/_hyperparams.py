@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
+from .._tree._show import show
 from .._tree._walk import leaves, map_leaves, name_of
 from .._typing import KeyPath, PyTree
 from ._groups import Groups, key_name
@@ -52,6 +53,31 @@ class Hyperparam(NamedTuple):
         if self.is_unique and self.group is None:
             return f"`{self.name}`"
         return f"`({_written(self.key[0])}, {self.name!r})`"
+
+
+class Hyperparams(dict[Any, Any]):
+    """Those of several groups: a dict that prints one to a line, filters as written."""
+
+    def __repr__(self) -> str:
+        lines = [
+            f"({_written(group)}, {name!r}): {_number(x)}"
+            for (group, name), x in self.items()
+        ]
+        return "{" + ",\n ".join(lines) + "}"
+
+
+# As JAX does for a dict; but it sorts the keys, and filters have no order.
+jtu.register_pytree_with_keys(
+    Hyperparams,
+    lambda x: ([(jtu.DictKey(key), value) for key, value in x.items()], tuple(x)),
+    lambda keys, values: Hyperparams(zip(keys, values, strict=True)),
+)
+
+
+def by_key(opt_state: PyTree, groups: Any) -> dict[Any, Any]:
+    """The value of each hyperparameter."""
+    values = {x.key: x.value for x in found_in(opt_state, groups)}
+    return Hyperparams(values) if isinstance(groups, Groups) else values
 
 
 def found_in(opt_state: PyTree, groups: Any) -> list[Hyperparam]:
@@ -101,6 +127,11 @@ def with_values(
 
 def _written(group: Any) -> str:
     return repr(group) if isinstance(group, str) else key_name(group)
+
+
+def _number(x: Any) -> str:
+    is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return str(np.asarray(x)) if is_known else show(x)
 
 
 def _settable(found: list[Hyperparam]) -> str:

@@ -32,7 +32,7 @@ from ._checks import (
     START_ANEW,
 )
 from ._groups import check_extra, Groups, in_groups, Labels, with_extra_args
-from ._hyperparams import found_in, with_values
+from ._hyperparams import by_key, with_values
 
 
 _Tree = TypeVar("_Tree")
@@ -225,7 +225,7 @@ class Optimizer(AbstractFollower):
             ```
         """
         self._made("hyperparams")
-        return {x.key: x.value for x in found_in(self.opt_state, self.tx)}
+        return by_key(self.opt_state, self.tx)
 
     def set(self, *, group: Any = None, **values: Any) -> Self:
         """The optimizer with other hyperparameters: `.set(learning_rate=1e-4)`.
