@@ -13,6 +13,7 @@ import optax
 import pytest
 from helpers import close, leaks_on_purpose, untouched
 from jax.sharding import Mesh, PartitionSpec as P
+from models import Net
 
 import eqx_state as es
 
@@ -45,15 +46,6 @@ class BadAt(es.Module):
     def __call__(self, x, *, key=None):
         self.calls = self.calls + 1
         return jnp.where(self.calls == self.at, jnp.nan, x)
-
-
-class Net(es.Module):
-    layers: list[Any]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def net() -> Net:

@@ -11,6 +11,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from helpers import close, leaks_on_purpose, untouched
+from models import Net
 
 import eqx_state as es
 
@@ -43,15 +44,6 @@ class Layer(es.Module):
         y = self.inner(x)
         self.sow("doubled", 2 * y)
         return y
-
-
-class Net(es.Module):
-    layers: list[Any]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def net() -> Net:

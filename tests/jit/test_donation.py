@@ -6,21 +6,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import pytest
 from helpers import untouched
+from jit_cases import Counter
 
 import eqx_state as es
 
 
 X = jnp.array([1.0, 2.0, 3.0])
-
-
-class Counter(es.Module):
-    weight: es.Parameter
-    count: es.State = 0
-    name: str = es.field(static=True, default="counter")
-
-    def __call__(self, x):
-        self.count = self.count + 1
-        return self.weight * x
 
 
 DELETED = {

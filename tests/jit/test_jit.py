@@ -11,21 +11,12 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 from helpers import rejects, reuses_keys, untouched
+from jit_cases import Counter
 
 import eqx_state as es
 
 
 X = jnp.array([1.0, 2.0, 3.0])
-
-
-class Counter(es.Module):
-    weight: es.Parameter
-    count: es.State = 0
-    name: str = es.field(static=True, default="counter")
-
-    def __call__(self, x):
-        self.count = self.count + 1
-        return self.weight * x
 
 
 # --- What is called -------------------------------------------------------------------

@@ -15,25 +15,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import keys_may_be_reused, untouched
+from models import Layer
 
 import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
 XS = jnp.arange(3.0)
-
-
-class Layer(es.Module):
-    weight: es.Parameter = 2.0
-    count: es.State = 0
-
-    def __call__(self, x, *, key=None):
-        if self.training:
-            self.count = self.count + 1
-        return self.weight * x
-
-    def apply(self, x):
-        return self(x)
 
 
 class Net(es.Module):

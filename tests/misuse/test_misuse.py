@@ -17,24 +17,12 @@ import jax.random as jr
 import numpy as np
 import pytest
 from helpers import rejects
+from models import Layer
 
 import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
-
-
-class Layer(es.Module):
-    weight: es.Parameter = 2.0
-    count: es.State = 0
-
-    def __call__(self, x, *, key=None):
-        if self.training:
-            self.count = self.count + 1
-        return self.weight * x
-
-    def apply(self, x):
-        return self(x)
 
 
 class Net(es.Module):

@@ -12,34 +12,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import pytest
 from helpers import untouched
+from models import Counter, counts
 
 import eqx_state as es
-
-
-class Counter(es.Module):
-    weight: es.Parameter = 2.0
-    count: es.State = 0
-
-    def __call__(self, x, *, key=None):
-        if self.training:
-            self.count = self.count + 1
-        return self.weight * x
-
-    def step(self, by=1):
-        self.count = self.count + by
-        return self.count
-
-
-class Pair(es.Module):
-    a: Counter
-    b: Counter
-
-    def __call__(self, x):
-        return self.b(self.a(x))
-
-
-def counts(tree):
-    return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
 
 
 # --- What comes out -----------------------------------------------------------------

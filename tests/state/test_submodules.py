@@ -8,28 +8,13 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from helpers import rejects, untouched
+from state_cases import Counter, Layer, Pair
 
 import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
 ONES = jnp.ones(2)
-
-
-class Counter(es.Module):
-    count: es.State = 0
-
-    def step(self, by=1):
-        self.count = self.count + by
-
-
-class Layer(Counter):
-    weight: es.Parameter = dataclasses.field(default_factory=lambda: jnp.ones(2))
-
-
-class Pair(es.Module):
-    a: Counter = dataclasses.field(default_factory=Counter)
-    b: Counter = dataclasses.field(default_factory=lambda: Counter(5))
 
 
 class Group(es.Module):

@@ -11,6 +11,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from helpers import rejects
+from state_cases import Layer
 
 import eqx_state as es
 
@@ -20,22 +21,6 @@ FROZEN = dataclasses.FrozenInstanceError
 
 class Cache(es.State):
     pass
-
-
-class Counter(es.Module):
-    count: es.State = 0
-
-    def step(self, by=1):
-        self.count = self.count + by
-
-
-class Layer(Counter):
-    weight: es.Parameter = dataclasses.field(default_factory=lambda: jnp.ones(2))
-
-
-class Pair(es.Module):
-    a: Counter = dataclasses.field(default_factory=Counter)
-    b: Counter = dataclasses.field(default_factory=lambda: Counter(5))
 
 
 def write(model, *, kinds=es.State, **fields):

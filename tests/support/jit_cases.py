@@ -24,6 +24,16 @@ class Layer(es.Module):
         return self.weight * x
 
 
+class Counter(es.Module):
+    weight: es.Parameter
+    count: es.State = 0
+    name: str = es.field(static=True, default="counter")
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        return self.weight * x
+
+
 class Model(es.Module):
     layer: Layer
     other: Any = None

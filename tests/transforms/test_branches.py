@@ -9,34 +9,16 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import numpy as np
 import pytest
+from branch_cases import Net
 from helpers import close, rejects
+from ways import WAYS
 
 import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
-
-
-class Cell(es.Module):
-    weight: es.Parameter = 0.5
-    total: es.State = 0.0
-
-    def __call__(self, x):
-        self.total = self.total + x
-        return self.weight * x + self.total
-
-    def shifted(self, shift, x):
-        return self(x) + shift
-
-
-class Net(es.Module):
-    a: Cell = dataclasses.field(default_factory=Cell)
-    b: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0))
-    steps: es.State = 0
-    rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
 
 
 def by_hand(i, branches, *operands):
@@ -157,23 +139,9 @@ def test_what_is_no_array_passes_through():
 # --- State --------------------------------------------------------------------------
 
 
-FUNCTIONS = {
-    "module": lambda m: m,
-    "bound method": lambda m: ft.partial(m.shifted, 1.0),
-    "bound dunder": lambda m: m.__call__,
-    "closure": lambda m: lambda x: m(x),
-    "closure over a list": lambda m: (lambda ms: lambda x: ms[0](x))([m]),
-    "default": lambda m: lambda x, m=m: m(x),
-    "jax partial": lambda m: jtu.Partial(lambda m, x: m(x), m),
-    "eqx partial": lambda m: eqx.Partial(m.shifted, 1.0),
-    "checkpoint": lambda m: es.checkpoint(m),
-    "jit": lambda m: es.jit(m.__call__),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", WAYS)
 def test_either_branch_writes_what_it_writes(name):
-    make = FUNCTIONS[name]
+    make = WAYS[name]
     for i in (0, 1):
         ours, expected = (
             es.mutable(lambda n, run=run, i=i: run(i, [make(n.a), make(n.b)], 2.0))(

@@ -6,25 +6,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from branch_cases import Cell, Net
 
 import eqx_state as es
 
 
 FROZEN = dataclasses.FrozenInstanceError
-
-
-class Cell(es.Module):
-    weight: es.Parameter = 0.5
-    total: es.State = 0.0
-
-    def __call__(self, x):
-        self.total = self.total + x
-        return self.weight * x + self.total
-
-
-class Net(es.Module):
-    a: Cell = dataclasses.field(default_factory=Cell)
-    b: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0))
 
 
 def by_cond(i, branches, *operands):

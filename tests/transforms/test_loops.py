@@ -9,11 +9,11 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import numpy as np
 import pytest
 from helpers import close, rejects
 from loop_cases import by_fori, by_hand, by_traced_bounds, by_while, Cell, LOOPS, Net
+from ways import WAYS
 
 import eqx_state as es
 
@@ -122,25 +122,11 @@ def test_what_is_no_array_passes_through():
 # --- State of the functions and their closures --------------------------------------
 
 
-FUNCTIONS = {
-    "module": lambda m: m,
-    "bound method": lambda m: ft.partial(m.shifted, 1.0),
-    "bound dunder": lambda m: m.__call__,
-    "closure": lambda m: lambda x: m(x),
-    "closure over a list": lambda m: (lambda ms: lambda x: ms[0](x))([m]),
-    "default": lambda m: lambda x, m=m: m(x),
-    "jax partial": lambda m: jtu.Partial(lambda m, x: m(x), m),
-    "eqx partial": lambda m: eqx.Partial(m.shifted, 1.0),
-    "checkpoint": lambda m: es.checkpoint(m),
-    "jit": lambda m: es.jit(m.__call__),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", WAYS)
 def test_state_is_carried_from_step_to_step(name):
     for loop in (by_while, by_fori):
         ours, expected = (
-            es.mutable(lambda m, run=run: run(FUNCTIONS[name](m), 3, 0.5))(Cell())
+            es.mutable(lambda m, run=run: run(WAYS[name](m), 3, 0.5))(Cell())
             for run in (loop, by_hand)
         )
         close(ours, expected)

@@ -9,6 +9,7 @@ import jax.random as jr
 import pytest
 from helpers import rejects
 from loop_cases import by_hand, Cell, LOOPS, Net
+from models import Lazy
 
 import eqx_state as es
 
@@ -113,17 +114,6 @@ def test_objects_kept_from_the_body_are_closed(loop):
 
 
 # --- While a model is initialized ---------------------------------------------------
-
-
-class Lazy(es.Module):
-    weight: es.Parameter | None = None
-    calls: es.State = 0
-
-    def __call__(self, x):
-        if self.initializing and self.weight is None:
-            self.weight = es.Initializer(lambda key: jr.normal(key, (x.size, x.size)))
-        self.calls = self.calls + 1
-        return jnp.tanh(self.weight @ x)
 
 
 class Model(es.Module):

@@ -9,10 +9,10 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import numpy as np
 import pytest
 from helpers import close, rejects
+from ways import WAYS
 
 import eqx_state as es
 
@@ -181,15 +181,7 @@ def test_the_wrapper():
 
 
 FUNCTIONS = {
-    "module": lambda m: m,
-    "bound method": lambda m: ft.partial(m.shifted, 1.0),
-    "bound dunder": lambda m: m.__call__,
-    "closure": lambda m: lambda x: m(x),
-    "closure over a list": lambda m: (lambda ms: lambda x: ms[0](x))([m]),
-    "default": lambda m: lambda x, m=m: m(x),
-    "jax partial": lambda m: jtu.Partial(lambda m, x: m(x), m),
-    "eqx partial": lambda m: eqx.Partial(m.shifted, 1.0),
-    "checkpoint": lambda m: es.checkpoint(m),
+    **{name: way for name, way in WAYS.items() if name != "jit"},
     "sequential": lambda m: eqx.nn.Sequential([eqx.nn.Lambda(m)]),
 }
 

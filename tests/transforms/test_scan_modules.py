@@ -9,6 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from helpers import rejects
+from models import Lazy
 
 import eqx_state as es
 
@@ -339,17 +340,6 @@ def test_a_closure_sees_the_module_passed_in_and_the_body_its_own():
 
 
 # --- While a model is initialized ---------------------------------------------------
-
-
-class Lazy(es.Module):
-    weight: es.Parameter | None = None
-    calls: es.State = 0
-
-    def __call__(self, x):
-        if self.initializing and self.weight is None:
-            self.weight = es.Initializer(lambda key: jr.normal(key, (x.size, x.size)))
-        self.calls = self.calls + 1
-        return jnp.tanh(self.weight @ x)
 
 
 class Model(es.Module):

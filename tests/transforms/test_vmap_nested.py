@@ -14,21 +14,9 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from models import Noisy
 
 import eqx_state as es
-
-
-class Noisy(es.Module):
-    """Draws in train mode, and counts in every mode."""
-
-    rng: es.Rng
-    scale: es.Parameter = 1.0
-
-    def __call__(self, x):
-        if not self.training:
-            return x
-        key, self.rng = jr.split(self.rng)
-        return x + self.scale * jr.normal(key, jnp.shape(x))
 
 
 class Tally(es.Module):

@@ -10,22 +10,13 @@ import jax.random as jr
 import optax
 import pytest
 from helpers import rejects
+from models import Layer
 
 import eqx_state as es
 
 
 class Cache(es.State):
     pass
-
-
-class Layer(es.Module):
-    weight: es.Parameter = 2.0
-    count: es.State = 0
-
-    def __call__(self, x, *, key=None):
-        if self.training:
-            self.count = self.count + 1
-        return self.weight * x
 
 
 class Dense(es.Module):
