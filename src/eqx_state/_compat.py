@@ -211,11 +211,7 @@ def _dim(text: str) -> str | types.EllipsisType | None:
     return name if name.isidentifier() and "_" not in marks else None
 
 
-class _Probe(eqx.Module):
-    pass
-
-
-_probe = _Probe()
+_probe = eqx.nn.Identity()
 object.__setattr__(_probe, "cached", None)
 # Where a module has more in its `__dict__` than fields, as `functools.cached_property`
 # leaves it, Equinox's copies of it have this value under `__name__` and such.

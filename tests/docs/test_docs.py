@@ -165,7 +165,11 @@ def test_every_error_of_the_faq_is_raised_there():
 
 
 def test_every_class_of_the_faq_is_an_error():
-    known = {**vars(es), **vars(dataclasses), **vars(builtins)}
+    known = {
+        **{name: getattr(es, name) for name in dir(es)},
+        **vars(dataclasses),
+        **vars(builtins),
+    }
     for name, _, _ in error_headings():
         assert issubclass(known[name], Exception)
 

@@ -1,10 +1,12 @@
 """What `import eqx_state as es` offers: names, their documentation, nothing else."""
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +57,7 @@ def test_the_layer_is_there(name):
 
 def test_nothing_else_is_there():
     assert set(PUBLIC) == {*KINDS, *FILTERS, *TREES, *TRANSFORMS, *CLASSES, *ERRORS}
-    assert set(PUBLIC) == {n for n in vars(es) if not n.startswith("_")}
+    assert set(PUBLIC) >= {n for n in vars(es) if not n.startswith("_")}
 
 
 def test_layers_are_all_that_is_in_nn():
@@ -169,6 +171,33 @@ def python(code):
 
 def test_importing_it_says_and_prints_nothing():
     assert python("import eqx_state") == ""
+
+
+def test_the_names_that_come_later_are_those_that_type_checkers_see():
+    tree = ast.parse(Path(es.__file__).read_text(encoding="utf-8"))
+    (choice,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in choice.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: f".{x.module}" for x in imports for alias in x.names}
+    assert len(imports) == len(choice.body)
+    assert all(alias.asname == alias.name for x in imports for alias in x.names)
+    assert seen == es._LATER
+
+
+def test_a_name_that_comes_later_is_there_on_first_use():
+    code = """
+import sys
+import eqx_state as es
+first = dir(es)
+assert "Optimizer" in first and "optax" not in sys.modules and "rich" not in sys.modules
+assert es.Optimizer is es.Optimizer and "optax" in sys.modules
+assert [name for name in dir(es) if name[0] != "_"] == es.__all__
+assert not hasattr(es, "optimizer")
+try:
+    es.optimizer
+except AttributeError as e:
+    print(e)
+"""
+    assert python(code) == "module 'eqx_state' has no attribute 'optimizer'\n"
 
 
 def test_importing_it_does_not_start_jax():

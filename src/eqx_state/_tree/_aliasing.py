@@ -1,10 +1,10 @@
 """One stateful module in two places of a tree, where a transform would make it two."""
 
 import functools as ft
+import sys
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
-import optax
 
 from .._kinds._kinds import State
 from .._typing import KeyPath, PyTree
@@ -35,7 +35,9 @@ def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
 def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module would have to be two."""
     # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
-    is_pair = isinstance(tree, optax.LookaheadParams)
+    # Who has not imported optax has none.
+    optax = sys.modules.get("optax")
+    is_pair = isinstance(tree, getattr(optax, "LookaheadParams", ()))
     for each in tree if is_pair else [tree]:
         check_apart(walk(each, path))
 
