@@ -176,7 +176,9 @@ def _is_effect(node: ast.AST) -> bool:
     """A statement without which the rest still runs."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, (ast.Call, ast.Yield, ast.YieldFrom))
-    if isinstance(node, (ast.Raise, ast.Delete, ast.AugAssign)):
+    if isinstance(node, ast.Delete):  # of a name it only says that it is not used
+        return not all(isinstance(target, ast.Name) for target in node.targets)
+    if isinstance(node, (ast.Raise, ast.AugAssign)):
         return True
     return isinstance(node, ast.Assign) and not any(
         isinstance(target, (ast.Name, ast.Tuple)) for target in node.targets

@@ -876,6 +876,14 @@ def test_outputs_that_are_trees_are_replaced_by_trees():
     assert out == "anything"
 
 
+def test_an_array_of_numpy_is_what_jax_makes_of_it():
+    for jit in (es.jit, lambda f: f):
+        run = jit(es.capture(linear(), outputs="", replace={"": np.full(2, 0.5)}))
+        (y, _), found = run(X)
+        assert (y == 0.5).all()
+        assert (found[""] == 0.5).all()
+
+
 @pytest.mark.parametrize(
     "value",
     [jnp.ones(3), jnp.ones(2, int), (X, X), "text", None, jnp.ones((3, 2)), 1j],

@@ -17,6 +17,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 Stateful = TypeVar("Stateful", bound=es.State)
 Late = TypeVar("Late", bound="es.BatchStat")
+Later = TypeVar("Later", bound="DefinedLater")  # noqa: F821
 Tagged = TypeAliasType("Tagged", tuple[T, es.Buffer], type_params=(T,))
 ONE = jnp.ones(2)
 
@@ -103,6 +104,33 @@ def test_the_bound_of_a_type_variable(base):
 
     assert kinds(Model(ONE, ONE)) == {"a": es.State, "b": es.BatchStat}
     assert kinds(Narrowed(ONE, ONE)) == {"a": es.Rng, "b": es.BatchStat}
+
+
+def test_a_bound_that_is_defined_later(monkeypatch):
+    class Box(eqx.Module, Generic[Later]):
+        value: Later
+
+    class Holder(eqx.Module):
+        box: Box[es.State]
+
+    monkeypatch.delitem(globals(), "DefinedLater", raising=False)
+    for _ in range(2):  # in turns: what is known of one says nothing of the other
+        assert kinds(Box(ONE)) == {"value": es.Parameter}
+        assert kinds(Holder(Box(ONE))) == {"box.value": es.State}
+    monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
+    assert kinds(Holder(Box(ONE))) == {"box.value": es.State}
+    assert kinds(Box(ONE)) == {"value": es.BatchStat}
+
+
+def test_a_type_variable_twice_in_one_annotation(base):
+    class Pair(base, Generic[T]):
+        values: tuple[T, dict[str, T], T]
+
+    class Holder(base):
+        pair: Pair[es.State]
+
+    found = kinds(Holder(Pair((ONE, {"a": ONE}, ONE))))
+    assert [*found.values()] == [es.State] * 3
 
 
 def test_an_alias_with_arguments(base):

@@ -67,7 +67,9 @@ def test_init_returns_a_new_model():
 
 
 @pytest.mark.parametrize(
-    "seed", [42, np.int64(42), np.array(42), jnp.array(42), jr.key(42)], ids=repr
+    "seed",
+    [42, np.int64(42), np.array(42), jnp.array(42), jnp.uint32(42), jr.key(42)],
+    ids=repr,
 )
 def test_a_seed_or_a_key(seed):
     assert equal(Net().init(seed), Net().init(42))

@@ -283,6 +283,14 @@ def test_shared_opened_twice_has_one_state(jit):
     assert (y, new.pytree[0].count) == (4.0, 2)
 
 
+def test_what_a_call_returns_is_shared_as_equinox_shares_it():
+    model = Language()
+    for pick in (lambda m: m.shared, lambda m: [m.shared, m]):
+        out, new = es.mutable(pick)(model)
+        assert jax.tree.structure(out) == jax.tree.structure(pick(model))
+        assert type(new.shared) is eqx.nn.Shared
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_several_nodes_are_tied_at_once(jit):
     def f(shared, x):

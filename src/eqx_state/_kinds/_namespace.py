@@ -37,7 +37,7 @@ def remember_statement(cls: type) -> None:
     if not texts:
         return
     names = set(re.findall(r"\w+", " ".join(map(repr, texts))))
-    frame: types.FrameType | None = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe()
     while frame.f_back is not None and _is_machinery(frame):
         frame = frame.f_back
     found: dict[str, Any] = {}

@@ -39,7 +39,7 @@ def as_inside(old: Any, new: Any, own: Any) -> Any:
 
 def fit(old: Any, new: Any, name: str) -> Any:
     """`new`, with its numbers and weakly typed arrays cast to the dtypes of `old`."""
-    if is_array(old) and is_array(new):  # most of what is written
+    if is_array(old):  # most of what is written
         return fit_leaf(old, new, name)
     structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
     if structures[0] != structures[1]:

@@ -88,8 +88,7 @@ class Context(NamedTuple):
     def fields_of(self, cls: type, names: list[str]) -> "list[Context]":
         """The contexts of these fields of a module of this class."""
         specs, below = declared_inside(cls, self.spec)
-        around = self if below is NOTHING else self.declare(below)
-        around = around._replace(
+        around = self.declare(below)._replace(
             spec=NOTHING,
             unresolved=False,
             owners=(*self.owners, cls),
