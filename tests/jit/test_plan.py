@@ -1,8 +1,11 @@
 """The short way of `es.jit`: a call like one before takes it, and no other one."""
 
 import collections
+import copy
 import dataclasses
 import gc
+import itertools
+import pickle
 import weakref
 from typing import Any, NamedTuple
 
@@ -19,7 +22,8 @@ import pytest
 from helpers import reuses_keys
 
 import eqx_state as es
-from eqx_state._jit._plan import ArraySlot, builder, flattener, Mismatch, Unplannable
+from eqx_state._jit._form_of import ArraySlot
+from eqx_state._jit._plan import builder, flattener, Mismatch, Unplannable
 
 
 class Pair(NamedTuple):
@@ -59,15 +63,10 @@ def origin():
     """The function whose programs the plans of these tests would be for."""
 
 
-def taken_apart(plan, tree):
-    found = []
-    plan(tree, found.append)
-    return found
-
-
 def put_together(tree):
     leaves, treedef = jax.tree.flatten(tree)
-    slots = [ArraySlot() if eqx.is_array(x) else x for x in leaves]
+    numbers = itertools.count()
+    slots = [ArraySlot(next(numbers)) if eqx.is_array(x) else x for x in leaves]
     return builder(jax.tree.unflatten(treedef, slots))
 
 
@@ -77,9 +76,31 @@ def put_together(tree):
 STATIC = st.sampled_from([0, 1, True, 1.0, -0.0, "a", (1, 2.0), None, jax.nn.relu])
 ARRAYS = st.builds(lambda n: np.full(2, n, np.float32), st.integers(0, 9))
 LEAVES = st.one_of(ARRAYS, STATIC)
+
+
+def several(inner):
+    """Containers of two to four nodes that differ in their arrays only."""
+    columns = st.tuples(inner, st.integers(2, 4)).map(
+        lambda pair: [
+            jax.tree.map(lambda x, i=i: x + i if eqx.is_array(x) else x, pair[0])
+            for i in range(pair[1])
+        ]
+    )
+    return st.one_of(
+        columns,
+        columns.map(tuple),
+        columns.map(lambda xs: Pair(*xs[:2])),
+        columns.map(lambda xs: dict(zip("dacb", xs, strict=False))),
+        columns.map(lambda xs: dict(enumerate(xs))),
+    )
+
+
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
+        several(inner),
+        several(st.builds(Leaf, ARRAYS, STATIC, inner)),
+        st.builds(Leaf, ARRAYS, STATIC, inner).map(es.eval),
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(st.sampled_from("zyx"), inner, max_size=3),
@@ -101,14 +122,14 @@ def test_apart_and_together_is_the_identity(tree):
     except Exception as e:
         assert type(e).__name__ == "Unplannable"  # noqa: PT017 (it may also plan it)
         return
-    found = taken_apart(plan, tree)
+    found = plan(tree)
     assert all(x is y for x, y in zip(found, arrays_of(tree), strict=True))
-    rebuilt = put_together(tree)(iter(found).__next__, [])
+    rebuilt = put_together(tree)(found)
     assert jax.tree.structure(rebuilt) == jax.tree.structure(tree)
     again = jax.tree.leaves(rebuilt)
     for x, y in zip(again, jax.tree.leaves(tree), strict=True):
         assert x is y or (type(x) is type(y) and x == y)
-    assert all(x is y for x, y in zip(found, taken_apart(plan, rebuilt), strict=True))
+    assert all(x is y for x, y in zip(found, plan(rebuilt), strict=True))
 
 
 def key_of(tree):
@@ -135,7 +156,7 @@ def test_a_plan_refuses_every_other_tree(one, other):
     except Exception:
         hp.reject()
     try:
-        found = taken_apart(plan, other)
+        found = plan(other)
     except (Mismatch, KeyError):
         return
     # The places of arrays are left to the caller, who looks at the types.
@@ -200,6 +221,208 @@ def test_a_container_changed_in_place_is_seen():
     assert f(xs) == 6.0
     xs["a"][0] = jnp.array(5.0)
     assert f(xs) == 10.0
+
+
+class Block(es.Module):
+    leaf: Leaf
+    plain: Plain
+    xs: list[Any]
+    by_name: dict[str, Any]
+
+
+def blocks():
+    """Modules that are alike, in a list, a dict and a tuple."""
+    made = [
+        Block(
+            Leaf(jnp.full(2, float(i)), 1000),
+            Plain(jnp.full(3, float(i)), 7),
+            [jnp.array(i), jnp.array(i + 1)],
+            {"a": jnp.array(1.0 + i), "b": jnp.array(2.0 + i)},
+        )
+        for i in range(4)
+    ]
+    return {
+        "list": made[:2],
+        "dict": {"x": made[2]},
+        "tuple": (made[3], np.ones(2, np.float32)),
+    }
+
+
+def put(module, name, value):
+    object.__setattr__(module, name, value)
+
+
+def swap(tree):
+    tree["list"].reverse()
+
+
+IN_PLACE = {
+    "an array": lambda t: put(t["list"][1].leaf, "weight", jnp.zeros(2)),
+    "an array of Equinox's": lambda t: put(t["list"][1].plain, "inner", jnp.zeros(3)),
+    "through vars": lambda t: vars(t["tuple"][0].leaf).update(weight=jnp.zeros(2)),
+    "a static value": lambda t: put(t["list"][0].leaf, "rate", 2000),
+    "its type": lambda t: put(t["list"][0].leaf, "rate", 1000.0),
+    "a flag": lambda t: put(t["dict"]["x"].leaf, "frozen", True),
+    "the mode": lambda t: put(t["list"][1].leaf, "training", False),
+    "a module": lambda t: put(t["list"][1], "leaf", t["list"][0].leaf),
+    "another module": lambda t: put(t["list"][1], "leaf", t["list"][0].plain),
+    "the class": lambda t: put(t["list"][1].leaf, "__class__", type("L", (Leaf,), {})),
+    "one more attribute": lambda t: put(t["list"][1].plain, "cache", jnp.ones(1)),
+    "one less": lambda t: vars(t["list"][1].leaf).pop("note"),
+    "an array for a hole": lambda t: put(t["list"][1].leaf, "note", jnp.ones(1)),
+    "the fields of another": lambda t: put(
+        t["list"][1].leaf, "__dict__", vars(t["dict"]["x"].leaf)
+    ),
+    "a list": lambda t: t["list"][1].xs.append(jnp.array(3)),
+    "an element of it": lambda t: t["list"][1].xs.__setitem__(0, jnp.array(9)),
+    "a list of modules": lambda t: t["list"].append(t["dict"]["x"]),
+    "their order": swap,
+    "a dict": lambda t: t["list"][0].by_name.update(a=jnp.array(9.0)),
+    "a key": lambda t: t["list"][0].by_name.update(c=t["list"][0].by_name.pop("b")),
+    "the order of keys": lambda t: t["list"][0].by_name.update(
+        a=t["list"][0].by_name.pop("a")
+    ),
+    "an array of NumPy": lambda t: t["tuple"][1].__setitem__(0, 5.0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_whatever_is_changed_in_place_in_a_result_is_seen(name):
+    f = es.jit(lambda tree: tree)
+    tree = f(f(f(blocks())))
+    other = f(tree)
+    tree["tuple"] = (tree["tuple"][0], np.ones(2, np.float32))
+    f(tree)
+    IN_PLACE[name](tree)
+    for _ in range(2):
+        out = f(tree)
+        assert key_of(out) == key_of(tree)
+        assert eqx.tree_equal(out, tree)
+    # Nothing of it is in another result.
+    assert eqx.tree_equal(other, f(f(blocks())))
+    assert eqx.tree_equal(f(other), other)
+
+
+def test_no_other_result_has_the_node_of_a_mode():
+    f = es.jit(lambda tree: tree)
+    tree = f(f(blocks()))
+    other = f(tree)
+    vars(tree["list"][1].leaf)["_eqx_state_inference"].append([])
+    # Only a flag says what mode it is, so the next one is as it was.
+    assert eqx.tree_equal(f(tree), other)
+    assert eqx.tree_equal(f(other), other)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "tree.map": lambda x: jax.tree.map(lambda leaf: leaf, x),
+    "replace": lambda x: x.replace(xs=x.xs),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_result_is_a_module_of_its_own(name):
+    f = es.jit(lambda block: block)
+    block = f(f(blocks()["list"][1]))
+    copied = COPIES[name](block)
+    assert eqx.tree_equal(copied, block)
+    assert hash(Leaf(None, 1)) == hash(es.jit(lambda leaf: leaf)(Leaf(None, 1)))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="no scope"):
+        copied.leaf = None
+    put(copied, "leaf", Leaf(jnp.zeros(2), 1000))
+    assert eqx.tree_equal(f(copied), copied)
+    assert jnp.all(f(block).leaf.weight == 1.0)
+
+
+def test_the_modes_of_a_result_are_switched_one_by_one():
+    f = es.jit(lambda tree: tree)
+    tree = f(f(blocks()))
+    one = eqx.tree_at(lambda t: t["list"][0], tree, replace_fn=eqx.nn.inference_mode)
+    for _ in range(2):
+        one = f(one)
+        assert not one["list"][0].leaf.training
+        assert one["list"][1].leaf.training
+    assert tree["list"][0].leaf.training
+    back = eqx.nn.inference_mode(one, False)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+
+
+def test_donated_arrays_of_a_result_are_gone():
+    f = es.jit(lambda block: jax.tree.map(lambda x: x + 1, block), donate="all")
+    block = f(f(blocks()["list"][0]))
+    f(block)
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        f(block)
+
+
+def test_static_values_that_are_equal_and_never_the_same_take_the_short_way():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        sizes: tuple[int, ...]
+
+    traces = []
+
+    @es.jit
+    def f(leaf):
+        traces.append(1)
+        return leaf.weight * sum(leaf.rate.sizes)
+
+    for _ in range(4):
+        config = Config((1000, 2000))
+        assert jnp.all(f(Leaf(jnp.ones(2), config)) == 3000.0)
+        assert jnp.all(f(Leaf(jnp.ones(2), config)) == 3000.0)
+    assert len(traces) == 1
+    assert jnp.all(f(Leaf(jnp.ones(2), Config((1000, 1)))) == 1001.0)
+    assert jnp.all(f(Leaf(jnp.ones(2), Config((1000, 2000)))) == 3000.0)
+    assert len(traces) == 2
+
+
+def test_a_static_list_that_is_changed_in_place_is_seen():
+    f = es.jit(lambda leaf: leaf.weight * len(leaf.rate))
+    rate = [1]
+    leaf = Leaf(jnp.ones(2), rate)
+    for n in (1, 2, 3):
+        assert jnp.all(f(leaf) == f(leaf))
+        assert jnp.all(f(leaf) == float(n))
+        rate.append(n)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_stays_as_it_was(enabled):
+    @jtu.register_pytree_node_class
+    class Fails(Custom):
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            if isinstance(children[0], jax.Array) and fails:
+                raise ValueError("not this time")
+            return cls(*children, aux)
+
+    fails = False
+    f = es.jit(lambda *args: args)
+    arrays = [jnp.ones(1)] * 200
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        for _ in range(3):
+            f(arrays, Fails(jnp.ones(1), 0))
+            assert gc.isenabled() is enabled
+        fails = True
+        with pytest.raises(ValueError, match="not this time"):
+            f(arrays, Fails(jnp.ones(1), 0))
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+@pytest.mark.parametrize("number", [2, 3])  # in slots of their own, and not
+def test_keys_are_told_apart_by_type(number):
+    f = es.jit(lambda tree: tree)
+    modules = [Plain(jnp.ones(i % 2 + 1), i // number) for i in range(number)]
+    for keys in ((0, 1, 2), (False, True, 2)) * 2:
+        out = f(dict(zip(keys, modules, strict=False)))
+        assert [*map(type, out)] == [*map(type, keys[:number])]
 
 
 def test_an_old_state_of_equinox_is_refused():

@@ -5,7 +5,9 @@ an `Output`, which holds the rest and is kept with the compiled program.
 """
 
 import functools as ft
+import gc
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
@@ -26,8 +28,9 @@ from .._tree._base import get_place
 from .._tree._walk import name_of
 from .._typing import KeyPath
 from ._donation import Donate, donates
+from ._form_of import ArraySlot
 from ._names import parameters
-from ._plan import ArraySlot, builder
+from ._plan import builder
 
 
 @jtu.register_static
@@ -42,8 +45,13 @@ class Output:
     def __init__(self, out: Any, inside: Iterable[Any]):
         leaves, treedef = jtu.tree_flatten(out)
         kept = {id(x): i for i, x in enumerate(inside)}
+        self.is_new = [eqx.is_array(x) and id(x) not in kept for x in leaves]
+        new, first_kept = itertools.count(), sum(self.is_new)
         self.slots = [
-            ArraySlot(kept.get(id(x))) if eqx.is_array(x) else x for x in leaves
+            ArraySlot(next(new) if is_new else first_kept + kept[id(x)])
+            if eqx.is_array(x)
+            else x
+            for x, is_new in zip(leaves, self.is_new, strict=True)
         ]
         self.build = builder(jtu.tree_unflatten(treedef, self.slots))
         # Found in the program after its first run; `None` before.
@@ -51,12 +59,26 @@ class Output:
 
     def arrays(self, out: Any) -> list[Any]:
         """The arrays that the program has computed."""
-        leaves = zip(jtu.tree_leaves(out), self.slots, strict=True)
-        return [x for x, slot in leaves if isinstance(slot, ArraySlot) and slot.is_new]
+        leaves = zip(jtu.tree_leaves(out), self.is_new, strict=True)
+        return [x for x, is_new in leaves if is_new]
 
     def put(self, arrays: list[Any], inside: list[Any]) -> Any:
         """The output of the call."""
-        return self.build(iter(arrays).__next__, inside)
+        build, given = self.build, [*arrays, *inside]
+        if len(given) < _MANY or not gc.isenabled():
+            return build(given)
+        # Each module in it counts as two objects towards the next collections, which
+        # would come in the middle, and go through all that is there already. The caller
+        # is about to drop as many, those of the tree that this one replaces. So let
+        # Python count the difference.
+        gc.disable()
+        try:
+            return build(given)
+        finally:
+            gc.enable()
+
+
+_MANY: Final = 100
 
 
 class Result(NamedTuple):

@@ -1,44 +1,45 @@
 """Functions made of source code, which names the objects that it needs."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
-class Library:
-    """Shared by the functions that are made together.
-
-    - `names`: the objects that all of them may name.
-    - `weak`: an object that the code may name and does not keep alive.
-    """
-
-    def __init__(self, names: Mapping[str, Any], weak: Any = None):
-        self.names = names
-        self.weak = None if weak is None else weakref.ref(weak)
-        self.functions: dict[Any, Callable[..., Any]] = {}
-        self.interned: dict[Any, Any] = {}
-
-    def intern(self, key: Any) -> Any:
-        """One object for all keys that are equal: code that names it is equal, too."""
-        return self.interned.setdefault(key, key)
+class Mismatch(Exception):
+    """A tree is not of the structure that code was made for."""
 
 
 class Code:
-    """The source of a function, line by line."""
+    """The source of a function of one argument, line by line.
 
-    def __init__(self, library: Library, arguments: str):
-        self.library, self.arguments = library, arguments
-        self.lines = [f"def function({arguments}):"]
+    - `names`: objects that the code may name.
+    - `weak`: an object that the code may name and does not keep alive.
+    """
+
+    def __init__(self, argument: str, names: Mapping[str, Any], weak: Any = None):
+        self.names, self.weak = names, None if weak is None else weakref.ref(weak)
+        self.lines = [f"def function({argument}):"]
+        self.indent = "    "
         self.constants: list[Any] = []
         self.numbers: dict[int, int] = {}  # of each constant, by its `id`
         self.variables = 0
 
-    def inner(self) -> "Code":
-        """Another function of the same arguments."""
-        return Code(self.library, self.arguments)
-
     def add(self, line: str) -> None:
-        self.lines.append("    " + line)
+        self.lines.append(self.indent + line)
+
+    def begin_with(self, line: str) -> None:
+        """Add a line at the beginning, unless it is there."""
+        if (line := "    " + line) not in self.lines:
+            self.lines.insert(1, line)
+
+    @contextlib.contextmanager
+    def block(self, header: str) -> Iterator[None]:
+        """Inside, lines belong to the block that begins with this line."""
+        self.add(header)
+        before, self.indent = self.indent, self.indent + "    "
+        yield
+        self.indent = before
 
     def check(self, differs: str) -> None:
         """Give up if this expression is true."""
@@ -46,9 +47,8 @@ class Code:
 
     def constant(self, x: Any) -> str:
         """An expression for an object."""
-        weak = self.library.weak
-        if weak is not None and x is weak():
-            return f"{self.constant(weak)}()"
+        if self.weak is not None and x is self.weak():
+            return f"{self.constant(self.weak)}()"
         if id(x) not in self.numbers:
             self.numbers[id(x)] = len(self.constants)
             self.constants.append(x)
@@ -79,13 +79,9 @@ class Code:
             self.add(f"{', '.join(names)}, = {v}")
         return names
 
-    def compile(self) -> Callable[..., Any]:
-        """The function; the one that was made before, if it is the same."""
-        source = "\n".join(self.lines)
-        known, key = self.library.functions, (source, *map(id, self.constants))
-        if key not in known:
-            constants = {f"c{i}": x for i, x in enumerate(self.constants)}
-            namespace = {**self.library.names, **constants}
-            exec(compile(source, "<plan>", "exec"), namespace)
-            known[key] = namespace["function"]
-        return known[key]
+    def compile(self) -> Callable[[Any], Any]:
+        """The function."""
+        constants = {f"c{i}": x for i, x in enumerate(self.constants)}
+        namespace = {"Mismatch": Mismatch, **self.names, **constants}
+        exec(compile("\n".join(self.lines), "<plan>", "exec"), namespace)
+        return namespace["function"]

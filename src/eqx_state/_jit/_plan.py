@@ -1,273 +1,162 @@
-"""Straight-line code that takes trees of one structure apart, and puts them together.
+"""Code that takes trees of one structure apart, and that puts them together.
 
 Flattening calls Python for every module, and again for every static value to compare.
 The code made here is for one structure: it goes down the tree by name, compares types,
 lengths and static values as it goes, and gives up (`Mismatch`) wherever anything is not
-as it was, so that the general way can take over. Each module has a function of its own,
-shared by all that are alike.
+as it was, so that the general way can take over.
 
-`_form_of` says which of six forms a node has; each form knows both directions.
+Nodes that are alike form a *group*. One loop takes a group apart, and puts what it
+finds into the lists of the groups below, of which the last is that of the arrays: there
+is no call for each module, and a model has as much code as it has different layers. To
+put a tree together, the loops run in the opposite order, over slices of those lists.
 """
 
-import abc
 import dataclasses
-from collections.abc import Callable
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import equinox as eqx
 import jax.tree_util as jtu
 
-from .._tree._base import Fields, is_eqx_module, is_module
-from .._tree._compare import identical
-from ._codegen import Code, Library
-from ._static import is_hashable, typed
-
-
-class Mismatch(Exception):
-    """A tree is not of the structure that a plan was made for."""
+from ._codegen import Code, Mismatch as Mismatch
+from ._form_of import ARRAY, ArraySlot, form_of
+from ._forms import Apart, NAMES, Slot
+from ._rows import Alike, RowSlot
 
 
 class Unplannable(Exception):
     """There is no plan for this tree."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ArraySlot:
-    """Where an array goes in a tree: the next, or one that is known by its number."""
-
-    number: int | None = None
-
-    @property
-    def is_new(self) -> bool:
-        return self.number is None
-
-
-def flattener(tree: Any, origin: Any) -> Callable[[Any, Callable[[Any], Any]], None]:
-    """A function of a tree and of `add`, which is called with each array in it.
+def flattener(tree: Any, origin: Any) -> Callable[[Any], Sequence[Any]]:
+    """A function of a tree, which returns its arrays in JAX's order.
 
     It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
     than its arrays. Their places may hold anything: the caller looks at the types. The
     function `origin` is not kept alive.
     """
     try:
-        code = Code(Library(_NAMES, origin), "v, add")
-        _form_of(tree).apart(code, "v")
-        return code.compile()
+        return _Groups(tree).apart(origin).compile()
     except _TOO_DEEP:
         raise Unplannable("nested too deep") from None
 
 
-def builder(tree: Any) -> Callable[[Callable[[], Any], list[Any]], Any]:
-    """A function that makes this tree, with arrays in the places of the `ArraySlot`s.
-
-    It takes `next_array`, which is called for one after the other, and a list of those
-    that are known by number.
-    """
+def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
+    """A function of arrays, which makes this tree, with them for its `ArraySlot`s."""
     try:
-        code = Code(Library(_NAMES), "next_array, known")
-        code.add(f"return {_form_of(tree).together(code)}")
-        return code.compile()
+        return _Groups(tree).together().compile()
     except _TOO_DEEP:
         leaves, treedef = jtu.tree_flatten(tree)
-
-    def array(slot: ArraySlot, next_array: Callable[[], Any], known: list[Any]) -> Any:
-        return next_array() if slot.number is None else known[slot.number]
-
-    return lambda *arrays: treedef.unflatten(
-        [array(x, *arrays) if isinstance(x, ArraySlot) else x for x in leaves]
+    return lambda arrays: treedef.unflatten(
+        [arrays[x.number] if isinstance(x, ArraySlot) else x for x in leaves]
     )
 
-
-# In C, and not by way of `Module.__getattribute__`, which is Python.
-_DICT: Final[Any] = next(
-    vars(c)["__dict__"] for c in eqx.Module.__mro__ if "__dict__" in vars(c)
-)
-
-
-def _one_level(node: Any) -> tuple[tuple[Any, ...], Any]:
-    """The children of a node that is not a leaf, and its static data."""
-    below, aux = jtu.default_registry.flatten_one_level(node)
-    return tuple(below), aux
-
-
-_NAMES: Final[dict[str, Any]] = {
-    "Mismatch": Mismatch,
-    "one_level": _one_level,
-    "dict_of": _DICT.__get__,
-    "set_dict": _DICT.__set__,
-    "Fields": Fields,
-    "new": object.__new__,
-    "typed": typed,
-}
 
 # Raised by Python for code that is nested too deep, or while we make such code.
 _TOO_DEEP: Final = (RecursionError, SyntaxError, MemoryError)
 
 
-# --- The forms ------------------------------------------------------------------------
+@dataclasses.dataclass
+class _List:
+    """A list in the code, and what is in it, in this order."""
+
+    name: str
+    members: list[Slot] = dataclasses.field(default_factory=list)
 
 
-class _Form(abc.ABC):
-    """A node of a tree, as code sees it."""
+@dataclasses.dataclass
+class _Group:
+    """Nodes that are alike.
 
-    def __init__(self, x: Any):
-        self.x = x
-
-    @abc.abstractmethod
-    def apart(self, code: Code, v: str) -> None:
-        """Add the code that takes apart what the expression `v` gives."""
-
-    @abc.abstractmethod
-    def together(self, code: Code) -> str:
-        """Add the code that makes it, and return an expression for it."""
-
-
-class _Array(_Form):
-    def apart(self, code: Code, v: str) -> None:
-        code.add(f"add({v})")
-
-    def together(self, code: Code) -> str:
-        return code.named(
-            "next_array()" if self.x.is_new else f"known[{self.x.number}]"
-        )
-
-
-class _Static(_Form):
-    def apart(self, code: Code, v: str) -> None:
-        x = self.x
-        differs = f"{v} is not {code.constant(x)}"
-        if type(x).__eq__ is not object.__eq__:
-            otherwise = f"typed({v}) != {code.constant(code.library.intern(typed(x)))}"
-            # A value without a hash, such as a list, may have changed in place.
-            differs = f"{differs} and {otherwise}" if is_hashable(x) else otherwise
-        code.check(differs)
-
-    def together(self, code: Code) -> str:
-        return code.constant(self.x)
-
-
-class _Sequence(_Form):
-    """A tuple, a list, or a named tuple."""
-
-    def apart(self, code: Code, v: str) -> None:
-        names = code.unpacked(code.of_type(v, type(self.x)), len(self.x))
-        for name, child in zip(names, self.x, strict=True):
-            _form_of(child).apart(code, name)
-
-    def together(self, code: Code) -> str:
-        listed = ", ".join([_form_of(child).together(code) for child in self.x])
-        if type(self.x) is list:
-            return f"[{listed}]"
-        if type(self.x) is tuple:
-            return f"({listed},)" if listed else "()"
-        return f"{code.constant(type(self.x))}({listed})"
-
-
-class _Dict(_Form):
-    """A dict with keys of one type, in JAX's order."""
-
-    def apart(self, code: Code, v: str) -> None:
-        v = code.of_type(v, dict)
-        code.check(f"len({v}) != {len(self.x)}")
-        if int in map(type, self.x):  # and not `True`, which is as good a key
-            code.check(f"{{*map(type, {v})}} != {code.constant({int})}")
-        for key in sorted(self.x):
-            _form_of(self.x[key]).apart(code, f"{v}[{key!r}]")
-
-    def together(self, code: Code) -> str:
-        items = [
-            f"{key!r}: {_form_of(self.x[key]).together(code)}" for key in sorted(self.x)
-        ]
-        return f"{{{', '.join(items)}}}"
-
-
-class _Module(_Form):
-    """An Equinox module that has just its fields, as it has after unflattening."""
-
-    def fields(self) -> list[tuple[str, _Form]]:
-        """Static ones first, as Equinox has them."""
-        values, fields = _DICT.__get__(self.x), dataclasses.fields(self.x)
-        static = {f.name: f.metadata.get("static", False) for f in fields}
-        return [
-            (name, _Static(values[name]) if static[name] else _form_of(values[name]))
-            for name in sorted(static, key=lambda name: not static[name])
-        ]
-
-    def apart(self, code: Code, v: str) -> None:
-        fields, inner = self.fields(), code.inner()
-        d = inner.named(f"dict_of({inner.of_type('v', type(self.x))})")
-        _refuse_owned(inner, d, self.x)
-        inner.check(f"len({d}) != {len(fields)}")
-        for name, form in fields:
-            form.apart(inner, f"{d}[{name!r}]")
-        code.add(f"{code.constant(inner.compile())}({v}, add)")
-
-    def together(self, code: Code) -> str:
-        inner = code.inner()
-        items = [f"{name!r}: {form.together(inner)}" for name, form in self.fields()]
-        made = inner.named(f"new({inner.constant(type(self.x))})")
-        inner.add(f"set_dict({made}, {{{', '.join(items)}}})")
-        inner.add(f"return {made}")
-        return code.named(f"{code.constant(inner.compile())}(next_array, known)")
-
-
-class _Node(_Form):
-    """A node that only JAX can take apart."""
-
-    def apart(self, code: Code, v: str) -> None:
-        v = code.of_type(v, type(self.x))
-        _refuse_owned(code, f"dict_of({v})", self.x)
-        below, aux = _one_level(self.x)
-        children, data = code.variable(), code.variable()
-        code.add(f"{children}, {data} = one_level({v})")
-        _take_data(code, data, aux)
-        names = code.unpacked(children, len(below))
-        for name, child in zip(names, below, strict=True):
-            _form_of(child).apart(code, name)
-
-    def together(self, code: Code) -> str:
-        below, _ = _one_level(self.x)
-        listed = ", ".join([_form_of(child).together(code) for child in below])
-        treedef = jtu.tree_structure(self.x, is_leaf=lambda y: y is not self.x)
-        return f"{code.constant(treedef.unflatten)}([{listed}])"
-
-
-def _form_of(x: Any) -> _Form:
-    if eqx.is_array(x) or isinstance(x, ArraySlot):
-        return _Array(x)
-    if type(x) in (tuple, list) or _is_named_tuple(x):
-        return _Sequence(x)
-    if type(x) is dict and set(map(type, x)) in (set(), {str}, {int}):
-        return _Dict(x)
-    if is_eqx_module(x):
-        # With more in its `__dict__`, a cache say, Equinox flattens it in another way.
-        is_plain = {f.name for f in dataclasses.fields(x)} == set(_DICT.__get__(x))
-        return _Module(x) if is_plain else _Node(x)
-    return _Static(x) if x is None or jtu.all_leaves([x]) else _Node(x)
-
-
-def _is_named_tuple(x: Any) -> bool:
-    """Whether `x` is one as JAX knows it, and not registered as something else."""
-    if not (isinstance(x, tuple) and hasattr(type(x), "_fields")):
-        return False
-    below, aux = _one_level(x)
-    return aux is type(x) and identical(list(below), list(x))
-
-
-def _take_data(code: Code, v: str, aux: Any) -> None:
-    """Code that compares the static data of a node."""
-    if type(aux) is not tuple:
-        _Static(aux).apart(code, v)
-        return
-    v = code.of_type(v, tuple)  # rarely the same object: JAX makes a new one
-    for name, x in zip(code.unpacked(v, len(aux)), aux, strict=True):
-        _take_data(code, name, x)
-
-
-def _refuse_owned(code: Code, d: str, x: Any) -> None:
-    """Code that refuses a module which a scope owns, and which is threaded.
-
-    `d`: the code for its `__dict__`.
+    - `form`: one of them.
+    - `starts`: for the key of a slot in them, how long the list of that key is before
+        they are taken apart.
     """
-    if is_module(x):
-        code.check(f"type({d}) is Fields and {d}.place is not None")
+
+    form: RowSlot
+    list: _List
+    starts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class _Groups:
+    """The groups of a tree, each before those that it leads to; and the arrays."""
+
+    def __init__(self, tree: Any):
+        root = form_of(tree)
+        self.lists = {ARRAY: _List("arrays")}
+        self.groups: list[_Group] = []
+        self._find(root)
+        self.groups.reverse()
+        self.lists[root.key].members.append(root)
+        for group in self.groups:
+            for slot in group.form.inner:
+                group.starts[slot.key] = len(self.lists[slot.key].members)
+            for member in group.list.members:
+                for slot in member.inner:
+                    self.lists[slot.key].members.append(slot)
+        self.order = [array.x for array in self.lists[ARRAY].members]
+
+    def _find(self, form: RowSlot) -> None:
+        new = self.lists[form.key] = _List(f"list{len(self.lists)}")
+        for slot in form.inner:
+            if isinstance(slot, RowSlot) and slot.key not in self.lists:
+                self._find(slot)
+        self.groups.append(_Group(form, new))
+
+    def apart(self, origin: Any) -> Code:
+        """A function that takes the tree apart."""
+        names = {key: x.name for key, x in self.lists.items()}
+        code = Apart("tree", names, origin)
+        for name in names.values():
+            code.add(f"{name} = []")
+        code.add(f"{self.groups[0].list.name}.append(tree)")
+        for group in self.groups:
+            with code.block(f"for v in {group.list.name}:"):
+                group.form.row_apart(code, "v")
+        # Where the arrays are, in JAX's order.
+        places = sorted(range(len(self.order)), key=self.order.__getitem__)
+        code.add(f"return {_picked(code, names[ARRAY], places)}")
+        return code
+
+    def together(self) -> Code:
+        """A function that puts it together."""
+        code = Code("given", NAMES)
+        code.add(f"{self.lists[ARRAY].name} = {_picked(code, 'given', self.order)}")
+        for group in reversed(self.groups):
+            code.add(f"{group.list.name} = []")
+            header, row = self._loop(group)
+            with code.block(header):
+                made = group.form.row_together(code, iter(row))
+                code.add(f"{group.list.name}.append({made})")
+        code.add(f"return {self.groups[0].list.name}[0]")
+        return code
+
+    def _loop(self, group: _Group) -> tuple[str, list[str]]:
+        """The head of a loop that makes a group, and what is in the slots in it."""
+        form, number = group.form, len(group.list.members)
+        sizes, before = Counter(slot.key for slot in form.inner), Counter[int]()
+        columns = []
+        for slot in form.inner:
+            name, size = self.lists[slot.key].name, sizes[slot.key]
+            start = group.starts[slot.key]
+            end = start + number * size
+            if isinstance(form, Alike):
+                header = f"for i in range({start}, {end}, {size}):"
+                return header, [f"{name}[i:i + {size}]"]
+            first = start + before[slot.key]
+            before[slot.key] += 1
+            one, all_ = f"{name}[{first}]", f"{name}[{first}:{end}:{size}]"
+            columns.append(one if number == 1 else all_)
+        if not columns:
+            return f"for _ in range({number}):", []
+        names, listed = [f"x{i}" for i in range(len(columns))], ", ".join(columns)
+        rows = f"(({listed},),)" if number == 1 else f"zip({listed})"
+        return f"for {', '.join(names)}, in {rows}:", names
+
+
+def _picked(code: Code, v: str, numbers: list[int]) -> str:
+    """An expression for the elements of `v` with these numbers."""
+    if len(numbers) < 2:
+        return f"[{', '.join(f'{v}[{i}]' for i in numbers)}]"
+    return f"{code.constant(operator.itemgetter(*numbers))}({v})"

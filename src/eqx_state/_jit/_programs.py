@@ -14,7 +14,7 @@ another shape or in other shards, are they looked for.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -79,7 +79,7 @@ class Program:
         self.can_raise = False
         self.may_have_plan = True
 
-    def __call__(self, arrays: list[Any], new_call: Callable[[], Call]) -> Result:
+    def __call__(self, arrays: Sequence[Any], new_call: Callable[[], Call]) -> Result:
         """The result: if the program can raise, when it has run.
 
         A new trace runs on `new_call()`.
@@ -140,12 +140,11 @@ class Plan:
         self.holds_functions = holds or call.opened.is_copied
         self.types = frozenset(map(type, call.arrays()))
 
-    def arrays(self, tree: Any) -> list[Any]:
+    def arrays(self, tree: Any) -> Sequence[Any]:
         """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
         if self.holds_functions and is_any_open():
             raise Mismatch
-        arrays: list[Any] = []
-        self.flatten(tree, arrays.append)
+        arrays = self.flatten(tree)
         is_known = self.types.issuperset(map(type, arrays))
         if not is_known and not all(map(eqx.is_array, arrays)):
             raise Mismatch
