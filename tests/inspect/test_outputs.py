@@ -944,6 +944,13 @@ def test_a_module_that_is_not_called_is_an_error(outer):
         es.capture(f, replace=replace)(tied, X)
 
 
+def test_a_module_selects_nothing():
+    with pytest.raises(
+        TypeError, match=r"outputs=Linear\(\.\.\.\)\)`: .* a module class"
+    ):
+        es.capture(mlp(), outputs=mlp().layers[0])
+
+
 def test_a_function_that_selects_takes_a_name_and_a_module():
     for which in (lambda m: True, lambda a, b, c: True):
         with pytest.raises(TypeError, match="with the name of a module and the module"):

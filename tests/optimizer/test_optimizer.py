@@ -899,6 +899,27 @@ def test_the_gradients_come_first():
     message = r"the gradients have `count`.*optimizer\.update\(grads"
     with pytest.raises(ValueError, match=message):
         optimizer.update(model, grads)
+    # A function shows it, too.
+    mlp = eqx.nn.MLP(2, 1, 2, 1, key=jr.key(0))
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(mlp)
+    grads, _ = es.grad(lambda model: model(jnp.ones(2)).sum())(mlp)
+    with pytest.raises(ValueError, match=r"the gradients have `activation`"):
+        optimizer.update(mlp, grads)
+    params = es.filter(mlp, es.Parameter)
+    assert eqx.tree_equal(*(optimizer.update(grads, x)[1] for x in (mlp, params)))
+
+
+def test_a_gradient_and_the_new_model_are_not_a_gradient():
+    model = {"w": jnp.ones(2)}
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(model)
+    both = es.grad(lambda model: model["w"].sum())(model)
+    match = r"(?s)are a tuple of 2, and .*grads, model = es.grad\(loss\)\(model, x\)"
+    with pytest.raises(ValueError, match=match):
+        optimizer.update(both, model)
+    pair = (model, model)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(pair)
+    (a, b), _ = optimizer.update(pair, pair)
+    assert (a["w"] + b["w"] == 0).all()
 
 
 @pytest.mark.parametrize("switch", [es.eval, eqx.nn.inference_mode, es.freeze])

@@ -593,6 +593,39 @@ def test_a_scope_that_the_backward_rule_opens_is_its_own():
         jax.grad(rule, 1)(Layer(), 1.0)
 
 
+def test_rules_are_called_as_jax_calls_them():
+    def rule(f=lambda x, y: x, fwd=lambda x, y: (x, y), bwd=lambda r, g: (g, g), **how):
+        return make(es, f, fwd, bwd, **how)
+
+    match = "forward rule of `<lambda>` is called with the arguments of the function"
+    with pytest.raises(TypeError, match=f"{match}.*: missing a required argument: 'z'"):
+        rule(fwd=lambda x, y, z: None)(1.0, 2.0)
+    match = (
+        "backward rule of `<lambda>` is called with .*nondiff.*: too many positional"
+    )
+    with pytest.raises(TypeError, match=match):
+        rule(bwd=lambda r, g: g, nondiff_argnums=1)(1.0, 2.0)
+    assert rule(bwd=lambda *args: None)(1.0, 2.0) == 1.0
+
+
+def test_a_cotangent_is_of_the_type_of_its_argument():
+    def rule(cotangent):
+        return make(
+            es, lambda d: d["a"], lambda d: (d["a"], 0), lambda _, g: (cotangent,)
+        )
+
+    given = {"a": jnp.ones(2), "n": jnp.array(1)}
+    loss = lambda f: jax.grad(lambda a: f({**given, "a": a}).sum())(given["a"])  # noqa: E731
+    for wrong in (jnp.ones(3), jnp.ones(2, jnp.bfloat16)):
+        match = r"argument 0 is `b?f.*` at `\['a'\]`, where the argument is `f32\[2\]`"
+        with pytest.raises(ValueError, match=match):
+            loss(rule({"a": wrong, "n": None}))
+    assert loss(rule({"a": np.ones(2, np.float32), "n": None})).tolist() == [1.0, 1.0]
+    f = make(es, lambda x: x, lambda x: (x, 0), lambda _, g: (jnp.ones(3),))
+    with pytest.raises(ValueError, match=r"argument 0 is `f32\[3\]`, where"):
+        jax.grad(lambda x: f(x).sum())(X * jnp.ones(2))
+
+
 def sowing(name):
     class Sower(es.Module):
         weight: es.Parameter = 2.0
@@ -674,11 +707,6 @@ def rule(fwd=lambda m, x: (x, None), bwd=lambda _, g: (None, g)):
 def test_rules_that_return_something_else(rule, message):
     with pytest.raises(TypeError, match=message):
         jax.grad(lambda x: rule(Layer(), x))(2.0)
-
-
-def test_cotangents_of_another_shape_are_the_error_of_jax():
-    with pytest.raises(ValueError, match="must produce an output with the same"):
-        jax.grad(lambda x: rule(bwd=lambda _, g: (None, jnp.ones(3)))(Layer(), x))(2.0)
 
 
 def test_modes_of_cotangents_do_not_count_and_what_has_none_is_dropped():

@@ -320,6 +320,11 @@ def test_what_is_no_filter(wrong):
             es.filter(MODEL, combine(wrong))
 
 
+def test_a_class_of_modules_is_no_filter_but_what_lies_inside():
+    with pytest.raises(TypeError, match=r"such modules is `es\.inside\(Linear\)`\.$"):
+        es.filter(MODEL, eqx.nn.Linear)
+
+
 NOTHING = {
     "None": lambda m: None,
     "no nodes": lambda m: (),

@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from .._state._fit import fit_leaf, same_type
 from .._state._sow import Called, keep
 from .._transforms._arguments import why_not_called
+from .._tree._base import is_eqx_module
 from .._tree._filters import compiled_glob
 from .._tree._observe import can_be_observed, Observer, OBSERVING
 from .._tree._parts import parts
@@ -100,11 +101,12 @@ def selector(which: Any) -> Callable[[str, Any], bool]:
     classes = which if isinstance(which, tuple) else (which,)
     if all(isinstance(cls, type) for cls in classes):
         return lambda name, module: isinstance(module, classes)
-    if callable(which):
+    if callable(which) and not is_eqx_module(which):
         if why_not_called(which, "", None) is not None:
             raise TypeError(_NOT_OF_TWO)
         return lambda name, module: bool(which(name, module))
-    raise TypeError(_NO_SELECTION.format(repr(which)))
+    shown = f"{type(which).__name__}(...)" if is_eqx_module(which) else repr(which)
+    raise TypeError(_NO_SELECTION.format(shown))
 
 
 def _replaced(name: str, new: Any, out: Any) -> Any:

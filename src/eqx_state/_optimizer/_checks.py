@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -13,9 +14,10 @@ import optax
 from .._kinds._kinds import Parameter
 from .._tree._base import is_module
 from .._tree._bind import written
+from .._tree._compare import is_hole, structure_with_holes
 from .._tree._parts import parts
 from .._tree._rules import check_rules, is_rules
-from .._tree._walk import is_array, name_of
+from .._tree._walk import is_array, leaves, name_of
 from .._typing import KeyPath, PyTree
 
 
@@ -141,16 +143,41 @@ def _other_shape(path: KeyPath, x: Any, what: str, shape: tuple[int, ...]) -> st
 
 
 def check_order(grads: PyTree, model: PyTree) -> None:
-    """State that only the gradients have shows that the two were swapped."""
+    """State that only the gradients have shows that the two were swapped.
+
+    So does a function or a text, where the model has a hole.
+    """
+    if type(grads) is tuple and type(model) is not tuple:
+        raise ValueError(_PAIR.format(len(grads)))
     held = {part.name for part in parts(model)}
-    for part in parts(grads):
-        is_parameter = part.kind is not None and issubclass(part.kind, Parameter)
-        if not is_parameter and part.name not in held:
-            raise ValueError(
-                f"`es.Optimizer.update`: the gradients have `{part.name}`, which is"
-                " not a parameter and not in the model. The gradients come first:"
-                " `model, optimizer = optimizer.update(grads, model)`."
-            )
+    foreign = [
+        part.name
+        for part in parts(grads)
+        if not (_is_parameter(part.kind) or part.name in held)
+    ]
+    if structure_with_holes(grads) == structure_with_holes(model):
+        holes = jtu.tree_leaves(model, is_leaf=is_hole)
+        for visit, x in zip(leaves(grads, is_leaf=is_hole), holes, strict=True):
+            is_static = not (eqx.is_array_like(visit.node) or is_hole(visit.node))
+            foreign += [visit.name] if is_static and is_hole(x) else []
+    if foreign:
+        raise ValueError(_SWAPPED.format(foreign[0]))
+
+
+def _is_parameter(kind: type | None) -> bool:
+    return kind is not None and issubclass(kind, Parameter)
+
+
+_SWAPPED: Final = """`es.Optimizer.update`: the gradients have `{}`, which is not a \
+parameter and not in the model. The gradients come first: `model, optimizer = \
+optimizer.update(grads, model)`."""
+
+_PAIR: Final = """`es.Optimizer.update`: the gradients are a tuple of {}, and the \
+model is not a tuple. `es.grad` returns two things:
+
+    model, optimizer = optimizer.update(es.grad(loss)(model, x), model)    # wrong
+    grads, model = es.grad(loss)(model, x)                                 # right
+    model, optimizer = optimizer.update(grads, model)"""
 
 
 def check_shapes(tx: Any, opt_state: PyTree, params: PyTree, before: Shapes) -> None:

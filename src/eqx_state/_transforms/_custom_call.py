@@ -24,7 +24,7 @@ from .._tree._compare import is_hole, leaves_like
 from .._tree._show import show
 from .._tree._walk import is_array, leaves, walk
 from ._alike import Alike
-from ._arguments import check_given, is_traced
+from ._arguments import check_given, is_traced, why_not_called
 from ._closures import models_in
 from ._lift import Lifted, Ran
 from ._root import Slot, Values
@@ -57,6 +57,7 @@ class Call:
         self.fixed = [x for i, x in enumerate(args) if i in fixed]
         self.positions = [i for i in range(len(args)) if i not in fixed]
         self.chosen = [args[i] for i in self.positions]
+        self._check_signatures()
         functions = rules.f, rules.fwd, rules.bwd
         self.lifted = Lifted(functions, args)
         check_given(*args)
@@ -72,6 +73,18 @@ class Call:
         self.written: frozenset[Slot] = frozenset()
         self.moving: set[Slot] = set()
         self.residuals: Any = None
+
+    def _check_signatures(self) -> None:
+        """Raise `TypeError` if a rule cannot be called as JAX will call it."""
+        rules = self.rules
+        bwd = [*self.fixed, None, None]
+        for which, f, args, what in (
+            ("forward", rules.fwd, self.args, _OF_FWD),
+            ("backward", rules.bwd, bwd, _OF_BWD),
+        ):
+            if (problem := why_not_called(f, *args)) is not None:
+                text = _RULE_ARGUMENTS.format(which, rules.name, what, problem)
+                raise TypeError(text)
 
     def _check_passed(self, functions: Any) -> None:
         """Raise `ValueError` if a function only closes over a module with arrays."""
@@ -203,7 +216,7 @@ class Call:
         if not isinstance(given, tuple) or len(given) != count:
             shown = self.rules.name, count, show(given)
             raise TypeError(_COTANGENTS.format(*shown))
-        what = "What the backward rule of `{}` returned for argument {}"
+        what = "The cotangent that the backward rule of `{}` returned for argument {}"
         found: list[Any] = []
         for i, x, y in zip(self.positions, self.given, given, strict=True):
             found += _leaves_of(x, y, what.format(self.rules.name, i))
@@ -258,8 +271,14 @@ def _leaves_of(tree: Any, given: Any, what: str) -> list[Any]:
         new = leaves_like(tree, given, what)
     except ValueError as error:
         raise TypeError(error.args[0]) from None
-    old = jtu.tree_leaves(tree, is_leaf=is_hole)
-    return [y for x, y in zip(old, new, strict=True) if not is_hole(x)]
+    visits = leaves(tree, is_leaf=is_hole)
+    for visit, y in zip(visits, new, strict=True):
+        x = visit.node
+        if eqx.is_array(y) and eqx.is_inexact_array(x):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                at = f" at `{visit.name}`" if visit.name else ""
+                raise ValueError(_OTHER_TYPE.format(what, show(y), at, show(x)))
+    return [y for v, y in zip(visits, new, strict=True) if not is_hole(v.node)]
 
 
 _NO_ARGUMENT: Final = """`es.custom_vjp`: `nondiff_argnums` of `{}` names argument {}, \
@@ -285,6 +304,15 @@ and this one returned `{}`. Without residuals: `return out, None`."""
 _COTANGENTS: Final = """The backward rule of `{}` returns a tuple with a cotangent for \
 each argument (of a method also for `self`), which are {} here, and this one returned \
 `{}`. `None` stands for zero: `return None, dx`."""
+
+_OTHER_TYPE: Final = """{} is `{}`{}, where the argument is `{}`. A cotangent has the \
+shape and the dtype of what it is for."""
+
+_RULE_ARGUMENTS: Final = """`es.custom_vjp`: the {} rule of `{}` is called with {}: \
+{}."""
+_OF_FWD: Final = "the arguments of the function, all by position"
+_OF_BWD: Final = """the arguments in `nondiff_argnums`, the residuals, and the \
+cotangents of the output"""
 
 _GRADIENT: Final = """A gradient flows through `{0}`, which was written in `{1}`, the \
 forward rule of an `es.custom_vjp` or its function. The backward rule has cotangents \

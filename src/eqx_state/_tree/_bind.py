@@ -39,15 +39,19 @@ def check_filter(filter: Any) -> None:
         return
     is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
     if is_annotation or isinstance(filter, type) or not callable(filter):
-        by_name = isinstance(filter, str) and (
-            f" The array of this name is `es.path_matches({filter!r})`, and a module's"
-            f" arrays are `es.path_matches({filter + '.*'!r})`."
-        )
+        hint = ""
+        if isinstance(filter, str):
+            hint = (
+                f" The array of this name is `es.path_matches({filter!r})`, and a"
+                f" module's arrays are `es.path_matches({filter + '.*'!r})`."
+            )
+        elif isinstance(filter, type) and issubclass(filter, eqx.Module):
+            hint = f" What lies in such modules is `es.inside({filter.__name__})`."
         raise TypeError(
             f"`{filter!r}` is not a filter. A filter is a kind (`es.Parameter`, your"
             " own `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
             " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
-            " `es.inside`, `es.path_matches`." + (by_name or "")
+            " `es.inside`, `es.path_matches`." + hint
         )
     if any(filter is predicate for predicate in _OF_ARRAYS):
         name = f"eqx.{filter.__name__}"
