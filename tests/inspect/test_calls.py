@@ -39,6 +39,7 @@ TRANSFORMS = {
     "eqx.filter_jit": lambda layer, xs: eqx.filter_jit(layer)(xs[0]),
     "eqx.filter_checkpoint": lambda layer, xs: eqx.filter_checkpoint(layer)(xs[0]),
     "jax.lax.scan": lambda layer, xs: jax.lax.scan(lambda c, x: (c, layer(x)), 0, xs),
+    "jax.jit": lambda layer, xs: jax.jit(lambda layer, x: layer(x))(layer, xs[0]),
     "jax.grad": lambda layer, xs: jax.grad(lambda x: layer(x).sum())(xs[0]),
 }
 
@@ -111,6 +112,7 @@ def test_calls_are_counted_and_the_first_is_shown():
     double = eqx.nn.Lambda(lambda x: jnp.concatenate([x, x]))
     found = calls(Twice(double, linear()), jnp.ones(2))
     assert found["layer"] == ("f32[2]\n(2 calls)", "f32[4]")
+    assert found[""] == ("f32[2]", "f32[2]")
     assert found["unused"] == ("", "")
 
 

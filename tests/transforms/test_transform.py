@@ -1,0 +1,67 @@
+"""What all transforms are: pytrees whose leaves are those of what they wrap."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import eqx_state as es
+
+
+class Net(es.Module):
+    weight: es.Parameter = dataclasses.field(default_factory=lambda: jnp.ones(2))
+    count: es.State = 0
+
+    def __call__(self, x):
+        return self.weight * x
+
+
+MESH = Mesh(np.array(jax.devices()[:2]), "data")
+HALF = {es.Parameter: jnp.bfloat16}
+MADE = {
+    "vmap": lambda f: es.vmap(
+        f, 0, 1, axis_name="i", axis_size=2, spmd_axis_name="data", axes={es.State: 0}
+    ),
+    "checkpoint": lambda f: es.checkpoint(
+        f,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.nothing_saveable,
+        static_argnums=(1,),
+        static_argnames=("mode",),
+    ),
+    "jit": lambda f: es.jit(f, donate="all", inline=True),
+    "mutable": lambda f: es.mutable(f, kinds=es.BatchStat, cast=HALF),
+    "mutable, argnums": lambda f: es.mutable(f, argnums=(0, 1)),
+    "value_and_grad": lambda f: es.value_and_grad(f, wrt=es.Parameter, has_aux=True),
+    "grad": lambda f: es.grad(f, argnums=1, cast=HALF),
+    "capture": lambda f: es.capture(f, outputs="*", kinds=es.BatchStat),
+    "capture, argnums": lambda f: es.capture(f, argnums=(0, 1)),
+    "shard_map": lambda f: es.shard_map(
+        f, mesh=MESH, in_specs=P(), out_specs=P("data"), axes={es.State: P()}
+    ),
+    "shard_map, axes": lambda f: es.shard_map(
+        f, mesh=MESH, out_specs=P(), axis_names={"data"}, check_vma=False
+    ),
+    "jacfwd": lambda f: es.jacfwd(f, argnums=(0, 1), has_aux=True, holomorphic=True),
+    "jacrev": lambda f: es.jacrev(f, argnums=1, allow_int=True),
+    "hessian": lambda f: es.hessian(f, argnums=1, has_aux=True),
+    "custom_vjp": lambda f: es.custom_vjp(f, nondiff_argnums=(1,)),
+    "find_nonfinite": es.find_nonfinite,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_leaves_of_a_transform_are_those_of_what_it_wraps(name):
+    net = Net()
+    made = MADE[name](net)
+    assert [*map(id, jax.tree.leaves(made))] == [*map(id, jax.tree.leaves(net))]
+    # What it was told is in the structure, which can be compared and hashed.
+    structure = jax.tree.structure(made)
+    assert structure == jax.tree.structure(MADE[name](net))
+    assert hash(structure) == hash(jax.tree.structure(MADE[name](net)))
+    assert structure not in {
+        jax.tree.structure(other(net)) for key, other in MADE.items() if key != name
+    }
