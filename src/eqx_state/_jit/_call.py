@@ -204,14 +204,14 @@ def origin_of(f: Any) -> Any:
 
     For a pytree, or an object recreated on each call: its class.
     """
+    if type(f) is types.FunctionType:  # as most are: the rest takes long
+        return f
     if isinstance(f, Transform):
         return origin_of(f.f)
     if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
         return origin_of(f.func)
     if is_bound_method(f):
         return origin_of(f.__func__)
-    if isinstance(f, types.FunctionType):
-        return f
     # Objects that are equal to others share their programs.
     is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
     return f if is_unique and jtu.all_leaves([f]) else type(f)

@@ -19,7 +19,8 @@ class Code:
 
     def __init__(self, argument: str, names: Mapping[str, Any], weak: Any = None):
         self.names, self.weak = names, None if weak is None else weakref.ref(weak)
-        self.lines = [f"def function({argument}):"]
+        self.argument = argument
+        self.lines: list[str] = []
         self.indent = "    "
         self.constants: list[Any] = []
         self.numbers: dict[int, int] = {}  # of each constant, by its `id`
@@ -31,7 +32,7 @@ class Code:
     def begin_with(self, line: str) -> None:
         """Add a line at the beginning, unless it is there."""
         if (line := "    " + line) not in self.lines:
-            self.lines.insert(1, line)
+            self.lines.insert(0, line)
 
     @contextlib.contextmanager
     def block(self, header: str) -> Iterator[None]:
@@ -67,7 +68,7 @@ class Code:
 
     def of_type(self, v: str, cls: type) -> str:
         """A name for what is to be of this very type."""
-        name = self.named(v)
+        name = v if v.isidentifier() else self.named(v)
         self.check(f"type({name}) is not {self.constant(cls)}")
         return name
 
@@ -81,7 +82,10 @@ class Code:
 
     def compile(self) -> Callable[[Any], Any]:
         """The function."""
+        # Defaults are local variables, which take less time than global ones.
         constants = {f"c{i}": x for i, x in enumerate(self.constants)}
+        arguments = ", ".join([self.argument, *(f"{c}={c}" for c in constants)])
+        source = "\n".join([f"def function({arguments}):", *self.lines])
         namespace = {"Mismatch": Mismatch, **self.names, **constants}
-        exec(compile("\n".join(self.lines), "<plan>", "exec"), namespace)
+        exec(compile(source, "<plan>", "exec"), namespace)
         return namespace["function"]

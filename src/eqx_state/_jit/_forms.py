@@ -102,37 +102,53 @@ class Slot(Form):
 
 class Static(Form):
     def apart(self, code: Apart, v: str) -> None:
-        check_static(code, v, self.x)
+        check_static(code, {v: self.x})
 
     def together(self, code: Code, row: Iterator[str]) -> str:
         return code.constant(self.x)
 
 
-def check_static(code: Code, v: str, x: Any) -> None:
-    differs = f"{v} is not {code.constant(x)}"
-    if type(x).__eq__ is not object.__eq__:
-        is_other = f"{code.constant(_Other(x))}({v})"
-        # A value without a hash, such as a list, may have changed in place.
-        differs = f"{differs} and {is_other}" if is_hashable(x) else is_other
-    code.check(differs)
+def check_static(code: Code, expected: Mapping[str, Any]) -> None:
+    """Code that compares what these expressions give with static values.
+
+    Only if one is not the same object, a function is called, to compare by value.
+    """
+    only_same, same, equal = [], [], []
+    for v, x in expected.items():
+        is_other = f"{v} is not {code.constant(x)}"
+        if type(x).__eq__ is object.__eq__:
+            only_same.append(is_other)
+        else:
+            # A value without a hash, such as a list, may have changed in place.
+            same.append(is_other if is_hashable(x) else "True")
+            equal.append((v, x))
+    if only_same:
+        code.check(" or ".join(only_same))
+    if same:
+        compare = code.constant(_Static([x for _, x in equal]))
+        with code.block(f"if {' or '.join(same)}:"):
+            code.check(f"{compare}({', '.join(v for v, _ in equal)})")
 
 
-class _Other:
-    """Whether a static value is another one than this.
+class _Static:
+    """Whether static values are others than these.
 
-    The last object that was not is known: to compare a treedef, say, takes long, and it
-    may be equal at each call, and never the same.
+    The last objects that were not are known: to compare a treedef, say, takes long, and
+    it may be equal at each call, and never the same.
     """
 
-    def __init__(self, x: Any):
-        self.typed, self.last, self.can_change = typed(x), x, not is_hashable(x)
+    def __init__(self, values: list[Any]):
+        self.typed = [*map(typed, values)]
+        self.can_change = [not is_hashable(x) for x in values]
+        self.last = values
 
-    def __call__(self, x: Any) -> bool:
-        if x is self.last and not self.can_change:
-            return False
-        if typed(x) != self.typed:
-            return True
-        self.last = x
+    def __call__(self, *values: Any) -> bool:
+        last = self.last
+        for i, x in enumerate(values):
+            is_known = x is last[i] and not self.can_change[i]
+            if not is_known and typed(x) != self.typed[i]:
+                return True
+        self.last = [*values]
         return False
 
 
@@ -212,7 +228,7 @@ class Node(Form):
 def _check_data(code: Code, v: str, aux: Any) -> None:
     """Code that compares the static data of a node."""
     if type(aux) is not tuple:
-        check_static(code, v, aux)
+        check_static(code, {v: aux})
         return
     v = code.of_type(v, tuple)  # rarely the same object: JAX makes a new one
     for name, x in zip(code.unpacked(v, len(aux)), aux, strict=True):

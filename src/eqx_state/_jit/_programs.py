@@ -182,14 +182,20 @@ class Programs:
                 arrays = plan.arrays(tree)
             except (Mismatch, KeyError):
                 continue
-            with contextlib.ExitStack() as stack:
+            stack: contextlib.ExitStack | None = None
 
-                def new_call(stack: contextlib.ExitStack = stack) -> Call:
-                    stack.enter_context(Reporting())
-                    stack.enter_context(quiet(self.options.donate))
-                    return Call(f, args, kwargs)
+            def new_call() -> Call:
+                nonlocal stack
+                stack = contextlib.ExitStack()
+                stack.enter_context(Reporting())
+                stack.enter_context(quiet(self.options.donate))
+                return Call(f, args, kwargs)
 
+            try:
                 result = plan.program(arrays, new_call)
+            finally:
+                if stack is not None:
+                    stack.close()
             return result.output.put(result.arrays, [])
         return self.general(f, args, kwargs)
 

@@ -6,7 +6,15 @@ import operator
 from collections.abc import Iterator
 
 from ._codegen import Code
-from ._forms import Apart, checked_dict, dict_of, refuse_owned, Slot, Static
+from ._forms import (
+    Apart,
+    check_static,
+    checked_dict,
+    dict_of,
+    refuse_owned,
+    Slot,
+    Static,
+)
 
 
 class RowSlot(Slot):
@@ -58,7 +66,12 @@ class Module(RowSlot):
         d = code.named(f"dict_of({code.of_type(v, type(self.x))})")
         refuse_owned(code, d, self.x)
         code.check(f"len({d}) != {len(self.below)}")
-        self.all_apart(code, [f"{d}[{name!r}]" for name in module_fields(type(self.x))])
+        values = [f"{d}[{name!r}]" for name in module_fields(type(self.x))]
+        fields = dict(zip(values, self.below, strict=True))
+        check_static(code, {v: x.x for v, x in fields.items() if type(x) is Static})
+        for v, x in fields.items():
+            if type(x) is not Static:
+                x.apart(code, v)
 
     def row_together(self, code: Code, row: Iterator[str]) -> str:
         cls = type(self.x)
