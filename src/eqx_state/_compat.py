@@ -157,6 +157,13 @@ def unbound_axis(error: NameError) -> str | None:
     return None if found is None else found[1]
 
 
+_TYPES_OF_COLLECTIVES: Final = (
+    "invarying state",
+    "psum_invariant",
+    "variant->invariant collective",  # JAX >= 0.10, for lanes named as a mesh axis
+)
+
+
 def is_collective_over_lanes(error: Exception) -> bool:
     """Whether JAX failed at a collective over the axis of a `vmap` in a `shard_map`.
 
@@ -167,7 +174,7 @@ def is_collective_over_lanes(error: Exception) -> bool:
     if not last.co_filename.startswith(_JAX):
         return False
     is_bare = isinstance(error, AssertionError) and not error.args
-    is_typed = any(x in str(error) for x in ("invarying state", "psum_invariant"))
+    is_typed = any(x in str(error) for x in _TYPES_OF_COLLECTIVES)
     return is_bare or isinstance(error, KeyError) or is_typed
 
 

@@ -425,7 +425,11 @@ def over_both(xs):
     return jax.vmap(lambda x: x - jax.lax.pmean(x, axes), axis_name="batch")(xs)
 
 
-@pytest.mark.parametrize("f", [over_lanes, over_both])
+def over_lanes_named_as_devices(xs):
+    return es.vmap(lambda x: x - jax.lax.pmean(x, "data"), axis_name="data")(xs)
+
+
+@pytest.mark.parametrize("f", [over_lanes, over_both, over_lanes_named_as_devices])
 def test_a_collective_over_lanes_has_an_error_of_ours(f):
     try:
         mapped(f)(XS)
@@ -470,6 +474,7 @@ def test_other_errors_of_the_function_are_left_alone():
         (ValueError(), False),
         (ValueError("invarying state, it says"), True),
         (ValueError("psum_invariant is for other axes"), True),
+        (ValueError("pmax is a variant->invariant collective. Got"), True),
     ],
 )
 def test_only_errors_of_jax_that_say_nothing_become_ours(error, is_ours):
