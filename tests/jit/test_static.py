@@ -109,6 +109,13 @@ def test_static_values_are_told_apart_by_type_and_value(place):
     assert len(traces) == len(values)
 
 
+def test_trees_are_told_apart_by_where_their_leaves_are():
+    first = es.jit(lambda tree: jtu.tree_structure(tree[0]).num_leaves)
+    trees = [((X, X), X), (X, (X, X)), ((X,), (X, X)), ([X, [X]], X), ([X], [X, X])]
+    for _ in range(2):
+        assert [first(tree) for tree in trees] == [2, 1, 1, 2, 1]
+
+
 def test_the_factory_of_a_defaultdict_counts():
     jitted = es.jit(lambda layer: jnp.asarray(layer.tag["missing"]))
     for factory in (int, float):

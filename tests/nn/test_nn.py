@@ -400,6 +400,12 @@ def test_a_mask_within_each_example(way):
     assert_close((new.mean, new.var), (rows.mean(0), rows.var(0)))
 
 
+def test_a_mask_may_leave_one_example():
+    x = data(8, 3)
+    _, new = run(es.nn.BatchNorm(3, momentum=0.0), x, mask=jnp.arange(8)[:, None] == 5)
+    assert_close(new.mean, x[5])
+
+
 def test_a_mask_may_differ_between_channels():
     x = data(8, 2)
     mask = jnp.stack([jnp.arange(8) < 5, jnp.arange(8) >= 2], axis=1)

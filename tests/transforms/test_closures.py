@@ -56,6 +56,17 @@ def test_a_cell_that_is_no_pytree_is_left_alone(name):
     assert (y, new.layer.n) == (10.0, 1.0)
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_function_of_jaxs_partial_is_opened_in_a_plain_module_as_well(name):
+    def f(holder, x):
+        called = jtu.Partial(lambda x: holder.layer(x))
+        lambdas = eqx.nn.Sequential([eqx.nn.Lambda(called), eqx.nn.Identity()])
+        return through(name, lambdas, x)
+
+    y, new = es.mutable(f)(Holder(Layer()), jnp.array(1.0))
+    assert (y, new.layer.n) == (2.0, 1.0)
+
+
 PARTIALS = [ft.partial, eqx.Partial, jtu.Partial]
 
 
