@@ -14,11 +14,11 @@ FAST = {"xla_cpu_enable_fast_math": True}
 def test_inline_leaves_no_call_in_an_outer_program():
     def calls(**kwargs):
         inner = es.jit(lambda x: x * 2, **kwargs)
-        jaxpr = jax.make_jaxpr(lambda x: inner(x))(X)
-        return [e.primitive.name for e in jaxpr.eqns]
+        # Newer versions of JAX inline when they lower, and not when they trace.
+        return jax.jit(lambda x: inner(x)).lower(X).as_text().count(" call @")
 
-    assert calls() == ["jit"]
-    assert calls(inline=True) == ["mul"]
+    assert calls() == 1
+    assert calls(inline=True) == 0
 
 
 def test_compiler_options_reach_the_compiler():
