@@ -546,6 +546,7 @@ def test_a_write_in_the_backward_rule_is_an_error(hold, outer):
         vjp_fn(1.0)
 
 
+@kept_by_jax
 def test_what_the_backward_rule_may_not_write_is_also_a_copy_and_what_is_sown():
     def scale(layer, x):
         return layer.weight * x
