@@ -5,6 +5,13 @@ import sys as _sys
 import typing as _t
 
 from . import nn as nn
+from ._control_flow import (
+    cond as cond,
+    fori_loop as fori_loop,
+    scan as scan,
+    switch as switch,
+    while_loop as while_loop,
+)
 from ._errors import (
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,
@@ -23,13 +30,7 @@ from ._kinds._kinds import (
 )
 from ._state._init import init as init, Initializer as Initializer, lazy as lazy
 from ._state._module import Module as Module
-from ._transforms._branches import cond as cond, switch as switch
 from ._transforms._grad import grad as grad, value_and_grad as value_and_grad
-from ._transforms._loops import (
-    fori_loop as fori_loop,
-    scan as scan,
-    while_loop as while_loop,
-)
 from ._transforms._mapped_axes import SPLIT as SPLIT
 from ._transforms._mutable import mutable as mutable
 from ._transforms._remat import checkpoint as checkpoint

@@ -110,7 +110,7 @@ def test_objects_kept_from_the_body_are_closed(loop):
     kept = []
     es.mutable(lambda m: loop(lambda c: kept.append(c) or c, 1, m))(Cell())
     with pytest.raises(FROZEN, match="closed"):
-        kept[0](1.0)
+        kept[0].total = 1.0
 
 
 # --- While a model is initialized ---------------------------------------------------

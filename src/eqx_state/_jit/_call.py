@@ -100,7 +100,7 @@ class Call:
         kwargs: dict[str, Any],
         is_array: Callable[[Any], bool] = eqx.is_array,
     ):
-        self.f, self.origin = f, origin_of(f)
+        self.f, self.origins = f, origins_of(f)
         self.args, self.kwargs, self.is_array = args, kwargs, is_array
         self.lifted = Lifted(f, args, kwargs, may_initialize=True)
         self.opened = Opened(f)
@@ -139,7 +139,7 @@ class Call:
         """The function, and the name of each array, for JAX's errors."""
         inside = self.lifted.values.items()
         of_roots = [self.lifted.name(slot) for slot, x in inside if self.is_array(x)]
-        return self.origin, [*parameters(self.f, self.array_paths()), *of_roots]
+        return self.origins[0], [*parameters(self.f, self.array_paths()), *of_roots]
 
     def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""
@@ -199,19 +199,22 @@ def bind(
     return bound.args, bound.kwargs
 
 
-def origin_of(f: Any) -> Any:
-    """The function in the source, or the object, by which programs are kept.
+def origins_of(f: Any) -> tuple[Any, ...]:
+    """The functions in the source, or the objects, by which programs are kept.
 
-    For a pytree, or an object recreated on each call: its class.
+    One, unless `f` is a transform of several. For a pytree, or an object recreated on
+    each call: its class.
     """
     if type(f) is types.FunctionType:  # as most are: the rest takes long
-        return f
+        return (f,)
+    if type(f) is tuple:
+        return tuple(origin for x in f for origin in origins_of(x))
     if isinstance(f, Transform):
-        return origin_of(f.f)
+        return origins_of(f.f)
     if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
-        return origin_of(f.func)
+        return origins_of(f.func)
     if is_bound_method(f):
-        return origin_of(f.__func__)
+        return origins_of(f.__func__)
     # Objects that are equal to others share their programs.
     is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
-    return f if is_unique and jtu.all_leaves([f]) else type(f)
+    return (f if is_unique and jtu.all_leaves([f]) else type(f),)

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -14,11 +14,14 @@ class Code:
     """The source of a function of one argument, line by line.
 
     - `names`: objects that the code may name.
-    - `weak`: an object that the code may name and does not keep alive.
+    - `weak`: objects that the code may name and does not keep alive.
     """
 
-    def __init__(self, argument: str, names: Mapping[str, Any], weak: Any = None):
-        self.names, self.weak = names, None if weak is None else weakref.ref(weak)
+    def __init__(
+        self, argument: str, names: Mapping[str, Any], weak: Iterable[Any] = ()
+    ):
+        self.names = names
+        self.weak = {id(x): weakref.ref(x) for x in weak}
         self.argument = argument
         self.lines: list[str] = []
         self.indent = "    "
@@ -48,8 +51,9 @@ class Code:
 
     def constant(self, x: Any) -> str:
         """An expression for an object."""
-        if self.weak is not None and x is self.weak():
-            return f"{self.constant(self.weak)}()"
+        weak = self.weak.get(id(x))
+        if weak is not None and x is weak():
+            return f"{self.constant(weak)}()"
         if id(x) not in self.numbers:
             self.numbers[id(x)] = len(self.constants)
             self.constants.append(x)

@@ -47,7 +47,7 @@ NAMES: Final[dict[str, Any]] = {
 class Apart(Code):
     """Code that takes a tree apart, and puts what is in slots into lists by key."""
 
-    def __init__(self, argument: str, lists: Mapping[int, str], weak: Any):
+    def __init__(self, argument: str, lists: Mapping[int, str], weak: Iterable[Any]):
         super().__init__(argument, NAMES, weak)
         self.lists = lists
 

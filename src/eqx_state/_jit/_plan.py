@@ -29,15 +29,15 @@ class Unplannable(Exception):
     """There is no plan for this tree."""
 
 
-def flattener(tree: Any, origin: Any) -> Callable[[Any], Sequence[Any]]:
+def flattener(tree: Any, origins: tuple[Any, ...]) -> Callable[[Any], Sequence[Any]]:
     """A function of a tree, which returns its arrays in JAX's order.
 
     It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
     than its arrays. Their places may hold anything: the caller looks at the types. The
-    function `origin` is not kept alive.
+    functions `origins` are not kept alive.
     """
     try:
-        return _Groups(tree).apart(origin).compile()
+        return _Groups(tree).apart(origins).compile()
     except _TOO_DEEP:
         raise Unplannable("nested too deep") from None
 
@@ -104,10 +104,10 @@ class _Groups:
                 self._find(slot)
         self.groups.append(_Group(form, new))
 
-    def apart(self, origin: Any) -> Code:
+    def apart(self, origins: tuple[Any, ...]) -> Code:
         """A function that takes the tree apart."""
         names = {key: x.name for key, x in self.lists.items()}
-        code = Apart("tree", names, origin)
+        code = Apart("tree", names, origins)
         for name in names.values():
             code.add(f"{name} = []")
         code.add(f"{self.groups[0].list.name}.append(tree)")

@@ -25,7 +25,7 @@ from .._compat import jaxpr_of, PROGRAM_ERRORS, run_in_program
 from .._state._scope import is_any_open
 from .._transforms._closures import held
 from .._transforms._copies import Opened
-from ._call import Call, origin_of, Output, Result
+from ._call import Call, origins_of, Output, Result
 from ._donation import quiet
 from ._names import present
 from ._options import Options
@@ -134,7 +134,7 @@ class Plan:
         self.program = program
         self.function = function_signature(call.opened)
         tree = call.opened.values, call.args, call.kwargs
-        self.flatten = flattener(tree, call.origin)
+        self.flatten = flattener(tree, call.origins)
         # Functions may come to lead to a module which a scope owns, and is threaded.
         holds = any(map(held, jtu.tree_leaves(tree)))
         self.holds_functions = holds or call.opened.is_copied
@@ -253,7 +253,7 @@ _PROGRAMS: Final[dict[Options, weakref.WeakKeyDictionary[Any, Programs]]] = {}
 
 def programs_of(f: Any, options: Options) -> Programs:
     """The programs of what `f` calls in the end."""
-    by_origin, origin = _PROGRAMS.get(options), origin_of(f)
+    by_origin, (origin,) = _PROGRAMS.get(options), origins_of(f)
     if by_origin is None:
         by_origin = _PROGRAMS.setdefault(options, weakref.WeakKeyDictionary())
     programs = by_origin.get(origin)

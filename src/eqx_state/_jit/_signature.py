@@ -8,7 +8,7 @@ from .._state._scope import is_owned
 from .._transforms._closures import DICTS, PARTIALS
 from .._transforms._copies import Opened
 from .._tree._children import is_leaf, one_level
-from ._call import Call, origin_of
+from ._call import Call, origins_of
 from ._names import where
 from ._static import is_hashable, structure, typed
 
@@ -34,7 +34,7 @@ def signature_of(call: Call) -> Signature:
 
     The function whose programs they are does not occur in it, and is not kept alive.
     """
-    lifted, origin = call.lifted, call.origin
+    lifted, origins = call.lifted, _numbered(call.origins)
     inside = {
         id(visit.node): (i, k)
         for i, root in enumerate(lifted.roots)
@@ -42,7 +42,7 @@ def signature_of(call: Call) -> Signature:
     }
 
     def static(x: Any) -> Any:
-        return _ORIGIN if x is origin else typed(x)
+        return origins.get(id(x)) or typed(x)
 
     def leaf(x: Any, place: Callable[[], str]) -> Any:
         if is_owned(x):
@@ -84,15 +84,19 @@ def function_signature(opened: Opened) -> Any:
     """
     if not opened.is_copied:
         return None
-    origin = origin_of(opened.f)
-    return tuple((_token(node.x, origin), *node.refs) for node in opened.nodes)
+    origins = _numbered(origins_of(opened.f))
+    return tuple((_token(node.x, origins), *node.refs) for node in opened.nodes)
 
 
-def _token(x: Any, origin: Any) -> Any:
+def _numbered(origins: tuple[Any, ...]) -> dict[int, Any]:
+    return {id(x): (_ORIGIN, i) for i, x in enumerate(origins)}
+
+
+def _token(x: Any, origins: dict[int, Any]) -> Any:
     """A hashable form of what a node and its copy have in common."""
     cls = type(x)
     if cls is types.FunctionType:
-        return _ORIGIN if x is origin else x
+        return origins.get(id(x), x)
     if cls in DICTS:
         return cls, getattr(x, "default_factory", None), tuple(map(typed, x))
     if cls in (list, tuple, *PARTIALS) or is_leaf(x):  # a cell, a method

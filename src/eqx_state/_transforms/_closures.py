@@ -82,7 +82,7 @@ def step(x: Any, key: Any) -> str:
     return f".{key}" if isinstance(key, str) else jtu.keystr((key,))
 
 
-def _reach(x: Any, *, objects: bool = False) -> Iterator[Any]:
+def reach(x: Any, *, objects: bool = False) -> Iterator[Any]:
     """Everything that `x` leads to, each once; but an owned module at each place.
 
     An owned module is not looked into. With `objects` the attributes of objects that
@@ -123,9 +123,9 @@ def _is_opaque(x: Any) -> bool:
 
 def owned_in(tree: Any, *, objects: bool = False) -> list[Any]:
     """The outermost owned modules that a tree reaches, at each place where it does."""
-    return [x for x in _reach(tree, objects=objects) if is_owned(x)]
+    return [x for x in reach(tree, objects=objects) if is_owned(x)]
 
 
 def models_in(x: Any) -> list[Any]:
     """The models that `x` leads to, through functions and containers."""
-    return [y for y in _reach(x) if is_model(y)]
+    return [y for y in reach(x) if is_model(y)]
