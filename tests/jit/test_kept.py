@@ -290,6 +290,44 @@ def test_a_closed_over_number_that_changes():
         assert es.scan(body, 0.0, XS)[0] == 6 * scale
 
 
+def test_a_function_in_a_closure_that_is_another_one():
+    def make(scale):
+        return lambda x: jnp.multiply(scale, x)
+
+    def body(c, x):
+        return c + helper(x), None
+
+    for scale in (1.0, 2.0, 1.0):
+        helper = make(scale)
+        assert es.scan(body, 0.0, XS)[0] == 6 * scale
+
+
+def test_a_function_that_calls_itself_and_counts():
+    space = namespace("""
+count = 0
+
+def power(x, n):
+    global count
+    count += 1
+    return x * power(x, n - 1) if n else 1.0
+
+def body(c, x):
+    return c + power(x, 2), None
+""")
+    for _ in range(2):
+        assert es.scan(space["body"], 0.0, XS)[0] == 14.0
+    assert space["count"] == 3
+
+
+def test_a_name_that_is_assigned_later():
+    def body(c, x):
+        return (c + late if x.shape else c + x), None
+
+    assert es.scan(body, 0.0, XS)[0] == 6.0
+    late = 1.0
+    assert es.scan(body, 0.0, jnp.ones((2, 1)))[0] == 2.0
+
+
 def test_a_bare_array_is_read_once_as_in_jax():
     bias = jnp.array(1.0)
 
@@ -318,6 +356,11 @@ def test_counters_of_the_function_itself():
     for _ in range(3):
         es.while_loop(go_on, body, 0.0)
     assert count == 1
+
+
+def test_no_branch():
+    with pytest.raises(ValueError, match="branch"):
+        es.switch(0, [], 0.0)
 
 
 def test_one_function_in_several_places():

@@ -44,7 +44,8 @@ def kept(
     - `carries`: whether the first operand is a carry, and the first output the last.
     """
     store = None
-    if not (is_staged() or manual_axes() or jax.config.jax_disable_jit):
+    is_eager = not (is_staged() or manual_axes() or jax.config.jax_disable_jit)
+    if is_eager and origins_of(functions):  # no branches are an error of JAX
         store = _store_of(functions)
     if store is not None and store.is_of_use:
         try:
@@ -159,13 +160,10 @@ def _as_array(x: Any) -> Any:
 _STORES: Final[dict[int, weakref.WeakKeyDictionary[Any, Any]]] = {}
 
 
-def _store_of(functions: tuple[Any, ...]) -> _Store | None:
-    """Where the programs of the functions are; `None` if one cannot be looked up."""
+def _store_of(functions: tuple[Any, ...]) -> _Store:
+    """Where the programs of the functions are."""
     *outer, last = origins = origins_of(functions)
     found = _STORES.setdefault(len(origins), weakref.WeakKeyDictionary())
-    try:
-        for origin in outer:
-            found = found.setdefault(origin, weakref.WeakKeyDictionary())
-        return found.setdefault(last, _Store())
-    except TypeError:
-        return None
+    for origin in outer:
+        found = found.setdefault(origin, weakref.WeakKeyDictionary())
+    return found.setdefault(last, _Store())

@@ -173,6 +173,8 @@ class Programs:
 
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(*args, **kwargs)`, by a program."""
+        if not self.plans:  # as for a method in a scope
+            return self.general(f, args, kwargs)
         opened = Opened(f)
         function, tree = function_signature(opened), (opened.values, args, kwargs)
         for plan in self.plans:
