@@ -23,7 +23,7 @@ from .._transforms._transform import check_callable
 from .._tree._show import show
 from .._tree._walk import leaves, name_of, Visit
 from .._typing import KeyPath
-from ._call import bind, Call, origin_of
+from ._call import bind, Call, origins_of
 from ._held_step import held_step
 from ._options import Options
 from ._packing import Layout, Pack
@@ -122,7 +122,7 @@ def _seen(f: Any, frame: _Frame, layout: Layout, call: Call) -> tuple[Any, list[
         argument = below[1].key if below[0].idx else below[1].idx + 1
         return argument_name(argument, below[2:], names)
 
-    return origin_of(f), [name(path) for path in call.array_paths()]
+    return origins_of(f)[0], [name(path) for path in call.array_paths()]
 
 
 class Held(Generic[_C, _P, _R]):
