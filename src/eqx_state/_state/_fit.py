@@ -126,7 +126,8 @@ def as_jax(x: Any, name: str) -> jax.Array:
     dtype = jnp.result_type(x)
     if not holds(dtype, x):
         raise ValueError(_NEEDS_X64.format(name, dtype.name, show(x)))
-    return jnp.array(x)
+    # JAX may go on reading a NumPy array after it has returned, or even use its memory.
+    return jnp.asarray(np.array(x) if is_numpy(x) else x)
 
 
 def same_type(old: Any, new: Any) -> bool:
