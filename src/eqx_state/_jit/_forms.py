@@ -11,7 +11,7 @@ row in a loop serves all of them (see `_plan.py`).
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import equinox as eqx
