@@ -14,7 +14,7 @@ import optax
 from .._kinds._kinds import Parameter
 from .._tree._base import is_module
 from .._tree._bind import written
-from .._tree._compare import is_hole, structure_with_holes
+from .._tree._compare import is_hole
 from .._tree._parts import parts
 from .._tree._rules import check_rules, is_rules
 from .._tree._walk import is_array, leaves, name_of
@@ -155,11 +155,12 @@ def check_order(grads: PyTree, model: PyTree) -> None:
         for part in parts(grads)
         if not (_is_parameter(part.kind) or part.name in held)
     ]
-    if structure_with_holes(grads) == structure_with_holes(model):
-        holes = jtu.tree_leaves(model, is_leaf=is_hole)
-        for visit, x in zip(leaves(grads, is_leaf=is_hole), holes, strict=True):
-            is_static = not (eqx.is_array_like(visit.node) or is_hole(visit.node))
-            foreign += [visit.name] if is_static and is_hole(x) else []
+    given, given_def = jtu.tree_flatten(grads, is_leaf=is_hole)
+    known, known_def = jtu.tree_flatten(model, is_leaf=is_hole)
+    for i, (g, x) in enumerate(zip(given, known, strict=False)):
+        is_static = not (is_hole(g) or eqx.is_array_like(g))
+        if given_def == known_def and is_static and is_hole(x):
+            foreign.append(leaves(grads, is_leaf=is_hole)[i].name)
     if foreign:
         raise ValueError(_SWAPPED.format(foreign[0]))
 
