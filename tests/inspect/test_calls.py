@@ -116,6 +116,16 @@ def test_calls_are_counted_and_the_first_is_shown():
     assert found["unused"] == ("", "")
 
 
+def test_an_array_of_numpy_may_be_a_shape():
+    class Zeros(es.Module):
+        shape: es.Buffer
+
+        def __call__(self, x):
+            return x[0] + jnp.zeros([int(n) for n in self.shape])
+
+    assert calls(Zeros(np.array([2, 3])), jnp.ones(3))[""] == ("f32[3]", "f32[2,3]")
+
+
 def test_nested_inputs_and_outputs_are_readable():
     class Model(es.Module):
         inner: Any

@@ -51,6 +51,9 @@ class Scale(es.Module):
         return self.w * x
 
 
+POLICY = jax.checkpoint_policies.dots_saveable
+
+
 def make_linear(key):
     return eqx.nn.Linear(SIZE, SIZE, key=key)
 
@@ -267,6 +270,14 @@ def test_abstract_layers_keep_the_shards_of_their_own_axes():
     assert stacked[0].weight.sharding.spec == jax.P("a", "b")
     assert stacked[1:].layers.weight.sharding.spec == jax.P(None, "a", "b")
     assert stacked[0].bias.sharding is None
+
+
+@pytest.mark.parametrize("checkpoint", [None, True, False, POLICY])
+def test_the_leaves_of_a_stack_are_those_of_its_layers(checkpoint):
+    stack = es.nn.Stacked(scales(1.0, 2.0), checkpoint=checkpoint, unroll=2)
+    leaves, treedef = jax.tree.flatten(stack)
+    assert [*map(id, leaves)] == [*map(id, jax.tree.leaves(stack.layers))]
+    assert hash(treedef) == hash(jax.tree.structure(stack.eval().train()))
 
 
 def test_copies_and_pickles():
