@@ -275,7 +275,8 @@ def _leaves_of(tree: Any, given: Any, what: str) -> list[Any]:
     for visit, y in zip(visits, new, strict=True):
         x = visit.node
         if eqx.is_array(y) and eqx.is_inexact_array(x):
-            if (x.shape, x.dtype) != (y.shape, y.dtype):
+            expected, got = map(jax.typeof, (x, y))  # NumPy's float64 is float32 to JAX
+            if (expected.shape, expected.dtype) != (got.shape, got.dtype):
                 at = f" at `{visit.name}`" if visit.name else ""
                 raise ValueError(_OTHER_TYPE.format(what, show(y), at, show(x)))
     return [y for v, y in zip(visits, new, strict=True) if not is_hole(v.node)]
