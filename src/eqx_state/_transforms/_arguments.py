@@ -25,7 +25,7 @@ def check_given(*arguments: Any) -> None:
     flattened, and stay the objects that they are.
     """
     for tree in arguments:
-        if not owned_in(tree):
+        if not (is_array(tree) or owned_in(tree)):
             check_not_shared(tree)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._state._scope import is_owned
+from .._state._scope import is_any_open, is_owned
 from .._tree._base import is_eqx_module
 from .._tree._children import children, is_leaf
 from ._transform import Transform
@@ -123,6 +123,8 @@ def _is_opaque(x: Any) -> bool:
 
 def owned_in(tree: Any, *, objects: bool = False) -> list[Any]:
     """The outermost owned modules that a tree reaches, at each place where it does."""
+    if not is_any_open():
+        return []
     return [x for x in reach(tree, objects=objects) if is_owned(x)]
 
 

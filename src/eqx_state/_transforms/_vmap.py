@@ -86,7 +86,8 @@ class _Lanes(Reached):
 
     def _size(self, axis_size: int | None) -> int:
         """The number of lanes; `ValueError` if the mapped axes do not agree on it."""
-        sizes: dict[int, str] = {} if axis_size is None else {axis_size: "`axis_size`"}
+        # By size, one of the slots that have it; `None` stands for `axis_size`.
+        sizes: dict[int, Slot | None] = {} if axis_size is None else {axis_size: None}
         for slot in self.mapped:
             if (axis := self.axes[slot]) is SPLIT:
                 continue
@@ -94,18 +95,20 @@ class _Lanes(Reached):
             is_axis = isinstance(axis, int)
             if is_axis and -len(shape) <= axis < len(shape) and shape[axis] in sizes:
                 continue
-            name = f"`{self.name(slot) or 'the model'}`"
             if not is_axis:
-                raise ValueError(_NOT_AN_AXIS.format(name, axis))
+                raise ValueError(_NOT_AN_AXIS.format(self._shown(slot), axis))
             if not -len(shape) <= axis < len(shape):
-                raise ValueError(_NO_AXIS.format(name, shape, axis))
-            sizes[shape[axis]] = name
+                raise ValueError(_NO_AXIS.format(self._shown(slot), shape, axis))
+            sizes[shape[axis]] = slot
         if len(sizes) > 1:
-            listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-            raise ValueError(_SIZES.format(listed))
+            listed = [f"{self._shown(slot)} has {n}" for n, slot in sizes.items()]
+            raise ValueError(_SIZES.format(", ".join(listed)))
         if not sizes:
             raise ValueError(_NOTHING_MAPPED)
         return next(iter(sizes))
+
+    def _shown(self, slot: Slot | None) -> str:
+        return "`axis_size`" if slot is None else f"`{self.name(slot) or 'the model'}`"
 
     def run(self, inputs: Values, _: Any) -> tuple[Any, ...]:
         """Run one lane. Returns its output, and the shared and its own new values."""
@@ -161,8 +164,8 @@ class _Vmap(Transform):
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        # `jax.vmap` wants at least one mapped input, and there may be none.
-        indices = lanes.spread(jnp.arange(lanes.size), 0)
+        # `jax.vmap` wants at least one mapped input.
+        indices = None if lanes.inputs else lanes.spread(jnp.arange(lanes.size), 0)
         try:
             out, (shared, made), (own, sown), kept = mapped(lanes.inputs, indices)
         except ValueError:

@@ -1,5 +1,6 @@
 """PRNG keys: made from seeds, split, and derived from a place in the tree."""
 
+import functools as ft
 import hashlib
 import operator
 from typing import Any, TypeVar
@@ -64,6 +65,9 @@ def split_key(key: Array, num: int) -> Array:
     return jax.vmap(lambda k: split_key(k, num))(key)
 
 
+# Outside of `jit` one program instead of five operations, and in a trace the operations
+# as if they had been called, but from a trace that is cached.
+@ft.partial(jax.jit, inline=True)
 def next_keys(key: Array) -> tuple[Array, Array]:
     """The key to keep and the key to draw from; for an array of keys, an array each."""
     keys, axis = split_key(key, 2), num_key_axes(key)
