@@ -128,7 +128,7 @@ def main() -> None:
             )
             if name == OURS:
                 text = f"{depth} blocks: trace + lower, to by hand"
-                claims.append(Claim(text, relative, 1.15, of_time=True))
+                claims.append(Claim(text, relative, 1.10, of_time=True))
         if name == OURS and exponent is not None:
             claims.append(Claim("growth: trace + lower", exponent, 1.05, of_time=True))
     Report(vars(args), rows, claims).show()

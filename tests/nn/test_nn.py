@@ -489,6 +489,18 @@ def test_a_mask_that_does_not_broadcast_is_an_error(change, shape):
 # --- BatchNorm: modes and gradients ---------------------------------------------------
 
 
+def test_a_momentum_may_be_computed():
+    norm, x = es.nn.BatchNorm(2), jnp.array([[1.0, 2.0], [3.0, 6.0]])
+
+    @jax.jit
+    def mean_after(norm, momentum):
+        _, norm = es.mutable(es.configure(norm, momentum=momentum))(x)
+        return norm.mean
+
+    assert mean_after(norm, 0.5).tolist() == [1, 2]
+    assert mean_after(norm, 0.75).tolist() == [0.5, 1]
+
+
 @pytest.mark.parametrize(
     "change", [es.eval, es.freeze, lambda n: n.freeze().eval()], ids=["eval", "f", "fe"]
 )

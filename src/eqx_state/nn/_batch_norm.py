@@ -1,7 +1,8 @@
 """Batch normalization with its statistics as state."""
 
+import functools as ft
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -141,28 +142,76 @@ class BatchNorm(Module):
         x = jnp.asarray(x)
         _check_input(self, x)
         mask = None if mask is None else _as_mask(mask, x)
-        wide = x.astype(_widest(x.dtype, self.mean.dtype))
-        if self.training and not self.frozen:
-            deviation, kept, rest, var = _center(self, wide, mask)
-        else:
-            mean, var = (a.astype(wide.dtype) for a in (self.mean, self.var))
-            deviation = kept = wide - _spread(self, mean, x)
-            rest = None
-        scale = jax.lax.rsqrt(var + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight.astype(scale.dtype)
-        shift = None if self.bias is None else self.bias.astype(scale.dtype)
-        if rest is not None:
-            shift = -rest * scale if shift is None else shift - rest * scale
-        y = _affine(self, kept, scale, shift)
-        if kept is not deviation:
-            padding = _affine(self, *jax.lax.stop_gradient((deviation, scale, shift)))
-            y = jnp.where(mask, y, padding)
-        # Back to the precision of the layers around, but not back to integers.
-        return y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+        averages = self.training and not self.frozen
+        how = _How(self.axis_name, self.channel_axis, self.eps, self.momentum, averages)
+        arrays = _Arrays(self.weight, self.bias, self.mean, self.var)
+        # A schedule may have set them to arrays, by `es.configure`.
+        are_numbers = all(isinstance(x, (int, float)) for x in (how.eps, how.momentum))
+        normalize = _normalize if are_numbers else _normalize.__wrapped__
+        try:
+            y, mean, var = normalize(how, arrays, x, mask)
+        except NameError as e:  # JAX's, for an axis name that no transform has bound
+            place = get_place(self)
+            where = name_of(place.path) if place is not None else ""
+            raise NameError(
+                f"{f'`{where}`: ' if where else ''}"
+                f"`es.nn.BatchNorm(axis_name={self.axis_name!r})` averages over an"
+                " axis of that name, and there is none. Name it where the model is"
+                f" mapped: `es.vmap(model, axis_name={self.axis_name!r})(xs)`. For a"
+                " whole batch at once, make the layer with `axis_name=None`."
+            ) from e
+        if averages:
+            self.mean, self.var = mean, var
+        return y
 
 
-# Functions instead of methods: Equinox makes a pytree of each method at each lookup.
+class _How(NamedTuple):
+    """The settings of a layer. `averages`: whether it normalizes with the batch."""
+
+    axis_name: Any
+    channel_axis: int
+    eps: float
+    momentum: float
+    averages: bool
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a layer."""
+
+    weight: Array | None
+    bias: Array | None
+    mean: Array
+    var: Array
+
+
+# One program where `jit` is not around it. In a trace its operations appear as they
+# are, but come from a trace that is cached: a model has many such layers.
+@ft.partial(jax.jit, static_argnums=0, inline=True)
+def _normalize(
+    how: _How, norm: _Arrays, x: Array, mask: Array | None
+) -> tuple[Array, Array, Array]:
+    """The output, and the averages after it."""
+    new_mean, new_var = norm.mean, norm.var
+    wide = x.astype(_widest(x.dtype, norm.mean.dtype))
+    if how.averages:
+        deviation, kept, rest, var, new_mean, new_var = _center(how, norm, wide, mask)
+    else:
+        mean, var = (a.astype(wide.dtype) for a in (norm.mean, norm.var))
+        deviation = kept = wide - _spread(how, mean, x)
+        rest = None
+    scale = jax.lax.rsqrt(var + how.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight.astype(scale.dtype)
+    shift = None if norm.bias is None else norm.bias.astype(scale.dtype)
+    if rest is not None:
+        shift = -rest * scale if shift is None else shift - rest * scale
+    y = _affine(how, kept, scale, shift)
+    if kept is not deviation:
+        padding = _affine(how, *jax.lax.stop_gradient((deviation, scale, shift)))
+        y = jnp.where(mask, y, padding)
+    # Back to the precision of the layers around, but not back to integers.
+    y = y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+    return y, new_mean, new_var
 
 
 def _widest(*dtypes: Any) -> Any:
@@ -189,39 +238,39 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
         )
 
 
-def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
+def _spread(how: _How, channels: Array, x: Array) -> Array:
     """One value per channel, as an array of the rank of `x`."""
     # Not of the shape of `x`: a gradient would keep a residual of that size.
     shape = [1] * x.ndim
-    shape[norm.channel_axis] = norm.input_size
+    shape[how.channel_axis] = channels.size
     return channels.reshape(shape)
 
 
-def _affine(norm: BatchNorm, x: Array, scale: Array, shift: Array | None) -> Array:
-    y = x * _spread(norm, scale, x)
-    return y if shift is None else y + _spread(norm, shift, x)
+def _affine(how: _How, x: Array, scale: Array, shift: Array | None) -> Array:
+    y = x * _spread(how, scale, x)
+    return y if shift is None else y + _spread(how, shift, x)
 
 
 def _center(
-    norm: BatchNorm, x: Array, mask: Array | None
-) -> tuple[Array, Array, Array, Array]:
-    """Update the running averages; return what `__call__` normalizes with.
+    how: _How, norm: _Arrays, x: Array, mask: Array | None
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """What `_normalize` normalizes with, and the new running averages.
 
-    That is the deviation of `x` from its mean, the same with 0 for padding, the error
-    of the mean, and the variance.
+    The former is the deviation of `x` from its mean, the same with 0 for padding, the
+    error of the mean, and the variance.
     """
     # The mean of large numbers has a rounding error, which may be larger than a small
     # deviation. So the second pass, which computes the variance, also computes the mean
     # of the deviations, which is that error. Without this, 100 elements of 1e4/3 would
     # deviate from their mean by 0.15. The error has no gradient: computed exactly it is
     # 0 for every `x`.
-    axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
+    axes = tuple(i for i in range(x.ndim) if i != how.channel_axis % x.ndim)
 
     def sums(*xs: Array) -> list[Array]:
-        return _over_lanes(norm, [jnp.sum(a, axes) for a in xs])
+        return _over_lanes(how, [jnp.sum(a, axes) for a in xs])
 
     if mask is None:
-        [number] = _over_lanes(norm, [math.prod(x.shape[i] for i in axes)])
+        [number] = _over_lanes(how, [math.prod(x.shape[i] for i in axes)])
         only = if_any = _first
     else:
         [found] = sums(mask.astype(x.dtype))
@@ -236,16 +285,16 @@ def _center(
 
     [mean] = (a / number for a in sums(only(x)))
     mean = if_any(mean, norm.mean)
-    deviation = x - _spread(norm, mean, x)
+    deviation = x - _spread(how, mean, x)
     kept = only(deviation)
     # Not `jnp.square`, whose gradient would keep `2 * kept` besides `kept`.
     rest, square = (a / number for a in sums(kept, kept * kept))
     rest = jax.lax.stop_gradient(rest)
     var = square - jnp.minimum(jnp.square(rest), jax.lax.stop_gradient(square))
     var = if_any(var, norm.var)
-    norm.mean = if_any(_average(norm, norm.mean, mean + rest), norm.mean)
-    norm.var = if_any(_average(norm, norm.var, var), norm.var)
-    return deviation, kept, rest, var
+    new_mean = if_any(_average(how, norm.mean, mean + rest), norm.mean)
+    new_var = if_any(_average(how, norm.var, var), norm.var)
+    return deviation, kept, rest, var, new_mean, new_var
 
 
 def _first(new: Array, *_: Array) -> Array:
@@ -264,24 +313,11 @@ def _as_mask(mask: Any, x: Array) -> Array:
         ) from e
 
 
-def _over_lanes(norm: BatchNorm, xs: list[Any]) -> list[Any]:
-    if norm.axis_name is None:
-        return xs
-    try:
-        return jax.lax.psum(xs, norm.axis_name)
-    except NameError as e:  # JAX's, for an axis name that no transform has bound
-        place = get_place(norm)
-        where = name_of(place.path) if place is not None else ""
-        raise NameError(
-            f"{f'`{where}`: ' if where else ''}"
-            f"`es.nn.BatchNorm(axis_name={norm.axis_name!r})` averages over an"
-            " axis of that name, and there is none. Name it where the model is"
-            f" mapped: `es.vmap(model, axis_name={norm.axis_name!r})(xs)`. For a"
-            " whole batch at once, make the layer with `axis_name=None`."
-        ) from e
+def _over_lanes(how: _How, xs: list[Any]) -> list[Any]:
+    return xs if how.axis_name is None else jax.lax.psum(xs, how.axis_name)
 
 
-def _average(norm: BatchNorm, old: Array, new: Array) -> Array:
+def _average(how: _How, old: Array, new: Array) -> Array:
     new = jax.lax.stop_gradient(new)
-    mixed = norm.momentum * old.astype(new.dtype) + (1 - norm.momentum) * new
+    mixed = how.momentum * old.astype(new.dtype) + (1 - how.momentum) * new
     return mixed.astype(old.dtype)

@@ -1,8 +1,10 @@
 """Dropout that draws from its own key."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array
@@ -76,9 +78,15 @@ class Dropout(Module):
         keep = 1 - self.p
         if keep == 0:
             return jnp.zeros_like(x)
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            scaled = x / keep
-        else:
-            scaled = jnp.round(x.astype(float) / keep).astype(x.dtype)
-        mask = split_like(jr.bernoulli(key, keep, x.shape), x)
-        return jnp.where(mask, scaled, jnp.zeros_like(x))
+        return _drop(x, key, float(keep))
+
+
+# `jit` as for `_normalize` in `_batch_norm.py`.
+@ft.partial(jax.jit, static_argnums=2, inline=True)
+def _drop(x: Array, key: Array, keep: float) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        scaled = x / keep
+    else:
+        scaled = jnp.round(x.astype(float) / keep).astype(x.dtype)
+    mask = split_like(jr.bernoulli(key, keep, x.shape), x)
+    return jnp.where(mask, scaled, jnp.zeros_like(x))
