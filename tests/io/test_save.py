@@ -183,9 +183,9 @@ def test_no_permission(forbidden, path, monkeypatch):
 
 def test_what_is_no_path():
     for wrong in (3, None, sys.stdout):
-        with pytest.raises(TypeError, match="expected str, bytes or os.PathLike"):
+        with pytest.raises(TypeError, match="the path comes first, a string or an"):
             es.save(wrong, NEW)
-        with pytest.raises(TypeError, match="expected str, bytes or os.PathLike"):
+        with pytest.raises(TypeError, match="the path comes first, a string or an"):
             es.load(wrong, NEW)
 
 

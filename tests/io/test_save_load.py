@@ -521,6 +521,22 @@ def test_not_strict_wants_a_name_in_common(path):
     assert es.load(path, like, strict=False)["a"] is like["a"]
 
 
+def test_the_path_comes_first_and_the_tree_has_arrays(path):
+    match = r"^`es\.{}`: the path comes first, .* and a `Net` was given\.$"
+    calls = {
+        r"save\(path, model\)": lambda: es.save(Net(0), path),
+        r"load\(path, like\)": lambda: es.load(Net(0), path),
+        r"load_metadata\(path\)": lambda: es.load_metadata(Net(0)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=match.format(name)):
+            call()
+    es.save(path, Net(0))
+    with pytest.raises(ValueError, match=r"\n`like` has no arrays\. .*eval_shape"):
+        es.load(path, Net)
+    assert es.load(path, {}, es.Parameter) == {}
+
+
 def test_strict_is_given_by_name(path):
     es.save(path, Net(0))
     with pytest.raises(TypeError, match="`False` is no.* filter"):

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax.core
 import jax.random as jr
@@ -93,6 +93,7 @@ def save(
         assert eqx.tree_equal(loaded, (model, optimizer))
         ```
     """
+    path = _decoded(path, "save", "model")
     safetensors = import_safetensors()
     metadata = _checked(metadata)
     arrays: dict[str, Any] = {}
@@ -113,7 +114,6 @@ def save(
         lines = [f"  {name}: {problem}" for name, problem in sorted(problems.items())]
         raise TypeError("\n".join(["`es.save` cannot write these arrays:", *lines]))
     about = json.dumps({"version": VERSION, "keys": keys}, sort_keys=True)
-    path = os.fsdecode(path)
     try:
         with replacing(path) as temporary:
             write_arrays(safetensors, temporary, arrays, {METADATA: about, **metadata})
@@ -189,7 +189,7 @@ def load(
         assert eqx.tree_equal(tuned[0], model[0]) and tuned[1].rng == jr.key(1)
         ```
     """
-    path = os.fsdecode(path)
+    path = _decoded(path, "load", "like")
     named = by_name(like)
     wanted = select(named, filters, like)
     advice = (
@@ -206,6 +206,8 @@ def load(
                 ' `es.load(path, {"model": model, "optimizer": optimizer})["model"]`.'
                 " Of an `es.Ema` that is `es.load(path, ema).model`."
             )
+        if values and not named:
+            advice = _NO_ARRAYS
         lenient = bool(filters) or not (strict or nothing)
         if not (strict or nothing):
             wanted = {name: entry for name, entry in wanted.items() if name in values}
@@ -249,7 +251,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
             assert json.loads(es.load_metadata(path)["config"]) == {"width": 8}
         ```
     """
-    path = os.fsdecode(path)
+    path = _decoded(path, "load_metadata")
     with open(path, "rb") as file:
         try:
             _, header = read_header(file)
@@ -257,6 +259,22 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
             return {k: json_string(x) for k, x in metadata.items() if k != METADATA}
         except (AttributeError, TypeError, ValueError) as e:
             raise unreadable("es.load_metadata", path, e) from e
+
+
+def _decoded(path: Any, function: str, *others: str) -> str:
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        call = f"es.{function}({', '.join(['path', *others])})"
+        given = type(path).__qualname__
+        raise TypeError(_NOT_A_PATH.format(call, given)) from None
+
+
+_NOT_A_PATH: Final = """`{}`: the path comes first, a string or an `os.PathLike`, and \
+a `{}` was given."""
+
+_NO_ARRAYS: Final = """`like` has no arrays. It is a tree like the one that was saved, \
+which may be abstract: `eqx.filter_eval_shape(make_model, key)`."""
 
 
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
