@@ -77,11 +77,10 @@ class _Lanes(Reached):
         """
         found: dict[Any, str] = {}
         for slot, axis in self.input_axes.items():
-            if axis is not None:
-                spec = jax.typeof(self.inputs[slot]).sharding.spec
-                found.setdefault(spec[axis], self.name(slot) or "the model")
+            spec = jax.typeof(self.inputs[slot]).sharding.spec
+            found.setdefault(spec[axis], self._shown(slot))
         if len(found) > 1:
-            listed = [f"`{name}` by `{by!r}`" for by, name in found.items()]
+            listed = [f"{name} by `{by!r}`" for by, name in found.items()]
             raise ValueError(_SPREAD.format(", ".join(listed)))
 
     def _size(self, axis_size: int | None) -> int:
