@@ -116,6 +116,13 @@ def test_trainable_is_the_default():
     assert es.Optimizer(optax.sgd(0.1)).wrt is es.trainable
 
 
+def test_its_repr_has_what_it_was_made_of_and_its_state():
+    text = repr(es.Optimizer(optax.sgd(0.1)).init({"w": jnp.ones(2)}))
+    assert "wrt=es.trainable" in text
+    assert "opt_state=" in text
+    assert "_made_for" not in text
+
+
 @standard
 def test_it_is_an_argument_and_a_result_of_plain_jit():
     @jax.jit

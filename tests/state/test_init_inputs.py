@@ -409,3 +409,21 @@ def test_what_is_not_an_array_is_not_kept_when_a_transform_writes_it():
     assert net.layer.phase == "cold"
     with pytest.raises(ValueError, match=r"`layer.phase` was `'cold'`"):
         es.mutable(net)(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("lifted", [es.vmap, es.jit, es.checkpoint])
+def test_an_array_of_numpy_stays_a_shape_in_a_transform(lifted):
+    class Zeros(es.Module):
+        shape: es.Buffer
+        w: es.Parameter | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.w is None:
+                self.w = jnp.ones([int(n) for n in self.shape])
+            return self.w * jnp.sum(x)
+
+    model = Zeros(np.array([2, 3])).init(
+        0, jnp.ones((4, 1)), call=lambda m, x: lifted(m)(x)
+    )
+    assert model.w.shape == (2, 3)
+    assert type(model.shape) is np.ndarray

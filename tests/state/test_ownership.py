@@ -336,3 +336,32 @@ def test_equinoxs_own_state_as_a_field():
         y, model = step(model, xs)
         np.testing.assert_allclose(y, expected, rtol=1e-5)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "lifted",
+    [
+        lambda f: lambda xs: f(xs),
+        es.vmap,
+        es.jit,
+        es.checkpoint,
+        lambda f: lambda xs: es.scan(lambda c, x: (c, f(x)), None, xs),
+        lambda f: lambda xs: es.cond(xs[0] > 0, f, f, xs),
+    ],
+    ids=["none", "vmap", "jit", "checkpoint", "scan", "cond"],
+)
+def test_after_a_call_no_scope_is_open(lifted, fails):
+    def f(model, xs):
+        def one(x):
+            model.step()
+            if fails:
+                raise ZeroDivisionError
+            return x
+
+        lifted(one)(xs)
+
+    run = es.hold(lambda count, x: (count + 1, x), jnp.array(0))
+    with contextlib.suppress(ZeroDivisionError):
+        es.mutable(f)(Counter(), jnp.ones(2))
+    assert run(1.0) == 1.0  # inside a scope it would be an error
