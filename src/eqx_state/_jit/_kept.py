@@ -45,8 +45,8 @@ def kept(
     """
     store = None
     is_eager = not (is_staged() or manual_axes() or jax.config.jax_disable_jit)
-    if is_eager and origins_of(functions):  # no branches are an error of JAX
-        store = _store_of(functions)
+    if is_eager and (origins := origins_of(functions)):  # else an error of JAX
+        store = _store_of(origins)
     if store is not None and store.is_of_use:
         try:
             out = store.call(functions, operands, run, settings)
@@ -160,10 +160,11 @@ def _as_array(x: Any) -> Any:
 _STORES: Final[dict[int, weakref.WeakKeyDictionary[Any, Any]]] = {}
 
 
-def _store_of(functions: tuple[Any, ...]) -> _Store:
-    """Where the programs of the functions are."""
-    *outer, last = origins = origins_of(functions)
+def _store_of(origins: tuple[Any, ...]) -> _Store:
+    """Where the programs of functions with these origins are."""
+    *outer, last = origins
     found = _STORES.setdefault(len(origins), weakref.WeakKeyDictionary())
     for origin in outer:
         found = found.setdefault(origin, weakref.WeakKeyDictionary())
-    return found.setdefault(last, _Store())
+    store = found.get(last)
+    return found.setdefault(last, _Store()) if store is None else store
