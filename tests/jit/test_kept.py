@@ -254,6 +254,19 @@ def body(c, x):
     assert len(TRACED) == 2
 
 
+def test_an_attribute_is_not_a_global_name():
+    space = namespace("""
+def body(c, x):
+    TRACED.append(1)
+    return c + model.weight * x, None
+""")
+    space["model"] = Cell(ONE, ONE)
+    for weight in (1.0, 2.0):
+        space["weight"] = weight
+        assert es.scan(space["body"], 0.0, XS)[0] == 6.0
+    assert len(TRACED) == 1
+
+
 def test_a_global_name_in_a_method():
     space = namespace("""
 rate = 1.0

@@ -30,24 +30,29 @@ class Reads:
 
     def __init__(self, functions: Any, operands: Any):
         running = [*_running((functions, operands))]
-        codes = [(code, f) for f in running for code in _codes(f.__code__)]
-        assigned = {name for code, _ in codes for name in _assigned(code)}
-        names = {
+        codes = [code for f in running for code in _codes(f.__code__)]
+        assigned = {name for code in codes for name in _names(code, "STORE_GLOBAL")}
+        read = {
             (id(f.__globals__), name): f
-            for code, f in codes
-            for name in code.co_names
-            if ("global", name) not in assigned and name in f.__globals__
+            for f in running
+            for name in _globals(f)
+            if name not in assigned and name in f.__globals__
         }
         self.globals = [
             (weakref.ref(f), name, _is(f.__globals__[name]))
-            for (_, name), f in names.items()
+            for (_, name), f in read.items()
             if not eqx.is_array(f.__globals__[name])
         ]
+        assigned = {
+            name
+            for code in codes
+            for name in _names(code, "STORE_DEREF") & {*code.co_freevars}
+        }
         self.closed_over = [
             (weakref.ref(f), i, _is(_in_cell(f, i)))
             for f in running
             for i, name in enumerate(f.__code__.co_freevars)
-            if ("nonlocal", name) not in assigned and not _is_input(_in_cell(f, i))
+            if name not in assigned and not _is_input(_in_cell(f, i))
         ]
 
     def are_same(self) -> bool:
@@ -112,9 +117,8 @@ def _with_callees(f: types.FunctionType) -> Iterator[types.FunctionType]:
             continue
         seen.add(id(f))
         yield f
-        for code in _codes(f.__code__):
-            read = map(inspect.unwrap, map(space.get, code.co_names))
-            todo += [x for x in read if _is_function(x) and x.__globals__ is space]
+        read = map(inspect.unwrap, map(space.get, _globals(f)))
+        todo += [x for x in read if _is_function(x) and x.__globals__ is space]
 
 
 def _is_function(x: Any) -> TypeGuard[types.FunctionType]:
@@ -129,13 +133,14 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(x)
 
 
-def _assigned(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """The names that the code assigns, other than its own."""
-    for x in dis.get_instructions(code):
-        if x.opname == "STORE_GLOBAL":
-            yield "global", x.argval
-        if x.opname == "STORE_DEREF" and x.argval in code.co_freevars:
-            yield "nonlocal", x.argval
+def _globals(f: types.FunctionType) -> set[str]:
+    """The global names that a function reads."""
+    return {name for x in _codes(f.__code__) for name in _names(x, "LOAD_GLOBAL")}
+
+
+def _names(code: types.CodeType, operation: str) -> set[str]:
+    """The names in the code for which it has this operation."""
+    return {x.argval for x in dis.get_instructions(code) if x.opname == operation}
 
 
 def _is_of_library(module: str | None) -> bool:
