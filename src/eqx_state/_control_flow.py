@@ -45,8 +45,8 @@ def scan(
 
     Outside `jit`, the loop is compiled and kept for as long as `f` is: a call with the
     same function does not trace it again, whatever arrays its modules have by then. A
-    bare array that `f` closes over is read when `f` is traced, as by `jax.lax.scan`, and
-    so is what it finds inside other objects, such as `settings.rate`. Anything else
+    bare array that `f` closes over is read when `f` is traced, as by `jax.lax.scan`,
+    and so is what it finds inside other objects, such as `settings.rate`. Anything else
     under a global name or in its closure is compared at each call, by identity. A
     function made anew for each call, such as a `lambda`, is traced each time, and so is
     one that asks for the value of a parameter.
