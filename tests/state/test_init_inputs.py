@@ -427,3 +427,20 @@ def test_an_array_of_numpy_stays_a_shape_in_a_transform(lifted):
     )
     assert model.w.shape == (2, 3)
     assert type(model.shape) is np.ndarray
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_init_sees_the_step_with_which_a_loop_begins(reverse):
+    class Shift(es.Module):
+        first: es.State | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.first is None:
+                self.first = x
+            return x - self.first
+
+    def run(model, xs):
+        return es.scan(lambda c, x: (c, model(x)), None, xs, reverse=reverse)[1]
+
+    model = Shift().init(0, jnp.array([1.0, 2.0, 4.0]), call=run)
+    assert model.first == (4.0 if reverse else 1.0)

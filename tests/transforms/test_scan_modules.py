@@ -402,3 +402,41 @@ def test_shapes_of_init_with_a_loop():
     shapes = eqx.filter_eval_shape(init, jr.key(0), jnp.ones(3))
     assert shapes.b.weight.shape == (3, 3)
     assert eqx.filter_jit(init)(jr.key(0), jnp.ones(3)).b.calls == 0
+
+
+def test_modules_behind_other_leaves_of_a_carry_are_told_apart():
+    class Two(es.Module):
+        weight: es.Parameter = 2.0
+        count: es.State = 0
+        seen: es.State = 0.0
+
+        def __call__(self, x):
+            self.count = self.count + 1
+            self.seen = self.seen + x
+            return self.weight * x
+
+    def run(body):
+        def f(model, xs):
+            carry, _ = es.scan(body, (xs[0], "text", model["b"], [xs[1]]), xs)
+            weight = model["b"].weight
+            model["b"] = carry[2]
+            return carry[0], carry[2].weight is weight
+
+        return es.mutable(f)({"a": jnp.ones(2), "b": Two()}, XS)
+
+    def body(carry, x):
+        total, text, module, rest = carry
+        return (total + module(x), text, module, rest), None
+
+    (total, is_same), new = run(body)
+    assert total == 15.0
+    assert is_same  # what came back unchanged is no new array
+    assert (new["b"].count, new["b"].seen) == (3, 7.0)
+
+    def stale(carry, x):
+        total, text, module, rest = carry
+        old = jax.tree.map(lambda x: x, module)
+        return (total + module(x), text, old, rest), None
+
+    with pytest.raises(ValueError, match=r"`\['b'\].count` was written in a module"):
+        run(stale)
