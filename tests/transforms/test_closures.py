@@ -1,5 +1,6 @@
 """What functions hold is found, and made again as it was."""
 
+import dataclasses
 import enum
 import functools as ft
 import types
@@ -65,6 +66,22 @@ def test_the_function_of_jaxs_partial_is_opened_in_a_plain_module_as_well(name):
 
     y, new = es.mutable(f)(Holder(Layer()), jnp.array(1.0))
     assert (y, new.layer.n) == (2.0, 1.0)
+
+
+def test_what_a_node_in_a_closure_says_of_itself_is_never_stale():
+    @jtu.register_dataclass
+    @dataclasses.dataclass
+    class Scaled:
+        layer: Layer
+        scale: float = dataclasses.field(metadata={"static": True})
+
+    def f(x):
+        return scaled.scale * scaled.layer.weight * x
+
+    jitted = es.jit(f)
+    for scale in (1.0, 3.0, 1.0):
+        scaled = Scaled(Layer(), scale)
+        assert jitted(jnp.array(1.0)) == 2 * scale
 
 
 PARTIALS = [ft.partial, eqx.Partial, jtu.Partial]
