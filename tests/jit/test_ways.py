@@ -191,6 +191,22 @@ def test_with_many_signatures_in_turn_some_keep_the_short_way():
             assert f(ONE, n) == n
 
 
+def test_a_function_that_holds_now_this_now_that_keeps_the_short_way():
+    one, two = [Scale(2.0)], [Scale(2.0), Scale(3.0)]
+
+    def f(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    jitted = es.jit(f)
+    for layers in (one, two):  # noqa: B007
+        jitted(ONE)
+    with short_way_only():
+        for layers in (one, two, one):
+            assert jitted(ONE) == (2 if layers is one else 6)
+
+
 def test_a_function_that_holds_very_much_takes_the_short_way():
     data = [object() for _ in range(2000)]
 
