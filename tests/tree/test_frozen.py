@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
@@ -535,3 +536,29 @@ def test_nodes_of_equinox_state_are_frozen_by_their_paths():
     stateful = es.nn.Stateful(eqx.nn.BatchNorm(2, "b", mode="ema"))
     new = es.freeze(stateful, lambda m: m.layer.weight)
     assert frozen(new) == {"layer.weight"}
+
+
+class Both:
+    """A node of somebody else, whose children have numbers; it has no length."""
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+
+jtu.register_pytree_with_keys(
+    Both,
+    lambda x: (
+        ((jtu.SequenceKey(0), x.first), (jtu.SequenceKey(1), x.second)),
+        None,
+    ),
+    lambda _, children: Both(*children),
+)
+
+
+def test_below_a_node_that_is_numbered_and_has_no_length():
+    class Holder(es.Module):
+        both: Any
+
+    model = Holder(Both(jnp.ones(2), jnp.ones(2))).freeze(lambda m: m.both.second)
+    for again in (model, jax.tree.map(lambda x: x, model)):
+        assert [part.frozen for part in es.parts(again)] == [False, True]
