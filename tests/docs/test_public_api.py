@@ -183,6 +183,11 @@ def test_the_names_that_come_later_are_those_that_type_checkers_see():
     assert seen == es._LATER
 
 
+def test_a_name_that_is_not_there_is_an_error_of_python():
+    with pytest.raises(AttributeError, match=r"module 'eqx_state' has no attribute"):
+        getattr(es, "optimizer")  # noqa: B009
+
+
 def test_a_name_that_comes_later_is_there_on_first_use():
     code = """
 import sys
