@@ -46,10 +46,10 @@ def scan(
     Outside `jit`, the loop is compiled and kept for as long as `f` is: a call with the
     same function does not trace it again, whatever arrays its modules have by then. A
     bare array that `f` closes over is read when `f` is traced, as by `jax.lax.scan`,
-    and so is what it finds inside other objects, such as `settings.rate`. Anything else
-    under a global name or in its closure is compared at each call, by identity. A
-    function made anew for each call, such as a `lambda`, is traced each time, and so is
-    one that asks for the value of a parameter.
+    and so is what a list or a dict holds. Anything else under a global name, in a
+    closure or in a class is compared at each call, by identity. Traced each time are a
+    function made anew for each call, such as a `lambda`; a method of an object that is
+    not a module; and a function that asks for the value of a parameter.
 
     **Arguments:**
 
@@ -307,7 +307,10 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
         assert y == 4.0 and [int(n) for n in experts.uses] == [0, 1]
         ```
     """
-    return kept(_branches.switch, (tuple(branches),), (index, *operands))
+    branches = tuple(branches)
+    if len(branches) < 2:  # JAX calls a single one without a trace
+        return _branches.switch(branches, index, *operands)
+    return kept(_branches.switch, (branches,), (index, *operands))
 
 
 def _number(x: Any) -> Any:

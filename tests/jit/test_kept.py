@@ -371,6 +371,21 @@ def test_counters_of_the_function_itself():
     assert count == 1
 
 
+def test_counters_that_start_anew():
+    space = namespace("""
+count = 0
+
+def body(c, x):
+    global count
+    count += 1
+    return c + x, None
+""")
+    for traces in (1, 0):
+        space["count"] = 0
+        assert es.scan(space["body"], 0.0, XS)[0] == 6.0
+        assert space["count"] == traces
+
+
 def test_no_branch():
     with pytest.raises(ValueError, match="branch"):
         es.switch(0, [], 0.0)
@@ -389,6 +404,211 @@ def test_one_function_in_several_places():
     assert es.scan(lambda c, x: (up(c), None), 0.0, XS)[0] == 3.0
     assert es.while_loop(lambda c: c < 3.0, up, 0.0) == 3.0
     assert es.fori_loop(0, 3, lambda i, c: up(c), 0.0) == 3.0
+
+
+OTHER_FILE = """
+scale = 1.0
+
+def helper(x):
+    return scale * x
+"""
+
+
+# After the change, the body adds twice as much.
+@pytest.mark.parametrize(
+    ("body", "change"),
+    [
+        ("module.scale * x", "module.scale = 2.0"),
+        ("module.helper(x)", "module.scale = 2.0"),
+        ("module.helper(x)", "module.helper = lambda x: 2 * x"),
+        ("(lambda x: helper(x))(x)", "module.scale = 2.0"),
+        ("setting.scale * x", "setting.scale = 2.0"),
+        ("setting.twice() * x / 2", "setting.scale = 2.0"),
+        ("Setting.kind * x", "Setting.kind = 2.0"),
+        ("factor * x", "body.__defaults__ = (2.0,)"),
+        ("x", "body.__code__ = twice.__code__"),
+        ("len([x]) * x", "len = lambda xs: 2"),
+        ("layer(x)", "Base.__call__ = lambda self, x: 2 * x"),
+        ("layer(x)", "Layer.__call__ = lambda self, x: 2 * x"),
+        ("layer.one * x", "Base.one = property(lambda self: 2.0)"),
+        ("layer.two() * x", "Base.two = staticmethod(lambda: 2.0)"),
+        ("layer.rate * x", "Base.rate = 2.0"),
+        ("layer.setting.scale * x", "setting.scale = 2.0"),
+    ],
+)
+def test_what_is_read_is_another(body, change):
+    other = types.ModuleType("other")
+    exec(OTHER_FILE, other.__dict__)
+    space = namespace(f"""
+class Setting:
+    kind = 1.0
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def twice(self):
+        return 2 * self.scale
+
+setting = Setting()
+
+class Base(es.Module):
+    weight: es.Parameter
+    setting: Setting = eqx.field(static=True)
+    rate = 1.0
+
+    def __call__(self, x):
+        return x
+
+    @property
+    def one(self):
+        return 1.0
+
+    @staticmethod
+    def two():
+        return 1.0
+
+class Layer(Base):
+    pass
+
+def body(c, x, factor=1.0):
+    TRACED.append(1)
+    layer = c[0]
+    return (layer, c[1] + {body}), None
+
+def twice(c, x, factor=1.0):
+    return (c[0], c[1] + 2 * x), None
+""")
+    space |= {"module": other, "helper": other.helper}
+
+    def run():
+        init = space["Layer"](ONE, space["setting"]), 0.0
+        return es.scan(space["body"], init, XS)[0][1]
+
+    assert [run(), run()] == [6.0, 6.0]
+    assert len(TRACED) == 1
+    exec(change, space)
+    assert [run(), run()] == [12.0, 12.0]
+
+
+def test_what_an_earlier_program_read():
+    space = namespace("""
+scale = 1.0
+
+class Scaled(es.Module):
+    weight: es.Parameter
+
+    def __call__(self, x):
+        return scale * x
+
+class Plain(es.Module):
+    weight: es.Parameter
+
+    def __call__(self, x):
+        return x
+
+def body(c, x):
+    return (c[0], c[1] + c[0](x)), None
+""")
+
+    def run(cls):
+        return es.scan(space["body"], (space[cls](ONE), 0.0), XS)[0][1]
+
+    assert [run("Scaled"), run("Plain")] == [6.0, 6.0]
+    space["scale"] = 2.0
+    assert [run("Scaled"), run("Plain")] == [12.0, 6.0]
+
+
+def test_what_is_read_after_a_failure():
+    space = namespace("""
+scale = None
+
+def body(c, x):
+    return c + scale * x, None
+""")
+    with pytest.raises(TypeError, match="NoneType"):
+        es.scan(space["body"], 0.0, XS)
+    for scale in (1.0, 2.0):
+        space["scale"] = scale
+        assert es.scan(space["body"], 0.0, XS)[0] == 6 * scale
+
+
+def test_counters_of_traces():
+    space = namespace("""
+class Traces:
+    count = 0
+
+    def __init__(self):
+        self.count = 0
+
+traces = Traces()
+
+def body(c, x):
+    traces.count += 1
+    Traces.count += 1
+    return c + x.sum(), None
+""")
+    for _ in range(3):
+        for xs in (XS, XS[:2], jnp.ones((2, 2))):
+            es.scan(space["body"], 0.0, xs)
+    assert space["traces"].count == space["Traces"].count == 3
+
+
+class Simulation:
+    def __init__(self):
+        self.scale, self.model = 1.0, Cell(ONE, ONE)
+
+    def step(self, c, x):
+        return c + self.scale * self.model.weight * x, None
+
+
+@pytest.mark.parametrize("of", [lambda f: f, ft.partial, es.checkpoint])
+def test_methods_of_objects_are_traced_each_time(of):
+    simulation = Simulation()
+    assert es.scan(of(simulation.step), 0.0, XS)[0] == 6.0
+    simulation.scale = 2.0
+    assert es.scan(of(simulation.step), 0.0, XS)[0] == 12.0
+    simulation.model = Cell(2 * ONE, ONE)
+    assert es.scan(of(simulation.step), 0.0, XS)[0] == 24.0
+
+
+def test_a_class_that_cannot_be_looked_at():
+    class OfInstances:
+        def __get__(self, instance, owner):
+            if instance is None:
+                raise ValueError("only of instances")
+            return 1.0
+
+    class Steps(es.Module):
+        count: es.State
+        one = OfInstances()
+
+        def step(self, c, x):
+            self.count = self.count + self.one
+            return c, None
+
+        def run(self):
+            return es.scan(self.step, 0.0, XS)[0]
+
+    model = Steps(0.0)
+    for count in (3.0, 6.0):
+        _, model = es.mutable(model.run)()
+        assert model.count == count
+
+
+def test_arrays_in_a_partial_are_inputs():
+    def body(w, c, x):
+        TRACED.append(1)
+        return c + w["w"] * x, None
+
+    kept = []
+    for w in (1.0, 2.0, 3.0):
+        w = jnp.array(w)
+        kept.append(weakref.ref(w))
+        assert es.scan(ft.partial(body, {"w": w}), 0.0, XS)[0] == 6 * w
+    assert len(TRACED) == 1
+    del w
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
 
 
 # --- What cannot be kept --------------------------------------------------------------
@@ -503,6 +723,27 @@ def test_what_a_loop_leaves_as_it_is():
     assert type(number) is int
     assert array is XS
     assert module.weight is cell.weight
+
+
+@pytest.mark.parametrize("x", [1, 2.0, np.ones(2), np.float32(1), ONE])
+def test_what_other_outputs_are(x):
+    """Arrays, as JAX returns them."""
+
+    def same(x):
+        return x
+
+    def pair(c, x):
+        return c, x
+
+    xs = np.arange(3)
+    for ours, theirs in (
+        (es.cond(True, same, same, x), lax.cond(True, same, same, x)),
+        (es.switch(1, [same] * 2, x), lax.switch(1, [same] * 2, x)),
+        (es.switch(0, [same], x), lax.switch(0, [same], x)),
+        (es.scan(pair, 0.0, xs)[1], lax.scan(pair, 0.0, xs)[1]),
+    ):
+        assert type(ours) is type(theirs)
+        assert eqx.tree_equal(ours, theirs)
 
 
 def test_numbers_are_inputs():

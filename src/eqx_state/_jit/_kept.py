@@ -8,6 +8,9 @@ a parameter, say) runs as it would without one.
 """
 
 import dataclasses
+import functools as ft
+import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,7 +22,8 @@ import jax.tree_util as jtu
 
 from .._compat import is_staged, manual_axes
 from .._state._scope import is_owned
-from .._transforms._closures import owned_in
+from .._transforms._closures import owned_in, PARTIALS
+from .._transforms._mutable import is_bound_method
 from .._transforms._stand_ins import owned_copy
 from .._transforms._transform import Transform
 from .._tree._base import is_eqx_module
@@ -45,11 +49,11 @@ def kept(
     """
     store = None
     is_eager = not (is_staged() or manual_axes() or jax.config.jax_disable_jit)
-    if is_eager and (origins := origins_of(functions)):  # else an error of JAX
-        store = _store_of(origins)
+    if is_eager and _is_kept(functions):
+        store = _store_of(origins_of(functions))
     if store is not None and store.is_of_use:
         try:
-            out = store.call(functions, operands, run, settings)
+            out = store.call(functions, operands, carries, run, settings)
         except (eqx.EquinoxRuntimeError, jax.errors.JaxRuntimeError):
             raise
         except _NotTraced:
@@ -65,6 +69,22 @@ def kept(
     if store is not None:
         store.is_of_use = False
     return out
+
+
+def _is_kept(f: Any) -> bool:
+    """Whether calls of `f` may share a program.
+
+    As for JAX, not those of a method of an object: its attributes may be others.
+    """
+    if type(f) is tuple:
+        return all(map(_is_kept, f))
+    if isinstance(f, PARTIALS):
+        return _is_kept(f.func)
+    if isinstance(f, Transform):
+        return _is_kept(f.f)
+    if is_bound_method(f):
+        return is_eqx_module(f.__self__)
+    return isinstance(f, types.FunctionType) or is_eqx_module(f)
 
 
 class _NotTraced(Exception):
@@ -91,19 +111,23 @@ class _Given:
 class _Body(Transform):
     """What is traced: `run` of the functions `f`, with these settings."""
 
+    carries: bool = eqx.field(static=True)
     run: Callable[..., Any] = eqx.field(static=True)
     settings: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
     def __call__(self, /, *operands: Any) -> Any:
         if not is_staged():
             raise _NotTraced
+        _TRACES.count += 1
         out = self.run(*self.f, *operands, **dict(self.settings))
+        if not self.carries:
+            return out, False
         # JAX returns what a loop leaves as it is, be it a number, instead of a copy.
-        leaves = enumerate(_leaves(operands))
+        leaves = enumerate(_leaves(operands[0]))
         given = {id(x): _Given(i) for i, x in leaves if eqx.is_array(x)}
-        after = jtu.tree_map(lambda x: given.get(id(x), x), out)
-        is_there = any(isinstance(x, _Given) for x in jtu.tree_leaves(after))
-        return after, is_there
+        last = jtu.tree_map(lambda x: given.get(id(x), x), out[0])
+        is_there = any(isinstance(x, _Given) for x in jtu.tree_leaves(last))
+        return (last, *out[1:]), is_there
 
 
 def _leaves(operands: Any) -> list[Any]:
@@ -115,6 +139,15 @@ def _leaves(operands: Any) -> list[Any]:
 _MANY: Final = 64
 
 
+class _Traces(threading.local):
+    """How many there were in this thread."""
+
+    count = 0
+
+
+_TRACES: Final = _Traces()
+
+
 class _Store:
     """The programs of one function, or of several that are called together."""
 
@@ -123,32 +156,49 @@ class _Store:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self.programs, self.reads = Programs(Options()), None
+        self.kept = Programs(Options()), Reads()
 
     def call(
         self,
         functions: tuple[Any, ...],
         operands: tuple[Any, ...],
+        carries: bool,
         run: Callable[..., Any],
         settings: dict[str, Any],
     ) -> Any:
-        if self.reads is not None and not self.reads.are_same():
+        if not self.kept[1].are_same():
             self._start_anew()
+        programs, reads = self.kept  # another thread may start anew
         body = object.__new__(_Body)
-        body.__dict__.update(f=functions, run=run, settings=tuple(settings.items()))
-        programs, count = self.programs, len(self.programs.by_signature)
+        body.__dict__.update(
+            f=jtu.tree_map(_as_tree, functions, is_leaf=is_eqx_module),
+            carries=carries,
+            run=run,
+            settings=tuple(settings.items()),
+        )
         arrays = jtu.tree_map(_as_array, operands, is_leaf=is_eqx_module)
+        before = _TRACES.count
         out, has_given = programs(body, arrays, {})
-        if len(programs.by_signature) > count:
-            self.reads = Reads(functions, operands)
-            if count == _MANY:
+        if _TRACES.count > before:
+            try:
+                reads.add(functions, operands)
+            except Exception:  # of a descriptor, say; the loop itself has run
+                self._start_anew()
+            if len(programs.by_signature) > _MANY:
                 self._start_anew()
         if not has_given:
             return out
-        leaves = _leaves(operands)
-        return jtu.tree_map(
-            lambda x: leaves[x.number] if isinstance(x, _Given) else x, out
+        leaves, (last, *rest) = _leaves(operands[0]), out
+        last = jtu.tree_map(
+            lambda x: leaves[x.number] if isinstance(x, _Given) else x, last
         )
+        return last, *rest
+
+
+def _as_tree(f: Any) -> Any:
+    """A partial as a pytree: its arrays are inputs, and no program keeps them."""
+    is_hidden = type(f) is ft.partial
+    return eqx.Partial(f.func, *f.args, **f.keywords) if is_hidden else f
 
 
 def _as_array(x: Any) -> Any:

@@ -2,83 +2,129 @@
 
 A loop may be called at the top of a script or in a notebook, where a model is a global
 variable, and functions are defined anew. A program would go on with what there was when
-it was traced. So the names are looked up again before it is used: the global names in
-the code of the functions, in functions of the same file that these call, and in methods
-of the modules in reach; and the names in closures.
+it was traced. So names are looked up again before it is used: global names, those in
+closures, and attributes of classes, of objects and of Python modules.
 """
 
+import builtins
 import dis
+import functools as ft
 import inspect
+import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import equinox as eqx
 
-from .._transforms._closures import models_in, reach
+from .._transforms._closures import ATOMS, models_in, reach
 from .._tree._base import is_eqx_module
 from .._tree._walk import walk
+from ._call import origins_of
 
 
 class Reads:
-    """What was read by name, as it was when the functions had been traced.
+    """What was read by name, as it was after the traces that read it.
 
     Left out are arrays, as in JAX; the modules in closures, which are inputs of the
-    program; and names that the code itself assigns, such as those of counters.
+    program; what lists and dicts hold; and names that the functions assign themselves,
+    such as those of counters.
     """
 
-    def __init__(self, functions: Any, operands: Any):
-        running = [*_running((functions, operands))]
-        codes = [code for f in running for code in _codes(f.__code__)]
-        assigned = {name for code in codes for name in _names(code, "STORE_GLOBAL")}
-        read = {
-            (id(f.__globals__), name): f
-            for f in running
-            for name in _globals(f)
-            if name not in assigned and name in f.__globals__
-        }
-        self.globals = [
-            (weakref.ref(f), name, _is(f.__globals__[name]))
-            for (_, name), f in read.items()
-            if not eqx.is_array(f.__globals__[name])
-        ]
-        assigned = {
-            name
-            for code in codes
-            for name in _names(code, "STORE_DEREF") & {*code.co_freevars}
-        }
-        self.closed_over = [
-            (weakref.ref(f), i, _is(_in_cell(f, i)))
-            for f in running
-            for i, name in enumerate(f.__code__.co_freevars)
-            if name not in assigned and not _is_input(_in_cell(f, i))
-        ]
+    def __init__(self) -> None:
+        self.seen: dict[Any, _Seen] = {}
+
+    def add(self, functions: tuple[Any, ...], operands: Any) -> None:
+        """All that these may have read in a trace that is over."""
+        new: dict[Any, _Seen] = {}
+
+        def note(holder: Any, look: _Look, name: Any) -> None:
+            if not eqx.is_array(x := look(holder, name)):
+                seen = weakref.ref(holder), look, name, _is(x)
+                new[id(holder), look, name] = seen
+
+        found = _found((functions, operands))
+        running = [x for x in found if _is_function(x)]
+        own = filter(_is_function, origins_of(functions))
+        assigned = {name for f in own for name in _assigned(f)}
+        attributes = {name for f in running for name in _names(f.__code__).attributes}
+        for x in found:
+            if _is_function(x):
+                _note_function(note, x, assigned)
+            elif isinstance(x, type):
+                note(x, _of_class, None)
+            else:
+                for name in attributes & vars(x).keys():
+                    note(x, _of_object, name)
+        self.seen = self.seen | new  # another one, since other threads may look
 
     def are_same(self) -> bool:
         """Whether all of it would be read again."""
         try:
             return all(
-                is_same(f().__globals__.get(name, _NOTHING))
-                for f, name, is_same in self.globals
-            ) and all(is_same(_in_cell(f(), i)) for f, i, is_same in self.closed_over)
-        except AttributeError:  # a function is gone
+                is_same(look(holder(), name))
+                for holder, look, name, is_same in self.seen.values()
+            )
+        except (AttributeError, TypeError):  # a holder is gone
             return False
 
 
+# --- How something is looked up -------------------------------------------------------
+
+_Look = Callable[[Any, Any], Any]
+# Its holder, how to look it up there, by which name, and whether it is the same.
+_Seen = tuple[Any, _Look, Any, Callable[[Any], bool]]
 _NOTHING: Final = object()
 
 
+def _note_function(
+    note: Callable[[Any, _Look, Any], None], f: types.FunctionType, assigned: set[Any]
+) -> None:
+    note(f, _of_function, None)
+    for name in _names(f.__code__).read:
+        if (id(f.__globals__), name) not in assigned:
+            note(f, _global, name)
+    for i, cell in enumerate(f.__closure__ or ()):
+        if id(cell) not in assigned and not models_in(_in_cell(f, i)):
+            note(f, _in_cell, i)
+
+
+def _global(f: Any, name: str) -> Any:
+    return f.__globals__.get(name, _NOTHING)
+
+
 def _in_cell(f: Any, i: int) -> Any:
-    """What a function has in a cell of its closure."""
     try:
         return f.__closure__[i].cell_contents
     except ValueError:  # the name is not assigned yet
         return _NOTHING
 
 
+def _of_object(x: Any, name: str) -> Any:
+    return vars(x).get(name, _NOTHING)
+
+
+def _of_function(f: Any, _: None) -> "_All":
+    return _All((f.__code__, f.__defaults__, f.__kwdefaults__))
+
+
+def _of_class(cls: Any, _: None) -> "_All":
+    return _All(vars(cls).values())
+
+
+class _All(tuple[Any, ...]):
+    """Several things, each of which is to be the same. They are kept alive."""
+
+    def are(self, ys: tuple[Any, ...]) -> bool:
+        return len(self) == len(ys) and all(map(operator.is_, self, ys))
+
+
 def _is(x: Any) -> Callable[[Any], bool]:
-    """Whether something is `x`, which is not kept alive."""
+    """Whether something is `x`, which is not kept alive if that can be."""
+    if type(x) is _All:
+        return x.are
     try:
         ref = weakref.ref(x)
     except TypeError:
@@ -86,66 +132,114 @@ def _is(x: Any) -> Callable[[Any], bool]:
     return lambda y: y is ref() and y is not None
 
 
-def _is_input(x: Any) -> bool:
-    return eqx.is_array(x) or bool(models_in(x))
+# --- What a trace may read ------------------------------------------------------------
 
 
-def _running(tree: Any) -> Iterator[types.FunctionType]:
-    """The functions in reach, and the methods of the modules in reach."""
-    classes: dict[type, None] = {}
-    for x in reach(tree):
-        if _is_function(x):
-            yield from _with_callees(x)
-        elif is_eqx_module(x):
-            for visit in walk(x):
-                if is_eqx_module(visit.node):
-                    classes |= dict.fromkeys(type(visit.node).__mro__)
-    for cls in classes:
-        for name in vars(cls) if not _is_of_library(cls.__module__) else ():
-            method = inspect.unwrap(getattr(cls, name))
-            method = getattr(method, "fget", method)  # of a property
-            if _is_function(method):
-                yield from _with_callees(method)
+def _found(tree: Any) -> list[Any]:
+    """The user's functions, classes, Python modules and objects in reach.
 
-
-def _with_callees(f: types.FunctionType) -> Iterator[types.FunctionType]:
-    """A function, and those that it calls by the names of its own file."""
-    seen, todo, space = set[int](), [f], f.__globals__
+    Functions lead to what they read by global names, and classes to their methods.
+    """
+    found: dict[int, Any] = {}
+    todo = [*reach(tree)]
     while todo:
-        f = todo.pop()
-        if id(f) in seen or _is_of_library(f.__module__):
+        x = todo.pop()
+        if id(x) in found or not _is_of_user(x):
             continue
-        seen.add(id(f))
-        yield f
-        read = map(inspect.unwrap, map(space.get, _globals(f)))
-        todo += [x for x in read if _is_function(x) and x.__globals__ is space]
+        found[id(x)] = x
+        if is_eqx_module(x):
+            nodes = [visit.node for visit in walk(x)]
+            modules = [*filter(is_eqx_module, nodes)]
+            found |= {id(module): module for module in modules}
+            todo += [x for x in nodes if not is_eqx_module(x)]
+            for module in modules:
+                todo += [type(module), *vars(module).values()]
+        elif isinstance(x, type):
+            todo += [*x.__mro__, *(_function_in(x, name) for name in vars(x))]
+        elif _is_function(x):
+            todo += [inspect.unwrap(x), *_read_by(x)]
+        else:
+            todo.append(type(x))
+    return [x for x in found.values() if not is_eqx_module(x)]
 
 
 def _is_function(x: Any) -> TypeGuard[types.FunctionType]:
     return isinstance(x, types.FunctionType)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of the functions that are defined in it."""
-    yield code
+def _is_of_user(x: Any) -> bool:
+    """Whether it may change: nobody rebinds the names of a library."""
+    if type(x) in ATOMS or eqx.is_array(x) or not hasattr(x, "__dict__"):
+        return False
+    if is_eqx_module(x):
+        return True
+    if isinstance(x, (type, types.FunctionType)):
+        is_builtin = x is getattr(builtins, x.__name__, None)
+        return not (is_builtin or _is_library(x.__module__))
+    if isinstance(x, types.ModuleType):
+        return not _is_library(x.__name__)
+    return type(x).__module__.partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES: Final = {"jax", "jaxlib", "equinox", "eqx_state", "optax", "numpy"}
+
+
+@ft.cache
+def _is_library(module: str | None) -> bool:
+    name = (module or "").partition(".")[0]
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    is_standard = name in sys.stdlib_module_names and name != "builtins"
+    return is_standard or name in _LIBRARIES or "site-packages" in file
+
+
+def _function_in(cls: type, name: str) -> Any:
+    """The function of a method, of a property, or of another descriptor."""
+    x: Any = getattr(cls, name, None)
+    return inspect.unwrap(getattr(getattr(x, "fget", x), "__func__", x))
+
+
+def _read_by(f: types.FunctionType) -> Iterator[Any]:
+    """What a function reads by global names, and by names in Python modules."""
+    names = _names(f.__code__)
+    for name in names.read:
+        x = _global(f, name)
+        yield x
+        if isinstance(x, types.ModuleType) and _is_of_user(x):
+            yield from (vars(x)[name] for name in names.attributes & vars(x).keys())
+
+
+# --- Names in code --------------------------------------------------------------------
+
+
+class _Names(NamedTuple):
+    """The names in the code of a function, and of the functions defined in it."""
+
+    read: frozenset[str]  # global ones
+    attributes: frozenset[str]
+    assigned: frozenset[str]
+    nonlocals: frozenset[str]  # which are assigned
+
+
+@ft.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> _Names:
+    by_operation: dict[str, set[str]] = {}
+    for x in dis.get_instructions(code):
+        by_operation.setdefault(x.opname, set()).add(x.argval)
+    names = _Names(
+        frozenset(by_operation.get("LOAD_GLOBAL", ())),
+        frozenset(code.co_names),
+        frozenset(by_operation.get("STORE_GLOBAL", ())),
+        frozenset(by_operation.get("STORE_DEREF", ())) & {*code.co_freevars},
+    )
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
-            yield from _codes(x)
+            names = _Names(*map(operator.or_, names, _names(x)))
+    return names
 
 
-def _globals(f: types.FunctionType) -> set[str]:
-    """The global names that a function reads."""
-    return {name for x in _codes(f.__code__) for name in _names(x, "LOAD_GLOBAL")}
-
-
-def _names(code: types.CodeType, operation: str) -> set[str]:
-    """The names in the code for which it has this operation."""
-    return {x.argval for x in dis.get_instructions(code) if x.opname == operation}
-
-
-def _is_of_library(module: str | None) -> bool:
-    # Nobody rebinds their names.
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-_LIBRARIES: Final = frozenset({"jax", "equinox", "eqx_state", "optax", "numpy"})
+def _assigned(f: types.FunctionType) -> Iterator[Any]:
+    """What stands for the names that a function assigns, other than its own."""
+    names = _names(f.__code__)
+    yield from ((id(f.__globals__), name) for name in names.assigned)
+    cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    yield from (id(cell) for name, cell in cells if name in names.nonlocals)
