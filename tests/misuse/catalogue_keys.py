@@ -22,7 +22,8 @@ KEYS = Theme("Random keys")
 def _(case):
     class Wrong(Draw):
         def __call__(self, x):
-            return x + jr.normal(self.rng, x.shape)
+            # A shape of its own: JAX 0.8 does not check what it has compiled before.
+            return x + jr.normal(self.rng, (5, *x.shape)).sum(0)
 
     with jax.debug_key_reuse(True):
         draw = case.keep(Draw(), XS)
