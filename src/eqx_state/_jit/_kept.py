@@ -68,6 +68,7 @@ def kept(
     out = run(*functions, *operands, **settings)
     if store is not None:
         store.is_of_use = False
+        store.start_anew()  # what there was is not used again
     return out
 
 
@@ -153,9 +154,9 @@ class _Store:
 
     def __init__(self) -> None:
         self.is_of_use = True
-        self._start_anew()
+        self.start_anew()
 
-    def _start_anew(self) -> None:
+    def start_anew(self) -> None:
         self.kept = Programs(Options()), Reads()
 
     def call(
@@ -166,9 +167,10 @@ class _Store:
         run: Callable[..., Any],
         settings: dict[str, Any],
     ) -> Any:
-        if not self.kept[1].are_same():
-            self._start_anew()
-        programs, reads = self.kept  # another thread may start anew
+        programs, reads = self.kept
+        if len(programs.by_signature) > _MANY or not reads.are_same():
+            self.start_anew()
+            programs, reads = self.kept
         body = object.__new__(_Body)
         body.__dict__.update(
             f=jtu.tree_map(_as_tree, functions, is_leaf=is_eqx_module),
@@ -183,9 +185,7 @@ class _Store:
             try:
                 reads.add(functions, operands)
             except Exception:  # of a descriptor, say; the loop itself has run
-                self._start_anew()
-            if len(programs.by_signature) > _MANY:
-                self._start_anew()
+                self.start_anew()
         if not has_given:
             return out
         leaves, (last, *rest) = _leaves(operands[0]), out
