@@ -490,6 +490,25 @@ def twice(c, x, factor=1.0):
     assert [run(), run()] == [12.0, 12.0]
 
 
+@pytest.mark.parametrize("name", ["cell", "setting.cell", "cells[0]"])
+def test_a_module_of_a_scope_that_is_found_by_name(name):
+    space = namespace(f"""
+def body(c, x):
+    return c + {name}.total * x, None
+""")
+    space |= {"setting": types.SimpleNamespace(), "cells": [None]}
+    body = space["body"]
+
+    def run(cell):
+        space["cell"] = space["setting"].cell = space["cells"][0] = cell
+        before = es.scan(body, 0.0, XS)[0]
+        cell.total = cell.total + 1
+        return before, es.scan(body, 0.0, XS)[0]
+
+    for _ in range(2):
+        assert es.mutable(run)(Cell(ONE, ONE))[0] == (6.0, 12.0)
+
+
 def test_what_an_earlier_program_read():
     space = namespace("""
 scale = 1.0

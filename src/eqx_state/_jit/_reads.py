@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 import equinox as eqx
 
-from .._transforms._closures import ATOMS, models_in, reach
+from .._transforms._closures import ATOMS, models_in, owned_in, reach
 from .._tree._base import is_eqx_module
 from .._tree._walk import walk
 from ._call import origins_of
@@ -125,6 +125,8 @@ def _is(x: Any) -> Callable[[Any], bool]:
     """Whether something is `x`, which is not kept alive if that can be."""
     if type(x) is _All:
         return x.are
+    if owned_in(x):  # which are written in place
+        return lambda y: False
     try:
         ref = weakref.ref(x)
     except TypeError:
