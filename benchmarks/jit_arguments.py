@@ -20,8 +20,10 @@ import jax.tree_util as jtu
 import optax
 from _common import (
     arguments,
+    CALLS,
     Claim,
     garbage_set_aside,
+    in_a_loop,
     ratio,
     Report,
     take_turns,
@@ -60,15 +62,6 @@ class Controller(eqx.Module):
     safety: float = 0.9
     limits: tuple[float, float] = (0.2, 10.0)
     norm: Callable[[Array], Array] = jnp.max
-
-
-CALLS = 20  # in a turn
-
-
-def loop(f: Callable[[], Any]) -> Any:
-    for _ in range(CALLS):
-        out = f()
-    return out
 
 
 def leaky(slope: float, x: Array) -> Array:
@@ -130,7 +123,10 @@ def main() -> None:
     for name, (f, given, _) in made.items():
         ours, theirs = (ft.partial(jit(f), *given) for jit in (es.jit, eqx.filter_jit))
         different += not eqx.tree_equal(ours(), theirs())
-        timers[name] = Timer(ft.partial(loop, ours)), Timer(ft.partial(loop, theirs))
+        timers[name] = (
+            Timer(ft.partial(in_a_loop, ours)),
+            Timer(ft.partial(in_a_loop, theirs)),
+        )
     with garbage_set_aside():
         take_turns([timer for pair in timers.values() for timer in pair], args.rounds)
     rows, claims, unit = [], [], CALLS * 1e-6

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import jax.random as jr
 from _common import (
     arguments,
+    CALLS,
     Claim,
     garbage_set_aside,
+    in_a_loop,
     ratio,
     Report,
     take_turns,
@@ -28,15 +30,6 @@ from _common import (
 from jaxtyping import Array
 
 import eqx_state as es
-
-
-CALLS = 20  # in a turn
-
-
-def loop(f: Callable[[], Any]) -> Any:
-    for _ in range(CALLS):
-        out = f()
-    return out
 
 
 class Cell(es.Module):
@@ -119,7 +112,9 @@ def main() -> None:
     def measure(cell: Cell) -> None:
         with garbage_set_aside():
             for name, calls in pairs(cell).items():
-                timers[name] = tuple(Timer(ft.partial(loop, call)) for call in calls)
+                timers[name] = tuple(
+                    Timer(ft.partial(in_a_loop, call)) for call in calls
+                )
                 take_turns([*timers[name]], args.rounds)
 
     es.mutable(measure)(cell)

@@ -9,7 +9,7 @@ import gc
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -207,12 +207,25 @@ def origins_of(f: Any) -> tuple[Any, ...]:
     """
     if type(f) is types.FunctionType:  # as most are: the rest takes long
         return (f,)
+    return tuple(origin for x in called_by(f) for origin in _origins(x))
+
+
+def called_by(f: Any) -> Iterator[Any]:
+    """What `f` calls in the end: below transforms and partials."""
     if type(f) is tuple:
-        return tuple(origin for x in f for origin in origins_of(x))
-    if isinstance(f, Transform):
-        return origins_of(f.f)
-    if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
-        return origins_of(f.func)
+        for x in f:
+            yield from called_by(x)
+    elif isinstance(f, Transform):
+        yield from called_by(f.f)
+    elif isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
+        yield from called_by(f.func)
+    else:
+        yield f
+
+
+def _origins(f: Any) -> tuple[Any, ...]:
+    if type(f) is types.FunctionType:
+        return (f,)
     if is_bound_method(f):
         return origins_of(f.__func__)
     # Objects that are equal to others share their programs.

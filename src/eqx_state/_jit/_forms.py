@@ -101,6 +101,8 @@ class Slot(Form):
 
 
 class Static(Form):
+    """A value that is not an array: compared, and a constant where it is made."""
+
     def apart(self, code: Apart, v: str) -> None:
         check_static(code, {v: self.x})
 
@@ -200,6 +202,7 @@ class Dict(Form):
 
 
 def checked_dict(code: Code, v: str, x: dict[Any, Any]) -> str:
+    """Code that gives up unless `v` is a dict as long as `x`; a name for it."""
     v = code.of_type(v, dict)
     code.check(f"len({v}) != {len(x)}")
     if int in map(type, x):  # and not `True`, which is as good a key

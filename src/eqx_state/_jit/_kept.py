@@ -22,12 +22,12 @@ import jax.tree_util as jtu
 
 from .._compat import is_staged, manual_axes
 from .._state._scope import is_owned
-from .._transforms._closures import owned_in, PARTIALS
+from .._transforms._closures import owned_in
 from .._transforms._mutable import is_bound_method
 from .._transforms._stand_ins import owned_copy
 from .._transforms._transform import Transform
 from .._tree._base import is_eqx_module
-from ._call import origins_of
+from ._call import called_by, origins_of
 from ._options import Options
 from ._programs import Programs
 from ._reads import Reads
@@ -49,7 +49,7 @@ def kept(
     """
     store = None
     is_eager = not (is_staged() or manual_axes() or jax.config.jax_disable_jit)
-    if is_eager and _is_kept(functions):
+    if is_eager and all(map(_is_kept, called_by(functions))):
         store = _store_of(origins_of(functions))
     if store is not None and store.is_of_use:
         try:
@@ -77,12 +77,6 @@ def _is_kept(f: Any) -> bool:
 
     As for JAX, not those of a method of an object: its attributes may be others.
     """
-    if type(f) is tuple:
-        return all(map(_is_kept, f))
-    if isinstance(f, PARTIALS):
-        return _is_kept(f.func)
-    if isinstance(f, Transform):
-        return _is_kept(f.f)
     if is_bound_method(f):
         return is_eqx_module(f.__self__)
     return isinstance(f, types.FunctionType) or is_eqx_module(f)
