@@ -95,7 +95,8 @@ def writes_phase(w: Writer, ctx: Context) -> Fault:
     if node is None or node.inside == ctx.inside:
         return NO_FAULT
     errors = (ValueError, TypeError, es.TraceError, FrozenInstanceError)
-    return [f"{node.text}.phase = 'warm'"], (errors, "phase")
+    # Another value than it can have: what stays equal is no error.
+    return [f"{node.text}.phase = 'hot'"], (errors, "phase")
 
 
 def returns_function(w: Writer, ctx: Context) -> Fault:

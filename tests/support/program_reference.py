@@ -165,15 +165,23 @@ class Reference:
     # --- Scopes
 
     def _thread(
-        self, f: Any, args: Any, kwargs: Any, captures: bool = False
+        self,
+        f: Any,
+        args: Any,
+        kwargs: Any,
+        captures: bool = False,
+        reports: bool = False,
     ) -> tuple[Any, Any, Scope]:
         model, call = target(f, args, kwargs)
-        scope = Scope(captures=captures)
+        outer = _capturing(model) if reports else None
+        scope = Scope(captures=captures or outer is not None)
         self.captures.append(scope)
         private = self.copy(model, scope, path="")
         out = self.copy(call(private))
         scope.is_open = False
         self.captures.remove(scope)
+        if outer is not None:
+            outer.sown.extend(scope.sown)
         return out, self.copy(private), scope
 
     def mutable(self, f: Any) -> Transformed:
@@ -201,7 +209,8 @@ class Reference:
                     losses.append(out[0] if has_aux else out)
                     del self.live[mark:]
                 grads.append((losses[1] - losses[0]) / (2 * EPS))
-            return self._thread(f, args, kwargs)[:2], self._like(model, grads)
+            out = self._thread(f, args, kwargs, reports=True)[:2]
+            return out, self._like(model, grads)
 
         return Transformed(f, run)
 
@@ -412,3 +421,9 @@ class Reference:
 
 def _is_owned(tree: Any) -> bool:
     return any(x.scope is not None and x.scope.is_open for x in objects_in(tree))
+
+
+def _capturing(tree: Any) -> Scope | None:
+    """The scope that captures, and owns the tree."""
+    scopes = [x.scope for x in objects_in(tree) if _is_owned(x) and x.scope.captures]
+    return scopes[0] if scopes else None

@@ -162,6 +162,10 @@ def has_key(spec: Spec) -> bool:
     return spec.cls is Noise or any(map(has_key, spec.children))
 
 
+def has_phase(spec: Spec) -> bool:
+    return spec.cls is Phase or any(map(has_phase, spec.children))
+
+
 def has_bare(spec: Spec) -> bool:
     """Whether a module of Equinox is in it that is not part of an `es.Module`."""
     is_open = spec.cls in (Wrap, list, tuple, dict)
@@ -393,6 +397,7 @@ class Writer(Drawing):
             node.assign != ""
             and ctx.may_write(node)
             and node.level == ctx.level
+            and (node.inside == ctx.inside or not has_phase(node.spec))
             and not any(related(node.path, path) for path in self.aliased)
         )
 
