@@ -105,16 +105,12 @@ def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
     found = _Contexts()
     found.run(tree, (), ROOT)
     # What is declared for a leaf is in its context, and there is one of these for each
-    # field of a class, not of each module. All leaves of a class are arrays, or none.
-    arrays = {cls for cls, x in {type(x): x for x in leaves}.items() if is_array(x)}
-    pairs = zip(leaves, found.contexts, strict=True)
-    ids = [id(context) if type(x) in arrays else None for x, context in pairs]
+    # field of a class, not of each module.
+    ids = [*map(id, found.contexts)]
     by_id = dict(zip(ids, found.contexts, strict=True))
-    declared = {i: None if i is None else x.declared for i, x in by_id.items()}
-    return [
-        declared[i] or (None if i is None else undeclared(x.dtype))
-        for x, i in zip(leaves, ids, strict=True)
-    ]
+    declared = {i: x and x.declared for i, x in by_id.items()}
+    pairs = zip(leaves, ids, strict=True)
+    return [declared[i] or (by_id[i] and undeclared(x.dtype)) for x, i in pairs]
 
 
 Step = Callable[[Any, KeyPath, Context], None]
@@ -237,14 +233,20 @@ class _Visits(_Walk):
 
 
 class _Contexts(_Walk):
-    """The walk that finds the context of each leaf, and nothing else."""
+    """The walk that finds the context of each array, and nothing else."""
 
     has_paths = False
 
     def __init__(self) -> None:
-        self.contexts: list[Context] = []
+        self.contexts: list[Context | None] = []  # `None` for what is not an array
         append = self.contexts.append
         super().__init__(lambda node, path, context: append(context))
+
+    def make_step(self, node: Any, cls: type) -> Step:
+        # All leaves of a class are arrays, or none.
+        if is_leaf(node) and not is_array(node):
+            return lambda node, path, context: self.contexts.append(None)
+        return super().make_step(node, cls)
 
 
 class _ModuleStep:
