@@ -732,16 +732,39 @@ def test_without_jit_each_step_is_a_call():
 # --- Inputs and outputs ---------------------------------------------------------------
 
 
-def test_what_a_loop_leaves_as_it_is():
+LOOPS = {
+    "scan": lambda body, c: es.scan(lambda c, _: (body(c), None), c, XS)[0],
+    "while_loop": lambda body, c: es.while_loop(lambda c: c[-1] < 6.0, body, c),
+    "fori_loop": lambda body, c: es.fori_loop(0, 3, lambda _, c: body(c), c),
+}
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request):
+    return LOOPS[request.param]
+
+
+def test_what_a_loop_leaves_as_it_is(loop):
     cell = Cell(ONE, ONE)
-
-    def body(c, x):
-        return (*c[:-1], c[-1] + x), None
-
-    (number, array, module, _), _ = es.scan(body, (3, XS, cell, 0.0), XS)
+    number, array, module, last = loop(lambda c: (*c[:-1], c[-1] + 2), (3, XS, cell, 0))
     assert type(number) is int
     assert array is XS
     assert module.weight is cell.weight
+    assert last == 6
+
+
+def test_modules_in_the_carry_stay_in_their_scope(loop, net):
+    def body(c):
+        cell, x = c
+        cell.total = cell.total + 1
+        return cell, x + 2
+
+    def f(net):
+        net.cell, _ = loop(body, (net.cell, 0))
+        net.cell.total = 2 * net.cell.total
+
+    _, new = es.mutable(f)(net())
+    assert new.cell.total == 6
 
 
 @pytest.mark.parametrize("x", [1, 2.0, np.ones(2), np.float32(1), ONE])
