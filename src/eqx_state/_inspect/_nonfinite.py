@@ -70,8 +70,9 @@ class _Finite(Recorder):
             raise TraceError(_CALLED_IN_A_TRACE.format(f"`{name or 'the model'}`"))
         calls, first, whose = self.record.calls
         is_first = is_bad.any() & (first == _NEVER)
-        known = jnp.stack([calls + 1, first, whose])
-        new = jnp.where(is_first, jnp.stack([calls + 1, calls, number]), known)
+        first = jnp.where(is_first, calls, first)
+        whose = jnp.where(is_first, number, whose)
+        new = jnp.stack([calls + 1, first, whose])
         # Not an assignment: under `jax.vmap` that would be a write in another trace.
         # But the value is one for all lanes, and belongs to the scope's trace.
         object.__setattr__(self.record, "calls", new)

@@ -51,7 +51,7 @@ def read_header(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
     """The size in bytes of the header of a safetensors file, and what it holds."""
     size = int.from_bytes(file.read(8), "little")
     rest = os.fstat(file.fileno()).st_size - 8
-    if not 0 < size <= rest:
+    if size > rest:
         raise ValueError(f"a header of {size} bytes does not fit in the {rest} there")
     return size, json.loads(file.read(size))
 

@@ -30,13 +30,13 @@ class Stored:
         """A JAX array, of which this process reads what its own devices hold."""
 
         @ft.cache  # devices that hold the same part ask for it one by one
-        def read(*bounds: tuple[int, int]) -> Any:
+        def read(*bounds: tuple[int, int, int]) -> Any:
             return self.read(tuple(slice(*each) for each in bounds))
 
         def read_box(box: Box | None) -> Any:
             assert box is not None
             indices = zip(box, self.shape, strict=True)
-            return read(*(s.indices(n)[:2] for s, n in indices))
+            return read(*(s.indices(n) for s, n in indices))
 
         return jax.make_array_from_callback(self.shape, sharding, read_box, dtype)
 

@@ -38,7 +38,7 @@ def _conv(layer: Layer, name: str, shape: Shape) -> Source | None:
 
 
 def _conv_transpose(layer: Layer, name: str, shape: Shape) -> Source | None:
-    if name != "weight" or len(shape) < 2:
+    if name != "weight" or len(shape) != layer.module.num_spatial_dims + 2:
         return _conv(layer, name, shape)
     out, within, *kernel = shape
     groups = layer.module.groups
