@@ -274,6 +274,15 @@ def test_a_model_converted_in_eval_mode_can_train(switch):
     assert close(y, model.eval()(data(0)))
 
 
+def test_the_mode_that_equinox_serialized_counts(tmp_path):
+    layer, state = es.to_equinox(es.nn.BatchNorm(3).eval())
+    eqx.tree_serialise_leaves(tmp_path / "x.eqx", (layer, state))
+    like = es.to_equinox(es.nn.BatchNorm(3))
+    again = eqx.tree_deserialise_leaves(tmp_path / "x.eqx", like)
+    x = data(0)
+    assert close(again[0](x, again[1])[0], layer(x, state)[0])
+
+
 def test_parts_in_different_modes_stay_so():
     model = eqx.nn.Sequential([es.nn.BatchNorm(3).eval(), es.nn.BatchNorm(3)])
     layer, state = es.to_equinox(model)

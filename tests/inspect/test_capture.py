@@ -384,7 +384,7 @@ def test_initializing_sows_nothing():
 # --- Misuse ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("f", [es.mutable, es.capture])
+@pytest.mark.parametrize("f", [es.mutable, es.capture, es.find_nonfinite])
 @pytest.mark.parametrize("around", [lambda f: f, es.jit, eqx.Partial])
 def test_a_transform_with_a_copy_of_its_own_is_rejected(f, around):
     with pytest.raises(TypeError, match=r"es\.capture\(model\)\(x\)      # right"):

@@ -207,6 +207,11 @@ def test_the_earliest_of_the_lanes_counts():
         for f in (lanes, es.jit(lanes)):
             assert es.find_nonfinite(f)(model, jnp.array(first)) == expected
 
+    def and_one_more(model, xs):
+        return lanes(model, xs), model["b"](jnp.array(2.0))
+
+    assert es.find_nonfinite(and_one_more)(model, jnp.full((2, 2), 9.0)) == ["['b']"]
+
 
 def test_an_ensemble_and_states_by_lane():
     make = eqx.filter_vmap(lambda at: BadAt(at))

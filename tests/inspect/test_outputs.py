@@ -886,8 +886,17 @@ def test_an_array_of_numpy_is_what_jax_makes_of_it():
 
 @pytest.mark.parametrize(
     "value",
-    [jnp.ones(3), jnp.ones(2, int), (X, X), "text", None, jnp.ones((3, 2)), 1j],
-    ids=["shape", "dtype", "tree", "text", "none", "lanes", "number"],
+    [
+        jnp.ones(3),
+        jnp.ones(2, int),
+        (X, X),
+        "text",
+        None,
+        jnp.ones((3, 2)),
+        1j,
+        jax.ShapeDtypeStruct((2,), jnp.float32),
+    ],
+    ids=["shape", "dtype", "tree", "text", "none", "lanes", "number", "abstract"],
 )
 def test_a_value_that_does_not_fit_is_an_error(value):
     match = r"the output of `\[0\]` is `f32\[2\]`, and a value in its place"

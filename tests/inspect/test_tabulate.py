@@ -103,6 +103,7 @@ def test_a_small_model_with_inputs():
 def test_nothing_is_cut_or_colored(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
     long = {"a" * 300: linear(), "[red]b[/]": linear()}
     table = es.tabulate(long)
     assert "a" * 300 in table
@@ -224,6 +225,7 @@ def test_large_sizes_are_readable():
     table = es.tabulate(big)
     assert "Total: 10,001,000,300 (40.0 GB)" in table
     assert "300 (1.2 KB)" in es.tabulate(big[0])
+    assert "250 (1.0 KB)" in es.tabulate(jax.ShapeDtypeStruct((250,), jnp.float32))
     assert "1,000,000 (4.0 MB)" in es.tabulate(big[1])
     assert "(4,000.0 TB)" in es.tabulate(jax.ShapeDtypeStruct((10**15,), jnp.float32))
 

@@ -108,6 +108,20 @@ def test_directories_need_not_be_opened(path, monkeypatch):
     assert_only(path, NEW)
 
 
+def test_no_file_stays_open(path):
+    def lowest():
+        """The number that the next file will have."""
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        os.close(descriptor)
+        return descriptor
+
+    before = lowest()
+    es.save(path, NEW)
+    es.load(path, OLD)
+    es.load_metadata(path)
+    assert lowest() == before
+
+
 KILLED = """
 import os, signal, sys
 import jax.numpy as jnp, safetensors.numpy

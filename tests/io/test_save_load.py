@@ -240,6 +240,9 @@ BROKEN = {
     "more data": (GOOD, bytes(9)),
     "another size": ({"": {**GOOD[""], "shape": [3]}}, bytes(8)),
     "outside": ({"": {**GOOD[""], "data_offsets": [8, 16]}}, bytes(8)),
+    "a gap": ({"": {**GOOD[""], "data_offsets": [8, 16]}}, bytes(16)),
+    "two in one place": ({**GOOD, "a": GOOD[""]}, bytes(8)),
+    "no header": (b"", bytes(8)),
     "metadata is no JSON": (
         {"__metadata__": {"eqx_state": "{"}, **GOOD},
         bytes(8),

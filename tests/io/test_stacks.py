@@ -131,6 +131,12 @@ def test_a_stack_alone_and_one_of_equinox_layers(path):
     assert_same(es.load_state_dict(legacy, es.state_dict(legacy)), legacy)
 
 
+def test_a_stack_of_one_layer(path):
+    one = [eqx.nn.Linear(2, 2, key=KEYS[0])]
+    es.save(path, one)
+    assert_same(es.load(path, es.nn.Stacked(one)), es.nn.Stacked(one))
+
+
 def test_functional_has_the_names_of_layers():
     linears = [eqx.nn.Linear(2, 2, key=key) for key in KEYS]
     apply, params, state = es.functional(es.nn.Stacked(linears))

@@ -265,6 +265,8 @@ def test_a_long_list_is_cut():
     with pytest.raises(ValueError, match=r"'019'\]\n`strict") as info:
         es.load_state_dict({k: model[k] for k in sorted(model)[:20]}, {})
     assert "more" not in str(info.value)
+    with pytest.raises(ValueError, match=r"'019'\]\n    and 1 more\n`strict"):
+        es.load_state_dict({k: model[k] for k in sorted(model)[:21]}, {})
 
 
 def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
