@@ -1,6 +1,7 @@
 """Functions made of source code, which names the objects that it needs."""
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ class Code:
         self.indent = "    "
         self.constants: list[Any] = []
         self.numbers: dict[int, int] = {}  # of each constant, by its `id`
-        self.variables = 0
+        self.variables = itertools.count()
 
     def add(self, line: str) -> None:
         self.lines.append(self.indent + line)
@@ -35,7 +36,7 @@ class Code:
     def begin_with(self, line: str) -> None:
         """Add a line at the beginning, unless it is there."""
         if (line := "    " + line) not in self.lines:
-            self.lines.insert(0, line)
+            self.lines = [line, *self.lines]
 
     @contextlib.contextmanager
     def block(self, header: str) -> Iterator[None]:
@@ -51,8 +52,7 @@ class Code:
 
     def constant(self, x: Any) -> str:
         """An expression for an object."""
-        weak = self.weak.get(id(x))
-        if weak is not None and x is weak():
+        if (weak := self.weak.get(id(x))) is not None:
             return f"{self.constant(weak)}()"
         if id(x) not in self.numbers:
             self.numbers[id(x)] = len(self.constants)
@@ -61,8 +61,7 @@ class Code:
 
     def variable(self) -> str:
         """A new name."""
-        self.variables += 1
-        return f"v{self.variables}"
+        return f"v{next(self.variables)}"
 
     def named(self, expression: str) -> str:
         """A name for what is to be evaluated once, and in this order."""

@@ -1,6 +1,7 @@
 """Which form each node of a tree has, and which nodes are alike."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ class _Finder:
 
     def __init__(self) -> None:
         self.keys: dict[Any, int] = {(Slot,): ARRAY}
-        self.arrays = 0
+        self.numbers = itertools.count()  # of the arrays, in JAX's order
 
     def key(self, *what: Any) -> int:
         return self.keys.setdefault(what, len(self.keys))
@@ -44,8 +45,7 @@ class _Finder:
         if isinstance(x, ArraySlot):
             return Slot(x.number, ARRAY)
         if eqx.is_array(x):
-            self.arrays += 1
-            return Slot(self.arrays - 1, ARRAY)
+            return Slot(next(self.numbers), ARRAY)
         if type(x) in (tuple, list) or _is_named_tuple(x):
             return self._made(Items, x, [*map(self.find, x)])
         if type(x) is dict and set(map(type, x)) in (set(), {str}, {int}):
@@ -77,9 +77,10 @@ class _Finder:
         self, cls: type[Form], x: Any, below: list[Form], data: Sequence[Any] = ()
     ) -> Form:
         keys = tuple(child.key for child in below)
-        if cls in (Items, Dict) and len(below) > 1 and len({*keys}) == 1:
-            if isinstance(below[0], Slot):
-                cls = Alike
+        are_slots = all(isinstance(child, Slot) for child in below)
+        are_alike = are_slots and len(below) > 1 and len({*keys}) == 1
+        if are_alike and cls in (Items, Dict):
+            cls = Alike
         return cls(x, self.key(cls, type(x), keys, *map(_same_if, data)), below)
 
 

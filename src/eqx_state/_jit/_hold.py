@@ -65,7 +65,7 @@ class _Sealed:
     """A function whose closure is not searched for modules, since there are none."""
 
     def __init__(self, f: Callable[..., Any]):
-        self.f, self.__name__ = f, f.__name__
+        self.f = f
 
     def __call__(self, *args: Any) -> Any:
         return self.f(*args)
@@ -84,7 +84,6 @@ class _Mode:
         def step(inputs: Any, arrays: list[Array]) -> Any:
             return self.step(f, inputs, arrays)
 
-        step.__name__ = getattr(f, "__name__", type(f).__name__)
         holds_nothing = type(f) is types.FunctionType and not held(f)
         self.f = _Sealed(step) if holds_nothing else step
 
@@ -99,8 +98,9 @@ class _Mode:
         layout, after = self.layout.after(self.frame.arrays(carry))
         packed = layout.pack(after)
         if self.donate:
-            # What the caller has must not be donated at the next call: JAX returns an
-            # argument itself if the function does, and one array for two outputs.
+            # What the caller has must not be donated at the next call. With
+            # `jax_disable_jit` an argument may be returned itself, and one array twice;
+            # a program does neither with the versions of JAX that we know.
             packed = [jnp.copy(x) for x in packed]
         return packed, layout, out
 
@@ -135,7 +135,8 @@ class Held(Generic[_C, _P, _R]):
     def __init__(self, f: Callable[..., Any], carry: _C, donate: bool):
         self._f, self._donate = f, donate
         self._modes: dict[Any, _Mode] = {}
-        self._lock, self._owner = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._owner: int | None = None
         self._held: tuple[_Mode, list[Array]] | None = self._hold(carry)
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -222,7 +223,7 @@ class Held(Generic[_C, _P, _R]):
             try:
                 yield
             finally:
-                self._owner = 0
+                self._owner = None
 
     def __reduce__(self) -> Any:
         raise TypeError(_COPIED)

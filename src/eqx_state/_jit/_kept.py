@@ -62,7 +62,7 @@ def kept(
             # It is raised again below, unless it is for want of a value.
             pass
         else:
-            if carries and owned_in(operands[0]):
+            if owned_in(operands[0]):  # a carry: the others begin with a number
                 out = _owned(operands[0], out[0]), *out[1:]
             return out
     out = run(*functions, *operands, **settings)
@@ -113,7 +113,7 @@ class _Body(Transform):
     def __call__(self, /, *operands: Any) -> Any:
         if not is_staged():
             raise _NotTraced
-        _TRACES.count += 1
+        _LAST.trace = object()
         out = self.run(*self.f, *operands, **dict(self.settings))
         if not self.carries:
             return out, False
@@ -134,13 +134,13 @@ def _leaves(operands: Any) -> list[Any]:
 _MANY: Final = 64
 
 
-class _Traces(threading.local):
-    """How many there were in this thread."""
+class _Last(threading.local):
+    """Stands for the last trace in this thread."""
 
-    count = 0
+    trace: object = None
 
 
-_TRACES: Final = _Traces()
+_LAST: Final = _Last()
 
 
 class _Store:
@@ -173,9 +173,9 @@ class _Store:
             settings=tuple(settings.items()),
         )
         arrays = jtu.tree_map(_as_array, operands, is_leaf=is_eqx_module)
-        before = _TRACES.count
+        before = _LAST.trace
         out, has_given = programs(body, arrays, {})
-        if _TRACES.count > before:
+        if _LAST.trace is not before:
             try:
                 reads.add(functions, operands)
             except Exception:  # of a descriptor, say; the loop itself has run

@@ -99,7 +99,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Array]:
-    if is_committed or len(sharding.device_set) > 1:
+    if is_committed:  # as an array on several devices is
         return jax.device_put(values, sharding)
     # JAX moves an array that is not committed to where others are; it has to stay so.
     (device,) = sharding.device_set
