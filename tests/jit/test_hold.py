@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -142,7 +143,7 @@ def test_every_sort_of_array_goes_in_and_out(donate):
         "weak": jnp.array(1.0),
         "number": 2.0,
         "numpy": np.arange(3, dtype=np.int32),
-        "keys": [jr.key(0), jr.split(jr.key(1, impl="rbg"), 2)],
+        "keys": [jr.key(0), jr.key(2), jr.split(jr.key(1, impl="rbg"), 2)],
         "static": ("word", None, jnp.tanh),
     }
 
@@ -231,6 +232,16 @@ def test_each_structure_and_mode_is_traced_once(donate):
     assert run.carry.count == 5
 
 
+def test_static_leaves_are_told_apart_by_type():
+    class Layer(es.Module):
+        rate: Any
+
+    run = es.hold(lambda layer: (layer, repr(layer.rate)), Layer(1))
+    for rate in (1, True, 1.0):
+        run.carry = Layer(rate)
+        assert run() == repr(run.carry.rate) == repr(rate)
+
+
 def test_arguments_are_those_of_jit():
     traces = 0
 
@@ -268,11 +279,12 @@ def test_a_module_that_the_function_holds_is_traced():
 
 
 def test_a_weak_type_may_become_strong():
-    run = es.hold(lambda total, x: (total + x, total), 0.0)
+    run = es.hold(add, [0.0, 1.0])
     for _ in range(3):
         run(jnp.ones(()))
-    assert run.carry == 3
-    assert not run.carry.weak_type
+    assert run.carry == [3, 4]
+    assert not any(x.weak_type for x in run.carry)
+    assert len(run._held[1]) == 1
 
 
 def test_a_strong_type_stays_one():
@@ -311,9 +323,11 @@ def test_donated_arrays_are_not_the_callers():
 
     run = es.hold(step, big, donate=True)
     kept = [big, constant]
-    for which in ("old", "new", "sum", "constant", "old", "sum", "sum"):
-        kept += run(x := jnp.full(LIMIT, 3.0), which)
-        kept.append(x)
+    for disabled in (True, False):  # without `jit` a step returns its arguments
+        with jax.disable_jit(disabled):
+            for which in ("old", "new", "sum", "constant", "old", "sum", "sum"):
+                kept += run(x := jnp.full(LIMIT, 3.0), which)
+                kept.append(x)
     assert not any(x.is_deleted() for x in kept)
     held = run._held[1]
     run(big, "sum")
@@ -329,10 +343,22 @@ def test_a_numpy_array_of_the_caller_may_change_later():
 
 def test_arrays_lie_in_one_buffer_for_each_dtype():
     floats, ints = [jnp.ones(n) for n in range(1, 9)], [X.astype(int)] * 3
-    run = es.hold(lambda c: (c, 0), (floats, ints, jnp.zeros(LIMIT), jr.key(0)))
-    assert len(run._held[1]) == 4
+    flags = [jnp.array(True), jnp.array(False)]
+    carry = floats, ints, flags, jnp.zeros(LIMIT), jr.key(0)
+    run = es.hold(lambda c: (c, 0), carry)
+    assert len(run._held[1]) == 5
     run()
-    assert len(run._held[1]) == 4
+    assert len(run._held[1]) == 5
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_replicated_arrays_lie_in_one_buffer():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = es.hold(
+        add, jax.device_put([X, X], jax.sharding.NamedSharding(mesh, jax.P()))
+    )
+    run(1.0)
+    assert len(run._held[1]) == 1
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")

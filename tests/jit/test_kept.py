@@ -883,6 +883,19 @@ def test_settings_without_end_do_not_fill_the_memory():
     assert sum(ref() is not None for ref in kept) <= 64
 
 
+def test_programs_go_where_they_are_not_used_again():
+    def body(n, c, x):
+        return c + (n if isinstance(n, Marker) else int(n)) * x, None
+
+    n = Marker(1)
+    kept = weakref.ref(n)
+    es.scan(ft.partial(body, n), 0.0, XS)
+    del n
+    assert es.scan(ft.partial(body, jnp.array(2)), 0.0, XS)[0] == 12.0
+    gc.collect()
+    assert kept() is None
+
+
 class Marker:
     """A static value, of which a weak reference shows whether it is kept."""
 

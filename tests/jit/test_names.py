@@ -77,6 +77,13 @@ def closure(offset):
     return lambda carry, x: (carry, 1 if carry + layer.weight + offset > 0 else 2)
 
 
+class Step(es.Module):
+    weight: es.Parameter = 1.0
+
+    def __call__(self, carry, x):
+        return carry, 1 if carry + self.weight + x > 0 else 2
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_in_a_held_step_as_well(donate):
     def rejected(f, carry, *args, **kwargs):
@@ -92,10 +99,15 @@ def test_in_a_held_step_as_well(donate):
 
     few = "s x, args[2], scale, and carry['small'][0] or carry['small'][1]"
     assert rejected(sign, carry(2), X, X, scale=X) == few
+    four = " or ".join(f"carry['small'][{i}]" for i in range(4))
+    assert rejected(sign, carry(4), X) == f"s x and {four}"
     many = " or ".join([*(f"carry['small'][{i}]" for i in range(3)), "..."])
     assert rejected(sign, carry(9), X) == f"s x and {many}"
     assert rejected(closure(0.0), jnp.ones(()), X) == "s layer.weight and carry"
+    assert rejected(Step(), jnp.ones(()), X[0]) == "s weight, x, and carry"
     assert rejected(lambda carry, x: (carry, x > 0 and 1), None, X[0]) == " x"
+    inside = lambda carry, x: (carry, x["a"][0] > 0 and 1)  # noqa: E731
+    assert rejected(inside, None, {"a": [X[0]]}) == " x['a'][0]"
 
 
 def test_a_compiled_program_has_the_name_of_the_function():

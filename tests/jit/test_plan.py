@@ -267,6 +267,9 @@ IN_PLACE = {
     "a module": lambda t: put(t["list"][1], "leaf", t["list"][0].leaf),
     "another module": lambda t: put(t["list"][1], "leaf", t["list"][0].plain),
     "the class": lambda t: put(t["list"][1].leaf, "__class__", type("L", (Leaf,), {})),
+    "the node of the mode": lambda t: put(
+        t["list"][1].leaf, "_eqx_state_inference", jnp.ones(1)
+    ),
     "one more attribute": lambda t: put(t["list"][1].plain, "cache", jnp.ones(1)),
     "one less": lambda t: vars(t["list"][1].leaf).pop("note"),
     "an array for a hole": lambda t: put(t["list"][1].leaf, "note", jnp.ones(1)),
@@ -311,6 +314,38 @@ def test_no_other_result_has_the_node_of_a_mode():
     # Only a flag says what mode it is, so the next one is as it was.
     assert eqx.tree_equal(f(tree), other)
     assert eqx.tree_equal(f(other), other)
+
+
+def test_a_list_without_arrays_is_no_other_modules():
+    f = es.jit(lambda leaves: leaves)
+    one, other = f(f([Leaf(jnp.ones(1), 1, note=["a"]) for _ in range(2)]))
+    one.note.append("b")
+    assert other.note == ["a"]
+
+
+def test_static_values_come_out_as_the_same_objects():
+    f = es.jit(lambda leaves: leaves)
+    rates = ([1], [1], (1, 2), (1, 3), 2.5, 3.5)
+    leaves = [Leaf(jnp.ones(1), rate) for rate in rates]
+    for _ in range(3):
+        leaves = f(leaves)
+        assert all(x.rate is rate for x, rate in zip(leaves, rates, strict=True))
+
+
+def test_a_named_tuple_that_is_registered_is_made_as_it_says():
+    class Length(Pair):
+        unit = "m"
+
+    def unflatten(unit, children):
+        new = Length(*children)
+        new.unit = unit
+        return new
+
+    jtu.register_pytree_node(Length, lambda x: (tuple(x), x.unit), unflatten)
+    length, f = unflatten("km", [jnp.ones(1), jnp.ones(2)]), es.jit(lambda x: x)
+    for _ in range(3):
+        length = f(length)
+        assert length.unit == "km"
 
 
 COPIES = {
@@ -379,14 +414,14 @@ def test_static_values_that_are_equal_and_never_the_same_take_the_short_way():
     assert len(traces) == 2
 
 
-def test_a_static_list_that_is_changed_in_place_is_seen():
-    f = es.jit(lambda leaf: leaf.weight * len(leaf.rate))
-    rate = [1]
-    leaf = Leaf(jnp.ones(2), rate)
+@pytest.mark.parametrize("cls", [Leaf, Plain])
+def test_a_static_list_that_is_changed_in_place_is_seen(cls):
+    f = es.jit(lambda module: len(vars(module)[name]))
+    name, xs = ("rate" if cls is Leaf else "size"), [1]
+    module = cls(jnp.ones(2), xs)
     for n in (1, 2, 3):
-        assert jnp.all(f(leaf) == f(leaf))
-        assert jnp.all(f(leaf) == float(n))
-        rate.append(n)
+        assert f(module) == f(module) == n
+        xs.append(n)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -446,6 +481,7 @@ class Counter(es.Module):
     count: es.State = 0
 
     def __call__(self, x):
+        self.sow("seen", x)
         if self.training:
             self.count = self.count + 1
         return x
@@ -466,19 +502,25 @@ def call(counter, x):
     return counter(x)
 
 
+@pytest.mark.parametrize("has_more", [True, False])  # than its fields
 @pytest.mark.parametrize("by_argument", [True, False])
-def test_a_plan_made_outside_does_not_serve_a_scope(by_argument):
-    outside = Counter().eval()
+def test_a_plan_made_outside_does_not_serve_a_scope(by_argument, has_more):
+    counter = Counter()
+    if has_more:
+        vars(counter)["cache"] = 1
+        counter = jax.tree.map(lambda x: x, counter)
+    outside = counter.eval()
     for _ in range(3):
         call(outside, 1.0)
         es.jit(outside)(1.0)
-    holder = Holder(Counter(), by_argument)
+    holder = Holder(counter, by_argument)
     in_eval = holder.eval()
     for i in range(3):
         _, holder = es.mutable(holder)(1.0)
         assert holder.counter.count == i + 1
-        _, same = es.mutable(in_eval)(1.0)
+        (_, same), seen = es.capture(in_eval)(1.0)
         assert same.counter.count == 0
+        assert seen == {"counter.seen": 1.0}
 
 
 def test_a_cell_that_is_bound_anew_to_a_module_is_traced():

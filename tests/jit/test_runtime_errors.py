@@ -170,7 +170,13 @@ def test_without_equinox_telling_more_the_message_is_raised(monkeypatch):
 def test_only_what_is_not_raised_is_logged(caplog):
     with raises_check:
         es.jit(checked)(BAD)
+    jitted = es.jit(only_for_two)
+    first_with_three(jitted)
+    raises_check_in(jitted)
     assert not caplog.records
+    with raises_raw:
+        jax.block_until_ready(jax.jit(checked)(BAD))
+    assert MESSAGE in caplog.text
     with raises_raw:
         es.jit(called)(BAD)
     assert "pure_callback failed" in caplog.text
