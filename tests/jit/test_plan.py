@@ -270,6 +270,7 @@ IN_PLACE = {
     "the node of the mode": lambda t: put(
         t["list"][1].leaf, "_eqx_state_inference", jnp.ones(1)
     ),
+    "nothing for it": lambda t: put(t["list"][1].leaf, "_eqx_state_inference", None),
     "one more attribute": lambda t: put(t["list"][1].plain, "cache", jnp.ones(1)),
     "one less": lambda t: vars(t["list"][1].leaf).pop("note"),
     "an array for a hole": lambda t: put(t["list"][1].leaf, "note", jnp.ones(1)),
