@@ -406,6 +406,16 @@ def test_one_function_in_several_places():
     assert es.fori_loop(0, 3, lambda i, c: up(c), 0.0) == 3.0
 
 
+def test_one_body_of_two_loops():
+    def body(c):
+        return c + 1.0
+
+    few, more = (lambda c: c < 3.0), (lambda c: c < 5.0)
+    for _ in range(2):
+        assert es.while_loop(few, body, 0.0) == 3.0
+        assert es.while_loop(more, body, 0.0) == 5.0
+
+
 OTHER_FILE = """
 scale = 1.0
 
