@@ -37,9 +37,6 @@ class _Name:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Name) and self.key == other.key
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
 
 class _Table(Observer):
     """Notes the calls by the name of the module."""
