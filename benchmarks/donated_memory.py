@@ -5,15 +5,18 @@ explicit state and keys under `jax.jit(donate_argnums=...)`; and both without do
 The bytes are those of `compiled.memory_analysis()`, which needs no run: "held" are the
 arguments, the outputs and the intermediate results, less what the outputs share with
 the arguments; "peak" is XLA's own figure, where the version of JAX has it.
+
+And how many bytes does `es.hold` keep between two steps, over those of the carry?
 """
 
+import gc
 import warnings
 from typing import Any
 
 import jax
 import jax.random as jr
 from _common import arguments, Claim, Report
-from _training import CLASSES, es_model, es_step, hand_model, hand_step
+from _training import CLASSES, es_model, es_step, hand_model, hand_step, HELD
 
 import eqx_state as es
 
@@ -32,12 +35,33 @@ def memory(jitted: Any, *args: Any) -> dict[str, int | None]:
     }
 
 
+def alive() -> int:
+    """The bytes of all arrays that there are."""
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def held_bytes(depth: int, width: int, data: Any) -> float:
+    """What `es.hold` keeps between two steps, over the bytes of the carry."""
+    before = alive()
+    model = es_model(depth, width)
+    carry = alive() - before
+    run = es.hold(lambda model, x, y: es_step(model, x, y)[::-1], model)
+    del model
+    for _ in range(2):
+        run(*data)
+    return (alive() - before) / carry
+
+
 def main() -> None:
     args = arguments(__doc__, depths=(10, 50), width=64, batch=32)
     x = jr.normal(jr.key(2), (args.batch, args.width))
     data = x, jr.randint(jr.key(3), (args.batch,), 0, CLASSES)
     rows, claims = [], []
     for depth in args.depths:
+        claim = f"{depth} blocks: bytes that {HELD} keeps, to the carry"
+        kept = held_bytes(depth, args.width, data)
+        claims.append(Claim(claim, kept, 1.05))
         model = es_model(depth, args.width)
         for donated in (True, False):
             ours = es.jit(es_step, donate="all" if donated else "none")
