@@ -455,10 +455,11 @@ def test_a_gradient_inside_reports_outward_and_its_state_is_kept(outer):
 
 def test_without_outputs_a_gradient_inside_reports_what_is_sown():
     def f(models, x):
+        def loss_fn(models):
+            return es.checkpoint(models[0])(models[1](x)).sum()
+
         a, b = models
-        (_, (a.net, b)), _ = es.value_and_grad(lambda ms: ms[0](ms[1](x)).sum())(
-            (a.net, b)
-        )
+        (_, (a.net, b)), _ = es.value_and_grad(loss_fn)((a.net, b))
         return es.grad(loss_of_net)(net(), x)[0] and b  # another model says nothing
 
     def call(models, x):

@@ -666,6 +666,37 @@ def test_a_transform_waits_for_a_write_of_another_thread():
     assert isinstance(model.phase, Slow)
 
 
+def test_a_write_in_a_transform_lets_no_other_thread_in():
+    class Net(es.Module):
+        count: es.State = 0
+        mean: es.State = 0.0
+
+        def __call__(self):
+            def write():
+                try:
+                    self.mean = 1.0
+                except RuntimeError as error:
+                    errors.append(str(error))
+                finally:
+                    is_done.set()
+
+            def run():
+                self.count = self.count + 1
+                thread.start()
+                is_done.wait(timeout=60)
+
+            thread = threading.Thread(target=write)
+            es.checkpoint(run)()
+            thread.join()
+
+    errors, is_done = [], threading.Event()
+    _, new = es.mutable(Net())()
+    assert [error.partition(" of ")[0] for error in errors] == [
+        "Two threads are in one scope"
+    ]
+    assert (new.count, new.mean) == (1, 0.0)
+
+
 def test_what_another_thread_writes_beside_transforms_arrives_or_is_an_error():
     class Net(es.Module):
         weight: es.Parameter = 2.0

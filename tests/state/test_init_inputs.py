@@ -369,7 +369,7 @@ def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
     assert [layer.w.shape for layer in net.layers] == [(2, 3), (3, 2), (4, 3)]
 
 
-def test_a_dict_keeps_its_class_and_its_factory():
+def test_a_dict_keeps_its_class_and_its_factory_and_gets_new_keys():
     class Net(es.Module):
         layers: dict
         own: es.Parameter | None = None
@@ -377,6 +377,7 @@ def test_a_dict_keeps_its_class_and_its_factory():
         def __call__(self, x):
             if self.own is None:
                 self.own = x
+                self.layers = self.layers | {"c": x}
             return x
 
     x = jnp.ones(2)
@@ -385,6 +386,7 @@ def test_a_dict_keeps_its_class_and_its_factory():
     assert isinstance(new.layers, collections.defaultdict)
     assert new.layers.default_factory is list
     assert (new.own.shape, new.layers["a"].shape, new.layers["b"]) == ((2,), (2,), None)
+    assert new.layers["c"].shape == (2,)
 
 
 def test_what_is_not_an_array_is_not_kept_when_a_transform_writes_it():

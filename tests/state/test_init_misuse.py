@@ -84,6 +84,13 @@ def test_a_tracer_in_a_container(where):
 
 
 @where
+def test_a_write_to_a_copy(where):
+    model, init = where(lambda model: model.a.train().step())
+    with rejects(model, FROZEN, r"`Counter\.n`", "from which nothing would come back"):
+        init(model)
+
+
+@where
 def test_what_is_done_rightly(where):
     def fill(model):
         model.a = Counter(5)
@@ -140,6 +147,17 @@ def test_a_layer_that_takes_its_shapes_from_an_input():
     with rejects(model, ValueError, "`n`", r"model\.init\(42, x\)"):
         es.mutable(model)(jnp.ones(3))
     assert es.mutable(Lazy().init(42, jnp.ones(3)))(jnp.ones(3))[0].shape == (3,)
+
+
+def test_a_hook_that_has_not_run_is_named_by_its_place():
+    class Hooked(es.Module):
+        def module_init(self, key):
+            pass
+
+    with pytest.raises(es.NotInitializedError, match="`module_init` of `.*Hooked` has"):
+        es.mutable(lambda model: None)(Hooked())
+    with pytest.raises(es.NotInitializedError, match=r"`module_init` of `\[1\]` has"):
+        es.mutable(lambda models: None)([Counter(), Hooked()])
 
 
 @pytest.mark.parametrize(

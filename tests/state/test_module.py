@@ -279,6 +279,19 @@ def test_post_init_check_init_and_converters():
         Sub(1, y=6.0)
 
 
+def test_a_default_that_a_written_init_does_not_assign_is_in_the_tree():
+    class Net(es.Module):
+        label: ClassVar[str] = "net"
+        name: str = "net"
+        count: es.State = 0
+        table: es.Buffer = np.arange(3)
+
+        def __init__(self):
+            pass
+
+    assert [part.name for part in es.parts(Net())] == ["count", "table"]
+
+
 def test_a_field_that_is_not_set_is_an_error():
     class Forgetful(es.Module):
         x: es.State

@@ -74,6 +74,16 @@ def test_each_array_has_the_name_of_its_kind():
     assert ("'a'", "Parameter") in kinds(model)
 
 
+def test_an_array_without_a_kind_has_no_mark():
+    class Net(es.Module):
+        index: jax.Array
+        weight: es.Parameter
+
+    net = Net(jnp.arange(3), jnp.ones(2))
+    assert kinds(net) == [("weight", "Parameter")]
+    assert any("index=" in line for line in lines(net))
+
+
 def test_the_first_line_has_a_legend():
     assert lines(make())[0] == "Model(  # Parameter BatchStat Buffer Cache Rng"
     assert sum("BatchStat Buffer" in line for line in lines([make()])) == 1

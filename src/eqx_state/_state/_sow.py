@@ -51,8 +51,6 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
 def keep(scope: Scope, key: Any, value: Any) -> None:
     """Add a pytree of arrays and numbers, of the active trace."""
     leaves = jtu.tree_leaves(value)
-    if not (scope.is_here or isinstance(key, Called)):
-        raise TraceError(trace_message(scope, key, verb="sow"))
     if any(map(has_escaped, leaves)):
         raise TraceError(in_words(key, _ESCAPED, _ESCAPED_CALL))
     if not all(map(_is_sowable, leaves)):

@@ -106,7 +106,7 @@ def _legend(path: str | None) -> Any:
 
     where, kinds = _outermost.get() or (None, {})
     if path != where or not kinds:
-        return rendering_parts.empty_part()
+        return None
     names = [[_name(kind), " "] for kind in dict.fromkeys(kinds.values())]
     return rendering_parts.siblings(_hash(), *itertools.chain(*names))
 
