@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -90,6 +91,20 @@ def test_a_hook_of_a_module_that_init_has_made():
     assert model.inner.runs == 1
     model = Outer(Counted()).init(0)
     assert model.inner.runs == 1
+
+
+def test_a_hook_puts_a_layer_into_the_place_of_an_array():
+    class Layer(es.Module):
+        calls: es.State = 0
+
+    class Net(es.Module):
+        layer: Any
+
+        def module_init(self, key):
+            self.layer = Layer()
+            self.layer.calls = self.layer.calls + 1
+
+    assert Net(jnp.zeros(())).init(0).layer.calls == 1
 
 
 def test_a_hook_that_fails_leaves_the_model_alone():

@@ -241,6 +241,7 @@ def test_containers_and_modules_that_are_written():
 def test_another_structure_is_an_error_as_ever():
     def run(m):
         m.mean = (m.weight, m.weight)
+        m.mean = (m.weight,)
 
     with pytest.raises(ValueError, match="changed it, first at `mean`"):
         es.mutable(run, cast=CAST)(make_layer())

@@ -114,6 +114,8 @@ def test_the_mesh_may_be_that_of_the_context():
         match = r"`x` is sharded by its type, as `P.*'data'.*in `in_specs`, or call"
         with pytest.raises(ValueError, match=match):
             es.shard_map(lambda x: x, in_specs=P(), out_specs=P())(xs)
+        same = es.shard_map(lambda x: x, in_specs=ROWS, out_specs=ROWS)(xs)
+        assert same.sharding == xs.sharding
         split = eqx.nn.Lambda(eqx.nn.Linear(2, 4, key=jr.key(0)))
         place = jax.NamedSharding(mesh, ROWS)
         split = es.map(lambda x: jax.device_put(x, place), split)
@@ -206,8 +208,12 @@ def test_a_key_that_all_devices_assign_is_kept_and_one_that_is_not_drawn_from_st
         norm.rng = jr.key(7)
         return xs
 
-    run = es.mutable(lambda norm, xs: mapped(lambda xs: assign(norm, xs))(xs))
-    assert run(Norm(), XS)[1].rng == jr.key(7)
+    for mesh in (LINE, Mesh(np.array(jax.devices()[:1]), "data")):
+
+        def run(norm, xs, mesh=mesh):
+            return mapped(lambda xs: assign(norm, xs), mesh=mesh)(xs)
+
+        assert es.mutable(run)(Norm(), XS)[1].rng == jr.key(7)
     model = Norm()
     assert es.mutable(mapped(model))(XS)[1].rng is model.rng
 
