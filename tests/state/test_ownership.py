@@ -45,9 +45,7 @@ def test_modules_in_the_output_are_frozen_snapshots(pick):
     modules = [m for _, m in es.modules(out) if isinstance(m, Counter)]
     assert modules
     for module in modules:
-        with pytest.raises(
-            dataclasses.FrozenInstanceError, match="count`: modules are"
-        ):
+        with pytest.raises(dataclasses.FrozenInstanceError, match="count`: modules"):
             module.step()
     assert new.a.count == 8
 

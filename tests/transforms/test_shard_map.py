@@ -233,6 +233,12 @@ def test_axes_give_every_device_its_part():
     close(new.mean, jnp.array([0.0, 5.5]))
 
 
+def test_a_function_without_arguments_has_its_part_of_a_model():
+    layer = Norm(weight=jnp.arange(2.0))
+    f = mapped(lambda: 2 * layer.weight, (), axes={es.Parameter: ROWS})
+    close(f(), jnp.array([0.0, 2.0]))
+
+
 class Decorated(es.Module):
     weight: es.Parameter = 2.0
     calls: es.State = 0

@@ -410,3 +410,28 @@ def test_a_closure_that_is_rebuilt_keeps_what_holds_no_module():
     run = es.vmap(f)
     late = lambda x: 0 * x  # noqa: E731
     assert run(jnp.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_an_ensemble_needs_no_arguments():
+    class Constant(es.Module):
+        weight: es.Parameter
+
+        def __call__(self):
+            return 2 * self.weight
+
+    model = Constant(XS)
+    assert es.vmap(model, axes={...: 0})().tolist() == [0.0, 2.0, 4.0]
+    assert es.vmap(lambda: model() + 1, axes={...: 0})().tolist() == [1.0, 3.0, 5.0]
+
+
+def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
+    class Seeded(es.Module):
+        seed: es.Buffer
+
+        def __call__(self, x):
+            return x + jr.uniform(self.seed)
+
+    model = Seeded(jr.key(0))
+    y, new = es.mutable(es.vmap(model))(jnp.zeros(3))
+    assert (y == y[0]).all()
+    assert new.seed is model.seed

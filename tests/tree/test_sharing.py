@@ -94,6 +94,11 @@ def vmap_of_a_closure(f, tree):
     return es.vmap(lambda x: f(held), axis_size=2)(jnp.ones(2))
 
 
+def custom_vjp(f, tree):
+    rule = es.custom_vjp(f).defvjp(lambda t: (f(t), None), lambda _, g: (None,))
+    return rule(tree)
+
+
 TRANSFORMS = {
     "jit": lambda f, tree: es.jit(f)(tree),
     "jit of a keyword": lambda f, tree: es.jit(lambda *, tree: f(tree))(tree=tree),
@@ -107,6 +112,7 @@ TRANSFORMS = {
     "scan of xs": lambda f, tree: es.scan(lambda c, t: (c, f(t)), 0, tree),
     "while_loop": lambda f, tree: es.while_loop(lambda t: False, lambda t: t, tree),
     "fori_loop": lambda f, tree: es.fori_loop(0, 1, lambda i, t: t, tree),
+    "custom_vjp": custom_vjp,
 }
 
 
