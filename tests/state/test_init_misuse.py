@@ -124,6 +124,20 @@ def test_a_layer_of_the_caller_in_a_list_stays_as_it_was():
     assert mine.n == 0
 
 
+def test_what_differs_between_lanes_is_not_made_once():
+    class Lazy(es.Module):
+        first: es.State | None = None
+
+        def __call__(self, x):
+            if self.first is None:
+                self.first = x
+            return x - self.first
+
+    model = Lazy()
+    with rejects(model, ValueError, "each lane wrote its own value to `first`"):
+        model.init(0, jnp.ones(3), call=lambda m, xs: es.vmap(m)(xs))
+
+
 # --- Models that init has not seen --------------------------------------------------
 
 

@@ -730,3 +730,61 @@ def test_a_call_that_does_not_fit():
     f = make(es, lambda n, x: n * x, no_rule, no_rule, nondiff_argnums=(0,))
     with pytest.raises(jax.errors.UnexpectedTracerError, match=r"the tracer `~float32"):
         jax.jit(f)(1.0, 2.0)
+
+
+def test_state_that_is_overwritten_has_no_derivative():
+    class Last(es.Module):
+        last: es.State = 1.0
+
+    def f(model, x):
+        model.last = jax.lax.stop_gradient(x)
+        return 2 * x
+
+    rule = es.custom_vjp(f).defvjp(lambda m, x: (f(m, x), None), lambda _, g: (None, g))
+
+    def loss_fn(model, x):
+        return rule(model, x) + 3 * model.last
+
+    (loss, new), grads = es.value_and_grad(loss_fn, wrt=es.State)(Last(), 5.0)
+    assert (loss, new.last, grads.last) == (25.0, 5.0, 0.0)
+
+
+def test_a_number_that_is_given_may_be_written():
+    class Last(es.Module):
+        last: es.State = 1.0
+
+    def f(model, x):
+        model.last = x
+        return 2 * x
+
+    rule = es.custom_vjp(f).defvjp(lambda m, x: (f(m, x), None), lambda _, g: (None, g))
+    y, new = es.mutable(rule)(Last(), 5.0)
+    assert (y, new.last) == (10.0, 5.0)
+
+
+def test_the_rules_of_a_method_may_be_transforms():
+    class Net(es.Module):
+        weight: es.Parameter
+
+        @es.custom_vjp
+        @es.vmap
+        def __call__(self, x):
+            return self.weight * x
+
+        @es.vmap
+        def _fwd(self, x):
+            return self.weight * x, x
+
+        __call__.defvjp(_fwd, lambda xs, g: (None, 10 * g))
+
+    net, xs = Net(2.0), jnp.arange(3.0)
+    assert (net(xs) == 2 * xs).all()
+    assert jax.grad(lambda xs: net(xs).sum())(xs).tolist() == [10.0, 10.0, 10.0]
+
+
+def test_a_program_has_the_name_of_the_function():
+    def clipped(x):
+        return x
+
+    rule = es.custom_vjp(clipped).defvjp(lambda x: (x, None), lambda _, g: (g,))
+    assert "name=clipped" in str(jax.make_jaxpr(rule)(1.0))

@@ -63,7 +63,9 @@ class Call:
         check_given(*args)
         self._check_passed((functions, self.fixed))
         self.given = closed_copy(self.chosen)
-        self.arrays, self.rest = eqx.partition(self.given, is_traced(self.given))
+        arrays, self.rest = eqx.partition(self.given, is_traced(self.given))
+        # JAX would hand out a number as a literal of a class of its own.
+        self.arrays = jtu.tree_map(jnp.asarray, arrays)
         self.alike = Alike(sown=_SOWN, called=_CALLED, static=_NOT_ARRAYS)
         self.slots: list[Slot | None] = []
         for x in jtu.tree_leaves(self.chosen, is_leaf=is_owned):
