@@ -662,12 +662,33 @@ def test_layers_with_other_layers_inside():
         es.from_torch(model, reference.state_dict("attention"))
 
 
-@pytest.mark.parametrize("make", [nn.ConvTranspose1d, nn.Conv1d])
+CONVOLUTIONS = {nn.ConvTranspose1d: "2, 3", nn.Conv1d: "3, 2"}  # in PyTorch's order
+
+
+@pytest.mark.parametrize("make", CONVOLUTIONS)
 def test_a_stack_of_layers_is_not_one_layer(make):
     keys = jr.split(KEY, 2)
     model = eqx.filter_vmap(lambda key: make(2, 3, 1, key=key))(keys)
-    with rejects(model, ValueError, r"weight: \(3, 2, 1\) instead of \(2, 3, 2, 1\)"):
+    sizes = CONVOLUTIONS[make]
+    shapes = rf"weight: \(3, 2, 1\) instead of \(2, {sizes}, 1\)"
+    with rejects(model, ValueError, shapes):
         es.from_torch(model, {"weight": np.ones((3, 2, 1)), "bias": np.ones(3)})
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("make", CONVOLUTIONS)
+def test_a_stack_of_tensors_is_a_stack_of_layers(make, groups):
+    """Also where sizes that are equal would hide that axes change places."""
+
+    def layer(key):
+        return make(2, 2, 3, groups=groups, use_bias=False, key=key)
+
+    tensors = np.asarray(jr.normal(KEY, (2, 2, 2 // groups, 3)))
+    stack = eqx.filter_vmap(layer)(jr.split(KEY, 2))
+    got = es.from_torch(stack, {"weight": tensors})
+    for weight, tensor in zip(got.weight, tensors, strict=True):
+        one = es.from_torch(layer(KEY), {"weight": tensor})
+        np.testing.assert_array_equal(weight, one.weight)
 
 
 def test_something_else_for_the_dictionary():

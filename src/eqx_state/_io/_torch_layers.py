@@ -38,19 +38,21 @@ def _conv(layer: Layer, name: str, shape: Shape) -> Source | None:
 
 
 def _conv_transpose(layer: Layer, name: str, shape: Shape) -> Source | None:
-    if name != "weight" or len(shape) != layer.module.num_spatial_dims + 2:
+    num = len(shape) - layer.module.num_spatial_dims - 2  # the axes of a stack of them
+    if name != "weight" or num < 0:
         return _conv(layer, name, shape)
-    out, within, *kernel = shape
+    stack, (out, within, *kernel) = shape[:num], shape[num:]
     groups = layer.module.groups
 
     def transposed(weight: Any) -> Any:
         # PyTorch's is the kernel of the convolution whose gradient it is. So within
         # each group input and output change places, and each spatial axis runs back.
-        weight = weight.reshape(groups, within, out // groups, *kernel)
-        weight = np.flip(weight.swapaxes(1, 2), tuple(range(3, 3 + len(kernel))))
-        return weight.reshape(shape)
+        weight = weight.reshape(*stack, groups, within, out // groups, *kernel)
+        spatial = tuple(range(num + 3, num + 3 + len(kernel)))
+        return np.flip(weight.swapaxes(num + 1, num + 2), spatial).reshape(shape)
 
-    return Source({"weight": (groups * within, out // groups, *kernel)}, transposed)
+    source = *stack, groups * within, out // groups, *kernel
+    return Source({"weight": source}, transposed)
 
 
 def _gru(layer: Layer, name: str, shape: Shape) -> Source | None:

@@ -224,8 +224,6 @@ def called_by(f: Any) -> Iterator[Any]:
 
 
 def _origins(f: Any) -> tuple[Any, ...]:
-    if type(f) is types.FunctionType:
-        return (f,)
     if is_bound_method(f):
         return origins_of(f.__func__)
     # Objects that are equal to others share their programs.

@@ -36,7 +36,7 @@ class Code:
     def begin_with(self, line: str) -> None:
         """Add a line at the beginning, unless it is there."""
         if (line := "    " + line) not in self.lines:
-            self.lines = [line, *self.lines]
+            self.lines.insert(0, line)
 
     @contextlib.contextmanager
     def block(self, header: str) -> Iterator[None]:

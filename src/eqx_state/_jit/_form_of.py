@@ -77,9 +77,8 @@ class _Finder:
         self, cls: type[Form], x: Any, below: list[Form], data: Sequence[Any] = ()
     ) -> Form:
         keys = tuple(child.key for child in below)
-        are_slots = all(isinstance(child, Slot) for child in below)
-        are_alike = are_slots and len(below) > 1 and len({*keys}) == 1
-        if are_alike and cls in (Items, Dict):
+        are_alike = len(below) > 1 and len({*keys}) == 1
+        if are_alike and cls in (Items, Dict) and isinstance(below[0], Slot):
             cls = Alike
         return cls(x, self.key(cls, type(x), keys, *map(_same_if, data)), below)
 

@@ -62,7 +62,7 @@ def kept(
             # It is raised again below, unless it is for want of a value.
             pass
         else:
-            if owned_in(operands[0]):  # a carry: the others begin with a number
+            if carries and owned_in(operands[0]):
                 out = _owned(operands[0], out[0]), *out[1:]
             return out
     out = run(*functions, *operands, **settings)
