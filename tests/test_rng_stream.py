@@ -46,6 +46,12 @@ def test_a_stream_advances_in_either_mode():
     assert new.key != stream.key
 
 
+def test_a_stream_of_longer_keys():
+    with jax.default_prng_impl("rbg"):
+        key, new = es.mutable(es.RngStream(jr.PRNGKey(0)))()
+    assert key.shape == new.key.shape == (4,)
+
+
 def test_a_stream_from_a_seed():
     assert es.RngStream(3).key == jr.key(3)
     with pytest.raises(TypeError, match="key"):
@@ -124,6 +130,15 @@ def test_reseed_is_a_function_of_key_and_path():
     assert not set(data(other)) & set(data(small))
     again = es.reseed(small, 7)
     assert data(again) == data(small)
+
+
+def test_reseed_gives_the_same_keys_everywhere():
+    new = es.reseed({"a": jr.key(0), "b": jr.split(jr.key(1), 2)}, 7)
+    assert data(new) == [
+        (2643255193, 1512653493),
+        (41186234, 3292627797),
+        (3324119682, 3990394024),
+    ]
 
 
 def test_reseed_of_stacked_keys():

@@ -404,8 +404,10 @@ def killers_of(mutant: Mutant, tests: list[str], seconds: float) -> list[str]:
         limit = int(used.ru_utime + used.ru_stime + CPU_SECONDS + 3 * seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, -1))
         killer = Killer()
-        if pytest.main(["-x", *OPTIONS, *chunk], plugins=[killer]) != 0:
-            return killer.names or [NO_TEST]
+        if code := pytest.main(["-x", *OPTIONS, *chunk], plugins=[killer]):
+            # An error may be one that pytest cannot show.
+            is_internal = code == pytest.ExitCode.INTERNAL_ERROR
+            return killer.names or ["pytest" if is_internal else NO_TEST]
     return []
 
 

@@ -50,6 +50,14 @@ def net() -> Net:
     return Net([Layer(linear(key=0)), Layer(linear(key=1))])
 
 
+def test_a_layer_that_takes_no_key_is_given_none_while_it_is_observed():
+    stacked = es.nn.Stacked([Layer(linear()), Layer(linear())])
+    key = jr.key(0)  # a stack gives it only to layers that take one
+    (y, _), found = es.capture(stacked, outputs="layers")(X, key=key)
+    close(y, es.mutable(stacked)(X, key=key)[0])
+    assert found["layers"].shape == (2, 2)
+
+
 # --- What is selected -----------------------------------------------------------------
 
 

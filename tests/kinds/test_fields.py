@@ -3,6 +3,7 @@
 import collections.abc
 import dataclasses
 import typing
+import weakref
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -54,6 +55,7 @@ FORMS = {
         "es.State[Alias]",
         "es.State['Array']",
         "es.State['NotDefinedAnywhere']",
+        "es.State['es.NotDefined']",
         "es.State[Array | None]",
         "es.State[Array] | None",
         "es.State | None",
@@ -133,6 +135,8 @@ CONTAINERS = [
     ("list[es.State | None]", [ONE, None], [S]),
     ("typing.Optional[list[es.State]]", [ONE], [S]),
     ("list[list[es.State]]", [[ONE], [ONE]], [S, S]),
+    ("dict['NotDefinedAnywhere', Array]", {"a": ONE}, [P]),
+    ("tuple[StateAlias, StateAlias]", (ONE, ONE), [S, S]),
     ("dict[str, list[es.State]]", TWO, [S, S, S]),
     ("list[tuple[es.Parameter, es.State]]", [(ONE, ONE)], [P, S]),
     ("tuple[list[es.State], dict[str, Array]]", ([ONE], {"a": ONE}), [S, P]),
@@ -406,6 +410,45 @@ def test_an_alias_may_hold_itself(base):
         x: "Tree"
 
     assert kinds(Model(jnp.ones(1))) == {"x": es.State}
+
+
+def test_a_name_in_the_body_of_the_class(base):
+    class Model(base):
+        class Cache(es.State):
+            pass
+
+        x: "Cache"
+        es: "es.State" = None  # a default hides nothing
+
+    assert kinds(Model(ONE, ONE)) == {"x": Model.Cache, "es": es.State}
+
+
+def test_a_class_keeps_only_the_names_that_its_annotations_need():
+    class Data:
+        pass
+
+    def make():
+        data = Data()
+
+        class Model(es.Module):
+            x: "es.State"
+
+        return Model, weakref.ref(data)
+
+    _, data = make()
+    assert data() is None
+
+
+class Late(es.Module):
+    x: "DefinedLater"  # noqa: F821
+
+
+def test_a_name_that_is_defined_later(monkeypatch):
+    model = Late(ONE)
+    with pytest.raises(TypeError, match=r"`Late\.x: DefinedLater` .* be resolved"):
+        kinds(model)
+    monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
+    assert kinds(model) == {"x": es.BatchStat}
 
 
 def test_a_name_that_is_missing_is_looked_for_once(base, monkeypatch):

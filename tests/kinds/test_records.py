@@ -539,11 +539,15 @@ def test_the_arguments_of_one_class_in_a_union(base):
     class Box(base, Generic[T]):
         x: T
 
+    class Other(base, Generic[T]):
+        x: T
+
     class Model(base):
-        box: Box[list[es.State]] | Box[es.Rng] | None
+        box: Box[list[es.State]] | Box[es.Rng] | Other[es.BatchStat] | None
 
     assert kinds(Model(Box(ONE))) == {"box.x": es.Rng}
     assert kinds(Model(Box([ONE]))) == {"box.x[0]": es.State}
+    assert kinds(Model(Other(ONE))) == {"box.x": es.BatchStat}
 
 
 # --- In a scope ---------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 
 import equinox as eqx
 import jax
@@ -82,9 +83,6 @@ def loss_of_stack(stacked, xs):
 def loss_of_list(layers, xs):
     run = es.vmap(lambda x: in_turn(layers, x), axis_name="batch")
     return jnp.mean(run(xs) ** 2)
-
-
-POLICY = jax.checkpoint_policies.dots_saveable
 
 
 @pytest.mark.parametrize(
@@ -350,6 +348,28 @@ def test_what_layers_sow_is_stacked():
     (_, _), sown = es.capture(stacked)(1.0)
     (value,) = sown.values()
     assert value.tolist() == [2.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "found"),
+    [
+        (3, {}, []),
+        (3, {"checkpoint": False}, []),
+        (2, {"checkpoint": True}, ["False"]),
+        (3, {"checkpoint": POLICY}, ["False"]),
+        # Where there is no loop, XLA must not merge what is computed twice.
+        (1, {"checkpoint": True}, ["True"]),
+        (3, {"checkpoint": True, "unroll": True}, ["True"]),
+        (3, {"checkpoint": True, "unroll": 2}, ["True"]),
+        (3, {"checkpoint": True, "unroll": False}, ["False"]),
+    ],
+)
+def test_what_is_computed_again_in_the_program(length, options, found):
+    stacked = es.nn.Stacked([jnp.sin] * length, **options)
+    program = str(jax.make_jaxpr(stacked)(1.0))
+    assert re.findall(r"prevent_cse=(\w+)", program) == found
+    without_policy = found if options.get("checkpoint") is True else []
+    assert len(re.findall("policy=None", program)) == len(without_policy)
 
 
 def test_a_new_set_of_values_compiles_nothing_anew():

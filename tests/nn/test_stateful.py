@@ -176,6 +176,18 @@ def test_one_index_in_two_places_is_one_state():
     assert eqx.tree_equal(es.nn.Stateful(model.layer).layer, model.layer)
 
 
+def test_an_index_behind_one_that_is_in_two_places():
+    def make():
+        inner = Inner(2)
+        return Twice(inner, Twice(inner, Inner(2)))
+
+    a, b = es.nn.Stateful(make()), es.nn.Stateful(make())
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    theirs = make()
+    state = eqx.nn.State(theirs)
+    assert close(es.mutable(a)(jnp.ones(2))[0], theirs(jnp.ones(2), state)[0])
+
+
 def test_two_wrapped_layers_put_together_stay_two():
     a, b = (es.nn.Stateful(Inner(2)) for _ in range(2))
     _, a = es.mutable(a)(jnp.ones(2))
@@ -251,6 +263,8 @@ def test_a_layer_may_set_weakly_typed_values():
     expected, state = theirs(jnp.ones(()), state)
     assert (a, b) == (expected, theirs(jnp.ones(()), state)[0])
     assert not new.layer.n.init[0].weak_type
+    assert all(map(eqx.is_array, jax.tree.leaves(model)))
+    assert "weak=" not in repr(model)
     assert jax.tree.structure(new) == jax.tree.structure(model)
 
 

@@ -1,5 +1,7 @@
 """`Optimizer.hyperparams` and `Optimizer.set`: live values, and no new compilation."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -264,12 +266,21 @@ def test_a_schedule_would_overwrite_the_value():
     assert mixed.set(group=..., learning_rate=0.1) is not mixed
 
 
-@pytest.mark.parametrize(
-    "value", ["0.1", None, [0.1], True, optax.constant_schedule(1)]
-)
-def test_a_value_is_a_number(value):
+NO_NUMBERS = {
+    "'0.1'": "0.1",
+    "None": None,
+    "[0.1]": [0.1],
+    "True": True,
+    "bool[2]": np.array([True, False]),
+    "<function constant_schedule": optax.constant_schedule(1),
+}
+
+
+@pytest.mark.parametrize("shown", NO_NUMBERS)
+def test_a_value_is_a_number(shown):
+    value, shown = NO_NUMBERS[shown], re.escape(shown)
     with pytest.raises(
-        TypeError, match="`learning_rate` is a number, and `.*` was giv"
+        TypeError, match=rf"`learning_rate` is a number, and `{shown}.*` was giv"
     ):
         es.Optimizer(sgd()).init(MODEL).set(learning_rate=value)
 

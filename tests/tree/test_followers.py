@@ -180,6 +180,25 @@ def test_before_init_there_is_nothing_to_follow():
     assert values((net(), es.Optimizer(optax.adam(0.1))), {...: 0})["[0].count"] == 0
 
 
+def test_what_is_not_initialized_hides_no_other():
+    tree = es.Ema(0.9), net(), es.Optimizer(optax.adam(0.1)).init(net())
+    got = values(tree, {es.under(lambda t: t[1].head): "head", ...: "rest"})
+    assert got["[2].opt_state[0].mu.head.weight"] == "head"
+
+
+def test_a_part_of_a_model_and_another_class_are_not_the_model():
+    class Other(es.Module):
+        body: eqx.nn.MLP
+        head: eqx.nn.Linear
+
+    model = net()
+    for near in (es.filter(model, HEAD), Other(model.body, model.head)):
+        tree = {"a": (near, es.Optimizer(optax.adam(0.1)).init(model)), "b": model}
+        got = values(tree, {es.under(lambda t: t["b"].head): "head", ...: "rest"})
+        assert got["['a'][1].opt_state[0].mu.head.weight"] == "head"
+        assert got["['a'][1].opt_state[0].mu.body.layers[0].weight"] == "rest"
+
+
 def test_shapes_instead_of_arrays():
     optimizer = es.Optimizer(optax.adam(0.1))
 

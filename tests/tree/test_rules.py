@@ -153,11 +153,12 @@ NO_MATCH = {
 }
 
 
+@pytest.mark.parametrize("first", [es.Parameter, es.trainable], ids=str)
 @pytest.mark.parametrize("case", NO_MATCH)
-def test_a_filter_that_matches_no_array(case):
+def test_a_filter_that_matches_no_array(case, first):
     key, name = NO_MATCH[case]
     with pytest.raises(ValueError, match=rf"es\.spec`: the filter `.*{name}.*no array"):
-        es.spec(make_model(), {es.Parameter: 0, key: 1})
+        es.spec(make_model(), {first: 0, key: 1})
 
 
 def test_under_says_itself_that_it_selects_nothing():

@@ -45,6 +45,10 @@ def selected(tree, *filters):
 STACKED = {"layers.w", "layers.b", "layers.calls"}
 
 
+def test_a_stack_of_one_layer():
+    assert selected(make_stack(1), es.path_matches("[0].w")) == {"layers.w"}
+
+
 def test_parts_have_the_arrays_as_they_are():
     assert [(p.name, p.value.shape) for p in es.parts(make_net())][:3] == [
         ("['blocks'].layers.w", (3, 2, 3)),

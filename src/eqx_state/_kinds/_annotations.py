@@ -127,20 +127,15 @@ def _parse_tuple(args: tuple[Any, ...], names: Namespace) -> Spec:
     return Spec(items=items, each=None if rest == NOTHING else rest)
 
 
-def _is_unpack(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is typing.Unpack
-
-
 def _is_starred(annotation: Any) -> bool:
-    return _is_unpack(annotation) or getattr(annotation, "__unpacked__", None) is True
+    """Whether it is `*tuple[B, ...]`, or `Unpack[tuple[B, ...]]`."""
+    is_unpack = typing.get_origin(annotation) is typing.Unpack
+    return is_unpack or getattr(annotation, "__unpacked__", None) is True
 
 
 def _parse_starred(annotation: Any, names: Namespace) -> Spec:
-    if not _is_starred(annotation):
-        return parse(annotation, names)
-    if _is_unpack(annotation):  # `Unpack[tuple[B, ...]]`, else `*tuple[B, ...]`
-        [annotation] = typing.get_args(annotation)
-    return merge(parse(annotation, names).below())
+    spec = parse(annotation, names)
+    return merge(spec.below()) if _is_starred(annotation) else spec
 
 
 def _is_alias(x: Any) -> bool:

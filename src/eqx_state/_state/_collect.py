@@ -136,7 +136,8 @@ def _collect(owned: Owned, visits: list[Visit]) -> Snapshot:
     structure = jtu.tree_structure(tree)
     # A `functools.cached_property` of an Equinox module may have stored its value in
     # `__dict__`, which changes the treedef although nothing was written.
-    if structure != before.structure and drop_cached(tree):
+    if structure != before.structure:
+        drop_cached(tree)
         structure = jtu.tree_structure(tree)
     leaves = [visit for visit in visits if visit.is_leaf]
     if structure == before.structure:

@@ -141,8 +141,8 @@ def _fitted(dims: Dims, ndim: int) -> Names | None:
     i = dims.index(...) if ... in dims else 0
     names = tuple(name for name in dims if name is not ...)
     missing = ndim - len(names)
-    if missing <= 0:
-        return names if missing == 0 else None
+    if missing < 0:
+        return None
     return (*names[:i], *[None] * missing, *names[i:])
 
 

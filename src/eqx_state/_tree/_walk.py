@@ -359,18 +359,15 @@ def set_flags(
     return tree
 
 
-def drop_cached(tree: PyTree) -> bool:
-    """Remove the values of `functools.cached_property`s; return whether there were any.
+def drop_cached(tree: PyTree) -> None:
+    """Remove the values of `functools.cached_property`s.
 
     In a plain Equinox module they lie among the fields, and change the treedef.
     """
-    dropped = False
     for module in (visit.node for visit in walk(tree) if not visit.is_leaf):
         fields = fields_of(module)
         for name in [k for k in fields if _is_cached(type(module), k, fields[k])]:
             del fields[name]
-            dropped = True
-    return dropped
 
 
 def _is_cached(cls: type, name: str, value: Any) -> bool:
