@@ -52,6 +52,14 @@ def test_a_stream_of_longer_keys():
     assert key.shape == new.key.shape == (4,)
 
 
+@pytest.mark.parametrize("is_partitionable", [True, False])
+@jax.debug_key_reuse(False)  # on purpose: the same key is split twice
+def test_a_stream_splits_its_key_in_two(is_partitionable):
+    with jax.threefry_partitionable(is_partitionable):
+        key, new = es.mutable(es.RngStream(jr.key(0)))()
+        assert (jnp.stack([new.key, key]) == jr.split(jr.key(0))).all()
+
+
 def test_a_stream_from_a_seed():
     assert es.RngStream(3).key == jr.key(3)
     with pytest.raises(TypeError, match="key"):

@@ -82,6 +82,11 @@ def test_a_state_dict_is_that_of_a_list_of_layers():
     assert names == [f"blocks[{i}].rng" for i in range(3)]
 
 
+def test_a_state_dict_inside_of_jit():
+    stacked = es.nn.Stacked([eqx.nn.Linear(2, 2, key=key) for key in KEYS])
+    assert_same(eqx.filter_jit(es.state_dict)(stacked), es.state_dict(stacked))
+
+
 def test_files_are_those_of_a_list_of_layers(path, tmp_path):
     net = run(as_list())
     stacked = {

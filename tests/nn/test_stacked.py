@@ -455,6 +455,11 @@ def test_layers_that_take_shapes_from_an_input():
     assert stacked(XS[0]).shape == (4,)
 
 
+def test_a_number_between_the_layers():
+    assert es.nn.Stacked([lambda x: x.at[...].mul(2.0)] * 3)(1.5) == 12.0
+    assert es.nn.Stacked([lambda x: 2.0] * 3)(1.5) == 2.0
+
+
 # --- Wrong input ----------------------------------------------------------------------
 
 
@@ -487,6 +492,10 @@ DIFFERENT = {
         r"first at `fn`",
     ),
     "number": (lambda: [1, 2], "first at the layer itself: expected `1`, got `2`"),
+    "array": (
+        lambda: [jnp.ones(2), 1.0],
+        r"first at the layer itself: expected `f32\[2\]`, got `1.0`",
+    ),
     "hole": (lambda: scales(1.0, None), "`w`"),
 }
 

@@ -226,6 +226,14 @@ def test_two_of_one_name_have_their_places():
         optimizer.set(group=x, momentum=1.0)
 
 
+def test_two_of_one_name_in_a_chain():
+    optimizer = es.Optimizer(optax.chain(sgd(0.1), sgd(0.2))).init(MODEL)
+    places = [("[0]", "learning_rate"), ("[1]", "learning_rate")]
+    assert list(optimizer.hyperparams) == places
+    one = optimizer.set(group="[1]", learning_rate=0.5).hyperparams
+    assert [float(value) for value in one.values()] == pytest.approx([0.1, 0.5])
+
+
 # --- What cannot be set ---------------------------------------------------------------
 
 
@@ -283,6 +291,13 @@ def test_a_value_is_a_number(shown):
         TypeError, match=rf"`learning_rate` is a number, and `{shown}.*` was giv"
     ):
         es.Optimizer(sgd()).init(MODEL).set(learning_rate=value)
+
+
+def test_an_integer_in_place_of_a_bool_is_an_error():
+    tx = optax.inject_hyperparams(lambda on: optax.scale(jnp.where(on, -1.0, 0.0)))
+    optimizer = es.Optimizer(tx(on=jnp.array(True))).init(MODEL)
+    with pytest.raises(ValueError, match="`on` has dtype bool, and the value has int"):
+        optimizer.set(on=1)
 
 
 def test_a_float_in_place_of_an_integer_is_an_error():

@@ -201,7 +201,6 @@ class Stacked(Module, Generic[_Layer]):
             _check_alike(x, y)
             return y, None
 
-        x = jtu.tree_map(_as_array, x)
         x, _ = scan(step, x, (layers, keys), length, unroll=self.unroll)
         return x
 
@@ -247,11 +246,6 @@ def _ready(stacked: Stacked[Any]) -> PyTree:
             where = f"layers.{visit.name}".rstrip(".")
             raise ValueError(_NO_AXIS.format(where, x.shape, stacked.length))
     return layers
-
-
-def _as_array(x: Any) -> Any:
-    # A loop carries arrays. A bool may be a flag, which decides what is traced.
-    return jnp.asarray(x) if type(x) in (int, float, complex) else x
 
 
 def _is_one_key(x: Any) -> bool:
