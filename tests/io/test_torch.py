@@ -681,14 +681,16 @@ def test_a_stack_of_tensors_is_a_stack_of_layers(make, groups):
     """Also where sizes that are equal would hide that axes change places."""
 
     def layer(key):
-        return make(2, 2, 3, groups=groups, use_bias=False, key=key)
+        return make(2, 2, 3, groups=groups, key=key)
 
-    tensors = np.asarray(jr.normal(KEY, (2, 2, 2 // groups, 3)))
+    tensors = {"weight": (2, 2, 2 // groups, 3), "bias": (2, 2)}
+    tensors = {name: np.asarray(jr.normal(KEY, x)) for name, x in tensors.items()}
     stack = eqx.filter_vmap(layer)(jr.split(KEY, 2))
-    got = es.from_torch(stack, {"weight": tensors})
-    for weight, tensor in zip(got.weight, tensors, strict=True):
-        one = es.from_torch(layer(KEY), {"weight": tensor})
-        np.testing.assert_array_equal(weight, one.weight)
+    got = es.from_torch(stack, tensors)
+    for i in range(2):
+        one = es.from_torch(layer(KEY), {name: x[i] for name, x in tensors.items()})
+        np.testing.assert_array_equal(got.weight[i], one.weight)
+        np.testing.assert_array_equal(got.bias[i], one.bias)
 
 
 def test_something_else_for_the_dictionary():

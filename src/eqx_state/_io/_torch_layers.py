@@ -33,7 +33,9 @@ class Layer(NamedTuple):
 
 def _conv(layer: Layer, name: str, shape: Shape) -> Source | None:
     if name == "bias":
-        return Source({"bias": shape[:1]}, lambda bias: bias.reshape(shape))
+        # Ours has an axis for each spatial one, and a stack of them one in front.
+        end = max(len(shape) - layer.module.num_spatial_dims, 1)
+        return Source({"bias": shape[:end]}, lambda bias: bias.reshape(shape))
     return None
 
 
