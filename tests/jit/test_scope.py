@@ -79,6 +79,12 @@ def through_parts(m, jit, x):
     return step(m, m.a, x), step(m, m.b, x), step(m, m.a, x), m.b.total
 
 
+def through_lists(m, jit, x):
+    step = jit(lambda *layers: [layer(x) for (layer,) in layers])
+    a, b = [m.a], [m.b]
+    return step(a, b, a), step(a, b, b)
+
+
 def through_defaults(m, jit, x):
     step = jit(lambda x, first=m.a, *, second=m.b: first(x) + second(x))
     return step(x), step(x, m.b), step(x, second=m.a)
@@ -103,6 +109,7 @@ THREADED = {
     "methods": lambda m, jit, x: (jit(m.a.__call__)(x), jit(m.b.__call__)(x)),
     "arguments": through_arguments,
     "one part or another": through_parts,
+    "lists": through_lists,
     "defaults": through_defaults,
     "old values": through_old_values,
     "several": through_both_at_once,

@@ -123,6 +123,26 @@ def test_the_factory_of_a_defaultdict_counts():
         assert y.dtype == jnp.result_type(factory)
 
 
+def test_containers_and_functions_in_a_closure_count():
+    def once():
+        return layer.weight
+
+    def twice():
+        return 2 * layer.weight
+
+    def what():
+        inner = held() if callable(held) else 0
+        return inner, type(held), getattr(held, "default_factory", None)
+
+    layer, jitted = Layer(1.0), es.jit(what)
+    by_name = {"a": layer}
+    containers = [[layer], (layer,), by_name, OrderedDict(by_name)]
+    containers += [collections.defaultdict(f, by_name) for f in (int, float)]
+    for _ in range(2):
+        for held in [*containers, once, twice]:  # noqa: B007 (`what` reads it)
+            assert jitted() == what()
+
+
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, True, 1.0, (1, True), (True, 1)])
 def test_types_count_in_keywords_functions_and_owned_modules(value):
     layer = Layer(1.0, value)  # all the values share the functions below

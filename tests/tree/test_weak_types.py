@@ -125,6 +125,19 @@ def test_numbers_and_weak_arrays_become_strong(form, value):
     assert is_strong(default().x)
 
 
+def test_a_converter_sees_what_was_given():
+    seen = []
+
+    class Mine(es.Module):
+        x: Array = es.field(
+            kind=es.State, default=1, converter=lambda x: seen.append(x)
+        )
+
+    Mine()
+    Mine(2)
+    assert [type(x) for x in seen] == [int, int]
+
+
 def test_weak_tracers_become_strong():
     out = jax.jit(lambda x: one_field("es.State")(x))(1.0)
     assert is_strong(out.x)
