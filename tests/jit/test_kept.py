@@ -315,6 +315,19 @@ def test_a_function_in_a_closure_that_is_another_one():
         assert es.scan(body, 0.0, XS)[0] == 6 * scale
 
 
+def test_a_function_in_a_list_that_is_gone():
+    def body(c, x):
+        TRACED.append(1)
+        return c + helpers[0](x), None
+
+    helpers = [None]
+    for scale in (1.0, 2.0):
+        helpers[0] = lambda x, scale=scale: scale * x
+        for _ in range(2):
+            assert es.scan(body, 0.0, XS)[0] == 6 * scale
+    assert len(TRACED) == 2
+
+
 def test_a_function_that_calls_itself_and_counts():
     space = namespace("""
 count = 0
@@ -334,11 +347,17 @@ def body(c, x):
 
 def test_a_name_that_is_assigned_later():
     def body(c, x):
-        return (c + late if x.shape else c + x), None
+        TRACED.append(1)
+        try:
+            return c + (x if late is None else late * x), None
+        except NameError:
+            return c, None
 
-    assert es.scan(body, 0.0, XS)[0] == 6.0
-    late = 1.0
-    assert es.scan(body, 0.0, jnp.ones((2, 1)))[0] == 2.0
+    for _ in range(2):
+        assert es.scan(body, 0.0, XS)[0] == 0.0
+    assert len(TRACED) == 1
+    for late, expected in [(None, 6.0), (2.0, 12.0)]:  # noqa: B007
+        assert es.scan(body, 0.0, XS)[0] == expected
 
 
 def test_a_bare_array_is_read_once_as_in_jax():
@@ -380,10 +399,17 @@ def body(c, x):
     count += 1
     return c + x, None
 """)
+
+    def body(c, x):
+        nonlocal count
+        count += 1
+        return c + x, None
+
     for traces in (1, 0):
-        space["count"] = 0
+        space["count"] = count = 0
         assert es.scan(space["body"], 0.0, XS)[0] == 6.0
-        assert space["count"] == traces
+        assert es.scan(body, 0.0, XS)[0] == 6.0
+        assert space["count"] == count == traces
 
 
 def test_no_branch():
@@ -417,10 +443,10 @@ def test_one_body_of_two_loops():
 
 
 OTHER_FILE = """
-scale = 1.0
+gain = 1.0  # a name that occurs only here
 
 def helper(x):
-    return scale * x
+    return gain * x
 """
 
 
@@ -428,10 +454,10 @@ def helper(x):
 @pytest.mark.parametrize(
     ("body", "change"),
     [
-        ("module.scale * x", "module.scale = 2.0"),
-        ("module.helper(x)", "module.scale = 2.0"),
+        ("module.gain * x", "module.gain = 2.0"),
+        ("module.helper(x)", "module.gain = 2.0"),
         ("module.helper(x)", "module.helper = lambda x: 2 * x"),
-        ("(lambda x: helper(x))(x)", "module.scale = 2.0"),
+        ("(lambda x: helper(x))(x)", "module.gain = 2.0"),
         ("setting.scale * x", "setting.scale = 2.0"),
         ("setting.twice() * x / 2", "setting.scale = 2.0"),
         ("Setting.kind * x", "Setting.kind = 2.0"),
@@ -444,6 +470,10 @@ def helper(x):
         ("layer.two() * x", "Base.two = staticmethod(lambda: 2.0)"),
         ("layer.rate * x", "Base.rate = 2.0"),
         ("layer.setting.scale * x", "setting.scale = 2.0"),
+        ("layer.functions[0](x)", "module.gain = 2.0"),
+        ("setting.inner.scale * x", "setting.inner.scale = 2.0"),
+        ("layer.setting.inner.scale * x", "setting.inner = Setting(2.0, None)"),
+        ("layer.setting.inner.scale * x", "setting.inner.scale = 2.0"),
     ],
 )
 def test_what_is_read_is_another(body, change):
@@ -453,17 +483,18 @@ def test_what_is_read_is_another(body, change):
 class Setting:
     kind = 1.0
 
-    def __init__(self):
-        self.scale = 1.0
+    def __init__(self, scale, inner):
+        self.scale, self.inner = scale, inner
 
     def twice(self):
         return 2 * self.scale
 
-setting = Setting()
+setting = Setting(1.0, Setting(1.0, None))
 
 class Base(es.Module):
     weight: es.Parameter
     setting: Setting = eqx.field(static=True)
+    functions: list
     rate = 1.0
 
     def __call__(self, x):
@@ -491,7 +522,7 @@ def twice(c, x, factor=1.0):
     space |= {"module": other, "helper": other.helper}
 
     def run():
-        init = space["Layer"](ONE, space["setting"]), 0.0
+        init = space["Layer"](ONE, space["setting"], [other.helper]), 0.0
         return es.scan(space["body"], init, XS)[0][1]
 
     assert [run(), run()] == [6.0, 6.0]
@@ -686,6 +717,22 @@ def test_while_a_model_is_initialized_nothing_is_traced():
         y, model = es.mutable(model.run)(0.0)
         assert (y, model.calls) == (6.0, calls)
     assert len(TRACED) == 1 + 1 + 1
+
+
+def test_what_fails_while_a_model_is_initialized_runs_once():
+    class Lazy(es.Module):
+        weight: es.Parameter | None = None
+
+        def step(self, c, x):
+            TRACED.append(1)
+            raise ZeroDivisionError("mine")
+
+    def call(model, x):
+        return es.scan(model.step, x, XS)
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        Lazy().init(0, ONE, call=call)
+    assert len(TRACED) == 1
 
 
 def test_static_values_without_a_hash():

@@ -14,7 +14,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, TypeGuard
 
 import equinox as eqx
@@ -46,18 +46,15 @@ class Reads:
                 new[id(holder), look, name] = seen
 
         found = _found((functions, operands))
-        running = [x for x in found if _is_function(x)]
         own = filter(_is_function, origins_of(functions))
         assigned = {name for f in own for name in _assigned(f)}
-        attributes = {name for f in running for name in _names(f.__code__).attributes}
         for x in found:
             if _is_function(x):
                 _note_function(note, x, assigned)
             elif isinstance(x, type):
                 note(x, _of_class, None)
-            else:
-                for name in attributes & vars(x).keys():
-                    note(x, _of_object, name)
+        for x, name in _attributes(found):
+            note(x, _of_object, name)
         self.seen = self.seen | new  # another one, since other threads may look
 
     def are_same(self) -> bool:
@@ -140,10 +137,19 @@ def _is(x: Any) -> Callable[[Any], bool]:
 def _found(tree: Any) -> list[Any]:
     """The user's functions, classes, Python modules and objects in reach.
 
-    Functions lead to what they read by global names, and classes to their methods.
+    Functions lead to what they read by global names, classes to their methods, and
+    objects and Python modules to the attributes whose names are in the functions.
     """
     found: dict[int, Any] = {}
     todo = [*reach(tree)]
+    while todo:
+        _find(todo, found)
+        read = (vars(x)[name] for x, name in _attributes(found.values()))
+        todo = [x for x in read if _is_of_user(x) and id(x) not in found]
+    return [x for x in found.values() if not is_eqx_module(x)]
+
+
+def _find(todo: list[Any], found: dict[int, Any]) -> None:
     while todo:
         x = todo.pop()
         if id(x) in found or not _is_of_user(x):
@@ -159,10 +165,22 @@ def _found(tree: Any) -> list[Any]:
         elif isinstance(x, type):
             todo += [*x.__mro__, *(_function_in(x, name) for name in vars(x))]
         elif _is_function(x):
-            todo += [inspect.unwrap(x), *_read_by(x)]
+            todo.append(inspect.unwrap(x))
+            todo += (_global(x, name) for name in _names(x.__code__).read)
         else:
             todo.append(type(x))
-    return [x for x in found.values() if not is_eqx_module(x)]
+
+
+def _attributes(found: Iterable[Any]) -> list[tuple[Any, str]]:
+    """The objects and Python modules, each with the names that functions may read."""
+    functions, objects = [], []
+    for x in found:
+        if _is_function(x):
+            functions.append(x)
+        elif not (isinstance(x, type) or is_eqx_module(x)):
+            objects.append(x)
+    names = {name for f in functions for name in _names(f.__code__).attributes}
+    return [(x, name) for x in objects for name in names & vars(x).keys()]
 
 
 def _is_function(x: Any) -> TypeGuard[types.FunctionType]:
@@ -198,16 +216,6 @@ def _function_in(cls: type, name: str) -> Any:
     """The function of a method, of a property, or of another descriptor."""
     x: Any = getattr(cls, name, None)
     return inspect.unwrap(getattr(getattr(x, "fget", x), "__func__", x))
-
-
-def _read_by(f: types.FunctionType) -> Iterator[Any]:
-    """What a function reads by global names, and by names in Python modules."""
-    names = _names(f.__code__)
-    for name in names.read:
-        x = _global(f, name)
-        yield x
-        if isinstance(x, types.ModuleType) and _is_of_user(x):
-            yield from (vars(x)[name] for name in names.attributes & vars(x).keys())
 
 
 # --- Names in code --------------------------------------------------------------------
