@@ -222,6 +222,24 @@ def test_a_model_in_a_closure_is_an_input(net):
     assert len(TRACED) == 1
 
 
+def test_a_model_in_the_closure_of_another_function():
+    def make():
+        return lambda x: model.weight * x
+
+    space = namespace("""
+def by_name(c, x):
+    return c + helper(x), None
+
+def given(c, x):
+    return (c[0] + c[1](x), c[1]), None
+""")
+    helper = space["helper"] = make()
+    for weight in (1.0, 2.0):
+        model = Cell(weight * ONE, ONE)
+        assert es.scan(space["by_name"], 0.0, XS)[0] == 6 * weight
+        assert es.scan(space["given"], (0.0, helper), XS)[0][0] == 6 * weight
+
+
 @pytest.mark.parametrize("name", ["model", "scale", "helper", "settings"])
 def test_a_global_name_that_stands_for_something_else(name):
     space = namespace("""
@@ -450,6 +468,10 @@ def helper(x):
 """
 
 
+def around(f):
+    return lambda x: f(x)
+
+
 # After the change, the body adds twice as much.
 @pytest.mark.parametrize(
     ("body", "change"),
@@ -470,7 +492,9 @@ def helper(x):
         ("layer.two() * x", "Base.two = staticmethod(lambda: 2.0)"),
         ("layer.rate * x", "Base.rate = 2.0"),
         ("layer.setting.scale * x", "setting.scale = 2.0"),
-        ("layer.functions[0](x)", "module.gain = 2.0"),
+        ("known.functions[0](x)", "module.gain = 2.0"),
+        ("inner(x)", "module.gain = 2.0"),
+        ("partial(x)", "module.gain = 2.0"),
         ("setting.inner.scale * x", "setting.inner.scale = 2.0"),
         ("layer.setting.inner.scale * x", "setting.inner = Setting(2.0, None)"),
         ("layer.setting.inner.scale * x", "setting.inner.scale = 2.0"),
@@ -494,7 +518,7 @@ setting = Setting(1.0, Setting(1.0, None))
 class Base(es.Module):
     weight: es.Parameter
     setting: Setting = eqx.field(static=True)
-    functions: list
+    functions: tuple = ()
     rate = 1.0
 
     def __call__(self, x):
@@ -520,9 +544,11 @@ def twice(c, x, factor=1.0):
     return (c[0], c[1] + 2 * x), None
 """)
     space |= {"module": other, "helper": other.helper}
+    space |= {"inner": around(other.helper), "partial": ft.partial(other.helper)}
+    space["known"] = space["Layer"](ONE, None, (other.helper,))
 
     def run():
-        init = space["Layer"](ONE, space["setting"], [other.helper]), 0.0
+        init = space["Layer"](ONE, space["setting"]), 0.0
         return es.scan(space["body"], init, XS)[0][1]
 
     assert [run(), run()] == [6.0, 6.0]

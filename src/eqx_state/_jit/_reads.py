@@ -28,9 +28,9 @@ from ._call import origins_of
 class Reads:
     """What was read by name, as it was after the traces that read it.
 
-    Left out are arrays, as in JAX; the modules in closures, which are inputs of the
-    program; what lists and dicts hold; and names that the functions assign themselves,
-    such as those of counters.
+    Left out are arrays, as in JAX; the modules that the functions close over, which are
+    inputs of the program; what lists and dicts hold; and names that the functions
+    assign themselves, such as those of counters.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,11 @@ class Reads:
 
         found = _found((functions, operands))
         own = filter(_is_function, origins_of(functions))
-        assigned = {name for f in own for name in _assigned(f)}
+        left_out = {name for f in own for name in _assigned(f)}
+        left_out |= {id(x) for x in reach(functions) if _is_input(x)}
         for x in found:
             if _is_function(x):
-                _note_function(note, x, assigned)
+                _note_function(note, x, left_out)
             elif isinstance(x, type):
                 note(x, _of_class, None)
         for x, name in _attributes(found):
@@ -76,15 +77,19 @@ _Seen = tuple[Any, _Look, Any, Callable[[Any], bool]]
 _NOTHING: Final = object()
 
 
+def _is_input(x: Any) -> bool:
+    return type(x) is types.CellType and bool(models_in(x))
+
+
 def _note_function(
-    note: Callable[[Any, _Look, Any], None], f: types.FunctionType, assigned: set[Any]
+    note: Callable[[Any, _Look, Any], None], f: types.FunctionType, left_out: set[Any]
 ) -> None:
     note(f, _of_function, None)
     for name in _names(f.__code__).read:
-        if (id(f.__globals__), name) not in assigned:
+        if (id(f.__globals__), name) not in left_out:
             note(f, _global, name)
     for i, cell in enumerate(f.__closure__ or ()):
-        if id(cell) not in assigned and not models_in(_in_cell(f, i)):
+        if id(cell) not in left_out:
             note(f, _in_cell, i)
 
 
@@ -137,8 +142,8 @@ def _is(x: Any) -> Callable[[Any], bool]:
 def _found(tree: Any) -> list[Any]:
     """The user's functions, classes, Python modules and objects in reach.
 
-    Functions lead to what they read by global names, classes to their methods, and
-    objects and Python modules to the attributes whose names are in the functions.
+    Functions lead to what they hold and read by global names, classes to their methods,
+    and objects and Python modules to the attributes whose names are in the functions.
     """
     found: dict[int, Any] = {}
     todo = [*reach(tree)]
@@ -165,10 +170,10 @@ def _find(todo: list[Any], found: dict[int, Any]) -> None:
         elif isinstance(x, type):
             todo += [*x.__mro__, *(_function_in(x, name) for name in vars(x))]
         elif _is_function(x):
-            todo.append(inspect.unwrap(x))
+            todo += reach(x)
             todo += (_global(x, name) for name in _names(x.__code__).read)
         else:
-            todo.append(type(x))
+            todo += [type(x), *reach(x)]
 
 
 def _attributes(found: Iterable[Any]) -> list[tuple[Any, str]]:
