@@ -268,6 +268,21 @@ def test_what_a_function_puts_into_its_closure_is_not_lost_silently(make, jitted
         transform(make(model))(jnp.ones(2))
 
 
+def test_a_function_may_forget_a_partial_that_holds_no_model():
+    scale = eqx.Partial(jnp.multiply, jnp.array(2.0))
+
+    @es.jit
+    def f(x):
+        nonlocal scale
+        y = scale(x)
+        del scale
+        return y
+
+    assert f(jnp.array(3.0)) == 6.0
+    with pytest.raises(NameError, match="scale"):
+        scale  # noqa: B018
+
+
 def test_what_an_unmapped_function_puts_into_its_closure_is_there():
     model, seen = Layer(), []
 
@@ -447,6 +462,20 @@ def test_what_other_code_changes_while_a_copy_runs_is_an_error():
         es.jit(f)(jnp.ones(2))
 
 
+def test_an_error_is_not_put_down_to_a_lazy_model_in_an_object():
+    class Other:  # an object, into which no transform looks
+        model = None
+
+    other = Other()
+    other.model = Mul(es.Initializer(jax.random.normal))
+
+    def f(x):
+        return other + x
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        es.checkpoint(f)(1.0)
+
+
 def test_a_function_that_is_returned_is_the_callers():
     model = Mul(2.0)
     held = [model, 3.0]
@@ -533,6 +562,33 @@ def test_what_wraps_a_module_in_a_closure_is_never_stale(name):
     assert f(x) == 2.0
     wrapped = wrap(Mul(3.0))
     assert f(x) == 3.0
+
+
+def test_what_a_partial_in_a_closure_has_is_never_stale():
+    @es.jit
+    def f(x):
+        return scale(x)
+
+    for by in (2.0, 3.0):
+        scale = eqx.Partial(jnp.multiply, jnp.array(by))
+        assert f(jnp.array(1.0)) == by
+
+
+@pytest.mark.parametrize("transform", [es.jit, es.vmap], ids=["jit", "vmap"])
+def test_a_function_beside_a_module_stays_the_function_that_it_is(transform):
+    def scale(x):
+        return 3 * x
+
+    model, seen = Mul(2.0), []
+    held = [model, scale, [scale]]
+
+    @transform
+    def f(x):
+        seen.extend([held[1], *held[2]])
+        return held[0](held[1](x))
+
+    assert f(jnp.ones(2)).tolist() == [6.0, 6.0]
+    assert seen[0] is seen[1] is scale
 
 
 @jtu.register_pytree_node_class

@@ -272,7 +272,10 @@ def _contents(x: Any) -> list[Any]:
 def _put(x: Any, below: list[tuple[Any, Any]]) -> None:
     """Fill a cell, a list or a dict."""
     if type(x) is types.CellType:
-        ((_, x.cell_contents),) = below
+        if below:
+            ((_, x.cell_contents),) = below
+        else:  # the call has deleted the name
+            del x.cell_contents
     elif type(x) is list:
         x[:] = [child for _, child in below]
     else:
