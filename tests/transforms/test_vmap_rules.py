@@ -267,3 +267,48 @@ def test_what_init_makes_for_each_lane(way):
     axes = {es.path_matches(f"{start}layer.a"): 0, pair_a: 0, ...: None}
     with rejects(Holds(Made()), ValueError, "`made.layer.a` is made by `init` in one"):
         Holds(Made()).init(0, WAYS[way](axes))
+
+
+class Grows(es.Module):
+    w: es.Parameter | None = None
+    v: es.Parameter = 1.0
+
+    def grow(self, x):
+        if self.initializing and self.w is None:
+            self.w = jnp.ones(2)
+        return x
+
+
+class Stack(es.Module):
+    blocks: es.nn.Stacked
+
+    def __call__(self, x):
+        return self.blocks.layers.grow(x)
+
+
+def with_the_stack(m, axes):
+    blocks = m.made.blocks
+    return es.vmap(lambda x: blocks.layers.grow(x), axes=axes)(XS)
+
+
+IN_A_STACK = {
+    **{
+        name: (lambda m, axes, w=w: w(axes)(m), "blocks[*].w")
+        for name, w in WAYS.items()
+    },
+    "the stack": (with_the_stack, "[*].w"),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_STACK)
+def test_what_init_makes_in_a_stack_has_the_names_of_its_layers(name):
+    way, w = IN_A_STACK[name]
+    w = es.path_matches(("['made']." if name == "in_axes, deeper" else "") + w)
+    model = Holds(Stack(es.nn.Stacked([Grows(), Grows()])))
+
+    def init(axis):
+        return model.init(0, lambda m: way(m, {w: axis, ...: None}))
+
+    with rejects(model, ValueError, r"`made\.blocks\.layers\.w` is made by `init` in"):
+        init(0)
+    assert init(None).made.blocks.layers.w.shape == (2,)

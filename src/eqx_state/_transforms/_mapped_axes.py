@@ -135,8 +135,7 @@ class FunctionAxes:
         """The keys of the leaves of a module, by the names that are seen from there."""
         key_of = self.asked.bind(model.node)
         keys = []
-        context = model.context.seen_from(len(model.path), 0)
-        for visit in leaves(model.node, (), context, is_leaf=is_owned):
+        for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
             if not is_owned(visit.node):
                 keys.append(key_of(visit))
                 continue

@@ -57,7 +57,7 @@ class Reached:
         self.values: Values = dict(self.lifted.values)
         self.axes: dict[Slot, Any] = {}
         meanings = {id(x.module): x.meaning for x in stand_ins}
-        # For a stand-in, what `in_axes` says of its first leaf.
+        # What `in_axes` says of the first leaf of each module.
         self.entries = {id(x): own[0] for x, own in by_entry(given, entries) if own}
         for i, root in enumerate(self.lifted.roots):
             own = meanings.get(id(root.module))
@@ -113,5 +113,5 @@ class Reached:
     def axis_of_new(self, i: int, new: Visit) -> Any:
         """The axis of an array that `init` has made at this place in a root."""
         root = self.lifted.roots[i]
-        by = self.entries[id(root.module)] if root.is_stand_in else self.by_rules
+        by = self.entries.get(id(root.module), self.by_rules)
         return by.of_new(root, new)
