@@ -122,6 +122,10 @@ def test_the_mesh_may_be_that_of_the_context():
         match = r"`fn.weight` is sharded .*`axes=\{es.path_matches\(\"\*weight\"\): P"
         with pytest.raises(ValueError, match=match):
             es.shard_map(es.checkpoint(split), out_specs=ROWS)(xs)
+        outside = eqx.Partial(jnp.multiply, xs)  # to which no name in `axes` leads
+        match = r"`args\[0\]` is sharded .*\}` if a module has it, or call"
+        with pytest.raises(ValueError, match=match):
+            es.shard_map(outside, out_specs=ROWS)(xs)
     expected, other = es.jit(es.mutable(mapped(norm)))(XS)
     close((np.asarray(out), float(new.mean)), (np.asarray(expected), float(other.mean)))
 
@@ -286,8 +290,19 @@ def test_the_other_transforms_work_inside_it():
     close((out, new.mean), (4 * XS, jnp.sum(2 * XS)))
 
 
+def test_arrays_of_a_partial_may_be_those_of_another_one_around_it():
+    def outer(xs):
+        f = eqx.Partial(lambda xs, row: row + jnp.sum(xs), xs)
+        spec = P(None, "model")
+        return mapped(f, spec, spec, None, axis_names={"model"})(xs)
+
+    sums = jnp.repeat(jnp.array([6.0, 22.0]), 2)[:, None]
+    close(jax.jit(mapped(outer, mesh=MESH, axis_names={"data"}))(XS), XS + sums)
+
+
 def test_init_runs_through_it():
     class Lazy(es.Module):
+        steps: es.State = 0
         weight: es.Parameter | None = None
         reduces: bool = True
 
@@ -302,7 +317,7 @@ def test_init_runs_through_it():
     new = es.init(model, 0, XS, call=lambda model, xs: mapped(model)(xs))
     close(new.weight, jnp.ones(2))
     with pytest.raises(ValueError, match=r"different values to `weight`"):
-        es.init(Lazy(None, False), 0, XS, call=lambda model, xs: mapped(model)(xs))
+        es.init(Lazy(reduces=False), 0, XS, call=lambda model, xs: mapped(model)(xs))
     with pytest.raises(ValueError, match=r"`weight` is made by `init` in one device"):
         es.init(
             model,
@@ -363,7 +378,19 @@ def chosen(model, xs):
     )
 
 
-LOOPS = [scanned, scanned_carry, counted, repeated, branched, chosen]
+def in_the_last_branch(model, xs):
+    return es.cond(model.steps > 9, lambda: xs[0], lambda: model(xs[0]))
+
+
+LOOPS = [
+    scanned,
+    scanned_carry,
+    counted,
+    repeated,
+    branched,
+    chosen,
+    in_the_last_branch,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -391,6 +418,12 @@ def test_what_varies_after_a_loop_is_still_found(loop):
     f = es.mutable(lambda m, xs: mapped(lambda xs: loop(m, xs)[None])(xs))
     with rejects(Sum(), ValueError, r"different values to `total`"):
         es.jit(f)(Sum(), jnp.arange(4.0))
+
+
+def test_a_loop_of_one_step_over_an_array_of_numpy():
+    one = np.ones(1, np.float32)
+    f = mapped(lambda xs: es.scan(lambda c, x: (c + x, None), xs, one)[0])
+    close(f(XS), XS + 1)
 
 
 def test_a_carry_of_another_structure_is_the_error_of_jax():

@@ -274,7 +274,7 @@ and its spec is `{2}`. On a mesh with `Explicit` axes both have to agree: give t
 spec of the type, {3}, or call `jax.sharding.reshard` before."""
 
 _OF_ARGUMENT: Final = "`{0}`, in `in_specs`"
-_OF_FUNCTION: Final = '`axes={{es.path_matches("*{1}"): {0}}}`'
+_OF_FUNCTION: Final = '`axes={{es.path_matches("*{1}"): {0}}}` if a module has it'
 
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
 and they share it, so only one could be kept. Reduce it over the mesh axis,
