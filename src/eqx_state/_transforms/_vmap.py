@@ -109,7 +109,7 @@ class _Lanes(Reached):
     def _shown(self, slot: Slot | None) -> str:
         return "`axis_size`" if slot is None else f"`{self.name(slot) or 'the model'}`"
 
-    def run(self, inputs: Values, _: Any) -> tuple[Any, ...]:
+    def run(self, inputs: Values) -> tuple[Any, ...]:
         """Run one lane. Returns its output, and the shared and its own new values."""
         is_copied = any(where == FUNCTION for where, _ in self.mapped)
         ran = self.call(inputs, is_copied)
@@ -157,16 +157,14 @@ class _Vmap(Transform):
         lanes = _Lanes(self, args, kwargs)
         mapped = jax.vmap(
             lanes.run,
-            in_axes=(lanes.input_axes, 0),
+            in_axes=(lanes.input_axes,),
             out_axes=(self.out_axes, None, 0, None),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        # `jax.vmap` wants at least one mapped input.
-        indices = None if lanes.inputs else lanes.spread(jnp.arange(lanes.size), 0)
         try:
-            out, (shared, made), (own, sown), kept = mapped(lanes.inputs, indices)
+            out, (shared, made), (own, sown), kept = mapped(lanes.inputs)
         except ValueError:
             lanes.check_spread()
             raise
