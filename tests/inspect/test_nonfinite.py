@@ -336,9 +336,10 @@ FOREIGN = {
 
 @leaks_on_purpose
 @pytest.mark.parametrize("name", FOREIGN)
-def test_in_another_transform_of_jax_it_is_an_error(name):
+@pytest.mark.parametrize("cls", [Log, Quiet])
+def test_in_another_transform_of_jax_it_is_an_error(cls, name):
     with pytest.raises(es.TraceError, match=r"(?s)Cannot see whether .*es\.scan\("):
-        es.find_nonfinite(FOREIGN[name])(Log(), ZEROS)
+        es.find_nonfinite(FOREIGN[name])(cls(), ZEROS)
 
 
 AROUND = {"es.jit": es.jit, "eqx.filter_jit": eqx.filter_jit, "jax.vmap": jax.vmap}

@@ -697,6 +697,43 @@ def test_a_write_in_a_transform_lets_no_other_thread_in():
     assert (new.count, new.mean) == (1, 0.0)
 
 
+def test_nor_does_a_transform_that_does_not_reach_what_the_other_writes():
+    class Part(es.Module):
+        count: es.State = 0
+
+    class Net(es.Module):
+        a: Part
+        b: Part
+
+        def __call__(self):
+            a, b = self.a, self.b
+
+            def write():
+                try:
+                    b.count = 1
+                except RuntimeError as error:
+                    errors.append(str(error))
+                finally:
+                    is_done.set()
+
+            def run():
+                a.count = a.count + 1
+                thread.start()
+                is_done.wait(timeout=60)
+
+            thread = threading.Thread(target=write)
+            es.checkpoint(run)()
+            thread.join()
+            b.count = b.count + 2
+
+    errors, is_done = [], threading.Event()
+    _, new = es.mutable(Net(Part(), Part()))()
+    assert [error.partition(" of ")[0] for error in errors] == [
+        "Two threads are in one scope"
+    ]
+    assert (new.a.count, new.b.count) == (1, 2)
+
+
 def test_what_another_thread_writes_beside_transforms_arrives_or_is_an_error():
     class Net(es.Module):
         weight: es.Parameter = 2.0

@@ -96,6 +96,26 @@ INTO = {
 }
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, es.checkpoint, es.jit])
+def test_what_was_written_to_a_module_that_is_taken_out_is_not_lost(transform):
+    class Counter(es.Module):
+        n: es.State = 0
+
+        def __call__(self):
+            self.n = self.n + 1
+
+    class Net(es.Module):
+        layers: list[Counter]
+
+        def __call__(self):
+            transform(self.layers[1])()
+            self.layers[1] = Counter()
+
+    model = Net([Counter(), Counter()])
+    with rejects(model, ValueError, r"`layers\[1\]\.n` was written, and its module is"):
+        es.mutable(model)()
+
+
 @pytest.mark.parametrize("name", INTO)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @jax.check_tracer_leaks(False)  # some of them leak, on purpose

@@ -140,6 +140,25 @@ def test_an_object_keeps_its_identity_when_the_structure_around_it_changes():
     assert len(Net(Leaf(), []).init(0, jnp.ones((2, 3))).more) == 1
 
 
+@pytest.mark.parametrize("name", THROUGH)
+def test_what_a_transform_has_made_may_be_written_after_it(name):
+    class Net(es.Module):
+        leaf: Leaf | None = None
+
+        def __call__(self, x):
+            def f(x):
+                if self.initializing and self.leaf is None:
+                    self.leaf = Leaf()
+                return x
+
+            x = THROUGH[name](f)(x)
+            self.leaf.n = self.leaf.n + 1
+            return self.leaf.n
+
+    net = Net().init(0, jnp.ones((2, 3)))
+    assert es.mutable(net)(jnp.ones((2, 3)))[0] == net.leaf.n + 1
+
+
 class Dense(es.Module):
     s: es.State
     w: es.Parameter | None = None

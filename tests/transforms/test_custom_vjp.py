@@ -361,6 +361,41 @@ def test_a_gradient_through_state_that_it_writes_is_an_error(cls):
     assert new.mean == 2.0
 
 
+def test_state_without_a_gradient_is_told_from_state_that_has_one():
+    class Both(Raw):
+        kept: es.State = 0.0
+
+        @es.custom_vjp
+        def __call__(self, x):
+            return self.weight * x
+
+        def _fwd(self, x):
+            self.kept = jax.lax.stop_gradient(self.kept + x)
+            self.mean = self.mean + x
+            return self.weight * x, x
+
+        __call__.defvjp(_fwd, Raw._bwd)
+
+    (_, new), grads = es.value_and_grad(lambda m, x: m(x) + m.kept)(Both(), X)
+    assert (new.kept, new.mean, grads.weight) == (2.0, 2.0, 0.0)
+    with rejects(Both(), es.TraceError, "flows through `mean`"):
+        es.value_and_grad(lambda m, x: m(x) + m.kept + m.mean)(Both(), X)
+
+
+def test_the_forward_rule_is_traced_only_where_it_may_be_needed():
+    traces = []
+
+    def fwd(layer, x):
+        traces.append(1)
+        return layer.weight * x, None
+
+    f = make(es, lambda layer, x: layer.weight * x, fwd, lambda _, g: (None, g))
+    assert es.mutable(f)(Layer(), X)[0] == 6.0
+    assert traces == []  # nobody differentiates
+    assert es.value_and_grad(f)(Layer(), X)[0][0] == 6.0
+    assert len(traces) == 1
+
+
 @kept_by_jax
 def test_in_a_loop_it_takes_an_explicit_stop_gradient():
     def loss(layer, xs):

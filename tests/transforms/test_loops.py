@@ -311,6 +311,29 @@ def test_cond_fun_is_given_the_module_of_the_carry():
     assert (cell.total, new.total) == (5.0, 0.0)
 
 
+def test_parameters_in_the_carry_stay_the_very_arrays_that_they_are(loop):
+    class Net(es.Module):
+        limit: es.Parameter = 3.0
+        n: es.State = 0.0
+
+        def bumped(self):
+            self.n = self.n + 1.0
+            return self
+
+    class Holder(es.Module):
+        net: Net
+
+        def __call__(self):
+            # The condition reads a parameter, and so JAX returns that as a new array.
+            self.net = es.while_loop(lambda m: m.n < m.limit, Net.bumped, self.net)
+            self.net = loop(Net.bumped, 2, self.net)
+
+    holder = Holder(Net())
+    _, new = es.mutable(holder)()
+    assert new.net.n == 5.0
+    assert new.net.limit is holder.net.limit
+
+
 @pytest.mark.parametrize("is_jitted", [True, False])
 def test_a_module_that_only_some_steps_write_comes_back_written(is_jitted):
     class Counter(es.Module):

@@ -29,8 +29,8 @@ class Layer(es.Module):
 
 
 class Net(es.Module):
-    layers: Layer = dataclasses.field(default_factory=Layer)
     scale: es.Parameter = 0.5
+    layers: Layer = dataclasses.field(default_factory=Layer)
 
 
 def scan(f, layers):
@@ -126,6 +126,14 @@ def test_two_arguments_with_axes_of_their_own(axes):
     out, new = es.mutable(model.run)(es.vmap)
     assert eqx.tree_equal(out, model.run(jax.vmap))
     assert eqx.tree_equal(new, model)
+
+
+def test_a_module_that_is_two_arguments_beside_another_one():
+    def f(layer, other):
+        return es.vmap(lambda a, b, c: a.w + b(c.w))(layer, layer, other)
+
+    out, (layer, other) = es.mutable(f, argnums=(0, 1))(Layer(), Layer())
+    close((out, layer.n, other.n), (XS + XS**2, jnp.ones(3), jnp.zeros(3)))
 
 
 def test_a_stack_that_is_scanned_in_the_body_again():
@@ -345,7 +353,8 @@ def test_what_init_brings_into_being_beside_a_stack():
         def __call__(self, x):
             def step(x, layer):
                 if self.initializing and self.bias is None:
-                    self.bias = jnp.ones(()) * self.layers.w.sum()
+                    # Afterwards no step may read this state of the whole stack.
+                    self.bias = self.layers.w.sum() + self.layers.n.sum()
                 return layer(x) + self.bias, None
 
             return es.scan(step, x, self.layers)[0]

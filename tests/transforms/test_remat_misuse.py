@@ -27,6 +27,7 @@ class Net(es.Module):
     a: Cell = dataclasses.field(default_factory=Cell)
     b: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 0.5))
     steps: es.State = 0
+    phase: es.State = "cold"
 
 
 def plain(f):
@@ -40,6 +41,8 @@ WRITES = {
     "shape": (lambda n: setattr(n, "steps", jnp.zeros(2)), ValueError, "`steps`"),
     "dtype": (lambda n: setattr(n, "steps", 0.5), ValueError, "`steps`"),
     "parameter": (lambda n: setattr(n.a, "weight", 1.0), FROZEN, r"Cell\.weight"),
+    "no array": (lambda n: setattr(n, "phase", "warm"), ValueError, "Only arrays come"),
+    "was none": (lambda n: setattr(n, "phase", 1.0), ValueError, "Only arrays come"),
     "raises": (lambda n: n.a(1.0) / "x", TypeError, "unsupported|type"),
 }
 
@@ -56,6 +59,28 @@ def test_a_failure_inside_leaves_nothing_half_written(name):
 
     _, new = es.mutable(f)(Net())
     assert (new.a.total, new.b.total) == (0.5, 0.5)
+
+
+def test_a_field_that_has_no_value_yet_has_none_after_a_failure():
+    class Counter(es.Module):
+        n: es.State = 0
+
+    class Late(es.Module):
+        counter: Counter
+        late: Counter | None = None
+
+        def __init__(self):
+            self.counter = Counter()  # the other field is not even in the pytree
+
+    def f(model):
+        def write():
+            model.late = Counter()
+
+        with pytest.raises(ValueError, match="this one changed it, first at"):
+            es.checkpoint(write)()
+        return model.late
+
+    assert es.mutable(f)(Late())[0] is None
 
 
 def test_a_module_kept_from_inside():

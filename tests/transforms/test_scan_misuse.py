@@ -114,9 +114,14 @@ def test_a_body_that_returns_another_pair(pair):
     assert eqx.tree_equal(ours, pair(expected))
 
 
-@pytest.mark.parametrize("out", [0.0, (1.0, 2.0, 3.0), None], ids=str)
-def test_a_body_that_returns_no_pair(out):
-    with pytest.raises(TypeError, match=r"returns a pair(.|\n)*return carry, None"):
+@pytest.mark.parametrize(
+    ("out", "shown"),
+    [(0.0, "0.0"), ((1.0, XS, 3.0), r"\(1.0, f32\[3\], 3.0\)"), (None, "None")],
+    ids=["number", "three", "none"],
+)
+def test_a_body_that_returns_no_pair(out, shown):
+    match = f"returns a pair.*this one returned `{shown}`.*return carry, None"
+    with pytest.raises(TypeError, match=match):
         es.scan(lambda c, x: out, 0.0, XS)
 
 

@@ -376,7 +376,13 @@ FORWARD = {
     "carried": carried,
     "static xs": static_xs,
     "no steps": lambda m, x: es.scan(m.step, x, jnp.zeros((0,))),
+    "no steps, of rows": lambda m, x: es.scan(
+        lambda x, row: m.step(row), x, jnp.zeros((0, 3))
+    ),
     "a stack": lambda m, x: es.scan(lambda x, f: m.step(f(x)), x, m.layers),
+    "only a stack": lambda m, x: es.scan(
+        lambda x, f: (f(x), None), m.step(x)[0], m.layers
+    ),
     "checkpoint": lambda m, x: es.scan(es.checkpoint(m.step), x, jnp.ones(2)),
     "scan": lambda m, x: es.scan(
         lambda x, _: es.scan(m.step, x, jnp.ones(2)), x, jnp.ones(2)
