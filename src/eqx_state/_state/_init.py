@@ -303,12 +303,12 @@ class InitScope(Scope):
 
     is_initializing = True
 
-    def __init__(self, key: Any, captures: bool = False):
-        super().__init__((State, Parameter), captures)
+    def __init__(self, key: Any):
+        super().__init__((State, Parameter))
         self.key = key
 
     def inner(self) -> "InitScope":
-        return InitScope(self.key, self.captures)
+        return InitScope(self.key)
 
     def allows(self, kind: type | None) -> bool:
         return True
