@@ -36,7 +36,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run every example in full, or those named: each asserts its result."""
-    session.install(".", *groups("examples"))
+    session.install(".[io]", *groups("examples"))
     folder = Path("examples").resolve()
     names = session.posargs or sorted(path.stem for path in folder.glob("[!_]*.py"))
     with session.chdir(session.create_tmp()):  # where the pictures go
