@@ -13,8 +13,8 @@ virtual ones of the CPU; on real ones the program is the same.
 - `class Cache(es.State)` is a kind for keys and values, which `es.while_loop` carries
   from one character to the next.
 
-Run `python examples/gpt.py [output.png]`; it takes under three minutes on two cores, and
-needs the extra `io`, which writes the file.
+Run `python examples/gpt.py [output.png]`; it takes under three minutes on two cores.
+The file needs the extra `io`.
 """
 
 # %% JAX reads this when it looks for devices. It is not needed where there are eight.
