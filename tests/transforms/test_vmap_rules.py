@@ -269,6 +269,24 @@ def test_what_init_makes_for_each_lane(way):
         Holds(Made()).init(0, WAYS[way](axes))
 
 
+class Empty(es.Module):
+    w: es.Parameter | None = None
+
+    def __call__(self, x):
+        if self.initializing and self.w is None:
+            self.w = jnp.ones(2)
+        return x
+
+
+def test_what_init_makes_in_an_argument_without_arrays():
+    for axes in (0, (0, 0), ({es.path_matches("w"): 0, ...: None}, 0)):
+        way = lambda m, axes=axes: es.vmap(lambda m, x: m(x), axes)(m.made, XS)  # noqa: E731
+        with rejects(Holds(Empty()), ValueError, r"`made\.w` is made by `init` in one"):
+            Holds(Empty()).init(0, way)
+    shared = lambda m: es.vmap(lambda m, x: m(x), (None, 0))(m.made, XS)  # noqa: E731
+    assert Holds(Empty()).init(0, shared).made.w.shape == (2,)
+
+
 class Grows(es.Module):
     w: es.Parameter | None = None
     v: es.Parameter = 1.0

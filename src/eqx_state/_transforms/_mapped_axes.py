@@ -53,7 +53,10 @@ class Manner(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What `in_axes` says of a leaf: `axis_of(visit)`, which is at `path` there."""
+    """What `in_axes` says of a leaf: `axis_of(visit)`, which is at `path` there.
+
+    Of a module without leaves: what it says of those that `init` makes in it.
+    """
 
     axis_of: Callable[[Visit], Any]
     path: KeyPath
@@ -61,7 +64,7 @@ class Entry(NamedTuple):
     def of_new(self, root: Root, visit: Visit) -> Any:
         """The axis of an array that `init` has made in the root of which it is."""
         depth = len(root.place.path)
-        below = len(root.leaves[0].path) - depth
+        below = len(root.leaves[0].path) - depth if root.leaves else 0
         start = self.path[: len(self.path) - below]
         return self.axis_of(_moved(visit, depth, start))
 
@@ -206,12 +209,14 @@ def _in_module(visit: Visit) -> bool:
 
 def argument_axes(
     in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], manner: Manner
-) -> tuple[list[Any], list[Entry], list[Asked]]:
+) -> tuple[list[Any], list[Entry], dict[int, Entry], list[Asked]]:
     """For each leaf of `(args, kwargs)` its axis and its entry; and the rules asked.
 
-    Keyword arguments have axis 0.
+    Third are the entries of owned modules without leaves, by `id`: `init` may make
+    arrays in them. Keyword arguments have axis 0.
     """
     asked: list[Asked] = []
+    empty: dict[int, Entry] = {}
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
             counts = len(in_axes), len(args)
@@ -220,18 +225,23 @@ def argument_axes(
     else:
         entries = (in_axes,) * len(args)
     axes = jtu.tree_map(
-        lambda entry, argument: _axes_of_argument(entry, argument, asked, manner),
+        lambda entry, x: _axes_of_argument(entry, x, empty, asked, manner),
         (entries, dict.fromkeys(kwargs, 0)),
         (args, kwargs),
         # Unlike any other dict of axes, rules are one entry, and not a prefix.
         is_leaf=lambda x: x is None or is_rules(x),
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
-    return [x.value for x in axis_leaves], [x.entry for x in axis_leaves], asked
+    values, found = ([x[i] for x in axis_leaves] for i in range(2))
+    return values, found, empty, asked
 
 
 def _axes_of_argument(
-    entry: Any, argument: Any, all_asked: list[Asked], manner: Manner
+    entry: Any,
+    argument: Any,
+    empty: dict[int, Entry],
+    all_asked: list[Asked],
+    manner: Manner,
 ) -> Any:
     def axis_of(visit: Visit) -> Any:
         return manner.read(entry, visit.node) if is_array(visit.node) else None
@@ -245,6 +255,9 @@ def _axes_of_argument(
         asked = Asked(entry, what)
         all_asked.append(asked)
         key_of, axis_of = asked.bind(argument), axis_by_key
+    for visit in leaves(argument, is_leaf=is_owned):
+        if is_owned(visit.node) and not jtu.tree_leaves(visit.node):
+            empty[id(visit.node)] = Entry(axis_of, visit.path)
     axes = [
         _Axis(axis_of(visit), Entry(axis_of, visit.path)) for visit in leaves(argument)
     ]

@@ -41,7 +41,9 @@ class Reached:
         kwargs: dict[str, Any],
         manner: Manner,
     ):
-        by_argument, entries, asked = argument_axes(in_axes, args, kwargs, manner)
+        by_argument, entries, empty, asked = argument_axes(
+            in_axes, args, kwargs, manner
+        )
         self.opened = Opened(f)
         self.by_rules = FunctionAxes(axes, f, self.opened.tree, manner)
         given, stand_ins = stand_in(
@@ -58,7 +60,8 @@ class Reached:
         self.axes: dict[Slot, Any] = {}
         meanings = {id(x.module): x.meaning for x in stand_ins}
         # What `in_axes` says of the first leaf of each module.
-        self.entries = {id(x): own[0] for x, own in by_entry(given, entries) if own}
+        first = {id(x): own[0] for x, own in by_entry(given, entries) if own}
+        self.entries = empty | first
         for i, root in enumerate(self.lifted.roots):
             own = meanings.get(id(root.module))
             if i in self.lifted.records:  # one for all lanes, whatever the rules say
