@@ -278,13 +278,14 @@ class Empty(es.Module):
         return x
 
 
-def test_what_init_makes_in_an_argument_without_arrays():
-    for axes in (0, (0, 0), ({es.path_matches("w"): 0, ...: None}, 0)):
-        way = lambda m, axes=axes: es.vmap(lambda m, x: m(x), axes)(m.made, XS)  # noqa: E731
+@pytest.mark.parametrize("way", ["in_axes", "in_axes, deeper"])
+def test_what_init_makes_in_an_argument_without_arrays(way):
+    w = es.path_matches("['made'].w" if way == "in_axes, deeper" else "w")
+    for axes in (0, {w: 0, ...: None}):
         with rejects(Holds(Empty()), ValueError, r"`made\.w` is made by `init` in one"):
-            Holds(Empty()).init(0, way)
-    shared = lambda m: es.vmap(lambda m, x: m(x), (None, 0))(m.made, XS)  # noqa: E731
-    assert Holds(Empty()).init(0, shared).made.w.shape == (2,)
+            Holds(Empty()).init(0, WAYS[way](axes))
+    for axes in (None, {w: None, ...: 0}):
+        assert Holds(Empty()).init(0, WAYS[way](axes)).made.w.shape == (2,)
 
 
 class Grows(es.Module):

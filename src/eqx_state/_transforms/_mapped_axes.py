@@ -55,7 +55,7 @@ class Manner(NamedTuple):
 class Entry(NamedTuple):
     """What `in_axes` says of a leaf: `axis_of(visit)`, which is at `path` there.
 
-    Of a module without leaves: what it says of those that `init` makes in it.
+    Of a module without leaves it is what will be made in it.
     """
 
     axis_of: Callable[[Visit], Any]
@@ -212,11 +212,11 @@ def argument_axes(
 ) -> tuple[list[Any], list[Entry], dict[int, Entry], list[Asked]]:
     """For each leaf of `(args, kwargs)` its axis and its entry; and the rules asked.
 
-    Third are the entries of owned modules without leaves, by `id`: `init` may make
-    arrays in them. Keyword arguments have axis 0.
+    Third are the entries of owned modules, by `id`: `init` may make arrays in one that
+    has no leaves. Keyword arguments have axis 0.
     """
     asked: list[Asked] = []
-    empty: dict[int, Entry] = {}
+    modules: dict[int, Entry] = {}
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
             counts = len(in_axes), len(args)
@@ -225,7 +225,7 @@ def argument_axes(
     else:
         entries = (in_axes,) * len(args)
     axes = jtu.tree_map(
-        lambda entry, x: _axes_of_argument(entry, x, empty, asked, manner),
+        lambda entry, x: _axes_of_argument(entry, x, modules, asked, manner),
         (entries, dict.fromkeys(kwargs, 0)),
         (args, kwargs),
         # Unlike any other dict of axes, rules are one entry, and not a prefix.
@@ -233,13 +233,13 @@ def argument_axes(
     )
     axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
     values, found = ([x[i] for x in axis_leaves] for i in range(2))
-    return values, found, empty, asked
+    return values, found, modules, asked
 
 
 def _axes_of_argument(
     entry: Any,
     argument: Any,
-    empty: dict[int, Entry],
+    modules: dict[int, Entry],
     all_asked: list[Asked],
     manner: Manner,
 ) -> Any:
@@ -256,8 +256,8 @@ def _axes_of_argument(
         all_asked.append(asked)
         key_of, axis_of = asked.bind(argument), axis_by_key
     for visit in leaves(argument, is_leaf=is_owned):
-        if is_owned(visit.node) and not jtu.tree_leaves(visit.node):
-            empty[id(visit.node)] = Entry(axis_of, visit.path)
+        if is_owned(visit.node):
+            modules[id(visit.node)] = Entry(axis_of, visit.path)
     axes = [
         _Axis(axis_of(visit), Entry(axis_of, visit.path)) for visit in leaves(argument)
     ]

@@ -41,7 +41,7 @@ class Reached:
         kwargs: dict[str, Any],
         manner: Manner,
     ):
-        by_argument, entries, empty, asked = argument_axes(
+        by_argument, entries, modules, asked = argument_axes(
             in_axes, args, kwargs, manner
         )
         self.opened = Opened(f)
@@ -59,9 +59,9 @@ class Reached:
         self.values: Values = dict(self.lifted.values)
         self.axes: dict[Slot, Any] = {}
         meanings = {id(x.module): x.meaning for x in stand_ins}
-        # What `in_axes` says of the first leaf of each module.
+        # What `in_axes` says of the first leaf of each module, if it has one.
         first = {id(x): own[0] for x, own in by_entry(given, entries) if own}
-        self.entries = empty | first
+        self.entries = modules | first
         for i, root in enumerate(self.lifted.roots):
             own = meanings.get(id(root.module))
             if i in self.lifted.records:  # one for all lanes, whatever the rules say
