@@ -666,34 +666,45 @@ def test_a_transform_waits_for_a_write_of_another_thread():
     assert isinstance(model.phase, Slow)
 
 
+def refused_beside(own, other):
+    """What another thread is told that runs `other` after `own` in a transform."""
+
+    def run_other():
+        try:
+            other()
+        except RuntimeError as error:
+            errors.append(str(error).partition(" of ")[0])
+        finally:
+            is_done.set()
+
+    def run():
+        own()
+        thread.start()
+        is_done.wait(timeout=60)
+
+    errors, is_done = [], threading.Event()
+    thread = threading.Thread(target=run_other)
+    es.checkpoint(run)()
+    thread.join()
+    return errors
+
+
 def test_a_write_in_a_transform_lets_no_other_thread_in():
     class Net(es.Module):
         count: es.State = 0
         mean: es.State = 0.0
 
         def __call__(self):
-            def write():
-                try:
-                    self.mean = 1.0
-                except RuntimeError as error:
-                    errors.append(str(error))
-                finally:
-                    is_done.set()
-
-            def run():
+            def own():
                 self.count = self.count + 1
-                thread.start()
-                is_done.wait(timeout=60)
 
-            thread = threading.Thread(target=write)
-            es.checkpoint(run)()
-            thread.join()
+            def other():
+                self.mean = 1.0
 
-    errors, is_done = [], threading.Event()
-    _, new = es.mutable(Net())()
-    assert [error.partition(" of ")[0] for error in errors] == [
-        "Two threads are in one scope"
-    ]
+            return refused_beside(own, other)
+
+    errors, new = es.mutable(Net())()
+    assert errors == ["Two threads are in one scope"]
     assert (new.count, new.mean) == (1, 0.0)
 
 
@@ -708,29 +719,18 @@ def test_nor_does_a_transform_that_does_not_reach_what_the_other_writes():
         def __call__(self):
             a, b = self.a, self.b
 
-            def write():
-                try:
-                    b.count = 1
-                except RuntimeError as error:
-                    errors.append(str(error))
-                finally:
-                    is_done.set()
-
-            def run():
+            def own():
                 a.count = a.count + 1
-                thread.start()
-                is_done.wait(timeout=60)
 
-            thread = threading.Thread(target=write)
-            es.checkpoint(run)()
-            thread.join()
+            def other():
+                b.count = 1
+
+            errors = refused_beside(own, other)
             b.count = b.count + 2
+            return errors
 
-    errors, is_done = [], threading.Event()
-    _, new = es.mutable(Net(Part(), Part()))()
-    assert [error.partition(" of ")[0] for error in errors] == [
-        "Two threads are in one scope"
-    ]
+    errors, new = es.mutable(Net(Part(), Part()))()
+    assert errors == ["Two threads are in one scope"]
     assert (new.a.count, new.b.count) == (1, 2)
 
 

@@ -155,6 +155,7 @@ def _found(tree: Any) -> list[Any]:
 
 
 def _find(todo: list[Any], found: dict[int, Any]) -> None:
+    """Add `todo`, and what they lead to but for attributes, to `found`, by `id`."""
     while todo:
         x = todo.pop()
         if id(x) in found or not _is_of_user(x):
