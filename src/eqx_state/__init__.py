@@ -16,10 +16,10 @@ from ._errors import (
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,
 )
-from ._jit._jit import jit as jit
-from ._kinds._axes import Axes as Axes
-from ._kinds._fields import field as field
-from ._kinds._kinds import (
+from ._jit.jit import jit as jit
+from ._kinds.fields import field as field
+from ._kinds.kinds import (
+    Axes as Axes,
     BatchStat as BatchStat,
     Buffer as Buffer,
     OptState as OptState,
@@ -28,14 +28,14 @@ from ._kinds._kinds import (
     State as State,
     TreePart as TreePart,
 )
-from ._state._init import init as init, Initializer as Initializer, lazy as lazy
-from ._state._module import Module as Module
-from ._transforms._grad import grad as grad, value_and_grad as value_and_grad
-from ._transforms._mapped_axes import SPLIT as SPLIT
-from ._transforms._mutable import mutable as mutable
-from ._transforms._remat import checkpoint as checkpoint
-from ._transforms._vmap import vmap as vmap
-from ._tree._filters import (
+from ._state.init import init as init, Initializer as Initializer, lazy as lazy
+from ._state.module import Module as Module
+from ._transforms.axes import SPLIT as SPLIT
+from ._transforms.checkpoint import checkpoint as checkpoint
+from ._transforms.grad import grad as grad, value_and_grad as value_and_grad
+from ._transforms.mutable import mutable as mutable
+from ._transforms.vmap import vmap as vmap
+from ._tree.filters import (
     all_of as all_of,
     any_of as any_of,
     inside as inside,
@@ -44,92 +44,88 @@ from ._tree._filters import (
     trainable as trainable,
     under as under,
 )
-from ._tree._keys import reseed as reseed
-from ._tree._modes import (
+from ._tree.keys import reseed as reseed
+from ._tree.modes import (
     eval as eval,
     freeze as freeze,
     train as train,
     unfreeze as unfreeze,
 )
-from ._tree._parts import Part as Part, parts as parts
-from ._tree._rules import spec as spec
-from ._tree._select import (
+from ._tree.parts import Part as Part, parts as parts
+from ._tree.rules import spec as spec
+from ._tree.select import (
+    configure as configure,
     filter as filter,
     map as map,
+    map_modules as map_modules,
     mask as mask,
+    modules as modules,
     partition as partition,
     update as update,
-)
-from ._tree._surgery import (
-    configure as configure,
-    map_modules as map_modules,
-    modules as modules,
 )
 
 
 if _t.TYPE_CHECKING:
     from ._ema import Ema as Ema
     from ._functional import functional as functional
-    from ._inspect._capture import capture as capture
-    from ._inspect._nonfinite import (
+    from ._inspect.capture import capture as capture
+    from ._inspect.nonfinite import (
         find_nonfinite as find_nonfinite,
         nonfinite as nonfinite,
     )
-    from ._inspect._tabulate import tabulate as tabulate
+    from ._inspect.tabulate import tabulate as tabulate
     from ._interop import to_equinox as to_equinox
-    from ._io._save_load import (
-        load as load,
-        load_metadata as load_metadata,
-        save as save,
-    )
-    from ._io._state_dict import (
+    from ._io.files import load as load, load_metadata as load_metadata, save as save
+    from ._io.state_dict import (
         load_state_dict as load_state_dict,
         state_dict as state_dict,
     )
-    from ._io._torch import from_torch as from_torch
-    from ._jit._hold import hold as hold
-    from ._optimizer._optimizer import Optimizer as Optimizer
+    from ._io.torch import from_torch as from_torch
+    from ._jit.hold import hold as hold
+    from ._optimizer.optimizer import Optimizer as Optimizer
     from ._rng_stream import RngStream as RngStream
     from ._sharding import sharding as sharding
-    from ._transforms._custom_vjp import custom_vjp as custom_vjp
-    from ._transforms._jacobians import (
+    from ._transforms.custom_vjp import custom_vjp as custom_vjp
+    from ._transforms.derivatives import (
         hessian as hessian,
         jacfwd as jacfwd,
         jacrev as jacrev,
+        jvp as jvp,
+        linearize as linearize,
+        vjp as vjp,
     )
-    from ._transforms._shard_map import shard_map as shard_map
-    from ._transforms._vjp import jvp as jvp, linearize as linearize, vjp as vjp
-    from ._tree._axis_names import axis_names as axis_names
+    from ._transforms.shard_map import shard_map as shard_map
+    from ._tree.axis_names import axis_names as axis_names
 else:
     # What a first import does not need is imported when it is first looked up. So the
     # import does not wait for optax, which takes longer than all of this package.
     _LATER = {
         "Ema": "._ema",
-        "Optimizer": "._optimizer._optimizer",
+        "Optimizer": "._optimizer.optimizer",
         "RngStream": "._rng_stream",
-        "axis_names": "._tree._axis_names",
-        "capture": "._inspect._capture",
-        "custom_vjp": "._transforms._custom_vjp",
-        "find_nonfinite": "._inspect._nonfinite",
-        "from_torch": "._io._torch",
+        "axis_names": "._tree.axis_names",
+        "capture": "._inspect.capture",
+        "custom_vjp": "._transforms.custom_vjp",
+        "find_nonfinite": "._inspect.nonfinite",
+        "from_torch": "._io.torch",
         "functional": "._functional",
-        "hessian": "._transforms._jacobians",
-        "hold": "._jit._hold",
-        "jacfwd": "._transforms._jacobians",
-        "jacrev": "._transforms._jacobians",
-        "jvp": "._transforms._vjp",
-        "linearize": "._transforms._vjp",
-        "load": "._io._save_load",
-        "load_metadata": "._io._save_load",
-        "load_state_dict": "._io._state_dict",
-        "nonfinite": "._inspect._nonfinite",
-        "save": "._io._save_load",
-        "shard_map": "._transforms._shard_map",
+        "hessian": "._transforms.derivatives",
+        "hold": "._jit.hold",
+        "jacfwd": "._transforms.derivatives",
+        "jacrev": "._transforms.derivatives",
+        "jvp": "._transforms.derivatives",
+        "linearize": "._transforms.derivatives",
+        "load": "._io.files",
+        "load_metadata": "._io.files",
+        "load_state_dict": "._io.state_dict",
+        "nonfinite": "._inspect.nonfinite",
+        "save": "._io.files",
+        "shard_map": "._transforms.shard_map",
         "sharding": "._sharding",
-        "state_dict": "._io._state_dict",
-        "tabulate": "._inspect._tabulate",
+        "state_dict": "._io.state_dict",
+        "tabulate": "._inspect.tabulate",
         "to_equinox": "._interop",
-        "vjp": "._transforms._vjp",
+        "vjp": "._transforms.derivatives",
     }
 
     def __getattr__(name):

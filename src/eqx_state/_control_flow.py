@@ -12,7 +12,7 @@ import numpy as np
 
 from ._compat import boundary
 from ._jit._kept import kept
-from ._transforms import _branches, _loops
+from ._transforms import branches, loops
 
 
 _C = TypeVar("_C")
@@ -93,7 +93,7 @@ def scan(
         ```
     """
     last, (pair, ys) = kept(
-        _loops.scan,
+        loops.scan,
         (f,),
         (init, xs),
         carries=True,
@@ -151,7 +151,7 @@ def while_loop(
         assert y == 0.625 and model.steps == 5
         ```
     """
-    last, _ = kept(_loops.while_loop, (cond_fun, body_fun), (init_val,), carries=True)
+    last, _ = kept(loops.while_loop, (cond_fun, body_fun), (init_val,), carries=True)
     return last
 
 
@@ -206,7 +206,7 @@ def fori_loop(
         # Of a known number of steps JAX makes a `scan`, which can be differentiated.
         operands = (init_val,)
         settings |= {"lower": _number(lower), "upper": _number(upper)}
-    last, _ = kept(_loops.fori_loop, (body_fun,), operands, carries=True, **settings)
+    last, _ = kept(loops.fori_loop, (body_fun,), operands, carries=True, **settings)
     return last
 
 
@@ -261,7 +261,7 @@ def cond(
         assert (y, counter.even, counter.odd) == (15, 0, 1)
         ```
     """
-    return kept(_branches.cond, (true_fun, false_fun), (pred, *operands))
+    return kept(branches.cond, (true_fun, false_fun), (pred, *operands))
 
 
 @boundary
@@ -309,8 +309,8 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
     """
     branches = tuple(branches)
     if len(branches) < 2:  # JAX calls a single one without a trace
-        return _branches.switch(branches, index, *operands)
-    return kept(_branches.switch, (branches,), (index, *operands))
+        return branches.switch(branches, index, *operands)
+    return kept(branches.switch, (branches,), (index, *operands))
 
 
 def _number(x: Any) -> Any:

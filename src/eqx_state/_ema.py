@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from ._errors import NotInitializedError
-from ._kinds._kinds import Buffer, is_kind, Parameter
-from ._state._init import check_ready
-from ._tree._base import is_eqx_module
-from ._tree._bind import bind_to_visits, check_filter, Filter, written
-from ._tree._compare import difference, is_hole, same_modes
-from ._tree._followers import AbstractFollower
-from ._tree._parts import Part
-from ._tree._select import update
-from ._tree._show import show
-from ._tree._walk import copy_tree, is_numpy, leaves, Visit
+from ._errors import NotInitializedError, show
+from ._kinds.kinds import Buffer, is_kind, Parameter
+from ._state.init import check_ready
+from ._tree.base import is_eqx_module
+from ._tree.compare import difference, is_hole, same_modes
+from ._tree.filters import bind_to_visits, check_filter, Filter, written
+from ._tree.parts import Part
+from ._tree.rules import AbstractFollower
+from ._tree.select import update
+from ._tree.walk import copy_tree, is_numpy, leaves, Visit
 from ._typing import PyTree
 
 

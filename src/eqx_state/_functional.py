@@ -6,14 +6,14 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
-from ._io._state_dict import by_name, put, shown, state_dict
-from ._kinds._kinds import Parameter, State
-from ._state._init import check_ready
-from ._state._scope import Scope
-from ._transforms._mutable import is_bound_method, thread
-from ._tree._filters import not_
-from ._tree._walk import is_array
-from ._tree._weak_types import to_strong
+from ._io.state_dict import by_name, put, shown, state_dict
+from ._kinds.kinds import Parameter, State
+from ._state.init import check_ready
+from ._state.scope import Scope
+from ._transforms.mutable import is_bound_method, thread
+from ._tree.dtypes import to_strong
+from ._tree.filters import not_
+from ._tree.walk import is_array
 from ._typing import PyTree
 
 

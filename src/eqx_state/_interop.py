@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._kinds._kinds import Rng, State
-from ._state._init import check_ready
-from ._state._scope import Scope
-from ._transforms._mutable import thread
-from ._tree._compare import is_hole
-from ._tree._filters import not_, trainable
-from ._tree._keys import reseed
-from ._tree._modes import train
-from ._tree._parts import parts
-from ._tree._select import filter, map, partition
-from ._tree._walk import map_leaves, modules_in
-from ._tree._weak_types import to_strong
+from ._kinds.kinds import Rng, State
+from ._state.init import check_ready
+from ._state.scope import Scope
+from ._transforms.mutable import thread
+from ._tree.compare import is_hole
+from ._tree.dtypes import to_strong
+from ._tree.filters import not_, trainable
+from ._tree.keys import reseed
+from ._tree.modes import train
+from ._tree.parts import parts
+from ._tree.select import filter, map, partition
+from ._tree.walk import map_leaves, modules_in
 from ._typing import PyTree
 
 

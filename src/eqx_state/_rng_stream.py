@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array
 
-from ._kinds._kinds import Rng
-from ._state._module import Module
-from ._tree._keys import as_key, next_keys
+from ._kinds.kinds import Rng
+from ._state.module import Module
+from ._tree.keys import as_key, next_keys
 
 
 class RngStream(Module):

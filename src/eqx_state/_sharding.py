@@ -7,12 +7,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._kinds._kinds import is_kind, OptState
-from ._state._init import check_initialized
-from ._tree._axis_names import followed_leaves, named_leaves, NamedLeaf, Names
-from ._tree._bind import written
-from ._tree._rules import choose
-from ._tree._walk import Visit
+from ._kinds.kinds import is_kind, OptState
+from ._state.init import check_initialized
+from ._tree.axis_names import followed_leaves, named_leaves, NamedLeaf, Names
+from ._tree.filters import written
+from ._tree.rules import choose
+from ._tree.walk import Visit
 
 
 _Tree = TypeVar("_Tree")

@@ -15,7 +15,7 @@ import pytest
 from jit_cases import X
 
 import eqx_state as es
-from eqx_state._jit._packing import LIMIT
+from eqx_state._jit.packing import LIMIT
 
 
 both = pytest.mark.parametrize("donate", [False, True])

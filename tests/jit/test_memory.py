@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import eqx_state as es
-from eqx_state._jit._options import Options
-from eqx_state._jit._programs import programs_of
+from eqx_state._jit.options import Options
+from eqx_state._jit.programs import programs_of
 
 
 X = jnp.array([1.0, 2.0, 3.0])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_state._jit._packing import Pack, Place
+from eqx_state._jit.packing import Pack, Place
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -22,8 +22,7 @@ import pytest
 from helpers import reuses_keys
 
 import eqx_state as es
-from eqx_state._jit._form_of import ArraySlot
-from eqx_state._jit._plan import builder, flattener, Mismatch, Unplannable
+from eqx_state._jit.plan import ArraySlot, builder, flattener, Mismatch, Unplannable
 
 
 class Pair(NamedTuple):

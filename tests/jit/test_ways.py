@@ -17,9 +17,9 @@ from helpers import reuses_keys, untouched
 from zoo import CASES, WITHOUT_GRADS
 
 import eqx_state as es
-from eqx_state._jit import _programs
-from eqx_state._jit._options import Options
-from eqx_state._jit._programs import programs_of
+from eqx_state._jit import programs as _programs
+from eqx_state._jit.options import Options
+from eqx_state._jit.programs import programs_of
 
 
 ONE = jnp.ones(())

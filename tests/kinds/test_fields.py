@@ -459,7 +459,7 @@ def test_a_name_that_is_missing_is_looked_for_once(base, monkeypatch):
     es.parts(many)  # reads the annotations
     looked = []
     monkeypatch.setattr(
-        "eqx_state._kinds._fields.parse", lambda *args: looked.append(args) or es.State
+        "eqx_state._kinds.fields.parse", lambda *args: looked.append(args) or es.State
     )
     es.parts([many] * 20)
     assert looked == []

@@ -22,8 +22,8 @@ import pytest
 from helpers import IS_FUZZ, untouched
 
 import eqx_state as es
-from eqx_state._jit import _programs
-from eqx_state._jit._options import Options
+from eqx_state._jit import programs as _programs
+from eqx_state._jit.options import Options
 
 
 THREADS = 16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_state as es
-from eqx_state._tree._compare import (
+from eqx_state._tree.compare import (
     difference_of_leaves,
     first_difference,
     same,

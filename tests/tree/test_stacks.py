@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_state as es
-from eqx_state._tree._stacks import layers_of
+from eqx_state._tree.parts import layers_of
 
 
 class Layer(es.Module):

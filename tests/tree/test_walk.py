@@ -15,12 +15,10 @@ import pytest
 from zoo import CASES
 
 import eqx_state as es
-from eqx_state._kinds._spec import Spec
-from eqx_state._tree._aliasing import find_shared
-from eqx_state._tree._children import children, map_children
-from eqx_state._tree._compare import identical, is_hole
-from eqx_state._tree._context import ROOT
-from eqx_state._tree._walk import kinds_of, leaves, map_leaves, walk
+from eqx_state._kinds.kinds import Spec
+from eqx_state._tree.compare import find_shared, identical, is_hole
+from eqx_state._tree.context import children, map_children, ROOT
+from eqx_state._tree.walk import kinds_of, leaves, map_leaves, walk
 
 
 ONE = jnp.ones(1)

@@ -21,16 +21,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import is_staged, manual_axes
-from .._state._scope import is_owned
-from .._transforms._closures import owned_in
-from .._transforms._mutable import is_bound_method
-from .._transforms._stand_ins import owned_copy
-from .._transforms._transform import Transform
-from .._tree._base import is_eqx_module
-from ._call import called_by, origins_of
-from ._options import Options
-from ._programs import Programs
+from .._state.scope import is_owned
+from .._transforms.lift import owned_copy, owned_in
+from .._transforms.mutable import is_bound_method
+from .._transforms.transform import Transform
+from .._tree.base import is_eqx_module
 from ._reads import Reads
+from .call import called_by, origins_of
+from .options import Options
+from .programs import Programs
 
 
 def kept(

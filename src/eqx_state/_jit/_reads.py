@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 import equinox as eqx
 
-from .._transforms._closures import ATOMS, models_in, owned_in, reach
-from .._tree._base import is_eqx_module
-from .._tree._walk import walk
-from ._call import origins_of
+from .._transforms.lift import ATOMS, models_in, owned_in, reach
+from .._tree.base import is_eqx_module
+from .._tree.walk import walk
+from .call import origins_of
 
 
 class Reads:

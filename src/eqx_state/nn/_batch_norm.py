@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._kinds._kinds import BatchStat, Parameter
-from .._state._module import Module
-from .._tree._base import get_place
-from .._tree._walk import name_of
+from .._kinds.kinds import BatchStat, Parameter
+from .._state.module import Module
+from .._tree.base import get_place
+from .._tree.walk import name_of
 
 
 class BatchNorm(Module):

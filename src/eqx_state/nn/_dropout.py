@@ -10,10 +10,10 @@ import jax.random as jr
 from jaxtyping import Array
 
 from .._compat import split_like
-from .._kinds._kinds import Rng
-from .._state._init import Initializer
-from .._state._module import Module
-from .._tree._keys import as_key, next_keys
+from .._kinds.kinds import Rng
+from .._state.init import Initializer
+from .._state.module import Module
+from .._tree.keys import as_key, next_keys
 
 
 class Dropout(Module):

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
+from .._errors import show
 from .._interop import labeled_index, strong_arrays, takes_key
-from .._kinds._kinds import BatchStat
-from .._state._module import Module
-from .._tree._base import has_inference, is_module
-from .._tree._compare import same
-from .._tree._show import show
-from .._tree._walk import leaves, map_leaves, Visit, walk
-from .._tree._weak_types import is_weak
+from .._kinds.kinds import BatchStat
+from .._state.module import Module
+from .._tree.base import has_inference, is_module
+from .._tree.compare import same
+from .._tree.dtypes import is_weak
+from .._tree.walk import leaves, map_leaves, Visit, walk
 from .._typing import KeyPath, PyTree
 
 

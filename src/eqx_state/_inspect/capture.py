@@ -1,0 +1,450 @@
+"""`es.capture`: the values that layers sow on the way, besides a model's output."""
+
+import functools as ft
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._errors import show
+from .._kinds.kinds import State
+from .._state.scope import Kinds, Scope, Sown
+from .._state.sow import Called, keep
+from .._transforms.grad import AbstractGrad
+from .._transforms.lift import why_not_called
+from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
+from .._transforms.transform import of_one, Transform, wrap
+from .._tree.base import is_eqx_module
+from .._tree.dtypes import fit_leaf, NUMBERS, same_type
+from .._tree.filters import compiled_glob
+from .._tree.observe import can_be_observed, Observer, OBSERVING, unmarked
+from .._tree.parts import parts, stacks_of
+from .._tree.select import modules
+from .._typing import PyTree
+
+
+# --- Which outputs `es.capture` keeps, and which it replaces: `outputs=`, `replace=`.
+
+
+class Outputs(Observer):
+    """Keeps the outputs of the modules that `which` selects."""
+
+    def __init__(self, which: Any, replace: Mapping[str, Any]):
+        self.selects = selector(which)
+        self.which, self.replace = which, replace
+        self.replaced: set[str] = set()
+        depth = sum(isinstance(x.observer, Outputs) for x in OBSERVING.get().values())
+        # Programs have what `replace` puts in the place of outputs as constants.
+        self.key = ("es.capture", depth, object() if replace else which)
+
+    def select(self, name: str, module: Any) -> tuple[str, bool] | None:
+        shows = self.selects(name, module)
+        return (name, shows) if shows or name in self.replace else None
+
+    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        name, shows = mark
+        out = call(*args, **kwargs)
+        if name in self.replace:
+            out = _replaced(name, self.replace[name], out)
+            self.replaced.add(name)
+        if shows:
+            keep(scope, Called(name), out)
+        return out
+
+    def check(self, model: PyTree) -> None:
+        names = callable_names(model, "es.capture")
+        for name in self.replace:
+            if name not in names:
+                raise ValueError(_UNKNOWN.format(name, _listed(names), _hint(model)))
+        is_glob = isinstance(self.which, str)
+        if is_glob and not any(self.selects(name, None) for name in names):
+            raise ValueError(_NO_MATCH.format(self.which, _listed(names), _hint(model)))
+
+    def check_replaced(self) -> None:
+        """Raise `ValueError` after the call if `replace` has had no effect."""
+        # Each call traces anew, since `key` is its own: whatever is called is seen.
+        for name in self.replace:
+            if name not in self.replaced:
+                raise ValueError(_NEVER_CALLED.format(name, name or "the model"))
+
+    def cannot_see(self, name: str, module: Any) -> None:
+        raise TypeError(_CANNOT_SEE.format(name, type(module).__qualname__))
+
+
+def callable_names(model: PyTree, what: str) -> list[str]:
+    """The names of the modules whose calls are seen.
+
+    `ValueError` if something else than modules was given.
+    """
+    names = [name for name, x in modules(model) if can_be_observed(x)]
+    if jtu.tree_leaves(model) and not names:
+        raise ValueError(_NO_MODULE.format(what, show(model)))
+    return names
+
+
+_MOST_NAMES: Final = 20
+
+
+def _hint(model: PyTree) -> str:
+    """Why there are no names with numbers for the layers of a stack."""
+    return _STACKED if any(map(stacks_of, parts(model))) else ""
+
+
+def _listed(names: list[str]) -> str:
+    """Names in a message, but not those of a thousand layers."""
+    shown = ", ".join(f'`"{name}"`' for name in names[:_MOST_NAMES])
+    return f"{shown or 'none'}{', ...' if len(names) > _MOST_NAMES else ''}"
+
+
+def selector(which: Any) -> Callable[[str, Any], bool]:
+    """Whether `outputs=which` selects a module."""
+    if which is None:
+        return lambda name, module: False
+    if isinstance(which, str):
+        pattern = compiled_glob(which)
+        return lambda name, module: pattern.fullmatch(name) is not None
+    classes = which if isinstance(which, tuple) else (which,)
+    if all(isinstance(cls, type) for cls in classes):
+        return lambda name, module: isinstance(module, classes)
+    if callable(which) and not is_eqx_module(which):
+        if why_not_called(which, "", None) is not None:
+            raise TypeError(_NOT_OF_TWO)
+        return lambda name, module: bool(which(name, module))
+    shown = f"{type(which).__name__}(...)" if is_eqx_module(which) else repr(which)
+    raise TypeError(_NO_SELECTION.format(shown))
+
+
+def _replaced(name: str, new: Any, out: Any) -> Any:
+    """The output that `replace=` puts in the place of `out`."""
+    if callable(new):
+        return new(out)
+    what = f"the output of `{name or 'the model'}`"
+    given, structure = jtu.tree_flatten(new)
+    leaves, expected = jtu.tree_flatten(out)
+    fits = structure == expected
+    if fits:
+        try:
+            given = [_as_output(x, y, what) for x, y in zip(given, leaves, strict=True)]
+        except ValueError:  # in the words for state: a float for integers, say
+            fits = False
+        fits = fits and all(map(same_type, leaves, given))
+    if not fits:
+        raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
+    return jtu.tree_unflatten(structure, given)
+
+
+def _as_output(new: Any, old: Any, what: str) -> Any:
+    """`new` with the dtype of `old` if it has none of its own; a number fills it."""
+    is_number = type(new) in NUMBERS
+    new = fit_leaf(old, new, what)
+    return jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
+
+
+def check_replace(replace: Any) -> None:
+    """Raise `TypeError` if `replace` is not a mapping from names."""
+    is_mapping = isinstance(replace, Mapping)
+    if replace is not None and not (
+        is_mapping and all(type(x) is str for x in replace)
+    ):
+        raise TypeError(_NO_REPLACEMENT.format(show(replace)))
+
+
+_NO_MODULE: Final = """`{0}` looks into the model, the first argument unless \
+`argnums=` names another, and that is `{1}` here. No module in it can be called, so \
+nothing would be seen. Pass the model; a function that closes over it hides it, and so \
+does a transform of JAX:
+
+    {0}(jax.vmap(model))(xs)                                      # wrong
+    {0}(es.vmap(model))(xs)                                       # right
+    {0}(lambda model, xs: jax.vmap(model)(xs))(model, xs)         # right"""
+
+_UNKNOWN: Final = """`es.capture(..., replace={{"{}": ...}})`: the model has no module \
+of this name that can be called. Names are given in full, and globs are for `outputs`. \
+The names are {}.{}"""
+
+_NEVER_CALLED: Final = """`es.capture(..., replace={{"{0}": ...}})`: `{1}` was never \
+called, so nothing took the place of its output. What counts is a call of the module \
+itself, `self.layer(x)`, and not of another method, nor the use of its arrays:
+
+    x @ self.layer.weight.T      # the layer is not called
+    self.layer(x)                # it is
+
+Name the module around it, or one that the model calls."""
+
+_NOT_OF_TWO: Final = """`es.capture(..., outputs=f)`: `f` is called with the name of a \
+module and the module, and returns a bool:
+
+    es.capture(model, outputs=lambda m: isinstance(m, Block))          # wrong
+    es.capture(model, outputs=lambda name, m: isinstance(m, Block))    # right"""
+
+_STACKED: Final = """ The layers of an `es.nn.Stacked` have one name, `blocks.layers`, \
+as one program runs them all; their outputs are stacked along an axis for the layers. \
+To replace what one of them returns, hold them in a list and call them in a loop: a \
+list loads the files of a stack."""
+
+_NO_MATCH: Final = """`es.capture(..., outputs="{}")` matches no module that can be \
+called. In this glob `*` stands for any characters and `?` for one. The names are \
+{}.{}"""
+
+_NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` is a module class \
+or a tuple of them, a glob on names such as `"layers*"`, or a function of `(name, \
+module)` that returns a bool."""
+
+_NO_REPLACEMENT: Final = """`es.capture(..., replace={})`: `replace` is a mapping from \
+names of modules, such as `"layers[0]"`, to values or functions of the output."""
+
+_OTHER_OUTPUT: Final = """`es.capture(..., replace=...)`: {} is `{}`, and a value in \
+its place has the same structure, shapes and dtypes. This is `{}`. Under a transform \
+that is the output of one call, in one lane or step. Convert the value; or give a \
+function of the output, which may return anything."""
+
+_CANNOT_SEE: Final = """`es.capture` cannot see the calls of `{}`, a `{}`: the \
+metaclass of this class forbids subclasses. Sow the output instead, `self.sow("name", \
+value)`, or leave the module out of `outputs`."""
+
+
+_M = TypeVar("_M", bound=eqx.Module)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M_co = TypeVar("_M_co", covariant=True)
+_F_co = TypeVar("_F_co", covariant=True)
+
+
+class _Capture(Transform):
+    replace: Any
+    outputs: Any = eqx.field(static=True)
+    kinds: Kinds = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
+    threads = True
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        __tracebackhide__ = True
+        observer = None
+        if self.outputs is not None or self.replace:
+            observer = Outputs(self.outputs, self.replace)
+        new_scope = ft.partial(Scope, self.kinds, captures=True, observer=observer)
+        f, bound, options = _without_partials(self.f)
+        if isinstance(f, AbstractGrad):
+            result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
+        else:
+            call = target(self.f, args, kwargs, self.argnums, "es.capture")
+            scope = new_scope()
+            result = thread(call.model, scope, call.run, call)
+            sown = scope.sown
+        found = _by_name(sown)
+        if observer is not None:
+            observer.check_replaced()
+            found = {name: unmarked(x, observer.key) for name, x in found.items()}
+        return result, found
+
+
+def _by_name(sown: Sown) -> dict[str, Any]:
+    """The values by name; several under one name are a tuple."""
+    found: dict[str, Any] = {}
+    for key, values in sown.items():
+        name = key.name if isinstance(key, Called) else key
+        if name in found:
+            raise ValueError(_BOTH.format(name))
+        found[name] = values[0] if len(values) == 1 else tuple(values)
+    return found
+
+
+def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What a partial calls, and the arguments that it adds. A bound method is one."""
+    args, kwargs = (), {}
+    while isinstance(f, (ft.partial, eqx.Partial)):
+        args, kwargs = (*f.args, *args), {**f.keywords, **kwargs}
+        f = f.func
+    return f, args, kwargs
+
+
+_BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \
+captured, and a value was sown under the same name. Sow it under another name."""
+
+_THREADED_ALREADY: Final = """
+`es.capture` threads the state itself, as `es.mutable` does. It was given a transform \
+that does the same on its own copy, so nothing that is sown would come out:
+
+    es.capture(es.mutable(model))(x)             # wrong
+    (y, model), sown = es.capture(model)(x)      # right
+
+    es.capture(es.jit(es.value_and_grad(loss)))(model, x)     # wrong
+    es.jit(es.capture(es.value_and_grad(loss)))(model, x)     # right
+"""
+
+_ARGNUMS_OF_GRAD: Final = """
+`es.capture({grad}(...), argnums={argnums})`: here `{grad}` threads the model, so it \
+takes `argnums=`:
+
+    es.capture({grad}(loss), argnums={argnums})     # wrong
+    es.capture({grad}(loss, argnums={argnums}))     # right
+"""
+
+
+def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
+    """Raise `TypeError` if `f` would run on its own copy, and sow nothing for us."""
+    f = _without_partials(f)[0]
+    if isinstance(f, AbstractGrad):
+        if argnums is not None:
+            text = _ARGNUMS_OF_GRAD.format(grad=f.name, argnums=argnums)
+            raise TypeError(text.strip())
+        return
+    while isinstance(f, Transform):
+        if f.threads:
+            raise TypeError(_THREADED_ALREADY.strip())
+        f = _without_partials(f.f)[0]
+
+
+class _Captured(Generic[_M_co, _F_co]):
+    """To a type checker, `capture(model)`: see `_Threaded` of `es.mutable`."""
+
+    def __call__(
+        self: "_Captured[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[tuple[_R, _M_co], dict[str, Any]]: ...
+
+
+@overload
+def capture(
+    f: _M,
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: None = None,
+) -> _Captured[_M, _M]: ...
+@overload
+def capture(
+    f: Callable[_P, _R],
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: int | None = None,
+) -> Callable[_P, tuple[tuple[_R, Any], dict[str, Any]]]: ...
+@overload
+def capture(
+    f: Callable[_P, _R],
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: tuple[int, ...],
+) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], dict[str, Any]]]: ...
+@of_one
+def capture(
+    f: Any,
+    *,
+    outputs: Any = None,
+    replace: Mapping[str, Any] | None = None,
+    kinds: Any = State,
+    argnums: int | tuple[int, ...] | None = None,
+) -> Any:
+    """`es.mutable(f)` that also returns values from inside: what modules sow, and the
+    outputs of modules that you name.
+
+    A layer calls `self.sow("attention", weights)`. Outside `es.capture` that does
+    nothing and costs nothing, so it may stay in the code. The output of a layer needs
+    no code in the layer: `outputs=eqx.nn.Linear`.
+
+    **Arguments:**
+
+    - `f`, `kinds`, `argnums`: as for [`es.mutable`][eqx_state.mutable]; `f` may also be
+        an `es.value_and_grad` or an `es.grad`.
+    - `outputs`: the modules whose outputs are wanted, those of every call of their
+        `__call__`. A module class or a tuple of them; a glob on names, in which `*`
+        stands for any characters and `?` for one, `"layers[*].attention"`; or a
+        function of `(name, module)` that returns a bool. The name of the root is `""`.
+        There need not be a module of a class.
+    - `replace`: a mapping from names of modules to what the rest of the model sees in
+        place of their outputs: a value, or a function of the output. A value has the
+        structure, shapes and dtypes of the output (under a transform, of the output of
+        one lane or step), and a number fills it. The module itself still runs.
+
+    **Returns:**
+
+    A function of the same arguments that returns `((output, new_model), found)`; for
+    `es.value_and_grad(loss)`, `(((loss, new_model), grads), found)`. `found` is a
+    dictionary. The name of an output is that of its module, `"layers[0]"`; to what is
+    sown the name of the value is added, `"layers[0].attention"`. Several values under
+    one name come as a tuple. Under `es.vmap`, `es.scan` and plain `jax.vmap` the values
+    of all lanes or steps are stacked along a new first axis; they come out of `es.jit`,
+    `es.checkpoint` and an inner `es.value_and_grad` unchanged. With `replace`, `found`
+    has what was put in the place of the output.
+
+    A copy that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(
+    self.layer)`, an inner `es.mutable`) sows nothing; its outputs are found.
+
+    While it runs, a module that is selected is an instance of a subclass of its class,
+    which knows its name. The functions of `es`, an `es.Optimizer` among them, take such
+    a tree and an ordinary one together. `jax.tree.map`, and so plain optax, does not;
+    nor does it stack two selected layers.
+
+    **Raises:**
+
+    - `ValueError`: something was found in a step of `es.while_loop` or `es.fori_loop`,
+        or only in some branches of `es.cond` or `es.switch`; `replace` has a name that
+        no module has, or whose module was not called, or a value that does not fit;
+        `outputs` is a glob that matches no
+        module; an output and a sown value have the same name.
+    - `es.TraceError`: something was sown inside a plain JAX transform; a module was
+        called inside one other than `jax.vmap`.
+    - `TypeError`: a value is not a pytree of arrays; or `f` is already an `es.mutable`,
+        or a gradient inside another transform. Otherwise as `es.mutable`.
+
+    It follows `sow` and `capture_intermediates` of Flax Linen, and the hooks of
+    PyTorch.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Layer(es.Module):
+            scale: es.Parameter
+
+            def __call__(self, x):
+                x = self.scale * x
+                self.sow("mean", jnp.mean(x))
+                return x
+
+
+        class Net(es.Module):
+            layers: list[Layer]
+
+            def __call__(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+
+
+        net = Net([Layer(2.0), Layer(3.0)])
+        xs = jnp.array([[1.0, 3.0], [5.0, 7.0]])
+        (ys, net), sown = es.capture(es.vmap(net))(xs)
+        assert list(sown) == ["layers[0].mean", "layers[1].mean"]
+        assert sown["layers[0].mean"].tolist() == [4.0, 12.0]
+
+        _, found = es.capture(es.vmap(net), outputs="layers[?]")(xs)
+        assert found["layers[1]"].tolist() == [[6.0, 18.0], [30.0, 42.0]]
+
+        patch = {"layers[0]": jnp.zeros_like}
+        (ys, _), found = es.capture(es.vmap(net), outputs=Net, replace=patch)(xs)
+        assert (found[""] == 0).all() and (ys == 0).all()
+        ```
+    """
+    argnums = as_argnums(argnums, "es.capture")
+    _check_sees_the_model(f, argnums)
+    selector(outputs)  # for its error
+    check_replace(replace)
+    return wrap(
+        _Capture,
+        f,
+        replace=dict(replace or {}),
+        outputs=outputs,
+        kinds=as_kinds(kinds, "es.capture"),
+        argnums=argnums,
+    )

@@ -1,0 +1,222 @@
+"""Small arrays as parts of a few buffers.
+
+The host's cost of a compiled call is a few microseconds for each array that goes in or
+comes out, however small. So between calls the small arrays of a carry lie end to end in
+one buffer for each dtype and place, and the program itself takes them apart.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array
+
+from .._tree.dtypes import is_weak, to_strong
+
+
+# Larger arrays gain nothing: to take one out of a buffer and to put it back takes
+# longer than the host needs for one array.
+LIMIT: Final = 4096  # bytes
+
+
+class Place(NamedTuple):
+    """What the arrays of one buffer have in common."""
+
+    dtype: Any
+    sharding: Any
+    is_committed: bool
+
+
+class Pack(NamedTuple):
+    """One buffer: where it is, and which arrays of which shapes lie in it."""
+
+    place: Place
+    numbers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """The buffer, in a trace."""
+        flat = [lax.reshape(arrays[i], (arrays[i].size,)) for i in self.numbers]
+        buffer = lax.concatenate(flat, 0)
+        if isinstance(self.place.sharding, NamedSharding):
+            # Otherwise XLA might spread the new buffer over the devices.
+            return lax.with_sharding_constraint(buffer, self.place.sharding)
+        return buffer
+
+    def split(self, buffer: Array) -> list[Array]:
+        """The arrays, in a trace.
+
+        The obvious way is a slice for each. But XLA compiles a slice together with what
+        uses it, offset included: where fifty layers that are alike take slices at fifty
+        offsets, XLA on a CPU compiles fifty kernels in place of one, which takes two to
+        three times as long in all. Indices are an operand of the kernel, and no part of
+        it. (On other devices reading by indices may be slow, so there it is slices.)
+        """
+        device = next(iter(self.place.sharding.device_set))
+        arrays, start = [], 0
+        for shape in self.shapes:
+            end = start + _size(shape)
+            if device.platform == "cpu":
+                which = np.arange(start, end, dtype=np.int32).reshape(*shape, 1)
+                arrays.append(lax.gather(buffer, which, _EACH, (1,), mode=_IN_BOUNDS))
+            else:
+                arrays.append(lax.reshape(buffer[start:end], shape))
+            start = end
+        return arrays
+
+    def join_now(self, arrays: Sequence[Array]) -> Array:
+        """The buffer, outside of a trace."""
+        # On the host, since a program of hundreds of arrays would have to be compiled.
+        parts = jax.device_get([arrays[i] for i in self.numbers])
+        buffer = np.concatenate([np.ravel(part) for part in parts])
+        (new,) = _put([buffer], self.place.sharding, self.place.is_committed)
+        return new
+
+    def split_now(self, buffer: Array) -> list[Array]:
+        """The arrays, outside of a trace: copies, where the buffer is now."""
+        ends = np.cumsum([_size(shape) for shape in self.shapes])
+        # A copy, because the array of the host may be a view of the buffer.
+        parts = np.split(jax.device_get(buffer).copy(), ends[:-1])
+        parts = [x.reshape(s) for x, s in zip(parts, self.shapes, strict=True)]
+        return _put(parts, buffer.sharding, buffer.committed)
+
+
+_EACH: Final = lax.GatherDimensionNumbers(
+    offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,)
+)
+_IN_BOUNDS: Final = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape))
+
+
+def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Array]:
+    if is_committed:  # as an array on several devices is
+        return jax.device_put(values, sharding)
+    # JAX moves an array that is not committed to where others are; it has to stay so.
+    (device,) = sharding.device_set
+    with jax.default_device(device):
+        return jax.device_put(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a carry lie between calls: packed, or as they are.
+
+    - `places`, `shapes`: of each array; no place is one that is not packed.
+    - `keys`: the implementation of each that has typed keys, else `None`.
+    - `weak`: the numbers of those that are weakly typed, and so not packed either.
+    """
+
+    places: tuple[Place | None, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    keys: tuple[Any, ...]
+    weak: tuple[int, ...]
+
+    @staticmethod
+    def of(arrays: Sequence[Array]) -> "Layout":
+        """The layout for arrays that are not traced."""
+        return Layout(
+            tuple(map(_place, arrays)),
+            tuple(x.shape for x in arrays),
+            tuple(jr.key_impl(x) if _is_key(x) else None for x in arrays),
+            tuple(i for i, x in enumerate(arrays) if is_weak(x)),
+        )
+
+    @ft.cached_property
+    def packs(self) -> list[Pack]:
+        found: dict[Place, list[int]] = {}
+        for i, place in enumerate(self.places):
+            if place is not None and i not in self.weak:
+                found.setdefault(place, []).append(i)
+        # A slice of the whole buffer *is* the buffer: whoever donates one of them has
+        # deleted the other. So none holds one array alone.
+        return [
+            Pack(place, tuple(numbers), tuple(self.shapes[i] for i in numbers))
+            for place, numbers in found.items()
+            if len(numbers) > 1
+        ]
+
+    @ft.cached_property
+    def kept(self) -> list[int]:
+        """The numbers of the arrays that are not packed."""
+        packed = {i for pack in self.packs for i in pack.numbers}
+        return [i for i in range(len(self.places)) if i not in packed]
+
+    def names(self, of_arrays: Sequence[str]) -> list[str]:
+        """The name of each array that is held, given those of the arrays."""
+        packs = [[of_arrays[i] for i in pack.numbers] for pack in self.packs]
+        return [*map(_one_of, packs), *(of_arrays[i] for i in self.kept)]
+
+    def after(self, arrays: Sequence[Array]) -> tuple["Layout", list[Array]]:
+        """The layout for what a step has computed, and its arrays as they are kept.
+
+        A strong type stays one. A weak type may become strong, as under `jax.jit`.
+        """
+        weak = tuple(i for i in self.weak if is_weak(arrays[i]))
+        strong = [x if i in weak else to_strong(x) for i, x in enumerate(arrays)]
+        is_same = weak == self.weak
+        return self if is_same else dataclasses.replace(self, weak=weak), strong
+
+    def pack(
+        self, arrays: Sequence[Array], join: Callable[..., Array] = Pack.join
+    ) -> list[Array]:
+        """What is held."""
+        joined = [join(pack, arrays) for pack in self.packs]
+        # Typed keys are held as their data: with any other array than its own among
+        # the arguments or the results, JAX leaves its quick way for all of them.
+        kept = [arrays[i] for i in self.kept]
+        return joined + [jr.key_data(x) if _is_key(x) else x for x in kept]
+
+    def unpack(
+        self, held: Sequence[Array], split: Callable[..., list[Array]] = Pack.split
+    ) -> list[Array]:
+        """The arrays."""
+        rest = iter(held)
+        arrays = {
+            i: x
+            for pack in self.packs
+            for i, x in zip(pack.numbers, split(pack, next(rest)), strict=True)
+        }
+        for i, x in zip(self.kept, rest, strict=True):
+            impl = self.keys[i]
+            arrays[i] = x if impl is None else jr.wrap_key_data(x, impl=impl)
+        return [arrays[i] for i in range(len(self.places))]
+
+
+def _one_of(names: list[str]) -> str:
+    shown = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], "..."]
+    return " or ".join(shown)
+
+
+_MOST_NAMES: Final = 4
+
+
+def _is_key(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _place(x: Array) -> Place | None:
+    """The buffer in which an array may lie; `None` if it is kept as it is."""
+    sharding = x.sharding
+    if isinstance(sharding, NamedSharding):
+        # Other axes than these are part of the types that the function sees.
+        is_auto = set(sharding.mesh.axis_types) <= {AxisType.Auto}
+        is_whole = is_auto and sharding.is_fully_replicated
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    else:
+        is_whole = isinstance(sharding, SingleDeviceSharding)
+    default = next(iter(sharding.device_set)).default_memory().kind
+    is_here = x.sharding.memory_kind in (None, default)
+    is_small = not _is_key(x) and 0 < x.nbytes <= LIMIT
+    if is_whole and is_here and is_small:
+        return Place(x.dtype, sharding, x.committed)
+    return None

@@ -1,0 +1,127 @@
+"""Static values, hashable and told apart by type.
+
+To Python `1 == True == 1.0` and `0.0 == -0.0`, and a program that was traced for one of
+them is wrong for another.
+"""
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import equinox as eqx
+import jax.tree_util as jtu
+import numpy as np
+
+from .._tree.compare import same
+
+
+def typed(x: Any) -> Any:
+    """A hashable form of `x`: equal for values that are equal and of one type.
+
+    In it `nan` equals itself.
+    """
+    compare = type(x).__eq__  # a subclass may have one of its own
+    if type(x) in _ATOMS or (compare is object.__eq__ and is_hashable(x)):
+        return type(x), x
+    if compare in (tuple.__eq__, list.__eq__):
+        return type(x), tuple(map(typed, x))
+    if compare in (frozenset.__eq__, set.__eq__):
+        return type(x), frozenset(map(typed, x))
+    if compare in (dict.__eq__, collections.OrderedDict.__eq__):
+        factory = getattr(x, "default_factory", None)
+        return type(x), factory, tuple((typed(k), typed(v)) for k, v in x.items())
+    if compare is complex.__eq__:
+        return type(x), typed(x.real), typed(x.imag)
+    if isinstance(x, np.generic):
+        return type(x), x.tobytes()
+    if compare is float.__eq__:
+        return type(x), x.hex()
+    if (names := _compared_fields(type(x))) is not None:
+        return type(x), tuple(typed(getattr(x, name, None)) for name in names)
+    if not is_hashable(x):
+        return type(x), _ByEquality(x)
+    if compare is eqx.Module.__eq__:
+        leaves, treedef = jtu.tree_flatten(x)
+        return structure(treedef), tuple(map(typed, leaves))
+    return type(x), x
+
+
+# `==` tells values of these types apart. It does not for floats: `0.0 == -0.0`.
+_ATOMS: Final = frozenset({str, int, bool, type(None)})
+
+
+def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
+    """A treedef in a hashable form in which static values are told apart by type."""
+    nodes = []
+    todo = [treedef]  # no recursion: a tree may be deeper than Python's stack
+    while todo:
+        treedef = todo.pop()
+        if (data := treedef.node_data()) is None:
+            nodes.append(_LEAF)
+            continue
+        cls, aux = data
+        # For a dict it is the list of keys, for an Equinox module a tuple of values.
+        if type(aux) in (list, tuple):
+            aux = type(aux), tuple(map(static, aux))
+        else:
+            aux = static(aux)
+        below = treedef.children()
+        nodes.append((cls, aux, len(below)))
+        todo += reversed(below)
+    return tuple(nodes)
+
+
+_LEAF: Final = "leaf"
+
+
+_compared: Final[weakref.WeakKeyDictionary[type, tuple[str, ...] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _compared_fields(cls: type) -> tuple[str, ...] | None:
+    """The fields by which a dataclass compares its instances.
+
+    `None` for any other class, and for a dataclass with an `__eq__` of its own. Nothing
+    on the class says whether `__eq__` was generated, so the code is compared.
+    """
+    if cls not in _compared:
+        owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
+        if "__dataclass_fields__" not in vars(owner):
+            return None
+        names = tuple(f.name for f in dataclasses.fields(owner) if f.compare)
+        generated = dataclasses.make_dataclass("_", names).__eq__
+        _compared[cls] = names if _same_code(generated, owner.__eq__) else None
+    return _compared[cls]
+
+
+def _same_code(f: Any, g: Any) -> bool:
+    codes = [getattr(h, "__code__", None) for h in (f, g)]
+    parts = ("co_code", "co_names", "co_consts")
+    return None not in codes and all(
+        getattr(codes[0], name) == getattr(codes[1], name) for name in parts
+    )
+
+
+def is_hashable(x: Any) -> bool:
+    """Whether `x` can be looked up."""
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+class _ByEquality:
+    """A static field without a hash. JAX allows it, and compares it by `==`."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __hash__(self) -> int:
+        return hash(type(self.x))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _ByEquality) and same(self.x, other.x)

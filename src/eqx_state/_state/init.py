@@ -1,0 +1,385 @@
+"""Lazy models: placeholders for values, and `init`, which draws them.
+
+A placeholder is an ordinary leaf of the pytree, so a lazy model has the structure of
+the final one wherever that is known already. Each value is drawn with a key that is
+folded from its path: the values do not depend on the order in which they are drawn, nor
+on what else is in the model.
+"""
+
+import copy
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Iterator
+from typing import Any, overload, TYPE_CHECKING, TypeVar
+
+import equinox as eqx
+import jax.random as jr
+import jax.tree_util as jtu
+
+from .._compat import boundary
+from .._errors import NotInitializedError
+from .._kinds.kinds import Parameter, State
+from .._tree.base import BaseModule, INIT_DONE, is_eqx_module, is_module, Placeholder
+from .._tree.compare import check_apart, check_not_shared
+from .._tree.context import children, Context, map_children, ROOT
+from .._tree.dtypes import strengthen
+from .._tree.keys import as_key, is_typed, key_at
+from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
+from .._typing import KeyPath
+from .collect import enter, given_back, leave, Snapshot
+from .scope import Scope
+from .write import explain
+
+
+_T = TypeVar("_T")
+_Tree = TypeVar("_Tree")
+
+
+if TYPE_CHECKING:
+    from jaxtyping import PRNGKeyArray
+
+    class Initializer:
+        """A placeholder for the value `f(key)`, which `init` draws."""
+
+        # A type checker sees the value that it will be.
+        def __new__(cls, f: Callable[[PRNGKeyArray], _T], /) -> _T: ...  # type: ignore[misc]
+
+else:
+
+    class Initializer(Placeholder):
+        """A placeholder for the value `f(key)`, which `init` draws.
+
+        **Arguments:**
+
+        - `f`: takes a PRNG key; returns an array, a pytree, or a whole module. It is
+            called once, with a key that is folded from its path in the tree.
+
+        !!! example
+
+            ```python
+            import eqx_state as es
+            import jax.random as jr
+
+
+            class Scale(es.Module):
+                factor: es.Parameter
+
+                def __init__(self, size):
+                    self.factor = es.Initializer(lambda key: jr.normal(key, (size,)))
+
+
+            scale = Scale(3)
+            assert not scale.initialized
+            assert scale.init(42).factor.shape == (3,)
+            ```
+        """
+
+        __slots__ = ("f",)
+
+        def __init__(self, f):
+            if not callable(f):
+                raise TypeError(
+                    f"`es.Initializer` was given a `{type(f).__name__}`: it takes a"
+                    " function of a PRNG key, which `init` calls. A value that is there"
+                    " already needs no placeholder:\n\n"
+                    "    self.w = es.Initializer(jnp.ones(3))    # wrong\n"
+                    "    self.w = es.Initializer(lambda key: jr.normal(key, (3,)))\n"
+                    "    self.w = jnp.ones(3)"
+                )
+            self.f = f
+
+        def __repr__(self):
+            return "Initializer"
+
+        def _raise(self, *args, **kwargs):
+            raise NotInitializedError(
+                "This is an `es.Initializer`, a placeholder for a value. Draw the"
+                " values first: `model = model.init(42)`."
+            )
+
+        # Using it as an array or as a layer raises our error. `dtype` is there because
+        # JAX looks it up on what it is given.
+        dtype = shape = ndim = property(_raise, doc="There is none before `init`.")
+        __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
+        __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _raise
+
+
+@overload
+def lazy(cls: type[_T], /, *args: Any, **kwargs: Any) -> _T: ...
+@overload
+def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
+def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+    """A placeholder for the layer `cls(*args, key=key, **kwargs)`, which `init` makes.
+
+    **Raises:**
+
+    - `TypeError`: `cls` is a layer rather than its class, or a `key` was given.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+
+
+        class Net(es.Module):
+            linear: eqx.nn.Linear
+
+            def __init__(self, size):
+                self.linear = es.lazy(eqx.nn.Linear, size, 2)
+
+
+        assert Net(3).init(0).linear.weight.shape == (2, 3)
+        ```
+    """
+    if is_eqx_module(cls) or "key" in kwargs:
+        what = "a layer that is made already" if is_eqx_module(cls) else "a `key`"
+        raise TypeError(
+            f"`es.lazy` was given {what}. It takes a class and the arguments without"
+            " the key, and `init` makes the layer with a key of its own:\n\n"
+            "    es.lazy(eqx.nn.Linear(2, 3, key=key))        # wrong\n"
+            "    es.lazy(eqx.nn.Linear, 2, 3, key=key)        # wrong\n"
+            "    es.lazy(eqx.nn.Linear, 2, 3)                 # right"
+        )
+    return Initializer(ft.partial(_construct, cls, args, kwargs))
+
+
+def _construct(cls: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    return cls(*args, key=key, **kwargs)
+
+
+def _needs_module_init(module: BaseModule) -> bool:
+    overridden = type(module).module_init is not BaseModule.module_init
+    return overridden and not getattr(module, INIT_DONE)
+
+
+def missing(tree: Any) -> str | None:
+    """Describe what is not initialized yet; `None` if everything is."""
+    return _missing(walk(tree))
+
+
+def _missing(visits: list[Visit]) -> str | None:
+    for visit in visits:
+        if isinstance(visit.node, Initializer):
+            return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
+        if is_module(visit.node) and _needs_module_init(visit.node):
+            name = visit.name or type(visit.node).__qualname__
+            return f"`module_init` of `{name}` has not run"
+    return None
+
+
+def check_initialized(tree: Any) -> None:
+    """Raise `NotInitializedError` unless everything in `tree` is initialized."""
+    check_none_missing(walk(tree))
+
+
+def check_ready(tree: Any) -> None:
+    """Raise if a model is not initialized, or has one stateful module in two places."""
+    visits = walk(tree)
+    check_none_missing(visits)
+    check_apart(visits)
+
+
+def check_none_missing(visits: list[Visit]) -> None:
+    """`check_initialized`, for the visits of a walk."""
+    if (what := _missing(visits)) is not None:
+        raise NotInitializedError(
+            f"The model is used before it is initialized: {what}. Draw the values"
+            " first; `init` returns a new model:\n\n    model = model.init(42)"
+        )
+
+
+@boundary
+def init(
+    tree: _Tree,
+    key: Any,
+    *inputs: Any,
+    call: Callable[..., Any] | None = None,
+) -> _Tree:
+    """`tree` with every placeholder drawn and every `module_init` run.
+
+    All `es.Initializer`s are drawn first. Then `module_init(self, key)` runs for every
+    `es.Module` that overrides it, children before parents, and once in a module's life.
+    Values that are initialized already are kept.
+
+    **Arguments:**
+
+    - `tree`: a model, or any pytree of them.
+    - `key`: a PRNG key, or an integer seed. Each value's key is folded from its path,
+        so that a new layer changes no other layer's values.
+    - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
+        and may assign fields that are still missing: their shapes can come from the
+        inputs. Such a field keeps the last value that it gets, also if it is state. All
+        other writes are discarded. Loops run one extra step, and `cond` runs both
+        branches, so that everything is made.
+    - `call`: what to run instead of the model itself: a function of the model and the
+        inputs.
+
+    **Raises:**
+
+    - `TypeError`: `key` is neither a key nor an integer, or the tree is not callable
+        and there is no `call`.
+    - `ValueError`: one stateful module is in two places of the tree; layers of a stack
+        or of an ensemble are to take shapes from the inputs (initialize the layers, and
+        stack them then).
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+        import jax.random as jr
+
+
+        class Dense(es.Module):
+            size: int
+            weight: es.Parameter | None = None
+
+            def __call__(self, x):
+                if self.initializing and self.weight is None:
+                    shape = (self.size, x.shape[-1])
+                    self.weight = es.Initializer(lambda key: jr.normal(key, shape))
+                return self.weight @ x
+
+
+        dense = Dense(5).init(42, jnp.ones(3))
+        assert dense.weight.shape == (5, 3)
+        ```
+    """
+    key = as_key(key)
+    check_not_shared(tree)
+    tree = _run_hooks(tree, key)
+    if not inputs and call is None:
+        return tree
+    run = _default_call if call is None else call
+    if call is None and not callable(tree):
+        raise TypeError(
+            f"`init(key, *inputs)` runs the forward pass, and a `{type(tree).__name__}`"
+            " cannot be called. Say what to run: `init(key, x, call=lambda model, x:"
+            " model.encode(x))`."
+        )
+    # The forward pass draws from clones of the keys. The model keeps its own keys and
+    # will draw from them later, which `jax_debug_key_reuse` would take for reuse.
+    cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
+    after = _in_scope(cloned, key, lambda private: run(private, *inputs))
+    tree = copy_tree(tree)
+    for path, value in list(_made(tree, after)):
+        tree = _put_in(tree, path, value)
+    return _run_hooks(tree, key)
+
+
+def as_initialized(tree: Any) -> Any:
+    """`tree`, or if it is not initialized, the shapes that it has after `init`."""
+    return tree if missing(tree) is None else eqx.filter_eval_shape(init, tree, 0)
+
+
+def _default_call(model: Any, *inputs: Any) -> Any:
+    return model(*inputs)
+
+
+def _run_hooks(tree: Any, key: Any) -> Any:
+    """Draw Initializers and run hooks until none is left: either may add new ones."""
+    while missing(tree) is not None:
+        tree = draw(tree, key)
+        tree = _in_scope(tree, key, lambda private: _call_hooks(private, key))
+    return tree
+
+
+def _call_hooks(tree: Any, key: Any) -> None:
+    pending = [v for v in modules_in(tree) if _needs_module_init(v.node)]
+    for visit in sorted(pending, key=lambda v: -len(v.path)):
+        object.__setattr__(visit.node, INIT_DONE, True)
+        name = name_of((*visit.path, jtu.GetAttrKey("module_init()")))
+        visit.node.module_init(key_at(key, name))
+
+
+class InitScope(Scope):
+    """The scope of `init`: any field may be written, and the structure may change.
+
+    A written Initializer is drawn at once.
+    """
+
+    is_initializing = True
+
+    def __init__(self, key: Any):
+        super().__init__((State, Parameter))
+        self.key = key
+
+    def inner(self) -> "InitScope":
+        return InitScope(self.key)
+
+    def allows(self, kind: type | None) -> bool:
+        return True
+
+    def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
+        return draw(value, self.key, path, context)
+
+
+def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
+    """`tree` after `run`, which may assign any field of any `es.Module` in it."""
+    given = Snapshot.of(tree)
+    with InitScope(key) as scope:
+        owned, _ = enter(given, scope)
+        try:
+            run(owned.tree)
+        except dataclasses.FrozenInstanceError as error:
+            explain(error)
+            raise
+        _, (after,) = leave(None, [owned])
+    return given_back(given, owned, after)
+
+
+def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
+    """`tree` with a value in place of each Initializer, also inside drawn values."""
+    visits = [v for v in walk(tree, path, context) if v.is_leaf]
+    if not any(isinstance(v.node, Initializer) for v in visits):
+        return tree
+    new = []
+    for visit in visits:
+        value = visit.node
+        if isinstance(value, Initializer):
+            value = value.f(key_at(key, visit.name))
+            if visit.context.owner is not None:
+                if issubclass(visit.context.owner, BaseModule):
+                    value = strengthen(value, visit.context.spec)
+            value = draw(value, key, visit.path, visit.context)
+        new.append(value)
+    return jtu.tree_unflatten(jtu.tree_structure(tree), new)
+
+
+def _made(before: Any, after: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The parts of `after`, by path, where `before` has `None` or something empty."""
+    if not walk(before):
+        if jtu.tree_structure(before) != jtu.tree_structure(after):
+            yield path, after
+    elif type(before) is type(after):
+        old, new = _below(before), _below(after)
+        keys = {**old, **new} if isinstance(before, dict) else old
+        for key in keys:
+            yield from _made(old.get(key), new.get(key), (*path, key))
+
+
+def _below(x: Any) -> dict[Any, Any]:
+    """The children of `x` by key, including the static fields of a module."""
+    if is_eqx_module(x):
+        return {jtu.GetAttrKey(name): x.__dict__[name] for name in x.__dict__}
+    return dict(children(x) or ())
+
+
+def _put_in(tree: Any, path: KeyPath, value: Any) -> Any:
+    """`tree` with `value` at `path`; modules are written in place."""
+    # `eqx.tree_at` would not do: it only reaches nodes of the pytree, while the path
+    # may lead to a static field, or to a key that a dict does not have yet.
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if is_eqx_module(tree):
+        new = _put_in(tree.__dict__[key.name], rest, value)
+        object.__setattr__(tree, key.name, new)
+        return tree
+    if isinstance(tree, dict) and isinstance(key, jtu.DictKey):
+        filled = copy.copy(tree)  # keeps the factory of a `defaultdict`
+        filled[key.key] = _put_in(tree.get(key.key), rest, value)
+        return filled
+    return map_children(lambda k, x: _put_in(x, rest, value) if k == key else x, tree)

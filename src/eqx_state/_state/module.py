@@ -1,0 +1,467 @@
+"""`es.Module`: an Equinox module whose annotations say what its fields are.
+
+It is a frozen dataclass and a pytree like any other `eqx.Module`. Only one thing is
+new: in a scope, an assignment goes to `_write.py` instead of raising. Everything else
+here forwards to a function of the same name, which takes any pytree.
+"""
+
+import contextvars
+import dataclasses
+import functools as ft
+import itertools
+from collections.abc import Callable
+from typing import Any, Final, Self, TYPE_CHECKING
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._compat import boundary, is_in_trace, own_annotations
+from .._errors import TraceError
+from .._kinds.annotations import remember_statement
+from .._kinds.fields import ArrayDefault, declarations, is_class_var, own_default
+from .._kinds.kinds import (
+    BatchStat,
+    Buffer,
+    is_kind,
+    Kind,
+    kind_name,
+    OptState,
+    Parameter,
+    Rng,
+    State,
+    TreePart,
+)
+from .._state import init, module
+from .._tree import modes, select
+from .._tree.base import (
+    BaseModule,
+    FLAGS,
+    forget_cached,
+    get_place,
+    INFERENCE,
+    own_data,
+)
+from .._tree.compare import check_not_shared
+from .._tree.dtypes import strengthen_field
+from .._tree.filters import Filter
+from .._tree.walk import is_array, leaves
+from .scope import is_in_backward_rule
+from .sow import sow
+from .write import frozen_error, no_field_message, trace_message, write
+
+
+# --- A module as an interactive tree in a notebook, every array marked with its kind.
+#
+# [treescope](https://treescope.readthedocs.io) draws the tree. It is an optional
+# dependency, and is imported only when a module is drawn.
+
+
+# The colors lie behind black text, on a white or on a black page.
+_COLORS: Final[dict[type, str]] = {
+    Parameter: "#8ab8ff",
+    Buffer: "#b8bec8",
+    BatchStat: "#7fd69b",
+    Rng: "#ffbf69",
+    OptState: "#f2a0a0",
+    State: "#cba6f7",
+    TreePart: "#8fd6d6",
+}
+_BAR: Final = "border-left: 0.6ch solid {}; padding-left: 0.4ch;"
+_BADGE: Final = (
+    "color: black; background-color: {}; border-radius: 0.6em; padding: 0 0.6ch;"
+    " font-size: 0.85em;"
+)
+
+# The path of the outermost module, which marks all arrays below it, and their kinds by
+# path.
+_outermost: contextvars.ContextVar[tuple[str, dict[str, Kind]] | None] = (
+    contextvars.ContextVar("_outermost", default=None)
+)
+
+
+def html(module: Any) -> str | None:
+    """The HTML of a module for a notebook; `None` without treescope."""
+    try:
+        import treescope
+    except ImportError:
+        return None
+    return treescope.render_to_html(module)
+
+
+def render(module: BaseModule, path: str | None, subtree_renderer: Any) -> Any:
+    """The rendering of a module that treescope asks for.
+
+    `path` says where the module is, and may be `None`. `subtree_renderer` draws the
+    value of a field.
+    """
+    import treescope
+
+    if path is None or _outermost.get() is not None:
+        return _constructor(module, path, subtree_renderer)
+    kinds = {path + jtu.keystr(v.path): v.kind for v in leaves(module)}
+    known = {where: kind for where, kind in kinds.items() if kind is not None}
+    renderer = treescope.active_renderer.get().extended_with(
+        wrapper_hooks=[ft.partial(_mark, known)]
+    )
+    token = _outermost.set((path, known))
+    try:
+        return renderer.to_foldable_representation(module, root_keypath=path)
+    finally:
+        _outermost.reset(token)
+
+
+def _constructor(module: BaseModule, path: str | None, subtree_renderer: Any) -> Any:
+    from treescope import rendering_parts
+
+    fields = [f for f in dataclasses.fields(module) if f.repr]
+    flags = {"training": not module.training, "frozen": module.frozen}
+    return rendering_parts.build_foldable_tree_node_from_children(
+        prefix=rendering_parts.render_dataclass_constructor(module),
+        children=rendering_parts.build_field_children(
+            module,
+            path,
+            subtree_renderer,
+            [*fields, *(name for name, is_unusual in flags.items() if is_unusual)],
+        ),
+        suffix=")",
+        path=path,
+        first_line_annotation=_legend(path),
+        child_type_single_and_plural=("field", "fields"),
+    )
+
+
+def _legend(path: str | None) -> Any:
+    """The kinds that occur, for the first line of the outermost module."""
+    from treescope import rendering_parts
+
+    where, kinds = _outermost.get() or (None, {})
+    if path != where or not kinds:
+        return None
+    names = [[_name(kind), " "] for kind in dict.fromkeys(kinds.values())]
+    return rendering_parts.siblings(_hash(), *itertools.chain(*names))
+
+
+def _name(kind: Kind) -> Any:
+    from treescope import rendering_parts
+
+    text = rendering_parts.text(kind.__name__)
+    return rendering_parts.custom_style(text, _BADGE.format(_color(kind)))
+
+
+def _color(kind: Kind) -> str:
+    return next(_COLORS[base] for base in kind.__mro__ if base in _COLORS)
+
+
+def _hash() -> Any:
+    from treescope import rendering_parts
+
+    return rendering_parts.comment_color(rendering_parts.text("  # "))
+
+
+def _mark(kinds: dict[str, Kind], node: Any, path: str, node_renderer: Any) -> Any:
+    """A treescope hook that marks an array with a bar and the name of its kind."""
+    from treescope import rendering_parts
+
+    if path not in kinds or not is_array(node):
+        return NotImplemented
+    drawn, kind = node_renderer(node, path=path), kinds[path]
+    bar = _BAR.format(_color(kind))
+    return rendering_parts.RenderableAndLineAnnotations(
+        renderable=rendering_parts.custom_style(drawn.renderable, bar),
+        annotations=rendering_parts.siblings(drawn.annotations, _hash(), _name(kind)),
+    )
+
+
+if TYPE_CHECKING:
+    _computed = property
+else:
+
+    class _computed:
+        """A property that a field of the same name may replace."""
+
+        def __init__(self, f):
+            self.f = f
+            self.__doc__ = f.__doc__
+
+        def __get__(self, instance, owner=None):
+            return self if instance is None else self.f(instance)
+
+
+class _CachedProperty(ft.cached_property[Any]):
+    """A `functools.cached_property` that keeps its value outside of the pytree.
+
+    The value is not kept where it could become wrong: in a scope, where fields change,
+    and in a trace, because the module may outlive its tracers.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if get_place(instance) is not None or is_in_trace():
+            return self.func(instance)
+        cached = own_data(instance).cached
+        if self not in cached:
+            cached[self] = self.func(instance)
+        return cached[self]
+
+
+class Module(BaseModule):
+    """Base class for models with state. An ordinary frozen `equinox.Module`, plus:
+
+    - fields annotated with kinds (`es.Parameter`, `es.State`, …);
+    - the flags `training` and `frozen`, which are static, and so part of the treedef.
+        They start as `True` and `False`;
+    - in a scope opened by `es.mutable`, `self.field = value` writes state.
+
+    All methods forward to functions of the same name, which take any pytree. The
+    library itself only calls the functions, so a subclass may redefine any method.
+
+    `functools.cached_property` works. Its value belongs to one model; in a scope, and
+    under a transform of JAX, it is recomputed at each read.
+
+    In a field that declares a kind, a Python number, a bool or a weakly typed array
+    becomes a strongly typed array. Class defaults may be arrays; every instance gets
+    its own copy.
+
+    **Raises:**
+
+    - `TypeError`, when the class is made: a field named `training` or `frozen`, a union
+        of two kinds, a kind on a static field.
+    - `dataclasses.FrozenInstanceError`: a field was assigned outside a scope.
+    - `ValueError`, when an instance is made: one stateful module is in two places in
+        it.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            step: es.Parameter
+            count: es.State = 0.0
+
+            def __call__(self, x):
+                if self.training:
+                    self.count = self.count + self.step
+                return x + self.count
+
+
+        counter = Counter(jnp.array(2.0))
+        y, counter = es.mutable(counter)(1.0)
+        assert y == 3.0 and counter.count == 2.0
+        assert counter.eval()(1.0) == 3.0
+        ```
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_statement(cls)
+        annotations = own_annotations(cls)
+        for base, name in itertools.product(cls.__mro__, FLAGS):
+            if base is not BaseModule and (
+                name in base.__dict__ or name in own_annotations(base)
+            ):
+                raise TypeError(
+                    f"`{cls.__qualname__}.{name}`: this name is taken. Every"
+                    f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
+                    f" and `unfreeze` set. Choose another, such as `{name}_`."
+                )
+        for name, value in cls.__dict__.items():
+            if not is_kind(value) or is_class_var(annotations.get(name)):
+                continue
+            if (
+                value.__qualname__ != f"{cls.__qualname__}.{name}"
+            ):  # not a class made here
+                raise TypeError(
+                    f"`{cls.__qualname__}.{name}` is set to `{kind_name(value)}`, which"
+                    " is a kind, and kinds only have a meaning as annotations:"
+                    f" `{name}: {kind_name(value)}`. To hold it as a class attribute,"
+                    f" write `{name}: ClassVar = {kind_name(value)}`."
+                )
+        # Including those of mixins, which need not be pytrees themselves.
+        found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
+        for name, value in found.items():
+            if type(value) is ft.cached_property:
+                setattr(cls, name, _CachedProperty(value.func))
+        for name in annotations:
+            if is_class_var(annotations[name]):
+                continue
+            default = cls.__dict__.get(name)
+            if isinstance(default, dataclasses.Field):
+                setattr(cls, name, own_default(default))
+            elif eqx.is_array(default):
+                setattr(cls, name, own_default(dataclasses.field(default=default)))
+            elif name not in cls.__dict__ and name in Module.__dict__:
+                # A field may have the name of one of our methods.
+                setattr(cls, name, dataclasses.field())
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        self = super().__new__(cls, *args, **kwargs)
+        declared = declarations(cls)
+        # Here rather than in `__init__`, which a subclass may write itself: if that
+        # does not assign a field with a default, Equinox leaves the field out of the
+        # pytree.
+        for f in dataclasses.fields(cls):
+            default = f.default
+            if isinstance(f.default_factory, ArrayDefault):
+                default = f.default_factory()
+            elif f.name not in declared:
+                continue
+            if default is not dataclasses.MISSING:
+                object.__setattr__(self, f.name, _strong(f, cls, default))
+        return self
+
+    def __check_init__(self) -> None:
+        # This comes after Equinox has run the converters, whose results do not go
+        # through our `__setattr__`.
+        for name in declarations(type(self)):
+            if name in self.__dict__:
+                value = strengthen_field(type(self), name, self.__dict__[name])
+                object.__setattr__(self, name, value)
+        check_not_shared(self)
+        forget_cached(self)
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if (place := get_place(self)) is not None:
+                write(self, place, name, value)
+                return
+            forget_cached(self)
+            fields = {f.name: f for f in dataclasses.fields(self)}
+            if name in fields:
+                value = _strong(fields[name], type(self), value)
+            try:
+                super().__setattr__(name, value)
+            except dataclasses.FrozenInstanceError:
+                if name not in fields:
+                    # The annotation to suggest is that of the value to be drawn.
+                    message = no_field_message(self, name, init.as_initialized(value))
+                    raise dataclasses.FrozenInstanceError(message) from None
+                if is_in_backward_rule():
+                    where = f"{type(self).__qualname__}.{name}"
+                    raise TraceError(trace_message(None, where)) from None
+                raise frozen_error(self, name, value) from None
+
+        def __delattr__(self, name: str) -> None:
+            raise dataclasses.FrozenInstanceError(
+                f"Cannot delete `{type(self).__qualname__}.{name}`: the fields of a"
+                " module are its structure. Set it to `None` in a copy:"
+                " `model.replace(...)`."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # By default `copy.copy` and `pickle` call `__new__`, after which Equinox takes
+        # the copy for a module whose `__init__` still runs, and lets it be written.
+        if type(self).__reduce__ is not object.__reduce__:
+            return super().__reduce_ex__(protocol)
+        state: Any = dict(self.__dict__)
+        if type(self).__getstate__ is not object.__getstate__:
+            state = self.__getstate__()
+        return _rebuild, (type(self), state)
+
+    def __hash__(self) -> int:
+        # As in Equinox, but without the field that repeats the flag `training`.
+        names = [f.name for f in dataclasses.fields(self) if f.name != INFERENCE]
+        try:
+            return hash(tuple((name, getattr(self, name)) for name in names))
+        except TypeError:
+            raise TypeError(
+                f"unhashable type: a `{type(self).__qualname__}` with arrays. JAX's own"
+                " transforms hash what they call, and those of `es` do not:\n\n"
+                "    jax.checkpoint(self.layer)(x)                    # wrong\n"
+                "    es.checkpoint(self.layer)(x)                     # right\n"
+                "    jax.jit(lambda layer, x: layer(x))(layer, x)     # an argument"
+            ) from None
+
+    @_computed
+    def initialized(self) -> bool:
+        """Whether no `es.Initializer` is left and every `module_init` has run."""
+        return init.missing(self) is None
+
+    @_computed
+    def initializing(self) -> bool:
+        """Whether `init` is running: its forward pass, or a `module_init`."""
+        place = get_place(self)
+        return place is not None and place.scope.is_initializing
+
+    @_computed
+    def inference(self) -> Any:
+        """The value that `equinox.nn.inference_mode` replaces: true in eval mode."""
+        return self.__dict__[INFERENCE]
+
+    @boundary
+    def init(
+        self, key: Any, *inputs: Any, call: Callable[..., Any] | None = None
+    ) -> Self:
+        """`es.init` of this module."""
+        return init.init(self, key, *inputs, call=call)
+
+    def train(self, mode: bool = True) -> Self:
+        """`es.train` of this module."""
+        return modes.train(self, mode)
+
+    def eval(self) -> Self:
+        """`es.eval` of this module."""
+        return modes.eval(self)
+
+    def freeze(self, where: Callable[[Self], Any] | None = None) -> Self:
+        """`es.freeze` of this module."""
+        return modes.freeze(self, where)
+
+    def unfreeze(self, where: Callable[[Self], Any] | None = None) -> Self:
+        """`es.unfreeze` of this module."""
+        return modes.unfreeze(self, where)
+
+    def filter(self, *filters: Filter) -> Self:
+        """`es.filter` of this module."""
+        return select.filter(self, *filters)
+
+    def partition(self, *filters: Filter) -> tuple[Self, ...]:
+        """`es.partition` of this module."""
+        return select.partition(self, *filters)
+
+    def update(self, *partials: Any) -> Self:
+        """`es.update` of this module."""
+        return select.update(self, *partials)
+
+    def replace(self, **fields: Any) -> Self:
+        """Return a copy with these fields; an unknown name is a `TypeError`."""
+        return select.replace(self, **fields)
+
+    def sow(self, name: str, value: Any) -> None:
+        """Hand a value to `es.capture`, under this module's path and `name`.
+
+        The value is an array, a number, or a pytree of them. Outside `es.capture`
+        nothing happens.
+        """
+        sow(self, name, value)
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        return module.render(self, path, subtree_renderer)
+
+    @_computed
+    def _repr_html_(self) -> Any:
+        # Not a method: treescope appends to its own drawing what the `_repr_html_` of a
+        # class returns, so the tree would appear twice.
+        return ft.partial(module.html, self)
+
+
+def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
+    # The converter has to see the value that the user gave. Its result is made strong
+    # in `__check_init__`.
+    has_converter = f.metadata.get("converter") is not None
+    return value if has_converter else strengthen_field(cls, f.name, value)
+
+
+def _rebuild(cls: type, state: Any) -> Any:
+    self = object.__new__(cls)
+    # Looked up on the class: a user's `__getattr__` could fail on an instance that does
+    # not have its fields yet.
+    if (setstate := getattr(cls, "__setstate__", None)) is not None:
+        setstate(self, state)
+    else:
+        self.__dict__.update(state)
+    return self

@@ -1,0 +1,383 @@
+"""The mutable scope: which modules may be written, and for how long.
+
+A scope owns private copies of modules. Ownership is a `Place` that is stored beside the
+fields of each owned `es.Module`. There is no global stack of scopes: a module that has
+no `Place` cannot be written, whatever scope is open around the code.
+
+A scope remembers the trace in which it was opened. A write in another trace would leak
+that trace's tracers, and is an error.
+"""
+
+import contextlib
+import dataclasses
+import functools as ft
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, ClassVar, Final, Self
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._compat import trace_state
+from .._tree.base import (
+    BaseModule,
+    get_place,
+    is_eqx_module,
+    is_module,
+    OPEN_SCOPES,
+    set_place,
+)
+from .._tree.context import Context, ROOT
+from .._tree.dtypes import as_inside, fit
+from .._tree.observe import mark, Observer, OBSERVING
+from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
+from .._typing import KeyPath
+
+
+# --- `equinox.nn.Shared` inside a scope: its call returns the scope's own modules.
+#
+# `eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) in its
+# other places, and on each call builds the full tree with `eqx.tree_at`. That copies
+# every module in it, and a copy does not belong to the scope, so it could not be
+# written.
+#
+# So the instances in a private copy change their class to `OpenShared`. Its call
+# rebuilds only the containers and modules that lead to a hole, and uses everything
+# else as it is: a tied module is one object in all its places, and can be written
+# through any of them. When the scope is left, `closed_copy` changes the class back,
+# so that no one outside ever sees the subclass, and the treedef is the old one.
+
+
+@ft.cache
+def _hole_type() -> Any:
+    """The class of the placeholder for a tied node, which Equinox does not export."""
+    return type(eqx.nn.Shared("tied", lambda x: x, lambda x: x).pytree)
+
+
+def _is_hole(x: Any) -> bool:
+    return isinstance(x, _hole_type())
+
+
+def _is_whole(x: Any) -> bool:
+    return not any(map(_is_hole, jtu.tree_leaves(x, is_leaf=_is_hole)))
+
+
+class OpenShared(eqx.nn.Shared):
+    """An `eqx.nn.Shared` in a scope."""
+
+    def __call__(self) -> Any:
+        """The tree, with the tied nodes in all their places."""
+        # This is surprisingly subtle: `where` returns nodes, and does not say where in
+        # the tree it found them. So first each place gets a new hole, whose `id` then
+        # identifies the place. In both `tree_map`s the nodes without a hole below are
+        # leaves, and so are not copied.
+        tree = jtu.tree_map(
+            lambda x: _hole_type()() if _is_hole(x) else x,
+            self.pytree,
+            is_leaf=_is_whole,
+        )
+        holes, nodes = self.where(tree), self.get(self.pytree)
+        if _is_hole(holes):
+            holes, nodes = [holes], [nodes]
+        at = {id(hole): node for hole, node in zip(holes, nodes, strict=True)}
+        return jtu.tree_map(lambda x: at.get(id(x), x), tree, is_leaf=_is_whole)
+
+
+def open_shared(node: Any) -> None:
+    """Make `node` an `OpenShared` if it is an `eqx.nn.Shared` with `es.Module`s."""
+    if type(node) is eqx.nn.Shared and any(modules_in(node)):
+        object.__setattr__(node, "__class__", OpenShared)
+
+
+def closed_copy(tree: Any) -> Any:
+    """A copy that no scope owns, with Equinox's class in place of `OpenShared`."""
+    tree = copy_tree(tree)
+    for visit in walk(tree):
+        if isinstance(visit.node, OpenShared):
+            object.__setattr__(visit.node, "__class__", eqx.nn.Shared)
+    return tree
+
+
+Kinds = tuple[type, ...]
+
+
+def is_any_open() -> bool:
+    """Whether any scope is open; if not, no module is owned."""
+    return bool(OPEN_SCOPES)
+
+
+def is_open_here() -> bool:
+    """Whether this code runs inside a scope: one that this thread has opened."""
+    return threading.get_ident() in [*OPEN_SCOPES.values()]
+
+
+# While the backward rule of an `es.custom_vjp` runs: the scopes around it, by `id`.
+_AROUND_BACKWARD: Final[ContextVar[frozenset[int] | None]] = ContextVar(
+    "around_backward", default=None
+)
+
+
+@contextlib.contextmanager
+def backward_rule() -> Iterator[None]:
+    """Refuse writes meanwhile, but for those in scopes that are opened meanwhile."""
+    token = _AROUND_BACKWARD.set(frozenset(_open_here()))
+    try:
+        yield
+    finally:
+        _AROUND_BACKWARD.reset(token)
+
+
+def is_in_backward_rule(scope: "Scope | None" = None) -> bool:
+    """Whether a backward rule runs, which may not write to a module of this scope.
+
+    Nor to one that is in no scope, or in one that has closed; but where a scope was
+    opened in the rule, other errors know more.
+    """
+    around = _AROUND_BACKWARD.get()
+    if around is None:
+        return False
+    if scope is not None and scope.is_open:
+        return id(scope) in around
+    return around.issuperset(_open_here())
+
+
+def _open_here() -> list[int]:
+    here = threading.get_ident()
+    return [scope for scope, thread in [*OPEN_SCOPES.items()] if thread == here]
+
+
+# The paths of modules in the model of a scope, each with its path in the model of the
+# scope around it.
+Reports = tuple[tuple[KeyPath, KeyPath], ...]
+
+# The values that were sown, by name, and the outputs of calls, by `Called`. An
+# `OrderedDict` because JAX sorts the keys of a dict, and the order is a part of the
+# result.
+Sown = OrderedDict[Any, list[Any]]
+
+
+class Scope:
+    """Permission to write arrays of certain kinds, in one trace, until it is closed.
+
+    - `captures`: whether sown values are kept, in `sown`.
+    - `reports`: if sown values are for a scope around this one, their names there.
+    - `observer`: what sees the calls of modules, and may add to `sown`.
+    - `written`: the modules that were written, and the name of a field that was.
+    - `own_dtypes`: inside of a `cast`, the own dtype of each array that has another
+        one here, by path.
+    """
+
+    # Whether this is an `InitScope`, in which the structure may change.
+    is_initializing: ClassVar[bool] = False
+
+    def __init__(
+        self, kinds: Kinds, captures: bool = False, observer: Observer | None = None
+    ):
+        self.kinds = kinds
+        self.captures = captures
+        self.observer = observer
+        self.reports: Reports | None = None
+        self.sown: Sown = OrderedDict()
+        self.trace = trace_state()
+        self.is_open = True
+        self.written: dict[int, tuple[BaseModule, str]] = {}
+        self.own_dtypes: Mapping[KeyPath, Any] | None = None
+        self._lock = threading.RLock()
+        self._is_transformed = False
+        OPEN_SCOPES[id(self)] = threading.get_ident()
+
+    @contextlib.contextmanager
+    def alone(self, transform: bool) -> Iterator[None]:
+        """Keep other threads from writing and from running a transform in this scope.
+
+        Waits for the write of another thread; raises `RuntimeError` if the other thread
+        runs a transform.
+        """
+        # Why not simply wait? Waiting for a write is fine: it is short. But the
+        # function under a transform is the user's, and it may wait for this very thread
+        # (say, it joins it): then both would wait forever. The lock is reentrant, since
+        # transforms nest, and since their functions write.
+        while not self._lock.acquire(timeout=0.001):
+            if self._is_transformed:
+                raise RuntimeError(_OTHER_THREAD)
+        before, self._is_transformed = self._is_transformed, transform
+        try:
+            yield
+        finally:
+            self._is_transformed = before
+            self._lock.release()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what this code computes may be kept: it is in the scope's trace."""
+        return self.trace == trace_state() and not is_in_backward_rule(self)
+
+    def close(self) -> None:
+        """Refuse all writes from now on."""
+        self.is_open = False
+        # The modules lead back here through their places. Without the cycle they are
+        # freed at once, instead of by the garbage collector.
+        self.written.clear()
+        OPEN_SCOPES.pop(id(self), None)
+
+    def __enter__(self) -> Self:
+        if self.observer is not None:
+            observing = {**OBSERVING.get(), self.observer.key: self}
+            self._token = OBSERVING.set(observing)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.observer is not None:
+            OBSERVING.reset(self._token)
+        self.close()
+
+    def inner(self) -> "Scope":
+        """A scope like this one, for the trace of a transform inside it."""
+        new = Scope(self.kinds, self.captures, self.observer)
+        new.reports = self.reports
+        new.own_dtypes = self.own_dtypes
+        return new
+
+    @property
+    def signature(self) -> Any:
+        """Hashable; equal for scopes in which a call is traced alike."""
+        return (
+            self.kinds,
+            self.captures,
+            self.reports,
+            self.observer and self.observer.key,
+            None if self.own_dtypes is None else tuple(self.own_dtypes.items()),
+        )
+
+    def outward(self, path: KeyPath) -> KeyPath | None:
+        """The path under which a value is sown; `None` if no one wants it."""
+        if self.reports is None:
+            return path
+        for inside, outside in self.reports:
+            if path[: len(inside)] == inside:
+                return (*outside, *path[len(inside) :])
+        return None
+
+    def is_changing(self, kind: type | None) -> bool:
+        """Whether arrays of this kind are meant to change, and are not constants."""
+        return kind is not None and issubclass(kind, self.kinds)
+
+    def allows(self, kind: type | None) -> bool:
+        """Whether an array of this kind may be written; `None` for anything else."""
+        return self.is_changing(kind)
+
+    def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
+        """The value to store when `value` is written in the place of `old`."""
+        return fit(old, self.as_inside(old, value, path), name_of(path))
+
+    def as_inside(self, old: Any, new: Any, path: KeyPath) -> Any:
+        """`new` with the dtypes that `old` has inside of a `cast`, where they fit."""
+        if self.own_dtypes is None:
+            return new
+        own = self.own_dtypes
+        structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
+        if structures[0] != structures[1]:
+            return new
+        return jtu.tree_map_with_path(
+            lambda below, a, b: as_inside(a, b, own.get((*path, *below))),
+            old,
+            new,
+            is_leaf=is_eqx_module,
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class Watch:
+    """Some fields of a module, and which of them have been read."""
+
+    fields: frozenset[str]
+    read: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """The position of an owned module: in which scope, and where in its model.
+
+    While a transform runs, the module's contents are those of a trace. Only the thread
+    with the identifier `thread` may read them, and `watches` note which fields it
+    reads.
+    """
+
+    scope: Scope
+    path: KeyPath
+    context: Context
+    watches: tuple[Watch, ...] = ()
+    thread: int | None = None
+
+    def note_read(self, name: str) -> None:
+        """Note that an attribute, perhaps a field, was read while a transform runs."""
+        if self.thread != threading.get_ident():
+            raise RuntimeError(_OTHER_THREAD)
+        for watch in self.watches:
+            watch.read.add(name)
+
+    def note_all_read(self) -> None:
+        """Note that all fields were read: whoever has a copy may read any of them."""
+        for watch in self.watches:
+            watch.read |= watch.fields
+
+
+_OTHER_THREAD: Final = """Two threads are in one scope of `es.mutable`: while one of \
+them wrote, or ran a transform of `es`, the other used the same private copy. During a \
+transform its modules hold the values of a trace, which belongs to one thread. Use a \
+scope in one thread at a time, or give each thread a scope of its own:
+
+    threading.Thread(target=lambda: results.append(es.mutable(model)(x)))"""
+
+
+def own(
+    tree: Any, scope: Scope, path: KeyPath = (), context: Context = ROOT
+) -> list[Visit]:
+    """Give the modules of a private copy to a scope. Returns the visits of a walk."""
+    visits = walk(tree, path, context)
+    for visit in visits:
+        if not visit.is_leaf:
+            open_shared(visit.node)
+            if scope.observer is not None:
+                mark(visit.node, visit.name, scope.observer)
+            # Equinox's own modules have a place only to know the thread of an observer.
+            if is_module(visit.node) or scope.observer is not None:
+                set_place(visit.node, Place(scope, visit.path, visit.context))
+    return visits
+
+
+def is_owned(x: Any) -> bool:
+    """Whether `x` is an `es.Module` in a scope that is open."""
+    if not is_module(x):
+        return False
+    place = get_place(x)
+    return place is not None and place.scope.is_open
+
+
+def disown(tree: Any, visits: list[Visit]) -> Any:
+    """`tree` with a frozen snapshot in place of each module that a scope has owned.
+
+    `visits` are those of a walk of `tree`.
+    """
+
+    def owned(x: Any) -> bool:
+        if is_module(x):
+            return get_place(x) is not None
+        return isinstance(x, OpenShared)
+
+    if not any(owned(visit.node) for visit in visits if not visit.is_leaf):
+        return tree
+    return jtu.tree_map(
+        lambda x: closed_copy(x) if owned(x) else x, tree, is_leaf=owned
+    )
+
+
+@contextlib.contextmanager
+def alone(scopes: Iterable[Scope]) -> Iterator[None]:
+    """Keep other threads out of all these scopes."""
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope.alone(transform=True))
+        yield

@@ -1,0 +1,133 @@
+"""Values that leave a captured call beside its output: what modules sow and return.
+
+They are kept in the scope, by key. Each transform carries out of its trace what its
+inner scopes keep, as it does with what was written.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from .._compat import has_escaped, out_of_vmaps
+from .._errors import show, TraceError
+from .._tree.base import BaseModule, get_place
+from .._tree.dtypes import as_jax, is_numeric
+from .._tree.walk import is_numpy, name_of, walk
+from .._typing import PyTree
+from .scope import is_any_open, is_owned, Reports, Scope, Sown
+from .write import trace_message
+
+
+class Called(NamedTuple):
+    """The key of the outputs of a module's calls. What was sown has a string for it."""
+
+    name: str
+
+
+def in_words(key: Any, sown: str, called: str, *details: str) -> str:
+    """The message about what was kept under a key: one text for each sort."""
+    if isinstance(key, Called):
+        return called.format(key.name or "the model", *details)
+    return sown.format(key, *details)
+
+
+def sow(module: BaseModule, name: str, value: Any) -> None:
+    """Add a value to those that were sown in the scope, if it captures."""
+    place = get_place(module)
+    if place is None or not (place.scope.is_open and place.scope.captures):
+        return
+    if not isinstance(name, str):
+        names = type(module).__qualname__, type(name).__name__
+        raise TypeError(_NOT_A_NAME.format(*names))
+    path = place.scope.outward((*place.path, jtu.GetAttrKey(name)))
+    if path is not None:
+        keep(place.scope, name_of(path), value)
+
+
+def keep(scope: Scope, key: Any, value: Any) -> None:
+    """Add a pytree of arrays and numbers, of the active trace."""
+    leaves = jtu.tree_leaves(value)
+    if any(map(has_escaped, leaves)):
+        raise TraceError(in_words(key, _ESCAPED, _ESCAPED_CALL))
+    if not all(map(_is_sowable, leaves)):
+        raise TypeError(in_words(key, _NOT_ARRAYS, _NOT_ARRAYS_CALL, show(value)))
+    name = in_words(key, "{}", "the output of {}")
+    value = jtu.tree_map(
+        lambda x: x if isinstance(x, jax.Array) else as_jax(x, name), value
+    )
+    scope.sown.setdefault(key, []).extend(carried_out(scope, key, [value]))
+
+
+def carried_out(scope: Scope, key: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Values of the active trace as values of the scope's.
+
+    Outputs of a module's calls have a new first axis for each `jax.vmap` in between.
+    Any other transform of JAX in between is a `TraceError`.
+    """
+    if scope.is_here:
+        return values
+    is_called = isinstance(key, Called)
+    if is_called and (out := out_of_vmaps(values, scope.trace)) is not None:
+        return out
+    sown = trace_message(scope, "{}", verb="sow")
+    raise TraceError(in_words(key, sown, _CALLED_IN_A_TRACE))
+
+
+def deliver(scope: Scope, sown: Sown) -> None:
+    """Add what an inner scope has kept, now that its trace is over."""
+    for key, values in sown.items():
+        scope.sown.setdefault(key, []).extend(carried_out(scope, key, values))
+
+
+def reporting(model: PyTree) -> tuple[Scope, Reports] | None:
+    """The scope to which an inner one, on this model, reports what is sown.
+
+    It captures, and owns modules of the model. If there are several, it is the first.
+    """
+    if not is_any_open():
+        return None
+    visits = [v for v in walk(model, is_leaf=is_owned) if is_owned(v.node)]
+    owned = [(visit.path, get_place(visit.node)) for visit in visits]
+    scopes = [place.scope for _, place in owned if place.scope.captures]
+    if not scopes:
+        return None
+    scope = scopes[0]
+    paths = [(path, place.path) for path, place in owned if place.scope is scope]
+    names = [(inside, scope.outward(path)) for inside, path in paths]
+    return scope, tuple((path, name) for path, name in names if name is not None)
+
+
+def _is_sowable(x: Any) -> bool:
+    return is_numeric(x.dtype) if is_numpy(x) else eqx.is_array_like(x)
+
+
+_NOT_A_NAME: Final = """`{}.sow`: the name is not a string, but a `{}`. It comes \
+first: `self.sow('name', value)`."""
+
+_ESCAPED: Final = """Cannot sow `{}`: it is a tracer of a JAX transform that is over. \
+Sow it where it is computed, under the transform of `es`."""
+
+_ESCAPED_CALL: Final = """Cannot capture the output of `{}`: it is a tracer of a JAX \
+transform that is over. A module returns what it computes in the call, or values from \
+outside of the transform."""
+
+_NOT_ARRAYS: Final = """Cannot sow `{}`: arrays, numbers and pytrees of them come out \
+of a transform, and this is `{}`."""
+
+_NOT_ARRAYS_CALL: Final = """Cannot capture the output of `{}`: arrays, numbers and \
+pytrees of them come out of a transform, and this is `{}`. Leave the module out: \
+`outputs=lambda name, module: ...` selects as you like."""
+
+_CALLED_IN_A_TRACE: Final = """Cannot capture the output of `{}` here: it was called \
+inside a JAX transform, and the value is a tracer, which would leak. `jax.vmap` is \
+fine: its lanes are stacked. Elsewhere use the transform of `es`, which carries \
+captured outputs out and is called like its namesake in JAX:
+
+    jax.checkpoint(lambda x: self.layer(x))(x)    # wrong
+    es.checkpoint(lambda x: self.layer(x))(x)     # right
+
+Likewise `es.jit`, also for `eqx.filter_jit`, `es.scan`, `es.cond`, `es.switch`; for \
+`jax.grad` it is `es.value_and_grad`."""

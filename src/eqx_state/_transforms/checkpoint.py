@@ -1,0 +1,137 @@
+"""`es.checkpoint`: `jax.checkpoint` that carries state.
+
+This is the shortest transform, and a model for a new one.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._state.scope import is_owned
+from .lift import check_given, Lifted, Ran, Static
+from .transform import Transform, wrap
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Checkpoint(Transform):
+    prevent_cse: Any = eqx.field(static=True)
+    policy: Any = eqx.field(static=True)
+    static_argnums: tuple[int, ...] = eqx.field(static=True)
+    static_argnames: tuple[str, ...] = eqx.field(static=True)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        lifted = Lifted(self.f, args, kwargs)
+        if lifted.is_initializing:
+            return self.f(*args, **kwargs)
+        check_given(*args, *kwargs.values())
+        arrays, rest = self._split(args, kwargs)
+
+        def run(arrays: Any) -> tuple[Ran, Static]:
+            args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
+            # The values of the modules are closed over: `jax.checkpoint` differentiates
+            # with respect to tracers in the closure, too.
+            ran = lifted.run(lifted.values, lambda: self.f(*args, **kwargs))
+            out, static = lifted.split(ran.out)
+            return ran._replace(out=out), Static(static)
+
+        remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
+        # Outside of a trace, JAX returns constants as literals of a class of its own.
+        ran, static = jtu.tree_map(jnp.asarray, remat(arrays))
+        lifted.commit(ran)
+        return eqx.combine(ran.out, static.value)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arrays among the arguments, and the static rest."""
+        for i in self.static_argnums:
+            if not -len(args) <= i < len(args):
+                raise ValueError(_NO_ARGUMENT.format(i, len(args)))
+        static = {i % len(args) for i in self.static_argnums}
+        names = self.static_argnames
+        traced = (
+            tuple(i not in static and _arrays(x) for i, x in enumerate(args)),
+            {name: name not in names and _arrays(x) for name, x in kwargs.items()},
+        )
+        return eqx.partition((args, kwargs), traced, is_leaf=is_owned)
+
+
+_NO_ARGUMENT: Final = """`es.checkpoint(static_argnums={0})`: the function was called \
+with {1} positional arguments, so there is no argument {0}. Leaves that are not arrays \
+are static without being named."""
+
+
+def _arrays(tree: Any) -> Any:
+    return jtu.tree_map(eqx.is_array, tree, is_leaf=is_owned)
+
+
+def checkpoint(
+    fun: Callable[_P, _R],
+    *,
+    prevent_cse: Any = True,
+    policy: Callable[..., bool] | None = None,
+    static_argnums: int | tuple[int, ...] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Callable[_P, _R]:
+    """`jax.checkpoint` (remat) that carries the state of every module in reach.
+
+    The intermediate values of `fun` are not stored for the backward pass, but
+    recomputed. `fun` is traced once, so state is written once, and each key is drawn
+    once.
+
+    **Arguments:**
+
+    - `fun`: a function, a module, a bound method, or a partial.
+    - `prevent_cse`, `policy`: as for `jax.checkpoint`.
+    - `static_argnums`, `static_argnames`: arguments whose arrays are not traced. Leaves
+        that are not arrays are always static.
+
+    **Returns:**
+
+    A function of the same arguments. It is a pytree, and can decorate methods.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Block(es.Module):
+            weight: es.Parameter
+            calls: es.State
+
+            def __call__(self, x):
+                self.calls = self.calls + 1
+                return jnp.sin(self.weight * x)
+
+
+        def loss_fn(block, x):
+            return es.checkpoint(block)(x)
+
+
+        (loss, block), grads = es.value_and_grad(loss_fn)(Block(2.0, 0), 0.5)
+        assert block.calls == 1
+        assert jnp.allclose(grads.weight, 0.5 * jnp.cos(1.0))
+        ```
+    """
+    is_one = isinstance(static_argnums, int)
+    return wrap(
+        _Checkpoint,
+        fun,
+        prevent_cse=prevent_cse,
+        policy=policy,
+        static_argnums=(static_argnums,) if is_one else tuple(static_argnums),
+        static_argnames=(
+            (static_argnames,)
+            if isinstance(static_argnames, str)
+            else tuple(static_argnames)
+        ),
+    )

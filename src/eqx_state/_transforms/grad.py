@@ -1,0 +1,318 @@
+"""Gradients of stateful functions: `es.value_and_grad` and `es.grad`.
+
+The model is split into the part to differentiate and the rest. In the trace both are
+combined, and the call runs as under `es.mutable`; the new model leaves as an auxiliary
+output.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    Final,
+    Literal,
+    overload,
+    ParamSpec,
+    TypeVar,
+)
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._kinds.kinds import State
+from .._state.init import check_ready
+from .._state.scope import Scope, Sown
+from .._state.sow import deliver, reporting
+from .._tree.filters import all_of, Filter, trainable
+from .._tree.observe import OBSERVING
+from .._tree.parts import Part
+from .._tree.select import partition
+from .lift import Lifted
+from .mutable import Argnums, as_argnums, as_cast, Cast, target, thread
+from .transform import of_one, Transform, wrap
+
+
+_M = TypeVar("_M")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_A = TypeVar("_A")
+
+
+def _is_inexact(part: Part) -> bool:
+    return jnp.issubdtype(part.value.dtype, jnp.inexact)
+
+
+class AbstractGrad(Transform):
+    """The common part of `es.value_and_grad` and `es.grad`."""
+
+    wrt: Filter = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
+    cast: Cast | None = eqx.field(static=True)
+    threads = True
+    name: ClassVar[str]
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        new_scope: Callable[[], Scope] | None = None,
+    ) -> tuple[Any, Sown]:
+        """The result of a call, and the values that were sown in it.
+
+        `new_scope` makes the scope of the call. A scope belongs to the trace in which
+        it is made, so this happens inside of the function that is differentiated.
+        Without it, what is sown is for a captured call around this one.
+        """
+        call = target(self.f, args, kwargs, self.argnums, self.name)
+        # Now, because `partition` unflattens: a module that is in two places would be
+        # two modules in `loss_fn`, and nothing could be noticed there.
+        check_ready(call.model)
+        reports = reporting(call.model) if new_scope is None else None
+        observed = Lifted(()) if OBSERVING.get() else None
+        diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
+
+        def loss_fn(diff: Any) -> tuple[Any, Any]:
+            inside = Scope((State,)) if new_scope is None else new_scope()
+            if reports is not None:
+                inside.captures, inside.reports = True, reports[1]
+            model, seen = eqx.combine(diff, rest), None
+            run = lambda: thread(model, inside, call.run, call, self.cast)  # noqa: E731
+            if observed is None:
+                out, new = run()
+            else:
+                seen = observed.run(observed.values, run)
+                (out, new), seen = seen.out, seen._replace(out=None)
+            loss = _first_of_two(out) if self.has_aux else out
+            return _check_loss(loss), (out, new, inside.sown, seen)
+
+        value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
+        (_, (out, new, sown, seen)), grads = value_and_grad(diff)
+        if observed is not None:
+            observed.commit(seen)
+        if reports is not None:
+            deliver(reports[0], sown)
+        return self.result(out, new, grads), sown
+
+    @abc.abstractmethod
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        """The value that a call returns."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        return self.run(args, kwargs)[0]
+
+
+class _ValueAndGrad(AbstractGrad):
+    name = "es.value_and_grad"
+
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        return (out, model), grads
+
+
+class _Grad(AbstractGrad):
+    name = "es.grad"
+
+    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
+        return grads, (out[1], model) if self.has_aux else model
+
+
+def _first_of_two(out: Any) -> Any:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(_NOT_A_PAIR.format(eqx.tree_pformat(out, short_arrays=True)))
+    return out[0]
+
+
+def _check_loss(loss: Any) -> Any:
+    is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
+    if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(_NOT_A_LOSS.format(eqx.tree_pformat(loss, short_arrays=True)))
+    return loss
+
+
+_NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(loss, \
+aux)`, and it returned `{}`. Put what else it returns into `aux`: `return loss, \
+(logits, metrics)`."""
+
+_NOT_A_LOSS: Final = """The function under `es.value_and_grad` returned `{}` as its \
+loss, and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the \
+function returns more than the loss, `(loss, aux)`, say `has_aux=True`."""
+
+
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[_M, _P], _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[False] = False,
+    argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[tuple[_R, _M], _M]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[_M, _P], tuple[_R, _A]],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[True],
+    argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[tuple[tuple[_R, _A], _M], _M]]: ...
+@overload
+def value_and_grad(
+    f: Callable[_P, _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: int,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[_P, tuple[tuple[_R, Any], Any]]: ...
+@overload
+def value_and_grad(
+    f: Callable[_P, _R],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: tuple[int, ...],
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
+@of_one
+def value_and_grad(
+    f: Any,
+    *,
+    wrt: Any = trainable,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Any:
+    """The value of `f`, the model after it, and the gradients for the model.
+
+    **Arguments:**
+
+    - `f`: returns a scalar loss, or `(loss, aux)`. The model is found as by
+        `es.mutable`, usually the first argument, and `f` may write its state.
+    - `wrt`: the filter for the arrays to differentiate with respect to. Default:
+        `es.trainable`, every `Parameter` that is not frozen. Only inexact arrays count.
+    - `has_aux`: whether `f` returns `(loss, aux)`.
+    - `argnums`: which positional arguments the models are, as for `es.mutable`. With a
+        tuple the new models are a tuple, and so are the gradients. An argument that is
+        not a model may be among them: with `argnums=1` and an array as the second
+        argument, the gradient is the one for that array.
+    - `cast`: the dtypes that the model has inside of the call, as for `es.mutable`. The
+        gradients have the dtypes of the parameters outside.
+
+    **Returns:**
+
+    A function of the same arguments that returns `((loss, model), grads)`, or
+    `(((loss, aux), model), grads)`: the result of `es.mutable(f)`, and the gradients.
+    `grads` has the structure of the model, with `None` outside `wrt`, as optax,
+    `eqx.apply_updates` and `es.Optimizer` expect it.
+
+    **Raises:**
+
+    - `TypeError`: the loss is not a real scalar. Else as `es.mutable`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Scale(es.Module):
+            factor: es.Parameter
+            calls: es.State
+
+            def __call__(self, x):
+                self.calls = self.calls + 1
+                return self.factor * x
+
+
+        def loss_fn(model, x):
+            return model(x) ** 2
+
+
+        (loss, model), grads = es.value_and_grad(loss_fn)(Scale(3.0, 0), 2.0)
+        assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
+        ```
+    """
+    return wrap(
+        _ValueAndGrad,
+        f,
+        wrt=wrt,
+        has_aux=has_aux,
+        argnums=as_argnums(argnums, _ValueAndGrad.name),
+        cast=as_cast(cast, _ValueAndGrad.name),
+    )
+
+
+@overload
+def grad(
+    f: Callable[Concatenate[_M, _P], Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[False] = False,
+    argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[_M, _M]]: ...
+@overload
+def grad(
+    f: Callable[Concatenate[_M, _P], tuple[Any, _A]],
+    *,
+    wrt: Filter = trainable,
+    has_aux: Literal[True],
+    argnums: Literal[0] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[Concatenate[_M, _P], tuple[_M, tuple[_A, _M]]]: ...
+@overload
+def grad(
+    f: Callable[_P, Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: int,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[_P, tuple[Any, Any]]: ...
+@overload
+def grad(
+    f: Callable[_P, Any],
+    *,
+    wrt: Filter = trainable,
+    has_aux: bool = False,
+    argnums: tuple[int, ...],
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
+@of_one
+def grad(
+    f: Any,
+    *,
+    wrt: Any = trainable,
+    has_aux: bool = False,
+    argnums: int | tuple[int, ...] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Any:
+    """The gradients of `f` with respect to the model, and the model after it.
+
+    The arguments are those of `es.value_and_grad`. A call returns `(grads, model)`, or
+    with `has_aux=True` `(grads, (aux, model))`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+        model = {"w": jnp.array(3.0)}
+        grads, model = es.grad(lambda model, x: model["w"] * x)(model, 2.0)
+        assert grads["w"] == 2.0
+        ```
+    """
+    return wrap(
+        _Grad,
+        f,
+        wrt=wrt,
+        has_aux=has_aux,
+        argnums=as_argnums(argnums, _Grad.name),
+        cast=as_cast(cast, _Grad.name),
+    )

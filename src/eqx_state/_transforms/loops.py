@@ -1,0 +1,433 @@
+"""Loops in the active trace: state carried from step to step.
+
+State that the functions reach becomes a part of JAX's carry, beside the user's own.
+Which of it was written is known after the trace of a step, and only that is committed.
+"""
+
+import functools as ft
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._compat import manual_axes, vary, varying_axes
+from .._state.scope import closed_copy, is_owned, Sown
+from .._state.sow import in_words
+from .._tree.compare import check_not_shared, difference_of_leaves, identical
+from .._tree.walk import is_array
+from .lift import (
+    check_given,
+    is_traced,
+    Lifted,
+    MADE_ONCE,
+    owned_copy,
+    Ran,
+    Slot,
+    stand_in,
+    Values,
+)
+
+
+# --- The carry of a loop: the user's own, and the state that its functions reach.
+#
+# A module may be in the carry itself. JAX's carry is a value: the body gets a new one
+# at each step, and whatever was passed in as the first one is unchanged after the
+# loop. For a module, which is an object, that takes a copy in the body. (Otherwise
+# `self.cell` would change during the loop, and `scan(step, self.cell, xs)` would
+# write to it even if its result is thrown away.) So a module in the carry has a
+# stand-in; a new module comes back in the carry, and becomes state when the caller
+# assigns it.
+
+
+class Note(NamedTuple):
+    """The facts about one trace of a step that are needed outside of it.
+
+    They cannot be outputs of the step, since JAX fixes the treedef of those.
+    """
+
+    written: frozenset[Slot] = frozenset()
+    kept: frozenset[int] = frozenset()  # leaves of modules that came back unchanged
+    static: Any = None  # the rest of the output that is not arrays
+
+
+class Step(NamedTuple):
+    """The result of a step in the trace: the new carry and state, and the rest."""
+
+    carry: tuple[Any, Values]
+    rest: Any
+    written: Values
+    sown: list[Sown]
+    note: Note
+
+
+class Loop:
+    """The arrays that a loop threads: its carry, state, and slices of modules.
+
+    - `init`: the first carry, with stand-ins for its modules; `originals` has what they
+        stand for.
+    - `arrays`, `static`: its leaves, split; `before`, `treedef`: its leaves in order.
+    - `state`: the state of all other modules, which is carried beside it.
+    - `slices`: the leaves of the modules in `xs`, of which each step has a slice.
+    """
+
+    def __init__(self, functions: Any, init: Any, xs: Any = None):
+        check_not_shared(init)
+        originals: dict[int, Any] = {}
+
+        def carried(x: Any) -> Any:
+            if not is_owned(x):
+                return x
+            copy = owned_copy(x)
+            originals[id(copy)] = x
+            return copy
+
+        self.init = jtu.tree_map(carried, init, is_leaf=is_owned)
+        outside = closed_copy(self.init)
+        self.before, self.treedef = jtu.tree_flatten(outside)
+        self.arrays, self.static = eqx.partition(outside, is_traced(outside))
+        self.xs, self.stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
+        self.lifted = Lifted(functions, self.init, self.xs, stand_ins=self.stand_ins)
+        check_given(xs)
+        roots = self.lifted.roots
+        index = {id(root.module): i for i, root in enumerate(roots)}
+        self.originals = {index[key]: x for key, x in originals.items()}
+        self.slices: Values = {
+            (i, k): x
+            for (i, k), x in self.lifted.values.items()
+            if roots[i].is_stand_in and is_array(x)
+        }
+        # The state of a module in `xs` is in `slices`, that of a module in the carry is
+        # in the carry, and state that is reached twice is that of a stand-in.
+        self.state: Values = {
+            (i, k): x
+            for (i, k), x in self.lifted.writable.items()
+            if not roots[i].is_stand_in and i not in self.originals
+            if (i, k) not in self.lifted.twice.others
+        }
+        self._check_sliceable()
+
+    def split_xs(self) -> tuple[Any, Any]:
+        """The arrays of `xs` to slice, and the rest, which includes owned modules."""
+        return eqx.partition(self.xs, is_traced(self.xs), is_leaf=is_owned)
+
+    def enter(
+        self, carry: tuple[Any, Values], slices: Values | None = None
+    ) -> tuple[Any, Values]:
+        """The carry that the functions take, and the values of the modules."""
+        arrays, state = carry
+        values = {**self.lifted.values, **state, **(slices or {})}
+        new = jtu.tree_leaves(eqx.combine(arrays, self.static))
+        given, own = self.lifted.fill(self.init, new)
+        return given, {**values, **own}
+
+    def first(self, step: Callable[[Any], Any]) -> tuple[Any, Values]:
+        """The first carry; in a `shard_map` with the types that `step` gives it.
+
+        What begins as one value for all devices may differ between them after a step,
+        and JAX wants one type for all steps. A cast may make other values vary in the
+        next step, so this goes on until nothing changes.
+        """
+        carry = self.arrays, self.state
+        found: list[frozenset[Any]] = []
+
+        def probe(carry: Any) -> None:
+            found[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
+
+        while manual_axes():
+            jax.eval_shape(probe, carry)
+            old, treedef = jtu.tree_flatten(carry)
+            if len(old) != len(found):
+                break  # JAX raises an error for that
+            new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
+            if identical(old, new):
+                break
+            carry = jtu.tree_unflatten(treedef, new)
+        return carry
+
+    def step(
+        self,
+        carry: tuple[Any, Values],
+        f: Callable[[Any], Any],
+        slices: Values | None = None,
+        unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
+    ) -> Step:
+        """Run a step on this carry; `unpack` finds the new one in the output of `f`."""
+        given, values = self.enter(carry, slices)
+
+        def call() -> tuple[Any, list[Any]]:
+            # The originals are read inside of `run`, while they hold values of the
+            # trace: a body may return one of them in place of the stand-in that it
+            # wrote.
+            return f(given), [jtu.tree_leaves(x) for x in self.originals.values()]
+
+        ran = self.lifted.run(values, call)
+        out, outside = ran.out
+        new, rest = unpack(out)
+        originals = dict(zip(self.originals, outside, strict=True))
+        kept = self._check_returned(values, originals, new, ran.written)
+        arrays, static = eqx.partition(new, is_traced(new))
+        self._check_static(static)
+        state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
+        note = Note(frozenset(ran.written), kept)
+        return Step((arrays, state), rest, ran.written, ran.sown, note)
+
+    def _check_returned(
+        self, values: Values, outside: dict[int, list[Any]], carry: Any, written: Values
+    ) -> frozenset[int]:
+        """Check that what was written in a module of the carry is in the new carry.
+
+        Returns the positions of the leaves of modules that came back unchanged.
+        """
+        returned, treedef = jtu.tree_flatten(carry)
+        if treedef != self.treedef:
+            return frozenset()  # JAX raises an error for that
+        kept = set()
+        position = 0
+        for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
+            if not is_owned(x):
+                position += 1
+                continue
+            for i, k in self.lifted.slots(x):
+                new, before, original = returned[position], values[i, k], outside[i][k]
+                if (i, k) in written and (new is before or new is original):
+                    raise ValueError(_NOT_RETURNED.format(self.lifted.name((i, k))))
+                if new is before:
+                    kept.add(position)
+                position += 1
+        return frozenset(kept)
+
+    def _check_static(self, static: Any) -> None:
+        if (name := difference_of_leaves(self.static, static)) is not None:
+            raise TypeError(_STATIC.format(name or "the carry"))
+
+    def finish(
+        self, carry: tuple[Any, Values], notes: Sequence[Note], ran: Ran | None = None
+    ) -> Any:
+        """Commit what the loop has written, and return the last carry.
+
+        - `notes`: one for each time that the step was traced.
+        - `ran`: the other outputs of the loop.
+        """
+        arrays, state = carry
+        positions = frozenset().union(*(note.written for note in notes))
+        written = {slot: x for slot, x in state.items() if slot in positions}
+        slices, sown = ({}, [{} for _ in self.lifted.scopes])
+        if ran is not None:
+            slices, sown = ran.written, ran.sown
+        self.lifted.commit(Ran(None, {**written, **slices}, sown))
+        # Why `kept`? JAX returns new arrays for the whole carry, also for the
+        # parameters of a module, which no step changes. Assigning that module,
+        # `self.cell = cell`, would count as a write to its parameters, which a scope
+        # for state refuses: writes are compared by identity. So leaves that were
+        # unchanged in the trace are the caller's own arrays again. (The last trace
+        # counts. JAX may trace a step several times until the types of the carry
+        # settle.)
+        # Several notes if the step was traced anew, or runs without a trace.
+        kept = frozenset.intersection(*(note.kept for note in notes or [Note()]))
+        after = jtu.tree_leaves(eqx.combine(arrays, self.static))
+        new = (self.before[k] if k in kept else x for k, x in enumerate(after))
+
+        def put(x: Any) -> Any:
+            return owned_copy(x, new) if is_owned(x) else next(new)
+
+        return jtu.tree_map(put, self.init, is_leaf=is_owned)
+
+    def _check_sliceable(self) -> None:
+        for slot, x in self.slices.items():
+            if jnp.ndim(x) == 0:
+                raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
+
+
+_STATIC: Final = """The body of a loop returned another value at `{}`, which is not an \
+array. From step to step only arrays can change: make it one, or return it as it was."""
+
+_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the body \
+returned a carry without it, so the write would be lost. Return the module \
+that the body was given:
+
+    def body(cell, x):
+        y = cell(x)
+        return cell, y"""
+
+_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
+stack of layers has one in each of its arrays, also in its state and keys. To run \
+layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
+`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
+
+
+def scan(
+    f: Callable[[Any, Any], Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+    **for_jax: Any,
+) -> tuple[Any, Any]:
+    """[`es.scan`][eqx_state.scan]: the last carry, and the pair to put it into.
+
+    The pair is its treedef with the stacked outputs.
+    """
+    loop = Loop(f, init, xs)
+    if loop.lifted.is_initializing:
+        _initialize(loop, f, init, -1 if reverse else 0)
+        loop = Loop(f, init, xs)
+    arrays, rest = loop.split_xs()
+    notes: list[Note] = []
+
+    def run(carry: Any, x: Any) -> Step:
+        x, slices = x
+        x = eqx.combine(x, rest, is_leaf=is_owned)
+        return loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        after, slices = run(carry, x), x[1]
+        pair, y = after.rest
+        y, static = eqx.partition(y, is_traced(y))
+        notes.append(after.note._replace(static=(pair, static)))
+        written = {slot: x for slot, x in after.written.items() if slot in slices}
+        return after.carry, (y, written, after.sown)
+
+    each = arrays, loop.slices
+    carry, (ys, written, sown) = jax.lax.scan(
+        step,
+        loop.first(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
+        each,
+        length,
+        reverse=reverse,
+        **for_jax,
+    )
+    pair, static = notes[-1].static
+    last = loop.finish(carry, notes, Ran(None, written, sown))
+    return last, (pair, eqx.combine(ys, static))
+
+
+def _slice_of(x: Any, i: int = 0) -> Any:
+    # A loop without steps has no first slice, but zeros have the right shape.
+    return x[i] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
+
+
+def _initialize(loop: Loop, f: Any, init: Any, first: int) -> None:
+    """Run one step outside of the loop, which makes everything that is missing."""
+    # The modules in `init` have no stand-ins here: the first step has to initialize
+    # them, and not copies.
+    lifted = Lifted(f, init, loop.xs, stand_ins=loop.stand_ins)
+    stacked = {i for i, root in enumerate(lifted.roots) if root.is_stand_in}
+
+    slice_of = ft.partial(_slice_of, i=first)
+    values = {
+        (i, k): slice_of(x) if i in stacked and is_array(x) else x
+        for (i, k), x in lifted.values.items()
+    }
+    arrays, rest = loop.split_xs()
+    x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
+    ran = lifted.run(values, lambda: f(init, x))
+    for (i, _), new in ran.news().items():
+        if i in stacked:
+            raise ValueError(MADE_ONCE.format(new.name, "step of `es.scan`"))
+    # The writes to a slice are dropped. The loop runs this step again, and writes the
+    # whole stack.
+    written = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}
+    lifted.commit(ran._replace(written=written))
+
+
+def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
+    """Split a pair into the carry, and the pair's treedef with its second half.
+
+    As for JAX, any pytree with two children is a pair.
+    """
+    pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
+    if len(pair) != 2:
+        shown = eqx.tree_pformat(out, short_arrays=True)
+        raise TypeError(_NOT_A_PAIR.format(what, shown))
+    return pair[0], (structure, pair[1])
+
+
+def while_loop(
+    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+) -> tuple[Any, None]:
+    """[`es.while_loop`][eqx_state.while_loop]: the last carry, and `None`."""
+    loop = Loop((cond_fun, body_fun), init_val)
+    if loop.lifted.is_initializing:
+        body_fun(init_val)
+        loop = Loop((cond_fun, body_fun), init_val)
+    notes: list[Note] = []
+    final = jax.lax.while_loop(
+        lambda carry: _go_on(loop, carry, cond_fun),
+        lambda carry: _only_carry(loop.step(carry, body_fun), notes),
+        loop.first(lambda carry: loop.step(carry, body_fun).carry),
+    )
+    return loop.finish(final, notes), None
+
+
+def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
+    """Call `cond_fun`, out of which JAX takes only the answer."""
+    given, values = loop.enter(carry)
+    ran = loop.lifted.run(values, lambda: cond_fun(given))
+    _check_not_sown(ran.sown)
+    if any(i in loop.lifted.records for i, _ in ran.written):
+        raise ValueError(_OBSERVED)
+    if names := [f"`{loop.lifted.name(slot)}`" for slot in ran.written]:
+        raise ValueError(_COND_WROTE.format(", ".join(names)))
+    return ran.out
+
+
+def _only_carry(step: Step, notes: list[Note]) -> Any:
+    """The carry of a step, out of which JAX takes nothing else."""
+    _check_not_sown(step.sown)
+    notes.append(step.note)
+    return step.carry
+
+
+def _check_not_sown(sown: list[Sown]) -> None:
+    for key in itertools.chain(*sown):
+        raise ValueError(in_words(key, _SOWN, _CALLED))
+
+
+_NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
+one returned `{}`. Where there is nothing to return besides: `return carry, None`."""
+
+_COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
+whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
+what `cond_fun` has to know."""
+
+_OBSERVED: Final = """A module was called in the `cond_fun` of `es.while_loop`, out of \
+which JAX takes only the answer: whether its output was finite is not known outside. \
+Call it in `body_fun`, and carry what `cond_fun` has to know."""
+
+_SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
+which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \
+value into the carry, and sow it after the loop."""
+
+_CALLED: Final = """The output of `{}` was captured in a step of `es.while_loop` or \
+`es.fori_loop`, of which only the last carry comes out. `es.scan` stacks the outputs \
+of its steps; or leave the module out of `outputs`."""
+
+
+def fori_loop(
+    body_fun: Callable[[Any, Any], Any],
+    init_val: Any,
+    lower: Any,
+    upper: Any,
+    unroll: int | bool | None,
+) -> tuple[Any, None]:
+    """[`es.fori_loop`][eqx_state.fori_loop]: the last carry, and `None`."""
+    loop = Loop(body_fun, init_val)
+    if loop.lifted.is_initializing:
+        body_fun(lower, init_val)
+        loop = Loop(body_fun, init_val)
+    notes: list[Note] = []
+
+    def run(i: Any, carry: Any) -> Step:
+        return loop.step(carry, lambda carry: body_fun(i, carry))
+
+    def body(i: Any, carry: Any) -> Any:
+        return _only_carry(run(i, carry), notes)
+
+    carry = loop.first(lambda carry: run(lower, carry).carry)
+    final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
+    return loop.finish(final, notes), None

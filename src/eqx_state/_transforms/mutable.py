@@ -1,0 +1,472 @@
+"""`es.mutable`: run on a private copy, return the result and the new model.
+
+There are two halves. `target` finds the model in a call: the object that the function
+carries along, or arguments. `thread` runs the call on a private copy of that model,
+which is the life of a scope from start to end.
+"""
+
+import dataclasses
+import functools as ft
+import operator
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, NamedTuple, overload, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._compat import unbound_axis
+from .._errors import show
+from .._kinds.kinds import is_kind, State
+from .._state.collect import enter, given_back, leave, Snapshot
+from .._state.init import check_initialized, check_none_missing
+from .._state.scope import Kinds, Scope
+from .._state.write import explain, ModelCall
+from .._tree.base import is_eqx_module
+from .._tree.filters import written
+from .._tree.observe import unmarked
+from .._tree.rules import check_rules, choose
+from .._tree.walk import is_array, is_numpy, leaves, name_of, Visit
+from .transform import of_one, Transform, wrap
+
+
+# --- `cast=`: other dtypes for a model inside a call, and its own outside.
+#
+# The arrays that the rules select are cast where the private copy is made, inside of
+# what is differentiated, so gradients come back through the cast. After the call what
+# was not written is the caller's own array again, and what was written is cast back.
+
+
+class Cast(NamedTuple):
+    """A rule mapping to dtypes, as a static value, and the name of its transform."""
+
+    rules: tuple[tuple[Any, Any], ...]
+    what: str
+
+    def inside(self, model: Any, given: Snapshot, scope: Scope) -> Snapshot:
+        """The snapshot `given` of a model with its dtypes inside of the call.
+
+        The scope comes to know the arrays that have others outside.
+        """
+        check_initialized(model)  # what is not there yet matches no filter
+        rules = dict(self.rules)
+        own, new = {}, []
+        # Moments and averages are not computed with, and keep their precision.
+        keys = choose(rules, model, self.what, follow=False)
+        for visit, key in zip(leaves(model), keys, strict=True):
+            x, dtype = visit.node, None if key is None else rules[key]
+            if dtype is not None and _is_real(x) and x.dtype != dtype:
+                own[visit.path] = x.dtype
+                x = jnp.asarray(x).astype(dtype)
+            new.append(x)
+        scope.own_dtypes = own
+        return given._replace(leaves=new)
+
+
+def as_cast(cast: Any, what: str) -> Cast | None:
+    """The argument `cast=` of a transform, checked; `None` if it was not given."""
+    if cast is None:
+        return None
+    what = f"`{what}(cast=...)`"
+    if not isinstance(cast, Mapping):
+        raise TypeError(_NOT_RULES.format(what, show(cast)))
+    check_rules(cast, what)
+    return Cast(tuple((key, _as_dtype(cast, key, what)) for key in cast), what)
+
+
+def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
+    if cast[key] is None:
+        return None
+    name = "..." if key is ... else written(key)
+    try:
+        # NumPy would take the dtype of an array for the array.
+        dtype = None if is_array(cast[key]) else jnp.dtype(cast[key])
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(_NOT_A_DTYPE.format(what, name, show(cast[key])))
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(_NEEDS_X64.format(what, name, dtype.name))
+    return dtype
+
+
+def own_again(new: Any, inside: Snapshot, given: Snapshot) -> Any:
+    """The model after a call, with the caller's dtypes and the caller's arrays."""
+    out = []
+    for x, cast, own in zip(
+        jtu.tree_leaves(new), inside.leaves, given.leaves, strict=True
+    ):
+        # By place, and not only by identity: one array may have been written to the
+        # place of another, and was cast then.
+        if x is cast:
+            out.append(own)
+        else:
+            dtype = None if cast is own else jax.dtypes.canonicalize_dtype(own.dtype)
+            out.append(x if dtype is None else x.astype(dtype))
+    return jtu.tree_unflatten(jtu.tree_structure(new), out)
+
+
+def _is_real(x: Any) -> bool:
+    is_values = is_numpy(x) or isinstance(x, jax.Array)
+    return is_values and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+_NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, and `{}` was \
+given. It does not say which arrays are cast:
+
+    cast=jnp.bfloat16                   # wrong
+    cast={{es.Parameter: jnp.bfloat16}}   # right: the statistics stay in float32"""
+
+_NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, and arrays are cast to a \
+real floating dtype, or left as they are by `None`: `cast={{es.Parameter: \
+jnp.bfloat16}}`. Integers, bools and complex arrays are never cast."""
+
+_NEEDS_X64: Final = """{}: the value for `{}` is {}, which JAX does not have unless \
+`jax.config.update('jax_enable_x64', True)` is called when the program starts."""
+
+
+_M = TypeVar("_M", bound=eqx.Module)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M_co = TypeVar("_M_co", covariant=True)
+_F_co = TypeVar("_F_co", covariant=True)
+
+
+def thread(
+    model: Any,
+    scope: Scope,
+    run: Callable[[Any], Any],
+    call: ModelCall | None = None,
+    cast: Cast | None = None,
+) -> tuple[Any, Any]:
+    """Run on a private copy of the model. Returns the output, and the new model.
+
+    `call` is the user's call, as errors describe it. `cast`: the dtypes in the call.
+    """
+    with scope:
+        given = inside = Snapshot.of_model(model)
+        if cast is not None:
+            inside = cast.inside(model, given, scope)
+        owned, visits = enter(inside, scope)
+        check_none_missing(visits)
+        if scope.observer is not None:
+            scope.observer.check(owned.tree)
+        try:
+            out = run(owned.tree)
+        except dataclasses.FrozenInstanceError as error:
+            explain(error, call)
+            raise
+        except AttributeError as error:
+            if (message := _state_message(error, visits)) is None:
+                raise
+            raise TypeError(message) from error
+        except NameError as error:
+            if (axis := unbound_axis(error)) is None:
+                raise
+            raise NameError(_axis_message(axis, error, visits)) from error
+        out, (after,) = leave(out, [owned])
+    new = given_back(inside, owned, after)
+    if scope.observer is not None:
+        out, new = unmarked((out, new), scope.observer.key)
+    return out, new if cast is None else own_again(new, inside, given)
+
+
+def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
+    """The message if a layer with Equinox's state was called without its state.
+
+    `None` for any other error. An `eqx.nn.Sequential` without a state passes a bare
+    `object()` on to its layers, which is how this one is recognized.
+    """
+    layers = [v for v in visits if isinstance(v.node, eqx.nn.StateIndex)]
+    if type(error.obj) is not object or not layers:
+        return None
+    name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
+    layer = getattr(owner, "__name__", "layer")
+    return _NO_STATE.format(name or "the model", layer)
+
+
+def _axis_message(axis: str, error: NameError, visits: list[Visit]) -> str:
+    """The message for a collective over an axis that no transform has bound.
+
+    It names the innermost module of the model that was called.
+    """
+    modules = {id(v.node): v for v in visits if is_eqx_module(v.node)}
+    who = "The function"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        if (visit := modules.get(id(first))) is not None:
+            who = f"`{visit.name or 'the model'}`, a `{type(first).__qualname__}`,"
+    return _NO_AXIS.format(who, axis)
+
+
+Lens = tuple[Any, Callable[[Any], Any]]
+
+
+def carried(f: Any) -> Lens | None:
+    """The object that a callable carries along, and how to put another in its place.
+
+    `None` for a plain function: the model is an argument then.
+    """
+    if isinstance(f, Transform):
+        if (inner := carried(f.f)) is None:
+            return None
+        return inner[0], lambda model: f.of(inner[1](model))
+    if isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
+        new = type(f)
+        if (inner := carried(f.func)) is not None:
+            return inner[0], lambda m: new(inner[1](m), *f.args, **f.keywords)
+        if f.args:
+            return f.args[0], lambda m: new(f.func, m, *f.args[1:], **f.keywords)
+        return None
+    if is_bound_method(f):
+        return f.__self__, lambda model: types.MethodType(f.__func__, model)
+    if is_eqx_module(f):
+        return f, lambda model: model
+    return None
+
+
+def is_bound_method(f: Any) -> bool:
+    """Whether `f` is a bound method: Python's, or Equinox's, which is a pytree."""
+    if isinstance(f, types.MethodType):
+        return True
+    return is_eqx_module(f) and {"__func__", "__self__"} <= f.__dict__.keys()
+
+
+Argnums = int | tuple[int, ...] | None
+
+
+def as_argnums(argnums: Any, what: str) -> Argnums:
+    """`argnums` as an integer or a tuple of integers; `None` if it was not given."""
+    if argnums is None:
+        return None
+    try:
+        if isinstance(argnums, (tuple, list)):
+            return tuple(operator.index(i) for i in argnums)
+        return operator.index(argnums)
+    except TypeError:
+        raise TypeError(_ARGNUMS.format(what, repr(argnums))) from None
+
+
+def _positions(f: Any, args: tuple[Any, ...], argnums: Argnums, what: str) -> list[int]:
+    """The positions of the models among the arguments, counted from the start."""
+    name = getattr(f, "__name__", "f")
+    given = argnums if isinstance(argnums, tuple) else (argnums,)
+    for i in given:
+        if not -len(args) <= i < len(args):
+            raise TypeError(_NO_ARGUMENT.format(what, name, argnums, len(args), i))
+    positions = [i % len(args) for i in given]
+    for i in positions:
+        if positions.count(i) > 1:
+            raise ValueError(_NAMED_TWICE.format(what, name, argnums, i))
+    return positions
+
+
+def target(
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Argnums,
+    what: str,
+) -> ModelCall:
+    """The call `f(*args, **kwargs)` as a function of the model to thread."""
+    model, put = carried(f) or (None, None)
+    if argnums is None:
+        if put is not None:
+            run = lambda m: put(m)(*args, **kwargs)  # noqa: E731
+            return ModelCall(what, f, args, kwargs, None, None, model, run)
+        if not args:
+            name = getattr(f, "__name__", "f")
+            raise TypeError(_NO_MODEL.format(what, name))
+        argnums = 0
+    positions = _positions(f, args, argnums, what)
+
+    def run_with(models: Any) -> Any:
+        new = models if isinstance(argnums, tuple) else (models,)
+        filled = list(args)
+        for i, model in zip(positions, new, strict=True):
+            filled[i] = model
+        return f(*filled, **kwargs)
+
+    models = tuple(args[i] for i in positions)
+    given = models if isinstance(argnums, tuple) else models[0]
+    return ModelCall(what, f, args, kwargs, positions, model, given, run_with)
+
+
+def as_kinds(kinds: Any, what: str) -> Kinds:
+    """The kinds that may be written, as a tuple."""
+    given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    for kind in given:
+        if not is_kind(kind):
+            raise TypeError(_KINDS.format(what, repr(kind)))
+    return given
+
+
+_NO_STATE: Final = """`{0}` is a `{1}` whose state is in an `eqx.nn.State`, and was \
+called without one. Either thread that by hand, `model(x, state)`; or make the state a \
+part of the model, which `es.mutable` threads:
+
+    eqx.nn.Sequential([..., {1}(...)])                    # wrong
+    eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])    # right"""
+
+_NO_AXIS: Final = """{0} reduces over an axis called `{1}`, and no transform around it \
+has named one so. Name it where the model is mapped:
+
+    es.mutable(es.vmap(model))(xs)                     # wrong
+    es.mutable(es.vmap(model, axis_name="{1}"))(xs)    # right
+
+For an axis of devices, call the model in an `es.shard_map` over a mesh with that \
+axis."""
+
+_ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
+argument, an integer, or a tuple of them."""
+
+_NO_ARGUMENT: Final = """`{}({}, argnums={})` was called with {} positional arguments, \
+so there is no argument {} to thread. Arguments are counted from 0, and arguments \
+given by name are not among them."""
+
+_NAMED_TWICE: Final = """`{}({}, argnums={})` names argument {} twice, and it would \
+come back as two models. Name each argument once."""
+
+_NO_MODEL: Final = """`{0}({1})` was called without a positional argument, so there is \
+no model to thread. It threads the first one: `{0}({1})(model, ...)`; or the object of \
+a bound method: `{0}(model.{1})(...)`."""
+
+_KINDS: Final = """`{}(..., kinds={})`: `kinds` is a kind such as `es.State`, or a \
+tuple of them; `es.TreePart` allows all."""
+
+
+class _Mutable(Transform):
+    kinds: Kinds = eqx.field(static=True)
+    argnums: Argnums = eqx.field(static=True)
+    cast: Cast | None = eqx.field(static=True)
+    threads = True
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        __tracebackhide__ = True
+        call = target(self.f, args, kwargs, self.argnums, "es.mutable")
+        return thread(call.model, Scope(self.kinds), call.run, call, self.cast)
+
+
+class _Threaded(Generic[_M_co, _F_co]):
+    """The type of `mutable(model)`, for type checkers: the model's own signature, and
+    the new model beside the output. `_F_co` is the model's type again, as a
+    callable."""
+
+    def __call__(
+        self: "_Threaded[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[_R, _M_co]: ...
+
+
+@overload
+def mutable(
+    f: _M,
+    *,
+    kinds: Any = State,
+    argnums: None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> _Threaded[_M, _M]: ...
+@overload
+def mutable(
+    f: Callable[_P, _R],
+    *,
+    kinds: Any = State,
+    argnums: int | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[_P, tuple[_R, Any]]: ...
+@overload
+def mutable(
+    f: Callable[_P, _R],
+    *,
+    kinds: Any = State,
+    argnums: tuple[int, ...],
+    cast: Mapping[Any, Any] | None = None,
+) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
+@of_one
+def mutable(
+    f: Any,
+    *,
+    kinds: Any = State,
+    argnums: int | tuple[int, ...] | None = None,
+    cast: Mapping[Any, Any] | None = None,
+) -> Any:
+    """`f` with permission to write state: it returns `(output, new_model)`.
+
+    `f` runs on a private copy of the model, in which `self.field = value` is allowed.
+    The model that was passed in does not change.
+
+    **Arguments:**
+
+    - `f`: the function to call. The model is the object of a bound method, a callable
+        module itself, or the model of the function that a transform of `es` wraps. For
+        any other function it is the first positional argument: any pytree with
+        `es.Module`s in it.
+    - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
+    - `argnums`: the positional arguments to thread instead, counted from 0 as in
+        `jax.grad`; negative ones count from the end. An integer, or a tuple of them, in
+        which case the new model is a tuple, too. An object that `f` carries along is
+        not threaded then.
+    - `cast`: the dtypes that the model has inside of the call: rules, as for `es.spec`,
+        from filters to real floating dtypes, or `None` for arrays that stay as they
+        are. `{es.Parameter: jnp.bfloat16}` computes with parameters in half precision.
+        Only real floating arrays are cast. Outside nothing changes: what was not
+        written is the very same array, and what was written has its own dtype again.
+        Inside, a narrower float that is written is widened to the dtype of its field.
+        The other arguments are not cast.
+
+    **Returns:**
+
+    A function of the same arguments that returns `(output, new_model)`. The new model
+    has the structure, shapes and dtypes of the old one. The function is a pytree, and
+    `eqx.filter_jit(es.mutable(model))` traces the parameters.
+
+    **Raises:**
+
+    - `dataclasses.FrozenInstanceError`: a write of another kind, of a static field, to
+        a copy, or after the scope has closed.
+    - `es.TraceError`: a write inside a plain JAX transform.
+    - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
+        cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
+        one stateful module in two places; `argnums` names one argument twice; a filter
+        of `cast` matches nothing.
+    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+    - `TypeError`: the call has no positional argument to thread, or not the one that
+        `argnums` names; `cast` is not a mapping from filters to real floating dtypes.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            count: es.State
+
+            def step(self, by):
+                self.count = self.count + by
+                return self.count
+
+
+        counter = Counter(0)
+        y, new = es.mutable(counter.step)(2)
+        assert (y, new.count, counter.count) == (2, 2, 0)
+
+
+        def step_both(a, by, b):
+            return a.step(by) + b.step(by)
+
+
+        y, (a, b) = es.mutable(step_both, argnums=(0, 2))(counter, 3, new)
+        assert (y, a.count, b.count) == (8, 3, 5)
+        ```
+    """
+    return wrap(
+        _Mutable,
+        f,
+        kinds=as_kinds(kinds, "es.mutable"),
+        argnums=as_argnums(argnums, "es.mutable"),
+        cast=as_cast(cast, "es.mutable"),
+    )

@@ -1,0 +1,153 @@
+"""The common part of all transforms: a callable made of a callable, and a pytree.
+
+A transform of a model holds that model as a node, so the transforms of JAX and Equinox
+see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, cast, ClassVar, Final, TYPE_CHECKING, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._compat import boundary
+from .._tree.base import is_eqx_module
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Transform(eqx.Module):
+    """A callable made of a callable `f`: a pytree, and a decorator for methods."""
+
+    f: Any
+    # Whether a call makes a private copy of the model, and returns a new model.
+    threads: ClassVar[bool] = False
+    # Whether `__call__` itself removes our frames from tracebacks.
+    hides_frames: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__call__" in cls.__dict__ and not cls.hides_frames:
+            cls.__call__ = boundary(cls.__call__)
+
+    if not TYPE_CHECKING:
+        # Equinox wraps each bound method in a module, whose checks warn of an `f` such
+        # as `jax.jit(model)`.
+        __getattribute__ = object.__getattribute__
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self.f
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        # `instance` goes to the innermost function. A transform in between would take
+        # it for an argument, which `es.vmap` maps and `argnums=` counts.
+        if isinstance(self.f, Transform):
+            return self.of(self.f.__get__(instance, owner))
+        return self.of(eqx.Partial(self.f, instance))
+
+    def of(self, f: Any) -> Any:
+        """The same transform of another function."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, f=f)
+        return new
+
+
+class Unbound(Transform):
+    """The transform `f` of a method, with the object as the first argument."""
+
+    def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self.f.__get__(instance)(*args, **kwargs)
+
+    @staticmethod
+    def around(f: Transform) -> "Unbound":
+        unbound = object.__new__(Unbound)
+        unbound.__dict__.update(f=f)
+        return unbound
+
+
+def check_callable(f: Any) -> None:
+    """Raise `TypeError` unless `f` can be called."""
+    if not callable(f):
+        name = type(f).__name__
+        if is_eqx_module(f):
+            raise TypeError(_NOT_CALLABLE.format(name, _method_of(type(f))))
+        raise TypeError(_NOT_A_FUNCTION.format(name))
+
+
+def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
+    """A transform of `f`, with the name and the documentation of `f`.
+
+    It is made without `__init__`, in which Equinox warns if a field holds something
+    like `jax.vmap(model)`. The warning is for layers, whose parameters such a function
+    hides; this is not a layer.
+    """
+    check_callable(f)
+    if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
+        raise TypeError(_A_CLASS.format(f.__name__))
+    transform = object.__new__(cls)
+    transform.__dict__.update(f=f, **options)
+    if jtu.all_leaves([f]):
+        return eqx.module_update_wrapper(transform)
+    # `eqx.module_update_wrapper` would copy a model. A model does not have a name; the
+    # transform of a function does.
+    named = f.__dict__ if is_eqx_module(f) else {}
+    names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
+    transform.__dict__.update(names)
+    return transform
+
+
+def of_one(transform: _F) -> _F:
+    """A decorator: an error that teaches for `transform(f, x)`."""
+
+    @ft.wraps(transform)
+    def checked(*args: Any, **options: Any) -> Any:
+        if len(args) > 1:
+            raise TypeError(_AT_ONCE.format(f"es.{transform.__name__}", len(args)))
+        return transform(*args, **options)
+
+    return cast(_F, checked)
+
+
+def _method_of(cls: type) -> str:
+    """The name of a method to suggest if a module of this class cannot be called."""
+    own = [name for name in vars(cls) if not name.startswith("_")]
+    return next((name for name in own if callable(getattr(cls, name))), "method")
+
+
+_NOT_CALLABLE: Final = """A `{0}` cannot be called: its class has no `__call__`. \
+Rename the method, or pass the bound method; its module is threaded and mapped all the \
+same:
+
+    es.mutable(model)(x)    # wrong: there is no `{0}.__call__`
+
+    es.mutable(model.{1})(x)    # right"""
+
+
+_NOT_A_FUNCTION: Final = """A transform was given a `{0}`, which cannot be called. It \
+takes a function, a callable module or a bound method. A property is decorated from \
+outside:
+
+    @property
+    @es.jit
+    def norm(self): ..."""
+
+_AT_ONCE: Final = """`{0}` takes a function, and returns one of the same arguments. \
+It was given {1} arguments:
+
+    {0}(f, x)     # wrong
+    {0}(f)(x)     # right
+
+Options are given by name."""
+
+_A_CLASS: Final = """A transform that threads state was given the class `{0}`, and its \
+state is that of a model. Make one, and keep what comes back:
+
+    y, model = es.mutable({0})(x)    # wrong
+
+    model = {0}(...)
+    y, model = es.mutable(model)(x)    # right"""

@@ -1,0 +1,231 @@
+"""`es.axis_names`: the names that annotations give to the axes of arrays."""
+
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import jax.tree_util as jtu
+import optax
+
+from .._compat import Dims
+from .._kinds.kinds import Axes, OptState
+from .._typing import KeyPath, PyTree
+from .base import Placeholder
+from .compare import is_hole
+from .context import AxesAbove
+from .rules import followed, followed_parameters
+from .walk import is_array, name_of, Visit, walk
+
+
+_Tree = TypeVar("_Tree")
+Names: TypeAlias = tuple[str | None, ...]
+
+
+def axis_names(tree: _Tree) -> _Tree:
+    """The names of the axes of each array, as its annotation gives them.
+
+    `up: es.Parameter[Float[Array, "mlp embed"]]` has the axes `mlp` and `embed`. Sizes
+    and expressions (`3`, `_`, `n+1`) are not names, and `...` or `*batch` stands for
+    any number of axes without one. An array that has more axes than its annotation is a
+    stack, of layers or of an ensemble: the axes in front have no names. Where a layer's
+    class has no such annotations, write `es.Axes` beside the field that holds it.
+
+    Moments in an `es.Optimizer` have the names of their parameters if they have their
+    shapes, else none.
+
+    **Arguments:**
+
+    - `tree`: any pytree. `jax.ShapeDtypeStruct`s are arrays, too.
+
+    **Returns:**
+
+    A tree of the same type with a tuple in place of each array, a name or `None` for
+    each axis. In place of what is not an array is `None`.
+
+    **Raises:**
+
+    - `ValueError`: an array has fewer axes than its annotation, or an `es.Axes` has a
+        path that is not there. The message names the field.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.numpy as jnp
+        from jaxtyping import Array, Float
+
+
+        class MLP(es.Module):
+            up: es.Parameter[Float[Array, "mlp embed"]]
+            down: es.Parameter[Float[Array, "embed mlp"]]
+            scale: Float[Array, "#embed 3 _"] | None = None
+
+
+        names = es.axis_names(MLP(jnp.ones((8, 2)), jnp.ones((2, 8))))
+        assert names.up == ("mlp", "embed")
+        stack = es.axis_names(MLP(jnp.ones((4, 8, 2)), jnp.ones((4, 2, 8))))
+        assert stack.up == (None, "mlp", "embed")
+        ```
+    """
+    names = [leaf.names for leaf in named_leaves(tree)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree), names)
+
+
+class NamedLeaf(NamedTuple):
+    visit: Visit
+    names: Names | None  # `None` if it is not an array
+    # Those of the parameter that it belongs to, if that has another shape: what
+    # `optax.adafactor` keeps.
+    others: Names | None
+
+
+def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
+    """Each leaf, and the names of its axes.
+
+    If not `strict`, what would be an error has no names.
+    """
+    visits, parameters = walk(tree, is_leaf=_is_taken_out), followed(tree)
+    if strict:
+        _check_axes(visits)
+    found: list[NamedLeaf] = []
+    for visit in visits:
+        if not visit.is_leaf or _is_taken_out(visit.node):
+            continue
+        if not is_array(visit.node):
+            found.append(NamedLeaf(visit, None, None))
+            continue
+        at = parameters.get(visit.path)
+        source = visit if at is None else at.parameter
+        names = _names_of(source)
+        if names is None and strict and not _is_opt_state(visit):
+            raise ValueError(_too_few(source))
+        is_alike = source.node.shape == visit.node.shape
+        unnamed = (None,) * len(visit.node.shape)
+        own, others = (names, None) if is_alike else (None, names or ())
+        found.append(NamedLeaf(visit, own or unnamed, others))
+    return found
+
+
+def followed_leaves(tree: PyTree) -> list[NamedLeaf]:
+    """The same for the parameters that followers in `tree` were made for."""
+    return [NamedLeaf(x, _names_of(x), None) for x in followed_parameters(tree)]
+
+
+def _names_of(visit: Visit) -> Names | None:
+    """The names of an array's axes; `None` if it has fewer axes than names."""
+    ndim = len(visit.node.shape)
+    candidates = [_fitted(dims, ndim) for dims in _declared(visit)]
+    fitting = [names for names in candidates if names is not None]
+    if fitting:  # of the members of a union, the one that says most
+        return min(fitting, key=lambda names: names.count(None))
+    return None if candidates else (None,) * ndim
+
+
+def _declared(visit: Visit) -> tuple[Dims, ...]:
+    """What is declared of an array's axes, by the outermost that says something."""
+    for above in visit.context.axes:
+        if dims := _said(visit, above):
+            return dims
+    return visit.context.spec.dims
+
+
+def _said(visit: Visit, above: AxesAbove) -> tuple[Dims, ...]:
+    """What an `es.Axes` further up says of an array, or several in a union."""
+    below = name_of(visit.path[len(visit.path) - above.depth :])
+    return tuple(axes.dims[below] for axes in above.axes if below in axes.dims)
+
+
+def _fitted(dims: Dims, ndim: int) -> Names | None:
+    """`dims` for an array of so many axes, or `None` if there are too few."""
+    # Without `...` it is as if it came first: a stack has more axes in front.
+    i = dims.index(...) if ... in dims else 0
+    names = tuple(name for name in dims if name is not ...)
+    missing = ndim - len(names)
+    if missing < 0:
+        return None
+    return (*names[:i], *[None] * missing, *names[i:])
+
+
+def _is_opt_state(visit: Visit) -> bool:
+    covering = visit.context.covering
+    return covering is not None and issubclass(covering, OptState)
+
+
+# --- `es.Axes` ------------------------------------------------------------------------
+
+
+def _is_taken_out(node: Any) -> bool:
+    """Whether there was an array here, before something was selected."""
+    return is_hole(node) or isinstance(node, optax.MaskedNode)
+
+
+def _is_gap(node: Any) -> bool:
+    """Whether there was an array here, or will be when the model is initialized."""
+    return _is_taken_out(node) or isinstance(node, Placeholder)
+
+
+def _check_axes(visits: list[Visit]) -> None:
+    """Raise `ValueError` for a path in an `es.Axes` that does not lead to a leaf."""
+    sites: dict[tuple[KeyPath, AxesAbove], list[Visit]] = {}
+    for visit in visits:
+        for above in visit.context.axes:
+            if not _is_opt_state(visit):  # which may have other leaves
+                site = visit.path[: len(visit.path) - above.depth]
+                key = site, above._replace(depth=0)
+                sites.setdefault(key, []).append(visit)
+    for (path, above), below in sites.items():
+        leaves = [(name_of(v.path[len(path) :]), v.node) for v in below if v.is_leaf]
+        missing = [_missing(axes, leaves) for axes in above.axes]
+        if all(missing):
+            names = [f"`{name}`" for name, node in leaves if not _is_gap(node)]
+            at = name_of(path)
+            raise ValueError(
+                _NOT_THERE.format(
+                    field=above.field,
+                    at="" if at == above.field.rpartition(".")[2] else f", at `{at}`",
+                    axes=above.axes[0],
+                    path=missing[0][0],
+                    names=f"There are {', '.join(names)}." if names else "",
+                )
+            )
+
+
+def _missing(axes: Axes, leaves: list[tuple[str, Any]]) -> list[str]:
+    """The paths that are not those of a leaf, nor in what is left out of the tree."""
+    places = {name for name, _ in leaves}
+    gaps = [name for name, node in leaves if _is_gap(node)]
+    return [
+        path
+        for path in axes.dims
+        if path not in places
+        and not any(path.startswith((f"{gap}.", f"{gap}[")) or not gap for gap in gaps)
+    ]
+
+
+# --- In words -------------------------------------------------------------------------
+
+
+_FEWER: Final = """`{field}` is annotated with more axes than it has: {dims} at \
+`{name}`, and the array has shape {shape}. An array may have more axes in front, as in \
+a stack of layers, but not fewer. Correct the annotation, or use `...` where there may \
+be no axis: `Float[Array, "... embed"]`."""
+
+_NOT_THERE: Final = """`{field}` declares `{axes}`{at}, and there is no `{path}` below \
+it. {names} A path goes from the field to an array, `layers[0].weight`."""
+
+
+def _too_few(visit: Visit) -> str:
+    declaring = [above.field for above in visit.context.axes if _said(visit, above)]
+    owner = visit.context.owner
+    own = f"{owner.__qualname__}.{visit.context.field}" if owner else visit.name
+    dims = " or ".join(f"`{dims_text(d)}`" for d in _declared(visit))
+    return _FEWER.format(
+        field=next(iter(declaring), own),
+        dims=dims,
+        name=visit.name,
+        shape=visit.node.shape,
+    )
+
+
+def dims_text(dims: Dims) -> str:
+    """Axes as jaxtyping writes them."""
+    return " ".join("..." if d is ... else d or "_" for d in dims)

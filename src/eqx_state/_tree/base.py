@@ -1,0 +1,299 @@
+"""The data of an `es.Module`: its flags, and what belongs to one object alone."""
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import (
+    Any,
+    ClassVar,
+    dataclass_transform,
+    Final,
+    NamedTuple,
+    Self,
+    TYPE_CHECKING,
+    TypeGuard,
+)
+
+import equinox as eqx
+import jax.tree_util as jtu
+import numpy as np
+
+from .._compat import EquinoxMeta
+from .._kinds.fields import check_declarations, field
+
+
+# --- What an `es.Module` remembers about freezing nodes that have no flag of their own.
+#
+# Plain Equinox layers and arrays cannot carry a flag, so the nearest `es.Module` above
+# them has *marks*: paths from it, and whether the node there is frozen. They are static
+# data, and so part of the treedef: equal for the same nodes, in whatever order.
+
+
+# One key of a path as it is printed, and how many elements the sequence has that it
+# leads into: with another number of them, an index may mean another element.
+Step = tuple[str, int]
+Steps = tuple[Step, ...]
+
+
+class Mark(NamedTuple):
+    """Whether the node at this path is frozen, whatever is above it."""
+
+    path: Steps
+    frozen: bool
+
+
+Marks = tuple[Mark, ...]
+
+
+def step_to(node: Any, key: Any) -> Step:
+    """The step from `node` to its child under `key`."""
+    is_index = isinstance(key, jtu.SequenceKey) and isinstance(node, (list, tuple))
+    return str(key), len(node) if is_index else 0
+
+
+def name_of_steps(path: Sequence[Step]) -> str:
+    """The path as it is printed."""
+    return "".join(name for name, _ in path)
+
+
+def names_of(marks: Marks) -> tuple[str, ...]:
+    """What the marks say, in words."""
+    return tuple(
+        f"{'frozen' if frozen else 'not frozen'}: {name_of_steps(path)}"
+        for path, frozen in marks
+    )
+
+
+def marks_below(marks: Marks, step: Step) -> tuple[bool | None, Marks]:
+    """What the marks say about the child at `step`, and the marks that lead below it.
+
+    `None` where they say nothing about the child itself.
+    """
+    ended, rest = None, []
+    for path, frozen in marks:
+        if path[0] == step:
+            if len(path) == 1:
+                ended = frozen
+            else:
+                rest.append(Mark(path[1:], frozen))
+    return ended, tuple(rest)
+
+
+def merged(outer: Marks, inner: Marks) -> Marks:
+    """The marks from further out together with a module's own, which count first."""
+    return _canonical({**dict(outer), **dict(inner)})
+
+
+def without(marks: Marks, path: Steps) -> Marks:
+    """The marks that are neither at this path nor below it."""
+    # Lengths of sequences do not matter: marks of another length are out of date.
+    names = [name for name, _ in path]
+    return tuple(m for m in marks if [name for name, _ in m.path[: len(path)]] != names)
+
+
+def with_mark(marks: Marks, path: Steps, frozen: bool) -> Marks:
+    """`marks` and one more."""
+    return _canonical({**dict(marks), path: frozen})
+
+
+def _canonical(marks: dict[Steps, bool]) -> Marks:
+    return tuple(Mark(path, marks[path]) for path in sorted(marks))
+
+
+# The field of every `es.Module` that `eqx.nn.inference_mode` replaces.
+INFERENCE: Final = "_eqx_state_inference"
+
+# The scopes that are open now, and the threads in which they are. It only answers
+# quickly that no module can be owned; who owns a module is in its `place`.
+OPEN_SCOPES: Final[dict[int, int]] = {}
+
+
+# For type checkers only. On the class itself the decorator would lose against that of
+# Equinox's metaclass, and `es.field` would read as a default value. Deliberately not
+# `frozen_default`: `self.mean = …` is how state is written.
+@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, field))
+class _ModuleMeta(EquinoxMeta):
+    def __init__(cls, *args: Any, **kwargs: Any) -> None:
+        # Not in `__init_subclass__`, where the class is not a dataclass yet.
+        super().__init__(*args)
+        check_declarations(cls)
+
+
+class Fields(dict[str, Any]):
+    """The `__dict__` of a module, and what belongs to this one object alone.
+
+    Flattening, copies and pickles take the items of a `__dict__`, and leave the rest
+    behind.
+    """
+
+    # A slot of the module would do the same, but fails with bases that have slots, too.
+
+    __slots__ = ("cached", "place")
+
+    def __init__(self, fields: dict[str, Any]):
+        super().__init__(fields)
+        self.cached: dict[Any, Any] = {}
+        self.place: Any = None
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class Placeholder:
+    """A leaf that stands for a value which will be drawn, in a lazy model."""
+
+    __slots__ = ()
+
+
+# The static fields that are not for users: whether `module_init` has run, and what is
+# frozen below by its path.
+INIT_DONE: Final = "_eqx_state_module_init_done"
+MARKS: Final = "_eqx_state_frozen_paths"
+
+
+class _Training:
+    """Sets the flag `training`, and lets `eqx.nn.inference_mode` set it, too.
+
+    That function replaces nodes of the pytree by bools, and a static flag is not a
+    node. So each module also has a node without leaves, `[]` in train mode and `[[]]`
+    in eval mode, for it to replace. Equinox's unflattening sets static fields last, so
+    the bool is there when this sets the flag. Reads do not come here: they find the
+    flag in `__dict__`.
+    """
+
+    def __set__(self, module: eqx.Module, training: bool) -> None:
+        # It runs at each unflattening of a module, hence the shortcut.
+        fields = object.__getattribute__(module, "__dict__")
+        fields["training"] = training
+        node = fields.setdefault(INFERENCE, [])
+        if type(node) is list and bool(node) is not training:
+            return
+        if is_flag := isinstance(node, (int, np.bool_)):  # a bool is an integer
+            fields["training"] = training = not node
+        # Anything else is a stand-in for the node, as within a `jax.tree.map`.
+        if is_flag or type(node) is list:
+            fields[INFERENCE] = [] if training else [[]]
+
+
+class BaseModule(eqx.Module, metaclass=_ModuleMeta):
+    """The data of an `es.Module`; its behavior is in `_module.py`.
+
+    The flags are static fields: they are part of the treedef.
+    """
+
+    _eqx_state_inference: Any = eqx.field(init=False, repr=False)
+    training: bool = eqx.field(init=False, static=True, repr=False)
+    frozen: bool = eqx.field(init=False, static=True, repr=False)
+    _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
+    _eqx_state_frozen_paths: Marks = eqx.field(init=False, static=True, repr=False)
+
+    # Whether it writes in eval mode, too, which error messages must know.
+    _eqx_state_writes_in_eval: ClassVar[bool] = False
+
+    # Whether its field `layers` holds `length` layers as one, each array with an axis
+    # more. This is how `es.nn.Stacked` is known here.
+    _eqx_state_is_stack: ClassVar[bool] = False
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        self = super().__new__(cls)
+        # A dataclass does not store `init=False` defaults on the instance, and the
+        # treedef of a fresh module would differ from that of an unflattened one.
+        object.__setattr__(self, "training", True)
+        object.__setattr__(self, "frozen", False)
+        object.__setattr__(self, INIT_DONE, False)
+        object.__setattr__(self, MARKS, ())
+        return self
+
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> Any:
+            # Equinox's own `__getattribute__` makes pytrees of bound methods. Nothing
+            # else needs it, and it is slow.
+            value = super(eqx.Module, self).__getattribute__(name)
+            if type(value) is types.MethodType and value.__self__ is self:
+                return super().__getattribute__(name)
+            if OPEN_SCOPES and name[:2] != "__":
+                place = get_place(self)
+                if place is not None and place.thread is not None:
+                    place.note_read(name)
+            return value
+
+    def module_init(self, key: Any) -> None:
+        """The hook that `init` calls once, after all Initializers: override it.
+
+        In it any field may be assigned. `key` is a PRNG key of this module's own.
+        """
+
+
+if not TYPE_CHECKING:
+    # Not in the body, where it would be the default value of the field.
+    BaseModule.training = _Training()
+
+
+def is_module(x: Any) -> TypeGuard[BaseModule]:
+    """Whether `x` is an `es.Module`."""
+    # Walks ask this of every node, and `isinstance` would run two Python functions: the
+    # metaclass's `__instancecheck__` and the module's `__getattribute__`.
+    return BaseModule in type(x).__mro__
+
+
+def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
+    """Whether `x` is any Equinox module."""
+    return eqx.Module in type(x).__mro__
+
+
+FLAGS: Final = ("training", "frozen", INIT_DONE, MARKS)
+
+
+def fields_of(module: eqx.Module) -> dict[str, Any]:
+    """A module's `__dict__`, without a call of `Module.__getattribute__`."""
+    return object.__getattribute__(module, "__dict__")
+
+
+def own_data(module: eqx.Module) -> Fields:
+    """A module's `__dict__`, made one that can hold more than fields."""
+    fields = fields_of(module)
+    if type(fields) is not Fields:
+        fields = Fields(fields)
+        object.__setattr__(module, "__dict__", fields)
+    return fields
+
+
+def forget_cached(module: eqx.Module) -> None:
+    """Drop what `functools.cached_property` has computed from a module's fields."""
+    fields = fields_of(module)
+    if type(fields) is Fields:
+        fields.cached.clear()
+
+
+def get_place(module: eqx.Module) -> Any:
+    """Where in an open scope `module` is, or `None` for an ordinary frozen module."""
+    fields = fields_of(module)
+    return fields.place if type(fields) is Fields else None
+
+
+def set_place(module: eqx.Module, place: Any) -> None:
+    """Put a module into a scope, or take it out with `None`."""
+    own_data(module).place = place
+
+
+def dynamic_names(cls: type) -> list[str]:
+    """The fields of a module class that are children in the pytree, in their order."""
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if not f.metadata.get("static", False)]
+
+
+def field_names(module: Any) -> list[str]:
+    """The fields that a user has given a module, or sees in its repr."""
+    return [f.name for f in dataclasses.fields(module) if f.repr]
+
+
+def declared_fields(module: Any) -> str:
+    """A sentence for errors: the fields of a module's class."""
+    names = field_names(module)
+    return f"The fields are: {', '.join(names)}." if names else "It declares no fields."
+
+
+def has_inference(module: eqx.Module) -> bool:
+    """Whether a module has the flag of Equinox's layers, a bool called `inference`."""
+    return type(module.__dict__.get("inference")) is bool

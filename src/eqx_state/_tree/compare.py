@@ -1,0 +1,214 @@
+"""Two trees: whether they have one structure, and where they first differ."""
+
+import dataclasses
+import functools as ft
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._kinds.kinds import State
+from .._typing import KeyPath, PyTree
+from .base import (
+    has_inference,
+    INFERENCE,
+    INIT_DONE,
+    is_eqx_module,
+    is_module,
+    MARKS,
+    names_of,
+)
+from .context import children
+from .observe import unmarked
+from .walk import is_array, leaves, name_of, set_flags, Visit, walk
+
+
+_Tree = TypeVar("_Tree")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two leaves are one and the same. Arrays are compared by identity."""
+    if a is b or type(a) is not type(b) or is_array(a):
+        return a is b
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def identical(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def is_hole(x: Any) -> bool:
+    """What `filter` and `eqx.partition` leave in the place of a leaf."""
+    return x is None
+
+
+def structure_with_holes(tree: PyTree) -> Any:
+    """The treedef in which a hole is a leaf: equal for a tree and a part of it."""
+    return jtu.tree_structure(tree, is_leaf=is_hole)
+
+
+# --- But for their modes --------------------------------------------------------------
+
+
+def same_modes(tree: _Tree) -> _Tree:
+    """`tree` in one fixed mode, so that only the structures are compared.
+
+    Also without what it shows that its calls are observed.
+    """
+    return set_flags(unmarked(tree), _without_modes)
+
+
+def _without_modes(visit: Visit) -> dict[str, Any]:
+    if is_module(visit.node):
+        return {"training": True, "frozen": False, INIT_DONE: False, MARKS: ()}
+    return {"inference": None} if has_inference(visit.node) else {}
+
+
+def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
+    """The leaves of `other`, holes included; it must have the structure of `tree`.
+
+    Equinox's flags `inference`, which are leaves, count as holes.
+    """
+    leaves, treedef = jtu.tree_flatten(other, is_leaf=is_hole)
+    if treedef == structure_with_holes(tree) and bool not in map(type, leaves):
+        return leaves
+    tree, other = same_modes(tree), same_modes(other)
+    if structure_with_holes(tree) != structure_with_holes(other):
+        raise ValueError(
+            f"{what} has another structure than the tree,"
+            f" {difference(tree, other, structure_with_holes)}."
+            " Trees go together when they were made from one model, by `filter`,"
+            " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
+            " train, eval, frozen."
+        )
+    return jtu.tree_leaves(other, is_leaf=is_hole)
+
+
+# --- Differences ----------------------------------------------------------------------
+
+
+def first_difference(
+    a: PyTree, b: PyTree, structure: Callable[[PyTree], Any], path: KeyPath = ()
+) -> tuple[KeyPath, Any, Any]:
+    """Where two trees, for which `structure` differs, first do, and what each has."""
+    if type(a) is not type(b):
+        return path, a, b
+    below_a, below_b = children(a) or [], children(b) or []
+    if [k for k, _ in below_a] != [k for k, _ in below_b]:
+        return path, a, b
+    if is_eqx_module(a):
+        for f in dataclasses.fields(a):
+            if f.metadata.get("static", False):
+                left, right = (getattr(x, f.name, None) for x in (a, b))
+                if f.name == MARKS and left != right:
+                    at = (*path, jtu.GetAttrKey("frozen"))
+                    return at, names_of(left), names_of(right)
+                if not same(left, right):
+                    return (*path, jtu.GetAttrKey(f.name)), left, right
+    for (key, x), (_, y) in zip(below_a, below_b, strict=True):
+        if structure(x) != structure(y):
+            return first_difference(x, y, structure, (*path, key))
+    return path, a, b
+
+
+def difference(
+    old: PyTree, new: PyTree, structure: Callable[[PyTree], Any] = jtu.tree_structure
+) -> str:
+    """Where two structures first differ, in words."""
+    path, a, b = first_difference(old, new, structure)
+    at = f"at `{name_of(path)}`" if path else "at the root"
+    return f"first {at}: expected `{_on_one_line(a)}`, got `{_on_one_line(b)}`"
+
+
+def _on_one_line(x: Any) -> str:
+    """A structure in full if it fits on a line; else its class and its keys."""
+    text = eqx.tree_pformat(x, short_arrays=True, width=60)
+    if "\n" not in text:
+        return text
+    keys = [name_of((key,)) for key, _ in children(x) or []]
+    return f"{type(x).__name__} of {', '.join(key for key in keys if key != INFERENCE)}"
+
+
+def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
+    """The name of the first leaf that two trees do not have in common, if there is."""
+    left, right = ({v.path: v.node for v in leaves(tree)} for tree in (a, b))
+    for path in [*left, *right]:
+        if not (path in left and path in right and same(left[path], right[path])):
+            return name_of(path)
+    return None
+
+
+# --- One stateful module in two places of a tree, where a transform would make it two.
+
+
+def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
+    """The names of two places that hold the same stateful `es.Module`."""
+    modules = [v for v in visits if is_module(v.node)]
+    if len({id(v.node) for v in modules}) == len(modules):
+        return None
+    # Below a covering `Buffer` it is not state, and may be shared.
+    state = [v.path for v in visits if v.is_leaf and v.is_a(State)]
+    stateful = {path[:n] for path in state for n in range(len(path))}
+    first: dict[int, Visit] = {}
+    for visit in modules:
+        if visit.path in stateful:
+            other = first.setdefault(id(visit.node), visit)
+            if other is not visit:
+                return other.name, visit.name
+    return None
+
+
+def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
+    """Raise `ValueError` if one stateful module would have to be two."""
+    # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
+    # Who has not imported optax has none.
+    optax = sys.modules.get("optax")
+    is_pair = isinstance(tree, getattr(optax, "LookaheadParams", ()))
+    for each in tree if is_pair else [tree]:
+        check_apart(walk(each, path))
+
+
+def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves and the structure, after `check_not_shared`, in one pass."""
+    modules: list[Any] = []
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=ft.partial(_note, modules))
+    if len(set(map(id, modules))) < len(modules):
+        check_not_shared(tree)
+    return leaves, structure
+
+
+def modules_below(tree: PyTree) -> list[Any]:
+    """Every `es.Module` in a tree, but not where it is; cheaper than a walk."""
+    modules: list[Any] = []
+    jtu.tree_leaves(tree, is_leaf=ft.partial(_note, modules))
+    return modules
+
+
+def _note(modules: list[Any], node: Any) -> bool:
+    if is_module(node):
+        modules.append(node)
+    return False
+
+
+def copy_apart(tree: _Tree) -> _Tree:
+    """`copy_tree`, after `check_not_shared`."""
+    leaves, structure = flatten_apart(tree)
+    return jtu.tree_unflatten(structure, leaves)
+
+
+def check_apart(visits: list[Visit]) -> None:
+    """`check_not_shared` for visits, which may be those of several trees."""
+    if (names := find_shared(visits)) is not None:
+        a, b = (f"`{name}`" if name else "the model itself" for name in names)
+        raise ValueError(
+            f"The same stateful module is in two places, {a} and {b}. A model is a"
+            " tree: at the first transform the one module becomes two, and their"
+            " states drift apart. Make two of them, or hold it once and call it from"
+            " both places, or tie the places with `eqx.nn.Shared`."
+        )

@@ -1,0 +1,115 @@
+"""PRNG keys: made from seeds, split, and derived from a place in the tree."""
+
+import functools as ft
+import hashlib
+import operator
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array
+
+from .._kinds.kinds import Rng
+from .walk import is_array, map_leaves, Visit
+
+
+_Tree = TypeVar("_Tree")
+
+
+def as_key(seed_or_key: Any) -> Array:
+    """A PRNG key from an integer seed; a typed or legacy key is returned unchanged."""
+    if is_key(seed_or_key):
+        return seed_or_key
+    try:
+        return jr.key(operator.index(seed_or_key))
+    except TypeError:
+        raise TypeError(
+            f"`{eqx.tree_pformat(seed_or_key)}` is neither a PRNG key nor an integer"
+            " seed. Pass `jax.random.key(42)`, or `42`."
+        ) from None
+
+
+def is_typed(key: Any) -> bool:
+    """Whether `key` is a typed PRNG key (`jax.random.key`), or an array of them."""
+    return is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` can be split: a typed key, a legacy one, or an array of either."""
+    return is_typed(x) or (
+        is_array(x) and x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4)
+    )
+
+
+def key_at(key: Array, name: str) -> Array:
+    """The key that belongs to a name, the same in every process."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    for word in (digest[:4], digest[4:]):
+        key = jr.fold_in(key, jnp.uint32(int.from_bytes(word, "little")))
+    return key
+
+
+def num_key_axes(key: Array) -> int:
+    """The number of axes of an array of keys, without that of a legacy key's words."""
+    return key.ndim - (0 if is_typed(key) else 1)
+
+
+def split_key(key: Array, num: int) -> Array:
+    """`num` keys from a key or from each of an array of keys, along a new last axis."""
+    # The last, since JAX's check for reused keys takes transposed keys for used ones.
+    if num_key_axes(key) == 0:
+        return jr.split(key, num)
+    return jax.vmap(lambda k: split_key(k, num))(key)
+
+
+# Outside of `jit` one program instead of five operations, and in a trace the operations
+# as if they had been called, but from a trace that is cached.
+@ft.partial(jax.jit, inline=True)
+def next_keys(key: Array) -> tuple[Array, Array]:
+    """The key to keep and the key to draw from; for an array of keys, an array each."""
+    keys, axis = split_key(key, 2), num_key_axes(key)
+    kept, drawn = (lax.index_in_dim(keys, i, axis, keepdims=False) for i in range(2))
+    return kept, drawn
+
+
+def reseed(tree: _Tree, key: Any) -> _Tree:
+    """`tree` with new keys in place of every array of kind `Rng`.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `key`: a PRNG key, or an integer seed.
+
+    **Returns:**
+
+    The tree with each `Rng` leaf derived from `key` and the leaf's path: all are
+    distinct, and none depends on what else is in the tree.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.random as jr
+
+        model = [es.nn.Dropout(0.5, key=jr.key(0)), es.nn.Dropout(0.5, key=jr.key(0))]
+        model = es.reseed(model, 42)
+        assert model[0].rng != model[1].rng
+        ```
+    """
+    key = as_key(key)
+
+    def renew(visit: Visit) -> Any:
+        x = visit.node
+        return _key_like(x, key_at(key, visit.name)) if visit.is_a(Rng) else x
+
+    return map_leaves(renew, tree)
+
+
+def _key_like(old: Array, key: Array) -> Array:
+    """Keys from `key` with the shape, the implementation and the style of `old`."""
+    data = old if not is_typed(old) else jr.key_data(old)
+    bits = jr.bits(key, data.shape, jnp.uint32)
+    return jr.wrap_key_data(bits, impl=jr.key_impl(old)) if is_typed(old) else bits

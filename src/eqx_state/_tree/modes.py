@@ -1,0 +1,250 @@
+"""Train and eval, freeze and unfreeze: new trees with every module switched."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import jax.tree_util as jtu
+
+from .._typing import KeyPath, PyTree
+from .base import (
+    fields_of,
+    has_inference,
+    is_module,
+    MARKS,
+    Placeholder,
+    Step,
+    step_to,
+    Steps,
+    with_mark,
+    without,
+)
+from .compare import copy_apart, flatten_apart
+from .context import children, Context, ROOT
+from .filters import selected_nodes, Where
+from .parts import StandIn
+from .walk import is_array, modules_in, set_flags, Visit
+
+
+_Tree = TypeVar("_Tree")
+
+
+def train(tree: _Tree, mode: bool = True) -> _Tree:
+    """`tree` with every module in it in train mode.
+
+    Sets `training` on every `es.Module`, and the bool attribute `inference` of all
+    other modules, so that Equinox's own layers follow. `equinox.nn.inference_mode` does
+    the same.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `mode`: `False` for eval mode.
+
+    **Raises:**
+
+    - `ValueError`: one stateful module is in two places of the tree.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+
+        model = es.eval((es.nn.BatchNorm(3), eqx.nn.Dropout(0.5)))
+        assert not model[0].training and model[1].inference
+        model = es.train(model)
+        assert model[0].training and not model[1].inference
+        ```
+    """
+    mode = bool(mode)
+
+    def flags(visit: Visit) -> dict[str, Any]:
+        if is_module(visit.node):
+            return {"training": mode}
+        return {"inference": not mode} if has_inference(visit.node) else {}
+
+    return set_flags(tree, flags, copy_apart)
+
+
+def eval(tree: _Tree) -> _Tree:
+    """`tree` with every module in it in eval mode: `es.train(tree, False)`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+
+        assert es.eval(eqx.nn.Dropout(0.5)).inference
+        ```
+    """
+    return train(tree, False)
+
+
+def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
+    """`tree` with all of it frozen, or the nodes that `where` selects.
+
+    Frozen parameters are not `es.trainable`: they get no gradient, no weight decay and
+    no optimizer memory. The layers of `es.nn` keep their `BatchStat` and use it, as in
+    eval mode. State can be written all the same.
+
+    Every `es.Module` in a frozen node has its flag `frozen` set, and is frozen wherever
+    it is put. Nodes without a flag, plain Equinox layers and single arrays, are
+    remembered by the nearest `es.Module` above, by their paths. So what is put in the
+    place of a frozen node is frozen, too, until `es.unfreeze`.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `where`: selects a node or a tuple of nodes, as in `equinox.tree_at`: modules,
+        containers or arrays. Default: all.
+
+    **Raises:**
+
+    - `TypeError`: `where` is not a function, or is a filter.
+    - `ValueError`: `where` selects something without arrays, or a node that neither
+        holds an `es.Module` nor is inside one; or one stateful module is in two places
+        of the tree.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+
+        class Net(es.Module):
+            norm: es.nn.BatchNorm
+            mlp: eqx.nn.MLP
+
+
+        net = Net(es.nn.BatchNorm(3), eqx.nn.MLP(3, 1, 8, 1, key=jr.key(0)))
+        net = es.freeze(net, lambda net: (net.norm, net.mlp.layers[0]))
+        trained = [part.name for part in es.parts(es.filter(net, es.trainable))]
+        assert trained == ["mlp.layers[1].weight", "mlp.layers[1].bias"]
+        ```
+    """
+    return _set_frozen(tree, where, True)
+
+
+def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
+    """`tree` with all of it (or what `where` selects) trainable again.
+
+    Arguments and errors as `es.freeze`. A part of what is frozen is unfrozen by its
+    path from the whole, `es.unfreeze(model, lambda m: m.head)`: in a frozen model
+    `model.replace(head=es.unfreeze(model.head))` stays frozen.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        norm = es.freeze(es.nn.BatchNorm(3))
+        assert norm.frozen and not es.unfreeze(norm).frozen
+        ```
+    """
+    return _set_frozen(tree, where, False)
+
+
+def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
+    values, structure = flatten_apart(tree)
+    # One array may be in two places, so the places are told apart by unique objects.
+    marked = [_Place() if _is_place(x) else x for x in values]
+    copy = jtu.tree_unflatten(structure, marked)
+    nodes = [copy] if where is None else selected_nodes(where, copy)
+    paths = _paths_of(copy, nodes)
+    for node in nodes:
+        _set_at(copy, node, paths.get(id(node)), frozen)
+    return jtu.tree_unflatten(jtu.tree_structure(copy), values)
+
+
+class _Place(StandIn):
+    """Stands for an array, or for a value that will be drawn."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(_SOME_LAYERS)
+
+
+def _is_place(x: Any) -> bool:
+    return is_array(x) or isinstance(x, Placeholder)
+
+
+def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None:
+    """Freeze or unfreeze one node of a private copy, in place."""
+    modules = [] if path is None else list(modules_in(node))
+    around = [] if path is None else _modules_above(tree, path)
+    holds_any = any(isinstance(x, _Place) for x in jtu.tree_leaves(node))
+    if path is None or not modules and not (around and holds_any):
+        raise ValueError(_NOTHING_TO_FREEZE)
+    for visit in modules:
+        object.__setattr__(visit.node, "frozen", frozen)
+        object.__setattr__(visit.node, MARKS, ())
+    for module, steps in around:
+        object.__setattr__(module, MARKS, without(fields_of(module)[MARKS], steps))
+    # Without a mark of its own it is what its surroundings are.
+    if around and _context_at(tree, path).frozen is not frozen:
+        module, steps = around[-1]
+        marks = with_mark(fields_of(module)[MARKS], steps, frozen)
+        object.__setattr__(module, MARKS, marks)
+
+
+def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
+    """The paths of these nodes by their `id`, without those that are not in the tree.
+
+    In one pass, because there may be hundreds: `lambda m: [x.bias for x in m.layers]`.
+    """
+    wanted, found = {id(node) for node in nodes}, dict[int, KeyPath]()
+
+    def visit(node: Any, path: KeyPath) -> None:
+        if id(node) in wanted:
+            found.setdefault(id(node), path)
+        for key, child in children(node) or ():
+            visit(child, (*path, key))
+
+    visit(tree, ())
+    return found
+
+
+def _context_at(tree: PyTree, path: KeyPath) -> Context:
+    context = ROOT
+    for key in path:
+        context = context.enter(tree, key)
+        tree = dict(children(tree) or ())[key]
+    return context
+
+
+def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
+    """Each `es.Module` on the way to a path, and the steps from it; nearest last."""
+    found, steps = [], list[Step]()
+    for i, key in enumerate(path):
+        if is_module(tree):
+            found.append((tree, i))
+        steps.append(step_to(tree, key))
+        tree = dict(children(tree) or ())[key]
+    return [(module, tuple(steps[i:])) for module, i in found]
+
+
+_SOME_LAYERS: Final = """Some layers of an `es.nn.Stacked` cannot be frozen without \
+the others, as one array holds the parameters of all; nor can a slice of any array:
+
+    es.freeze(model, lambda model: model.blocks[0])             # wrong
+    es.freeze(model, lambda model: model.blocks)                # all layers
+    es.freeze(model, lambda model: model.blocks.layers.norm)    # a part of each
+
+Layers that are frozen apart belong in a list, or in stacks of their own: \
+`(stacked[:k], stacked[k:])`."""
+
+_NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: only \
+`es.Module`s have the flag `frozen`, and remember what is frozen below them. Either \
+declare the field that holds the layer as a constant,
+
+    backbone: es.Buffer[eqx.nn.MLP]
+
+or leave it out where the parameters are used,
+
+    wrt = es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))
+    es.value_and_grad(loss_fn, wrt=wrt), es.Optimizer(tx, wrt=wrt)
+
+A `where` selects a node, or a tuple of nodes, that holds an `es.Module`, or an array \
+inside one, such as `lambda model: model.layers[0]`."""

@@ -1,0 +1,197 @@
+"""Observing calls: every call of a module's `__call__` in a private copy is seen.
+
+Python looks up `__call__` on the class, and to patch a class would affect every other
+model and thread. So in the private copy each module that is observed has a subclass of
+its class, whose `__call__` asks the `Observer`. Its name in the model is static data of
+the instance, a *mark*, which survives every transform that flattens the module:
+`eqx.filter_vmap(self.layer)` is seen, too.
+
+A mark is pure data, because JAX and `es.jit` keep treedefs longer than a call lasts. It
+leads to the observer, and to the scope that keeps what is found, by way of `OBSERVING`.
+"""
+
+import abc
+import functools as ft
+import types
+from collections.abc import Callable, Hashable, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
+
+import equinox as eqx
+
+from .._typing import PyTree
+from .base import fields_of, get_place
+from .walk import copy_tree, walk
+
+
+_Tree = TypeVar("_Tree")
+
+
+class Observer(abc.ABC):
+    """What to do with the calls of some modules.
+
+    `key` tells observers apart. Programs that were traced under one serve another one
+    that has an equal key.
+    """
+
+    key: Hashable
+
+    @abc.abstractmethod
+    def select(self, name: str, module: Any) -> Hashable:
+        """The mark of a module, all that `called` has to know; `None`: not observed."""
+
+    @abc.abstractmethod
+    def called(
+        self, scope: Any, mark: Any, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The output of `call(*args, **kwargs)`, or another in its place.
+
+        `scope` is the innermost scope of the observer, that of the active transform.
+        """
+
+    def begin(self, scope: Any, model: PyTree) -> None:  # noqa: B027 (optional)
+        """Prepare for a call on this private copy, before the scope owns it."""
+
+    def check(self, model: PyTree) -> None:  # noqa: B027 (optional)
+        """Raise an error if the observer does not fit the model."""
+
+    def cannot_see(self, name: str, module: Any) -> None:  # noqa: B027 (optional)
+        """Say that the metaclass of this module forbids subclasses."""
+
+
+class Recorder(Observer):
+    """An observer whose calls change something, which every transform carries.
+
+    - `record`: an owned module that has all of that in its state.
+    - `trace_message`: the error for a transform that cannot carry it.
+    """
+
+    record: Any
+    trace_message: str
+
+    @abc.abstractmethod
+    def merge(self, lanes: Any) -> Any:
+        """One value of a leaf of the record, of one for each lane of a `jax.vmap`."""
+
+
+# For each observer that is active in this thread the innermost of its scopes.
+# It is not among the places of modules, because a flattened module of Equinox has none.
+OBSERVING: Final[ContextVar[Mapping[Hashable, Any]]] = ContextVar(
+    "observing", default=types.MappingProxyType({})
+)
+
+_MARKS: Final = "_eqx_state_marks"
+
+
+class _Quiet:
+    """Keeps the user's `__init_subclass__`, perhaps a registry, from running."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+# Not a leak: JAX keeps every pytree class forever anyway.
+@ft.cache
+def _observed_class(cls: Any) -> Any:
+    """A subclass of a module class whose calls are seen."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        base: Any = super(observed, self)
+        call = base.__call__
+        observing = OBSERVING.get()
+        for key, mark in marks_of(self).items():
+            if (scope := observing.get(key)) is not None:
+                call = _seen(scope, mark, call)
+            elif (place := get_place(self)) is not None and place.scope.is_open:
+                raise RuntimeError(_OTHER_THREAD.format(cls.__qualname__))
+        return call(*args, **kwargs)
+
+    ft.update_wrapper(__call__, cls.__call__, updated=())
+    body = {
+        "__call__": __call__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__annotations__": {_MARKS: Any},
+        _MARKS: eqx.field(default=(), init=False, repr=False, static=True),
+    }
+    # For an instance to change its class, `cls` has to be the first base; for `_Quiet`
+    # to be asked, it has to be looked at before `cls`.
+    meta = type(cls)
+    meta = type(meta.__name__, (meta,), {"mro": _quiet_first})
+    observed = meta(cls.__name__, (cls, _Quiet), body)
+    return observed
+
+
+def _quiet_first(cls: Any) -> list[type]:
+    own, *others = type.mro(cls)
+    return [own, _Quiet, *(base for base in others if base is not _Quiet)]
+
+
+def _seen(scope: Any, mark: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: scope.observer.called(
+        scope, mark, call, args, kwargs
+    )
+
+
+def marks_of(module: Any) -> dict[Hashable, Any]:
+    """The marks of a module by the key of the observer, that of the outermost first."""
+    return dict(fields_of(module).get(_MARKS, ()))
+
+
+def can_be_observed(module: Any) -> bool:
+    """Whether a module can be called and returns an output."""
+    # An `eqx.nn.Shared` returns a part of the model.
+    return callable(module) and not isinstance(module, eqx.nn.Shared)
+
+
+def mark(module: Any, name: str, observer: Observer) -> None:
+    """Mark a module of a private copy, if it is to be observed under this name."""
+    if not can_be_observed(module):
+        return
+    marks = {key: x for key, x in marks_of(module).items() if key != observer.key}
+    if (new := observer.select(name, module)) is not None:
+        marks[observer.key] = new
+    if marks != marks_of(module):
+        try:
+            _set_marks(module, marks)
+        except Exception:  # of the metaclass
+            observer.cannot_see(name, module)
+
+
+def unmarked(tree: _Tree, key: Hashable = None) -> _Tree:
+    """`tree` without the marks of one observer, or of all: a copy if there are any."""
+
+    def marked(tree: PyTree) -> list[Any]:
+        nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
+        return [x for x in nodes if (marks := marks_of(x)) and key in (None, *marks)]
+
+    if not marked(tree):
+        return tree
+    tree = copy_tree(tree)
+    for node in marked(tree):
+        others = {k: x for k, x in marks_of(node).items() if k != key}
+        _set_marks(node, {} if key is None else others)
+    return tree
+
+
+def _set_marks(module: Any, marks: dict[Hashable, Any]) -> None:
+    cls = type(module)
+    if _Quiet not in cls.__mro__:
+        cls = _observed_class(cls)
+    elif not marks:
+        _, _, cls, *_ = cls.__mro__
+    object.__setattr__(module, "__class__", cls)
+    fields_of(module)[_MARKS] = tuple(marks.items())
+    if not marks:
+        del fields_of(module)[_MARKS]
+
+
+_OTHER_THREAD: Final = """`{}` was called in another thread than the one that observes \
+its calls, for `es.capture` or `es.find_nonfinite`, so the call would go unseen. Call \
+it in that thread, or capture in each thread:
+
+    threading.Thread(target=lambda: results.append(es.capture(model)(x)))"""

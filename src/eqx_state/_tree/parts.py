@@ -1,0 +1,256 @@
+"""The arrays of a tree as `es.Part`s: path, name, kind."""
+
+import abc
+import functools as ft
+import itertools
+from collections.abc import Callable
+from typing import Any, Final, TYPE_CHECKING
+
+import jax
+import jax.core
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import show
+from .._kinds.kinds import Kind
+from .._typing import KeyPath, PyTree
+from .context import Stacks
+from .keys import is_typed
+from .walk import is_array, is_numpy, leaves, Visit
+
+
+class Part:
+    """One array of a tree: where it is, what it is."""
+
+    __slots__ = ("_kind", "_visit")
+
+    def __init__(self, visit: Visit):
+        self._visit = visit
+        self._kind = visit.context.kind_of(visit.node)
+
+    @property
+    def path(self) -> KeyPath:
+        """The key path, a tuple of JAX's keys.
+
+        No two arrays of a tree have the same path: a key that equals an earlier one, or
+        prints alike, gets a number. A dataclass that is registered without key paths
+        has keys with the names of its fields.
+        """
+        return self._visit.path
+
+    @property
+    def name(self) -> str:
+        """The path as it is written in Python, `layers[0].norm.mean`."""
+        return self._visit.name
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind, or `None`."""
+        return self._kind
+
+    @property
+    def value(self) -> Any:
+        """The array, or its `jax.ShapeDtypeStruct`."""
+        return self._visit.node
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is frozen: its module, one around that, or the array itself.
+
+        `ValueError` if a path that `es.freeze` was given does not fit the tree any
+        more, and led to somewhere here.
+        """
+        context = self._visit.context
+        if context.lost is not None:
+            around, lost = context.lost
+            raise ValueError(_LOST.format(lost.removeprefix("."), around, lost))
+        return context.frozen
+
+    if not TYPE_CHECKING:  # a type checker would take any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise AttributeError(_NOT_OF_A_PART.format(name))
+
+    def __repr__(self) -> str:
+        kind = None if self.kind is None else self.kind.__name__
+        return f"Part(name={self.name!r}, kind={kind}, value={show(self.value)})"
+
+
+def owners_of(part: Part) -> tuple[type, ...]:
+    """The classes of the modules around an array, the outermost first."""
+    return part._visit.context.owners
+
+
+def dtype_of(part: Part) -> Any:
+    """The dtype of an array, which is that of each of its slices."""
+    return part._visit.node.dtype
+
+
+def part_of(visit: Visit) -> Part | None:
+    """The `Part` at a leaf of the walk; `None` where there is no array."""
+    return Part(visit) if is_array(visit.node) else None
+
+
+def parts(tree: PyTree) -> list[Part]:
+    """Every array in `tree`, with its path, name and kind, in the order of flattening.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+
+    **Returns:**
+
+    A list of `es.Part`. Functions, strings and Python numbers are not in it.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        parts = es.parts([eqx.nn.Linear(2, 3, key=jr.key(0)), {"count": 0}])
+        assert [(p.name, p.kind) for p in parts] == [
+            ("[0].weight", es.Parameter),
+            ("[0].bias", es.Parameter),
+        ]
+        ```
+    """
+    return [p for p in map(part_of, leaves(tree)) if p is not None]
+
+
+_NOT_OF_A_PART: Final = """An `es.Part` has no attribute `{0}`. A function that is a \
+filter is asked of each array, and is given an `es.Part`, which has `name`, `path`, \
+`kind`, `value` and `frozen`. It is not given the model, nor the array itself:
+
+    lambda m: m.{0}               # wrong
+    es.under(lambda m: m.{0})     # right, if the model has a part `{0}`
+    lambda part: part.value.{0}   # right, if an array has `{0}`"""
+
+_LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
+has changed since: the path may lead to another thing now, and what was frozen would \
+train. Forget what was said of the part that has changed, and say it of the new one:
+
+    model = es.unfreeze(model, lambda m: m{1})
+    model = es.freeze(model, lambda m: m{2})     # or what is to be frozen now"""
+
+
+# --- The arrays of a stack of layers (`es.nn.Stacked`), layer by layer.
+#
+# A stack holds one array for all of its layers, with a first axis of its own. Files and
+# filters know layers: there the array is `blocks[0].w`, `blocks[1].w`, and so on, each
+# without that axis. A stack of stacks has two such axes.
+
+
+Index = tuple[int, ...]  # a layer: one number for each of the stacks around it
+
+
+class StandIn(abc.ABC):
+    """Stands for a leaf while a user's function selects, perhaps layers of a stack."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+class LayerPart(Part):
+    """An array of one layer of a stack, of which `whole` is the array itself."""
+
+    __slots__ = ("_slice", "index", "whole")
+
+    def __init__(self, whole: Part, index: Index, slice: Callable[[Index], Any]):
+        path = layer_path(whole.path, stacks_of(whole), index)
+        self._visit = whole._visit._replace(path=path)
+        self._kind = whole.kind
+        self._slice = slice
+        self.whole = whole
+        self.index = index
+
+    @property
+    def value(self) -> Any:
+        return self._slice(self.index)
+
+
+def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
+    """An array of a stack as those of its layers; of any other array, nothing.
+
+    If `alike`, only what can be asked of an array counts, as in a filter: all layers of
+    a tracer have the slice of the first, so that the program does not grow with their
+    number.
+    """
+    if not (stacks := stacks_of(part)):
+        return []
+    whole, is_cut = part.value, is_split(part)
+    is_one = alike and isinstance(whole, jax.core.Tracer)
+
+    @ft.cache
+    def slice(index: Index) -> Any:
+        return layer_of(whole, index) if is_cut else whole
+
+    def value(index: Index) -> Any:
+        return slice((0,) * len(index) if is_one else index)
+
+    return [LayerPart(part, index, value) for index in indices(stacks)]
+
+
+def stacks_of(part: Part) -> Stacks:
+    """The stacks around an array, outermost first; for that of a layer, none."""
+    return () if isinstance(part, LayerPart) else part._visit.context.stacks
+
+
+def is_split(part: Part) -> bool:
+    """Whether an array has the axes of the stacks around it, if there are any.
+
+    Some arrays of optimizers have not (`optax.scale_by_factored_rms` keeps one of shape
+    `(1,)`), and belong to all layers together.
+    """
+    sizes = tuple(n for _, n in stacks_of(part))
+    return sizes != () and part.value.shape[: len(sizes)] == sizes
+
+
+def indices(stacks: Stacks) -> list[Index]:
+    """The layers of stacks within each other, in their order; without a stack, none."""
+    sizes = [range(n) for _, n in stacks]
+    return list(itertools.product(*sizes)) if sizes else []
+
+
+def layer_path(path: KeyPath, stacks: Stacks, index: Index) -> KeyPath:
+    """The key path of an array of a stack, as if the layers were in a list."""
+    keys = list(path)
+    for (at, _), i in zip(stacks, index, strict=True):
+        keys[at] = jtu.SequenceKey(i)
+    return tuple(keys)
+
+
+def paths_of(visit: Visit) -> list[KeyPath]:
+    """The key path of a node, or in a stack, that in each layer."""
+    stacks = visit.context.stacks
+    found = [layer_path(visit.path, stacks, index) for index in indices(stacks)]
+    return found or [visit.path]
+
+
+def layer_of(x: Any, index: Any) -> Any:
+    """The layer (or layers) of an index, or of a tuple of them, of a stack's array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _abstract_layer(x, index)
+    if is_numpy(x):  # a NumPy array without axes is not a NumPy number
+        return x[(*index, ...)] if isinstance(index, tuple) else x[index, ...]
+    # For `jax_debug_key_reuse` a key that is looked at would be a key that is used.
+    return (jr.clone(x) if is_typed(x) else x)[index]
+
+
+def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct:
+    shape = np.broadcast_to(np.empty(()), x.shape)[index].shape
+    sharding = x.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        fewer = len(x.shape) - len(shape)
+        spec = jax.sharding.PartitionSpec(*sharding.spec[fewer:])
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+
+def is_sliceable(x: Any) -> bool:
+    """Whether a leaf of a stack has the stack's axis."""
+    return is_array(x) or isinstance(x, StandIn)

@@ -1,0 +1,367 @@
+"""Selecting by filter and putting back: functions on any pytree.
+
+They are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
+"""
+
+import builtins
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._kinds.kinds import TreePart
+from .._typing import KeyPath, PyTree
+from .base import (
+    declared_fields,
+    field_names,
+    INFERENCE,
+    INIT_DONE,
+    is_eqx_module,
+    is_module,
+    MARKS,
+)
+from .compare import is_hole, leaves_like, same_modes, structure_with_holes
+from .context import map_children
+from .dtypes import strengthen_field
+from .filters import bind_to_visits, Filter, first_matches
+from .walk import copy_tree, leaves, name_of, walk
+
+
+_Tree = TypeVar("_Tree")
+
+
+def mask(tree: _Tree, *filters: Filter) -> _Tree:
+    """A tree of bools, `True` where a leaf satisfies all filters.
+
+    `eqx.partition`, `optax.masked` and others take such trees. Arguments as in
+    `es.filter`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        linear = eqx.nn.Linear(2, 3, key=jr.key(0))
+        mask = es.mask(linear, es.path_matches("weight"))
+        assert (mask.weight, mask.bias) == (True, False)
+        ```
+    """
+    given, treedef = jtu.tree_flatten(tree)
+    selected = [not i for i in first_matches([filters], given, tree)]
+    return jtu.tree_unflatten(treedef, selected)
+
+
+def filter(tree: _Tree, *filters: Filter) -> _Tree:
+    """`tree` with `None` in place of every leaf that is not selected.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `*filters`: what a leaf must satisfy, all of them. A filter is a kind, a function
+        `es.Part -> bool`, or a combinator. Default: whatever has a kind.
+
+    **Returns:**
+
+    A tree of the same type, for `es.update`, `eqx.combine`, `jax.tree.map` and optax.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            weight: es.Parameter
+            count: es.State
+
+
+        counter = Counter(jnp.ones(2), 0)
+        params = es.filter(counter, es.Parameter)
+        assert params.count is None
+        assert len(jax.tree.leaves(params)) == 1
+        ```
+    """
+    given, treedef = jtu.tree_flatten(tree)
+    pairs = zip(given, first_matches([filters], given, tree), strict=True)
+    return jtu.tree_unflatten(treedef, [x if i == 0 else None for x, i in pairs])
+
+
+def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
+    """One tree per filter, and one for the rest.
+
+    Each leaf is in the tree of the first filter that selects it. `eqx.combine(*parts)`
+    gives `tree` back.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        model = es.nn.Dropout(0.5, key=jr.key(0))
+        params, keys, rest = es.partition(model, es.Parameter, es.Rng)
+        assert params.rng is None and rest.rng is None
+        assert eqx.tree_equal(eqx.combine(params, keys, rest), model)
+        ```
+    """
+    given, treedef = jtu.tree_flatten(tree)
+    columns: list[list[Any]] = [[None] * len(given) for _ in (*filters, None)]
+    numbers = first_matches([(f,) for f in filters], given, tree)
+    for i, number in enumerate(numbers):
+        columns[number][i] = given[i]
+    return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
+
+
+def update(tree: _Tree, *partials: Any) -> _Tree:
+    """`tree` with the leaves of the partials put in; the inverse of `es.filter`.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `*partials`: trees of its structure. Their leaves that are not `None` replace
+        those of `tree`; the last partial wins. Shapes and dtypes may differ.
+
+    **Returns:**
+
+    A tree in the mode of `tree`: `training`, `frozen` and Equinox's `inference` are
+    never taken from a partial.
+
+    **Raises:**
+
+    - `ValueError`: a partial has another structure. The message names the first path.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax
+        import jax.numpy as jnp
+
+
+        class Scale(es.Module):
+            factor: es.Parameter
+            calls: es.State
+
+
+        scale = Scale(jnp.ones(2), 0)
+        doubled = jax.tree.map(lambda p: 2 * p, es.filter(scale, es.Parameter))
+        assert es.update(scale.eval(), doubled).factor[0] == 2
+        assert es.update(scale.eval(), doubled).training is False
+        ```
+    """
+    new, treedef = jtu.tree_flatten(tree)
+    for partial in partials:
+        if (given := _without_difference(treedef, partial)) is None:
+            return _update_with_holes(tree, partials)
+        new = [old if x is None else x for old, x in zip(new, given, strict=True)]
+    return jtu.tree_unflatten(treedef, new)
+
+
+def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
+    """What a partial has for each leaf; `None` if it needs to be looked at closely."""
+    try:
+        given = treedef.flatten_up_to(partial)
+    except (ValueError, TypeError, KeyError):
+        return None
+    there = [x for x in given if x is not None]
+    # The values of Equinox's flags `inference` count as holes.
+    is_plain = jtu.all_leaves(there) and bool not in builtins.map(type, there)
+    return given if is_plain else None
+
+
+def _update_with_holes(tree: _Tree, partials: tuple[Any, ...]) -> _Tree:
+    """`update` where `tree` may have holes, and the modes may differ."""
+    new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
+    for i, partial in enumerate(partials):
+        which = "The partial" if len(partials) == 1 else f"Partial number {i}"
+        given = leaves_like(tree, partial, f"`es.update`: {which}")
+        raw = jtu.tree_leaves(partial, is_leaf=is_hole)
+        # A flag of a partial never replaces one of `tree`, but may fill a hole.
+        new = [
+            r if old is None else old if x is None else x
+            for old, x, r in zip(new, given, raw, strict=True)
+        ]
+    return jtu.tree_unflatten(treedef, new)
+
+
+def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -> _Tree:
+    """`jax.tree.map` over the leaves that match a filter; the others stay.
+
+    **Arguments:**
+
+    - `f`: called with a leaf of `tree` and the leaves of `rest` in the same place.
+    - `tree`, `*rest`: trees of one structure; they may be in different modes.
+    - `on`: the filter. Default: whatever has a kind.
+
+    **Raises:**
+
+    - `ValueError`: a tree of `rest` has another structure, or a hole at a leaf that
+        `on` selects.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        model = eqx.nn.Linear(2, 3, key=jr.key(0))
+        ema = es.map(lambda e, p: 0.9 * e + 0.1 * p, model, model, on=es.Parameter)
+        assert ema.weight.shape == (3, 2)
+        ```
+    """
+    is_selected = bind_to_visits((on,), tree)
+    others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
+    out = []
+    for visit, *given in zip(leaves(tree, is_leaf=is_hole), *others, strict=True):
+        if not is_selected(visit):
+            out.append(visit.node)
+        elif any(x is None for x in given):
+            raise ValueError(
+                f"`es.map`: a tree of `rest` has a hole (`None`) at `{visit.name}`,"
+                " which `on` selects. Pass a tree that has the leaf, or a narrower"
+                " filter `on=`."
+            )
+        else:
+            out.append(f(visit.node, *given))
+    return jtu.tree_unflatten(structure_with_holes(tree), out)
+
+
+def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
+    """What `other` has at each leaf and hole of `tree`; as in JAX, it may be a tree."""
+    tree, other = same_modes(tree), same_modes(other)
+    try:
+        return structure_with_holes(tree).flatten_up_to(other)
+    except (ValueError, TypeError, KeyError):
+        return leaves_like(tree, other, f"`es.map`: tree number {i}")
+
+
+# --- Modules by name: list them, map over them, configure them.
+
+
+def modules(tree: PyTree) -> list[tuple[str, eqx.Module]]:
+    """Every `eqx.Module` in `tree` once, with its name; parents first.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        model = eqx.nn.Sequential([es.nn.BatchNorm(3), eqx.nn.Dropout(0.5)])
+        names = [name for name, module in es.modules(model)]
+        assert names == ["", "layers[0]", "layers[1]"]
+        ```
+    """
+    found: dict[int, tuple[str, eqx.Module]] = {}
+    for visit in walk(tree):
+        if not visit.is_leaf:
+            found.setdefault(id(visit.node), (visit.name, visit.node))
+    return list(found.values())
+
+
+def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
+    """`tree` with every `eqx.Module` replaced by `f(module, name)`, children first.
+
+    **Arguments:**
+
+    - `f`: takes a module, whose own submodules are already replaced, and its name;
+        returns what takes its place.
+    - `tree`: any pytree. A module in two places is mapped once.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+
+        def without_bias(module, name):
+            if isinstance(module, eqx.nn.Linear):
+                return eqx.tree_at(lambda m: m.bias, module, None)
+            return module
+
+
+        mlp = es.map_modules(without_bias, eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)))
+        assert mlp.layers[0].bias is None
+        ```
+    """
+    # By `id`, with the node, so that no other object gets its `id`.
+    done: dict[int, tuple[Any, Any]] = {}
+
+    def rebuild(node: Any, path: KeyPath) -> Any:
+        if id(node) in done:
+            return done[id(node)][1]
+        out = map_children(lambda key, child: rebuild(child, (*path, key)), node)
+        if is_eqx_module(node):
+            out = f(out, name_of(path))
+            done[id(node)] = node, out
+        return out
+
+    return rebuild(tree, ())
+
+
+def configure(tree: _Tree, **attributes: Any) -> _Tree:
+    """`tree` with these attributes set on every module that has them.
+
+    **Raises:**
+
+    - `ValueError`: no module has one of them.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        model = es.configure([es.nn.BatchNorm(3), es.nn.Dropout(0.5)], p=0.1)
+        assert model[1].p == 0.1
+        ```
+    """
+    tree = copy_tree(tree)
+    places = [(m, n) for _, m in modules(tree) for n in attributes if _has(m, n)]
+    if missing := set(attributes) - {name for _, name in places}:
+        names = ", ".join(f"`{name}`" for name in sorted(missing))
+        known = sorted({name for _, m in modules(tree) for name in field_names(m)})
+        raise ValueError(
+            f"`es.configure`: no module in the tree has an attribute {names}. "
+            + (f"There are: {', '.join(known)}." if known else "No module has a field.")
+        )
+    for module, name in places:
+        _assign(module, name, attributes[name])
+    return tree
+
+
+def _has(module: eqx.Module, name: str) -> bool:
+    hidden = (INIT_DONE, INFERENCE, MARKS)
+    return name not in hidden and name in {f.name for f in dataclasses.fields(module)}
+
+
+def replace(module: Any, **fields: Any) -> Any:
+    """A copy of an `es.Module` with these fields; `TypeError` for an unknown name."""
+    for name in fields:
+        if not _has(module, name):
+            raise TypeError(
+                f"`{type(module).__qualname__}.replace`: there is no field `{name}`. "
+                f"{declared_fields(module)}"
+            )
+    new = copy_tree(module)
+    for name, value in fields.items():
+        _assign(new, name, value)
+    return new
+
+
+def _assign(module: eqx.Module, name: str, value: Any) -> None:
+    if is_module(module):
+        value = strengthen_field(type(module), name, value)
+        if name == "frozen":  # for all of the module, whatever was said before
+            object.__setattr__(module, MARKS, ())
+    object.__setattr__(module, name, value)
