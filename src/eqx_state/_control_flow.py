@@ -12,7 +12,7 @@ import numpy as np
 
 from ._compat import boundary
 from ._jit._kept import kept
-from ._transforms import branches, loops
+from ._transforms import branches as _branches, loops
 
 
 _C = TypeVar("_C")
@@ -261,7 +261,7 @@ def cond(
         assert (y, counter.even, counter.odd) == (15, 0, 1)
         ```
     """
-    return kept(branches.cond, (true_fun, false_fun), (pred, *operands))
+    return kept(_branches.cond, (true_fun, false_fun), (pred, *operands))
 
 
 @boundary
@@ -307,10 +307,10 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
         assert y == 4.0 and [int(n) for n in experts.uses] == [0, 1]
         ```
     """
-    branches = tuple(branches)
-    if len(branches) < 2:  # JAX calls a single one without a trace
-        return branches.switch(branches, index, *operands)
-    return kept(branches.switch, (branches,), (index, *operands))
+    functions = tuple(branches)
+    if len(functions) < 2:  # JAX calls a single one without a trace
+        return _branches.switch(functions, index, *operands)
+    return kept(_branches.switch, (functions,), (index, *operands))
 
 
 def _number(x: Any) -> Any:

@@ -284,8 +284,8 @@ def _rank(dtype: Any) -> int | None:
 
 
 _NOTHING_TO_SET: Final = """`es.Optimizer.set`: the group `{}` has no \
-hyperparameters. {} A group is named by its filter. A function equals itself and no other, so keep the \
-filter in a variable: `head = es.under(lambda m: m.head)`."""
+hyperparameters. {} A group is named by its filter. A function equals itself and no \
+other, so keep the filter in a variable: `head = es.under(lambda m: m.head)`."""
 
 _UNKNOWN: Final = """`es.Optimizer.set`: there is no hyperparameter `{}`{} that can be \
 set. {}"""
