@@ -16,7 +16,6 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import boundary, is_in_trace, own_annotations
-from .._errors import TraceError
 from .._kinds.annotations import remember_statement
 from .._kinds.fields import ArrayDefault, declarations, is_class_var, own_default
 from .._kinds.kinds import (
@@ -45,9 +44,8 @@ from .._tree.compare import check_not_shared
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
 from .._tree.walk import is_array, leaves
-from .scope import is_in_backward_rule
 from .sow import sow
-from .write import frozen_error, no_field_message, trace_message, write
+from .write import frozen_error, no_field_message, write
 
 
 # --- A module as an interactive tree in a notebook, every array marked with its kind.
@@ -340,9 +338,6 @@ class Module(BaseModule):
                     # The annotation to suggest is that of the value to be drawn.
                     message = no_field_message(self, name, init.as_initialized(value))
                     raise dataclasses.FrozenInstanceError(message) from None
-                if is_in_backward_rule():
-                    where = f"{type(self).__qualname__}.{name}"
-                    raise TraceError(trace_message(None, where)) from None
                 raise frozen_error(self, name, value) from None
 
         def __delattr__(self, name: str) -> None:

@@ -14,7 +14,6 @@ import functools as ft
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Self
 
 import equinox as eqx
@@ -113,41 +112,6 @@ def is_open_here() -> bool:
     return threading.get_ident() in [*OPEN_SCOPES.values()]
 
 
-# While the backward rule of an `es.custom_vjp` runs: the scopes around it, by `id`.
-_AROUND_BACKWARD: Final[ContextVar[frozenset[int] | None]] = ContextVar(
-    "around_backward", default=None
-)
-
-
-@contextlib.contextmanager
-def backward_rule() -> Iterator[None]:
-    """Refuse writes meanwhile, but for those in scopes that are opened meanwhile."""
-    token = _AROUND_BACKWARD.set(frozenset(_open_here()))
-    try:
-        yield
-    finally:
-        _AROUND_BACKWARD.reset(token)
-
-
-def is_in_backward_rule(scope: "Scope | None" = None) -> bool:
-    """Whether a backward rule runs, which may not write to a module of this scope.
-
-    Nor to one that is in no scope, or in one that has closed; but where a scope was
-    opened in the rule, other errors know more.
-    """
-    around = _AROUND_BACKWARD.get()
-    if around is None:
-        return False
-    if scope is not None and scope.is_open:
-        return id(scope) in around
-    return around.issuperset(_open_here())
-
-
-def _open_here() -> list[int]:
-    here = threading.get_ident()
-    return [scope for scope, thread in [*OPEN_SCOPES.items()] if thread == here]
-
-
 # The paths of modules in the model of a scope, each with its path in the model of the
 # scope around it.
 Reports = tuple[tuple[KeyPath, KeyPath], ...]
@@ -212,7 +176,7 @@ class Scope:
     @property
     def is_here(self) -> bool:
         """Whether what this code computes may be kept: it is in the scope's trace."""
-        return self.trace == trace_state() and not is_in_backward_rule(self)
+        return self.trace == trace_state()
 
     def close(self) -> None:
         """Refuse all writes from now on."""

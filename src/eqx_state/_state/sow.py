@@ -72,7 +72,7 @@ def carried_out(scope: Scope, key: Any, values: Sequence[Any]) -> Sequence[Any]:
     is_called = isinstance(key, Called)
     if is_called and (out := out_of_vmaps(values, scope.trace)) is not None:
         return out
-    sown = trace_message(scope, "{}", verb="sow")
+    sown = trace_message("{}", verb="sow")
     raise TraceError(in_words(key, sown, _CALLED_IN_A_TRACE))
 
 

@@ -32,7 +32,7 @@ from .._tree.dtypes import NUMBERS, strengthen_field, to_strong
 from .._tree.keys import is_key
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
-from .scope import is_in_backward_rule, own, Place, Scope
+from .scope import own, Place, Scope
 
 
 # --- Errors for a write that the scope of the module does not allow.
@@ -63,13 +63,6 @@ Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
 its argument. Or call `es.mutable` inside the transform, and return the new model from \
 it."""
 
-_BACKWARD: Final = """Cannot {0} {1} here: this is the backward rule of an \
-`es.custom_vjp`, which runs only if there is a gradient, and nothing comes out of it \
-but cotangents. Write in the function and in its forward rule, of which one runs:
-
-    def bwd(layer, g): layer.calls = layer.calls + 1    # wrong
-    def fwd(layer, x): layer.calls = layer.calls + 1    # right"""
-
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body, `{1}: {2}`{3}. {4}"""
 
@@ -92,12 +85,9 @@ def frozen(message: str) -> dataclasses.FrozenInstanceError:
     return dataclasses.FrozenInstanceError(message)
 
 
-def trace_message(
-    scope: Scope | None, name: str, where: str = "", verb: str = "write"
-) -> str:
+def trace_message(name: str, where: str = "", verb: str = "write") -> str:
     """The error for state that is written in a trace that it cannot leave."""
-    text = _BACKWARD if is_in_backward_rule(scope) else _TRACE
-    return text.format(verb, f"`{where}` (`{name}`)" if where else f"`{name}`")
+    return _TRACE.format(verb, f"`{where}` (`{name}`)" if where else f"`{name}`")
 
 
 def kind_at(visit: Visit) -> type | None:
@@ -432,10 +422,10 @@ def _write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     key = jtu.GetAttrKey(name)
     path = (*place.path, key)
     full_name = name_of(path)
-    if not (scope.is_open or is_in_backward_rule(scope)):
+    if not scope.is_open:
         raise frozen(CLOSED.format(where))
     if not scope.is_here:
-        raise TraceError(trace_message(scope, full_name, where))
+        raise TraceError(trace_message(full_name, where))
     context = place.context.enter(module, key)
     field = next((f for f in dataclasses.fields(module) if f.name == name), None)
     if field is None:

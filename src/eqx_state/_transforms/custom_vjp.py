@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .._compat import is_in_trace
 from .._errors import show, TraceError
-from .._state.scope import backward_rule, closed_copy, is_owned
+from .._state.scope import closed_copy, is_owned
 from .._tree.base import fields_of
 from .._tree.compare import is_hole, leaves_like
 from .._tree.walk import is_array, leaves, walk
@@ -139,14 +139,14 @@ class Call:
         self.ran_fwd = True
         self.written = frozenset(ran.written)
         self.moving = self._moving(ran, arrays)
+        residuals = closed_copy(residuals)  # which `bwd` may read, and not write
         traced, self.residuals = eqx.partition(residuals, is_traced(residuals))
         return self._outputs(ran, out, values), traced
 
     def _bwd(self, residuals: Any, cotangents: Any) -> tuple[Any]:
         out, state, _ = cotangents
         residuals = eqx.combine(residuals, self.residuals)
-        with backward_rule():
-            given = self.rules.bwd(*self.fixed, residuals, out)
+        given = self.rules.bwd(*self.fixed, residuals, out)
         return (self._fit(given, state),)
 
     def _called(self, f: Any, arrays: Any) -> tuple[Ran, Values]:
@@ -449,7 +449,8 @@ def custom_vjp(
 
     - `ValueError`: `fun`, `fwd` or `bwd` closes over a module that is not an argument;
         they sow different values.
-    - `es.TraceError`: `bwd` writes state; a gradient flows through state that `fwd` has
+    - `dataclasses.FrozenInstanceError`: `bwd` writes to a module that it is given.
+    - `es.TraceError`: a gradient flows through state that `fwd` has
         written, and not behind an explicit `jax.lax.stop_gradient`.
     - `TypeError`: `fwd` did not return a pair, or `bwd` a tuple of trees like the
         arguments. `AttributeError`: there are no rules yet.

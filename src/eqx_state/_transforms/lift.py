@@ -1112,8 +1112,7 @@ class Lifted:
         """The error for a write in a trace that it cannot leave."""
         if (observer := self.records.get(slot[0])) is not None:
             return TraceError(observer.trace_message)
-        scope = self.roots[slot[0]].place.scope
-        return TraceError(trace_message(scope, self.name(slot)))
+        return TraceError(trace_message(self.name(slot)))
 
     def _made(
         self, before: list[Snapshot], after: list[Snapshot]
