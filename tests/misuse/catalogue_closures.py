@@ -8,17 +8,13 @@ import jax
 import jax.experimental
 import jax.lax as lax
 import jax.numpy as jnp
-from catalogue_entry import Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 from jax.sharding import PartitionSpec
 
 import eqx_state as es
 
 
-CLOSURES = Theme("State written under a transform of JAX")
-
 MESH = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,))
-THREADED = "`es.mutable` inside: "
-TRACED = "this code runs inside a JAX transform"
 
 
 def inside(f):
@@ -68,158 +64,125 @@ def scanned(f, x):
     return lax.scan(lambda carry, x: (carry, f(x)), 0.0, x)
 
 
-# What is wrong, what is right, how that is written, how often the layer has run then.
+# What is wrong, what is right, how often the layer has run then.
 UNDER = {
     "`jax.jit`": (
         lambda f, x: jax.jit(f)(x),
         inside(lambda layer, x: es.jit(lambda x: layer(x))(x)),
-        "`es.jit(lambda x: self.layer(x))(x)`",
         1,
     ),
     "`jax.vmap`": (
         lambda f, x: jax.vmap(f)(x),
         inside(lambda layer, x: es.vmap(lambda x: layer(x))(x)),
-        "`es.vmap(lambda x: self.layer(x))(xs)`",
         1,
     ),
     "`jnp.vectorize`": (
         lambda f, x: jnp.vectorize(f)(x),
         inside(lambda layer, x: es.vmap(lambda x: layer(x))(x)),
-        "`es.vmap(lambda x: self.layer(x))(xs)`",
         1,
     ),
     "`jnp.apply_along_axis`": (
         lambda f, x: jnp.apply_along_axis(f, 0, x[None]),
         inside(lambda layer, x: es.vmap(lambda x: layer(x), in_axes=1)(x[None])),
-        "`es.vmap(lambda x: self.layer(x), in_axes=1)(xs)`",
         1,
     ),
     "`jax.grad`": (
         lambda f, x: jax.grad(scalar(f))(x),
         lambda layer: es.grad(lambda layer, x: layer(x).sum())(layer, XS)[1],
-        "`grads, model = es.grad(loss_fn)(model, xs)`",
         1,
     ),
     "`jax.value_and_grad`": (
         lambda f, x: jax.value_and_grad(scalar(f))(x),
         lambda layer: es.value_and_grad(lambda m, x: m(x).sum())(layer, XS)[0][1],
-        "`(loss, model), grads = es.value_and_grad(loss_fn)(model, xs)`",
         1,
     ),
     "`jax.jacfwd`": (
         lambda f, x: jax.jacfwd(f)(x),
         within(lambda f: jax.jacfwd(f, has_aux=True)(XS)[1]),
-        THREADED
-        + "`jax.jacfwd(lambda x: es.mutable(model)(x), has_aux=True)(x)` returns "
-        "`(jacobian, model)`",
         1,
     ),
     "`jax.jacrev`": (
         lambda f, x: jax.jacrev(f)(x),
         within(lambda f: jax.jacrev(f, has_aux=True)(XS)[1]),
-        THREADED + "`jax.jacrev(lambda x: es.mutable(model)(x), has_aux=True)(x)`",
         1,
     ),
     "`jax.hessian`": (
         lambda f, x: jax.hessian(scalar(f))(x),
         within(lambda f: jax.hessian(f, has_aux=True)(XS[1])[1]),
-        THREADED + "`jax.hessian(lambda x: es.mutable(model)(x), has_aux=True)(x)`",
         1,
     ),
     "`jax.jvp`": (
         lambda f, x: jax.jvp(f, (x,), (x,)),
         within(lambda f: jax.jvp(f, (XS,), (XS,), has_aux=True)[2]),
-        THREADED + "`jax.jvp(lambda x: es.mutable(model)(x), …, has_aux=True)`",
         1,
     ),
     "`jax.vjp`": (
         lambda f, x: jax.vjp(f, x),
         within(lambda f: jax.vjp(f, XS, has_aux=True)[2]),
-        THREADED + "`jax.vjp(lambda x: es.mutable(model)(x), x, has_aux=True)`",
         1,
     ),
     "`jax.linearize`": (
         lambda f, x: jax.linearize(f, x),
         within(lambda f: jax.linearize(f, XS, has_aux=True)[2]),
-        THREADED + "`jax.linearize(lambda x: es.mutable(model)(x), x, has_aux=True)`",
         1,
     ),
     "`jax.checkpoint`": (
         lambda f, x: jax.checkpoint(f)(x),
         inside(lambda layer, x: es.checkpoint(lambda x: layer(x))(x)),
-        "`es.checkpoint(lambda x: self.layer(x))(x)`",
         1,
     ),
     "`jax.lax.scan`": (
         scanned,
         inside(lambda layer, x: es.scan(lambda c, x: (c, layer(x)), 0.0, x)),
-        "`es.scan(step, carry, xs)`",
         3,
     ),
     "`jax.lax.map`": (
         lambda f, x: lax.map(f, x),
         inside(lambda layer, x: es.scan(lambda c, x: (c, layer(x)), None, x)),
-        "`es.vmap(f)(xs)`; or one after the other, "
-        "`es.scan(lambda carry, x: (carry, f(x)), None, xs)`",
         3,
     ),
     "`jax.lax.while_loop`": (
         lambda f, x: lax.while_loop(lambda x: x[1] < 9, f, x),
         inside(lambda layer, x: es.while_loop(lambda x: x[1] < 9, layer, x)),
-        "`es.while_loop(cond_fun, body_fun, x)`",
         4,
     ),
     "`jax.lax.fori_loop`": (
         lambda f, x: lax.fori_loop(0, 2, lambda i, x: f(x), x),
         inside(lambda layer, x: es.fori_loop(0, 2, lambda i, x: layer(x), x)),
-        "`es.fori_loop(0, n, body_fun, x)`",
         2,
     ),
     "`jax.lax.cond`": (
         lambda f, x: lax.cond(x[1] > 0, lambda: f(x), lambda: x),
         inside(lambda layer, x: es.cond(x[1] > 0, lambda: layer(x), lambda: x)),
-        "`es.cond(pred, true_fun, false_fun)`",
         1,
     ),
     "`jax.lax.switch`": (
         lambda f, x: lax.switch(1, [lambda x: x, lambda x: f(x)], x),
         inside(lambda layer, x: es.switch(1, [lambda x: x, lambda x: layer(x)], x)),
-        "`es.switch(index, branches, x)`",
         1,
     ),
-    "`jax.shard_map`": (
-        shard_map,
-        threaded_shard_map,
-        "`es.jit` with a model and data on several devices; or `es.mutable` "
-        "inside, and return the model",
-        1,
-    ),
+    "`jax.shard_map`": (shard_map, threaded_shard_map, 1),
     "`jax.eval_shape`": (
         lambda f, x: jax.eval_shape(f, x),
         lambda layer: jax.eval_shape(es.mutable(layer), XS)[1] and None,
-        "`eqx.filter_eval_shape(es.mutable(model), x)`",
         0,
     ),
     "`jax.make_jaxpr`": (
         lambda f, x: jax.make_jaxpr(f)(x),
         lambda layer: jax.make_jaxpr(lambda x: es.mutable(layer)(x))(XS) and None,
-        "`eqx.filter_make_jaxpr(es.mutable(model))(x)`",
         0,
     ),
 }
 
 
-def under(name, wrong, right, instead, runs):
-    @CLOSURES.raises(
+def under(name, wrong, right, runs):
+    @program(
         f"write state under {name}",
-        es.TraceError,
-        TRACED,
         "`Layer.count` (`layer.count`)",
         "es.vmap(lambda x: self.layer(x))",
         "call `es.mutable` inside the transform",
-        instead=instead,
     )
-    def program(case):
+    def _(case):
         net = case.keep(Net(), XS)
         f = es.mutable(lambda net, x: wrong(lambda x: net.layer(x), x))
         for run in (f, es.jit(f)):
@@ -247,13 +210,7 @@ def custom_vjp(f):
 
 for name, custom in {"custom_jvp": custom_jvp, "custom_vjp": custom_vjp}.items():
 
-    @CLOSURES.raises(
-        f"write state in a `jax.{name}` function, under `jit`",
-        es.TraceError,
-        TRACED,
-        "`layer.count`",
-        instead="pass arrays to the function, and write outside of it",
-    )
+    @program(f"write state in a `jax.{name}` function, under `jit`", "`layer.count`")
     def _(case, custom=custom):
         net = case.keep(Net(), XS)
 
@@ -300,20 +257,10 @@ CALLBACKS = {
     ),
 }
 for name, callback in CALLBACKS.items():
-    CLOSURES.raises(
-        f"write state in {name}, under `jit`",
-        jax.errors.JaxRuntimeError,
-        "that owned this module has closed",
-        "`Net.mean`",
-        instead="let the callback return the value, and write it in the traced code",
-    )(in_callback(callback))
+    program(f"write state in {name}, under `jit`", "`Net.mean`")(in_callback(callback))
 
 
-@CLOSURES.works(
-    "write state in `jax.pure_callback`, outside of `jit`",
-    "it runs at once, and the write is kept; under `jit` it is an error",
-    "let the callback return the value, and write it in the traced code",
-)
+@program("write state in `jax.pure_callback`, outside of `jit`")
 def _(case):
     net = case.keep(Net(), XS)
     f = CALLBACKS["`jax.pure_callback`"]
@@ -321,10 +268,7 @@ def _(case):
     assert (new.mean == XS + 1).all()
 
 
-@CLOSURES.works(
-    "write state under `jax.lax.associative_scan`",
-    "Python calls the function, about log₂ n times, outside of any transform",
-)
+@program("write state under `jax.lax.associative_scan`")
 def _(case):
     net = case.keep(Net(), XS)
     f = es.mutable(lambda net, x: lax.associative_scan(lambda a, b: net.layer(a), x))
@@ -333,11 +277,7 @@ def _(case):
     assert counts[0] > 0
 
 
-@CLOSURES.works(
-    "write state under `jax.lax.scan` and `jax.disable_jit`",
-    "it is a Python loop, and every write is kept",
-    "`es.scan`, which also works without `jax.disable_jit`",
-)
+@program("write state under `jax.lax.scan` and `jax.disable_jit`")
 def _(case):
     net = case.keep(Net(), XS)
     with jax.disable_jit():
@@ -348,13 +288,8 @@ def _(case):
     assert new.layer.count == ours.layer.count == 3
 
 
-@CLOSURES.raises(
-    "write into a dict of state under `jax.vmap`",
-    es.TraceError,
-    "holds a tracer of a JAX transform that is over",
-    "`stats['last']`",
-    "{**self.stats",
-    instead='`self.stats = {**self.stats, "last": x}` under `es.vmap`',
+@program(
+    "write into a dict of state under `jax.vmap`", "`stats['last']`", "{**self.stats"
 )
 def _(case):
     net = case.keep(Net())
@@ -373,13 +308,7 @@ def _(case):
     assert es.mutable(f)(net, XS)[1].stats["last"] == 1.0
 
 
-@CLOSURES.raises(
-    "write under `jax.vmap` by `object.__setattr__`",
-    es.TraceError,
-    "holds a tracer of a JAX transform that is over",
-    "`layer.count`",
-    instead="`self.count = value`, under `es.vmap`",
-)
+@program("write under `jax.vmap` by `object.__setattr__`", "`layer.count`")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -391,10 +320,7 @@ def _(case):
         es.mutable(lambda net: jax.vmap(lambda x: write(net, x))(XS))(net)
 
 
-@CLOSURES.works(
-    "catch a `TraceError` and go on",
-    "the failed call wrote nothing; later calls work",
-)
+@program("catch a `TraceError` and go on")
 def _(case):
     net = case.keep(Net(), XS)
 

@@ -1,17 +1,13 @@
 """Programs that differentiate, or map over devices, wrongly."""
 
-import dataclasses
-
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
-from catalogue_entry import Layer, Net, Theme
+from catalogue_entry import Layer, Net, program
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_state as es
 
-
-DERIVATIVES = Theme("Derivatives and devices")
 
 X = jnp.array(3.0)
 # Two devices, which have half of the rows each.
@@ -24,13 +20,10 @@ def sharded(f, **options):
     )
 
 
-@DERIVATIVES.raises(
+@program(
     "take `jax.vjp`, `jax.jvp` or `jax.linearize` of a layer that writes",
-    es.TraceError,
-    "this code runs inside a JAX transform",
     "`layer.count`",
     "`es.vjp`",
-    instead="`es.vjp`, `es.jvp`, `es.linearize`",
 )
 def _(case):
     net = case.keep(Net(), X)
@@ -43,10 +36,7 @@ def _(case):
             es.mutable(f)(net)
 
 
-@DERIVATIVES.works(
-    "call the function that `es.vjp` returned twice, or not at all",
-    "state is written once, by `es.vjp` itself",
-)
+@program("call the function that `es.vjp` returned twice, or not at all")
 def _(case):
     net = case.keep(Net(), X)
     for calls in (0, 1, 2):
@@ -55,10 +45,7 @@ def _(case):
         assert new.layer.count == 1
 
 
-@DERIVATIVES.works(
-    "differentiate with respect to a layer that the function also closes over",
-    "the argument is differentiated, the closure is a constant, as in JAX",
-)
+@program("differentiate with respect to a layer that the function also closes over")
 def _(case):
     net = case.keep(Net(), X)
 
@@ -69,13 +56,7 @@ def _(case):
     assert es.mutable(f)(net)[0] == 2.0
 
 
-@DERIVATIVES.raises(
-    "give a cotangent for a counter that comes out",
-    ValueError,
-    "for which there are no tangents",
-    "`None`",
-    instead="`None` there, as `es.filter` leaves it; or return it in `aux`",
-)
+@program("give a cotangent for a counter that comes out", "`None`")
 def _(case):
     net = case.keep(Net(), X)
 
@@ -87,22 +68,14 @@ def _(case):
         es.mutable(f)(net)
 
 
-@DERIVATIVES.works(
-    "compute a Hessian of a layer that draws or counts",
-    "the primal computation runs once, however many columns there are",
-)
+@program("compute a Hessian of a layer that draws or counts")
 def _(case):
     layer = case.keep(Layer(), X)
     hessian, new = es.mutable(es.hessian(lambda layer, x: layer(x) * x, 1))(layer, X)
     assert (hessian, new.count) == (4.0, 1)
 
 
-@DERIVATIVES.raises(
-    "differentiate by `argnums` with respect to integers",
-    TypeError,
-    "has no inexact arrays",
-    instead="another argument, or `x.astype(jnp.float32)`",
-)
+@program("differentiate by `argnums` with respect to integers")
 def _(case):
     layer = case.keep(Layer(), X)
     for jacobian in (es.jacfwd, es.jacrev, es.hessian):
@@ -114,14 +87,7 @@ def scaled(layer, x):
     return layer.weight * x
 
 
-@DERIVATIVES.raises(
-    "close over a layer in an `es.custom_vjp`",
-    ValueError,
-    "JAX does not look into a custom derivative",
-    "`Layer`",
-    "Pass it",
-    instead="`es.custom_vjp(lambda layer, x: layer(x))`",
-)
+@program("close over a layer in an `es.custom_vjp`", "`Layer`", "Pass it")
 def _(case):
     layer = case.keep(Layer(), X)
 
@@ -151,13 +117,10 @@ class Tracked(Layer):
     __call__.defvjp(_fwd, _bwd)
 
 
-@DERIVATIVES.raises(
+@program(
     "let a gradient flow through state that an `es.custom_vjp` writes",
-    es.TraceError,
-    "A gradient flows through",
     "`mean`",
     "jax.lax.stop_gradient(value)",
-    instead="the value as an output; or `jax.lax.stop_gradient` where it is written",
 )
 def _(case):
     model = case.keep(Tracked(), X)
@@ -165,13 +128,7 @@ def _(case):
         es.value_and_grad(lambda m, x: m(x) + m.mean)(model, X)
 
 
-@DERIVATIVES.raises(
-    "write state in the backward rule of an `es.custom_vjp`",
-    dataclasses.FrozenInstanceError,
-    "modules are frozen",
-    "`Layer.count`",
-    instead="the function and its forward rule, of which one runs",
-)
+@program("write state in the backward rule of an `es.custom_vjp`", "`Layer.count`")
 def _(case):
     layer = case.keep(Layer(), X)
 
@@ -185,13 +142,10 @@ def _(case):
         es.grad(lambda layer, x: rule(layer, x) * layer.weight)(layer, X)
 
 
-@DERIVATIVES.raises(
+@program(
     "write a statistic of a device's own rows under `es.shard_map`",
-    ValueError,
-    "the devices wrote different values to",
     "`mean`",
     'jax.lax.pmean(mean, "data")',
-    instead='`jax.lax.pmean(mean, "data")`; or `axes={es.BatchStat: P("data")}`',
 )
 def _(case):
     net = case.keep(Net(mean=jnp.zeros(())), X)
@@ -207,23 +161,14 @@ def _(case):
         es.mutable(run)(net, jnp.arange(4.0))
 
 
-@DERIVATIVES.raises(
-    "write state under `es.shard_map(check_vma=False)`",
-    ValueError,
-    "Without the check nobody knows whether all devices wrote the same value",
-    "`layer.count`",
-    instead="leave `check_vma` on; or say so: `axes={es.State: P()}`",
-)
+@program("write state under `es.shard_map(check_vma=False)`", "`layer.count`")
 def _(case):
     net = case.keep(Net(), X)
     with case.error():
         es.mutable(lambda net: sharded(net, check_vma=False)(jnp.arange(4.0)))(net)
 
 
-@DERIVATIVES.works(
-    "draw under `es.shard_map`",
-    "each device has its own key, and the model's key advances once",
-)
+@program("draw under `es.shard_map`")
 def _(case):
     stream = case.keep(es.RngStream(0))
 
@@ -235,13 +180,7 @@ def _(case):
     assert new.key != stream.key
 
 
-@DERIVATIVES.raises(
-    "reduce over the lanes of a `vmap` inside `es.shard_map`",
-    ValueError,
-    "JAX cannot reduce over the lanes of a `vmap`",
-    "`check_vma=False`",
-    instead="the mean over the rows as an array, and then over the mesh",
-)
+@program("reduce over the lanes of a `vmap` inside `es.shard_map`", "`check_vma=False`")
 def _(case):
     net = case.keep(Net(), X)
 

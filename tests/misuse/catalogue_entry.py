@@ -1,13 +1,15 @@
-"""What an entry of the misuse catalogue is, and what is checked around each of them.
+"""What a row of `docs/what-if.md` promises, and how its program is run.
 
-The programs are in the other `catalogue_*.py`, `docs/what-if.md` lists them, and
-`test_catalogue.py` runs them and compares the two.
+The page is the data. Each program in the other `catalogue_*.py` has the title of a row,
+and `test_catalogue.py` checks that it ends as the row says. To add a row, write it on
+the page, and decorate its program with `program("the title")`.
 """
 
 import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -20,8 +22,28 @@ from models import Layer
 import eqx_state as es
 
 
-FROZEN = dataclasses.FrozenInstanceError
 XS = jnp.arange(3.0)
+PAGE = Path(__file__).parents[2] / "docs" / "what-if.md"
+ROW = re.compile(r"\| (.*?) \| (?:`(\w+)`|\*\*works\*\*)<br>(.*?) \| .* ?\|")
+ERRORS = {
+    error.__name__: error
+    for error in (
+        AttributeError,
+        NameError,
+        RuntimeError,
+        TypeError,
+        UserWarning,
+        ValueError,
+        dataclasses.FrozenInstanceError,
+        es.NotInitializedError,
+        es.TraceError,
+        jax.errors.JaxRuntimeError,
+        jax.errors.KeyReuseError,
+        jax.errors.TracerBoolConversionError,
+        jax.errors.UnexpectedTracerError,
+    )
+}
+PROGRAMS: dict[str, "Program"] = {}
 
 
 class Net(es.Module):
@@ -45,74 +67,48 @@ class Draw(es.Module):
         return x + jax.random.normal(key, x.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
-    """A program that is wrong, and what comes of it.
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the page: how a program ends.
 
+    - `error`: `None` if it works.
     - `says`: a literal part of the error; of a program that works, what happens.
-    - `hints`: more that must be in the error, such as the field and the way out.
     """
 
     title: str
     error: type[Exception] | None
     says: str
-    hints: tuple[str, ...]
-    instead: str
-    program: Callable[["Case"], Any]
 
-    @property
-    def outcome(self) -> str:
-        return "**works**" if self.error is None else f"`{self.error.__name__}`"
 
-    @property
-    def row(self) -> str:
-        """This entry in the table of the page."""
-        return f"| {self.title} | {self.outcome}<br>{self.says} | {self.instead} |"
-
-    def run(self) -> None:
-        case = Case(self)
-        # Models are called again and again here, with the keys that they have.
-        with keys_may_be_reused():
-            self._run(case)
-
-    def _run(self, case: "Case") -> None:
-        with case.models:
-            self.program(case)
-        assert case.errors == 0 if self.error is None else case.errors > 0
-        for model, call, before in case.kept:
-            assert not any(
-                isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model)
-            )
-            assert eqx.tree_equal(call(model), before)
+def rows() -> list[Row]:
+    found = (ROW.fullmatch(line) for line in PAGE.read_text().splitlines())
+    return [Row(m[1], m[2] and ERRORS[m[2]], m[3]) for m in found if m]
 
 
 @dataclasses.dataclass(frozen=True)
-class Theme:
-    """A heading of the page, and the entries under it, in order."""
+class Program:
+    """A program, and what must be in its error besides the text of the row."""
 
-    title: str
-    entries: list[Entry] = dataclasses.field(default_factory=list)
+    run: Callable[["Case"], Any]
+    hints: tuple[str, ...]
 
-    def raises(
-        self, title: str, error: type[Exception], says: str, *hints: str, instead: str
-    ) -> Callable[[Callable[["Case"], Any]], None]:
-        """Decorates a program in which `case.error()` is met, once or more."""
-        return lambda f: self.entries.append(
-            Entry(title, error, says, hints, instead, f)
-        )
 
-    def works(
-        self, title: str, says: str, instead: str = ""
-    ) -> Callable[[Callable[["Case"], Any]], None]:
-        """Decorates a program that asserts what it computes."""
-        return lambda f: self.entries.append(Entry(title, None, says, (), instead, f))
+def program(title: str, *hints: str) -> Callable[[Callable[["Case"], Any]], None]:
+    """Decorate the program of a row.
+
+    If the row has an error, the program meets it in `case.error()`, once or more. If
+    not, it asserts what it computes.
+    """
+    assert title not in PROGRAMS, title
+    return lambda run: PROGRAMS.__setitem__(title, Program(run, hints))
 
 
 class Case:
-    """One run of an entry: what the program gives to be checked."""
+    """One run of a program: what it gives to be checked."""
 
-    def __init__(self, entry: Entry):
-        self.entry = entry
+    def __init__(self, row: Row, hints: tuple[str, ...]):
+        self.row = row
+        self.hints = hints
         self.errors = 0
         self.models = contextlib.ExitStack()
         self.kept: list[tuple[Any, Callable[[Any], Any], Any]] = []
@@ -135,12 +131,28 @@ class Case:
 
     @contextlib.contextmanager
     def error(self, *hints: str) -> Iterator[None]:
-        """The error of the entry comes out of the block."""
-        error = self.entry.error
+        """The error of the row comes out of the block."""
+        error = self.row.error
         assert error is not None
-        with pytest.raises(error, match=re.escape(self.entry.says)) as info:
+        with pytest.raises(error, match=re.escape(self.row.says)) as info:
             yield
         assert info.type is error
-        for text in (*self.entry.hints, *hints):
+        for text in (*self.hints, *hints):
             assert text in str(info.value), f"{text!r} is not in:\n{info.value}"
         self.errors += 1
+
+
+def run(row: Row) -> None:
+    """Run the program of a row, and check the models that it was to leave alone."""
+    program = PROGRAMS[row.title]
+    case = Case(row, program.hints)
+    # The models are called again and again here, with the keys that they have.
+    with keys_may_be_reused():
+        with case.models:
+            program.run(case)
+        assert (case.errors > 0) == (row.error is not None)
+        for model, call, before in case.kept:
+            assert not any(
+                isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model)
+            )
+            assert eqx.tree_equal(call(model), before)

@@ -6,19 +6,12 @@ import functools as ft
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from catalogue_entry import Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
 
 
-STATIC = Theme("Functions and static values under `es.jit`")
-
-
-@STATIC.works(
-    "share a dict with a module in it between two functions under `es.jit`",
-    "they share it there, too: one sees what the other puts into it",
-    "arguments and results",
-)
+@program("share a dict with a module in it between two functions under `es.jit`")
 def _(case):
     layer = case.keep(Layer().eval(), XS)
 
@@ -41,12 +34,7 @@ def _(case):
         assert (run(es.jit) == run(lambda f: f)).all()
 
 
-@STATIC.works(
-    "pass `es.jit` a function that closes over a model",
-    "it is a static value, as for `eqx.filter_jit`: the model is a constant of the "
-    "program, and the same function comes back",
-    "pass the model as an argument",
-)
+@program("pass `es.jit` a function that closes over a model")
 def _(case):
     layer = case.keep(Layer().eval(), XS)
 
@@ -59,11 +47,7 @@ def _(case):
         assert same is apply
 
 
-@STATIC.works(
-    "pass `es.jit` a `functools.partial`, an optax transformation, a bound method",
-    "static values, compared as Python compares them; make a partial once",
-    "make it outside of the loop: a new partial compiles again",
-)
+@program("pass `es.jit` a `functools.partial`, an optax transformation, a bound method")
 def _(case):
     traces = []
 
@@ -79,12 +63,9 @@ def _(case):
     assert len(traces) == 2
 
 
-@STATIC.raises(
+@program(
     "return a function that holds a module of the scope from `es.jit`",
-    es.TraceError,
-    "was to return a function, or an object, that holds `layer`",
     "later calls would get the module of the first one",
-    instead="return arrays or the module, and make the function outside of `es.jit`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -98,10 +79,7 @@ def _(case):
     assert (es.mutable(right)(net, XS)[0] == 4 * XS).all()
 
 
-@STATIC.works(
-    "call one jitted function on modules of one scope, then of two",
-    "each case has its own program, and each write reaches its own scope",
-)
+@program("call one jitted function on modules of one scope, then of two")
 def _(case):
     net = case.keep(Net(), XS)
     both = es.jit(lambda a, b, x: a(x) + b(x))
@@ -130,9 +108,8 @@ class Scale:
         return hash((self.name, self._factor))
 
 
-@STATIC.works(
-    "pass `es.jit` a dataclass with an `__eq__` of its own, or with `compare=False`",
-    "`es.jit` compares it as the class says",
+@program(
+    "pass `es.jit` a dataclass with an `__eq__` of its own, or with `compare=False`"
 )
 def _(case):
     f = es.jit(lambda scale, x: scale._factor * x)
@@ -140,10 +117,7 @@ def _(case):
         assert (f(Scale("s", factor), XS) == factor * XS).all()
 
 
-@STATIC.works(
-    "pass `es.jit` a `jax.ShapeDtypeStruct`, or return one",
-    "a static value, as for `eqx.filter_jit`",
-)
+@program("pass `es.jit` a `jax.ShapeDtypeStruct`, or return one")
 def _(case):
     f = es.jit(lambda like, x: (jnp.zeros(like.shape) + x, like))
     like = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -152,10 +126,7 @@ def _(case):
     assert same == like
 
 
-@STATIC.works(
-    "return a result that is nested hundreds of levels deep from `es.jit`",
-    "JAX flattens it, as for `eqx.filter_jit`",
-)
+@program("return a result that is nested hundreds of levels deep from `es.jit`")
 def _(case):
     def nested(x):
         for _ in range(210):
@@ -165,26 +136,17 @@ def _(case):
     assert (jax.tree.leaves(es.jit(nested)(XS))[0] == XS).all()
 
 
-@STATIC.raises(
-    "jit an object that cannot be called: `es.jit(None)`, a property",
-    TypeError,
-    "which cannot be called",
-    "@property",
-    instead="`@property` above `@es.jit`",
-)
+@program("jit an object that cannot be called: `es.jit(None)`, a property", "@property")
 def _(case):
     for x in (None, 3, property(lambda self: 1)):
         with case.error():
             es.jit(x)
 
 
-@STATIC.raises(
+@program(
     "train a model with one stateful module in two places under `es.jit`",
-    ValueError,
-    "The same stateful module is in two places",
     "`layers[0]`",
     "`layers[2]`",
-    instead="make two; or hold it once and call it twice; or `eqx.nn.Shared`",
 )
 def _(case):
     layer = case.keep(Layer(), XS)

@@ -5,20 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from catalogue_entry import Draw, FROZEN, Theme, XS
+from catalogue_entry import Draw, program, XS
 
 import eqx_state as es
 
 
-KEYS = Theme("Random keys")
-
-
-@KEYS.raises(
-    "draw from one key twice",
-    jax.errors.KeyReuseError,
-    "Previously-consumed key",
-    instead="`self.rng, key = jax.random.split(self.rng)`; or an `es.RngStream`",
-)
+@program("draw from one key twice")
 def _(case):
     class Wrong(Draw):
         def __call__(self, x):
@@ -34,11 +26,7 @@ def _(case):
     assert (a != b).any()
 
 
-@KEYS.works(
-    "draw from `self.rng` without advancing it",
-    "every call draws the same numbers; `jax.debug_key_reuse(True)` finds it",
-    "`self.rng, key = jax.random.split(self.rng)`",
-)
+@program("draw from `self.rng` without advancing it")
 def _(case):
     class Wrong(Draw):
         def __call__(self, x):
@@ -49,11 +37,7 @@ def _(case):
     assert (es.mutable(new)(XS)[0] == a).all()
 
 
-@KEYS.works(
-    "call a model twice, and drop the first new one",
-    "it draws the same numbers again: a call is a pure function of the model",
-    "`y, model = es.mutable(model)(x)`",
-)
+@program("call a model twice, and drop the first new one")
 def _(case):
     model = case.keep(Draw(), XS)
     a, new = es.mutable(model)(XS)
@@ -63,11 +47,7 @@ def _(case):
     assert (a != c).any()
 
 
-@KEYS.works(
-    "make two layers with one key",
-    "both draw the same numbers, as in Equinox",
-    "`model = es.reseed(model, key)`: a key for each place",
-)
+@program("make two layers with one key")
 def _(case):
     models = case.keep(
         [Draw(), Draw()], call=es.mutable(lambda m: (m[0](XS), m[1](XS)))
@@ -79,10 +59,7 @@ def _(case):
     assert (c != d).any()
 
 
-@KEYS.works(
-    "draw in the lanes of `es.vmap` from the one key of a layer",
-    "each lane draws its own numbers, and the key advances once",
-)
+@program("draw in the lanes of `es.vmap` from the one key of a layer")
 def _(case):
     model = case.keep(Draw(), XS)
     ys, new = es.mutable(es.vmap(model))(jnp.zeros(3))
@@ -90,13 +67,10 @@ def _(case):
     assert new.rng != model.rng
 
 
-@KEYS.raises(
+@program(
     "use an `es.nn.Dropout` that was made without a key",
-    es.NotInitializedError,
-    "The model is used before it is initialized",
     "`rng` is an `es.Initializer`",
     "model = model.init(42)",
-    instead="`es.nn.Dropout(0.5, key=key)`; or `model = model.init(42)`",
 )
 def _(case):
     dropout = case.keep(es.nn.Dropout(0.5), call=lambda m: es.mutable(m.init(0))(XS))
@@ -106,13 +80,7 @@ def _(case):
         es.vmap(dropout)(XS)
 
 
-@KEYS.raises(
-    "call an `es.nn.Dropout` in train mode, without a scope",
-    FROZEN,
-    "this one is in no scope of `es.mutable`",
-    "`Dropout.rng`",
-    instead="`es.mutable`, or `.eval()`, or a `key=`, which advances nothing",
-)
+@program("call an `es.nn.Dropout` in train mode, without a scope", "`Dropout.rng`")
 def _(case):
     dropout = case.keep(es.nn.Dropout(0.5, key=0), XS)
     with case.error():
@@ -121,10 +89,7 @@ def _(case):
     assert dropout(XS, key=jr.key(1)).shape == (3,)
 
 
-@KEYS.works(
-    "keep keys in a dict whose own keys print alike, and reseed it",
-    "each has a name and a key of its own: `[K]`, `[K]~1`",
-)
+@program("keep keys in a dict whose own keys print alike, and reseed it")
 def _(case):
     @functools.total_ordering
     class K:
@@ -144,12 +109,9 @@ def _(case):
     assert a != b
 
 
-@KEYS.raises(
+@program(
     "call an `es.RngStream` in eval mode, without a scope",
-    FROZEN,
-    "A `RngStream` writes in train and in eval mode alike",
     "this one is in no scope of `es.mutable`",
-    instead="`y, model = es.mutable(model.eval())(x)`; or draw `if self.training`",
 )
 def _(case):
     class Noise(es.Module):
@@ -166,12 +128,8 @@ def _(case):
     assert new.keys.key != noise.keys.key
 
 
-@KEYS.raises(
-    "keep a legacy key, an array of `uint32`, in a field without a kind",
-    FROZEN,
-    "is an array without a kind",
-    "Legacy.rng`",
-    instead="`rng: es.Rng`; a typed `jax.random.key` does not need it",
+@program(
+    "keep a legacy key, an array of `uint32`, in a field without a kind", "Legacy.rng`"
 )
 def _(case):
     class Legacy(Draw):
@@ -183,13 +141,7 @@ def _(case):
     assert es.mutable(Legacy(jr.key(0)))(XS)[1].rng != jr.key(0)
 
 
-@KEYS.raises(
-    "seed with a float, or a string",
-    TypeError,
-    "is neither a PRNG key nor an integer seed",
-    "`jax.random.key(42)`, or `42`",
-    instead="`es.RngStream(42)`",
-)
+@program("seed with a float, or a string", "`jax.random.key(42)`, or `42`")
 def _(case):
     model = case.keep(Draw(), XS)
     for seed in (0.5, "42", None):

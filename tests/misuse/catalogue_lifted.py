@@ -8,12 +8,9 @@ import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
-from catalogue_entry import Draw, Layer, Net, Theme, XS
+from catalogue_entry import Draw, Layer, Net, program, XS
 
 import eqx_state as es
-
-
-LIFTED = Theme("The transforms of `es`")
 
 
 class Stacked(es.Module):
@@ -51,14 +48,11 @@ class Sower(es.Module):
         return x
 
 
-@LIFTED.raises(
+@program(
     "let each lane of `es.vmap` write its own value to a shared state",
-    ValueError,
-    "each lane wrote its own value to",
     "`mean`",
     'jax.lax.pmean(mean, "batch")',
     "axes={es.State: 0}",
-    instead='`jax.lax.pmean(x, "batch")`; or `axes={es.State: 0}`',
 )
 def _(case):
     model = case.keep(Mean(), XS[0])
@@ -71,12 +65,9 @@ def _(case):
     assert (each.mean == XS).all()
 
 
-@LIFTED.raises(
+@program(
     "forget `axis_name` around an `es.nn.BatchNorm` that has one",
-    NameError,
-    "averages over an axis of that name, and there is none",
     "es.vmap(model, axis_name='batch')(xs)",
-    instead='`es.vmap(model, axis_name="batch")(xs)`',
 )
 def _(case):
     norm = case.keep(es.nn.BatchNorm(3, axis_name="batch"))
@@ -88,27 +79,14 @@ def _(case):
     assert jnp.allclose(new.mean, 0.01 * 1.5 * XS)
 
 
-@LIFTED.raises(
-    "map over arrays of different lengths",
-    ValueError,
-    "the mapped axes differ in size",
-    "`x` has 3, `y` has 2",
-    instead="`in_axes=(0, None)` for what all lanes share",
-)
+@program("map over arrays of different lengths", "`x` has 3, `y` has 2")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.mutable(lambda net: es.vmap(lambda x, y: net(x) + y)(XS, XS[:2]))(net)
 
 
-@LIFTED.raises(
-    "pass `axes` for a name that no module in the function has",
-    ValueError,
-    "matches no array",
-    "weigth",
-    instead="names as `es.parts(module)` has them; for modules among the arguments "
-    "`in_axes`",
-)
+@program("pass `axes` for a name that no module in the function has", "weigth")
 def _(case):
     net = case.keep(Net(), XS)
     axes = {es.path_matches("weigth"): 0}
@@ -118,21 +96,14 @@ def _(case):
         es.mutable(lambda net: es.vmap(net, axes=axes)(XS))(net)
 
 
-@LIFTED.works(
-    "pass a number, or another value that is not an array, to `es.vmap`",
-    "it is passed on unchanged; JAX's own raises an error",
-)
+@program("pass a number, or another value that is not an array, to `es.vmap`")
 def _(case):
     net = case.keep(Net(), XS)
     f = es.vmap(lambda x, factor, *, name: net.eval()(x) * factor * len(name))
     assert (f(XS, 2.0, name="abc") == 12 * XS).all()
 
 
-@LIFTED.works(
-    "assign a key in the lanes of `es.vmap`: `self.rng = key`",
-    "the same key in all lanes is kept; if each lane draws from its own key, the "
-    "model's key advances once",
-)
+@program("assign a key in the lanes of `es.vmap`: `self.rng = key`")
 def _(case):
     model = case.keep(Draw(), XS)
 
@@ -147,10 +118,7 @@ def _(case):
     assert drawn not in (model.rng, key)
 
 
-@LIFTED.works(
-    "read the parameters of a stack in the body that scans it, or maps over it",
-    "the closure has the whole stack, and the argument its part, as in JAX",
-)
+@program("read the parameters of a stack in the body that scans it, or maps over it")
 def _(case):
     model = case.keep(Stacked(), XS)
     w = model.layers.weight
@@ -165,13 +133,10 @@ def _(case):
     assert jnp.allclose(mapped, w / w.sum())
 
 
-@LIFTED.raises(
+@program(
     "read the state of a stack in the body that scans it, and writes it",
-    ValueError,
-    "is reached twice",
     "`layers.count`",
     "total = self.layers.count.sum()",
-    instead="read it before the loop; or take it from the argument",
 )
 def _(case):
     model = case.keep(Stacked(), XS)
@@ -197,10 +162,7 @@ def _(case):
         assert new.layers.count.tolist() == [1, 2]
 
 
-@LIFTED.works(
-    "return a list of two from the body of `es.scan`",
-    "any pytree with two children is a pair, as in JAX",
-)
+@program("return a list of two from the body of `es.scan`")
 def _(case):
     net = case.keep(Net(), XS)
     f = es.mutable(lambda net: es.scan(lambda c, x: [c + x, net.layer(x)], 0.0, XS))
@@ -208,13 +170,10 @@ def _(case):
     assert (total, ys.tolist(), new.layer.count) == (3.0, [0.0, 2.0, 4.0], 3)
 
 
-@LIFTED.raises(
+@program(
     "return the old module from the body of `es.scan`, not the one in the carry",
-    ValueError,
-    "was written in a module of the carry",
     "`layer.count`",
     "return cell, y",
-    instead="`y = cell(x)`, `return cell, y`; or close over the module",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -237,13 +196,10 @@ def _(case):
     assert new.layer.count == 3
 
 
-@LIFTED.raises(
+@program(
     "write the module that comes back in the carry of `es.scan`, and drop it",
-    ValueError,
-    "and its module is no longer in the model",
     "`layer.count`",
     "self.cell, ys = es.scan(step, self.cell, xs)",
-    instead="`self.cell, ys = es.scan(step, self.cell, xs)`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -261,11 +217,7 @@ def _(case):
         es.mutable(f)(net)
 
 
-@LIFTED.works(
-    "carry a module through `es.scan`, and drop the new one",
-    "the carry is a value: without it the module is unchanged",
-    "`self.cell, ys = es.scan(step, self.cell, xs)`",
-)
+@program("carry a module through `es.scan`, and drop the new one")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -285,13 +237,7 @@ def _(case):
     assert es.mutable(assigned)(net)[1].layer.count == 3
 
 
-@LIFTED.raises(
-    "change a list of modules that a function closes over",
-    es.TraceError,
-    "was changed",
-    "from outside",
-    instead="`self.layers = [...]`",
-)
+@program("change a list of modules that a function closes over", "from outside")
 def _(case):
     class Layers(es.Module):
         layers: list[Layer]
@@ -314,12 +260,8 @@ def _(case):
             es.mutable(model.run, kinds=es.TreePart)(transform)
 
 
-@LIFTED.raises(
-    "assign a `nonlocal` model in a function under `es.jit`",
-    es.TraceError,
-    "`model` was changed",
-    "def step(model, x):",
-    instead="`model, y = step(model, x)`",
+@program(
+    "assign a `nonlocal` model in a function under `es.jit`", "def step(model, x):"
 )
 def _(case):
     model = case.keep(Layer(), XS)
@@ -335,10 +277,7 @@ def _(case):
     assert model.count == 0
 
 
-@LIFTED.works(
-    "rebind a model that a recursive function under `es.jit` closes over",
-    "the next call, and each call in it, uses the new one",
-)
+@program("rebind a model that a recursive function under `es.jit` closes over")
 def _(case):
     model = case.keep(Layer())
 
@@ -351,11 +290,7 @@ def _(case):
     assert count(2) == 3
 
 
-@LIFTED.works(
-    "initialize a model that a function under `es.vmap` closes over",
-    "each lane draws its own",
-    "the same, or `es.vmap(model.init)(keys)`",
-)
+@program("initialize a model that a function under `es.vmap` closes over")
 def _(case):
     model = case.keep(Layer())
     lazy = es.lazy(eqx.nn.Linear, 3, 2)
@@ -368,11 +303,7 @@ def _(case):
         assert layers.weight.shape == (4, 2, 3)
 
 
-@LIFTED.works(
-    "read state under `es.jit` through an object that is not a pytree",
-    "it is a constant of the program, as under `jax.jit`",
-    "close over the module, or over a list or a dict of modules",
-)
+@program("read state under `es.jit` through an object that is not a pytree")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -387,13 +318,7 @@ def _(case):
     assert es.mutable(lambda net: counts(net, net))(net)[0] == (0, 1)
 
 
-@LIFTED.raises(
-    "tie two modules inside a transform",
-    ValueError,
-    "The same stateful module is in two places",
-    "`[0].layer` and `[1].layer`",
-    instead="two modules, or `eqx.nn.Shared`",
-)
+@program("tie two modules inside a transform", "`[0].layer` and `[1].layer`")
 def _(case):
     nets = case.keep([Net(), Net()])
 
@@ -408,13 +333,7 @@ def _(case):
             tying(transform)(nets)
 
 
-@LIFTED.raises(
-    "return only the carry from the body of `es.scan`",
-    TypeError,
-    "returns a pair, `(carry, y)`, and this one returned",
-    "return carry, None",
-    instead="`return carry, None`",
-)
+@program("return only the carry from the body of `es.scan`", "return carry, None")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
@@ -423,13 +342,7 @@ def _(case):
     assert f(net)[1].layer.count == 3
 
 
-@LIFTED.raises(
-    "scan over layers that are not a stack",
-    ValueError,
-    "has shape (), and no first axis to scan over",
-    "`es.nn.Stacked(layers)(x)`",
-    instead="`es.nn.Stacked(layers)(x)`; or pass a stack as `xs`",
-)
+@program("scan over layers that are not a stack", "`es.nn.Stacked(layers)(x)`")
 def _(case):
     one = case.keep([Layer()])
     stack = case.keep([eqx.filter_vmap(Layer)(jnp.ones(2), jnp.zeros(2, int))])
@@ -441,13 +354,10 @@ def _(case):
     assert new[0].count.tolist() == [1, 1]
 
 
-@LIFTED.raises(
+@program(
     "write state in the `cond_fun` of `es.while_loop`",
-    ValueError,
-    "The `cond_fun` of `es.while_loop` wrote",
     "`layer.count`",
     "Write in `body_fun`",
-    instead="write in `body_fun`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -464,13 +374,10 @@ def _(case):
     assert (y, new.layer.count) == (16, 4)
 
 
-@LIFTED.raises(
+@program(
     'write state that is not an array under a transform: `self.phase = "warm"`',
-    ValueError,
-    "Only arrays come out of a transform",
     "`phase`",
     "phase: es.State = 0",
-    instead="make it an array, `phase: es.State = 0`; or write it outside",
 )
 def _(case):
     class Machine(es.Module):
@@ -510,10 +417,7 @@ def _(case):
         assert new.phase == (0 if name == "carry" else 1)
 
 
-@LIFTED.works(
-    "keep state in a dict whose keys print alike",
-    "each has its own place; only messages use names",
-)
+@program("keep state in a dict whose keys print alike")
 def _(case):
     class Key:
         def __init__(self, n):
@@ -541,12 +445,9 @@ def _(case):
     assert total == 0.0
 
 
-@LIFTED.raises(
+@program(
     "return different strings, or functions, from the branches of `es.cond`",
-    TypeError,
-    "The branches of `es.cond` return different values at",
     "which are not arrays",
-    instead="arrays; or choose in Python, before the call",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -558,12 +459,7 @@ def _(case):
         )(net)
 
 
-@LIFTED.raises(
-    "return different structures from the branches of `es.cond`",
-    TypeError,
-    "must have the same pytree structure",
-    instead="the same structure, shapes and dtypes from each",
-)
+@program("return different structures from the branches of `es.cond`")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
@@ -572,10 +468,7 @@ def _(case):
         )(net)
 
 
-@LIFTED.works(
-    "write different state in the branches of `es.cond`",
-    "what the chosen branch does not write stays as it was",
-)
+@program("write different state in the branches of `es.cond`")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -591,14 +484,11 @@ def _(case):
         assert (new.layer.count, new.mean.tolist()) == (0, XS.tolist())
 
 
-@LIFTED.raises(
+@program(
     "return several losses from a loss function",
-    TypeError,
-    "and a gradient needs one real number",
     "`f32[3]`",
     "jnp.mean(loss)",
     "has_aux=True",
-    instead="`jnp.mean(losses)`; more than the loss: `has_aux=True`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -608,11 +498,7 @@ def _(case):
     assert (loss, new.layer.count) == (2.0, 1)
 
 
-@LIFTED.works(
-    "sow without `es.capture`",
-    "nothing is kept or written, and it costs nothing",
-    "`(y, model), sown = es.capture(model)(x)`",
-)
+@program("sow without `es.capture`")
 def _(case):
     model = case.keep(Sower(), XS)
     assert (model(XS) == XS).all()
@@ -620,13 +506,7 @@ def _(case):
     assert eqx.tree_equal(es.mutable(model)(XS), (XS, model))
 
 
-@LIFTED.raises(
-    "sow under a transform of JAX",
-    es.TraceError,
-    "this code runs inside a JAX transform",
-    "Cannot sow `y`",
-    instead="`es.vmap`, whose lanes are stacked",
-)
+@program("sow under a transform of JAX", "Cannot sow `y`")
 def _(case):
     model = case.keep(Sower(), XS)
     with case.error():
@@ -636,12 +516,9 @@ def _(case):
     assert es.mutable(lambda m, x: jax.vmap(lambda x: m(x))(x))(model, XS)
 
 
-@LIFTED.raises(
+@program(
     "capture a threaded function: `es.capture(es.mutable(model))`",
-    TypeError,
-    "was given a transform that does the same on its own copy",
     "es.capture(model)(x)",
-    instead="`(y, model), sown = es.capture(model)(x)`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -650,11 +527,7 @@ def _(case):
             es.capture(f)
 
 
-@LIFTED.works(
-    "capture a gradient: `es.capture(es.value_and_grad(loss_fn))`",
-    "what the loss sows comes out beside the gradients, and so does the new state",
-    "`((loss, model), grads), sown = es.capture(es.value_and_grad(loss_fn))(model, x)`",
-)
+@program("capture a gradient: `es.capture(es.value_and_grad(loss_fn))`")
 def _(case):
     model = case.keep(Sower(), XS)
     f = lambda m, x: (m(x) ** 2).sum()  # noqa: E731
@@ -663,13 +536,10 @@ def _(case):
     assert (sown["y"] == 2 * XS).all()
 
 
-@LIFTED.raises(
+@program(
     "give `es.jit` a list, a set or a dict that is not a pytree of arrays as a "
     "static value",
-    TypeError,
-    "which cannot be hashed",
     "is a `set`",
-    instead="a tuple, a `frozenset`; or an array, which is traced",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -679,12 +549,9 @@ def _(case):
     assert f(net, frozenset({0, 2}))[1].layer.count == 2
 
 
-@LIFTED.raises(
+@program(
     'donate inside a call: `es.jit(f, donate="all")(self.layer, x)`',
-    ValueError,
-    "on modules that belong to it",
     "es.jit(step, donate='all')(model, x)",
-    instead='donate at the top: `es.jit(step, donate="all")(model, x)`',
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -697,12 +564,7 @@ def _(case):
     assert new.layer.count == 1
 
 
-@LIFTED.raises(
-    "use a model that was donated",
-    RuntimeError,
-    "Array has been deleted",
-    instead="`loss, model = step(model, xs)`: use what comes back",
-)
+@program("use a model that was donated")
 def _(case):
     net = case.keep(Net(), XS)
     given = jax.tree.map(jnp.copy, net)

@@ -3,12 +3,10 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from catalogue_entry import Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
 
-
-NESTED = Theme("A scope inside a scope")
 
 ROWS = jnp.arange(12.0).reshape(4, 3)
 
@@ -59,11 +57,7 @@ class Trainer(es.Module):
         return total
 
 
-@NESTED.works(
-    "accumulate gradients inside of a scope, and assign each new module",
-    "the state of every forward pass is kept, also in the body of `es.scan`",
-    "`(loss, self.net), grads = es.value_and_grad(loss_fn)(self.net, x)`",
-)
+@program("accumulate gradients inside of a scope, and assign each new module")
 def _(case):
     net = case.keep(Net(), XS)
     total, new = expected(net, ROWS)
@@ -74,11 +68,7 @@ def _(case):
         assert eqx.tree_equal(trainer.net, new)
 
 
-@NESTED.works(
-    "accumulate gradients inside of a scope by `es.vjp`",
-    "it writes in place, as all transforms do that return what JAX's return",
-    "`loss, pull = es.vjp(loss_fn, self.net, x)`",
-)
+@program("accumulate gradients inside of a scope by `es.vjp`")
 def _(case):
     net = case.keep(Net(), XS)
     total, new = expected(net, ROWS)
@@ -87,11 +77,8 @@ def _(case):
     assert eqx.tree_equal(trainer.net, new)
 
 
-@NESTED.works(
-    "rebind a variable to the new module inside of a scope: `(loss, net), grads = ...`",
-    "the scope keeps the module that it had, and what the inner calls wrote is dropped "
-    "with the variable; nothing can tell that from a model adapted for one loss",
-    "`(loss, self.net), grads = ...`; return `net`; or no scope around the function",
+@program(
+    "rebind a variable to the new module inside of a scope: `(loss, net), grads = ...`"
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -102,11 +89,7 @@ def _(case):
     assert (total, new.layer.count) == (y, 4)
 
 
-@NESTED.works(
-    "adapt a model inside of a loss (MAML), and drop it",
-    "the outer model has its own parameters and state; gradients flow through the step",
-    "`grads, fast = es.grad(loss_fn)(model, x)`, then `es.map` on `fast`",
-)
+@program("adapt a model inside of a loss (MAML), and drop it")
 def _(case):
     def adapted_loss(net, x):
         grads, fast = es.grad(loss_fn)(net, x)
@@ -132,11 +115,7 @@ def _(case):
     assert eqx.tree_equal(new, net)
 
 
-@NESTED.works(
-    "capture inside of a loss",
-    "the captured call returns a new model, which the loss has to return, too",
-    "`es.capture(es.value_and_grad(loss_fn), outputs=...)`, which returns all of it",
-)
+@program("capture inside of a loss")
 def _(case):
     def inside(net, x):
         (y, net), found = es.capture(net, outputs=Layer)(x)

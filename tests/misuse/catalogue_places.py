@@ -5,12 +5,9 @@ from typing import Any
 import equinox as eqx
 import jax.random as jr
 import optax
-from catalogue_entry import FROZEN, Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
-
-
-PLACES = Theme("Modules in the wrong place")
 
 
 class Two(es.Module):
@@ -18,15 +15,7 @@ class Two(es.Module):
     b: Any
 
 
-@PLACES.raises(
-    "put one stateful module in two places",
-    ValueError,
-    "The same stateful module is in two places",
-    "a",
-    "b",
-    "eqx.nn.Shared",
-    instead="make two; or hold it once and call it twice; or `eqx.nn.Shared`",
-)
+@program("put one stateful module in two places", "a", "b", "eqx.nn.Shared")
 def _(case):
     layer = case.keep(Layer(), XS)
     with case.error():
@@ -44,14 +33,7 @@ def _(case):
     assert new.a.count == 2
 
 
-@PLACES.raises(
-    "tie two fields in a call: `self.a = self.b`",
-    ValueError,
-    "The same stateful module is in two places",
-    "`a`",
-    "`b`",
-    instead="`self.a = self.a.replace(count=self.b.count)`",
-)
+@program("tie two fields in a call: `self.a = self.b`", "`a`", "`b`")
 def _(case):
     model = case.keep(Two(Layer(), Layer(2.0, 5)))
     with case.error():
@@ -60,24 +42,14 @@ def _(case):
     assert (new.a.count, new.b.count) == (5, 5)
 
 
-@PLACES.works(
-    "share an Equinox layer without state between two places",
-    "its weights are two leaves, as in Equinox",
-    "`eqx.nn.Shared`, to train them as one",
-)
+@program("share an Equinox layer without state between two places")
 def _(case):
     linear = eqx.nn.Linear(3, 3, key=jr.key(0))
     model = case.keep(Two(linear, linear))
     assert len(es.parts(model)) == 4
 
 
-@PLACES.raises(
-    "replace a layer, and write to the old one",
-    ValueError,
-    "and its module is no longer in the model",
-    "`a.count`",
-    instead="write to the new one",
-)
+@program("replace a layer, and write to the old one", "`a.count`")
 def _(case):
     model = case.keep(Two(Layer(), None))
 
@@ -89,13 +61,8 @@ def _(case):
         es.mutable(f)(model)
 
 
-@PLACES.raises(
-    "assign a layer with other weights in a call",
-    FROZEN,
-    "is a `Parameter`, and this scope writes `State`",
-    ".weight` is a",
-    "kinds=es.TreePart",
-    instead="`eqx.tree_at` outside; or `es.mutable(f, kinds=es.TreePart)`",
+@program(
+    "assign a layer with other weights in a call", ".weight` is a", "kinds=es.TreePart"
 )
 def _(case):
     model = case.keep(Two(Layer(), None))
@@ -107,11 +74,7 @@ def _(case):
     assert es.mutable(f, kinds=es.TreePart)(model)[1].a.weight == 7.0
 
 
-@PLACES.works(
-    "call `es.mutable` in a call, and drop the new model",
-    "it is its own scope: its writes are dropped with its model",
-    "`y, self.layer = es.mutable(self.layer)(x)`, or just `y = self.layer(x)`",
-)
+@program("call `es.mutable` in a call, and drop the new model")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -123,10 +86,7 @@ def _(case):
     assert es.mutable(keep)(net)[1].layer.count == 1
 
 
-@PLACES.works(
-    "call a module recursively",
-    "each call writes, one after the other",
-)
+@program("call a module recursively")
 def _(case):
     class Recursive(Layer):
         def __call__(self, x, n=2):

@@ -9,12 +9,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from catalogue_entry import FROZEN, Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
-
-
-COPIED = Theme("Copies, threads, generators")
 
 
 COPYING = {
@@ -32,14 +29,7 @@ COPYING = {
 }
 for name, make in COPYING.items():
 
-    @COPIED.raises(
-        f"write `{name}` in a call",
-        FROZEN,
-        "or it is a copy made inside the scope",
-        "`Layer.count`",
-        "switch modes outside",
-        instead="assign it first: `self.layer = …`; or `.eval()`, to write nothing",
-    )
+    @program(f"write `{name}` in a call", "`Layer.count`", "switch modes outside")
     def _(case, make=make):
         net = case.keep(Net(), XS)
 
@@ -53,13 +43,10 @@ for name, make in COPYING.items():
         assert es.mutable(assign)(net)[1].layer.count == before + 1
 
 
-@COPIED.raises(
+@program(
     "keep a module from inside, and call it later",
-    FROZEN,
-    "that owned this module has closed",
     "`Layer.count`",
     "y, model = es.mutable(model)(x)",
-    instead="the model that the call returns",
 )
 def _(case):
     net, kept = case.keep(Net(), XS), []
@@ -74,10 +61,7 @@ def _(case):
         jitted[0].layer.count = 1
 
 
-@COPIED.works(
-    "return `self`, or a layer, from a call",
-    "the result is an ordinary frozen module with the state at that moment",
-)
+@program("return `self`, or a layer, from a call")
 def _(case):
     net = case.keep(Net(), XS)
     (before, _, after), new = es.mutable(
@@ -87,12 +71,9 @@ def _(case):
     assert es.mutable(after)(XS)[1].layer.count == 2
 
 
-@COPIED.raises(
+@program(
     "write in a generator that is run after the call",
-    FROZEN,
-    "that owned this module has closed",
     "in a closure, a generator, a thread",
-    instead="run it inside: `es.mutable(lambda m, xs: list(m.stream(xs)))(model, xs)`",
 )
 def _(case):
     class Streamed(Layer):
@@ -108,12 +89,7 @@ def _(case):
     assert (new.count, len(ys)) == (3, 3)
 
 
-@COPIED.raises(
-    "write in an `async` function that is awaited after the call",
-    FROZEN,
-    "that owned this module has closed",
-    instead="`y, model = es.mutable(model)(await x)` in the `async` function",
-)
+@program("write in an `async` function that is awaited after the call")
 def _(case):
     class Awaited(Layer):
         async def serve(self, x):
@@ -149,10 +125,7 @@ def in_thread(f, *args):
     return out[0]
 
 
-@COPIED.works(
-    "write in another thread while the call runs",
-    "the write is kept if the call waits for the thread",
-)
+@program("write in another thread while the call runs")
 def _(case):
     net = case.keep(Net(), XS)
     y, new = es.mutable(lambda net: in_thread(net, XS))(net)
@@ -160,12 +133,9 @@ def _(case):
     assert new.layer.count == 1
 
 
-@COPIED.raises(
+@program(
     "use a module in another thread while a transform of `es` runs",
-    RuntimeError,
-    "Two threads are in one scope of `es.mutable`",
     "give each thread a scope of its own",
-    instead="wait for the thread before the transform; or one `es.mutable` in each",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -193,13 +163,7 @@ def _(case):
     assert (new.mean == XS).all()
 
 
-@COPIED.raises(
-    "write in another thread under `jit`",
-    es.TraceError,
-    "this code runs inside a JAX transform",
-    "`Layer.count`",
-    instead="start threads outside, one `es.mutable` in each",
-)
+@program("write in another thread under `jit`", "`Layer.count`")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -212,24 +176,15 @@ def _(case):
     assert in_thread(es.mutable(net), XS)[1].layer.count == 1
 
 
-@COPIED.raises(
-    "compute in another thread under `jit`",
-    jax.errors.UnexpectedTracerError,
-    "Encountered an unexpected tracer",
-    instead="start threads outside, one `es.mutable` in each",
-)
+@program("compute in another thread under `jit`")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.jit(es.mutable(lambda net: in_thread(net, XS)))(net)
 
 
-@COPIED.raises(
-    "write in another thread after the call",
-    FROZEN,
-    "that owned this module has closed",
-    "in a closure, a generator, a thread",
-    instead="wait for the thread in the call",
+@program(
+    "write in another thread after the call", "in a closure, a generator, a thread"
 )
 def _(case):
     net, kept = case.keep(Net(), XS), []
@@ -238,10 +193,7 @@ def _(case):
         in_thread(kept[0], XS)
 
 
-@COPIED.works(
-    "thread one model in many threads at once",
-    "each works on its own private copy",
-)
+@program("thread one model in many threads at once")
 def _(case):
     net, results = case.keep(Net(), XS), []
 
@@ -257,10 +209,7 @@ def _(case):
     assert len(results) == 4
 
 
-@COPIED.works(
-    "raise an exception after some state was written",
-    "the exception propagates, and the model is unchanged",
-)
+@program("raise an exception after some state was written")
 def _(case):
     net, kept = case.keep(Net(), XS), []
 
@@ -275,10 +224,7 @@ def _(case):
     assert kept[0].layer.count == 1
 
 
-@COPIED.works(
-    "catch an exception from `es.vmap` or `es.scan` in a call",
-    "the writes of the failed transform are dropped, earlier ones are kept",
-)
+@program("catch an exception from `es.vmap` or `es.scan` in a call")
 def _(case):
     net = case.keep(Net(), XS)
 

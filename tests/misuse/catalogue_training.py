@@ -8,20 +8,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 import pytest
-from catalogue_entry import Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
 
 
-MODES = Theme("Modes, `init`, and what they return")
-TRAINING = Theme("The optimizer")
-
-
-@MODES.works(
-    "drop the result of `train`, `eval`, `freeze`, `update`, `replace` or `init`",
-    "nothing changes: each returns a new model",
-    "`model = model.eval()`",
-)
+@program("drop the result of `train`, `eval`, `freeze`, `update`, `replace` or `init`")
 def _(case):
     net = case.keep(Net(), XS)
     net.eval()
@@ -34,11 +26,7 @@ def _(case):
     assert not net.eval().training
 
 
-@MODES.works(
-    "use the model from before the call again",
-    "it is unchanged, and the same call returns the same result",
-    "`y, model = es.mutable(model)(x)`",
-)
+@program("use the model from before the call again")
 def _(case):
     net = case.keep(Net(), XS)
     first, second = es.mutable(net)(XS), es.mutable(net)(XS)
@@ -46,11 +34,7 @@ def _(case):
     assert first[1].layer.count == 1
 
 
-@MODES.works(
-    "forget `eval` when you test a model in `es.mutable`",
-    "it runs in train mode, and the new model has other statistics",
-    "`model.eval()(x)`, which does not need a scope",
-)
+@program("forget `eval` when you test a model in `es.mutable`")
 def _(case):
     norm = case.keep(es.nn.BatchNorm(3), XS[None])
     _, new = es.mutable(norm)(XS[None])
@@ -59,10 +43,7 @@ def _(case):
     assert eqx.tree_equal(same, norm.eval())
 
 
-@MODES.works(
-    "switch the mode by `eqx.nn.inference_mode(model)`",
-    "it is `es.eval(model)`, and with `value=False` `es.train(model)`",
-)
+@program("switch the mode by `eqx.nn.inference_mode(model)`")
 def _(case):
     model = case.keep([es.nn.BatchNorm(3), eqx.nn.Dropout(0.5), {"net": Net()}])
     new = eqx.nn.inference_mode(model)
@@ -73,13 +54,10 @@ def _(case):
     assert eqx.tree_equal(eqx.nn.inference_mode(new, value=False), model)
 
 
-@MODES.raises(
+@program(
     "use a model before `init`",
-    es.NotInitializedError,
-    "The model is used before it is initialized",
     "`linear` is an `es.Initializer`",
     "model = model.init(42)",
-    instead="`model = model.init(42)`",
 )
 def _(case):
     class Lazy(es.Module):
@@ -105,13 +83,7 @@ def _(case):
             use()
 
 
-@MODES.raises(
-    "call a layer made by `es.lazy` directly",
-    es.NotInitializedError,
-    "a placeholder for a value",
-    "model = model.init(42)",
-    instead="`model = model.init(42)`",
-)
+@program("call a layer made by `es.lazy` directly", "model = model.init(42)")
 def _(case):
     layers = case.keep([es.lazy(eqx.nn.Linear, 3, 1)], call=lambda m: es.init(m, 0))
     with case.error():
@@ -120,11 +92,7 @@ def _(case):
         XS + es.Initializer(lambda key: jr.normal(key, (3,)))
 
 
-@MODES.works(
-    "call `init` twice",
-    "initialized values stay; another key changes nothing",
-    "make a new model; for the random keys `es.reseed`",
-)
+@program("call `init` twice")
 def _(case):
     model = es.init([es.lazy(eqx.nn.Linear, 3, 1)], 0)
     assert eqx.tree_equal(es.init(case.keep(model), 1), model)
@@ -142,12 +110,9 @@ class Sized(es.Module):
         return x * self.weight
 
 
-@MODES.raises(
+@program(
     "stack layers that take their sizes from an input, then call `init`",
-    ValueError,
-    "is made by `init` in one step of `es.scan`",
     "Initialize the modules one by one, and stack them",
-    instead="`eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)`",
 )
 def _(case):
     def run(stack, x):
@@ -163,9 +128,8 @@ def _(case):
         es.init(eqx.filter_vmap(Sized)(jnp.zeros(2)), 0, XS[0], call=run)
 
 
-@MODES.works(
-    "freeze a plain Equinox layer, or one array: `model.freeze(lambda m: m.linear)`",
-    "the nearest `es.Module` above remembers its path",
+@program(
+    "freeze a plain Equinox layer, or one array: `model.freeze(lambda m: m.linear)`"
 )
 def _(case):
     class Model(es.Module):
@@ -177,14 +141,10 @@ def _(case):
     assert all(part.frozen for part in es.parts(model.freeze(lambda m: m.linear)))
 
 
-@MODES.raises(
+@program(
     "freeze a layer of a model without any `es.Module`",
-    ValueError,
-    "There is no `es.Module` to freeze here",
     "es.Buffer[",
     "es.not_(es.under(",
-    instead="`linear: es.Buffer[eqx.nn.Linear]`; or `wrt=es.all_of(es.trainable, "
-    "es.not_(es.under(where)))`",
 )
 def _(case):
     model = case.keep(eqx.nn.Sequential([eqx.nn.Linear(3, 1, key=jr.key(0))]))
@@ -202,11 +162,7 @@ class Scaled(es.Module):
         return self.scale * self.inner(x)
 
 
-@MODES.works(
-    "wrap a frozen layer by `eqx.tree_at`, or put another in its place",
-    "what is there is frozen, too, new parameters included",
-    "`model.unfreeze(lambda m: m.part.scale)`",
-)
+@program("wrap a frozen layer by `eqx.tree_at`, or put another in its place")
 def _(case):
     linear = eqx.nn.Linear(3, 3, key=jr.key(0))
     model = case.keep(Scaled(linear).freeze(lambda m: m.inner), XS)
@@ -220,11 +176,7 @@ def _(case):
     assert not inside["scale"]
 
 
-@MODES.works(
-    "take a frozen layer of Equinox out of a model, and put it into a new one",
-    "it trains there: the old model knew that it was frozen, and the layer does not",
-    "`new.freeze(where)`, or wrap it in the model by `eqx.tree_at`",
-)
+@program("take a frozen layer of Equinox out of a model, and put it into a new one")
 def _(case):
     model = case.keep(Scaled(eqx.nn.Linear(3, 3, key=jr.key(0))).freeze(), XS)
     new = Scaled(model.inner)
@@ -232,12 +184,9 @@ def _(case):
     assert all(part.frozen for part in es.parts(new.freeze()))
 
 
-@MODES.raises(
+@program(
     "freeze a plain layer by its path, and change the structure around it",
-    ValueError,
-    "was frozen, or unfrozen, by its path",
     "es.unfreeze(model, lambda m: m.inner)",
-    instead="`model.unfreeze(where)`, then `freeze` what is meant now",
 )
 def _(case):
     layers = [eqx.nn.Linear(3, 3, key=jr.key(i)) for i in range(2)]
@@ -249,11 +198,7 @@ def _(case):
         es.value_and_grad(lambda model: jnp.sum(model.scale))(shorter)
 
 
-@MODES.works(
-    "unfreeze a part by itself: `model.replace(head=model.head.unfreeze())`",
-    "the part stays frozen, since the model remembers its path",
-    "`model.unfreeze(lambda m: m.head)`",
-)
+@program("unfreeze a part by itself: `model.replace(head=model.head.unfreeze())`")
 def _(case):
     model = case.keep(Scaled(Scaled(eqx.nn.Identity())).freeze(), XS)
     stays = model.replace(inner=model.inner.unfreeze())
@@ -263,12 +208,7 @@ def _(case):
     assert [part.frozen for part in es.parts(new)] == [False, True]
 
 
-@MODES.raises(
-    "hold a bare `eqx.nn.BatchNorm`, and call it without its state",
-    TypeError,
-    "missing 1 required positional argument: 'state'",
-    instead="`es.nn.Stateful(eqx.nn.BatchNorm(…))`, or `es.nn.BatchNorm`",
-)
+@program("hold a bare `eqx.nn.BatchNorm`, and call it without its state")
 def _(case):
     class Model(es.Module):
         norm: Any
@@ -286,13 +226,10 @@ def _(case):
     assert new.norm.layer.batch_counter.init == 1
 
 
-@MODES.raises(
+@program(
     "put an `eqx.nn.BatchNorm` into an `eqx.nn.Sequential`, and call it without state",
-    TypeError,
-    "whose state is in an `eqx.nn.State`, and was called without one",
     "`layers[1]` is a `BatchNorm`",
     "es.nn.Stateful(BatchNorm(...))",
-    instead="`es.nn.Stateful(eqx.nn.BatchNorm(…))`, or `es.nn.BatchNorm`",
 )
 def _(case):
     linear = eqx.nn.Linear(3, 3, key=jr.key(0))
@@ -309,13 +246,10 @@ def _(case):
     assert new.layers[1].layer.batch_counter.init == 1
 
 
-@MODES.raises(
+@program(
     "wrap a layer without state in `es.nn.Stateful`",
-    TypeError,
-    "holds no `eqx.nn.StateIndex`",
     "`Linear`",
     "A layer without state is used as it is",
-    instead="use the layer itself",
 )
 def _(case):
     linear = case.keep(eqx.nn.Linear(3, 3, key=jr.key(0)))
@@ -323,10 +257,7 @@ def _(case):
         es.nn.Stateful(linear)
 
 
-@MODES.works(
-    "make an `es.nn.BatchNorm` with `dtype=jnp.bfloat16`",
-    "its parameters are bfloat16, its statistics float32",
-)
+@program("make an `es.nn.BatchNorm` with `dtype=jnp.bfloat16`")
 def _(case):
     norm = case.keep(es.nn.BatchNorm(3, dtype=jnp.bfloat16), XS[None])
     assert norm.weight.dtype == jnp.bfloat16
@@ -334,11 +265,7 @@ def _(case):
     assert (y.dtype, new.mean.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@MODES.works(
-    "give a padded batch to `es.nn.BatchNorm`",
-    "the padding is in the statistics; with a `mask` it is not",
-    "`norm(x, mask=is_data[:, None])`",
-)
+@program("give a padded batch to `es.nn.BatchNorm`")
 def _(case):
     norm = case.keep(es.nn.BatchNorm(3), XS[None])
     batch, padded = jnp.stack([XS, 2 * XS]), jnp.stack([XS, 2 * XS, 0 * XS])
@@ -349,13 +276,10 @@ def _(case):
     assert jnp.allclose(new.mean, expected.mean)
 
 
-@MODES.raises(
+@program(
     "give complex numbers to `es.nn.BatchNorm`",
-    ValueError,
-    "and normalizes real numbers",
     "complex64",
     "jnp.concatenate([x.real, x.imag], axis=1)",
-    instead="both parts, as twice as many channels",
 )
 def _(case):
     norm = case.keep(es.nn.BatchNorm(3), XS[None])
@@ -364,11 +288,8 @@ def _(case):
             es.mutable(wrong)(jax.lax.complex(XS, XS)[None])
 
 
-@MODES.raises(
-    "misspell an attribute: `es.configure(model, rate=0.1)`, `model.replace(rate=0.1)`",
-    ValueError,
-    "no module in the tree has an attribute `rate`",
-    instead="a name of the list in the message",
+@program(
+    "misspell an attribute: `es.configure(model, rate=0.1)`, `model.replace(rate=0.1)`"
 )
 def _(case):
     dropout = case.keep(es.nn.Dropout(0.5, key=0), XS)
@@ -384,13 +305,7 @@ def loss_fn(net):
     return net(XS).sum()
 
 
-@TRAINING.raises(
-    "update before `init`",
-    es.NotInitializedError,
-    "`es.Optimizer.update` was called before `init`",
-    "es.Optimizer(tx).init(model)",
-    instead="`optimizer = es.Optimizer(tx).init(model)`",
-)
+@program("update before `init`", "es.Optimizer(tx).init(model)")
 def _(case):
     net = case.keep(Net(), XS)
     grads, net = es.grad(loss_fn)(net)
@@ -401,13 +316,7 @@ def _(case):
     assert optimizer.init(net).update(grads, net)[0].layer.weight == -1.0
 
 
-@TRAINING.raises(
-    "update a model other than that of `init`",
-    ValueError,
-    "is not what `init` was given",
-    "es.Optimizer(tx).init(model)",
-    instead="an optimizer for each model; a new one after freezing or surgery",
-)
+@program("update a model other than that of `init`", "es.Optimizer(tx).init(model)")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.adam(1.0)).init(net)
@@ -417,13 +326,10 @@ def _(case):
             optimizer.update(grads, other)
 
 
-@TRAINING.raises(
+@program(
     "pass the model to `es.Optimizer` itself: `es.Optimizer(model, tx)`, "
     "`es.Optimizer(tx, model)`",
-    TypeError,
-    "The model is given to `init`",
     ".init(model)",
-    instead="`es.Optimizer(tx).init(model)`",
 )
 def _(case):
     net, tx = case.keep(Net(), XS), optax.sgd(1.0)
@@ -432,13 +338,10 @@ def _(case):
             use()
 
 
-@TRAINING.raises(
+@program(
     "pass `es.Optimizer` a learning rate, or a function of optax: "
     "`es.Optimizer(optax.adam)`",
-    TypeError,
-    "`tx` is an optax transformation",
     "es.Optimizer(optax.adam(1e-3))",
-    instead="`es.Optimizer(optax.adam(1e-3))`",
 )
 def _(case):
     with case.error("a `float` was given"):
@@ -447,12 +350,9 @@ def _(case):
         es.Optimizer(optax.adam)
 
 
-@TRAINING.raises(
+@program(
     "give a group of `es.Optimizer` a learning rate in place of a transformation",
-    TypeError,
-    "leads to an optax transformation",
     "es.Optimizer({es.Parameter: optax.adam(1e-3)})",
-    instead="`es.Optimizer({es.Parameter: optax.adam(1e-3)})`",
 )
 def _(case):
     with case.error("the rule of `es.Parameter`", "a `float` was given"):
@@ -461,13 +361,7 @@ def _(case):
         es.Optimizer({...: optax.adam})
 
 
-@TRAINING.raises(
-    "have a parameter that belongs to no group",
-    ValueError,
-    "no rule matches `layer.weight`",
-    "...: None",
-    instead="`...: tx` for all others, or `...: None`, which leaves them as they are",
-)
+@program("have a parameter that belongs to no group", "...: None")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer({es.Buffer: optax.sgd(1.0)})
@@ -475,13 +369,7 @@ def _(case):
         optimizer.init(net)
 
 
-@TRAINING.raises(
-    "misspell a name in rules",
-    ValueError,
-    "matches no array",
-    "wieght",
-    instead="a name as `es.parts(model)` has it",
-)
+@program("misspell a name in rules", "wieght")
 def _(case):
     net = case.keep(Net(), XS)
     rules = {es.path_matches("*.wieght"): optax.sgd(1.0), ...: optax.sgd(0.1)}
@@ -491,10 +379,7 @@ def _(case):
         es.spec(net, dict.fromkeys(rules, 0))
 
 
-@TRAINING.works(
-    "have a group whose arrays are all frozen",
-    "the group is empty, and takes no memory",
-)
+@program("have a group whose arrays are all frozen")
 def _(case):
     net = case.keep(Net(), XS).freeze()
     rules = {es.path_matches("layer.weight"): optax.adam(1.0), ...: optax.sgd(0.1)}
@@ -504,12 +389,9 @@ def _(case):
     assert eqx.tree_equal(new, net)
 
 
-@TRAINING.raises(
+@program(
     "set a learning rate that was not injected, or that a schedule drives",
-    ValueError,
-    "`es.Optimizer.set`",
     "learning_rate",
-    instead="`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`",
 )
 def _(case):
     net, sgd = case.keep(Net(), XS), optax.inject_hyperparams(optax.sgd)
@@ -522,13 +404,10 @@ def _(case):
     assert new.hyperparams["learning_rate"] == 0.5
 
 
-@TRAINING.raises(
+@program(
     "update with gradients of other shapes, for instance one for each example",
-    ValueError,
-    "A gradient has the shape of its parameter",
     "layer.weight",
     "(5,)",
-    instead="`jax.tree.map(lambda g: g.mean(axis=0), grads)`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -542,13 +421,10 @@ def _(case):
     assert optimizer.update(mean, net)[0].layer.weight == 1.0
 
 
-@TRAINING.raises(
+@program(
     "update a model whose parameters have other shapes than at `init`",
-    ValueError,
-    "is not what `init` was given",
     "layer.weight",
     "es.Optimizer(tx).init(model)",
-    instead="a new optimizer",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -558,11 +434,7 @@ def _(case):
         optimizer.update(es.filter(wide, es.trainable), wide)
 
 
-@TRAINING.works(
-    "use `optax.lookahead`",
-    "the model is a pair; pass the gradients of its `fast`",
-    "`optimizer.init(optax.LookaheadParams(model, model))`",
-)
+@program("use `optax.lookahead`")
 def _(case):
     net = case.keep(Net(), XS)
     pair = optax.LookaheadParams(net, net)
@@ -575,13 +447,7 @@ def _(case):
     assert (pair.fast.layer.count, pair.slow.layer.count) == (1, 0)
 
 
-@TRAINING.raises(
-    "swap the arguments: `optimizer.update(model, grads)`",
-    ValueError,
-    "The gradients come first",
-    "layer.count",
-    instead="`optimizer.update(grads, model)`, as in optax",
-)
+@program("swap the arguments: `optimizer.update(model, grads)`", "layer.count")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
@@ -590,11 +456,7 @@ def _(case):
         optimizer.update(net, grads)
 
 
-@TRAINING.works(
-    "update twice with the old optimizer, or the old model",
-    "the same update twice: nothing is written to either",
-    "`model, optimizer = optimizer.update(grads, model)`",
-)
+@program("update twice with the old optimizer, or the old model")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = case.keep(es.Optimizer(optax.sgd(1.0, 0.9)).init(net))
@@ -604,11 +466,7 @@ def _(case):
     assert eqx.tree_equal(net.layer.weight, jnp.array(2.0))
 
 
-@TRAINING.works(
-    "use weight decay with constants in a wrapper such as `paramax.NonTrainable`",
-    "the wrapper stops gradients, not the decay: exclude its class",
-    "`wrt=es.all_of(es.trainable, es.not_(es.inside(paramax.NonTrainable)))`",
-)
+@program("use weight decay with constants in a wrapper such as `paramax.NonTrainable`")
 def _(case):
     class NonTrainable(eqx.Module):
         tree: Any
@@ -628,11 +486,7 @@ def _(case):
         assert (new["scale"].tree == scale).all()
 
 
-@TRAINING.works(
-    "differentiate a frozen model",
-    "its gradients are `None`, and an update changes nothing",
-    "`model.unfreeze()`, and a new optimizer",
-)
+@program("differentiate a frozen model")
 def _(case):
     net = case.keep(Net().freeze(), XS)
     grads, new = es.grad(loss_fn)(net)
@@ -642,10 +496,7 @@ def _(case):
     assert optimizer.update(grads, net)[0].layer.weight == 2.0
 
 
-@TRAINING.works(
-    "switch between train and eval mode between updates",
-    "the optimizer's state fits both",
-)
+@program("switch between train and eval mode between updates")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.sgd(1.0, 0.9)).init(net.eval())
@@ -655,10 +506,8 @@ def _(case):
     assert updated.layer.weight < 2.0
 
 
-@TRAINING.works(
-    "unpack the result like JAX's: `loss, grads = es.value_and_grad(loss_fn)(model)`",
-    "`loss` is the pair `(loss, model)`; with the old model its state is dropped",
-    "`(loss, model), grads = es.value_and_grad(loss_fn)(model)`",
+@program(
+    "unpack the result like JAX's: `loss, grads = es.value_and_grad(loss_fn)(model)`"
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -672,10 +521,7 @@ def _(case):
     assert float(loss) == 6.0
 
 
-@TRAINING.works(
-    "update the model from before the call with its gradients",
-    "only parameters are updated; the state is that of the model you pass",
-)
+@program("update the model from before the call with its gradients")
 def _(case):
     net = case.keep(Net(), XS)
     grads, new = es.grad(loss_fn)(net)
@@ -684,12 +530,8 @@ def _(case):
     assert optimizer.update(grads, net)[0].layer.count == 0
 
 
-@TRAINING.raises(
-    "give the model to `es.Ema`, and the decay to `init`",
-    TypeError,
-    "`decay` is a number, or a function of the step",
-    "es.Ema(0.999).init(model)",
-    instead="`es.Ema(0.999).init(model)`",
+@program(
+    "give the model to `es.Ema`, and the decay to `init`", "es.Ema(0.999).init(model)"
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -699,24 +541,14 @@ def _(case):
         es.Ema("0.999")
 
 
-@TRAINING.raises(
-    "update an `es.Ema` before its `init`",
-    es.NotInitializedError,
-    "was used before `init`: there is no average yet",
-    instead="`ema = es.Ema(0.999).init(model)`",
-)
+@program("update an `es.Ema` before its `init`")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.Ema(0.999).update(net)
 
 
-@TRAINING.raises(
-    "update an `es.Ema` with a model of another structure",
-    ValueError,
-    "has another structure than that of `init`, first at `layer`",
-    instead="a new average for another model; modes may differ",
-)
+@program("update an `es.Ema` with a model of another structure")
 def _(case):
     net = case.keep(Net(), XS)
     ema = es.Ema(0.5).init(net)
@@ -725,21 +557,14 @@ def _(case):
     assert ema.update(net.eval()).model.training is False
 
 
-@TRAINING.works(
-    "hold an `es.Ema` in a model that is trained",
-    "its arrays count as `es.Buffer`: they are neither trained nor written",
-)
+@program("hold an `es.Ema` in a model that is trained")
 def _(case):
     net = case.keep(Net(), XS)
     grads, _ = es.grad(lambda pair: loss_fn(pair[0]))((net, es.Ema(0.5).init(net)))
     assert es.parts(grads[1]) == []
 
 
-@TRAINING.works(
-    "compute in half precision, and keep statistics in float32",
-    "`cast=` changes dtypes inside of the call alone",
-    "`es.value_and_grad(loss_fn, cast={es.Parameter: jnp.bfloat16})`",
-)
+@program("compute in half precision, and keep statistics in float32")
 def _(case):
     net = case.keep(Net(), XS)
 
@@ -753,12 +578,7 @@ def _(case):
     assert es.map(lambda x: x.dtype, new) == es.map(lambda x: x.dtype, net)
 
 
-@TRAINING.raises(
-    "cast to a dtype that is not a real floating one: `cast={...: jnp.int8}`",
-    TypeError,
-    "arrays are cast to a real floating dtype",
-    instead="`cast={es.Parameter: jnp.bfloat16}`, `None` for what stays as it is",
-)
+@program("cast to a dtype that is not a real floating one: `cast={...: jnp.int8}`")
 def _(case):
     case.keep(Net(), XS)
     with case.error():
@@ -767,24 +587,14 @@ def _(case):
         es.mutable(loss_fn, cast={es.State: jnp.complex64})
 
 
-@TRAINING.raises(
-    "cast by a filter that matches nothing: a typo in a name",
-    ValueError,
-    "matches no array",
-    instead="a name from `es.parts(model)`",
-)
+@program("cast by a filter that matches nothing: a typo in a name")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.grad(loss_fn, cast={es.path_matches("wieght"): jnp.bfloat16})(net)
 
 
-@TRAINING.raises(
-    "write a wider float into a field, inside of a `cast` or not",
-    ValueError,
-    "State keeps its shape and dtype",
-    instead="`value.astype(self.field.dtype)`; a `cast` widens narrower floats only",
-)
+@program("write a wider float into a field, inside of a `cast` or not")
 def _(case):
     class Mean(es.Module):
         mean: es.State

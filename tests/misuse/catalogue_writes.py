@@ -7,13 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from catalogue_entry import FROZEN, Layer, Net, Theme, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
-
-
-OUTSIDE = Theme("Writing outside a scope")
-INSIDE = Theme("Writing what a call may not write")
 
 
 def both(a, b, x):
@@ -23,14 +19,11 @@ def both(a, b, x):
 # --- Outside ------------------------------------------------------------------------
 
 
-@OUTSIDE.raises(
+@program(
     "call a model in train mode directly",
-    FROZEN,
-    "this one is in no scope of `es.mutable`",
     "`Layer.count`",
     "y, model = es.mutable(model)(x)",
     "model.eval()(x)",
-    instead="`y, model = es.mutable(model)(x)`, or `model.eval()(x)`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -40,13 +33,10 @@ def _(case):
     assert es.mutable(net)(XS)[1].layer.count == 1
 
 
-@OUTSIDE.raises(
+@program(
     "call a model in eval mode that writes without checking `self.training`",
-    FROZEN,
-    "It is in eval mode, and writes all the same",
     "Always.count`",
     "if self.training:",
-    instead="`if self.training: self.count = …`; or `y, model = es.mutable(model)(x)`",
 )
 def _(case):
     class Always(Layer):
@@ -61,12 +51,7 @@ def _(case):
         es.mutable(lambda a, b: b(a(XS)))(model, model.eval())
 
 
-@OUTSIDE.raises(
-    "switch a mode by an assignment: `model.training = False`",
-    FROZEN,
-    "it is a flag, which is part of the structure of the tree",
-    instead="`model = model.eval()`, `model = model.freeze()`",
-)
+@program("switch a mode by an assignment: `model.training = False`")
 def _(case):
     net = case.keep(Net(), XS)
     for name, value, right in [
@@ -79,14 +64,7 @@ def _(case):
             setattr(net, name, value)
 
 
-@OUTSIDE.raises(
-    "assign a field of a model: `model.layer.weight = w`",
-    FROZEN,
-    "this one is in no scope of `es.mutable`",
-    "`Layer.",
-    instead="`eqx.tree_at(lambda m: m.layer.weight, model, w)`, `model.replace(…)`, "
-    "`model.update(params)`",
-)
+@program("assign a field of a model: `model.layer.weight = w`", "`Layer.")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error("model.replace(weight=value)"):
@@ -97,12 +75,8 @@ def _(case):
     assert (new.eval()(XS) == 3 * XS).all()
 
 
-@OUTSIDE.raises(
-    "assign a name that the class does not declare: `model.params = p`",
-    FROZEN,
-    "`Net` has no field `params`",
-    "params: Net",
-    instead="`model = model.update(params)`",
+@program(
+    "assign a name that the class does not declare: `model.params = p`", "params: Net"
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -112,13 +86,7 @@ def _(case):
     assert net.update(params).layer.weight == 3.0
 
 
-@OUTSIDE.raises(
-    "delete a field: `del model.layer`",
-    FROZEN,
-    "the fields of a module are its structure",
-    "model.replace(",
-    instead="`model.replace(layer=None)`",
-)
+@program("delete a field: `del model.layer`", "model.replace(")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error("`Net.layer`"):
@@ -128,14 +96,8 @@ def _(case):
     assert net.replace(layer=None).layer is None
 
 
-@OUTSIDE.raises(
-    "write to two models, or to the second argument",
-    FROZEN,
-    "threads only argument 0",
-    "`Layer.count`",
-    "argnums=(0, 1)",
-    instead="`es.mutable(f, argnums=(0, 1))(a, b, x)`; or both as one, "
-    "`es.mutable(f)((a, b), x)`",
+@program(
+    "write to two models, or to the second argument", "`Layer.count`", "argnums=(0, 1)"
 )
 def _(case):
     a, b = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
@@ -149,14 +111,11 @@ def _(case):
     assert eqx.tree_equal(same, new)
 
 
-@OUTSIDE.raises(
+@program(
     "call a model that the function of `es.mutable` closes over",
-    FROZEN,
-    "has it from outside, as `teacher`",
     "`Layer.count`",
     "argnums=(0, 1)",
     "teacher.eval()",
-    instead="make it an argument; for a teacher that is only read, `teacher.eval()`",
 )
 def _(case):
     model, teacher = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
@@ -169,12 +128,9 @@ def _(case):
     assert new.count == 1
 
 
-@OUTSIDE.raises(
+@program(
     "call the outer model and not the argument: `es.mutable(lambda m: model(x))`",
-    FROZEN,
-    "the call runs on a private copy of that",
     "`Layer.count`",
-    instead="`es.mutable(lambda m: m(x))(model)`",
 )
 def _(case):
     model = case.keep(Layer(), XS)
@@ -183,12 +139,7 @@ def _(case):
     assert es.mutable(lambda m: m(XS))(model)[1].count == 1
 
 
-@OUTSIDE.raises(
-    "pass the model after the data: `es.value_and_grad(loss_fn)(xs, model)`",
-    FROZEN,
-    "this one is in no scope of `es.mutable`",
-    instead="pass the model first, or use `argnums=1`",
-)
+@program("pass the model after the data: `es.value_and_grad(loss_fn)(xs, model)`")
 def _(case):
     net = case.keep(Net(), XS)
     loss_fn = lambda x, net: net(x).sum()  # noqa: E731
@@ -198,12 +149,7 @@ def _(case):
     assert es.grad(lambda net, x: net(x).sum())(net, XS)[1].layer.count == 1
 
 
-@OUTSIDE.raises(
-    "name an argument that does not exist: `es.mutable(f, argnums=2)(model, x)`",
-    TypeError,
-    "so there is no argument 2 to thread",
-    instead="count arguments from 0, or from the end with `-1`; keywords do not work",
-)
+@program("name an argument that does not exist: `es.mutable(f, argnums=2)(model, x)`")
 def _(case):
     net = case.keep(Net(), XS)
     f = lambda net, x: net(x)  # noqa: E731
@@ -214,21 +160,15 @@ def _(case):
     assert es.mutable(f, argnums=-2)(net, XS)[1].layer.count == 1
 
 
-@OUTSIDE.raises(
-    "name one argument twice: `es.mutable(f, argnums=(0, -2))(model, x)`",
-    ValueError,
-    "names argument 0 twice",
-    instead="each argument once",
-)
+@program("name one argument twice: `es.mutable(f, argnums=(0, -2))(model, x)`")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.mutable(lambda net, x: net(x), argnums=(0, -2))(net, XS)
 
 
-@OUTSIDE.works(
-    "give a keyword argument any name, such as `es.mutable(model)(x, m=1.0, self=2.0)`",
-    "it reaches the model, also through `es.grad`, `es.capture` and `es.functional`",
+@program(
+    "give a keyword argument any name, such as `es.mutable(model)(x, m=1.0, self=2.0)`"
 )
 def _(case):
     class Named(Layer):
@@ -242,12 +182,9 @@ def _(case):
     assert (apply(params, state, XS, **names)[0] == 12 * XS).all()
 
 
-@OUTSIDE.raises(
+@program(
     "pass the model by keyword: `es.mutable(f)(model=model)`",
-    TypeError,
-    "was called without a positional argument",
     "es.mutable(f)(model, ...)",
-    instead="`es.mutable(f)(model)`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -260,11 +197,7 @@ def _(case):
     assert es.mutable(f)(net)[1].layer.count == 1
 
 
-@OUTSIDE.works(
-    "write through Python's back door: `object.__setattr__(model, …)`",
-    "that one object changes, like any frozen dataclass; earlier copies do not",
-    "`model.replace(…)`",
-)
+@program("write through Python's back door: `object.__setattr__(model, …)`")
 def _(case):
     net = case.keep(Net(), XS)
     other = copy.copy(net.layer)
@@ -276,14 +209,11 @@ def _(case):
 # --- In a scope ---------------------------------------------------------------------
 
 
-@INSIDE.raises(
+@program(
     "write a parameter in a forward pass: `self.layer.weight = w`",
-    FROZEN,
-    "is a `Parameter`, and this scope writes `State`",
     "`Layer.weight`",
     "kinds=es.Parameter",
     "weight: es.State",
-    instead="`es.mutable(f, kinds=es.TreePart)`; or declare it `es.State`",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -296,12 +226,8 @@ def _(case):
     assert es.mutable(clip, kinds=es.TreePart)(net)[1].layer.weight == 1.0
 
 
-@INSIDE.raises(
-    "write a parameter by `object.__setattr__` or `self.__dict__`",
-    FROZEN,
-    "is a `Parameter`, and this scope writes `State`",
-    "`layer.weight`",
-    instead="`es.mutable(f, kinds=es.TreePart)`",
+@program(
+    "write a parameter by `object.__setattr__` or `self.__dict__`", "`layer.weight`"
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -311,12 +237,8 @@ def _(case):
         es.mutable(lambda m: m.layer.__dict__.update(weight=jnp.ones(())))(net)
 
 
-@INSIDE.raises(
-    "keep a running mean in a field of plain floats, without a kind",
-    FROZEN,
-    "is a `Parameter`, and this scope writes `State`",
-    "mean: es.State",
-    instead="`mean: es.BatchStat`",
+@program(
+    "keep a running mean in a field of plain floats, without a kind", "mean: es.State"
 )
 def _(case):
     class Mean(es.Module):
@@ -329,13 +251,10 @@ def _(case):
         es.mutable(case.keep(Mean(jnp.zeros(3))))(XS)
 
 
-@INSIDE.raises(
+@program(
     "keep a counter in an integer array, without a kind",
-    FROZEN,
-    "is an array without a kind",
     "Counter.count`",
     "count: es.State",
-    instead="`count: es.State = 0`",
 )
 def _(case):
     class Counter(es.Module):
@@ -348,13 +267,10 @@ def _(case):
         es.mutable(case.keep(Counter(jnp.array(0))))()
 
 
-@INSIDE.raises(
+@program(
     "keep a counter in a Python number, without a kind",
-    FROZEN,
-    "is not an array, and this scope writes `State`",
     "Counter.count`",
     "count: es.State",
-    instead="`count: es.State = 0`",
 )
 def _(case):
     class Counter(es.Module):
@@ -367,14 +283,7 @@ def _(case):
         es.mutable(case.keep(Counter()))()
 
 
-@INSIDE.raises(
-    "keep a counter in a static field",
-    FROZEN,
-    "a static field is part of the structure",
-    "Counter.count`",
-    "es.State",
-    instead="`count: es.State = 0`",
-)
+@program("keep a counter in a static field", "Counter.count`", "es.State")
 def _(case):
     class Counter(es.Module):
         count: int = eqx.field(static=True, default=0)
@@ -386,12 +295,8 @@ def _(case):
         es.mutable(case.keep(Counter()))()
 
 
-@INSIDE.raises(
-    "write a constant that is an `es.Buffer`, or is inside of one",
-    FROZEN,
-    "is a `Buffer`, and this scope writes `State`",
-    "kinds=es.Buffer",
-    instead="declare it `es.State`; or `es.mutable(f, kinds=es.Buffer)`",
+@program(
+    "write a constant that is an `es.Buffer`, or is inside of one", "kinds=es.Buffer"
 )
 def _(case):
     class Frozen(es.Module):
@@ -408,13 +313,10 @@ def _(case):
         es.mutable(lambda m: m.net(XS))(model)
 
 
-@INSIDE.raises(
+@program(
     "misspell a field in `__call__`: `self.cuont = …`",
-    FROZEN,
-    "has no field `cuont`",
     "cuont: es.State",
     "The fields are: count",
-    instead="declare every field in the class",
 )
 def _(case):
     class Counter(es.Module):
@@ -427,13 +329,10 @@ def _(case):
         es.mutable(case.keep(Counter()))()
 
 
-@INSIDE.raises(
+@program(
     "assign an undeclared array in `__init__`, as in PyTorch",
-    FROZEN,
-    "has no field `weight`",
     "weight: es.Parameter",
     "It declares no fields",
-    instead="`weight: es.Parameter` in the class",
 )
 def _(case):
     class Dense(es.Module):
@@ -444,13 +343,8 @@ def _(case):
         Dense()
 
 
-@INSIDE.raises(
-    "assign an undeclared layer in `__init__`, as in PyTorch",
-    FROZEN,
-    "has no field `linear`",
-    "linear: eqx.nn.Linear`",
-    instead="`linear: eqx.nn.Linear` in the class; declared `es.State`, it would not "
-    "be trained",
+@program(
+    "assign an undeclared layer in `__init__`, as in PyTorch", "linear: eqx.nn.Linear`"
 )
 def _(case):
     class Model(es.Module):
@@ -461,26 +355,17 @@ def _(case):
         Model()
 
 
-@INSIDE.raises(
-    "switch the mode in a call: `self.training = False`",
-    FROZEN,
-    "modes are switched from outside",
-    "model = model.eval()",
-    instead="`model = model.eval()` before the call",
-)
+@program("switch the mode in a call: `self.training = False`", "model = model.eval()")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.mutable(lambda net: setattr(net, "training", False))(net)
 
 
-@INSIDE.raises(
+@program(
     "switch the mode in a call: `self.layer = self.layer.eval()`",
-    ValueError,
-    "A call keeps the structure of the model",
     "`layer.training`: expected `True`, got `False`",
     "`train` and `eval` from outside",
-    instead="`self.layer.eval()(x)`, if you mean this call only",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -491,13 +376,7 @@ def _(case):
     assert new.layer.count == 0
 
 
-@INSIDE.raises(
-    "write into an array of state in place: `self.mean[0] = 1.0`",
-    TypeError,
-    "JAX arrays are immutable",
-    ".at[",
-    instead="`self.mean = self.mean.at[0].set(1.0)`",
-)
+@program("write into an array of state in place: `self.mean[0] = 1.0`", ".at[")
 def _(case):
     for mean in (jnp.zeros(3), np.zeros(3, np.float32)):  # NumPy's becomes JAX's
         net = case.keep(Net(mean=mean), XS)
@@ -507,12 +386,7 @@ def _(case):
         assert f(net)[1].mean.tolist() == [1.0, 0.0, 0.0]
 
 
-@INSIDE.raises(
-    "write into a NumPy constant in place: `self.table[0] = 1.0`",
-    ValueError,
-    "assignment destination is read-only",
-    instead="declare it `es.State`, and assign the whole array",
-)
+@program("write into a NumPy constant in place: `self.table[0] = 1.0`")
 def _(case):
     class Table(es.Module):
         table: es.Buffer
@@ -524,10 +398,7 @@ def _(case):
         es.mutable(case.keep(Table(np.zeros(3))))()
 
 
-@INSIDE.works(
-    "write in place with an operator: `self.count += 1`",
-    "it is the assignment `self.count = self.count + 1`, also of NumPy arrays",
-)
+@program("write in place with an operator: `self.count += 1`")
 def _(case):
     net = case.keep(Net(mean=np.zeros(3, np.float32)), XS)
 
@@ -540,10 +411,7 @@ def _(case):
     assert (new.mean == XS).all()
 
 
-@INSIDE.works(
-    "compute from state in a `functools.cached_property`",
-    "in a call it is computed at each read, so it never uses old values",
-)
+@program("compute from state in a `functools.cached_property`")
 def _(case):
     class Scaled(es.Module):
         count: es.State = 1.0
@@ -564,11 +432,7 @@ def _(case):
     assert (model.double, new.double) == (2.0, 4.0)
 
 
-@INSIDE.works(
-    "set an entry of a dict of state: `self.stats[name] = x`",
-    "the write is kept if there is no transform in between",
-    '`self.stats = {**self.stats, "last": x}`',
-)
+@program("set an entry of a dict of state: `self.stats[name] = x`")
 def _(case):
     net = case.keep(Net(), XS)
     f = es.mutable(lambda net, x: net.stats.__setitem__("last", x.sum()))
