@@ -23,7 +23,6 @@ SCRIPTS = {
         "--depths 5 20 --deep 50 200 --widths 64 --steps 20 --waits 3",
     ),
     "jit_arguments": ("", "--rounds 20"),
-    "outside_jit": ("", "--rounds 10"),
     "tracing": (
         "--depths 50 200 --rounds 5",
         "--depths 10 50 100 --rounds 3",

@@ -5,13 +5,6 @@ import sys as _sys
 import typing as _t
 
 from . import nn as nn
-from ._control_flow import (
-    cond as cond,
-    fori_loop as fori_loop,
-    scan as scan,
-    switch as switch,
-    while_loop as while_loop,
-)
 from ._errors import (
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,
@@ -31,8 +24,14 @@ from ._kinds.kinds import (
 from ._state.init import init as init, Initializer as Initializer, lazy as lazy
 from ._state.module import Module as Module
 from ._transforms.axes import SPLIT as SPLIT
+from ._transforms.branches import cond as cond, switch as switch
 from ._transforms.checkpoint import checkpoint as checkpoint
 from ._transforms.grad import grad as grad, value_and_grad as value_and_grad
+from ._transforms.loops import (
+    fori_loop as fori_loop,
+    scan as scan,
+    while_loop as while_loop,
+)
 from ._transforms.mutable import mutable as mutable
 from ._transforms.vmap import vmap as vmap
 from ._tree.filters import (

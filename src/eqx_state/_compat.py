@@ -42,16 +42,6 @@ def is_in_trace() -> bool:
     return trace_state() != _NO_TRACE
 
 
-def is_staged() -> bool:
-    """Whether operations are recorded here, and run later: in `jit`, or in a loop."""
-    trace = trace_state()._trace_ref()
-    while trace is not None:
-        if hasattr(trace, "frame"):  # in which the operations are
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
-
-
 def has_escaped(leaf: Any) -> bool:
     """Whether `leaf` is a tracer of a trace that is no longer open here."""
     # A tracer may be used in the trace that made it and in every trace inside that one,

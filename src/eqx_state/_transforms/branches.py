@@ -8,17 +8,20 @@ dropped when the writes are committed.
 import functools as ft
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 
-from .._compat import manual_axes, vary, varying_axes
+from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
 from .._state.sow import in_words
 from .._tree.compare import difference_of_leaves
 from .lift import check_given, is_traced, Lifted, Ran, Slot, Values
 from .mutable import is_bound_method
+
+
+_R = TypeVar("_R")
 
 
 # --- Outputs of several traces of one call, of which one runs: they have to be alike.
@@ -149,13 +152,54 @@ are not arrays. The branch is chosen at run time, so only arrays may differ. Ret
 arrays, or the same value from every branch."""
 
 
+@boundary
 def cond(
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
     pred: Any,
+    true_fun: Callable[..., _R],
+    false_fun: Callable[..., _R],
     *operands: Any,
-) -> Any:
-    """[`es.cond`][eqx_state.cond] in the active trace."""
+) -> _R:
+    """`jax.lax.cond` in which both branches may write state.
+
+    **Arguments:**
+
+    - `pred`: a scalar bool.
+    - `true_fun`, `false_fun`: functions of the operands. They may write different
+        state: state that a branch does not write keeps its value.
+    - `operands`: arrays, pytrees, modules.
+
+    **Returns:**
+
+    The output of the chosen branch. Both must return the same structure, shapes and
+    dtypes, and equal values where these are not arrays.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Counter(es.Module):
+            even: es.State = 0
+            odd: es.State = 0
+
+            def __call__(self, x):
+                def on_even():
+                    self.even = self.even + 1
+                    return x
+
+                def on_odd():
+                    self.odd = self.odd + 1
+                    return 3 * x
+
+                return es.cond(x % 2 == 0, on_even, on_odd)
+
+
+        y, counter = es.mutable(Counter())(jnp.array(5))
+        assert (y, counter.even, counter.odd) == (15, 0, 1)
+        ```
+    """
     return _select(
         lambda branches, arrays: jax.lax.cond(pred, *branches, arrays),
         (true_fun, false_fun),
@@ -164,8 +208,46 @@ def cond(
     )
 
 
-def switch(branches: Sequence[Callable[..., Any]], index: Any, *operands: Any) -> Any:
-    """[`es.switch`][eqx_state.switch] in the active trace."""
+@boundary
+def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) -> _R:
+    """`jax.lax.switch` in which any branch may write state.
+
+    **Arguments:**
+
+    - `index`: a scalar integer; clamped to the number of branches.
+    - `branches`: functions of the operands.
+    - `operands`: arrays, pytrees, modules.
+
+    **Returns:**
+
+    The output of the chosen branch, as for [`es.cond`][eqx_state.cond].
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+
+        class Experts(es.Module):
+            uses: list[es.State]
+
+            def __call__(self, i, x):
+                def expert(n):
+                    def run(x):
+                        uses = list(self.uses)
+                        uses[n] = uses[n] + 1
+                        self.uses = uses
+                        return (n + 1.0) * x
+
+                    return run
+
+                return es.switch(i, [expert(0), expert(1)], x)
+
+
+        y, experts = es.mutable(Experts([0, 0]))(1, 2.0)
+        assert y == 4.0 and [int(n) for n in experts.uses] == [0, 1]
+        ```
+    """
     return _select(
         lambda branches, arrays: jax.lax.switch(index, branches, arrays),
         branches,

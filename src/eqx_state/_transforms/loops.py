@@ -7,14 +7,14 @@ Which of it was written is known after the trace of a step, and only that is com
 import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._compat import manual_axes, vary, varying_axes
+from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import closed_copy, is_owned, Sown
 from .._state.sow import in_words
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
@@ -30,6 +30,11 @@ from .lift import (
     stand_in,
     Values,
 )
+
+
+_C = TypeVar("_C")
+_X = TypeVar("_X")
+_Y = TypeVar("_Y")
 
 
 # --- The carry of a loop: the user's own, and the state that its functions reach.
@@ -259,18 +264,71 @@ layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
 `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
 
+@boundary
 def scan(
-    f: Callable[[Any, Any], Any],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[_C, _X], tuple[_C, _Y]],
+    init: _C,
+    xs: _X | None = None,
     length: int | None = None,
-    *,
     reverse: bool = False,
-    **for_jax: Any,
-) -> tuple[Any, Any]:
-    """[`es.scan`][eqx_state.scan]: the last carry, and the pair to put it into.
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+) -> tuple[_C, _Y]:
+    """`jax.lax.scan` that carries state from step to step.
 
-    The pair is its treedef with the stacked outputs.
+    State and keys of the modules that `f` holds or closes over are carried; parameters
+    are shared by all steps. Modules in `xs` are sliced along their first axis: to scan
+    over a stack of layers, pass it as `xs`. Its state is written back stacked. Modules
+    in `init` are carried and come back in the carry. The object that was passed in does
+    not change until the new one is assigned: `self.cell, ys = es.scan(step, self.cell,
+    xs)`.
+
+    If `f` also reaches a stack in `xs` through its closure, it sees the whole stack
+    there.
+
+    Outside `jit`, a loop traces its function at each call. Put the whole computation in
+    [`es.jit`][eqx_state.jit] to trace it once.
+
+    **Arguments:**
+
+    - `f`: takes the carry and a slice of `xs`; returns the new carry and an output, as
+        a tuple, a list, or any pytree with two children.
+    - `init`: the first carry, any pytree. Leaves that are not arrays must not change.
+    - `xs`: a pytree to scan over, along the first axis of each array; or `None`.
+    - `length`, `reverse`, `unroll`, `_split_transpose`: as for `jax.lax.scan`.
+
+    **Returns:**
+
+    The last carry, and the outputs stacked along a new first axis.
+
+    **Raises:**
+
+    - `ValueError`: a written state changed its shape or dtype, or is not an array; a
+        module of the carry was written and not returned; the state of a module in `xs`
+        was written, and was also read or written through the closure.
+    - `TypeError`: the carry changed its structure, shape or dtype.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+        import jax.numpy as jnp
+
+
+        class Sum(es.Module):
+            total: es.State
+
+            def __call__(self, xs):
+                def step(carry, x):
+                    self.total = self.total + x
+                    return carry + 1, self.total
+
+                return es.scan(step, 0, xs)
+
+
+        (n, totals), new = es.mutable(Sum(0.0))(jnp.array([1.0, 2.0, 3.0]))
+        assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
+        ```
     """
     loop = Loop(f, init, xs)
     if loop.lifted.is_initializing:
@@ -299,11 +357,12 @@ def scan(
         each,
         length,
         reverse=reverse,
-        **for_jax,
+        unroll=unroll,
+        _split_transpose=_split_transpose,
     )
     pair, static = notes[-1].static
     last = loop.finish(carry, notes, Ran(None, written, sown))
-    return last, (pair, eqx.combine(ys, static))
+    return jtu.tree_unflatten(pair, (last, eqx.combine(ys, static)))
 
 
 def _slice_of(x: Any, i: int = 0) -> Any:
@@ -347,10 +406,51 @@ def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
     return pair[0], (structure, pair[1])
 
 
+@boundary
 def while_loop(
-    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
-) -> tuple[Any, None]:
-    """[`es.while_loop`][eqx_state.while_loop]: the last carry, and `None`."""
+    cond_fun: Callable[[_C], Any], body_fun: Callable[[_C], _C], init_val: _C
+) -> _C:
+    """`jax.lax.while_loop` that carries state from step to step.
+
+    As in [`es.scan`][eqx_state.scan], state and keys of the modules that the functions
+    reach are carried, and modules in `init_val` come back in the result.
+
+    **Arguments:**
+
+    - `cond_fun`: takes the carry; returns whether to continue. It may not write state.
+    - `body_fun`: takes the carry; returns the new one.
+    - `init_val`: the first carry, any pytree.
+
+    **Returns:**
+
+    The last carry.
+
+    **Raises:**
+
+    - `ValueError`: `cond_fun` wrote state.
+    - All errors of `es.scan`.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+
+        class Halving(es.Module):
+            steps: es.State = 0
+
+            def __call__(self, x):
+                def halve(x):
+                    self.steps = self.steps + 1
+                    return x / 2
+
+                return es.while_loop(lambda x: x > 1, halve, x)
+
+
+        y, model = es.mutable(Halving())(20.0)
+        assert y == 0.625 and model.steps == 5
+        ```
+    """
     loop = Loop((cond_fun, body_fun), init_val)
     if loop.lifted.is_initializing:
         body_fun(init_val)
@@ -361,7 +461,7 @@ def while_loop(
         lambda carry: _only_carry(loop.step(carry, body_fun), notes),
         loop.first(lambda carry: loop.step(carry, body_fun).carry),
     )
-    return loop.finish(final, notes), None
+    return loop.finish(final, notes)
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
@@ -408,14 +508,50 @@ _CALLED: Final = """The output of `{}` was captured in a step of `es.while_loop`
 of its steps; or leave the module out of `outputs`."""
 
 
+@boundary
 def fori_loop(
-    body_fun: Callable[[Any, Any], Any],
-    init_val: Any,
     lower: Any,
     upper: Any,
-    unroll: int | bool | None,
-) -> tuple[Any, None]:
-    """[`es.fori_loop`][eqx_state.fori_loop]: the last carry, and `None`."""
+    body_fun: Callable[[Any, _C], _C],
+    init_val: _C,
+    *,
+    unroll: int | bool | None = None,
+) -> _C:
+    """`jax.lax.fori_loop` that carries state from step to step.
+
+    As in [`es.scan`][eqx_state.scan], state and keys of the modules that `body_fun`
+    reaches are carried, and modules in `init_val` come back in the result.
+
+    **Arguments:**
+
+    - `lower`, `upper`: the first index, and the index after the last one.
+    - `body_fun`: takes the index and the carry; returns the new carry.
+    - `init_val`: the first carry, any pytree.
+    - `unroll`: as for `jax.lax.fori_loop`.
+
+    **Returns:**
+
+    The last carry.
+
+    !!! example
+
+        ```python
+        import eqx_state as es
+
+        stream = es.RngStream(0)
+
+
+        def draw_twice(stream):
+            def draw(i, last):
+                return stream()
+
+            return es.fori_loop(0, 2, draw, stream())
+
+
+        key, new = es.mutable(draw_twice)(stream)
+        assert key != new.key and new.key != stream.key
+        ```
+    """
     loop = Loop(body_fun, init_val)
     if loop.lifted.is_initializing:
         body_fun(lower, init_val)
@@ -430,4 +566,4 @@ def fori_loop(
 
     carry = loop.first(lambda carry: run(lower, carry).carry)
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
-    return loop.finish(final, notes), None
+    return loop.finish(final, notes)
