@@ -66,3 +66,39 @@ def test_the_leaves_of_a_transform_are_those_of_what_it_wraps(name):
     assert structure not in [  # and not a set, which would compare hashes only
         jax.tree.structure(other(net)) for key, other in MADE.items() if key != name
     ]
+
+
+class Threaded(es.Module):
+    n: es.State = 0
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize("name", ["mutable", "value_and_grad", "grad", "capture"])
+def test_a_class_in_the_place_of_a_model_is_an_error(name):
+    transform = getattr(es, name)
+    with pytest.raises(TypeError, match=r"(?s)the class `Threaded`.*es.mutable\(model"):
+        transform(Threaded)
+    assert es.vmap(Threaded)(jnp.arange(3)).n.shape == (3,)  # which makes models
+
+
+@pytest.mark.parametrize("name", ["mutable", "value_and_grad", "vmap", "checkpoint"])
+def test_what_cannot_be_called_is_refused_at_once(name):
+    for x in (3, None, [Threaded()]):
+        with pytest.raises(TypeError, match=r"which cannot be called"):
+            getattr(es, name)(x)
+
+
+ONE_FUNCTION = ["mutable", "value_and_grad", "grad", "capture", "find_nonfinite"]
+
+
+@pytest.mark.parametrize("name", ONE_FUNCTION)
+def test_the_arguments_go_to_what_is_returned(name):
+    transform = getattr(es, name)
+    match = rf"(?s)given 2 arguments.* es.{name}\(f\)\(x\)     # right"
+    with pytest.raises(TypeError, match=match):
+        transform(Threaded(), jnp.ones(2))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        transform()
+    assert callable(transform(f=Threaded()))
