@@ -17,6 +17,7 @@ import eqx_state as es
 
 
 X = jnp.array([1.0, 2.0, 3.0])
+XX = jnp.arange(9.0).reshape(3, 3)
 
 
 # --- What is called -------------------------------------------------------------------
@@ -40,6 +41,73 @@ CALLS = {
 def test_arguments_arrive_as_in_a_plain_call(case):
     call = CALLS[case]
     assert eqx.tree_equal(call(es.jit(affine)), call(affine))
+
+
+def counts_keywords(f):
+    @ft.wraps(f)
+    def run(*args, **kwargs):
+        return f(*args, **kwargs) + len(kwargs)
+
+    return run
+
+
+def scales(f):
+    @ft.wraps(f)
+    def run(x, *, scale):
+        return f(x, x) * scale
+
+    return run
+
+
+class Decorated(es.Module):
+    @counts_keywords
+    def __call__(self, x, y):
+        return x + y
+
+    @counts_keywords
+    def method(self, x, y):
+        return x + y
+
+
+def plus(x, y):
+    return x + y
+
+
+# Each with keywords for one argument `x`.
+WRAPPED = {
+    "by a decorator": (counts_keywords(plus), {"y": X}),
+    "with keywords of its own": (scales(plus), {"scale": X}),
+    "a module": (Decorated(), {"y": X}),
+    "a method": (Decorated().method, {"y": X}),
+    "in a partial": (ft.partial(counts_keywords(plus), X), {"y": X}),
+    "in Equinox's wrapper": (
+        eqx.debug.assert_max_traces(counts_keywords(plus), max_traces=9),
+        {"y": X},
+    ),
+    "in a transform": (es.checkpoint(counts_keywords(plus)), {"y": X}),
+    # JAX maps keywords over their first axis.
+    "in es.vmap": (es.vmap(lambda x, y: x @ y, in_axes=1), {"y": XX}),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_keywords_are_bound_by_what_is_called(case):
+    f, keywords = WRAPPED[case]
+    args = () if case == "in a partial" else (XX if case == "in es.vmap" else X,)
+    assert eqx.tree_equal(es.jit(f)(*args, **keywords), f(*args, **keywords))
+
+
+def test_a_held_step_binds_keywords_by_what_is_called():
+    def step(carry, y):
+        return carry, carry + y
+
+    @ft.wraps(step)
+    def run(*args, **kwargs):
+        carry, out = step(*args, **kwargs)
+        return carry, out + len(kwargs)
+
+    assert eqx.tree_equal(es.hold(run, X)(y=X), 2 * X + 1)
+    assert eqx.tree_equal(es.hold(run, X)(X), 2 * X)
 
 
 MISFITS = {

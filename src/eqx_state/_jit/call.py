@@ -260,10 +260,21 @@ one. Return arrays or the module, and make the function outside:
 def bind(
     f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`f(x, y=1)` is `f(x, 1)`."""
+    """`f(x, y=1)` is `f(x, 1)`, by the signature of what is called.
+
+    The function that it wraps does not count: a decorator's `def run(*args, **kwargs)`
+    looks for `y` among the keywords, whatever `functools.wraps` shows; and `es.vmap(f)`
+    maps `y` over its first axis, while `in_axes` says what is done with positions.
+    """
     if not kwargs:
         return args, kwargs
-    bound = inspect.signature(f).bind(*args, **kwargs)
+    # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on what
+    # they are given.
+    while isinstance(f, eqx.Module) and hasattr(f, "__wrapped__"):
+        if isinstance(f, Transform):
+            return args, kwargs
+        f = f.__wrapped__
+    bound = inspect.signature(f, follow_wrapped=False).bind(*args, **kwargs)
     return bound.args, bound.kwargs
 
 
