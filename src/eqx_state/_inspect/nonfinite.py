@@ -1,4 +1,4 @@
-"""NaNs and infinities: which arrays hold one, and which module made the first."""
+"""NaNs and infinities: which arrays hold one, and which modules made them."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -9,84 +9,45 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._compat import boundary, is_in_trace, out_of_vmaps
-from .._errors import TraceError
+from .._compat import boundary, is_in_trace
 from .._kinds.kinds import State
-from .._state.module import Module
-from .._state.scope import own, Scope
+from .._state.scope import Scope
+from .._state.sow import Called, carried_out
 from .._transforms.mutable import target, thread
 from .._transforms.transform import of_one, Transform, wrap
-from .._tree.observe import Recorder
+from .._tree.observe import Observer
 from .._tree.parts import parts
-from .._tree.select import modules
 from .._typing import PyTree
 from .capture import callable_names
 
 
-_NEVER: Final = 2**31 - 1
+class _Finite(Observer):
+    """Sows for each call whether it made a NaN or an infinity by itself."""
 
-
-class _Record(Module):
-    """Three integers: how many calls have ended, which was bad first, and whose.
-
-    They are one array, so that under `jax.vmap` they are of one lane.
-    """
-
-    calls: State
-
-
-class _Finite(Recorder):
-    """Records the first call whose output is not finite although its inputs are.
-
-    What is known so far is the state of a module, which every transform of `es` carries
-    through loops, branches and lanes.
-    """
-
-    def __init__(self) -> None:
-        self.key = "es.find_nonfinite"
-        self.trace_message = _CALLED_IN_A_TRACE.format("a module")
-        self.record = _Record(jnp.array([0, _NEVER, 0], jnp.int32))
-        self.names: list[str] = []
-
-    def begin(self, scope: Any, model: PyTree) -> None:
-        self.names = [name for name, _ in modules(model)]
-        own(self.record, scope, (jtu.GetAttrKey(self.key),))
+    key = "es.find_nonfinite"
 
     def check(self, model: PyTree) -> None:
         callable_names(model, "es.find_nonfinite")
 
-    def select(self, name: str, module: Any) -> tuple[str, int] | None:
-        # A call keeps the structure of the model. A module that is there only meanwhile
-        # has no number, and counts as a part of the one around it.
-        return (name, self.names.index(name)) if name in self.names else None
+    def select(self, name: str, module: Any) -> str:
+        return name
 
     def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        name, number = mark
+        before = {key: len(values) for key, values in scope.sown.items()}
+        # A key of its own for each call, since the keys are in the order of tracing.
+        key = Called(mark, sum(mark == other.name for other in before))
         was_finite = _is_finite((args, kwargs))
         out = call(*args, **kwargs)
-        is_bad = out_of_vmaps(was_finite & ~_is_finite(out), scope.trace)
-        if is_bad is None:
-            raise TraceError(_CALLED_IN_A_TRACE.format(f"`{name or 'the model'}`"))
-        calls, first, whose = self.record.calls
-        is_first = is_bad.any() & (first == _NEVER)
-        first = jnp.where(is_first, calls, first)
-        whose = jnp.where(is_first, number, whose)
-        new = jnp.stack([calls + 1, first, whose])
-        # Not an assignment: under `jax.vmap` that would be a write in another trace.
-        # But the value is one for all lanes, and belongs to the scope's trace.
-        object.__setattr__(self.record, "calls", new)
+        made = was_finite & ~_is_finite(out)
+        (made,) = carried_out(scope, key, [made])
+        # What the calls inside this one made has arrived in the scope by now, with the
+        # lanes of this call as its first axes.
+        for other, values in scope.sown.items():
+            for x in values[before.get(other, 0) :]:
+                made &= ~x.any(axis=tuple(range(made.ndim, x.ndim)))
+        scope.sown.setdefault(key, []).append(made)
         return out
-
-    def merge(self, lanes: jax.Array) -> jax.Array:
-        """The earliest of the lanes, which count their calls from one number."""
-        lanes = lanes.reshape(-1, 3)
-        earliest = lanes[jnp.argmin(lanes[:, 1])]
-        return earliest.at[0].set(lanes[:, 0].max())
-
-    def found(self) -> list[str]:
-        _, first, whose = self.record.calls.tolist()
-        return [] if first == _NEVER else [self.names[whose]]
 
 
 def _is_finite(tree: PyTree) -> jax.Array:
@@ -106,14 +67,22 @@ class _FindNonfinite(Transform):
         __tracebackhide__ = True
         if is_in_trace():
             raise TypeError(_IN_A_TRACE)
-        finite = _Finite()
         call = target(self.f, args, kwargs, None, "es.find_nonfinite")
-        scope = Scope((State,), observer=finite)
+        given = {**dict(enumerate(args)), **kwargs}
+        for threaded in call.positions or ():
+            del given[threaded]
+        bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
+        scope = Scope((State,), observer=_Finite())
         thread(call.model, scope, call.run, call)
-        return finite.found()
+        made = [
+            key.name
+            for key, values in scope.sown.items()
+            if any(x.any() for x in values)
+        ]
+        return [*bad, *dict.fromkeys(made)]
 
 
-_CALLED_IN_A_TRACE: Final = """Cannot see whether the output of {} is finite: it was \
+_IN_A_TRACE: Final = """Cannot see whether the output of {} is finite: it was \
 called inside a JAX transform, out of which the answer cannot come. `jax.vmap` is \
 fine. Elsewhere use the transform of `es`, which is called like its namesake in JAX:
 
@@ -133,13 +102,12 @@ outside, on a function that is transformed:
 
 @of_one
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
-    """The name of the module that made the first NaN or infinity in a call of `f`.
+    """The names of the modules that make a NaN or an infinity in a call of `f`.
 
-    That is the module whose call was the first to end with a NaN or an infinity in its
-    output, although all its inputs were finite. Of calls in each other the inner one
-    ends first. Only the arguments count as inputs: if a parameter holds the NaN, it is
-    the module that uses it. ([`es.nonfinite`][eqx_state.nonfinite] names the
-    parameter.)
+    Those are the innermost modules with a call whose output has a NaN or an infinity
+    although all inputs of the call are finite. Look at the first one first. Only
+    arguments count as inputs: if a parameter holds a NaN, the module that uses it is
+    named. ([`es.nonfinite`][eqx_state.nonfinite] names the parameter.)
 
     **Arguments:**
 
@@ -149,18 +117,20 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
 
     **Returns:**
 
-    A function of the same arguments that returns a list with that name, `[]` if there
-    is no such call. The root is `""`. New state is dropped, and the caller's model does
-    not change. It looks into plain `jax.vmap` and all transforms of `es`: loops,
-    branches, `es.jit`, `es.value_and_grad`. (There, calls of the forward pass count.
-    For a NaN that the backward pass makes use `es.nonfinite(grads)`.)
+    A function of the same arguments that returns a list of names, in the order in which
+    the calls are traced. The root is `""`. Arguments besides the model that are not
+    finite come first, by position: `"argument 1"`. New state is dropped, and the
+    caller's model does not change. It sees the calls that `es.capture(outputs=...)`
+    sees: under plain `jax.vmap`, `es.scan`, `es.jit` and inside `es.value_and_grad`,
+    whose forward pass counts. (For a NaN that the backward pass makes use
+    `es.nonfinite(grads)`.)
 
     **Raises:**
 
-    - `es.TraceError`: a module was called inside another transform of JAX, such as
-        `jax.lax.scan`.
-    - `ValueError`: a module was called in the `cond_fun` of `es.while_loop`; what is
-        given as the model has no module that can be called.
+    - `ValueError`, `es.TraceError`: where `es.capture(outputs=...)` raises them: a
+        module was called in a step of `es.while_loop` or `es.fori_loop`, in one branch
+        only, or inside another transform of JAX.
+    - `ValueError`: the model contains no module that can be called.
     - `TypeError`: it was itself called inside a transform. Otherwise as `es.mutable`.
 
     !!! example

@@ -82,8 +82,6 @@ class Owned(NamedTuple):
 def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
     """Give a private copy of a model to a scope. Returns a walk of it, too."""
     before, private = given, given.tree()
-    if scope.observer is not None:
-        scope.observer.begin(scope, private)
     visits = own(private, scope)
     # A NumPy array can be changed in place, so the caller's is copied.
     if any(isinstance(x, np.ndarray) for x in given.leaves):

@@ -22,9 +22,13 @@ from .write import trace_message
 
 
 class Called(NamedTuple):
-    """The key of the outputs of a module's calls. What was sown has a string for it."""
+    """The key of the outputs of a module's calls. What was sown has a string for it.
+
+    With a `time`, it is the key of one call among several.
+    """
 
     name: str
+    time: int = 0
 
 
 def in_words(key: Any, sown: str, called: str, *details: str) -> str:

@@ -340,8 +340,6 @@ class Reached:
         self.entries = modules | first
         for i, root in enumerate(self.lifted.roots):
             own = meanings.get(id(root.module))
-            if i in self.lifted.records:  # one for all lanes, whatever the rules say
-                own = [manner.shared for _ in root.leaves]
             if own is None:
                 own = self.by_rules.of_module(root.module, root.leaves)
             self.axes.update(((i, k), axis) for k, axis in enumerate(own))

@@ -25,7 +25,6 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._compat import out_of_vmaps
 from .._errors import NotInitializedError, show, TraceError
 from .._state.collect import leave, Owned, Snapshot
 from .._state.init import check_initialized
@@ -54,7 +53,7 @@ from .._tree.base import (
 )
 from .._tree.compare import check_not_shared, identical, modules_below, same
 from .._tree.context import children, is_leaf, with_children
-from .._tree.observe import OBSERVING, Recorder
+from .._tree.observe import OBSERVING
 from .._tree.walk import dynamic_names, is_array, leaves, modules_in, Visit, walk
 from .._typing import KeyPath
 from .transform import Transform
@@ -946,7 +945,6 @@ class Lifted:
     - `roots`: the outermost of them, each once.
     - `values`: the leaves of all roots.
     - `writable`: those of `values` that are arrays which the call may write.
-    - `records`: the roots that are the records of observers, by their index.
 
     `stand_ins` are among the arguments; writes to one go to the original. With
     `may_initialize` an argument may be a model that the call itself initializes.
@@ -963,9 +961,6 @@ class Lifted:
         self.in_function = owned_in(functions)
         # The arguments may be functions, too, and may lead to the same modules.
         self.reached = [*self.in_function, *owned_in(arguments)]
-        observers = [scope.observer for scope in OBSERVING.get().values()]
-        records = {id(x.record): x for x in observers if isinstance(x, Recorder)}
-        self.reached += [x.record for x in records.values()]
         # There may be several scopes: `es.mutable` calls nest, and a function may reach
         # modules of an outer one.
         scopes = [get_place(module).scope for module in self.reached]
@@ -975,11 +970,7 @@ class Lifted:
         with alone(self.scopes):
             originals = {id(x.module): x.original for x in stand_ins}
             self.roots = roots_among(self.reached, originals)
-        roots = enumerate(self.roots)
-        self.records = {
-            i: records[id(x.module)] for i, x in roots if id(x.module) in records
-        }
-        if not self._reaches_model and not may_initialize:
+        if not self.roots and not may_initialize:
             check_all_initialized(jtu.tree_leaves(self.given, is_leaf=is_model))
         self.values: Values = {
             (i, k): visit.node
@@ -991,11 +982,6 @@ class Lifted:
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         has_twice = stand_ins and not self.is_initializing
         self.twice = Twice(self.roots, self.writable) if has_twice else Twice([], {})
-
-    @property
-    def _reaches_model(self) -> bool:
-        """Whether there is more than the records of observers."""
-        return len(self.roots) > len(self.records)
 
     @ft.cached_property
     def writable(self) -> Values:
@@ -1090,29 +1076,10 @@ class Lifted:
         made = None
         if self.is_initializing:
             after, made = self._made([x.before for x in owned], after)
-        written = self._merged(self._written(values, after))
+        written = self._written(values, after)
         self.twice.check(written, self.name)
         sown = [inner[id(scope)].sown for scope in self.scopes]
         return Ran(out, written, sown, made)
-
-    def _merged(self, written: Values) -> Values:
-        """The writes, in which the record of an observer is one for all lanes.
-
-        Only if nothing but `jax.vmap` lies between the active trace and its scope.
-        """
-        merged = dict(written)
-        for (i, k), x in written.items():
-            if i in self.records:
-                lanes = out_of_vmaps(x, self.roots[i].place.scope.trace)
-                if lanes is not None:
-                    merged[i, k] = self.records[i].merge(lanes)
-        return merged
-
-    def trace_error(self, slot: Slot) -> TraceError:
-        """The error for a write in a trace that it cannot leave."""
-        if (observer := self.records.get(slot[0])) is not None:
-            return TraceError(observer.trace_message)
-        return TraceError(trace_message(self.name(slot)))
 
     def _made(
         self, before: list[Snapshot], after: list[Snapshot]
@@ -1189,7 +1156,7 @@ class Lifted:
         except (NotInitializedError, TypeError):
             # Not before the call, because a function may close over a lazy model and
             # initialize it.
-            if not self._reaches_model:
+            if not self.roots:
                 check_all_initialized(models_in(self.given))
             raise
 
@@ -1209,26 +1176,24 @@ class Lifted:
         # Everything that can raise comes first. If a transform of JAX lies between the
         # scope and us, the values are its tracers and must not reach the modules, none
         # of them: an `except` in user code would otherwise see a model half written.
-        written = self._merged(ran.written)
-        for i, k in written:
-            is_merged = written[i, k] is not ran.written[i, k]
-            if not (is_merged or self.roots[i].place.scope.is_here):
-                raise self.trace_error((i, k))
+        for i, k in ran.written:
+            scope = self.roots[i].place.scope
+            if not scope.is_here:
+                raise TraceError(trace_message(scope, self.name((i, k))))
         sown = [
             (scope.sown, key, carried_out(scope, key, values))
             for scope, kept in zip(self.scopes, ran.sown, strict=True)
             for key, values in kept.items()
         ]
         by_root: dict[int, dict[int, Any]] = {}
-        for (i, k), x in written.items():
+        for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
         for i, new in by_root.items():
             # To the original, which for a stand-in is another module than the root.
             original, scope = self.roots[i].original, self.roots[i].place.scope
             old = jtu.tree_leaves(original)
             pour(original, (new.get(k, x) for k, x in enumerate(old)))
-            if i not in self.records:  # they are in no model, and cannot drop out
-                scope.written[id(original)] = original, self.name((i, next(iter(new))))
+            scope.written[id(original)] = original, self.name((i, next(iter(new))))
         # After the writes, since new leaves shift the positions of the others.
         if ran.made is not None:
             results = ran.made.rest.value[0]

@@ -469,8 +469,6 @@ def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
     given, values = loop.enter(carry)
     ran = loop.lifted.run(values, lambda: cond_fun(given))
     _check_not_sown(ran.sown)
-    if any(i in loop.lifted.records for i, _ in ran.written):
-        raise ValueError(_OBSERVED)
     if names := [f"`{loop.lifted.name(slot)}`" for slot in ran.written]:
         raise ValueError(_COND_WROTE.format(", ".join(names)))
     return ran.out
@@ -494,10 +492,6 @@ one returned `{}`. Where there is nothing to return besides: `return carry, None
 _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
 whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
 what `cond_fun` has to know."""
-
-_OBSERVED: Final = """A module was called in the `cond_fun` of `es.while_loop`, out of \
-which JAX takes only the answer: whether its output was finite is not known outside. \
-Call it in `body_fun`, and carry what `cond_fun` has to know."""
 
 _SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
 which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \

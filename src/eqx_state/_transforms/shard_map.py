@@ -128,9 +128,7 @@ class _Shards(Reached):
         named: list[tuple[str, Any, Any]] = []
         for slot, x in ran.written.items():
             spec = self.specs[slot]
-            if slot[0] in self.lifted.records:
-                x = self._of_all(slot, x)
-            elif slot in self.split:
+            if slot in self.split:
                 if self._varying(x) or not self.check_vma:
                     drawn.append(slot)
                     continue
@@ -153,14 +151,6 @@ class _Shards(Reached):
         if names:
             raise ValueError(_NOT_REDUCED.format(", ".join(names), self.devices[0]))
         return groups, drawn
-
-    def _of_all(self, slot: Slot, x: Any) -> Any:
-        """The record of an observer, one for all devices."""
-        if not self._varying(x) and self.check_vma:
-            return x
-        lanes = lax.all_gather(x, self.devices)
-        # Now it is the same everywhere, and the maximum says so in the type.
-        return lax.pmax(self.lifted.records[slot[0]].merge(lanes), self.devices)
 
     def _varying(self, x: Any) -> frozenset[Any]:
         return varying_axes(x) & self.names

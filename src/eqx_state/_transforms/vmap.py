@@ -126,9 +126,6 @@ class _Lanes(Reached):
                 # Also a key that was assigned. If it was drawn from, its new value
                 # differs in each lane, and `self.advanced` replaces it.
                 shared[slot] = x
-        for slot in shared:
-            if slot[0] in self.lifted.records and is_mapped(shared[slot]):
-                raise self.lifted.trace_error(slot)
         named = [(self.name(slot), x) for slot, x in shared.items()]
         made = {} if ran.made is None else ran.made.arrays
         for slot, new in ran.news().items():

@@ -49,29 +49,11 @@ class Observer(abc.ABC):
         `scope` is the innermost scope of the observer, that of the active transform.
         """
 
-    def begin(self, scope: Any, model: PyTree) -> None:  # noqa: B027 (optional)
-        """Prepare for a call on this private copy, before the scope owns it."""
-
     def check(self, model: PyTree) -> None:  # noqa: B027 (optional)
         """Raise an error if the observer does not fit the model."""
 
     def cannot_see(self, name: str, module: Any) -> None:  # noqa: B027 (optional)
         """Say that the metaclass of this module forbids subclasses."""
-
-
-class Recorder(Observer):
-    """An observer whose calls change something, which every transform carries.
-
-    - `record`: an owned module that has all of that in its state.
-    - `trace_message`: the error for a transform that cannot carry it.
-    """
-
-    record: Any
-    trace_message: str
-
-    @abc.abstractmethod
-    def merge(self, lanes: Any) -> Any:
-        """One value of a leaf of the record, of one for each lane of a `jax.vmap`."""
 
 
 # For each observer that is active in this thread the innermost of its scopes.
