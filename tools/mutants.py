@@ -57,7 +57,7 @@ BYTECODE = ROOT / ".coverage.mutants.bytecode"
 # Imported once, for all mutants. Not what imports the library.
 HEAVY = (
     "jax jax.numpy equinox optax hypothesis.extra.numpy numpy.testing pytest rich.table"
-    " treescope beartype sybil.parsers.markdown safetensors.numpy"
+    " beartype sybil.parsers.markdown safetensors.numpy"
 )
 TICK = 0.01  # seconds between two looks at what runs
 FIRST = 10  # tests are collected, and run, before the others
