@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import logging
 import os
-import re
 import sys
 import traceback
 import types
@@ -149,12 +148,6 @@ def vary(x: Any, axes: frozenset[Any]) -> Any:
 
 
 _JAX: Final = os.path.join(os.path.dirname(jax.__file__), "")
-
-
-def unbound_axis(error: NameError) -> str | None:
-    """The name of an axis that no transform has bound, if JAX says that."""
-    found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
-    return None if found is None else found[1]
 
 
 _TYPES_OF_COLLECTIVES: Final = (

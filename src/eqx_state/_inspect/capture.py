@@ -13,9 +13,8 @@ from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import Called, keep
 from .._transforms.grad import AbstractGrad
-from .._transforms.lift import why_not_called
 from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
-from .._transforms.transform import of_one, Transform, wrap
+from .._transforms.transform import of_one, Transform, why_not_called, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob
@@ -230,9 +229,9 @@ class _Capture(Transform):
         if isinstance(f, AbstractGrad):
             result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
         else:
-            call = target(self.f, args, kwargs, self.argnums, "es.capture")
+            model, call = target(self.f, args, kwargs, self.argnums, "es.capture")
             scope = new_scope()
-            result = thread(call.model, scope, call.run, call)
+            result = thread(model, scope, call)
             sown = scope.sown
         found = _by_name(sown)
         if observer is not None:

@@ -13,7 +13,7 @@ from .._compat import boundary, is_in_trace
 from .._kinds.kinds import State
 from .._state.scope import Scope
 from .._state.sow import Called, carried_out
-from .._transforms.mutable import target, thread
+from .._transforms.mutable import carried, target, thread
 from .._transforms.transform import of_one, Transform, wrap
 from .._tree.observe import Observer
 from .._tree.parts import parts
@@ -67,13 +67,13 @@ class _FindNonfinite(Transform):
         __tracebackhide__ = True
         if is_in_trace():
             raise TypeError(_IN_A_TRACE)
-        call = target(self.f, args, kwargs, None, "es.find_nonfinite")
+        model, call = target(self.f, args, kwargs, None, "es.find_nonfinite")
         given = {**dict(enumerate(args)), **kwargs}
-        for threaded in call.positions or ():
-            del given[threaded]
+        if carried(self.f) is None:  # then the model is the first argument
+            del given[0]
         bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
         scope = Scope((State,), observer=_Finite())
-        thread(call.model, scope, call.run, call)
+        thread(model, scope, call)
         made = [
             key.name
             for key, values in scope.sown.items()

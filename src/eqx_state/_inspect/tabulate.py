@@ -112,9 +112,8 @@ def _calls(
 
     def call(arrays: tuple[Any, Any]) -> None:
         model, given = map(eqx.combine, arrays, (parts[1], args[1]))
-        called = target(put(model), given, {}, None, "es.tabulate")
-        scope = Scope((State,), observer=table)
-        out, _ = thread(called.model, scope, called.run, called)
+        model, run = target(put(model), given, {}, None, "es.tabulate")
+        out, _ = thread(model, Scope((State,), observer=table), run)
         if "" not in table.calls:  # another method than `__call__`
             table.calls[""] = Call(_show_arguments(given, {}), summary(out))
 

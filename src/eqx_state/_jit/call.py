@@ -17,22 +17,10 @@ import jax.tree_util as jtu
 
 from .._errors import TraceError
 from .._state.scope import is_owned, Sown
-from .._transforms.lift import (
-    argument_name,
-    check_given,
-    DICTS,
-    Lifted,
-    Opened,
-    owned_in,
-    PARTIALS,
-    positional_names,
-    Ran,
-    Values,
-)
+from .._transforms.lift import check_given, Lifted, owned_in, Ran, Values
 from .._transforms.mutable import is_bound_method
-from .._transforms.transform import Transform
+from .._transforms.transform import argument_name, positional_names, Transform
 from .._tree.base import get_place
-from .._tree.context import is_leaf, one_level
 from .._tree.walk import name_of
 from .._typing import KeyPath
 from .options import Donate, donates
@@ -170,9 +158,8 @@ class Call:
     ):
         self.f, self.origins = f, origins_of(f)
         self.args, self.kwargs, self.is_array = args, kwargs, is_array
-        self.lifted = Lifted(f, args, kwargs, may_initialize=True)
-        self.opened = Opened(f)
-        self.tree = self.opened.tree, args, kwargs
+        self.lifted = Lifted(f, (args, kwargs))
+        self.tree = f, *self.lifted.arguments
         self.leaves, self.treedef = jtu.tree_flatten(self.tree, is_leaf=is_owned)
 
     def inside(self) -> list[Any]:
@@ -197,8 +184,6 @@ class Call:
         """Which of the arrays are donated."""
 
         def is_donated(path: KeyPath) -> bool:
-            if path[0].idx == 0 and self.opened.is_copied:
-                return False  # the function only closes over it
             return donates(donate, path[0].idx == 1 and path[1].idx == 0)
 
         return [i for i, path in enumerate(self.array_paths()) if is_donated(path)]
@@ -212,7 +197,7 @@ class Call:
     def trace(self, *arrays: Any) -> Result:
         """The call on these arrays, in the active trace."""
         # Only here, since the trace is what would see two modules instead of one.
-        check_given(*self.args, *self.kwargs.values(), *self.opened.values)
+        check_given(self.f, *self.args, *self.kwargs.values(), may_initialize=True)
         rest = iter(arrays)
         leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
         values = {
@@ -220,9 +205,8 @@ class Call:
             for slot, x in self.lifted.values.items()
         }
         function, args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
-        copy = self.opened.copy(function)
-        ran = self.lifted.run(values, lambda: copy.f(*args, **kwargs))
-        out = copy.finish(ran.out)
+        ran = self.lifted.run(values, lambda: function(*args, **kwargs))
+        out = ran.out
         if self.lifted.roots:
             self._check_static(out)
         output = Output(out, filter(eqx.is_array, values.values()))
@@ -235,7 +219,7 @@ class Call:
         """
         given = set(map(id, self.leaves))  # part of the signature, so these may
         static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
-        for module in owned_in([x for x in static if id(x) not in given], objects=True):
+        for module in owned_in([x for x in static if id(x) not in given]):
             place = get_place(module)
             if place.scope in self.lifted.scopes:
                 name = name_of(place.path) or type(module).__qualname__
@@ -323,7 +307,6 @@ class Signature(NamedTuple):
 
     structure: Any
     leaves: tuple[Any, ...]
-    function: Any
     roots: tuple[Any, ...]
     reached: tuple[Any, ...]
     scopes: tuple[Any, ...]
@@ -371,34 +354,10 @@ def signature_of(call: Call) -> Signature:
         leaf(x, lambda i=i: where(call.paths[i])) for i, x in enumerate(call.leaves)
     )
     reached = tuple(inside[id(module)] for module in lifted.reached)
-    function = function_signature(call.opened)
     tree = structure(call.treedef, static)
     scopes = tuple(scope.signature for scope in lifted.scopes)
-    return Signature(tree, leaves, function, tuple(roots), reached, scopes)
-
-
-def function_signature(opened: Opened) -> Any:
-    """Hashable; equal for functions whose copies differ only in what they hold.
-
-    `None` if the function is not copied: then it is a part of the tree.
-    """
-    if not opened.is_copied:
-        return None
-    origins = _numbered(origins_of(opened.f))
-    return tuple((_token(node.x, origins), *node.refs) for node in opened.nodes)
+    return Signature(tree, leaves, tuple(roots), reached, scopes)
 
 
 def _numbered(origins: tuple[Any, ...]) -> dict[int, Any]:
     return {id(x): (_ORIGIN, i) for i, x in enumerate(origins)}
-
-
-def _token(x: Any, origins: dict[int, Any]) -> Any:
-    """A hashable form of what a node and its copy have in common."""
-    cls = type(x)
-    if cls is types.FunctionType:
-        return origins.get(id(x), x)
-    if cls in DICTS:
-        return cls, getattr(x, "default_factory", None), tuple(map(typed, x))
-    if cls in (list, tuple, *PARTIALS) or is_leaf(x):  # a cell, a method
-        return cls
-    return structure(one_level(x))

@@ -18,10 +18,10 @@ from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import closed_copy, is_open_here, Scope
-from .._transforms.lift import argument_name, held, is_mappable, positional_names, Ran
+from .._transforms.lift import captured, is_mappable, Ran
 from .._transforms.loops import Loop, pair_of
 from .._transforms.mutable import thread
-from .._transforms.transform import check_callable
+from .._transforms.transform import argument_name, check_callable, positional_names
 from .._tree.compare import difference, same
 from .._tree.dtypes import as_jax, same_type
 from .._tree.walk import is_array, leaves, name_of, Visit
@@ -140,7 +140,7 @@ class _Mode:
         def step(inputs: Any, arrays: list[Array]) -> Any:
             return self.step(f, inputs, arrays)
 
-        holds_nothing = type(f) is types.FunctionType and not held(f)
+        holds_nothing = type(f) is types.FunctionType and not captured(f)
         self.f = _Sealed(step) if holds_nothing else step
 
     def __call__(self, inputs: Any, arrays: list[Array]) -> Any:

@@ -33,10 +33,9 @@ from .._compat import (
     run_in_program,
 )
 from .._state.scope import is_any_open
-from .._transforms.lift import held, Opened
+from .._transforms.lift import captured
 from .call import (
     Call,
-    function_signature,
     origins_of,
     Output,
     present,
@@ -222,12 +221,10 @@ class Plan:
         if call.lifted.scopes:
             raise Unplannable
         self.program = program
-        self.function = function_signature(call.opened)
-        tree = call.opened.values, call.args, call.kwargs
+        tree = call.f, call.args, call.kwargs
         self.flatten = flattener(tree, call.origins)
         # Functions may come to lead to a module which a scope owns, and is threaded.
-        holds = any(map(held, jtu.tree_leaves(tree)))
-        self.holds_functions = holds or call.opened.is_copied
+        self.holds_functions = any(map(captured, jtu.tree_leaves(tree)))
         self.types = frozenset(map(type, call.arrays()))
 
     def arrays(self, tree: Any) -> Sequence[Any]:
@@ -265,11 +262,8 @@ class Programs:
         """`f(*args, **kwargs)`, by a program."""
         if not self.plans:  # as for a method in a scope
             return self.general(f, args, kwargs)
-        opened = Opened(f)
-        function, tree = function_signature(opened), (opened.values, args, kwargs)
+        tree = f, args, kwargs
         for plan in self.plans:
-            if plan.function != function:
-                continue
             try:
                 arrays = plan.arrays(tree)
             except (Mismatch, KeyError):

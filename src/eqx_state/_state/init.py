@@ -7,19 +7,26 @@ on what else is in the model.
 """
 
 import copy
-import dataclasses
 import functools as ft
 from collections.abc import Callable, Iterator
-from typing import Any, overload, TYPE_CHECKING, TypeVar
+from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax.random as jr
 import jax.tree_util as jtu
 
-from .._compat import boundary
+from .._compat import boundary, has_escaped
 from .._errors import NotInitializedError
 from .._kinds.kinds import Parameter, State
-from .._tree.base import BaseModule, INIT_DONE, is_eqx_module, is_module, Placeholder
+from .._tree.base import (
+    BaseModule,
+    fields_of,
+    get_place,
+    INIT_DONE,
+    is_eqx_module,
+    is_module,
+    Placeholder,
+)
 from .._tree.compare import check_apart, check_not_shared
 from .._tree.context import children, Context, map_children, ROOT
 from .._tree.dtypes import strengthen
@@ -27,8 +34,7 @@ from .._tree.keys import as_key, is_typed, key_at
 from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
 from .collect import enter, given_back, leave, Snapshot
-from .scope import Scope
-from .write import explain
+from .scope import own, Scope
 
 
 _T = TypeVar("_T")
@@ -297,7 +303,11 @@ def _call_hooks(tree: Any, key: Any) -> None:
 class InitScope(Scope):
     """The scope of `init`: any field may be written, and the structure may change.
 
-    A written Initializer is drawn at once.
+    A written Initializer is drawn at once. Inside a transform, structure cannot leave a
+    trace as an output does. It need not: the key of `init` is from outside, so under
+    `vmap` or `grad` what is drawn with it are ordinary arrays, not tracers. So fields
+    that were missing are written straight through to the modules outside. `created` has
+    for each such module the fields, with their old values.
     """
 
     is_initializing = True
@@ -305,6 +315,7 @@ class InitScope(Scope):
     def __init__(self, key: Any):
         super().__init__((State, Parameter))
         self.key = key
+        self.created: dict[int, tuple[BaseModule, dict[str, Any]]] = {}
 
     def inner(self) -> "InitScope":
         return InitScope(self.key)
@@ -315,17 +326,56 @@ class InitScope(Scope):
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
         return draw(value, self.key, path, context)
 
+    def note_created(self, module: BaseModule, name: str, old: Any) -> None:
+        _, fields = self.created.setdefault(id(module), (module, {}))
+        fields.setdefault(name, old)
+
+    def take_created(self) -> list[tuple[BaseModule, str, Any]]:
+        """Take out of the modules what was created, so that the rest is as it was."""
+        taken = [
+            (module, name, fields_of(module)[name], old)
+            for module, fields in self.created.values()
+            for name, old in fields.items()
+        ]
+        # A module that was created may have been written, and is not lost.
+        self.written.clear()
+        for module, name, _, old in taken:
+            object.__setattr__(module, name, old)
+        return [(module, name, new) for module, name, new, _ in taken]
+
+    def put_created(self, created: list[tuple[BaseModule, str, Any]]) -> None:
+        """Write what an inner scope, in a trace, has created."""
+        for module, name, new in created:
+            self.note_created(module, name, fields_of(module)[name])
+            object.__setattr__(module, name, new)
+            if (place := get_place(module)) is not None:
+                key = jtu.GetAttrKey(name)
+                context = place.context.enter(module, key)
+                own(new, self, (*place.path, key), context)
+
+    def check_created(self) -> None:
+        """Raise `ValueError` if what was created depends on a trace that is over."""
+        for module, fields in self.created.values():
+            for name in fields:
+                if any(map(has_escaped, jtu.tree_leaves(fields_of(module)[name]))):
+                    where = f"{type(module).__qualname__}.{name}"
+                    raise ValueError(_CREATED_IN_TRACE.format(where))
+
+
+_CREATED_IN_TRACE: Final = """`{}` was made by `init` from values of a transform: of a \
+lane, or of what is differentiated. It is made once, outside of the transform, so it \
+may depend on keys and on shapes only. To make a stack, map the whole `init`:
+
+    keys = jax.random.split(key, n)
+    layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""
+
 
 def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     """`tree` after `run`, which may assign any field of any `es.Module` in it."""
     given = Snapshot.of(tree)
     with InitScope(key) as scope:
         owned, _ = enter(given, scope)
-        try:
-            run(owned.tree)
-        except dataclasses.FrozenInstanceError as error:
-            explain(error)
-            raise
+        run(owned.tree)
         _, (after,) = leave(None, [owned])
     return given_back(given, owned, after)
 

@@ -202,8 +202,7 @@ class Module(BaseModule):
                 super().__setattr__(name, value)
             except dataclasses.FrozenInstanceError:
                 if name not in fields:
-                    # The annotation to suggest is that of the value to be drawn.
-                    message = no_field_message(self, name, init.as_initialized(value))
+                    message = no_field_message(self, name)
                     raise dataclasses.FrozenInstanceError(message) from None
                 raise frozen_error(self, name, value) from None
 

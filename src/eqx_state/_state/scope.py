@@ -8,12 +8,11 @@ A scope remembers the trace in which it was opened. A write in another trace wou
 that trace's tracers, and is an error.
 """
 
-import contextlib
 import dataclasses
 import functools as ft
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Self
 
 import equinox as eqx
@@ -148,30 +147,13 @@ class Scope:
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
         self.own_dtypes: Mapping[KeyPath, Any] | None = None
-        self._lock = threading.RLock()
-        self._is_transformed = False
+        self.thread = threading.get_ident()
         OPEN_SCOPES[id(self)] = threading.get_ident()
 
-    @contextlib.contextmanager
-    def alone(self, transform: bool) -> Iterator[None]:
-        """Keep other threads from writing and from running a transform in this scope.
-
-        Waits for the write of another thread; raises `RuntimeError` if the other thread
-        runs a transform.
-        """
-        # Why not simply wait? Waiting for a write is fine: it is short. But the
-        # function under a transform is the user's, and it may wait for this very thread
-        # (say, it joins it): then both would wait forever. The lock is reentrant, since
-        # transforms nest, and since their functions write.
-        while not self._lock.acquire(timeout=0.001):
-            if self._is_transformed:
-                raise RuntimeError(_OTHER_THREAD)
-        before, self._is_transformed = self._is_transformed, transform
-        try:
-            yield
-        finally:
-            self._is_transformed = before
-            self._lock.release()
+    def check_thread(self) -> None:
+        """Raise `RuntimeError` in any thread but the one that opened the scope."""
+        if self.is_open and self.thread != threading.get_ident():
+            raise RuntimeError(_OTHER_THREAD)
 
     @property
     def is_here(self) -> bool:
@@ -224,6 +206,9 @@ class Scope:
                 return (*outside, *path[len(inside) :])
         return None
 
+    def note_created(self, module: BaseModule, name: str, old: Any) -> None:
+        """Take note of a field that was missing: see `InitScope`."""
+
     def is_changing(self, kind: type | None) -> bool:
         """Whether arrays of this kind are meant to change, and are not constants."""
         return kind is not None and issubclass(kind, self.kinds)
@@ -253,45 +238,17 @@ class Scope:
 
 
 @dataclasses.dataclass(slots=True)
-class Watch:
-    """Some fields of a module, and which of them have been read."""
-
-    fields: frozenset[str]
-    read: set[str] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass(slots=True)
 class Place:
-    """The position of an owned module: in which scope, and where in its model.
-
-    While a transform runs, the module's contents are those of a trace. Only the thread
-    with the identifier `thread` may read them, and `watches` note which fields it
-    reads.
-    """
+    """The position of an owned module: in which scope, and where in its model."""
 
     scope: Scope
     path: KeyPath
     context: Context
-    watches: tuple[Watch, ...] = ()
-    thread: int | None = None
-
-    def note_read(self, name: str) -> None:
-        """Note that an attribute, perhaps a field, was read while a transform runs."""
-        if self.thread != threading.get_ident():
-            raise RuntimeError(_OTHER_THREAD)
-        for watch in self.watches:
-            watch.read.add(name)
-
-    def note_all_read(self) -> None:
-        """Note that all fields were read: whoever has a copy may read any of them."""
-        for watch in self.watches:
-            watch.read |= watch.fields
 
 
-_OTHER_THREAD: Final = """Two threads are in one scope of `es.mutable`: while one of \
-them wrote, or ran a transform of `es`, the other used the same private copy. During a \
-transform its modules hold the values of a trace, which belongs to one thread. Use a \
-scope in one thread at a time, or give each thread a scope of its own:
+_OTHER_THREAD: Final = """This thread wrote state, or ran a transform of `es`, in a \
+scope of `es.mutable` that another thread has opened. A scope and its private copy \
+belong to one thread: give each thread a scope of its own,
 
     threading.Thread(target=lambda: results.append(es.mutable(model)(x)))"""
 
@@ -336,12 +293,3 @@ def disown(tree: Any, visits: list[Visit]) -> Any:
     return jtu.tree_map(
         lambda x: closed_copy(x) if owned(x) else x, tree, is_leaf=owned
     )
-
-
-@contextlib.contextmanager
-def alone(scopes: Iterable[Scope]) -> Iterator[None]:
-    """Keep other threads out of all these scopes."""
-    with contextlib.ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope.alone(transform=True))
-        yield

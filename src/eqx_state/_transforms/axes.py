@@ -20,22 +20,18 @@ from .._tree.rules import Asked, check_rules, is_rules, most_derived
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit
 from .._typing import KeyPath, PyTree
 from .lift import (
-    argument_name,
     by_entry,
-    cells,
     check_given,
+    extents,
     is_model,
     Lifted,
-    Opened,
     owned_in,
-    positional_names,
     Ran,
     Root,
     Slot,
-    stand_in,
     Values,
 )
-from .transform import Transform
+from .transform import argument_name, positional_names, Transform
 
 
 class _Split:
@@ -110,6 +106,14 @@ def axis_by_rules(
     return SPLIT if visit.is_a(Rng) and is_key(visit.node) else manner.shared
 
 
+def _addresses(module: BaseModule) -> list[tuple[int, int]]:
+    """For each leaf the innermost `es.Module` that has it, and its number there."""
+    found = {}
+    for owner, start, stop in extents(module):  # parents first
+        found |= {k: (id(owner), k - start) for k in range(start, stop)}
+    return [found[k] for k in range(len(found))]
+
+
 class FunctionAxes:
     """The axes of the modules in a function and in its closure, by rules.
 
@@ -160,13 +164,13 @@ class FunctionAxes:
             below = place.context.seen_from(len(place.path), len(visit.path))
             for inner in modules_in(visit.node, visit.path):
                 self.bound.setdefault(id(inner.node), (inner.path, key_of))
-            for cell, inner in zip(
-                cells(visit.node),
+            for address, inner in zip(
+                _addresses(visit.node),
                 leaves(visit.node, visit.path, below),
                 strict=True,
             ):
                 keys.append(key_of(inner))
-                self.known.setdefault((id(cell.owner), cell.index), keys[-1])
+                self.known.setdefault(address, keys[-1])
         return keys
 
     def of_function(self) -> list[Any]:
@@ -186,8 +190,8 @@ class FunctionAxes:
         keys = [most_derived(visit.kind, self.by_kind) for visit in visits]
         if self.known:
             keys = [
-                self.known.get((id(cell.owner), cell.index), key)
-                for cell, key in zip(cells(module), keys, strict=True)
+                self.known.get(address, key)
+                for address, key in zip(_addresses(module), keys, strict=True)
             ]
         return [self._axis(visit, key) for visit, key in zip(visits, keys, strict=True)]
 
@@ -320,13 +324,12 @@ class Reached:
         by_argument, entries, modules, asked = argument_axes(
             in_axes, args, kwargs, manner
         )
-        self.opened = Opened(f)
-        self.by_rules = FunctionAxes(axes, f, self.opened.tree, manner)
-        given, stand_ins = stand_in(
-            (args, kwargs), by_argument, self.by_rules.of_module
-        )
-        self.lifted = Lifted(f, given, stand_ins=stand_ins)
-        check_given(*self.opened.values, *args, *kwargs.values())
+        self.f = f
+        self.by_rules = FunctionAxes(axes, f, f, manner)
+        self.lifted = Lifted(f, (args, kwargs), by_argument)
+        given = self.lifted.arguments
+        if not self.lifted.is_initializing:
+            check_given(f, *args, *kwargs.values())
         # `init` may have yet to make what a filter is meant for.
         if not self.lifted.is_initializing:
             self.by_rules.check_matched()
@@ -334,18 +337,15 @@ class Reached:
                 each.check_matched()
         self.values: Values = dict(self.lifted.values)
         self.axes: dict[Slot, Any] = {}
-        meanings = {id(x.module): x.meaning for x in stand_ins}
-        # What `in_axes` says of the first leaf of each module, if it has one.
-        first = {id(x): own[0] for x, own in by_entry(given, entries) if own}
-        self.entries = modules | first
+        meanings = {id(x): own for x, own in by_entry(given, by_argument)}
         for i, root in enumerate(self.lifted.roots):
-            own = meanings.get(id(root.module))
+            own = meanings.get(id(root.module)) if root.is_copy else None
             if own is None:
                 own = self.by_rules.of_module(root.module, root.leaves)
             self.axes.update(((i, k), axis) for k, axis in enumerate(own))
         # Owned modules are leaves in these trees, and have no axis there. Their own
         # leaves are in the mapping already, as those of the roots.
-        self.trees = {FUNCTION: self.opened.tree, ARGUMENTS: given}
+        self.trees = {FUNCTION: f, ARGUMENTS: given}
         self._add(FUNCTION, self.by_rules.of_function())
         self._add(ARGUMENTS, by_argument)
 
@@ -361,7 +361,7 @@ class Reached:
             return self.lifted.name(slot)
         path = leaves(self.trees[where], is_leaf=is_owned)[k].path
         if where == ARGUMENTS:
-            names = positional_names(self.opened.f)
+            names = positional_names(self.f)
             argument = path[1].key if path[0].idx else path[1].idx
             return argument_name(argument, path[2:], names)
         f = self.trees[where]
@@ -369,26 +369,14 @@ class Reached:
             f, path = f.f, path[1:]
         return name_of(path)
 
-    def call(self, inputs: Values, is_copied: bool) -> Ran:
-        """Call the function in a lane that has these values.
-
-        `is_copied`: whether there are values of the function itself among them.
-        """
-        values, copy, f = {**self.values, **inputs}, None, self.opened.f
-        if is_copied:
-            copy = self.opened.copy(self._tree(FUNCTION, values))
-            f = copy.f
+    def call(self, inputs: Values) -> Ran:
+        """Call the function in a lane that has these values."""
+        values = {**self.values, **inputs}
+        f = self._tree(FUNCTION, values)
         args, kwargs = self._tree(ARGUMENTS, values)
-        ran = self.lifted.run(values, lambda: f(*args, **kwargs))
-        return ran if copy is None else ran._replace(out=copy.finish(ran.out))
+        return self.lifted.run(values, lambda: f(*args, **kwargs))
 
     def _tree(self, where: int, values: Values) -> Any:
         treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
         leaves = [values[where, k] for k in range(treedef.num_leaves)]
         return jtu.tree_unflatten(treedef, leaves)
-
-    def axis_of_new(self, i: int, new: Visit) -> Any:
-        """The axis of an array that `init` has made at this place in a root."""
-        root = self.lifted.roots[i]
-        by = self.entries.get(id(root.module), self.by_rules)
-        return by.of_new(root, new)

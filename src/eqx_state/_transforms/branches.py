@@ -6,9 +6,8 @@ dropped when the writes are committed.
 """
 
 import functools as ft
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,85 +23,22 @@ from .mutable import is_bound_method
 _R = TypeVar("_R")
 
 
-# --- Outputs of several traces of one call, of which one runs: they have to be alike.
-#
-# JAX traces both branches of a `cond`, and of a custom derivative the function and its
-# forward rule, and wants the same treedef from all. So what has no place in a treedef
-# that is compared leaves the trace as a note.
-
-
-class Note(NamedTuple):
-    """The facts about one trace that are needed outside of it."""
-
-    static: Any  # the part of the output that is not arrays
-    written: frozenset[Slot]
-    sown: list[dict[Any, int]]  # for each scope and key, how many values were kept
-
-
-class Alike:
-    """The traces of one call.
-
-    `sown`, `called` and `static` are the messages if they differ: in a name that was
-    sown, in a module whose output is captured, in a leaf of the output.
-    """
-
-    def __init__(self, *, sown: str, called: str, static: str):
-        self.messages = sown, called, static
-        self.notes: list[Note] = []
-
-    def take(self, ran: Ran, out: Any) -> tuple[Any, list[Sown]]:
-        """The arrays of an output, and what was sown, as in the first trace."""
-        out, static = eqx.partition(out, is_traced(out))
-        counts = [{key: len(x) for key, x in s.items()} for s in ran.sown]
-        self.notes.append(Note(static, frozenset(ran.written), counts))
-        first = self.notes[0].sown
-        self._check_sown(first, counts)
-        name = difference_of_leaves(self.notes[0].static, static)
-        if name is not None:
-            raise TypeError(self.messages[2].format(name or "the output"))
-        # In one order, which is part of the structure of an output.
-        sown = zip(first, ran.sown, strict=True)
-        return out, [OrderedDict((key, s[key]) for key in keys) for keys, s in sown]
-
-    def _check_sown(
-        self, sown: list[dict[Any, int]], other: list[dict[Any, int]]
-    ) -> None:
-        for first, last in zip(sown, other, strict=True):
-            if first.items() != last.items():
-                key, _ = min(first.items() ^ last.items(), key=str)
-                raise ValueError(in_words(key, *self.messages[:2]))
-
-    @property
-    def written(self) -> frozenset[Slot]:
-        """All that was written in some trace."""
-        return frozenset().union(*(note.written for note in self.notes))
-
-    @property
-    def static(self) -> Any:
-        return self.notes[0].static
-
-
 def _select(
     select: Callable[[list[Any], Any], Any],
-    branches: Sequence[Callable[..., Any]],
+    branches: tuple[Callable[..., Any], ...],
     operands: tuple[Any, ...],
     what: str,
 ) -> Any:
     """Run the branch that `select` chooses, and commit what it has written."""
-    branches = tuple(branches)
+    check_given(*operands)
     lifted = Lifted(branches, operands)
     if lifted.is_initializing:
         for f in branches:  # a later call may choose any of them
             f(*operands)
         lifted = Lifted(branches, operands)
-    check_given(*operands)
-    arrays, rest = eqx.partition(operands, is_traced(operands), is_leaf=is_owned)
-    alike = Alike(
-        sown=_SOWN.format("{}", what),
-        called=_CALLED.format("{}", what),
-        static=_NOT_ARRAYS.format(what, "{}"),
-    )
-
+    traced = is_traced(lifted.arguments)
+    arrays, rest = eqx.partition(lifted.arguments, traced, is_leaf=is_owned)
+    traces = _Traces(what)
     # In a `shard_map`: along which mesh axes state varies after some branch.
     is_manual = bool(manual_axes())
     varying: dict[Slot, frozenset[Any]] = {}
@@ -112,7 +48,7 @@ def _select(
         def run(arrays: Any) -> tuple[Any, Values, Any]:
             operands = eqx.combine(arrays, rest, is_leaf=is_owned)
             ran = lifted.run(lifted.values, lambda: f(*operands))
-            out, sown = alike.take(ran, ran.out)
+            out, sown = traces.add(ran)
             state = {**lifted.writable, **ran.written}
             for slot, x in state.items() if is_manual else ():
                 varying[slot] = varying.get(slot, frozenset()) | varying_axes(x)
@@ -127,10 +63,9 @@ def _select(
     for run in distinct.values() if is_manual else ():
         jax.eval_shape(run, arrays)  # so that all branches know of each other
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
-    written = alike.written
-    new = {slot: x for slot, x in state.items() if slot in written}
-    lifted.commit(Ran(None, new, sown))
-    return eqx.combine(out, alike.static)
+    written = {slot: x for slot, x in state.items() if slot in traces.written}
+    lifted.commit(Ran(None, written, sown))
+    return eqx.combine(out, traces.static)
 
 
 def _identity(f: Any) -> Any:
@@ -138,18 +73,39 @@ def _identity(f: Any) -> Any:
     return (id(f.__func__), id(f.__self__)) if is_bound_method(f) else id(f)
 
 
-_SOWN: Final = """`{}` was sown in one branch of `{}`, and not, or not as often, in \
-another. Sown values are outputs, whose structure has to be the same in all branches. \
-Sow it in all branches, or return it and sow it after them."""
+class _Traces:
+    """What the traces of the branches have put out besides arrays.
 
-_CALLED: Final = """The output of `{}` was captured in one branch of `{}`, and it was \
-not called, or not as often, in another. What is captured is an output of each branch, \
-whose structure has to be the same in all. Call it in all branches, or leave it out of \
-`outputs`."""
+    JAX wants equal treedefs from all branches, so this cannot be a part of them.
 
-_NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
-are not arrays. The branch is chosen at run time, so only arrays may differ. Return \
-arrays, or the same value from every branch."""
+    - `static`: the part of the output that is not arrays.
+    - `written`: all that some branch has written.
+    - `counts`: for each scope and key, how many values were sown.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.written: set[Slot] = set()
+        self.static: Any = None
+        self.counts: list[dict[Any, int]] | None = None
+
+    def add(self, ran: Ran) -> tuple[Any, list[Sown]]:
+        """The arrays of an output, and what was sown, as in the first trace."""
+        out, static = eqx.partition(ran.out, is_traced(ran.out))
+        counts = [{key: len(x) for key, x in sown.items()} for sown in ran.sown]
+        self.written |= ran.written.keys()
+        if self.counts is None:
+            self.static, self.counts = static, counts
+        if (name := difference_of_leaves(self.static, static)) is not None:
+            raise TypeError(_NOT_ARRAYS.format(self.what, name or "the output"))
+        for first, last in zip(self.counts, counts, strict=True):
+            if first != last:
+                key, _ = min(first.items() ^ last.items(), key=str)
+                called = _CALLED.format("{}", self.what)
+                raise ValueError(in_words(key, _SOWN.format("{}", self.what), called))
+        # In one order, which is part of the structure of an output.
+        pairs = zip(self.counts, ran.sown, strict=True)
+        return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]
 
 
 @boundary
@@ -254,3 +210,17 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
         operands,
         "es.switch",
     )
+
+
+_SOWN: Final = """`{}` was sown in one branch of `{}`, and not, or not as often, in \
+another. Sown values are outputs, whose structure has to be the same in all branches. \
+Sow it in all branches, or return it and sow it after them."""
+
+_CALLED: Final = """The output of `{}` was captured in one branch of `{}`, and it was \
+not called, or not as often, in another. What is captured is an output of each branch, \
+whose structure has to be the same in all. Call it in all branches, or leave it out of \
+`outputs`."""
+
+_NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
+are not arrays. The branch is chosen at run time, so only arrays may differ. Return \
+arrays, or the same value from every branch."""

@@ -28,11 +28,11 @@ class _Checkpoint(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        lifted = Lifted(self.f, args, kwargs)
+        check_given(*args, *kwargs.values())
+        lifted = Lifted(self.f, (args, kwargs))
         if lifted.is_initializing:
             return self.f(*args, **kwargs)
-        check_given(*args, *kwargs.values())
-        arrays, rest = self._split(args, kwargs)
+        arrays, rest = self._split(*lifted.arguments)
 
         def run(arrays: Any) -> tuple[Ran, Static]:
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)

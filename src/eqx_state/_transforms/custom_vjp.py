@@ -3,6 +3,7 @@
 import contextlib
 import functools as ft
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -14,22 +15,13 @@ import jax.tree_util as jtu
 
 from .._compat import is_in_trace
 from .._errors import show, TraceError
-from .._state.scope import closed_copy, is_owned
+from .._state.scope import closed_copy, is_owned, Sown
+from .._state.sow import in_words
 from .._tree.base import fields_of
-from .._tree.compare import is_hole, leaves_like
+from .._tree.compare import difference_of_leaves, is_hole, leaves_like
 from .._tree.walk import is_array, leaves, walk
-from .branches import Alike
-from .lift import (
-    check_given,
-    is_traced,
-    Lifted,
-    models_in,
-    Ran,
-    Slot,
-    Values,
-    why_not_called,
-)
-from .transform import Transform, Unbound, wrap
+from .lift import check_given, is_traced, Lifted, models_in, Ran, Slot, Values
+from .transform import Transform, Unbound, why_not_called, wrap
 
 
 # --- One call of an `es.custom_vjp`: what goes into JAX's, and what comes out.
@@ -37,6 +29,57 @@ from .transform import Transform, Unbound, wrap
 # JAX does not trace into a custom derivative: it takes the arrays that go in and come
 # out. So all arrays of all modules are among its inputs, and all state that may be
 # written is among its outputs, whichever of the function and its forward rule JAX runs.
+
+
+class Note(NamedTuple):
+    """The facts about one trace that are needed outside of it."""
+
+    static: Any  # the part of the output that is not arrays
+    written: frozenset[Slot]
+    sown: list[dict[Any, int]]  # for each scope and key, how many values were kept
+
+
+class Alike:
+    """The traces of one call.
+
+    `sown`, `called` and `static` are the messages if they differ: in a name that was
+    sown, in a module whose output is captured, in a leaf of the output.
+    """
+
+    def __init__(self, *, sown: str, called: str, static: str):
+        self.messages = sown, called, static
+        self.notes: list[Note] = []
+
+    def take(self, ran: Ran, out: Any) -> tuple[Any, list[Sown]]:
+        """The arrays of an output, and what was sown, as in the first trace."""
+        out, static = eqx.partition(out, is_traced(out))
+        counts = [{key: len(x) for key, x in s.items()} for s in ran.sown]
+        self.notes.append(Note(static, frozenset(ran.written), counts))
+        first = self.notes[0].sown
+        self._check_sown(first, counts)
+        name = difference_of_leaves(self.notes[0].static, static)
+        if name is not None:
+            raise TypeError(self.messages[2].format(name or "the output"))
+        # In one order, which is part of the structure of an output.
+        sown = zip(first, ran.sown, strict=True)
+        return out, [OrderedDict((key, s[key]) for key in keys) for keys, s in sown]
+
+    def _check_sown(
+        self, sown: list[dict[Any, int]], other: list[dict[Any, int]]
+    ) -> None:
+        for first, last in zip(sown, other, strict=True):
+            if first.items() != last.items():
+                key, _ = min(first.items() ^ last.items(), key=str)
+                raise ValueError(in_words(key, *self.messages[:2]))
+
+    @property
+    def written(self) -> frozenset[Slot]:
+        """All that was written in some trace."""
+        return frozenset().union(*(note.written for note in self.notes))
+
+    @property
+    def static(self) -> Any:
+        return self.notes[0].static
 
 
 class Rules(NamedTuple):
@@ -65,11 +108,12 @@ class Call:
         fixed = {i % len(args) for i in rules.nondiff_argnums}
         self.fixed = [x for i, x in enumerate(args) if i in fixed]
         self.positions = [i for i in range(len(args)) if i not in fixed]
-        self.chosen = [args[i] for i in self.positions]
         self._check_signatures()
         functions = rules.f, rules.fwd, rules.bwd
-        self.lifted = Lifted(functions, args)
         check_given(*args)
+        self.lifted = Lifted(functions, args)
+        self.args = args = self.lifted.arguments
+        self.chosen = [args[i] for i in self.positions]
         self._check_passed((functions, self.fixed))
         self.given = closed_copy(self.chosen)
         arrays, self.rest = eqx.partition(self.given, is_traced(self.given))

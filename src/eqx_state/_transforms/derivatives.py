@@ -16,7 +16,7 @@ from .._state.scope import closed_copy
 from .._tree.compare import is_hole, leaves_like, same
 from .._tree.dtypes import is_numeric
 from .._tree.walk import is_numpy, map_leaves, name_of, Visit
-from .lift import check_given, is_mappable, is_traced, Lifted, stand_in, Static
+from .lift import check_given, is_mappable, is_traced, Lifted, Static
 from .mutable import as_argnums
 from .transform import Transform, wrap
 
@@ -45,7 +45,7 @@ class Primal:
         positions: Sequence[int],
         has_aux: bool,
     ):
-        self.f, self.args, self.kwargs = f, args, kwargs
+        self.f, self.args, self.kwargs = f, tuple(args), kwargs
         self.positions, self.has_aux = positions, has_aux
         check_given(*args, *kwargs.values())
         self._reach()
@@ -58,14 +58,16 @@ class Primal:
         )
 
     def _reach(self) -> None:
-        chosen = [self.args[i] for i in self.positions]
-        # The position is the meaning of a stand-in: an argument that is given twice is
-        # differentiated twice.
-        meanings = [i for i, x in enumerate(chosen) for _ in jtu.tree_leaves(x)]
-        self.chosen, stand_ins = stand_in(chosen, meanings)
-        self.lifted = Lifted(
-            self.f, self._args(self.chosen), self.kwargs, stand_ins=stand_ins
-        )
+        # An argument that is given twice is differentiated twice.
+        treatments = [
+            i if i in self.positions else None
+            for i, x in enumerate(self.args)
+            for _ in jtu.tree_leaves(x)
+        ]
+        treatments += [None for _ in jtu.tree_leaves(self.kwargs)]
+        self.lifted = Lifted(self.f, (self.args, self.kwargs), treatments)
+        self.args, self.kwargs = self.lifted.arguments
+        self.chosen = [self.args[i] for i in self.positions]
 
     def _args(self, chosen: Sequence[Any]) -> list[Any]:
         """All arguments, with these in place of the chosen ones."""

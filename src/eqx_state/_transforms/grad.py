@@ -26,7 +26,6 @@ from .._state.init import check_ready
 from .._state.scope import Scope, Sown
 from .._state.sow import deliver, reporting
 from .._tree.filters import all_of, Filter, trainable
-from .._tree.observe import OBSERVING
 from .._tree.parts import Part
 from .._tree.select import partition
 from .lift import Lifted
@@ -66,32 +65,28 @@ class AbstractGrad(Transform):
         it is made, so this happens inside of the function that is differentiated.
         Without it, what is sown is for a captured call around this one.
         """
-        call = target(self.f, args, kwargs, self.argnums, self.name)
+        model, call = target(self.f, args, kwargs, self.argnums, self.name)
         # Now, because `partition` unflattens: a module that is in two places would be
         # two modules in `loss_fn`, and nothing could be noticed there.
-        check_ready(call.model)
-        reports = reporting(call.model) if new_scope is None else None
-        observed = Lifted(()) if OBSERVING.get() else None
-        diff, rest = partition(call.model, all_of(self.wrt, _is_inexact))
+        check_ready(model)
+        reports = reporting(model) if new_scope is None else None
+        # What an observer outside sees in the trace leaves it as from any transform.
+        lifted = Lifted(())
+        diff, rest = partition(model, all_of(self.wrt, _is_inexact))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
             inside = Scope((State,)) if new_scope is None else new_scope()
             if reports is not None:
                 inside.captures, inside.reports = True, reports[1]
-            model, seen = eqx.combine(diff, rest), None
-            run = lambda: thread(model, inside, call.run, call, self.cast)  # noqa: E731
-            if observed is None:
-                out, new = run()
-            else:
-                seen = observed.run(observed.values, run)
-                (out, new), seen = seen.out, seen._replace(out=None)
+            model = eqx.combine(diff, rest)
+            ran = lifted.run({}, lambda: thread(model, inside, call, self.cast))
+            out, new = ran.out
             loss = _first_of_two(out) if self.has_aux else out
-            return _check_loss(loss), (out, new, inside.sown, seen)
+            return _check_loss(loss), (out, new, inside.sown, ran._replace(out=None))
 
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
-        (_, (out, new, sown, seen)), grads = value_and_grad(diff)
-        if observed is not None:
-            observed.commit(seen)
+        (_, (out, new, sown, ran)), grads = value_and_grad(diff)
+        lifted.commit(ran)
         if reports is not None:
             deliver(reports[0], sown)
         return self.result(out, new, grads), sown

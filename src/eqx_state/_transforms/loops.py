@@ -1,10 +1,14 @@
-"""Loops in the active trace: state carried from step to step.
+"""`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step.
 
 State that the functions reach becomes a part of JAX's carry, beside the user's own.
 Which of it was written is known after the trace of a step, and only that is committed.
+
+A module may be in the carry itself. JAX's carry is a value: the body gets a new one at
+each step, and whatever was passed in as the first one is unchanged after the loop. So
+the body gets a copy, and a new module comes back, which becomes state when the caller
+assigns it: `self.cell, ys = es.scan(step, self.cell, xs)`.
 """
 
-import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -19,17 +23,7 @@ from .._state.scope import closed_copy, is_owned, Sown
 from .._state.sow import in_words
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
 from .._tree.walk import is_array
-from .lift import (
-    check_given,
-    is_traced,
-    Lifted,
-    MADE_ONCE,
-    owned_copy,
-    Ran,
-    Slot,
-    stand_in,
-    Values,
-)
+from .lift import check_given, is_traced, Lifted, owned_copy, Ran, Slot, Values
 
 
 _C = TypeVar("_C")
@@ -37,25 +31,14 @@ _X = TypeVar("_X")
 _Y = TypeVar("_Y")
 
 
-# --- The carry of a loop: the user's own, and the state that its functions reach.
-#
-# A module may be in the carry itself. JAX's carry is a value: the body gets a new one
-# at each step, and whatever was passed in as the first one is unchanged after the
-# loop. For a module, which is an object, that takes a copy in the body. (Otherwise
-# `self.cell` would change during the loop, and `scan(step, self.cell, xs)` would
-# write to it even if its result is thrown away.) So a module in the carry has a
-# stand-in; a new module comes back in the carry, and becomes state when the caller
-# assigns it.
-
-
-class Note(NamedTuple):
+class StepTrace(NamedTuple):
     """The facts about one trace of a step that are needed outside of it.
 
     They cannot be outputs of the step, since JAX fixes the treedef of those.
     """
 
     written: frozenset[Slot] = frozenset()
-    kept: frozenset[int] = frozenset()  # leaves of modules that came back unchanged
+    unchanged: frozenset[int] = frozenset()  # leaves of modules in the carry
     static: Any = None  # the rest of the output that is not arrays
 
 
@@ -66,14 +49,14 @@ class Step(NamedTuple):
     rest: Any
     written: Values
     sown: list[Sown]
-    note: Note
+    trace: StepTrace
 
 
 class Loop:
     """The arrays that a loop threads: its carry, state, and slices of modules.
 
-    - `init`: the first carry, with stand-ins for its modules; `originals` has what they
-        stand for.
+    - `init`: the first carry, with copies of its modules; `originals` has what they are
+        copies of, by index among the lifted modules.
     - `arrays`, `static`: its leaves, split; `before`, `treedef`: its leaves in order.
     - `state`: the state of all other modules, which is carried beside it.
     - `slices`: the leaves of the modules in `xs`, of which each step has a slice.
@@ -81,6 +64,7 @@ class Loop:
 
     def __init__(self, functions: Any, init: Any, xs: Any = None):
         check_not_shared(init)
+        check_given(init, xs)
         originals: dict[int, Any] = {}
 
         def carried(x: Any) -> Any:
@@ -94,26 +78,24 @@ class Loop:
         outside = closed_copy(self.init)
         self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
-        self.xs, self.stand_ins = stand_in(xs, [None for _ in jtu.tree_leaves(xs)])
-        self.lifted = Lifted(functions, self.init, self.xs, stand_ins=self.stand_ins)
-        check_given(xs)
-        roots = self.lifted.roots
-        index = {id(root.module): i for i, root in enumerate(roots)}
-        self.originals = {index[key]: x for key, x in originals.items()}
+        self.lifted = Lifted((functions, self.init), xs)
+        self.xs = self.lifted.arguments
+        roots = [*enumerate(self.lifted.roots)]
+        found = {i: originals.get(id(root.module)) for i, root in roots}
+        self.originals = {i: x for i, x in found.items() if x is not None}
         self.slices: Values = {
             (i, k): x
             for (i, k), x in self.lifted.values.items()
-            if roots[i].is_stand_in and is_array(x)
+            if self.lifted.roots[i].is_copy and is_array(x)
         }
-        # The state of a module in `xs` is in `slices`, that of a module in the carry is
-        # in the carry, and state that is reached twice is that of a stand-in.
         self.state: Values = {
             (i, k): x
             for (i, k), x in self.lifted.writable.items()
-            if not roots[i].is_stand_in and i not in self.originals
-            if (i, k) not in self.lifted.twice.others
+            if not self.lifted.roots[i].is_copy and i not in self.originals
         }
-        self._check_sliceable()
+        for slot, x in self.slices.items():
+            if jnp.ndim(x) == 0:
+                raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
 
     def split_xs(self) -> tuple[Any, Any]:
         """The arrays of `xs` to slice, and the rest, which includes owned modules."""
@@ -162,26 +144,18 @@ class Loop:
     ) -> Step:
         """Run a step on this carry; `unpack` finds the new one in the output of `f`."""
         given, values = self.enter(carry, slices)
-
-        def call() -> tuple[Any, list[Any]]:
-            # The originals are read inside of `run`, while they hold values of the
-            # trace: a body may return one of them in place of the stand-in that it
-            # wrote.
-            return f(given), [jtu.tree_leaves(x) for x in self.originals.values()]
-
-        ran = self.lifted.run(values, call)
-        out, outside = ran.out
-        new, rest = unpack(out)
-        originals = dict(zip(self.originals, outside, strict=True))
-        kept = self._check_returned(values, originals, new, ran.written)
+        ran = self.lifted.run(values, lambda: f(given))
+        new, rest = unpack(ran.out)
+        unchanged = self._check_returned(values, new, ran.written)
         arrays, static = eqx.partition(new, is_traced(new))
-        self._check_static(static)
+        if (name := difference_of_leaves(self.static, static)) is not None:
+            raise TypeError(_STATIC.format(name or "the carry"))
         state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
-        note = Note(frozenset(ran.written), kept)
-        return Step((arrays, state), rest, ran.written, ran.sown, note)
+        trace = StepTrace(frozenset(ran.written), unchanged)
+        return Step((arrays, state), rest, ran.written, ran.sown, trace)
 
     def _check_returned(
-        self, values: Values, outside: dict[int, list[Any]], carry: Any, written: Values
+        self, values: Values, carry: Any, written: Values
     ) -> frozenset[int]:
         """Check that what was written in a module of the carry is in the new carry.
 
@@ -190,78 +164,62 @@ class Loop:
         returned, treedef = jtu.tree_flatten(carry)
         if treedef != self.treedef:
             return frozenset()  # JAX raises an error for that
-        kept = set()
+        unchanged = set()
         position = 0
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if not is_owned(x):
                 position += 1
                 continue
             for i, k in self.lifted.slots(x):
-                new, before, original = returned[position], values[i, k], outside[i][k]
-                if (i, k) in written and (new is before or new is original):
-                    raise ValueError(_NOT_RETURNED.format(self.lifted.name((i, k))))
+                new, before = returned[position], values[i, k]
+                if (i, k) in written and new is not written[i, k]:
+                    if new is before or any(new is y for y in self._outside(i, values)):
+                        raise ValueError(_NOT_RETURNED.format(self.lifted.name((i, k))))
                 if new is before:
-                    kept.add(position)
+                    unchanged.add(position)
                 position += 1
-        return frozenset(kept)
+        return frozenset(unchanged)
 
-    def _check_static(self, static: Any) -> None:
-        if (name := difference_of_leaves(self.static, static)) is not None:
-            raise TypeError(_STATIC.format(name or "the carry"))
+    def _outside(self, i: int, values: Values) -> list[Any]:
+        """The leaves of the module outside that is in the carry as this copy.
+
+        A body may return that one instead of the copy: `return self.cell, y`.
+        """
+        original = self.originals[i]
+        if self.lifted.has(original):  # in the closure, with the values of the trace
+            return [values[slot] for slot in self.lifted.slots(original)]
+        return jtu.tree_leaves(original)
 
     def finish(
-        self, carry: tuple[Any, Values], notes: Sequence[Note], ran: Ran | None = None
+        self,
+        carry: tuple[Any, Values],
+        traces: Sequence[StepTrace],
+        sown: list[Sown],
+        slices: Values | None = None,
     ) -> Any:
         """Commit what the loop has written, and return the last carry.
 
-        - `notes`: one for each time that the step was traced.
-        - `ran`: the other outputs of the loop.
+        - `traces`: one for each time that the step was traced.
+        - `sown`, `slices`: what the loop returns besides: the new leaves of `xs`.
         """
         arrays, state = carry
-        positions = frozenset().union(*(note.written for note in notes))
+        positions = frozenset().union(*(trace.written for trace in traces))
         written = {slot: x for slot, x in state.items() if slot in positions}
-        slices, sown = ({}, [{} for _ in self.lifted.scopes])
-        if ran is not None:
-            slices, sown = ran.written, ran.sown
-        self.lifted.commit(Ran(None, {**written, **slices}, sown))
-        # Why `kept`? JAX returns new arrays for the whole carry, also for the
-        # parameters of a module, which no step changes. Assigning that module,
-        # `self.cell = cell`, would count as a write to its parameters, which a scope
-        # for state refuses: writes are compared by identity. So leaves that were
-        # unchanged in the trace are the caller's own arrays again. (The last trace
-        # counts. JAX may trace a step several times until the types of the carry
-        # settle.)
-        # Several notes if the step was traced anew, or runs without a trace.
-        kept = frozenset.intersection(*(note.kept for note in notes or [Note()]))
+        self.lifted.commit(Ran(None, {**written, **(slices or {})}, sown))
+        # JAX returns new arrays for the whole carry, also for the parameters of a
+        # module, which no step changes. Assigning that module, `self.cell = cell`,
+        # would count as a write to its parameters, which a scope for state refuses:
+        # writes are compared by identity. So leaves that were unchanged in each trace
+        # are the caller's own arrays again.
+        each = [trace.unchanged for trace in traces]
+        unchanged = frozenset.intersection(*each) if each else frozenset()
         after = jtu.tree_leaves(eqx.combine(arrays, self.static))
-        new = (self.before[k] if k in kept else x for k, x in enumerate(after))
+        new = (self.before[k] if k in unchanged else x for k, x in enumerate(after))
 
         def put(x: Any) -> Any:
             return owned_copy(x, new) if is_owned(x) else next(new)
 
         return jtu.tree_map(put, self.init, is_leaf=is_owned)
-
-    def _check_sliceable(self) -> None:
-        for slot, x in self.slices.items():
-            if jnp.ndim(x) == 0:
-                raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
-
-
-_STATIC: Final = """The body of a loop returned another value at `{}`, which is not an \
-array. From step to step only arrays can change: make it one, or return it as it was."""
-
-_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the body \
-returned a carry without it, so the write would be lost. Return the module \
-that the body was given:
-
-    def body(cell, x):
-        y = cell(x)
-        return cell, y"""
-
-_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
-stack of layers has one in each of its arrays, also in its state and keys. To run \
-layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
-`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
 
 @boundary
@@ -283,8 +241,7 @@ def scan(
     not change until the new one is assigned: `self.cell, ys = es.scan(step, self.cell,
     xs)`.
 
-    If `f` also reaches a stack in `xs` through its closure, it sees the whole stack
-    there.
+    If `f` also closes over a stack in `xs`, it sees the whole stack there, as it was.
 
     Outside `jit`, a loop traces its function at each call. Put the whole computation in
     [`es.jit`][eqx_state.jit] to trace it once.
@@ -305,7 +262,7 @@ def scan(
 
     - `ValueError`: a written state changed its shape or dtype, or is not an array; a
         module of the carry was written and not returned; the state of a module in `xs`
-        was written, and was also read or written through the closure.
+        was written, and was also written through the closure.
     - `TypeError`: the carry changed its structure, shape or dtype.
 
     !!! example
@@ -332,10 +289,10 @@ def scan(
     """
     loop = Loop(f, init, xs)
     if loop.lifted.is_initializing:
-        _initialize(loop, f, init, -1 if reverse else 0)
+        _initialize(f, init, xs, -1 if reverse else 0)
         loop = Loop(f, init, xs)
     arrays, rest = loop.split_xs()
-    notes: list[Note] = []
+    traces: list[StepTrace] = []
 
     def run(carry: Any, x: Any) -> Step:
         x, slices = x
@@ -346,7 +303,7 @@ def scan(
         after, slices = run(carry, x), x[1]
         pair, y = after.rest
         y, static = eqx.partition(y, is_traced(y))
-        notes.append(after.note._replace(static=(pair, static)))
+        traces.append(after.trace._replace(static=(pair, static)))
         written = {slot: x for slot, x in after.written.items() if slot in slices}
         return after.carry, (y, written, after.sown)
 
@@ -360,8 +317,8 @@ def scan(
         unroll=unroll,
         _split_transpose=_split_transpose,
     )
-    pair, static = notes[-1].static
-    last = loop.finish(carry, notes, Ran(None, written, sown))
+    pair, static = traces[-1].static
+    last = loop.finish(carry, traces, sown, written)
     return jtu.tree_unflatten(pair, (last, eqx.combine(ys, static)))
 
 
@@ -370,28 +327,30 @@ def _slice_of(x: Any, i: int = 0) -> Any:
     return x[i] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
 
 
-def _initialize(loop: Loop, f: Any, init: Any, first: int) -> None:
+def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     """Run one step outside of the loop, which makes everything that is missing."""
-    # The modules in `init` have no stand-ins here: the first step has to initialize
-    # them, and not copies.
-    lifted = Lifted(f, init, loop.xs, stand_ins=loop.stand_ins)
-    stacked = {i for i, root in enumerate(lifted.roots) if root.is_stand_in}
-
-    slice_of = ft.partial(_slice_of, i=first)
+    # The modules in `init` are no copies here: the step has to initialize themselves.
+    lifted = Lifted((f, init), xs)
     values = {
-        (i, k): slice_of(x) if i in stacked and is_array(x) else x
+        (i, k): _slice_of(x, first) if lifted.roots[i].is_copy and is_array(x) else x
         for (i, k), x in lifted.values.items()
     }
-    arrays, rest = loop.split_xs()
-    x = eqx.combine(jtu.tree_map(slice_of, arrays), rest, is_leaf=is_owned)
+    arrays, rest = eqx.partition(
+        lifted.arguments, is_traced(lifted.arguments), is_leaf=is_owned
+    )
+    arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
+    x = eqx.combine(arrays, rest, is_leaf=is_owned)
+    before = [jtu.tree_structure(root.original) for root in lifted.roots]
     ran = lifted.run(values, lambda: f(init, x))
-    for (i, _), new in ran.news().items():
-        if i in stacked:
-            raise ValueError(MADE_ONCE.format(new.name, "step of `es.scan`"))
+    for root, structure in zip(lifted.roots, before, strict=True):
+        if root.is_copy and jtu.tree_structure(root.original) != structure:
+            raise ValueError(_CREATED_IN_SLICE.format(type(root.original).__qualname__))
     # The writes to a slice are dropped. The loop runs this step again, and writes the
     # whole stack.
-    written = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}
-    lifted.commit(ran._replace(written=written))
+    state = {
+        (i, k): x for (i, k), x in ran.written.items() if not lifted.roots[i].is_copy
+    }
+    lifted.commit(ran._replace(written=state))
 
 
 def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
@@ -455,13 +414,13 @@ def while_loop(
     if loop.lifted.is_initializing:
         body_fun(init_val)
         loop = Loop((cond_fun, body_fun), init_val)
-    notes: list[Note] = []
+    traces: list[StepTrace] = []
     final = jax.lax.while_loop(
         lambda carry: _go_on(loop, carry, cond_fun),
-        lambda carry: _only_carry(loop.step(carry, body_fun), notes),
+        lambda carry: _only_carry(loop.step(carry, body_fun), traces),
         loop.first(lambda carry: loop.step(carry, body_fun).carry),
     )
-    return loop.finish(final, notes)
+    return loop.finish(final, traces, _nothing_sown(loop))
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
@@ -474,10 +433,10 @@ def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
     return ran.out
 
 
-def _only_carry(step: Step, notes: list[Note]) -> Any:
+def _only_carry(step: Step, traces: list[StepTrace]) -> Any:
     """The carry of a step, out of which JAX takes nothing else."""
     _check_not_sown(step.sown)
-    notes.append(step.note)
+    traces.append(step.trace)
     return step.carry
 
 
@@ -486,20 +445,8 @@ def _check_not_sown(sown: list[Sown]) -> None:
         raise ValueError(in_words(key, _SOWN, _CALLED))
 
 
-_NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
-one returned `{}`. Where there is nothing to return besides: `return carry, None`."""
-
-_COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
-whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
-what `cond_fun` has to know."""
-
-_SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
-which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \
-value into the carry, and sow it after the loop."""
-
-_CALLED: Final = """The output of `{}` was captured in a step of `es.while_loop` or \
-`es.fori_loop`, of which only the last carry comes out. `es.scan` stacks the outputs \
-of its steps; or leave the module out of `outputs`."""
+def _nothing_sown(loop: Loop) -> list[Sown]:
+    return [Sown() for _ in loop.lifted.scopes]
 
 
 @boundary
@@ -550,14 +497,53 @@ def fori_loop(
     if loop.lifted.is_initializing:
         body_fun(lower, init_val)
         loop = Loop(body_fun, init_val)
-    notes: list[Note] = []
+    traces: list[StepTrace] = []
 
     def run(i: Any, carry: Any) -> Step:
         return loop.step(carry, lambda carry: body_fun(i, carry))
 
     def body(i: Any, carry: Any) -> Any:
-        return _only_carry(run(i, carry), notes)
+        return _only_carry(run(i, carry), traces)
 
     carry = loop.first(lambda carry: run(lower, carry).carry)
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
-    return loop.finish(final, notes)
+    return loop.finish(final, traces, _nothing_sown(loop))
+
+
+_STATIC: Final = """The body of a loop returned a different value at `{}`, which is \
+not an array. Only arrays can change from step to step. Make it an array, or return it \
+unchanged."""
+
+_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the body \
+returned a carry without it, so the write would be lost. Return the module \
+that the body was given:
+
+    def body(cell, x):
+        y = cell(x)
+        return cell, y"""
+
+_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
+stack of layers has one in each of its arrays, also in its state and keys. To run \
+layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
+`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
+
+_CREATED_IN_SLICE: Final = """`init` made something in a `{}` in `xs` of `es.scan`. It \
+is one slice of a stack, and each needs arrays of its own. Map the whole `init`:
+
+    keys = jax.random.split(key, n)
+    layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""
+
+_NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
+one returned `{}`. Where there is nothing to return besides: `return carry, None`."""
+
+_COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
+whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
+what `cond_fun` has to know."""
+
+_SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
+which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \
+value into the carry, and sow it after the loop."""
+
+_CALLED: Final = """The output of `{}` was captured in a step of `es.while_loop` or \
+`es.fori_loop`, of which only the last carry comes out. `es.scan` stacks the outputs \
+of its steps; or leave the module out of `outputs`."""

@@ -5,10 +5,8 @@ carries along, or arguments. `thread` runs the call on a private copy of that mo
 which is the life of a scope from start to end.
 """
 
-import dataclasses
 import functools as ft
 import operator
-import traceback
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, NamedTuple, overload, ParamSpec, TypeVar
@@ -18,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._compat import unbound_axis
 from .._errors import show
 from .._kinds.kinds import is_kind, State
 from .._state.collect import enter, given_back, leave, Snapshot
 from .._state.init import check_initialized, check_none_missing
 from .._state.scope import Kinds, Scope
-from .._state.write import explain, ModelCall
 from .._tree.base import is_eqx_module
 from .._tree.filters import written
 from .._tree.observe import unmarked
@@ -139,12 +135,11 @@ def thread(
     model: Any,
     scope: Scope,
     run: Callable[[Any], Any],
-    call: ModelCall | None = None,
     cast: Cast | None = None,
 ) -> tuple[Any, Any]:
     """Run on a private copy of the model. Returns the output, and the new model.
 
-    `call` is the user's call, as errors describe it. `cast`: the dtypes in the call.
+    `cast`: the dtypes of the private copy.
     """
     with scope:
         given = inside = Snapshot.of_model(model)
@@ -156,17 +151,10 @@ def thread(
             scope.observer.check(owned.tree)
         try:
             out = run(owned.tree)
-        except dataclasses.FrozenInstanceError as error:
-            explain(error, call)
-            raise
         except AttributeError as error:
             if (message := _state_message(error, visits)) is None:
                 raise
             raise TypeError(message) from error
-        except NameError as error:
-            if (axis := unbound_axis(error)) is None:
-                raise
-            raise NameError(_axis_message(axis, error, visits)) from error
         out, (after,) = leave(out, [owned])
     new = given_back(inside, owned, after)
     if scope.observer is not None:
@@ -186,20 +174,6 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
     name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
     layer = getattr(owner, "__name__", "layer")
     return _NO_STATE.format(name or "the model", layer)
-
-
-def _axis_message(axis: str, error: NameError, visits: list[Visit]) -> str:
-    """The message for a collective over an axis that no transform has bound.
-
-    It names the innermost module of the model that was called.
-    """
-    modules = {id(v.node): v for v in visits if is_eqx_module(v.node)}
-    who = "The function"
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-        if (visit := modules.get(id(first))) is not None:
-            who = f"`{visit.name or 'the model'}`, a `{type(first).__qualname__}`,"
-    return _NO_AXIS.format(who, axis)
 
 
 Lens = tuple[Any, Callable[[Any], Any]]
@@ -270,29 +244,28 @@ def target(
     kwargs: dict[str, Any],
     argnums: Argnums,
     what: str,
-) -> ModelCall:
-    """The call `f(*args, **kwargs)` as a function of the model to thread."""
-    model, put = carried(f) or (None, None)
+) -> tuple[Any, Callable[[Any], Any]]:
+    """The model that `f(*args, **kwargs)` threads, and the call as a function of it."""
     if argnums is None:
-        if put is not None:
-            run = lambda m: put(m)(*args, **kwargs)  # noqa: E731
-            return ModelCall(what, f, args, kwargs, None, None, model, run)
+        if (lens := carried(f)) is not None:
+            model, put = lens
+            return model, lambda model: put(model)(*args, **kwargs)
         if not args:
             name = getattr(f, "__name__", "f")
             raise TypeError(_NO_MODEL.format(what, name))
         argnums = 0
     positions = _positions(f, args, argnums, what)
+    is_one = not isinstance(argnums, tuple)
 
-    def run_with(models: Any) -> Any:
-        new = models if isinstance(argnums, tuple) else (models,)
+    def run(models: Any) -> Any:
         filled = list(args)
+        new = (models,) if is_one else models
         for i, model in zip(positions, new, strict=True):
             filled[i] = model
         return f(*filled, **kwargs)
 
     models = tuple(args[i] for i in positions)
-    given = models if isinstance(argnums, tuple) else models[0]
-    return ModelCall(what, f, args, kwargs, positions, model, given, run_with)
+    return models[0] if is_one else models, run
 
 
 def as_kinds(kinds: Any, what: str) -> Kinds:
@@ -310,15 +283,6 @@ part of the model, which `es.mutable` threads:
 
     eqx.nn.Sequential([..., {1}(...)])                    # wrong
     eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])    # right"""
-
-_NO_AXIS: Final = """{0} reduces over an axis called `{1}`, and no transform around it \
-has named one so. Name it where the model is mapped:
-
-    es.mutable(es.vmap(model))(xs)                     # wrong
-    es.mutable(es.vmap(model, axis_name="{1}"))(xs)    # right
-
-For an axis of devices, call the model in an `es.shard_map` over a mesh with that \
-axis."""
 
 _ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
 argument, an integer, or a tuple of them."""
@@ -346,8 +310,8 @@ class _Mutable(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
-        call = target(self.f, args, kwargs, self.argnums, "es.mutable")
-        return thread(call.model, Scope(self.kinds), call.run, call, self.cast)
+        model, run = target(self.f, args, kwargs, self.argnums, "es.mutable")
+        return thread(model, Scope(self.kinds), run, self.cast)
 
 
 class _Threaded(Generic[_M_co, _F_co]):

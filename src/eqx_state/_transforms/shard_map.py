@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._compat import Infer, is_collective_over_lanes, vary, varying_axes
 from .._tree.keys import next_keys, num_key_axes, split_key
 from .._tree.rules import check_rules
-from .axes import ARGUMENTS, FUNCTION, Manner, Reached, SPLIT
-from .lift import is_traced, MADE_ONCE, Ran, Slot, Static, Values
+from .axes import ARGUMENTS, Manner, Reached, SPLIT
+from .lift import is_traced, Ran, Slot, Static, Values
 from .transform import Transform, wrap
 
 
@@ -115,11 +115,11 @@ class _Shards(Reached):
         """Run one device's part."""
         for slot, axis in self.split.items():
             inputs = {**inputs, slot: lax.squeeze(inputs[slot], (axis,))}
-        ran = self.call(inputs, any(where == FUNCTION for where, _ in inputs))
+        ran = self.call(inputs)
         written, drawn = self._sort(ran)
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         sown = jtu.tree_map(lambda x: self._stacked(x, 0), ran.sown)
-        return out, written, ran.made, sown, Static((static, drawn))
+        return out, written, sown, Static((static, drawn))
 
     def _sort(self, ran: Ran) -> tuple[list[Values], list[Slot]]:
         """The writes by group, and the keys that were drawn from."""
@@ -138,11 +138,6 @@ class _Shards(Reached):
                 raise ValueError(_UNCHECKED.format(name, name.rpartition(".")[2]))
             named.append((self.name(slot), x, spec))
             groups[self.groups.index(spec)][slot] = x
-        made = {} if ran.made is None else ran.made.arrays
-        for slot, new in ran.news().items():
-            if self.axis_of_new(slot[0], new) not in (_UNSAID, None, PartitionSpec()):
-                raise ValueError(MADE_ONCE.format(new.name, "device of `es.shard_map`"))
-            named.append((new.name, made[slot], PartitionSpec()))
         names = [
             f"`{name}`"
             for name, x, spec in named
@@ -198,7 +193,6 @@ class _ShardMap(Transform):
             out_specs=(
                 self.out_specs,
                 shards.groups,
-                PartitionSpec(),
                 stacked,
                 PartitionSpec(),
             ),
@@ -206,7 +200,7 @@ class _ShardMap(Transform):
             check_vma=self.check_vma,
         )
         try:
-            out, groups, made, sown, kept = mapped(shards.inputs)
+            out, groups, sown, kept = mapped(shards.inputs)
         except (AssertionError, KeyError, ValueError) as error:
             if self.check_vma and is_collective_over_lanes(error):
                 raise ValueError(_OVER_LANES) from error
@@ -218,7 +212,7 @@ class _ShardMap(Transform):
                 x = lax.index_in_dim(written[slot], 0, axis, keepdims=False)
                 written[slot] = x
         written |= {slot: shards.advanced[slot] for slot in drawn}
-        shards.lifted.commit(Ran(None, written, sown, made))
+        shards.lifted.commit(Ran(None, written, sown))
         return eqx.combine(out, static)
 
     def used_mesh(self) -> Any:

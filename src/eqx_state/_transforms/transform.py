@@ -5,6 +5,7 @@ see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 """
 
 import functools as ft
+import inspect
 from collections.abc import Callable
 from typing import Any, cast, ClassVar, Final, TYPE_CHECKING, TypeVar
 
@@ -13,6 +14,7 @@ import jax.tree_util as jtu
 
 from .._compat import boundary
 from .._tree.base import is_eqx_module
+from .._typing import KeyPath
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -117,6 +119,41 @@ def _method_of(cls: type) -> str:
     """The name of a method to suggest if a module of this class cannot be called."""
     own = [name for name in vars(cls) if not name.startswith("_")]
     return next((name for name in own if callable(getattr(cls, name))), "method")
+
+
+def why_not_called(f: Any, *args: Any) -> str | None:
+    """Why `f` cannot be called with these arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # it has none
+        return None
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def positional_names(f: Any) -> list[str]:
+    """The names of the positional parameters of `f`, if it has a signature."""
+    while isinstance(f, Transform):
+        f = f.f
+    if isinstance(f, eqx.Partial):  # into which `inspect` does not look
+        f = ft.partial(f.func, *f.args, **f.keywords)
+    try:
+        found = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    last = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
+    return [p.name for p in found if p.kind <= last]
+
+
+def argument_name(argument: int | str, below: KeyPath, names: list[str]) -> str:
+    """A leaf of an argument, given by position or by name, as `model.layers[0].w`."""
+    if isinstance(argument, int):
+        is_named = argument < len(names)
+        argument = names[argument] if is_named else f"args[{argument}]"
+    return f"{argument}{jtu.keystr(below)}"
 
 
 _NOT_CALLABLE: Final = """A `{0}` cannot be called: its class has no `__call__`. \

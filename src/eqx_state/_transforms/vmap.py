@@ -16,8 +16,8 @@ import jax.random as jr
 from .._compat import is_mapped, spread_like
 from .._tree.keys import next_keys, num_key_axes, split_key
 from .._tree.rules import check_rules
-from .axes import FUNCTION, Manner, Reached, SPLIT
-from .lift import is_traced, MADE_ONCE, Ran, Slot, Static, Values
+from .axes import Manner, Reached, SPLIT
+from .lift import is_traced, Ran, Slot, Static, Values
 from .transform import Transform, wrap
 
 
@@ -107,12 +107,11 @@ class _Lanes(Reached):
 
     def run(self, inputs: Values) -> tuple[Any, ...]:
         """Run one lane. Returns its output, and the shared and its own new values."""
-        is_copied = any(where == FUNCTION for where, _ in self.mapped)
-        ran = self.call(inputs, is_copied)
+        ran = self.call(inputs)
         shared, own = self._sort(ran)
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         kept = Static((static, list(ran.written)))
-        return out, (shared, ran.made), (own, ran.sown), kept
+        return out, shared, (own, ran.sown), kept
 
     def _sort(self, ran: Ran) -> tuple[Values, Values]:
         """Split the writes of a lane into shared values, and values of its own."""
@@ -127,11 +126,6 @@ class _Lanes(Reached):
                 # differs in each lane, and `self.advanced` replaces it.
                 shared[slot] = x
         named = [(self.name(slot), x) for slot, x in shared.items()]
-        made = {} if ran.made is None else ran.made.arrays
-        for slot, new in ran.news().items():
-            if isinstance(self.axis_of_new(slot[0], new), int):
-                raise ValueError(MADE_ONCE.format(new.name, "lane of `es.vmap`"))
-            named.append((new.name, made[slot]))
         if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
             raise ValueError(_NOT_REDUCED.format(", ".join(names)))
         return shared, own
@@ -157,7 +151,7 @@ class _Vmap(Transform):
             spmd_axis_name=self.spmd_axis_name,
         )
         try:
-            out, (shared, made), (own, sown), kept = mapped(lanes.inputs)
+            out, shared, (own, sown), kept = mapped(lanes.inputs)
         except ValueError:
             lanes.check_spread()
             raise
@@ -165,7 +159,7 @@ class _Vmap(Transform):
         moved = {slot: jnp.moveaxis(x, 0, lanes.axes[slot]) for slot, x in own.items()}
         new = {**lanes.advanced, **shared, **moved}
         state = {slot: new[slot] for slot in written}
-        lanes.lifted.commit(Ran(None, state, sown, made))
+        lanes.lifted.commit(Ran(None, state, sown))
         return eqx.combine(out, static)
 
 

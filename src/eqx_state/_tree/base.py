@@ -212,10 +212,6 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
             value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
-            if OPEN_SCOPES and name[:2] != "__":
-                place = get_place(self)
-                if place is not None and place.thread is not None:
-                    place.note_read(name)
             return value
 
     def module_init(self, key: Any) -> None:

@@ -17,8 +17,8 @@ from .._interop import takes_key
 from .._state.init import check_initialized, init, Initializer, missing
 from .._state.module import Module
 from .._transforms.checkpoint import checkpoint as remat
-from .._transforms.lift import why_not_called
 from .._transforms.loops import scan
+from .._transforms.transform import why_not_called
 from .._tree.compare import check_not_shared, difference, same
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import is_sliceable, layer_of
