@@ -10,6 +10,7 @@ import sys
 import types
 from typing import Any
 
+import jax
 from sybil import Document, Example, Sybil
 from sybil.document import PythonDocStringDocument
 from sybil.example import NotEvaluated
@@ -25,6 +26,11 @@ import eqx_state  # noqa: F401
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+
+# Tests compile much and run little: without most of XLA's optimizations the suite takes
+# three quarters of the time. The processes that tests start read the environment.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+jax.config.update("jax_disable_most_optimizations", True)
 
 ALIASES = (
     "import equinox as eqx, eqx_state as es, jax, jax.numpy as jnp, jax.random as jr"
