@@ -233,7 +233,7 @@ def test_moments_and_averages_follow_their_parameters(rules, with_model):
     tree = followers | ({"model": model} if with_model else {})
     of_model, of_tree = specs(model, rules), specs(tree, rules)
     for part in es.parts(es.filter(model, es.Parameter)):
-        copies = [f"['ema'].sums.{part.name}"]
+        copies = [f"['ema'].means.{part.name}"]
         copies += [f"['optimizer'].opt_state[0].{m}.{part.name}" for m in ("mu", "nu")]
         for name in copies:
             assert of_tree[name] == of_model[part.name]
@@ -314,12 +314,13 @@ def test_unconstrained_axes_need_a_mesh_whose_axes_are_auto(block, explicit, mes
     assert specs(block, rules, mesh)["up"] == P(P.UNCONSTRAINED, "data")
     alone = specs(jnp.ones(3), {...: P(P.UNCONSTRAINED)}, mesh)
     assert alone == {"": P(P.UNCONSTRAINED)}
-    with pytest.raises(ValueError, match=r"axis 0 \(`mlp`\) of `up` is `UNCONSTR") as e:
+    with pytest.raises(ValueError, match=r"`up`, .*UNCONSTRAINED.*Explicit"):
         es.sharding(block, explicit, rules | {"mlp": "model"})
-    assert "type `Explicit`" in str(e.value)
 
 
 # --- What cannot be done --------------------------------------------------------------
+
+UP = r"`up`, of shape \(16, 8\) and with axes `mlp embed`, cannot be split"
 
 
 @pytest.mark.parametrize(
@@ -331,32 +332,15 @@ def test_unconstrained_axes_need_a_mesh_whose_axes_are_auto(block, explicit, mes
         ),
         ({es.path_matches("pu"): P()}, r"path_matches\('pu'\)` matches no array"),
         # A mesh axis that does not exist.
-        (
-            {"mlp": "modle"},
-            r"axis 0 \(`mlp`\) of `up` .*`modle`.* not have. .*`model` \(2\)",
-        ),
-        ({"mlp": ("data", "x")}, r"axis 0 \(`mlp`\) of `up` is to be split over `x`"),
-        ({es.Parameter: P(None, "x")}, r"axis 1 \(`embed`\) of `up` is to be split"),
-        ({es.OptState: P("x")}, r"`es.OptState` is to be split over `x`"),
-        # Equal parts.
-        ({es.BatchStat: P(("data", "model", "pipe"))}, r"over `pipe`, which the mesh"),
+        ({"mlp": "modle"}, rf"{UP}.*modle.*not found in mesh: \('data', 'model'\)"),
+        ({"mlp": ("data", "x")}, rf"{UP}.*axis: x .* not found"),
+        ({es.OptState: P("x")}, r"P\('x',?\) is not found in mesh"),
         # One mesh axis twice.
-        (
-            {"mlp": "model", "embed": "model"},
-            r"`up` would use the mesh axis `model` twice, for axis 0 \(`mlp`\) and for "
-            r"axis 1 \(`embed`\)",
-        ),
-        ({"mlp": ("data", "data")}, r"`up` would use the mesh axis `data` twice"),
-        (
-            {es.path_matches("up"): P("data", "data")},
-            r"axis 0 \(`mlp`\) and for axis 1",
-        ),
+        ({"mlp": "model", "embed": "model"}, rf"{UP}.*duplicate entries for `model`"),
+        ({"mlp": ("data", "data")}, rf"{UP}.*duplicate entries for `data`"),
         # More entries than axes.
-        (
-            {es.Parameter: P("data", None)},
-            r"`down.bias` gets `P.*\('data', None\)`, which has 2 entries, .* \(8,\)",
-        ),
-        ({...: P("data")}, r"`key` gets .* which has 1 entries, and its shape is \(\)"),
+        ({es.Parameter: P("data", None)}, r"`down.bias`, .* \(8,\).* has 2 entries"),
+        ({...: P("data")}, r"`key`, of shape \(\) .* has 1 entries"),
     ],
     ids=str,
 )
@@ -369,32 +353,24 @@ def test_rules_that_cannot_be_followed(rules, message, block, mesh):
 def test_rules_that_cannot_be_followed_in_a_tree_without_names():
     with pytest.raises(ValueError, match=r"`mlp`. The names are: none. They come"):
         es.sharding([jnp.zeros(2)], ABSTRACT, {"mlp": "model"})
-    with pytest.raises(ValueError, match=r"`es.sharding`: the array gets"):
+    with pytest.raises(ValueError, match=r"`es.sharding`: the array, of shape"):
         es.sharding(jnp.zeros(()), ABSTRACT, {...: P("data")})
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (
-            {"mlp": "model"},
-            r"axis 0 \(`mlp`\) of `up` has size 6, .*`model`, which is 4",
-        ),
-        (
-            {"mlp": ("data", "model")},
-            r"axis 0 \(`mlp`\) of `up` has size 6, .*`data` and `model`, which is 12",
-        ),
-        (
-            {es.path_matches("up"): P(None, "data")},
-            r"axis 1 \(`embed`\) of `up` has size 8, .* is 3",
-        ),
+        ({"mlp": "model"}, "array axis 0 is partitioned 4 times, .* size is 6"),
+        ({"mlp": ("data", "model")}, "axis 0 is partitioned 12 times"),
+        ({es.path_matches("up"): P(None, "data")}, "axis 1 is partitioned 3 times"),
     ],
     ids=["name", "tuple", "spec"],
 )
 def test_an_axis_that_cannot_be_split_into_equal_parts(rules, message, block):
     mesh = AbstractMesh((3, 4), ("data", "model"))
     uneven = block.replace(up=block.up[:6], down=None, mean=block.mean[:12])
-    with pytest.raises(ValueError, match=message):
+    match = rf"`up`, of shape \(6, 8\) and with axes `mlp embed`.*{message}"
+    with pytest.raises(ValueError, match=match):
         es.sharding(uneven, mesh, rules)
 
 
@@ -403,27 +379,18 @@ def test_two_axes_of_one_name():
         weight: es.Parameter[Float[Array, "embed embed"]]
 
     square = Square(jnp.zeros((8, 8)))
-    with pytest.raises(ValueError, match=r"`weight` would .* Two axes of one name"):
+    with pytest.raises(ValueError, match=r"`weight`, .*`model`.* a rule of its own"):
         es.sharding(square, ABSTRACT, {"embed": "model"})
     by_path = {es.path_matches("weight"): P("model", None), "embed": "model"}
     assert specs(square, by_path) == {"weight": P("model", None)}
 
 
-def test_a_mesh_that_is_too_small_is_refused_by_size(block):
-    with pytest.raises(ValueError, match=r"axis 0 \(`mlp`\) of `up` has size 16"):
-        es.sharding(block, AbstractMesh((32,), ("model",)), {"mlp": "model"})
-
-
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"mlp": P("model")}, r"the rule `'mlp': .*P.*` is for axes of that name"),
-        ({"mlp": 0}, r"the rule `'mlp': 0` is for axes of that name"),
-        ({"mlp": ["model"]}, r"a mesh axis, a tuple of mesh axes or `None`"),
-        ({"mlp": ("model", None)}, r"a mesh axis, a tuple of mesh axes or `None`"),
-        ({es.Parameter: "model"}, r"the rule `es.Parameter: 'model'` is for whole"),
-        ({es.Parameter: None}, r"leads to a `jax.sharding.PartitionSpec`"),
-        ({...: ("model",)}, r"the rule `\.\.\.: \('model',\)` is for whole arrays"),
+        ({"mlp": P("model")}, r"the rule `'mlp': P\(.*`. The name of an axis leads to"),
+        ({es.Parameter: "model"}, r"`es.Parameter: 'model'`.*PartitionSpec` for arr"),
+        ({...: ("model",)}, r"the rule `\.\.\.: \('model',\)`"),
         ({0: P()}, r"`es.sharding`: the key `0` is not a kind"),
         ([("mlp", "model")], r"`es.sharding`: rules are a mapping"),
     ],
@@ -432,11 +399,6 @@ def test_a_mesh_that_is_too_small_is_refused_by_size(block):
 def test_rules_of_another_type(rules, message, block):
     with pytest.raises(TypeError, match=message):
         es.sharding(block, ABSTRACT, rules)
-
-
-def test_a_mesh_of_another_type(block):
-    with pytest.raises(TypeError, match=r"the mesh is a `list`. Give a `jax.sharding"):
-        es.sharding(block, jax.devices(), {})  # pyright: ignore[reportArgumentType]
 
 
 def test_an_annotation_that_does_not_fit_is_an_error_here_too(block):

@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 from catalogue_entry import program
@@ -85,8 +84,8 @@ def _(case):
 
 @program(
     "misspell a mesh axis: `{'mlp': 'modle'}`",
-    "axis 0 (`mlp`) of `up`",
-    "`data` (4), `model` (2)",
+    "`up`",
+    "axes `mlp embed`",
 )
 def _(case):
     refused(case, {"mlp": "modle"})
@@ -94,7 +93,7 @@ def _(case):
 
 @program(
     "split an axis over devices that do not divide its size",
-    "axis 0 (`mlp`) of `up` has size 8",
+    "`up`, of shape (8, 4) and with axes `mlp embed`",
 )
 def _(case):
     refused(case, {"mlp": "model"}, AbstractMesh((3,), ("model",)))
@@ -103,8 +102,7 @@ def _(case):
 @program(
     "split two axes of an array over one mesh axis",
     "`up`",
-    "axis 0 (`mlp`)",
-    "axis 1 (`embed`)",
+    "axes `mlp embed`",
 )
 def _(case):
     refused(case, {"mlp": "model", "embed": "model"})
@@ -112,7 +110,7 @@ def _(case):
 
 @program(
     "split all parameters by a spec that only the matrices have axes for",
-    "`down.bias` gets",
+    "`down.bias`, of shape",
 )
 def _(case):
     refused(case, {es.Parameter: P("data", "model")})
@@ -126,11 +124,6 @@ def _(case):
 @program("give a kind the name of a mesh axis: `{es.Parameter: 'model'}`")
 def _(case):
     refused(case, {es.Parameter: "model"})
-
-
-@program("pass devices in place of a mesh")
-def _(case):
-    refused(case, {}, jax.devices())
 
 
 @program("give a rule for a kind that no array has")

@@ -136,10 +136,9 @@ def test_a_kind_means_the_parameter_but_opt_state_means_the_moments():
         {"w": jnp.ones(2), "b": jnp.ones(2)},
         [jnp.ones(2), jnp.ones(2)],
         (jnp.ones(2), {"b": jnp.ones(2)}),
-        optax.EmptyState(),
         jnp.ones(2),
     ],
-    ids=["dict", "list", "tuple", "nothing", "array"],
+    ids=["dict", "list", "tuple", "array"],
 )
 def test_plain_pytrees(model):
     optimizer = es.Optimizer(optax.chain(optax.trace(0.9), optax.adam(0.1))).init(model)
@@ -166,13 +165,13 @@ def test_the_moments_of_lookahead_belong_to_the_model():
 def test_an_average_follows_the_model():
     tree = net(), es.Ema(0.9).init(net())
     got = values(tree, {es.under(lambda t: t[0].head): "head", es.Parameter: "p"})
-    assert got["[1].sums.head.weight"] == "head"
-    assert got["[1].sums.body.layers[0].weight"] == "p"
-    assert got["[1].sums.calls"] == got["[1].step"] == "none"
+    assert got["[1].means.head.weight"] == "head"
+    assert got["[1].means.body.layers[0].weight"] == "p"
+    assert got["[1].rest.calls"] == got["[1].step"] == "none"
     alone = values(tree[1], {HEAD: "head", es.Parameter: "p", ...: "rest"})
-    assert alone["sums.head.weight"] == "head"
-    assert alone["sums.count"] == "p"
-    assert alone["sums.calls"] == alone["weight"] == "rest"
+    assert alone["means.head.weight"] == "head"
+    assert alone["means.count"] == "p"
+    assert alone["rest.calls"] == alone["weight"] == "rest"
     assert values(es.Ema(0.9), {...: 0}) == {}
 
 

@@ -6,12 +6,12 @@ import jax.tree_util as jtu
 import optax
 
 from .._compat import Dims
-from .._kinds.kinds import Axes, OptState
+from .._kinds.kinds import OptState
 from .._typing import KeyPath, PyTree
 from .base import Placeholder
 from .compare import is_hole
 from .context import AxesAbove
-from .rules import followed, followed_parameters
+from .rules import followed, followed_models
 from .walk import is_array, name_of, Visit, walk
 
 
@@ -95,9 +95,7 @@ def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
             continue
         at = parameters.get(visit.path)
         source = visit if at is None else at.parameter
-        names = _names_of(source)
-        if names is None and strict and not _is_opt_state(visit):
-            raise ValueError(_too_few(source))
+        names = _names_of(source, strict and not _is_opt_state(visit))
         is_alike = source.node.shape == visit.node.shape
         unnamed = (None,) * len(visit.node.shape)
         own, others = (names, None) if is_alike else (None, names or ())
@@ -107,31 +105,35 @@ def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
 
 def followed_leaves(tree: PyTree) -> list[NamedLeaf]:
     """The same for the parameters that followers in `tree` were made for."""
-    return [NamedLeaf(x, _names_of(x), None) for x in followed_parameters(tree)]
+    return [leaf for model in followed_models(tree) for leaf in named_leaves(model)]
 
 
-def _names_of(visit: Visit) -> Names | None:
+def _names_of(visit: Visit, strict: bool) -> Names | None:
     """The names of an array's axes; `None` if it has fewer axes than names."""
-    ndim = len(visit.node.shape)
-    candidates = [_fitted(dims, ndim) for dims in _declared(visit)]
+    shape = visit.node.shape
+    declared, field = _declared(visit)
+    candidates = [_fitted(dims, len(shape)) for dims in declared]
     fitting = [names for names in candidates if names is not None]
     if fitting:  # of the members of a union, the one that says most
         return min(fitting, key=lambda names: names.count(None))
-    return None if candidates else (None,) * ndim
+    if declared and strict:
+        dims = " or ".join(f"`{dims_text(d)}`" for d in declared)
+        raise ValueError(_FEWER.format(field, dims, visit.name, shape))
+    return None if declared else (None,) * len(shape)
 
 
-def _declared(visit: Visit) -> tuple[Dims, ...]:
-    """What is declared of an array's axes, by the outermost that says something."""
+def _declared(visit: Visit) -> tuple[tuple[Dims, ...], str]:
+    """What is declared of an array's axes, several in a union; and by which field.
+
+    The outermost `es.Axes` that says something counts.
+    """
     for above in visit.context.axes:
-        if dims := _said(visit, above):
-            return dims
-    return visit.context.spec.dims
-
-
-def _said(visit: Visit, above: AxesAbove) -> tuple[Dims, ...]:
-    """What an `es.Axes` further up says of an array, or several in a union."""
-    below = name_of(visit.path[len(visit.path) - above.depth :])
-    return tuple(axes.dims[below] for axes in above.axes if below in axes.dims)
+        below = name_of(visit.path[len(visit.path) - above.depth :])
+        if dims := [axes.dims[below] for axes in above.axes if below in axes.dims]:
+            return tuple(dims), above.field
+    owner = visit.context.owner
+    field = f"{owner.__qualname__}.{visit.context.field}" if owner else visit.name
+    return visit.context.spec.dims, field
 
 
 def _fitted(dims: Dims, ndim: int) -> Names | None:
@@ -140,9 +142,7 @@ def _fitted(dims: Dims, ndim: int) -> Names | None:
     i = dims.index(...) if ... in dims else 0
     names = tuple(name for name in dims if name is not ...)
     missing = ndim - len(names)
-    if missing < 0:
-        return None
-    return (*names[:i], *[None] * missing, *names[i:])
+    return None if missing < 0 else (*names[:i], *[None] * missing, *names[i:])
 
 
 def _is_opt_state(visit: Visit) -> bool:
@@ -150,17 +150,9 @@ def _is_opt_state(visit: Visit) -> bool:
     return covering is not None and issubclass(covering, OptState)
 
 
-# --- `es.Axes` ------------------------------------------------------------------------
-
-
 def _is_taken_out(node: Any) -> bool:
     """Whether there was an array here, before something was selected."""
     return is_hole(node) or isinstance(node, optax.MaskedNode)
-
-
-def _is_gap(node: Any) -> bool:
-    """Whether there was an array here, or will be when the model is initialized."""
-    return _is_taken_out(node) or isinstance(node, Placeholder)
 
 
 def _check_axes(visits: list[Visit]) -> None:
@@ -170,62 +162,40 @@ def _check_axes(visits: list[Visit]) -> None:
         for above in visit.context.axes:
             if not _is_opt_state(visit):  # which may have other leaves
                 site = visit.path[: len(visit.path) - above.depth]
-                key = site, above._replace(depth=0)
-                sites.setdefault(key, []).append(visit)
-    for (path, above), below in sites.items():
-        leaves = [(name_of(v.path[len(path) :]), v.node) for v in below if v.is_leaf]
-        missing = [_missing(axes, leaves) for axes in above.axes]
+                sites.setdefault((site, above._replace(depth=0)), []).append(visit)
+    for (site, above), below in sites.items():
+        names = {name_of(v.path[len(site) :]): v.node for v in below if v.is_leaf}
+        # An array was here, or will be when the model is initialized.
+        gaps = [
+            name
+            for name, node in names.items()
+            if _is_taken_out(node) or isinstance(node, Placeholder)
+        ]
+        missing = [
+            [p for p in axes.dims if p not in names and not p.startswith(tuple(gaps))]
+            for axes in above.axes
+        ]
         if all(missing):
-            names = [f"`{name}`" for name, node in leaves if not _is_gap(node)]
-            at = name_of(path)
+            there = [f"`{name}`" for name in names if name not in gaps]
             raise ValueError(
                 _NOT_THERE.format(
-                    field=above.field,
-                    at="" if at == above.field.rpartition(".")[2] else f", at `{at}`",
-                    axes=above.axes[0],
-                    path=missing[0][0],
-                    names=f"There are {', '.join(names)}." if names else "",
+                    above.field,
+                    name_of(site),
+                    above.axes[0],
+                    missing[0][0],
+                    ", ".join(there) or "no arrays",
                 )
             )
-
-
-def _missing(axes: Axes, leaves: list[tuple[str, Any]]) -> list[str]:
-    """The paths that are not those of a leaf, nor in what is left out of the tree."""
-    places = {name for name, _ in leaves}
-    gaps = [name for name, node in leaves if _is_gap(node)]
-    return [
-        path
-        for path in axes.dims
-        if path not in places
-        and not any(path.startswith((f"{gap}.", f"{gap}[")) or not gap for gap in gaps)
-    ]
-
-
-# --- In words -------------------------------------------------------------------------
-
-
-_FEWER: Final = """`{field}` is annotated with more axes than it has: {dims} at \
-`{name}`, and the array has shape {shape}. An array may have more axes in front, as in \
-a stack of layers, but not fewer. Correct the annotation, or use `...` where there may \
-be no axis: `Float[Array, "... embed"]`."""
-
-_NOT_THERE: Final = """`{field}` declares `{axes}`{at}, and there is no `{path}` below \
-it. {names} A path goes from the field to an array, `layers[0].weight`."""
-
-
-def _too_few(visit: Visit) -> str:
-    declaring = [above.field for above in visit.context.axes if _said(visit, above)]
-    owner = visit.context.owner
-    own = f"{owner.__qualname__}.{visit.context.field}" if owner else visit.name
-    dims = " or ".join(f"`{dims_text(d)}`" for d in _declared(visit))
-    return _FEWER.format(
-        field=next(iter(declaring), own),
-        dims=dims,
-        name=visit.name,
-        shape=visit.node.shape,
-    )
 
 
 def dims_text(dims: Dims) -> str:
     """Axes as jaxtyping writes them."""
     return " ".join("..." if d is ... else d or "_" for d in dims)
+
+
+_FEWER: Final = """`{}` is annotated with more axes than it has: {} at `{}`, and the \
+array has shape {}. An array may have more axes in front, as in a stack of layers, but \
+not fewer. Correct the annotation, or use `...` where there may be no axis."""
+
+_NOT_THERE: Final = """`{0}` declares `{2}`, at `{1}`, and there is no `{3}` below it. \
+There are {4}. A path goes from the field to an array, `layers[0].weight`."""

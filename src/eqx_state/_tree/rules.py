@@ -9,7 +9,8 @@ asks here: `es.spec`, `es.vmap`, and what the layers above add.
 import abc
 import contextlib
 import functools as ft
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -21,124 +22,6 @@ from .._typing import KeyPath, PyTree
 from .filters import bind, check_filter, Filter, Predicate, written
 from .parts import Part
 from .walk import is_array, leaves, Visit, walk
-
-
-# --- Which parameter a moment of an optimizer, or an array of an average, belongs to.
-#
-# Rules for the parameters of a model also hold for what is kept beside each of them:
-# its momentum lies where the parameter lies, and under its name. The class that keeps
-# such arrays is an `AbstractFollower`. Its copies of the model are found as nodes of
-# the model's own class: nothing has to be known of the structure around them.
-
-
-class AbstractFollower(eqx.Module):
-    """A module that keeps arrays for the parameters of a model."""
-
-    @abc.abstractmethod
-    def _followed(self) -> PyTree:
-        """The model it was made for, with a shape or an array at each parameter.
-
-        `None` if it was not made for one yet.
-        """
-
-
-class Followed(NamedTuple):
-    """A parameter, and the tree in which its path and its name begin."""
-
-    tree: PyTree
-    parameter: Visit
-
-
-def followed(tree: PyTree) -> dict[KeyPath, Followed]:
-    """By the path of each array in `tree` that belongs to a parameter: that parameter.
-
-    It is the one in `tree`, if the model is there, too: `(model, optimizer)`. Otherwise
-    it is that of the model that the follower was made for, where it has a shape and no
-    value.
-    """
-    found: dict[KeyPath, Followed] = {}
-    for visit in walk(tree):
-        if isinstance(visit.node, AbstractFollower):
-            model = visit.node._followed()
-            parameters = _arrays(model)
-            if not parameters:
-                continue
-            where, start = _model_in(tree, visit, model, parameters)
-            by_path = _arrays(where)
-            for path, below in _copies(visit, model, parameters):
-                found[path] = Followed(where, by_path[(*start, *below)])
-    return found
-
-
-def followed_parameters(tree: PyTree) -> list[Visit]:
-    """The parameters that the followers in `tree` were made for.
-
-    A follower need not have arrays for them: `optax.sgd` keeps no moments.
-    """
-    return [
-        parameter
-        for visit in walk(tree)
-        if isinstance(visit.node, AbstractFollower)
-        for parameter in _arrays(visit.node._followed()).values()
-    ]
-
-
-def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
-    return {visit.path: visit for visit in leaves(tree) if is_array(visit.node)}
-
-
-def _copies(
-    follower: Visit, model: PyTree, parameters: dict[KeyPath, Visit]
-) -> Iterator[tuple[KeyPath, KeyPath]]:
-    """The paths of the follower's arrays in its tree, and of their parameters."""
-
-    def is_copy(node: PyTree) -> bool:
-        if not _is_alike(node, model):
-            return False
-        paths = _arrays(node).keys()
-        return bool(paths) and paths <= parameters.keys()
-
-    for visit in leaves(follower.node, follower.path, is_leaf=is_copy):
-        if is_copy(visit.node):
-            for below in _arrays(visit.node):
-                yield (*visit.path, *below), below
-
-
-def _is_alike(node: PyTree, model: PyTree) -> bool:
-    if not is_array(model):
-        return type(node) is type(model)
-    # The whole model is one array. Neither a count nor a learning rate is its moment.
-    is_inexact = is_array(node) and jnp.issubdtype(node.dtype, jnp.inexact)
-    return is_inexact and node.shape == model.shape
-
-
-def _model_in(
-    tree: PyTree, follower: Visit, model: PyTree, parameters: dict[KeyPath, Visit]
-) -> tuple[PyTree, KeyPath]:
-    """The tree that has the model, and the model's path there.
-
-    Of several models of a class it is the one that is nearest to the follower. If that
-    cannot be told, it is none of them.
-    """
-
-    def stops(node: PyTree) -> bool:
-        is_model = _is_alike(node, model) and parameters.keys() <= _arrays(node).keys()
-        return is_model or isinstance(node, AbstractFollower)
-
-    models = [
-        visit.path
-        for visit in leaves(tree, is_leaf=stops)
-        if stops(visit.node) and not isinstance(visit.node, AbstractFollower)
-    ]
-    near = [_common(path, follower.path) for path in models]
-    models = [path for path, n in zip(models, near, strict=True) if n == max(near)]
-    return (tree, models[0]) if len(models) == 1 else (model, ())
-
-
-def _common(a: KeyPath, b: KeyPath) -> int:
-    """How many keys two paths begin with in common."""
-    pairs = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 _Tree = TypeVar("_Tree")
@@ -217,10 +100,7 @@ class Asked:
         filters = [key for key in rules if key is not ... and not is_kind(key)]
         self.filters: list[Filter] = filters
         self.matched: set[int] = set()
-        # For each array that a filter took, the filters behind that one.
-        self.behind: list[tuple[Part, dict[int, Predicate]]] = []
-        self.errors: list[Exception | None] = [None for _ in filters]
-        self.trees = 0
+        self.errors: dict[int, Exception] = {}
 
     def bind(self, tree: PyTree) -> Callable[..., Any]:
         """The function that finds the key for a leaf of `tree`.
@@ -228,7 +108,6 @@ class Asked:
         It takes the leaf, and the kind of the array that the key is for, if that one
         only belongs to the leaf.
         """
-        self.trees += 1
         predicates = [self._bind(i, tree) for i in range(len(self.filters))]
         return ft.partial(self._key, predicates)
 
@@ -248,32 +127,30 @@ class Asked:
         for i, matches in enumerate(predicates):
             if matches(part):
                 self.matched.add(i)
-                behind = range(i + 1, len(predicates))
-                self.behind.append((part, {n: predicates[n] for n in behind}))
+                self._note_shadowed(predicates, i + 1, part)
                 return self.filters[i]
         by_own_kind = most_derived(kind, self.rules)
         by_kind = most_derived(part.kind, self.rules)
         says_moments = is_kind(by_own_kind) and issubclass(by_own_kind, OptState)
         return by_own_kind if says_moments or not is_kind(by_kind) else by_kind
 
+    def _note_shadowed(
+        self, predicates: Sequence[Predicate], start: int, part: Part
+    ) -> None:
+        """Note the later filters that match, too: to be shadowed is not a typo."""
+        for i in {*range(start, len(predicates))} - self.matched:
+            # `{ndim < 2: a, shape[1] > 8: b}`: the second relies on the first, and
+            # raises an error for the arrays that the first one takes.
+            with contextlib.suppress(Exception):
+                if predicates[i](part):
+                    self.matched.add(i)
+
     def check_matched(self, hint: str = "") -> None:
         """Raise `ValueError` for a filter that has matched nothing in any tree."""
         for i, key in enumerate(self.filters):
-            if i not in self.matched and not self._is_shadowed(i):
-                error = self.errors[i]
-                if error is not None and self.trees == 1:
-                    raise error
+            if i not in self.matched:
                 message = _NO_MATCH.format(self.what, written(key))
-                raise ValueError(message + hint) from error
-
-    def _is_shadowed(self, i: int) -> bool:
-        """Whether a filter matches an array that an earlier one took: not a typo."""
-        for part, predicates in self.behind:
-            # It may rely on being asked last: `lambda part: part.value.shape[1] > 8`.
-            with contextlib.suppress(Exception):
-                if i in predicates and predicates[i](part):
-                    return True
-        return False
+                raise ValueError(message + hint) from self.errors.get(i)
 
 
 _NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, and a \
@@ -330,3 +207,112 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
     keys = choose(values, tree, "`es.spec`")
     chosen = [default if key is None else values[key] for key in keys]
     return jtu.tree_unflatten(jtu.tree_structure(tree), chosen)
+
+
+# --- Which parameter a moment of an optimizer, or an array of an average, belongs to --
+
+
+class AbstractFollower(eqx.Module):
+    """A module that has arrays for the parameters of a model, such as their moments.
+
+    What rules say of a parameter holds for these, too: a momentum lies where its
+    parameter lies.
+    """
+
+    @abc.abstractmethod
+    def _followed(self) -> PyTree:
+        """The model it was made for, with a shape or an array at each parameter.
+
+        `None` if it was not made for one yet.
+        """
+
+
+class Followed(NamedTuple):
+    """A parameter, and the tree in which its path and its name begin."""
+
+    tree: PyTree
+    parameter: Visit
+
+
+def followed(tree: PyTree) -> dict[KeyPath, Followed]:
+    """By the path of each array in `tree` that belongs to a parameter: that parameter.
+
+    It is the one in `tree`, if the model is there, too: `(model, optimizer)`. Otherwise
+    it is that of the model that the follower was made for, where it has a shape and no
+    value.
+    """
+    # A moment has the path of its parameter at the end of its own. This needs to know
+    # nothing of the structures around: `optax.tree_utils.tree_map_params` raises an
+    # error for the states of `optax.partition`, `masked`, `lookahead` and `lbfgs`.
+    found: dict[KeyPath, Followed] = {}
+    arrays, followers = _arrays(tree), _followers(tree)
+    inside = {
+        f.path: {p for p in arrays if p[: len(f.path)] == f.path} for f in followers
+    }
+    outside = arrays.keys() - {path for paths in inside.values() for path in paths}
+    for follower in followers:
+        model = follower.node._followed()
+        parameters = _arrays(model)
+        start = _start_of_model(outside, follower.path, parameters)
+        for path in inside[follower.path]:
+            below = _ending(arrays[path], len(follower.path), parameters)
+            if below is not None and start is None:
+                found[path] = Followed(model, parameters[below])
+            elif below is not None:
+                found[path] = Followed(tree, arrays[*start, *below])
+    return found
+
+
+def followed_models(tree: PyTree) -> list[PyTree]:
+    """The models that the followers in `tree` were made for."""
+    return [follower.node._followed() for follower in _followers(tree)]
+
+
+def _followers(tree: PyTree) -> list[Visit]:
+    return [visit for visit in walk(tree) if isinstance(visit.node, AbstractFollower)]
+
+
+def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
+    return {visit.path: visit for visit in leaves(tree) if is_array(visit.node)}
+
+
+def _ending(
+    array: Visit, start: int, parameters: dict[KeyPath, Visit]
+) -> KeyPath | None:
+    """The path of the parameter, in its model, with which an array's path ends."""
+    ends = (array.path[i:] for i in range(start, len(array.path) + 1))
+    for below in (end for end in ends if end in parameters):
+        x, parameter = array.node, parameters[below].node
+        # A model may have a field `count`, and optax counts steps by that name.
+        both = [jnp.issubdtype(y.dtype, jnp.inexact) for y in (x, parameter)]
+        # A model that is one array has an empty path, and so has no learning rate.
+        return (
+            below
+            if both[0] == both[1] and (below or x.shape == parameter.shape)
+            else None
+        )
+    return None
+
+
+def _start_of_model(
+    arrays: Set[KeyPath], follower: KeyPath, parameters: Iterable[KeyPath]
+) -> KeyPath | None:
+    """Where in the tree the model is, by its arrays; `None` if it is not there.
+
+    Of several models it is the one that is nearest to the follower. If that cannot be
+    told, it is none of them.
+    """
+    first = next(iter(parameters), ())
+    starts = [
+        path[: -len(first)] for path in arrays if first and path[-len(first) :] == first
+    ]
+    starts = [x for x in starts if all((*x, *below) in arrays for below in parameters)]
+    near = [_common(start, follower) for start in starts]
+    models = [start for start, n in zip(starts, near, strict=True) if n == max(near)]
+    return models[0] if len(models) == 1 else None
+
+
+def _common(a: KeyPath, b: KeyPath) -> int:
+    """How many keys two paths begin with in common."""
+    pairs = zip(a, b, strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
