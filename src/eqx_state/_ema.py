@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import equinox as eqx
 import jax
@@ -14,20 +14,12 @@ from ._errors import NotInitializedError, show
 from ._kinds.kinds import Buffer, is_kind, Parameter
 from ._state.init import check_ready
 from ._tree.base import is_eqx_module
-from ._tree.compare import difference, is_hole, same_modes
+from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter, written
-from ._tree.parts import Part
 from ._tree.rules import AbstractFollower
 from ._tree.select import update
-from ._tree.walk import copy_tree, is_numpy, leaves, Visit
+from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
-
-
-class _Leaf(NamedTuple):
-    """An array that is averaged: its dtype in the model, and whether a mean is kept."""
-
-    dtype: Any
-    is_mean: bool
 
 
 class Ema(AbstractFollower):
@@ -50,25 +42,21 @@ class Ema(AbstractFollower):
         ema = es.Ema(0.5).init({"w": jnp.zeros(2)})
         for value in (1.0, 4.0):
             ema = ema.update({"w": jnp.full(2, value)})
-        assert (ema.model["w"] == (0.25 * 1.0 + 0.5 * 4.0) / 0.75).all()
+        assert jnp.allclose(ema.model["w"], (0.25 * 1.0 + 0.5 * 4.0) / 0.75)
         ```
     """
 
-    # The last model, with the sums, in float32, in the place of what is averaged.
-    sums: Buffer[Any]
-    # A model of nothing but means, which `sums` lacks; `None` if there are none. While
-    # an array is frozen its mean is kept, which is the array itself as long as nobody
-    # replaces it. The rounding errors of a sum would add up to a thousandth with a
-    # decay of 0.9999. In files both have names of their own, so that one cannot be
-    # loaded for the other.
+    # The averages, in float32 or wider, with holes at everything else; and the last
+    # model, with holes at what is averaged.
     means: Buffer[Any]
+    rest: Buffer[Any]
     weight: Buffer[Any]  # the sum of the weights
     step: Buffer[Any]  # how many updates there were
     decay: float | Callable[[Any], Any] = eqx.field(static=True)
     debias: bool = eqx.field(static=True)
     on: Filter = eqx.field(static=True)
-    # For each leaf of the model; `None` where it is not averaged.
-    _leaves: tuple[_Leaf | None, ...] | None = eqx.field(static=True, repr=False)
+    # The dtype in the model, for each average; `None` before `init`.
+    _dtypes: tuple[Any, ...] | None = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
@@ -94,11 +82,15 @@ class Ema(AbstractFollower):
         - `TypeError`: `decay` is neither a number nor a schedule, or `on` not a filter.
         - `ValueError`: `decay` is negative, or 1 or more.
         """
-        self.decay = _checked_decay(decay)
+        if is_eqx_module(decay) or not isinstance(decay, (numbers.Real, Callable)):
+            raise TypeError(_NOT_A_DECAY.format(type(decay).__qualname__))
+        if not callable(decay) and not 0 <= decay < 1:
+            raise ValueError(_NOT_A_DECAY.format(decay))
+        self.decay = decay if callable(decay) else float(decay)
         self.debias = bool(debias)
         check_filter(on)
         self.on = on
-        self.sums = self.means = self.weight = self.step = self._leaves = None
+        self.means = self.rest = self.weight = self.step = self._dtypes = None
 
     def init(self, model: PyTree) -> Self:
         """The average before the first update, with copies of the arrays of `model`.
@@ -109,24 +101,15 @@ class Ema(AbstractFollower):
         - `ValueError`: `on` selects no inexact array, and is not a kind; or one
             stateful module is in two places of the model.
         """
-        check_ready(model)
-        is_averaged = self._is_averaged(model)
-        new, now = [], list[_Leaf | None]()
-        for visit in leaves(model):
-            if is_averaged(visit):
-                x = jnp.asarray(visit.node)
-                new.append(jnp.copy(x).astype(_wide(x.dtype)))
-                now.append(_Leaf(x.dtype, self._keeps_mean(visit)))
-            else:
-                new.append(_copy(visit.node))
-                now.append(None)
-        wide = [jnp.finfo(_wide(leaf.dtype)) for leaf in now if leaf is not None]
-        if not wide and not is_kind(self.on):
+        params, rest = self._split(model)
+        means = jtu.tree_map(lambda x: jnp.array(x, _wide(x.dtype)), params)
+        dtypes = _dtypes_of(means)
+        if not dtypes and not is_kind(self.on):
             raise ValueError(_NOTHING.format(written(self.on)))
-        widest = max(wide, key=lambda info: info.bits, default=jnp.finfo(jnp.float32))
-        both = jtu.tree_unflatten(jtu.tree_structure(model), new)
-        weight, step = jnp.zeros((), widest.dtype), jnp.zeros((), jnp.int32)
-        return self._with(both, weight, step, now)
+        real = [jnp.finfo(dtype).dtype for dtype in dtypes]
+        weight = jnp.zeros((), max(real, key=lambda x: x.itemsize, default="float32"))
+        fields = {"means": means, "rest": rest, "weight": weight}
+        return self._with(_dtypes_of(params), step=jnp.zeros((), jnp.int32), **fields)
 
     def update(self, model: PyTree) -> Self:
         """The average after one more model, which may be in another mode.
@@ -138,33 +121,29 @@ class Ema(AbstractFollower):
         - `ValueError`: the model has another structure, or arrays of other shapes, than
             that of `init`, or `on` selects others. The message names the first path.
         """
-        rest = iter(self._initialized("update"))
-        check_ready(model)
-        self._check_structure(model)
-        decay = self._decay_now()
-        weight = _product(decay, self.weight) + (1 - decay)
-        is_averaged = self._is_averaged(model)
-        new, now = [], list[_Leaf | None]()
-        # Holes count, since Equinox's flags may be holes in one of the two.
-        olds: list[Any] = jtu.tree_leaves(self._followed(), is_leaf=is_hole)
-        for old, visit in zip(olds, leaves(model, is_leaf=is_hole), strict=True):
-            leaf = None if old is None else next(rest)
-            if is_averaged(visit) is not (leaf is not None):
-                how = _HOW[leaf is not None]
+        self._check_initialized("update")
+        params, rest = self._split(model)
+        olds = leaves_like(params, self.means, "`es.Ema.update`: the average")
+        decay = self.decay(self.step) if callable(self.decay) else self.decay
+        decay = jnp.asarray(decay, self.weight.dtype).reshape(())
+        weight = decay * self.weight + (1 - decay)
+        # How much of the average stays. A decay of 1 at the start gives no weight yet.
+        keep = jnp.where(weight == 0, 0, decay * self.weight / weight)
+        new = []
+        for visit, old in zip(leaves(params, is_leaf=is_hole), olds, strict=True):
+            x = visit.node
+            if (x is None) is not (old is None):
+                how = (
+                    ("does not select", "did") if x is None else ("selects", "did not")
+                )
                 raise ValueError(_SELECTED.format(visit.name, *how))
-            if old is not None and leaf is not None:
-                x = jnp.asarray(visit.node)
-                _check_like(old, x, visit.name)
-                is_mean = leaf.is_mean and self._keeps_mean(visit)
-                now.append(_Leaf(x.dtype, is_mean))
-                total = self._total(old) if leaf.is_mean and not is_mean else old
-                add = self._new_mean if is_mean else self._sum
-                new.append(add(total, x, decay, weight))
-            elif visit.node is not None:
-                new.append(_copy(visit.node))
-                now.append(None)
-        both = jtu.tree_unflatten(jtu.tree_structure(model), new)
-        return self._with(both, weight, self.step + 1, now)
+            if x is not None:
+                if old.shape != x.shape or old.dtype != _wide(x.dtype):
+                    raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
+                new.append(_mean(old, jnp.asarray(x, old.dtype), keep))
+        means = jtu.tree_unflatten(jtu.tree_structure(params), new)
+        fields = {"means": means, "rest": rest, "weight": weight}
+        return self._with(_dtypes_of(params), step=self.step + 1, **fields)
 
     @property
     def model(self) -> Any:
@@ -177,190 +156,78 @@ class Ema(AbstractFollower):
 
         - `es.NotInitializedError`: `init` has not been called.
         """
-        each = self._initialized("model")
-        values, treedef = jtu.tree_flatten(self._followed())
-        new = []
-        for x, leaf in zip(values, each, strict=True):
-            if leaf is not None:
-                x = (x if leaf.is_mean else self._mean(x)).astype(leaf.dtype)
-            new.append(x)
-        return jtu.tree_unflatten(treedef, new)
+        dtypes = self._check_initialized("model")
+        # Without `debias` the zeros before the first model count, too.
+        is_whole = True if self.debias else self.step == 0
+        scale = jnp.where(is_whole, 1, self.weight)
+        values, treedef = jtu.tree_flatten(self.means)
+        means = [
+            (x * scale.astype(x.dtype)).astype(dtype)
+            for x, dtype in zip(values, dtypes, strict=True)
+        ]
+        return update(self.rest, jtu.tree_unflatten(treedef, means))
 
-    def _sum(self, old: Array, x: Array, decay: Array, weight: Array) -> Array:
-        # Where the old weight is zero, what `init` has put there does not count; and a
-        # model of weight zero is the average of nothing.
-        def one(old: Array, x: Array) -> Array:
-            d, w, before = (y.astype(old.dtype) for y in (decay, weight, self.weight))
-            added = jnp.where(w == 0, x, _product(1 - d, x))
-            return _unless_zero(before, _product(d, old)) + added
-
-        return _on_reals(one, old, x.astype(old.dtype))
-
-    def _new_mean(self, old: Array, x: Array, decay: Array, weight: Array) -> Array:
-        def one(old: Array, x: Array) -> Array:
-            d, w, before = (y.astype(old.dtype) for y in (decay, weight, self.weight))
-            moved = old + (1 - d) / jnp.where(w == 0, 1, w) * (x - old)
-            # The array of `init` does not count, and an infinity has not moved, either.
-            has_stayed = jnp.isinf(x) & (x == old)
-            return jnp.where((before == 0) | has_stayed, x, moved)
-
-        return _on_reals(one, old, x.astype(old.dtype))
-
-    def _total(self, mean: Array) -> Array:
-        """The sum so far for an array that is frozen no more."""
-
-        def one(x: Array) -> Array:
-            return _product(self.weight.astype(x.dtype), x)
-
-        return _on_reals(one, mean)
-
-    def _mean(self, total: Array) -> Array:
-        if not self.debias:
-            return total
-
-        def one(total: Array) -> Array:
-            weight = jnp.where(self.weight == 0, 1, self.weight).astype(total.dtype)
-            # By an array, which a select again makes of the scalar: XLA would replace
-            # the division by a multiplication, which rounds twice.
-            return total / jnp.where(jnp.isnan(total), total, weight)
-
-        return _on_reals(one, total)
-
-    def _decay_now(self) -> Array:
-        decay = self.decay(self.step) if callable(self.decay) else self.decay
-        if jnp.shape(decay) != ():
-            raise ValueError(_NOT_A_SCALAR.format(show(decay)))
-        return jnp.asarray(decay).astype(self.weight.dtype)
-
-    def _is_averaged(self, model: PyTree) -> Callable[[Visit], bool]:
+    def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
+        """What is averaged, and copies of the rest: a donated model takes nothing."""
+        check_ready(model)
         is_selected = bind_to_visits((self.on,), model)
-        return lambda v: is_selected(v) and jnp.issubdtype(v.node.dtype, jnp.inexact)
+        is_averaged = [
+            is_selected(v) and jnp.issubdtype(v.node.dtype, jnp.inexact)
+            for v in leaves(model)
+        ]
+        mask = jtu.tree_unflatten(jtu.tree_structure(model), is_averaged)
+        params, rest = eqx.partition(model, mask)
+        return params, jtu.tree_map(lambda x: x.copy() if is_array(x) else x, rest)
 
-    def _keeps_mean(self, visit: Visit) -> bool:
-        # Without `debias` the average of a constant is smaller than the constant.
-        return self.debias and Part(visit).frozen
-
-    def _initialized(self, what: str) -> tuple[_Leaf | None, ...]:
-        if self._leaves is None:
+    def _check_initialized(self, what: str) -> tuple[Any, ...]:
+        if self._dtypes is None:
             raise NotInitializedError(_NOT_INITIALIZED.format(what))
-        return self._leaves
-
-    def _check_structure(self, model: PyTree) -> None:
-        both = self._followed()
-        if jtu.tree_structure(model) == jtu.tree_structure(both):
-            return
-        expected, given = map(same_modes, (both, model))
-        if jtu.tree_structure(expected) != jtu.tree_structure(given):
-            raise ValueError(_STRUCTURE.format(difference(expected, given)))
+        return self._dtypes
 
     def _followed(self) -> PyTree:
-        """The last model, with sums and means."""
-        return self.sums if self.means is None else update(self.sums, self.means)
+        return update(self.rest, self.means)
 
-    def _with(
-        self, both: Any, weight: Array, step: Array, each: list[_Leaf | None]
-    ) -> Self:
+    def _with(self, dtypes: Any, **fields: Any) -> Self:
         new = copy_tree(self)
-        sums, means = both, None
-        is_mean = [leaf is not None and leaf.is_mean for leaf in each]
-        if any(is_mean):
-            mask = jtu.tree_unflatten(jtu.tree_structure(both), is_mean)
-            means, sums = eqx.partition(both, mask)
-        fields = {"sums": sums, "means": means, "weight": weight, "step": step}
-        for name, value in {**fields, "_leaves": tuple(each)}.items():
+        for name, value in {**fields, "_dtypes": dtypes}.items():
             object.__setattr__(new, name, value)
         return new
 
 
+def _dtypes_of(params: PyTree) -> tuple[Any, ...]:
+    return tuple(x.dtype for x in jtu.tree_leaves(params))
+
+
 def _wide(dtype: Any) -> Any:
-    """The dtype of the sums for an array of this dtype."""
+    """The dtype of the averages of arrays of this dtype."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.float32)
 
 
-def _copy(x: Any) -> Any:
-    """A copy of an array, so that a donated model takes nothing from the average."""
-    if is_numpy(x):
-        return x.copy()
-    return jnp.copy(x) if isinstance(x, jax.Array) else x
+def _mean(old: Array, x: Array, keep: Array) -> Array:
+    keep = keep.astype(old.dtype)
+    # Not `keep * old + (1 - keep) * x`, whose rounding errors add up to a thousandth
+    # for an array that is the same in all models. And `inf - inf` would be NaN.
+    moved = old + (1 - keep) * jnp.where(jnp.isinf(old), 0, x - old)
+    return jnp.where(keep == 0, x, moved)  # what `init` was given may be NaN
 
 
-def _product(a: Array, x: Array) -> Array:
-    """`a * x`, rounded before anything is added to it."""
-    # XLA would make one operation of the product and the sum, which rounds only once:
-    # a compiled update would not have the bits of the formula. The select, which
-    # changes nothing, is in the way.
-    return jnp.where(jnp.isnan(x), x, a * x)
+_START_ANEW: Final = """An average belongs to one structure. For a different one, \
+start again: `ema = es.Ema(decay).init(model)`."""
 
+_NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` is a number, at least 0 and less \
+than 1, or a function of the step, and `{}` was given. The model is given to `init`: \
+`es.Ema(0.999).init(model)`."""
 
-def _unless_zero(weight: Array, x: Array) -> Array:
-    """`x`, or zero where the weight that it comes with is zero."""
-    return jnp.where(weight == 0, jnp.zeros_like(x), x)
+_NOTHING: Final = """`es.Ema(on={0})`: `{0}` selects no inexact array of the model. \
+`es.parts(model)` lists the arrays with their names and kinds."""
 
+_NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
+one: `ema = es.Ema(0.999).init(model)`."""
 
-def _on_reals(f: Callable[..., Array], *arrays: Array) -> Array:
-    """`f` of real arrays; of complex ones by their real and imaginary parts."""
-    if not jnp.iscomplexobj(arrays[0]):
-        return f(*arrays)
-    real, imag = (f(*(part(x) for x in arrays)) for part in (jnp.real, jnp.imag))
-    return jax.lax.complex(real, imag)
+_SELECTED: Final = f"""`es.Ema.update`: `on` {{1}} `{{0}}`, and {{2}} when the average \
+began. Freezing changes what `es.trainable` selects; `on=es.Parameter` selects frozen \
+parameters, too. {_START_ANEW}"""
 
-
-def _checked_decay(decay: Any) -> float | Callable[[Any], Any]:
-    if callable(decay) and not isinstance(decay, type) and not is_eqx_module(decay):
-        return decay
-    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
-        raise TypeError(_NOT_A_DECAY.format(type(decay).__qualname__))
-    if not 0 <= (number := float(decay)) < 1:
-        raise ValueError(_OUT_OF_RANGE.format(decay))
-    return number
-
-
-def _check_like(old: Array, x: Array, name: str) -> None:
-    if old.shape != x.shape or old.dtype != _wide(x.dtype):
-        raise ValueError(_OTHER.format(name, show(x), show(old)))
-
-
-_NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` is a number, or a function of the \
-step, and a `{}` was given. The model is given to `init`:
-
-    es.Ema(model)                  # wrong
-    es.Ema(0.999).init(model)      # right"""
-
-_OUT_OF_RANGE: Final = """`es.Ema({0})`: the decay is what remains of the average in \
-an update, at least 0 and less than 1. With 1 no model would ever count."""
-
-_NOT_A_SCALAR: Final = """`es.Ema`: the schedule returned `{}`, and a decay is one \
-number. It is called with the number of updates so far, an array of shape `()`."""
-
-_NOTHING: Final = """`es.Ema(on={0})`: `{0}` selects no inexact array of the model, so \
-nothing would be averaged. `es.parts(model)` lists the arrays with their names and \
-kinds."""
-
-_NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`: there is no average \
-yet. `init` returns a new one: `ema = es.Ema(0.999).init(model)`."""
-
-_START_ANEW: Final = """An average belongs to one structure. For another, start anew: \
-`ema = es.Ema(decay).init(model)`."""
-
-_STRUCTURE: Final = (
-    """`es.Ema.update`: the model has another structure than that of \
-`init`, {}. Only modes may differ: train, eval, frozen. """
-    + _START_ANEW
-)
-
-_SELECTED: Final = (
-    """`es.Ema.update`: `on` {1} `{0}`, and {2} when the average began. \
-Freezing changes what `es.trainable` selects; `on=es.Parameter` selects frozen \
-parameters, too. """
-    + _START_ANEW
-)
-
-_HOW: Final = {
-    False: ("selects", "did not"),
-    True: ("does not select", "did"),
-}
-
-_OTHER: Final = """`es.Ema.update`: `{}` is `{}`, and its average is `{}`. """ + (
-    _START_ANEW
-)
+_OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, and its average is `{{}}`. \
+{_START_ANEW}"""
