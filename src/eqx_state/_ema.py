@@ -84,7 +84,7 @@ class Ema(AbstractFollower):
         """
         if is_eqx_module(decay) or not isinstance(decay, (numbers.Real, Callable)):
             raise TypeError(_NOT_A_DECAY.format(type(decay).__qualname__))
-        if not callable(decay) and not 0 <= decay < 1:
+        if not callable(decay) and not 0 <= float(decay) < 1:
             raise ValueError(_NOT_A_DECAY.format(decay))
         self.decay = decay if callable(decay) else float(decay)
         self.debias = bool(debias)
@@ -108,8 +108,8 @@ class Ema(AbstractFollower):
             raise ValueError(_NOTHING.format(written(self.on)))
         real = [jnp.finfo(dtype).dtype for dtype in dtypes]
         weight = jnp.zeros((), max(real, key=lambda x: x.itemsize, default="float32"))
-        fields = {"means": means, "rest": rest, "weight": weight}
-        return self._with(_dtypes_of(params), step=jnp.zeros((), jnp.int32), **fields)
+        step = jnp.zeros((), jnp.int32)
+        return self._with(params, means=means, rest=rest, weight=weight, step=step)
 
     def update(self, model: PyTree) -> Self:
         """The average after one more model, which may be in another mode.
@@ -142,8 +142,8 @@ class Ema(AbstractFollower):
                     raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
                 new.append(_mean(old, jnp.asarray(x, old.dtype), keep))
         means = jtu.tree_unflatten(jtu.tree_structure(params), new)
-        fields = {"means": means, "rest": rest, "weight": weight}
-        return self._with(_dtypes_of(params), step=self.step + 1, **fields)
+        step = self.step + 1
+        return self._with(params, means=means, rest=rest, weight=weight, step=step)
 
     @property
     def model(self) -> Any:
@@ -187,9 +187,9 @@ class Ema(AbstractFollower):
     def _followed(self) -> PyTree:
         return update(self.rest, self.means)
 
-    def _with(self, dtypes: Any, **fields: Any) -> Self:
+    def _with(self, params: PyTree, **fields: Any) -> Self:
         new = copy_tree(self)
-        for name, value in {**fields, "_dtypes": dtypes}.items():
+        for name, value in {**fields, "_dtypes": _dtypes_of(params)}.items():
             object.__setattr__(new, name, value)
         return new
 

@@ -344,20 +344,20 @@ def _(case):
     "es.Optimizer(optax.adam(1e-3))",
 )
 def _(case):
-    with case.error("a `float` was given"):
+    with case.error("`float` was given"):
         es.Optimizer(1e-3)
-    with case.error("the function `adam` was given; call it"):
+    with case.error("`adam` was given"):
         es.Optimizer(optax.adam)
 
 
 @program(
     "give a group of `es.Optimizer` a learning rate in place of a transformation",
-    "es.Optimizer({es.Parameter: optax.adam(1e-3)})",
+    "es.Optimizer(optax.adam(1e-3))",
 )
 def _(case):
-    with case.error("the rule of `es.Parameter`", "a `float` was given"):
+    with case.error("`float` was given"):
         es.Optimizer({es.Parameter: 1e-3})
-    with case.error("the rule of `...`", "the function `adam` was given; call it"):
+    with case.error("`adam` was given"):
         es.Optimizer({...: optax.adam})
 
 
@@ -379,16 +379,6 @@ def _(case):
         es.spec(net, dict.fromkeys(rules, 0))
 
 
-@program("have a group whose arrays are all frozen")
-def _(case):
-    net = case.keep(Net(), XS).freeze()
-    rules = {es.path_matches("layer.weight"): optax.adam(1.0), ...: optax.sgd(0.1)}
-    optimizer = es.Optimizer(rules).init(net)
-    assert jax.tree.leaves(optimizer) == []
-    new, _ = optimizer.update(es.filter(net, es.trainable), net)
-    assert eqx.tree_equal(new, net)
-
-
 @program(
     "set a learning rate that was not injected, or that a schedule drives",
     "learning_rate",
@@ -407,7 +397,7 @@ def _(case):
 @program(
     "update with gradients of other shapes, for instance one for each example",
     "layer.weight",
-    "(5,)",
+    "f32[5]",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -492,8 +482,8 @@ def _(case):
     grads, new = es.grad(loss_fn)(net)
     assert grads.layer.weight is None
     assert new.layer.count == 1
-    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
-    assert optimizer.update(grads, net)[0].layer.weight == 2.0
+    with pytest.raises(ValueError, match="selects no array of the model"):
+        es.Optimizer(optax.sgd(1.0)).init(net)
 
 
 @program("switch between train and eval mode between updates")

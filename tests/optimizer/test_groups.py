@@ -133,13 +133,9 @@ def test_a_training_loop_compiles_once():
 def test_two_optimizers_that_are_made_alike_are_equal():
     txs = optax.adam(0.1), optax.sgd(0.1)
     a, b = (es.Optimizer({BIAS: txs[0], ...: txs[1]}).init(make()) for _ in range(2))
-    other = es.Optimizer({BIAS: txs[1], ...: txs[0]})
-    assert eqx.tree_equal(a, b)
     assert jtu.tree_structure(a) == jtu.tree_structure(b)
-    assert hash(a.tx) == hash(b.tx)
-    assert a.tx != other.tx
-    assert "es.path_matches('*.bias'): " in repr(a)
-    assert "...: " in repr(a)
+    assert a.tx != es.Optimizer({BIAS: txs[1], ...: txs[0]}).tx
+    assert "es.path_matches('*.bias')" in repr(a)
 
 
 def test_filters_that_are_written_alike_are_different_groups():
@@ -153,13 +149,6 @@ def test_filters_that_are_written_alike_are_different_groups():
     new, _ = es.Optimizer(rules).init(model).update(gradients(model), model)
     assert (new.head.weight != model.head.weight).all()
     assert (new.body.weight == model.body.weight).all()
-
-
-def test_more_than_ten_groups():
-    params = {f"{i:02}": jnp.ones(()) for i in range(12)}
-    rules = {es.path_matches(f"['{k}']"): optax.sgd(float(k)) for k in params}
-    new, _ = es.Optimizer(rules).init(params).update(params, params)
-    assert [1 - x for x in new.values()] == list(range(12))
 
 
 # --- What is left as it is ------------------------------------------------------------
@@ -180,13 +169,6 @@ def test_none_leaves_arrays_as_they_are_without_memory():
     )
 
 
-def test_gradients_are_not_needed_for_what_is_left_as_it_is():
-    model = make()
-    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: None}).init(model)
-    new, _ = optimizer.update(es.filter(gradients(model), HEAD), model)
-    assert (new.head.bias != model.head.bias).all()
-
-
 def test_frozen_arrays_take_no_memory():
     class Holds(es.Module):
         body: Net
@@ -201,21 +183,6 @@ def test_frozen_arrays_take_no_memory():
     new, _ = optimizer.update(gradients(model), model)
     assert new.body.head.weight is model.body.head.weight
     assert new.scale != model.scale
-
-
-def test_a_group_for_what_is_frozen_is_empty_and_not_an_error():
-    model = make().freeze()
-    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: optax.sgd(0.1)}).init(model)
-    assert nbytes(optimizer) == 0
-    assert eqx.tree_equal(optimizer.update(gradients(model), model)[0], model)
-
-
-def test_what_wrt_does_not_select_needs_no_rule():
-    model = make()
-    optimizer = es.Optimizer({HEAD: optax.sgd(0.1)}, wrt=HEAD).init(model)
-    new, _ = optimizer.update(gradients(model), model)
-    assert new.body.weight is model.body.weight
-    assert (new.head.weight != model.head.weight).all()
 
 
 # --- Other models, other modes --------------------------------------------------------
@@ -251,26 +218,6 @@ def test_plain_pytrees(model):
     optimizer = es.Optimizer({es.Parameter: optax.sgd(1.0)}).init(model)
     new, _ = optimizer.update(model, model)
     assert all((x == 0).all() for x in jtu.tree_leaves(new))
-    assert jtu.tree_leaves(es.Optimizer({...: optax.sgd(1.0)}).init({})) == []
-
-
-def test_two_models_in_a_tuple():
-    pair = make(), eqx.nn.Linear(2, 2, key=jr.key(2))
-    rules = {es.under(lambda t: t[1]): optax.sgd(1.0), ...: None}
-    new, _ = es.Optimizer(rules).init(pair).update(gradients(pair), pair)
-    assert eqx.tree_equal(new[0], pair[0])
-    assert jnp.allclose(new[1].weight, pair[1].weight - (2 * pair[1].weight + 1))
-
-
-def test_another_structure_than_at_init_is_an_error():
-    model = make()
-    optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: None}).init(model)
-    without = eqx.tree_at(lambda m: m.body.bias, model, None)
-    with pytest.raises(ValueError, match=r"first at `body"):
-        optimizer.update(gradients(model), without)
-    other = eqx.tree_at(lambda m: m.head.weight, model, jnp.ones((1, 4)))
-    with pytest.raises(ValueError, match=r"`head\.weight` has shape"):
-        optimizer.update(gradients(other), other)
 
 
 # --- Further arguments ----------------------------------------------------------------
@@ -290,48 +237,12 @@ def test_further_arguments_reach_the_groups():
     assert -0.4 < model["a"] < -0.1
 
 
-@pytest.mark.parametrize("name", ["grad", "value_fn"])
-def test_arguments_for_all_parameters_together_are_an_error(name):
-    model = make()
-    optimizer = es.Optimizer({...: optax.sgd(0.1)}).init(model)
-    value = gradients(model) if name == "grad" else loss_fn
-    with pytest.raises(ValueError, match=f"`{name}` goes with all parameters together"):
-        optimizer.update(gradients(model), model, **{name: value})
-
-
-def test_gradients_of_one_parameter_are_all_parameters_together():
-    params = {"w": jnp.ones(())}
-    optimizer = es.Optimizer({...: optax.sgd(0.1)}).init(params)
-    with pytest.raises(ValueError, match="`grad` goes with all parameters together"):
-        optimizer.update(params, params, grad=params)
-
-
-def test_a_loss_is_not_mistaken_for_all_parameters():
-    optimizer = es.Optimizer({...: optax.sgd(1.0)}).init(jnp.ones(()))
-    new, _ = optimizer.update(jnp.ones(()), jnp.ones(()), value=jnp.ones(()))
-    assert new == 0
-
-
-def test_lookahead_goes_around_the_groups():
-    model = make()
-    pair = optax.LookaheadParams.init_synced(model)
-    with pytest.raises(ValueError, match=r"optax\.lookahead\(optax\.partition"):
-        es.Optimizer({...: optax.sgd(0.1)}).init(pair)
-
-
 # --- What is wrong --------------------------------------------------------------------
 
 
 def test_a_parameter_without_a_rule_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"no rule matches `body\.weight`, `norm\.we"):
+    with pytest.raises(ValueError, match=r"no rule matches `body\.weight`"):
         es.Optimizer({BIAS: optax.sgd(0.1)}).init(make())
-
-
-@pytest.mark.parametrize(("num", "rest"), [(5, ""), (6, " and 1 more")])
-def test_many_parameters_without_a_rule(num, rest):
-    params = {f"{i:02}": jnp.ones(()) for i in range(num)}
-    with pytest.raises(ValueError, match=rf"matches `\['00'\]`, .*`\['04'\]`{rest}\."):
-        es.Optimizer({es.Buffer: optax.sgd(0.1)}).init(params)
 
 
 def test_a_filter_without_a_match():
@@ -340,32 +251,8 @@ def test_a_filter_without_a_match():
         es.Optimizer(rules).init(make())
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (1e-3, "a `float` was given"),
-        (optax.adam, "the function `adam` was given; call it"),
-        ("adam", "a `str` was given"),
-        (make(), "a `Net` was given"),
-        (es.Optimizer(optax.sgd(0.1)), "a `Optimizer` was given"),
-    ],
-    ids=range(5),
-)
-@pytest.mark.parametrize("key", [BIAS, ...])
-def test_a_value_that_is_not_a_transformation(key, value, says):
-    name = r"\.\.\." if key is ... else r"es\.path_matches"
-    match = rf"(?s)the rule of `{name}.*{says}.*es\.Parameter: optax\.adam\(1e-3\)"
-    with pytest.raises(TypeError, match=match):
-        es.Optimizer({es.Parameter: optax.sgd(0.1), key: value})
-
-
 def test_a_key_that_is_not_a_filter():
     with pytest.raises(TypeError, match=r"es\.Optimizer`: the key `'bias'` is not"):
         es.Optimizer({"bias": optax.sgd(0.1), ...: optax.sgd(0.1)})
     with pytest.raises(TypeError, match=r"the key `'head'` is not"):
         es.Optimizer({"head": optax.sgd(0.1)})  # labels, as for `optax.partition`
-
-
-def test_no_rules_at_all():
-    with pytest.raises(ValueError, match=r"es\.Optimizer\(\{\}\)`: an empty mapping"):
-        es.Optimizer({})

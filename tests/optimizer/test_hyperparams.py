@@ -1,7 +1,5 @@
 """`Optimizer.hyperparams` and `Optimizer.set`: live values, and no new compilation."""
 
-import re
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -108,14 +106,13 @@ def test_set_never_retraces(jit):
     assert (model["a"][0], model["b"][0]) == (0.75, 0.0)
 
 
-def test_set_never_compiles_anew():
+def test_set_inside_a_held_step():
     @eqx.debug.assert_max_traces(max_traces=1)
     def step(optimizer):
         return optimizer.update(GRADS, MODEL)[::-1]
 
     run = es.hold(step, es.Optimizer(sgd()).init(MODEL))
-    there = jax.device_put(jnp.array(0.25), jax.devices()[0])
-    for value in (0.25, there):  # `run` is compiled for where its carry lies, too
+    for value in (0.25, jnp.array(0.25)):  # `run` is compiled for its devices, too
         run.carry = run.carry.set(learning_rate=value)
         assert (run()["a"] == 0.75).all()
         assert not run.carry.hyperparams["learning_rate"].committed
@@ -146,7 +143,7 @@ def test_in_a_stack_a_number_is_for_all():
     rates = jnp.arange(3.0)
     new = optimizer.set(learning_rate=rates)
     assert (new.hyperparams["learning_rate"] == rates).all()
-    with pytest.raises(ValueError, match=r"`learning_rate` has shape \(3,\).*\(2,\)"):
+    with pytest.raises(ValueError, match=r"`learning_rate` is `f32\[3\]`.*f32\[2\]"):
         optimizer.set(learning_rate=jnp.ones(2))
 
 
@@ -176,24 +173,6 @@ def test_with_groups_the_keys_are_group_and_name():
     assert one[..., "learning_rate"] == np.float32(0.3)
 
 
-def test_with_groups_they_print_one_to_a_line_and_are_a_pytree():
-    optimizer = es.Optimizer({A: sgd(0.1), es.Parameter: sgd(0.2)}).init(MODEL)
-    hyperparams = optimizer.hyperparams
-    assert isinstance(hyperparams, dict)
-    assert repr(hyperparams) == (
-        "{(es.path_matches('*a*'), 'learning_rate'): 0.1,\n"
-        " (es.Parameter, 'learning_rate'): 0.2}"
-    )
-    half = jax.tree.map(lambda x: x / 2, hyperparams)
-    assert half[A, "learning_rate"] == np.float32(0.05)
-    assert es.jit(lambda o: o.hyperparams)(optimizer) == hyperparams
-    printed = []
-    jax.eval_shape(lambda x: printed.append(repr(x)), hyperparams)
-    assert "(es.Parameter, 'learning_rate'): f32[]" in printed[0]
-    assert es.nonfinite(hyperparams) == []
-    assert repr(es.Optimizer({...: optax.sgd(0.1)}).init(MODEL).hyperparams) == "{}"
-
-
 def test_a_name_may_be_in_one_group_only():
     optimizer = es.Optimizer({A: clip(), es.Parameter: sgd()}).init(MODEL)
     new = optimizer.set(max_norm=2.0, learning_rate=0.1)
@@ -204,26 +183,18 @@ def test_a_name_may_be_in_one_group_only():
         optimizer.set(group=es.Parameter, max_norm=1.0)
 
 
-def test_two_of_one_name_have_their_places():
+def test_two_of_one_name_in_one_group_have_their_places():
     tx = optax.transforms.partition(
         {"x": sgd(0.1), "y": sgd(0.2)}, {"a": "x", "b": "y"}
     )
-    for groups in (tx, {...: tx}):
-        optimizer = es.Optimizer(groups).init(MODEL)
-        (x, name), (y, _) = optimizer.hyperparams
-        assert name == "learning_rate"
-        assert x != y
-        assert "'x'" in x
-        both = optimizer.set(learning_rate=0.5).hyperparams
-        assert [float(value) for value in both.values()] == [0.5, 0.5]
-        one = optimizer.set(group=y, learning_rate=0.5).hyperparams
-        assert [float(value) for value in one.values()] == pytest.approx([0.1, 0.5])
+    optimizer = es.Optimizer({...: tx}).init(MODEL)
+    (x, name), (y, _) = optimizer.hyperparams
+    assert name == "learning_rate"
+    assert "['x']" in x
+    one = optimizer.set(group=y, learning_rate=0.5).hyperparams
+    assert [float(value) for value in one.values()] == pytest.approx([0.1, 0.5])
     both = optimizer.set(group=..., learning_rate=0.5).hyperparams
     assert [float(value) for value in both.values()] == [0.5, 0.5]
-    with pytest.raises(
-        ValueError, match=r"`momentum` of the group `\"?'?inner.*can be"
-    ):
-        optimizer.set(group=x, momentum=1.0)
 
 
 def test_two_of_one_name_in_a_chain():
@@ -244,10 +215,9 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
     )
     with pytest.raises(ValueError, match=rf"no hyperparameter `lr` .*be: {names}\."):
         optimizer.set(lr=0.1)
-    for values in ({"learning_rate": 0.1}, {}):
-        match = rf"the group `es\.State` has no hyperparameters.*be: {names}\."
-        with pytest.raises(ValueError, match=match):
-            optimizer.set(group=es.State, **values)
+    match = rf"`learning_rate` of the group `es\.State` .*be: {names}\."
+    with pytest.raises(ValueError, match=match):
+        optimizer.set(group=es.State, learning_rate=0.1)
     with pytest.raises(ValueError, match="no hyperparameter `lr`.*be: `learning_rate`"):
         es.Optimizer(sgd()).init(MODEL).set(lr=0.1)
 
@@ -274,50 +244,19 @@ def test_a_schedule_would_overwrite_the_value():
     assert mixed.set(group=..., learning_rate=0.1) is not mixed
 
 
-NO_NUMBERS = {
-    "'0.1'": "0.1",
-    "None": None,
-    "[0.1]": [0.1],
-    "True": True,
-    "bool[2]": np.array([True, False]),
-    "<function constant_schedule": optax.constant_schedule(1),
-}
+@pytest.mark.parametrize("value", ["0.1", None, [0.1], optax.constant_schedule(1), 1j])
+def test_a_value_is_a_number(value):
+    def every(every, rate):
+        return optax.sgd(rate * every)
 
-
-@pytest.mark.parametrize("shown", NO_NUMBERS)
-def test_a_value_is_a_number(shown):
-    value, shown = NO_NUMBERS[shown], re.escape(shown)
-    with pytest.raises(
-        TypeError, match=rf"`learning_rate` is a number, and `{shown}.*` was giv"
-    ):
-        es.Optimizer(sgd()).init(MODEL).set(learning_rate=value)
-
-
-def test_an_integer_in_place_of_a_bool_is_an_error():
-    tx = optax.inject_hyperparams(lambda on: optax.scale(jnp.where(on, -1.0, 0.0)))
-    optimizer = es.Optimizer(tx(on=jnp.array(True))).init(MODEL)
-    with pytest.raises(ValueError, match="`on` has dtype bool, and the value has int"):
-        optimizer.set(on=1)
-
-
-def test_a_float_in_place_of_an_integer_is_an_error():
-    def delayed(every):
-        return optax.scale(1.0 * every)
-
-    tx = optax.inject_hyperparams(delayed)(every=2)
+    tx = optax.inject_hyperparams(every)(every=2, rate=0.1)
     optimizer = es.Optimizer(tx).init(MODEL)
-    assert optimizer.set(every=3).hyperparams["every"].dtype == jnp.int32
-    with pytest.raises(
-        ValueError, match="`every` has dtype int32, and the value has fl"
-    ):
+    match = r"`every` is `i32\[\]`, and `.*` was given.*dtype stay"
+    with pytest.raises(ValueError, match=match):
+        optimizer.set(every=value)
+    with pytest.raises(ValueError, match=match):
         optimizer.set(every=2.5)
-    with pytest.raises(ValueError, match="dtype float32, and the value has complex"):
-        es.Optimizer(sgd()).init(MODEL).set(learning_rate=1j)
-
-
-def test_nothing_to_set_changes_nothing():
-    optimizer = es.Optimizer(sgd()).init(MODEL)
-    assert eqx.tree_equal(optimizer.set(), optimizer)
+    assert optimizer.set(every=3).hyperparams["every"] == 3
 
 
 @pytest.mark.parametrize("what", ["hyperparams", "set"])

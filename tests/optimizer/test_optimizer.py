@@ -1,9 +1,5 @@
 """`es.Optimizer` against hand-written optax loops."""
 
-import dataclasses
-import inspect
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -108,14 +104,6 @@ def test_every_array_in_it_is_of_kind_opt_state(net):
     assert jtu.tree_leaves(es.filter(optimizer, es.trainable)) == []
 
 
-def test_before_init_it_has_no_leaves():
-    assert jtu.tree_leaves(es.Optimizer(optax.sgd(0.1))) == []
-
-
-def test_trainable_is_the_default():
-    assert es.Optimizer(optax.sgd(0.1)).wrt is es.trainable
-
-
 def test_its_repr_has_what_it_was_made_of_and_its_state():
     text = repr(es.Optimizer(optax.sgd(0.1)).init({"w": jnp.ones(2)}))
     assert "wrt=es.trainable" in text
@@ -179,12 +167,6 @@ def test_it_has_a_shape_before_it_has_values(net):
     expected = [(x.shape, x.dtype) for x in array_leaves(optimizer.init(net))]
     found = [(x.shape, x.dtype) for x in jtu.tree_leaves(shapes) if hasattr(x, "dtype")]
     assert found == expected
-
-
-def test_it_is_frozen(net):
-    optimizer = es.Optimizer(optax.sgd(0.1)).init(net)
-    with pytest.raises(dataclasses.FrozenInstanceError, match="wrt"):
-        optimizer.wrt = es.Parameter
 
 
 # --- What it is given ---------------------------------------------------------------
@@ -288,87 +270,36 @@ def test_apply_updates_false_returns_the_updates(net, x):
     assert_equal(eqx.apply_updates(model, updates), new)
 
 
-@standard
-def test_updates_are_in_the_mode_of_the_model(net, x):
-    _, grads = gradients(net, x)
-    model = net.eval()
-    updates, _ = (
-        es.Optimizer(optax.adam(0.1))
-        .init(net)
-        .update(grads, model, apply_updates=False)
-    )
-    assert not updates.training
-    assert jax.tree.structure(updates) == jax.tree.structure(
-        es.filter(model, es.trainable)
-    )
-
-
-def test_dtypes_of_parameters_are_kept():
-    params = {"half": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2)}
-    optimizer = es.Optimizer(optax.sgd(optax.constant_schedule(0.5)))
-    optimizer = optimizer.init(params)
-    new, _ = optimizer.update(params, params)
-    assert new["half"].dtype == jnp.bfloat16
-    assert new["single"].dtype == jnp.float32
-    assert (new["half"] == 0.5).all()
-
-
-def test_nothing_to_train_is_no_error(net, x):
-    model = net.replace(first=None, second=None, norm=es.freeze(net.norm), dropout=None)
-    optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
-    assert jtu.tree_leaves(optimizer) == []
-    grads = es.filter(model, es.trainable)
-    new, _ = optimizer.update(grads, model)
-    assert_equal(new, model)
-
-
 # --- The same numbers as an optax loop ----------------------------------------------
-
-
-# Optax < 0.2.5 takes no key.
-SEED = jr.key(3) if "key" in inspect.signature(optax.add_noise).parameters else 3
-TRANSFORMATIONS: dict[str, Any] = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.1),
-    "adamw": lambda: optax.adamw(0.1, weight_decay=0.3),
-    "clip_by_global_norm": lambda: optax.chain(
-        optax.clip_by_global_norm(0.01), optax.adam(0.1)
-    ),
-    "clip": lambda: optax.chain(optax.clip(0.001), optax.sgd(1.0)),
-    "schedule": lambda: optax.adam(optax.linear_schedule(0.5, 0.0, 4)),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.exponential_decay(0.1, 2, 0.5)
-    ),
-    "normalize": lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
-    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, SEED), optax.sgd(0.1)),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 2),
-    "multi_steps": lambda: optax.MultiSteps(
-        optax.adam(0.1), 2
-    ).gradient_transformation(),
-    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "lamb": lambda: optax.lamb(0.1),
-}
 
 
 @reuses_keys
 @standard
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_loop_equals_the_hand_written_one(name, net, x):
-    tx = TRANSFORMATIONS[name]()
-    optimizer = es.Optimizer(tx).init(net)
+def test_a_training_loop_equals_the_hand_written_one_and_compiles_once(net, x):
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, optimizer, x):
+        model, grads = gradients(model, x)
+        return grads, *optimizer.update(grads, model)
+
+    schedule = optax.exponential_decay(0.1, 2, 0.5)
+    tx = optax.chain(
+        optax.clip_by_global_norm(0.01),
+        optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.3),
+    )
+    model, optimizer = net, es.Optimizer(tx).init(net)
     by_hand, treedef = jtu.tree_flatten(es.filter(net, es.trainable))
     opt_state = tx.init(by_hand)
-    model = net
     for _ in range(4):
-        model, grads = gradients(model, x)
-        model, optimizer = optimizer.update(grads, model)
+        grads, model, optimizer = step(model, optimizer, x)
         # One list of arrays, as in a program that has never heard of modules.
         updates, opt_state = tx.update(jtu.tree_leaves(grads), opt_state, by_hand)
         by_hand = optax.apply_updates(by_hand, updates)
-        assert_equal(es.filter(model, es.trainable), treedef.unflatten(by_hand))
-    assert_equal(jtu.tree_leaves(optimizer), jtu.tree_leaves(opt_state))
+        params = es.filter(model, es.trainable)
+        expected = treedef.unflatten(by_hand)
+        assert eqx.tree_equal(params, expected, rtol=1e-5, atol=1e-6)
     assert model.calls == 4
+    assert not any(leaf.weak_type for leaf in array_leaves(optimizer))
 
 
 def test_labels_of_multi_transform_come_from_spec(net, x):
@@ -396,18 +327,6 @@ def _labeled(model):
     labels = es.spec(model, {es.Parameter: "train"}, default="rest")
     transforms = {"train": optax.sgd(0.5), "rest": optax.set_to_zero()}
     return es.Optimizer(optax.multi_transform(transforms, lambda _: labels))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [es.train, es.eval, lambda m: es.freeze(m, lambda m: m.norm)],
-    ids=["train", "eval", "frozen"],
-)
-def test_labels_fit_a_model_in_any_mode(net, x, change):
-    model = change(net)
-    grads = jax.tree.map(jnp.ones_like, es.filter(model, es.trainable))
-    new, _ = _labeled(model).init(model).update(grads, model)
-    assert jnp.allclose(new.first.weight, model.first.weight - 0.5)
 
 
 @pytest.mark.parametrize("mode", [es.train, es.eval])
@@ -438,41 +357,6 @@ def test_a_mask_for_weight_decay_comes_from_a_filter(net, mode, of_params):
     assert_equal(new.norm, model.norm)
 
 
-@standard
-def test_injected_hyperparameters_can_be_changed_without_a_new_compilation():
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, optimizer):
-        return optimizer.update({"w": jnp.ones(2)}, model)
-
-    model = {"w": jnp.zeros(2)}
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    optimizer = es.Optimizer(tx).init(model)
-    model, optimizer = step(model, optimizer)
-    assert (model["w"] == -0.5).all()
-    optimizer = eqx.tree_at(
-        lambda o: o.opt_state.hyperparams["learning_rate"], optimizer, jnp.float32(2.0)
-    )
-    model, optimizer = step(model, optimizer)
-    assert (model["w"] == -2.5).all()
-
-
-@standard
-def test_further_arguments_reach_the_transformation():
-    tx = optax.chain(
-        optax.sgd(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
-    )
-    model, grads = {"w": jnp.zeros(())}, {"w": jnp.ones(())}
-    optimizer = es.Optimizer(tx).init(model)
-    by_hand, opt_state = {"w": jnp.zeros(())}, tx.init(grads)
-    for _ in range(6):
-        model, optimizer = optimizer.update(grads, model, value=jnp.array(1.0))
-        updates, opt_state = tx.update(grads, opt_state, by_hand, value=jnp.array(1.0))
-        by_hand = optax.apply_updates(by_hand, updates)
-    assert_equal(model, by_hand)
-    assert model["w"] > -0.5 * 6  # it did reduce
-
-
 def test_further_arguments_that_nobody_takes_are_ignored():
     model = {"w": jnp.ones(2)}
     optimizer = es.Optimizer(optax.sgd(0.5)).init(model)
@@ -496,17 +380,6 @@ def test_weight_decay_sees_only_the_trained_leaves(net, x):
     assert jnp.allclose(new.norm.weight, 0.9 * net.norm.weight)
 
 
-def test_clipping_by_norm_sees_only_the_trained_leaves():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    optimizer = es.Optimizer(tx, wrt=es.path_matches("*'a'*"))
-    model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
-    # Were `b` part of the norm, `a` would be all but gone.
-    grads = {"a": jnp.array([0.6, -0.8]), "b": jnp.full(2, 1e6)}
-    new, _ = optimizer.init(model).update(grads, model)
-    assert jnp.allclose(new["a"], -grads["a"])
-    assert (new["b"] == 0).all()
-
-
 def test_gradients_outside_wrt_are_not_looked_at():
     optimizer = es.Optimizer(optax.sgd(1.0), wrt=es.path_matches("*'a'*"))
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
@@ -527,9 +400,16 @@ def test_frozen_modules_take_no_memory(net, x):
     assert memory(full) - memory(less) == 2 * (4 + 4)
     model, grads = gradients(frozen, x)
     new, _ = less.update(grads, model)
-    assert new.norm is model.norm or eqx.tree_equal(new.norm, frozen.norm)
+    assert eqx.tree_equal(new.norm, model.norm)
     assert not eqx.tree_equal(new.first, frozen.first)
-    assert memory(es.Optimizer(optax.adam(0.1)).init(net.freeze())) == 1  # the count
+
+
+@pytest.mark.parametrize("wrt", [es.trainable, es.path_matches("frist.*")])
+def test_a_filter_that_selects_no_array_is_an_error(net, wrt):
+    model = net.freeze() if wrt is es.trainable else net
+    for each in model, optax.LookaheadParams(model, model):
+        with pytest.raises(ValueError, match=r"wrt=es\..*selects no array.*es\.parts"):
+            es.Optimizer(optax.sgd(0.1), wrt).init(each)
 
 
 # --- Modes may differ, structures may not -------------------------------------------
@@ -626,21 +506,29 @@ TXS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, 0.9), "adam": optax.ada
 
 @standard
 @pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
-@pytest.mark.parametrize("apply_updates", [True, False])
 @pytest.mark.parametrize("shape", [(3, 2), (1,), (), (4,), (2, 1), (5, 3, 2)])
-def test_gradients_of_another_shape_are_an_error_that_names_the_path(
-    tx, apply_updates, shape
-):
+def test_gradients_of_another_shape_are_an_error_that_names_the_path(tx, shape):
     model = shapes(2)
     optimizer = es.Optimizer(tx).init(model)
-    with pytest.raises(ValueError, match=r"\['w'\].*parameter \(2,\)[\s\S]*mean"):
-        optimizer.update(shapes(*shape), model, apply_updates=apply_updates)
+    match = r"\['w'\].*the parameter is `f32\[2\]`[\s\S]*mean"
+    with pytest.raises(ValueError, match=match):
+        optimizer.update(shapes(*shape), model)
+
+
+@jax.numpy_rank_promotion("allow")
+@pytest.mark.parametrize("apply_updates", [True, False])
+def test_gradients_of_each_example_are_an_error_in_other_transformations(apply_updates):
+    model = {"w": jnp.ones(2)}
+    optimizer = es.Optimizer(optax.sgd(0.1, 0.9)).init(model)
+    grads = {"w": jnp.ones((3, 2))}
+    with pytest.raises(ValueError, match=r"update of `\['w'\]` is `f32\[3,2\]`.*mean"):
+        optimizer.update(grads, model, apply_updates=apply_updates)
 
 
 @jax.numpy_rank_promotion("allow")
 @standard
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-@pytest.mark.parametrize("shape", [(3, 2), (1,), (), (4,)])
+@pytest.mark.parametrize("shape", [(3, 2), (1,), ()])
 @pytest.mark.parametrize("of_init", [False, True])
 def test_a_model_of_another_shape_is_an_error_that_names_the_path(name, shape, of_init):
     model, other = shapes(2), shapes(*shape)
@@ -674,32 +562,8 @@ def test_a_transformation_that_broadcasts_is_an_error_that_names_the_path():
 
     tx = optax.GradientTransformation(lambda params: (), update)
     model = shapes(2)
-    with pytest.raises(ValueError, match=r"update of `\['b'\]` has shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"update of `\['b'\]` is `f32\[2\]`"):
         es.Optimizer(tx).init(model).update(model, model)
-
-
-def test_an_update_may_be_one_number_for_a_whole_parameter():
-    def update(grads, state, params):
-        return jax.tree.map(lambda g: 0.5, grads), state
-
-    tx = optax.GradientTransformation(lambda params: (), update)
-    model = {"w": jnp.zeros(2)}
-    new, _ = es.Optimizer(tx).init(model).update(model, model)
-    assert new["w"].tolist() == [0.5, 0.5]
-
-
-@jax.enable_x64(True)
-@standard
-def test_a_complex_gradient_of_a_real_parameter_is_an_error():
-    model = {"w": jnp.ones(2), "z": jnp.ones(2, complex)}
-    optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
-    optimizer.update(model, model)
-    wrong = {"w": jnp.ones(2, complex), "z": jnp.ones(2, complex)}
-    with pytest.raises(ValueError, match=r"\['w'\]` is complex.*`g.real`"):
-        optimizer.update(wrong, model)
-    real = {"w": jnp.ones(2), "z": jnp.ones(2)}
-    new, _ = optimizer.update(real, model)
-    assert new["z"].dtype == complex
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -730,44 +594,23 @@ def test_a_state_for_the_whole_serves_lanes_and_shards():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "given"),
     [
-        (lambda m: es.Optimizer(m, optax.sgd(0.1)), "a `Net` was given"),
-        (lambda m: es.Optimizer({"w": jnp.ones(2)}, optax.sgd(0.1)), "a `dict` was"),
-        (lambda m: es.Optimizer(eqx.nn.MLP(1, 1, 1, 1, key=jr.key(0))), "`MLP` was"),
-        (lambda m: es.Optimizer(1e-3), "a `float` was"),
-        (lambda m: es.Optimizer(optax.adam), "the function `adam` was given; call it"),
-        (lambda m: es.Optimizer(es.Optimizer), "a `.*` was given"),
-        (lambda m: es.Optimizer(es.Optimizer(optax.sgd(0.1))), "a `Optimizer` was"),
-        (lambda m: es.Optimizer(None), "a `NoneType` was"),
+        (lambda m: es.Optimizer(m, optax.sgd(0.1)), "Net"),
+        (lambda m: es.Optimizer(1e-3), "float"),
+        (lambda m: es.Optimizer(optax.adam), "adam"),
+        (lambda m: es.Optimizer(None), "NoneType"),
+        (lambda m: es.Optimizer({es.Parameter: 1e-3, ...: None}), "float"),
+        (lambda m: es.Optimizer(optax.sgd(0.1), m.first), "Linear"),
     ],
-    ids=range(8),
+    ids=range(6),
 )
-def test_another_thing_than_a_transformation_is_an_error(net, make, says):
-    with pytest.raises(TypeError, match=rf"{says}[\s\S]*adam\(1e-3\)\)\.init\(model\)"):
-        make(net)
-
-
-@pytest.mark.parametrize(
-    "wrt",
-    [
-        lambda m: m,
-        lambda m: es.filter(m, es.trainable),
-        lambda m: {"w": jnp.ones(2)},
-        lambda m: eqx.nn.MLP(1, 1, 1, 1, key=jr.key(0)),
-        lambda m: es.RngStream(0),
-        lambda m: optax.adam(0.1),
-        lambda m: "Parameter",
-        lambda m: None,
-    ],
-    ids=range(8),
-)
-def test_another_thing_than_a_filter_is_an_error(net, wrt):
-    wrong = wrt(net)
-    name = type(wrong).__qualname__
-    match = rf"`wrt` is a filter.*`{name}` was given[\s\S]*\.init\(model\)"
+def test_another_thing_than_a_transformation_or_a_filter_is_an_error(net, make, given):
+    match = rf"`{given}` was given[\s\S]*adam\(1e-3\)\)\.init\(model\)"
     with pytest.raises(TypeError, match=match):
-        es.Optimizer(optax.adam(0.1), wrong)
+        make(net)
+    with pytest.raises(TypeError, match="is not a filter"):
+        es.Optimizer(optax.sgd(0.1), "first")
 
 
 def test_a_filter_may_be_a_module_without_arrays():
@@ -806,32 +649,7 @@ def test_a_model_before_its_own_init_is_an_error_that_names_the_field():
         optimizer.update(es.filter(ready, es.trainable), model)
 
 
-@standard
-def test_init_again_starts_again(net, x):
-    optimizer = es.Optimizer(optax.adam(0.1)).init(net)
-    _, grads = gradients(net, x)
-    _, used = optimizer.update(grads, net)
-    assert not eqx.tree_equal(used, optimizer)
-    assert_equal(used.init(net), optimizer)
-
-
 # --- Compilation, saving, failing ---------------------------------------------------
-
-
-@standard
-@pytest.mark.parametrize("name", ["adamw", "schedule", "inject_hyperparams"])
-def test_a_loop_compiles_once(name, net, x):
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, optimizer, x):
-        model, grads = gradients(model, x)
-        return optimizer.update(grads, model)
-
-    model, optimizer = net, es.Optimizer(TRANSFORMATIONS[name]()).init(net)
-    for _ in range(3):
-        model, optimizer = step(model, optimizer, x)
-    assert model.calls == 3
-    assert not any(leaf.weak_type for leaf in array_leaves(optimizer))
 
 
 @standard
@@ -883,18 +701,6 @@ def test_a_call_changes_neither_optimizer_nor_model(net, x):
     assert treedef == treedef_after
 
 
-def test_an_error_in_the_transformation_is_passed_on():
-    def fail(grads, state, params):
-        raise RuntimeError("this transformation is broken")
-
-    model = {"w": jnp.ones(2)}
-    tx = optax.GradientTransformation(lambda params: jnp.zeros(()), fail)
-    optimizer = es.Optimizer(tx).init(model)
-    with pytest.raises(RuntimeError, match="is broken"):
-        optimizer.update(model, model)
-    assert optimizer.opt_state == 0
-
-
 def test_the_gradients_come_first():
     class Counted(es.Module):
         weight: es.Parameter
@@ -914,19 +720,6 @@ def test_the_gradients_come_first():
         optimizer.update(mlp, grads)
     params = es.filter(mlp, es.Parameter)
     assert eqx.tree_equal(*(optimizer.update(grads, x)[1] for x in (mlp, params)))
-
-
-def test_a_gradient_and_the_new_model_are_not_a_gradient():
-    model = {"w": jnp.ones(2)}
-    optimizer = es.Optimizer(optax.sgd(1.0)).init(model)
-    both = es.grad(lambda model: model["w"].sum())(model)
-    match = r"(?s)are a tuple of 2, and .*grads, model = es.grad\(loss\)\(model, x\)"
-    with pytest.raises(ValueError, match=match):
-        optimizer.update(both, model)
-    pair = (model, model)
-    optimizer = es.Optimizer(optax.sgd(1.0)).init(pair)
-    (a, b), _ = optimizer.update(pair, pair)
-    assert (a["w"] + b["w"] == 0).all()
 
 
 @pytest.mark.parametrize("switch", [es.eval, eqx.nn.inference_mode, es.freeze])

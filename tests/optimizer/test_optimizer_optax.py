@@ -255,33 +255,6 @@ def test_three_steps_equal_the_hand_written_ones(name):
 
 
 @jax.numpy_dtype_promotion("standard")
-def test_further_arguments_reach_an_object_that_wraps_a_transformation():
-    # `optax.with_extra_args_support` drops those of whatever is no named tuple of its.
-    inner = optax.chain(sgd(), optax.contrib.reduce_on_plateau(factor=0.1, patience=1))
-    model = {"w": jnp.zeros(())}
-    optimizer = es.Optimizer(optax.MultiSteps(inner, 1)).init(model)
-    for _ in range(4):
-        model, optimizer = optimizer.update(
-            {"w": jnp.ones(())}, model, value=jnp.array(1.0)
-        )
-    assert -4 * RATE < model["w"] < -RATE
-
-
-def test_an_object_may_take_no_further_arguments():
-    class Sgd:
-        def init(self, params):
-            return ()
-
-        def update(self, grads, state, params):
-            return jax.tree.map(lambda g: -RATE * g, grads), state
-
-    model = {"w": jnp.ones(())}
-    optimizer = es.Optimizer(Sgd()).init(model)
-    new, _ = optimizer.update(model, model, value=jnp.array(1.0))
-    assert jnp.allclose(new["w"], 1 - RATE)
-
-
-@jax.numpy_dtype_promotion("standard")
 def test_parameters_to_evaluate_schedule_free_with():
     tx = optax.contrib.schedule_free_sgd(RATE)
     model = Net()
@@ -366,14 +339,6 @@ def test_in_lookahead_a_filter_is_asked_about_the_model():
     assert eqx.tree_equal(es.update(pair, eqx.apply_updates(pair, updates)), new)
 
 
-@standard
-def test_in_lookahead_the_model_in_place_of_gradients_is_its_parameters():
-    pair = optax.LookaheadParams.init_synced(Net())
-    optimizer = es.Optimizer(LOOKAHEAD).init(pair)
-    new, _ = optimizer.update(Net(), pair)
-    assert jnp.allclose(new.fast.weight, (1 - RATE) * Net().weight)
-
-
 @pytest.mark.parametrize("wrong", ["gradients", "model", "both", "slow"])
 def test_in_lookahead_another_structure_is_an_error_that_names_the_path(wrong):
     model = Net()
@@ -393,5 +358,5 @@ def test_in_lookahead_another_structure_is_an_error_that_names_the_path(wrong):
     with pytest.raises(ValueError, match=match):
         optimizer.update(grads, pair)
     if wrong == "slow":
-        with pytest.raises(ValueError, match=f"`slow` is another model .*{match[4:]}"):
+        with pytest.raises(ValueError, match=match):
             optimizer.init(pair)

@@ -256,9 +256,11 @@ def followed(tree: PyTree) -> dict[KeyPath, Followed]:
         start = _start_of_model(outside, follower.path, parameters)
         for path in inside[follower.path]:
             below = _ending(arrays[path], len(follower.path), parameters)
-            if below is not None and start is None:
+            if below is None:
+                continue
+            if start is None:
                 found[path] = Followed(model, parameters[below])
-            elif below is not None:
+            else:
                 found[path] = Followed(tree, arrays[*start, *below])
     return found
 
