@@ -247,7 +247,7 @@ def test_it_is_called_outside_of_transforms(around):
 
 def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen():
     for model in (X, [{"w": X}, eqx.nn.Linear]):
-        with pytest.raises(ValueError, match="No module in it can be called"):
+        with pytest.raises(ValueError, match="no module can be called"):
             es.find_nonfinite(lambda _: Log()(ZEROS))(model)
 
 

@@ -1,6 +1,7 @@
-"""The table of a model: its rows and its sizes."""
+"""The table of a model: its rows, its sizes, and what modules are called with."""
 
-from typing import Annotated, Any
+import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import zoo
-from jaxtyping import Array, Float
+from helpers import reuses_keys, untouched
 from tables import cells
 
 import eqx_state as es
@@ -115,66 +116,13 @@ def test_nothing_is_cut_or_colored(monkeypatch):
 def test_modes_are_marked():
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     model = [es.nn.BatchNorm(2).freeze(), dropout, eqx.nn.Dropout(0.5)]
-    for tree, marks in (
-        (model, ["list\n+ Dropout", "BatchNorm (frozen)", "Dropout"]),
-        (
-            es.eval(model),
-            ["list\n+ Dropout (eval)", "BatchNorm (eval, frozen)", "Dropout (eval)"],
-        ),
-    ):
-        rows = cells(es.tabulate(tree))
-        assert [rows[path][0] for path in ("", "[0]", "[1]")] == marks
-
-
-class Block(eqx.Module):
-    net: eqx.nn.Sequential
-    act: eqx.nn.Lambda
-    pool: eqx.nn.Pool
-
-    def __call__(self, x, *, key=None):
-        return self.pool(self.act(self.net(x, key=key))[None])[0]
-
-
-def block() -> Block:
-    def act() -> eqx.nn.Lambda:
-        return eqx.nn.Lambda(jnp.tanh)
-
-    nothing = eqx.nn.Sequential([act(), act()])
-    net = eqx.nn.Sequential([linear(), act(), eqx.nn.Dropout(0.1), nothing, act()])
-    return Block(net, act(), eqx.nn.MaxPool1d(2))
-
-
-def test_what_holds_nothing_is_named_in_the_row_around_it():
-    rows = cells(es.tabulate([block()]))
-    assert list(rows) == ["path", "", "[0]", "[0].net", "[0].net.layers[0]", "Total"]
-    assert rows["[0]"] == ["Block\n+ Lambda, MaxPool1d", ""]
-    assert rows["[0].net"][0] == "Sequential\n+ 2 Lambda, Dropout, Sequential"
-    assert rows["[0].net.layers[0]"][0] == "Linear"
-    rows = cells(es.tabulate([block()], depth=1))
-    assert list(rows) == ["path", "", "[0]", "Total"]
-    assert rows["[0]"][0] == "Block\n+ Lambda, MaxPool1d"
-    lambdas = eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh)])
-    assert cells(es.tabulate(lambdas))[""] == ["Sequential\n+ Lambda"]
-
-
-def test_what_changes_a_shape_or_is_called_twice_has_a_row():
-    x = jnp.ones(2)
-    rows = cells(es.tabulate(block(), x))
-    assert list(rows)[2:-1] == ["net", "net.layers[0]", "pool"]
-    assert rows["pool"] == ["MaxPool1d", "f32[1,3]", "f32[1,2]", ""]
-    assert rows[""][0] == "Block\n+ Lambda"
-
-    class Twice(eqx.Module):
-        act: eqx.nn.Lambda
-        drop: eqx.nn.Dropout
-
-        def __call__(self, x):
-            return self.drop(self.act(self.act(x)), key=jr.key(0))
-
-    twice = Twice(eqx.nn.Lambda(jnp.tanh), eqx.nn.Dropout(0.1))
-    rows = cells(es.tabulate(twice, x))
-    assert rows[""][0] == "Twice\n+ Dropout"
-    assert rows["act"] == ["Lambda", "f32[2]\n(2 calls)", "f32[2]"]
+    rows = cells(es.tabulate(model))
+    assert list(rows)[1:-1] == ["", "[0]", "[1]", "[2]"]
+    marks = ["list", "BatchNorm (frozen)", "Dropout", "Dropout"]
+    assert [row[0] for row in rows.values()][1:-1] == marks
+    marks = ["list", "BatchNorm (eval, frozen)", "Dropout (eval)", "Dropout (eval)"]
+    rows = cells(es.tabulate(es.eval(model)))
+    assert [row[0] for row in rows.values()][1:-1] == marks
 
 
 def test_each_kind_has_a_column():
@@ -200,26 +148,6 @@ def test_each_kind_has_a_column():
     assert rows["Total"][1:] == ["1 (4 B)", "2 (8 B)", "3 (16 B)", "3 (12 B)"]
 
 
-def test_the_names_of_axes_are_shown_where_there_are_any():
-    class Block(es.Module):
-        up: es.Parameter[Float[Array, "mlp embed"]]
-        down: Annotated[eqx.nn.Linear, es.Axes(weight="embed mlp")]
-        sizes: es.State[Float[Array, "3 _"]]
-        name: es.Parameter | None = None
-
-    block = Block(jnp.zeros((3, 2)), linear(), jnp.zeros((3, 2)))
-    rows = cells(es.tabulate([block, eqx.filter_vmap(lambda _: block)(jnp.arange(4))]))
-    assert rows["[0]"][1:] == [
-        "up: f32[3,2] (mlp embed)\n6 (24 B)",
-        "sizes: f32[3,2]\n6 (24 B)",
-    ]
-    assert rows["[0].down"][1] == "weight: f32[3,2] (embed mlp)\nbias: f32[3]\n9 (36 B)"
-    assert rows["[1]"][1] == "up: f32[4,3,2] (_ mlp embed)\n24 (96 B)"
-    # A table is for looking at a model, also at one whose annotation is wrong.
-    rows = cells(es.tabulate(block.replace(up=jnp.zeros(3))))
-    assert rows[""][1] == "up: f32[3]\n3 (12 B)"
-
-
 def test_large_sizes_are_readable():
     big = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (300, 10**6, 10**10)]
     table = es.tabulate(big)
@@ -234,10 +162,18 @@ def test_large_sizes_are_readable():
 
 
 @pytest.mark.parametrize("name", zoo.CASES)
-def test_totals_are_those_of_the_parts(name):
+def test_totals_are_those_of_the_parts_and_each_array_is_in_one_row(name):
     model = zoo.CASES[name].model()
     for depth in (None, 0, 1):
         check_totals(model, es.tabulate(model, depth=depth))
+    listed = []
+    for path, row in [*cells(es.tabulate(model)).items()][1:-1]:
+        for line in "\n".join(row[1:]).splitlines():
+            if ": " in line:
+                inner = line.partition(": ")[0]
+                dot = "." if path and not inner.startswith("[") else ""
+                listed.append(f"{path}{dot}{inner}")
+    assert sorted(listed) == sorted(part.name for part in es.parts(model))
 
 
 def check_totals(model: Any, table: str) -> None:
@@ -255,39 +191,16 @@ def check_totals(model: Any, table: str) -> None:
     assert f"Trainable: {total([p.value for p in trainable])}\n" in table
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
-def test_each_array_is_in_one_row(name):
-    model = zoo.CASES[name].model()
-    rows = cells(es.tabulate(model))
-    listed = []
-    for path, row in rows.items():
-        for line in (
-            "\n".join(row[1:]).splitlines() if path not in ("path", "Total") else ()
-        ):
-            if ": " in line:
-                inner = line.partition(": ")[0]
-                dot = "." if path and not inner.startswith("[") else ""
-                listed.append(f"{path}{dot}{inner}")
-    assert sorted(listed) == sorted(part.name for part in es.parts(model))
-
-
 def test_depth_folds_rows_into_those_around():
     model = [eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)), Net(linear(), es.nn.BatchNorm(3))]
     assert list(cells(es.tabulate(model, depth=0))) == ["path", "", "Total"]
     rows = cells(es.tabulate(model, depth=1))
     assert list(rows) == ["path", "", "[0]", "[1]", "Total"]
-    assert rows["[0]"][1] == "+ 4 below\n22 (88 B)"
+    assert rows["[0]"][1] == "22 (88 B)"
     assert rows["[1]"][3] == "calls: i32[]\n1 (4 B)"
     everything = es.tabulate(model, depth=7)
     assert everything == es.tabulate(model)
     assert "[0].layers[1]" in cells(everything)
-
-
-def test_a_negative_depth_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"es\.tabulate\(\.\.\., depth=-1\).*depth=None"
-    ):
-        es.tabulate(linear(), depth=-1)
 
 
 @pytest.mark.parametrize(
@@ -401,3 +314,204 @@ def test_what_is_frozen_by_its_path_is_marked():
         rows = cells(es.tabulate(es.freeze(net, where)))
         marked = {path for path in ("", "linear", "norm") if "frozen" in rows[path][0]}
         assert marked == frozen
+
+
+# --- Calls ----------------------------------------------------------------------------
+
+
+def calls(tree: Any, *inputs: Any) -> dict[str, tuple[str, str]]:
+    rows = cells(es.tabulate(tree, *inputs))
+    return {path: tuple(row[1:3]) for path, row in rows.items()}
+
+
+TRANSFORMS = {
+    "plain": lambda layer, xs: layer(xs[0]),
+    "es.vmap": lambda layer, xs: es.vmap(layer)(xs),
+    "es.scan": lambda layer, xs: es.scan(lambda c, x: (c, layer(x)), None, xs),
+    "es.jit": lambda layer, xs: es.jit(layer)(xs[0]),
+    "es.cond": lambda layer, xs: es.cond(xs[0, 0] > 0, layer, layer, xs[0]),
+    "jax.vmap": lambda layer, xs: jax.vmap(layer)(xs),
+    "eqx.filter_vmap": lambda layer, xs: eqx.filter_vmap(layer)(xs),
+    "eqx.filter_jit": lambda layer, xs: eqx.filter_jit(layer)(xs[0]),
+    "jax.lax.scan": lambda layer, xs: jax.lax.scan(lambda c, x: (c, layer(x)), 0, xs),
+    "jax.jit": lambda layer, xs: jax.jit(lambda layer, x: layer(x))(layer, xs[0]),
+    "jax.grad": lambda layer, xs: jax.grad(lambda x: layer(x).sum())(xs[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_calls_are_recorded_in_a_transform(transform):
+    class Model(es.Module):
+        layers: list[Any]
+
+        def __call__(self, xs):
+            for layer in self.layers:
+                TRANSFORMS[transform](layer, xs)
+
+    dense = zoo.Dense(key=jr.key(0))
+    found = calls(Model([linear(2, 2), linear(2, 2), dense, dense]), jnp.ones((4, 2)))
+    assert found[""] == ("f32[4,2]", "None")
+    for i in range(4):
+        inputs, output = found[f"layers[{i}]"]
+        assert inputs.splitlines()[0] == "f32[2]"
+        assert output == "f32[2]"
+
+
+def test_every_layer_of_the_zoo_that_is_called_is_recorded():
+    model = zoo.CASES["nested containers"].model()
+    with untouched(model):
+        found = calls(model, jnp.ones(2))
+    assert all(inputs == "f32[2]" for inputs, _ in list(found.values())[1:-1])
+    assert len(found) == 8
+    found = calls(zoo.CASES["frozen halves"].model(), jnp.ones(2))
+    assert found["backbone.norm"] == ("f32[1,2]", "f32[1,2]")
+    assert found["backbone.dense"] == ("f32[2]", "f32[2]")
+
+
+def test_the_first_call_is_shown_and_a_module_without_one_has_no_shapes():
+    class Twice(es.Module):
+        layer: Any
+        unused: Any
+
+        def __call__(self, x):
+            return self.layer(self.layer(x)[None, 0] * 1.0)
+
+    double = eqx.nn.Lambda(lambda x: jnp.concatenate([x, x]))
+    found = calls(Twice(double, linear()), jnp.ones(2))
+    assert found["layer"] == ("f32[2]", "f32[4]")
+    assert found[""] == ("f32[2]", "f32[2]")
+    assert found["unused"] == ("", "")
+
+
+def test_nested_inputs_and_outputs_are_readable():
+    class Model(es.Module):
+        inner: Any
+
+        def __call__(self, batch, flag, layer):
+            return self.inner(batch["x"], scale=2.0, key=None), flag
+
+    class Inner(eqx.Module):
+        def __call__(self, x, scale, key):
+            return {"y": x, "n": x.astype(int)}
+
+    inputs = {"x": np.ones((2, 3), np.float32), "k": jr.key(0)}
+    found = calls(Model(Inner()), inputs, "mean", linear())
+    assert found[""] == (
+        "{'k': key<fry>[], 'x': f32[2,3]}\n'mean'\nLinear(...)",
+        "({'n': i32[2,3], 'y': f32[2,3]}, 'mean')",
+    )
+    assert found["inner"][0] == "f32[2,3]\nscale=2.0"
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "b", mode="batch")
+    found = calls(eqx.nn.Sequential([linear(), norm]), jnp.ones(2), state)
+    assert found["layers[1]"] == ("f32[3]\nstate=State(...)", "(f32[3], State(...))")
+
+
+def test_an_array_of_numpy_may_be_a_shape():
+    class Zeros(es.Module):
+        shape: es.Buffer
+
+        def __call__(self, x):
+            return x[0] + jnp.zeros([int(n) for n in self.shape])
+
+    assert calls(Zeros(np.array([2, 3])), jnp.ones(3))[""] == ("f32[3]", "f32[2,3]")
+
+
+def test_layers_that_must_be_alike():
+    class Model(es.Module):
+        layers: list[Any]
+
+        def __call__(self, x):
+            stack = jax.tree.map(lambda *a: jnp.stack(a), *self.layers)
+            run = es.jit(lambda layer, x: layer(x))
+            return es.scan(lambda x, layer: (run(layer, x), None), x, stack)[0]
+
+    found = calls(Model([linear(2, 2), linear(2, 2)]), jnp.ones(2))
+    assert found["layers[0]"][1] == "f32[2]"
+
+
+def test_layers_of_one_jitted_function_are_all_recorded_each_time():
+    class Model(es.Module):
+        layers: list[Any]
+
+        def __call__(self, x):
+            return run(self.layers[1], run(self.layers[0], x))
+
+    @eqx.filter_jit
+    def run(layer, x):
+        return layer(x)
+
+    model = Model([linear(2, 2), linear(2, 2)])
+    for _ in range(2):
+        assert calls(model, jnp.ones(2))["layers[1]"] == ("f32[2]", "f32[2]")
+
+
+def test_bound_methods_and_partials():
+    class Model(es.Module):
+        layer: Any
+
+        def encode(self, x, *, scale=1.0):
+            return self.layer(x) * scale
+
+    encode = Model(linear()).encode
+    for f in (encode, ft.partial(encode, scale=2.0), eqx.Partial(encode, scale=2.0)):
+        found = calls(f, jnp.ones(2))
+        assert found[""] == found["layer"] == ("f32[2]", "f32[3]")
+
+
+def test_nothing_is_computed():
+    ran = []
+
+    class Model(es.Module):
+        layer: Any
+        constant: Any
+
+        def __call__(self, x):
+            jax.debug.callback(lambda: ran.append(1))
+            shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+            y = jax.pure_callback(lambda _: ran.append(2), shape, jnp.ones(3))
+            return self.layer(x) + y * jnp.asarray(self.constant)
+
+    model = Model(linear(), np.ones(3, np.float32))
+    assert calls(model, np.ones(2, np.float32))["layer"] == ("f32[2]", "f32[3]")
+    jax.effects_barrier()
+    assert ran == []
+
+
+@reuses_keys
+def test_what_was_compiled_before_stays_compiled():
+    model = zoo.CASES["average and keys"].model()
+    traces = []
+
+    @eqx.filter_jit
+    def step(model, x):
+        traces.append(1)
+        return es.mutable(model)(x)
+
+    step(model, jnp.ones(2))
+    with untouched(model):
+        es.tabulate(model, jnp.ones(2))
+    step(model, jnp.ones(2))
+    assert traces == [1]
+
+
+def test_the_users_error_comes_out():
+    class Model(es.Module):
+        layer: Any
+
+        def __call__(self, x):
+            raise RuntimeError("mine")
+
+    model = Model(linear())
+    with untouched(model), pytest.raises(RuntimeError, match="^mine(\n|$)"):
+        es.tabulate(model, jnp.ones(2))
+    with pytest.raises(TypeError, match="dot_general requires contracting"):
+        es.tabulate(linear(), jnp.ones(5))
+
+
+def test_inputs_are_for_a_model_that_can_be_called():
+    def forward(x, layer=linear()):  # noqa: B008
+        return layer(x)
+
+    for what in ([linear()], forward):
+        with pytest.raises(TypeError, match=r"inputs, and `(list|forward)` is not a"):
+            es.tabulate(what, jnp.ones(2))

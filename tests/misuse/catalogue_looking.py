@@ -95,14 +95,11 @@ def _(case):
     assert (es.capture(model, replace={"": 0.0})(X)[0][0] == 0).all()
 
 
-@program(
-    "select outputs by a function of the module: `outputs=lambda m: ...`",
-    "lambda name, m:",
-)
+@program("select outputs by a function of the module: `outputs=lambda m: ...`")
 def _(case):
     model = case.keep(mlp())
     with case.error():
-        es.capture(model, outputs=lambda m: True)
+        es.capture(model, outputs=lambda m: True)(X)
     assert es.capture(model, outputs=lambda name, m: name == "")(X)[1].keys() == {""}
 
 

@@ -14,21 +14,17 @@ from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import Called, keep
 from .._transforms.grad import AbstractGrad
 from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
-from .._transforms.transform import of_one, Transform, why_not_called, wrap
+from .._transforms.transform import of_one, Transform, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob
 from .._tree.observe import can_be_observed, Observer, OBSERVING, unmarked
-from .._tree.parts import parts, stacks_of
 from .._tree.select import modules
 from .._typing import PyTree
 
 
-# --- Which outputs `es.capture` keeps, and which it replaces: `outputs=`, `replace=`.
-
-
 class Outputs(Observer):
-    """Keeps the outputs of the modules that `which` selects."""
+    """Keeps the outputs of the modules that `which` selects, and replaces others."""
 
     def __init__(self, which: Any, replace: Mapping[str, Any]):
         self.selects = selector(which)
@@ -55,12 +51,13 @@ class Outputs(Observer):
 
     def check(self, model: PyTree) -> None:
         names = callable_names(model, "es.capture")
-        for name in self.replace:
-            if name not in names:
-                raise ValueError(_UNKNOWN.format(name, _listed(names), _hint(model)))
-        is_glob = isinstance(self.which, str)
-        if is_glob and not any(self.selects(name, None) for name in names):
-            raise ValueError(_NO_MATCH.format(self.which, _listed(names), _hint(model)))
+        unknown = [name for name in self.replace if name not in names]
+        if isinstance(self.which, str):
+            unknown += [] if any(self.selects(x, None) for x in names) else [self.which]
+        for name in unknown:
+            known = ", ".join(f'`"{x}"`' for x in names[:_MOST_NAMES])
+            more = ", ..." if len(names) > _MOST_NAMES else ""
+            raise ValueError(_UNKNOWN.format(name, known or "none", more))
 
     def check_replaced(self) -> None:
         """Raise `ValueError` after the call if `replace` has had no effect."""
@@ -69,12 +66,12 @@ class Outputs(Observer):
             if name not in self.replaced:
                 raise ValueError(_NEVER_CALLED.format(name, name or "the model"))
 
-    def cannot_see(self, name: str, module: Any) -> None:
-        raise TypeError(_CANNOT_SEE.format(name, type(module).__qualname__))
+
+_MOST_NAMES: Final = 20
 
 
 def callable_names(model: PyTree, what: str) -> list[str]:
-    """The names of the modules whose calls are seen.
+    """The names of the modules whose calls are observed.
 
     `ValueError` if something else than modules was given.
     """
@@ -82,20 +79,6 @@ def callable_names(model: PyTree, what: str) -> list[str]:
     if jtu.tree_leaves(model) and not names:
         raise ValueError(_NO_MODULE.format(what, show(model)))
     return names
-
-
-_MOST_NAMES: Final = 20
-
-
-def _hint(model: PyTree) -> str:
-    """Why there are no names with numbers for the layers of a stack."""
-    return _STACKED if any(map(stacks_of, parts(model))) else ""
-
-
-def _listed(names: list[str]) -> str:
-    """Names in a message, but not those of a thousand layers."""
-    shown = ", ".join(f'`"{name}"`' for name in names[:_MOST_NAMES])
-    return f"{shown or 'none'}{', ...' if len(names) > _MOST_NAMES else ''}"
 
 
 def selector(which: Any) -> Callable[[str, Any], bool]:
@@ -109,11 +92,8 @@ def selector(which: Any) -> Callable[[str, Any], bool]:
     if all(isinstance(cls, type) for cls in classes):
         return lambda name, module: isinstance(module, classes)
     if callable(which) and not is_eqx_module(which):
-        if why_not_called(which, "", None) is not None:
-            raise TypeError(_NOT_OF_TWO)
         return lambda name, module: bool(which(name, module))
-    shown = f"{type(which).__name__}(...)" if is_eqx_module(which) else repr(which)
-    raise TypeError(_NO_SELECTION.format(shown))
+    raise TypeError(_NO_SELECTION.format(show(which)))
 
 
 def _replaced(name: str, new: Any, out: Any) -> Any:
@@ -121,15 +101,13 @@ def _replaced(name: str, new: Any, out: Any) -> Any:
     if callable(new):
         return new(out)
     what = f"the output of `{name or 'the model'}`"
-    given, structure = jtu.tree_flatten(new)
-    leaves, expected = jtu.tree_flatten(out)
-    fits = structure == expected
-    if fits:
-        try:
-            given = [_as_output(x, y, what) for x, y in zip(given, leaves, strict=True)]
-        except ValueError:  # in the words for state: a float for integers, say
-            fits = False
-        fits = fits and all(map(same_type, leaves, given))
+    leaves, structure = jtu.tree_flatten(out)
+    try:
+        pairs = zip(structure.flatten_up_to(new), leaves, strict=True)
+        given = [_as_output(x, old, what) for x, old in pairs]
+        fits = all(map(same_type, leaves, given))
+    except ValueError:  # in JAX's words, or in those for state: a float for integers
+        fits, given = False, []
     if not fits:
         raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
     return jtu.tree_unflatten(structure, given)
@@ -142,67 +120,28 @@ def _as_output(new: Any, old: Any, what: str) -> Any:
     return jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
 
 
-def check_replace(replace: Any) -> None:
-    """Raise `TypeError` if `replace` is not a mapping from names."""
-    is_mapping = isinstance(replace, Mapping)
-    if replace is not None and not (
-        is_mapping and all(type(x) is str for x in replace)
-    ):
-        raise TypeError(_NO_REPLACEMENT.format(show(replace)))
-
-
 _NO_MODULE: Final = """`{0}` looks into the model, the first argument unless \
-`argnums=` names another, and that is `{1}` here. No module in it can be called, so \
-nothing would be seen. Pass the model; a function that closes over it hides it, and so \
-does a transform of JAX:
+`argnums=` names another, and that is `{1}` here, in which no module can be called. A \
+function that closes over the model hides it, and so does a transform of JAX:
 
-    {0}(jax.vmap(model))(xs)                                      # wrong
-    {0}(es.vmap(model))(xs)                                       # right
-    {0}(lambda model, xs: jax.vmap(model)(xs))(model, xs)         # right"""
+    {0}(jax.vmap(model))(xs)    # wrong
+    {0}(es.vmap(model))(xs)     # right"""
 
-_UNKNOWN: Final = """`es.capture(..., replace={{"{}": ...}})`: the model has no module \
-of this name that can be called. Names are given in full, and globs are for `outputs`. \
-The names are {}.{}"""
+_UNKNOWN: Final = """`es.capture`: `"{}"` matches no module that can be called. The \
+names are {}{}. (The layers of an `es.nn.Stacked` have one name.)"""
 
 _NEVER_CALLED: Final = """`es.capture(..., replace={{"{0}": ...}})`: `{1}` was never \
-called, so nothing took the place of its output. What counts is a call of the module \
-itself, `self.layer(x)`, and not of another method, nor the use of its arrays:
-
-    x @ self.layer.weight.T      # the layer is not called
-    self.layer(x)                # it is
-
-Name the module around it, or one that the model calls."""
-
-_NOT_OF_TWO: Final = """`es.capture(..., outputs=f)`: `f` is called with the name of a \
-module and the module, and returns a bool:
-
-    es.capture(model, outputs=lambda m: isinstance(m, Block))          # wrong
-    es.capture(model, outputs=lambda name, m: isinstance(m, Block))    # right"""
-
-_STACKED: Final = """ The layers of an `es.nn.Stacked` have one name, `blocks.layers`, \
-as one program runs them all; their outputs are stacked along an axis for the layers. \
-To replace what one of them returns, hold them in a list and call them in a loop: a \
-list loads the files of a stack."""
-
-_NO_MATCH: Final = """`es.capture(..., outputs="{}")` matches no module that can be \
-called. In this glob `*` stands for any characters and `?` for one. The names are \
-{}.{}"""
+called, so it has no output to replace. The use of its arrays, `x @ \
+self.layer.weight.T`, is no call, and another method than `__call__` does not count."""
 
 _NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` is a module class \
 or a tuple of them, a glob on names such as `"layers*"`, or a function of `(name, \
 module)` that returns a bool."""
 
-_NO_REPLACEMENT: Final = """`es.capture(..., replace={})`: `replace` is a mapping from \
-names of modules, such as `"layers[0]"`, to values or functions of the output."""
-
 _OTHER_OUTPUT: Final = """`es.capture(..., replace=...)`: {} is `{}`, and a value in \
 its place has the same structure, shapes and dtypes. This is `{}`. Under a transform \
 that is the output of one call, in one lane or step. Convert the value; or give a \
 function of the output, which may return anything."""
-
-_CANNOT_SEE: Final = """`es.capture` cannot see the calls of `{}`, a `{}`: the \
-metaclass of this class forbids subclasses. Sow the output instead, `self.sow("name", \
-value)`, or leave the module out of `outputs`."""
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -260,41 +199,34 @@ def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return f, args, kwargs
 
 
-_BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \
-captured, and a value was sown under the same name. Sow it under another name."""
-
-_THREADED_ALREADY: Final = """
-`es.capture` threads the state itself, as `es.mutable` does. It was given a transform \
-that does the same on its own copy, so nothing that is sown would come out:
-
-    es.capture(es.mutable(model))(x)             # wrong
-    (y, model), sown = es.capture(model)(x)      # right
-
-    es.capture(es.jit(es.value_and_grad(loss)))(model, x)     # wrong
-    es.jit(es.capture(es.value_and_grad(loss)))(model, x)     # right
-"""
-
-_ARGNUMS_OF_GRAD: Final = """
-`es.capture({grad}(...), argnums={argnums})`: here `{grad}` threads the model, so it \
-takes `argnums=`:
-
-    es.capture({grad}(loss), argnums={argnums})     # wrong
-    es.capture({grad}(loss, argnums={argnums}))     # right
-"""
-
-
 def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
     """Raise `TypeError` if `f` would run on its own copy, and sow nothing for us."""
     f = _without_partials(f)[0]
     if isinstance(f, AbstractGrad):
         if argnums is not None:
-            text = _ARGNUMS_OF_GRAD.format(grad=f.name, argnums=argnums)
-            raise TypeError(text.strip())
+            raise TypeError(_ARGNUMS_OF_GRAD.format(f.name, argnums))
         return
     while isinstance(f, Transform):
         if f.threads:
-            raise TypeError(_THREADED_ALREADY.strip())
+            raise TypeError(_THREADED_ALREADY)
         f = _without_partials(f.f)[0]
+
+
+_BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \
+captured, and a value was sown under the same name. Sow it under another name."""
+
+_THREADED_ALREADY: Final = """`es.capture` makes the model writable itself, as \
+`es.mutable` does, and was given a transform that does so on its own copy. Nothing \
+that is sown there would come out:
+
+    es.capture(es.mutable(model))(x)             # wrong
+    (y, model), sown = es.capture(model)(x)      # right
+
+    es.capture(es.jit(es.value_and_grad(loss)))(model, x)     # wrong
+    es.jit(es.capture(es.value_and_grad(loss)))(model, x)     # right"""
+
+_ARGNUMS_OF_GRAD: Final = """The gradient takes `argnums=`, not the capture of it: \
+`es.capture({0}(loss, argnums={1}))`."""
 
 
 class _Captured(Generic[_M_co, _F_co]):
@@ -438,7 +370,6 @@ def capture(
     argnums = as_argnums(argnums, "es.capture")
     _check_sees_the_model(f, argnums)
     selector(outputs)  # for its error
-    check_replace(replace)
     return wrap(
         _Capture,
         f,

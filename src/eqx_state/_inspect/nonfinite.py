@@ -82,19 +82,8 @@ class _FindNonfinite(Transform):
         return [*bad, *dict.fromkeys(made)]
 
 
-_IN_A_TRACE: Final = """Cannot see whether the output of {} is finite: it was \
-called inside a JAX transform, out of which the answer cannot come. `jax.vmap` is \
-fine. Elsewhere use the transform of `es`, which is called like its namesake in JAX:
-
-    jax.lax.scan(lambda c, x: (c, self.layer(x)), 0, xs)    # wrong
-    es.scan(lambda c, x: (c, self.layer(x)), 0, xs)         # right
-
-Likewise `es.jit`, also for `eqx.filter_jit`, `es.checkpoint`, `es.cond`, `es.switch`, \
-`es.while_loop`; for `jax.grad` it is `es.value_and_grad`."""
-
-_IN_A_TRACE: Final = """`es.find_nonfinite` was called inside a transform. It returns \
-names, which depend on numbers that are only there when the program runs. Call it \
-outside, on a function that is transformed:
+_IN_A_TRACE: Final = """`es.find_nonfinite` returns names, which depend on numbers \
+that are only there when the program runs: call it outside of transforms.
 
     es.jit(es.find_nonfinite(step))(model, x)    # wrong
     es.find_nonfinite(es.jit(step))(model, x)    # right"""
@@ -188,7 +177,4 @@ def nonfinite(tree: PyTree) -> list[str]:
 
 
 _NO_VALUES: Final = """`es.nonfinite`: `{}` has no values, because it is a \
-`jax.ShapeDtypeStruct`, or it is traced. Look at the arrays outside of `jax.jit` and \
-other transforms; inside of them `jnp.isfinite` returns an array:
-
-    is_finite = jax.tree.map(lambda x: jnp.isfinite(x).all(), grads)"""
+`jax.ShapeDtypeStruct`, or is traced. Look at it outside of transforms."""

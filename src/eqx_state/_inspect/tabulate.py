@@ -1,12 +1,11 @@
 """`es.tabulate`: a model as a table with a row per module and a column per kind."""
 
-import collections
 import contextlib
 import dataclasses
 import io
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,7 +17,6 @@ from .._state.init import as_initialized, Initializer
 from .._state.scope import Scope
 from .._state.write import kind_at
 from .._transforms.mutable import carried, target, thread
-from .._tree.axis_names import dims_text, named_leaves, Names
 from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
 from .._tree.modes import eval
@@ -28,186 +26,14 @@ from .._tree.walk import is_array, is_numpy, name_of, Visit, walk
 from .._typing import KeyPath, PyTree
 
 
-# --- What the modules of a model are called with, and what they return: only shapes.
-
-
-@dataclasses.dataclass
-class Call:
-    """The first call of a module, and how many there were."""
-
-    inputs: str
-    outputs: str
-    times: int = 1
-
-
-class _Name:
-    """The name of a module. Without `by_name` all are equal, as the modules are."""
-
-    def __init__(self, name: str, by_name: bool):
-        self.name, self.key = name, name if by_name else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Name) and self.key == other.key
-
-
-class _Table(Observer):
-    """Notes the calls by the name of the module."""
-
-    def __init__(self, by_name: bool):
-        # Its own, so that no function that JAX has traced before goes unseen.
-        self.key = object()
-        self.by_name = by_name
-        self.calls: dict[str, Call] = {}
-
-    def select(self, name: str, module: Any) -> _Name:
-        return _Name(name, self.by_name)
-
-    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if mark.name in self.calls:
-            self.calls[mark.name].times += 1
-            return call(*args, **kwargs)
-        first = self.calls[mark.name] = Call(_show_arguments(args, kwargs), "")
-        out = call(*args, **kwargs)
-        first.outputs = summary(out)
-        return out
-
-
-def model_of(tree: PyTree, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """The model in a callable, and a function that puts another model in its place."""
-    found = carried(tree)
-    if found is None and not inputs:
-        return tree, lambda model: model
-    if found is None or (inputs and not callable(tree)):
-        name = getattr(tree, "__name__", type(tree).__qualname__)
-        raise TypeError(
-            f"`es.tabulate` was given inputs, and `{name}` is not a model that can be"
-            " called; a function is not looked into. Pass a module, a bound method"
-            " `model.encode`, a transform of `es` such as `es.vmap(model)`, or"
-            " `functools.partial(model, key=key)` for keyword arguments."
-        )
-    return found
-
-
-def record(
-    model: PyTree, put: Callable[[Any], Any], inputs: tuple[Any, ...]
-) -> dict[str, Call]:
-    """The calls that `put(model)(*inputs)` makes in eval mode, by module name."""
-    # Modules that are told apart never reuse each other's traces, so every call is
-    # seen. But a model that stacks its layers needs them equal. Then it is traced with
-    # equal ones, and some calls may be missed.
-    model = eval(model)
-    with contextlib.suppress(Exception):
-        return _calls(model, put, inputs, by_name=True)
-    return _calls(model, put, inputs, by_name=False)
-
-
-def _calls(
-    model: PyTree, put: Any, inputs: tuple[Any, ...], by_name: bool
-) -> dict[str, Call]:
-    table = _Table(by_name)
-    # NumPy arrays stay concrete: the model may use them as shapes.
-    parts = eqx.partition(model, lambda x: is_array(x) and not is_numpy(x))
-    args = eqx.partition(inputs, is_array)
-
-    def call(arrays: tuple[Any, Any]) -> None:
-        model, given = map(eqx.combine, arrays, (parts[1], args[1]))
-        model, run = target(put(model), given, {}, None, "es.tabulate")
-        out, _ = thread(model, Scope((State,), observer=table), run)
-        if "" not in table.calls:  # another method than `__call__`
-            table.calls[""] = Call(_show_arguments(given, {}), summary(out))
-
-    jax.eval_shape(call, (parts[0], args[0]))
-    return table.calls
-
-
-# --- In words -------------------------------------------------------------------------
-
-
-def summary(tree: PyTree) -> str:
-    """A pytree with the shapes and dtypes of its arrays, `f32[4,32]`."""
-
-    def struct(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
-
-    return eqx.tree_pformat(
-        jtu.tree_map(struct, tree, is_leaf=_is_opaque),
-        width=40,
-        struct_as_array=True,
-        truncate_leaf=_is_opaque,
-    )
-
-
-def _is_opaque(x: Any) -> bool:
-    return is_eqx_module(x) or isinstance(x, eqx.nn.State)
-
-
-def _show_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    # Equinox's layers pass `key=None` on to each other, which says nothing.
-    named = [f"{name}={summary(x)}" for name, x in kwargs.items() if x is not None]
-    return "\n".join([*map(summary, args), *named])
-
-
-@dataclasses.dataclass
-class _Cell:
-    """The arrays of one kind that a module holds."""
-
-    lines: list[str] = dataclasses.field(default_factory=list)
-    arrays: list[Any] = dataclasses.field(default_factory=list)
-    folded: int = 0  # how many of them are in modules without a row
-
-    def __str__(self) -> str:
-        folded = [f"+ {self.folded:,} below"] if self.folded else []
-        size = [_size(self.arrays)] if self.arrays else []
-        return "\n".join([*self.lines, *folded, *size])
-
-
-@dataclasses.dataclass
-class _Row:
-    """A module, or the root of the tree."""
-
-    path: KeyPath
-    node: Any
-    level: int
-    is_frozen: bool = False  # by what is above, or by its path
-    cells: dict[Kind | None, _Cell] = dataclasses.field(default_factory=dict)
-    trivial: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def module(self) -> str:
-        """Its class, and those of trivial modules in it, which have no row."""
-        counts = collections.Counter(self.trivial).items()
-        names = [name if n == 1 else f"{n} {name}" for name, n in counts]
-        trivial = [f"+ {', '.join(names)}"] if names else []
-        return "\n".join([_class(self.node, self.is_frozen), *trivial])
-
-    def add(
-        self, visit: Visit, kind: Kind | None, axes: Names | None, is_folded: bool
-    ) -> None:
-        cell = self.cells.setdefault(kind, _Cell())
-        is_initialized = is_array(visit.node)
-        if is_initialized:
-            cell.arrays.append(visit.node)
-        if is_folded:
-            cell.folded += 1
-            return
-        what = summary(visit.node) if is_initialized else "not initialized"
-        name = name_of(visit.path[len(self.path) :])
-        named = f" ({dims_text(axes)})" if axes and any(axes) else ""
-        cell.lines.append((f"{name}: {what}" if name else what) + named)
-
-
 @boundary
 def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     """A table of the modules in a tree, with a row for each and a column for each kind.
 
-    A cell lists the arrays that a module holds itself, not those of modules inside it:
-    names, dtypes and shapes, and the names of axes, `(mlp embed)`, where annotations
-    give them; then the numbers of elements and of bytes. A module that holds no arrays
-    at all and whose output looks like its input, such as an activation or a dropout, is
-    named in the row of the module around it. The last row has the totals of each kind;
-    below it are those of all arrays and of what `es.trainable` selects. Arrays without
-    a kind have their own column.
+    A cell lists the arrays of a module itself, not those of modules inside it: names,
+    dtypes and shapes, then the numbers of elements and of bytes. The last row has the
+    totals of each kind; below it are those of all arrays and of what `es.trainable`
+    selects. Arrays without a kind have their own column.
 
     **Arguments:**
 
@@ -215,13 +41,13 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
         `jax.ShapeDtypeStruct`s), a list of models, an `es.Optimizer`.
     - `*inputs`: arrays or `jax.ShapeDtypeStruct`s. With inputs, `tree(*inputs)` is
         traced in eval mode, and nothing is computed. The table then shows what each
-        module was called with and what it returned: in its first call, as the module
-        saw it (one example, under `es.vmap`), and the number of calls if there were
-        several. For a batch pass a transform, `es.tabulate(es.vmap(model), xs)`; for
-        keyword arguments pass a partial, for another method `model.encode`. A model
-        before its `init` is shown as it will be.
-    - `depth`: modules further down than this have no row; their arrays are counted in
-        the row of the module around them. The root is at depth 0. Default: no limit.
+        module was called with and what it returned, in the first of its calls, as the
+        module saw it (one example, under `es.vmap`). For a batch pass a transform,
+        `es.tabulate(es.vmap(model), xs)`; for keyword arguments pass a partial, for
+        another method `model.encode`. A model before its `init` is shown as it will be.
+    - `depth`: modules further down than this have no row; the row of the module around
+        them counts their arrays, without names. The root is at depth 0. Default: no
+        limit.
 
     **Returns:**
 
@@ -230,7 +56,6 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     **Raises:**
 
     - `TypeError`: there are inputs, and the tree cannot be called.
-    - `ValueError`: `depth` is negative.
 
     Errors of the model itself come out unchanged.
 
@@ -253,22 +78,19 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
         assert "f32[2]" in table and "f32[3]" in table  # what the layers see
         ```
     """
-    if depth is not None and depth < 0:
-        raise ValueError(
-            f"`es.tabulate(..., depth={depth})`: the root is at depth 0, its modules at"
-            " depth 1. Pass `depth=None` for all of them."
-        )
-    tree, put = model_of(tree, inputs)
-    calls: dict[str, Call] = {}
+    found = carried(tree)
+    if found is None and inputs:
+        name = getattr(tree, "__name__", type(tree).__qualname__)
+        raise TypeError(_NO_MODEL.format(name))
+    tree, put = found or (tree, lambda model: model)
+    calls: _Calls = {}
     if inputs:
         tree = as_initialized(tree)
-        calls = record(tree, put, inputs)
-    rows = _rows(tree, depth, calls)
-    kinds = sorted(
-        dict.fromkeys(kind for row in rows for kind in row.cells),
-        # All other kinds in the order of the tree.
-        key=lambda kind: (kind is None, kind is not Parameter),
-    )
+        calls = _calls(tree, put, inputs)
+    rows = _rows(tree, depth)
+    kinds = dict.fromkeys(entry.kind for row in rows for entry in row.entries)
+    # All other kinds in the order of the tree.
+    kinds = sorted(kinds, key=lambda kind: (kind is None, kind is not Parameter))
     arrays = parts(tree)
     columns = [("path", "Total"), ("module", "")]
     if inputs:
@@ -279,9 +101,8 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     lines = []
     for row in rows:
         name = name_of(row.path)
-        called = _called(calls.get(name)) if inputs else []
-        cells = [str(row.cells.get(kind, "")) for kind in kinds]
-        lines.append([name, row.module, *called, *cells])
+        called = calls.get(name, ("", "")) if inputs else ()
+        lines.append([name, row.module, *called, *map(row.cell, kinds)])
     is_trainable = bind(trainable, tree)
     return (
         f"{_render(columns, lines)}"
@@ -290,46 +111,150 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     )
 
 
-def _rows(tree: PyTree, depth: int | None, calls: dict[str, Call]) -> list[_Row]:
-    root = _Row((), tree, 0)
+_NO_MODEL: Final = """`es.tabulate` was given inputs, and `{}` is not a model that can \
+be called; a function is not looked into. Pass a module, a bound method, a transform \
+such as `es.vmap(model)`, or `functools.partial(model, key=key)`."""
+
+
+# --- What modules are called with, and what they return -------------------------------
+
+
+# The inputs and outputs of the first call of each module, by its name.
+_Calls = dict[str, tuple[str, str]]
+
+
+class _AnyName(str):
+    """A name that is equal to all others, as modules of one structure are."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _AnyName)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Table(Observer):
+    """Notes the calls by the name of the module."""
+
+    def __init__(self, mark: type[str]):
+        # Its own, so that no function that JAX has traced before goes unseen.
+        self.key = object()
+        self.mark = mark
+        self.calls: _Calls = {}
+
+    def select(self, name: str, module: Any) -> str:
+        return self.mark(name)
+
+    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        out = call(*args, **kwargs)
+        self.note(str(mark), args, kwargs, out)
+        return out
+
+    def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        # Equinox's layers pass `key=None` on to each other, which says nothing.
+        named = [f"{name}={_show(x)}" for name, x in kwargs.items() if x is not None]
+        inputs = "\n".join([*map(_show, args), *named])
+        self.calls.setdefault(name, (inputs, _show(out)))
+
+
+def _calls(model: PyTree, put: Callable[[Any], Any], inputs: tuple[Any, ...]) -> _Calls:
+    """The calls that `put(model)(*inputs)` makes in eval mode."""
+    # NumPy arrays stay concrete, since a model may use them as shapes.
+    arrays, rest = eqx.partition(eval(model), lambda x: is_array(x) and not is_numpy(x))
+
+    def trace(mark: type[str]) -> _Calls:
+        table = _Table(mark)
+
+        def call(arrays: PyTree, inputs: tuple[Any, ...]) -> None:
+            f = put(eqx.combine(arrays, rest))
+            model, run = target(f, inputs, {}, None, "es.tabulate")
+            out, _ = thread(model, Scope((State,), observer=table), run)
+            table.note("", inputs, {}, out)  # it may be another method than `__call__`
+
+        eqx.filter_eval_shape(call, arrays, inputs)
+        return table.calls
+
+    # Two layers that know their names never share a trace: with equal names,
+    # `@eqx.filter_jit` on the method of a block would run for the first block only.
+    # But `jax.tree.map(stack, *self.layers)` in a call needs equal layers.
+    with contextlib.suppress(Exception):
+        return trace(str)
+    return trace(_AnyName)
+
+
+def _show(tree: PyTree) -> str:
+    """A pytree with the shapes and dtypes of its arrays, `f32[4,32]`."""
+
+    def struct(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+    return eqx.tree_pformat(
+        jtu.tree_map(struct, tree, is_leaf=_is_opaque),
+        width=40,
+        struct_as_array=True,
+        truncate_leaf=_is_opaque,
+    )
+
+
+def _is_opaque(x: Any) -> bool:
+    return is_eqx_module(x) or isinstance(x, eqx.nn.State)
+
+
+# --- Rows and cells -------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """An array, or an Initializer; with an empty `line` it is only counted."""
+
+    kind: Kind | None
+    line: str
+    node: Any
+
+
+@dataclasses.dataclass
+class _Row:
+    """A module, or the root of the tree."""
+
+    path: KeyPath
+    module: str
+    level: int
+    entries: list[_Entry] = dataclasses.field(default_factory=list)
+
+    def cell(self, kind: Kind | None) -> str:
+        entries = [entry for entry in self.entries if entry.kind is kind]
+        lines = [entry.line for entry in entries if entry.line]
+        arrays = [entry.node for entry in entries if is_array(entry.node)]
+        return "\n".join(lines + ([_size(arrays)] if arrays else []))
+
+
+def _rows(tree: PyTree, depth: int | None) -> list[_Row]:
+    root = _Row((), _class(tree, is_frozen=False), 0)
     rows = [root]
-    visits = walk(tree)
-    names = {x.visit.path: x.names for x in named_leaves(tree, strict=False)}
-    drawn = [v.path for v in visits if v.is_leaf and _has_cell(v.node)]
-    holding = {path[:n] for path in drawn for n in range(len(path))}
-    # By the path of a module: its row, or the row that it is folded into.
-    row_at = {(): (root, False)}
-    for visit in visits:
-        around = (visit.path[:n] for n in range(len(visit.path), -1, -1))
-        row, is_folded = next(row_at[path] for path in around if path in row_at)
-        if visit.is_leaf:
-            if _has_cell(visit.node):
-                row.add(visit, kind_at(visit), names.get(visit.path), is_folded)
-        elif visit.path and not _is_index(visit):
-            is_trivial = visit.path not in holding and not _says_something(
-                calls.get(visit.name)
-            )
-            if is_trivial and not is_folded:
-                row.trivial.append(_class(visit.node))
-            if is_trivial or is_folded or row.level == depth:
-                row_at[visit.path] = row, True
-            else:
-                is_frozen = visit.context.frozen
-                rows.append(_Row(visit.path, visit.node, row.level + 1, is_frozen))
-                row_at[visit.path] = rows[-1], False
+    # By the path of a module: its row, or that of the module around it.
+    row_at = {(): root}
+    for visit in walk(tree):
+        above = (visit.path[:n] for n in range(len(visit.path), -1, -1))
+        nearest = next(path for path in above if path in row_at)
+        row = row_at[nearest]
+        if not visit.is_leaf:
+            if not visit.path or _is_index(visit):
+                continue
+            if row.level != depth:
+                module = _class(visit.node, visit.context.frozen)
+                row = _Row(visit.path, module, row.level + 1)
+                rows.append(row)
+            row_at[visit.path] = row
+        elif is_array(visit.node) or isinstance(visit.node, Initializer):
+            line = _line(visit, row.path) if nearest == row.path else ""
+            row.entries.append(_Entry(kind_at(visit), line, visit.node))
     return rows
 
 
-def _says_something(call: Call | None) -> bool:
-    """Whether a call shows more than that the output is like the input."""
-    if call is None:
-        return False
-    given = call.inputs.partition("\nkey=")[0]
-    return call.times > 1 or given != call.outputs
-
-
-def _has_cell(x: Any) -> bool:
-    return is_array(x) or isinstance(x, Initializer)
+def _line(visit: Visit, above: KeyPath) -> str:
+    name = name_of(visit.path[len(above) :])
+    what = _show(visit.node) if is_array(visit.node) else "not initialized"
+    return f"{name}: {what}" if name else what
 
 
 def _is_index(visit: Visit) -> bool:
@@ -338,29 +263,16 @@ def _is_index(visit: Visit) -> bool:
     return any(issubclass(cls, eqx.nn.StateIndex) for cls in classes)
 
 
-# --- In words -------------------------------------------------------------------------
-
-
-def _class(node: Any, is_frozen: bool = False) -> str:
+def _class(node: Any, is_frozen: bool) -> str:
     """The class of a module, and its modes where they are not the default."""
-    if is_array(node):
-        return "array"
-    name = type(node).__name__.lstrip("_")
+    modes = {"eval": False, "frozen": is_frozen}
     if is_module(node):
-        modes = {"eval": not node.training, "frozen": node.frozen or is_frozen}
-    else:
-        is_layer = is_eqx_module(node) and has_inference(node)
-        is_eval = is_layer and node.__dict__["inference"]
-        modes = {"eval": is_eval, "frozen": is_frozen}
-    marks = [mark for mark, is_set in modes.items() if is_set]
-    return f"{name} ({', '.join(marks)})" if marks else name
-
-
-def _called(call: Call | None) -> list[str]:
-    if call is None:
-        return ["", ""]
-    times = f"\n({call.times} calls)" if call.times > 1 else ""
-    return [call.inputs + times, call.outputs]
+        modes = {"eval": not node.training, "frozen": is_frozen or node.frozen}
+    elif is_eqx_module(node) and has_inference(node):
+        modes["eval"] = node.__dict__["inference"]
+    name = "array" if is_array(node) else type(node).__name__.lstrip("_")
+    marks = ", ".join(mode for mode, is_set in modes.items() if is_set)
+    return f"{name} ({marks})" if marks else name
 
 
 def _size(arrays: Iterable[Any]) -> str:
@@ -390,15 +302,9 @@ def _render(columns: list[tuple[str, str]], lines: list[list[str]]) -> str:
     for header, footer in columns:
         table.add_column(header, footer=footer)
     for line in lines:
-        table.add_row(*map(Text, line))
+        table.add_row(*map(Text, line))  # not `str`: `[0]` would be markup
     out = io.StringIO()
-    console = Console(
-        file=out,
-        width=10**6,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-    )
-    console.print(table)
+    plain: Any = {"color_system": None, "force_terminal": False}
+    plain |= {"force_jupyter": False, "legacy_windows": False}
+    Console(file=out, width=10**6, **plain).print(table)
     return out.getvalue()

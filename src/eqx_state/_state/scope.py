@@ -263,8 +263,7 @@ def own(
             open_shared(visit.node)
             if scope.observer is not None:
                 mark(visit.node, visit.name, scope.observer)
-            # Equinox's own modules have a place only to know the thread of an observer.
-            if is_module(visit.node) or scope.observer is not None:
+            if is_module(visit.node):
                 set_place(visit.node, Place(scope, visit.path, visit.context))
     return visits
 

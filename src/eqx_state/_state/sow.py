@@ -31,11 +31,11 @@ class Called(NamedTuple):
     time: int = 0
 
 
-def in_words(key: Any, sown: str, called: str, *details: str) -> str:
-    """The message about what was kept under a key: one text for each sort."""
+def in_words(key: Any, sown: str, called: str) -> str:
+    """The text about what was kept under a key: one for each sort."""
     if isinstance(key, Called):
-        return called.format(key.name or "the model", *details)
-    return sown.format(key, *details)
+        return called.format(key.name or "the model")
+    return sown.format(key)
 
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
@@ -44,8 +44,7 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
     if place is None or not (place.scope.is_open and place.scope.captures):
         return
     if not isinstance(name, str):
-        names = type(module).__qualname__, type(name).__name__
-        raise TypeError(_NOT_A_NAME.format(*names))
+        raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
     path = place.scope.outward((*place.path, jtu.GetAttrKey(name)))
     if path is not None:
         keep(place.scope, name_of(path), value)
@@ -53,15 +52,14 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
 
 def keep(scope: Scope, key: Any, value: Any) -> None:
     """Add a pytree of arrays and numbers, of the active trace."""
-    leaves = jtu.tree_leaves(value)
-    if any(map(has_escaped, leaves)):
-        raise TraceError(in_words(key, _ESCAPED, _ESCAPED_CALL))
-    if not all(map(_is_sowable, leaves)):
-        raise TypeError(in_words(key, _NOT_ARRAYS, _NOT_ARRAYS_CALL, show(value)))
     name = in_words(key, "{}", "the output of {}")
-    value = jtu.tree_map(
-        lambda x: x if isinstance(x, jax.Array) else as_jax(x, name), value
-    )
+    leaves, structure = jtu.tree_flatten(value)
+    if any(map(has_escaped, leaves)):
+        raise TraceError(_ESCAPED.format(name))
+    if not all(map(_is_sowable, leaves)):
+        raise TypeError(_NOT_ARRAYS.format(name, show(value)))
+    leaves = [x if isinstance(x, jax.Array) else as_jax(x, name) for x in leaves]
+    value = jtu.tree_unflatten(structure, leaves)
     scope.sown.setdefault(key, []).extend(carried_out(scope, key, [value]))
 
 
@@ -73,11 +71,13 @@ def carried_out(scope: Scope, key: Any, values: Sequence[Any]) -> Sequence[Any]:
     """
     if scope.is_here:
         return values
-    is_called = isinstance(key, Called)
-    if is_called and (out := out_of_vmaps(values, scope.trace)) is not None:
+    is_output = isinstance(key, Called)
+    # Equinox's own models map their layers by `jax.vmap`. A layer that sows is ours,
+    # and the model around it can be mapped by `es.vmap`.
+    if is_output and (out := out_of_vmaps(values, scope.trace)) is not None:
         return out
-    sown = trace_message("{}", verb="sow")
-    raise TraceError(in_words(key, sown, _CALLED_IN_A_TRACE))
+    verb = "capture the output of" if is_output else "sow"
+    raise TraceError(trace_message(in_words(key, "{}", "{}"), verb=verb))
 
 
 def deliver(scope: Scope, sown: Sown) -> None:
@@ -108,30 +108,12 @@ def _is_sowable(x: Any) -> bool:
     return is_numeric(x.dtype) if is_numpy(x) else eqx.is_array_like(x)
 
 
-_NOT_A_NAME: Final = """`{}.sow`: the name is not a string, but a `{}`. It comes \
-first: `self.sow('name', value)`."""
+_NOT_A_NAME: Final = """`{}.sow`: the name comes first, and is a string: \
+`self.sow("name", value)`."""
 
-_ESCAPED: Final = """Cannot sow `{}`: it is a tracer of a JAX transform that is over. \
-Sow it where it is computed, under the transform of `es`."""
+_ESCAPED: Final = """Cannot capture `{}`: it is a tracer of a JAX transform that is \
+over. Compute it in the call, under a transform of `es`."""
 
-_ESCAPED_CALL: Final = """Cannot capture the output of `{}`: it is a tracer of a JAX \
-transform that is over. A module returns what it computes in the call, or values from \
-outside of the transform."""
-
-_NOT_ARRAYS: Final = """Cannot sow `{}`: arrays, numbers and pytrees of them come out \
-of a transform, and this is `{}`."""
-
-_NOT_ARRAYS_CALL: Final = """Cannot capture the output of `{}`: arrays, numbers and \
-pytrees of them come out of a transform, and this is `{}`. Leave the module out: \
-`outputs=lambda name, module: ...` selects as you like."""
-
-_CALLED_IN_A_TRACE: Final = """Cannot capture the output of `{}` here: it was called \
-inside a JAX transform, and the value is a tracer, which would leak. `jax.vmap` is \
-fine: its lanes are stacked. Elsewhere use the transform of `es`, which carries \
-captured outputs out and is called like its namesake in JAX:
-
-    jax.checkpoint(lambda x: self.layer(x))(x)    # wrong
-    es.checkpoint(lambda x: self.layer(x))(x)     # right
-
-Likewise `es.jit`, also for `eqx.filter_jit`, `es.scan`, `es.cond`, `es.switch`; for \
-`jax.grad` it is `es.value_and_grad`."""
+_NOT_ARRAYS: Final = """Cannot capture `{}`: arrays, numbers and pytrees of them come \
+out of a transform, and this is `{}`. Sow something else, or select fewer modules: \
+`outputs=lambda name, module: ...`."""

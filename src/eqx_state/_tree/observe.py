@@ -1,13 +1,13 @@
-"""Observing calls: every call of a module's `__call__` in a private copy is seen.
+"""Observing calls: an `Observer` sees every call of `__call__` in a private copy.
 
 Python looks up `__call__` on the class, and to patch a class would affect every other
-model and thread. So in the private copy each module that is observed has a subclass of
-its class, whose `__call__` asks the `Observer`. Its name in the model is static data of
-the instance, a *mark*, which survives every transform that flattens the module:
-`eqx.filter_vmap(self.layer)` is seen, too.
+model and thread. So in the private copy each observed module gets a subclass of its
+class, whose `__call__` asks the `Observer`. The module's name in the model is static
+data of the instance, a *mark*, which survives every transform that flattens the module:
+the call of the copy in `eqx.filter_vmap(self.layer)(xs)` is observed, too.
 
-A mark is pure data, because JAX and `es.jit` keep treedefs longer than a call lasts. It
-leads to the observer, and to the scope that keeps what is found, by way of `OBSERVING`.
+JAX and `es.jit` keep treedefs longer than a call lasts, so a mark refers to no object.
+It leads to the observer by way of `OBSERVING`.
 """
 
 import abc
@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import equinox as eqx
 
 from .._typing import PyTree
-from .base import fields_of, get_place
+from .base import fields_of
 from .walk import copy_tree, walk
 
 
@@ -46,77 +46,22 @@ class Observer(abc.ABC):
     ) -> Any:
         """The output of `call(*args, **kwargs)`, or another in its place.
 
-        `scope` is the innermost scope of the observer, that of the active transform.
+        `scope` is the innermost scope of the observer, that of the active transform. To
+        sow there is all that an observer can do with a value: it leaves the trace.
         """
 
     def check(self, model: PyTree) -> None:  # noqa: B027 (optional)
         """Raise an error if the observer does not fit the model."""
 
-    def cannot_see(self, name: str, module: Any) -> None:  # noqa: B027 (optional)
-        """Say that the metaclass of this module forbids subclasses."""
 
-
-# For each observer that is active in this thread the innermost of its scopes.
-# It is not among the places of modules, because a flattened module of Equinox has none.
+# For each observer that is active in this thread the innermost of its scopes. Why not
+# the scope that owns the module? `jax.vmap(self.linear)` calls a copy of a layer of
+# Equinox that no scope owns.
 OBSERVING: Final[ContextVar[Mapping[Hashable, Any]]] = ContextVar(
     "observing", default=types.MappingProxyType({})
 )
 
 _MARKS: Final = "_eqx_state_marks"
-
-
-class _Quiet:
-    """Keeps the user's `__init_subclass__`, perhaps a registry, from running."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-# Not a leak: JAX keeps every pytree class forever anyway.
-@ft.cache
-def _observed_class(cls: Any) -> Any:
-    """A subclass of a module class whose calls are seen."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        base: Any = super(observed, self)
-        call = base.__call__
-        observing = OBSERVING.get()
-        for key, mark in marks_of(self).items():
-            if (scope := observing.get(key)) is not None:
-                call = _seen(scope, mark, call)
-            elif (place := get_place(self)) is not None and place.scope.is_open:
-                raise RuntimeError(_OTHER_THREAD.format(cls.__qualname__))
-        return call(*args, **kwargs)
-
-    ft.update_wrapper(__call__, cls.__call__, updated=())
-    body = {
-        "__call__": __call__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__annotations__": {_MARKS: Any},
-        _MARKS: eqx.field(default=(), init=False, repr=False, static=True),
-    }
-    # For an instance to change its class, `cls` has to be the first base; for `_Quiet`
-    # to be asked, it has to be looked at before `cls`.
-    meta = type(cls)
-    meta = type(meta.__name__, (meta,), {"mro": _quiet_first})
-    observed = meta(cls.__name__, (cls, _Quiet), body)
-    return observed
-
-
-def _quiet_first(cls: Any) -> list[type]:
-    own, *others = type.mro(cls)
-    return [own, _Quiet, *(base for base in others if base is not _Quiet)]
-
-
-def _seen(scope: Any, mark: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: scope.observer.called(
-        scope, mark, call, args, kwargs
-    )
 
 
 def marks_of(module: Any) -> dict[Hashable, Any]:
@@ -138,10 +83,7 @@ def mark(module: Any, name: str, observer: Observer) -> None:
     if (new := observer.select(name, module)) is not None:
         marks[observer.key] = new
     if marks != marks_of(module):
-        try:
-            _set_marks(module, marks)
-        except Exception:  # of the metaclass
-            observer.cannot_see(name, module)
+        _set_marks(module, marks)
 
 
 def unmarked(tree: _Tree, key: Hashable = None) -> _Tree:
@@ -162,18 +104,63 @@ def unmarked(tree: _Tree, key: Hashable = None) -> _Tree:
 
 def _set_marks(module: Any, marks: dict[Hashable, Any]) -> None:
     cls = type(module)
-    if _Quiet not in cls.__mro__:
+    if issubclass(cls, _Quiet):
+        cls = cls.__bases__[0]
+    fields_of(module).pop(_MARKS, None)
+    if marks:
         cls = _observed_class(cls)
-    elif not marks:
-        _, _, cls, *_ = cls.__mro__
+        fields_of(module)[_MARKS] = tuple(marks.items())
     object.__setattr__(module, "__class__", cls)
-    fields_of(module)[_MARKS] = tuple(marks.items())
-    if not marks:
-        del fields_of(module)[_MARKS]
 
 
-_OTHER_THREAD: Final = """`{}` was called in another thread than the one that observes \
-its calls, for `es.capture` or `es.find_nonfinite`, so the call would go unseen. Call \
-it in that thread, or capture in each thread:
+class _Quiet:
+    """Keeps the user's `__init_subclass__` from running, which may fill a registry."""
 
-    threading.Thread(target=lambda: results.append(es.capture(model)(x)))"""
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+# Not a leak: JAX keeps every pytree class forever anyway.
+@ft.cache
+def _observed_class(cls: Any) -> Any:
+    """A subclass of a module class whose calls are observed."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        base: Any = super(observed, self)
+        call = base.__call__
+        observing = OBSERVING.get()
+        for key, mark in marks_of(self).items():
+            if key in observing:
+                scope = observing[key]
+                call = ft.partial(_called, scope, mark, call)
+        return call(*args, **kwargs)
+
+    # `es.nn.Stacked` looks whether a layer takes a key.
+    ft.update_wrapper(__call__, cls.__call__, updated=())
+    body = {
+        "__call__": __call__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__annotations__": {_MARKS: Any},
+        _MARKS: eqx.field(default=(), init=False, repr=False, static=True),
+    }
+    # An instance can only change to a class whose first base is its own. Python asks
+    # for `__init_subclass__` in the order of the MRO, though, so `_Quiet` comes first
+    # there.
+    meta = type(cls)
+    meta = type(meta.__name__, (meta,), {"mro": _quiet_first})
+    observed = meta(cls.__name__, (cls, _Quiet), body)
+    return observed
+
+
+def _quiet_first(cls: Any) -> list[type]:
+    own, *others = type.mro(cls)
+    return [own, _Quiet, *(base for base in others if base is not _Quiet)]
+
+
+def _called(scope: Any, mark: Any, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return scope.observer.called(scope, mark, call, args, kwargs)
