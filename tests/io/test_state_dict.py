@@ -78,18 +78,11 @@ def test_it_has_every_array_itself_and_nothing_else():
 @pytest.mark.parametrize("name", CASES)
 def test_loading_what_was_taken_gives_the_model(name):
     model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
-    with untouched(other), untouched(model):
-        loaded = es.load_state_dict(other, es.state_dict(model))
-    assert_is(loaded, other, model)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_abstract_model_is_filled(name):
-    model = CASES[name].model()
-    make = lambda key: CASES[name].make(key=key)  # noqa: E731
-    abstract = eqx.filter_eval_shape(make, jr.key(8))
-    loaded = es.load_state_dict(abstract, es.state_dict(model))
-    assert_is(loaded, abstract, model)
+    abstract = eqx.filter_eval_shape(lambda: other)
+    for like in (other, abstract):
+        with untouched(other), untouched(model):
+            loaded = es.load_state_dict(like, es.state_dict(model))
+        assert_is(loaded, like, model)
 
 
 def test_a_model_and_its_optimizer_in_one_tree():
@@ -113,12 +106,6 @@ def test_filters_are_those_of_filter_but_without_any_it_is_everything(filters):
     assert arrays.keys() == {part.name for part in es.parts(expected)}
     loaded = es.load_state_dict(other, arrays, strict=False)
     assert eqx.tree_equal(loaded, es.update(other, expected))
-
-
-def test_modes_stay_those_of_the_tree():
-    model, other = everything(0), everything(1).eval().freeze()
-    loaded = es.load_state_dict(other, es.state_dict(model))
-    assert eqx.tree_equal(loaded, model.eval().freeze())
 
 
 def test_inside_of_jit():
@@ -189,12 +176,6 @@ def test_numbers_and_strings_as_keys_are_told_apart():
     assert es.load_state_dict(tree, es.state_dict(tree)) == tree
 
 
-def test_an_array_alone_has_the_empty_name():
-    x = jnp.arange(3)
-    assert es.state_dict(x) == {"": x}
-    assert es.load_state_dict(jnp.zeros(3, int), {"": x}) is x
-
-
 @pytest.mark.parametrize(
     "make", [lambda key: eqx.nn.BatchNorm(3, "batch", mode="ema"), eqx.nn.StateIndex]
 )
@@ -262,11 +243,6 @@ def test_a_long_list_is_cut():
     expected = r"missing:\n    \['000'\]\n(.*\n){18}    \['019'\]\n    and 30 more"
     with rejects(model, ValueError, expected):
         es.load_state_dict(model, {})
-    with pytest.raises(ValueError, match=r"'019'\]\n`strict") as info:
-        es.load_state_dict({k: model[k] for k in sorted(model)[:20]}, {})
-    assert "more" not in str(info.value)
-    with pytest.raises(ValueError, match=r"'019'\]\n    and 1 more\n`strict"):
-        es.load_state_dict({k: model[k] for k in sorted(model)[:21]}, {})
 
 
 def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
@@ -274,34 +250,39 @@ def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
     loaded = es.load_state_dict(model, {"['a']": jnp.ones(2), "c": 0}, strict=False)
     assert loaded["b"] is model["b"]
     assert loaded["a"].tolist() == [1, 1]
-    for wrong in (jnp.ones(3), jnp.ones(2, int), jr.key(0), 1.0):
-        with rejects(model, ValueError, r"wrong|not an array"):
+    for wrong in (jnp.ones(3), jnp.ones(2, int), jr.key(0)):
+        with rejects(model, ValueError, "wrong"):
             es.load_state_dict(model, {"['a']": wrong}, strict=False)
 
 
-@pytest.mark.parametrize("value", [1.0, True, [1.0], None, "a", object()])
-def test_what_is_no_array_is_not_converted(value):
-    with pytest.raises(ValueError, match=r"not an array:\n    \['x'\]: a `\w+`$"):
-        es.load_state_dict({"x": jnp.array(1.0)}, {"['x']": value})
+STRUCT = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 @pytest.mark.parametrize(
     ("leaf", "value", "text"),
     [
-        (jax.ShapeDtypeStruct((), jnp.float32), np.array("a"), "<U1 .* float32"),
-        (jr.key(0), np.array(0, np.uint32), "uint32 .* key<fry>"),
+        *(
+            (STRUCT, x, "not an array: a `")
+            for x in (1.0, True, [1], None, "a", STRUCT)
+        ),
+        (STRUCT, np.array("a"), "wrong dtype: <U1 instead of float32"),
+        (STRUCT, np.array(1), "wrong dtype: int64, of which JAX makes int32, instead"),
+        (jr.key(0), np.array(0, np.uint32), "wrong dtype: uint32 instead of key<fry>"),
+        (np.float32(0), np.float64(0), "wrong dtype: float64 instead of float32"),
+        (jnp.float32(0), np.float64(0), "wrong dtype: float64 instead of float32"),
+        # It would be cut.
+        (
+            jax.ShapeDtypeStruct((), jnp.float64),
+            np.float64(0),
+            "wrong dtype: float64, of which JAX makes float32, instead of float64",
+        ),
     ],
-    ids=["text for numbers", "numbers for a key"],
+    ids=range(12),
 )
-def test_an_array_of_numpy_that_cannot_be_the_leaf(leaf, value, text):
-    with pytest.raises(ValueError, match=rf"wrong dtype:\n    \['x'\]: {text}$"):
+def test_a_value_that_cannot_be_the_leaf(leaf, value, text):
+    kind, _, why = text.partition(": ")
+    with pytest.raises(ValueError, match=rf"{kind}:\n    \['x'\]: {re.escape(why)}"):
         es.load_state_dict({"x": leaf}, {"['x']": value})
-
-
-def test_abstract_values_are_no_arrays():
-    d = {"": jax.ShapeDtypeStruct((), jnp.float32)}
-    with pytest.raises(ValueError, match="the array itself: a `ShapeDtypeStruct`"):
-        es.load_state_dict(jnp.array(1.0), d)
 
 
 def test_something_else_for_the_dictionary():
@@ -318,16 +299,11 @@ def test_a_model_before_init():
             use(lazy)
 
 
-def test_something_else_for_a_filter():
-    with pytest.raises(TypeError, match="is not a filter"):
-        es.state_dict(everything(), "weight")
-
-
 # --- What an array becomes ------------------------------------------------------------
 
 
 def test_arrays_of_numpy_stay_so_and_are_copied():
-    tree = {"host": np.zeros(2, ">f4"), "device": jnp.zeros(2), "scalar": np.float32(0)}
+    tree = {"host": np.zeros(2, "f4"), "device": jnp.zeros(2), "scalar": np.float32(0)}
     d = {
         "['host']": jnp.ones(2),
         "['device']": np.ones(2, "f4"),
@@ -335,8 +311,11 @@ def test_arrays_of_numpy_stay_so_and_are_copied():
     }
     loaded = es.load_state_dict(tree, d)
     assert type(loaded["host"]) is np.ndarray
-    assert loaded["host"].dtype == ">f4"
+    assert loaded["host"].dtype == "f4"
     assert type(loaded["scalar"]) is np.float32
+    assert type(es.load_state_dict([np.float64(1)], {"[0]": np.float64(5)})[0]) is (
+        np.float64
+    )
     assert isinstance(loaded["device"], jax.Array)
     d["['device']"][:] = 2
     assert loaded["device"].tolist() == loaded["host"].tolist() == [1, 1]
@@ -398,52 +377,22 @@ def test_an_abstract_model_takes_what_jax_makes_of_a_numpy_array():
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_without_x64_a_wide_array_is_an_error_and_not_cut():
-    wide = jax.ShapeDtypeStruct((1,), jnp.float64)
-    with pytest.raises(ValueError, match="no float64 while `jax_enable_x64` is off"):
-        es.load_state_dict([wide], {"[0]": np.ones(1)})
-
-
-def explicit_mesh():
-    return jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
-
-
-def split_over_it():
-    return {"w": jax.sharding.reshard(jnp.ones((4, 2)), P("i"))}
-
-
 def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
-    with jax.set_mesh(explicit_mesh()):
+    def split_over_it():
+        return {"w": jax.sharding.reshard(jnp.ones((4, 2)), P("i"))}
+
+    explicit = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((2,), ("i",), axis_types=explicit)):
         abstract = eqx.filter_eval_shape(split_over_it)
         loaded = es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
     assert len(loaded["w"].sharding.device_set) == 2
     assert loaded["w"].sharding.spec[0] == "i"
 
 
-def test_numpy_scalars_of_64_bits_stay():
-    loaded = es.load_state_dict([np.float64(1)], {"[0]": np.float64(5)})
-    assert loaded == [5.0]
-    assert type(loaded[0]) is np.float64
-
-
-def test_outside_of_its_mesh_an_abstract_model_says_that_none_is_set():
-    with jax.set_mesh(explicit_mesh()):
-        abstract = eqx.filter_eval_shape(split_over_it)
-    match = r"wrong sharding:\n    \['w'\]: P.*no mesh is set: `with jax.set_mesh"
-    with pytest.raises(ValueError, match=match):
-        es.load_state_dict(abstract, {"['w']": np.ones((4, 2), np.float32)})
-
-
-def test_an_array_that_cannot_be_read_is_listed():
-    class Odd:
-        def __array__(self, *args, **kwargs):
-            raise RuntimeError("not now")
-
-    with pytest.raises(ValueError, match=r"(?s)not an array:.*\[0\]: a `Odd`"):
-        es.load_state_dict([jnp.ones(1)], {"[0]": Odd()})
-
-
-def test_the_array_itself_has_no_name():
+def test_an_array_alone_has_the_empty_name():
+    x = jnp.arange(3)
+    assert es.state_dict(x) == {"": x}
+    assert es.load_state_dict(jnp.zeros(3, int), {"": x}) is x
     with pytest.raises(ValueError, match=r"the array itself: \(2,\) instead of \(1,\)"):
         es.load_state_dict(jnp.ones(1), {"": jnp.ones(2)})
 
@@ -484,7 +433,7 @@ def test_a_dictionary_with_other_names(rename):
         es.load_state_dict(a, d, strict=False, rename=rename)
 
 
-def test_the_first_glob_that_matches_counts_and_others_stay():
+def test_the_first_glob_that_matches_counts_and_takes_as_little_as_it_can():
     tree = {"a": {"b": jnp.zeros(1), "c": jnp.zeros(2)}, "d": jnp.zeros(3)}
     d = {"first": jnp.ones(1), "a/c": jnp.ones(2), "['d']": jnp.ones(3)}
     rename = {"['a']['b']": "first", "['a']['*']": "a/*"}
@@ -493,13 +442,8 @@ def test_the_first_glob_that_matches_counts_and_others_stay():
     last = {"['a']['*']": "a/*", "['a']['b']": "first"}
     with rejects(tree, ValueError, r"\['a'\]\['b'\] \(there: a/b\)", "first"):
         es.load_state_dict(tree, d, rename=last)
-
-
-def test_each_star_takes_as_little_as_it_can():
-    tree = {"x": [[jnp.zeros(1)], [jnp.zeros(2)]]}
-    d = {"x.0.[0]": jnp.ones(1), "x.1.[0]": jnp.ones(2)}
-    loaded = es.load_state_dict(tree, d, rename={"['x'][*]*": "x.*.*"})
-    assert all((x == 1).all() for x in jax.tree.leaves(loaded))
+    tree, d = {"x": [[jnp.zeros(1)]]}, {"x.0.[0]": jnp.ones(1)}
+    assert es.load_state_dict(tree, d, rename={"['x'][*]*": "x.*.*"}) == {"x": [[1]]}
 
 
 def test_what_their_dictionary_has_once_may_be_in_two_places():
@@ -537,12 +481,9 @@ def test_a_glob_without_a_match(strict):
     ("rename", "error", "text"),
     [
         ("blocks", TypeError, "takes a function .* A `str` was given"),
-        ([("a", "b")], TypeError, "A `list` was given"),
         (lambda name: None, TypeError, r"made of the name `\['layers'\]\[0\]\.weight`"),
         ({"*": 1}, TypeError, "`'\\*': 1` is not"),
-        ({1: "*"}, TypeError, "`1: '\\*'` is not"),
         ({"*.*": "*"}, ValueError, r'rename=\{"\*\.\*": "\*"\}.*as many on both sides'),
-        ({"*": "*.*"}, ValueError, "as many on both sides"),
     ],
 )
 def test_something_else_for_a_renaming(rename, error, text):

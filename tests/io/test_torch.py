@@ -459,28 +459,18 @@ def test_default_names_and_keys_that_stay():
     assert loaded.drop.rng is model.drop.rng
 
 
-@pytest.mark.parametrize("how", ["eval", "freeze", "in a tuple", "jit", "scope"])
-def test_a_model_in_any_mode_and_place(how):
-    model, tensors = Net(), tensors_of_net()
-    if how in ("eval", "freeze"):
-        change = getattr(es, how)
-        loaded = es.from_torch(change(model), tensors)
-        assert eqx.tree_equal(loaded, change(Net(3.0)))
-    elif how == "in a tuple":
-        both = {f"{i}.{name}": x for i in range(2) for name, x in tensors.items()}
-        loaded = es.from_torch((model, Net(1.0)), both)
-        assert eqx.tree_equal(loaded, (Net(3.0), Net(3.0)))
-    elif how == "jit":
-        loaded = es.jit(lambda model: es.from_torch(model, tensors))(model)
-        assert eqx.tree_equal(loaded, Net(3.0))
-    else:
+def test_a_model_in_any_mode_and_place():
+    model, tensors = Net().eval().freeze(), tensors_of_net()
+    filled = Net(3.0).eval().freeze()
+    assert eqx.tree_equal(es.from_torch(model, tensors), filled)
+    both = {f"{i}.{name}": x for i in range(2) for name, x in tensors.items()}
+    assert eqx.tree_equal(es.from_torch((model, model), both), (filled, filled))
 
-        def load(model):
-            return es.from_torch(model, tensors)
+    def load(model):
+        return es.from_torch(model, tensors)
 
-        loaded, same = es.mutable(load)(model)
-        assert eqx.tree_equal(loaded, Net(3.0))
-        assert eqx.tree_equal(same, model)
+    assert eqx.tree_equal(es.jit(load)(model), filled)
+    assert eqx.tree_equal(es.mutable(load)(model), (filled, model))
 
 
 def test_an_abstract_model_is_filled():
@@ -555,7 +545,7 @@ def test_all_that_is_missing_unused_or_of_another_shape_is_in_one_error():
         "    first.weight",
         "    norm.running_var (for norm.var)",
         "  unused:",
-        "    epoch: a `int`",
+        "    epoch: ()",
         "    head.weight: (2, 2)",
         "  wrong shape:",
         "    layers.0.weight (for layers[0].weight): (1, 2) instead of (2, 2)",
@@ -567,58 +557,52 @@ def test_all_that_is_missing_unused_or_of_another_shape_is_in_one_error():
     assert "rename=" in text
 
 
-def test_values_that_numpy_cannot_read_are_no_arrays():
-    class Meta(Tensor):
-        def detach(self):
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-
-    for value in (Meta(WEIGHT), np.array(["a"]), [[1, 2], [3, 4]], jr.key(0)):
+def test_values_that_cannot_be_arrays_of_the_model():
+    for value in (np.array(["a"]), [[1, 2], [3, 4]]):
         with pytest.raises(ValueError, match="not an array:\n    weight: "):
             es.from_torch(linear(), {"weight": value, "bias": BIAS})
-
-
-def test_without_x64_a_wide_array_is_an_error_and_not_cut():
-    wide = [jax.ShapeDtypeStruct((2,), jnp.float64)]
-    with pytest.raises(
-        ValueError, match=r"wrong dtype:\n    \[0\]: JAX has no float64"
-    ):
+    wide = [jax.ShapeDtypeStruct((2,), jnp.float64)]  # it would be cut
+    with pytest.raises(ValueError, match=r"dtype:\n    \[0\]: .* JAX makes float32"):
         es.from_torch(wide, {"0": BIAS})
 
 
-def test_attention_that_only_one_of_the_libraries_can_express():
-    tensors = reference.state_dict("attention")
-    mixed = nn.MultiheadAttention(2, 6, use_query_bias=True, key=KEY)
-    with rejects(mixed, ValueError, "not in PyTorch:\n    the array itself: .*equal"):
-        es.from_torch(mixed, tensors)
-    with rejects([mixed], ValueError, r"\[0\]: in PyTorch .*`use_query_bias`"):
-        es.from_torch([mixed], tensors)
-    added = tensors | dict.fromkeys(["bias_k", "bias_v"], np.ones((1, 1, 6)))
-    with rejects(
-        model := attention(), ValueError, r"bias_v: \(1, 1, 6\): .*no `add_bias_kv`"
-    ):
-        es.from_torch(model, added)
-    plain = nn.MultiheadAttention(2, 6, key=KEY)
-    unused = "unused:\n    in_proj_bias.*\n    out_proj.bias.*\nNames are PyTorch's"
-    with rejects(plain, ValueError, unused):
-        es.from_torch(plain, tensors)
+def mixed():
+    return nn.MultiheadAttention(2, 6, use_query_bias=True, key=KEY)
 
 
-def test_sizes_of_attention_that_differ():
-    model = attention(value_size=3)
-    with rejects(
-        model, ValueError, r"in_proj_weight.*: \(18, 6\) instead of \(18, 3\)"
-    ):
-        es.from_torch(model, reference.state_dict("attention"))
+@pytest.mark.parametrize(
+    ("make", "more", "text"),
+    [
+        (
+            mixed,
+            (),
+            r"in_proj_bias \(for query_.*\): \(18,\) instead of \(6,\)",
+        ),
+        (attention, ("bias_k", "bias_v"), "unused:\n    bias_k: .*\n    bias_v: "),
+        (
+            lambda: nn.MultiheadAttention(2, 6, key=KEY),
+            (),
+            "unused:\n    in_proj_bias: .*\n    out_proj.bias: .*\nNames are PyTorch's",
+        ),
+        (lambda: attention(value_size=3), (), "missing:\n    k_proj_weight"),
+    ],
+    ids=["some biases", "`add_bias_kv`", "no biases", "other sizes"],
+)
+def test_attention_that_only_one_of_the_libraries_can_express(make, more, text):
+    tensors = reference.state_dict("attention") | dict.fromkeys(
+        more, np.ones((1, 1, 6))
+    )
+    with rejects(model := make(), ValueError, text):
+        es.from_torch(model, tensors)
 
 
 def test_statistics_without_a_place():
     norm, state = nn.make_with_state(nn.BatchNorm)(3, "batch", mode="batch")
-    text = r"running_mean: \(3,\): .*`es\.nn\.Stateful\(layer, state\)`"
+    tensors = reference.state_dict("batch_norm")
+    text = r"unused:\n    running_mean: \(3,\)[\s\S]*`es\.nn\.Stateful\(layer, state\)`"
     with rejects(norm, ValueError, text):
-        es.from_torch(norm, reference.state_dict("batch_norm"))
-    loaded = es.from_torch(
-        es.nn.Stateful(norm, state), reference.state_dict("batch_norm")
-    )
+        es.from_torch(norm, tensors)
+    loaded = es.from_torch(es.nn.Stateful(norm, state), tensors)
     check("batch_norm", loaded.eval())
 
 
@@ -654,11 +638,9 @@ def test_a_subclass_of_a_layer_has_its_layout():
 
 
 def test_layers_with_other_layers_inside():
-    model = eqx.tree_at(
-        lambda m: m.query_proj, attention(), nn.MLP(6, 6, 6, 1, key=KEY)
-    )
-    packed = r"in_proj_weight \(for key_proj\.weight\): \(18, 6\) instead of \(12, 6\)"
-    with rejects(model, ValueError, r"query_proj\.layers\.0\.weight", packed):
+    mlp = nn.MLP(6, 6, 6, 1, key=KEY)
+    model = eqx.tree_at(lambda m: m.query_proj, attention(), mlp)
+    with rejects(model, ValueError, r"missing:\n    query_proj\.layers\.0\.bias"):
         es.from_torch(model, reference.state_dict("attention"))
 
 
@@ -693,24 +675,13 @@ def test_a_stack_of_tensors_is_a_stack_of_layers(make, groups):
         np.testing.assert_array_equal(got.bias[i], one.bias)
 
 
-def test_something_else_for_the_dictionary():
-    class Module:
-        pass
-
-    with rejects(
-        model := linear(), TypeError, r"module\.state_dict.*was given a `Modu"
-    ):
-        es.from_torch(model, Module())
-
-
 def test_something_else_for_a_renaming():
     tensors = {"weight": WEIGHT, "bias": BIAS}
     model = [linear()]
     text = r"`es.from_torch.*matches '\[0\]\.\*'.*such as `0\.weight`, `0\.bias`\."
     with rejects(model, ValueError, text):
         es.from_torch(model, tensors, rename={"[0].*": "*"})
-    model = linear()
-    with rejects(model, TypeError, "`es.from_torch.*A `int` was given"):
-        es.from_torch(model, tensors, rename=3)
-    with rejects(model, TypeError, "`es.from_torch.*made of the name `weight` a `int`"):
-        es.from_torch(model, tensors, rename=len)
+    with pytest.raises(TypeError, match="`es.from_torch.*takes a function from our"):
+        es.from_torch(linear(), tensors, rename=len)
+    with pytest.raises(TypeError, match=r"module\.state_dict.*was given a `Linear`"):
+        es.from_torch(model, linear())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import processes
+import safetensors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -61,15 +62,30 @@ def abstract(mesh: Mesh) -> Any:
     )
 
 
-class Counted(np.memmap):
-    """A file in memory that counts the bytes that are read of it."""
+class Read:
+    """What reads arrays of files, and how many bytes of them were read."""
 
-    read = 0
+    size = 0
 
-    def __getitem__(self, index: Any) -> Any:
-        part = super().__getitem__(index)
-        Counted.read += part.nbytes
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get_slice(self, name: str) -> Any:
+        return Read(self.inner.get_slice(name))
+
+    def __getitem__(self, box: Any) -> Any:
+        part = self.inner[box]
+        Read.size += part.nbytes
         return part
+
+
+def count_reads(safe_open: Any = safetensors.safe_open, memmap: Any = np.memmap) -> Any:
+    """From now on; the second has float8, which safetensors does not read."""
+    safetensors.safe_open = lambda *args, **kwargs: Read(safe_open(*args, **kwargs))
+    np.memmap = lambda *args: Read(memmap(*args))
 
 
 def held(tree: Any) -> int:
@@ -109,9 +125,9 @@ def main(address: str, process: str, path: str, folder: str) -> None:
     processes.join(address, process)
     mesh = Mesh(jax.devices(), "model")
     like = abstract(mesh)
-    np.memmap = Counted
+    count_reads()
     loaded = es.load(path, like)
-    seen = {"read": Counted.read, "held": held(loaded)}
+    seen = {"read": Read.size, "held": held(loaded)}
     whole = make()
     seen["shards"] = are_shards_of(loaded, whole)
     y, new = run(loaded)

@@ -1,4 +1,8 @@
-"""The arrays of a tree by name, and back: `es.state_dict`, `es.load_state_dict`."""
+"""The arrays of a tree by name, and back: `es.state_dict`, `es.load_state_dict`.
+
+`restore` puts values by name into a tree, from wherever they come, and lists everything
+that does not fit in one error.
+"""
 
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping
@@ -6,8 +10,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
-import jax.core
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -15,132 +17,19 @@ from .._state.init import check_initialized
 from .._tree.context import AlikeKey
 from .._tree.dtypes import is_numeric, to_strong
 from .._tree.filters import bind_all, compiled_glob, Filter
-from .._tree.parts import part_of
+from .._tree.parts import LayerPart, Part, part_of, stacks_of
 from .._tree.walk import is_numpy, leaves, name_of
-from .._typing import PyTree
-from .stored import (
-    by_leaf,
-    in_order,
-    lacking,
-    Named,
-    placed_as,
-    shape_of,
-    Stored,
-    whole_of,
-    why_not_split,
-)
-
-
-# --- Names of ours as another program writes them: the argument `rename=`.
-
-
-_SHOWN_RENAME: Final = 4  # names in an error, to show how they are written
-
-Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
-
-
-class Renaming:
-    """A function from a name to the one that `rename` makes of it.
-
-    Two names may become one: tied weights are often stored once.
-    """
-
-    def __init__(self, rename: Rename, what: str):
-        self.what = what
-        self.globs: Mapping[str, str] = {}
-        if isinstance(rename, Mapping):
-            self.globs, self.f = rename, self.by_globs
-        elif rename is None:
-            self.f = lambda name: name
-        elif callable(rename):
-            self.f = rename
-        else:
-            raise TypeError(_NOT_A_RENAME.format(what, type(rename).__name__))
-        for ours, theirs in self.globs.items():
-            if not (isinstance(ours, str) and isinstance(theirs, str)):
-                raise TypeError(_NOT_GLOBS.format(what, repr(ours), repr(theirs)))
-            if ours.count("*") != theirs.count("*"):
-                raise ValueError(_STARS.format(what, ours, theirs))
-        self.patterns = {ours: compiled_glob(ours) for ours in self.globs}
-        self.unused = dict.fromkeys(self.globs)
-        self.names: dict[str, None] = {}
-
-    def __call__(self, name: str) -> str:
-        self.names[name] = None
-        if not isinstance(new := self.f(name), str):
-            raise TypeError(_NOT_A_NAME.format(self.what, name, type(new).__name__))
-        return new
-
-    def by_globs(self, name: str) -> str:
-        found = {g: p.fullmatch(name) for g, p in self.patterns.items()}
-        matches = {glob: match for glob, match in found.items() if match}
-        for glob in matches:
-            self.unused.pop(glob, None)
-        for glob, match in matches.items():  # the first one
-            first, *rest = self.globs[glob].split("*")
-            pairs = zip(match.groups(), rest, strict=True)
-            return first + "".join(star + text for star, text in pairs)
-        return name
-
-    def check_used(self) -> None:
-        """Raise if a glob has matched no name so far."""
-        if self.unused:
-            globs = ", ".join(map(repr, self.unused))
-            names = ", ".join(f"`{name}`" for name in list(self.names)[:_SHOWN_RENAME])
-            raise ValueError(_NO_MATCH.format(self.what, globs, names))
-
-
-_NOT_A_RENAME: Final = """`{}(..., rename=...)` takes a function from our name to \
-theirs, or a dictionary from globs to globs, `{{"layers[*].*": "blocks.*.*"}}`. \
-A `{}` was given."""
-
-_NOT_A_NAME: Final = """`{}(..., rename=...)`: the function made of the name `{}` a \
-`{}`. Return a string: the name itself if it stays."""
-
-_NOT_GLOBS: Final = """`{}(..., rename=...)`: the entry `{}: {}` is not one from a \
-string to a string."""
-
-_STARS: Final = """`{}(..., rename={{"{}": "{}"}})`: each `*` on the left stands for \
-a part of a name, and goes in order to a `*` on the right. There must be as many on \
-both sides."""
-
-_NO_MATCH: Final = """`{}(..., rename=...)`: no array has a name that matches {}. \
-Globs match the whole name, as in `es.path_matches`: `*` is anything, brackets are \
-literal, and the first glob that matches counts. Names are such as {}."""
+from .._typing import KeyPath, PyTree
+from .stored import as_one, in_order, placed_like, shape_of, Stored, whole_of
 
 
 _Tree = TypeVar("_Tree")
 
+Named: TypeAlias = dict[str, tuple[int, Part]]  # the index of a leaf, and its array
+Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
+
 # How much of a long list an error shows: nobody reads more.
 _SHOWN: Final = 20
-
-
-def by_name(tree: PyTree) -> Named:
-    """Every array of a tree by its name, with its index among the leaves.
-
-    An array of a stack is there once for each layer, in the order of a list of layers.
-    """
-    check_initialized(tree)
-    named: Named = {}
-    for i, part in in_order(map(part_of, leaves(tree))):
-        # Without the numbers of alike keys, which another tree may have in other order.
-        path = tuple(k.key if isinstance(k, AlikeKey) else k for k in part.path)
-        if (name := name_of(path)) in named:
-            raise ValueError(
-                f"Two arrays of the tree have one name, `{name}`. Their key paths are"
-                f" {named[name][1].path!r} and {part.path!r}. A name is how the keys"
-                " print: give keys that are not equal different `repr`s."
-            )
-        named[name] = i, part
-    return named
-
-
-def select(named: Named, filters: tuple[Filter, ...], tree: PyTree) -> Named:
-    """What all filters select; without filters, everything."""
-    if not filters:
-        return named
-    is_meant = ft.cache(bind_all(filters, tree))  # the layers of a stack have one part
-    return {k: entry for k, entry in named.items() if is_meant(whole_of(entry[1]))}
 
 
 def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
@@ -249,15 +138,150 @@ def load_state_dict(
             " `es.load_state_dict(model, d)`."
         )
     named = by_name(tree)
-    renaming = Renaming(rename, what)
-    theirs = {name: renaming(name) for name in named}
-    renaming.check_used()
+    rename = renaming(rename, what, named)
+    theirs = {name: rename(name) for name in named}
     values = _looked_up(d, theirs)
     unexpected = d.keys() - set(theirs.values()) if strict else ()
-    wanted = named if strict else {k: x for k, x in named.items() if k in values}
+    wanted, values = (named, values) if strict else in_common(named, values)
     advice = "`strict=False` skips names that only one of the two has."
     what = f"`{what}`: the dictionary"
     return restore(tree, wanted, values, what, advice, unexpected, theirs)
+
+
+def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
+    """The values of `d` by our names; places that have one name there share nothing."""
+    values: dict[str, Any] = {}
+    taken: set[str] = set()
+    for name, other in theirs.items():
+        if other in d:
+            value = d[other]
+            if isinstance(value, jax.Array):
+                # Else donating the model would donate one buffer twice.
+                value = value.copy() if other in taken else value
+            elif hasattr(value, "__array__"):  # it may change later
+                value = np.array(value)
+            values[name] = value
+            taken.add(other)
+    return values
+
+
+# --- Arrays by name -------------------------------------------------------------------
+
+
+def by_name(tree: PyTree) -> Named:
+    """Every array of a tree by its name.
+
+    An array of a stack is there once for each layer, in the order of a list of layers.
+    """
+    check_initialized(tree)
+    named: Named = {}
+    for i, part in in_order(map(part_of, leaves(tree))):
+        if (name := name_of(plain(part.path))) in named:
+            raise ValueError(
+                f"Two arrays of the tree have one name, `{name}`. Their key paths are"
+                f" {named[name][1].path!r} and {part.path!r}. A name is how the keys"
+                " print: give keys that are not equal different `repr`s."
+            )
+        named[name] = i, part
+    return named
+
+
+def plain(path: Iterable[Any]) -> KeyPath:
+    """A path without the numbers of alike keys, which may differ in another tree."""
+    return tuple(key.key if isinstance(key, AlikeKey) else key for key in path)
+
+
+def select(named: Named, filters: tuple[Filter, ...], tree: PyTree) -> Named:
+    """What all filters select; without filters, everything."""
+    if not filters:
+        return named
+    is_meant = ft.cache(bind_all(filters, tree))  # the layers of a stack have one part
+    return {k: entry for k, entry in named.items() if is_meant(whole_of(entry[1]))}
+
+
+def in_common(
+    named: Named, values: Mapping[str, Any]
+) -> tuple[Named, Mapping[str, Any]]:
+    """The arrays that have values, and all layers of stacks of which some have.
+
+    The other layers keep their arrays. In an abstract stack they have none, and so are
+    missing.
+    """
+    found = {i for name, (i, _) in named.items() if name in values}
+    wanted = {name: entry for name, entry in named.items() if entry[0] in found}
+    kept = {
+        name: part.value
+        for name, (_, part) in wanted.items()
+        if name not in values and not _is_abstract(whole_of(part).value)
+    }
+    return wanted, {**values, **kept}
+
+
+def shown(name: str) -> str:
+    """The name of an array in an error; the tree may be nothing but the array."""
+    return name or "the array itself"
+
+
+# --- Names of ours as another program writes them -------------------------------------
+
+
+def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str], str]:
+    """A function to what another program calls each of these names of ours.
+
+    Two names may become one: tied weights are often stored once.
+    """
+    if isinstance(rename, Mapping):
+        return _by_globs(list(names), rename, what).__getitem__
+    if rename is None:
+        return str
+    if not callable(rename):
+        problem = f"A `{type(rename).__name__}` was given."
+        raise TypeError(_NOT_A_RENAME.format(what, problem))
+
+    def checked(name: str) -> str:
+        if isinstance(new := rename(name), str):
+            return new
+        problem = f"The function made of the name `{name}` a `{type(new).__name__}`."
+        raise TypeError(_NOT_A_RENAME.format(what, problem))
+
+    return checked
+
+
+def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:
+    found = {name: name for name in names}
+    unused = []
+    for ours, theirs in reversed(globs.items()):  # the first that matches counts
+        if not (isinstance(ours, str) and isinstance(theirs, str)):
+            problem = f"The entry `{ours!r}: {theirs!r}` is not of strings."
+            raise TypeError(_NOT_A_RENAME.format(what, problem))
+        if ours.count("*") != theirs.count("*"):
+            raise ValueError(_STARS.format(what, ours, theirs))
+        pattern, (first, *rest) = compiled_glob(ours), theirs.split("*")
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        for match in matches:
+            pairs = zip(match.groups(), rest, strict=True)
+            found[match.string] = first + "".join(star + text for star, text in pairs)
+        if not matches:
+            unused.append(repr(ours))
+    if unused:
+        examples = ", ".join(f"`{name}`" for name in names[:4])
+        raise ValueError(_NO_MATCH.format(what, ", ".join(reversed(unused)), examples))
+    return found
+
+
+_NOT_A_RENAME: Final = """`{}(..., rename=...)` takes a function from our name to \
+theirs, or a dictionary from globs to globs, `{{"layers[*].*": "blocks.*.*"}}`. {}"""
+
+_STARS: Final = """`{}(..., rename={{"{}": "{}"}})`: each `*` on the left stands for \
+a part of a name, and goes in order to a `*` on the right. There must be as many on \
+both sides."""
+
+_NO_MATCH: Final = """`{}(..., rename=...)`: no array has a name that matches {}. \
+Globs match the whole name, as in `es.path_matches`: `*` is anything, brackets are \
+literal, and the first glob that matches counts. Names are such as {}."""
+
+
+# --- Values by name, put into a tree --------------------------------------------------
 
 
 def restore(
@@ -281,76 +305,17 @@ def restore(
         return shown(name) if other == name else f"{shown(name)} (there: {other})"
 
     problems: dict[str, list[str]] = {
-        "missing": [label(name) for name in wanted if name not in values]
-        + lacking(wanted),
+        "missing": [label(name) for name in wanted if name not in values],
         "unexpected": [str(name) for name in unexpected],
     }
     about_names = any(problems.values())
-    for name in [name for name in wanted if name in values]:
-        part = wanted[name][1]
-        leaf, shape = whole_of(part).value, shape_of(part)
-        for problem, text in differences(leaf, values[name], shape):
-            problems.setdefault(problem, []).append(f"{label(name)}: {text}")
-    for whole in {i: whole_of(part) for i, part in wanted.values()}.values():
-        if (problem := why_not_split(whole.value)) is not None:
-            problems.setdefault("wrong sharding", []).append(
-                f"{shown(whole.name)}: {problem}"
-            )
+    for name, (_, part) in wanted.items():
+        if name in values:
+            leaf, shape = whole_of(part).value, shape_of(part)
+            for problem, text in differences(leaf, values[name], shape):
+                problems.setdefault(problem, []).append(f"{label(name)}: {text}")
     complain(problems, what, advice if about_names else "")
-    return place(tree, wanted, values)
-
-
-def complain(problems: Mapping[str, list[str]], what: str, advice: str) -> None:
-    """Raise one error that lists all problems, if there are any."""
-    if any(problems.values()):
-        listed = [_listed(*problem) for problem in problems.items() if problem[1]]
-        lines = [f"{what} does not fit the tree.", *listed, advice]
-        raise ValueError("\n".join(line for line in lines if line))
-
-
-def place(tree: _Tree, wanted: Named, values: Mapping[str, Any]) -> _Tree:
-    """`tree` with these values, each as an array like the one in the tree."""
-    flat, treedef = jtu.tree_flatten(tree)
-    for i, value in by_leaf(wanted, values).items():
-        flat[i] = to_strong(placed_as(flat[i], value))
-    return jtu.tree_unflatten(treedef, flat)
-
-
-def put(tree: _Tree, places: Named, values: Mapping[str, Any]) -> _Tree:
-    """`tree` with values in these places."""
-    flat, treedef = jtu.tree_flatten(tree)
-    for i, value in by_leaf(places, values).items():
-        flat[i] = value
-    return jtu.tree_unflatten(treedef, flat)
-
-
-def shown(name: str) -> str:
-    """The name of an array in an error; the tree may be nothing but the array."""
-    return name or "the array itself"
-
-
-def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `d` by our names; places that have one name there share nothing."""
-    values: dict[str, Any] = {}
-    taken: set[str] = set()
-    for name, other in theirs.items():
-        if other in d:
-            value = _copied(d[other])
-            is_second = other in taken and isinstance(value, jax.Array)
-            values[name] = value.copy() if is_second else value
-            taken.add(other)
-    return values
-
-
-def _copied(value: Any) -> Any:
-    """A copy of `value` if it is an array that may change, else `value`."""
-    is_constant = eqx.is_array(value) and not isinstance(value, np.ndarray)
-    if is_constant or not hasattr(value, "__array__"):
-        return value
-    try:
-        return np.array(value)
-    except Exception:  # for a reason of its library: it is listed as not an array
-        return value
+    return put(tree, wanted, values, lambda *pair: to_strong(placed_like(*pair)))
 
 
 def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str, str]]:
@@ -363,29 +328,28 @@ def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str
     found = []
     if value.shape != shape:
         found.append(("wrong shape", f"{value.shape} instead of {shape}"))
-    dtype = _native(value.dtype)
-    from_numpy = is_numpy(value) or isinstance(value, Stored)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and from_numpy:
-        # In an abstract model a NumPy array has become what JAX would make of it.
-        if is_numeric(dtype):
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if from_numpy and not is_numpy(leaf) and _is_too_wide(leaf.dtype):
-        text = f"JAX has no {leaf.dtype} while `jax_enable_x64` is off"
-        found.append(("wrong dtype", text))
-    elif dtype != _native(leaf.dtype):
-        found.append(("wrong dtype", f"{value.dtype} instead of {leaf.dtype}"))
+    given = becomes = value.dtype
+    if not (isinstance(value, jax.Array) or is_numpy(leaf)) and is_numeric(given):
+        # Without `jax_enable_x64`, JAX would make float32 of float64. An abstract model
+        # has dtypes after that; elsewhere nothing may be cast.
+        if _is_abstract(leaf) or given == leaf.dtype:
+            becomes = jax.dtypes.canonicalize_dtype(given)
+    if becomes != leaf.dtype:
+        made = "" if becomes == given else f", of which JAX makes {becomes},"
+        found.append(("wrong dtype", f"{given}{made} instead of {leaf.dtype}"))
     return found
 
 
-def _is_too_wide(dtype: Any) -> bool:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _native(dtype: Any) -> Any:
-    """A dtype in the machine's byte order; only NumPy arrays may have another."""
-    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+def complain(problems: Mapping[str, list[str]], what: str, advice: str) -> None:
+    """Raise one error that lists all problems, if there are any."""
+    if any(problems.values()):
+        listed = [_listed(*problem) for problem in problems.items() if problem[1]]
+        lines = [f"{what} does not fit the tree.", *listed, advice]
+        raise ValueError("\n".join(line for line in lines if line))
 
 
 def _listed(problem: str, lines: list[str]) -> str:
@@ -393,3 +357,26 @@ def _listed(problem: str, lines: list[str]) -> str:
     if (rest := len(lines) - _SHOWN) > 0:
         shown.append(f"    and {rest} more")
     return "\n".join([f"  {problem}:", *shown])
+
+
+def put(
+    tree: _Tree,
+    places: Named,
+    values: Mapping[str, Any],
+    convert: Callable[[Any, Any], Any] = lambda leaf, value: value,
+) -> _Tree:
+    """`tree` with values in these places: all arrays, or all layers of a stack."""
+    flat, treedef = jtu.tree_flatten(tree)
+    by_leaf: dict[int, list[str]] = {}
+    for name, (i, _) in places.items():
+        by_leaf.setdefault(i, []).append(name)
+    for i, names in by_leaf.items():
+        part, each = places[names[0]][1], [values[name] for name in names]
+        if isinstance(part, LayerPart):
+            each = [as_one(each, tuple(n for _, n in stacks_of(part.whole)))]
+        try:
+            flat[i] = convert(flat[i], each[0])
+        except ValueError as e:  # JAX cannot split it as the leaf says
+            e.add_note(f"This is about the array `{shown(whole_of(part).name)}`.")
+            raise
+    return jtu.tree_unflatten(treedef, flat)

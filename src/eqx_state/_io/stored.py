@@ -1,8 +1,14 @@
-"""Arrays that are not in memory: a shape, a dtype, and how to read a part."""
+"""Arrays that are not in memory: those of a safetensors file, of which parts are read.
 
+`stored_arrays` opens a file, `as_one` joins the layers of a stack, `placed_like` reads
+what a leaf of the tree needs and puts it on the leaf's devices.
+"""
+
+import contextlib
 import functools as ft
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, IO, NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -10,51 +16,179 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .._compat import is_in_trace
 from .._tree.keys import is_typed
-from .._tree.parts import Index, is_split, LayerPart, layers_of, Part, stacks_of
+from .._tree.parts import is_split, LayerPart, layers_of, Part
 from .._tree.walk import is_numpy
 from .._typing import KeyPath
 
 
-Box = tuple[slice, ...]  # a part of an array: start and stop on each axis
+Box: TypeAlias = tuple[slice, ...]  # a part of an array: slices of its first axes
+
+# What the format cannot say is JSON under this key of a file's metadata: the version of
+# this layout, and the implementation of each typed key, of which the file has the data.
+ABOUT: Final = "eqx_state"
+VERSION: Final = 1
+
+# The dtypes that both safetensors and NumPy or JAX have.
+DTYPES: Final = {
+    "BOOL": "bool",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
+}
 
 
-class Stored:
+class Stored(NamedTuple):
     """An array that is read when it is needed, and only what is needed of it."""
 
-    def __init__(self, shape: Iterable[int], dtype: Any, read: Callable[[Box], Any]):
-        self.shape, self.dtype, self.read = tuple(shape), dtype, read
+    shape: tuple[int, ...]
+    dtype: Any
+    read: Callable[[Box], Any]  # a NumPy array, or typed keys; of `()`, all of it
 
-    def whole(self) -> Any:
-        """All of it, as a NumPy array or as typed keys."""
-        return self.read(tuple(slice(0, n) for n in self.shape))
-
-    def placed(self, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
+    def placed(self, sharding: jax.sharding.Sharding) -> jax.Array:
         """A JAX array, of which this process reads what its own devices hold."""
+        parts: dict[str, Any] = {}  # several devices may hold the same one
 
-        @ft.cache  # devices that hold the same part ask for it one by one
-        def read(*bounds: tuple[int, int, int]) -> Any:
-            return self.read(tuple(slice(*each) for each in bounds))
-
-        def read_box(box: Box | None) -> Any:
+        def part(box: Box | None) -> Any:
             assert box is not None
-            indices = zip(box, self.shape, strict=True)
-            return read(*(s.indices(n) for s, n in indices))
+            if str(box) not in parts:
+                parts[str(box)] = self.read(box)
+            return parts[str(box)]
 
-        return jax.make_array_from_callback(self.shape, sharding, read_box, dtype)
+        return jax.make_array_from_callback(self.shape, sharding, part)
 
 
-def typed(data: Stored, impl: str) -> Stored:
+# --- A file ---------------------------------------------------------------------------
+
+
+def import_safetensors() -> Any:
+    """The library, which is an extra; `ImportError` says how to install it."""
+    try:
+        import safetensors.numpy
+    except ImportError as e:
+        raise ImportError(
+            "`es.save` and `es.load` need safetensors, which is not installed. It is"
+            " the extra `io` of eqx_state. From a clone of eqx_state:"
+            ' `python -m pip install ".[io]"`.'
+        ) from e
+    return safetensors
+
+
+@contextlib.contextmanager
+def opened(path: str, what: str) -> Iterator[tuple[Any, IO[bytes]]]:
+    """A file as safetensors sees it, which has checked its header; and its bytes."""
+    safetensors = import_safetensors()
+    # Python says why a file cannot be opened. safetensors says that there is none, also
+    # of one that may not be read.
+    with open(path, "rb") as raw:
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except safetensors.SafetensorError as e:
+            raise _unreadable(what, path, e) from e
+        yield file, raw
+
+
+@contextlib.contextmanager
+def stored_arrays(path: str) -> Iterator[dict[str, Stored]]:
+    """The arrays of a file by name, which are read from it while the block runs."""
+    with opened(path, "es.load") as (file, raw):
+        try:
+            about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+            if about.get("version", VERSION) > VERSION:
+                raise ValueError("a later version of eqx_state wrote it")
+            arrays = {name: _stored(file, name, raw) for name in file.keys()}
+            for name, impl in about.get("keys", {}).items():
+                arrays[name] = _typed(arrays[name], impl)
+        except Exception as e:  # anything may be in the place of our JSON
+            raise _unreadable("es.load", path, e) from e
+        yield arrays
+
+
+def _unreadable(what: str, path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"`{what}` cannot read `{path}`: it is not a safetensors file, is truncated, or"
+        f" was written by a newer version. {error!r}"
+    )
+
+
+def _stored(file: Any, name: str, raw: IO[bytes]) -> Stored:
+    view = file.get_slice(name)
+    shape, code = tuple(view.get_shape()), view.get_dtype()
+    # A dtype that only other programs have, such as F4, equals none of an array here.
+    dtype = np.dtype(DTYPES.get(code) or [(code, "V1")])
+    mapped = ft.cache(ft.partial(_mapped, raw, name, shape, dtype))
+
+    def read(box: Box) -> np.ndarray[Any, Any]:
+        if 0 in shape:  # safetensors cannot slice it
+            return np.empty(shape, dtype)[box]
+        if code.startswith("F8"):
+            return np.array(mapped()[box])
+        return view[box]
+
+    return Stored(shape, dtype, read)
+
+
+def _mapped(
+    raw: IO[bytes], name: str, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray[Any, Any]:
+    """An array of float8. safetensors 0.8 looks for `np.float8_e4m3fn` to read it."""
+    raw.seek(0)
+    size = int.from_bytes(raw.read(8), "little")
+    begin, _ = json.loads(raw.read(size))[name]["data_offsets"]
+    return np.memmap(raw, dtype, "r", 8 + size + begin, shape)
+
+
+def _typed(data: Stored, impl: str) -> Stored:
     """The typed PRNG keys of this data."""
     shape = jax.ShapeDtypeStruct(data.shape, data.dtype)
     keys = jax.eval_shape(lambda data: jr.wrap_key_data(data, impl=impl), shape)
+    # A box has no more axes than the keys, so that the words of each stay together.
+    return Stored(
+        keys.shape, keys.dtype, lambda box: jr.wrap_key_data(data.read(box), impl=impl)
+    )
 
-    def read(box: Box) -> Any:
-        words = slice(0, data.shape[-1])
-        return jr.wrap_key_data(data.read((*box, words)), impl=impl)
 
-    return Stored(keys.shape, keys.dtype, read)
+# --- The layers of a stack ------------------------------------------------------------
+
+
+def in_order(parts: Iterable[Part | None]) -> list[tuple[int, Part]]:
+    """Every array with the index of its leaf, in the order of a list of layers.
+
+    An array of a stack that lacks the stack's axis belongs to all layers together, and
+    has the name that it has in the tree.
+    """
+    found: list[tuple[int, Part]] = []
+    for i, part in enumerate(parts):
+        if part is not None:
+            layers = layers_of(part) if is_split(part) else [part]
+            found += [(i, each) for each in layers]
+    # All of `blocks[0]` comes before `blocks[1]`: nodes are in the order in which the
+    # first leaf in each was found.
+    seen: dict[KeyPath, int] = {}
+
+    def position(entry: tuple[int, Part]) -> list[int]:
+        path = entry[1].path
+        return [seen.setdefault(path[: n + 1], len(seen)) for n in range(len(path))]
+
+    return sorted(found, key=position)
+
+
+def whole_of(part: Part) -> Part:
+    """The array of a stack that an array of a layer belongs to; else the array."""
+    return part.whole if isinstance(part, LayerPart) else part
+
+
+def shape_of(part: Part) -> tuple[int, ...]:
+    """The shape of an array, which need not be sliced for it."""
+    skipped = len(part.index) if isinstance(part, LayerPart) else 0
+    return whole_of(part).value.shape[skipped:]
 
 
 def as_one(layers: Sequence[Any], sizes: tuple[int, ...]) -> Any:
@@ -76,154 +210,51 @@ def as_one(layers: Sequence[Any], sizes: tuple[int, ...]) -> Any:
 def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
     """A part of the arrays of several layers as one."""
     across, inside = box[: len(sizes)], box[len(sizes) :]
-    which = np.arange(len(layers)).reshape(sizes)[across]
-
-    def read(layer: Any) -> Any:
-        return layer.read(inside) if isinstance(layer, Stored) else layer[inside]
-
-    found = (read(layers[int(i)]) for i in which.flat)
+    chosen = np.arange(len(layers)).reshape(sizes)[across]
+    each = (layers[i] for i in chosen.flat)
+    found = (x.read(inside) if isinstance(x, Stored) else x[inside] for x in each)
     first = next(found)
-    if not is_numpy(first):
-        return as_one([first, *found], which.shape)
-    # One layer after the other, so that no layer is in memory twice.
-    out = np.empty((which.size, *first.shape), first.dtype)
+    if is_typed(first):
+        return as_one([first, *found], chosen.shape)
+    # `np.stack` would take a list of all layers, and so hold each of them twice.
+    out = np.empty((chosen.size, *first.shape), first.dtype)
     out[0] = first
     for i, x in enumerate(found, start=1):
         out[i] = x
-    return out.reshape(*which.shape, *first.shape)
+    return out.reshape(*chosen.shape, *first.shape)
 
 
-# --- Stacks in files and state dicts, where each layer has arrays and names of its own.
+# --- The devices ----------------------------------------------------------------------
 
 
-Named: TypeAlias = dict[str, tuple[int, Part]]
-
-
-def in_order(parts: Iterable[Part | None]) -> list[tuple[int, Part]]:
-    """Every array with its index among the leaves, in the order of a list of layers.
-
-    An array of a stack is there once for each layer, unless it lacks the stack's axis:
-    then it belongs to all layers together, and has the name that it has in the tree.
-    """
-    found: list[tuple[tuple[int, ...], int, Part]] = []
-    first: dict[KeyPath, int] = {}  # the index of the first leaf of each stack
-    for i, part in enumerate(parts):
-        if part is None:
-            continue
-        stacks, layers = stacks_of(part), layers_of(part) if is_split(part) else []
-        for layer in layers:
-            pairs = [
-                (first.setdefault(part.path[: at + 1], i), k)
-                for (at, _), k in zip(stacks, layer.index, strict=True)
-            ]
-            found.append(((*(n for pair in pairs for n in pair), i), i, layer))
-        if not layers:
-            found.append(((i,), i, part))
-    return [(i, part) for _, i, part in sorted(found, key=lambda x: x[0])]
-
-
-def whole_of(part: Part) -> Part:
-    """The array of a stack that an array of a layer belongs to; else the array."""
-    return part.whole if isinstance(part, LayerPart) else part
-
-
-def shape_of(part: Part) -> tuple[int, ...]:
-    """The shape of an array, which need not be sliced for it."""
-    skipped = len(part.index) if isinstance(part, LayerPart) else 0
-    return whole_of(part).value.shape[skipped:]
-
-
-def by_leaf(places: Named, values: Mapping[str, Any]) -> dict[int, Any]:
-    """One value for each leaf, of those in the places.
-
-    A stack keeps the arrays of the layers that are not among them.
-    """
-    found: dict[int, Any] = {}
-    for i, (whole, given) in _stacks(places).items():
-        each = [
-            values[given[layer.index]] if layer.index in given else layer.value
-            for layer in layers_of(whole)
-        ]
-        found[i] = as_one(each, tuple(n for _, n in stacks_of(whole)))
-    alone = {name: i for name, (i, _) in places.items() if i not in found}
-    return found | {i: values[name] for name, i in alone.items()}
-
-
-def lacking(places: Named) -> list[str]:
-    """The layers without a place of abstract stacks, where other layers have one."""
-    return [
-        layer.name
-        for whole, given in _stacks(places).values()
-        if isinstance(whole.value, jax.ShapeDtypeStruct)
-        for layer in layers_of(whole)
-        if layer.index not in given
-    ]
-
-
-def _stacks(places: Named) -> dict[int, tuple[Part, dict[Index, str]]]:
-    """By leaf, each array of a stack, and the name of each layer that has a place."""
-    found: dict[int, tuple[Part, dict[Index, str]]] = {}
-    for name, (i, part) in places.items():
-        if isinstance(part, LayerPart):
-            found.setdefault(i, (part.whole, {}))[1][part.index] = name
-    return found
-
-
-# --- Values put where the arrays of a tree are: on their devices, in their shards.
-
-
-def placed_as(leaf: Any, value: Any) -> Any:
+def placed_like(leaf: Any, value: Any) -> Any:
     """`value` as a NumPy or JAX array, whichever the leaf is, on its devices."""
+    has_place = not isinstance(leaf, jax.core.Tracer) and not is_numpy(leaf)
+    sharding = _sharding_of(leaf) if has_place else None
     if isinstance(value, Stored):
-        if not (is_numpy(leaf) or is_in_trace()):
-            sharding = _sharding_of(leaf)
-            if sharding is not None:
-                return value.placed(sharding, leaf.dtype)
-        value = value.whole()
-    if any(isinstance(x, jax.core.Tracer) for x in (leaf, value)):
+        if sharding is not None:
+            return value.placed(sharding)
+        value = value.read(())
+    if isinstance(leaf, jax.core.Tracer) or isinstance(value, jax.core.Tracer):
         return value
     if is_numpy(leaf):
         array = np.asarray(value, dtype=leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
-    sharding = _sharding_of(leaf)
     # Straight there, through no other device.
     return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
-
-
-def why_not_split(leaf: Any) -> str | None:
-    """Why the shards that an abstract leaf says cannot be made; `None` if they can."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
-        return None
-    sharding = leaf.sharding
-    how = getattr(sharding, "spec", sharding)
-    if not is_in_trace():  # where nothing is put anywhere
-        try:
-            sharding = _sharding_of(leaf)
-        except ValueError:
-            return f"the mesh that is set lacks an axis of {how}"
-        if sharding is None and not leaf.sharding.mesh.empty:
-            return _NO_MESH_SET.format(how)
-    try:
-        (sharding or leaf.sharding).shard_shape(leaf.shape)
-    except ValueError:
-        return f"{leaf.shape} is not split into equal parts by {how}"
-    return None
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     """The sharding that a leaf says, if it says any."""
     # An abstract leaf may lack one, and an array that is not committed lies on the
     # default device only by chance.
-    if leaf.sharding is None or not getattr(leaf, "committed", True):
+    sharding = leaf.sharding if getattr(leaf, "committed", True) else None
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return sharding
+    if mesh.empty:
         return None
-    if isinstance(getattr(leaf.sharding, "mesh", None), jax.sharding.AbstractMesh):
-        # It only says how to shard. Where to is up to the mesh that is set.
-        if jax.sharding.get_abstract_mesh().empty:
-            return None
-        whole = jax.device_put(np.zeros(()), jax.sharding.PartitionSpec())
-        return jax.sharding.NamedSharding(whole.sharding.mesh, leaf.sharding.spec)
-    return leaf.sharding
-
-
-_NO_MESH_SET: Final = """{} is on an abstract mesh, which has no devices, and no mesh \
-is set: `with jax.set_mesh(mesh):`"""
+    # It only says how to shard. Where to is up to the mesh that is set, and if none is,
+    # JAX says so.
+    somewhere = jax.device_put(np.zeros(()), jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(somewhere.sharding.mesh, sharding.spec)

@@ -1,7 +1,7 @@
 """`es.from_torch`: the weights of a PyTorch model in one of Equinox."""
 
 import functools as ft
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -10,199 +10,29 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._kinds.kinds import Rng
-from .._tree.context import AlikeKey
 from .._tree.dtypes import holds, is_numeric
 from .._tree.keys import is_typed
 from .._tree.parts import Part, paths_of
-from .._tree.walk import name_of, walk
-from .._typing import KeyPath, PyTree
+from .._tree.walk import is_numpy, walk
+from .._typing import KeyPath
 from ..nn._batch_norm import BatchNorm
 from ..nn._stateful import Stateful
-from .state_dict import by_name, complain, differences, place, Rename, Renaming, shown
-from .stored import Named, shape_of, whole_of
-
-
-# --- How PyTorch's layers store what Equinox's hold: names, shapes, layouts.
-#
-# An array of a layer that is not in `LAYOUTS` has the same name and the same layout in
-# both: `weight` and `bias` of `Linear`, `LayerNorm`, `GroupNorm`, `Embedding`.
-
-
-Shape: TypeAlias = tuple[int, ...]
-
-
-class Source(NamedTuple):
-    """Where an array comes from: the tensors by name with their shapes, in order."""
-
-    shapes: dict[str, Shape]
-    make: Callable[..., Any] = lambda tensor: tensor
-
-
-class Layer(NamedTuple):
-    """A layer whose layout differs. All names are relative to it, with dots."""
-
-    module: Any
-    shapes: Mapping[str, Shape]  # of its arrays by name
-    has: Callable[[str], bool]  # whether PyTorch's state dict has a name
-
-
-def _conv(layer: Layer, name: str, shape: Shape) -> Source | None:
-    if name == "bias":
-        # Ours has an axis for each spatial one, and a stack of them one in front.
-        end = max(len(shape) - layer.module.num_spatial_dims, 1)
-        return Source({"bias": shape[:end]}, lambda bias: bias.reshape(shape))
-    return None
-
-
-def _conv_transpose(layer: Layer, name: str, shape: Shape) -> Source | None:
-    num = len(shape) - layer.module.num_spatial_dims - 2  # the axes of a stack of them
-    if name != "weight" or num < 0:
-        return _conv(layer, name, shape)
-    stack, (out, within, *kernel) = shape[:num], shape[num:]
-    groups = layer.module.groups
-
-    def transposed(weight: Any) -> Any:
-        # PyTorch's is the kernel of the convolution whose gradient it is. So within
-        # each group input and output change places, and each spatial axis runs back.
-        weight = weight.reshape(*stack, groups, within, out // groups, *kernel)
-        spatial = tuple(range(num + 3, num + 3 + len(kernel)))
-        return np.flip(weight.swapaxes(num + 1, num + 2), spatial).reshape(shape)
-
-    source = *stack, groups * within, out // groups, *kernel
-    return Source({"weight": source}, transposed)
-
-
-def _gru(layer: Layer, name: str, shape: Shape) -> Source | None:
-    size = layer.module.hidden_size
-
-    def bias(ih: Any, hh: Any) -> Any:
-        # That of the hidden state stays apart in the third gate: `reset` scales it.
-        both = _sum(ih, hh)
-        return np.concatenate([both[: 2 * size], ih[2 * size :]])
-
-    if name == "bias":
-        return Source({"bias_ih": shape, "bias_hh": shape}, bias)
-    if name == "bias_n":
-        return Source({"bias_hh": (3 * size,)}, lambda hh: hh[2 * size :])
-    return None
-
-
-def _lstm(layer: Layer, name: str, shape: Shape) -> Source | None:
-    if name == "bias":
-        return Source({"bias_ih": shape, "bias_hh": shape}, _sum)
-    return None
-
-
-def _sum(a: Any, b: Any) -> Any:
-    # Not in half precision, whatever the tensors are stored in.
-    return a.astype(np.promote_types(a.dtype, np.float32)) + b
-
-
-_PROJECTIONS: Final = ("query", "key", "value")
-
-
-def _attention(layer: Layer, name: str, shape: Shape) -> Source | None:
-    part, _, last = name.partition("_proj.")
-    if part == "output":
-        return Source({f"out_proj.{last}": shape})
-    if part not in _PROJECTIONS or last not in ("weight", "bias"):
-        return None
-    packed = f"in_proj_{last}"
-    if last == "weight" and not layer.has(packed) and layer.has("q_proj_weight"):
-        return Source({f"{part[0]}_proj_weight": shape})
-    sizes = [layer.shapes.get(f"{p}_proj.weight", (0,))[0] for p in _PROJECTIONS]
-    first = sum(sizes[: _PROJECTIONS.index(part)])
-    return Source(
-        {packed: (sum(sizes), *shape[1:])},
-        lambda tensor: tensor[first : first + shape[0]],
-    )
-
-
-def _batch_norm(layer: Layer, name: str, shape: Shape) -> Source | None:
-    theirs = {"mean": "running_mean", "var": "running_var"}
-    return Source({theirs[name]: shape}) if name in theirs else None
-
-
-def _equinox_batch_norm(layer: Layer, name: str, shape: Shape) -> Source | None:
-    theirs = {"init.0": "running_mean", "init.1": "running_var"}
-    momentum = layer.module.momentum
-
-    def biased(average: Any, count: Any) -> Any:
-        # Equinox starts at zero and divides by this in eval mode, in float32.
-        one = np.float32(1)
-        return average * (one - np.float32(momentum) ** np.float32(count) or one)
-
-    index, _, which = name.partition(".")
-    match index:
-        case "ema_first_time_index":
-            return Source({}, lambda: np.array(False))
-        case "ema_state_index":
-            return Source({theirs[which]: shape})
-        case "batch_counter":
-            return Source({"num_batches_tracked": shape})
-        case "batch_state_index":
-            return Source({theirs[which]: shape, "num_batches_tracked": ()}, biased)
-    return None
-
-
-LAYOUTS: Final[dict[type, Callable[[Layer, str, Shape], Source | None]]] = {
-    eqx.nn.Conv: _conv,
-    eqx.nn.ConvTranspose: _conv_transpose,
-    eqx.nn.GRUCell: _gru,
-    eqx.nn.LSTMCell: _lstm,
-    eqx.nn.MultiheadAttention: _attention,
-    eqx.nn.BatchNorm: _equinox_batch_norm,
-    BatchNorm: _batch_norm,
-}
-
-
-def _layout(module: Any) -> Callable[[Layer, str, Shape], Source | None] | None:
-    return next((LAYOUTS[c] for c in type(module).__mro__ if c in LAYOUTS), None)
-
-
-def has_layout(module: Any) -> bool:
-    """Whether PyTorch stores a module's arrays otherwise than Equinox."""
-    return _layout(module) is not None
-
-
-def source_of(layer: Layer, name: str) -> Source:
-    """Where an array of a layer comes from."""
-    shape, layout = layer.shapes[name], _layout(layer.module)
-    found = None if layout is None else layout(layer, name, shape)
-    return Source({name: shape}) if found is None else found
-
-
-def why_not(layer: Layer) -> str | None:
-    """What a layer of ours has that PyTorch's cannot have."""
-    if isinstance(layer.module, eqx.nn.MultiheadAttention):
-        if len({f"{p}_proj.bias" in layer.shapes for p in _PROJECTIONS}) > 1:
-            return _MIXED
-    return None
-
-
-def may_be_left(name: str, used: Collection[str]) -> bool:
-    """Whether a tensor without a counterpart may be left over."""
-    # A counter that only Equinox's own batch norm has, too.
-    before, _, last = name.rpartition(".")
-    bases = {other.rpartition(".")[0] for other in used}
-    return last == "num_batches_tracked" and before in bases
-
-
-_MIXED: Final = """in PyTorch query, key and value all have a bias, or none has: make \
-`use_query_bias`, `use_key_bias` and `use_value_bias` equal"""
-
-# By the last part of the name.
-_IN_NORM: Final = "`es.nn.BatchNorm` and `es.nn.Stateful(layer, state)` hold statistics"
-_ADDED: Final = "Equinox has no `add_bias_kv`"
-NO_COUNTERPART: Final = {
-    "bias_k": _ADDED,
-    "bias_v": _ADDED,
-    "running_mean": _IN_NORM,
-    "running_var": _IN_NORM,
-}
+from .state_dict import (
+    by_name,
+    complain,
+    differences,
+    plain,
+    put,
+    Rename,
+    renaming,
+    shown,
+)
+from .stored import placed_like, shape_of, whole_of
 
 
 _Tree = TypeVar("_Tree")
+_Shape: TypeAlias = tuple[int, ...]
+_Place: TypeAlias = tuple[KeyPath, str]  # the path of a layer, and a name in it
 
 
 def from_torch(
@@ -273,167 +103,43 @@ def from_torch(
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(_NO_DICTIONARY.format(type(state_dict).__name__))
-    named = by_name(model)
-    wanted = {k: entry for k, entry in named.items() if not _is_key(entry[1])}
-    parts = {name: part for name, (_, part) in wanted.items()}
-    tensors = _Tensors(model, state_dict, Renaming(rename, "es.from_torch"))
-    values = {}
-    for path, names in _by_layer(wanted, tensors.modules).items():
-        layer = Layer(
-            module=tensors.modules.get(path),
-            shapes={local: shape_of(parts[name]) for local, name in names.items()},
-            has=ft.partial(tensors.has, path),
-        )
-        if (reason := why_not(layer)) is not None:
-            tensors.report("not in PyTorch", shown(name_of(path)), reason)
-        for local, name in names.items():
-            source = source_of(layer, local)
-            values[name] = tensors.read(path, source, name, parts[name])
-    tensors.renaming.check_used()
-    tensors.report_unused()
-    problems = tensors.problems
+    named = {k: entry for k, entry in by_name(model).items() if not _is_key(entry[1])}
+    nodes = [visit for visit in walk(model) if not visit.is_leaf]
+    modules = {path: visit.node for visit in nodes for path in paths_of(visit)}
+    sources = {ours: _source(part, modules) for ours, (_, part) in named.items()}
+    places = [
+        (layer, local) for layer, source in sources.values() for local in source.shapes
+    ]
+    defaults = {place: _default_names(*place, modules) for place in places}
+    names = _names(state_dict, rename, defaults)
+    values: dict[str, Any] = {}
+    problems: dict[str, list[str]] = {"missing": [], "unused": []}
+    for ours, (layer, source) in sources.items():
+        part, arrays = named[ours][1], []
+        leaf = whole_of(part).value
+        for local, shape in source.shapes.items():
+            name = names[layer, local]
+            label = shown(name) if name == ours else f"{name} (for {shown(ours)})"
+            if name not in state_dict:
+                problems["missing"].append(label)
+                continue
+            arrays.append(_as_numpy(state_dict[name]))
+            if problem := _why_not(arrays[-1], shape, leaf.dtype):
+                problems.setdefault(problem[0], []).append(f"{label}: {problem[1]}")
+        if not any(problems.values()):
+            values[ours] = np.array(source.make(*arrays)).astype(leaf.dtype)
+            for kind, text in differences(leaf, values[ours], shape_of(part)):
+                problems.setdefault(kind, []).append(f"{shown(ours)}: {text}")
+    layers = {name.rpartition(".")[0] for name in names.values()}
+    for name in state_dict.keys() - set(names.values()):
+        layer, _, last = str(name).rpartition(".")
+        # Of our norms only Equinox's counts the batches, too.
+        if last != "num_batches_tracked" or layer not in layers:
+            shape = tuple(getattr(state_dict[name], "shape", ()))
+            problems["unused"].append(f"{name}: {shape}")
     advice = _ADVICE if problems["missing"] or problems["unused"] else ""
     complain(problems, "`es.from_torch`: the state dict", advice)
-    return place(model, wanted, values)
-
-
-def _is_key(part: Part) -> bool:
-    is_rng = part.kind is not None and issubclass(part.kind, Rng)
-    return is_rng or is_typed(whole_of(part).value)
-
-
-def _by_layer(
-    wanted: Named, modules: Mapping[KeyPath, Any]
-) -> dict[KeyPath, dict[str, str]]:
-    """For the path of each layer with a layout of its own: local names, and ours.
-
-    An array outside these layers is alone, and has no local name.
-    """
-    layers: dict[KeyPath, dict[str, str]] = {}
-    for name, (_, part) in wanted.items():
-        path = part.path
-        inside = (i for i in range(len(path)) if has_layout(modules.get(path[:i])))
-        end = next(inside, len(path))
-        layers.setdefault(path[:end], {})[_dotted(path[end:])] = name
-    return layers
-
-
-class _Tensors:
-    """The tensors of a state dict by their places in a model, and what is wrong."""
-
-    def __init__(self, tree: PyTree, given: Mapping[str, Any], renaming: Renaming):
-        self.given, self.renaming = given, renaming
-        modules = [visit for visit in walk(tree) if not visit.is_leaf]
-        self.modules = {path: v.node for v in modules for path in paths_of(v)}
-        self.used: set[str] = set()
-        self.problems: dict[str, list[str]] = {"missing": [], "unused": []}
-        # Fields that do not occur in PyTorch's names, or need not.
-        self.wrapped = self.fields(Stateful, "layer")
-        self.sequences = self.fields(eqx.nn.Sequential, "layers")
-
-    def fields(self, cls: type, name: str) -> set[KeyPath]:
-        found = [path for path, x in self.modules.items() if isinstance(x, cls)]
-        return {(*path, jtu.GetAttrKey(name)) for path in found}
-
-    def default_names(self, path: KeyPath, local: str) -> Iterator[str]:
-        """What PyTorch calls a tensor of the layer at a path."""
-        for left_out in (self.wrapped, self.wrapped | self.sequences):
-            keys = [key for i, key in enumerate(path) if path[: i + 1] not in left_out]
-            yield ".".join(text for text in (_dotted(keys), local) if text)
-
-    def find(self, path: KeyPath, local: str) -> str:
-        """The name in the state dict, or what it would be."""
-        found = []
-        for name in self.default_names(path, local):
-            found.append(self.renaming(name))
-            if found[-1] in self.given:
-                return found[-1]
-        return found[0]
-
-    def has(self, path: KeyPath, local: str) -> bool:
-        return self.find(path, local) in self.given
-
-    def read(self, path: KeyPath, source: Source, ours: str, part: Part) -> Any:
-        """The value of an array, as the source makes it; `None` after a problem."""
-        leaf, arrays = whole_of(part).value, []
-        for local, shape in source.shapes.items():
-            name = self.find(path, local)
-            self.used.add(name)
-            label = shown(name) if name == ours else f"{name} (for {shown(ours)})"
-            if name not in self.given:
-                self.report("missing", label)
-            elif (array := _as_numpy(self.given[name])) is None:
-                text = f"a `{type(self.given[name]).__name__}`"
-                self.report("not an array", label, text)
-            elif array.shape != shape:
-                self.report("wrong shape", label, f"{array.shape} instead of {shape}")
-            elif not _can_cast(array, leaf.dtype):
-                text = f"{array.dtype} cannot be cast to {leaf.dtype}"
-                self.report("wrong dtype", label, text)
-            elif not _stays_finite(array, leaf.dtype):
-                text = f"a number is too large for {leaf.dtype}"
-                self.report("wrong dtype", label, text)
-            else:
-                arrays.append(array)
-        if len(arrays) < len(source.shapes):
-            return None
-        value = np.array(source.make(*arrays)).astype(leaf.dtype)
-        for problem, text in differences(leaf, value, shape_of(part)):
-            self.report(problem, shown(ours), text)
-        return value
-
-    def report(self, problem: str, *texts: str) -> None:
-        self.problems.setdefault(problem, []).append(": ".join(texts))
-
-    def report_unused(self) -> None:
-        for name in self.given.keys() - self.used:
-            if not may_be_left(str(name), self.used):
-                why = NO_COUNTERPART.get(str(name).rpartition(".")[2])
-                texts = [str(name), _described(self.given[name]), why]
-                self.report("unused", *[text for text in texts if text])
-
-
-def _dotted(path: Iterable[Any]) -> str:
-    keys = tuple(k.key if isinstance(k, AlikeKey) else k for k in path)
-    return jtu.keystr(keys, simple=True, separator=".")
-
-
-def _described(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a `{type(value).__name__}`" if shape is None else str(tuple(shape))
-
-
-def _as_numpy(value: Any) -> np.ndarray | None:
-    """A copy of a tensor or an array; `None` if NumPy cannot have one."""
-    try:
-        if hasattr(value, "detach"):
-            value = value.detach().cpu()
-            try:
-                value = value.numpy()
-            except TypeError:  # NumPy has no bfloat16; each is a float32, too
-                value = value.float().numpy()
-        if not hasattr(value, "shape"):
-            return None
-        array = np.array(value)
-    except Exception:  # for a reason of its library
-        return None
-    return array if is_numeric(array.dtype) else None
-
-
-_KINDS: Final = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-
-
-def _can_cast(array: np.ndarray, dtype: Any) -> bool:
-    """Whether nothing but precision can get lost."""
-    from_, to = ([jnp.issubdtype(d, k) for k in _KINDS] for d in (array.dtype, dtype))
-    return any(to) and from_.index(True) <= to.index(True) and holds(dtype, array)
-
-
-def _stays_finite(array: np.ndarray, dtype: Any) -> bool:
-    """Whether no number becomes infinite."""
-    with np.errstate(over="ignore"):
-        cast = array.astype(dtype)
-    return np.array_equal(np.isfinite(array), np.isfinite(cast))
+    return put(model, named, values, placed_like)
 
 
 _NO_DICTIONARY: Final = """`es.from_torch(model, state_dict)` takes a dictionary from \
@@ -441,4 +147,206 @@ names to tensors, as `module.state_dict()` returns it, and was given a `{}`."""
 
 _ADVICE: Final = """Names are PyTorch's. `rename=` says what they are there: \
 `rename={"layers.*": "blocks.*"}`. Leave out what the model does not need: \
-`{name: x for name, x in state_dict.items() if name != "head.weight"}`."""
+`{name: x for name, x in state_dict.items() if name != "head.weight"}`. Running \
+statistics belong into `es.nn.BatchNorm` or `es.nn.Stateful(layer, state)`."""
+
+
+def _is_key(part: Part) -> bool:
+    is_rng = part.kind is not None and issubclass(part.kind, Rng)
+    return is_rng or is_typed(whole_of(part).value)
+
+
+def _as_numpy(value: Any) -> Any:
+    """A copy of a tensor or an array; anything else as it is."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        # NumPy has no bfloat16. Each is a float32, too.
+        value = value.float() if "bfloat16" in str(value.dtype) else value
+    return np.array(value) if hasattr(value, "shape") else value
+
+
+def _why_not(array: Any, shape: _Shape, dtype: Any) -> tuple[str, str] | None:
+    """Why an array does not fit: the kind of problem, and a text."""
+    if not (is_numpy(array) and is_numeric(array.dtype)):
+        return "not an array", f"a `{type(array).__name__}`"
+    if array.shape != shape:
+        return "wrong shape", f"{array.shape} instead of {shape}"
+    # From bool to integer, to float, to complex: only precision may get lost.
+    given, wanted = (
+        [jnp.issubdtype(each, kind) for kind in _NUMBERS]
+        for each in (array.dtype, dtype)
+    )
+    is_wider = any(wanted) and given.index(True) <= wanted.index(True)
+    if not (is_wider and holds(dtype, array)):
+        return "wrong dtype", f"{array.dtype} cannot be cast to {dtype}"
+    with np.errstate(over="ignore"):
+        becomes = array.astype(dtype)
+    if not np.array_equal(np.isfinite(array), np.isfinite(becomes)):
+        return "wrong dtype", f"a number is too large for {dtype}"
+    return None
+
+
+_NUMBERS: Final = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+# --- Names ----------------------------------------------------------------------------
+
+
+def _names(
+    given: Mapping[str, Any], rename: Rename, defaults: Mapping[_Place, list[str]]
+) -> dict[_Place, str]:
+    """The name that each tensor has in `given`, or would have, of those by default."""
+    every = dict.fromkeys(name for names in defaults.values() for name in names)
+    theirs = renaming(rename, "es.from_torch", every)
+    found = {}
+    for place, (first, second) in defaults.items():
+        is_second = theirs(first) not in given and theirs(second) in given
+        found[place] = theirs(second if is_second else first)
+    return found
+
+
+def _default_names(
+    layer: KeyPath, local: str, modules: Mapping[KeyPath, Any]
+) -> list[str]:
+    """What PyTorch may call a tensor: two names, which may be one."""
+    found = []
+    for left_out in _LEFT_OUT:
+        keys = [
+            key
+            for i, key in enumerate(layer)
+            if not isinstance(modules.get(layer[:i]), left_out.get(key, ()))
+        ]
+        found.append(".".join(text for text in (_dotted(keys), local) if text))
+    return found
+
+
+# Fields of ours that PyTorch's names lack: that of `Stateful`, and if the names are
+# those of a `torch.nn.Sequential`, that of `Sequential`.
+_WRAPPED: Final[dict[Any, Any]] = {jtu.GetAttrKey("layer"): Stateful}
+_LEFT_OUT: Final = (_WRAPPED, _WRAPPED | {jtu.GetAttrKey("layers"): eqx.nn.Sequential})
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return jtu.keystr(plain(path), simple=True, separator=".")
+
+
+# --- Layers ---------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """What an array is made of: tensors by name in the layer, with their shapes."""
+
+    shapes: dict[str, _Shape]
+    make: Callable[..., Any] = lambda tensor: tensor
+
+
+def _source(part: Part, modules: Mapping[KeyPath, Any]) -> tuple[KeyPath, _Source]:
+    """The path of the layer that an array is in, and what it is made of."""
+    path, shape = part.path, shape_of(part)
+    for i in range(len(path)):
+        module = modules.get(path[:i])
+        for cls in type(module).__mro__:
+            if cls in _LAYOUTS:
+                name = _dotted(path[i:])
+                found = _LAYOUTS[cls].get(name, name)
+                if isinstance(found, str):
+                    return path[:i], _Source({found: shape})
+                return path[:i], found(module, shape)
+    return path, _Source({"": shape})  # alone
+
+
+def _conv_bias(conv: Any, shape: _Shape) -> _Source:
+    # Ours has an axis for each spatial one, and a stack of them one in front.
+    flat = shape[: len(shape) - conv.num_spatial_dims]
+    return _Source({"bias": flat}, lambda bias: bias.reshape(shape))
+
+
+def _conv_transpose_weight(conv: Any, shape: _Shape) -> _Source:
+    num = len(shape) - conv.num_spatial_dims - 2  # the axes of a stack of them
+    stack, (out, within, *kernel), groups = shape[:num], shape[num:], conv.groups
+
+    def make(weight: Any) -> Any:
+        # PyTorch's is the kernel of the convolution whose gradient it is. So within
+        # each group input and output change places, and each spatial axis runs back.
+        weight = weight.reshape(*stack, groups, within, out // groups, *kernel)
+        spatial = tuple(range(num + 3, num + 3 + len(kernel)))
+        return np.flip(weight.swapaxes(num + 1, num + 2), spatial).reshape(shape)
+
+    return _Source({"weight": (*stack, groups * within, out // groups, *kernel)}, make)
+
+
+def _added_biases(cell: Any, shape: _Shape) -> _Source:
+    return _Source({"bias_ih": shape, "bias_hh": shape}, _sum)
+
+
+def _gru_bias(cell: Any, shape: _Shape) -> _Source:
+    # That of the hidden state stays apart in the third gate: `reset` scales it.
+    two = 2 * cell.hidden_size
+    return _Source(
+        {"bias_ih": shape, "bias_hh": shape},
+        lambda ih, hh: np.concatenate([_sum(ih, hh)[:two], ih[two:]]),
+    )
+
+
+def _gru_bias_n(cell: Any, shape: _Shape) -> _Source:
+    size = cell.hidden_size
+    return _Source({"bias_hh": (3 * size,)}, lambda hh: hh[2 * size :])
+
+
+def _sum(a: Any, b: Any) -> Any:
+    # Not in half precision, whatever the tensors are stored in.
+    return a.astype(np.promote_types(a.dtype, np.float32)) + b
+
+
+def _projection(which: int, last: str, attention: Any, shape: _Shape) -> _Source:
+    """The weight or the bias of query, key or value."""
+    inputs = {attention.query_size, attention.key_size, attention.value_size}
+    if last == "weight" and len(inputs) > 1:
+        return _Source({f"{'qkv'[which]}_proj_weight": shape})
+    # They are rows of one tensor. Without one of the biases its size is wrong: there
+    # all three have one, or none has.
+    a = attention
+    rows = [a.num_heads * size for size in (a.qk_size, a.qk_size, a.vo_size)]
+    if last == "bias":
+        flags = (a.use_query_bias, a.use_key_bias, a.use_value_bias)
+        rows = [size * flag for size, flag in zip(rows, flags, strict=True)]
+    start, end = sum(rows[:which]), sum(rows[: which + 1])
+    packed = (sum(rows), *shape[1:])
+    return _Source({f"in_proj_{last}": packed}, lambda tensor: tensor[start:end])
+
+
+def _biased(statistic: str, norm: Any, shape: _Shape) -> _Source:
+    def make(average: Any, count: Any) -> Any:
+        # Equinox starts at zero and divides by this in eval mode, in float32.
+        one = np.float32(1)
+        return average * (one - np.float32(norm.momentum) ** np.float32(count) or one)
+
+    return _Source({statistic: shape, "num_batches_tracked": ()}, make)
+
+
+# What PyTorch calls the arrays of a layer, or how they are made. All that is not here
+# has the same name and layout in both: `Linear`, `LayerNorm`, `GroupNorm`, `Embedding`.
+_LAYOUTS: Final[dict[type, dict[str, Any]]] = {
+    eqx.nn.Conv: {"bias": _conv_bias},
+    eqx.nn.ConvTranspose: {"bias": _conv_bias, "weight": _conv_transpose_weight},
+    eqx.nn.GRUCell: {"bias": _gru_bias, "bias_n": _gru_bias_n},
+    eqx.nn.LSTMCell: {"bias": _added_biases},
+    eqx.nn.MultiheadAttention: {
+        "output_proj.weight": "out_proj.weight",
+        "output_proj.bias": "out_proj.bias",
+        **{
+            f"{name}_proj.{last}": ft.partial(_projection, which, last)
+            for which, name in enumerate(("query", "key", "value"))
+            for last in ("weight", "bias")
+        },
+    },
+    BatchNorm: {"mean": "running_mean", "var": "running_var"},
+    eqx.nn.BatchNorm: {
+        "ema_first_time_index.init": lambda *_: _Source({}, lambda: np.array(False)),
+        "ema_state_index.init.0": "running_mean",
+        "ema_state_index.init.1": "running_var",
+        "batch_counter.init": "num_batches_tracked",
+        "batch_state_index.init.0": ft.partial(_biased, "running_mean"),
+        "batch_state_index.init.1": ft.partial(_biased, "running_var"),
+    },
+}
