@@ -354,7 +354,7 @@ def test_a_model_that_cannot_be_used():
     class NotCallable(es.Module):
         w: es.Parameter
 
-    with pytest.raises(TypeError, match=r"and a `.*NotCallable` cannot. Give it"):
+    with pytest.raises(TypeError, match=r"with a `__call__`, unlike `.*NotCallable"):
         es.to_equinox(NotCallable(1.0))
     with pytest.raises(es.NotInitializedError, match=r"`rng` is an `es.Initializer`"):
         es.to_equinox(es.nn.Dropout(0.5))

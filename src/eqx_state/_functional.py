@@ -70,16 +70,13 @@ def functional(
     # A weak type would become strong with the first call, and compile a second program.
     tree = jax.tree.map(lambda x: to_strong(x) if is_array(x) else x, tree)
     params, state = state_dict(tree, Parameter), state_dict(tree, not_(Parameter))
-    names = {"params": frozenset(params), "state": frozenset(state)}
+    names_of_params, names_of_state = frozenset(params), frozenset(state)
 
     def apply(
-        params: Mapping[str, Any],
-        state: Mapping[str, Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
+        params: Arrays, state: Arrays, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Arrays]:
-        _check_names(names, {"params": params, "state": state})
+        _check_names("params", params, names_of_params)
+        _check_names("state", state, names_of_state)
         model = put(like, named, {**params, **state})
 
         def call(model: Any) -> Any:
@@ -96,29 +93,20 @@ def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
 
 
-def _check_names(
-    names: Mapping[str, frozenset[str]], given: Mapping[str, Mapping[str, Any]]
-) -> None:
-    problems = []
-    for which, arrays in given.items():
-        if not isinstance(arrays, Mapping):
-            raise TypeError(_NO_DICTIONARY.format(which, type(arrays).__name__))
-        known = names[which]
-        lacking = [_line(which, name, "missing") for name in known - arrays.keys()]
-        foreign = [_line(which, name, "unknown") for name in arrays.keys() - known]
-        problems += sorted(lacking) + sorted(foreign)
-    if problems:
-        raise ValueError(_NAMES.format("\n".join(problems)))
-
-
-def _line(which: str, name: Any, problem: str) -> str:
-    return f"  {problem} in `{which}`: {shown(str(name))}"
+def _check_names(which: str, arrays: Any, names: frozenset[str]) -> None:
+    if not isinstance(arrays, Mapping):
+        raise TypeError(_NO_DICTIONARY.format(which, type(arrays).__name__))
+    missing, unknown = names - arrays.keys(), arrays.keys() - names
+    lines = [f"  missing in `{which}`: {shown(name)}" for name in sorted(missing)]
+    lines += [f"  unknown in `{which}`: {name}" for name in sorted(map(str, unknown))]
+    if lines:
+        raise ValueError(_NAMES.format("\n".join(lines)))
 
 
 _NO_DICTIONARY: Final = """`apply` of `es.functional` takes two dictionaries of arrays \
-by name, and `{}` is of type `{}`. Pass what `es.functional(model)` returned beside \
-`apply`; or, for another model of the same structure, `es.state_dict(model, \
-es.Parameter)` and `es.state_dict(model, es.not_(es.Parameter))`."""
+by name, and `{}` is of type `{}`. For a model of the same structure they are \
+`es.state_dict(model, es.Parameter)` and `es.state_dict(model, es.not_(es.Parameter))`.\
+"""
 
 _NAMES: Final = """`apply` of `es.functional` got names that are not those of the model:
 {}

@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from ._kinds.kinds import Rng, State
 from ._state.init import check_ready
@@ -33,7 +32,7 @@ def labeled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
 
 def strong_arrays(value: PyTree) -> PyTree:
     """`value` with arrays for all leaves, as `eqx.nn.State` holds it, all strong."""
-    return jtu.tree_map(lambda x: to_strong(jnp.asarray(x)), value)
+    return jax.tree.map(lambda x: to_strong(jnp.asarray(x)), value)
 
 
 def takes_key(f: Any) -> bool:
@@ -51,21 +50,14 @@ class _Layer(eqx.nn.StatefulLayer):
     inference: bool
     made_for_inference: bool = eqx.field(static=True)
 
-    def __init__(self, model: Any, index: Any, names: Any, inference: bool):
-        self.model = model
-        self.index = index
-        self.names = tuple(names)
-        self.inference = self.made_for_inference = inference
-
     def __call__(
         self, x: Any, state: eqx.nn.State, *, key: Any = None
     ) -> tuple[Any, eqx.nn.State]:
         values = state.get(self.index)
         if set(values) != set(self.names):
             raise ValueError(
-                "The state given to a layer of `es.to_equinox` is that of another"
-                " model. The states of two converted models cannot be joined: convert"
-                " the whole, `es.to_equinox(eqx.nn.Sequential([first, second]))`."
+                "This layer of `es.to_equinox` got the state of another model. Convert"
+                " a model as a whole: `es.to_equinox(eqx.nn.Sequential([a, b]))`."
             )
         # Equinox would differentiate every inexact array.
         model = map(_stopped, self.model, on=not_(trainable))
@@ -147,10 +139,9 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
         ```
     """
     if not callable(model):
+        given = type(model).__qualname__
         raise TypeError(
-            "`es.to_equinox(model)` makes `layer(x, state) -> (y, state)` of a model"
-            f" that can be called, and a `{type(model).__qualname__}` cannot. Give it a"
-            " `__call__`, or put its layers into `eqx.nn.Sequential`."
+            f"`es.to_equinox` takes a model with a `__call__`, unlike `{given}`."
         )
     check_ready(model)
     state, rest = partition(model, State)
@@ -158,4 +149,5 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
     holes = eqx.nn.delete_init_state(index)
-    return _Layer(rest, holes, index.init, inference), eqx.nn.State(index)
+    layer = _Layer(rest, holes, tuple(index.init), inference, inference)
+    return layer, eqx.nn.State(index)
