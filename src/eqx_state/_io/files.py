@@ -97,7 +97,7 @@ def save(
     safetensors = import_safetensors()
     metadata = _checked(metadata or {})
     arrays: dict[str, Any] = {}
-    keys: dict[str, str] = {}
+    keys: dict[str, Any] = {}
     data: dict[int, Any] = {}  # by leaf: the layers of a stack are parts of one array
     problems: list[str] = []
     for name, (i, part) in select(by_name(tree), filters, tree).items():

@@ -250,7 +250,7 @@ def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str],
 def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:
     found = {name: name for name in names}
     unused = []
-    for ours, theirs in reversed(globs.items()):  # the first that matches counts
+    for ours, theirs in reversed(list(globs.items())):  # the first that matches counts
         if not (isinstance(ours, str) and isinstance(theirs, str)):
             problem = f"The entry `{ours!r}: {theirs!r}` is not of strings."
             raise TypeError(_NOT_A_RENAME.format(what, problem))

@@ -211,7 +211,7 @@ def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
     """A part of the arrays of several layers as one."""
     across, inside = box[: len(sizes)], box[len(sizes) :]
     chosen = np.arange(len(layers)).reshape(sizes)[across]
-    each = (layers[i] for i in chosen.flat)
+    each = (layers[int(i)] for i in chosen.flat)
     found = (x.read(inside) if isinstance(x, Stored) else x[inside] for x in each)
     first = next(found)
     if is_typed(first):
@@ -248,7 +248,7 @@ def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     """The sharding that a leaf says, if it says any."""
     # An abstract leaf may lack one, and an array that is not committed lies on the
     # default device only by chance.
-    sharding = leaf.sharding if getattr(leaf, "committed", True) else None
+    sharding: Any = leaf.sharding if getattr(leaf, "committed", True) else None
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
