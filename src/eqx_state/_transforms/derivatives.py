@@ -1,40 +1,74 @@
-"""`es.vjp`, `es.jvp`, `es.linearize`: their namesakes in JAX, which carry state."""
+"""`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians: those of JAX, with state.
 
-import abc
+They hand JAX one pure function of the inexact arrays of the arguments, a `Primal`.
+State leaves that function as its auxiliary output, so the call writes it once, however
+many tangents follow, and no tangent or cotangent ever contains it.
+"""
+
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Literal, overload, ParamSpec, TypeVar
+from typing import Any, Final, Literal, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from .._compat import boundary
 from .._errors import show
 from .._state.scope import closed_copy
-from .._tree.compare import is_hole, leaves_like, same
-from .._tree.dtypes import is_numeric
-from .._tree.walk import is_numpy, map_leaves, name_of, Visit
-from .lift import check_given, is_mappable, is_traced, Lifted, Static
+from .._tree.compare import difference, same_modes
+from .lift import check_given, is_traced, Lifted, Ran, Static, Values
 from .mutable import as_argnums
 from .transform import Transform, wrap
 
 
-# --- The primal computation: a call as a pure function of inexact arrays.
-#
-# `es.vjp`, `es.jvp`, `es.linearize` and the Jacobians hand one such function to their
-# namesakes in JAX. State leaves it as an auxiliary output, so it is threaded once,
-# however many tangents follow, and no tangent or cotangent ever sees it.
+def _is_inexact(tree: Any) -> Any:
+    """For each leaf whether it has tangents. Those of owned modules have none."""
+
+    def is_inexact(is_traced: bool, x: Any) -> bool:
+        return is_traced and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
+
+    return jtu.tree_map(is_inexact, is_traced(tree), tree)
+
+
+class PureCall:
+    """Calls of `functions` with these arguments, as functions of some of their arrays.
+
+    - `arrays`: for each argument the leaves that `is_input` selects, and holes.
+
+    Owned modules among the arguments are copies: what a function closes over is the
+    object outside, and a constant.
+    """
+
+    def __init__(
+        self,
+        functions: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        is_input: Callable[[Any], Any],
+    ):
+        check_given(*args, *kwargs.values())
+        # An argument that is given twice is differentiated twice, as in JAX.
+        treatments = [
+            i for i, x in enumerate((*args, kwargs)) for _ in jtu.tree_leaves(x)
+        ]
+        self.lifted = Lifted(functions, (tuple(args), kwargs), treatments)
+        self.args, self.kwargs = self.lifted.arguments
+        given = closed_copy(self.args)
+        self.arrays, self.rest = eqx.partition(given, is_input(given))
+
+    def __call__(self, f: Any, arrays: Any) -> tuple[Ran, Values]:
+        """The result of `f`, and the leaves of the argument copies before the call."""
+        new = jtu.tree_leaves(eqx.combine(arrays, self.rest))
+        args, before = self.lifted.fill(self.args, new)
+        values = {**self.lifted.values, **before}
+        return self.lifted.run(values, lambda: f(*args, **self.kwargs)), before
 
 
 class Primal:
-    """A call of `f`, as a function of the inexact arrays in some of its arguments.
+    """A call of `f` as a pure function of the inexact arrays of its arguments.
 
-    - `chosen`: these arguments. Owned modules among them have stand-ins, since an
-        argument and a closure are two values: what `f` closes over is a constant.
-    - `given`: the same as an ordinary tree, which no scope owns.
-    - `diff`: the inexact arrays of `given`, with holes elsewhere.
+    `is_output` selects the part of the output that JAX differentiates.
     """
 
     def __init__(
@@ -42,64 +76,27 @@ class Primal:
         f: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        positions: Sequence[int],
         has_aux: bool,
+        is_output: Callable[[Any], Any] = is_traced,
     ):
-        self.f, self.args, self.kwargs = f, tuple(args), kwargs
-        self.positions, self.has_aux = positions, has_aux
-        check_given(*args, *kwargs.values())
-        self._reach()
-        if self.lifted.is_initializing:
-            f(*args, **kwargs)  # makes what is missing
-            self._reach()
-        self.given = tuple(closed_copy(self.chosen))
-        self.diff, self.rest = eqx.partition(
-            self.given, map_leaves(_is_inexact, self.given)
-        )
+        self.f, self.has_aux, self.is_output = f, has_aux, is_output
+        self.call = PureCall(f, args, kwargs, _is_inexact)
+        self.arrays = self.call.arrays
 
-    def _reach(self) -> None:
-        # An argument that is given twice is differentiated twice.
-        treatments = [
-            i if i in self.positions else None
-            for i, x in enumerate(self.args)
-            for _ in jtu.tree_leaves(x)
-        ]
-        treatments += [None for _ in jtu.tree_leaves(self.kwargs)]
-        self.lifted = Lifted(self.f, (self.args, self.kwargs), treatments)
-        self.args, self.kwargs = self.lifted.arguments
-        self.chosen = [self.args[i] for i in self.positions]
-
-    def _args(self, chosen: Sequence[Any]) -> list[Any]:
-        """All arguments, with these in place of the chosen ones."""
-        args = list(self.args)
-        for i, x in zip(self.positions, chosen, strict=True):
-            args[i] = x
-        return args
-
-    def run(self, *diff: Any) -> tuple[Any, Any]:
-        """The arrays of the output, and as an auxiliary output everything else."""
-        new = jtu.tree_leaves(eqx.combine(diff, self.rest))
-        chosen, values = self.lifted.fill(self.chosen, new)
-        args = self._args(chosen)
-        ran = self.lifted.run(
-            {**self.lifted.values, **values}, lambda: self.f(*args, **self.kwargs)
-        )
+    def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, Static]]:
+        """The output to differentiate, and as an auxiliary output everything else."""
+        ran, _ = self.call(self.f, arrays)
         out, aux = _two(ran.out) if self.has_aux else (ran.out, None)
-        out, static = eqx.partition(out, is_traced(out))
-        aux, kept = self.lifted.split(aux)
-        return out, (aux, ran._replace(out=None), Static((static, kept)))
+        out, rest = eqx.partition(out, self.is_output(out))
+        computed, static = self.call.lifted.split((rest, aux))
+        return out, (ran._replace(out=computed), Static(static))
 
-    def finish(self, rest: Any) -> tuple[Any, ...]:
-        """Commit what was written. Returns the output's rest, and `aux` if there is."""
-        aux, ran, kept = rest
-        self.lifted.commit(ran)
-        static, aux_static = kept.value
-        return (static, eqx.combine(aux, aux_static)) if self.has_aux else (static,)
-
-
-def _is_inexact(visit: Visit) -> bool:
-    dtype = getattr(visit.node, "dtype", type(visit.node))
-    return is_mappable(visit) and jnp.issubdtype(dtype, jnp.inexact)
+    def finish(self, out: Any, ran: Ran, static: Static) -> tuple[Any, ...]:
+        """Commit what was written. Returns the whole output, and `aux` if there is."""
+        self.call.lifted.commit(ran)
+        rest, aux = eqx.combine(ran.out, static.value)
+        out = eqx.combine(out, rest)
+        return (out, aux) if self.has_aux else (out,)
 
 
 def _two(out: Any) -> Any:
@@ -113,81 +110,41 @@ of which `out` is differentiated, and it returned `{}`. Put what else it returns
 `aux`: `return out, (logits, metrics)`."""
 
 
-# --- Tangents and cotangents: which trees of them fit, and functions that take them.
+# --- Tangents and cotangents ----------------------------------------------------------
 
 
-@jtu.register_static
-class Mold:
-    """The tree that tangents or cotangents have to fit.
+def _without_zeros(tree: Any) -> Any:
+    """`tree` with holes for zeros of dtype float0. No scope owns its modules."""
+    return jtu.tree_map(
+        lambda x: None if getattr(x, "dtype", None) == jax.dtypes.float0 else x,
+        closed_copy(tree),
+    )
 
-    - `what`: what is given for the tree, in the words of an error.
-    - `errors`: the class of JAX's error for another structure, and for another dtype.
-    - `fills`: whether JAX wants zeros, of dtype float0, in place of the holes.
+
+class _AnArray:
+    """Stands for an array in the structure that a message shows."""
+
+    def __repr__(self) -> str:
+        return "an array"
+
+
+def _tangents(given: Any, structure: Any, what: str) -> Any:
+    """`given` as tangents of this structure; only the modes may differ.
+
+    JAX checks shapes and dtypes. Of a wrong structure it prints all of both; in that of
+    a model nobody finds the one missing statistic.
     """
-
-    def __init__(
-        self,
-        tree: Any,
-        what: str,
-        errors: tuple[type[Exception], type[Exception]],
-        fills: bool = False,
-    ):
-        flags = is_traced(tree)
-        self.tree = jtu.tree_map(lambda x, f: _struct(x) if f else x, tree, flags)
-        self.what, self.errors, self.fills = what, errors, fills
-
-    def fit(self, given: Any) -> Any:
-        """`given`, checked, with holes or zeros except for inexact arrays."""
-        try:
-            new = leaves_like(self.tree, closed_copy(given), self.what)
-        except ValueError as error:
-            raise self.errors[0](error.args[0]) from None
-        old, treedef = jtu.tree_flatten_with_path(self.tree, is_leaf=is_hole)
-        pairs = zip(old, new, strict=True)
-        fitted = [self._fit(name_of(path), x, y) for (path, x), y in pairs]
-        return jtu.tree_unflatten(treedef, fitted)
-
-    def _fit(self, name: str, old: Any, new: Any) -> Any:
-        where = self.what, name or "the output", _show(old)
-        is_struct = isinstance(old, jax.ShapeDtypeStruct)
-        if not is_struct or not jnp.issubdtype(old.dtype, jnp.inexact):
-            is_zero = getattr(new, "dtype", None) == jax.dtypes.float0
-            if not (is_hole(new) or is_zero) and (is_struct or not same(old, new)):
-                raise self.errors[1](_NOT_INEXACT.format(*where))
-            if is_struct and self.fills:
-                return np.zeros(old.shape, jax.dtypes.float0)
-            return None
-        if not eqx.is_array_like(new):
-            raise self.errors[1](_MISSING.format(*where))
-        found = _struct(new)
-        if found.shape != old.shape:
-            raise ValueError(_OTHER.format(*where, _show(found)))
-        if found.dtype != old.dtype:
-            raise self.errors[1](_OTHER.format(*where, _show(found)))
-        return new
+    given = same_modes(_without_zeros(given))
+    like = jtu.tree_unflatten(structure, [_AnArray()] * structure.num_leaves)
+    like = same_modes(like)
+    if jtu.tree_structure(given) != jtu.tree_structure(like):
+        raise TypeError(_STRUCTURE.format(what, difference(like, given)))
+    return jtu.tree_unflatten(structure, jtu.tree_leaves(given))
 
 
-def _struct(x: Any) -> Any:
-    """The shape and dtype of an array; NumPy's strings are not arrays to JAX."""
-    if is_numpy(x) and not is_numeric(x.dtype):
-        return x
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _show(x: Any) -> str:
-    return eqx.tree_pformat(x, short_arrays=True, struct_as_array=True)
-
-
-_NOT_INEXACT: Final = """{0}: `{1}` is `{2}`, for which there are no tangents. Only \
-inexact arrays have some; for everything else give `None`, as `es.filter` and \
-`eqx.filter` leave it, or zeros of dtype `float0`."""
-
-_MISSING: Final = """{0}: `{1}` is `{2}`, and nothing is given for it. Give an array \
-for each inexact array, zeros if need be."""
-
-_OTHER: Final = """{0}: `{1}` is `{2}`, and what is given for it is `{3}`. Give an \
-array of the same shape and dtype."""
+_STRUCTURE: Final = """The tangents for `{}` and the arguments of its function differ \
+in structure, {}. Give an array for each inexact array of the arguments (zeros if need \
+be), and `None`, or zeros of dtype `float0`, for everything else."""
 
 
 class Pullback(eqx.Module):
@@ -195,11 +152,10 @@ class Pullback(eqx.Module):
     the arguments."""
 
     vjp: Any
-    mold: Mold
 
     @boundary
     def __call__(self, cotangents: Any) -> tuple[Any, ...]:
-        return self.vjp(self.mold.fit(cotangents))
+        return self.vjp(_without_zeros(cotangents))
 
 
 class Pushforward(eqx.Module):
@@ -207,11 +163,11 @@ class Pushforward(eqx.Module):
     those of the output."""
 
     jvp: Any
-    mold: Mold
+    structure: Any = eqx.field(static=True)
 
     @boundary
     def __call__(self, *tangents: Any) -> Any:
-        return self.jvp(*self.mold.fit(tangents))
+        return self.jvp(*_tangents(tangents, self.structure, "es.linearize"))
 
 
 _R = TypeVar("_R")
@@ -253,8 +209,8 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     **Raises:**
 
     - `TypeError`: with `has_aux=True`, `fun` did not return a pair.
-    - `ValueError`: cotangents do not fit `out`; a state of an argument was written, and
-        was also read or written through the closure.
+    - `ValueError`: cotangents do not fit `out`; a state of an argument was also written
+        through the closure.
 
     !!! example
 
@@ -283,12 +239,11 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
         assert by_sine.calls is None and sine.calls == 1
         ```
     """
-    primal = Primal(fun, primals, {}, range(len(primals)), has_aux)
-    out, pullback, rest = jax.vjp(primal.run, *primal.diff, has_aux=True)
-    static, *aux = primal.finish(rest)
-    out = eqx.combine(out, static)
-    mold = Mold(out, _FOR_VJP, errors=(ValueError, ValueError), fills=True)
-    return out, Pullback(pullback, mold), *aux
+    # Only inexact arrays of the output have cotangents, and all others are holes there.
+    primal = Primal(fun, primals, {}, has_aux, _is_inexact)
+    out, pullback, rest = jax.vjp(primal.run, *primal.arrays, has_aux=True)
+    out, *aux = primal.finish(out, *rest)
+    return out, Pullback(pullback), *aux
 
 
 @overload
@@ -361,12 +316,12 @@ def jvp(
     for given in (primals, tangents):
         if not isinstance(given, (tuple, list)):
             raise TypeError(_NOT_A_TUPLE.format(type(given).__name__))
-    primal = Primal(fun, primals, {}, range(len(primals)), has_aux)
-    mold = Mold(primal.given, _OF_JVP, errors=(TypeError, TypeError))
-    new = mold.fit(tuple(tangents))
-    out, moved, rest = jax.jvp(primal.run, primal.diff, new, has_aux=True)
-    static, *aux = primal.finish(rest)
-    return eqx.combine(out, static), moved, *aux
+    primal = Primal(fun, primals, {}, has_aux)
+    structure = jtu.tree_structure(primal.arrays)
+    tangents = _tangents(tuple(tangents), structure, "es.jvp")
+    out, moved, rest = jax.jvp(primal.run, primal.arrays, tangents, has_aux=True)
+    out, *aux = primal.finish(out, *rest)
+    return out, moved, *aux
 
 
 @overload
@@ -409,103 +364,70 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
         assert jnp.allclose(jvp_fn(2.0), 2.0 * jnp.cos(1.0))
         ```
     """
-    primal = Primal(fun, primals, {}, range(len(primals)), has_aux)
-    out, pushforward, rest = jax.linearize(primal.run, *primal.diff, has_aux=True)
-    static, *aux = primal.finish(rest)
-    mold = Mold(primal.given, _FOR_LINEARIZE, errors=(TypeError, ValueError))
-    return eqx.combine(out, static), Pushforward(pushforward, mold), *aux
+    primal = Primal(fun, primals, {}, has_aux)
+    out, pushforward, rest = jax.linearize(primal.run, *primal.arrays, has_aux=True)
+    out, *aux = primal.finish(out, *rest)
+    return out, Pushforward(pushforward, jtu.tree_structure(primal.arrays)), *aux
 
-
-_FOR_VJP: Final = "The tree of cotangents for what `es.vjp` returned"
-_FOR_LINEARIZE: Final = "The tree of tangents for what `es.linearize` returned"
-_OF_JVP: Final = "The tree of tangents of `es.jvp`"
 
 _NOT_A_TUPLE: Final = """`es.jvp(f, primals, tangents)`: `primals` and `tangents` are \
 tuples or lists, with an entry for each argument of `f`, and one of them is a `{}`: \
 `es.jvp(f, (x,), (dx,))`."""
 
 
-# --- `es.jacfwd`, `es.jacrev`, `es.hessian`: Jacobians of stateful functions.
-#
-# The primal computation is one pure function, so JAX's own Jacobians do the work. They
-# map the tangents over a basis, and not the primal computation: state is written, and
-# keys are drawn from, once, and not once per vector of the basis.
+# --- Jacobians ------------------------------------------------------------------------
 
 
 _P = ParamSpec("_P")
 
 
-class AbstractJacobian(Transform):
-    """The common part of `es.jacfwd` and `es.jacrev`."""
+class _Jacobian(Transform):
+    """`es.jacfwd` or `es.jacrev`.
 
+    JAX maps the tangents over a basis, and not the primal computation: the call writes
+    state and draws from keys once, however many vectors the basis has.
+    """
+
+    name: str = eqx.field(static=True)
     argnums: Any = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     holomorphic: bool = eqx.field(static=True)
     allow_int: bool = eqx.field(static=True)
-    name: ClassVar[str]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        is_one = isinstance(self.argnums, int)
-        positions = self._positions((self.argnums,) if is_one else self.argnums, args)
-        primal = Primal(self.f, args, kwargs, positions, self.has_aux)
-        for i, diff in zip(positions, primal.diff, strict=True):
-            if not (jtu.tree_leaves(diff) or self.allow_int):
-                raise TypeError(_NO_ARRAYS.format(self.name, i))
-        if jtu.tree_leaves(primal.diff):
-            jacobian, rest = self.of_jax(
-                primal.run,
-                argnums=0 if is_one else range(len(positions)),
-                has_aux=True,
-                holomorphic=self.holomorphic,
-            )(*primal.diff)
-        else:  # JAX cannot transpose a tree without leaves
-            out, rest = primal.run(*primal.diff)
-            holes = primal.diff[0] if is_one else primal.diff
+        primal = Primal(self.f, args, kwargs, self.has_aux)
+        is_one = not isinstance(self.argnums, tuple)
+        named = (self.argnums,) if is_one else self.argnums
+        n = len(args)
+        if {*named} - {*range(-n, n)} or len({i % n for i in named}) < len(named):
+            raise ValueError(_NO_ARGUMENT.format(self.name, self.argnums, n))
+        diff = [primal.arrays[i] for i in named]
+        is_empty = [not jtu.tree_leaves(x) for x in diff]
+        if any(is_empty) and not self.allow_int:
+            i = named[is_empty.index(True)]
+            raise TypeError(_NO_ARRAYS.format(self.name, i))
+        if all(is_empty):  # JAX cannot transpose a tree without leaves
+            out, rest = primal.run(*primal.arrays)
+            holes = diff[0] if is_one else tuple(diff)
             jacobian = jtu.tree_map(lambda _: holes, out)
-        _, *aux = primal.finish(rest)
+        else:
+            is_forward = self.name == "es.jacfwd"
+            of_jax = jax.jacfwd if is_forward else jax.jacrev
+            options = {} if is_forward else {"allow_int": self.allow_int}
+            jacobian, rest = of_jax(
+                primal.run, self.argnums, True, self.holomorphic, **options
+            )(*primal.arrays)
+        _, *aux = primal.finish(None, *rest)
         return (jacobian, *aux) if self.has_aux else jacobian
 
-    def _positions(self, argnums: tuple[int, ...], args: tuple[Any, ...]) -> list[int]:
-        """The positions of the chosen arguments, counted from the start."""
-        for i in argnums:
-            if not -len(args) <= i < len(args):
-                raise ValueError(_NO_ARGUMENT.format(self.name, i, len(args)))
-        positions = [i % len(args) for i in argnums]
-        for i in positions:
-            if positions.count(i) > 1:
-                raise ValueError(_TWICE.format(self.name, argnums, i))
-        return positions
 
-    @abc.abstractmethod
-    def of_jax(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """JAX's Jacobian of a pure function."""
+_NO_ARGUMENT: Final = """`{}(argnums={})`: the function was called with {} positional \
+arguments. Name one of them, or several once each. They are counted from 0, without \
+the `self` of a decorated method and without arguments that are given by name."""
 
-
-class _Jacfwd(AbstractJacobian):
-    name = "es.jacfwd"
-
-    def of_jax(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return jax.jacfwd(fun, **options)
-
-
-class _Jacrev(AbstractJacobian):
-    name = "es.jacrev"
-
-    def of_jax(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return jax.jacrev(fun, **options, allow_int=self.allow_int)
-
-
-_NO_ARRAYS: Final = """`{0}`: argument {1} has no inexact arrays, so there is \
-nothing to differentiate with respect to. Convert it, `x.astype(jnp.float32)`, or name \
-other arguments by `argnums=`."""
-
-_NO_ARGUMENT: Final = """`{0}(argnums={1})`: the function was called with {2} \
-positional arguments, so there is no argument {1}. Arguments are counted from 0. The \
-`self` of a decorated method and arguments given by name are not among them."""
-
-_TWICE: Final = """`{0}(argnums={1})` names argument {2} twice. Name each argument \
-once."""
+_NO_ARRAYS: Final = """`{}`: argument {} has no inexact arrays. Convert it, \
+`x.astype(jnp.float32)`, or name other arguments by `argnums=`."""
 
 
 def jacfwd(
@@ -539,7 +461,7 @@ def jacfwd(
 
     **Raises:**
 
-    - `ValueError`: there is no such argument, or it is named twice; else as
+    - `ValueError`: an argument is not there, or named twice; else as
         [`es.vjp`][eqx_state.vjp].
     - `TypeError`: an argument has no inexact arrays, or complex ones without
         `holomorphic`; with `has_aux=True`, `fun` did not return a pair.
@@ -566,7 +488,7 @@ def jacfwd(
         assert square.calls == 1
         ```
     """
-    return _wrap(_Jacfwd, fun, argnums, has_aux, holomorphic)
+    return _jacobian("es.jacfwd", fun, argnums, has_aux, holomorphic)
 
 
 def jacrev(
@@ -603,7 +525,7 @@ def jacrev(
         assert jacobian["w"].tolist() == [6.0, 6.0] and jacobian["step"] is None
         ```
     """
-    return _wrap(_Jacrev, fun, argnums, has_aux, holomorphic, allow_int)
+    return _jacobian("es.jacrev", fun, argnums, has_aux, holomorphic, allow_int)
 
 
 def hessian(
@@ -640,8 +562,8 @@ def hessian(
     return jacfwd(inner, argnums, has_aux, holomorphic)
 
 
-def _wrap(
-    cls: type[AbstractJacobian],
+def _jacobian(
+    name: str,
     fun: Any,
     argnums: Any,
     has_aux: bool,
@@ -649,9 +571,10 @@ def _wrap(
     allow_int: bool = False,
 ) -> Any:
     return wrap(
-        cls,
+        _Jacobian,
         fun,
-        argnums=as_argnums(argnums, cls.name),
+        name=name,
+        argnums=as_argnums(argnums, name),
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,

@@ -52,7 +52,8 @@ from .._tree.base import BaseModule, get_place, is_eqx_module, is_module, set_pl
 from .._tree.compare import check_not_shared, identical, modules_below, same
 from .._tree.context import children, is_leaf
 from .._tree.observe import OBSERVING
-from .._tree.walk import dynamic_names, is_array, leaves, Visit, walk
+from .._tree.walk import dynamic_names, is_array, leaves, name_of, Visit, walk
+from .._typing import KeyPath
 from .transform import Transform
 
 
@@ -385,12 +386,12 @@ class Lifted:
         new, values = iter(new), {}
 
         def put(x: Any) -> Any:
-            if not is_owned(x):
+            if not self.has(x):
                 return next(new)
             values.update((slot, next(new)) for slot in self.slots(x))
             return x
 
-        return jtu.tree_map(put, tree, is_leaf=is_owned), values
+        return jtu.tree_map(put, tree, is_leaf=self.has), values
 
     def split(self, out: Any) -> tuple[Any, Any]:
         """The arrays that a call has computed, and the rest of its output.
@@ -457,10 +458,13 @@ class Lifted:
         try:
             for i, root in enumerate(self.roots):
                 place = root.place
+                # First, because `_set_leaves` asks what is owned. The outer scope may
+                # have closed: JAX traces the forward rule of an `es.custom_vjp` in an
+                # `es.jit` when the whole is differentiated.
+                own(root.module, inner[id(place.scope)], place.path, place.context)
                 _set_leaves(
                     root.module, (values[i, k] for k in range(len(root.leaves)))
                 )
-                own(root.module, inner[id(place.scope)], place.path, place.context)
             yield
         finally:
             for module, fields, place in saved:
@@ -512,14 +516,16 @@ class Lifted:
             for scope, kept in zip(self.scopes, ran.sown, strict=True)
             for key, values in kept.items()
         ]
-        by_root: dict[int, dict[int, Any]] = {}
+        by_root: dict[int, dict[KeyPath, Any]] = {}
         for (i, k), x in ran.written.items():
-            by_root.setdefault(i, {})[k] = x
+            by_root.setdefault(i, {})[self.roots[i].leaves[k].path] = x
         for i, new in by_root.items():
-            original, scope = self.roots[i].original, self.roots[i].place.scope
-            old = jtu.tree_leaves(original)
-            _set_leaves(original, (new.get(k, x) for k, x in enumerate(old)))
-            scope.written[id(original)] = original, self.name((i, next(iter(new))))
+            original, place = self.roots[i].original, self.roots[i].place
+            # By path, and not by position: if `init` has created an array before this
+            # one, the positions have shifted.
+            old = leaves(original, place.path)
+            _set_leaves(original, (new.get(v.path, v.node) for v in old))
+            place.scope.written[id(original)] = original, name_of(next(iter(new)))
         for kept, key, values in sown:
             kept.setdefault(key, []).extend(values)
 

@@ -1,0 +1,624 @@
+"""`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians: those of JAX, with state."""
+
+import dataclasses
+import functools as ft
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from helpers import close, leaks_on_purpose, rejects, reuses_keys
+
+import eqx_state as es
+
+
+# The same model, with its keys, is called in several ways. The zoo has the check.
+pytestmark = reuses_keys
+
+FROZEN = dataclasses.FrozenInstanceError
+FLOAT0 = np.zeros((), jax.dtypes.float0)
+X = jnp.array([0.3, 0.7, -0.2])
+
+
+class Cell(es.Module):
+    weight: es.Parameter = 0.5
+    count: es.State = 0
+    mean: es.BatchStat = 0.0
+    rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        self.rng, key = jr.split(self.rng)
+        self.mean = 0.5 * self.mean + jnp.sum(self.weight * x)
+        self.sow("seen", x)
+        return jnp.sin(self.weight * x) * jr.uniform(key)
+
+
+class Net(es.Module):
+    cell: Cell = dataclasses.field(default_factory=Cell)
+    other: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5))
+    steps: es.State = 0
+
+
+# --- All of them, called in one way ---------------------------------------------------
+
+
+def ones(tree):
+    # Integers and functions have no tangents.
+    return jax.tree.map(lambda x: jnp.ones_like(x) if is_inexact(x) else None, tree)
+
+
+def is_inexact(x):
+    return eqx.is_inexact_array(x) or type(x) is float
+
+
+def vjp(fun, *primals, **options):
+    out, vjp_fn, *aux = es.vjp(fun, *primals, **options)
+    return out, vjp_fn(ones(out)), *aux
+
+
+def jvp(fun, *primals, **options):
+    return es.jvp(fun, primals, ones(primals), **options)
+
+
+def linearize(fun, *primals, **options):
+    out, jvp_fn, *aux = es.linearize(fun, *primals, **options)
+    return out, jvp_fn(*ones(primals)), *aux
+
+
+def jacobian(name):
+    def run(fun, *primals, has_aux=False):
+        argnums = tuple(range(len(primals)))
+        found = getattr(es, name)(fun, argnums, has_aux)(*primals)
+        return (None, *found) if has_aux else (None, found)
+
+    return run
+
+
+JACOBIANS = ["jacfwd", "jacrev", "hessian"]
+WAYS = {"vjp": vjp, "jvp": jvp, "linearize": linearize}
+ALL = WAYS | {name: jacobian(name) for name in JACOBIANS}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+each = pytest.mark.parametrize("way", ALL.values(), ids=ALL)
+each_jacobian = pytest.mark.parametrize("name", JACOBIANS)
+
+
+# --- As in JAX ------------------------------------------------------------------------
+
+
+def pair(x, y):
+    return x["a"] * jnp.sin(y[0]), {"b": x["a"].sum()}
+
+
+PLAIN = {
+    "an array": (jnp.sin, (jnp.arange(3.0),)),
+    "numbers": (lambda x, y: x * y, (2.0, 3.0)),
+    "NumPy": (jnp.cumsum, (np.arange(3.0, dtype=np.float32),)),
+    "complex": (lambda z: z * z, (jnp.array([1 + 2j, 3j]),)),
+    "a dict and a tuple": (pair, ({"a": jnp.arange(2.0)}, (jnp.array(3.0),))),
+    "a constant output": (lambda x: (x, jnp.ones(2)), (1.0,)),
+    "no arguments": (lambda: jnp.ones(2), ()),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_on_arrays_they_are_those_of_jax(name, has_aux):
+    fun, primals = PLAIN[name]
+    f = (lambda *x: (fun(*x), {"n": 3, "x": x})) if has_aux else fun
+
+    def run(module):
+        tangents = jax.tree.map(jnp.ones_like, primals)
+        out, vjp_fn, *aux = module.vjp(f, *primals, has_aux=has_aux)
+        grads = vjp_fn(jax.tree.map(jnp.ones_like, out))
+        yield out, grads, aux
+        yield module.jvp(f, primals, tangents, has_aux)
+        out, jvp_fn, *aux = module.linearize(f, *primals, has_aux=has_aux)
+        yield out, jvp_fn(*tangents), aux
+
+    close([*run(es)], [*run(jax)])
+
+
+def product(x, y):
+    return x * jnp.sin(y), {"sum": x.sum() + y[0] * y[1]}
+
+
+PLAIN_JACOBIANS = {
+    "an array": (lambda x: x * x[0], {}, (X,)),
+    "a number": (jnp.sin, {}, (0.5,)),
+    "the second": (product, {"argnums": 1}, (X, X + 1)),
+    "the last": (product, {"argnums": -1}, (X, X + 1)),
+    "both, in a list": (product, {"argnums": [1, 0]}, (X, X + 1)),
+    "a dict": (lambda d: d["a"] * d["b"], {}, ({"a": X, "b": X * 2},)),
+    "a tuple": (lambda x, y: (x[0] * y, x[1]), {}, ((X, 2 * X), 3.0)),
+    "an auxiliary output": (lambda x: (x * x, {"n": x}), {"has_aux": True}, (X,)),
+    "holomorphic": (lambda z: z * z * z, {"holomorphic": True}, (X + 1j,)),
+    "a constant output": (lambda x: (x, jnp.ones(2)), {}, (X,)),
+    "by name": (lambda x, y=2.0: y * x**3, {}, (X,)),
+}
+
+
+@each_jacobian
+@pytest.mark.parametrize("case", PLAIN_JACOBIANS)
+def test_on_arrays_a_jacobian_is_that_of_jax(name, case):
+    fun, options, args = PLAIN_JACOBIANS[case]
+    kwargs = {"y": 3.0} if case == "by name" else {}
+
+    def run(module):
+        return getattr(module, name)(fun, **options)(*args, **kwargs)
+
+    close(run(es), run(jax))
+
+
+@each_jacobian
+def test_the_signature_is_that_of_jax(name):
+    ours, theirs = (
+        [
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(getattr(m, name)).parameters.values()
+        ]
+        for m in (es, jax)
+    )
+    assert ours == theirs
+
+
+def test_second_derivatives_and_maps_of_the_linear_functions_are_those_of_jax():
+    x = jnp.arange(3.0)
+
+    def second(module):
+        def f(x):
+            _, vjp_fn = module.vjp(lambda x: jnp.sin(x) * x[0], x)
+            return jax.vmap(vjp_fn)(jnp.eye(3))[0]
+
+        return module.jvp(f, [x], [jnp.ones(3)])
+
+    close(second(es), second(jax))
+
+
+# --- What has tangents ----------------------------------------------------------------
+
+
+def test_only_inexact_arrays_have_tangents_and_cotangents():
+    def f(cell, x):
+        return cell["n"] * cell["w"] * x[0], cell["n"]
+
+    primals = {"w": jnp.ones(2), "n": 3, "f": jnp.sin}, (jnp.arange(2.0), jr.key(0))
+    (_, n), vjp_fn = es.vjp(f, *primals)
+    assert n == 3
+    expected = {"w": jnp.array([0.0, 3.0]), "n": None, "f": None}
+    for zero in (None, FLOAT0):
+        close(vjp_fn((jnp.ones(2), zero)), (expected, (jnp.full(2, 3.0), None)))
+    tangents = {"w": jnp.ones(2), "n": FLOAT0, "f": None}, (jnp.zeros(2), None)
+    _, (moved, none) = es.jvp(f, primals, tangents)
+    close(es.linearize(f, *primals)[1](*tangents)[0], moved)
+    close(moved, expected["w"])
+    assert none.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
+def test_a_jacobian_is_none_for_what_is_not_inexact(name):
+    model = {"w": X, "n": jnp.array(2), "f": jnp.sin, "k": jr.key(0)}
+    f = lambda m: {"out": m["n"] * m["w"], "f": m["f"]}  # noqa: E731
+    expected = {"w": 2 * jnp.eye(3), "n": None, "f": None, "k": None}
+    close(getattr(es, name)(f)(model), {"out": expected, "f": None})
+
+
+def test_a_module_that_comes_out_has_cotangents_where_it_is_inexact():
+    def f(cell):
+        return cell.replace(weight=2 * cell.weight, count=cell.count + 1)
+
+    out, vjp_fn = es.vjp(f, Cell())
+    (grads,) = vjp_fn(out.filter(es.Parameter).replace(mean=1.0))
+    assert (grads.weight, grads.mean, grads.count, grads.rng) == (2.0, 1.0, None, None)
+    _, moved = es.jvp(f, (Cell(),), (Cell(1.0, None, 1.0, None),))
+    assert (moved.weight, moved.mean) == (2.0, 1.0)
+    assert moved.count.dtype == moved.rng.dtype == jax.dtypes.float0
+
+
+def test_integers_are_allowed_on_request():
+    for argnums, expected in ((0, None), ((0,), (None,))):
+        f = es.jacrev(lambda n: {"a": 2 * n}, argnums, allow_int=True)
+        assert f(jnp.array(3)) == {"a": expected}
+
+
+def test_text_in_a_numpy_array_is_not_differentiated():
+    named = {"x": 2.0, "names": np.array(["a", "b"])}
+    tangent = {"x": 1.0, "names": None}
+    assert es.jvp(lambda d: d["x"] * 3.0, (named,), (tangent,)) == (6.0, 3.0)
+
+
+# --- State ----------------------------------------------------------------------------
+
+
+@each
+def test_state_is_threaded_once_however_the_module_is_reached(way):
+    def ways(net, x):
+        yield lambda: way(lambda cell, x: cell(x), net.cell, x)
+        yield lambda: way(net.cell, x)
+        yield lambda: way(net.cell.__call__, x)
+        yield lambda: way(ft.partial(Cell.__call__, net.cell), x)
+        yield lambda: way(lambda x: net.cell(x), x)
+
+    def one(net, x, i):
+        return [*ways(net, x)][i]()
+
+    out, expected = es.mutable(lambda net, x: net.cell(x))(Net(), X)
+    key = jr.split(jr.key(0))[1]
+    _, by_hand = way(lambda x: jnp.sin(0.5 * x) * jr.uniform(key), X)
+    for i in range(5):
+        (found, derivative), new = es.mutable(one)(Net(), X, i)
+        close(new, expected)
+        assert new.cell.count == 1
+        if i:  # only `x` is an argument
+            close(derivative, by_hand)
+        if way in WAYS.values():
+            close(found, out)
+
+
+@pytest.mark.parametrize("name", ["vjp", "jacfwd", "jacrev"])
+def test_a_module_among_the_arguments_is_differentiated_with_its_state(name):
+    def f(net, x):
+        run = lambda scale, cell: (cell(x), cell.mean)  # noqa: E731
+        if name == "vjp":
+            return es.vjp(run, 2.0, net.cell)[1]((0.0, 1.0))[1]
+        return getattr(es, name)(run, argnums=1)(2.0, net.cell)[1]
+
+    grads, new = es.mutable(f)(Net(), 0.7)
+    assert type(grads) is Cell
+    close((grads.weight, grads.mean), (jnp.array(0.7), jnp.array(0.5)))
+    assert (grads.count, grads.rng) == (None, None)
+    close(new.cell.mean, jnp.array(0.35))
+
+
+def test_a_closure_is_a_constant_and_an_argument_given_twice_has_two_cotangents():
+    def f(net):
+        _, once = es.vjp(lambda cell: cell.weight * net.cell.weight, net.cell)
+        _, twice = es.vjp(lambda a, b: a.weight**2 * b.weight, net.cell, net.cell)
+        return [x.weight for x in once(1.0) + twice(1.0)]
+
+    assert es.mutable(f)(Net())[0] == [0.5, 0.5, 0.25]
+
+
+@each_way
+@pytest.mark.parametrize("has_other", [False, True])
+def test_state_that_is_written_both_ways_is_an_error(way, has_other):
+    def closed(net):
+        return way(lambda cell: cell(1.0) + net.cell(1.0), net.cell)
+
+    def twice(net):
+        return way(lambda a, b: a(1.0) + b(1.0), net.cell, net.cell)
+
+    with rejects(Net(), ValueError, r"`cell\.\w+` is reached twice", "differentiat"):
+        es.mutable(twice if has_other else closed)(Net())
+
+
+@each
+def test_outer_gradients_flow_through_the_state(way):
+    def loss(net, x, way):
+        way(lambda cell, x: cell(x), net.cell, x)
+        return net.cell.mean + 0.1 * net.cell(x).sum()
+
+    ours = es.value_and_grad(ft.partial(loss, way=way))(Net(), X)
+    plain = es.value_and_grad(ft.partial(loss, way=lambda f, *x: f(*x)))(Net(), X)
+    close(ours, plain)
+    assert ours[1].cell.weight != 0
+
+
+@each
+def test_the_auxiliary_output_may_be_anything(way):
+    def f(net):
+        def g(x):
+            return net.cell(x), (net.other, "aux", 2 * net.cell.mean)
+
+        _, _, (net.other, word, mean) = way(g, 0.7, has_aux=True)
+        return word, mean
+
+    model = Net()
+    (word, mean), new = es.mutable(f)(model)
+    assert word == "aux"
+    assert new.other.weight is model.other.weight
+    close(mean, 2 * new.cell.mean)
+
+
+@each_way
+def test_a_static_part_of_the_output_is_left_alone(way):
+    assert way(lambda x: (x, jnp.tanh, 3), X)[0][1:] == (jnp.tanh, 3)
+
+
+@each
+def test_they_work_inside_the_other_transforms(way):
+    def step(net, x, way):
+        way(lambda x: net.cell(x).sum(), x)
+        net.steps = net.steps + 1
+        return net.cell.mean
+
+    def run(net, xs, way):
+        a = es.vmap(lambda x: way(lambda x: x, x))(xs)
+        b = es.scan(lambda c, x: (c, step(net, x, way)), 0, xs)[1]
+        c = es.checkpoint(lambda x: step(net, x, way))(xs[0])
+        d = es.cond(c > 9, lambda: c, lambda: step(net, xs[1], way))
+        way(lambda x: step(net, x, way), xs[1])
+        return a if way in ALL.values() else None, b, c, d
+
+    def plainly(f, *args):
+        return f(*args)
+
+    xs = jnp.array([0.3, 0.7])
+    (a, *ours), new = es.jit(es.mutable(run))(Net(), xs, way)
+    (_, *plain), expected = es.mutable(run)(Net(), xs, plainly)
+    close((ours, new), (plain, expected))
+    close(a, jax.vmap(lambda x: way(lambda x: x, x))(xs))
+    assert new.steps == 5
+
+
+@each
+def test_what_is_sown_comes_out_once(way):
+    def f(net):
+        way(lambda cell: cell(X), net.cell)
+
+    (_, new), sown = es.capture(f)(Net())
+    close(sown, {"cell.seen": X})
+    assert new.cell.count == 1
+
+
+class Lazy(es.Module):
+    weight: es.Parameter | None = None
+    calls: es.State = 0
+
+    def __call__(self, x):
+        if self.weight is None:
+            self.weight = jnp.full(x.shape, 2.0)
+        self.calls = self.calls + 1
+        return (self.weight * x).sum()
+
+
+class Outer(es.Module):
+    way: object
+    lazy: Lazy = dataclasses.field(default_factory=Lazy)
+
+    def __call__(self, x):
+        return self.way(lambda x: self.lazy(x), x)
+
+
+@each
+def test_they_run_while_init_does(way):
+    model = Outer(way).init(0, X)
+    shapes = eqx.filter_eval_shape(lambda x: Outer(way).init(0, x), X)
+    assert shapes.lazy.weight.shape == (3,)
+    close(model.lazy.weight, jnp.full(3, 2.0))
+    assert model.lazy.calls == 0
+    assert es.mutable(model)(X)[1].lazy.calls == 1
+
+
+def test_a_model_in_no_scope_is_an_ordinary_argument():
+    y, vjp_fn = es.vjp(lambda cell, x: cell.weight * x, Cell(count=3), 2.0)
+    grads, by_x = vjp_fn(1.0)
+    assert (y, grads.weight, grads.mean, grads.count) == (1.0, 2.0, 0.0, None)
+    assert by_x == 0.5
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    (grads,) = es.vjp(lambda m: m(jnp.ones(2)), linear)[1](jnp.ones(2))
+    close(grads.weight, jnp.ones((2, 2)))
+
+
+class Decorated(es.Module):
+    weight: es.Parameter = 2.0
+    count: es.State = 0
+
+    @es.jacfwd
+    def forward(self, x):
+        self.count = self.count + 1
+        return self.weight * x**2
+
+    @ft.partial(es.jacrev, argnums=1, has_aux=True)
+    def reverse(self, x, y):
+        self.count = self.count + 1
+        return self.weight * x * y**2, "aux"
+
+    @es.hessian
+    def second(self, x):
+        self.count = self.count + 1
+        return self.weight * x**3
+
+    @es.vmap
+    @es.jacfwd
+    def lanes(self, x):
+        return self.weight * x**2
+
+
+def test_self_of_a_decorated_method_does_not_count():
+    def run(model):
+        return model.forward(3.0), model.reverse(2.0, 3.0), model.second(1.0)
+
+    (a, (b, aux), c), new = es.mutable(run)(Decorated())
+    assert (a, b, aux, c, new.count) == (12.0, 24.0, "aux", 12.0, 3)
+    assert Decorated(count=5).lanes(jnp.ones(2)).tolist() == [4.0, 4.0]
+    assert Decorated.forward.__name__ == "forward"
+
+
+# --- The functions that come back -----------------------------------------------------
+
+
+def test_the_functions_pass_through_jit():
+    def make(cell, x):
+        _, vjp_fn = es.vjp(lambda cell, x: cell.weight * jnp.sin(x), cell, x)
+        _, jvp_fn = es.linearize(lambda x: cell.weight * jnp.sin(x), x)
+        return vjp_fn, jvp_fn
+
+    expected = make(Cell(), 0.7)
+    for jit in (es.jit, eqx.filter_jit):
+        made = jit(make)(Cell(), 0.7)
+        for call in (jit(lambda f, x: f(x)), lambda f, x: f(x)):
+            for f, g in zip(made, expected, strict=True):
+                close(call(f, 2.0), g(2.0))
+    assert jax.tree.leaves(made)
+
+
+def test_a_function_that_was_compiled_with_its_maker_compiles_once():
+    make = es.jit(lambda x: es.vjp(jnp.sin, x)[1])
+    call = es.jit(eqx.debug.assert_max_traces(lambda f, x: f(x), max_traces=1))
+    for x in jnp.array([0.1, 0.2]):
+        close(call(make(x), 1.0), (jnp.cos(x),))
+
+
+def test_the_functions_may_be_called_after_the_scope_and_often():
+    def f(net, x):
+        return es.vjp(lambda cell: cell(x), net.cell)[1]
+
+    vjp_fn, new = es.mutable(f)(Net(), 0.7)
+    close(vjp_fn(1.0), vjp_fn(1.0))
+    assert new.cell.count == 1
+
+
+@each_jacobian
+def test_a_jacobian_is_threaded_by_a_scope_and_takes_jit(name):
+    mutable = es.mutable(getattr(es, name)(Cell()))
+    jacobian, new = es.jit(eqx.debug.assert_max_traces(mutable, max_traces=1))(X)
+    assert new.count == 1
+    close(es.mutable(es.jit(getattr(es, name)(Cell())))(X), (jacobian, new))
+
+
+# --- Tangents and cotangents that do not fit ------------------------------------------
+
+
+class Layer(es.Module):
+    weight: es.Parameter
+    count: es.State
+    name: object = "layer"
+
+    def __call__(self, x):
+        return self.weight * x, self.count
+
+
+ONES = jnp.ones(2)
+LAYER = Layer(ONES, jnp.array(3))
+TAKE = {
+    "vjp": lambda given: es.vjp(lambda layer: layer, LAYER)[1](given),
+    "jvp": lambda given: es.jvp(lambda layer: layer(2.0), (LAYER,), (given,)),
+    "linearize": lambda given: es.linearize(lambda m: m(2.0), LAYER)[1](given),
+}
+
+
+@pytest.mark.parametrize("name", TAKE)
+def test_holes_and_zeros_are_taken_where_there_are_no_tangents(name):
+    for count in (None, FLOAT0):
+        TAKE[name](Layer(ONES, count, None))
+    if name != "vjp":
+        TAKE[name](Layer(ONES, None, None).eval())  # modes do not count
+
+
+BAD = {
+    "structure": ({"w": ONES}, r"Layer.*<class 'dict'>", r"\[0\]`: .*`{'w': f32"),
+    "missing": (
+        Layer(None, None, None),
+        r"out\.weight was",
+        r"\[0\]\.weight`: .*`None",
+    ),
+    "integer": (Layer(ONES, 1, None), r"out\.count was", r"\[0\]\.count`: .*`None`"),
+    "static": (Layer(ONES, None, "x"), r"out\.name was", r"\[0\]\.name`: .*`None`"),
+    "shape": (Layer(jnp.ones(3), None, None), r"float32\[2\]", r"\(2,\)|float32\[2\]"),
+    "dtype": (Layer(jnp.arange(2), None, None), "int32", "int32"),
+}
+
+
+@pytest.mark.parametrize("name", TAKE)
+@pytest.mark.parametrize("case", BAD)
+def test_those_that_do_not_fit_are_an_error_of_jax_or_name_the_place(name, case):
+    given, of_jax, ours = BAD[case]
+    message = of_jax if name == "vjp" else ours
+    with pytest.raises((TypeError, ValueError), match=message):
+        TAKE[name](given)
+
+
+def test_another_number_of_tangents_is_an_error():
+    for call in (
+        lambda: es.jvp(jnp.sin, (1.0,), (1.0, 2.0)),
+        lambda: es.linearize(jnp.sin, 1.0)[1](1.0, 2.0),
+    ):
+        with pytest.raises(TypeError, match=r"differ in structure.*`\(an array,\)`"):
+            call()
+    with pytest.raises(TypeError, match="positional argument"):
+        es.vjp(jnp.sin, 1.0)[1](1.0, 2.0)
+
+
+# --- Other errors ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [((1.0,), 1.0), (jnp.ones(1), (1.0,))])
+def test_jvp_takes_tuples(given):
+    with pytest.raises(TypeError, match=r"are tuples or lists.*`(float|ArrayImpl)`"):
+        es.jvp(jnp.sin, *given)
+
+
+@each_jacobian
+@pytest.mark.parametrize(
+    ("argnums", "error", "message"),
+    [
+        (2, ValueError, r"argnums=2\)`: .* called with 2 positional"),
+        ((0, -3), ValueError, r"argnums=\(0, -3\)\)`: .* called with 2 positional"),
+        ((0, -2), ValueError, r"argnums=\(0, -2\)\)`: .* several once each"),
+        (1, TypeError, "argument 1 has no inexact arrays"),
+        ("x", TypeError, r"argnums='x'.*an integer, or a tuple"),
+    ],
+    ids=["beyond", "before", "twice", "integer", "name"],
+)
+def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
+    with pytest.raises(error, match=message):
+        getattr(es, name)(lambda x, n: x * x * n, argnums)(2.0, 3)
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
+def test_without_holomorphic_complex_arguments_are_an_error_of_jax(name):
+    with pytest.raises(TypeError, match="holomorphic"):
+        getattr(es, name)(lambda z: z * z)(1j)
+
+
+@leaks_on_purpose
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda net: jax.vjp(net.cell, 1.0),
+        lambda net: jax.jvp(net.cell, (1.0,), (1.0,)),
+        lambda net: jax.linearize(net.cell, 1.0),
+    ],
+    ids=["vjp", "jvp", "linearize"],
+)
+def test_under_those_of_jax_a_write_is_an_error(f):
+    with rejects(Net(), es.TraceError, r"`cell\.count`", "Use the transform of `es`"):
+        es.mutable(f)(Net())
+
+
+@each
+def test_outside_a_scope_a_write_is_an_error(way):
+    with rejects(Cell(), FROZEN, "Cell.count"):
+        way(lambda cell, x: cell(x), Cell(), 1.0)
+
+
+@each
+def test_without_a_pair_there_is_no_auxiliary_output(way):
+    with pytest.raises(TypeError, match=r"returns a pair, `\(out, aux\)`.*f32\[3\]`"):
+        way(lambda x: x, X, has_aux=True)
+
+
+@each
+def test_a_function_that_raises_leaves_the_state_as_it_was(way):
+    def f(net):
+        def g(x):
+            net.cell(x)
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            way(g, 1.0)
+        return net.cell.count
+
+    assert es.mutable(f)(Net())[0] == 0
+
+
+def test_a_model_that_is_not_ready_is_named():
+    with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Init"):
+        es.vjp(lambda m, x: m.weight * x, Cell(es.Initializer(jr.normal)), 1.0)
+    cell = Cell()
+    with pytest.raises(ValueError, match="two places|twice"):
+        es.vjp(lambda cells: cells[0].weight, [cell, cell])
