@@ -1,8 +1,5 @@
 """`es.Axes`: what it accepts, and how two of them compare."""
 
-from typing import Annotated
-
-import equinox as eqx
 import pytest
 
 import eqx_state as es
@@ -23,13 +20,6 @@ def test_axes_print_as_they_were_written():
     assert repr(es.Axes(**path)) == "es.Axes(**{'layers[0].weight': 'mlp embed'})"
 
 
-@pytest.mark.parametrize(("args", "text"), [((), ""), (("mlp embed",), "'mlp embed'")])
-def test_axes_of_nothing_below_the_field_are_an_error(args, text):
-    with pytest.raises(TypeError, match=r"say which array below the field") as info:
-        es.Axes(*args)
-    assert f"`es.Axes({text})`" in str(info.value)
-
-
 def test_axes_that_are_not_text_are_an_error():
     with pytest.raises(TypeError, match=r"es.Axes\(weight=\('mlp', 'embed'\)\).*text"):
         es.Axes(weight=("mlp", "embed"))  # pyright: ignore[reportArgumentType]
@@ -47,10 +37,3 @@ def test_axes_that_jaxtyping_does_not_accept_are_an_error(dims, reason):
     with pytest.raises(ValueError, match=reason) as info:
         es.Axes(weight=dims)
     assert str(info.value).startswith(f"`es.Axes(weight={dims!r})`: ")
-
-
-def test_the_class_in_place_of_axes_is_an_error_when_the_class_is_made():
-    with pytest.raises(TypeError, match=r"Block.up` cannot.*`es.Axes` is without its"):
-
-        class Block(es.Module):
-            up: Annotated[eqx.nn.Linear, es.Axes]

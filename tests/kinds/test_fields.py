@@ -4,7 +4,7 @@ import collections.abc
 import dataclasses
 import typing
 import weakref
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -325,50 +325,6 @@ def test_a_new_annotation_replaces_or_removes_the_kind(base, annotation, kind, h
     assert kinds(Grandchild(jnp.arange(1), ONE)) == expected
 
 
-def test_the_specifier_in_a_subclass_replaces_the_kind(base):
-    class Parent(base):
-        x: es.State
-
-    class Child(Parent):
-        x: Array = es.field(kind=es.Buffer)
-
-    assert kinds(Child(ONE)) == {"x": es.Buffer}
-
-
-def test_a_default_in_a_subclass_keeps_the_kind(base):
-    class Parent(base):
-        x: es.State
-
-    class Child(Parent):
-        def __init__(self):
-            self.x = ONE
-
-    assert kinds(Child()) == {"x": es.State}
-
-
-def test_generics(base):
-    class Box(base, Generic[T]):
-        item: T
-        state: es.State[T]
-        many: list[es.Rng[T]]
-
-    class Child(Box[Array]):
-        extra: es.Buffer
-
-    assert kinds(Box(ONE, ONE, [ONE])) == {
-        "item": es.Parameter,
-        "state": es.State,
-        "many[0]": es.Rng,
-    }
-    assert kinds(Box[Array](ONE, ONE, [ONE])) == kinds(Box(ONE, ONE, [ONE]))
-    assert kinds(Child(ONE, ONE, [ONE], ONE))["extra"] is es.Buffer
-
-    class Model(base):
-        box: Box[Array]
-
-    assert kinds(Model(Box(ONE, ONE, [ONE])))["box.state"] is es.State
-
-
 def test_abstract_classes(base):
     class AbstractNorm(base):
         mean: eqx.AbstractVar[es.BatchStat]
@@ -437,18 +393,6 @@ def test_a_class_keeps_only_the_names_that_its_annotations_need():
 
     _, data = make()
     assert data() is None
-
-
-class Late(es.Module):
-    x: "DefinedLater"  # noqa: F821
-
-
-def test_a_name_that_is_defined_later(monkeypatch):
-    model = Late(ONE)
-    with pytest.raises(TypeError, match=r"`Late\.x: DefinedLater` .* be resolved"):
-        kinds(model)
-    monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
-    assert kinds(model) == {"x": es.BatchStat}
 
 
 def test_a_name_that_is_missing_is_looked_for_once(base, monkeypatch):

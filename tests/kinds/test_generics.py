@@ -7,12 +7,13 @@ import equinox as eqx
 import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float
-from typing_extensions import TypeAliasType
+from typing_extensions import TypeAliasType, TypeVarTuple
 
 import eqx_state as es
 
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 A = TypeVar("A")
 B = TypeVar("B")
 Stateful = TypeVar("Stateful", bound=es.State)
@@ -81,19 +82,6 @@ def test_type_variables_are_handed_on(base):
     assert kinds(model) == {"a[0]": es.Parameter, "b": es.Rng, "c": es.Parameter}
 
 
-def test_in_an_es_module_numbers_are_made_strong():
-    class Holder(es.Module, Generic[T]):
-        value: T
-
-        def __call__(self):
-            self.value = self.value + 1
-
-    class Counter(Holder[es.State]):
-        pass
-
-    assert es.mutable(Counter(0))()[1].value == 1
-
-
 def test_the_bound_of_a_type_variable(base):
     class Model(base, Generic[Stateful, Late]):
         a: Stateful
@@ -120,17 +108,6 @@ def test_a_bound_that_is_defined_later(monkeypatch):
     monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
     assert kinds(Holder(Box(ONE))) == {"box.value": es.State}
     assert kinds(Box(ONE)) == {"value": es.BatchStat}
-
-
-def test_a_type_variable_twice_in_one_annotation(base):
-    class Pair(base, Generic[T]):
-        values: tuple[T, dict[str, T], T]
-
-    class Holder(base):
-        pair: Pair[es.State]
-
-    found = kinds(Holder(Pair((ONE, {"a": ONE}, ONE))))
-    assert [*found.values()] == [es.State] * 3
 
 
 def test_an_alias_with_arguments(base):
@@ -162,6 +139,18 @@ def test_a_generic_module_that_is_a_collection(base):
         stack: Stack[es.State]
 
     assert kinds(Model(Stack([ONE]))) == {"stack.items[0]": es.State}
+
+
+def test_the_arguments_of_any_number_of_variables_count_for_all(base):
+    class Many(base, Generic[*Ts]):
+        items: list
+
+    class Model(base):
+        one: Many[es.State, es.State]
+        none: Many[Array, Array]
+
+    model = Model(Many([ONE]), Many([ONE]))
+    assert [*kinds(model).values()] == [es.State, es.Parameter]
 
 
 # --- Tuples -------------------------------------------------------------------------

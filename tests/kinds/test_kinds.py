@@ -112,16 +112,6 @@ def test_asking_for_a_kind_means_its_subclasses_too(kind):
     assert es.filter(model, Mine).x is model.x
 
 
-def test_asking_for_a_subclass_does_not_mean_the_kind():
-    class Model(es.Module):
-        a: es.State
-        b: Cache
-
-    got = es.filter(Model(jnp.ones(2), jnp.ones(2)), Cache)
-    assert got.a is None
-    assert got.b is not None
-
-
 def test_a_kind_with_two_bases_is_both():
     class Frozen(es.BatchStat, es.Buffer):
         pass
@@ -241,15 +231,6 @@ def test_a_declaration_gives_any_array_the_kind():
         assert kinds(Model(value)) == {"x": es.State}
 
 
-def test_legacy_keys_are_keys_where_they_are_declared():
-    class Model(es.Module):
-        declared: es.Rng
-        not_declared: Array
-
-    model = Model(jr.PRNGKey(0), jr.PRNGKey(1))
-    assert kinds(model) == {"declared": es.Rng, "not_declared": None}
-
-
 def test_tracers_have_the_kind_of_the_array_they_stand_for():
     @jax.jit
     def traced(leaf):
@@ -260,12 +241,6 @@ def test_tracers_have_the_kind_of_the_array_they_stand_for():
     leaf = make_leaf()
     expected = kinds(leaf)
     assert eqx.tree_equal(traced(leaf), leaf)
-
-
-def test_shapes_have_the_kind_of_the_array_they_stand_for():
-    shapes = eqx.filter_eval_shape(make_leaf)
-    assert kinds(shapes) == kinds(make_leaf())
-    assert isinstance(shapes.param, jax.ShapeDtypeStruct)
 
 
 # --- Innermost, outermost -------------------------------------------------------------
@@ -282,18 +257,6 @@ def test_the_innermost_declaration_wins():
         "leaf.plain": es.State,
         "leaf.count": es.State,
     }
-
-
-def test_the_innermost_of_nested_declarations_wins():
-    class Middle(eqx.Module):
-        leaf: es.Parameter[Leaf]
-
-    class Model(es.Module):
-        middle: es.State[list[Middle]]
-
-    got = kinds(Model([Middle(make_leaf())]))
-    assert got["middle[0].leaf.plain"] is es.Parameter
-    assert got["middle[0].leaf.stat"] is es.BatchStat
 
 
 @pytest.mark.parametrize("kind", [es.Buffer, es.OptState, Ema, SlowEma])
@@ -326,19 +289,6 @@ def test_the_outermost_covering_declaration_wins():
     assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": es.OptState}
 
 
-def test_a_covering_declaration_wins_over_declarations_around_and_below_it():
-    class Inner(es.Module):
-        x: es.Parameter
-
-    class Middle(es.Module):
-        inner: Ema[Inner]
-
-    class Outer(es.Module):
-        middle: es.State[Middle]
-
-    assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": Ema}
-
-
 def test_the_kind_depends_on_the_place_and_not_on_the_module():
     class Model(es.Module):
         net: Leaf
@@ -347,14 +297,6 @@ def test_the_kind_depends_on_the_place_and_not_on_the_module():
     leaf = make_leaf()
     got = kinds(Model(leaf, leaf.replace()))
     assert (got["net.param"], got["ema.param"]) == (es.Parameter, es.Buffer)
-
-
-def test_a_user_kind_without_covering_does_not_cover():
-    class Model(es.Module):
-        leaf: Cache[Leaf]
-
-    got = kinds(Model(make_leaf()))
-    assert (got["leaf.param"], got["leaf.plain"]) == (es.Parameter, Cache)
 
 
 def test_covering_can_be_taken_back():
@@ -370,32 +312,6 @@ def test_covering_can_be_taken_back():
 # --- Layers that know nothing of kinds ------------------------------------------------
 
 
-def test_equinox_layers_just_work(getkey):
-    mlp = eqx.nn.MLP(2, 2, 4, 1, key=getkey())
-    assert set(kinds(mlp).values()) == {es.Parameter}
-    assert len(es.parts(mlp)) == 4
-    assert es.parts(eqx.nn.Dropout(0.5)) == []
-
-
-@pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_batch_norm_has_batch_stats(mode):
-    norm = eqx.nn.BatchNorm(3, "batch", mode=mode)
-    got = kinds(norm)
-    assert (got.pop("weight"), got.pop("bias")) == (es.Parameter, es.Parameter)
-    assert got
-    assert set(got.values()) == {es.BatchStat}
-
-
-def test_other_state_indices_are_state(getkey):
-    linear = eqx.nn.Linear(2, 2, key=getkey())
-    norm = eqx.nn.SpectralNorm(linear, "weight", key=getkey())
-    got = kinds(norm)
-    state = {n for n, kind in got.items() if kind is es.State}
-    assert state
-    assert {n for n in got if "index" in n} == state
-    assert got["layer.bias"] is es.Parameter
-
-
 @pytest.mark.parametrize("kind", [es.Buffer, es.Parameter])
 def test_foreign_state_below_a_declaration(kind):
     class Model(es.Module):
@@ -404,24 +320,3 @@ def test_foreign_state_below_a_declaration(kind):
     got = kinds(Model(eqx.nn.BatchNorm(3, "batch", mode="ema")))
     stats = {k for n, k in got.items() if "index" in n}
     assert stats == {es.Buffer if kind is es.Buffer else es.BatchStat}
-
-
-def test_equinox_state_is_state():
-    layer = eqx.nn.BatchNorm(3, "batch", mode="ema")
-    state = eqx.nn.State(layer)
-    leaves = jax.tree.leaves(state)
-    assert leaves
-    assert [part.kind for part in es.parts(state)] == [es.State] * len(leaves)
-    assert {part.kind for part in es.parts((layer, state))} == {
-        es.Parameter,
-        es.BatchStat,
-        es.State,
-    }
-
-
-def test_keys_and_integers_in_a_state_index_are_state():
-    class Model(es.Module):
-        index: eqx.nn.StateIndex
-
-    model = Model(eqx.nn.StateIndex((jr.key(0), jnp.arange(2))))
-    assert set(kinds(model).values()) == {es.State}

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import pytest
 import records_elsewhere as elsewhere
 from helpers import rejects
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from typing_extensions import (
     ReadOnly,
     TypedDict,
@@ -133,29 +133,6 @@ def test_the_class_of_a_value_is_enough(name):
     assert kinds(Model(value, {"a": value})) == expected
     expected |= inside(name, "z[0]")
     assert kinds(Model(value, {"a": value}, [value])) == expected
-
-
-def test_records_in_records(base):
-    class Deep(TypedDict):
-        stats: list[Stats]
-        more: NotRequired[Entries]
-
-    @registered
-    class Deeper:
-        deep: dict[str, Deep]
-        numbers: Float[es.State, "2"]
-
-    class Model(base):
-        x: Deeper
-
-    stats = Stats(ONE, ONE, ONE, ONE)
-    entries = Entries(mean=ONE, key=ONE, scale=ONE, rest=ONE)
-    model = Model(Deeper({"a": {"stats": [stats], "more": entries}}, ONE))
-    assert kinds(model) == {
-        **inside("TypedDict", "x.deep['a']['more']"),
-        **inside("NamedTuple", "x.deep['a']['stats'][0]"),
-        "x.numbers": es.State,
-    }
 
 
 @pytest.mark.parametrize("module", [typing, None], ids=["typing", "extensions"])
@@ -306,15 +283,6 @@ class PairOfFields(Generic[A, B]):
     b: list[B]
 
 
-class Turned(PairOfEntries[B, A], Generic[A, B]):
-    c: "dict[str, A]"
-
-
-@registered
-class TurnedFields(PairOfFields[B, A], Generic[A, B]):
-    c: "dict[str, A]"
-
-
 @pytest.mark.parametrize("cls", [Pair, PairOfEntries, PairOfFields])
 def test_the_arguments_of_a_generic_record(base, cls):
     class Model(base):
@@ -336,20 +304,6 @@ def test_the_arguments_of_a_generic_record(base, cls):
         f"z[0]{a}": es.BatchStat,
         f"z[0]{b}[0]": es.Parameter,
     }
-
-
-@pytest.mark.parametrize("cls", [Turned, TurnedFields])
-def test_the_arguments_of_a_generic_record_that_inherits(base, cls):
-    class Model(base, Generic[T]):
-        x: cls[es.State, T]
-
-    class Last(Model[es.Rng]):
-        pass
-
-    a, b, c = (f"['{k}']" if cls is Turned else f".{k}" for k in "abc")
-    model = Last(cls(a=ONE, b=[ONE], c={"k": ONE}))
-    expected = {f"x{a}": es.Rng, f"x{b}[0]": es.State, f"x{c}['k']": es.State}
-    assert kinds(model) == expected
 
 
 def test_the_arguments_of_a_generic_module(base):
@@ -410,38 +364,6 @@ def test_the_arguments_of_a_generic_module(base):
     }
 
 
-def test_a_statistic_in_a_generic_module_has_no_gradient():
-    class Box(es.Module, Generic[T]):
-        x: T
-
-    class Model(es.Module):
-        box: Box[dict[str, es.BatchStat]]
-        w: es.Parameter = 1.0
-
-        def __call__(self):
-            self.box.x = {"m": self.box.x["m"] + 1.0}
-            return jnp.sum(self.w * self.box.x["m"])
-
-    model = Model(Box({"m": ONE}))
-    (_, new), grads = es.value_and_grad(lambda m: m())(model)
-    assert grads.box.x["m"] is None
-    assert grads.w == 4.0
-    assert (new.box.x["m"] == 2.0).all()
-
-
-def test_a_generic_module_may_hold_its_own_kind(base):
-    class Node(base, Generic[T]):
-        x: list[T]
-        next: "Node[T] | None" = None
-
-    class Model(base):
-        node: Node[es.State]
-
-    model = Model(Node([ONE], Node([ONE], Node([ONE]))))
-    assert set(kinds(model).values()) == {es.State}
-    assert len(kinds(model)) == 3
-
-
 def test_the_bound_of_a_variable_in_a_generic_module(base):
     class Box(base, Generic[Stateful]):
         x: Stateful
@@ -458,55 +380,6 @@ def test_the_bound_of_a_variable_in_a_generic_module(base):
     assert {v for k, v in kinds(model).items() if k.endswith("y")} == {es.Parameter}
 
 
-def test_a_variable_that_no_field_mentions_counts_for_all(base):
-    class Stack(base, Generic[T]):
-        items: list
-        own: es.Parameter
-
-    class Model(base):
-        a: Stack[es.State]
-        b: Stack[list[es.Buffer]]
-
-    model = Model(Stack([ONE], ONE), Stack([ONE], ONE))
-    assert kinds(model) == {
-        "a.items[0]": es.State,
-        "a.own": es.Parameter,
-        "b.items[0]": es.Buffer,
-        "b.own": es.Buffer,
-    }
-
-    class Mixed(base):
-        a: Stack[tuple[es.State, es.Rng]]
-
-    with pytest.raises(TypeError, match=r"Stack\[\.\.\.\].*`Rng` and `State`"):
-        es.parts(Mixed(Stack([ONE], ONE)))
-
-    @registered
-    class Items(Generic[T]):
-        items: list
-
-    class OfRecord(base):
-        a: Items[es.State]
-
-    assert kinds(OfRecord(Items([ONE]))) == {"a.items[0]": es.State}
-
-
-def test_any_number_of_variables_count_for_all(base):
-    class Many(base, Generic[*Ts]):
-        items: tuple[*Ts]
-
-    class Model(base):
-        one: Many[es.State, list[es.State]]
-        none: Many[Array, Array]
-
-    model = Model(Many((ONE, [ONE])), Many((ONE, ONE)))
-    assert list(kinds(model).values()) == [es.State] * 2 + [es.Parameter] * 2
-    with pytest.raises(TypeError, match=r"Mixed\.x.*`Rng` and `State`"):
-
-        class Mixed(es.Module):
-            x: Many[es.State, list[es.Rng]]
-
-
 # --- Contradictions -----------------------------------------------------------------
 
 
@@ -516,23 +389,6 @@ def test_a_record_that_contradicts_itself():
 
     with pytest.raises(TypeError, match=r"`.*Wrong\.x`.*`Parameter` and `State`"):
         es.parts(Wrong(ONE))
-
-
-def test_an_entry_of_one_of_two_typed_dicts(base):
-    class First(TypedDict):
-        x: es.State
-        y: es.State
-
-    class Second(TypedDict):
-        x: es.Parameter
-        y: es.State
-
-    class Model(base):
-        entries: First | Second
-
-    assert kinds(Model({"y": ONE})) == {"entries['y']": es.State}
-    with pytest.raises(TypeError, match=r"'x' of .*First` or .*`Parameter` and"):
-        es.parts(Model({"x": ONE}))
 
 
 def test_the_arguments_of_one_class_in_a_union(base):
@@ -580,19 +436,3 @@ def test_what_a_record_declares_is_written(cls):
 
     with rejects(model, dataclasses.FrozenInstanceError, r"stats\.scale", "`Buffer`"):
         es.mutable(wrong)(model)
-
-
-def test_what_a_typed_dict_declares_is_written():
-    class Model(es.Module):
-        stats: Entries
-
-        def __call__(self, x):
-            self.stats["mean"] = x
-
-    model = Model({"mean": 0.0, "key": None, "scale": 1.0, "rest": ONE})
-    assert isinstance(model.stats["mean"], jax.Array)
-    assert es.mutable(model)(2)[1].stats["mean"] == 2.0
-    grads, _ = es.grad(lambda m: jnp.sum(m.stats["rest"] * m.stats["mean"]))(model)
-    assert grads.stats["mean"] is None
-    assert grads.stats["scale"] is None
-    assert (grads.stats["rest"] == 0.0).all()

@@ -14,27 +14,8 @@ from typing import Any, ClassVar, Final
 import equinox as eqx
 
 from .._compat import own_annotations
-from .annotations import (
-    globals_of,
-    is_record,
-    is_typed_dict,
-    lineage,
-    Namespace,
-    parse,
-    type_arguments,
-)
-from .kinds import (
-    as_resolved,
-    Given,
-    is_kind,
-    is_unresolved,
-    Kind,
-    kind_name,
-    kinds_in,
-    merge,
-    NOTHING,
-    Spec,
-)
+from .annotations import is_record, is_typed_dict, Names, names_around, parse
+from .kinds import is_kind, Kind, kind_name, merge, NOTHING, Record, Spec
 
 
 KIND: Final = "eqx_state.kind"  # the metadata key of `field(kind=…)`
@@ -115,31 +96,32 @@ class ArrayDefault:
 
 
 # What each class declares, by what its type variables stand for.
-_specs = weakref.WeakKeyDictionary[type, dict[Given, dict[str, Spec]]]()
-# Classes with unresolved names, and how many names there were to look in.
+_declared = weakref.WeakKeyDictionary[type, dict[Record | None, dict[str, Spec]]]()
+# Classes with missing names, and how many names there were to look in.
 _pending = weakref.WeakKeyDictionary[type, int]()
 
 
-def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
+def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     """What the fields of a class declare, without those that declare nothing.
 
-    `given`: what its type variables stand for.
+    `record`: what the type variables of `cls`, or of a base of it, stand for.
 
     Raises `TypeError`, naming class and field, for a contradictory declaration. A name
-    that cannot be resolved is not an error here: it stays in `Spec.unresolved`, and the
-    next call tries again.
+    that cannot be resolved is not an error here: it stays in `Spec.unresolved`. A later
+    call tries again, once there are more names.
     """
-    known = _known_names(cls)
-    if cls not in _specs or _pending.get(cls, known) != known:
-        _specs[cls] = {}
+    is_stale = cls in _pending and _pending[cls] != _count_names(cls)
+    if cls not in _declared or is_stale:
+        _declared[cls] = {}
+        _pending.pop(cls, None)
     # In a variable, since another thread may replace the entry meanwhile.
-    by_given = _specs[cls]
-    if given in by_given:
-        return by_given[given]
-    specs = {}
+    known = _declared[cls]
+    if record in known:
+        return known[record]
+    specs, names = {}, names_around(cls, record)
     for name in _names_of_fields(cls):
         try:
-            spec = _declared(cls, name, given)
+            spec = _declaration(cls, name, names)
         except TypeError as e:
             raise TypeError(
                 f"The annotation of `{cls.__qualname__}.{name}` cannot be used: {e}. "
@@ -148,17 +130,9 @@ def declarations(cls: type, given: Given = ()) -> dict[str, Spec]:
             ) from None
         if spec != NOTHING:
             specs[name] = spec
-    has_unresolved = any(map(is_unresolved, specs.values()))
-    if is_record(cls) and "<locals>" not in cls.__qualname__:
-        # Ignore unresolved names: libraries import many under `TYPE_CHECKING` only. But
-        # in a class made in a function the name is more likely a kind made there, which
-        # a string cannot reach.
-        specs = {name: as_resolved(spec) for name, spec in specs.items()}
-    by_given[given] = specs
-    if has_unresolved:
-        _pending[cls] = known
-    elif given == ():
-        _pending.pop(cls, None)
+    known[record] = specs
+    if any(x.has_missing for x in names.values()):
+        _pending[cls] = _count_names(cls)
     return specs
 
 
@@ -168,21 +142,15 @@ def _names_of_fields(cls: Any) -> list[str]:
     return list(own_annotations(cls)) if is_typed_dict(cls) else list(cls._fields)
 
 
-def _known_names(cls: type) -> int:
-    """How many names there are around `cls`: with more, one may be resolved."""
-    if cls in _specs and cls not in _pending:
-        return 0
-    modules = (sys.modules.get(base.__module__) for base in lineage(cls))
-    return len(globals_of(cls)) + sum(len(vars(module)) for module in modules if module)
+def _count_names(cls: type) -> int:
+    modules = (sys.modules.get(base.__module__) for base in cls.__mro__)
+    return sum(len(vars(module)) for module in modules if module)
 
 
-def _declared(cls: type, name: str, given: Given) -> Spec:
+def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
     """What the last class to annotate the field declares, in either form."""
     owner = _owner(cls, name)
-    types = type_arguments(cls, given)
-    # A base named without arguments keeps its own type variables.
-    names = Namespace(owner, types.get(owner, types[cls]))
-    spec = parse(own_annotations(owner).get(name, Any), names)
+    spec = parse(own_annotations(owner).get(name, Any), names[owner])
     fields = getattr(cls, "__dataclass_fields__", {})
     fields = owner.__dict__.get("__dataclass_fields__", fields)
     kind = fields[name].metadata.get(KIND) if name in fields else None
@@ -198,43 +166,17 @@ def _declared(cls: type, name: str, given: Given) -> Spec:
 
 def _owner(cls: type, name: str) -> type:
     """The class that gives `cls` a field. A mixin that is not a record gives none."""
-    if is_typed_dict(cls):  # its annotations include those of its bases
-        annotation = own_annotations(cls)[name]
-        bases = reversed(lineage(cls))
-        return next(c for c in bases if own_annotations(c).get(name) is annotation)
     has_fields = {"__dataclass_fields__", "_fields"}
-    bases = (c for c in lineage(cls) if has_fields & c.__dict__.keys())
+    bases = (c for c in cls.__mro__ if has_fields & c.__dict__.keys())
     return next((c for c in bases if name in own_annotations(c)), cls)
 
 
-def declared_inside(cls: type, spec: Spec) -> tuple[dict[str, Spec], Spec]:
-    """What `spec` and the class declare: for each field, and for everything below.
-
-    The latter comes from type variables that no field of the class mentions.
-    """
-    for origin, given in spec.records:
-        if given and origin in cls.__mro__:
-            # `cls` may have renamed the variables of `origin`, or bound them.
-            types = type_arguments(cls).get(origin, {})
-            named = ((types.get(v, v), inner) for v, inner in given)
-            own = tuple(x for x in named if isinstance(x[0], typing.TypeVar))
-            return declarations(cls, own), _declared_below(cls, own)
-    return declarations(cls), NOTHING
-
-
-def _declared_below(cls: type, given: Given) -> Spec:
-    kinds: set[Kind] = set()
-    for variable, spec in given:
-        with_nothing = declarations(cls, ((variable, NOTHING),))
-        if declarations(cls, ((variable, spec),)) == with_nothing:
-            kinds |= kinds_in(spec)
-    try:
-        return merge([Spec(kind=kind) for kind in kinds])
-    except TypeError as e:
-        raise TypeError(
-            f"The arguments of `{cls.__qualname__}[...]`: {e}. No field of the class"
-            " mentions its type variables, so they count for everything in it."
-        ) from None
+def declared_inside(cls: type, spec: Spec) -> dict[str, Spec]:
+    """What the fields of a class declare, where an annotation says `spec` of it."""
+    for record in spec.records:
+        if record[0] in cls.__mro__:
+            return declarations(cls, record)
+    return declarations(cls)
 
 
 def declared_child(spec: Spec, node: Any, key: Any) -> Spec:
@@ -243,21 +185,12 @@ def declared_child(spec: Spec, node: Any, key: Any) -> Spec:
     if isinstance(node, dict):
         # A `TypedDict` is known from the annotation alone: its values are plain dicts.
         records = [x for x in spec.records if is_typed_dict(x[0])]
-        return _merge_entries(records, key.key, element) if records else element
+        found = [declarations(x[0], x).get(key.key, NOTHING) for x in records]
+        return merge([element, *found]) if found else element
     if not is_record(type(node)):
         return element
-    declared, below = declared_inside(type(node), spec)
     name = getattr(key, "name", getattr(key, "key", None))
-    return declared.get(name, below if element is NOTHING else element)
-
-
-def _merge_entries(records: list[tuple[type, Given]], name: Any, element: Spec) -> Spec:
-    try:
-        found = [declarations(*record).get(name, NOTHING) for record in records]
-        return merge([element, *found])
-    except TypeError as e:
-        classes = " or ".join(f"`{cls.__qualname__}`" for cls, _ in records)
-        raise TypeError(f"The entry {name!r} of {classes}: {e}.") from None
+    return declared_inside(type(node), spec).get(name, element)
 
 
 def check_declarations(cls: type) -> None:

@@ -150,17 +150,7 @@ def is_kind(x: object) -> bool:
     return isinstance(x, type) and issubclass(x, TreePart)
 
 
-# --- `es.Axes`: names for the axes of arrays that another class has annotated, or not.
-
-
-_NO_PATH: Final = """`es.Axes({args})`: say which array below the field has which \
-axes, as in `es.Axes(weight="mlp embed")`. For a field that is an array itself, write \
-`Float[Array, "mlp embed"]`."""
-
-_NOT_TEXT: Final = """`es.Axes({path}={dims!r})`: the axes of an array are text, as in \
-jaxtyping: `es.Axes({path}="mlp embed")`."""
-
-_BAD_TEXT: Final = "`es.Axes({path}={dims!r})`: {reason}."
+_BAD_AXES: Final = "`es.Axes({path}={dims!r})`: {reason}."
 
 
 class Axes:
@@ -194,7 +184,7 @@ class Axes:
     # By the path of each array below the field, `layers[0].weight`.
     dims: dict[str, Dims]
 
-    def __init__(self, *args: Any, **paths: str):
+    def __init__(self, **paths: str):
         """**Arguments:**
 
         - `**paths`: for the path of an array below the field, the names of its axes as
@@ -204,27 +194,25 @@ class Axes:
 
         **Raises:**
 
-        - `TypeError`: there is no path, or the axes are not text.
+        - `TypeError`: the axes are not text.
         - `ValueError`: jaxtyping would not accept the text.
         """
-        if args or not paths:
-            raise TypeError(_NO_PATH.format(args=", ".join(map(repr, args))))
-        self._texts = tuple(paths.items())
+        self._texts = paths
         self.dims = {}
-        for path, text in self._texts:
-            if not isinstance(text, str):
-                raise TypeError(_NOT_TEXT.format(path=path, dims=text))
+        for path, dims in paths.items():
+            if not isinstance(dims, str):
+                reason = f'give text, as to jaxtyping: `es.Axes({path}="mlp embed")`'
+                raise TypeError(_BAD_AXES.format(path=path, dims=dims, reason=reason))
             try:
-                self.dims[path] = read_dims(text)
+                self.dims[path] = read_dims(dims)
             except ValueError as e:
                 reason = str(e).rstrip(".")
-                raise ValueError(
-                    _BAD_TEXT.format(path=path, dims=text, reason=reason)
-                ) from None
+                message = _BAD_AXES.format(path=path, dims=dims, reason=reason)
+                raise ValueError(message) from None
 
     def below(self, outer: "Axes") -> "Axes":
         """These axes inside of others, which count where both say something."""
-        return Axes(**dict(self._texts) | dict(outer._texts))
+        return Axes(**self._texts | outer._texts)
 
     # In an annotation it must have a hash, and two made alike are equal.
 
@@ -236,28 +224,25 @@ class Axes:
 
     def __repr__(self) -> str:
         if all(path.isidentifier() for path in self.dims):
-            return f"es.Axes({', '.join(f'{p}={text!r}' for p, text in self._texts)})"
-        return f"es.Axes(**{dict(self._texts)!r})"
-
-
-# --- What an annotation declares, as a small tree that follows its containers.
-#
-# `dict[str, es.State]` declares nothing for the dict itself and `State` for its values.
+            texts = (f"{path}={text!r}" for path, text in self._texts.items())
+            return f"es.Axes({', '.join(texts)})"
+        return f"es.Axes(**{self._texts!r})"
 
 
 class Spec(NamedTuple):
     """What an annotation declares for a value and, one level down, for its elements.
 
-    `items` is for the first elements of a tuple, `each` for all others. `records` are
-    the named classes whose own annotations declare more, each with what its type
-    variables stand for here.
+    `dict[str, es.State]` declares nothing for the dict itself and `State` for `each`
+    value. `items` is for the elements of a `tuple[A, B]`, by place. `records` are the
+    classes whose own annotations declare more, each with what its type variables stand
+    for here. A union declares what its members do.
     """
 
     kind: Kind | None = None
     each: "Spec | None" = None
     items: "tuple[Spec, ...]" = ()
-    records: "tuple[tuple[type, Given], ...]" = ()
-    unresolved: bool = False
+    records: "tuple[Record, ...]" = ()
+    unresolved: bool = False  # whether a name that could not be found decides the kind
     dims: tuple[Dims, ...] = ()
     axes: tuple[Axes, ...] = ()
 
@@ -273,64 +258,9 @@ class Spec(NamedTuple):
         has_item = index is not None and index < len(self.items)
         return self.items[index] if has_item else each
 
-    def below(self) -> "list[Spec]":
-        """All specs one level down."""
-        given = [inner for _, given in self.records for _, inner in given]
-        return [*([] if self.each is None else [self.each]), *self.items, *given]
 
-
+Record: TypeAlias = tuple[type, tuple[tuple[Any, Spec], ...]]
 NOTHING = Spec()
-# Type variables, and what each stands for.
-Given: TypeAlias = tuple[tuple[Any, Spec], ...]
-
-
-def is_unresolved(spec: Spec) -> bool:
-    """Whether a name in the annotation, however deep, could not be resolved."""
-    return spec.unresolved or any(map(is_unresolved, spec.below()))
-
-
-def kinds_in(spec: Spec) -> set[Kind]:
-    """The kinds that an annotation names, however deep."""
-    own = set() if spec.kind is None else {spec.kind}
-    return own.union(*map(kinds_in, spec.below()))
-
-
-def as_resolved(spec: Spec) -> Spec:
-    """`spec` without its unresolved names, which declare nothing then."""
-    each = None if spec.each is None else as_resolved(spec.each)
-    items = tuple(map(as_resolved, spec.items))
-    records = tuple(
-        (cls, tuple((variable, as_resolved(inner)) for variable, inner in given))
-        for cls, given in spec.records
-    )
-    return Spec(spec.kind, each, items, records, False, spec.dims, spec.axes)
-
-
-class StandIn(type):
-    """A class in the place of an annotation whose `spec` is known already.
-
-    Anything may be done with it, as with a name that stands for a class or a module.
-    """
-
-    spec: Spec
-
-    def __getattr__(cls, name: str) -> Any:
-        return unresolved(f"{cls.__name__}.{name}")
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-    __iter__ = None  # or `*Missing` would get items without end
-
-
-def stand_in(spec: Spec, name: str = "stated") -> type:
-    """A class that is read as `spec`; it can be in any annotation."""
-    return StandIn(name, (), {"spec": spec})
-
-
-def unresolved(name: str) -> type:
-    """A stand-in for a name that does not exist (yet)."""
-    return stand_in(Spec(unresolved=True), name)
 
 
 def merge(specs: list[Spec]) -> Spec:
@@ -344,21 +274,18 @@ def merge(specs: list[Spec]) -> Spec:
         raise TypeError(f"it names two different kinds, {names}, for one place")
     each = [s.each for s in specs if s.each is not None]
     columns = itertools.zip_longest(*(s.items for s in specs), fillvalue=NOTHING)
+    # `Box[es.State] | Box[list[es.State]]` says two things of one variable.
+    records: dict[type, dict[Any, Spec]] = {}
+    for cls, given in (record for s in specs for record in s.records):
+        here = records.setdefault(cls, {})
+        for variable, spec in given:
+            here[variable] = merge([here.get(variable, NOTHING), spec])
     return Spec(
         kind=next(iter(kinds), None),
         each=merge(each) if each else None,
         items=tuple(merge(list(column)) for column in columns),
-        records=_merge_records([record for s in specs for record in s.records]),
+        records=tuple((cls, tuple(given.items())) for cls, given in records.items()),
         unresolved=any(s.unresolved for s in specs),
         dims=tuple(dict.fromkeys(dims for s in specs for dims in s.dims)),
         axes=tuple(dict.fromkeys(axes for s in specs for axes in s.axes)),
     )
-
-
-def _merge_records(records: list[tuple[type, Given]]) -> tuple[tuple[type, Given], ...]:
-    found: dict[type, dict[Any, Spec]] = {}
-    for cls, given in records:
-        here = found.setdefault(cls, {})
-        for variable, spec in given:
-            here[variable] = merge([here.get(variable, NOTHING), spec])
-    return tuple((cls, tuple(given.items())) for cls, given in found.items())
