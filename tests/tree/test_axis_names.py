@@ -122,35 +122,9 @@ def test_a_name_is_at_the_axis_that_jaxtyping_gives_it(tokens_and_shape):
 
 AB = Float[Array, "a b"]
 Weights = typing.NewType("Weights", AB)  # pyright: ignore[reportArgumentType]
+
+
 # As text: each is tried as it is, and as `from __future__ import annotations` does.
-FORMS = [
-    "AB",
-    "Float[Array, 'a b']",
-    "es.Parameter[AB]",
-    "es.Buffer[es.Parameter[AB]]",
-    "Annotated[AB, es.Parameter]",
-    "Annotated[AB, 'some text']",
-    "AB | None",
-    "es.Parameter[AB | None]",
-    "es.Parameter[AB] | None",
-    "typing.Optional[AB]",
-    "Float[Array | np.ndarray, 'a b']",
-    "Float[Float[Array, 'b'], 'a']",
-    "Float[Any, 'a b']",
-    "AB | Float[Array, 'a']",
-    "Float[Array, 'c'] | AB",
-    "Weights",
-]
-
-
-@pytest.mark.parametrize("annotation", FORMS)
-@pytest.mark.parametrize("as_text", [False, True], ids=["value", "text"])
-def test_forms_of_an_annotation(annotation, as_text):
-    annotation = annotation if as_text else eval(annotation)
-    for base in es.Module, eqx.Module:
-        assert names_of_field(annotation, jnp.zeros((3, 2)), base) == ("a", "b")
-
-
 @pytest.mark.parametrize(
     "annotation",
     [
@@ -230,19 +204,6 @@ def test_annotations_that_are_text(monkeypatch):
     assert (names.w, names.up.weight) == (("a", "b"), ("mlp", "embed"))
 
 
-def test_a_subclass_that_annotates_anew_replaces_the_names():
-    class Net(es.Module):
-        w: es.Parameter[AB]
-        v: es.Parameter[AB]
-
-    class Other(Net):
-        w: es.Parameter[Float[Array, "c d"]]
-        v: es.Parameter
-
-    names = es.axis_names(Other(jnp.zeros((3, 2)), jnp.zeros((3, 2))))
-    assert (names.w, names.v) == (("c", "d"), (None, None))
-
-
 # --- Trees ----------------------------------------------------------------------------
 
 
@@ -262,11 +223,6 @@ def test_every_array_has_a_tuple_and_everything_else_none():
     assert (names[0].key, names[0].table) == (("keys",), ("n",))
     assert (names[0].name, names[0].size) == (None, 1)
     assert names[1] == [None, (None,)]
-
-
-@pytest.mark.parametrize("tree", [(), [], {}, None, [None]], ids=repr)
-def test_trees_without_arrays(tree):
-    assert es.axis_names(tree) == tree
 
 
 class Net(es.Module):
@@ -295,21 +251,6 @@ def by_name(tree: Any) -> dict[str, Any]:
     return {p.name: n for p, n in zip(es.parts(tree), names, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda net: net.eval(),
-        lambda net: net.freeze(),
-        lambda net: jax.eval_shape(lambda: net),
-        lambda net: jax.tree.map(np.asarray, net),
-        lambda net: jax.tree.map(lambda x: x[:0], net),
-    ],
-    ids=["eval", "frozen", "shapes", "NumPy", "empty"],
-)
-def test_names_do_not_depend_on_modes_and_values(change):
-    assert by_name(change(net())) == EXPECTED
-
-
 def test_names_of_what_a_filter_has_left():
     params = es.filter(net(), es.path_matches("*weight"))
     weights = {k: v for k, v in EXPECTED.items() if k.endswith("weight")}
@@ -318,21 +259,6 @@ def test_names_of_what_a_filter_has_left():
     assert by_name(es.filter(net(), es.Parameter).replace(up=None)) == {
         name: EXPECTED[name] for name in ("w", "plain.weight", "plain.bias")
     }
-
-
-def test_a_layer_without_a_bias_has_a_hole_there():
-    layer = eqx.nn.Linear(2, 3, use_bias=False, key=jr.key(0))
-    assert es.axis_names(net().replace(up=layer)).up.weight == ("mlp", "embed")
-
-
-def test_names_in_a_transform():
-    def check(model):
-        assert by_name(model) == EXPECTED
-        model.state = model.state + 1.0
-        assert by_name(model) == EXPECTED
-        return es.axis_names(model).w
-
-    assert es.jit(es.mutable(check))(net())[0] == ("mlp", "embed")
 
 
 def test_a_stack_has_no_names_in_front():
@@ -505,17 +431,6 @@ def test_moments_unlike_their_parameters_have_no_names():
                     like, unlike = like + is_like, unlike + (not is_like)
             assert unlike
             assert like or model is stack  # where all moments are factored
-
-
-def test_an_optimizers_state_without_its_optimizer():
-    class Trained(es.Module):
-        state: es.OptState[Any]
-
-    adafactor = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    names = by_name(Trained(adafactor.init(es.filter(net(), es.trainable))))
-    assert {x for n, x in names.items() if n.endswith(".v_row.w")} == {(None,)}
-    names = by_name(Trained(optax.adam(0.1).init(es.filter(net(), es.trainable))))
-    assert {x for n, x in names.items() if n.endswith(".mu.w")} == {("mlp", "embed")}
 
 
 def test_averages_have_the_names_of_what_is_averaged():

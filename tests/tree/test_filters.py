@@ -10,7 +10,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
@@ -200,33 +199,11 @@ def test_inside_a_class_is_however_deep_and_for_subclasses_too():
     assert not es.inside(Model)(part)
 
 
-@jax.numpy_dtype_promotion("standard")
-def test_what_is_inside_a_wrapper_is_not_trained():
-    class Net(es.Module):
-        fixed: Wrapped
-        free: es.Parameter
-        norm: Norm
-
-        def __call__(self, x):
-            self.norm.mean = x
-            return jnp.sum(self.free * self.fixed.inner * x)
-
-    wrt = es.all_of(es.trainable, es.not_(es.inside((Wrapped, Norm))))
-    net = Net(Wrapped(jnp.ones(2)), jnp.ones(2), make_norm())
-    (_, new), grads = es.value_and_grad(lambda m, x: m(x), wrt=wrt)(net, jnp.ones(2))
-    assert [part.name for part in es.parts(grads)] == ["free"]
-    optimizer = es.Optimizer(optax.adamw(0.1, weight_decay=0.1), wrt=wrt).init(net)
-    new, _ = optimizer.update(grads, new)
-    assert (new.fixed.inner == 1.0).all()
-    assert (new.free != 1.0).all()
-    assert (new.norm.mean == 1.0).all()
-
-
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [
-        (es.Parameter, r"`es\.inside\(es\.Parameter\)`: a kind is a filter itself"),
-        ((Norm, es.State), r"`es\.inside\(es\.State\)`: a kind is a filter itself"),
+        (es.Parameter, r"`es\.inside\(es\.Parameter\)`.*A kind is a filter itself"),
+        ((Norm, es.State), r"`es\.inside\(es\.State\)`.*A kind is a filter itself"),
         (make_norm(), r"give a class of modules"),
         ("Norm", r"`es\.inside\('Norm'\)`: give a class"),
         ([Norm], r"or a tuple of them"),
@@ -306,23 +283,19 @@ def test_a_combinator_may_be_asked_about_a_part():
 @pytest.mark.parametrize(
     "wrong",
     [
-        *("es.Parameter", 3, None, True, (es.Parameter,), int, es.Module, jnp.ones(2)),
+        *("es.Parameter", 3, None, (es.Parameter,), int, es.Module, jnp.ones(2)),
+        eqx.nn.Linear,
         es.State[jax.Array],
     ],
     ids=str,
 )
 def test_what_is_no_filter(wrong):
-    match = r"is not a filter.*`es.Parameter`.*es.path_matches"
+    match = r"is not a filter.*`es.Parameter`.*es.path_matches.*es.inside"
     with pytest.raises(TypeError, match=match):
         es.filter(MODEL, wrong)
     for combine in (es.any_of, es.all_of, es.not_):
         with pytest.raises(TypeError, match=match):
             es.filter(MODEL, combine(wrong))
-
-
-def test_a_class_of_modules_is_no_filter_but_what_lies_inside():
-    with pytest.raises(TypeError, match=r"such modules is `es\.inside\(Linear\)`\.$"):
-        es.filter(MODEL, eqx.nn.Linear)
 
 
 NOTHING = {
@@ -344,11 +317,6 @@ def test_under_must_select_something(where):
         es.filter(MODEL, es.under(where))
 
 
-def test_an_error_in_where_is_the_users_own():
-    with pytest.raises(AttributeError, match="no_such_field"):
-        es.filter(MODEL, es.under(lambda m: m.no_such_field))
-
-
 # --- Places that are hard to tell apart -----------------------------------------------
 
 
@@ -356,12 +324,6 @@ def test_under_tells_equal_leaves_apart():
     one = jnp.ones(2)
     tree = [one, one, (), {"a": one}]
     assert selected(es.under(lambda t: t[1]), tree=tree) == {"[1]"}
-
-
-def test_under_tells_places_of_one_module_apart():
-    linear = eqx.nn.Linear(1, 1, use_bias=False, key=jr.key(0))
-    got = selected(es.under(lambda t: t[1]), tree=[linear, linear])
-    assert got == {"[1].weight"}
 
 
 def test_under_takes_a_container_of_the_tree_as_one_node():
@@ -376,32 +338,6 @@ def test_under_takes_a_container_of_the_tree_as_one_node():
 def test_under_looks_at_holes_of_other_leaves():
     params = es.filter(MODEL, es.Parameter)
     assert selected(es.under(lambda m: m.layers[0]), tree=params) == {"layers[0].scale"}
-
-
-def test_trainable_excludes_what_lies_below_a_frozen_module(getkey):
-    class Net(es.Module):
-        norm: Norm
-        linear: eqx.nn.Linear
-        many: dict[str, eqx.nn.Linear]
-
-    net = Net(
-        make_norm(),
-        eqx.nn.Linear(1, 1, use_bias=False, key=getkey()),
-        {"a": eqx.nn.Linear(1, 1, use_bias=False, key=getkey())},
-    )
-    assert selected(es.trainable, tree=net) == {
-        "norm.scale",
-        "linear.weight",
-        "many['a'].weight",
-    }
-    assert selected(es.trainable, tree=net.freeze()) == set()
-    # The nearest `es.Module` decides.
-    nearest = net.freeze().unfreeze(lambda m: m.norm)
-    assert selected(es.trainable, tree=nearest) == {"norm.scale"}
-    assert selected(es.trainable, tree=net.freeze(lambda m: m.norm)) == {
-        "linear.weight",
-        "many['a'].weight",
-    }
 
 
 PREDICATES = [
@@ -427,15 +363,3 @@ def test_predicates_of_arrays_would_select_nothing(predicate):
             call()
     right = es.filter(model, lambda part: predicate(part.value))
     assert right["w"] is model["w"]
-
-
-def test_a_function_of_the_model_is_an_error_that_names_under():
-    match = r"no attribute `weight`.*es\.under\(lambda m: m\.weight\).*part\.value"
-    with pytest.raises(AttributeError, match=rf"(?s){match}"):
-        es.filter(eqx.nn.Linear(2, 2, key=jr.key(0)), lambda m: m.weight)
-
-
-def test_a_name_is_an_error_that_says_how_to_match_it():
-    match = r"es\.path_matches\('head'\).*es\.path_matches\('head\.\*'\)"
-    with pytest.raises(TypeError, match=match):
-        es.filter({"head": jnp.ones(2)}, "head")

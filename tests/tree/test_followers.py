@@ -179,12 +179,6 @@ def test_before_init_there_is_nothing_to_follow():
     assert values((net(), es.Optimizer(optax.adam(0.1))), {...: 0})["[0].count"] == 0
 
 
-def test_what_is_not_initialized_hides_no_other():
-    tree = es.Ema(0.9), net(), es.Optimizer(optax.adam(0.1)).init(net())
-    got = values(tree, {es.under(lambda t: t[1].head): "head", ...: "rest"})
-    assert got["[2].opt_state[0].mu.head.weight"] == "head"
-
-
 def test_a_part_of_a_model_and_another_class_are_not_the_model():
     class Other(es.Module):
         body: eqx.nn.MLP
@@ -196,17 +190,6 @@ def test_a_part_of_a_model_and_another_class_are_not_the_model():
         got = values(tree, {es.under(lambda t: t["b"].head): "head", ...: "rest"})
         assert got["['a'][1].opt_state[0].mu.head.weight"] == "head"
         assert got["['a'][1].opt_state[0].mu.body.layers[0].weight"] == "rest"
-
-
-def test_shapes_instead_of_arrays():
-    optimizer = es.Optimizer(optax.adam(0.1))
-
-    def make():
-        return net(), optimizer.init(net())
-
-    rules = {es.under(lambda t: t[0].head): "head", es.Parameter: "p", ...: "rest"}
-    abstract = es.spec(eqx.filter_eval_shape(make), rules)
-    assert eqx.tree_equal(abstract, es.spec(make(), rules))
 
 
 def test_a_stack_of_models_with_a_stack_of_optimizers():

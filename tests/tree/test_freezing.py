@@ -199,84 +199,6 @@ def test_the_optimizer_is_as_large_as_one_for_the_head(tuned):
 
 
 @standard
-@jax.debug_key_reuse(False)  # on purpose: the same draws twice
-def test_it_equals_training_the_head_on_fixed_features(tuned):
-    backbone = tuned.start.backbone
-    params, static = eqx.partition(tuned.start.head, eqx.is_array)
-    state = ADAMW.init(params)
-
-    @eqx.filter_jit
-    def features_of(backbone):
-        return es.mutable(es.vmap(backbone, axis_name="batch"))(XS)
-
-    @jax.jit
-    @jax.grad
-    def gradients(params, features):
-        out = jax.vmap(eqx.combine(params, static))(features)
-        return jnp.mean((out - YS) ** 2)
-
-    for _ in range(STEPS):
-        features, backbone = features_of(backbone)
-        updates, state = ADAMW.update(gradients(params, features), state, params)
-        params = optax.apply_updates(params, updates)
-    new = eqx.filter(tuned.new.head, eqx.is_array)
-    assert eqx.tree_equal(new, params, rtol=1e-5, atol=1e-6)
-    leaves = [jax.tree.leaves(tree) for tree in (tuned.optimizer.opt_state, state)]
-    assert eqx.tree_equal(*leaves, rtol=1e-4, atol=1e-6)
-    # The keys of a frozen backbone in train mode go on: its dropout is at work.
-    keys = (es.filter(m, es.Rng) for m in (tuned.new.backbone, backbone))
-    assert eqx.tree_equal(*keys)
-
-
-@standard
-def test_evaluating_between_the_steps_unfreezes_nothing():
-    model = start = Net(block(), head()).freeze(lambda m: m.backbone)
-    step, optimizer = make_step(es.trainable), es.Optimizer(ADAMW).init(model)
-    for _ in range(3):
-        model, optimizer, _ = step(model, optimizer)
-        model = model.eval()
-        assert not model.backbone.norm.training
-        model = model.train()
-    assert moved(start, model) == HEAD
-
-
-@standard
-def test_freezing_inside_the_step_lasts_as_long_as_the_step_says():
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, optimizer):
-        model = es.freeze(model, lambda m: m.backbone)
-        _, grads = es.value_and_grad(loss_fn)(model, XS, YS)
-        model, optimizer = optimizer.update(grads, model)
-        return es.unfreeze(model), optimizer
-
-    model = start = Net(block(), head())
-    frozen = es.freeze(model, lambda m: m.backbone)
-    optimizer = es.Optimizer(ADAMW).init(frozen)
-    for _ in range(3):
-        model, optimizer = step(model, optimizer)
-    assert moved(start, model) == HEAD
-    assert jax.tree.structure(model) == jax.tree.structure(start)
-
-
-def test_freezing_works_inside_plain_jit():
-    class Scale(es.Module):
-        factor: es.Parameter
-
-    class Two(es.Module):
-        a: Scale
-        b: Scale
-
-    two = Two(Scale(1.0), Scale(2.0))
-    inside = jax.jit(lambda m: m.freeze(lambda m: m.a))(two)
-    assert jax.tree.structure(inside) == jax.tree.structure(two.freeze(lambda m: m.a))
-    assert names(es.filter(inside, es.trainable)) == ["b.factor"]
-    assert jax.tree.structure(
-        jax.jit(lambda m: es.unfreeze(m))(inside)
-    ) == jax.tree.structure(two)
-
-
-@standard
 def test_plain_layers_follow_their_nearest_es_module():
     layers = [eqx.nn.Linear(3, 4, key=jr.key(0)), block().norm, es.nn.Dropout(key=0)]
     alone = es.freeze(eqx.nn.Sequential(layers))
@@ -294,13 +216,6 @@ def test_plain_layers_follow_their_nearest_es_module():
 
     held = es.freeze(Net(Holder(alone), head()), lambda m: m.backbone)
     assert set(names(es.filter(held, es.trainable))) == HEAD
-
-
-@standard
-def test_a_filter_is_about_parameters_and_lets_statistics_run():
-    model = Net(block(), head())
-    new, *_ = fit(model, NOT_THE_BACKBONE)
-    assert moved(model, new) == HEAD | STATISTICS
 
 
 # --- Gradual unfreezing -------------------------------------------------------------
@@ -336,35 +251,6 @@ def test_unfrozen_the_backbone_moves_with_a_fresh_optimizer(tuned):
     if tuned.way.startswith("freeze"):
         with pytest.raises(ValueError, match=r"(?s)`backbone\.linear\..*fresh one"):
             tuned.optimizer.update(grads, model)
-
-
-class Deep(es.Module):
-    layers: list[Block]
-    head: eqx.nn.Linear
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-@standard
-def test_layer_by_layer_each_phase_is_traced_once():
-    step = make_step(es.trainable, max_traces=3)
-    model = Deep([Block(3, 5, jr.key(0)), Block(5, 4, jr.key(1))], head())
-    model = es.configure(model, p=0.0)  # quicker to compile
-    model, expected, sizes = es.freeze(model, lambda m: m.layers), set(HEAD), []
-    for i in (None, 1, 0):
-        if i is not None:
-            model = model.unfreeze(lambda m, i=i: m.layers[i])
-            layer = {n for n in names(model) if n.startswith(f"layers[{i}].")}
-            expected |= layer - {f"layers[{i}].dropout.rng"}
-        before, optimizer = model, es.Optimizer(ADAMW).init(model)
-        sizes.append(memory(optimizer.opt_state))
-        for _ in range(2):
-            model, optimizer, _ = step(model, optimizer)
-        assert moved(before, model) == expected
-    assert sizes == sorted(set(sizes))
 
 
 # --- Wrapping what is frozen ----------------------------------------------------------
@@ -416,22 +302,3 @@ def test_what_takes_the_place_of_a_frozen_layer_is_frozen(where, wrap):
         assert trained_names(tuned) - trained_names(wrapped) == {"inner.scale"}
     assert trained_names(wrapped.unfreeze()) == trained_names(wrap(start))
     assert jax.tree.structure(wrapped.unfreeze()) == jax.tree.structure(wrap(start))
-
-
-def test_a_plain_layer_that_is_taken_out_knows_nothing_of_its_old_place():
-    frozen = Scaled(eqx.nn.Linear(2, 2, key=jr.key(0))).freeze()
-    assert trained_names(Scaled(frozen.inner)) == {
-        "inner.weight",
-        "inner.bias",
-        "scale",
-    }
-
-
-def test_an_es_module_stays_frozen_wherever_it_is_put():
-    frozen = Scaled(eqx.nn.Linear(2, 2, key=jr.key(0))).freeze()
-    for wrapped in (Scaled(frozen), eqx.nn.Sequential([frozen, Scaled(frozen)])):
-        assert trained_names(wrapped) <= {"scale", "layers[1].scale"}
-    model = Scaled(frozen)
-    new = after_a_step(model)
-    assert eqx.tree_equal(new.inner, frozen)
-    assert new.scale != model.scale

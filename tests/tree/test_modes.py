@@ -198,28 +198,6 @@ def test_inference_mode_reaches_the_layers_of_es():
     assert not jnp.array_equal(new.layers[0].mean, model.layers[0].mean)
 
 
-def test_inference_mode_keeps_what_is_frozen():
-    frozen = make_model().freeze()
-    model = eqx.nn.inference_mode(frozen)
-    assert set(flags(model, "frozen").values()) == {True}
-    assert same(model, frozen.eval())
-
-
-def test_inference_mode_inside_a_transform():
-    norm = make_norm()
-    seen = []
-
-    @jax.jit
-    def f(norm):
-        norm = eqx.nn.inference_mode(norm)
-        seen.append(norm.training)
-        return norm
-
-    assert same(f(norm), norm.eval()) or eqx.tree_equal(f(norm), norm.eval())
-    assert seen == [False]
-    assert f(norm).training is False
-
-
 def test_inference_is_true_in_eval_mode():
     norm = make_norm()
     assert not norm.inference
@@ -256,11 +234,6 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def test_a_bound_method_keeps_its_module():
-    model = make_model()
-    assert es.eval(model.filter).__self__.training is False
-
-
 def test_the_mode_is_part_of_the_structure():
     model = make_norm()
 
@@ -283,54 +256,12 @@ def frozen(tree: Any) -> set[str]:
     return {name for name, flag in flags(tree, "frozen").items() if flag}
 
 
-ALL = {"", "norm", "layers[0]", "layers[2][0]", "inner.norm"}
-WHERE = {
-    "everything": (lambda m: m, ALL),
-    "a field": (lambda m: m.norm, {"norm"}),
-    "a plain module around one": (lambda m: m.inner, {"inner.norm"}),
-    "an element": (lambda m: m.layers[0], {"layers[0]"}),
-    "a list": (lambda m: m.layers, {"layers[0]", "layers[2][0]"}),
-    "a tuple of the tree": (lambda m: m.layers[2], {"layers[2][0]"}),
-    "a tuple of nodes": (lambda m: (m.norm, m.inner), {"norm", "inner.norm"}),
-    "a list of nodes": (lambda m: [m.norm, m.inner], {"norm", "inner.norm"}),
-    "one in another": (lambda m: (m, m.norm), ALL),
-}
-
-
-@pytest.mark.parametrize(("where", "names"), WHERE.values(), ids=list(WHERE))
-def test_freeze_where(where, names):
-    model = make_model()
-    assert frozen(model.freeze(where)) == frozen(es.freeze(model, where)) == names
-    assert frozen(model) == set()
-    everything = model.freeze()
-    assert frozen(everything) == ALL
-    assert frozen(everything.unfreeze(where)) == ALL - names
-    assert frozen(es.unfreeze(everything, where)) == ALL - names
-    assert same(model.freeze(where).unfreeze(where), model)
-    assert same(everything.unfreeze(), model)
-
-
-def test_freeze_takes_containers_of_the_tree_as_they_are():
-    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
-    model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh), linear, es.nn.BatchNorm(2)])
-    assert frozen(es.freeze(model, lambda m: m.layers)) == {"layers[2]"}
-
-
 def test_freeze_tells_places_of_one_module_apart():
     class Plain(es.Module):
         w: es.Parameter
 
     plain = Plain(jnp.ones(2))
     assert frozen(es.freeze([plain, plain], lambda t: t[0])) == {"[0]"}
-
-
-def test_the_parameters_of_plain_layers_in_a_frozen_module_are_not_trainable():
-    model = make_model()
-    names = {part.name for part in es.parts(es.filter(model, es.trainable))}
-    assert {"linear.weight", "linear.bias", "norm.scale", "inner.norm.scale"} <= names
-    assert es.parts(es.filter(model.freeze(), es.trainable)) == []
-    got = es.filter(model.freeze().unfreeze(lambda m: m.layers[0]), es.trainable)
-    assert [part.name for part in es.parts(got)] == ["layers[0].scale"]
 
 
 def test_frozen_batch_stats_are_kept_and_used():

@@ -1,7 +1,6 @@
 """Annotations that are text, and the parts of a tree."""
 
 import collections
-import copy
 import dataclasses
 import functools as ft
 import sys
@@ -83,19 +82,6 @@ def test_a_module_with_postponed_annotations(make, base):
             "f": es.Rng,
         }.items()
     }
-
-
-def test_names_are_looked_up_where_the_annotation_is_written(make):
-    parent = make("Mine = es.State\nclass Parent(es.Module):\n    x: Mine", "parent")
-    source = """
-        from parent import Parent
-        Mine = es.Buffer
-        class Child(Parent):
-            y: Mine
-    """
-    child = make(source, "child").Child(ONE, ONE)
-    assert kinds(child) == {"x": es.State, "y": es.Buffer}
-    assert kinds(parent.Parent(ONE)) == {"x": es.State}
 
 
 LOCAL = {
@@ -243,17 +229,6 @@ def test_a_name_inside_a_declaration_would_decide_too(make):
         es.parts(module.Model(module.Inner(ONE), None))
 
 
-def test_a_name_that_would_decide_may_be_in_a_base(make):
-    module = make("""
-        class Base(es.Module):
-            x: Missing
-        class Model(Base):
-            y: es.State
-    """)
-    with pytest.raises(TypeError, match=r"`Model\.x: Missing`.*cannot be resolved"):
-        es.parts(module.Model(ONE, ONE))
-
-
 @pytest.mark.parametrize("kind", ["es.State", "int"])
 def test_a_name_that_appears_later(make, kind):
     module = make("class Model(es.Module):\n    x: list[Missing]\n    y: Missing")
@@ -348,14 +323,6 @@ def test_parts_print_without_their_values():
     assert repr(es.parts(make_model())[0]) == (
         "Part(name='layers[0].norm.mean', kind=BatchStat, value=f32[1])"
     )
-
-
-def test_the_protocols_of_python_find_what_a_part_lacks():
-    # The advice about filters is for names that a user would write.
-    part = es.parts(make_model())[0]
-    assert copy.deepcopy(part).name == part.name
-    with pytest.raises(AttributeError, match="^__array__$"):
-        part.__array__()
 
 
 @pytest.mark.parametrize("tree", [None, 3, "a", [], {}, (None, [None]), jnp.tanh])

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
@@ -122,21 +121,6 @@ def test_filter_mask_spec_and_map_agree(tree, filters):
     on = es.all_of(*(filters or [es.TreePart]))
     mapped = es.map(lambda x: "selected", tree, on=on)
     assert same(mapped, jax.tree.map(lambda x, m: "selected" if m else x, tree, mask))
-
-
-@examples
-@given(trees)
-def test_nothing_modifies_its_input(tree):
-    leaves, structure = jax.tree.flatten(tree)
-    for f in (es.parts, es.filter, es.mask, es.partition, es.modules, es.train):
-        f(tree)
-    es.map(lambda x: None, tree)
-    es.map_modules(lambda module, name: None, tree)
-    es.spec(tree, {...: 0})
-    es.update(tree, es.filter(tree))
-    after = jax.tree.leaves(tree)
-    assert jax.tree.structure(tree) == structure
-    assert all(a is b for a, b in zip(leaves, after, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,26 +272,6 @@ def test_other_data_of_a_node_is_another_structure():
         es.update(sin, cos)
 
 
-def test_another_activation_is_another_leaf():
-    model = make_model()
-    assert es.update(model, model.replace(act=jnp.sin)).act is jnp.sin
-
-
-def test_update_inside_a_transform():
-    model = make_model()
-
-    @jax.jit
-    @jax.grad
-    def loss(params):
-        return jnp.sum(model.update(params).layers[0].linear.weight ** 2)
-
-    grads = loss(model.filter(es.Parameter))
-    assert jnp.allclose(
-        grads.layers[0].linear.weight, 2 * model.layers[0].linear.weight
-    )
-    assert grads.steps is None
-
-
 # --- spec, mask -----------------------------------------------------------------------
 
 
@@ -319,13 +283,6 @@ def test_spec():
     assert got.stats == {"n": "s"}
     assert got.steps == "else"
     assert (got.act, got.depth, got.dropout.p) == ("else", "else", "else")
-
-
-def test_in_spec_the_order_of_the_kinds_does_not_matter():
-    model = make_model()
-    values = {es.BatchStat: 1, es.TreePart: 2, es.State: 3, ...: 4}
-    turned = dict(reversed(values.items()))
-    assert same(es.spec(model, values, 0), es.spec(model, turned, 0))
 
 
 def test_spec_for_every_other_array():
@@ -342,25 +299,6 @@ def test_a_user_kind_takes_the_value_of_its_parent():
 
     assert es.spec(Mine(ONE), {es.State: 1, es.TreePart: 2}).x == 1
     assert es.spec(Mine(ONE), {es.BatchStat: 1}, default=5).x == 5
-
-
-def test_spec_as_axes_of_a_vmap():
-    norm = Norm(jnp.ones((3, 2)), jnp.zeros(2))
-    axes = es.spec(norm, {es.Parameter: 0})
-    out = jax.vmap(lambda m: m.scale + m.mean, in_axes=(axes,))(norm)
-    assert out.shape == (3, 2)
-
-
-def test_labels_and_masks_for_optax():
-    params = make_model().filter(es.Parameter)
-    labels = es.spec(params, {es.Parameter: "train"}, default="rest")
-    txs = {"train": optax.sgd(1.0), "rest": optax.set_to_zero()}
-    for tx in (
-        optax.multi_transform(txs, lambda _: labels),
-        optax.masked(optax.sgd(1.0), es.mask(params, es.Parameter)),
-    ):
-        updates, _ = tx.update(params, tx.init(params))
-        assert jnp.allclose(updates.layers[0].norm.scale, -1.0)
 
 
 # --- map ------------------------------------------------------------------------------

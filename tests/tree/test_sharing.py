@@ -1,5 +1,6 @@
-"""One module in several places: found where it has state, and the two ways to share."""
+"""One node in several places: refused where it has state, and the two ways to share."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -17,10 +18,6 @@ import eqx_state as es
 
 class Cache(es.State):
     pass
-
-
-class Dense(es.Module):
-    weight: es.Parameter = 2.0
 
 
 class Held(eqx.Module):
@@ -225,22 +222,6 @@ def test_found_when_a_scope_ends_by_whatever_transform(name, run, jit):
 # --- Allowed ------------------------------------------------------------------------
 
 
-def test_modules_that_are_equal_or_share_an_array_are_two():
-    count = jnp.array(0)
-    model = Two(Layer(1.0, count), [Layer(1.0, count), Layer(1.0, count)])
-    _, new = es.mutable(lambda m: m.b[1](1.0))(model)
-    assert [p.value.tolist() for p in es.parts(es.filter(new, es.State))] == [0, 0, 1]
-
-
-def test_a_module_without_state_may_be_in_two_places():
-    dense, plain = Dense(), eqx.nn.Linear(2, 2, key=jr.key(0))
-    model = Two([dense, plain], {"again": dense, "plain": plain})
-    grads, new = es.grad(lambda m: m.a[0].weight * m.b["again"].weight)(model)
-    # They are two from here on: each has a gradient of its own.
-    assert (grads.a[0].weight, grads.b["again"].weight) == (2.0, 2.0)
-    assert new.a[0] is not new.b["again"]
-
-
 @pytest.mark.parametrize("first", ["model", "average"])
 def test_a_constant_copy_is_no_second_state(first):
     # A moving average of a model starts as the model.
@@ -258,16 +239,6 @@ def test_a_constant_copy_is_no_second_state(first):
     assert (new.model.count, new.average.count) == (1, 0)
 
 
-def test_twice_in_a_buffer_is_no_state():
-    class Constants(es.Module):
-        a: es.Buffer[Layer]
-        b: es.Buffer[list[Layer]]
-
-    layer = Layer()
-    _, new = es.mutable(lambda m: None)(Constants(layer, [layer]))
-    assert new.a.count == new.b[0].count == 0
-
-
 # --- Hold it once -------------------------------------------------------------------
 
 
@@ -282,20 +253,25 @@ class Norm(es.Module):
         return self.scale * x + self.mean
 
 
-class CalledTwice(es.Module):
+class Batched(es.Module):
+    def __call__(self, xs):
+        return es.vmap(self.one, axis_name="batch")(xs)
+
+
+class CalledTwice(Batched):
     norm: Norm
 
-    def __call__(self, x):
+    def one(self, x):
         return self.norm(jnp.sin(self.norm(x)))
 
 
-class PassedOn(es.Module):
+class PassedOn(Batched):
     """Held by the parent, which hands it to two blocks."""
 
     norm: Norm
     blocks: list[Any]
 
-    def __call__(self, x):
+    def one(self, x):
         first, second = self.blocks
         return second(self.norm, jnp.sin(first(self.norm, x)))
 
@@ -317,7 +293,7 @@ def by_hand(scale, mean, xs):
 
 
 def loss_fn(model, xs):
-    return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
+    return jnp.mean(model(xs) ** 2)
 
 
 XS = jnp.array([0.5, -1.0, 2.0])
@@ -351,17 +327,153 @@ def test_held_once_and_called_twice(cls, how):
         assert [block.calls for block in new.blocks] == [1, 1]
 
 
-def test_held_once_in_a_loop_is_traced_once():
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model):
-        (_, model), grads = es.value_and_grad(loss_fn)(model, XS)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+# --- Tied by `eqx.nn.Shared` ---------------------------------------------------------
 
-    model, scale, mean = CalledTwice(Norm(1.5)), jnp.array(1.5), jnp.array(0.0)
-    for _ in range(3):
-        model = step(model)
-        grad, mean = jax.grad(by_hand, has_aux=True)(scale, mean, XS)
-        scale = scale - 0.1 * grad
-    assert jnp.allclose(model.norm.scale, scale, rtol=1e-5)
-    assert jnp.allclose(model.norm.mean, mean, rtol=1e-5)
+
+class Decoder(eqx.Module):
+    shared: eqx.nn.Shared
+
+    def __init__(self, key):
+        a, b = jr.split(key)
+        embed = eqx.nn.Embedding(5, 3, key=a)
+        head = eqx.nn.Linear(3, 5, use_bias=False, key=b)
+        self.shared = eqx.nn.Shared(
+            (embed, head), lambda t: t[1].weight, lambda t: t[0].weight
+        )
+
+    def __call__(self, token):
+        embed, head = self.shared()
+        return head(jnp.tanh(embed(token)))
+
+
+TOKENS = jnp.array([0, 3, 3, 1])
+
+
+def next_token_loss(model, tokens):
+    logits = jax.nn.log_softmax(es.vmap(model)(tokens[:-1]))
+    return -jnp.mean(logits[jnp.arange(3), tokens[1:]])
+
+
+def untied_loss(embedding, head, tokens):
+    logits = jax.nn.log_softmax(jnp.tanh(embedding[tokens[:-1]]) @ head.T)
+    return -jnp.mean(logits[jnp.arange(3), tokens[1:]])
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_tied_weight_gets_the_sum_of_both_gradients(jit):
+    model = Decoder(jr.key(0))
+    weight = model.shared.pytree[0].weight
+    loss, (left, right) = jax.value_and_grad(untied_loss, (0, 1))(
+        weight, weight, TOKENS
+    )
+    f = es.value_and_grad(next_token_loss)
+    (out, _), grads = (eqx.filter_jit(f) if jit else f)(model, TOKENS)
+    assert jnp.allclose(out, loss, rtol=1e-6)
+    assert [part.name for part in es.parts(grads)] == ["shared.pytree[0].weight"]
+    (grad,) = jax.tree.leaves(grads)
+    assert jnp.allclose(grad, left + right, atol=1e-6)
+    assert not jnp.allclose(grad, left, atol=1e-3)
+    assert not jnp.allclose(grad, right, atol=1e-3)
+
+
+class Around(eqx.Module):
+    """A block, with the `Norm` that it may share."""
+
+    norm: Norm
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class Counting(es.Module):
+    """A block with state of its own on the way to what it shares."""
+
+    norm: Norm
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return self.norm(x)
+
+
+class TiedNorm(Batched):
+    """The tied node is itself stateful: one `Norm` for two blocks."""
+
+    shared: eqx.nn.Shared
+
+    def one(self, x):
+        first, second = self.shared()
+        return second(jnp.sin(first(x)))
+
+
+class PlainTiedNorm(eqx.Module):
+    shared: eqx.nn.Shared
+    __call__ = TiedNorm.__call__
+    one = TiedNorm.one
+
+
+class OpenedOutside(es.Module):
+    """The blocks are taken out first, and each is mapped by itself."""
+
+    shared: eqx.nn.Shared
+
+    def __call__(self, xs):
+        first, second = (es.vmap(f, axis_name="batch") for f in self.shared())
+        return second(jnp.sin(first(xs)))
+
+
+def tied_norm(block, holder=TiedNorm):
+    norm = Norm(1.5)
+    return holder(
+        eqx.nn.Shared(
+            (block(norm), block(norm)), lambda t: t[1].norm, lambda t: t[0].norm
+        )
+    )
+
+
+@every_how
+@pytest.mark.parametrize("holder", [TiedNorm, PlainTiedNorm, OpenedOutside])
+def test_a_tied_module_is_updated_by_both_its_users(holder, how):
+    (loss, mean), grad = jax.value_and_grad(by_hand, has_aux=True)(
+        jnp.array(1.5), jnp.array(0.0), XS
+    )
+    out, new, grads = run(tied_norm(Around, holder), XS, how)
+    assert jnp.allclose(out, loss, rtol=1e-6)
+    first, _ = new.shared.pytree
+    assert jnp.allclose(first.norm.mean, mean, rtol=1e-6)
+    assert len(jax.tree.leaves(es.filter(new, es.BatchStat))) == 1
+    if grads is not None:
+        assert jnp.allclose(grads.shared.pytree[0].norm.scale, grad, rtol=1e-5)
+        assert len(jax.tree.leaves(grads)) == 1
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_shared_opened_twice_has_one_state(jit):
+    def f(shared, x):
+        (a, _), (_, b) = shared(), shared()
+        return b(a(x))
+
+    shared = eqx.nn.Shared((Layer(), Layer()), lambda t: t[1], lambda t: t[0])
+    y, new = (eqx.filter_jit(es.mutable(f)) if jit else es.mutable(f))(shared, 1.0)
+    assert (y, new.pytree[0].count) == (4.0, 2)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_several_nodes_are_tied_at_once(jit):
+    def f(shared, x):
+        for layer in shared():
+            x = layer(x)
+        return x
+
+    layers = (Layer(2.0), Layer(3.0), Layer(), Layer())
+    shared = eqx.nn.Shared(layers, lambda t: t[2:], lambda t: t[:2])
+    y, new = (eqx.filter_jit(es.mutable(f)) if jit else es.mutable(f))(shared, 1.0)
+    assert y == 36.0
+    assert [layer.count for layer in new.pytree[:2]] == [2, 2]
+
+
+def test_state_around_a_tied_node_is_refused():
+    # The second block is made for the call: it holds what the tree does not hold there.
+    model = tied_norm(Counting)
+    with rejects(model, dataclasses.FrozenInstanceError, "Counting.calls", "Shared"):
+        es.mutable(model)(XS)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import pytest
-from helpers import reuses_keys
 from jaxtyping import Array
 
 import eqx_state as es
@@ -94,13 +93,6 @@ def test_modules_by_name():
     }
 
 
-@pytest.mark.parametrize("tree", [None, 3, jnp.ones(2), [], {"a": None}, len])
-def test_trees_without_modules(tree):
-    assert es.modules(tree) == []
-    mapped = es.map_modules(lambda module, name: 1 / 0, tree)
-    assert jax.tree.structure(mapped) == jax.tree.structure(tree)
-
-
 def test_a_module_in_two_places_is_listed_and_mapped_once():
     linear = eqx.nn.Linear(2, 2, key=jr.key(0))
     seen = []
@@ -159,12 +151,6 @@ def test_a_module_may_be_an_iterator():
     assert [(p.name, p.kind) for p in es.parts(new)] == [("['steps'].n", es.State)]
 
 
-def test_equal_modules_are_not_one():
-    a, b = (eqx.nn.Dropout(0.5) for _ in range(2))
-    assert a == b
-    assert len(es.modules([a, b])) == 2
-
-
 def test_map_modules_maps_children_first():
     model = es.freeze(make_model()).eval()
     order = []
@@ -188,29 +174,6 @@ def test_map_modules_maps_children_first():
     assert isinstance(model.layers[0], Wrapper)
 
 
-def test_map_modules_without_a_change_is_the_identity():
-    model = es.freeze(make_model(), lambda m: m.layers[0]).eval()
-    assert same(es.map_modules(lambda module, name: module, model), model)
-
-
-def test_map_modules_replaces_layers():
-    mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
-
-    def lazy(module, name):
-        if isinstance(module, eqx.nn.Linear):
-            return eqx.nn.Sequential([module, eqx.nn.Dropout(0.5)])
-        return module
-
-    new = es.map_modules(lazy, mlp)
-    assert isinstance(new, eqx.nn.MLP)
-    assert new.layers[0][0].weight is mlp.layers[0].weight
-
-
-def test_an_error_in_f_is_the_users_own():
-    with pytest.raises(ZeroDivisionError, match="division"):
-        es.map_modules(lambda module, name: 1 / 0, make_model())
-
-
 # --- configure ------------------------------------------------------------------------
 
 
@@ -222,12 +185,6 @@ def test_configure_sets_every_module_that_has_the_attribute():
     assert same(es.configure(new, momentum=0.9, p=0.5), model)
     assert model.drop.p == 0.5
     assert jax.tree.structure(new) != jax.tree.structure(model)
-
-
-@pytest.mark.parametrize("tree", [make_norm(), [make_norm()], {"a": (make_norm(),)}])
-def test_configure_takes_any_pytree(tree):
-    ((_, norm),) = es.modules(es.configure(tree, momentum=0.5))
-    assert norm.momentum == 0.5
 
 
 def test_configure_sets_flags_too():
@@ -345,78 +302,3 @@ def test_no_init_no_converter_and_no_check_runs():
     with pytest.raises(ValueError, match="structure"):
         es.update(tree, tree[:1])
     assert forbidden == []
-
-
-# --- functional -----------------------------------------------------------------------
-
-
-@reuses_keys
-def test_functional_is_the_threaded_call():
-    model = make_model()
-    x = jnp.full(2, 3.0, dtype=jnp.float32)
-    apply, params, state = es.functional(model)
-    for _ in range(3):
-        expected, model = es.mutable(model)(x)
-        out, state = jax.jit(apply)(params, state, x)
-        assert jnp.allclose(out, expected)
-    expected = es.state_dict(model, es.not_(es.Parameter))
-    assert state.keys() == expected.keys()
-    for name, got in state.items():
-        assert got.dtype == expected[name].dtype
-    assert state["rng"] == model.rng
-    assert state["steps"] == 3
-    assert same(params, es.state_dict(model, es.Parameter))
-
-
-def test_functional_separates_all_arrays():
-    model = make_model()
-    _, params, state = es.functional(model)
-    assert all(map(eqx.is_array, jax.tree.leaves((params, state))))
-    kinds = {part.name: part.kind for part in es.parts(model)}
-    assert {kinds[name] for name in params} == {es.Parameter}
-    assert {kinds[name] for name in state} == {
-        es.BatchStat,
-        es.State,
-        es.Rng,
-        es.Buffer,
-    }
-    arrays = eqx.filter(model, eqx.is_array)
-    assert len(jax.tree.leaves((params, state))) == len(jax.tree.leaves(arrays))
-    assert same(es.load_state_dict(model, {**params, **state}), model)
-
-
-@reuses_keys
-def test_functional_works_with_plain_jax():
-    x = jnp.ones((4, 2))
-    apply, params, state = es.functional(es.eval(make_model()))
-
-    @jax.jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(params, state):
-        def loss(params):
-            out, _ = jax.vmap(apply, in_axes=(None, None, 0), out_axes=0)(
-                params, state, x
-            )
-            return jnp.sum(out**2)
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-    new = step(step(params, state), state)
-    assert jax.tree.structure(new) == jax.tree.structure(params)
-    assert not jnp.allclose(new["head.weight"], params["head.weight"])
-
-
-@pytest.mark.parametrize("where", ["sequential", "layer"])
-def test_functional_of_plain_equinox(where):
-    layer = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
-    model = eqx.nn.Sequential([layer, make_norm()]) if where == "sequential" else layer
-    apply, params, state = es.functional(model)
-    out, state = jax.jit(apply)(params, state, jnp.ones(2))
-    expected, _ = es.mutable(model)(jnp.ones(2))
-    assert jnp.allclose(out, expected)
-
-
-def test_functional_before_init_is_an_error():
-    lazy = es.lazy(eqx.nn.Linear, 2, 2)
-    with pytest.raises(es.NotInitializedError, match=r"`\[0\]`.*init"):
-        es.functional([lazy])

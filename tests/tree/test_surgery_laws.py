@@ -1,7 +1,6 @@
 """Laws of the functions on whole trees: what holds for every tree and every model."""
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -163,13 +162,6 @@ def test_configure_is_map_modules_and_replace(name):
         )
 
 
-def test_what_was_configured_is_what_runs():
-    model, x = es.configure(net().layers[1], momentum=0.0, p=1.0), jnp.ones((3, 2))
-    y, new = es.mutable(es.vmap(model, axis_name="batch"))(x)
-    assert (y == 0).all()
-    assert (new.mean == 1).all()
-
-
 # --- Keys ---------------------------------------------------------------------------
 
 
@@ -194,126 +186,3 @@ def test_reseed_depends_on_places_alone(make):
 def test_a_key_that_a_buffer_covers_is_no_state_to_reseed():
     model = net()
     assert es.reseed(model, 0).table["key"] is model.table["key"]
-
-
-def test_reseed_under_vmap_makes_an_ensemble():
-    seeds = jr.split(jr.key(0), 3)
-    ensemble = eqx.filter_vmap(es.reseed, in_axes=(None, 0))(norm(), seeds)
-    each = [es.reseed(norm(), seed).dropout.rng for seed in seeds]
-    assert (ensemble.dropout.rng == jnp.stack(each)).all()
-
-
-@pytest.mark.parametrize(
-    "change", [es.freeze, es.eval, lambda t: es.freeze(es.eval(t))]
-)
-@jax.debug_key_reuse(False)  # on purpose: the same draws twice
-def test_a_stream_goes_on_whatever_the_flags(change):
-    def three(stream):
-        return jnp.stack([stream() for _ in range(3)])
-
-    expected, after = es.mutable(three)(es.RngStream(0))
-    drawn, stream = es.mutable(three)(change(es.RngStream(0)))
-    assert (drawn == expected).all()
-    assert stream.key == after.key
-    assert len({tuple(row) for row in jr.key_data(drawn).tolist()}) == 3
-
-
-def test_a_stream_beside_equinoxs_layers_is_traced_once_and_differentiated():
-    class Noisy(es.Module):
-        linear: eqx.nn.Linear
-        dropout: eqx.nn.Dropout
-        stream: es.RngStream
-
-        def __call__(self, x):
-            return self.dropout(self.linear(x), key=self.stream())
-
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, x):
-        return es.value_and_grad(lambda m, x: jnp.sum(m(x) ** 2))(model, x)
-
-    linear = eqx.nn.Linear(2, 16, key=jr.key(0))
-    model, losses = Noisy(linear, eqx.nn.Dropout(0.5), es.RngStream(1)), set()
-    for _ in range(3):
-        (loss, model), grads = step(model, jnp.ones(2))
-        losses.add(float(loss))
-        assert grads.stream.key is None
-    assert len(losses) == 3
-
-
-# --- The pure pair ------------------------------------------------------------------
-
-
-X = jnp.arange(6.0).reshape(3, 2)
-
-
-def assert_close(a, b):
-    for ours, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        same = jnp.allclose if jnp.issubdtype(ours.dtype, jnp.inexact) else jnp.equal
-        assert jnp.all(same(ours, theirs))
-
-
-MODES = {
-    "train": lambda m: m,
-    "eval": es.eval,
-    "frozen": es.freeze,
-    "half frozen": lambda m: es.freeze(m, lambda m: m.layers[1]),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@jax.debug_key_reuse(False)  # on purpose: the same draws twice
-def test_functional_is_mutable_in_every_mode(mode):
-    model = es.vmap(MODES[mode](net()), axis_name="batch")
-    apply, params, state = es.functional(model)
-    with same_leaves((model, params, state)):
-        out, new_state = jax.jit(apply)(params, state, X)
-    expected, new = es.mutable(model)(X)
-    assert_close(out, expected)
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    assert_close(new_state, es.state_dict(new, es.not_(es.Parameter)))
-    # What is frozen is a parameter still: it is `wrt` that leaves it out.
-    assert len(jax.tree.leaves(params)) == len(es.parts(es.filter(net(), es.Parameter)))
-
-
-@jax.debug_key_reuse(False)  # on purpose: the same draws twice
-def test_a_pair_is_one_model_in_two_modes():
-    def batched(model):
-        return es.vmap(model, axis_name="batch")
-
-    train, params, state = es.functional(batched(net()))
-    evaluate, *_ = es.functional(batched(net().eval()))
-    _, state = train(params, state, X)
-    out, same_state = evaluate(params, state, X)
-    _, model = es.mutable(batched(net()))(X)
-    assert_close(out, batched(model.eval())(X))
-    assert_close(same_state, state)
-    _, state = train(params, same_state, X)
-    _, model = es.mutable(batched(model))(X)
-    assert_close(state, es.state_dict(model, es.not_(es.Parameter)))
-
-
-def test_functional_keeps_shapes_and_dtypes_of_its_state():
-    class Grows(es.Module):
-        cache: es.State
-
-        def __call__(self, x):
-            self.cache = jnp.append(self.cache, x)
-
-    apply, params, state = es.functional(Grows(jnp.zeros(2)))
-    with pytest.raises(ValueError, match=r"(?s)`cache` was `f32\[2\]`.*`f32\[3\]`"):
-        jax.jit(apply)(params, state, 1.0)
-
-
-def test_functional_of_what_cannot_be_called_says_so_at_the_call():
-    apply, params, state = es.functional([norm()])
-    with pytest.raises(TypeError, match="not callable"):
-        apply(params, state)
-
-
-def test_a_write_of_a_module_from_outside_stays_an_error():
-    model = net()
-    apply, params, state = es.functional(es.vmap(model, axis_name="batch"))
-    apply(params, state, X)
-    with pytest.raises(dataclasses.FrozenInstanceError, match=r"Norm\.mean"):
-        model.layers[1].mean = jnp.ones(2)

@@ -16,9 +16,9 @@ from zoo import CASES
 
 import eqx_state as es
 from eqx_state._kinds.kinds import Spec
-from eqx_state._tree.compare import find_shared, identical, is_hole
+from eqx_state._tree.compare import check_not_shared, identical, is_hole
 from eqx_state._tree.context import children, map_children, ROOT
-from eqx_state._tree.walk import kinds_of, leaves, map_leaves, walk
+from eqx_state._tree.walk import kinds_of, leaves, walk
 
 
 ONE = jnp.ones(1)
@@ -126,11 +126,9 @@ def test_a_stateless_module_may_be_in_many_places():
         layer: eqx.nn.Linear
 
     plain = Plain(layer)
-    assert find_shared(walk([plain] * 3 + [part])) is None
-    assert find_shared(walk([plain, [part], plain, {"a": part}])) == (
-        "[1][0]",
-        "[3]['a']",
-    )
+    check_not_shared([plain] * 3 + [part])
+    with pytest.raises(ValueError, match=r"`\[1\]\[0\]` and `\[3\]\['a'\]`"):
+        check_not_shared([plain, [part], plain, {"a": part}])
 
 
 def test_a_constant_copy_hides_no_sharing():
@@ -142,7 +140,7 @@ def test_a_constant_copy_hides_no_sharing():
     norm = es.nn.BatchNorm(1)
     with pytest.raises(ValueError, match=r"in two places, `a` and `b`"):
         Three(norm, norm, norm)
-    assert find_shared(walk(Three(norm, norm, es.nn.BatchNorm(1)))) is None
+    Three(norm, norm, es.nn.BatchNorm(1))
 
 
 def test_a_deep_tree_is_walked():
@@ -182,13 +180,6 @@ def test_a_leaf_of_the_caller_has_its_path_and_its_context():
     assert {v.name for v in indices} >= {"[0].batch_counter"}
     assert {v.context.kind for v in indices} == {es.BatchStat}
     assert all(v.is_leaf and v.kind is None for v in indices)
-
-
-def test_mapping_over_leaves_stops_at_the_same_nodes():
-    tree = [{"a": 1, "b": None}, eqx.nn.Linear(1, 1, key=jr.key(0)), None]
-    is_leaf = lambda x: x is None or isinstance(x, eqx.Module)  # noqa: E731
-    names = map_leaves(lambda visit: visit.name, tree, is_leaf)
-    assert names == [{"a": "[0]['a']", "b": "[0]['b']"}, "[1]", "[2]"]
 
 
 def test_one_level_is_mapped_in_a_new_node():

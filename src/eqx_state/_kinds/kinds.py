@@ -150,6 +150,10 @@ def is_kind(x: object) -> bool:
     return isinstance(x, type) and issubclass(x, TreePart)
 
 
+_NO_PATH: Final = """`es.Axes({})`: say which array below the field has which axes, as \
+in `es.Axes(weight="mlp embed")`. For a field that is an array itself, write \
+`Float[Array, "mlp embed"]`."""
+
 _BAD_AXES: Final = "`es.Axes({path}={dims!r})`: {reason}."
 
 
@@ -184,7 +188,7 @@ class Axes:
     # By the path of each array below the field, `layers[0].weight`.
     dims: dict[str, Dims]
 
-    def __init__(self, **paths: str):
+    def __init__(self, *args: Any, **paths: str):
         """**Arguments:**
 
         - `**paths`: for the path of an array below the field, the names of its axes as
@@ -194,9 +198,11 @@ class Axes:
 
         **Raises:**
 
-        - `TypeError`: the axes are not text.
+        - `TypeError`: there is no path, or the axes are not text.
         - `ValueError`: jaxtyping would not accept the text.
         """
+        if args or not paths:
+            raise TypeError(_NO_PATH.format(", ".join(map(repr, args))))
         self._texts = paths
         self.dims = {}
         for path, dims in paths.items():

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -22,7 +22,7 @@ from .base import (
 )
 from .context import children
 from .observe import unmarked
-from .walk import is_array, leaves, name_of, set_flags, Visit, walk
+from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
 
 
 _Tree = TypeVar("_Tree")
@@ -53,15 +53,12 @@ def structure_with_holes(tree: PyTree) -> Any:
     return jtu.tree_structure(tree, is_leaf=is_hole)
 
 
-# --- But for their modes --------------------------------------------------------------
-
-
 def same_modes(tree: _Tree) -> _Tree:
-    """`tree` in one fixed mode, so that only the structures are compared.
+    """A copy in one fixed mode, with which only the structures are compared.
 
-    Also without what it shows that its calls are observed.
+    Also without the marks of modules whose calls are observed.
     """
-    return set_flags(unmarked(tree), _without_modes)
+    return set_flags(copy_tree(unmarked(tree)), _without_modes)
 
 
 def _without_modes(visit: Visit) -> dict[str, Any]:
@@ -80,17 +77,9 @@ def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
         return leaves
     tree, other = same_modes(tree), same_modes(other)
     if structure_with_holes(tree) != structure_with_holes(other):
-        raise ValueError(
-            f"{what} has another structure than the tree,"
-            f" {difference(tree, other, structure_with_holes)}."
-            " Trees go together when they were made from one model, by `filter`,"
-            " `partition`, `jax.tree.map` or a gradient; only modes may differ:"
-            " train, eval, frozen."
-        )
+        first = difference(tree, other, structure_with_holes)
+        raise ValueError(_OTHER_STRUCTURE.format(what, first))
     return jtu.tree_leaves(other, is_leaf=is_hole)
-
-
-# --- Differences ----------------------------------------------------------------------
 
 
 def first_difference(
@@ -144,34 +133,34 @@ def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
     return None
 
 
-# --- One stateful module in two places of a tree, where a transform would make it two.
-
-
-def find_shared(visits: list[Visit]) -> tuple[str, str] | None:
-    """The names of two places that hold the same stateful `es.Module`."""
-    modules = [v for v in visits if is_module(v.node)]
-    if len({id(v.node) for v in modules}) == len(modules):
-        return None
-    # Below a covering `Buffer` it is not state, and may be shared.
-    state = [v.path for v in visits if v.is_leaf and v.is_a(State)]
-    stateful = {path[:n] for path in state for n in range(len(path))}
-    first: dict[int, Visit] = {}
-    for visit in modules:
-        if visit.path in stateful:
-            other = first.setdefault(id(visit.node), visit)
-            if other is not visit:
-                return other.name, visit.name
-    return None
+# --- Aliases. A module that is in two places of a tree is two modules after the first
+# transform, since JAX flattens it twice. Constants may share; state would drift apart.
 
 
 def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
-    """Raise `ValueError` if one stateful module would have to be two."""
+    """Raise `ValueError` if one stateful module is in two places of a tree."""
     # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
     # Who has not imported optax has none.
     optax = sys.modules.get("optax")
     is_pair = isinstance(tree, getattr(optax, "LookaheadParams", ()))
     for each in tree if is_pair else [tree]:
         check_apart(walk(each, path))
+
+
+def check_apart(visits: list[Visit]) -> None:
+    """`check_not_shared` for visits, which may be those of several trees."""
+    modules = [v for v in visits if is_module(v.node)]
+    if len({id(v.node) for v in modules}) == len(modules):
+        return
+    # Below a covering `Buffer` it is not state, and may be shared.
+    state = [v.path for v in visits if v.is_leaf and v.is_a(State)]
+    stateful = {path[:n] for path in state for n in range(len(path))}
+    first: dict[int, Visit] = {}
+    for visit in (v for v in modules if v.path in stateful):
+        other = first.setdefault(id(visit.node), visit)
+        if other is not visit:
+            a, b = (f"`{v.name}`" if v.path else "the model" for v in (other, visit))
+            raise ValueError(_SHARED.format(a, b))
 
 
 def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
@@ -196,19 +185,11 @@ def _note(modules: list[Any], node: Any) -> bool:
     return False
 
 
-def copy_apart(tree: _Tree) -> _Tree:
-    """`copy_tree`, after `check_not_shared`."""
-    leaves, structure = flatten_apart(tree)
-    return jtu.tree_unflatten(structure, leaves)
+_OTHER_STRUCTURE: Final = """{} has another structure than the tree, {}. Trees go \
+together when they were made from one model, by `filter`, `partition`, `jax.tree.map` \
+or a gradient; only modes may differ: train, eval, frozen."""
 
-
-def check_apart(visits: list[Visit]) -> None:
-    """`check_not_shared` for visits, which may be those of several trees."""
-    if (names := find_shared(visits)) is not None:
-        a, b = (f"`{name}`" if name else "the model itself" for name in names)
-        raise ValueError(
-            f"The same stateful module is in two places, {a} and {b}. A model is a"
-            " tree: at the first transform the one module becomes two, and their"
-            " states drift apart. Make two of them, or hold it once and call it from"
-            " both places, or tie the places with `eqx.nn.Shared`."
-        )
+_SHARED: Final = """The same stateful module is in two places, {} and {}. A model is a \
+tree: at the first transform the one module becomes two, and their states drift apart. \
+Make two of them, or hold it once and call it from both places, or tie the places with \
+`eqx.nn.Shared`."""

@@ -30,9 +30,6 @@ from .base import (
 )
 
 
-# --- One level of a pytree: the children of a node, each with a key of its own.
-
-
 _Tree = TypeVar("_Tree")
 
 
@@ -53,15 +50,12 @@ class AlikeKey:
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """`(key, child)` one level down, holes included; `None` for a leaf.
 
-    The keys are those of JAX, with two exceptions: no two are alike, and a dataclass
-    that is registered without key paths has the names of its fields.
+    The keys are those of JAX, but no two are alike.
     """
     if is_leaf(node):
         return None
     entries, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     keys = [path[0] for path, _ in entries]
-    if dataclasses.is_dataclass(node) and jtu.FlattenedIndexKey in map(type, keys):
-        keys = _field_keys(keys, treedef)
     if not (isinstance(node, dict) and all(type(key) is str for key in node)):
         keys = _apart(keys)
     return list(zip(keys, (child for _, child in entries), strict=True))
@@ -92,20 +86,6 @@ def _apart(keys: list[Any]) -> list[Any]:
         found.append(key if seen.isdisjoint(same) else AlikeKey(key, i))
         seen |= same
     return found
-
-
-def _field_keys(keys: list[Any], treedef: Any) -> list[Any]:
-    """For each child the name of the field that holds it, else the key that it has."""
-    # One array may be in two fields, so the fields are found with unique marks in place
-    # of the children.
-    marks = [object() for _ in keys]
-    try:
-        marked = jtu.tree_unflatten(treedef, marks)
-        names = [f.name for f in dataclasses.fields(marked)]
-        fields = {id(getattr(marked, name)): jtu.GetAttrKey(name) for name in names}
-    except Exception:  # it accepts nothing but arrays
-        return keys
-    return [fields.get(id(mark), key) for mark, key in zip(marks, keys, strict=True)]
 
 
 def is_leaf(x: Any) -> bool:
@@ -185,8 +165,8 @@ class Context(NamedTuple):
 
     def fields_of(self, cls: type, names: list[str]) -> "list[Context]":
         """The contexts of these fields of a module of this class."""
-        specs, below = declared_inside(cls, self.spec)
-        around = self.declare(below)._replace(
+        specs = declared_inside(cls, self.spec)
+        around = self._replace(
             spec=NOTHING,
             unresolved=False,
             owners=(*self.owners, cls),
@@ -211,20 +191,12 @@ class Context(NamedTuple):
         if spec.axes:
             owner = "" if self.owner is None else f"{self.owner.__qualname__}."
             axes = (*axes, AxesAbove(spec.axes, f"{owner}{field}", 0))
+        unresolved = self.unresolved or spec.unresolved
+        new = self._replace(spec=spec, unresolved=unresolved, field=field, axes=axes)
         if spec.kind is None:
-            unresolved = self.unresolved or spec.unresolved
-            return self._replace(
-                spec=spec, unresolved=unresolved, field=field, axes=axes
-            )
-        covering = spec.kind if spec.kind.covering else None
-        return self._replace(
-            spec=spec,
-            kind=spec.kind,
-            covering=self.covering or covering,
-            unresolved=False,
-            field=field,
-            axes=axes,
-        )
+            return new
+        covering = self.covering or (spec.kind if spec.kind.covering else None)
+        return new._replace(kind=spec.kind, covering=covering, unresolved=False)
 
     def seen_from(self, depth: int, start: int) -> "Context":
         """The context of a node if its path had `start` keys in place of `depth`.

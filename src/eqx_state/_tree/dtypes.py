@@ -1,7 +1,10 @@
-"""Numbers and weak types become strongly typed arrays where a field declares a kind.
+"""Dtypes: what is made strong, what fits into state, what JAX makes of NumPy's arrays.
 
-In state both would recompile the training step: a weak type becomes strong at the first
-update, and a Python number is another constant at every step.
+Numbers and weakly typed arrays become strong where a field declares a kind, and take
+the dtype of the state that they are written to. In state both would recompile the
+training step: a weak type becomes strong at the first update, and a Python number is a
+new constant at every step. All other values have a dtype that somebody chose. If it
+differs, that is an error rather than a silent conversion.
 """
 
 from typing import Any, Final
@@ -64,31 +67,6 @@ def is_weak(x: Any) -> bool:
     return getattr(x, "weak_type", False)
 
 
-# --- State keeps its shape and dtype: a written value is cast to fit, or refused.
-#
-# Only numbers and weakly typed arrays are cast, as JAX casts them next to an array. All
-# other values have a dtype that somebody chose: if it differs, that is an error rather
-# than a silent conversion.
-
-
-def as_inside(old: Any, new: Any, own: Any) -> Any:
-    """`new` in the dtype that `old` has inside of a `cast`, if that loses nothing.
-
-    `own` is the dtype outside, to which the value will be cast in the end; `None` if
-    that is the same. A float that is wider stays as it is: its dtype is an error, as
-    without a `cast`. So are weak types and numbers, which are cast in any case.
-    """
-    if not is_array(old) or not eqx.is_array(new) or is_weak(new):
-        return new
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new)):
-        return new
-    inside, given = (jax.dtypes.canonicalize_dtype(x.dtype) for x in (old, new))
-    widest = inside if own is None else jax.dtypes.canonicalize_dtype(own)
-    with jax.numpy_dtype_promotion("standard"):
-        fits = jnp.promote_types(given, widest) == widest
-    return jnp.asarray(new).astype(inside) if fits and given != inside else new
-
-
 def fit(old: Any, new: Any, name: str) -> Any:
     """`new`, with its numbers and weakly typed arrays cast to the dtypes of `old`."""
     if is_array(old):  # most of what is written
@@ -103,44 +81,46 @@ def fit(old: Any, new: Any, name: str) -> Any:
 
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
     """`new` as it is stored in the place of `old`; `ValueError` if it does not fit."""
-    if isinstance(new, jax.Array) and not is_weak(new):
-        return new  # most of what is written
-    if _is_struct(new) and not _is_struct(old):
+    if isinstance(new, jax.ShapeDtypeStruct) and isinstance(old, jax.Array):
         raise ValueError(_STRUCT.format(name, show(new)))
-    if not is_array(old) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
+    if not is_array(old) or not is_numeric(old.dtype):
         return new
-    dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+    dtype = canonical(old.dtype)
     is_number = type(new) in NUMBERS  # `np.float64`, a subclass of `float`, is not one
-    if not is_number and not is_weak(new):
-        is_known = is_numpy(new) and is_numeric(new.dtype)
-        if is_known and jax.dtypes.canonicalize_dtype(new.dtype) == dtype:
-            _check_range(old, new, dtype, name)
+    if is_number or is_weak(new):
+        # Under strict promotion JAX would raise here, with an error that does not name
+        # the field; ours does. An array of NumPy leaves no operation in a trace.
+        with jax.numpy_dtype_promotion("standard"):
+            promoted = canonical(jnp.result_type(np.zeros((), dtype), new))
+        if promoted != dtype:
+            given = f"the number {new!r}" if is_number else f"`{show(new)}`"
+            error = _DTYPE.format(name, show(old), given, promoted.name, dtype.name)
+            raise ValueError(error)
+    elif not is_numpy(new) or not same_type(old, new):
         return new
-    # Under strict promotion JAX would raise here, with an error that does not name the
-    # field; ours below does.
-    with jax.numpy_dtype_promotion("standard"):
-        promoted = (
-            jnp.promote_types(dtype, type(new))
-            if is_number
-            else jnp.result_type(jnp.zeros((), dtype), new)
-        )
-    if promoted != dtype:
-        # Without 64 bits JAX has no float64, which is what a Python float promotes to.
-        other = jax.dtypes.canonicalize_dtype(promoted).name
-        given = f"the number {new!r}" if is_number else f"`{show(new)}`"
-        raise ValueError(_DTYPE.format(name, show(old), given, other, dtype.name))
-    _check_range(old, new, dtype, name)
-    return jnp.asarray(new, dtype=dtype)
-
-
-def _is_struct(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _check_range(old: Any, new: Any, dtype: Any, name: str) -> None:
+    # JAX would cut it, and without 64 bits also an int64 of NumPy.
     if not holds(dtype, new):
-        given = f"{new!r}" if type(new) is int else f"an integer in `{show(new)}`"
+        given = repr(new) if is_number else f"an integer in `{show(new)}`"
         raise ValueError(_RANGE.format(name, given, show(old)))
+    return new if is_numpy(new) else jnp.asarray(new, dtype=dtype)
+
+
+def as_inside(old: Any, new: Any, own: Any) -> Any:
+    """`new` in the dtype that `old` has inside of a `cast`, if that loses nothing.
+
+    `own` is the dtype outside, to which the value will be cast in the end; `None` if
+    that is the same. A float that is wider stays as it is: its dtype is an error, as
+    without a `cast`. So are weak types and numbers, which are cast in any case.
+    """
+    if not is_array(old) or not eqx.is_array(new) or is_weak(new):
+        return new
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new)):
+        return new
+    inside, given = canonical(old.dtype), canonical(new.dtype)
+    widest = inside if own is None else canonical(own)
+    with jax.numpy_dtype_promotion("standard"):
+        fits = jnp.promote_types(given, widest) == widest
+    return jnp.asarray(new).astype(inside) if fits and given != inside else new
 
 
 def holds(dtype: Any, x: Any) -> bool:
@@ -149,35 +129,29 @@ def holds(dtype: Any, x: Any) -> bool:
     `True` if the values cannot be read: for a tracer, and for an array that other
     processes have a part of. JAX wraps those around.
     """
-    is_number = type(x) is int
-    if not is_number and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)):
+    if type(x) is not int and not (is_array(x) and jnp.issubdtype(x.dtype, np.integer)):
         return True
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    if is_integer:
+    if jnp.issubdtype(dtype, jnp.integer):
         least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
     else:  # whose own scalars are not converted to `int` right
         least, most = float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
-    if is_number:
+    if type(x) is int:
         return least <= x <= most
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    is_readable = is_numpy(x) or is_concrete and x.is_fully_addressable
     own = jnp.iinfo(x.dtype)
-    # The dtypes are compared first, since reading an array waits for its values.
-    if (least <= own.min and own.max <= most) or not _is_readable(x) or x.size == 0:
+    # Reading an array waits for its values, so the dtypes are compared first.
+    if not is_readable or x.size == 0 or least <= own.min and own.max <= most:
         return True
-    values = np.asarray(jax.device_get(x))
+    values = np.asarray(x)
     return least <= int(values.min()) and int(values.max()) <= most
-
-
-def _is_readable(x: Any) -> bool:
-    if isinstance(x, jax.Array):
-        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    return True
 
 
 def as_jax(x: Any, name: str) -> jax.Array:
     """A number or a NumPy array as a new JAX array with equal values."""
     dtype = jnp.result_type(x)
     if not holds(dtype, x):
-        raise ValueError(_NEEDS_X64.format(name, dtype.name, show(x)))
+        raise ValueError(_NEEDS_X64.format(name, show(x), dtype.name))
     # JAX may go on reading a NumPy array after it has returned, or even use its memory.
     return jnp.asarray(np.array(x) if is_numpy(x) else x)
 
@@ -186,21 +160,16 @@ def same_type(old: Any, new: Any) -> bool:
     """Whether two arrays have the same shape, and the same dtype once JAX has them."""
     if not is_array(new) or old.shape != new.shape:
         return False
-    if old.dtype == new.dtype:
-        return True
-    dtypes = [
-        (
-            x.dtype
-            if jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            else jax.dtypes.canonicalize_dtype(x.dtype)
-        )
-        for x in (old, new)
-    ]
-    return dtypes[0] == dtypes[1]
+    return old.dtype == new.dtype or canonical(old.dtype) == canonical(new.dtype)
+
+
+def canonical(dtype: Any) -> Any:
+    """What JAX makes of a dtype: without 64 bits, of float64 a float32."""
+    return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Whether JAX supports a NumPy dtype: NumPy also has strings and objects."""
+    """Whether it is a dtype of numbers: NumPy has strings, and JAX has keys, too."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
@@ -215,6 +184,6 @@ keeps its dtype, or every step would be recompiled. Convert it: \
 _RANGE: Final = """Cannot write `{}`: {} does not fit into `{}`. Make the field of a \
 wider dtype to begin with."""
 
-_NEEDS_X64: Final = """`{}`: JAX makes {} of `{}`, into which one of its integers does \
-not fit. Call `jax.config.update('jax_enable_x64', True)` when the program starts, or \
-use smaller numbers."""
+_NEEDS_X64: Final = """`{}`: an integer in `{}` does not fit into `{}`, which JAX \
+makes of it. Call `jax.config.update('jax_enable_x64', True)` when the program starts, \
+or use smaller numbers."""

@@ -1,4 +1,4 @@
-"""The built-in filters: combinators, and `es.trainable`."""
+"""Filters: what one is, what it means for one tree, and the built-in ones."""
 
 import itertools
 import re
@@ -14,22 +14,37 @@ import numpy as np
 from .._kinds.kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
 from .compare import is_hole, structure_with_holes
-from .parts import dtype_of, layer_path, layers_of, owners_of, Part, StandIn
+from .parts import dtype_of, layer_path, layers_of, owners_of, Part
 from .walk import is_array, kinds_of, leaves, Visit
-
-
-# --- What a filter is, and what it means for one tree.
-#
-# A filter is bound to a tree before it is asked (`bind`), since `es.under` has to
-# look at the whole tree once.
 
 
 Filter: TypeAlias = Kind | Callable[[Part], Any]
 Predicate: TypeAlias = Callable[[Part], bool]
+Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
+
+
+# What users of Equinox reach for. As filters they would silently select nothing.
+_OF_ARRAYS: Final = (
+    eqx.is_array,
+    eqx.is_array_like,
+    eqx.is_inexact_array,
+    eqx.is_inexact_array_like,
+)
+
+
+def check_filter(filter: Any) -> None:
+    """Raise `TypeError` for what is not a filter."""
+    if any(filter is predicate for predicate in _OF_ARRAYS):
+        raise TypeError(_OF_AN_ARRAY.format(f"eqx.{filter.__name__}"))
+    # Such as `eqx.nn.Linear` and `es.State[Array]`, which can be called, too.
+    is_type = isinstance(filter, type) or typing.get_origin(filter) is not None
+    if not is_kind(filter) and (is_type or not callable(filter)):
+        raise TypeError(_NOT_A_FILTER.format(filter))
 
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
     """The predicate that `filter` means for the parts of `tree`."""
+    # Not asked directly, since `es.under` has to look at the whole tree once.
     check_filter(filter)
     if is_kind(filter):
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
@@ -37,38 +52,6 @@ def bind(filter: Filter, tree: PyTree) -> Predicate:
         predicate = filter.predicate(tree, *filter.args)
         return _of_layers(predicate, filter) if filter.sees_layers else predicate
     return _of_layers(lambda part: bool(filter(part)), filter)
-
-
-def check_filter(filter: Any) -> None:
-    """Raise `TypeError` for what is not a filter."""
-    if is_kind(filter) or isinstance(filter, Combinator):
-        return
-    is_annotation = typing.get_origin(filter) is not None  # `es.State[Array]`
-    if is_annotation or isinstance(filter, type) or not callable(filter):
-        hint = ""
-        if isinstance(filter, str):
-            hint = (
-                f" The array of this name is `es.path_matches({filter!r})`, and a"
-                f" module's arrays are `es.path_matches({filter + '.*'!r})`."
-            )
-        elif isinstance(filter, type) and issubclass(filter, eqx.Module):
-            hint = f" What lies in such modules is `es.inside({filter.__name__})`."
-        raise TypeError(
-            f"`{filter!r}` is not a filter. A filter is a kind (`es.Parameter`, your"
-            " own `class Cache(es.State)`), a function `es.Part -> bool`, or made of"
-            " filters by `es.any_of`, `es.all_of`, `es.not_`, `es.under`,"
-            " `es.inside`, `es.path_matches`." + hint
-        )
-    if any(filter is predicate for predicate in _OF_ARRAYS):
-        name = f"eqx.{filter.__name__}"
-        raise TypeError(
-            f"`{name}` is not a filter of `es`: a filter is called with an `es.Part`,"
-            f" the array together with its path and its kind, for which `{name}` is"
-            " always false. Give it the array:\n\n"
-            f"    es.filter(model, {name})                            # wrong\n"
-            f"    es.filter(model, lambda part: {name}(part.value))   # right\n\n"
-            "`es.trainable` selects the inexact parameters that are not frozen."
-        )
 
 
 def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
@@ -86,26 +69,6 @@ def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
     return ask
 
 
-_DISAGREE: Final = """`{0}` is one array for all layers of an `es.nn.Stacked`, and the \
-filter `{1}` selects `{2}` but not `{3}`. One array is selected as a whole or not at \
-all. Select it in all layers, as by `*` in place of the number:
-
-    es.path_matches("blocks[3].w")    # wrong
-    es.path_matches("blocks[*].w")    # right
-
-Layers that are treated differently belong in a list, or in stacks of their own: \
-`(stacked[:k], stacked[k:])`."""
-
-
-# What users of Equinox reach for. As filters they would silently select nothing.
-_OF_ARRAYS: Final = (
-    eqx.is_array,
-    eqx.is_array_like,
-    eqx.is_inexact_array,
-    eqx.is_inexact_array_like,
-)
-
-
 def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
     predicates = [bind(f, tree) for f in filters or (TreePart,)]
@@ -118,9 +81,6 @@ def bind_to_visits(
     filters: tuple[Filter, ...], tree: PyTree
 ) -> Callable[[Visit], bool]:
     """`bind_all`, for the leaves of a walk, of which some are not arrays."""
-    if len(filters) == 1 and is_kind(filters[0]):
-        (kind,) = filters
-        return lambda visit: visit.is_a(kind)
     predicate = bind_all(filters, tree)
     return lambda visit: is_array(visit.node) and predicate(Part(visit))
 
@@ -137,10 +97,10 @@ def first_matches(
         kinds = kinds_of(given, tree)
         numbers = {kind: _first_kind(kind, alternatives) for kind in {*kinds}}
         return [numbers[kind] for kind in kinds]
-    predicates = [*enumerate(bind_to_visits(fs, tree) for fs in alternatives)]
+    predicates = [bind_to_visits(filters, tree) for filters in alternatives]
     found: list[int] = []
     for visit in leaves(tree):
-        for i, is_selected in predicates:
+        for i, is_selected in enumerate(predicates):
             if is_selected(visit):
                 found.append(i)
                 break
@@ -188,44 +148,11 @@ def written(arg: Any) -> str:
     return kind_name(arg) if is_kind(arg) else getattr(arg, "__qualname__", repr(arg))
 
 
-Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
+class _Trainable(Combinator):
+    sees_layers = False
 
-
-def _any_of(tree: PyTree, *filters: Filter) -> Predicate:
-    predicates = [bind(f, tree) for f in filters]
-    return lambda part: any(p(part) for p in predicates)
-
-
-def _all_of(tree: PyTree, *filters: Filter) -> Predicate:
-    predicates = [bind(f, tree) for f in filters]
-    return lambda part: all(p(part) for p in predicates)
-
-
-def _not_(tree: PyTree, filter: Filter) -> Predicate:
-    predicate = bind(filter, tree)
-    return lambda part: not predicate(part)
-
-
-def _path_matches(tree: PyTree, glob: str) -> Predicate:
-    pattern = compiled_glob(glob)
-    return lambda part: pattern.fullmatch(part.name) is not None
-
-
-def compiled_glob(glob: str) -> re.Pattern[str]:
-    """A glob of names as a pattern for `fullmatch`, with a group for each `*`."""
-    # Each star takes as little as it can: in `layers[*].*` the first one is an index.
-    special = {"*": "(.*?)", "?": "."}
-    pattern = "".join(special.get(c, re.escape(c)) for c in glob)
-    return re.compile(pattern, re.DOTALL)
-
-
-def _under(tree: PyTree, where: Where) -> Predicate:
-    paths = _paths_under(where, tree, repr(under(where)))
-    return lambda part: part.path in paths
-
-
-def _inside(tree: PyTree, cls: type | tuple[type, ...]) -> Predicate:
-    return lambda part: any(issubclass(c, cls) for c in owners_of(part))
+    def __repr__(self) -> str:
+        return "es.trainable"
 
 
 def _trainable(tree: PyTree) -> Predicate:
@@ -237,83 +164,8 @@ def _trainable(tree: PyTree) -> Predicate:
     )
 
 
-class _Trainable(Combinator):
-    sees_layers = False
-
-    def __repr__(self) -> str:
-        return "es.trainable"
-
-
 trainable: Filter = _Trainable(_trainable)
 """The filter that selects what is trained: inexact parameters that are not frozen."""
-
-
-class _Marker(StandIn):
-    """Stands for one leaf while `where` selects, so that equal leaves stay apart.
-
-    `paths` are its key paths: for an array of a stack there is one for each layer, of
-    which an index chooses some.
-    """
-
-    def __init__(self, counts: bool, paths: Any):
-        self.counts = counts
-        self.paths = paths
-
-    def __getitem__(self, index: Any) -> "_Marker":
-        # Without the dots a single path would come out as a tuple of keys.
-        return _Marker(self.counts, self.paths[index, ...])
-
-
-def _marker(visit: Visit) -> _Marker:
-    paths = np.empty([n for _, n in visit.context.stacks], dtype=object)
-    for index in np.ndindex(paths.shape):
-        paths[index] = layer_path(visit.path, visit.context.stacks, index)
-    return _Marker(visit.node is None or is_array(visit.node), paths)
-
-
-def _paths_under(where: Where, tree: PyTree, what: str) -> frozenset[KeyPath]:
-    """The key paths of the leaves in the node (or tuple of nodes) that `where` selects.
-
-    For an array of a stack these are the paths of its layers. Raises `ValueError`,
-    which calls the selection `what`, if one of the nodes has no leaf of the tree.
-    """
-    # Holes count, too: `tree` may be what another filter has left of a model.
-    markers = [_marker(visit) for visit in leaves(tree, is_leaf=is_hole)]
-    treedef, paths = structure_with_holes(tree), set[KeyPath]()
-    for node in selected_nodes(where, jtu.tree_unflatten(treedef, markers)):
-        found = [m for m in jtu.tree_leaves(node) if isinstance(m, _Marker)]
-        if not any(marker.counts for marker in found):
-            raise ValueError(
-                f"`{what}` selects nothing: `where` must return a node of the tree (or"
-                " a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda"
-                " model: model.layers[0]`."
-            )
-        for marker in found:
-            paths.update(marker.paths.flat)
-    return frozenset(paths)
-
-
-def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
-    """What `where` selects: one node, or several in a tuple or a list."""
-    if not callable(where) or is_kind(where) or isinstance(where, Combinator):
-        raise TypeError(_NOT_WHERE.format(written(where)))
-    selected = where(tree)
-    if type(selected) not in (tuple, list) or not selected:
-        return [selected]
-    # A list may itself be a node of the tree. `is_leaf` is called with every node.
-    in_tree: set[int] = set()
-    jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
-    return [selected] if id(selected) in in_tree else list(selected)
-
-
-_NOT_WHERE: Final = """`where` is a function from the tree to one of its nodes, or to \
-a tuple of them, as in `eqx.tree_at`, and `{0}` was given:
-
-    es.freeze(model, es.path_matches("layers[0].*"))    # wrong: a filter
-    es.freeze(model, lambda model: model.layers[0])     # right
-
-To train without what a filter selects, leave it out where the parameters are used: \
-`wrt=es.all_of(es.trainable, es.not_(filter))`."""
 
 
 def any_of(*filters: Filter) -> Filter:
@@ -332,6 +184,11 @@ def any_of(*filters: Filter) -> Filter:
     return Combinator(_any_of, *filters)
 
 
+def _any_of(tree: PyTree, *filters: Filter) -> Predicate:
+    predicates = [bind(f, tree) for f in filters]
+    return lambda part: any(p(part) for p in predicates)
+
+
 def all_of(*filters: Filter) -> Filter:
     """The filter that selects what every one of `filters` selects.
 
@@ -347,6 +204,11 @@ def all_of(*filters: Filter) -> Filter:
     return Combinator(_all_of, *filters)
 
 
+def _all_of(tree: PyTree, *filters: Filter) -> Predicate:
+    predicates = [bind(f, tree) for f in filters]
+    return lambda part: all(p(part) for p in predicates)
+
+
 def not_(filter: Filter) -> Filter:
     """The filter that selects the arrays that `filter` does not select.
 
@@ -360,6 +222,85 @@ def not_(filter: Filter) -> Filter:
         ```
     """
     return Combinator(_not_, filter)
+
+
+def _not_(tree: PyTree, filter: Filter) -> Predicate:
+    predicate = bind(filter, tree)
+    return lambda part: not predicate(part)
+
+
+def inside(cls: type | tuple[type, ...]) -> Filter:
+    """The filter that selects what lies in a module of a class, however deep.
+
+    **Arguments:**
+
+    - `cls`: a class of modules, subclasses included, or a tuple of classes.
+
+    **Raises:**
+
+    - `TypeError`: `cls` is not a class, or is a kind.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        a, b = jr.split(jr.key(0))
+        model = eqx.nn.Sequential([eqx.nn.LayerNorm(2), eqx.nn.Linear(2, 3, key=a)])
+        decayed = es.mask(model, es.trainable, es.not_(es.inside(eqx.nn.LayerNorm)))
+        assert not decayed.layers[0].weight
+        assert decayed.layers[1].weight
+        ```
+    """
+    for x in cls if isinstance(cls, tuple) else (cls,):
+        if is_kind(x) or not isinstance(x, type):
+            raise TypeError(_NOT_A_CLASS.format(written(x)))
+    return Combinator(_inside, cls)
+
+
+def _inside(tree: PyTree, cls: type | tuple[type, ...]) -> Predicate:
+    return lambda part: any(issubclass(c, cls) for c in owners_of(part))
+
+
+def path_matches(glob: str) -> Filter:
+    """The filter that selects by name, such as `layers[0].norm.mean`.
+
+    An array of an `es.nn.Stacked` has a name for each layer, as in a list of layers.
+
+    **Arguments:**
+
+    - `glob`: `*` stands for any characters, dots included, and `?` for one; all others,
+        brackets too, stand for themselves.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_state as es
+        import jax.random as jr
+
+        mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
+        biases = es.filter(mlp, es.path_matches("layers[?].bias"))
+        assert biases.layers[0].weight is None
+        assert biases.layers[0].bias is mlp.layers[0].bias
+        ```
+    """
+    return Combinator(_path_matches, glob)
+
+
+def _path_matches(tree: PyTree, glob: str) -> Predicate:
+    pattern = compiled_glob(glob)
+    return lambda part: pattern.fullmatch(part.name) is not None
+
+
+def compiled_glob(glob: str) -> re.Pattern[str]:
+    """A glob of names as a pattern for `fullmatch`, with a group for each `*`."""
+    # Each star takes as little as it can: in `layers[*].*` the first one is an index.
+    special = {"*": "(.*?)", "?": "."}
+    pattern = "".join(special.get(c, re.escape(c)) for c in glob)
+    return re.compile(pattern, re.DOTALL)
 
 
 def under(where: Callable[[Any], Any]) -> Filter:
@@ -391,67 +332,74 @@ def under(where: Callable[[Any], Any]) -> Filter:
     return Combinator(_under, where)
 
 
-def inside(cls: type | tuple[type, ...]) -> Filter:
-    """The filter that selects what lies in a module of a class, however deep.
+def _under(tree: PyTree, where: Where) -> Predicate:
+    # Holes count, too: `tree` may be what another filter has left of a model.
+    visits = leaves(tree, is_leaf=is_hole)
+    marked = [marker(v) if v.node is None or is_array(v.node) else v for v in visits]
+    paths = set[KeyPath]()
+    for node in selected_nodes(
+        where, jtu.tree_unflatten(structure_with_holes(tree), marked)
+    ):
+        found = [x for x in jtu.tree_leaves(node) if is_marker(x)]
+        if not found:
+            raise ValueError(_NOTHING_UNDER.format(written(where)))
+        paths.update(path for x in found for path in x.flat)
+    return lambda part: part.path in paths
 
-    **Arguments:**
 
-    - `cls`: a class of modules, subclasses included, or a tuple of classes.
+def marker(visit: Visit) -> Any:
+    """A unique object in the place of an array, while a `where` selects nodes.
 
-    **Raises:**
-
-    - `TypeError`: `cls` is not a class, or is a kind.
-
-    !!! example
-
-        ```python
-        import equinox as eqx
-        import eqx_state as es
-        import jax.random as jr
-
-        a, b = jr.split(jr.key(0))
-        model = eqx.nn.Sequential([eqx.nn.LayerNorm(2), eqx.nn.Linear(2, 3, key=a)])
-        decayed = es.mask(model, es.trainable, es.not_(es.inside(eqx.nn.LayerNorm)))
-        assert not decayed.layers[0].weight
-        assert decayed.layers[1].weight
-        ```
+    It has the path of the array, or in a stack that of each layer's, since `where` may
+    select layers: `lambda m: m.blocks[0]`. So it is an array of NumPy, of paths.
     """
-    for x in cls if isinstance(cls, tuple) else (cls,):
-        if is_kind(x):
-            raise TypeError(
-                f"`es.inside({written(x)})`: a kind is a filter itself, without"
-                " `es.inside`. Give a class of modules: `es.inside(eqx.nn.LayerNorm)`."
-            )
-        if typing.get_origin(x) is not None or not isinstance(x, type):
-            raise TypeError(
-                f"`es.inside({x!r})`: give a class of modules, or a tuple of them:"
-                " `es.inside((eqx.nn.LayerNorm, es.nn.BatchNorm))`. What lies in one"
-                " module of a model is `es.under(lambda model: model.layer)`."
-            )
-    return Combinator(_inside, cls)
+    paths = np.empty([n for _, n in visit.context.stacks], dtype=object)
+    for index in np.ndindex(paths.shape):
+        paths[index] = layer_path(visit.path, visit.context.stacks, index)
+    return paths
 
 
-def path_matches(glob: str) -> Filter:
-    """The filter that selects by name, such as `layers[0].norm.mean`.
+def is_marker(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.dtype == object
 
-    An array of an `es.nn.Stacked` has a name for each layer, as in a list of layers.
 
-    **Arguments:**
+def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
+    """What `where` selects: one node, or several in a tuple or a list."""
+    if not callable(where) or is_kind(where) or isinstance(where, Combinator):
+        raise TypeError(_NOT_WHERE.format(written(where)))
+    selected = where(tree)
+    if type(selected) not in (tuple, list) or not selected:
+        return [selected]
+    # A list may itself be a node of the tree. `is_leaf` is called with every node.
+    in_tree: set[int] = set()
+    jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
+    return [selected] if id(selected) in in_tree else list(selected)
 
-    - `glob`: `*` stands for any characters, dots included, and `?` for one; all others,
-        brackets too, stand for themselves.
 
-    !!! example
+_NOT_A_FILTER: Final = """`{!r}` is not a filter. A filter is a kind (`es.Parameter`, \
+your own `class Cache(es.State)`), a function `es.Part -> bool`, or made by \
+`es.any_of`, `es.all_of`, `es.not_`, `es.under`, by `es.path_matches` of a name, or by \
+`es.inside` of a class of modules."""
 
-        ```python
-        import equinox as eqx
-        import eqx_state as es
-        import jax.random as jr
+_OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter is called with an \
+`es.Part`, for which `{0}` is always false, and not with its array. Write `lambda \
+part: {0}(part.value)`; the inexact parameters that are not frozen are \
+`es.trainable`."""
 
-        mlp = eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0))
-        biases = es.filter(mlp, es.path_matches("layers[?].bias"))
-        assert biases.layers[0].weight is None
-        assert biases.layers[0].bias is mlp.layers[0].bias
-        ```
-    """
-    return Combinator(_path_matches, glob)
+_DISAGREE: Final = """`{0}` is one array for all layers of an `es.nn.Stacked`, and the \
+filter `{1}` selects `{2}` but not `{3}`. Select it in all layers, as by \
+`es.path_matches("blocks[*].w")`, or hold layers that are treated differently in a \
+list or in stacks of their own: `(stacked[:k], stacked[k:])`."""
+
+_NOT_A_CLASS: Final = """`es.inside({})`: give a class of modules, or a tuple of them, \
+`es.inside((eqx.nn.LayerNorm, es.nn.BatchNorm))`. A kind is a filter itself, and what \
+lies in one module of a model is `es.under(lambda model: model.layer)`."""
+
+_NOTHING_UNDER: Final = """`es.under({})` selects nothing: `where` must return a node \
+of the tree (or a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda \
+model: model.layers[0]`."""
+
+_NOT_WHERE: Final = """`where` is a function from the tree to one of its nodes, or to \
+a tuple of them, as in `eqx.tree_at`, and `{0}` was given. Write `lambda model: \
+model.layers[0]`. To train without what a filter selects, leave it out where the \
+parameters are used: `wrt=es.all_of(es.trainable, es.not_(filter))`."""

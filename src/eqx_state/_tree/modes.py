@@ -18,11 +18,10 @@ from .base import (
     with_mark,
     without,
 )
-from .compare import copy_apart, flatten_apart
+from .compare import flatten_apart
 from .context import children, Context, ROOT
-from .filters import selected_nodes, Where
-from .parts import StandIn
-from .walk import is_array, modules_in, set_flags, Visit
+from .filters import is_marker, marker, selected_nodes, Where
+from .walk import is_array, leaves, modules_in, set_flags, Visit
 
 
 _Tree = TypeVar("_Tree")
@@ -63,7 +62,8 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
             return {"training": mode}
         return {"inference": not mode} if has_inference(visit.node) else {}
 
-    return set_flags(tree, flags, copy_apart)
+    values, structure = flatten_apart(tree)
+    return set_flags(jtu.tree_unflatten(structure, values), flags)
 
 
 def eval(tree: _Tree) -> _Tree:
@@ -150,7 +150,7 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
     values, structure = flatten_apart(tree)
     # One array may be in two places, so the places are told apart by unique objects.
-    marked = [_Place() if _is_place(x) else x for x in values]
+    marked = [marker(v) if _is_place(v.node) else v.node for v in leaves(tree)]
     copy = jtu.tree_unflatten(structure, marked)
     nodes = [copy] if where is None else selected_nodes(where, copy)
     paths = _paths_of(copy, nodes)
@@ -159,14 +159,8 @@ def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
     return jtu.tree_unflatten(jtu.tree_structure(copy), values)
 
 
-class _Place(StandIn):
-    """Stands for an array, or for a value that will be drawn."""
-
-    def __getitem__(self, index: Any) -> Any:
-        raise ValueError(_SOME_LAYERS)
-
-
 def _is_place(x: Any) -> bool:
+    """Whether it is an array, or a value that will be drawn."""
     return is_array(x) or isinstance(x, Placeholder)
 
 
@@ -174,7 +168,7 @@ def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None
     """Freeze or unfreeze one node of a private copy, in place."""
     modules = [] if path is None else list(modules_in(node))
     around = [] if path is None else _modules_above(tree, path)
-    holds_any = any(isinstance(x, _Place) for x in jtu.tree_leaves(node))
+    holds_any = any(map(is_marker, jtu.tree_leaves(node)))
     if path is None or not modules and not (around and holds_any):
         raise ValueError(_NOTHING_TO_FREEZE)
     for visit in modules:
@@ -225,26 +219,10 @@ def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
     return [(module, tuple(steps[i:])) for module, i in found]
 
 
-_SOME_LAYERS: Final = """Some layers of an `es.nn.Stacked` cannot be frozen without \
-the others, as one array holds the parameters of all; nor can a slice of any array:
-
-    es.freeze(model, lambda model: model.blocks[0])             # wrong
-    es.freeze(model, lambda model: model.blocks)                # all layers
-    es.freeze(model, lambda model: model.blocks.layers.norm)    # a part of each
-
-Layers that are frozen apart belong in a list, or in stacks of their own: \
-`(stacked[:k], stacked[k:])`."""
-
-_NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: only \
-`es.Module`s have the flag `frozen`, and remember what is frozen below them. Either \
-declare the field that holds the layer as a constant,
-
-    backbone: es.Buffer[eqx.nn.MLP]
-
-or leave it out where the parameters are used,
-
-    wrt = es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))
-    es.value_and_grad(loss_fn, wrt=wrt), es.Optimizer(tx, wrt=wrt)
-
-A `where` selects a node, or a tuple of nodes, that holds an `es.Module`, or an array \
-inside one, such as `lambda model: model.layers[0]`."""
+_NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: `where` must \
+select nodes of the tree that hold an `es.Module`, or arrays inside one, which \
+remembers their paths. (Some layers of an `es.nn.Stacked` cannot be frozen without the \
+others, as one array holds all: freeze `model.blocks`, or a part of each layer, \
+`model.blocks.layers.norm`.) Either declare the field as a constant, `backbone: \
+es.Buffer[eqx.nn.MLP]`, or leave it out where the parameters are used: \
+`wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))`."""

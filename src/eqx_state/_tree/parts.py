@@ -1,10 +1,9 @@
 """The arrays of a tree as `es.Part`s: path, name, kind."""
 
-import abc
 import functools as ft
 import itertools
 from collections.abc import Callable
-from typing import Any, Final, TYPE_CHECKING
+from typing import Any, Final
 
 import jax
 import jax.core
@@ -34,8 +33,7 @@ class Part:
         """The key path, a tuple of JAX's keys.
 
         No two arrays of a tree have the same path: a key that equals an earlier one, or
-        prints alike, gets a number. A dataclass that is registered without key paths
-        has keys with the names of its fields.
+        prints alike, gets a number.
         """
         return self._visit.path
 
@@ -66,13 +64,6 @@ class Part:
             around, lost = context.lost
             raise ValueError(_LOST.format(lost.removeprefix("."), around, lost))
         return context.frozen
-
-    if not TYPE_CHECKING:  # a type checker would take any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):
-                raise AttributeError(name)
-            raise AttributeError(_NOT_OF_A_PART.format(name))
 
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
@@ -122,22 +113,6 @@ def parts(tree: PyTree) -> list[Part]:
     return [p for p in map(part_of, leaves(tree)) if p is not None]
 
 
-_NOT_OF_A_PART: Final = """An `es.Part` has no attribute `{0}`. A function that is a \
-filter is asked of each array, and is given an `es.Part`, which has `name`, `path`, \
-`kind`, `value` and `frozen`. It is not given the model, nor the array itself:
-
-    lambda m: m.{0}               # wrong
-    es.under(lambda m: m.{0})     # right, if the model has a part `{0}`
-    lambda part: part.value.{0}   # right, if an array has `{0}`"""
-
-_LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
-has changed since: the path may lead to another thing now, and what was frozen would \
-train. Forget what was said of the part that has changed, and say it of the new one:
-
-    model = es.unfreeze(model, lambda m: m{1})
-    model = es.freeze(model, lambda m: m{2})     # or what is to be frozen now"""
-
-
 # --- The arrays of a stack of layers (`es.nn.Stacked`), layer by layer.
 #
 # A stack holds one array for all of its layers, with a first axis of its own. Files and
@@ -146,13 +121,6 @@ train. Forget what was said of the part that has changed, and say it of the new 
 
 
 Index = tuple[int, ...]  # a layer: one number for each of the stacks around it
-
-
-class StandIn(abc.ABC):
-    """Stands for a leaf while a user's function selects, perhaps layers of a stack."""
-
-    @abc.abstractmethod
-    def __getitem__(self, index: Any) -> Any: ...
 
 
 class LayerPart(Part):
@@ -251,6 +219,9 @@ def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
 
-def is_sliceable(x: Any) -> bool:
-    """Whether a leaf of a stack has the stack's axis."""
-    return is_array(x) or isinstance(x, StandIn)
+_LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
+has changed since: the path may lead to another thing now, and what was frozen would \
+train. Forget what was said of the part that has changed, and say it of the new one:
+
+    model = es.unfreeze(model, lambda m: m{1})
+    model = es.freeze(model, lambda m: m{2})     # or what is to be frozen now"""

@@ -7,7 +7,7 @@ selecting, modes, scopes, initialization, transforms.
 
 import functools as ft
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -31,6 +31,21 @@ from .context import children, Context, is_leaf, ROOT, undeclared
 
 
 _Tree = TypeVar("_Tree")
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array, a tracer, a NumPy array or a `jax.ShapeDtypeStruct`."""
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def is_numpy(x: Any) -> bool:
+    """Whether `x` is a NumPy array or a NumPy scalar."""
+    return isinstance(x, (np.ndarray, np.generic))
+
+
+def name_of(path: KeyPath) -> str:
+    """A key path as users write it: `layers[0].norm.mean`."""
+    return jtu.keystr(path).removeprefix(".")
 
 
 class Visit(NamedTuple):
@@ -63,21 +78,6 @@ _visit: Callable[[tuple[KeyPath, Any, Context, bool]], Visit] = ft.partial(
 )
 
 
-def is_array(x: Any) -> bool:
-    """Whether `x` is an array, a tracer, a NumPy array or a `jax.ShapeDtypeStruct`."""
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-
-
-def is_numpy(x: Any) -> bool:
-    """Whether `x` is a NumPy array or a NumPy scalar."""
-    return isinstance(x, (np.ndarray, np.generic))
-
-
-def name_of(path: KeyPath) -> str:
-    """A key path as users write it: `layers[0].norm.mean`."""
-    return jtu.keystr(path).removeprefix(".")
-
-
 def walk(
     tree: PyTree,
     path: KeyPath = (),
@@ -90,222 +90,7 @@ def walk(
     `jax.tree.flatten`: a node for which it is true counts as a leaf, and nothing below
     it is visited.
     """
-    found = _Visits(is_leaf)
-    found.run(tree, path, context)
-    return found.visits
-
-
-def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
-    """The `Visit.kind` of each leaf, in less time than a walk that makes visits takes.
-
-    `leaves`: those of `tree`, as `jax.tree.leaves` gives them.
-    """
-    found = _Contexts()
-    found.run(tree, (), ROOT)
-    # What is declared for a leaf is in its context, and there is one of these for each
-    # field of a class, not of each module.
-    ids = [*map(id, found.contexts)]
-    by_id = dict(zip(ids, found.contexts, strict=True))
-    declared = {i: x and x.declared for i, x in by_id.items()}
-    pairs = zip(leaves, ids, strict=True)
-    return [declared[i] or (by_id[i] and undeclared(x.dtype)) for x, i in pairs]
-
-
-Step = Callable[[Any, KeyPath, Context], None]
-
-
-class _Absent:
-    """Stands for a field that a module, which is still being made, lacks."""
-
-
-_ABSENT: Final = _Absent()
-
-
-class _Walk:
-    """A walk, and what it has learned of classes: models repeat themselves.
-
-    It lives no longer than the walk. A cache that outlived it would keep classes alive.
-    """
-
-    # Without paths each is empty.
-    has_paths: ClassVar[bool]
-
-    def __init__(
-        self,
-        leaf: Step,
-        module: Step | None = None,
-        is_leaf: Callable[[Any], bool] | None = None,
-    ):
-        """`leaf` and `module` are called at each leaf and at each `eqx.Module`.
-
-        At a module it is called before those at what the module holds.
-        """
-        self.leaf, self.module, self.is_leaf = leaf, module, is_leaf
-        self.steps: dict[type, Step] = {_Absent: self.hole}
-
-    def run(self, tree: PyTree, path: KeyPath, context: Context) -> None:
-        self.first(tree, path, context)
-        self.steps.clear()  # they lead back to it, and what it found would live on
-
-    def first(self, node: Any, path: KeyPath, context: Context) -> None:
-        """The step at the first node of a class, which decides on that of all."""
-        step = self.steps[type(node)] = self.make_step(node, type(node))
-        step(node, path, context)
-
-    def make_step(self, node: Any, cls: type) -> Step:
-        if issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State)):
-            return self.foreign
-        if node is None:
-            step = self.hole
-        elif is_eqx_module(node):
-            is_stack = BaseModule in cls.__mro__ and cls._eqx_state_is_stack
-            step = (_StackStep if is_stack else _ModuleStep)(self, cls)
-        elif cls in (list, tuple):
-            step = self.sequence
-        else:
-            step = self.leaf if is_leaf(node) else self.container
-        return step if self.is_leaf is None else self.unless_leaf(step, self.is_leaf)
-
-    def unless_leaf(self, step: Step, is_leaf: Callable[[Any], bool]) -> Step:
-        def stop_or_step(node: Any, path: KeyPath, context: Context) -> None:
-            (self.leaf if is_leaf(node) else step)(node, path, context)
-
-        return stop_or_step
-
-    def hole(self, node: Any, path: KeyPath, context: Context) -> None:
-        pass
-
-    def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
-        if context.marks:  # each child has a context of its own
-            self.container(node, path, context)
-            return
-        spec = context.spec
-        each = None if spec.items else context.below(spec.element(node, None))
-        steps, first = self.steps, self.first
-        for i, child in enumerate(node):
-            below = context.below(spec.element(node, i)) if each is None else each
-            at = (*path, jtu.SequenceKey(i)) if self.has_paths else path
-            step = steps.get(type(child), first)
-            step(child, at, below)
-
-    def container(self, node: Any, path: KeyPath, context: Context) -> None:
-        below = children(node) or ()
-        if context.marks:
-            steps = [step_to(node, key) for key, _ in below]
-            context = context.checked(jtu.keystr(path), steps)
-        for key, child in below:
-            step = self.steps.get(type(child), self.first)
-            step(child, (*path, key), context.enter(node, key))
-
-    def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
-        """Equinox's own state, which knows nothing of kinds, counts as declared."""
-        owner = context.owner
-        in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
-        context = context.declare(Spec(kind=BatchStat if in_norm else State))
-        if self.is_leaf is not None and self.is_leaf(node):
-            self.leaf(node, path, context)
-            return
-        if is_eqx_module(node) and self.module is not None:
-            self.module(node, path, context)
-        self.container(node, path, context)
-
-
-class _Visits(_Walk):
-    """The walk that makes a `Visit` of each module and each leaf."""
-
-    has_paths = True
-
-    def __init__(self, is_leaf: Callable[[Any], bool] | None):
-        self.visits: list[Visit] = []
-        append = self.visits.append
-
-        def module(node: Any, path: KeyPath, context: Context) -> None:
-            append(_visit((path, node, context, False)))
-
-        def leaf(node: Any, path: KeyPath, context: Context) -> None:
-            if context.marks:
-                context = context.checked(jtu.keystr(path), ())
-            append(_visit((path, node, context, True)))
-
-        super().__init__(leaf, module, is_leaf)
-
-
-class _Contexts(_Walk):
-    """The walk that finds the context of each array, and nothing else."""
-
-    has_paths = False
-
-    def __init__(self) -> None:
-        self.contexts: list[Context | None] = []  # `None` for what is not an array
-        append = self.contexts.append
-        super().__init__(lambda node, path, context: append(context))
-
-    def make_step(self, node: Any, cls: type) -> Step:
-        # All leaves of a class are arrays, or none.
-        if is_leaf(node) and not is_array(node):
-            return lambda node, path, context: self.contexts.append(None)
-        return super().make_step(node, cls)
-
-
-class _ModuleStep:
-    """The step of a walk at the modules of one class."""
-
-    def __init__(self, walk: _Walk, cls: type):
-        self.walk, self.module, self.cls = walk, walk.module, cls
-        self.has_flags = BaseModule in cls.__mro__
-        # Nothing is there to be visited in the field `INFERENCE`.
-        self.names = [name for name in dynamic_names(cls) if name != INFERENCE]
-        self.keys = [*map(jtu.GetAttrKey, self.names)]
-        # The fields of modules that are not frozen, and of those that are, by the
-        # identity of the context, which is much faster to compare than the context. It
-        # is kept with the fields, so that no other context gets its `id`.
-        self.known: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-
-    def __call__(
-        self, node: Any, path: KeyPath, context: Context, within: Context | None = None
-    ) -> None:
-        """`within`: the context of what it holds, if it is not that of the module."""
-        if self.module is not None:
-            self.module(node, path, context)
-        context = context if within is None else within
-        values: dict[str, Any] = object.__getattribute__(node, "__dict__")
-        frozen, marks = False, ()
-        if self.has_flags:
-            frozen, marks = values["frozen"], values[MARKS]
-        known = self.known[frozen].get(id(context))
-        if known is None or marks:
-            inside = context.inside(frozen, marks)
-            known = context, self.fields(inside, path)
-            if not inside.marks:
-                self.known[frozen][id(context)] = known
-        has_paths, steps, first = self.walk.has_paths, self.walk.steps, self.walk.first
-        for name, key, inside in known[1]:
-            child = values.get(name, _ABSENT)
-            at = (*path, key) if has_paths else path
-            steps.get(type(child), first)(child, at, inside)
-
-    def fields(self, context: Context, path: KeyPath) -> list[tuple[str, Any, Context]]:
-        """Name, key and context of each field that is a child in the pytree."""
-        if context.marks:
-            steps = [(f".{name}", 0) for name in self.names]
-            context = context.checked(jtu.keystr(path), steps)
-        contexts = context.fields_of(self.cls, self.names)
-        return [*zip(self.names, self.keys, contexts, strict=True)]
-
-
-class _StackStep(_ModuleStep):
-    """The step at an `es.nn.Stacked`: what is below lies in a stack."""
-
-    def __init__(self, walk: _Walk, cls: type):
-        super().__init__(walk, cls)
-        self.inside: dict[Any, tuple[Context, Context]] = {}
-
-    def __call__(self, node: Any, path: KeyPath, context: Context, *_: Any) -> None:
-        stack = len(path), fields_of(node).get("length", 0)
-        # One context for all stacks that are alike, which the steps below know again.
-        inside = context._replace(stacks=(*context.stacks, stack))
-        _, inside = self.inside.setdefault((id(context), stack), (context, inside))
-        super().__call__(node, path, context, inside)
+    return _Walk(is_leaf).run(tree, path, context)
 
 
 def leaves(
@@ -335,7 +120,196 @@ def map_leaves(
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), new)
 
 
-# --- Copies ---------------------------------------------------------------------------
+def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
+    """The `Visit.kind` of each leaf, in less time than a walk with paths takes.
+
+    `leaves`: those of `tree`, as `jax.tree.leaves` gives them.
+    """
+    contexts = _Walk(only_contexts=True).run(tree, (), ROOT)
+    # What is declared for a leaf is in its context, and there is one of these for each
+    # field of a class, not of each module.
+    ids = [*map(id, contexts)]
+    declared = {i: x and x.declared for i, x in zip(ids, contexts, strict=True)}
+    return [
+        declared[i] or (context and undeclared(x.dtype))
+        for x, i, context in zip(leaves, ids, contexts, strict=True)
+    ]
+
+
+# --- How it walks. Models repeat themselves, so what to do at the nodes of a class is
+# decided once, at the first of them.
+
+
+_Step = Callable[[Any, KeyPath, Context], None]
+
+
+class _Absent:
+    """Stands for a field that a module, which is still being made, lacks."""
+
+
+_ABSENT: Final = _Absent()
+
+
+class _Walk:
+    """A walk, and what it has learned of classes.
+
+    It lives no longer than the walk. A cache that outlived it would keep classes alive.
+    """
+
+    def __init__(
+        self,
+        is_leaf: Callable[[Any], bool] | None = None,
+        *,
+        only_contexts: bool = False,
+    ):
+        """`only_contexts`: find the context of each leaf instead of visits.
+
+        It is `None` for a leaf that is not an array. All paths are empty.
+        """
+        self.found: list[Any] = []
+        self.is_leaf, self.only_contexts = is_leaf, only_contexts
+        self.steps: dict[type, _Step] = {_Absent: self.hole}
+
+    def run(self, tree: PyTree, path: KeyPath, context: Context) -> list[Any]:
+        self.first(tree, path, context)
+        self.steps.clear()  # they lead back to it, and what it found would live on
+        return self.found
+
+    def first(self, node: Any, path: KeyPath, context: Context) -> None:
+        """The step at the first node of a class, which decides on that of all."""
+        step = self.steps[type(node)] = self.make_step(node, type(node))
+        step(node, path, context)
+
+    def make_step(self, node: Any, cls: type) -> _Step:
+        if issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State)):
+            return self.foreign
+        if node is None:
+            step = self.hole
+        elif is_eqx_module(node):
+            is_stack = BaseModule in cls.__mro__ and cls._eqx_state_is_stack
+            step = (_StackStep if is_stack else _ModuleStep)(self, cls)
+        elif cls in (list, tuple):
+            step = self.sequence
+        elif not is_leaf(node):
+            step = self.container
+        elif self.only_contexts:
+            # All leaves of a class are arrays, or none.
+            context_of = self.found.append
+            if is_array(node):
+                return lambda node, path, context: context_of(context)
+            return lambda node, path, context: context_of(None)
+        else:
+            step = self.leaf
+        return step if self.is_leaf is None else self.unless_leaf(step, self.is_leaf)
+
+    def unless_leaf(self, step: _Step, is_leaf: Callable[[Any], bool]) -> _Step:
+        def stop_or_step(node: Any, path: KeyPath, context: Context) -> None:
+            (self.leaf if is_leaf(node) else step)(node, path, context)
+
+        return stop_or_step
+
+    def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
+        if context.marks:
+            context = context.checked(jtu.keystr(path), ())
+        self.found.append(_visit((path, node, context, True)))
+
+    def hole(self, node: Any, path: KeyPath, context: Context) -> None:
+        pass
+
+    def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
+        if context.marks:  # each child has a context of its own
+            self.container(node, path, context)
+            return
+        spec = context.spec
+        each = None if spec.items else context.below(spec.element(node, None))
+        steps, first = self.steps, self.first
+        for i, child in enumerate(node):
+            below = context.below(spec.element(node, i)) if each is None else each
+            at = path if self.only_contexts else (*path, jtu.SequenceKey(i))
+            steps.get(type(child), first)(child, at, below)
+
+    def container(self, node: Any, path: KeyPath, context: Context) -> None:
+        below = children(node) or ()
+        if context.marks:
+            steps = [step_to(node, key) for key, _ in below]
+            context = context.checked(jtu.keystr(path), steps)
+        for key, child in below:
+            step = self.steps.get(type(child), self.first)
+            step(child, (*path, key), context.enter(node, key))
+
+    def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
+        """Equinox's own state, which knows nothing of kinds, counts as declared."""
+        owner = context.owner
+        in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
+        context = context.declare(Spec(kind=BatchStat if in_norm else State))
+        if self.is_leaf is not None and self.is_leaf(node):
+            self.leaf(node, path, context)
+            return
+        if is_eqx_module(node) and not self.only_contexts:
+            self.found.append(_visit((path, node, context, False)))
+        self.container(node, path, context)
+
+
+class _ModuleStep:
+    """The step of a walk at the modules of one class."""
+
+    def __init__(self, walk: _Walk, cls: type):
+        self.walk, self.cls = walk, cls
+        self.has_flags = BaseModule in cls.__mro__
+        # Nothing is there to be visited in the field `INFERENCE`.
+        self.names = [name for name in dynamic_names(cls) if name != INFERENCE]
+        self.keys = [*map(jtu.GetAttrKey, self.names)]
+        # The fields of modules that are not frozen, and of those that are, by the
+        # identity of the context, which is much faster to compare than the context. It
+        # is kept with the fields, so that no other context gets its `id`.
+        self.known: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+
+    def __call__(
+        self, node: Any, path: KeyPath, context: Context, within: Context | None = None
+    ) -> None:
+        """`within`: the context of what it holds, if it is not that of the module."""
+        walk = self.walk
+        if not walk.only_contexts:
+            walk.found.append(_visit((path, node, context, False)))
+        context = context if within is None else within
+        values: dict[str, Any] = object.__getattribute__(node, "__dict__")
+        frozen, marks = False, ()
+        if self.has_flags:
+            frozen, marks = values["frozen"], values[MARKS]
+        known = self.known[frozen].get(id(context))
+        if known is None or marks:
+            inside = context.inside(frozen, marks)
+            known = context, self.fields(inside, path)
+            if not inside.marks:
+                self.known[frozen][id(context)] = known
+        has_paths, steps, first = not walk.only_contexts, walk.steps, walk.first
+        for name, key, inside in known[1]:
+            child = values.get(name, _ABSENT)
+            at = (*path, key) if has_paths else path
+            steps.get(type(child), first)(child, at, inside)
+
+    def fields(self, context: Context, path: KeyPath) -> list[tuple[str, Any, Context]]:
+        """Name, key and context of each field that is a child in the pytree."""
+        if context.marks:
+            steps = [(f".{name}", 0) for name in self.names]
+            context = context.checked(jtu.keystr(path), steps)
+        contexts = context.fields_of(self.cls, self.names)
+        return [*zip(self.names, self.keys, contexts, strict=True)]
+
+
+class _StackStep(_ModuleStep):
+    """The step at an `es.nn.Stacked`: what is below lies in a stack."""
+
+    def __init__(self, walk: _Walk, cls: type):
+        super().__init__(walk, cls)
+        self.inside: dict[Any, tuple[Context, Context]] = {}
+
+    def __call__(self, node: Any, path: KeyPath, context: Context, *_: Any) -> None:
+        stack = len(path), fields_of(node).get("length", 0)
+        # One context for all stacks that are alike, which the steps below know again.
+        inside = context._replace(stacks=(*context.stacks, stack))
+        _, inside = self.inside.setdefault((id(context), stack), (context, inside))
+        super().__call__(node, path, context, inside)
 
 
 def copy_tree(tree: _Tree) -> _Tree:
@@ -343,13 +317,8 @@ def copy_tree(tree: _Tree) -> _Tree:
     return jtu.tree_map(lambda x: x, tree)
 
 
-def set_flags(
-    tree: _Tree,
-    values: Callable[[Visit], dict[str, Any]],
-    copy: Callable[[_Tree], _Tree] = copy_tree,
-) -> _Tree:
-    """A copy of `tree` with the attributes that `values` returns for a module."""
-    tree = copy(tree)
+def set_flags(tree: _Tree, values: Callable[[Visit], dict[str, Any]]) -> _Tree:
+    """Set the attributes that `values` returns for a module, in a private copy."""
     for visit in walk(tree):
         if not visit.is_leaf:
             for name, value in values(visit).items():
@@ -364,11 +333,8 @@ def drop_cached(tree: PyTree) -> None:
     """
     for module in (visit.node for visit in walk(tree) if not visit.is_leaf):
         fields = fields_of(module)
-        for name in [k for k in fields if _is_cached(type(module), k, fields[k])]:
-            del fields[name]
-
-
-def _is_cached(cls: type, name: str, value: Any) -> bool:
-    # `MISSING` is what a copy of a module with a cached value has.
-    is_property = isinstance(getattr(cls, name, None), ft.cached_property)
-    return is_property or value is MISSING
+        for name, value in list(fields.items()):
+            declared = getattr(type(module), name, None)
+            # A copy of such a module has `MISSING` under other names.
+            if isinstance(declared, ft.cached_property) or value is MISSING:
+                del fields[name]

@@ -21,7 +21,7 @@ from .._transforms.loops import scan
 from .._transforms.transform import why_not_called
 from .._tree.compare import check_not_shared, difference, same
 from .._tree.keys import is_key, key_at, num_key_axes
-from .._tree.parts import is_sliceable, layer_of
+from .._tree.parts import layer_of
 from .._tree.walk import copy_tree, is_array, is_numpy, leaves
 from .._typing import PyTree
 
@@ -321,8 +321,7 @@ class Stacked(Module, Generic[_Layer]):
 
 
 def _take(layers: PyTree, index: int | slice) -> PyTree:
-    # Also of the stand-ins with which `es.under` asks what is selected.
-    return jtu.tree_map(lambda x: layer_of(x, index) if is_sliceable(x) else x, layers)
+    return jtu.tree_map(lambda x: layer_of(x, index) if is_array(x) else x, layers)
 
 
 def _ready(stacked: Stacked[Any]) -> PyTree:
