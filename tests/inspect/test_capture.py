@@ -602,8 +602,12 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_a_loop_that_stacks_nothing_is_an_error(loop):
     for layer, options, match in (
-        (Stateless(), {}, r"`layer\.out` was sown .* `es\.scan` stacks"),
-        (Times(), {"outputs": "layer"}, "The output of `layer` was captured in"),
+        (Stateless(), {}, r"Cannot capture `layer\.out` in .* `es\.scan` stacks"),
+        (
+            Times(),
+            {"outputs": "layer"},
+            "Cannot capture the output of `layer` in a step",
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             es.capture(wrapped(loop, layer), **options)(X)
@@ -620,8 +624,8 @@ def test_branches_sow_and_call_alike(times):
         return es.cond(x.sum() > 0, layer, other, x)
 
     for layer, options, match in (
-        (Scale(), {}, r"`layer\.out` was sown in one branch of `es\.cond`"),
-        (Times(), {"outputs": "layer"}, "output of `layer` was captured in one branch"),
+        (Scale(), {}, r"capture `layer\.out` in one branch of `es\.cond`"),
+        (Times(), {"outputs": "layer"}, "the output of `layer` in one branch"),
     ):
         with pytest.raises(ValueError, match=match):
             es.capture(wrapped(apply, layer), **options)(X)
@@ -630,10 +634,10 @@ def test_branches_sow_and_call_alike(times):
 @pytest.mark.parametrize("value", ["text", jnp.sin, {"a": object()}, np.array("a")])
 def test_what_is_no_array_cannot_be_captured(value):
     for apply, name in (
-        (lambda layer, x: layer.sow("it", value), r"layer\.it"),
-        (lambda layer, x: value, "the output of the model"),
+        (lambda layer, x: layer.sow("it", value), r"`layer\.it`"),
+        (lambda layer, x: value, "the output of `the model`"),
     ):
-        with pytest.raises(TypeError, match=rf"`{name}`: arrays, numbers and"):
+        with pytest.raises(TypeError, match=rf"{name}: arrays, numbers and"):
             es.capture(wrapped(apply), outputs="")(X)
 
 
@@ -648,10 +652,10 @@ def test_a_dead_tracer_cannot_be_captured():
     dead = []
     jax.vmap(lambda x: dead.append(x) or x)(X)
     for apply, name in (
-        (lambda layer, x: layer.sow("dead", dead[0]), r"layer\.dead"),
-        (lambda layer, x: dead[0], "the output of the model"),
+        (lambda layer, x: layer.sow("dead", dead[0]), r"`layer\.dead`"),
+        (lambda layer, x: dead[0], "the output of `the model`"),
     ):
-        with pytest.raises(es.TraceError, match=f"`{name}`: it is a tracer"):
+        with pytest.raises(es.TraceError, match=f"{name}: it is a tracer"):
             es.capture(wrapped(apply), outputs="")(X)
 
 

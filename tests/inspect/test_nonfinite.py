@@ -219,7 +219,7 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_where_outputs_cannot_be_captured_it_is_the_same_error(name):
     for look in (es.find_nonfinite, ft.partial(es.capture, outputs="*")):
-        with pytest.raises(ValueError, match="output of `the model` was captured"):
+        with pytest.raises(ValueError, match="capture the output of `the model` in"):
             look(LOOPS[name])(Log(), X)
 
 

@@ -48,7 +48,7 @@ def _(case):
 
 @program(
     "capture the output of a module in a step of `es.fori_loop`",
-    "The output of `layer` was captured",
+    "the output of `layer`",
 )
 def _(case):
     net = case.keep(Net(), XS)

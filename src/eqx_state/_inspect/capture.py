@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from .._errors import show
 from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
-from .._state.sow import Called, keep
+from .._state.sow import keep, Key
 from .._transforms.grad import AbstractGrad
 from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
 from .._transforms.transform import of_one, Transform, wrap
@@ -46,7 +46,7 @@ class Outputs(Observer):
             out = _replaced(name, self.replace[name], out)
             self.replaced.add(name)
         if shows:
-            keep(scope, Called(name), out)
+            keep(scope, Key(name, is_output=True), out)
         return out
 
     def check(self, model: PyTree) -> None:
@@ -183,10 +183,9 @@ def _by_name(sown: Sown) -> dict[str, Any]:
     """The values by name; several under one name are a tuple."""
     found: dict[str, Any] = {}
     for key, values in sown.items():
-        name = key.name if isinstance(key, Called) else key
-        if name in found:
-            raise ValueError(_BOTH.format(name))
-        found[name] = values[0] if len(values) == 1 else tuple(values)
+        if key.name in found:
+            raise ValueError(_BOTH.format(key.name))
+        found[key.name] = values[0] if len(values) == 1 else tuple(values)
     return found
 
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from .._compat import boundary, is_in_trace
 from .._kinds.kinds import State
 from .._state.scope import Scope
-from .._state.sow import Called, carried_out
+from .._state.sow import carried_out, Key
 from .._transforms.mutable import carried, target, thread
 from .._transforms.transform import of_one, Transform, wrap
 from .._tree.observe import Observer
@@ -36,7 +36,7 @@ class _Finite(Observer):
         __tracebackhide__ = True
         before = {key: len(values) for key, values in scope.sown.items()}
         # A key of its own for each call, since the keys are in the order of tracing.
-        key = Called(mark, sum(mark == other.name for other in before))
+        key = Key(mark, True, sum(mark == other.name for other in before))
         was_finite = _is_finite((args, kwargs))
         out = call(*args, **kwargs)
         made = was_finite & ~_is_finite(out)

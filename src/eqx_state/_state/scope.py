@@ -115,9 +115,8 @@ def is_open_here() -> bool:
 # scope around it.
 Reports = tuple[tuple[KeyPath, KeyPath], ...]
 
-# The values that were sown, by name, and the outputs of calls, by `Called`. An
-# `OrderedDict` because JAX sorts the keys of a dict, and the order is a part of the
-# result.
+# The values that were sown, by `sow.Key`. An `OrderedDict` because JAX sorts the keys
+# of a dict, and the order is a part of the result.
 Sown = OrderedDict[Any, list[Any]]
 
 

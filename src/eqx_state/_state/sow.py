@@ -21,21 +21,21 @@ from .scope import is_any_open, is_owned, Reports, Scope, Sown
 from .write import trace_message
 
 
-class Called(NamedTuple):
-    """The key of the outputs of a module's calls. What was sown has a string for it.
+class Key(NamedTuple):
+    """Under which values are kept: the name of what is sown, or of a module.
 
-    With a `time`, it is the key of one call among several.
+    - `is_output`: whether the values are outputs of the module.
+    - `time`: of several calls of a module, the one that is meant.
     """
 
     name: str
+    is_output: bool = False
     time: int = 0
 
-
-def in_words(key: Any, sown: str, called: str) -> str:
-    """The text about what was kept under a key: one for each sort."""
-    if isinstance(key, Called):
-        return called.format(key.name or "the model")
-    return sown.format(key)
+    def __str__(self) -> str:
+        if not self.is_output:
+            return f"`{self.name}`"
+        return f"the output of `{self.name or 'the model'}`"
 
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
@@ -47,23 +47,22 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
         raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
     path = place.scope.outward((*place.path, jtu.GetAttrKey(name)))
     if path is not None:
-        keep(place.scope, name_of(path), value)
+        keep(place.scope, Key(name_of(path)), value)
 
 
-def keep(scope: Scope, key: Any, value: Any) -> None:
+def keep(scope: Scope, key: Key, value: Any) -> None:
     """Add a pytree of arrays and numbers, of the active trace."""
-    name = in_words(key, "{}", "the output of {}")
     leaves, structure = jtu.tree_flatten(value)
     if any(map(has_escaped, leaves)):
-        raise TraceError(_ESCAPED.format(name))
+        raise TraceError(_ESCAPED.format(key))
     if not all(map(_is_sowable, leaves)):
-        raise TypeError(_NOT_ARRAYS.format(name, show(value)))
-    leaves = [x if isinstance(x, jax.Array) else as_jax(x, name) for x in leaves]
+        raise TypeError(_NOT_ARRAYS.format(key, show(value)))
+    leaves = [x if isinstance(x, jax.Array) else as_jax(x, key.name) for x in leaves]
     value = jtu.tree_unflatten(structure, leaves)
     scope.sown.setdefault(key, []).extend(carried_out(scope, key, [value]))
 
 
-def carried_out(scope: Scope, key: Any, values: Sequence[Any]) -> Sequence[Any]:
+def carried_out(scope: Scope, key: Key, values: Sequence[Any]) -> Sequence[Any]:
     """Values of the active trace as values of the scope's.
 
     Outputs of a module's calls have a new first axis for each `jax.vmap` in between.
@@ -71,13 +70,12 @@ def carried_out(scope: Scope, key: Any, values: Sequence[Any]) -> Sequence[Any]:
     """
     if scope.is_here:
         return values
-    is_output = isinstance(key, Called)
     # Equinox's own models map their layers by `jax.vmap`. A layer that sows is ours,
     # and the model around it can be mapped by `es.vmap`.
-    if is_output and (out := out_of_vmaps(values, scope.trace)) is not None:
+    if key.is_output and (out := out_of_vmaps(values, scope.trace)) is not None:
         return out
-    verb = "capture the output of" if is_output else "sow"
-    raise TraceError(trace_message(in_words(key, "{}", "{}"), verb=verb))
+    verb = "capture the output of" if key.is_output else "sow"
+    raise TraceError(trace_message(key.name or "the model", verb=verb))
 
 
 def deliver(scope: Scope, sown: Sown) -> None:
@@ -111,9 +109,9 @@ def _is_sowable(x: Any) -> bool:
 _NOT_A_NAME: Final = """`{}.sow`: the name comes first, and is a string: \
 `self.sow("name", value)`."""
 
-_ESCAPED: Final = """Cannot capture `{}`: it is a tracer of a JAX transform that is \
+_ESCAPED: Final = """Cannot capture {}: it is a tracer of a JAX transform that is \
 over. Compute it in the call, under a transform of `es`."""
 
-_NOT_ARRAYS: Final = """Cannot capture `{}`: arrays, numbers and pytrees of them come \
+_NOT_ARRAYS: Final = """Cannot capture {}: arrays, numbers and pytrees of them come \
 out of a transform, and this is `{}`. Sow something else, or select fewer modules: \
 `outputs=lambda name, module: ...`."""

@@ -14,7 +14,6 @@ import jax
 
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
-from .._state.sow import in_words
 from .._tree.compare import difference_of_leaves
 from .lift import check_given, is_traced, Lifted, Ran, Slot, Values
 from .mutable import is_bound_method
@@ -101,8 +100,7 @@ class _Traces:
         for first, last in zip(self.counts, counts, strict=True):
             if first != last:
                 key, _ = min(first.items() ^ last.items(), key=str)
-                called = _CALLED.format("{}", self.what)
-                raise ValueError(in_words(key, _SOWN.format("{}", self.what), called))
+                raise ValueError(_SOWN.format(key, self.what))
         # In one order, which is part of the structure of an output.
         pairs = zip(self.counts, ran.sown, strict=True)
         return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]
@@ -212,14 +210,10 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
     )
 
 
-_SOWN: Final = """`{}` was sown in one branch of `{}`, and not, or not as often, in \
-another. Sown values are outputs, whose structure has to be the same in all branches. \
-Sow it in all branches, or return it and sow it after them."""
-
-_CALLED: Final = """The output of `{}` was captured in one branch of `{}`, and it was \
-not called, or not as often, in another. What is captured is an output of each branch, \
-whose structure has to be the same in all. Call it in all branches, or leave it out of \
-`outputs`."""
+_SOWN: Final = """Cannot capture {} in one branch of `{}`, and not, or not as often, \
+in another: it is an output of each branch, and their structure has to be the same. \
+Sow it and call the module in all branches; or sow it after them, or leave the module \
+out of `outputs`."""
 
 _NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
 are not arrays. The branch is chosen at run time, so only arrays may differ. Return \

@@ -20,7 +20,6 @@ import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import closed_copy, is_owned, Sown
-from .._state.sow import in_words
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
 from .._tree.walk import is_array
 from .lift import check_given, is_traced, Lifted, owned_copy, Ran, Slot, Values
@@ -442,7 +441,7 @@ def _only_carry(step: Step, traces: list[StepTrace]) -> Any:
 
 def _check_not_sown(sown: list[Sown]) -> None:
     for key in itertools.chain(*sown):
-        raise ValueError(in_words(key, _SOWN, _CALLED))
+        raise ValueError(_SOWN.format(key))
 
 
 def _nothing_sown(loop: Loop) -> list[Sown]:
@@ -540,10 +539,7 @@ _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answ
 whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
 what `cond_fun` has to know."""
 
-_SOWN: Final = """`{}` was sown in a step of `es.while_loop` or `es.fori_loop`, of \
-which only the last carry comes out. `es.scan` stacks what its steps sow; or put the \
-value into the carry, and sow it after the loop."""
-
-_CALLED: Final = """The output of `{}` was captured in a step of `es.while_loop` or \
-`es.fori_loop`, of which only the last carry comes out. `es.scan` stacks the outputs \
-of its steps; or leave the module out of `outputs`."""
+_SOWN: Final = """Cannot capture {} in a step of `es.while_loop` or `es.fori_loop`, \
+of which only the last carry comes out. `es.scan` stacks what its steps sow and \
+return. Or put the value into the carry, and sow it after the loop; or leave the \
+module out of `outputs`."""
