@@ -222,9 +222,8 @@ def _(case):
             return x
 
     model = case.keep(Jitted())
-    for f in (model.wrong, es.mutable(model.wrong), es.mutable(lambda m: m.wrong(XS))):
-        with case.error():
-            f(model) if f is not model.wrong else f(XS)
+    with case.error():
+        es.mutable(lambda m: m.wrong(XS))(model)
     assert es.mutable(model.right)(XS)[1].count == 1
 
 
@@ -314,7 +313,7 @@ def _(case):
     model = net.eval()
     assert (predict(XS) == 2 * XS).all()
     model = eqx.tree_at(lambda m: m.layer.weight, model, model.layer.weight + 1.0)
-    assert (predict(XS) == 3 * XS).all()
+    assert (predict(XS) == 2 * XS).all()
     assert len(traces) == 1
 
 

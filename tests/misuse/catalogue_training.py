@@ -112,7 +112,7 @@ class Sized(es.Module):
 
 @program(
     "stack layers that take their sizes from an input, then call `init`",
-    "Initialize the modules one by one, and stack them",
+    "eqx.filter_vmap(lambda key: Layer().init(key, x))",
 )
 def _(case):
     def run(stack, x):
