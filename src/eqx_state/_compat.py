@@ -147,30 +147,6 @@ def vary(x: Any, axes: frozenset[Any]) -> Any:
     return pvary(x, new)  # pragma: no cover (JAX < 0.9)
 
 
-_JAX: Final = os.path.join(os.path.dirname(jax.__file__), "")
-
-
-_TYPES_OF_COLLECTIVES: Final = (
-    "invarying state",
-    "psum_invariant",
-    "variant->invariant collective",  # JAX >= 0.10, for lanes named as a mesh axis
-)
-
-
-def is_collective_over_lanes(error: Exception) -> bool:
-    """Whether JAX failed at a collective over the axis of a `vmap` in a `shard_map`.
-
-    With `check_vma` JAX takes the axis for one of the mesh. It has no error for that:
-    an assertion or a look-up fails, or a check of types that is meant for mesh axes.
-    """
-    last = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    if not last.co_filename.startswith(_JAX):
-        return False
-    is_bare = isinstance(error, AssertionError) and not error.args
-    is_typed = any(x in str(error) for x in _TYPES_OF_COLLECTIVES)
-    return is_bare or isinstance(error, KeyError) or is_typed
-
-
 def own_annotations(cls: type) -> dict[str, Any]:
     """The annotations written in the body of `cls`, also those with unknown names."""
     try:

@@ -1,7 +1,6 @@
 """Programs that differentiate, or map over devices, wrongly."""
 
 import jax
-import jax.lax as lax
 import jax.numpy as jnp
 from catalogue_entry import Layer, Net, program
 from jax.sharding import Mesh, PartitionSpec as P
@@ -177,16 +176,3 @@ def _(case):
     out, new = es.mutable(run)(stream)
     assert out[0] != out[1]
     assert new.key != stream.key
-
-
-@program("reduce over the lanes of a `vmap` inside `es.shard_map`", "`check_vma=False`")
-def _(case):
-    net = case.keep(Net(), X)
-
-    def centered(x):
-        return x - lax.pmean(x, "batch")
-
-    with case.error():
-        es.mutable(
-            lambda net: sharded(es.vmap(centered, axis_name="batch"))(jnp.arange(4.0))
-        )(net)

@@ -102,6 +102,10 @@ def _(case):
         model, run = pickle.loads(pickle.dumps((net, es.mutable(net)), protocol))
         assert eqx.tree_equal(model, net)
         assert eqx.tree_equal(run(XS), es.mutable(net)(XS))
+        with pytest.raises(
+            dataclasses.FrozenInstanceError, match="this one is in no scope"
+        ):
+            model(XS)
 
 
 @program("pickle or copy a model in a call")

@@ -111,7 +111,7 @@ def _(case):
 
 @program(
     "call an `es.RngStream` in eval mode, without a scope",
-    "is outside `es.mutable`",
+    "this one is in no scope of `es.mutable`",
 )
 def _(case):
     class Noise(es.Module):

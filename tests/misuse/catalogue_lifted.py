@@ -79,7 +79,7 @@ def _(case):
     assert jnp.allclose(new.mean, 0.01 * 1.5 * XS)
 
 
-@program("map over arrays of different lengths", "`x` has 3, `y` has 2")
+@program("map over arrays of different lengths", "size 3: axis 0 of argument args[0]")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
@@ -133,19 +133,31 @@ def _(case):
     assert jnp.allclose(mapped, w / w.sum())
 
 
-@program("read the state of a stack in the body that scans it, and writes it")
+@program(
+    "read the state of a stack in the body that scans it, and writes it",
+    "`layers.count`",
+    "total = self.layers.count.sum()",
+)
 def _(case):
     model = case.keep(Stacked(), XS)
 
-    def scanned(model):
-        body = lambda x, layer: (layer(x), model.layers.count.sum())  # noqa: E731
-        return es.scan(body, XS, model.layers)[1]
+    def scanned(model, seen):
+        return es.scan(lambda x, layer: (layer(x), seen()), XS, model.layers)[1]
 
-    def mapped(model):
-        return es.vmap(lambda m: (m(XS), model.layers.count.sum()))(model.layers)[1]
+    def mapped(model, seen):
+        return es.vmap(lambda layer: (layer(XS), seen()))(model.layers)[1]
+
+    def wrong(model, run):
+        return run(model, lambda: model.layers.count.sum())
+
+    def right(model, run):
+        total = model.layers.count.sum()
+        return run(model, lambda: total)
 
     for run in (scanned, mapped):
-        totals, new = es.mutable(run)(model)
+        with case.error():
+            es.mutable(wrong)(model, run)
+        totals, new = es.mutable(right)(model, run)
         assert totals.tolist() == [1, 1]
         assert new.layers.count.tolist() == [1, 2]
 
@@ -225,7 +237,7 @@ def _(case):
     assert es.mutable(assigned)(net)[1].layer.count == 3
 
 
-@program("change a list of modules that a function closes over", "self.layers = [")
+@program("change a list of modules that a function closes over", "from outside")
 def _(case):
     class Layers(es.Module):
         layers: list[Layer]
@@ -248,9 +260,11 @@ def _(case):
             es.mutable(model.run, kinds=es.TreePart)(transform)
 
 
-@program("assign a `nonlocal` model in a function under `es.jit`")
+@program(
+    "assign a `nonlocal` model in a function under `es.jit`", "def step(model, x):"
+)
 def _(case):
-    kept = model = case.keep(Layer(), XS)
+    model = case.keep(Layer(), XS)
 
     @es.jit
     def step(x):
@@ -258,10 +272,22 @@ def _(case):
         y, model = es.mutable(model)(x)
         return y
 
-    with jax.check_tracer_leaks(False), case.error():
+    with case.error():
         step(XS)
-        es.mutable(model)(XS + 1)
-    assert kept.count == 0
+    assert model.count == 0
+
+
+@program("rebind a model that a recursive function under `es.jit` closes over")
+def _(case):
+    model = case.keep(Layer())
+
+    @es.jit
+    def count(n):
+        return model.count if n == 0 else model.count + count(n - 1)
+
+    assert count(2) == 0
+    model = es.mutable(model)(XS)[1]
+    assert count(2) == 3
 
 
 @program("initialize a model that a function under `es.vmap` closes over")

@@ -112,7 +112,7 @@ class Sized(es.Module):
 
 @program(
     "stack layers that take their sizes from an input, then call `init`",
-    "eqx.filter_vmap(lambda key: Layer().init(key, x))",
+    "Initialize the modules one by one, and stack them",
 )
 def _(case):
     def run(stack, x):

@@ -47,7 +47,7 @@ def _(case):
     model = case.keep(Always(), XS)
     with case.error():
         model.eval()(XS)
-    with case.error("is not in the private copy"):
+    with case.error("argument 1"):
         es.mutable(lambda a, b: b(a(XS)))(model, model.eval())
 
 
@@ -75,7 +75,9 @@ def _(case):
     assert (new.eval()(XS) == 3 * XS).all()
 
 
-@program("assign a name that the class does not declare: `model.params = p`")
+@program(
+    "assign a name that the class does not declare: `model.params = p`", "params: Net"
+)
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
@@ -99,7 +101,7 @@ def _(case):
 )
 def _(case):
     a, b = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
-    with case.error():
+    with case.error("argument 1 of `both`"):
         es.mutable(both)(a, b, XS)
     y, new = es.mutable(lambda pair, x: both(*pair, x))((a, b), XS)
     assert (y == 6 * XS).all()
@@ -113,7 +115,7 @@ def _(case):
     "call a model that the function of `es.mutable` closes over",
     "`Layer.count`",
     "argnums=(0, 1)",
-    "other.eval()",
+    "teacher.eval()",
 )
 def _(case):
     model, teacher = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
@@ -341,7 +343,9 @@ def _(case):
         Dense()
 
 
-@program("assign an undeclared layer in `__init__`, as in PyTorch")
+@program(
+    "assign an undeclared layer in `__init__`, as in PyTorch", "linear: eqx.nn.Linear`"
+)
 def _(case):
     class Model(es.Module):
         def __init__(self):

@@ -1,8 +1,10 @@
-"""`es.vmap`: the namesake of `jax.vmap`, with state and keys carried through."""
+"""`es.vmap`: the signature and results of `jax.vmap`, with state carried through."""
 
+import copy
 import dataclasses
 import functools as ft
 import inspect
+import pickle
 import re
 
 import equinox as eqx
@@ -10,12 +12,48 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import numpy as np
 import pytest
-from vmap_cases import Net, Norm
+from helpers import rejects
+from models import Noisy
 
 import eqx_state as es
+
+
+FROZEN = dataclasses.FrozenInstanceError
+
+
+class Norm(es.Module):
+    """Writes a statistic that is reduced over the lanes."""
+
+    scale: es.Parameter = 2.0
+    mean: es.BatchStat = 0.0
+
+    def __call__(self, x):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * lax.pmean(x, "batch")
+        return self.scale * (x - self.mean)
+
+
+class Net(es.Module):
+    a: Norm = dataclasses.field(default_factory=Norm)
+    b: Norm = dataclasses.field(default_factory=lambda: Norm(3.0))
+    bias: es.Parameter = 1.0
+
+    def __call__(self, xs):
+        return es.vmap(lambda x: self.b(self.a(x)) + self.bias, axis_name="batch")(xs)
+
+
+class Tally(es.Module):
+    weight: es.Parameter = 1.0
+    total: es.BatchStat = 0.0
+
+    def __call__(self, x):
+        self.total = self.total + x
+        return self.weight * x
+
+
+XS = jnp.array([1.0, 2.0, 6.0])
 
 
 def pure(scale, mean, xs):
@@ -24,89 +62,34 @@ def pure(scale, mean, xs):
     return scale * (xs - mean), mean
 
 
-XS = jnp.array([1.0, 2.0, 6.0])
-Y, MEAN = pure(2.0, 0.0, XS)
+# --- State --------------------------------------------------------------------------
 
 
-def check(y, norm):
-    np.testing.assert_allclose(y, Y, rtol=1e-6)
-    np.testing.assert_allclose(norm.mean, MEAN, rtol=1e-6)
-    assert norm.scale == 2.0
-
-
-# --- What `f` may be ----------------------------------------------------------------
-
-
-def apply(norm, x):
-    return norm(x)
-
-
-NORM = Norm()
-FUNCTIONS = {
-    "module": lambda m: m,
-    "bound method": lambda m: m.apply,
-    "bound dunder": lambda m: m.__call__,
-    "closure": lambda m: lambda x: m(x),
-    "closure over a method": lambda m: (lambda f: lambda x: f(x))(m.apply),
-    "closure over a closure": lambda m: (lambda f: lambda x: f(x))(lambda x: m(x)),
-    "closure over a list": lambda m: (lambda ms: lambda x: ms[0](x))([m]),
-    "default": lambda m: lambda x, m=m: m(x),
-    "keyword default": lambda m: lambda x, *, m=m: m(x),
-    "partial": lambda m: ft.partial(apply, m),
-    "partial keyword": lambda m: ft.partial(lambda x, norm: norm(x), norm=m),
-    "jax partial": lambda m: jtu.Partial(apply, m),
-    "eqx partial": lambda m: eqx.Partial(apply, m),
-    "partial of a method": lambda m: ft.partial(m.apply, shift=0.0),
-    "sequential": lambda m: eqx.nn.Sequential([m]),
-    "lambda layer": lambda m: eqx.nn.Lambda(m),
+WAYS = {
+    "the function": lambda m, xs: es.vmap(m, axis_name="batch")(xs),
+    "its closure": lambda m, xs: es.vmap(lambda x: m(x), axis_name="batch")(xs),
+    "an argument": lambda m, xs: es.vmap(
+        lambda m, x: m(x), in_axes=(None, 0), axis_name="batch"
+    )(m, xs),
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_state_comes_through(name, jit):
-    make = FUNCTIONS[name]
-    ran = []
-
-    def f(norm, xs):
-        ran.append(1)
-        return es.vmap(make(norm), axis_name="batch")(xs)
-
-    run = eqx.filter_jit(es.mutable(f)) if jit else es.mutable(f)
-    y, new = run(NORM, XS)
-    check(y, new)
-    assert ran == [1]
-    assert NORM.mean == 0.0
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_state_comes_through(way, jit):
+    model = Norm()
+    y, new = jit(es.mutable(WAYS[way]))(model, XS)
+    expected, mean = pure(2.0, 0.0, XS)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    np.testing.assert_allclose(new.mean, mean, rtol=1e-6)
+    assert (new.scale, model.mean) == (2.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["module", "bound method", "partial", "jax partial", "eqx partial"]
-)
-def test_mutable_of_vmap(name):
-    make = FUNCTIONS[name]
-    check(*es.mutable(es.vmap(make(NORM), axis_name="batch"))(XS))
-
-
-def test_state_of_an_argument():
-    run = es.mutable(lambda m, xs: es.vmap(apply, (None, 0), axis_name="batch")(m, xs))
-    check(*run(NORM, XS))
-    check(*es.mutable(es.vmap(apply, in_axes=(None, 0), axis_name="batch"))(NORM, XS))
-
-
-def test_a_module_by_keyword():
-    class Ensemble(es.Module):
-        count: es.State = dataclasses.field(default_factory=lambda: jnp.zeros(3))
-
-        def __call__(self, x):
-            self.count = self.count + x
-            return self.count
-
-    def f(m, xs):
-        return es.vmap(lambda x, *, m: m(x))(xs, m=m)  # keywords: axis 0, as in JAX
-
-    y, new = es.mutable(f)(Ensemble(), XS)
-    assert (y == XS).all()
-    assert (new.count == XS).all()
+@pytest.mark.parametrize("way", WAYS)
+def test_outside_a_scope_it_works_as_long_as_nothing_is_written(way):
+    assert (WAYS[way](Norm(mean=1.0).eval(), XS) == 2 * (XS - 1)).all()
+    with rejects(model := Norm(), FROZEN, r"Norm\.mean"):
+        WAYS[way](model, XS)
 
 
 def test_several_modules_are_threaded():
@@ -114,47 +97,42 @@ def test_several_modules_are_threaded():
     y1, mean1 = pure(2.0, 0.0, XS)
     y2, mean2 = pure(3.0, 0.0, y1)
     np.testing.assert_allclose(y, y2 + 1.0, rtol=1e-5)
-    np.testing.assert_allclose(new.a.mean, mean1, rtol=1e-6)
-    np.testing.assert_allclose(new.b.mean, mean2, rtol=1e-6)
+    np.testing.assert_allclose((new.a.mean, new.b.mean), (mean1, mean2), rtol=1e-6)
 
 
-def test_a_module_reached_twice_is_threaded_once():
+def test_an_argument_is_a_copy_and_a_closure_the_object():
     def f(net, xs):
         inner = net.a
 
         def g(m, x):
-            assert m is inner
-            assert net.a is inner
-            return m(x)
+            assert net.a is inner is not m
+            m(x)
+            return inner.mean, m.mean
 
-        return es.vmap(g, in_axes=(None, 0), axis_name="batch")(inner, xs)
+        seen = es.vmap(g, in_axes=(None, 0), axis_name="batch")(inner, xs)
+        return seen, inner.mean
 
-    y, new = es.mutable(f)(Net(), XS)
-    check(y, new.a)
-    assert new.b.mean == 0.0
+    ((before, in_lanes), after), _ = es.mutable(f)(Net(), XS)
+    assert before.tolist() == [0.0] * 3
+    assert in_lanes.tolist() == [after] * 3 == [1.5] * 3
 
 
-def test_what_is_written_in_the_lanes_is_seen_afterwards_by_all_aliases():
+def test_a_module_by_keyword_has_axis_0():
+    f = es.mutable(lambda m, xs: es.vmap(lambda x, *, m: m(x))(xs, m=m))
+    _, new = f(Tally(jnp.ones(3), jnp.zeros(3)), XS)
+    assert (new.total == XS).all()
+
+
+def test_state_before_and_after_and_by_an_alias():
     def f(net, xs):
         alias = net.a
+        net.a.mean = 10.0
         es.vmap(alias, axis_name="batch")(xs)
         assert net.a is alias
-        alias.mean = alias.mean + 1.0
-        return net.a.mean
+        alias.mean = net.a.mean * 2.0
 
-    mean, new = es.mutable(f)(Net(), XS)
-    assert mean == new.a.mean == MEAN + 1.0
-
-
-def test_state_before_and_after():
-    def f(norm, xs):
-        norm.mean = 10.0
-        y = es.vmap(norm, axis_name="batch")(xs)
-        norm.mean = norm.mean * 2.0
-        return y
-
-    _, new = es.mutable(f)(NORM, XS)
-    np.testing.assert_allclose(new.mean, 2 * (5.0 + 1.5), rtol=1e-6)
+    _, new = es.mutable(f)(Net(), XS)
+    np.testing.assert_allclose(new.a.mean, 2 * (5.0 + 1.5), rtol=1e-6)
 
 
 def test_submodules_may_be_replaced_in_a_lane():
@@ -165,8 +143,80 @@ def test_submodules_may_be_replaced_in_a_lane():
 
         return es.vmap(lane, axis_name="batch")(xs)
 
-    _, new = es.mutable(f)(Net(), XS)
-    assert new.a.mean == 3.0
+    assert es.mutable(f)(Net(), XS)[1].a.mean == 3.0
+
+
+def test_a_module_that_a_lane_returns_is_a_snapshot():
+    def f(model):
+        return es.vmap(lambda x: (model, Norm(x), "text", 1.0))(XS)
+
+    (out, made, *rest), new = es.mutable(f)(Tally(1.0, 2.0))
+    assert out.total.tolist() == [2.0] * 3
+    assert (made.scale == XS).all()
+    assert rest[0] == "text"
+    assert rest[1].tolist() == [1.0] * 3
+    assert new.total == 2.0
+    with pytest.raises(FROZEN, match=r"Tally\.total"):
+        out(1.0)
+
+
+def fails(net, x):
+    net.a(x)
+    raise KeyError("half-way")
+
+
+def leaves_unreduced(net, x):
+    net.a(x)
+    net.b.mean = x
+
+
+@pytest.mark.parametrize(
+    ("lane", "error", "options"),
+    [
+        (fails, KeyError, {}),
+        (leaves_unreduced, ValueError, {}),
+        (lambda net, x: net.a(x), ValueError, {"out_axes": 5}),
+    ],
+)
+def test_an_error_leaves_nothing_half_written(lane, error, options):
+    def f(net, xs):
+        with pytest.raises(error, match=r"half-way|`b\.mean`|out of bounds"):
+            es.vmap(lambda x: lane(net, x), axis_name="batch", **options)(xs)
+        assert (net.a.mean, net.b.mean) == (4.0, 0.0)
+        return es.vmap(net.a, axis_name="batch")(xs)
+
+    _, new = es.mutable(f)(Net(a=Norm(mean=4.0)), XS)
+    np.testing.assert_allclose(new.a.mean, 3.5)
+
+
+def test_state_that_is_not_reduced_over_all_axes_is_an_error():
+    class Mean(es.Module):
+        mean: es.BatchStat = 0.0
+
+        def __call__(self, x):
+            self.mean = lax.pmean(x, "inner")
+            return x
+
+    def f(model, xs):
+        inner = es.vmap(lambda x: model(x), axis_name="inner")
+        return es.vmap(inner, axis_name="outer")(xs)
+
+    model, xs = Mean(), jnp.arange(6.0).reshape(2, 3)
+    with rejects(model, ValueError, "`mean`", "axis_name", r"axes=\{es\.State: 0\}"):
+        es.mutable(f)(model, xs)
+    with rejects(model, ValueError, "`mean`", "axis_name"):
+        es.grad(lambda m, xs: jnp.sum(f(m, xs)))(model, xs)
+
+
+def test_a_lane_may_not_write_through_a_plain_transform():
+    calls = (
+        lambda m, x: jax.vmap(es.vmap(m, axis_name="batch"))(x),
+        lambda m, x: jax.vmap(lambda x: es.vmap(m, axis_name="batch")(x))(x),
+        lambda m, x: es.vmap(jax.vmap(m), axis_name="batch")(x),
+    )
+    for call in calls:
+        with rejects(model := Norm(), (es.TraceError, FROZEN), "mean"):
+            es.mutable(call)(model, XS[None])
 
 
 # --- Signature and return value of `jax.vmap` ---------------------------------------
@@ -191,11 +241,7 @@ LIKE_JAX = {
     ),
     "out_axes": ({"out_axes": 1}, lambda x: x, (M,)),
     "out_axes negative": ({"out_axes": -1}, lambda x: x, (M,)),
-    "out_axes tree": (
-        {"out_axes": (1, {"k": 0})},
-        lambda x: (x, {"k": x}),
-        (M,),
-    ),
+    "out_axes tree": ({"out_axes": (1, {"k": 0})}, lambda x: (x, {"k": x}), (M,)),
     "out_axes prefix": ({"out_axes": (1, 0)}, lambda x: ((x, x), x), (M,)),
     "out_axes None": (
         {"out_axes": (0, None), "axis_name": "i"},
@@ -221,22 +267,28 @@ LIKE_JAX = {
 def test_as_jax_vmap(name):
     options, f, args = LIKE_JAX[name]
     expected = jax.vmap(f, **options)(*args)
-    result = es.vmap(f, **options)(*args)
-    assert eqx.tree_equal(result, expected)
+    assert eqx.tree_equal(es.vmap(f, **options)(*args), expected)
     _, counter = es.mutable(lambda m: es.vmap(f, **options)(*args))(Norm())
     assert counter.mean == 0.0
 
 
 def test_what_is_not_an_array_passes():
     # As in `eqx.filter_vmap`; JAX's own raises.
-    f = lambda x, p, *, k, s: x * p * k + len(s)  # noqa: E731
-    assert eqx.tree_equal(es.vmap(f)(XS, 2.0, k=3, s="ab"), XS * 6 + 2)
-    assert eqx.tree_equal(es.vmap(f, (0, 0))(XS, 2.0, k=1, s=""), XS * 2)
-    with pytest.raises(ValueError, match="nothing is mapped"):
-        es.vmap(lambda p: p)(2.0)
+    def f(x, p, options, *, k, s):
+        return x * p * k + len(s), options["act"]
+
+    y, act = es.vmap(f)(XS, 2.0, {"act": jnp.tanh, "name": "text"}, k=3, s="ab")
+    assert (y == XS * 6 + 2).all()
+    assert act is jnp.tanh
+    y = es.vmap(lambda x, *, y: x[0] + y, in_axes=1)(M, y=jnp.arange(3.0))
+    assert (y == M[0] + jnp.arange(3.0)).all()
 
 
-def test_spmd_axis_name():
+def test_options():
+    assert [*inspect.signature(es.vmap).parameters] == [
+        *("f", "in_axes", "out_axes", "axis_name", "axis_size", "spmd_axis_name"),
+        "axes",
+    ]
     mesh = jax.sharding.Mesh(jax.devices()[:2], "i")
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -251,113 +303,208 @@ def test_spmd_axis_name():
     assert specs(es.vmap, spmd_axis_name="i") != specs(es.vmap)
 
 
-def test_keyword_arguments_are_mapped_over_axis_0():
-    y = es.vmap(lambda x, *, y: x[0] + y, in_axes=1)(M, y=jnp.arange(3.0))
-    assert (y == M[0] + jnp.arange(3.0)).all()
+class Caller(es.Module):
+    weight: es.Parameter = 2.0
+
+    def both(self, d, *rest, by=0.0):
+        return d["x"], rest, by
 
 
-def test_positional_options():
-    assert inspect.signature(es.vmap).parameters.keys() == {
-        *("f", "in_axes", "out_axes", "axis_name", "axis_size", "spmd_axis_name"),
-        "axes",
-    }
-    assert (es.vmap(lambda x: x, 1, 1)(M) == M).all()
-
-
+D = {"x": XS}
 BAD = {
-    "nothing mapped": (lambda: es.vmap(lambda x: x, in_axes=None)(M), "axis_size"),
-    "no arguments": (lambda: es.vmap(lambda: 1)(), "axis_size"),
-    "sizes": (lambda: es.vmap(lambda x, y: x)(M, jnp.ones(3)), "size"),
-    "axis_size": (lambda: es.vmap(lambda x: x, axis_size=5)(M), "5"),
-    "rank": (lambda: es.vmap(lambda x: x, in_axes=2)(M), "axis 2"),
-    "negative rank": (lambda: es.vmap(lambda x: x, in_axes=-3)(M), "axis -3"),
-    "too few in_axes": (lambda: es.vmap(lambda x, y: x, in_axes=(0,))(M, M), "in_axes"),
-    "tree of in_axes": (
-        lambda: es.vmap(lambda x: x, in_axes=([0, 0],))([M]),
-        "(?i)prefix|length|key|arity",
+    "nothing is mapped": (lambda: es.vmap(jnp.sin, None)(M), r"es\.vmap.*axis_size"),
+    "no arguments": (lambda: es.vmap(lambda: 1)(), r"es\.vmap.*`axis_size`"),
+    "axis_size": (lambda: es.vmap(jnp.sin, axis_size=5)(M), r"(?s)was 5.*args\[0\]"),
+    "rank": (lambda: es.vmap(jnp.sin, 2)(M), r"`args\[0\]` has shape .* no axis 2"),
+    "negative": (lambda: es.vmap(jnp.sin, -3)(M), r"`args\[0\]` .* no axis -3"),
+    "a callable": (
+        lambda: es.vmap(jnp.sin, in_axes=eqx.if_array(0))(M),
+        r"`args\[0\]` .*if_array.*eqx\.if_array\(0\)",
+    ),
+    "too few": (lambda: es.vmap(lambda x, y: x, (0,))(M, M), r"es\.vmap`: `in_axes`"),
+    "another tree": (
+        lambda: es.vmap(lambda x: x, in_axes=({"a": 0},))([M]),
+        r"(?s)es\.vmap`: `in_axes` is one entry.*tree\[0\]",
     ),
     "out_axes None": (lambda: es.vmap(lambda x: x, out_axes=None)(M), "out_axes"),
+    "sizes": (
+        lambda: es.vmap(Caller().both)(D, jnp.ones(2)),
+        r"(?s)size 3: axis 0 of argument args\[0\]\['x'\].*size 2: .*args\[1\]",
+    ),
+    "sizes by name": (
+        lambda: es.vmap(Caller().both)(D, by=jnp.ones(2)),
+        r"size 2: axis 0 of argument kwargs\['by'\]",
+    ),
+    "sizes of a model": (
+        lambda: es.vmap(es.checkpoint(Tally(jnp.ones(2))), axes={es.Parameter: 0})(XS),
+        r"size 2: axis 0 of argument f\.f\.weight",
+    ),
+    "sizes of a model in a scope": (
+        lambda: es.mutable(lambda m: es.vmap(m["a"], axes={es.State: 0})(XS))(
+            {"a": Tally(1.0, jnp.ones(2))}
+        ),
+        r"size 2: axis 0 of argument modules\[\['a'\]\.total\]",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_axes(name):
-    call, fragment = BAD[name]
-    with pytest.raises(ValueError, match=fragment):
+def test_axes_that_do_not_fit(name):
+    call, match = BAD[name]
+    with pytest.raises(ValueError, match=match):
         call()
 
 
-def test_leaves_that_are_no_arrays_are_passed_on():
-    seen = []
-
-    def f(x, options):
-        seen.append(options)
-        return x, options["act"]
-
-    y, act = es.vmap(f)(M, {"act": jnp.tanh, "name": "text"})
-    assert seen == [{"act": jnp.tanh, "name": "text"}]
-    assert act is jnp.tanh
-    assert (y == M).all()
+def test_axes_that_are_not_axes():
+    with pytest.raises(TypeError, match=r"`es\.vmap`: `in_axes` is .*not `\{'x': 0\}`"):
+        es.vmap(jnp.sin, in_axes={"x": 0})
+    with pytest.raises(TypeError, match=r"`out_axes` is .*not `if_array\(axis=0\)`"):
+        es.vmap(jnp.sin, out_axes=eqx.if_array(0))
 
 
-def test_modules_are_returned_stacked():
-    def f(x):
-        return Norm(x)
-
-    new = es.vmap(f)(XS)
-    assert (new.scale == XS).all()
-    assert new.mean.shape == (3,)
+# --- Decorating, copying, other transforms around it --------------------------------
 
 
-@pytest.mark.parametrize("scope", [False, True], ids=["outside", "inside"])
-def test_nonlocal_variables_are_the_callers(scope):
-    runs = 0
+@pytest.mark.parametrize("base", [eqx.Module, es.Module], ids=["eqx", "es"])
+@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+def test_a_decorated_method(base):
+    class Net(base):
+        noise: Noisy
+        total: Tally
 
-    def f(dropout):
-        def lane(x):
-            nonlocal runs
-            runs += 1
-            return dropout(x)
+        @es.vmap
+        def __call__(self, x):
+            return self.noise(x)
 
-        return es.vmap(lane)(XS)
+        @ft.partial(es.vmap, in_axes=(0, None), axes={es.BatchStat: 0})
+        def add(self, x, y, *, z=0.0):
+            """Doc."""
+            self.total(x + y)
+            return x + y
 
-    dropout = es.nn.Dropout(0.5, key=0).eval()
-    y = es.mutable(f)(dropout)[0] if scope else f(dropout)
-    assert (y == XS).all()
-    assert runs == 1
+    class Child(Net):
+        def __call__(self, x):
+            return super().__call__(x) + 1.0
+
+    model = Net(Noisy(jr.key(0)), Tally(1.0, jnp.ones(3)))
+    y, new = es.mutable(model)(XS)
+    assert len(set((y - XS).tolist())) == 3
+    assert new.noise.rng != model.noise.rng
+    assert (es.mutable(Child(model.noise, model.total))(XS)[0] == y + 1.0).all()
+    called = es.mutable(model.add)(XS, 1.0)
+    threaded = es.mutable(lambda m, *args: m.add(*args))(model, XS, 1.0)
+    for y, new in (called, threaded):
+        assert (y == XS + 1).all()
+        assert (new.total.total == XS + 2).all()
+    assert Net.add.__doc__ == "Doc."
+    with pytest.raises(FROZEN, match=r"Tally\.total"):
+        model.add(XS, 1.0)
 
 
-@pytest.mark.parametrize("typed", [True, False])
-def test_keys_of_a_stack_are_split_and_are_not_taken_for_used(typed):
-    class Stack(es.Module):
-        dropouts: es.nn.Dropout
+def test_the_wrapper():
+    def f(x, y=1):
+        """Doc."""
+
+    wrapped = es.vmap(f, in_axes=(0, None), axes={es.State: 0})
+    assert wrapped.__wrapped__ is f
+    assert (wrapped.__doc__, wrapped.__name__) == ("Doc.", "f")
+    assert inspect.signature(wrapped) == inspect.signature(f)
+    assert hash(wrapped) == hash(es.vmap(f, in_axes=(0, None), axes={es.State: 0}))
+    a, b = es.vmap(Noisy(jr.key(0))), es.vmap(Noisy(jr.key(1)))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert jax.tree.structure(a) != jax.tree.structure(es.vmap(a.__wrapped__, None))
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [copy.copy, copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_of_the_wrapper(twin):
+    f = es.vmap(Noisy(jr.PRNGKey(0)), axes={es.Rng: es.SPLIT})
+    assert eqx.tree_equal(es.mutable(twin(f))(XS), es.mutable(f)(XS))
+
+
+@pytest.mark.parametrize("how", ["vmap(vmap)", "closure", "two names"])
+def test_nested_vmap(how):
+    class Mean(es.Module):
+        mean: es.BatchStat
+        rng: es.Rng
 
         def __call__(self, x):
-            return es.scan(lambda x, drop: (drop(x), None), x, self.dropouts)[0]
+            mean = lax.pmean(x, ("i", "j") if how == "two names" else "j")
+            self.mean = mean if how == "two names" else lax.pmean(mean, "i")
+            key, self.rng = jr.split(self.rng)
+            return jr.normal(key)
 
-    keys = jr.split(jr.key(0) if typed else jr.PRNGKey(0), 3)
-    stack = Stack(eqx.filter_vmap(lambda key: es.nn.Dropout(0.5, key=key))(keys))
-    by_hand = [jr.clone(key) if typed else key for key in stack.dropouts.rng]
-    step = es.jit(lambda stack, x: es.mutable(es.vmap(stack))(x))
-    with jax.debug_key_reuse(True):
-        for _ in range(2):
-            ys, stack = step(stack, jnp.ones((4, 64)))
-            assert len(np.unique(ys == 0, axis=0)) == 4  # each lane has its mask
-    for key, now in zip(by_hand, stack.dropouts.rng, strict=True):
-        assert jnp.all(jr.split(jr.split(key)[0])[0] == now)
+    def f(m, xs):
+        inner = (lambda y: m(y)) if how == "closure" else m
+        return es.vmap(es.vmap(inner, axis_name="j"), axis_name="i")(xs)
+
+    model, xs = Mean(0.0, jr.key(0)), jnp.arange(6.0).reshape(2, 3)
+    y, new = es.mutable(f)(model, xs)
+    assert new.mean == xs.mean()
+    assert len(set(y.ravel().tolist())) == 6
+    assert new.rng.shape == ()
+    assert new.rng != model.rng
 
 
-def test_a_lane_may_close_over_a_part_beside_the_whole():
-    class Layer(es.Module):
-        w: es.Parameter
-        n: es.State = 0
+def test_vmap_in_grad_in_jit_equals_the_handwritten_version():
+    def by_hand(weight, mean, xs):
+        def loss(weight):
+            new = 0.5 * mean + 0.5 * jnp.mean(xs)
+            return jnp.mean((weight * (xs - new)) ** 2), new
+
+        return jax.value_and_grad(loss, has_aux=True)(weight)
+
+    traces = []
+
+    @eqx.filter_jit
+    def step(model, xs):
+        traces.append(1)
+
+        def loss_fn(model, xs):
+            return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
+
+        return es.value_and_grad(loss_fn)(model, xs)
+
+    model = Norm()
+    for _ in range(3):
+        expected = by_hand(model.scale, model.mean, XS)
+        (loss, model), grads = step(model, XS)
+        np.testing.assert_allclose((loss, model.mean), expected[0], rtol=1e-6)
+        np.testing.assert_allclose(grads.scale, expected[1], rtol=1e-6)
+        assert grads.mean is None
+    assert len(traces) == 1
+
+
+def test_gradients_of_each_example():
+    class Net(es.Module):
+        w: es.Parameter = 2.0
+        calls: es.State = 0
 
         def __call__(self, x):
-            return x * self.w
+            self.calls = self.calls + 1
+            return self.w * x
 
-    layers = [Layer(2.0), Layer(3.0)]
+    def f(model, xs):
+        return es.vmap(es.grad(lambda m, x: m(x) ** 2), (None, 0))(model, xs)
 
-    def lane(x, *, layer=layers[0]):
-        return layers[0](x) + layer(x)  # reads only, outside of a scope
+    alone = f(Net(), XS)
+    (in_scope, new) = es.mutable(f)(Net(), XS)
+    for grads, models in (alone, in_scope):
+        assert (grads.w == 4 * XS**2).all()
+        assert models.calls.tolist() == [1, 1, 1]
+    assert new.calls == 0
 
-    assert es.vmap(lane)(jnp.ones(2)).tolist() == [4.0, 4.0]
+
+def test_inputs_on_a_mesh_with_explicit_axes_must_be_spread_alike():
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit)
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        spread = jax.device_put(jnp.ones((2, 3)), rows)
+        y, _ = es.mutable(es.vmap(Noisy(jr.key(0))))(spread)  # the keys are ours
+        assert jax.typeof(y).sharding.spec[0] == "data"
+        with pytest.raises(ValueError, match="data vs None|None vs data"):
+            es.vmap(lambda x, t: x + t)(spread, jnp.ones((2, 3)))

@@ -1,7 +1,4 @@
-"""`es.vmap`: axes by kind, keys, ensembles."""
-
-import functools as ft
-import types
+"""`es.vmap`: the axis of each array, by kinds and by other rules; keys; ensembles."""
 
 import equinox as eqx
 import jax
@@ -9,6 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from helpers import rejects
 from models import Noisy
 
 import eqx_state as es
@@ -32,16 +30,16 @@ class Tally(es.Module):
 
 
 XS = jnp.arange(3.0)
+FIELDS = ("weight", "total", "cache", "table", "index")
 
 
-def tally(**stacked):
+def tally(*stacked):
     """A `Tally`, each of whose fields is either a scalar or a stack of three."""
-    values = dict.fromkeys(("weight", "total", "cache", "table"), 1.0) | {"index": 1}
     return Tally(
-        **{
-            name: jnp.full(3 if name in stacked else (), value)
-            for name, value in values.items()
-        }
+        *(
+            jnp.full(3 if x in stacked else (), 1 if x == "index" else 1.0)
+            for x in FIELDS
+        )
     )
 
 
@@ -70,30 +68,28 @@ def test_each_lane_has_its_own_key_and_the_models_advances_once(make):
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_a_model_among_the_arguments_follows_in_axes_keys_and_all():
+def test_the_keys_of_an_argument_follow_in_axes():
     model = Noisy(jr.key(0))
     y, new = es.mutable(es.vmap(lambda m, x: m(x), (None, 0)))(model, jnp.zeros(4))
     assert len(set(y.tolist())) == 1
     by_kind = {es.Rng: es.SPLIT}
-    y, new = es.mutable(es.vmap(lambda m, x: m(x), (by_kind, 0)))(model, jnp.zeros(4))
+    split = es.vmap(lambda m, x: m(x), (by_kind, 0))
+    y, new = es.mutable(split)(model, jnp.zeros(4))
     assert len(set(y.tolist())) == 4
     assert new.rng == lanes_of(model)[1].rng
+    # Outside a scope, too, as long as nothing is written.
+    draw = lambda m, x: jr.normal(m.rng) + x  # noqa: E731
+    assert len(set(es.vmap(draw, (by_kind, 0))(model, XS).tolist())) == 3
 
 
-def test_a_key_that_is_not_drawn_from_does_not_advance():
-    model = Noisy(jr.key(0)).eval()
-    y, new = lanes_of(model)
-    assert (y == 0).all()
-    assert new.rng == model.rng
-    _, new = es.mutable(lambda m: es.vmap(lambda x: x)(XS))(model.train())
-    assert new.rng == model.rng
-
-
-def test_only_the_key_that_is_drawn_from_advances():
+def test_only_a_key_that_is_drawn_from_advances():
     model = [Noisy(jr.key(0)), Noisy(jr.key(1))]
     _, new = es.mutable(lambda ms: es.vmap(lambda x: ms[0](x))(XS))(model)
     assert new[0].rng != model[0].rng
     assert new[1].rng == model[1].rng
+    y, new = lanes_of(model[0].eval())
+    assert (y == 0).all()
+    assert new.rng == model[0].rng
 
 
 def test_the_keys_of_the_lanes_are_not_the_models():
@@ -110,16 +106,24 @@ def test_the_keys_of_the_lanes_are_not_the_models():
     assert len({tuple(jr.key_data(k).tolist()) for k in keys}) == 5
 
 
-def test_a_stack_of_keys_is_split_each():
-    model = Noisy(jr.split(jr.key(0), 2))
+@pytest.mark.parametrize("typed", [True, False])
+def test_keys_of_a_stack_are_split_and_are_not_taken_for_used(typed):
+    class Stack(es.Module):
+        dropouts: es.nn.Dropout
 
-    def f(m, x):
-        keys, m.rng = jnp.moveaxis(jax.vmap(jr.split)(m.rng), 1, 0)
-        return jax.vmap(jr.normal)(keys) + x
+        def __call__(self, x):
+            return es.scan(lambda x, drop: (drop(x), None), x, self.dropouts)[0]
 
-    y, new = es.mutable(es.vmap(f, in_axes=(None, 0)))(model, XS)
-    assert len(set(y.ravel().tolist())) == 6
-    assert new.rng.shape == (2,)
+    keys = jr.split(jr.key(0) if typed else jr.PRNGKey(0), 3)
+    stack = Stack(eqx.filter_vmap(lambda key: es.nn.Dropout(0.5, key=key))(keys))
+    by_hand = [jr.clone(key) if typed else key for key in stack.dropouts.rng]
+    step = es.jit(lambda stack, x: es.mutable(es.vmap(stack))(x))
+    with jax.debug_key_reuse(True):
+        for _ in range(2):
+            ys, stack = step(stack, jnp.ones((4, 64)))
+            assert len(np.unique(ys == 0, axis=0)) == 4  # each lane has its mask
+    for key, now in zip(by_hand, stack.dropouts.rng, strict=True):
+        assert jnp.all(jr.split(jr.split(key)[0])[0] == now)
 
 
 @pytest.mark.parametrize("write", ["key", "stream"])
@@ -149,18 +153,12 @@ def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes(write):
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_a_shared_key():
+def test_keys_that_are_shared_or_mapped():
     model = Noisy(jr.key(0))
     y, new = lanes_of(model, axes={es.Rng: None})
-    assert len(set(y.tolist())) == 1
-    assert new.rng != model.rng
     eager, expected = es.mutable(model)(0.0)
-    assert y[0] == eager
+    assert y.tolist() == [eager] * 4
     assert new.rng == expected.rng
-
-
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_keys_mapped_over_an_axis():
     model = Noisy(jr.split(jr.key(0), 3))
     y, new = es.mutable(es.vmap(model, axes={es.Rng: 0}))(XS)
     for i in range(3):
@@ -169,26 +167,23 @@ def test_keys_mapped_over_an_axis():
         assert new.rng[i] == new_i.rng
 
 
+def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
+    class Seeded(es.Module):
+        seed: es.Buffer
+
+        def __call__(self, x):
+            return x + jr.uniform(self.seed)
+
+    model = Seeded(jr.key(0))
+    y, new = es.mutable(es.vmap(model))(jnp.zeros(3))
+    assert (y == y[0]).all()
+    assert new.seed is model.seed
+
+
 def test_splitting_what_is_no_key():
     with pytest.raises(ValueError, match=r"es\.SPLIT.*`total`"):
         es.mutable(es.vmap(tally(), axes={es.BatchStat: es.SPLIT}))(XS)
     assert repr(es.SPLIT) == "es.SPLIT"
-
-
-def test_a_bare_key_in_a_closure_is_shared():
-    key = jr.key(0)
-    assert len(set(es.vmap(lambda x: jr.normal(key))(XS).tolist())) == 1
-
-
-def test_outside_a_scope_each_lane_reads_its_own_key():
-    class Reads(es.Module):
-        rng: es.Rng
-
-        def __call__(self, x):
-            return jr.normal(self.rng)
-
-    y = es.vmap(Reads(jr.key(0)))(XS)
-    assert len(set(y.tolist())) == 3
 
 
 # --- Axes by kind -------------------------------------------------------------------
@@ -197,42 +192,38 @@ def test_outside_a_scope_each_lane_reads_its_own_key():
 def test_parameters_statistics_and_the_rest_are_shared_by_default():
     model = tally()
 
-    def f(m, x):
-        assert all(leaf.shape == () for leaf in jax.tree.leaves(m))
-        return m.weight * x
+    def lane(x):
+        assert all(leaf.shape == () for leaf in jax.tree.leaves(model))
+        return model.weight * x
 
-    y, new = es.mutable(es.vmap(f, in_axes=(None, 0)))(model, XS)
-    assert (y == XS).all()
-    assert eqx.tree_equal(new, model)
+    assert (es.vmap(lane)(XS) == XS).all()
 
 
-def test_one_kind_over_an_axis():
-    (y, *_), new = es.mutable(es.vmap(tally(total=1), axes={es.BatchStat: 0}))(XS)
-    assert (y == XS).all()
-    assert (new.total == 1 + XS).all()
-    assert new.cache == 2.0
+KINDS = [
+    ({es.BatchStat: 0}, ["total"]),
+    ({es.State: 0, Cache: None}, ["total"]),
+    ({Cache: None, es.State: 0}, ["total"]),  # the most derived kind, in any order
+    ({es.State: 0}, ["total", "cache"]),
+    ({...: 0, Cache: None}, ["weight", "total", "table", "index"]),
+    ({...: 0}, FIELDS),
+    ({...: None, es.BatchStat: 0, es.OptState: 0}, ["total"]),  # nothing is `OptState`
+]
 
 
-def test_a_kind_means_its_subclasses_and_the_most_derived_wins():
-    model = tally(total=1)
-    for axes in ({es.State: 0, Cache: None}, {Cache: None, es.State: 0}):
-        _, new = es.mutable(es.vmap(model, axes=axes))(XS)
+@pytest.mark.parametrize(("axes", "mapped"), KINDS)
+def test_kinds_mean_their_subclasses_and_dots_every_other_array(axes, mapped):
+    model = tally(*mapped)
+    by_entry = es.vmap(lambda m, x: m["m"](x), in_axes=({"m": axes}, 0))
+    for y, new in (
+        es.mutable(es.vmap(model, axes=axes))(XS),
+        es.mutable(lambda m: es.vmap(lambda x: m(x), axes=axes)(XS))(model),
+        es.mutable(lambda m: by_entry({"m": m}, XS))(model),
+    ):
+        assert y[0].tolist() == [0.0, 1.0, 2.0]
+        assert y[1].shape == y[2].shape == (3,)
         assert (new.total == 1 + XS).all()
-        assert new.cache == 2.0
-    _, new = es.mutable(es.vmap(tally(total=1, cache=1), axes={es.State: 0}))(XS)
-    assert new.cache.tolist() == [2.0] * 3
-
-
-def test_dots_are_every_other_array():
-    model = tally(total=1, weight=1, table=1, index=1)
-    (y, t, i), new = es.mutable(es.vmap(model, axes={...: 0, Cache: None}))(XS)
-    assert (y == XS).all()
-    assert t.shape == i.shape == (3,)
-    assert (new.total == 1 + XS).all()
-    assert new.cache == 2.0
-    everything = tally(total=1, weight=1, table=1, index=1, cache=1)
-    _, new = es.mutable(es.vmap(everything, axes={...: 0}))(XS)
-    assert new.cache.shape == (3,)
+        assert new.cache.shape == model.cache.shape
+        assert (new.cache == 2.0).all()
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1, -2])
@@ -253,11 +244,6 @@ def test_any_axis(axis):
         assert (jnp.moveaxis(y, 0, axis) == new.mean).all()
 
 
-def test_a_kind_may_match_nothing():
-    axes = {Cache: 0, es.Buffer: 0, ...: None, es.Rng: es.SPLIT}
-    assert es.vmap(Noisy(jr.key(0)).eval(), axes=axes)(XS).shape == (3,)
-
-
 def test_the_keys_are_filters():
     for wrong in ({"mean": 0}, {Noisy: 0}, 0, [es.State]):
         with pytest.raises(TypeError, match="axes"):
@@ -266,34 +252,33 @@ def test_the_keys_are_filters():
         es.vmap(lambda x: x, in_axes=({es.State: 0, "mean": 0},))(XS)
 
 
-def test_modules_among_the_arguments_follow_in_axes():
-    model = tally(total=1, weight=1, table=1, index=1, cache=1)
+OUT_OF_RANGE = [
+    ({es.BatchStat: 1}, r"`total` has shape \(3,\).*no axis 1"),
+    ({es.State: -2}, r"`total`.*no axis -2"),
+    ({es.Parameter: 0}, r"`weight` has shape \(\).*no axis 0"),
+    ({es.BatchStat: "batch"}, r"`total` .*no axis batch.*an integer"),
+]
 
-    def f(m, x):
-        return m(x)
 
-    _, new = es.mutable(es.vmap(f))(model, XS)
-    assert (new.total == 1 + XS).all()
-    model = tally(total=1)
-    by_kind = {es.BatchStat: 0}
-    (y, *_), new = es.mutable(es.vmap(f, in_axes=(by_kind, 0)))(model, XS)
-    assert (y == XS).all()
-    assert (new.total == 1 + XS).all()
-    deeper = es.vmap(lambda ms, x: ms["m"](x), in_axes=({"m": by_kind}, 0))
-    _, new = es.mutable(deeper)({"m": model}, XS)
-    assert (new["m"].total == 1 + XS).all()
+@pytest.mark.parametrize(("axes", "match"), OUT_OF_RANGE)
+def test_an_axis_that_an_array_does_not_have(axes, match):
+    model = tally("total", "cache")
+    for call in (
+        lambda m: es.vmap(m, axes=axes)(XS),
+        lambda m: es.vmap(lambda x: m(x), axes=axes)(XS),
+        lambda m: es.vmap(lambda x, m: m(x), (0, axes))(XS, m),
+    ):
+        with rejects(model, ValueError, rf"es\.vmap.*{match}.*share it with `None`"):
+            es.mutable(call)(model)
 
 
 def test_axes_are_not_for_the_arguments():
-    # `axes` is for `f` and its closure; modules in the arguments follow `in_axes`.
-    model = [tally(total=1), tally()]
-
     def f(ms):
         held, given = ms
         axes = {es.BatchStat: 0}
         return es.vmap(lambda m: (m(1.0), held(1.0)), (None,), axes=axes)(given)
 
-    _, new = es.mutable(f)(model)
+    _, new = es.mutable(f)([tally("total"), tally()])
     assert new[0].total.tolist() == [2.0] * 3
     assert new[1].total == 2.0
 
@@ -303,7 +288,7 @@ def test_one_module_as_two_arguments_with_axes_of_their_own():
         w: es.Parameter
 
     def f(m):
-        return es.vmap(lambda a, b, x: (a.w, b.w), (0, None, 0))(m, m, XS)
+        return es.vmap(lambda a, b, x: (a.w + 0 * m.w[0], b.w), (0, None, 0))(m, m, XS)
 
     model = Only(XS)
     outside = f(model)
@@ -311,13 +296,247 @@ def test_one_module_as_two_arguments_with_axes_of_their_own():
     assert eqx.tree_equal(es.mutable(f)(model), (outside, model))
 
 
-def test_an_argument_with_functions_in_it():
-    keys = jr.split(jr.key(0), 3)
-    mlps = eqx.filter_vmap(lambda k: eqx.nn.MLP(2, 2, 4, 1, key=k))(keys)
+# --- Rules that are not kinds -------------------------------------------------------
+
+
+class Pair(es.Module):
+    """Two parameters, which only their names tell apart."""
+
+    a: es.Parameter = 1.0
+    b: es.Parameter = 2.0
+    total: es.State = 0.0
+
+    def __call__(self, x, key=None):
+        self.total = self.total + jax.lax.pmean(x, "batch")
+        return self.a * x + self.b
+
+    def apply(self, x):
+        return self(x)
+
+
+class Two(es.Module):
+    left: Pair
+    right: Pair
+
+    def __call__(self, x):
+        return self.right(self.left(x))
+
+
+def two():
+    """A model in which only `left.a` has a value for each lane."""
+    return Two(Pair(a=XS), Pair())
+
+
+def vmap(f, axes, in_axes=0):
+    return es.vmap(f, in_axes, axes=axes, axis_name="batch")
+
+
+LEFT_A = {es.path_matches("left.a"): 0}
+A = {es.path_matches("a"): 0}
+
+
+def test_the_first_filter_wins_before_the_kinds_and_a_shadowed_one_has_matched():
+    rest = {es.path_matches("*.a"): None, es.under(lambda m: m.left.a): 7}
+    for axes in ({es.Parameter: None, **LEFT_A}, {**LEFT_A, **rest}):
+        y, new = es.mutable(vmap(two(), axes))(XS)
+        assert jnp.allclose(y, XS * XS + 2 + 2)
+        assert jnp.allclose(new.left.total, 1.0)
+
+
+CALLS = {
+    "a module": lambda m: vmap(m, A)(XS),
+    "a bound dunder": lambda m: vmap(m.__call__, A)(XS),
+    "a bound method": lambda m: vmap(es.checkpoint(m.apply), A)(XS),
+    "a closure": lambda m: vmap(lambda x: m(x), A)(XS),
+    "a partial": lambda m: vmap(eqx.Partial(lambda m, x: m(x), m), A)(XS),
+    "under": lambda m: vmap(m, {es.under(lambda m: m.a): 0})(XS),
+    "in_axes": lambda m: vmap(lambda m, x: m(x), None, ({**A, ...: None}, 0))(m, XS),
+    "both": lambda m: vmap(lambda x, n: n(x) + 0 * m.b, A, (0, A))(XS, m),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_names_begin_at_the_outermost_module(call):
+    f = CALLS[call]
+    for model, in_scope in ((Pair(a=XS), f), (two(), lambda m: f(m.left))):
+        y, new = es.mutable(in_scope)(model)
+        assert jnp.allclose(y, XS * XS + 2)
+        assert jnp.allclose(getattr(new, "left", new).total, 1.0)
+
+
+def test_names_begin_at_a_module_that_no_scope_owns():
+    model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), Pair(a=XS)])
+    axes = {es.path_matches("layers[1].a"): 0}
+    inside, new = es.mutable(lambda model: vmap(model, axes)(XS))(model)
+    assert jnp.allclose(inside, XS * jnp.sin(XS) + 2)
+    assert jnp.allclose(es.mutable(vmap(model, axes))(XS)[0], inside)
+    assert jnp.allclose(new[1].total, jnp.sin(XS).mean())
+
+
+def test_the_layers_of_a_stack_are_one_module_from_there():
+    class Deep(es.Module):
+        blocks: es.nn.Stacked
+
+        def __call__(self, xs):
+            rows = {lambda part: part.value.ndim == 1: 0, es.path_matches("b"): 7}
+            return vmap(self.blocks.layers, {**A, **rows})(xs)
+
+    model = Deep(es.nn.Stacked([Pair(a=x) for x in XS]))
+    y, new = es.mutable(model)(XS)
+    assert jnp.allclose(y, XS * XS + 2)
+    assert jnp.allclose(new.blocks.layers.total, 1.0)
+    y, _ = es.mutable(lambda d: vmap(d["blocks"].layers, {**A, ...: 0})(XS))(
+        {"blocks": model.blocks}
+    )
+    assert jnp.allclose(y, XS * XS + 2)
+
+
+def test_a_filter_needs_to_match_in_one_of_the_modules_only():
+    def f(m, other):
+        axes = {
+            es.under(lambda m: m.left.a): 0,  # `other` has no `left`
+            es.path_matches("b"): 0,
+            es.path_matches("right.b"): None,
+        }
+        return vmap(lambda x: m(x) + other.b, axes)(XS)
+
+    y, _ = es.mutable(f, argnums=(0, 1))(two(), Pair(b=XS))
+    assert jnp.allclose(y, XS * XS + 4 + XS)
+
+
+def test_the_outermost_module_counts_if_one_is_in_another():
+    def f(m, axes):
+        left = m.left
+        return vmap(lambda x: (left(x), m(x)), axes)(XS)[1]
+
+    assert jnp.allclose(es.mutable(f)(two(), LEFT_A)[0], XS * XS + 4)
+    with rejects(two(), ValueError, r"es\.path_matches\('a'\)"):
+        es.mutable(f)(two(), A)
+
+
+def test_rules_in_nested_transforms():
+    class Free(es.Module):
+        left: Pair
+        right: Pair
+
+        def __call__(self, x):
+            return self.right.a * (self.left.a * x + self.left.b) + self.right.b
+
+    inner = {es.path_matches("right.b"): 0}
+    outer = {es.path_matches("left.a"): 0, **inner}
+
+    def f(m, xs):
+        return es.vmap(es.vmap(m, axes=inner), axes=outer)(xs)
+
     xs = jnp.ones((3, 2))
-    expected = eqx.filter_vmap(lambda m, x: m(x))(mlps, xs)
-    assert (es.vmap(lambda m, x: m(x))(mlps, xs) == expected).all()
-    assert (es.vmap(mlps, axes={...: 0})(xs) == expected).all()
+    free = Free(Pair(a=XS), Pair(b=xs))
+    expected = jnp.broadcast_to(XS[:, None] + 3, (3, 2))
+    assert jnp.allclose(f(free, xs), expected)
+    assert jnp.allclose(es.mutable(f)(free, xs)[0], expected)
+
+
+def test_a_key_by_its_name():
+    class Draws(es.Module):
+        first: es.Rng
+        second: es.Rng
+
+        def __call__(self, x):
+            return jr.normal(self.first), jr.normal(self.second)
+
+    model = Draws(jr.key(0), jr.key(1))
+    first, second = es.vmap(model, axes={es.path_matches("second"): None})(XS)
+    assert len(set(first.tolist())) == 3
+    assert len(set(second.tolist())) == 1
+
+
+def test_a_filter_that_matches_nothing():
+    for key in (es.path_matches("aa"), es.under(lambda m: m.left)):
+        for call in (
+            lambda m, key=key: es.vmap(m, axes={key: 0})(XS),
+            lambda m, key=key: es.vmap(lambda m, x: m(x), ({key: 0}, 0))(m, XS),
+        ):
+            with rejects(
+                Pair(),
+                (ValueError, AttributeError),
+                r"es\.vmap.*matches no array|'left'",
+            ):
+                es.mutable(call)(Pair())
+    f = es.vmap(lambda m, x: m.a * x, (None, 0), axes=A)
+    with rejects(Pair(), ValueError, r"path_matches\('a'\)", r"follow `in_axes`"):
+        es.mutable(lambda m: f(m, XS))(Pair())
+
+
+def test_a_filter_may_be_for_what_init_makes():
+    class Lazy(es.Module):
+        a: es.Parameter | None = None
+        b: es.Parameter = 1.0
+
+        def __call__(self, x):
+            if self.a is None:
+                self.a = jnp.zeros(x.shape)
+            return self.a + x
+
+    for call in (
+        lambda m, xs: es.vmap(m, axes={es.path_matches("a"): None})(xs),
+        lambda m, xs: es.vmap(
+            lambda m, x: m(x), ({es.path_matches("a"): None, ...: None}, 0)
+        )(m, xs),
+    ):
+        assert es.init(Lazy(), 0, jnp.ones((3, 2)), call=call).a.shape == (2,)
+
+
+# --- Modules that no scope owns -----------------------------------------------------
+
+
+def test_a_module_that_no_scope_owns_is_mapped_as_data_and_constant_in_a_closure():
+    class Reads(es.Module):
+        rng: es.Rng
+        w: es.Parameter
+
+        def __call__(self, x=0.0):
+            return jr.normal(self.rng) + 0 * x, self.w
+
+        def apply(self, x):
+            return self(x)
+
+    model = Reads(jr.key(0), XS)
+    methods = model.__call__, model.apply, es.checkpoint(model.__call__)
+    for f in (model, *methods, eqx.Partial(Reads.__call__, model)):
+        y, w = es.vmap(f, axes={es.Parameter: 0})(XS)
+        assert len(set(y.tolist())) == 3
+        assert (w == XS).all()
+    assert es.vmap(model, axes={...: 0, es.Rng: None})()[1].shape == (3,)
+    y, w = es.vmap(lambda x: model(x))(XS)
+    assert len(set(y.tolist())) == 1
+    assert (w[0] == XS).all()
+    # A table beside a module is an array of the function, and is shared.
+    f = eqx.Partial(lambda t, m, x: m.w * x + t["a"].sum(), {"a": XS}, model)
+    assert jnp.allclose(es.vmap(f, axes={es.Parameter: 0})(XS), XS * XS + 3)
+
+
+HIDDEN = {
+    "a closure": lambda m: lambda x: m(x),
+    "a default": lambda m: lambda x, m=m: m(x),
+    "beside an argument": lambda m: eqx.Partial(lambda n, x: m(x) + n.b, Pair(a=XS)),
+    "in a field": lambda m: eqx.nn.Lambda(lambda x: m(x)),
+}
+
+
+@pytest.mark.parametrize("where", HIDDEN)
+@pytest.mark.parametrize("axis", [0, es.SPLIT])
+def test_axes_for_a_constant_are_an_error(where, axis):
+    model = Noisy(jr.split(jr.key(0), 3), XS)
+    axes = {es.Rng: axis, ...: None}
+    with rejects(
+        model,
+        ValueError,
+        r"`es\.vmap`: `axes` would map `rng` of a `Noisy`",
+        "constant in a closure",
+        r"es\.vmap\(lambda model, x: model\(x\), in_axes=",
+    ):
+        es.vmap(HIDDEN[where](model), axes=axes)(XS)
+    shared = es.vmap(HIDDEN[where](model.eval()), axes={...: None})
+    assert shared(XS).shape == (3,)
 
 
 # --- Ensembles ----------------------------------------------------------------------
@@ -353,8 +572,22 @@ def test_an_ensemble_is_its_members():
         assert new.calls[i] == 1
 
 
-def test_an_ensemble_under_a_batch():
-    # lanes of the batch share each member's parameters, and have their own keys
+def test_an_ensemble_of_layers_of_equinox():
+    # An activation is a leaf that is not an array.
+    keys = jr.split(jr.key(0), 3)
+    mlps = eqx.filter_vmap(lambda k: eqx.nn.MLP(2, 2, 4, 1, key=k))(keys)
+    xs = jnp.ones((3, 2))
+    expected = eqx.filter_vmap(lambda m, x: m(x))(mlps, xs)
+    assert (es.vmap(lambda m, x: m(x))(mlps, xs) == expected).all()
+    assert (es.vmap(mlps, axes={...: 0})(xs) == expected).all()
+    head = {es.under(lambda m: m.layers[1]): 0}
+    model = eqx.tree_at(lambda m: m.layers[0], mlps, eqx.nn.Linear(2, 4, key=keys[0]))
+    by_spec = eqx.filter_vmap(lambda m, x: m(x), in_axes=(es.spec(model, head), 0))
+    assert jnp.allclose(es.vmap(model, axes=head)(xs), by_spec(model, xs))
+
+
+def test_a_batch_for_each_member():
+    # The lanes of the batch share a member's parameters, and have keys of their own.
     ensemble = jax.vmap(Dense)(jr.split(jr.key(0), 3))
     xs = jnp.ones((5, 2))
 
@@ -365,73 +598,5 @@ def test_an_ensemble_under_a_batch():
         return es.vmap(member)(ensemble)
 
     y, new = es.mutable(f)(ensemble, xs)
-    assert y.shape == (3, 5, 2)
-    assert len(set(y.ravel().tolist())) == 30
+    assert len(set(y.ravel().tolist())) == 3 * 5 * 2
     assert (new.noise.rng != ensemble.noise.rng).all()
-
-
-# --- An argument that the function reaches as well ---------------------------------
-
-
-class Scale(es.Module):
-    w: es.Parameter
-
-
-class Around(es.Module):
-    inner: Scale
-
-    def by_closure(self, xs):
-        f = lambda b, x: jnp.sum(b.w) * x + 0 * self.inner.w.sum()  # noqa: E731
-        return es.vmap(f, in_axes=(0, 0))(self.inner, xs)
-
-    @ft.partial(es.vmap, in_axes=(0, 0))
-    def each(self, b, x):
-        return b.w * x
-
-    def by_method(self, xs):
-        return self.each(self.inner, xs)
-
-
-@pytest.mark.parametrize("name", ["by_closure", "by_method"])
-def test_an_argument_follows_in_axes_though_the_function_reaches_it(name):
-    model = Around(Scale(jnp.arange(3.0)))
-    y, _ = es.mutable(getattr(model, name))(jnp.ones(3))
-    assert y.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_a_closure_that_is_rebuilt_keeps_what_holds_no_module():
-    # Outside a scope the module's key is split, and what holds it is made anew.
-    model = es.nn.Dropout(0.5, key=jr.key(0)).eval()
-    inner = types.MethodType(lambda self, x: self(x), model)
-
-    def f(x, g=ft.partial(inner), *, h=lambda x: model(x)):  # noqa: B008
-        return g(x) + h(x) + late(x)
-
-    run = es.vmap(f)
-    late = lambda x: 0 * x  # noqa: E731
-    assert run(jnp.ones(2)).tolist() == [2.0, 2.0]
-
-
-def test_an_ensemble_needs_no_arguments():
-    class Constant(es.Module):
-        weight: es.Parameter
-
-        def __call__(self):
-            return 2 * self.weight
-
-    model = Constant(XS)
-    assert es.vmap(model, axes={...: 0})().tolist() == [0.0, 2.0, 4.0]
-    assert es.vmap(lambda: model() + 1, axes={...: 0})().tolist() == [1.0, 3.0, 5.0]
-
-
-def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
-    class Seeded(es.Module):
-        seed: es.Buffer
-
-        def __call__(self, x):
-            return x + jr.uniform(self.seed)
-
-    model = Seeded(jr.key(0))
-    y, new = es.mutable(es.vmap(model))(jnp.zeros(3))
-    assert (y == y[0]).all()
-    assert new.seed is model.seed

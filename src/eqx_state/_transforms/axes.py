@@ -1,37 +1,37 @@
-"""The axes of `es.vmap` and `es.shard_map`: over which axis each array is mapped.
+"""What `es.vmap` and `es.shard_map` map, and over which axis each array is mapped.
 
-An array of a module in the function is mapped by rules (`axes`), an array among the
-arguments by its position (`in_axes`), where an entry may be rules. Here both become a
-flat list with one axis for each leaf, so that the rest of a transform does not know
-where an axis came from. An axis is an integer, or for `es.shard_map` a `PartitionSpec`.
+An array of a module that the function is, holds or closes over is mapped by rules
+(`axes`), an array among the arguments by its position (`in_axes`), where an entry may
+be rules. `Reached` puts all of them into one pytree with an axis for each leaf, so that
+the rest of a transform does not know where an axis came from. An axis is an integer,
+or for `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, NamedTuple
 
 import equinox as eqx
+import jax.random as jr
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 
-from .._kinds.kinds import is_kind, Rng
-from .._state.scope import is_owned
-from .._tree.base import BaseModule, get_place
-from .._tree.keys import is_key
-from .._tree.rules import Asked, check_rules, is_rules, most_derived
-from .._tree.walk import is_array, leaves, modules_in, name_of, Visit
-from .._typing import KeyPath, PyTree
+from .._kinds.kinds import Rng
+from .._state.scope import is_owned, Sown
+from .._tree.base import get_place
+from .._tree.keys import is_key, next_keys, num_key_axes, split_key
+from .._tree.rules import Asked, check_rules, is_rules
+from .._tree.walk import is_array, leaves, name_of, Visit
 from .lift import (
     by_entry,
     check_given,
-    extents,
     is_model,
     Lifted,
-    owned_in,
+    models_in,
     Ran,
-    Root,
     Slot,
     Values,
 )
-from .transform import argument_name, positional_names, Transform
+from .transform import Transform
 
 
 class _Split:
@@ -46,337 +46,274 @@ SPLIT: Final = _Split()
 """The axis of a PRNG key that is split, so that each lane gets its own key."""
 
 
-class Manner(NamedTuple):
-    """How a transform maps.
+class AbstractMap(Transform):
+    """`es.vmap` or `es.shard_map` of a function.
 
-    - `what`, `entries`: its name, and that of its argument for the arguments' axes.
-    - `shared`: the axis of what all lanes share. `example`: another one, in an error.
-    - `read`: the axis that an entry says for an array.
+    - `in_axes`, `axes`: for the arguments, and the rules for modules in the function.
+    - `what`, `entries`: the names of the transform, and of its argument `in_axes`.
+    - `shared`: the axis of an array that all lanes share.
     """
 
-    what: str
-    entries: str
-    shared: Any
-    example: str
-    read: Callable[[Any, Any], Any] = lambda entry, x: entry
+    in_axes: Any = eqx.field(static=True)
+    axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
+    what: ClassVar[str]
+    entries: ClassVar[str]
+    shared: ClassVar[Any] = None
+
+    def axis_by_entry(self, entry: Any, x: Any) -> Any:
+        """The axis that an entry of `in_axes` other than rules means for an array."""
+        return entry
+
+    def axis_by_rule(self, visit: Visit, rules: Mapping[Any, Any], key: Any) -> Any:
+        """The axis of a leaf, given the key of the rule that applies to it, if any."""
+        if not is_array(visit.node):
+            return None
+        if key is None:
+            is_split = visit.is_a(Rng) and is_key(visit.node)
+            return SPLIT if is_split else self.shared
+        return self.shared if rules[key] is None else rules[key]
 
 
-class Entry(NamedTuple):
-    """What `in_axes` says of a leaf: `axis_of(visit)`, which is at `path` there.
+class _Key(NamedTuple):
+    """A leaf of an owned module, as a key that JAX shows by its name in errors."""
 
-    Of a module without leaves it is what will be made in it.
+    slot: Slot
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Inputs(NamedTuple):
+    """All that a call reaches. JAX maps one that has `None` for what is not mapped.
+
+    JAX's errors have these names: "axis 0 of argument args[0]['x']", "axis 0 of
+    argument modules[layers[0].mean]".
     """
 
-    axis_of: Callable[[Visit], Any]
-    path: KeyPath
-
-    def of_new(self, root: Root, visit: Visit) -> Any:
-        """The axis of an array that `init` has made in the root of which it is."""
-        depth = len(root.place.path)
-        below = len(root.leaves[0].path) - depth if root.leaves else 0
-        start = self.path[: len(self.path) - below]
-        return self.axis_of(_moved(visit, depth, start))
-
-
-def _moved(visit: Visit, depth: int, start: KeyPath) -> Visit:
-    """The visit with `start` in the place of the first `depth` keys of its path."""
-    context = visit.context.seen_from(depth, len(start))
-    return visit._replace(path=(*start, *visit.path[depth:]), context=context)
-
-
-class _Axis(NamedTuple):
-    """An axis as a leaf of a tree, in which a bare `None` would not be a leaf."""
-
-    value: Any
-    entry: Entry
-
-
-def axis_by_rules(
-    visit: Visit, key: Any, rules: Mapping[Any, Any], manner: Manner
-) -> Any:
-    """The axis of an array, given its key. By default only PRNG keys are mapped."""
-    if not is_array(visit.node):
-        return None
-    if key is not None:
-        axis = rules[key]
-        if axis is SPLIT and not is_key(visit.node):
-            message = _NOT_A_KEY.format(manner.what, visit.name, manner.example)
-            raise ValueError(message)
-        return manner.shared if axis is None else axis
-    return SPLIT if visit.is_a(Rng) and is_key(visit.node) else manner.shared
-
-
-def _addresses(module: BaseModule) -> list[tuple[int, int]]:
-    """For each leaf the innermost `es.Module` that has it, and its number there."""
-    found = {}
-    for owner, start, stop in extents(module):  # parents first
-        found |= {k: (id(owner), k - start) for k in range(start, stop)}
-    return [found[k] for k in range(len(found))]
-
-
-class FunctionAxes:
-    """The axes of the modules in a function and in its closure, by rules.
-
-    The rules are asked in each of these modules by the names that are seen from there,
-    the outermost module if several contain an array. `known` has the key of an array of
-    an owned module by its `Cell`, since a transform comes to the same array in several
-    ways; arrays that only the arguments lead to are not in it. `tree` is the function
-    as a pytree (`Opened`).
-    """
-
-    def __init__(
-        self,
-        rules: Mapping[Any, Any],
-        function: Any,
-        tree: PyTree,
-        manner: Manner,
-    ):
-        self.rules, self.manner = rules, manner
-        self.asked = Asked(rules, f"`{manner.what}(axes=...)`")
-        self.by_kind = {k: rules[k] for k in rules if k is ... or is_kind(k)}
-        self.known: dict[tuple[int, int], Any] = {}
-        self.bound: dict[int, tuple[KeyPath, Callable[[Visit], Any]]] = {}
-        self.visits = leaves(tree)
-        self.keys = [most_derived(v.kind, self.by_kind) for v in self.visits]
-        if self.asked.filters:
-            self._ask(tree, owned_in(function))
-
-    def _ask(self, tree: PyTree, owned: list[BaseModule]) -> None:
-        self.keys = []
-        for visit in leaves(tree, is_leaf=is_model):
-            is_in_model = is_model(visit.node)
-            self.keys += self._ask_in(visit) if is_in_model else [None]
-        # The outermost first: what lies inside another one has its names from there.
-        for module in sorted(owned, key=lambda x: len(get_place(x).path)):
-            if id(module) not in self.bound:
-                self._ask_in(Visit((), module, get_place(module).context, True))
-
-    def _ask_in(self, model: Visit) -> list[Any]:
-        """The keys of the leaves of a module, by the names that are seen from there."""
-        key_of = self.asked.bind(model.node)
-        keys = []
-        for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
-            if not is_owned(visit.node):
-                keys.append(key_of(visit))
-                continue
-            # Declarations further up in its model decide the kinds, too.
-            place = get_place(visit.node)
-            below = place.context.seen_from(len(place.path), len(visit.path))
-            for inner in modules_in(visit.node, visit.path):
-                self.bound.setdefault(id(inner.node), (inner.path, key_of))
-            for address, inner in zip(
-                _addresses(visit.node),
-                leaves(visit.node, visit.path, below),
-                strict=True,
-            ):
-                keys.append(key_of(inner))
-                self.known.setdefault(address, keys[-1])
-        return keys
-
-    def of_function(self) -> list[Any]:
-        """The axis of each leaf: arrays outside of a module are shared."""
-        return [
-            self._axis(visit, key) if _in_module(visit) else self._outside(visit)
-            for visit, key in zip(self.visits, self.keys, strict=True)
-        ]
-
-    def of_module(
-        self, module: BaseModule, visits: list[Visit] | None = None
-    ) -> list[Any]:
-        """The axis of each leaf of an owned module; `visits` are its leaves."""
-        if visits is None:
-            place = get_place(module)
-            visits = leaves(module, place.path, place.context)
-        keys = [most_derived(visit.kind, self.by_kind) for visit in visits]
-        if self.known:
-            keys = [
-                self.known.get(address, key)
-                for address, key in zip(_addresses(module), keys, strict=True)
-            ]
-        return [self._axis(visit, key) for visit, key in zip(visits, keys, strict=True)]
-
-    def _axis(self, visit: Visit, key: Any) -> Any:
-        return axis_by_rules(visit, key, self.rules, self.manner)
-
-    def _outside(self, visit: Visit) -> Any:
-        return self.manner.shared if is_array(visit.node) else None
-
-    def of_new(self, root: Root, visit: Visit) -> Any:
-        """The axis of an array that `init` has made in a root."""
-        key = most_derived(visit.kind, self.by_kind)
-        if id(root.module) in self.bound:
-            start, key_of = self.bound[id(root.module)]
-            key = key_of(_moved(visit, len(root.place.path), start))
-        return None if key is None else self.rules[key]
-
-    def check_matched(self) -> None:
-        """Raise `ValueError` for a filter that matches in none of the modules."""
-        entries, example = self.manner.entries, self.manner.example
-        self.asked.check_matched(_IN_REACH.format(entries, example))
-
-
-# Modules that only wrap values, and are not models of the user.
-_CARRIERS: Final = (Transform, eqx.Partial)
-
-
-def _in_module(visit: Visit) -> bool:
-    owner = visit.context.owner
-    return owner is not None and not issubclass(owner, _CARRIERS)
-
-
-def argument_axes(
-    in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], manner: Manner
-) -> tuple[list[Any], list[Entry], dict[int, Entry], list[Asked]]:
-    """For each leaf of `(args, kwargs)` its axis and its entry; and the rules asked.
-
-    Third are the entries of owned modules, by `id`: `init` may make arrays in one that
-    has no leaves. Keyword arguments have axis 0.
-    """
-    asked: list[Asked] = []
-    modules: dict[int, Entry] = {}
-    if isinstance(in_axes, (tuple, list)):
-        if len(in_axes) != len(args):
-            counts = len(in_axes), len(args)
-            raise ValueError(_ENTRIES.format(manner.what, manner.entries, *counts))
-        entries = tuple(in_axes)
-    else:
-        entries = (in_axes,) * len(args)
-    axes = jtu.tree_map(
-        lambda entry, x: _axes_of_argument(entry, x, modules, asked, manner),
-        (entries, dict.fromkeys(kwargs, 0)),
-        (args, kwargs),
-        # Unlike any other dict of axes, rules are one entry, and not a prefix.
-        is_leaf=lambda x: x is None or is_rules(x),
-    )
-    axis_leaves = jtu.tree_leaves(axes, is_leaf=lambda x: isinstance(x, _Axis))
-    values, found = ([x[i] for x in axis_leaves] for i in range(2))
-    return values, found, modules, asked
-
-
-def _axes_of_argument(
-    entry: Any,
-    argument: Any,
-    modules: dict[int, Entry],
-    all_asked: list[Asked],
-    manner: Manner,
-) -> Any:
-    def axis_of(visit: Visit) -> Any:
-        return manner.read(entry, visit.node) if is_array(visit.node) else None
-
-    def axis_by_key(visit: Visit) -> Any:
-        return axis_by_rules(visit, key_of(visit), entry, manner)
-
-    if is_rules(entry):
-        what = f"`{manner.what}({manner.entries}=...)`"
-        check_rules(entry, what)
-        asked = Asked(entry, what)
-        all_asked.append(asked)
-        key_of, axis_of = asked.bind(argument), axis_by_key
-    for visit in leaves(argument, is_leaf=is_owned):
-        if is_owned(visit.node):
-            modules[id(visit.node)] = Entry(axis_of, visit.path)
-    axes = [
-        _Axis(axis_of(visit), Entry(axis_of, visit.path)) for visit in leaves(argument)
-    ]
-    return jtu.tree_unflatten(jtu.tree_structure(argument), axes)
-
-
-_IN_REACH: Final = """ Names in `axes` begin at each module that the function or its \
-closure holds. Modules among the arguments follow `{0}`: \
-`{0}=({{es.path_matches("*.bias"): None, ...: {1}}}, {1})`."""
-
-_NOT_A_KEY: Final = """`{0}`: `axes` says `es.SPLIT` for `{1}`, which is not a PRNG \
-key. Only keys can be split; map an array over an axis, or share it: \
-`axes={{es.State: {2}}}`, `axes={{es.State: None}}`."""
-
-_ENTRIES: Final = """`{}`: `{}` has {} entries for {} positional arguments. Give one \
-for each, or one for all."""
-
-
-# --- All leaves that `es.vmap` or `es.shard_map` reaches, in one flat mapping.
-
-
-# These take the place of a root's index in the slots of the function and of the
-# arguments. Roots are counted from 0, so the numbers do not clash.
-FUNCTION: Final = -2
-ARGUMENTS: Final = -1
+    args: Any
+    kwargs: Any
+    f: Any
+    modules: Any
 
 
 class Reached:
-    """All leaves that a call of a mapping transform reaches, and the axis of each.
+    """The `Inputs` of a call, taken apart.
 
-    Why one flat mapping? Leaves come from three places: the function, the arguments,
-    and the owned modules that either of them reaches. Their axes have different
-    sources, and a lane puts them back in different ways, but nothing else differs. By
-    slot, sizes are checked, keys are split and axes are handed to JAX in one way for
-    all.
+    - `values`, `axes`: of each leaf that is mapped. `tree` puts such a list together.
+    - `rest`: all other leaves, which the lanes share.
+    - `lifted`: the modules that a scope owns; `of_owned` has an axis for each leaf.
+    - `groups`: the axes of state, each once. New state leaves a lane in such groups.
     """
 
     def __init__(
-        self,
-        f: Any,
-        axes: Mapping[Any, Any],
-        in_axes: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        manner: Manner,
+        self, transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
-        by_argument, entries, modules, asked = argument_axes(
-            in_axes, args, kwargs, manner
-        )
-        self.f = f
-        self.by_rules = FunctionAxes(axes, f, f, manner)
-        self.lifted = Lifted(f, (args, kwargs), by_argument)
-        given = self.lifted.arguments
-        if not self.lifted.is_initializing:
+        f = _opened(transform.f)
+        of_arguments, asked = _axes_of_arguments(transform, args, kwargs)
+        self.lifted = lifted = Lifted(f, (args, kwargs), of_arguments)
+        of_f, self.of_owned, asked_of_f = _axes_of_function(transform, f, lifted)
+        if not lifted.is_initializing:  # which may have yet to make what a filter means
             check_given(f, *args, *kwargs.values())
-        # `init` may have yet to make what a filter is meant for.
-        if not self.lifted.is_initializing:
-            self.by_rules.check_matched()
+            asked_of_f.check_matched(_IN_REACH.format(transform.entries))
             for each in asked:
                 each.check_matched()
-        self.values: Values = dict(self.lifted.values)
-        self.axes: dict[Slot, Any] = {}
-        meanings = {id(x): own for x, own in by_entry(given, by_argument)}
-        for i, root in enumerate(self.lifted.roots):
-            own = meanings.get(id(root.module)) if root.is_copy else None
-            if own is None:
-                own = self.by_rules.of_module(root.module, root.leaves)
-            self.axes.update(((i, k), axis) for k, axis in enumerate(own))
-        # Owned modules are leaves in these trees, and have no axis there. Their own
-        # leaves are in the mapping already, as those of the roots.
-        self.trees = {FUNCTION: f, ARGUMENTS: given}
-        self._add(FUNCTION, self.by_rules.of_function())
-        self._add(ARGUMENTS, by_argument)
+        axes = []
+        for x, own in by_entry(lifted.arguments, of_arguments):
+            if is_owned(x):
+                self.of_owned.update(zip(lifted.slots(x), own, strict=True))
+            axes.append(None if is_owned(x) else own[0])
+        self.slots = sorted(k for k, axis in self.of_owned.items() if axis is not None)
+        modules = {_Key(k, lifted.name(k)): lifted.values[k] for k in self.slots}
+        axes += [*of_f, *(self.of_owned[slot] for slot in self.slots)]
+        everything = Inputs(*lifted.arguments, f, modules)
+        treedef = jtu.tree_structure(everything, is_leaf=is_owned)
+        is_mapped = treedef.unflatten(axis is not None for axis in axes)
+        mapped, self.rest = eqx.partition(everything, is_mapped, is_leaf=is_owned)
+        self.values, treedef = jtu.tree_flatten(mapped)
+        self.tree: Callable[[Any], Inputs] = treedef.unflatten
+        self.axes = [axis for axis in axes if axis is not None]
+        # For each key that is split the one that its module keeps, if it was used.
+        self.advanced: Values = {}
+        self.what, self.shared = transform.what, transform.shared
+        self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
-    def _add(self, where: int, axes: Sequence[Any]) -> None:
-        for k, (x, own) in enumerate(by_entry(self.trees[where], axes)):
-            self.values[where, k] = x
-            self.axes[where, k] = None if is_owned(x) else own[0]
+    def group_of(self, slot: Slot) -> Any:
+        """The axis over which new state leaves a lane: one key, if all lanes agree."""
+        axis = self.of_owned[slot]
+        return self.shared if axis is SPLIT else axis
 
-    def name(self, slot: Slot) -> str:
-        """The name of a leaf, as the user of the function writes it."""
-        where, k = slot
-        if where not in self.trees:
-            return self.lifted.name(slot)
-        path = leaves(self.trees[where], is_leaf=is_owned)[k].path
-        if where == ARGUMENTS:
-            names = positional_names(self.f)
-            argument = path[1].key if path[0].idx else path[1].idx
-            return argument_name(argument, path[2:], names)
-        f = self.trees[where]
-        while isinstance(f, Transform):
-            f, path = f.f, path[1:]
-        return name_of(path)
+    def names(self) -> list[str]:
+        """The names of the leaves that are mapped."""
+        found = jtu.tree_leaves_with_path(self.tree(self.values))
+        num = len(found) - len(self.slots)
+        names = [name_of(path) for path, _ in found[:num]]
+        return names + [self.lifted.name(slot) for slot in self.slots]
 
-    def call(self, inputs: Values) -> Ran:
+    def split_keys(
+        self, num: int, place: Callable[[Any, int], tuple[Any, Any]]
+    ) -> None:
+        """Give each of `num` lanes a key of its own, where the axis is `SPLIT`.
+
+        `place` takes these keys and their axis, and returns them as they are mapped.
+        """
+        slots = [None] * (len(self.axes) - len(self.slots)) + self.slots
+        for k, slot in enumerate(slots):
+            if self.axes[k] is SPLIT:
+                if not is_key(self.values[k]):
+                    raise ValueError(_NOT_A_KEY.format(self.what, self.names()[k]))
+                # Why a clone? Splitting uses a key up. If no lane draws from it, the
+                # new key is not committed: the model keeps this one, and may draw from
+                # it later, which `jax_debug_key_reuse` would take for reuse.
+                self.advanced[slot], key = next_keys(jr.clone(self.values[k]))
+                keys = split_key(key, num)
+                self.values[k], self.axes[k] = place(keys, num_key_axes(key))
+
+    def run(self, inputs: Inputs) -> Ran:
         """Call the function in a lane that has these values."""
-        values = {**self.values, **inputs}
-        f = self._tree(FUNCTION, values)
-        args, kwargs = self._tree(ARGUMENTS, values)
-        return self.lifted.run(values, lambda: f(*args, **kwargs))
+        inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
+        values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
+        return self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
 
-    def _tree(self, where: int, values: Values) -> Any:
-        treedef = jtu.tree_structure(self.trees[where], is_leaf=is_owned)
-        leaves = [values[where, k] for k in range(treedef.num_leaves)]
-        return jtu.tree_unflatten(treedef, leaves)
+    def collect(
+        self, written: Values, differs: Callable[[Any, Any], bool]
+    ) -> tuple[list[Values], list[Slot], list[str]]:
+        """The writes of a lane in groups, the keys that it used, and what is an error.
+
+        `differs(x, axis)`: whether the lanes may have different values of a state, for
+        which this axis has no room. Of a key that says that the lanes have drawn from
+        it; of any other state its name is in the third result.
+        """
+        groups: list[Values] = [{} for _ in self.groups]
+        used, unreduced = [], []
+        for slot, x in written.items():
+            axis = self.group_of(slot)
+            if not differs(x, axis):
+                groups[self.groups.index(axis)][slot] = x
+            elif slot in self.advanced:
+                used.append(slot)
+            else:
+                unreduced.append(f"`{self.lifted.name(slot)}`")
+        return groups, used, unreduced
+
+    def commit(self, groups: list[Values], used: list[Slot], sown: list[Sown]) -> None:
+        """Write to the modules outside."""
+        written = {slot: x for group in groups for slot, x in group.items()}
+        written |= {slot: self.advanced[slot] for slot in used}
+        self.lifted.commit(Ran(None, written, sown))
+
+
+def _opened(f: Any) -> Any:
+    """`f`, as a pytree in which the object of a bound method is an argument."""
+    # `model.__call__` is a leaf for JAX. Other methods of Equinox's modules are modules
+    # themselves, but names should begin at `model`.
+    if isinstance(f, Transform):
+        return f.of(_opened(f.f))
+    is_method = isinstance(getattr(f, "__self__", None), eqx.Module)
+    return eqx.Partial(f.__func__, f.__self__) if is_method else f
+
+
+def _axes_of_arguments(
+    transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[Asked]]:
+    """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
+
+    Keyword arguments have axis 0, as in JAX.
+    """
+    in_axes = transform.in_axes
+    is_sequence = isinstance(in_axes, (tuple, list))
+    entries = tuple(in_axes) if is_sequence else (in_axes,) * len(args)
+    pairs: list[tuple[Any, Any]] = []
+    try:
+        jtu.tree_map(
+            lambda *pair: pairs.append(pair),
+            entries,
+            args,
+            # Unlike any other dict of axes, rules are one entry, and not a prefix.
+            is_leaf=lambda x: x is None or is_rules(x),
+        )
+    except ValueError as error:
+        what = transform.what, transform.entries
+        raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
+    axes: list[Any] = []
+    asked: list[Asked] = []
+    for entry, argument in [*pairs, (0, kwargs)]:
+        if is_rules(entry):
+            what = f"`{transform.what}({transform.entries}=...)`"
+            check_rules(entry, what)
+            asked.append(Asked(entry, what))
+            key_of, axis_of = asked[-1].bind(argument), transform.axis_by_rule
+            axes += [axis_of(x, entry, key_of(x)) for x in leaves(argument)]
+        else:
+            xs, axis_of = jtu.tree_leaves(argument), transform.axis_by_entry
+            axes += [axis_of(entry, x) if is_array(x) else None for x in xs]
+    return axes, asked
+
+
+def _axes_of_function(
+    transform: AbstractMap, f: Any, lifted: Lifted
+) -> tuple[list[Any], dict[Slot, Any], Asked]:
+    """The axis of each leaf of `f` as a pytree, and of the owned modules in its reach.
+
+    The names in rules begin at the outermost module that the function leads to.
+    """
+    rules = dict(transform.axes)
+    asked = Asked(rules, f"`{transform.what}(axes=...)`")
+    of_f: list[Any] = []
+    of_owned: dict[Slot, Any] = {}
+
+    def ask(model: Visit) -> list[Any]:
+        """The axis of each leaf of a model; `None` for an owned module in it."""
+        axes, key_of = [], asked.bind(model.node)
+        for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
+            if not is_owned(visit.node):
+                axes.append(transform.axis_by_rule(visit, rules, key_of(visit)))
+                continue
+            axes.append(None)
+            # Declarations further up in the model of its scope decide the kinds, too.
+            place = get_place(visit.node)
+            context = place.context.seen_from(len(place.path), len(visit.path))
+            below = leaves(visit.node, visit.path, context)
+            for slot, x in zip(lifted.slots(visit.node), below, strict=True):
+                of_owned.setdefault(slot, transform.axis_by_rule(x, rules, key_of(x)))
+        return axes
+
+    in_tree = leaves(f, is_leaf=is_model)
+    for visit in in_tree:
+        if is_model(visit.node):
+            of_f += ask(visit)
+        else:  # an array outside of modules
+            of_f.append(transform.shared if is_array(visit.node) else None)
+    for i, root in enumerate(lifted.roots):
+        if not root.is_copy and (i, 0) not in of_owned:
+            ask(Visit((), root.module, root.place.context, True))
+    # `axes={...: 0}` has no effect on the `model` in `lambda x: model(x)` if no scope
+    # owns it: no lane can have values of its own there.
+    inside = {id(visit.node) for visit in in_tree}
+    for model in models_in(f) if rules else ():
+        if not (is_owned(model) or id(model) in inside):
+            key_of = asked.bind(model)
+            for visit in leaves(model):
+                if rules.get(key_of(visit)) not in (None, PartitionSpec()):
+                    at = transform.what, transform.entries
+                    name = type(model).__name__, visit.name
+                    raise ValueError(_CONSTANT.format(*at, *name))
+    return of_f, of_owned, asked
+
+
+_NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
+key. Only keys can be split: map an array over an axis, or share it with `None`."""
+
+_NOT_A_PREFIX: Final = """`{0}`: `{1}` is one entry for all positional arguments, or a \
+tuple with an entry, a tree of entries or rules for each of them. {2}"""
+
+_IN_REACH: Final = """ Names in `axes` begin at each module that the function is, \
+holds or closes over. Modules among the arguments follow `{0}`, in which an entry may \
+be rules, too."""
+
+_CONSTANT: Final = """`{0}`: `axes` would map `{3}` of a `{2}` that the function \
+closes over. The module is not in an `es.mutable`, so it is a constant in a closure. \
+Pass it as an argument:
+
+    {0}(lambda x: model(x), axes=...)(xs)                      # wrong
+    {0}(lambda model, x: model(x), {1}=...)(model, xs)    # right"""

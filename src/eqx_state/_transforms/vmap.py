@@ -1,8 +1,14 @@
 """`es.vmap`: `jax.vmap` that carries state, with axes chosen by rules.
 
-A call gathers everything that it reaches in one flat mapping, runs a lane under
-`jax.vmap`, and commits what came out. Only the leaves with an axis are inputs of
-`jax.vmap`; everything else is closed over.
+A call of `es.vmap` takes these steps:
+
+1. `Reached` finds all that the call leads to (the function, the arguments, the modules
+   that a scope owns), and an axis for each array.
+2. A key whose axis is `es.SPLIT` becomes a key for each lane.
+3. `jax.vmap` maps over what has an axis. All else is closed over, and shared.
+4. In a lane, the modules have the lane's values while the function runs. What it wrote
+   leaves the lane in groups, by axis. What the lanes share must be the same in all.
+5. After the trace, what was written is committed to the modules outside.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,170 +17,82 @@ from typing import Any, Final, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
+import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
-from .._tree.keys import next_keys, num_key_axes, split_key
-from .._tree.rules import check_rules
-from .axes import Manner, Reached, SPLIT
-from .lift import is_traced, Ran, Slot, Static, Values
-from .transform import Transform, wrap
+from .._tree.rules import check_rules, is_rules
+from .axes import AbstractMap, Inputs, Reached, SPLIT
+from .lift import is_traced, Static
+from .transform import wrap
 
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-_MANNER: Final = Manner("es.vmap", "in_axes", None, "0")
-
-
-class _Lanes(Reached):
-    """All leaves that a call of `es.vmap` reaches.
-
-    An axis is an integer, `SPLIT`, or `None` for a leaf that all lanes share.
-    """
-
-    def __init__(self, vmap: "_Vmap", args: tuple[Any, ...], kwargs: dict[str, Any]):
-        super().__init__(vmap.f, dict(vmap.axes), vmap.in_axes, args, kwargs, _MANNER)
-        self.mapped = [slot for slot, axis in self.axes.items() if axis is not None]
-        self.size = self._size(vmap.axis_size)
-        self.advanced: Values = {}
-        self.inputs: Values = {}
-        self.input_axes: dict[Slot, int] = {}
-        for slot in self.mapped:
-            self._feed(slot)
-
-    def _feed(self, slot: Slot) -> None:
-        """Prepare the input of `jax.vmap` for a leaf that is mapped."""
-        value, axis = self.values[slot], self.axes[slot]
-        if axis is SPLIT:
-            # Why a clone? Splitting uses a key up. If no lane draws from it, the new
-            # key is not committed: the model keeps this one, and may draw from it
-            # later, which `jax_debug_key_reuse` would take for reuse.
-            self.advanced[slot], base = next_keys(jr.clone(value))
-            axis = num_key_axes(base)
-            value = self.spread(split_key(base, self.size), axis)
-        self.inputs[slot], self.input_axes[slot] = value, axis
-
-    def spread(self, x: Any, axis: int) -> Any:
-        """An array with a value for each lane, sharded as the other inputs are.
-
-        On a mesh with explicit axes the shardings of all mapped axes have to agree.
-        That also holds for inputs that are made here, such as split keys; the user does
-        not know of these, and could not shard them.
-        """
-        given = [(self.values[slot], self.axes[slot]) for slot in self.mapped]
-        return spread_like([x for x in given if x[1] is not SPLIT], x, axis)
-
-    def check_spread(self) -> None:
-        """Raise `ValueError` if mapped axes are spread over devices in two ways.
-
-        On a mesh with explicit axes JAX refuses that, and does not say which they are.
-        """
-        found: dict[Any, str] = {}
-        for slot, axis in self.input_axes.items():
-            spec = jax.typeof(self.inputs[slot]).sharding.spec
-            found.setdefault(spec[axis], self._shown(slot))
-        if len(found) > 1:
-            listed = [f"{name} by `{by!r}`" for by, name in found.items()]
-            raise ValueError(_SPREAD.format(", ".join(listed)))
-
-    def _size(self, axis_size: int | None) -> int:
-        """The number of lanes; `ValueError` if the mapped axes do not agree on it."""
-        # By size, one of the slots that have it; `None` stands for `axis_size`.
-        sizes: dict[int, Slot | None] = {} if axis_size is None else {axis_size: None}
-        for slot in self.mapped:
-            if (axis := self.axes[slot]) is SPLIT:
-                continue
-            shape = jnp.shape(self.values[slot])
-            is_axis = isinstance(axis, int)
-            if is_axis and -len(shape) <= axis < len(shape) and shape[axis] in sizes:
-                continue
-            if not is_axis:
-                raise ValueError(_NOT_AN_AXIS.format(self._shown(slot), axis))
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(_NO_AXIS.format(self._shown(slot), shape, axis))
-            sizes[shape[axis]] = slot
-        if len(sizes) > 1:
-            listed = [f"{self._shown(slot)} has {n}" for n, slot in sizes.items()]
-            raise ValueError(_SIZES.format(", ".join(listed)))
-        if not sizes:
-            raise ValueError(_NOTHING_MAPPED)
-        return next(iter(sizes))
-
-    def _shown(self, slot: Slot | None) -> str:
-        return "`axis_size`" if slot is None else f"`{self.name(slot) or 'the model'}`"
-
-    def run(self, inputs: Values) -> tuple[Any, ...]:
-        """Run one lane. Returns its output, and the shared and its own new values."""
-        ran = self.call(inputs)
-        shared, own = self._sort(ran)
-        out, static = eqx.partition(ran.out, is_traced(ran.out))
-        kept = Static((static, list(ran.written)))
-        return out, shared, (own, ran.sown), kept
-
-    def _sort(self, ran: Ran) -> tuple[Values, Values]:
-        """Split the writes of a lane into shared values, and values of its own."""
-        shared: Values = {}
-        own: Values = {}
-        for slot, x in ran.written.items():
-            axis = self.axes[slot]
-            if isinstance(axis, int):
-                own[slot] = x
-            elif axis is None or not is_mapped(x):
-                # Also a key that was assigned. If it was drawn from, its new value
-                # differs in each lane, and `self.advanced` replaces it.
-                shared[slot] = x
-        named = [(self.name(slot), x) for slot, x in shared.items()]
-        if names := [f"`{name}`" for name, x in named if is_mapped(x)]:
-            raise ValueError(_NOT_REDUCED.format(", ".join(names)))
-        return shared, own
-
-
-class _Vmap(Transform):
-    in_axes: Any = eqx.field(static=True)
+class _Vmap(AbstractMap):
+    what = "es.vmap"
+    entries = "in_axes"
     out_axes: Any = eqx.field(static=True)
     axis_name: Any = eqx.field(static=True)
     axis_size: int | None = eqx.field(static=True)
     spmd_axis_name: Any = eqx.field(static=True)
-    axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        lanes = _Lanes(self, args, kwargs)
+        reached = Reached(self, args, kwargs)
+        size = _size(reached, self.axis_size)
+        # On a mesh with explicit axes, the shardings of all mapped axes have to agree.
+        # The user cannot shard the keys.
+        pairs = zip(reached.values, reached.axes, strict=True)
+        arrays = [(x, axis) for x, axis in pairs if axis is not SPLIT]
+        reached.split_keys(
+            size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
+        )
+
+        def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
+            ran = reached.run(Inputs(args, kwargs, f, modules))
+            groups, used, unreduced = reached.collect(ran.written, _differs)
+            if unreduced:
+                raise ValueError(_NOT_REDUCED.format(", ".join(unreduced)))
+            out, static = eqx.partition(ran.out, is_traced(ran.out))
+            return out, groups, ran.sown, Static((static, used))
+
         mapped = jax.vmap(
-            lanes.run,
-            in_axes=(lanes.input_axes,),
-            out_axes=(self.out_axes, None, 0, None),
+            lane,
+            in_axes=tuple(reached.tree(reached.axes)),
+            out_axes=(self.out_axes, reached.groups, 0, None),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        try:
-            out, shared, (own, sown), kept = mapped(lanes.inputs)
-        except ValueError:
-            lanes.check_spread()
-            raise
-        static, written = kept.value
-        moved = {slot: jnp.moveaxis(x, 0, lanes.axes[slot]) for slot, x in own.items()}
-        new = {**lanes.advanced, **shared, **moved}
-        state = {slot: new[slot] for slot in written}
-        lanes.lifted.commit(Ran(None, state, sown))
+        out, groups, sown, kept = mapped(*reached.tree(reached.values))
+        static, used = kept.value
+        reached.commit(groups, used, sown)
         return eqx.combine(out, static)
 
 
-_NOT_AN_AXIS: Final = """`es.vmap`: the axis of {} is `{}`, and an axis is an integer, \
-or `None` for what the lanes share. Leaves that are not arrays are passed on as they \
-are, so `in_axes=0` stands for `in_axes=eqx.if_array(0)`."""
+def _size(reached: Reached, axis_size: int | None) -> int:
+    """The number of lanes; `ValueError` if an array does not have its axis."""
+    sizes = [] if axis_size is None else [axis_size]
+    for k, (x, axis) in enumerate(zip(reached.values, reached.axes, strict=True)):
+        if axis is not SPLIT:
+            if not isinstance(axis, int) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
+                what = reached.names()[k], jnp.shape(x), axis
+                raise ValueError(_NO_AXIS.format(*what))
+            sizes.append(jnp.shape(x)[axis])
+    if not sizes:
+        raise ValueError(_NOTHING_MAPPED)
+    return sizes[0]  # if others differ, JAX says which
 
-_NO_AXIS: Final = """`es.vmap`: {} has shape {}, which has no axis {}. Map it over an \
-axis that it has, or share it with `None`: `in_axes=(0, None)`."""
 
-_SIZES: Final = """`es.vmap`: the mapped axes differ in size: {}."""
+def _differs(x: Any, axis: int | None) -> bool:
+    return axis is None and is_mapped(x)
 
-_SPREAD: Final = """`es.vmap`: the mapped axes are spread over the devices in \
-different ways: {}. On a mesh with `Explicit` axes all of them have to agree: call \
-`jax.sharding.reshard` before."""
+
+_NO_AXIS: Final = """`es.vmap`: `{}` has shape {}, which has no axis {}. Map it over \
+an axis that it has, an integer, or share it with `None`: `in_axes=(0, None)`. Leaves \
+that are not arrays are passed on, so `0` stands for `eqx.if_array(0)`."""
 
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
 not known. Map an argument, `in_axes=0`, or give `axis_size`."""
@@ -187,6 +105,10 @@ share it, so only one could be kept. Reduce it over the lanes,
 
 or give every lane its own, with an axis for the kind: `es.vmap(f, axes={{es.State: \
 0}})`."""
+
+_BAD_AXES: Final = """`es.vmap`: `{}` is an integer, `None` or {}, \
+and not `{}`. Leaves that are not arrays are passed on, so `0` stands for \
+`eqx.if_array(0)`."""
 
 
 def vmap(
@@ -253,6 +175,12 @@ def vmap(
     """
     axes = {} if axes is None else axes
     check_rules(axes, "`es.vmap(axes=...)`")
+    if isinstance(in_axes, Mapping) and not is_rules(in_axes):
+        what = "a tuple with one of these, a tree of them or rules for each argument"
+        raise TypeError(_BAD_AXES.format("in_axes", what, in_axes))
+    for axis in jtu.tree_leaves(out_axes):
+        if not isinstance(axis, int):
+            raise TypeError(_BAD_AXES.format("out_axes", "a tree of these", axis))
     return wrap(
         _Vmap,
         f,
