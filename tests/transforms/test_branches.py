@@ -189,19 +189,6 @@ def test_operands_are_written_in_place(choose):
     check(f, Net(), choose)
 
 
-def test_aliases_see_one_state(choose):
-    def f(net, i, choose):
-        cell = net.a
-
-        def both(m, x):
-            return cell(x) + m(x) + net.a(x)
-
-        choose(i, [both, lambda m, x: m(x)], cell, 2.0)
-        return cell.total, net.a.total
-
-    check(f, Net(), choose)
-
-
 def test_only_the_state_that_some_branch_writes_is_new():
     seen = []
 

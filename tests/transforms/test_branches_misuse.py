@@ -119,10 +119,8 @@ def test_a_module_kept_from_a_branch(choose):
 
     def f(net):
         choose(0, [lambda cell: kept.append(cell), lambda cell: None], net.a)
-        kept[0](1.0)  # it is the object itself
 
-    _, new = es.mutable(f)(Net())
-    assert new.a.total == 1.0
+    es.mutable(f)(Net())
     with pytest.raises(FROZEN, match="closed"):
         kept[0](1.0)
 
@@ -136,7 +134,6 @@ def test_a_model_that_is_not_initialized(choose):
 
     for use in (
         lambda m: choose(0, [m, m], 1.0),
-        lambda m: choose(0, [lambda x: x, lambda x: m(x)], 1.0),
         lambda m: choose(0, [lambda m: 1.0, lambda m: 2.0], m),
         es.mutable(lambda m: choose(0, [m, m], 1.0)),
     ):

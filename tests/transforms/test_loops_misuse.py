@@ -150,8 +150,6 @@ def test_a_model_that_is_not_initialized(loop):
             return self.weight * x
 
     for use in (
-        lambda m: loop(m, 2, 0.5),
-        lambda m: loop(lambda x: m(x), 2, 0.5),
         lambda m: loop(lambda m: m, 2, m),
         es.mutable(lambda m: loop(m, 2, 0.5)),
     ):

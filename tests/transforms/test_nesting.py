@@ -400,18 +400,6 @@ def test_aliases_see_one_state(transform):
     assert new.calls == 2.0
 
 
-@pytest.mark.parametrize("transform", [es.jit, es.checkpoint])
-def test_aliases_in_function_and_arguments_see_one_state(transform):
-    def f(parent, x):
-        def inner(child, x, *, whole):
-            return child(x) + parent.child(x) + whole(x)
-
-        return transform(inner)(parent.child, x, whole=parent)
-
-    y, new = es.mutable(f)(Parent(Counter()), 0.0)
-    assert (y, new.child.count, new.calls) == (6.0, 3.0, 1.0)
-
-
 # --- Scopes -------------------------------------------------------------------------
 
 

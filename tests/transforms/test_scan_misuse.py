@@ -201,7 +201,6 @@ def test_a_model_that_is_not_initialized():
         return es.scan(lambda c, x: (c, lazy(x)), 0.0, XS)
 
     for use in (
-        f,
         lambda lazy: es.scan(lambda c, x: (c, x), lazy, XS),
         lambda lazy: es.scan(lambda c, x: (c, x), 0.0, lazy),
         es.mutable(f),

@@ -43,7 +43,7 @@ def held_step(f: Callable[..., Any], carry: Any, args: Any, kwargs: Any) -> Any:
     """The new carry and the output of `f(carry, *args, **kwargs)`, in a trace."""
 
     def run(carry: Any) -> Any:
-        loop = Loop(f, carry)
+        loop = Loop((f,), carry)
         before = eqx.combine(loop.arrays, loop.static)
 
         def unpack(out: Any) -> Any:

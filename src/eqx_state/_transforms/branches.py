@@ -29,7 +29,7 @@ def _select(
     what: str,
 ) -> Any:
     """Run the branch that `select` chooses, and commit what it has written."""
-    check_given(*operands)
+    check_given(*branches, *operands)
     lifted = Lifted(branches, operands)
     if lifted.is_initializing:
         for f in branches:  # a later call may choose any of them

@@ -28,7 +28,7 @@ class _Checkpoint(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        check_given(*args, *kwargs.values())
+        check_given(self.f, *args, *kwargs.values())
         lifted = Lifted(self.f, (args, kwargs))
         if lifted.is_initializing:
             return self.f(*args, **kwargs)

@@ -61,9 +61,9 @@ class Loop:
     - `slices`: the leaves of the modules in `xs`, of which each step has a slice.
     """
 
-    def __init__(self, functions: Any, init: Any, xs: Any = None):
+    def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
         check_not_shared(init)
-        check_given(init, xs)
+        check_given(*functions, init, xs)
         originals: dict[int, Any] = {}
 
         def carried(x: Any) -> Any:
@@ -286,10 +286,10 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    loop = Loop(f, init, xs)
+    loop = Loop((f,), init, xs)
     if loop.lifted.is_initializing:
         _initialize(f, init, xs, -1 if reverse else 0)
-        loop = Loop(f, init, xs)
+        loop = Loop((f,), init, xs)
     arrays, rest = loop.split_xs()
     traces: list[StepTrace] = []
 
@@ -492,10 +492,10 @@ def fori_loop(
         assert key != new.key and new.key != stream.key
         ```
     """
-    loop = Loop(body_fun, init_val)
+    loop = Loop((body_fun,), init_val)
     if loop.lifted.is_initializing:
         body_fun(lower, init_val)
-        loop = Loop(body_fun, init_val)
+        loop = Loop((body_fun,), init_val)
     traces: list[StepTrace] = []
 
     def run(i: Any, carry: Any) -> Step:
