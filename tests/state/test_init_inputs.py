@@ -409,7 +409,7 @@ def test_what_is_not_an_array_is_not_kept_when_a_transform_writes_it():
     net = Net(Layer()).init(0, jnp.ones((2, 3)))
     assert net.layer.weight.shape == (3,)
     assert net.layer.phase == "cold"
-    with pytest.raises(ValueError, match=r"`layer.phase` was `'cold'`"):
+    with pytest.raises(ValueError, match=r"`layer.phase` was changed from `'cold'`"):
         es.mutable(net)(jnp.ones((2, 3)))
 
 

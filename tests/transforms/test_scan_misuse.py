@@ -210,9 +210,7 @@ def test_a_model_that_is_not_initialized():
 
 
 def test_the_place_of_what_is_no_array_in_the_carry_is_named():
-    match = (
-        r"body of a loop.*at `\[1\]`.*not an array.*make it one, or return it as it was"
-    )
+    match = r"body of a loop.*at `\[1\]`.*not an array.*or return it unchanged"
     with pytest.raises(TypeError, match=match):
         es.scan(lambda c, x: ((c[0] + x, "b"), x), (0.0, "a"), XS)
 

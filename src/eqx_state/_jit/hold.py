@@ -18,7 +18,7 @@ from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import closed_copy, is_open_here, Scope
-from .._transforms.lift import captured, is_mappable, Ran
+from .._transforms.lift import captured, is_mappable
 from .._transforms.loops import Loop, pair_of
 from .._transforms.mutable import thread
 from .._transforms.transform import argument_name, check_callable, positional_names
@@ -54,7 +54,7 @@ def held_step(f: Callable[..., Any], carry: Any, args: Any, kwargs: Any) -> Any:
 
         first = loop.arrays, loop.state
         step = loop.step(first, lambda x: f(x, *args, **kwargs), unpack=unpack)
-        new = loop.finish(step.carry, [step.note], Ran(None, {}, step.sown))
+        new = loop.finish(step.carry, [step.trace], step.sown)
         return new, step.rest
 
     out, _ = thread(carry, Scope((State,)), run)

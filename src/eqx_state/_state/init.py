@@ -300,6 +300,10 @@ def _call_hooks(tree: Any, key: Any) -> None:
         visit.node.module_init(key_at(key, name))
 
 
+# Modules, and the names and values of fields that `init` has made there.
+Created = list[tuple[BaseModule, str, Any]]
+
+
 class InitScope(Scope):
     """The scope of `init`: any field may be written, and the structure may change.
 
@@ -307,7 +311,7 @@ class InitScope(Scope):
     trace as an output does. It need not: the key of `init` is from outside, so under
     `vmap` or `grad` what is drawn with it are ordinary arrays, not tracers. So fields
     that were missing are written straight through to the modules outside. `created` has
-    for each such module the fields, with their old values.
+    the old values of such fields, by module.
     """
 
     is_initializing = True
@@ -330,7 +334,7 @@ class InitScope(Scope):
         _, fields = self.created.setdefault(id(module), (module, {}))
         fields.setdefault(name, old)
 
-    def take_created(self) -> list[tuple[BaseModule, str, Any]]:
+    def take_created(self) -> Created:
         """Take out of the modules what was created, so that the rest is as it was."""
         taken = [
             (module, name, fields_of(module)[name], old)
@@ -343,7 +347,7 @@ class InitScope(Scope):
             object.__setattr__(module, name, old)
         return [(module, name, new) for module, name, new, _ in taken]
 
-    def put_created(self, created: list[tuple[BaseModule, str, Any]]) -> None:
+    def put_created(self, created: Created) -> None:
         """Write what an inner scope, in a trace, has created."""
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
@@ -353,13 +357,13 @@ class InitScope(Scope):
                 context = place.context.enter(module, key)
                 own(new, self, (*place.path, key), context)
 
-    def check_created(self) -> None:
-        """Raise `ValueError` if what was created depends on a trace that is over."""
-        for module, fields in self.created.values():
-            for name in fields:
-                if any(map(has_escaped, jtu.tree_leaves(fields_of(module)[name]))):
-                    where = f"{type(module).__qualname__}.{name}"
-                    raise ValueError(_CREATED_IN_TRACE.format(where))
+
+def check_created(fields: Created) -> None:
+    """Raise `ValueError` if what was created depends on a trace that is over."""
+    for module, name, value in fields:
+        if any(map(has_escaped, jtu.tree_leaves(value))):
+            where = f"{type(module).__qualname__}.{name}"
+            raise ValueError(_CREATED_IN_TRACE.format(where))
 
 
 _CREATED_IN_TRACE: Final = """`{}` was made by `init` from values of a transform: of a \

@@ -72,9 +72,11 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
 
 
 def _is_missing(old: Any, new: Any) -> bool:
-    """Whether `new` makes an array where there was none."""
-    leaves, structure = jtu.tree_flatten(old)
-    return structure != jtu.tree_structure(new) or not all(map(is_array, leaves))
+    """Whether `new` puts an array where there was none, or another structure."""
+    if jtu.tree_structure(old) != jtu.tree_structure(new):
+        return True
+    pairs = zip(jtu.tree_leaves(old), jtu.tree_leaves(new), strict=True)
+    return any(not is_array(x) and not same(x, y) for x, y in pairs)
 
 
 def _belongs_to(x: Any, scope: Scope) -> bool:

@@ -26,16 +26,17 @@ import dataclasses
 import functools as ft
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import show, TraceError
+from .._errors import NotInitializedError, show, TraceError
 from .._state.collect import leave, Owned, Snapshot
-from .._state.init import check_initialized, InitScope
+from .._state.init import check_created, check_initialized, Created, InitScope
+from .._state.module import Module
 from .._state.scope import (
     closed_copy,
     is_any_open,
@@ -52,8 +53,7 @@ from .._tree.base import BaseModule, get_place, is_eqx_module, is_module, set_pl
 from .._tree.compare import check_not_shared, identical, modules_below, same
 from .._tree.context import children, is_leaf
 from .._tree.observe import OBSERVING
-from .._tree.walk import dynamic_names, is_array, leaves, name_of, Visit, walk
-from .._typing import KeyPath
+from .._tree.walk import dynamic_names, is_array, leaves, Visit, walk
 from .transform import Transform
 
 
@@ -265,7 +265,8 @@ def check_given(*arguments: Any, may_initialize: bool = False) -> None:
         if is_array(tree) or owned_in(tree):
             continue
         check_not_shared(tree)
-        if not may_initialize:
+        is_init = getattr(tree, "__func__", None) is Module.init
+        if not (may_initialize or is_init):
             check_initialized(tree)
 
 
@@ -316,6 +317,7 @@ class Lifted:
     - `reached`: the modules, once for each place where one is reached; `roots`: the
         outermost of them, each once.
     - `values`: the leaves of all roots.
+    - `created`: what `init` has made in the last run.
     - `scopes`: the scopes that own them. There may be several, as `es.mutable` nests.
 
     The modules in `functions` are the objects that they are. `treatments`, one for each
@@ -328,7 +330,8 @@ class Lifted:
         arguments: Any = (),
         treatments: Sequence[Any] | None = None,
     ):
-        found = owned_in((functions, arguments))
+        self.given = functions, arguments
+        found = owned_in(self.given)
         # Equinox's own modules, whose calls may be observed, do not lead to a scope.
         scopes = [*(get_place(x).scope for x in found), *OBSERVING.get().values()]
         self.scopes = list({id(scope): scope for scope in scopes}.values())
@@ -341,6 +344,7 @@ class Lifted:
         if found:
             self.arguments, self.originals = copy_arguments(arguments, treatments)
         self.reached = owned_in((functions, self.arguments)) if found else []
+        self.created: list[tuple[InitScope, Created]] = []
         self.roots = _roots_among(self.reached, self.originals)
         self.values: Values = {
             (i, k): visit.node
@@ -422,18 +426,25 @@ class Lifted:
                 stack.enter_context(scope)
             stack.enter_context(self._swapped(values, inner))
             owned = [self._owned(i, values, inner) for i in range(len(self.roots))]
-            out = call()
+            out = self._called(call)
             pairs = [(scope, inner[id(scope)]) for scope in self.scopes]
             inits = [pair for pair in pairs if isinstance(pair[1], InitScope)]
-            created = [(scope, new.take_created()) for scope, new in inits]
+            self.created = [(scope, new.take_created()) for scope, new in inits]
             out, after = leave(out, owned)
         self._check_containers()
-        for scope, fields in created:
-            scope.put_created(
-                [(self.originals.get(id(x), x), name, new) for x, name, new in fields]
-            )
         sown = [inner[id(scope)].sown for scope in self.scopes]
         return Ran(out, self._written(values, after), sown)
+
+    def _called(self, call: Callable[[], Any]) -> Any:
+        """`call()`. If it fails at an Initializer, name that one in the error."""
+        try:
+            return call()
+        except NotInitializedError:
+            # Not before the call, because a function may close over a lazy model and
+            # initialize it.
+            for model in models_in(self.given):
+                check_initialized(model)
+            raise
 
     def _owned(self, i: int, values: Values, inner: dict[int, Scope]) -> Owned:
         """A lifted module and its snapshot, for the end of the inner scope."""
@@ -508,26 +519,39 @@ class Lifted:
             scope = self.roots[i].place.scope
             if not scope.is_here:
                 raise TraceError(trace_message(self.name((i, k))))
-        for scope in self.scopes:
-            if isinstance(scope, InitScope):
-                scope.check_created()
+        for _, fields in self.created:
+            check_created(fields)
         sown = [
             (scope.sown, key, carried_out(scope, key, values))
             for scope, kept in zip(self.scopes, ran.sown, strict=True)
             for key, values in kept.items()
         ]
-        by_root: dict[int, dict[KeyPath, Any]] = {}
+        by_root: dict[int, dict[int, Any]] = {}
         for (i, k), x in ran.written.items():
-            by_root.setdefault(i, {})[self.roots[i].leaves[k].path] = x
+            by_root.setdefault(i, {})[k] = x
         for i, new in by_root.items():
-            original, place = self.roots[i].original, self.roots[i].place
-            # By path, and not by position: if `init` has created an array before this
-            # one, the positions have shifted.
-            old = leaves(original, place.path)
-            _set_leaves(original, (new.get(v.path, v.node) for v in old))
-            place.scope.written[id(original)] = original, name_of(next(iter(new)))
+            original, scope = self.roots[i].original, self.roots[i].place.scope
+            old = jtu.tree_leaves(original)
+            _set_leaves(original, (new.get(k, x) for k, x in enumerate(old)))
+            scope.written[id(original)] = original, self.name((i, next(iter(new))))
+        # After the writes, since a new leaf shifts the positions of the others.
+        for scope, fields in self.created:
+            scope.put_created(
+                [(self.originals.get(id(x), x), name, new) for x, name, new in fields]
+            )
         for kept, key, values in sown:
             kept.setdefault(key, []).extend(values)
+
+    def check_not_created(self, stacked: Container[int], what: str) -> None:
+        """Raise `ValueError` if `init` has made something in one of these modules.
+
+        They are stacks, of which the function saw one layer.
+        """
+        inside = {id(v.node): i for i, x in enumerate(self.roots) for v in x.modules}
+        for module, name, _ in (field for _, x in self.created for field in x):
+            if inside.get(id(module)) in stacked:
+                where = f"{type(module).__qualname__}.{name}"
+                raise ValueError(_CREATED_ONCE.format(where, what))
 
     def _check_written_once(self, written: Values) -> None:
         """Raise `ValueError` if one state was written in two ways.
@@ -595,3 +619,9 @@ differentiated), so one of the two writes would be lost. Write it in one way:
 
     def body(x, layer):                      # right
         return layer(x), None"""
+
+_CREATED_ONCE: Final = """`{}` is made by `init` in one {}, and each of them needs an \
+array of its own. Initialize the layers one by one, and stack them:
+
+    keys = jax.random.split(key, n)
+    layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""

@@ -339,11 +339,9 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     )
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
     x = eqx.combine(arrays, rest, is_leaf=is_owned)
-    before = [jtu.tree_structure(root.original) for root in lifted.roots]
     ran = lifted.run(values, lambda: f(init, x))
-    for root, structure in zip(lifted.roots, before, strict=True):
-        if root.is_copy and jtu.tree_structure(root.original) != structure:
-            raise ValueError(_CREATED_IN_SLICE.format(type(root.original).__qualname__))
+    stacked = {i for i, root in enumerate(lifted.roots) if root.is_copy}
+    lifted.check_not_created(stacked, "step of `es.scan`")
     # The writes to a slice are dropped. The loop runs this step again, and writes the
     # whole stack.
     state = {
@@ -525,12 +523,6 @@ _NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan ove
 stack of layers has one in each of its arrays, also in its state and keys. To run \
 layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
 `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
-
-_CREATED_IN_SLICE: Final = """`init` made something in a `{}` in `xs` of `es.scan`. It \
-is one slice of a stack, and each needs arrays of its own. Map the whole `init`:
-
-    keys = jax.random.split(key, n)
-    layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""
 
 _NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
 one returned `{}`. Where there is nothing to return besides: `return carry, None`."""
