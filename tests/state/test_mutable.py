@@ -337,42 +337,6 @@ def test_a_state_that_is_threaded_by_hand_is_left_alone():
     assert new.get(norm.batch_counter) == 1
 
 
-class Mean(es.Module):
-    mean: es.BatchStat = 0.0
-
-    def __call__(self, x):
-        self.mean = jax.lax.pmean(x, ("other", "batch"))
-        return x
-
-
-def pure(model, x):
-    return jax.lax.pmean(x, "batch")
-
-
-UNBOUND = {
-    "layer": (lambda m: m["a"][0], r"`\['a'\]\[0\]`, a `Mean`, reduces .* `other`"),
-    "vmap": (lambda m: es.vmap(m["a"][0]), r"`\['a'\]\[0\]`, a `Mean`, reduces"),
-    "Equinox's": (lambda m: m["b"], r"`\['b'\]`, a `Stateful`, reduces .* `batch`"),
-    "function": (lambda m: lambda x: pure(m, x), "The function reduces .* `batch`"),
-    "jit": (lambda m: es.jit(es.vmap(m["b"])), "`, a `Stateful`, reduces .* `batch`"),
-}
-
-
-@pytest.mark.parametrize("case", UNBOUND)
-@pytest.mark.parametrize("around", [es.mutable, es.value_and_grad, es.find_nonfinite])
-def test_an_axis_that_no_transform_has_named(case, around):
-    which, match = UNBOUND[case]
-    norm = es.nn.Stateful(eqx.nn.BatchNorm(1, "batch", mode="ema"))
-    model = {"a": [Mean()], "b": norm}
-    with pytest.raises(NameError, match=rf"(?s){match}.*es.vmap\(model, axis_name="):
-        around(lambda m, x: which(m)(x).sum())(model, jnp.ones((1, 1)))
-
-
-def test_another_name_error_comes_out_as_it_is():
-    with pytest.raises(NameError, match="^name 'missing' is not defined"):
-        es.mutable(lambda m: missing)(Counter())  # noqa: F821
-
-
 def test_a_scope_leaves_no_cycle_behind():
     class Counter(es.Module):
         w: es.Parameter

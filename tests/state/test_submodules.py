@@ -389,7 +389,7 @@ def test_modules_that_are_moved_from_outside(transform):
 
         transform(swap)(m)
 
-    with rejects(Group(), es.TraceError, "was changed", "from outside"):
+    with rejects(Group(), es.TraceError, "was changed", "closes over"):
         es.mutable(f)(Group())
 
 
@@ -404,7 +404,7 @@ def test_a_module_that_is_taken_out_from_outside(transform):
 
         transform(take)(m)
 
-    with rejects(Group(), es.TraceError, "was changed", "from outside"):
+    with rejects(Group(), es.TraceError, "was changed", "closes over"):
         es.mutable(f)(Group())
 
 

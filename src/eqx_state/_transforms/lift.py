@@ -169,6 +169,7 @@ class Root:
         self.leaves = [visit for visit in self.visits if visit.is_leaf]
         nodes = [visit for visit in self.visits if not visit.is_leaf]
         self.modules = [visit for visit in nodes if is_module(visit.node)]
+        self.below = modules_below(self.original)
         is_shared = any(isinstance(visit.node, OpenShared) for visit in nodes)
         tree = closed_copy(self.module) if is_shared else self.module
         self.structure = jtu.tree_structure(tree)
@@ -490,8 +491,7 @@ class Lifted:
         There is no right way to merge such a change.
         """
         for root in self.roots:
-            modules = [visit.node for visit in root.modules]
-            if not identical(modules_below(root.module), modules):
+            if not identical(modules_below(root.original), root.below):
                 raise TraceError(_CONTAINER_CHANGED)
 
     def _written(self, values: Values, after: list[Snapshot]) -> Values:
