@@ -101,20 +101,12 @@ def test_the_signature_is_that_of_jax():
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    "static", [dict(nondiff_argnums=-1), dict(nondiff_argnames="name")]
-)
+@pytest.mark.parametrize("static", [{"nondiff_argnums": -1}, {"nondiff_argnames": "s"}])
 def test_one_static_argument_need_not_be_in_a_tuple(static):
-    f = es.custom_vjp(lambda x, name: x, **static)
-    f.defvjp(lambda x, name: (x, None), lambda name, _, g: (len(name) * g,))
+    f = es.custom_vjp(lambda x, s: x, **static)
+    assert f is f.defvjp(lambda x, s: (x, None), lambda s, _, g: (len(s) * g,))
     assert jax.grad(f)(1.0, "abc") == 3.0
-
-
-def test_defvjp_returns_the_function_and_a_program_has_its_name():
-    f = es.custom_vjp(jnp.sin).defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
-    assert jax.grad(f)(0.0) == 2.0
-    assert f.__name__ == "sin"
-    assert "name=sin" in str(jax.make_jaxpr(f)(1.0))
+    assert "name=<lambda>" in str(jax.make_jaxpr(lambda x: f(x, "abc"))(1.0))
 
 
 # --- State ----------------------------------------------------------------------------
@@ -160,19 +152,6 @@ def jitted(layer, x):
     return es.jit(lambda x: layer(x))(x)
 
 
-def nested(layer, x):
-    @es.custom_vjp
-    def outer(layers, x):
-        return layers[0](x)
-
-    # The inner rule is differentiated here, and the outer one has its own.
-    outer.defvjp(
-        lambda layers, x: (es.vjp(lambda x: layers[0](x), x)[0], x),
-        lambda x, g: ([Layer(10 * g * x, *[None] * 4)], None),
-    )
-    return es.jit(outer)([layer], x)
-
-
 def scanned(layer, x):
     return es.scan(lambda c, x: (c, layer(x)), 0, x[None])[1][0]
 
@@ -189,7 +168,7 @@ def by_vjp(layer, x):
     return es.vjp(layer, x)[0]
 
 
-WAYS = [direct, jitted, nested, scanned, checkpointed, branched, by_vjp]
+WAYS = [direct, jitted, scanned, checkpointed, branched, by_vjp]
 X = jnp.array(2.0)
 
 
@@ -452,7 +431,7 @@ def test_the_backward_rule_is_given_copies_that_it_cannot_write(outer):
             outer(call)(Layer(), X)
 
 
-def test_a_scope_that_the_backward_rule_opens_is_its_own():
+def test_the_backward_rule_may_open_a_scope():
     def bwd(layer, g):
         _, new = es.mutable(lambda layer: setattr(layer, "plain", 3))(layer)
         return None, new.plain.astype(g.dtype)
@@ -509,7 +488,7 @@ def test_the_function_and_its_rule_put_out_one_structure():
         return es.scan(lambda c, x: (c, model(x)[0]), 0, x[None])[1].sum()
 
     grad = es.capture(es.value_and_grad(loss))
-    pairs = (sowing("b", "word"), r"\(b, "), (sowing("a", "b"), "None, b")
+    pairs = (sowing("b", "word"), "name=b"), (sowing("a", "b"), "None, b")
     for model, shown in pairs:
         with pytest.raises(TypeError, match=rf"rule _fwd for.*structure:\n.*{shown}"):
             grad(model, X)

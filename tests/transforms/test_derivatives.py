@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import close, leaks_on_purpose, rejects, reuses_keys
+from helpers import close, rejects, reuses_keys
 
 import eqx_state as es
 
@@ -128,8 +128,6 @@ def product(x, y):
 
 PLAIN_JACOBIANS = {
     "an array": (lambda x: x * x[0], {}, (X,)),
-    "a number": (jnp.sin, {}, (0.5,)),
-    "the second": (product, {"argnums": 1}, (X, X + 1)),
     "the last": (product, {"argnums": -1}, (X, X + 1)),
     "both, in a list": (product, {"argnums": [1, 0]}, (X, X + 1)),
     "a dict": (lambda d: d["a"] * d["b"], {}, ({"a": X, "b": X * 2},)),
@@ -218,15 +216,11 @@ def test_a_module_that_comes_out_has_cotangents_where_it_is_inexact():
     assert moved.count.dtype == moved.rng.dtype == jax.dtypes.float0
 
 
-def test_integers_are_allowed_on_request():
+def test_integers_are_allowed_on_request_and_text_always():
     for argnums, expected in ((0, None), ((0,), (None,))):
         f = es.jacrev(lambda n: {"a": 2 * n}, argnums, allow_int=True)
         assert f(jnp.array(3)) == {"a": expected}
-
-
-def test_text_in_a_numpy_array_is_not_differentiated():
-    named = {"x": 2.0, "names": np.array(["a", "b"])}
-    tangent = {"x": 1.0, "names": None}
+    named, tangent = {"x": 2.0, "names": np.array(["a"])}, {"x": 1.0, "names": None}
     assert es.jvp(lambda d: d["x"] * 3.0, (named,), (tangent,)) == (6.0, 3.0)
 
 
@@ -256,6 +250,8 @@ def test_state_is_threaded_once_however_the_module_is_reached(way):
             close(derivative, by_hand)
         if way in WAYS.values():
             close(found, out)
+        if i == 4:
+            close(es.jit(es.mutable(one))(Net(), X, i), ((found, derivative), new))
 
 
 @pytest.mark.parametrize("name", ["vjp", "jacfwd", "jacrev"])
@@ -314,6 +310,8 @@ def test_the_auxiliary_output_may_be_anything(way):
             return net.cell(x), (net.other, "aux", 2 * net.cell.mean)
 
         _, _, (net.other, word, mean) = way(g, 0.7, has_aux=True)
+        if way in WAYS.values():  # what is not an array is left alone
+            assert way(lambda x: (x, jnp.tanh, 3), X)[0][1:] == (jnp.tanh, 3)
         return word, mean
 
     model = Net()
@@ -321,11 +319,6 @@ def test_the_auxiliary_output_may_be_anything(way):
     assert word == "aux"
     assert new.other.weight is model.other.weight
     close(mean, 2 * new.cell.mean)
-
-
-@each_way
-def test_a_static_part_of_the_output_is_left_alone(way):
-    assert way(lambda x: (x, jnp.tanh, 3), X)[0][1:] == (jnp.tanh, 3)
 
 
 @each
@@ -472,14 +465,6 @@ def test_the_functions_may_be_called_after_the_scope_and_often():
     assert new.cell.count == 1
 
 
-@each_jacobian
-def test_a_jacobian_is_threaded_by_a_scope_and_takes_jit(name):
-    mutable = es.mutable(getattr(es, name)(Cell()))
-    jacobian, new = es.jit(eqx.debug.assert_max_traces(mutable, max_traces=1))(X)
-    assert new.count == 1
-    close(es.mutable(es.jit(getattr(es, name)(Cell())))(X), (jacobian, new))
-
-
 # --- Tangents and cotangents that do not fit ------------------------------------------
 
 
@@ -573,21 +558,6 @@ def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
 def test_without_holomorphic_complex_arguments_are_an_error_of_jax(name):
     with pytest.raises(TypeError, match="holomorphic"):
         getattr(es, name)(lambda z: z * z)(1j)
-
-
-@leaks_on_purpose
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda net: jax.vjp(net.cell, 1.0),
-        lambda net: jax.jvp(net.cell, (1.0,), (1.0,)),
-        lambda net: jax.linearize(net.cell, 1.0),
-    ],
-    ids=["vjp", "jvp", "linearize"],
-)
-def test_under_those_of_jax_a_write_is_an_error(f):
-    with rejects(Net(), es.TraceError, r"`cell\.count`", "Use the transform of `es`"):
-        es.mutable(f)(Net())
 
 
 @each
