@@ -78,14 +78,10 @@ class NamedLeaf(NamedTuple):
     others: Names | None
 
 
-def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
-    """Each leaf, and the names of its axes.
-
-    If not `strict`, what would be an error has no names.
-    """
+def named_leaves(tree: PyTree) -> list[NamedLeaf]:
+    """Each leaf, and the names of its axes."""
     visits, parameters = walk(tree, is_leaf=_is_taken_out), followed(tree)
-    if strict:
-        _check_axes(visits)
+    _check_axes(visits)
     found: list[NamedLeaf] = []
     for visit in visits:
         if not visit.is_leaf or _is_taken_out(visit.node):
@@ -95,7 +91,7 @@ def named_leaves(tree: PyTree, *, strict: bool = True) -> list[NamedLeaf]:
             continue
         at = parameters.get(visit.path)
         source = visit if at is None else at.parameter
-        names = _names_of(source, strict and not _is_opt_state(visit))
+        names = _names_of(source, strict=not _is_opt_state(visit))
         is_alike = source.node.shape == visit.node.shape
         unnamed = (None,) * len(visit.node.shape)
         own, others = (names, None) if is_alike else (None, names or ())
