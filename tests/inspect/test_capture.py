@@ -188,9 +188,7 @@ custom.defvjp(lambda m, x: (m(x), x), lambda x, g: (None, g))
 
 THROUGH = {
     "es.jit": lambda f, x: es.jit(f)(x),
-    "es.jit of a closure": lambda f, x: es.jit(lambda x: f(x))(x),
     "es.checkpoint": lambda f, x: es.checkpoint(f)(x),
-    "es.jit of es.checkpoint": lambda f, x: es.jit(es.checkpoint(f))(x),
     "es.cond": lambda f, x: es.cond(x.sum() > 0, f, f, x),
     "es.switch": lambda f, x: es.switch(1, [f, f, f], x),
     "es.vjp": lambda f, x: es.vjp(f, x)[0],
@@ -201,9 +199,6 @@ THROUGH = {
 STACKED = {
     "es.vmap": lambda f, xs: es.vmap(f)(xs),
     "es.scan": lambda f, xs: es.scan(lambda c, x: (c, f(x)), None, xs)[1],
-    "es.scan backwards": lambda f, xs: es.scan(
-        lambda c, x: (c, f(x)), None, xs, reverse=True
-    )[1],
     "es.scan of es.jit": lambda f, xs: es.scan(
         lambda c, x: (c, es.jit(f)(x)), None, xs
     )[1],
@@ -217,7 +212,6 @@ PLAIN = {
     "jax.vmap of a closure": lambda f, xs: jax.vmap(lambda x: f(x))(xs),
     "eqx.filter_vmap": lambda f, xs: eqx.filter_vmap(f)(xs),
     "jax.vmap of es.jit": lambda f, xs: jax.vmap(es.jit(f))(xs),
-    "jax.vmap of es.checkpoint": lambda f, xs: jax.vmap(es.checkpoint(f))(xs),
     "jax.vmap of es.grad": lambda f, xs: jax.vmap(
         lambda x: es.grad(lambda f: f(x).sum())(f)[0] and x
     )(xs),
@@ -350,10 +344,6 @@ def test_state_and_outputs_come_out_together():
     close([result, again[0]], [plain, plain])
     close(found, again[1])
     assert list(found) == ["layers[0]", "layers[1]", ""]
-    layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "b", mode="batch")
-    axes = {"axis_name": "b", "in_axes": (0, None), "out_axes": (0, None)}
-    run = es.capture(lambda m, xs, state: jax.vmap(m, **axes)(xs, state), outputs="")
-    close(run(layer, xs, state)[1][""][0], jax.vmap(layer, **axes)(xs, state)[0])
 
 
 @pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
@@ -377,14 +367,6 @@ def test_branches_may_sow_in_any_order():
 
     sown = [es.capture(Model())(x)[1] for x in (1.0, -1.0)]
     assert sown == [{"p": 1.0, "q": 2.0}, {"q": -3.0, "p": -4.0}]
-
-
-def test_a_constant_comes_out_of_checkpoint_as_an_array():
-    def apply(layer, x):
-        return es.checkpoint(lambda x: layer.sow("one", 1))(x)
-
-    _, sown = es.capture(wrapped(apply))(X)
-    assert isinstance(sown["layer.one"], jax.Array)
 
 
 # --- Gradients ------------------------------------------------------------------------
@@ -570,11 +552,8 @@ def test_sowing_in_a_plain_transform_is_an_error_that_names_ours(f):
 FOREIGN = {
     "jax.jit": lambda f, x: jax.jit(lambda x: f(x))(x),
     "eqx.filter_jit": lambda f, x: eqx.filter_jit(f)(x),
-    "jax.checkpoint": lambda f, x: jax.checkpoint(lambda x: f(x))(x),
     "jax.lax.scan": lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x[None]),
-    "jax.lax.cond": lambda f, x: jax.lax.cond(True, lambda: f(x), lambda: x),
     "jax.grad": lambda f, x: jax.grad(lambda x: f(x).sum())(x),
-    "jax.jvp": lambda f, x: jax.jvp(lambda x: f(x), (x,), (x,)),
     "jit in vmap": lambda f, x: jax.vmap(jax.jit(lambda x: f(x)))(x[None]),
     "jit in jit": lambda f, x: jax.jit(lambda x: es.jit(f)(x))(x),
 }
@@ -634,17 +613,12 @@ def test_branches_sow_and_call_alike(times):
 @pytest.mark.parametrize("value", ["text", jnp.sin, {"a": object()}, np.array("a")])
 def test_what_is_no_array_cannot_be_captured(value):
     for apply, name in (
-        (lambda layer, x: layer.sow("it", value), r"`layer\.it`"),
-        (lambda layer, x: value, "the output of `the model`"),
+        (lambda layer, x: layer.sow("it", (x, value)), r"`layer\.it`"),
+        (lambda layer, x: (x, value), "the output of `the model`"),
     ):
-        with pytest.raises(TypeError, match=rf"{name}: arrays, numbers and"):
+        match = rf"{name}: arrays, numbers and .*this is `\(f32\[3\], "
+        with pytest.raises(TypeError, match=match):
             es.capture(wrapped(apply), outputs="")(X)
-
-
-def test_the_error_shows_the_value_with_short_arrays():
-    model = wrapped(lambda layer, x: layer.sow("it", (x, "text")))
-    with pytest.raises(TypeError, match=r"this is `\(f32\[3\], 'text'\)`"):
-        es.capture(model)(X)
 
 
 @leaks_on_purpose

@@ -262,17 +262,6 @@ def test_threads_capture_at_once():
     assert eqx.nn.Linear.__call__.__qualname__ == "Linear.__call__"
 
 
-def test_after_an_error_nothing_is_observed():
-    def fails(model, x):
-        model(x)
-        raise KeyError("mine")
-
-    model = mlp()
-    with untouched(model), pytest.raises(KeyError, match="mine"):
-        es.capture(fails, outputs="*")(model, X)
-    assert list(es.capture(model, outputs=eqx.nn.MLP)(X)[1]) == [""]
-
-
 # --- Compiled once --------------------------------------------------------------------
 
 
@@ -309,18 +298,6 @@ def test_a_jitted_capture_is_traced_once():
         run = es.capture(model, outputs=eqx.nn.Linear, replace={"": 2 * model(X)})
         _, found = look(run, X)
         close(found[""], 2 * model(X))
-
-
-def test_without_arguments_that_are_modules_a_jitted_function_is_not_stale():
-    model = linear()
-    double = es.jit(lambda x: 2 * x)
-
-    def f(model, x):
-        return double(model(x))
-
-    for _ in range(2):
-        close(es.mutable(f)(model, X)[0], 2 * model(X))
-        close(es.capture(f, outputs="")(model, X)[1], {"": model(X)})
 
 
 # --- Replaced outputs -----------------------------------------------------------------
