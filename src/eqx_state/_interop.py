@@ -145,9 +145,10 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
         )
     check_ready(model)
     state, rest = partition(model, State)
-    index = labeled_index("es.to_equinox", strong_arrays(_values(state)))
+    values = strong_arrays(_values(state))
+    index = labeled_index("es.to_equinox", values)
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
     holes = eqx.nn.delete_init_state(index)
-    layer = _Layer(rest, holes, tuple(index.init), inference, inference)
+    layer = _Layer(rest, holes, tuple(values), inference, inference)
     return layer, eqx.nn.State(index)

@@ -73,6 +73,8 @@ def test_a_file_is_whole_on_the_disk_before_it_takes_the_place(path, monkeypatch
 
     def fsync(descriptor):
         synced.append(os.fstat(descriptor))
+        if len(synced) == 2:  # not every system can do that
+            raise OSError
 
     def replace(source, target, replace=os.replace):
         places.append((source, target))
@@ -85,17 +87,6 @@ def test_a_file_is_whole_on_the_disk_before_it_takes_the_place(path, monkeypatch
     es.save(path, NEW)
     assert [target for _, target in places] == [str(path)]
     assert [s.st_ino for s in synced[1:]] == [os.stat(path.parent).st_ino]
-    assert_only(path, NEW)
-
-
-def test_directories_need_not_be_opened(path, monkeypatch):
-    def refuse(name, *args, open=os.open, **kwargs):
-        if os.path.isdir(name):
-            raise PermissionError
-        return open(name, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    es.save(path, NEW)
     assert_only(path, NEW)
 
 

@@ -76,13 +76,12 @@ ARRAYS = {
 SPECS = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a"))]
 
 
-@pytest.mark.parametrize("is_abstract", [True, False])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_an_array_lies_where_like_says(spec, is_abstract, mesh, path, read):
+def test_an_array_lies_where_like_says(spec, mesh, path, read):
     place = NamedSharding(mesh, spec)
     es.save(path, ARRAYS)
     like = jax.tree.map(lambda x: struct(x, place), ARRAYS)
-    if not is_abstract:
+    if spec == P("b", "a"):  # which need not be abstract
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.size else x, ARRAYS)
         like = jax.device_put(zeros, place)
     loaded = es.load(path, like)
@@ -131,16 +130,11 @@ def test_the_mesh_that_is_set(mesh, path):
 
 def test_an_abstract_mesh_and_none_that_is_set(mesh, path, read):
     es.save(path, {"x": jnp.arange(8.0)})
-    for spec in (P("b"), P()):
-        place = NamedSharding(mesh.abstract_mesh, spec)
-        like = {"x": struct(jnp.zeros(8), place)}
-        for load in (
-            lambda like=like: es.load(path, like),
-            lambda like=like: es.load_state_dict(like, {"['x']": jnp.zeros(8)}),
-        ):
-            with pytest.raises(ValueError, match=r"set_mesh[\s\S]*array `\['x'\]`"):
-                load()
-        assert es.load_state_dict(like, {}, strict=False) == like
+    like = {"x": struct(jnp.zeros(8), NamedSharding(mesh.abstract_mesh, P("b")))}
+    with pytest.raises(ValueError, match=r"set_mesh[\s\S]*array `\['x'\]`"):
+        es.load(path, like)
+    with pytest.raises(ValueError, match=r"set_mesh[\s\S]*array `\['x'\]`"):
+        es.load_state_dict(like, {"['x']": jnp.zeros(8)})
     assert read() == 0
     # What says nothing of devices.
     empty = jax.sharding.get_abstract_mesh()
@@ -171,18 +165,15 @@ def test_a_mesh_whose_axes_are_in_the_types(path):
     assert are_shards_of(loaded, x)
 
 
-def test_only_what_the_filters_select_is_read(path, read):
-    model = make()
-    es.save(path, model)
-    es.load(path, model, es.Rng)
-    assert read() == size(es.filter(model, es.Rng))
-
-
-def test_nothing_is_read_of_a_file_that_does_not_fit(path, read):
-    es.save(path, [jnp.ones(3), jnp.ones(2)])
+def test_only_what_the_filters_select_is_read_and_if_something_is_wrong_nothing(
+    path, read
+):
+    es.save(path, [jnp.ones(3), jnp.ones(2), jr.key(0)])
     with pytest.raises(ValueError, match="does not fit"):
-        es.load(path, [jnp.ones(3), jnp.ones(3)])
+        es.load(path, [jnp.ones(3), jnp.ones(3), jr.key(0)])
     assert read() == 0
+    es.load(path, [jnp.ones(3), jnp.ones(3), jr.key(0)], es.not_(es.Parameter))
+    assert read() == size(jr.key(0))
 
 
 def test_in_a_trace(mesh, path):
@@ -248,25 +239,15 @@ def test_each_process_reads_what_it_holds(seen):
         assert of_process["shards"]
 
 
-def test_the_processes_compute_what_one_device_does(seen):
+def test_the_processes_compute_and_save_by_orbax(seen):
     y, _ = run(make())
     for of_process in seen:
         np.testing.assert_allclose(of_process["y"], y, rtol=1e-5, atol=1e-5)
-
-
-def test_what_no_process_holds_is_not_saved(seen):
-    for of_process in seen:
-        assert (
-            "['blocks'].layers.up: not all of it is in this process"
-            in (of_process["error"])
-        )
-        assert "Orbax" in of_process["error"]
-        assert ".rng" not in of_process["error"]
-
-
-def test_orbax_saves_from_both_processes_and_restores_in_both(seen):
-    pytest.importorskip("orbax.checkpoint")
-    assert [of_process["restored"] for of_process in seen] == [True, True]
+        error = of_process["error"]
+        assert "['blocks'].layers.up: not all of it is in this process" in error
+        assert "Orbax" in error
+        assert ".rng" not in error
+        assert of_process.get("restored", True)  # without Orbax, nothing is
 
 
 def test_abstract_says_where_each_array_goes():

@@ -25,26 +25,21 @@ class Everything(es.Module):
     weight: es.Parameter
     table: es.Buffer
     mean: es.BatchStat
-    count: es.State
     rng: es.Rng
-    legacy: es.Rng
     index: jax.Array
     host: np.ndarray
     act: object
     rate: float
-    name: str
 
     def __init__(self, key):
-        a, b, c, d, e = jr.split(key, 5)
+        a, b, c = jr.split(key, 3)
         self.weight = jr.normal(a, (2, 3))
         self.table = jnp.full(2, 0.5, jnp.bfloat16)
         self.mean = jr.normal(b, ())
-        self.count = jr.randint(c, (), 0, 100)
-        self.rng = jr.split(d, 3)
-        self.legacy = jr.key_data(e)
+        self.rng = jr.split(c, 3)
         self.index = jnp.array([True, False])
         self.host = np.arange(3, dtype=np.int8)
-        self.act, self.rate, self.name = jnp.tanh, 0.1, "net"
+        self.act, self.rate = jnp.tanh, 0.1
 
 
 def everything(seed=0):
@@ -58,11 +53,10 @@ def assert_is(tree, like, arrays):
         return eqx.partition(x, lambda x: eqx.is_array(x) or hasattr(x, "sharding"))
 
     (new, rest), (expected, _), (_, rest_of_like) = map(split, (tree, arrays, like))
-    assert eqx.tree_equal(new, expected)
-    assert eqx.tree_equal(rest, rest_of_like)
+    assert eqx.tree_equal((new, rest), (expected, rest_of_like))
 
 
-NAMES = ["weight", "table", "mean", "count", "rng", "legacy", "index", "host"]
+NAMES = ["weight", "table", "mean", "rng", "index", "host"]
 
 # --- Laws -----------------------------------------------------------------------------
 
@@ -85,16 +79,6 @@ def test_loading_what_was_taken_gives_the_model(name):
         assert_is(loaded, like, model)
 
 
-def test_a_model_and_its_optimizer_in_one_tree():
-    tx = optax.adam(0.1)
-    model, other = everything(0), everything(1)
-    a = {"model": model, "optimizer": es.Optimizer(tx).init(model)}
-    b = {"model": other, "optimizer": es.Optimizer(tx).init(other)}
-    arrays = es.state_dict(a)
-    assert "['optimizer'].opt_state[0].mu.weight" in arrays
-    assert eqx.tree_equal(es.load_state_dict(b, arrays), a)
-
-
 FILTERS = [es.Parameter, es.State, es.Rng, es.TreePart, es.not_(es.Rng), es.trainable]
 
 
@@ -108,24 +92,23 @@ def test_filters_are_those_of_filter_but_without_any_it_is_everything(filters):
     assert eqx.tree_equal(loaded, es.update(other, expected))
 
 
-def test_inside_of_jit():
-    model, other = everything(0), everything(1)
-
+def test_inside_of_jit_and_what_was_weak_is_strong():
     @es.jit
-    def copied(model, other):
-        return es.load_state_dict(other, es.state_dict(model))
+    def copied(tree, other):
+        return es.load_state_dict(other, es.state_dict(tree))
 
-    loaded = copied(model, other)
-    for name, x in es.state_dict(loaded).items():
-        assert jnp.array_equal(x, getattr(model, name)), name
+    weak = jnp.array(1.0)
+    assert weak.weak_type
+    loaded = copied([everything(0), weak], [everything(1), jnp.float32(0)])
+    assert eqx.tree_equal(es.state_dict(loaded[0]), es.state_dict(everything(0)))
+    assert not loaded[1].weak_type
+    assert not es.load_state_dict([jnp.float32(0)], {"[0]": weak})[0].weak_type
 
 
-@pytest.mark.parametrize(
-    "empty", [(), {}, None, [1, "a"], es.Optimizer(optax.sgd(1.0))]
-)
-def test_a_tree_without_arrays(empty):
-    assert es.state_dict(empty) == {}
-    assert es.load_state_dict(empty, {}) == empty
+def test_a_tree_without_arrays():
+    for empty in ((), None, [1, "a"], es.Optimizer(optax.sgd(1.0))):
+        assert es.state_dict(empty) == {}
+        assert es.load_state_dict(empty, {}) == empty
 
 
 # --- Names ----------------------------------------------------------------------------
@@ -170,17 +153,9 @@ def test_every_array_has_a_name_of_its_own(tree):
     assert [id(x) for x in taken] == [id(x) for x in leaves]
 
 
-def test_numbers_and_strings_as_keys_are_told_apart():
-    tree = collections.OrderedDict({0: jnp.zeros(1), "0": jnp.ones(1)})
-    assert list(es.state_dict(tree)) == ["[0]", "['0']"]
-    assert es.load_state_dict(tree, es.state_dict(tree)) == tree
-
-
-@pytest.mark.parametrize(
-    "make", [lambda key: eqx.nn.BatchNorm(3, "batch", mode="ema"), eqx.nn.StateIndex]
-)
-def test_states_of_equinox(make):
-    a, b = (eqx.nn.make_with_state(make)(jr.key(seed)) for seed in range(2))
+def test_states_of_equinox():
+    make = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(3, "i", mode="ema"))
+    a, b = (make(jr.key(seed)) for seed in range(2))
     arrays = es.state_dict(a)
     assert len(arrays) == len([x for x in jax.tree.leaves(a) if eqx.is_array(x)])
     loaded = es.load_state_dict(b, arrays)
@@ -361,13 +336,6 @@ def test_arrays_go_where_those_of_the_tree_are():
     assert all(jnp.array_equal(loaded[k], d[f"['{k}']"]) for k in tree)
 
 
-def test_a_weak_array_is_loaded_as_a_strong_one():
-    weak = jnp.array(1.0)
-    assert weak.weak_type
-    loaded = es.load_state_dict({"x": jnp.float32(0)}, {"['x']": weak})
-    assert not loaded["x"].weak_type
-
-
 def test_an_abstract_model_takes_what_jax_makes_of_a_numpy_array():
     def make():
         return {"positions": np.arange(3), "grid": np.linspace(0, 1, 3)}
@@ -461,20 +429,11 @@ def test_what_their_dictionary_has_once_may_be_in_two_places():
     assert not np.shares_memory(loaded["a"], loaded["b"])
 
 
-def test_without_strict_what_is_renamed_may_be_missing():
-    a, b = stack(0), stack(1)
-    d = {"blocks.1.b": b["layers"][1].bias, "bias": 0}
-    loaded = es.load_state_dict(a, d, strict=False, rename=RENAMES["globs"])
-    assert loaded["layers"][1].bias is b["layers"][1].bias
-    assert loaded["layers"][0] == a["layers"][0]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_glob_without_a_match(strict):
+def test_a_glob_without_a_match():
     tree = stack()
     rename = {"['layers'][*].weight": "*", "layer[*].*": "*.*", "head.w": "w"}
     with rejects(tree, ValueError, r"no array has a name.* 'layer\[\*\]\.\*', 'head"):
-        es.load_state_dict(tree, {}, strict, rename=rename)
+        es.load_state_dict(tree, {}, strict=False, rename=rename)
 
 
 @pytest.mark.parametrize(
