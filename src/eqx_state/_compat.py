@@ -194,6 +194,14 @@ object.__setattr__(_probe, "cached", None)
 MISSING: Final = vars(jax.tree.map(lambda x: x, _probe)).get("__name__", object())
 
 
+class _Probe(eqx.Module):
+    def method(self) -> None: ...
+
+
+# A bound method as a pytree: what Equinox makes of all methods but `__call__` and such.
+BoundMethod: Final[Any] = type(_Probe().method)
+
+
 if TYPE_CHECKING:
     from equinox._module._module import (
         _ModuleMeta as EquinoxMeta,  # pyright: ignore[reportPrivateUsage]

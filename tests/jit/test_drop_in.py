@@ -92,6 +92,26 @@ def test_a_transformed_function_is_traced_once(jit, case):
     assert len(traces) == (0 if case == "jit" else 1)
 
 
+def test_a_closure_is_a_constant_and_a_function_among_the_arguments_is_static(jit):
+    layer, traces = eqx.nn.Linear(3, 3, key=jr.key(0)), []
+
+    def apply(x):
+        return layer(x)
+
+    @jit
+    def f(apply, x):
+        traces.append(1)
+        return apply(x) + layer(x), apply
+
+    expected = 2 * layer(X)
+    for _ in range(3):
+        y, same = f(apply, X)
+        assert jnp.allclose(y, expected)
+        assert same is apply
+        layer = eqx.nn.Linear(3, 3, key=jr.key(1))
+    assert len(traces) == 1
+
+
 @pytest.mark.parametrize("name", ["__call__", "method"])
 @pytest.mark.parametrize("outside", [True, False])
 def test_methods_are_traced_for_their_object(jit, name, outside):

@@ -67,13 +67,6 @@ def add(carry, x):
     return jax.tree.map(lambda c: c + x, carry), x
 
 
-def held_next(carry, x):
-    """What a step of `es.jit` and a held one make of a carry."""
-    run = es.hold(add, carry)
-    run(x)
-    return run.carry
-
-
 def plain(carry, x):
     return es.jit(add)(carry, x)[0]
 
@@ -260,22 +253,6 @@ def test_arguments_are_those_of_jit():
         run(jnp.array(3), scale=1)
     with pytest.raises(TypeError, match="cannot be hashed"):
         run({1}, 2)
-
-
-def test_a_module_that_the_function_holds_is_traced():
-    traces = 0
-    layer = {"weight": Mean(sum=2.0)}
-
-    def step(c):
-        nonlocal traces
-        traces += 1
-        return c, layer["weight"].sum
-
-    run = es.hold(step, X)
-    assert run() == 2
-    layer["weight"] = Mean(sum=5.0)
-    assert run() == 5
-    assert traces == 1
 
 
 def test_a_weak_type_may_become_strong():
@@ -465,7 +442,7 @@ def test_what_cannot_be_held_is_refused(donate):
         es.hold(3, X)
     with pytest.raises(TypeError, match="`donate` is `True` or `False`"):
         es.hold(add, X, donate="all")
-    with pytest.raises(ValueError, match="`the carry`: JAX makes int32"):
+    with pytest.raises(ValueError, match="`the carry`: .*does not fit into `int32`"):
         hold(np.array([2**40]))
     run = hold(X)
     with pytest.raises(ValueError, match="in two places"):

@@ -391,13 +391,3 @@ def test_one_module_may_be_two_arguments():
     norm, x = es.nn.BatchNorm(3), jnp.ones((4, 3))
     _, new = es.jit(lambda a, b, x: (b, es.mutable(a)(x)[1]))(norm, norm, x)
     assert new.mean[0] > norm.mean[0]
-
-
-def test_a_function_may_close_over_a_part_beside_the_whole():
-    pair = eqx.nn.Sequential([es.nn.BatchNorm(3)]).layers
-    norm = pair[0]
-    x = jnp.ones(3)
-    read = es.jit(lambda x: x + norm.mean + pair[0].mean)
-    assert jnp.array_equal(read(x), x)
-    partial = es.jit(ft.partial(lambda norm, x: x + norm.mean + pair[0].mean, norm))
-    assert jnp.array_equal(partial(x), x)

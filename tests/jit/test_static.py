@@ -123,26 +123,6 @@ def test_the_factory_of_a_defaultdict_counts():
         assert y.dtype == jnp.result_type(factory)
 
 
-def test_containers_and_functions_in_a_closure_count():
-    def once():
-        return layer.weight
-
-    def twice():
-        return 2 * layer.weight
-
-    def what():
-        inner = held() if callable(held) else 0
-        return inner, type(held), getattr(held, "default_factory", None)
-
-    layer, jitted = Layer(1.0), es.jit(what)
-    by_name = {"a": layer}
-    containers = [[layer], (layer,), by_name, OrderedDict(by_name)]
-    containers += [collections.defaultdict(f, by_name) for f in (int, float)]
-    for _ in range(2):
-        for held in [*containers, once, twice]:  # noqa: B007 (`what` reads it)
-            assert jitted() == what()
-
-
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, True, 1.0, (1, True), (True, 1)])
 def test_types_count_in_keywords_functions_and_owned_modules(value):
     layer = Layer(1.0, value)  # all the values share the functions below
@@ -259,41 +239,27 @@ def test_a_change_in_place_of_a_static_field_is_seen():
     assert es.jit(read_tag)(layer) == "{'a': [1, 2]}"
 
 
-def over_cell():
-    layer = Model(X, {1})
-    return lambda x: layer
-
-
 class Called(Model):
     def __call__(self, x):
         return x
 
 
 UNHASHABLE = {
-    "argument": (lambda f: f({1}), "argument 0"),
-    "second": (lambda f: f(X, {1}), "argument 1"),
-    "inside": (
-        lambda f: f(X, [{"a": (X, {1})}]),
-        r"argument 1, at `\[0\]\['a'\]\[1\]`,",
-    ),
-    "keyword": (lambda f: f(X, options={1}), "argument `options`"),
-    "in a keyword": (lambda f: f(o=[X, {1}]), r"argument `o`, at `\[1\]`,"),
-    "field": (lambda f: f([Model(X, {1})]), r"argument 0, at `\[0\]\.other`,"),
-    "module": (lambda f: es.jit(Called(X, {1}))(X), "the function, at `other`,"),
-    "method": (lambda f: es.jit(Model(X, {1}).replace)(), r"the function.*other`,"),
-    "partial": (
-        lambda f: es.jit(eqx.Partial(f, {1}))(),
-        r"the function, at `args\[0\]`,",
-    ),
-    "closure": (lambda f: es.jit(over_cell())(X), r"the function, at `layer\.other`,"),
-    "lowered": (lambda f: f.lower(X, {1}), "argument 1"),
+    "argument": (lambda f: f(X, {1}), r"args\[1\]"),
+    "inside": (lambda f: f([{"a": (X, {1})}]), r"args\[0\]\[0\]\['a'\]\[1\]"),
+    "by name": (lambda f: es.jit(lambda x: x)([{1}]), r"x\[0\]"),
+    "keyword": (lambda f: f(o=[X, {1}]), r"o\[1\]"),
+    "field": (lambda f: f([Model(X, {1})]), r"args\[0\]\[0\]\.other"),
+    "method": (lambda f: es.jit(Model(X, {1}).replace)(), "__self__.other"),
+    "partial": (lambda f: es.jit(eqx.Partial(f, {1}))(), r"args\[0\]"),
+    "lowered": (lambda f: f.lower(X, {1}), r"args\[1\]"),
 }
 
 
 @pytest.mark.parametrize("case", UNHASHABLE)
 def test_an_unhashable_value_is_named_with_its_place(case):
     call, where = UNHASHABLE[case]
-    match = rf"`es\.jit`: {where} is a `set`, which cannot be hashed.*or an array"
+    match = rf"(?s)`es\.jit`: `{where}` is a `set`, which cannot be hashed.*or an array"
     with pytest.raises(TypeError, match=match):
         call(es.jit(lambda *args, **kwargs: 0))
 

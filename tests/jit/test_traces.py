@@ -1,6 +1,5 @@
 """`es.jit`: how often it traces: once for calls of one signature, else again."""
 
-import functools as ft
 import sys
 from typing import Any
 
@@ -87,7 +86,6 @@ WRAPPERS = {
     "inside": lambda m: es.mutable(es.jit(m)),
     "decorated": lambda m: es.mutable(m.decorated),
     "partial": lambda m: es.jit(eqx.Partial(es.mutable(call), m)),
-    "functools.partial": lambda m: es.jit(ft.partial(es.mutable(call), m)),
 }
 
 

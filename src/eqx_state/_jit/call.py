@@ -8,8 +8,7 @@ import functools as ft
 import gc
 import inspect
 import itertools
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -23,70 +22,158 @@ from .._transforms.transform import argument_name, positional_names, Transform
 from .._tree.base import get_place
 from .._tree.walk import name_of
 from .._typing import KeyPath
-from .options import Donate, donates
+from .options import Options
 from .plan import ArraySlot, builder
 from .static import is_hashable, structure, typed
 
 
-# --- Names of the leaves of a call, for our errors and for those of JAX.
-#
-# The key paths are those in `(function, args, kwargs)`.
+def bind(
+    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`f(x, y=1)` is `f(x, 1)`, by the signature of what is called.
 
-
-def _split(path: KeyPath) -> tuple[int | str | None, KeyPath]:
-    """An argument by position or keyword (`None`: the function), and the path in it."""
-    which = path[0].idx
-    if which == 0:
-        return None, path[1:]
-    return path[1].idx if which == 1 else path[1].key, path[2:]
-
-
-def where(path: KeyPath) -> str:
-    """A place in a call, for an error of ours."""
-    argument, below = _split(path)
-    name = f"argument `{argument}`" if isinstance(argument, str) else "the function"
-    if isinstance(argument, int):
-        name = f"argument {argument}"
-    return f"{name}, at `{name_of(below)}`," if below else name
-
-
-def parameters(f: Any, paths: list[KeyPath]) -> list[str]:
-    """The names that JAX would give these leaves if it jitted `f` itself."""
-    names = positional_names(f)
-
-    def name(path: KeyPath) -> str:
-        argument, below = _split(path)
-        if argument is None:
-            return name_of(below)
-        return argument_name(argument, below, names)
-
-    return [name(path) for path in paths]
-
-
-def present(run: Any, name: str, origin: Any, names: list[str]) -> None:
-    """Let JAX's errors name the user's function and arguments instead of `run`.
-
-    JAX reads the source of a function off what `__wrapped__` leads to, and the names of
-    the arguments off the signature. Only the code is needed: `origin` itself would be
-    kept alive by its own programs.
+    The function that it wraps does not count: a decorator's `def run(*args, **kwargs)`
+    looks for `y` among the keywords, whatever `functools.wraps` shows; and `es.vmap(f)`
+    maps `y` over its first axis, while `in_axes` says what is done with positions.
     """
-    run.__name__ = run.__qualname__ = name
-    is_function = isinstance(origin, types.FunctionType)
-    source = origin if is_function else origin.__call__  # of an object or of its class
-    if (code := getattr(source, "__code__", None)) is not None:
-        run.__wrapped__ = types.SimpleNamespace(__name__=name, __code__=code)
-    if len(set(names)) == len(names):  # else JAX counts: `arrays[0]`
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        run.__signature__ = inspect.Signature(
-            [inspect.Parameter(_Name(name), kind) for name in names]
-        )
+    if not kwargs:
+        return args, kwargs
+    # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on what
+    # they are given.
+    while isinstance(f, eqx.Module) and hasattr(f, "__wrapped__"):
+        if isinstance(f, Transform):
+            return args, kwargs
+        f = f.__wrapped__
+    bound = inspect.signature(f, follow_wrapped=False).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
 
 
-class _Name(str):
-    """A name that `inspect.Parameter` accepts though it is not an identifier."""
+def origin_of(f: Any) -> Any:
+    """The function in the source, or the object, whose programs those of `f` are.
 
-    def isidentifier(self) -> bool:
-        return True
+    For a pytree, or an object recreated on each call: its class.
+    """
+    while isinstance(f, (Transform, eqx.Partial, jtu.Partial)) or is_bound_method(f):
+        f = f.f if isinstance(f, Transform) else _function_of(f)
+    # Objects that are equal to others share their programs.
+    is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
+    return f if is_unique and jtu.all_leaves([f]) else type(f)
+
+
+def _function_of(f: Any) -> Any:
+    return f.__func__ if is_bound_method(f) else f.func
+
+
+class Call:
+    """One call: its arrays, and its signature."""
+
+    def __init__(
+        self,
+        f: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_array: Callable[[Any], bool] = eqx.is_array,
+    ):
+        self.given, self.is_array = (f, *args, *kwargs.values()), is_array
+        self.origin = origin_of(f)
+        self.lifted = Lifted(f, (args, kwargs))
+        self.tree = f, *self.lifted.arguments
+        self.leaves, self.treedef = jtu.tree_flatten(self.tree, is_leaf=is_owned)
+
+    def inside(self) -> list[Any]:
+        """The arrays of the owned modules."""
+        return list(filter(self.is_array, self.lifted.values.values()))
+
+    def arrays(self) -> list[Any]:
+        """The arrays that are traced."""
+        return [*filter(self.is_array, self.leaves), *self.inside()]
+
+    @ft.cached_property
+    def paths(self) -> list[KeyPath]:
+        """Where each leaf is in `(f, args, kwargs)`."""
+        entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
+        return [path for path, _ in entries]
+
+    def names(self) -> list[str]:
+        """The name of each array, for JAX's errors."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        inside = self.lifted.values.items()
+        return [self.name(path) for path, x in pairs if self.is_array(x)] + [
+            self.lifted.name(slot) for slot, x in inside if self.is_array(x)
+        ]
+
+    def name(self, path: KeyPath) -> str:
+        """The name of a leaf, as if JAX had traced the function itself."""
+        which, below = path[0].idx, path[1:]
+        if which == 0:
+            return name_of(below) or "the function"
+        argument = below[0].idx if which == 1 else below[0].key
+        return argument_name(argument, below[1:], self.parameters)
+
+    @ft.cached_property
+    def parameters(self) -> list[str]:
+        return positional_names(self.given[0])
+
+    def donated(self, options: Options) -> list[int]:
+        """Which of the arrays are donated."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        paths = [path for path, x in pairs if self.is_array(x)]
+        are_first = [path[0].idx == 1 and path[1].idx == 0 for path in paths]
+        return [i for i, is_first in enumerate(are_first) if options.donates(is_first)]
+
+    def trace(self, *arrays: Any) -> "Result":
+        """The call on these arrays, in the active trace."""
+        # Only here, since the trace is what would see two modules instead of one.
+        check_given(*self.given, may_initialize=True)
+        rest = iter(arrays)
+        leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
+        values = {
+            slot: next(rest) if self.is_array(x) else x
+            for slot, x in self.lifted.values.items()
+        }
+        f, args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
+        ran = self.lifted.run(values, lambda: f(*args, **kwargs))
+        if self.lifted.roots:
+            self._check_static(ran.out)
+        output = Output(ran.out, filter(eqx.is_array, values.values()))
+        return Result(output.arrays(ran.out), ran.written, ran.sown, output)
+
+    def _check_static(self, out: Any) -> None:
+        """Static outputs must not lead to owned modules.
+
+        They are the same objects in all calls, and live longer than the scope.
+        """
+        given = set(map(id, self.leaves))  # part of the signature, so these may
+        static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
+        for module in owned_in([x for x in static if id(x) not in given]):
+            place = get_place(module)
+            if place.scope in self.lifted.scopes:
+                name = name_of(place.path) or type(module).__qualname__
+                raise TraceError(_HOLDS_OWNED.format(name))
+
+    def finish(self, result: "Result") -> Any:
+        """The output of the call, after its writes to the owned modules."""
+        self.lifted.commit(Ran(None, result.written, result.sown))
+        return result.output.put(result.arrays, self.inside())
+
+
+_HOLDS_OWNED: Final = """`es.jit` was to return a function, or an object, that holds \
+`{}`, which belongs to a scope of `es.mutable`. Only arrays are computed in each call, \
+so later calls would get the module of the first one. Return arrays or the module, and \
+make the function outside:
+
+    head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong
+    w = es.jit(lambda net: net.w)(self)                      # right
+    head = lambda x: w * x"""
+
+
+class Result(NamedTuple):
+    """The output of a program."""
+
+    arrays: list[Any]
+    written: Values
+    sown: list[Sown]
+    output: "Output"
 
 
 @jtu.register_static
@@ -103,13 +190,13 @@ class Output:
         kept = {id(x): i for i, x in enumerate(inside)}
         self.is_new = [eqx.is_array(x) and id(x) not in kept for x in leaves]
         new, first_kept = itertools.count(), sum(self.is_new)
-        self.slots = [
+        slots = [
             ArraySlot(next(new) if is_new else first_kept + kept[id(x)])
             if eqx.is_array(x)
             else x
             for x, is_new in zip(leaves, self.is_new, strict=True)
         ]
-        self.build = builder(jtu.tree_unflatten(treedef, self.slots))
+        self.build = builder(jtu.tree_unflatten(treedef, slots))
         # Found in the program after its first run; `None` before.
         self.callbacks: frozenset[str] | None = None
 
@@ -137,173 +224,14 @@ class Output:
 _MANY: Final = 100
 
 
-class Result(NamedTuple):
-    """The output of a program."""
-
-    arrays: list[Any]
-    written: Values
-    sown: list[Sown]
-    output: Output
-
-
-class Call:
-    """One call: its arrays, and its signature."""
-
-    def __init__(
-        self,
-        f: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_array: Callable[[Any], bool] = eqx.is_array,
-    ):
-        self.f, self.origins = f, origins_of(f)
-        self.args, self.kwargs, self.is_array = args, kwargs, is_array
-        self.lifted = Lifted(f, (args, kwargs))
-        self.tree = f, *self.lifted.arguments
-        self.leaves, self.treedef = jtu.tree_flatten(self.tree, is_leaf=is_owned)
-
-    def inside(self) -> list[Any]:
-        """The arrays of the owned modules."""
-        return list(filter(self.is_array, self.lifted.values.values()))
-
-    def arrays(self) -> list[Any]:
-        """The arrays that are traced."""
-        return [*filter(self.is_array, self.leaves), *self.inside()]
-
-    @ft.cached_property
-    def paths(self) -> list[KeyPath]:
-        """Where each leaf is in `(function, args, kwargs)`."""
-        entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
-        return [path for path, _ in entries]
-
-    def array_paths(self) -> list[KeyPath]:
-        leaves = zip(self.paths, self.leaves, strict=True)
-        return [path for path, x in leaves if self.is_array(x)]
-
-    def donated(self, donate: Donate) -> list[int]:
-        """Which of the arrays are donated."""
-
-        def is_donated(path: KeyPath) -> bool:
-            return donates(donate, path[0].idx == 1 and path[1].idx == 0)
-
-        return [i for i, path in enumerate(self.array_paths()) if is_donated(path)]
-
-    def seen(self) -> tuple[Any, list[str]]:
-        """The function, and the name of each array, for JAX's errors."""
-        inside = self.lifted.values.items()
-        of_roots = [self.lifted.name(slot) for slot, x in inside if self.is_array(x)]
-        return self.origins[0], [*parameters(self.f, self.array_paths()), *of_roots]
-
-    def trace(self, *arrays: Any) -> Result:
-        """The call on these arrays, in the active trace."""
-        # Only here, since the trace is what would see two modules instead of one.
-        check_given(self.f, *self.args, *self.kwargs.values(), may_initialize=True)
-        rest = iter(arrays)
-        leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
-        values = {
-            slot: next(rest) if self.is_array(x) else x
-            for slot, x in self.lifted.values.items()
-        }
-        function, args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
-        ran = self.lifted.run(values, lambda: function(*args, **kwargs))
-        out = ran.out
-        if self.lifted.roots:
-            self._check_static(out)
-        output = Output(out, filter(eqx.is_array, values.values()))
-        return Result(output.arrays(out), ran.written, ran.sown, output)
-
-    def _check_static(self, out: Any) -> None:
-        """Static outputs must not lead to owned modules.
-
-        They are the same objects in all calls, and live longer than the scope.
-        """
-        given = set(map(id, self.leaves))  # part of the signature, so these may
-        static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
-        for module in owned_in([x for x in static if id(x) not in given]):
-            place = get_place(module)
-            if place.scope in self.lifted.scopes:
-                name = name_of(place.path) or type(module).__qualname__
-                raise TraceError(_HOLDS_OWNED.format(name))
-
-    def finish(self, result: Result) -> Any:
-        """The output of the call, after its writes to the owned modules."""
-        self.lifted.commit(Ran(None, result.written, result.sown))
-        return result.output.put(result.arrays, self.inside())
-
-
-_HOLDS_OWNED: Final = """`es.jit` was to return a function, or an object, that holds \
-`{}`, which belongs to a scope of `es.mutable`. What is not an array comes out as it \
-was when the function was traced, so later calls would get the module of the first \
-one. Return arrays or the module, and make the function outside:
-
-    head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong
-    w = es.jit(lambda net: net.w)(self)                      # right
-    head = lambda x: w * x"""
-
-
-def bind(
-    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`f(x, y=1)` is `f(x, 1)`, by the signature of what is called.
-
-    The function that it wraps does not count: a decorator's `def run(*args, **kwargs)`
-    looks for `y` among the keywords, whatever `functools.wraps` shows; and `es.vmap(f)`
-    maps `y` over its first axis, while `in_axes` says what is done with positions.
-    """
-    if not kwargs:
-        return args, kwargs
-    # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on what
-    # they are given.
-    while isinstance(f, eqx.Module) and hasattr(f, "__wrapped__"):
-        if isinstance(f, Transform):
-            return args, kwargs
-        f = f.__wrapped__
-    bound = inspect.signature(f, follow_wrapped=False).bind(*args, **kwargs)
-    return bound.args, bound.kwargs
-
-
-def origins_of(f: Any) -> tuple[Any, ...]:
-    """The functions in the source, or the objects, by which programs are kept.
-
-    One, unless `f` is a transform of several. For a pytree, or an object recreated on
-    each call: its class.
-    """
-    if type(f) is types.FunctionType:  # as most are: the rest takes long
-        return (f,)
-    return tuple(origin for x in called_by(f) for origin in _origins(x))
-
-
-def called_by(f: Any) -> Iterator[Any]:
-    """What `f` calls in the end: below transforms and partials."""
-    if type(f) is tuple:
-        for x in f:
-            yield from called_by(x)
-    elif isinstance(f, Transform):
-        yield from called_by(f.f)
-    elif isinstance(f, (ft.partial, jtu.Partial, eqx.Partial)):
-        yield from called_by(f.func)
-    else:
-        yield f
-
-
-def _origins(f: Any) -> tuple[Any, ...]:
-    if is_bound_method(f):
-        return origins_of(f.__func__)
-    # Objects that are equal to others share their programs.
-    is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
-    return (f if is_unique and jtu.all_leaves([f]) else type(f),)
-
-
-# --- The signature of a call: all that is static in it.
-
-
-# Stand in a signature for what is not part of it; all that is, is in tuples.
-_ARRAY: Final = "array"
-_ORIGIN: Final = "origin"
+# --- The signature of a call ----------------------------------------------------------
 
 
 class Signature(NamedTuple):
-    """Hashable; equal for calls that one program serves, up to shapes and dtypes."""
+    """All that is static in a call: equal if one program serves them.
+
+    Shapes and dtypes are left to JAX. It is hashable.
+    """
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -312,12 +240,17 @@ class Signature(NamedTuple):
     scopes: tuple[Any, ...]
 
 
+# In a signature instead of what is not part of it. All that is, is in tuples.
+_ARRAY: Final = "array"
+_ORIGIN: Final = "origin"
+
+
 def signature_of(call: Call) -> Signature:
     """The signature of a call, owned modules among its leaves.
 
     The function whose programs they are does not occur in it, and is not kept alive.
     """
-    lifted, origins = call.lifted, _numbered(call.origins)
+    lifted = call.lifted
     inside = {
         id(visit.node): (i, k)
         for i, root in enumerate(lifted.roots)
@@ -325,39 +258,38 @@ def signature_of(call: Call) -> Signature:
     }
 
     def static(x: Any) -> Any:
-        return origins.get(id(x)) or typed(x)
+        return _ORIGIN if x is call.origin else typed(x)
 
-    def leaf(x: Any, place: Callable[[], str]) -> Any:
+    def leaf(x: Any, name: Callable[[], str]) -> Any:
         if is_owned(x):
             return inside[id(x)]
         if call.is_array(x):
             return _ARRAY
         if not is_hashable(x):
-            raise TypeError(
-                f"`es.jit`: {place()} is a `{type(x).__name__}`, which cannot be"
-                " hashed. What is not an array is static: there is one compiled program"
-                " for each value, and it is looked up by hash. Pass a hashable value,"
-                " such as a frozenset for a set; or an array, which is traced."
-            )
+            raise TypeError(_NO_HASH.format(name(), type(x).__name__))
         return static(x)
 
     roots = []
     for root in lifted.roots:
         statics = tuple(
-            leaf(visit.node, lambda visit=visit: f"`{visit.name}`")
-            for visit in root.leaves
+            leaf(visit.node, lambda visit=visit: visit.name) for visit in root.leaves
         )
         whose = lifted.scopes.index(root.place.scope)
         place = root.place.path, root.place.context, whose
         roots.append((structure(root.structure, static), statics, place))
-    leaves = tuple(
-        leaf(x, lambda i=i: where(call.paths[i])) for i, x in enumerate(call.leaves)
+    return Signature(
+        structure(call.treedef, static),
+        tuple(
+            leaf(x, lambda i=i: call.name(call.paths[i]))
+            for i, x in enumerate(call.leaves)
+        ),
+        tuple(roots),
+        tuple(inside[id(module)] for module in lifted.reached),
+        tuple(scope.signature for scope in lifted.scopes),
     )
-    reached = tuple(inside[id(module)] for module in lifted.reached)
-    tree = structure(call.treedef, static)
-    scopes = tuple(scope.signature for scope in lifted.scopes)
-    return Signature(tree, leaves, tuple(roots), reached, scopes)
 
 
-def _numbered(origins: tuple[Any, ...]) -> dict[int, Any]:
-    return {id(x): (_ORIGIN, i) for i, x in enumerate(origins)}
+_NO_HASH: Final = """`es.jit`: `{}` is a `{}`, which cannot be hashed. What is not an \
+array is static: there is one compiled program for each value, and it is looked up by \
+hash. Pass a hashable value, such as a frozenset for a set; or an array, which is \
+traced."""

@@ -3,11 +3,9 @@
 import contextlib
 import functools as ft
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -17,74 +15,19 @@ from .._compat import boundary, hide_frames, is_in_trace
 from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.init import check_ready
-from .._state.scope import closed_copy, is_open_here, Scope
-from .._transforms.lift import captured, is_mappable
-from .._transforms.loops import Loop, pair_of
+from .._state.scope import is_open_here, Scope
+from .._transforms.lift import is_mappable
+from .._transforms.loops import pair_of
 from .._transforms.mutable import thread
-from .._transforms.transform import argument_name, check_callable, positional_names
+from .._transforms.transform import check_callable, method_as_pytree
 from .._tree.compare import difference, same
 from .._tree.dtypes import as_jax, same_type
-from .._tree.walk import is_array, leaves, name_of, Visit
-from .._typing import KeyPath
-from .call import bind, Call, origins_of
+from .._tree.walk import is_array, leaves, Visit
+from .call import bind, origin_of
 from .options import Options
 from .packing import Layout, Pack
 from .programs import Programs
 from .static import structure, typed
-
-
-# --- One held step: the body of a loop that returns after each step.
-#
-# Modules in the carry are threaded as in `es.scan`: the body may write their state, and
-# the new ones come back in the carry.
-
-
-def held_step(f: Callable[..., Any], carry: Any, args: Any, kwargs: Any) -> Any:
-    """The new carry and the output of `f(carry, *args, **kwargs)`, in a trace."""
-
-    def run(carry: Any) -> Any:
-        loop = Loop((f,), carry)
-        before = eqx.combine(loop.arrays, loop.static)
-
-        def unpack(out: Any) -> Any:
-            new, (_, rest) = pair_of(out, "es.hold")
-            new = closed_copy(new)
-            _check_alike(before, new)
-            return new, rest
-
-        first = loop.arrays, loop.state
-        step = loop.step(first, lambda x: f(x, *args, **kwargs), unpack=unpack)
-        new = loop.finish(step.carry, [step.trace], step.sown)
-        return new, step.rest
-
-    out, _ = thread(carry, Scope((State,)), run)
-    return out
-
-
-def _check_alike(before: Any, after: Any) -> None:
-    """Raise `ValueError` unless a carry comes back as it was, but for its values."""
-    if jtu.tree_structure(before) != jtu.tree_structure(after):
-        raise ValueError(_STRUCTURE.format(difference(before, after)))
-    for old, new in zip(leaves(before), leaves(after), strict=True):
-        # As in a loop, a number is an array, but not in a field of a module.
-        x = jnp.asarray(new.node) if is_mappable(new) else new.node
-        is_like = same_type(old.node, x) if is_array(old.node) else same(old.node, x)
-        if not is_like:
-            name = old.name or "the carry"
-            raise ValueError(_LEAF.format(name, show(old.node), show(new.node)))
-
-
-_STRUCTURE: Final = """The function of `es.hold` returned a carry of another \
-structure or in another mode, {}. The next step starts with what this one returns, so \
-only the values of arrays may change. What is to change between two steps is assigned:
-
-    model, optimizer = run.carry
-    run.carry = model.eval(), optimizer"""
-
-_LEAF: Final = """The function of `es.hold` returned another carry than it was given: \
-`{0}` was `{1}`, and is now `{2}`. The next step starts with what this one returns, so \
-only the values of arrays may change, and neither shapes nor dtypes. Convert it in the \
-function, `x.astype(old.dtype)`, or start with what it returns."""
 
 
 _C = TypeVar("_C")
@@ -93,12 +36,11 @@ _R = TypeVar("_R")
 
 
 class _Frame:
-    """A carry but for its arrays: they have `_ARRAY` in their places."""
+    """A carry without its arrays, which `_ARRAY` replaces."""
 
     def __init__(self, carry: Any, visits: list[Visit]):
         self.treedef = jtu.tree_structure(carry)
         self.leaves = [_ARRAY if is_mappable(v) else v.node for v in visits]
-        self.paths = [v.path for v in visits if is_mappable(v)]
         static = tuple(x if x is _ARRAY else typed(x) for x in self.leaves)
         self.key = structure(self.treedef), static
 
@@ -117,68 +59,77 @@ class _Frame:
 _ARRAY: Final = "array"
 
 
-class _Sealed:
-    """A function whose closure is not searched for modules, since there are none."""
-
-    def __init__(self, f: Callable[..., Any]):
-        self.f = f
-
-    def __call__(self, *args: Any) -> Any:
-        return self.f(*args)
-
-
 class _Mode:
     """A structure of the carry, the way it is packed, and the programs for the two."""
 
     def __init__(self, f: Any, frame: _Frame, layout: Layout, donate: bool):
-        self.frame, self.layout, self.donate = frame, layout, donate
+        self.f, self.frame, self.layout = f, frame, layout
         options = Options("all-except-first" if donate else "none")
-        self.programs = Programs(options, ft.partial(_seen, f, frame, layout))
+        self.programs = Programs(options, origin_of(f))
+        # One object for all calls.
+        self.step = ft.partial(_packed_step, frame, layout, donate)
 
-        # What is compiled. Its closure is searched for modules at each call, so it
-        # holds only this.
-        def step(inputs: Any, arrays: list[Array]) -> Any:
-            return self.step(f, inputs, arrays)
-
-        holds_nothing = type(f) is types.FunctionType and not captured(f)
-        self.f = _Sealed(step) if holds_nothing else step
-
-    def __call__(self, inputs: Any, arrays: list[Array]) -> Any:
-        """What is held next, the layout of that, and the output."""
-        return self.programs(self.f, (inputs, arrays), {})
-
-    def step(self, f: Any, inputs: Any, arrays: list[Array]) -> Any:
-        """The same, in a trace."""
-        carry = self.frame.with_arrays(self.layout.unpack(arrays))
-        carry, out = held_step(f, carry, *inputs)
-        layout, after = self.layout.after(self.frame.arrays(carry))
-        packed = layout.pack(after)
-        if self.donate:
-            # What the caller has must not be donated at the next call. With
-            # `jax_disable_jit` an argument may be returned itself, and one array twice;
-            # a program does neither with the versions of JAX that we know.
-            packed = [jnp.copy(x) for x in packed]
-        return packed, layout, out
+    def __call__(self, args: Any, kwargs: Any, arrays: list[Array]) -> Any:
+        """The arrays that are held next, their layout, and the output."""
+        return self.programs(self.step, ((self.f, args, kwargs), arrays), {})
 
 
-def _seen(f: Any, frame: _Frame, layout: Layout, call: Call) -> tuple[Any, list[str]]:
-    """The user's function, and the names of the arrays of a call of a mode."""
-    names = positional_names(f)
-    of_carry = [argument_name(0, path, names) for path in frame.paths]
-    held = iter(layout.names(of_carry))
+def _packed_step(
+    frame: _Frame, layout: Layout, donate: bool, given: Any, arrays: list[Array]
+) -> tuple[list[Array], Layout, Any]:
+    """What a call of a mode returns, in a trace."""
+    f, args, kwargs = given
+    carry = frame.with_arrays(layout.unpack(arrays))
+    new, out = held_step(f, carry, args, kwargs)
+    layout, after = layout.after(frame.arrays(new))
+    packed = layout.pack(after)
+    if donate:
+        # What the caller has must not be donated at the next call. With
+        # `jax_disable_jit` an argument may be returned itself, and one array twice; a
+        # program does neither with the versions of JAX that we know.
+        packed = [jnp.copy(x) for x in packed]
+    return packed, layout, out
 
-    def name(path: KeyPath) -> str:
-        # In `(function, (inputs, arrays), {})`, where `inputs` is `(args, kwargs)`.
-        which, below = path[0].idx, path[2:]
-        if which == 0:
-            return name_of(path[1:]).removeprefix("f.")
-        if path[1].idx == 1:
-            return next(held)
-        # The carry comes before the others.
-        argument = below[1].key if below[0].idx else below[1].idx + 1
-        return argument_name(argument, below[2:], names)
 
-    return origins_of(f)[0], [name(path) for path in call.array_paths()]
+def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The new carry and the output of `f(carry, *args, **kwargs)`, in a trace."""
+
+    def run(carry: Any) -> Any:
+        new, (_, rest) = pair_of(f(carry, *args, **kwargs), "es.hold")
+        return new, rest
+
+    # The body writes to the modules of a private copy of the carry, as in `es.mutable`.
+    (new, out), private = thread(carry, Scope((State,)), run)
+    if jtu.tree_structure(carry) != jtu.tree_structure(new):
+        raise ValueError(_STRUCTURE.format(difference(carry, new)))
+    visits = zip(leaves(carry), jtu.tree_leaves(private), leaves(new), strict=True)
+    for before, written, after in visits:
+        name, x = before.name or "the carry", after.node
+        if written is not before.node and x is before.node:
+            raise ValueError(_NOT_RETURNED.format(name))
+        # As in a loop, a number is an array, but not in a field of a module.
+        x = jnp.asarray(x) if is_mappable(after) else x
+        is_like = same_type if is_array(before.node) else same
+        if not is_like(before.node, x):
+            raise ValueError(_LEAF.format(name, show(before.node), show(after.node)))
+    return new, out
+
+
+_STRUCTURE: Final = """The function of `es.hold` returned a carry of another \
+structure or in another mode, {}. The next step starts with what this one returns, so \
+only the values of arrays may change. What is to change between two steps is assigned:
+
+    model, optimizer = run.carry
+    run.carry = model.eval(), optimizer"""
+
+_LEAF: Final = """The function of `es.hold` returned another carry than it was given: \
+`{0}` was `{1}`, and is now `{2}`. The next step starts with what this one returns, so \
+only the values of arrays may change, and neither shapes nor dtypes. Convert it in the \
+function, `x.astype(old.dtype)`, or start with what it returns."""
+
+_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
+of `es.hold` returned a carry without it, so the write would be lost. Return the \
+module that the function was given."""
 
 
 class Held(Generic[_C, _P, _R]):
@@ -189,7 +140,7 @@ class Held(Generic[_C, _P, _R]):
     """
 
     def __init__(self, f: Callable[..., Any], carry: _C, donate: bool):
-        self._f, self._donate = f, donate
+        self._f, self._donate = method_as_pytree(f), donate
         self._modes: dict[Any, _Mode] = {}
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -206,10 +157,9 @@ class Held(Generic[_C, _P, _R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, arrays = self._get()
-        # The first argument, which stands for the carry, was for `bind`.
-        inputs = args[1:], kwargs
         try:
-            after, layout, out = mode(inputs, arrays)
+            # The first argument, instead of the carry, was for `bind`.
+            after, layout, out = mode(args[1:], kwargs, arrays)
         except BaseException:
             if any(x.is_deleted() for x in arrays):
                 self._held = None
@@ -221,16 +171,9 @@ class Held(Generic[_C, _P, _R]):
         return out
 
     @property
+    @boundary
     def carry(self) -> _C:
         """The carry, as an ordinary tree of its own."""
-        return self._read()
-
-    @carry.setter
-    def carry(self, carry: _C) -> None:
-        self._assign(carry)
-
-    @boundary
-    def _read(self) -> Any:
         with self._alone():
             mode, packed = self._get()
             arrays = mode.layout.unpack(packed, Pack.split_now)
@@ -239,8 +182,9 @@ class Held(Generic[_C, _P, _R]):
                     arrays[i] = jnp.copy(arrays[i])
             return mode.frame.with_arrays(arrays)
 
+    @carry.setter
     @boundary
-    def _assign(self, carry: Any) -> None:
+    def carry(self, carry: _C) -> None:
         with self._alone():
             self._held = self._hold(carry)
 

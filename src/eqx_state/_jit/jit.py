@@ -6,12 +6,12 @@ from typing import Any, Concatenate, Final, overload, ParamSpec, Protocol, TypeV
 
 import equinox as eqx
 
-from .._compat import hide_frames
+from .._compat import hide_frames, PROGRAM_ERRORS
 from .._transforms.transform import Transform, Unbound, wrap
 from .._tree.walk import is_array
 from .call import bind, Call, signature_of
 from .options import checked, Donate, Options
-from .programs import programs_of, Reporting, wait
+from .programs import programs_of, raise_failed_check, unlogged, wait
 
 
 _P = ParamSpec("_P")
@@ -88,9 +88,14 @@ class Compiled(_Stage):
                 " which compiles when it has to."
             )
         arrays = call.arrays()
-        with Reporting():
-            result = self._stage(*arrays)
-            wait(result.output.callbacks, arrays, result)
+        try:
+            with unlogged():
+                result = self._stage(*arrays)
+                if result.output.callbacks:
+                    wait(result.output.callbacks, arrays, result)
+        except PROGRAM_ERRORS as error:
+            raise_failed_check(error)
+            raise
         return call.finish(result)
 
 
@@ -133,15 +138,12 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
 
     **Arguments:**
 
-    - `f`: a function, a module, a bound method, or a partial. The modules that it
-        closes over, also by way of other functions and of containers, are traced like
-        arguments. Anything else that it reaches (a global, an object that is not a
-        pytree, a bare array in its closure) is read when it is traced. A function among
-        the *arguments*, or in a field, is a static value: it is compared by identity,
-        and what it closes over is a constant of the program, except for the modules
-        of a scope, which are carried through. They are found through functions, lists,
-        tuples, dicts and pytrees, and not through other objects (a deque, a subclass of
-        a list): in those they are read when the function is traced.
+    - `f`: a function, a module, a bound method, or a partial. Arrays are traced if they
+        are in `f` itself: in a module, in the object of a bound method, in an
+        `eqx.Partial`. What a function closes over is a constant of the program, as with
+        `eqx.filter_jit`, except for the modules of a scope, which are carried through:
+        pass a model as an argument. A function among the arguments, or in a field, is a
+        static value, which is compared by identity.
     - `donate`: which arrays may be overwritten: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
         warn of arrays of which JAX could make no use. Default: `"none"`.
@@ -159,8 +161,7 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
         an option of `jax.jit` that counts or names arguments, such as `static_argnums`.
     - `ValueError`: donation inside a scope of `es.mutable`; one stateful module in two
         places of an argument.
-    - `es.TraceError`: a function or an object that holds a module of a scope is to be
-        returned; the function put a module into what it closes over.
+    - `es.TraceError`: a function that closes over a module of a scope is returned.
     - `eqx.EquinoxRuntimeError`: an `eqx.error_if` in it failed. It is raised by the
         call, before anything is written to a module; inside another `jax.jit` by
         whatever runs that. Errors of other callbacks come as JAX raises them.

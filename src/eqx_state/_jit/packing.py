@@ -26,7 +26,7 @@ from .._tree.dtypes import is_weak, to_strong
 LIMIT: Final = 4096  # bytes
 
 
-class Place(NamedTuple):
+class Buffer(NamedTuple):
     """What the arrays of one buffer have in common."""
 
     dtype: Any
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 class Pack(NamedTuple):
     """One buffer: where it is, and which arrays of which shapes lie in it."""
 
-    place: Place
+    place: Buffer
     numbers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
 
@@ -116,7 +116,7 @@ class Layout:
     - `weak`: the numbers of those that are weakly typed, and so not packed either.
     """
 
-    places: tuple[Place | None, ...]
+    places: tuple[Buffer | None, ...]
     shapes: tuple[tuple[int, ...], ...]
     keys: tuple[Any, ...]
     weak: tuple[int, ...]
@@ -133,7 +133,7 @@ class Layout:
 
     @ft.cached_property
     def packs(self) -> list[Pack]:
-        found: dict[Place, list[int]] = {}
+        found: dict[Buffer, list[int]] = {}
         for i, place in enumerate(self.places):
             if place is not None and i not in self.weak:
                 found.setdefault(place, []).append(i)
@@ -150,11 +150,6 @@ class Layout:
         """The numbers of the arrays that are not packed."""
         packed = {i for pack in self.packs for i in pack.numbers}
         return [i for i in range(len(self.places)) if i not in packed]
-
-    def names(self, of_arrays: Sequence[str]) -> list[str]:
-        """The name of each array that is held, given those of the arrays."""
-        packs = [[of_arrays[i] for i in pack.numbers] for pack in self.packs]
-        return [*map(_one_of, packs), *(of_arrays[i] for i in self.kept)]
 
     def after(self, arrays: Sequence[Array]) -> tuple["Layout", list[Array]]:
         """The layout for what a step has computed, and its arrays as they are kept.
@@ -192,19 +187,11 @@ class Layout:
         return [arrays[i] for i in range(len(self.places))]
 
 
-def _one_of(names: list[str]) -> str:
-    shown = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], "..."]
-    return " or ".join(shown)
-
-
-_MOST_NAMES: Final = 4
-
-
 def _is_key(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _place(x: Array) -> Place | None:
+def _place(x: Array) -> Buffer | None:
     """The buffer in which an array may lie; `None` if it is kept as it is."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
@@ -218,5 +205,5 @@ def _place(x: Array) -> Place | None:
     is_here = x.sharding.memory_kind in (None, default)
     is_small = not _is_key(x) and 0 < x.nbytes <= LIMIT
     if is_whole and is_here and is_small:
-        return Place(x.dtype, sharding, x.committed)
+        return Buffer(x.dtype, sharding, x.committed)
     return None

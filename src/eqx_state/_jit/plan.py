@@ -1,22 +1,21 @@
 """Code that takes trees of one structure apart, and that puts them together.
 
 Flattening calls Python for every module, and again for every static value to compare.
-The code made here is for one structure: it goes down the tree by name, compares types,
-lengths and static values as it goes, and gives up (`Mismatch`) wherever anything is not
-as it was, so that the general way can take over.
+The code generated here is for one structure. It goes down the tree by name, compares
+types, lengths and static values as it goes, and raises `Mismatch` where anything is
+not as it was, so that the slow path can take over.
 
-Nodes that are alike form a *group*. One loop takes a group apart, and puts what it
-finds into the lists of the groups below, of which the last is that of the arrays: there
-is no call for each module, and a model has as much code as it has different layers. To
-put a tree together, the loops run in the opposite order, over slices of those lists.
+Nodes of equal structure form a *group*. One loop takes a group apart, and appends what
+it finds to the lists of the groups below; the arrays are the last list. There is no
+call for each module, and a model has as much code as it has different layers. To put a
+tree together, the loops run in the opposite order, over slices of those lists.
 """
 
-import abc
 import dataclasses
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -24,109 +23,8 @@ import jax.tree_util as jtu
 
 from .._tree.base import INFERENCE, is_eqx_module
 from .._tree.compare import identical
-from .forms import (
-    Apart,
-    check_static,
-    checked_dict,
-    Code,
-    Dict,
-    dict_of,
-    Form,
-    Items,
-    Mismatch as Mismatch,
-    Mode,
-    NAMES,
-    Node,
-    one_level,
-    refuse_owned,
-    Slot,
-    Static,
-)
+from .code import Code, dict_of, Mismatch, one_level
 from .static import typed
-
-
-# --- The nodes that have a row of their own: modules, and containers of like things.
-
-
-class RowSlot(Slot):
-    """A node with a row of its own, whose slots are `inner`. It is one in another."""
-
-    @abc.abstractmethod
-    def row_apart(self, code: Apart, v: str) -> None:
-        """Add the row that takes it apart."""
-
-    @abc.abstractmethod
-    def row_together(self, code: Code, row: Iterator[str]) -> str:
-        """Add the row that makes it, and return an expression for it."""
-
-
-class Root(RowSlot):
-    """What holds the whole tree."""
-
-    def row_apart(self, code: Apart, v: str) -> None:
-        self.all_apart(code, [v])
-
-    def row_together(self, code: Code, row: Iterator[str]) -> str:
-        (tree,) = self.all_together(code, row)
-        return tree
-
-
-class Alike(RowSlot):
-    """A sequence or a dict of two or more nodes that are alike, each in a slot."""
-
-    def row_apart(self, code: Apart, v: str) -> None:
-        if type(self.x) is dict:
-            get = operator.itemgetter(*sorted(self.x))
-            v = f"{code.constant(get)}({checked_dict(code, v, self.x)})"
-        else:
-            v = code.of_type(v, type(self.x))
-            code.check(f"len({v}) != {len(self.x)}")
-        code.add(f"{code.lists[self.below[0].key]} += {v}")
-
-    def row_together(self, code: Code, row: Iterator[str]) -> str:
-        cls, v = type(self.x), next(row)  # one expression, for all slots
-        if cls is dict:
-            return f"dict(zip({code.constant(tuple(sorted(self.x)))}, {v}))"
-        return f"{code.constant(cls)}({v if cls in (list, tuple) else f'*{v}'})"
-
-
-class Module(RowSlot):
-    """An Equinox module that has just its fields, as it has after unflattening."""
-
-    def row_apart(self, code: Apart, v: str) -> None:
-        d = code.named(f"dict_of({code.of_type(v, type(self.x))})")
-        refuse_owned(code, d, self.x)
-        code.check(f"len({d}) != {len(self.below)}")
-        values = [f"{d}[{name!r}]" for name in module_fields(type(self.x))]
-        fields = dict(zip(values, self.below, strict=True))
-        check_static(code, {v: x.x for v, x in fields.items() if type(x) is Static})
-        for v, x in fields.items():
-            if type(x) is not Static:
-                x.apart(code, v)
-
-    def row_together(self, code: Code, row: Iterator[str]) -> str:
-        cls = type(self.x)
-        fields = dict(zip(module_fields(cls), self.below, strict=True))
-        # To copy a dict takes less time than to make one of as many items. That of an
-        # instance shares its keys with others: it is smaller, and so are its copies.
-        like = dict_of(object.__new__(cls))
-        like |= {k: x.x if type(x) is Static else None for k, x in fields.items()}
-        d = code.named(f"{code.constant(like.copy)}()")
-        for name, value in zip(fields, self.all_together(code, row), strict=True):
-            if type(fields[name]) is not Static:
-                code.add(f"{d}[{name!r}] = {value}")
-        module = code.named(f"new({code.constant(cls)})")
-        code.add(f"set_dict({module}, {d})")
-        return module
-
-
-def module_fields(cls: type) -> dict[str, bool]:
-    """The fields of a module, and which are static: these first, as Equinox does it."""
-    static = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(cls)}
-    return dict(sorted(static.items(), key=lambda item: not item[1]))
-
-
-# --- Which form each node of a tree has, and which nodes are alike.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,100 +34,21 @@ class ArraySlot:
     number: int
 
 
-ARRAY: Final = 0  # the key of all arrays
-
-
-def form_of(tree: Any) -> Root:
-    """The form of a tree."""
-    finder = _Finder()
-    return Root(tree, finder.key(Root), [finder.find(tree)])
-
-
-class _Finder:
-    """Finds the forms of the nodes of a tree."""
-
-    def __init__(self) -> None:
-        self.keys: dict[Any, int] = {(Slot,): ARRAY}
-        self.numbers = itertools.count()  # of the arrays, in JAX's order
-
-    def key(self, *what: Any) -> int:
-        return self.keys.setdefault(what, len(self.keys))
-
-    def find(self, x: Any) -> Form:
-        if isinstance(x, ArraySlot):
-            return Slot(x.number, ARRAY)
-        if eqx.is_array(x):
-            return Slot(next(self.numbers), ARRAY)
-        if type(x) in (tuple, list) or _is_named_tuple(x):
-            return self._made(Items, x, [*map(self.find, x)])
-        if type(x) is dict and set(map(type, x)) in (set(), {str}, {int}):
-            keys = sorted(x)
-            return self._made(Dict, x, [self.find(x[key]) for key in keys], keys)
-        if is_eqx_module(x):
-            static = module_fields(type(x))
-            # With more in its `__dict__`, a cache say, Equinox flattens it otherwise.
-            if dict_of(x).keys() == static.keys():
-                return self._made(
-                    Module, x, [self._field(x, *f) for f in static.items()]
-                )
-        elif x is None or jtu.all_leaves([x]):
-            return self._static(x)
-        below, aux = one_level(x)
-        return self._made(Node, x, [*map(self.find, below)], [aux])
-
-    def _field(self, module: Any, name: str, is_static: bool) -> Form:
-        x = dict_of(module)[name]
-        form = self._static(x) if is_static else self.find(x)
-        if name == INFERENCE and type(form) is Items and not form.slots:
-            return Mode(x, form.key, form.below)
-        return form
-
-    def _static(self, x: Any) -> Form:
-        return Static(x, self.key(Static, _same_if(x)))
-
-    def _made(
-        self, cls: type[Form], x: Any, below: list[Form], data: Sequence[Any] = ()
-    ) -> Form:
-        keys = tuple(child.key for child in below)
-        are_alike = len(below) > 1 and len({*keys}) == 1
-        if are_alike and cls in (Items, Dict) and isinstance(below[0], Slot):
-            cls = Alike
-        return cls(x, self.key(cls, type(x), keys, *map(_same_if, data)), below)
-
-
-def _same_if(x: Any) -> Any:
-    """Hashable; equal for static values that may stand for each other."""
-    if type(x) is tuple:
-        return tuple(map(_same_if, x))
-    return typed(x) if type(x) in _VALUES else (_same_if, id(x))
-
-
-_VALUES: Final = frozenset({str, int, bool, float, type(None)})
-
-
-def _is_named_tuple(x: Any) -> bool:
-    """Whether `x` is one as JAX knows it, and not registered as something else."""
-    if not (isinstance(x, tuple) and hasattr(type(x), "_fields")):
-        return False
-    below, aux = one_level(x)
-    return aux is type(x) and identical(list(below), list(x))
-
-
-class Unplannable(Exception):
-    """There is no plan for this tree."""
-
-
-def flattener(tree: Any, origins: tuple[Any, ...]) -> Callable[[Any], Sequence[Any]]:
+def flattener(tree: Any, origin: Any) -> Callable[[Any], Sequence[Any]]:
     """A function of a tree, which returns its arrays in JAX's order.
 
     It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
-    than its arrays. Their places may hold anything: the caller looks at the types. The
-    functions `origins` are not kept alive.
+    than its arrays. In their positions there may be anything: the caller looks at the
+    types. The function `origin` is not kept alive.
     """
     try:
-        return _Groups(tree).apart(origins).compile()
+        return _Groups(tree).apart(origin).compile()
     except _TOO_DEEP:
-        raise Unplannable("nested too deep") from None
+        return _refuse
+
+
+def _refuse(_: Any) -> Any:
+    raise Mismatch
 
 
 def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
@@ -243,29 +62,255 @@ def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
     )
 
 
-# Raised by Python for code that is nested too deep, or while we make such code.
+# Raised by Python for a tree, or for code, that is nested too deep.
 _TOO_DEEP: Final = (RecursionError, SyntaxError, MemoryError)
 
 
-@dataclasses.dataclass
-class _List:
-    """A list in the code, and what is in it, in this order."""
+# --- Nodes ----------------------------------------------------------------------------
 
-    name: str
-    members: list[Slot] = dataclasses.field(default_factory=list)
+
+ARRAY: Final = 0  # the key of all arrays
+
+
+@dataclasses.dataclass
+class Leaf:
+    """An array, with its number as `x`; or a static value, with itself as `x`."""
+
+    x: Any
+    key: int  # one for all nodes of a group
+    is_static: bool
+
+
+class Container:
+    """A tuple, a list or a named tuple; subclasses are the other nodes.
+
+    `slots` are the nodes below that are in lists: all but static values.
+    """
+
+    is_static = False
+    may_be_uniform = True
+
+    def __init__(self, x: Any, key: int, below: Sequence["Leaf | Container"]):
+        self.x, self.key, self.below = x, key, below
+        self.slots = [child for child in below if not child.is_static]
+        # Layers of one structure in a list are taken apart and put together at once.
+        is_one_group = len({child.key for child in self.slots}) == 1
+        are_all = len(self.slots) == len(below) > 1
+        self.is_uniform = self.may_be_uniform and is_one_group and are_all
+
+    def apart(self, code: Code, lists: Mapping[int, str]) -> None:
+        """Add the code that takes the node `v` apart."""
+        code.check(f"type(v) is not {code.constant(type(self.x))}")
+        children = self.children(code)
+        if self.is_uniform:
+            code.add(f"{lists[self.slots[0].key]} += {children}")
+        elif self.below:
+            names = [code.variable() for _ in self.below]
+            code.add(f"{', '.join(names)}, = {children}")
+            self.sort(code, names, lists)
+
+    def children(self, code: Code) -> str:
+        """An expression for the nodes below, of which there are as many as here."""
+        code.check(f"len(v) != {len(self.below)}")
+        return "v"
+
+    def sort(self, code: Code, values: list[str], lists: Mapping[int, str]) -> None:
+        """Compare the static ones of the nodes below, and append the others to lists.
+
+        `values`: expressions for the nodes.
+        """
+        below = [*zip(values, self.below, strict=True)]
+        code.check_static({v: child.x for v, child in below if child.is_static})
+        for v, child in below:
+            if not child.is_static:
+                code.add(f"{lists[child.key]}.append({v})")
+
+    def together(self, code: Code, slots: list[str]) -> str:
+        """An expression for the node, of expressions for the slots.
+
+        If it is uniform, `slots` has one expression for all of them.
+        """
+        if self.is_uniform:
+            return self.make(code, f"*{slots[0]}")
+        rest = iter(slots)
+        values = [code.constant(x.x) if x.is_static else next(rest) for x in self.below]
+        return self.make(code, ", ".join(values))
+
+    def make(self, code: Code, values: str) -> str:
+        """An expression for the node. `values`: source code, with commas between."""
+        if type(self.x) is list:
+            return f"[{values}]"
+        if type(self.x) is tuple:
+            return f"({values},)" if values else "()"
+        return f"{code.constant(type(self.x))}({values})"
+
+
+class Dict(Container):
+    """A dict whose keys are of one type, so that JAX can sort them."""
+
+    def children(self, code: Code) -> str:
+        keys = sorted(self.x)
+        code.check(f"len(v) != {len(keys)}")
+        if int in map(type, keys):  # and not `True`, which is as good a key
+            code.check(f"{{*map(type, v)}} != {code.constant({int})}")
+        if len(keys) < 2:
+            return f"[{', '.join(f'v[{key!r}]' for key in keys)}]"
+        return f"{code.constant(operator.itemgetter(*keys))}(v)"
+
+    def make(self, code: Code, values: str) -> str:
+        return f"dict(zip({code.constant(tuple(sorted(self.x)))}, [{values}]))"
+
+
+class Node(Container):
+    """A node that only JAX can take apart."""
+
+    def children(self, code: Code) -> str:
+        code.add("children, data = one_level(v)")
+        _check_data(code, "data", one_level(self.x)[1])
+        code.check(f"len(children) != {len(self.below)}")
+        return "children"
+
+    def make(self, code: Code, values: str) -> str:
+        treedef = jtu.tree_structure(self.x, is_leaf=lambda y: y is not self.x)
+        return f"{code.constant(treedef.unflatten)}([{values}])"
+
+
+def _check_data(code: Code, v: str, data: Any) -> None:
+    """Add the code that compares the static data of a node."""
+    if type(data) is not tuple:
+        code.check_static({v: data})
+        return
+    # Rarely the same object: JAX makes a new tuple at each flattening.
+    code.check(f"type({v}) is not tuple or len({v}) != {len(data)}")
+    for i, x in enumerate(data):
+        _check_data(code, f"{v}[{i}]", x)
+
+
+class Module(Container):
+    """An Equinox module that has just its fields, as it has after unflattening."""
+
+    may_be_uniform = False
+
+    def apart(self, code: Code, lists: Mapping[int, str]) -> None:
+        cls, fields = type(self.x), module_fields(type(self.x))
+        code.check(f"type(v) is not {code.constant(cls)}")
+        code.add("d = dict_of(v)")
+        code.check(f"len(d) != {len(fields)}")
+        if INFERENCE in fields:
+            # Nobody writes into it, and the modules of a result share it. So it is
+            # compared once.
+            mode = dict_of(self.x)[INFERENCE]
+            with code.block(f"if d[{INFERENCE!r}] is not mode{len(mode)}:"):
+                code.add(f"mode{len(mode)} = d[{INFERENCE!r}]")
+                code.check(f"mode{len(mode)} != {mode}")
+        self.sort(code, [f"d[{name!r}]" for name in data_fields(cls)], lists)
+
+    def together(self, code: Code, slots: list[str]) -> str:
+        cls, fields = type(self.x), dict_of(self.x)
+        below = dict(zip(data_fields(cls), self.below, strict=True))
+        names = [name for name, child in below.items() if not child.is_static]
+        # To copy a dict takes less time than to make one of as many items. That of an
+        # instance shares its keys with others: it is smaller, and so are its copies.
+        like = dict_of(object.__new__(cls))
+        like |= {k: None if k in names else fields[k] for k in module_fields(cls)}
+        code.add(f"d = {code.constant(like.copy)}()")
+        for name, value in zip(names, slots, strict=True):
+            code.add(f"d[{name!r}] = {value}")
+        code.add(f"module = new({code.constant(cls)})")
+        code.add("set_dict(module, d)")
+        return "module"
+
+
+def module_fields(cls: type) -> dict[str, bool]:
+    """The fields of a module, and which are static: these first, as Equinox does it."""
+    static = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(cls)}
+    return dict(sorted(static.items(), key=lambda item: not item[1]))
+
+
+def data_fields(cls: type) -> list[str]:
+    """The fields of a module, without the one that only says its mode."""
+    return [name for name in module_fields(cls) if name != INFERENCE]
+
+
+class _Finder:
+    """Finds the nodes of a tree, and which of them are of equal structure."""
+
+    def __init__(self) -> None:
+        self.keys: dict[Any, int] = {ARRAY: ARRAY}
+        self.numbers = itertools.count()  # of the arrays, in JAX's order
+
+    def find(self, x: Any) -> Leaf | Container:
+        if isinstance(x, ArraySlot):
+            return Leaf(x.number, ARRAY, False)
+        if eqx.is_array(x):
+            return Leaf(next(self.numbers), ARRAY, False)
+        cls = type(x)
+        if cls in (tuple, list) or _is_named_tuple(x):
+            return self._container(Container, x, map(self.find, x))
+        if cls is dict and {*map(type, x)} in (set(), {str}, {int}):
+            keys = sorted(x)
+            return self._container(Dict, x, (self.find(x[k]) for k in keys), *keys)
+        if is_eqx_module(x):
+            fields, static = dict_of(x), module_fields(cls)
+            mode = fields.get(INFERENCE, [])
+            # With more in its `__dict__`, a cache say, Equinox flattens it otherwise.
+            if fields.keys() == static.keys() and mode in ([], [[]]):
+                below = (
+                    self._static(fields[k]) if static[k] else self.find(fields[k])
+                    for k in data_fields(cls)
+                )
+                return self._container(Module, x, below, len(mode))
+        elif x is None or jtu.all_leaves([x]):
+            return self._static(x)
+        children, data = one_level(x)
+        return self._container(Node, x, map(self.find, children), data)
+
+    def _static(self, x: Any) -> Leaf:
+        return Leaf(x, self._key("static", _same_if(x)), True)
+
+    def _container(
+        self, cls: type[Container], x: Any, below: Iterable[Any], *data: Any
+    ) -> Container:
+        below = [*below]
+        keys = tuple(child.key for child in below)
+        return cls(x, self._key(cls, type(x), keys, *map(_same_if, data)), below)
+
+    def _key(self, *what: Any) -> int:
+        return self.keys.setdefault(what, len(self.keys))
+
+
+def _same_if(x: Any) -> Any:
+    """Hashable; equal for static values that may stand for each other."""
+    if type(x) is tuple:
+        return tuple(map(_same_if, x))
+    return typed(x) if type(x) in _VALUES else ("id", id(x))
+
+
+_VALUES: Final = frozenset({str, int, bool, float, type(None)})
+
+
+def _is_named_tuple(x: Any) -> bool:
+    """Whether `x` is one as JAX knows it, and not registered as something else."""
+    if not (isinstance(x, tuple) and hasattr(type(x), "_fields")):
+        return False
+    below, aux = one_level(x)
+    return aux is type(x) and identical(list(below), list(x))
+
+
+# --- Groups ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class _Group:
-    """Nodes that are alike.
+    """Nodes of equal structure: one of them, and all in the order of their list.
 
-    - `form`: one of them.
-    - `starts`: for the key of a slot in them, how long the list of that key is before
-        they are taken apart.
+    `starts`: for the key of a slot in them, how long the list of that key is before
+    they are taken apart.
     """
 
-    form: RowSlot
-    list: _List
+    node: Container
+    name: str  # of the list
+    members: list[Any] = dataclasses.field(default_factory=list)
     starts: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -273,65 +318,71 @@ class _Groups:
     """The groups of a tree, each before those that it leads to; and the arrays."""
 
     def __init__(self, tree: Any):
-        root = form_of(tree)
-        self.lists = {ARRAY: _List("arrays")}
+        root = _Finder().find([tree])  # a container, whatever the tree is
+        self.lists = {ARRAY: "arrays"}
         self.groups: list[_Group] = []
         self._find(root)
         self.groups.reverse()
-        self.lists[root.key].members.append(root)
+        self.groups[0].members.append(root)
+        arrays: list[Any] = []
+        members = {group.node.key: group.members for group in self.groups}
+        members[ARRAY] = arrays
         for group in self.groups:
-            for slot in group.form.inner:
-                group.starts[slot.key] = len(self.lists[slot.key].members)
-            for member in group.list.members:
-                for slot in member.inner:
-                    self.lists[slot.key].members.append(slot)
-        self.order = [array.x for array in self.lists[ARRAY].members]
+            for slot in group.node.slots:
+                group.starts[slot.key] = len(members[slot.key])
+            for member in group.members:
+                for slot in member.slots:
+                    members[slot.key].append(slot)
+        self.order = [array.x for array in arrays]
 
-    def _find(self, form: RowSlot) -> None:
-        new = self.lists[form.key] = _List(f"list{len(self.lists)}")
-        for slot in form.inner:
-            if isinstance(slot, RowSlot) and slot.key not in self.lists:
+    def _find(self, node: Any) -> None:
+        self.lists[node.key] = f"list{len(self.lists)}"
+        for slot in node.slots:
+            if slot.key not in self.lists:
                 self._find(slot)
-        self.groups.append(_Group(form, new))
+        self.groups.append(_Group(node, self.lists[node.key]))
 
-    def apart(self, origins: tuple[Any, ...]) -> Code:
+    def apart(self, origin: Any) -> Code:
         """A function that takes the tree apart."""
-        names = {key: x.name for key, x in self.lists.items()}
-        code = Apart("tree", names, origins)
-        for name in names.values():
+        code = Code("tree", origin)
+        for name in self.lists.values():
             code.add(f"{name} = []")
-        code.add(f"{self.groups[0].list.name}.append(tree)")
+        code.add("mode0 = mode1 = None")
+        code.add(f"{self.groups[0].name}.append([tree])")
         for group in self.groups:
-            with code.block(f"for v in {group.list.name}:"):
-                group.form.row_apart(code, "v")
+            with code.block(f"for v in {group.name}:"):
+                group.node.apart(code, self.lists)
         # Where the arrays are, in JAX's order.
         places = sorted(range(len(self.order)), key=self.order.__getitem__)
-        code.add(f"return {_picked(code, names[ARRAY], places)}")
+        code.add(f"return {_picked(code, 'arrays', places)}")
         return code
 
     def together(self) -> Code:
         """A function that puts it together."""
-        code = Code("given", NAMES)
-        code.add(f"{self.lists[ARRAY].name} = {_picked(code, 'given', self.order)}")
+        code = Code("given")
+        code.add(f"arrays = {_picked(code, 'given', self.order)}")
         for group in reversed(self.groups):
-            code.add(f"{group.list.name} = []")
-            header, row = self._loop(group)
+            code.add(f"{group.name} = []")
+            header, slots = self._loop(group)
             with code.block(header):
-                made = group.form.row_together(code, iter(row))
-                code.add(f"{group.list.name}.append({made})")
-        code.add(f"return {self.groups[0].list.name}[0]")
+                made = group.node.together(code, slots)
+                code.add(f"{group.name}.append({made})")
+        code.add(f"return {self.groups[0].name}[0][0]")
         return code
 
     def _loop(self, group: _Group) -> tuple[str, list[str]]:
-        """The head of a loop that makes a group, and what is in the slots in it."""
-        form, number = group.form, len(group.list.members)
-        sizes, before = Counter(slot.key for slot in form.inner), Counter[int]()
+        """The head of a loop that makes a group, and expressions for the slots in it.
+
+        The slots of one member that have one key are next to each other in the list.
+        """
+        slots, number = group.node.slots, len(group.members)
+        sizes, before = Counter(slot.key for slot in slots), Counter[int]()
         columns = []
-        for slot in form.inner:
-            name, size = self.lists[slot.key].name, sizes[slot.key]
+        for slot in slots:
+            name, size = self.lists[slot.key], sizes[slot.key]
             start = group.starts[slot.key]
             end = start + number * size
-            if isinstance(form, Alike):
+            if group.node.is_uniform:
                 header = f"for i in range({start}, {end}, {size}):"
                 return header, [f"{name}[i:i + {size}]"]
             first = start + before[slot.key]

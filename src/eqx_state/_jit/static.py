@@ -6,7 +6,6 @@ them is wrong for another.
 
 import collections
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -76,33 +75,17 @@ def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
 _LEAF: Final = "leaf"
 
 
-_compared: Final[weakref.WeakKeyDictionary[type, tuple[str, ...] | None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def _compared_fields(cls: type) -> tuple[str, ...] | None:
     """The fields by which a dataclass compares its instances.
 
-    `None` for any other class, and for a dataclass with an `__eq__` of its own. Nothing
-    on the class says whether `__eq__` was generated, so the code is compared.
+    `None` for any other class, and for a dataclass with an `__eq__` of its own.
     """
-    if cls not in _compared:
-        owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
-        if "__dataclass_fields__" not in vars(owner):
-            return None
-        names = tuple(f.name for f in dataclasses.fields(owner) if f.compare)
-        generated = dataclasses.make_dataclass("_", names).__eq__
-        _compared[cls] = names if _same_code(generated, owner.__eq__) else None
-    return _compared[cls]
-
-
-def _same_code(f: Any, g: Any) -> bool:
-    codes = [getattr(h, "__code__", None) for h in (f, g)]
-    parts = ("co_code", "co_names", "co_consts")
-    return None not in codes and all(
-        getattr(codes[0], name) == getattr(codes[1], name) for name in parts
-    )
+    owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
+    # Nothing on the class says whether `__eq__` was generated, but its code does.
+    code = getattr(owner.__eq__, "__code__", None)
+    if code is None or not code.co_qualname.startswith("__create_fn__"):
+        return None
+    return tuple(f.name for f in dataclasses.fields(owner) if f.compare)
 
 
 def is_hashable(x: Any) -> bool:

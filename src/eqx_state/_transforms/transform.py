@@ -6,13 +6,14 @@ see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 
 import functools as ft
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, cast, ClassVar, Final, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._compat import boundary
+from .._compat import boundary, BoundMethod
 from .._tree.base import is_eqx_module
 from .._typing import KeyPath
 
@@ -89,6 +90,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     hides; this is not a layer.
     """
     check_callable(f)
+    f = method_as_pytree(f)
     if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
         raise TypeError(_A_CLASS.format(f.__name__))
     transform = object.__new__(cls)
@@ -101,6 +103,12 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
     transform.__dict__.update(names)
     return transform
+
+
+def method_as_pytree(f: Any) -> Any:
+    """`f`, but `model.__call__` as a pytree, like all other methods of a module."""
+    is_method = type(f) is types.MethodType and is_eqx_module(f.__self__)
+    return BoundMethod(f.__func__, f.__self__) if is_method else f
 
 
 def of_one(transform: _F) -> _F:
