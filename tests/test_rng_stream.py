@@ -46,36 +46,6 @@ def test_a_stream_advances_in_either_mode():
     assert new.key != stream.key
 
 
-def test_a_stream_of_longer_keys():
-    with jax.default_prng_impl("rbg"):
-        key, new = es.mutable(es.RngStream(jr.PRNGKey(0)))()
-    assert key.shape == new.key.shape == (4,)
-
-
-@pytest.mark.parametrize("is_partitionable", [True, False])
-@jax.debug_key_reuse(False)  # on purpose: the same key is split twice
-def test_a_stream_splits_its_key_in_two(is_partitionable):
-    with jax.threefry_partitionable(is_partitionable):
-        key, new = es.mutable(es.RngStream(jr.key(0)))()
-        assert (jnp.stack([new.key, key]) == jr.split(jr.key(0))).all()
-
-
-def test_a_stream_from_a_seed():
-    assert es.RngStream(3).key == jr.key(3)
-    with pytest.raises(TypeError, match="key"):
-        es.RngStream("seed")
-
-
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_a_stream_is_deterministic_and_leaves_the_old_one_alone():
-    stream = es.RngStream(jr.key(0))
-    a, _ = es.mutable(stream)()
-    b, _ = es.mutable(stream)()
-    assert a == b
-    with pytest.raises(dataclasses.FrozenInstanceError, match=r"RngStream\.key"):
-        stream()
-
-
 def test_a_stream_below_a_model_and_in_a_loop():
     class Net(es.Module):
         stream: es.RngStream
@@ -165,26 +135,6 @@ def test_reseed_of_another_implementation():
     assert (new["a"] != stack["a"]).all()
 
 
-def test_reseed_of_plain_pytrees_and_other_layers():
-    tree = {"rng": jr.key(0), "x": jnp.ones(2), "legacy": jr.PRNGKey(0)}
-    new = es.reseed(tree, 0)
-    assert new["rng"] != tree["rng"]
-    assert new["x"] is tree["x"]
-    assert new["legacy"] is tree["legacy"]  # nothing says that it is a key
-    assert es.reseed([], 0) == []
-
-
-def test_reseed_works_under_jit():
-    model = net()
-    jitted = eqx.filter_jit(es.reseed)(model, jr.key(3))
-    assert data(jitted) == data(es.reseed(model, jr.key(3)))
-
-
-def test_reseed_makes_an_ensemble_differ():
-    members = [es.reseed(net(), i) for i in range(3)]
-    assert len({word for member in members for word in data(member)}) == 9
-
-
 @pytest.mark.parametrize("bad", ["seed", None, 1.5, jnp.ones(2)], ids=str)
 def test_reseed_with_what_is_no_key(bad):
     with pytest.raises(TypeError, match="key"):
@@ -207,14 +157,6 @@ def test_dropout_draws_only_in_train_mode(make):
     assert (dropout.eval()(x) == x).all()  # no scope is needed
     with pytest.raises(dataclasses.FrozenInstanceError, match=r"Dropout\.rng"):
         dropout(x)
-
-
-def test_two_draws_differ():
-    def f(m, x):
-        return m(x), m(x)
-
-    (a, b), _ = es.mutable(f)(es.nn.Dropout(0.5, key=0), jnp.ones(100))
-    assert (a != b).any()
 
 
 def test_an_undeclared_typed_key_is_written_too():

@@ -12,7 +12,6 @@ import jax.random as jr
 import numpy as np
 import pytest
 import sharded_training
-from helpers import rejects, untouched
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from processes import run_two
 from sharded_training import (
@@ -108,22 +107,6 @@ def test_partition_specs_by_kind_where_the_mesh_is_set(place, mesh):
         assert_split_by_kind(PLACE[place](model, specs))
 
 
-def test_shapes_are_enough(mesh):
-    model = Net(False, key=jr.key(0))
-    shapes = jax.eval_shape(lambda: model)
-    assert eqx.tree_equal(split_parameters(shapes, mesh), split_parameters(model, mesh))
-
-
-def test_with_functions_among_the_leaves(mesh):
-    model = eqx.nn.MLP(8, 8, 8, 1, key=jr.key(0))
-    shardings = split_parameters(model, mesh)
-    assert_split_by_kind(eqx.filter_shard(model, shardings))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    placed = eqx.combine(jax.device_put(arrays, shardings), static)
-    assert_split_by_kind(placed)
-    assert placed.activation is model.activation
-
-
 # --- Training -------------------------------------------------------------------------
 
 
@@ -207,26 +190,6 @@ def test_value_and_grad_in_shard_map_equals_one_device(whole_batch, mesh):
     # With `check_vma` JAX has no collectives over a named axis of `vmap` in the body.
     results = per_device(body, mesh, check_vma=whole_batch)(model, XS, YS)
     assert_close(in_one_piece(results, mesh), in_one_piece(expected, mesh))
-
-
-def test_statistics_that_differ_between_devices_are_no_result(mesh):
-    model = es.configure(Net(True, key=jr.key(0)), p=0.0)
-
-    def body(model, xs, ys):
-        return es.mutable(model)(xs)[1]
-
-    with untouched(model), pytest.raises(ValueError, match=r"shard_map.*out_specs"):
-        per_device(body, mesh)(model, XS, YS)
-
-
-def test_a_write_to_a_module_that_shard_map_closes_over_is_an_error(mesh):
-    def forward(norm, xs):
-        rows = {"in_specs": P("devices"), "out_specs": P("devices")}
-        return jax.shard_map(lambda xs: norm(xs), mesh=mesh, **rows)(xs)
-
-    norm = es.nn.BatchNorm(16)
-    with rejects(norm, es.TraceError, "`mean`"):
-        es.mutable(forward)(norm, XS)
 
 
 # --- Two processes --------------------------------------------------------------------

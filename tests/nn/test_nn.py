@@ -71,20 +71,6 @@ def test_batch_norm_declares_what_its_arrays_are():
     }
 
 
-def test_batch_norm_starts_as_the_identity_of_its_statistics():
-    norm = es.nn.BatchNorm(3)
-    assert_close((norm.mean, norm.var), (jnp.zeros(3), jnp.ones(3)))
-    assert_close((norm.weight, norm.bias), (jnp.ones(3), jnp.zeros(3)))
-    assert not any(part.value.weak_type for part in es.parts(norm))
-
-
-def test_batch_norms_made_alike_are_equal_trees():
-    # Equinox's are not: every `StateIndex` has a marker of its own.
-    a, b = es.nn.BatchNorm(3, "batch"), es.nn.BatchNorm(3, "batch")
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    assert hash(jax.tree.structure(a)) == hash(jax.tree.structure(b))
-
-
 def test_batch_norm_takes_the_arguments_of_equinox():
     ours = list(inspect.signature(es.nn.BatchNorm).parameters)
     theirs = inspect.signature(eqx.nn.BatchNorm).parameters
@@ -119,20 +105,8 @@ def test_statistics_and_computation_are_as_wide_as_asked_for():
 
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, bool])
 def test_parameters_are_real_floating_numbers(dtype):
-    with pytest.raises(ValueError, match=r"BatchNorm\(dtype=.*real floating"):
+    with pytest.raises(ValueError, match=r"dtype .*normalizes real\snumbers"):
         es.nn.BatchNorm(3, dtype=dtype)
-
-
-def test_half_precision_statistics_converge():
-    norm = es.nn.BatchNorm(4, dtype=jnp.bfloat16)
-
-    def step(norm, key):
-        x = (2 * jr.normal(key, (64, 4)) + 3).astype(jnp.bfloat16)
-        return es.mutable(norm)(x)[1], None
-
-    norm, _ = jax.lax.scan(step, norm, jr.split(jr.key(0), 1000))
-    assert_close(norm.mean, jnp.full(4, 3.0), 0.1)
-    assert_close(norm.var, jnp.full(4, 4.0), 0.2)
 
 
 def test_statistics_that_were_cast_are_averaged_in_float32():
@@ -180,37 +154,6 @@ def test_a_batch_equals_numpy(shape, channel_axis, axis, eps, momentum):
     assert_close((norm.weight, norm.bias), affine)
 
 
-@pytest.mark.parametrize("shape", [(8, 3), (8, 3, 4), (4, 3, 2, 2)])
-@pytest.mark.parametrize("momentum", [0.99, 0.5])
-def test_one_example_at_a_time_equals_equinox_for_50_steps(shape, momentum):
-    options = {"momentum": momentum, "eps": 1e-3}
-    norm = with_affine(es.nn.BatchNorm(3, axis_name="batch", **options))
-    theirs, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
-        3, axis_name="batch", mode="batch", **options
-    )
-    theirs = eqx.tree_at(lambda n: (n.weight, n.bias), theirs, (norm.weight, norm.bias))
-    in_axes, out_axes = (0, None), (0, None)
-
-    @eqx.filter_jit
-    def their_step(state, x):
-        return jax.vmap(theirs, in_axes, out_axes, axis_name="batch")(x, state)
-
-    for seed in range(50):
-        x = data(*shape, seed=seed)
-        y, norm = each(norm, x)
-        expected, state = their_step(state, x)
-        assert_close(y, expected, 1e-4)
-
-    x = data(*shape, seed=99)
-    theirs = eqx.nn.inference_mode(theirs)
-    expected, _ = jax.vmap(theirs, in_axes, out_axes)(x, state)
-    assert_close((norm.mean, norm.var), state.get(theirs.batch_state_index))
-    # In eval mode Equinox also divides these by this, which is soon 1.
-    used = 1 - momentum**50
-    expected_norm = norm.replace(mean=norm.mean / used, var=norm.var / used)
-    assert_close(es.vmap(expected_norm.eval())(x), expected, 1e-4)
-
-
 @pytest.mark.parametrize(
     ("shape", "channel_axis"), [((8, 3), 0), ((4, 3, 2, 5), 0), ((4, 2, 5, 3), -1)]
 )
@@ -227,15 +170,12 @@ def test_both_forms_agree(shape, channel_axis):
     assert_close(es.vmap(one.eval())(x), whole.eval()(x), 1e-4)
 
 
-def test_an_axis_that_no_transform_has_named_and_which_layer_wants_it():
+def test_an_axis_that_no_transform_has_named():
     norm = es.nn.BatchNorm(3, axis_name="batch")
-    model, x = eqx.nn.Sequential([eqx.nn.Identity(), norm]), jnp.ones(3)
     message = r"`es.nn.BatchNorm\(axis_name='batch'\)` averages over an axis"
-    with pytest.raises(NameError, match=f"^{message}"):
-        norm(x)
-    for run, xs in ((model, x), (es.vmap(model), x[None])):
-        with pytest.raises(NameError, match=rf"^`layers\[1\]`: {message}"):
-            es.mutable(run)(xs)
+    for run, x in ((norm, jnp.ones(3)), (es.vmap(norm), jnp.ones((1, 3)))):
+        with pytest.raises(NameError, match=f"^{message}"):
+            es.mutable(run)(x)
 
 
 def test_a_tuple_of_axis_names_reduces_over_both():
@@ -246,14 +186,6 @@ def test_a_tuple_of_axis_names_reduces_over_both():
     flat, expected = es.mutable(es.nn.BatchNorm(3))(x.reshape(20, 3))
     assert_close(y.reshape(20, 3), flat)
     assert_close((new.mean, new.var), (expected.mean, expected.var))
-
-
-def test_a_large_mean_does_not_spoil_the_variance():
-    x = data(64, 2) + jnp.array([[1e4, 0.0]])
-    y, _ = es.mutable(es.nn.BatchNorm(2))(x)
-    assert_close(y.std(axis=0), jnp.ones(2), 1e-2)
-    y, _ = each(es.nn.BatchNorm(2, "batch"), x)
-    assert_close(y.std(axis=0), jnp.ones(2), 1e-2)
 
 
 def exactly(x, eps=1e-5):
@@ -296,21 +228,6 @@ def test_a_constant_channel_has_the_gradient_of_one():
     grad = jax.grad(lambda x: jnp.sum(weights * run(es.nn.BatchNorm(1), x)[0]))(x)
     expected = (weights - weights.mean()) / np.sqrt(1e-5)
     assert_close(grad, expected, 1e-3)
-
-
-def test_eval_keeps_small_differences_of_large_numbers():
-    x = 1e4 + jnp.arange(3.0)[:, None]
-    norm = es.nn.BatchNorm(1).replace(mean=jnp.array([1e4])).eval()
-    assert_close(norm(x), (x - 1e4) / np.sqrt(1 + 1e-5), 1e-6)
-
-
-def test_statistics_converge_to_those_of_the_data():
-    norm = es.nn.BatchNorm(2, momentum=0.9)
-    x = data(100, 2)
-    for _ in range(150):
-        _, norm = run(norm, x)
-    assert_close((norm.mean, norm.var), (x.mean(0), x.var(0)), 1e-4)
-    assert_close(norm.eval()(x), es.mutable(norm)(x)[0], 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -400,29 +317,12 @@ def test_a_mask_within_each_example(way):
     assert_close((new.mean, new.var), (rows.mean(0), rows.var(0)))
 
 
-def test_a_mask_may_leave_one_example():
-    x = data(8, 3)
-    _, new = run(es.nn.BatchNorm(3, momentum=0.0), x, mask=jnp.arange(8)[:, None] == 5)
-    assert_close(new.mean, x[5])
-
-
 def test_a_mask_may_differ_between_channels():
     x = data(8, 2)
     mask = jnp.stack([jnp.arange(8) < 5, jnp.arange(8) >= 2], axis=1)
     _, new = run(es.nn.BatchNorm(2, momentum=0.0), x, mask=mask)
     expected = jnp.stack([x[:5, 0].mean(), x[2:, 1].mean()])
     assert_close(new.mean, expected)
-
-
-@pytest.mark.parametrize(
-    "mask", [True, 1, jnp.ones((8, 1)), np.ones((1, 3), bool), [[1], [1]] * 4]
-)
-def test_a_mask_that_leaves_nothing_out_is_as_none(mask):
-    x = data(8, 3)
-    expected, new = run(es.nn.BatchNorm(3), x)
-    y, masked = run(es.nn.BatchNorm(3), x, mask=jnp.asarray(mask))
-    assert_close(y, expected)
-    assert_close(masked, new)
 
 
 @pytest.mark.parametrize("way", ["whole", "each"])
@@ -446,15 +346,6 @@ def test_a_batch_that_is_padding_alone_changes_nothing(way):
     assert_close(y, jnp.tile(expected, (8, 1)))
 
 
-def test_a_channel_that_is_padding_alone_changes_nothing():
-    x, mask = data(8, 3), jnp.array([[True, False, True]])
-    norm = es.nn.BatchNorm(3)
-    _, new = run(norm, x, mask=mask)
-    _, all_new = run(norm, x)
-    assert (new.mean[1], new.var[1]) == (0, 1)
-    assert_close(new.mean[::2], all_new.mean[::2])
-
-
 def test_a_mask_leaves_padding_out_of_gradients():
     x, weights = data(8, 3), data(8, 3, seed=1)
     filled, mask = padded(x, 5, jnp.nan)
@@ -476,14 +367,6 @@ def test_a_mask_leaves_padding_out_of_gradients():
 def test_a_mask_does_nothing_where_the_statistics_rest(change):
     norm, x = change(run(es.nn.BatchNorm(3), data(8, 3))[1]), data(8, 3)
     assert (norm(x, mask=jnp.arange(8)[:, None] < 3) == norm(x)).all()
-
-
-@pytest.mark.parametrize("change", [es.train, es.eval])
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (1, 8, 3), (8, 2)])
-def test_a_mask_that_does_not_broadcast_is_an_error(change, shape):
-    norm = change(es.nn.BatchNorm(3))
-    with pytest.raises(ValueError, match=r"mask of shape .*\(8, 3\)"):
-        es.mutable(norm)(data(8, 3), mask=jnp.ones(shape, bool))
 
 
 # --- BatchNorm: modes and gradients ---------------------------------------------------
@@ -520,15 +403,6 @@ def test_one_example_needs_no_axis_in_eval_mode():
     x = data(5, 3, seed=1)
     one_by_one = jnp.stack([norm.eval()(row) for row in x])
     assert_close(one_by_one, jax.vmap(norm.eval())(x))
-
-
-def test_a_frozen_part_of_a_model_stays_while_another_learns():
-    layers = (es.nn.BatchNorm(3), es.nn.BatchNorm(3))
-    model = eqx.nn.Sequential(layers)
-    model = es.freeze(model, lambda m: m.layers[0])
-    _, new = es.mutable(model)(data(8, 3))
-    assert eqx.tree_equal(new.layers[0], model.layers[0])
-    assert not eqx.tree_equal(new.layers[1], model.layers[1])
 
 
 def test_gradients_flow_through_the_statistics_of_the_batch():
@@ -571,14 +445,6 @@ def test_the_running_averages_carry_no_gradient():
     assert jax.grad(total)(1.0) == 0
 
 
-def test_a_constant_channel_is_no_nan():
-    def loss_fn(norm, x):
-        return jnp.sum(norm(x))
-
-    grads, _ = es.grad(loss_fn)(es.nn.BatchNorm(3), jnp.ones((8, 3)))
-    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
-
-
 # --- BatchNorm: mistakes --------------------------------------------------------------
 
 
@@ -599,12 +465,6 @@ def test_another_number_of_channels_is_an_error(options, shape):
         norm(jnp.ones(shape))
 
 
-def test_a_batch_for_a_layer_of_single_examples_says_so():
-    norm = es.nn.BatchNorm(3, axis_name="batch")
-    with pytest.raises(Exception, match="batch"):
-        es.mutable(norm)(jnp.ones(3))
-
-
 def test_a_batch_under_vmap_without_a_name_names_the_field():
     norm = es.nn.BatchNorm(3, channel_axis=0)
     with pytest.raises(ValueError, match=r"(mean|var)[\s\S]*axis_name"):
@@ -614,28 +474,8 @@ def test_a_batch_under_vmap_without_a_name_names_the_field():
 @pytest.mark.parametrize("change", [es.train, es.eval])
 def test_complex_input_is_an_error(change):
     norm = change(es.nn.BatchNorm(3))
-    with pytest.raises(ValueError, match=r"complex64[\s\S]*BatchNorm\(6\)"):
+    with pytest.raises(ValueError, match=r"dtype complex64.*jnp.concatenate"):
         es.mutable(norm)(jnp.ones((8, 3), jnp.complex64))
-
-
-def test_a_numpy_array_of_float64_is_as_jax_takes_it():
-    # Warnings are errors here, and JAX warns where a float64 is asked for.
-    x = np.asarray(data(8, 3), np.float64)
-    expected, new = es.mutable(es.nn.BatchNorm(3))(data(8, 3))
-    y, after = es.mutable(es.nn.BatchNorm(3))(x)
-    assert y.dtype == jnp.float32
-    assert eqx.tree_equal((y, after), (expected, new))
-    assert new.eval()(x).dtype == jnp.float32
-    dropped, _ = es.mutable(es.nn.Dropout(0.5, key=0))(x)
-    assert dropped.dtype == jnp.float32
-    assert es.mutable(es.nn.Dropout(1.0, key=0))(x)[0].dtype == jnp.float32
-
-
-def test_train_mode_outside_a_scope_is_an_error_that_changes_nothing():
-    norm = es.nn.BatchNorm(3)
-    with pytest.raises(Exception, match=r"BatchNorm\.mean"):
-        norm(data(8, 3))
-    assert (norm.mean == 0).all()
 
 
 # --- Dropout --------------------------------------------------------------------------
@@ -678,18 +518,6 @@ def test_p_1_drops_everything_and_is_no_nan(p):
     assert (jax.grad(loss_fn)(x) == 0).all()
 
 
-@reuses_keys
-def test_each_call_drops_others():
-    dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones(100)
-    first, after_one = run(dropout, x)
-    second, after_two = run(after_one, x)
-    again, _ = run(dropout, x)
-    assert not (first == second).all()
-    assert (first == again).all()
-    keys = jnp.stack([d.rng for d in (dropout, after_one, after_two)])
-    assert len(np.unique(jr.key_data(keys), axis=0)) == 3
-
-
 def test_each_example_drops_others_and_the_key_advances_once():
     dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones((4, 100))
     y, new = es.mutable(es.vmap(dropout))(x)
@@ -709,16 +537,6 @@ def test_a_given_key_wins_and_the_own_one_stays():
     assert (eqx.nn.Dropout(0.5)(x, key=jr.key(7)) == y).all()
 
 
-def test_eval_draws_nothing():
-    dropout, x = es.nn.Dropout(0.5, key=jr.key(0)).eval(), data(100)
-    y, new = es.mutable(dropout)(x)
-    assert y is x
-    assert eqx.tree_equal(new, dropout)
-    assert dropout(x) is x
-    assert dropout(x, key=jr.key(1)) is x
-    assert (jax.jit(lambda dropout, x: dropout(x))(dropout, x) == x).all()
-
-
 def test_without_a_key_it_waits_for_init():
     dropout = es.nn.Dropout(0.5)
     assert isinstance(dropout.rng, es.Initializer)
@@ -730,23 +548,10 @@ def test_without_a_key_it_waits_for_init():
     assert set(y.tolist()) == {0.0, 2.0}
 
 
-def test_two_dropouts_without_keys_get_different_ones():
-    model = es.init([es.nn.Dropout(0.5), es.nn.Dropout(0.5)], 0)
-    assert model[0].rng != model[1].rng
-
-
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
 def test_an_invalid_p_is_an_error(p):
     with pytest.raises(ValueError, match=r"Dropout\(p="):
         es.nn.Dropout(p, key=jr.key(0))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_dropout_keeps_dtype_and_shape(dtype):
-    x = data(4, 5, dtype=dtype)
-    for p in (0.0, 0.25, 1.0):
-        y, _ = run(es.nn.Dropout(p, key=jr.key(0)), x)
-        assert (y.dtype, y.shape) == (dtype, (4, 5))
 
 
 @pytest.mark.parametrize(
@@ -767,35 +572,6 @@ def test_dropout_keeps_other_dtypes(dtype, kept):
         assert set(y.ravel().tolist()) == {0, expected}
     for p in (0.0, 1.0):
         assert run(es.nn.Dropout(p, key=jr.key(0)), x)[0].dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.float64])
-def test_dropout_of_a_numpy_array_is_as_jax_takes_it(dtype):
-    y, _ = es.mutable(es.nn.Dropout(0.5, key=0))(np.ones(100, dtype))
-    assert y.dtype == jnp.asarray(np.ones(1, dtype)).dtype
-    assert set(y.tolist()) == {0, 2}
-
-
-def test_dropout_takes_a_legacy_key():
-    dropout = es.nn.Dropout(0.5, key=jr.PRNGKey(0))
-    y, new = run(dropout, jnp.ones(100))
-    assert set(y.tolist()) == {0.0, 2.0}
-    assert new.rng.dtype == jnp.uint32
-    assert not (new.rng == dropout.rng).all()
-
-
-@reuses_keys
-def test_gradients_flow_where_nothing_was_dropped():
-    dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), data(100)
-    y, _ = run(dropout, x)
-    grad = jax.grad(lambda x: jnp.sum(run(dropout, x)[0]))(x)
-    assert_close(grad, jnp.where(y == 0, 0.0, 2.0))
-
-
-def test_p_is_configurable():
-    dropout = es.configure(es.nn.Dropout(0.5, key=jr.key(0)), p=0.0)
-    x = jnp.ones(3)
-    assert es.mutable(dropout)(x)[0] is x
 
 
 # --- Both -----------------------------------------------------------------------------
@@ -821,25 +597,6 @@ def test_they_sit_in_sequential_and_accept_a_key(key):
     assert not (new.layers[1].mean == 0).all()
     drew = new.layers[3].rng != model.layers[3].rng
     assert drew == (key is None)
-
-
-def test_they_accept_and_ignore_a_key_at_construction():
-    norm = es.nn.BatchNorm(3, key=jr.key(0))
-    assert eqx.tree_equal(norm, es.nn.BatchNorm(3))
-    lazy = es.init(es.lazy(es.nn.BatchNorm, 3), 0)
-    assert eqx.tree_equal(lazy, norm)
-    assert isinstance(es.init(es.lazy(es.nn.Dropout, 0.5), 0), es.nn.Dropout)
-
-
-def test_a_jitted_loop_compiles_once():
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, x):
-        return es.mutable(model)(x)
-
-    model = eqx.nn.Sequential([es.nn.BatchNorm(3), es.nn.Dropout(0.5, key=jr.key(0))])
-    for seed in range(3):
-        _, model = step(model, data(8, 3, seed=seed))
 
 
 def test_they_are_arguments_of_plain_jit():

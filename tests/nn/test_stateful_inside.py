@@ -17,7 +17,7 @@ from equinox_layers import (
     sequential,
     Twice,
 )
-from helpers import rejects, reuses_keys
+from helpers import reuses_keys
 
 import eqx_state as es
 
@@ -102,26 +102,6 @@ def test_a_key_goes_to_a_layer_that_takes_one():
 
 
 # --- Modes ----------------------------------------------------------------------------
-
-
-def test_modes_and_writes_outside_a_scope():
-    model = es.nn.Stateful(sequential(jr.key(0)))
-    with rejects(model, FROZEN, r"Stateful\.layer", r"es\.mutable"):
-        es.vmap(model, axis_name="batch")(data(0))
-    _, new = batched(model.eval())(data(0))
-    assert eqx.tree_equal(new, model.eval())
-    with rejects(model.eval(), FROZEN, r"Stateful\.layer"):
-        es.nn.Stateful(Inner(2)).eval()(jnp.ones(2))  # it writes in any mode
-
-
-def test_a_plain_transform_inside_a_scope_is_an_error():
-    model = es.nn.Stateful(sequential(jr.key(0)))
-
-    def f(m, xs):
-        return jax.vmap(lambda x: m(x), axis_name="batch")(xs)
-
-    with rejects(model, es.TraceError, r"`layer`", r"es\.vmap"):
-        es.mutable(f)(model, data(0))
 
 
 @reuses_keys

@@ -1,8 +1,7 @@
 """Batch normalization with its statistics as state."""
 
-import functools as ft
 import math
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -11,8 +10,6 @@ from jaxtyping import Array
 
 from .._kinds.kinds import BatchStat, Parameter
 from .._state.module import Module
-from .._tree.base import get_place
-from .._tree.walk import name_of
 
 
 class BatchNorm(Module):
@@ -98,10 +95,7 @@ class BatchNorm(Module):
         del key
         dtype = jnp.zeros((), dtype).dtype
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"`es.nn.BatchNorm(dtype={dtype})`: a variance is a real number, so"
-                " `dtype` must be a real floating one, such as `jnp.float32`."
-            )
+            raise ValueError(_NOT_REAL.format(dtype))
         self.weight = jnp.ones(input_size, dtype) if channelwise_affine else None
         self.bias = jnp.zeros(input_size, dtype) if channelwise_affine else None
         self.mean = jnp.zeros(input_size, _widest(dtype))
@@ -141,118 +135,56 @@ class BatchNorm(Module):
         del key
         x = jnp.asarray(x)
         _check_input(self, x)
-        mask = None if mask is None else _as_mask(mask, x)
-        averages = self.training and not self.frozen
-        how = _How(self.axis_name, self.channel_axis, self.eps, self.momentum, averages)
-        arrays = _Arrays(self.weight, self.bias, self.mean, self.var)
+        if mask is not None:
+            mask = jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
         # A schedule may have set them to arrays, by `es.configure`.
-        are_numbers = all(isinstance(x, (int, float)) for x in (how.eps, how.momentum))
-        normalize = _normalize if are_numbers else _normalize.__wrapped__
+        are_numbers = all(
+            isinstance(x, (int, float)) for x in (self.eps, self.momentum)
+        )
+        normalize = _compiled if are_numbers else _normalize
         try:
-            y, mean, var = normalize(how, arrays, x, mask)
+            y, mean, var = normalize(self, x, mask)
         except NameError as e:  # JAX's, for an axis name that no transform has bound
-            place = get_place(self)
-            where = name_of(place.path) if place is not None else ""
-            raise NameError(
-                f"{f'`{where}`: ' if where else ''}"
-                f"`es.nn.BatchNorm(axis_name={self.axis_name!r})` averages over an"
-                " axis of that name, and there is none. Name it where the model is"
-                f" mapped: `es.vmap(model, axis_name={self.axis_name!r})(xs)`. For a"
-                " whole batch at once, make the layer with `axis_name=None`."
-            ) from e
-        if averages:
+            raise NameError(_UNBOUND.format(self.axis_name)) from e
+        if self.training and not self.frozen:
             self.mean, self.var = mean, var
         return y
 
 
-class _How(NamedTuple):
-    """The settings of a layer. `averages`: whether it normalizes with the batch."""
-
-    axis_name: Any
-    channel_axis: int
-    eps: float
-    momentum: float
-    averages: bool
-
-
-class _Arrays(NamedTuple):
-    """The arrays of a layer."""
-
-    weight: Array | None
-    bias: Array | None
-    mean: Array
-    var: Array
-
-
-# One program where `jit` is not around it. In a trace its operations appear as they
-# are, but come from a trace that is cached: a model has many such layers.
-@ft.partial(jax.jit, static_argnums=0, inline=True)
 def _normalize(
-    how: _How, norm: _Arrays, x: Array, mask: Array | None
+    norm: BatchNorm, x: Array, mask: Array | None
 ) -> tuple[Array, Array, Array]:
     """The output, and the averages after it."""
     new_mean, new_var = norm.mean, norm.var
     wide = x.astype(_widest(x.dtype, norm.mean.dtype))
-    if how.averages:
-        deviation, kept, rest, var, new_mean, new_var = _center(how, norm, wide, mask)
+    if norm.training and not norm.frozen:
+        deviation, kept, rest, var, new_mean, new_var = _center(norm, wide, mask)
     else:
         mean, var = (a.astype(wide.dtype) for a in (norm.mean, norm.var))
-        deviation = kept = wide - _spread(how, mean, x)
+        deviation = kept = wide - _spread(norm, mean, x)
         rest = None
-    scale = jax.lax.rsqrt(var + how.eps)
+    scale = jax.lax.rsqrt(var + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight.astype(scale.dtype)
     shift = None if norm.bias is None else norm.bias.astype(scale.dtype)
     if rest is not None:
         shift = -rest * scale if shift is None else shift - rest * scale
-    y = _affine(how, kept, scale, shift)
-    if kept is not deviation:
-        padding = _affine(how, *jax.lax.stop_gradient((deviation, scale, shift)))
+    y = _affine(norm, kept, scale, shift)
+    if mask is not None and kept is not deviation:
+        padding = _affine(norm, *jax.lax.stop_gradient((deviation, scale, shift)))
         y = jnp.where(mask, y, padding)
     # Back to the precision of the layers around, but not back to integers.
     y = y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
     return y, new_mean, new_var
 
 
-def _widest(*dtypes: Any) -> Any:
-    """The widest of these that are real floating dtypes; float32 at least."""
-    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    return max(jnp.dtype("float32"), *floating, key=lambda d: jnp.finfo(d).bits)
-
-
-def _check_input(norm: BatchNorm, x: Array) -> None:
-    axis, size = norm.channel_axis, norm.input_size
-    if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
-        raise ValueError(
-            f"`es.nn.BatchNorm(input_size={size})` got an input of shape {x.shape}, and"
-            f" looks for its {size} channels along axis {axis}. Set `channel_axis`;"
-            " with `axis_name=None` the input is a whole batch."
-        )
-    if jnp.iscomplexobj(x):
-        raise ValueError(
-            f"`es.nn.BatchNorm` got an input of dtype {x.dtype}, and normalizes real"
-            " numbers. Complex numbers have more than one kind of variance. To"
-            " normalize the two parts as twice as many channels:\n\n"
-            f"    norm = es.nn.BatchNorm({2 * size})\n"
-            f"    norm(jnp.concatenate([x.real, x.imag], axis={axis}))"
-        )
-
-
-def _spread(how: _How, channels: Array, x: Array) -> Array:
-    """One value per channel, as an array of the rank of `x`."""
-    # Not of the shape of `x`: a gradient would keep a residual of that size.
-    shape = [1] * x.ndim
-    shape[how.channel_axis] = channels.size
-    return channels.reshape(shape)
-
-
-def _affine(how: _How, x: Array, scale: Array, shift: Array | None) -> Array:
-    y = x * _spread(how, scale, x)
-    return y if shift is None else y + _spread(how, shift, x)
+# One program where `jit` is not around it. In a trace its operations appear as they
+# are, but come from a trace that is cached: a model has many such layers.
+_compiled = jax.jit(_normalize, inline=True)
 
 
 def _center(
-    how: _How, norm: _Arrays, x: Array, mask: Array | None
+    norm: BatchNorm, x: Array, mask: Array | None
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """What `_normalize` normalizes with, and the new running averages.
 
@@ -264,60 +196,79 @@ def _center(
     # of the deviations, which is that error. Without this, 100 elements of 1e4/3 would
     # deviate from their mean by 0.15. The error has no gradient: computed exactly it is
     # 0 for every `x`.
-    axes = tuple(i for i in range(x.ndim) if i != how.channel_axis % x.ndim)
+    axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
 
-    def sums(*xs: Array) -> list[Array]:
-        return _over_lanes(how, [jnp.sum(a, axes) for a in xs])
+    def over_lanes(*xs: Any) -> Any:
+        return xs if norm.axis_name is None else jax.lax.psum(xs, norm.axis_name)
 
-    if mask is None:
-        [number] = _over_lanes(how, [math.prod(x.shape[i] for i in axes)])
-        only = if_any = _first
-    else:
-        [found] = sums(mask.astype(x.dtype))
-        number = jnp.maximum(found, 1)
+    def sums(*xs: Array) -> Any:
+        return over_lanes(*(jnp.sum(a, axes) for a in xs))
 
-        def only(a: Array) -> Array:
-            # Not by a product: padding may be NaN, and 0 times NaN is NaN.
-            return jnp.where(mask, a, 0)
+    found = None if mask is None else sums(mask.astype(x.dtype))[0]
+    [number] = over_lanes(math.prod(x.shape[i] for i in axes))
+    number = number if found is None else jnp.maximum(found, 1)
 
-        def if_any(new: Array, old: Array) -> Array:
-            return jnp.where(found > 0, new, old.astype(new.dtype))
+    def only(a: Array) -> Array:
+        # Not by a product: padding may be NaN, and 0 times NaN is NaN.
+        return a if mask is None else jnp.where(mask, a, 0)
+
+    def if_any(new: Array, old: Array) -> Array:
+        old = old.astype(new.dtype)
+        return new if found is None else jnp.where(found > 0, new, old)
+
+    def average(old: Array, new: Array) -> Array:
+        new = jax.lax.stop_gradient(new)
+        mixed = norm.momentum * old.astype(new.dtype) + (1 - norm.momentum) * new
+        return if_any(mixed.astype(old.dtype), old)
 
     [mean] = (a / number for a in sums(only(x)))
     mean = if_any(mean, norm.mean)
-    deviation = x - _spread(how, mean, x)
+    deviation = x - _spread(norm, mean, x)
     kept = only(deviation)
     # Not `jnp.square`, whose gradient would keep `2 * kept` besides `kept`.
     rest, square = (a / number for a in sums(kept, kept * kept))
     rest = jax.lax.stop_gradient(rest)
     var = square - jnp.minimum(jnp.square(rest), jax.lax.stop_gradient(square))
     var = if_any(var, norm.var)
-    new_mean = if_any(_average(how, norm.mean, mean + rest), norm.mean)
-    new_var = if_any(_average(how, norm.var, var), norm.var)
+    new_mean, new_var = average(norm.mean, mean + rest), average(norm.var, var)
     return deviation, kept, rest, var, new_mean, new_var
 
 
-def _first(new: Array, *_: Array) -> Array:
-    return new
+def _widest(*dtypes: Any) -> Any:
+    """The widest of these that are real floating dtypes; float32 at least."""
+    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    return max(jnp.dtype("float32"), *floating, key=lambda d: jnp.finfo(d).bits)
 
 
-def _as_mask(mask: Any, x: Array) -> Array:
-    mask = jnp.asarray(mask, bool)
-    try:
-        return jnp.broadcast_to(mask, x.shape)
-    except ValueError as e:
-        raise ValueError(
-            f"`es.nn.BatchNorm`: the mask of shape {mask.shape} does not broadcast to"
-            f" the input of shape {x.shape}. Give it an axis of size 1 for each that it"
-            " lacks: for a batch `(N, C)` whose last rows are padding, `mask[:, None]`."
-        ) from e
+def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
+    """One value per channel, as an array of the rank of `x`."""
+    # Not of the shape of `x`: a gradient would keep a residual of that size.
+    shape = [1] * x.ndim
+    shape[norm.channel_axis] = channels.size
+    return channels.reshape(shape)
 
 
-def _over_lanes(how: _How, xs: list[Any]) -> list[Any]:
-    return xs if how.axis_name is None else jax.lax.psum(xs, how.axis_name)
+def _affine(norm: BatchNorm, x: Array, scale: Array, shift: Array | None) -> Array:
+    y = x * _spread(norm, scale, x)
+    return y if shift is None else y + _spread(norm, shift, x)
 
 
-def _average(how: _How, old: Array, new: Array) -> Array:
-    new = jax.lax.stop_gradient(new)
-    mixed = how.momentum * old.astype(new.dtype) + (1 - how.momentum) * new
-    return mixed.astype(old.dtype)
+def _check_input(norm: BatchNorm, x: Array) -> None:
+    axis, size = norm.channel_axis, norm.input_size
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
+        raise ValueError(_CHANNELS.format(size, x.shape, axis))
+    if jnp.iscomplexobj(x):  # JAX would cast it to real numbers
+        raise ValueError(_NOT_REAL.format(x.dtype))
+
+
+_UNBOUND: Final = """`es.nn.BatchNorm(axis_name={0!r})` averages over an axis of that \
+name, and there is none. Name it where the model is mapped: `es.vmap(model, \
+axis_name={0!r})(xs)`. For a whole batch at once, make the layer with \
+`axis_name=None`."""
+
+_CHANNELS: Final = """`es.nn.BatchNorm(input_size={0})` got an input of shape {1}, and \
+looks for its {0} channels along axis {2}. Set `channel_axis`; with `axis_name=None` \
+the input is a whole batch."""
+
+_NOT_REAL: Final = """`es.nn.BatchNorm` was given the dtype {}, and normalizes real \
+numbers. Give it both parts as channels: `jnp.concatenate([x.real, x.imag], axis=1)`."""

@@ -1,9 +1,8 @@
 """Layers of one structure as one: a program as small as that of a single layer."""
 
 import functools as ft
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Generic, NamedTuple, overload, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Final, Generic, overload, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,7 +17,6 @@ from .._state.init import check_initialized, init, Initializer, missing
 from .._state.module import Module
 from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
-from .._transforms.transform import why_not_called
 from .._tree.compare import check_not_shared, difference, same
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import layer_of
@@ -29,27 +27,14 @@ from .._typing import PyTree
 # --- Several layers as one, each array with an axis more.
 
 
-class Stack(NamedTuple):
-    """Layers as one tree, and how many there are."""
-
-    layers: PyTree
-    length: int
-
-
-def stack(layers: Any) -> Stack:
-    """Layers as one, with a first axis in each array."""
-    if isinstance(layers, Stack):
-        return layers
-    is_list = isinstance(layers, Iterable) and not is_array(layers)
-    if not is_list or isinstance(layers, (Mapping, str)):
-        raise TypeError(_NOT_LAYERS.format(type(layers).__qualname__))
-    layers = list(layers)
-    if not layers:
+def _stack(layers: Any) -> tuple[PyTree, int]:
+    """Layers as one, with a first axis in each array; and how many there are."""
+    if not (layers := list(layers)):
         raise ValueError(_NO_LAYERS)
     check_not_shared(layers)
     if missing(layers) is not None:
-        return Stack(Initializer(ft.partial(_stack_drawn, layers)), len(layers))
-    return Stack(_stacked(layers), len(layers))
+        return Initializer(ft.partial(_stack_drawn, layers)), len(layers)
+    return _stacked(layers), len(layers)
 
 
 def _stack_drawn(layers: list[Any], key: Any) -> PyTree:
@@ -92,13 +77,6 @@ def _as_one(column: list[Any]) -> Any:
         return jax.ShapeDtypeStruct((len(column), *first.shape), first.dtype)
     return np.stack(column) if all(map(is_numpy, column)) else jnp.stack(column)
 
-
-_NOT_LAYERS: Final = """`es.nn.Stacked` takes a list of layers, and was given a `{}`. \
-To make several by one function:
-
-    es.nn.Stacked(Block(key))                             # wrong
-    es.nn.Stacked([Block(key) for key in keys])           # right
-    es.nn.Stacked.make(Block, jax.random.split(key, n))   # right"""
 
 _NO_LAYERS: Final = """`es.nn.Stacked` needs at least one layer: an empty list does \
 not say what a layer is."""
@@ -194,12 +172,11 @@ class Stacked(Module, Generic[_Layer]):
         **Raises:**
 
         - `ValueError`: the layers differ (the message has the first path), there are
-            none, or a stateful one occurs twice; or `unroll` is not positive.
-        - `TypeError`: `layers` is a single layer, or an option is of the wrong type.
+            none, or a stateful one occurs twice.
         """
-        self.checkpoint = _checked_policy(checkpoint)
-        self.unroll = _checked_unroll(unroll)
-        self.layers, self.length = stack(layers)
+        self.checkpoint = checkpoint or None
+        self.unroll = unroll
+        self.layers, self.length = _stack(layers)
 
     @staticmethod
     def make(
@@ -219,8 +196,7 @@ class Stacked(Module, Generic[_Layer]):
 
         **Raises:**
 
-        - `TypeError`: `make_layer` is not a function of a key; or `keys` is not an
-            array with an axis for the layers, or a list of keys.
+        - `TypeError`: `keys` is a single key.
 
         !!! example
 
@@ -238,18 +214,17 @@ class Stacked(Module, Generic[_Layer]):
             assert stacked(jr.normal(jr.key(1), (4,))).shape == (4,)
             ```
         """
-        if not callable(make_layer):
-            raise TypeError(_MAKE.format(type(make_layer).__qualname__))
-        keys = _checked_keys(keys)
-        if (problem := why_not_called(make_layer, keys[0])) is not None:
-            name = getattr(make_layer, "__qualname__", "make_layer")
-            raise TypeError(_OTHER_ARGUMENTS.format(name, problem))
-        layers: Any = Stack(eqx.filter_vmap(make_layer)(keys), len(keys))
-        if missing(layers.layers) is not None:
+        if _is_one_key(keys):
+            raise TypeError(_ONE_KEY)
+        keys = keys if is_array(keys) else jnp.stack(keys)
+        layers = eqx.filter_vmap(make_layer)(keys)
+        if missing(layers) is not None:
             # A placeholder knows nothing of the `vmap` that it was made under.
             # (And JAX cannot iterate over typed keys in a trace.)
-            layers = [make_layer(keys[i]) for i in range(len(keys))]
-        return Stacked(layers, checkpoint=checkpoint, unroll=unroll)
+            each = [make_layer(keys[i]) for i in range(len(keys))]
+            return Stacked(each, checkpoint=checkpoint, unroll=unroll)
+        empty: Stacked[Any] = Stacked([()], checkpoint=checkpoint, unroll=unroll)
+        return _with(empty, layers, len(keys))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """**Arguments:**
@@ -287,9 +262,7 @@ class Stacked(Module, Generic[_Layer]):
             layer, named = layer_and_key
             if is_remat:
                 layer = remat(layer, policy=policy, prevent_cse=not is_loop)
-            y = layer(x, *args, **kwargs, **named)
-            _check_alike(x, y)
-            return y, None
+            return layer(x, *args, **kwargs, **named), None
 
         x, _ = scan(step, x, (layers, keys), length, unroll=self.unroll)
         return x
@@ -305,19 +278,19 @@ class Stacked(Module, Generic[_Layer]):
     @overload
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            new = copy_tree(self)
-            length = len(range(self.length)[index])
-            object.__setattr__(new, "layers", _take(_ready(self), index))
-            object.__setattr__(new, "length", length)
-            return new
-        try:
-            index = operator.index(index)
-        except TypeError:
-            raise TypeError(_INDEX.format(type(index).__qualname__)) from None
-        if not -self.length <= index < self.length:
-            raise IndexError(_OUT_OF_RANGE.format(index, self.length))
-        return _take(_ready(self), index)
+        layers = _ready(self)
+        # As a list does, this raises an error for an index that is out of range. JAX
+        # would take the last layer instead.
+        at = range(self.length)[index]
+        if isinstance(at, range):
+            return _with(copy_tree(self), _take(layers, index), len(at))
+        return _take(layers, at)
+
+
+def _with(new: Stacked[Any], layers: PyTree, length: int) -> Any:
+    object.__setattr__(new, "layers", layers)
+    object.__setattr__(new, "length", length)
+    return new
 
 
 def _take(layers: PyTree, index: int | slice) -> PyTree:
@@ -326,100 +299,23 @@ def _take(layers: PyTree, index: int | slice) -> PyTree:
 
 def _ready(stacked: Stacked[Any]) -> PyTree:
     """The layers of a stack, if they are initialized and have the stack's axis."""
-    layers = stacked.layers
-    if isinstance(layers, Initializer):
+    if isinstance(stacked.layers, Initializer):
         check_initialized(stacked)
-    for visit in leaves(layers):
-        x = visit.node
-        if is_array(x) and x.shape[:1] != (stacked.length,):
-            where = f"layers.{visit.name}".rstrip(".")
-            raise ValueError(_NO_AXIS.format(where, x.shape, stacked.length))
-    return layers
+    for x in filter(is_array, jtu.tree_leaves(stacked.layers)):
+        if x.shape[:1] != (stacked.length,):  # `jax.vmap` has put another in front
+            raise ValueError(_NO_AXIS.format(stacked.length, x.shape))
+    return stacked.layers
 
 
 def _is_one_key(x: Any) -> bool:
     return is_key(x) and num_key_axes(x) == 0
 
 
-def _check_alike(x: PyTree, y: PyTree) -> None:
-    """Raise `TypeError` unless the next layer can take what a layer returned."""
-    before, after = jtu.tree_leaves(x), jtu.tree_leaves(y)
-    is_alike = jtu.tree_structure(x) == jtu.tree_structure(y) and all(
-        # JAX makes the first carry strong, and so may change its dtype.
-        not (is_array(a) and is_array(b))
-        or (a.shape == b.shape and (a.dtype == b.dtype or jax.typeof(a).weak_type))
-        for a, b in zip(before, after, strict=True)
-    )
-    if not is_alike:
-        raise TypeError(_UNALIKE.format(show(x), show(y)))
+_NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}. If \
+these are several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
 
-
-# --- Options --------------------------------------------------------------------------
-
-
-def _checked_keys(keys: Any) -> Any:
-    if _is_one_key(keys):
-        raise TypeError(_KEYS.format("a single key"))
-    if is_array(keys) and keys.ndim > 0:
-        return keys
-    if isinstance(keys, (list, tuple)) and keys and all(map(_is_one_key, keys)):
-        return jnp.stack(keys)
-    raise TypeError(_KEYS.format(f"a `{type(keys).__qualname__}`"))
-
-
-def _checked_policy(checkpoint: Any) -> Any:
-    if checkpoint is None or isinstance(checkpoint, bool):
-        return checkpoint or None
-    if not callable(checkpoint):
-        raise TypeError(_POLICY.format(checkpoint))
-    return checkpoint
-
-
-def _checked_unroll(unroll: Any) -> int | bool:
-    if isinstance(unroll, bool):
-        return unroll
-    try:
-        number = operator.index(unroll)
-    except TypeError:
-        raise TypeError(_UNROLL.format(unroll)) from None
-    if number < 1:
-        raise ValueError(_UNROLL.format(unroll))
-    return number
-
-
-_MAKE: Final = """`es.nn.Stacked.make` takes a function of a key that returns a layer, \
-and was given a `{}`: `es.nn.Stacked.make(Block, keys)`. Layers that are there already \
-are stacked by `es.nn.Stacked(layers)`."""
-
-_OTHER_ARGUMENTS: Final = """`es.nn.Stacked.make` calls `{0}` with a key and nothing \
-else, and it takes other arguments: {1}. Write a function of the key that gives them:
-
-    es.nn.Stacked.make(eqx.nn.Linear, keys)                                # wrong
-    es.nn.Stacked.make(lambda key: eqx.nn.Linear(8, 8, key=key), keys)     # right"""
-
-_KEYS: Final = """`es.nn.Stacked.make` takes one key for each layer, and was given {}:
+_ONE_KEY: Final = """`es.nn.Stacked.make` takes one key for each layer, and was given \
+a single key:
 
     es.nn.Stacked.make(make_layer, key)                        # wrong
     es.nn.Stacked.make(make_layer, jax.random.split(key, n))   # right"""
-
-_POLICY: Final = """`es.nn.Stacked(checkpoint={!r})`: it is `None` (keep all that the \
-backward pass needs), `True` (recompute it), or a policy of `jax.checkpoint`, such as \
-`jax.checkpoint_policies.dots_saveable`."""
-
-_UNROLL: Final = """`es.nn.Stacked(unroll={!r})`: it is the number of layers that one \
-step of the loop runs, at least 1, or `True` for all."""
-
-_NO_AXIS: Final = """`{}` of an `es.nn.Stacked` has shape {}, and the first axis of \
-each of its arrays has to be that of its {} layers. If these are several models, map \
-over them: `es.vmap(model, axes={{...: 0}})`."""
-
-_UNALIKE: Final = """A layer of an `es.nn.Stacked` was given `{}`, and returned `{}`. \
-The next layer takes what it returns, by the same program, so structure, shapes and \
-dtypes must stay. Change them before the stack or after it, or cast what the layer \
-returns: `y.astype(x.dtype)`."""
-
-_INDEX: Final = """A layer of an `es.nn.Stacked` is chosen by an integer or a slice, \
-and not by a `{}`. For an index that is traced: `jax.tree.map(lambda w: w[i], \
-stacked.layers)`."""
-
-_OUT_OF_RANGE: Final = """There is no layer {}: the `es.nn.Stacked` has {} layers."""

@@ -62,19 +62,8 @@ class Stateful(Module):
         - `TypeError`: `layer` cannot be called, or holds no `equinox.nn.StateIndex`.
         - `ValueError`: one of these has no value.
         """
-        name = type(layer).__qualname__
-        if isinstance(layer, type):
-            raise TypeError(
-                f"`es.nn.Stateful` takes a layer, and was given the class"
-                f" `{layer.__name__}`. Make the layer first:"
-                f" `es.nn.Stateful({layer.__name__}(...))`."
-            )
-        if not callable(layer):
-            raise TypeError(
-                "`es.nn.Stateful` is for layers that are called as `layer(x, state)`,"
-                f" and a `{name}` cannot be called."
-            )
-        if not (indices := _indices(layer)):
+        name = getattr(layer, "__qualname__", type(layer).__qualname__)
+        if not callable(layer) or not (indices := _indices(layer)):
             raise TypeError(
                 "`es.nn.Stateful` is for layers that are called as `layer(x, state)`,"
                 f" and `{name}` holds no `eqx.nn.StateIndex` outside the `es.Module`s"
