@@ -15,11 +15,11 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from .._kinds.kinds import Rng
+from .._kinds.kinds import is_kind, Rng
 from .._state.scope import is_owned, Sown
 from .._tree.base import get_place
 from .._tree.keys import is_key, next_keys, num_key_axes, split_key
-from .._tree.rules import Asked, check_rules, is_rules
+from .._tree.rules import Asked, check_rules, is_rules, most_derived
 from .._tree.walk import is_array, leaves, name_of, Visit
 from .lift import (
     by_entry,
@@ -27,6 +27,7 @@ from .lift import (
     is_model,
     Lifted,
     models_in,
+    owned_in,
     Ran,
     Slot,
     Values,
@@ -102,6 +103,7 @@ class Reached:
 
     - `values`, `axes`: of each leaf that is mapped. `tree` puts such a list together.
     - `rest`: all other leaves, which the lanes share.
+    - `entries`: what the user says of arguments, with these.
     - `lifted`: the modules that a scope owns; `of_owned` has an axis for each leaf.
     - `groups`: the axes of state, each once. New state leaves a lane in such groups.
     """
@@ -110,7 +112,7 @@ class Reached:
         self, transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
         f = _opened(transform.f)
-        of_arguments, asked = _axes_of_arguments(transform, args, kwargs)
+        of_arguments, asked, self.entries = _axes_of_arguments(transform, args, kwargs)
         self.lifted = lifted = Lifted(f, (args, kwargs), of_arguments)
         of_f, self.of_owned, asked_of_f = _axes_of_function(transform, f, lifted)
         if not lifted.is_initializing:  # which may have yet to make what a filter means
@@ -135,7 +137,7 @@ class Reached:
         self.axes = [axis for axis in axes if axis is not None]
         # For each key that is split the one that its module keeps, if it was used.
         self.advanced: Values = {}
-        self.what, self.shared = transform.what, transform.shared
+        self.transform, self.shared = transform, transform.shared
         self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
     def group_of(self, slot: Slot) -> Any:
@@ -161,7 +163,9 @@ class Reached:
         for k, slot in enumerate(slots):
             if self.axes[k] is SPLIT:
                 if not is_key(self.values[k]):
-                    raise ValueError(_NOT_A_KEY.format(self.what, self.names()[k]))
+                    raise ValueError(
+                        _NOT_A_KEY.format(self.transform.what, self.names()[k])
+                    )
                 # Why a clone? Splitting uses a key up. If no lane draws from it, the
                 # new key is not committed: the model keeps this one, and may draw from
                 # it later, which `jax_debug_key_reuse` would take for reuse.
@@ -196,8 +200,25 @@ class Reached:
                 unreduced.append(f"`{self.lifted.name(slot)}`")
         return groups, used, unreduced
 
+    def _is_of_a_stack(self, i: int, visit: Visit) -> bool:
+        """Whether lanes have values of their own of what `init` has made here."""
+        root, transform = self.lifted.roots[i], self.transform
+        entry: Any = dict(transform.axes)
+        if root.is_copy:
+            given = (e for e, x in self.entries if root.original in owned_in(x))
+            entry = next(given, None)
+        if is_rules(entry) or not root.is_copy:
+            kinds = {k: x for k, x in entry.items() if k is ... or is_kind(k)}
+            axis = kinds.get(most_derived(visit.kind, kinds))
+        else:
+            axis = transform.axis_by_entry(entry, visit.node)
+        return axis not in (None, SPLIT, PartitionSpec()) and axis is not self.shared
+
     def commit(self, groups: list[Values], used: list[Slot], sown: list[Sown]) -> None:
         """Write to the modules outside."""
+        self.lifted.check_not_created(
+            self._is_of_a_stack, f"lane of `{self.transform.what}`"
+        )
         written = {slot: x for group in groups for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(Ran(None, written, sown))
@@ -215,8 +236,9 @@ def _opened(f: Any) -> Any:
 
 def _axes_of_arguments(
     transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[Asked]]:
-    """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
+) -> tuple[list[Any], list[Asked], list[tuple[Any, Any]]]:
+    """The axis of each leaf of `(args, kwargs)`; the rules among the entries; and each
+    entry with what it is for.
 
     Keyword arguments have axis 0, as in JAX.
     """
@@ -247,7 +269,7 @@ def _axes_of_arguments(
         else:
             xs, axis_of = jtu.tree_leaves(argument), transform.axis_by_entry
             axes += [axis_of(entry, x) if is_array(x) else None for x in xs]
-    return axes, asked
+    return axes, asked, pairs
 
 
 def _axes_of_function(

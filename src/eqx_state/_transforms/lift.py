@@ -26,7 +26,7 @@ import dataclasses
 import functools as ft
 import itertools
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -542,16 +542,24 @@ class Lifted:
         for kept, key, values in sown:
             kept.setdefault(key, []).extend(values)
 
-    def check_not_created(self, stacked: Container[int], what: str) -> None:
-        """Raise `ValueError` if `init` has made something in one of these modules.
+    def check_not_created(
+        self, is_stack: Callable[[int, Visit], bool], what: str
+    ) -> None:
+        """Raise `ValueError` if `init` has made an array in one layer of a stack.
 
-        They are stacks, of which the function saw one layer.
+        `is_stack`: whether an array there, in this lifted module, is one of a stack.
         """
-        inside = {id(v.node): i for i, x in enumerate(self.roots) for v in x.modules}
-        for module, name, _ in (field for _, x in self.created for field in x):
-            if inside.get(id(module)) in stacked:
-                where = f"{type(module).__qualname__}.{name}"
-                raise ValueError(_CREATED_ONCE.format(where, what))
+        inside = {
+            id(v.node): (i, v) for i, x in enumerate(self.roots) for v in x.modules
+        }
+        for module, name, value in (field for _, x in self.created for field in x):
+            if id(module) in inside:
+                i, at = inside[id(module)]
+                key = jtu.GetAttrKey(name)
+                made = leaves(value, (*at.path, key), at.context.enter(module, key))
+                if any(is_array(v.node) and is_stack(i, v) for v in made):
+                    where = f"{type(module).__qualname__}.{name}"
+                    raise ValueError(_CREATED_ONCE.format(where, what))
 
     def _check_written_once(self, written: Values) -> None:
         """Raise `ValueError` if one state was written in two ways.

@@ -341,7 +341,7 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     x = eqx.combine(arrays, rest, is_leaf=is_owned)
     ran = lifted.run(values, lambda: f(init, x))
     stacked = {i for i, root in enumerate(lifted.roots) if root.is_copy}
-    lifted.check_not_created(stacked, "step of `es.scan`")
+    lifted.check_not_created(lambda i, _: i in stacked, "step of `es.scan`")
     # The writes to a slice are dropped. The loop runs this step again, and writes the
     # whole stack.
     state = {
