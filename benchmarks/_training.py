@@ -36,16 +36,28 @@ def cross_entropy(logits: Float[Array, "batch classes"], y: Labels) -> Loss:
 
 
 @dataclasses.dataclass
+class Times:
+    """Seconds of each step: until the call returned, until it was ready, of CPU."""
+
+    returned: list[float] = dataclasses.field(default_factory=list)
+    ready: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
 class Program:
-    """A step from a state to a loss and the next state, and what was measured of it."""
+    """A step from a state to a loss and the next state, and what was measured of it.
+
+    `times`: of steps in a row, as a user runs them. `turns`: of one step at a time, in
+    turns with those of the other programs.
+    """
 
     step: Step
     state: Any
     first_loss: float = 0.0
     first_cpu: float = 0.0
-    returned: list[float] = dataclasses.field(default_factory=list)
-    ready: list[float] = dataclasses.field(default_factory=list)
-    cpu: list[float] = dataclasses.field(default_factory=list)
+    times: Times = dataclasses.field(default_factory=Times)
+    turns: Times = dataclasses.field(default_factory=Times)
 
     def compile(self, data: Data) -> None:
         """Calls it once; `first_cpu` are the CPU seconds of all threads."""
@@ -60,14 +72,15 @@ class Program:
             losses.append(float(loss))
         self.first_loss = losses[0]
 
-    def run(self, data: Data) -> None:
+    def run(self, data: Data, times: Times | None = None) -> None:
+        times = self.times if times is None else times
         cpu, start = time.thread_time(), time.perf_counter()
         loss, self.state = self.step(self.state, *data)
         returned = time.perf_counter() - start
-        self.cpu.append(time.thread_time() - cpu)
-        self.returned.append(returned)
+        times.cpu.append(time.thread_time() - cpu)
+        times.returned.append(returned)
         loss.block_until_ready()  # the outputs of one program are ready together
-        self.ready.append(time.perf_counter() - start)
+        times.ready.append(time.perf_counter() - start)
 
 
 # With `eqx_state`.

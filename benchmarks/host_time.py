@@ -1,10 +1,12 @@
 """How long does the host take for a training step, over `jax.jit` on nested dicts?
 
 A step of N blocks of Linear, BatchNorm, relu and Dropout, with adam, small enough that
-the device has almost nothing to do. All programs take turns in one process, in another
-order each round: the same es model under `es.jit` and `eqx.filter_jit`, and its arrays
-as a flat list (the floor) and as nested dicts under `jax.jit`, held by `es.hold`; and
-the model as others write it.
+the device has almost nothing to do. All programs run in one process: the same es model
+under `es.jit` and `eqx.filter_jit`, and its arrays as a flat list (the floor) and as
+nested dicts under `jax.jit`, held by `es.hold`; and the model as others write it. They
+run in blocks of forty steps of one program, as a user runs it, and the blocks take
+turns, in another order each time. These figures are the ones that are claimed. Then
+single steps take turns (`in turns / ref`), which empties the caches for all of them.
 Measured are the times until the call returns and until the loss is ready, and the CPU
 time of the thread that calls; all in microseconds, with quartiles. Ratios are medians
 over the rounds, those of `es.hold` of the 10th percentiles: other processes only make a
@@ -34,6 +36,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from _common import (
     arguments,
+    BLOCK,
     Claim,
     garbage_set_aside,
     growth,
@@ -61,6 +64,7 @@ from _training import (
     PLAIN_JIT,
     Program,
     REFERENCE,
+    Times,
     touch,
 )
 from jaxtyping import Array
@@ -77,17 +81,22 @@ WIDE = ((None, es_and_hand),)
 COMPILED_ALONE = FLOOR, OURS, HELD
 
 
-def run_in_turns(programs: Programs, data: Data, rounds: int) -> None:
-    runs = [lambda p=program: p.run(data) for program in programs.values()]
+def run_all(programs: Programs, data: Data, steps: int, turns: int = 0) -> None:
+    """So many steps in blocks, and so many in turns."""
+    blocks = [lambda p=program: p.run(data) for program in programs.values()]
+    single = [lambda p=program: p.run(data, p.turns) for program in programs.values()]
     with garbage_set_aside():
-        take_turns(runs, rounds)
+        take_turns(blocks, steps, in_a_row=min(BLOCK, steps))
+        take_turns(single, turns)
 
 
 def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
     def microseconds(times: list[float]) -> list[int]:
         return [round(t) for t in quartiles(times, 1e-6)]
 
-    returned, ready = microseconds(program.returned), microseconds(program.ready)
+    times, ref = program.times, to.times
+    returned, ready = microseconds(times.returned), microseconds(times.ready)
+    turns = program.turns.returned, to.turns.returned
     return {
         "of": what,
         "program": name,
@@ -97,11 +106,12 @@ def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
         "ready": ready[1],
         "ready q1": ready[0],
         "ready q3": ready[2],
-        "CPU": microseconds(program.cpu)[1],
+        "CPU": microseconds(times.cpu)[1],
         "first call, s": program.first_cpu or None,
-        "returns / ref": ratio(program.returned, to.returned),
-        "ready / ref": ratio(program.ready, to.ready),
-        "CPU / ref": ratio(program.cpu, to.cpu),
+        "returns / ref": ratio(times.returned, ref.returned),
+        "ready / ref": ratio(times.ready, ref.ready),
+        "CPU / ref": ratio(times.cpu, ref.cpu),
+        "in turns / ref": ratio(*turns) if turns[0] else None,
     }
 
 
@@ -126,7 +136,7 @@ def steps(
         list(pool.map(lambda program: program.warm_up(data), programs.values()))
     for program in programs.values():
         program.step(program.state, *data)
-    run_in_turns(programs, data, args.steps)
+    run_all(programs, data, args.steps, args.turns)
     what = f"{depth} {what}" if wide is None else f"{depth} x {wide} {what}"
     rows = [row(what, *item, programs[REFERENCE]) for item in programs.items()]
     for package in missing:
@@ -151,13 +161,12 @@ def waiting(args: Any) -> tuple[list[dict[str, Any]], Programs]:
         program.state = n, matrix
         program.warm_up(data)
     calibration = programs[PLAIN_JIT]
-    calibration.run(data)
-    n = jnp.array(int(20 * args.wait_ms / 1e3 / calibration.ready.pop()))
-    calibration.returned.clear()
-    calibration.cpu.clear()
+    calibration.run(data, calibration.turns)
+    n = jnp.array(int(20 * args.wait_ms / 1e3 / calibration.turns.ready.pop()))
+    calibration.turns = Times()
     for program in programs.values():
         program.state = n, matrix
-    run_in_turns(programs, data, args.waits)
+    run_all(programs, data, args.waits)
     what = f"{args.wait_ms:,} ms"
     rows = [row(what, *item, programs[PLAIN_JIT]) for item in programs.items()]
     return rows, programs
@@ -187,7 +196,7 @@ def returned_by_depth(measured: Mapping[int, Programs]) -> dict[str, dict[int, f
     medians: dict[str, dict[int, float]] = {}
     for depth, programs in sorted(measured.items()):
         for name, program in programs.items():
-            median = statistics.median(program.returned)
+            median = statistics.median(program.times.returned)
             medians.setdefault(name, {})[depth] = median
     return medians
 
@@ -245,8 +254,8 @@ def draw_shares(measured: Mapping[int, Programs], depth: int, path: str) -> None
     sizes = [parameters(depth, width) for width in measured]
     for name, marker in zip(COMPILED_ALONE, "os^", strict=True):
         programs = [by_name[name] for by_name in measured.values()]
-        host = [lowest(program.returned) for program in programs]
-        ready = [lowest(program.ready) for program in programs]
+        host = [lowest(program.times.returned) for program in programs]
+        ready = [lowest(program.times.ready) for program in programs]
         style = {"marker": marker, "label": name}
         pairs = zip(host, ready, strict=True)
         share.plot(sizes, [100 * h / r for h, r in pairs], **style)
@@ -272,7 +281,7 @@ def lowest(times: list[float]) -> float:
 
 def held_to(programs: Programs, name: str, which: str) -> float:
     """A time of `es.hold`, relative to that of another program."""
-    held, other = (getattr(programs[x], which) for x in (HELD, name))
+    held, other = (getattr(programs[x].times, which) for x in (HELD, name))
     return lowest(held) / lowest(other)
 
 
@@ -296,7 +305,7 @@ def claims_of_held(what: str, programs: Programs, is_wide: bool) -> list[Claim]:
 
 def ours_to(programs: Programs, name: str) -> float:
     """How long `es.jit` takes to return, relative to another program."""
-    return ratio(programs[OURS].returned, programs[name].returned)
+    return ratio(programs[OURS].times.returned, programs[name].times.returned)
 
 
 def difference_of_losses(programs: Programs) -> float:
@@ -313,6 +322,7 @@ def main() -> None:
         width=4,
         batch=4,
         steps=200,
+        turns=40,
         wait_ms=1000,
         waits=5,
         picture="",

@@ -6,7 +6,8 @@ model and on one of Equinox's stock layers. `es.mutable` threads the model throu
 function that does nothing, against a `jax.tree.map` of it. The model is that of
 `host_time.py`.
 
-All operations and depths take turns, in another order each round. Measured is the CPU
+All operations and depths run in blocks of forty calls, which take turns, in another
+order each time. Measured is the CPU
 time of the thread, in microseconds, without the time to throw the result away. What was
 made before, the models above all, is set aside from the garbage collector, which stays
 on. Ratios are medians over the rounds. Growth is the exponent of a log-log fit from 50
@@ -22,6 +23,7 @@ import jax
 import jax.random as jr
 from _common import (
     arguments,
+    BLOCK,
     Claim,
     garbage_set_aside,
     growth,
@@ -98,7 +100,7 @@ def differences(by_name: dict[str, Callable[[], Any]]) -> int:
 
 
 def main() -> None:
-    args = arguments(__doc__, depths=(50, 200, 1000), width=4, rounds=30)
+    args = arguments(__doc__, depths=(50, 200, 1000), width=4, rounds=120)
     made = {depth: operations(depth, args.width) for depth in args.depths}
     different = sum(map(differences, made.values()))
     timers = {
@@ -107,7 +109,7 @@ def main() -> None:
     }
     with garbage_set_aside():
         everything = [timer for t in timers.values() for timer in t.values()]
-        take_turns(everything, args.rounds)
+        take_turns(everything, args.rounds, in_a_row=BLOCK)
     rows, claims = [], []
     for name, by_depth in timers.items():
         medians = {n: statistics.median(t.seconds) for n, t in by_depth.items()}

@@ -20,7 +20,7 @@ from _common import arguments, Claim, show_claims
 SCRIPTS = {
     "host_time": (
         "--depths 10 20 50 200 --deep 50 200 1000 --widths 128",
-        "--depths 5 20 --deep 50 200 --widths 64 --steps 20 --waits 3",
+        "--depths 5 20 --deep 50 200 --widths 64 --steps 40 --turns 5 --waits 3",
     ),
     "jit_arguments": ("", "--rounds 20"),
     "tracing": (
@@ -29,7 +29,7 @@ SCRIPTS = {
     ),
     "selecting": (
         "--depths 50 200 1000",
-        "--depths 50 100 200 --rounds 10",
+        "--depths 50 100 200 --rounds 40",
     ),
     "donated_memory": ("--depths 20", "--depths 5"),
     "import_time": ("", "--repetitions 5"),
