@@ -137,7 +137,7 @@ def test_what_differs_between_lanes_is_not_made_once():
     with rejects(
         model,
         ValueError,
-        r"`.*Lazy\.first` was made by `init` from values of a transform",
+        r"`.*Lazy\.first` is made by `init` from values of a transform",
     ):
         model.init(0, jnp.ones(3), call=lambda m, xs: es.vmap(m)(xs))
 

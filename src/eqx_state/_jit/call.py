@@ -16,8 +16,9 @@ import jax.tree_util as jtu
 
 from .._errors import TraceError
 from .._state.scope import is_owned, Sown
-from .._transforms.lift import check_given, Lifted, owned_in, Ran, Values
+from .._transforms.lift import Lifted, Ran, Values
 from .._transforms.mutable import is_bound_method
+from .._transforms.reach import check_given, owned_in
 from .._transforms.transform import argument_name, positional_names, Transform
 from .._tree.base import get_place
 from .._tree.walk import name_of

@@ -16,9 +16,9 @@ from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import is_open_here, Scope
-from .._transforms.lift import is_mappable
 from .._transforms.loops import pair_of
 from .._transforms.mutable import thread
+from .._transforms.reach import is_mappable
 from .._transforms.transform import check_callable, method_as_pytree
 from .._tree.compare import difference, same
 from .._tree.dtypes import as_jax, same_type

@@ -362,13 +362,17 @@ def check_created(fields: Created) -> None:
     """Raise `ValueError` if what was created depends on a trace that is over."""
     for module, name, value in fields:
         if any(map(has_escaped, jtu.tree_leaves(value))):
-            where = f"{type(module).__qualname__}.{name}"
-            raise ValueError(_CREATED_IN_TRACE.format(where))
+            raise created_error(module, name, "from values of a transform")
 
 
-_CREATED_IN_TRACE: Final = """`{}` was made by `init` from values of a transform: of a \
-lane, or of what is differentiated. It is made once, outside of the transform, so it \
-may depend on keys and on shapes only. To make a stack, map the whole `init`:
+def created_error(module: BaseModule, name: str, how: str) -> ValueError:
+    """The error for a field that `init` cannot make inside of a transform."""
+    return ValueError(_CREATED.format(f"{type(module).__qualname__}.{name}", how))
+
+
+_CREATED: Final = """`{}` is made by `init` {}. Inside a transform an array \
+is made once, outside of the trace: it may depend on keys and on shapes, and cannot be \
+part of a stack. To make a stack, map the whole `init`:
 
     keys = jax.random.split(key, n)
     layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""

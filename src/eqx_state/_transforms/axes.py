@@ -21,17 +21,8 @@ from .._tree.base import get_place
 from .._tree.keys import is_key, next_keys, num_key_axes, split_key
 from .._tree.rules import Asked, check_rules, is_rules, most_derived
 from .._tree.walk import is_array, leaves, name_of, Visit
-from .lift import (
-    by_entry,
-    check_given,
-    is_model,
-    Lifted,
-    models_in,
-    owned_in,
-    Ran,
-    Slot,
-    Values,
-)
+from .lift import Lifted, Ran, Slot, Values
+from .reach import by_entry, check_given, is_model, models_in, owned_in
 from .transform import Transform
 
 
@@ -116,7 +107,7 @@ class Reached:
         self.lifted = lifted = Lifted(f, (args, kwargs), of_arguments)
         of_f, self.of_owned, asked_of_f = _axes_of_function(transform, f, lifted)
         if not lifted.is_initializing:  # which may have yet to make what a filter means
-            check_given(f, *args, *kwargs.values())
+            check_given(transform.f, *args, *kwargs.values())
             asked_of_f.check_matched(_IN_REACH.format(transform.entries))
             for each in asked:
                 each.check_matched()

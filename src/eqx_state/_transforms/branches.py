@@ -15,8 +15,9 @@ import jax
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
 from .._tree.compare import difference_of_leaves
-from .lift import check_given, is_traced, Lifted, Ran, Slot, Values
+from .lift import Lifted, Ran, Slot, Values
 from .mutable import is_bound_method
+from .reach import check_given, is_traced
 
 
 _R = TypeVar("_R")

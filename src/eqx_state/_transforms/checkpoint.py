@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned
-from .lift import check_given, Lifted, Ran, Static
+from .lift import Lifted, Ran, Static
+from .reach import check_given
 from .transform import Transform, wrap
 
 

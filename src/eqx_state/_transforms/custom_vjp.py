@@ -23,7 +23,8 @@ from .._tree.base import fields_of
 from .._tree.compare import difference_of_leaves
 from .._tree.walk import is_array, leaves, walk
 from .derivatives import PureCall
-from .lift import is_traced, models_in, Ran, Slot, Values
+from .lift import Ran, Slot, Values
+from .reach import is_traced, models_in
 from .transform import Transform, Unbound, wrap
 
 

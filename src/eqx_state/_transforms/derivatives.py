@@ -17,8 +17,9 @@ from .._compat import boundary
 from .._errors import show
 from .._state.scope import closed_copy
 from .._tree.compare import difference, same_modes
-from .lift import check_given, is_traced, Lifted, Ran, Static, Values
+from .lift import Lifted, Ran, Static, Values
 from .mutable import as_argnums
+from .reach import check_given, is_traced
 from .transform import Transform, wrap
 
 

@@ -20,12 +20,9 @@ A module that no scope owns is data. JAX traces it among the arguments, and take
 arrays in a closure for constants.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools as ft
-import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -35,11 +32,15 @@ import numpy as np
 
 from .._errors import NotInitializedError, show, TraceError
 from .._state.collect import leave, Owned, Snapshot
-from .._state.init import check_created, check_initialized, Created, InitScope
-from .._state.module import Module
+from .._state.init import (
+    check_created,
+    check_initialized,
+    Created,
+    created_error,
+    InitScope,
+)
 from .._state.scope import (
     closed_copy,
-    is_any_open,
     is_owned,
     OpenShared,
     own,
@@ -49,103 +50,17 @@ from .._state.scope import (
 )
 from .._state.sow import carried_out
 from .._state.write import trace_message
-from .._tree.base import BaseModule, get_place, is_eqx_module, is_module, set_place
-from .._tree.compare import check_not_shared, identical, modules_below, same
-from .._tree.context import children, is_leaf
+from .._tree.base import BaseModule, get_place, is_module, set_place
+from .._tree.compare import identical, modules_below, same
 from .._tree.observe import OBSERVING
 from .._tree.walk import dynamic_names, is_array, leaves, Visit, walk
-from .transform import Transform
+from .reach import by_entry, is_traced, models_in, owned_in
 
 
 # The index of a lifted module, and of one of its leaves in the order of flattening.
 Slot = tuple[int, int]
 
 Values = dict[Slot, Any]
-
-
-# --- Reach ----------------------------------------------------------------------------
-
-
-_ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
-_PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
-
-
-def captured(x: Any) -> list[Any]:
-    """The objects one level below: what a function closes over, what a list contains.
-
-    Nothing for a model, an array, or an object that is neither a function nor a pytree.
-    """
-    cls = type(x)
-    if cls is types.FunctionType:
-        cells = filter(_is_assigned, x.__closure__ or ())
-        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        return [*(cell.cell_contents for cell in cells), *defaults]
-    if cls in _DICTS:  # also those that JAX cannot sort
-        return [*x.values()]
-    if cls in (list, tuple):
-        return [*x]
-    if cls is types.MethodType:
-        return [x.__func__, x.__self__]
-    if cls in _PARTIALS:
-        return [x.func, x.args, x.keywords]
-    if isinstance(x, Transform):
-        return [x.f]
-    if is_eqx_module(x) or eqx.is_array(x) or is_leaf(x):
-        return []
-    try:
-        return [child for _, child in children(x) or ()]
-    except Exception:  # such as an `eqx.nn.State` that must not be used any more
-        return []
-
-
-def _is_assigned(cell: types.CellType) -> bool:
-    # `def f(): return later` before `later = 1` in the function around it.
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def reachable(x: Any) -> Iterator[Any]:
-    """Everything that `x` leads to, each once; but an owned module at each place.
-
-    An owned module is not looked into, since all that it contains is its leaves.
-    """
-    seen: dict[int, Any] = {}  # keeps them alive, so that no other gets their `id`
-    todo = [x]
-    while todo:  # no recursion: decorators and partials make long chains
-        x = todo.pop()
-        if type(x) in _ATOMS or id(x) in seen:
-            continue
-        yield x
-        if is_owned(x):
-            continue
-        seen[id(x)] = x
-        below = jtu.tree_leaves(x, is_leaf=_is_opaque) if is_model(x) else captured(x)
-        todo += reversed(below)
-
-
-def _is_opaque(x: Any) -> bool:
-    # The function of JAX's partial is not one of its children.
-    return is_owned(x) or isinstance(x, jtu.Partial)
-
-
-def is_model(x: Any) -> bool:
-    """Whether `x` is a module, and not what merely wraps a function."""
-    is_wrapper = type(x) is eqx.Partial or isinstance(x, Transform)
-    return is_eqx_module(x) and not is_wrapper
-
-
-def owned_in(x: Any) -> list[Any]:
-    """The outermost owned modules that `x` leads to, at each place where it does."""
-    return [y for y in reachable(x) if is_owned(y)] if is_any_open() else []
-
-
-def models_in(x: Any) -> list[Any]:
-    """The models that `x` leads to, through functions and containers."""
-    return [y for y in reachable(x) if is_model(y)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -234,17 +149,6 @@ def copy_arguments(
     return jtu.tree_unflatten(treedef, new), originals
 
 
-def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each leaf of a tree, where owned modules count as leaves, with its `values`.
-
-    `values` has one entry for each leaf proper, so a module comes with several.
-    """
-    rest = iter(values)
-    for x in jtu.tree_leaves(tree, is_leaf=is_owned):
-        count = jtu.tree_structure(x).num_leaves if is_owned(x) else 1
-        yield x, tuple(itertools.islice(rest, count))
-
-
 def extents(root: Any) -> Iterator[tuple[Any, int, int]]:
     """Every `es.Module` in a tree, and the range of the tree's leaves that it has."""
     start = 0
@@ -254,21 +158,6 @@ def extents(root: Any) -> Iterator[tuple[Any, int, int]]:
         elif is_module(visit.node):
             size = jtu.tree_structure(visit.node).num_leaves
             yield visit.node, start, start + size
-
-
-def check_given(*arguments: Any, may_initialize: bool = False) -> None:
-    """Raise if an argument is not initialized, or has one stateful module twice.
-
-    In the trace that module would be two. Owned modules are exempt: they are not
-    flattened. With `may_initialize` the call itself may be what initializes.
-    """
-    for tree in arguments:
-        if is_array(tree) or owned_in(tree):
-            continue
-        check_not_shared(tree)
-        is_init = getattr(tree, "__func__", None) is Module.init
-        if not (may_initialize or is_init):
-            check_initialized(tree)
 
 
 # --- What a transform takes and returns -----------------------------------------------
@@ -291,23 +180,6 @@ class Ran(NamedTuple):
     out: Any
     written: Values
     sown: list[Sown]
-
-
-def is_mappable(visit: Visit) -> bool:
-    """Whether JAX would trace a leaf: an array, or a number outside of a module."""
-    return is_array(visit.node) or (
-        visit.context.owner is None and eqx.is_array_like(visit.node)
-    )
-
-
-def is_traced(tree: Any) -> Any:
-    """For each leaf of an argument or of an output, whether JAX would trace it.
-
-    Owned modules count as leaves, and are never traced: they are lifted.
-    """
-    flags = [is_mappable(visit) for visit in leaves(tree)]
-    traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
 
 
 class Lifted:
@@ -558,8 +430,7 @@ class Lifted:
                 key = jtu.GetAttrKey(name)
                 made = leaves(value, (*at.path, key), at.context.enter(module, key))
                 if any(is_array(v.node) and is_stack(i, v) for v in made):
-                    where = f"{type(module).__qualname__}.{name}"
-                    raise ValueError(_CREATED_ONCE.format(where, what))
+                    raise created_error(module, name, f"in one {what}")
 
     def _check_written_once(self, written: Values) -> None:
         """Raise `ValueError` if one state was written in two ways.
@@ -627,9 +498,3 @@ differentiated), so one of the two writes would be lost. Write it in one way:
 
     def body(x, layer):                      # right
         return layer(x), None"""
-
-_CREATED_ONCE: Final = """`{}` is made by `init` in one {}, and each of them needs an \
-array of its own. Initialize the layers one by one, and stack them:
-
-    keys = jax.random.split(key, n)
-    layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""

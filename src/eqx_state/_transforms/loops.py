@@ -22,7 +22,8 @@ from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import closed_copy, is_owned, Sown
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
 from .._tree.walk import is_array
-from .lift import check_given, is_traced, Lifted, owned_copy, Ran, Slot, Values
+from .lift import Lifted, owned_copy, Ran, Slot, Values
+from .reach import check_given, is_traced
 
 
 _C = TypeVar("_C")

@@ -20,7 +20,8 @@ from .._compat import Infer, vary, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
-from .lift import is_traced, Static
+from .lift import Static
+from .reach import is_traced
 from .transform import wrap
 
 

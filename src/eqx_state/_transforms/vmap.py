@@ -22,7 +22,8 @@ import jax.tree_util as jtu
 from .._compat import is_mapped, spread_like
 from .._tree.rules import check_rules, is_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
-from .lift import is_traced, Static
+from .lift import Static
+from .reach import is_traced
 from .transform import wrap
 
 

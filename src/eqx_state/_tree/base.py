@@ -1,7 +1,6 @@
 """The data of an `es.Module`: its flags, and what belongs to one object alone."""
 
 import dataclasses
-import types
 from collections.abc import Sequence
 from typing import (
     Any,
@@ -203,16 +202,6 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, INIT_DONE, False)
         object.__setattr__(self, MARKS, ())
         return self
-
-    if not TYPE_CHECKING:
-
-        def __getattribute__(self, name: str) -> Any:
-            # Equinox's own `__getattribute__` makes pytrees of bound methods. Nothing
-            # else needs it, and it is slow.
-            value = super(eqx.Module, self).__getattribute__(name)
-            if type(value) is types.MethodType and value.__self__ is self:
-                return super().__getattribute__(name)
-            return value
 
     def module_init(self, key: Any) -> None:
         """The hook that `init` calls once, after all Initializers: override it.

@@ -1,0 +1,150 @@
+"""What a transform reaches: owned modules in functions and arguments, and their leaves.
+
+JAX takes a function for a leaf, and what it captures stays hidden from a transform. So
+every transform of `es` looks through functions (their closures, defaults and partials)
+for the modules that a scope owns.
+"""
+
+import collections
+import functools as ft
+import itertools
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._state.init import check_initialized
+from .._state.module import Module
+from .._state.scope import is_any_open, is_owned
+from .._tree.base import is_eqx_module
+from .._tree.compare import check_not_shared
+from .._tree.context import children, is_leaf
+from .._tree.walk import is_array, leaves, Visit
+from .transform import Transform
+
+
+_ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
+_PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
+
+
+def captured(x: Any) -> list[Any]:
+    """The objects one level below: what a function closes over, what a list contains.
+
+    Nothing for a model, an array, or an object that is neither a function nor a pytree.
+    """
+    cls = type(x)
+    if cls is types.FunctionType:
+        cells = filter(_is_assigned, x.__closure__ or ())
+        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        return [*(cell.cell_contents for cell in cells), *defaults]
+    if cls in _DICTS:  # also those that JAX cannot sort
+        return [*x.values()]
+    if cls in (list, tuple):
+        return [*x]
+    if cls is types.MethodType:
+        return [x.__func__, x.__self__]
+    if cls in _PARTIALS:
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, Transform):
+        return [x.f]
+    if is_eqx_module(x) or eqx.is_array(x) or is_leaf(x):
+        return []
+    try:
+        return [child for _, child in children(x) or ()]
+    except Exception:  # such as an `eqx.nn.State` that must not be used any more
+        return []
+
+
+def _is_assigned(cell: types.CellType) -> bool:
+    # `def f(): return later` before `later = 1` in the function around it.
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def reachable(x: Any) -> Iterator[Any]:
+    """Everything that `x` leads to, each once; but an owned module at each place.
+
+    An owned module is not looked into, since all that it contains is its leaves.
+    """
+    seen: dict[int, Any] = {}  # keeps them alive, so that no other gets their `id`
+    todo = [x]
+    while todo:  # no recursion: decorators and partials make long chains
+        x = todo.pop()
+        if type(x) in _ATOMS or id(x) in seen:
+            continue
+        yield x
+        if is_owned(x):
+            continue
+        seen[id(x)] = x
+        below = jtu.tree_leaves(x, is_leaf=_is_opaque) if is_model(x) else captured(x)
+        todo += reversed(below)
+
+
+def _is_opaque(x: Any) -> bool:
+    # The function of JAX's partial is not one of its children.
+    return is_owned(x) or isinstance(x, jtu.Partial)
+
+
+def is_model(x: Any) -> bool:
+    """Whether `x` is a module, and not what merely wraps a function."""
+    is_wrapper = type(x) is eqx.Partial or isinstance(x, Transform)
+    return is_eqx_module(x) and not is_wrapper
+
+
+def owned_in(x: Any) -> list[Any]:
+    """The outermost owned modules that `x` leads to, at each place where it does."""
+    return [y for y in reachable(x) if is_owned(y)] if is_any_open() else []
+
+
+def models_in(x: Any) -> list[Any]:
+    """The models that `x` leads to, through functions and containers."""
+    return [y for y in reachable(x) if is_model(y)]
+
+
+def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each leaf of a tree, where owned modules count as leaves, with its `values`.
+
+    `values` has one entry for each leaf proper, so a module comes with several.
+    """
+    rest = iter(values)
+    for x in jtu.tree_leaves(tree, is_leaf=is_owned):
+        count = jtu.tree_structure(x).num_leaves if is_owned(x) else 1
+        yield x, tuple(itertools.islice(rest, count))
+
+
+def is_mappable(visit: Visit) -> bool:
+    """Whether JAX would trace a leaf: an array, or a number outside of a module."""
+    return is_array(visit.node) or (
+        visit.context.owner is None and eqx.is_array_like(visit.node)
+    )
+
+
+def is_traced(tree: Any) -> Any:
+    """For each leaf of an argument or of an output, whether JAX would trace it.
+
+    Owned modules count as leaves, and are never traced: they are lifted.
+    """
+    flags = [is_mappable(visit) for visit in leaves(tree)]
+    traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
+
+
+def check_given(*arguments: Any, may_initialize: bool = False) -> None:
+    """Raise if an argument is not initialized, or has one stateful module twice.
+
+    In the trace that module would be two. Owned modules are exempt: they are not
+    flattened. With `may_initialize` the call itself may be what initializes.
+    """
+    for tree in arguments:
+        if is_array(tree) or owned_in(tree):
+            continue
+        check_not_shared(tree)
+        is_init = getattr(tree, "__func__", None) is Module.init
+        if not (may_initialize or is_init):
+            check_initialized(tree)
