@@ -17,7 +17,6 @@ FUZZED = [
     "laws/test_laws.py",
     "transforms/test_nesting.py",
     "laws/test_threads.py",
-    "io/test_save.py",
 ]
 
 

@@ -254,21 +254,20 @@ def test_there_is_no_file(tmp_path):
 
 
 def test_one_error_lists_all_that_does_not_fit(path):
-    saved = {"b": jnp.zeros(2), "c": jnp.zeros(2), "k": jr.key(0), "z": jnp.zeros(1)}
-    like = {"a": jnp.zeros(1), "b": jnp.zeros(3), "c": jnp.zeros(2, int)}
-    like["k"] = jr.key(0, impl="rbg")
-    es.save(path, saved)
+    es.save(path, {"b": jnp.zeros(2), "k": jr.key(0), "z": jnp.zeros(1)})
+    like = {"a": jnp.zeros(1), "b": jnp.zeros(3), "k": jr.key(0, impl="rbg")}
     fragments = (
         r"the file `.*/model.safetensors` does not fit",
         r"missing:\n    \['a'\]\n",
         r"unexpected:\n    \['z'\]\n",
         r"wrong shape:\n    \['b'\]: \(2,\) instead of \(3,\)\n",
-        r"wrong dtype:\n    \['c'\]: float32 instead of int32\n"
-        r"    \['k'\]: key<fry> instead of key<rbg>\n",
+        r"wrong dtype:\n    \['k'\]: key<fry> instead of key<rbg>\n",
         r"Filters say what must be in the file.*es\.TreePart",
     )
     with rejects(like, ValueError, *fragments):
         es.load(path, like)
+    with rejects(like, ValueError, r"wrong shape:\n    \['b'\]"):
+        es.load(path, like, strict=False)
 
 
 def test_what_the_filters_select_must_be_in_the_file(path):
@@ -377,14 +376,6 @@ def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
     loaded = es.load(path, like, only, strict=False)
     assert loaded["a"].tolist() == [1, 1]
     assert loaded["c"] is like["c"]
-
-
-def test_not_strict_wants_the_same_shapes_and_dtypes(path):
-    es.save(path, {"a": jnp.ones(2)})
-    for wrong in (jnp.zeros(3), jnp.zeros(2, int)):
-        like = {"a": wrong, "b": jnp.zeros(2)}
-        with rejects(like, ValueError, r"wrong (shape|dtype):\n    \['a'\]"):
-            es.load(path, like, strict=False)
 
 
 def test_not_strict_wants_a_name_in_common(path):

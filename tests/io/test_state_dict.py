@@ -178,36 +178,29 @@ def test_two_arrays_of_one_name_are_an_error():
 
 
 def test_one_error_lists_all_that_is_wrong():
-    class Net(es.Module):
-        a: es.Parameter
-        b: es.Parameter
-        c: es.Parameter
-        d: es.Parameter
-        rng: es.Rng
-
-    model = Net(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jr.key(0))
+    model = [jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jr.key(0), jnp.zeros(2)]
     d = {
         "z": jnp.zeros(1),
         "y": jnp.zeros(1),
-        "b": jnp.zeros((2, 1)),
-        "c": np.zeros(2),
-        "d": [0.0, 0.0],
-        "rng": jr.key(0, impl="rbg"),
+        "[1]": jnp.zeros((2, 1)),
+        "[2]": np.zeros(2),
+        "[3]": jr.key(0, impl="rbg"),
+        "[4]": [0.0, 0.0],
     }
     expected = """\
 `es.load_state_dict`: the dictionary does not fit the tree.
   missing:
-    a
+    [0]
   unexpected:
     y
     z
   wrong shape:
-    b: (2, 1) instead of (2,)
+    [1]: (2, 1) instead of (2,)
   wrong dtype:
-    c: float64 instead of float32
-    rng: key<rbg> instead of key<fry>
+    [2]: float64 instead of float32
+    [3]: key<rbg> instead of key<fry>
   not an array:
-    d: a `list`
+    [4]: a `list`
 `strict=False` skips"""
     with untouched(d), rejects(model, ValueError, "^" + re.escape(expected)):
         es.load_state_dict(model, d)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 
-# Set by `nox -s fuzz`: the same tests, with many more examples, rounds and kills.
+# Set by `nox -s fuzz`: the same tests, with many more examples and rounds.
 IS_FUZZ = bool(os.environ.get("EQX_STATE_FUZZ"))
 
 leaks_on_purpose = pytest.mark.skipif(
