@@ -410,6 +410,10 @@ def test_the_outermost_module_counts_if_one_is_in_another():
         return vmap(lambda x: (left(x), m(x)), axes)(XS)[1]
 
     assert jnp.allclose(es.mutable(f)(two(), LEFT_A)[0], XS * XS + 4)
+    part = es.mutable(
+        lambda m: vmap(eqx.Partial(lambda n, x: n(x) + m.right.b, m.left), A)(XS)
+    )
+    assert jnp.allclose(part(two())[0], XS * XS + 4)
     with rejects(two(), ValueError, r"es\.path_matches\('a'\)"):
         es.mutable(f)(two(), A)
 
@@ -483,6 +487,9 @@ def test_a_filter_may_be_for_what_init_makes():
         )(m, xs),
     ):
         assert es.init(Lazy(), 0, jnp.ones((3, 2)), call=call).a.shape == (2,)
+    by_keyword = lambda m, xs: es.vmap(lambda x, *, m: m(x))(xs, m=m)  # noqa: E731
+    with rejects(stack := Lazy(b=XS), ValueError, r"Lazy\.a.*`es\.vmap`"):
+        es.init(stack, 0, jnp.ones((3, 2)), call=by_keyword)
 
 
 # --- Modules that no scope owns -----------------------------------------------------

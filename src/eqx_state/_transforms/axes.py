@@ -94,7 +94,7 @@ class Reached:
 
     - `values`, `axes`: of each leaf that is mapped. `tree` puts such a list together.
     - `rest`: all other leaves, which the lanes share.
-    - `entries`: what the user says of arguments, with these.
+    - `entries`: those of `in_axes`, each with its argument.
     - `lifted`: the modules that a scope owns; `of_owned` has an axis for each leaf.
     - `groups`: the axes of state, each once. New state leaves a lane in such groups.
     """
@@ -119,7 +119,8 @@ class Reached:
         self.slots = sorted(k for k, axis in self.of_owned.items() if axis is not None)
         modules = {_Key(k, lifted.name(k)): lifted.values[k] for k in self.slots}
         axes += [*of_f, *(self.of_owned[slot] for slot in self.slots)]
-        everything = Inputs(*lifted.arguments, f, modules)
+        args, kwargs = lifted.arguments
+        everything = Inputs(args, kwargs, f, modules)
         treedef = jtu.tree_structure(everything, is_leaf=is_owned)
         is_mapped = treedef.unflatten(axis is not None for axis in axes)
         mapped, self.rest = eqx.partition(everything, is_mapped, is_leaf=is_owned)
@@ -127,7 +128,7 @@ class Reached:
         self.tree: Callable[[Any], Inputs] = treedef.unflatten
         self.axes = [axis for axis in axes if axis is not None]
         # For each key that is split the one that its module keeps, if it was used.
-        self.advanced: Values = {}
+        self.advanced: dict[Slot | None, Any] = {}
         self.transform, self.shared = transform, transform.shared
         self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
@@ -150,13 +151,12 @@ class Reached:
 
         `place` takes these keys and their axis, and returns them as they are mapped.
         """
-        slots = [None] * (len(self.axes) - len(self.slots)) + self.slots
+        slots = [*[None] * (len(self.axes) - len(self.slots)), *self.slots]
         for k, slot in enumerate(slots):
             if self.axes[k] is SPLIT:
                 if not is_key(self.values[k]):
-                    raise ValueError(
-                        _NOT_A_KEY.format(self.transform.what, self.names()[k])
-                    )
+                    what = self.transform.what, self.names()[k]
+                    raise ValueError(_NOT_A_KEY.format(*what))
                 # Why a clone? Splitting uses a key up. If no lane draws from it, the
                 # new key is not committed: the model keeps this one, and may draw from
                 # it later, which `jax_debug_key_reuse` would take for reuse.
@@ -173,11 +173,11 @@ class Reached:
     def collect(
         self, written: Values, differs: Callable[[Any, Any], bool]
     ) -> tuple[list[Values], list[Slot], list[str]]:
-        """The writes of a lane in groups, the keys that it used, and what is an error.
+        """What a lane has written, in groups; the keys that it used; errors by name.
 
-        `differs(x, axis)`: whether the lanes may have different values of a state, for
-        which this axis has no room. Of a key that says that the lanes have drawn from
-        it; of any other state its name is in the third result.
+        `differs(x, axis)` says whether the lanes may have different values where this
+        axis has room for one only. For a key this means that they have drawn from it.
+        For any other state it is an error.
         """
         groups: list[Values] = [{} for _ in self.groups]
         used, unreduced = [], []
@@ -193,23 +193,21 @@ class Reached:
 
     def _is_of_a_stack(self, i: int, visit: Visit) -> bool:
         """Whether lanes have values of their own of what `init` has made here."""
-        root, transform = self.lifted.roots[i], self.transform
-        entry: Any = dict(transform.axes)
+        root, entry = self.lifted.roots[i], dict(self.transform.axes)
         if root.is_copy:
-            given = (e for e, x in self.entries if root.original in owned_in(x))
-            entry = next(given, None)
+            pairs = ((entry, y) for entry, x in self.entries for y in owned_in(x))
+            entry = next(entry for entry, x in pairs if x is root.original)
         if is_rules(entry) or not root.is_copy:
             kinds = {k: x for k, x in entry.items() if k is ... or is_kind(k)}
             axis = kinds.get(most_derived(visit.kind, kinds))
         else:
-            axis = transform.axis_by_entry(entry, visit.node)
-        return axis not in (None, SPLIT, PartitionSpec()) and axis is not self.shared
+            axis = self.transform.axis_by_entry(entry, visit.node)
+        return axis not in (None, SPLIT, PartitionSpec(), self.shared)
 
     def commit(self, groups: list[Values], used: list[Slot], sown: list[Sown]) -> None:
         """Write to the modules outside."""
-        self.lifted.check_not_created(
-            self._is_of_a_stack, f"lane of `{self.transform.what}`"
-        )
+        lane = f"lane of `{self.transform.what}`"
+        self.lifted.check_not_created(self._is_of_a_stack, lane)
         written = {slot: x for group in groups for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(Ran(None, written, sown))
@@ -228,10 +226,9 @@ def _opened(f: Any) -> Any:
 def _axes_of_arguments(
     transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[Asked], list[tuple[Any, Any]]]:
-    """The axis of each leaf of `(args, kwargs)`; the rules among the entries; and each
-    entry with what it is for.
+    """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
 
-    Keyword arguments have axis 0, as in JAX.
+    Last are the entries, each with its argument. Keyword arguments have axis 0.
     """
     in_axes = transform.in_axes
     is_sequence = isinstance(in_axes, (tuple, list))
@@ -250,7 +247,8 @@ def _axes_of_arguments(
         raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
     axes: list[Any] = []
     asked: list[Asked] = []
-    for entry, argument in [*pairs, (0, kwargs)]:
+    pairs.append((0, kwargs))
+    for entry, argument in pairs:
         if is_rules(entry):
             what = f"`{transform.what}({transform.entries}=...)`"
             check_rules(entry, what)
@@ -283,12 +281,14 @@ def _axes_of_function(
                 axes.append(transform.axis_by_rule(visit, rules, key_of(visit)))
                 continue
             axes.append(None)
-            # Declarations further up in the model of its scope decide the kinds, too.
-            place = get_place(visit.node)
-            context = place.context.seen_from(len(place.path), len(visit.path))
-            below = leaves(visit.node, visit.path, context)
-            for slot, x in zip(lifted.slots(visit.node), below, strict=True):
-                of_owned.setdefault(slot, transform.axis_by_rule(x, rules, key_of(x)))
+            # Its kinds are those in the model of its scope; its names begin here.
+            depth, start = len(get_place(visit.node).path), visit.path
+            for i, k in lifted.slots(visit.node):
+                x = lifted.roots[i].leaves[k]
+                context = x.context.seen_from(depth, len(start))
+                x = x._replace(path=(*start, *x.path[depth:]), context=context)
+                axis = transform.axis_by_rule(x, rules, key_of(x))
+                of_owned.setdefault((i, k), axis)
         return axes
 
     in_tree = leaves(f, is_leaf=is_model)
@@ -298,7 +298,8 @@ def _axes_of_function(
         else:  # an array outside of modules
             of_f.append(transform.shared if is_array(visit.node) else None)
     for i, root in enumerate(lifted.roots):
-        if not root.is_copy and (i, 0) not in of_owned:
+        slots = {(i, k) for k in range(len(root.leaves))}
+        if not root.is_copy and slots - of_owned.keys():
             ask(Visit((), root.module, root.place.context, True))
     # `axes={...: 0}` has no effect on the `model` in `lambda x: model(x)` if no scope
     # owns it: no lane can have values of its own there.
