@@ -13,7 +13,6 @@ from program_models import (
     Noise,
     NUMBERS,
     Phase,
-    Plain,
     Tally,
 )
 from program_writer import Context, Expected, Node, Writer
@@ -118,19 +117,24 @@ def in_two_places(w: Writer, ctx: Context) -> Fault:
     return [f"{run}([{text}, {text}], x)"], ((ValueError,), r"\[0\]")
 
 
-def reaches_twice(w: Writer, ctx: Context) -> Fault:
-    """As an argument, with one key for all lanes or as a part, and in the closure."""
-    stacks = [n for n in ctx.stacks() if ctx.may_write(n) and n.spec.cls is not Plain]
+def writes_both_ways(w: Writer, ctx: Context) -> Fault:
+    """Through an argument, and through the closure."""
+    stacks = [n for n in ctx.stacks() if ctx.may_write(n) and n.spec.cls in COUNTERS]
     if stacks and w.chance(2):
         node = w.pick(stacks)
         run = w.pick(["es.scan({}, x, {})", "es.vmap({}, (None, 0))(x, {})"])
-    elif (node := _of(w, ctx, Noise)) is not None:
-        run = "es.vmap({}, (0, None))(two(x), {})"
+    elif (node := _of(w, ctx, Cell, Tally)) is not None and node.level == ctx.level:
+        run = w.pick(["es.jit({})(x, {})", "es.checkpoint({})(x, {})"])
     else:
         return NO_FAULT
-    text, field = node.text, COUNTERS.get(node.spec.cls, "s")
-    run = run.format(f"lambda x, m: (m(x), {text}.{field})", text)
-    return [run], ((ValueError,), "reached twice")
+    name, text = w.name("f"), node.text
+    lines = [
+        f"def {name}(x, m):",
+        f"    {text}.n = {text}.n + 1",
+        "    return m(x), None",
+        run.format(name, text),
+    ]
+    return lines, ((ValueError,), "reached twice")
 
 
 FAULTS = (
@@ -145,5 +149,5 @@ FAULTS = (
     writes_phase,
     returns_function,
     in_two_places,
-    reaches_twice,
+    writes_both_ways,
 )

@@ -246,7 +246,14 @@ class Reference:
     # --- Transforms
 
     def _identity(self, f: Any, **_: Any) -> Transformed:
-        return Transformed(f, lambda f, *a, **k: self.copy(f(*a, **k)))
+        def run(f: Any, *args: Any, **kwargs: Any) -> Any:
+            copies = [self._stand_in(arg) for arg in args]
+            out = self.copy(f(*copies, **kwargs))
+            for arg, copy in zip(args, copies, strict=True):
+                self._commit(arg, copy)
+            return out
+
+        return Transformed(f, run)
 
     jit = checkpoint = _identity
 
@@ -279,7 +286,7 @@ class Reference:
             del scope.sown[num:]
 
     def _stand_in(self, tree: Any) -> Any:
-        """The carry of a loop: copies, which may be written where the modules may."""
+        """An argument, or the carry of a loop: copies, written where modules may be."""
         if isinstance(tree, Object):
             return self.copy(tree, tree.scope)
         if isinstance(tree, (list, tuple)):
@@ -287,6 +294,13 @@ class Reference:
         if isinstance(tree, dict):
             return {name: self._stand_in(x) for name, x in tree.items()}
         return tree
+
+    def _commit(self, tree: Any, copy: Any) -> None:
+        """What was written to the copy of an argument goes back to its modules."""
+        for x, y in zip(objects_in(tree), objects_in(copy), strict=True):
+            for name, value in y.__dict__.items():
+                if not objects_in(value):
+                    x.__dict__[name] = value
 
     def scan(
         self, f: Any, init: Any, xs: Any, length: int = 2, reverse: bool = False
@@ -331,14 +345,18 @@ class Reference:
     def _map(
         self, f: Any, args: Any, axes: Any, stacks: list[Any], axis_name: str
     ) -> Any:
+        originals, args = args, [self._stand_in(arg) for arg in args]
         before = [(x, dict(x.__dict__)) for x in self.live]
         sown = [(scope, len(scope.sown)) for scope in self.captures]
-        # What no scope owns is another thing as argument than in the closure.
-        args = [arg if _is_owned(arg) else self.copy(arg) for arg in args]
         given = {id(x) for arg in args for x in objects_in(arg)}
         inside = [x for stack in stacks for x in objects_in(stack)]
         exempt = given | {id(x) for x in inside}
-        keyed = [x for x in self.live if type(x) is KEYED and id(x) not in exempt]
+        # What no scope owns is a constant in the closure.
+        keyed = [
+            x
+            for x in self.live
+            if type(x) is KEYED and _is_owned(x) and id(x) not in exempt
+        ]
         kept, keys = {}, {}
         for x in keyed:
             kept[id(x)], base = split(x.rng)[0], split(x.rng)[1]
@@ -398,6 +416,8 @@ class Reference:
         ):
             if axis is not None:
                 self.store(arg, slices)
+        for original, arg in zip(originals, args, strict=True):
+            self._commit(original, arg)
         return self.stack(*(out for out, _, _ in lanes))
 
     def slice_of_field(self, value: Any, i: int) -> Any:

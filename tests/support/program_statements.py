@@ -22,6 +22,7 @@ from program_models import (
     COUNTERS,
     Net,
     Noise,
+    Plain,
     Spec,
     STATICS,
 )
@@ -31,11 +32,13 @@ from program_writer import (
     Drawing,
     Expected,
     has_bare,
+    has_key,
     Helper,
     Node,
     nodes_of,
     related,
     Statement,
+    without_free_keys,
     Writer,
 )
 
@@ -128,7 +131,9 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
 
 def twice(w: Writer, ctx: Context) -> Statement:
     """One jitted function, called again when what it reaches has changed."""
-    nodes, name, f = ctx.readable(), w.name("m"), w.name("f")
+    # What no scope owns would stay a constant of the program.
+    nodes = [n for n in ctx.readable() if n.is_owned]
+    name, f = w.name("m"), w.name("f")
     if not nodes:
         return once(w, ctx)
     a = w.pick(nodes)
@@ -140,7 +145,7 @@ def twice(w: Writer, ctx: Context) -> Statement:
         text = name
     both = dataclasses.replace(a, text=text, assign="")
     if a.level != b.level or not ctx.may_write(b):
-        both = dataclasses.replace(both, is_owned=False)
+        both = dataclasses.replace(both, is_given=True)
     # What either writes: the level of both is that of the lower.
     inner = ctx.into(nodes=(*ctx.nodes, both))
     lines, g = w.define(inner, "x")
@@ -159,6 +164,8 @@ def shared(w: Writer, ctx: Context) -> Statement:
     node, box, put, get = w.pick(nodes), w.name("b"), w.name("f"), w.name("f")
     w.aliased.add(node.path)
     transform = w.pick(["es.jit", "es.checkpoint", "es.vmap"])
+    if has_key(node.spec) and not node.is_owned:
+        transform = "es.jit"
     if w.chance(2):
         lines = [
             f"{box} = {{'m': {node.text}, 'h': 0.0}}",
@@ -206,10 +213,10 @@ def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
         axes=ctx.axes | {level},
         steps=ctx.steps if ctx.level else 0,
         nodes=(*ctx.nodes, layer),
-        hidden=(*ctx.hidden, stack.path),
+        hidden=(*without_free_keys(ctx).hidden, stack.path),
         wholes=(*ctx.wholes, whole_of(stack)),
     )
-    if w.chance(2):
+    if w.chance(2) or not ctx.may_write(stack) or stack.spec.cls is Plain:
         lines, f = w.define(inner, f"{name}, x")
         mapped = f'es.vmap({f}, in_axes=(0, 0), axis_name="l{level}")'
         return [*lines, f"x = total({mapped}({stack.text}, two(x)))"], ctx

@@ -45,6 +45,7 @@ class Node:
     loops: int = 0
     inside: int = 0  # in how many transforms
     is_owned: bool = False
+    is_given: bool = False  # as an argument: the closure has it as it was
     assign: str = ""  # how another is put in its place, if it can be
 
     @property
@@ -95,7 +96,10 @@ class Context:
 
     def may_write(self, node: Node) -> bool:
         return (
-            node.is_owned and node.grads == self.grads and node.level >= self.min_level
+            node.is_owned
+            and not node.is_given
+            and node.grads == self.grads
+            and node.level >= self.min_level
         )
 
     def trees(self) -> list[Node]:
@@ -170,6 +174,15 @@ def has_bare(spec: Spec) -> bool:
     """Whether a module of Equinox is in it that is not part of an `es.Module`."""
     is_open = spec.cls in (Wrap, list, tuple, dict)
     return spec.cls is Plain or (is_open and any(map(has_bare, spec.children)))
+
+
+def without_free_keys(ctx: Context) -> Context:
+    """Without modules that draw and that no scope owns.
+
+    In the closure of `es.vmap` they are constants, and as what is mapped they are not.
+    """
+    free = (n.path for n in ctx.nodes if not n.is_owned and has_key(n.spec))
+    return dataclasses.replace(ctx, hidden=(*ctx.hidden, *free))
 
 
 def nodes_of(node: Node) -> list[Node]:
@@ -336,6 +349,8 @@ class Writer(Drawing):
         if it is mapped, these are the same for all lanes.
         """
         how = self.pick(WAYS)
+        if is_mapped:
+            inner = without_free_keys(inner)
         nodes = inner.readable()
         if how == "closure" or not nodes:
             return *self.define(inner, params, head, tail), []
@@ -353,8 +368,20 @@ class Writer(Drawing):
                 # is an error, `reaches_twice`.
                 alias = dataclasses.replace(alias, path=("argument", *node.path))
                 hidden = (*hidden, node.path)
-            nodes = (*inner.nodes, *nodes_of(alias))
-            return dataclasses.replace(inner, nodes=nodes, hidden=hidden)
+            outside, helpers = inner.nodes, inner.helpers
+            if how == "argument":
+                # The closure has what is passed as it was, and does not write it.
+                helpers = ()
+                outside = tuple(
+                    dataclasses.replace(n, is_given=True)
+                    if related(n.path, node.path)
+                    else n
+                    for n in outside
+                )
+            nodes = (*outside, *nodes_of(alias))
+            return dataclasses.replace(
+                inner, nodes=nodes, hidden=hidden, helpers=helpers
+            )
 
         before: list[str] = []
         text, args, partial = name, [], ""
