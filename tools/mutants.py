@@ -2,7 +2,7 @@
 
     python tools/mutants.py cover                   # which tests run which line
     python tools/mutants.py run 1/8                 # an eighth of all mutants
-    python tools/mutants.py run _keys nn._dropout   # those of some modules
+    python tools/mutants.py run _tree.keys nn._dropout   # those of some modules
     python tools/mutants.py run --tests=400 --again # what has survived fewer tests
     python tools/mutants.py table                   # write tests/mutants.md
 
@@ -270,7 +270,7 @@ class Tests:
 
         def cost(name: str) -> float:
             here = 0.3 if name.startswith(mirror) else 1
-            here *= 0.2 if name.startswith(f"{mirror}test{stem}") else 1
+            here *= 0.2 if name.startswith(f"{mirror}test_{stem.strip('_')}") else 1
             return self.cost[name] * here
 
         # What a condition changes shows in tests of the lines around it, maybe few.

@@ -44,12 +44,6 @@ def _(case):
         es.axis_names(model)
 
 
-@program("give that field a stack of arrays, with an axis in front")
-def _(case):
-    stack = case.keep(block().replace(up=jnp.ones((3, 8, 4))))
-    assert es.axis_names(stack).up == (None, "mlp", "embed")
-
-
 @program(
     "misspell a path in `es.Axes(wieght='mlp embed')`",
     "Net.up` declares",
@@ -124,9 +118,3 @@ def _(case):
 @program("give a kind the name of a mesh axis: `{es.Parameter: 'model'}`")
 def _(case):
     refused(case, {es.Parameter: "model"})
-
-
-@program("give a rule for a kind that no array has")
-def _(case):
-    model = case.keep(block())
-    assert es.sharding(model, MESH, {es.Rng: P("data")}).up.spec == P()

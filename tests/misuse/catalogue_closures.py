@@ -260,14 +260,6 @@ for name, callback in CALLBACKS.items():
     program(f"write state in {name}, under `jit`", "`Net.mean`")(in_callback(callback))
 
 
-@program("write state in `jax.pure_callback`, outside of `jit`")
-def _(case):
-    net = case.keep(Net(), XS)
-    f = CALLBACKS["`jax.pure_callback`"]
-    _, new = es.mutable(lambda net: f(lambda x: write(net, x + 1), XS))(net)
-    assert (new.mean == XS + 1).all()
-
-
 @program("write state under `jax.lax.associative_scan`")
 def _(case):
     net = case.keep(Net(), XS)

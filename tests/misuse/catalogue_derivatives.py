@@ -34,26 +34,6 @@ def _(case):
             es.mutable(f)(net)
 
 
-@program("call the function that `es.vjp` returned twice, or not at all")
-def _(case):
-    net = case.keep(Net(), X)
-    for calls in (0, 1, 2):
-        vjp_fn, new = es.mutable(lambda net: es.vjp(net.layer, X)[1])(net)
-        assert [vjp_fn(1.0) for _ in range(calls)] == [(2.0,)] * calls
-        assert new.layer.count == 1
-
-
-@program("differentiate with respect to a layer that the function also closes over")
-def _(case):
-    net = case.keep(Net(), X)
-
-    def f(net):
-        _, vjp_fn = es.vjp(lambda a: a.weight * net.layer.weight, net.layer)
-        return vjp_fn(1.0)[0].weight
-
-    assert es.mutable(f)(net)[0] == 2.0
-
-
 @program("give a cotangent for a counter that comes out", "NoneType")
 def _(case):
     net = case.keep(Net(), X)
@@ -64,13 +44,6 @@ def _(case):
 
     with case.error("out[1]"):
         es.mutable(f)(net)
-
-
-@program("compute a Hessian of a layer that draws or counts")
-def _(case):
-    layer = case.keep(Layer(), X)
-    hessian, new = es.mutable(es.hessian(lambda layer, x: layer(x) * x, 1))(layer, X)
-    assert (hessian, new.count) == (4.0, 1)
 
 
 @program("differentiate by `argnums` with respect to integers")

@@ -101,21 +101,3 @@ def _(case):
     run = es.hold(step, Layer())
     with case.error():
         copy.deepcopy(run)
-
-
-@program("assign a carry in another mode, back and forth")
-def _(case):
-    traces = []
-
-    def counted(layer, x):
-        traces.append(1)
-        return layer, layer(x)
-
-    run = es.hold(counted, Layer())
-    for _ in range(3):
-        run.carry = es.train(run.carry)
-        run(XS)
-        run.carry = es.eval(run.carry)
-        run(XS)
-    assert run.carry.count == 3
-    assert len(traces) == 2

@@ -1,6 +1,6 @@
 """Programs that declare what cannot be, or change what must stay."""
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -86,40 +86,6 @@ def _(case):
     for kind in ("Parameter", jax.Array, 0):
         with case.error():
             es.field(kind=kind)
-
-
-@program("declare kinds inside a `NamedTuple`, a `TypedDict` or a dataclass")
-def _(case):
-    class Stats(NamedTuple):
-        mean: es.BatchStat
-        weight: jax.Array
-
-    class Norm(es.Module):
-        stats: Stats
-
-        def __call__(self, x):
-            self.stats = self.stats._replace(mean=x.mean())
-            return (self.stats.weight * x).sum()
-
-    norm = case.keep(Norm(Stats(jnp.zeros(()), jnp.ones(3))), XS)
-    (_, new), grads = es.value_and_grad(lambda m: m(XS))(norm)
-    assert new.stats.mean == 1.0
-    assert grads.stats.mean is None
-    assert (grads.stats.weight == XS).all()
-
-
-@program("bind a type variable to a kind: `box: Box[dict[str, es.BatchStat]]`")
-def _(case):
-    class Box(es.Module, Generic[_T]):
-        x: _T
-        weight: es.Parameter = 2.0
-
-    class Model(es.Module):
-        box: Box[dict[str, es.BatchStat]]
-
-    model = case.keep(Model(Box({"mean": jnp.ones(())})))
-    kinds = {part.name: part.kind for part in es.parts(model)}
-    assert kinds == {"box.x['mean']": es.BatchStat, "box.weight": es.Parameter}
 
 
 @program(

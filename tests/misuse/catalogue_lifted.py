@@ -1,14 +1,12 @@
 """Programs that use the transforms of `es` wrongly."""
 
 import dataclasses
-import functools as ft
-import types
 
 import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
-from catalogue_entry import Draw, Layer, Net, program, XS
+from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
 
@@ -96,78 +94,21 @@ def _(case):
         es.mutable(lambda net: es.vmap(net, axes=axes)(XS))(net)
 
 
-@program("pass a number, or another value that is not an array, to `es.vmap`")
-def _(case):
-    net = case.keep(Net(), XS)
-    f = es.vmap(lambda x, factor, *, name: net.eval()(x) * factor * len(name))
-    assert (f(XS, 2.0, name="abc") == 12 * XS).all()
-
-
-@program("assign a key in the lanes of `es.vmap`: `self.rng = key`")
-def _(case):
-    model = case.keep(Draw(), XS)
-
-    def restart(model, x, key):
-        model.rng = key
-        return model(x)
-
-    key = jax.random.key(7)
-    f = es.mutable(lambda m, key: es.vmap(lambda x: restart(m, x, key))(XS))
-    assert f(model, key)[1].rng == es.mutable(restart)(model, XS, key)[1].rng
-    drawn = es.mutable(es.vmap(model))(XS)[1].rng
-    assert drawn not in (model.rng, key)
-
-
-@program("read the parameters of a stack in the body that scans it, or maps over it")
-def _(case):
-    model = case.keep(Stacked(), XS)
-    w = model.layers.weight
-
-    for run in (model.shares, es.mutable(model.shares), es.jit(model.shares)):
-        out = run(jnp.ones(()))
-        share, _ = out if isinstance(out, tuple) else (out, None)
-        assert jnp.allclose(share, jnp.prod(w / w.sum()))
-    mapped = es.mutable(
-        lambda m: es.vmap(lambda x: x.weight / m.layers.weight.sum())(m.layers)
-    )(model)[0]
-    assert jnp.allclose(mapped, w / w.sum())
-
-
-@program(
-    "read the state of a stack in the body that scans it, and writes it",
-    "`layers.count`",
-    "total = self.layers.count.sum()",
-)
+@program("read the state of a stack in the body that scans it, and writes it")
 def _(case):
     model = case.keep(Stacked(), XS)
 
-    def scanned(model, seen):
-        return es.scan(lambda x, layer: (layer(x), seen()), XS, model.layers)[1]
+    def scanned(model):
+        body = lambda x, layer: (layer(x), model.layers.count.sum())  # noqa: E731
+        return es.scan(body, XS, model.layers)[1]
 
-    def mapped(model, seen):
-        return es.vmap(lambda layer: (layer(XS), seen()))(model.layers)[1]
-
-    def wrong(model, run):
-        return run(model, lambda: model.layers.count.sum())
-
-    def right(model, run):
-        total = model.layers.count.sum()
-        return run(model, lambda: total)
+    def mapped(model):
+        return es.vmap(lambda m: (m(XS), model.layers.count.sum()))(model.layers)[1]
 
     for run in (scanned, mapped):
-        with case.error():
-            es.mutable(wrong)(model, run)
-        totals, new = es.mutable(right)(model, run)
+        totals, new = es.mutable(run)(model)
         assert totals.tolist() == [1, 1]
         assert new.layers.count.tolist() == [1, 2]
-
-
-@program("return a list of two from the body of `es.scan`")
-def _(case):
-    net = case.keep(Net(), XS)
-    f = es.mutable(lambda net: es.scan(lambda c, x: [c + x, net.layer(x)], 0.0, XS))
-    (total, ys), new = f(net)
-    assert (total, ys.tolist(), new.layer.count) == (3.0, [0.0, 2.0, 4.0], 3)
 
 
 @program(
@@ -237,7 +178,7 @@ def _(case):
     assert es.mutable(assigned)(net)[1].layer.count == 3
 
 
-@program("change a list of modules that a function closes over", "from outside")
+@program("change a list of modules that a function closes over", "self.layers = [")
 def _(case):
     class Layers(es.Module):
         layers: list[Layer]
@@ -260,11 +201,9 @@ def _(case):
             es.mutable(model.run, kinds=es.TreePart)(transform)
 
 
-@program(
-    "assign a `nonlocal` model in a function under `es.jit`", "def step(model, x):"
-)
+@program("assign a `nonlocal` model in a function under `es.jit`")
 def _(case):
-    model = case.keep(Layer(), XS)
+    kept = model = case.keep(Layer(), XS)
 
     @es.jit
     def step(x):
@@ -272,65 +211,10 @@ def _(case):
         y, model = es.mutable(model)(x)
         return y
 
-    with case.error():
+    with jax.check_tracer_leaks(False), case.error():
         step(XS)
-    assert model.count == 0
-
-
-@program("rebind a model that a recursive function under `es.jit` closes over")
-def _(case):
-    model = case.keep(Layer())
-
-    @es.jit
-    def count(n):
-        return model.count if n == 0 else model.count + count(n - 1)
-
-    assert count(2) == 0
-    model = es.mutable(model)(XS)[1]
-    assert count(2) == 3
-
-
-@program("initialize a model that a function under `es.vmap` closes over")
-def _(case):
-    model = case.keep(Layer())
-    lazy = es.lazy(eqx.nn.Linear, 3, 2)
-    keys = jax.random.split(jax.random.key(0), 4)
-    for f in (
-        lambda key: es.init((lazy, model), key),
-        ft.partial(es.init, (lazy, model)),
-    ):
-        layers, _ = es.vmap(f)(keys)
-        assert layers.weight.shape == (4, 2, 3)
-
-
-@program("read state under `es.jit` through an object that is not a pytree")
-def _(case):
-    net = case.keep(Net(), XS)
-
-    def counts(net, holder):
-        read = es.jit(lambda: holder.layer.count)
-        before = read()
-        net.layer(XS)
-        return before, read()
-
-    hidden = es.mutable(lambda net: counts(net, types.SimpleNamespace(layer=net.layer)))
-    assert hidden(net)[0] == (0, 0)
-    assert es.mutable(lambda net: counts(net, net))(net)[0] == (0, 1)
-
-
-@program("tie two modules inside a transform", "`[0].layer` and `[1].layer`")
-def _(case):
-    nets = case.keep([Net(), Net()])
-
-    def tie(a, b):
-        a.layer = b.layer
-
-    def tying(transform):
-        return es.mutable(lambda nets: transform(tie)(*nets))
-
-    for transform in (lambda f: f, es.jit, es.checkpoint):
-        with case.error():
-            tying(transform)(nets)
+        es.mutable(model)(XS + 1)
+    assert kept.count == 0
 
 
 @program("return only the carry from the body of `es.scan`", "return carry, None")
@@ -417,34 +301,6 @@ def _(case):
         assert new.phase == (0 if name == "carry" else 1)
 
 
-@program("keep state in a dict whose keys print alike")
-def _(case):
-    class Key:
-        def __init__(self, n):
-            self.n = n
-
-        def __repr__(self):
-            return "Key"
-
-        def __lt__(self, other):
-            return self.n < other.n
-
-    class Counts(es.Module):
-        counts: dict[Key, es.State]
-
-        def __call__(self, x):
-            self.counts = {key: n + key.n for key, n in self.counts.items()}
-            return x
-
-    model = case.keep(Counts({Key(1): 0.0, Key(2): 5.0}), XS)
-    for run in (model, es.jit(model), es.checkpoint(model), es.vmap(model)):
-        assert [*es.mutable(run)(XS)[1].counts.values()] == [1.0, 7.0]
-    (total, _), _ = es.mutable(lambda m: es.scan(lambda c, x: (m(c), x), 0.0, XS))(
-        model
-    )
-    assert total == 0.0
-
-
 @program(
     "return different strings, or functions, from the branches of `es.cond`",
     "which are not arrays",
@@ -525,15 +381,6 @@ def _(case):
     for f in (es.mutable(net), es.capture(net), es.jit(es.grad(net))):
         with case.error():
             es.capture(f)
-
-
-@program("capture a gradient: `es.capture(es.value_and_grad(loss_fn))`")
-def _(case):
-    model = case.keep(Sower(), XS)
-    f = lambda m, x: (m(x) ** 2).sum()  # noqa: E731
-    ((loss, new), _), sown = es.capture(es.value_and_grad(f))(model, XS)
-    assert (loss, new) == (5.0, model)
-    assert (sown["y"] == 2 * XS).all()
 
 
 @program(

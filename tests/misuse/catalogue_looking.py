@@ -146,22 +146,6 @@ def _(case):
     assert eqx.tree_equal(found, alone)
 
 
-@program("take a gradient inside of a captured function")
-def _(case):
-    class Trainer(es.Module):
-        net: Net
-
-        def __call__(self, x):
-            loss_fn = lambda net, x: net(x).sum()  # noqa: E731
-            (loss, self.net), _ = es.value_and_grad(loss_fn)(self.net, x)
-            return loss
-
-    trainer = case.keep(Trainer(Net()), XS)
-    (_, new), found = es.capture(trainer, outputs=Layer)(XS)
-    assert (found["net.layer"] == 2 * XS).all()
-    assert new.net.layer.count == 1
-
-
 @program("look for the first NaN in a training step with loops and `es.jit` in it")
 def _(case):
     model = case.keep([Layer(), Log()])

@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from catalogue_entry import Layer, Net, program, XS
+from catalogue_entry import Net, program, XS
 
 import eqx_state as es
 
@@ -68,15 +68,6 @@ def _(case):
         assert eqx.tree_equal(trainer.net, new)
 
 
-@program("accumulate gradients inside of a scope by `es.vjp`")
-def _(case):
-    net = case.keep(Net(), XS)
-    total, new = expected(net, ROWS)
-    y, trainer = es.mutable(Trainer(net).in_place)(ROWS)
-    assert y == total
-    assert eqx.tree_equal(trainer.net, new)
-
-
 @program(
     "rebind a variable to the new module inside of a scope: `(loss, net), grads = ...`"
 )
@@ -113,18 +104,3 @@ def _(case):
 
     (_, new), _ = es.value_and_grad(of_tasks)(net, jnp.stack([x, 2 * x]))
     assert eqx.tree_equal(new, net)
-
-
-@program("capture inside of a loss")
-def _(case):
-    def inside(net, x):
-        (y, net), found = es.capture(net, outputs=Layer)(x)
-        return jnp.sum(y**2), (net, found)
-
-    net = case.keep(Net(), XS)
-    run = es.capture(es.value_and_grad(loss_fn), outputs=Layer)
-    ((loss, new), grads), found = run(net, XS)
-    ((again, (kept, seen)), outer), _ = es.value_and_grad(inside, has_aux=True)(net, XS)
-    assert again == loss
-    assert eqx.tree_equal((kept, seen), (new, found))
-    assert (new.layer.count, outer.layer.count) == (1, 0)

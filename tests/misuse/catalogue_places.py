@@ -84,17 +84,3 @@ def _(case):
     _, new = es.mutable(lambda net: es.mutable(net.layer)(XS)[0])(net)
     assert new.layer.count == 0
     assert es.mutable(keep)(net)[1].layer.count == 1
-
-
-@program("call a module recursively")
-def _(case):
-    class Recursive(Layer):
-        def __call__(self, x, n=2):
-            self.count += 1
-            return x if n == 0 else self(self.weight * x, n - 1)
-
-    model = case.keep(Recursive(), XS)
-    for run in (es.mutable(model), es.jit(es.mutable(model))):
-        y, new = run(XS)
-        assert (y == 4 * XS).all()
-        assert new.count == 3

@@ -81,14 +81,6 @@ def _(case):
         es.nn.Stacked.make(eqx.nn.Linear, jr.split(jr.key(0), 2))
 
 
-@program("stack lazy layers")
-def _(case):
-    lazy = [es.lazy(eqx.nn.Linear, 3, 3) for _ in range(2)]
-    stacked = es.init(es.nn.Stacked(lazy), 0)
-    assert stacked.layers.weight.shape == (2, 3, 3)
-    assert (stacked[0].weight != stacked[1].weight).all()
-
-
 # --- Running it -----------------------------------------------------------------------
 
 
@@ -151,17 +143,6 @@ def _(case):
     assert (kept.weight is not None, kept.count) == (True, None)
 
 
-@program("leave biases out of weight decay by `part.value.ndim >= 2`, in a stack")
-def _(case):
-    stacked = case.keep(
-        es.nn.Stacked.make(
-            lambda key: eqx.nn.Linear(2, 2, key=key), jr.split(jr.key(0), 3)
-        )
-    )
-    decayed = es.mask(stacked, lambda part: part.value.ndim >= 2).layers
-    assert (decayed.weight, decayed.bias) == (True, False)
-
-
 @program("freeze some layers of a stack: `es.freeze(model, lambda m: m.blocks[0])`")
 def _(case):
     model = case.keep(deep(), X)
@@ -174,16 +155,6 @@ def _(case):
 
 
 # --- Files ----------------------------------------------------------------------------
-
-
-@program("load the file of a list of layers into a stack, or the other way")
-def _(case):
-    model = case.keep(deep(), X)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "model.safetensors")
-        es.save(path, {"blocks": layers()})
-        loaded = es.load(path, {"blocks": es.nn.Stacked(layers()[::-1])})
-    assert eqx.tree_equal(loaded["blocks"], model.blocks)
 
 
 @program("load a checkpoint of another depth")

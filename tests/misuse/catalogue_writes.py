@@ -47,7 +47,7 @@ def _(case):
     model = case.keep(Always(), XS)
     with case.error():
         model.eval()(XS)
-    with case.error("argument 1"):
+    with case.error("is not in the private copy"):
         es.mutable(lambda a, b: b(a(XS)))(model, model.eval())
 
 
@@ -75,9 +75,7 @@ def _(case):
     assert (new.eval()(XS) == 3 * XS).all()
 
 
-@program(
-    "assign a name that the class does not declare: `model.params = p`", "params: Net"
-)
+@program("assign a name that the class does not declare: `model.params = p`")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():
@@ -101,7 +99,7 @@ def _(case):
 )
 def _(case):
     a, b = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
-    with case.error("argument 1 of `both`"):
+    with case.error():
         es.mutable(both)(a, b, XS)
     y, new = es.mutable(lambda pair, x: both(*pair, x))((a, b), XS)
     assert (y == 6 * XS).all()
@@ -115,7 +113,7 @@ def _(case):
     "call a model that the function of `es.mutable` closes over",
     "`Layer.count`",
     "argnums=(0, 1)",
-    "teacher.eval()",
+    "other.eval()",
 )
 def _(case):
     model, teacher = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)
@@ -165,21 +163,6 @@ def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.mutable(lambda net, x: net(x), argnums=(0, -2))(net, XS)
-
-
-@program(
-    "give a keyword argument any name, such as `es.mutable(model)(x, m=1.0, self=2.0)`"
-)
-def _(case):
-    class Named(Layer):
-        def __call__(self, x, /, **kwargs):
-            return super().__call__(x) * kwargs["m"] * kwargs["self"]
-
-    names = {"m": 2.0, "self": 3.0, "params": 1.0, "state": 1.0}
-    model = case.keep(Named(), call=lambda model: es.mutable(model)(XS, **names))
-    assert (es.mutable(model)(XS, **names)[0] == 12 * XS).all()
-    apply, params, state = es.functional(model)
-    assert (apply(params, state, XS, **names)[0] == 12 * XS).all()
 
 
 @program(
@@ -343,9 +326,7 @@ def _(case):
         Dense()
 
 
-@program(
-    "assign an undeclared layer in `__init__`, as in PyTorch", "linear: eqx.nn.Linear`"
-)
+@program("assign an undeclared layer in `__init__`, as in PyTorch")
 def _(case):
     class Model(es.Module):
         def __init__(self):
@@ -396,19 +377,6 @@ def _(case):
 
     with case.error():
         es.mutable(case.keep(Table(np.zeros(3))))()
-
-
-@program("write in place with an operator: `self.count += 1`")
-def _(case):
-    net = case.keep(Net(mean=np.zeros(3, np.float32)), XS)
-
-    def f(net):
-        net.layer.count += 1
-        net.mean += XS
-
-    new = es.mutable(f)(net)[1]
-    assert new.layer.count == 1
-    assert (new.mean == XS).all()
 
 
 @program("compute from state in a `functools.cached_property`")
