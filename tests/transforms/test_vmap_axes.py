@@ -1,5 +1,7 @@
 """`es.vmap`: the axis of each array, by kinds and by other rules; keys; ensembles."""
 
+import copy
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -184,6 +186,7 @@ def test_splitting_what_is_no_key():
     with pytest.raises(ValueError, match=r"es\.SPLIT.*`total`"):
         es.mutable(es.vmap(tally(), axes={es.BatchStat: es.SPLIT}))(XS)
     assert repr(es.SPLIT) == "es.SPLIT"
+    assert copy.deepcopy(es.SPLIT) is es.SPLIT
 
 
 # --- Axes by kind -------------------------------------------------------------------
