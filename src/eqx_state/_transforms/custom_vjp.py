@@ -17,10 +17,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import is_in_trace
-from .._errors import show
 from .._state.scope import closed_copy
 from .._tree.base import fields_of
-from .._tree.compare import difference_of_leaves
 from .._tree.walk import is_array, leaves, walk
 from .derivatives import PureCall
 from .lift import Ran, Slot, Values
@@ -58,16 +56,23 @@ class _CustomVjp(Transform):
         functions = self.f, self.fwd, self.bwd
         passed = [x for i, x in enumerate(args) if i not in static]
         _check_passed(self._name, (functions, args), passed)
-        call = PureCall(
-            functions,
-            args,
-            {},
-            lambda given: tuple(
-                i not in static and is_traced(x) for i, x in enumerate(given)
-            ),
-        )
+
+        def is_input(args: Any) -> Any:
+            return tuple(i not in static and is_traced(x) for i, x in enumerate(args))
+
+        call = PureCall(functions, args, {}, is_input)
         if call.lifted.is_initializing:
             return self.f(*args)
+        # JAX would hand out a number as a literal of a class of its own.
+        arrays = jtu.tree_map(jnp.asarray, call.arrays)
+        inputs = [args[i] if i in static else x for i, x in enumerate(arrays)]
+        ran = self._run(call, inputs, static)
+        call.lifted.commit(ran._replace(written=jax.lax.stop_gradient(ran.written)))
+        out, rest = ran.out
+        return eqx.combine(out, rest.tree)
+
+    def _run(self, call: PureCall, inputs: list[Any], static: list[int]) -> Ran:
+        """What `jax.custom_vjp` makes of the call."""
         written: dict[str, frozenset[Slot]] = {}  # by `f`, and by `fwd`
 
         def result(ran: Ran, before: Values, out: Any) -> Ran:
@@ -100,19 +105,16 @@ class _CustomVjp(Transform):
 
         rule = jax.custom_vjp(f, nondiff_argnums=static)
         rule.defvjp(fwd, bwd)
-        # JAX would hand out a number as a literal of a class of its own.
-        arrays = jtu.tree_map(jnp.asarray, call.arrays)
-        ran = rule(*(args[i] if i in static else x for i, x in enumerate(arrays)))
+        ran = rule(*inputs)
         if is_in_trace() and "fwd" not in written:
-            # JAX may trace it when this call is over, say, if a `jit` around the call
-            # is differentiated. What it writes has to leave the call here, then.
+            # `jax.grad(jax.jit(call))` traces `fwd` when this call is over. What it
+            # writes then has to be among the outputs by now.
             with contextlib.suppress(Exception):  # it may never be needed
                 jax.eval_shape(lambda arrays: fwd(*arrays), call.arrays)
-        by_any = frozenset().union(*written.values())
-        new = {slot: x for slot, x in ran.written.items() if slot in by_any}
-        call.lifted.commit(ran._replace(out=None, written=jax.lax.stop_gradient(new)))
-        out, rest = ran.out
-        return eqx.combine(out, rest.tree)
+        by_either = frozenset().union(*written.values())
+        # Others pass through unchanged, and would lose their gradient.
+        new = {slot: x for slot, x in ran.written.items() if slot in by_either}
+        return ran._replace(written=new)
 
     def _by_position(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """All arguments by position, with defaults, as the rules take them."""
@@ -139,21 +141,13 @@ def _check_passed(name: str, functions: Any, passed: Any) -> None:
             raise ValueError(_CLOSED_OVER.format(name, type(module).__name__))
 
 
-@jtu.register_static
-class _Rest:
+class _Rest(eqx.Module):
     """The leaves of an output that are not arrays, as a part of its structure.
 
     JAX compares the structures of what the function and its forward rule return.
     """
 
-    def __init__(self, tree: Any):
-        self.tree = tree
-
-    def __eq__(self, other: Any) -> bool:
-        return difference_of_leaves(self.tree, other.tree) is None
-
-    def __repr__(self) -> str:
-        return show(self.tree)
+    tree: Any = eqx.field(static=True)
 
 
 def _split(tree: Any) -> tuple[Any, _Rest]:

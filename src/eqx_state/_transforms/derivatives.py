@@ -55,6 +55,8 @@ class PureCall:
         ]
         self.lifted = Lifted(functions, (tuple(args), kwargs), treatments)
         self.args, self.kwargs = self.lifted.arguments
+        # The derivatives are trees like this one. They go to the caller, who shall not
+        # get modules that a scope owns, nor the class of an `eqx.nn.Shared` in a scope.
         given = closed_copy(self.args)
         self.arrays, self.rest = eqx.partition(given, is_input(given))
 
@@ -89,14 +91,16 @@ class Primal:
         ran, _ = self.call(self.f, arrays)
         out, aux = _two(ran.out) if self.has_aux else (ran.out, None)
         out, rest = eqx.partition(out, self.is_output(out))
+        # `return layer(x), self.other` keeps the arrays of `self.other` as they are.
         computed, static = self.call.lifted.split((rest, aux))
         return out, (ran._replace(out=computed), Static(static))
 
-    def finish(self, out: Any, ran: Ran, static: Static) -> tuple[Any, ...]:
+    def finish(self, out: Any, rest: tuple[Ran, Static]) -> tuple[Any, ...]:
         """Commit what was written. Returns the whole output, and `aux` if there is."""
+        ran, static = rest
         self.call.lifted.commit(ran)
-        rest, aux = eqx.combine(ran.out, static.value)
-        out = eqx.combine(out, rest)
+        out_rest, aux = eqx.combine(ran.out, static.value)
+        out = eqx.combine(out, out_rest)
         return (out, aux) if self.has_aux else (out,)
 
 
@@ -240,10 +244,11 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
         assert by_sine.calls is None and sine.calls == 1
         ```
     """
-    # Only inexact arrays of the output have cotangents, and all others are holes there.
+    # JAX wants zeros of dtype float0 as cotangents of a counter that comes out. As it
+    # is no part of the output to JAX, `None` will do.
     primal = Primal(fun, primals, {}, has_aux, _is_inexact)
     out, pullback, rest = jax.vjp(primal.run, *primal.arrays, has_aux=True)
-    out, *aux = primal.finish(out, *rest)
+    out, *aux = primal.finish(out, rest)
     return out, Pullback(pullback), *aux
 
 
@@ -321,7 +326,7 @@ def jvp(
     structure = jtu.tree_structure(primal.arrays)
     tangents = _tangents(tuple(tangents), structure, "es.jvp")
     out, moved, rest = jax.jvp(primal.run, primal.arrays, tangents, has_aux=True)
-    out, *aux = primal.finish(out, *rest)
+    out, *aux = primal.finish(out, rest)
     return out, moved, *aux
 
 
@@ -367,7 +372,7 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
     """
     primal = Primal(fun, primals, {}, has_aux)
     out, pushforward, rest = jax.linearize(primal.run, *primal.arrays, has_aux=True)
-    out, *aux = primal.finish(out, *rest)
+    out, *aux = primal.finish(out, rest)
     return out, Pushforward(pushforward, jtu.tree_structure(primal.arrays)), *aux
 
 
@@ -408,18 +413,20 @@ class _Jacobian(Transform):
         if any(is_empty) and not self.allow_int:
             i = named[is_empty.index(True)]
             raise TypeError(_NO_ARRAYS.format(self.name, i))
-        if all(is_empty):  # JAX cannot transpose a tree without leaves
+        if all(is_empty):
+            # `allow_int` with integers, which JAX would count as leaves: it raises for
+            # a tree without any.
             out, rest = primal.run(*primal.arrays)
             holes = diff[0] if is_one else tuple(diff)
             jacobian = jtu.tree_map(lambda _: holes, out)
         else:
             is_forward = self.name == "es.jacfwd"
-            of_jax = jax.jacfwd if is_forward else jax.jacrev
+            of_jax: Any = jax.jacfwd if is_forward else jax.jacrev
             options = {} if is_forward else {"allow_int": self.allow_int}
             jacobian, rest = of_jax(
                 primal.run, self.argnums, True, self.holomorphic, **options
             )(*primal.arrays)
-        _, *aux = primal.finish(None, *rest)
+        _, *aux = primal.finish(None, rest)
         return (jacobian, *aux) if self.has_aux else jacobian
 
 
