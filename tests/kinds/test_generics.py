@@ -122,25 +122,6 @@ def test_an_alias_with_arguments(base):
     assert kinds(Concrete((ONE, ONE), (ONE, ONE))) == expected
 
 
-def test_a_generic_module_that_is_a_collection(base):
-    class Stack(eqx.Module, Generic[T]):
-        items: list[T]
-
-        def __len__(self):
-            return len(self.items)
-
-        def __iter__(self):
-            return iter(self.items)
-
-        def __contains__(self, x):
-            return any(x is item for item in self.items)
-
-    class Model(base):
-        stack: Stack[es.State]
-
-    assert kinds(Model(Stack([ONE]))) == {"stack.items[0]": es.State}
-
-
 def test_the_arguments_of_any_number_of_variables_count_for_all(base):
     class Many(base, Generic[*Ts]):
         items: list

@@ -231,18 +231,6 @@ def test_a_declaration_gives_any_array_the_kind():
         assert kinds(Model(value)) == {"x": es.State}
 
 
-def test_tracers_have_the_kind_of_the_array_they_stand_for():
-    @jax.jit
-    def traced(leaf):
-        assert all(isinstance(part.value, jax.core.Tracer) for part in es.parts(leaf))
-        assert kinds(leaf) == expected
-        return leaf
-
-    leaf = make_leaf()
-    expected = kinds(leaf)
-    assert eqx.tree_equal(traced(leaf), leaf)
-
-
 # --- Innermost, outermost -------------------------------------------------------------
 
 
@@ -287,16 +275,6 @@ def test_the_outermost_covering_declaration_wins():
 
     assert kinds(Middle(Inner(jnp.ones(2)))) == {"inner.x": Ema}
     assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": es.OptState}
-
-
-def test_the_kind_depends_on_the_place_and_not_on_the_module():
-    class Model(es.Module):
-        net: Leaf
-        ema: es.Buffer[Leaf]
-
-    leaf = make_leaf()
-    got = kinds(Model(leaf, leaf.replace()))
-    assert (got["net.param"], got["ema.param"]) == (es.Parameter, es.Buffer)
 
 
 def test_covering_can_be_taken_back():

@@ -118,23 +118,6 @@ def test_the_annotations_of_a_record_are_read(base, name):
     }
 
 
-@pytest.mark.parametrize("name", ["NamedTuple", "dataclass"])
-def test_the_class_of_a_value_is_enough(name):
-    cls = RECORDS[name]
-    value = cls(mean=ONE, key=ONE, scale=ONE, rest=ONE)
-    assert kinds([value]) == inside(name, "[0]")
-
-    class Model(es.Module):
-        x: Any
-        y: es.State[dict]
-        z: "list[cls] | None" = None
-
-    expected = inside(name, "x") | inside(name, "y['a']", es.State)
-    assert kinds(Model(value, {"a": value})) == expected
-    expected |= inside(name, "z[0]")
-    assert kinds(Model(value, {"a": value}, [value])) == expected
-
-
 @pytest.mark.parametrize("module", [typing, None], ids=["typing", "extensions"])
 def test_entries_that_may_be_missing(base, module):
     made = typing.TypedDict if module else TypedDict

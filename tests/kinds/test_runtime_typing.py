@@ -101,16 +101,3 @@ def test_functions_on_trees_are_not_checked(hooked):
     stacked = es.map(lambda x: jnp.stack([x, x]), model)
     assert model.update(stacked).weight.shape == (2, 2, 3)
     assert model.replace(weight=ONE).weight.shape == ()
-
-
-def test_a_step_under_the_hook(hooked):
-    counter = hooked.Count(0)
-    out, counter = es.mutable(counter)(ONE)
-    assert (out, counter.n) == (1.0, 1)
-    with pytest.raises(jaxtyping.TypeCheckError, match="x"):
-        es.mutable(counter)(jnp.ones(2))
-
-
-def test_lazy_models_under_the_hook(hooked):
-    model = hooked.Lazy(3).init(0)
-    assert model.weight.shape == (3,)

@@ -13,7 +13,6 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, strategies as st
 from jaxtyping import Array, Float, Int, Key
 
 import eqx_state as es
@@ -76,46 +75,6 @@ def test_names_that_fit_an_array(text, shape, names, in_axes):
         assert names_of_field(annotation, {"w": value}) == {"w": names}
     else:
         assert names_of_field(Float[Array, text], value) == names
-
-
-SIZES = st.sampled_from([2, 3])
-# What jaxtyping may say of axes, and the sizes that it then accepts.
-TOKENS = {
-    **dict.fromkeys(["a", "#b", "_", "_other"], st.tuples(SIZES)),
-    "2": st.just((2,)),
-    "k=3": st.just((3,)),
-    **dict.fromkeys(["*r", "..."], st.lists(SIZES, max_size=2)),
-}
-
-
-@st.composite
-def annotated(draw):
-    """The tokens of an annotation, and a shape that fits."""
-    tokens = draw(st.lists(st.sampled_from([*TOKENS]), max_size=4, unique=True))
-    if {"*r", "..."} <= {*tokens}:  # there may be one of them
-        tokens.remove("...")
-    return tokens, [size for token in tokens for size in draw(TOKENS[token])]
-
-
-@given(annotated())
-def test_a_name_is_at_the_axis_that_jaxtyping_gives_it(tokens_and_shape):
-    tokens, shape = tokens_and_shape
-    array = np.zeros(shape, "f4")
-
-    def accepts(tokens):
-        return isinstance(array, Float[np.ndarray, " ".join(tokens)])
-
-    assert accepts(tokens)
-    names = names_of_field(Float[np.ndarray, " ".join(tokens)], array)
-    assert len(names) == len(shape)
-    named = [token for token in tokens if token in ("a", "#b")]
-    assert [f"#{n}" if n == "b" else n for n in names if n] == named
-    for name, size in zip(names, shape, strict=True):
-        for x in (size, size + 1):
-            is_it = [name is not None and t.lstrip("#") == name for t in tokens]
-            pairs = zip(tokens, is_it, strict=True)
-            fixed = [str(x) if it else token for token, it in pairs]
-            assert accepts(fixed) is (x == size or name is None)
 
 
 # --- Where a name may be written ------------------------------------------------------

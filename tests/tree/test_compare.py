@@ -13,7 +13,6 @@ from eqx_state._tree.compare import (
     difference_of_leaves,
     first_difference,
     same,
-    structure_with_holes,
 )
 
 
@@ -93,8 +92,3 @@ def test_the_difference_of_leaves():
     ):
         assert difference_of_leaves(model, other) == name
         assert difference_of_leaves(other, model) == name
-
-
-def test_a_hole_counts_as_a_leaf():
-    assert structure_with_holes(Model(None, 1)) == structure_with_holes(Model(1, None))
-    assert structure_with_holes(Model((), 1)) != structure_with_holes(Model(1, 1))

@@ -1,7 +1,5 @@
 """Train and eval, freeze and unfreeze."""
 
-import copy
-import pickle
 from typing import Any
 
 import equinox as eqx
@@ -80,14 +78,6 @@ def test_eval_and_train_reach_every_module(as_method):
     # The model that was switched stays as it was.
     assert set(flags(model, "training").values()) == {True}
     assert set(flags(model, "inference").values()) == {False}
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_train_takes_a_mode(mode):
-    for new in (make_model().train(mode), es.train(make_model(), mode)):
-        assert set(flags(new, "training").values()) == {mode}
-        assert set(flags(new, "inference").values()) == {not mode}
-    assert es.train(make_model(), mode=mode).training is mode
 
 
 @pytest.mark.parametrize("f", [es.eval, es.train, lambda m: es.train(m, mode=False)])
@@ -222,18 +212,6 @@ def test_the_node_for_inference_mode_is_hidden_from_users():
     assert same(back, norm)
 
 
-def test_copies_keep_the_mode():
-    for model in (make_model().eval(), eqx.nn.inference_mode(make_model())):
-        for new in (copy.copy(model), copy.deepcopy(model), pickled(model)):
-            assert new.training is False
-            assert jax.tree.structure(new) == jax.tree.structure(model)
-            assert not es.mutable(lambda m: None)(new)[1].training
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 def test_the_mode_is_part_of_the_structure():
     model = make_norm()
 
@@ -254,14 +232,6 @@ def test_the_mode_is_part_of_the_structure():
 
 def frozen(tree: Any) -> set[str]:
     return {name for name, flag in flags(tree, "frozen").items() if flag}
-
-
-def test_freeze_tells_places_of_one_module_apart():
-    class Plain(es.Module):
-        w: es.Parameter
-
-    plain = Plain(jnp.ones(2))
-    assert frozen(es.freeze([plain, plain], lambda t: t[0])) == {"[0]"}
 
 
 def test_frozen_batch_stats_are_kept_and_used():

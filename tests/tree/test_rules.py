@@ -66,18 +66,6 @@ def test_the_first_filter_that_matches_comes_before_all_kinds():
     assert got["layers[0].steps"] == "other"
 
 
-def test_the_order_matters_among_filters_only():
-    bias, head = es.path_matches("*.bias"), es.under(lambda m: m.head)
-    kinds = {es.Parameter: "p", es.TreePart: "t", ...: "o"}
-    assert spec(make_model(), {bias: "b", head: "h", **kinds})["head.bias"] == "b"
-    assert spec(make_model(), {head: "h", bias: "b", **kinds})["head.bias"] == "h"
-    for rules in ({**kinds, bias: "b"}, {bias: "b", **dict(reversed(kinds.items()))}):
-        got = spec(make_model(), rules)
-        assert [got[x] for x in ("head.bias", "head.weight", "layers[0].mean")] == [
-            *"bpt"
-        ]
-
-
 def test_a_combinator_of_kinds_is_a_filter_and_not_a_kind():
     got = spec(make_model(), {Cache: "kind", es.any_of(es.State): "filter"}, "else")
     assert got["layers[0].cache"] == got["layers[0].mean"] == "filter"
@@ -210,11 +198,3 @@ def test_rules_under_jit():
     head = decayed(make_model())
     assert (head.bias == make_model().head.bias).all()
     assert (head.weight == 0.5 * make_model().head.weight).all()
-
-
-def test_rules_inside_a_scope():
-    def f(model):
-        return es.spec(model, {es.under(lambda m: m.head.bias): 1, es.Parameter: 0})
-
-    values = es.mutable(f)(make_model())[0]
-    assert (values.head.weight, values.head.bias) == (0, 1)

@@ -187,23 +187,6 @@ def test_configure_sets_every_module_that_has_the_attribute():
     assert jax.tree.structure(new) != jax.tree.structure(model)
 
 
-def test_configure_sets_flags_too():
-    new = es.configure(make_model(), inference=True, training=False, frozen=True)
-    assert (new.drop.inference, new.training, new.layers[0].norm.frozen) == (
-        True,
-        False,
-        True,
-    )
-    assert es.parts(es.filter(new, es.trainable)) == []
-
-
-def test_configure_makes_numbers_strong_where_a_kind_is_declared():
-    new = es.configure(make_model(), steps=7, scale=jnp.asarray(2.0))
-    for array in (new.steps, new.layers[0].norm.scale):
-        assert isinstance(array, jax.Array)
-        assert not array.weak_type
-
-
 @pytest.mark.parametrize(
     ("attributes", "missing"),
     [
@@ -240,11 +223,6 @@ def test_replace():
     assert norm.momentum == 0.9
     assert same(norm.replace(), norm)
     assert norm.replace() is not norm
-
-
-def test_replace_makes_numbers_strong():
-    new = make_norm().replace(scale=2.0)
-    assert (new.scale.dtype, new.scale.weak_type) == (jnp.float32, False)
 
 
 @pytest.mark.parametrize("name", ["scael", "filter", "_place", "__call__"])

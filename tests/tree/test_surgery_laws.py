@@ -130,23 +130,6 @@ def test_map_modules_sees_what_modules_lists(make):
     assert sorted(seen) == sorted(name for name, _ in es.modules(tree))
 
 
-@every_tree
-def test_map_modules_composes(make):
-    def shrink(module, name):
-        is_norm = isinstance(module, Norm)
-        return module.replace(momentum=module.momentum / 2) if is_norm else module
-
-    def rename(module, name):
-        return es.freeze(module) if isinstance(module, Norm) else module
-
-    tree = make()
-    one_by_one = es.map_modules(rename, es.map_modules(shrink, tree))
-    at_once = es.map_modules(lambda m, n: rename(shrink(m, n), n), tree)
-    assert jax.tree.structure(at_once) == jax.tree.structure(one_by_one)
-    momenta = {m.momentum for _, m in es.modules(at_once) if isinstance(m, Norm)}
-    assert momenta <= {0.25}
-
-
 @pytest.mark.parametrize("name", [n for n in TREES if n != "no module"])
 def test_configure_is_map_modules_and_replace(name):
     def replace(module, name):

@@ -1,6 +1,5 @@
 """What a field that declares a kind makes of array defaults, numbers and weak types."""
 
-import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -56,23 +55,6 @@ def test_array_defaults_are_inherited_and_replaced():
     first = Child().a
     first[...] = 5
     assert Child().a == 2
-
-
-def test_a_default_factory_is_called_once_and_only_when_needed():
-    calls = []
-
-    def factory():
-        calls.append(1)
-        return ONE
-
-    class Lazy(es.Module):
-        x: es.State = dataclasses.field(default_factory=factory)
-        y: Any = eqx.field(default_factory=factory)
-
-    Lazy()
-    assert len(calls) == 2
-    Lazy(ONE, ONE)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -191,18 +173,6 @@ def test_what_declares_no_kind_stays():
     assert is_strong(mine.pair[1])
     assert mine.weak.weak_type
     assert (mine.text, mine.none) == ("text", None)
-
-
-def test_a_loop_compiles_once_from_a_number_on():
-    class Counter(es.Module):
-        count: es.State = 0
-
-    @jax.jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(counter):
-        return counter.replace(count=counter.count + 1)
-
-    assert step(step(step(Counter()))).count == 3
 
 
 def test_the_shape_of_a_weak_array():
