@@ -18,7 +18,8 @@ from .base import (
     is_eqx_module,
     is_module,
     MARKS,
-    names_of,
+    Marks,
+    name_of_steps,
 )
 from .context import children
 from .observe import unmarked
@@ -94,16 +95,23 @@ def first_difference(
     if is_eqx_module(a):
         for f in dataclasses.fields(a):
             if f.metadata.get("static", False):
-                left, right = (getattr(x, f.name, None) for x in (a, b))
-                if f.name == MARKS and left != right:
-                    at = (*path, jtu.GetAttrKey("frozen"))
-                    return at, names_of(left), names_of(right)
+                name = f.name
+                left, right = (getattr(x, name, None) for x in (a, b))
+                if name == MARKS:
+                    name, left, right = "frozen", _in_words(left), _in_words(right)
                 if not same(left, right):
-                    return (*path, jtu.GetAttrKey(f.name)), left, right
+                    return (*path, jtu.GetAttrKey(name)), left, right
     for (key, x), (_, y) in zip(below_a, below_b, strict=True):
         if structure(x) != structure(y):
             return first_difference(x, y, structure, (*path, key))
     return path, a, b
+
+
+def _in_words(marks: Marks) -> tuple[str, ...]:
+    return tuple(
+        f"{'frozen' if frozen else 'not frozen'}: {name_of_steps(path)}"
+        for path, frozen in marks
+    )
 
 
 def difference(

@@ -5,8 +5,8 @@ The kind of an array depends on every declaration above it. A `Context` sums the
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,10 @@ from .base import (
     is_module,
     MARKS,
     Marks,
-    marks_below,
-    merged,
     name_of_steps,
     Step,
     step_to,
+    Steps,
 )
 
 
@@ -109,6 +108,9 @@ class AxesAbove(NamedTuple):
 Stacks: TypeAlias = tuple[tuple[int, int], ...]
 
 
+_NO_MARKS: Final[Mapping[Steps, bool]] = {}
+
+
 class Context(NamedTuple):
     """What is known about a node from the nodes above it."""
 
@@ -122,7 +124,7 @@ class Context(NamedTuple):
     owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
     field: str = ""  # the field of the nearest module that leads here
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
-    marks: Marks = ()  # what is frozen below, or not, by its path from here
+    marks: Mapping[Steps, bool] = _NO_MARKS  # what is frozen below, or not, from here
     lost: tuple[str, str] | None = None  # a node above, and a path that it lacks now
     stacks: Stacks = ()
 
@@ -145,20 +147,19 @@ class Context(NamedTuple):
     def inside(self, frozen: bool, marks: Marks) -> "Context":
         """The context in an `es.Module` that has this flag and these marks."""
         if frozen:  # and stays so, wherever it is put
-            return self._replace(frozen=True, marks=marks, lost=None)
-        return self._replace(marks=merged(self.marks, marks)) if marks else self
+            return self._replace(frozen=True, marks=dict(marks), lost=None)
+        # A module's own marks count before those from further out.
+        return self._replace(marks={**self.marks, **dict(marks)}) if marks else self
 
     def at(self, step: Step) -> "Context":
         """The context one step further down, as far as marks are concerned."""
-        frozen, marks = marks_below(self.marks, step)
-        return self._replace(
-            frozen=self.frozen if frozen is None else frozen, marks=marks
-        )
+        marks = {path[1:]: x for path, x in self.marks.items() if path[0] == step}
+        return self._replace(frozen=marks.pop((), self.frozen), marks=marks)
 
     def checked(self, name: str, steps: Iterable[Step]) -> "Context":
         """The context of a node, which says so if its children do not fit the marks."""
         there = set(steps)
-        for path, _ in self.marks:
+        for path in self.marks:
             if path[0] not in there:
                 return self._replace(lost=(name, name + name_of_steps(path)))
         return self

@@ -11,12 +11,11 @@ from .base import (
     has_inference,
     is_module,
     MARKS,
+    Marks,
     Placeholder,
     Step,
     step_to,
     Steps,
-    with_mark,
-    without,
 )
 from .compare import flatten_apart
 from .context import children, Context, ROOT
@@ -173,14 +172,22 @@ def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None
         raise ValueError(_NOTHING_TO_FREEZE)
     for visit in modules:
         object.__setattr__(visit.node, "frozen", frozen)
-        object.__setattr__(visit.node, MARKS, ())
+        _set_marks(visit.node, {})
     for module, steps in around:
-        object.__setattr__(module, MARKS, without(fields_of(module)[MARKS], steps))
+        # Without those of the node and below. Marks that differ only in the length of a
+        # sequence are out of date.
+        n, names = len(steps), [name for name, _ in steps]
+        marks: Marks = fields_of(module)[MARKS]
+        others = {p: x for p, x in marks if [name for name, _ in p[:n]] != names}
+        _set_marks(module, others)
     # Without a mark of its own it is what its surroundings are.
     if around and _context_at(tree, path).frozen is not frozen:
         module, steps = around[-1]
-        marks = with_mark(fields_of(module)[MARKS], steps, frozen)
-        object.__setattr__(module, MARKS, marks)
+        _set_marks(module, {**dict(fields_of(module)[MARKS]), steps: frozen})
+
+
+def _set_marks(module: Any, marks: dict[Steps, bool]) -> None:
+    object.__setattr__(module, MARKS, tuple(sorted(marks.items())))
 
 
 def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
