@@ -474,7 +474,7 @@ def test_a_module_without_fields_says_so():
         model.w = 1
     with rejects(model, TypeError, "no field `w`", "It declares no fields"):
         model.replace(w=1)
-    with rejects(model, ValueError, "has an attribute `w`. No module has a field"):
+    with rejects(model, ValueError, "has an attribute `w`. There are: none"):
         es.configure(model, w=1)
 
 

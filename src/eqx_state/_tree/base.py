@@ -31,6 +31,10 @@ Steps = tuple[Step, ...]
 Marks = tuple[tuple[Steps, bool], ...]
 
 
+def sorted_marks(marks: dict[Steps, bool]) -> Marks:
+    return tuple(sorted(marks.items()))
+
+
 def step_to(node: Any, key: Any) -> Step:
     """The step from `node` to its child under `key`."""
     is_index = isinstance(key, jtu.SequenceKey) and isinstance(node, (list, tuple))
@@ -118,7 +122,7 @@ class _Training:
 
 
 class BaseModule(eqx.Module, metaclass=_ModuleMeta):
-    """The data of an `es.Module`; its behavior is in `_module.py`.
+    """The data of an `es.Module`; its behavior is in `_state/module.py`.
 
     The flags are static fields: they are part of the treedef.
     """

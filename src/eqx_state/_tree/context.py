@@ -5,8 +5,8 @@ The kind of an array depends on every declaration above it. A `Context` sums the
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,76 +23,13 @@ from .base import (
     MARKS,
     Marks,
     name_of_steps,
+    sorted_marks,
     Step,
     step_to,
-    Steps,
 )
 
 
 _Tree = TypeVar("_Tree")
-
-
-@dataclasses.dataclass(frozen=True)
-class AlikeKey:
-    """The key of a child whose own key equals an earlier sibling's, or prints alike.
-
-    Arrays are told apart by name and by key path, so no two may share one.
-    """
-
-    key: Any
-    position: int
-
-    def __str__(self) -> str:
-        return f"{self.key}~{self.position}"
-
-
-def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """`(key, child)` one level down, holes included; `None` for a leaf.
-
-    The keys are those of JAX, but no two are alike.
-    """
-    if is_leaf(node):
-        return None
-    entries, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    keys = [path[0] for path, _ in entries]
-    if not (isinstance(node, dict) and all(type(key) is str for key in node)):
-        keys = _apart(keys)
-    return list(zip(keys, (child for _, child in entries), strict=True))
-
-
-def map_children(f: Callable[[Any, Any], Any], node: _Tree) -> _Tree:
-    """A new node with `f(key, child)` in place of each child; a leaf is returned."""
-    if (below := children(node)) is None:
-        return node
-    return with_children(node, [f(key, child) for key, child in below])
-
-
-def with_children(node: _Tree, new: list[Any]) -> _Tree:
-    """A new node with these children in place of its own, in their order."""
-    return jtu.tree_unflatten(one_level(node), new)
-
-
-def one_level(node: PyTree) -> Any:
-    """The treedef of a node whose children all count as leaves."""
-    return jtu.tree_structure(node, is_leaf=lambda x: x is not node)
-
-
-def _apart(keys: list[Any]) -> list[Any]:
-    seen: set[Any] = set()
-    found = []
-    for i, key in enumerate(keys):
-        same = {key, str(key)}
-        found.append(key if seen.isdisjoint(same) else AlikeKey(key, i))
-        seen |= same
-    return found
-
-
-def is_leaf(x: Any) -> bool:
-    """Whether JAX takes `x` for a leaf."""
-    if is_eqx_module(x):
-        return False
-    # JAX would answer for an iterator, too, but with a warning.
-    return isinstance(x, Iterator) or jtu.all_leaves((x,))
 
 
 class AxesAbove(NamedTuple):
@@ -108,9 +45,6 @@ class AxesAbove(NamedTuple):
 Stacks: TypeAlias = tuple[tuple[int, int], ...]
 
 
-_NO_MARKS: Final[Mapping[Steps, bool]] = {}
-
-
 class Context(NamedTuple):
     """What is known about a node from the nodes above it."""
 
@@ -124,7 +58,7 @@ class Context(NamedTuple):
     owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
     field: str = ""  # the field of the nearest module that leads here
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
-    marks: Mapping[Steps, bool] = _NO_MARKS  # what is frozen below, or not, from here
+    marks: Marks = ()  # what is frozen below, or not, by its path from here
     lost: tuple[str, str] | None = None  # a node above, and a path that it lacks now
     stacks: Stacks = ()
 
@@ -147,19 +81,21 @@ class Context(NamedTuple):
     def inside(self, frozen: bool, marks: Marks) -> "Context":
         """The context in an `es.Module` that has this flag and these marks."""
         if frozen:  # and stays so, wherever it is put
-            return self._replace(frozen=True, marks=dict(marks), lost=None)
+            return self._replace(frozen=True, marks=marks, lost=None)
         # A module's own marks count before those from further out.
-        return self._replace(marks={**self.marks, **dict(marks)}) if marks else self
+        merged = sorted_marks({**dict(self.marks), **dict(marks)})
+        return self._replace(marks=merged) if marks else self
 
     def at(self, step: Step) -> "Context":
         """The context one step further down, as far as marks are concerned."""
-        marks = {path[1:]: x for path, x in self.marks.items() if path[0] == step}
-        return self._replace(frozen=marks.pop((), self.frozen), marks=marks)
+        marks = {path[1:]: x for path, x in self.marks if path[0] == step}
+        frozen = marks.pop((), self.frozen)
+        return self._replace(frozen=frozen, marks=sorted_marks(marks))
 
     def checked(self, name: str, steps: Iterable[Step]) -> "Context":
         """The context of a node, which says so if its children do not fit the marks."""
         there = set(steps)
-        for path in self.marks:
+        for path, _ in self.marks:
             if path[0] not in there:
                 return self._replace(lost=(name, name + name_of_steps(path)))
         return self
@@ -248,3 +184,69 @@ def undeclared(dtype: Any) -> Kind | None:
 
 
 ROOT = Context()
+
+
+# --- One level of a pytree: the keys that lead to declarations.
+
+
+@dataclasses.dataclass(frozen=True)
+class AlikeKey:
+    """The key of a child whose own key equals an earlier sibling's, or prints alike.
+
+    Arrays are told apart by name and by key path, so no two may share one.
+    """
+
+    key: Any
+    position: int
+
+    def __str__(self) -> str:
+        return f"{self.key}~{self.position}"
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """`(key, child)` one level down, holes included; `None` for a leaf.
+
+    The keys are those of JAX, but no two are alike.
+    """
+    if is_leaf(node):
+        return None
+    entries, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    keys = [path[0] for path, _ in entries]
+    if not (isinstance(node, dict) and all(type(key) is str for key in node)):
+        keys = _apart(keys)
+    return list(zip(keys, (child for _, child in entries), strict=True))
+
+
+def map_children(f: Callable[[Any, Any], Any], node: _Tree) -> _Tree:
+    """A new node with `f(key, child)` in place of each child; a leaf is returned."""
+    if (below := children(node)) is None:
+        return node
+    return with_children(node, [f(key, child) for key, child in below])
+
+
+def with_children(node: _Tree, new: list[Any]) -> _Tree:
+    """A new node with these children in place of its own, in their order."""
+    return jtu.tree_unflatten(one_level(node), new)
+
+
+def one_level(node: PyTree) -> Any:
+    """The treedef of a node whose children all count as leaves."""
+    return jtu.tree_structure(node, is_leaf=lambda x: x is not node)
+
+
+def _apart(keys: list[Any]) -> list[Any]:
+    seen: set[Any] = set()
+    found = []
+    for i, key in enumerate(keys):
+        same = {key, str(key)}
+        found.append(key if seen.isdisjoint(same) else AlikeKey(key, i))
+        seen |= same
+    return found
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether JAX takes `x` for a leaf."""
+    if is_eqx_module(x):
+        return False
+    # JAX would answer for an iterator, too, but with a warning.
+    return isinstance(x, Iterator) or jtu.all_leaves((x,))

@@ -81,6 +81,9 @@ def bind_to_visits(
     filters: tuple[Filter, ...], tree: PyTree
 ) -> Callable[[Visit], bool]:
     """`bind_all`, for the leaves of a walk, of which some are not arrays."""
+    if len(filters) == 1 and is_kind(filters[0]):  # without a `Part` for each leaf
+        (kind,) = filters
+        return lambda visit: visit.is_a(kind)
     predicate = bind_all(filters, tree)
     return lambda visit: is_array(visit.node) and predicate(Part(visit))
 

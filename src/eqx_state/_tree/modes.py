@@ -13,6 +13,7 @@ from .base import (
     MARKS,
     Marks,
     Placeholder,
+    sorted_marks,
     Step,
     step_to,
     Steps,
@@ -187,7 +188,7 @@ def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None
 
 
 def _set_marks(module: Any, marks: dict[Steps, bool]) -> None:
-    object.__setattr__(module, MARKS, tuple(sorted(marks.items())))
+    object.__setattr__(module, MARKS, sorted_marks(marks))
 
 
 def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:

@@ -130,8 +130,7 @@ class LayerPart(Part):
 
     def __init__(self, whole: Part, index: Index, slice: Callable[[Index], Any]):
         path = layer_path(whole.path, stacks_of(whole), index)
-        self._visit = whole._visit._replace(path=path)
-        self._kind = whole.kind
+        super().__init__(whole._visit._replace(path=path))
         self._slice = slice
         self.whole = whole
         self.index = index

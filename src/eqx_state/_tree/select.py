@@ -6,7 +6,7 @@ They are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflat
 import builtins
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -224,11 +224,7 @@ def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -
         if not is_selected(visit):
             out.append(visit.node)
         elif any(x is None for x in given):
-            raise ValueError(
-                f"`es.map`: a tree of `rest` has a hole (`None`) at `{visit.name}`,"
-                " which `on` selects. Pass a tree that has the leaf, or a narrower"
-                " filter `on=`."
-            )
+            raise ValueError(_HOLE.format(visit.name))
         else:
             out.append(f(visit.node, *given))
     return jtu.tree_unflatten(structure_with_holes(tree), out)
@@ -241,9 +237,6 @@ def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
         return structure_with_holes(tree).flatten_up_to(other)
     except (ValueError, TypeError, KeyError):
         return leaves_like(tree, other, f"`es.map`: tree number {i}")
-
-
-# --- Modules by name: list them, map over them, configure them.
 
 
 def modules(tree: PyTree) -> list[tuple[str, eqx.Module]]:
@@ -331,10 +324,7 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
     if missing := set(attributes) - {name for _, name in places}:
         names = ", ".join(f"`{name}`" for name in sorted(missing))
         known = sorted({name for _, m in modules(tree) for name in field_names(m)})
-        raise ValueError(
-            f"`es.configure`: no module in the tree has an attribute {names}. "
-            + (f"There are: {', '.join(known)}." if known else "No module has a field.")
-        )
+        raise ValueError(_NOBODY.format(names, ", ".join(known) or "none"))
     for module, name in places:
         _assign(module, name, attributes[name])
     return tree
@@ -349,10 +339,8 @@ def replace(module: Any, **fields: Any) -> Any:
     """A copy of an `es.Module` with these fields; `TypeError` for an unknown name."""
     for name in fields:
         if not _has(module, name):
-            raise TypeError(
-                f"`{type(module).__qualname__}.replace`: there is no field `{name}`. "
-                f"{declared_fields(module)}"
-            )
+            cls, known = type(module).__qualname__, declared_fields(module)
+            raise TypeError(f"`{cls}.replace`: there is no field `{name}`. {known}")
     new = copy_tree(module)
     for name, value in fields.items():
         _assign(new, name, value)
@@ -365,3 +353,10 @@ def _assign(module: eqx.Module, name: str, value: Any) -> None:
         if name == "frozen":  # for all of the module, whatever was said before
             object.__setattr__(module, MARKS, ())
     object.__setattr__(module, name, value)
+
+
+_HOLE: Final = """`es.map`: a tree of `rest` has a hole (`None`) at `{}`, which `on` \
+selects. Pass a tree that has the leaf, or a narrower filter `on=`."""
+
+_NOBODY: Final = """`es.configure`: no module in the tree has an attribute {}. There \
+are: {}."""
