@@ -197,7 +197,8 @@ its namesake in JAX:
     jax.vmap(lambda x: self.layer(x))(xs)    # wrong
     es.vmap(lambda x: self.layer(x))(xs)     # right
 
-Likewise `es.scan`, `es.cond`, `es.checkpoint` and the others; for `jax.grad` it is \
+Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
+`es.checkpoint`, `es.jit`, `es.vjp`, `es.jacrev` and the others; for `jax.grad` it is \
 `es.value_and_grad`, with the model as its argument. Or call `es.mutable` inside the \
 transform, and return the new model from it."""
 
