@@ -50,6 +50,8 @@ class Outputs(Observer):
         return out
 
     def check(self, model: PyTree) -> None:
+        if self.which is None and not self.replace:
+            return  # what sows need not have a `__call__`
         names = callable_names(model, "es.capture")
         unknown = [name for name in self.replace if name not in names]
         if isinstance(self.which, str):
@@ -160,10 +162,9 @@ class _Capture(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         __tracebackhide__ = True
-        observer = None
-        if self.outputs is not None or self.replace:
-            observer = Outputs(self.outputs, self.replace)
-        new_scope = ft.partial(Scope, self.kinds, captures=True, observer=observer)
+        observer = Outputs(self.outputs, self.replace)
+        reports = ((observer.key, (), ()),)
+        new_scope = ft.partial(Scope, self.kinds, observer, reports)
         f, bound, options = _without_partials(self.f)
         if isinstance(f, AbstractGrad):
             result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
@@ -172,11 +173,9 @@ class _Capture(Transform):
             scope = new_scope()
             result = thread(model, scope, call)
             sown = scope.sown
-        found = _by_name(sown)
-        if observer is not None:
-            observer.check_replaced()
-            found = {name: unmarked(x, observer.key) for name, x in found.items()}
-        return result, found
+        observer.check_replaced()
+        found = _by_name(sown).items()
+        return result, {name: unmarked(x, observer.key) for name, x in found}
 
 
 def _by_name(sown: Sown) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import dataclasses
 import functools as ft
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Final, Self
 
 import equinox as eqx
@@ -111,9 +111,9 @@ def is_open_here() -> bool:
     return threading.get_ident() in [*OPEN_SCOPES.values()]
 
 
-# The paths of modules in the model of a scope, each with its path in the model of the
-# scope around it.
-Reports = tuple[tuple[KeyPath, KeyPath], ...]
+# Who keeps what is sown: the key of an observer, the path of a part of the model that
+# it watches, and the path of this part in the observer's own model.
+Reports = tuple[tuple[Hashable, KeyPath, KeyPath], ...]
 
 # The values that were sown, by `sow.Key`. An `OrderedDict` because JAX sorts the keys
 # of a dict, and the order is a part of the result.
@@ -123,9 +123,8 @@ Sown = OrderedDict[Any, list[Any]]
 class Scope:
     """Permission to write arrays of certain kinds, in one trace, until it is closed.
 
-    - `captures`: whether sown values are kept, in `sown`.
-    - `reports`: if sown values are for a scope around this one, their names there.
-    - `observer`: what sees the calls of modules, and may add to `sown`.
+    - `observer`: what sees the calls of modules, and keeps values in `sown`.
+    - `reports`: the observers that keep what modules of this scope sow.
     - `written`: the modules that were written, and the name of a field that was.
     - `own_dtypes`: inside of a `cast`, the own dtype of each array that has another
         one here, by path.
@@ -135,12 +134,11 @@ class Scope:
     is_initializing: ClassVar[bool] = False
 
     def __init__(
-        self, kinds: Kinds, captures: bool = False, observer: Observer | None = None
+        self, kinds: Kinds, observer: Observer | None = None, reports: Reports = ()
     ):
         self.kinds = kinds
-        self.captures = captures
         self.observer = observer
-        self.reports: Reports | None = None
+        self.reports = reports
         self.sown: Sown = OrderedDict()
         self.trace = trace_state()
         self.is_open = True
@@ -180,8 +178,7 @@ class Scope:
 
     def inner(self) -> "Scope":
         """A scope like this one, for the trace of a transform inside it."""
-        new = Scope(self.kinds, self.captures, self.observer)
-        new.reports = self.reports
+        new = Scope(self.kinds, self.observer, self.reports)
         new.own_dtypes = self.own_dtypes
         return new
 
@@ -190,20 +187,10 @@ class Scope:
         """Hashable; equal for scopes in which a call is traced alike."""
         return (
             self.kinds,
-            self.captures,
             self.reports,
             self.observer and self.observer.key,
             None if self.own_dtypes is None else tuple(self.own_dtypes.items()),
         )
-
-    def outward(self, path: KeyPath) -> KeyPath | None:
-        """The path under which a value is sown; `None` if no one wants it."""
-        if self.reports is None:
-            return path
-        for inside, outside in self.reports:
-            if path[: len(inside)] == inside:
-                return (*outside, *path[len(inside) :])
-        return None
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
         """Take note of a field that was missing: see `InitScope`."""

@@ -1,10 +1,11 @@
 """Values that leave a captured call beside its output: what modules sow and return.
 
-They are kept in the scope, by key. Each transform carries out of its trace what its
-inner scopes keep, as it does with what was written.
+They are kept in the innermost scope of the observer that wants them, by key. Each
+transform carries out of its trace what its inner scopes keep, as it does with what was
+written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -15,9 +16,10 @@ from .._compat import has_escaped, out_of_vmaps
 from .._errors import show, TraceError
 from .._tree.base import BaseModule, get_place
 from .._tree.dtypes import as_jax, is_numeric
+from .._tree.observe import OBSERVING
 from .._tree.walk import is_numpy, name_of, walk
-from .._typing import PyTree
-from .scope import is_any_open, is_owned, Reports, Scope, Sown
+from .._typing import KeyPath, PyTree
+from .scope import is_any_open, is_owned, Place, Reports, Scope
 from .write import trace_message
 
 
@@ -39,15 +41,34 @@ class Key(NamedTuple):
 
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
-    """Add a value to those that were sown in the scope, if it captures."""
+    """Hand a value to the observers that keep what is sown, if there are any."""
     place = get_place(module)
-    if place is None or not (place.scope.is_open and place.scope.captures):
+    if place is None or not place.scope.is_open:
         return
-    if not isinstance(name, str):
-        raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
-    path = place.scope.outward((*place.path, jtu.GetAttrKey(name)))
-    if path is not None:
-        keep(place.scope, Key(name_of(path)), value)
+    for key, path in _outward(place):
+        if not isinstance(name, str):
+            raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
+        if (scope := OBSERVING.get().get(key)) is not None:
+            keep(scope, Key(name_of((*path, jtu.GetAttrKey(name)))), value)
+
+
+def _outward(place: Place) -> Iterator[tuple[Hashable, KeyPath]]:
+    """The observers that keep what a module here sows, and its path in their models."""
+    for key, inside, outside in place.scope.reports:
+        if place.path[: len(inside)] == inside:
+            yield key, (*outside, *place.path[len(inside) :])
+
+
+def reporting(model: PyTree) -> Reports:
+    """What a new scope of this model reports: as the modules in it do so far."""
+    if not is_any_open():
+        return ()
+    visits = [v for v in walk(model, is_leaf=is_owned) if is_owned(v.node)]
+    return tuple(
+        (key, visit.path, path)
+        for visit in visits
+        for key, path in _outward(get_place(visit.node))
+    )
 
 
 def keep(scope: Scope, key: Key, value: Any) -> None:
@@ -76,30 +97,6 @@ def carried_out(scope: Scope, key: Key, values: Sequence[Any]) -> Sequence[Any]:
         return out
     verb = "capture the output of" if key.is_output else "sow"
     raise TraceError(trace_message(key.name or "the model", verb=verb))
-
-
-def deliver(scope: Scope, sown: Sown) -> None:
-    """Add what an inner scope has kept, now that its trace is over."""
-    for key, values in sown.items():
-        scope.sown.setdefault(key, []).extend(carried_out(scope, key, values))
-
-
-def reporting(model: PyTree) -> tuple[Scope, Reports] | None:
-    """The scope to which an inner one, on this model, reports what is sown.
-
-    It captures, and owns modules of the model. If there are several, it is the first.
-    """
-    if not is_any_open():
-        return None
-    visits = [v for v in walk(model, is_leaf=is_owned) if is_owned(v.node)]
-    owned = [(visit.path, get_place(visit.node)) for visit in visits]
-    scopes = [place.scope for _, place in owned if place.scope.captures]
-    if not scopes:
-        return None
-    scope = scopes[0]
-    paths = [(path, place.path) for path, place in owned if place.scope is scope]
-    names = [(inside, scope.outward(path)) for inside, path in paths]
-    return scope, tuple((path, name) for path, name in names if name is not None)
 
 
 def _is_sowable(x: Any) -> bool:

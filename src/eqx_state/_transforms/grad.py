@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import Scope, Sown
-from .._state.sow import deliver, reporting
+from .._state.sow import reporting
 from .._tree.filters import all_of, Filter, trainable
 from .._tree.parts import Part
 from .._tree.select import partition
@@ -69,15 +69,13 @@ class AbstractGrad(Transform):
         # Now, because `partition` unflattens: a module that is in two places would be
         # two modules in `loss_fn`, and nothing could be noticed there.
         check_ready(model)
-        reports = reporting(model) if new_scope is None else None
+        reports = reporting(model)
         # What an observer outside sees in the trace leaves it as from any transform.
         lifted = Lifted(())
         diff, rest = partition(model, all_of(self.wrt, _is_inexact))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
-            inside = Scope((State,)) if new_scope is None else new_scope()
-            if reports is not None:
-                inside.captures, inside.reports = True, reports[1]
+            inside = new_scope() if new_scope else Scope((State,), reports=reports)
             model = eqx.combine(diff, rest)
             ran = lifted.run({}, lambda: thread(model, inside, call, self.cast))
             out, new = ran.out
@@ -87,8 +85,6 @@ class AbstractGrad(Transform):
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         (_, (out, new, sown, ran)), grads = value_and_grad(diff)
         lifted.commit(ran)
-        if reports is not None:
-            deliver(reports[0], sown)
         return self.result(out, new, grads), sown
 
     @abc.abstractmethod
