@@ -50,6 +50,11 @@ class _Layer(eqx.nn.StatefulLayer):
     inference: bool
     made_for_inference: bool = eqx.field(static=True)
 
+    # Type checkers would give a generated one Equinox's abstract `__call__` as a field.
+    def __init__(self, model: Any, index: Any, names: tuple[str, ...], inference: bool):
+        self.model, self.index, self.names = model, index, names
+        self.inference = self.made_for_inference = inference
+
     def __call__(
         self, x: Any, state: eqx.nn.State, *, key: Any = None
     ) -> tuple[Any, eqx.nn.State]:
@@ -150,5 +155,5 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     modes = [visit.node.training for visit in modules_in(model)]
     inference = bool(modes) and not any(modes)
     holes = eqx.nn.delete_init_state(index)
-    layer = _Layer(rest, holes, tuple(values), inference, inference)
+    layer = _Layer(rest, holes, tuple(values), inference)
     return layer, eqx.nn.State(index)

@@ -433,7 +433,7 @@ def test_a_glob_without_a_match():
     ("rename", "error", "text"),
     [
         ("blocks", TypeError, "takes a function .* A `str` was given"),
-        (lambda name: None, TypeError, r"made of the name `\['layers'\]\[0\]\.weight`"),
+        (lambda name: None, ValueError, r"\[0\]\.weight \(there: None\)"),
         ({"*": 1}, TypeError, "`'\\*': 1` is not"),
         ({"*.*": "*"}, ValueError, r'rename=\{"\*\.\*": "\*"\}.*as many on both sides'),
     ],

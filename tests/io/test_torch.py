@@ -571,6 +571,8 @@ def test_something_else_for_a_renaming():
     with rejects(model, ValueError, text):
         es.from_torch(model, tensors, rename={"[0].*": "*"})
     with pytest.raises(TypeError, match="`es.from_torch.*takes a function from our"):
+        es.from_torch(linear(), tensors, rename=3)
+    with pytest.raises(ValueError, match="missing:\n    4 "):
         es.from_torch(linear(), tensors, rename=len)
     with pytest.raises(TypeError, match=r"module\.state_dict.*was given a `Linear`"):
         es.from_torch(model, linear())

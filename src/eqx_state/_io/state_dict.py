@@ -108,7 +108,7 @@ def load_state_dict(
     - `ValueError`: a glob in `rename` matches no name, or has another number of `*`
         than what it becomes.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
-        dictionary of strings, or does not return a string.
+        dictionary of strings.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
     !!! example
@@ -232,19 +232,10 @@ def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str],
     """
     if isinstance(rename, Mapping):
         return _by_globs(list(names), rename, what).__getitem__
-    if rename is None:
-        return str
-    if not callable(rename):
-        problem = f"A `{type(rename).__name__}` was given."
-        raise TypeError(_NOT_A_RENAME.format(what, problem))
-
-    def checked(name: str) -> str:
-        if isinstance(new := rename(name), str):
-            return new
-        problem = f"The function made of the name `{name}` a `{type(new).__name__}`."
-        raise TypeError(_NOT_A_RENAME.format(what, problem))
-
-    return checked
+    if rename is None or callable(rename):
+        return rename or str
+    problem = f"A `{type(rename).__name__}` was given."
+    raise TypeError(_NOT_A_RENAME.format(what, problem))
 
 
 def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:

@@ -130,7 +130,7 @@ def from_torch(
             values[ours] = np.array(source.make(*arrays)).astype(leaf.dtype)
             for kind, text in differences(leaf, values[ours], shape_of(part)):
                 problems.setdefault(kind, []).append(f"{shown(ours)}: {text}")
-    layers = {name.rpartition(".")[0] for name in names.values()}
+    layers = {str(name).rpartition(".")[0] for name in names.values()}
     for name in state_dict.keys() - set(names.values()):
         layer, _, last = str(name).rpartition(".")
         # Of our norms only Equinox's counts the batches, too.
