@@ -131,9 +131,9 @@ def test_the_mesh_that_is_set(mesh, path):
 def test_an_abstract_mesh_and_none_that_is_set(mesh, path, read):
     es.save(path, {"x": jnp.arange(8.0)})
     like = {"x": struct(jnp.zeros(8), NamedSharding(mesh.abstract_mesh, P("b")))}
-    with pytest.raises(ValueError, match=r"set_mesh[\s\S]*array `\['x'\]`"):
+    with pytest.raises(ValueError, match=r"array `\['x'\]`"):
         es.load(path, like)
-    with pytest.raises(ValueError, match=r"set_mesh[\s\S]*array `\['x'\]`"):
+    with pytest.raises(ValueError, match=r"array `\['x'\]`"):
         es.load_state_dict(like, {"['x']": jnp.zeros(8)})
     assert read() == 0
     # What says nothing of devices.
@@ -142,16 +142,14 @@ def test_an_abstract_mesh_and_none_that_is_set(mesh, path, read):
     assert es.load(path, like)["x"].tolist() == list(range(8))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("z", "axis: b of P.*not found"), ("b", "size is 4")]
-)
-def test_a_mesh_that_is_set_and_does_not_fit(name, message, mesh, path):
+@pytest.mark.parametrize("name", ["z", "b"])  # no such axis; not in equal parts
+def test_a_mesh_that_is_set_and_does_not_fit(name, mesh, path):
     x = {"blocks": es.nn.Stacked([{"x": jnp.arange(4.0)}] * 2)}
     es.save(path, x)
     place = NamedSharding(mesh.abstract_mesh, P(None, "b"))
     like = jax.tree.map(lambda x: struct(x, place), x)
     other = jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
-    message = rf"{message}[\s\S]*array `\['blocks'\]\.layers\['x'\]`"
+    message = r"about the array `\['blocks'\]\.layers\['x'\]`"  # in JAX's error
     with jax.set_mesh(other), pytest.raises(ValueError, match=message):
         es.load(path, like)
 
