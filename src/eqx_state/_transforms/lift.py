@@ -300,9 +300,11 @@ class Lifted:
             stack.enter_context(self._swapped(values, inner))
             owned = [self._owned(i, values, inner) for i in range(len(self.roots))]
             out = self._called(call)
-            pairs = [(scope, inner[id(scope)]) for scope in self.scopes]
-            inits = [pair for pair in pairs if isinstance(pair[1], InitScope)]
-            self.created = [(scope, new.take_created()) for scope, new in inits]
+            self.created = [
+                (scope, inner[id(scope)].take_created())
+                for scope in self.scopes
+                if isinstance(scope, InitScope)
+            ]
             out, after = leave(out, owned)
         self._check_containers()
         sown = [inner[id(scope)].sown for scope in self.scopes]
@@ -438,12 +440,20 @@ class Lifted:
         As an argument and through a closure, say: both are that state, and each has a
         value of its own.
         """
-        writers: dict[tuple[int, Any], int] = {}
-        for i, k in written if self.originals else ():
-            root = self.roots[i]
-            path = root.leaves[k].path
-            if writers.setdefault((id(root.place.scope), path), i) != i:
-                name = self.name((i, k))
+        if not self.originals:
+            return
+        # The innermost module that has a leaf, and its number there. A path would not
+        # do: after `layers[0], layers[1] = layers[1], layers[0]` modules do not know
+        # their new paths.
+        address: dict[Slot, tuple[int, int]] = {}
+        for i, root in enumerate(self.roots):
+            for module, start, stop in extents(root.module):  # parents first
+                owner = id(self.originals.get(id(module), module))
+                address |= {(i, k): (owner, k - start) for k in range(start, stop)}
+        writers: dict[tuple[int, int], int] = {}
+        for slot in written:
+            if writers.setdefault(address[slot], slot[0]) != slot[0]:
+                name = self.name(slot)
                 raise ValueError(_WRITTEN_TWICE.format(name, name.rpartition(".")[2]))
 
 
