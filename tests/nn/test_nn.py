@@ -33,23 +33,6 @@ def run(layer, x, **kwargs):
     return es.mutable(layer)(x, **kwargs)
 
 
-def by_numpy(x, weight, bias, mean, var, axis, eps, momentum):
-    """The output for a whole batch, and the running averages after it."""
-    axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
-    batch_mean, batch_var = x.mean(axes), x.var(axes)
-    shape = [1] * x.ndim
-    shape[axis] = -1
-
-    def along(v):
-        return v.reshape(shape)
-
-    y = (x - along(batch_mean)) / np.sqrt(along(batch_var) + eps)
-    y = y * along(weight) + along(bias)
-    mean = momentum * mean + (1 - momentum) * batch_mean
-    var = momentum * var + (1 - momentum) * batch_var
-    return y, mean, var
-
-
 def with_affine(norm):
     """Other values than ones and zeros, so that a mistake in them can be seen."""
     size = norm.input_size
@@ -123,53 +106,6 @@ def test_statistics_that_were_cast_are_averaged_in_float32():
 # --- BatchNorm: numbers ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "channel_axis", "axis"),
-    [
-        ((8, 3), None, 1),
-        ((8, 3, 5), None, 1),
-        ((4, 3, 2, 2), 1, 1),
-        ((4, 2, 2, 3), -1, 3),
-        ((4, 2, 3, 2), -2, 2),
-        ((3, 8), 0, 0),
-        ((8,), 0, 0),
-    ],
-)
-@pytest.mark.parametrize("eps", [1e-5, 0.5])
-@pytest.mark.parametrize("momentum", [0.99, 0.3])
-def test_a_batch_equals_numpy(shape, channel_axis, axis, eps, momentum):
-    size = shape[axis]
-    norm = es.nn.BatchNorm(size, eps=eps, momentum=momentum, channel_axis=channel_axis)
-    norm = with_affine(norm)
-    affine = np.asarray(norm.weight), np.asarray(norm.bias)
-    mean, var = np.zeros(size, np.float32), np.ones(size, np.float32)
-    for seed in range(3):
-        x = data(*shape, seed=seed)
-        expected, mean, var = by_numpy(
-            np.asarray(x), *affine, mean, var, axis, eps, momentum
-        )
-        y, norm = es.mutable(norm)(x)
-        assert_close(y, expected, 1e-4)
-        assert_close((norm.mean, norm.var), (mean, var))
-    assert_close((norm.weight, norm.bias), affine)
-
-
-@pytest.mark.parametrize(
-    ("shape", "channel_axis"), [((8, 3), 0), ((4, 3, 2, 5), 0), ((4, 2, 5, 3), -1)]
-)
-def test_both_forms_agree(shape, channel_axis):
-    one = es.nn.BatchNorm(3, axis_name="batch", channel_axis=channel_axis)
-    whole = es.nn.BatchNorm(3, channel_axis=channel_axis % (len(shape) - 1) + 1)
-    one, whole = with_affine(one), with_affine(whole)
-    for seed in range(50):
-        x = data(*shape, seed=seed)
-        y1, one = each(one, x)
-        y2, whole = run(whole, x)
-        assert_close(y1, y2, 1e-4)
-        assert_close((one.mean, one.var), (whole.mean, whole.var))
-    assert_close(es.vmap(one.eval())(x), whole.eval()(x), 1e-4)
-
-
 def test_an_axis_that_no_transform_has_named():
     norm = es.nn.BatchNorm(3, axis_name="batch")
     message = r"`es.nn.BatchNorm\(axis_name='batch'\)` averages over an axis"
@@ -228,22 +164,6 @@ def test_a_constant_channel_has_the_gradient_of_one():
     grad = jax.grad(lambda x: jnp.sum(weights * run(es.nn.BatchNorm(1), x)[0]))(x)
     expected = (weights - weights.mean()) / np.sqrt(1e-5)
     assert_close(grad, expected, 1e-3)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("axis_name", [None, "batch"])
-def test_half_precision_goes_in_and_comes_out(dtype, axis_name):
-    norm = es.nn.BatchNorm(3, axis_name=axis_name)
-    x = data(8, 3, dtype=dtype)
-    step = each if axis_name else run
-    y, new = step(norm, x)
-    assert y.dtype == dtype
-    assert {part.value.dtype for part in es.parts(new)} == {jnp.dtype("float32")}
-    expected, exact = step(norm, x.astype(jnp.float32))
-    assert_close(y.astype(jnp.float32), expected, 2e-2)
-    assert_close((new.mean, new.var), (exact.mean, exact.var))
-    assert new.eval().mean.dtype == jnp.float32
-    assert es.nn.BatchNorm(3).eval()(x).dtype == dtype
 
 
 def test_without_affine_there_are_no_parameters():
@@ -363,12 +283,6 @@ def test_a_mask_leaves_padding_out_of_gradients():
     assert (grad[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("change", [es.eval, es.freeze], ids=["eval", "frozen"])
-def test_a_mask_does_nothing_where_the_statistics_rest(change):
-    norm, x = change(run(es.nn.BatchNorm(3), data(8, 3))[1]), data(8, 3)
-    assert (norm(x, mask=jnp.arange(8)[:, None] < 3) == norm(x)).all()
-
-
 # --- BatchNorm: modes and gradients ---------------------------------------------------
 
 
@@ -396,13 +310,6 @@ def test_eval_and_frozen_keep_the_statistics_and_use_them(change):
     expected = (x + 100 - norm.mean[None]) / jnp.sqrt(norm.var + norm.eps)[None]
     assert_close(y, expected * norm.weight[None] + norm.bias[None], 1e-3)
     assert_close(still(x + 100), y)  # nothing is written: no scope is needed
-
-
-def test_one_example_needs_no_axis_in_eval_mode():
-    _, norm = each(es.nn.BatchNorm(3, axis_name="batch"), data(8, 3))
-    x = data(5, 3, seed=1)
-    one_by_one = jnp.stack([norm.eval()(row) for row in x])
-    assert_close(one_by_one, jax.vmap(norm.eval())(x))
 
 
 def test_gradients_flow_through_the_statistics_of_the_batch():

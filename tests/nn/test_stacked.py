@@ -97,15 +97,6 @@ def test_a_stack_trains_as_a_list_of_layers(options):
     assert new.layers.calls.tolist() == [1] * DEPTH
 
 
-def test_in_eval_mode_and_frozen_the_state_stays():
-    stacked = es.nn.Stacked.make(Block, KEYS)
-    for model in (es.eval(stacked), es.freeze(es.configure(stacked, p=0.0))):
-        ys, new = es.mutable(es.vmap(model, axis_name="batch"))(XS)
-        assert eqx.tree_equal(new.layers.norm, model.layers.norm)
-        expected = es.vmap(lambda x, m=model: in_turn(es.eval(list(m)), x))(XS)
-        close(ys, expected)
-
-
 def test_arguments_are_given_to_each_layer():
     stacked = es.eval(es.nn.Stacked.make(Block, KEYS))
     expected = in_turn(list(stacked), XS[0], 2.0)
@@ -301,20 +292,6 @@ def test_in_a_module_and_in_a_tuple_of_models():
     assert a.blocks.layers.calls.tolist() == [1, 1]
     assert a.head.calls == 1
     assert b.layers.calls.tolist() == [1]
-
-
-def test_what_layers_sow_is_stacked():
-    class Sower(es.Module):
-        w: es.Parameter
-
-        def __call__(self, x):
-            self.sow("y", self.w * x)
-            return self.w * x
-
-    stacked = es.nn.Stacked([Sower(2.0), Sower(3.0)], checkpoint=True)
-    (_, _), sown = es.capture(stacked)(1.0)
-    (value,) = sown.values()
-    assert value.tolist() == [2.0, 6.0]
 
 
 @pytest.mark.parametrize(

@@ -173,16 +173,6 @@ def test_with_groups_the_keys_are_group_and_name():
     assert one[..., "learning_rate"] == np.float32(0.3)
 
 
-def test_a_name_may_be_in_one_group_only():
-    optimizer = es.Optimizer({A: clip(), es.Parameter: sgd()}).init(MODEL)
-    new = optimizer.set(max_norm=2.0, learning_rate=0.1)
-    assert {k: float(v) for k, v in new.hyperparams.items()} == pytest.approx(
-        {(A, "max_norm"): 2.0, (es.Parameter, "learning_rate"): 0.1}
-    )
-    with pytest.raises(ValueError, match=r"`max_norm` of the group `es\.Parameter`"):
-        optimizer.set(group=es.Parameter, max_norm=1.0)
-
-
 def test_two_of_one_name_in_one_group_have_their_places():
     tx = optax.transforms.partition(
         {"x": sgd(0.1), "y": sgd(0.2)}, {"a": "x", "b": "y"}
