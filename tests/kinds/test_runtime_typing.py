@@ -1,6 +1,6 @@
 """jaxtyping's import hook with beartype sees through kinds."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -12,20 +12,21 @@ import pytest
 import eqx_state as es
 
 
-PACKAGE = Path(__file__).parents[1] / "support" / "hooked_package"
+LAYERS = Path(__file__).parents[1] / "support" / "hooked_layers.py"
 ONE = jnp.ones(())
 
 
-@pytest.fixture(params=["eager", "postponed"])
-def hooked(request, monkeypatch):
-    """A module of `hooked_package`, imported under the hook."""
-    monkeypatch.syspath_prepend(str(PACKAGE.parent))
-    name = f"hooked_package.{request.param}"
-    with jaxtyping.install_import_hook("hooked_package", "beartype.beartype"):
-        module = importlib.import_module(name)
+@pytest.fixture(
+    params=["", "from __future__ import annotations\n"], ids=["eager", "postponed"]
+)
+def hooked(request, monkeypatch, tmp_path):
+    """The layers under the hook, with annotations evaluated at once, or postponed."""
+    (tmp_path / "hooked.py").write_text(request.param + LAYERS.read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with jaxtyping.install_import_hook("hooked", "beartype.beartype"):
+        module = importlib.import_module("hooked")
     yield module
-    for name in [name for name in sys.modules if name.startswith("hooked_package")]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "hooked")
 
 
 def linear(hooked, weight=(2, 3), bias=(3,), base="Linear"):

@@ -248,16 +248,6 @@ def _(case):
 
 
 @program(
-    "call first, and thread the result: `es.mutable(model(x))`",
-    "y, model = es.mutable(model)(x)",
-)
-def _(case):
-    net = case.keep(Net(), XS)
-    with case.error():
-        es.mutable(net(XS))
-
-
-@program(
     "pass the model, or a part of it, to the function of `es.functional`",
     "es.state_dict(model, es.Parameter)",
 )

@@ -227,43 +227,6 @@ def _(case):
     assert es.mutable(model.right)(XS)[1].count == 1
 
 
-@program("decorate a method that writes state with `eqx.filter_jit`", "Jitted.count")
-def _(case):
-    class Jitted(es.Module):
-        count: es.State = 0
-
-        @eqx.filter_jit
-        def wrong(self, x):
-            self.count = self.count + 1
-            return x
-
-        @es.jit
-        def right(self, x):
-            self.count = self.count + 1
-            return x
-
-    model = case.keep(Jitted())
-    with case.error():
-        es.mutable(model.wrong)(XS)
-    with case.error():
-        es.mutable(lambda m: m.wrong(XS))(model)
-    assert es.mutable(lambda m: m.right(XS))(model)[1].count == 1
-
-
-@program(
-    "call the model in a jitted step without `es.mutable`",
-    "Layer.count",
-    "y, model = es.mutable(model)(x)",
-)
-def _(case):
-    net = case.keep(Net(), XS)
-    for jit in (jax.jit, eqx.filter_jit, es.jit):
-        with case.error():
-            jit(lambda net, x: net(x))(net, XS)
-        y, new = jit(lambda net, x: es.mutable(net)(x))(net, XS)
-        assert new.layer.count == 1
-
-
 @program("return a jitted step's loss without its new model")
 def _(case):
     net = case.keep(Net(), XS)

@@ -78,15 +78,6 @@ def _(case):
         es.vmap(dropout)(XS)
 
 
-@program("call an `es.nn.Dropout` in train mode, without a scope", "`Dropout.rng`")
-def _(case):
-    dropout = case.keep(es.nn.Dropout(0.5, key=0), XS)
-    with case.error():
-        dropout(XS)
-    assert (dropout.eval()(XS) == XS).all()
-    assert dropout(XS, key=jr.key(1)).shape == (3,)
-
-
 @program(
     "call an `es.RngStream` in eval mode, without a scope",
     "is outside `es.mutable`",

@@ -134,16 +134,6 @@ def _(case):
         es.mutable(lambda net: in_thread(es.checkpoint(lambda: net.mean)))(net)
 
 
-@program(
-    "write in another thread after the call", "in a closure, a generator, a thread"
-)
-def _(case):
-    net, kept = case.keep(Net(), XS), []
-    es.mutable(kept.append)(net)
-    with case.error():
-        in_thread(kept[0], XS)
-
-
 @program("thread one model in many threads at once")
 def _(case):
     net, results = case.keep(Net(), XS), []

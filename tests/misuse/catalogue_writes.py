@@ -126,27 +126,6 @@ def _(case):
     assert new.count == 1
 
 
-@program(
-    "call the outer model and not the argument: `es.mutable(lambda m: model(x))`",
-    "`Layer.count`",
-)
-def _(case):
-    model = case.keep(Layer(), XS)
-    with case.error():
-        es.mutable(lambda m: model(XS))(model)
-    assert es.mutable(lambda m: m(XS))(model)[1].count == 1
-
-
-@program("pass the model after the data: `es.value_and_grad(loss_fn)(xs, model)`")
-def _(case):
-    net = case.keep(Net(), XS)
-    loss_fn = lambda x, net: net(x).sum()  # noqa: E731
-    with case.error():
-        es.value_and_grad(loss_fn)(XS, net)
-    assert es.grad(loss_fn, argnums=1)(XS, net)[1].layer.count == 1
-    assert es.grad(lambda net, x: net(x).sum())(net, XS)[1].layer.count == 1
-
-
 @program("name an argument that does not exist: `es.mutable(f, argnums=2)(model, x)`")
 def _(case):
     net = case.keep(Net(), XS)
@@ -218,20 +197,6 @@ def _(case):
         es.mutable(lambda m: object.__setattr__(m.layer, "weight", jnp.ones(())))(net)
     with case.error():
         es.mutable(lambda m: m.layer.__dict__.update(weight=jnp.ones(())))(net)
-
-
-@program(
-    "keep a running mean in a field of plain floats, without a kind", "mean: es.State"
-)
-def _(case):
-    class Mean(es.Module):
-        mean: jax.Array
-
-        def __call__(self, x):
-            self.mean = 0.9 * self.mean + 0.1 * x
-
-    with case.error():
-        es.mutable(case.keep(Mean(jnp.zeros(3))))(XS)
 
 
 @program(

@@ -1,4 +1,4 @@
-"""Layers whose annotations are evaluated at once."""
+"""Layers that `test_runtime_typing` imports under the hook of jaxtyping."""
 
 import equinox as eqx
 import jax.numpy as jnp
