@@ -1,6 +1,7 @@
 """`es.capture`: what modules sow and return comes out of every transform."""
 
 import functools as ft
+import threading
 from typing import Any
 
 import equinox as eqx
@@ -631,6 +632,23 @@ def test_a_dead_tracer_cannot_be_captured():
     ):
         with pytest.raises(es.TraceError, match=f"{name}: it is a tracer"):
             es.capture(wrapped(apply), outputs="")(X)
+
+
+def test_sowing_in_another_thread_is_an_error_and_not_lost():
+    errors = []
+
+    def apply(layer, x):
+        def work():
+            with pytest.raises(RuntimeError, match="another thread has opened") as info:
+                layer.sow("it", x)
+            errors.append(info.value)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    es.capture(wrapped(apply))(X)
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize("name", [1, None, jnp.ones(2)])

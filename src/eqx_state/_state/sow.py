@@ -48,8 +48,8 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
     for key, path in _outward(place):
         if not isinstance(name, str):
             raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
-        if (scope := OBSERVING.get().get(key)) is not None:
-            keep(scope, Key(name_of((*path, jtu.GetAttrKey(name)))), value)
+        place.scope.check_thread()  # another one has no observer, and would lose it
+        keep(OBSERVING.get()[key], Key(name_of((*path, jtu.GetAttrKey(name)))), value)
 
 
 def _outward(place: Place) -> Iterator[tuple[Hashable, KeyPath]]:
