@@ -13,7 +13,6 @@ import jax.random as jr
 import numpy as np
 import pytest
 from helpers import rejects
-from models import Noisy
 
 import eqx_state as es
 
@@ -293,7 +292,6 @@ D = {"x": XS}
 BAD = {
     "nothing is mapped": (lambda: es.vmap(jnp.sin, None)(M), r"es\.vmap.*axis_size"),
     "no arguments": (lambda: es.vmap(lambda: 1)(), r"es\.vmap.*`axis_size`"),
-    "axis_size": (lambda: es.vmap(jnp.sin, axis_size=5)(M), r"(?s)was 5.*args\[0\]"),
     "rank": (lambda: es.vmap(jnp.sin, 2)(M), r"`args\[0\]` has shape .* no axis 2"),
     "negative": (lambda: es.vmap(jnp.sin, -3)(M), r"`args\[0\]` .* no axis -3"),
     "a callable": (
@@ -303,7 +301,7 @@ BAD = {
     "too few": (lambda: es.vmap(lambda x, y: x, (0,))(M, M), r"es\.vmap`: `in_axes`"),
     "another tree": (
         lambda: es.vmap(lambda x: x, in_axes=({"a": 0},))([M]),
-        r"(?s)es\.vmap`: `in_axes` is one entry.*tree\[0\]",
+        r"es\.vmap`: `in_axes` is one entry",
     ),
     "out_axes None": (lambda: es.vmap(lambda x: x, out_axes=None)(M), "out_axes"),
     "sizes": (
@@ -416,15 +414,3 @@ def test_gradients_of_each_example():
         assert (grads.w == 4 * XS**2).all()
         assert models.calls.tolist() == [1, 1, 1]
     assert new.calls == 0
-
-
-def test_inputs_on_a_mesh_with_explicit_axes_must_be_spread_alike():
-    explicit = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit)
-    with jax.set_mesh(mesh):
-        rows = jax.NamedSharding(mesh, jax.P("data"))
-        spread = jax.device_put(jnp.ones((2, 3)), rows)
-        y, _ = es.mutable(es.vmap(Noisy(jr.key(0))))(spread)  # the keys are ours
-        assert jax.typeof(y).sharding.spec[0] == "data"
-        with pytest.raises(ValueError, match="data vs None|None vs data"):
-            es.vmap(lambda x, t: x + t)(spread, jnp.ones((2, 3)))
