@@ -202,6 +202,31 @@ def test_lanes_carry_state_and_keys():
     assert new.rng != layer.rng
 
 
+class Nested(es.Module):
+    layers: list
+
+    @es.custom_vjp
+    def __call__(self, x):
+        return self.layers[0](self.layers[1](x))
+
+    def _fwd(self, x):
+        self.layers[1].ruled = self.layers[1].ruled + 5
+        return self(x), None
+
+    __call__.defvjp(_fwd, lambda _, g: (None, 3 * g))
+
+
+@kept_by_jax
+def test_modules_inside_are_written_also_if_the_rule_is_traced_after_the_call():
+    def loss(net, x):
+        return jitted(net, x) * 2
+
+    grad = es.grad(loss, argnums=(0, 1))
+    (_, by_x), (new, _) = grad(Nested([Layer(), Layer()]), X)
+    assert by_x == 6.0
+    assert [(x.plain, x.ruled) for x in new.layers] == [(1, 0), (1, 5)]
+
+
 def scale(layer, x):
     return layer.weight * x
 

@@ -262,6 +262,8 @@ class Lifted:
         """`tree` with other leaves. Those of owned modules come as values by slot."""
         new, values = iter(new), {}
 
+        # Not `is_owned`: JAX may trace the forward rule of an `es.custom_vjp` when the
+        # scope of the call has closed.
         def put(x: Any) -> Any:
             if not self.has(x):
                 return next(new)
@@ -344,13 +346,10 @@ class Lifted:
         try:
             for i, root in enumerate(self.roots):
                 place = root.place
-                # First, because `_set_leaves` asks what is owned. The outer scope may
-                # have closed: JAX traces the forward rule of an `es.custom_vjp` in an
-                # `es.jit` when the whole is differentiated.
-                own(root.module, inner[id(place.scope)], place.path, place.context)
                 _set_leaves(
                     root.module, (values[i, k] for k in range(len(root.leaves)))
                 )
+                own(root.module, inner[id(place.scope)], place.path, place.context)
             yield
         finally:
             for module, fields, place in saved:
