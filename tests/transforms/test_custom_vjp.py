@@ -327,6 +327,8 @@ def test_init_runs_through_it():
 
     model = Lazy().init(0, jnp.ones(3))
     close(model.weight, jnp.full(3, 2.0))
+    shapes = eqx.filter_eval_shape(lambda x: Lazy().init(0, x), jnp.ones(3))
+    assert shapes.weight.shape == (3,)
     close(es.jit(es.mutable(model))(jnp.ones(3))[0], model.weight)
 
 

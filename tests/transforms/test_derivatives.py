@@ -315,10 +315,12 @@ def test_the_auxiliary_output_may_be_anything(way):
         return word, mean
 
     model = Net()
-    (word, mean), new = es.mutable(f)(model)
-    assert word == "aux"
+    for call in (es.mutable(f), es.jit(es.mutable(f))):
+        (word, mean), new = call(model)
+        assert word == "aux"
+        close(mean, 2 * new.cell.mean)
+    (_, mean), new = es.mutable(f)(model)
     assert new.other.weight is model.other.weight
-    close(mean, 2 * new.cell.mean)
 
 
 @each
@@ -429,6 +431,32 @@ def test_self_of_a_decorated_method_does_not_count():
     assert (a, b, aux, c, new.count) == (12.0, 24.0, "aux", 12.0, 3)
     assert Decorated(count=5).lanes(jnp.ones(2)).tolist() == [4.0, 4.0]
     assert Decorated.forward.__name__ == "forward"
+
+
+class Tied(es.Module):
+    pair: eqx.nn.Shared
+
+    def __call__(self, x):
+        a, b = self.pair()
+        return a(b(x)).sum()
+
+
+@each
+def test_tied_layers_are_differentiated_as_they_are_stored(way):
+    def tied():
+        pair = (Cell(rng=jr.key(1)), Cell())
+        return Tied(eqx.nn.Shared(pair, lambda x: x[1], lambda x: x[0]))
+
+    def run(model, x):
+        derivative = way(lambda model, x: model(x), model, x)[1]
+        return way is vjp and derivative[0]
+
+    grads, new = es.mutable(run)(tied(), X)
+    assert new.pair.pytree[0].count == 2
+    assert type(new.pair) is eqx.nn.Shared
+    if way is vjp:
+        assert type(grads.pair) is eqx.nn.Shared
+        assert grads.pair.pytree[0].weight != 0
 
 
 # --- The functions that come back -----------------------------------------------------
@@ -544,9 +572,10 @@ def test_jvp_takes_tuples(given):
         (2, ValueError, r"argnums=2\)`: .* called with 2 positional"),
         ((0, -3), ValueError, r"argnums=\(0, -3\)\)`: .* called with 2 positional"),
         ((0, -2), ValueError, r"argnums=\(0, -2\)\)`: .* several once each"),
+        (1, TypeError, "argument 1 has no inexact arrays"),
         ("x", TypeError, r"argnums='x'.*an integer, or a tuple"),
     ],
-    ids=["beyond", "before", "twice", "name"],
+    ids=["beyond", "before", "twice", "integer", "name"],
 )
 def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
     with pytest.raises(error, match=message):

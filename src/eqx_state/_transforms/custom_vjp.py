@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import is_in_trace
-from .._state.scope import closed_copy
 from .._tree.base import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .derivatives import PureCall
@@ -62,6 +61,8 @@ class _CustomVjp(Transform):
 
         call = PureCall(functions, args, {}, is_input)
         if call.lifted.is_initializing:
+            # Under `eqx.filter_eval_shape(model.init, key)` JAX would trace `f` by
+            # itself, and what `init` creates there could not leave that trace.
             return self.f(*args)
         # JAX would hand out a number as a literal of a class of its own.
         arrays = jtu.tree_map(jnp.asarray, call.arrays)
@@ -94,8 +95,7 @@ class _CustomVjp(Transform):
             if not isinstance(ran.out, (tuple, list)) or len(ran.out) != 2:
                 return ran.out  # JAX has an error for it
             out, residuals = ran.out
-            # Copies that no scope owns: `bwd` reads them, and cannot write.
-            return result(ran, before, out), _split(closed_copy(residuals))
+            return result(ran, before, out), _split(residuals)
 
         def bwd(*given: Any) -> Any:
             *static, (residuals, rest), cotangents = given

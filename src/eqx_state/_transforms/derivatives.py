@@ -91,8 +91,8 @@ class Primal:
         ran, _ = self.call(self.f, arrays)
         out, aux = _two(ran.out) if self.has_aux else (ran.out, None)
         out, rest = eqx.partition(out, self.is_output(out))
-        # `return layer(x), self.other` keeps the arrays of `self.other` as they are.
-        computed, static = self.call.lifted.split((rest, aux))
+        rest = rest, aux
+        computed, static = eqx.partition(rest, is_traced(rest))
         return out, (ran._replace(out=computed), Static(static))
 
     def finish(self, out: Any, rest: tuple[Ran, Static]) -> tuple[Any, ...]:
