@@ -156,22 +156,7 @@ def test_parameters_are_what_equinox_trains(name, i):
     assert eqx.tree_equal(jax.tree.leaves(ours), jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize("name", sorted(ABSTRACT))
-def test_an_abstract_class_cannot_be_made(name):
-    with pytest.raises(TypeError, match="abstract"):
-        PUBLIC[name]()
-
-
 def test_equinoxs_own_state():
     _, state = eqx.nn.make_with_state(norm)("ema")
     assert [part.kind for part in es.parts(state)] == [S] * 3
     assert not jax.tree.leaves(es.filter(state, es.trainable))
-
-
-def test_in_a_buffer_all_is_constant():
-    class Backbone(es.Module):
-        norm: es.Buffer[eqx.nn.BatchNorm]
-        linear: es.Buffer[eqx.nn.Linear]
-
-    kinds = {part.kind for part in es.parts(Backbone(norm("ema"), linear()))}
-    assert kinds == {es.Buffer}

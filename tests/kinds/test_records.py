@@ -347,22 +347,6 @@ def test_the_arguments_of_a_generic_module(base):
     }
 
 
-def test_the_bound_of_a_variable_in_a_generic_module(base):
-    class Box(base, Generic[Stateful]):
-        x: Stateful
-        y: Array
-
-    class Model(base):
-        plain: Box
-        rng: Box[es.Rng]
-        state: Box[es.State]
-
-    model = Model(Box(ONE, ONE), Box(ONE, ONE), Box(ONE, ONE))
-    kinds_of_x = {k: v for k, v in kinds(model).items() if k.endswith("x")}
-    assert kinds_of_x == {"plain.x": es.State, "rng.x": es.Rng, "state.x": es.State}
-    assert {v for k, v in kinds(model).items() if k.endswith("y")} == {es.Parameter}
-
-
 # --- Contradictions -----------------------------------------------------------------
 
 

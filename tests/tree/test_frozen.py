@@ -144,17 +144,6 @@ def test_the_last_switch_that_reaches_an_array_counts(switches):
     assert structure(es.unfreeze(new)) == structure(NET)
 
 
-def test_exceptions_nest():
-    net = es.freeze(NET, lambda m: m.mlp)
-    net = es.unfreeze(net, lambda m: m.mlp.layers[0])
-    net = es.freeze(net, lambda m: m.mlp.layers[0].bias)
-    assert frozen(net) == under("mlp") - {"mlp.layers[0].weight"}
-    # The layer that is a module of its own does not follow its surroundings blindly.
-    net = es.unfreeze(NET.freeze(), lambda m: m.blocks[0])
-    net = es.freeze(net, lambda m: m.blocks[0].linear.weight)
-    assert frozen(net) == NAMES - under("blocks[0]") | {"blocks[0].linear.weight"}
-
-
 def test_containers_around_modules_of_plain_layers():
     tree = {"net": NET, "head": linear()}
     new = es.freeze(tree, lambda t: t["net"].mlp)

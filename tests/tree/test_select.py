@@ -264,14 +264,6 @@ def test_spec():
     assert (got.act, got.depth, got.dropout.p) == ("else", "else", "else")
 
 
-def test_a_user_kind_takes_the_value_of_its_parent():
-    class Mine(es.Module):
-        x: Cache
-
-    assert es.spec(Mine(ONE), {es.State: 1, es.TreePart: 2}).x == 1
-    assert es.spec(Mine(ONE), {es.BatchStat: 1}, default=5).x == 5
-
-
 # --- map ------------------------------------------------------------------------------
 
 

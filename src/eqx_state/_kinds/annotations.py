@@ -64,12 +64,13 @@ class Names(collections.ChainMap[str, Any]):
 
     def evaluate(self, annotation: str | ForwardRef) -> Any:
         """The annotation that a string stands for."""
-        if isinstance(annotation, str):
-            return self._resolved(lambda: eval(annotation, {}, self))
-        # A `TypedDict` also has the annotations that it inherits from another module.
-        module = sys.modules.get(annotation.__forward_module__ or "")
-        scope = collections.ChainMap(getattr(module, "__dict__", {}), self)
-        return self._resolved(lambda: eval(annotation.__forward_arg__, {}, scope))
+        text, scope = annotation, self
+        if isinstance(text, ForwardRef):
+            # A `TypedDict` has annotations that it inherits from another module, too.
+            module = sys.modules.get(text.__forward_module__ or "")
+            scope = collections.ChainMap(getattr(module, "__dict__", {}), self)
+            text = text.__forward_arg__
+        return self._resolved(lambda: eval(text, {}, scope))
 
     def of_alias(self, alias: Any, args: tuple[Any, ...]) -> Spec:
         """What a `type` statement says, for these arguments."""
@@ -176,17 +177,16 @@ def _parse_container(cls: type, args: tuple[Any, ...], names: Names) -> Spec:
         starred = (i for i, a in enumerate(args) if _is_starred(a))
         num_items = next(starred, len(args))
     items = tuple(parse(a, names) for a in args[:num_items])
-    rest = [a for a in args[num_items:] if a is not Ellipsis]
-    specs = [parse(a, names) for a in rest]
-    each = merge(
-        [
-            (s.each or NOTHING) if _is_starred(a) else s
-            for s, a in zip(specs, rest, strict=True)
-        ]
-    )
+    rest = [_parse_element(a, names) for a in args[num_items:] if a is not Ellipsis]
+    each = merge(rest)
     if each == NOTHING and all(spec == NOTHING for spec in items):
         return NOTHING
     return Spec(items=items, each=None if each == NOTHING else each)
+
+
+def _parse_element(annotation: Any, names: Names) -> Spec:
+    spec = parse(annotation, names)
+    return (spec.each or NOTHING) if _is_starred(annotation) else spec
 
 
 def _is_starred(annotation: Any) -> bool:

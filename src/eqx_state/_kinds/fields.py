@@ -157,10 +157,8 @@ def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
     if kind is None:
         return spec
     if spec.kind not in (None, kind):
-        raise TypeError(
-            f"the annotation says `{spec.kind.__name__}`, `es.field` says"
-            f" `{kind.__name__}`"
-        )
+        said = f"the annotation says `{spec.kind.__name__}`"
+        raise TypeError(f"{said}, `es.field` says `{kind.__name__}`")
     return spec._replace(kind=kind, unresolved=False)
 
 
@@ -199,10 +197,9 @@ def check_declarations(cls: type) -> None:
     for f in dataclasses.fields(cls):
         kind = declared.get(f.name, NOTHING).kind
         if kind is not None and f.metadata.get("static", False):
-            what = (
-                f"`{cls.__qualname__}.{f.name}`, declared `{kind.__name__}` and static"
-            )
-            raise TypeError(_STATIC.format(what))
+            place = f"`{cls.__qualname__}.{f.name}`"
+            text = f"{place}, declared `{kind.__name__}` and static"
+            raise TypeError(_STATIC.format(text))
 
 
 def is_class_var(annotation: Any) -> bool:
