@@ -37,3 +37,10 @@ def test_axes_that_jaxtyping_does_not_accept_are_an_error(dims, reason):
     with pytest.raises(ValueError, match=reason) as info:
         es.Axes(weight=dims)
     assert str(info.value).startswith(f"`es.Axes(weight={dims!r})`: ")
+
+
+@pytest.mark.parametrize(("args", "text"), [((), ""), (("mlp embed",), "'mlp embed'")])
+def test_axes_of_nothing_below_the_field_are_an_error(args, text):
+    with pytest.raises(TypeError, match=r"say which array below the field") as info:
+        es.Axes(*args)
+    assert f"`es.Axes({text})`" in str(info.value)

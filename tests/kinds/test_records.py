@@ -26,7 +26,6 @@ T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
 Ts = TypeVarTuple("Ts")
-Stateful = TypeVar("Stateful", bound=es.State)
 ONE = jnp.ones(2)
 
 
