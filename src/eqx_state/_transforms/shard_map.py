@@ -166,8 +166,8 @@ def shard_map(
     **Raises:**
 
     - `ValueError`: the devices wrote different values to a state that they share; a
-        spec does not fit an array; a filter in `axes` matches nothing; a collective
-        over the lanes of a `vmap` inside, which JAX cannot do with `check_vma`.
+        spec does not fit an array; a filter in `axes` matches nothing; `axes` would map
+        an array of a module that is outside `es.mutable` and only closed over.
     - `TypeError`: a spec is not a `PartitionSpec`.
 
     !!! example

@@ -146,11 +146,13 @@ def vmap(
 
     **Raises:**
 
-    - `TypeError`: a key in `axes` is not a filter.
+    - `TypeError`: a key in `axes` is not a filter; `in_axes` is another dict than rules;
+        `out_axes` has a leaf that is not an integer.
     - `ValueError`: the lanes wrote different values to a state that they share; a
-        filter in `axes` that is not a kind matches nothing; an array does not have the
-        axis; the sizes differ; a state was reached twice, with different axes, and
-        written; a written state is not an array.
+        filter in `axes` that is not a kind matches nothing; `axes` would map an array
+        of a module that is outside `es.mutable` and that the function only closes over;
+        an array does not have the axis; the sizes differ; a state is written both as an
+        argument and through the closure; a written state is not an array.
 
     !!! example
 
