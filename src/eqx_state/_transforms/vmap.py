@@ -146,7 +146,7 @@ def vmap(
 
     **Raises:**
 
-    - `TypeError`: a key in `axes` is not a filter; `in_axes` is another dict than rules;
+    - `TypeError`: a key in `axes` is not a filter; `in_axes` is a dict and not rules;
         `out_axes` has a leaf that is not an integer.
     - `ValueError`: the lanes wrote different values to a state that they share; a
         filter in `axes` that is not a kind matches nothing; `axes` would map an array
