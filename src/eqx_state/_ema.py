@@ -158,8 +158,7 @@ class Ema(AbstractFollower):
         """
         dtypes = self._check_initialized("model")
         # Without `debias` the zeros before the first model count, too.
-        is_whole = True if self.debias else self.step == 0
-        scale = jnp.where(is_whole, 1, self.weight)
+        scale = jnp.where(self.debias | (self.step == 0), 1, self.weight)
         values, treedef = jtu.tree_flatten(self.means)
         means = [
             (x * scale.astype(x.dtype)).astype(dtype)

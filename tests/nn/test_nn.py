@@ -1,6 +1,7 @@
 """`es.nn.BatchNorm` and `es.nn.Dropout`, against Equinox and against NumPy."""
 
 import inspect
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -296,6 +297,16 @@ def test_a_momentum_may_be_computed():
 
     assert mean_after(norm, 0.5).tolist() == [1, 2]
     assert mean_after(norm, 0.75).tolist() == [0.5, 1]
+
+
+def test_a_subclass_may_have_leaves_that_are_no_arrays():
+    class Named(es.nn.BatchNorm):
+        name: Any = "first"
+
+    x = jr.normal(jr.key(0), (8, 3))
+    y, norm = es.mutable(Named(3))(x)
+    expected, plain = es.mutable(es.nn.BatchNorm(3))(x)
+    assert_close((y, norm.mean), (expected, plain.mean))
 
 
 @pytest.mark.parametrize(

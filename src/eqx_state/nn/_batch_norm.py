@@ -6,6 +6,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array
 
 from .._kinds.kinds import BatchStat, Parameter
@@ -137,11 +138,13 @@ class BatchNorm(Module):
         _check_input(self, x)
         if mask is not None:
             mask = jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
-        # A schedule may have set them to arrays, by `es.configure`.
+        # By `es.configure(model, momentum=rate)` a setting becomes an array, and a
+        # subclass may have functions. `jit` takes neither.
         are_numbers = all(
             isinstance(x, (int, float)) for x in (self.eps, self.momentum)
         )
-        normalize = _compiled if are_numbers else _normalize
+        is_plain = are_numbers and all(map(eqx.is_array, jtu.tree_leaves(self)))
+        normalize = _compiled if is_plain else _normalize
         try:
             y, mean, var = normalize(self, x, mask)
         except NameError as e:  # JAX's, for an axis name that no transform has bound

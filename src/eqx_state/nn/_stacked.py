@@ -30,7 +30,7 @@ from .._typing import PyTree
 def _stack(layers: Any) -> tuple[PyTree, int]:
     """Layers as one, with a first axis in each array; and how many there are."""
     if not (layers := list(layers)):
-        raise ValueError(_NO_LAYERS)
+        raise ValueError("`es.nn.Stacked` needs at least one layer.")
     check_not_shared(layers)
     if missing(layers) is not None:
         return Initializer(ft.partial(_stack_drawn, layers)), len(layers)
@@ -77,9 +77,6 @@ def _as_one(column: list[Any]) -> Any:
         return jax.ShapeDtypeStruct((len(column), *first.shape), first.dtype)
     return np.stack(column) if all(map(is_numpy, column)) else jnp.stack(column)
 
-
-_NO_LAYERS: Final = """`es.nn.Stacked` needs at least one layer: an empty list does \
-not say what a layer is."""
 
 _MARKED: Final = """
 
