@@ -82,7 +82,9 @@ JACOBIANS = ["jacfwd", "jacrev", "hessian"]
 WAYS = {"vjp": vjp, "jvp": jvp, "linearize": linearize}
 ALL = WAYS | {name: jacobian(name) for name in JACOBIANS}
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-each = pytest.mark.parametrize("way", ALL.values(), ids=ALL)
+# A Hessian is a `jacfwd` of a `jacrev`.
+FOUR = WAYS | {"hessian": ALL["hessian"]}
+each = pytest.mark.parametrize("way", FOUR.values(), ids=FOUR)
 each_jacobian = pytest.mark.parametrize("name", JACOBIANS)
 
 
@@ -131,7 +133,6 @@ PLAIN_JACOBIANS = {
     "the last": (product, {"argnums": -1}, (X, X + 1)),
     "both, in a list": (product, {"argnums": [1, 0]}, (X, X + 1)),
     "a dict": (lambda d: d["a"] * d["b"], {}, ({"a": X, "b": X * 2},)),
-    "a tuple": (lambda x, y: (x[0] * y, x[1]), {}, ((X, 2 * X), 3.0)),
     "an auxiliary output": (lambda x: (x * x, {"n": x}), {"has_aux": True}, (X,)),
     "holomorphic": (lambda z: z * z * z, {"holomorphic": True}, (X + 1j,)),
     "a constant output": (lambda x: (x, jnp.ones(2)), {}, (X,)),
@@ -227,7 +228,7 @@ def test_integers_are_allowed_on_request_and_text_always():
 # --- State ----------------------------------------------------------------------------
 
 
-@each
+@pytest.mark.parametrize("way", ALL.values(), ids=ALL)
 def test_state_is_threaded_once_however_the_module_is_reached(way):
     def ways(net, x):
         yield lambda: way(lambda cell, x: cell(x), net.cell, x)
@@ -242,7 +243,7 @@ def test_state_is_threaded_once_however_the_module_is_reached(way):
     out, expected = es.mutable(lambda net, x: net.cell(x))(Net(), X)
     key = jr.split(jr.key(0))[1]
     _, by_hand = way(lambda x: jnp.sin(0.5 * x) * jr.uniform(key), X)
-    for i in range(5):
+    for i in range(5) if way in WAYS.values() else (0, 4):
         (found, derivative), new = es.mutable(one)(Net(), X, i)
         close(new, expected)
         assert new.cell.count == 1
