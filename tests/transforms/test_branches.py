@@ -1,7 +1,5 @@
 """`es.cond` and `es.switch`: namesakes of JAX's, whose branches may write state."""
 
-import dataclasses
-import functools as ft
 import inspect
 
 import equinox as eqx
@@ -12,13 +10,10 @@ import jax.random as jr
 import numpy as np
 import pytest
 from branch_cases import Net
-from helpers import close, rejects
-from ways import WAYS
+from helpers import close
+from models import Lazy
 
 import eqx_state as es
-
-
-FROZEN = dataclasses.FrozenInstanceError
 
 
 def by_hand(i, branches, *operands):
@@ -62,13 +57,9 @@ def test_the_signatures_are_those_of_jax(name):
 
 
 ARRAYS = {
-    "array": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: 2 * x, jnp.ones(2)),
     "no operand": lambda m, i: m.cond(i == 0, lambda: 1.0, lambda: 2.0),
-    "number": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: 2 * x, 3),
     "weak type": lambda m, i: m.cond(i == 0, lambda: 1.0, lambda: jnp.float32(2.0)),
     "numpy": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: x + 1, np.arange(3)),
-    "none": lambda m, i: m.cond(i == 0, lambda x: x, lambda x: None, None),
-    "integer": lambda m, i: m.cond(i, lambda: 1, lambda: 2),
     "float": lambda m, i: m.cond(0.5 * i, lambda: 1, lambda: 2),
     "nested": lambda m, i: m.cond(
         i == 0,
@@ -79,9 +70,6 @@ ARRAYS = {
     ),
     "switch": lambda m, i: m.switch(i, [lambda x: x, lambda x: 2 * x], 1.5),
     "clamped above": lambda m, i: m.switch(i + 5, [lambda x: x, lambda x: 2 * x], 1.5),
-    "clamped below": lambda m, i: m.switch(i - 5, [lambda x: x, lambda x: 2 * x], 1.5),
-    "one branch": lambda m, i: m.switch(i, [lambda x: x], 1.5),
-    "a tuple": lambda m, i: m.switch(i, (lambda x, y: x, lambda x, y: y), 1, 2),
 }
 
 
@@ -100,35 +88,6 @@ def test_on_arrays_they_are_the_choices_of_jax(name, i):
     assert eqx.tree_equal(ours, theirs, typematch=True)
 
 
-def test_derivatives_as_of_the_choices_of_jax():
-    def f(m, x):
-        return m.cond(x > 1, jnp.sin, lambda x: m.switch(1, [jnp.cos, jnp.exp], x), x)
-
-    for transform in (
-        lambda f: (jax.grad(f)(0.5), jax.grad(f)(1.5)),
-        lambda f: jax.jvp(jax.grad(f), (0.5,), (1.0,)),
-        lambda f: jax.vmap(f)(jnp.array([0.5, 1.5])),
-    ):
-        close(transform(ft.partial(f, es)), transform(ft.partial(f, lax)))
-
-
-def test_a_branch_that_is_not_chosen_leaves_no_nan_in_the_gradient():
-    class Root(es.Module):
-        scale: es.Parameter = 2.0
-        calls: es.State = 0
-
-        def __call__(self, x):
-            self.calls = self.calls + 1
-            return self.scale * jnp.sqrt(x)
-
-    def loss(root, x):
-        return es.cond(x > 0, root, lambda x: root.scale * x, x)
-
-    (_, new), grads = es.value_and_grad(loss)(Root(), 0.0)
-    assert (grads.scale, new.calls) == (0.0, 0)
-    assert jax.grad(lambda x: es.mutable(loss)(Root(), x)[0])(0.0) == 2.0
-
-
 def test_what_is_no_array_passes_through():
     f = es.cond(
         True, lambda f, x: (f, "text", x), lambda f, x: (f, "text", 2 * x), jnp.sin, 1.0
@@ -137,19 +96,6 @@ def test_what_is_no_array_passes_through():
 
 
 # --- State --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_either_branch_writes_what_it_writes(name):
-    make = WAYS[name]
-    for i in (0, 1):
-        ours, expected = (
-            es.mutable(lambda n, run=run, i=i: run(i, [make(n.a), make(n.b)], 2.0))(
-                Net()
-            )
-            for run in (by_cond, by_hand)
-        )
-        close(ours, expected)
 
 
 @jax.debug_key_reuse(False)  # on purpose: the same draw twice
@@ -215,80 +161,6 @@ def test_a_branch_returns_a_module_that_may_be_assigned(choose):
     assert (new.a.total, grads.a.weight) == (2.0, 2.0)
 
 
-def test_choices_in_choices(choose):
-    def f(net, i, choose):
-        def outer(x):
-            net.steps = net.steps + 1
-            return choose(1 - i, [net.a, net.b], x)
-
-        return choose(i, [outer, net.a], 2.0)
-
-    check(f, Net(), choose)
-
-
-def test_gradients(choose):
-    def loss(net, i, choose):
-        return choose(i, [lambda x: net.a(net.b(x)), net.b], 2.0) ** 2
-
-    run = eqx.filter_jit(es.value_and_grad(loss))
-    for i in (0, 1):
-        ours = run(Net(), jnp.array(i), choose)
-        close(ours, es.value_and_grad(loss)(Net(), i, by_hand))
-
-
-def test_under_vmap_each_lane_has_its_own_branch():
-    def f(i, x):
-        y, new = es.mutable(lambda n: by_cond(i, [n.a, n.b], x))(Net())
-        return y, new.a.total, new.b.total
-
-    i, x = jnp.array([0, 1, 0]), jnp.array([1.0, 2.0, 3.0])
-    y, a, b = jax.vmap(f)(i, x)
-    close((a, b), (jnp.array([1.0, 0.0, 3.0]), jnp.array([1.0, 3.0, 1.0])))
-    close(y, jnp.stack([f(*ix)[0] for ix in zip(i, x, strict=True)]))
-
-
-def test_the_branches_are_traced_once_each(choose):
-    traces = []
-
-    def f(net, i, choose):
-        branches = [lambda x: traces.append(0) or net.a(x), net.b]
-        return choose(i, branches, jnp.float32(1.0))
-
-    run, net = eqx.filter_jit(es.mutable(f)), Net()
-    for i in (0, 1, 0):
-        _, net = run(net, jnp.array(i), choose)
-    assert traces == [0]
-    assert (net.a.total, net.b.total) == (2.0, 2.0)
-
-
-def test_custom_kinds_frozen_layers_and_eval_mode():
-    class Cache(es.State):
-        pass
-
-    class Keeper(es.Module):
-        kept: Cache = 0.0
-        count: es.State = 0
-
-        def __call__(self, x):
-            if self.training and not self.frozen:
-                self.kept = self.kept + x
-            return x + 1.0
-
-    def f(m, i):
-        return by_cond(i, m, 1.0)
-
-    models = [Keeper(), Keeper().freeze()]
-    _, new = es.mutable(f, kinds=Cache)(models, 0)
-    assert [m.kept for m in new] == [1.0, 0.0]
-    _, new = es.mutable(f)(models, 1)
-    assert [m.kept for m in new] == [0.0, 0.0]
-    assert f(es.eval(models), 0) == 2.0  # no scope needed
-    with rejects(models, FROZEN, r"Keeper\.kept"):
-        f(models, 1)
-    with rejects(models, FROZEN, r"Keeper\.kept"):
-        es.mutable(f, kinds=es.BatchStat)(models, 1)
-
-
 def test_one_function_as_several_branches_is_traced_once():
     class Net(es.Module):
         calls: es.State = 0
@@ -316,3 +188,23 @@ def test_one_function_as_several_branches_is_traced_once():
     traced.clear()
     assert es.mutable(Net().either)(1.0)[1].calls == 1
     assert traced == ["method"]
+
+
+# --- While a model is initialized ---------------------------------------------------
+
+
+def test_what_init_draws_does_not_depend_on_the_branch(choose):
+    def forward(m, x):
+        return choose(0, [m[0], lambda x: choose(1, [m[1], m[2]], x)], x)
+
+    def by_operands(m, x):
+        return choose(0, [lambda m: m[0](m[1](x)), lambda m: m[2](x)], m)
+
+    x = jnp.ones(3)
+    expected = es.init(
+        [Lazy(), Lazy(), Lazy()], 0, x, call=lambda m, x: [f(x) for f in m]
+    )
+    for call in (forward, by_operands):
+        assert eqx.tree_equal(
+            es.init([Lazy(), Lazy(), Lazy()], 0, x, call=call), expected
+        )
