@@ -61,14 +61,6 @@ def test_the_object_of_a_decorated_method_is_the_first_argument(donate):
     assert (model.weight.is_deleted(), x.is_deleted()) == DELETED[donate]
 
 
-def test_the_model_of_a_threaded_call_is_part_of_the_function():
-    model, x = Counter(jnp.ones(3)), jnp.ones(3)
-    _, new = es.jit(es.mutable(model), donate="all-except-first")(x)
-    assert model.weight.is_deleted()
-    assert not x.is_deleted()
-    assert new.count == 1
-
-
 def test_what_a_function_holds_is_not_donated():
     model, teacher = Counter(jnp.ones(3)), Counter(jnp.ones(3))
 
@@ -84,21 +76,6 @@ def test_what_a_function_holds_is_not_donated():
     es.jit(lambda f, x: f(x), donate="all")(with_teacher, jnp.ones(3))
     assert model.count == 2
     assert not teacher.weight.is_deleted()
-
-
-def test_a_donated_model_is_replaced_by_the_new_one():
-    @es.jit(donate="all")
-    def step(model, x):
-        return es.mutable(model)(x)
-
-    model = Counter(jnp.ones(3))
-    for _ in range(3):
-        old = model
-        _, model = step(model, jnp.ones(3))
-        assert old.weight.is_deleted()
-        assert old.count.is_deleted()
-    assert model.count == 3
-    assert jnp.array_equal(model.weight, jnp.ones(3))
 
 
 @pytest.mark.parametrize("donate", [d for d in DELETED if d != "none"])

@@ -23,26 +23,6 @@ XX = jnp.arange(9.0).reshape(3, 3)
 # --- What is called -------------------------------------------------------------------
 
 
-def affine(x, /, slope=2.0, *rest, shift, **named):
-    return slope * x + sum(rest, shift) + sum(named.values(), jnp.zeros(()))
-
-
-CALLS = {
-    "keyword-only": lambda f: f(X, shift=X),
-    "default given": lambda f: f(X, 3.0, shift=X),
-    "default by keyword": lambda f: f(X, shift=X, slope=3.0),
-    "more positional": lambda f: f(X, X, X, X, shift=X),
-    "more named": lambda f: f(X, shift=X, a=X, b=2 * X),
-    "named like what is inside": lambda f: f(X, shift=X, self=X, f=X, args=X, key=X),
-}
-
-
-@pytest.mark.parametrize("case", CALLS)
-def test_arguments_arrive_as_in_a_plain_call(case):
-    call = CALLS[case]
-    assert eqx.tree_equal(call(es.jit(affine)), call(affine))
-
-
 def counts_keywords(f):
     @ft.wraps(f)
     def run(*args, **kwargs):
@@ -299,29 +279,6 @@ def test_what_is_no_array_arrives_and_returns_as_it_is():
     assert (cls, text) == (Counter, "done")
     assert jnp.array_equal(x, X)
     assert jnp.array_equal(out["pair"][1], X)
-
-
-def test_modules_keep_their_static_fields_and_flags():
-    model = {"a": Counter(2.0, name="mine").eval().freeze(), "b": eqx.nn.Identity()}
-    out = es.jit(lambda model: (model, model["a"].name))(model)
-    assert eqx.tree_equal(out, (model, "mine"))
-    assert out[0]["a"].frozen
-    assert not out[0]["a"].training
-
-
-def test_a_training_loop_equals_the_one_without():
-    def step(model, x):
-        loss = lambda model, x: jnp.sum((model(x) - 1.0) ** 2)  # noqa: E731
-        (value, model), grads = es.value_and_grad(loss)(model, x)
-        return value, eqx.apply_updates(model, es.map(lambda g: -0.01 * g, grads))
-
-    jitted, plain = Counter(jnp.ones(3)), Counter(jnp.ones(3))
-    for _ in range(3):
-        value, jitted = es.jit(step)(jitted, X)
-        expected, plain = step(plain, X)
-        assert jnp.allclose(value, expected)
-    assert eqx.tree_equal(jitted, plain, rtol=1e-6)
-    assert jitted.count == 3
 
 
 def test_errors_of_the_function_come_out_as_they_are():

@@ -2,9 +2,7 @@
 
 import dataclasses
 import gc
-import threading
 import weakref
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -48,39 +46,6 @@ def pure(m, x):
     return jnp.sum(y + m.total)
 
 
-@pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks,
-    reason="the leak check fails with threads, also around `eqx.filter_jit`",
-)
-def test_threads_get_the_results_of_their_own_models():
-    jitted = es.jit(
-        lambda m, x: es.mutable(lambda m, x: (shared_step(m.a, x), m.b(x)))(m, x)
-    )
-    results: dict[int, Any] = {}
-    start = threading.Barrier(8)
-
-    def work(i):
-        start.wait()
-        m, outs = model(i), []
-        for _ in range(5):
-            out, m = jitted(m, X)
-            y, m = es.mutable(lambda m, x: shared_step(m.a, x))(m, X)
-            outs.append((out, y))
-        results[i] = outs, m
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    start = threading.Barrier(1)
-    parallel, results = results, {}
-    for i in range(8):
-        work(i)
-        assert eqx.tree_equal(parallel[i], results[i])
-
-
 def freed(make):
     """Whether a model is freed after what `make` makes of it was called and dropped."""
     m = model(3)
@@ -115,12 +80,10 @@ def swallow(m, x):
 KEEPERS = {
     "argument": lambda m: lambda x: es.jit(pure)(m, x),
     "function": lambda m: lambda x: es.jit(es.mutable(m.a))(x),
-    "held by the wrapper": lambda m: es.jit(es.mutable(m.a)),
     "partial": lambda m: es.jit(eqx.Partial(pure, m)),
     "method": lambda m: lambda x: es.mutable(es.jit(m.a.__call__))(x),
     "scope": lambda m: lambda x: es.mutable(in_scope)(m, x),
     "closure": lambda m: es.jit(lambda x: pure(m, x)),
-    "closure in a transform": lambda m: es.jit(es.checkpoint(lambda x: pure(m, x))),
     "closure in a scope": lambda m: lambda x: es.mutable(closure_in_scope)(m, x),
     "after an error": lambda m: lambda x: swallow(m, x),
     "lowered": lambda m: lambda x: es.jit(pure).lower(m, x).compile()(m, x),
@@ -130,18 +93,6 @@ KEEPERS = {
 @pytest.mark.parametrize("case", KEEPERS)
 def test_nothing_of_a_call_is_kept_alive(case):
     assert freed(KEEPERS[case])
-
-
-def test_nothing_of_a_private_copy_is_kept_alive():
-    refs = []
-
-    def f(m, x):
-        refs.append(weakref.ref(m.a))
-        return es.jit(m.a)(x), es.jit(lambda x: m.a(x))(x), shared_step(m.a, x)
-
-    es.mutable(f)(model(), X)
-    gc.collect()
-    assert refs[0]() is None
 
 
 def test_no_tracer_leaks():
@@ -169,7 +120,7 @@ class Plain:
     """Equal only to itself."""
 
 
-def test_ten_thousand_models_leave_nothing():
+def test_a_thousand_models_leave_nothing():
     log = Plain()
     log.traces = 0
 
@@ -187,7 +138,7 @@ def test_ten_thousand_models_leave_nothing():
     work(10)
     programs = programs_of(step.__wrapped__, Options())
     plans, before = programs.plans, counts()
-    work(10_000)
+    work(1_000)
     after = counts()
     assert log.traces == 1
     assert len(plans) == 1
@@ -200,23 +151,6 @@ def test_ten_thousand_models_leave_nothing():
 def static_value():
     value = Plain()
     return lambda x: es.jit(lambda x, value: x)(x, value), value
-
-
-def static_field():
-    value = Plain()
-
-    class Holder(eqx.Module):
-        value: Any = eqx.field(static=True)
-
-    holder = Holder(value)
-    return lambda x: es.jit(lambda x, holder: x)(x, holder), value
-
-
-def static_class():
-    class Local:
-        pass
-
-    return lambda x: es.jit(lambda x, cls: x)(x, Local), Local
 
 
 def closure():
@@ -240,14 +174,6 @@ def callable_object():
     return es.jit(value), value
 
 
-def class_of_a_callable_object():
-    class Callable:
-        def __call__(self, x):
-            return x
-
-    return es.jit(Callable()), Callable
-
-
 def compiled():
     value = Plain()
     jitted = es.jit(lambda x, value: x)
@@ -255,29 +181,12 @@ def compiled():
     return lambda x: program(x, value), value
 
 
-def failing():
-    value = Plain()
-
-    def f(x, value):
-        raise OverflowError("too much")
-
-    def call(x):
-        with pytest.raises(OverflowError, match="too much"):
-            es.jit(f)(x, value)
-
-    return call, value
-
-
 GOING = [
     static_value,
-    static_field,
-    static_class,
     closure,
     function_of_an_argument,
     callable_object,
-    class_of_a_callable_object,
     compiled,
-    failing,
 ]
 
 

@@ -30,15 +30,6 @@ def test_compiler_options_reach_the_compiler():
     assert (run.lower(X).compile()(X) == 2 * X).all()
 
 
-def test_unused_arguments_are_kept():
-    def arguments(**kwargs):
-        text = es.jit(lambda x, y: x, **kwargs).lower(X, X).as_text()
-        return text.count("%arg1")
-
-    assert arguments() == 0
-    assert arguments(keep_unused=True) > 0
-
-
 def test_programs_are_told_apart_by_their_options():
     traces = 0
 

@@ -99,15 +99,6 @@ def test_a_failed_check_is_raised_by_the_call():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("x", [GOOD, jnp.ones((1000, 3000))], ids=["small", "large"])
-def test_it_is_so_for_programs_that_run_in_the_call_and_after_it(x):
-    jitted = es.jit(checked)
-    jitted(x)
-    for _ in range(2):
-        with raises_check:
-            jitted(-x)
-
-
 def inner(x):
     # Equinox keeps the frames of the first trace with the same text.
     return eqx.error_if(x, x < 0, f"{MESSAGE}, says inner") + 1.0
@@ -143,21 +134,6 @@ def test_the_text_has_the_frames_inside_of_the_program_and_no_others():
         assert "in inner" in str(info.value)
 
 
-def test_each_program_says_its_own():
-    def one(x):
-        return eqx.error_if(x, x < 0, "one {braces}")
-
-    def other(x):
-        return eqx.error_if(x, x > 0, "other\n\n\nlines")
-
-    for _ in range(2):
-        with pytest.raises(eqx.EquinoxRuntimeError, match=r"(?s)^one \{.*in one"):
-            es.jit(one)(BAD)
-        match = r"(?s)^other\n\n\nlines\n.*in other"
-        with pytest.raises(eqx.EquinoxRuntimeError, match=match):
-            es.jit(other)(GOOD)
-
-
 def test_without_equinox_telling_more_the_message_is_raised(monkeypatch):
     es.jit(checked)(GOOD)
     monkeypatch.setattr("equinox._errors._jit", type(sys)("elsewhere"))
@@ -191,13 +167,8 @@ def test_errors_of_other_callbacks_come_as_jax_raises_them(f):
         assert "OverflowError" in str(info.value)
         assert info.type is not eqx.EquinoxRuntimeError
         assert jnp.array_equal(jitted(GOOD), GOOD)
-
-
-def test_what_fails_in_tracing_comes_as_it_is():
-    for f in (es.jit, eqx.filter_jit):
-        with pytest.raises(RuntimeError, match=MESSAGE) as info:
-            f(lambda x: eqx.error_if(x, True, MESSAGE))(GOOD)
-        assert info.type.__name__ == "EquinoxTracetimeError"
+    with raises_raw:
+        jitted.lower(GOOD).compile()(BAD)
 
 
 # --- Where a check may be -------------------------------------------------------------
@@ -214,9 +185,7 @@ with_rule.defvjp(lambda x: (checked(x), None), lambda _, g: (g,))
 PLACES = {
     "function": checked,
     "cond": lambda x: jax.lax.cond(x.sum() < 99.0, checked, lambda x: x, x),
-    "switch": lambda x: es.switch(x.shape[0], [jnp.sin, jnp.cos, checked], x),
     "scan": lambda x: jax.lax.scan(lambda c, x: (c, checked(x)), 0, x)[1],
-    "es.scan": lambda x: es.scan(lambda c, x: (c, checked(x)), 0, x)[1],
     "while": lambda x: jax.lax.while_loop(
         lambda c: c[0] < 2, lambda c: (c[0] + 1, checked(c[1])), (0, x)
     )[1],
@@ -224,17 +193,9 @@ PLACES = {
         lambda x: jnp.all(checked(x) < 9.0), lambda x: x + 1.0, x
     ),
     "vmap": lambda x: jax.vmap(checked)(x),
-    "es.vmap": lambda x: es.vmap(checked)(x),
     "jax.jit": lambda x: jax.jit(checked)(x),
-    "es.jit": lambda x: es.jit(checked)(x),
     "eqx.filter_jit": lambda x: eqx.filter_jit(checked)(x),
-    "checkpoint": lambda x: jax.checkpoint(checked)(x),
-    "es.checkpoint": lambda x: es.checkpoint(checked)(x),
-    "grad": lambda x: jax.grad(lambda x: jnp.sum(checked(x) ** 2))(x),
     "jvp": lambda x: jax.jvp(checked, (x,), (jnp.ones_like(x),))[1] + checked(x),
-    "part of a gradient": lambda x: jax.grad(
-        lambda y: jnp.sum(eqx.error_if((x, y), x < 0, MESSAGE)[1] ** 2)
-    )(x),
     "rule": lambda x: with_rule(x),
     "deep": lambda x: jax.jit(jax.checkpoint(jax.vmap(jax.jit(checked))))(x),
     "custom root": lambda x: jax.lax.custom_root(
@@ -368,13 +329,6 @@ def test_inside_of_another_trace_nothing_is_waited_for(waits):
     assert not waits
 
 
-def test_inside_of_another_trace_whoever_runs_it_raises():
-    with raises_raw:
-        jax.block_until_ready(jax.jit(lambda x: es.jit(checked)(x))(BAD))
-    with pytest.raises(eqx.EquinoxRuntimeError, match=MESSAGE):
-        eqx.filter_jit(es.jit(checked))(BAD)
-
-
 # --- Nothing is written ---------------------------------------------------------------
 
 
@@ -385,14 +339,6 @@ class Counter(es.Module):
     def __call__(self, x):
         self.count = self.count + 1
         return self.weight * checked(x)
-
-
-def test_a_failed_call_leaves_the_model_as_it_was():
-    model, step = Counter(2.0), es.jit(lambda model, x: es.mutable(model)(x))
-    for _ in range(2):
-        with untouched(model), raises_check:
-            step(model, BAD)
-        assert step(model, GOOD)[1].count == 1
 
 
 def test_a_failed_call_leaves_the_scope_around_as_it_was():
@@ -439,8 +385,6 @@ for jit in (es.jit, eqx.filter_jit):
 """
 
 OUTPUTS = {
-    "nan": ["2.0 nan nan"],
-    "off": ["2.0 -2.0 -2.0"],
     "breakpoint": ["equinox.EquinoxRuntimeError: message"] * 2 + ["2.0 nan nan"],
 }
 
@@ -460,17 +404,3 @@ def test_what_an_error_does_can_be_chosen(on_error):
     lines = run.stdout.replace("(jdb) ", "").splitlines()
     lines = [x for x in lines if x.startswith(("2.0", "equinox."))]
     assert lines == 2 * OUTPUTS[on_error]
-
-
-def test_its_traceback_has_no_frames_of_ours():
-    @es.jit
-    def f(x):
-        return eqx.error_if(x, x < 0, MESSAGE)
-
-    f(GOOD)
-    for call in (lambda: f(BAD), lambda: es.jit(lambda x: f(x))(BAD)):  # short, general
-        with raises_check as info:
-            call()
-        files = {s.filename for s in traceback.extract_tb(info.value.__traceback__)}
-        assert __file__ in files
-        assert not any(os.path.dirname(es.__file__) in file for file in files)

@@ -131,16 +131,6 @@ def test_state_comes_through(case):
     same_without_jit(THREADED[case], model(), X)
 
 
-def test_a_function_among_the_arguments_reads_what_is_there_now():
-    def f(m, jit):
-        read, call = (lambda: m.a.total * 1.0), jit(lambda f: f())
-        before = call(read)
-        m.a.total = m.a.total + X
-        return before, call(read)
-
-    same_without_jit(f, model(1))
-
-
 @reuses_keys
 def test_keys_advance_and_are_drawn_once():
     class Noisy(es.Module):
@@ -173,17 +163,6 @@ def test_what_is_returned_is_a_snapshot():
     match = r"Cannot write `Layer\.total`"
     with rejects(model(), dataclasses.FrozenInstanceError, match):
         es.mutable(writes)(model(), X)
-
-
-def test_a_submodule_is_replaced():
-    def f(m, jit, x):
-        def swap(x):
-            m.a = m.a.replace(total=m.a.total + X)
-            return m.a(x)
-
-        return jit(swap)(x), jit(swap)(x), m.a.total
-
-    same_without_jit(f, model(), X)
 
 
 def test_the_kinds_of_the_scope_hold_inside():
@@ -260,45 +239,7 @@ def test_other_places_and_kinds_are_other_programs():
             es.mutable(lambda m: shared_step(m.frozen_copy, X), kinds=kind)(model())
 
 
-def test_an_exception_leaves_everything_as_it_was():
-    class Stop(Exception):
-        pass
-
-    def f(m, x):
-        def fails(x):
-            m.a(x)
-            raise Stop("now")
-
-        before = m.a.total
-        for _ in range(2):
-            with pytest.raises(Stop, match="now"):
-                es.jit(fails)(x)
-        assert m.a.total is before
-        return m.a(x)
-
-    assert_same(es.mutable(f)(model(), X), es.mutable(lambda m, x: m.a(x))(model(), X))
-
-
 # --- Inside other transforms ----------------------------------------------------------
-
-
-def pure(m, x):
-    y, m = es.jit(es.mutable(m.a))(x)
-    return jnp.sum(y + m.total)
-
-
-def test_plain_transforms_of_a_pure_jitted_call():
-    m, xs = model(), jnp.stack([X, 2 * X])
-    assert_same(jax.grad(lambda x: pure(m, x))(X), jax.grad(lambda x: plain(m, x))(X))
-    assert_same(jax.vmap(lambda x: pure(m, x))(xs), jnp.stack([pure(m, x) for x in xs]))
-    assert_same(jax.jit(pure)(m, X), pure(m, X))
-    assert_same(eqx.filter_jit(pure)(m, X), pure(m, X))
-    assert_same(eqx.filter_grad(es.jit(pure))(m, X), eqx.filter_grad(plain)(m, X))
-
-
-def plain(m, x):
-    y, m = es.mutable(m.a)(x)
-    return jnp.sum(y + m.total)
 
 
 def test_a_plain_transform_around_a_jitted_write_is_refused():
@@ -359,16 +300,6 @@ def test_gradients_through_jitted_layers():
     assert got[1].a.weight != 0
 
 
-def test_without_compiling():
-    with jax.disable_jit():
-        for case in ("modules", "arguments", "closure", "nested"):
-            same_without_jit(THREADED[case], model(), X)
-    with jax.debug_nans(True):
-        same_without_jit(THREADED["modules"], model(), X)
-        with pytest.raises(FloatingPointError, match="nan"):
-            es.mutable(lambda m, x: es.jit(m.a)(x))(model(), jnp.nan * X)
-
-
 # --- Scopes in scopes ---------------------------------------------------------------
 
 
@@ -385,18 +316,6 @@ class Three(es.Module):
     a: Counted = eqx.field(default_factory=Counted)
     b: Counted = eqx.field(default_factory=Counted)
     c: Counted = eqx.field(default_factory=Counted)
-
-
-def test_one_program_serves_modules_of_one_scope_or_of_two():
-    pair = es.jit(lambda a, b, x: a(x) + b(x))
-
-    def f(net, x):
-        y = pair(net.a, net.b, x)
-        z, inner = es.mutable(lambda inner, x: pair(inner.a, net.b, x))(net, x)
-        return y + z, inner.a.n
-
-    (y, n), new = es.mutable(f)(Three(), jnp.ones(2))
-    assert (y.tolist(), n, new.a.n, new.b.n) == ([4.0, 4.0], 2, 1, 2)
 
 
 def test_what_is_sown_comes_out_of_its_own_scope():
@@ -439,15 +358,3 @@ def test_what_is_given_and_returned_may_hold_an_owned_module(holder):
         return [same(h, X)[0][0] is h for h in 2 * holders]
 
     assert es.mutable(f)(Three())[0] == 4 * [True]
-
-
-def test_what_another_scope_owns_is_not_the_business_of_this_one():
-    def outer(net):
-        box = Plain(net.a)  # an object, into which no transform looks
-
-        def inner(other):
-            return es.jit(lambda m, x: (m(x), box))(other, X)[1] is box
-
-        return es.mutable(inner)(Counted())[0]
-
-    assert es.mutable(outer)(Three())[0]

@@ -109,13 +109,6 @@ def test_static_values_are_told_apart_by_type_and_value(place):
     assert len(traces) == len(values)
 
 
-def test_trees_are_told_apart_by_where_their_leaves_are():
-    first = es.jit(lambda tree: jtu.tree_structure(tree[0]).num_leaves)
-    trees = [((X, X), X), (X, (X, X)), ((X,), (X, X)), ([X, [X]], X), ([X], [X, X])]
-    for _ in range(2):
-        assert [first(tree) for tree in trees] == [2, 1, 1, 2, 1]
-
-
 def test_the_factory_of_a_defaultdict_counts():
     jitted = es.jit(lambda layer: jnp.asarray(layer.tag["missing"]))
     for factory in (int, float):
@@ -152,13 +145,6 @@ NANS = {
     "complex": lambda: complex(0.0, float("nan")),
     "tuple": lambda: (float("nan"), 1),
 }
-
-
-def test_a_nan_of_numpy_is_traced_once():
-    f, traces = counted(lambda node, x: x)
-    for _ in range(3):
-        es.jit(f)(Node(np.float32("nan")), X)
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("case", NANS)
@@ -230,13 +216,6 @@ def test_static_values_that_are_not_simply_equal_are_told_apart_by_identity(plac
     for value in (one, one, other, one, other):
         assert es.jit(f)(put(value)) == "Table"
     assert len(traces) == 2
-
-
-def test_a_change_in_place_of_a_static_field_is_seen():
-    layer = Layer(1.0, {"a": [1]})
-    assert es.jit(read_tag)(layer) == "{'a': [1]}"
-    layer.tag["a"].append(2)
-    assert es.jit(read_tag)(layer) == "{'a': [1, 2]}"
 
 
 class Called(Model):

@@ -6,11 +6,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
-import jax.tree_util as jtu
 import numpy as np
 import pytest
-from jit_cases import counted, Layer, Model, X
+from jit_cases import Layer, X
 
 import eqx_state as es
 
@@ -35,26 +33,6 @@ def test_calls_of_one_signature_share_a_program():
     assert eqx.debug.get_num_traces(jitted) == 1
     with pytest.raises(RuntimeError, match="only be traced 1 times"):
         jitted(model, X[:2])
-
-
-def test_a_check_around_counts_calls():
-    f = eqx.debug.assert_max_traces(es.jit(lambda x: 2 * x), max_traces=2)
-    for _ in range(2):
-        assert jnp.array_equal(f(X), 2 * X)
-    with pytest.raises(RuntimeError, match="only be traced 2 times"):
-        f(X)
-
-
-def test_fresh_wrappers_share_a_program():
-    f, traces = counted(lambda x, y=1.0: x * y)
-    for i in range(3):
-        es.jit(f)(X)
-        es.jit(donate="none")(f)(X + i)
-    assert len(traces) == 1
-    for i in range(3):
-        es.jit(eqx.Partial(f, X))(X + i)
-        es.jit(jtu.Partial(f, X))(X + i)
-    assert len(traces) == 3  # one for each class of partial
 
 
 class Counting(es.Module):
@@ -106,37 +84,6 @@ def test_a_loop_over_fresh_wrappers_of_a_model_traces_once(case):
 
 
 # --- Another trace --------------------------------------------------------------------
-
-MODEL = Model(Layer(2.0), {"a": X})
-
-CHANGES = {
-    "shape": lambda: (MODEL, X[:2]),
-    "dtype": lambda: (MODEL, X.astype(jnp.bfloat16)),
-    "static instead of an array": lambda: (MODEL, 1.0),
-    "none": lambda: (MODEL, None),
-    "eval": lambda: (MODEL.eval(), X),
-    "frozen": lambda: (MODEL.freeze(), X),
-    "part frozen": lambda: (MODEL.freeze(lambda m: m.layer), X),
-    "static field": lambda: (MODEL.replace(layer=Layer(2.0, "other")), X),
-    "structure": lambda: (MODEL.replace(other={"b": X}), X),
-    "container": lambda: (MODEL.replace(other=[X]), X),
-    "more": lambda: (MODEL, X, X),
-    "class": lambda: (Layer(2.0), X),
-    "shape inside": lambda: (MODEL.replace(layer=Layer(X)), X),
-    "typed keys": lambda: (MODEL, jr.key(0)),
-    "other keys": lambda: (MODEL, jr.key(0, impl="rbg")),
-    "function": lambda: (MODEL, jnp.sin),
-}
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_another_signature_is_another_program(case):
-    f, traces = counted(lambda *args: args)
-    jitted, changed = es.jit(f), CHANGES[case]()
-    for _ in range(2):
-        assert eqx.tree_equal(jitted(MODEL, X), (MODEL, X))
-        assert eqx.tree_equal(jitted(*changed), changed)
-    assert len(traces) == 2
 
 
 def test_functions_are_not_confused():

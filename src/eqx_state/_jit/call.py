@@ -147,10 +147,8 @@ class Call:
         given = set(map(id, self.leaves))  # part of the signature, so these may
         static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
         for module in owned_in([x for x in static if id(x) not in given]):
-            place = get_place(module)
-            if place.scope in self.lifted.scopes:
-                name = name_of(place.path) or type(module).__qualname__
-                raise TraceError(_HOLDS_OWNED.format(name))
+            name = name_of(get_place(module).path) or type(module).__qualname__
+            raise TraceError(_HOLDS_OWNED.format(name))
 
     def finish(self, result: "Result") -> Any:
         """The output of the call, after its writes to the owned modules."""
@@ -228,28 +226,16 @@ _MANY: Final = 100
 # --- The signature of a call ----------------------------------------------------------
 
 
-class Signature(NamedTuple):
-    """All that is static in a call: equal if one program serves them.
-
-    Shapes and dtypes are left to JAX. It is hashable.
-    """
-
-    structure: Any
-    leaves: tuple[Any, ...]
-    roots: tuple[Any, ...]
-    reached: tuple[Any, ...]
-    scopes: tuple[Any, ...]
-
-
 # In a signature instead of what is not part of it. All that is, is in tuples.
 _ARRAY: Final = "array"
 _ORIGIN: Final = "origin"
 
 
-def signature_of(call: Call) -> Signature:
-    """The signature of a call, owned modules among its leaves.
+def signature_of(call: Call) -> tuple[Any, ...]:
+    """All that is static in a call: equal, and hashable, for calls of one program.
 
-    The function whose programs they are does not occur in it, and is not kept alive.
+    Shapes and dtypes are left to JAX. The function whose programs they are does not
+    occur in it, and is not kept alive.
     """
     lifted = call.lifted
     inside = {
@@ -278,7 +264,7 @@ def signature_of(call: Call) -> Signature:
         whose = lifted.scopes.index(root.place.scope)
         place = root.place.path, root.place.context, whose
         roots.append((structure(root.structure, static), statics, place))
-    return Signature(
+    return (
         structure(call.treedef, static),
         tuple(
             leaf(x, lambda i=i: call.name(call.paths[i]))

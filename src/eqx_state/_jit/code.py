@@ -103,12 +103,6 @@ class Code:
         """A new name."""
         return f"v{next(self.variables)}"
 
-    def named(self, expression: str) -> str:
-        """A name for what is to be evaluated once, and in this order."""
-        name = self.variable()
-        self.add(f"{name} = {expression}")
-        return name
-
     def compile(self) -> Callable[[Any], Any]:
         """The function."""
         # Defaults are local variables, which take less time than global ones.

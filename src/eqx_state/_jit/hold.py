@@ -349,12 +349,10 @@ run that fails leaves it as it was:
     run.carry = es.load("checkpoint.safetensors", like)"""
 
 _DONATE: Final = """`es.hold(donate={!r})`: `donate` is `True` or `False`. Only the \
-carry is donated, and never an argument of a step, so there are no words as for \
-`es.jit`."""
+carry is donated, and never an argument of a step."""
 
 _COPIED: Final = """A held step cannot be copied or pickled. Copy or save what it \
-holds, `run.carry`, which is an ordinary tree, and hold it again: \
-`es.hold(step, carry)`."""
+holds, `run.carry`, which is an ordinary tree."""
 
 _NO_VALUE: Final = """`es.hold` was given `{}` as `{}`, which has a shape, but no \
 values to hold. Make the carry first, or load it: `es.load(path, like)`."""

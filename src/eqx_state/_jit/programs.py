@@ -35,7 +35,7 @@ from .._compat import (
     run_in_program,
 )
 from .._state.scope import is_any_open
-from .call import Call, origin_of, Output, Result, Signature, signature_of
+from .call import Call, origin_of, Output, Result, signature_of
 from .code import Mismatch
 from .options import Options
 from .plan import flattener
@@ -177,7 +177,7 @@ class Programs:
 
     def __init__(self, options: Options, origin: Any = None):
         self.options, self.origin = options, origin
-        self.by_signature: dict[Signature, Program] = {}
+        self.by_signature: dict[Any, Program] = {}
         self.plans: tuple[Plan, ...] = ()
         self.without_plan = 0  # how many calls there was no plan for
 
@@ -252,13 +252,12 @@ _PROGRAMS: Final[dict[Options, weakref.WeakKeyDictionary[Any, Programs]]] = {}
 
 def programs_of(f: Any, options: Options) -> Programs:
     """The programs of the function that `f` calls in the end."""
-    by_origin, origin = _PROGRAMS.get(options), origin_of(f)
-    if by_origin is None:
+    origin = origin_of(f)
+    try:
+        return _PROGRAMS[options][origin]
+    except KeyError:  # two threads may both get here, and share what one makes
         by_origin = _PROGRAMS.setdefault(options, weakref.WeakKeyDictionary())
-    programs = by_origin.get(origin)
-    if programs is None:  # two threads may both get here, and share one
-        programs = by_origin.setdefault(origin, Programs(options))
-    return programs
+        return by_origin.setdefault(origin, Programs(options))
 
 
 # --- Programs that can raise ----------------------------------------------------------
