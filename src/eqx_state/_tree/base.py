@@ -1,6 +1,7 @@
 """The data of an `es.Module`: its flags, and what belongs to one object alone."""
 
 import dataclasses
+import types
 from typing import (
     Any,
     ClassVar,
@@ -149,6 +150,17 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, INIT_DONE, False)
         object.__setattr__(self, MARKS, ())
         return self
+
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> Any:
+            # Equinox's own does more at each attribute, to make pytrees of bound
+            # methods. JAX comes here for the `__dict__` of every module that it
+            # flattens: `es.update` would take a tenth longer.
+            value = object.__getattribute__(self, name)
+            if type(value) is types.MethodType and value.__self__ is self:
+                return super().__getattribute__(name)
+            return value
 
     def module_init(self, key: Any) -> None:
         """The hook that `init` calls once, after all Initializers: override it.
