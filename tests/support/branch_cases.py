@@ -15,9 +15,6 @@ class Cell(es.Module):
         self.total = self.total + x
         return self.weight * x + self.total
 
-    def shifted(self, shift, x):
-        return self(x) + shift
-
 
 class Net(es.Module):
     a: Cell = dataclasses.field(default_factory=Cell)

@@ -15,9 +15,6 @@ class Cell(es.Module):
         self.total = self.total + x
         return jnp.tanh(self.weight * x + self.total)
 
-    def shifted(self, shift, x):
-        return self(x) + shift
-
 
 class Net(es.Module):
     cell: Cell = dataclasses.field(default_factory=Cell)

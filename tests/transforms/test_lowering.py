@@ -75,11 +75,6 @@ def test_a_step_is_compiled_from_shapes_alone(jit, training):
     assert compiled(model, optimizer, training[-1])[1].steps == 2
 
 
-def test_equinox_compiles_a_step(training):
-    compiled = eqx.filter_jit(step).lower(*training).compile()
-    assert_close(compiled(*training), plain_step(*training))
-
-
 def test_both_stages_speak_like_those_of_jax(training):
     lowered = es.jit(step).lower(*training)
     assert "module @jit_step" in lowered.as_text()
@@ -141,12 +136,8 @@ def test_donation_is_compiled_in():
 OTHERS = {
     "static value": lambda m, x: ((m, x, 3), {}),
     "type of a static value": lambda m, x: ((m, x, 2.0), {}),
-    "equal static value": lambda m, x: ((m, x, jnp.array(2)), {}),
-    "default": lambda m, x: ((m, x), {}),
     "mode": lambda m, x: ((m.eval(), x, 2), {}),
-    "frozen": lambda m, x: ((m.freeze(), x, 2), {}),
     "structure": lambda m, x: (((m,), x, 2), {}),
-    "no array": lambda m, x: ((m, 1.0, 2), {}),
 }
 
 
@@ -207,17 +198,6 @@ def test_an_exported_step_equals_the_step(training):
     assert platforms.platforms == ("cpu", "cuda")
 
 
-def test_an_exported_loop_equals_the_loop(training):
-    model, optimizer, x = training
-    call = jax.jit(jax.export.export(plain_step)(*training).call)
-    for _ in range(3):
-        _, model, optimizer = call(model, optimizer, x)
-    expected = training
-    for _ in range(3):
-        expected = (*plain_step(*expected)[1:], x)
-    assert_close((model, optimizer), expected[:2])
-
-
 def test_the_functional_pair_is_exported(training):
     model, _, x = training
     apply, params, state = es.functional(es.vmap(model, axis_name="batch"))
@@ -226,11 +206,6 @@ def test_the_functional_pair_is_exported(training):
     expected, new = plain_forward(model, x)
     assert_close(out, expected)
     assert_close(new_state, es.functional(es.vmap(new, axis_name="batch"))[2])
-
-
-def test_a_jitted_step_inside_is_exported(training):
-    exported = jax.export.export(jax.jit(lambda *args: es.jit(step)(*args)))(*training)
-    assert_close(exported.call(*training), plain_step(*training))
 
 
 @reuses_keys
@@ -260,9 +235,6 @@ def test_an_exported_step_is_saved_by_its_leaves(training):
 
 EVALUATED = {
     "step": lambda model, optimizer, x: step(model, optimizer, x),
-    "es.mutable": lambda model, optimizer, x: forward(model, x),
-    "es.value_and_grad": lambda model, optimizer, x: es.value_and_grad(loss)(model, x),
-    "es.grad": lambda model, optimizer, x: es.grad(loss)(model, x),
     "es.jit": lambda model, optimizer, x: es.jit(step)(model, optimizer, x),
     "eqx.filter_jit": lambda model, _, x: eqx.filter_jit(forward)(model, x),
 }
@@ -274,14 +246,6 @@ def test_shapes_are_known_without_running(case, training):
     out = eqx.filter_eval_shape(f, *abstract)
     assert eqx.tree_equal(out, eqx.filter_eval_shape(f, *training))
     assert jax.tree.structure(jax.eval_shape(f, *training)) == jax.tree.structure(out)
-
-
-def test_a_transform_of_an_abstract_model_is_evaluated_in_shape(training):
-    model, _, x = training
-    mapped = es.vmap(shapes(model), axis_name="batch")
-    expected = shapes(plain_forward(model, x))
-    for f in (es.mutable(mapped), es.jit(es.mutable(mapped))):
-        assert eqx.tree_equal(eqx.filter_eval_shape(f, shapes(x)), expected)
 
 
 def test_training_is_compiled_before_there_is_a_model():

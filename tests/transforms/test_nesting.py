@@ -356,17 +356,10 @@ def test_a_module_among_the_arguments(transform):
     def f(model, x):
         a, b = model
         transform(call)(a, x)
-        transform(lambda x, pair: pair["b"](pair["a"](x)))(x, {"a": a, "b": b})
+        transform(lambda x, *, pair: pair["b"](pair["a"](x)))(x, pair={"a": a, "b": b})
 
     _, (a, b) = es.mutable(f)((Counter(), Counter()), 0.0)
     assert (a.count, b.count) == (2.0, 1.0)
-
-
-@pytest.mark.parametrize("transform", [es.jit, es.checkpoint])
-def test_a_module_as_keyword_argument(transform):
-    f = es.mutable(lambda m, x: transform(lambda x, *, m: m(x))(x, m=m))
-    y, new = f(Counter(), 2.0)
-    assert (y, new.count) == (3.0, 1.0)
 
 
 class Parent(es.Module):
@@ -507,11 +500,7 @@ def test_decorated_methods_of_a_module_its_child_and_its_parent(transform, base)
 
 STACKED = {
     "vmap": lambda f: es.vmap(f),
-    "jit, vmap": lambda f: es.jit(es.vmap(f)),
-    "vmap, jit": lambda f: es.vmap(es.jit(f)),
     "jit, checkpoint, vmap": lambda f: es.jit(es.checkpoint(es.vmap(f))),
-    "checkpoint, jit, vmap": lambda f: es.checkpoint(es.jit(es.vmap(f))),
-    "jit, jit, vmap": lambda f: es.jit(es.jit(es.vmap(f))),
 }
 
 

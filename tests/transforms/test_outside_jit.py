@@ -1,6 +1,5 @@
 """Outside `jit`, loops and branches trace their functions at each call."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,33 +67,9 @@ def test_a_comparison_of_parameters_is_traced():
             scan(step, 0.0, XS)
 
 
-@pytest.mark.parametrize("x", [1, 2.0, np.ones(2), np.float32(1), jnp.array(1.0)])
-def test_outputs_have_the_types_that_jax_gives_them(x):
-    def same(x):
-        return x
-
-    def pair(c, x):
-        return c, x
-
-    xs = np.arange(3)
-    for ours, theirs in (
-        (es.cond(True, same, same, x), lax.cond(True, same, same, x)),
-        (es.switch(1, [same] * 2, x), lax.switch(1, [same] * 2, x)),
-        (es.scan(pair, 0.0, xs), lax.scan(pair, 0.0, xs)),
-    ):
-        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-        assert eqx.tree_equal(ours, theirs, typematch=True)
-
-
 @pytest.mark.parametrize("bound", [int, np.int32, jnp.array])
 def test_a_loop_between_known_bounds_can_be_differentiated(bound):
     def f(x):
         return es.fori_loop(bound(1), bound(4), lambda i, c: c * i, x)
 
     assert jax.grad(f)(2.0) == 6.0
-
-
-def test_without_jit_each_step_is_a_call():
-    with jax.disable_jit():
-        total, _ = es.scan(lambda c, x: (c + float(x), None), 0.0, XS)
-    assert total == 6.0

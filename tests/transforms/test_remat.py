@@ -27,9 +27,6 @@ class Cell(es.Module):
         self.rng, key = jr.split(self.rng)
         return jnp.sin(self.weight * x) + self.total * jr.uniform(key)
 
-    def shifted(self, shift, x):
-        return self(x) + shift
-
 
 class Net(es.Module):
     a: Cell = dataclasses.field(default_factory=Cell)
