@@ -20,12 +20,13 @@ from typing import (
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import Scope, Sown
 from .._state.sow import reporting
-from .._tree.filters import all_of, Filter, trainable
+from .._tree.filters import all_of, Filter, trainable, written
 from .._tree.parts import Part
 from .._tree.select import partition
 from .lift import Lifted
@@ -73,6 +74,8 @@ class AbstractGrad(Transform):
         # What an observer outside sees in the trace leaves it as from any transform.
         lifted = Lifted(())
         diff, rest = partition(model, all_of(self.wrt, _is_inexact))
+        if not jtu.tree_leaves(diff):
+            raise ValueError(_NOTHING.format(self.name, written(self.wrt)))
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
             inside = new_scope() if new_scope else Scope((State,), reports=reports)
@@ -122,6 +125,10 @@ def _check_loss(loss: Any) -> Any:
         raise TypeError(_NOT_A_LOSS.format(eqx.tree_pformat(loss, short_arrays=True)))
     return loss
 
+
+_NOTHING: Final = """`{0}(wrt={1})`: `{1}` selects no inexact array of the model, so \
+there is nothing to differentiate. Is it frozen? `es.parts(model)` lists the arrays \
+with their names and kinds."""
 
 _NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(loss, \
 aux)`, and it returned `{}`. Put what else it returns into `aux`: `return loss, \
@@ -202,7 +209,9 @@ def value_and_grad(
 
     **Raises:**
 
-    - `TypeError`: the loss is not a real scalar. Else as `es.mutable`.
+    - `TypeError`: the loss is not a real scalar.
+    - `ValueError`: `wrt` selects no inexact array.
+    - Else as `es.mutable`.
 
     !!! example
 
