@@ -412,12 +412,18 @@ def _(case):
         assert (new["scale"].tree == scale).all()
 
 
-@program("differentiate a frozen model")
+@program(
+    "differentiate a frozen model, or by a filter with a typo:"
+    " `wrt=es.path_matches('haed.*')`",
+    "there is nothing to differentiate",
+)
 def _(case):
     net = case.keep(Net().freeze(), XS)
-    grads, new = es.grad(loss_fn)(net)
-    assert grads.layer.weight is None
-    assert new.layer.count == 1
+    with case.error():
+        es.grad(loss_fn)(net)
+    typo = es.path_matches("haed.*")
+    with case.error():
+        es.value_and_grad(loss_fn, wrt=typo)(net.unfreeze())
     with pytest.raises(ValueError, match="selects no array of the model"):
         es.Optimizer(optax.sgd(1.0)).init(net)
 
