@@ -41,7 +41,7 @@ def bind(
         return args, kwargs
     # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on what
     # they are given.
-    while isinstance(f, eqx.Module) and hasattr(f, "__wrapped__"):
+    while eqx.Module in type(f).__mro__ and hasattr(f, "__wrapped__"):
         if isinstance(f, Transform):
             return args, kwargs
         f = f.__wrapped__

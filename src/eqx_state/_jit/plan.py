@@ -223,8 +223,9 @@ class Module(Container):
 
 def module_fields(cls: type) -> dict[str, bool]:
     """The fields of a module, and which are static: these first, as Equinox does it."""
-    static = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(cls)}
-    return dict(sorted(static.items(), key=lambda item: not item[1]))
+    fields = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(cls)}
+    static = dict.fromkeys((name for name in fields if fields[name]), True)
+    return static | {name: False for name in fields if not fields[name]}
 
 
 def data_fields(cls: type) -> list[str]:

@@ -96,7 +96,8 @@ class Program:
     def _look(self, output: Output, arrays: Sequence[Any]) -> None:
         """Find out whether a program that JAX has just compiled can raise."""
         # With `jax_disable_jit` there is none, and JAX would trace the function again.
-        is_there = not jax.config.jax_disable_jit
+        config: Any = jax.config
+        is_there = not config.jax_disable_jit
         jaxpr = jaxpr_of(self.jitted, *arrays) if is_there else None
         output.callbacks = callbacks_in(jaxpr)
         self.can_raise |= bool(output.callbacks)
