@@ -156,8 +156,9 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         def __getattribute__(self, name: str) -> Any:
             # Equinox's own does more at each attribute, to make pytrees of bound
             # methods. JAX comes here for the `__dict__` of every module that it
-            # flattens: `es.update` would take a tenth longer.
-            value = object.__getattribute__(self, name)
+            # flattens: `es.update` would take a tenth longer. After `eqx.Module` there
+            # may be a base with attributes of its own making.
+            value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
             return value
