@@ -356,10 +356,11 @@ def test_a_module_among_the_arguments(transform):
     def f(model, x):
         a, b = model
         transform(call)(a, x)
-        transform(lambda x, *, pair: pair["b"](pair["a"](x)))(x, pair={"a": a, "b": b})
+        transform(lambda x, pair: pair["b"](pair["a"](x)))(x, {"a": a, "b": b})
+        es.checkpoint(lambda x, *, b: b(x))(x, b=b)
 
     _, (a, b) = es.mutable(f)((Counter(), Counter()), 0.0)
-    assert (a.count, b.count) == (2.0, 1.0)
+    assert (a.count, b.count) == (2.0, 2.0)
 
 
 class Parent(es.Module):
