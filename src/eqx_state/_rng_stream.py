@@ -1,6 +1,6 @@
 """PRNG keys as state: a stream that returns a fresh key at each call."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxtyping import Array
 
@@ -29,7 +29,6 @@ class RngStream(Module):
     """
 
     key: Rng
-    _eqx_state_writes_in_eval: ClassVar[bool] = True
 
     def __init__(self, key: Any):
         """**Arguments:**

@@ -88,17 +88,3 @@ def test_what_cannot_be_called_is_refused_at_once(name):
     for x in (3, None, [Threaded()]):
         with pytest.raises(TypeError, match=r"which cannot be called"):
             getattr(es, name)(x)
-
-
-ONE_FUNCTION = ["mutable", "value_and_grad", "grad", "capture", "find_nonfinite"]
-
-
-@pytest.mark.parametrize("name", ONE_FUNCTION)
-def test_the_arguments_go_to_what_is_returned(name):
-    transform = getattr(es, name)
-    match = rf"(?s)given 2 arguments.* es.{name}\(f\)\(x\)     # right"
-    with pytest.raises(TypeError, match=match):
-        transform(Threaded(), jnp.ones(2))
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        transform()
-    assert callable(transform(f=Threaded()))

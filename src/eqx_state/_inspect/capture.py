@@ -14,7 +14,7 @@ from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import keep, Key
 from .._transforms.grad import AbstractGrad
 from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
-from .._transforms.transform import of_one, Transform, wrap
+from .._transforms.transform import Transform, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob
@@ -262,7 +262,6 @@ def capture(
     kinds: Any = State,
     argnums: tuple[int, ...],
 ) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], dict[str, Any]]]: ...
-@of_one
 def capture(
     f: Any,
     *,

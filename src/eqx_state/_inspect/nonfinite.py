@@ -14,7 +14,7 @@ from .._kinds.kinds import State
 from .._state.scope import Scope
 from .._state.sow import carried_out, Key
 from .._transforms.mutable import carried, target, thread
-from .._transforms.transform import of_one, Transform, wrap
+from .._transforms.transform import Transform, wrap
 from .._tree.observe import Observer
 from .._tree.parts import parts
 from .._typing import PyTree
@@ -89,7 +89,6 @@ that are only there when the program runs: call it outside of transforms.
     es.find_nonfinite(es.jit(step))(model, x)    # right"""
 
 
-@of_one
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
     """The names of the modules that make a NaN or an infinity in a call of `f`.
 

@@ -86,11 +86,8 @@ else:
             if not callable(f):
                 raise TypeError(
                     f"`es.Initializer` was given a `{type(f).__name__}`: it takes a"
-                    " function of a PRNG key, which `init` calls. A value that is there"
-                    " already needs no placeholder:\n\n"
-                    "    self.w = es.Initializer(jnp.ones(3))    # wrong\n"
-                    "    self.w = es.Initializer(lambda key: jr.normal(key, (3,)))\n"
-                    "    self.w = jnp.ones(3)"
+                    " function, `es.Initializer(lambda key: jr.normal(key, (3,)))`. A"
+                    " value that is there already needs no placeholder."
                 )
             self.f = f
 
@@ -140,12 +137,10 @@ def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         ```
     """
     if is_eqx_module(cls) or "key" in kwargs:
-        what = "a layer that is made already" if is_eqx_module(cls) else "a `key`"
         raise TypeError(
-            f"`es.lazy` was given {what}. It takes a class and the arguments without"
-            " the key, and `init` makes the layer with a key of its own:\n\n"
+            "`es.lazy` takes a class and its arguments without the key, and `init`"
+            " makes the layer with a key of its own:\n\n"
             "    es.lazy(eqx.nn.Linear(2, 3, key=key))        # wrong\n"
-            "    es.lazy(eqx.nn.Linear, 2, 3, key=key)        # wrong\n"
             "    es.lazy(eqx.nn.Linear, 2, 3)                 # right"
         )
     return Initializer(ft.partial(_construct, cls, args, kwargs))

@@ -204,13 +204,12 @@ class Module(BaseModule):
                 if name not in fields:
                     message = no_field_message(self, name)
                     raise dataclasses.FrozenInstanceError(message) from None
-                raise frozen_error(self, name, value) from None
+                raise frozen_error(self, name) from None
 
         def __delattr__(self, name: str) -> None:
             raise dataclasses.FrozenInstanceError(
-                f"Cannot delete `{type(self).__qualname__}.{name}`: the fields of a"
-                " module are its structure. Set it to `None` in a copy:"
-                " `model.replace(...)`."
+                f"Cannot delete `{type(self).__qualname__}.{name}`. Set it to `None` in"
+                " a copy: `model.replace(...)`."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -7,19 +7,16 @@ that wrote. The checks at the end (`collect.py`) are for what no `__setattr__` s
 import dataclasses
 from typing import Any, Final
 
-import equinox as eqx
 import jax.tree_util as jtu
 
 from .._errors import TraceError
-from .._kinds.fields import declarations
-from .._kinds.kinds import kind_name, NOTHING, State
+from .._kinds.kinds import kind_name
 from .._tree.base import (
     BaseModule,
     declared_fields,
     fields_of,
     FLAGS,
     get_place,
-    is_eqx_module,
     is_module,
 )
 from .._tree.compare import same
@@ -148,36 +145,13 @@ def no_field_message(module: BaseModule, name: str) -> str:
     return _NO_FIELD.format(cls, name, declared_fields(module))
 
 
-def frozen_error(
-    module: BaseModule, name: str, value: Any
-) -> dataclasses.FrozenInstanceError:
+def frozen_error(module: BaseModule, name: str) -> dataclasses.FrozenInstanceError:
     """The error for a write to a module that no scope owns."""
     cls = type(module).__qualname__
     if name in FLAGS:
-        off, on = ("eval", "train") if name == "training" else ("unfreeze", "freeze")
-        is_on = not eqx.is_array(value) and bool(value)
-        return frozen(_FLAG.format(cls, name, is_on, on if is_on else off))
-    if (what := _other_than_state(module, name)) is not None:
-        return frozen(_NOT_STATE.format(cls, name, what))
+        return frozen(STATIC.format(f"{cls}.{name}"))
     text = _NOT_OWNED if is_open_here() else _NO_SCOPE
-    return frozen(text.format(cls, name) + _of_mode(module, name))
-
-
-def _of_mode(module: BaseModule, name: str) -> str:
-    """A hint about train and eval mode; empty for an ordinary write in train mode."""
-    if module._eqx_state_writes_in_eval:
-        return _IN_EITHER_MODE.format(type(module).__qualname__)
-    return "" if module.training else _IN_EVAL.format(name)
-
-
-def _other_than_state(module: BaseModule, name: str) -> str | None:
-    """Describe a field that cannot be state; `None` if it may be."""
-    spec = declarations(type(module)).get(name, NOTHING)
-    if spec.kind is not None:
-        is_state = issubclass(spec.kind, State)
-        return None if is_state else f"declared `{kind_name(spec.kind)}`"
-    is_field = is_eqx_module(fields_of(module).get(name))
-    return "a module of its own" if is_field else None
+    return frozen(text.format(cls, name))
 
 
 CLOSED: Final = """Cannot write `{}`: the scope of `es.mutable` that owned this module \
@@ -219,23 +193,6 @@ _OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is a `{2}`, and this scope wri
 {3}. If it is meant, name the kind: `es.mutable(f, kinds={4})`, or `kinds=es.TreePart` \
 for all. If it is not a `{2}`, declare what it is: `{5}: es.State`."""
 
-_FLAG: Final = """Cannot write `{0}.{1}`: it is a flag, which is part of the structure \
-of the tree, and modules are frozen. Make a new model, in which all modules are \
-switched:
-
-    model.{1} = {2}     # wrong
-    model = model.{3}()     # right"""
-
-_NOT_STATE: Final = """Cannot write `{0}.{1}`: modules are frozen, and the field is \
-{2}. Replace it, in a copy:
-
-    model.{1} = value                                     # wrong
-    model = model.replace({1}=value)                      # right
-    model = eqx.tree_at(lambda m: m.{1}, model, value)    # deep inside
-
-If a forward pass changes it, declare it, `{1}: es.State`, and call \
-`y, model = es.mutable(model)(x)`."""
-
 _NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
 outside `es.mutable`. State is written in a call that returns the new model:
 
@@ -243,9 +200,10 @@ outside `es.mutable`. State is written in a call that returns the new model:
     y, model = es.mutable(model)(x)     # right
     y = model.eval()(x)                 # or: layers write nothing then
 
-Under a transform, use the one of `es`, which carries state: `es.value_and_grad` for \
-`eqx.filter_value_and_grad`, `es.mutable(es.vmap(model))(xs)` for `jax.vmap(model)(xs)`.
-"""
+Any other field is replaced, in a copy: `model = model.replace({1}=value)`, or deep \
+inside by `eqx.tree_at`. Under a transform, use the one of `es`: `es.value_and_grad`, \
+`es.mutable(es.vmap(model))(xs)` for `jax.vmap(model)(xs)`. Streams of keys write in \
+eval mode, too; a layer guards what only training changes, `if self.training:`."""
 
 _NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not in the private copy \
 that `es.mutable`, `es.value_and_grad` or `es.init` runs on, so what is written to it \
@@ -266,14 +224,4 @@ transform of `es`:
 
 - It is a layer taken out of an `es.nn.Stacked`, which makes a copy: call the stack.
 
-If this call should not write to it, pass it in eval mode: `other.eval()`.
-"""
-
-_IN_EVAL: Final = """
-It is in eval mode, and writes all the same. Guard what only training changes:
-
-    if self.training:
-        self.{} = ..."""
-
-_IN_EITHER_MODE: Final = """
-A `{}` writes in train and in eval mode alike: `eval` makes no difference."""
+If this call should not write to it, pass it in eval mode: `other.eval()`."""

@@ -31,7 +31,7 @@ from .._tree.parts import Part
 from .._tree.select import partition
 from .lift import Lifted
 from .mutable import Argnums, as_argnums, as_cast, Cast, target, thread
-from .transform import of_one, Transform, wrap
+from .transform import Transform, wrap
 
 
 _M = TypeVar("_M")
@@ -175,7 +175,6 @@ def value_and_grad(
     argnums: tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
-@of_one
 def value_and_grad(
     f: Any,
     *,
@@ -283,7 +282,6 @@ def grad(
     argnums: tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
-@of_one
 def grad(
     f: Any,
     *,

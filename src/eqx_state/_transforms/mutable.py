@@ -26,7 +26,7 @@ from .._tree.filters import written
 from .._tree.observe import unmarked
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, is_numpy, leaves, name_of, Visit
-from .transform import of_one, Transform, wrap
+from .transform import Transform, wrap
 
 
 # --- `cast=`: other dtypes for a model inside a call, and its own outside.
@@ -348,7 +348,6 @@ def mutable(
     argnums: tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
-@of_one
 def mutable(
     f: Any,
     *,

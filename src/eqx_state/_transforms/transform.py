@@ -8,7 +8,7 @@ import functools as ft
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, Final, TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, Final, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -76,10 +76,7 @@ class Unbound(Transform):
 def check_callable(f: Any) -> None:
     """Raise `TypeError` unless `f` can be called."""
     if not callable(f):
-        name = type(f).__name__
-        if is_eqx_module(f):
-            raise TypeError(_NOT_CALLABLE.format(name, _method_of(type(f))))
-        raise TypeError(_NOT_A_FUNCTION.format(name))
+        raise TypeError(_NOT_A_FUNCTION.format(type(f).__name__))
 
 
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
@@ -111,37 +108,6 @@ def method_as_pytree(f: Any) -> Any:
     return BoundMethod(f.__func__, f.__self__) if is_method else f
 
 
-def of_one(transform: _F) -> _F:
-    """A decorator: an error that teaches for `transform(f, x)`."""
-
-    @ft.wraps(transform)
-    def checked(*args: Any, **options: Any) -> Any:
-        if len(args) > 1:
-            raise TypeError(_AT_ONCE.format(f"es.{transform.__name__}", len(args)))
-        return transform(*args, **options)
-
-    return cast(_F, checked)
-
-
-def _method_of(cls: type) -> str:
-    """The name of a method to suggest if a module of this class cannot be called."""
-    own = [name for name in vars(cls) if not name.startswith("_")]
-    return next((name for name in own if callable(getattr(cls, name))), "method")
-
-
-def why_not_called(f: Any, *args: Any) -> str | None:
-    """Why `f` cannot be called with these arguments, as far as its signature says."""
-    try:
-        signature = inspect.signature(f)
-    except (TypeError, ValueError):  # it has none
-        return None
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
 def positional_names(f: Any) -> list[str]:
     """The names of the positional parameters of `f`, if it has a signature."""
     while isinstance(f, Transform):
@@ -164,30 +130,9 @@ def argument_name(argument: int | str, below: KeyPath, names: list[str]) -> str:
     return f"{argument}{jtu.keystr(below)}"
 
 
-_NOT_CALLABLE: Final = """A `{0}` cannot be called: its class has no `__call__`. \
-Rename the method, or pass the bound method; its module is threaded and mapped all the \
-same:
-
-    es.mutable(model)(x)    # wrong: there is no `{0}.__call__`
-
-    es.mutable(model.{1})(x)    # right"""
-
-
-_NOT_A_FUNCTION: Final = """A transform was given a `{0}`, which cannot be called. It \
-takes a function, a callable module or a bound method. A property is decorated from \
-outside:
-
-    @property
-    @es.jit
-    def norm(self): ..."""
-
-_AT_ONCE: Final = """`{0}` takes a function, and returns one of the same arguments. \
-It was given {1} arguments:
-
-    {0}(f, x)     # wrong
-    {0}(f)(x)     # right
-
-Options are given by name."""
+_NOT_A_FUNCTION: Final = """A transform was given a `{}`, which cannot be called. It \
+takes a function, a callable module, or a bound method: `es.mutable(model.encode)(x)`. \
+Of a property it is the inner decorator, below `@property`."""
 
 _A_CLASS: Final = """A transform that threads state was given the class `{0}`, and its \
 state is that of a model. Make one, and keep what comes back:

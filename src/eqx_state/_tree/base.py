@@ -134,9 +134,6 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
     _eqx_state_frozen_paths: Marks = eqx.field(init=False, static=True, repr=False)
 
-    # Whether it writes in eval mode, too, which error messages must know.
-    _eqx_state_writes_in_eval: ClassVar[bool] = False
-
     # Whether its field `layers` holds `length` layers as one, each array with an axis
     # more. This is how `es.nn.Stacked` is known here.
     _eqx_state_is_stack: ClassVar[bool] = False
