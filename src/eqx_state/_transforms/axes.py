@@ -307,7 +307,10 @@ def _axes_of_function(
     for model in models_in(f) if rules else ():
         if not (is_owned(model) or id(model) in inside):
             key_of = asked.bind(model)
-            for visit in leaves(model):
+            for visit in leaves(model, is_leaf=is_owned):
+                # An `eqx.nn.Sequential` in a scope holds owned modules.
+                if is_owned(visit.node):
+                    continue
                 if rules.get(key_of(visit)) not in (None, PartitionSpec()):
                     at = transform.what, transform.entries
                     name = type(model).__name__, visit.name
