@@ -178,7 +178,6 @@ def assert_close(a, b):
 
 TRANSFORMATIONS = {
     "sgd": lambda: optax.sgd(0.1),
-    "adam": lambda: optax.adam(0.1),
     "clipped adamw": lambda: optax.chain(
         optax.clip_by_global_norm(0.1), optax.adamw(0.1)
     ),

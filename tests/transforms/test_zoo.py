@@ -390,15 +390,11 @@ def check_equal(actual: Any, expected: Any) -> None:
             assert (x == y).all(), where
 
 
-WAYS = {"as it is": lambda f: f, "es.jit": es.jit, "eqx.filter_jit": eqx.filter_jit}
 # With gradients where that is compiled as a whole, and where there are some: JAX has no
 # reverse mode for `while_loop`.
 RUNS = [
-    ("eager", "as it is", True),
-    ("vmap", "as it is", False),
-    ("scan", "as it is", False),
-    *[(program, "es.jit", program not in WITHOUT) for program in PROGRAMS],
-    ("eager", "eqx.filter_jit", True),
+    ("eager", False, True),
+    *[(program, True, program not in WITHOUT) for program in PROGRAMS],
 ]
 
 
@@ -417,10 +413,10 @@ def is_misjudged(case: str, program: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("program", "way", "with_grads"), RUNS)
+@pytest.mark.parametrize(("program", "is_jitted", "with_grads"), RUNS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_under_a_transform_is_what_it_is_by_hand(
-    case, program, way, with_grads, request
+    case, program, is_jitted, with_grads, request
 ):
     if is_misjudged(case, program):
         request.getfixturevalue("_keys_may_be_reused")
@@ -428,8 +424,8 @@ def test_a_model_under_a_transform_is_what_it_is_by_hand(
         pytest.skip("a traced call keeps its rules, and they the modules")
     run = Run(CASES[case], program, with_grads and case not in WITHOUT_GRADS)
     step = run.in_place
-    if way != "as it is":
-        step = WAYS[way](eqx.debug.assert_max_traces(step, max_traces=1))
+    if is_jitted:
+        step = es.jit(eqx.debug.assert_max_traces(step, max_traces=1))
     model, by_hand = run.start(), run.start()
     for xs in run.inputs():
         result, expected = step(model, xs), run.by_hand(by_hand, xs)
