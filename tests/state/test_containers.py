@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -64,29 +63,11 @@ def test_a_number_written_into_a_container_of_the_right_kind():
 
 INTO = {
     "parameter": (lambda m, x: m.heads.update(w=x), FROZEN, ["heads", "`Parameter`"]),
-    "new key": (lambda m, x: m.stats.update(z=x), ValueError, ["stats"]),
     "lost key": (lambda m, x: m.stats.pop("a"), ValueError, ["stats"]),
-    "append": (lambda m, x: m.history.append(x), ValueError, ["history"]),
-    "shape": (
-        lambda m, x: m.stats.update(a=x[:1]),
-        ValueError,
-        [r"stats\['a'\]", r"f32\[1\]", r"f32\[2\]"],
-    ),
-    "float": (lambda m, x: m.stats["b"].update(c=0.5), ValueError, [r"\['b'\]\['c'\]"]),
     "tracer": (
         lambda m, x: jax.vmap(lambda x: m.history.__setitem__(1, x))(x),
         es.TraceError,
         [r"history\[1\]", r"self\.stats = \{\*\*self\.stats"],
-    ),
-    "jit": (
-        lambda m, x: jax.jit(lambda x: m.stats.update(a=x))(x),
-        es.TraceError,
-        [r"stats\['a'\]"],
-    ),
-    "grad": (
-        lambda m, x: jax.grad(lambda x: m.history.__setitem__(0, x) or x)(x[0]),
-        es.TraceError,
-        [r"history\[0\]"],
     ),
     "parameter's tracer": (
         lambda m, x: jax.vmap(lambda y: m.heads.update(w=x + y))(x),
@@ -96,7 +77,7 @@ INTO = {
 }
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, es.checkpoint, es.jit])
+@pytest.mark.parametrize("transform", [lambda f: f, es.jit])
 def test_what_was_written_to_a_module_that_is_taken_out_is_not_lost(transform):
     class Counter(es.Module):
         n: es.State = 0
@@ -117,27 +98,11 @@ def test_what_was_written_to_a_module_that_is_taken_out_is_not_lost(transform):
 
 
 @pytest.mark.parametrize("name", INTO)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @jax.check_tracer_leaks(False)  # some of them leak, on purpose
-def test_a_write_into_a_container_that_is_an_error(name, jit):
+def test_a_write_into_a_container_that_is_an_error(name):
     f, error, fragments = INTO[name]
-    model = Stats()
-    run = es.mutable(f)
-    run = eqx.filter_jit(run) if jit else run
-    with pytest.raises(error, match=fragments[0]) as info:
-        run(model, jnp.ones(2))
-    for fragment in fragments:
-        info.match(fragment)
-    assert eqx.tree_equal(model, Stats())
-
-
-def test_a_tracer_in_a_replaced_container_speaks_at_once():
-    def body(m, x):
-        m.stats = {**m.stats, "a": x}
-
-    model = Stats()
-    with rejects(model, es.TraceError, r"Stats\.stats"):
-        es.mutable(lambda m, x: jax.vmap(lambda x: body(m, x))(x))(model, jnp.ones(2))
+    with rejects(model := Stats(), error, *fragments):
+        es.mutable(f)(model, jnp.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_init_returns_a_new_model():
 
 @pytest.mark.parametrize(
     "seed",
-    [42, np.int64(42), np.array(42), jnp.array(42), jnp.uint32(42), jr.key(42)],
+    [42, np.int64(42), jnp.uint32(42), jr.key(42)],
     ids=repr,
 )
 def test_a_seed_or_a_key(seed):
@@ -83,7 +83,7 @@ def test_another_seed_and_the_legacy_key():
     assert not equal(legacy, Net().init(jr.PRNGKey(1)))
 
 
-@pytest.mark.parametrize("bad", ["seed", None, 1.5, jnp.ones(2), jnp.ones(3)], ids=str)
+@pytest.mark.parametrize("bad", ["seed", 1.5, jnp.ones(2)], ids=str)
 def test_a_bad_key(bad):
     with pytest.raises(TypeError, match="key"):
         Net().init(bad)
@@ -174,13 +174,6 @@ def test_lazy_is_the_layer_with_a_key():
     assert made["kwargs"] == {"use_bias": False}
     key = es.init({"layer": es.Initializer(lambda key: key)}, 0)["layer"]
     assert made["key"] == key
-    for layer in (
-        es.lazy(eqx.nn.MLP, 2, 2, 4, 1),
-        es.lazy(eqx.nn.Conv2d, 1, 2, 3),
-        es.lazy(eqx.nn.GRUCell, 2, 3),
-        es.lazy(es.nn.Dropout, 0.5),
-    ):
-        assert isinstance(es.init([layer], 0)[0], eqx.Module)
 
 
 def test_lazy_in_lazy():
@@ -188,14 +181,7 @@ def test_lazy_in_lazy():
         del key
         return eqx.nn.Sequential([es.lazy(eqx.nn.Linear, size, size) for _ in range(2)])
 
-    class Outer(es.Module):
-        block: eqx.nn.Sequential
-
-        def __init__(self):
-            self.block = es.lazy(block, 3)
-
-    model = Outer().init(0)
-    a, b = model.block.layers
+    a, b = es.init([es.lazy(block, 3)], 0)[0].layers
     assert a.weight.shape == b.weight.shape == (3, 3)
     assert (a.weight != b.weight).any()
 
@@ -236,30 +222,17 @@ def test_a_placeholder_is_no_array():
 
 @pytest.mark.parametrize(
     "use",
-    [lambda w: jnp.dot(jnp.ones(3), w), jnp.sum, jnp.exp],
-    ids=["dot", "sum", "exp"],
-)
-def test_jax_numpy_says_what_a_placeholder_is(use):
-    with pytest.raises(es.NotInitializedError, match=r"model\.init\(42\)"):
-        use(Lazy().w)
-
-
-@pytest.mark.parametrize(
-    "use",
     [
-        lambda w: jnp.ones(3) @ w,
+        lambda w: jnp.dot(jnp.ones(3), w),
+        jnp.exp,
         lambda w: w * jnp.ones(3),
-        lambda w: w + 1,
         lambda w: w[0],
         lambda w: w.shape,
-        lambda w: jax.nn.relu(w),
     ],
-    ids=["@", "*", "number", "index", "shape", "relu"],
+    ids=["dot", "exp", "*", "index", "shape"],
 )
-def test_no_operation_takes_a_placeholder_for_an_array(use):
-    with pytest.raises(
-        (es.NotInitializedError, TypeError, AttributeError), match="Initializer"
-    ):
+def test_a_placeholder_that_is_used_says_what_it_is(use):
+    with pytest.raises(es.NotInitializedError, match=r"model\.init\(42\)"):
         use(Lazy().w)
 
 
@@ -271,18 +244,6 @@ def test_a_lazy_model_pickles_where_its_functions_do():
     assert (es.init([copy.deepcopy(partial)], 0)[0] == 2).all()
     layer = pickle.loads(pickle.dumps(es.lazy(eqx.nn.Linear, 3, 2)))
     assert equal(es.init([layer], 0), es.init([es.lazy(eqx.nn.Linear, 3, 2)], 0))
-
-
-def test_lazy_models_are_pytrees_and_copy():
-    model = Net()
-    for twin in (
-        copy.copy(model),
-        copy.deepcopy(model),
-        jax.tree.map(lambda x: x, model),
-        model.eval().train(),
-        model.freeze().unfreeze(),
-    ):
-        assert equal(twin.init(3), model.init(3))
 
 
 # --- Under transforms ---------------------------------------------------------------
@@ -304,19 +265,12 @@ def test_filter_eval_shape(seed):
     assert list(map(describe, es.parts(shapes))) == list(map(describe, es.parts(real)))
 
 
-@pytest.mark.parametrize(
-    "jit", [eqx.filter_jit, es.jit, es.checkpoint], ids=["filter_jit", "jit", "remat"]
-)
+@pytest.mark.parametrize("jit", [eqx.filter_jit, es.jit], ids=["filter_jit", "jit"])
 def test_under_jit(jit):
     key = jr.key(0)
     jitted = jit(Net().init)(key)
     assert jax.tree.structure(jitted) == jax.tree.structure(Net().init(key))
     np.testing.assert_allclose(jitted.a.w, Net().init(key).a.w, rtol=1e-6)
-
-
-def test_under_jit_as_an_argument():
-    jitted = es.jit(lambda model, key: model.init(key))(Net(), jr.key(0))
-    np.testing.assert_allclose(jitted.a.w, Net().init(0).a.w, rtol=1e-6)
 
 
 @pytest.mark.parametrize("vmap", [eqx.filter_vmap, es.vmap], ids=["filter_vmap", "es"])
@@ -327,19 +281,70 @@ def test_under_vmap(vmap):
         np.testing.assert_allclose(ensemble.a.w[i], Net().init(keys[i]).a.w, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [es.jit, es.checkpoint, es.vmap],
-    ids=["jit", "checkpoint", "vmap"],
-)
-def test_what_is_not_initialized_has_its_name_in_the_model(transform):
-    nets = {"encoder": Net().eval()}
+USES = {
+    "mutable": lambda net, x: es.mutable(net)(x),
+    "jit": lambda net, x: es.jit(net)(x),
+    "vmap": lambda net, x: es.vmap(lambda x, net: net(x), (0, None))(x[None], net),
+    "checkpoint": lambda net, x: es.checkpoint(net)(x),
+    "scan": lambda net, x: es.scan(lambda net, x: (net, net(x)), net, x[None]),
+    "while_loop": lambda net, x: es.while_loop(lambda x: x[0] < 0, net, x),
+    "fori_loop": lambda net, x: es.fori_loop(0, 2, lambda i, x: net(x), x),
+    "cond": lambda net, x: es.cond(True, net, net, x),
+    "vjp": lambda net, x: es.vjp(net, x),
+    "value_and_grad": lambda net, x: es.value_and_grad(net)(x),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_is_not_initialized_has_its_name_in_the_model(use):
     with pytest.raises(es.NotInitializedError, match="initialized: `.*a.w` is"):
-        transform(lambda x, nets: nets["encoder"](x))(jnp.ones((4, 3)), nets)
-    with pytest.raises(es.NotInitializedError, match="initialized: `.*a.w` is"):
-        transform(es.checkpoint(nets["encoder"]))(jnp.ones((4, 3)))
+        use(Net().eval(), jnp.ones(3))
 
 
 def test_what_is_not_initialized_in_a_program_has_no_name():
     with pytest.raises(es.NotInitializedError, match="a placeholder for a value"):
         es.jit(lambda x: Net().eval()(x))(jnp.ones(3))
+
+
+def test_a_hook_that_has_not_run_is_named_by_its_place():
+    class Hooked(es.Module):
+        def module_init(self, key):
+            pass
+
+    with pytest.raises(es.NotInitializedError, match="`module_init` of `.*Hooked` has"):
+        es.mutable(lambda model: None)(Hooked())
+    with pytest.raises(es.NotInitializedError, match=r"`module_init` of `\[1\]` has"):
+        es.mutable(lambda models: None)([0, Hooked()])
+
+
+@pytest.mark.parametrize("transform", [es.vmap, es.jit], ids=["vmap", "jit"])
+def test_a_function_initializes_what_it_closes_over(transform):
+    class Net(es.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    net, keys = Net(es.lazy(eqx.nn.Linear, 3, 2)), jr.split(jr.key(0), 4)
+    keys = keys if transform is es.vmap else keys[0]
+    weights = transform(lambda key: net.init(key).linear.weight)(keys)
+    assert weights.shape[-2:] == (2, 3)
+    with pytest.raises(es.NotInitializedError, match="initialized: `linear` is"):
+        transform(lambda key: net(jnp.ones(3)))(keys)
+
+
+# --- Bad input ----------------------------------------------------------------------
+
+
+def test_a_placeholder_is_made_of_a_function():
+    match = "(?s)`es.Initializer` was given a `float`.*lambda key"
+    with pytest.raises(TypeError, match=match):
+        es.Initializer(1.0)
+
+
+def test_a_lazy_layer_is_made_of_its_class_and_without_a_key(getkey):
+    layer = eqx.nn.Linear(2, 3, key=getkey())
+    right = r"es.lazy\(eqx.nn.Linear, 2, 3\) +# right"
+    for args, kwargs in ((layer,), {}), ((eqx.nn.Linear, 2, 3), {"key": getkey()}):
+        with pytest.raises(TypeError, match=f"(?s)without the key.*{right}"):
+            es.lazy(*args, **kwargs)

@@ -59,17 +59,6 @@ def test_every_kind_of_state_is_written_by_default():
     assert (model.state == 0).all()
 
 
-def test_a_kind_of_ones_own_can_be_the_only_one():
-    class Net(es.Module):
-        cache: Cache = 0
-        count: es.State = 0
-
-    model = Net()
-    assert write(model, kinds=Cache, cache=1).cache == 1
-    with rejects(model, FROZEN, r"Net\.count", "`Cache`"):
-        write(model, kinds=Cache, count=1)
-
-
 def test_the_effective_kind_decides():
     class Net(es.Module):
         moments: es.OptState[Layer]
@@ -117,22 +106,14 @@ def test_assigning_what_is_there_already_is_no_write():
 F32, I32, F16, BOOL = jnp.float32, jnp.int32, jnp.float16, jnp.bool_
 FITS = [
     (F32, 3, 3.0),
-    (F32, True, 1.0),
-    (F32, 0.5, 0.5),
     (F16, 0.5, 0.5),
-    (F16, 3, 3.0),
     (I32, True, 1),
-    (I32, -3, -3),
-    (jnp.int8, 3, 3),
     (BOOL, True, True),
     (jnp.complex64, 1j, 1j),
-    (jnp.complex64, 2.0, 2.0),
 ]
 DOES_NOT_FIT = [
     (I32, 1.5),
-    (I32, 1.0),
     (BOOL, 1),
-    (BOOL, 0.0),
     (F32, 1j),
     (jnp.uint8, 0.5),
 ]
@@ -146,13 +127,12 @@ class Slot(es.Module):
 
 
 @pytest.mark.parametrize(("dtype", "number", "result"), FITS, ids=str)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("inside", ["field", "container"])
-def test_a_number_takes_the_old_dtype(dtype, number, result, jit, inside):
+def test_a_number_takes_the_old_dtype(dtype, number, result, inside):
     zero = jnp.zeros((), dtype)
     model = Slot(zero if inside == "field" else [{"k": zero}])
     run = es.mutable(lambda m: m(number if inside == "field" else [{"k": number}]))
-    _, new = (eqx.filter_jit(run) if jit else run)(model)
+    _, new = run(model)
     value = new.x if inside == "field" else new.x[0]["k"]
     assert isinstance(value, jax.Array)
     assert value.dtype == dtype
@@ -171,12 +151,6 @@ def test_a_number_is_never_truncated(dtype, number, weak):
         es.mutable(model)(number)
 
 
-def test_a_number_that_does_not_fit_in_place_of_a_key():
-    model = Slot(jr.key(0))
-    with rejects(model, ValueError, "`x`", "key"):
-        es.mutable(model)(3)
-
-
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_weak_types_are_made_strong(dtype):
     model = Slot(jnp.zeros((), dtype))
@@ -190,9 +164,7 @@ def test_weak_types_are_made_strong(dtype):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [np.float64(0.5), np.mean([0.0, 1.0]), np.float32(0.5), np.array(0.5)],
-    ids=["float64", "mean", "float32", "array"],
+    "value", [np.float64(0.5), np.array(0.5)], ids=["float64", "array"]
 )
 @pytest.mark.parametrize("start", ["jax", "same"])
 def test_values_of_numpy_take_the_old_dtype(value, start):
@@ -206,28 +178,13 @@ def test_values_of_numpy_take_the_old_dtype(value, start):
         assert isinstance(new.x, jax.Array)
 
 
-def test_an_array_of_numpy_that_was_written_is_not_shared_with_the_writer():
-    value = np.zeros(2, np.float32)
-    _, new = es.mutable(Slot(jnp.ones(2)))(value)
-    value += 1.0
-    assert (new.x == 0.0).all()
-
-
 CHANGES = {
     "shape": (jnp.zeros(2), jnp.zeros(3), [r"f32\[2\]", r"f32\[3\]"]),
-    "rank": (jnp.zeros(2), jnp.zeros((2, 1)), [r"f32\[2\]", r"f32\[2,1\]"]),
-    "number for array": (jnp.zeros(2), 1.0, [r"f32\[2\]", r"f32\[\]"]),
     "dtype": (jnp.zeros(2), jnp.zeros(2, F16), [r"f32\[2\]", r"f16\[2\]"]),
-    "int to float": (jnp.zeros((), I32), jnp.zeros((), F32), [r"i32\[\]", "f32"]),
     "numpy": (jnp.zeros(2, I32), np.zeros(2, np.int16), [r"i32\[2\]", "i16"]),
-    "key": (jr.key(0), jr.split(jr.key(0)), [r"key<fry>\[\]", r"key<fry>\[2\]"]),
     "key type": (jr.key(0), jr.PRNGKey(0), [r"key<fry>\[\]", r"u32\[2\]"]),
-    "array to None": (jnp.zeros(2), None, ["None", r"f32\[2\]"]),
     "None to array": (None, jnp.zeros(2), ["None", r"f32\[2\]"]),
-    "array to dict": (jnp.zeros(2), {"a": jnp.zeros(2)}, [r"f32\[2\]", "a"]),
     "keys": ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, ["a", "b"]),
-    "length": ([jnp.zeros(2)], [jnp.zeros(2)] * 2, [r"f32\[2\]"]),
-    "list to tuple": ([jnp.zeros(2)], (jnp.zeros(2),), [r"f32\[2\]"]),
     "array to text": (jnp.zeros(2), "text", [r"f32\[2\]|text"]),
 }
 
@@ -246,16 +203,6 @@ def test_structure_shape_and_dtype_stay(name, deep):
     path = r"layers\[0\]\.x" if deep else "`x"
     with rejects(model, ValueError, path, *fragments):
         es.mutable(model)(new)
-
-
-def test_shapes_may_change_on_the_way():
-    def f(m):
-        m.x = jnp.zeros(7)
-        m.x = None
-        m.x = jnp.ones(2)
-
-    _, new = es.mutable(f)(Slot(jnp.zeros(2)))
-    assert (new.x == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -277,95 +224,57 @@ def test_an_update_in_place_does_not_reach_the_callers_array(dtype):
     assert (array.astype(float) == 0).all()
     array += array.dtype.type(1)  # and it is still the caller's to write
 
-
-def test_numpy_state_becomes_jax_state_without_touching_the_callers():
-    class Net(es.Module):
-        n: es.State
-        total: es.State[dict]
-
-        def __call__(self):
-            self.n += 1
-            self.total["a"] += 1
-            return self.n
-
-    model = Net(np.zeros(2), {"a": np.zeros(2, np.float32)})
-    n, a = model.n, model.total["a"]
-    _, new = es.mutable(model)()
-    assert (n == 0).all()
-    assert (a == 0).all()
-    assert model.n is n
-    assert (new.n == 1).all()
-    assert (new.total["a"] == 1).all()
-
-
-def test_a_number_that_does_not_fit_is_an_error_that_names_the_field():
-    class Small(es.Module):
-        n: es.State
-
-    small = Small(jnp.zeros((), jnp.int8))
-    with rejects(small, ValueError, "`n`", "300 does not fit"):
-        es.mutable(lambda m: setattr(m, "n", 300))(small)
+    written = np.zeros(2, np.float32)
+    _, new = es.mutable(Slot(jnp.ones(2)))(written)
+    written += 1.0
+    assert (new.x == 0.0).all()
 
 
 I64, U64 = np.int64(2**40), np.uint64(2**40)
 TOO_LARGE = {
     "number into int8": (jnp.int8, -129),
-    "number into int4": (jnp.int4, 9),
     "number into uint4": (jnp.uint4, -1),
-    "number into uint8": (jnp.uint8, 300),
     "number into int32": (I32, 2**40),
     "number into float16": (F16, 70_000),
-    "number into float32": (F32, -(2**200)),
     "weak array into uint8": (jnp.uint8, jnp.asarray(300)),
-    "weak array into unsigned": (jnp.uint32, jnp.asarray(-1)),
-    "weak arrays into int4": (jnp.int4, jnp.full(2, 9)),
-    "weak array into float16": (F16, jnp.asarray(70_000)),
-    "NumPy's scalar into int32": (I32, I64),
     "NumPy's scalar into uint32": (jnp.uint32, U64),
     "NumPy's array into int32": (I32, np.array([1, -(2**40)])),
 }
 LARGEST = {
     "number into int4": (jnp.int4, -8),
-    "number into uint8": (jnp.uint8, 255),
-    "number into int32": (I32, -(2**31)),
-    "number into float16": (F16, 65_504),
     "number into bfloat16": (jnp.bfloat16, -256),
     "weak array into bfloat16": (jnp.bfloat16, jnp.asarray(256)),
-    "weak array into uint8": (jnp.uint8, jnp.asarray(255)),
-    "weak array into float16": (F16, jnp.asarray(-65_504)),
-    "NumPy's scalar into int32": (I32, np.int64(2**31 - 1)),
     "NumPy's scalar into uint32": (jnp.uint32, np.uint64(2**32 - 1)),
     "nothing into uint8": (jnp.uint8, jnp.full(0, 1)),
     "nothing of NumPy's into int32": (I32, np.zeros(0, np.int64)),
 }
 
 
-def written(how, dtype, value, jit):
+def written(how, dtype, value):
     """A slot into which the value has been written, in one way of several."""
     zeros = jnp.zeros(jnp.shape(value), dtype)
     model = Slot(zeros if how == "field" else {"k": zeros})
     if how == "in place":
         run = es.mutable(lambda m: m.x.update(k=value))
     else:
-        run = es.mutable(lambda m: m(value if how == "field" else {"k": value}))
-    return (eqx.filter_jit(run) if jit else run)(model)[1].x
+        run = es.mutable(lambda m: m(value))
+    return run(model)[1].x
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("how", ["field", "container", "in place"])
-def test_an_integer_that_the_dtype_cannot_hold_is_never_cut(name, jit, how):
+@pytest.mark.parametrize("how", ["field", "in place"])
+def test_an_integer_that_the_dtype_cannot_hold_is_never_cut(name, how):
     dtype, value = TOO_LARGE[name]
     given = str(value) if type(value) is int else "an integer in `.*`"
     with pytest.raises(ValueError, match=f"`x.*`: {given} does not fit into `[iuf]"):
-        written(how, dtype, value, jit)
+        written(how, dtype, value)
 
 
 @pytest.mark.parametrize("name", LARGEST)
-@pytest.mark.parametrize("how", ["field", "container", "in place"])
+@pytest.mark.parametrize("how", ["field", "in place"])
 def test_the_largest_integer_of_a_dtype_can_be_written(name, how):
     dtype, value = LARGEST[name]
-    new = jax.tree.leaves(written(how, dtype, value, jit=False))[0]
+    new = jax.tree.leaves(written(how, dtype, value))[0]
     assert new.dtype == dtype
     assert not new.weak_type
     assert np.array_equal(np.asarray(new).astype(np.int64), np.asarray(value))
@@ -403,9 +312,9 @@ def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
         model.init(0)
 
 
-@pytest.mark.parametrize("old", [jnp.zeros(2), jr.key(0)], ids=["array", "key"])
 @pytest.mark.parametrize("how", ["field", "container", "module"])
-def test_a_shape_and_a_dtype_are_not_written_for_an_array(old, how):
+def test_a_shape_and_a_dtype_are_not_written_for_an_array(how):
+    old = jnp.zeros(2)
     struct = jax.ShapeDtypeStruct(old.shape, old.dtype)
     put = {"field": lambda x: x, "container": lambda x: [x], "module": Slot}[how]
     model = Slot(put(old))
@@ -449,33 +358,9 @@ def test_how_to_declare_what_is_assigned_undeclared():
         def __init__(self):
             self.held = jnp.ones(2)
 
-        def __call__(self, x):
-            self.last = x
-
     fragments = "`held: es.State` if a forward pass", "`held: es.Parameter` if it is"
     with rejects(jnp.ones(1), FROZEN, *fragments, "The fields are: other"):
         Net()
-
-    class Called(es.Module):
-        def __call__(self, x):
-            self.last = x
-
-    with rejects(model := Called(), FROZEN, "`last: es.State`", "It declares no field"):
-        es.mutable(model)(1.0)
-    with rejects(model, FROZEN, "`last: es.State`"):
-        model.init(0, 1.0)
-
-
-def test_a_module_without_fields_says_so():
-    class Empty(es.Module):
-        pass
-
-    with rejects(model := Empty(), FROZEN, "no field `w`", "It declares no fields"):
-        model.w = 1
-    with rejects(model, TypeError, "no field `w`", "It declares no fields"):
-        model.replace(w=1)
-    with rejects(model, ValueError, "has an attribute `w`. There are: none"):
-        es.configure(model, w=1)
 
 
 @pytest.mark.parametrize("field", ["index", "name", "label"])
@@ -490,9 +375,8 @@ def test_no_kinds_reach_what_has_no_kind(field):
         es.mutable(lambda m: setattr(m, field, 1), kinds=es.TreePart)(model)
 
 
-@pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
 @jax.check_tracer_leaks(False)  # the module that is kept leaks, on purpose
-def test_a_write_after_the_trace_in_which_a_module_was_made(transform):
+def test_a_write_after_the_trace_in_which_a_module_was_made():
     kept = []
 
     class Outer(es.Module):
@@ -504,7 +388,7 @@ def test_a_write_after_the_trace_in_which_a_module_was_made(transform):
             return x
 
         def __call__(self, x):
-            transform(self.make)(x)
+            es.checkpoint(self.make)(x)
             kept[0].step()
 
     model = Outer(Layer())
