@@ -106,13 +106,6 @@ def test_keys_differ_by_path_and_by_nothing_else():
     assert len({tuple(w.tolist()) for w in drawn}) == 5
 
 
-def test_any_pytree_of_models():
-    models = es.init({"x": [Lazy()], "y": (Lazy(), 3)}, 0)
-    assert models["x"][0].w.shape == models["y"][0].w.shape == (3,)
-    assert models["y"][1] == 3
-    assert es.init([], 0) == []
-
-
 # --- What an `Initializer` may give -------------------------------------------------
 
 
@@ -152,17 +145,6 @@ def test_initializers_in_containers_and_in_plain_modules():
     assert (new.w == 1).all()
     assert (new.parts[0] == 1).all()
     assert new.parts[1] is model.parts[1]
-
-
-def test_the_function_is_called_once_with_a_key_of_its_own():
-    keys = []
-    model = {
-        n: es.Initializer(lambda key: keys.append(key) or jnp.ones(1)) for n in "abc"
-    }
-    es.init(model, 0)
-    assert len(keys) == 3
-    assert len({tuple(jr.key_data(k).tolist()) for k in keys}) == 3
-    assert all(k.shape == () for k in keys)
 
 
 def test_lazy_is_the_layer_with_a_key():

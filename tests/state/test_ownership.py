@@ -48,18 +48,6 @@ def test_modules_in_the_output_are_frozen_snapshots(pick):
     assert new.a.count == 8
 
 
-def test_a_returned_container_is_not_the_new_models():
-    class Net(es.Module):
-        stats: es.State[dict]
-
-        def __call__(self):
-            return self.stats
-
-    out, new = es.mutable(Net({"a": jnp.array(1)}))()
-    out["a"] = jnp.array(5)
-    assert new.stats["a"] == 1
-
-
 COPIES = {
     "copy": copy.copy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
@@ -121,16 +109,6 @@ def test_nested_scopes():
         y, new = es.mutable(outer)(model, 1.0)
     assert y == 2.0
     assert counts(new) == [2, 1]
-
-
-def test_recursive_scopes_of_one_model():
-    def f(model, depth):
-        model.step()
-        return es.mutable(f)(model, depth - 1)[1] if depth else None
-
-    inner, new = es.mutable(f)(Counter(), 2)
-    assert new.count == 1
-    assert inner.count == 2
 
 
 def test_two_threads_with_their_own_scopes():

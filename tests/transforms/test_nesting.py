@@ -549,28 +549,3 @@ def test_a_stack_of_decorators_is_compiled_once():
         assert model.run(jnp.ones(2)).tolist() == [3.0 + 3 * i] * 2
         assert Sum.run.__get__(model)(jnp.ones(2)).tolist() == [3.0 + 3 * i] * 2
     assert traces == 1
-
-
-@pytest.mark.parametrize(
-    "lifted",
-    [
-        es.vmap,
-        es.checkpoint,
-        lambda f: lambda xs: es.scan(lambda c, x: (c, f(x)), None, xs),
-        lambda f: lambda xs: es.cond(True, f, f, xs),
-    ],
-    ids=["vmap", "checkpoint", "scan", "cond"],
-)
-def test_state_that_jax_cannot_hold_stays_as_it_is(lifted):
-    class Named(es.Module):
-        names: es.State
-        lengths: es.State = 0
-
-        def __call__(self, x):
-            self.lengths = self.lengths + len(self.names)
-            return x
-
-    model = Named(np.array(["a", "b"]))
-    _, new = es.mutable(lambda model, xs: lifted(model)(xs))(model, jnp.ones(1))
-    assert new.lengths == 2
-    assert new.names is model.names

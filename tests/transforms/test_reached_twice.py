@@ -5,7 +5,6 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import pytest
 from helpers import close, rejects
 
@@ -229,17 +228,6 @@ def test_a_stack_in_the_carry_and_in_xs():
     assert new.layers.n.tolist() == [1.0] * 3
 
 
-def test_a_function_that_holds_the_module_beside_the_argument():
-    def f(net):
-        def lane(layer, count):
-            return layer.w * count()
-
-        count = lambda: net.layers.w.sum()  # noqa: E731
-        return es.vmap(lane, in_axes=(0, None))(net.layers, count)
-
-    close(es.mutable(f)(Net())[0], XS * XS.sum())
-
-
 def test_what_init_brings_into_being_beside_a_stack():
     class Lazy(es.Module):
         layers: Layer = dataclasses.field(default_factory=Layer)
@@ -260,40 +248,3 @@ def test_what_init_brings_into_being_beside_a_stack():
     y, new = es.mutable(model)(1.0)
     assert y == ((1 * 1 + 7) * 2 + 7) * 4 + 7
     assert new.layers.n.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_what_init_brings_into_being_in_an_argument_and_beside_it():
-    class Lazy(es.Module):
-        count: es.State
-        weight: es.Parameter | None = None
-
-        def __call__(self, x):
-            if self.initializing and self.weight is None:
-                self.weight = es.Initializer(lambda key: jr.normal(key, x.shape))
-            self.count = self.count + 1
-            return self.weight * x
-
-    class Holder(es.Module):
-        first: es.State | None
-        layers: Lazy
-        bias: es.Parameter | None = None
-
-        def __call__(self, xs):
-            def lane(layers, x):
-                if self.initializing and self.bias is None:
-                    self.bias = jnp.ones(2)
-                    self.first = jnp.zeros(())
-                return layers(x) + self.bias
-
-            by_kind = {es.State: 0, es.Parameter: None}
-            return es.vmap(lane, in_axes=(by_kind, 0))(self.layers, xs)
-
-    xs = jnp.ones((3, 2))
-    model = Holder(None, Lazy(jnp.zeros(3))).init(0, xs)
-    assert model.bias.tolist() == [1.0, 1.0]
-    assert model.first == 0.0
-    assert model.layers.weight.shape == (2,)
-    assert model.layers.count.tolist() == [0.0, 0.0, 0.0]
-    y, new = es.mutable(model)(xs)
-    close(y, xs * model.layers.weight[None] + 1.0)
-    assert new.layers.count.tolist() == [1.0, 1.0, 1.0]
