@@ -262,7 +262,7 @@ def test_one_error_lists_all_that_does_not_fit(path):
         r"unexpected:\n    \['z'\]\n",
         r"wrong shape:\n    \['b'\]: \(2,\) instead of \(3,\)\n",
         r"wrong dtype:\n    \['k'\]: key<fry> instead of key<rbg>\n",
-        r"Filters say what must be in the file.*es\.TreePart",
+        r"Filters say what must be in the file.*strict=False",
     )
     with rejects(like, ValueError, *fragments):
         es.load(path, like)
@@ -280,7 +280,9 @@ def test_what_the_filters_select_must_be_in_the_file(path):
         es.load(path, {"a": like["a"]})
     es.save(path, Net(0), es.Parameter)
     model = Net(1)
-    with rejects(model, ValueError, r"missing:\n    norm.mean\n    norm.var\nFilters"):
+    with rejects(
+        model, ValueError, r"missing:\n    norm.mean\n    norm.var\n`like` is"
+    ):
         es.load(path, model, es.BatchStat)
 
 
@@ -288,7 +290,7 @@ def test_a_file_of_another_tree_is_an_error_that_says_so(path):
     model = [jnp.ones(2)]
     es.save(path, {"model": model, "step": jnp.array(1)})
     for like in (model, Net):  # a class has no arrays
-        with pytest.raises(ValueError, match="unexpected:[^`]*No name is in both"):
+        with pytest.raises(ValueError, match="unexpected:[^`]*`like` is a tree like"):
             es.load(path, like)
 
 
@@ -340,19 +342,19 @@ def test_metadata_comes_back(path, metadata):
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"step": 3}, "`'step'` has a `int`"),
-        ({3: "step"}, "`3` has a `str`"),
-        ([("a", "b")], "a `list` was given"),
+        ({"step": 3}, "'metadata': 'int' object"),
+        ({3: "step"}, "'metadata': 'int' object"),
+        ([("a", "b")], "'list' object is not a mapping"),
     ],
 )
 def test_metadata_are_strings(path, metadata, says):
-    with pytest.raises(TypeError, match=rf"dictionary of strings, and {says}.*json"):
+    with pytest.raises(TypeError, match=says):
         es.save(path, Net(0), metadata=metadata)
     assert os.listdir(path.parent) == []
 
 
 def test_one_name_in_the_metadata_is_taken(path):
-    with pytest.raises(ValueError, match="'eqx_state'.*Choose another"):
+    with pytest.raises(ValueError, match="the key `'eqx_state'` of `metadata`"):
         es.save(path, Net(0), metadata={"eqx_state": "3"})
     assert os.listdir(path.parent) == []
 
@@ -371,7 +373,7 @@ def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
     assert loaded["b"] is like["b"]
     only = es.not_(es.path_matches("*'b'*"))
     like |= {"c": jnp.zeros(2)}
-    with rejects(like, ValueError, r"missing:\n    \['c'\]\nFilters"):
+    with rejects(like, ValueError, r"missing:\n    \['c'\]\n`like` is"):
         es.load(path, like, only)
     loaded = es.load(path, like, only, strict=False)
     assert loaded["a"].tolist() == [1, 1]
@@ -381,10 +383,10 @@ def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
 def test_not_strict_wants_a_name_in_common(path):
     es.save(path, {"model": jnp.ones(2)})
     like = {"a": jnp.zeros(2), "b": jnp.zeros(2, int)}
-    message = r"(?s)missing:\n    \['a'\]\n.*\['b'\]\n.*No name is in both"
+    message = r"(?s)missing:\n    \['a'\]\n.*\['b'\]"
     with rejects(like, ValueError, message, r"unexpected:\n    \['model'\]"):
         es.load(path, like, strict=False)
-    with rejects(like, ValueError, r"missing:\n    \['b'\]\nNo name is in both"):
+    with rejects(like, ValueError, r"missing:\n    \['b'\]\n`like` is a tree"):
         es.load(path, like, es.path_matches("*b*"), strict=False)
     # Where there is nothing to load, nothing is missing.
     assert es.load(path, like, es.Rng, strict=False)["a"] is like["a"]

@@ -81,8 +81,7 @@ def _(case):
 
 @program(
     "save numbers as metadata: `es.save(path, model, metadata={'step': 3})`",
-    "`'step'` has a `int`",
-    "json.dumps(config)",
+    "'int' object",
 )
 def _(case):
     net = case.keep(Net(), XS)

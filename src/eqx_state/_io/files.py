@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar
@@ -95,14 +94,15 @@ def save(
     """
     path = os.fsdecode(path)
     safetensors = import_safetensors()
-    metadata = _checked(metadata or {})
+    if metadata is not None and ABOUT in metadata:
+        raise ValueError(f"`es.save`: the key `{ABOUT!r}` of `metadata` is our own.")
     arrays: dict[str, Any] = {}
     keys: dict[str, Any] = {}
     data: dict[int, Any] = {}  # by leaf: the layers of a stack are parts of one array
     problems: list[str] = []
     for name, (i, part) in select(by_name(tree), filters, tree).items():
         whole = whole_of(part)
-        if problem := _why_not(name, whole.value):
+        if problem := _why_not(whole.value):
             problems.append(f"  {shown(whole.name)}: {problem}")
             continue
         if is_typed(whole.value):
@@ -114,13 +114,17 @@ def save(
     if problems:
         lines = ["`es.save` cannot write these arrays:", *sorted(set(problems))]
         raise TypeError("\n".join(lines))
-    metadata[ABOUT] = json.dumps({"version": VERSION, "keys": keys})
+    about = {ABOUT: json.dumps({"version": VERSION, "keys": keys})}
     try:
         with _replacing(path) as temporary:
-            _write(safetensors, arrays, temporary, metadata)
-    except OSError as e:
-        text = f"`es.save` cannot write `{path}`: {e.strerror}."
-        raise OSError(e.errno, f"{text} Nothing on disk was changed.") from e
+            all_metadata = {**(metadata or {}), **about}
+            safetensors.numpy.save_file(arrays, temporary, all_metadata)
+    except (OSError, safetensors.SafetensorError) as e:
+        number, reason = errno.EIO, str(e)  # safetensors has both in its text only
+        if isinstance(e, OSError):
+            number, reason = e.errno, e.strerror
+        text = f"`es.save` cannot write `{path}`: {reason}."
+        raise OSError(number, f"{text} Nothing on disk was changed.") from e
 
 
 def load(
@@ -192,13 +196,11 @@ def load(
     named = by_name(like)
     wanted = select(named, filters, like)
     with stored_arrays(path) as values:
-        is_other = values.keys().isdisjoint(named)
-        advice = _OTHER_TREE if is_other else _FILTERS_SAY
         unexpected = [] if filters else values.keys() - named.keys()
         if not strict and not (wanted and values and values.keys().isdisjoint(wanted)):
             wanted, values, unexpected = *in_common(wanted, values), []
         what = f"`es.load`: the file `{path}`"
-        return restore(like, wanted, values, what, advice, unexpected)
+        return restore(like, wanted, values, what, _ADVICE, unexpected)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -245,20 +247,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 # --- Writing --------------------------------------------------------------------------
 
 
-def _checked(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, Mapping):
-        given = f"a `{type(metadata).__qualname__}` was given"
-        raise TypeError(_NOT_STRINGS.format(given))
-    for key, text in metadata.items():
-        if not (isinstance(key, str) and isinstance(text, str)):
-            given = f"`{key!r}` has a `{type(text).__qualname__}`"
-            raise TypeError(_NOT_STRINGS.format(given))
-    if ABOUT in metadata:
-        raise ValueError(_TAKEN)
-    return dict(metadata)
-
-
-def _why_not(name: str, x: Any) -> str | None:
+def _why_not(x: Any) -> str | None:
     """Why an array cannot be saved; `None` if it can."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return "abstract: it has no values"
@@ -269,25 +258,12 @@ def _why_not(name: str, x: Any) -> str | None:
             return _ELSEWHERE
     if not is_typed(x) and x.dtype.name not in DTYPES.values():
         return f"safetensors has no `{x.dtype}`; cast it, or save it in parts"
-    # It would write a file that it cannot read.
-    return "safetensors uses this name itself" if name == "__metadata__" else None
+    return None
 
 
 def _as_numpy(x: Any) -> np.ndarray[Any, Any]:
     # In C order, which safetensors assumes.
     return np.asarray(jr.key_data(x) if is_typed(x) else x, order="C")
-
-
-def _write(
-    safetensors: Any, arrays: dict[str, Any], path: str, metadata: dict[str, str]
-) -> None:
-    try:
-        safetensors.numpy.save_file(arrays, path, metadata)
-    except safetensors.SafetensorError as e:
-        # The system's reason is in its text only: "(os error 28)".
-        found = re.search(r"\(os error (\d+)\)", str(e))
-        number = int(found[1]) if found else errno.EIO
-        raise OSError(number, os.strerror(number)) from e
 
 
 @contextlib.contextmanager
@@ -297,11 +273,8 @@ def _replacing(path: str) -> Iterator[str]:
     Until then `path` is as it was. An exception removes the new file.
     """
     target = os.path.realpath(path)
-    folder = os.path.dirname(target)
-    temporary = os.path.join(folder, f".{os.urandom(8).hex()}.tmp")
+    temporary = os.path.join(os.path.dirname(target), f".{os.urandom(8).hex()}.tmp")
     try:
-        if not os.path.basename(path):  # `runs/`, and `realpath` has no slash there
-            raise OSError(errno.EISDIR, "it is a directory")
         with open(temporary, "xb") as file:
             mode = os.fstat(file.fileno()).st_mode  # as for any new file
         if os.path.exists(target):
@@ -319,30 +292,11 @@ def _replacing(path: str) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
-    # So that the new name survives a crash, too. Not every system opens directories.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
-
-_NOT_STRINGS: Final = """`es.save(..., metadata=...)` takes a dictionary of strings, \
-and {}. Convert other values: `metadata={{'config': json.dumps(config)}}`. \
-Arrays are saved as part of the tree: `es.save(path, (model, step))`."""
-
-_TAKEN: Final = """`es.save(..., metadata=...)`: the library itself uses the key \
-`'eqx_state'` in each file. Choose another."""
 
 _ELSEWHERE: Final = """not all of it is in this process; save by Orbax \
-(orbax-checkpoint), which writes from all processes, or gather it by \
-`jax.experimental.multihost_utils.process_allgather(x, tiled=True)`"""
+(orbax-checkpoint), or gather it by `multihost_utils.process_allgather`"""
 
-_FILTERS_SAY: Final = """Filters say what must be in the file; anything else in it is \
-skipped: `es.load(path, like, es.Parameter)`; `es.TreePart` selects all that has a \
-kind. `strict=False` skips names that only one of the two has."""
-
-_OTHER_TREE: Final = """No name is in both. Load the file into a tree like the one \
-that was saved, and take what you need: `es.load(path, {"model": model, "optimizer": \
-optimizer})["model"]`. Of an `es.Ema` that is `es.load(path, ema).model`."""
+_ADVICE: Final = """`like` is a tree like the one that was saved: `es.load(path, \
+(model, optimizer))[0]`. Filters say what must be in the file, `es.load(path, like, \
+es.Parameter)`; `strict=False` skips names that only one of the two has."""
