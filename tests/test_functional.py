@@ -130,7 +130,7 @@ def test_missing_and_unknown_names_are_listed():
         apply(params, {}, X)
     with pytest.raises(ValueError, match="unknown in `state`: 3"):
         apply(params, {**state, 3: X}, X)
-    with pytest.raises(TypeError, match=r"`params` is of type `Net`.*es\.state_dict"):
+    with pytest.raises(TypeError, match=r"`params` is of type `Net`"):
         apply(net(), state, X)
     apply, _, _ = es.functional(jnp.ones(2))
     with pytest.raises(ValueError, match="missing in `params`: the array itself"):

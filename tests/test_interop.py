@@ -290,12 +290,7 @@ def test_from_equinox_and_back():
 # --- Bad input ------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_used():
-    class NotCallable(es.Module):
-        w: es.Parameter
-
-    with pytest.raises(TypeError, match=r"with a `__call__`, unlike `.*NotCallable"):
-        es.to_equinox(NotCallable(1.0))
+def test_a_model_before_init():
     with pytest.raises(es.NotInitializedError, match=r"`rng` is an `es.Initializer`"):
         es.to_equinox(es.nn.Dropout(0.5))
 

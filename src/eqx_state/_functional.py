@@ -95,18 +95,14 @@ def _abstract(x: Any) -> Any:
 
 def _check_names(which: str, arrays: Any, names: frozenset[str]) -> None:
     if not isinstance(arrays, Mapping):
-        raise TypeError(_NO_DICTIONARY.format(which, type(arrays).__name__))
+        given = type(arrays).__name__
+        raise TypeError(f"`apply` of `es.functional`: `{which}` is of type `{given}`.")
     missing, unknown = names - arrays.keys(), arrays.keys() - names
     lines = [f"  missing in `{which}`: {shown(name)}" for name in sorted(missing)]
     lines += [f"  unknown in `{which}`: {name}" for name in sorted(map(str, unknown))]
     if lines:
         raise ValueError(_NAMES.format("\n".join(lines)))
 
-
-_NO_DICTIONARY: Final = """`apply` of `es.functional` takes two dictionaries of arrays \
-by name, and `{}` is of type `{}`. For a model of the same structure they are \
-`es.state_dict(model, es.Parameter)` and `es.state_dict(model, es.not_(es.Parameter))`.\
-"""
 
 _NAMES: Final = """`apply` of `es.functional` got names that are not those of the model:
 {}

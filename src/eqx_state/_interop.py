@@ -65,7 +65,7 @@ class _Layer(eqx.nn.StatefulLayer):
                 " a model as a whole: `es.to_equinox(eqx.nn.Sequential([a, b]))`."
             )
         # Equinox would differentiate every inexact array.
-        model = map(_stopped, self.model, on=not_(trainable))
+        model = map(jax.lax.stop_gradient, self.model, on=not_(trainable))
         model = map_leaves(lambda v: values.get(v.name, v.node), model, is_hole)
         if self.inference != self.made_for_inference:
             model = train(model, not self.inference)
@@ -81,10 +81,6 @@ class _Layer(eqx.nn.StatefulLayer):
 
 def _values(tree: PyTree) -> dict[str, Any]:
     return {part.name: part.value for part in parts(tree)}
-
-
-def _stopped(x: Any) -> Any:
-    return jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x
 
 
 def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
@@ -117,7 +113,6 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
 
     **Raises:**
 
-    - `TypeError`: the model cannot be called.
     - `ValueError`, from the layer: the state is that of another model.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
     - `ValueError`: one stateful module is in two places of the model.
@@ -143,11 +138,6 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
         assert not jnp.allclose(ys.mean(axis=0), 0, atol=1e-5)
         ```
     """
-    if not callable(model):
-        given = type(model).__qualname__
-        raise TypeError(
-            f"`es.to_equinox` takes a model with a `__call__`, unlike `{given}`."
-        )
     check_ready(model)
     state, rest = partition(model, State)
     values = strong_arrays(_values(state))

@@ -206,13 +206,6 @@ def test_one_error_lists_all_that_is_wrong():
         es.load_state_dict(model, d)
 
 
-def test_a_long_list_is_cut():
-    model = {f"{i:03}": jnp.zeros(1) for i in range(50)}
-    expected = r"missing:\n    \['000'\]\n(.*\n){18}    \['019'\]\n    and 30 more"
-    with rejects(model, ValueError, expected):
-        es.load_state_dict(model, {})
-
-
 def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     loaded = es.load_state_dict(model, {"['a']": jnp.ones(2), "c": 0}, strict=False)
@@ -255,7 +248,7 @@ def test_a_value_that_cannot_be_the_leaf(leaf, value, text):
 
 def test_something_else_for_the_dictionary():
     model = everything()
-    with rejects(model, TypeError, "was given a `Everything`.*The tree comes first"):
+    with rejects(model, TypeError, "`d` is a dictionary, and a `Everything` was"):
         es.load_state_dict(model, model)
 
 
@@ -434,7 +427,6 @@ def test_a_glob_without_a_match():
     [
         ("blocks", TypeError, "takes a function .* A `str` was given"),
         (lambda name: None, ValueError, r"\[0\]\.weight \(there: None\)"),
-        ({"*": 1}, TypeError, "`'\\*': 1` is not"),
         ({"*.*": "*"}, ValueError, r'rename=\{"\*\.\*": "\*"\}.*as many on both sides'),
     ],
 )

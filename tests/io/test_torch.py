@@ -328,14 +328,12 @@ def test_integers_and_bools():
         es.from_torch(tree, tensors | {"index": BIAS})
 
 
-def test_a_number_that_would_become_infinite_is_an_error():
+def test_floats_and_integers_become_the_floats_of_the_model():
     tree = {"a": jnp.zeros(2, jnp.float16), "b": jnp.zeros(2, jnp.bfloat16)}
     tensors = {"a": np.array([1.0, -np.inf]), "b": np.array([1e30, np.nan])}
     loaded = es.from_torch(tree, tensors)
     assert loaded["a"].tolist() == [1.0, -np.inf]
     assert jnp.isfinite(loaded["b"]).tolist() == [True, False]
-    with rejects(tree, ValueError, "a.*: a number is too large for float16"):
-        es.from_torch(tree, tensors | {"a": np.array([1e5, 1.0])})
     whole = {"a": np.array([1, 2]), "b": np.array([3, 4])}  # any float holds these
     assert es.from_torch(tree, whole)["b"].tolist() == [3, 4]
 
@@ -574,5 +572,5 @@ def test_something_else_for_a_renaming():
         es.from_torch(linear(), tensors, rename=3)
     with pytest.raises(ValueError, match="missing:\n    4 "):
         es.from_torch(linear(), tensors, rename=len)
-    with pytest.raises(TypeError, match=r"module\.state_dict.*was given a `Linear`"):
+    with pytest.raises(TypeError, match=r"module\.state_dict.*a `Linear` was given"):
         es.from_torch(model, linear())

@@ -239,7 +239,6 @@ def _(case):
 
 @program(
     "pass the model, or a part of it, to the function of `es.functional`",
-    "es.state_dict(model, es.Parameter)",
 )
 def _(case):
     net = case.keep(Net(), XS)
@@ -292,7 +291,7 @@ def _(case):
 
 
 @program(
-    "pass PyTorch's module: `es.from_torch(model, module)`", "was given a `Module`"
+    "pass PyTorch's module: `es.from_torch(model, module)`", "a `Module` was given"
 )
 def _(case):
     class Module:

@@ -28,9 +28,6 @@ _Tree = TypeVar("_Tree")
 Named: TypeAlias = dict[str, tuple[int, Part]]  # the index of a leaf, and its array
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 
-# How much of a long list an error shows: nobody reads more.
-_SHOWN: Final = 20
-
 
 def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
     """Every array in `tree` by its name, in a flat dictionary.
@@ -108,7 +105,7 @@ def load_state_dict(
     - `ValueError`: a glob in `rename` matches no name, or has another number of `*`
         than what it becomes.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
-        dictionary of strings.
+        dictionary.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
     !!! example
@@ -132,11 +129,8 @@ def load_state_dict(
     """
     what = "es.load_state_dict"
     if not isinstance(d, Mapping):
-        raise TypeError(
-            f"`{what}` takes a dictionary from names to arrays, as `es.state_dict`"
-            f" makes it, and was given a `{type(d).__name__}`. The tree comes first:"
-            " `es.load_state_dict(model, d)`."
-        )
+        given = f"a `{type(d).__name__}` was given"
+        raise TypeError(f"`{what}(tree, d)`: `d` is a dictionary, and {given}.")
     named = by_name(tree)
     rename = renaming(rename, what, named)
     theirs = {name: rename(name) for name in named}
@@ -178,9 +172,8 @@ def by_name(tree: PyTree) -> Named:
     for i, part in in_order(map(part_of, leaves(tree))):
         if (name := name_of(plain(part.path))) in named:
             raise ValueError(
-                f"Two arrays of the tree have one name, `{name}`. Their key paths are"
-                f" {named[name][1].path!r} and {part.path!r}. A name is how the keys"
-                " print: give keys that are not equal different `repr`s."
+                f"Two arrays of the tree have one name, `{name}`. A name is how the"
+                " keys print: give keys that are not equal different `repr`s."
             )
         named[name] = i, part
     return named
@@ -234,17 +227,16 @@ def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str],
         return _by_globs(list(names), rename, what).__getitem__
     if rename is None or callable(rename):
         return rename or str
-    problem = f"A `{type(rename).__name__}` was given."
-    raise TypeError(_NOT_A_RENAME.format(what, problem))
+    raise TypeError(
+        f"`{what}(..., rename=...)` takes a function from our name to theirs, or a"
+        f" dictionary from globs to globs. A `{type(rename).__name__}` was given."
+    )
 
 
 def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:
     found = {name: name for name in names}
     unused = []
     for ours, theirs in reversed(list(globs.items())):  # the first that matches counts
-        if not (isinstance(ours, str) and isinstance(theirs, str)):
-            problem = f"The entry `{ours!r}: {theirs!r}` is not of strings."
-            raise TypeError(_NOT_A_RENAME.format(what, problem))
         if ours.count("*") != theirs.count("*"):
             raise ValueError(_STARS.format(what, ours, theirs))
         pattern, (first, *rest) = compiled_glob(ours), theirs.split("*")
@@ -260,16 +252,11 @@ def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str
     return found
 
 
-_NOT_A_RENAME: Final = """`{}(..., rename=...)` takes a function from our name to \
-theirs, or a dictionary from globs to globs, `{{"layers[*].*": "blocks.*.*"}}`. {}"""
-
-_STARS: Final = """`{}(..., rename={{"{}": "{}"}})`: each `*` on the left stands for \
-a part of a name, and goes in order to a `*` on the right. There must be as many on \
-both sides."""
+_STARS: Final = """`{}(..., rename={{"{}": "{}"}})`: each `*` is carried over, so \
+there must be as many on both sides."""
 
 _NO_MATCH: Final = """`{}(..., rename=...)`: no array has a name that matches {}. \
-Globs match the whole name, as in `es.path_matches`: `*` is anything, brackets are \
-literal, and the first glob that matches counts. Names are such as {}."""
+Globs match the whole name, as in `es.path_matches`. Names are such as {}."""
 
 
 # --- Values by name, put into a tree --------------------------------------------------
@@ -338,16 +325,11 @@ def _is_abstract(leaf: Any) -> bool:
 def complain(problems: Mapping[str, list[str]], what: str, advice: str) -> None:
     """Raise one error that lists all problems, if there are any."""
     if any(problems.values()):
-        listed = [_listed(*problem) for problem in problems.items() if problem[1]]
-        lines = [f"{what} does not fit the tree.", *listed, advice]
-        raise ValueError("\n".join(line for line in lines if line))
-
-
-def _listed(problem: str, lines: list[str]) -> str:
-    shown = [f"    {line}" for line in sorted(lines)[:_SHOWN]]
-    if (rest := len(lines) - _SHOWN) > 0:
-        shown.append(f"    and {rest} more")
-    return "\n".join([f"  {problem}:", *shown])
+        lines = [f"{what} does not fit the tree."]
+        for problem, found in problems.items():
+            if found:
+                lines += [f"  {problem}:", *(f"    {text}" for text in sorted(found))]
+        raise ValueError("\n".join(lines + ([advice] if advice else [])))
 
 
 def put(
