@@ -357,19 +357,6 @@ def test_an_array_of_numpy_may_be_a_shape():
     assert calls(Zeros(np.array([2, 3])), jnp.ones(3))[""] == ("f32[3]", "f32[2,3]")
 
 
-def test_layers_that_must_be_alike():
-    class Model(es.Module):
-        layers: list[Any]
-
-        def __call__(self, x):
-            stack = jax.tree.map(lambda *a: jnp.stack(a), *self.layers)
-            run = es.jit(lambda layer, x: layer(x))
-            return es.scan(lambda x, layer: (run(layer, x), None), x, stack)[0]
-
-    found = calls(Model([linear(2, 2), linear(2, 2)]), jnp.ones(2))
-    assert found["layers[0]"][1] == "f32[2]"
-
-
 def test_layers_of_one_jitted_function_are_all_recorded_each_time():
     class Model(es.Module):
         layers: list[Any]

@@ -57,9 +57,8 @@ class Outputs(Observer):
         if isinstance(self.which, str):
             unknown += [] if any(self.selects(x, None) for x in names) else [self.which]
         for name in unknown:
-            known = ", ".join(f'`"{x}"`' for x in names[:_MOST_NAMES])
-            more = ", ..." if len(names) > _MOST_NAMES else ""
-            raise ValueError(_UNKNOWN.format(name, known or "none", more))
+            known = ", ".join(f'`"{x}"`' for x in names)
+            raise ValueError(_UNKNOWN.format(name, known))
 
     def check_replaced(self) -> None:
         """Raise `ValueError` after the call if `replace` has had no effect."""
@@ -67,9 +66,6 @@ class Outputs(Observer):
         for name in self.replace:
             if name not in self.replaced:
                 raise ValueError(_NEVER_CALLED.format(name, name or "the model"))
-
-
-_MOST_NAMES: Final = 20
 
 
 def callable_names(model: PyTree, what: str) -> list[str]:
@@ -122,28 +118,23 @@ def _as_output(new: Any, old: Any, what: str) -> Any:
     return jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
 
 
-_NO_MODULE: Final = """`{0}` looks into the model, the first argument unless \
-`argnums=` names another, and that is `{1}` here, in which no module can be called. A \
-function that closes over the model hides it, and so does a transform of JAX:
-
-    {0}(jax.vmap(model))(xs)    # wrong
-    {0}(es.vmap(model))(xs)     # right"""
+_NO_MODULE: Final = """`{0}` looks into the model, the first argument, and that is \
+`{1}` here, in which no module can be called. A function that closes over the model \
+hides it, and so does a transform of JAX: `{0}(es.vmap(model))(xs)`."""
 
 _UNKNOWN: Final = """`es.capture`: `"{}"` matches no module that can be called. The \
-names are {}{}. (The layers of an `es.nn.Stacked` have one name.)"""
+names are {}."""
 
 _NEVER_CALLED: Final = """`es.capture(..., replace={{"{0}": ...}})`: `{1}` was never \
-called, so it has no output to replace. The use of its arrays, `x @ \
-self.layer.weight.T`, is no call, and another method than `__call__` does not count."""
+called, so it has no output to replace. Using its arrays, or another method than \
+`__call__`, is no call."""
 
 _NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` is a module class \
-or a tuple of them, a glob on names such as `"layers*"`, or a function of `(name, \
-module)` that returns a bool."""
+or a tuple of them, a glob on names, or a function of `(name, module)`."""
 
 _OTHER_OUTPUT: Final = """`es.capture(..., replace=...)`: {} is `{}`, and a value in \
-its place has the same structure, shapes and dtypes. This is `{}`. Under a transform \
-that is the output of one call, in one lane or step. Convert the value; or give a \
-function of the output, which may return anything."""
+its place has the same structure, shapes and dtypes. This is `{}`. Give a function of \
+the output, which may return anything."""
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -215,13 +206,8 @@ captured, and a value was sown under the same name. Sow it under another name.""
 
 _THREADED_ALREADY: Final = """`es.capture` makes the model writable itself, as \
 `es.mutable` does, and was given a transform that does so on its own copy. Nothing \
-that is sown there would come out:
-
-    es.capture(es.mutable(model))(x)             # wrong
-    (y, model), sown = es.capture(model)(x)      # right
-
-    es.capture(es.jit(es.value_and_grad(loss)))(model, x)     # wrong
-    es.jit(es.capture(es.value_and_grad(loss)))(model, x)     # right"""
+that is sown there would come out: `es.capture(model)(x)`, or \
+`es.jit(es.capture(es.value_and_grad(loss)))(model, x)`."""
 
 _ARGNUMS_OF_GRAD: Final = """The gradient takes `argnums=`, not the capture of it: \
 `es.capture({0}(loss, argnums={1}))`."""

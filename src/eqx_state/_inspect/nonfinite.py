@@ -5,7 +5,6 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -82,11 +81,8 @@ class _FindNonfinite(Transform):
         return [*bad, *dict.fromkeys(made)]
 
 
-_IN_A_TRACE: Final = """`es.find_nonfinite` returns names, which depend on numbers \
-that are only there when the program runs: call it outside of transforms.
-
-    es.jit(es.find_nonfinite(step))(model, x)    # wrong
-    es.find_nonfinite(es.jit(step))(model, x)    # right"""
+_IN_A_TRACE: Final = """`es.find_nonfinite` returns names that depend on numbers: \
+call it outside of transforms, `es.find_nonfinite(es.jit(step))(model, x)`."""
 
 
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
@@ -165,15 +161,10 @@ def nonfinite(tree: PyTree) -> list[str]:
         assert es.nonfinite(grads) == ["['a']"]
         ```
     """
-    found = []
-    for part in parts(tree):
-        if not jnp.issubdtype(part.value.dtype, jnp.inexact):
-            continue
-        if isinstance(part.value, (jax.ShapeDtypeStruct, jax.core.Tracer)):
-            raise TypeError(_NO_VALUES.format(part.name or "the tree"))
-        found.append((part.name, jnp.isfinite(part.value).all()))
+    found = [
+        (part.name, jnp.isfinite(part.value).all())
+        for part in parts(tree)
+        if jnp.issubdtype(part.value.dtype, jnp.inexact)
+    ]
+    # All are computed before the first is waited for.
     return [name for name, is_finite in found if not is_finite]
-
-
-_NO_VALUES: Final = """`es.nonfinite`: `{}` has no values, because it is a \
-`jax.ShapeDtypeStruct`, or is traced. Look at it outside of transforms."""

@@ -1,11 +1,10 @@
 """`es.tabulate`: a model as a table with a row per module and a column per kind."""
 
-import contextlib
 import dataclasses
 import io
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -45,6 +44,7 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
         module saw it (one example, under `es.vmap`). For a batch pass a transform,
         `es.tabulate(es.vmap(model), xs)`; for keyword arguments pass a partial, for
         another method `model.encode`. A model before its `init` is shown as it will be.
+        As in `es.capture`, the call cannot stack two layers by `jax.tree.map`.
     - `depth`: modules further down than this have no row; the row of the module around
         them counts their arrays, without names. The root is at depth 0. Default: no
         limit.
@@ -81,7 +81,10 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     found = carried(tree)
     if found is None and inputs:
         name = getattr(tree, "__name__", type(tree).__qualname__)
-        raise TypeError(_NO_MODEL.format(name))
+        raise TypeError(
+            f"`es.tabulate` was given inputs, and `{name}` is not a model that can be"
+            " called. A function is not looked into: `es.tabulate(es.vmap(model), xs)`."
+        )
     tree, put = found or (tree, lambda model: model)
     calls: _Calls = {}
     if inputs:
@@ -111,11 +114,6 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     )
 
 
-_NO_MODEL: Final = """`es.tabulate` was given inputs, and `{}` is not a model that can \
-be called; a function is not looked into. Pass a module, a bound method, a transform \
-such as `es.vmap(model)`, or `functools.partial(model, key=key)`."""
-
-
 # --- What modules are called with, and what they return -------------------------------
 
 
@@ -123,32 +121,21 @@ such as `es.vmap(model)`, or `functools.partial(model, key=key)`."""
 _Calls = dict[str, tuple[str, str]]
 
 
-class _AnyName(str):
-    """A name that is equal to all others, as modules of one structure are."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _AnyName)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 class _Table(Observer):
     """Notes the calls by the name of the module."""
 
-    def __init__(self, mark: type[str]):
+    def __init__(self):
         # Its own, so that no function that JAX has traced before goes unseen.
         self.key = object()
-        self.mark = mark
         self.calls: _Calls = {}
 
     def select(self, name: str, module: Any) -> str:
-        return self.mark(name)
+        return name
 
     def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
         out = call(*args, **kwargs)
-        self.note(str(mark), args, kwargs, out)
+        self.note(mark, args, kwargs, out)
         return out
 
     def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -162,25 +149,18 @@ def _calls(model: PyTree, put: Callable[[Any], Any], inputs: tuple[Any, ...]) ->
     """The calls that `put(model)(*inputs)` makes in eval mode."""
     # NumPy arrays stay concrete, since a model may use them as shapes.
     arrays, rest = eqx.partition(eval(model), lambda x: is_array(x) and not is_numpy(x))
+    table = _Table()
 
-    def trace(mark: type[str]) -> _Calls:
-        table = _Table(mark)
-
-        def call(arrays: PyTree, inputs: tuple[Any, ...]) -> None:
-            f = put(eqx.combine(arrays, rest))
-            model, run = target(f, inputs, {}, None, "es.tabulate")
-            out, _ = thread(model, Scope((State,), observer=table), run)
-            table.note("", inputs, {}, out)  # it may be another method than `__call__`
-
-        eqx.filter_eval_shape(call, arrays, inputs)
-        return table.calls
+    def call(arrays: PyTree, inputs: tuple[Any, ...]) -> None:
+        f = put(eqx.combine(arrays, rest))
+        model, run = target(f, inputs, {}, None, "es.tabulate")
+        out, _ = thread(model, Scope((State,), observer=table), run)
+        table.note("", inputs, {}, out)  # it may be another method than `__call__`
 
     # Two layers that know their names never share a trace: with equal names,
     # `@eqx.filter_jit` on the method of a block would run for the first block only.
-    # But `jax.tree.map(stack, *self.layers)` in a call needs equal layers.
-    with contextlib.suppress(Exception):
-        return trace(str)
-    return trace(_AnyName)
+    eqx.filter_eval_shape(call, arrays, inputs)
+    return table.calls
 
 
 def _show(tree: PyTree) -> str:
