@@ -1,5 +1,6 @@
 """`init(key, *inputs)`: the forward pass fills what is missing."""
 
+import collections
 import dataclasses
 
 import equinox as eqx
@@ -99,26 +100,6 @@ def test_the_forward_pass_runs_once():
     assert len(runs) == 2
 
 
-def test_initializing_is_true_below_and_false_elsewhere():
-    seen = {}
-
-    class Sees(es.Module):
-        def __call__(self, x):
-            seen["call"] = self.initializing
-            seen["copy"] = self.eval().initializing
-            return x
-
-        def module_init(self, key):
-            pass
-
-    model = eqx.nn.Lambda(Sees())
-    es.init(model, 0, jnp.ones(1))
-    assert seen["call"]
-    assert not seen["copy"]
-    assert not Sees().initializing
-    assert es.mutable(lambda m: m.initializing)(Sees().init(0))[0] is False
-
-
 # --- `call` -------------------------------------------------------------------------
 
 
@@ -158,13 +139,20 @@ def test_a_model_that_is_not_callable():
 # --- Around it ----------------------------------------------------------------------
 
 
-def test_hooks_and_initializers_come_before_the_forward_pass():
+def test_initializers_come_first_then_hooks_then_the_forward_pass_and_new_hooks():
     order = []
 
-    class All(es.Module):
+    class Inner(es.Module):
+        def module_init(self, key):
+            order.append("hook of inner")
+
+        def __call__(self, x):
+            return x
+
+    class Outer(es.Module):
         a: es.Parameter
         b: es.Parameter | None = None
-        c: es.Parameter | None = None
+        inner: Inner | None = None
 
         def module_init(self, key):
             order.append("hook")
@@ -172,25 +160,26 @@ def test_hooks_and_initializers_come_before_the_forward_pass():
 
         def __call__(self, x):
             order.append("call")
+            assert self.initializing
+            assert not self.eval().initializing  # a copy
             assert self.a.shape == self.b.shape
-            if self.c is None:
-                self.c = jnp.ones(x.shape)
-            return x
+            if self.inner is None:
+                self.inner = Inner()
+            return es.vmap(self.inner)(x)
 
     draw = es.Initializer(lambda key: order.append("draw") or jnp.ones(2))
-    new = All(draw).init(0, jnp.ones(3))
-    assert order == ["draw", "hook", "call"]
-    assert new.c.shape == (3,)
+    new = Outer(draw).init(0, jnp.ones(3))
+    assert order == ["draw", "hook", "call", "hook of inner"]
+    assert new.initialized
+    assert not new.initializing
+    assert es.mutable(lambda m: m.initializing)(new)[0] is False
 
 
-through = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "transform",
     [es.jit, lambda f: es.vmap(f, in_axes=None, axis_size=4)],
     ids=["jit", "vmap"],
 )
-
-
-@through
 def test_a_module_made_in_the_forward_pass_is_initialized(transform):
     class Outer(es.Module):
         inner: Dense | None = None
@@ -210,29 +199,6 @@ def test_a_module_made_in_the_forward_pass_is_initialized(transform):
     assert y.shape == (5,)
 
 
-def test_the_hook_of_a_module_made_in_the_forward_pass_runs_after_it():
-    order = []
-
-    class Hooked(es.Module):
-        def module_init(self, key):
-            order.append("hook")
-
-        def __call__(self, x):
-            order.append("call")
-            return x
-
-    class Outer(es.Module):
-        inner: Hooked | None = None
-
-        def __call__(self, x):
-            if self.inner is None:
-                self.inner = Hooked()
-            return es.vmap(self.inner)(x)
-
-    assert Outer().init(0, jnp.ones(3)).initialized
-    assert order == ["call", "hook"]
-
-
 @pytest.mark.parametrize("holes", [None, [], {"a": [None]}])
 def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
     class Net(es.Module):
@@ -247,6 +213,22 @@ def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
 
     net = Net(holes).init(0, jnp.ones(3))
     assert [layer.w.shape for layer in net.layers] == [(2, 3), (3, 2), (4, 3)]
+
+
+def test_a_dict_keeps_its_class_and_its_factory_and_gets_new_keys():
+    class Net(es.Module):
+        layers: dict
+
+        def __call__(self, x):
+            if self.initializing:
+                self.layers = self.layers | {"c": x}
+            return x
+
+    layers = collections.defaultdict(list, {"a": jnp.ones(2), "b": None})
+    new = Net(layers).init(0, jnp.ones(3)).layers
+    assert type(new) is collections.defaultdict
+    assert new.default_factory is list
+    assert (new["a"].shape, new["b"], new["c"].shape) == ((2,), None, (3,))
 
 
 def test_an_array_of_numpy_stays_a_shape_in_a_transform():
@@ -412,25 +394,6 @@ def test_what_is_made_does_not_depend_on_values_of_a_trace(run):
     made = r"`.*Shift\.first` is made by `init` from values of a transform"
     with rejects(model := Shift(), ValueError, made):
         model.init(0, jnp.ones(3), call=run)
-
-
-def test_an_error_of_a_layer_whose_hook_is_to_come_is_its_own():
-    class Hooked(es.Module):
-        def module_init(self, key):
-            pass
-
-        def __call__(self, x):
-            raise TypeError("its own")
-
-    class Net(es.Module):
-        layer: Hooked | None = None
-
-        def __call__(self, x):
-            self.layer = Hooked()
-            return es.vmap(self.layer)(x)
-
-    with rejects(Net(), TypeError, "its own"):
-        Net().init(0, jnp.ones(3))
 
 
 class Lazy(es.Module):

@@ -226,6 +226,27 @@ def test_a_field_that_is_not_set_is_an_error():
         Forgetful()
 
 
+def test_a_property_may_take_the_place_of_a_field():
+    class Parent(es.Module):
+        total: es.State
+        count: es.State = 0
+
+        def __call__(self, x):
+            self.count = self.count + 1
+            return self.total * x
+
+    class Child(Parent):
+        def __init__(self):
+            self.count = 0
+
+        @property
+        def total(self):
+            return 10 * self.count
+
+    y, model = es.mutable(lambda m, x: es.checkpoint(m)(x))(Child(), 2)
+    assert (y, model.count) == (20, 1)
+
+
 def test_generics_and_mixins():
     class Mixin:
         def twice(self):
@@ -380,6 +401,17 @@ def test_the_hash_of_a_module_with_arrays_says_what_to_do():
     message = r"unhashable type: a `.*Layer` with arrays.*\n\n.*\n.*es\.checkpoint"
     with pytest.raises(TypeError, match=message):
         jax.checkpoint(Layer(1.0))(2.0)
+
+
+def test_copies_are_made_as_the_class_says():
+    class Reopened(es.Module):
+        path: str
+        handle: str
+
+        def __reduce__(self):
+            return Reopened, (self.path, "opened anew")
+
+    assert copy.copy(Reopened("data", "opened")) == Reopened("data", "opened anew")
 
 
 def test_getstate_and_setstate_are_a_pair():

@@ -111,6 +111,8 @@ C = Counter()
 TARGETS = {
     "module": (C, (1.0,)),
     "bound method": (C.step, ()),
+    "bound dunder": (C.__call__, (1.0,)),
+    "partial of a module": (ft.partial(C, 1.0), ()),
     "plain module": (Holder(C), (1.0,)),
     "method of a plain module": (Holder(C).method, (1.0,)),
     "function": (call, (C, 1.0)),

@@ -193,6 +193,14 @@ def test_containers_and_modules_that_are_written():
         assert new.stats["b"] is holder.stats["b"]
 
 
+def test_another_structure_is_an_error_as_ever():
+    def run(m):
+        m.mean = (m.weight,)
+
+    with pytest.raises(ValueError, match="changed it, first at `mean`"):
+        es.mutable(run, cast=CAST)(make_layer())
+
+
 def test_numpy_arrays():
     class Holder(es.Module):
         weight: es.Parameter

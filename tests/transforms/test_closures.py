@@ -1,5 +1,7 @@
 """What functions hold: owned modules are found, all else is a constant."""
 
+from typing import Any, NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -116,9 +118,33 @@ def test_what_cannot_be_flattened_is_left_alone():
         raise ValueError("not now")
 
     jtu.register_pytree_node(Broken, fail, lambda aux, children: Broken())
-    broken, model = Broken(), Layer(2.0).eval()
-    f = es.jit(lambda x: x if broken is None else model.weight * x)
-    assert f(jnp.array(1.0)) == 2.0
+
+    def f(layer, broken, x):
+        return es.jit(lambda x: x if broken is None else layer(x))(x)
+
+    y, new = es.mutable(f)(Layer(), Broken(), jnp.array(1.0))
+    assert (y, new.n) == (2.0, 1.0)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_a_module_in_a_pytree_and_a_cell_that_is_filled_later():
+    def f(layer, x):
+        def run(x):
+            return later.second(x)
+
+        jitted = es.jit(run)
+        first = es.jit(lambda x: (x, lambda: unset)[0])(x)
+        later = Pair(None, layer)
+        y = jitted(first)
+        unset = None
+        return y
+
+    y, new = es.mutable(f)(Layer(), jnp.array(1.0))
+    assert (y, new.n) == (2.0, 1.0)
 
 
 def test_a_long_chain_may_be_closed_over():

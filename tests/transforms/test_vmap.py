@@ -194,7 +194,7 @@ def test_state_that_is_not_reduced_over_all_axes_is_an_error():
     with rejects(model, ValueError, "`mean`", "axis_name", r"axes=\{es\.State: 0\}"):
         es.mutable(f)(model, xs)
     with rejects(model, ValueError, "`mean`", "axis_name"):
-        es.grad(lambda m, xs: jnp.sum(f(m, xs)))(model, xs)
+        es.grad(lambda m, xs: jnp.sum(f(m, xs)), wrt=es.State)(model, xs)
 
 
 # --- Signature and return value of `jax.vmap` ---------------------------------------

@@ -347,10 +347,9 @@ class InitScope(Scope):
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
             object.__setattr__(module, name, new)
-            if (place := get_place(module)) is not None:
-                key = jtu.GetAttrKey(name)
-                context = place.context.enter(module, key)
-                own(new, self, (*place.path, key), context)
+            place, key = get_place(module), jtu.GetAttrKey(name)
+            context = place.context.enter(module, key)
+            own(new, self, (*place.path, key), context)
 
 
 def check_created(fields: Created) -> None:
