@@ -180,11 +180,12 @@ def test_an_error_leaves_nothing_half_written(lane, error, options):
 
 def test_state_that_is_not_reduced_over_all_axes_is_an_error():
     class Mean(es.Module):
+        scale: es.Parameter = 1.0
         mean: es.BatchStat = 0.0
 
         def __call__(self, x):
             self.mean = lax.pmean(x, "inner")
-            return x
+            return self.scale * x
 
     def f(model, xs):
         inner = es.vmap(lambda x: model(x), axis_name="inner")

@@ -182,6 +182,7 @@ class Root(es.Module):
 def test_found_when_a_scope_ends_by_whatever_transform(name, run, jit):
     class Count(es.Module):
         count: es.State = 0
+        weight: es.Parameter = 1.0
 
     model = Root(Two(Count(), Count()), [{"k": Count()}])
     f = run(lambda model, x: getattr(model, name)(x))
