@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from .._state.scope import is_owned
 from .lift import Lifted, Ran, Static
-from .reach import check_given
+from .reach import check_given, is_traced
 from .transform import Transform, wrap
 
 
@@ -34,13 +34,19 @@ class _Checkpoint(Transform):
         if lifted.is_initializing:
             return self.f(*args, **kwargs)
         arrays, rest = self._split(*lifted.arguments)
+        outside = {id(x) for x in lifted.values.values()}
 
         def run(arrays: Any) -> tuple[Ran, Static]:
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
             # The values of the modules are closed over: `jax.checkpoint` differentiates
             # with respect to tracers in the closure, too.
             ran = lifted.run(lifted.values, lambda: self.f(*args, **kwargs))
-            out, static = lifted.split(ran.out)
+            # An array from outside does not pass through the trace, which would make a
+            # new one of it. So a module that is returned still has its own parameters,
+            # and may be assigned: for a scope they are unchanged.
+            traced, out = is_traced(ran.out), ran.out
+            is_new = jtu.tree_map(lambda x, t: t and id(x) not in outside, out, traced)
+            out, static = eqx.partition(out, is_new)
             return ran._replace(out=out), Static(static)
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)

@@ -39,22 +39,14 @@ from .._state.init import (
     created_error,
     InitScope,
 )
-from .._state.scope import (
-    closed_copy,
-    is_owned,
-    OpenShared,
-    own,
-    Place,
-    Scope,
-    Sown,
-)
+from .._state.scope import closed_copy, is_owned, OpenShared, own, Place, Scope, Sown
 from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import BaseModule, get_place, is_module, set_place
 from .._tree.compare import identical, modules_below, same
 from .._tree.observe import OBSERVING
 from .._tree.walk import dynamic_names, is_array, leaves, Visit, walk
-from .reach import by_entry, is_traced, models_in, owned_in
+from .reach import by_entry, models_in, owned_in
 
 
 # The index of a lifted module, and of one of its leaves in the order of flattening.
@@ -140,7 +132,8 @@ def copy_arguments(
     for module, treatment in sorted(entries, key=lambda x: -len(x[1])):
         if not is_owned(module) or (id(module), treatment) in copies:
             continue
-        pairs = zip(extents(module), extents(owned_copy(module)), strict=True)
+        visits = walk(module), walk(owned_copy(module))
+        pairs = zip(*map(_extents, visits), strict=True)
         for (original, start, stop), (copy, *_) in pairs:
             copies.setdefault((id(original), treatment[start:stop]), copy)
             originals[id(copy)] = original
@@ -149,10 +142,10 @@ def copy_arguments(
     return jtu.tree_unflatten(treedef, new), originals
 
 
-def extents(root: Any) -> Iterator[tuple[Any, int, int]]:
+def _extents(visits: list[Visit]) -> Iterator[tuple[Any, int, int]]:
     """Every `es.Module` in a tree, and the range of the tree's leaves that it has."""
     start = 0
-    for visit in walk(root):
+    for visit in visits:
         if visit.is_leaf:
             start += 1
         elif is_module(visit.node):
@@ -244,10 +237,11 @@ class Lifted:
 
     @ft.cached_property
     def _slots(self) -> dict[int, list[Slot]]:
+        """The slots of each module, by its `id`; those of a parent come first."""
         return {
             id(module): [(i, k) for k in range(start, stop)]
             for i, root in enumerate(self.roots)
-            for module, start, stop in extents(root.module)
+            for module, start, stop in _extents(root.visits)
         }
 
     def has(self, module: Any) -> bool:
@@ -271,19 +265,6 @@ class Lifted:
             return x
 
         return jtu.tree_map(put, tree, is_leaf=self.has), values
-
-    def split(self, out: Any) -> tuple[Any, Any]:
-        """The arrays that a call has computed, and the rest of its output.
-
-        Arrays from outside that the call only returns do not pass through the trace,
-        which would make new arrays of them. So a module that is returned still has its
-        own parameters, and may be assigned: for a scope they are unchanged.
-        """
-        outside = {id(x) for x in self.values.values()}
-        computed = jtu.tree_map(
-            lambda x, traced: traced and id(x) not in outside, out, is_traced(out)
-        )
-        return eqx.partition(out, computed)
 
     # --- Swap, run, collect -----------------------------------------------------------
 
@@ -445,10 +426,9 @@ class Lifted:
         # do: after `layers[0], layers[1] = layers[1], layers[0]` modules do not know
         # their new paths.
         address: dict[Slot, tuple[int, int]] = {}
-        for i, root in enumerate(self.roots):
-            for module, start, stop in extents(root.module):  # parents first
-                owner = id(self.originals.get(id(module), module))
-                address |= {(i, k): (owner, k - start) for k in range(start, stop)}
+        for module, slots in self._slots.items():  # parents first
+            owner = id(self.originals[module]) if module in self.originals else module
+            address |= {slot: (owner, k) for k, slot in enumerate(slots)}
         writers: dict[tuple[int, int], int] = {}
         for slot in written:
             if writers.setdefault(address[slot], slot[0]) != slot[0]:
@@ -481,29 +461,17 @@ def _set_leaves(module: BaseModule, values: Iterator[Any]) -> None:
 
 
 _NOT_AN_ARRAY: Final = """`{0}` was changed from `{1}` to `{2}` inside a transform. \
-Only arrays can leave a transform, so a value that is not an array cannot change \
-there. Make it an array,
-
-    phase: es.State = "cold"    # wrong
-    phase: es.State = 0         # right
-
-or write it outside of the transform."""
+Only arrays can leave a transform. Make it an array, `phase: es.State = 0` instead of \
+`"cold"`, or write it outside."""
 
 _CONTAINER_CHANGED: Final = """A list or a dictionary of modules was changed inside a \
 transform, by a function that closes over it. The transform puts the modules back as \
-they were, but not the list. Replace it instead of writing into it:
-
-    layers[0], layers[1] = layers[1], layers[0]     # wrong
-    self.layers = [self.layers[1], self.layers[0]]  # right"""
+they were, but not the list. Replace it: `self.layers = [*reversed(self.layers)]`."""
 
 _WRITTEN_TWICE: Final = """`{0}` is reached twice, and written in both ways: through \
 an argument of the transform, and through its function or through another argument. \
 An argument is a copy with values of its own (a slice, those of a lane, what is \
 differentiated), so one of the two writes would be lost. Write it in one way:
 
-    def body(x, layer):                      # wrong
-        self.layer.{1} = ...
-        return layer(x), None                # writes `layer.{1}`, too
-
-    def body(x, layer):                      # right
-        return layer(x), None"""
+    lambda layer, x: self.layer(x) + layer(x)    # wrong: both write `{1}`
+    lambda layer, x: layer(x)                    # right"""
