@@ -423,8 +423,3 @@ def test_a_filter_that_matches_nothing_is_an_error():
     with pytest.raises(ValueError, match=match):
         run(make_layer(), X)
     assert seen == []
-
-
-def test_a_dtype_that_jax_does_not_have():
-    with pytest.raises(ValueError, match="value for `es.Parameter` is float64, which"):
-        es.mutable(loss_fn, cast={es.Parameter: np.float64})

@@ -524,14 +524,14 @@ def test_the_function_and_its_rule_put_out_one_structure():
 
 
 def test_a_call_that_does_not_fit():
-    with pytest.raises(AttributeError, match=r"`sin` was called.*`sin.defvjp\(fwd, b"):
+    with pytest.raises(AttributeError, match="No VJP defined .* function sin"):
         es.custom_vjp(jnp.sin)(1.0)
     with pytest.raises(TypeError, match="too many positional arguments"):
         rule()(1.0, 2.0, 3.0)
     f = make(es, lambda x, *, by=1.0: x, no_rule, no_rule)
     with pytest.raises(TypeError, match=r"rules of `<lambda>`.*`by` is only given by"):
         f(2.0)
-    with pytest.raises(ValueError, match="`y`, and the arguments are m, x"):
+    with pytest.raises(ValueError, match="'y' is not in list"):
         rule(nondiff_argnames="y")
     with pytest.raises(IndexError, match="out of range"):
         rule(nondiff_argnums=2)(1.0, 2.0)

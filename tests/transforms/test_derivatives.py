@@ -551,7 +551,7 @@ def test_another_number_of_tangents_is_an_error():
         lambda: es.jvp(jnp.sin, (1.0,), (1.0, 2.0)),
         lambda: es.linearize(jnp.sin, 1.0)[1](1.0, 2.0),
     ):
-        with pytest.raises(TypeError, match=r"differ in structure.*`\(an array,\)`"):
+        with pytest.raises(TypeError, match=r"differ in structure.*`\('an array',\)`"):
             call()
     with pytest.raises(TypeError, match="positional argument"):
         es.vjp(jnp.sin, 1.0)[1](1.0, 2.0)

@@ -159,11 +159,7 @@ class Call:
 _HOLDS_OWNED: Final = """`es.jit` was to return a function, or an object, that holds \
 `{}`, which belongs to a scope of `es.mutable`. Only arrays are computed in each call, \
 so later calls would get the module of the first one. Return arrays or the module, and \
-make the function outside:
-
-    head = es.jit(lambda net: lambda x: net.w * x)(self)     # wrong
-    w = es.jit(lambda net: net.w)(self)                      # right
-    head = lambda x: w * x"""
+make the function outside: `w = es.jit(lambda net: net.w)(self)`, `lambda x: w * x`."""
 
 
 class Result(NamedTuple):
@@ -277,6 +273,5 @@ def signature_of(call: Call) -> tuple[Any, ...]:
 
 
 _NO_HASH: Final = """`es.jit`: `{}` is a `{}`, which cannot be hashed. What is not an \
-array is static: there is one compiled program for each value, and it is looked up by \
-hash. Pass a hashable value, such as a frozenset for a set; or an array, which is \
-traced."""
+array is static, and its compiled program is looked up by hash. Pass a hashable value, \
+such as a frozenset for a set; or an array, which is traced."""

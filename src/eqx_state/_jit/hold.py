@@ -16,7 +16,7 @@ from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import is_open_here, Scope
-from .._transforms.loops import pair_of
+from .._transforms.loops import NOT_RETURNED, pair_of
 from .._transforms.mutable import thread
 from .._transforms.reach import is_mappable
 from .._transforms.transform import check_callable, method_as_pytree
@@ -106,7 +106,7 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     for before, written, after in visits:
         name, x = before.name or "the carry", after.node
         if written is not before.node and x is before.node:
-            raise ValueError(_NOT_RETURNED.format(name))
+            raise ValueError(NOT_RETURNED.format(name))
         # As in a loop, a number is an array, but not in a field of a module.
         x = jnp.asarray(x) if is_mappable(after) else x
         is_like = same_type if is_array(before.node) else same
@@ -117,19 +117,12 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 _STRUCTURE: Final = """The function of `es.hold` returned a carry of another \
 structure or in another mode, {}. The next step starts with what this one returns, so \
-only the values of arrays may change. What is to change between two steps is assigned:
-
-    model, optimizer = run.carry
-    run.carry = model.eval(), optimizer"""
+only the values of arrays may change. What is to change between two steps is \
+assigned: `run.carry = run.carry.eval()`."""
 
 _LEAF: Final = """The function of `es.hold` returned another carry than it was given: \
 `{0}` was `{1}`, and is now `{2}`. The next step starts with what this one returns, so \
-only the values of arrays may change, and neither shapes nor dtypes. Convert it in the \
-function, `x.astype(old.dtype)`, or start with what it returns."""
-
-_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
-of `es.hold` returned a carry without it, so the write would be lost. Return the \
-module that the function was given."""
+only the values of arrays may change. Convert it: `x.astype(old.dtype)`."""
 
 
 class Held(Generic[_C, _P, _R]):
@@ -322,31 +315,19 @@ def hold(
 
 
 _IN_TRACE: Final = """A held step was used inside a transform of JAX. What it holds \
-lies outside of the transform, which could not carry it. Use it at the top; inside, \
-call the function itself:
-
-    run = es.hold(step, carry)
-    jax.jit(lambda x: run(x))                    # wrong
-    jax.jit(lambda carry, x: step(carry, x))     # right"""
+lies outside, and the transform could not carry it. Use it at the top; inside, call \
+the function itself, `carry, y = step(carry, x)`."""
 
 _IN_SCOPE: Final = """A held step was used inside `es.mutable`, which would not notice \
-what it changes. Use it at the top. Modules in its carry may write their state:
-
-    es.mutable(lambda model: run(x))(model)                           # wrong
-    run = es.hold(lambda model, x: (model, model(x)), model)     # right"""
+what it changes. Use it at the top; modules in its carry may write their state: \
+`run = es.hold(lambda model, x: (model, model(x)), model)`."""
 
 _IN_ITSELF: Final = """The function of `es.hold` used the held step that it belongs \
-to, which is running. It has the carry as its argument, and returns the new one:
-
-    def step(carry, x):
-        model, optimizer = run.carry     # wrong
-        model, optimizer = carry         # right"""
+to, which is running. It has the carry as its argument, and returns the new one."""
 
 _LOST: Final = """The carry of this held step is lost: with `donate=True` it was \
-given to a run that failed. Assign another one; or hold it without `donate`, where a \
-run that fails leaves it as it was:
-
-    run.carry = es.load("checkpoint.safetensors", like)"""
+given to a run that failed. Assign another one, `run.carry = es.load(path, like)`; or \
+hold it without `donate`, where a run that fails leaves it as it was."""
 
 _DONATE: Final = """`es.hold(donate={!r})`: `donate` is `True` or `False`. Only the \
 carry is donated, and never an argument of a step."""

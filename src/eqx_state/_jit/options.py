@@ -39,12 +39,11 @@ class Options:
 
         It warns of donated arrays of which it can make no use.
         """
-        with contextlib.ExitStack() as stack:
-            if self.donate.startswith("all"):
-                stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings(
-                    "ignore", "Some donated buffers were not usable"
-                )
+        if not self.donate.startswith("all"):
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _NOT_USABLE)
             yield
 
 
@@ -65,10 +64,5 @@ def checked(donate: Any, for_jax: dict[str, Any]) -> Options:
 _PASSED_ON: Final = ("compiler_options", "inline", "keep_unused", "backend", "device")
 
 _NOT_PASSED_ON: Final = """`es.jit` got an unexpected keyword argument '{}'. It takes \
-`donate`, and passes on to `jax.jit`: {}. Options of `jax.jit` that count or name \
-arguments have no meaning here, since it sees a flat list of arrays:
-
-- all but arrays is static already: `2` is, and `jnp.array(2)` is traced;
-- `donate="all-except-first"`: put what is used again into the first argument;
-- arrays are used where they are: `jax.device_put(model, shardings)` before the call, \
-`jax.lax.with_sharding_constraint(x, sharding)` in the function."""
+`donate`, and passes on to `jax.jit`: {}. Others have no meaning here: all but arrays \
+is static already, and arrays are used where they are (`jax.device_put` them before)."""

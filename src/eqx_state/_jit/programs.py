@@ -242,9 +242,8 @@ class Programs:
 
 
 _DONATED_IN_SCOPE: Final = """`es.jit(donate={!r})` was called inside `es.mutable`, on \
-modules that belong to it. Their old arrays are needed until the scope ends, and could \
-not be given away. Donate at the top, around `es.mutable`: \
-`es.jit(step, donate='all')(model, x)`."""
+modules that belong to it. Their old arrays are needed until the scope ends. Donate at \
+the top, around `es.mutable`: `es.jit(step, donate='all')(model, x)`."""
 
 
 # By function: its programs go when it goes, of which they keep nothing.
@@ -327,9 +326,7 @@ def raise_failed_check(error: BaseException) -> None:
 
 _FAILED_CHECK: Final = """{}
 
-This check of `eqx.error_if` failed while a program of `es.jit` ran. The frames above
-are outside of the program. Inside it (most recent call last):
+This check of `eqx.error_if` failed in a program of `es.jit` (most recent call last):
 {}
-To stop there and look at the values, run with `EQX_ON_ERROR=breakpoint` in the
-environment; or with `JAX_DISABLE_JIT=1`, which runs it as ordinary Python.
+To look at the values there, run with `EQX_ON_ERROR=breakpoint` or `JAX_DISABLE_JIT=1`.
 """

@@ -330,7 +330,4 @@ be rules, too."""
 
 _CONSTANT: Final = """`{0}`: `axes` would map `{3}` of a `{2}` that the function \
 closes over. The module is not in an `es.mutable`, so it is a constant in a closure. \
-Pass it as an argument:
-
-    {0}(lambda x: model(x), axes=...)(xs)                      # wrong
-    {0}(lambda model, x: model(x), {1}=...)(model, xs)    # right"""
+Pass it as an argument: `{0}(lambda model, x: model(x), {1}=...)(model, xs)`."""

@@ -48,8 +48,6 @@ class _CustomVjp(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if self.fwd is None:
-            raise AttributeError(_NO_RULES.format(self._name))
         args = self._by_position(args, kwargs)
         static = sorted({range(len(args))[i] for i in self.nondiff_argnums})
         functions = self.f, self.fwd, self.bwd
@@ -104,7 +102,8 @@ class _CustomVjp(Transform):
             return self.bwd(*static, eqx.combine(residuals, rest.tree), out)
 
         rule = jax.custom_vjp(f, nondiff_argnums=static)
-        rule.defvjp(fwd, bwd)
+        if self.fwd is not None:  # else JAX has an error for it
+            rule.defvjp(fwd, bwd)
         ran = rule(*inputs)
         if is_in_trace() and "fwd" not in written:
             # `jax.grad(jax.jit(call))` traces `fwd` when this call is over. What it
@@ -155,9 +154,6 @@ def _split(tree: Any) -> tuple[Any, _Rest]:
     return arrays, _Rest(rest)
 
 
-_NO_RULES: Final = """`es.custom_vjp`: `{0}` was called, and has no rules yet. Define \
-them first: `{0}.defvjp(fwd, bwd)`."""
-
 _BY_NAME: Final = """`es.custom_vjp`: the rules of `{}` take all arguments by \
 position, and `{}` is only given by name. Let it be given by position, too."""
 
@@ -166,13 +162,8 @@ outside, or as an argument in `nondiff_argnums`. JAX does not look into a custom
 derivative, so the arrays of that module could have no gradient. Pass it:
 
     es.custom_vjp(lambda x: layer(x))           # wrong
-    es.custom_vjp(lambda layer, x: layer(x))    # right
-
-and return a cotangent for it from the backward rule, or `None` for zero. The `self` \
-of a decorated method is argument 0, and is passed already."""
-
-_NO_SUCH_NAME: Final = """`es.custom_vjp`: `nondiff_argnames` has `{}`, and the \
-arguments are {}."""
+    es.custom_vjp(lambda layer, x: layer(x))    # right, with its cotangent from `bwd`
+"""
 
 
 class _Rule(Generic[_P, _R]):
@@ -263,9 +254,6 @@ def custom_vjp(
     positions = {nondiff_argnums} if is_one else {*nondiff_argnums}
     is_name = isinstance(nondiff_argnames, str)
     for name in [nondiff_argnames] if is_name else nondiff_argnames:
-        parameters = [*inspect.signature(fun).parameters]
-        if name not in parameters:
-            raise ValueError(_NO_SUCH_NAME.format(name, ", ".join(parameters)))
-        positions.add(parameters.index(name))
+        positions.add([*inspect.signature(fun).parameters].index(name))
     argnums = tuple(sorted(positions))
     return wrap(_CustomVjp, fun, nondiff_argnums=argnums, fwd=None, bwd=None)

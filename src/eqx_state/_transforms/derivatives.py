@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import boundary
-from .._errors import show
 from .._state.scope import closed_copy
 from .._tree.compare import difference, same_modes
 from .lift import Lifted, Ran, Static, Values
 from .mutable import as_argnums
 from .reach import check_given, is_traced
-from .transform import Transform, wrap
+from .transform import Transform, with_aux, wrap
 
 
 def _is_inexact(tree: Any) -> Any:
@@ -89,7 +88,7 @@ class Primal:
     def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, Static]]:
         """The output to differentiate, and as an auxiliary output everything else."""
         ran, _ = self.call(self.f, arrays)
-        out, aux = _two(ran.out) if self.has_aux else (ran.out, None)
+        out, aux = with_aux(ran.out) if self.has_aux else (ran.out, None)
         out, rest = eqx.partition(out, self.is_output(out))
         rest = rest, aux
         computed, static = eqx.partition(rest, is_traced(rest))
@@ -104,17 +103,6 @@ class Primal:
         return (out, aux) if self.has_aux else (out,)
 
 
-def _two(out: Any) -> Any:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(_NOT_A_PAIR.format(show(out)))
-    return out
-
-
-_NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(out, aux)`, \
-of which `out` is differentiated, and it returned `{}`. Put what else it returns into \
-`aux`: `return out, (logits, metrics)`."""
-
-
 # --- Tangents and cotangents ----------------------------------------------------------
 
 
@@ -126,13 +114,6 @@ def _without_zeros(tree: Any) -> Any:
     )
 
 
-class _AnArray:
-    """Stands for an array in the structure that a message shows."""
-
-    def __repr__(self) -> str:
-        return "an array"
-
-
 def _tangents(given: Any, structure: Any, what: str) -> Any:
     """`given` as tangents of this structure; only the modes may differ.
 
@@ -140,7 +121,7 @@ def _tangents(given: Any, structure: Any, what: str) -> Any:
     a model nobody finds the one missing statistic.
     """
     given = same_modes(_without_zeros(given))
-    like = jtu.tree_unflatten(structure, [_AnArray()] * structure.num_leaves)
+    like = jtu.tree_unflatten(structure, ["an array"] * structure.num_leaves)
     like = same_modes(like)
     if jtu.tree_structure(given) != jtu.tree_structure(like):
         raise TypeError(_STRUCTURE.format(what, difference(like, given)))

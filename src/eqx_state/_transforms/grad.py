@@ -22,6 +22,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._errors import show
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import Scope, Sown
@@ -31,7 +32,7 @@ from .._tree.parts import Part
 from .._tree.select import partition
 from .lift import Lifted
 from .mutable import Argnums, as_argnums, as_cast, Cast, target, thread
-from .transform import Transform, wrap
+from .transform import Transform, with_aux, wrap
 
 
 _M = TypeVar("_M")
@@ -82,7 +83,7 @@ class AbstractGrad(Transform):
             model = eqx.combine(diff, rest)
             ran = lifted.run({}, lambda: thread(model, inside, call, self.cast))
             out, new = ran.out
-            loss = _first_of_two(out) if self.has_aux else out
+            loss = with_aux(out)[0] if self.has_aux else out
             return _check_loss(loss), (out, new, inside.sown, ran._replace(out=None))
 
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
@@ -113,16 +114,10 @@ class _Grad(AbstractGrad):
         return grads, (out[1], model) if self.has_aux else model
 
 
-def _first_of_two(out: Any) -> Any:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(_NOT_A_PAIR.format(eqx.tree_pformat(out, short_arrays=True)))
-    return out[0]
-
-
 def _check_loss(loss: Any) -> Any:
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(_NOT_A_LOSS.format(eqx.tree_pformat(loss, short_arrays=True)))
+        raise TypeError(_NOT_A_LOSS.format(show(loss)))
     return loss
 
 
@@ -130,9 +125,6 @@ _NOTHING: Final = """`{0}(wrt={1})`: `{1}` selects no inexact array of the model
 there is nothing to differentiate. Is it frozen? `es.parts(model)` lists the arrays \
 with their names and kinds."""
 
-_NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(loss, \
-aux)`, and it returned `{}`. Put what else it returns into `aux`: `return loss, \
-(logits, metrics)`."""
 
 _NOT_A_LOSS: Final = """The function under `es.value_and_grad` returned `{}` as its \
 loss, and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the \

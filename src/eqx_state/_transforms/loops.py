@@ -174,7 +174,7 @@ class Loop:
                 new, before = returned[position], values[i, k]
                 if (i, k) in written and new is not written[i, k]:
                     if new is before or any(new is y for y in self._outside(i, values)):
-                        raise ValueError(_NOT_RETURNED.format(self.lifted.name((i, k))))
+                        raise ValueError(NOT_RETURNED.format(self.lifted.name((i, k))))
                 if new is before:
                     unchanged.add(position)
                 position += 1
@@ -194,7 +194,7 @@ class Loop:
         self,
         carry: tuple[Any, Values],
         traces: Sequence[StepTrace],
-        sown: list[Sown],
+        sown: list[Sown] | None = None,
         slices: Values | None = None,
     ) -> Any:
         """Commit what the loop has written, and return the last carry.
@@ -202,6 +202,8 @@ class Loop:
         - `traces`: one for each time that the step was traced.
         - `sown`, `slices`: what the loop returns besides: the new leaves of `xs`.
         """
+        if sown is None:  # it returns the carry alone
+            sown = [Sown() for _ in self.lifted.scopes]
         arrays, state = carry
         positions = frozenset().union(*(trace.written for trace in traces))
         written = {slot: x for slot, x in state.items() if slot in positions}
@@ -418,7 +420,7 @@ def while_loop(
         lambda carry: _only_carry(loop.step(carry, body_fun), traces),
         loop.first(lambda carry: loop.step(carry, body_fun).carry),
     )
-    return loop.finish(final, traces, _nothing_sown(loop))
+    return loop.finish(final, traces)
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
@@ -441,10 +443,6 @@ def _only_carry(step: Step, traces: list[StepTrace]) -> Any:
 def _check_not_sown(sown: list[Sown]) -> None:
     for key in itertools.chain(*sown):
         raise ValueError(_SOWN.format(key))
-
-
-def _nothing_sown(loop: Loop) -> list[Sown]:
-    return [Sown() for _ in loop.lifted.scopes]
 
 
 @boundary
@@ -505,20 +503,16 @@ def fori_loop(
 
     carry = loop.first(lambda carry: run(lower, carry).carry)
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
-    return loop.finish(final, traces, _nothing_sown(loop))
+    return loop.finish(final, traces)
 
 
 _STATIC: Final = """The body of a loop returned a different value at `{}`, which is \
 not an array. Only arrays can change from step to step. Make it an array, or return it \
 unchanged."""
 
-_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the body \
-returned a carry without it, so the write would be lost. Return the module \
-that the body was given:
-
-    def body(cell, x):
-        y = cell(x)
-        return cell, y"""
+NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
+returned a carry without it, so the write would be lost. Return the module that the \
+function was given: `y = cell(x)`, and then `return cell, y`."""
 
 _NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
 stack of layers has one in each of its arrays, also in its state and keys. To run \

@@ -84,8 +84,6 @@ def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(_NOT_A_DTYPE.format(what, name, show(cast[key])))
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(_NEEDS_X64.format(what, name, dtype.name))
     return dtype
 
 
@@ -111,17 +109,11 @@ def _is_real(x: Any) -> bool:
 
 
 _NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, and `{}` was \
-given. It does not say which arrays are cast:
-
-    cast=jnp.bfloat16                   # wrong
-    cast={{es.Parameter: jnp.bfloat16}}   # right: the statistics stay in float32"""
+given, which does not say what is cast: `cast={{es.Parameter: jnp.bfloat16}}`."""
 
 _NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, and arrays are cast to a \
 real floating dtype, or left as they are by `None`: `cast={{es.Parameter: \
 jnp.bfloat16}}`. Integers, bools and complex arrays are never cast."""
-
-_NEEDS_X64: Final = """{}: the value for `{}` is {}, which JAX does not have unless \
-`jax.config.update('jax_enable_x64', True)` is called when the program starts."""
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -278,11 +270,8 @@ def as_kinds(kinds: Any, what: str) -> Kinds:
 
 
 _NO_STATE: Final = """`{0}` is a `{1}` whose state is in an `eqx.nn.State`, and was \
-called without one. Either thread that by hand, `model(x, state)`; or make the state a \
-part of the model, which `es.mutable` threads:
-
-    eqx.nn.Sequential([..., {1}(...)])                    # wrong
-    eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])    # right"""
+called without one. Thread that by hand, `model(x, state)`; or make it a part of the \
+model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
 
 _ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
 argument, an integer, or a tuple of them."""

@@ -14,6 +14,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import boundary, BoundMethod
+from .._errors import show
 from .._tree.base import is_eqx_module
 from .._typing import KeyPath
 
@@ -108,6 +109,13 @@ def method_as_pytree(f: Any) -> Any:
     return BoundMethod(f.__func__, f.__self__) if is_method else f
 
 
+def with_aux(out: Any) -> Any:
+    """The output of a function with `has_aux=True`, which has to be a pair."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(_NOT_A_PAIR.format(show(out)))
+    return out
+
+
 def positional_names(f: Any) -> list[str]:
     """The names of the positional parameters of `f`, if it has a signature."""
     while isinstance(f, Transform):
@@ -134,10 +142,10 @@ _NOT_A_FUNCTION: Final = """A transform was given a `{}`, which cannot be called
 takes a function, a callable module, or a bound method: `es.mutable(model.encode)(x)`. \
 Of a property it is the inner decorator, below `@property`."""
 
+_NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(out, \
+aux)`, and it returned `{}`. Put what else it returns into `aux`: `return loss, \
+(logits, metrics)`."""
+
 _A_CLASS: Final = """A transform that threads state was given the class `{0}`, and its \
-state is that of a model. Make one, and keep what comes back:
-
-    y, model = es.mutable({0})(x)    # wrong
-
-    model = {0}(...)
-    y, model = es.mutable(model)(x)    # right"""
+state is that of a model. Make one, and keep what comes back: `model = {0}(...)`, and \
+then `y, model = es.mutable(model)(x)`."""

@@ -17,10 +17,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
-from .._tree.rules import check_rules, is_rules
+from .._tree.rules import check_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
 from .lift import Static
 from .reach import is_traced
@@ -107,10 +106,6 @@ share it, so only one could be kept. Reduce it over the lanes,
 or give every lane its own, with an axis for the kind: `es.vmap(f, axes={{es.State: \
 0}})`."""
 
-_BAD_AXES: Final = """`es.vmap`: `{}` is an integer, `None` or {}, \
-and not `{}`. Leaves that are not arrays are passed on, so `0` stands for \
-`eqx.if_array(0)`."""
-
 
 def vmap(
     f: Callable[_P, _R],
@@ -146,8 +141,8 @@ def vmap(
 
     **Raises:**
 
-    - `TypeError`: a key in `axes` is not a filter; `in_axes` is a dict and not rules;
-        `out_axes` has a leaf that is not an integer.
+    - `TypeError`: a key in `axes` is not a filter; `out_axes` has a leaf that is not an
+        integer.
     - `ValueError`: the lanes wrote different values to a state that they share; a
         filter in `axes` that is not a kind matches nothing; `axes` would map an array
         of a module that is outside `es.mutable` and that the function only closes over;
@@ -178,12 +173,6 @@ def vmap(
     """
     axes = {} if axes is None else axes
     check_rules(axes, "`es.vmap(axes=...)`")
-    if isinstance(in_axes, Mapping) and not is_rules(in_axes):
-        what = "a tuple with one of these, a tree of them or rules for each argument"
-        raise TypeError(_BAD_AXES.format("in_axes", what, in_axes))
-    for axis in jtu.tree_leaves(out_axes):
-        if not isinstance(axis, int):
-            raise TypeError(_BAD_AXES.format("out_axes", "a tree of these", axis))
     return wrap(
         _Vmap,
         f,
