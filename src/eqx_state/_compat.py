@@ -84,9 +84,9 @@ def _all_lanes(x: Any, trace: Any) -> Any:
     It belongs to the trace around that of the `jax.vmap`, like everything that is
     computed from values of that trace only.
     """
-    # One `jax.vmap` may have several traces, which share their tag.
+    # One `jax.vmap` may have several traces, which share what they know of its axis.
     is_lane = isinstance(x, jax.core.Tracer)
-    is_lane = is_lane and getattr(x._trace, "tag", None) is trace.tag
+    is_lane = is_lane and getattr(x._trace, "axis_data", None) is trace.axis_data
     if is_lane and isinstance(x.batch_dim, int):
         return jnp.moveaxis(x.val, x.batch_dim, 0)
     x = x.val if is_lane else x

@@ -212,9 +212,8 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
 
 
 _SOWN: Final = """Cannot capture {} in one branch of `{}`, and not, or not as often, \
-in another: it is an output of each branch, and their structure has to be the same. \
-Sow it and call the module in all branches; or sow it after them, or leave the module \
-out of `outputs`."""
+in another: it is an output of each, and their structure has to be the same. Sow it \
+and call the module in all branches or after them; or leave it out of `outputs`."""
 
 _NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
 are not arrays. The branch is chosen at run time, so only arrays may differ. Return \

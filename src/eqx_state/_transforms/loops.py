@@ -528,5 +528,4 @@ what `cond_fun` has to know."""
 
 _SOWN: Final = """Cannot capture {} in a step of `es.while_loop` or `es.fori_loop`, \
 of which only the last carry comes out. `es.scan` stacks what its steps sow and \
-return. Or put the value into the carry, and sow it after the loop; or leave the \
-module out of `outputs`."""
+return. Or sow it after the loop, or leave the module out of `outputs`."""

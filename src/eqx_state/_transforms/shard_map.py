@@ -116,17 +116,13 @@ def _own_key(x: Any, is_split: bool) -> Any:
 
 
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
-and they share it, so only one could be kept. Reduce it over the mesh axis,
+and they share it, so only one could be kept. Reduce it over the mesh axis, \
+`self.mean = jax.lax.pmean(mean, "{1}")`; or give every device its own part, with a \
+spec for the kind: `es.shard_map(f, ..., axes={{es.State: P("{1}")}})`."""
 
-    self.mean = jax.lax.pmean(mean, "{1}")
-
-or give every device its own part, with a spec for the kind: `es.shard_map(f, ..., \
-axes={{es.State: P("{1}")}})`."""
-
-_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote \
-{0}, which is replicated. Without the check, JAX does not know whether all devices \
-wrote the same value. If they did, say so: `axes={{es.State: P()}}`, or for a module \
-among the arguments in its entry of `in_specs`. Or leave `check_vma` on."""
+_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
+is replicated. Without the check, JAX does not know whether all devices wrote the same \
+value. Leave `check_vma` on; or say that they do, `axes={{es.State: P()}}`."""
 
 
 def shard_map(

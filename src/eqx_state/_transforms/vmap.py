@@ -98,13 +98,9 @@ _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes
 not known. Map an argument, `in_axes=0`, or give `axis_size`."""
 
 _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, and the lanes \
-share it, so only one could be kept. Reduce it over the lanes,
-
-    es.vmap(f, axis_name="batch")
-    self.mean = jax.lax.pmean(mean, "batch")
-
-or give every lane its own, with an axis for the kind: `es.vmap(f, axes={{es.State: \
-0}})`."""
+share it, so only one could be kept. With `axis_name="batch"`, reduce it over the \
+lanes: `self.mean = jax.lax.pmean(mean, "batch")`; or give every lane its own, with an \
+axis for the kind: `es.vmap(f, axes={{es.State: 0}})`."""
 
 
 def vmap(
