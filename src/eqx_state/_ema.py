@@ -133,10 +133,7 @@ class Ema(AbstractFollower):
         for visit, old in zip(leaves(params, is_leaf=is_hole), olds, strict=True):
             x = visit.node
             if (x is None) is not (old is None):
-                how = (
-                    ("does not select", "did") if x is None else ("selects", "did not")
-                )
-                raise ValueError(_SELECTED.format(visit.name, *how))
+                raise ValueError(_SELECTED.format(visit.name))
             if x is not None:
                 if old.shape != x.shape or old.dtype != _wide(x.dtype):
                     raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
@@ -224,9 +221,8 @@ _NOTHING: Final = """`es.Ema(on={0})`: `{0}` selects no inexact array of the mod
 _NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
 one: `ema = es.Ema(0.999).init(model)`."""
 
-_SELECTED: Final = f"""`es.Ema.update`: `on` {{1}} `{{0}}`, and {{2}} when the average \
-began. Freezing changes what `es.trainable` selects; `on=es.Parameter` selects frozen \
-parameters, too. {_START_ANEW}"""
+_SELECTED: Final = f"""`es.Ema.update`: `on` selects `{{}}` either now or when the \
+average began. Freezing changes what `es.trainable` selects. {_START_ANEW}"""
 
 _OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, and its average is `{{}}`. \
 {_START_ANEW}"""

@@ -44,7 +44,7 @@ def _(case):
         es.nn.Stacked([b, Layer(jnp.ones(2))])
 
 
-@program("stack layers of which some are in eval mode, or frozen", "or modes")
+@program("stack layers of which some are in eval mode, or frozen", "arrays only")
 def _(case):
     a, b = case.keep(tuple(layers(2)))
     for other in (b.eval(), b.freeze()):

@@ -214,7 +214,7 @@ def test_missing_and_foreign_states():
         ValueError, match=r"`total`(.|\n)*es.nn.Stateful\(layer, state\)"
     ):
         es.nn.Stateful(layer)
-    with pytest.raises(ValueError, match="`inner.total`: it is the state of another"):
+    with pytest.raises(ValueError, match="the given state .* `inner.total`. It is"):
         es.nn.Stateful(Net(jr.key(0)), state)
 
 
@@ -224,7 +224,9 @@ def test_a_returned_state_that_is_not_the_whole_one():
             return self.a(x, state.substate(self.a))
 
     model = es.nn.Stateful(Part(Inner(2), Inner(2)))
-    with rejects(model, ValueError, r"without a value for `b\.total`", "update"):
+    with rejects(
+        model, ValueError, r"returned state has no value for `b\.total`", "update"
+    ):
         es.mutable(model)(jnp.ones(2))
 
 

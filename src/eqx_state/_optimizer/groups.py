@@ -73,10 +73,7 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 _NO_GROUP: Final = """`es.Optimizer`: no rule matches `{}`. Every parameter needs one: \
-`...` stands for all others, and `None` leaves them as they are:
-
-    es.Optimizer({{es.path_matches("*.bias"): tx}})              # wrong
-    es.Optimizer({{es.path_matches("*.bias"): tx, ...: None}})   # right"""
+`...: tx` is for all others, and `...: None` leaves them as they are."""
 
 
 # --- Hyperparameters: what `optax.inject_hyperparams` keeps in the state --------------
@@ -128,13 +125,11 @@ def with_values(
     for name, value in values.items():
         meant = [x for x in here if x.name == name]
         if not meant or any(x.is_scheduled for x in meant):
-            what = _SCHEDULED if meant else _UNKNOWN
-            of_group = "" if group is None else f" of the group `{_written(group)}`"
-            names = ", ".join(
-                f"`{_written(x.key)}`" for x in found if not x.is_scheduled
-            )
-            can = f"These can be: {names}." if names else _NOTHING_INJECTED
-            raise ValueError(what.format(name, of_group, can))
+            why = "is driven by a schedule" if meant else "is no hyperparameter"
+            which = "" if group is None else f" of the group `{_written(group)}`"
+            names = [f"`{_written(x.key)}`" for x in found if not x.is_scheduled]
+            can = ", ".join(names) or "none"
+            raise ValueError(_CANNOT_BE_SET.format(name, which, why, can))
         for x in meant:
             is_it = lambda path, _, x=x: path == x.path  # noqa: E731
             opt_state = otu.tree_set(opt_state, is_it, **{name: _fitted(x, value)})
@@ -160,13 +155,8 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-_UNKNOWN: Final = """`es.Optimizer.set`: there is no hyperparameter `{}`{} that can be \
-set. {}"""
-
-_SCHEDULED: Final = """`es.Optimizer.set`: `{}`{} is driven by a schedule, which would \
-overwrite the value in the next step. {}"""
-
-_NOTHING_INJECTED: Final = """None can be: make the transformation by \
+_CANNOT_BE_SET: Final = """`es.Optimizer.set`: `{}`{} {}. These can be set: {}. A \
+transformation has such names if it is made by \
 `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`."""
 
 _OTHER_TYPE: Final = """`es.Optimizer.set`: `{}` is `{}`, and `{}` was given. Shape \

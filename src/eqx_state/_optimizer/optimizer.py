@@ -372,17 +372,13 @@ def _name(path: KeyPath) -> str:
     return f"`{name_of(path)}`" if path else "the array itself"
 
 
-_START_ANEW: Final = """The optimizer's state belongs to one set of parameters. For \
-another model, or after freezing or unfreezing, start with a fresh one: `optimizer = \
-es.Optimizer(tx).init(model)`."""
+_START_ANEW: Final = """For another model, or after freezing or unfreezing, start with \
+a fresh one: `optimizer = es.Optimizer(tx).init(model)`."""
 
 _OTHER_MODEL: Final = "what `wrt` selects of the model is not what `init` was given"
 
 _NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, and `{}` was given. The \
-model is given to `init`:
-
-    es.Optimizer(model, optax.adam(1e-3)), es.Optimizer(optax.adam)   # wrong
-    es.Optimizer(optax.adam(1e-3)).init(model)                        # right"""
+model is given to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`."""
 
 _NOTHING: Final = """`es.Optimizer(wrt={0})`: `{0}` selects no array of the model. \
 Is it frozen? `es.parts(model)` lists the arrays with their names and kinds."""

@@ -47,13 +47,9 @@ def _stacked(layers: list[Any]) -> PyTree:
     columns = [[visit.node] for visit in visits]
     for i, layer in enumerate(layers[1:], start=1):
         if jtu.tree_structure(layer) != treedef:
-            text = difference(first, layer)
-            raise ValueError(
-                _DIFFER.format(i, text) + (_MARKED if ".marker`" in text else "")
-            )
-        for visit, column, x in zip(
-            visits, columns, jtu.tree_leaves(layer), strict=True
-        ):
+            raise ValueError(_DIFFER.format(i, difference(first, layer)))
+        values = jtu.tree_leaves(layer)
+        for visit, column, x in zip(visits, columns, values, strict=True):
             if not _is_alike(visit.node, x):
                 at = f"`{visit.name}`" if visit.name else "the layer itself"
                 text = f"first at {at}: expected `{show(visit.node)}`, got `{show(x)}`"
@@ -78,15 +74,10 @@ def _as_one(column: list[Any]) -> Any:
     return np.stack(column) if all(map(is_numpy, column)) else jnp.stack(column)
 
 
-_MARKED: Final = """
-
-Equinox's stateful layers are told apart by such marks. Wrap each, which also lets it \
-keep its own state: `es.nn.Stateful(eqx.nn.BatchNorm(...))`."""
-
 _DIFFER: Final = """`es.nn.Stacked`: layers 0 and {} differ, {}. One program runs all \
-of them, so they may differ in the values of their arrays only: not in structure, \
-shapes, dtypes, static fields, functions or modes. Layers that have to differ belong \
-in a list, or in several stacks."""
+of them, so they may differ in the values of their arrays only. Layers that have to \
+differ belong in a list, or in several stacks; Equinox's stateful ones, which have \
+marks that differ, in wrappers: `es.nn.Stateful(eqx.nn.BatchNorm(...))`."""
 
 
 _Layer = TypeVar("_Layer")
@@ -212,7 +203,10 @@ class Stacked(Module, Generic[_Layer]):
             ```
         """
         if _is_one_key(keys):
-            raise TypeError(_ONE_KEY)
+            raise TypeError(
+                "`es.nn.Stacked.make` takes one key for each layer, and was given a"
+                " single key: pass `jax.random.split(key, n)`."
+            )
         keys = keys if is_array(keys) else jnp.stack(keys)
         layers = eqx.filter_vmap(make_layer)(keys)
         if missing(layers) is not None:
@@ -310,9 +304,3 @@ def _is_one_key(x: Any) -> bool:
 
 _NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}. If \
 these are several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
-
-_ONE_KEY: Final = """`es.nn.Stacked.make` takes one key for each layer, and was given \
-a single key:
-
-    es.nn.Stacked.make(make_layer, key)                        # wrong
-    es.nn.Stacked.make(make_layer, jax.random.split(key, n))   # right"""

@@ -65,11 +65,8 @@ class Stateful(Module):
         name = getattr(layer, "__qualname__", type(layer).__qualname__)
         if not callable(layer) or not (indices := _indices(layer)):
             raise TypeError(
-                "`es.nn.Stateful` is for layers that are called as `layer(x, state)`,"
-                f" and `{name}` holds no `eqx.nn.StateIndex` outside the `es.Module`s"
-                " in it. A layer without state is used as it is; an `es.Module` holds"
-                " `es.nn.Stateful(norm)` in place of `norm`, and calls it without the"
-                " state."
+                f"`es.nn.Stateful`: `{name}` holds no `eqx.nn.StateIndex` outside the"
+                " `es.Module`s in it. A layer without state is used as it is."
             )
         labeled, weak = _labeled(name, indices, state)
         self.layer, self.weak = _put(layer, labeled), tuple(weak)
@@ -99,14 +96,12 @@ class Stateful(Module):
         if not _is_pair(result):
             raise TypeError(
                 f"`{type(layer).__qualname__}` was called as `layer(x, state)`, and"
-                f" returned `{show(result)}` in place of `(y, state)`, with an"
-                " `eqx.nn.State`. A layer that returns `y` alone has no state to keep:"
-                " it is used as it is, without `es.nn.Stateful`."
+                f" returned `{show(result)}` in place of `(y, state)`."
             )
         y, state = result
         changed = {}
         for visit, old in zip(visits, before, strict=True):
-            new = _value(state, visit, _LOST)
+            new = _value(state, visit, "the returned state")
             keep = self.frozen and visit.context.kind is BatchStat
             if not keep and not _same(old, new):
                 index = labeled_index(visit.node.marker, strong_arrays(new))
@@ -164,13 +159,10 @@ def _labeled(
         if state is None and not _has_value(index):
             raise ValueError(
                 f"`{name}` holds no value for its state `{visit.name}`:"
-                " `eqx.nn.make_with_state` has moved it to the state. Pass both, or"
-                " make the layer without it:\n\n"
-                f"    layer, state = eqx.nn.make_with_state({name})(...)\n"
-                "    es.nn.Stateful(layer, state)\n\n"
-                f"    es.nn.Stateful({name}(...))"
+                " `eqx.nn.make_with_state` has moved it to the state. Pass both:"
+                " `es.nn.Stateful(layer, state)`."
             )
-        value = index.init if state is None else _value(state, visit, _FOREIGN)
+        value = index.init if state is None else _value(state, visit, "the given state")
         value = jtu.tree_map(jnp.asarray, value)
         entries = jtu.tree_leaves_with_path(value)
         weak += [visit.name + jtu.keystr(path) for path, x in entries if is_weak(x)]
@@ -197,20 +189,14 @@ def _as_given(index: Any, weak: tuple[str, ...]) -> Any:
     return labeled_index(index.marker, value)
 
 
-def _value(state: eqx.nn.State, visit: Visit, message: str) -> Any:
+def _value(state: eqx.nn.State, visit: Visit, what: str) -> Any:
     try:
         return state.get(visit.node)
     except KeyError:
-        raise ValueError(message.format(visit.name)) from None
-
-
-_FOREIGN = """The state given to `es.nn.Stateful` has no value for `{}`: it is the \
-state of another layer. Pass the layer and the state that one call of \
-`eqx.nn.make_with_state` has returned."""
-
-_LOST = """The layer in `es.nn.Stateful` returned a state without a value for `{}`. If \
-a part of it was given a part of the state, put that back: \
-`state = state.update(substate)`."""
+        raise ValueError(
+            f"`es.nn.Stateful`: {what} has no value for `{visit.name}`. It is the state"
+            " of another layer; or a part of it, for `state.update(substate)`."
+        ) from None
 
 
 def _same(old: Any, new: Any) -> bool:
