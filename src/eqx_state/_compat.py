@@ -1,5 +1,19 @@
 """Every place where a JAX or Python version, or a private name of JAX, matters."""
 
+# Eight names below are private to JAX. A release may take each of them away, and then:
+#
+# - `api_boundary`, `register_exclusion`: tracebacks show our frames, and JAX's;
+# - `_trace_ref` of a trace's state, `_trace` of a tracer, `parent_trace` of a trace:
+#   a tracer that was kept from a trace that is over, and is then written to state, is
+#   not told from one that may be used (`has_escaped`);
+# - `batch_dim` of a tracer: a state of which each lane of `es.vmap` has a value of its
+#   own is not told from one that all share (`is_mapped`);
+# - `val` of a tracer, `axis_data` of a trace: outputs under plain `jax.vmap` cannot be
+#   captured (`out_of_vmaps`).
+#
+# A ninth is text: the name of the logger of callbacks. With another one a failed check
+# is logged, besides being raised.
+
 import contextlib
 import inspect
 import logging

@@ -83,9 +83,8 @@ class Compiled(_Stage):
         if signature_of(call) != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
-                " arguments of another structure, or with other static values. It"
-                " serves only those it was made for; lower again, or call `es.jit(f)`,"
-                " which compiles when it has to."
+                " arguments of another structure, or with other static values. Lower"
+                " again, or call `es.jit(f)`, which compiles when it has to."
             )
         arrays = call.arrays()
         try:

@@ -17,7 +17,7 @@ from .._state.scope import is_owned, Sown
 from .._tree.compare import difference_of_leaves
 from .lift import Lifted, Ran, Slot, Values
 from .mutable import is_bound_method
-from .reach import check_given, is_traced
+from .reach import check_given, is_traced, split_arguments
 
 
 _R = TypeVar("_R")
@@ -36,8 +36,7 @@ def _select(
         for f in branches:  # a later call may choose any of them
             f(*operands)
         lifted = Lifted(branches, operands)
-    traced = is_traced(lifted.arguments)
-    arrays, rest = eqx.partition(lifted.arguments, traced, is_leaf=is_owned)
+    arrays, rest = split_arguments(lifted.arguments)
     traces = _Traces(what)
     # In a `shard_map`: along which mesh axes state varies after some branch.
     is_manual = bool(manual_axes())

@@ -130,15 +130,12 @@ def checkpoint(
         ```
     """
     is_one = isinstance(static_argnums, int)
+    is_name = isinstance(static_argnames, str)
     return wrap(
         _Checkpoint,
         fun,
         prevent_cse=prevent_cse,
         policy=policy,
         static_argnums=(static_argnums,) if is_one else tuple(static_argnums),
-        static_argnames=(
-            (static_argnames,)
-            if isinstance(static_argnames, str)
-            else tuple(static_argnames)
-        ),
+        static_argnames=(static_argnames,) if is_name else tuple(static_argnames),
     )

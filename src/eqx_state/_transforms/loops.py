@@ -23,7 +23,7 @@ from .._state.scope import closed_copy, is_owned, Sown
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
 from .._tree.walk import is_array
 from .lift import Lifted, owned_copy, Ran, Slot, Values
-from .reach import check_given, is_traced
+from .reach import check_given, is_traced, split_arguments
 
 
 _C = TypeVar("_C")
@@ -79,7 +79,6 @@ class Loop:
         self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
         self.lifted = Lifted((functions, self.init), xs)
-        self.xs = self.lifted.arguments
         roots = [*enumerate(self.lifted.roots)]
         found = {i: originals.get(id(root.module)) for i, root in roots}
         self.originals = {i: x for i, x in found.items() if x is not None}
@@ -96,10 +95,6 @@ class Loop:
         for slot, x in self.slices.items():
             if jnp.ndim(x) == 0:
                 raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
-
-    def split_xs(self) -> tuple[Any, Any]:
-        """The arrays of `xs` to slice, and the rest, which includes owned modules."""
-        return eqx.partition(self.xs, is_traced(self.xs), is_leaf=is_owned)
 
     def enter(
         self, carry: tuple[Any, Values], slices: Values | None = None
@@ -293,7 +288,7 @@ def scan(
     if loop.lifted.is_initializing:
         _initialize(f, init, xs, -1 if reverse else 0)
         loop = Loop((f,), init, xs)
-    arrays, rest = loop.split_xs()
+    arrays, rest = split_arguments(loop.lifted.arguments)
     traces: list[StepTrace] = []
 
     def run(carry: Any, x: Any) -> Step:
@@ -337,9 +332,7 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
         (i, k): _slice_of(x, first) if lifted.roots[i].is_copy and is_array(x) else x
         for (i, k), x in lifted.values.items()
     }
-    arrays, rest = eqx.partition(
-        lifted.arguments, is_traced(lifted.arguments), is_leaf=is_owned
-    )
+    arrays, rest = split_arguments(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
     x = eqx.combine(arrays, rest, is_leaf=is_owned)
     ran = lifted.run(values, lambda: f(init, x))

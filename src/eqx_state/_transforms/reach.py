@@ -135,6 +135,11 @@ def is_traced(tree: Any) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
 
 
+def split_arguments(tree: Any) -> tuple[Any, Any]:
+    """The leaves of arguments that JAX traces, and the rest, with the owned modules."""
+    return eqx.partition(tree, is_traced(tree), is_leaf=is_owned)
+
+
 def check_given(*arguments: Any, may_initialize: bool = False) -> None:
     """Raise if an argument is not initialized, or has one stateful module twice.
 
