@@ -92,7 +92,7 @@ def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -
     keys = choose(by_filter, tree, "`es.sharding`")
     for key, value in rules.items():
         if isinstance(value, PartitionSpec) is isinstance(key, str):
-            raise TypeError(_NOT_A_SPEC.format(_shown(key), value))
+            raise TypeError(_NOT_A_SPEC.format(written(key), value))
     leaves = named_leaves(tree)
     _check_names(by_name, leaves, tree)
     found: list[NamedSharding | None] = []
@@ -126,13 +126,6 @@ def _of_array(
         axes = dims_text(names)
         raise ValueError(_REFUSED.format(name, shape, axes, spec, error)) from error
     return found
-
-
-def _shown(key: Any) -> str:
-    """The key of a rule as users write it."""
-    if isinstance(key, str):
-        return repr(key)
-    return "..." if key is ... else written(key)
 
 
 def _check_names(

@@ -208,7 +208,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
     match = rf"`learning_rate` of the group `es\.State` is no .*be set: {names}\."
     with pytest.raises(ValueError, match=match):
         optimizer.set(group=es.State, learning_rate=0.1)
-    with pytest.raises(ValueError, match="`lr` is no hyper.*be set: `learning_rate`"):
+    with pytest.raises(ValueError, match="`lr` is no hyper.*be set: `'learning_rate'`"):
         es.Optimizer(sgd()).init(MODEL).set(lr=0.1)
 
 
@@ -226,7 +226,7 @@ def test_a_schedule_would_overwrite_the_value():
     _, after = optimizer.update(GRADS, MODEL)
     _, after = after.update(GRADS, MODEL)
     assert after.hyperparams["learning_rate"] == 0.25
-    with pytest.raises(ValueError, match="driven by a schedule.*be set: `momentum`"):
+    with pytest.raises(ValueError, match="driven by a schedule.*be set: `'momentum'`"):
         optimizer.set(learning_rate=0.1)
     mixed = es.Optimizer({A: tx, ...: sgd()}).init(MODEL)
     with pytest.raises(ValueError, match="driven by a schedule"):

@@ -126,21 +126,14 @@ def with_values(
         meant = [x for x in here if x.name == name]
         if not meant or any(x.is_scheduled for x in meant):
             why = "is driven by a schedule" if meant else "is no hyperparameter"
-            which = "" if group is None else f" of the group `{_written(group)}`"
-            names = [f"`{_written(x.key)}`" for x in found if not x.is_scheduled]
+            which = "" if group is None else f" of the group `{written(group)}`"
+            names = [f"`{written(x.key)}`" for x in found if not x.is_scheduled]
             can = ", ".join(names) or "none"
             raise ValueError(_CANNOT_BE_SET.format(name, which, why, can))
         for x in meant:
             is_it = lambda path, _, x=x: path == x.path  # noqa: E731
             opt_state = otu.tree_set(opt_state, is_it, **{name: _fitted(x, value)})
     return opt_state
-
-
-def _written(key: Any) -> str:
-    """A key of `hyperparams` or of the rules as users write it."""
-    if isinstance(key, tuple):
-        return f"({_written(key[0])}, {key[1]!r})"
-    return "..." if key is ... else key if isinstance(key, str) else written(key)
 
 
 def _fitted(x: _Hyperparam, value: Any) -> Any:

@@ -76,14 +76,13 @@ def as_cast(cast: Any, what: str) -> Cast | None:
 def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
     if cast[key] is None:
         return None
-    name = "..." if key is ... else written(key)
     try:
         # NumPy would take the dtype of an array for the array.
         dtype = None if is_array(cast[key]) else jnp.dtype(cast[key])
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(_NOT_A_DTYPE.format(what, name, show(cast[key])))
+        raise TypeError(_NOT_A_DTYPE.format(what, written(key), show(cast[key])))
     return dtype
 
 

@@ -145,7 +145,9 @@ class Combinator:
 
 
 def written(arg: Any) -> str:
-    """An argument of a combinator as users write it."""
+    """An argument of a combinator, or a key of rules, as users write it."""
+    if arg is ...:
+        return "..."
     if isinstance(arg, tuple):
         return f"({', '.join(map(written, arg))})"
     return kind_name(arg) if is_kind(arg) else getattr(arg, "__qualname__", repr(arg))
