@@ -93,7 +93,7 @@ class First(es.State):
     ("kind", "name"), [(es.Rng, "es.Rng"), (Cache, "Cache"), (First, "First")]
 )
 def test_messages_name_a_kind_as_it_is_written(kind, name):
-    with pytest.raises(TypeError, match=f"Write `w: {name}` in the body"):
+    with pytest.raises(TypeError, match=f"Write `w: {name}`"):
         kind(1.0)
 
 

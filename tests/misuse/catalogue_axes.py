@@ -58,14 +58,6 @@ def _(case):
         es.axis_names(model)
 
 
-@program(
-    "name the axes of an array by `es.Axes('mlp embed')`", 'Float[Array, "mlp embed"]'
-)
-def _(case):
-    with case.error():
-        es.Axes("mlp embed")
-
-
 # --- Rules --------------------------------------------------------------------------
 
 

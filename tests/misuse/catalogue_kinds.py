@@ -41,27 +41,6 @@ def _(case):
             w: es.Parameter() = 1.0
 
 
-@program("give a kind as the default: `w: jax.Array = es.Parameter`", "Default.w`")
-def _(case):
-    with case.error():
-
-        class Default(es.Module):
-            w: jax.Array = es.Parameter
-
-        Default()
-
-
-@program(
-    "assign a kind in the class, without an annotation: `w = es.Parameter`",
-    "Assigned.w`",
-)
-def _(case):
-    with case.error():
-
-        class Assigned(es.Module):
-            w = es.Parameter
-
-
 @program("declare a union of two kinds", "Both.w`", "A field has one kind")
 def _(case):
     with case.error():
@@ -90,7 +69,7 @@ def _(case):
 
 @program(
     'misspell a kind in a string: `w: "es.Paramter"`',
-    "es.Paramter",
+    "Misspelt.w",
     "Import the name at run time",
 )
 def _(case):

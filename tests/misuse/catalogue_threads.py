@@ -73,7 +73,6 @@ def _(case):
 
 @program(
     "write in a generator that is run after the call",
-    "in a closure, a generator, a thread",
 )
 def _(case):
     class Streamed(Layer):

@@ -257,7 +257,6 @@ def _(case):
 @program(
     "misspell a field in `__call__`: `self.cuont = …`",
     "cuont: es.State",
-    "The fields are: count",
 )
 def _(case):
     class Counter(es.Module):
@@ -273,7 +272,6 @@ def _(case):
 @program(
     "assign an undeclared array in `__init__`, as in PyTorch",
     "weight: es.Parameter",
-    "It declares no fields",
 )
 def _(case):
     class Dense(es.Module):

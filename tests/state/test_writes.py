@@ -318,7 +318,7 @@ def test_a_shape_and_a_dtype_are_not_written_for_an_array(how):
     struct = jax.ShapeDtypeStruct(old.shape, old.dtype)
     put = {"field": lambda x: x, "container": lambda x: [x], "module": Slot}[how]
     model = Slot(put(old))
-    with rejects(model, ValueError, "`x", "ShapeDtypeStruct", "and no values"):
+    with rejects(model, ValueError, "`x", "has no values"):
         es.mutable(model)(put(struct))
 
 
@@ -359,7 +359,7 @@ def test_how_to_declare_what_is_assigned_undeclared():
             self.held = jnp.ones(2)
 
     fragments = "`held: es.State` if a forward pass", "`held: es.Parameter` if it is"
-    with rejects(jnp.ones(1), FROZEN, *fragments, "The fields are: other"):
+    with rejects(jnp.ones(1), FROZEN, *fragments):
         Net()
 
 

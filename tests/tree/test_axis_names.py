@@ -333,9 +333,7 @@ def test_a_path_that_is_not_there_is_an_error(value, there):
     with pytest.raises(ValueError, match=r"Net.up` declares") as info:
         es.axis_names([Net(value)])
     message = str(info.value)
-    assert (
-        "`es.Axes(scale='mlp embed')`, at `[0].up`, and there is no `scale`" in message
-    )
+    assert "'mlp embed'})`, at `[0].up`, and there is no `scale` below" in message
     assert there in message
 
 

@@ -204,8 +204,8 @@ def test_an_attribute_that_nobody_has_is_an_error(attributes, missing):
     assert model.layers[0].norm.momentum == 0.9
 
 
-def test_the_error_of_configure_names_all_and_what_there_is():
-    with pytest.raises(ValueError, match=r"`a`, `b`.*mean, momentum, scale"):
+def test_the_error_of_configure_names_all():
+    with pytest.raises(ValueError, match=r"attribute `a`, `b`"):
         es.configure(make_norm(), b=1, a=2)
     with pytest.raises(ValueError, match="`p`"):
         es.configure([jnp.ones(2)], p=0.1)
@@ -228,7 +228,7 @@ def test_replace():
 @pytest.mark.parametrize("name", ["scael", "filter", "_place", "__call__"])
 def test_replace_knows_the_fields(name):
     norm = make_norm()
-    with pytest.raises(TypeError, match=rf"Norm\.replace.*`{name}`.*scale, mean, mom"):
+    with pytest.raises(TypeError, match=rf"Norm\.replace.*`{name}`"):
         norm.replace(**{"scale": 3.0, name: 1})
     assert jnp.array_equal(norm.scale, jnp.ones(2))
 

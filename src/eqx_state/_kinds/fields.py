@@ -207,9 +207,3 @@ def is_class_var(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return re.match(r"(\w+\.)*ClassVar\b", annotation) is not None
     return annotation is ClassVar or typing.get_origin(annotation) is ClassVar
-
-
-def annotation_of(cls: type, name: str) -> str:
-    """The annotation of a field as it was written, for messages."""
-    annotation = own_annotations(_owner(cls, name))[name]
-    return annotation if isinstance(annotation, str) else repr(annotation)

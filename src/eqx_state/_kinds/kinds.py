@@ -6,7 +6,7 @@ instantiated: arrays stay raw arrays. Asking for a kind means it and its subclas
 
 import itertools
 from types import GenericAlias
-from typing import Annotated, Any, Final, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
 
 from .._compat import Dims, read_dims
 
@@ -91,8 +91,7 @@ else:
         def __new__(cls, *args, **kwargs):
             raise TypeError(
                 f"`{cls.__name__}` is a kind: it annotates a field and is never called."
-                f" Write `w: {kind_name(cls)}` in the body of the class, and assign the"
-                " array itself: `self.w = value`."
+                f" Write `w: {kind_name(cls)}`, and assign the array: `self.w = value`."
             )
 
         def __init_subclass__(cls, *, covering=None, **kwargs):
@@ -150,13 +149,6 @@ def is_kind(x: object) -> bool:
     return isinstance(x, type) and issubclass(x, TreePart)
 
 
-_NO_PATH: Final = """`es.Axes({})`: say which array below the field has which axes, as \
-in `es.Axes(weight="mlp embed")`. For a field that is an array itself, write \
-`Float[Array, "mlp embed"]`."""
-
-_BAD_AXES: Final = "`es.Axes({path}={dims!r})`: {reason}."
-
-
 class Axes:
     """Names for the axes of a layer's arrays, beside the field that holds the layer.
 
@@ -188,7 +180,7 @@ class Axes:
     # By the path of each array below the field, `layers[0].weight`.
     dims: dict[str, Dims]
 
-    def __init__(self, *args: Any, **paths: str):
+    def __init__(self, **paths: str):
         """**Arguments:**
 
         - `**paths`: for the path of an array below the field, the names of its axes as
@@ -198,23 +190,19 @@ class Axes:
 
         **Raises:**
 
-        - `TypeError`: there is no path, or the axes are not text.
+        - `TypeError`: the axes are not text.
         - `ValueError`: jaxtyping would not accept the text.
         """
-        if args or not paths:
-            raise TypeError(_NO_PATH.format(", ".join(map(repr, args))))
         self._texts = paths
         self.dims = {}
         for path, dims in paths.items():
+            what = f"`es.Axes({path}={dims!r})`"
             if not isinstance(dims, str):
-                reason = f'give text, as to jaxtyping: `es.Axes({path}="mlp embed")`'
-                raise TypeError(_BAD_AXES.format(path=path, dims=dims, reason=reason))
+                raise TypeError(f"{what}: give text, as to jaxtyping, 'mlp embed'.")
             try:
                 self.dims[path] = read_dims(dims)
             except ValueError as e:
-                reason = str(e).rstrip(".")
-                message = _BAD_AXES.format(path=path, dims=dims, reason=reason)
-                raise ValueError(message) from None
+                raise ValueError(f"{what}: {e}") from None
 
     def below(self, outer: "Axes") -> "Axes":
         """These axes inside of others, which count where both say something."""
@@ -229,9 +217,6 @@ class Axes:
         return hash(frozenset(self.dims.items()))
 
     def __repr__(self) -> str:
-        if all(path.isidentifier() for path in self.dims):
-            texts = (f"{path}={text!r}" for path, text in self._texts.items())
-            return f"es.Axes({', '.join(texts)})"
         return f"es.Axes(**{self._texts!r})"
 
 

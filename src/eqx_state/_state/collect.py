@@ -5,6 +5,7 @@ before anything reaches the caller: either a whole new model comes out, or an er
 """
 
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
 from typing import Any, Final, NamedTuple
 
 import jax.tree_util as jtu
@@ -15,11 +16,11 @@ from .._errors import show, TraceError
 from .._tree.base import get_place
 from .._tree.compare import check_apart, difference, flatten_apart, same
 from .._tree.context import Context, ROOT
-from .._tree.dtypes import as_jax, fit_leaf, is_numeric, same_type, to_strong
+from .._tree.dtypes import as_jax, is_numeric, same_type, to_strong
 from .._tree.walk import drop_cached, is_array, is_numpy, Visit, walk
 from .._typing import KeyPath
 from .scope import closed_copy, disown, OpenShared, own, Scope
-from .write import frozen, kind_at, kind_message
+from .write import kind_at, kind_message
 
 
 class Snapshot(NamedTuple):
@@ -30,15 +31,8 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def of(tree: Any) -> "Snapshot":
-        return Snapshot(*jtu.tree_flatten(tree))
-
-    @staticmethod
-    def of_model(tree: Any) -> "Snapshot":
-        """The snapshot of a caller's model, in which each stateful module occurs once.
-
-        `ValueError` otherwise. This is the last chance to notice: unflattening makes
-        two modules of one that occurs twice.
-        """
+        """`ValueError` if a stateful module occurs twice in it."""
+        # The last chance to notice: unflattening makes two modules of one.
         return Snapshot(*flatten_apart(tree))
 
     def tree(self) -> Any:
@@ -170,10 +164,10 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
     if has_escaped(new):
         raise TraceError(_ESCAPED.format(visit.name))
     if not scope.allows(kind_at(visit)):
-        raise frozen(kind_message(visit, visit.name, scope, old))
+        raise FrozenInstanceError(kind_message(visit, visit.name, scope, old))
     if scope.is_initializing:
         old = None  # the new value may be of any shape and dtype
-    new = fit_leaf(old, scope.as_inside(old, new, visit.path), visit.name)
+    new = scope.fit_leaf(old, new, visit.path)
     if is_numpy(new) and is_numeric(new.dtype):
         new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
     new = to_strong(new)
@@ -183,9 +177,9 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
 
 
 _STRUCTURE: Final = """A call keeps the structure of the model, and this one changed \
-it, {}. Give every field its final structure when the model is made: an array of zeros \
-in place of `None`, a list of its final length, the mode by `train` and `eval` from \
-outside, what takes its shape from an input by `model = model.init(42, x)`."""
+it, {}. Give every field its final structure when the model is made: zeros in place of \
+`None`, a list of its final length, the mode by `train` and `eval` from outside, what \
+takes its shape from an input by `model = model.init(42, x)`."""
 
 _LOST: Final = """`{}` was written, and its module is no longer in the model, so the \
 write would be lost. Either it was replaced or taken out of a container: write to the \
@@ -194,11 +188,9 @@ new one, and replace containers instead of changing them, `self.layers = \
 `self.cell, ys = es.scan(step, self.cell, xs)`."""
 
 _ESCAPED: Final = """`{}` holds a tracer of a JAX transform that is over: something \
-was written into a container inside it. Replace the container instead of writing into \
-it, and use the transform of `es`, which carries state through:
-
-    self.stats["a"] = x                     # wrong
-    self.stats = {{**self.stats, "a": x}}     # right"""
+was written into a container inside it. Replace the container, `self.stats = \
+{{**self.stats, "a": x}}`, and use the transform of `es`, which carries state \
+through."""
 
 _OTHER_TYPE: Final = """`{}` was `{}` and is now `{}`. State keeps its shape and \
 dtype, so that a step is compiled once. Give it its final shape and dtype when the \

@@ -8,6 +8,7 @@ on what else is in the model.
 
 import copy
 import functools as ft
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
 
@@ -86,8 +87,7 @@ else:
             if not callable(f):
                 raise TypeError(
                     f"`es.Initializer` was given a `{type(f).__name__}`: it takes a"
-                    " function, `es.Initializer(lambda key: jr.normal(key, (3,)))`. A"
-                    " value that is there already needs no placeholder."
+                    " function, `es.Initializer(lambda key: jr.normal(key, (3,)))`."
                 )
             self.f = f
 
@@ -253,13 +253,7 @@ def init(
     tree = _run_hooks(tree, key)
     if not inputs and call is None:
         return tree
-    run = _default_call if call is None else call
-    if call is None and not callable(tree):
-        raise TypeError(
-            f"`init(key, *inputs)` runs the forward pass, and a `{type(tree).__name__}`"
-            " cannot be called. Say what to run: `init(key, x, call=lambda model, x:"
-            " model.encode(x))`."
-        )
+    run = operator.call if call is None else call
     # The forward pass draws from clones of the keys. The model keeps its own keys and
     # will draw from them later, which `jax_debug_key_reuse` would take for reuse.
     cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
@@ -273,10 +267,6 @@ def init(
 def as_initialized(tree: Any) -> Any:
     """`tree`, or if it is not initialized, the shapes that it has after `init`."""
     return tree if missing(tree) is None else eqx.filter_eval_shape(init, tree, 0)
-
-
-def _default_call(model: Any, *inputs: Any) -> Any:
-    return model(*inputs)
 
 
 def _run_hooks(tree: Any, key: Any) -> Any:

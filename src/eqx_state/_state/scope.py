@@ -28,9 +28,9 @@ from .._tree.base import (
     set_place,
 )
 from .._tree.context import Context, ROOT
-from .._tree.dtypes import as_inside, fit
+from .._tree.dtypes import as_inside, fit_leaf
 from .._tree.observe import mark, Observer, OBSERVING
-from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
+from .._tree.walk import copy_tree, is_array, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
 
 
@@ -205,22 +205,23 @@ class Scope:
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
         """The value to store when `value` is written in the place of `old`."""
-        return fit(old, self.as_inside(old, value, path), name_of(path))
-
-    def as_inside(self, old: Any, new: Any, path: KeyPath) -> Any:
-        """`new` with the dtypes that `old` has inside of a `cast`, where they fit."""
-        if self.own_dtypes is None:
-            return new
-        own = self.own_dtypes
-        structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
-        if structures[0] != structures[1]:
-            return new
+        if is_array(old):  # most of what is written
+            return self.fit_leaf(old, value, path)
+        structure = ft.partial(jtu.tree_structure, is_leaf=is_eqx_module)
+        if structure(old) != structure(value):
+            return value
         return jtu.tree_map_with_path(
-            lambda below, a, b: as_inside(a, b, own.get((*path, *below))),
+            lambda below, a, b: self.fit_leaf(a, b, (*path, *below)),
             old,
-            new,
+            value,
             is_leaf=is_eqx_module,
         )
+
+    def fit_leaf(self, old: Any, new: Any, path: KeyPath) -> Any:
+        """`new` in the dtype that `old` has here; `ValueError` if it does not fit."""
+        if self.own_dtypes is not None:
+            new = as_inside(old, new, self.own_dtypes.get(path))
+        return fit_leaf(old, new, name_of(path))
 
 
 @dataclasses.dataclass(slots=True)

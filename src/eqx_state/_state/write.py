@@ -4,21 +4,14 @@ A write is checked when it happens, so that the traceback of an error leads to t
 that wrote. The checks at the end (`collect.py`) are for what no `__setattr__` sees.
 """
 
-import dataclasses
+from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
 import jax.tree_util as jtu
 
 from .._errors import TraceError
 from .._kinds.kinds import kind_name
-from .._tree.base import (
-    BaseModule,
-    declared_fields,
-    fields_of,
-    FLAGS,
-    get_place,
-    is_module,
-)
+from .._tree.base import BaseModule, fields_of, FLAGS, get_place, is_module
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
@@ -35,17 +28,17 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
     path = (*place.path, key)
     full_name = name_of(path)
     if not scope.is_open:
-        raise frozen(CLOSED.format(where))
+        raise FrozenInstanceError(CLOSED.format(where))
     scope.check_thread()
     if not scope.is_here:
         raise TraceError(trace_message(full_name, where))
     context = place.context.enter(module, key)
-    field = next((f for f in dataclasses.fields(module) if f.name == name), None)
+    field = next((f for f in fields(module) if f.name == name), None)
     if field is None:
-        raise frozen(no_field_message(module, name))
+        raise FrozenInstanceError(no_field_message(module, name))
     is_static = field.metadata.get("static", False)
     if is_static and not scope.allows(None):
-        raise frozen(STATIC.format(where))
+        raise FrozenInstanceError(STATIC.format(where))
     old = fields_of(module).get(name)
     value = scope.accept(old, value, path, context)
     if is_array(old) and is_array(value):
@@ -104,7 +97,7 @@ def _check_kinds(
 
 def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
     if not same(old, visit.node) and not scope.allows(kind_at(visit)):
-        raise frozen(kind_message(visit, where, scope, old))
+        raise FrozenInstanceError(kind_message(visit, where, scope, old))
 
 
 def kind_at(visit: Visit) -> type | None:
@@ -113,11 +106,6 @@ def kind_at(visit: Visit) -> type | None:
 
 
 # --- Errors ---------------------------------------------------------------------------
-
-
-def frozen(message: str) -> dataclasses.FrozenInstanceError:
-    """The error that Python raises for a write to a frozen dataclass."""
-    return dataclasses.FrozenInstanceError(message.strip())
 
 
 def trace_message(name: str, where: str = "", verb: str = "write") -> str:
@@ -132,31 +120,26 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     if kind is None:
         what = "an array without a kind" if is_array(visit.node) else "not an array"
         return _NO_KIND.format(where, name, what, allowed, field)
-    if old is None:
-        return _NOT_THERE.format(where, name, kind.__name__)
-    return _OTHER_KIND.format(
-        where, name, kind.__name__, allowed, kind_name(kind), field
-    )
+    text = _NOT_THERE if old is None else _OTHER_KIND
+    return text.format(where, name, kind.__name__, allowed, kind_name(kind), field)
 
 
 def no_field_message(module: BaseModule, name: str) -> str:
     """The error for a field that is assigned and that the class does not declare."""
-    cls = type(module).__qualname__
-    return _NO_FIELD.format(cls, name, declared_fields(module))
+    return _NO_FIELD.format(type(module).__qualname__, name)
 
 
-def frozen_error(module: BaseModule, name: str) -> dataclasses.FrozenInstanceError:
+def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
     """The error for a write to a module that no scope owns."""
     cls = type(module).__qualname__
     if name in FLAGS:
-        return frozen(STATIC.format(f"{cls}.{name}"))
+        return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
     text = _NOT_OWNED if is_open_here() else _NO_SCOPE
-    return frozen(text.format(cls, name))
+    return FrozenInstanceError(text.format(cls, name))
 
 
 CLOSED: Final = """Cannot write `{}`: the scope of `es.mutable` that owned this module \
-has closed, and has returned the new model. A module kept from inside (in a closure, a \
-generator, a thread) is only a snapshot. Write while the call runs, or call again: \
+has closed, and has returned the new model. Write while the call runs, or call again: \
 `y, model = es.mutable(model)(x)`."""
 
 STATIC: Final = """Cannot write `{}`: a static field is part of the structure of the \
@@ -172,22 +155,19 @@ its namesake in JAX:
     es.vmap(lambda x: self.layer(x))(xs)     # right
 
 Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
-`es.checkpoint`, `es.jit`, `es.vjp`, `es.jacrev` and the others; for `jax.grad` it is \
-`es.value_and_grad`, with the model as its argument. Or call `es.mutable` inside the \
-transform, and return the new model from it."""
+`es.checkpoint`, `es.jit` and the others; for `jax.grad` it is `es.value_and_grad`, \
+with the model as its argument. Or call `es.mutable` inside the transform, and return \
+the new model from it."""
 
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body: `{1}: es.State` if a forward pass changes it, `{1}: es.Parameter` if \
-it is trained. {2}"""
+it is trained."""
 
 _NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
 Declare what a forward pass changes: `{4}: es.State`."""
 
 _NOT_THERE: Final = """Cannot write `{0}`: `{1}` is a `{2}` that is not there yet, and \
-a call keeps the structure of the model. Layers that take their shapes from an input \
-make their arrays in `init`, which returns a new model:
-
-    model = model.init(42, x)"""
+a call keeps the structure of the model. It is made by `model = model.init(42, x)`."""
 
 _OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is a `{2}`, and this scope writes \
 {3}. If it is meant, name the kind: `es.mutable(f, kinds={4})`, or `kinds=es.TreePart` \
@@ -200,10 +180,10 @@ outside `es.mutable`. State is written in a call that returns the new model:
     y, model = es.mutable(model)(x)     # right
     y = model.eval()(x)                 # or: layers write nothing then
 
-Any other field is replaced, in a copy: `model = model.replace({1}=value)`, or deep \
-inside by `eqx.tree_at`. Under a transform, use the one of `es`: `es.value_and_grad`, \
-`es.mutable(es.vmap(model))(xs)` for `jax.vmap(model)(xs)`. Streams of keys write in \
-eval mode, too; a layer guards what only training changes, `if self.training:`."""
+Any other field is replaced, in a copy: `model = model.replace({1}=value)`. Under a \
+transform, use the one of `es`: `es.value_and_grad`, `es.mutable(es.vmap(model))(xs)`. \
+Streams of keys write in eval mode, too; a layer guards what only training changes, \
+`if self.training:`."""
 
 _NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not in the private copy \
 that `es.mutable`, `es.value_and_grad` or `es.init` runs on, so what is written to it \
@@ -215,13 +195,12 @@ argument, and name all that are written:
     es.mutable(lambda m: other(m(x)))(model)                                # wrong
     es.mutable(lambda m, o: o(m(x)), argnums=(0, 1))(model, other)          # right
 
-- It is a copy made inside the call: by `update`, `replace`, `train`, `eqx.tree_at`, \
-`jax.tree.map`, or by a transform of JAX or Equinox. Switch modes outside, and use the \
-transform of `es`:
+- It is a copy made inside the call: by `replace`, `train`, `eqx.tree_at`, or by a \
+transform of JAX or Equinox. Switch modes outside, and use the transform of `es`:
 
     eqx.filter_vmap(self.layer)(x)      # wrong
     es.vmap(self.layer)(x)              # right
 
-- It is a layer taken out of an `es.nn.Stacked`, which makes a copy: call the stack.
+- It is a layer taken out of an `es.nn.Stacked`, a copy: call the stack.
 
 If this call should not write to it, pass it in eval mode: `other.eval()`."""

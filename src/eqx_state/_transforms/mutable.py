@@ -133,7 +133,7 @@ def thread(
     `cast`: the dtypes of the private copy.
     """
     with scope:
-        given = inside = Snapshot.of_model(model)
+        given = inside = Snapshot.of(model)
         if cast is not None:
             inside = cast.inside(model, given, scope)
         owned, visits = enter(inside, scope)

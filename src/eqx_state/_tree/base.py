@@ -225,17 +225,6 @@ def dynamic_names(cls: type) -> list[str]:
     return [f.name for f in fields if not f.metadata.get("static", False)]
 
 
-def field_names(module: Any) -> list[str]:
-    """The fields that a user has given a module, or sees in its repr."""
-    return [f.name for f in dataclasses.fields(module) if f.repr]
-
-
-def declared_fields(module: Any) -> str:
-    """A sentence for errors: the fields of a module's class."""
-    names = field_names(module)
-    return f"The fields are: {', '.join(names)}." if names else "It declares no fields."
-
-
 def has_inference(module: eqx.Module) -> bool:
     """Whether a module has the flag of Equinox's layers, a bool called `inference`."""
     return type(module.__dict__.get("inference")) is bool

@@ -11,16 +11,7 @@ import jax.tree_util as jtu
 
 from .._kinds.kinds import State
 from .._typing import KeyPath, PyTree
-from .base import (
-    has_inference,
-    INFERENCE,
-    INIT_DONE,
-    is_eqx_module,
-    is_module,
-    MARKS,
-    Marks,
-    name_of_steps,
-)
+from .base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from .context import children
 from .observe import unmarked
 from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
@@ -95,23 +86,13 @@ def first_difference(
     if is_eqx_module(a):
         for f in dataclasses.fields(a):
             if f.metadata.get("static", False):
-                name = f.name
-                left, right = (getattr(x, name, None) for x in (a, b))
-                if name == MARKS:
-                    name, left, right = "frozen", _in_words(left), _in_words(right)
+                left, right = (getattr(x, f.name, None) for x in (a, b))
                 if not same(left, right):
-                    return (*path, jtu.GetAttrKey(name)), left, right
+                    return (*path, jtu.GetAttrKey(f.name)), left, right
     for (key, x), (_, y) in zip(below_a, below_b, strict=True):
         if structure(x) != structure(y):
             return first_difference(x, y, structure, (*path, key))
     return path, a, b
-
-
-def _in_words(marks: Marks) -> tuple[str, ...]:
-    return tuple(
-        f"{'frozen' if frozen else 'not frozen'}: {name_of_steps(path)}"
-        for path, frozen in marks
-    )
 
 
 def difference(
@@ -193,11 +174,9 @@ def _note(modules: list[Any], node: Any) -> bool:
     return False
 
 
-_OTHER_STRUCTURE: Final = """{} has another structure than the tree, {}. Trees go \
-together when they were made from one model, by `filter`, `partition`, `jax.tree.map` \
-or a gradient; only modes may differ: train, eval, frozen."""
+_OTHER_STRUCTURE: Final = """{} has another structure than the tree, {}. Only modes \
+may differ: train, eval, frozen."""
 
 _SHARED: Final = """The same stateful module is in two places, {} and {}. A model is a \
-tree: at the first transform the one module becomes two, and their states drift apart. \
-Make two of them, or hold it once and call it from both places, or tie the places with \
-`eqx.nn.Shared`."""
+tree: at the first transform it becomes two, and their states drift apart. Make two of \
+them, or hold it once, or tie the places with `eqx.nn.Shared`."""

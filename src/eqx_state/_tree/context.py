@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._kinds.fields import annotation_of, declared_child, declared_inside
+from .._kinds.fields import declared_child, declared_inside
 from .._kinds.kinds import Axes, Kind, NOTHING, Parameter, Rng, Spec
-from .._typing import PyTree
 from .base import (
     BaseModule,
     fields_of,
@@ -51,9 +50,7 @@ class Context(NamedTuple):
     spec: Spec = NOTHING  # what the nearest annotation declares for this node
     kind: Kind | None = None  # the innermost kind declared so far
     covering: Kind | None = None  # the outermost covering kind
-    unresolved: bool = (
-        False  # whether an unresolved annotation is further in than `kind`
-    )
+    unresolved: bool = False  # an unresolved annotation is further in than `kind`
     frozen: bool = False  # whether a module above is frozen, or a mark says so
     owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
     field: str = ""  # the field of the nearest module that leads here
@@ -160,13 +157,12 @@ class Context(NamedTuple):
     def _check_resolved(self) -> None:
         # Annotations of plain Equinox modules are not meant for us.
         if self.owner is not None and issubclass(self.owner, BaseModule):
-            annotation = annotation_of(self.owner, self.field)
             raise TypeError(
-                f"The annotation `{self.owner.__qualname__}.{self.field}: {annotation}`"
-                " decides the kind of an array, and it cannot be resolved. Import the"
-                " name at run time (not only under `TYPE_CHECKING`), or declare the"
-                " kind around it: `es.Parameter[...]`. If it names a class made in a"
-                " function, the annotations in that class must not be strings."
+                f"The annotation of `{self.owner.__qualname__}.{self.field}` decides"
+                " the kind of an array, and it cannot be resolved. Import the name"
+                " at run time (not only under `TYPE_CHECKING`), or declare the kind"
+                " around it: `es.Parameter[...]`. A class made in a function is not"
+                " found by annotations that are strings."
             )
 
     def kind_of(self, array: Any) -> Kind | None:
@@ -226,12 +222,8 @@ def map_children(f: Callable[[Any, Any], Any], node: _Tree) -> _Tree:
 
 def with_children(node: _Tree, new: list[Any]) -> _Tree:
     """A new node with these children in place of its own, in their order."""
-    return jtu.tree_unflatten(one_level(node), new)
-
-
-def one_level(node: PyTree) -> Any:
-    """The treedef of a node whose children all count as leaves."""
-    return jtu.tree_structure(node, is_leaf=lambda x: x is not node)
+    treedef = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
+    return jtu.tree_unflatten(treedef, new)
 
 
 def _apart(keys: list[Any]) -> list[Any]:

@@ -12,7 +12,6 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import show
@@ -67,22 +66,10 @@ def is_weak(x: Any) -> bool:
     return getattr(x, "weak_type", False)
 
 
-def fit(old: Any, new: Any, name: str) -> Any:
-    """`new`, with its numbers and weakly typed arrays cast to the dtypes of `old`."""
-    if is_array(old):  # most of what is written
-        return fit_leaf(old, new, name)
-    structures = [jtu.tree_structure(x, is_leaf=is_eqx_module) for x in (old, new)]
-    if structures[0] != structures[1]:
-        return new
-    return jtu.tree_map(
-        lambda a, b: fit_leaf(a, b, name), old, new, is_leaf=is_eqx_module
-    )
-
-
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
     """`new` as it is stored in the place of `old`; `ValueError` if it does not fit."""
     if isinstance(new, jax.ShapeDtypeStruct) and isinstance(old, jax.Array):
-        raise ValueError(_STRUCT.format(name, show(new)))
+        raise ValueError(f"Cannot write `{name}`: `{show(new)}` has no values.")
     if not is_array(old) or not is_numeric(old.dtype):
         return new
     dtype = canonical(old.dtype)
@@ -172,10 +159,6 @@ def is_numeric(dtype: Any) -> bool:
     """Whether it is a dtype of numbers: NumPy has strings, and JAX has keys, too."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
-
-_STRUCT: Final = """Cannot write `{}`: `{}` is a `jax.ShapeDtypeStruct`, which has a \
-shape and a dtype and no values. Write an array: `jnp.zeros(struct.shape, \
-struct.dtype)`."""
 
 _DTYPE: Final = """Cannot write `{}`: it holds `{}`, and {} would make it {}. State \
 keeps its dtype, or every step would be recompiled. Convert it: \

@@ -381,28 +381,24 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     return [selected] if id(selected) in in_tree else list(selected)
 
 
-_NOT_A_FILTER: Final = """`{!r}` is not a filter. A filter is a kind (`es.Parameter`, \
-your own `class Cache(es.State)`), a function `es.Part -> bool`, or made by \
-`es.any_of`, `es.all_of`, `es.not_`, `es.under`, by `es.path_matches` of a name, or by \
-`es.inside` of a class of modules."""
+_NOT_A_FILTER: Final = """`{!r}` is not a filter. A filter is a kind (`es.Parameter`), \
+a function `es.Part -> bool`, or made by `es.path_matches` of a name, by `es.inside` \
+of a class of modules, or by another function of `es`."""
 
-_OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter is called with an \
-`es.Part`, for which `{0}` is always false, and not with its array. Write `lambda \
-part: {0}(part.value)`; the inexact parameters that are not frozen are \
-`es.trainable`."""
+_OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`, which is called with an \
+`es.Part` and not with its array. Write `lambda part: {0}(part.value)`; what is \
+trained is `es.trainable`."""
 
 _DISAGREE: Final = """`{0}` is one array for all layers of an `es.nn.Stacked`, and the \
 filter `{1}` selects `{2}` but not `{3}`. Select it in all layers, as by \
 `es.path_matches("blocks[*].w")`, or hold layers that are treated differently in a \
 list or in stacks of their own: `(stacked[:k], stacked[k:])`."""
 
-_NOT_A_CLASS: Final = """`es.inside({})`: give a class of modules, or a tuple of them, \
-`es.inside((eqx.nn.LayerNorm, es.nn.BatchNorm))`. A kind is a filter itself, and what \
-lies in one module of a model is `es.under(lambda model: model.layer)`."""
+_NOT_A_CLASS: Final = """`es.inside({})`: give a class of modules, or a tuple of them. \
+A kind is a filter itself, and one module is `es.under(lambda model: model.layer)`."""
 
 _NOTHING_UNDER: Final = """`es.under({})` selects nothing: `where` must return a node \
-of the tree (or a tuple of nodes) that holds arrays, as in `eqx.tree_at`: `lambda \
-model: model.layers[0]`."""
+of the tree, or a tuple of nodes, that holds arrays, as in `eqx.tree_at`."""
 
 _NOT_WHERE: Final = """`where` is a function from the tree to one of its nodes, or to \
 a tuple of them, as in `eqx.tree_at`, and `{0}` was given. Write `lambda model: \

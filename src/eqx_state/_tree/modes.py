@@ -14,12 +14,11 @@ from .base import (
     Marks,
     Placeholder,
     sorted_marks,
-    Step,
     step_to,
     Steps,
 )
 from .compare import flatten_apart
-from .context import children, Context, ROOT
+from .context import children, ROOT
 from .filters import is_marker, marker, selected_nodes, Where
 from .walk import is_array, leaves, modules_in, set_flags, Visit
 
@@ -155,7 +154,7 @@ def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
     nodes = [copy] if where is None else selected_nodes(where, copy)
     paths = _paths_of(copy, nodes)
     for node in nodes:
-        _set_at(copy, node, paths.get(id(node)), frozen)
+        _set_at(copy, paths.get(id(node)), frozen)
     return jtu.tree_unflatten(jtu.tree_structure(copy), values)
 
 
@@ -164,12 +163,20 @@ def _is_place(x: Any) -> bool:
     return is_array(x) or isinstance(x, Placeholder)
 
 
-def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None:
-    """Freeze or unfreeze one node of a private copy, in place."""
-    modules = [] if path is None else list(modules_in(node))
-    around = [] if path is None else _modules_above(tree, path)
+def _set_at(node: Any, path: KeyPath | None, frozen: bool) -> None:
+    """Freeze or unfreeze, in place, what is at this path of a private copy."""
+    if path is None:
+        raise ValueError(_NOTHING_TO_FREEZE)
+    way = []
+    for key in path:
+        way.append((node, key))
+        node = dict(children(node) or ())[key]
+    steps = [step_to(above, key) for above, key in way]
+    # The modules around, and the steps from each; the nearest last.
+    around = [(x, tuple(steps[i:])) for i, (x, _) in enumerate(way) if is_module(x)]
+    modules = list(modules_in(node))
     holds_any = any(map(is_marker, jtu.tree_leaves(node)))
-    if path is None or not modules and not (around and holds_any):
+    if not modules and not (around and holds_any):
         raise ValueError(_NOTHING_TO_FREEZE)
     for visit in modules:
         object.__setattr__(visit.node, "frozen", frozen)
@@ -182,7 +189,10 @@ def _set_at(tree: PyTree, node: Any, path: KeyPath | None, frozen: bool) -> None
         others = {p: x for p, x in marks if [name for name, _ in p[:n]] != names}
         _set_marks(module, others)
     # Without a mark of its own it is what its surroundings are.
-    if around and _context_at(tree, path).frozen is not frozen:
+    context = ROOT
+    for above, key in way:
+        context = context.enter(above, key)
+    if around and context.frozen is not frozen:
         module, steps = around[-1]
         _set_marks(module, {**dict(fields_of(module)[MARKS]), steps: frozen})
 
@@ -208,29 +218,9 @@ def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
     return found
 
 
-def _context_at(tree: PyTree, path: KeyPath) -> Context:
-    context = ROOT
-    for key in path:
-        context = context.enter(tree, key)
-        tree = dict(children(tree) or ())[key]
-    return context
-
-
-def _modules_above(tree: PyTree, path: KeyPath) -> list[tuple[Any, Steps]]:
-    """Each `es.Module` on the way to a path, and the steps from it; nearest last."""
-    found, steps = [], list[Step]()
-    for i, key in enumerate(path):
-        if is_module(tree):
-            found.append((tree, i))
-        steps.append(step_to(tree, key))
-        tree = dict(children(tree) or ())[key]
-    return [(module, tuple(steps[i:])) for module, i in found]
-
-
 _NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: `where` must \
 select nodes of the tree that hold an `es.Module`, or arrays inside one, which \
 remembers their paths. (Some layers of an `es.nn.Stacked` cannot be frozen without the \
-others, as one array holds all: freeze `model.blocks`, or a part of each layer, \
-`model.blocks.layers.norm`.) Either declare the field as a constant, `backbone: \
-es.Buffer[eqx.nn.MLP]`, or leave it out where the parameters are used: \
-`wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))`."""
+others: freeze all, `model.blocks.layers.norm`.) Either declare the field as a \
+constant, `backbone: es.Buffer[eqx.nn.MLP]`, or leave it out where the parameters are \
+used: `wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))`."""

@@ -13,15 +13,7 @@ import jax.tree_util as jtu
 
 from .._kinds.kinds import TreePart
 from .._typing import KeyPath, PyTree
-from .base import (
-    declared_fields,
-    field_names,
-    INFERENCE,
-    INIT_DONE,
-    is_eqx_module,
-    is_module,
-    MARKS,
-)
+from .base import INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from .compare import is_hole, leaves_like, same_modes, structure_with_holes
 from .context import map_children
 from .dtypes import strengthen_field
@@ -323,8 +315,9 @@ def configure(tree: _Tree, **attributes: Any) -> _Tree:
     places = [(m, n) for _, m in modules(tree) for n in attributes if _has(m, n)]
     if missing := set(attributes) - {name for _, name in places}:
         names = ", ".join(f"`{name}`" for name in sorted(missing))
-        known = sorted({name for _, m in modules(tree) for name in field_names(m)})
-        raise ValueError(_NOBODY.format(names, ", ".join(known) or "none"))
+        raise ValueError(
+            f"`es.configure`: no module in the tree has an attribute {names}."
+        )
     for module, name in places:
         _assign(module, name, attributes[name])
     return tree
@@ -339,8 +332,8 @@ def replace(module: Any, **fields: Any) -> Any:
     """A copy of an `es.Module` with these fields; `TypeError` for an unknown name."""
     for name in fields:
         if not _has(module, name):
-            cls, known = type(module).__qualname__, declared_fields(module)
-            raise TypeError(f"`{cls}.replace`: there is no field `{name}`. {known}")
+            cls = type(module).__qualname__
+            raise TypeError(f"`{cls}.replace`: there is no field `{name}`.")
     new = copy_tree(module)
     for name, value in fields.items():
         _assign(new, name, value)
@@ -357,6 +350,3 @@ def _assign(module: eqx.Module, name: str, value: Any) -> None:
 
 _HOLE: Final = """`es.map`: a tree of `rest` has a hole (`None`) at `{}`, which `on` \
 selects. Pass a tree that has the leaf, or a narrower filter `on=`."""
-
-_NOBODY: Final = """`es.configure`: no module in the tree has an attribute {}. There \
-are: {}."""
