@@ -1,7 +1,6 @@
 """`module_init`: the hook that runs once in a module's life."""
 
 import copy
-import dataclasses
 import pickle
 from typing import Any
 
@@ -101,18 +100,3 @@ def test_a_hook_that_fails_leaves_the_model_alone():
         model.init(0)
     assert model.w == 1.0
     assert not model.initialized
-
-
-def test_a_module_that_the_hook_kept_cannot_be_written_later():
-    kept = []
-
-    class Keeps(es.Module):
-        w: es.Parameter = 1.0
-
-        def module_init(self, key):
-            kept.append(self)
-
-    new = Keeps().init(0)
-    with pytest.raises(dataclasses.FrozenInstanceError, match=r"Keeps\.w"):
-        kept[0].w = 2.0
-    assert new.w == 1.0

@@ -29,32 +29,6 @@ def test_returns_output_and_new_model_and_leaves_the_old_alone():
     assert type(new) is Counter
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_equals_the_handwritten_pure_version(getkey):
-    class Ema(es.Module):
-        mean: es.BatchStat
-        rng: es.Rng
-
-        def __call__(self, x):
-            key, self.rng = jax.random.split(self.rng)
-            self.mean = 0.9 * self.mean + 0.1 * x
-            return x - self.mean + jax.random.normal(key, x.shape)
-
-    def pure(mean, rng, x):
-        key, rng = jax.random.split(rng)
-        mean = 0.9 * mean + 0.1 * x
-        return x - mean + jax.random.normal(key, x.shape), mean, rng
-
-    key, x = getkey(), jnp.arange(3.0)
-    model, mean, rng = Ema(jnp.zeros(3), key), jnp.zeros(3), key
-    for _ in range(3):
-        y, model = es.mutable(model)(x)
-        y2, mean, rng = pure(mean, rng, x)
-        assert (y == y2).all()
-        assert (model.mean == mean).all()
-        assert model.rng == rng
-
-
 def test_arguments_and_keywords_are_passed_on():
     def f(model, *args, scale, **kwargs):
         return model.step(), args, scale, kwargs
@@ -139,16 +113,6 @@ def test_what_is_threaded(name):
     with untouched((C, args)):
         _, new = es.mutable(f)(*args)
     assert counts(new) == [1]
-
-
-def test_a_tuple_of_models_keeps_its_type():
-    def f(models, x):
-        for model in models:
-            model(x)
-
-    _, new = es.mutable(f)((Counter(), Counter(count=5)), 1.0)
-    assert type(new) is tuple
-    assert counts(new) == [1, 6]
 
 
 # --- A wrapper is a pytree ----------------------------------------------------------

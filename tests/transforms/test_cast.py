@@ -100,20 +100,6 @@ def test_moments_and_averages_are_not_parameters():
     assert jnp.bfloat16 not in got[1:]
 
 
-def test_models_in_containers_and_plain_layers():
-    models = {"a": make_layer(), "b": [eqx.nn.Linear(2, 2, key=jr.key(0))]}
-
-    def run(m, x):
-        y = m["b"][0](x)
-        assert y.dtype == HALF
-        return m["a"](y)
-
-    y, new = es.mutable(run, cast=CAST)(models, X)
-    assert y.dtype == HALF
-    assert new["b"][0].weight is models["b"][0].weight
-    assert dtypes(new) == dtypes(models)
-
-
 # --- Outside --------------------------------------------------------------------------
 
 
@@ -266,14 +252,6 @@ def test_no_cast_or_one_to_the_own_dtype_changes_nothing():
     for rules in (None, {}, {es.Parameter: None}, {...: jnp.float32}):
         same = es.value_and_grad(loss_fn, cast=rules)(layer, x)
         assert eqx.tree_equal(plain, same)
-
-
-def test_frozen_parameters_are_cast_too():
-    layer = es.freeze(make_layer(), lambda m: m.weight)
-    grads, new = es.grad(loss_fn, cast=CAST)(layer, X)
-    assert grads.weight is None
-    assert new.weight is layer.weight
-    assert seen[0]["weight"] == HALF
 
 
 def test_argnums():

@@ -90,26 +90,6 @@ def test_functions_that_call_each_other_write_to_one_model(make):
     assert (y, new.layer.n) == (8.0, 3.0)
 
 
-def test_what_comes_back_from_a_loop_may_be_returned_after_a_write():
-    def f(holder, xs):
-        def inner(layer, x):
-            return layer, layer(x)
-
-        def outer(layer, x):
-            layer, ys = es.scan(inner, layer, jnp.stack([x, x]))
-            layer(x)
-            return layer, ys
-
-        holder.layer, ys = es.scan(outer, holder.layer, xs)
-        return ys
-
-    assert es.mutable(f)(Holder(Layer()), jnp.ones(3))[1].layer.n == 9.0
-    (layer, _), same = es.mutable(
-        lambda h, xs: es.scan(lambda m, x: (m, m(x)), h.layer, xs)
-    )(Holder(Layer()), jnp.ones(3))
-    assert (layer.n, same.layer.n) == (3.0, 0.0)
-
-
 def test_what_cannot_be_flattened_is_left_alone():
     class Broken:
         pass

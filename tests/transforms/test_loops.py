@@ -232,16 +232,3 @@ def test_cond_fun_may_not_draw_from_a_module_of_the_carry():
         es.mutable(
             lambda m: es.while_loop(lambda m: m(jnp.ones(())) < 0, lambda m: m, m)
         )(drop)
-
-
-def test_a_body_returns_the_module_that_it_was_given(loop):
-    def f(net):
-        def body(cell):
-            old = cell.replace()
-            cell(1.0)
-            return old
-
-        return loop(body, 2, net.cell)
-
-    with rejects(net := Net(), ValueError, r"`cell\.total`", "Return the module"):
-        es.mutable(f)(net)

@@ -529,23 +529,3 @@ def test_the_object_of_a_decorated_method_is_not_mapped_whatever_is_around(stack
     assert ys.tolist() == [3.0, 3.0, 3.0]
     assert model.calls == 3
     assert traces <= 2
-
-
-def test_a_stack_of_decorators_is_compiled_once():
-    traces = 0
-
-    class Sum(es.Module):
-        weight: es.Parameter
-
-        @es.jit
-        @es.vmap
-        def run(self, x):
-            nonlocal traces
-            traces += 1
-            return self.weight.sum() * x
-
-    for i in range(3):
-        model = Sum(jnp.arange(3.0) + i)
-        assert model.run(jnp.ones(2)).tolist() == [3.0 + 3 * i] * 2
-        assert Sum.run.__get__(model)(jnp.ones(2)).tolist() == [3.0 + 3 * i] * 2
-    assert traces == 1
