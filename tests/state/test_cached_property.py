@@ -57,6 +57,7 @@ def test_it_is_not_in_the_tree():
     assert eqx.tree_equal(net, other)
     assert repr(net) == repr(other)
     assert len(es.parts(net)) == 2
+    assert Net.square.__doc__ == "The square of all that is here."
     copied = copy.copy(net.__dict__)
     assert type(copied) is dict
     assert "square" not in copied
