@@ -396,3 +396,17 @@ def test_state_around_a_tied_node_is_refused():
     model = tied_norm(Counting)
     with rejects(model, dataclasses.FrozenInstanceError, "Counting.calls"):
         es.mutable(model)(XS)
+
+
+def test_two_nodes_tied_by_one_shared():
+    both = ((Layer(), Layer()), (Layer(), Layer()))
+    shared = eqx.nn.Shared(both, lambda t: t[1], lambda t: t[0])
+    pairs = eqx.nn.Shared(both, lambda t: [*t[1]], lambda t: [*t[0]])
+
+    def f(shared, x):
+        first, second = shared()
+        return second[0](first[0](x)) + second[1](x)
+
+    for tied in (shared, pairs):
+        _, new = es.mutable(f)(tied, 1.0)
+        assert [layer.count for layer in new.pytree[0]] == [2, 1]
