@@ -1,11 +1,13 @@
 """`es.jit` where `eqx.filter_jit` was: what its users rely on holds of both."""
 
+import inspect
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 from jit_cases import counted, X
 
@@ -188,3 +190,39 @@ def test_trees_may_be_deep(jit, name):
         expected = jax.tree.map(lambda leaf, x=x: leaf + x, DEEP[name])
         assert eqx.tree_equal(moved, expected, typematch=True)
     assert len(traces) == 1
+
+
+def test_static_values_that_compare_equal_have_programs_of_their_own():
+    f = es.jit(lambda value: str(value))
+    for a, b in (
+        (np.datetime64(1, "D"), np.datetime64(1, "s")),
+        (slice(1), slice(True)),
+    ):
+        assert (f(a), f(b)) == (str(a), str(b))
+
+
+def test_a_signature_that_is_only_shown_binds_nothing():
+    def decorated(f):
+        def run(*args, **kwargs):
+            return f(args[0], kwargs.pop("y", 10.0))
+
+        run.__signature__ = inspect.signature(f)
+        return run
+
+    add = decorated(lambda x, y=10.0: x + y)
+    assert es.jit(add)(1.0, y=2.0) == 3.0
+    assert es.jit(np.shape)(a=jnp.ones((2, 3))) == (2, 3)
+
+
+def test_nothing_is_donated_in_a_scope():
+    class Net(es.Module):
+        linear: eqx.nn.Linear
+        n: es.State = 0
+
+        def __call__(self, x):
+            return es.jit(lambda w, x: w + x, donate="all")(self.linear.bias, x)
+
+    net = Net(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match="inside `es.mutable`"):
+        es.mutable(net)(jnp.ones(2))
+    assert not net.linear.bias.is_deleted()

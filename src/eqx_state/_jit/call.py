@@ -45,7 +45,13 @@ def bind(
         if isinstance(f, Transform):
             return args, kwargs
         f = f.__wrapped__
-    bound = inspect.signature(f, follow_wrapped=False).bind(*args, **kwargs)
+    if hasattr(f, "__signature__"):  # which may show that of another function
+        return args, kwargs
+    try:
+        signature = inspect.signature(f, follow_wrapped=False)
+    except (TypeError, ValueError):  # such as `np.sum`
+        return args, kwargs
+    bound = signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
 
 

@@ -34,7 +34,7 @@ from .._compat import (
     PROGRAM_ERRORS,
     run_in_program,
 )
-from .._state.scope import is_any_open
+from .._state.scope import is_any_open, is_open_here
 from .call import Call, origin_of, Output, Result, signature_of
 from .code import Mismatch
 from .options import Options
@@ -213,7 +213,7 @@ class Programs:
         call = Call(f, args, kwargs)
         if call.lifted.is_initializing:
             return f(*args, **kwargs)
-        if self.options.donate != "none" and call.lifted.roots:
+        if self.options.donate != "none" and is_open_here():
             raise ValueError(_DONATED_IN_SCOPE.format(self.options.donate))
         program = self.of(call)
         with unlogged(), self.options.quiet():

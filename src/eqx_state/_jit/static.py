@@ -31,10 +31,12 @@ def typed(x: Any) -> Any:
     if compare in (dict.__eq__, collections.OrderedDict.__eq__):
         factory = getattr(x, "default_factory", None)
         return type(x), factory, tuple((typed(k), typed(v)) for k, v in x.items())
+    if type(x) is slice:  # `slice(1) == slice(True)`
+        return slice, typed(x.start), typed(x.stop), typed(x.step)
     if compare is complex.__eq__:
         return type(x), typed(x.real), typed(x.imag)
     if isinstance(x, np.generic):
-        return type(x), x.tobytes()
+        return type(x), x.dtype, x.tobytes()  # datetime64 has a unit in its dtype
     if compare is float.__eq__:
         return type(x), x.hex()
     if (names := _compared_fields(type(x))) is not None:

@@ -19,7 +19,7 @@ from .._tree.context import Context, ROOT
 from .._tree.dtypes import as_jax, is_numeric, same_type, to_strong
 from .._tree.walk import drop_cached, is_array, is_numpy, Visit, walk
 from .._typing import KeyPath
-from .scope import closed_copy, disown, OpenShared, own, Scope
+from .scope import closed_copy, disown, OpenShared, own, own_arrays, Scope
 from .write import kind_at, kind_message
 
 
@@ -40,29 +40,6 @@ class Snapshot(NamedTuple):
         return jtu.tree_unflatten(self.structure, self.leaves)
 
 
-def _own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
-    """The leaves that were visited, with copies of the caller's NumPy arrays.
-
-    Arrays that the scope may write become JAX arrays, because `self.n += 1` would
-    change a NumPy array in place. Constants stay NumPy arrays, since they may be used
-    as shapes, and the copies are read-only.
-    """
-
-    def copy(visit: Visit) -> Any:
-        x = visit.node
-        if scope.is_changing(visit.kind) and is_numeric(x.dtype):
-            return as_jax(x, visit.name)
-        x = x.copy()
-        x.flags.writeable = False
-        return x
-
-    return [
-        copy(visit) if isinstance(visit.node, np.ndarray) else visit.node
-        for visit in visits
-        if visit.is_leaf
-    ]
-
-
 class Owned(NamedTuple):
     """A tree that a scope owns while a call runs, and its snapshot from before."""
 
@@ -79,7 +56,7 @@ def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
     visits = own(private, scope)
     # A NumPy array can be changed in place, so the caller's is copied.
     if any(isinstance(x, np.ndarray) for x in given.leaves):
-        before = given._replace(leaves=_own_arrays(visits, scope))
+        before = given._replace(leaves=own_arrays(visits, scope))
         private = before.tree()
         own(private, scope)
     if scope.observer is not None:
@@ -91,9 +68,15 @@ def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
 
 def given_back(given: Snapshot, owned: Owned, after: Snapshot) -> Any:
     """The tree after a call, in which unwritten leaves are the caller's own again."""
-    pairs = zip(owned.before.leaves, given.leaves, strict=True)
-    callers = {id(copy): x for copy, x in pairs}
-    leaves = [callers.get(id(x), x) for x in after.leaves]
+    before, is_alike = owned.before.leaves, after.structure == owned.before.structure
+    pairs = zip(before, given.leaves, strict=True)
+    constants = {id(x): own for x, own in pairs if isinstance(x, np.ndarray)}
+    # By place, and not by identity, which only constants have: after
+    # `self.prev = self.cur`, `prev` must not become the caller's NumPy array of `cur`.
+    leaves = [
+        given.leaves[k] if is_alike and x is before[k] else constants.get(id(x), x)
+        for k, x in enumerate(after.leaves)
+    ]
     return after._replace(leaves=leaves).tree()
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, Self
 
 import equinox as eqx
 import jax.tree_util as jtu
+import numpy as np
 
 from .._compat import trace_state
 from .._tree.base import (
@@ -28,7 +29,7 @@ from .._tree.base import (
     set_place,
 )
 from .._tree.context import Context, ROOT
-from .._tree.dtypes import as_inside, fit_leaf
+from .._tree.dtypes import as_inside, as_jax, fit_leaf, is_numeric
 from .._tree.observe import mark, Observer, OBSERVING
 from .._tree.walk import copy_tree, is_array, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
@@ -222,6 +223,29 @@ class Scope:
         if self.own_dtypes is not None:
             new = as_inside(old, new, self.own_dtypes.get(path))
         return fit_leaf(old, new, name_of(path))
+
+
+def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
+    """The leaves that were visited, with copies of the caller's NumPy arrays.
+
+    Arrays that the scope may write become JAX arrays, because `self.n += 1` would
+    change a NumPy array in place. Constants stay NumPy arrays, since they may be used
+    as shapes, and the copies are read-only.
+    """
+
+    def copy(visit: Visit) -> Any:
+        x = visit.node
+        if scope.is_changing(visit.kind) and is_numeric(x.dtype):
+            return as_jax(x, visit.name)
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+
+    return [
+        copy(visit) if isinstance(visit.node, np.ndarray) else visit.node
+        for visit in visits
+        if visit.is_leaf
+    ]
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,6 +8,7 @@ from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
 import jax.tree_util as jtu
+import numpy as np
 
 from .._errors import TraceError
 from .._kinds.kinds import kind_name
@@ -17,7 +18,7 @@ from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
-from .scope import is_open_here, own, Place, Scope
+from .scope import is_open_here, own, own_arrays, Place, Scope
 
 
 def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
@@ -45,7 +46,8 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
         # Most writes take this path: an array has no modules to adopt, and no leaves to
         # compare.
         new = to_strong(value)
-        _check_kind(old, Visit(path, new, context, True), scope, where)
+        visits = [Visit(path, new, context, True)]
+        _check_kind(old, visits[0], scope, where)
     else:
         value = strengthen_field(cls, name, value)
         _check_kinds(old, value, path, context, scope, where)
@@ -54,6 +56,10 @@ def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
         # complain that what was written to them is lost.
         for visit in modules_in(old):
             scope.written.pop(id(visit.node), None)
+        visits = own(new, scope, path, context)
+    # State is arrays of JAX from the start: in a loop NumPy arrays are constants.
+    if any(isinstance(visit.node, np.ndarray) for visit in visits):
+        new = jtu.tree_unflatten(jtu.tree_structure(new), own_arrays(visits, scope))
         own(new, scope, path, context)
     if scope.is_initializing and (is_static or _is_missing(old, new)):
         scope.note_created(module, name, old)

@@ -76,7 +76,7 @@ class Root:
         self.leaves = [visit for visit in self.visits if visit.is_leaf]
         nodes = [visit for visit in self.visits if not visit.is_leaf]
         self.modules = [visit for visit in nodes if is_module(visit.node)]
-        self.below = modules_below(self.original)
+        self.below = modules_below(self.original), [v.node for v in self.leaves]
         is_shared = any(isinstance(visit.node, OpenShared) for visit in nodes)
         tree = closed_copy(self.module) if is_shared else self.module
         self.structure = jtu.tree_structure(tree)
@@ -244,6 +244,16 @@ class Lifted:
             for module, start, stop in _extents(root.visits)
         }
 
+    @ft.cached_property
+    def _owners(self) -> dict[Slot, tuple[Any, int]]:
+        """For each leaf the innermost module outside, and its number in that."""
+        return {
+            (i, k): (self.originals.get(id(module), module), k - start)
+            for i, root in enumerate(self.roots)
+            for module, start, stop in _extents(root.visits)  # parents first
+            for k in range(start, stop)
+        }
+
     def has(self, module: Any) -> bool:
         """Whether a module is a root, or inside one."""
         return id(module) in self._slots
@@ -345,7 +355,8 @@ class Lifted:
         There is no right way to merge such a change.
         """
         for root in self.roots:
-            if not identical(modules_below(root.original), root.below):
+            now = modules_below(root.original), jtu.tree_leaves(root.original)
+            if not all(map(identical, now, root.below)):
                 raise TraceError(_CONTAINER_CHANGED)
 
     def _written(self, values: Values, after: list[Snapshot]) -> Values:
@@ -383,11 +394,13 @@ class Lifted:
         by_root: dict[int, dict[int, Any]] = {}
         for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
+            owner, _ = self._owners[i, k]
+            scope = self.roots[i].place.scope
+            scope.written[id(owner)] = owner, self.name((i, k))
         for i, new in by_root.items():
-            original, scope = self.roots[i].original, self.roots[i].place.scope
-            old = jtu.tree_leaves(original)
-            _set_leaves(original, (new.get(k, x) for k, x in enumerate(old)))
-            scope.written[id(original)] = original, self.name((i, next(iter(new))))
+            old = jtu.tree_leaves(self.roots[i].original)
+            values = (new.get(k, x) for k, x in enumerate(old))
+            _set_leaves(self.roots[i].original, values, keep=True)
         # After the writes, since a new leaf shifts the positions of the others.
         for scope, fields in self.created:
             scope.put_created(
@@ -422,41 +435,40 @@ class Lifted:
         """
         if not self.originals:
             return
-        # The innermost module that has a leaf, and its number there. A path would not
-        # do: after `layers[0], layers[1] = layers[1], layers[0]` modules do not know
-        # their new paths.
-        address: dict[Slot, tuple[int, int]] = {}
-        for module, slots in self._slots.items():  # parents first
-            owner = id(self.originals[module]) if module in self.originals else module
-            address |= {slot: (owner, k) for k, slot in enumerate(slots)}
+        # By module, and not by path: after `layers[0], layers[1] = layers[1],
+        # layers[0]` modules do not know their new paths.
         writers: dict[tuple[int, int], int] = {}
         for slot in written:
-            if writers.setdefault(address[slot], slot[0]) != slot[0]:
+            owner, number = self._owners[slot]
+            if writers.setdefault((id(owner), number), slot[0]) != slot[0]:
                 name = self.name(slot)
                 raise ValueError(_WRITTEN_TWICE.format(name, name.rpartition(".")[2]))
 
 
-def _set_leaves(module: BaseModule, values: Iterator[Any]) -> None:
+def _set_leaves(module: BaseModule, values: Iterator[Any], keep: bool = False) -> None:
     """Put leaves, in the order of flattening, into a module and the modules inside it.
 
     Owned modules stay the objects that they are. All other nodes are rebuilt, so that a
-    list that the caller holds, too, does not change.
+    list that the caller holds, too, does not change; with `keep` only if a leaf did.
     """
 
     def put(x: Any) -> Any:
         if is_owned(x):
-            _set_leaves(x, values)
+            _set_leaves(x, values, keep)
             return x
         return next(values)
 
     fields = module.__dict__
     for name in dynamic_names(type(module)):
         if name in fields:
-            new = fields[name]
-            if eqx.is_array(new):  # as most are: `tree_map` is slow for one leaf
+            old = fields[name]
+            if eqx.is_array(old):  # as most are: `tree_map` is slow for one leaf
                 new = next(values)
             else:
-                new = jtu.tree_map(put, new, is_leaf=is_owned)
+                new = jtu.tree_map(put, old, is_leaf=is_owned)
+                pair = (jtu.tree_leaves(x, is_leaf=is_owned) for x in (old, new))
+                if keep and identical(*pair):
+                    continue
             object.__setattr__(module, name, new)
 
 
@@ -464,7 +476,7 @@ _NOT_AN_ARRAY: Final = """`{0}` was changed from `{1}` to `{2}` inside a transfo
 Only arrays can leave a transform. Make it an array, `phase: es.State = 0` instead of \
 `"cold"`, or write it outside."""
 
-_CONTAINER_CHANGED: Final = """A list or a dictionary of modules was changed inside a \
+_CONTAINER_CHANGED: Final = """A list or a dictionary in a module was changed inside a \
 transform, by a function that closes over it. The transform puts the modules back as \
 they were, but not the list. Replace it: `self.layers = [*reversed(self.layers)]`."""
 

@@ -1,0 +1,100 @@
+"""NumPy arrays that become state, and containers, where a transform comes between."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import rejects
+
+import eqx_state as es
+
+
+class Count(es.Module):
+    n: es.State = 0
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        return x
+
+
+PUT = {"itself": lambda h: h, "in a dict": lambda h: {"a": h}}
+
+
+@pytest.mark.parametrize("put", PUT.values(), ids=PUT)
+def test_a_numpy_array_that_is_written_is_state_in_a_loop(put):
+    class Rnn(es.Module):
+        h: es.State
+
+        def __call__(self, xs):
+            buffer = np.zeros(2, np.float32)
+            self.h = put(buffer)
+
+            def step(c, x):
+                (h,) = self.h.values() if isinstance(self.h, dict) else (self.h,)
+                self.h = put(h + x)
+                return c, None
+
+            es.scan(step, 0, xs)
+            return buffer
+
+    buffer, new = es.mutable(Rnn(put(jnp.zeros(2))))(jnp.ones((3, 2)))
+    (h,) = new.h.values() if isinstance(new.h, dict) else (new.h,)
+    assert h.tolist() == [3.0, 3.0]
+    assert buffer.tolist() == [0.0, 0.0]
+
+
+def test_state_that_is_assigned_from_numpy_state_is_an_array_of_its_own():
+    class Shift(es.Module):
+        cur: es.State
+        prev: es.State
+
+        def __call__(self):
+            self.prev = self.cur
+            self.cur = self.cur + 1
+
+    model = Shift(jnp.zeros(2), jnp.zeros(2))
+    model = eqx.tree_at(lambda m: m.cur, model, np.zeros(2, np.float32))
+    _, new = es.mutable(model)()
+    model.cur[:] = 9
+    assert new.prev.tolist() == [0.0, 0.0]
+    assert new.cur.tolist() == [1.0, 1.0]
+
+
+class Holder(es.Module):
+    layers: list[Count]
+    stats: list[es.State]
+
+
+def test_a_module_that_a_transform_wrote_must_stay_in_the_model():
+    def f(model):
+        old = model.layers[0].replace()
+        es.checkpoint(lambda x: model.layers[0](x))(1.0)
+        model.layers[0] = old
+
+    model = Holder([Count()], [0])
+    with rejects(model, ValueError, r"`layers\[0\]\.n` was written"):
+        es.mutable(f)(model)
+
+
+def test_a_list_that_no_transform_wrote_into_stays_that_list():
+    def f(model):
+        stats = model.stats
+        es.checkpoint(lambda x: model.layers[0](x))(1.0)
+        assert model.stats is stats
+
+    assert es.mutable(f)(Holder([Count()], [0]))[1].layers[0].n == 1
+
+
+def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
+    def f(model):
+        stats = model.stats
+
+        def change(x):
+            stats[0] = model.layers[0](x)
+            return x
+
+        es.checkpoint(change)(jnp.ones(()))
+
+    model = Holder([Count()], [0.0])
+    with rejects(model, es.TraceError, "was changed inside a transform"):
+        es.mutable(f)(model)
