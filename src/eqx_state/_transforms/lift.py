@@ -76,7 +76,6 @@ class Root:
         self.leaves = [visit for visit in self.visits if visit.is_leaf]
         nodes = [visit for visit in self.visits if not visit.is_leaf]
         self.modules = [visit for visit in nodes if is_module(visit.node)]
-        self.below = modules_below(self.original), [v.node for v in self.leaves]
         is_shared = any(isinstance(visit.node, OpenShared) for visit in nodes)
         tree = closed_copy(self.module) if is_shared else self.module
         self.structure = jtu.tree_structure(tree)
@@ -287,6 +286,7 @@ class Lifted:
         neither its tracers nor its writes: `commit` writes, once.
         """
         inner = {id(scope): scope.inner() for scope in self.scopes}
+        before = self._contents()
         with contextlib.ExitStack() as stack:
             for scope in inner.values():
                 stack.enter_context(scope)
@@ -299,7 +299,10 @@ class Lifted:
                 if isinstance(scope, InitScope)
             ]
             out, after = leave(out, owned)
-        self._check_containers()
+        # Restoring a field puts back the list that it held, but not what was in the
+        # list. There is no right way to merge such a change.
+        if not identical(self._contents(), before):
+            raise TraceError(_CONTAINER_CHANGED)
         sown = [inner[id(scope)].sown for scope in self.scopes]
         return Ran(out, self._written(values, after), sown)
 
@@ -348,16 +351,12 @@ class Lifted:
                 module.__dict__.update(fields)
                 set_place(module, place)
 
-    def _check_containers(self) -> None:
-        """Raise `TraceError` if `call` changed a container of modules from outside.
-
-        Restoring a field puts back the list that it held, but not what was in the list.
-        There is no right way to merge such a change.
-        """
+    def _contents(self) -> list[Any]:
+        """All modules and leaves in the lifted modules outside."""
+        found: list[Any] = []
         for root in self.roots:
-            now = modules_below(root.original), jtu.tree_leaves(root.original)
-            if not all(map(identical, now, root.below)):
-                raise TraceError(_CONTAINER_CHANGED)
+            found += modules_below(root.original) + jtu.tree_leaves(root.original)
+        return found
 
     def _written(self, values: Values, after: list[Snapshot]) -> Values:
         """The leaves that differ from `values`; `ValueError` if one is not an array."""
@@ -395,6 +394,8 @@ class Lifted:
         for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
             owner, _ = self._owners[i, k]
+            if get_place(owner) is None:  # in a list that the caller has filled
+                owner = self.roots[i].original
             scope = self.roots[i].place.scope
             scope.written[id(owner)] = owner, self.name((i, k))
         for i, new in by_root.items():
