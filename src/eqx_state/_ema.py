@@ -16,13 +16,13 @@ from ._state.init import check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter, written
-from ._tree.rules import AbstractFollower
+from ._tree.rules import AbstractPerParameter
 from ._tree.select import update
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
 
 
-class Ema(AbstractFollower):
+class Ema(AbstractPerParameter):
     """The exponential moving average of a model, which passes through `jit`.
 
     With decays `d_1, …, d_n` the model of update `i` has the weight `(1 - d_i)` times

@@ -20,7 +20,7 @@ from .._transforms.lift import Lifted, Ran, Values
 from .._transforms.mutable import is_bound_method
 from .._transforms.reach import check_given, owned_in
 from .._transforms.transform import argument_name, positional_names, Transform
-from .._tree.base import get_place
+from .._tree.base import ownership_of
 from .._tree.walk import name_of
 from .._typing import KeyPath
 from .options import Options
@@ -153,7 +153,7 @@ class Call:
         given = set(map(id, self.leaves))  # part of the signature, so these may
         static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
         for module in owned_in([x for x in static if id(x) not in given]):
-            name = name_of(get_place(module).path) or type(module).__qualname__
+            name = name_of(ownership_of(module).path) or type(module).__qualname__
             raise TraceError(_HOLDS_OWNED.format(name))
 
     def finish(self, result: "Result") -> Any:
@@ -233,7 +233,7 @@ _ARRAY: Final = "array"
 _ORIGIN: Final = "origin"
 
 
-def signature_of(call: Call) -> tuple[Any, ...]:
+def cache_key_of(call: Call) -> tuple[Any, ...]:
     """All that is static in a call: equal, and hashable, for calls of one program.
 
     Shapes and dtypes are left to JAX. The function whose programs they are does not

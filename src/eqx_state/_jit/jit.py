@@ -9,7 +9,7 @@ import equinox as eqx
 from .._compat import hide_frames, PROGRAM_ERRORS
 from .._transforms.transform import Transform, Unbound, wrap
 from .._tree.walk import is_array
-from .call import bind, Call, signature_of
+from .call import bind, cache_key_of, Call
 from .options import checked, Donate, Options
 from .programs import programs_of, raise_failed_check, unlogged, wait
 
@@ -50,7 +50,7 @@ class _Jit(Transform):
         """
         call = Call(self.f, *bind(self.f, args, kwargs), is_array)
         lowered = programs_of(self.f, self.options).of(call).lower(call)
-        return Lowered(lowered, self.f, signature_of(call))
+        return Lowered(lowered, self.f, cache_key_of(call))
 
 
 class _Stage:
@@ -80,7 +80,7 @@ class Compiled(_Stage):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The program's result, for arguments of the signature it was compiled for."""
         call = Call(self._f, *bind(self._f, args, kwargs))
-        if signature_of(call) != self._signature:
+        if cache_key_of(call) != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
                 " arguments of another structure, or with other static values. Lower"

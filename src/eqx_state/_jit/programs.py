@@ -35,7 +35,7 @@ from .._compat import (
     run_in_program,
 )
 from .._state.scope import is_any_open, is_open_here
-from .call import Call, origin_of, Output, Result, signature_of
+from .call import cache_key_of, Call, origin_of, Output, Result
 from .code import Mismatch
 from .options import Options
 from .plan import flattener
@@ -224,7 +224,7 @@ class Programs:
 
     def of(self, call: Call) -> Program:
         """The program that serves a call."""
-        signature = signature_of(call)
+        signature = cache_key_of(call)
         program = self.by_signature.get(signature)
         if program is None:
             origin = call.origin if self.origin is None else self.origin

@@ -18,7 +18,7 @@ from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import to_strong
 from .._tree.filters import check_filter, Filter, trainable, written
-from .._tree.rules import AbstractFollower, check_rules
+from .._tree.rules import AbstractPerParameter, check_rules
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
 from .._typing import KeyPath, PyTree
@@ -45,7 +45,7 @@ class _MadeFor:
     model: PyTree = dataclasses.field(compare=False)
 
 
-class Optimizer(AbstractFollower):
+class Optimizer(AbstractPerParameter):
     """An optax optimizer that carries its own state, and passes through `jit`.
 
     Weight decay, clipping and norms see only the leaves that `wrt` selects.

@@ -13,13 +13,13 @@ import numpy as np
 
 from .._compat import has_escaped
 from .._errors import show, TraceError
-from .._tree.base import get_place
+from .._tree.base import ownership_of
 from .._tree.compare import check_apart, difference, flatten_apart, same
 from .._tree.context import Context, ROOT
 from .._tree.dtypes import as_jax, is_numeric, same_type, to_strong
 from .._tree.walk import drop_cached, is_array, is_numpy, Visit, walk
 from .._typing import KeyPath
-from .scope import closed_copy, disown, OpenShared, own, own_arrays, Scope
+from .scope import closed_copy, disown, own, own_arrays, Scope, ScopedShared
 from .write import kind_at, kind_message
 
 
@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
         return jtu.tree_unflatten(self.structure, self.leaves)
 
 
-class Owned(NamedTuple):
+class OwnedTree(NamedTuple):
     """A tree that a scope owns while a call runs, and its snapshot from before."""
 
     tree: Any
@@ -50,7 +50,7 @@ class Owned(NamedTuple):
     context: Context = ROOT
 
 
-def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
+def enter(given: Snapshot, scope: Scope) -> tuple[OwnedTree, list[Visit]]:
     """Give a private copy of a model to a scope. Returns a walk of it, too."""
     before, private = given, given.tree()
     visits = own(private, scope)
@@ -63,10 +63,10 @@ def enter(given: Snapshot, scope: Scope) -> tuple[Owned, list[Visit]]:
         # Marks are part of the structure, also those of modules that are assigned.
         structure = jtu.tree_structure(closed_copy(private))
         before = before._replace(structure=structure)
-    return Owned(private, before, scope), visits
+    return OwnedTree(private, before, scope), visits
 
 
-def given_back(given: Snapshot, owned: Owned, after: Snapshot) -> Any:
+def given_back(given: Snapshot, owned: OwnedTree, after: Snapshot) -> Any:
     """The tree after a call, in which unwritten leaves are the caller's own again."""
     before, is_alike = owned.before.leaves, after.structure == owned.before.structure
     pairs = zip(before, given.leaves, strict=True)
@@ -80,7 +80,7 @@ def given_back(given: Snapshot, owned: Owned, after: Snapshot) -> Any:
     return after._replace(leaves=leaves).tree()
 
 
-def leave(out: Any, owned: Sequence[Owned]) -> tuple[Any, list[Snapshot]]:
+def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Snapshot]]:
     """Check a call that returned `out`, and collect the trees that it owned.
 
     Returns the output with snapshots in place of owned modules, and each tree after the
@@ -99,10 +99,10 @@ def leave(out: Any, owned: Sequence[Owned]) -> tuple[Any, list[Snapshot]]:
     return disown(out, outside), after
 
 
-def _collect(owned: Owned, visits: list[Visit]) -> Snapshot:
+def _collect(owned: OwnedTree, visits: list[Visit]) -> Snapshot:
     """A snapshot of a private tree after the call, checked against the one before."""
     tree, before, scope, path, context = owned
-    if any(isinstance(v.node, OpenShared) for v in visits if not v.is_leaf):
+    if any(isinstance(v.node, ScopedShared) for v in visits if not v.is_leaf):
         tree = closed_copy(tree)
     structure = jtu.tree_structure(tree)
     # A `functools.cached_property` of an Equinox module may have stored its value in
@@ -131,7 +131,7 @@ def _check_written(visits: list[Visit], scope: Scope) -> None:
     """
     inside = {id(visit.node) for visit in visits if not visit.is_leaf}
     for key, (module, name) in scope.written.items():
-        if key not in inside and get_place(module).scope is scope:
+        if key not in inside and ownership_of(module).scope is scope:
             raise ValueError(_LOST.format(name))
 
 

@@ -22,10 +22,10 @@ from .._kinds.kinds import Parameter, State
 from .._tree.base import (
     BaseModule,
     fields_of,
-    get_place,
     INIT_DONE,
     is_eqx_module,
     is_module,
+    ownership_of,
     Placeholder,
 )
 from .._tree.compare import check_apart, check_not_shared
@@ -337,7 +337,7 @@ class InitScope(Scope):
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
             object.__setattr__(module, name, new)
-            place, key = get_place(module), jtu.GetAttrKey(name)
+            place, key = ownership_of(module), jtu.GetAttrKey(name)
             context = place.context.enter(module, key)
             own(new, self, (*place.path, key), context)
 

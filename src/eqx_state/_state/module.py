@@ -22,9 +22,9 @@ from .._tree.base import (
     BaseModule,
     FLAGS,
     forget_cached,
-    get_place,
     INFERENCE,
     own_data,
+    ownership_of,
 )
 from .._tree.compare import check_not_shared
 from .._tree.dtypes import strengthen_field
@@ -59,7 +59,7 @@ class _CachedProperty(ft.cached_property[Any]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        if get_place(instance) is not None or is_in_trace():
+        if ownership_of(instance) is not None or is_in_trace():
             return self.func(instance)
         cached = own_data(instance).cached
         if self not in cached:
@@ -185,7 +185,7 @@ class Module(BaseModule):
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if (place := get_place(self)) is not None:
+            if (place := ownership_of(self)) is not None:
                 write(self, place, name, value)
                 return
             forget_cached(self)
@@ -238,7 +238,7 @@ class Module(BaseModule):
     @_computed
     def initializing(self) -> bool:
         """Whether `init` is running: its forward pass, or a `module_init`."""
-        place = get_place(self)
+        place = ownership_of(self)
         return place is not None and place.scope.is_initializing
 
     @_computed

@@ -1,8 +1,8 @@
 """The mutable scope: which modules may be written, and for how long.
 
-A scope owns private copies of modules. Ownership is a `Place` that is stored beside the
-fields of each owned `es.Module`. There is no global stack of scopes: a module that has
-no `Place` cannot be written, whatever scope is open around the code.
+A scope owns private copies of modules. An `Ownership` is stored beside the fields of
+each owned `es.Module`. There is no global stack of scopes: a module without an
+`Ownership` cannot be written, whatever scope is open around the code.
 
 A scope remembers the trace in which it was opened. A write in another trace would leak
 that trace's tracers, and is an error.
@@ -22,11 +22,11 @@ import numpy as np
 from .._compat import trace_state
 from .._tree.base import (
     BaseModule,
-    get_place,
     is_eqx_module,
     is_module,
     OPEN_SCOPES,
-    set_place,
+    ownership_of,
+    set_ownership,
 )
 from .._tree.context import Context, ROOT
 from .._tree.dtypes import as_inside, as_jax, fit_leaf, is_numeric
@@ -42,7 +42,7 @@ from .._typing import KeyPath
 # every module in it, and a copy does not belong to the scope, so it could not be
 # written.
 #
-# So the instances in a private copy change their class to `OpenShared`. Its call
+# So the instances in a private copy change their class to `ScopedShared`. Its call
 # rebuilds only the containers and modules that lead to a hole, and uses everything
 # else as it is: a tied module is one object in all its places, and can be written
 # through any of them. When the scope is left, `closed_copy` changes the class back,
@@ -63,7 +63,7 @@ def _is_whole(x: Any) -> bool:
     return not any(map(_is_hole, jtu.tree_leaves(x, is_leaf=_is_hole)))
 
 
-class OpenShared(eqx.nn.Shared):
+class ScopedShared(eqx.nn.Shared):
     """An `eqx.nn.Shared` in a scope."""
 
     def __call__(self) -> Any:
@@ -84,17 +84,17 @@ class OpenShared(eqx.nn.Shared):
         return jtu.tree_map(lambda x: at.get(id(x), x), tree, is_leaf=_is_whole)
 
 
-def open_shared(node: Any) -> None:
-    """Make `node` an `OpenShared` if it is an `eqx.nn.Shared` with `es.Module`s."""
+def scope_shared(node: Any) -> None:
+    """Make `node` an `ScopedShared` if it is an `eqx.nn.Shared` with `es.Module`s."""
     if type(node) is eqx.nn.Shared and any(modules_in(node)):
-        object.__setattr__(node, "__class__", OpenShared)
+        object.__setattr__(node, "__class__", ScopedShared)
 
 
 def closed_copy(tree: Any) -> Any:
-    """A copy that no scope owns, with Equinox's class in place of `OpenShared`."""
+    """A copy that no scope owns, with Equinox's class in place of `ScopedShared`."""
     tree = copy_tree(tree)
     for visit in walk(tree):
-        if isinstance(visit.node, OpenShared):
+        if isinstance(visit.node, ScopedShared):
             object.__setattr__(visit.node, "__class__", eqx.nn.Shared)
     return tree
 
@@ -127,7 +127,7 @@ class Scope:
     - `observer`: what sees the calls of modules, and keeps values in `sown`.
     - `reports`: the observers that keep what modules of this scope sow.
     - `written`: the modules that were written, and the name of a field that was.
-    - `own_dtypes`: inside of a `cast`, the own dtype of each array that has another
+    - `outer_dtypes`: inside of a `cast`, the own dtype of each array that has another
         one here, by path.
     """
 
@@ -144,7 +144,7 @@ class Scope:
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
-        self.own_dtypes: Mapping[KeyPath, Any] | None = None
+        self.outer_dtypes: Mapping[KeyPath, Any] | None = None
         self.thread = threading.get_ident()
         OPEN_SCOPES[id(self)] = threading.get_ident()
 
@@ -180,7 +180,7 @@ class Scope:
     def inner(self) -> "Scope":
         """A scope like this one, for the trace of a transform inside it."""
         new = Scope(self.kinds, self.observer, self.reports)
-        new.own_dtypes = self.own_dtypes
+        new.outer_dtypes = self.outer_dtypes
         return new
 
     @property
@@ -190,7 +190,7 @@ class Scope:
             self.kinds,
             self.reports,
             self.observer and self.observer.key,
-            None if self.own_dtypes is None else tuple(self.own_dtypes.items()),
+            None if self.outer_dtypes is None else tuple(self.outer_dtypes.items()),
         )
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
@@ -220,8 +220,8 @@ class Scope:
 
     def fit_leaf(self, old: Any, new: Any, path: KeyPath) -> Any:
         """`new` in the dtype that `old` has here; `ValueError` if it does not fit."""
-        if self.own_dtypes is not None:
-            new = as_inside(old, new, self.own_dtypes.get(path))
+        if self.outer_dtypes is not None:
+            new = as_inside(old, new, self.outer_dtypes.get(path))
         return fit_leaf(old, new, name_of(path))
 
 
@@ -249,7 +249,7 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
 
 
 @dataclasses.dataclass(slots=True)
-class Place:
+class Ownership:
     """The position of an owned module: in which scope, and where in its model."""
 
     scope: Scope
@@ -271,11 +271,11 @@ def own(
     visits = walk(tree, path, context)
     for visit in visits:
         if not visit.is_leaf:
-            open_shared(visit.node)
+            scope_shared(visit.node)
             if scope.observer is not None:
                 mark(visit.node, visit.name, scope.observer)
             if is_module(visit.node):
-                set_place(visit.node, Place(scope, visit.path, visit.context))
+                set_ownership(visit.node, Ownership(scope, visit.path, visit.context))
     return visits
 
 
@@ -283,7 +283,7 @@ def is_owned(x: Any) -> bool:
     """Whether `x` is an `es.Module` in a scope that is open."""
     if not is_module(x):
         return False
-    place = get_place(x)
+    place = ownership_of(x)
     return place is not None and place.scope.is_open
 
 
@@ -295,8 +295,8 @@ def disown(tree: Any, visits: list[Visit]) -> Any:
 
     def owned(x: Any) -> bool:
         if is_module(x):
-            return get_place(x) is not None
-        return isinstance(x, OpenShared)
+            return ownership_of(x) is not None
+        return isinstance(x, ScopedShared)
 
     if not any(owned(visit.node) for visit in visits if not visit.is_leaf):
         return tree

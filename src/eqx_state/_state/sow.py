@@ -14,12 +14,12 @@ import jax.tree_util as jtu
 
 from .._compat import has_escaped, out_of_vmaps
 from .._errors import show, TraceError
-from .._tree.base import BaseModule, get_place
+from .._tree.base import BaseModule, ownership_of
 from .._tree.dtypes import as_jax, is_numeric
 from .._tree.observe import OBSERVING
 from .._tree.walk import is_numpy, name_of, walk
 from .._typing import KeyPath, PyTree
-from .scope import is_any_open, is_owned, Place, Reports, Scope
+from .scope import is_any_open, is_owned, Ownership, Reports, Scope
 from .write import trace_message
 
 
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
     """Hand a value to the observers that keep what is sown, if there are any."""
-    place = get_place(module)
+    place = ownership_of(module)
     if place is None or not place.scope.is_open:
         return
     for key, path in _outward(place):
@@ -52,7 +52,7 @@ def sow(module: BaseModule, name: str, value: Any) -> None:
         keep(OBSERVING.get()[key], Key(name_of((*path, jtu.GetAttrKey(name)))), value)
 
 
-def _outward(place: Place) -> Iterator[tuple[Hashable, KeyPath]]:
+def _outward(place: Ownership) -> Iterator[tuple[Hashable, KeyPath]]:
     """The observers that keep what a module here sows, and its path in their models."""
     for key, inside, outside in place.scope.reports:
         if place.path[: len(inside)] == inside:
@@ -67,7 +67,7 @@ def reporting(model: PyTree) -> Reports:
     return tuple(
         (key, visit.path, path)
         for visit in visits
-        for key, path in _outward(get_place(visit.node))
+        for key, path in _outward(ownership_of(visit.node))
     )
 
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from .._errors import TraceError
 from .._kinds.kinds import kind_name
-from .._tree.base import BaseModule, fields_of, FLAGS, get_place, is_module
+from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
-from .scope import is_open_here, own, own_arrays, Place, Scope
+from .scope import is_open_here, own, own_arrays, Ownership, Scope
 
 
-def write(module: BaseModule, place: Place, name: str, value: Any) -> None:
+def write(module: BaseModule, place: Ownership, name: str, value: Any) -> None:
     """`module.name = value` inside a scope."""
     scope, cls = place.scope, type(module)
     where = f"{cls.__qualname__}.{name}"
@@ -76,7 +76,7 @@ def _is_missing(old: Any, new: Any) -> bool:
 
 
 def _belongs_to(x: Any, scope: Scope) -> bool:
-    place = get_place(x) if is_module(x) else None
+    place = ownership_of(x) if is_module(x) else None
     return place is not None and place.scope is scope
 
 

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 
 from .._kinds.kinds import is_kind, Rng
 from .._state.scope import is_owned, Sown
-from .._tree.base import get_place
+from .._tree.base import ownership_of
 from .._tree.keys import is_key, next_keys, num_key_axes, split_key
 from .._tree.rules import Asked, check_rules, is_rules, most_derived
 from .._tree.walk import is_array, leaves, name_of, Visit
-from .lift import Lifted, Ran, Slot, Values
+from .lift import LeafIndex, Lifted, Ran, Values
 from .reach import by_entry, check_given, is_model, models_in, owned_in
 from .transform import Transform
 
@@ -69,7 +69,7 @@ class AbstractMap(Transform):
 class _Key(NamedTuple):
     """A leaf of an owned module, as a key that JAX shows by its name in errors."""
 
-    slot: Slot
+    slot: LeafIndex
     name: str
 
     def __repr__(self) -> str:
@@ -128,11 +128,11 @@ class Reached:
         self.tree: Callable[[Any], Inputs] = treedef.unflatten
         self.axes = [axis for axis in axes if axis is not None]
         # For each key that is split the one that its module keeps, if it was used.
-        self.advanced: dict[Slot | None, Any] = {}
+        self.advanced: dict[LeafIndex | None, Any] = {}
         self.transform, self.shared = transform, transform.shared
         self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
-    def group_of(self, slot: Slot) -> Any:
+    def group_of(self, slot: LeafIndex) -> Any:
         """The axis over which new state leaves a lane: one key, if all lanes agree."""
         axis = self.of_owned[slot]
         return self.shared if axis is SPLIT else axis
@@ -172,7 +172,7 @@ class Reached:
 
     def collect(
         self, written: Values, differs: Callable[[Any, Any], bool]
-    ) -> tuple[list[Values], list[Slot], list[str]]:
+    ) -> tuple[list[Values], list[LeafIndex], list[str]]:
         """What a lane has written, in groups; the keys that it used; errors by name.
 
         `differs(x, axis)` says whether the lanes may have different values where this
@@ -204,7 +204,9 @@ class Reached:
             axis = self.transform.axis_by_entry(entry, visit.node)
         return axis not in (None, SPLIT, PartitionSpec(), self.shared)
 
-    def commit(self, groups: list[Values], used: list[Slot], sown: list[Sown]) -> None:
+    def commit(
+        self, groups: list[Values], used: list[LeafIndex], sown: list[Sown]
+    ) -> None:
         """Write to the modules outside."""
         lane = f"lane of `{self.transform.what}`"
         self.lifted.check_not_created(self._is_of_a_stack, lane)
@@ -263,7 +265,7 @@ def _axes_of_arguments(
 
 def _axes_of_function(
     transform: AbstractMap, f: Any, lifted: Lifted
-) -> tuple[list[Any], dict[Slot, Any], Asked]:
+) -> tuple[list[Any], dict[LeafIndex, Any], Asked]:
     """The axis of each leaf of `f` as a pytree, and of the owned modules in its reach.
 
     The names in rules begin at the outermost module that the function leads to.
@@ -271,7 +273,7 @@ def _axes_of_function(
     rules = dict(transform.axes)
     asked = Asked(rules, f"`{transform.what}(axes=...)`")
     of_f: list[Any] = []
-    of_owned: dict[Slot, Any] = {}
+    of_owned: dict[LeafIndex, Any] = {}
 
     def ask(model: Visit) -> list[Any]:
         """The axis of each leaf of a model; `None` for an owned module in it."""
@@ -282,7 +284,7 @@ def _axes_of_function(
                 continue
             axes.append(None)
             # Its kinds are those in the model of its scope; its names begin here.
-            depth, start = len(get_place(visit.node).path), visit.path
+            depth, start = len(ownership_of(visit.node).path), visit.path
             for i, k in lifted.slots(visit.node):
                 x = lifted.roots[i].leaves[k]
                 context = x.context.seen_from(depth, len(start))

@@ -15,7 +15,7 @@ import jax
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
 from .._tree.compare import difference_of_leaves
-from .lift import Lifted, Ran, Slot, Values
+from .lift import LeafIndex, Lifted, Ran, Values
 from .mutable import is_bound_method
 from .reach import check_given, is_traced, split_arguments
 
@@ -40,7 +40,7 @@ def _select(
     traces = _Traces(what)
     # In a `shard_map`: along which mesh axes state varies after some branch.
     is_manual = bool(manual_axes())
-    varying: dict[Slot, frozenset[Any]] = {}
+    varying: dict[LeafIndex, frozenset[Any]] = {}
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX uses the name in its messages
@@ -84,7 +84,7 @@ class _Traces:
 
     def __init__(self, what: str):
         self.what = what
-        self.written: set[Slot] = set()
+        self.written: set[LeafIndex] = set()
         self.static: Any = None
         self.counts: list[dict[Any, int]] | None = None
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned
-from .lift import Lifted, Ran, Static
+from .lift import Lifted, Ran, StaticOutput
 from .reach import check_given, is_traced
 from .transform import Transform, wrap
 
@@ -36,7 +36,7 @@ class _Checkpoint(Transform):
         arrays, rest = self._split(*lifted.arguments)
         outside = {id(x) for x in lifted.values.values()}
 
-        def run(arrays: Any) -> tuple[Ran, Static]:
+        def run(arrays: Any) -> tuple[Ran, StaticOutput]:
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
             # The values of the modules are closed over: `jax.checkpoint` differentiates
             # with respect to tracers in the closure, too.
@@ -47,7 +47,7 @@ class _Checkpoint(Transform):
             traced, out = is_traced(ran.out), ran.out
             is_new = jtu.tree_map(lambda x, t: t and id(x) not in outside, out, traced)
             out, static = eqx.partition(out, is_new)
-            return ran._replace(out=out), Static(static)
+            return ran._replace(out=out), StaticOutput(static)
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
         # Outside of a trace, JAX returns constants as literals of a class of its own.

@@ -20,7 +20,7 @@ from .._compat import is_in_trace
 from .._tree.base import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .derivatives import PureCall
-from .lift import Ran, Slot, Values
+from .lift import LeafIndex, Ran, Values
 from .reach import is_traced, models_in
 from .transform import Transform, Unbound, wrap
 
@@ -72,7 +72,7 @@ class _CustomVjp(Transform):
 
     def _run(self, call: PureCall, inputs: list[Any], static: list[int]) -> Ran:
         """What `jax.custom_vjp` makes of the call."""
-        written: dict[str, frozenset[Slot]] = {}  # by `f`, and by `fwd`
+        written: dict[str, frozenset[LeafIndex]] = {}  # by `f`, and by `fwd`
 
         def result(ran: Ran, before: Values, out: Any) -> Ran:
             # All state of the arguments, since `fwd` may write what `f` does not, and

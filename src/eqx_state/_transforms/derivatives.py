@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from .._compat import boundary
 from .._state.scope import closed_copy
 from .._tree.compare import difference, same_modes
-from .lift import Lifted, Ran, Static, Values
+from .lift import Lifted, Ran, StaticOutput, Values
 from .mutable import as_argnums
 from .reach import check_given, is_traced
 from .transform import Transform, with_aux, wrap
@@ -85,16 +85,16 @@ class Primal:
         self.call = PureCall(f, args, kwargs, _is_inexact)
         self.arrays = self.call.arrays
 
-    def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, Static]]:
+    def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, StaticOutput]]:
         """The output to differentiate, and as an auxiliary output everything else."""
         ran, _ = self.call(self.f, arrays)
         out, aux = with_aux(ran.out) if self.has_aux else (ran.out, None)
         out, rest = eqx.partition(out, self.is_output(out))
         rest = rest, aux
         computed, static = eqx.partition(rest, is_traced(rest))
-        return out, (ran._replace(out=computed), Static(static))
+        return out, (ran._replace(out=computed), StaticOutput(static))
 
-    def finish(self, out: Any, rest: tuple[Ran, Static]) -> tuple[Any, ...]:
+    def finish(self, out: Any, rest: tuple[Ran, StaticOutput]) -> tuple[Any, ...]:
         """Commit what was written. Returns the whole output, and `aux` if there is."""
         ran, static = rest
         self.call.lifted.commit(ran)

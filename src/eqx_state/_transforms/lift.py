@@ -13,8 +13,8 @@ such writes out of a trace takes five steps, which every transform of `es` makes
 4. *Collect* the leaves that were written. They leave the trace as ordinary outputs.
 5. *Commit* them to the modules outside: all or nothing.
 
-All leaves of all modules are in one flat mapping, from a `Slot` to a value. Names would
-not do as keys, since two leaves may have equal names.
+All leaves of all modules are in one flat mapping, from a `LeafIndex` to a value. Names
+would not do as keys, since two leaves may have equal names.
 
 A module that no scope owns is data. JAX traces it among the arguments, and takes its
 arrays in a closure for constants.
@@ -31,7 +31,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import NotInitializedError, show, TraceError
-from .._state.collect import leave, Owned, Snapshot
+from .._state.collect import leave, OwnedTree, Snapshot
 from .._state.init import (
     check_created,
     check_initialized,
@@ -39,10 +39,18 @@ from .._state.init import (
     created_error,
     InitScope,
 )
-from .._state.scope import closed_copy, is_owned, OpenShared, own, Place, Scope, Sown
+from .._state.scope import (
+    closed_copy,
+    is_owned,
+    own,
+    Ownership,
+    Scope,
+    ScopedShared,
+    Sown,
+)
 from .._state.sow import carried_out
 from .._state.write import trace_message
-from .._tree.base import BaseModule, get_place, is_module, set_place
+from .._tree.base import BaseModule, is_module, ownership_of, set_ownership
 from .._tree.compare import identical, modules_below, same
 from .._tree.observe import OBSERVING
 from .._tree.walk import dynamic_names, is_array, leaves, Visit, walk
@@ -50,13 +58,13 @@ from .reach import by_entry, models_in, owned_in
 
 
 # The index of a lifted module, and of one of its leaves in the order of flattening.
-Slot = tuple[int, int]
+LeafIndex = tuple[int, int]
 
-Values = dict[Slot, Any]
+Values = dict[LeafIndex, Any]
 
 
 @dataclasses.dataclass(eq=False)
-class Root:
+class LiftedModule:
     """An owned module that is not inside another one that the transform reaches.
 
     - `place`, `visits`: where it is in its model; paths and kinds are seen from there.
@@ -64,7 +72,7 @@ class Root:
     """
 
     module: BaseModule
-    place: Place
+    place: Ownership
     visits: list[Visit]
     original: BaseModule
 
@@ -76,24 +84,26 @@ class Root:
         self.leaves = [visit for visit in self.visits if visit.is_leaf]
         nodes = [visit for visit in self.visits if not visit.is_leaf]
         self.modules = [visit for visit in nodes if is_module(visit.node)]
-        is_shared = any(isinstance(visit.node, OpenShared) for visit in nodes)
+        is_shared = any(isinstance(visit.node, ScopedShared) for visit in nodes)
         tree = closed_copy(self.module) if is_shared else self.module
         self.structure = jtu.tree_structure(tree)
 
 
-def _roots_among(reached: Sequence[Any], originals: dict[int, Any]) -> list[Root]:
+def _roots_among(
+    reached: Sequence[Any], originals: dict[int, Any]
+) -> list[LiftedModule]:
     """The modules among `reached` that are not inside another one, each once.
 
     `originals`: the module that a copy was made of, by the `id` of the copy.
     """
-    roots: list[Root] = []
+    roots: list[LiftedModule] = []
     inside: set[int] = set()
     for module in reached:
         if id(module) in inside:
             continue
-        place = get_place(module)
+        place = ownership_of(module)
         visits = walk(module, place.path, place.context)
-        root = Root(module, place, visits, originals.get(id(module), module))
+        root = LiftedModule(module, place, visits, originals.get(id(module), module))
         below = {id(visit.node) for visit in root.modules}
         # `lambda x: layer(x) + model(x)` leads to the part before the whole.
         roots = [x for x in roots if id(x.module) not in below] + [root]
@@ -106,7 +116,7 @@ def _roots_among(reached: Sequence[Any], originals: dict[int, Any]) -> list[Root
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
     """A copy of an owned module in the same place, with these leaves or its own."""
-    place, copy = get_place(module), closed_copy(module)
+    place, copy = ownership_of(module), closed_copy(module)
     if values is not None:
         copy = jtu.tree_map(lambda _: next(values), copy)
     own(copy, place.scope, place.path, place.context)
@@ -156,7 +166,7 @@ def _extents(visits: list[Visit]) -> Iterator[tuple[Any, int, int]]:
 
 
 @jtu.register_static
-class Static:
+class StaticOutput:
     """Takes a static value out of a trace, as a part of the output's treedef."""
 
     def __init__(self, value: Any):
@@ -198,7 +208,7 @@ class Lifted:
         self.given = functions, arguments
         found = owned_in(self.given)
         # Equinox's own modules, whose calls may be observed, do not lead to a scope.
-        scopes = [*(get_place(x).scope for x in found), *OBSERVING.get().values()]
+        scopes = [*(ownership_of(x).scope for x in found), *OBSERVING.get().values()]
         self.scopes = list({id(scope): scope for scope in scopes}.values())
         for scope in self.scopes:
             scope.check_thread()
@@ -229,13 +239,13 @@ class Lifted:
             if root.place.scope.allows(visit.kind)
         }
 
-    def name(self, slot: Slot) -> str:
+    def name(self, slot: LeafIndex) -> str:
         """The name of a leaf in the model."""
         i, k = slot
         return self.roots[i].leaves[k].name
 
     @ft.cached_property
-    def _slots(self) -> dict[int, list[Slot]]:
+    def _slots(self) -> dict[int, list[LeafIndex]]:
         """The slots of each module, by its `id`; those of a parent come first."""
         return {
             id(module): [(i, k) for k in range(start, stop)]
@@ -244,7 +254,7 @@ class Lifted:
         }
 
     @ft.cached_property
-    def _owners(self) -> dict[Slot, tuple[Any, int]]:
+    def _owners(self) -> dict[LeafIndex, tuple[Any, int]]:
         """For each leaf the innermost module outside, and its number in that."""
         return {
             (i, k): (self.originals.get(id(module), module), k - start)
@@ -257,7 +267,7 @@ class Lifted:
         """Whether a module is a root, or inside one."""
         return id(module) in self._slots
 
-    def slots(self, module: Any) -> list[Slot]:
+    def slots(self, module: Any) -> list[LeafIndex]:
         """The slots of an owned module that is a root, or inside one."""
         return self._slots[id(module)]
 
@@ -317,13 +327,13 @@ class Lifted:
                 check_initialized(model)
             raise
 
-    def _owned(self, i: int, values: Values, inner: dict[int, Scope]) -> Owned:
+    def _owned(self, i: int, values: Values, inner: dict[int, Scope]) -> OwnedTree:
         """A lifted module and its snapshot, for the end of the inner scope."""
         root, place = self.roots[i], self.roots[i].place
         before = [values[i, k] for k in range(len(root.leaves))]
         snapshot = Snapshot(before, root.structure)
         scope = inner[id(place.scope)]
-        return Owned(root.module, snapshot, scope, place.path, place.context)
+        return OwnedTree(root.module, snapshot, scope, place.path, place.context)
 
     @contextlib.contextmanager
     def _swapped(self, values: Values, inner: dict[int, Scope]) -> Iterator[None]:
@@ -333,7 +343,7 @@ class Lifted:
         be refused, as a write in another trace.
         """
         saved = [
-            (v.node, dict(v.node.__dict__), get_place(v.node))
+            (v.node, dict(v.node.__dict__), ownership_of(v.node))
             for root in self.roots
             for v in root.modules
         ]
@@ -349,7 +359,7 @@ class Lifted:
             for module, fields, place in saved:
                 module.__dict__.clear()
                 module.__dict__.update(fields)
-                set_place(module, place)
+                set_ownership(module, place)
 
     def _contents(self) -> list[Any]:
         """All modules and leaves in the lifted modules outside."""
@@ -394,7 +404,7 @@ class Lifted:
         for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
             owner, _ = self._owners[i, k]
-            if get_place(owner) is None:  # in a list that the caller has filled
+            if ownership_of(owner) is None:  # in a list that the caller has filled
                 owner = self.roots[i].original
             scope = self.roots[i].place.scope
             scope.written[id(owner)] = owner, self.name((i, k))

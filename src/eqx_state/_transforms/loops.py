@@ -22,7 +22,7 @@ from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import closed_copy, is_owned, Sown
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
 from .._tree.walk import is_array
-from .lift import Lifted, owned_copy, Ran, Slot, Values
+from .lift import LeafIndex, Lifted, owned_copy, Ran, Values
 from .reach import check_given, is_traced, split_arguments
 
 
@@ -37,7 +37,7 @@ class StepTrace(NamedTuple):
     They cannot be outputs of the step, since JAX fixes the treedef of those.
     """
 
-    written: frozenset[Slot] = frozenset()
+    written: frozenset[LeafIndex] = frozenset()
     unchanged: frozenset[int] = frozenset()  # leaves of modules in the carry
     static: Any = None  # the rest of the output that is not arrays
 

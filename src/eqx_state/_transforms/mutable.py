@@ -58,7 +58,7 @@ class Cast(NamedTuple):
                 own[visit.path] = x.dtype
                 x = jnp.asarray(x).astype(dtype)
             new.append(x)
-        scope.own_dtypes = own
+        scope.outer_dtypes = own
         return given._replace(leaves=new)
 
 
@@ -86,7 +86,7 @@ def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
     return dtype
 
 
-def own_again(new: Any, inside: Snapshot, given: Snapshot) -> Any:
+def restore_dtypes(new: Any, inside: Snapshot, given: Snapshot) -> Any:
     """The model after a call, with the caller's dtypes and the caller's arrays."""
     out = []
     for x, cast, own in zip(
@@ -150,7 +150,7 @@ def thread(
     new = given_back(inside, owned, after)
     if scope.observer is not None:
         out, new = unmarked((out, new), scope.observer.key)
-    return out, new if cast is None else own_again(new, inside, given)
+    return out, new if cast is None else restore_dtypes(new, inside, given)
 
 
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:

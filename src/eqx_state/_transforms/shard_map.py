@@ -20,7 +20,7 @@ from .._compat import Infer, vary, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
-from .lift import Static
+from .lift import StaticOutput
 from .reach import is_traced
 from .transform import wrap
 
@@ -83,7 +83,7 @@ class _ShardMap(AbstractMap):
                 raise ValueError(text.format(", ".join(unreduced), names[0]))
             out, static = eqx.partition(ran.out, is_traced(ran.out))
             sown = jtu.tree_map(stacked, ran.sown)
-            return out, groups, sown, Static((static, used))
+            return out, groups, sown, StaticOutput((static, used))
 
         specs = reached.tree(map(_spec, reached.axes))
         mapped = jax.shard_map(

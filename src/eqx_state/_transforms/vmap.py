@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from .._compat import is_mapped, spread_like
 from .._tree.rules import check_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
-from .lift import Static
+from .lift import StaticOutput
 from .reach import is_traced
 from .transform import wrap
 
@@ -56,7 +56,7 @@ class _Vmap(AbstractMap):
             if unreduced:
                 raise ValueError(_NOT_REDUCED.format(", ".join(unreduced)))
             out, static = eqx.partition(ran.out, is_traced(ran.out))
-            return out, groups, ran.sown, Static((static, used))
+            return out, groups, ran.sown, StaticOutput((static, used))
 
         mapped = jax.vmap(
             lane,

@@ -208,13 +208,13 @@ def forget_cached(module: eqx.Module) -> None:
         fields.cached.clear()
 
 
-def get_place(module: eqx.Module) -> Any:
+def ownership_of(module: eqx.Module) -> Any:
     """Where in an open scope `module` is, or `None` for an ordinary frozen module."""
     fields = fields_of(module)
     return fields.place if type(fields) is Fields else None
 
 
-def set_place(module: eqx.Module, place: Any) -> None:
+def set_ownership(module: eqx.Module, place: Any) -> None:
     """Put a module into a scope, or take it out with `None`."""
     own_data(module).place = place
 

@@ -212,7 +212,7 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
 # --- Which parameter a moment of an optimizer, or an array of an average, belongs to --
 
 
-class AbstractFollower(eqx.Module):
+class AbstractPerParameter(eqx.Module):
     """A module that has arrays for the parameters of a model, such as their moments.
 
     What rules say of a parameter holds for these, too: a momentum lies where its
@@ -271,7 +271,9 @@ def followed_models(tree: PyTree) -> list[PyTree]:
 
 
 def _followers(tree: PyTree) -> list[Visit]:
-    return [visit for visit in walk(tree) if isinstance(visit.node, AbstractFollower)]
+    return [
+        visit for visit in walk(tree) if isinstance(visit.node, AbstractPerParameter)
+    ]
 
 
 def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
