@@ -71,6 +71,8 @@ def axis_names(tree: _Tree) -> _Tree:
 
 
 class NamedLeaf(NamedTuple):
+    """A leaf, and the names of its axes."""
+
     visit: Visit
     names: Names | None  # `None` if it is not an array
     # Those of the parameter that it belongs to, if that has another shape: what

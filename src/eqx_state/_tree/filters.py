@@ -365,6 +365,7 @@ def marker(visit: Visit) -> Any:
 
 
 def is_marker(x: Any) -> bool:
+    """Whether `x` stands for a leaf while a `where` selects nodes."""
     return isinstance(x, np.ndarray) and x.dtype == object
 
 
