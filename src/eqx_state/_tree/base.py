@@ -33,7 +33,7 @@ Marks = tuple[tuple[Steps, bool], ...]
 
 
 def sorted_marks(marks: dict[Steps, bool]) -> Marks:
-    """The marks of what is frozen as static data: equal marks are equal and hash alike."""
+    """The marks of what is frozen, as static data of a module."""
     return tuple(sorted(marks.items()))
 
 
