@@ -17,6 +17,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
 from .._tree.rules import check_rules
@@ -97,6 +98,10 @@ that are not arrays are passed on, so `0` stands for `eqx.if_array(0)`."""
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
 not known. Map an argument, `in_axes=0`, or give `axis_size`."""
 
+_OUT_AXES: Final = """`es.vmap`: `out_axes` is an integer, `None`, or a tree of them, \
+and not `{}`. Leaves that are not arrays are passed on, so `0` stands for \
+`eqx.if_array(0)`."""
+
 _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, and the lanes \
 share it, so only one could be kept. With `axis_name="batch"`, reduce it over the \
 lanes: `self.mean = jax.lax.pmean(mean, "batch")`; or give every lane its own, with an \
@@ -167,6 +172,9 @@ def vmap(
         assert y.tolist() == [-1.0, 1.0]
         ```
     """
+    for axis in jtu.tree_leaves(out_axes):
+        if not isinstance(axis, int):
+            raise TypeError(_OUT_AXES.format(axis))
     axes = {} if axes is None else axes
     check_rules(axes, "`es.vmap(axes=...)`")
     return wrap(
