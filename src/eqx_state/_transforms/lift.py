@@ -6,8 +6,8 @@ such writes out of a trace takes five steps, which every transform of `es` makes
 
 1. *Reach.* `Lifted(functions, arguments)` finds the modules that an open scope owns: in
    the functions, in their closures, and among the arguments.
-2. *Swap.* A closure holds the object itself, and would not see a copy: so its fields
-   get the values of the trace, and their own back afterwards. A module among the
+2. *Swap.* A closure holds the object itself, and would not see a copy: so the fields of
+   the object are set to the values of the trace, and set back. A module among the
    arguments is a value, as in JAX: the function gets a copy of it.
 3. *Run* the function, in scopes that belong to the inner trace.
 4. *Collect* the leaves that were written. They leave the trace as ordinary outputs.
@@ -230,7 +230,7 @@ class Lifted:
     @ft.cached_property
     def writable(self) -> Values:
         """Those of `values` that are arrays which the call may write."""
-        # NumPy arrays are constants here (`_collect.enter`), which may be shapes.
+        # NumPy arrays are constants here (`scope.own_arrays`), which may be shapes.
         return {
             (i, k): visit.node
             for i, root in enumerate(self.roots)

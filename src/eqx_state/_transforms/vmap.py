@@ -44,7 +44,7 @@ class _Vmap(AbstractMap):
         reached = Reached(self, args, kwargs)
         size = _size(reached, self.axis_size)
         # On a mesh with explicit axes, the shardings of all mapped axes have to agree.
-        # The user cannot shard the keys.
+        # The user has no way to shard the new keys.
         pairs = zip(reached.values, reached.axes, strict=True)
         arrays = [(x, axis) for x, axis in pairs if axis is not SPLIT]
         reached.split_keys(
