@@ -226,7 +226,7 @@ def test_a_name_that_appears_later(make, kind):
 def test_a_name_in_an_alias_that_appears_later(make):
     module = make("type Alias = Missing\nclass Model(es.Module):\n    x: Alias")
     model = module.Model(ONE)
-    with pytest.raises(TypeError, match=r"`Model\.x: Alias`.*cannot be resolved"):
+    with pytest.raises(TypeError, match=r"`Model\.x` decides.*cannot be resolved"):
         es.parts(model)
     module.Missing = es.State
     assert kinds(model) == {"x": es.State}
