@@ -381,6 +381,7 @@ MADE = {
 }
 
 
+@jax.check_tracer_leaks(False)  # which would come before our error
 @pytest.mark.parametrize("run", MADE.values(), ids=MADE)
 def test_what_is_made_does_not_depend_on_values_of_a_trace(run):
     class Shift(es.Module):

@@ -498,6 +498,7 @@ def test_a_filter_may_be_for_what_init_makes():
 # --- Modules that no scope owns -----------------------------------------------------
 
 
+@jax.debug_key_reuse(False)  # one model, called several times
 def test_a_module_that_no_scope_owns_is_mapped_as_data_and_constant_in_a_closure():
     class Reads(es.Module):
         rng: es.Rng
@@ -582,6 +583,7 @@ def test_an_ensemble_is_its_members():
         assert new.calls[i] == 1
 
 
+@jax.debug_key_reuse(False)  # on purpose: keys of the ensemble
 def test_an_ensemble_of_layers_of_equinox():
     # An activation is a leaf that is not an array.
     keys = jr.split(jr.key(0), 3)
