@@ -1,6 +1,7 @@
 """The checks of this repository: `nox` runs lint, types and tests."""
 
 import itertools
+import shutil
 from pathlib import Path
 
 import nox
@@ -123,12 +124,33 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def package(session: nox.Session) -> None:
+    """Build the archives of a release in `dist`, and check them."""
+    session.install(*groups("package"))
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build")  # the wheel is built from the source archive
+    archives = [str(path) for path in Path("dist").iterdir()]
+    session.run("twine", "check", "--strict", *archives)
+    session.run("check-wheel-contents", "dist")
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+def smoke(session: nox.Session) -> None:
+    """Install the wheel that `package` built, alone, and train with it."""
+    session.install(*map(str, Path("dist").glob("*.whl")))
+    program = Path("examples/quickstart.py").resolve()
+    with session.chdir(session.create_tmp()):  # without the sources
+        session.run("python", str(program))
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and which module imports which."""
+    """Check style, formatting, which module imports which, and the workflows."""
     session.install(*groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
+    session.run("zizmor", "--offline", "--quiet", ".github")
 
 
 @nox.session
