@@ -4,13 +4,18 @@
 `sharded`, which are not here.
 """
 
+import ast
+import json
+import re
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from load_scripts import example, EXAMPLES
+from load_scripts import example, EXAMPLES, ROOT
+
+import eqx_state as es
 
 
 # What shortens `main`, or a constant of the module, and what is printed.
@@ -77,6 +82,67 @@ def test_quickstart_is_forty_lines_that_learn():
     means = jnp.mean(quickstart.xs, axis=0)
     assert jnp.allclose(quickstart.model[0].mean, means, atol=1e-4)
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
+
+
+def test_the_training_guide_has_the_code_of_the_example():
+    guide = (ROOT / "docs/guides/training.md").read_text(encoding="utf-8")
+    script = (EXAMPLES / "training.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    *program, _ = blocks  # the last one runs it
+    whole = ast.unparse(ast.parse("".join(program)))
+    parts = ast.unparse(ast.parse(script.partition("def main")[0]).body[1:])
+    assert whole == parts
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(call, function):
+    """`function`, which raises at its `call`-th call instead of running."""
+
+    def stopping(*args):
+        nonlocal call
+        call -= 1
+        if call == 0:
+            raise Stopped
+        return function(*args)
+
+    return stopping
+
+
+@jax.numpy_dtype_promotion("standard")  # for `optax.adamw`
+def test_a_training_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path, monkeypatch
+):
+    training = example("training")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    training.train(whole, epochs=3)
+    # In the second epoch; then in the same one, between the log and the checkpoint.
+    for owner, name, call in [(training, "step", 15), (es, "save", 2)]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stop_at(call, getattr(owner, name)))
+            with pytest.raises(Stopped):
+                training.train(parts, epochs=3)
+    assert len((parts / "log.jsonl").read_text().splitlines()) == 2
+    training.train(parts, epochs=3)
+    assert sorted(f.name for f in whole.iterdir()) == [
+        "best.safetensors",
+        "log.jsonl",
+        "run.safetensors",
+    ]
+    for file in whole.iterdir():
+        assert (parts / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_a_training_run_stops_when_the_loss_no_longer_falls(tmp_path, monkeypatch):
+    training = example("training")
+    monkeypatch.setattr(training, "PATIENCE", 2)
+    monkeypatch.setattr(training, "validate", lambda *_: {"loss": 1.0})
+    training.train(tmp_path, epochs=9)
+    log = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in log] == [0, 1, 2]
 
 
 def test_an_example_runs_from_another_folder(tmp_path):
