@@ -94,10 +94,6 @@ def test_the_training_guide_has_the_code_of_the_example():
     assert whole == parts
 
 
-class Stopped(Exception):
-    pass
-
-
 def stop_at(call, function):
     """`function`, which raises at its `call`-th call instead of running."""
 
@@ -105,7 +101,7 @@ def stop_at(call, function):
         nonlocal call
         call -= 1
         if call == 0:
-            raise Stopped
+            raise RuntimeError("stopped")
         return function(*args)
 
     return stopping
@@ -122,7 +118,7 @@ def test_a_training_run_that_was_stopped_ends_as_one_that_was_not(
     for owner, name, call in [(training, "step", 15), (es, "save", 2)]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stop_at(call, getattr(owner, name)))
-            with pytest.raises(Stopped):
+            with pytest.raises(RuntimeError, match="stopped"):
                 training.train(parts, epochs=3)
     assert len((parts / "log.jsonl").read_text().splitlines()) == 2
     training.train(parts, epochs=3)
