@@ -1,5 +1,6 @@
 """Programs that use random keys wrongly."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -81,20 +82,50 @@ def _(case):
 @program(
     "call an `es.RngStream` in eval mode, without a scope",
     "is outside `es.mutable`",
+    "key=self.keys() if self.training else None",
 )
 def _(case):
     class Noise(es.Module):
+        drop: eqx.nn.Dropout
         keys: es.RngStream
 
         def __call__(self, x):
-            return x + jr.normal(self.keys(), x.shape)
+            return self.drop(x, key=self.keys())
 
-    noise = case.keep(Noise(es.RngStream(0)), XS)
+    class Guarded(Noise):
+        def __call__(self, x):
+            return self.drop(x, key=self.keys() if self.training else None)
+
+    noise = case.keep(Noise(eqx.nn.Dropout(0.5), es.RngStream(0)), XS)
     for wrong in (noise, noise.eval()):
         with case.error():
             wrong(XS)
     _, new = es.mutable(noise.eval())(XS)
     assert new.keys.key != noise.keys.key
+    guarded = Guarded(noise.drop, noise.keys)
+    assert (guarded.eval()(XS) == XS).all()
+    assert (es.mutable(guarded)(XS)[0] != XS).any()
+
+
+@program("draw from an `es.RngStream` in `__init__`", "Net.__init__`", "split(key)")
+def _(case):
+    class Net(es.Module):
+        rngs: dict[str, es.RngStream]
+        linear: eqx.nn.Linear
+
+        def __init__(self):
+            self.rngs = {"params": es.RngStream(0)}
+            self.linear = eqx.nn.Linear(3, 3, key=self.rngs["params"]())
+
+    class Split(Net):
+        def __init__(self, key):
+            a, b = jr.split(key)
+            self.linear = eqx.nn.Linear(3, 3, key=a)
+            self.rngs = {"dropout": es.RngStream(b)}
+
+    with case.error():
+        Net()
+    case.keep(Split(jr.key(0)), call=es.mutable(lambda net: net.rngs["dropout"]()))
 
 
 @program(

@@ -4,6 +4,7 @@ A write is checked when it happens, so that the traceback of an error leads to t
 that wrote. The checks at the end (`collect.py`) are for what no `__setattr__` sees.
 """
 
+import sys
 from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
+from .._tree.keys import is_typed
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
 from .scope import is_open_here, own, own_arrays, Ownership, Scope
@@ -141,6 +143,13 @@ def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
     if name in FLAGS:
         return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
     text = _NOT_OWNED if is_open_here() else _NO_SCOPE
+    if is_typed(fields_of(module).get(name)):
+        frame: Any = sys._getframe(1)
+        while frame := frame.f_back:  # who draws: a constructor?
+            maker = frame.f_locals.get("self")
+            if frame.f_code.co_name == "__init__" and isinstance(maker, BaseModule):
+                cls = type(maker).__qualname__
+                return FrozenInstanceError(_DRAWN_IN_INIT.format(cls))
     return FrozenInstanceError(text.format(cls, name))
 
 
@@ -188,8 +197,20 @@ outside `es.mutable`. State is written in a call that returns the new model:
 
 Any other field is replaced, in a copy: `model = model.replace({1}=value)`. Under a \
 transform, use the one of `es`: `es.value_and_grad`, `es.mutable(es.vmap(model))(xs)`. \
-Streams of keys write in eval mode, too; a layer guards what only training changes, \
-`if self.training:`."""
+A stream of keys writes in eval mode, too, unless the layer that draws guards it: \
+`self.drop(x, key=self.keys() if self.training else None)`."""
+
+_DRAWN_IN_INIT: Final = """Cannot draw from a stream of keys in `{0}.__init__`: each \
+key that is drawn changes the stream, and a module changes only in `es.mutable`. Split \
+a key, and give the stream what is left:
+
+    self.linear = eqx.nn.Linear(4, 2, key=self.keys())      # wrong
+
+    a, b = jax.random.split(key)                            # right
+    self.linear = eqx.nn.Linear(4, 2, key=a)
+    self.keys = es.RngStream(b)
+
+Or let `model.init(42)` draw: `self.linear = es.lazy(eqx.nn.Linear, 4, 2)`."""
 
 _NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not in the private copy \
 that `es.mutable`, `es.value_and_grad` or `es.init` runs on, so what is written to it \
