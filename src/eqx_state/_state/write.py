@@ -197,8 +197,8 @@ outside `es.mutable`. State is written in a call that returns the new model:
 
 Any other field is replaced, in a copy: `model = model.replace({1}=value)`. Under a \
 transform, use the one of `es`: `es.value_and_grad`, `es.mutable(es.vmap(model))(xs)`. \
-A stream of keys writes in eval mode, too, unless the layer that draws guards it: \
-`self.drop(x, key=self.keys() if self.training else None)`."""
+A layer guards what only training changes, `if self.training:`. A stream of keys \
+writes in eval mode, too: `self.drop(x, key=self.keys() if self.training else None)`."""
 
 _DRAWN_IN_INIT: Final = """Cannot draw from a stream of keys in `{0}.__init__`: each \
 key that is drawn changes the stream, and a module changes only in `es.mutable`. Split \
