@@ -101,6 +101,7 @@ def test_the_signature_is_that_of_jax():
     assert ours == theirs
 
 
+@kept_by_jax
 @pytest.mark.parametrize("static", [{"nondiff_argnums": -1}, {"nondiff_argnames": "s"}])
 def test_one_static_argument_need_not_be_in_a_tuple(static):
     f = es.custom_vjp(lambda x, s: x, **static)
