@@ -92,6 +92,9 @@ def test_partition_then_combine_is_the_identity(built, filters):
     parts = es.partition(built.value, *filters)
     identical(eqx.combine(*parts), built.value)
     identical(es.update(built.value, *parts), built.value)
+    for i, part in enumerate(parts[:-1]):  # the first match wins
+        earlier = es.any_of(*filters[:i])
+        identical(part, es.filter(built.value, es.not_(earlier), filters[i]))
 
 
 @given(lazy_trees, st.lists(FILTERS, max_size=2))
@@ -102,9 +105,13 @@ def test_filter_then_update_is_the_identity(built, filters):
 
 
 @given(lazy_trees, st.lists(FILTERS, max_size=2))
-def test_mask_agrees_with_filter(built, filters):
+def test_mask_filter_and_map_agree(built, filters):
     mask = es.mask(built.value, *filters)
     identical(eqx.filter(built.value, mask), es.filter(built.value, *filters))
+    on = es.all_of(*(filters or [es.TreePart]))
+    mapped = es.map(lambda x: "selected", built.value, on=on)
+    chosen = jax.tree.map(lambda x, m: "selected" if m else x, built.value, mask)
+    identical(mapped, chosen)
 
 
 @given(trees(), FILTERS, st.booleans())

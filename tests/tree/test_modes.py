@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
 
 import eqx_state as es
@@ -91,20 +90,6 @@ def test_any_pytree_has_modes(f, tree):
         a is b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(new), strict=True)
     )
     assert same(f(f(tree)), f(tree))
-
-
-@settings(max_examples=20)
-@given(st.lists(st.sampled_from([es.train, es.eval, es.freeze, es.unfreeze])))
-def test_the_last_switch_of_each_pair_counts(switches):
-    model = new = make_model()
-    for switch in switches:
-        new = switch(new)
-    modes = [f for f in switches if f in (es.train, es.eval)]
-    freezes = [f for f in switches if f in (es.freeze, es.unfreeze)]
-    assert set(flags(new, "training").values()) == {modes[-1:] != [es.eval]}
-    assert set(flags(new, "frozen").values()) == {freezes[-1:] == [es.freeze]}
-    arrays = eqx.filter(model, eqx.is_array), eqx.filter(new, eqx.is_array)
-    assert all(a is b for a, b in zip(*map(jax.tree.leaves, arrays), strict=True))
 
 
 def test_holes_are_left_alone():

@@ -12,7 +12,6 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 import eqx_state as es
 
@@ -310,33 +309,3 @@ def test_parts_print_without_their_values():
 @pytest.mark.parametrize("tree", [None, 3, "a", [], {}, (None, [None]), jnp.tanh])
 def test_trees_without_arrays(tree):
     assert es.parts(tree) == []
-
-
-# The leaves and containers of Equinox users, in any arrangement.
-leaf = st.sampled_from([ONE, np.ones(2), jnp.arange(2), jr.key(0), 1, "a", None, len])
-trees = st.recursive(
-    leaf,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.builds(Norm, inner)
-        | st.builds(Layer, inner, inner)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=50)
-@given(trees)
-def test_the_parts_are_the_arrays_in_the_order_of_flattening(tree):
-    expected = [
-        (path, value)
-        for path, value in jtu.tree_leaves_with_path(tree)
-        if eqx.is_array(value)
-    ]
-    got = [(part.path, part.value) for part in es.parts(tree)]
-    assert [path for path, _ in got] == [path for path, _ in expected]
-    assert all(a is b for (_, a), (_, b) in zip(got, expected, strict=True))
-    in_norm = [p.kind for p in es.parts(tree) if jtu.GetAttrKey("mean") in p.path]
-    assert set(in_norm) <= {es.BatchStat}

@@ -8,9 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
 
 import eqx_state as es
@@ -62,65 +60,8 @@ def same(a: Any, b: Any) -> bool:
 KINDS = [es.TreePart, es.Parameter, es.State, es.Rng, es.Buffer, Cache, es.trainable]
 ONE = jnp.ones(2)
 
-leaf = st.sampled_from([ONE, np.ones(2), jnp.arange(2), jr.key(0), 1, "a", None, len])
-trees = st.recursive(
-    leaf,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.builds(Norm, inner, inner)
-        | inner.map(lambda x: es.freeze(Norm(ONE, x)).eval())
-        | st.just(eqx.nn.Dropout(0.5))
-    ),
-    max_leaves=8,
-)
-filters = st.sampled_from([*KINDS, lambda part: part.value.ndim, es.not_(es.State)])
-examples = settings(max_examples=40)
-
 
 # --- Laws -----------------------------------------------------------------------------
-
-
-@examples
-@given(trees, st.lists(filters, max_size=3))
-def test_partition_then_combine_is_the_identity(tree, filters):
-    parts = es.partition(tree, *filters)
-    assert len(parts) == len(filters) + 1
-    assert same(eqx.combine(*parts), tree)
-    assert same(es.update(tree, *parts), tree)
-
-
-@examples
-@given(trees, st.lists(filters, max_size=3))
-def test_in_a_partition_the_first_match_wins(tree, filters):
-    *parts, rest = es.partition(tree, *filters)
-    for i, part in enumerate(parts):
-        earlier = es.any_of(*filters[:i])
-        assert same(part, es.filter(tree, es.not_(earlier), filters[i]))
-    taken = es.mask(tree, es.any_of(*filters))
-    assert same(rest, eqx.filter(tree, taken, inverse=True))
-
-
-@examples
-@given(trees, st.lists(filters, max_size=2))
-def test_update_is_the_inverse_of_filter(tree, filters):
-    part = es.filter(tree, *filters)
-    assert same(es.update(tree, part), tree)
-    assert same(es.filter(es.update(part, tree), *filters), part)
-
-
-@examples
-@given(trees, st.lists(filters, max_size=2))
-def test_filter_mask_spec_and_map_agree(tree, filters):
-    mask = es.mask(tree, *filters)
-    assert jax.tree.structure(mask) == jax.tree.structure(tree)
-    assert all(type(x) is bool for x in jax.tree.leaves(mask))
-    filtered = es.filter(tree, *filters)
-    assert same(filtered, eqx.filter(tree, mask))
-    on = es.all_of(*(filters or [es.TreePart]))
-    mapped = es.map(lambda x: "selected", tree, on=on)
-    assert same(mapped, jax.tree.map(lambda x, m: "selected" if m else x, tree, mask))
 
 
 @pytest.mark.parametrize("kind", KINDS)
