@@ -16,7 +16,6 @@ PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50
 FUZZED = [
     "laws/test_programs.py",
     "laws/test_laws.py",
-    "transforms/test_nesting.py",
     "laws/test_threads.py",
 ]
 

@@ -182,7 +182,7 @@ def test_a_program_that_has_found_something(name):
 
 
 PIECE = 250  # of the seeds, in one test
-SEEDS = os.environ.get("EQX_STATE_PROGRAMS", "0:20000" if IS_FUZZ else "0:10")
+SEEDS = os.environ.get("EQX_STATE_PROGRAMS", "0:20000" if IS_FUZZ else "0:30")
 FIRST, END = map(int, SEEDS.split(":"))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import rejects, reuses_keys
+from helpers import rejects
 
 import eqx_state as es
 
@@ -74,10 +74,6 @@ def batched(model):
     return es.mutable(es.vmap(model, axis_name="batch"))
 
 
-def loss(model, xs):
-    return jnp.mean(es.vmap(model, axis_name="batch")(xs) ** 2)
-
-
 @jax.numpy_rank_promotion("allow")
 def by_hand(model, xs, key):
     """The same network, its state threaded one by one; returns it with the output."""
@@ -112,53 +108,6 @@ def test_a_sequential_is_threaded_as_by_hand():
     assert new.layers[3].rng != dropout
 
 
-def test_training_a_sequential():
-    @eqx.filter_jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, xs):
-        (value, model), grads = es.value_and_grad(loss)(model, xs)
-        return value, es.map(lambda p, g: p - 0.1 * g, model, grads, on=es.trainable)
-
-    model = sequential()
-    losses = []
-    for _ in range(20):
-        value, model = step(model, data(0))
-        losses.append(value)
-    assert losses[-1] < losses[0]
-    assert model.layers[4].layers[0].count == 20
-    assert jax.tree.structure(model) == jax.tree.structure(sequential())
-
-
-def test_gradients_reach_the_parameters_alone():
-    _, grads = es.value_and_grad(loss)(sequential(), data(0))
-    assert {p.name for p in es.parts(grads)} == {
-        "layers[0].weight",
-        "layers[0].bias",
-        "layers[1].weight",
-        "layers[1].bias",
-        "layers[2].fn.gain",
-        "layers[4].layers[1].weight",
-        "layers[4].layers[1].bias",
-    }
-    assert jnp.abs(grads.layers[2].fn.gain) > 0
-
-
-def test_modes_reach_the_layers_inside():
-    _, model = batched(sequential())(data(0))
-    still = es.eval(model)
-    assert still.layers[2].fn.training is still.layers[4].layers[0].training is False
-    y, after = batched(still)(data(1))
-    assert eqx.tree_equal(after, still)
-    assert jnp.array_equal(y, es.vmap(still)(data(1)))  # and outside a scope
-    assert eqx.tree_equal(es.train(still), model)
-
-
-def test_a_call_in_train_mode_outside_a_scope_is_an_error():
-    model = sequential()
-    with rejects(model, FROZEN, r"BatchNorm\.mean", r"es\.mutable"):
-        es.vmap(model, axis_name="batch")(data(0))
-
-
 def test_a_key_goes_to_every_layer():
     model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
     rng = model.layers[1].rng
@@ -172,17 +121,6 @@ def test_a_key_goes_to_every_layer():
     assert not jnp.array_equal(y, other)
 
 
-@reuses_keys
-def test_without_a_key_each_layer_is_given_none():
-    model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
-    y, new = es.mutable(model)(jnp.ones(64))
-    assert not new.layers[0].keyed
-    assert new.layers[1].rng != model.layers[1].rng  # its own
-    assert set(y.tolist()) == {0.0, 2.0}
-    same, _ = es.mutable(model)(jnp.ones(64), key=None)
-    assert jnp.array_equal(same, y)
-
-
 def test_dropout_of_both_kinds():
     # Equinox's has no key of its own, and asks for one in train mode.
     model = eqx.nn.Sequential([es.nn.Dropout(0.5, key=0), eqx.nn.Dropout(0.5)])
@@ -191,18 +129,6 @@ def test_dropout_of_both_kinds():
     y, new = es.mutable(model)(jnp.ones(64), key=jr.key(0))
     assert set(y.tolist()) <= {0.0, 4.0}
     assert jnp.array_equal(es.eval(model)(jnp.ones(4)), jnp.ones(4))
-
-
-def test_indices_slices_and_iteration_reach_owned_layers():
-    def f(model, x):
-        x = model[0](x)
-        for layer in model[1:]:
-            x = layer(x)
-        return x
-
-    model = eqx.nn.Sequential([Counter(), Counter(), Counter()])
-    _, new = es.mutable(f)(model, jnp.ones(2))
-    assert [layer.count for layer in new] == [1, 1, 1]
 
 
 # --- Other containers -----------------------------------------------------------------
@@ -230,23 +156,6 @@ def test_an_mlp_with_an_activation_that_has_state():
     assert (grads.activation.gain != 0).all()
 
 
-def test_an_mlp_with_layers_of_ours():
-    class Linear(es.Module):
-        linear: eqx.nn.Linear
-        calls: es.State = 0
-
-        def __call__(self, x, *, key=None):
-            self.calls = self.calls + 1
-            return self.linear(x)
-
-    mlp = eqx.nn.MLP(2, 2, 4, 2, key=jr.key(0))
-    layers = tuple(Linear(layer) for layer in mlp.layers)
-    model = eqx.tree_at(lambda m: m.layers, mlp, layers)
-    y, new = eqx.filter_jit(es.mutable(model))(jnp.ones(2))
-    assert jnp.allclose(y, mlp(jnp.ones(2)))
-    assert [layer.calls for layer in new.layers] == [1, 1, 1]
-
-
 def test_weight_norm_around_a_layer_of_ours():
     class Scaled(es.Module):
         weight: es.Parameter
@@ -263,35 +172,6 @@ def test_weight_norm_around_a_layer_of_ours():
         es.mutable(model)(jnp.ones(3))
 
 
-def test_shared_puts_our_layers_together_inside_the_call():
-    class Tied(es.Module):
-        shared: eqx.nn.Shared
-        norm: es.nn.BatchNorm
-
-        def __init__(self, key):
-            first, second = jr.split(key)
-            embed = eqx.nn.Embedding(5, 3, key=first)
-            head = eqx.nn.Linear(3, 5, key=second)
-            pair = (embed, head)
-            where, get = (lambda p: p[1].weight), (lambda p: p[0].weight)
-            self.shared = eqx.nn.Shared(pair, where, get)
-            self.norm = es.nn.BatchNorm(3, axis_name="batch")
-
-        def __call__(self, token):
-            embed, head = self.shared()
-            return head(self.norm(embed(token)))
-
-    model = Tied(jr.key(0))
-    (_, new), grads = es.value_and_grad(loss)(model, jnp.arange(4))
-    assert not jnp.array_equal(new.norm.mean, model.norm.mean)
-    assert {p.name for p in es.parts(grads)} == {
-        "shared.pytree[0].weight",
-        "shared.pytree[1].bias",
-        "norm.weight",
-        "norm.bias",
-    }
-
-
 def test_our_state_beside_equinoxs_in_one_sequential():
     norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
     inner = eqx.nn.Sequential([es.nn.Stateful(norm), Counter()])
@@ -301,11 +181,3 @@ def test_our_state_beside_equinoxs_in_one_sequential():
     bare = eqx.nn.Sequential([norm, Counter()])
     with pytest.raises((AttributeError, TypeError, ValueError), match="get|state"):
         batched(bare)(data(0))
-
-
-def test_inference_mode_of_equinox_switches_our_flags_too():
-    model = eqx.nn.Sequential([Counter(), eqx.nn.Dropout(0.5)])
-    off = eqx.nn.inference_mode(model)
-    assert off.layers[1].inference
-    assert not off.layers[0].training
-    assert eqx.tree_equal(off, es.eval(model))

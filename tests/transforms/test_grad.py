@@ -86,8 +86,9 @@ def test_plain_pytrees_and_equinox_layers():
     assert eqx.tree_equal(model, mlp)
     assert jax.tree.structure(grads) == jax.tree.structure(ours)
     jax.tree.map(np.testing.assert_array_equal, ours, grads)
-    grads, _ = es.grad(lambda d: d["w"] * d["n"])({"w": 3.0 * x[0], "n": 2})
-    assert grads == {"w": 2.0, "n": None}
+    for w in (3.0 * x[0], np.array(3.0)):  # NumPy's float64, too
+        grads, _ = es.grad(lambda d: d["w"] * d["n"])({"w": w, "n": 2})
+        assert grads == {"w": 2.0, "n": None}
 
 
 # --- `wrt` --------------------------------------------------------------------------

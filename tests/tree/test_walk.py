@@ -191,3 +191,17 @@ def test_one_level_is_mapped_in_a_new_node():
     keys = map_children(lambda key, child: str(key), {"a": [1], "b": None})
     assert keys == {"a": "['a']", "b": "['b']"}
     assert map_children(lambda key, child: None, ONE) is ONE
+
+
+def test_a_class_that_is_registered_later_is_walked_from_then_on():
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    boxes = [Box(ONE), Box(jnp.arange(1))]
+    assert es.parts(boxes) == []
+    jtu.register_pytree_node(Box, lambda b: ([b.value], None), lambda _, x: Box(*x))
+    assert [part.kind for part in es.parts(boxes)] == [es.Parameter, None]
+    params = es.filter(boxes, es.Parameter)
+    assert params[1].value is None
+    assert es.update(boxes, params)[1].value == 0
