@@ -1,7 +1,6 @@
 """`es.capture(f, outputs=..., replace=...)`: which calls are seen, and replaced."""
 
 import gc
-import threading
 from typing import Any
 
 import equinox as eqx
@@ -223,35 +222,6 @@ def test_an_inner_capture_has_its_own_names_and_the_outer_one_sees_the_calls_too
     close(found["layers[0].inner"], inner["inner"])
     assert list(found) == ["layers[0].inner", "layers[1].inner", "layers[1].doubled"]
     assert [layer.calls for layer in new.layers] == [1, 1]
-
-
-def test_threads_capture_at_once():
-    model, found, barrier = mlp(), {}, threading.Barrier(2)
-
-    class Waiting(es.Module):
-        net: eqx.nn.MLP
-
-        def __call__(self, x):
-            barrier.wait()
-            y = jax.vmap(self.net)(x)
-            barrier.wait()
-            return y
-
-    def run(name, which, x):
-        _, found[name] = es.capture(Waiting(model), outputs=which)(x)
-
-    inputs = {"a": ("net.layers[0]", XS), "b": ("net.layers[1]", -XS)}
-    threads = [
-        threading.Thread(target=run, args=(name, *args))
-        for name, args in inputs.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    close(found["a"], {"net.layers[0]": jax.vmap(model.layers[0])(XS)})
-    assert list(found["b"]) == ["net.layers[1]"]
-    assert eqx.nn.Linear.__call__.__qualname__ == "Linear.__call__"
 
 
 # --- Compiled once --------------------------------------------------------------------

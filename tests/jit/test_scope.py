@@ -7,9 +7,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import pytest
-from helpers import rejects, reuses_keys, untouched
+from helpers import rejects, untouched
 
 import eqx_state as es
 
@@ -131,23 +130,6 @@ def test_state_comes_through(case):
     same_without_jit(THREADED[case], model(), X)
 
 
-@reuses_keys
-def test_keys_advance_and_are_drawn_once():
-    class Noisy(es.Module):
-        rng: es.Rng
-
-        def __call__(self):
-            self.rng, key = jr.split(self.rng)
-            return jr.uniform(key)
-
-    def f(m, jit):
-        draw = jit(lambda layer: layer())
-        return draw(m[0]), draw(m[0]), m[0](), draw(m[1])
-
-    draws, _ = same_without_jit(f, [Noisy(jr.key(0)), Noisy(jr.key(1))])
-    assert len(set(map(float, draws))) == 4
-
-
 def test_what_is_returned_is_a_snapshot():
     def f(m, x):
         out = es.jit(lambda: (m.a, m.a(x)))()
@@ -250,26 +232,6 @@ def test_a_plain_transform_around_a_jitted_write_is_refused():
             es.mutable(lambda m, x, t=transform: t(es.jit(m.a))(x))(model(), X)
 
 
-WITHIN = {
-    "vmap": lambda m, jit: es.vmap(jit(lambda x: m.a(x) * x), axes={...: 0}),
-    "scan": lambda m, jit: lambda xs: es.scan(lambda c, x: (c, jit(m.a)(x)), 0, xs),
-    "scan of a jitted body": lambda m, jit: (
-        lambda xs: es.scan(jit(lambda c, x: (c, m.a(x))), jnp.array(0), xs)
-    ),
-    "checkpoint": lambda m, jit: es.checkpoint(jit(m.a)),
-    "cond": lambda m, jit: lambda x: es.cond(x[0] > 0, jit(m.a), jit(m.b), x),
-    "jit around": lambda m, jit: jit(es.checkpoint(lambda x: jit(m.a)(x) + m.b(x))),
-}
-
-
-@pytest.mark.parametrize("case", WITHIN)
-def test_within_the_transforms_of_es(case):
-    start = model()
-    if case == "vmap":
-        start = jax.tree.map(lambda *x: jnp.stack(x), model(), model(1), model(2))
-    same_without_jit(lambda m, jit, x: WITHIN[case](m, jit)(x), start, X)
-
-
 def test_collectives_see_the_axis_around():
     def f(m, jit, xs):
         def lane(x):
@@ -288,16 +250,6 @@ def test_collectives_see_the_axis_around():
             m.a.total = x * X
 
         es.mutable(lambda m, xs: es.vmap(es.jit(lambda x: write(m, x)))(xs))(model(), X)
-
-
-def test_gradients_through_jitted_layers():
-    def loss(m, jit, x):
-        return jnp.sum(jit(m.b)(jit(lambda x: m.a(x))(x)) ** 2)
-
-    got = es.value_and_grad(lambda m, x: loss(m, es.jit, x))(model(), X)
-    expected = es.value_and_grad(lambda m, x: loss(m, lambda f: f, x))(model(), X)
-    assert eqx.tree_equal(got, expected, rtol=1e-5, atol=1e-5)
-    assert got[1].a.weight != 0
 
 
 # --- Scopes in scopes ---------------------------------------------------------------

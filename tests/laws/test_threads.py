@@ -241,7 +241,7 @@ def jit_in_scope(seed, **_):
 
 
 def capture(seed, **_):
-    return es.capture(batched(Net(seed)))(data(seed))
+    return es.capture(batched(Net(seed)), outputs="*")(data(seed))
 
 
 def tabulate(seed, **_):

@@ -121,20 +121,6 @@ def test_branches_that_write_different_state(choose):
     check(f, Net(), choose)
 
 
-def test_operands_are_written_in_place(choose):
-    def f(net, i, choose):
-        def first(cells, x):
-            return cells["a"](x)
-
-        def second(cells, x):
-            return cells["b"][0](cells["a"](x))
-
-        y = choose(i, [first, second], {"a": net.a, "b": [net.b]}, 2.0)
-        return y, net.a.total
-
-    check(f, Net(), choose)
-
-
 def test_only_the_state_that_some_branch_writes_is_new():
     seen = []
 

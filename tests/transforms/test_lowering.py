@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 import pytest
-from helpers import reuses_keys, untouched
+from helpers import untouched
 
 import eqx_state as es
 
@@ -208,16 +208,6 @@ def test_the_functional_pair_is_exported(training):
     assert_close(new_state, es.functional(es.vmap(new, axis_name="batch"))[2])
 
 
-@reuses_keys
-def test_keys_are_exported():
-    dropout = es.nn.Dropout(0.5, key=jr.key(0))
-    f, x = jax.jit(es.mutable(lambda dropout, x: dropout(x))), jnp.ones(8)
-    exported = jax.export.export(f)(*shapes((dropout, x)))
-    out, new = exported.call(dropout, x)
-    assert eqx.tree_equal((out, new), f(dropout, x))
-    assert not eqx.tree_equal(exported.call(new, x)[0], out)
-
-
 def test_an_exported_step_is_saved_by_its_leaves(training):
     pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
     *tree, x = training
@@ -246,15 +236,3 @@ def test_shapes_are_known_without_running(case, training):
     out = eqx.filter_eval_shape(f, *abstract)
     assert eqx.tree_equal(out, eqx.filter_eval_shape(f, *training))
     assert jax.tree.structure(jax.eval_shape(f, *training)) == jax.tree.structure(out)
-
-
-def test_training_is_compiled_before_there_is_a_model():
-    tx = optax.sgd(0.1, momentum=0.5)
-
-    @eqx.filter_jit
-    def start(key):
-        model = Net(key)
-        return model, es.Optimizer(tx).init(model), jnp.ones((4, 2))
-
-    compiled = es.jit(step).lower(*eqx.filter_eval_shape(start, jr.key(0))).compile()
-    assert_close(compiled(*start(jr.key(0))), plain_step(*start(jr.key(0))))

@@ -53,12 +53,6 @@ class Tally(es.Module):
 XS = jnp.array([1.0, 2.0, 6.0])
 
 
-def pure(scale, mean, xs):
-    """What `Norm` does to a batch, by hand."""
-    mean = 0.5 * mean + 0.5 * xs.mean()
-    return scale * (xs - mean), mean
-
-
 # --- State --------------------------------------------------------------------------
 
 
@@ -69,17 +63,6 @@ WAYS = {
         lambda m, x: m(x), in_axes=(None, 0), axis_name="batch"
     )(m, xs),
 }
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_state_comes_through(way, jit):
-    model = Norm()
-    y, new = jit(es.mutable(WAYS[way]))(model, XS)
-    expected, mean = pure(2.0, 0.0, XS)
-    np.testing.assert_allclose(y, expected, rtol=1e-6)
-    np.testing.assert_allclose(new.mean, mean, rtol=1e-6)
-    assert (new.scale, model.mean) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -110,18 +93,6 @@ def test_a_module_by_keyword_has_axis_0():
     f = es.mutable(lambda m, xs: es.vmap(lambda x, *, m: m(x))(xs, m=m))
     _, new = f(Tally(jnp.ones(3), jnp.zeros(3)), XS)
     assert (new.total == XS).all()
-
-
-def test_state_before_and_after_and_by_an_alias():
-    def f(net, xs):
-        alias = net.a
-        net.a.mean = 10.0
-        es.vmap(alias, axis_name="batch")(xs)
-        assert net.a is alias
-        alias.mean = net.a.mean * 2.0
-
-    _, new = es.mutable(f)(Net(), XS)
-    np.testing.assert_allclose(new.a.mean, 2 * (5.0 + 1.5), rtol=1e-6)
 
 
 def test_submodules_may_be_replaced_in_a_lane():
@@ -373,30 +344,6 @@ def test_the_wrapper():
     assert (wrapped.__doc__, wrapped.__name__) == ("Doc.", "f")
     assert inspect.signature(wrapped) == inspect.signature(f)
     assert hash(wrapped) == hash(es.vmap(f, in_axes=(0, None), axes={es.State: 0}))
-
-
-@pytest.mark.parametrize("how", ["vmap(vmap)", "closure", "two names"])
-def test_nested_vmap(how):
-    class Mean(es.Module):
-        mean: es.BatchStat
-        rng: es.Rng
-
-        def __call__(self, x):
-            mean = lax.pmean(x, ("i", "j") if how == "two names" else "j")
-            self.mean = mean if how == "two names" else lax.pmean(mean, "i")
-            key, self.rng = jr.split(self.rng)
-            return jr.normal(key)
-
-    def f(m, xs):
-        inner = (lambda y: m(y)) if how == "closure" else m
-        return es.vmap(es.vmap(inner, axis_name="j"), axis_name="i")(xs)
-
-    model, xs = Mean(0.0, jr.key(0)), jnp.arange(6.0).reshape(2, 3)
-    y, new = es.mutable(f)(model, xs)
-    assert new.mean == xs.mean()
-    assert len(set(y.ravel().tolist())) == 6
-    assert new.rng.shape == ()
-    assert new.rng != model.rng
 
 
 def test_gradients_of_each_example():

@@ -211,7 +211,7 @@ def test_a_constant_copy_is_no_second_state(first):
     assert (new.model.count, new.average.count) == (1, 0)
 
 
-# --- Hold it once -------------------------------------------------------------------
+# --- Tied by `eqx.nn.Shared` ---------------------------------------------------------
 
 
 class Norm(es.Module):
@@ -228,13 +228,6 @@ class Norm(es.Module):
 class Batched(es.Module):
     def __call__(self, xs):
         return es.vmap(self.one, axis_name="batch")(xs)
-
-
-class CalledTwice(Batched):
-    norm: Norm
-
-    def one(self, x):
-        return self.norm(jnp.sin(self.norm(x)))
 
 
 def by_hand(scale, mean, xs):
@@ -260,70 +253,6 @@ def run(model, xs, how):
 
 
 every_how = pytest.mark.parametrize("how", ["eager", "jit", "grad", "jit grad"])
-
-
-@every_how
-def test_held_once_and_called_twice(how):
-    norm = Norm(1.5)
-    model = CalledTwice(norm)
-    (loss, mean), grad = jax.value_and_grad(by_hand, has_aux=True)(
-        norm.scale, norm.mean, XS
-    )
-    out, new, grads = run(model, XS, how)
-    assert jnp.allclose(out, loss, rtol=1e-6)
-    assert jnp.allclose(new.norm.mean, mean, rtol=1e-6)
-    if grads is not None:
-        assert jnp.allclose(grads.norm.scale, grad, rtol=1e-5)
-        assert len(jax.tree.leaves(grads)) == 1
-
-
-# --- Tied by `eqx.nn.Shared` ---------------------------------------------------------
-
-
-class Decoder(eqx.Module):
-    shared: eqx.nn.Shared
-
-    def __init__(self, key):
-        a, b = jr.split(key)
-        embed = eqx.nn.Embedding(5, 3, key=a)
-        head = eqx.nn.Linear(3, 5, use_bias=False, key=b)
-        self.shared = eqx.nn.Shared(
-            (embed, head), lambda t: t[1].weight, lambda t: t[0].weight
-        )
-
-    def __call__(self, token):
-        embed, head = self.shared()
-        return head(jnp.tanh(embed(token)))
-
-
-TOKENS = jnp.array([0, 3, 3, 1])
-
-
-def next_token_loss(model, tokens):
-    logits = jax.nn.log_softmax(es.vmap(model)(tokens[:-1]))
-    return -jnp.mean(logits[jnp.arange(3), tokens[1:]])
-
-
-def untied_loss(embedding, head, tokens):
-    logits = jax.nn.log_softmax(jnp.tanh(embedding[tokens[:-1]]) @ head.T)
-    return -jnp.mean(logits[jnp.arange(3), tokens[1:]])
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_a_tied_weight_gets_the_sum_of_both_gradients(jit):
-    model = Decoder(jr.key(0))
-    weight = model.shared.pytree[0].weight
-    loss, (left, right) = jax.value_and_grad(untied_loss, (0, 1))(
-        weight, weight, TOKENS
-    )
-    f = es.value_and_grad(next_token_loss)
-    (out, _), grads = (eqx.filter_jit(f) if jit else f)(model, TOKENS)
-    assert jnp.allclose(out, loss, rtol=1e-6)
-    assert [part.name for part in es.parts(grads)] == ["shared.pytree[0].weight"]
-    (grad,) = jax.tree.leaves(grads)
-    assert jnp.allclose(grad, left + right, atol=1e-6)
-    assert not jnp.allclose(grad, left, atol=1e-3)
-    assert not jnp.allclose(grad, right, atol=1e-3)
 
 
 class Around(eqx.Module):
