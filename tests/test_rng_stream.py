@@ -180,11 +180,6 @@ def eval_twice(model, x):
     es.vmap(model.eval())(x)
 
 
-def eval_twice_in_scopes(model, x):
-    for _ in range(2):
-        _, model = es.mutable(es.vmap(model.eval()))(x)
-
-
 def vmap_without_a_draw_and_then_draw(model, x):
     def f(m):
         es.vmap(lambda x: x if m.training else m(x))(x)
@@ -193,18 +188,9 @@ def vmap_without_a_draw_and_then_draw(model, x):
     es.mutable(f)(model)
 
 
-def train_under_vmap(model, x):
-    for _ in range(3):
-        _, model = es.mutable(es.vmap(model))(x)
-
-
 def train_jitted(model, x):
     for _ in range(3):
         _, model = eqx.filter_jit(es.mutable(es.vmap(model)))(x)
-
-
-def train_after_init(model, x):
-    es.mutable(model.init(1, x))(x)
 
 
 def train_after_reseed(model, x):
@@ -215,11 +201,8 @@ def train_after_reseed(model, x):
     "run",
     [
         eval_twice,
-        eval_twice_in_scopes,
         vmap_without_a_draw_and_then_draw,
-        train_under_vmap,
         train_jitted,
-        train_after_init,
         train_after_reseed,
     ],
 )

@@ -436,14 +436,6 @@ def test_p_1_drops_everything_and_is_no_nan(p):
     assert (jax.grad(loss_fn)(x) == 0).all()
 
 
-def test_each_example_drops_others_and_the_key_advances_once():
-    dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones((4, 100))
-    y, new = es.mutable(es.vmap(dropout))(x)
-    assert len(np.unique(np.asarray(y), axis=0)) == 4
-    assert new.rng.shape == ()
-    assert new.rng != dropout.rng
-
-
 def test_a_given_key_wins_and_the_own_one_stays():
     dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones(100)
     y, new = run(dropout, x, key=jr.key(7))
@@ -493,28 +485,6 @@ def test_dropout_keeps_other_dtypes(dtype, kept):
 
 
 # --- Both -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", [None, 7])
-def test_they_sit_in_sequential_and_accept_a_key(key):
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(3, 4, key=jr.key(0)),
-            es.nn.BatchNorm(4, axis_name="batch"),
-            eqx.nn.Lambda(jax.nn.relu),
-            es.nn.Dropout(0.5, key=jr.key(1)),
-        ]
-    )
-    keys = None if key is None else jr.key(key)
-
-    def forward(model, x):
-        return es.vmap(lambda x: model(x, key=keys), axis_name="batch")(x)
-
-    y, new = es.mutable(forward)(model, data(8, 3))
-    assert y.shape == (8, 4)
-    assert not (new.layers[1].mean == 0).all()
-    drew = new.layers[3].rng != model.layers[3].rng
-    assert drew == (key is None)
 
 
 def test_they_are_arguments_of_plain_jit():

@@ -54,18 +54,6 @@ class Block(eqx.Module):
         return x + self.skip["counter"](x)
 
 
-def sequential():
-    return eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(3, 4, key=jr.key(0)),
-            es.nn.BatchNorm(4, axis_name="batch", momentum=0.9),
-            eqx.nn.Lambda(Gain(2.0)),
-            es.nn.Dropout(0.5, key=jr.key(1)),
-            eqx.nn.Sequential([Counter(), eqx.nn.Linear(4, 2, key=jr.key(2))]),
-        ]
-    )
-
-
 def data(seed, n=8):
     return jr.normal(jr.key(seed), (n, 3)) + 1
 
@@ -74,38 +62,7 @@ def batched(model):
     return es.mutable(es.vmap(model, axis_name="batch"))
 
 
-@jax.numpy_rank_promotion("allow")
-def by_hand(model, xs, key):
-    """The same network, its state threaded one by one; returns it with the output."""
-    first, norm, act, dropout, last = model.layers
-    x = jax.vmap(first)(xs)
-    mean, var = x.mean(0), x.var(0)
-    x = norm.weight * (x - mean) / jnp.sqrt(var + norm.eps) + norm.bias
-    norm = norm.replace(
-        mean=0.9 * norm.mean + 0.1 * mean, var=0.9 * norm.var + 0.1 * var
-    )
-    peak = jnp.maximum(act.fn.peak, x.max())
-    x = act.fn.gain * jnp.tanh(x)
-    mask = jax.vmap(lambda k: jr.bernoulli(jr.split(k, 2)[1], 0.5, (4,)))(key)
-    x = jnp.where(mask, x / 0.5, 0)
-    return jax.vmap(last.layers[1])(x), (norm.mean, norm.var, peak)
-
-
 # --- Sequential -----------------------------------------------------------------------
-
-
-def test_a_sequential_is_threaded_as_by_hand():
-    model = sequential()
-    dropout = model.layers[3].rng
-    _, lanes = jr.split(dropout, 2)
-    y, new = batched(model)(data(0))
-    expected, (mean, var, peak) = by_hand(model, data(0), jr.split(lanes, 8))
-    assert jnp.allclose(y, expected, atol=1e-5)
-    assert jnp.allclose(new.layers[1].mean, mean, atol=1e-6)
-    assert jnp.allclose(new.layers[1].var, var, atol=1e-6)
-    assert jnp.allclose(new.layers[2].fn.peak, peak, atol=1e-6)
-    assert new.layers[4].layers[0].count == 1
-    assert new.layers[3].rng != dropout
 
 
 def test_a_key_goes_to_every_layer():

@@ -567,22 +567,6 @@ class Dense(es.Module):
         return self.noise(self.linear(x))
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_an_ensemble_is_its_members():
-    keys = jr.split(jr.key(0), 3)
-    members = [Dense(key) for key in keys]
-    ensemble = jax.vmap(Dense)(keys)
-    xs = jr.normal(jr.key(1), (3, 2))
-    y, new = es.mutable(es.vmap(ensemble, axes={...: 0}))(xs)
-    shared, _ = es.mutable(es.vmap(ensemble, None, axes={...: 0}))(xs[0])
-    assert shared.shape == (3, 2)
-    for i, member in enumerate(members):
-        y_i, new_i = es.mutable(member)(xs[i])
-        np.testing.assert_allclose(y[i], y_i, rtol=1e-5)
-        assert new.noise.rng[i] == new_i.noise.rng
-        assert new.calls[i] == 1
-
-
 @jax.debug_key_reuse(False)  # on purpose: keys of the ensemble
 def test_an_ensemble_of_layers_of_equinox():
     # An activation is a leaf that is not an array.
