@@ -6,6 +6,7 @@ do our own names.
 """
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def link(html: str, ours: bool) -> str:
     return re.sub(f"{SKIPPED}|{CODE}", reference, html, flags=re.DOTALL)
 
 
+def label(table: re.Match[str]) -> str:
+    """The table, each cell with the name of its column: on a phone, rows are cards."""
+    cells = re.findall("<th.*?>(.*?)</th>", table[0])
+    names = cycle(re.sub("<.*?>", "", cell).replace('"', "&quot;") for cell in cells)
+    return re.sub("<td", lambda _: f'<td data-column="{next(names)}"', table[0])
+
+
 # --- Events ---------------------------------------------------------------------------
 
 PAGES: dict[str, tuple[str, str]] = {}  # Markdown and address, in the order of the menu
@@ -70,6 +78,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    html = re.sub("<table>.*?</table>", label, html, flags=re.DOTALL)
     return link(html, ours=page.file.src_uri.startswith("api/"))
 
 

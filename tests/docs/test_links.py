@@ -1,6 +1,7 @@
-"""What the site makes of names in code: links to other libraries, and to our API."""
+"""What the site makes of names in code, which become links, and of tables."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from load_scripts import tool
@@ -85,3 +86,18 @@ def test_the_title_and_the_first_sentence_of_a_page():
     assert hooks.title(page) == "State"
     assert hooks.about(page) == ": My layer must remember something: how?"
     assert hooks.about("# API\n\n::: eqx_state.jit\n") == ""
+
+
+def test_a_cell_of_a_table_has_the_name_of_its_column():
+    table = (
+        "<table><tr><th></th><th>a <code>b</code></th></tr>"
+        "<tr><td>1</td><td>2</td></tr><tr><td>3</td><td>4</td></tr></table>"
+    )
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="state.md"))
+    html = hooks.on_page_content(table, page, {}, {})
+    assert re.findall('column="(.*?)">(.)', html) == [
+        ("", "1"),
+        ("a b", "2"),
+        ("", "3"),
+        ("a b", "4"),
+    ]
