@@ -1,5 +1,7 @@
 """Programs that look inside in a way that cannot work, or is thought not to."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ def _(case):
 
 @program(
     "capture the output of a module that is called under another transform of JAX",
-    "output of `layers[0]`",
+    "did not see what `layers[0]`, `layers[1]`",
 )
 def _(case):
     model = case.keep(mlp())
@@ -44,6 +46,47 @@ def _(case):
     with case.error():
         run(model, X, eqx.filter_jit)
     assert list(run(model, X, es.jit)[1]) == ["layers[0]", "layers[1]"]
+
+
+class Recurrent(eqx.Module):
+    embed: eqx.nn.Linear
+    cell: eqx.nn.GRUCell
+    head: eqx.nn.Linear
+
+    def __call__(self, xs):
+        step = lambda h, x: (self.cell(x, h), None)  # noqa: E731
+        return self.read(jax.lax.scan(step, jnp.zeros(2), jax.vmap(self.embed)(xs))[0])
+
+    @eqx.filter_jit
+    def read(self, h):
+        return self.head(h)
+
+
+@program(
+    "look into a model of others that has layers inside `jax.lax.scan` or"
+    " `eqx.filter_jit`",
+    "with jax.disable_jit():",
+)
+def _(case):
+    linear, cell = (
+        eqx.nn.Linear(2, 2, key=jr.key(0)),
+        eqx.nn.GRUCell(2, 2, key=jr.key(1)),
+    )
+    xs = jnp.stack([X, 2 * X])
+    model = case.keep(Recurrent(linear, cell, linear), xs)
+    for _ in range(2):  # JAX keeps what it has traced, which must not silence it
+        for look in (es.capture(model, outputs="*"), es.find_nonfinite(model)):
+            with case.error():
+                look(xs)
+    with warnings.catch_warnings(action="ignore"):
+        (y, _), found = es.capture(model, outputs="*")(xs)
+    assert sorted(found) == ["", "embed"]
+    broken = eqx.tree_at(lambda m: m.cell.bias, model, jnp.full(6, jnp.nan))
+    with jax.disable_jit():
+        (z, _), found = es.capture(model, outputs="*")(xs)
+        assert es.find_nonfinite(broken)(xs) == ["cell"]
+    assert sorted(found) == ["", "cell", "embed", "head"]
+    assert jnp.allclose(y, z)
 
 
 @program(

@@ -1,6 +1,7 @@
 """`es.capture`: the values that layers sow on the way, besides a model's output."""
 
 import functools as ft
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
 
@@ -8,7 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._errors import show
+from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import keep, Key
@@ -18,7 +19,7 @@ from .._transforms.transform import Transform, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob
-from .._tree.observe import can_be_observed, Observer, OBSERVING, unmarked
+from .._tree.observe import can_be_observed, Observer, OBSERVING, ProgramKey, unmarked
 from .._tree.select import modules
 from .._typing import PyTree
 
@@ -32,7 +33,7 @@ class Outputs(Observer):
         self.replaced: set[str] = set()
         depth = sum(isinstance(x.observer, Outputs) for x in OBSERVING.get().values())
         # Programs have what `replace` puts in the place of outputs as constants.
-        self.key = ("es.capture", depth, object() if replace else which)
+        self.key = ProgramKey(("es.capture", depth, object() if replace else which))
 
     def select(self, name: str, module: Any) -> tuple[str, bool] | None:
         shows = self.selects(name, module)
@@ -79,6 +80,19 @@ def callable_names(model: PyTree, what: str) -> list[str]:
     return names
 
 
+def check_missed(key: ProgramKey, sown: Sown) -> None:
+    """Warn of calls that could not be seen; `TraceError` if they are all of them.
+
+    Call it from `__call__` of a transform.
+    """
+    if key.missed:
+        names = ", ".join(f"`{name or 'the model'}`" for name in key.missed)
+        message = _MISSED.format(key.parts[0], names)
+        if not any(key.is_output for key in sown):
+            raise TraceError(message)
+        warnings.warn(message, stacklevel=4)
+
+
 def selector(which: Any) -> Callable[[str, Any], bool]:
     """Whether `outputs=which` selects a module."""
     if which is None:
@@ -121,6 +135,12 @@ def _as_output(new: Any, old: Any, what: str) -> Any:
 _NO_MODULE: Final = """`{0}` looks into the model, the first argument, and that is \
 `{1}` here, in which no module can be called. A function that closes over the model \
 hides it, and so does a transform of JAX: `{0}(es.vmap(model))(xs)`."""
+
+_MISSED: Final = """`{0}` did not see what {1} returned inside a transform of JAX, \
+such as `jax.lax.scan` or `eqx.filter_jit`: values leave it only as its results. Call \
+`{0}(...)(x)` in `with jax.disable_jit():`, where loops, branches and jit are Python. In \
+your own code use the transforms of `es`, such as `es.scan` and `es.jit`; inside \
+`jax.checkpoint` and `jax.grad` only that helps."""
 
 _UNKNOWN: Final = """`es.capture`: `"{}"` matches no module that can be called. The \
 names are {}."""
@@ -165,6 +185,7 @@ class _Capture(Transform):
             result = thread(model, scope, call)
             sown = scope.sown
         observer.check_replaced()
+        check_missed(observer.key, sown)
         found = _by_name(sown).items()
         return result, {name: unmarked(x, observer.key) for name, x in found}
 
@@ -285,8 +306,11 @@ def capture(
     sown the name of the value is added, `"layers[0].attention"`. Several values under
     one name come as a tuple. Under `es.vmap`, `es.scan` and plain `jax.vmap` the values
     of all lanes or steps are stacked along a new first axis; they come out of `es.jit`,
-    `es.checkpoint` and an inner `es.value_and_grad` unchanged. With `replace`, `found`
-    has what was put in the place of the output.
+    `es.checkpoint` and an inner `es.value_and_grad` unchanged. Values cannot leave
+    `jax.lax.scan`, `eqx.filter_jit` and most other transforms: for a model that has
+    them inside, call the function in `with jax.disable_jit():`, where loops, branches
+    and jit run as Python. With `replace`, `found` has what was put in the place of the
+    output.
 
     A copy that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(
     self.layer)`, an inner `es.mutable`) sows nothing; its outputs are found.
@@ -303,8 +327,10 @@ def capture(
         no module has, or whose module was not called, or a value that does not fit;
         `outputs` is a glob that matches no
         module; an output and a sown value have the same name.
-    - `es.TraceError`: something was sown inside a plain JAX transform; a module was
-        called inside one other than `jax.vmap`.
+    - `es.TraceError`: something was sown inside a plain JAX transform; all calls of the
+        modules that `outputs` selects were inside one other than `jax.vmap`. If only
+        some of them were, a `UserWarning` names the modules, and `found` has the
+        outputs of the other calls.
     - `TypeError`: a value is not a pytree of arrays; or `f` is already an `es.mutable`,
         or a gradient inside another transform. Otherwise as `es.mutable`.
 

@@ -14,16 +14,17 @@ from .._state.scope import Scope
 from .._state.sow import carried_out, Key
 from .._transforms.mutable import carried, target, thread
 from .._transforms.transform import Transform, wrap
-from .._tree.observe import Observer
+from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import parts
 from .._typing import PyTree
-from .capture import callable_names
+from .capture import callable_names, check_missed
 
 
 class _Finite(Observer):
     """Sows for each call whether it made a NaN or an infinity by itself."""
 
-    key = "es.find_nonfinite"
+    def __init__(self):
+        self.key = ProgramKey(("es.find_nonfinite",))
 
     def check(self, model: PyTree) -> None:
         callable_names(model, "es.find_nonfinite")
@@ -38,14 +39,14 @@ class _Finite(Observer):
         key = Key(mark, True, sum(mark == other.name for other in before))
         was_finite = _is_finite((args, kwargs))
         out = call(*args, **kwargs)
-        made = was_finite & ~_is_finite(out)
-        (made,) = carried_out(scope, key, [made])
-        # What the calls inside this one made has arrived in the scope by now, with the
-        # lanes of this call as its first axes.
-        for other, values in scope.sown.items():
-            for x in values[before.get(other, 0) :]:
-                made &= ~x.any(axis=tuple(range(made.ndim, x.ndim)))
-        scope.sown.setdefault(key, []).append(made)
+        bad = was_finite & ~_is_finite(out)
+        for made in carried_out(scope, key, [bad]):  # one, or none
+            # What the calls inside this one made has arrived in the scope by now, with
+            # the lanes of this call as its first axes.
+            for other, values in scope.sown.items():
+                for x in values[before.get(other, 0) :]:
+                    made &= ~x.any(axis=tuple(range(made.ndim, x.ndim)))
+            scope.sown.setdefault(key, []).append(made)
         return out
 
 
@@ -73,6 +74,7 @@ class _FindNonfinite(Transform):
         bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
         scope = Scope((State,), observer=_Finite())
         thread(model, scope, call)
+        check_missed(scope.observer.key, scope.sown)
         made = [
             key.name
             for key, values in scope.sown.items()
@@ -112,8 +114,10 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
     **Raises:**
 
     - `ValueError`, `es.TraceError`: where `es.capture(outputs=...)` raises them: a
-        module was called in a step of `es.while_loop` or `es.fori_loop`, in one branch
-        only, or inside another transform of JAX.
+        module was called in a step of `es.while_loop` or `es.fori_loop`, or in one
+        branch only; all calls were inside another transform of JAX. If only some of
+        them were, a `UserWarning` names the modules: call it in
+        `with jax.disable_jit():` to look into those, too.
     - `ValueError`: the model contains no module that can be called.
     - `TypeError`: it was itself called inside a transform. Otherwise as `es.mutable`.
 

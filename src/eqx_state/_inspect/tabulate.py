@@ -19,7 +19,7 @@ from .._transforms.mutable import carried, target, thread
 from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
 from .._tree.modes import eval
-from .._tree.observe import Observer
+from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import parts
 from .._tree.walk import is_array, is_numpy, name_of, Visit, walk
 from .._typing import KeyPath, PyTree
@@ -126,7 +126,7 @@ class _Table(Observer):
 
     def __init__(self):
         # Its own, so that no function that JAX has traced before goes unseen.
-        self.key = object()
+        self.key = ProgramKey((object(),))
         self.calls: _Calls = {}
 
     def select(self, name: str, module: Any) -> str:

@@ -80,23 +80,26 @@ def keep(scope: Scope, key: Key, value: Any) -> None:
         raise TypeError(_NOT_ARRAYS.format(key, show(value)))
     leaves = [x if isinstance(x, jax.Array) else as_jax(x, key.name) for x in leaves]
     value = jtu.tree_unflatten(structure, leaves)
-    scope.sown.setdefault(key, []).extend(carried_out(scope, key, [value]))
+    if values := carried_out(scope, key, [value]):
+        scope.sown.setdefault(key, []).extend(values)
 
 
 def carried_out(scope: Scope, key: Key, values: Sequence[Any]) -> Sequence[Any]:
     """Values of the active trace as values of the scope's.
 
     Outputs of a module's calls have a new first axis for each `jax.vmap` in between.
-    Any other transform of JAX in between is a `TraceError`.
+    With any other transform of JAX in between there are none, and the observer misses
+    the module; for what is sown it is a `TraceError`, since the layer is the user's.
     """
     if scope.is_here:
         return values
     # Equinox's own models map their layers by `jax.vmap`. A layer that sows is ours,
     # and the model around it can be mapped by `es.vmap`.
-    if key.is_output and (out := out_of_vmaps(values, scope.trace)) is not None:
-        return out
-    verb = "capture the output of" if key.is_output else "sow"
-    raise TraceError(trace_message(key.name or "the model", verb=verb))
+    if not key.is_output:
+        raise TraceError(trace_message(key.name, verb="sow"))
+    if (out := out_of_vmaps(values, scope.trace)) is None:
+        scope.observer.key.missed[key.name] = None
+    return out or []
 
 
 def _is_sowable(x: Any) -> bool:

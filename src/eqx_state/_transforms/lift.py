@@ -396,9 +396,10 @@ class Lifted:
         for _, fields in self.created:
             check_created(fields)
         sown = [
-            (scope.sown, key, carried_out(scope, key, values))
+            (scope.sown, key, out)
             for scope, kept in zip(self.scopes, ran.sown, strict=True)
             for key, values in kept.items()
+            if (out := carried_out(scope, key, values))
         ]
         by_root: dict[int, dict[int, Any]] = {}
         for (i, k), x in ran.written.items():

@@ -11,6 +11,7 @@ It leads to the observer by way of `OBSERVING`.
 """
 
 import abc
+import dataclasses
 import functools as ft
 import types
 from collections.abc import Callable, Hashable, Mapping
@@ -27,14 +28,23 @@ from .walk import copy_tree, walk
 _Tree = TypeVar("_Tree")
 
 
-class Observer(abc.ABC):
-    """What to do with the calls of some modules.
+@dataclasses.dataclass(frozen=True)
+class ProgramKey:
+    """Tells observers apart. Programs traced under one serve others with an equal key.
 
-    `key` tells observers apart. Programs that were traced under one serve another one
-    that has an equal key.
+    `missed` has the names of modules whose outputs could not leave a transform of JAX.
+    It counts, because a program with such calls must not serve a new observer, which
+    would see nothing there and not know that it missed something.
     """
 
-    key: Hashable
+    parts: tuple[Hashable, ...]
+    missed: dict[str, None] = dataclasses.field(default_factory=dict, hash=False)
+
+
+class Observer(abc.ABC):
+    """What to do with the calls of some modules."""
+
+    key: ProgramKey
 
     @abc.abstractmethod
     def select(self, name: str, module: Any) -> Hashable:
