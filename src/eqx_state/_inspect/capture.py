@@ -138,9 +138,9 @@ hides it, and so does a transform of JAX: `{0}(es.vmap(model))(xs)`."""
 
 _MISSED: Final = """`{0}` did not see what {1} returned inside a transform of JAX, \
 such as `jax.lax.scan` or `eqx.filter_jit`: values leave it only as its results. Call \
-`{0}(...)(x)` in `with jax.disable_jit():`, where loops, branches and jit are Python. In \
-your own code use the transforms of `es`, such as `es.scan` and `es.jit`; inside \
-`jax.checkpoint` and `jax.grad` only that helps."""
+`{0}(...)(x)` in `with jax.disable_jit():`, where loops, branches and jit are Python; \
+in your own code use the transforms of `es`, such as `es.scan` and `es.jit`. Inside \
+`jax.checkpoint` and `jax.grad` only the latter helps."""
 
 _UNKNOWN: Final = """`es.capture`: `"{}"` matches no module that can be called. The \
 names are {}."""
