@@ -153,6 +153,24 @@ def test_every_array_has_a_name_of_its_own(tree):
     assert [id(x) for x in taken] == [id(x) for x in leaves]
 
 
+def test_children_without_keys_are_named_by_their_position(tmp_path):
+    class Model(es.Module):
+        scale: Pair
+
+        def __call__(self, x):
+            return x
+
+    model = Model(Pair(Pair(jnp.zeros(1), jnp.ones(2)), [jnp.ones(3)]))
+    names = ["scale[0][0]", "scale[0][1]", "scale[1][0]"]
+    assert [*es.state_dict(model)] == [part.name for part in es.parts(model)] == names
+    assert "scale[0][1]: f32[2]" in es.tabulate(model)
+    es.save(tmp_path / "model", model)
+    loaded = es.load(tmp_path / "model", jax.tree.map(jnp.empty_like, model))
+    assert eqx.tree_equal(es.state_dict(loaded), es.state_dict(model))
+    frozen = es.freeze(model, lambda m: m.scale.a)
+    assert [part.frozen for part in es.parts(frozen)] == [True, True, False]
+
+
 def test_states_of_equinox():
     make = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(3, "i", mode="ema"))
     a, b = (make(jr.key(seed)) for seed in range(2))

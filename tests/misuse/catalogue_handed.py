@@ -135,7 +135,7 @@ COPYING = {
 def copying(name, wrong, right):
     title = f"call {name}" if name[:3] == "an " else f"write `{name}`"
 
-    @program(f"{title} in a call", "`Layer.count`", "es.vmap(self.layer)(x)")
+    @program(f"{title} in a call", "`Layer.count`", "es.vmap(self.layer)(xs)")
     def _(case):
         net = case.keep(Net(), XS)
         with case.error():

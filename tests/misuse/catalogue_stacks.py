@@ -122,6 +122,36 @@ def _(case):
     assert new.blocks.layers.count.tolist() == [[1] * 3] * 2
 
 
+@program(
+    "put adapters into a stack by `es.map_modules` (LoRA)",
+    "has 3 layers and an array of shape (1,), `down`",
+    "es.nn.Stacked([add(b, key) for b, key in zip(stack, keys)])",
+)
+def _(case):
+    class LoRA(es.Module):
+        base: Layer
+        down: es.Parameter
+
+        def __call__(self, x):
+            return self.base(x) + self.down * x
+
+    def around(module, name):
+        is_layer = isinstance(module, Layer)
+        return LoRA(module, jnp.zeros(1)) if is_layer else module
+
+    model = case.keep(deep(), X)
+    with case.error():
+        es.map_modules(around, model)
+    with case.error():
+        model.blocks.replace(layers=around(model.blocks.layers, ""))(X)
+    adapted = es.nn.Stacked([around(layer, "") for layer in model.blocks])
+    y, new = es.mutable(Deep(adapted))(X)
+    assert (y == 6 * X).all()
+    assert es.map_modules(lambda module, name: module, new).blocks.length == 3
+    ensemble = jax.tree.map(lambda x: jnp.stack([x, x]), model)
+    es.map_modules(lambda module, name: module, ensemble)
+
+
 # --- Its arrays -----------------------------------------------------------------------
 
 

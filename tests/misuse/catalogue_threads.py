@@ -29,7 +29,7 @@ COPYING = {
 }
 for name, make in COPYING.items():
 
-    @program(f"write `{name}` in a call", "`Layer.count`", "Switch modes outside")
+    @program(f"write `{name}` in a call", "`Layer.count`", "Give the copy an")
     def _(case, make=make):
         net = case.keep(Net(), XS)
 

@@ -106,7 +106,7 @@ def _(case):
     "call a model that the function of `es.mutable` closes over",
     "`Layer.count`",
     "argnums=(0, 1)",
-    "other.eval()",
+    "model.eval()",
 )
 def _(case):
     model, teacher = case.keep(Layer(), XS), case.keep(Layer(3.0), XS)

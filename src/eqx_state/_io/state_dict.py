@@ -34,8 +34,8 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 
     Python numbers, strings and functions are part of the tree's structure, and are not
     in it. Nodes without key paths, such as an `equinox.nn.State`, name their arrays by
-    position; `es.nn.Stateful` has proper names. An `es.nn.Stacked` has the names and
-    the arrays of a list of layers.
+    position, `[0]`; `es.nn.Stateful` has proper names. An `es.nn.Stacked` has the names
+    and the arrays of a list of layers.
 
     **Arguments:**
 

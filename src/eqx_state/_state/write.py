@@ -212,22 +212,18 @@ a key, and give the stream what is left:
 
 Or let `model.init(42)` draw: `self.linear = es.lazy(eqx.nn.Linear, 4, 2)`."""
 
-_NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not in the private copy \
-that `es.mutable`, `es.value_and_grad` or `es.init` runs on, so what is written to it \
+_NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not part of an argument \
+that `es.mutable`, `es.value_and_grad` or `es.init` makes writable, so its new state \
 would be lost. The usual causes:
 
-- It is an argument that is not threaded, or a variable from outside. Make it an \
-argument, and name all that are written:
+- It is a copy, made by `update`, `replace`, `train`, `eqx.tree_at`, or a transform of \
+JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
+    y, copy = es.mutable(model.update(params))(x)
+    ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
+- It is a layer taken out of an `es.nn.Stacked`. Call the stack:
+    x = self.blocks(x)                                  # not: for block in self.blocks
+- It is not the first argument, but a later one, a keyword, or a variable from outside \
+the function. Pass it by position, and name the position:
+    es.value_and_grad(loss_fn, argnums=1)(x, model)     # two models: argnums=(0, 1)
 
-    es.mutable(lambda m: other(m(x)))(model)                                # wrong
-    es.mutable(lambda m, o: o(m(x)), argnums=(0, 1))(model, other)          # right
-
-- It is a copy made inside the call: by `replace`, `train`, `eqx.tree_at`, or by a \
-transform of JAX or Equinox. Switch modes outside, and use the transform of `es`:
-
-    eqx.filter_vmap(self.layer)(x)      # wrong
-    es.vmap(self.layer)(x)              # right
-
-- It is a layer taken out of an `es.nn.Stacked`, a copy: call the stack.
-
-If this call should not write to it, pass it in eval mode: `other.eval()`."""
+If nothing should change, call it in eval mode: `model.eval()(x)`."""

@@ -128,7 +128,7 @@ class Reached:
         self.tree: Callable[[Any], Inputs] = treedef.unflatten
         self.axes = [axis for axis in axes if axis is not None]
         # For each key that is split the one that its module keeps, if it was used.
-        self.advanced: dict[LeafIndex | None, Any] = {}
+        self.advanced: dict[LeafIndex, Any] = {}
         self.transform, self.shared = transform, transform.shared
         self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
@@ -160,7 +160,9 @@ class Reached:
                 # Why a clone? Splitting uses a key up. If no lane draws from it, the
                 # new key is not committed: the model keeps this one, and may draw from
                 # it later, which `jax_debug_key_reuse` would take for reuse.
-                self.advanced[slot], key = next_keys(jr.clone(self.values[k]))
+                advanced, key = next_keys(jr.clone(self.values[k]))
+                if slot is not None:  # a key among the arguments has none
+                    self.advanced[slot] = advanced
                 keys = split_key(key, num)
                 self.values[k], self.axes[k] = place(keys, num_key_axes(key))
 

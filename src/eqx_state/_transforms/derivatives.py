@@ -5,6 +5,7 @@ State leaves that function as its auxiliary output, so the call writes it once, 
 many tangents follow, and no tangent or cotangent ever contains it.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, overload, ParamSpec, TypeVar
 
@@ -114,23 +115,35 @@ def _without_zeros(tree: Any) -> Any:
     )
 
 
-def _tangents(given: Any, structure: Any, what: str) -> Any:
-    """`given` as tangents of this structure; only the modes may differ.
+def _abstract(arrays: Any) -> tuple[Any, ...]:
+    """The structure of `arrays`, and each of them without its values: hashable."""
+    types = [jax.typeof(x) for x in jtu.tree_leaves(arrays)]
+    abstract = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types)
+    return jtu.tree_structure(arrays), abstract
+
+
+def _tangents(given: Any, inputs: tuple[Any, ...], what: str) -> Any:
+    """`given` as tangents of these inputs, with zeros for holes; modes may differ.
 
     JAX checks shapes and dtypes. Of a wrong structure it prints all of both; in that of
-    a model nobody finds the one missing statistic.
+    a model nobody finds the one field that differs.
     """
+    structure, arrays = inputs
     given = same_modes(_without_zeros(given))
-    like = jtu.tree_unflatten(structure, ["an array"] * structure.num_leaves)
-    like = same_modes(like)
+    like = same_modes(structure.unflatten(arrays))
+    with contextlib.suppress(ValueError):  # the message below says where they differ
+        given = eqx.combine(given, like)
     if jtu.tree_structure(given) != jtu.tree_structure(like):
         raise TypeError(_STRUCTURE.format(what, difference(like, given)))
-    return jtu.tree_unflatten(structure, jtu.tree_leaves(given))
+    return structure.unflatten(
+        jnp.zeros_like(x) if isinstance(x, jax.ShapeDtypeStruct) else x
+        for x in jtu.tree_leaves(given)
+    )
 
 
 _STRUCTURE: Final = """The tangents for `{}` and the arguments of its function differ \
-in structure, {}. Give an array for each inexact array of the arguments (zeros if need \
-be), and `None`, or zeros of dtype `float0`, for everything else."""
+in structure, {}. Give an array for each inexact array of the arguments, or `None` \
+for zeros, and `None`, or zeros of dtype `float0`, for everything else."""
 
 
 class Pullback(eqx.Module):
@@ -149,11 +162,11 @@ class Pushforward(eqx.Module):
     those of the output."""
 
     jvp: Any
-    structure: Any = eqx.field(static=True)
+    inputs: tuple[Any, ...] = eqx.field(static=True)
 
     @boundary
     def __call__(self, *tangents: Any) -> Any:
-        return self.jvp(*_tangents(tangents, self.structure, "es.linearize"))
+        return self.jvp(*_tangents(tangents, self.inputs, "es.linearize"))
 
 
 _R = TypeVar("_R")
@@ -261,8 +274,9 @@ def jvp(
     - `fun`: a function, a module, a bound method, or a partial.
     - `primals`: its arguments, a tuple or a list.
     - `tangents`: as many trees like them, with an array of the same shape and dtype for
-        each inexact array, those of modules among them, and `None` or zeros of dtype
-        `float0` for everything else.
+        each inexact array, those of modules among them. `None` means zeros, for an
+        array or for a whole argument, so a gradient of `es.grad` is a tangent, too.
+        `None` or zeros of dtype `float0` for everything else.
     - `has_aux`: whether `fun` returns `(out, aux)`, of which only `out` is
         differentiated.
 
@@ -304,8 +318,7 @@ def jvp(
         if not isinstance(given, (tuple, list)):
             raise TypeError(_NOT_A_TUPLE.format(type(given).__name__))
     primal = Primal(fun, primals, {}, has_aux)
-    structure = jtu.tree_structure(primal.arrays)
-    tangents = _tangents(tuple(tangents), structure, "es.jvp")
+    tangents = _tangents(tuple(tangents), _abstract(primal.arrays), "es.jvp")
     out, moved, rest = jax.jvp(primal.run, primal.arrays, tangents, has_aux=True)
     out, *aux = primal.finish(out, rest)
     return out, moved, *aux
@@ -354,7 +367,7 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
     primal = Primal(fun, primals, {}, has_aux)
     out, pushforward, rest = jax.linearize(primal.run, *primal.arrays, has_aux=True)
     out, *aux = primal.finish(out, rest)
-    return out, Pushforward(pushforward, jtu.tree_structure(primal.arrays)), *aux
+    return out, Pushforward(pushforward, _abstract(primal.arrays)), *aux
 
 
 _NOT_A_TUPLE: Final = """`es.jvp(f, primals, tangents)`: `primals` and `tangents` are \

@@ -283,8 +283,8 @@ _NAMED_TWICE: Final = """`{}({}, argnums={})` names argument {} twice, and it wo
 come back as two models. Name each argument once."""
 
 _NO_MODEL: Final = """`{0}({1})` was called without a positional argument, so there is \
-no model to thread. It threads the first one: `{0}({1})(model, ...)`; or the object of \
-a bound method: `{0}(model.{1})(...)`."""
+no model to make writable. Keywords are not: pass the model by position, \
+`{0}({1})(model, ...)`, or call its method, `{0}(model.{1})(...)`."""
 
 _KINDS: Final = """`{}(..., kinds={})`: `kinds` is a kind such as `es.State`, or a \
 tuple of them; `es.TreePart` allows all."""

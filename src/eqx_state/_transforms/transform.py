@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 
 from .._compat import boundary, BoundMethod
 from .._errors import show
-from .._tree.base import is_eqx_module
+from .._tree.base import is_eqx_module, keystr
 from .._typing import KeyPath
 
 
@@ -135,7 +135,7 @@ def argument_name(argument: int | str, below: KeyPath, names: list[str]) -> str:
     if isinstance(argument, int):
         is_named = argument < len(names)
         argument = names[argument] if is_named else f"args[{argument}]"
-    return f"{argument}{jtu.keystr(below)}"
+    return f"{argument}{keystr(below)}"
 
 
 _NOT_A_FUNCTION: Final = """A transform was given a `{}`, which cannot be called. It \

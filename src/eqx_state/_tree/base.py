@@ -18,6 +18,7 @@ import numpy as np
 
 from .._compat import EquinoxMeta
 from .._kinds.fields import check_declarations, field
+from .._typing import KeyPath
 
 
 # One key of a path as it is printed, and how many elements the sequence has that it
@@ -37,10 +38,19 @@ def sorted_marks(marks: dict[Steps, bool]) -> Marks:
     return tuple(sorted(marks.items()))
 
 
+def keystr(path: KeyPath) -> str:
+    """`jax.tree_util.keystr`, but `[0]` for JAX's `[<flat index 0>]`.
+
+    The children of a node either all have such keys or none, so names stay distinct.
+    """
+    flat = jtu.FlattenedIndexKey
+    return "".join(f"[{k.key}]" if isinstance(k, flat) else str(k) for k in path)
+
+
 def step_to(node: Any, key: Any) -> Step:
     """The step from `node` to its child under `key`."""
     is_index = isinstance(key, jtu.SequenceKey) and isinstance(node, (list, tuple))
-    return str(key), len(node) if is_index else 0
+    return keystr((key,)), len(node) if is_index else 0
 
 
 def name_of_steps(path: Steps) -> str:

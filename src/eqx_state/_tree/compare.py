@@ -106,7 +106,7 @@ def difference(
 
 def _on_one_line(x: Any) -> str:
     """A structure in full if it fits on a line; else its class and its keys."""
-    text = eqx.tree_pformat(x, short_arrays=True, width=60)
+    text = eqx.tree_pformat(x, short_arrays=True, struct_as_array=True, width=60)
     if "\n" not in text:
         return text
     keys = [name_of((key,)) for key, _ in children(x) or []]

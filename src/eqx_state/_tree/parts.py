@@ -198,6 +198,19 @@ def paths_of(visit: Visit) -> list[KeyPath]:
     return found or [visit.path]
 
 
+def without_axis(stack: Any) -> Visit | None:
+    """The first array of an `es.nn.Stacked` that lacks the axis of its layers."""
+    arrays = (v for v in leaves(stack.layers) if is_array(v.node))
+    return next((v for v in arrays if v.node.shape[:1] != (stack.length,)), None)
+
+
+def check_stack(stack: Any) -> None:
+    """Raise `ValueError` if an array of an `es.nn.Stacked` lacks that axis."""
+    if (visit := without_axis(stack)) is not None:
+        shape = visit.node.shape
+        raise ValueError(_NO_AXIS.format(stack.length, shape, visit.name))
+
+
 def layer_of(x: Any, index: Any) -> Any:
     """The layer (or layers) of an index, or of a tuple of them, of a stack's array."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -217,6 +230,11 @@ def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct
         sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
+
+_NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}, `{}`. \
+If a function put it there, such as an adapter by `es.map_modules`, call it for each \
+layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, keys)])`. If these are \
+several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
 
 _LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
 has changed since: the path may lead to another thing now, and what was frozen would \

@@ -18,6 +18,7 @@ from .compare import is_hole, leaves_like, same_modes, structure_with_holes
 from .context import map_children
 from .dtypes import strengthen_field
 from .filters import bind_to_visits, Filter, first_matches
+from .parts import check_stack, without_axis
 from .walk import copy_tree, leaves, name_of, walk
 
 
@@ -259,8 +260,14 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
     **Arguments:**
 
     - `f`: takes a module, whose own submodules are already replaced, and its name;
-        returns what takes its place.
+        returns what takes its place. What lies in an `es.nn.Stacked` is one module for
+        all layers, whose arrays have an axis more.
     - `tree`: any pytree. A module in two places is mapped once.
+
+    **Raises:**
+
+    - `ValueError`: an array that `f` has put into an `es.nn.Stacked` lacks the axis of
+        the layers: map over each layer, and stack the results.
 
     !!! example
 
@@ -288,6 +295,10 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
             return done[id(node)][1]
         out = map_children(lambda key, child: rebuild(child, (*path, key)), node)
         if is_eqx_module(node):
+            # The layers of an ensemble of stacks have an axis more, in front.
+            is_stack = is_module(node) and node._eqx_state_is_stack
+            if is_stack and without_axis(node) is None:
+                check_stack(out)
             out = f(out, name_of(path))
             done[id(node)] = node, out
         return out

@@ -24,6 +24,7 @@ from .base import (
     INFERENCE,
     is_eqx_module,
     is_module,
+    keystr,
     MARKS,
     step_to,
 )
@@ -45,7 +46,7 @@ def is_numpy(x: Any) -> bool:
 
 def name_of(path: KeyPath) -> str:
     """A key path as users write it: `layers[0].norm.mean`."""
-    return jtu.keystr(path).removeprefix(".")
+    return keystr(path).removeprefix(".")
 
 
 class Visit(NamedTuple):
@@ -210,7 +211,7 @@ class _Walk:
 
     def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
         if context.marks:
-            context = context.checked(jtu.keystr(path), ())
+            context = context.checked(keystr(path), ())
         self.found.append(_visit((path, node, context, True)))
 
     def hole(self, node: Any, path: KeyPath, context: Context) -> None:
@@ -232,7 +233,7 @@ class _Walk:
         below = children(node) or ()
         if context.marks:
             steps = [step_to(node, key) for key, _ in below]
-            context = context.checked(jtu.keystr(path), steps)
+            context = context.checked(keystr(path), steps)
         for key, child in below:
             step = self.steps.get(type(child), self.first)
             step(child, (*path, key), context.enter(node, key))
@@ -292,7 +293,7 @@ class _ModuleStep:
         """Name, key and context of each field that is a child in the pytree."""
         if context.marks:
             steps = [(f".{name}", 0) for name in self.names]
-            context = context.checked(jtu.keystr(path), steps)
+            context = context.checked(keystr(path), steps)
         contexts = context.fields_of(self.cls, self.names)
         return [*zip(self.names, self.keys, contexts, strict=True)]
 

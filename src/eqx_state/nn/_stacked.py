@@ -19,7 +19,7 @@ from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
 from .._tree.compare import check_not_shared, difference, same
 from .._tree.keys import is_key, key_at, num_key_axes
-from .._tree.parts import layer_of
+from .._tree.parts import check_stack, layer_of
 from .._tree.walk import copy_tree, is_array, is_numpy, leaves
 from .._typing import PyTree
 
@@ -233,7 +233,7 @@ class Stacked(Module, Generic[_Layer]):
         **Raises:**
 
         - `TypeError`: a layer returned something unlike `x`.
-        - `ValueError`: an array has another first axis than that of the layers.
+        - `ValueError`: the first axis of an array is not that of the layers.
         - `es.NotInitializedError`: the layers are to be made by `init`.
         """
         layers, length = _ready(self), self.length
@@ -292,15 +292,9 @@ def _ready(stacked: Stacked[Any]) -> PyTree:
     """The layers of a stack, if they are initialized and have the stack's axis."""
     if isinstance(stacked.layers, Initializer):
         check_initialized(stacked)
-    for x in filter(is_array, jtu.tree_leaves(stacked.layers)):
-        if x.shape[:1] != (stacked.length,):  # `jax.vmap` has put another in front
-            raise ValueError(_NO_AXIS.format(stacked.length, x.shape))
+    check_stack(stacked)
     return stacked.layers
 
 
 def _is_one_key(x: Any) -> bool:
     return is_key(x) and num_key_axes(x) == 0
-
-
-_NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}. If \
-these are several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
