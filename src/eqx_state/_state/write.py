@@ -222,8 +222,8 @@ JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
 - It is a layer taken out of an `es.nn.Stacked`. Call the stack:
     x = self.blocks(x)                                  # not: for block in self.blocks
-- It is not the first argument, but a later one, a keyword, or a variable from outside \
-the function. Pass it by position, and name the position:
+- It is an argument other than the first, a keyword, or a variable from outside the \
+function. Pass it by position, and name the position:
     es.value_and_grad(loss_fn, argnums=1)(x, model)     # two models: argnums=(0, 1)
 
 If nothing should change, call it in eval mode: `model.eval()(x)`."""
