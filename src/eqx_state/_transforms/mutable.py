@@ -282,8 +282,8 @@ given by name are not among them."""
 _NAMED_TWICE: Final = """`{}({}, argnums={})` names argument {} twice, and it would \
 come back as two models. Name each argument once."""
 
-_NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and makes no \
-keyword writable. Pass the model by position, `{0}({1})(model, ...)`, or call its \
+_NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and makes \
+no keyword writable. Pass the model by position, `{0}({1})(model, ...)`, or call its \
 method, `{0}(model.{1})(...)`."""
 
 _KINDS: Final = """`{}(..., kinds={})`: `kinds` is a kind such as `es.State`, or a \
