@@ -28,6 +28,7 @@ def groups(*names: str) -> tuple[str, ...]:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train the example on handwritten digits."""
+    session.log("installing JAX and scikit-learn: a minute or two without a word")
     session.install(".", *groups("examples"))
     session.run("python", "examples/digits.py", *session.posargs)
 

@@ -58,6 +58,7 @@ def digits(path, losses, images, labels, guesses) -> None:
     axes.set(xlabel="epoch", ylabel="training loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
+    right.suptitle("test digits and predictions; the wrong ones first, in red")
     mistakes_first = np.argsort(guesses == labels, kind="stable")
     for i, ax in zip(mistakes_first, right.subplots(4, 6).flat, strict=False):
         ax.imshow(images[i, 0], cmap="gray_r")

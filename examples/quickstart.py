@@ -25,7 +25,7 @@ def loss_fn(model, xs, ys):
 
 @es.jit
 def step(model, optimizer, xs, ys):
-    (loss, model), grads = es.value_and_grad(loss_fn)(model, xs, ys)
+    (loss, model), grads = es.value_and_grad(loss_fn)(model, xs, ys)  # the new model
     model, optimizer = optimizer.update(grads, model)
     return loss, model, optimizer
 
@@ -37,4 +37,6 @@ xs = 3 + jr.normal(jr.key(2), (64, 4))
 ys = jnp.sum(xs, axis=1, keepdims=True)
 for _ in range(500):
     loss, model, optimizer = step(model, optimizer, xs, ys)
-assert loss_fn(es.eval(model), xs, ys) < 0.1 * jnp.var(ys)
+error = loss_fn(es.eval(model), xs, ys) / jnp.var(ys)
+print(f"squared error after 500 steps: {error:.1%} of the variance")
+assert error < 0.1

@@ -147,11 +147,12 @@ def is_in(source, text):
     )
 
 
-def test_every_error_of_the_faq_is_in_the_source():
+def test_every_error_of_the_faq_but_one_of_pythons_is_in_the_source():
     headings = error_headings()
     assert len(headings) > 20
     source = "\n".join(texts_in_the_source())
-    assert [text for _, _, text in headings if not is_in(source, text)] == []
+    others = [text for _, _, text in headings if not is_in(source, text)]
+    assert others == ["float() argument must be a string or a real number, not 'tuple'"]
     assert not is_in(source, "State loses its shape and dtype")
 
 

@@ -27,11 +27,6 @@ def inside(f):
     return run
 
 
-def within(transform):
-    """The new layer after `transform(f, x)`, where `f(x)` threads it and returns it."""
-    return lambda layer: transform(lambda x: es.mutable(layer)(x))
-
-
 def leaking():
     """A tracer that is kept is what the program is about, and it is ours to find."""
     return jax.check_tracer_leaks(False)
@@ -44,20 +39,7 @@ def scalar(f):
 # --- Functions that close over a module ---------------------------------------------
 
 
-def shard_map(f, x):
-    spec = PartitionSpec("i")
-    return jax.shard_map(f, mesh=MESH, in_specs=spec, out_specs=spec)(x)
-
-
-def threaded_shard_map(layer):
-    specs = PartitionSpec("i"), PartitionSpec()
-    f = jax.shard_map(
-        lambda layer, x: es.mutable(layer)(x),
-        mesh=MESH,
-        in_specs=specs[::-1],
-        out_specs=specs,
-    )
-    return f(layer, XS)[1]
+SPECS = {"mesh": MESH, "in_specs": PartitionSpec("i"), "out_specs": PartitionSpec("i")}
 
 
 def scanned(f, x):
@@ -98,32 +80,32 @@ UNDER = {
     ),
     "`jax.jacfwd`": (
         lambda f, x: jax.jacfwd(f)(x),
-        within(lambda f: jax.jacfwd(f, has_aux=True)(XS)[1]),
+        inside(lambda layer, x: es.jacfwd(lambda x: layer(x))(x)),
         1,
     ),
     "`jax.jacrev`": (
         lambda f, x: jax.jacrev(f)(x),
-        within(lambda f: jax.jacrev(f, has_aux=True)(XS)[1]),
+        inside(lambda layer, x: es.jacrev(lambda x: layer(x))(x)),
         1,
     ),
     "`jax.hessian`": (
         lambda f, x: jax.hessian(scalar(f))(x),
-        within(lambda f: jax.hessian(f, has_aux=True)(XS[1])[1]),
+        inside(lambda layer, x: es.hessian(scalar(lambda x: layer(x)))(x)),
         1,
     ),
     "`jax.jvp`": (
         lambda f, x: jax.jvp(f, (x,), (x,)),
-        within(lambda f: jax.jvp(f, (XS,), (XS,), has_aux=True)[2]),
+        inside(lambda layer, x: es.jvp(lambda x: layer(x), (x,), (x,))),
         1,
     ),
     "`jax.vjp`": (
         lambda f, x: jax.vjp(f, x),
-        within(lambda f: jax.vjp(f, XS, has_aux=True)[2]),
+        inside(lambda layer, x: es.vjp(lambda x: layer(x), x)[0]),
         1,
     ),
     "`jax.linearize`": (
         lambda f, x: jax.linearize(f, x),
-        within(lambda f: jax.linearize(f, XS, has_aux=True)[2]),
+        inside(lambda layer, x: es.linearize(lambda x: layer(x), x)[0]),
         1,
     ),
     "`jax.checkpoint`": (
@@ -161,7 +143,11 @@ UNDER = {
         inside(lambda layer, x: es.switch(1, [lambda x: x, lambda x: layer(x)], x)),
         1,
     ),
-    "`jax.shard_map`": (shard_map, threaded_shard_map, 1),
+    "`jax.shard_map`": (
+        lambda f, x: jax.shard_map(f, **SPECS)(x),
+        inside(lambda layer, x: es.shard_map(lambda x: layer(x), **SPECS)(x)),
+        1,
+    ),
     "`jax.eval_shape`": (
         lambda f, x: jax.eval_shape(f, x),
         lambda layer: jax.eval_shape(es.mutable(layer), XS)[1] and None,
@@ -208,18 +194,28 @@ def custom_vjp(f):
     return wrapped
 
 
-for name, custom in {"custom_jvp": custom_jvp, "custom_vjp": custom_vjp}.items():
+def with_its_rule(net, x):
+    rule = es.custom_vjp(lambda layer, x: layer(x))
+    rule.defvjp(lambda layer, x: (layer(x), None), lambda _, g: (None, g))
+    return rule(net.layer, x)
+
+
+def outside_of_it(net, x):
+    net.layer.count = net.layer.count + 1
+    return custom_jvp(lambda x: 2.0 * x)(x)
+
+
+for name, custom, right in [
+    ("custom_jvp", custom_jvp, outside_of_it),
+    ("custom_vjp", custom_vjp, with_its_rule),
+]:
 
     @program(f"write state in a `jax.{name}` function, under `jit`", "`layer.count`")
-    def _(case, custom=custom):
+    def _(case, custom=custom, right=right):
         net = case.keep(Net(), XS)
 
         def wrong(net, x):
             return custom(lambda x: net.layer(x))(x)
-
-        def right(net, x):
-            net.layer.count = net.layer.count + 1
-            return custom(lambda x: 2.0 * x)(x)
 
         with case.error():
             es.jit(es.mutable(wrong))(net, XS)

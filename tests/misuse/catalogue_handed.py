@@ -8,11 +8,16 @@ import equinox as eqx
 import jax
 import jax.experimental
 import jax.lax as lax
-from catalogue_closures import inside, within
+from catalogue_closures import inside
 from catalogue_entry import Layer, Net, program, XS
 from jax.sharding import SingleDeviceSharding
 
 import eqx_state as es
+
+
+def within(transform):
+    """The new layer after `transform(f, x)`, where `f(x)` threads it and returns it."""
+    return lambda layer: transform(lambda x: es.mutable(layer)(x))
 
 
 def filter_custom_vjp(layer, x):
