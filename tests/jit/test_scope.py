@@ -104,8 +104,6 @@ def through_both_at_once(m, jit, x):
 
 
 THREADED = {
-    "modules": lambda m, jit, x: (jit(m.a)(x), jit(m.b)(x), jit(m.a)(x), m.b.total),
-    "methods": lambda m, jit, x: (jit(m.a.__call__)(x), jit(m.b.__call__)(x)),
     "arguments": through_arguments,
     "one part or another": through_parts,
     "lists": through_lists,
@@ -114,12 +112,6 @@ THREADED = {
     "several": through_both_at_once,
     "whole and part": lambda m, jit, x: jit(lambda m, a: (m.a(x), a(x)))(m, m.a),
     "part and whole": lambda m, jit, x: jit(lambda a, m: (m.a(x), a(x)))(m.a, m),
-    "closure": lambda m, jit, x: (jit(lambda x: m.a(m.b(x)))(x), m.a(x)),
-    "partial": lambda m, jit, x: jit(eqx.Partial(lambda f, x: f(x), m.b))(x),
-    "container": lambda m, jit, x: jit(lambda d, x: d["k"][1](x))({"k": (x, m.b)}, x),
-    "nested": lambda m, jit, x: jit(lambda x: jit(m.a)(x) + jit(lambda x: m.a(x))(x))(
-        x
-    ),
     "method argument": lambda m, jit, x: jit(lambda f, x: f(x))(m.a.__call__, x),
     "closure argument": lambda m, jit, x: jit(lambda f, x: f(x))(lambda x: m.a(x), x),
 }

@@ -334,22 +334,6 @@ def test_gradients_outside_wrt_are_not_looked_at():
     assert (new["a"] == -1).all()
 
 
-@standard
-def test_frozen_modules_take_no_memory(net, x):
-    frozen = es.freeze(net, lambda m: m.norm)
-    full = es.Optimizer(optax.adam(0.1)).init(net)
-    less = es.Optimizer(optax.adam(0.1)).init(frozen)
-
-    def memory(optimizer):
-        return sum(leaf.size for leaf in jtu.tree_leaves(optimizer))
-
-    assert memory(full) - memory(less) == 2 * (4 + 4)
-    model, grads = gradients(frozen, x)
-    new, _ = less.update(grads, model)
-    assert eqx.tree_equal(new.norm, model.norm)
-    assert not eqx.tree_equal(new.first, frozen.first)
-
-
 @pytest.mark.parametrize("wrt", [es.trainable, es.path_matches("frist.*")])
 def test_a_filter_that_selects_no_array_is_an_error(net, wrt):
     model = net.freeze() if wrt is es.trainable else net

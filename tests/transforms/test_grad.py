@@ -123,25 +123,6 @@ def test_wrt(name):
     assert model.a.calls == model.b.calls == 1
 
 
-def test_what_is_frozen_has_no_gradient():
-    model = Two().freeze(lambda m: m.a)
-    grads, new = es.grad(lambda m, x: m(x))(model, X)
-    assert grads.a.factor is None
-    assert grads.b.factor is not None
-    assert new.a.frozen
-    assert new.a.calls == 1
-
-
-def test_what_a_buffer_covers_has_no_gradient():
-    class Ema(es.Module):
-        model: Scale
-        ema: es.Buffer[Scale]
-
-    grads, _ = es.grad(lambda m: m.model.factor * m.ema.factor)(Ema(Scale(), Scale()))
-    assert grads.model.factor == 3.0
-    assert jax.tree.leaves(grads.ema) == []
-
-
 def test_gradients_flow_through_state_within_a_call_and_not_into_the_next():
     class Ema(es.Module):
         w: es.Parameter = 2.0

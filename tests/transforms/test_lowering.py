@@ -198,29 +198,6 @@ def test_an_exported_step_equals_the_step(training):
     assert platforms.platforms == ("cpu", "cuda")
 
 
-def test_the_functional_pair_is_exported(training):
-    model, _, x = training
-    apply, params, state = es.functional(es.vmap(model, axis_name="batch"))
-    exported = jax.export.export(jax.jit(apply))(*shapes((params, state, x)))
-    out, new_state = exported.call(params, state, x)
-    expected, new = plain_forward(model, x)
-    assert_close(out, expected)
-    assert_close(new_state, es.functional(es.vmap(new, axis_name="batch"))[2])
-
-
-def test_an_exported_step_is_saved_by_its_leaves(training):
-    pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
-    *tree, x = training
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def flat(leaves, x):
-        return jax.tree.leaves(step(*jax.tree.unflatten(treedef, leaves), x))
-
-    saved = jax.export.export(jax.jit(flat))(shapes(leaves), shapes(x)).serialize()
-    got = jax.export.deserialize(saved).call(leaves, x)
-    assert_close(got, jax.tree.leaves(plain_step(*training)))
-
-
 # --- Shapes ---------------------------------------------------------------------------
 
 EVALUATED = {

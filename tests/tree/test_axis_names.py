@@ -370,26 +370,6 @@ def test_an_optimizer_of_some_parameters():
     assert set(by_name(optimizer).values()) == {(), ("mlp", "embed")}
 
 
-def test_moments_unlike_their_parameters_have_no_names():
-    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    stack = eqx.filter_vmap(lambda key: net())(jnp.zeros(4))
-    for model in net(), stack:
-        optimizer = es.Optimizer(tx).init(model)
-        shapes = {p.name: p.value.shape for p in es.parts(model)}
-        for tree in optimizer, (model, optimizer):
-            names, like, unlike = by_name(tree), 0, 0
-            for part in es.parts(tree):
-                owner = next((n for n in shapes if part.name.endswith(f".{n}")), None)
-                if part.kind is es.OptState and owner is not None:
-                    is_like = part.value.shape == shapes[owner]
-                    unnamed = (None,) * part.value.ndim
-                    expected = by_name(model)[owner] if is_like else unnamed
-                    assert names[part.name] == expected
-                    like, unlike = like + is_like, unlike + (not is_like)
-            assert unlike
-            assert like or model is stack  # where all moments are factored
-
-
 def test_averages_have_the_names_of_what_is_averaged():
     ema = es.Ema(0.9).init(net()).update(net())
     names = by_name((net(), [ema]))
