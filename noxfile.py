@@ -54,6 +54,15 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def pages(session: nox.Session) -> None:
+    """Run each page alone, as a script, with the packages that it says it needs."""
+    packages = {"none": ["."], "io": [".[io]"], "more": groups("test")}
+    for needs, names in packages.items():
+        session.install(*names)
+        session.run("python", "tools/pages.py", "--needs", needs, *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Compare with JAX by hand and with other libraries: memory, program size, time."""
     session.install(".", *groups("bench"))

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from load_scripts import tool
 
 import eqx_state as es
 
@@ -117,6 +118,43 @@ def test_a_figure_is_a_link_to_its_file(page):
 def test_a_page_has_one_title_and_fences_that_close(page):
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
     assert page.read_text(encoding="utf-8").count("```") % 2 == 0
+
+
+# --- What a page needs ----------------------------------------------------------------
+
+DEPENDENCIES = {"eqx_state", "equinox", "jax", "jaxtyping", "numpy", "optax", "rich"}
+PACKAGES = {"flax": "flax", "haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
+pages = tool("pages")
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.stem)
+def test_a_page_says_which_packages_it_needs(page):
+    # `nox -s pages` runs each in an environment that has these.
+    code = pages.script(page)
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", code, re.MULTILINE))
+    others = imported - DEPENDENCIES - sys.stdlib_module_names
+    needed = {PACKAGES[name] for name in others}
+    needed |= {"io"} if re.search(r"\bes\.(save|load)\b", code) else set()
+    needed |= {"flatbuffers"} if "jax.export" in code else set()
+    assert pages.needs(page)[0] == needed
+
+
+def test_a_page_runs_alone_in_an_environment_that_it_describes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    page, says = tmp_path / "page.md", "This page needs `A_FLAG=x=1`.\n\n"
+    code = """
+```python
+import os
+```
+
+    ```python
+    assert "XLA_FLAGS" not in os.environ and os.environ["A_FLAG"] == "x=1"
+    ```
+"""
+    page.write_text(says + code)
+    assert pages.run(page)
+    page.write_text(code)
+    assert not pages.run(page)
 
 
 # --- The FAQ --------------------------------------------------------------------------
