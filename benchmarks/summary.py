@@ -23,6 +23,7 @@ SCRIPTS = {
         "--depths 5 20 --deep 50 200 --widths 64 --steps 40 --turns 5 --waits 3",
     ),
     "jit_arguments": ("", "--rounds 20"),
+    "refs": ("", "--rounds 20"),
     "tracing": (
         "--depths 50 200 --rounds 5",
         "--depths 10 50 100 --rounds 3",
