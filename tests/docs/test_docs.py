@@ -123,7 +123,12 @@ def test_a_page_has_one_title_and_fences_that_close(page):
 # --- What a page needs ----------------------------------------------------------------
 
 DEPENDENCIES = {"eqx_state", "equinox", "jax", "jaxtyping", "numpy", "optax", "rich"}
-PACKAGES = {"flax": "flax", "haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
+PACKAGES = {
+    "flax": "flax",
+    "haiku": "dm-haiku",
+    "orbax": "orbax-checkpoint",
+    "paramax": "paramax",
+}
 pages = tool("pages")
 
 
