@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -75,23 +74,6 @@ X = [0.5, -1.0]
 
 
 @program
-def layers():
-    key, x = jr.key(0), jnp.array(X)
-    look(eqx.nn.Linear(2, 3, key=key), x)
-    look(eqx.nn.Conv1d(1, 2, 2, key=key), x[None])
-    look(eqx.nn.LayerNorm(2), x)
-    look(eqx.nn.Embedding(3, 2, key=key), jnp.array(1))
-    look(eqx.nn.GRUCell(2, 2, key=key), x, x)
-    look(eqx.nn.Sequential([eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)]), x)
-    dropout = eqx.nn.Dropout(0.5)
-    look(dropout)
-    attempt(dropout, x)
-    print(dropout(x, key=key), eqx.nn.inference_mode(dropout)(x))
-    attention = eqx.nn.MultiheadAttention(2, 4, key=key)
-    look(attention, *3 * [jnp.ones((3, 4))])
-
-
-@program
 def states():
     class Counter(eqx.Module):
         index: eqx.nn.StateIndex
@@ -149,55 +131,6 @@ def states():
 
 
 @program
-def transforms():
-    model, x = make_model(), jnp.array(X)
-    look(model, x)
-    print(eqx.filter_grad(lambda m, x: m(x).sum())(model, x))
-    print(
-        eqx.filter_value_and_grad(lambda m, x: (m(x).sum(), x), has_aux=True)(model, x)
-    )
-    attempt(eqx.filter_jvp, lambda m, x: m(x), (model, x), (model, x))
-    print(eqx.filter_vjp(lambda m, x: m(x), model, x)[0])
-    print(eqx.filter_jacfwd(lambda x: model(x))(x), eqx.filter_hessian(model)(x))
-    print(eqx.filter_eval_shape(model, x), eqx.filter_closure_convert(model, x))
-    print(eqx.filter_make_jaxpr(eqx.filter_checkpoint(model))(x)[0])
-    many = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 2, key=key))(
-        jr.split(jr.key(0), 3)
-    )
-    look(many)
-    print(eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))(many, x))
-    attempt(eqx.filter_vmap(lambda x: x, out_axes=None), x)
-
-
-@program
-def compiled_programs():
-    traces = []
-
-    @eqx.filter_jit
-    def f(model, x, flag, name="a"):
-        traces.append((flag, name))
-        return model(x) if flag else model
-
-    model = make_model()
-    for flag in (True, 1, 1.0, False, True):
-        f(model, jnp.array(X), flag)
-    f(model, jnp.array(X), True, name="b")
-    f(eqx.tree_at(lambda m: m.scale, model, jnp.array(1.0)), jnp.array(X), True)
-    print(len(traces), traces, f)
-    print(f.lower(model, jnp.array(X), True).as_text())
-    attempt(f, model, jnp.array(X), {1})
-    counted = eqx.filter_jit(eqx.debug.assert_max_traces(jnp.sin, max_traces=1))
-    counted(jnp.ones(2))
-    attempt(counted, jnp.ones(3))
-    print(eqx.debug.get_num_traces(counted))
-    donating = eqx.filter_jit(lambda x: x[:1], donate="warn")
-    donating(jnp.ones(3))
-    eqx.clear_caches()
-    f(model, jnp.array(X), True)
-    print(len(traces))
-
-
-@program
 def run_time_errors():
     def check(x):
         return eqx.error_if(x, x < 0, "it is negative")
@@ -247,29 +180,6 @@ def frozen_instances():
     )
     print(vars(model), dataclasses.fields(Model), model == model, model != make_model())
     attempt(hash, model)
-
-
-@program
-def warnings_of_classes():
-    class Both(eqx.Module):
-        x: int
-
-        def __init__(self):
-            self.x = 1
-
-        def __post_init__(self):
-            pass
-
-    class Static(eqx.Module):
-        x: Array = eqx.field(static=True)
-
-    class Function(eqx.Module):
-        f: Callable
-
-    print(Both())
-    look(Static(jnp.ones(2)))
-    look(Function(jax.jit(jnp.sin)))
-    look(Function(jax.vmap(jnp.sin)))
 
 
 @program
