@@ -1,4 +1,0 @@
-import eqx_state as es
-
-
-class Ema(es.TreePart, covering="yes"): ...  # error
