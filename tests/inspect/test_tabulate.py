@@ -443,3 +443,50 @@ def test_inputs_are_for_a_model_that_can_be_called():
     for what in ([linear()], forward):
         with pytest.raises(TypeError, match=r"inputs, and `(list|forward)` is not a"):
             es.tabulate(what, jnp.ones(2))
+
+
+# --- Costs ----------------------------------------------------------------------------
+
+
+class Centered(es.Module):
+    layers: list[eqx.nn.Linear]
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        for layer in self.layers:
+            x = layer(x)
+        return x - jax.lax.pmean(x, "batch")
+
+
+def test_costs_are_those_of_xla_for_the_call_of_each_row(monkeypatch):
+    compiled = []
+    compile = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered,
+        "compile",
+        lambda self, *args: compiled.append(1) or compile(self, *args),
+    )
+    one = linear(64, 64)
+    model = Centered([one, one, linear(64, 32)])
+    run = es.vmap(model, axis_name="batch")
+    rows = cells(es.tabulate(run, jnp.ones((8, 64)), cost=True))
+    i = rows["path"].index("FLOPs")
+    flops = {path: row[i] for path, row in rows.items()}
+    assert flops["layers[2]"] == f"{2 * 64 * 32 + 32:,}"
+    assert flops["layers[0]"] == flops["layers[1]"] == f"{2 * 64 * 64 + 64:,}"
+    assert flops[""] == "-"  # it needs the axis of the batch
+    whole = 8 * (2 * 8256 + 4128)
+    assert whole <= int(flops["Total"].replace(",", "")) <= 1.02 * whole
+    size, unit = rows["layers[2]"][i + 1].split()
+    assert unit == "KB"
+    assert float(size) >= 4 * (64 * 32 + 32 + 64 + 32) / 1000
+    assert len(compiled) == 3  # equal layers once
+    # A cell has the arrays of the module itself, and they add up to the whole.
+    shares = [row[i + 2].rpartition(", ")[2] for row in rows.values()]
+    assert shares[1:-1] == ["", "40.0%", "40.0%", "20.0%"]
+
+
+def test_costs_without_a_call_are_an_error():
+    with pytest.raises(TypeError, match=r"needs a call: `es\.tabulate\(model, x, cost"):
+        es.tabulate(linear(), cost=True)

@@ -39,10 +39,10 @@ class Outputs(Observer):
         shows = self.selects(name, module)
         return (name, shows) if shows or name in self.replace else None
 
-    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         __tracebackhide__ = True
         name, shows = mark
-        out = call(*args, **kwargs)
+        out = call(*args, **kw)
         if name in self.replace:
             out = _replaced(name, self.replace[name], out)
             self.replaced.add(name)

@@ -32,13 +32,13 @@ class _Finite(Observer):
     def select(self, name: str, module: Any) -> str:
         return name
 
-    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         __tracebackhide__ = True
         before = {key: len(values) for key, values in scope.sown.items()}
         # A key of its own for each call, since the keys are in the order of tracing.
         key = Key(mark, True, sum(mark == other.name for other in before))
-        was_finite = _is_finite((args, kwargs))
-        out = call(*args, **kwargs)
+        was_finite = _is_finite((args, kw))
+        out = call(*args, **kw)
         bad = was_finite & ~_is_finite(out)
         for made in carried_out(scope, key, [bad]):  # one, or none
             # What the calls inside this one made has arrived in the scope by now, with
@@ -75,11 +75,7 @@ class _FindNonfinite(Transform):
         scope = Scope((State,), observer=_Finite())
         thread(model, scope, call)
         check_missed(scope.observer.key, scope.sown)
-        made = [
-            key.name
-            for key, values in scope.sown.items()
-            if any(x.any() for x in values)
-        ]
+        made = [k.name for k, xs in scope.sown.items() if any(x.any() for x in xs)]
         return [*bad, *dict.fromkeys(made)]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from .._state.init import as_initialized, Initializer
 from .._state.scope import Scope
 from .._state.write import kind_at
 from .._transforms.mutable import carried, target, thread
+from .._transforms.transform import method_as_pytree
 from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
 from .._tree.modes import eval
@@ -26,7 +27,9 @@ from .._typing import KeyPath, PyTree
 
 
 @boundary
-def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
+def tabulate(
+    tree: PyTree, *inputs: Any, depth: int | None = None, cost: bool = False
+) -> str:
     """A table of the modules in a tree, with a row for each and a column for each kind.
 
     A cell lists the arrays of a module itself, not those of modules inside it: names,
@@ -48,6 +51,13 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     - `depth`: modules further down than this have no row; the row of the module around
         them counts their arrays, without names. The root is at depth 0. Default: no
         limit.
+    - `cost`: whether to compile each call, for two more columns: the floating point
+        operations of the call and the bytes that it reads and writes, by XLA's own cost
+        analysis. They include the modules inside. A row is about the call that it
+        shows, once; the last row is about all of `tree(*inputs)`. Parameters also have
+        their share of all parameters. XLA counts a loop such as `es.scan` as one step.
+        A call that does not compile by itself has `-`: it uses the axis name of the
+        `es.vmap` around it, for example.
 
     **Returns:**
 
@@ -55,7 +65,8 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
 
     **Raises:**
 
-    - `TypeError`: there are inputs, and the tree cannot be called.
+    - `TypeError`: there are inputs, and the tree cannot be called; or there are none,
+        for `cost=True`.
 
     Errors of the model itself come out unchanged.
 
@@ -76,8 +87,12 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
         xs = jax.ShapeDtypeStruct((8, 2), jnp.float32)
         table = es.tabulate(es.vmap(model, axis_name="batch"), xs)
         assert "f32[2]" in table and "f32[3]" in table  # what the layers see
+
+        print(es.tabulate(linear, jnp.ones(2), cost=True))  # 15 FLOPs
         ```
     """
+    if cost and not inputs:
+        raise TypeError("`cost=True` needs a call: `es.tabulate(model, x, cost=True)`.")
     found = carried(tree)
     if found is None and inputs:
         name = getattr(tree, "__name__", type(tree).__qualname__)
@@ -89,23 +104,27 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
     calls: _Calls = {}
     if inputs:
         tree = as_initialized(tree)
-        calls = _calls(tree, put, inputs)
+        calls = _calls(tree, put, inputs, cost)
     rows = _rows(tree, depth)
     kinds = dict.fromkeys(entry.kind for row in rows for entry in row.entries)
     # All other kinds in the order of the tree.
     kinds = sorted(kinds, key=lambda kind: (kind is None, kind is not Parameter))
     arrays = parts(tree)
     columns = [("path", "Total"), ("module", "")]
+    whole = sum(p.value.size for p in arrays if p.kind is Parameter) if cost else 0
     if inputs:
         columns += [("inputs", ""), ("outputs", "")]
+    if cost:
+        columns += zip(("FLOPs", "bytes accessed"), calls[None][2:], strict=True)
+    blank = [""] * (len(columns) - 2)
     for kind in kinds:
         header = "no kind" if kind is None else kind.__name__
         columns.append((header, _size(p.value for p in arrays if p.kind is kind)))
     lines = []
     for row in rows:
         name = name_of(row.path)
-        called = calls.get(name, ("", "")) if inputs else ()
-        lines.append([name, row.module, *called, *map(row.cell, kinds)])
+        cells = [row.cell(kind, whole * (kind is Parameter)) for kind in kinds]
+        lines.append([name, row.module, *calls.get(name, blank), *cells])
     is_trainable = bind(trainable, tree)
     return (
         f"{_render(columns, lines)}"
@@ -117,45 +136,72 @@ def tabulate(tree: PyTree, *inputs: Any, depth: int | None = None) -> str:
 # --- What modules are called with, and what they return -------------------------------
 
 
-# The inputs and outputs of the first call of each module, by its name.
-_Calls = dict[str, tuple[str, str]]
+# The first call of each module, by its name, and of the whole, by `None`: the inputs,
+# the outputs and, if wanted, the cost.
+_Calls = dict[str | None, tuple[str, ...]]
 
 
 class _Table(Observer):
     """Notes the calls by the name of the module."""
 
-    def __init__(self):
+    def __init__(self, cost: bool):
         # Its own, so that no function that JAX has traced before goes unseen.
         self.key = ProgramKey((object(),))
         self.calls: _Calls = {}
+        # By the text of a program: equal layers are compiled once.
+        self.costs: dict[str, Any] | None = {} if cost else None
 
     def select(self, name: str, module: Any) -> str:
         return name
 
-    def called(self, scope: Any, mark: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         __tracebackhide__ = True
-        out = call(*args, **kwargs)
-        self.note(mark, args, kwargs, out)
+        out = call(*args, **kw)
+        self.note(mark, call, args, kw, out)
         return out
 
-    def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+    def note(self, name: Any, call: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if name in self.calls:
+            return
         # Equinox's layers pass `key=None` on to each other, which says nothing.
         named = [f"{name}={_show(x)}" for name, x in kwargs.items() if x is not None]
         inputs = "\n".join([*map(_show, args), *named])
-        self.calls.setdefault(name, (inputs, _show(out)))
+        self.calls[name] = (inputs, _show(out), *self.cost(call, args, kwargs))
+
+    def cost(self, *given: Any) -> tuple[str, ...]:
+        """What XLA says of a call: of a function, its arguments, its keywords."""
+        if self.costs is None:
+            return ()
+        given = (method_as_pytree(given[0]), *given[1:])
+        arrays, rest = eqx.partition(given, eqx.is_array)
+
+        def run(arrays: PyTree) -> PyTree:
+            model, run = target(*eqx.combine(arrays, rest), None, "es.tabulate")
+            return eqx.filter(thread(model, Scope((State,)), run)[0], is_array)
+
+        try:
+            lowered = jax.jit(run).lower(jtu.tree_map(_struct, arrays))
+            if (text := lowered.as_text()) not in self.costs:
+                self.costs[text] = lowered.compile().cost_analysis()
+            found = self.costs[text]
+            return f"{found.get('flops', 0):,.0f}", _bytes(int(found["bytes accessed"]))
+        except Exception:  # it needs what is around it; or XLA says nothing here
+            return "-", "-"
 
 
-def _calls(model: PyTree, put: Callable[[Any], Any], inputs: tuple[Any, ...]) -> _Calls:
+def _calls(model: PyTree, put: Any, inputs: Any, cost: bool) -> _Calls:
     """The calls that `put(model)(*inputs)` makes in eval mode."""
     # NumPy arrays stay concrete, since a model may use them as shapes.
     arrays, rest = eqx.partition(eval(model), lambda x: is_array(x) and not is_numpy(x))
-    table = _Table()
+    table = _Table(cost)
 
     def call(arrays: PyTree, inputs: tuple[Any, ...]) -> None:
         f = put(eqx.combine(arrays, rest))
         model, run = target(f, inputs, {}, None, "es.tabulate")
         out, _ = thread(model, Scope((State,), observer=table), run)
-        table.note("", inputs, {}, out)  # it may be another method than `__call__`
+        table.note(None, f, inputs, {}, out)
+        # It may be another method than `__call__`.
+        table.calls.setdefault("", table.calls[None])
 
     # Two layers that know their names never share a trace: with equal names,
     # `@eqx.filter_jit` on the method of a block would run for the first block only.
@@ -166,15 +212,16 @@ def _calls(model: PyTree, put: Callable[[Any], Any], inputs: tuple[Any, ...]) ->
 def _show(tree: PyTree) -> str:
     """A pytree with the shapes and dtypes of its arrays, `f32[4,32]`."""
 
-    def struct(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
-
     return eqx.tree_pformat(
-        jtu.tree_map(struct, tree, is_leaf=_is_opaque),
+        jtu.tree_map(_struct, tree, is_leaf=_is_opaque),
         width=40,
         struct_as_array=True,
         truncate_leaf=_is_opaque,
     )
+
+
+def _struct(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
 
 
 def _is_opaque(x: Any) -> bool:
@@ -201,11 +248,11 @@ class _Row:
     level: int
     entries: list[_Entry] = dataclasses.field(default_factory=list)
 
-    def cell(self, kind: Kind | None) -> str:
+    def cell(self, kind: Kind | None, whole: int) -> str:
         entries = [entry for entry in self.entries if entry.kind is kind]
         lines = [entry.line for entry in entries if entry.line]
         arrays = [entry.node for entry in entries if is_array(entry.node)]
-        return "\n".join(lines + ([_size(arrays)] if arrays else []))
+        return "\n".join(lines + ([_size(arrays, whole)] if arrays else []))
 
 
 def _rows(tree: PyTree, depth: int | None) -> list[_Row]:
@@ -255,13 +302,16 @@ def _class(node: Any, is_frozen: bool) -> str:
     return f"{name} ({marks})" if marks else name
 
 
-def _size(arrays: Iterable[Any]) -> str:
-    """The numbers of elements and of bytes; a typed key has the bytes of its data."""
+def _size(arrays: Iterable[Any], whole: int = 0) -> str:
+    """The numbers of elements and of bytes; a typed key has the bytes of its data.
+
+    If `whole` is not 0, also how much of this number of elements they are.
+    """
     count = size = 0
     for x in arrays:
         count += math.prod(x.shape)
         size += math.prod(x.shape) * x.dtype.itemsize
-    return f"{count:,} ({_bytes(size)})"
+    return f"{count:,} ({_bytes(size)})" + (f", {count / whole:.1%}" if whole else "")
 
 
 def _bytes(size: int) -> str:

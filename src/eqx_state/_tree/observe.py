@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools as ft
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -51,10 +51,8 @@ class Observer(abc.ABC):
         """The mark of a module, all that `called` has to know; `None`: not observed."""
 
     @abc.abstractmethod
-    def called(
-        self, scope: Any, mark: Any, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """The output of `call(*args, **kwargs)`, or another in its place.
+    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
+        """The output of `call(*args, **kw)`, or another in its place.
 
         `scope` is the innermost scope of the observer, that of the active transform. To
         sow there is all that an observer can do with a value: it leaves the trace.
@@ -145,7 +143,7 @@ def _observed_class(cls: Any) -> Any:
         for key, mark in marks_of(self).items():
             if key in observing:
                 scope = observing[key]
-                call = ft.partial(_called, scope, mark, call)
+                call = ft.partial(scope.observer.called, scope, mark, call)
         return call(*args, **kwargs)
 
     # `es.nn.Stacked` looks whether a layer takes a key.
@@ -170,7 +168,3 @@ def _observed_class(cls: Any) -> Any:
 def _quiet_first(cls: Any) -> list[type]:
     own, *others = type.mro(cls)
     return [own, _Quiet, *(base for base in others if base is not _Quiet)]
-
-
-def _called(scope: Any, mark: Any, call: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return scope.observer.called(scope, mark, call, args, kwargs)
