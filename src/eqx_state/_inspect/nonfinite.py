@@ -161,10 +161,7 @@ def nonfinite(tree: PyTree) -> list[str]:
         assert es.nonfinite(grads) == ["['a']"]
         ```
     """
-    found = [
-        (part.name, jnp.isfinite(part.value).all())
-        for part in parts(tree)
-        if jnp.issubdtype(part.value.dtype, jnp.inexact)
-    ]
+    arrays = [p for p in parts(tree) if jnp.issubdtype(p.value.dtype, jnp.inexact)]
+    found = [(p.name, jnp.isfinite(p.value).all()) for p in arrays]
     # All are computed before the first is waited for.
     return [name for name, is_finite in found if not is_finite]

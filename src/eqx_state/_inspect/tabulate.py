@@ -4,7 +4,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -96,10 +96,7 @@ def tabulate(
     found = carried(tree)
     if found is None and inputs:
         name = getattr(tree, "__name__", type(tree).__qualname__)
-        raise TypeError(
-            f"`es.tabulate` was given inputs, and `{name}` is not a model that can be"
-            " called. A function is not looked into: `es.tabulate(es.vmap(model), xs)`."
-        )
+        raise TypeError(_NO_MODEL.format(name))
     tree, put = found or (tree, lambda model: model)
     calls: _Calls = {}
     if inputs:
@@ -131,6 +128,10 @@ def tabulate(
         f"Total: {_size(p.value for p in arrays)}\n"
         f"Trainable: {_size(p.value for p in arrays if is_trainable(p))}\n"
     )
+
+
+_NO_MODEL: Final = """`es.tabulate` was given inputs, and `{}` is not a model that can \
+be called. A function is not looked into: `es.tabulate(es.vmap(model), xs)`."""
 
 
 # --- What modules are called with, and what they return -------------------------------
@@ -168,12 +169,11 @@ class _Table(Observer):
         inputs = "\n".join([*map(_show, args), *named])
         self.calls[name] = (inputs, _show(out), *self.cost(call, args, kwargs))
 
-    def cost(self, *given: Any) -> tuple[str, ...]:
-        """What XLA says of a call: of a function, its arguments, its keywords."""
+    def cost(self, f: Any, *given: Any) -> tuple[str, ...]:
+        """What XLA says of a call of `f`; `given` are the arguments and keywords."""
         if self.costs is None:
             return ()
-        given = (method_as_pytree(given[0]), *given[1:])
-        arrays, rest = eqx.partition(given, eqx.is_array)
+        arrays, rest = eqx.partition((method_as_pytree(f), *given), eqx.is_array)
 
         def run(arrays: PyTree) -> PyTree:
             model, run = target(*eqx.combine(arrays, rest), None, "es.tabulate")
@@ -334,7 +334,6 @@ def _render(columns: list[tuple[str, str]], lines: list[list[str]]) -> str:
     for line in lines:
         table.add_row(*map(Text, line))  # not `str`: `[0]` would be markup
     out = io.StringIO()
-    plain: Any = {"color_system": None, "force_terminal": False}
-    plain |= {"force_jupyter": False, "legacy_windows": False}
-    Console(file=out, width=10**6, **plain).print(table)
+    plain = dict.fromkeys(("force_terminal", "force_jupyter", "legacy_windows"), False)
+    Console(file=out, width=10**6, color_system=None, **plain).print(table)
     return out.getvalue()
