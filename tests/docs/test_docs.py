@@ -120,15 +120,22 @@ def test_a_page_has_one_title_and_fences_that_close(page):
     assert page.read_text(encoding="utf-8").count("```") % 2 == 0
 
 
+def test_what_readers_search_for_is_a_heading():
+    found = "\n".join(prose(page) for page in PAGES)
+    for words in (
+        "Per-example gradients",
+        "Hessian-vector products",
+        "Gradient accumulation",
+        "Several steps in one call",
+        "Install for CPU, GPU or TPU",
+    ):
+        assert f"\n## {words}\n" in found, words
+
+
 # --- What a page needs ----------------------------------------------------------------
 
 DEPENDENCIES = {"eqx_state", "equinox", "jax", "jaxtyping", "numpy", "optax", "rich"}
-PACKAGES = {
-    "flax": "flax",
-    "haiku": "dm-haiku",
-    "orbax": "orbax-checkpoint",
-    "paramax": "paramax",
-}
+PACKAGES = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}  # imports: packages
 pages = tool("pages")
 
 
@@ -138,7 +145,7 @@ def test_a_page_says_which_packages_it_needs(page):
     code = pages.script(page)
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", code, re.MULTILINE))
     others = imported - DEPENDENCIES - sys.stdlib_module_names
-    needed = {PACKAGES[name] for name in others}
+    needed = {PACKAGES.get(name, name) for name in others}
     needed |= {"io"} if re.search(r"\bes\.(save|load)\b", code) else set()
     needed |= {"flatbuffers"} if "jax.export" in code else set()
     assert pages.needs(page)[0] == needed
