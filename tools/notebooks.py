@@ -166,9 +166,9 @@ def on_config(config: Any) -> None:
         {title: f"notebooks/{name}.md"}
         for title, name in re.findall(r"(?m)^### (.*): `(\w+)\.py`$", headings)
     ]
-    for entry in config.nav:
-        if "Examples" in entry:
-            entry["Examples"] = ["examples.md", *pages]
+    (start,) = (section["Start"] for section in config.nav if "Start" in section)
+    (entry,) = (entry for entry in start if "Examples" in entry)
+    entry["Examples"] = ["examples.md", *pages]
 
 
 def on_files(files: Any, config: Any) -> None:
