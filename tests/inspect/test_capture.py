@@ -398,24 +398,6 @@ def test_it_comes_out_of_a_loss_beside_what_the_gradient_returns(f, jit):
     assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found))
 
 
-def test_a_decorated_step_with_lanes_and_another_output():
-    @es.jit
-    @es.capture
-    @ft.partial(es.value_and_grad, has_aux=True)
-    def step(model, xs):
-        ys = es.vmap(lambda x: model(x))(xs)
-        model.layers[0](1.0)
-        return jnp.sum(ys), "aux"
-
-    (((loss, aux), new), grads), sown = step(net(2.0, 3.0), X)
-    assert (loss, aux) == (36.0, "aux")
-    assert [layer.calls for layer in new.layers] == [2, 1]
-    assert grads.layers[0].factor == 18.0
-    first, again = sown["layers[0].out"]
-    assert (first.tolist(), again) == ([2.0, 4.0, 6.0], 2.0)
-    assert sown["layers[1].out"].tolist() == [6.0, 12.0, 18.0]
-
-
 def test_gradients_of_partials_methods_and_other_kinds():
     model = net(2.0, 3.0)
     expected = es.capture(es.value_and_grad(loss_fn))(model, x=X)
@@ -497,19 +479,6 @@ def test_a_gradient_in_a_gradient_inside_reports_to_the_outermost():
 
     _, found = es.capture(f, outputs="net.layers[0]")(Trainer(net(2.0)), X)
     assert sorted(found) == ["net.layers[0]", "net.layers[0].out"]
-
-
-def test_gradients_accumulated_inside_report_each_time():
-    def f(model, xs):
-        for x in xs:
-            (_, (_, model)), _ = es.value_and_grad(
-                lambda models, x=x: sum(loss_fn(each, x) for each in models)
-            )((net(1.0), model))
-        return model
-
-    (new, _), found = es.capture(f, outputs="layers[0]")(net(2.0), X)
-    assert new.layers[0].calls == 3
-    assert len(found["layers[0]"]) == 3
 
 
 # --- Misuse ---------------------------------------------------------------------------

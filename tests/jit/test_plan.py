@@ -163,53 +163,6 @@ def test_what_is_too_deep_for_code_is_put_together_by_jax():
 # --- Through `es.jit` -----------------------------------------------------------------
 
 
-def model(**changes):
-    fields = {"weight": jnp.ones(2), "rate": 1, "note": [1.0, None, {"k": "x"}]}
-    return Plain([Leaf(**{**fields, **changes}), (jnp.zeros(3),)], 3)
-
-
-CHANGES = {
-    "static type": lambda m: model(rate=True),
-    "static value": lambda m: model(rate=2),
-    "leaf type": lambda m: model(note=[1, None, {"k": "x"}]),
-    "leaf value": lambda m: model(note=[1.0, None, {"k": "y"}]),
-    "hole": lambda m: model(note=[1.0, 2.0, {"k": "x"}]),
-    "key": lambda m: model(note=[1.0, None, {"j": "x"}]),
-    "length": lambda m: model(note=[1.0, None]),
-    "tuple": lambda m: model(note=(1.0, None, {"k": "x"})),
-    "array for a number": lambda m: model(note=[jnp.ones(()), None, {"k": "x"}]),
-    "number for an array": lambda m: eqx.tree_at(lambda m: m.inner[1][0], m, 1.0),
-    "mode": es.eval,
-    "frozen": es.freeze,
-    "class": lambda m: Plain([Plain(jnp.ones(2), 1), (jnp.zeros(3),)], 3),
-    "shape": lambda m: model(weight=jnp.ones(3)),
-    "dtype": lambda m: model(weight=jnp.ones(2, jnp.int32)),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_differs_is_traced_anew(name):
-    traces = []
-
-    @es.jit
-    def f(m):
-        traces.append(1)
-        return m
-
-    first = model()
-    for _ in range(3):
-        assert eqx.tree_equal(f(first), first)
-    assert len(traces) == 1
-    changed = CHANGES[name](model())
-    for _ in range(3):
-        out = f(changed)
-        assert key_of(out) == key_of(changed)
-        assert eqx.tree_equal(out, changed)
-    assert len(traces) == 2
-    assert eqx.tree_equal(f(first), first)
-    assert len(traces) == 2
-
-
 class Block(es.Module):
     leaf: Leaf
     plain: Plain

@@ -120,42 +120,6 @@ def test_it_follows_what_is_assigned_in_init():
     assert (late.double, late.length) == (4.0, 1)
 
 
-class Plain(eqx.Module):
-    w: jax.Array
-
-    @ft.cached_property
-    def square(self):
-        return self.w**2
-
-
-@pytest.mark.parametrize("is_read", [False, True])
-@pytest.mark.parametrize("way", ["eager", "scan"])
-def test_a_module_of_equinox_in_the_model(is_read, way):
-    class Model(es.Module):
-        plain: Plain
-        n: es.State = 0.0
-
-        def step(self, c, x):
-            self.n = self.n + self.plain.square
-            return c, self.plain.square * x
-
-        def __call__(self, x):
-            if way == "eager":
-                return self.step(None, x)[1]
-            assert self.plain.square is not None
-            return es.scan(self.step, None, x)[1]
-
-    model = Model(Plain(jnp.array(3.0)))
-    if is_read:
-        assert model.plain.square == 9.0
-    y, new = es.mutable(model)(X)
-    assert (y == 9 * X).all()
-    assert new.n == (27.0 if way == "scan" else 9.0)
-    assert jax.tree.structure(new) == jax.tree.structure(model)
-    new = eqx.tree_at(lambda m: m.plain.w, new, jnp.array(2.0))
-    assert (es.mutable(new)(X)[0] == 4 * X).all()
-
-
 # --- Names and slots that are a user's own ------------------------------------------
 
 

@@ -135,17 +135,6 @@ def test_every_transform_carries_each_to_its_place(run, pair):
 
 
 @pairs
-def test_arguments_and_results(pair):
-    tree = pair(X, 2 * X)
-    total = lambda t: first(t) + 10 * second(t)  # noqa: E731
-    assert (es.vmap(total)(tree) == 21 * X).all()
-    assert (total(es.vmap(lambda x: pair(x, 2 * x))(X)) == 21 * X).all()
-    assert es.vmap(total, in_axes=(pair(0, None),))(tree).shape == (3, 3)
-    swapped = es.cond(True, lambda t: pair(second(t), first(t)), lambda t: t, tree)
-    assert (first(swapped) == 2 * X).all()
-
-
-@pairs
 def test_each_is_drawn_and_filled_in_its_place(pair):
     class Lazy(es.Module):
         drawn: Any
@@ -158,15 +147,3 @@ def test_each_is_drawn_and_filled_in_its_place(pair):
     model = Lazy(placeholders, pair(None, jnp.zeros(()))).init(0, call=lambda m: m())
     assert first(model.drawn) != second(model.drawn)
     assert (first(model.filled), second(model.filled)) == (1.0, 0.0)
-
-
-@pairs
-def test_modules_in_alike_places(pair):
-    class Both(es.Module):
-        cells: Any
-
-    both = Both(pair(es.nn.BatchNorm(1), es.nn.BatchNorm(1)))
-    assert len(dict(es.modules(both))) == 3
-    assert es.tabulate(both).count("BatchNorm") == 2
-    frozen = es.freeze(both, lambda b: second(b.cells))
-    assert (first(frozen.cells).frozen, second(frozen.cells).frozen) == (False, True)
