@@ -323,9 +323,8 @@ def test_a_decay_is_less_than_one(decay):
 def test_a_filter_is_a_filter():
     with pytest.raises(TypeError, match="is not a filter"):
         es.Ema(0.9, on="weight")
-    with pytest.raises(
-        ValueError, match=r"`es.path_matches\('typo'\)` selects no inexact"
-    ):
+    match = r"`es.Ema\(on=es.path_matches\('typo'\)\)` selects no inexact"
+    with pytest.raises(ValueError, match=match):
         es.Ema(0.9, on=es.path_matches("typo")).init(NETS[0])
     assert es.Ema(0.9, on=es.OptState).init(NETS[0]).update(NETS[1]).model is not None
 

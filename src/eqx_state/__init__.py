@@ -1,11 +1,11 @@
 """Equinox modules whose annotations say what their fields are."""
 
 import importlib as _importlib
-import sys as _sys
 import typing as _t
 
 from . import nn as nn
 from ._errors import (
+    no_attribute as _no_attribute,
     NotInitializedError as NotInitializedError,
     TraceError as TraceError,
 )
@@ -129,8 +129,7 @@ else:
 
     def __getattr__(name):
         if name not in _LATER:
-            said = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(said, name=name, obj=_sys.modules[__name__])
+            raise _no_attribute(__name__, name)
         module = _importlib.import_module(_LATER[name], __name__)
         value = globals()[name] = getattr(module, name)
         return value

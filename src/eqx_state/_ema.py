@@ -15,8 +15,8 @@ from ._kinds.kinds import Buffer, is_kind, Parameter
 from ._state.init import check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
-from ._tree.filters import bind_to_visits, check_filter, Filter, written
-from ._tree.rules import AbstractPerParameter
+from ._tree.filters import bind_to_visits, check_filter, Filter
+from ._tree.rules import AbstractPerParameter, nothing_selected
 from ._tree.select import update
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
@@ -105,7 +105,7 @@ class Ema(AbstractPerParameter):
         means = jtu.tree_map(lambda x: jnp.array(x, _wide(x.dtype)), params)
         dtypes = _dtypes_of(means)
         if not dtypes and not is_kind(self.on):
-            raise ValueError(_NOTHING.format(written(self.on)))
+            raise nothing_selected("es.Ema(on", self.on, model)
         real = [jnp.finfo(dtype).dtype for dtype in dtypes]
         weight = jnp.zeros((), max(real, key=lambda x: x.itemsize, default="float32"))
         step = jnp.zeros((), jnp.int32)
@@ -214,9 +214,6 @@ start again: `ema = es.Ema(decay).init(model)`."""
 _NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` is a number, at least 0 and less \
 than 1, or a function of the step, and `{}` was given. The model is given to `init`: \
 `es.Ema(0.999).init(model)`."""
-
-_NOTHING: Final = """`es.Ema(on={0})`: `{0}` selects no inexact array of the model. \
-`es.parts(model)` lists the arrays with their names and kinds."""
 
 _NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
 one: `ema = es.Ema(0.999).init(model)`."""

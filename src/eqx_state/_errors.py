@@ -1,5 +1,8 @@
 """The two errors that a caller might want to catch. All others are built-in types."""
 
+import difflib
+import sys
+
 import equinox as eqx
 
 from ._typing import PyTree
@@ -18,9 +21,27 @@ class NotInitializedError(RuntimeError):
     """A model still holds an `es.Initializer`, or a `module_init` that has not run."""
 
 
-# --- Pytrees in words, for messages: no values, no whole models.
+# --- Names and pytrees in words, for messages: no values, no whole models.
 
 
 def show(tree: PyTree) -> str:
     """A pytree on as few lines as it fits, an array as its dtype and shape."""
     return eqx.tree_pformat(tree, short_arrays=True)
+
+
+def no_attribute(module: str, name: str) -> AttributeError:
+    """The error for a name that `eqx_state` or `eqx_state.nn` does not have."""
+    own = sys.modules[__package__]
+    places = {"eqx": eqx, "eqx.nn": eqx.nn, "es.nn": own.nn, "es": own}
+    known = {x: f"{k}.{x}" for k in places for x in dir(places[k]) if x[0] != "_"}
+    known |= {"Param": "es.Parameter", "Rngs": "es.RngStream", "remat": "es.checkpoint"}
+    near = difflib.get_close_matches(name, known, 1, 0.75)
+    hint = f": did you mean `{known[near[0]]}`?" if near else ""
+    # Without `obj`, by which Python would look for near names itself.
+    said = f"module {module!r} has no attribute {name!r}{hint}"
+    return AttributeError(said, name=name)
+
+
+def an(name: str) -> str:
+    """A name in backticks, with its article."""
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} `{name}`"

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import types
@@ -169,9 +170,26 @@ def test_the_names_that_come_later_are_those_that_type_checkers_see():
     assert seen == es._LATER
 
 
-def test_a_name_that_is_not_there_is_an_error_of_python():
-    with pytest.raises(AttributeError, match=r"module 'eqx_state' has no attribute"):
-        getattr(es, "optimizer")  # noqa: B009
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        (es, "optimizer", "es.Optimizer"),
+        (es, "Param", "es.Parameter"),
+        (es, "Rngs", "es.RngStream"),
+        (es, "remat", "es.checkpoint"),
+        (es, "tree_at", "eqx.tree_at"),
+        (es, "Linear", "eqx.nn.Linear"),
+        (es.nn, "Linear", "eqx.nn.Linear"),
+        (es.nn, "Parameter", "es.Parameter"),
+        (es.nn, "Batchnorm", "es.nn.BatchNorm"),
+        (es, "no_such_name", None),
+    ],
+)
+def test_a_name_that_is_not_there_points_to_what_is_meant(module, name, instead):
+    hint = f": did you mean `{instead}`?" if instead else ""
+    match = f"module '{module.__name__}' has no attribute '{name}'{hint}"
+    with pytest.raises(AttributeError, match=f"^{re.escape(match)}$"):
+        getattr(module, name)
 
 
 def test_importing_it_prints_nothing_starts_nothing_and_brings_names_when_used():

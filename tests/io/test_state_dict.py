@@ -443,7 +443,7 @@ def test_a_glob_without_a_match():
 @pytest.mark.parametrize(
     ("rename", "error", "text"),
     [
-        ("blocks", TypeError, "takes a function .* A `str` was given"),
+        ("blocks", TypeError, "takes a function .* `str` was given"),
         (lambda name: None, ValueError, r"\[0\]\.weight \(there: None\)"),
         ({"*.*": "*"}, ValueError, r'rename=\{"\*\.\*": "\*"\}.*as many on both sides'),
     ],

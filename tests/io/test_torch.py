@@ -572,5 +572,5 @@ def test_something_else_for_a_renaming():
         es.from_torch(linear(), tensors, rename=3)
     with pytest.raises(ValueError, match="missing:\n    4 "):
         es.from_torch(linear(), tensors, rename=len)
-    with pytest.raises(TypeError, match=r"module\.state_dict.*a `Linear` was given"):
+    with pytest.raises(TypeError, match=r"module\.state_dict.* `Linear` was given"):
         es.from_torch(model, linear())

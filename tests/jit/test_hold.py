@@ -176,8 +176,14 @@ def test_a_carry_may_be_any_tree(carry, donate):
 
 def test_a_pair_may_be_a_list_and_nothing_else_is_one():
     assert es.hold(lambda c: [c, 3], X)() == 3
-    with pytest.raises(TypeError, match="`es.hold` returns a pair"):
-        es.hold(lambda c: c, X)()
+    for out, shown in (X, r"f32\[3\]"), ((X, X, X), "tuple of 3"):
+        with pytest.raises(TypeError, match=f"`es.hold` returns a pair.*`{shown}`"):
+            es.hold(lambda c, out=out: out, X)()
+
+
+def test_a_type_error_inside_the_function_is_as_it_was():
+    with pytest.raises(TypeError, match=r"^len\(\) takes exactly one argument"):
+        es.hold(lambda c: len(c, c), X)()
 
 
 # --- Compilations ---------------------------------------------------------------------

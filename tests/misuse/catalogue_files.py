@@ -290,9 +290,7 @@ def _(case):
         es.load_state_dict(net, {}, rename={"haed.*": "fc.*"})
 
 
-@program(
-    "pass PyTorch's module: `es.from_torch(model, module)`", "a `Module` was given"
-)
+@program("pass PyTorch's module: `es.from_torch(model, module)`", "`Module` was given")
 def _(case):
     class Module:
         pass

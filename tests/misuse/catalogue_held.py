@@ -14,6 +14,24 @@ def step(layer, x):
     return layer, layer(x)
 
 
+@program(
+    "hold a step of `es.jit`: `es.hold(step, (model, optimizer))` of"
+    " `step(model, optimizer, x)`",
+    "missing 1 required positional argument: 'x'",
+    "return (model, optimizer), loss",
+)
+def _(case):
+    def step(model, optimizer, x):
+        return model(x), model, optimizer
+
+    carry = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS)), XS
+    for f in (step, es.jit(step)):
+        run = es.hold(f, carry)
+        with case.error():
+            run(XS)
+        assert eqx.tree_equal(run.carry, carry)
+
+
 @program("use a held step inside `es.mutable`")
 def _(case):
     layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))

@@ -382,6 +382,29 @@ def _(case):
         optimizer.update(net, grads)
 
 
+@program(
+    "swap model and optimizer: `step(optimizer, model, x)`,"
+    " `optimizer, model = optimizer.update(grads, model)`",
+    "model, optimizer = optimizer.update(grads, model)",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+
+    def step(model, optimizer):
+        grads, model = es.grad(loss_fn)(model)
+        return optimizer.update(grads, model)
+
+    for f in (step, es.jit(step)):
+        with case.error():
+            f(optimizer, net)
+        optimizer_, net_ = f(net, optimizer)
+        with case.error():
+            f(net_, optimizer_)
+    with case.error():
+        es.Optimizer(optax.sgd(1.0)).init(optimizer)
+
+
 @program("update twice with the old optimizer, or the old model")
 def _(case):
     net = case.keep(Net(), XS)
@@ -415,17 +438,17 @@ def _(case):
 @program(
     "differentiate a frozen model, or by a filter with a typo:"
     " `wrt=es.path_matches('haed.*')`",
-    "there is nothing to differentiate",
+    "`es.parts(model)` lists",
 )
 def _(case):
     net = case.keep(Net().freeze(), XS)
-    with case.error():
+    with case.error("1 of them frozen"):
         es.grad(loss_fn)(net)
-    typo = es.path_matches("haed.*")
-    with case.error():
-        es.value_and_grad(loss_fn, wrt=typo)(net.unfreeze())
-    with pytest.raises(ValueError, match="selects no array of the model"):
+    with case.error("1 of them frozen"):
         es.Optimizer(optax.sgd(1.0)).init(net)
+    typo = es.path_matches("laeyr.*")
+    with case.error("0 of them frozen", "`layer.weight`"):
+        es.value_and_grad(loss_fn, wrt=typo)(net.unfreeze())
 
 
 @program(

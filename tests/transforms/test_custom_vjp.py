@@ -427,7 +427,7 @@ CLOSING = {
 def test_a_module_that_is_only_closed_over_is_to_be_passed(name):
     run = CLOSING[name]
     for call in (es.mutable(run), run, es.jit(es.mutable(run))):
-        with rejects(Layer(), ValueError, "has a `Layer` from outside", "Pass it"):
+        with rejects(Layer(), ValueError, "has the `Layer` from outside", "Pass it"):
             call(Layer(), X)
 
 

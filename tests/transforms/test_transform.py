@@ -85,6 +85,14 @@ def test_a_class_in_the_place_of_a_model_is_an_error(name):
 
 @pytest.mark.parametrize("name", ["mutable", "value_and_grad", "vmap", "checkpoint"])
 def test_what_cannot_be_called_is_refused_at_once(name):
-    for x in (3, None, [Threaded()]):
-        with pytest.raises(TypeError, match=r"which cannot be called"):
+    for x, given in (
+        (3, "an `int`"),
+        (None, "a `NoneType`"),
+        ([Threaded()], "a `list`"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"was given {given}, which cannot be called"
+        ):
             getattr(es, name)(x)
+    with pytest.raises(TypeError, match="`es.Ema` stands where the model belongs"):
+        getattr(es, name)(es.Ema(0.9).init(jnp.ones(3)))

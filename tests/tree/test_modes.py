@@ -267,16 +267,34 @@ def test_a_tree_without_an_es_module_cannot_be_frozen(where):
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["norm", es.Parameter, es.trainable, es.under(lambda m: m.norm)],
-    ids=["name", "kind", "trainable", "under"],
+    ("where", "name"),
+    [
+        ("norm", "str"),
+        (es.Parameter, "es.Parameter"),
+        (es.trainable, "es.trainable"),
+        (es.under(lambda m: m.norm), "es.under"),
+        (es.nn.BatchNorm(3), "BatchNorm"),
+    ],
 )
-def test_where_is_not_a_filter(where):
-    match = "`where` is a function from the tree to one of its nodes"
+def test_where_is_a_function_and_not_a_filter_or_a_layer(where, name):
+    match = f"`where` is a function from the tree to one of its nodes.* `{name}"
     with pytest.raises(TypeError, match=match):
         es.freeze(make_model(), where)
     with pytest.raises(TypeError, match=match):
         es.filter(make_model(), es.under(where))
+
+
+def test_where_may_be_a_method_of_a_module():
+    class Select(eqx.Module):
+        def norm(self, model):
+            return model.norm
+
+    assert es.freeze(make_model(), Select().norm).norm.frozen
+
+
+def test_a_missing_attribute_in_where_names_where():
+    with pytest.raises(AttributeError, match=r"'nrom'\n.*`where`.* here `Model`"):
+        es.freeze(make_model(), lambda model: model.nrom)
 
 
 # --- Methods are a convenience --------------------------------------------------------

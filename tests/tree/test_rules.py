@@ -149,6 +149,13 @@ def test_a_filter_that_matches_no_array(case, first):
         es.spec(make_model(), {first: 0, key: 1})
 
 
+def test_names_near_to_a_glob_are_those_that_filters_see():
+    stack = es.nn.Stacked([layer(), layer()])
+    glob = es.all_of(es.Parameter, es.path_matches("[1].maen"))
+    with pytest.raises(ValueError, match=r"nearest names: `\[1\].mean`"):
+        es.spec(stack, {glob: 0})
+
+
 def test_a_filter_that_fails_in_the_tree_matches_no_array_of_it():
     with pytest.raises(ValueError, match="matches no array") as info:
         es.spec(make_model(), {es.under(lambda m: m.layers[0].name): 0})

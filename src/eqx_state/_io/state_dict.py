@@ -129,7 +129,7 @@ def load_state_dict(
     """
     what = "es.load_state_dict"
     if not isinstance(d, Mapping):
-        given = f"a `{type(d).__name__}` was given"
+        given = f"`{type(d).__name__}` was given"
         raise TypeError(f"`{what}(tree, d)`: `d` is a dictionary, and {given}.")
     named = by_name(tree)
     rename = renaming(rename, what, named)
@@ -229,7 +229,7 @@ def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str],
         return rename or str
     raise TypeError(
         f"`{what}(..., rename=...)` takes a function from our name to theirs, or a"
-        f" dictionary from globs to globs. A `{type(rename).__name__}` was given."
+        f" dictionary from globs to globs, and `{type(rename).__name__}` was given."
     )
 
 
@@ -302,7 +302,7 @@ def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str
     `shape` is that of the leaf, or of one layer of it in a stack.
     """
     if not (eqx.is_array(value) or isinstance(value, Stored)):
-        return [("not an array", f"a `{type(value).__name__}`")]
+        return [("not an array", f"`{type(value).__name__}`")]
     found = []
     if value.shape != shape:
         found.append(("wrong shape", f"{value.shape} instead of {shape}"))

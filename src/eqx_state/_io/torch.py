@@ -101,7 +101,7 @@ def from_torch(
         ```
     """
     if not isinstance(state_dict, Mapping):
-        given = f"a `{type(state_dict).__name__}` was given"
+        given = f"`{type(state_dict).__name__}` was given"
         raise TypeError(f"`es.from_torch` takes `module.state_dict()`, and {given}.")
     named = {k: entry for k, entry in by_name(model).items() if not _is_key(entry[1])}
     nodes = [visit for visit in walk(model) if not visit.is_leaf]
@@ -165,7 +165,7 @@ def _as_numpy(value: Any) -> Any:
 def _why_not(array: Any, shape: _Shape, dtype: Any) -> tuple[str, str] | None:
     """Why an array does not fit: the kind of problem, and a text."""
     if not (is_numpy(array) and is_numeric(array.dtype)):
-        return "not an array", f"a `{type(array).__name__}`"
+        return "not an array", f"`{type(array).__name__}`"
     if array.shape != shape:
         return "wrong shape", f"{array.shape} instead of {shape}"
     # From bool to integer, to float, to complex: only precision may get lost.

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._errors import TraceError
+from .._errors import an, TraceError
 from .._state.scope import is_owned, Sown
 from .._transforms.lift import Lifted, Ran, Values
 from .._transforms.mutable import is_bound_method
@@ -255,7 +255,7 @@ def cache_key_of(call: Call) -> tuple[Any, ...]:
         if call.is_array(x):
             return _ARRAY
         if not is_hashable(x):
-            raise TypeError(_NO_HASH.format(name(), type(x).__name__))
+            raise TypeError(_NO_HASH.format(name(), an(type(x).__name__)))
         return static(x)
 
     roots = []
@@ -278,6 +278,6 @@ def cache_key_of(call: Call) -> tuple[Any, ...]:
     )
 
 
-_NO_HASH: Final = """`es.jit`: `{}` is a `{}`, which cannot be hashed. What is not an \
+_NO_HASH: Final = """`es.jit`: `{}` is {}, which cannot be hashed. What is not an \
 array is static, and its compiled program is looked up by hash. Pass a hashable value, \
 such as a frozenset for a set; or an array, which is traced."""

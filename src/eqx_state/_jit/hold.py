@@ -95,7 +95,14 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The new carry and the output of `f(carry, *args, **kwargs)`, in a trace."""
 
     def run(carry: Any) -> Any:
-        new, (_, rest) = pair_of(f(carry, *args, **kwargs), "es.hold")
+        try:
+            pair = f(carry, *args, **kwargs)
+        except TypeError as error:
+            # Python's message begins like this if the arguments do not fit.
+            if not str(error).startswith(f"{getattr(f, '__qualname__', '?')}()"):
+                raise
+            raise TypeError(_FORM.format(error)) from error
+        new, (_, rest) = pair_of(pair, "es.hold")
         return new, rest
 
     # The body writes to the modules of a private copy of the carry, as in `es.mutable`.
@@ -115,10 +122,14 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return new, out
 
 
+_FORM: Final = """A held step is `(carry, …) -> (carry, out)`, and its first argument \
+is the whole carry: {}. Take it apart inside, `model, optimizer = carry`, and end with \
+`return (model, optimizer), loss`."""
+
 _STRUCTURE: Final = """The function of `es.hold` returned a carry of another \
-structure or in another mode, {}. The next step starts with what this one returns, so \
-only the values of arrays may change. What is to change between two steps is \
-assigned: `run.carry = run.carry.eval()`."""
+structure or in another mode, {}. The next step starts with what this one returns \
+first, `return carry, out`, so only the values of arrays may change. What is to change \
+between two steps is assigned: `run.carry = run.carry.eval()`."""
 
 _LEAF: Final = """The function of `es.hold` returned another carry than it was given: \
 `{0}` was `{1}`, and is now `{2}`. The next step starts with what this one returns, so \

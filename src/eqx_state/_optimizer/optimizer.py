@@ -17,8 +17,8 @@ from .._state.init import check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import to_strong
-from .._tree.filters import check_filter, Filter, trainable, written
-from .._tree.rules import AbstractPerParameter, check_rules
+from .._tree.filters import check_filter, Filter, trainable
+from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
 from .._typing import KeyPath, PyTree
@@ -129,7 +129,7 @@ class Optimizer(AbstractPerParameter):
         """
         selected, labels = self._selected(model), None
         if not jtu.tree_leaves(selected):
-            raise ValueError(_NOTHING.format(written(self.wrt)))
+            raise nothing_selected("es.Optimizer(wrt", self.wrt, _models_of(model)[0])
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
         whole = jtu.tree_structure(model)
@@ -379,9 +379,6 @@ _OTHER_MODEL: Final = "what `wrt` selects of the model is not what `init` was gi
 
 _NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, and `{}` was given. The \
 model is given to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`."""
-
-_NOTHING: Final = """`es.Optimizer(wrt={0})`: `{0}` selects no array of the model. \
-Is it frozen? `es.parts(model)` lists the arrays with their names and kinds."""
 
 _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which returns \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""

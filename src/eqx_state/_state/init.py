@@ -17,7 +17,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 
 from .._compat import boundary, has_escaped
-from .._errors import NotInitializedError
+from .._errors import an, NotInitializedError
 from .._kinds.kinds import Parameter, State
 from .._tree.base import (
     BaseModule,
@@ -86,7 +86,7 @@ else:
         def __init__(self, f):
             if not callable(f):
                 raise TypeError(
-                    f"`es.Initializer` was given a `{type(f).__name__}`: it takes a"
+                    f"`es.Initializer` was given {an(type(f).__name__)}: it takes a"
                     " function, `es.Initializer(lambda key: jr.normal(key, (3,)))`."
                 )
             self.f = f

@@ -223,7 +223,7 @@ class Module(BaseModule):
             return hash(tuple((name, getattr(self, name)) for name in names))
         except TypeError:
             raise TypeError(
-                f"unhashable type: a `{type(self).__qualname__}` with arrays. JAX's own"
+                f"unhashable type: `{type(self).__qualname__}` with arrays. JAX's own"
                 " transforms hash what they call, and those of `es` do not:\n\n"
                 "    jax.checkpoint(self.layer)(x)                    # wrong\n"
                 "    es.checkpoint(self.layer)(x)                     # right\n"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import TraceError
+from .._errors import an, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
 from .._tree.compare import same
@@ -129,7 +129,7 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
         what = "an array without a kind" if is_array(visit.node) else "not an array"
         return _NO_KIND.format(where, name, what, allowed, field)
     text = _NOT_THERE if old is None else _OTHER_KIND
-    return text.format(where, name, kind.__name__, allowed, kind_name(kind), field)
+    return text.format(where, name, an(kind.__name__), allowed, kind_name(kind), field)
 
 
 def no_field_message(module: BaseModule, name: str) -> str:
@@ -181,12 +181,12 @@ it is trained."""
 _NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
 Declare what a forward pass changes: `{4}: es.State`."""
 
-_NOT_THERE: Final = """Cannot write `{0}`: `{1}` is a `{2}` that is not there yet, and \
+_NOT_THERE: Final = """Cannot write `{0}`: `{1}` is {2} that is not there yet, and \
 a call keeps the structure of the model. It is made by `model = model.init(42, x)`."""
 
-_OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is a `{2}`, and this scope writes \
+_OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes \
 {3}. If it is meant, name the kind: `es.mutable(f, kinds={4})`, or `kinds=es.TreePart` \
-for all. If it is not a `{2}`, declare what it is: `{5}: es.State`."""
+for all. If it is not {2}, declare what it is: `{5}: es.State`."""
 
 _NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
 outside `es.mutable`. State is written in a call that returns the new model:

@@ -332,6 +332,6 @@ _IN_REACH: Final = """ Names in `axes` begin at each module that the function is
 holds or closes over. Modules among the arguments follow `{0}`, in which an entry may \
 be rules, too."""
 
-_CONSTANT: Final = """`{0}`: `axes` would map `{3}` of a `{2}` that the function \
+_CONSTANT: Final = """`{0}`: `axes` would map `{3}` of the `{2}` that the function \
 closes over. The module is not in an `es.mutable`, so it is a constant in a closure. \
 Pass it as an argument: `{0}(lambda model, x: model(x), {1}=...)(model, xs)`."""

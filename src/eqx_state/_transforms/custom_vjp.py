@@ -157,8 +157,8 @@ def _split(tree: Any) -> tuple[Any, _Rest]:
 _BY_NAME: Final = """`es.custom_vjp`: the rules of `{}` take all arguments by \
 position, and `{}` is only given by name. Let it be given by position, too."""
 
-_CLOSED_OVER: Final = """`es.custom_vjp`: `{0}`, or one of its rules, has a `{1}` from \
-outside, or as an argument in `nondiff_argnums`. JAX does not look into a custom \
+_CLOSED_OVER: Final = """`es.custom_vjp`: `{0}`, or one of its rules, has the `{1}` \
+from outside, or as an argument in `nondiff_argnums`. JAX does not look into a custom \
 derivative, so the arrays of that module could have no gradient. Pass it:
 
     es.custom_vjp(lambda x: layer(x))           # wrong

@@ -371,7 +371,7 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
 
 
 _NOT_A_TUPLE: Final = """`es.jvp(f, primals, tangents)`: `primals` and `tangents` are \
-tuples or lists, with an entry for each argument of `f`, and one of them is a `{}`: \
+tuples or lists, with an entry for each argument of `f`, and one is of type `{}`: \
 `es.jvp(f, (x,), (dx,))`."""
 
 

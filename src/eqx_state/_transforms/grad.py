@@ -27,8 +27,9 @@ from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import Scope, Sown
 from .._state.sow import reporting
-from .._tree.filters import all_of, Filter, trainable, written
+from .._tree.filters import all_of, Filter, trainable
 from .._tree.parts import Part
+from .._tree.rules import nothing_selected
 from .._tree.select import partition
 from .lift import Lifted
 from .mutable import Argnums, as_argnums, as_cast, Cast, target, thread
@@ -76,7 +77,7 @@ class AbstractGrad(Transform):
         lifted = Lifted(())
         diff, rest = partition(model, all_of(self.wrt, _is_inexact))
         if not jtu.tree_leaves(diff):
-            raise ValueError(_NOTHING.format(self.name, written(self.wrt)))
+            raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
             inside = new_scope() if new_scope else Scope((State,), reports=reports)
@@ -119,11 +120,6 @@ def _check_loss(loss: Any) -> Any:
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(_NOT_A_LOSS.format(show(loss)))
     return loss
-
-
-_NOTHING: Final = """`{0}(wrt={1})`: `{1}` selects no inexact array of the model, so \
-there is nothing to differentiate. Is it frozen? `es.parts(model)` lists the arrays \
-with their names and kinds."""
 
 
 _NOT_A_LOSS: Final = """The function under `es.value_and_grad` returned `{}` as its \

@@ -353,7 +353,9 @@ def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
     """
     pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
     if len(pair) != 2:
-        shown = eqx.tree_pformat(out, short_arrays=True)
+        # Not all of a tuple, which may hold a whole model.
+        many = f"{type(out).__name__} of {len(pair)}"
+        shown = many if len(pair) > 2 else eqx.tree_pformat(out, short_arrays=True)
         raise TypeError(_NOT_A_PAIR.format(what, shown))
     return pair[0], (structure, pair[1])
 
@@ -513,7 +515,7 @@ layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
 `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
 _NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
-one returned `{}`. Where there is nothing to return besides: `return carry, None`."""
+one returned `{}`. Write `return (model, optimizer), loss`, or `return carry, None`."""
 
 _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
 whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \

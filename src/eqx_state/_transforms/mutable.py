@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._errors import show
+from .._errors import an, show
 from .._kinds.kinds import is_kind, State
 from .._state.collect import enter, given_back, leave, Snapshot
 from .._state.init import check_initialized, check_none_missing
@@ -164,7 +164,7 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
         return None
     name, owner = name_of(layers[0].path[:-1]), layers[0].context.owner
     layer = getattr(owner, "__name__", "layer")
-    return _NO_STATE.format(name or "the model", layer)
+    return _NO_STATE.format(name or "the model", layer, an(layer))
 
 
 Lens = tuple[Any, Callable[[Any], Any]]
@@ -268,7 +268,7 @@ def as_kinds(kinds: Any, what: str) -> Kinds:
     return given
 
 
-_NO_STATE: Final = """`{0}` is a `{1}` whose state is in an `eqx.nn.State`, and was \
+_NO_STATE: Final = """`{0}` is {2} whose state is in an `eqx.nn.State`, and was \
 called without one. Thread that by hand, `model(x, state)`; or make it a part of the \
 model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
 

@@ -14,8 +14,9 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import boundary, BoundMethod
-from .._errors import show
+from .._errors import an, show
 from .._tree.base import is_eqx_module, keystr
+from .._tree.rules import misplaced
 from .._typing import KeyPath
 
 
@@ -77,7 +78,7 @@ class Unbound(Transform):
 def check_callable(f: Any) -> None:
     """Raise `TypeError` unless `f` can be called."""
     if not callable(f):
-        raise TypeError(_NOT_A_FUNCTION.format(type(f).__name__))
+        raise TypeError(misplaced(f) or _NOT_A_FUNCTION.format(an(type(f).__name__)))
 
 
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
@@ -138,7 +139,7 @@ def argument_name(argument: int | str, below: KeyPath, names: list[str]) -> str:
     return f"{argument}{keystr(below)}"
 
 
-_NOT_A_FUNCTION: Final = """A transform was given a `{}`, which cannot be called. It \
+_NOT_A_FUNCTION: Final = """A transform was given {}, which cannot be called. It \
 takes a function, a callable module, or a bound method: `es.mutable(model.encode)(x)`. \
 Of a property it is the inner decorator, below `@property`."""
 

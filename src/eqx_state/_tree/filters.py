@@ -13,6 +13,7 @@ import numpy as np
 
 from .._kinds.kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
+from .base import is_eqx_module
 from .compare import is_hole, structure_with_holes
 from .parts import dtype_of, layer_path, layers_of, owners_of, Part
 from .walk import is_array, kinds_of, leaves, Visit
@@ -72,8 +73,6 @@ def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
 def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
     """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
     predicates = [bind(f, tree) for f in filters or (TreePart,)]
-    if len(predicates) == 1:
-        return predicates[0]
     return lambda part: all(p(part) for p in predicates)
 
 
@@ -371,9 +370,16 @@ def is_marker(x: Any) -> bool:
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     """What `where` selects: one node, or several in a tuple or a list."""
-    if not callable(where) or is_kind(where) or isinstance(where, Combinator):
-        raise TypeError(_NOT_WHERE.format(written(where)))
-    selected = where(tree)
+    # A layer instead of a function. What wraps a function may be a module, too.
+    is_layer = is_eqx_module(where) and not hasattr(where, "__wrapped__")
+    given = type(where) if is_layer or not callable(where) else where
+    if given is not where or is_kind(where) or isinstance(where, Combinator):
+        raise TypeError(_NOT_WHERE.format(written(given)))
+    try:
+        selected = where(tree)
+    except AttributeError as error:
+        error.add_note(_IN_WHERE.format(type(tree).__name__))
+        raise
     if type(selected) not in (tuple, list) or not selected:
         return [selected]
     # A list may itself be a node of the tree. `is_leaf` is called with every node.
@@ -402,6 +408,9 @@ _NOTHING_UNDER: Final = """`es.under({})` selects nothing: `where` must return a
 of the tree, or a tuple of nodes, that holds arrays, as in `eqx.tree_at`."""
 
 _NOT_WHERE: Final = """`where` is a function from the tree to one of its nodes, or to \
-a tuple of them, as in `eqx.tree_at`, and `{0}` was given. Write `lambda model: \
+a tuple of them, as in `eqx.tree_at`, and `{}` was given. Write `lambda model: \
 model.layers[0]`. To train without what a filter selects, leave it out where the \
 parameters are used: `wrt=es.all_of(es.trainable, es.not_(filter))`."""
+
+_IN_WHERE: Final = """This is in `where`, which is called with the whole tree, here \
+`{}`, and returns one of its nodes or a tuple of them."""

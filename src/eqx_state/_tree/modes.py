@@ -100,7 +100,7 @@ def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
 
     **Raises:**
 
-    - `TypeError`: `where` is not a function, or is a filter.
+    - `TypeError`: `where` is not a function, or is a filter or a module.
     - `ValueError`: `where` selects something without arrays, or a node that neither
         holds an `es.Module` nor is inside one; or one stateful module is in two places
         of the tree.

@@ -8,8 +8,10 @@ asks here: `es.spec`, `es.vmap`, and what the layers above add.
 
 import abc
 import contextlib
+import difflib
 import functools as ft
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -17,10 +19,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._kinds.kinds import is_kind, Kind, OptState
+from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import KeyPath, PyTree
 from .filters import bind, check_filter, Filter, Predicate, written
-from .parts import Part
+from .parts import layers_of, Part, parts
 from .walk import is_array, leaves, Visit, walk
 
 
@@ -101,6 +103,7 @@ class Asked:
         self.filters: list[Filter] = filters
         self.matched: set[int] = set()
         self.errors: dict[int, Exception] = {}
+        self.trees: list[PyTree] = []
 
     def bind(self, tree: PyTree) -> Callable[..., Any]:
         """The function that finds the key for a leaf of `tree`.
@@ -108,6 +111,7 @@ class Asked:
         It takes the leaf, and the kind of the array that the key is for, if that one
         only belongs to the leaf.
         """
+        self.trees.append(tree)
         predicates = [self._bind(i, tree) for i in range(len(self.filters))]
         return ft.partial(self._key, predicates)
 
@@ -149,17 +153,50 @@ class Asked:
         """Raise `ValueError` for a filter that has matched nothing in any tree."""
         for i, key in enumerate(self.filters):
             if i not in self.matched:
-                message = _NO_MATCH.format(self.what, written(key))
-                raise ValueError(message + hint) from self.errors.get(i)
+                said = self.what, written(key), _near(key, self.trees)
+                raise ValueError(_NO_MATCH.format(*said) + hint) from self.errors.get(i)
 
 
-_NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, and a \
-`{1}` was given: `{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`."""
+_NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, and `{1}` \
+was given: `{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`."""
 
 _NOT_A_KEY: Final = """{}: the key `{!r}` is not a kind, another filter or `...`. {}"""
 
-_NO_MATCH: Final = """{}: the filter `{}` matches no array. `es.parts(tree)` lists the \
-arrays with their names and kinds. Only kinds and `...` may match nothing."""
+_NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` lists \
+the arrays with their names and kinds. Only kinds and `...` may match nothing."""
+
+
+def nothing_selected(what: str, filter: Filter, tree: PyTree) -> ValueError:
+    """The error for a filter that selects no inexact array of a model.
+
+    `what` is the call and the name of the argument: "es.grad(wrt", for example.
+    """
+    is_parameter = bind(Parameter, tree)
+    frozen = [part.frozen for part in parts(tree) if is_parameter(part)]
+    said = written(filter), len(frozen), sum(frozen), _near(filter, [tree])
+    return ValueError(misplaced(tree) or _NOTHING.format(what, *said))
+
+
+def _near(filter: Any, trees: list[PyTree]) -> str:
+    """The names of arrays that are nearest to the globs in a filter, as a sentence."""
+    globs = re.findall(r"es\.path_matches\('(.*?)'\)", written(filter))
+    found = [part for tree in trees for part in parts(tree)]
+    names = [x.name for part in found for x in layers_of(part, alike=True) or [part]]
+    near = [x for glob in globs for x in difflib.get_close_matches(glob, names, 3, 0)]
+    return f" The nearest names: `{'`, `'.join(near)}`." if near else ""
+
+
+def misplaced(x: Any) -> str:
+    """The message if `x`, which is used as a model, is an optimizer or an average."""
+    said = _MISPLACED.format(type(x).__name__)
+    return said if isinstance(x, AbstractPerParameter) else ""
+
+
+_NOTHING: Final = """`{}={})` selects no inexact array of the model, which has {} \
+parameters, {} of them frozen (`es.unfreeze`).{} `es.parts(model)` lists all names."""
+
+_MISPLACED: Final = """`es.{}` stands where the model belongs. The model comes first: \
+`step(model, optimizer, x)`, `model, optimizer = optimizer.update(grads, model)`."""
 
 
 def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
