@@ -391,7 +391,7 @@ def test_two_axes_of_one_name():
         ({"mlp": P("model")}, r"the rule `'mlp': P\(.*`. The name of an axis leads to"),
         ({es.Parameter: "model"}, r"`es.Parameter: 'model'`.*PartitionSpec` for arr"),
         ({...: ("model",)}, r"the rule `\.\.\.: \('model',\)`"),
-        ({0: P()}, r"`es.sharding`: the key `0` is not a kind"),
+        ({0: P()}, "`0` is not a filter"),
         ([("mlp", "model")], r"`es.sharding`: rules are a mapping"),
     ],
     ids=str,

@@ -98,34 +98,26 @@ if _t.TYPE_CHECKING:
 else:
     # What a first import does not need is imported when it is first looked up. So the
     # import does not wait for optax, which takes longer than all of this package.
-    _LATER = {
-        "Ema": "._ema",
-        "Optimizer": "._optimizer.optimizer",
-        "RngStream": "._rng_stream",
-        "axis_names": "._tree.axis_names",
-        "capture": "._inspect.capture",
-        "custom_vjp": "._transforms.custom_vjp",
-        "find_nonfinite": "._inspect.nonfinite",
-        "from_torch": "._io.torch",
-        "functional": "._functional",
-        "hessian": "._transforms.derivatives",
-        "hold": "._jit.hold",
-        "jacfwd": "._transforms.derivatives",
-        "jacrev": "._transforms.derivatives",
-        "jvp": "._transforms.derivatives",
-        "linearize": "._transforms.derivatives",
-        "load": "._io.files",
-        "load_metadata": "._io.files",
-        "load_state_dict": "._io.state_dict",
-        "nonfinite": "._inspect.nonfinite",
-        "save": "._io.files",
-        "shard_map": "._transforms.shard_map",
-        "sharding": "._sharding",
-        "state_dict": "._io.state_dict",
-        "tabulate": "._inspect.tabulate",
-        "to_equinox": "._interop",
-        "vjp": "._transforms.derivatives",
+    _MODULES = {
+        "._ema": "Ema",
+        "._functional": "functional",
+        "._inspect.capture": "capture",
+        "._inspect.nonfinite": "find_nonfinite nonfinite",
+        "._inspect.tabulate": "tabulate",
+        "._interop": "to_equinox",
+        "._io.files": "load load_metadata save",
+        "._io.state_dict": "load_state_dict state_dict",
+        "._io.torch": "from_torch",
+        "._jit.hold": "hold",
+        "._optimizer.optimizer": "Optimizer",
+        "._rng_stream": "RngStream",
+        "._sharding": "sharding",
+        "._transforms.custom_vjp": "custom_vjp",
+        "._transforms.derivatives": "hessian jacfwd jacrev jvp linearize vjp",
+        "._transforms.shard_map": "shard_map",
+        "._tree.axis_names": "axis_names",
     }
+    _LATER = {name: module for module in _MODULES for name in _MODULES[module].split()}
 
     def __getattr__(name):
         if name not in _LATER:

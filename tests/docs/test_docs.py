@@ -190,6 +190,7 @@ def texts_in_the_source():
 
 def is_in(source, text):
     """Whether a message has this text, which may begin before what is filled in."""
+    text = re.sub(r"\ban? `[A-Z]\w*`", "\0", text)  # `an` writes both
     text = re.sub(r"`[A-Z]\w*`", "`\0`", text)
     parts = ((text[:i], text[i:]) for i in range(1, len(text)))
     return text in source or any(

@@ -218,7 +218,7 @@ def test_one_error_lists_all_that_is_wrong():
     [2]: float64 instead of float32
     [3]: key<rbg> instead of key<fry>
   not an array:
-    [4]: a `list`
+    [4]: `list`
 `strict=False` skips"""
     with untouched(d), rejects(model, ValueError, "^" + re.escape(expected)):
         es.load_state_dict(model, d)
@@ -240,10 +240,7 @@ STRUCT = jax.ShapeDtypeStruct((), jnp.float32)
 @pytest.mark.parametrize(
     ("leaf", "value", "text"),
     [
-        *(
-            (STRUCT, x, "not an array: a `")
-            for x in (1.0, True, [1], None, "a", STRUCT)
-        ),
+        *((STRUCT, x, "not an array: `") for x in (1.0, True, [1], None, "a", STRUCT)),
         (STRUCT, np.array("a"), "wrong dtype: <U1 instead of float32"),
         (STRUCT, np.array(1), "wrong dtype: int64, of which JAX makes int32, instead"),
         (jr.key(0), np.array(0, np.uint32), "wrong dtype: uint32 instead of key<fry>"),
@@ -266,7 +263,7 @@ def test_a_value_that_cannot_be_the_leaf(leaf, value, text):
 
 def test_something_else_for_the_dictionary():
     model = everything()
-    with rejects(model, TypeError, "`d` is a dictionary, and a `Everything` was"):
+    with rejects(model, TypeError, "`d` is a dictionary, and `Everything` was"):
         es.load_state_dict(model, model)
 
 

@@ -470,7 +470,7 @@ def test_all_that_is_missing_unused_or_of_another_shape_is_in_one_error():
         "  wrong shape:",
         "    layers.0.weight (for layers[0].weight): (1, 2) instead of (2, 2)",
         "  not an array:",
-        "    layers.1.bias (for layers[1].bias): a `str`",
+        "    layers.1.bias (for layers[1].bias): `str`",
         "  wrong dtype:",
         "    scale: complex128 cannot be cast to float32",
     ]

@@ -391,7 +391,7 @@ def test_a_dtype_is_a_real_floating_one(dtype):
 def test_rules_are_a_mapping_from_filters():
     with pytest.raises(TypeError, match=r"rules are a mapping from filters to dtypes"):
         es.value_and_grad(loss_fn, cast=HALF)
-    with pytest.raises(TypeError, match="the key `'weight'` is not a kind"):
+    with pytest.raises(TypeError, match="`'weight'` is not a filter"):
         es.value_and_grad(loss_fn, cast={"weight": HALF})
 
 

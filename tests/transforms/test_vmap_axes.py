@@ -249,9 +249,9 @@ def test_any_axis(axis):
 
 def test_the_keys_are_filters():
     for wrong in ({"mean": 0}, {Noisy: 0}, 0, [es.State]):
-        with pytest.raises(TypeError, match="axes"):
+        with pytest.raises(TypeError, match="is not a filter|`es.vmap.* rules are a"):
             es.vmap(lambda x: x, axes=wrong)
-    with pytest.raises(TypeError, match=r"es\.vmap\(in_axes=.*`'mean'` is not a kind"):
+    with pytest.raises(TypeError, match="`'mean'` is not a filter"):
         es.vmap(lambda x: x, in_axes=({es.State: 0, "mean": 0},))(XS)
 
 
@@ -541,7 +541,7 @@ def test_axes_for_a_constant_are_an_error(where, axis):
     with rejects(
         model,
         ValueError,
-        r"`es\.vmap`: `axes` would map `rng` of a `Noisy`",
+        r"`es\.vmap`: `axes` would map `rng` of the `Noisy`",
         "constant in a closure",
         r"es\.vmap\(lambda model, x: model\(x\), in_axes=",
     ):

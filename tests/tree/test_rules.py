@@ -117,13 +117,12 @@ def _arrays(model, values):
 
 @pytest.mark.parametrize("key", ["es.State", int, None, 0, es.State[int]])
 def test_a_key_that_is_not_a_filter(key):
-    match = r"es\.spec`: the key .* is not a kind, another filter or .*es\.path_matches"
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(TypeError, match=r"is not a filter.*es\.path_matches"):
         es.spec(make_model(), {es.Parameter: 0, key: 1})
 
 
 def test_a_function_of_arrays_is_not_a_filter():
-    with pytest.raises(TypeError, match=r"(?s)es\.spec.*eqx\.is_array.*part\.value"):
+    with pytest.raises(TypeError, match=r"eqx\.is_array.*part\.value"):
         es.spec(make_model(), {eqx.is_array: 0})
 
 

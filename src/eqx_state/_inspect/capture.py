@@ -13,7 +13,7 @@ from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import keep, Key
-from .._transforms.grad import AbstractGrad
+from .._transforms.grad import Gradient
 from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
 from .._transforms.transform import Transform, wrap
 from .._tree.base import is_eqx_module
@@ -177,7 +177,7 @@ class _Capture(Transform):
         reports = ((observer.key, (), ()),)
         new_scope = ft.partial(Scope, self.kinds, observer, reports)
         f, bound, options = _without_partials(self.f)
-        if isinstance(f, AbstractGrad):
+        if isinstance(f, Gradient):
             result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
         else:
             model, call = target(self.f, args, kwargs, self.argnums, "es.capture")
@@ -212,7 +212,7 @@ def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
     """Raise `TypeError` if `f` would run on its own copy, and sow nothing for us."""
     f = _without_partials(f)[0]
-    if isinstance(f, AbstractGrad):
+    if isinstance(f, Gradient):
         if argnums is not None:
             raise TypeError(_ARGNUMS_OF_GRAD.format(f.name, argnums))
         return

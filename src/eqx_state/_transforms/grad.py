@@ -5,18 +5,8 @@ combined, and the call runs as under `es.mutable`; the new model leaves as an au
 output.
 """
 
-import abc
 from collections.abc import Callable, Mapping
-from typing import (
-    Any,
-    ClassVar,
-    Concatenate,
-    Final,
-    Literal,
-    overload,
-    ParamSpec,
-    TypeVar,
-)
+from typing import Any, Concatenate, Final, Literal, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -46,15 +36,15 @@ def _is_inexact(part: Part) -> bool:
     return jnp.issubdtype(part.value.dtype, jnp.inexact)
 
 
-class AbstractGrad(Transform):
-    """The common part of `es.value_and_grad` and `es.grad`."""
+class Gradient(Transform):
+    """`es.value_and_grad` or `es.grad`, by its `name`."""
 
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
     cast: Cast | None = eqx.field(static=True)
+    name: str = eqx.field(static=True)
     threads = True
-    name: ClassVar[str]
 
     def run(
         self,
@@ -90,29 +80,18 @@ class AbstractGrad(Transform):
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         (_, (out, new, sown, ran)), grads = value_and_grad(diff)
         lifted.commit(ran)
-        return self.result(out, new, grads), sown
-
-    @abc.abstractmethod
-    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
-        """The value that a call returns."""
+        if self.name == "es.value_and_grad":
+            return ((out, new), grads), sown
+        return (grads, (out[1], new) if self.has_aux else new), sown
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         __tracebackhide__ = True
         return self.run(args, kwargs)[0]
 
 
-class _ValueAndGrad(AbstractGrad):
-    name = "es.value_and_grad"
-
-    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
-        return (out, model), grads
-
-
-class _Grad(AbstractGrad):
-    name = "es.grad"
-
-    def result(self, out: Any, model: Any, grads: Any) -> tuple[Any, Any]:
-        return grads, (out[1], model) if self.has_aux else model
+def _gradient(name: str, f: Any, argnums: Any, cast: Any, **options: Any) -> Any:
+    argnums, cast = as_argnums(argnums, name), as_cast(cast, name)
+    return wrap(Gradient, f, argnums=argnums, cast=cast, name=name, **options)
 
 
 def _check_loss(loss: Any) -> Any:
@@ -224,14 +203,7 @@ def value_and_grad(
         assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
         ```
     """
-    return wrap(
-        _ValueAndGrad,
-        f,
-        wrt=wrt,
-        has_aux=has_aux,
-        argnums=as_argnums(argnums, _ValueAndGrad.name),
-        cast=as_cast(cast, _ValueAndGrad.name),
-    )
+    return _gradient("es.value_and_grad", f, argnums, cast, wrt=wrt, has_aux=has_aux)
 
 
 @overload
@@ -294,11 +266,4 @@ def grad(
         assert grads["w"] == 2.0
         ```
     """
-    return wrap(
-        _Grad,
-        f,
-        wrt=wrt,
-        has_aux=has_aux,
-        argnums=as_argnums(argnums, _Grad.name),
-        cast=as_cast(cast, _Grad.name),
-    )
+    return _gradient("es.grad", f, argnums, cast, wrt=wrt, has_aux=has_aux)
