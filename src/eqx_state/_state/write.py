@@ -4,7 +4,7 @@ A write is checked when it happens, so that the traceback of an error leads to t
 that wrote. The checks at the end (`collect.py`) are for what no `__setattr__` sees.
 """
 
-import sys
+import traceback
 from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
@@ -144,12 +144,10 @@ def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
         return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
     text = _NOT_OWNED if is_open_here() else _NO_SCOPE
     if is_typed(fields_of(module).get(name)):
-        frame: Any = sys._getframe(1)
-        while frame := frame.f_back:  # who draws: a constructor?
+        for frame, _ in traceback.walk_stack(None):  # who draws: a constructor?
             maker = frame.f_locals.get("self")
             if frame.f_code.co_name == "__init__" and isinstance(maker, BaseModule):
-                cls = type(maker).__qualname__
-                return FrozenInstanceError(_DRAWN_IN_INIT.format(cls))
+                return FrozenInstanceError(_DRAWN_IN_INIT.format(type(maker).__name__))
     return FrozenInstanceError(text.format(cls, name))
 
 
