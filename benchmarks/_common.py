@@ -47,7 +47,7 @@ class Block(es.Module):
     def __init__(self, width: int, key: Array):
         linear, dropout = jr.split(key)
         self.linear = eqx.nn.Linear(width, width, key=linear)
-        self.norm = es.nn.BatchNorm(width, eps=EPS, momentum=MOMENTUM)
+        self.norm = es.nn.BatchNorm(width, eps=EPS, momentum=MOMENTUM, debias=False)
         self.dropout = es.nn.Dropout(DROP, key=dropout)
 
     def __call__(self, x: Batch) -> Batch:

@@ -167,7 +167,7 @@ def test_what_is_in_the_layer_and_what_in_the_state():
     }
     # `inference` is a leaf in Equinox's layers, too.
     assert {type(x) for x in jax.tree.leaves(layer) if not eqx.is_array(x)} == {bool}
-    assert len(jax.tree.leaves(state)) == 5
+    assert len(jax.tree.leaves(state)) == 6
     assert {p.kind for p in es.parts(state)} == {es.State}
 
 

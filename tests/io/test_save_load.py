@@ -7,6 +7,7 @@ import struct
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import hypothesis as hp
@@ -127,7 +128,8 @@ def test_only_what_the_filters_select_is_saved_and_loaded(path):
         loaded = es.load(path, model, *filters)
         assert eqx.tree_equal(loaded, model.update(saved.filter(*filters)))
     es.save(path, saved, es.BatchStat)
-    assert safetensors.numpy.load_file(path).keys() == {"norm.mean", "norm.var"}
+    names = {"norm.mean", "norm.var", "norm.count"}
+    assert safetensors.numpy.load_file(path).keys() == names
     loaded = es.load(path, model, es.BatchStat)
     assert eqx.tree_equal(loaded, model.update(saved.filter(es.BatchStat)))
     abstract = eqx.filter_eval_shape(lambda: Net(1))
@@ -280,18 +282,64 @@ def test_what_the_filters_select_must_be_in_the_file(path):
         es.load(path, {"a": like["a"]})
     es.save(path, Net(0), es.Parameter)
     model = Net(1)
-    with rejects(
-        model, ValueError, r"missing:\n    norm.mean\n    norm.var\n`like` is"
-    ):
+    text = r"missing:\n    norm.count\n    norm.mean\n    norm.var\n`like` is"
+    with rejects(model, ValueError, text):
         es.load(path, model, es.BatchStat)
 
 
 def test_a_file_of_another_tree_is_an_error_that_says_so(path):
-    model = [jnp.ones(2)]
-    es.save(path, {"model": model, "step": jnp.array(1)})
-    for like in (model, Net):  # a class has no arrays
-        with pytest.raises(ValueError, match="unexpected:[^`]*`like` is a tree like"):
-            es.load(path, like)
+    es.save(path, {"model": [jnp.ones(2)], "step": jnp.array(1)})
+    with pytest.raises(ValueError, match="unexpected:[^`]*`like` is a tree like"):
+        es.load(path, Net)  # a class has no arrays
+
+
+class Both(es.Module):
+    a: Any
+    b: Any
+
+
+def test_a_part_of_the_tree_that_was_saved(path):
+    """The message has the code that loads it."""
+    model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
+    optimizer = es.Optimizer(optax.adam(0.1)).init(model)
+    zeros = es.map(jnp.zeros_like, model)
+
+    def code(load, like):
+        with pytest.raises(ValueError, match=r"below `.*`. Write `.*`\.$") as info:
+            load(like)
+        found = str(info.value).split("`")[-2]
+        scope = {"es": es, "path": path, "d": d, "model": like, "optimizer": like}
+        loaded = eval(found, scope)
+        assert eqx.tree_equal(loaded, optimizer if like is optimizer else model)
+        return found
+
+    def load(like, *filters):
+        return es.load(path, like, *filters)
+
+    both = {"model": model, "optimizer": optimizer}
+    es.save(path, both)
+    d = es.state_dict(both)
+    expected = 'es.load(path, {"model": model}, strict=False)["model"]'
+    assert code(load, zeros) == expected
+    assert code(lambda like: load(like, es.Parameter), zeros) == expected
+    assert code(lambda like: es.load_state_dict(like, d), zeros)
+    assert code(load, optimizer)
+    es.save(path, (model, optimizer))
+    assert code(load, zeros)
+    assert code(load, optimizer)
+    es.save(path, Both(model, optimizer))
+    with rejects(zeros, ValueError, "are there, below `a`. `like` is a tree like"):
+        load(zeros)
+
+
+def test_a_tree_of_which_a_part_was_saved(path):
+    model = eqx.nn.Linear(2, 2, key=jr.key(0))
+    es.save(path, model)
+    trees = {"['model']": {"model": model, "step": jnp.array(1)}, ".a": Both(model, 1)}
+    for part, tree in trees.items():
+        text = f"lack `{part.strip('.')}`. Write `es.load(path, tree{part})`."
+        with rejects(tree, ValueError, re.escape(text)):
+            es.load(path, tree)
 
 
 def test_a_model_before_init(path):

@@ -105,11 +105,31 @@ def test_batch_norms_compute_what_they_compute_there(case):
         check(case, loaded.eval())
 
 
-def test_equinox_counts_on_from_there():
-    norm = es.from_torch(norms()["batch"], reference.state_dict("batch_norm"))
+@pytest.mark.parametrize("name", ["es", "batch"])
+def test_batches_are_counted_on_from_there(name):
+    norm = es.from_torch(norms()[name], reference.state_dict("batch_norm"))
     _, norm = es.mutable(es.vmap(norm, axis_name="batch"))(jr.normal(KEY, (8, 3, 4)))
-    assert norm.layer.batch_counter.init == 8
-    assert norm.layer.batch_counter.init.dtype == jnp.int32
+    count = norm.count if name == "es" else norm.layer.batch_counter.init
+    assert (count == 8).all()
+
+
+QKV = {f"{name}_proj.*": f"self.{name}.*" for name in ("query", "key", "value")}
+
+
+@pytest.mark.parametrize("case", [case for case in LAYERS if "attention" in case])
+def test_query_key_and_value_may_be_three_tensors(case):
+    layer = LAYERS[case]()
+    loaded = es.from_torch(layer, reference.state_dict(case))
+    names, theirs = QKV | {"output_proj.*": "output.dense.*"}, {}
+    for name, x in es.state_dict(loaded).items():
+        place, last = name.split(".")
+        theirs[names[f"{place}.*"].replace("*", last)] = x
+    rename = QKV | {"out_proj.*": "output.dense.*"}
+    assert eqx.tree_equal(es.from_torch(layer, theirs, rename=rename), loaded)
+    del theirs["self.value.weight"]
+    text = r"missing:\n    .*\(for value_proj.weight\)\n"
+    with rejects(layer, ValueError, text, r'rename=\{"\*.query_proj.\*": "'):
+        es.from_torch(layer, theirs, rename=rename)
 
 
 # --- Models ---------------------------------------------------------------------------
@@ -375,7 +395,7 @@ def tensors_of_net():
     }
     for last in ("weight", "bias", "running_mean", "running_var"):
         tensors[f"norm.{last}"] = np.full(2, 3.0)
-    tensors["norm.num_batches_tracked"] = np.array(2)
+    tensors["norm.num_batches_tracked"] = np.array(3)
     return tensors | {"scale": np.array(3.0), "mask": np.full(2, 3.0)}
 
 
@@ -544,22 +564,16 @@ def test_a_norm_of_equinox_needs_the_counter():
         es.from_torch(model, tensors)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("make", [nn.Conv1d, nn.ConvTranspose1d])
-def test_a_stack_of_tensors_is_a_stack_of_layers(make, groups):
-    """Also where sizes that are equal would hide that axes change places."""
-
-    def layer(key):
-        return make(2, 2, 3, groups=groups, key=key)
-
-    tensors = {"weight": (2, 2, 2 // groups, 3), "bias": (2, 2)}
-    tensors = {name: np.asarray(jr.normal(KEY, x)) for name, x in tensors.items()}
-    stack = eqx.filter_vmap(layer)(jr.split(KEY, 2))
-    got = es.from_torch(stack, tensors)
-    for i in range(2):
-        one = es.from_torch(layer(KEY), {name: x[i] for name, x in tensors.items()})
-        np.testing.assert_array_equal(got.weight[i], one.weight)
-        np.testing.assert_array_equal(got.bias[i], one.bias)
+@pytest.mark.parametrize("case", [*LAYERS, "es", "batch"])
+def test_a_stack_of_tensors_is_a_stack_of_layers(case):
+    make = LAYERS.get(case, lambda: norms()[case])
+    first = reference.state_dict(case if case in LAYERS else "batch_norm")
+    second = {name: x + 1 for name, x in first.items()}
+    tensors = {name: np.stack([x, second[name]]) for name, x in first.items()}
+    stack = es.from_torch(eqx.filter_vmap(lambda _: make())(jnp.arange(2)), tensors)
+    for i, each in enumerate((first, second)):
+        layer = es.map(lambda x, i=i: x[i], stack, on=lambda part: True)
+        assert eqx.tree_equal(layer, es.from_torch(make(), each))
 
 
 def test_something_else_for_a_renaming():

@@ -52,6 +52,7 @@ def test_batch_norm_declares_what_its_arrays_are():
         "bias": es.Parameter,
         "mean": es.BatchStat,
         "var": es.BatchStat,
+        "count": es.BatchStat,
     }
 
 
@@ -171,7 +172,7 @@ def test_without_affine_there_are_no_parameters():
     norm = es.nn.BatchNorm(3, channelwise_affine=False)
     assert norm.weight is None
     assert norm.bias is None
-    assert [part.kind for part in es.parts(norm)] == [es.BatchStat] * 2
+    assert [part.kind for part in es.parts(norm)] == [es.BatchStat] * 3
     x = data(8, 3)
     y, new = es.mutable(norm)(x)
     expected, other = es.mutable(es.nn.BatchNorm(3))(x)
@@ -284,11 +285,49 @@ def test_a_mask_leaves_padding_out_of_gradients():
     assert (grad[~mask] == 0).all()
 
 
+# --- BatchNorm: running averages ------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99, 0.9999, 1 - 1e-9, None])
+def test_each_average_is_that_of_all_batches_so_far(momentum):
+    xs = data(1000, 8, 2) + jnp.sin(jnp.arange(1000.0) / 50)[:, None, None]
+
+    def after_each(norm, xs):
+        return es.scan(lambda _, x: (norm(x), (norm.mean, norm.var)), xs[0], xs)[1]
+
+    norm = es.nn.BatchNorm(2, momentum=momentum)
+    found, norm = es.jit(es.mutable(after_each))(norm, xs)
+    assert norm.count.tolist() == [1000, 1000]
+    exact, stay = np.asarray(xs, np.float64), 1 if momentum is None else momentum
+    for got, batches in zip(found, (exact.mean(1), exact.var(1)), strict=True):
+        total, weights, expected = 0.0, 0.0, []
+        for batch in batches:
+            total, weights = stay * total + batch, stay * weights + 1
+            expected.append(total / weights)
+        np.testing.assert_allclose(got, expected, rtol=2e-6)
+
+
+def test_a_channel_that_is_all_padding_does_not_count_the_batch():
+    x, last = data(8, 2), data(8, 2, seed=1)
+    _, norm = run(es.nn.BatchNorm(2), x, mask=jnp.array([[True, False]]))
+    assert norm.count.tolist() == [1, 0]
+    assert (norm.mean[1], norm.var[1]) == (0, 1)
+    _, norm = run(norm, last)
+    assert_close(norm.mean[1], last[:, 1].mean())
+
+
+def test_momentum_1_keeps_the_averages():
+    _, norm = run(es.nn.BatchNorm(3), data(8, 3))
+    _, new = run(es.configure(norm, momentum=1.0), data(8, 3, seed=1))
+    assert_close((new.mean, new.var), (norm.mean, norm.var), 0)
+
+
 # --- BatchNorm: modes and gradients ---------------------------------------------------
 
 
 def test_a_momentum_may_be_computed():
-    norm, x = es.nn.BatchNorm(2), jnp.array([[1.0, 2.0], [3.0, 6.0]])
+    norm = es.nn.BatchNorm(2, debias=False)
+    x = jnp.array([[1.0, 2.0], [3.0, 6.0]])
 
     @jax.jit
     def mean_after(norm, momentum):
@@ -297,6 +336,8 @@ def test_a_momentum_may_be_computed():
 
     assert mean_after(norm, 0.5).tolist() == [1, 2]
     assert mean_after(norm, 0.75).tolist() == [0.5, 1]
+    counted = es.nn.BatchNorm(2).replace(count=jnp.ones(2))
+    assert_close(mean_after(counted, 0.5), jnp.array([4 / 3, 8 / 3]))
 
 
 def test_a_subclass_may_have_leaves_that_are_no_arrays():

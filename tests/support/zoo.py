@@ -37,10 +37,14 @@ def normalized(norm: Any, xs: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
     mean, var = jnp.mean(xs, axes), jnp.var(xs, axes)
     y = (xs - mean.reshape(shape)) / jnp.sqrt(var + norm.eps).reshape(shape)
     y = y * norm.weight.reshape(shape) + norm.bias.reshape(shape)
-    keep = norm.momentum
-    mean, var = keep * norm.mean + (1 - keep) * mean, keep * norm.var + (1 - keep) * var
+    count = norm.count + 1
+    weight = (1 - norm.momentum) / (1 - norm.momentum**count)
+    mean, var = (
+        norm.mean + weight * (mean - norm.mean),
+        norm.var + weight * (var - norm.var),
+    )
     mean, var = jax.lax.stop_gradient((mean, var))
-    return y, norm.replace(mean=mean, var=var)
+    return y, norm.replace(mean=mean, var=var, count=count)
 
 
 class Dense(es.Module):

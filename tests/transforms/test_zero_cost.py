@@ -36,7 +36,7 @@ class Net(es.Module):
         keys = jr.split(key, 4)
         self.first = eqx.nn.Linear(SIZES[0], SIZES[1], key=keys[0])
         self.norm = es.nn.BatchNorm(
-            SIZES[1], axis_name="batch", eps=EPS, momentum=MOMENTUM
+            SIZES[1], axis_name="batch", eps=EPS, momentum=MOMENTUM, debias=False
         )
         self.drop1 = es.nn.Dropout(P, key=keys[1])
         self.drop2 = es.nn.Dropout(P, key=keys[2])

@@ -117,7 +117,7 @@ def memory(tree):
 
 ADAMW, STEPS = optax.adamw(0.1, weight_decay=0.3), 3
 HEAD = {"head.weight", "head.bias"}
-STATISTICS = {f"backbone.norm.{name}" for name in ("mean", "var")}
+STATISTICS = {f"backbone.norm.{name}" for name in ("mean", "var", "count")}
 BACKBONE = STATISTICS | {
     f"backbone.{layer}.{name}"
     for layer in ("linear", "norm")

@@ -199,8 +199,8 @@ def load(
         unexpected = [] if filters else values.keys() - named.keys()
         if not strict and not (wanted and values and values.keys().isdisjoint(wanted)):
             wanted, values, unexpected = *in_common(wanted, values), []
-        what = f"`es.load`: the file `{path}`"
-        return restore(like, wanted, values, what, _ADVICE, unexpected)
+        what, call = f"`es.load`: the file `{path}`", "es.load(path, {}{})"
+        return restore(like, wanted, values, what, call, _ADVICE, unexpected)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

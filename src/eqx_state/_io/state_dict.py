@@ -5,6 +5,7 @@ that does not fit in one error.
 """
 
 import functools as ft
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -138,8 +139,8 @@ def load_state_dict(
     unexpected = d.keys() - set(theirs.values()) if strict else ()
     wanted, values = (named, values) if strict else in_common(named, values)
     advice = "`strict=False` skips names that only one of the two has."
-    what = f"`{what}`: the dictionary"
-    return restore(tree, wanted, values, what, advice, unexpected, theirs)
+    what, call = f"`{what}`: the dictionary", f"{what}({{}}, d{{}})"
+    return restore(tree, wanted, values, what, call, advice, unexpected, theirs)
 
 
 def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
@@ -267,33 +268,56 @@ def restore(
     wanted: Named,
     values: Mapping[str, Any],
     what: str,
+    call: str,
     advice: str,
     unexpected: Iterable[Any] = (),
     theirs: Mapping[str, str] | None = None,
 ) -> _Tree:
     """`tree` with values in the wanted places, or one error that lists all problems.
 
-    The error begins with `what`, and ends with the advice if it is about names. Among
-    the problems are those of what is `unexpected`. `theirs` has the names by which the
-    values were looked up, where they are not those of the tree.
+    The error begins with `what`. If it is about names, it ends with the advice, or with
+    the `call` to write where the names of one side are those of the other in a prefix.
+    Among the problems are those of what is `unexpected`. `theirs` has the names by
+    which the values were looked up, where they are not those of the tree.
     """
 
     def label(name: str) -> str:
         other = name if theirs is None else theirs[name]
         return shown(name) if other == name else f"{shown(name)} (there: {other})"
 
-    problems: dict[str, list[str]] = {
-        "missing": [label(name) for name in wanted if name not in values],
-        "unexpected": [str(name) for name in unexpected],
-    }
-    about_names = any(problems.values())
+    missing = [name for name in wanted if name not in values]
+    more = [str(name) for name in unexpected]
+    problems = {"missing": [label(name) for name in missing], "unexpected": more}
+    if not missing + more:
+        advice = ""
+    elif prefix := _prefix(missing, {*more, *values}):
+        advice = _below(prefix, call, advice)
+    elif prefix := _prefix(more, {*missing}):
+        part = f"tree.{prefix}".replace("tree.[", "tree[")
+        advice = f"The names there lack `{prefix}`. Write `{call.format(part, '')}`."
     for name, (_, part) in wanted.items():
         if name in values:
             leaf, shape = whole_of(part).value, shape_of(part)
             for problem, text in differences(leaf, values[name], shape):
                 problems.setdefault(problem, []).append(f"{label(name)}: {text}")
-    complain(problems, what, advice if about_names else "")
+    complain(problems, what, advice)
     return put(tree, wanted, values, lambda *pair: to_strong(placed_like(*pair)))
+
+
+def _prefix(names: list[str], others: set[str]) -> str:
+    """The keys before all names among the others, such as `['model']`; or nothing."""
+    found = {x.removesuffix(names[0]) for x in others if names and x.endswith(names[0])}
+    fits = [x for x in found if others >= {x + name for name in names}]
+    fits = sorted(x.rstrip(".") for x in fits if x[-1:] in (".", "]"))
+    return min(fits, key=len, default="")
+
+
+def _below(prefix: str, call: str, advice: str) -> str:
+    if re.fullmatch(r"\[('\w+'|\d+)\]", prefix):
+        key = prefix[1:-1].replace("'", '"')
+        tree = f"{{{key}: {'model' if key.isdigit() else key[1:-1]}}}"
+        advice = f"Write `{call.format(tree, ', strict=False')}[{key}]`."
+    return f"All missing names are there, below `{prefix}`. {advice}"
 
 
 def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str, str]]:

@@ -47,9 +47,12 @@ def from_torch(
     `layers.0`, or just `0`, as in `torch.nn.Sequential`.
 
     Where the layouts differ, they are converted: those of convolutions, batch norms,
-    GRU and LSTM cells, and multi-head attention. All other arrays have one layout in
-    both libraries, or belong to your own classes, and are taken as they are. PRNG keys
-    stay those of `model`.
+    GRU and LSTM cells, and multi-head attention. If the dictionary lacks the tensors
+    that an array is made of, its own name is looked up: `attn.query_proj.weight` where
+    there is no `attn.in_proj_weight`. All other arrays have one layout in both
+    libraries, or belong to your own classes, and are taken as they are. PRNG keys stay
+    those of `model`. A stack of layers, as `equinox.filter_vmap` makes it, takes a
+    stack of tensors, as `torch.func.stack_module_state` makes it.
 
     **Arguments:**
 
@@ -108,17 +111,23 @@ def from_torch(
     modules = {path: visit.node for visit in nodes for path in paths_of(visit)}
     sources = {ours: _source(part, modules) for ours, (_, part) in named.items()}
     places = [
-        (layer, local) for layer, source in sources.values() for local in source.shapes
+        (layer, local)
+        for layer, own, source in sources.values()
+        for local in (*source.shapes, own)
     ]
     defaults = {place: _default_names(*place, modules) for place in places}
-    names = _names(state_dict, rename, defaults)
+    name_of = _names(state_dict, rename, defaults)
+    used: set[str] = set()
     values: dict[str, Any] = {}
     problems: dict[str, list[str]] = {"missing": [], "unused": []}
-    for ours, (layer, source) in sources.items():
+    for ours, (layer, own, source) in sources.items():
         part, arrays = named[ours][1], []
         leaf = whole_of(part).value
+        theirs = {name_of(layer, local) for local in source.shapes}
+        if not theirs <= state_dict.keys() and name_of(layer, own) in state_dict:
+            source = _Source({own: shape_of(part)})
         for local, shape in source.shapes.items():
-            name = names[layer, local]
+            used.add(name := name_of(layer, local))
             label = shown(name) if name == ours else f"{name} (for {shown(ours)})"
             if name not in state_dict:
                 problems["missing"].append(label)
@@ -130,10 +139,10 @@ def from_torch(
             values[ours] = np.array(source.make(*arrays)).astype(leaf.dtype)
             for kind, text in differences(leaf, values[ours], shape_of(part)):
                 problems.setdefault(kind, []).append(f"{shown(ours)}: {text}")
-    layers = {str(name).rpartition(".")[0] for name in names.values()}
-    for name in state_dict.keys() - set(names.values()):
+    layers = {str(name).rpartition(".")[0] for name in used}
+    for name in state_dict.keys() - used:
         layer, _, last = str(name).rpartition(".")
-        # Of our norms only Equinox's counts the batches, too.
+        # Some of our norms do not count the batches.
         if last != "num_batches_tracked" or layer not in layers:
             shape = tuple(getattr(state_dict[name], "shape", ()))
             problems["unused"].append(f"{name}: {shape}")
@@ -145,7 +154,9 @@ def from_torch(
 _ADVICE: Final = """Names are PyTorch's. `rename=` says what they are there: \
 `rename={"layers.*": "blocks.*"}`. Leave out what the model does not need: \
 `{name: x for name, x in state_dict.items() if name != "head.weight"}`. Running \
-statistics belong into `es.nn.BatchNorm` or `es.nn.Stateful(layer, state)`."""
+statistics belong into `es.nn.BatchNorm` or `es.nn.Stateful(layer, state)`; with \
+`debias=False` the former needs no `num_batches_tracked`. Tensors of query, key and \
+value that are apart have our names: `rename={"*.query_proj.*": "*.query.*"}`."""
 
 
 def _is_key(part: Part) -> bool:
@@ -187,15 +198,17 @@ _NUMBERS: Final = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 def _names(
     given: Mapping[str, Any], rename: Rename, defaults: Mapping[_Place, list[str]]
-) -> dict[_Place, str]:
-    """The name that each tensor has in `given`, or would have, of those by default."""
+) -> Callable[[KeyPath, str], str]:
+    """The name that a tensor has in `given`, or would have, of those by default."""
     every = dict.fromkeys(name for names in defaults.values() for name in names)
     theirs = renaming(rename, "es.from_torch", every)
-    found = {}
-    for place, (first, second) in defaults.items():
+
+    def find(layer: KeyPath, local: str) -> str:
+        first, second = defaults[layer, local]
         is_second = theirs(first) not in given and theirs(second) in given
-        found[place] = theirs(second if is_second else first)
-    return found
+        return theirs(second if is_second else first)
+
+    return find
 
 
 def _default_names(
@@ -233,8 +246,8 @@ class _Source(NamedTuple):
     make: Callable[..., Any] = lambda tensor: tensor
 
 
-def _source(part: Part, modules: Mapping[KeyPath, Any]) -> tuple[KeyPath, _Source]:
-    """The path of the layer that an array is in, and what it is made of."""
+def _source(part: Part, modules: Mapping[Any, Any]) -> tuple[KeyPath, str, _Source]:
+    """The path of the layer that an array is in, its name, and what it is made of."""
     path, shape = part.path, shape_of(part)
     for i in range(len(path)):
         module = modules.get(path[:i])
@@ -243,9 +256,9 @@ def _source(part: Part, modules: Mapping[KeyPath, Any]) -> tuple[KeyPath, _Sourc
                 name = _dotted(path[i:])
                 found = _LAYOUTS[cls].get(name, name)
                 if isinstance(found, str):
-                    return path[:i], _Source({found: shape})
-                return path[:i], found(module, shape)
-    return path, _Source({"": shape})  # alone
+                    return path[:i], name, _Source({found: shape})
+                return path[:i], name, found(module, shape)
+    return path, "", _Source({"": shape})  # alone
 
 
 def _conv_bias(conv: Any, shape: _Shape) -> _Source:
@@ -277,13 +290,14 @@ def _gru_bias(cell: Any, shape: _Shape) -> _Source:
     two = 2 * cell.hidden_size
     return _Source(
         {"bias_ih": shape, "bias_hh": shape},
-        lambda ih, hh: np.concatenate([_sum(ih, hh)[:two], ih[two:]]),
+        lambda ih, hh: np.concatenate([_sum(ih, hh)[..., :two], ih[..., two:]], -1),
     )
 
 
 def _gru_bias_n(cell: Any, shape: _Shape) -> _Source:
     size = cell.hidden_size
-    return _Source({"bias_hh": (3 * size,)}, lambda hh: hh[2 * size :])
+    shapes = {"bias_hh": (*shape[:-1], 3 * size)}
+    return _Source(shapes, lambda hh: hh[..., 2 * size :])
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -304,17 +318,24 @@ def _projection(which: int, last: str, attention: Any, shape: _Shape) -> _Source
         flags = (a.use_query_bias, a.use_key_bias, a.use_value_bias)
         rows = [size * flag for size, flag in zip(rows, flags, strict=True)]
     start, end = sum(rows[:which]), sum(rows[: which + 1])
-    packed = (sum(rows), *shape[1:])
-    return _Source({f"in_proj_{last}": packed}, lambda tensor: tensor[start:end])
+    axis = len(shape) - (2 if last == "weight" else 1)  # behind that of a stack
+    packed = (*shape[:axis], sum(rows), *shape[axis + 1 :])
+    make = ft.partial(np.take, indices=range(start, end), axis=axis)
+    return _Source({f"in_proj_{last}": packed}, make)
 
 
 def _biased(statistic: str, norm: Any, shape: _Shape) -> _Source:
     def make(average: Any, count: Any) -> Any:
         # Equinox starts at zero and divides by this in eval mode, in float32.
-        one = np.float32(1)
-        return average * (one - np.float32(norm.momentum) ** np.float32(count) or one)
+        scale = 1 - np.float32(norm.momentum) ** count.astype(np.float32)
+        return average * np.where(count > 0, scale, np.float32(1))[..., None]
 
-    return _Source({statistic: shape, "num_batches_tracked": ()}, make)
+    return _Source({statistic: shape, "num_batches_tracked": shape[:-1]}, make)
+
+
+def _count(norm: Any, shape: _Shape) -> _Source:
+    counter = {"num_batches_tracked": shape[:-1]}
+    return _Source(counter, lambda count: np.broadcast_to(count[..., None], shape))
 
 
 # What PyTorch calls the arrays of a layer, or how they are made. All that is not here
@@ -333,7 +354,7 @@ _LAYOUTS: Final[dict[type, dict[str, Any]]] = {
             for last in ("weight", "bias")
         },
     },
-    BatchNorm: {"mean": "running_mean", "var": "running_var"},
+    BatchNorm: {"mean": "running_mean", "var": "running_var", "count": _count},
     eqx.nn.BatchNorm: {
         "ema_first_time_index.init": lambda *_: _Source({}, lambda: np.array(False)),
         "ema_state_index.init.0": "running_mean",
