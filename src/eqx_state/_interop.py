@@ -134,7 +134,7 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
         assert jnp.allclose(ys.mean(axis=0), 0, atol=1e-5)
 
         layer = eqx.nn.inference_mode(layer)
-        ys, state = jax.vmap(layer, **axes)(xs, state)
+        ys, state = jax.vmap(layer, **axes)(xs + 1, state)
         assert not jnp.allclose(ys.mean(axis=0), 0, atol=1e-5)
         ```
     """

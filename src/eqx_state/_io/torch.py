@@ -281,10 +281,6 @@ def _conv_transpose_weight(conv: Any, shape: _Shape) -> _Source:
     return _Source({"weight": (*stack, groups * within, out // groups, *kernel)}, make)
 
 
-def _added_biases(cell: Any, shape: _Shape) -> _Source:
-    return _Source({"bias_ih": shape, "bias_hh": shape}, _sum)
-
-
 def _gru_bias(cell: Any, shape: _Shape) -> _Source:
     # That of the hidden state stays apart in the third gate: `reset` scales it.
     two = 2 * cell.hidden_size
@@ -307,19 +303,15 @@ def _sum(a: Any, b: Any) -> Any:
 
 def _projection(which: int, last: str, attention: Any, shape: _Shape) -> _Source:
     """The weight or the bias of query, key or value."""
-    inputs = {attention.query_size, attention.key_size, attention.value_size}
-    if last == "weight" and len(inputs) > 1:
+    a, axis = attention, -2 if last == "weight" else -1
+    arrays = [getattr(x, last) for x in (a.query_proj, a.key_proj, a.value_proj)]
+    if last == "weight" and len({x.shape[-1] for x in arrays}) > 1:
         return _Source({f"{'qkv'[which]}_proj_weight": shape})
     # They are rows of one tensor. Without one of the biases its size is wrong: there
     # all three have one, or none has.
-    a = attention
-    rows = [a.num_heads * size for size in (a.qk_size, a.qk_size, a.vo_size)]
-    if last == "bias":
-        flags = (a.use_query_bias, a.use_key_bias, a.use_value_bias)
-        rows = [size * flag for size, flag in zip(rows, flags, strict=True)]
+    rows = [0 if x is None else x.shape[axis] for x in arrays]
     start, end = sum(rows[:which]), sum(rows[: which + 1])
-    axis = len(shape) - (2 if last == "weight" else 1)  # behind that of a stack
-    packed = (*shape[:axis], sum(rows), *shape[axis + 1 :])
+    packed = (*shape[:axis], sum(rows), *shape[len(shape) + axis + 1 :])
     make = ft.partial(np.take, indices=range(start, end), axis=axis)
     return _Source({f"in_proj_{last}": packed}, make)
 
@@ -344,7 +336,9 @@ _LAYOUTS: Final[dict[type, dict[str, Any]]] = {
     eqx.nn.Conv: {"bias": _conv_bias},
     eqx.nn.ConvTranspose: {"bias": _conv_bias, "weight": _conv_transpose_weight},
     eqx.nn.GRUCell: {"bias": _gru_bias, "bias_n": _gru_bias_n},
-    eqx.nn.LSTMCell: {"bias": _added_biases},
+    eqx.nn.LSTMCell: {
+        "bias": lambda _, shape: _Source({"bias_ih": shape, "bias_hh": shape}, _sum)
+    },
     eqx.nn.MultiheadAttention: {
         "output_proj.weight": "out_proj.weight",
         "output_proj.bias": "out_proj.bias",

@@ -258,13 +258,10 @@ def _mixed(old: Array, new: Array, momentum: Any, n: Array | None) -> Array:
     """The average after the `n`-th batch."""
     if n is None:
         return momentum * old + (1 - momentum) * new
-    weight = 1 / n
-    if momentum is not None:
-        # `1 - momentum**n` would lose digits where `momentum` is almost 1. If it is 1,
-        # the old average stays: 0 divided by something.
-        rate = 1 - momentum
-        power = -jnp.expm1(n * jnp.log1p(-rate))
-        weight = rate / jnp.maximum(power, jnp.finfo(n.dtype).tiny)
+    # `1 - momentum**n` would lose digits where `momentum` is almost 1. `None` is the
+    # limit, in which the weight is `1 / n`. With 1 the weight is 0, so the maximum.
+    rate = 1e-30 if momentum is None else 1 - momentum
+    weight = rate / jnp.maximum(-jnp.expm1(n * jnp.log1p(-rate)), 1e-37)
     # Not `(1 - weight) * old + weight * new`, whose factors do not add up to exactly 1:
     # over many steps an average of equal numbers would move away from them.
     return jnp.where(n > 1, old + weight * (new - old), new)
