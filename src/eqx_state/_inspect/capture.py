@@ -40,7 +40,6 @@ class Outputs(Observer):
         return (name, shows) if shows or name in self.replace else None
 
     def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
-        __tracebackhide__ = True
         name, shows = mark
         out = call(*args, **kw)
         if name in self.replace:
@@ -172,7 +171,6 @@ class _Capture(Transform):
     threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        __tracebackhide__ = True
         observer = Outputs(self.outputs, self.replace)
         reports = ((observer.key, (), ()),)
         new_scope = ft.partial(Scope, self.kinds, observer, reports)

@@ -33,7 +33,6 @@ class _Finite(Observer):
         return name
 
     def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
-        __tracebackhide__ = True
         before = {key: len(values) for key, values in scope.sown.items()}
         # A key of its own for each call, since the keys are in the order of tracing.
         key = Key(mark, True, sum(mark == other.name for other in before))
@@ -64,7 +63,6 @@ class _FindNonfinite(Transform):
     threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[str]:
-        __tracebackhide__ = True
         if is_in_trace():
             raise TypeError(_IN_A_TRACE)
         model, call = target(self.f, args, kwargs, None, "es.find_nonfinite")

@@ -156,7 +156,6 @@ class _Table(Observer):
         return name
 
     def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
-        __tracebackhide__ = True
         out = call(*args, **kw)
         self.note(mark, call, args, kw, out)
         return out

@@ -28,7 +28,6 @@ class _Checkpoint(Transform):
     static_argnames: tuple[str, ...] = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         check_given(self.f, *args, *kwargs.values())
         lifted = Lifted(self.f, (args, kwargs))
         if lifted.is_initializing:

@@ -47,7 +47,6 @@ class _CustomVjp(Transform):
         return eqx.Partial(rule, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         args = self._by_position(args, kwargs)
         static = sorted({range(len(args))[i] for i in self.nondiff_argnums})
         functions = self.f, self.fwd, self.bwd

@@ -395,7 +395,6 @@ class _Jacobian(Transform):
     allow_int: bool = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         primal = Primal(self.f, args, kwargs, self.has_aux)
         is_one = not isinstance(self.argnums, tuple)
         named = (self.argnums,) if is_one else self.argnums

@@ -85,7 +85,6 @@ class Gradient(Transform):
         return (grads, (out[1], new) if self.has_aux else new), sown
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        __tracebackhide__ = True
         return self.run(args, kwargs)[0]
 
 

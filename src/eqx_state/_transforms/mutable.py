@@ -297,7 +297,6 @@ class _Mutable(Transform):
     threads = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        __tracebackhide__ = True
         model, run = target(self.f, args, kwargs, self.argnums, "es.mutable")
         return thread(model, Scope(self.kinds), run, self.cast)
 

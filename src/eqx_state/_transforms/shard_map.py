@@ -48,7 +48,6 @@ class _ShardMap(AbstractMap):
         return _BY_DEFAULT if entry == PartitionSpec() else entry
 
     def __call__(self, /, *args: Any) -> Any:
-        __tracebackhide__ = True
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         # In the order of the mesh, which is that of the devices in a stack.
         names = tuple(n for n in mesh.axis_names if n in (self.axis_names or {n}))

@@ -40,7 +40,6 @@ class _Vmap(AbstractMap):
     spmd_axis_name: Any = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         reached = Reached(self, args, kwargs)
         size = _size(reached, self.axis_size)
         # On a mesh with explicit axes, the shardings of all mapped axes have to agree.

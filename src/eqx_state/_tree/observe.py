@@ -136,7 +136,6 @@ def _observed_class(cls: Any) -> Any:
     """A subclass of a module class whose calls are observed."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         base: Any = super(observed, self)
         call = base.__call__
         observing = OBSERVING.get()
