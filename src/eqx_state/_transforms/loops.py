@@ -10,7 +10,7 @@ assigns it: `self.cell, ys = es.scan(step, self.cell, xs)`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -23,23 +23,12 @@ from .._state.scope import closed_copy, is_owned, Sown
 from .._tree.compare import check_not_shared, difference_of_leaves, identical
 from .._tree.walk import is_array
 from .lift import LeafIndex, Lifted, owned_copy, Ran, Values
-from .reach import check_given, is_traced, split_arguments
+from .reach import by_entry, check_given, is_traced, split_arguments
 
 
 _C = TypeVar("_C")
 _X = TypeVar("_X")
 _Y = TypeVar("_Y")
-
-
-class StepTrace(NamedTuple):
-    """The facts about one trace of a step that are needed outside of it.
-
-    They cannot be outputs of the step, since JAX fixes the treedef of those.
-    """
-
-    written: frozenset[LeafIndex] = frozenset()
-    unchanged: frozenset[int] = frozenset()  # leaves of modules in the carry
-    static: Any = None  # the rest of the output that is not arrays
 
 
 class Step(NamedTuple):
@@ -49,7 +38,6 @@ class Step(NamedTuple):
     rest: Any
     written: Values
     sown: list[Sown]
-    trace: StepTrace
 
 
 class Loop:
@@ -60,6 +48,9 @@ class Loop:
     - `arrays`, `static`: its leaves, split; `before`, `treedef`: its leaves in order.
     - `state`: the state of all other modules, which is carried beside it.
     - `slices`: the leaves of the modules in `xs`, of which each step has a slice.
+    - `written`: what any trace of a step has written; `unchanged`: the positions of
+        leaves of modules in the carry that every trace returned as they were. They
+        cannot be outputs of the step, since JAX fixes the treedef of those.
     """
 
     def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
@@ -92,6 +83,9 @@ class Loop:
             for (i, k), x in self.lifted.writable.items()
             if not self.lifted.roots[i].is_copy and i not in self.originals
         }
+        self.written: set[LeafIndex] = set()
+        positions = by_entry(self.init, range(len(self.before)))
+        self.unchanged = {k for x, own in positions if is_owned(x) for k in own}
         for slot, x in self.slices.items():
             if jnp.ndim(x) == 0:
                 raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
@@ -141,25 +135,19 @@ class Loop:
         given, values = self.enter(carry, slices)
         ran = self.lifted.run(values, lambda: f(given))
         new, rest = unpack(ran.out)
-        unchanged = self._check_returned(values, new, ran.written)
+        self._check_returned(values, new, ran.written)
         arrays, static = eqx.partition(new, is_traced(new))
         if (name := difference_of_leaves(self.static, static)) is not None:
             raise TypeError(_STATIC.format(name or "the carry"))
         state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
-        trace = StepTrace(frozenset(ran.written), unchanged)
-        return Step((arrays, state), rest, ran.written, ran.sown, trace)
+        self.written.update(ran.written)
+        return Step((arrays, state), rest, ran.written, ran.sown)
 
-    def _check_returned(
-        self, values: Values, carry: Any, written: Values
-    ) -> frozenset[int]:
-        """Check that what was written in a module of the carry is in the new carry.
-
-        Returns the positions of the leaves of modules that came back unchanged.
-        """
+    def _check_returned(self, values: Values, carry: Any, written: Values) -> None:
+        """Check that what was written in a module of the carry is in the new carry."""
         returned, treedef = jtu.tree_flatten(carry)
         if treedef != self.treedef:
-            return frozenset()  # JAX raises an error for that
-        unchanged = set()
+            return  # JAX raises an error for that
         position = 0
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if not is_owned(x):
@@ -170,10 +158,9 @@ class Loop:
                 if (i, k) in written and new is not written[i, k]:
                     if new is before or any(new is y for y in self._outside(i, values)):
                         raise ValueError(NOT_RETURNED.format(self.lifted.name((i, k))))
-                if new is before:
-                    unchanged.add(position)
+                if new is not before:
+                    self.unchanged.discard(position)
                 position += 1
-        return frozenset(unchanged)
 
     def _outside(self, i: int, values: Values) -> list[Any]:
         """The leaves of the module outside that is in the carry as this copy.
@@ -188,30 +175,26 @@ class Loop:
     def finish(
         self,
         carry: tuple[Any, Values],
-        traces: Sequence[StepTrace],
         sown: list[Sown] | None = None,
         slices: Values | None = None,
     ) -> Any:
         """Commit what the loop has written, and return the last carry.
 
-        - `traces`: one for each time that the step was traced.
-        - `sown`, `slices`: what the loop returns besides: the new leaves of `xs`.
+        `sown`, `slices`: what the loop returns besides: the new leaves of `xs`.
         """
         if sown is None:  # it returns the carry alone
             sown = [Sown() for _ in self.lifted.scopes]
         arrays, state = carry
-        positions = frozenset().union(*(trace.written for trace in traces))
-        written = {slot: x for slot, x in state.items() if slot in positions}
+        written = {slot: x for slot, x in state.items() if slot in self.written}
         self.lifted.commit(Ran(None, {**written, **(slices or {})}, sown))
         # JAX returns new arrays for the whole carry, also for the parameters of a
         # module, which no step changes. Assigning that module, `self.cell = cell`,
         # would count as a write to its parameters, which a scope for state refuses:
         # writes are compared by identity. So leaves that were unchanged in each trace
         # are the caller's own arrays again.
-        each = [trace.unchanged for trace in traces]
-        unchanged = frozenset.intersection(*each) if each else frozenset()
         after = jtu.tree_leaves(eqx.combine(arrays, self.static))
-        new = (self.before[k] if k in unchanged else x for k, x in enumerate(after))
+        kept = self.unchanged
+        new = (self.before[k] if k in kept else x for k, x in enumerate(after))
 
         def put(x: Any) -> Any:
             return owned_copy(x, new) if is_owned(x) else next(new)
@@ -288,19 +271,19 @@ def scan(
     if loop.lifted.is_initializing:
         _initialize(f, init, xs, -1 if reverse else 0)
         loop = Loop((f,), init, xs)
-    arrays, rest = split_arguments(loop.lifted.arguments)
-    traces: list[StepTrace] = []
+    arrays, others = split_arguments(loop.lifted.arguments)
+    static: list[Any] = []  # of the output, in each trace: what is not arrays
 
     def run(carry: Any, x: Any) -> Step:
         x, slices = x
-        x = eqx.combine(x, rest, is_leaf=is_owned)
+        x = eqx.combine(x, others, is_leaf=is_owned)
         return loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         after, slices = run(carry, x), x[1]
         pair, y = after.rest
-        y, static = eqx.partition(y, is_traced(y))
-        traces.append(after.trace._replace(static=(pair, static)))
+        y, rest = eqx.partition(y, is_traced(y))
+        static.append((pair, rest))
         written = {slot: x for slot, x in after.written.items() if slot in slices}
         return after.carry, (y, written, after.sown)
 
@@ -314,9 +297,9 @@ def scan(
         unroll=unroll,
         _split_transpose=_split_transpose,
     )
-    pair, static = traces[-1].static
-    last = loop.finish(carry, traces, sown, written)
-    return jtu.tree_unflatten(pair, (last, eqx.combine(ys, static)))
+    pair, rest = static[-1]
+    last = loop.finish(carry, sown, written)
+    return jtu.tree_unflatten(pair, (last, eqx.combine(ys, rest)))
 
 
 def _slice_of(x: Any, i: int = 0) -> Any:
@@ -409,13 +392,14 @@ def while_loop(
     if loop.lifted.is_initializing:
         body_fun(init_val)
         loop = Loop((cond_fun, body_fun), init_val)
-    traces: list[StepTrace] = []
+
+    def body(carry: Any) -> Any:
+        return _only_carry(loop.step(carry, body_fun))
+
     final = jax.lax.while_loop(
-        lambda carry: _go_on(loop, carry, cond_fun),
-        lambda carry: _only_carry(loop.step(carry, body_fun), traces),
-        loop.first(lambda carry: loop.step(carry, body_fun).carry),
+        lambda carry: _go_on(loop, carry, cond_fun), body, loop.first(body)
     )
-    return loop.finish(final, traces)
+    return loop.finish(final)
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
@@ -428,10 +412,9 @@ def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
     return ran.out
 
 
-def _only_carry(step: Step, traces: list[StepTrace]) -> Any:
+def _only_carry(step: Step) -> Any:
     """The carry of a step, out of which JAX takes nothing else."""
     _check_not_sown(step.sown)
-    traces.append(step.trace)
     return step.carry
 
 
@@ -488,17 +471,13 @@ def fori_loop(
     if loop.lifted.is_initializing:
         body_fun(lower, init_val)
         loop = Loop((body_fun,), init_val)
-    traces: list[StepTrace] = []
-
-    def run(i: Any, carry: Any) -> Step:
-        return loop.step(carry, lambda carry: body_fun(i, carry))
 
     def body(i: Any, carry: Any) -> Any:
-        return _only_carry(run(i, carry), traces)
+        return _only_carry(loop.step(carry, lambda carry: body_fun(i, carry)))
 
-    carry = loop.first(lambda carry: run(lower, carry).carry)
+    carry = loop.first(lambda carry: body(lower, carry))
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
-    return loop.finish(final, traces)
+    return loop.finish(final)
 
 
 _STATIC: Final = """The body of a loop returned a different value at `{}`, which is \
