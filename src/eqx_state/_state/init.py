@@ -9,7 +9,7 @@ on what else is in the model.
 import copy
 import functools as ft
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
@@ -258,10 +258,7 @@ def init(
     # will draw from them later, which `jax_debug_key_reuse` would take for reuse.
     cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
-    tree = copy_tree(tree)
-    for path, value in list(_made(tree, after)):
-        tree = _put_in(tree, path, value)
-    return _run_hooks(tree, key)
+    return _run_hooks(_filled(copy_tree(tree), after), key)
 
 
 def as_initialized(tree: Any) -> Any:
@@ -296,7 +293,7 @@ class InitScope(Scope):
     trace as an output does. It need not: the key of `init` is from outside, so under
     `vmap` or `grad` what is drawn with it are ordinary arrays, not tracers. So fields
     that were missing are written straight through to the modules outside. `created` has
-    the old values of such fields, by module.
+    such fields with their old values.
     """
 
     is_initializing = True
@@ -304,7 +301,7 @@ class InitScope(Scope):
     def __init__(self, key: Any):
         super().__init__((State, Parameter))
         self.key = key
-        self.created: dict[int, tuple[BaseModule, dict[str, Any]]] = {}
+        self.created: dict[tuple[int, str], tuple[BaseModule, str, Any]] = {}
 
     def inner(self) -> "InitScope":
         return InitScope(self.key)
@@ -316,21 +313,17 @@ class InitScope(Scope):
         return draw(value, self.key, path, context)
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
-        _, fields = self.created.setdefault(id(module), (module, {}))
-        fields.setdefault(name, old)
+        self.created.setdefault((id(module), name), (module, name, old))
 
     def take_created(self) -> Created:
         """Take out of the modules what was created, so that the rest is as it was."""
-        taken = [
-            (module, name, fields_of(module)[name], old)
-            for module, fields in self.created.values()
-            for name, old in fields.items()
-        ]
+        fields = self.created.values()
+        taken = [(module, name, fields_of(module)[name]) for module, name, _ in fields]
         # A module that was created may have been written, and is not lost.
         self.written.clear()
-        for module, name, _, old in taken:
+        for module, name, old in fields:
             object.__setattr__(module, name, old)
-        return [(module, name, new) for module, name, new, _ in taken]
+        return taken
 
     def put_created(self, created: Created) -> None:
         """Write what an inner scope, in a trace, has created."""
@@ -390,38 +383,26 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
     return jtu.tree_unflatten(jtu.tree_structure(tree), new)
 
 
-def _made(before: Any, after: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The parts of `after`, by path, where `before` has `None` or something empty."""
+def _filled(before: Any, after: Any) -> Any:
+    """`before`, with the parts of `after` where it has `None` or something empty.
+
+    Modules are written in place, their static fields and new keys of a dict included:
+    `eqx.tree_at` reaches neither.
+    """
     if not walk(before):
-        if jtu.tree_structure(before) != jtu.tree_structure(after):
-            yield path, after
-    elif type(before) is type(after):
-        old, new = _below(before), _below(after)
-        keys = {**old, **new} if isinstance(before, dict) else old
-        for key in keys:
-            yield from _made(old.get(key), new.get(key), (*path, key))
-
-
-def _below(x: Any) -> dict[Any, Any]:
-    """The children of `x` by key, including the static fields of a module."""
-    if is_eqx_module(x):
-        return {jtu.GetAttrKey(name): x.__dict__[name] for name in x.__dict__}
-    return dict(children(x) or ())
-
-
-def _put_in(tree: Any, path: KeyPath, value: Any) -> Any:
-    """`tree` with `value` at `path`; modules are written in place."""
-    # `eqx.tree_at` would not do: it only reaches nodes of the pytree, while the path
-    # may lead to a static field, or to a key that a dict does not have yet.
-    if not path:
-        return value
-    key, rest = path[0], path[1:]
-    if is_eqx_module(tree):
-        new = _put_in(tree.__dict__[key.name], rest, value)
-        object.__setattr__(tree, key.name, new)
-        return tree
-    if isinstance(tree, dict) and isinstance(key, jtu.DictKey):
-        filled = copy.copy(tree)  # keeps the factory of a `defaultdict`
-        filled[key.key] = _put_in(tree.get(key.key), rest, value)
+        is_same = jtu.tree_structure(before) == jtu.tree_structure(after)
+        return before if is_same else after
+    if type(before) is not type(after):
+        return before
+    if is_eqx_module(before):
+        new = fields_of(after)
+        for name, value in fields_of(before).items():
+            object.__setattr__(before, name, _filled(value, new.get(name)))
+        return before
+    if isinstance(before, dict):
+        filled = copy.copy(before)  # keeps the factory of a `defaultdict`
+        for key, value in after.items():
+            filled[key] = _filled(before.get(key), value)
         return filled
-    return map_children(lambda k, x: _put_in(x, rest, value) if k == key else x, tree)
+    new = dict(children(after) or ())
+    return map_children(lambda key, x: _filled(x, new.get(key)), before)
