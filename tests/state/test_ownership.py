@@ -1,6 +1,7 @@
 """Who owns what in a scope of `es.mutable`: copies, threads, generators, exceptions."""
 
 import contextlib
+import copy
 import dataclasses
 
 import equinox as eqx
@@ -143,3 +144,9 @@ def test_after_a_call_no_scope_is_open(lifted, fails):
     with contextlib.suppress(ZeroDivisionError):
         es.mutable(f)(Counter(), jnp.ones(2))
     assert run(1.0) == 1.0  # inside a scope it would be an error
+
+
+def test_a_copy_of_the_fields_of_an_owned_module_is_an_ordinary_dict():
+    fields = es.mutable(lambda model: [copy.copy(model.__dict__)])(Counter())[0][0]
+    assert type(fields) is dict
+    assert fields.keys() == Counter().__dict__.keys()

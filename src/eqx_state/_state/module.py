@@ -13,19 +13,12 @@ from typing import Any, Self, TYPE_CHECKING
 
 import equinox as eqx
 
-from .._compat import boundary, is_in_trace, own_annotations
+from .._compat import boundary, own_annotations
 from .._kinds.annotations import remember_statement
 from .._kinds.fields import ArrayDefault, declarations, is_class_var, own_default
 from .._kinds.kinds import is_kind, kind_name
 from .._tree import modes, select
-from .._tree.base import (
-    BaseModule,
-    FLAGS,
-    forget_cached,
-    INFERENCE,
-    own_data,
-    ownership_of,
-)
+from .._tree.base import BaseModule, FLAGS, INFERENCE, ownership_of
 from .._tree.compare import check_not_shared
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
@@ -49,24 +42,6 @@ else:
             return self if instance is None else self.f(instance)
 
 
-class _CachedProperty(ft.cached_property[Any]):
-    """A `functools.cached_property` that keeps its value outside of the pytree.
-
-    The value is not kept where it could become wrong: in a scope, where fields change,
-    and in a trace, because the module may outlive its tracers.
-    """
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        if ownership_of(instance) is not None or is_in_trace():
-            return self.func(instance)
-        cached = own_data(instance).cached
-        if self not in cached:
-            cached[self] = self.func(instance)
-        return cached[self]
-
-
 class Module(BaseModule):
     """Base class for models with state. An ordinary frozen `equinox.Module`, plus:
 
@@ -78,8 +53,7 @@ class Module(BaseModule):
     All methods forward to functions of the same name, which take any pytree. The
     library itself only calls the functions, so a subclass may redefine any method.
 
-    `functools.cached_property` works. Its value belongs to one model; in a scope, and
-    under a transform of JAX, it is recomputed at each read.
+    A `functools.cached_property` is computed at each read, so it never uses old values.
 
     In a field that declares a kind, a Python number, a bool or a weakly typed array
     becomes a strongly typed array. Class defaults may be arrays; every instance gets
@@ -143,7 +117,7 @@ class Module(BaseModule):
         found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
         for name, value in found.items():
             if type(value) is ft.cached_property:
-                setattr(cls, name, _CachedProperty(value.func))
+                setattr(cls, name, _computed(value.func))
         for name in annotations:
             if is_class_var(annotations[name]):
                 continue
@@ -180,7 +154,6 @@ class Module(BaseModule):
                 value = strengthen_field(type(self), name, self.__dict__[name])
                 object.__setattr__(self, name, value)
         check_not_shared(self)
-        forget_cached(self)
 
     if not TYPE_CHECKING:
 
@@ -188,7 +161,6 @@ class Module(BaseModule):
             if (place := ownership_of(self)) is not None:
                 write(self, place, name, value)
                 return
-            forget_cached(self)
             fields = {f.name: f for f in dataclasses.fields(self)}
             if name in fields:
                 value = _strong(fields[name], type(self), value)

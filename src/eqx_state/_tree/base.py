@@ -86,12 +86,9 @@ class Fields(dict[str, Any]):
 
     # A slot of the module would do the same, but fails with bases that have slots, too.
 
-    __slots__ = ("cached", "place")
+    __slots__ = ("place",)
 
-    def __init__(self, fields: dict[str, Any]):
-        super().__init__(fields)
-        self.cached: dict[Any, Any] = {}
-        self.place: Any = None
+    place: Any
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -203,22 +200,6 @@ def fields_of(module: eqx.Module) -> dict[str, Any]:
     return object.__getattribute__(module, "__dict__")
 
 
-def own_data(module: eqx.Module) -> Fields:
-    """A module's `__dict__`, made one that can hold more than fields."""
-    fields = fields_of(module)
-    if type(fields) is not Fields:
-        fields = Fields(fields)
-        object.__setattr__(module, "__dict__", fields)
-    return fields
-
-
-def forget_cached(module: eqx.Module) -> None:
-    """Drop what `functools.cached_property` has computed from a module's fields."""
-    fields = fields_of(module)
-    if type(fields) is Fields:
-        fields.cached.clear()
-
-
 def ownership_of(module: eqx.Module) -> Any:
     """Where in an open scope `module` is, or `None` for an ordinary frozen module."""
     fields = fields_of(module)
@@ -227,7 +208,11 @@ def ownership_of(module: eqx.Module) -> Any:
 
 def set_ownership(module: eqx.Module, place: Any) -> None:
     """Put a module into a scope, or take it out with `None`."""
-    own_data(module).place = place
+    fields = fields_of(module)
+    if type(fields) is not Fields:
+        fields = Fields(fields)
+        object.__setattr__(module, "__dict__", fields)
+    fields.place = place
 
 
 def dynamic_names(cls: type) -> list[str]:
