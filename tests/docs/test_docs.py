@@ -169,13 +169,18 @@ import os
     assert not pages.run(page)
 
 
-# --- The FAQ --------------------------------------------------------------------------
+# --- Troubleshooting ------------------------------------------------------------------
+
+
+def troubles():
+    """The part of the page whose entries are errors, without the last group."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    return text.partition("\n## No error, but")[0]
 
 
 def error_headings():
-    """`## ValueError: `State keeps its shape``: the class and the text."""
-    text = prose(DOCS / "faq.md")
-    return re.findall(r"^## (\w+): (`+)(.*)\2$", text, re.MULTILINE)
+    """`### ValueError: `State keeps its shape``: the class and the text."""
+    return re.findall(r"^### (\w+): (`+)(.*)\2$", troubles(), re.MULTILINE)
 
 
 def texts_in_the_source():
@@ -198,7 +203,7 @@ def is_in(source, text):
     )
 
 
-def test_every_error_of_the_faq_but_one_of_pythons_is_in_the_source():
+def test_every_error_in_troubleshooting_but_one_of_pythons_is_in_the_source():
     headings = error_headings()
     assert len(headings) > 20
     source = "\n".join(texts_in_the_source())
@@ -207,29 +212,15 @@ def test_every_error_of_the_faq_but_one_of_pythons_is_in_the_source():
     assert not is_in(source, "State loses its shape and dtype")
 
 
-def test_every_error_of_the_faq_is_raised_there():
+def test_every_heading_in_troubleshooting_is_an_error_that_is_raised_below_it():
     # By a block that runs: `with raises(ValueError, "the text"):`.
-    text = (DOCS / "faq.md").read_text(encoding="utf-8")
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        name, _, _ = section.partition(":")
-        if not name.startswith("No error"):
-            assert re.search(rf"with raises\((es|dataclasses)?\.?{name}, ", section)
-
-
-def test_every_class_of_the_faq_is_an_error():
-    known = {
-        **{name: getattr(es, name) for name in dir(es)},
-        **vars(dataclasses),
-        **vars(builtins),
-    }
-    for name, _, _ in error_headings():
+    known = {**vars(es), **vars(dataclasses), **vars(builtins)}
+    entries = re.split(r"^### ", troubles(), flags=re.MULTILINE)[1:]
+    assert len(entries) == len(error_headings())
+    for entry in entries:
+        name = entry.partition(":")[0]
         assert issubclass(known[name], Exception)
-
-
-def test_a_heading_of_the_faq_is_an_error_or_says_that_there_is_none():
-    headings = re.findall(r"^## (.*)$", prose(DOCS / "faq.md"), re.MULTILINE)
-    errors = [h for h in headings if not h.startswith("No error, but ")]
-    assert len(errors) == len(error_headings())
+        assert re.search(rf"with raises\(\s*(es\.)?{name},", entry), name
 
 
 def test_a_source_file_that_is_named_to_pytest_is_not_run_a_second_time():
