@@ -423,10 +423,10 @@ DIFFERENT = {
         lambda: [eqx.nn.Lambda(jnp.tanh), eqx.nn.Lambda(jnp.sin)],
         r"first at `fn`",
     ),
-    "number": (lambda: [1, 2], "first at the layer itself: expected `1`, got `2`"),
+    "number": (lambda: [1, 2], "first at the root: expected `1`, got `2`"),
     "array": (
         lambda: [jnp.ones(2), 1.0],
-        r"first at the layer itself: expected `f32\[2\]`, got `1.0`",
+        r"first at the root: expected `f32\[2\]`, got `1.0`",
     ),
     "hole": (lambda: scales(1.0, None), "`w`"),
 }

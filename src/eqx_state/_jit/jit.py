@@ -39,7 +39,7 @@ class _Jit(Transform):
         if instance is None:
             return self
         is_stacked = isinstance(self.f, Transform)
-        jit = self.of(Unbound.around(self.f)) if is_stacked else self
+        jit = self.of(Unbound.made(f=self.f)) if is_stacked else self
         return eqx.Partial(jit, instance)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":

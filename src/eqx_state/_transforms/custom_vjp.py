@@ -128,7 +128,7 @@ class _CustomVjp(Transform):
 
 
 def _unbound(f: Any) -> Any:
-    return Unbound.around(f) if isinstance(f, Transform) else f
+    return Unbound.made(f=f) if isinstance(f, Transform) else f
 
 
 def _check_passed(name: str, functions: Any, passed: Any) -> None:

@@ -8,7 +8,7 @@ import functools as ft
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, Final, Self, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -55,11 +55,21 @@ class Transform(eqx.Module):
             return self.of(self.f.__get__(instance, owner))
         return self.of(eqx.Partial(self.f, instance))
 
+    @classmethod
+    def made(cls, **fields: Any) -> Self:
+        """A transform with these fields.
+
+        It is made without `__init__`, in which Equinox warns if a field holds something
+        like `jax.vmap(model)`. The warning is for layers, whose parameters such a
+        function hides; this is not a layer.
+        """
+        new = object.__new__(cls)
+        new.__dict__.update(fields)
+        return new
+
     def of(self, f: Any) -> Any:
         """The same transform of another function."""
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, f=f)
-        return new
+        return self.made(**{**self.__dict__, "f": f})
 
 
 class Unbound(Transform):
@@ -67,12 +77,6 @@ class Unbound(Transform):
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.f.__get__(instance)(*args, **kwargs)
-
-    @staticmethod
-    def around(f: Transform) -> "Unbound":
-        unbound = object.__new__(Unbound)
-        unbound.__dict__.update(f=f)
-        return unbound
 
 
 def check_callable(f: Any) -> None:
@@ -82,18 +86,12 @@ def check_callable(f: Any) -> None:
 
 
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
-    """A transform of `f`, with the name and the documentation of `f`.
-
-    It is made without `__init__`, in which Equinox warns if a field holds something
-    like `jax.vmap(model)`. The warning is for layers, whose parameters such a function
-    hides; this is not a layer.
-    """
+    """A transform of `f`, with the name and the documentation of `f`."""
     check_callable(f)
     f = method_as_pytree(f)
     if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
         raise TypeError(_A_CLASS.format(f.__name__))
-    transform = object.__new__(cls)
-    transform.__dict__.update(f=f, **options)
+    transform = cls.made(f=f, **options)
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
     # `eqx.module_update_wrapper` would copy a model. A model does not have a name; the

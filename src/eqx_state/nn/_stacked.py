@@ -11,16 +11,15 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import show
 from .._interop import takes_key
 from .._state.init import check_initialized, init, Initializer, missing
 from .._state.module import Module
 from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
-from .._tree.compare import check_not_shared, difference, same
+from .._tree.compare import check_not_shared, difference
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import check_stack, layer_of
-from .._tree.walk import copy_tree, is_array, is_numpy, leaves
+from .._tree.walk import copy_tree, is_array, is_numpy
 from .._typing import PyTree
 
 
@@ -42,30 +41,20 @@ def _stack_drawn(layers: list[Any], key: Any) -> PyTree:
 
 
 def _stacked(layers: list[Any]) -> PyTree:
-    first = layers[0]
-    visits, treedef = leaves(first), jtu.tree_structure(first)
-    columns = [[visit.node] for visit in visits]
-    for i, layer in enumerate(layers[1:], start=1):
-        if jtu.tree_structure(layer) != treedef:
-            raise ValueError(_DIFFER.format(i, difference(first, layer)))
-        values = jtu.tree_leaves(layer)
-        for visit, column, x in zip(visits, columns, values, strict=True):
-            if not _is_alike(visit.node, x):
-                at = f"`{visit.name}`" if visit.name else "the layer itself"
-                text = f"first at {at}: expected `{show(visit.node)}`, got `{show(x)}`"
-                raise ValueError(_DIFFER.format(i, text))
-            column.append(x)
-    return jtu.tree_unflatten(treedef, [_as_one(column) for column in columns])
+    for i, layer in enumerate(layers):
+        if _form(layer) != _form(layers[0]):
+            different = difference(layers[0], layer, _form)
+            raise ValueError(_DIFFER.format(i, different))
+    return jtu.tree_map(lambda *column: _as_one(column), *layers)
 
 
-def _is_alike(a: Any, b: Any) -> bool:
-    """Whether two leaves differ in nothing but the values of an array."""
-    if is_array(a) and is_array(b):
-        return a.shape == b.shape and a.dtype == b.dtype
-    return same(a, b)
+def _form(tree: PyTree) -> tuple[Any, list[Any]]:
+    """All of a tree but the values of its arrays."""
+    flat, treedef = jtu.tree_flatten(tree)
+    return treedef, [(x.shape, x.dtype) if is_array(x) else (type(x), x) for x in flat]
 
 
-def _as_one(column: list[Any]) -> Any:
+def _as_one(column: tuple[Any, ...]) -> Any:
     first = column[0]
     if not is_array(first):
         return first
