@@ -218,9 +218,10 @@ def test_a_module_that_comes_out_has_cotangents_where_it_is_inexact():
 
 
 def test_integers_are_allowed_on_request_and_text_always():
-    for argnums, expected in ((0, None), ((0,), (None,))):
-        f = es.jacrev(lambda n: {"a": 2 * n}, argnums, allow_int=True)
-        assert f(jnp.array(3)) == {"a": expected}
+    f = es.jacrev(lambda n, x: {"a": n * x}, (0, 1), allow_int=True)
+    assert f(jnp.array(3), 2.0) == {"a": (None, 3.0)}
+    with pytest.raises(TypeError, match="argument 0 has no inexact arrays"):
+        es.jacrev(lambda n: 2 * n, allow_int=True)(jnp.array(3))
     named, tangent = {"x": 2.0, "names": np.array(["a"])}, {"x": 1.0, "names": None}
     assert es.jvp(lambda d: d["x"] * 3.0, (named,), (tangent,)) == (6.0, 3.0)
 
@@ -589,9 +590,9 @@ def test_jvp_takes_tuples(given):
 @pytest.mark.parametrize(
     ("argnums", "error", "message"),
     [
-        (2, ValueError, r"argnums=2\)`: .* called with 2 positional"),
-        ((0, -3), ValueError, r"argnums=\(0, -3\)\)`: .* called with 2 positional"),
-        ((0, -2), ValueError, r"argnums=\(0, -2\)\)`: .* several once each"),
+        (2, TypeError, r"argnums=2\)` was called with 2 positional"),
+        ((0, -3), TypeError, r"argnums=\(0, -3\)\)` was called with 2 positional"),
+        ((0, -2), ValueError, r"argnums=\(0, -2\)\)` names argument 0 twice"),
         (1, TypeError, "argument 1 has no inexact arrays"),
         ("x", TypeError, r"argnums='x'.*an integer, or a tuple"),
     ],

@@ -4,7 +4,7 @@ This is the shortest transform, and a model for a new one.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 
 from .._state.scope import is_owned
 from .lift import Lifted, Ran, StaticOutput
+from .mutable import positions
 from .reach import check_given, is_traced
 from .transform import Transform, wrap
 
@@ -56,21 +57,14 @@ class _Checkpoint(Transform):
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arrays among the arguments, and the static rest."""
-        for i in self.static_argnums:
-            if not -len(args) <= i < len(args):
-                raise ValueError(_NO_ARGUMENT.format(i, len(args)))
-        static = {i % len(args) for i in self.static_argnums}
+        argnums = self.static_argnums
+        static = positions(args, argnums, f"es.checkpoint(static_argnums={argnums})")
         names = self.static_argnames
         traced = (
             tuple(i not in static and _arrays(x) for i, x in enumerate(args)),
             {name: name not in names and _arrays(x) for name, x in kwargs.items()},
         )
         return eqx.partition((args, kwargs), traced, is_leaf=is_owned)
-
-
-_NO_ARGUMENT: Final = """`es.checkpoint(static_argnums={0})`: the function was called \
-with {1} positional arguments, so there is no argument {0}. Leaves that are not arrays \
-are static without being named."""
 
 
 def _arrays(tree: Any) -> Any:

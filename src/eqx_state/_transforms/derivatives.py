@@ -18,7 +18,7 @@ from .._compat import boundary
 from .._state.scope import closed_copy
 from .._tree.compare import difference, same_modes
 from .lift import Lifted, Ran, StaticOutput, Values
-from .mutable import as_argnums
+from .mutable import as_argnums, positions
 from .reach import check_given, is_traced
 from .transform import Transform, with_aux, wrap
 
@@ -396,36 +396,20 @@ class _Jacobian(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         primal = Primal(self.f, args, kwargs, self.has_aux)
-        is_one = not isinstance(self.argnums, tuple)
-        named = (self.argnums,) if is_one else self.argnums
-        n = len(args)
-        if {*named} - {*range(-n, n)} or len({i % n for i in named}) < len(named):
-            raise ValueError(_NO_ARGUMENT.format(self.name, self.argnums, n))
-        diff = [primal.arrays[i] for i in named]
-        is_empty = [not jtu.tree_leaves(x) for x in diff]
-        if any(is_empty) and not self.allow_int:
-            i = named[is_empty.index(True)]
-            raise TypeError(_NO_ARRAYS.format(self.name, i))
-        if all(is_empty):
-            # `allow_int` with integers, which JAX would count as leaves: it raises for
-            # a tree without any.
-            out, rest = primal.run(*primal.arrays)
-            holes = diff[0] if is_one else tuple(diff)
-            jacobian = jtu.tree_map(lambda _: holes, out)
-        else:
-            is_forward = self.name == "es.jacfwd"
-            of_jax: Any = jax.jacfwd if is_forward else jax.jacrev
-            options = {} if is_forward else {"allow_int": self.allow_int}
-            jacobian, rest = of_jax(
-                primal.run, self.argnums, True, self.holomorphic, **options
-            )(*primal.arrays)
+        named = positions(args, self.argnums, f"{self.name}(argnums={self.argnums})")
+        empty = [i for i in named if not jtu.tree_leaves(primal.arrays[i])]
+        # JAX differentiates with respect to one array at least, also with `allow_int`.
+        if empty and not (self.allow_int and len(empty) < len(named)):
+            raise TypeError(_NO_ARRAYS.format(self.name, empty[0]))
+        is_forward = self.name == "es.jacfwd"
+        of_jax: Any = jax.jacfwd if is_forward else jax.jacrev
+        options = {} if is_forward else {"allow_int": self.allow_int}
+        jacobian, rest = of_jax(
+            primal.run, self.argnums, True, self.holomorphic, **options
+        )(*primal.arrays)
         _, *aux = primal.finish(None, rest)
         return (jacobian, *aux) if self.has_aux else jacobian
 
-
-_NO_ARGUMENT: Final = """`{}(argnums={})`: the function was called with {} positional \
-arguments. Name one of them, or several once each. They are counted from 0, without \
-the `self` of a decorated method and without arguments that are given by name."""
 
 _NO_ARRAYS: Final = """`{}`: argument {} has no inexact arrays. Convert it, \
 `x.astype(jnp.float32)`, or name other arguments by `argnums=`."""
@@ -462,10 +446,10 @@ def jacfwd(
 
     **Raises:**
 
-    - `ValueError`: an argument is not there, or named twice; else as
+    - `ValueError`: `argnums` names an argument twice; else as
         [`es.vjp`][eqx_state.vjp].
-    - `TypeError`: an argument has no inexact arrays, or complex ones without
-        `holomorphic`; with `has_aux=True`, `fun` did not return a pair.
+    - `TypeError`: an argument is not there, has no inexact arrays, or complex ones
+        without `holomorphic`; with `has_aux=True`, `fun` did not return a pair.
 
     !!! example
 

@@ -215,18 +215,16 @@ def as_argnums(argnums: Any, what: str) -> Argnums:
         raise TypeError(_ARGNUMS.format(what, repr(argnums))) from None
 
 
-def _positions(f: Any, args: tuple[Any, ...], argnums: Argnums, what: str) -> list[int]:
-    """The positions of the models among the arguments, counted from the start."""
-    name = getattr(f, "__name__", "f")
-    given = argnums if isinstance(argnums, tuple) else (argnums,)
-    for i in given:
+def positions(args: tuple[Any, ...], argnums: Any, what: str) -> list[int]:
+    """What `argnums` names among the arguments, counted from the start."""
+    found: list[int] = []
+    for i in argnums if isinstance(argnums, tuple) else (argnums,):
         if not -len(args) <= i < len(args):
-            raise TypeError(_NO_ARGUMENT.format(what, name, argnums, len(args), i))
-    positions = [i % len(args) for i in given]
-    for i in positions:
-        if positions.count(i) > 1:
-            raise ValueError(_NAMED_TWICE.format(what, name, argnums, i))
-    return positions
+            raise TypeError(_NO_ARGUMENT.format(what, len(args), i))
+        if i % len(args) in found:
+            raise ValueError(_NAMED_TWICE.format(what, i % len(args)))
+        found.append(i % len(args))
+    return found
 
 
 def target(
@@ -237,25 +235,25 @@ def target(
     what: str,
 ) -> tuple[Any, Callable[[Any], Any]]:
     """The model that `f(*args, **kwargs)` threads, and the call as a function of it."""
+    name = getattr(f, "__name__", "f")
     if argnums is None:
         if (lens := carried(f)) is not None:
             model, put = lens
             return model, lambda model: put(model)(*args, **kwargs)
         if not args:
-            name = getattr(f, "__name__", "f")
             raise TypeError(_NO_MODEL.format(what, name))
         argnums = 0
-    positions = _positions(f, args, argnums, what)
+    named = positions(args, argnums, f"{what}({name}, argnums={argnums})")
     is_one = not isinstance(argnums, tuple)
 
     def run(models: Any) -> Any:
         filled = list(args)
         new = (models,) if is_one else models
-        for i, model in zip(positions, new, strict=True):
+        for i, model in zip(named, new, strict=True):
             filled[i] = model
         return f(*filled, **kwargs)
 
-    models = tuple(args[i] for i in positions)
+    models = tuple(args[i] for i in named)
     return models[0] if is_one else models, run
 
 
@@ -275,12 +273,11 @@ model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
 _ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
 argument, an integer, or a tuple of them."""
 
-_NO_ARGUMENT: Final = """`{}({}, argnums={})` was called with {} positional arguments, \
-so there is no argument {} to thread. Arguments are counted from 0, and arguments \
-given by name are not among them."""
+_NO_ARGUMENT: Final = """`{}` was called with {} positional arguments, so there is no \
+argument {}. They are counted from 0, without the `self` of a decorated method, and \
+without arguments that are given by name."""
 
-_NAMED_TWICE: Final = """`{}({}, argnums={})` names argument {} twice, and it would \
-come back as two models. Name each argument once."""
+_NAMED_TWICE: Final = """`{}` names argument {} twice. Name each argument once."""
 
 _NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and makes \
 no keyword writable. Pass the model by position, `{0}({1})(model, ...)`, or call its \
