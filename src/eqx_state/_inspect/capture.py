@@ -256,17 +256,8 @@ def capture(
     outputs: Any = None,
     replace: Mapping[str, Any] | None = None,
     kinds: Any = State,
-    argnums: int | None = None,
+    argnums: int | tuple[int, ...] | None = None,
 ) -> Callable[_P, tuple[tuple[_R, Any], dict[str, Any]]]: ...
-@overload
-def capture(
-    f: Callable[_P, _R],
-    *,
-    outputs: Any = None,
-    replace: Mapping[str, Any] | None = None,
-    kinds: Any = State,
-    argnums: tuple[int, ...],
-) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], dict[str, Any]]]: ...
 def capture(
     f: Any,
     *,

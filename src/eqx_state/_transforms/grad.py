@@ -129,18 +129,9 @@ def value_and_grad(
     *,
     wrt: Filter = trainable,
     has_aux: bool = False,
-    argnums: int,
+    argnums: int | tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[tuple[_R, Any], Any]]: ...
-@overload
-def value_and_grad(
-    f: Callable[_P, _R],
-    *,
-    wrt: Filter = trainable,
-    has_aux: bool = False,
-    argnums: tuple[int, ...],
-    cast: Mapping[Any, Any] | None = None,
-) -> Callable[_P, tuple[tuple[_R, tuple[Any, ...]], tuple[Any, ...]]]: ...
 def value_and_grad(
     f: Any,
     *,
@@ -229,18 +220,9 @@ def grad(
     *,
     wrt: Filter = trainable,
     has_aux: bool = False,
-    argnums: int,
+    argnums: int | tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[Any, Any]]: ...
-@overload
-def grad(
-    f: Callable[_P, Any],
-    *,
-    wrt: Filter = trainable,
-    has_aux: bool = False,
-    argnums: tuple[int, ...],
-    cast: Mapping[Any, Any] | None = None,
-) -> Callable[_P, tuple[tuple[Any, ...], Any]]: ...
 def grad(
     f: Any,
     *,

@@ -321,17 +321,9 @@ def mutable(
     f: Callable[_P, _R],
     *,
     kinds: Any = State,
-    argnums: int | None = None,
+    argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, tuple[_R, Any]]: ...
-@overload
-def mutable(
-    f: Callable[_P, _R],
-    *,
-    kinds: Any = State,
-    argnums: tuple[int, ...],
-    cast: Mapping[Any, Any] | None = None,
-) -> Callable[_P, tuple[_R, tuple[Any, ...]]]: ...
 def mutable(
     f: Any,
     *,

@@ -38,7 +38,7 @@ def look(layer: Layer, linear: eqx.nn.Linear, x: Array, path: Path) -> None:
 
     gradient = es.value_and_grad(loss)
     assert_type(es.capture(gradient)(layer, x)[1], dict[str, Any])
-    assert_type(es.capture(loss, argnums=(0, 1))(layer, x)[0][1], tuple[Any, ...])
+    assert_type(es.capture(loss, argnums=(0, 1))(layer, x)[0][0], Array)
 
     assert_type(es.tabulate(layer, x, depth=1), str)
 
