@@ -19,8 +19,8 @@ from .._state.scope import is_owned, Sown
 from .._transforms.lift import Lifted, Ran, Values
 from .._transforms.mutable import is_bound_method
 from .._transforms.reach import check_given, owned_in
-from .._transforms.transform import argument_name, positional_names, Transform
-from .._tree.base import ownership_of
+from .._transforms.transform import Transform
+from .._tree.base import keystr, ownership_of
 from .._tree.walk import name_of
 from .._typing import KeyPath
 from .options import Options
@@ -114,12 +114,25 @@ class Call:
         which, below = path[0].idx, path[1:]
         if which == 0:
             return name_of(below) or "the function"
-        argument = below[0].idx if which == 1 else below[0].key
-        return argument_name(argument, below[1:], self.parameters)
+        argument = below[0].key if which == 2 else f"args[{below[0].idx}]"
+        if which == 1 and below[0].idx < len(self.parameters):
+            argument = self.parameters[below[0].idx]
+        return f"{argument}{keystr(below[1:])}"
 
     @ft.cached_property
     def parameters(self) -> list[str]:
-        return positional_names(self.given[0])
+        """The names of the positional parameters, if the function has a signature."""
+        f = self.given[0]
+        while isinstance(f, Transform):
+            f = f.f
+        if isinstance(f, eqx.Partial):  # into which `inspect` does not look
+            f = ft.partial(f.func, *f.args, **f.keywords)
+        try:
+            found = inspect.signature(f).parameters.values()
+        except (TypeError, ValueError):
+            return []
+        last = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
+        return [p.name for p in found if p.kind <= last]
 
     def donated(self, options: Options) -> list[int]:
         """Which of the arrays are donated."""

@@ -5,7 +5,6 @@ see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 """
 
 import functools as ft
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, Self, TYPE_CHECKING, TypeVar
@@ -15,9 +14,8 @@ import jax.tree_util as jtu
 
 from .._compat import boundary, BoundMethod
 from .._errors import an, show
-from .._tree.base import is_eqx_module, keystr
+from .._tree.base import is_eqx_module
 from .._tree.rules import misplaced
-from .._typing import KeyPath
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -113,28 +111,6 @@ def with_aux(out: Any) -> Any:
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(_NOT_A_PAIR.format(show(out)))
     return out
-
-
-def positional_names(f: Any) -> list[str]:
-    """The names of the positional parameters of `f`, if it has a signature."""
-    while isinstance(f, Transform):
-        f = f.f
-    if isinstance(f, eqx.Partial):  # into which `inspect` does not look
-        f = ft.partial(f.func, *f.args, **f.keywords)
-    try:
-        found = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    last = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or a kind before it
-    return [p.name for p in found if p.kind <= last]
-
-
-def argument_name(argument: int | str, below: KeyPath, names: list[str]) -> str:
-    """A leaf of an argument, given by position or by name, as `model.layers[0].w`."""
-    if isinstance(argument, int):
-        is_named = argument < len(names)
-        argument = names[argument] if is_named else f"args[{argument}]"
-    return f"{argument}{keystr(below)}"
 
 
 _NOT_A_FUNCTION: Final = """A transform was given {}, which cannot be called. It \
