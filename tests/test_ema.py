@@ -374,5 +374,5 @@ def test_another_structure_is_an_error_that_names_the_path(change, says):
 
 
 def test_one_stateful_module_in_two_places():
-    with pytest.raises(ValueError, match=r"in two places, `\[0\]` and `\[1\]`"):
+    with pytest.raises(ValueError, match=r"occurs twice, at `\[0\]` and `\[1\]`"):
         es.Ema(0.9).init([NETS[0], NETS[0]])

@@ -1,18 +1,18 @@
-"""Every place where a JAX or Python version, or a private name of JAX, matters."""
+"""All code that depends on a version of JAX or Python, or on a private name of JAX."""
 
-# Eight names below are private to JAX. A release may take each of them away, and then:
+# Eight names below are private to JAX, which may remove each of them in a release:
 #
-# - `api_boundary`, `register_exclusion`: tracebacks show our frames, and JAX's;
-# - `_trace_ref` of a trace's state, `_trace` of a tracer, `parent_trace` of a trace:
-#   a tracer that was kept from a trace that is over, and is then written to state, is
-#   not told from one that may be used (`has_escaped`);
-# - `batch_dim` of a tracer: a state of which each lane of `es.vmap` has a value of its
-#   own is not told from one that all share (`is_mapped`);
-# - `val` of a tracer, `axis_data` of a trace: outputs under plain `jax.vmap` cannot be
-#   captured (`out_of_vmaps`).
+# - without `api_boundary` and `register_exclusion`, tracebacks show our frames, and
+#   JAX's;
+# - without `_trace_ref` of a trace's state, `_trace` of a tracer and `parent_trace` of
+#   a trace, we cannot detect escaped tracers that are written to state (`has_escaped`);
+# - without `batch_dim` of a tracer, we cannot detect that the lanes of `es.vmap` write
+#   different values to a shared state (`is_mapped`);
+# - without `val` of a tracer and `axis_data` of a trace, outputs under plain `jax.vmap`
+#   cannot be captured (`out_of_vmaps`).
 #
-# A ninth is text: the name of the logger of callbacks. With another one a failed check
-# is logged, besides being raised.
+# A ninth is the name of the logger of callbacks. If it changes, JAX logs a failed check
+# in addition to raising it.
 
 import contextlib
 import inspect
@@ -42,7 +42,7 @@ except ImportError:  # pragma: no cover (JAX < 0.10)
 
 
 def trace_state() -> Any:
-    """The active trace: equal (`==`) values mean the same trace."""
+    """The active trace. Two values are equal (`==`) if the trace is the same."""
     return _get_trace_state(convention="eqx_state")
 
 
@@ -57,8 +57,8 @@ def is_in_trace() -> bool:
 
 def has_escaped(leaf: Any) -> bool:
     """Whether `leaf` is a tracer of a trace that is no longer open here."""
-    # A tracer may be used in the trace that made it and in every trace inside that one,
-    # so search from the active trace outwards.
+    # A tracer is valid in its own trace and in every trace inside it, so search from
+    # the active trace outwards.
     if not isinstance(leaf, jax.core.Tracer):
         return False
     trace = trace_state()._trace_ref()
@@ -78,9 +78,9 @@ def is_mapped(leaf: Any) -> bool:
 
 
 def out_of_vmaps(values: Any, outer: Any) -> Any:
-    """A pytree of values of the active trace, as the trace with this state has them.
+    """A pytree of values of the active trace, as values of the trace `outer`.
 
-    They have a new first axis for each `jax.vmap` in between. `None` if another
+    They have a new first axis for each `jax.vmap` in between. `None` if any other
     transform is in between.
     """
     trace, outer = trace_state()._trace_ref(), outer._trace_ref()
@@ -95,10 +95,9 @@ def out_of_vmaps(values: Any, outer: Any) -> Any:
 def _all_lanes(x: Any, trace: Any) -> Any:
     """The value for all lanes of a `jax.vmap`, along a new first axis.
 
-    It belongs to the trace around that of the `jax.vmap`, like everything that is
-    computed from values of that trace only.
+    It is a value of the trace around the `jax.vmap`.
     """
-    # One `jax.vmap` may have several traces, which share what they know of its axis.
+    # One `jax.vmap` may have several traces, which share their `axis_data`.
     is_lane = isinstance(x, jax.core.Tracer)
     is_lane = is_lane and getattr(x._trace, "axis_data", None) is trace.axis_data
     if is_lane and isinstance(x.batch_dim, int):
@@ -108,10 +107,10 @@ def _all_lanes(x: Any, trace: Any) -> Any:
 
 
 def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
-    """`x`, spread over devices along an axis as these arrays are along theirs.
+    """`x`, sharded along its axis in the same way as these arrays along theirs.
 
-    Where types have shardings (a mesh with `AxisType.Explicit`, as `jax.make_mesh`
-    makes), `jax.vmap` wants everything that it maps over spread alike. Elsewhere `x` is
+    If types have shardings (a mesh with `AxisType.Explicit`, as `jax.make_mesh` returns
+    it), `jax.vmap` requires equal shardings of all mapped axes. Otherwise `x` is
     returned unchanged.
     """
     for value, axis in mapped:
@@ -124,7 +123,7 @@ def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
 
 
 def split_like(x: Any, like: Any) -> Any:
-    """`x`, split over devices as an array of its shape is, where types say that."""
+    """`x` with the sharding of `like`, an array of its shape, if types have one."""
     sharding = jax.typeof(like).sharding
     is_split = any(names is not None for names in sharding.spec)
     return jax.sharding.reshard(x, sharding) if is_split else x
@@ -138,12 +137,12 @@ Infer: Final = inspect.signature(jax.shard_map).parameters["in_specs"].default
 
 
 def manual_axes() -> frozenset[Any]:
-    """The mesh axes over which the `jax.shard_map`s around this code map."""
+    """The mesh axes that the `jax.shard_map`s around this code map over."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes along which devices have different values of `x`, by its type."""
+    """The mesh axes along which `x` varies, according to its type."""
     aval = jax.typeof(x)
     if (manual := getattr(aval, "mat", None)) is not None:  # JAX >= 0.10
         return frozenset(manual.varying)
@@ -151,7 +150,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def vary(x: Any, axes: frozenset[Any]) -> Any:
-    """`x`, typed as varying along these mesh axes, too."""
+    """`x`, with a type that also varies along these mesh axes."""
     new = tuple(sorted(axes - varying_axes(x)))
     if not new:
         return x
@@ -162,7 +161,7 @@ def vary(x: Any, axes: frozenset[Any]) -> Any:
 
 
 def own_annotations(cls: type) -> dict[str, Any]:
-    """The annotations written in the body of `cls`, also those with unknown names."""
+    """The annotations in the body of `cls`, also those with undefined names."""
     try:
         return inspect.get_annotations(cls)
     except NameError:  # pragma: no cover (Python >= 3.14 evaluates lazily)
@@ -173,20 +172,20 @@ def own_annotations(cls: type) -> dict[str, Any]:
         )
 
 
-# The axes in a jaxtyping annotation: a name, `None` for an axis without one, and `...`
-# for any number of them.
+# The axes in a jaxtyping annotation: a name, `None` for an unnamed axis, or `...` for
+# any number of unnamed axes.
 Dims: TypeAlias = tuple[str | types.EllipsisType | None, ...]
 
 
 def dims_of(annotation: Any) -> Dims | None:
     """The axes in an annotation; `None` if it is not one of jaxtyping's arrays."""
-    # An attribute that jaxtyping documents only as the text it was given.
+    # jaxtyping documents this attribute only as the original text.
     text = getattr(annotation, "dim_str", None)
     return tuple(map(_dim, text.split())) if isinstance(text, str) else None
 
 
 def read_dims(text: str) -> Dims:
-    """The axes in a text that jaxtyping accepts; `ValueError` for another one."""
+    """The axes in a text; `ValueError` if jaxtyping does not accept the text."""
     dims = dims_of(jaxtyping.Shaped[jax.Array, text])
     assert dims is not None
     return dims
@@ -203,8 +202,9 @@ def _dim(text: str) -> str | types.EllipsisType | None:
 
 _probe = eqx.nn.Identity()
 object.__setattr__(_probe, "cached", None)
-# Where a module has more in its `__dict__` than fields, as `functools.cached_property`
-# leaves it, Equinox's copies of it have this value under `__name__` and such.
+# If the `__dict__` of a module contains more than its fields, for example the value of
+# a `functools.cached_property`, Equinox's copies of the module store this sentinel
+# under `__name__` and similar names.
 MISSING: Final = vars(jax.tree.map(lambda x: x, _probe)).get("__name__", object())
 
 
@@ -212,7 +212,7 @@ class _Probe(eqx.Module):
     def method(self) -> None: ...
 
 
-# A bound method as a pytree: what Equinox makes of all methods but `__call__` and such.
+# The pytree that Equinox makes of each bound method, except `__call__` and the like.
 BoundMethod: Final[Any] = type(_Probe().method)
 
 
@@ -226,8 +226,8 @@ else:
 
 # --- Tracebacks -----------------------------------------------------------------------
 
-# A decorator. It removes our frames and those of JAX from the traceback of an error
-# that leaves the function, in the way that `jax_traceback_filtering` says.
+# A decorator that removes our frames and those of JAX from the tracebacks of errors, as
+# `jax_traceback_filtering` says.
 boundary = api_boundary
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
@@ -238,9 +238,9 @@ def _raise(error: Exception) -> None:
 
 
 def hide_frames(error: Exception) -> None:
-    """What a `boundary` does, for a function that is called too often to have one.
+    """Filter a traceback like `boundary`, which costs too much in a hot function.
 
-    The function catches the error, calls this, and raises it again by a bare `raise`.
+    The function catches the error, calls this, and reraises by a bare `raise`.
     """
     before = error.__traceback__
     with contextlib.suppress(Exception):
@@ -248,25 +248,25 @@ def hide_frames(error: Exception) -> None:
     after = error.__traceback__
     assert after is not None
     codes = [frame.f_code for frame, _ in traceback.walk_tb(after)]
-    if inspect.unwrap(_raise).__code__ in codes:  # a boundary further out will do it
+    if inspect.unwrap(_raise).__code__ in codes:  # an outer boundary will filter it
         error.__traceback__ = before
         return
     error.__traceback__ = after.tb_next
-    # JAX's own boundaries further in may have left the same note.
+    # Inner boundaries of JAX may have added the same note.
     error.__notes__ = list(dict.fromkeys(error.__notes__))
 
 
 # --- Programs that raise --------------------------------------------------------------
 
-# `ValueError` comes from a program that JAX runs within the call.
+# JAX raises `ValueError` if it runs the program during the call.
 PROGRAM_ERRORS: Final = (jax.errors.JaxRuntimeError, ValueError)
 
-# Where JAX logs the error of a callback, besides raising it.
+# JAX logs the error of a callback here, in addition to raising it.
 CALLBACK_LOGGER: Final = logging.getLogger("jax._src.callback")
 
 _CHECK: Final = "_EquinoxRuntimeError"
 _PROGRAM: Final = b"eqx_state"
-# How the frames begin that are not the user's: ours, and those of bound methods.
+# The beginning of frames that are not the user's: ours, and those of bound methods.
 _BETWEEN: Final = tuple(
     f'  File "{os.path.join(os.path.dirname(file), *inside, "")}'
     for file, inside in ((__file__, ()), (eqx.__file__, ("_module",)))
@@ -274,20 +274,20 @@ _BETWEEN: Final = tuple(
 
 
 def is_check(error: BaseException | None) -> bool:
-    """Whether the callback of `eqx.error_if` raised this."""
+    """Whether the callback of `eqx.error_if` raised this error."""
     return type(error).__name__ == _CHECK
 
 
 def run_in_program(f: Callable[..., Any], *args: Any) -> Any:
-    """`f(*args)`, with a mark in the stack that says where the program begins."""
+    """`f(*args)`, with a sentinel in the stack that marks the start of the program."""
     # `eqx.error_if` collects variables of this name together with the frames.
     __equinox_jit_id__ = _PROGRAM  # noqa: F841
     return f(*args)
 
 
 def jaxpr_of(jitted: Any, *args: Any) -> Any:
-    """The program of `jitted` for these arguments, or `None` if it cannot be seen."""
-    # For `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a plain function.
+    """The jaxpr of `jitted` for these arguments, or `None` if it is not available."""
+    # With `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a plain function.
     return jitted.trace(*args).jaxpr if hasattr(jitted, "trace") else None
 
 
@@ -311,7 +311,7 @@ def failed_check(error: BaseException | None) -> tuple[str, str] | None:
         return None
     module = sys.modules.get("equinox._jit")
     message, stack = getattr(module, "last_error_info", None) or (None, ())
-    if message is None or not text.startswith(message):  # that of another thread
+    if message is None or not text.startswith(message):  # of a different thread
         return text.partition("\n\n\n")[0], ""
     frames: list[str] = []  # the innermost is the first
     inside: list[str] = []

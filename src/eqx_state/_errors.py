@@ -1,4 +1,4 @@
-"""The two errors that a caller might want to catch. All others are built-in types."""
+"""The two errors that a caller might catch. All other errors have built-in types."""
 
 import difflib
 import sys
@@ -9,23 +9,23 @@ from ._typing import PyTree
 
 
 class TraceError(RuntimeError):
-    """State was written inside a JAX transform that cannot carry it out.
+    """State was written inside a JAX transform that cannot return it.
 
-    `jax.vmap`, `jax.lax.scan`, `jax.grad`, … replace arrays by tracers that mean
-    nothing once the transform has returned. The `es` transform of the same name carries
-    the state through.
+    `jax.vmap`, `jax.lax.scan`, `jax.grad`, … replace arrays by tracers, which are
+    invalid once the transform has returned. The `es` transform of the same name returns
+    the new state.
     """
 
 
 class NotInitializedError(RuntimeError):
-    """A model still holds an `es.Initializer`, or a `module_init` that has not run."""
+    """A model contains an `es.Initializer`, or a `module_init` that has not run."""
 
 
-# --- Names and pytrees in words, for messages: no values, no whole models.
+# --- Names and pytrees in messages: no values, no whole models.
 
 
 def show(tree: PyTree) -> str:
-    """A pytree on as few lines as it fits, an array as its dtype and shape."""
+    """A pytree in a message: arrays as dtype and shape, on as few lines as possible."""
     return eqx.tree_pformat(tree, short_arrays=True)
 
 

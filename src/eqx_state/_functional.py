@@ -1,4 +1,4 @@
-"""`es.functional`: a model as a pure pair, for libraries without modules."""
+"""`es.functional`: a model as a pure function, for libraries without modules."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -23,26 +23,26 @@ Arrays: TypeAlias = dict[str, Any]
 def functional(
     tree: PyTree,
 ) -> tuple[Callable[..., tuple[Any, Arrays]], Arrays, Arrays]:
-    """A callable model as `(apply, params, state)`, all arrays, for plain JAX.
+    """A callable model as a pure function and two dicts of arrays, for plain JAX.
 
-    Both dictionaries are plain ones, so that they pass through every transform of JAX,
-    and `jax.export` can serialize a program that takes and returns them.
+    The dicts pass through every JAX transform, and `jax.export` can serialize a program
+    that takes and returns them.
 
     **Arguments:**
 
-    - `tree`: a model that can be called, or a method of one, `model.encode`. It may be
+    - `tree`: a callable model, or a method of a model, `model.encode`. It may be
         abstract, as `equinox.filter_eval_shape` returns it.
 
     **Returns:**
 
-    - `apply(params, state, *args, **kwargs) -> (out, state)`, a pure function. Plain
-        `jax.jit` and `jax.grad` take it if the model's output is made of arrays. It
-        raises a `ValueError` if a name is missing or unknown. Arrays of other shapes
-        and dtypes are passed on to the model.
+    - `apply(params, state, *args, **kwargs) -> (out, state)`, a pure function, also for
+        plain `jax.jit` and `jax.grad` if all outputs of the model are arrays. It raises
+        a `ValueError` if a name is missing or unknown. It does not check shapes and
+        dtypes.
     - `params`: the model's `es.Parameter`s by their names in `es.state_dict`.
     - `state`: all other arrays by name.
 
-    `es.load_state_dict(model, {**params, **state})` is the way back.
+    `es.load_state_dict(model, {**params, **state})` returns a model again.
 
     !!! example
 
@@ -61,13 +61,13 @@ def functional(
         ```
     """
     method = None
-    if is_bound_method(tree):  # the model is its object, as for `es.mutable`
+    if is_bound_method(tree):  # the model is the bound object, as for `es.mutable`
         tree, method = tree.__self__, tree.__func__
     check_ready(tree)
-    # The arrays are those of the dictionaries: the function holds only their shapes.
+    # `apply` takes all arrays from the dicts, so store only their shapes.
     like = jax.tree.map(_abstract, tree)
     named = by_name(like)
-    # A weak type would become strong with the first call, and compile a second program.
+    # A weak type would become strong in the first call, and so cause a retrace.
     tree = jax.tree.map(lambda x: to_strong(x) if is_array(x) else x, tree)
     params, state = state_dict(tree, Parameter), state_dict(tree, not_(Parameter))
     names_of_params, names_of_state = frozenset(params), frozenset(state)
@@ -96,7 +96,9 @@ def _abstract(x: Any) -> Any:
 def _check_names(which: str, arrays: Any, names: frozenset[str]) -> None:
     if not isinstance(arrays, Mapping):
         given = type(arrays).__name__
-        raise TypeError(f"`apply` of `es.functional`: `{which}` is of type `{given}`.")
+        raise TypeError(
+            f"`apply` of `es.functional`: `{which}` must be a dict, but is a `{given}`."
+        )
     missing, unknown = names - arrays.keys(), arrays.keys() - names
     lines = [f"  missing in `{which}`: {shown(name)}" for name in sorted(missing)]
     lines += [f"  unknown in `{which}`: {name}" for name in sorted(map(str, unknown))]
@@ -104,6 +106,6 @@ def _check_names(which: str, arrays: Any, names: frozenset[str]) -> None:
         raise ValueError(_NAMES.format("\n".join(lines)))
 
 
-_NAMES: Final = """`apply` of `es.functional` got names that are not those of the model:
+_NAMES: Final = """`apply` of `es.functional` got different names than the model has:
 {}
 `params` has the names of `es.state_dict(model, es.Parameter)`, `state` all others."""

@@ -1,4 +1,4 @@
-"""`es.to_equinox`: a model for code that threads Equinox's own state."""
+"""`es.to_equinox`: a model for code that passes Equinox's own state."""
 
 import inspect
 from typing import Any
@@ -23,15 +23,15 @@ from ._typing import PyTree
 
 
 def labeled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
-    """An index into Equinox's state with a label as its marker."""
-    # Equinox makes an `object()` the marker, and no two trees with one are equal.
+    """An index into Equinox's state, with a label as its marker."""
+    # Equinox's marker is an `object()`, so two trees with an index would differ.
     index = eqx.nn.StateIndex(value)
     object.__setattr__(index, "marker", label)
     return index
 
 
 def strong_arrays(value: PyTree) -> PyTree:
-    """`value` with arrays for all leaves, as `eqx.nn.State` holds it, all strong."""
+    """`value` with strongly typed arrays as leaves, for an `eqx.nn.State`."""
     return jax.tree.map(lambda x: to_strong(jnp.asarray(x)), value)
 
 
@@ -42,7 +42,7 @@ def takes_key(f: Any) -> bool:
 
 
 class _Layer(eqx.nn.StatefulLayer):
-    """A model with holes in place of its state, which each call takes and returns."""
+    """A model with holes for its state, which each call takes and returns."""
 
     model: PyTree
     index: eqx.nn.StateIndex[dict[str, Any]]
@@ -50,7 +50,7 @@ class _Layer(eqx.nn.StatefulLayer):
     inference: bool
     made_for_inference: bool = eqx.field(static=True)
 
-    # Type checkers would give a generated one Equinox's abstract `__call__` as a field.
+    # To type checkers, a generated `__init__` would take `__call__` as a field.
     def __init__(self, model: Any, index: Any, names: tuple[str, ...], inference: bool):
         self.model, self.index, self.names = model, index, names
         self.inference = self.made_for_inference = inference
@@ -61,10 +61,11 @@ class _Layer(eqx.nn.StatefulLayer):
         values = state.get(self.index)
         if set(values) != set(self.names):
             raise ValueError(
-                "This layer of `es.to_equinox` got the state of another model. Convert"
-                " a model as a whole: `es.to_equinox(eqx.nn.Sequential([a, b]))`."
+                "This layer of `es.to_equinox` got the state of a different model."
+                " Convert a model as a whole:"
+                " `es.to_equinox(eqx.nn.Sequential([a, b]))`."
             )
-        # Equinox would differentiate every inexact array.
+        # `eqx.filter_grad` would differentiate every inexact array.
         model = map(jax.lax.stop_gradient, self.model, on=not_(trainable))
         model = map_leaves(lambda v: values.get(v.name, v.node), model, is_hole)
         if self.inference != self.made_for_inference:
@@ -86,19 +87,19 @@ def _values(tree: PyTree) -> dict[str, Any]:
 def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     """A callable model as Equinox's pair of a stateful layer and its `eqx.nn.State`.
 
-    For code that threads Equinox's own state, and for `equinox.nn.Sequential`. The
-    layer holds the parameters, so `equinox.filter_grad` takes it; everything else in it
-    (an `es.Buffer`, a frozen module) has a gradient of zero. It has Equinox's flag
-    `inference`, which `equinox.nn.inference_mode` sets, and which puts every module
-    inside into eval mode.
+    Use it for code that passes Equinox's own state, and for `equinox.nn.Sequential`.
+    The layer contains the parameters, so `equinox.filter_grad` differentiates it; all
+    other arrays in it (an `es.Buffer`, a frozen module) have a gradient of zero. The
+    layer has Equinox's flag `inference`: `equinox.nn.inference_mode` switches every
+    module inside to eval mode.
 
     Convert a model as a whole: two converted models in one would share a state.
-    Stateful Equinox layers can be part of the model as `es.nn.Stateful`, but a state of
-    their own cannot be joined with this one.
+    Stateful Equinox layers can be part of the model as `es.nn.Stateful`, but their own
+    `eqx.nn.State` cannot be combined with this one.
 
     Under `jax.vmap`, with `in_axes=(0, None)` and `out_axes=(0, None)`, all lanes share
-    the state, including its keys. So either pass each lane a `key`, or convert the
-    model for a whole batch: `es.to_equinox(es.vmap(model, axis_name="batch"))`.
+    the state, including its keys. Either pass each lane a `key`, or convert the model
+    for a whole batch: `es.to_equinox(es.vmap(model, axis_name="batch"))`.
 
     **Arguments:**
 
@@ -107,15 +108,15 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     **Returns:**
 
     - `layer`, an `equinox.nn.StatefulLayer`: `layer(x, state, key=...)` returns `(y,
-        state)`. A `key` is passed on to the model. If the model takes none, this call
-        derives all its keys from `key`, and those in the state stay.
+        state)`. A `key` is passed on to the model. If the model does not take one, this
+        call derives all its keys from `key`, and those in the state do not change.
     - `state`: every `es.State` of the model, by name.
 
     **Raises:**
 
-    - `ValueError`, from the layer: the state is that of another model.
-    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
-    - `ValueError`: one stateful module is in two places of the model.
+    - `ValueError`, from the layer: the state belongs to a different model.
+    - `es.NotInitializedError`: the model still contains an `es.Initializer`.
+    - `ValueError`: one stateful module occurs twice in the model.
 
     !!! example
 

@@ -10,10 +10,10 @@ from ._tree.keys import as_key, next_keys
 
 
 class RngStream(Module):
-    """A module whose call returns a fresh PRNG key, and advances.
+    """A module that returns a fresh PRNG key on each call.
 
-    It advances in train and eval mode alike, since whoever calls it wants a key. So it
-    needs `es.mutable` in either mode.
+    Each call advances the stream, in train and eval mode alike, so it needs
+    `es.mutable` in both modes.
 
     !!! example
 
@@ -44,7 +44,7 @@ class RngStream(Module):
 
         **Raises:**
 
-        - `dataclasses.FrozenInstanceError`: called outside of `es.mutable`.
+        - `dataclasses.FrozenInstanceError`: called outside `es.mutable`.
         """
         self.key, key = next_keys(self.key)
         return key

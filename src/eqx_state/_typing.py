@@ -1,4 +1,4 @@
-"""Names for what annotations mean. They cost nothing at run time."""
+"""Names for types in annotations."""
 
 from typing import Any, TypeAlias
 
@@ -7,5 +7,5 @@ from typing import Any, TypeAlias
 # `pyright --verifytypes` would count every function that takes one as untyped.
 PyTree: TypeAlias = Any
 
-# The way from the root of a tree to a node: a tuple of JAX's keys.
+# The path from the root of a tree to a node: a tuple of JAX's keys.
 KeyPath: TypeAlias = tuple[Any, ...]

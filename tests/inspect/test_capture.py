@@ -556,7 +556,7 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_a_loop_that_stacks_nothing_is_an_error(loop):
     for layer, options, match in (
-        (Stateless(), {}, r"Cannot capture `layer\.out` in .* `es\.scan` stacks"),
+        (Stateless(), {}, r"Cannot capture `layer\.out` in .* `es\.scan`, which"),
         (
             Times(),
             {"outputs": "layer"},
@@ -578,8 +578,8 @@ def test_branches_sow_and_call_alike(times):
         return es.cond(x.sum() > 0, layer, other, x)
 
     for layer, options, match in (
-        (Scale(), {}, r"capture `layer\.out` in one branch of `es\.cond`"),
-        (Times(), {"outputs": "layer"}, "the output of `layer` in one branch"),
+        (Scale(), {}, r"capture `layer\.out`: the branches of `es\.cond`"),
+        (Times(), {"outputs": "layer"}, "the output of `layer`: the branches"),
     ):
         with pytest.raises(ValueError, match=match):
             es.capture(wrapped(apply, layer), **options)(X)
@@ -591,7 +591,7 @@ def test_what_is_no_array_cannot_be_captured(value):
         (lambda layer, x: layer.sow("it", (x, value)), r"`layer\.it`"),
         (lambda layer, x: (x, value), "the output of `the model`"),
     ):
-        match = rf"{name}: arrays, numbers and .*this is `\(f32\[3\], "
+        match = rf"{name}: only arrays, numbers and .*this is `\(f32\[3\], "
         with pytest.raises(TypeError, match=match):
             es.capture(wrapped(apply), outputs="")(X)
 
@@ -613,7 +613,7 @@ def test_sowing_in_another_thread_is_an_error_and_not_lost():
 
     def apply(layer, x):
         def work():
-            with pytest.raises(RuntimeError, match="another thread has opened") as info:
+            with pytest.raises(RuntimeError, match="different thread") as info:
                 layer.sow("it", x)
             errors.append(info.value)
 
@@ -628,7 +628,7 @@ def test_sowing_in_another_thread_is_an_error_and_not_lost():
 @pytest.mark.parametrize("name", [1, None, jnp.ones(2)])
 def test_the_name_is_a_string(name):
     model = wrapped(lambda layer, x: layer.sow(name, x))
-    with pytest.raises(TypeError, match=r"`Scale\.sow`: the name comes first"):
+    with pytest.raises(TypeError, match=r"`Scale\.sow`: the first argument must be"):
         es.capture(model)(X)
 
 

@@ -329,7 +329,7 @@ def in_two_places():
 def test_one_stateful_module_in_two_places_is_an_error():
     model, x = in_two_places(), jnp.ones((4, 3))
     jitted = es.jit(lambda m, x: es.mutable(m)(x)[1])
-    places = r"layers\[0\]`", r"layers\[2\]`", "two places"
+    places = r"layers\[0\]`", r"layers\[2\]`", "occurs twice"
     for call in (
         lambda: jitted(model, x),
         lambda: jitted(m=model, x=x),

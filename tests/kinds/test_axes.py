@@ -20,7 +20,7 @@ def test_axes_print_as_they_can_be_written():
 
 
 def test_axes_that_are_not_text_are_an_error():
-    with pytest.raises(TypeError, match=r"es.Axes\(weight=\('mlp', 'embed'\)\).*text"):
+    with pytest.raises(TypeError, match=r"Axes\(weight=\('mlp', 'embed'\)\).* string"):
         es.Axes(weight=("mlp", "embed"))  # pyright: ignore[reportArgumentType]
 
 

@@ -543,7 +543,7 @@ def test_a_scope_belongs_to_the_thread_that_opened_it(where, how):
 
         def elsewhere(self):
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                with pytest.raises(RuntimeError, match="another thread has opened"):
+                with pytest.raises(RuntimeError, match="a different thread has opened"):
                     pool.submit(self.use).result()
 
         def use(self):

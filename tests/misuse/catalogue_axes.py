@@ -36,7 +36,7 @@ def refused(case, rules, mesh=MESH):
 @program(
     "give a field `Float[Array, 'mlp embed']` an array with one axis",
     "`Block.up`",
-    "`mlp embed` at `up`, and the array has shape (8,)",
+    "`mlp embed` at `up`, but the array has shape (8,)",
 )
 def _(case):
     model = case.keep(block().replace(up=jnp.ones(8)))
@@ -47,7 +47,7 @@ def _(case):
 @program(
     "misspell a path in `es.Axes(wieght='mlp embed')`",
     "Net.up` declares",
-    "There are `weight`, `bias`.",
+    "It contains `weight`, `bias`.",
 )
 def _(case):
     class Net(es.Module):

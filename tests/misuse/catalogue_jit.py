@@ -41,7 +41,7 @@ def _(case):
 
 @program(
     "return a function that holds a module of the scope from `es.jit`",
-    "later calls would get the module of the first one",
+    "later calls would return the module of the first call",
 )
 def _(case):
     net = case.keep(Net(), XS)

@@ -49,7 +49,7 @@ def _(case):
             w: es.Parameter | es.State
 
 
-@program("give a static field a kind", "Drop one of the two")
+@program("give a static field a kind", "Remove the kind")
 def _(case):
     with case.error("Static.n`"):
 

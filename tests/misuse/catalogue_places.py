@@ -15,7 +15,7 @@ class Two(es.Module):
     b: Any
 
 
-@program("put one stateful module in two places", "a", "b", "eqx.nn.Shared")
+@program("put one stateful module in two places", "call it twice", "eqx.nn.Shared")
 def _(case):
     layer = case.keep(Layer(), XS)
     with case.error():

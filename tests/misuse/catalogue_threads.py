@@ -127,7 +127,7 @@ def in_thread(f, *args):
 @program("write in another thread while the call runs")
 def _(case):
     net = case.keep(Net(), XS)
-    with case.error("give each thread a scope of its own"):
+    with case.error("Open a scope in each thread"):
         es.mutable(lambda net: in_thread(net, XS))(net)
     with case.error():
         es.mutable(lambda net: in_thread(es.checkpoint(lambda: net.mean)))(net)

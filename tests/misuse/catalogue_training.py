@@ -217,7 +217,7 @@ def _(case):
 @program(
     "wrap a layer without state in `es.nn.Stateful`",
     "`Linear`",
-    "A layer without state is used as it is",
+    "Use a layer without state directly",
 )
 def _(case):
     linear = case.keep(eqx.nn.Linear(3, 3, key=jr.key(0)))

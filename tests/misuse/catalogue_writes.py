@@ -302,7 +302,7 @@ def _(case):
 @program(
     "switch the mode in a call: `self.layer = self.layer.eval()`",
     "`layer.training`: expected `True`, got `False`",
-    "`train` and `eval` from outside",
+    "outside the call, by `train` and `eval`",
 )
 def _(case):
     net = case.keep(Net(), XS)

@@ -191,11 +191,11 @@ def test_two_wrapped_layers_put_together_stay_two():
 
 def test_a_layer_without_state():
     linear = eqx.nn.Linear(2, 2, key=jr.key(0))
-    with pytest.raises(TypeError, match="`Linear` holds no `eqx.nn.StateIndex`"):
+    with pytest.raises(TypeError, match="`Linear` has no `eqx.nn.StateIndex`"):
         es.nn.Stateful(linear)
-    with pytest.raises(TypeError, match="`list` holds no `eqx.nn.StateIndex`"):
+    with pytest.raises(TypeError, match="`list` has no `eqx.nn.StateIndex`"):
         es.nn.Stateful([Inner(2)])
-    with pytest.raises(TypeError, match="`BatchNorm` holds no `eqx.nn.StateIndex`"):
+    with pytest.raises(TypeError, match="`BatchNorm` has no `eqx.nn.StateIndex`"):
         es.nn.Stateful(eqx.nn.BatchNorm)
 
     class Wrong(es.Module):
@@ -204,7 +204,7 @@ def test_a_layer_without_state():
         def __call__(self, x, state):
             return self.inner(x, state)
 
-    with pytest.raises(TypeError, match=r"Wrong` holds no .* outside the `es.Module`s"):
+    with pytest.raises(TypeError, match=r"Wrong` has no .* outside the `es.Module`s"):
         es.nn.Stateful(Wrong(Inner(2)))
 
 
@@ -237,7 +237,7 @@ def test_a_result_that_is_no_pair(result):
             return x if result == "y" else (x, x)
 
     model = es.nn.Stateful(Bad(2))
-    with rejects(model, TypeError, r"`.*Bad` was called", r"f32\[2\].*in place of"):
+    with rejects(model, TypeError, r"`.*Bad` was called", r"f32\[2\].*instead of"):
         es.mutable(model)(jnp.ones(2))
 
 

@@ -319,7 +319,7 @@ def test_the_pair_of_lookahead_may_hold_one_model_twice():
     pair = optax.LookaheadParams.init_synced(Net())
     for f in (es.eval, es.freeze, es.jit(lambda pair: pair)):
         assert isinstance(f(pair), optax.LookaheadParams)
-    with pytest.raises(ValueError, match="two places"):
+    with pytest.raises(ValueError, match="occurs twice"):
         es.eval([*pair])
 
 

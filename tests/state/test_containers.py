@@ -93,7 +93,7 @@ def test_what_was_written_to_a_module_that_is_taken_out_is_not_lost(transform):
             self.layers[1] = Counter()
 
     model = Net([Counter(), Counter()])
-    with rejects(model, ValueError, r"`layers\[1\]\.n` was written, and its module is"):
+    with rejects(model, ValueError, r"`layers\[1\]\.n` was written, but its module is"):
         es.mutable(model)()
 
 

@@ -290,7 +290,7 @@ def test_layers_of_a_stack_are_initialized_one_by_one(name):
     run, x = STACKED[name], jnp.ones(3)
     stack = eqx.filter_vmap(Stackable)(jnp.zeros(3))
     with pytest.raises(
-        ValueError, match=r"Stackable\.w` is made by `init` in one (lane|step) of"
+        ValueError, match=r"Stackable\.w` is created by `init` in one (lane|step) of"
     ):
         stack.init(42, x, call=run)
     keys = jr.split(jr.key(0), 3)
@@ -315,7 +315,7 @@ def test_a_layer_has_the_axes_of_the_parameters_that_it_has():
 
     xs = jnp.ones((2, 3))
     assert Two(jnp.ones(())).init(0, xs, call=run(None)).w.shape == (3,)
-    with pytest.raises(ValueError, match=r"Two\.w` is made by `init` in one lane"):
+    with pytest.raises(ValueError, match=r"Two\.w` is created by `init` in one lane"):
         Two(jnp.ones(2)).init(0, xs, call=run(0))
 
 
@@ -392,7 +392,7 @@ def test_what_is_made_does_not_depend_on_values_of_a_trace(run):
                 self.first = x
             return x - self.first
 
-    made = r"`.*Shift\.first` is made by `init` from values of a transform"
+    made = r"`.*Shift\.first` is created by `init` from values of a transform"
     with rejects(model := Shift(), ValueError, made):
         model.init(0, jnp.ones(3), call=run)
 

@@ -192,7 +192,7 @@ def test_a_stateful_layer_alone_is_the_model():
         def __call__(self, x, state=object()):  # noqa: B008
             return state.get(self.index) + x
 
-    with pytest.raises(TypeError, match="`the model` is a `Alone`.*called without one"):
+    with pytest.raises(TypeError, match="`the model` is an `Alone`.*called without"):
         es.mutable(Alone(eqx.nn.StateIndex(jnp.zeros(2))))(1.0)
     with pytest.raises(TypeError, match=r"`\[0\]` is a `layer`"):
         es.mutable(lambda m: object().get)([[eqx.nn.StateIndex(jnp.zeros(2))]])

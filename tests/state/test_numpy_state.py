@@ -96,5 +96,5 @@ def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
         es.checkpoint(change)(jnp.ones(()))
 
     model = Holder([Count()], [0.0])
-    with rejects(model, es.TraceError, "was changed inside a transform"):
+    with rejects(model, es.TraceError, "under a transform changed a list"):
         es.mutable(f)(model)

@@ -256,7 +256,7 @@ def test_a_module_that_is_taken_out_from_outside(transform):
 
         transform(take)(m)
 
-    with rejects(Group(), es.TraceError, "was changed", "closes over"):
+    with rejects(Group(), es.TraceError, "changed a list", "closes over"):
         es.mutable(f)(Group())
 
 

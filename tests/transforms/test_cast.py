@@ -384,7 +384,7 @@ def test_a_dtype_is_a_real_floating_one(dtype):
     match = r"`es.value_and_grad\(cast=...\)`: the value for `es.Parameter`"
     with pytest.raises(TypeError, match=match):
         es.value_and_grad(loss_fn, cast={es.Parameter: dtype})
-    with pytest.raises(TypeError, match=r"value for `...`.* cast to a real floating"):
+    with pytest.raises(TypeError, match=r"value for `...`.* must be a real floating"):
         es.value_and_grad(loss_fn, cast={...: dtype})
 
 

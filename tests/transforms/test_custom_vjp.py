@@ -427,7 +427,7 @@ CLOSING = {
 def test_a_module_that_is_only_closed_over_is_to_be_passed(name):
     run = CLOSING[name]
     for call in (es.mutable(run), run, es.jit(es.mutable(run))):
-        with rejects(Layer(), ValueError, "has the `Layer` from outside", "Pass it"):
+        with rejects(Layer(), ValueError, "closes over the `Layer`", "Pass it"):
             call(Layer(), X)
 
 
@@ -530,7 +530,7 @@ def test_a_call_that_does_not_fit():
     with pytest.raises(TypeError, match="too many positional arguments"):
         rule()(1.0, 2.0, 3.0)
     f = make(es, lambda x, *, by=1.0: x, no_rule, no_rule)
-    with pytest.raises(TypeError, match=r"rules of `<lambda>`.*`by` is only given by"):
+    with pytest.raises(TypeError, match=r"rules of `<lambda>`.*`by` is keyword-only"):
         f(2.0)
     with pytest.raises(ValueError, match="'y' is not in list"):
         rule(nondiff_argnames="y")

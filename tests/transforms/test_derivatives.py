@@ -617,7 +617,7 @@ def test_outside_a_scope_a_write_is_an_error(way):
 
 @each
 def test_without_a_pair_there_is_no_auxiliary_output(way):
-    with pytest.raises(TypeError, match=r"returns a pair, `\(out, aux\)`.*f32\[3\]`"):
+    with pytest.raises(TypeError, match=r"return a pair, `\(out, aux\)`.*f32\[3\]`"):
         way(lambda x: x, X, has_aux=True)
 
 

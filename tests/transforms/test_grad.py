@@ -215,7 +215,7 @@ def test_nothing_to_differentiate(run):
 )
 def test_has_aux_wants_a_pair(out):
     model = {"w": jnp.array(2.0)}
-    with pytest.raises(TypeError, match=r"returns a pair, `\(out, aux\)`"):
+    with pytest.raises(TypeError, match=r"must return a pair, `\(out, aux\)`"):
         es.grad(lambda m: out(m["w"]), has_aux=True)(model)
 
 

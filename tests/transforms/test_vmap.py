@@ -308,7 +308,7 @@ def test_axes_that_are_not_axes():
     with pytest.raises(ValueError, match=r"`es\.vmap`: `in_axes` is one entry"):
         es.vmap(jnp.sin, in_axes={"x": 0})(XS)
     with pytest.raises(
-        TypeError, match=r"`es.vmap`: `out_axes` is an integer.*if_array"
+        TypeError, match=r"`es.vmap`: `out_axes` must be an integer.*if_array"
     ):
         es.vmap(jnp.sin, out_axes=eqx.if_array(0))(XS)
 

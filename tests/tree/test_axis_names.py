@@ -288,7 +288,7 @@ def test_of_a_union_the_declaration_that_fits_counts():
     assert names_of_field(annotation, eqx.nn.LayerNorm(3)).weight == ("embed",)
     assert names_of_field(annotation, linear()).weight == ("mlp", "embed")
     assert names_of_field(annotation, None) is None
-    with pytest.raises(ValueError, match=r"there is no `weight` below"):
+    with pytest.raises(ValueError, match=r"does not contain `weight`"):
         names_of_field(layer | norm, eqx.nn.Identity())
 
 
@@ -304,7 +304,7 @@ def test_more_names_than_axes_are_an_error(text, shape):
 
     with pytest.raises(ValueError, match=r"Net.w` is annotated with more axes") as info:
         es.axis_names({"nets": [Net(jnp.zeros(shape))]})
-    assert f"`{text}` at `['nets'][0].w`, and the array has shape {shape}" in str(
+    assert f"`{text}` at `['nets'][0].w`, but the array has shape {shape}" in str(
         info.value
     )
 
@@ -319,10 +319,10 @@ def test_more_names_than_axes_in_axes_name_the_field_that_declares_them():
 @pytest.mark.parametrize(
     ("value", "there"),
     [
-        (eqx.nn.Conv1d(2, 3, 1, use_bias=False, key=jr.key(0)), "There are `weight`."),
-        (eqx.nn.Identity(), "There are no arrays."),
-        ([linear()], "There are `[0].weight`, `[0].bias`."),
-        (jnp.zeros(3), "There are ``."),
+        (eqx.nn.Conv1d(2, 3, 1, use_bias=False, key=jr.key(0)), "contains `weight`."),
+        (eqx.nn.Identity(), "contains no arrays."),
+        ([linear()], "contains `[0].weight`, `[0].bias`."),
+        (jnp.zeros(3), "contains ``."),
     ],
     ids=["other", "nothing", "list", "array"],
 )
@@ -333,7 +333,7 @@ def test_a_path_that_is_not_there_is_an_error(value, there):
     with pytest.raises(ValueError, match=r"Net.up` declares") as info:
         es.axis_names([Net(value)])
     message = str(info.value)
-    assert "'mlp embed'})`, at `[0].up`, and there is no `scale` below" in message
+    assert "'mlp embed'})`, but `[0].up` does not contain `scale`" in message
     assert there in message
 
 
@@ -341,7 +341,7 @@ def test_a_path_to_a_module_is_not_one_to_an_array():
     class Net(es.Module):
         up: Annotated[eqx.nn.MLP, es.Axes(layers="mlp embed")]
 
-    with pytest.raises(ValueError, match=r"there is no `layers` below it. There are"):
+    with pytest.raises(ValueError, match=r"does not contain `layers`. It contains"):
         es.axis_names(Net(eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))))
 
 

@@ -128,7 +128,7 @@ def test_a_function_of_arrays_is_not_a_filter():
 
 @pytest.mark.parametrize("rules", [es.Parameter, [es.Parameter], None, 0])
 def test_rules_are_a_mapping(rules):
-    with pytest.raises(TypeError, match=r"es\.spec`: rules are a mapping.*was given"):
+    with pytest.raises(TypeError, match=r"es\.spec`: rules are a mapping.*this is a"):
         es.spec(make_model(), rules)
 
 

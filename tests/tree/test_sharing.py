@@ -51,7 +51,7 @@ STATEFUL = {
 @pytest.mark.parametrize("name", STATEFUL)
 def test_whatever_has_state_is_found(name):
     module = STATEFUL[name]()
-    with rejects(module, ValueError, "stateful module.*`a`", "`b`", "hold it once"):
+    with rejects(module, ValueError, "stateful module.*`a`", "`b`", "store one"):
         Two(module, module)
     with rejects(module, ValueError, r"`\[0\]`", r"`\[1\]`"):
         es.mutable(lambda t: None)([module, module])
@@ -104,7 +104,7 @@ def test_found_in_an_argument_of_a_transform_outside_of_scopes(name):
 
     rng = es.RngStream(jr.split(jr.key(0), 2))
     tree = [Layer(count=jnp.zeros(2)), {"a": rng}, rng]
-    with rejects(tree, ValueError, r"\[1\]\['a'\]`", r"\[2\]`", "hold it once"):
+    with rejects(tree, ValueError, r"\[1\]\['a'\]`", r"\[2\]`", "store one"):
         TRANSFORMS[name](f, tree)
 
 

@@ -138,7 +138,7 @@ def test_a_constant_copy_hides_no_sharing():
         b: es.nn.BatchNorm
 
     norm = es.nn.BatchNorm(1)
-    with pytest.raises(ValueError, match=r"in two places, `a` and `b`"):
+    with pytest.raises(ValueError, match=r"occurs twice, at `a` and `b`"):
         Three(norm, norm, norm)
     Three(norm, norm, es.nn.BatchNorm(1))
 

@@ -1,7 +1,7 @@
-"""One call of a function under `es.jit`: its arrays, its signature, its trace.
+"""One call of a function under `es.jit`: its arrays, its cache key, its trace.
 
-All arrays of a call are traced; the rest is its signature. The trace returns arrays and
-an `Output`, which holds the rest and is kept with the compiled program.
+All arrays of a call are traced; the rest is its cache key. The trace returns arrays,
+and an `Output` with the static rest, which JAX stores with the compiled program.
 """
 
 import functools as ft
@@ -31,21 +31,22 @@ from .static import is_hashable, structure, typed
 def bind(
     f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`f(x, y=1)` is `f(x, 1)`, by the signature of what is called.
+    """Turn `f(x, y=1)` into `f(x, 1)`, by the signature of the called function.
 
-    The function that it wraps does not count: a decorator's `def run(*args, **kwargs)`
-    looks for `y` among the keywords, whatever `functools.wraps` shows; and `es.vmap(f)`
-    maps `y` over its first axis, while `in_axes` says what is done with positions.
+    Use its own signature, not that of a function that it wraps: a decorator's `def
+    run(*args, **kwargs)` looks for `y` among the keywords, whatever `functools.wraps`
+    shows; and `es.vmap(f)` maps keywords over their first axis, but positions by
+    `in_axes`.
     """
     if not kwargs:
         return args, kwargs
-    # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on what
-    # they are given.
+    # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on all
+    # arguments unchanged.
     while eqx.Module in type(f).__mro__ and hasattr(f, "__wrapped__"):
         if isinstance(f, Transform):
             return args, kwargs
         f = f.__wrapped__
-    if hasattr(f, "__signature__"):  # which may show that of another function
+    if hasattr(f, "__signature__"):  # it may be that of a different function
         return args, kwargs
     try:
         signature = inspect.signature(f, follow_wrapped=False)
@@ -56,13 +57,13 @@ def bind(
 
 
 def origin_of(f: Any) -> Any:
-    """The function in the source, or the object, whose programs those of `f` are.
+    """The key of the programs of `f`: the innermost function, or an object.
 
-    For a pytree, or an object recreated on each call: its class.
+    For a pytree, or an object that may be created on each call: its class.
     """
     while isinstance(f, (Transform, eqx.Partial, jtu.Partial)) or is_bound_method(f):
         f = f.f if isinstance(f, Transform) else _function_of(f)
-    # Objects that are equal to others share their programs.
+    # An object with its own `__eq__` shares the programs of its class.
     is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
     return f if is_unique and jtu.all_leaves([f]) else type(f)
 
@@ -72,7 +73,7 @@ def _function_of(f: Any) -> Any:
 
 
 class Call:
-    """One call: its arrays, and its signature."""
+    """One call: its arrays, and its static data."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Call:
         return [path for path, _ in entries]
 
     def names(self) -> list[str]:
-        """The name of each array, for JAX's errors."""
+        """The name of each array in errors of JAX."""
         pairs = zip(self.paths, self.leaves, strict=True)
         inside = self.lifted.values.items()
         return [self.name(path) for path, x in pairs if self.is_array(x)] + [
@@ -135,15 +136,15 @@ class Call:
         return [p.name for p in found if p.kind <= last]
 
     def donated(self, options: Options) -> list[int]:
-        """Which of the arrays are donated."""
+        """The positions of the donated arrays."""
         pairs = zip(self.paths, self.leaves, strict=True)
         paths = [path for path, x in pairs if self.is_array(x)]
         are_first = [path[0].idx == 1 and path[1].idx == 0 for path in paths]
         return [i for i, is_first in enumerate(are_first) if options.donates(is_first)]
 
     def trace(self, *arrays: Any) -> "Result":
-        """The call on these arrays, in the active trace."""
-        # Only here, since the trace is what would see two modules instead of one.
+        """Run the call on these arrays, in the active trace."""
+        # Check in the trace only, where a repeated module would become two.
         check_given(*self.given, may_initialize=True)
         rest = iter(arrays)
         leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
@@ -159,11 +160,11 @@ class Call:
         return Result(output.arrays(ran.out), ran.written, ran.sown, output)
 
     def _check_static(self, out: Any) -> None:
-        """Static outputs must not lead to owned modules.
+        """Raise `TraceError` if a static output leads to an owned module.
 
-        They are the same objects in all calls, and live longer than the scope.
+        Static outputs are the same objects in all calls, and outlive the scope.
         """
-        given = set(map(id, self.leaves))  # part of the signature, so these may
+        given = set(map(id, self.leaves))  # allowed: they are part of the cache key
         static = [x for x in jtu.tree_leaves(out) if not eqx.is_array(x)]
         for module in owned_in([x for x in static if id(x) not in given]):
             name = name_of(ownership_of(module).path) or type(module).__qualname__
@@ -175,10 +176,11 @@ class Call:
         return result.output.put(result.arrays, self.inside())
 
 
-_HOLDS_OWNED: Final = """`es.jit` was to return a function, or an object, that holds \
-`{}`, which belongs to a scope of `es.mutable`. Only arrays are computed in each call, \
-so later calls would get the module of the first one. Return arrays or the module, and \
-make the function outside: `w = es.jit(lambda net: net.w)(self)`, `lambda x: w * x`."""
+_HOLDS_OWNED: Final = """A function under `es.jit` returned a function or an object \
+that contains `{}`, a module of an `es.mutable` scope. Outputs that are not arrays are \
+fixed when the function is traced, so later calls would return the module of the first \
+call. Return arrays or the module itself, and create the function outside: `w = \
+es.jit(lambda net: net.w)(self)`, `lambda x: w * x`."""
 
 
 class Result(NamedTuple):
@@ -192,11 +194,11 @@ class Result(NamedTuple):
 
 @jtu.register_static
 class Output:
-    """The static part of a program's output, with slots where the arrays go.
+    """The static part of a program's output, with slots for the arrays.
 
-    `inside`: the arrays of the owned modules. Where the function returns one of them as
-    it was, the caller's own comes back, and not a copy: a module that comes back with
-    its own parameters may be assigned.
+    `inside`: the arrays of the owned modules. If the function returns one of them
+    unchanged, the call returns the caller's array and not a copy. Otherwise assigning a
+    returned module, `self.layer = layer`, would count as a write to its parameters.
     """
 
     def __init__(self, out: Any, inside: Iterable[Any]):
@@ -211,7 +213,7 @@ class Output:
             for x, is_new in zip(leaves, self.is_new, strict=True)
         ]
         self.build = builder(jtu.tree_unflatten(treedef, slots))
-        # Found in the program after its first run; `None` before.
+        # Set after the first run of the program; `None` before.
         self.callbacks: frozenset[str] | None = None
 
     def arrays(self, out: Any) -> list[Any]:
@@ -224,10 +226,10 @@ class Output:
         build, given = self.build, [*arrays, *inside]
         if len(given) < _MANY or not gc.isenabled():
             return build(given)
-        # Each module in it counts as two objects towards the next collections, which
-        # would come in the middle, and go through all that is there already. The caller
-        # is about to drop as many, those of the tree that this one replaces. So let
-        # Python count the difference.
+        # Disable garbage collection while the result is built. Each module allocates
+        # two tracked objects, so a large result would trigger collections that traverse
+        # everything built so far. The caller usually drops the old tree right
+        # afterwards, so the total hardly changes.
         gc.disable()
         try:
             return build(given)
@@ -238,19 +240,19 @@ class Output:
 _MANY: Final = 100
 
 
-# --- The signature of a call ----------------------------------------------------------
+# --- The cache key of a call ----------------------------------------------------------
 
 
-# In a signature instead of what is not part of it. All that is, is in tuples.
+# Placeholders in a cache key. All other values in it are in tuples.
 _ARRAY: Final = "array"
 _ORIGIN: Final = "origin"
 
 
 def cache_key_of(call: Call) -> tuple[Any, ...]:
-    """All that is static in a call: equal, and hashable, for calls of one program.
+    """The static data of a call: hashable, and equal for calls of one program.
 
-    Shapes and dtypes are left to JAX. The function whose programs they are does not
-    occur in it, and is not kept alive.
+    JAX distinguishes shapes and dtypes. The key does not contain the called function,
+    so it does not keep the function alive.
     """
     lifted = call.lifted
     inside = {
@@ -291,6 +293,6 @@ def cache_key_of(call: Call) -> tuple[Any, ...]:
     )
 
 
-_NO_HASH: Final = """`es.jit`: `{}` is {}, which cannot be hashed. What is not an \
-array is static, and its compiled program is looked up by hash. Pass a hashable value, \
-such as a frozenset for a set; or an array, which is traced."""
+_NO_HASH: Final = """`es.jit`: `{}` is {}, which cannot be hashed. Values that are not \
+arrays are static, and `es.jit` looks up the compiled program by their hash. Pass a \
+hashable value, such as a frozenset instead of a set; or an array, which is traced."""

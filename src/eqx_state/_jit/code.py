@@ -1,4 +1,4 @@
-"""Functions made of source code, which names the objects that it needs."""
+"""Functions compiled from generated source code, with objects as constants."""
 
 import contextlib
 import itertools
@@ -13,10 +13,10 @@ from .static import is_hashable, typed
 
 
 class Mismatch(Exception):
-    """A tree is not of the structure that code was made for."""
+    """A tree does not have the structure for which the code was generated."""
 
 
-# In C, and not by way of `Module.__getattribute__`, which is Python.
+# This runs in C. `module.__dict__` would call `Module.__getattribute__`, in Python.
 _DICT: Final[Any] = next(
     vars(c)["__dict__"] for c in eqx.Module.__mro__ if "__dict__" in vars(c)
 )
@@ -41,7 +41,7 @@ _NAMES: Final[dict[str, Any]] = {
 class Code:
     """The source of a function of one argument, line by line.
 
-    The object `weak` may be named, and is not kept alive.
+    The code may refer to the object `weak`, but does not keep it alive.
     """
 
     def __init__(self, argument: str, weak: Any = None):
@@ -57,20 +57,20 @@ class Code:
 
     @contextlib.contextmanager
     def block(self, header: str) -> Iterator[None]:
-        """Inside, lines belong to the block that begins with this line."""
+        """Inside this context, add lines to the block with this header."""
         self.add(header)
         before, self.indent = self.indent, self.indent + "    "
         yield
         self.indent = before
 
     def check(self, differs: str) -> None:
-        """Give up if this expression is true."""
+        """Raise `Mismatch` if this expression is true."""
         self.add(f"if {differs}: raise Mismatch")
 
     def check_static(self, expected: Mapping[str, Any]) -> None:
-        """Give up unless these expressions give these values.
+        """Raise `Mismatch` unless these expressions have these values.
 
-        Only if one is not the same object, a function is called, to compare by value.
+        The code compares by identity first, and by value only if that fails.
         """
         same, by_value = [], {}
         for v, x in expected.items():
@@ -82,7 +82,7 @@ class Code:
             self.check(" or ".join(same))
         if by_value:
             differ = self.constant(_Differ([*by_value.values()]))
-            # A list, say, may have been changed in place.
+            # Always compare a list by value, since it may have changed in place.
             tests = [
                 f"{v} is not {self.constant(x)}" if is_hashable(x) else "True"
                 for v, x in by_value.items()
@@ -104,8 +104,8 @@ class Code:
         return f"v{next(self.variables)}"
 
     def compile(self) -> Callable[[Any], Any]:
-        """The function."""
-        # Defaults are local variables, which take less time than global ones.
+        """The compiled function."""
+        # Defaults are local variables, which are faster than globals.
         constants = {f"c{i}": x for i, x in enumerate(self.constants)}
         arguments = ", ".join([self.argument, *(f"{c}={c}" for c in constants)])
         source = "\n".join([f"def function({arguments}):", *self.lines])
@@ -117,8 +117,8 @@ class Code:
 class _Differ:
     """Whether static values differ from these.
 
-    It remembers the last objects that did not: to compare a treedef, say, takes long,
-    and it may be equal at each call, and never the same.
+    It stores the last objects that were equal, and compares them by identity: comparing
+    treedefs is slow.
     """
 
     def __init__(self, values: list[Any]):

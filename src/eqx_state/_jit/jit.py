@@ -1,4 +1,4 @@
-"""`es.jit`: `jax.jit` of what is not made of arrays alone, and of what writes state."""
+"""`es.jit`: `jax.jit` for any pytrees, and for functions that write state."""
 
 import functools as ft
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class _Jit(Transform):
             raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        # The object is the first argument, as `donate` understands it.
+        # Make the object the first argument, for `donate="all-except-first"`.
         if instance is None:
             return self
         is_stacked = isinstance(self.f, Transform)
@@ -45,8 +45,8 @@ class _Jit(Transform):
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """The program for these arguments, lowered but not compiled.
 
-        `jax.ShapeDtypeStruct`s may stand for arrays. `.compile()` returns what is
-        called with arguments of the same signature.
+        Arrays may be `jax.ShapeDtypeStruct`s. `.compile()` returns a function for
+        arguments of the same structure and static values.
         """
         call = Call(self.f, *bind(self.f, args, kwargs), is_array)
         lowered = programs_of(self.f, self.options).of(call).lower(call)
@@ -54,19 +54,19 @@ class _Jit(Transform):
 
 
 class _Stage:
-    """A program at some stage; all that is not defined here is as in JAX."""
+    """A program at some stage; all other attributes are those of JAX's stage."""
 
     def __init__(self, stage: Any, f: Any, signature: Any):
         self._stage, self._f, self._signature = stage, f, signature
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for by `copy`, before there is a stage
+        if name.startswith("_"):  # `copy` looks up names before there is a stage
             raise AttributeError(name)
         return getattr(self._stage, name)
 
 
 class Lowered(_Stage):
-    """A program that is lowered."""
+    """A lowered program."""
 
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
         """The compiled program. Arguments as for `jax.stages.Lowered.compile`."""
@@ -78,13 +78,13 @@ class Compiled(_Stage):
     """A compiled program."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The program's result, for arguments of the signature it was compiled for."""
+        """The result for arguments of the structure and static values of `lower`."""
         call = Call(self._f, *bind(self._f, args, kwargs))
         if cache_key_of(call) != self._signature:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
-                " arguments of another structure, or with other static values. Lower"
-                " again, or call `es.jit(f)`, which compiles when it has to."
+                " a different structure or different static values. Lower again, or"
+                " call `es.jit(f)`, which recompiles if necessary."
             )
         arrays = call.arrays()
         try:
@@ -98,11 +98,11 @@ class Compiled(_Stage):
         return call.finish(result)
 
 
-_NO_FUNCTION: Final[Any] = object()  # `None` is a mistake
+_NO_FUNCTION: Final[Any] = object()  # `jit(None)` is an error
 
 
 class Jitted(Protocol[_P, _R_co]):
-    """To a type checker, what `jit` returns."""
+    """The result of `jit` for type checkers."""
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
 
@@ -112,7 +112,7 @@ class Jitted(Protocol[_P, _R_co]):
     def __get__(
         self: "Jitted[Concatenate[_S, _Q], _R_co]", instance: _S, owner: Any = None
     ) -> Callable[_Q, _R_co]: ...
-    @overload  # of a `staticmethod`, whose first argument is not an instance
+    @overload  # a `staticmethod`, whose first argument is not an instance
     def __get__(self, instance: Any, owner: Any = None) -> "Jitted[_P, _R_co]": ...
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
@@ -127,43 +127,45 @@ def jit(
     f: Callable[_P, _R], *, donate: Donate = "none", **jit_kwargs: Any
 ) -> Jitted[_P, _R]: ...
 def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
-    """`equinox.filter_jit`, through which the state of every module is carried.
+    """`equinox.filter_jit` for functions of modules that write state.
 
-    All arrays, JAX's and NumPy's, are traced; what is not an array is static. Unlike
-    `eqx.filter_jit` it returns without waiting for the result, and tells static values
-    apart by their type, too: `1`, `True` and `1.0` are compiled for one by one.
-    Only a program that can raise is waited for: one with `eqx.error_if`,
-    `jax.pure_callback` or `jax.experimental.io_callback` in it.
+    All arrays, JAX's and NumPy's, are traced; all other leaves are static.
+
+    Calls return before the result is ready, unlike those of `eqx.filter_jit`. The
+    exception is a program that contains `eqx.error_if`, `jax.pure_callback` or
+    `jax.experimental.io_callback`: the call waits for it, so that it can raise its
+    errors. Static values are compared by type, too: `1`, `True` and `1.0` are compiled
+    separately.
 
     **Arguments:**
 
-    - `f`: a function, a module, a bound method, or a partial. Arrays are traced if they
-        are in `f` itself: in a module, in the object of a bound method, in an
-        `eqx.Partial`. What a function closes over is a constant of the program, as with
-        `eqx.filter_jit`, except for the modules of a scope, which are carried through:
-        pass a model as an argument. A function among the arguments, or in a field, is a
-        static value, which is compared by identity.
-    - `donate`: which arrays may be overwritten: `"all"`, `"all-except-first"` (not
+    - `f`: a function, a module, a bound method, or a partial. Arrays in `f` itself are
+        traced: in a module, in the object of a bound method, in an `eqx.Partial`.
+        Arrays that a function closes over are constants of the program, as with
+        `eqx.filter_jit`, except for those of modules inside `es.mutable`: pass a model
+        as an argument. Functions among the arguments or in fields are static, and
+        compared by identity.
+    - `donate`: the arrays that JAX may overwrite: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
-        warn of arrays of which JAX could make no use. Default: `"none"`.
-    - `jit_kwargs`: options of `jax.jit`, passed on to it: `compiler_options`, `inline`,
-        `keep_unused`, `backend`, `device`.
+        warn about donated arrays that JAX could not use. Default: `"none"`.
+    - `jit_kwargs`: options for `jax.jit`: `compiler_options`, `inline`, `keep_unused`,
+        `backend`, `device`.
 
     **Returns:**
 
-    A function of the same arguments, which is a pytree, and can decorate methods. It
-    has `.lower(*args, **kwargs)`.
+    A function of the same arguments, with the method `.lower(*args, **kwargs)`. It is a
+    pytree, and can decorate methods.
 
     **Raises:**
 
     - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed;
         an option of `jax.jit` that counts or names arguments, such as `static_argnums`.
-    - `ValueError`: donation inside a scope of `es.mutable`; one stateful module in two
-        places of an argument.
-    - `es.TraceError`: a function that closes over a module of a scope is returned.
-    - `eqx.EquinoxRuntimeError`: an `eqx.error_if` in it failed. It is raised by the
-        call, before anything is written to a module; inside another `jax.jit` by
-        whatever runs that. Errors of other callbacks come as JAX raises them.
+    - `ValueError`: donation inside `es.mutable`; one stateful module that occurs twice
+        in an argument.
+    - `es.TraceError`: `f` returns a function that closes over a module of a scope.
+    - `eqx.EquinoxRuntimeError`: an `eqx.error_if` failed. The call raises it before
+        anything is written to a module; inside an outer `jax.jit`, the outer call
+        raises it. JAX raises the errors of other callbacks.
 
     !!! example
 

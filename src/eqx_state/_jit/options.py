@@ -1,4 +1,4 @@
-"""The options of `es.jit`: what is donated, and what `jax.jit` is given besides."""
+"""The options of `es.jit`: donation, and options that are passed on to `jax.jit`."""
 
 import contextlib
 import warnings
@@ -13,13 +13,13 @@ _WORDS: Final[tuple[Donate, ...]] = get_args(Donate)
 
 
 class Options:
-    """Hashable; equal if functions are compiled alike."""
+    """Hashable; equal for equal options of compilation."""
 
     def __init__(self, donate: Donate = "none", **for_jax: Any):
         self.donate: Donate = donate
         self.for_jax = for_jax
         self._key = donate, frozenset((k, typed(x)) for k, x in for_jax.items())
-        self._hash = hash(self._key)  # asked for at each call
+        self._hash = hash(self._key)  # each call uses it
 
     def __hash__(self) -> int:
         return self._hash
@@ -28,17 +28,14 @@ class Options:
         return isinstance(other, Options) and self._key == other._key
 
     def donates(self, is_first: bool) -> bool:
-        """Whether the arrays of the first argument, or of the others, are donated."""
+        """Whether arrays are donated that are, or are not, in the first argument."""
         return self.donate != "none" and not (
             is_first and self.donate.endswith("first")
         )
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, unless the word is one that warns, JAX compiles without a warning.
-
-        It warns of donated arrays of which it can make no use.
-        """
+        """Suppress JAX's warning about unusable donated arrays, for `"all..."`."""
         if not self.donate.startswith("all"):
             yield
             return
@@ -51,7 +48,7 @@ _NOT_USABLE: Final = "Some donated buffers were not usable"
 
 
 def checked(donate: Any, for_jax: dict[str, Any]) -> Options:
-    """The options that a user has given, if they can be."""
+    """The user's options, checked."""
     if donate not in _WORDS:
         words = ", ".join(map(repr, _WORDS))
         raise ValueError(f"`es.jit(donate={donate!r})`: `donate` is one of {words}.")
@@ -64,5 +61,5 @@ def checked(donate: Any, for_jax: dict[str, Any]) -> Options:
 _PASSED_ON: Final = ("compiler_options", "inline", "keep_unused", "backend", "device")
 
 _NOT_PASSED_ON: Final = """`es.jit` got an unexpected keyword argument '{}'. It takes \
-`donate`, and passes on to `jax.jit`: {}. Others have no meaning here: all but arrays \
-is static already, and arrays are used where they are (`jax.device_put` them before)."""
+`donate`, and passes on to `jax.jit`: {}. Others are not needed: every leaf that is \
+not an array is static already, and arrays keep their shardings (`jax.device_put`)."""

@@ -1,8 +1,8 @@
-"""Small arrays as parts of a few buffers.
+"""Small arrays packed into a few buffers.
 
-The host's cost of a compiled call is a few microseconds for each array that goes in or
-comes out, however small. So between calls the small arrays of a carry lie end to end in
-one buffer for each dtype and place, and the program itself takes them apart.
+Each array that a compiled call takes or returns costs a few microseconds on the host,
+however small it is. Between calls, the small arrays of a carry are therefore packed
+into one buffer per dtype and sharding, and the program itself unpacks them.
 """
 
 import dataclasses
@@ -21,13 +21,12 @@ from jaxtyping import Array
 from .._tree.dtypes import is_weak, to_strong
 
 
-# Larger arrays gain nothing: to take one out of a buffer and to put it back takes
-# longer than the host needs for one array.
+# Packing and unpacking a larger array takes longer than the host needs for one array.
 LIMIT: Final = 4096  # bytes
 
 
 class Buffer(NamedTuple):
-    """What the arrays of one buffer have in common."""
+    """The properties that the arrays of one buffer share."""
 
     dtype: Any
     sharding: Any
@@ -35,7 +34,7 @@ class Buffer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """One buffer: where it is, and which arrays of which shapes lie in it."""
+    """One buffer, and the numbers and shapes of the arrays in it."""
 
     place: Buffer
     numbers: tuple[int, ...]
@@ -46,18 +45,18 @@ class Pack(NamedTuple):
         flat = [lax.reshape(arrays[i], (arrays[i].size,)) for i in self.numbers]
         buffer = lax.concatenate(flat, 0)
         if isinstance(self.place.sharding, NamedSharding):
-            # Otherwise XLA might spread the new buffer over the devices.
+            # Without a constraint, XLA might shard the new buffer.
             return lax.with_sharding_constraint(buffer, self.place.sharding)
         return buffer
 
     def split(self, buffer: Array) -> list[Array]:
         """The arrays, in a trace.
 
-        The obvious way is a slice for each. But XLA compiles a slice together with what
-        uses it, offset included: where fifty layers that are alike take slices at fifty
-        offsets, XLA on a CPU compiles fifty kernels in place of one, which takes two to
-        three times as long in all. Indices are an operand of the kernel, and no part of
-        it. (On other devices reading by indices may be slow, so there it is slices.)
+        On a CPU, gather each array by indices. XLA compiles a slice and its offset
+        together with the operation that uses it: for fifty equal layers at fifty
+        offsets, it would compile fifty kernels instead of one, which takes two to three
+        times as long in all. Indices are an operand of the kernel instead. On other
+        devices a gather may be slow, so use slices.
         """
         device = next(iter(self.place.sharding.device_set))
         arrays, start = [], 0
@@ -72,17 +71,17 @@ class Pack(NamedTuple):
         return arrays
 
     def join_now(self, arrays: Sequence[Array]) -> Array:
-        """The buffer, outside of a trace."""
-        # On the host, since a program of hundreds of arrays would have to be compiled.
+        """The buffer, outside a trace."""
+        # Join on the host: JAX would have to compile a program with hundreds of arrays.
         parts = jax.device_get([arrays[i] for i in self.numbers])
         buffer = np.concatenate([np.ravel(part) for part in parts])
         (new,) = _put([buffer], self.place.sharding, self.place.is_committed)
         return new
 
     def split_now(self, buffer: Array) -> list[Array]:
-        """The arrays, outside of a trace: copies, where the buffer is now."""
+        """The arrays, outside a trace: copies on the devices of the buffer."""
         ends = np.cumsum([_size(shape) for shape in self.shapes])
-        # A copy, because the array of the host may be a view of the buffer.
+        # Copy, because the array on the host may be a view of the buffer.
         parts = np.split(jax.device_get(buffer).copy(), ends[:-1])
         parts = [x.reshape(s) for x, s in zip(parts, self.shapes, strict=True)]
         return _put(parts, buffer.sharding, buffer.committed)
@@ -99,9 +98,9 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Array]:
-    if is_committed:  # as an array on several devices is
+    if is_committed:  # arrays on several devices always are
         return jax.device_put(values, sharding)
-    # JAX moves an array that is not committed to where others are; it has to stay so.
+    # Keep the arrays uncommitted, so that JAX may move them to the devices of others.
     (device,) = sharding.device_set
     with jax.default_device(device):
         return jax.device_put(values)
@@ -109,11 +108,12 @@ def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Ar
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a carry lie between calls: packed, or as they are.
+    """How the arrays of a carry are stored between calls: packed or unpacked.
 
-    - `places`, `shapes`: of each array; no place is one that is not packed.
-    - `keys`: the implementation of each that has typed keys, else `None`.
-    - `weak`: the numbers of those that are weakly typed, and so not packed either.
+    - `places`: the buffer of each array, `None` if it is not packed; `shapes`: its
+        shape.
+    - `keys`: the implementation of each array of typed keys, else `None`.
+    - `weak`: the numbers of weakly typed arrays, which are not packed either.
     """
 
     places: tuple[Buffer | None, ...]
@@ -137,8 +137,9 @@ class Layout:
         for i, place in enumerate(self.places):
             if place is not None and i not in self.weak:
                 found.setdefault(place, []).append(i)
-        # A slice of the whole buffer *is* the buffer: whoever donates one of them has
-        # deleted the other. So none holds one array alone.
+        # Never pack a single array. A slice of a whole buffer is the buffer itself, so
+        # donating one (say, the array that `run.carry` returned) would delete the
+        # other.
         return [
             Pack(place, tuple(numbers), tuple(self.shapes[i] for i in numbers))
             for place, numbers in found.items()
@@ -152,9 +153,10 @@ class Layout:
         return [i for i in range(len(self.places)) if i not in packed]
 
     def after(self, arrays: Sequence[Array]) -> tuple["Layout", list[Array]]:
-        """The layout for what a step has computed, and its arrays as they are kept.
+        """The layout for the new carry of a step, and the arrays to store.
 
-        A strong type stays one. A weak type may become strong, as under `jax.jit`.
+        A strong type does not change. A weak type may become strong, as under
+        `jax.jit`.
         """
         weak = tuple(i for i in self.weak if is_weak(arrays[i]))
         strong = [x if i in weak else to_strong(x) for i, x in enumerate(arrays)]
@@ -164,17 +166,17 @@ class Layout:
     def pack(
         self, arrays: Sequence[Array], join: Callable[..., Array] = Pack.join
     ) -> list[Array]:
-        """What is held."""
+        """The buffers and arrays to store."""
         joined = [join(pack, arrays) for pack in self.packs]
-        # Typed keys are held as their data: with any other array than its own among
-        # the arguments or the results, JAX leaves its quick way for all of them.
+        # Store typed keys as key data: a single typed key among the arguments or
+        # results takes the whole call off JAX's fast path.
         kept = [arrays[i] for i in self.kept]
         return joined + [jr.key_data(x) if _is_key(x) else x for x in kept]
 
     def unpack(
         self, held: Sequence[Array], split: Callable[..., list[Array]] = Pack.split
     ) -> list[Array]:
-        """The arrays."""
+        """The arrays, from the stored buffers and arrays."""
         rest = iter(held)
         arrays = {
             i: x
@@ -192,10 +194,10 @@ def _is_key(x: Array) -> bool:
 
 
 def _place(x: Array) -> Buffer | None:
-    """The buffer in which an array may lie; `None` if it is kept as it is."""
+    """The buffer for an array; `None` if it is not packed."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
-        # Other axes than these are part of the types that the function sees.
+        # Axes that are not `Auto` are part of the types that the function sees.
         is_auto = set(sharding.mesh.axis_types) <= {AxisType.Auto}
         is_whole = is_auto and sharding.is_fully_replicated
         sharding = NamedSharding(sharding.mesh, PartitionSpec())

@@ -1,14 +1,14 @@
-"""Code that takes trees of one structure apart, and that puts them together.
+"""Generates code that flattens and builds trees of one structure.
 
-Flattening calls Python for every module, and again for every static value to compare.
-The code generated here is for one structure. It goes down the tree by name, compares
-types, lengths and static values as it goes, and raises `Mismatch` where anything is
-not as it was, so that the slow path can take over.
+JAX's flattening calls Python functions for every module, and to compare static values.
+The code generated here is for one structure. It reads fields by name, compares types,
+lengths and static values, and raises `Mismatch` if anything has changed, so that the
+slow path can take over.
 
-Nodes of equal structure form a *group*. One loop takes a group apart, and appends what
-it finds to the lists of the groups below; the arrays are the last list. There is no
-call for each module, and a model has as much code as it has different layers. To put a
-tree together, the loops run in the opposite order, over slices of those lists.
+Nodes of equal structure form a *group*. One loop flattens a group, and appends the
+children to the lists of the groups below; the last list contains the arrays. The code
+does not call a function per module, and its length depends on the number of different
+layers. To build a tree, the loops run in the opposite order, over slices of the lists.
 """
 
 import dataclasses
@@ -29,17 +29,17 @@ from .static import typed
 
 @dataclasses.dataclass(frozen=True)
 class ArraySlot:
-    """Stands in a tree for the array of this number."""
+    """A sentinel in a tree for the array of this number."""
 
     number: int
 
 
 def flattener(tree: Any, origin: Any) -> Callable[[Any], Sequence[Any]]:
-    """A function of a tree, which returns its arrays in JAX's order.
+    """A function of a tree that returns its arrays in JAX's order.
 
     It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
-    than its arrays. In their positions there may be anything: the caller looks at the
-    types. The function `origin` is not kept alive.
+    than its arrays. It does not check that the arrays are arrays: the caller checks
+    their types. The function does not keep `origin` alive.
     """
     try:
         return _Groups(tree).apart(origin).compile()
@@ -52,7 +52,7 @@ def _refuse(_: Any) -> Any:
 
 
 def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
-    """A function of arrays, which makes this tree, with them for its `ArraySlot`s."""
+    """A function of arrays that builds this tree, with arrays as its `ArraySlot`s."""
     try:
         return _Groups(tree).together().compile()
     except _TOO_DEEP:
@@ -62,7 +62,7 @@ def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
     )
 
 
-# Raised by Python for a tree, or for code, that is nested too deep.
+# Python raises these errors for a tree, or for code, that is nested too deep.
 _TOO_DEEP: Final = (RecursionError, SyntaxError, MemoryError)
 
 
@@ -74,17 +74,17 @@ ARRAY: Final = 0  # the key of all arrays
 
 @dataclasses.dataclass
 class Leaf:
-    """An array, with its number as `x`; or a static value, with itself as `x`."""
+    """An array, with its number as `x`; or a static value, which is `x`."""
 
     x: Any
-    key: int  # one for all nodes of a group
+    key: int  # equal for all nodes of a group
     is_static: bool
 
 
 class Container:
-    """A tuple, a list or a named tuple; subclasses are the other nodes.
+    """A tuple, a list or a named tuple; subclasses are for other nodes.
 
-    `slots` are the nodes below that are in lists: all but static values.
+    `slots` are the children that are in lists: all except static values.
     """
 
     is_static = False
@@ -93,13 +93,13 @@ class Container:
     def __init__(self, x: Any, key: int, below: Sequence["Leaf | Container"]):
         self.x, self.key, self.below = x, key, below
         self.slots = [child for child in below if not child.is_static]
-        # Layers of one structure in a list are taken apart and put together at once.
+        # A list of layers of equal structure is flattened and built at once.
         is_one_group = len({child.key for child in self.slots}) == 1
         are_all = len(self.slots) == len(below) > 1
         self.is_uniform = self.may_be_uniform and is_one_group and are_all
 
     def apart(self, code: Code, lists: Mapping[int, str]) -> None:
-        """Add the code that takes the node `v` apart."""
+        """Add the code that flattens the node `v`."""
         code.check(f"type(v) is not {code.constant(type(self.x))}")
         children = self.children(code)
         if self.is_uniform:
@@ -110,14 +110,14 @@ class Container:
             self.sort(code, names, lists)
 
     def children(self, code: Code) -> str:
-        """An expression for the nodes below, of which there are as many as here."""
+        """An expression for the children, after a check of their number."""
         code.check(f"len(v) != {len(self.below)}")
         return "v"
 
     def sort(self, code: Code, values: list[str], lists: Mapping[int, str]) -> None:
-        """Compare the static ones of the nodes below, and append the others to lists.
+        """Add code that compares static children, and appends the others to lists.
 
-        `values`: expressions for the nodes.
+        `values`: expressions for the children.
         """
         below = [*zip(values, self.below, strict=True)]
         code.check_static({v: child.x for v, child in below if child.is_static})
@@ -126,9 +126,9 @@ class Container:
                 code.add(f"{lists[child.key]}.append({v})")
 
     def together(self, code: Code, slots: list[str]) -> str:
-        """An expression for the node, of expressions for the slots.
+        """An expression for the node, from expressions for its slots.
 
-        If it is uniform, `slots` has one expression for all of them.
+        If the node is uniform, `slots` has one expression for all slots.
         """
         if self.is_uniform:
             return self.make(code, f"*{slots[0]}")
@@ -137,7 +137,7 @@ class Container:
         return self.make(code, ", ".join(values))
 
     def make(self, code: Code, values: str) -> str:
-        """An expression for the node. `values`: source code, with commas between."""
+        """An expression for the node. `values`: expressions, separated by commas."""
         if type(self.x) is list:
             return f"[{values}]"
         if type(self.x) is tuple:
@@ -146,12 +146,12 @@ class Container:
 
 
 class Dict(Container):
-    """A dict whose keys are of one type, so that JAX can sort them."""
+    """A dict with keys of one type, which JAX can sort."""
 
     def children(self, code: Code) -> str:
         keys = sorted(self.x)
         code.check(f"len(v) != {len(keys)}")
-        if int in map(type, keys):  # and not `True`, which is as good a key
+        if int in map(type, keys):  # `d[1]` would also find the key `True`
             code.check(f"{{*map(type, v)}} != {code.constant({int})}")
         if len(keys) < 2:
             return f"[{', '.join(f'v[{key!r}]' for key in keys)}]"
@@ -162,7 +162,7 @@ class Dict(Container):
 
 
 class Node(Container):
-    """A node that only JAX can take apart."""
+    """A node that only JAX can flatten."""
 
     def children(self, code: Code) -> str:
         code.add("children, data = one_level(v)")
@@ -176,18 +176,18 @@ class Node(Container):
 
 
 def _check_data(code: Code, v: str, data: Any) -> None:
-    """Add the code that compares the static data of a node."""
+    """Add code that compares the static data of a node."""
     if type(data) is not tuple:
         code.check_static({v: data})
         return
-    # Rarely the same object: JAX makes a new tuple at each flattening.
+    # The tuple is rarely the same object: JAX creates one on each flattening.
     code.check(f"type({v}) is not tuple or len({v}) != {len(data)}")
     for i, x in enumerate(data):
         _check_data(code, f"{v}[{i}]", x)
 
 
 class Module(Container):
-    """An Equinox module that has just its fields, as it has after unflattening."""
+    """An Equinox module whose `__dict__` contains only its fields."""
 
     may_be_uniform = False
 
@@ -197,8 +197,8 @@ class Module(Container):
         code.add("d = dict_of(v)")
         code.check(f"len(d) != {len(fields)}")
         if INFERENCE in fields:
-            # Nobody writes into it, and the modules of a result share it. So it is
-            # compared once.
+            # All modules of a result share this list, which does not change, so compare
+            # it once.
             mode = dict_of(self.x)[INFERENCE]
             with code.block(f"if d[{INFERENCE!r}] is not mode{len(mode)}:"):
                 code.add(f"mode{len(mode)} = d[{INFERENCE!r}]")
@@ -209,8 +209,8 @@ class Module(Container):
         cls, fields = type(self.x), dict_of(self.x)
         below = dict(zip(data_fields(cls), self.below, strict=True))
         names = [name for name, child in below.items() if not child.is_static]
-        # To copy a dict takes less time than to make one of as many items. That of an
-        # instance shares its keys with others: it is smaller, and so are its copies.
+        # Copying a dict is faster than creating one. The dict of an instance shares its
+        # keys with other instances, so its copies are small.
         like = dict_of(object.__new__(cls))
         like |= {k: None if k in names else fields[k] for k in module_fields(cls)}
         code.add(f"d = {code.constant(like.copy)}()")
@@ -222,19 +222,19 @@ class Module(Container):
 
 
 def module_fields(cls: type) -> dict[str, bool]:
-    """The fields of a module, and which are static: these first, as Equinox does it."""
+    """The fields of a module, and whether each is static; static ones first."""
     fields = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(cls)}
     static = dict.fromkeys((name for name in fields if fields[name]), True)
     return static | {name: False for name in fields if not fields[name]}
 
 
 def data_fields(cls: type) -> list[str]:
-    """The fields of a module, without the one that only says its mode."""
+    """The fields of a module, without `INFERENCE`, which only repeats its mode."""
     return [name for name in module_fields(cls) if name != INFERENCE]
 
 
 class _Finder:
-    """Finds the nodes of a tree, and which of them are of equal structure."""
+    """Finds the nodes of a tree, with equal keys for nodes of equal structure."""
 
     def __init__(self) -> None:
         self.keys: dict[Any, int] = {ARRAY: ARRAY}
@@ -254,7 +254,7 @@ class _Finder:
         if is_eqx_module(x):
             fields, static = dict_of(x), module_fields(cls)
             mode = fields.get(INFERENCE, [])
-            # With more in its `__dict__`, a cache say, Equinox flattens it otherwise.
+            # If `__dict__` contains more, such as a cache, leave the module to JAX.
             if fields.keys() == static.keys() and mode in ([], [[]]):
                 below = (
                     self._static(fields[k]) if static[k] else self.find(fields[k])
@@ -281,7 +281,7 @@ class _Finder:
 
 
 def _same_if(x: Any) -> Any:
-    """Hashable; equal for static values that may stand for each other."""
+    """Hashable; equal for static values that are interchangeable."""
     if type(x) is tuple:
         return tuple(map(_same_if, x))
     return typed(x) if type(x) in _VALUES else ("id", id(x))
@@ -291,7 +291,7 @@ _VALUES: Final = frozenset({str, int, bool, float, type(None)})
 
 
 def _is_named_tuple(x: Any) -> bool:
-    """Whether `x` is one as JAX knows it, and not registered as something else."""
+    """Whether JAX flattens `x` as a named tuple: its class may be registered."""
     if not (isinstance(x, tuple) and hasattr(type(x), "_fields")):
         return False
     below, aux = one_level(x)
@@ -303,10 +303,10 @@ def _is_named_tuple(x: Any) -> bool:
 
 @dataclasses.dataclass
 class _Group:
-    """Nodes of equal structure: one of them, and all in the order of their list.
+    """Nodes of equal structure: one as a template, and all in the order of their list.
 
-    `starts`: for the key of a slot in them, how long the list of that key is before
-    they are taken apart.
+    `starts`: for the key of each slot, the length of the list of that key before this
+    group is flattened.
     """
 
     node: Container
@@ -316,10 +316,10 @@ class _Group:
 
 
 class _Groups:
-    """The groups of a tree, each before those that it leads to; and the arrays."""
+    """The groups of a tree, parents before children; and the arrays."""
 
     def __init__(self, tree: Any):
-        root = _Finder().find([tree])  # a container, whatever the tree is
+        root = _Finder().find([tree])  # a container, even if the tree is a leaf
         self.lists = {ARRAY: "arrays"}
         self.groups: list[_Group] = []
         self._find(root)
@@ -344,7 +344,7 @@ class _Groups:
         self.groups.append(_Group(node, self.lists[node.key]))
 
     def apart(self, origin: Any) -> Code:
-        """A function that takes the tree apart."""
+        """The code that flattens the tree."""
         code = Code("tree", origin)
         for name in self.lists.values():
             code.add(f"{name} = []")
@@ -353,13 +353,13 @@ class _Groups:
         for group in self.groups:
             with code.block(f"for v in {group.name}:"):
                 group.node.apart(code, self.lists)
-        # Where the arrays are, in JAX's order.
+        # The positions of the arrays, in JAX's order.
         places = sorted(range(len(self.order)), key=self.order.__getitem__)
         code.add(f"return {_picked(code, 'arrays', places)}")
         return code
 
     def together(self) -> Code:
-        """A function that puts it together."""
+        """The code that builds the tree."""
         code = Code("given")
         code.add(f"arrays = {_picked(code, 'given', self.order)}")
         for group in reversed(self.groups):
@@ -372,9 +372,9 @@ class _Groups:
         return code
 
     def _loop(self, group: _Group) -> tuple[str, list[str]]:
-        """The head of a loop that makes a group, and expressions for the slots in it.
+        """The header of a loop that builds a group, and expressions for its slots.
 
-        The slots of one member that have one key are next to each other in the list.
+        The slots of a member with equal keys are adjacent in the list.
         """
         slots, number = group.node.slots, len(group.members)
         sizes, before = Counter(slot.key for slot in slots), Counter[int]()

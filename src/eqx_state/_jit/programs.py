@@ -1,14 +1,13 @@
-"""The programs of a function that `es.jit` compiles, and the ways to find them.
+"""The compiled programs of a function under `es.jit`, and how a call finds its program.
 
-All arrays of a call are traced; the rest is its *signature*, for which there is one
-`Program`. The slow path works out the signature, and looks the program up. While the
-call lasts, the program also leads to the live objects, on which JAX traces if it has
-to.
+All arrays of a call are traced; the rest is its *cache key*. Each key has one
+`Program`. The slow path computes the key, and looks up the program. While the program
+runs, it has access to the live objects of the call, in case JAX has to trace.
 
-The fast path is a `Plan`, made after the first call of a signature outside of any
-scope: code that takes the arrays out, and an `Output` that puts the result together. It
-has no live objects. Only if JAX traces again, for arrays of another shape or in other
-shards, does it make a `Call`.
+The fast path is a `Plan`, created after the first call with a key outside any scope:
+code that collects the arrays, and an `Output` that builds the result. It does not
+search for modules. Only if JAX retraces, because a shape or a sharding changed, does it
+create a `Call`, which finds them.
 """
 
 import contextlib
@@ -42,22 +41,22 @@ from .plan import flattener
 
 
 class _Live(threading.local):
-    """What makes the call that a new trace in this thread runs on.
+    """Creates the call on which a new trace in this thread runs.
 
-    It is not an argument of the program, since JAX would keep it alive. The trace must
-    not fail for want of it, to be done again with it: JAX never again takes its own
-    fast path for arrays of which the first trace has failed.
+    It is not an argument of the program, because JAX would keep it alive. Always
+    provide it, even if no trace is expected: if the first trace for some argument types
+    fails, JAX never uses its fast path for them again.
     """
 
     new_call: Callable[[], Call] | None = None
 
 
 class Program:
-    """The compiled programs for calls of one signature, one for each set of shapes.
+    """The compiled programs for one cache key, one for each set of shapes.
 
-    Each signature has a `jax.jit` of its own: with one for all of them the signature
-    would be a static argument, hashed and compared in Python at every call, and JAX
-    could not be told what the arrays are called.
+    Each key has its own `jax.jit`. In a common one, the key would be a static argument,
+    which JAX hashes and compares in Python on every call, and the arrays could not have
+    names in errors.
     """
 
     def __init__(self, call: Call, options: Options, origin: Any):
@@ -74,7 +73,7 @@ class Program:
         self.can_raise = False
 
     def __call__(self, arrays: Sequence[Any], new_call: Callable[[], Call]) -> Result:
-        """The result: if the program can raise, when it has run.
+        """The result. Waits for the program if it can raise.
 
         A new trace runs on `new_call()`.
         """
@@ -95,7 +94,7 @@ class Program:
 
     def _look(self, output: Output, arrays: Sequence[Any]) -> None:
         """Find out whether a program that JAX has just compiled can raise."""
-        # With `jax_disable_jit` there is none, and JAX would trace the function again.
+        # With `jax_disable_jit` there is no program, and JAX would trace again.
         config: Any = jax.config
         is_there = not config.jax_disable_jit
         jaxpr = jaxpr_of(self.jitted, *arrays) if is_there else None
@@ -103,7 +102,7 @@ class Program:
         self.can_raise |= bool(output.callbacks)
 
     def lower(self, call: Call) -> Any:
-        """As `jax.jit(f).lower`."""
+        """Lower the program for a call, as `jax.jit(f).lower` does."""
         before, self.live.new_call = self.live.new_call, lambda: call
         try:
             traced = self.jitted.trace(*call.arrays())
@@ -117,16 +116,16 @@ _AS_EVER: Final = contextlib.nullcontext()
 
 
 def _present(run: Any, origin: Any, names: list[str]) -> None:
-    """Let JAX's errors name the user's function and arguments instead of `run`.
+    """Make JAX's errors name the user's function and arguments instead of `run`.
 
-    JAX reads the source of a function off what `__wrapped__` leads to, and the names of
-    the arguments off the signature. Only the code is needed: `origin` itself would be
-    kept alive by its own programs.
+    JAX finds the source of a function through `__wrapped__`, and the names of the
+    arguments in the signature. Store only the code: a reference to `origin` would keep
+    it alive.
     """
     name = getattr(origin, "__name__", type(origin).__name__)
     run.__name__ = run.__qualname__ = name
     is_function = isinstance(origin, types.FunctionType)
-    source = origin if is_function else origin.__call__  # of an object or of its class
+    source = origin if is_function else origin.__call__  # an object or its class
     if (code := getattr(source, "__code__", None)) is not None:
         run.__wrapped__ = types.SimpleNamespace(__name__=name, __code__=code)
     if len(set(names)) == len(names):  # else JAX counts: `arrays[0]`
@@ -137,14 +136,14 @@ def _present(run: Any, origin: Any, names: list[str]) -> None:
 
 
 class _Name(str):
-    """A name that `inspect.Parameter` accepts though it is not an identifier."""
+    """A name that `inspect.Parameter` accepts without being an identifier."""
 
     def isidentifier(self) -> bool:
         return True
 
 
 class Plan(NamedTuple):
-    """The fast path of a call that was made before, outside of any scope."""
+    """The fast path for calls outside any scope whose cache key occurred before."""
 
     program: Program
     flatten: Callable[[Any], Sequence[Any]]
@@ -156,7 +155,7 @@ class Plan(NamedTuple):
         return Plan(program, flattener(call.tree, call.origin), types)
 
     def arrays(self, tree: Any) -> Sequence[Any]:
-        """As `Call.arrays`. Raises `Mismatch` or `KeyError` for another signature."""
+        """As `Call.arrays`; `Mismatch` or `KeyError` for a different cache key."""
         arrays = self.flatten(tree)
         is_known = self.types.issuperset(map(type, arrays))
         if not is_known and not all(map(eqx.is_array, arrays)):
@@ -164,8 +163,8 @@ class Plan(NamedTuple):
         return arrays
 
 
-# Plans are not cheap. With more signatures than this in turn each new plan would push
-# out the one that is needed next, so only every hundredth is let in.
+# Plans are expensive to create. If more cache keys than this alternate, each new plan
+# would evict the one that is needed next, so only every hundredth call creates one.
 _MAX_PLANS: Final = 8
 _PATIENCE: Final = 100
 
@@ -173,19 +172,19 @@ _PATIENCE: Final = 100
 class Programs:
     """The programs of one function, and the fast paths to them.
 
-    `origin`: the function that JAX's errors name, if not the one that is called.
+    `origin`: the function that JAX's errors name, if it is not the called one.
     """
 
     def __init__(self, options: Options, origin: Any = None):
         self.options, self.origin = options, origin
         self.by_signature: dict[Any, Program] = {}
         self.plans: tuple[Plan, ...] = ()
-        self.without_plan = 0  # how many calls there was no plan for
+        self.without_plan = 0  # the number of calls without a plan
 
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`f(*args, **kwargs)`, by a program."""
+        """`f(*args, **kwargs)`, compiled."""
         tree = f, args, kwargs
-        # In a scope a module may be one whose state is carried through.
+        # Plans do not pass on the state of modules, which a scope may own.
         for plan in () if is_any_open() else self.plans:
             try:
                 arrays = plan.arrays(tree)
@@ -209,7 +208,7 @@ class Programs:
         return self.general(f, args, kwargs)
 
     def general(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The slow path, for any call: in a scope, the first of its signature."""
+        """The slow path: any call, in a scope or with a new cache key."""
         call = Call(f, args, kwargs)
         if call.lifted.is_initializing:
             return f(*args, **kwargs)
@@ -223,7 +222,7 @@ class Programs:
         return call.finish(result)
 
     def of(self, call: Call) -> Program:
-        """The program that serves a call."""
+        """The program for a call."""
         signature = cache_key_of(call)
         program = self.by_signature.get(signature)
         if program is None:
@@ -233,7 +232,7 @@ class Programs:
         return program
 
     def _remember(self, call: Call, program: Program) -> None:
-        """Make a plan for calls like this one, if there was none yet."""
+        """Create a plan for calls like this one, unless there is one."""
         if any(plan.program is program for plan in self.plans):
             return
         self.without_plan += 1
@@ -241,40 +240,40 @@ class Programs:
             self.plans = (Plan.of(call, program), *self.plans[: _MAX_PLANS - 1])
 
 
-_DONATED_IN_SCOPE: Final = """`es.jit(donate={!r})` was called inside `es.mutable`, on \
-modules that belong to it. Their old arrays are needed until the scope ends. Donate at \
-the top, around `es.mutable`: `es.jit(step, donate='all')(model, x)`."""
+_DONATED_IN_SCOPE: Final = """`es.jit(donate={!r})` was called inside `es.mutable`, \
+which needs the old arrays of its model until it returns. Donate at top level, around \
+`es.mutable`: `es.jit(step, donate='all')(model, x)`."""
 
 
-# By function: its programs go when it goes, of which they keep nothing.
+# The programs of each function. They do not refer to it, and are freed with it.
 _PROGRAMS: Final[dict[Options, weakref.WeakKeyDictionary[Any, Programs]]] = {}
 
 
 def programs_of(f: Any, options: Options) -> Programs:
-    """The programs of the function that `f` calls in the end."""
+    """The programs of the innermost function that `f` calls."""
     origin = origin_of(f)
     try:
         return _PROGRAMS[options][origin]
-    except KeyError:  # two threads may both get here, and share what one makes
+    except KeyError:  # two threads may get here, and share the programs of the first
         by_origin = _PROGRAMS.setdefault(options, weakref.WeakKeyDictionary())
         return by_origin.setdefault(origin, Programs(options))
 
 
 # --- Programs that can raise ----------------------------------------------------------
 #
-# JAX returns before a program has run, and an error in it comes up where its results
-# are used. So a program in which a callback can raise, as that of `eqx.error_if`
-# does, is waited for. Others are not.
+# JAX returns before a program has run, and raises an error of the program where its
+# results are used. Wait for a program in which a callback can raise, as that of
+# `eqx.error_if` does, so that the call raises the error.
 
 
-# `debug_callback` is not among them: JAX may leave it out.
+# `debug_callback` is not among them: JAX may remove it.
 _CAN_RAISE: Final = frozenset({"pure_callback", "io_callback"})
 
 
 def callbacks_in(jaxpr: Any) -> frozenset[str]:
-    """The callbacks that can raise, in a program and all programs inside it.
+    """The callbacks that can raise, in a jaxpr and all jaxprs inside it.
 
-    `None` is a program that cannot be seen; all of them may be in it.
+    All of them for `None`, a jaxpr that is not available.
     """
     if jaxpr is None:
         return _CAN_RAISE
@@ -288,24 +287,24 @@ def callbacks_in(jaxpr: Any) -> frozenset[str]:
                 seen.add(id(x))
                 found.update(equation.primitive.name for equation in x.eqns)
                 todo.extend(map(params_of, x.eqns))
-        elif hasattr(x, "jaxpr"):  # one that is closed
+        elif hasattr(x, "jaxpr"):  # a closed jaxpr
             todo.append(x.jaxpr)
     return _CAN_RAISE & found
 
 
 def wait(callbacks: frozenset[str], arguments: Any, result: Any) -> None:
-    """Return when a program with these callbacks has run."""
+    """Wait for a program with these callbacks."""
     arrays = jtu.tree_leaves((arguments, result))
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return
     jax.block_until_ready(result)
-    if "io_callback" in callbacks:  # no result need depend on it
+    if "io_callback" in callbacks:  # the results may not depend on it
         jax.effects_barrier()
 
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, JAX does not log a failed `eqx.error_if`, besides raising it."""
+    """Keep JAX from logging a failed `eqx.error_if`, which it also raises."""
 
     def is_logged(record: Any) -> bool:
         return not (record.exc_info and is_check(record.exc_info[1]))
@@ -320,7 +319,7 @@ def unlogged() -> Iterator[None]:
 def raise_failed_check(error: BaseException) -> None:
     """Raise an `eqx.EquinoxRuntimeError` if this is the error of an `eqx.error_if`."""
     if (check := failed_check(error)) is not None:
-        # JAX's own error is long, and tells nothing more.
+        # JAX's own error is longer, but has no more information.
         raise eqx.EquinoxRuntimeError(_FAILED_CHECK.format(*check)) from None
 
 

@@ -1,7 +1,7 @@
-"""Static values, hashable and told apart by type.
+"""Static values in a hashable form, compared by value and type.
 
-To Python `1 == True == 1.0` and `0.0 == -0.0`, and a program that was traced for one of
-them is wrong for another.
+In Python `1 == True == 1.0` and `0.0 == -0.0`, but a program that was traced for one of
+them is wrong for the others.
 """
 
 import collections
@@ -17,11 +17,11 @@ from .._tree.compare import same
 
 
 def typed(x: Any) -> Any:
-    """A hashable form of `x`: equal for values that are equal and of one type.
+    """A hashable form of `x`, equal for equal values of the same type.
 
-    In it `nan` equals itself.
+    In this form `nan` equals itself.
     """
-    compare = type(x).__eq__  # a subclass may have one of its own
+    compare = type(x).__eq__  # a subclass may define its own
     if type(x) in _ATOMS or (compare is object.__eq__ and is_hashable(x)):
         return type(x), x
     if compare in (tuple.__eq__, list.__eq__):
@@ -49,12 +49,12 @@ def typed(x: Any) -> Any:
     return type(x), x
 
 
-# `==` tells values of these types apart. It does not for floats: `0.0 == -0.0`.
+# `==` distinguishes values of these types, but not floats: `0.0 == -0.0`.
 _ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
 def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
-    """A treedef in a hashable form in which static values are told apart by type."""
+    """A treedef in a hashable form, with static values compared by type, too."""
     nodes = []
     todo = [treedef]  # no recursion: a tree may be deeper than Python's stack
     while todo:
@@ -63,7 +63,7 @@ def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
             nodes.append(_LEAF)
             continue
         cls, aux = data
-        # For a dict it is the list of keys, for an Equinox module a tuple of values.
+        # The list of keys of a dict, or the tuple of static values of a module.
         if type(aux) in (list, tuple):
             aux = type(aux), tuple(map(static, aux))
         else:
@@ -80,10 +80,10 @@ _LEAF: Final = "leaf"
 def _compared_fields(cls: type) -> tuple[str, ...] | None:
     """The fields by which a dataclass compares its instances.
 
-    `None` for any other class, and for a dataclass with an `__eq__` of its own.
+    `None` for any other class, and for a dataclass that defines `__eq__`.
     """
     owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
-    # Nothing on the class says whether `__eq__` was generated, but its code does.
+    # Only the code of `__eq__` shows whether it was generated.
     code = getattr(owner.__eq__, "__code__", None)
     if code is None or not code.co_qualname.startswith("__create_fn__"):
         return None
@@ -91,7 +91,7 @@ def _compared_fields(cls: type) -> tuple[str, ...] | None:
 
 
 def is_hashable(x: Any) -> bool:
-    """Whether `x` can be looked up."""
+    """Whether `x` can be hashed."""
     try:
         hash(x)
     except TypeError:
@@ -100,7 +100,7 @@ def is_hashable(x: Any) -> bool:
 
 
 class _ByEquality:
-    """A static field without a hash. JAX allows it, and compares it by `==`."""
+    """An unhashable static value, compared by `==`, as JAX compares it."""
 
     def __init__(self, x: Any):
         self.x = x

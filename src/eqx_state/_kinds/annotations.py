@@ -1,4 +1,4 @@
-"""From an annotation to what it declares, as a `Spec`. Nothing here looks at values."""
+"""Parses annotations into `Spec`s. Nothing here looks at values."""
 
 import builtins
 import collections
@@ -19,8 +19,8 @@ from .kinds import Axes, is_kind, merge, NOTHING, Record, Spec
 
 
 class _MissingType(type):
-    # `np.ndarray`, `Box[int]` and `*Shape`, where the first name does not exist. JAX
-    # and others import the names of annotations under `TYPE_CHECKING` only.
+    # Lets `np.ndarray`, `Box[int]` and `*Shape` evaluate if the first name is not
+    # defined: JAX, for example, imports such names only under `TYPE_CHECKING`.
 
     def __getattr__(cls, name: str) -> Any:
         return cls
@@ -28,33 +28,34 @@ class _MissingType(type):
     def __getitem__(cls, item: Any) -> Any:
         return cls
 
-    __iter__ = None  # or `*Shape` would take items without end
+    __iter__ = None  # else `*Shape` would call `__getitem__` forever
 
 
 class Missing(metaclass=_MissingType):
-    """Stands in an annotation for a name that does not exist, at least not yet."""
+    """The value, in an annotation, of a name that is not defined (yet)."""
 
 
 class Names(collections.ChainMap[str, Any]):
-    """Where the names in the annotations of a class are looked up.
+    """The namespace in which the annotations of a class are evaluated.
 
-    `types` says what type variables stand for.
+    `types` maps type variables to what they declare.
     """
 
     def __init__(self, cls: type):
         module = vars(sys.modules.get(cls.__module__, builtins))
         local, frame_globals = _statements.get(cls, ({}, module))
         fields = own_annotations(cls)
-        # A field's default hides nothing: `jax: Array = field()` in the body.
+        # Leave out the fields: after `jax: Array = field()`, the name `jax` in other
+        # annotations is still the module.
         body = {k: v for k, v in vars(cls).items() if k not in fields}
         around = (local, frame_globals, vars(builtins))
         super().__init__({cls.__name__: cls}, body, *around)
         self.cls = cls
         self.types: dict[Any, Spec] = {}
         self.has_missing = False
-        # Otherwise a name that is missing declares nothing. Records come from libraries
-        # that know nothing of kinds; but one that is made in a function is the user's,
-        # and the name is likely a kind made there, which its strings cannot reach.
+        # Whether a missing name might be a kind. In a record of some library it is not.
+        # A record that a function defines is the user's, and the name is probably that
+        # of a kind local to the function.
         self.is_strict = not is_record(cls) or "<locals>" in cls.__qualname__
         self._open_aliases: list[Any] = []
 
@@ -63,17 +64,17 @@ class Names(collections.ChainMap[str, Any]):
         return Missing
 
     def evaluate(self, annotation: str | ForwardRef) -> Any:
-        """The annotation that a string stands for."""
+        """Evaluate a string annotation."""
         text, scope = annotation, self
         if isinstance(text, ForwardRef):
-            # A `TypedDict` has annotations that it inherits from another module, too.
+            # A `TypedDict` repeats the annotations of bases in other modules.
             module = sys.modules.get(text.__forward_module__ or "")
             scope = collections.ChainMap(getattr(module, "__dict__", {}), self)
             text = text.__forward_arg__
         return self._resolved(lambda: eval(text, {}, scope))
 
     def of_alias(self, alias: Any, args: tuple[Any, ...]) -> Spec:
-        """What a `type` statement says, for these arguments."""
+        """What the alias of a `type` statement declares, for these arguments."""
         if alias in self._open_aliases:  # `type Tree = Array | dict[str, Tree]`
             return NOTHING
         given = zip(alias.__type_params__, args, strict=False)
@@ -93,9 +94,9 @@ class Names(collections.ChainMap[str, Any]):
 
 
 def names_around(cls: type, record: Record | None) -> dict[type, Names]:
-    """By each class that `cls` inherits from, the names in its annotations.
+    """The namespace of each class that `cls` inherits from.
 
-    `record`: what the type variables of one of them stand for.
+    `record`: one of these classes, and what its type variables declare.
     """
     found = {base: Names(base) for base in cls.__mro__}
     if record is not None:
@@ -109,7 +110,7 @@ def names_around(cls: type, record: Record | None) -> dict[type, Names]:
                 types = found[origin].types
                 for variable, arg in zip(variables, args, strict=False):
                     if isinstance(arg, typing.TypeVar) and variable in types:
-                        # A `Child(Box[T])` where an annotation says `Box[es.State]`.
+                        # `class Child(Box[T])`, in a field annotated `Box[es.State]`.
                         names.types.setdefault(arg, types[variable])
                     if (spec := parse(arg, names)) != NOTHING:
                         types[variable] = spec
@@ -117,7 +118,7 @@ def names_around(cls: type, record: Record | None) -> dict[type, Names]:
 
 
 def parse(annotation: Any, names: Names) -> Spec:
-    """Read one annotation. Raises `TypeError` for a union of two kinds."""
+    """Parse one annotation. Raises `TypeError` for a union of two kinds."""
     if isinstance(annotation, (str, ForwardRef)):
         return parse(names.evaluate(annotation), names)
     if annotation is Missing:
@@ -156,13 +157,13 @@ def parse(annotation: Any, names: Names) -> Spec:
 
 
 def _parse_class(cls: Any, args: tuple[Any, ...], names: Names) -> Spec:
-    """A record or a module, perhaps with type arguments: `Box[X]`."""
+    """Parse a record or a module, perhaps with type arguments: `Box[X]`."""
     specs = [parse(a, names) for a in args]
     variables = getattr(cls, "__parameters__", ())
-    if args and len(variables) != len(args):  # `Box[*Ts]`: for everything in it
+    if args and len(variables) != len(args):  # `Box[*Ts]`: one spec for all contents
         return merge(specs)
-    # A module says what is in it. So do most records, but not a `TypedDict`; and what
-    # declares nothing is not searched for numbers and weak types.
+    # The class of a module is known from the value. Record a `TypedDict`, which is a
+    # plain dict at run time; and other records, since `strengthen` skips `NOTHING`.
     if all(spec == NOTHING for spec in specs) and not is_record(cls):
         return NOTHING
     return Spec(records=((cls, tuple(zip(variables, specs, strict=False))),))
@@ -190,13 +191,13 @@ def _parse_element(annotation: Any, names: Names) -> Spec:
 
 
 def _is_starred(annotation: Any) -> bool:
-    """Whether it is `*tuple[B, ...]`, or `Unpack[tuple[B, ...]]`."""
+    """Whether an annotation is `*tuple[B, ...]` or `Unpack[tuple[B, ...]]`."""
     is_unpack = typing.get_origin(annotation) is typing.Unpack
     return is_unpack or getattr(annotation, "__unpacked__", None) is True
 
 
 def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
-    """`Annotated[X, …]`: its outermost covering kind, else its innermost kind."""
+    """`Annotated[X, …]`, with its outermost covering kind, else its innermost kind."""
     for outer in metadata:
         if isinstance(outer, Axes):
             axes = tuple(axes.below(outer) for axes in inner.axes) or (outer,)
@@ -218,18 +219,15 @@ def is_typed_dict(cls: Any) -> bool:
 
 
 def is_record(cls: Any) -> bool:
-    """Whether `cls` is a `NamedTuple`, a `TypedDict` or a dataclass, but not a module.
-
-    The annotations in its body say what is in it.
-    """
+    """Whether `cls` is a `NamedTuple`, a `TypedDict` or a non-module dataclass."""
     if not isinstance(cls, type) or issubclass(cls, eqx.Module):
         return False
     is_named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
     return is_named_tuple or dataclasses.is_dataclass(cls) or is_typed_dict(cls)
 
 
-# --- Local names. Annotations are read when they are first needed, long after the class
-# statement. In
+# --- Local names. Annotations are parsed when they are first needed, long after the
+# class statement. In
 #
 #     def make():
 #         class Cache(es.State): ...
@@ -237,15 +235,15 @@ def is_record(cls: Any) -> bool:
 #             last: "Cache"
 #         return Layer
 #
-# nothing but the frame of `make` ever knew `Cache`.
+# only the frame of `make` contains `Cache`.
 
 _Statement = tuple[dict[str, Any], Mapping[str, Any]]  # local names and globals
 _statements = weakref.WeakKeyDictionary[type, _Statement]()
 
 
 def remember_statement(cls: type) -> None:
-    """Keep the local names that the annotations of `cls`, just made, may need."""
-    # No others, and no frame: a class may outlive everything around its statement.
+    """Store the local names that the annotations of the new class `cls` may need."""
+    # Only those, and not the frame, whose other locals would live as long as the class.
     names = set(re.findall(r"\w+", repr(own_annotations(cls))))
     frame: FrameType | None = sys._getframe()
     while frame.f_back is not None and _is_machinery(frame):
@@ -253,13 +251,13 @@ def remember_statement(cls: type) -> None:
     found: dict[str, Any] = {}
     frame_globals, code = frame.f_globals, frame.f_code
     while frame is not None:
-        # Only the functions that lexically enclose the statement count, not callers.
+        # Search the functions that lexically enclose the statement, but not callers.
         if frame.f_code is code or code in frame.f_code.co_consts:
             code = frame.f_code
             if frame.f_locals is not frame_globals:
                 for name, value in frame.f_locals.items():
-                    # In `Float[Array, "n"]` an `n` is an axis. A tracer of that name
-                    # would be kept beyond its trace.
+                    # In `Float[Array, "n"]`, `n` is an axis; storing a tracer of that
+                    # name would leak it.
                     if name in names and not eqx.is_array(value):
                         found.setdefault(name, value)
         frame = frame.f_back
@@ -267,6 +265,6 @@ def remember_statement(cls: type) -> None:
 
 
 def _is_machinery(frame: FrameType) -> bool:
-    """Whether a frame only helps to make the class: ours, Equinox's or Python's."""
+    """Whether a frame is part of class creation: ours, Equinox's or Python's."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in ("eqx_state", "equinox", "abc", "types")

@@ -1,6 +1,6 @@
 """What each field of a module class declares.
 
-A field's annotation is read once per class. Nothing here looks at values.
+Each annotation is parsed once per class. Nothing here looks at values.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from .kinds import is_kind, Kind, kind_name, merge, NOTHING, Record, Spec
 KIND: Final = "eqx_state.kind"  # the metadata key of `field(kind=…)`
 
 
-_STATIC: Final = """{}: a static field is part of the tree's structure and its value \
-is never an array with a kind. Drop one of the two."""
+_STATIC: Final = """{}: a static field is part of the tree's structure, so its value \
+cannot be an array with a kind. Remove the kind or `static=True`."""
 
 
 def field(
@@ -34,20 +34,18 @@ def field(
 ) -> Any:
     """`equinox.field` with the kind of the field's arrays.
 
-    Use it where the annotation cannot say the kind, as in `w: Array`.
+    Use it if the annotation does not contain the kind, as in `w: Array`.
 
     **Arguments:**
 
-    - `kind`: a kind (`es.Parameter`, `es.State`, your own), or `None` for no
-        declaration.
+    - `kind`: a kind (`es.Parameter`, `es.State`, your own), or `None` to declare none.
     - `converter`, `static`: as for `equinox.field`.
     - `**kwargs`: every argument of `dataclasses.field`: `default`, `default_factory`,
         `metadata`, …
 
     **Raises:**
 
-    - `TypeError`: `kind` is not a kind, or the field is `static` too (a static value is
-        part of the tree's structure and cannot be an array with a kind).
+    - `TypeError`: `kind` is not a kind, or the field is also `static`.
 
     !!! example
 
@@ -78,7 +76,7 @@ def field(
 
 
 def own_default(field: Any) -> Any:
-    """`field` with a default that is an array replaced by a factory of copies."""
+    """`field`, with an array as default replaced by a factory that copies it."""
     if eqx.is_array(field.default):
         field.default_factory = ArrayDefault(field.default)
         field.default = dataclasses.MISSING
@@ -86,7 +84,7 @@ def own_default(field: Any) -> Any:
 
 
 class ArrayDefault:
-    """Makes copies of an array; those of a NumPy array are NumPy arrays."""
+    """Returns a copy of an array on each call; NumPy arrays remain NumPy arrays."""
 
     def __init__(self, array: Any):
         self.array = array
@@ -95,26 +93,26 @@ class ArrayDefault:
         return self.array.copy()
 
 
-# What each class declares, by what its type variables stand for.
+# What each class declares, for each assignment of its type variables.
 _declared = weakref.WeakKeyDictionary[type, dict[Record | None, dict[str, Spec]]]()
-# Classes with missing names, and how many names there were to look in.
+# Classes with undefined names, and how many names their modules had at that time.
 _pending = weakref.WeakKeyDictionary[type, int]()
 
 
 def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
-    """What the fields of a class declare, without those that declare nothing.
+    """The declarations of a class by field, without fields that declare nothing.
 
-    `record`: what the type variables of `cls`, or of a base of it, stand for.
+    `record`: `cls` or a base of it, and what its type variables declare.
 
-    Raises `TypeError`, naming class and field, for a contradictory declaration. A name
-    that cannot be resolved is not an error here: it stays in `Spec.unresolved`. A later
-    call tries again, once there are more names.
+    Raises `TypeError`, naming class and field, for a contradictory declaration. An
+    undefined name is not an error here: it sets `Spec.unresolved`, and a later call
+    tries again once the modules define more names.
     """
     is_stale = cls in _pending and _pending[cls] != _count_names(cls)
     if cls not in _declared or is_stale:
         _declared[cls] = {}
         _pending.pop(cls, None)
-    # In a variable, since another thread may replace the entry meanwhile.
+    # Store the entry in a variable: a second thread may replace it before the return.
     known = _declared[cls]
     if record in known:
         return known[record]
@@ -125,8 +123,8 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
         except TypeError as e:
             raise TypeError(
                 f"The annotation of `{cls.__qualname__}.{name}` cannot be used: {e}. "
-                "A field has one kind; a submodule or a container may hold fields or "
-                "elements of several."
+                "A field has one kind. For several kinds, use a container or a "
+                "submodule whose elements or fields have one each."
             ) from None
         if spec != NOTHING:
             specs[name] = spec
@@ -148,7 +146,7 @@ def _count_names(cls: type) -> int:
 
 
 def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
-    """What the last class to annotate the field declares, in either form."""
+    """What the most derived class that annotates the field declares for it."""
     owner = _owner(cls, name)
     spec = parse(own_annotations(owner).get(name, Any), names[owner])
     fields = getattr(cls, "__dataclass_fields__", {})
@@ -163,14 +161,14 @@ def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class that gives `cls` a field. A mixin that is not a record gives none."""
+    """The class that `cls` has a field from; never a mixin that is not a record."""
     has_fields = {"__dataclass_fields__", "_fields"}
     bases = (c for c in cls.__mro__ if has_fields & c.__dict__.keys())
     return next((c for c in bases if name in own_annotations(c)), cls)
 
 
 def declared_inside(cls: type, spec: Spec) -> dict[str, Spec]:
-    """What the fields of a class declare, where an annotation says `spec` of it."""
+    """What the fields of a class declare if an annotation declares `spec` for it."""
     for record in spec.records:
         if record[0] in cls.__mro__:
             return declarations(cls, record)
@@ -178,10 +176,10 @@ def declared_inside(cls: type, spec: Spec) -> dict[str, Spec]:
 
 
 def declared_child(spec: Spec, node: Any, key: Any) -> Spec:
-    """What is declared for the child under `key` of a node that is not a module."""
+    """The declaration for the child under `key` of a node that is not a module."""
     element = spec.element(node, getattr(key, "idx", None))
     if isinstance(node, dict):
-        # A `TypedDict` is known from the annotation alone: its values are plain dicts.
+        # Only the annotation says that this is a `TypedDict`: the value is a dict.
         records = [x for x in spec.records if is_typed_dict(x[0])]
         found = [declarations(x[0], x).get(key.key, NOTHING) for x in records]
         return merge([element, *found]) if found else element
@@ -203,7 +201,7 @@ def check_declarations(cls: type) -> None:
 
 
 def is_class_var(annotation: Any) -> bool:
-    """Whether an annotation, maybe still a string, is a `ClassVar`."""
+    """Whether an annotation, which may be a string, is a `ClassVar`."""
     if isinstance(annotation, str):
         return re.match(r"(\w+\.)*ClassVar\b", annotation) is not None
     return annotation is ClassVar or typing.get_origin(annotation) is ClassVar

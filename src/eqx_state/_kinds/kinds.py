@@ -1,7 +1,7 @@
-"""Kinds: what the arrays of a field are.
+"""Kinds: classes that say what the arrays of a field are for.
 
-A kind is a class that is only ever named, in an annotation or in a filter, and never
-instantiated: arrays stay raw arrays. Asking for a kind means it and its subclasses.
+A kind is named in annotations and filters, and never instantiated: the field contains a
+raw array. A filter for a kind also selects its subclasses.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from .._compat import Dims, read_dims
 
 
 if TYPE_CHECKING:
-    # To a type checker a kind is a data descriptor (SQLAlchemy's `Mapped` idea), so
-    # that `self.w` of a field `w: Parameter[X]` is an `X`, and of a bare `w: Parameter`
-    # an `Array`. Where checkers do not apply descriptors (`list[Parameter]`), the base
-    # class lets an element still be used as an array.
+    # To a type checker a kind is a data descriptor, as SQLAlchemy's `Mapped`: `self.w`
+    # is an `X` for `w: Parameter[X]`, and an `Array` for a bare `w: Parameter`. In
+    # `list[Parameter]`, where descriptors do not apply, the base class makes each
+    # element an array.
     from typing import Generic
 
     from jaxtyping import Array
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
         def __set__(self, instance: object, value: _T, /) -> None: ...
 
     class Parameter(TreePart[_T]):
-        """What training changes by gradients: weights, biases."""
+        """Arrays that gradients train: weights, biases."""
 
     class Buffer(TreePart[_T], covering=True):
         """Constants: never trained, never written. Covers everything below it."""
 
     class State(TreePart[_T]):
-        """What a forward pass may write."""
+        """Arrays that a forward pass may write."""
 
     class Rng(State[_T]):
         """A PRNG key that a layer draws from and advances."""
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 else:
 
     class _KindType(type):
-        # A bare kind says what an array is for, not its type: run-time type checkers
-        # must accept any value for `w: es.Parameter`.
+        # beartype must accept any value for `w: es.Parameter`: a bare kind says what an
+        # array is for, and nothing about its type.
         def __instancecheck__(cls, instance):
             return True
 
     class TreePart(metaclass=_KindType):
         """The root of all kinds: every leaf that has a kind is a `TreePart`.
 
-        Subclass it, or one of the kinds below, to make your own kind. A kind with
-        `covering=True` holds for everything below the field, whatever the modules
-        inside declare; subclasses inherit this.
+        To define your own kind, subclass this or one of the kinds below. A kind with
+        `covering=True` applies to everything below the field, whatever the modules
+        inside declare; its subclasses inherit this.
 
         !!! example
 
@@ -101,17 +101,17 @@ else:
 
         def __class_getitem__(cls, item):
             if isinstance(item, tuple) and len(item) == 1:
-                (item,) = item  # as `typing.get_type_hints` gives it
+                (item,) = item  # `typing.get_type_hints` passes a tuple
             if isinstance(item, TypeVar):
-                # `class Cache(State[_T])` keeps a kind generic for type checkers, and
-                # nothing inherits from an `Annotated`.
+                # In `class Cache(State[_T])`, a kind that is generic to type checkers,
+                # the base cannot be an `Annotated`.
                 return GenericAlias(cls, (item,))
             return Annotated[item, cls]
 
     class Parameter(TreePart):
-        """What training changes by gradients: weights, biases.
+        """Arrays that gradients train: weights, biases.
 
-        An inexact array without any declaration counts as one, as in Equinox.
+        An inexact array without a declaration is a `Parameter`, as in Equinox.
         """
 
     class Buffer(TreePart, covering=True):
@@ -121,12 +121,12 @@ else:
         """
 
     class State(TreePart):
-        """What a forward pass may write: counters, caches, running values."""
+        """Arrays that a forward pass may write: counters, caches, running values."""
 
     class Rng(State):
         """A PRNG key that a layer draws from and advances.
 
-        A typed key (`jax.random.key`) without any declaration counts as one.
+        A typed key (`jax.random.key`) without a declaration is an `Rng`.
         """
 
     class BatchStat(State):
@@ -140,7 +140,7 @@ Kind: TypeAlias = type[TreePart[Any]]
 
 
 def kind_name(kind: type) -> str:
-    """A kind as users write it: `es.State`, or the bare name of a user's own."""
+    """A kind as users write it: `es.State`, or the bare name of a user's own kind."""
     return ("es." if kind.__module__ == __name__ else "") + kind.__name__
 
 
@@ -150,10 +150,10 @@ def is_kind(x: object) -> bool:
 
 
 class Axes:
-    """Names for the axes of a layer's arrays, beside the field that holds the layer.
+    """Names the axes of a layer's arrays, in the annotation of the layer's field.
 
-    For layers without names of their own, such as Equinox's. `es.axis_names` reads
-    them, and with them `es.sharding`.
+    Use it for layers whose own annotations have no axis names, such as Equinox's.
+    `es.axis_names` and `es.sharding` read these names.
 
     !!! example
 
@@ -177,38 +177,38 @@ class Axes:
 
     __slots__ = ("_texts", "dims")
 
-    # By the path of each array below the field, `layers[0].weight`.
+    # The key is the path of an array below the field, such as `layers[0].weight`.
     dims: dict[str, Dims]
 
     def __init__(self, **paths: str):
         """**Arguments:**
 
         - `**paths`: for the path of an array below the field, the names of its axes as
-            in a jaxtyping annotation. A path that is not an identifier is written
-            `es.Axes(**{"layers[0].weight": "mlp embed"})`. With `es.Axes` on a field
-            further out, too, that one counts.
+            in a jaxtyping annotation. Write a path that is not an identifier as
+            `es.Axes(**{"layers[0].weight": "mlp embed"})`. If several nested fields
+            have an `es.Axes` for one array, the outermost applies.
 
         **Raises:**
 
-        - `TypeError`: the axes are not text.
-        - `ValueError`: jaxtyping would not accept the text.
+        - `TypeError`: the axes are not a string.
+        - `ValueError`: jaxtyping does not accept the string.
         """
         self._texts = paths
         self.dims = {}
         for path, dims in paths.items():
             what = f"`es.Axes({path}={dims!r})`"
             if not isinstance(dims, str):
-                raise TypeError(f"{what}: give text, as to jaxtyping, 'mlp embed'.")
+                raise TypeError(f"{what}: pass a string, as to jaxtyping: 'mlp embed'.")
             try:
                 self.dims[path] = read_dims(dims)
             except ValueError as e:
                 raise ValueError(f"{what}: {e}") from None
 
     def below(self, outer: "Axes") -> "Axes":
-        """These axes inside of others, which count where both say something."""
+        """These axes, and those of a field further out, which take priority."""
         return Axes(**self._texts | outer._texts)
 
-    # In an annotation it must have a hash, and two made alike are equal.
+    # Annotations have to be hashable, and equal if they are written twice.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Axes) and self.dims == other.dims
@@ -224,26 +224,27 @@ class Spec(NamedTuple):
     """What an annotation declares for a value and, one level down, for its elements.
 
     `dict[str, es.State]` declares nothing for the dict itself and `State` for `each`
-    value. `items` is for the elements of a `tuple[A, B]`, by place. `records` are the
-    classes whose own annotations declare more, each with what its type variables stand
-    for here. A union declares what its members do.
+    value. `items` is for the elements of a `tuple[A, B]`, by index. `records` are the
+    classes whose own annotations declare more, each with what its type variables
+    declare here. A union declares what its members do.
     """
 
     kind: Kind | None = None
     each: "Spec | None" = None
     items: "tuple[Spec, ...]" = ()
     records: "tuple[Record, ...]" = ()
-    unresolved: bool = False  # whether a name that could not be found decides the kind
+    unresolved: bool = False  # whether an undefined name decides the kind
     dims: tuple[Dims, ...] = ()
     axes: tuple[Axes, ...] = ()
 
     def element(self, node: Any, index: int | None) -> "Spec":
         """The declaration for an element of the container `node`.
 
-        `index`: its place in a list or a tuple, `None` in any other container.
+        `index`: its index in a list or a tuple, `None` in any other container.
         """
         each = self.each or NOTHING
-        # `list[A] | tuple[B, C]`; without the list a list may stand for the tuple.
+        # In `list[A] | tuple[B, C]`, `items` are for tuples only. In `tuple[B, C]`
+        # alone, they also apply to a list in the field.
         if not self.items or not (isinstance(node, tuple) or each is NOTHING):
             return each
         has_item = index is not None and index < len(self.items)
@@ -255,17 +256,17 @@ NOTHING = Spec()
 
 
 def merge(specs: list[Spec]) -> Spec:
-    """One declaration out of the members of a union, or of a generic's arguments."""
+    """Merge the specs of the members of a union, or of the arguments of a generic."""
     specs = [s for s in specs if s != NOTHING]
     if not specs:
         return NOTHING
     kinds = {s.kind for s in specs} - {None}
     if len(kinds) > 1:
         names = " and ".join(sorted(f"`{k.__name__}`" for k in kinds if k is not None))
-        raise TypeError(f"it names two different kinds, {names}, for one place")
+        raise TypeError(f"it names two different kinds, {names}, for one value")
     each = [s.each for s in specs if s.each is not None]
     columns = itertools.zip_longest(*(s.items for s in specs), fillvalue=NOTHING)
-    # `Box[es.State] | Box[list[es.State]]` says two things of one variable.
+    # `Box[es.State] | Box[list[es.State]]` has two specs for one type variable.
     records: dict[type, dict[Any, Spec]] = {}
     for cls, given in (record for s in specs for record in s.records):
         here = records.setdefault(cls, {})

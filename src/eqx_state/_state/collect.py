@@ -1,7 +1,8 @@
-"""Leaving a scope: the new model is collected from the private copy, and checked.
+"""Leaving a scope: collect the new model from the private copy, and check it.
 
-Each write was checked when it happened. What only shows at the end is checked here,
-before anything reaches the caller: either a whole new model comes out, or an error.
+`write` has checked each write when it happened. The checks here need the whole model,
+and run before anything reaches the caller: the result is a whole new model, or an
+error.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class Snapshot(NamedTuple):
     @staticmethod
     def of(tree: Any) -> "Snapshot":
         """`ValueError` if a stateful module occurs twice in it."""
-        # The last chance to notice: unflattening makes two modules of one.
+        # Check it now: unflattening would turn the module into two.
         return Snapshot(*flatten_apart(tree))
 
     def tree(self) -> Any:
@@ -51,28 +52,28 @@ class OwnedTree(NamedTuple):
 
 
 def enter(given: Snapshot, scope: Scope) -> tuple[OwnedTree, list[Visit]]:
-    """Give a private copy of a model to a scope. Returns a walk of it, too."""
+    """Give a private copy of a model to a scope. Also returns a walk of the copy."""
     before, private = given, given.tree()
     visits = own(private, scope)
-    # A NumPy array can be changed in place, so the caller's is copied.
+    # NumPy arrays can be changed in place, so copy the caller's.
     if any(isinstance(x, np.ndarray) for x in given.leaves):
         before = given._replace(leaves=own_arrays(visits, scope))
         private = before.tree()
         own(private, scope)
     if scope.observer is not None:
-        # Marks are part of the structure, also those of modules that are assigned.
+        # Tags are part of the structure, also those of modules that are assigned.
         structure = jtu.tree_structure(closed_copy(private))
         before = before._replace(structure=structure)
     return OwnedTree(private, before, scope), visits
 
 
 def given_back(given: Snapshot, owned: OwnedTree, after: Snapshot) -> Any:
-    """The tree after a call, in which unwritten leaves are the caller's own again."""
+    """The tree after a call, with the caller's own arrays for unwritten leaves."""
     before, is_alike = owned.before.leaves, after.structure == owned.before.structure
     pairs = zip(before, given.leaves, strict=True)
     constants = {id(x): own for x, own in pairs if isinstance(x, np.ndarray)}
-    # By place, and not by identity, which only constants have: after
-    # `self.prev = self.cur`, `prev` must not become the caller's NumPy array of `cur`.
+    # Compare leaf by leaf; only constants by identity. After `self.prev = self.cur`,
+    # `prev` must not become the caller's NumPy array of `cur`.
     leaves = [
         given.leaves[k] if is_alike and x is before[k] else constants.get(id(x), x)
         for k, x in enumerate(after.leaves)
@@ -81,15 +82,14 @@ def given_back(given: Snapshot, owned: OwnedTree, after: Snapshot) -> Any:
 
 
 def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Snapshot]]:
-    """Check a call that returned `out`, and collect the trees that it owned.
+    """Check a call that returned `out`, and collect the trees that its scopes own.
 
-    Returns the output with snapshots in place of owned modules, and each tree after the
-    call. In both `eqx.nn.Shared` is Equinox's own class again.
+    Returns the output with a snapshot for each owned module, and each tree after the
+    call. In both, `eqx.nn.Shared` is Equinox's own class again.
     """
-    # The order matters. Lost writes come first: the later checks only see what is in
-    # the trees now, and a module that dropped out is not there to be checked. Modules
-    # that occur twice come before `_collect`, which flattens, and so would silently
-    # turn one module into two.
+    # The order matters. Check for lost writes first: the other checks do not find
+    # modules that are no longer in the trees. Check for repeated modules before
+    # `_collect`, which flattens, and would silently turn one module into two.
     visits = [walk(x.tree, x.path, x.context) for x in owned]
     inside, outside = [v for found in visits for v in found], walk(out)
     for scope in {id(x.scope): x.scope for x in owned}.values():
@@ -106,7 +106,7 @@ def _collect(owned: OwnedTree, visits: list[Visit]) -> Snapshot:
         tree = closed_copy(tree)
     structure = jtu.tree_structure(tree)
     # A `functools.cached_property` of an Equinox module may have stored its value in
-    # `__dict__`, which changes the treedef although nothing was written.
+    # `__dict__`, which changes the treedef without a write.
     if structure != before.structure:
         drop_cached(tree)
         structure = jtu.tree_structure(tree)
@@ -126,8 +126,8 @@ def _collect(owned: OwnedTree, visits: list[Visit]) -> Snapshot:
 def _check_written(visits: list[Visit], scope: Scope) -> None:
     """Check that every module that was written is still in the model or the output.
 
-    A module may have dropped out of a list, say, and what was written would be lost
-    silently. `visits`: all nodes of both.
+    If a call removes a module from a list, for example, the writes to it would be lost.
+    `visits`: all nodes of model and output.
     """
     inside = {id(visit.node) for visit in visits if not visit.is_leaf}
     for key, (module, name) in scope.written.items():
@@ -136,10 +136,10 @@ def _check_written(visits: list[Visit], scope: Scope) -> None:
 
 
 def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
-    """The leaf that the new model has in the place of `old`.
+    """The leaf of the new model that replaces `old`.
 
-    Writes to fields were checked when they happened; this also finds what was put into
-    containers, which no `__setattr__` sees.
+    `write` has checked assignments to fields. This also checks values that were put
+    into containers, which does not call `__setattr__`.
     """
     new = visit.node
     if same(old, new):
@@ -149,32 +149,32 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
     if not scope.allows(kind_at(visit)):
         raise FrozenInstanceError(kind_message(visit, visit.name, scope, old))
     if scope.is_initializing:
-        old = None  # the new value may be of any shape and dtype
+        old = None  # the new value may have any shape and dtype
     new = scope.fit_leaf(old, new, visit.path)
     if is_numpy(new) and is_numeric(new.dtype):
-        new = as_jax(new, visit.name)  # a copy: the writer may go on changing it
+        new = as_jax(new, visit.name)  # a copy: user code may change the NumPy array
     new = to_strong(new)
     if is_array(old) and not same_type(old, new):
         raise ValueError(_OTHER_TYPE.format(visit.name, show(old), show(new)))
     return new
 
 
-_STRUCTURE: Final = """A call keeps the structure of the model, and this one changed \
-it, {}. Give every field its final structure when the model is made: zeros in place of \
-`None`, a list of its final length, the mode by `train` and `eval` from outside, what \
-takes its shape from an input by `model = model.init(42, x)`."""
+_STRUCTURE: Final = """A call keeps the structure of the model, but this one changed \
+it, {}. Construct the model with the final structure of every field: zeros instead of \
+`None`, lists of the final length. Switch modes outside the call, by `train` and \
+`eval`. If a layer takes shapes from an input, initialize it first: `model = \
+model.init(42, x)`."""
 
-_LOST: Final = """`{}` was written, and its module is no longer in the model, so the \
-write would be lost. Either it was replaced or taken out of a container: write to the \
-new one, and replace containers instead of changing them, `self.layers = \
-[*self.layers[:-1], new]`. Or it came back from a loop and was not assigned: \
-`self.cell, ys = es.scan(step, self.cell, xs)`."""
+_LOST: Final = """`{}` was written, but its module is no longer in the model, so the \
+write would be lost. If you replaced the module, write to its replacement, and assign \
+a new list instead of changing the old one: `self.layers = [*self.layers[:-1], new]`. \
+If a loop returned the module in its carry, assign it: `self.cell, ys = \
+es.scan(step, self.cell, xs)`."""
 
-_ESCAPED: Final = """`{}` holds a tracer of a JAX transform that is over: something \
-was written into a container inside it. Replace the container, `self.stats = \
-{{**self.stats, "a": x}}`, and use the transform of `es`, which carries state \
-through."""
+_ESCAPED: Final = """`{}` holds a tracer of a JAX transform that has returned: code \
+inside the transform wrote into a container. Assign a new container, `self.stats = \
+{{**self.stats, "a": x}}`, and use the transform of `es`, which passes state through."""
 
 _OTHER_TYPE: Final = """`{}` was `{}` and is now `{}`. State keeps its shape and \
-dtype, so that a step is compiled once. Give it its final shape and dtype when the \
-model is made, or convert what is written: `value.astype(self.field.dtype)`."""
+dtype, so that a step is compiled once. Give the field its final shape and dtype when \
+you construct the model, or convert the new value: `value.astype(self.field.dtype)`."""

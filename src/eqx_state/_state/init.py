@@ -1,9 +1,8 @@
 """Lazy models: placeholders for values, and `init`, which draws them.
 
-A placeholder is an ordinary leaf of the pytree, so a lazy model has the structure of
-the final one wherever that is known already. Each value is drawn with a key that is
-folded from its path: the values do not depend on the order in which they are drawn, nor
-on what else is in the model.
+A placeholder is an ordinary leaf of the pytree, so a lazy model already has the final
+structure wherever it is known. The key of each value is folded from its path, so values
+do not depend on the order of initialization or on the rest of the model.
 """
 
 import copy
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     class Initializer:
         """A placeholder for the value `f(key)`, which `init` draws."""
 
-        # A type checker sees the value that it will be.
+        # To a type checker, an Initializer is the value that it becomes.
         def __new__(cls, f: Callable[[PRNGKeyArray], _T], /) -> _T: ...  # type: ignore[misc]
 
 else:
@@ -58,8 +57,8 @@ else:
 
         **Arguments:**
 
-        - `f`: takes a PRNG key; returns an array, a pytree, or a whole module. It is
-            called once, with a key that is folded from its path in the tree.
+        - `f`: takes a PRNG key; returns an array, a pytree, or a whole module. `init`
+            calls it once, with a key folded from the placeholder's path in the tree.
 
         !!! example
 
@@ -100,9 +99,9 @@ else:
                 " values first: `model = model.init(42)`."
             )
 
-        # Using it as an array or as a layer raises our error. `dtype` is there because
-        # JAX looks it up on what it is given.
-        dtype = shape = ndim = property(_raise, doc="There is none before `init`.")
+        # Using a placeholder as an array or a layer raises our error. JAX looks up
+        # `dtype` on its operands.
+        dtype = shape = ndim = property(_raise, doc="Not available before `init`.")
         __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
         __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _raise
@@ -113,11 +112,11 @@ def lazy(cls: type[_T], /, *args: Any, **kwargs: Any) -> _T: ...
 @overload
 def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
 def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-    """A placeholder for the layer `cls(*args, key=key, **kwargs)`, which `init` makes.
+    """A placeholder for `cls(*args, key=key, **kwargs)`, a layer that `init` creates.
 
     **Raises:**
 
-    - `TypeError`: `cls` is a layer rather than its class, or a `key` was given.
+    - `TypeError`: `cls` is a layer rather than its class, or you passed a `key`.
 
     !!! example
 
@@ -138,8 +137,8 @@ def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
     """
     if is_eqx_module(cls) or "key" in kwargs:
         raise TypeError(
-            "`es.lazy` takes a class and its arguments without the key, and `init`"
-            " makes the layer with a key of its own:\n\n"
+            "`es.lazy` takes a class and its arguments without the key; `init` creates"
+            " the layer, and passes the key:\n\n"
             "    es.lazy(eqx.nn.Linear(2, 3, key=key))        # wrong\n"
             "    es.lazy(eqx.nn.Linear, 2, 3)                 # right"
         )
@@ -156,7 +155,7 @@ def _needs_module_init(module: BaseModule) -> bool:
 
 
 def missing(tree: Any) -> str | None:
-    """Describe what is not initialized yet; `None` if everything is."""
+    """Describe the first part that is not initialized; `None` if all are."""
     return _missing(walk(tree))
 
 
@@ -176,14 +175,14 @@ def check_initialized(tree: Any) -> None:
 
 
 def check_ready(tree: Any) -> None:
-    """Raise if a model is not initialized, or has one stateful module in two places."""
+    """Raise if a model is not initialized, or contains one stateful module twice."""
     visits = walk(tree)
     check_none_missing(visits)
     check_apart(visits)
 
 
 def check_none_missing(visits: list[Visit]) -> None:
-    """`check_initialized`, for the visits of a walk."""
+    """`check_initialized` for the visits of a walk."""
     if (what := _missing(visits)) is not None:
         raise NotInitializedError(
             f"The model is used before it is initialized: {what}. Draw the values"
@@ -198,32 +197,35 @@ def init(
     *inputs: Any,
     call: Callable[..., Any] | None = None,
 ) -> _Tree:
-    """`tree` with every placeholder drawn and every `module_init` run.
+    """Initialize a model: draw every placeholder, and run every `module_init`.
 
-    All `es.Initializer`s are drawn first. Then `module_init(self, key)` runs for every
-    `es.Module` that overrides it, children before parents, and once in a module's life.
-    Values that are initialized already are kept.
+    `init` draws all `es.Initializer`s first. Then it calls `module_init(self, key)` of
+    every `es.Module` that overrides this hook, children before parents, and once in the
+    life of a module. Values that are already initialized do not change.
 
     **Arguments:**
 
     - `tree`: a model, or any pytree of them.
-    - `key`: a PRNG key, or an integer seed. Each value's key is folded from its path,
-        so that a new layer changes no other layer's values.
+    - `key`: a PRNG key, or an integer seed. The key of each value is folded from its
+        path, so adding a layer does not change how the others are initialized.
     - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
-        and may assign fields that are still missing: their shapes can come from the
-        inputs. Such a field keeps the last value that it gets, also if it is state. All
-        other writes are discarded. Loops run one extra step, and `cond` runs both
-        branches, so that everything is made.
-    - `call`: what to run instead of the model itself: a function of the model and the
-        inputs.
+        and may assign fields that are still missing, with shapes that depend on the
+        inputs. Such a field stores the last value that is assigned, also if it is
+        state. All other writes are discarded. Loops run one extra step, and `cond` runs
+        both branches, so that all fields are assigned.
+    - `call`: a function of the model and the inputs to run instead of the model itself.
+
+    **Returns:**
+
+    A new tree, in which everything is initialized.
 
     **Raises:**
 
     - `TypeError`: `key` is neither a key nor an integer, or the tree is not callable
         and there is no `call`.
-    - `ValueError`: one stateful module is in two places of the tree; layers of a stack
-        or of an ensemble are to take shapes from the inputs (initialize the layers, and
-        stack them then).
+    - `ValueError`: one stateful module occurs twice in the tree; layers of a stack or
+        of an ensemble would take shapes from the inputs (initialize the layers, and
+        stack them afterwards).
 
     !!! example
 
@@ -254,20 +256,20 @@ def init(
     if not inputs and call is None:
         return tree
     run = operator.call if call is None else call
-    # The forward pass draws from clones of the keys. The model keeps its own keys and
-    # will draw from them later, which `jax_debug_key_reuse` would take for reuse.
+    # The forward pass draws from clones of the keys: the model will draw from the same
+    # keys later, which `jax_debug_key_reuse` would report.
     cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
     return _run_hooks(_filled(copy_tree(tree), after), key)
 
 
 def as_initialized(tree: Any) -> Any:
-    """`tree`, or if it is not initialized, the shapes that it has after `init`."""
+    """`tree`; or the shapes that it has after `init`, if it is not initialized."""
     return tree if missing(tree) is None else eqx.filter_eval_shape(init, tree, 0)
 
 
 def _run_hooks(tree: Any, key: Any) -> Any:
-    """Draw Initializers and run hooks until none is left: either may add new ones."""
+    """Draw Initializers and run hooks until none is left: each may add new ones."""
     while missing(tree) is not None:
         tree = draw(tree, key)
         tree = _in_scope(tree, key, lambda private: _call_hooks(private, key))
@@ -282,18 +284,18 @@ def _call_hooks(tree: Any, key: Any) -> None:
         visit.node.module_init(key_at(key, name))
 
 
-# Modules, and the names and values of fields that `init` has made there.
+# Modules, with the names and values of fields that `init` has created in them.
 Created = list[tuple[BaseModule, str, Any]]
 
 
 class InitScope(Scope):
     """The scope of `init`: any field may be written, and the structure may change.
 
-    A written Initializer is drawn at once. Inside a transform, structure cannot leave a
-    trace as an output does. It need not: the key of `init` is from outside, so under
-    `vmap` or `grad` what is drawn with it are ordinary arrays, not tracers. So fields
-    that were missing are written straight through to the modules outside. `created` has
-    such fields with their old values.
+    An Initializer is drawn when it is written. Inside a transform, a new field cannot
+    be an output of the trace. But the key of `init` is from outside the trace, so
+    arrays drawn with it are ordinary arrays, not tracers, and missing fields are
+    written directly to the modules outside. `created` has such fields with their old
+    values.
     """
 
     is_initializing = True
@@ -316,17 +318,17 @@ class InitScope(Scope):
         self.created.setdefault((id(module), name), (module, name, old))
 
     def take_created(self) -> Created:
-        """Take out of the modules what was created, so that the rest is as it was."""
+        """Remove the created fields from the modules, and return them."""
         fields = self.created.values()
         taken = [(module, name, fields_of(module)[name]) for module, name, _ in fields]
-        # A module that was created may have been written, and is not lost.
+        # Writes to a module that was created are part of it, so not lost.
         self.written.clear()
         for module, name, old in fields:
             object.__setattr__(module, name, old)
         return taken
 
     def put_created(self, created: Created) -> None:
-        """Write what an inner scope, in a trace, has created."""
+        """Write the fields that an inner scope, in a trace, has created."""
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
             object.__setattr__(module, name, new)
@@ -336,20 +338,20 @@ class InitScope(Scope):
 
 
 def check_created(fields: Created) -> None:
-    """Raise `ValueError` if what was created depends on a trace that is over."""
+    """Raise `ValueError` if a created field contains a tracer that has escaped."""
     for module, name, value in fields:
         if any(map(has_escaped, jtu.tree_leaves(value))):
             raise created_error(module, name, "from values of a transform")
 
 
 def created_error(module: BaseModule, name: str, how: str) -> ValueError:
-    """The error for a field that `init` cannot make inside of a transform."""
+    """The error for a field that `init` cannot create inside a transform."""
     return ValueError(_CREATED.format(f"{type(module).__qualname__}.{name}", how))
 
 
-_CREATED: Final = """`{}` is made by `init` {}. Inside a transform an array \
-is made once, outside of the trace: it may depend on keys and on shapes, and cannot be \
-part of a stack. To make a stack, map the whole `init`:
+_CREATED: Final = """`{}` is created by `init` {}. Inside a transform an array \
+is created once, outside the trace: it may depend on keys and shapes, and cannot be \
+part of a stack. To create a stack, map the whole `init`:
 
     keys = jax.random.split(key, n)
     layers = eqx.filter_vmap(lambda key: Layer().init(key, x))(keys)"""
@@ -366,7 +368,7 @@ def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
-    """`tree` with a value in place of each Initializer, also inside drawn values."""
+    """`tree` with each Initializer replaced by a value, also inside drawn values."""
     visits = [v for v in walk(tree, path, context) if v.is_leaf]
     if not any(isinstance(v.node, Initializer) for v in visits):
         return tree
@@ -384,10 +386,10 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
 
 
 def _filled(before: Any, after: Any) -> Any:
-    """`before`, with the parts of `after` where it has `None` or something empty.
+    """`before`, with the parts of `after` at which `before` has no leaves.
 
-    Modules are written in place, their static fields and new keys of a dict included:
-    `eqx.tree_at` reaches neither.
+    Writes to modules in place, also to static fields, and adds keys to dicts, which
+    `eqx.tree_at` cannot do.
     """
     if not walk(before):
         is_same = jtu.tree_structure(before) == jtu.tree_structure(after)

@@ -1,8 +1,8 @@
 """`es.Module`: an Equinox module whose annotations say what its fields are.
 
-It is a frozen dataclass and a pytree like any other `eqx.Module`. Only one thing is
-new: in a scope, an assignment goes to `_write.py` instead of raising. Everything else
-here forwards to a function of the same name, which takes any pytree.
+It is a frozen dataclass and a pytree like any other `eqx.Module`. The one difference:
+in a scope, an assignment calls `write` instead of raising. All other methods forward to
+functions of the same name, which take any pytree.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class Module(BaseModule):
     """Base class for models with state. An ordinary frozen `equinox.Module`, plus:
 
     - fields annotated with kinds (`es.Parameter`, `es.State`, …);
-    - the flags `training` and `frozen`, which are static, and so part of the treedef.
-        They start as `True` and `False`;
-    - in a scope opened by `es.mutable`, `self.field = value` writes state.
+    - the flags `training` and `frozen`, which are static, so part of the treedef.
+        Initially they are `True` and `False`;
+    - inside `es.mutable`, `self.field = value` writes state.
 
     All methods forward to functions of the same name, which take any pytree. The
     library itself only calls the functions, so a subclass may redefine any method.
@@ -61,11 +61,10 @@ class Module(BaseModule):
 
     **Raises:**
 
-    - `TypeError`, when the class is made: a field named `training` or `frozen`, a union
-        of two kinds, a kind on a static field.
-    - `dataclasses.FrozenInstanceError`: a field was assigned outside a scope.
-    - `ValueError`, when an instance is made: one stateful module is in two places in
-        it.
+    - `TypeError`, when the class is defined: a field named `training` or `frozen`, a
+        union of two kinds, a kind on a static field.
+    - `dataclasses.FrozenInstanceError`: a field was assigned outside `es.mutable`.
+    - `ValueError`, at construction: the instance contains one stateful module twice.
 
     !!! example
 
@@ -102,18 +101,18 @@ class Module(BaseModule):
                 raise TypeError(
                     f"`{cls.__qualname__}.{name}`: this name is taken. Every"
                     f" `es.Module` has a flag `{name}`, which `train`, `eval`, `freeze`"
-                    f" and `unfreeze` set. Choose another, such as `{name}_`."
+                    f" and `unfreeze` set. Choose a different name, such as `{name}_`."
                 )
         for name, value in cls.__dict__.items():
             if not is_kind(value) or is_class_var(annotations.get(name)):
                 continue
             own_name = f"{cls.__qualname__}.{name}"
-            if value.__qualname__ != own_name:  # not a class that is made here
+            if value.__qualname__ != own_name:  # not a class defined in this body
                 raise TypeError(
                     f"`{own_name}` is set to a kind, which only means something as an"
                     f" annotation: `{name}: {kind_name(value)}`."
                 )
-        # Including those of mixins, which need not be pytrees themselves.
+        # Also the cached properties of mixins, which need not be pytrees.
         found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
         for name, value in found.items():
             if type(value) is ft.cached_property:
@@ -133,9 +132,8 @@ class Module(BaseModule):
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)
         declared = declarations(cls)
-        # Here rather than in `__init__`, which a subclass may write itself: if that
-        # does not assign a field with a default, Equinox leaves the field out of the
-        # pytree.
+        # Set defaults here: if a user's `__init__` does not assign a field with a
+        # default, Equinox leaves the field out of the pytree.
         for f in dataclasses.fields(cls):
             default = f.default
             if isinstance(f.default_factory, ArrayDefault):
@@ -147,8 +145,7 @@ class Module(BaseModule):
         return self
 
     def __check_init__(self) -> None:
-        # This comes after Equinox has run the converters, whose results do not go
-        # through our `__setattr__`.
+        # Equinox has run the converters, without our `__setattr__`.
         for name in declarations(type(self)):
             if name in self.__dict__:
                 value = strengthen_field(type(self), name, self.__dict__[name])
@@ -179,8 +176,8 @@ class Module(BaseModule):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By default `copy.copy` and `pickle` call `__new__`, after which Equinox takes
-        # the copy for a module whose `__init__` still runs, and lets it be written.
+        # By default `copy.copy` and `pickle` call `__new__`, after which Equinox allows
+        # writes to the copy, as to a module whose `__init__` still runs.
         if type(self).__reduce__ is not object.__reduce__:
             return super().__reduce_ex__(protocol)
         state: Any = dict(self.__dict__)
@@ -189,7 +186,7 @@ class Module(BaseModule):
         return _rebuild, (type(self), state)
 
     def __hash__(self) -> int:
-        # As in Equinox, but without the field that repeats the flag `training`.
+        # As in Equinox, but without the internal field that repeats `training`.
         names = [f.name for f in dataclasses.fields(self) if f.name != INFERENCE]
         try:
             return hash(tuple((name, getattr(self, name)) for name in names))
@@ -258,25 +255,24 @@ class Module(BaseModule):
         return select.replace(self, **fields)
 
     def sow(self, name: str, value: Any) -> None:
-        """Hand a value to `es.capture`, under this module's path and `name`.
+        """Pass a value to `es.capture`, under this module's path and `name`.
 
-        The value is an array, a number, or a pytree of them. Outside `es.capture`
-        nothing happens.
+        The value is an array, a number, or a pytree of them. Outside `es.capture`,
+        `sow` does nothing.
         """
         sow(self, name, value)
 
 
 def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
-    # The converter has to see the value that the user gave. Its result is made strong
-    # in `__check_init__`.
+    # Pass the user's value to the converter. `__check_init__` makes the result strong.
     has_converter = f.metadata.get("converter") is not None
     return value if has_converter else strengthen_field(cls, f.name, value)
 
 
 def _rebuild(cls: type, state: Any) -> Any:
     self = object.__new__(cls)
-    # Looked up on the class: a user's `__getattr__` could fail on an instance that does
-    # not have its fields yet.
+    # Look it up on the class: a user's `__getattr__` could fail on an instance without
+    # fields.
     if (setstate := getattr(cls, "__setstate__", None)) is not None:
         setstate(self, state)
     else:

@@ -1,11 +1,11 @@
 """The mutable scope: which modules may be written, and for how long.
 
-A scope owns private copies of modules. An `Ownership` is stored beside the fields of
-each owned `es.Module`. There is no global stack of scopes: a module without an
-`Ownership` cannot be written, whatever scope is open around the code.
+A scope owns private copies of modules. Each owned `es.Module` stores an `Ownership`
+beside its fields. A module without an `Ownership` cannot be written, whatever scopes
+are open around the code.
 
-A scope remembers the trace in which it was opened. A write in another trace would leak
-that trace's tracers, and is an error.
+A scope records the trace in which it was opened. A write in a different trace would
+leak the tracers of that trace, and is an error.
 """
 
 import dataclasses
@@ -37,21 +37,21 @@ from .._typing import KeyPath
 
 # --- `equinox.nn.Shared` inside a scope: its call returns the scope's own modules.
 #
-# `eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) in its
-# other places, and on each call builds the full tree with `eqx.tree_at`. That copies
-# every module in it, and a copy does not belong to the scope, so it could not be
+# `eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) at its
+# other positions, and on each call builds the full tree with `eqx.tree_at`. That copies
+# every module in it, and the scope does not own the copies, so they could not be
 # written.
 #
-# So the instances in a private copy change their class to `ScopedShared`. Its call
-# rebuilds only the containers and modules that lead to a hole, and uses everything
-# else as it is: a tied module is one object in all its places, and can be written
-# through any of them. When the scope is left, `closed_copy` changes the class back,
-# so that no one outside ever sees the subclass, and the treedef is the old one.
+# Instances in a private copy therefore change their class to `ScopedShared`. Its call
+# rebuilds only the containers and modules that lead to a hole, and reuses everything
+# else: a tied module is one object at all its positions, and can be written through
+# each. When the scope closes, `closed_copy` restores the class, and with it the
+# treedef.
 
 
 @ft.cache
 def _hole_type() -> Any:
-    """The class of the placeholder for a tied node, which Equinox does not export."""
+    """The class of Equinox's placeholder for a tied node, which is private."""
     return type(eqx.nn.Shared("tied", lambda x: x, lambda x: x).pytree)
 
 
@@ -67,11 +67,10 @@ class ScopedShared(eqx.nn.Shared):
     """An `eqx.nn.Shared` in a scope."""
 
     def __call__(self) -> Any:
-        """The tree, with the tied nodes in all their places."""
-        # This is surprisingly subtle: `where` returns nodes, and does not say where in
-        # the tree it found them. So first each place gets a new hole, whose `id` then
-        # identifies the place. In both `tree_map`s the nodes without a hole below are
-        # leaves, and so are not copied.
+        """The tree, with the tied nodes at all their positions."""
+        # `where` returns nodes, but not their positions. First put a new hole at each
+        # position, whose `id` identifies it. In both `tree_map`s a node without a hole
+        # below is a leaf, so it is not copied.
         tree = jtu.tree_map(
             lambda x: _hole_type()() if _is_hole(x) else x,
             self.pytree,
@@ -91,7 +90,7 @@ def scope_shared(node: Any) -> None:
 
 
 def closed_copy(tree: Any) -> Any:
-    """A copy that no scope owns, with Equinox's class in place of `ScopedShared`."""
+    """A copy that no scope owns, with `eqx.nn.Shared` instead of `ScopedShared`."""
     tree = copy_tree(tree)
     for visit in walk(tree):
         if isinstance(visit.node, ScopedShared):
@@ -108,27 +107,27 @@ def is_any_open() -> bool:
 
 
 def is_open_here() -> bool:
-    """Whether this code runs inside a scope: one that this thread has opened."""
+    """Whether this thread has an open scope."""
     return threading.get_ident() in [*OPEN_SCOPES.values()]
 
 
-# Who keeps what is sown: the key of an observer, the path of a part of the model that
-# it watches, and the path of this part in the observer's own model.
+# The observers that record sown values: the key of the observer, the path of a part of
+# the model, and the path of this part in the observer's own model.
 Reports = tuple[tuple[Hashable, KeyPath, KeyPath], ...]
 
-# The values that were sown, by `sow.Key`. An `OrderedDict` because JAX sorts the keys
-# of a dict, and the order is a part of the result.
+# The sown values by `sow.Key`. An `OrderedDict`, because JAX sorts the keys of a dict,
+# and the order is a part of the result.
 Sown = OrderedDict[Any, list[Any]]
 
 
 class Scope:
     """Permission to write arrays of certain kinds, in one trace, until it is closed.
 
-    - `observer`: what sees the calls of modules, and keeps values in `sown`.
-    - `reports`: the observers that keep what modules of this scope sow.
-    - `written`: the modules that were written, and the name of a field that was.
-    - `outer_dtypes`: inside of a `cast`, the own dtype of each array that has another
-        one here, by path.
+    - `observer`: intercepts the calls of modules, and records values in `sown`.
+    - `reports`: the observers that record the sown values of modules in this scope.
+    - `written`: the modules that were written, with the name of a written field.
+    - `outer_dtypes`: inside a `cast`, the dtype outside of each array that was cast, by
+        path.
     """
 
     # Whether this is an `InitScope`, in which the structure may change.
@@ -155,14 +154,14 @@ class Scope:
 
     @property
     def is_here(self) -> bool:
-        """Whether what this code computes may be kept: it is in the scope's trace."""
+        """Whether the scope's trace is active, so that it may store values."""
         return self.trace == trace_state()
 
     def close(self) -> None:
-        """Refuse all writes from now on."""
+        """Reject all later writes."""
         self.is_open = False
-        # The modules lead back here through their places. Without the cycle they are
-        # freed at once, instead of by the garbage collector.
+        # The modules refer back to the scope. Break the cycle, so that they are freed
+        # at once instead of by the garbage collector.
         self.written.clear()
         OPEN_SCOPES.pop(id(self), None)
 
@@ -185,7 +184,7 @@ class Scope:
 
     @property
     def signature(self) -> Any:
-        """Hashable; equal for scopes in which a call is traced alike."""
+        """Hashable; equal for scopes in which a call has the same trace."""
         return (
             self.kinds,
             self.reports,
@@ -194,19 +193,19 @@ class Scope:
         )
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
-        """Take note of a field that was missing: see `InitScope`."""
+        """Record a field that was missing: see `InitScope`."""
 
     def is_changing(self, kind: type | None) -> bool:
-        """Whether arrays of this kind are meant to change, and are not constants."""
+        """Whether arrays of this kind may change, and are not constants."""
         return kind is not None and issubclass(kind, self.kinds)
 
     def allows(self, kind: type | None) -> bool:
-        """Whether an array of this kind may be written; `None` for anything else."""
+        """Whether an array of this kind (`None`: any other leaf) may be written."""
         return self.is_changing(kind)
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
-        """The value to store when `value` is written in the place of `old`."""
-        if is_array(old):  # most of what is written
+        """The value to store when `value` replaces `old`."""
+        if is_array(old):  # the common case
             return self.fit_leaf(old, value, path)
         structure = ft.partial(jtu.tree_structure, is_leaf=is_eqx_module)
         if structure(old) != structure(value):
@@ -226,11 +225,11 @@ class Scope:
 
 
 def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
-    """The leaves that were visited, with copies of the caller's NumPy arrays.
+    """The visited leaves, with copies of the caller's NumPy arrays.
 
     Arrays that the scope may write become JAX arrays, because `self.n += 1` would
-    change a NumPy array in place. Constants stay NumPy arrays, since they may be used
-    as shapes, and the copies are read-only.
+    change a NumPy array in place. Constants remain NumPy arrays, because they may be
+    used as shapes, and the copies are read-only.
     """
 
     def copy(visit: Visit) -> Any:
@@ -250,7 +249,7 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
 
 @dataclasses.dataclass(slots=True)
 class Ownership:
-    """The position of an owned module: in which scope, and where in its model."""
+    """The scope that owns a module, and the module's path and context."""
 
     scope: Scope
     path: KeyPath
@@ -258,8 +257,8 @@ class Ownership:
 
 
 _OTHER_THREAD: Final = """This thread wrote state, or ran a transform of `es`, in a \
-scope of `es.mutable` that another thread has opened. A scope and its private copy \
-belong to one thread: give each thread a scope of its own,
+scope of `es.mutable` that a different thread has opened. A scope and its private copy \
+belong to one thread. Open a scope in each thread:
 
     threading.Thread(target=lambda: results.append(es.mutable(model)(x)))"""
 
@@ -280,7 +279,7 @@ def own(
 
 
 def is_owned(x: Any) -> bool:
-    """Whether `x` is an `es.Module` in a scope that is open."""
+    """Whether `x` is an `es.Module` that an open scope owns."""
     if not is_module(x):
         return False
     place = ownership_of(x)
@@ -288,9 +287,9 @@ def is_owned(x: Any) -> bool:
 
 
 def disown(tree: Any, visits: list[Visit]) -> Any:
-    """`tree` with a frozen snapshot in place of each module that a scope has owned.
+    """`tree` with each owned module replaced by a frozen snapshot.
 
-    `visits` are those of a walk of `tree`.
+    `visits`: a walk of `tree`.
     """
 
     def owned(x: Any) -> bool:

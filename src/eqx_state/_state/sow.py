@@ -1,8 +1,7 @@
-"""Values that leave a captured call beside its output: what modules sow and return.
+"""Values that a captured call returns beside its output: sown values, module outputs.
 
-They are kept in the innermost scope of the observer that wants them, by key. Each
-transform carries out of its trace what its inner scopes keep, as it does with what was
-written.
+The innermost scope of the observer stores these values by key. Each transform returns
+the values of its inner scopes from its trace, together with the written state.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,10 +23,10 @@ from .write import trace_message
 
 
 class Key(NamedTuple):
-    """Under which values are kept: the name of what is sown, or of a module.
+    """The key of captured values: the name of a sown value, or of a module.
 
     - `is_output`: whether the values are outputs of the module.
-    - `time`: of several calls of a module, the one that is meant.
+    - `time`: the number of the call, if the module is called several times.
     """
 
     name: str
@@ -41,26 +40,26 @@ class Key(NamedTuple):
 
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
-    """Hand a value to the observers that keep what is sown, if there are any."""
+    """Pass a value to the observers that record sown values, if there are any."""
     place = ownership_of(module)
     if place is None or not place.scope.is_open:
         return
     for key, path in _outward(place):
         if not isinstance(name, str):
             raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
-        place.scope.check_thread()  # another one has no observer, and would lose it
+        place.scope.check_thread()  # a second thread has no observer: the value is lost
         keep(OBSERVING.get()[key], Key(name_of((*path, jtu.GetAttrKey(name)))), value)
 
 
 def _outward(place: Ownership) -> Iterator[tuple[Hashable, KeyPath]]:
-    """The observers that keep what a module here sows, and its path in their models."""
+    """The observers that record the module's sown values, and its path in each."""
     for key, inside, outside in place.scope.reports:
         if place.path[: len(inside)] == inside:
             yield key, (*outside, *place.path[len(inside) :])
 
 
 def reporting(model: PyTree) -> Reports:
-    """What a new scope of this model reports: as the modules in it do so far."""
+    """The `reports` for a new scope of this model: those of its owned modules."""
     if not is_any_open():
         return ()
     visits = [v for v in walk(model, is_leaf=is_owned) if is_owned(v.node)]
@@ -72,7 +71,7 @@ def reporting(model: PyTree) -> Reports:
 
 
 def keep(scope: Scope, key: Key, value: Any) -> None:
-    """Add a pytree of arrays and numbers, of the active trace."""
+    """Record a pytree of arrays and numbers of the active trace."""
     leaves, structure = jtu.tree_flatten(value)
     if any(map(has_escaped, leaves)):
         raise TraceError(_ESCAPED.format(key))
@@ -85,16 +84,16 @@ def keep(scope: Scope, key: Key, value: Any) -> None:
 
 
 def carried_out(scope: Scope, key: Key, values: Sequence[Any]) -> Sequence[Any]:
-    """Values of the active trace as values of the scope's.
+    """Values of the active trace, as values of the scope's trace.
 
-    Outputs of a module's calls have a new first axis for each `jax.vmap` in between.
-    With any other transform of JAX in between there are none, and the observer misses
-    the module; for what is sown it is a `TraceError`, since the layer is the user's.
+    Outputs of modules get a new first axis for each `jax.vmap` in between. Under any
+    other JAX transform there are none, and the observer records the missed module; for
+    sown values this is a `TraceError`, since the user can change the layer.
     """
     if scope.is_here:
         return values
-    # Equinox's own models map their layers by `jax.vmap`. A layer that sows is ours,
-    # and the model around it can be mapped by `es.vmap`.
+    # Equinox's models map their layers by `jax.vmap`. Sown values need no such
+    # treatment: a layer that sows is written for `es.vmap`.
     if not key.is_output:
         raise TraceError(trace_message(key.name, verb="sow"))
     if (out := out_of_vmaps(values, scope.trace)) is None:
@@ -106,12 +105,12 @@ def _is_sowable(x: Any) -> bool:
     return is_numeric(x.dtype) if is_numpy(x) else eqx.is_array_like(x)
 
 
-_NOT_A_NAME: Final = """`{}.sow`: the name comes first, and is a string: \
+_NOT_A_NAME: Final = """`{}.sow`: the first argument must be the name, a string: \
 `self.sow("name", value)`."""
 
-_ESCAPED: Final = """Cannot capture {}: it is a tracer of a JAX transform that is \
-over. Compute it in the call, under a transform of `es`."""
+_ESCAPED: Final = """Cannot capture {}: it is a tracer of a JAX transform that has \
+returned. Compute the value in the call, under a transform of `es`."""
 
-_NOT_ARRAYS: Final = """Cannot capture {}: arrays, numbers and pytrees of them come \
-out of a transform, and this is `{}`. Sow something else, or select fewer modules: \
+_NOT_ARRAYS: Final = """Cannot capture {}: only arrays, numbers and pytrees of them \
+can leave a transform, but this is `{}`. Sow arrays, or select fewer modules: \
 `outputs=lambda name, module: ...`."""

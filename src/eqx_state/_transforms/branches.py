@@ -1,8 +1,8 @@
-"""Branches that may write state, in the active trace.
+"""Branches that may write state.
 
-JAX wants the same outputs from all branches, but they may write different state. So
-each branch returns all state that any branch may write, and what no branch wrote is
-dropped when the writes are committed.
+JAX requires the same output structure from all branches, but they may write different
+state. Each branch therefore returns all writable state, and only leaves that some
+branch has written are committed.
 """
 
 import functools as ft
@@ -29,7 +29,7 @@ def _select(
     operands: tuple[Any, ...],
     what: str,
 ) -> Any:
-    """Run the branch that `select` chooses, and commit what it has written."""
+    """Run the branch that `select` chooses, and commit its writes."""
     check_given(*branches, *operands)
     lifted = Lifted(branches, operands)
     if lifted.is_initializing:
@@ -38,7 +38,7 @@ def _select(
         lifted = Lifted(branches, operands)
     arrays, rest = split_arguments(lifted.arguments)
     traces = _Traces(what)
-    # In a `shard_map`: along which mesh axes state varies after some branch.
+    # In a `shard_map`: the mesh axes along which a state varies after some branch.
     is_manual = bool(manual_axes())
     varying: dict[LeafIndex, frozenset[Any]] = {}
 
@@ -56,11 +56,11 @@ def _select(
 
         return run
 
-    # JAX traces a function once, however often it is a branch; that depends on its
-    # identity, so equal branches have to stay one function.
+    # If one function is several branches, JAX traces it once, by its identity. Wrap it
+    # only once, too.
     distinct = {_identity(f): branch(f) for f in branches}
     for run in distinct.values() if is_manual else ():
-        jax.eval_shape(run, arrays)  # so that all branches know of each other
+        jax.eval_shape(run, arrays)  # fills `varying` for all branches
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
     written = {slot: x for slot, x in state.items() if slot in traces.written}
     lifted.commit(Ran(None, written, sown))
@@ -73,13 +73,13 @@ def _identity(f: Any) -> Any:
 
 
 class _Traces:
-    """What the traces of the branches have put out besides arrays.
+    """The results of tracing the branches that cannot be outputs of them.
 
-    JAX wants equal treedefs from all branches, so this cannot be a part of them.
+    JAX requires equal treedefs from all branches.
 
-    - `static`: the part of the output that is not arrays.
-    - `written`: all that some branch has written.
-    - `counts`: for each scope and key, how many values were sown.
+    - `static`: the leaves of the output that are not arrays.
+    - `written`: the leaves that some branch has written.
+    - `counts`: for each scope and key, the number of sown values.
     """
 
     def __init__(self, what: str):
@@ -89,7 +89,7 @@ class _Traces:
         self.counts: list[dict[Any, int]] | None = None
 
     def add(self, ran: Ran) -> tuple[Any, list[Sown]]:
-        """The arrays of an output, and what was sown, as in the first trace."""
+        """The arrays of an output, and the sown values in a fixed order."""
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         counts = [{key: len(x) for key, x in sown.items()} for sown in ran.sown]
         self.written |= ran.written.keys()
@@ -101,7 +101,7 @@ class _Traces:
             if first != last:
                 key, _ = min(first.items() ^ last.items(), key=str)
                 raise ValueError(_SOWN.format(key, self.what))
-        # In one order, which is part of the structure of an output.
+        # The order is part of the structure of an output.
         pairs = zip(self.counts, ran.sown, strict=True)
         return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]
 
@@ -124,8 +124,8 @@ def cond(
 
     **Returns:**
 
-    The output of the chosen branch. Both must return the same structure, shapes and
-    dtypes, and equal values where these are not arrays.
+    The output of the chosen branch. Both branches must return the same structure,
+    shapes and dtypes, and equal values for leaves that are not arrays.
 
     !!! example
 
@@ -210,9 +210,10 @@ def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) ->
     )
 
 
-_SOWN: Final = """Cannot capture {} in one branch of `{}`, and not, or not as often, \
-in another: it is an output of each, and their structure has to be the same. Sow it \
-and call the module in all branches or after them; or leave it out of `outputs`."""
+_SOWN: Final = """Cannot capture {}: the branches of `{}` do not produce it equally \
+often. Captured values are outputs of the branches, and JAX requires the same output \
+structure from all. Sow the value, or call the module, in all branches or after them; \
+or leave it out of `outputs`."""
 
 _NOT_ARRAYS: Final = """The branches of `{}` return different values at `{}`, which \
 are not arrays. The branch is chosen at run time, so only arrays may differ. Return \

@@ -1,6 +1,6 @@
 """`es.checkpoint`: `jax.checkpoint` that carries state.
 
-This is the shortest transform, and a model for a new one.
+This is the shortest transform: start from it to write a new one.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,25 +38,25 @@ class _Checkpoint(Transform):
 
         def run(arrays: Any) -> tuple[Ran, StaticOutput]:
             args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
-            # The values of the modules are closed over: `jax.checkpoint` differentiates
-            # with respect to tracers in the closure, too.
+            # Close over the values of the modules: `jax.checkpoint` differentiates with
+            # respect to tracers in the closure, too.
             ran = lifted.run(lifted.values, lambda: self.f(*args, **kwargs))
-            # An array from outside does not pass through the trace, which would make a
-            # new one of it. So a module that is returned still has its own parameters,
-            # and may be assigned: for a scope they are unchanged.
+            # Arrays from outside bypass the trace, which would return new arrays for
+            # them. A scope detects writes by identity, so assigning a returned module,
+            # `self.layer = layer`, would count as a write to its parameters.
             traced, out = is_traced(ran.out), ran.out
             is_new = jtu.tree_map(lambda x, t: t and id(x) not in outside, out, traced)
             out, static = eqx.partition(out, is_new)
             return ran._replace(out=out), StaticOutput(static)
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
-        # Outside of a trace, JAX returns constants as literals of a class of its own.
+        # Outside a trace, JAX returns constants as literals of a private class.
         ran, static = jtu.tree_map(jnp.asarray, remat(arrays))
         lifted.commit(ran)
         return eqx.combine(ran.out, static.value)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arrays among the arguments, and the static rest."""
+        """The arrays among the arguments, and the static leaves."""
         argnums = self.static_argnums
         static = positions(args, argnums, f"es.checkpoint(static_argnums={argnums})")
         names = self.static_argnames
@@ -79,11 +79,11 @@ def checkpoint(
     static_argnums: int | tuple[int, ...] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> Callable[_P, _R]:
-    """`jax.checkpoint` (remat) that carries the state of every module in reach.
+    """`jax.checkpoint` (remat) for functions of modules that write state.
 
-    The intermediate values of `fun` are not stored for the backward pass, but
-    recomputed. `fun` is traced once, so state is written once, and each key is drawn
-    once.
+    JAX does not store the intermediate values of `fun` for the backward pass, but
+    recomputes them. It traces `fun` once, so state is written once, and each key
+    advances once.
 
     **Arguments:**
 

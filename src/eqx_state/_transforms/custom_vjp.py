@@ -1,8 +1,8 @@
 """`es.custom_vjp`: `jax.custom_vjp` for functions of modules that write state.
 
-JAX does not trace into a custom derivative: it takes the arrays that go in and come
-out. So the arrays of all modules are among its inputs, and all state that may be
-written is among its outputs, whichever of the function and its forward rule JAX runs.
+JAX does not differentiate the body of a custom derivative, only its inputs and outputs.
+The arrays of all modules are therefore inputs, and all writable state is an output,
+whether JAX runs the function or its forward rule.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class _CustomVjp(Transform):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        # The object is argument 0 here, for which `bwd` returns a cotangent, too.
+        # Here the object is argument 0, and `bwd` returns a cotangent for it.
         rule = self.of(_unbound(self.f))
         rule.__dict__.update(fwd=_unbound(self.fwd))
         return eqx.Partial(rule, instance)
@@ -58,10 +58,10 @@ class _CustomVjp(Transform):
 
         call = PureCall(functions, args, {}, is_input)
         if call.lifted.is_initializing:
-            # Under `eqx.filter_eval_shape(model.init, key)` JAX would trace `f` by
-            # itself, and what `init` creates there could not leave that trace.
+            # Under `eqx.filter_eval_shape(model.init, key)` JAX would trace `f`
+            # separately, and new fields could not leave that trace.
             return self.f(*args)
-        # JAX would hand out a number as a literal of a class of its own.
+        # JAX would pass a number to `f` as a literal of a private class.
         arrays = jtu.tree_map(jnp.asarray, call.arrays)
         inputs = [args[i] if i in static else x for i, x in enumerate(arrays)]
         ran = self._run(call, inputs, static)
@@ -70,12 +70,12 @@ class _CustomVjp(Transform):
         return eqx.combine(out, rest.tree)
 
     def _run(self, call: PureCall, inputs: list[Any], static: list[int]) -> Ran:
-        """What `jax.custom_vjp` makes of the call."""
+        """Run the call through `jax.custom_vjp`."""
         written: dict[str, frozenset[LeafIndex]] = {}  # by `f`, and by `fwd`
 
         def result(ran: Ran, before: Values, out: Any) -> Ran:
-            # All state of the arguments, since `fwd` may write what `f` does not, and
-            # JAX wants one structure.
+            # Return all state of the arguments: `fwd` may write more than `f`, and JAX
+            # requires one structure.
             state = {i: x for i, x in before.items() if i in call.lifted.writable}
             return ran._replace(out=_split(out), written={**state, **ran.written})
 
@@ -90,32 +90,32 @@ class _CustomVjp(Transform):
             ran, before = call(self.fwd, arrays)
             written["fwd"] = frozenset(ran.written)
             if not isinstance(ran.out, (tuple, list)) or len(ran.out) != 2:
-                return ran.out  # JAX has an error for it
+                return ran.out  # JAX raises the error
             out, residuals = ran.out
             return result(ran, before, out), _split(residuals)
 
         def bwd(*given: Any) -> Any:
             *static, (residuals, rest), cotangents = given
-            # No gradient flows through what was written: its cotangents are dropped.
+            # No gradient flows through written state: drop its cotangents.
             out, _ = cotangents.out
             return self.bwd(*static, eqx.combine(residuals, rest.tree), out)
 
         rule = jax.custom_vjp(f, nondiff_argnums=static)
-        if self.fwd is not None:  # else JAX has an error for it
+        if self.fwd is not None:  # else JAX raises the error
             rule.defvjp(fwd, bwd)
         ran = rule(*inputs)
         if is_in_trace() and "fwd" not in written:
-            # `jax.grad(jax.jit(call))` traces `fwd` when this call is over. What it
-            # writes then has to be among the outputs by now.
-            with contextlib.suppress(Exception):  # it may never be needed
+            # `jax.grad(jax.jit(call))` traces `fwd` after this call has returned, so
+            # find out now what `fwd` writes.
+            with contextlib.suppress(Exception):  # JAX may never trace `fwd`
                 jax.eval_shape(lambda arrays: fwd(*arrays), call.arrays)
         by_either = frozenset().union(*written.values())
-        # Others pass through unchanged, and would lose their gradient.
+        # Unwritten state passes through unchanged, and would lose its gradient.
         new = {slot: x for slot, x in ran.written.items() if slot in by_either}
         return ran._replace(written=new)
 
     def _by_position(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        """All arguments by position, with defaults, as the rules take them."""
+        """All arguments by position, with defaults, as `fwd` takes them."""
         bound = inspect.signature(self.f).bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:
@@ -142,7 +142,7 @@ def _check_passed(name: str, functions: Any, passed: Any) -> None:
 class _Rest(eqx.Module):
     """The leaves of an output that are not arrays, as a part of its structure.
 
-    JAX compares the structures of what the function and its forward rule return.
+    JAX compares the structures that the function and its forward rule return.
     """
 
     tree: Any = eqx.field(static=True)
@@ -154,11 +154,11 @@ def _split(tree: Any) -> tuple[Any, _Rest]:
 
 
 _BY_NAME: Final = """`es.custom_vjp`: the rules of `{}` take all arguments by \
-position, and `{}` is only given by name. Let it be given by position, too."""
+position, but `{}` is keyword-only. Make it a positional parameter."""
 
-_CLOSED_OVER: Final = """`es.custom_vjp`: `{0}`, or one of its rules, has the `{1}` \
-from outside, or as an argument in `nondiff_argnums`. JAX does not look into a custom \
-derivative, so the arrays of that module could have no gradient. Pass it:
+_CLOSED_OVER: Final = """`es.custom_vjp`: `{0}` or one of its rules closes over the \
+`{1}`, or takes it through `nondiff_argnums`. JAX does not differentiate the body of a \
+custom derivative, so the arrays of this module would get no gradient. Pass it:
 
     es.custom_vjp(lambda x: layer(x))           # wrong
     es.custom_vjp(lambda layer, x: layer(x))    # right, with its cotangent from `bwd`
@@ -180,36 +180,36 @@ def custom_vjp(
     nondiff_argnums: int | Sequence[int] = (),
     nondiff_argnames: str | Sequence[str] = (),
 ) -> _Rule[_P, _R]:
-    """`jax.custom_vjp` for functions of modules, which may write state.
+    """`jax.custom_vjp` for functions of modules that write state.
 
-    `rule = es.custom_vjp(f)`, and then `rule.defvjp(fwd, bwd)`, which returns `rule`:
-    `fwd` takes the arguments of `f` and returns `(out, residuals)`; `bwd` takes the
-    residuals and the cotangents of `out`, and returns a tuple with a cotangent for each
-    argument. If the call is differentiated, `fwd` runs, and otherwise `f`. Both may
-    write state to modules among their arguments, and JAX runs one of them. What they
-    write leaves through `jax.lax.stop_gradient`: no gradient flows through it. Return a
-    value as a part of the output if it has a gradient.
+    Write `rule = es.custom_vjp(f)`, and then `rule.defvjp(fwd, bwd)`, which returns
+    `rule`. `fwd` takes the arguments of `f` and returns `(out, residuals)`; `bwd` takes
+    the residuals and the cotangents of `out`, and returns a tuple with a cotangent for
+    each argument. JAX runs `fwd` if it differentiates the call, and `f` otherwise. Both
+    may write state to modules among their arguments. Written values pass through
+    `jax.lax.stop_gradient`, so no gradient flows through them: return a value as a part
+    of the output if it needs a gradient.
 
     **Arguments:**
 
-    - `fun`: a function. For a decorated method, `self` is argument 0, also of `fwd` and
-        in what `bwd` returns.
+    - `fun`: a function. For a decorated method, `self` is argument 0, also for `fwd`
+        and in the tuple that `bwd` returns.
     - `nondiff_argnums`, `nondiff_argnames`: arguments that are static, and come first
         in the arguments of `bwd`. Leaves that are not arrays need not be named.
 
     **Returns:**
 
-    A function of the same arguments, with the method `defvjp`. The cotangent for a
-    module is a module like it, `None` for an argument or any part of it is zero. The
-    function is a pytree, and can decorate methods.
+    A function of the same arguments, with the method `defvjp`. The cotangent of a
+    module is a module of the same structure; `None` for an argument or a part of it
+    means zero. The function is a pytree, and can decorate methods.
 
     **Raises:**
 
     - `ValueError`: `fun`, `fwd` or `bwd` closes over a module that is not an argument.
-    - `dataclasses.FrozenInstanceError`: `bwd` writes to a module that it is given.
-    - `AttributeError`: there are no rules yet. `TypeError`: `fwd` does not return a
-        pair whose first part is like the output of `fun`, or `bwd` a tuple of trees
-        like the arguments.
+    - `dataclasses.FrozenInstanceError`: `bwd` writes to a module that it receives.
+    - `AttributeError`: `defvjp` was not called. `TypeError`: `fwd` does not return a
+        pair that begins with an output like that of `fun`, or `bwd` does not return a
+        tuple of trees like the arguments.
 
     !!! example
 

@@ -1,23 +1,23 @@
 """The lifting core: how state passes through a JAX transform. All transforms use it.
 
-A transform of JAX sees the arguments of a function, and nothing of what the function
-closes over. A layer writes `self.mean = …`, often in a closure over `self`. To carry
-such writes out of a trace takes five steps, which every transform of `es` makes:
+A transform of JAX sees the arguments of a function, but not the values that the
+function closes over. A layer writes `self.mean = …`, often in a closure over `self`.
+Every transform of `es` carries such writes out of its trace in five steps:
 
 1. *Reach.* `Lifted(functions, arguments)` finds the modules that an open scope owns: in
    the functions, in their closures, and among the arguments.
-2. *Swap.* A closure holds the object itself, and would not see a copy: so the fields of
-   the object are set to the values of the trace, and set back. A module among the
-   arguments is a value, as in JAX: the function gets a copy of it.
+2. *Swap.* A closure refers to the object itself, so set the fields of the object to the
+   values of the trace, and restore them afterwards. A module among the arguments is a
+   value, as in JAX: the function gets a copy of it.
 3. *Run* the function, in scopes that belong to the inner trace.
 4. *Collect* the leaves that were written. They leave the trace as ordinary outputs.
 5. *Commit* them to the modules outside: all or nothing.
 
-All leaves of all modules are in one flat mapping, from a `LeafIndex` to a value. Names
-would not do as keys, since two leaves may have equal names.
+One flat mapping contains all leaves of all modules, by `LeafIndex`. The keys cannot be
+names, because two leaves may have equal names.
 
-A module that no scope owns is data. JAX traces it among the arguments, and takes its
-arrays in a closure for constants.
+A module that no scope owns is data: JAX traces its arrays in an argument, and treats
+them as constants in a closure.
 """
 
 import contextlib
@@ -65,9 +65,9 @@ Values = dict[LeafIndex, Any]
 
 @dataclasses.dataclass(eq=False)
 class LiftedModule:
-    """An owned module that is not inside another one that the transform reaches.
+    """An outermost module among the owned modules that a transform reaches.
 
-    - `place`, `visits`: where it is in its model; paths and kinds are seen from there.
+    - `place`, `visits`: its ownership and its walk, with the paths in its model.
     - `original`: the module that it is a copy of; otherwise `module` itself.
     """
 
@@ -92,9 +92,9 @@ class LiftedModule:
 def _roots_among(
     reached: Sequence[Any], originals: dict[int, Any]
 ) -> list[LiftedModule]:
-    """The modules among `reached` that are not inside another one, each once.
+    """The outermost modules among `reached`, each once.
 
-    `originals`: the module that a copy was made of, by the `id` of the copy.
+    `originals`: the original of each copy, by the `id` of the copy.
     """
     roots: list[LiftedModule] = []
     inside: set[int] = set()
@@ -105,7 +105,7 @@ def _roots_among(
         visits = walk(module, place.path, place.context)
         root = LiftedModule(module, place, visits, originals.get(id(module), module))
         below = {id(visit.node) for visit in root.modules}
-        # `lambda x: layer(x) + model(x)` leads to the part before the whole.
+        # In `lambda x: layer(x) + model(x)` the part comes before the whole.
         roots = [x for x in roots if id(x.module) not in below] + [root]
         inside |= below
     return roots
@@ -115,7 +115,7 @@ def _roots_among(
 
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
-    """A copy of an owned module in the same place, with these leaves or its own."""
+    """A copy of an owned module, owned alike, with these leaves or its own."""
     place, copy = ownership_of(module), closed_copy(module)
     if values is not None:
         copy = jtu.tree_map(lambda _: next(values), copy)
@@ -128,16 +128,16 @@ def copy_arguments(
 ) -> tuple[Any, dict[int, Any]]:
     """`tree` with a copy of each owned module; and the original of each copy, by `id`.
 
-    `treatments` has an entry for each leaf: the axis over which it is mapped, say. A
-    module that occurs several times and is treated in one way is one copy:
-    `f(self.a, self.a)` gets one object twice.
+    `treatments` has an entry for each leaf: in `es.vmap`, its axis. Occurrences of a
+    module with equal treatment share one copy: `f(self.a, self.a)` gets one object
+    twice.
     """
     if treatments is None:
         treatments = [None] * jtu.tree_structure(tree).num_leaves
     entries = [*by_entry(tree, treatments)]
     copies: dict[tuple[int, tuple[Any, ...]], Any] = {}
     originals: dict[int, Any] = {}
-    # The largest first: of `f(model, model.layer)` the second is a part of the first.
+    # The largest first: in `f(model, model.layer)` the second is a part of the first.
     for module, treatment in sorted(entries, key=lambda x: -len(x[1])):
         if not is_owned(module) or (id(module), treatment) in copies:
             continue
@@ -152,7 +152,7 @@ def copy_arguments(
 
 
 def _extents(visits: list[Visit]) -> Iterator[tuple[Any, int, int]]:
-    """Every `es.Module` in a tree, and the range of the tree's leaves that it has."""
+    """Every `es.Module` in a tree, and the range of its leaves among the tree's."""
     start = 0
     for visit in visits:
         if visit.is_leaf:
@@ -167,16 +167,16 @@ def _extents(visits: list[Visit]) -> Iterator[tuple[Any, int, int]]:
 
 @jtu.register_static
 class StaticOutput:
-    """Takes a static value out of a trace, as a part of the output's treedef."""
+    """A static value that leaves a trace as part of the output's treedef."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 class Ran(NamedTuple):
-    """The result of a call in a trace: its output, its writes, and what it sowed.
+    """The result of a call in a trace: its output, its writes, and its sown values.
 
-    `sown` has for each scope the values by name.
+    `sown` has an entry for each scope: the values by key.
     """
 
     out: Any
@@ -187,16 +187,15 @@ class Ran(NamedTuple):
 class Lifted:
     """The owned modules that one lifted call reaches, and all their leaves.
 
-    - `arguments`: the tree that was given, in which each owned module is a copy now.
-        `originals` has for each copy, by its `id`, the module that it is a copy of.
-    - `reached`: the modules, once for each place where one is reached; `roots`: the
-        outermost of them, each once.
+    - `arguments`: the given arguments, with a copy of each owned module; `originals`:
+        the original of each copy, by the `id` of the copy.
+    - `reached`: the modules, once per occurrence; `roots`: the outermost, each once.
     - `values`: the leaves of all roots.
-    - `created`: what `init` has made in the last run.
-    - `scopes`: the scopes that own them. There may be several, as `es.mutable` nests.
+    - `created`: the fields that `init` has created in the last run.
+    - `scopes`: the scopes that own the modules; several if `es.mutable` is nested.
 
-    The modules in `functions` are the objects that they are. `treatments`, one for each
-    leaf of the arguments, say which occurrences of a module need copies of their own.
+    The modules in `functions` are not copied. `treatments`, one for each leaf of the
+    arguments, are those of `copy_arguments`.
     """
 
     def __init__(
@@ -207,13 +206,13 @@ class Lifted:
     ):
         self.given = functions, arguments
         found = owned_in(self.given)
-        # Equinox's own modules, whose calls may be observed, do not lead to a scope.
+        # No scope owns Equinox's modules, but their calls may be observed.
         scopes = [*(ownership_of(x).scope for x in found), *OBSERVING.get().values()]
         self.scopes = list({id(scope): scope for scope in scopes}.values())
         for scope in self.scopes:
             scope.check_thread()
-        # Nothing can be made in a loop or a branch, whose structure is fixed. While
-        # `init` runs, such transforms call their function without a trace first.
+        # The structure of a loop or a branch is fixed. While `init` runs, these
+        # transforms first call their function without a trace, to create all fields.
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         self.arguments, self.originals = arguments, {}
         if found:
@@ -229,8 +228,8 @@ class Lifted:
 
     @ft.cached_property
     def writable(self) -> Values:
-        """Those of `values` that are arrays which the call may write."""
-        # NumPy arrays are constants here (`scope.own_arrays`), which may be shapes.
+        """The arrays among `values` that the call may write."""
+        # NumPy arrays are constants (see `own_arrays`), and may be used as shapes.
         return {
             (i, k): visit.node
             for i, root in enumerate(self.roots)
@@ -246,7 +245,7 @@ class Lifted:
 
     @ft.cached_property
     def _slots(self) -> dict[int, list[LeafIndex]]:
-        """The slots of each module, by its `id`; those of a parent come first."""
+        """The leaves of each module, by its `id`; parents first."""
         return {
             id(module): [(i, k) for k in range(start, stop)]
             for i, root in enumerate(self.roots)
@@ -255,7 +254,7 @@ class Lifted:
 
     @ft.cached_property
     def _owners(self) -> dict[LeafIndex, tuple[Any, int]]:
-        """For each leaf the innermost module outside, and its number in that."""
+        """For each leaf, the innermost module outside, and the leaf's number in it."""
         return {
             (i, k): (self.originals.get(id(module), module), k - start)
             for i, root in enumerate(self.roots)
@@ -264,18 +263,18 @@ class Lifted:
         }
 
     def has(self, module: Any) -> bool:
-        """Whether a module is a root, or inside one."""
+        """Whether a module is lifted, or inside a lifted module."""
         return id(module) in self._slots
 
     def slots(self, module: Any) -> list[LeafIndex]:
-        """The slots of an owned module that is a root, or inside one."""
+        """The leaves of a module that is lifted, or inside a lifted module."""
         return self._slots[id(module)]
 
     def fill(self, tree: Any, new: Iterable[Any]) -> tuple[Any, Values]:
-        """`tree` with other leaves. Those of owned modules come as values by slot."""
+        """`tree` with new leaves. Those of owned modules are returned as `Values`."""
         new, values = iter(new), {}
 
-        # Not `is_owned`: JAX may trace the forward rule of an `es.custom_vjp` when the
+        # Not `is_owned`: JAX may trace the forward rule of an `es.custom_vjp` after the
         # scope of the call has closed.
         def put(x: Any) -> Any:
             if not self.has(x):
@@ -290,10 +289,10 @@ class Lifted:
     def run(self, values: Values, call: Callable[[], Any]) -> Ran:
         """Run `call()` in the active trace, while the modules have these values.
 
-        JAX decides how often a function is traced: a loop traces its body again if the
-        weak types of the carry have to settle, and a function that is passed as two
-        branches is traced only once. So a trace leaves nothing behind in the modules,
-        neither its tracers nor its writes: `commit` writes, once.
+        JAX decides how often it traces a function: a loop traces its body twice if weak
+        types in the carry have to settle, and a function that is two branches is traced
+        once. A trace therefore leaves no tracers and no writes in the modules; `commit`
+        writes once.
         """
         inner = {id(scope): scope.inner() for scope in self.scopes}
         before = self._contents()
@@ -309,19 +308,19 @@ class Lifted:
                 if isinstance(scope, InitScope)
             ]
             out, after = leave(out, owned)
-        # Restoring a field puts back the list that it held, but not what was in the
-        # list. There is no right way to merge such a change.
+        # A restored field contains its old list, but the elements of the list may have
+        # changed. Such a change cannot be carried out of the trace.
         if not identical(self._contents(), before):
             raise TraceError(_CONTAINER_CHANGED)
         sown = [inner[id(scope)].sown for scope in self.scopes]
         return Ran(out, self._written(values, after), sown)
 
     def _called(self, call: Callable[[], Any]) -> Any:
-        """`call()`. If it fails at an Initializer, name that one in the error."""
+        """Run `call()`. If it uses an Initializer, raise an error that names it."""
         try:
             return call()
         except NotInitializedError:
-            # Not before the call, because a function may close over a lazy model and
+            # Not before the call: a function may close over a lazy model, and
             # initialize it.
             for model in models_in(self.given):
                 check_initialized(model)
@@ -337,10 +336,10 @@ class Lifted:
 
     @contextlib.contextmanager
     def _swapped(self, values: Values, inner: dict[int, Scope]) -> Iterator[None]:
-        """Give the modules these values and an inner scope; then all is as before.
+        """Give the modules these values and an inner scope, and restore them at exit.
 
-        The inner scope belongs to the inner trace. With the outer one each write would
-        be refused, as a write in another trace.
+        The inner scope belongs to the inner trace. The outer scope, which belongs to a
+        different trace, would reject each write.
         """
         saved = [
             (v.node, dict(v.node.__dict__), ownership_of(v.node))
@@ -362,7 +361,7 @@ class Lifted:
                 set_ownership(module, place)
 
     def _contents(self) -> list[Any]:
-        """All modules and leaves in the lifted modules outside."""
+        """All modules and leaves in the originals of the lifted modules."""
         found: list[Any] = []
         for root in self.roots:
             found += modules_below(root.original) + jtu.tree_leaves(root.original)
@@ -384,10 +383,10 @@ class Lifted:
     # --- Commit -----------------------------------------------------------------------
 
     def commit(self, ran: Ran) -> None:
-        """Write to the owned modules, and record what was sown: all or nothing."""
-        # Everything that can raise comes first. If a transform of JAX lies between the
-        # scope and us, the values are its tracers and must not reach the modules, none
-        # of them: an `except` in user code would otherwise see a model half written.
+        """Write to the owned modules, and record the sown values: all or nothing."""
+        # Everything that can raise comes first, so that an `except` in user code never
+        # sees a half-written model. If a transform of JAX is between the scope and this
+        # one, the values are its tracers, and must not reach the modules.
         self._check_written_once(ran.written)
         for i, k in ran.written:
             scope = self.roots[i].place.scope
@@ -405,7 +404,7 @@ class Lifted:
         for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
             owner, _ = self._owners[i, k]
-            if ownership_of(owner) is None:  # in a list that the caller has filled
+            if ownership_of(owner) is None:  # the caller has put it into a list
                 owner = self.roots[i].original
             scope = self.roots[i].place.scope
             scope.written[id(owner)] = owner, self.name((i, k))
@@ -413,7 +412,7 @@ class Lifted:
             old = jtu.tree_leaves(self.roots[i].original)
             values = (new.get(k, x) for k, x in enumerate(old))
             _set_leaves(self.roots[i].original, values, keep=True)
-        # After the writes, since a new leaf shifts the positions of the others.
+        # After the writes: a new leaf shifts the positions of the others.
         for scope, fields in self.created:
             scope.put_created(
                 [(self.originals.get(id(x), x), name, new) for x, name, new in fields]
@@ -424,9 +423,9 @@ class Lifted:
     def check_not_created(
         self, is_stack: Callable[[int, Visit], bool], what: str
     ) -> None:
-        """Raise `ValueError` if `init` has made an array in one layer of a stack.
+        """Raise `ValueError` if `init` has created an array in one layer of a stack.
 
-        `is_stack`: whether an array there, in this lifted module, is one of a stack.
+        `is_stack`: whether an array at this visit, in this root, is stacked.
         """
         inside = {
             id(v.node): (i, v) for i, x in enumerate(self.roots) for v in x.modules
@@ -440,15 +439,14 @@ class Lifted:
                     raise created_error(module, name, f"in one {what}")
 
     def _check_written_once(self, written: Values) -> None:
-        """Raise `ValueError` if one state was written in two ways.
+        """Raise `ValueError` if one state has two new values.
 
-        As an argument and through a closure, say: both are that state, and each has a
-        value of its own.
+        For example, if the function wrote it as an argument and through the closure.
         """
         if not self.originals:
             return
-        # By module, and not by path: after `layers[0], layers[1] = layers[1],
-        # layers[0]` modules do not know their new paths.
+        # Compare modules and not paths: after `layers[0], layers[1] = layers[1],
+        # layers[0]`, the recorded paths are old.
         writers: dict[tuple[int, int], int] = {}
         for slot in written:
             owner, number = self._owners[slot]
@@ -458,10 +456,10 @@ class Lifted:
 
 
 def _set_leaves(module: BaseModule, values: Iterator[Any], keep: bool = False) -> None:
-    """Put leaves, in the order of flattening, into a module and the modules inside it.
+    """Set the leaves of a module in place, in the order of flattening.
 
-    Owned modules stay the objects that they are. All other nodes are rebuilt, so that a
-    list that the caller holds, too, does not change; with `keep` only if a leaf did.
+    Owned modules inside remain the same objects. All other nodes are rebuilt, because
+    the caller may also refer to a list; with `keep`, only nodes with a new leaf.
     """
 
     def put(x: Any) -> Any:
@@ -474,7 +472,7 @@ def _set_leaves(module: BaseModule, values: Iterator[Any], keep: bool = False) -
     for name in dynamic_names(type(module)):
         if name in fields:
             old = fields[name]
-            if eqx.is_array(old):  # as most are: `tree_map` is slow for one leaf
+            if eqx.is_array(old):  # the common case: `tree_map` is slow for one leaf
                 new = next(values)
             else:
                 new = jtu.tree_map(put, old, is_leaf=is_owned)
@@ -488,14 +486,15 @@ _NOT_AN_ARRAY: Final = """`{0}` was changed from `{1}` to `{2}` inside a transfo
 Only arrays can leave a transform. Make it an array, `phase: es.State = 0` instead of \
 `"cold"`, or write it outside."""
 
-_CONTAINER_CHANGED: Final = """A list or a dictionary in a module was changed inside a \
-transform, by a function that closes over it. The transform puts the modules back as \
-they were, but not the list. Replace it: `self.layers = [*reversed(self.layers)]`."""
+_CONTAINER_CHANGED: Final = """A function under a transform changed a list or a dict \
+in a module that it closes over. After tracing, the transform restores the fields of \
+modules, but not the contents of such a container. Assign a new one instead: \
+`self.layers = [*reversed(self.layers)]`."""
 
 _WRITTEN_TWICE: Final = """`{0}` is reached twice, and written in both ways: through \
-an argument of the transform, and through its function or through another argument. \
-An argument is a copy with values of its own (a slice, those of a lane, what is \
-differentiated), so one of the two writes would be lost. Write it in one way:
+an argument of the transform, and through the closure or a second argument. An \
+argument is a copy with its own values (a slice, a lane, the differentiated values), \
+so one of the two writes would be lost. Write it in one way:
 
     lambda layer, x: self.layer(x) + layer(x)    # wrong: both write `{1}`
     lambda layer, x: layer(x)                    # right"""

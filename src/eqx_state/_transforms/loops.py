@@ -1,12 +1,12 @@
 """`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step.
 
-State that the functions reach becomes a part of JAX's carry, beside the user's own.
-Which of it was written is known after the trace of a step, and only that is committed.
+The state that the functions reach becomes a part of JAX's carry, beside the user's
+carry. The trace of a step shows which of it is written, and only that is committed.
 
-A module may be in the carry itself. JAX's carry is a value: the body gets a new one at
-each step, and whatever was passed in as the first one is unchanged after the loop. So
-the body gets a copy, and a new module comes back, which becomes state when the caller
-assigns it: `self.cell, ys = es.scan(step, self.cell, xs)`.
+The user's carry may contain modules. A carry is a value: the body gets a new one at
+each step, and the first one does not change. The body therefore gets a copy of the
+module, and the loop returns a new module for the caller to assign: `self.cell, ys =
+es.scan(step, self.cell, xs)`.
 """
 
 import itertools
@@ -41,16 +41,16 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The arrays that a loop threads: its carry, state, and slices of modules.
+    """The arrays of a loop: its carry, state, and slices of modules.
 
-    - `init`: the first carry, with copies of its modules; `originals` has what they are
-        copies of, by index among the lifted modules.
+    - `init`: the first carry, with copies of its modules; `originals`: the original of
+        each copy, by index among the lifted modules.
     - `arrays`, `static`: its leaves, split; `before`, `treedef`: its leaves in order.
-    - `state`: the state of all other modules, which is carried beside it.
-    - `slices`: the leaves of the modules in `xs`, of which each step has a slice.
-    - `written`: what any trace of a step has written; `unchanged`: the positions of
-        leaves of modules in the carry that every trace returned as they were. They
-        cannot be outputs of the step, since JAX fixes the treedef of those.
+    - `state`: the state of all other modules, which JAX carries beside it.
+    - `slices`: the leaves of the modules in `xs`; each step gets a slice.
+    - `written`: the leaves that some trace of a step has written; `unchanged`: the
+        positions of leaves of modules in the carry that every trace returned unchanged.
+        They cannot be outputs of the step, because JAX fixes the treedef of those.
     """
 
     def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
@@ -93,7 +93,7 @@ class Loop:
     def enter(
         self, carry: tuple[Any, Values], slices: Values | None = None
     ) -> tuple[Any, Values]:
-        """The carry that the functions take, and the values of the modules."""
+        """The carry for the functions, and the values of the modules."""
         arrays, state = carry
         values = {**self.lifted.values, **state, **(slices or {})}
         new = jtu.tree_leaves(eqx.combine(arrays, self.static))
@@ -103,9 +103,9 @@ class Loop:
     def first(self, step: Callable[[Any], Any]) -> tuple[Any, Values]:
         """The first carry; in a `shard_map` with the types that `step` gives it.
 
-        What begins as one value for all devices may differ between them after a step,
-        and JAX wants one type for all steps. A cast may make other values vary in the
-        next step, so this goes on until nothing changes.
+        A value that is replicated at first may vary between the devices after a step,
+        but JAX requires one type for all steps. Casting it may make more values vary in
+        the next step, so repeat this until nothing changes.
         """
         carry = self.arrays, self.state
         found: list[frozenset[Any]] = []
@@ -117,7 +117,7 @@ class Loop:
             jax.eval_shape(probe, carry)
             old, treedef = jtu.tree_flatten(carry)
             if len(old) != len(found):
-                break  # JAX raises an error for that
+                break  # JAX raises the error
             new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
             if identical(old, new):
                 break
@@ -131,7 +131,7 @@ class Loop:
         slices: Values | None = None,
         unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
     ) -> Step:
-        """Run a step on this carry; `unpack` finds the new one in the output of `f`."""
+        """Run one step; `unpack` finds the new carry in the output of `f`."""
         given, values = self.enter(carry, slices)
         ran = self.lifted.run(values, lambda: f(given))
         new, rest = unpack(ran.out)
@@ -144,10 +144,10 @@ class Loop:
         return Step((arrays, state), rest, ran.written, ran.sown)
 
     def _check_returned(self, values: Values, carry: Any, written: Values) -> None:
-        """Check that what was written in a module of the carry is in the new carry."""
+        """Check that the new carry contains the writes to modules in the carry."""
         returned, treedef = jtu.tree_flatten(carry)
         if treedef != self.treedef:
-            return  # JAX raises an error for that
+            return  # JAX raises the error
         position = 0
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if not is_owned(x):
@@ -163,9 +163,9 @@ class Loop:
                 position += 1
 
     def _outside(self, i: int, values: Values) -> list[Any]:
-        """The leaves of the module outside that is in the carry as this copy.
+        """The leaves of the original of a copy in the carry.
 
-        A body may return that one instead of the copy: `return self.cell, y`.
+        A body may return the original instead of the copy: `return self.cell, y`.
         """
         original = self.originals[i]
         if self.lifted.has(original):  # in the closure, with the values of the trace
@@ -180,18 +180,17 @@ class Loop:
     ) -> Any:
         """Commit what the loop has written, and return the last carry.
 
-        `sown`, `slices`: what the loop returns besides: the new leaves of `xs`.
+        `sown`: the sown values; `slices`: the new leaves of modules in `xs`.
         """
-        if sown is None:  # it returns the carry alone
+        if sown is None:  # the loop only returns the carry
             sown = [Sown() for _ in self.lifted.scopes]
         arrays, state = carry
         written = {slot: x for slot, x in state.items() if slot in self.written}
         self.lifted.commit(Ran(None, {**written, **(slices or {})}, sown))
-        # JAX returns new arrays for the whole carry, also for the parameters of a
-        # module, which no step changes. Assigning that module, `self.cell = cell`,
-        # would count as a write to its parameters, which a scope for state refuses:
-        # writes are compared by identity. So leaves that were unchanged in each trace
-        # are the caller's own arrays again.
+        # JAX returns new arrays for the whole carry, even for the parameters of a
+        # module, which no step changes. A scope detects writes by identity, so
+        # `self.cell = cell` would count as a write to the parameters. Return the
+        # caller's own arrays for leaves that each trace left unchanged.
         after = jtu.tree_leaves(eqx.combine(arrays, self.static))
         kept = self.unchanged
         new = (self.before[k] if k in kept else x for k, x in enumerate(after))
@@ -214,16 +213,16 @@ def scan(
 ) -> tuple[_C, _Y]:
     """`jax.lax.scan` that carries state from step to step.
 
-    State and keys of the modules that `f` holds or closes over are carried; parameters
-    are shared by all steps. Modules in `xs` are sliced along their first axis: to scan
-    over a stack of layers, pass it as `xs`. Its state is written back stacked. Modules
-    in `init` are carried and come back in the carry. The object that was passed in does
-    not change until the new one is assigned: `self.cell, ys = es.scan(step, self.cell,
+    The state and keys of modules that `f` is or closes over are carried; their
+    parameters are shared by all steps. Modules in `xs` are sliced along the first axis:
+    to scan over a stack of layers, pass the stack as `xs`. The new state is stacked
+    again. Modules in `init` are part of the carry. The module that you passed in does
+    not change until you assign the new one: `self.cell, ys = es.scan(step, self.cell,
     xs)`.
 
-    If `f` also closes over a stack in `xs`, it sees the whole stack there, as it was.
+    If `f` also closes over a stack in `xs`, it sees the whole stack in its old state.
 
-    Outside `jit`, a loop traces its function at each call. Put the whole computation in
+    Outside `jit`, a loop traces its function on each call. Put the whole computation in
     [`es.jit`][eqx_state.jit] to trace it once.
 
     **Arguments:**
@@ -241,8 +240,8 @@ def scan(
     **Raises:**
 
     - `ValueError`: a written state changed its shape or dtype, or is not an array; a
-        module of the carry was written and not returned; the state of a module in `xs`
-        was written, and was also written through the closure.
+        module of the carry was written but not returned; a state was written both in
+        `xs` and through the closure.
     - `TypeError`: the carry changed its structure, shape or dtype.
 
     !!! example
@@ -303,13 +302,13 @@ def scan(
 
 
 def _slice_of(x: Any, i: int = 0) -> Any:
-    # A loop without steps has no first slice, but zeros have the right shape.
+    # A loop with zero steps has no first slice, but zeros have the right shape.
     return x[i] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
 
 
 def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
-    """Run one step outside of the loop, which makes everything that is missing."""
-    # The modules in `init` are no copies here: the step has to initialize themselves.
+    """Run one step outside the loop, which creates all missing fields."""
+    # The modules in `init` are not copied: the step initializes the originals.
     lifted = Lifted((f, init), xs)
     values = {
         (i, k): _slice_of(x, first) if lifted.roots[i].is_copy and is_array(x) else x
@@ -321,8 +320,8 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     ran = lifted.run(values, lambda: f(init, x))
     stacked = {i for i, root in enumerate(lifted.roots) if root.is_copy}
     lifted.check_not_created(lambda i, _: i in stacked, "step of `es.scan`")
-    # The writes to a slice are dropped. The loop runs this step again, and writes the
-    # whole stack.
+    # Drop the writes to a slice: the loop runs this step again, and writes the whole
+    # stack.
     state = {
         (i, k): x for (i, k), x in ran.written.items() if not lifted.roots[i].is_copy
     }
@@ -349,8 +348,9 @@ def while_loop(
 ) -> _C:
     """`jax.lax.while_loop` that carries state from step to step.
 
-    As in [`es.scan`][eqx_state.scan], state and keys of the modules that the functions
-    reach are carried, and modules in `init_val` come back in the result.
+    As in [`es.scan`][eqx_state.scan], the state and keys of the modules that the
+    functions are or close over are carried, and modules in `init_val` are part of the
+    carry.
 
     **Arguments:**
 
@@ -403,7 +403,7 @@ def while_loop(
 
 
 def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
-    """Call `cond_fun`, out of which JAX takes only the answer."""
+    """Call `cond_fun`, which can return only a bool."""
     given, values = loop.enter(carry)
     ran = loop.lifted.run(values, lambda: cond_fun(given))
     _check_not_sown(ran.sown)
@@ -413,7 +413,7 @@ def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
 
 
 def _only_carry(step: Step) -> Any:
-    """The carry of a step, out of which JAX takes nothing else."""
+    """The carry of a step that cannot return anything else."""
     _check_not_sown(step.sown)
     return step.carry
 
@@ -434,8 +434,8 @@ def fori_loop(
 ) -> _C:
     """`jax.lax.fori_loop` that carries state from step to step.
 
-    As in [`es.scan`][eqx_state.scan], state and keys of the modules that `body_fun`
-    reaches are carried, and modules in `init_val` come back in the result.
+    As in [`es.scan`][eqx_state.scan], the state and keys of the modules that `body_fun`
+    is or closes over are carried, and modules in `init_val` are part of the carry.
 
     **Arguments:**
 
@@ -486,20 +486,20 @@ unchanged."""
 
 NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
 returned a carry without it, so the write would be lost. Return the module that the \
-function was given: `y = cell(x)`, and then `return cell, y`."""
+function receives: `y = cell(x)`, and then `return cell, y`."""
 
-_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. A \
-stack of layers has one in each of its arrays, also in its state and keys. To run \
-layers in turn: `es.nn.Stacked(layers)(x)`. To make a stack for `xs`: \
+_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. In \
+a stack of layers, each array has this axis, also state and keys. To run layers in \
+turn: `es.nn.Stacked(layers)(x)`. To create a stack for `xs`: \
 `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
-_NOT_A_PAIR: Final = """The function of `{}` returns a pair, `(carry, y)`, and this \
-one returned `{}`. Write `return (model, optimizer), loss`, or `return carry, None`."""
+_NOT_A_PAIR: Final = """The function of `{}` must return a pair, `(carry, y)`, but it \
+returned `{}`. Write `return (model, optimizer), loss`, or `return carry, None`."""
 
-_COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It only answers \
-whether to go on, and JAX takes nothing else out of it. Write in `body_fun`, and carry \
-what `cond_fun` has to know."""
+_COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It can only return \
+a bool, so the write would be lost. Write in `body_fun`, and put what `cond_fun` needs \
+into the carry."""
 
-_SOWN: Final = """Cannot capture {} in a step of `es.while_loop` or `es.fori_loop`, \
-of which only the last carry comes out. `es.scan` stacks what its steps sow and \
-return. Or sow it after the loop, or leave the module out of `outputs`."""
+_SOWN: Final = """Cannot capture {} in a step of `es.while_loop` or `es.fori_loop`: \
+only the last carry leaves such a loop. Use `es.scan`, which stacks the captured \
+values of its steps; or sow after the loop; or leave the module out of `outputs`."""

@@ -1,8 +1,8 @@
 """`es.mutable`: run on a private copy, return the result and the new model.
 
-There are two halves. `target` finds the model in a call: the object that the function
-carries along, or arguments. `thread` runs the call on a private copy of that model,
-which is the life of a scope from start to end.
+There are two halves. `target` finds the model of a call: the object that the function
+is bound to, or arguments. `thread` opens a scope, runs the call on a private copy of
+the model, and closes the scope.
 """
 
 import functools as ft
@@ -29,11 +29,11 @@ from .._tree.walk import is_array, is_numpy, leaves, name_of, Visit
 from .transform import Transform, wrap
 
 
-# --- `cast=`: other dtypes for a model inside a call, and its own outside.
+# --- `cast=`: dtypes of a model inside a call.
 #
-# The arrays that the rules select are cast where the private copy is made, inside of
-# what is differentiated, so gradients come back through the cast. After the call what
-# was not written is the caller's own array again, and what was written is cast back.
+# The selected arrays are cast when the private copy is created, inside the
+# differentiated function, so gradients pass back through the cast. After the call,
+# unwritten arrays are the caller's own again, and written arrays are cast back.
 
 
 class Cast(NamedTuple):
@@ -43,14 +43,14 @@ class Cast(NamedTuple):
     what: str
 
     def inside(self, model: Any, given: Snapshot, scope: Scope) -> Snapshot:
-        """The snapshot `given` of a model with its dtypes inside of the call.
+        """The snapshot `given` of a model, with the dtypes inside the call.
 
-        The scope comes to know the arrays that have others outside.
+        Stores in the scope which arrays have a different dtype outside.
         """
-        check_initialized(model)  # what is not there yet matches no filter
+        check_initialized(model)  # filters cannot match missing arrays
         rules = dict(self.rules)
         own, new = {}, []
-        # Moments and averages are not computed with, and keep their precision.
+        # Do not cast moments and averages: the forward pass does not compute with them.
         keys = choose(rules, model, self.what, follow=False)
         for visit, key in zip(leaves(model), keys, strict=True):
             x, dtype = visit.node, None if key is None else rules[key]
@@ -77,7 +77,7 @@ def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
     if cast[key] is None:
         return None
     try:
-        # NumPy would take the dtype of an array for the array.
+        # `jnp.dtype` would accept an array, and return its dtype.
         dtype = None if is_array(cast[key]) else jnp.dtype(cast[key])
     except TypeError:
         dtype = None
@@ -92,8 +92,8 @@ def restore_dtypes(new: Any, inside: Snapshot, given: Snapshot) -> Any:
     for x, cast, own in zip(
         jtu.tree_leaves(new), inside.leaves, given.leaves, strict=True
     ):
-        # By place, and not only by identity: one array may have been written to the
-        # place of another, and was cast then.
+        # Compare leaf by leaf: after `self.a = self.b`, the cast array of `b` is at the
+        # position of `a`, and counts as written there.
         if x is cast:
             out.append(own)
         else:
@@ -107,11 +107,11 @@ def _is_real(x: Any) -> bool:
     return is_values and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-_NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, and `{}` was \
-given, which does not say what is cast: `cast={{es.Parameter: jnp.bfloat16}}`."""
+_NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, such as \
+`cast={{es.Parameter: jnp.bfloat16}}`, but this is `{}`, which selects no arrays."""
 
-_NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, and arrays are cast to a \
-real floating dtype, or left as they are by `None`: `cast={{es.Parameter: \
+_NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, but it must be a real \
+floating dtype, or `None` to leave the arrays unchanged: `cast={{es.Parameter: \
 jnp.bfloat16}}`. Integers, bools and complex arrays are never cast."""
 
 
@@ -128,7 +128,7 @@ def thread(
     run: Callable[[Any], Any],
     cast: Cast | None = None,
 ) -> tuple[Any, Any]:
-    """Run on a private copy of the model. Returns the output, and the new model.
+    """Run on a private copy of the model. Returns the output and the new model.
 
     `cast`: the dtypes of the private copy.
     """
@@ -156,8 +156,8 @@ def thread(
 def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
     """The message if a layer with Equinox's state was called without its state.
 
-    `None` for any other error. An `eqx.nn.Sequential` without a state passes a bare
-    `object()` on to its layers, which is how this one is recognized.
+    `None` for any other error. We recognize the error by the bare `object()` that an
+    `eqx.nn.Sequential` without a state passes to its layers.
     """
     layers = [v for v in visits if isinstance(v.node, eqx.nn.StateIndex)]
     if type(error.obj) is not object or not layers:
@@ -171,9 +171,9 @@ Lens = tuple[Any, Callable[[Any], Any]]
 
 
 def carried(f: Any) -> Lens | None:
-    """The object that a callable carries along, and how to put another in its place.
+    """The object that a callable is bound to, and a function that replaces it.
 
-    `None` for a plain function: the model is an argument then.
+    `None` for a plain function, whose model is an argument.
     """
     if isinstance(f, Transform):
         if (inner := carried(f.f)) is None:
@@ -216,7 +216,7 @@ def as_argnums(argnums: Any, what: str) -> Argnums:
 
 
 def positions(args: tuple[Any, ...], argnums: Any, what: str) -> list[int]:
-    """What `argnums` names among the arguments, counted from the start."""
+    """The positions that `argnums` names, as nonnegative integers."""
     found: list[int] = []
     for i in argnums if isinstance(argnums, tuple) else (argnums,):
         if not -len(args) <= i < len(args):
@@ -234,7 +234,7 @@ def target(
     argnums: Argnums,
     what: str,
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """The model that `f(*args, **kwargs)` threads, and the call as a function of it."""
+    """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
     name = getattr(f, "__name__", "f")
     if argnums is None:
         if (lens := carried(f)) is not None:
@@ -266,16 +266,16 @@ def as_kinds(kinds: Any, what: str) -> Kinds:
     return given
 
 
-_NO_STATE: Final = """`{0}` is {2} whose state is in an `eqx.nn.State`, and was \
-called without one. Thread that by hand, `model(x, state)`; or make it a part of the \
+_NO_STATE: Final = """`{0}` is {2} whose state is in an `eqx.nn.State`, but it was \
+called without one. Pass the state yourself, `model(x, state)`; or store it in the \
 model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
 
 _ARGNUMS: Final = """`{}(..., argnums={})`: `argnums` is the position of a positional \
 argument, an integer, or a tuple of them."""
 
-_NO_ARGUMENT: Final = """`{}` was called with {} positional arguments, so there is no \
-argument {}. They are counted from 0, without the `self` of a decorated method, and \
-without arguments that are given by name."""
+_NO_ARGUMENT: Final = """`{}` was called with {} positional arguments, so argument {} \
+does not exist. Positions count from 0, without the `self` of a decorated method, and \
+without arguments passed by name."""
 
 _NAMED_TWICE: Final = """`{}` names argument {} twice. Name each argument once."""
 
@@ -283,8 +283,8 @@ _NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and m
 no keyword writable. Pass the model by position, `{0}({1})(model, ...)`, or call its \
 method, `{0}(model.{1})(...)`."""
 
-_KINDS: Final = """`{}(..., kinds={})`: `kinds` is a kind such as `es.State`, or a \
-tuple of them; `es.TreePart` allows all."""
+_KINDS: Final = """`{}(..., kinds={})`: `kinds` must be a kind such as `es.State`, or \
+a tuple of kinds; `es.TreePart` allows all."""
 
 
 class _Mutable(Transform):
@@ -299,9 +299,8 @@ class _Mutable(Transform):
 
 
 class _Threaded(Generic[_M_co, _F_co]):
-    """The type of `mutable(model)`, for type checkers: the model's own signature, and
-    the new model beside the output. `_F_co` is the model's type again, as a
-    callable."""
+    """The type of `mutable(model)`, for type checkers: the signature of the model, with
+    the new model beside the output. `_F_co` is the type of the model as a callable."""
 
     def __call__(
         self: "_Threaded[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
@@ -331,29 +330,29 @@ def mutable(
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """`f` with permission to write state: it returns `(output, new_model)`.
+    """Let `f` write state: the result returns `(output, new_model)`.
 
     `f` runs on a private copy of the model, in which `self.field = value` is allowed.
-    The model that was passed in does not change.
+    The model that you pass in does not change.
 
     **Arguments:**
 
-    - `f`: the function to call. The model is the object of a bound method, a callable
-        module itself, or the model of the function that a transform of `es` wraps. For
-        any other function it is the first positional argument: any pytree with
+    - `f`: the function to call. The model is `f` itself if `f` is a module, the bound
+        object if `f` is a method, and the model of `g` if `f` is `es.vmap(g)` or the
+        like. Otherwise it is the first positional argument: any pytree with
         `es.Module`s in it.
     - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
-    - `argnums`: the positional arguments to thread instead, counted from 0 as in
-        `jax.grad`; negative ones count from the end. An integer, or a tuple of them, in
-        which case the new model is a tuple, too. An object that `f` carries along is
-        not threaded then.
-    - `cast`: the dtypes that the model has inside of the call: rules, as for `es.spec`,
-        from filters to real floating dtypes, or `None` for arrays that stay as they
-        are. `{es.Parameter: jnp.bfloat16}` computes with parameters in half precision.
-        Only real floating arrays are cast. Outside nothing changes: what was not
-        written is the very same array, and what was written has its own dtype again.
-        Inside, a narrower float that is written is widened to the dtype of its field.
-        The other arguments are not cast.
+    - `argnums`: the positional arguments that are models, instead of the above: an
+        integer, counted from 0 or from the end as in `jax.grad`, or a tuple of them. A
+        tuple returns a tuple of new models. The object that `f` is bound to cannot be
+        written then.
+    - `cast`: the dtypes of the model inside the call: rules, as for `es.spec`, from
+        filters to real floating dtypes, or to `None` for arrays that do not change.
+        `{es.Parameter: jnp.bfloat16}` computes with parameters in half precision. Only
+        real floating arrays are cast. Outside the call nothing changes: unwritten
+        arrays are the same objects, and written arrays have their old dtype. A narrower
+        float that is written inside is widened to the dtype of its field. The other
+        arguments are not cast.
 
     **Returns:**
 
@@ -363,16 +362,16 @@ def mutable(
 
     **Raises:**
 
-    - `dataclasses.FrozenInstanceError`: a write of another kind, of a static field, to
-        a copy, or after the scope has closed.
+    - `dataclasses.FrozenInstanceError`: a write to a different kind, to a static field,
+        to a copy, or after the scope has closed.
     - `es.TraceError`: a write inside a plain JAX transform.
     - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
-        cannot hold (a traced one has no value yet, and wraps as everywhere in JAX);
-        one stateful module in two places; `argnums` names one argument twice; a filter
-        of `cast` matches nothing.
-    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
-    - `TypeError`: the call has no positional argument to thread, or not the one that
-        `argnums` names; `cast` is not a mapping from filters to real floating dtypes.
+        cannot represent (a traced one has no value yet, and wraps around as in JAX);
+        one stateful module that occurs twice; `argnums` names one argument twice; a
+        filter in `cast` matches nothing.
+    - `es.NotInitializedError`: the model still contains an `es.Initializer`.
+    - `TypeError`: the call has no positional argument, or not the one that `argnums`
+        names; `cast` is not a mapping from filters to real floating dtypes.
 
     !!! example
 

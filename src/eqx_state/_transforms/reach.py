@@ -1,8 +1,8 @@
-"""What a transform reaches: owned modules in functions and arguments, and their leaves.
+"""Finds what a transform reaches: owned modules in functions and arguments.
 
-JAX takes a function for a leaf, and what it captures stays hidden from a transform. So
-every transform of `es` looks through functions (their closures, defaults and partials)
-for the modules that a scope owns.
+To JAX a function is a leaf, and the values that it captures are hidden. The transforms
+of `es` therefore search functions (their closures, defaults and partials) for modules
+that a scope owns.
 """
 
 import collections
@@ -31,16 +31,16 @@ _PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
 
 
 def captured(x: Any) -> list[Any]:
-    """The objects one level below: what a function closes over, what a list contains.
+    """The objects one level below: those that a function captures or a list contains.
 
-    Nothing for a model, an array, or an object that is neither a function nor a pytree.
+    Empty for a model, an array, or an object that is neither a function nor a pytree.
     """
     cls = type(x)
     if cls is types.FunctionType:
         cells = filter(_is_assigned, x.__closure__ or ())
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         return [*(cell.cell_contents for cell in cells), *defaults]
-    if cls in _DICTS:  # also those that JAX cannot sort
+    if cls in _DICTS:  # also with keys that JAX cannot sort
         return [*x.values()]
     if cls in (list, tuple):
         return [*x]
@@ -54,12 +54,12 @@ def captured(x: Any) -> list[Any]:
         return []
     try:
         return [child for _, child in children(x) or ()]
-    except Exception:  # such as an `eqx.nn.State` that must not be used any more
+    except Exception:  # an `eqx.nn.State` that was updated before refuses to flatten
         return []
 
 
 def _is_assigned(cell: types.CellType) -> bool:
-    # `def f(): return later` before `later = 1` in the function around it.
+    # In `def f(): return later`, called before `later = 1`, the cell is empty.
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -68,11 +68,11 @@ def _is_assigned(cell: types.CellType) -> bool:
 
 
 def reachable(x: Any) -> Iterator[Any]:
-    """Everything that `x` leads to, each once; but an owned module at each place.
+    """Everything that `x` leads to, once; but owned modules once per occurrence.
 
-    An owned module is not looked into, since all that it contains is its leaves.
+    Does not search owned modules, which a transform lifts as a whole.
     """
-    seen: dict[int, Any] = {}  # keeps them alive, so that no other gets their `id`
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no `id` is reused
     todo = [x]
     while todo:  # no recursion: decorators and partials make long chains
         x = todo.pop()
@@ -87,18 +87,18 @@ def reachable(x: Any) -> Iterator[Any]:
 
 
 def _is_opaque(x: Any) -> bool:
-    # The function of JAX's partial is not one of its children.
+    # The function of a `jtu.Partial` is not among its children.
     return is_owned(x) or isinstance(x, jtu.Partial)
 
 
 def is_model(x: Any) -> bool:
-    """Whether `x` is a module, and not what merely wraps a function."""
+    """Whether `x` is a module, and not a wrapper of a function."""
     is_wrapper = type(x) is eqx.Partial or isinstance(x, Transform)
     return is_eqx_module(x) and not is_wrapper
 
 
 def owned_in(x: Any) -> list[Any]:
-    """The outermost owned modules that `x` leads to, at each place where it does."""
+    """The outermost owned modules that `x` leads to, once per occurrence."""
     return [y for y in reachable(x) if is_owned(y)] if is_any_open() else []
 
 
@@ -108,9 +108,9 @@ def models_in(x: Any) -> list[Any]:
 
 
 def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each leaf of a tree, where owned modules count as leaves, with its `values`.
+    """Each leaf of a tree with its `values`, where owned modules count as leaves.
 
-    `values` has one entry for each leaf proper, so a module comes with several.
+    `values` has an entry for each leaf of JAX, so a module has several.
     """
     rest = iter(values)
     for x in jtu.tree_leaves(tree, is_leaf=is_owned):
@@ -119,7 +119,7 @@ def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any,
 
 
 def is_mappable(visit: Visit) -> bool:
-    """Whether JAX would trace a leaf: an array, or a number outside of a module."""
+    """Whether JAX would trace a leaf: an array, or a number outside a module."""
     return is_array(visit.node) or (
         visit.context.owner is None and eqx.is_array_like(visit.node)
     )
@@ -128,7 +128,7 @@ def is_mappable(visit: Visit) -> bool:
 def is_traced(tree: Any) -> Any:
     """For each leaf of an argument or of an output, whether JAX would trace it.
 
-    Owned modules count as leaves, and are never traced: they are lifted.
+    Owned modules count as leaves that are not traced, because they are lifted.
     """
     flags = [is_mappable(visit) for visit in leaves(tree)]
     traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
@@ -136,15 +136,15 @@ def is_traced(tree: Any) -> Any:
 
 
 def split_arguments(tree: Any) -> tuple[Any, Any]:
-    """The leaves of arguments that JAX traces, and the rest, with the owned modules."""
+    """The leaves of arguments that JAX traces; and the rest, with owned modules."""
     return eqx.partition(tree, is_traced(tree), is_leaf=is_owned)
 
 
 def check_given(*arguments: Any, may_initialize: bool = False) -> None:
     """Raise if an argument is not initialized, or has one stateful module twice.
 
-    In the trace that module would be two. Owned modules are exempt: they are not
-    flattened. With `may_initialize` the call itself may be what initializes.
+    Owned modules are exempt, since they are not flattened. With `may_initialize`, the
+    call itself may initialize the model.
     """
     for tree in arguments:
         if is_array(tree) or owned_in(tree):

@@ -1,8 +1,8 @@
 """`es.shard_map`: `jax.shard_map` that carries state.
 
-It takes the steps of `es.vmap`, with a device in the place of a lane. JAX knows in the
-types which values differ between the devices (`check_vma`), and so whether a written
-state is still one state.
+It takes the steps of `es.vmap`, with devices instead of lanes. With `check_vma`, JAX
+records in each type along which mesh axes a value varies, which shows whether a written
+state is still equal on all devices.
 """
 
 import functools as ft
@@ -29,7 +29,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# The spec `P()` of an array for which the user has not written a spec.
+# A sentinel for the default, replicated. A `P()` in the user's rules confirms that all
+# devices write the same value, and so allows writes under `check_vma=False`.
 _BY_DEFAULT: Final = object()
 
 
@@ -49,7 +50,7 @@ class _ShardMap(AbstractMap):
 
     def __call__(self, /, *args: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
-        # In the order of the mesh, which is that of the devices in a stack.
+        # Use the order of the mesh, in which the values of the devices are stacked.
         names = tuple(n for n in mesh.axis_names if n in (self.axis_names or {n}))
         is_explicit = {*mesh.axis_types} == {jax.sharding.AxisType.Explicit}
         reached = Reached(self, args, {})
@@ -57,14 +58,14 @@ class _ShardMap(AbstractMap):
 
         def place(keys: Any, axis: int) -> tuple[Any, Any]:
             spec = PartitionSpec(*[None] * axis, names)
-            if is_explicit:  # where types have shardings, JAX wants this one
+            if is_explicit:  # JAX compares this sharding with the spec
                 keys = jax.sharding.reshard(keys, NamedSharding(mesh, spec))
             return keys, spec
 
         reached.split_keys(math.prod(mesh.shape[name] for name in names), place)
 
         def differs(x: Any, spec: Any) -> bool:
-            if not self.check_vma:  # JAX does not know which values differ
+            if not self.check_vma:  # the types do not show which values vary
                 return spec is _BY_DEFAULT
             mapped = {n for n in names if n in jtu.tree_leaves(tuple(_spec(spec)))}
             return bool(varying_axes(x) & set(names) - mapped)
@@ -88,7 +89,7 @@ class _ShardMap(AbstractMap):
         mapped = jax.shard_map(
             device,
             mesh=self.mesh,
-            # Types without shardings do not say the specs. Then JAX raises an error.
+            # If the types have no shardings to infer specs from, JAX raises the error.
             in_specs=Infer if self.in_axes is Infer and not is_explicit else (*specs,),
             out_specs=(
                 self.out_specs,
@@ -110,18 +111,18 @@ def _spec(axis: Any) -> Any:
 
 
 def _own_key(x: Any, is_split: bool) -> Any:
-    """A device's own key: its part of the keys has an axis of size 1 for them."""
+    """The key of a device: remove the axis of size 1 from its shard of the keys."""
     return lax.squeeze(x, (num_key_axes(x) - 1,)) if is_split else x
 
 
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
-and they share it, so only one could be kept. Reduce it over the mesh axis, \
-`self.mean = jax.lax.pmean(mean, "{1}")`; or give every device its own part, with a \
-spec for the kind: `es.shard_map(f, ..., axes={{es.State: P("{1}")}})`."""
+but all devices share one value, so only one could be stored. Reduce it over the mesh \
+axis, `self.mean = jax.lax.pmean(mean, "{1}")`; or give every device its own part, \
+with a spec for the kind: `es.shard_map(f, ..., axes={{es.State: P("{1}")}})`."""
 
 _UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
-is replicated. Without the check, JAX does not know whether all devices wrote the same \
-value. Leave `check_vma` on; or say that they do, `axes={{es.State: P()}}`."""
+is replicated. With the check off, JAX cannot verify that all devices wrote the same \
+value. Leave `check_vma` on; or, if they do, confirm it: `axes={{es.State: P()}}`."""
 
 
 def shard_map(
@@ -135,34 +136,34 @@ def shard_map(
     check_vma: bool = True,
     axes: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """`jax.shard_map` that carries the state of every module in reach.
+    """`jax.shard_map` for functions of modules that write state.
 
     **Arguments:**
 
-    - `f`: a function, a module, a bound method, or a partial. The modules that it
-        holds, and those that it closes over, are mapped by rules. Without it, a
-        decorator comes back.
+    - `f`: a function, a module, a bound method, or a partial. Modules that are `f`
+        itself, or that `f` closes over, are mapped by the rules in `axes`. Without `f`,
+        the result is a decorator.
     - `out_specs`, `in_specs`, `mesh`, `axis_names`, `check_vma`: as for
-        `jax.shard_map`. Modules among the arguments follow `in_specs`, in which an
-        entry may be a mapping like `axes`. `self` of a decorated method does not count.
-        Leaves that are not arrays are passed on as they are. With `check_vma=False`
-        state that `axes` does not name may not be written.
-    - `axes`: rules for the modules in `f` and its closure, from filters to
-        `jax.sharding.PartitionSpec`s, as in [`es.vmap`][eqx_state.vmap]. By default
-        `es.Rng` is `es.SPLIT`, and everything else is replicated, `P()`. With
-        `es.SPLIT` each device gets its own key, over all mesh axes that are mapped, and
-        the model's key advances once if a device has drawn from it.
+        `jax.shard_map`. Modules among the arguments are mapped by `in_specs`, in which
+        an entry may be a mapping like `axes`. `self` of a decorated method does not
+        count. Leaves that are not arrays are passed on unchanged. With
+        `check_vma=False`, the function may only write state that `axes` names.
+    - `axes`: rules from filters to `jax.sharding.PartitionSpec`s, as in
+        [`es.vmap`][eqx_state.vmap]. By default `es.Rng` is `es.SPLIT`, and everything
+        else is replicated, `P()`. With `es.SPLIT` each device gets its own key, over
+        all mapped mesh axes, and the model's key advances once if a device draws from
+        it.
 
     **Returns:**
 
-    A function of the same arguments. It is a pytree, and can decorate methods. What
-    layers sow is stacked, one entry for each device.
+    A function of the same arguments. It is a pytree, and can decorate methods. Sown
+    values are stacked, one entry for each device.
 
     **Raises:**
 
     - `ValueError`: the devices wrote different values to a state that they share; a
         spec does not fit an array; a filter in `axes` matches nothing; `axes` would map
-        an array of a module that is outside `es.mutable` and only closed over.
+        an array of a module that the function only closes over, outside `es.mutable`.
     - `TypeError`: a spec is not a `PartitionSpec`.
 
     !!! example
@@ -199,6 +200,6 @@ def shard_map(
     if f is None:
         return ft.partial(shard_map, in_specs=in_specs, axes=axes, **options)
     check_rules(axes or {}, "`es.shard_map(axes=...)`")
-    # The user has written these, so they are not `_BY_DEFAULT`.
+    # These are the user's own specs, so not `_BY_DEFAULT`.
     specs = {k: PartitionSpec() if x is None else x for k, x in (axes or {}).items()}
     return wrap(_ShardMap, f, in_axes=in_specs, axes=tuple(specs.items()), **options)

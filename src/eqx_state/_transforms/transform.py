@@ -1,7 +1,7 @@
-"""The common part of all transforms: a callable made of a callable, and a pytree.
+"""The common part of all transforms: a callable that wraps a callable, as a pytree.
 
-A transform of a model holds that model as a node, so the transforms of JAX and Equinox
-see its arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
+The wrapped model is a node of the pytree, so the transforms of JAX and Equinox see its
+arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 """
 
 import functools as ft
@@ -22,12 +22,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Transform(eqx.Module):
-    """A callable made of a callable `f`: a pytree, and a decorator for methods."""
+    """A callable that wraps a callable `f`: a pytree, and a decorator for methods."""
 
     f: Any
-    # Whether a call makes a private copy of the model, and returns a new model.
+    # Whether a call runs on a private copy of the model, and returns a new model.
     threads: ClassVar[bool] = False
-    # Whether `__call__` itself removes our frames from tracebacks.
+    # Whether `__call__` removes our frames from tracebacks without a `boundary`.
     hides_frames: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -36,8 +36,8 @@ class Transform(eqx.Module):
             cls.__call__ = boundary(cls.__call__)
 
     if not TYPE_CHECKING:
-        # Equinox wraps each bound method in a module, whose checks warn of an `f` such
-        # as `jax.jit(model)`.
+        # Equinox wraps each bound method in a module, which warns about an `f` such as
+        # `jax.jit(model)`.
         __getattribute__ = object.__getattribute__
 
     @property
@@ -47,8 +47,8 @@ class Transform(eqx.Module):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        # `instance` goes to the innermost function. A transform in between would take
-        # it for an argument, which `es.vmap` maps and `argnums=` counts.
+        # Bind `instance` to the innermost function. Otherwise, in `@es.jit @es.vmap
+        # def f(self, x)`, `es.vmap` would map over `self`.
         if isinstance(self.f, Transform):
             return self.of(self.f.__get__(instance, owner))
         return self.of(eqx.Partial(self.f, instance))
@@ -66,12 +66,12 @@ class Transform(eqx.Module):
         return new
 
     def of(self, f: Any) -> Any:
-        """The same transform of another function."""
+        """The same transform of a different function."""
         return self.made(**{**self.__dict__, "f": f})
 
 
 class Unbound(Transform):
-    """The transform `f` of a method, with the object as the first argument."""
+    """The transform `f` of a method, called with the object as first argument."""
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.f.__get__(instance)(*args, **kwargs)
@@ -84,7 +84,7 @@ def check_callable(f: Any) -> None:
 
 
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
-    """A transform of `f`, with the name and the documentation of `f`."""
+    """A transform of `f`, with the name and the docstring of `f`."""
     check_callable(f)
     f = method_as_pytree(f)
     if cls.threads and isinstance(f, type) and issubclass(f, eqx.Module):
@@ -92,8 +92,8 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     transform = cls.made(f=f, **options)
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
-    # `eqx.module_update_wrapper` would copy a model. A model does not have a name; the
-    # transform of a function does.
+    # `eqx.module_update_wrapper` would copy a model. Models have no name, but
+    # transforms of functions do.
     named = f.__dict__ if is_eqx_module(f) else {}
     names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
     transform.__dict__.update(names)
@@ -101,7 +101,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
 
 
 def method_as_pytree(f: Any) -> Any:
-    """`f`, but `model.__call__` as a pytree, like all other methods of a module."""
+    """`f`; `model.__call__` as a pytree, like all other methods of a module."""
     is_method = type(f) is types.MethodType and is_eqx_module(f.__self__)
     return BoundMethod(f.__func__, f.__self__) if is_method else f
 
@@ -115,12 +115,12 @@ def with_aux(out: Any) -> Any:
 
 _NOT_A_FUNCTION: Final = """A transform was given {}, which cannot be called. It \
 takes a function, a callable module, or a bound method: `es.mutable(model.encode)(x)`. \
-Of a property it is the inner decorator, below `@property`."""
+To transform a property, write the transform below `@property`."""
 
-_NOT_A_PAIR: Final = """With `has_aux=True` the function returns a pair, `(out, \
-aux)`, and it returned `{}`. Put what else it returns into `aux`: `return loss, \
-(logits, metrics)`."""
+_NOT_A_PAIR: Final = """With `has_aux=True` the function must return a pair, `(out, \
+aux)`, but it returned `{}`. Return all other values in `aux`: `return loss, (logits, \
+metrics)`."""
 
-_A_CLASS: Final = """A transform that threads state was given the class `{0}`, and its \
-state is that of a model. Make one, and keep what comes back: `model = {0}(...)`, and \
-then `y, model = es.mutable(model)(x)`."""
+_A_CLASS: Final = """A transform that returns a new model was given the class `{0}`. \
+It needs an instance, which has the state. Create one, and assign the new model: \
+`model = {0}(...)`, and then `y, model = es.mutable(model)(x)`."""

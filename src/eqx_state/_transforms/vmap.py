@@ -2,13 +2,13 @@
 
 A call of `es.vmap` takes these steps:
 
-1. `Reached` finds all that the call leads to (the function, the arguments, the modules
-   that a scope owns), and an axis for each array.
-2. A key whose axis is `es.SPLIT` becomes a key for each lane.
-3. `jax.vmap` maps over what has an axis. All else is closed over, and shared.
-4. In a lane, the modules have the lane's values while the function runs. What it wrote
-   leaves the lane in groups, by axis. What the lanes share must be the same in all.
-5. After the trace, what was written is committed to the modules outside.
+1. `Reached` finds all leaves (of the function, the arguments, and the modules that a
+   scope owns), and an axis for each array.
+2. A key whose axis is `es.SPLIT` is split into a key for each lane.
+3. `jax.vmap` maps over arrays with an axis. All others are closed over, and shared.
+4. In a lane, the modules have the lane's values while the function runs. Its writes
+   leave the lane in groups, by axis. A state that the lanes share must not vary.
+5. After the trace, the writes are committed to the modules outside.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,8 +42,8 @@ class _Vmap(AbstractMap):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         reached = Reached(self, args, kwargs)
         size = _size(reached, self.axis_size)
-        # On a mesh with explicit axes, the shardings of all mapped axes have to agree.
-        # The user has no way to shard the new keys.
+        # On a mesh with explicit axes, the shardings of all mapped axes must be equal.
+        # The user cannot shard the new keys, so we do.
         pairs = zip(reached.values, reached.axes, strict=True)
         arrays = [(x, axis) for x, axis in pairs if axis is not SPLIT]
         reached.split_keys(
@@ -83,7 +83,7 @@ def _size(reached: Reached, axis_size: int | None) -> int:
             sizes.append(jnp.shape(x)[axis])
     if not sizes:
         raise ValueError(_NOTHING_MAPPED)
-    return sizes[0]  # if others differ, JAX says which
+    return sizes[0]  # if the sizes differ, JAX raises the error
 
 
 def _differs(x: Any, axis: int | None) -> bool:
@@ -91,20 +91,20 @@ def _differs(x: Any, axis: int | None) -> bool:
 
 
 _NO_AXIS: Final = """`es.vmap`: `{}` has shape {}, which has no axis {}. Map it over \
-an axis that it has, an integer, or share it with `None`: `in_axes=(0, None)`. Leaves \
-that are not arrays are passed on, so `0` stands for `eqx.if_array(0)`."""
+an existing axis, an integer, or share it with `None`: `in_axes=(0, None)`. Leaves \
+that are not arrays are never mapped, so `0` means the same as `eqx.if_array(0)`."""
 
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
-not known. Map an argument, `in_axes=0`, or give `axis_size`."""
+unknown. Map an argument, `in_axes=0`, or pass `axis_size`."""
 
-_OUT_AXES: Final = """`es.vmap`: `out_axes` is an integer, `None`, or a tree of them, \
-and not `{}`. Leaves that are not arrays are passed on, so `0` stands for \
-`eqx.if_array(0)`."""
+_OUT_AXES: Final = """`es.vmap`: `out_axes` must be an integer, `None`, or a tree of \
+them, but contains `{}`. Leaves that are not arrays are never mapped, so `0` means the \
+same as `eqx.if_array(0)`."""
 
-_NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, and the lanes \
-share it, so only one could be kept. With `axis_name="batch"`, reduce it over the \
-lanes: `self.mean = jax.lax.pmean(mean, "batch")`; or give every lane its own, with an \
-axis for the kind: `es.vmap(f, axes={{es.State: 0}})`."""
+_NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, but all lanes \
+share one value, so only one could be stored. With `axis_name="batch"`, reduce it over \
+the lanes: `self.mean = jax.lax.pmean(mean, "batch")`; or give every lane its own \
+value, with an axis for the kind: `es.vmap(f, axes={{es.State: 0}})`."""
 
 
 def vmap(
@@ -117,23 +117,23 @@ def vmap(
     spmd_axis_name: Any = None,
     axes: Mapping[Any, Any] | None = None,
 ) -> Callable[_P, _R]:
-    """`jax.vmap` that carries the state of every module in reach.
+    """`jax.vmap` for functions of modules that write state.
 
     **Arguments:**
 
-    - `f`: a function, a module, a bound method, or a partial. The modules that it
-        holds, and those that it closes over, are mapped by the rules of `axes`.
+    - `f`: a function, a module, a bound method, or a partial. Modules that are `f`
+        itself, or that `f` closes over, are mapped by the rules in `axes`.
     - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
-        `jax.vmap`. Modules among the arguments follow `in_axes`, in which an entry may
-        be a mapping like `axes`. Leaves that are not arrays are passed on as they are.
-    - `axes`: rules as for `es.spec`, a mapping from filters to axes, for the modules in
-        `f` and its closure: the first filter that is not a kind and matches counts,
-        else the most derived kind, else `...`. Names and `es.under` begin at each of
-        these modules. By default `es.Rng` is `es.SPLIT`, and everything else is `None`,
-        shared by all lanes. With `es.SPLIT` each lane gets its own key, and the model's
-        key advances once if a lane has drawn from it, or if a branch of `es.cond` or
-        `es.switch` that was not taken would have. If all lanes assign the same key,
-        that key is kept. An ensemble is `axes={...: 0}`.
+        `jax.vmap`. Modules among the arguments are mapped by `in_axes`, in which an
+        entry may be a mapping like `axes`. Leaves that are not arrays are passed on
+        unchanged.
+    - `axes`: rules from filters to axes, as in [`es.spec`][eqx_state.spec]. Paths begin
+        at each module that is, or is closed over by, the function. By default `es.Rng`
+        is `es.SPLIT`, and everything else is `None`, shared by all lanes. With
+        `es.SPLIT` each lane gets its own key, and the model's key advances once if a
+        lane draws from it, or if some branch of an `es.cond` or `es.switch` does. If
+        all lanes assign the same key, that key is stored. `axes={...: 0}` runs an
+        ensemble.
 
     **Returns:**
 
@@ -145,9 +145,9 @@ def vmap(
         integer.
     - `ValueError`: the lanes wrote different values to a state that they share; a
         filter in `axes` that is not a kind matches nothing; `axes` would map an array
-        of a module that is outside `es.mutable` and that the function only closes over;
-        an array does not have the axis; the sizes differ; a state is written both as an
-        argument and through the closure; a written state is not an array.
+        of a module that the function only closes over, outside `es.mutable`; an array
+        does not have the axis; the sizes differ; a state is written both as an argument
+        and through the closure; a written state is not an array.
 
     !!! example
 

@@ -20,16 +20,16 @@ Names: TypeAlias = tuple[str | None, ...]
 
 
 def axis_names(tree: _Tree) -> _Tree:
-    """The names of the axes of each array, as its annotation gives them.
+    """The names that annotations give to the axes of each array.
 
     `up: es.Parameter[Float[Array, "mlp embed"]]` has the axes `mlp` and `embed`. Sizes
-    and expressions (`3`, `_`, `n+1`) are not names, and `...` or `*batch` stands for
-    any number of axes without one. An array that has more axes than its annotation is a
-    stack, of layers or of an ensemble: the axes in front have no names. Where a layer's
-    class has no such annotations, write `es.Axes` beside the field that holds it.
+    and expressions (`3`, `_`, `n+1`) are not names, and `...` or `*batch` represents
+    any number of unnamed axes. An array with more axes than its annotation is a stack,
+    of layers or of an ensemble: the axes in front have no names. If the class of a
+    layer has no such annotations, write `es.Axes` in the annotation of its field.
 
-    Moments in an `es.Optimizer` have the names of their parameters if they have their
-    shapes, else none.
+    Moments in an `es.Optimizer` have the names of their parameters if they have the
+    same shape. Otherwise their axes have no names.
 
     **Arguments:**
 
@@ -37,13 +37,13 @@ def axis_names(tree: _Tree) -> _Tree:
 
     **Returns:**
 
-    A tree of the same type with a tuple in place of each array, a name or `None` for
-    each axis. In place of what is not an array is `None`.
+    A tree of the same type with each array replaced by a tuple, which has a name or
+    `None` for each axis. Every other leaf is replaced by `None`.
 
     **Raises:**
 
-    - `ValueError`: an array has fewer axes than its annotation, or an `es.Axes` has a
-        path that is not there. The message names the field.
+    - `ValueError`: an array has fewer axes than its annotation, or a path in an
+        `es.Axes` does not lead to an array. The message names the field.
 
     !!! example
 
@@ -75,8 +75,7 @@ class NamedLeaf(NamedTuple):
 
     visit: Visit
     names: Names | None  # `None` if it is not an array
-    # Those of the parameter that it belongs to, if that has another shape: what
-    # `optax.adafactor` keeps.
+    # The names of its parameter, if the shapes differ: moments of `optax.adafactor`.
     others: Names | None
 
 
@@ -102,7 +101,7 @@ def named_leaves(tree: PyTree) -> list[NamedLeaf]:
 
 
 def followed_leaves(tree: PyTree) -> list[NamedLeaf]:
-    """The same for the parameters that followers in `tree` were made for."""
+    """`named_leaves` of the models that optimizers and averages have recorded."""
     return [leaf for model in followed_models(tree) for leaf in named_leaves(model)]
 
 
@@ -112,7 +111,7 @@ def _names_of(visit: Visit, strict: bool) -> Names | None:
     declared, field = _declared(visit)
     candidates = [_fitted(dims, len(shape)) for dims in declared]
     fitting = [names for names in candidates if names is not None]
-    if fitting:  # of the members of a union, the one that says most
+    if fitting:  # the member of a union with the most names
         return min(fitting, key=lambda names: names.count(None))
     if declared and strict:
         dims = " or ".join(f"`{dims_text(d)}`" for d in declared)
@@ -121,9 +120,9 @@ def _names_of(visit: Visit, strict: bool) -> Names | None:
 
 
 def _declared(visit: Visit) -> tuple[tuple[Dims, ...], str]:
-    """What is declared of an array's axes, several in a union; and by which field.
+    """The declared axes of an array, several in a union; and the declaring field.
 
-    The outermost `es.Axes` that says something counts.
+    The outermost `es.Axes` that has a key for the array applies.
     """
     for above in visit.context.axes:
         below = name_of(visit.path[len(visit.path) - above.depth :])
@@ -135,8 +134,8 @@ def _declared(visit: Visit) -> tuple[tuple[Dims, ...], str]:
 
 
 def _fitted(dims: Dims, ndim: int) -> Names | None:
-    """`dims` for an array of so many axes, or `None` if there are too few."""
-    # Without `...` it is as if it came first: a stack has more axes in front.
+    """The names for an array with `ndim` axes, or `None` if there are more names."""
+    # A stack has more axes in front, as if `dims` began with `...`.
     i = dims.index(...) if ... in dims else 0
     names = tuple(name for name in dims if name is not ...)
     missing = ndim - len(names)
@@ -149,7 +148,7 @@ def _is_opt_state(visit: Visit) -> bool:
 
 
 def _is_taken_out(node: Any) -> bool:
-    """Whether there was an array here, before something was selected."""
+    """Whether a filter or `optax.masked` has removed an array here."""
     return is_hole(node) or isinstance(node, optax.MaskedNode)
 
 
@@ -158,12 +157,12 @@ def _check_axes(visits: list[Visit]) -> None:
     sites: dict[tuple[KeyPath, AxesAbove], list[Visit]] = {}
     for visit in visits:
         for above in visit.context.axes:
-            if not _is_opt_state(visit):  # which may have other leaves
+            if not _is_opt_state(visit):  # its leaves may differ from the model's
                 site = visit.path[: len(visit.path) - above.depth]
                 sites.setdefault((site, above._replace(depth=0)), []).append(visit)
     for (site, above), below in sites.items():
         names = {name_of(v.path[len(site) :]): v.node for v in below if v.is_leaf}
-        # An array was here, or will be when the model is initialized.
+        # A filter has removed an array here, or `init` will create one.
         gaps = [
             name
             for name, node in names.items()
@@ -191,9 +190,9 @@ def dims_text(dims: Dims) -> str:
     return " ".join("..." if d is ... else d or "_" for d in dims)
 
 
-_FEWER: Final = """`{}` is annotated with more axes than it has: {} at `{}`, and the \
+_FEWER: Final = """`{}` is annotated with more axes than it has: {} at `{}`, but the \
 array has shape {}. An array may have more axes in front, as in a stack of layers, but \
-not fewer. Correct the annotation, or use `...` where there may be no axis."""
+not fewer. Correct the annotation, or write `...` for axes that are optional."""
 
-_NOT_THERE: Final = """`{0}` declares `{2}`, at `{1}`, and there is no `{3}` below it. \
-There are {4}. A path goes from the field to an array, `layers[0].weight`."""
+_NOT_THERE: Final = """`{0}` declares `{2}`, but `{1}` does not contain `{3}`. It \
+contains {4}. Write the path from the field to an array, such as `layers[0].weight`."""

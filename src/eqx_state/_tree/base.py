@@ -1,4 +1,4 @@
-"""The data of an `es.Module`: its flags, and what belongs to one object alone."""
+"""The data of an `es.Module`: its flags, and data of one object only."""
 
 import dataclasses
 import types
@@ -21,20 +21,21 @@ from .._kinds.fields import check_declarations, field
 from .._typing import KeyPath
 
 
-# One key of a path as it is printed, and how many elements the sequence has that it
-# leads into: with another number of them, an index may mean another element.
+# One key of a path, as it is printed, and the length of the sequence that it indexes (0
+# if it is not an index). If `layers` becomes shorter, `layers[2]` may be a different
+# layer.
 Step = tuple[str, int]
 Steps = tuple[Step, ...]
 
-# Plain Equinox layers and arrays cannot carry a flag, so the nearest `es.Module` above
-# them has *marks*: paths from it, and whether the node there is frozen, whatever is
-# above it. They are static data, and so part of the treedef. Sorted by path, they are
-# equal for the same nodes, in whatever order these were frozen.
+# Plain Equinox layers and arrays have no flag `frozen`. The nearest `es.Module` above
+# stores *frozen paths* instead: paths from it to nodes, and whether each node is
+# frozen, whatever applies above it. They are static data, so part of the treedef, and
+# sorted, so that the order of two calls of `freeze` does not matter.
 Marks = tuple[tuple[Steps, bool], ...]
 
 
 def sorted_marks(marks: dict[Steps, bool]) -> Marks:
-    """The marks of what is frozen, as static data of a module."""
+    """Frozen paths as static data of a module."""
     return tuple(sorted(marks.items()))
 
 
@@ -54,21 +55,21 @@ def step_to(node: Any, key: Any) -> Step:
 
 
 def name_of_steps(path: Steps) -> str:
-    """The path as it is printed."""
+    """A path of steps as it is printed."""
     return "".join(name for name, _ in path)
 
 
 # The field of every `es.Module` that `eqx.nn.inference_mode` replaces.
 INFERENCE: Final = "_eqx_state_inference"
 
-# The scopes that are open now, and the threads in which they are. It only answers
-# quickly that no module can be owned; who owns a module is in its `place`.
+# The open scopes by `id`, with the thread that opened each: if there are none, no
+# module is owned. The scope that owns a module is in its `Fields.place`.
 OPEN_SCOPES: Final[dict[int, int]] = {}
 
 
-# For type checkers only. On the class itself the decorator would lose against that of
-# Equinox's metaclass, and `es.field` would read as a default value. Deliberately not
-# `frozen_default`: `self.mean = …` is how state is written.
+# For type checkers only. On `Module` itself, the decorator of Equinox's metaclass would
+# take priority, and `es.field` would be a default value. Deliberately without
+# `frozen_default`: `self.mean = …` writes state.
 @dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, field))
 class _ModuleMeta(EquinoxMeta):
     def __init__(cls, *args: Any, **kwargs: Any) -> None:
@@ -78,13 +79,12 @@ class _ModuleMeta(EquinoxMeta):
 
 
 class Fields(dict[str, Any]):
-    """The `__dict__` of a module, and what belongs to this one object alone.
+    """The `__dict__` of a module, with data of this one object as attributes.
 
-    Flattening, copies and pickles take the items of a `__dict__`, and leave the rest
-    behind.
+    Flattening, copies and pickles use the items of `__dict__`, not its attributes.
     """
 
-    # A slot of the module would do the same, but fails with bases that have slots, too.
+    # A slot on the module instead would conflict with bases that have slots.
 
     __slots__ = ("place",)
 
@@ -95,13 +95,12 @@ class Fields(dict[str, Any]):
 
 
 class Placeholder:
-    """A leaf that stands for a value which will be drawn, in a lazy model."""
+    """A leaf of a lazy model that `init` replaces by a value."""
 
     __slots__ = ()
 
 
-# The static fields that are not for users: whether `module_init` has run, and what is
-# frozen below by its path.
+# Private static fields: whether `module_init` has run, and the frozen paths.
 INIT_DONE: Final = "_eqx_state_module_init_done"
 MARKS: Final = "_eqx_state_frozen_paths"
 
@@ -109,15 +108,15 @@ MARKS: Final = "_eqx_state_frozen_paths"
 class _Training:
     """Sets the flag `training`, and lets `eqx.nn.inference_mode` set it, too.
 
-    That function replaces nodes of the pytree by bools, and a static flag is not a
-    node. So each module also has a node without leaves, `[]` in train mode and `[[]]`
-    in eval mode, for it to replace. Equinox's unflattening sets static fields last, so
-    the bool is there when this sets the flag. Reads do not come here: they find the
-    flag in `__dict__`.
+    That function replaces nodes of the pytree by bools, but a static flag is not a
+    node. Each module therefore has a node without leaves that it can replace: `[]` in
+    train mode, `[[]]` in eval mode. Equinox unflattens static fields last, so the bool
+    is in `__dict__` when this sets the flag. Reads find the flag in `__dict__`, because
+    this class has no `__get__`.
     """
 
     def __set__(self, module: eqx.Module, training: bool) -> None:
-        # It runs at each unflattening of a module, hence the shortcut.
+        # This runs whenever a module is unflattened, hence the early return.
         fields = object.__getattribute__(module, "__dict__")
         fields["training"] = training
         node = fields.setdefault(INFERENCE, [])
@@ -125,7 +124,7 @@ class _Training:
             return
         if is_flag := isinstance(node, (int, np.bool_)):  # a bool is an integer
             fields["training"] = training = not node
-        # Anything else is a stand-in for the node, as within a `jax.tree.map`.
+        # Anything else is a sentinel for the node, as in a `jax.tree.map`.
         if is_flag or type(node) is list:
             fields[INFERENCE] = [] if training else [[]]
 
@@ -133,7 +132,7 @@ class _Training:
 class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     """The data of an `es.Module`; its behavior is in `_state/module.py`.
 
-    The flags are static fields: they are part of the treedef.
+    The flags are static fields, so they are part of the treedef.
     """
 
     _eqx_state_inference: Any = eqx.field(init=False, repr=False)
@@ -142,14 +141,14 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
     _eqx_state_frozen_paths: Marks = eqx.field(init=False, static=True, repr=False)
 
-    # Whether its field `layers` holds `length` layers as one, each array with an axis
-    # more. This is how `es.nn.Stacked` is known here.
+    # Whether its field `layers` contains `length` layers stacked along a first axis.
+    # `es.nn.Stacked` sets it.
     _eqx_state_is_stack: ClassVar[bool] = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
-        # A dataclass does not store `init=False` defaults on the instance, and the
-        # treedef of a fresh module would differ from that of an unflattened one.
+        # A dataclass does not store `init=False` defaults on the instance, so the
+        # treedef of a new module would differ from that of an unflattened one.
         object.__setattr__(self, "training", True)
         object.__setattr__(self, "frozen", False)
         object.__setattr__(self, INIT_DONE, False)
@@ -159,30 +158,30 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name: str) -> Any:
-            # Equinox's own does more at each attribute, to make pytrees of bound
-            # methods. JAX comes here for the `__dict__` of every module that it
-            # flattens: `es.update` would take a tenth longer. After `eqx.Module` there
-            # may be a base with attributes of its own making.
+            # Equinox's version does more, to make pytrees of bound methods. JAX reads
+            # the `__dict__` of every module that it flattens, so with that version
+            # `es.update` takes a tenth longer. Only skip `eqx.Module` in the MRO: a
+            # mixin after it may define `__getattribute__`.
             value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
             return value
 
     def module_init(self, key: Any) -> None:
-        """The hook that `init` calls once, after all Initializers: override it.
+        """A hook to override: `init` calls it once, after all Initializers.
 
-        In it any field may be assigned. `key` is a PRNG key of this module's own.
+        It may assign any field. `key` is a PRNG key for this module only.
         """
 
 
 if not TYPE_CHECKING:
-    # Not in the body, where it would be the default value of the field.
+    # In the class body it would be the default value of the field.
     BaseModule.training = _Training()
 
 
 def is_module(x: Any) -> TypeGuard[BaseModule]:
     """Whether `x` is an `es.Module`."""
-    # Walks ask this of every node, and `isinstance` would run two Python functions: the
+    # Walks call this for every node. `isinstance` would run two Python functions: the
     # metaclass's `__instancecheck__` and the module's `__getattribute__`.
     return BaseModule in type(x).__mro__
 
@@ -196,18 +195,18 @@ FLAGS: Final = ("training", "frozen", INIT_DONE, MARKS)
 
 
 def fields_of(module: eqx.Module) -> dict[str, Any]:
-    """A module's `__dict__`, without a call of `Module.__getattribute__`."""
+    """A module's `__dict__`, without calling `Module.__getattribute__`."""
     return object.__getattribute__(module, "__dict__")
 
 
 def ownership_of(module: eqx.Module) -> Any:
-    """Where in an open scope `module` is, or `None` for an ordinary frozen module."""
+    """The `Ownership` of a module, or `None` for an ordinary frozen module."""
     fields = fields_of(module)
     return fields.place if type(fields) is Fields else None
 
 
 def set_ownership(module: eqx.Module, place: Any) -> None:
-    """Put a module into a scope, or take it out with `None`."""
+    """Set the `Ownership` of a module; `None` removes it."""
     fields = fields_of(module)
     if type(fields) is not Fields:
         fields = Fields(fields)
@@ -216,11 +215,11 @@ def set_ownership(module: eqx.Module, place: Any) -> None:
 
 
 def dynamic_names(cls: type) -> list[str]:
-    """The fields of a module class that are children in the pytree, in their order."""
+    """The names of the fields that are children in the pytree, in their order."""
     fields = dataclasses.fields(cls)
     return [f.name for f in fields if not f.metadata.get("static", False)]
 
 
 def has_inference(module: eqx.Module) -> bool:
-    """Whether a module has the flag of Equinox's layers, a bool called `inference`."""
+    """Whether a module has a bool `inference`, the flag of Equinox's layers."""
     return type(module.__dict__.get("inference")) is bool

@@ -1,4 +1,4 @@
-"""Two trees: whether they have one structure, and where they first differ."""
+"""Comparing trees: equal structures, the first difference, repeated modules."""
 
 import dataclasses
 import functools as ft
@@ -21,7 +21,7 @@ _Tree = TypeVar("_Tree")
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two leaves are one and the same. Arrays are compared by identity."""
+    """Whether two leaves are equal. Arrays are compared by identity."""
     if a is b or type(a) is not type(b) or is_array(a):
         return a is b
     try:
@@ -31,25 +31,22 @@ def same(a: Any, b: Any) -> bool:
 
 
 def identical(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
+    """Whether two lists contain the same objects."""
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def is_hole(x: Any) -> bool:
-    """What `filter` and `eqx.partition` leave in the place of a leaf."""
+    """Whether `x` is `None`, by which `filter` and `eqx.partition` replace leaves."""
     return x is None
 
 
 def structure_with_holes(tree: PyTree) -> Any:
-    """The treedef in which a hole is a leaf: equal for a tree and a part of it."""
+    """The treedef with holes as leaves: equal for a tree and its filtered parts."""
     return jtu.tree_structure(tree, is_leaf=is_hole)
 
 
 def same_modes(tree: _Tree) -> _Tree:
-    """A copy in one fixed mode, with which only the structures are compared.
-
-    Also without the marks of modules whose calls are observed.
-    """
+    """A copy in one fixed mode and without tags of observers, to compare structures."""
     return set_flags(copy_tree(unmarked(tree)), _without_modes)
 
 
@@ -62,7 +59,7 @@ def _without_modes(visit: Visit) -> dict[str, Any]:
 def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
     """The leaves of `other`, holes included; it must have the structure of `tree`.
 
-    Equinox's flags `inference`, which are leaves, count as holes.
+    Equinox's flags `inference`, which are leaves, are returned as holes.
     """
     leaves, treedef = jtu.tree_flatten(other, is_leaf=is_hole)
     if treedef == structure_with_holes(tree) and bool not in map(type, leaves):
@@ -77,7 +74,7 @@ def leaves_like(tree: PyTree, other: PyTree, what: str) -> list[Any]:
 def first_difference(
     a: PyTree, b: PyTree, structure: Callable[[PyTree], Any], path: KeyPath = ()
 ) -> tuple[KeyPath, Any, Any]:
-    """Where two trees, for which `structure` differs, first do, and what each has."""
+    """The path at which two structures first differ, and the node of each there."""
     if type(a) is not type(b):
         return path, a, b
     below_a, below_b = children(a) or [], children(b) or []
@@ -98,14 +95,14 @@ def first_difference(
 def difference(
     old: PyTree, new: PyTree, structure: Callable[[PyTree], Any] = jtu.tree_structure
 ) -> str:
-    """Where two structures first differ, in words."""
+    """A description of the first difference between two structures."""
     path, a, b = first_difference(old, new, structure)
     at = f"at `{name_of(path)}`" if path else "at the root"
     return f"first {at}: expected `{_on_one_line(a)}`, got `{_on_one_line(b)}`"
 
 
 def _on_one_line(x: Any) -> str:
-    """A structure in full if it fits on a line; else its class and its keys."""
+    """A structure if it fits on a line, else its class and its keys."""
     text = eqx.tree_pformat(x, short_arrays=True, struct_as_array=True, width=60)
     if "\n" not in text:
         return text
@@ -114,7 +111,7 @@ def _on_one_line(x: Any) -> str:
 
 
 def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
-    """The name of the first leaf that two trees do not have in common, if there is."""
+    """The name of the first leaf that differs or is in one tree only, or `None`."""
     left, right = ({v.path: v.node for v in leaves(tree)} for tree in (a, b))
     for path in [*left, *right]:
         if not (path in left and path in right and same(left[path], right[path])):
@@ -122,14 +119,14 @@ def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
     return None
 
 
-# --- Aliases. A module that is in two places of a tree is two modules after the first
-# transform, since JAX flattens it twice. Constants may share; state would drift apart.
+# --- Repeated modules. JAX flattens a module that occurs twice in a tree twice, so
+# after the first transform there are two, and their states would drift apart.
 
 
 def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
-    """Raise `ValueError` if one stateful module is in two places of a tree."""
+    """Raise `ValueError` if one stateful module occurs twice in a tree."""
     # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
-    # Who has not imported optax has none.
+    # They exist only if optax has been imported.
     optax = sys.modules.get("optax")
     is_pair = isinstance(tree, getattr(optax, "LookaheadParams", ()))
     for each in tree if is_pair else [tree]:
@@ -137,11 +134,11 @@ def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
 
 
 def check_apart(visits: list[Visit]) -> None:
-    """`check_not_shared` for visits, which may be those of several trees."""
+    """`check_not_shared` for the visits of one or more trees."""
     modules = [v for v in visits if is_module(v.node)]
     if len({id(v.node) for v in modules}) == len(modules):
         return
-    # Below a covering `Buffer` it is not state, and may be shared.
+    # A module below a covering `Buffer` has no state, and may be repeated.
     state = [v.path for v in visits if v.is_leaf and v.is_a(State)]
     stateful = {path[:n] for path in state for n in range(len(path))}
     first: dict[int, Visit] = {}
@@ -162,7 +159,7 @@ def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def modules_below(tree: PyTree) -> list[Any]:
-    """Every `es.Module` in a tree, but not where it is; cheaper than a walk."""
+    """Every `es.Module` in a tree, without its path; cheaper than a walk."""
     modules: list[Any] = []
     jtu.tree_leaves(tree, is_leaf=ft.partial(_note, modules))
     return modules
@@ -174,9 +171,10 @@ def _note(modules: list[Any], node: Any) -> bool:
     return False
 
 
-_OTHER_STRUCTURE: Final = """{} has another structure than the tree, {}. Only modes \
-may differ: train, eval, frozen."""
+_OTHER_STRUCTURE: Final = """{} differs in structure from the tree, {}. Only modes \
+(train, eval, frozen) may differ."""
 
-_SHARED: Final = """The same stateful module is in two places, {} and {}. A model is a \
-tree: at the first transform it becomes two, and their states drift apart. Make two of \
-them, or hold it once, or tie the places with `eqx.nn.Shared`."""
+_SHARED: Final = """The same stateful module occurs twice, at {} and {}. Flattening a \
+pytree duplicates it, so after the first transform there are two modules, whose states \
+drift apart. Create two modules; or store one and call it twice; or tie the two fields \
+with `eqx.nn.Shared`."""

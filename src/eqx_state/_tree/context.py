@@ -1,6 +1,6 @@
-"""What the way from the root of a tree to a node says about that node.
+"""What is known about a node from the nodes above it.
 
-The kind of an array depends on every declaration above it. A `Context` sums them up.
+The kind of an array depends on every declaration above it. A `Context` combines them.
 """
 
 import dataclasses
@@ -32,31 +32,31 @@ _Tree = TypeVar("_Tree")
 
 
 class AxesAbove(NamedTuple):
-    """An `es.Axes` on a field further up, or several, for the members of a union."""
+    """The `es.Axes` of a field further up; several if its annotation is a union."""
 
     axes: tuple[Axes, ...]
     field: str  # `Block.up`
-    depth: int  # how many keys further up
+    depth: int  # the number of keys from that field to this node
 
 
-# The stacks of layers around a node, the outermost first: where the key path enters the
-# layers of each, and how many there are.
+# The `es.nn.Stacked`s above a node, the outermost first: the length of the path to
+# each, and its number of layers.
 Stacks: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Context(NamedTuple):
-    """What is known about a node from the nodes above it."""
+    """The declarations, flags and stacks that apply to one node."""
 
     spec: Spec = NOTHING  # what the nearest annotation declares for this node
     kind: Kind | None = None  # the innermost kind declared so far
     covering: Kind | None = None  # the outermost covering kind
     unresolved: bool = False  # an unresolved annotation is further in than `kind`
-    frozen: bool = False  # whether a module above is frozen, or a mark says so
-    owners: tuple[type, ...] = ()  # classes of the modules around, the nearest last
+    frozen: bool = False  # because of a module above or a frozen path
+    owners: tuple[type, ...] = ()  # classes of the modules above, the nearest last
     field: str = ""  # the field of the nearest module that leads here
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
-    marks: Marks = ()  # what is frozen below, or not, by its path from here
-    lost: tuple[str, str] | None = None  # a node above, and a path that it lacks now
+    marks: Marks = ()  # the frozen paths below, from here
+    lost: tuple[str, str] | None = None  # a node above, a frozen path that it lacks
     stacks: Stacks = ()
 
     def enter(self, node: Any, key: Any) -> "Context":
@@ -71,26 +71,26 @@ class Context(NamedTuple):
         return below.at(step_to(node, key)) if self.marks else below
 
     def below(self, spec: Spec) -> "Context":
-        """The context one key further down, where `spec` is declared."""
+        """The context one key further down, with the declaration `spec`."""
         here = self._replace(axes=self._axes_below()) if self.axes else self
         return here.declare(spec)
 
     def inside(self, frozen: bool, marks: Marks) -> "Context":
-        """The context in an `es.Module` that has this flag and these marks."""
-        if frozen:  # and stays so, wherever it is put
+        """The context in an `es.Module` that has this flag and these frozen paths."""
+        if frozen:  # whatever the paths of the modules above say
             return self._replace(frozen=True, marks=marks, lost=None)
-        # A module's own marks count before those from further out.
+        # The module's own frozen paths override those of modules above.
         merged = sorted_marks({**dict(self.marks), **dict(marks)})
         return self._replace(marks=merged) if marks else self
 
     def at(self, step: Step) -> "Context":
-        """The context one step further down, as far as marks are concerned."""
+        """The context one step further down, with the rest of the frozen paths."""
         marks = {path[1:]: x for path, x in self.marks if path[0] == step}
         frozen = marks.pop((), self.frozen)
         return self._replace(frozen=frozen, marks=sorted_marks(marks))
 
     def checked(self, name: str, steps: Iterable[Step]) -> "Context":
-        """The context of a node, which says so if its children do not fit the marks."""
+        """The context of a node; `lost` if a frozen path leads to a missing child."""
         there = set(steps)
         for path, _ in self.marks:
             if path[0] not in there:
@@ -116,7 +116,7 @@ class Context(NamedTuple):
         return tuple(above._replace(depth=above.depth + 1) for above in self.axes)
 
     def declare(self, spec: Spec, field: str | None = None) -> "Context":
-        """The context after one more declaration, that of `field` if it is given."""
+        """The context after one more declaration, that of `field` if given."""
         if field is None:
             if spec is NOTHING and self.spec is NOTHING:
                 return self
@@ -133,9 +133,10 @@ class Context(NamedTuple):
         return new._replace(kind=spec.kind, covering=covering, unresolved=False)
 
     def seen_from(self, depth: int, start: int) -> "Context":
-        """The context of a node if its path had `start` keys in place of `depth`.
+        """The context of a node whose path begins with `start` keys, not with `depth`.
 
-        The places of stacks are counted in keys. Stacks further out are not seen.
+        `stacks` contains lengths of paths. Stacks within the first `depth` keys drop
+        out.
         """
         if not self.stacks:
             return self
@@ -149,20 +150,20 @@ class Context(NamedTuple):
 
     @property
     def declared(self) -> Kind | None:
-        """The kind that a declaration says; `TypeError` if none can be resolved."""
+        """The declared kind, or `None`; `TypeError` if it cannot be resolved."""
         if self.unresolved and self.covering is None:
             self._check_resolved()
         return self.covering or self.kind
 
     def _check_resolved(self) -> None:
-        # Annotations of plain Equinox modules are not meant for us.
+        # Annotations of plain Equinox modules are not written for us.
         if self.owner is not None and issubclass(self.owner, BaseModule):
             raise TypeError(
                 f"The annotation of `{self.owner.__qualname__}.{self.field}` decides"
-                " the kind of an array, and it cannot be resolved. Import the name"
-                " at run time (not only under `TYPE_CHECKING`), or declare the kind"
-                " around it: `es.Parameter[...]`. A class made in a function is not"
-                " found by annotations that are strings."
+                " the kind of an array, but it cannot be resolved. Import the name at"
+                " run time (not only under `TYPE_CHECKING`), or declare the kind around"
+                " it: `es.Parameter[...]`. A string annotation may not find a class"
+                " that is defined in a function."
             )
 
     def kind_of(self, array: Any) -> Kind | None:
@@ -173,7 +174,7 @@ class Context(NamedTuple):
 
 @ft.cache  # JAX's test of dtypes takes as long as a whole step of a walk
 def undeclared(dtype: Any) -> Kind | None:
-    """The kind of an array of this dtype that nothing is declared for."""
+    """The kind of an array of this dtype without a declaration."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return Rng
     return Parameter if jnp.issubdtype(dtype, jnp.inexact) else None
@@ -182,14 +183,14 @@ def undeclared(dtype: Any) -> Kind | None:
 ROOT = Context()
 
 
-# --- One level of a pytree: the keys that lead to declarations.
+# --- One level of a pytree: its keys and children.
 
 
 @dataclasses.dataclass(frozen=True)
 class AlikeKey:
-    """The key of a child whose own key equals an earlier sibling's, or prints alike.
+    """Replaces the key of a child that equals an earlier sibling's, or prints the same.
 
-    Arrays are told apart by name and by key path, so no two may share one.
+    Names and key paths identify arrays, so they must be unique.
     """
 
     key: Any
@@ -202,7 +203,7 @@ class AlikeKey:
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """`(key, child)` one level down, holes included; `None` for a leaf.
 
-    The keys are those of JAX, but no two are alike.
+    The keys are JAX's, made unique.
     """
     if is_leaf(node):
         return None
@@ -214,14 +215,14 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def map_children(f: Callable[[Any, Any], Any], node: _Tree) -> _Tree:
-    """A new node with `f(key, child)` in place of each child; a leaf is returned."""
+    """A new node with `f(key, child)` for each child; a leaf is returned unchanged."""
     if (below := children(node)) is None:
         return node
     return with_children(node, [f(key, child) for key, child in below])
 
 
 def with_children(node: _Tree, new: list[Any]) -> _Tree:
-    """A new node with these children in place of its own, in their order."""
+    """A new node with these children instead of its own, in order."""
     treedef = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
     return jtu.tree_unflatten(treedef, new)
 
@@ -237,8 +238,8 @@ def _apart(keys: list[Any]) -> list[Any]:
 
 
 def is_leaf(x: Any) -> bool:
-    """Whether JAX takes `x` for a leaf."""
+    """Whether `x` is a leaf to JAX."""
     if is_eqx_module(x):
         return False
-    # JAX would answer for an iterator, too, but with a warning.
+    # For an iterator, JAX would emit a warning.
     return isinstance(x, Iterator) or jtu.all_leaves((x,))

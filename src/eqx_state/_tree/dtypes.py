@@ -1,10 +1,10 @@
-"""Dtypes: what is made strong, what fits into state, what JAX makes of NumPy's arrays.
+"""Dtypes: strong types, values that fit into state, NumPy arrays as JAX arrays.
 
-Numbers and weakly typed arrays become strong where a field declares a kind, and take
-the dtype of the state that they are written to. In state both would recompile the
-training step: a weak type becomes strong at the first update, and a Python number is a
-new constant at every step. All other values have a dtype that somebody chose. If it
-differs, that is an error rather than a silent conversion.
+Numbers and weakly typed arrays become strongly typed in a field that declares a kind,
+and take the dtype of the state that they are written to. In state both would recompile
+the training step: a weak type becomes strong at the first update, and a Python number
+is a new constant at every step. Every other value has a dtype that somebody chose, so a
+dtype that differs is an error rather than a silent conversion.
 """
 
 from typing import Any, Final
@@ -26,9 +26,9 @@ NUMBERS: Final = (bool, int, float, complex)
 
 
 def strengthen(value: Any, spec: Spec) -> Any:
-    """`value` with its numbers and weak arrays made strong where `spec` has a kind.
+    """Make the numbers and weak arrays of `value` strong where `spec` has a kind.
 
-    The fields of a module inside `value` are left to their own declarations.
+    Modules in `value` are unchanged: their own declarations apply to their fields.
     """
     if spec == NOTHING or is_eqx_module(value) or value is None:
         return value
@@ -46,14 +46,14 @@ def _inner(spec: Spec, node: Any, key: Any) -> Spec:
 
 
 def strengthen_field(cls: type, name: str, value: Any) -> Any:
-    """`strengthen` for a value of a field of an `es.Module`."""
+    """`strengthen` for the value of a field of an `es.Module`."""
     return strengthen(value, declarations(cls).get(name, NOTHING))
 
 
 def to_strong(leaf: Any) -> Any:
-    """A number as an array, a weak array as a strong one; anything else as it is."""
+    """A number or a weak array as a strong array; anything else unchanged."""
     if type(leaf) in NUMBERS:
-        # With a dtype, since `jnp.asarray(1.0)` would stay weak.
+        # `jnp.asarray(1.0)` without a dtype would be weak.
         return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
     if is_weak(leaf):
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -62,12 +62,12 @@ def to_strong(leaf: Any) -> Any:
 
 
 def is_weak(x: Any) -> bool:
-    """Whether an array is weakly typed. Keys have no such attribute."""
+    """Whether an array is weakly typed. Typed keys lack the attribute."""
     return getattr(x, "weak_type", False)
 
 
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
-    """`new` as it is stored in the place of `old`; `ValueError` if it does not fit."""
+    """`new` in the form that replaces `old`; `ValueError` if it does not fit."""
     if isinstance(new, jax.ShapeDtypeStruct) and isinstance(old, jax.Array):
         raise ValueError(f"Cannot write `{name}`: `{show(new)}` has no values.")
     if not is_array(old) or not is_numeric(old.dtype):
@@ -75,8 +75,8 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
     dtype = canonical(old.dtype)
     is_number = type(new) in NUMBERS  # `np.float64`, a subclass of `float`, is not one
     if is_number or is_weak(new):
-        # Under strict promotion JAX would raise here, with an error that does not name
-        # the field; ours does. An array of NumPy leaves no operation in a trace.
+        # Under strict promotion JAX would raise an error that does not name the field.
+        # `np.zeros` adds no operation to a trace.
         with jax.numpy_dtype_promotion("standard"):
             promoted = canonical(jnp.result_type(np.zeros((), dtype), new))
         if promoted != dtype:
@@ -85,7 +85,7 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
             raise ValueError(error)
     elif not is_numpy(new) or not same_type(old, new):
         return new
-    # JAX would cut it, and without 64 bits also an int64 of NumPy.
+    # JAX would wrap around, and without x64 also for an int64 of NumPy.
     if not holds(dtype, new):
         given = repr(new) if is_number else f"an integer in `{show(new)}`"
         raise ValueError(_RANGE.format(name, given, show(old)))
@@ -93,11 +93,12 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
 
 
 def as_inside(old: Any, new: Any, own: Any) -> Any:
-    """`new` in the dtype that `old` has inside of a `cast`, if that loses nothing.
+    """`new` in the dtype that `old` has inside a `cast`, if that loses nothing.
 
-    `own` is the dtype outside, to which the value will be cast in the end; `None` if
-    that is the same. A float that is wider stays as it is: its dtype is an error, as
-    without a `cast`. So are weak types and numbers, which are cast in any case.
+    `own` is the dtype outside the call, to which the value is cast back; `None` if the
+    `cast` does not change it. A wider float is returned unchanged, so that `fit_leaf`
+    rejects it, as without a `cast`. Numbers and weak types are unchanged, too: they are
+    cast anyway.
     """
     if not is_array(old) or not eqx.is_array(new) or is_weak(new):
         return new
@@ -111,23 +112,23 @@ def as_inside(old: Any, new: Any, own: Any) -> Any:
 
 
 def holds(dtype: Any, x: Any) -> bool:
-    """Whether a dtype can represent all the integers in a number or an array.
+    """Whether a dtype can represent all integers in a number or an array.
 
-    `True` if the values cannot be read: for a tracer, and for an array that other
-    processes have a part of. JAX wraps those around.
+    `True` if the values cannot be read, in a tracer or in an array that is partly on
+    other processes. JAX wraps these around.
     """
     if type(x) is not int and not (is_array(x) and jnp.issubdtype(x.dtype, np.integer)):
         return True
     if jnp.issubdtype(dtype, jnp.integer):
         least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    else:  # whose own scalars are not converted to `int` right
+    else:  # `int` of the largest bfloat16 is negative
         least, most = float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
     if type(x) is int:
         return least <= x <= most
     is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     is_readable = is_numpy(x) or is_concrete and x.is_fully_addressable
     own = jnp.iinfo(x.dtype)
-    # Reading an array waits for its values, so the dtypes are compared first.
+    # Reading an array waits for its values, so compare the dtypes first.
     if not is_readable or x.size == 0 or least <= own.min and own.max <= most:
         return True
     values = np.asarray(x)
@@ -139,7 +140,7 @@ def as_jax(x: Any, name: str) -> jax.Array:
     dtype = jnp.result_type(x)
     if not holds(dtype, x):
         raise ValueError(_NEEDS_X64.format(name, show(x), dtype.name))
-    # JAX may go on reading a NumPy array after it has returned, or even use its memory.
+    # JAX may read a NumPy array after `asarray` has returned, or even use its memory.
     return jnp.asarray(np.array(x) if is_numpy(x) else x)
 
 
@@ -151,22 +152,22 @@ def same_type(old: Any, new: Any) -> bool:
 
 
 def canonical(dtype: Any) -> Any:
-    """What JAX makes of a dtype: without 64 bits, of float64 a float32."""
+    """The dtype to which JAX converts a dtype: float32 for float64 without x64."""
     return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Whether it is a dtype of numbers: NumPy has strings, and JAX has keys, too."""
+    """Whether a dtype is one of numbers, and not of strings (NumPy) or keys (JAX)."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
-_DTYPE: Final = """Cannot write `{}`: it holds `{}`, and {} would make it {}. State \
-keeps its dtype, or every step would be recompiled. Convert it: \
-`jnp.asarray(value, dtype=jnp.{})`, or make the field of that dtype to begin with."""
+_DTYPE: Final = """Cannot write `{}`: its value is `{}`, and {} would make it {}. \
+State keeps its dtype, because a new one recompiles the step. Convert the new value, \
+`jnp.asarray(value, dtype=jnp.{})`, or give the field the wider dtype initially."""
 
-_RANGE: Final = """Cannot write `{}`: {} does not fit into `{}`. Make the field of a \
-wider dtype to begin with."""
+_RANGE: Final = """Cannot write `{}`: {} does not fit into `{}`. Give the field a \
+wider dtype initially."""
 
-_NEEDS_X64: Final = """`{}`: an integer in `{}` does not fit into `{}`, which JAX \
-makes of it. Call `jax.config.update('jax_enable_x64', True)` when the program starts, \
-or use smaller numbers."""
+_NEEDS_X64: Final = """`{}`: an integer in `{}` does not fit into `{}`, the dtype to \
+which JAX converts it. Call `jax.config.update('jax_enable_x64', True)` at the start \
+of the program, or use smaller numbers."""

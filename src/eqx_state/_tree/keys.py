@@ -1,4 +1,4 @@
-"""PRNG keys: made from seeds, split, and derived from a place in the tree."""
+"""PRNG keys: created from seeds, split, and derived from paths."""
 
 import functools as ft
 import hashlib
@@ -45,7 +45,7 @@ def is_key(x: Any) -> bool:
 
 
 def key_at(key: Array, name: str) -> Array:
-    """The key that belongs to a name, the same in every process."""
+    """A key derived from `key` and a name, the same in every process."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     for word in (digest[:4], digest[4:]):
         key = jr.fold_in(key, jnp.uint32(int.from_bytes(word, "little")))
@@ -59,24 +59,24 @@ def num_key_axes(key: Array) -> int:
 
 def split_key(key: Array, num: int) -> Array:
     """`num` keys from a key or from each of an array of keys, along a new last axis."""
-    # The last, since JAX's check for reused keys takes transposed keys for used ones.
+    # A first axis needs a transpose, which JAX's check for reused keys counts as a use.
     if num_key_axes(key) == 0:
         return jr.split(key, num)
     return jax.vmap(lambda k: split_key(k, num))(key)
 
 
-# Outside of `jit` one program instead of five operations, and in a trace the operations
-# as if they had been called, but from a trace that is cached.
+# `jit` runs one program instead of five operations outside of a trace. Inside, it is
+# inlined, and its own trace is cached.
 @ft.partial(jax.jit, inline=True)
 def next_keys(key: Array) -> tuple[Array, Array]:
-    """The key to keep and the key to draw from; for an array of keys, an array each."""
+    """The key to store and the key to draw from, or an array of each."""
     keys, axis = split_key(key, 2), num_key_axes(key)
     kept, drawn = (lax.index_in_dim(keys, i, axis, keepdims=False) for i in range(2))
     return kept, drawn
 
 
 def reseed(tree: _Tree, key: Any) -> _Tree:
-    """`tree` with new keys in place of every array of kind `Rng`.
+    """Replace every PRNG key (every array of kind `es.Rng`) by a new one.
 
     **Arguments:**
 
@@ -85,8 +85,8 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
 
     **Returns:**
 
-    The tree with each `Rng` leaf derived from `key` and the leaf's path: all are
-    distinct, and none depends on what else is in the tree.
+    The tree, with each `Rng` leaf derived from `key` and the leaf's path. All keys are
+    distinct, and adding a layer does not change the keys of the others.
 
     !!! example
 
@@ -109,7 +109,7 @@ def reseed(tree: _Tree, key: Any) -> _Tree:
 
 
 def _key_like(old: Array, key: Array) -> Array:
-    """Keys from `key` with the shape, the implementation and the style of `old`."""
+    """Keys derived from `key`, with the shape and the implementation of `old`."""
     data = old if not is_typed(old) else jr.key_data(old)
     bits = jr.bits(key, data.shape, jnp.uint32)
     return jr.wrap_key_data(bits, impl=jr.key_impl(old)) if is_typed(old) else bits

@@ -1,13 +1,13 @@
-"""Observing calls: an `Observer` sees every call of `__call__` in a private copy.
+"""Observing calls: an `Observer` intercepts calls of modules in a private copy.
 
-Python looks up `__call__` on the class, and to patch a class would affect every other
-model and thread. So in the private copy each observed module gets a subclass of its
-class, whose `__call__` asks the `Observer`. The module's name in the model is static
-data of the instance, a *mark*, which survives every transform that flattens the module:
-the call of the copy in `eqx.filter_vmap(self.layer)(xs)` is observed, too.
+Python looks up `__call__` on the class, and patching a class would affect all models
+and threads. Instead, each observed module of the private copy becomes an instance of a
+generated subclass, whose `__call__` calls the `Observer`. The module's name in the
+model is static data of the instance, a *tag*, which survives flattening: the call of
+the copy in `eqx.filter_vmap(self.layer)(xs)` is observed, too.
 
-JAX and `es.jit` keep treedefs longer than a call lasts, so a mark refers to no object.
-It leads to the observer by way of `OBSERVING`.
+The treedefs in the caches of JAX and `es.jit` contain tags, so a tag refers to no
+object. `OBSERVING` leads from a tag to its observer.
 """
 
 import abc
@@ -30,11 +30,11 @@ _Tree = TypeVar("_Tree")
 
 @dataclasses.dataclass(frozen=True)
 class ProgramKey:
-    """Tells observers apart. Programs traced under one serve others with an equal key.
+    """The key of an observer. Observers with equal keys share compiled programs.
 
-    `missed` has the names of modules whose outputs could not leave a transform of JAX.
-    It counts, because a program with such calls must not serve a new observer, which
-    would see nothing there and not know that it missed something.
+    `missed` has the names of modules whose outputs could not leave a JAX transform. It
+    is compared, too: otherwise a new observer could run such a program without knowing
+    that outputs are missing.
     """
 
     parts: tuple[Hashable, ...]
@@ -42,29 +42,29 @@ class ProgramKey:
 
 
 class Observer(abc.ABC):
-    """What to do with the calls of some modules."""
+    """Selects modules, and handles their calls."""
 
     key: ProgramKey
 
     @abc.abstractmethod
     def select(self, name: str, module: Any) -> Hashable:
-        """The mark of a module, all that `called` has to know; `None`: not observed."""
+        """The tag of a module, which `called` receives; `None` if not selected."""
 
     @abc.abstractmethod
     def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
-        """The output of `call(*args, **kw)`, or another in its place.
+        """Return the output of `call(*args, **kw)`, or a replacement.
 
-        `scope` is the innermost scope of the observer, that of the active transform. To
-        sow there is all that an observer can do with a value: it leaves the trace.
+        `scope` is the observer's innermost scope, that of the active transform. To get
+        a value out of the trace, the observer has to sow it there.
         """
 
     def check(self, model: PyTree) -> None:  # noqa: B027 (optional)
         """Raise an error if the observer does not fit the model."""
 
 
-# For each observer that is active in this thread the innermost of its scopes. Why not
-# the scope that owns the module? `jax.vmap(self.linear)` calls a copy of a layer of
-# Equinox that no scope owns.
+# The innermost scope of each observer that is active in this thread. The scope that
+# owns the module would not do: in `jax.vmap(self.linear)`, the call is that of a copy
+# which no scope owns.
 OBSERVING: Final[ContextVar[Mapping[Hashable, Any]]] = ContextVar(
     "observing", default=types.MappingProxyType({})
 )
@@ -73,18 +73,18 @@ _MARKS: Final = "_eqx_state_marks"
 
 
 def marks_of(module: Any) -> dict[Hashable, Any]:
-    """The marks of a module by the key of the observer, that of the outermost first."""
+    """The tags of a module by the key of the observer, the outermost first."""
     return dict(fields_of(module).get(_MARKS, ()))
 
 
 def can_be_observed(module: Any) -> bool:
     """Whether a module can be called and returns an output."""
-    # An `eqx.nn.Shared` returns a part of the model.
+    # The call of an `eqx.nn.Shared` returns a part of the model.
     return callable(module) and not isinstance(module, eqx.nn.Shared)
 
 
 def mark(module: Any, name: str, observer: Observer) -> None:
-    """Mark a module of a private copy, if it is to be observed under this name."""
+    """Tag a module of a private copy if the observer selects it under this name."""
     if not can_be_observed(module):
         return
     marks = {key: x for key, x in marks_of(module).items() if key != observer.key}
@@ -95,7 +95,7 @@ def mark(module: Any, name: str, observer: Observer) -> None:
 
 
 def unmarked(tree: _Tree, key: Hashable = None) -> _Tree:
-    """`tree` without the marks of one observer, or of all: a copy if there are any."""
+    """`tree` without the tags of one observer, or of all: a copy if there are any."""
 
     def marked(tree: PyTree) -> list[Any]:
         nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
@@ -122,7 +122,7 @@ def _set_marks(module: Any, marks: dict[Hashable, Any]) -> None:
 
 
 class _Quiet:
-    """Keeps the user's `__init_subclass__` from running, which may fill a registry."""
+    """Skips the user's `__init_subclass__`, which may add the class to a registry."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class _Quiet:
         pass
 
 
-# Not a leak: JAX keeps every pytree class forever anyway.
+# Not a leak: JAX's registry keeps every pytree class alive anyway.
 @ft.cache
 def _observed_class(cls: Any) -> Any:
     """A subclass of a module class whose calls are observed."""
@@ -145,7 +145,7 @@ def _observed_class(cls: Any) -> Any:
                 call = ft.partial(scope.observer.called, scope, mark, call)
         return call(*args, **kwargs)
 
-    # `es.nn.Stacked` looks whether a layer takes a key.
+    # `es.nn.Stacked` inspects the signature: does the layer take a key?
     ft.update_wrapper(__call__, cls.__call__, updated=())
     body = {
         "__call__": __call__,
@@ -155,9 +155,8 @@ def _observed_class(cls: Any) -> Any:
         "__annotations__": {_MARKS: Any},
         _MARKS: eqx.field(default=(), init=False, repr=False, static=True),
     }
-    # An instance can only change to a class whose first base is its own. Python asks
-    # for `__init_subclass__` in the order of the MRO, though, so `_Quiet` comes first
-    # there.
+    # Python only lets `__class__` change to a class whose first base is the old one. It
+    # looks up `__init_subclass__` in the MRO, so put `_Quiet` first there.
     meta = type(cls)
     meta = type(meta.__name__, (meta,), {"mro": _quiet_first})
     observed = meta(cls.__name__, (cls, _Quiet), body)

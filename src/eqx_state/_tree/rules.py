@@ -1,9 +1,9 @@
-"""Rules: one language for which array gets which value.
+"""Rules: mappings from filters to values, which give each array a value.
 
-A rule mapping leads from filters to values. For each array the first filter that is not
-a kind and matches wins, in the order of the mapping; else the most derived kind; else
-`...`, which stands for every other array. Everything that chooses by kind or by path
-asks here: `es.spec`, `es.vmap`, and what the layers above add.
+For each array the first filter that is not a kind and matches applies, in the order of
+the mapping; else the most derived kind; else `...`, the key for every other array. All
+functions that take rules use this module: `es.spec`, `es.vmap`, and those in the layers
+above.
 """
 
 import abc
@@ -30,7 +30,7 @@ _Tree = TypeVar("_Tree")
 
 
 def is_rules(x: object) -> bool:
-    """Whether `x` is meant as a rule mapping, and not as a pytree that is a dict."""
+    """Whether `x` is a rule mapping, rather than a pytree that is a dict."""
     return isinstance(x, Mapping) and any(map(_is_key, x))
 
 
@@ -63,10 +63,9 @@ def choose(
 ) -> list[Any]:
     """The key of `rules` for each leaf of `tree`, in the order of flattening.
 
-    It is `None` for what is not an array, and where nothing matches. `what` begins the
-    messages. With `follow` an array of an optimizer or an average that belongs to a
-    parameter has that parameter's key; only the kind `es.OptState` means the moments
-    themselves.
+    The key is `None` for a leaf that is not an array or that nothing matches. `what`
+    begins the messages. With `follow`, a moment or an average of a parameter has the
+    key of the parameter; only the key `es.OptState` applies to the moments themselves.
 
     Raises `TypeError` for a key that is not a filter, and `ValueError` for a filter
     that matches no array of the tree.
@@ -79,7 +78,7 @@ def choose(
         where, at = parameters.get(visit.path, (tree, visit))
         if id(where) not in keys_of:
             keys_of[id(where)] = key_of = asked.bind(where)
-            for each in leaves(where):  # also what has no moments: it is a match
+            for each in leaves(where):  # a filter may match a parameter without moments
                 key_of(each)
         keys.append(keys_of[id(where)](at, visit.kind))
     asked.check_matched()
@@ -87,11 +86,11 @@ def choose(
 
 
 class Asked:
-    """A rule mapping, and which of its filters have matched an array so far.
+    """A rule mapping, and the filters that have matched an array so far.
 
-    Rules may be asked in several trees, each of which has names of its own. Then a
-    filter need not match, or even make sense, in all of them: `lambda m: m.head` raises
-    an error where there is no head.
+    Rules may apply to several trees with different paths. A filter has to match in only
+    one of them, and may fail in others: `es.under(lambda m: m.head)` raises an error
+    where there is no `head`.
     """
 
     def __init__(self, rules: Mapping[Any, Any], what: str):
@@ -105,8 +104,8 @@ class Asked:
     def bind(self, tree: PyTree) -> Callable[..., Any]:
         """The function that finds the key for a leaf of `tree`.
 
-        It takes the leaf, and the kind of the array that the key is for, if that one
-        only belongs to the leaf.
+        The function takes a leaf. To look up the key for a moment or an average of this
+        leaf, also pass the kind of the moment.
         """
         self.trees.append(tree)
         predicates = [self._bind(i, tree) for i in range(len(self.filters))]
@@ -138,24 +137,24 @@ class Asked:
     def _note_shadowed(
         self, predicates: Sequence[Predicate], start: int, part: Part
     ) -> None:
-        """Note the later filters that match, too: to be shadowed is not a typo."""
+        """Record later filters that match, too: they are redundant, not misspelled."""
         for i in {*range(start, len(predicates))} - self.matched:
-            # `{ndim < 2: a, shape[1] > 8: b}`: the second relies on the first, and
-            # raises an error for the arrays that the first one takes.
+            # In `{ndim < 2: a, shape[1] > 8: b}`, the second filter raises an error for
+            # the arrays that the first one takes.
             with contextlib.suppress(Exception):
                 if predicates[i](part):
                     self.matched.add(i)
 
     def check_matched(self, hint: str = "") -> None:
-        """Raise `ValueError` for a filter that has matched nothing in any tree."""
+        """Raise `ValueError` for a filter that has matched no array in any tree."""
         for i, key in enumerate(self.filters):
             if i not in self.matched:
                 said = self.what, written(key), _near(key, self.trees)
                 raise ValueError(_NO_MATCH.format(*said) + hint) from self.errors.get(i)
 
 
-_NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, and `{1}` \
-was given: `{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`."""
+_NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, such as \
+`{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`, but this is a `{1}`."""
 
 _NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` lists \
 the arrays with their names and kinds. Only kinds and `...` may match nothing."""
@@ -201,24 +200,23 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
 
     - `tree`: any pytree.
     - `values`: from filters to values. For each array the first filter that is not a
-        kind and matches counts, in the order of the mapping; else the most derived
-        kind; else the key `...`, which stands for every other array.
+        kind and matches applies, in the order of the mapping; else the most derived
+        kind; else `...`, the key for every other array.
     - `default`: the value for all other leaves.
 
     **Returns:**
 
-    The tree with a value in place of each leaf. In an `es.Optimizer` or an `es.Ema`
-    what belongs to a parameter gets the parameter's value, by the parameter's name and
-    kind; the key `es.OptState` means the moments themselves.
+    The tree with each leaf replaced by a value. In an `es.Optimizer` or an `es.Ema`,
+    each moment or average gets the value of its parameter; only the key `es.OptState`
+    applies to the moments themselves.
 
-    To `optax.multi_transform` pass `lambda _: labels`, since it would call labels that
-    are callable, as many models are.
+    To `optax.multi_transform` pass `lambda _: labels`, because it calls labels that are
+    callable, as many models are.
 
     **Raises:**
 
     - `TypeError`: a key is not a filter.
-    - `ValueError`: a filter that is not a kind matches no array of the tree, which is a
-        typo.
+    - `ValueError`: a filter that is not a kind matches no array of the tree.
 
     !!! example
 
@@ -241,21 +239,21 @@ def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
     return jtu.tree_unflatten(jtu.tree_structure(tree), chosen)
 
 
-# --- Which parameter a moment of an optimizer, or an array of an average, belongs to --
+# --- The parameters to which the moments of optimizers and the averages belong --------
 
 
 class AbstractPerParameter(eqx.Module):
-    """A module that has arrays for the parameters of a model, such as their moments.
+    """A module with arrays for the parameters of a model, such as their moments.
 
-    What rules say of a parameter holds for these, too: a momentum lies where its
-    parameter lies.
+    Rules give each of these arrays the value of its parameter: a moment has the
+    sharding of its parameter.
     """
 
     @abc.abstractmethod
     def _followed(self) -> PyTree:
-        """The model it was made for, with a shape or an array at each parameter.
+        """The recorded model, with a shape or an array for each parameter.
 
-        `None` if it was not made for one yet.
+        `None` before `init`.
         """
 
 
@@ -267,15 +265,14 @@ class Followed(NamedTuple):
 
 
 def followed(tree: PyTree) -> dict[KeyPath, Followed]:
-    """By the path of each array in `tree` that belongs to a parameter: that parameter.
+    """Map the path of each moment or average in `tree` to its parameter.
 
-    It is the one in `tree`, if the model is there, too: `(model, optimizer)`. Otherwise
-    it is that of the model that the follower was made for, where it has a shape and no
-    value.
+    If `tree` also contains the model, as in `(model, optimizer)`, that is the parameter
+    in `tree`. Otherwise it is that of the recorded model, which may only have a shape.
     """
-    # A moment has the path of its parameter at the end of its own. This needs to know
-    # nothing of the structures around: `optax.tree_utils.tree_map_params` raises an
-    # error for the states of `optax.partition`, `masked`, `lookahead` and `lbfgs`.
+    # The path of a moment ends with that of its parameter, in any optimizer state.
+    # `optax.tree_utils.tree_map_params` raises an error for the states of
+    # `optax.partition`, `masked`, `lookahead` and `lbfgs`.
     found: dict[KeyPath, Followed] = {}
     arrays, followers = _arrays(tree), _followers(tree)
     inside = {
@@ -298,7 +295,7 @@ def followed(tree: PyTree) -> dict[KeyPath, Followed]:
 
 
 def followed_models(tree: PyTree) -> list[PyTree]:
-    """The models that the followers in `tree` were made for."""
+    """The models that the optimizers and averages in `tree` have recorded."""
     return [follower.node._followed() for follower in _followers(tree)]
 
 
@@ -315,13 +312,13 @@ def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
 def _ending(
     array: Visit, start: int, parameters: dict[KeyPath, Visit]
 ) -> KeyPath | None:
-    """The path of the parameter, in its model, with which an array's path ends."""
+    """The path of a parameter with which an array's path ends, or `None`."""
     ends = (array.path[i:] for i in range(start, len(array.path) + 1))
     for below in (end for end in ends if end in parameters):
         x, parameter = array.node, parameters[below].node
-        # A model may have a field `count`, and optax counts steps by that name.
+        # A model may have a parameter `count`, the name of optax's counter of steps.
         both = [jnp.issubdtype(y.dtype, jnp.inexact) for y in (x, parameter)]
-        # A model that is one array has an empty path, and so has no learning rate.
+        # If the model is one array, its path is empty, and every path ends with it.
         return (
             below
             if both[0] == both[1] and (below or x.shape == parameter.shape)
@@ -333,10 +330,10 @@ def _ending(
 def _start_of_model(
     arrays: Set[KeyPath], follower: KeyPath, parameters: Iterable[KeyPath]
 ) -> KeyPath | None:
-    """Where in the tree the model is, by its arrays; `None` if it is not there.
+    """The path of the model in the tree; `None` if it is not there.
 
-    Of several models it is the one that is nearest to the follower. If that cannot be
-    told, it is none of them.
+    If several nodes look like the model, choose the one whose path has the longest
+    prefix in common with that of the follower; on a tie, `None`.
     """
     first = next(iter(parameters), ())
     starts = [
@@ -349,6 +346,6 @@ def _start_of_model(
 
 
 def _common(a: KeyPath, b: KeyPath) -> int:
-    """How many keys two paths begin with in common."""
+    """The length of the common prefix of two paths."""
     pairs = zip(a, b, strict=False)
     return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])

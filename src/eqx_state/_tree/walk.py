@@ -1,8 +1,8 @@
 """The one traversal: every module and every leaf, with path, kind and owner.
 
-A leaf's kind depends on the way from the root to it, so it can only be found by walking
-down. `walk` does that, and everything that works by kind or by path stands on it:
-selecting, modes, scopes, initialization, transforms.
+The kind of a leaf depends on every node above it, so it is known only after walking
+down from the root. Selecting, modes, scopes, initialization and transforms all use
+`walk`.
 """
 
 import functools as ft
@@ -50,7 +50,7 @@ def name_of(path: KeyPath) -> str:
 
 
 class Visit(NamedTuple):
-    """One stop of the walk: a module (before what it holds) or a leaf."""
+    """One node of the walk: a leaf, or a module (before its contents)."""
 
     path: KeyPath
     node: Any
@@ -63,17 +63,16 @@ class Visit(NamedTuple):
 
     @property
     def kind(self) -> Kind | None:
-        """`None` also for what is not an array."""
+        """The effective kind of an array; `None` for any other node."""
         return self.context.kind_of(self.node) if is_array(self.node) else None
 
     def is_a(self, kind: Kind) -> bool:
-        """Whether it is an array of this kind or of one derived from it."""
+        """Whether the node is an array of this kind or of a subclass."""
         own = self.kind
         return own is not None and issubclass(own, kind)
 
 
-# `Visit(...)` as often as there are nodes: without the Python function that takes the
-# fields one by one.
+# `Visit(...)` without the Python function of a named tuple, which is slower.
 _visit: Callable[[tuple[KeyPath, Any, Context, bool]], Visit] = ft.partial(
     tuple.__new__, Visit
 )
@@ -87,9 +86,8 @@ def walk(
 ) -> list[Visit]:
     """Every `eqx.Module` and every leaf of `tree`; leaves in the order of flattening.
 
-    Holes (`None`) are not leaves, as everywhere in JAX. `is_leaf` is that of
-    `jax.tree.flatten`: a node for which it is true counts as a leaf, and nothing below
-    it is visited.
+    Holes (`None`) are not leaves, as in JAX. `is_leaf` is that of `jax.tree.flatten`: a
+    node for which it is true is a leaf, and the walk does not go below it.
     """
     return _Walk(is_leaf).run(tree, path, context)
 
@@ -100,7 +98,7 @@ def leaves(
     context: Context = ROOT,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[Visit]:
-    """Only the leaves of the walk."""
+    """The leaves of the walk, without the modules."""
     return [v for v in walk(tree, path, context, is_leaf) if v.is_leaf]
 
 
@@ -116,19 +114,18 @@ def map_leaves(
     tree: _Tree,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _Tree:
-    """`tree` with `f(visit)` in place of each leaf."""
+    """`tree` with each leaf replaced by `f(visit)`."""
     new = [f(visit) for visit in leaves(tree, is_leaf=is_leaf)]
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), new)
 
 
 def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
-    """The `Visit.kind` of each leaf, in less time than a walk with paths takes.
+    """The `Visit.kind` of each leaf; faster than a walk with paths.
 
     `leaves`: those of `tree`, as `jax.tree.leaves` gives them.
     """
     contexts = _Walk(only_contexts=True).run(tree, (), ROOT)
-    # What is declared for a leaf is in its context, and there is one of these for each
-    # field of a class, not of each module.
+    # All modules of a class share contexts, so look at each context only once.
     ids = [*map(id, contexts)]
     declared = {i: x and x.declared for i, x in zip(ids, contexts, strict=True)}
     return [
@@ -137,24 +134,24 @@ def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
     ]
 
 
-# --- How it walks. Models repeat themselves, so what to do at the nodes of a class is
-# decided once, at the first of them.
+# --- The implementation. Models repeat the same classes, so decide at the first node of
+# a class what to do at all of them.
 
 
 _Step = Callable[[Any, KeyPath, Context], None]
 
 
 class _Absent:
-    """Stands for a field that a module, which is still being made, lacks."""
+    """A sentinel for a field that is not set yet, while `__init__` runs."""
 
 
 _ABSENT: Final = _Absent()
 
 
 class _Walk:
-    """A walk, and what it has learned of classes.
+    """One walk, with the step for each class of nodes.
 
-    It lives no longer than the walk. A cache that outlived it would keep classes alive.
+    A cache that outlives the walk would keep classes alive.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class _Walk:
     ):
         """`only_contexts`: find the context of each leaf instead of visits.
 
-        It is `None` for a leaf that is not an array. All paths are empty.
+        The context is `None` for a leaf that is not an array. All paths are empty.
         """
         self.found: list[Any] = []
         self.is_leaf, self.only_contexts = is_leaf, only_contexts
@@ -173,11 +170,11 @@ class _Walk:
 
     def run(self, tree: PyTree, path: KeyPath, context: Context) -> list[Any]:
         self.first(tree, path, context)
-        self.steps.clear()  # they lead back to it, and what it found would live on
+        self.steps.clear()  # break the reference cycle, to free the walk at once
         return self.found
 
     def first(self, node: Any, path: KeyPath, context: Context) -> None:
-        """The step at the first node of a class, which decides on that of all."""
+        """Visit the first node of a class, and choose the step for all of them."""
         step = self.steps[type(node)] = self.make_step(node, type(node))
         step(node, path, context)
 
@@ -194,7 +191,7 @@ class _Walk:
         elif not is_leaf(node):
             step = self.container
         elif self.only_contexts:
-            # All leaves of a class are arrays, or none.
+            # Either all leaves of a class are arrays, or none of them.
             context_of = self.found.append
             if is_array(node):
                 return lambda node, path, context: context_of(context)
@@ -218,7 +215,7 @@ class _Walk:
         pass
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
-        if context.marks:  # each child has a context of its own
+        if context.marks:  # the contexts of the children differ
             self.container(node, path, context)
             return
         spec = context.spec
@@ -239,7 +236,7 @@ class _Walk:
             step(child, (*path, key), context.enter(node, key))
 
     def foreign(self, node: Any, path: KeyPath, context: Context) -> None:
-        """Equinox's own state, which knows nothing of kinds, counts as declared."""
+        """Visit Equinox's own state, whose values count as declared `State`."""
         owner = context.owner
         in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
         context = context.declare(Spec(kind=BatchStat if in_norm else State))
@@ -257,18 +254,18 @@ class _ModuleStep:
     def __init__(self, walk: _Walk, cls: type):
         self.walk, self.cls = walk, cls
         self.has_flags = BaseModule in cls.__mro__
-        # Nothing is there to be visited in the field `INFERENCE`.
+        # The field `INFERENCE` has no leaves.
         self.names = [name for name in dynamic_names(cls) if name != INFERENCE]
         self.keys = [*map(jtu.GetAttrKey, self.names)]
-        # The fields of modules that are not frozen, and of those that are, by the
-        # identity of the context, which is much faster to compare than the context. It
-        # is kept with the fields, so that no other context gets its `id`.
+        # The fields of unfrozen modules, and of frozen ones, by the `id` of the
+        # context, which is much faster to compare than the context. The context is
+        # stored with the fields, so that its `id` is not reused.
         self.known: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
 
     def __call__(
         self, node: Any, path: KeyPath, context: Context, within: Context | None = None
     ) -> None:
-        """`within`: the context of what it holds, if it is not that of the module."""
+        """`within`: the context of the contents, if it differs from the module's."""
         walk = self.walk
         if not walk.only_contexts:
             walk.found.append(_visit((path, node, context, False)))
@@ -299,7 +296,7 @@ class _ModuleStep:
 
 
 class _StackStep(_ModuleStep):
-    """The step at an `es.nn.Stacked`: what is below lies in a stack."""
+    """The step at an `es.nn.Stacked`, whose contents are part of a stack."""
 
     def __init__(self, walk: _Walk, cls: type):
         super().__init__(walk, cls)
@@ -307,14 +304,14 @@ class _StackStep(_ModuleStep):
 
     def __call__(self, node: Any, path: KeyPath, context: Context, *_: Any) -> None:
         stack = len(path), fields_of(node).get("length", 0)
-        # One context for all stacks that are alike, which the steps below know again.
+        # Equal stacks share one context, so that the steps below find it by its `id`.
         inside = context._replace(stacks=(*context.stacks, stack))
         _, inside = self.inside.setdefault((id(context), stack), (context, inside))
         super().__call__(node, path, context, inside)
 
 
 def copy_tree(tree: _Tree) -> _Tree:
-    """The same leaves in new containers and new modules, which belong to no scope."""
+    """The same leaves in new containers and new modules, which no scope owns."""
     return jtu.tree_map(lambda x: x, tree)
 
 
@@ -330,12 +327,12 @@ def set_flags(tree: _Tree, values: Callable[[Visit], dict[str, Any]]) -> _Tree:
 def drop_cached(tree: PyTree) -> None:
     """Remove the values of `functools.cached_property`s.
 
-    In a plain Equinox module they lie among the fields, and change the treedef.
+    A plain Equinox module stores them among its fields, which changes the treedef.
     """
     for module in (visit.node for visit in walk(tree) if not visit.is_leaf):
         fields = fields_of(module)
         for name, value in list(fields.items()):
             declared = getattr(type(module), name, None)
-            # A copy of such a module has `MISSING` under other names.
+            # A copy of such a module contains `MISSING` under different names.
             if isinstance(declared, ft.cached_property) or value is MISSING:
                 del fields[name]

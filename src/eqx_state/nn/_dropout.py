@@ -19,9 +19,9 @@ from .._tree.keys import as_key, next_keys
 class Dropout(Module):
     """Sets elements to zero at random in train mode, and scales the others up.
 
-    Each element is kept with probability `1 - p` and divided by it (Srivastava et al.,
-    2014, in the inverted form that Equinox uses). In eval mode, and with `p=0`, it
-    returns its input and draws no key.
+    The layer keeps each element with probability `1 - p`, and divides it by `1 - p`
+    (Srivastava et al., 2014, in the inverted form that Equinox uses). In eval mode, and
+    with `p=0`, it returns its input and draws no key.
 
     !!! example
 
@@ -44,7 +44,7 @@ class Dropout(Module):
         """**Arguments:**
 
         - `p`: the fraction of elements to drop, at least 0 and at most 1. Default: 0.5.
-        - `key`: a PRNG key, or an integer seed, from which all keys of the layer come.
+        - `key`: a PRNG key, or an integer seed, for all random numbers of the layer.
             Default: `init` draws one.
 
         **Raises:**
@@ -53,8 +53,8 @@ class Dropout(Module):
         """
         if not 0 <= p <= 1:
             raise ValueError(
-                f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements to drop, a"
-                " number from 0 to 1."
+                f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements to drop, and"
+                " must be a number from 0 to 1."
             )
         self.p = float(p)
         self.rng = Initializer(lambda key: key) if key is None else as_key(key)

@@ -1,4 +1,4 @@
-"""Any stateful layer of Equinox as a layer that holds its state."""
+"""A stateful Equinox layer as a layer that stores its state."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ from .._typing import KeyPath, PyTree
 class Stateful(Module):
     """A stateful Equinox layer, called as `layer(x, state)`, with its state inside.
 
-    The state is where Equinox keeps the initial values: in the `init` of each
+    The state is stored where Equinox stores the initial values: in the `init` of each
     `equinox.nn.StateIndex`. Its kind is `es.BatchStat` in `equinox.nn.BatchNorm`, and
-    `es.State` elsewhere. An index that is in two places has its value in the first.
+    `es.State` elsewhere. If an index occurs twice, the first occurrence has the value.
 
     `train` and `eval` set Equinox's `inference`. When frozen, the parts that have both
     state and `inference` run as in eval mode, and no `es.BatchStat` changes.
 
-    `es.Module`s in the layer keep their own state. A `Stateful` does not look for an
-    `equinox.nn.StateIndex` inside them: put another `Stateful` there.
+    A `Stateful` does not search `es.Module`s in the layer for an
+    `equinox.nn.StateIndex`: put a second `Stateful` into such a module.
 
     !!! example
 
@@ -59,14 +59,14 @@ class Stateful(Module):
 
         **Raises:**
 
-        - `TypeError`: `layer` cannot be called, or holds no `equinox.nn.StateIndex`.
-        - `ValueError`: one of these has no value.
+        - `TypeError`: `layer` cannot be called, or has no `equinox.nn.StateIndex`.
+        - `ValueError`: an index has no value.
         """
         name = getattr(layer, "__qualname__", type(layer).__qualname__)
         if not callable(layer) or not (indices := _indices(layer)):
             raise TypeError(
-                f"`es.nn.Stateful`: `{name}` holds no `eqx.nn.StateIndex` outside the"
-                " `es.Module`s in it. A layer without state is used as it is."
+                f"`es.nn.Stateful`: `{name}` has no `eqx.nn.StateIndex` outside the"
+                " `es.Module`s in it. Use a layer without state directly."
             )
         labeled, weak = _labeled(name, indices, state)
         self.layer, self.weak = _put(layer, labeled), tuple(weak)
@@ -96,7 +96,7 @@ class Stateful(Module):
         if not _is_pair(result):
             raise TypeError(
                 f"`{type(layer).__qualname__}` was called as `layer(x, state)`, and"
-                f" returned `{show(result)}` in place of `(y, state)`."
+                f" returned `{show(result)}` instead of `(y, state)`."
             )
         y, state = result
         changed = {}
@@ -106,7 +106,7 @@ class Stateful(Module):
             if not keep and not _same(old, new):
                 index = labeled_index(visit.node.marker, strong_arrays(new))
                 changed[visit.path] = index
-        if changed:  # nothing usually changes in eval mode, which needs no scope then
+        if changed:  # without a write, as usually in eval mode, no scope is needed
             self.layer = _put(self.layer, changed)
         return y
 
@@ -127,7 +127,7 @@ def _has_value(index: Any) -> bool:
 
 
 def _is_node(x: Any) -> bool:
-    """An index, or an `es.Module`: the same object must stay, as a scope may own it."""
+    """An index, or an `es.Module`, which must not be copied: a scope may own it."""
     return _is_index(x) or is_module(x)
 
 
@@ -137,29 +137,29 @@ def _indices(layer: PyTree) -> list[Visit]:
 
 
 def _put(layer: PyTree, indices: dict[KeyPath, Any]) -> Any:
-    """`layer` with these indices; the `es.Module`s in it are the same objects."""
+    """`layer` with these indices; the `es.Module`s in it are not copied."""
     return map_leaves(lambda v: indices.get(v.path, v.node), layer, _is_node)
 
 
 def _labeled(
     name: str, visits: list[Visit], state: eqx.nn.State | None
 ) -> tuple[dict[KeyPath, Any], list[str]]:
-    """New indices, with their paths in place of markers; which values were weak."""
+    """New indices with their paths as markers; and the names of weak values."""
     first: dict[Any, Any] = {}
     labeled, weak = {}, []
     for visit in visits:
         index = visit.node
         marker = index.marker
         if isinstance(marker, str) and state is None and _has_value(index):
-            # Labeled here before. Two such layers may have the same labels.
+            # A `Stateful` labeled it before, and two may have used the same label.
             marker = (marker, *map(id, jtu.tree_leaves(index.init)))
         if marker in first:
             labeled[visit.path] = eqx.nn.delete_init_state(first[marker])
             continue
         if state is None and not _has_value(index):
             raise ValueError(
-                f"`{name}` holds no value for its state `{visit.name}`:"
-                " `eqx.nn.make_with_state` has moved it to the state. Pass both:"
+                f"`{name}` has no value for its state `{visit.name}`:"
+                " `eqx.nn.make_with_state` has moved the value to the state. Pass both:"
                 " `es.nn.Stateful(layer, state)`."
             )
         value = index.init if state is None else _value(state, visit, "the given state")
@@ -174,14 +174,14 @@ def _labeled(
 def _as_given(index: Any, weak: tuple[str, ...]) -> Any:
     """`index` with the types that the layer gave its values.
 
-    They are stored strong, as all state is. But a layer that began with `jnp.array(0)`
-    may set another, and Equinox only lets a weak type replace a weak type.
+    All state is stored strong. But Equinox only lets a weak type replace a weak type,
+    and a layer that begins with `jnp.array(0)` may set a weak type again.
     """
 
     def retype(path: KeyPath, x: Any) -> Any:
         if index.marker + jtu.keystr(path) not in weak:
             return x
-        # A weak type cannot be cast to, but what is put into a weak array stays weak.
+        # JAX cannot cast to a weak type, but `.at[...].set` keeps it.
         zeros = jnp.full(x.shape, x.dtype.type(0).item())
         return zeros.at[...].set(x) if zeros.dtype == x.dtype else x
 
@@ -195,7 +195,7 @@ def _value(state: eqx.nn.State, visit: Visit, what: str) -> Any:
     except KeyError:
         raise ValueError(
             f"`es.nn.Stateful`: {what} has no value for `{visit.name}`. It is the state"
-            " of another layer; or a part of it, for `state.update(substate)`."
+            " of a different layer, or a substate, to combine by `state.update`."
         ) from None
 
 
@@ -205,14 +205,14 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _without_state(layer: PyTree, as_eval: bool) -> Any:
-    """`layer` without its state; `as_eval` puts its stateful parts into eval mode."""
+    """`layer` without its state; `as_eval` switches stateful parts to eval mode."""
 
     def delete(x: Any) -> Any:
         return x if is_module(x) else eqx.nn.delete_init_state(x)
 
     layer = jtu.tree_map(delete, layer, is_leaf=_is_node)
     for visit in walk(layer, is_leaf=is_module) if as_eval else ():
-        # Set in place: all but the `es.Module`s are copies.
+        # Set it in place: all nodes except `es.Module`s are copies.
         if not visit.is_leaf and has_inference(visit.node) and _indices(visit.node):
             object.__setattr__(visit.node, "inference", True)
     return layer
