@@ -307,13 +307,6 @@ def test_its_modes_are_those_of_the_last_model():
 # --- Bad input ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decay", ["0.9", None, NETS[0], [0.9], jnp.ones(3)])
-def test_a_decay_is_a_number_or_a_schedule(decay):
-    with pytest.raises(TypeError, match=r"(?s)a number, .* function.*Ema\(0.999\)"):
-        es.Ema(decay)
-    assert es.Ema(np.float64(0.5)).decay == es.Ema(np.float32(0.5)).decay == 0.5
-
-
 @pytest.mark.parametrize("decay", [1, True, -0.1, float("nan"), np.float32(1)])
 def test_a_decay_is_less_than_one(decay):
     with pytest.raises(ValueError, match=r"at least 0 and less than\s1"):

@@ -124,12 +124,6 @@ def test_reseed_of_another_implementation():
     assert (new["a"] != stack["a"]).all()
 
 
-@pytest.mark.parametrize("bad", ["seed", None, 1.5, jnp.ones(2)], ids=str)
-def test_reseed_with_what_is_no_key(bad):
-    with pytest.raises(TypeError, match="key"):
-        es.reseed(net(), bad)
-
-
 # --- `Dropout` ----------------------------------------------------------------------
 
 

@@ -484,13 +484,6 @@ def test_a_gradient_in_a_gradient_inside_reports_to_the_outermost():
 # --- Misuse ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("f", [es.mutable, es.capture, es.find_nonfinite])
-@pytest.mark.parametrize("around", [lambda f: f, es.jit, eqx.Partial])
-def test_a_transform_with_a_copy_of_its_own_is_rejected(f, around):
-    with pytest.raises(TypeError, match=r"`es\.capture\(model\)\(x\)`"):
-        es.capture(around(f(Scale())))
-
-
 @pytest.mark.parametrize("around", [es.jit, es.vmap, lambda f: eqx.Partial(es.jit(f))])
 def test_a_gradient_inside_of_another_transform_is_rejected(around):
     with pytest.raises(TypeError, match=r"es\.jit\(es\.capture\(es\.value_and_grad"):
@@ -502,21 +495,6 @@ def test_argnums_are_those_of_the_gradient(f):
     right = rf"`es\.capture\(es\.{f.__name__}\(loss, argnums=1\)\)`"
     with pytest.raises(TypeError, match=right):
         es.capture(f(lambda x, m: m(x)), argnums=1)
-
-
-SOWN_IN_PLAIN = {
-    "at once": lambda f, x: f.sow("out", x),
-    "es.jit": lambda f, x: es.jit(lambda x: f.sow("out", x))(x),
-    "es.checkpoint": lambda f, x: es.checkpoint(lambda x: f.sow("out", x))(x),
-    "es.grad": lambda f, x: es.grad(lambda f: Stateless.__call__(f, x))(f)[0] and None,
-}
-
-
-@pytest.mark.parametrize("f", SOWN_IN_PLAIN.values(), ids=SOWN_IN_PLAIN)
-def test_sowing_in_a_plain_transform_is_an_error_that_names_ours(f):
-    model = wrapped(lambda layer, x: jax.vmap(lambda x: f(layer, x))(x))
-    with pytest.raises(es.TraceError, match=r"Cannot sow `layer\.out` here: this"):
-        es.capture(model)(X)
 
 
 FOREIGN = {

@@ -246,12 +246,6 @@ def test_calls_in_other_transforms_of_jax_are_missed_aloud(cls, name):
         assert es.find_nonfinite(Around(cls()))(ZEROS) == ["layer" for _ in made]
 
 
-@pytest.mark.parametrize("around", [es.jit, jax.vmap], ids=["es.jit", "jax.vmap"])
-def test_it_is_called_outside_of_transforms(around):
-    with pytest.raises(TypeError, match=r"es\.find_nonfinite\(es\.jit\(step\)\)"):
-        around(lambda x: es.find_nonfinite(Log())(x))(X)
-
-
 def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen():
     for model in (X, [{"w": X}, eqx.nn.Linear]):
         with pytest.raises(ValueError, match="no module can be called"):

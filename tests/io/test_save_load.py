@@ -387,20 +387,6 @@ def test_metadata_comes_back(path, metadata):
         } == metadata
 
 
-@pytest.mark.parametrize(
-    ("metadata", "says"),
-    [
-        ({"step": 3}, "'metadata': 'int' object"),
-        ({3: "step"}, "'metadata': 'int' object"),
-        ([("a", "b")], "'list' object is not a mapping"),
-    ],
-)
-def test_metadata_are_strings(path, metadata, says):
-    with pytest.raises(TypeError, match=says):
-        es.save(path, Net(0), metadata=metadata)
-    assert os.listdir(path.parent) == []
-
-
 def test_one_name_in_the_metadata_is_taken(path):
     with pytest.raises(ValueError, match="the key `'eqx_state'` of `metadata`"):
         es.save(path, Net(0), metadata={"eqx_state": "3"})

@@ -153,18 +153,6 @@ def test_an_optimizer_that_factors_its_moments(path):
 # --- What does not fit ----------------------------------------------------------------
 
 
-def test_another_depth_is_told_layer_by_layer(path):
-    net = as_stack(as_list())
-    es.save(path, net)
-    more = net.replace(blocks=es.nn.Stacked(layers(1, 4)))
-    fewer = net.replace(blocks=net.blocks[:2])
-    with rejects(more, ValueError, r"missing:\n    blocks\[3\]\.half\n"):
-        es.load(path, more)
-    with rejects(fewer, ValueError, r"unexpected:\n    blocks\[2\]\.half\n"):
-        es.load(path, fewer)
-    assert_same(es.load(path, fewer, strict=False), fewer)
-
-
 def test_a_wrong_shape_in_one_layer(path):
     net = as_list()
     wrong = eqx.tree_at(lambda n: n.blocks[1].w, net, jnp.ones(7))

@@ -5,7 +5,6 @@ import warnings
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
-from helpers import untouched
 from jit_cases import Counter
 
 import eqx_state as es
@@ -76,17 +75,6 @@ def test_what_a_function_holds_is_not_donated():
     es.jit(lambda f, x: f(x), donate="all")(with_teacher, jnp.ones(3))
     assert model.count == 2
     assert not teacher.weight.is_deleted()
-
-
-@pytest.mark.parametrize("donate", [d for d in DELETED if d != "none"])
-def test_donation_inside_a_scope_is_refused(donate):
-    def call(model, x):
-        return es.jit(model, donate=donate)(x)
-
-    model = Counter(1.0)
-    match = rf"(?s)es\.jit\(donate='{donate}'\).*inside `es\.mutable`.*at the top"
-    with untouched(model), pytest.raises(ValueError, match=match):
-        es.mutable(call)(model, X)
 
 
 @pytest.mark.parametrize("donate", ["al", "", "warn_except_first", True, None, 0, {}])

@@ -148,17 +148,3 @@ def test_a_signature_that_is_only_shown_binds_nothing():
     add = decorated(lambda x, y=10.0: x + y)
     assert es.jit(add)(1.0, y=2.0) == 3.0
     assert es.jit(np.shape)(a=jnp.ones((2, 3))) == (2, 3)
-
-
-def test_nothing_is_donated_in_a_scope():
-    class Net(es.Module):
-        linear: eqx.nn.Linear
-        n: es.State = 0
-
-        def __call__(self, x):
-            return es.jit(lambda w, x: w + x, donate="all")(self.linear.bias, x)
-
-    net = Net(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
-    with pytest.raises(ValueError, match="inside `es.mutable`"):
-        es.mutable(net)(jnp.ones(2))
-    assert not net.linear.bias.is_deleted()

@@ -284,16 +284,6 @@ HOLDERS = [lambda m: lambda: m, lambda m: ft.partial(Plain, m)]
 
 
 @pytest.mark.parametrize("holder", HOLDERS, ids=["function", "partial"])
-def test_what_is_returned_and_holds_an_owned_module_is_refused(holder):
-    make = es.jit(lambda net: (1, {"f": holder(net)}))
-    model = Three()
-    with rejects(model, es.TraceError, "returned a function or an object", "`a`"):
-        es.mutable(lambda net: make(net.a) and None)(model)
-    # It is the caller's business outside of a scope, as with `eqx.filter_jit`.
-    assert make(3)[0] == 1
-
-
-@pytest.mark.parametrize("holder", HOLDERS, ids=["function", "partial"])
 def test_what_is_given_and_returned_may_hold_an_owned_module(holder):
     same = es.jit(lambda f, x: ([f], x))
 

@@ -221,21 +221,6 @@ def test_the_specifier_without_a_kind_is_the_field_of_equinox(base):
     assert model.b == 3
 
 
-def test_a_kind_on_a_static_field_is_an_error():
-    with pytest.raises(TypeError, match=r"kind=.*State, static=True.*static field"):
-        es.field(kind=es.State, static=True)
-    with pytest.raises(TypeError, match=r"Model\.x`, declared `State` and static"):
-
-        class Model(es.Module):
-            x: es.State = eqx.field(static=True)
-
-
-@pytest.mark.parametrize("kind", [3, "es.State", int, es.Module, es.State[Array]])
-def test_the_specifier_takes_only_kinds(kind):
-    with pytest.raises(TypeError, match="a kind is a class such as `es.Parameter`"):
-        es.field(kind=kind)
-
-
 def test_the_specifier_must_not_contradict_the_annotation():
     def make():
         class Model(es.Module):

@@ -76,13 +76,6 @@ def test_the_hierarchy(kind, base):
     assert kind.__bases__ == (base,)
 
 
-@pytest.mark.parametrize("kind", [*BUILT_IN, Cache, Ema])
-@pytest.mark.parametrize("args", [(), (1.0,)])
-def test_a_kind_cannot_be_called(kind, args):
-    with pytest.raises(TypeError, match=rf"`{kind.__name__}` is a kind.*never called"):
-        kind(*args)
-
-
 class First(es.State):
     """A kind of a module whose name comes before ours in the alphabet."""
 

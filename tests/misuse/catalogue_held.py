@@ -38,8 +38,14 @@ def _(case):
     run = es.hold(step, layer)
     with case.error():
         es.mutable(lambda layer, x: run(x))(layer, XS)
-    with case.error():
-        es.mutable(lambda layer, x: es.hold(step, layer)(x))(layer, XS)
+    uses = (
+        lambda layer: es.hold(step, layer)(XS),
+        lambda layer: run.carry,
+        lambda layer: setattr(run, "carry", layer),
+    )
+    for use in uses:
+        with case.error():
+            es.mutable(use)(layer)
     assert (run(XS) == 2 * XS).all()
     assert run.carry.count == 1
 
@@ -48,7 +54,8 @@ def _(case):
 def _(case):
     layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
     run = es.hold(step, layer)
-    for use in (jax.jit(run.__call__), jax.vmap(lambda x: run(x)), es.jit(run)):
+    carry, new = lambda x: run.carry, lambda x: es.hold(step, x)
+    for use in (jax.jit(run.__call__), jax.vmap(carry), es.jit(run), jax.jit(new)):
         with case.error():
             use(XS)
     with case.error():
@@ -59,9 +66,12 @@ def _(case):
 @program("use a held step in its own function")
 def _(case):
     layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
-    run = es.hold(lambda layer, x: (run.carry, layer(x)), layer)
-    with case.error():
-        run(XS)
+    run = es.hold(lambda layer, x: (run(x) if len(x) == 2 else run.carry, x), layer)
+    for x in (XS, XS[:2]):
+        with case.error():
+            run(x)
+        with case.error(), jax.disable_jit():
+            run(x)
     assert run.carry.count == 0
 
 
@@ -82,7 +92,7 @@ def _(case):
     total = {"sum": jnp.zeros(()), "n": jnp.zeros((), jnp.int32)}
     for wrong in (XS, jnp.zeros((), jnp.float16), "a"):
         run = es.hold(lambda c, wrong=wrong: ({**c, "sum": wrong}, 0), total)
-        with case.error():
+        with case.error("`['sum']` was `f32[]`, and is now `"):
             run()
         assert run.carry["sum"] == 0
 
@@ -103,6 +113,8 @@ def _(case):
             if donate:
                 with case.error():
                     run(jnp.ones(()))
+                with case.error():
+                    _ = run.carry
                 run.carry = XS + 1
             assert (run.carry == XS + 1).all()
 

@@ -66,10 +66,6 @@ def in_turn(layers, x, *args, **kwargs):
     return x
 
 
-def as_stack(layers):
-    return es.nn.Stacked(layers)
-
-
 # --- The layers in turn ---------------------------------------------------------------
 
 
@@ -464,21 +460,9 @@ def test_layers_that_differ_after_init():
         es.init(stacked, 0)
 
 
-def test_one_stateful_layer_twice():
-    layer = Scale(1.0)
-    with pytest.raises(ValueError, match=r"`\[0\]`.*`\[2\]`"):
-        es.nn.Stacked([layer, Scale(1.0), layer])
-
-
 def test_no_layers():
     with pytest.raises(ValueError, match="at least one layer"):
         es.nn.Stacked([])
-
-
-@pytest.mark.parametrize("key", [jr.key(0), jr.PRNGKey(0)])
-def test_a_single_key_makes_no_stack(key):
-    with pytest.raises(TypeError, match="takes one key for each layer"):
-        es.nn.Stacked.make(make_linear, key)
 
 
 def test_a_list_of_keys():

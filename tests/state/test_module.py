@@ -129,16 +129,6 @@ def test_the_flags_are_static_and_hidden():
         Norm(ONE, ONE, 0, True)
 
 
-@pytest.mark.parametrize("name", ["training", "frozen"])
-@pytest.mark.parametrize(
-    "body", ["{name}: bool", "{name} = True", "def {name}(self): ..."]
-)
-def test_the_names_of_the_flags_are_reserved(name, body):
-    source = f"class Mine(es.Module):\n    {body.format(name=name)}"
-    with pytest.raises(TypeError, match=rf"`Mine\.{name}`"):
-        exec(source, {"es": es, "eqx": eqx, "__name__": __name__})
-
-
 @pytest.mark.parametrize("name", ["initialized", "init", "filter"])
 def test_the_flags_are_the_only_reserved_names(name):
     namespace = {"es": es, "__name__": __name__}

@@ -103,32 +103,6 @@ def test_parameters_are_not_smuggled(f):
 # --- Replaced, moved, swapped -------------------------------------------------------
 
 
-def replaced(m):
-    old = m.layers[0]
-    m.layers = [Counter(), Counter()]
-    old.step()
-
-
-def popped(m):
-    old = m.layers.pop()
-    m.layers.append(Counter(1))
-    old.step()
-
-
-def replaced_in_dict(m):
-    old = m.spare["x"]
-    m.spare["x"] = Counter(1)
-    old.step()
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, es.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("f", [replaced, popped, replaced_in_dict])
-def test_a_replaced_module_is_written_afterwards(f, transform):
-    # What is written there could not come out: it is not to be lost silently.
-    with rejects(model := Group(), (FROZEN, ValueError), "count"):
-        es.mutable(transform(f))(model)
-
-
 def swap(m):
     m.layers[0], m.layers[1] = m.layers[1], m.layers[0]
     m.layers[0].step()

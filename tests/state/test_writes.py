@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from typing import Annotated
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -178,33 +177,6 @@ def test_values_of_numpy_take_the_old_dtype(value, start):
         assert isinstance(new.x, jax.Array)
 
 
-CHANGES = {
-    "shape": (jnp.zeros(2), jnp.zeros(3), [r"f32\[2\]", r"f32\[3\]"]),
-    "dtype": (jnp.zeros(2), jnp.zeros(2, F16), [r"f32\[2\]", r"f16\[2\]"]),
-    "numpy": (jnp.zeros(2, I32), np.zeros(2, np.int16), [r"i32\[2\]", "i16"]),
-    "key type": (jr.key(0), jr.PRNGKey(0), [r"key<fry>\[\]", r"u32\[2\]"]),
-    "None to array": (None, jnp.zeros(2), ["None", r"f32\[2\]"]),
-    "keys": ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, ["a", "b"]),
-    "array to text": (jnp.zeros(2), "text", [r"f32\[2\]|text"]),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("deep", [False, True], ids=["top", "deep"])
-def test_structure_shape_and_dtype_stay(name, deep):
-    class Deep(es.Module):
-        layers: list
-
-        def __call__(self, value):
-            self.layers[0](value)
-
-    old, new, fragments = CHANGES[name]
-    model = Deep([Slot(old)]) if deep else Slot(old)
-    path = r"layers\[0\]\.x" if deep else "`x"
-    with rejects(model, ValueError, path, *fragments):
-        es.mutable(model)(new)
-
-
 @pytest.mark.parametrize(
     "dtype", [np.int8, np.float64, jnp.bfloat16, jnp.float8_e4m3fn], ids=str
 )
@@ -312,16 +284,6 @@ def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
         model.init(0)
 
 
-@pytest.mark.parametrize("how", ["field", "container", "module"])
-def test_a_shape_and_a_dtype_are_not_written_for_an_array(how):
-    old = jnp.zeros(2)
-    struct = jax.ShapeDtypeStruct(old.shape, old.dtype)
-    put = {"field": lambda x: x, "container": lambda x: [x], "module": Slot}[how]
-    model = Slot(put(old))
-    with rejects(model, ValueError, "`x", "has no values"):
-        es.mutable(model)(put(struct))
-
-
 def test_an_abstract_model_stays_one():
     model = Slot(jax.ShapeDtypeStruct((2,), F32))
     _, new = es.mutable(model)(jax.ShapeDtypeStruct((2,), F32))
@@ -339,18 +301,3 @@ def test_constants_of_numpy_stay_usable_as_shapes():
     y, new = es.mutable(shaped)(jnp.ones(6))
     assert y.shape == (2, 3)
     assert new.sizes is shaped.sizes
-
-
-# --- Fields that cannot be written --------------------------------------------------
-
-
-@pytest.mark.parametrize("field", ["index", "name", "label"])
-def test_no_kinds_reach_what_has_no_kind(field):
-    class Net(es.Module):
-        index: jax.Array
-        name: str = eqx.field(static=True, default="net")
-        label: str = "label"
-
-    model = Net(jnp.arange(3))
-    with rejects(model, FROZEN, rf"Net\.{field}"):
-        es.mutable(lambda m: setattr(m, field, 1), kinds=es.TreePart)(model)

@@ -186,23 +186,6 @@ def test_what_the_loss_closes_over_is_not_written():
 
 
 @pytest.mark.parametrize("run", [es.value_and_grad, es.grad], ids=["both", "grad"])
-@pytest.mark.parametrize(
-    ("loss", "options"),
-    [
-        (lambda m: jnp.ones(2) * m.factor, {}),
-        (lambda m: m.factor.astype(int), {}),
-        (lambda m: m.factor.astype(complex), {}),
-        (lambda m: (jnp.ones(2) * m.factor, 1), {"has_aux": True}),
-    ],
-    ids=["vector", "integer", "complex", "vector and aux"],
-)
-@jax.numpy_dtype_promotion("standard")
-def test_the_loss_is_one_real_number(run, loss, options):
-    with pytest.raises(TypeError, match="loss"):
-        run(loss, **options)(Scale())
-
-
-@pytest.mark.parametrize("run", [es.value_and_grad, es.grad], ids=["both", "grad"])
 def test_nothing_to_differentiate(run):
     with pytest.raises(TypeError, match=r"es\.(value_and_)?grad"):
         run(lambda: 1.0)()

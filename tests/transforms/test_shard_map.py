@@ -398,13 +398,6 @@ def test_a_carry_of_another_structure_is_the_error_of_jax():
 # --- Errors ---------------------------------------------------------------------------
 
 
-def test_what_differs_between_devices_is_named():
-    for xs in (XS, XS[:2]):
-        with rejects(Norm(), ValueError, r"different values to `mean`",
-                     r"pmean\(mean, \"data\"\)", r"axes=.*P\(\"data\"\)"):  # fmt: skip
-            es.mutable(mapped(Norm().local))(xs)
-
-
 def test_without_the_check_shared_state_is_not_written():
     model = {"norm": Norm()}
 

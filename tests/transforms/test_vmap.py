@@ -149,26 +149,6 @@ def test_an_error_leaves_nothing_half_written(lane, error, options):
     np.testing.assert_allclose(new.a.mean, 3.5)
 
 
-def test_state_that_is_not_reduced_over_all_axes_is_an_error():
-    class Mean(es.Module):
-        scale: es.Parameter = 1.0
-        mean: es.BatchStat = 0.0
-
-        def __call__(self, x):
-            self.mean = lax.pmean(x, "inner")
-            return self.scale * x
-
-    def f(model, xs):
-        inner = es.vmap(lambda x: model(x), axis_name="inner")
-        return es.vmap(inner, axis_name="outer")(xs)
-
-    model, xs = Mean(), jnp.arange(6.0).reshape(2, 3)
-    with rejects(model, ValueError, "`mean`", "axis_name", r"axes=\{es\.State: 0\}"):
-        es.mutable(f)(model, xs)
-    with rejects(model, ValueError, "`mean`", "axis_name"):
-        es.grad(lambda m, xs: jnp.sum(f(m, xs)), wrt=es.State)(model, xs)
-
-
 # --- Signature and return value of `jax.vmap` ---------------------------------------
 
 

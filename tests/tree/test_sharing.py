@@ -158,39 +158,6 @@ def test_found_where_the_one_module_would_become_two(enter):
     enter(eqx.nn.Sequential([Layer(), eqx.nn.Identity(), Layer()]))
 
 
-class Root(es.Module):
-    """Its children put one module into two places, under one transform or another."""
-
-    pair: Two
-    rest: list[Any]
-
-    def alias(self, x):
-        self.pair.a = self.pair.b
-        return x
-
-    def into_dict(self, x):
-        self.rest = [{**self.rest[0], "k": self.pair.b}]
-        return x
-
-    def in_vmap(self, x):
-        return es.vmap(self.alias)(jnp.ones(2))[0]
-
-
-@pytest.mark.parametrize("name", ["alias", "into_dict", "in_vmap"])
-@pytest.mark.parametrize("run", [es.mutable, es.value_and_grad, es.grad])
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_found_when_a_scope_ends_by_whatever_transform(name, run, jit):
-    class Count(es.Module):
-        count: es.State = 0
-        weight: es.Parameter = 1.0
-
-    model = Root(Two(Count(), Count()), [{"k": Count()}])
-    f = run(lambda model, x: getattr(model, name)(x))
-    other = r"rest\[0\]\['k'\]" if name == "into_dict" else r"pair\.a"
-    with rejects(model, ValueError, r"`pair\.b`", f"`{other}`"):
-        (eqx.filter_jit(f) if jit else f)(model, jnp.array(1.0))
-
-
 # --- Allowed ------------------------------------------------------------------------
 
 
