@@ -266,11 +266,8 @@ CALLBACK_LOGGER: Final = logging.getLogger("jax._src.callback")
 
 _CHECK: Final = "_EquinoxRuntimeError"
 _PROGRAM: Final = b"eqx_state"
-# The beginning of frames that are not the user's: ours, and those of bound methods.
-_BETWEEN: Final = tuple(
-    f'  File "{os.path.join(os.path.dirname(file), *inside, "")}'
-    for file, inside in ((__file__, ()), (eqx.__file__, ("_module",)))
-)
+# How the frames of bound methods begin. Those of ours are excluded above.
+_METHODS: Final = f'  File "{os.path.join(os.path.dirname(eqx.__file__), "_module")}'
 
 
 def is_check(error: BaseException | None) -> bool:
@@ -318,6 +315,6 @@ def failed_check(error: BaseException | None) -> tuple[str, str] | None:
     for x in stack:
         if x == _PROGRAM:
             inside = list(frames)
-        elif isinstance(x, str) and not x.startswith(_BETWEEN):
+        elif isinstance(x, str) and not x.startswith(_METHODS):
             frames.append(x)
     return message, "".join(reversed(inside or frames))

@@ -6,8 +6,7 @@ arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 
 import functools as ft
 import types
-from collections.abc import Callable
-from typing import Any, ClassVar, Final, Self, TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, Final, Self, TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -16,9 +15,6 @@ from .._compat import boundary, BoundMethod
 from .._errors import an, show
 from .._tree.base import is_eqx_module
 from .._tree.rules import misplaced
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Transform(eqx.Module):
