@@ -21,8 +21,8 @@ from .._tree.base import ownership_of
 from .._tree.keys import is_key, next_keys, num_key_axes, split_key
 from .._tree.rules import Asked, check_rules, is_rules, most_derived
 from .._tree.walk import is_array, leaves, name_of, Visit
-from .lift import LeafIndex, Lifted, Ran, Values
-from .reach import by_entry, check_given, is_model, models_in, owned_in
+from .lift import LeafIndex, Lifted, Ran, StaticOutput, Values
+from .reach import by_entry, check_given, is_model, is_traced, models_in, owned_in
 from .transform import Transform
 
 
@@ -166,24 +166,27 @@ class Reached:
                 keys = split_key(key, num)
                 self.values[k], self.axes[k] = place(keys, num_key_axes(key))
 
-    def run(self, inputs: Inputs) -> Ran:
-        """Call the function in a lane that has these values."""
-        inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
-        values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
-        return self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
+    def run(
+        self,
+        inputs: Inputs,
+        differs: Callable[[Any, Any], bool],
+        not_reduced: Callable[[str], str],
+    ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
+        """Call the function in a lane that has these values.
 
-    def collect(
-        self, written: Values, differs: Callable[[Any, Any], bool]
-    ) -> tuple[list[Values], list[LeafIndex], list[str]]:
-        """What a lane has written, in groups; the keys that it used; errors by name.
+        Returns the arrays of its output, what it has written in `groups`, what was
+        sown, and the rest: the static part of the output, and the keys that it used.
 
         `differs(x, axis)` says whether the lanes may have different values where this
         axis has room for one only. For a key this means that they have drawn from it.
-        For any other state it is an error.
+        For any other state it is an error, whose text `not_reduced` makes of its name.
         """
+        inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
+        values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
+        ran = self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
         groups: list[Values] = [{} for _ in self.groups]
         used, unreduced = [], []
-        for slot, x in written.items():
+        for slot, x in ran.written.items():
             axis = self.group_of(slot)
             if not differs(x, axis):
                 groups[self.groups.index(axis)][slot] = x
@@ -191,7 +194,10 @@ class Reached:
                 used.append(slot)
             else:
                 unreduced.append(f"`{self.lifted.name(slot)}`")
-        return groups, used, unreduced
+        if unreduced:
+            raise ValueError(not_reduced(", ".join(unreduced)))
+        out, static = eqx.partition(ran.out, is_traced(ran.out))
+        return out, groups, ran.sown, StaticOutput((static, used))
 
     def _is_of_a_stack(self, i: int, visit: Visit) -> bool:
         """Whether lanes have values of their own of what `init` has made here."""
@@ -206,15 +212,17 @@ class Reached:
             axis = self.transform.axis_by_entry(entry, visit.node)
         return axis not in (None, SPLIT, PartitionSpec(), self.shared)
 
-    def commit(
-        self, groups: list[Values], used: list[LeafIndex], sown: list[Sown]
-    ) -> None:
-        """Write to the modules outside."""
+    def finish(
+        self, out: Any, groups: list[Values], sown: list[Sown], rest: StaticOutput
+    ) -> Any:
+        """Write to the modules outside, and return the whole output."""
+        static, used = rest.value
         lane = f"lane of `{self.transform.what}`"
         self.lifted.check_not_created(self._is_of_a_stack, lane)
         written = {slot: x for group in groups for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(Ran(None, written, sown))
+        return eqx.combine(out, static)
 
 
 def _opened(f: Any) -> Any:

@@ -20,8 +20,6 @@ from .._compat import Infer, vary, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
-from .lift import StaticOutput
-from .reach import is_traced
 from .transform import wrap
 
 
@@ -70,20 +68,19 @@ class _ShardMap(AbstractMap):
             mapped = {n for n in names if n in jtu.tree_leaves(tuple(_spec(spec)))}
             return bool(varying_axes(x) & set(names) - mapped)
 
+        def not_reduced(state: str) -> str:
+            text = _NOT_REDUCED if self.check_vma else _UNCHECKED
+            return text.format(state, names[0])
+
         def stacked(x: Any) -> Any:
             x = lax.expand_dims(x, (0,))
             return vary(x, frozenset(names)) if self.check_vma else x
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
-            ran = reached.run(reached.tree(map(_own_key, values, is_split)))
-            groups, used, unreduced = reached.collect(ran.written, differs)
-            if unreduced:
-                text = _NOT_REDUCED if self.check_vma else _UNCHECKED
-                raise ValueError(text.format(", ".join(unreduced), names[0]))
-            out, static = eqx.partition(ran.out, is_traced(ran.out))
-            sown = jtu.tree_map(stacked, ran.sown)
-            return out, groups, sown, StaticOutput((static, used))
+            inputs = reached.tree(map(_own_key, values, is_split))
+            out, groups, sown, rest = reached.run(inputs, differs, not_reduced)
+            return out, groups, jtu.tree_map(stacked, sown), rest
 
         specs = reached.tree(map(_spec, reached.axes))
         mapped = jax.shard_map(
@@ -100,10 +97,7 @@ class _ShardMap(AbstractMap):
             axis_names=self.axis_names,
             check_vma=self.check_vma,
         )
-        out, groups, sown, kept = mapped(*reached.tree(reached.values))
-        static, used = kept.value
-        reached.commit(groups, used, sown)
-        return eqx.combine(out, static)
+        return reached.finish(*mapped(*reached.tree(reached.values)))
 
 
 def _spec(axis: Any) -> Any:

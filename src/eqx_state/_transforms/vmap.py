@@ -22,8 +22,6 @@ import jax.tree_util as jtu
 from .._compat import is_mapped, spread_like
 from .._tree.rules import check_rules
 from .axes import AbstractMap, Inputs, Reached, SPLIT
-from .lift import StaticOutput
-from .reach import is_traced
 from .transform import wrap
 
 
@@ -51,12 +49,8 @@ class _Vmap(AbstractMap):
         )
 
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
-            ran = reached.run(Inputs(args, kwargs, f, modules))
-            groups, used, unreduced = reached.collect(ran.written, _differs)
-            if unreduced:
-                raise ValueError(_NOT_REDUCED.format(", ".join(unreduced)))
-            out, static = eqx.partition(ran.out, is_traced(ran.out))
-            return out, groups, ran.sown, StaticOutput((static, used))
+            inputs = Inputs(args, kwargs, f, modules)
+            return reached.run(inputs, _differs, _NOT_REDUCED.format)
 
         mapped = jax.vmap(
             lane,
@@ -66,10 +60,7 @@ class _Vmap(AbstractMap):
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        out, groups, sown, kept = mapped(*reached.tree(reached.values))
-        static, used = kept.value
-        reached.commit(groups, used, sown)
-        return eqx.combine(out, static)
+        return reached.finish(*mapped(*reached.tree(reached.values)))
 
 
 def _size(reached: Reached, axis_size: int | None) -> int:
