@@ -1,7 +1,7 @@
 """`es.sharding`: where each array goes, by the names of its axes."""
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -18,12 +18,10 @@ from ._tree.axis_names import (
 from ._tree.filters import written
 from ._tree.rules import choose
 from ._tree.walk import Visit
+from ._typing import Tree
 
 
-_Tree = TypeVar("_Tree")
-
-
-def sharding(tree: _Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -> _Tree:
+def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -> Tree:
     """A `jax.sharding.NamedSharding` for each array, by the names of its axes.
 
     For each array the first filter in `rules` that is not a kind and matches counts;

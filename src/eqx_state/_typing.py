@@ -1,6 +1,6 @@
 """Names for types in annotations."""
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 
 # Any pytree. Not jaxtyping's `PyTree`, which type checkers deliberately cannot resolve:
@@ -9,3 +9,6 @@ PyTree: TypeAlias = Any
 
 # The path from the root of a tree to a node: a tuple of JAX's keys.
 KeyPath: TypeAlias = tuple[Any, ...]
+
+# A pytree, of a function that returns one of the same type.
+Tree = TypeVar("Tree")

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jax
 import jax.core
@@ -16,7 +16,7 @@ import numpy as np
 from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
-from .._typing import PyTree
+from .._typing import PyTree, Tree
 from .state_dict import by_name, in_common, restore, select, shown
 from .stored import (
     ABOUT,
@@ -27,9 +27,6 @@ from .stored import (
     VERSION,
     whole_of,
 )
-
-
-_Tree = TypeVar("_Tree")
 
 
 def save(
@@ -128,8 +125,8 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], like: _Tree, *filters: Filter, strict: bool = True
-) -> _Tree:
+    path: str | os.PathLike[str], like: Tree, *filters: Filter, strict: bool = True
+) -> Tree:
     """`like` with the arrays of a safetensors file in it; the inverse of `es.save`.
 
     Modes, and what is frozen, stay as in `like`. Only what is needed is read: the

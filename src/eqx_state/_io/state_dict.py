@@ -7,7 +7,7 @@ that does not fit in one error.
 import functools as ft
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import equinox as eqx
 import jax
@@ -20,11 +20,9 @@ from .._tree.dtypes import is_numeric, to_strong
 from .._tree.filters import bind_all, compiled_glob, Filter
 from .._tree.parts import LayerPart, Part, part_of, stacks_of
 from .._tree.walk import is_numpy, leaves, name_of
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .stored import as_one, in_order, placed_like, shape_of, Stored, whole_of
 
-
-_Tree = TypeVar("_Tree")
 
 Named: TypeAlias = dict[str, tuple[int, Part]]  # the index of a leaf, and its array
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
@@ -73,8 +71,8 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 
 
 def load_state_dict(
-    tree: _Tree, d: Mapping[str, Any], strict: bool = True, *, rename: Rename = None
-) -> _Tree:
+    tree: Tree, d: Mapping[str, Any], strict: bool = True, *, rename: Rename = None
+) -> Tree:
     """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
 
     Nothing is cast. A Python number is not an array: pass an array of the leaf's dtype,
@@ -264,7 +262,7 @@ Globs match the whole name, as in `es.path_matches`. Names are such as {}."""
 
 
 def restore(
-    tree: _Tree,
+    tree: Tree,
     wanted: Named,
     values: Mapping[str, Any],
     what: str,
@@ -272,7 +270,7 @@ def restore(
     advice: str,
     unexpected: Iterable[Any] = (),
     theirs: Mapping[str, str] | None = None,
-) -> _Tree:
+) -> Tree:
     """`tree` with values in the wanted places, or one error that lists all problems.
 
     The error begins with `what`. If it is about names, it ends with the advice, or with
@@ -357,11 +355,11 @@ def complain(problems: Mapping[str, list[str]], what: str, advice: str) -> None:
 
 
 def put(
-    tree: _Tree,
+    tree: Tree,
     places: Named,
     values: Mapping[str, Any],
     convert: Callable[[Any, Any], Any] = lambda leaf, value: value,
-) -> _Tree:
+) -> Tree:
     """`tree` with values in these places: all arrays, or all layers of a stack."""
     flat, treedef = jtu.tree_flatten(tree)
     by_leaf: dict[int, list[str]] = {}

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from .._tree.dtypes import holds, is_numeric
 from .._tree.keys import is_typed
 from .._tree.parts import Part, paths_of
 from .._tree.walk import is_numpy, walk
-from .._typing import KeyPath
+from .._typing import KeyPath, Tree
 from ..nn._batch_norm import BatchNorm
 from ..nn._stateful import Stateful
 from .state_dict import (
@@ -30,14 +30,13 @@ from .state_dict import (
 from .stored import placed_like, shape_of, whole_of
 
 
-_Tree = TypeVar("_Tree")
 _Shape: TypeAlias = tuple[int, ...]
 _Place: TypeAlias = tuple[KeyPath, str]  # the path of a layer, and a name in it
 
 
 def from_torch(
-    model: _Tree, state_dict: Mapping[str, Any], rename: Rename = None
-) -> _Tree:
+    model: Tree, state_dict: Mapping[str, Any], rename: Rename = None
+) -> Tree:
     """`model` with the weights and buffers of a PyTorch module in it.
 
     PyTorch's default name of an array is its path here with dots, and with PyTorch's

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias
 
 import equinox as eqx
 import jax
@@ -21,11 +21,10 @@ from .._tree.filters import check_filter, Filter, trainable
 from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .groups import by_key, Groups, in_groups, Labels, with_extra_args, with_values
 
 
-_Tree = TypeVar("_Tree")
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -154,8 +153,8 @@ class Optimizer(AbstractPerParameter):
         return self._with(opt_state, made)
 
     def update(
-        self, grads: PyTree, model: _Tree, *, apply_updates: bool = True, **extra: Any
-    ) -> tuple[_Tree, Self]:
+        self, grads: PyTree, model: Tree, *, apply_updates: bool = True, **extra: Any
+    ) -> tuple[Tree, Self]:
         """One step: `(updated model, optimizer)`.
 
         **Arguments:**

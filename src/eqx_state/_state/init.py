@@ -32,13 +32,12 @@ from .._tree.context import children, Context, map_children, ROOT
 from .._tree.dtypes import strengthen
 from .._tree.keys import as_key, is_typed, key_at
 from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
-from .._typing import KeyPath
+from .._typing import KeyPath, Tree
 from .collect import enter, given_back, leave, Snapshot
 from .scope import own, Scope
 
 
 _T = TypeVar("_T")
-_Tree = TypeVar("_Tree")
 
 
 if TYPE_CHECKING:
@@ -192,11 +191,11 @@ def check_none_missing(visits: list[Visit]) -> None:
 
 @boundary
 def init(
-    tree: _Tree,
+    tree: Tree,
     key: Any,
     *inputs: Any,
     call: Callable[..., Any] | None = None,
-) -> _Tree:
+) -> Tree:
     """Initialize a model: draw every placeholder, and run every `module_init`.
 
     `init` draws all `es.Initializer`s first. Then it calls `module_init(self, key)` of

@@ -1,13 +1,13 @@
 """`es.axis_names`: the names that annotations give to the axes of arrays."""
 
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax.tree_util as jtu
 import optax
 
 from .._compat import Dims
 from .._kinds.kinds import OptState
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .base import Placeholder
 from .compare import is_hole
 from .context import AxesAbove
@@ -15,11 +15,10 @@ from .rules import followed, followed_models
 from .walk import is_array, name_of, Visit, walk
 
 
-_Tree = TypeVar("_Tree")
 Names: TypeAlias = tuple[str | None, ...]
 
 
-def axis_names(tree: _Tree) -> _Tree:
+def axis_names(tree: Tree) -> Tree:
     """The names that annotations give to the axes of each array.
 
     `up: es.Parameter[Float[Array, "mlp embed"]]` has the axes `mlp` and `embed`. Sizes

@@ -4,20 +4,17 @@ import dataclasses
 import functools as ft
 import sys
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._kinds.kinds import State
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from .context import children
 from .observe import unmarked
 from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
-
-
-_Tree = TypeVar("_Tree")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -45,7 +42,7 @@ def structure_with_holes(tree: PyTree) -> Any:
     return jtu.tree_structure(tree, is_leaf=is_hole)
 
 
-def same_modes(tree: _Tree) -> _Tree:
+def same_modes(tree: Tree) -> Tree:
     """A copy in one fixed mode and without tags of observers, to compare structures."""
     return set_flags(copy_tree(unmarked(tree)), _without_modes)
 

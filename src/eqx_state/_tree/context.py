@@ -6,7 +6,7 @@ The kind of an array depends on every declaration above it. A `Context` combines
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 
 from .._kinds.fields import declared_child, declared_inside
 from .._kinds.kinds import Axes, Kind, NOTHING, Parameter, Rng, Spec
+from .._typing import Tree
 from .base import (
     BaseModule,
     fields_of,
@@ -26,9 +27,6 @@ from .base import (
     Step,
     step_to,
 )
-
-
-_Tree = TypeVar("_Tree")
 
 
 class AxesAbove(NamedTuple):
@@ -214,14 +212,14 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     return list(zip(keys, (child for _, child in entries), strict=True))
 
 
-def map_children(f: Callable[[Any, Any], Any], node: _Tree) -> _Tree:
+def map_children(f: Callable[[Any, Any], Any], node: Tree) -> Tree:
     """A new node with `f(key, child)` for each child; a leaf is returned unchanged."""
     if (below := children(node)) is None:
         return node
     return with_children(node, [f(key, child) for key, child in below])
 
 
-def with_children(node: _Tree, new: list[Any]) -> _Tree:
+def with_children(node: Tree, new: list[Any]) -> Tree:
     """A new node with these children instead of its own, in order."""
     treedef = jtu.tree_structure(node, is_leaf=lambda x: x is not node)
     return jtu.tree_unflatten(treedef, new)

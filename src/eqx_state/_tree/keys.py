@@ -3,7 +3,7 @@
 import functools as ft
 import hashlib
 import operator
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,10 +13,8 @@ import jax.random as jr
 from jaxtyping import Array
 
 from .._kinds.kinds import Rng
+from .._typing import Tree
 from .walk import is_array, map_leaves, Visit
-
-
-_Tree = TypeVar("_Tree")
 
 
 def as_key(seed_or_key: Any) -> Array:
@@ -75,7 +73,7 @@ def next_keys(key: Array) -> tuple[Array, Array]:
     return kept, drawn
 
 
-def reseed(tree: _Tree, key: Any) -> _Tree:
+def reseed(tree: Tree, key: Any) -> Tree:
     """Replace every PRNG key (every array of kind `es.Rng`) by a new one.
 
     **Arguments:**

@@ -1,11 +1,11 @@
 """Train and eval, freeze and unfreeze: new trees with every module switched."""
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jax.tree_util as jtu
 
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .base import (
     fields_of,
     has_inference,
@@ -23,10 +23,7 @@ from .filters import is_marker, marker, selected_nodes, Where
 from .walk import is_array, leaves, modules_in, set_flags, Visit
 
 
-_Tree = TypeVar("_Tree")
-
-
-def train(tree: _Tree, mode: bool = True) -> _Tree:
+def train(tree: Tree, mode: bool = True) -> Tree:
     """`tree` with every module in it in train mode.
 
     Sets `training` on every `es.Module`, and the bool attribute `inference` of all
@@ -65,7 +62,7 @@ def train(tree: _Tree, mode: bool = True) -> _Tree:
     return set_flags(jtu.tree_unflatten(structure, values), flags)
 
 
-def eval(tree: _Tree) -> _Tree:
+def eval(tree: Tree) -> Tree:
     """`tree` with every module in it in eval mode: `es.train(tree, False)`.
 
     !!! example
@@ -80,7 +77,7 @@ def eval(tree: _Tree) -> _Tree:
     return train(tree, False)
 
 
-def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
+def freeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
     """`tree` with all of it frozen, or the nodes that `where` selects.
 
     Frozen parameters are not `es.trainable`: they get no gradient, no weight decay and
@@ -127,7 +124,7 @@ def freeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
     return _set_frozen(tree, where, True)
 
 
-def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
+def unfreeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
     """`tree` with all of it (or what `where` selects) trainable again.
 
     Arguments and errors as `es.freeze`. A part of what is frozen is unfrozen by its
@@ -146,7 +143,7 @@ def unfreeze(tree: _Tree, where: Callable[[_Tree], Any] | None = None) -> _Tree:
     return _set_frozen(tree, where, False)
 
 
-def _set_frozen(tree: _Tree, where: Where | None, frozen: bool) -> _Tree:
+def _set_frozen(tree: Tree, where: Where | None, frozen: bool) -> Tree:
     values, structure = flatten_apart(tree)
     # One array may be in two places, so the places are told apart by unique objects.
     marked = [marker(v) if _is_place(v.node) else v.node for v in leaves(tree)]

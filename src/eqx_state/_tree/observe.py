@@ -16,16 +16,13 @@ import functools as ft
 import types
 from collections.abc import Hashable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 
-from .._typing import PyTree
+from .._typing import PyTree, Tree
 from .base import fields_of
 from .walk import copy_tree, walk
-
-
-_Tree = TypeVar("_Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +91,7 @@ def mark(module: Any, name: str, observer: Observer) -> None:
         _set_marks(module, marks)
 
 
-def unmarked(tree: _Tree, key: Hashable = None) -> _Tree:
+def unmarked(tree: Tree, key: Hashable = None) -> Tree:
     """`tree` without the tags of one observer, or of all: a copy if there are any."""
 
     def marked(tree: PyTree) -> list[Any]:

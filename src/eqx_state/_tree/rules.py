@@ -13,20 +13,17 @@ import functools as ft
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .filters import bind, check_filter, Filter, Predicate, written
 from .parts import layers_of, Part, parts
 from .walk import is_array, leaves, Visit, walk
-
-
-_Tree = TypeVar("_Tree")
 
 
 def is_rules(x: object) -> bool:
@@ -193,7 +190,7 @@ _MISPLACED: Final = """`es.{}` stands where the model belongs. The model comes f
 `step(model, optimizer, x)`, `model, optimizer = optimizer.update(grads, model)`."""
 
 
-def spec(tree: _Tree, values: Mapping[Any, Any], default: Any = None) -> _Tree:
+def spec(tree: Tree, values: Mapping[Any, Any], default: Any = None) -> Tree:
     """A tree of values chosen by rules: vmap axes, shardings, labels.
 
     **Arguments:**

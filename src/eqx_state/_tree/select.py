@@ -6,13 +6,13 @@ They are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflat
 import builtins
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._kinds.kinds import TreePart
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .base import INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
 from .compare import is_hole, leaves_like, same_modes, structure_with_holes
 from .context import map_children
@@ -22,10 +22,7 @@ from .parts import check_stack, without_axis
 from .walk import copy_tree, leaves, name_of, walk
 
 
-_Tree = TypeVar("_Tree")
-
-
-def mask(tree: _Tree, *filters: Filter) -> _Tree:
+def mask(tree: Tree, *filters: Filter) -> Tree:
     """A tree of bools, `True` where a leaf satisfies all filters.
 
     `eqx.partition`, `optax.masked` and others take such trees. Arguments as in
@@ -48,7 +45,7 @@ def mask(tree: _Tree, *filters: Filter) -> _Tree:
     return jtu.tree_unflatten(treedef, selected)
 
 
-def filter(tree: _Tree, *filters: Filter) -> _Tree:
+def filter(tree: Tree, *filters: Filter) -> Tree:
     """`tree` with `None` in place of every leaf that is not selected.
 
     **Arguments:**
@@ -85,7 +82,7 @@ def filter(tree: _Tree, *filters: Filter) -> _Tree:
     return jtu.tree_unflatten(treedef, [x if i == 0 else None for x, i in pairs])
 
 
-def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
+def partition(tree: Tree, *filters: Filter) -> tuple[Tree, ...]:
     """One tree per filter, and one for the rest.
 
     Each leaf is in the tree of the first filter that selects it. `eqx.combine(*parts)`
@@ -112,7 +109,7 @@ def partition(tree: _Tree, *filters: Filter) -> tuple[_Tree, ...]:
     return tuple(jtu.tree_unflatten(treedef, column) for column in columns)
 
 
-def update(tree: _Tree, *partials: Any) -> _Tree:
+def update(tree: Tree, *partials: Any) -> Tree:
     """`tree` with the leaves of the partials put in; the inverse of `es.filter`.
 
     **Arguments:**
@@ -169,7 +166,7 @@ def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
     return given if is_plain else None
 
 
-def _update_with_holes(tree: _Tree, partials: tuple[Any, ...]) -> _Tree:
+def _update_with_holes(tree: Tree, partials: tuple[Any, ...]) -> Tree:
     """`update` where `tree` may have holes, and the modes may differ."""
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
@@ -184,7 +181,7 @@ def _update_with_holes(tree: _Tree, partials: tuple[Any, ...]) -> _Tree:
     return jtu.tree_unflatten(treedef, new)
 
 
-def map(f: Callable[..., Any], tree: _Tree, *rest: Any, on: Filter = TreePart) -> _Tree:
+def map(f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter = TreePart) -> Tree:
     """`jax.tree.map` over the leaves that match a filter; the others stay.
 
     **Arguments:**
@@ -254,7 +251,7 @@ def modules(tree: PyTree) -> list[tuple[str, eqx.Module]]:
     return list(found.values())
 
 
-def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
+def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
     """`tree` with every `eqx.Module` replaced by `f(module, name)`, children first.
 
     **Arguments:**
@@ -306,7 +303,7 @@ def map_modules(f: Callable[[Any, str], Any], tree: _Tree) -> _Tree:
     return rebuild(tree, ())
 
 
-def configure(tree: _Tree, **attributes: Any) -> _Tree:
+def configure(tree: Tree, **attributes: Any) -> Tree:
     """`tree` with these attributes set on every module that has them.
 
     **Raises:**

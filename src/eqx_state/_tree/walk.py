@@ -7,7 +7,7 @@ down from the root. Selecting, modes, scopes, initialization and transforms all 
 
 import functools as ft
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from .._compat import MISSING
 from .._kinds.kinds import BatchStat, Kind, Spec, State
-from .._typing import KeyPath, PyTree
+from .._typing import KeyPath, PyTree, Tree
 from .base import (
     BaseModule,
     dynamic_names,
@@ -29,9 +29,6 @@ from .base import (
     step_to,
 )
 from .context import children, Context, is_leaf, ROOT, undeclared
-
-
-_Tree = TypeVar("_Tree")
 
 
 def is_array(x: Any) -> bool:
@@ -111,9 +108,9 @@ def modules_in(
 
 def map_leaves(
     f: Callable[[Visit], Any],
-    tree: _Tree,
+    tree: Tree,
     is_leaf: Callable[[Any], bool] | None = None,
-) -> _Tree:
+) -> Tree:
     """`tree` with each leaf replaced by `f(visit)`."""
     new = [f(visit) for visit in leaves(tree, is_leaf=is_leaf)]
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), new)
@@ -310,12 +307,12 @@ class _StackStep(_ModuleStep):
         super().__call__(node, path, context, inside)
 
 
-def copy_tree(tree: _Tree) -> _Tree:
+def copy_tree(tree: Tree) -> Tree:
     """The same leaves in new containers and new modules, which no scope owns."""
     return jtu.tree_map(lambda x: x, tree)
 
 
-def set_flags(tree: _Tree, values: Callable[[Visit], dict[str, Any]]) -> _Tree:
+def set_flags(tree: Tree, values: Callable[[Visit], dict[str, Any]]) -> Tree:
     """Set the attributes that `values` returns for a module, in a private copy."""
     for visit in walk(tree):
         if not visit.is_leaf:
