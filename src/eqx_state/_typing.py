@@ -1,6 +1,6 @@
 """Names for types in annotations."""
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 
 # Any pytree. Not jaxtyping's `PyTree`, which type checkers deliberately cannot resolve:
@@ -12,3 +12,7 @@ KeyPath: TypeAlias = tuple[Any, ...]
 
 # A pytree, of a function that returns one of the same type.
 Tree = TypeVar("Tree")
+
+# The parameters and the result of a function.
+P = ParamSpec("P")
+R = TypeVar("R")

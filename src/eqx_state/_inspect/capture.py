@@ -3,7 +3,7 @@
 import functools as ft
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, overload, ParamSpec, TypeVar
+from typing import Any, Final, Generic, overload, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob
 from .._tree.observe import can_be_observed, Observer, OBSERVING, ProgramKey, unmarked
 from .._tree.select import modules
-from .._typing import PyTree
+from .._typing import P, PyTree, R
 
 
 class Outputs(Observer):
@@ -157,8 +157,6 @@ the output, which may return anything."""
 
 
 _M = TypeVar("_M", bound=eqx.Module)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _M_co = TypeVar("_M_co", covariant=True)
 _F_co = TypeVar("_F_co", covariant=True)
 
@@ -236,8 +234,8 @@ class _Captured(Generic[_M_co, _F_co]):
     """To a type checker, `capture(model)`: see `_Threaded` of `es.mutable`."""
 
     def __call__(
-        self: "_Captured[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
-    ) -> tuple[tuple[_R, _M_co], dict[str, Any]]: ...
+        self: "_Captured[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[tuple[R, _M_co], dict[str, Any]]: ...
 
 
 @overload
@@ -251,13 +249,13 @@ def capture(
 ) -> _Captured[_M, _M]: ...
 @overload
 def capture(
-    f: Callable[_P, _R],
+    f: Callable[P, R],
     *,
     outputs: Any = None,
     replace: Mapping[str, Any] | None = None,
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
-) -> Callable[_P, tuple[tuple[_R, Any], dict[str, Any]]]: ...
+) -> Callable[P, tuple[tuple[R, Any], dict[str, Any]]]: ...
 def capture(
     f: Any,
     *,

@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from .._transforms.transform import check_callable, method_as_pytree
 from .._tree.compare import difference, same
 from .._tree.dtypes import as_jax, same_type
 from .._tree.walk import is_array, leaves, Visit
+from .._typing import P, R
 from .call import bind, origin_of
 from .options import Options
 from .packing import Layout, Pack
@@ -31,8 +32,6 @@ from .static import structure, typed
 
 
 _C = TypeVar("_C")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class _Frame:
@@ -136,7 +135,7 @@ _LEAF: Final = """The function of `es.hold` returned another carry than it was g
 only the values of arrays may change. Convert it: `x.astype(old.dtype)`."""
 
 
-class Held(Generic[_C, _P, _R]):
+class Held(Generic[_C, P, R]):
     """A step that holds its carry: what `hold` returns.
 
     `.carry` is the carry, as an ordinary tree of its own. Another one may be assigned;
@@ -150,7 +149,7 @@ class Held(Generic[_C, _P, _R]):
         self._owner: int | None = None
         self._held: tuple[_Mode, list[Array]] | None = self._hold(carry)
 
-    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         __tracebackhide__ = True
         try:
             with self._alone():
@@ -251,8 +250,8 @@ def _as_array(visit: Visit) -> Array:
 
 @boundary
 def hold(
-    f: Callable[Concatenate[_C, _P], tuple[_C, _R]], carry: _C, *, donate: bool = False
-) -> Held[_C, _P, _R]:
+    f: Callable[Concatenate[_C, P], tuple[_C, R]], carry: _C, *, donate: bool = False
+) -> Held[_C, P, R]:
     """A compiled step that keeps its carry from one call to the next.
 
     For small models the time of a step is that of the host, which has a few

@@ -9,14 +9,13 @@ import equinox as eqx
 from .._compat import hide_frames, PROGRAM_ERRORS
 from .._transforms.transform import Transform, Unbound, wrap
 from .._tree.walk import is_array
+from .._typing import P, R
 from .call import bind, cache_key_of, Call
 from .options import checked, Donate, Options
 from .programs import programs_of, raise_failed_check, unlogged, wait
 
 
-_P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
-_R = TypeVar("_R")
 _S = TypeVar("_S", bound=eqx.Module)
 _R_co = TypeVar("_R_co", covariant=True)
 
@@ -101,19 +100,19 @@ class Compiled(_Stage):
 _NO_FUNCTION: Final[Any] = object()  # `jit(None)` is an error
 
 
-class Jitted(Protocol[_P, _R_co]):
+class Jitted(Protocol[P, _R_co]):
     """The result of `jit` for type checkers."""
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> _R_co: ...
 
     @overload
-    def __get__(self, instance: None, owner: Any = None) -> "Jitted[_P, _R_co]": ...
+    def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, _R_co]": ...
     @overload
     def __get__(
         self: "Jitted[Concatenate[_S, _Q], _R_co]", instance: _S, owner: Any = None
     ) -> Callable[_Q, _R_co]: ...
     @overload  # a `staticmethod`, whose first argument is not an instance
-    def __get__(self, instance: Any, owner: Any = None) -> "Jitted[_P, _R_co]": ...
+    def __get__(self, instance: Any, owner: Any = None) -> "Jitted[P, _R_co]": ...
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
 
@@ -121,11 +120,11 @@ class Jitted(Protocol[_P, _R_co]):
 @overload
 def jit(
     *, donate: Donate = "none", **jit_kwargs: Any
-) -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 @overload
 def jit(
-    f: Callable[_P, _R], *, donate: Donate = "none", **jit_kwargs: Any
-) -> Jitted[_P, _R]: ...
+    f: Callable[P, R], *, donate: Donate = "none", **jit_kwargs: Any
+) -> Jitted[P, R]: ...
 def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
     """`equinox.filter_jit` for functions of modules that write state.
 

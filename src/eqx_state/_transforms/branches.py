@@ -7,7 +7,7 @@ branch has written are committed.
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -15,12 +15,10 @@ import jax
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
 from .._tree.compare import difference_of_leaves
+from .._typing import R
 from .lift import LeafIndex, Lifted, Ran, Values
 from .mutable import is_bound_method
 from .reach import check_given, is_traced, split_arguments
-
-
-_R = TypeVar("_R")
 
 
 def _select(
@@ -109,10 +107,10 @@ class _Traces:
 @boundary
 def cond(
     pred: Any,
-    true_fun: Callable[..., _R],
-    false_fun: Callable[..., _R],
+    true_fun: Callable[..., R],
+    false_fun: Callable[..., R],
     *operands: Any,
-) -> _R:
+) -> R:
     """`jax.lax.cond` in which both branches may write state.
 
     **Arguments:**
@@ -163,7 +161,7 @@ def cond(
 
 
 @boundary
-def switch(index: Any, branches: Sequence[Callable[..., _R]], *operands: Any) -> _R:
+def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> R:
     """`jax.lax.switch` in which any branch may write state.
 
     **Arguments:**

@@ -4,7 +4,7 @@ This is the shortest transform: start from it to write a new one.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,14 +12,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned
+from .._typing import P, R
 from .lift import Lifted, Ran, StaticOutput
 from .mutable import positions
 from .reach import check_given, is_traced
 from .transform import Transform, wrap
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class _Checkpoint(Transform):
@@ -72,13 +69,13 @@ def _arrays(tree: Any) -> Any:
 
 
 def checkpoint(
-    fun: Callable[_P, _R],
+    fun: Callable[P, R],
     *,
     prevent_cse: Any = True,
     policy: Callable[..., bool] | None = None,
     static_argnums: int | tuple[int, ...] = (),
     static_argnames: str | Iterable[str] = (),
-) -> Callable[_P, _R]:
+) -> Callable[P, R]:
     """`jax.checkpoint` (remat) for functions of modules that write state.
 
     JAX does not store the intermediate values of `fun` for the backward pass, but

@@ -9,7 +9,7 @@ import contextlib
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic
 
 import equinox as eqx
 import jax
@@ -19,14 +19,11 @@ import jax.tree_util as jtu
 from .._compat import is_in_trace
 from .._tree.base import fields_of
 from .._tree.walk import is_array, leaves, walk
+from .._typing import P, R
 from .derivatives import PureCall
 from .lift import LeafIndex, Ran, Values
 from .reach import is_traced, models_in
 from .transform import Transform, Unbound, wrap
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class _CustomVjp(Transform):
@@ -165,21 +162,21 @@ custom derivative, so the arrays of this module would get no gradient. Pass it:
 """
 
 
-class _Rule(Generic[_P, _R]):
+class _Rule(Generic[P, R]):
     """The type of `custom_vjp(f)`, for type checkers."""
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
-    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., _R]: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., R]: ...
     def defvjp(
-        self, fwd: Callable[..., tuple[_R, Any]], bwd: Callable[..., tuple[Any, ...]]
-    ) -> "_Rule[_P, _R]": ...
+        self, fwd: Callable[..., tuple[R, Any]], bwd: Callable[..., tuple[Any, ...]]
+    ) -> "_Rule[P, R]": ...
 
 
 def custom_vjp(
-    fun: Callable[_P, _R],
+    fun: Callable[P, R],
     nondiff_argnums: int | Sequence[int] = (),
     nondiff_argnames: str | Sequence[str] = (),
-) -> _Rule[_P, _R]:
+) -> _Rule[P, R]:
     """`jax.custom_vjp` for functions of modules that write state.
 
     Write `rule = es.custom_vjp(f)`, and then `rule.defvjp(fwd, bwd)`, which returns

@@ -7,7 +7,7 @@ many tangents follow, and no tangent or cotangent ever contains it.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, overload, ParamSpec, TypeVar
+from typing import Any, Final, Literal, overload, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,6 +17,7 @@ import jax.tree_util as jtu
 from .._compat import boundary
 from .._state.scope import closed_copy
 from .._tree.compare import difference, same_modes
+from .._typing import P, R
 from .lift import Lifted, Ran, StaticOutput, Values
 from .mutable import as_argnums, positions
 from .reach import check_given, is_traced
@@ -169,19 +170,18 @@ class Pushforward(eqx.Module):
         return self.jvp(*_tangents(tangents, self.inputs, "es.linearize"))
 
 
-_R = TypeVar("_R")
 _A = TypeVar("_A")
 _Linear = Callable[..., Any]
 
 
 @overload
 def vjp(
-    fun: Callable[..., _R], *primals: Any, has_aux: Literal[False] = False
-) -> tuple[_R, _Linear]: ...
+    fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False
+) -> tuple[R, _Linear]: ...
 @overload
 def vjp(
-    fun: Callable[..., tuple[_R, _A]], *primals: Any, has_aux: Literal[True]
-) -> tuple[_R, _Linear, _A]: ...
+    fun: Callable[..., tuple[R, _A]], *primals: Any, has_aux: Literal[True]
+) -> tuple[R, _Linear, _A]: ...
 @boundary
 def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """`jax.vjp` that carries the state of every module in reach.
@@ -248,18 +248,18 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
 
 @overload
 def jvp(
-    fun: Callable[..., _R],
+    fun: Callable[..., R],
     primals: Sequence[Any],
     tangents: Sequence[Any],
     has_aux: Literal[False] = False,
-) -> tuple[_R, Any]: ...
+) -> tuple[R, Any]: ...
 @overload
 def jvp(
-    fun: Callable[..., tuple[_R, _A]],
+    fun: Callable[..., tuple[R, _A]],
     primals: Sequence[Any],
     tangents: Sequence[Any],
     has_aux: Literal[True],
-) -> tuple[_R, Any, _A]: ...
+) -> tuple[R, Any, _A]: ...
 @boundary
 def jvp(
     fun: Any, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
@@ -326,12 +326,12 @@ def jvp(
 
 @overload
 def linearize(
-    fun: Callable[..., _R], *primals: Any, has_aux: Literal[False] = False
-) -> tuple[_R, _Linear]: ...
+    fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False
+) -> tuple[R, _Linear]: ...
 @overload
 def linearize(
-    fun: Callable[..., tuple[_R, _A]], *primals: Any, has_aux: Literal[True]
-) -> tuple[_R, _Linear, _A]: ...
+    fun: Callable[..., tuple[R, _A]], *primals: Any, has_aux: Literal[True]
+) -> tuple[R, _Linear, _A]: ...
 @boundary
 def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """`jax.linearize` that carries the state of every module in reach.
@@ -378,9 +378,6 @@ tuples or lists, with an entry for each argument of `f`, and one is of type `{}`
 # --- Jacobians ------------------------------------------------------------------------
 
 
-_P = ParamSpec("_P")
-
-
 class _Jacobian(Transform):
     """`es.jacfwd` or `es.jacrev`.
 
@@ -416,11 +413,11 @@ _NO_ARRAYS: Final = """`{}`: argument {} has no inexact arrays. Convert it, \
 
 
 def jacfwd(
-    fun: Callable[_P, Any],
+    fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
-) -> Callable[_P, Any]:
+) -> Callable[P, Any]:
     """`jax.jacfwd` that carries the state of every module in reach.
 
     The Jacobian is computed column by column, by forward-mode differentiation. State is
@@ -477,12 +474,12 @@ def jacfwd(
 
 
 def jacrev(
-    fun: Callable[_P, Any],
+    fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[_P, Any]:
+) -> Callable[P, Any]:
     """`jax.jacrev` that carries the state of every module in reach.
 
     The Jacobian is computed row by row, by reverse-mode differentiation. State is
@@ -514,11 +511,11 @@ def jacrev(
 
 
 def hessian(
-    fun: Callable[_P, Any],
+    fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
-) -> Callable[_P, Any]:
+) -> Callable[P, Any]:
     """`jax.hessian` that carries the state of every module in reach.
 
     As in JAX, it is `es.jacfwd` of `es.jacrev`. State is threaded once.

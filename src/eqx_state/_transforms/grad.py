@@ -6,7 +6,7 @@ output.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Final, Literal, overload, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,14 +21,13 @@ from .._tree.filters import all_of, Filter, trainable
 from .._tree.parts import Part
 from .._tree.rules import nothing_selected
 from .._tree.select import partition
+from .._typing import P, R
 from .lift import Lifted
 from .mutable import Argnums, as_argnums, as_cast, Cast, target, thread
 from .transform import Transform, with_aux, wrap
 
 
 _M = TypeVar("_M")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _A = TypeVar("_A")
 
 
@@ -107,31 +106,31 @@ function returns more than the loss, `(loss, aux)`, say `has_aux=True`."""
 
 @overload
 def value_and_grad(
-    f: Callable[Concatenate[_M, _P], _R],
+    f: Callable[Concatenate[_M, P], R],
     *,
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[Concatenate[_M, _P], tuple[tuple[_R, _M], _M]]: ...
+) -> Callable[Concatenate[_M, P], tuple[tuple[R, _M], _M]]: ...
 @overload
 def value_and_grad(
-    f: Callable[Concatenate[_M, _P], tuple[_R, _A]],
+    f: Callable[Concatenate[_M, P], tuple[R, _A]],
     *,
     wrt: Filter = trainable,
     has_aux: Literal[True],
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[Concatenate[_M, _P], tuple[tuple[tuple[_R, _A], _M], _M]]: ...
+) -> Callable[Concatenate[_M, P], tuple[tuple[tuple[R, _A], _M], _M]]: ...
 @overload
 def value_and_grad(
-    f: Callable[_P, _R],
+    f: Callable[P, R],
     *,
     wrt: Filter = trainable,
     has_aux: bool = False,
     argnums: int | tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[_P, tuple[tuple[_R, Any], Any]]: ...
+) -> Callable[P, tuple[tuple[R, Any], Any]]: ...
 def value_and_grad(
     f: Any,
     *,
@@ -198,31 +197,31 @@ def value_and_grad(
 
 @overload
 def grad(
-    f: Callable[Concatenate[_M, _P], Any],
+    f: Callable[Concatenate[_M, P], Any],
     *,
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[Concatenate[_M, _P], tuple[_M, _M]]: ...
+) -> Callable[Concatenate[_M, P], tuple[_M, _M]]: ...
 @overload
 def grad(
-    f: Callable[Concatenate[_M, _P], tuple[Any, _A]],
+    f: Callable[Concatenate[_M, P], tuple[Any, _A]],
     *,
     wrt: Filter = trainable,
     has_aux: Literal[True],
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[Concatenate[_M, _P], tuple[_M, tuple[_A, _M]]]: ...
+) -> Callable[Concatenate[_M, P], tuple[_M, tuple[_A, _M]]]: ...
 @overload
 def grad(
-    f: Callable[_P, Any],
+    f: Callable[P, Any],
     *,
     wrt: Filter = trainable,
     has_aux: bool = False,
     argnums: int | tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[_P, tuple[Any, Any]]: ...
+) -> Callable[P, tuple[Any, Any]]: ...
 def grad(
     f: Any,
     *,

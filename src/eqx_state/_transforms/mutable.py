@@ -9,7 +9,7 @@ import functools as ft
 import operator
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, NamedTuple, overload, ParamSpec, TypeVar
+from typing import Any, Final, Generic, NamedTuple, overload, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,6 +26,7 @@ from .._tree.filters import written
 from .._tree.observe import unmarked
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, is_numpy, leaves, name_of, Visit
+from .._typing import P, R
 from .transform import Transform, wrap
 
 
@@ -116,8 +117,6 @@ jnp.bfloat16}}`. Integers, bools and complex arrays are never cast."""
 
 
 _M = TypeVar("_M", bound=eqx.Module)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _M_co = TypeVar("_M_co", covariant=True)
 _F_co = TypeVar("_F_co", covariant=True)
 
@@ -303,8 +302,8 @@ class _Threaded(Generic[_M_co, _F_co]):
     the new model beside the output. `_F_co` is the type of the model as a callable."""
 
     def __call__(
-        self: "_Threaded[_M_co, Callable[_P, _R]]", *args: _P.args, **kwargs: _P.kwargs
-    ) -> tuple[_R, _M_co]: ...
+        self: "_Threaded[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[R, _M_co]: ...
 
 
 @overload
@@ -317,12 +316,12 @@ def mutable(
 ) -> _Threaded[_M, _M]: ...
 @overload
 def mutable(
-    f: Callable[_P, _R],
+    f: Callable[P, R],
     *,
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
-) -> Callable[_P, tuple[_R, Any]]: ...
+) -> Callable[P, tuple[R, Any]]: ...
 def mutable(
     f: Any,
     *,

@@ -8,7 +8,7 @@ state is still equal on all devices.
 import functools as ft
 import math
 from collections.abc import Callable, Mapping, Set
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -19,12 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._compat import Infer, vary, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
+from .._typing import P, R
 from .axes import AbstractMap, Inputs, Reached, SPLIT
 from .transform import wrap
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 # A sentinel for the default, replicated. A `P()` in the user's rules confirms that all
@@ -120,7 +117,7 @@ value. Leave `check_vma` on; or, if they do, confirm it: `axes={{es.State: P()}}
 
 
 def shard_map(
-    f: Callable[_P, _R] | None = None,
+    f: Callable[P, R] | None = None,
     /,
     *,
     out_specs: Any,

@@ -12,7 +12,7 @@ A call of `es.vmap` takes these steps:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -21,12 +21,9 @@ import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
 from .._tree.rules import check_rules
+from .._typing import P, R
 from .axes import AbstractMap, Inputs, Reached, SPLIT
 from .transform import wrap
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class _Vmap(AbstractMap):
@@ -99,7 +96,7 @@ value, with an axis for the kind: `es.vmap(f, axes={{es.State: 0}})`."""
 
 
 def vmap(
-    f: Callable[_P, _R],
+    f: Callable[P, R],
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
@@ -107,7 +104,7 @@ def vmap(
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
     axes: Mapping[Any, Any] | None = None,
-) -> Callable[_P, _R]:
+) -> Callable[P, R]:
     """`jax.vmap` for functions of modules that write state.
 
     **Arguments:**
