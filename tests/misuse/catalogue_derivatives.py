@@ -34,7 +34,11 @@ def _(case):
             es.mutable(f)(net)
 
 
-@program("give a cotangent for a counter that comes out", "NoneType")
+# JAX < 0.10 does not say where.
+PLACE = ("NoneType", "out[1]") if jax.__version_info__ >= (0, 10) else ()
+
+
+@program("give a cotangent for a counter that comes out", *PLACE)
 def _(case):
     net = case.keep(Net(), X)
 
@@ -42,7 +46,7 @@ def _(case):
         out, vjp_fn = es.vjp(lambda x: (net.layer(x), net.layer.count), X)
         return vjp_fn(jax.tree.map(jnp.ones_like, out))
 
-    with case.error("out[1]"):
+    with case.error():
         es.mutable(f)(net)
 
 

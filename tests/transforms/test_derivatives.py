@@ -559,6 +559,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_those_that_do_not_fit_are_an_error_of_jax_or_name_the_place(name, case):
     given, of_jax, ours = BAD[case]
+    if jax.__version_info__ < (0, 10) and case not in ("shape", "dtype"):
+        of_jax = "unexpected tree structure"  # which does not say where
     message = of_jax if name == "vjp" else ours
     with pytest.raises((TypeError, ValueError), match=message):
         TAKE[name](given)
