@@ -34,7 +34,7 @@ def refused(case, rules, mesh=MESH):
 
 
 @program(
-    "give a field `Float[Array, 'mlp embed']` an array with one axis",
+    "give `Float[Array, 'mlp embed']` an array with one axis",
     "`Block.up`",
     "`mlp embed` at `up`, but the array has shape (8,)",
 )
@@ -95,7 +95,7 @@ def _(case):
 
 
 @program(
-    "split all parameters by a spec that only the matrices have axes for",
+    "split all parameters by a spec for matrices",
     "`down.bias`, of shape",
 )
 def _(case):

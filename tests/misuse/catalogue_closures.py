@@ -210,7 +210,7 @@ for name, custom, right in [
     ("custom_vjp", custom_vjp, with_its_rule),
 ]:
 
-    @program(f"write state in a `jax.{name}` function, under `jit`", "`layer.count`")
+    @program(f"write state under `jax.{name}`", "`layer.count`")
     def _(case, custom=custom, right=right):
         net = case.keep(Net(), XS)
 
@@ -253,27 +253,7 @@ CALLBACKS = {
     ),
 }
 for name, callback in CALLBACKS.items():
-    program(f"write state in {name}, under `jit`", "`Net.mean`")(in_callback(callback))
-
-
-@program("write state under `jax.lax.associative_scan`")
-def _(case):
-    net = case.keep(Net(), XS)
-    f = es.mutable(lambda net, x: lax.associative_scan(lambda a, b: net.layer(a), x))
-    counts = [run(net, XS)[1].layer.count for run in (f, es.jit(f))]
-    assert counts[0] == counts[1]
-    assert counts[0] > 0
-
-
-@program("write state under `jax.lax.scan` and `jax.disable_jit`")
-def _(case):
-    net = case.keep(Net(), XS)
-    with jax.disable_jit():
-        _, new = es.mutable(lambda net: scanned(lambda x: net.layer(x), XS))(net)
-        _, ours = es.mutable(
-            lambda net: es.scan(lambda c, x: (c, net.layer(x)), None, XS)
-        )(net)
-    assert new.layer.count == ours.layer.count == 3
+    program(f"write state under `jit` in {name}", "`Net.mean`")(in_callback(callback))
 
 
 @program(

@@ -24,7 +24,9 @@ import eqx_state as es
 
 XS = jnp.arange(3.0)
 PAGE = Path(__file__).parents[2] / "docs" / "what-if.md"
-ROW = re.compile(r"\| (.*?) \| (?:`(\w+)`|\*\*works\*\*)<br>(.*?) \| .* ?\|")
+OUTCOME = r"(?:`(\w+)`|\*\*works\*\*)<br>(.*?)"
+ROW = re.compile(rf"\| (.*?) \| {OUTCOME} \| .* ?\|")
+TABLE = re.compile(rf"If you (.*): {OUTCOME}")  # ... of programs that end alike
 ERRORS = {
     error.__name__: error
     for error in (
@@ -81,8 +83,22 @@ class Row:
 
 
 def rows() -> list[Row]:
-    found = (ROW.fullmatch(line) for line in PAGE.read_text().splitlines())
-    return [Row(m[1], m[2] and ERRORS[m[2]], m[3]) for m in found if m]
+    """The rows of all tables.
+
+    Above the table of programs that end alike is their outcome, `If you write … in a
+    call: …`. Its first column has what replaces the dots, which may be several pieces
+    of code.
+    """
+    found, table = [], None
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        table = None if line.startswith("| If") else TABLE.fullmatch(line) or table
+        if row := ROW.fullmatch(line):
+            found.append((row[1], row))
+        elif table and (row := re.fullmatch(r"\| ([^…].*?) \| .* \|", line)):
+            code = re.fullmatch(r"(`[^`]+`(, |$))+", row[1])
+            names = re.findall(r"`[^`]+`", row[1]) if code else [row[1]]
+            found.extend((table[1].replace("…", name, 1), table) for name in names)
+    return [Row(title, m[2] and ERRORS[m[2]], m[3]) for title, m in found]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ def step(layer, x):
 
 
 @program(
-    "hold a step of `es.jit`: `es.hold(step, (model, optimizer))` of"
-    " `step(model, optimizer, x)`",
+    "hold a step that takes `(model, optimizer, x)`: "
+    "`es.hold(step, (model, optimizer))`",
     "missing 1 required positional argument: 'x'",
     "return (model, optimizer), loss",
 )
@@ -75,7 +75,7 @@ def _(case):
     assert run.carry.count == 0
 
 
-@program("return a carry in another mode, or of another structure", "run.carry = ")
+@program("return a carry in a different mode or structure", "run.carry = ")
 def _(case):
     layer = case.keep(Layer(), call=lambda layer: es.mutable(layer)(XS))
     for wrong in (lambda m: m.eval(), lambda m: (m, m.count), lambda m: m.weight):
@@ -86,7 +86,8 @@ def _(case):
 
 
 @program(
-    "return a carry with another shape or dtype", "only the values of arrays may change"
+    "return a carry with a different shape or dtype",
+    "only the values of arrays may change",
 )
 def _(case):
     total = {"sum": jnp.zeros(()), "n": jnp.zeros((), jnp.int32)}

@@ -1,6 +1,5 @@
 """Programs that give `es.jit` functions, unusual static values, and deep trees."""
 
-import dataclasses
 import functools as ft
 
 import equinox as eqx
@@ -53,21 +52,6 @@ def _(case):
         return (lambda: weight * x)()
 
     assert (es.mutable(right)(net, XS)[0] == 4 * XS).all()
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    name: str
-    factor: dataclasses.InitVar[float]
-
-    def __post_init__(self, factor):
-        object.__setattr__(self, "_factor", factor)
-
-    def __eq__(self, other):
-        return (self.name, self._factor) == (other.name, other._factor)
-
-    def __hash__(self):
-        return hash((self.name, self._factor))
 
 
 @program("jit an object that cannot be called: `es.jit(None)`, a property", "@property")

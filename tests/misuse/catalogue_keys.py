@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 from catalogue_entry import Draw, program, XS
 
@@ -36,16 +35,6 @@ def _(case):
     assert (es.mutable(new)(XS)[0] == a).all()
 
 
-@program("call a model twice, and drop the first new one")
-def _(case):
-    model = case.keep(Draw(), XS)
-    a, new = es.mutable(model)(XS)
-    b, _ = es.mutable(model)(XS)
-    c, _ = es.mutable(new)(XS)
-    assert (a == b).all()
-    assert (a != c).any()
-
-
 @program("make two layers with one key")
 def _(case):
     models = case.keep(
@@ -56,27 +45,6 @@ def _(case):
     (c, d), _ = draw(es.reseed(models, jr.key(5)))
     assert (a == b).all()
     assert (c != d).any()
-
-
-@program("draw in the lanes of `es.vmap` from the one key of a layer")
-def _(case):
-    model = case.keep(Draw(), XS)
-    ys, new = es.mutable(es.vmap(model))(jnp.zeros(3))
-    assert len(set(ys.tolist())) == 3
-    assert new.rng != model.rng
-
-
-@program(
-    "use an `es.nn.Dropout` that was made without a key",
-    "`rng` is an `es.Initializer`",
-    "model = model.init(42)",
-)
-def _(case):
-    dropout = case.keep(es.nn.Dropout(0.5), call=lambda m: es.mutable(m.init(0))(XS))
-    with case.error():
-        es.mutable(dropout)(XS)
-    with case.error():
-        es.vmap(dropout)(XS)
 
 
 @program(
@@ -129,7 +97,7 @@ def _(case):
 
 
 @program(
-    "keep a legacy key, an array of `uint32`, in a field without a kind", "Legacy.rng`"
+    "keep a legacy key (a `uint32` array) in a field without a kind", "Legacy.rng`"
 )
 def _(case):
     class Legacy(Draw):

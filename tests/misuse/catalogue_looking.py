@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import optax
 from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
@@ -24,19 +23,8 @@ class Log(eqx.Module):
         return jnp.log(x)
 
 
-@program("capture the outputs of Equinox's layers under plain `jax.vmap`")
-def _(case):
-    model = case.keep(mlp())
-    xs = jnp.stack([X, 2 * X])
-    (_, new), found = es.capture(lambda m, xs: jax.vmap(m)(xs), outputs=eqx.nn.Linear)(
-        model, xs
-    )
-    assert jnp.allclose(found["layers[0]"], jax.vmap(model.layers[0])(xs))
-    assert type(new.layers[0]) is eqx.nn.Linear
-
-
 @program(
-    "capture the output of a module that is called under another transform of JAX",
+    "capture the output of a module under JAX's own `jit`, `scan`, …",
     "did not see what `layers[0]`, `layers[1]`",
 )
 def _(case):
@@ -63,8 +51,7 @@ class Recurrent(eqx.Module):
 
 
 @program(
-    "look into a model of others that has layers inside `jax.lax.scan` or"
-    " `eqx.filter_jit`",
+    "capture a third-party model that uses `jax.lax.scan` or `eqx.filter_jit`",
     "with jax.disable_jit():",
 )
 def _(case):
@@ -122,7 +109,7 @@ def _(case):
 
 
 @program(
-    "replace the output of a module of which only the arrays are used",
+    "replace the output of a module that is never called, only read",
     "Using its arrays",
 )
 def _(case):
@@ -138,16 +125,8 @@ def _(case):
     assert (es.capture(model, replace={"": 0.0})(X)[0][0] == 0).all()
 
 
-@program("select outputs by a function of the module: `outputs=lambda m: ...`")
-def _(case):
-    model = case.keep(mlp())
-    with case.error():
-        es.capture(model, outputs=lambda m: True)(X)
-    assert es.capture(model, outputs=lambda name, m: name == "")(X)[1].keys() == {""}
-
-
 @program(
-    "put the outputs of a batch in the place of the output of one lane",
+    "replace the output of one lane by the outputs of a batch",
     "`f32[3]`",
     "`f32[2,3]`",
 )
@@ -163,44 +142,6 @@ def _(case):
 
     ys = es.vmap(lane, in_axes=(None, 0, 0))(model, xs, found[name])
     assert jnp.allclose(ys, jax.vmap(model)(xs), atol=1e-6)
-
-
-@program("capture outputs in a step with plain optax, whose moments were made outside")
-def _(case):
-    model = case.keep(mlp())
-    tx = optax.sgd(0.1, momentum=0.9)
-    loss_fn = lambda m, x: m(x).sum()  # noqa: E731
-
-    def step(model, state, x):
-        (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
-        updates, state = tx.update(grads, state)
-        return loss, eqx.apply_updates(model, updates), state
-
-    with case.error():
-        es.capture(step, outputs="*")(model, tx.init(es.filter(model)), X)
-
-    def es_step(model, optimizer, x):
-        (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
-        return loss, *optimizer.update(grads, model)
-
-    optimizer = es.Optimizer(tx).init(model)
-    _, found = es.capture(es_step, outputs="layers[?]")(model, optimizer, X)
-    _, alone = es.capture(es.value_and_grad(loss_fn), outputs="layers[?]")(model, X)
-    assert eqx.tree_equal(found, alone)
-
-
-@program("look for the first NaN in a training step with loops and `es.jit` in it")
-def _(case):
-    model = case.keep([Layer(), Log()])
-
-    @es.jit
-    def step(model, xs):
-        lane = lambda x: model[1](model[0](x)).sum()  # noqa: E731
-        return es.scan(lambda total, x: (total + lane(x), 0), 0.0, xs)[0]
-
-    f = es.find_nonfinite(es.value_and_grad(step))
-    assert f(model, jnp.ones((3, 2))) == []
-    assert f(model, jnp.eye(2)) == ["[1]"]
 
 
 @program("compile the search: `es.jit(es.find_nonfinite(step))(model, x)`")

@@ -57,7 +57,7 @@ class Trainer(es.Module):
         return total
 
 
-@program("accumulate gradients inside of a scope, and assign each new module")
+@program("accumulate gradients in a scope, and assign each new module")
 def _(case):
     net = case.keep(Net(), XS)
     total, new = expected(net, ROWS)
@@ -68,9 +68,7 @@ def _(case):
         assert eqx.tree_equal(trainer.net, new)
 
 
-@program(
-    "rebind a variable to the new module inside of a scope: `(loss, net), grads = ...`"
-)
+@program("rebind a variable to the new module in a scope: `(loss, net), grads = ...`")
 def _(case):
     net = case.keep(Net(), XS)
     y, trainer = es.mutable(Trainer(net).dropped)(ROWS)
@@ -80,7 +78,7 @@ def _(case):
     assert (total, new.layer.count) == (y, 4)
 
 
-@program("adapt a model inside of a loss (MAML), and drop it")
+@program("adapt a model in a loss (MAML), and drop it")
 def _(case):
     def adapted_loss(net, x):
         grads, fast = es.grad(loss_fn)(net, x)

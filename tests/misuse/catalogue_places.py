@@ -62,7 +62,9 @@ def _(case):
 
 
 @program(
-    "assign a layer with other weights in a call", ".weight` is a", "kinds=es.TreePart"
+    "assign a layer with different weights in a call",
+    ".weight` is a",
+    "kinds=es.TreePart",
 )
 def _(case):
     model = case.keep(Two(Layer(), None))

@@ -34,7 +34,7 @@ def _(case):
 
 
 @program(
-    "call a model in eval mode that writes without checking `self.training`",
+    "call a model in eval mode that still writes state",
     "Always.count`",
     "if self.training:",
 )
@@ -66,15 +66,6 @@ def _(case):
         net.layer.count += 1
     new = eqx.tree_at(lambda m: m.layer.weight, net, jnp.array(3.0))
     assert (new.eval()(XS) == 3 * XS).all()
-
-
-@program("assign a name that the class does not declare: `model.params = p`")
-def _(case):
-    net = case.keep(Net(), XS)
-    with case.error():
-        net.params = net.filter(es.Parameter)
-    params = es.map(lambda w: w + 1.0, net.filter(es.Parameter))
-    assert net.update(params).layer.weight == 3.0
 
 
 @program("delete a field: `del model.layer`", "model.replace(")
@@ -152,7 +143,7 @@ def _(case):
     assert es.mutable(f)(net)[1].layer.count == 1
 
 
-@program("write through Python's back door: `object.__setattr__(model, …)`")
+@program("use Python's back door: `object.__setattr__(model, …)`")
 def _(case):
     net = case.keep(Net(), XS)
     other = copy.copy(net.layer)
@@ -236,9 +227,7 @@ def _(case):
         es.mutable(case.keep(Counter()))()
 
 
-@program(
-    "write a constant that is an `es.Buffer`, or is inside of one", "kinds=es.Buffer"
-)
+@program("write a constant that is an `es.Buffer`, or inside one", "kinds=es.Buffer")
 def _(case):
     class Frozen(es.Module):
         table: es.Buffer
@@ -321,18 +310,6 @@ def _(case):
             es.mutable(lambda net: net.mean.__setitem__(0, 1.0))(net)
         f = es.mutable(lambda net: setattr(net, "mean", net.mean.at[0].set(1.0)))
         assert f(net)[1].mean.tolist() == [1.0, 0.0, 0.0]
-
-
-@program("write into a NumPy constant in place: `self.table[0] = 1.0`")
-def _(case):
-    class Table(es.Module):
-        table: es.Buffer
-
-        def __call__(self):
-            self.table[0] = 1.0
-
-    with case.error():
-        es.mutable(case.keep(Table(np.zeros(3))))()
 
 
 @program("compute from state in a `functools.cached_property`")
