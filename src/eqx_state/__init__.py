@@ -1,4 +1,4 @@
-"""Equinox modules whose annotations say what their fields are."""
+"""Stateful Equinox modules for JAX: annotate fields, and update state in place."""
 
 import importlib as _importlib
 import typing as _t
@@ -96,8 +96,8 @@ if _t.TYPE_CHECKING:
     from ._transforms.shard_map import shard_map as shard_map
     from ._tree.axis_names import axis_names as axis_names
 else:
-    # What a first import does not need is imported when it is first looked up. So the
-    # import does not wait for optax, which takes longer than all of this package.
+    # Import these on first use: importing optax takes longer than importing the rest of
+    # this package.
     _MODULES = {
         "._ema": "Ema",
         "._functional": "functional",

@@ -23,15 +23,15 @@ from ._typing import PyTree
 
 
 class Ema(AbstractPerParameter):
-    """The exponential moving average of a model, which passes through `jit`.
+    """The exponential moving average of a model, as a pytree that `jit` accepts.
 
     With decays `d_1, …, d_n` the model of update `i` has the weight `(1 - d_i)` times
-    the product of all later decays. With `debias` the weights are divided by their sum,
-    so that the average is one of the models alone, and not of zeros before them (Kingma
-    and Ba, 2015). Sums are accumulated in float32, or in float64 for float64.
+    the product of all later decays. With `debias`, the weights are divided by their
+    sum, so that the average is not biased toward zero (Kingma and Ba, 2015). Sums are
+    accumulated in float32, or in float64 for float64.
 
-    Its arrays are constants, `es.Buffer`: wherever an `Ema` is held, it is neither
-    trained nor written.
+    Its arrays are constants, `es.Buffer`: inside a model, an `Ema` is not trained and
+    cannot be written.
 
     !!! example
 
@@ -46,16 +46,16 @@ class Ema(AbstractPerParameter):
         ```
     """
 
-    # The averages, in float32 or wider, with holes at everything else; and the last
-    # model, with holes at what is averaged.
+    # `means`: the averages, in float32 or wider, with `None` elsewhere. `rest`: the
+    # last model, with `None` at averaged arrays.
     means: Buffer[Any]
     rest: Buffer[Any]
     weight: Buffer[Any]  # the sum of the weights
-    step: Buffer[Any]  # how many updates there were
+    step: Buffer[Any]  # the number of updates
     decay: float | Callable[[Any], Any] = eqx.field(static=True)
     debias: bool = eqx.field(static=True)
     on: Filter = eqx.field(static=True)
-    # The dtype in the model, for each average; `None` before `init`.
+    # The model's dtype for each average; `None` before `init`.
     _dtypes: tuple[Any, ...] | None = eqx.field(static=True, repr=False)
 
     def __init__(
@@ -67,15 +67,14 @@ class Ema(AbstractPerParameter):
     ):
         """**Arguments:**
 
-        - `decay`: how much of the average remains in an update, at least 0 and less
-            than 1; or a schedule, as in optax: a function of the number of updates
-            before this one, such as `lambda step: jnp.minimum(0.999, (1 + step) / (10 +
-            step))`. It is static: make a schedule once.
+        - `decay`: the weight of the old average in an update, at least 0 and less than
+            1; or a schedule, as in optax: a function of the number of earlier updates,
+            such as `lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))`. It is
+            static, so create a schedule once.
         - `debias`: whether the weights are divided by their sum.
-        - `on`: the filter for what is averaged, of which inexact arrays count. All
-            other arrays are those of the last model. Default: the parameters. A
-            parameter that has been frozen all the time, and is the same in all models,
-            is exactly its own average.
+        - `on`: the filter for the arrays to average. Only inexact arrays count. All
+            other arrays are copied from the last model. Default: the parameters. The
+            average of an array that never changes is exactly this array.
 
         **Raises:**
 
@@ -97,9 +96,9 @@ class Ema(AbstractPerParameter):
 
         **Raises:**
 
-        - `es.NotInitializedError`: the model still holds an `es.Initializer`.
-        - `ValueError`: `on` selects no inexact array, and is not a kind; or one
-            stateful module is in two places of the model.
+        - `es.NotInitializedError`: the model still contains an `es.Initializer`.
+        - `ValueError`: `on` selects no inexact array, and is not a kind; or a stateful
+            module occurs twice in the model.
         """
         params, rest = self._split(model)
         means = jtu.tree_map(lambda x: jnp.array(x, _wide(x.dtype)), params)
@@ -112,14 +111,14 @@ class Ema(AbstractPerParameter):
         return self._with(params, means=means, rest=rest, weight=weight, step=step)
 
     def update(self, model: PyTree) -> Self:
-        """The average after one more model, which may be in another mode.
+        """The average with one more model, whose mode may differ.
 
         **Raises:**
 
-        - `es.NotInitializedError`: `init` has not been called; or the model still holds
-            an `es.Initializer`.
-        - `ValueError`: the model has another structure, or arrays of other shapes, than
-            that of `init`, or `on` selects others. The message names the first path.
+        - `es.NotInitializedError`: `init` has not been called; or the model still
+            contains an `es.Initializer`.
+        - `ValueError`: the model differs in structure or shapes from that of `init`, or
+            `on` selects different arrays. The message names the first path.
         """
         self._check_initialized("update")
         params, rest = self._split(model)
@@ -127,7 +126,7 @@ class Ema(AbstractPerParameter):
         decay = self.decay(self.step) if callable(self.decay) else self.decay
         decay = jnp.asarray(decay, self.weight.dtype).reshape(())
         weight = decay * self.weight + (1 - decay)
-        # How much of the average stays. A decay of 1 at the start gives no weight yet.
+        # The old average's weight. After an initial decay of 1, `weight` is still 0.
         keep = jnp.where(weight == 0, 0, decay * self.weight / weight)
         new = []
         for visit, old in zip(leaves(params, is_leaf=is_hole), olds, strict=True):
@@ -146,15 +145,15 @@ class Ema(AbstractPerParameter):
     def model(self) -> Any:
         """The averaged model, in the mode of the last one.
 
-        What is not averaged is as in the last model. Before the first update it is the
-        model given to `init`.
+        Arrays that are not averaged are those of the last model. Before the first
+        update, this is the model given to `init`.
 
         **Raises:**
 
         - `es.NotInitializedError`: `init` has not been called.
         """
         dtypes = self._check_initialized("model")
-        # Without `debias` the zeros before the first model count, too.
+        # Without `debias`, the average starts at zero.
         scale = jnp.where(self.debias | (self.step == 0), 1, self.weight)
         values, treedef = jtu.tree_flatten(self.means)
         means = [
@@ -164,7 +163,7 @@ class Ema(AbstractPerParameter):
         return update(self.rest, jtu.tree_unflatten(treedef, means))
 
     def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
-        """What is averaged, and copies of the rest: a donated model takes nothing."""
+        """The arrays to average, and copies of the rest, which survive donation."""
         check_ready(model)
         is_selected = bind_to_visits((self.on,), model)
         is_averaged = [
@@ -202,24 +201,25 @@ def _wide(dtype: Any) -> Any:
 
 def _mean(old: Array, x: Array, keep: Array) -> Array:
     keep = keep.astype(old.dtype)
-    # Not `keep * old + (1 - keep) * x`, whose rounding errors add up to a thousandth
-    # for an array that is the same in all models. And `inf - inf` would be NaN.
+    # Not `keep * old + (1 - keep) * x`: for an array that never changes, its rounding
+    # errors would add up to 1e-3. Avoid `inf - inf`, which is NaN.
     moved = old + (1 - keep) * jnp.where(jnp.isinf(old), 0, x - old)
-    return jnp.where(keep == 0, x, moved)  # what `init` was given may be NaN
+    return jnp.where(keep == 0, x, moved)  # `old` may be NaN from `init`
 
 
-_START_ANEW: Final = """An average belongs to one structure. For a different one, \
-start again: `ema = es.Ema(decay).init(model)`."""
+_START_ANEW: Final = """An average belongs to one structure. For a different \
+structure, create a new average: `ema = es.Ema(decay).init(model)`."""
 
-_NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` is a number, at least 0 and less \
-than 1, or a function of the step, and `{}` was given. The model is given to `init`: \
+_NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` must be a number, at least 0 and \
+less than 1, or a function of the step, but `{}` was given. Pass the model to `init`: \
 `es.Ema(0.999).init(model)`."""
 
 _NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
 one: `ema = es.Ema(0.999).init(model)`."""
 
 _SELECTED: Final = f"""`es.Ema.update`: `on` selects `{{}}` either now or when the \
-average began. Freezing changes what `es.trainable` selects. {_START_ANEW}"""
+average was created, but not both times. Freezing changes what `es.trainable` selects. \
+{_START_ANEW}"""
 
-_OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, and its average is `{{}}`. \
+_OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, but its average is `{{}}`. \
 {_START_ANEW}"""

@@ -1,4 +1,4 @@
-"""`es.sharding`: where each array goes, by the names of its axes."""
+"""`es.sharding`: how to shard each array, by the names of its axes."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -24,40 +24,40 @@ from ._typing import Tree
 def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -> Tree:
     """A `jax.sharding.NamedSharding` for each array, by the names of its axes.
 
-    For each array the first filter in `rules` that is not a kind and matches counts;
-    else the most derived kind; else the names of its axes, if a rule has one of them;
-    else `...`. An array that no rule reaches is replicated. Moments in an
-    `es.Optimizer` and the averages of an `es.Ema` go where their parameters go.
+    For each array, the first filter in `rules` that is not a kind and matches applies;
+    else the most derived kind; else the names of its axes, if there is a rule for one
+    of them; else `...`. An array without a rule is replicated. Moments in an
+    `es.Optimizer` and averages in an `es.Ema` are sharded like their parameters.
 
     **Arguments:**
 
-    - `tree`: any pytree: a model, or model and optimizer. With `jax.ShapeDtypeStruct`s
-        in place of arrays, as `jax.eval_shape` returns them, the result is what
-        `jax.jit(make, out_shardings=...)` takes to make a model in its shards.
+    - `tree`: any pytree: a model, or model and optimizer. Shapes are enough: for the
+        result of `jax.eval_shape(make)`, pass the shardings to `jax.jit(make,
+        out_shardings=...)` to create a model directly in shards.
     - `mesh`: a `jax.sharding.Mesh`, or an `AbstractMesh`, which has no devices. If its
-        axes are `AxisType.Explicit`, as `jax.make_mesh` makes them, the model itself
-        must say how the result of an operation is sharded where that is ambiguous, and
-        `eqx.filter_shard` does not take these shardings. With `AxisType.Auto` the
-        compiler decides.
-    - `rules`: from names of axes, as `es.axis_names` returns them, to a mesh axis, a
-        tuple of them, or `None`; from filters, kinds and `...` to a
-        `jax.sharding.PartitionSpec`, which is for the array as it is: in an
-        `es.nn.Stacked` its first entry is for the axis of the layers.
+        axes are `AxisType.Explicit`, the default of `jax.make_mesh`, the model itself
+        must specify shardings that JAX finds ambiguous, and `eqx.filter_shard` does not
+        accept these shardings. With `AxisType.Auto`, the compiler decides.
+    - `rules`: a mapping. Names of axes, as `es.axis_names` returns them, map to a mesh
+        axis, a tuple of mesh axes, or `None`. Filters, kinds and `...` map to a
+        `jax.sharding.PartitionSpec` for the whole array; in an `es.nn.Stacked`, its
+        first entry is for the axis of the layers.
 
     **Returns:**
 
-    A tree of the same type with a sharding in place of each array, and `None` in place
-    of what is not an array. `jax.device_put` and `eqx.filter_shard` take it.
+    A tree of the same type, with a sharding for each array and `None` for all other
+    leaves. `jax.device_put` and `eqx.filter_shard` take it.
 
     **Raises:**
 
-    - `TypeError`: an argument is of another type.
-    - `ValueError`: no array has an axis of that name, or a filter matches no array; the
-        mesh does not have that axis; the number of devices along it does not divide
-        the size of the array's axis; one mesh axis is used twice in an array; or a
-        spec has more entries than the array has axes. Also what `es.axis_names` raises.
-    - `es.NotInitializedError`: the tree still holds an `es.Initializer`, which has no
-        axes yet: `jax.eval_shape(model.init, key)` has them.
+    - `TypeError`: an argument has the wrong type.
+    - `ValueError`: no array has an axis with the name of a rule; a filter matches no
+        array; the mesh does not have an axis that a rule names; the number of devices
+        along it does not divide the size of the array's axis; an array uses one mesh
+        axis twice; or a spec has more entries than the array has axes. Also the errors
+        of `es.axis_names`.
+    - `es.NotInitializedError`: the tree still contains an `es.Initializer`, whose axes
+        are unknown. Use `jax.eval_shape(model.init, key)`.
 
     !!! example
 
@@ -81,7 +81,7 @@ def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) ->
         ```
     """
     by_name: dict[str, Any] = {}
-    by_filter: Any = rules  # of another type it is what `choose` complains about
+    by_filter: Any = rules  # `choose` rejects anything but a mapping
     if isinstance(rules, Mapping):
         by_name = {key: x for key, x in rules.items() if isinstance(key, str)}
         whole = {key: x for key, x in rules.items() if not isinstance(key, str)}
@@ -99,12 +99,12 @@ def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) ->
             found.append(None)
             continue
         if others is not None and not (is_kind(key) and issubclass(key, OptState)):
-            key = None  # it was chosen for another shape
+            key = None  # chosen for the parameter, whose shape differs
         spec = rules.get(..., PartitionSpec()) if key is None else by_filter[key]
         if key is None and not by_name.keys().isdisjoint(names):
             spec = PartitionSpec(*(by_name.get(n) if n else None for n in names))
         found.append(_of_array(mesh, spec, visit, names))
-    for key, value in rules.items():  # JAX checks those that reach no array, too
+    for key, value in rules.items():  # let JAX check unused rules, too
         NamedSharding(mesh, PartitionSpec(value) if isinstance(key, str) else value)
     return jtu.tree_unflatten(jtu.tree_structure(tree), found)
 
@@ -116,10 +116,10 @@ def _of_array(
     shape = visit.node.shape
     try:
         found = NamedSharding(mesh, spec)
-        if len(spec) > len(shape):  # JAX says that later, and not of which array
+        if len(spec) > len(shape):  # JAX would raise later, without a name
             raise ValueError(f"The spec has {len(spec)} entries.")
         found.shard_shape(shape)
-    except Exception as error:  # JAX's `DuplicateSpecError` is no `ValueError`
+    except Exception as error:  # JAX's `DuplicateSpecError` is not a `ValueError`
         name = f"`{visit.name}`" if visit.path else "the array"
         axes = dims_text(names)
         raise ValueError(_REFUSED.format(name, shape, axes, spec, error)) from error
@@ -129,9 +129,9 @@ def _of_array(
 def _check_names(
     by_name: Mapping[str, Any], leaves: list[NamedLeaf], tree: Any
 ) -> None:
-    """Raise `ValueError` for a rule whose name is that of no axis, which is a typo."""
-    # An optimizer without moments, given alone, has no array with a name. The names are
-    # those of its model.
+    """Raise `ValueError` for a rule that names no axis, which is a typo."""
+    # Include the names of the model of an optimizer: without moments, the optimizer
+    # alone has no named arrays.
     first: dict[str, Visit] = {}
     for visit, names, others in [*leaves, *followed_leaves(tree)]:
         for name in filter(None, others or names or ()):
@@ -142,14 +142,14 @@ def _check_names(
             raise ValueError(_NO_NAME.format(name, have or "none"))
 
 
-_NOT_A_SPEC: Final = """`es.sharding`: the rule `{}: {!r}`. The name of an axis leads \
-to a mesh axis, a tuple of mesh axes or `None`, and a filter or a kind to a \
-`jax.sharding.PartitionSpec` for arrays: `{{"mlp": "model", es.BatchStat: P()}}`."""
+_NOT_A_SPEC: Final = """`es.sharding`: the rule `{}: {!r}` is not valid. The name of \
+an axis maps to a mesh axis, a tuple of mesh axes or `None`; a filter or a kind maps \
+to a `jax.sharding.PartitionSpec`: `{{"mlp": "model", es.BatchStat: P()}}`."""
 
 _NO_NAME: Final = """`es.sharding`: no array has an axis `{}`. The names are: {}. They \
-come from annotations, `Float[Array, "mlp embed"]`, or from `es.Axes` beside the field \
-that holds a layer; `es.axis_names(tree)` shows them."""
+come from annotations, `Float[Array, "mlp embed"]`, or from `es.Axes` in the \
+annotation of a field with a layer; `es.axis_names(tree)` lists them."""
 
 _REFUSED: Final = """`es.sharding`: {}, of shape {} and with axes `{}`, cannot be \
-split by `{}`. {} To treat one array differently, give it a rule of its own: \
+split by `{}`. {} To treat one array differently, add a rule for it: \
 `es.path_matches("..."): P()`."""

@@ -217,7 +217,9 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_where_outputs_cannot_be_captured_it_is_the_same_error(name):
     for look in (es.find_nonfinite, ft.partial(es.capture, outputs="*")):
-        with pytest.raises(ValueError, match="capture the output of `the model` in"):
+        with pytest.raises(
+            ValueError, match="^Cannot capture the output of `the model`"
+        ):
             look(LOOPS[name])(Log(), X)
 
 
@@ -248,7 +250,7 @@ def test_calls_in_other_transforms_of_jax_are_missed_aloud(cls, name):
 
 def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen():
     for model in (X, [{"w": X}, eqx.nn.Linear]):
-        with pytest.raises(ValueError, match="no module can be called"):
+        with pytest.raises(ValueError, match="no module that can be called"):
             es.find_nonfinite(lambda _: Log()(ZEROS))(model)
 
 

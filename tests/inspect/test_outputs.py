@@ -94,7 +94,7 @@ def test_a_module_that_is_assigned_is_seen_and_one_that_moves_out_is_not():
 def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen(options):
     model = linear()
     message = (
-        r"(?s)`es\.capture` looks into the model.*`f32\[2\]` here.*es\.vmap\(model"
+        r"(?s)`es\.capture` looks into the model.*`f32\[2\]`, which.*es\.vmap\(model"
     )
     with pytest.raises(ValueError, match=message):
         es.capture(lambda x: model(x), **options)(X)
@@ -104,7 +104,7 @@ def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen(options
     "which", [3, [eqx.nn.Linear], (eqx.nn.Linear, "a"), jnp.ones(2), linear()]
 )
 def test_what_selects_nothing_is_an_error(which):
-    with pytest.raises(TypeError, match=r"`outputs` is a module class or a tuple"):
+    with pytest.raises(TypeError, match=r"`outputs` must be a module class or a tuple"):
         es.capture(mlp(), outputs=which)
 
 

@@ -442,7 +442,7 @@ def test_inputs_are_for_a_model_that_can_be_called():
         return layer(x)
 
     for what in ([linear()], forward):
-        with pytest.raises(TypeError, match=r"inputs, and `(list|forward)` is not a"):
+        with pytest.raises(TypeError, match=r"inputs, but `(list|forward)` is not a"):
             es.tabulate(what, jnp.ones(2))
 
 

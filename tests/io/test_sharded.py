@@ -242,7 +242,7 @@ def test_the_processes_compute_and_save_by_orbax(seen):
     for of_process in seen:
         np.testing.assert_allclose(of_process["y"], y, rtol=1e-5, atol=1e-5)
         error = of_process["error"]
-        assert "['blocks'].layers.up: not all of it is in this process" in error
+        assert "['blocks'].layers.up: it is split over several" in error
         assert "Orbax" in error
         assert ".rng" not in error
         assert of_process.get("restored", True)  # without Orbax, nothing is

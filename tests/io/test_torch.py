@@ -502,7 +502,7 @@ def test_values_that_cannot_be_arrays_of_the_model():
         with pytest.raises(ValueError, match="not an array:\n    weight: "):
             es.from_torch(linear(), {"weight": value, "bias": BIAS})
     wide = [jax.ShapeDtypeStruct((2,), jnp.float64)]  # it would be cut
-    with pytest.raises(ValueError, match=r"dtype:\n    \[0\]: .* JAX makes float32"):
+    with pytest.raises(ValueError, match=r"dtype:\n    \[0\]: .*converted to float32"):
         es.from_torch(wide, {"0": BIAS})
 
 
@@ -522,7 +522,7 @@ def mixed():
         (
             lambda: nn.MultiheadAttention(2, 6, key=KEY),
             (),
-            "unused:\n    in_proj_bias: .*\n    out_proj.bias: .*\nNames are PyTorch's",
+            "unused:\n    in_proj_bias: .*\n    out_proj.bias: .*\nThese are PyTorch's",
         ),
         (lambda: attention(value_size=3), (), "missing:\n    k_proj_weight"),
     ],
@@ -579,7 +579,7 @@ def test_a_stack_of_tensors_is_a_stack_of_layers(case):
 def test_something_else_for_a_renaming():
     tensors = {"weight": WEIGHT, "bias": BIAS}
     model = [linear()]
-    text = r"`es.from_torch.*matches '\[0\]\.\*'.*such as `0\.weight`, `0\.bias`\."
+    text = r"`es.from_torch.*matches '\[0\]\.\*'.*like `0\.weight`, `0\.bias`\."
     with rejects(model, ValueError, text):
         es.from_torch(model, tensors, rename={"[0].*": "*"})
     with pytest.raises(TypeError, match="`es.from_torch.*takes a function from our"):

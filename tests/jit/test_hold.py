@@ -354,7 +354,7 @@ def test_what_cannot_be_held_is_refused(donate):
         hold(Lazy())
     with pytest.raises(TypeError, match="cannot be called"):
         es.hold(3, X)
-    with pytest.raises(TypeError, match="`donate` is `True` or `False`"):
+    with pytest.raises(TypeError, match="`donate` must be `True` or `False`"):
         es.hold(add, X, donate="all")
     with pytest.raises(ValueError, match="`the carry`: .*does not fit into `int32`"):
         hold(np.array([2**40]))

@@ -232,7 +232,7 @@ def _(case):
     assert (loaded["head"].weight == 1).all()
 
 
-@program("rename by a glob that matches nothing", "Globs match the whole name")
+@program("rename by a glob that matches nothing", "Globs must match the whole name")
 def _(case):
     net = case.keep(Net(), XS)
     with case.error():

@@ -93,7 +93,7 @@ def _(case):
     total = {"sum": jnp.zeros(()), "n": jnp.zeros((), jnp.int32)}
     for wrong in (XS, jnp.zeros((), jnp.float16), "a"):
         run = es.hold(lambda c, wrong=wrong: ({**c, "sum": wrong}, 0), total)
-        with case.error("`['sum']` was `f32[]`, and is now `"):
+        with case.error("changed `['sum']` in its carry from `f32[]` to `"):
             run()
         assert run.carry["sum"] == 0
 

@@ -110,7 +110,7 @@ def _(case):
 
 @program(
     "replace the output of a module that is never called, only read",
-    "Using its arrays",
+    "not the use of its arrays",
 )
 def _(case):
     class Tied(es.Module):

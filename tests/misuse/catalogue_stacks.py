@@ -33,9 +33,7 @@ def deep(n=3):
 # --- Making one -----------------------------------------------------------------------
 
 
-@program(
-    "stack layers of different sizes", "Layers that have to differ belong in a list"
-)
+@program("stack layers of different sizes", "Put layers that must differ into a list")
 def _(case):
     a, b = case.keep((eqx.nn.Linear(2, 2, key=jr.key(0)), Layer()))
     with case.error():
@@ -44,7 +42,7 @@ def _(case):
         es.nn.Stacked([b, Layer(jnp.ones(2))])
 
 
-@program("stack layers, some in eval mode or frozen", "arrays only")
+@program("stack layers, some in eval mode or frozen", "the values of their arrays")
 def _(case):
     a, b = case.keep(tuple(layers(2)))
     for other in (b.eval(), b.freeze()):

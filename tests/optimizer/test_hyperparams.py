@@ -203,12 +203,14 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
     names = (
         r"`\(es\.path_matches\('\*a\*'\), 'max_norm'\)`, `\(\.\.\., 'learning_rate'\)`"
     )
-    with pytest.raises(ValueError, match=rf"`lr` is no hyper.*be set: {names}\."):
+    with pytest.raises(ValueError, match=rf"`lr` is not a hyper.*be set: {names}\."):
         optimizer.set(lr=0.1)
     match = rf"`learning_rate` of the group `es\.State` is no .*be set: {names}\."
     with pytest.raises(ValueError, match=match):
         optimizer.set(group=es.State, learning_rate=0.1)
-    with pytest.raises(ValueError, match="`lr` is no hyper.*be set: `'learning_rate'`"):
+    with pytest.raises(
+        ValueError, match="`lr` is not a hyper.*be set: `'learning_rate'`"
+    ):
         es.Optimizer(sgd()).init(MODEL).set(lr=0.1)
 
 
@@ -241,7 +243,7 @@ def test_a_value_is_a_number(value):
 
     tx = optax.inject_hyperparams(every)(every=2, rate=0.1)
     optimizer = es.Optimizer(tx).init(MODEL)
-    match = r"`every` is `i32\[\]`, and `.*` was given.*dtype stay"
+    match = r"`every` is `i32\[\]`, but `.*` was given.*dtype must not change"
     with pytest.raises(ValueError, match=match):
         optimizer.set(every=value)
     with pytest.raises(ValueError, match=match):

@@ -496,14 +496,14 @@ def test_the_gradients_come_first():
     model = Counted(2.0)
     optimizer = es.Optimizer(optax.sgd(1.0)).init(model)
     grads, model = es.grad(lambda model: model.weight**2)(model)
-    message = r"the gradients have `count`.*optimizer\.update\(grads"
+    message = r"the gradients contain `count`.*optimizer\.update\(grads"
     with pytest.raises(ValueError, match=message):
         optimizer.update(model, grads)
     # A function shows it, too.
     mlp = eqx.nn.MLP(2, 1, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.sgd(1.0)).init(mlp)
     grads, _ = es.grad(lambda model: model(jnp.ones(2)).sum())(mlp)
-    with pytest.raises(ValueError, match=r"the gradients have `activation`"):
+    with pytest.raises(ValueError, match=r"the gradients contain `activation`"):
         optimizer.update(mlp, grads)
     params = es.filter(mlp, es.Parameter)
     assert eqx.tree_equal(*(optimizer.update(grads, x)[1] for x in (mlp, params)))

@@ -41,7 +41,7 @@ def test_outside_of_any_scope_the_call_is_shown():
         "y, model = es.mutable(model)(x)     # right",
         "y = model.eval()(x)",
         "model = model.replace(count=value)",
-        "guards what only training changes",
+        "In a layer, write only in train mode",
         "es.mutable(es.vmap(model))(xs)",
     ):
         assert advice in text
@@ -93,7 +93,7 @@ CAUSES = {
     ),
     "a closure": (
         lambda: es.value_and_grad(lambda x: loss_fn(Layer(), x))(X),
-        "a variable from outside the function. Pass it",
+        "a variable that the function closes over. Pass it",
         lambda: es.value_and_grad(loss_fn)(Layer(), X),
     ),
     "a later argument": (

@@ -584,7 +584,7 @@ def test_another_number_of_tangents_is_an_error():
 
 @pytest.mark.parametrize("given", [((1.0,), 1.0), (jnp.ones(1), (1.0,))])
 def test_jvp_takes_tuples(given):
-    with pytest.raises(TypeError, match=r"are tuples or lists.*`(float|ArrayImpl)`"):
+    with pytest.raises(TypeError, match=r"must be tuples.*`(float|ArrayImpl)`"):
         es.jvp(jnp.sin, *given)
 
 

@@ -469,7 +469,7 @@ def test_a_filter_that_matches_nothing():
             ):
                 es.mutable(call)(Pair())
     f = es.vmap(lambda m, x: m.a * x, (None, 0), axes=A)
-    with rejects(Pair(), ValueError, r"path_matches\('a'\)", r"follow `in_axes`"):
+    with rejects(Pair(), ValueError, r"path_matches\('a'\)", r"mapped by `in_axes`"):
         es.mutable(lambda m: f(m, XS))(Pair())
 
 

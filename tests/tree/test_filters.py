@@ -186,12 +186,12 @@ def test_inside_a_class_is_however_deep_and_for_subclasses_too():
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [
-        (es.Parameter, r"`es\.inside\(es\.Parameter\)`.*A kind is a filter itself"),
-        ((Norm, es.State), r"`es\.inside\(es\.State\)`.*A kind is a filter itself"),
-        (make_norm(), r"give a class of modules"),
-        ("Norm", r"`es\.inside\('Norm'\)`: give a class"),
+        (es.Parameter, r"`es\.inside\(es\.Parameter\)`.*A kind is already a filter"),
+        ((Norm, es.State), r"`es\.inside\(es\.State\)`.*A kind is already a filter"),
+        (make_norm(), r"pass a class of modules"),
+        ("Norm", r"`es\.inside\('Norm'\)`: pass a class"),
         ([Norm], r"or a tuple of them"),
-        (list[int], r"give a class of modules"),
+        (list[int], r"pass a class of modules"),
     ],
     ids=["kind", "kind in a tuple", "module", "name", "list", "alias"],
 )

@@ -277,7 +277,7 @@ def test_a_tree_without_an_es_module_cannot_be_frozen(where):
     ],
 )
 def test_where_is_a_function_and_not_a_filter_or_a_layer(where, name):
-    match = f"`where` is a function from the tree to one of its nodes.* `{name}"
+    match = f"`where` must be a function from the tree to one of its nodes.* `{name}"
     with pytest.raises(TypeError, match=match):
         es.freeze(make_model(), where)
     with pytest.raises(TypeError, match=match):

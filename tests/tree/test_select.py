@@ -238,7 +238,7 @@ def test_map_over_trees_with_holes():
     params = model.filter(es.Parameter)
     new = es.map(lambda x, y: y, model, params, on=es.Parameter)
     assert same(new, model)
-    with pytest.raises(ValueError, match=r"es\.map.*hole.*layers\[0\]\.norm\.mean"):
+    with pytest.raises(ValueError, match=r"es\.map.*at `layers\[0\]\.norm\.mean"):
         es.map(lambda x, y: y, model, params, on=es.State)
     over_holes = es.map(lambda x, y: x + y, params, model)
     assert over_holes.stats == {"n": None, "key": None}

@@ -212,5 +212,5 @@ def test_freezing_takes_all_layers():
         lambda m: m["blocks"][1:],
         lambda m: (m["head"], *m["blocks"]),
     ):
-        with pytest.raises(ValueError, match="layers of an `es.nn.Stacked` cannot"):
+        with pytest.raises(ValueError, match="Layers of an `es.nn.Stacked` can only"):
             es.freeze(net, where)

@@ -1,1 +1,1 @@
-"""Looking into a model: what layers sow, and a model as a table."""
+"""Looking into a model: sown values, outputs of layers, NaNs, tables."""

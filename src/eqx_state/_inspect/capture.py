@@ -1,4 +1,4 @@
-"""`es.capture`: the values that layers sow on the way, besides a model's output."""
+"""`es.capture`: a model's output together with sown values and outputs of layers."""
 
 import functools as ft
 import warnings
@@ -25,14 +25,14 @@ from .._typing import P, PyTree, R
 
 
 class Outputs(Observer):
-    """Keeps the outputs of the modules that `which` selects, and replaces others."""
+    """Records the outputs of the modules that `which` selects; replaces outputs."""
 
     def __init__(self, which: Any, replace: Mapping[str, Any]):
         self.selects = selector(which)
         self.which, self.replace = which, replace
         self.replaced: set[str] = set()
         depth = sum(isinstance(x.observer, Outputs) for x in OBSERVING.get().values())
-        # Programs have what `replace` puts in the place of outputs as constants.
+        # Replaced outputs are constants in the compiled function, so never share it.
         self.key = ProgramKey(("es.capture", depth, object() if replace else which))
 
     def select(self, name: str, module: Any) -> tuple[str, bool] | None:
@@ -51,7 +51,7 @@ class Outputs(Observer):
 
     def check(self, model: PyTree) -> None:
         if self.which is None and not self.replace:
-            return  # what sows need not have a `__call__`
+            return  # a module that sows needs no `__call__`
         names = callable_names(model, "es.capture")
         unknown = [name for name in self.replace if name not in names]
         if isinstance(self.which, str):
@@ -61,17 +61,17 @@ class Outputs(Observer):
             raise ValueError(_UNKNOWN.format(name, known))
 
     def check_replaced(self) -> None:
-        """Raise `ValueError` after the call if `replace` has had no effect."""
-        # Each call traces anew, since `key` is its own: whatever is called is seen.
+        """Raise `ValueError` after the call if a key of `replace` had no effect."""
+        # Reliable, because each call has a new `key` and is therefore traced.
         for name in self.replace:
             if name not in self.replaced:
                 raise ValueError(_NEVER_CALLED.format(name, name or "the model"))
 
 
 def callable_names(model: PyTree, what: str) -> list[str]:
-    """The names of the modules whose calls are observed.
+    """The names of the modules whose calls can be observed.
 
-    `ValueError` if something else than modules was given.
+    `ValueError` if the model contains no such module.
     """
     names = [name for name, x in modules(model) if can_be_observed(x)]
     if jtu.tree_leaves(model) and not names:
@@ -80,7 +80,7 @@ def callable_names(model: PyTree, what: str) -> list[str]:
 
 
 def check_missed(key: ProgramKey, sown: Sown) -> None:
-    """Warn of calls that could not be seen; `TraceError` if they are all of them.
+    """Warn about missed calls; raise `TraceError` if all calls were missed.
 
     Call it from `__call__` of a transform.
     """
@@ -93,7 +93,7 @@ def check_missed(key: ProgramKey, sown: Sown) -> None:
 
 
 def selector(which: Any) -> Callable[[str, Any], bool]:
-    """Whether `outputs=which` selects a module."""
+    """A predicate of `(name, module)`: whether `outputs=which` selects the module."""
     if which is None:
         return lambda name, module: False
     if isinstance(which, str):
@@ -108,7 +108,7 @@ def selector(which: Any) -> Callable[[str, Any], bool]:
 
 
 def _replaced(name: str, new: Any, out: Any) -> Any:
-    """The output that `replace=` puts in the place of `out`."""
+    """The output that replaces `out`."""
     if callable(new):
         return new(out)
     what = f"the output of `{name or 'the model'}`"
@@ -117,7 +117,7 @@ def _replaced(name: str, new: Any, out: Any) -> Any:
         pairs = zip(structure.flatten_up_to(new), leaves, strict=True)
         given = [_as_output(x, old, what) for x, old in pairs]
         fits = all(map(same_type, leaves, given))
-    except ValueError:  # in JAX's words, or in those for state: a float for integers
+    except ValueError:  # from `flatten_up_to` or `fit_leaf`
         fits, given = False, []
     if not fits:
         raise ValueError(_OTHER_OUTPUT.format(what, show(out), show(new)))
@@ -125,35 +125,36 @@ def _replaced(name: str, new: Any, out: Any) -> Any:
 
 
 def _as_output(new: Any, old: Any, what: str) -> Any:
-    """`new` with the dtype of `old` if it has none of its own; a number fills it."""
+    """`new` as an array, with `old`'s dtype if it has none. Numbers are broadcast."""
     is_number = type(new) in NUMBERS
     new = fit_leaf(old, new, what)
     return jnp.broadcast_to(new, jnp.shape(old)) if is_number else new
 
 
-_NO_MODULE: Final = """`{0}` looks into the model, the first argument, and that is \
-`{1}` here, in which no module can be called. A function that closes over the model \
-hides it, and so does a transform of JAX: `{0}(es.vmap(model))(xs)`."""
+_NO_MODULE: Final = """`{0}` looks into the model, which is the first argument. Here \
+that is `{1}`, which contains no module that can be called. Pass the model itself: a \
+function that closes over it hides it, and so does a JAX transform. Write \
+`{0}(es.vmap(model))(xs)`."""
 
-_MISSED: Final = """`{0}` did not see what {1} returned inside a transform of JAX, \
-such as `jax.lax.scan` or `eqx.filter_jit`: values leave it only as its results. Call \
-`{0}(...)(x)` in `with jax.disable_jit():`, where loops, branches and jit are Python; \
-in your own code use the transforms of `es`, such as `es.scan` and `es.jit`. Inside \
-`jax.checkpoint` and `jax.grad` only the latter helps."""
+_MISSED: Final = """`{0}` did not see what {1} returned inside a JAX transform such as \
+`jax.lax.scan` or `eqx.filter_jit`, because values can leave a transform only as its \
+results. Call `{0}(...)(x)` in `with jax.disable_jit():`, where loops, branches and \
+jit run as Python; in your own code use the transforms of `es`, such as `es.scan` and \
+`es.jit`. Only these help inside `jax.checkpoint` and `jax.grad`."""
 
 _UNKNOWN: Final = """`es.capture`: `"{}"` matches no module that can be called. The \
 names are {}."""
 
 _NEVER_CALLED: Final = """`es.capture(..., replace={{"{0}": ...}})`: `{1}` was never \
-called, so it has no output to replace. Using its arrays, or another method than \
-`__call__`, is no call."""
+called, so it has no output to replace. Only calls of `__call__` count, not the use of \
+its arrays or of other methods."""
 
-_NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` is a module class \
-or a tuple of them, a glob on names, or a function of `(name, module)`."""
+_NO_SELECTION: Final = """`es.capture(..., outputs={})`: `outputs` must be a module \
+class or a tuple of them, a glob for names, or a function of `(name, module)`."""
 
-_OTHER_OUTPUT: Final = """`es.capture(..., replace=...)`: {} is `{}`, and a value in \
-its place has the same structure, shapes and dtypes. This is `{}`. Give a function of \
-the output, which may return anything."""
+_OTHER_OUTPUT: Final = """`es.capture(..., replace=...)`: {} is `{}`. A value that \
+replaces it must have the same structure, shapes and dtypes, but this is `{}`. Pass a \
+function of the output instead, which may return anything."""
 
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -187,7 +188,7 @@ class _Capture(Transform):
 
 
 def _by_name(sown: Sown) -> dict[str, Any]:
-    """The values by name; several under one name are a tuple."""
+    """The values by name; a tuple if one name has several values."""
     found: dict[str, Any] = {}
     for key, values in sown.items():
         if key.name in found:
@@ -197,7 +198,7 @@ def _by_name(sown: Sown) -> dict[str, Any]:
 
 
 def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a partial calls, and the arguments that it adds. A bound method is one."""
+    """The function and the arguments of nested partials, such as bound methods."""
     args, kwargs = (), {}
     while isinstance(f, (ft.partial, eqx.Partial)):
         args, kwargs = (*f.args, *args), {**f.keywords, **kwargs}
@@ -206,7 +207,7 @@ def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
-    """Raise `TypeError` if `f` would run on its own copy, and sow nothing for us."""
+    """Raise `TypeError` if `f` would run on a copy, whose sown values are lost."""
     f = _without_partials(f)[0]
     if isinstance(f, Gradient):
         if argnums is not None:
@@ -219,14 +220,14 @@ def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
 
 
 _BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \
-captured, and a value was sown under the same name. Sow it under another name."""
+captured, and a value was sown under the same name. Sow it under a different name."""
 
 _THREADED_ALREADY: Final = """`es.capture` makes the model writable itself, as \
-`es.mutable` does, and was given a transform that does so on its own copy. Nothing \
-that is sown there would come out: `es.capture(model)(x)`, or \
+`es.mutable` does, but was given a transform that does so on its own copy. Values sown \
+in that copy would be lost. Write `es.capture(model)(x)`, or \
 `es.jit(es.capture(es.value_and_grad(loss)))(model, x)`."""
 
-_ARGNUMS_OF_GRAD: Final = """The gradient takes `argnums=`, not the capture of it: \
+_ARGNUMS_OF_GRAD: Final = """Pass `argnums=` to the gradient, not to `es.capture`: \
 `es.capture({0}(loss, argnums={1}))`."""
 
 
@@ -264,65 +265,64 @@ def capture(
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
 ) -> Any:
-    """`es.mutable(f)` that also returns values from inside: what modules sow, and the
-    outputs of modules that you name.
+    """`es.mutable(f)` that also returns values from inside: those that modules sow, and
+    the outputs of modules that you select.
 
-    A layer calls `self.sow("attention", weights)`. Outside `es.capture` that does
-    nothing and costs nothing, so it may stay in the code. The output of a layer needs
-    no code in the layer: `outputs=eqx.nn.Linear`.
+    A layer calls `self.sow("attention", weights)`. Outside `es.capture` this does
+    nothing and costs nothing, so it can stay in the code. To capture the output of a
+    layer, select it, without a change to the layer: `outputs=eqx.nn.Linear`.
 
     **Arguments:**
 
     - `f`, `kinds`, `argnums`: as for [`es.mutable`][eqx_state.mutable]; `f` may also be
         an `es.value_and_grad` or an `es.grad`.
-    - `outputs`: the modules whose outputs are wanted, those of every call of their
-        `__call__`. A module class or a tuple of them; a glob on names, in which `*`
-        stands for any characters and `?` for one, `"layers[*].attention"`; or a
+    - `outputs`: the modules whose outputs to capture, for every call of their
+        `__call__`. A module class or a tuple of them; a glob for names, such as
+        `"layers[*].attention"`, in which `*` matches any characters and `?` one; or a
         function of `(name, module)` that returns a bool. The name of the root is `""`.
-        There need not be a module of a class.
-    - `replace`: a mapping from names of modules to what the rest of the model sees in
-        place of their outputs: a value, or a function of the output. A value has the
-        structure, shapes and dtypes of the output (under a transform, of the output of
-        one lane or step), and a number fills it. The module itself still runs.
+        A class that matches no module is not an error.
+    - `replace`: a mapping from names of modules to replacements for their outputs: a
+        value, or a function of the output. A value must have the structure, shapes and
+        dtypes of the output (under a transform, of the output of one lane or step); a
+        number is broadcast. The module itself still runs.
 
     **Returns:**
 
     A function of the same arguments that returns `((output, new_model), found)`; for
     `es.value_and_grad(loss)`, `(((loss, new_model), grads), found)`. `found` is a
-    dictionary. The name of an output is that of its module, `"layers[0]"`; to what is
-    sown the name of the value is added, `"layers[0].attention"`. Several values under
-    one name come as a tuple. Under `es.vmap`, `es.scan` and plain `jax.vmap` the values
-    of all lanes or steps are stacked along a new first axis; they come out of `es.jit`,
-    `es.checkpoint` and an inner `es.value_and_grad` unchanged. Values cannot leave
-    `jax.lax.scan`, `eqx.filter_jit` and most other transforms: for a model that has
-    them inside, call the function in `with jax.disable_jit():`, where loops, branches
-    and jit run as Python. With `replace`, `found` has what was put in the place of the
-    output.
+    dictionary. An output has the name of its module, `"layers[0]"`; a sown value has
+    its own name added, `"layers[0].attention"`. Several values under one name are a
+    tuple. Under `es.vmap`, `es.scan` and plain `jax.vmap` the values of all lanes or
+    steps are stacked along a new first axis. `es.jit`, `es.checkpoint` and an inner
+    `es.value_and_grad` return them unchanged. Values cannot leave `jax.lax.scan`,
+    `eqx.filter_jit` and most other transforms: if a model uses one, call the function
+    in `with jax.disable_jit():`, where loops, branches and jit run as Python. With
+    `replace`, `found` contains the replacement.
 
-    A copy that is made inside the call (`self.layer.eval()`, `eqx.filter_vmap(
-    self.layer)`, an inner `es.mutable`) sows nothing; its outputs are found.
+    A copy that is created inside the call (`self.layer.eval()`,
+    `eqx.filter_vmap(self.layer)`, an inner `es.mutable`) does not sow, but its outputs
+    are captured.
 
-    While it runs, a module that is selected is an instance of a subclass of its class,
-    which knows its name. The functions of `es`, an `es.Optimizer` among them, take such
-    a tree and an ordinary one together. `jax.tree.map`, and so plain optax, does not;
-    nor does it stack two selected layers.
+    During the call, each selected module is an instance of a generated subclass, which
+    stores the module's name as static data. The functions of `es` and `es.Optimizer`
+    accept such a tree together with an ordinary one. `jax.tree.map`, and therefore
+    plain optax, does not, and cannot stack two selected layers.
 
     **Raises:**
 
-    - `ValueError`: something was found in a step of `es.while_loop` or `es.fori_loop`,
-        or only in some branches of `es.cond` or `es.switch`; `replace` has a name that
-        no module has, or whose module was not called, or a value that does not fit;
-        `outputs` is a glob that matches no
-        module; an output and a sown value have the same name.
-    - `es.TraceError`: something was sown inside a plain JAX transform; all calls of the
-        modules that `outputs` selects were inside one other than `jax.vmap`. If only
-        some of them were, a `UserWarning` names the modules, and `found` has the
-        outputs of the other calls.
+    - `ValueError`: a value was found in a step of `es.while_loop` or `es.fori_loop`, or
+        only in some branches of `es.cond` or `es.switch`; `replace` names a module that
+        does not exist or was not called, or has a value that does not fit; `outputs` is
+        a glob that matches no module; or an output and a sown value have the same name.
+    - `es.TraceError`: a value was sown inside a plain JAX transform; or all calls of
+        the selected modules were inside a JAX transform other than `jax.vmap`. If only
+        some of the calls were, a `UserWarning` names their modules, and `found`
+        contains the outputs of the other calls.
     - `TypeError`: a value is not a pytree of arrays; or `f` is already an `es.mutable`,
-        or a gradient inside another transform. Otherwise as `es.mutable`.
+        or a gradient inside a transform. Otherwise as `es.mutable`.
 
-    It follows `sow` and `capture_intermediates` of Flax Linen, and the hooks of
-    PyTorch.
+    The design follows `sow` and `capture_intermediates` of Flax Linen, and PyTorch's
+    hooks.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""NaNs and infinities: which arrays hold one, and which modules made them."""
+"""NaNs and infinities: which arrays contain one, and which modules produced it."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -21,7 +21,7 @@ from .capture import callable_names, check_missed
 
 
 class _Finite(Observer):
-    """Sows for each call whether it made a NaN or an infinity by itself."""
+    """For each call, sows whether the module itself produced a NaN or an infinity."""
 
     def __init__(self):
         self.key = ProgramKey(("es.find_nonfinite",))
@@ -34,14 +34,14 @@ class _Finite(Observer):
 
     def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         before = {key: len(values) for key, values in scope.sown.items()}
-        # A key of its own for each call, since the keys are in the order of tracing.
+        # Each call has its own key, because the keys are in the order of tracing.
         key = Key(mark, True, sum(mark == other.name for other in before))
         was_finite = _is_finite((args, kw))
         out = call(*args, **kw)
         bad = was_finite & ~_is_finite(out)
         for made in carried_out(scope, key, [bad]):  # one, or none
-            # What the calls inside this one made has arrived in the scope by now, with
-            # the lanes of this call as its first axes.
+            # The scope already contains the results of inner calls, with the lanes of
+            # this call as their first axes. Do not blame this call for those.
             for other, values in scope.sown.items():
                 for x in values[before.get(other, 0) :]:
                     made &= ~x.any(axis=tuple(range(made.ndim, x.ndim)))
@@ -67,7 +67,7 @@ class _FindNonfinite(Transform):
             raise TypeError(_IN_A_TRACE)
         model, call = target(self.f, args, kwargs, None, "es.find_nonfinite")
         given = {**dict(enumerate(args)), **kwargs}
-        if carried(self.f) is None:  # then the model is the first argument
+        if carried(self.f) is None:  # the model is the first argument
             del given[0]
         bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
         scope = Scope((State,), observer=_Finite())
@@ -77,17 +77,18 @@ class _FindNonfinite(Transform):
         return [*bad, *dict.fromkeys(made)]
 
 
-_IN_A_TRACE: Final = """`es.find_nonfinite` returns names that depend on numbers: \
-call it outside of transforms, `es.find_nonfinite(es.jit(step))(model, x)`."""
+_IN_A_TRACE: Final = """`es.find_nonfinite` needs concrete values, because its names \
+depend on them. Call it outside of transforms, `es.find_nonfinite(es.jit(step))(model, \
+x)`."""
 
 
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
-    """The names of the modules that make a NaN or an infinity in a call of `f`.
+    """The names of the modules that produce a NaN or an infinity in a call of `f`.
 
-    Those are the innermost modules with a call whose output has a NaN or an infinity
-    although all inputs of the call are finite. Look at the first one first. Only
-    arguments count as inputs: if a parameter holds a NaN, the module that uses it is
-    named. ([`es.nonfinite`][eqx_state.nonfinite] names the parameter.)
+    A module produces one if the output of a call is not finite although all inputs of
+    this call are finite; only innermost modules are named. Look at the first one first.
+    Only arguments count as inputs: if a parameter contains a NaN, the module that uses
+    it is named. ([`es.nonfinite`][eqx_state.nonfinite] names the parameter.)
 
     **Arguments:**
 
@@ -99,21 +100,22 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
 
     A function of the same arguments that returns a list of names, in the order in which
     the calls are traced. The root is `""`. Arguments besides the model that are not
-    finite come first, by position: `"argument 1"`. New state is dropped, and the
-    caller's model does not change. It sees the calls that `es.capture(outputs=...)`
-    sees: under plain `jax.vmap`, `es.scan`, `es.jit` and inside `es.value_and_grad`,
-    whose forward pass counts. (For a NaN that the backward pass makes use
-    `es.nonfinite(grads)`.)
+    finite come first, by position: `"argument 1"`. New state is discarded, and the
+    caller's model does not change. The function checks the calls that
+    `es.capture(outputs=...)` can capture, also under plain `jax.vmap`, `es.scan` and
+    `es.jit`, and in the forward pass of `es.value_and_grad`. (For a NaN in the backward
+    pass, use `es.nonfinite(grads)`.)
 
     **Raises:**
 
     - `ValueError`, `es.TraceError`: where `es.capture(outputs=...)` raises them: a
         module was called in a step of `es.while_loop` or `es.fori_loop`, or in one
-        branch only; all calls were inside another transform of JAX. If only some of
-        them were, a `UserWarning` names the modules: call it in
-        `with jax.disable_jit():` to look into those, too.
+        branch only; all calls were inside a different JAX transform. If only some of
+        them were, a `UserWarning` names the modules; run in `with jax.disable_jit():`
+        to check those, too.
     - `ValueError`: the model contains no module that can be called.
-    - `TypeError`: it was itself called inside a transform. Otherwise as `es.mutable`.
+    - `TypeError`: the returned function was called inside a transform. Otherwise as
+        `es.mutable`.
 
     !!! example
 
@@ -133,7 +135,7 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
 
 @boundary
 def nonfinite(tree: PyTree) -> list[str]:
-    """The names of the arrays in a tree that hold a NaN or an infinity.
+    """The names of the arrays in a tree that contain a NaN or an infinity.
 
     **Arguments:**
 
@@ -161,5 +163,5 @@ def nonfinite(tree: PyTree) -> list[str]:
     """
     arrays = [p for p in parts(tree) if jnp.issubdtype(p.value.dtype, jnp.inexact)]
     found = [(p.name, jnp.isfinite(p.value).all()) for p in arrays]
-    # All are computed before the first is waited for.
+    # Dispatch all computations before waiting for the first.
     return [name for name, is_finite in found if not is_finite]

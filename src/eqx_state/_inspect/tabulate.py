@@ -32,43 +32,44 @@ def tabulate(
 ) -> str:
     """A table of the modules in a tree, with a row for each and a column for each kind.
 
-    A cell lists the arrays of a module itself, not those of modules inside it: names,
-    dtypes and shapes, then the numbers of elements and of bytes. The last row has the
-    totals of each kind; below it are those of all arrays and of what `es.trainable`
-    selects. Arrays without a kind have their own column.
+    A cell lists the arrays of the module itself, without those of inner modules: names,
+    dtypes and shapes, then the numbers of elements and bytes. The last row has the
+    totals of each kind. Below the table are the totals of all arrays, and of those that
+    `es.trainable` selects. Arrays without a kind have their own column.
 
     **Arguments:**
 
-    - `tree`: any pytree: a model (also before its `init`, or made of
+    - `tree`: any pytree: a model (also before its `init`, or with
         `jax.ShapeDtypeStruct`s), a list of models, an `es.Optimizer`.
     - `*inputs`: arrays or `jax.ShapeDtypeStruct`s. With inputs, `tree(*inputs)` is
-        traced in eval mode, and nothing is computed. The table then shows what each
-        module was called with and what it returned, in the first of its calls, as the
-        module saw it (one example, under `es.vmap`). For a batch pass a transform,
-        `es.tabulate(es.vmap(model), xs)`; for keyword arguments pass a partial, for
-        another method `model.encode`. A model before its `init` is shown as it will be.
-        As in `es.capture`, the call cannot stack two layers by `jax.tree.map`.
-    - `depth`: modules further down than this have no row; the row of the module around
-        them counts their arrays, without names. The root is at depth 0. Default: no
-        limit.
-    - `cost`: whether to compile each call, for two more columns: the floating point
-        operations of the call and the bytes that it reads and writes, by XLA's own cost
-        analysis. They include the modules inside. A row is about the call that it
-        shows, once; the last row is about all of `tree(*inputs)`. Parameters also have
-        their share of all parameters. XLA counts a loop such as `es.scan` as one step.
-        A call that does not compile by itself has `-`: it uses the axis name of the
-        `es.vmap` around it, for example.
+        traced in eval mode, without computing anything. The table then shows the inputs
+        and outputs of the first call of each module, as the module sees them (one
+        example, under `es.vmap`). For a batch, pass a transform:
+        `es.tabulate(es.vmap(model), xs)`. For keyword arguments, pass a partial; for a
+        different method, pass `model.encode`. A model before its `init` is shown as if
+        initialized. As in `es.capture`, the call cannot stack two layers with
+        `jax.tree.map`.
+    - `depth`: the largest depth of a module with its own row; the root has depth 0. The
+        row of an outer module counts the arrays of deeper modules, without names.
+        Default: no limit.
+    - `cost`: whether to compile each call, for two more columns: its floating point
+        operations, and the bytes that it reads and writes, as estimated by XLA. They
+        include inner modules. A row counts the call that it shows, once; the last row
+        counts all of `tree(*inputs)`. Parameters are also shown as a share of all
+        parameters. XLA counts a loop such as `es.scan` as one step. A call that cannot
+        be compiled alone, for example because it uses the axis name of an outer
+        `es.vmap`, shows `-`.
 
     **Returns:**
 
-    Plain text, as wide as its content: `print` it.
+    Plain text, as wide as its content. Use `print`.
 
     **Raises:**
 
-    - `TypeError`: there are inputs, and the tree cannot be called; or there are none,
-        for `cost=True`.
+    - `TypeError`: there are inputs, but the tree cannot be called; or `cost=True`
+        without inputs.
 
-    Errors of the model itself come out unchanged.
+    Errors of the model itself are raised unchanged.
 
     !!! example
 
@@ -104,7 +105,7 @@ def tabulate(
         calls = _calls(tree, put, inputs, cost)
     rows = _rows(tree, depth)
     kinds = dict.fromkeys(entry.kind for row in rows for entry in row.entries)
-    # All other kinds in the order of the tree.
+    # `Parameter` first, arrays without a kind last, others in the order of the tree.
     kinds = sorted(kinds, key=lambda kind: (kind is None, kind is not Parameter))
     arrays = parts(tree)
     columns = [("path", "Total"), ("module", "")]
@@ -130,26 +131,26 @@ def tabulate(
     )
 
 
-_NO_MODEL: Final = """`es.tabulate` was given inputs, and `{}` is not a model that can \
-be called. A function is not looked into: `es.tabulate(es.vmap(model), xs)`."""
+_NO_MODEL: Final = """`es.tabulate` was given inputs, but `{}` is not a model that can \
+be called. It cannot look into a function: `es.tabulate(es.vmap(model), xs)`."""
 
 
-# --- What modules are called with, and what they return -------------------------------
+# --- The inputs and outputs of modules ------------------------------------------------
 
 
-# The first call of each module, by its name, and of the whole, by `None`: the inputs,
-# the outputs and, if wanted, the cost.
+# The first call of each module, by name, and of the whole call, by `None`: the inputs,
+# the outputs and, if requested, the cost.
 _Calls = dict[str | None, tuple[str, ...]]
 
 
 class _Table(Observer):
-    """Notes the calls by the name of the module."""
+    """Records the first call of each module."""
 
     def __init__(self, cost: bool):
-        # Its own, so that no function that JAX has traced before goes unseen.
+        # A new key, so that JAX traces every function again and no call is missed.
         self.key = ProgramKey((object(),))
         self.calls: _Calls = {}
-        # By the text of a program: equal layers are compiled once.
+        # Costs by the text of the program, so that equal layers are compiled once.
         self.costs: dict[str, Any] | None = {} if cost else None
 
     def select(self, name: str, module: Any) -> str:
@@ -163,13 +164,13 @@ class _Table(Observer):
     def note(self, name: Any, call: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name in self.calls:
             return
-        # Equinox's layers pass `key=None` on to each other, which says nothing.
+        # Leave out `key=None`, which Equinox's layers pass to each other.
         named = [f"{name}={_show(x)}" for name, x in kwargs.items() if x is not None]
         inputs = "\n".join([*map(_show, args), *named])
         self.calls[name] = (inputs, _show(out), *self.cost(call, args, kwargs))
 
     def cost(self, f: Any, *given: Any) -> tuple[str, ...]:
-        """What XLA says of a call of `f`; `given` are the arguments and keywords."""
+        """XLA's estimate for a call of `f`; `given` are the arguments and keywords."""
         if self.costs is None:
             return ()
         arrays, rest = eqx.partition((method_as_pytree(f), *given), eqx.is_array)
@@ -184,13 +185,13 @@ class _Table(Observer):
                 self.costs[text] = lowered.compile().cost_analysis()
             found = self.costs[text]
             return f"{found.get('flops', 0):,.0f}", _bytes(int(found["bytes accessed"]))
-        except Exception:  # it needs what is around it; or XLA says nothing here
+        except Exception:  # it depends on its context, or XLA has no estimate
             return "-", "-"
 
 
 def _calls(model: PyTree, put: Any, inputs: Any, cost: bool) -> _Calls:
     """The calls that `put(model)(*inputs)` makes in eval mode."""
-    # NumPy arrays stay concrete, since a model may use them as shapes.
+    # Keep NumPy arrays concrete, because a model may use them as shapes.
     arrays, rest = eqx.partition(eval(model), lambda x: is_array(x) and not is_numpy(x))
     table = _Table(cost)
 
@@ -199,11 +200,11 @@ def _calls(model: PyTree, put: Any, inputs: Any, cost: bool) -> _Calls:
         model, run = target(f, inputs, {}, None, "es.tabulate")
         out, _ = thread(model, Scope((State,), observer=table), run)
         table.note(None, f, inputs, {}, out)
-        # It may be another method than `__call__`.
+        # `put(model)` may be a method other than `__call__`.
         table.calls.setdefault("", table.calls[None])
 
-    # Two layers that know their names never share a trace: with equal names,
-    # `@eqx.filter_jit` on the method of a block would run for the first block only.
+    # Tags contain the module's name, so two layers never share a trace. Otherwise a
+    # block with `@eqx.filter_jit` would only be recorded for the first layer.
     eqx.filter_eval_shape(call, arrays, inputs)
     return table.calls
 
@@ -231,7 +232,7 @@ def _is_opaque(x: Any) -> bool:
 
 
 class _Entry(NamedTuple):
-    """An array, or an Initializer; with an empty `line` it is only counted."""
+    """An array or an Initializer. If `line` is empty, the row only counts it."""
 
     kind: Kind | None
     line: str
@@ -257,7 +258,7 @@ class _Row:
 def _rows(tree: PyTree, depth: int | None) -> list[_Row]:
     root = _Row((), _class(tree, is_frozen=False), 0)
     rows = [root]
-    # By the path of a module: its row, or that of the module around it.
+    # Maps the path of a module to its row, or to the row of the nearest outer module.
     row_at = {(): root}
     for visit in walk(tree):
         above = (visit.path[:n] for n in range(len(visit.path), -1, -1))
@@ -284,13 +285,13 @@ def _line(visit: Visit, above: KeyPath) -> str:
 
 
 def _is_index(visit: Visit) -> bool:
-    """A `StateIndex`, or a part of one: the row is that of the layer that holds it."""
+    """Whether this is a `StateIndex` or a part of one, which has no row of its own."""
     classes = (type(visit.node), visit.context.owner or object)
     return any(issubclass(cls, eqx.nn.StateIndex) for cls in classes)
 
 
 def _class(node: Any, is_frozen: bool) -> str:
-    """The class of a module, and its modes where they are not the default."""
+    """The class of a module, and its modes that are not the default."""
     modes = {"eval": False, "frozen": is_frozen}
     if is_module(node):
         modes = {"eval": not node.training, "frozen": is_frozen or node.frozen}
@@ -302,9 +303,9 @@ def _class(node: Any, is_frozen: bool) -> str:
 
 
 def _size(arrays: Iterable[Any], whole: int = 0) -> str:
-    """The numbers of elements and of bytes; a typed key has the bytes of its data.
+    """The numbers of elements and bytes; for a typed key, the bytes of its data.
 
-    If `whole` is not 0, also how much of this number of elements they are.
+    If `whole` is not 0, also their share of this number of elements.
     """
     count = size = 0
     for x in arrays:
@@ -321,8 +322,8 @@ def _bytes(size: int) -> str:
 
 
 def _render(columns: list[tuple[str, str]], lines: list[list[str]]) -> str:
-    """Plain text, whatever the terminal, the notebook and the environment are."""
-    # At the top of the file they would be a fifth of the import time of eqx_state.
+    """Plain text, independent of terminal, notebook and environment."""
+    # At the top of the file, they would take a fifth of the import time of eqx_state.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

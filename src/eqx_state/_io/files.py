@@ -37,22 +37,22 @@ def save(
 ) -> None:
     """Write the arrays of `tree` to a safetensors file.
 
-    The new file replaces an old one only when it is complete and on the disk: whatever
-    happens, `path` is the old file or the new one. A process that is killed may leave
-    a part of the new one beside it, as `.*.tmp` or `.tmp*`. If `path` is a symbolic
-    link, the file that it points to is replaced.
+    The new file replaces an old one only when it is complete and on disk: whatever
+    happens, `path` is either the old file or the new one. A killed process may leave a
+    partial file `.*.tmp` or `.tmp*` in the same directory. If `path` is a symbolic
+    link, its target is replaced.
 
     Any program that reads [safetensors](https://github.com/huggingface/safetensors)
-    finds the arrays under the names of `es.state_dict`, those of an `es.nn.Stacked`
-    layer by layer; a typed key is stored as its key data, of `uint32`. Python numbers,
-    strings and functions are part of the tree's structure, and are not saved: save a
+    finds the arrays under the names of `es.state_dict`, and those of an `es.nn.Stacked`
+    layer by layer. A typed key is stored as its key data, `uint32`. Python numbers,
+    strings and functions belong to the tree's structure and are not saved, so save a
     step counter as an array.
 
     **Arguments:**
 
     - `path`: the file. Its directory must exist.
     - `tree`: any pytree: a model, an optimizer, `(model, np.int32(step))`.
-    - `*filters`: what an array must satisfy, all of them, as in `es.filter`. Default:
+    - `*filters`: save the arrays that satisfy all filters, as in `es.filter`. Default:
         every array, including those without a kind.
     - `metadata`: a dictionary of strings, for `es.load_metadata` and other programs.
         Convert other values to strings: `json.dumps(config)`. Default: none.
@@ -60,12 +60,12 @@ def save(
     **Raises:**
 
     - `TypeError`: `metadata` is not a dictionary of strings.
-    - `ValueError`: `metadata` has the key `"eqx_state"`, which the library uses itself.
-    - `TypeError`: some arrays cannot be saved: they have a dtype that the format lacks,
-        such as `complex128` or `int4`, are abstract, are traced, or lie in several
-        processes. The message lists them; nothing is written.
+    - `ValueError`: `metadata` has the key `"eqx_state"`, which is reserved.
+    - `TypeError`: some arrays cannot be saved, because they have a dtype that the
+        format lacks, such as `complex128` or `int4`, are abstract or traced, or are
+        split over several processes. The message lists them; nothing is written.
     - `OSError`: the file cannot be written.
-    - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
+    - `es.NotInitializedError`: the tree still contains an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
 
     !!! example
@@ -92,10 +92,10 @@ def save(
     path = os.fsdecode(path)
     safetensors = import_safetensors()
     if metadata is not None and ABOUT in metadata:
-        raise ValueError(f"`es.save`: the key `{ABOUT!r}` of `metadata` is our own.")
+        raise ValueError(f"`es.save`: the key `{ABOUT!r}` of `metadata` is reserved.")
     arrays: dict[str, Any] = {}
     keys: dict[str, Any] = {}
-    data: dict[int, Any] = {}  # by leaf: the layers of a stack are parts of one array
+    data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
     for name, (i, part) in select(by_name(tree), filters, tree).items():
         whole = whole_of(part)
@@ -117,7 +117,7 @@ def save(
             all_metadata = {**(metadata or {}), **about}
             safetensors.numpy.save_file(arrays, temporary, all_metadata)
     except (OSError, safetensors.SafetensorError) as e:
-        number, reason = errno.EIO, str(e)  # safetensors has both in its text only
+        number, reason = errno.EIO, str(e)  # safetensors: only a text
         if isinstance(e, OSError):
             number, reason = e.errno, e.strerror
         text = f"`es.save` cannot write `{path}`: {reason}."
@@ -127,41 +127,43 @@ def save(
 def load(
     path: str | os.PathLike[str], like: Tree, *filters: Filter, strict: bool = True
 ) -> Tree:
-    """`like` with the arrays of a safetensors file in it; the inverse of `es.save`.
+    """`like` with the arrays of a safetensors file; the inverse of `es.save`.
 
-    Modes, and what is frozen, stay as in `like`. Only what is needed is read: the
-    arrays that the filters select, one after the other, and of each the parts that the
-    devices of this process hold.
+    Modes and frozen paths are those of `like`. `load` reads the selected arrays one at
+    a time, and only the shards that belong to the devices of this process.
 
     **Arguments:**
 
     - `path`: the file. Another program may have written it, with the names of
         `es.state_dict(like)`.
-    - `like`: a pytree of the same names, shapes and dtypes. It may be abstract:
-        `equinox.filter_eval_shape(make_model, key)` costs no memory.
-    - `*filters`: what to load: the arrays that satisfy all of them, as in `es.filter`.
-        These must be in the file, which may hold more. The rest stays as in `like`.
-        Default: every array, which file and `like` must both have. For everything but
-        the random keys: `es.not_(es.Rng)`.
-    - `strict`: if `False`, what the file lacks stays as in `like`, even if a filter
-        selects it, and what `like` lacks is skipped. Shapes and dtypes must agree all
-        the same, as in `es.load_state_dict`, and at least one name must be in both.
+    - `like`: a pytree with the same names, shapes and dtypes. It may be abstract:
+        `equinox.filter_eval_shape(make_model, key)` allocates no arrays.
+    - `*filters`: load the arrays that satisfy all filters, as in `es.filter`. The file
+        must contain them, and may contain more; all other arrays are those of `like`.
+        Default: every array, and file and `like` must have the same names. For
+        everything but the random keys: `es.not_(es.Rng)`.
+    - `strict`: if `False`, arrays that the file lacks are those of `like`, even if a
+        filter selects them, and arrays that `like` lacks are skipped. Shapes and dtypes
+        must still agree, as in `es.load_state_dict`, and at least one name must be in
+        both.
 
     **Returns:**
 
-    A new tree, with a NumPy array where `like` has one. Elsewhere it has a `jax.Array`,
-    on the devices and with the sharding that the array in `like` says, if it says any.
+    A new tree, with a NumPy array where `like` has one, and a `jax.Array` elsewhere. A
+    `jax.Array` has the devices and the sharding of the array in `like`, if that
+    specifies any.
 
     **Raises:**
 
     - `ValueError`: the file is not a safetensors file or is truncated, lacks a name
         that the filters select, has (without filters) a name that `like` lacks, or an
-        array in it has another shape or dtype; or, with `strict=False`, no name is in
-        both. The message lists all names.
-    - `ValueError` from JAX, with a note that names the array: it cannot be split as
-        `like` says, or `like` says an abstract mesh and no mesh is set.
+        array in it has a different shape or dtype; or, with `strict=False`, no name is
+        in both. The message lists all names.
+    - `ValueError` from JAX, with a note that names the array: the array does not fit
+        the sharding in `like`; or that sharding has an abstract mesh, and no mesh is
+        set.
     - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
-    - `es.NotInitializedError`: `like` still holds an `es.Initializer`.
+    - `es.NotInitializedError`: `like` still contains an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
 
     !!! example
@@ -201,9 +203,9 @@ def load(
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata of a safetensors file, as it was given to `es.save`.
+    """The metadata of a safetensors file, as passed to `es.save`.
 
-    It reads no array.
+    It does not read any arrays.
 
     **Arguments:**
 
@@ -259,15 +261,15 @@ def _why_not(x: Any) -> str | None:
 
 
 def _as_numpy(x: Any) -> np.ndarray[Any, Any]:
-    # In C order, which safetensors assumes.
+    # safetensors assumes C order.
     return np.asarray(jr.key_data(x) if is_typed(x) else x, order="C")
 
 
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[str]:
-    """The name of a new, empty file that replaces `path` when the block ends.
+    """The name of a new, empty file, which replaces `path` when the block ends.
 
-    Until then `path` is as it was. An exception removes the new file.
+    Until then, `path` does not change. On an exception, the new file is removed.
     """
     target = os.path.realpath(path)
     temporary = os.path.join(os.path.dirname(target), f".{os.urandom(8).hex()}.tmp")
@@ -280,7 +282,7 @@ def _replacing(path: str) -> Iterator[str]:
                 raise OSError(errno.EINVAL, "it is not a regular file")
             open(target, "r+b").close()  # raises if it may not be written
         yield temporary
-        # safetensors has put a file of its own there, which only its owner may read.
+        # safetensors has replaced the file by its own, which only its owner may read.
         os.chmod(temporary, stat.S_IMODE(mode))
         with open(temporary, "r+b") as file:
             os.fsync(file.fileno())
@@ -291,9 +293,9 @@ def _replacing(path: str) -> Iterator[str]:
         raise
 
 
-_ELSEWHERE: Final = """not all of it is in this process; save by Orbax \
-(orbax-checkpoint), or gather it by `multihost_utils.process_allgather`"""
+_ELSEWHERE: Final = """it is split over several processes; save it with Orbax \
+(orbax-checkpoint), or gather it with `multihost_utils.process_allgather`"""
 
-_ADVICE: Final = """`like` is a tree like the one that was saved: `es.load(path, \
-(model, optimizer))[0]`. Filters say what must be in the file, `es.load(path, like, \
+_ADVICE: Final = """`like` must be a tree like the one that was saved: `es.load(path, \
+(model, optimizer))[0]`. To load only a part, pass filters, `es.load(path, like, \
 es.Parameter)`; `strict=False` skips names that only one of the two has."""

@@ -1,7 +1,7 @@
 """The arrays of a tree by name, and back: `es.state_dict`, `es.load_state_dict`.
 
-`restore` puts values by name into a tree, from wherever they come, and lists everything
-that does not fit in one error.
+`restore` puts values by name into a tree, and lists everything that does not fit in one
+error. `files` uses it, too.
 """
 
 import functools as ft
@@ -24,23 +24,23 @@ from .._typing import KeyPath, PyTree, Tree
 from .stored import as_one, in_order, placed_like, shape_of, Stored, whole_of
 
 
-Named: TypeAlias = dict[str, tuple[int, Part]]  # the index of a leaf, and its array
+Named: TypeAlias = dict[str, tuple[int, Part]]  # leaf index and array
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 
 
 def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
-    """Every array in `tree` by its name, in a flat dictionary.
+    """The arrays in `tree` by name, in a flat dictionary.
 
-    Python numbers, strings and functions are part of the tree's structure, and are not
-    in it. Nodes without key paths, such as an `equinox.nn.State`, name their arrays by
-    position, `[0]`; `es.nn.Stateful` has proper names. An `es.nn.Stacked` has the names
-    and the arrays of a list of layers.
+    Python numbers, strings and functions belong to the tree's structure and are not
+    included. Arrays in nodes without key paths, such as an `equinox.nn.State`, are
+    named by position, `[0]`; `es.nn.Stateful` has proper names. An `es.nn.Stacked` has
+    the names and the arrays of a list of layers.
 
     **Arguments:**
 
     - `tree`: any pytree: a model, an optimizer, a tuple of both.
-    - `*filters`: what an array must satisfy, all of them, as in `es.filter`. Default:
-        every array, including those without a kind.
+    - `*filters`: include the arrays that satisfy all filters, as in `es.filter`.
+        Default: every array, including those without a kind.
 
     **Returns:**
 
@@ -49,7 +49,8 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 
     **Raises:**
 
-    - `ValueError`: two arrays have one name, because two keys print alike.
+    - `ValueError`: two arrays have the same name, because two keys have the same
+        `repr`.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
 
     !!! example
@@ -73,36 +74,37 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 def load_state_dict(
     tree: Tree, d: Mapping[str, Any], strict: bool = True, *, rename: Rename = None
 ) -> Tree:
-    """`tree` with the arrays of a dictionary in it; the inverse of `es.state_dict`.
+    """`tree` with the arrays of a dictionary; the inverse of `es.state_dict`.
 
-    Nothing is cast. A Python number is not an array: pass an array of the leaf's dtype,
-    `np.float32(3)`.
+    Arrays are never cast. A Python number is not an array: pass an array of the leaf's
+    dtype, `np.float32(3)`.
 
     **Arguments:**
 
     - `tree`: any pytree. It may be abstract, as `equinox.filter_eval_shape` returns it.
-    - `d`: from names to arrays of JAX, NumPy or any library whose arrays NumPy reads.
+    - `d`: maps names to arrays of JAX, NumPy or any library whose arrays NumPy can
+        read.
     - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
-        and dtypes must agree all the same.
-    - `rename`: what the dictionary calls an array of `tree`: a function from our name
-        to theirs, or a dictionary from our globs to theirs. Globs are those of
-        `es.path_matches`; each `*` takes as little as it can and is carried over in
-        order, the first glob that matches counts, and names that none matches stay.
-        Two names may become one: both places get a copy. Default: the names are ours.
+        and dtypes must still agree.
+    - `rename`: maps the name of an array in `tree` to its name in `d`: a function, or a
+        dictionary of globs. Globs are those of `es.path_matches`. The first glob that
+        matches is used, each `*` matches as little as possible and is copied to the new
+        name, in order, and names that no glob matches do not change. Two arrays may
+        have the same name in `d`: each gets a copy. Default: the names are equal.
 
     **Returns:**
 
-    A new tree with the structure and the modes of `tree`, and with a NumPy array where
-    `tree` has one. Elsewhere it has a `jax.Array`, on the devices and with the sharding
-    that the array in `tree` says, if it says any.
+    A new tree with the structure and the modes of `tree`, with a NumPy array where
+    `tree` has one, and a `jax.Array` elsewhere. A `jax.Array` has the devices and the
+    sharding of the array in `tree`, if that specifies any.
 
     **Raises:**
 
     - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (or the
         implementation of a typed key), or an entry is not an array. The message lists
         all of them.
-    - `ValueError`: a glob in `rename` matches no name, or has another number of `*`
-        than what it becomes.
+    - `ValueError`: a glob in `rename` matches no name, or the new name has a different
+        number of `*`.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
         dictionary.
     - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
@@ -142,16 +144,16 @@ def load_state_dict(
 
 
 def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `d` by our names; places that have one name there share nothing."""
+    """The values of `d` by names in the tree. Tied arrays get separate copies."""
     values: dict[str, Any] = {}
     taken: set[str] = set()
     for name, other in theirs.items():
         if other in d:
             value = d[other]
             if isinstance(value, jax.Array):
-                # Else donating the model would donate one buffer twice.
+                # Copy, or donating the model would donate one buffer twice.
                 value = value.copy() if other in taken else value
-            elif hasattr(value, "__array__"):  # it may change later
+            elif hasattr(value, "__array__"):  # copy, because it may change
                 value = np.array(value)
             values[name] = value
             taken.add(other)
@@ -162,9 +164,9 @@ def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any
 
 
 def by_name(tree: PyTree) -> Named:
-    """Every array of a tree by its name.
+    """The arrays of a tree by name.
 
-    An array of a stack is there once for each layer, in the order of a list of layers.
+    A stacked array has an entry for each layer, in the order of a list of layers.
     """
     check_initialized(tree)
     named: Named = {}
@@ -179,25 +181,25 @@ def by_name(tree: PyTree) -> Named:
 
 
 def plain(path: Iterable[Any]) -> KeyPath:
-    """A path without the numbers of alike keys, which may differ in another tree."""
+    """A path without the numbers of equal keys, which may differ between trees."""
     return tuple(key.key if isinstance(key, AlikeKey) else key for key in path)
 
 
 def select(named: Named, filters: tuple[Filter, ...], tree: PyTree) -> Named:
-    """What all filters select; without filters, everything."""
+    """The arrays that all filters select; without filters, all arrays."""
     if not filters:
         return named
-    is_meant = ft.cache(bind_all(filters, tree))  # the layers of a stack have one part
+    is_meant = ft.cache(bind_all(filters, tree))  # all layers of a stack share a part
     return {k: entry for k, entry in named.items() if is_meant(whole_of(entry[1]))}
 
 
 def in_common(
     named: Named, values: Mapping[str, Any]
 ) -> tuple[Named, Mapping[str, Any]]:
-    """The arrays that have values, and all layers of stacks of which some have.
+    """The arrays with values, and all layers of a stack if one has a value.
 
-    The other layers keep their arrays. In an abstract stack they have none, and so are
-    missing.
+    Layers without a value keep their arrays. In an abstract stack they have none, so
+    they are reported as missing.
     """
     found = {i for name, (i, _) in named.items() if name in values}
     wanted = {name: entry for name, entry in named.items() if entry[0] in found}
@@ -210,17 +212,17 @@ def in_common(
 
 
 def shown(name: str) -> str:
-    """The name of an array in an error; the tree may be nothing but the array."""
+    """The name of an array in an error. If the tree is the array, the name is empty."""
     return name or "the array itself"
 
 
-# --- Names of ours as another program writes them -------------------------------------
+# --- Names in the files of other programs ---------------------------------------------
 
 
 def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str], str]:
-    """A function to what another program calls each of these names of ours.
+    """A function from each of these names to the name in a different program.
 
-    Two names may become one: tied weights are often stored once.
+    Two names may map to one: tied weights are often stored once.
     """
     if isinstance(rename, Mapping):
         return _by_globs(list(names), rename, what).__getitem__
@@ -251,11 +253,11 @@ def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str
     return found
 
 
-_STARS: Final = """`{}(..., rename={{"{}": "{}"}})`: each `*` is carried over, so \
-there must be as many on both sides."""
+_STARS: Final = """`{}(..., rename={{"{}": "{}"}})`: each `*` is copied to the new \
+name, so both sides must have the same number."""
 
 _NO_MATCH: Final = """`{}(..., rename=...)`: no array has a name that matches {}. \
-Globs match the whole name, as in `es.path_matches`. Names are such as {}."""
+Globs must match the whole name, as in `es.path_matches`. Names look like {}."""
 
 
 # --- Values by name, put into a tree --------------------------------------------------
@@ -271,12 +273,12 @@ def restore(
     unexpected: Iterable[Any] = (),
     theirs: Mapping[str, str] | None = None,
 ) -> Tree:
-    """`tree` with values in the wanted places, or one error that lists all problems.
+    """`tree` with the wanted values, or one error that lists all problems.
 
-    The error begins with `what`. If it is about names, it ends with the advice, or with
-    the `call` to write where the names of one side are those of the other in a prefix.
-    Among the problems are those of what is `unexpected`. `theirs` has the names by
-    which the values were looked up, where they are not those of the tree.
+    The error begins with `what`. If names differ, it ends with `advice`; if they differ
+    by a prefix, it ends with the `call` to write instead. `unexpected` names are
+    problems, too. `theirs` maps names in the tree to the names of the values, if they
+    differ.
     """
 
     def label(name: str) -> str:
@@ -303,7 +305,7 @@ def restore(
 
 
 def _prefix(names: list[str], others: set[str]) -> str:
-    """The keys before all names among the others, such as `['model']`; or nothing."""
+    """The prefix of all names in `others`, such as `['model']`, or `''`."""
     found = {x.removesuffix(names[0]) for x in others if names and x.endswith(names[0])}
     fits = [x for x in found if others >= {x + name for name in names}]
     fits = sorted(x.rstrip(".") for x in fits if x[-1:] in (".", "]"))
@@ -315,13 +317,13 @@ def _below(prefix: str, call: str, advice: str) -> str:
         key = prefix[1:-1].replace("'", '"')
         tree = f"{{{key}: {'model' if key.isdigit() else key[1:-1]}}}"
         advice = f"Write `{call.format(tree, ', strict=False')}[{key}]`."
-    return f"All missing names are there, below `{prefix}`. {advice}"
+    return f"All missing names exist below `{prefix}`. {advice}"
 
 
 def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str, str]]:
-    """Why a value cannot be in the place of a leaf: kinds of problems, and texts.
+    """Why a value cannot replace a leaf: kinds of problems, and texts.
 
-    `shape` is that of the leaf, or of one layer of it in a stack.
+    `shape` is the shape of the leaf, or in a stack, of one layer.
     """
     if not (eqx.is_array(value) or isinstance(value, Stored)):
         return [("not an array", f"`{type(value).__name__}`")]
@@ -330,12 +332,12 @@ def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str
         found.append(("wrong shape", f"{value.shape} instead of {shape}"))
     given = becomes = value.dtype
     if not (isinstance(value, jax.Array) or is_numpy(leaf)) and is_numeric(given):
-        # Without `jax_enable_x64`, JAX would make float32 of float64. An abstract model
-        # has dtypes after that; elsewhere nothing may be cast.
+        # Without `jax_enable_x64`, JAX converts float64 to float32. The dtypes of an
+        # abstract model are already converted; otherwise nothing may be cast.
         if _is_abstract(leaf) or given == leaf.dtype:
             becomes = jax.dtypes.canonicalize_dtype(given)
     if becomes != leaf.dtype:
-        made = "" if becomes == given else f", of which JAX makes {becomes},"
+        made = "" if becomes == given else f" (converted to {becomes} by JAX)"
         found.append(("wrong dtype", f"{given}{made} instead of {leaf.dtype}"))
     return found
 
@@ -360,7 +362,7 @@ def put(
     values: Mapping[str, Any],
     convert: Callable[[Any, Any], Any] = lambda leaf, value: value,
 ) -> Tree:
-    """`tree` with values in these places: all arrays, or all layers of a stack."""
+    """`tree` with these values, which include all layers of each stack."""
     flat, treedef = jtu.tree_flatten(tree)
     by_leaf: dict[int, list[str]] = {}
     for name, (i, _) in places.items():
@@ -371,7 +373,7 @@ def put(
             each = [as_one(each, tuple(n for _, n in stacks_of(part.whole)))]
         try:
             flat[i] = convert(flat[i], each[0])
-        except ValueError as e:  # JAX cannot split it as the leaf says
+        except ValueError as e:  # it does not fit the sharding of the leaf
             e.add_note(f"This is about the array `{shown(whole_of(part).name)}`.")
             raise
     return jtu.tree_unflatten(treedef, flat)

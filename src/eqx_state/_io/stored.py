@@ -1,7 +1,7 @@
-"""Arrays that are not in memory: those of a safetensors file, of which parts are read.
+"""Arrays of a safetensors file, which are read in parts.
 
-`stored_arrays` opens a file, `as_one` joins the layers of a stack, `placed_like` reads
-what a leaf of the tree needs and puts it on the leaf's devices.
+`stored_arrays` opens a file, `as_one` joins the layers of a stack, and `placed_like`
+reads the parts that a leaf needs and puts them on the leaf's devices.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from .._typing import KeyPath
 
 Box: TypeAlias = tuple[slice, ...]  # a part of an array: slices of its first axes
 
-# What the format cannot say is JSON under this key of a file's metadata: the version of
-# this layout, and the implementation of each typed key, of which the file has the data.
+# The metadata of a file contains JSON under this key: the version of this layout, and
+# the implementation of each typed key, because the format stores only the key data.
 ABOUT: Final = "eqx_state"
 VERSION: Final = 1
 
@@ -46,15 +46,15 @@ DTYPES: Final = {
 
 
 class Stored(NamedTuple):
-    """An array that is read when it is needed, and only what is needed of it."""
+    """An array whose parts are read when they are needed."""
 
     shape: tuple[int, ...]
     dtype: Any
-    read: Callable[[Box], Any]  # a NumPy array, or typed keys; of `()`, all of it
+    read: Callable[[Box], Any]  # a NumPy array, or typed keys; `()` reads everything
 
     def placed(self, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A JAX array, of which this process reads what its own devices hold."""
-        parts: dict[str, Any] = {}  # several devices may hold the same one
+        """A JAX array. Reads only the shards on the devices of this process."""
+        parts: dict[str, Any] = {}  # several devices may share a part
 
         def part(box: Box | None) -> Any:
             assert box is not None
@@ -69,7 +69,7 @@ class Stored(NamedTuple):
 
 
 def import_safetensors() -> Any:
-    """The library, which is an extra; `ImportError` says how to install it."""
+    """The library, an optional dependency; `ImportError` says how to install it."""
     try:
         import safetensors.numpy
     except ImportError as e:
@@ -83,10 +83,10 @@ def import_safetensors() -> Any:
 
 @contextlib.contextmanager
 def opened(path: str, what: str) -> Iterator[tuple[Any, IO[bytes]]]:
-    """A file as safetensors sees it, which has checked its header; and its bytes."""
+    """An open safetensors file, with a checked header, and its bytes."""
     safetensors = import_safetensors()
-    # Python says why a file cannot be opened. safetensors says that there is none, also
-    # of one that may not be read.
+    # Open with Python first, whose errors give the reason. For a file without read
+    # permission, safetensors says that it does not exist.
     with open(path, "rb") as raw:
         try:
             file = safetensors.safe_open(path, framework="numpy")
@@ -97,7 +97,7 @@ def opened(path: str, what: str) -> Iterator[tuple[Any, IO[bytes]]]:
 
 @contextlib.contextmanager
 def stored_arrays(path: str) -> Iterator[dict[str, Stored]]:
-    """The arrays of a file by name, which are read from it while the block runs."""
+    """The arrays of a file by name. They can be read while the block runs."""
     with opened(path, "es.load") as (file, raw):
         try:
             about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
@@ -106,7 +106,7 @@ def stored_arrays(path: str) -> Iterator[dict[str, Stored]]:
             arrays = {name: _stored(file, name, raw) for name in file.keys()}
             for name, impl in about.get("keys", {}).items():
                 arrays[name] = _typed(arrays[name], impl)
-        except Exception as e:  # anything may be in the place of our JSON
+        except Exception as e:  # our JSON may be anything
             raise _unreadable("es.load", path, e) from e
         yield arrays
 
@@ -121,7 +121,7 @@ def _unreadable(what: str, path: str, error: Exception) -> ValueError:
 def _stored(file: Any, name: str, raw: IO[bytes]) -> Stored:
     view = file.get_slice(name)
     shape, code = tuple(view.get_shape()), view.get_dtype()
-    # A dtype that only other programs have, such as F4, equals none of an array here.
+    # An unsupported dtype, such as F4, becomes one that no array has.
     dtype = np.dtype(DTYPES.get(code) or [(code, "V1")])
     mapped = ft.cache(ft.partial(_mapped, raw, name, shape, dtype))
 
@@ -138,7 +138,7 @@ def _stored(file: Any, name: str, raw: IO[bytes]) -> Stored:
 def _mapped(
     raw: IO[bytes], name: str, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray[Any, Any]:
-    """An array of float8. safetensors 0.8 looks for `np.float8_e4m3fn` to read it."""
+    """A float8 array, which safetensors 0.8 cannot read: NumPy has no such dtype."""
     raw.seek(0)
     size = int.from_bytes(raw.read(8), "little")
     begin, _ = json.loads(raw.read(size))[name]["data_offsets"]
@@ -146,10 +146,10 @@ def _mapped(
 
 
 def _typed(data: Stored, impl: str) -> Stored:
-    """The typed PRNG keys of this data."""
+    """The typed PRNG keys with this key data."""
     shape = jax.ShapeDtypeStruct(data.shape, data.dtype)
     keys = jax.eval_shape(lambda data: jr.wrap_key_data(data, impl=impl), shape)
-    # A box has no more axes than the keys, so that the words of each stay together.
+    # A box has at most the axes of the keys, so no key is split.
     return Stored(
         keys.shape, keys.dtype, lambda box: jr.wrap_key_data(data.read(box), impl=impl)
     )
@@ -159,18 +159,18 @@ def _typed(data: Stored, impl: str) -> Stored:
 
 
 def in_order(parts: Iterable[Part | None]) -> list[tuple[int, Part]]:
-    """Every array with the index of its leaf, in the order of a list of layers.
+    """All arrays with their leaf indices, in the order of a list of layers.
 
-    An array of a stack that lacks the stack's axis belongs to all layers together, and
-    has the name that it has in the tree.
+    An array of a stack that lacks the stack's axis belongs to all layers together and
+    has its name from the tree.
     """
     found: list[tuple[int, Part]] = []
     for i, part in enumerate(parts):
         if part is not None:
             layers = layers_of(part) if is_split(part) else [part]
             found += [(i, each) for each in layers]
-    # All of `blocks[0]` comes before `blocks[1]`: nodes are in the order in which the
-    # first leaf in each was found.
+    # All of `blocks[0]` comes before `blocks[1]`: sort nodes by the position of their
+    # first leaf.
     seen: dict[KeyPath, int] = {}
 
     def position(entry: tuple[int, Part]) -> list[int]:
@@ -181,20 +181,20 @@ def in_order(parts: Iterable[Part | None]) -> list[tuple[int, Part]]:
 
 
 def whole_of(part: Part) -> Part:
-    """The array of a stack that an array of a layer belongs to; else the array."""
+    """The stacked array of a `LayerPart`; any other part itself."""
     return part.whole if isinstance(part, LayerPart) else part
 
 
 def shape_of(part: Part) -> tuple[int, ...]:
-    """The shape of an array, which need not be sliced for it."""
+    """The shape of an array, without slicing it."""
     skipped = len(part.index) if isinstance(part, LayerPart) else 0
     return whole_of(part).value.shape[skipped:]
 
 
 def as_one(layers: Sequence[Any], sizes: tuple[int, ...]) -> Any:
-    """The arrays of the layers of a stack as one, with axes of these sizes in front.
+    """The arrays of the layers as one, with first axes of these sizes.
 
-    What is to be read from a file still is.
+    If a layer is `Stored`, so is the result.
     """
     shape = *sizes, *layers[0].shape
     for layer in layers:
@@ -203,12 +203,12 @@ def as_one(layers: Sequence[Any], sizes: tuple[int, ...]) -> Any:
     if all(map(is_numpy, layers)):
         return np.stack(layers).reshape(shape)
     x = jnp.stack(layers).reshape(shape)
-    # `jax_debug_key_reuse` takes keys that were reshaped for used ones.
+    # For `jax_debug_key_reuse`, reshaped keys count as used.
     return jr.clone(x) if is_typed(x) else x
 
 
 def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
-    """A part of the arrays of several layers as one."""
+    """A part of the joined array of several layers."""
     across, inside = box[: len(sizes)], box[len(sizes) :]
     chosen = np.arange(len(layers)).reshape(sizes)[across]
     each = (layers[int(i)] for i in chosen.flat)
@@ -216,7 +216,7 @@ def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
     first = next(found)
     if is_typed(first):
         return as_one([first, *found], chosen.shape)
-    # `np.stack` would take a list of all layers, and so hold each of them twice.
+    # `np.stack` needs a list of all layers, and would store each layer twice.
     out = np.empty((chosen.size, *first.shape), first.dtype)
     out[0] = first
     for i, x in enumerate(found, start=1):
@@ -228,7 +228,7 @@ def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
 
 
 def placed_like(leaf: Any, value: Any) -> Any:
-    """`value` as a NumPy or JAX array, whichever the leaf is, on its devices."""
+    """`value` as a NumPy or JAX array, like the leaf, and on its devices."""
     has_place = not isinstance(leaf, jax.core.Tracer) and not is_numpy(leaf)
     sharding = _sharding_of(leaf) if has_place else None
     if isinstance(value, Stored):
@@ -240,21 +240,21 @@ def placed_like(leaf: Any, value: Any) -> Any:
     if is_numpy(leaf):
         array = np.asarray(value, dtype=leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
-    # Straight there, through no other device.
+    # Copy directly, not through the default device.
     return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf says, if it says any."""
-    # An abstract leaf may lack one, and an array that is not committed lies on the
-    # default device only by chance.
+    """The sharding that a leaf specifies, if any."""
+    # An abstract leaf may have none, and an uncommitted array is on the default device
+    # only because none was chosen.
     sharding: Any = leaf.sharding if getattr(leaf, "committed", True) else None
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
     if mesh.empty:
         return None
-    # It only says how to shard. Where to is up to the mesh that is set, and if none is,
-    # JAX says so.
+    # An abstract mesh does not say which devices to use. Take those of the current
+    # mesh; JAX raises if none is set.
     somewhere = jax.device_put(np.zeros(()), jax.sharding.PartitionSpec())
     return jax.sharding.NamedSharding(somewhere.sharding.mesh, sharding.spec)

@@ -1,4 +1,4 @@
-"""`es.from_torch`: the weights of a PyTorch model in one of Equinox."""
+"""`es.from_torch`: load the weights of a PyTorch model into an Equinox model."""
 
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping
@@ -31,47 +31,49 @@ from .stored import placed_like, shape_of, whole_of
 
 
 _Shape: TypeAlias = tuple[int, ...]
-_Place: TypeAlias = tuple[KeyPath, str]  # the path of a layer, and a name in it
+_Place: TypeAlias = tuple[KeyPath, str]  # the path of a layer, and a local name
 
 
 def from_torch(
     model: Tree, state_dict: Mapping[str, Any], rename: Rename = None
 ) -> Tree:
-    """`model` with the weights and buffers of a PyTorch module in it.
+    """`model` with the weights and buffers of a PyTorch module.
 
-    PyTorch's default name of an array is its path here with dots, and with PyTorch's
-    name for it in its layer: `layers[0].cell.weight_ih` is `layers.0.cell.weight_ih`,
-    and `norm.mean` of an `es.nn.BatchNorm` is `norm.running_mean`. `es.nn.Stateful`
-    adds nothing to a name. Nor need `equinox.nn.Sequential`: its first layer is
-    `layers.0`, or just `0`, as in `torch.nn.Sequential`.
+    The default PyTorch name of an array is its path with dots, ending in PyTorch's name
+    for the array: `layers[0].cell.weight_ih` is `layers.0.cell.weight_ih`, and
+    `norm.mean` of an `es.nn.BatchNorm` is `norm.running_mean`. `es.nn.Stateful` does
+    not appear in names. The first layer of an `equinox.nn.Sequential` is `layers.0`, or
+    just `0`, as in `torch.nn.Sequential`.
 
-    Where the layouts differ, they are converted: those of convolutions, batch norms,
-    GRU and LSTM cells, and multi-head attention. If the dictionary lacks the tensors
-    that an array is made of, its own name is looked up: `attn.query_proj.weight` where
-    there is no `attn.in_proj_weight`. All other arrays have one layout in both
-    libraries, or belong to your own classes, and are taken as they are. PRNG keys stay
-    those of `model`. A stack of layers, as `equinox.filter_vmap` makes it, takes a
-    stack of tensors, as `torch.func.stack_module_state` makes it.
+    `from_torch` converts layouts that differ: those of convolutions, batch norms, GRU
+    and LSTM cells, and multi-head attention. If the dictionary lacks the tensors for an
+    array, the array's own name is looked up: `attn.query_proj.weight` if there is no
+    `attn.in_proj_weight`. All other arrays have the same layout in both libraries, or
+    belong to your own classes, and are copied unchanged. PRNG keys are those of
+    `model`. For stacked layers, as from `equinox.filter_vmap`, pass stacked tensors, as
+    from `torch.func.stack_module_state`.
 
     **Arguments:**
 
     - `model`: a model of Equinox's layers, those of `es.nn`, and your own. It may be
-        abstract, as `equinox.filter_eval_shape` returns it. Modes stay as they are.
-    - `state_dict`: what `module.state_dict()` returns, or any dictionary from names to
-        tensors or arrays, such as a safetensors file has. PyTorch need not be there.
-    - `rename`: what the dictionary calls an array: a function from the default name to
-        the name there, or a dictionary from globs to globs, as in `es.load_state_dict`.
-        Default: the default names.
+        abstract, as `equinox.filter_eval_shape` returns it. Modes do not change.
+    - `state_dict`: the result of `module.state_dict()`, or any dictionary from names to
+        tensors or arrays, such as the content of a safetensors file. PyTorch need not
+        be installed.
+    - `rename`: maps the default name of an array to its name in the dictionary: a
+        function, or a dictionary of globs, as in `es.load_state_dict`. Default: use the
+        default names.
 
     **Returns:**
 
-    A new model, whose arrays are copies and have the dtypes of those in `model`.
+    A new model. Its arrays are copies, with the dtypes of those in `model`.
 
     **Raises:**
 
     - `ValueError`: a name is missing or unused, a shape differs, a tensor has a dtype
-        that cannot be cast (a float to an integer, for example), or a layer of one
-        library has what that of the other lacks. The message lists all of it.
+        that cannot be cast (a float to an integer, for example), or a layer has an
+        array that the same layer of the other library lacks. The message lists all
+        problems.
     - `ValueError` and `TypeError`: `rename` is wrong, as in `es.load_state_dict`.
     - `TypeError`: `state_dict` is not a dictionary.
     - `es.NotInitializedError`: the model still holds an `es.Initializer`.
@@ -88,7 +90,7 @@ def from_torch(
             "conv": eqx.nn.Conv2d(1, 2, 3, key=jr.key(0)),
             "norm": es.nn.BatchNorm(2),
         }
-        tensors = {  # of PyTorch, or arrays
+        tensors = {  # tensors of PyTorch, or arrays
             "conv.weight": np.ones((2, 1, 3, 3)),
             "conv.bias": np.zeros(2),
             "bn.weight": np.ones(2),
@@ -141,7 +143,7 @@ def from_torch(
     layers = {str(name).rpartition(".")[0] for name in used}
     for name in state_dict.keys() - used:
         layer, _, last = str(name).rpartition(".")
-        # Some of our norms do not count the batches.
+        # With `debias=False`, our norms do not count batches.
         if last != "num_batches_tracked" or layer not in layers:
             shape = tuple(getattr(state_dict[name], "shape", ()))
             problems["unused"].append(f"{name}: {shape}")
@@ -150,12 +152,13 @@ def from_torch(
     return put(model, named, values, placed_like)
 
 
-_ADVICE: Final = """Names are PyTorch's. `rename=` says what they are there: \
-`rename={"layers.*": "blocks.*"}`. Leave out what the model does not need: \
-`{name: x for name, x in state_dict.items() if name != "head.weight"}`. Running \
-statistics belong into `es.nn.BatchNorm` or `es.nn.Stateful(layer, state)`; with \
-`debias=False` the former needs no `num_batches_tracked`. Tensors of query, key and \
-value that are apart have our names: `rename={"*.query_proj.*": "*.query.*"}`."""
+_ADVICE: Final = """These are PyTorch's default names. If the dictionary uses \
+different names, pass `rename={"layers.*": "blocks.*"}`. Leave out tensors that the \
+model does not need: `{name: x for name, x in state_dict.items() if name != \
+"head.weight"}`. Running statistics need `es.nn.BatchNorm` or `es.nn.Stateful(layer, \
+state)`; with `debias=False`, the former does not need `num_batches_tracked`. Separate \
+tensors for query, key and value have our names: `rename={"*.query_proj.*": \
+"*.query.*"}`."""
 
 
 def _is_key(part: Part) -> bool:
@@ -164,10 +167,10 @@ def _is_key(part: Part) -> bool:
 
 
 def _as_numpy(value: Any) -> Any:
-    """A copy of a tensor or an array; anything else as it is."""
+    """A copy of a tensor or an array as a NumPy array; anything else unchanged."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        # NumPy has no bfloat16. Each is a float32, too.
+        # NumPy lacks bfloat16, which float32 represents exactly.
         value = value.float() if "bfloat16" in str(value.dtype) else value
     return np.array(value) if hasattr(value, "shape") else value
 
@@ -178,7 +181,7 @@ def _why_not(array: Any, shape: _Shape, dtype: Any) -> tuple[str, str] | None:
         return "not an array", f"`{type(array).__name__}`"
     if array.shape != shape:
         return "wrong shape", f"{array.shape} instead of {shape}"
-    # From bool to integer, to float, to complex: only precision may get lost.
+    # Casts go from bool to integer, float, complex: only precision may be lost.
     given, wanted = (
         [jnp.issubdtype(each, kind) for kind in _NUMBERS]
         for each in (array.dtype, dtype)
@@ -198,7 +201,7 @@ _NUMBERS: Final = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 def _names(
     given: Mapping[str, Any], rename: Rename, defaults: Mapping[_Place, list[str]]
 ) -> Callable[[KeyPath, str], str]:
-    """The name that a tensor has in `given`, or would have, of those by default."""
+    """A function from a default tensor name to the name in `given`, after `rename`."""
     every = dict.fromkeys(name for names in defaults.values() for name in names)
     theirs = renaming(rename, "es.from_torch", every)
 
@@ -213,7 +216,7 @@ def _names(
 def _default_names(
     layer: KeyPath, local: str, modules: Mapping[KeyPath, Any]
 ) -> list[str]:
-    """What PyTorch may call a tensor: two names, which may be one."""
+    """The two possible names of a tensor in PyTorch, which may be equal."""
     found = []
     for left_out in _LEFT_OUT:
         keys = [
@@ -225,8 +228,8 @@ def _default_names(
     return found
 
 
-# Fields of ours that PyTorch's names lack: that of `Stateful`, and if the names are
-# those of a `torch.nn.Sequential`, that of `Sequential`.
+# Fields that PyTorch's names lack: that of `Stateful`, and for the names of a
+# `torch.nn.Sequential` also that of `Sequential`.
 _WRAPPED: Final[dict[Any, Any]] = {jtu.GetAttrKey("layer"): Stateful}
 _LEFT_OUT: Final = (_WRAPPED, _WRAPPED | {jtu.GetAttrKey("layers"): eqx.nn.Sequential})
 
@@ -239,14 +242,14 @@ def _dotted(path: Iterable[Any]) -> str:
 
 
 class _Source(NamedTuple):
-    """What an array is made of: tensors by name in the layer, with their shapes."""
+    """The tensors that an array is computed from: shapes by name in the layer."""
 
     shapes: dict[str, _Shape]
     make: Callable[..., Any] = lambda tensor: tensor
 
 
 def _source(part: Part, modules: Mapping[Any, Any]) -> tuple[KeyPath, str, _Source]:
-    """The path of the layer that an array is in, its name, and what it is made of."""
+    """The path of an array's layer, its name there, and its source."""
     path, shape = part.path, shape_of(part)
     for i in range(len(path)):
         module = modules.get(path[:i])
@@ -261,18 +264,19 @@ def _source(part: Part, modules: Mapping[Any, Any]) -> tuple[KeyPath, str, _Sour
 
 
 def _conv_bias(conv: Any, shape: _Shape) -> _Source:
-    # Ours has an axis for each spatial one, and a stack of them one in front.
+    # Equinox's has an axis of size 1 for each spatial axis; a stack has first axes.
     flat = shape[: len(shape) - conv.num_spatial_dims]
     return _Source({"bias": flat}, lambda bias: bias.reshape(shape))
 
 
 def _conv_transpose_weight(conv: Any, shape: _Shape) -> _Source:
-    num = len(shape) - conv.num_spatial_dims - 2  # the axes of a stack of them
+    num = len(shape) - conv.num_spatial_dims - 2  # the first axes of a stack
     stack, (out, within, *kernel), groups = shape[:num], shape[num:], conv.groups
 
     def make(weight: Any) -> Any:
-        # PyTorch's is the kernel of the convolution whose gradient it is. So within
-        # each group input and output change places, and each spatial axis runs back.
+        # PyTorch stores the kernel of the forward convolution that this layer
+        # transposes: swap the input and output channels within each group, and flip the
+        # spatial axes.
         weight = weight.reshape(*stack, groups, within, out // groups, *kernel)
         spatial = tuple(range(num + 3, num + 3 + len(kernel)))
         return np.flip(weight.swapaxes(num + 1, num + 2), spatial).reshape(shape)
@@ -281,7 +285,7 @@ def _conv_transpose_weight(conv: Any, shape: _Shape) -> _Source:
 
 
 def _gru_bias(cell: Any, shape: _Shape) -> _Source:
-    # That of the hidden state stays apart in the third gate: `reset` scales it.
+    # In the third gate, the hidden bias is separate, because `reset` scales it.
     two = 2 * cell.hidden_size
     return _Source(
         {"bias_ih": shape, "bias_hh": shape},
@@ -296,7 +300,7 @@ def _gru_bias_n(cell: Any, shape: _Shape) -> _Source:
 
 
 def _sum(a: Any, b: Any) -> Any:
-    # Not in half precision, whatever the tensors are stored in.
+    # Add in float32 or wider, even if the tensors are in half precision.
     return a.astype(np.promote_types(a.dtype, np.float32)) + b
 
 
@@ -306,8 +310,8 @@ def _projection(which: int, last: str, attention: Any, shape: _Shape) -> _Source
     arrays = [getattr(x, last) for x in (a.query_proj, a.key_proj, a.value_proj)]
     if last == "weight" and len({x.shape[-1] for x in arrays}) > 1:
         return _Source({f"{'qkv'[which]}_proj_weight": shape})
-    # They are rows of one tensor. Without one of the biases its size is wrong: there
-    # all three have one, or none has.
+    # They are rows of one tensor. In PyTorch either all three have a bias or none, so
+    # if one is missing here, the size of the tensor is wrong.
     rows = [0 if x is None else x.shape[axis] for x in arrays]
     start, end = sum(rows[:which]), sum(rows[: which + 1])
     packed = (*shape[:axis], sum(rows), *shape[len(shape) + axis + 1 :])
@@ -329,8 +333,9 @@ def _count(norm: Any, shape: _Shape) -> _Source:
     return _Source(counter, lambda count: np.broadcast_to(count[..., None], shape))
 
 
-# What PyTorch calls the arrays of a layer, or how they are made. All that is not here
-# has the same name and layout in both: `Linear`, `LayerNorm`, `GroupNorm`, `Embedding`.
+# PyTorch's names for the arrays of a layer, or functions that compute them. Layers that
+# are not listed have the same names and layouts in both libraries: `Linear`,
+# `LayerNorm`, `GroupNorm`, `Embedding`.
 _LAYOUTS: Final[dict[type, dict[str, Any]]] = {
     eqx.nn.Conv: {"bias": _conv_bias},
     eqx.nn.ConvTranspose: {"bias": _conv_bias, "weight": _conv_transpose_weight},

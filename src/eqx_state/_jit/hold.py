@@ -1,4 +1,4 @@
-"""`es.hold`: a step that keeps its carry between calls, packed."""
+"""`es.hold`: a compiled step that stores its carry, packed, between calls."""
 
 import contextlib
 import functools as ft
@@ -35,7 +35,7 @@ _C = TypeVar("_C")
 
 
 class _Frame:
-    """A carry without its arrays, which `_ARRAY` replaces."""
+    """A carry whose arrays are replaced by `_ARRAY`."""
 
     def __init__(self, carry: Any, visits: list[Visit]):
         self.treedef = jtu.tree_structure(carry)
@@ -59,33 +59,33 @@ _ARRAY: Final = "array"
 
 
 class _Mode:
-    """A structure of the carry, the way it is packed, and the programs for the two."""
+    """A structure of the carry, its layout, and the compiled functions for both."""
 
     def __init__(self, f: Any, frame: _Frame, layout: Layout, donate: bool):
         self.f, self.frame, self.layout = f, frame, layout
         options = Options("all-except-first" if donate else "none")
         self.programs = Programs(options, origin_of(f))
-        # One object for all calls.
+        # One object for all calls: it is part of the cache key.
         self.step = ft.partial(_packed_step, frame, layout, donate)
 
     def __call__(self, args: Any, kwargs: Any, arrays: list[Array]) -> Any:
-        """The arrays that are held next, their layout, and the output."""
+        """The packed arrays of the new carry, their layout, and the output."""
         return self.programs(self.step, ((self.f, args, kwargs), arrays), {})
 
 
 def _packed_step(
     frame: _Frame, layout: Layout, donate: bool, given: Any, arrays: list[Array]
 ) -> tuple[list[Array], Layout, Any]:
-    """What a call of a mode returns, in a trace."""
+    """The results of calling a mode, inside the trace."""
     f, args, kwargs = given
     carry = frame.with_arrays(layout.unpack(arrays))
     new, out = held_step(f, carry, args, kwargs)
     layout, after = layout.after(frame.arrays(new))
     packed = layout.pack(after)
     if donate:
-        # What the caller has must not be donated at the next call. With
-        # `jax_disable_jit` an argument may be returned itself, and one array twice; a
-        # program does neither with the versions of JAX that we know.
+        # The next call donates these arrays, so the caller must not have them. Under
+        # `jax_disable_jit` the function may return an argument itself, or one array
+        # twice. No compiled function has done that in the versions of JAX that we know.
         packed = [jnp.copy(x) for x in packed]
     return packed, layout, out
 
@@ -104,7 +104,7 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         new, (_, rest) = pair_of(pair, "es.hold")
         return new, rest
 
-    # The body writes to the modules of a private copy of the carry, as in `es.mutable`.
+    # As in `es.mutable`, the body writes to a private copy of the carry.
     (new, out), private = thread(carry, Scope((State,)), run)
     if jtu.tree_structure(carry) != jtu.tree_structure(new):
         raise ValueError(_STRUCTURE.format(difference(carry, new)))
@@ -113,7 +113,7 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         name, x = before.name or "the carry", after.node
         if written is not before.node and x is before.node:
             raise ValueError(NOT_RETURNED.format(name))
-        # As in a loop, a number is an array, but not in a field of a module.
+        # As in a loop, a number is an array, unless it is a field of a module.
         x = jnp.asarray(x) if is_mappable(after) else x
         is_like = same_type if is_array(before.node) else same
         if not is_like(before.node, x):
@@ -122,24 +122,24 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 _FORM: Final = """A held step is `(carry, …) -> (carry, out)`, and its first argument \
-is the whole carry: {}. Take it apart inside, `model, optimizer = carry`, and end with \
-`return (model, optimizer), loss`."""
+is the whole carry: {}. Unpack the carry inside, `model, optimizer = carry`, and end \
+with `return (model, optimizer), loss`."""
 
-_STRUCTURE: Final = """The function of `es.hold` returned a carry of another \
-structure or in another mode, {}. The next step starts with what this one returns \
-first, `return carry, out`, so only the values of arrays may change. What is to change \
-between two steps is assigned: `run.carry = run.carry.eval()`."""
+_STRUCTURE: Final = """The function of `es.hold` returned a carry of a different \
+structure or mode, {}. The next step starts with the carry that this step returns, so \
+only the values of arrays may change. To change the structure between two steps, \
+assign a carry: `run.carry = run.carry.eval()`."""
 
-_LEAF: Final = """The function of `es.hold` returned another carry than it was given: \
-`{0}` was `{1}`, and is now `{2}`. The next step starts with what this one returns, so \
-only the values of arrays may change. Convert it: `x.astype(old.dtype)`."""
+_LEAF: Final = """The function of `es.hold` changed `{0}` in its carry from `{1}` to \
+`{2}`. The next step starts with the carry that this step returns, so only the values \
+of arrays may change. Convert it: `x.astype(old.dtype)`."""
 
 
 class Held(Generic[_C, P, R]):
-    """A step that holds its carry: what `hold` returns.
+    """A step that stores its carry: the result of `hold`.
 
-    `.carry` is the carry, as an ordinary tree of its own. Another one may be assigned;
-    one of another structure, or in another mode, compiles anew.
+    `.carry` returns the carry as an ordinary tree. You can assign a new carry; a
+    different structure or mode recompiles the step.
     """
 
     def __init__(self, f: Callable[..., Any], carry: _C, donate: bool):
@@ -161,7 +161,7 @@ class Held(Generic[_C, P, R]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, arrays = self._get()
         try:
-            # The first argument, instead of the carry, was for `bind`.
+            # The first argument was a placeholder for the carry, for `bind`.
             after, layout, out = mode(args[1:], kwargs, arrays)
         except BaseException:
             if any(x.is_deleted() for x in arrays):
@@ -169,14 +169,14 @@ class Held(Generic[_C, P, R]):
             raise
         if layout is not mode.layout:
             mode = self._mode(mode.frame, layout)
-        # The last step, so that whatever was raised before has changed nothing.
+        # Assign last, so that an exception above leaves the carry unchanged.
         self._held = mode, after
         return out
 
     @property
     @boundary
     def carry(self) -> _C:
-        """The carry, as an ordinary tree of its own."""
+        """The carry, as an ordinary tree."""
         with self._alone():
             mode, packed = self._get()
             arrays = mode.layout.unpack(packed, Pack.split_now)
@@ -197,7 +197,7 @@ class Held(Generic[_C, P, R]):
         return self._held
 
     def _hold(self, carry: Any) -> tuple[_Mode, list[Array]]:
-        """What is held of a carry that the caller has."""
+        """The mode and the packed arrays of a carry that the caller passed."""
         check_ready(carry)
         visits = leaves(carry)
         arrays = [_as_array(visit) for visit in visits if is_mappable(visit)]
@@ -216,7 +216,7 @@ class Held(Generic[_C, P, R]):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait for other threads; raise where a held step means nothing."""
+        """Wait for other threads; raise where a held step cannot be used."""
         me = threading.get_ident()
         if self._owner == me:
             raise RuntimeError(_IN_ITSELF)
@@ -233,7 +233,7 @@ class Held(Generic[_C, P, R]):
 
 
 def check_outside() -> None:
-    """Raise where arrays that are held would be mixed up with those of a trace."""
+    """Raise inside a trace or a scope, which cannot track a held carry."""
     if is_in_trace():
         raise TraceError(_IN_TRACE)
     if is_open_here():
@@ -241,7 +241,7 @@ def check_outside() -> None:
 
 
 def _as_array(visit: Visit) -> Array:
-    """A leaf as an array of JAX that nobody can change."""
+    """A leaf as an immutable JAX array."""
     x, name = visit.node, visit.name or "the carry"
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(_NO_VALUE.format(name, show(x)))
@@ -252,47 +252,46 @@ def _as_array(visit: Visit) -> Array:
 def hold(
     f: Callable[Concatenate[_C, P], tuple[_C, R]], carry: _C, *, donate: bool = False
 ) -> Held[_C, P, R]:
-    """A compiled step that keeps its carry from one call to the next.
+    """A compiled step that stores its carry between calls.
 
-    For small models the time of a step is that of the host, which has a few
-    microseconds of work for each array that goes in or comes out. Held, the arrays of
-    model and optimizer do neither: between calls the small ones lie packed in one
-    buffer for each dtype, and a step costs less on the host than `jax.jit` of a flat
-    list of the same arrays.
+    For small models, host time dominates a step: each array that a compiled call takes
+    or returns costs a few microseconds. A held step stores the model and the optimizer
+    between calls, with small arrays packed into one buffer per dtype, and costs less
+    host time than `jax.jit` of a flat list of the same arrays.
 
     **Arguments:**
 
-    - `f`: a function, as for [`es.scan`][eqx_state.scan]: it takes the carry and any
-        other arguments, and returns the new carry and an output. The carry comes back
-        with the structure, the modes, the shapes and the dtypes that it had. Modules in
-        the carry may write their state. All else is as for [`es.jit`][eqx_state.jit]:
-        arrays in the other arguments are traced, the rest is static.
-    - `carry`: the first carry, any pytree. Its arrays are never touched. A number
-        outside of a module is an array. One stateful module may not be in two places.
-    - `donate`: whether a step may overwrite the arrays of the carry that it starts
-        with, which are copied once for that. It then needs memory for one carry instead
-        of two, and a run that fails loses it. Default: `False`.
+    - `f`: a function that takes the carry and any other arguments, and returns the new
+        carry and an output, as for [`es.scan`][eqx_state.scan]. The new carry must have
+        the structure, modes, shapes and dtypes of the old one. Modules in the carry may
+        write their state. Otherwise as for [`es.jit`][eqx_state.jit]: arrays in the
+        other arguments are traced, the rest is static.
+    - `carry`: the first carry, any pytree. Its arrays are never changed or donated. A
+        number outside of a module becomes an array. A stateful module may occur only
+        once.
+    - `donate`: whether a step may overwrite the arrays of its carry. It then needs
+        memory for one carry instead of two, but a run that fails loses the carry.
+        Default: `False`.
 
     **Returns:**
 
     `run`, where `run(*args, **kwargs)` returns the output of `f(carry, *args,
-    **kwargs)`, and holds the new carry. It returns before the program has run, as
-    `es.jit` does. `run.carry` is the carry as an ordinary tree, with a copy of every
-    packed array (with `donate`: of every array). It may be assigned. A carry of another
-    structure, or in another mode, compiles anew, once. Threads take turns.
+    **kwargs)` and stores the new carry. As with `es.jit`, the call returns before the
+    result is ready. `run.carry` is the carry as an ordinary tree, with a copy of every
+    packed array (with `donate`: of every array). You can assign a new carry; each new
+    structure or mode compiles the step once. Threads take turns.
 
     **Raises:**
 
-    - `TypeError`: `f` cannot be called, or does not return a pair; `carry` has a
-        `jax.ShapeDtypeStruct` in it; `donate` is not a bool; `run` is copied or
-        pickled.
-    - `ValueError`: `f` returned a carry of another structure, mode, shape or dtype; one
-        stateful module is in two places of the carry.
+    - `TypeError`: `f` cannot be called, or does not return a pair; `carry` contains a
+        `jax.ShapeDtypeStruct`; `donate` is not a bool; `run` is copied or pickled.
+    - `ValueError`: `f` returned a carry of a different structure, mode, shape or dtype;
+        or a stateful module occurs twice in the carry.
     - `RuntimeError`: `run` is used inside a scope of `es.mutable`, or by `f`; with
-        `donate`, an earlier run has failed, and no carry was assigned since.
+        `donate`, an earlier run failed, and you have not assigned a new carry.
     - `es.TraceError`: `run` is used inside a transform.
-    - `es.NotInitializedError`: the carry still holds an `es.Initializer`.
-    - All errors of `es.jit`. Without `donate` the carry is afterwards as it was.
+    - `es.NotInitializedError`: the carry still contains an `es.Initializer`.
+    - All errors of `es.jit`. Without `donate`, the carry does not change.
 
     !!! example
 
@@ -324,26 +323,26 @@ def hold(
     return Held(f, carry, donate)
 
 
-_IN_TRACE: Final = """A held step was used inside a transform of JAX. What it holds \
-lies outside, and the transform could not carry it. Use it at the top; inside, call \
-the function itself, `carry, y = step(carry, x)`."""
+_IN_TRACE: Final = """A held step was called inside a JAX transform, which cannot \
+track changes to its carry. Call it at top level. Inside a transform, call the \
+function itself: `carry, y = step(carry, x)`."""
 
-_IN_SCOPE: Final = """A held step was used inside `es.mutable`, which would not notice \
-what it changes. Use it at the top; modules in its carry may write their state: \
-`run = es.hold(lambda model, x: (model, model(x)), model)`."""
+_IN_SCOPE: Final = """A held step was called inside `es.mutable`, which cannot track \
+changes to its carry. Call it at top level instead; the modules in its carry can write \
+state there: `run = es.hold(lambda model, x: (model, model(x)), model)`."""
 
-_IN_ITSELF: Final = """The function of `es.hold` used the held step that it belongs \
-to, which is running. It has the carry as its argument, and returns the new one."""
+_IN_ITSELF: Final = """The function of `es.hold` used its own held step while that was \
+running. The function receives the carry as its argument and returns the new one."""
 
-_LOST: Final = """The carry of this held step is lost: with `donate=True` it was \
-given to a run that failed. Assign another one, `run.carry = es.load(path, like)`; or \
-hold it without `donate`, where a run that fails leaves it as it was."""
+_LOST: Final = """The carry of this held step is lost: with `donate=True`, it was \
+donated to a run that failed. Assign a new one, `run.carry = es.load(path, like)`. \
+Without `donate`, a run that fails does not change the carry."""
 
-_DONATE: Final = """`es.hold(donate={!r})`: `donate` is `True` or `False`. Only the \
-carry is donated, and never an argument of a step."""
+_DONATE: Final = """`es.hold(donate={!r})`: `donate` must be `True` or `False`. A held \
+step donates only its carry, never its arguments."""
 
-_COPIED: Final = """A held step cannot be copied or pickled. Copy or save what it \
-holds, `run.carry`, which is an ordinary tree."""
+_COPIED: Final = """A held step cannot be copied or pickled. Copy or save its carry, \
+`run.carry`, which is an ordinary tree."""
 
-_NO_VALUE: Final = """`es.hold` was given `{}` as `{}`, which has a shape, but no \
-values to hold. Make the carry first, or load it: `es.load(path, like)`."""
+_NO_VALUE: Final = """`es.hold` was given `{}` as `{}`, which has a shape but no \
+values. Create the carry first, or load it: `es.load(path, like)`."""

@@ -1,1 +1,1 @@
-"""Optimizers: what changes parameters from step to step."""
+"""Optimizers, with their state and parameter groups."""

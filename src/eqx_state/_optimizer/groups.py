@@ -17,16 +17,17 @@ from .._tree.walk import leaves
 from .._typing import KeyPath, PyTree
 
 
-# For each parameter, in the order of flattening, the number of its group; `None` where
-# the parameter is left as it is.
+# The group number of each parameter, in the order of flattening; `None` if the
+# parameter is not updated.
 Labels: TypeAlias = tuple[int | None, ...]
 
 
 class Groups(NamedTuple):
     """The rules of an optimizer as a static value.
 
-    A group's number, its place in the mapping, is its label for `optax.partition`. It
-    has to be the same in every process, and the `repr`s of two filters may be equal.
+    A group's number, its index in the mapping, is its label for `optax.partition`.
+    Labels must be equal in all processes and unique, which the `repr`s of filters are
+    not.
     """
 
     keys: tuple[Any, ...]
@@ -56,7 +57,7 @@ class Groups(NamedTuple):
 
 
 def in_groups(params: PyTree, labels: Labels | None) -> PyTree:
-    """`params` with holes in place of those that are left as they are."""
+    """`params` with `None` for parameters that are not updated."""
     if labels is None:
         return params
     values, treedef = jtu.tree_flatten(params)
@@ -65,27 +66,27 @@ def in_groups(params: PyTree, labels: Labels | None) -> PyTree:
 
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """The transformation, which accepts further arguments."""
+    """The transformation, extended to accept extra arguments."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
-    # An object: optax would drop the `value=` that `optax.MultiSteps.update` takes.
+    # `optax.MultiSteps`, whose `update` takes `value=`: optax would drop that.
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 _NO_GROUP: Final = """`es.Optimizer`: no rule matches `{}`. Every parameter needs one: \
-`...: tx` is for all others, and `...: None` leaves them as they are."""
+`...: tx` applies to all others, and `...: None` does not update them."""
 
 
-# --- Hyperparameters: what `optax.inject_hyperparams` keeps in the state --------------
+# --- Hyperparameters: values that `optax.inject_hyperparams` stores -------------------
 
 
 class _Hyperparam(NamedTuple):
-    key: Any  # in the dict that users see
+    key: Any  # in `Optimizer.hyperparams`
     group: Any  # the key of its group, or `None` without groups
     name: str
     path: KeyPath  # optax's
     value: Any
-    is_scheduled: bool  # whether the value is computed anew in each step
+    is_scheduled: bool  # whether a schedule computes the value in each step
 
 
 def by_key(opt_state: PyTree, tx: Any) -> dict[Any, Any]:
@@ -112,20 +113,20 @@ def _found_in(opt_state: PyTree, tx: Any) -> list[_Hyperparam]:
 
 
 def _place(x: _Hyperparam) -> str:
-    """Where it was injected, in the state: `[1]` for the second of a chain."""
+    """The path of its state: `[1]` for the second transformation of a chain."""
     return jtu.keystr(x.path[:-2])
 
 
 def with_values(
     opt_state: PyTree, tx: Any, group: Any, values: dict[str, Any]
 ) -> PyTree:
-    """The state with other values, in the old shapes and dtypes."""
+    """The state with new values, in the old shapes and dtypes."""
     found = _found_in(opt_state, tx)
     here = [x for x in found if group is None or group in (x.group, _place(x))]
     for name, value in values.items():
         meant = [x for x in here if x.name == name]
         if not meant or any(x.is_scheduled for x in meant):
-            why = "is driven by a schedule" if meant else "is no hyperparameter"
+            why = "is driven by a schedule" if meant else "is not a hyperparameter"
             which = "" if group is None else f" of the group `{written(group)}`"
             names = [f"`{written(x.key)}`" for x in found if not x.is_scheduled]
             can = ", ".join(names) or "none"
@@ -148,9 +149,9 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-_CANNOT_BE_SET: Final = """`es.Optimizer.set`: `{}`{} {}. These can be set: {}. A \
-transformation has such names if it is made by \
+_CANNOT_BE_SET: Final = """`es.Optimizer.set`: `{}`{} {}. These can be set: {}. To \
+name hyperparameters, create the transformation with \
 `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`."""
 
-_OTHER_TYPE: Final = """`es.Optimizer.set`: `{}` is `{}`, and `{}` was given. Shape \
-and dtype stay, or the next step would be compiled anew."""
+_OTHER_TYPE: Final = """`es.Optimizer.set`: `{}` is `{}`, but `{}` was given. Shape \
+and dtype must not change, or the next step would recompile."""

@@ -30,30 +30,30 @@ _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class _MadeFor:
-    """What an optimizer's state was made for, as static data."""
+    """Static data about the model that an optimizer's state was created for."""
 
-    selected: Any  # the structure of what `wrt` selected in `init`
-    labels: Labels | None  # the group of each leaf of that, if there are groups
-    shapes: _Shapes  # those of the parameters that are optimized
+    selected: Any  # the structure of the parameters that `wrt` selected in `init`
+    labels: Labels | None  # the group of each of these parameters, if there are groups
+    shapes: _Shapes  # of these parameters
     opt_state: Any  # the structure of the state itself
-    # What `init` was given: its structure, which of its leaves `wrt` selects, and the
-    # shapes of its arrays. They are not compared: a model and its parameters are the
-    # same to an optimizer.
+    # The argument of `init`: its structure, which of its leaves `wrt` selects, and the
+    # shapes of its arrays. Not compared, because an optimizer accepts a model or only
+    # its parameters.
     whole: Any = dataclasses.field(compare=False)
     is_selected: tuple[bool, ...] = dataclasses.field(compare=False)
     model: PyTree = dataclasses.field(compare=False)
 
 
 class Optimizer(AbstractPerParameter):
-    """An optax optimizer that carries its own state, and passes through `jit`.
+    """An optax optimizer and its state, as one pytree that passes through `jit`.
 
-    Weight decay, clipping and norms see only the leaves that `wrt` selects.
+    Weight decay, clipping and norms apply only to the leaves that `wrt` selects.
 
-    With rules in the place of `tx`, each array that `wrt` selects belongs to one group,
-    and each group has a transformation of its own, which sees only that group.
+    If `tx` is a mapping of rules, each array that `wrt` selects belongs to one group.
+    Each group has its own transformation, which sees only that group.
 
-    For `optax.lookahead` the model is `optax.LookaheadParams(model, model)`, and the
-    gradients are those of its `fast`; `wrt` selects in each of the two.
+    For `optax.lookahead`, pass `optax.LookaheadParams(model, model)` as the model, and
+    the gradients of its `fast`. `wrt` applies to both of its models.
 
     !!! example
 
@@ -89,10 +89,10 @@ class Optimizer(AbstractPerParameter):
 
         - `tx`: an optax transformation, such as `optax.adamw(1e-3)`, or an
             `optax.MultiSteps` object; or rules as for `es.spec`, a mapping from filters
-            to such transformations, one for each group. In rules `None` leaves an array
-            as it is, without memory for it. Transformations are static, and compared by
-            identity: make them once, outside the training loop.
-        - `wrt`: the filter for what is optimized. Default: `es.trainable`.
+            to such transformations, one for each group. In rules, `None` means that an
+            array is not updated and uses no memory. Transformations are static and
+            compared by identity, so create them once, outside the training loop.
+        - `wrt`: the filter for the arrays to optimize. Default: `es.trainable`.
 
         **Raises:**
 
@@ -116,14 +116,14 @@ class Optimizer(AbstractPerParameter):
         self._made_for = None
 
     def init(self, model: PyTree) -> Self:
-        """The optimizer with the state for a model, or for parameters of one.
+        """The optimizer with its state for a model, or for the parameters of a model.
 
         **Raises:**
 
-        - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+        - `es.NotInitializedError`: the model still contains an `es.Initializer`.
         - `ValueError`: `wrt` selects no array; no rule matches one of the parameters,
-            or a filter in the rules matches no array of the model; one stateful module
-            is in two places of the model; the two models of an `optax.LookaheadParams`
+            or a filter in the rules matches no array of the model; a stateful module
+            occurs twice in the model; the two models of an `optax.LookaheadParams`
             differ in more than values and modes.
         """
         selected, labels = self._selected(model), None
@@ -133,7 +133,8 @@ class Optimizer(AbstractPerParameter):
             labels = self.tx.labels(model, self.wrt)
         whole = jtu.tree_structure(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
-        # Both models of a pair in one mode: optax compares them with each other.
+        # Put both models of a pair into one mode, because optax compares their
+        # structures.
         fast = _models_of(selected)[0]
         in_one_mode = (
             selected if fast is selected else optax.LookaheadParams(fast, fast)
@@ -162,26 +163,25 @@ class Optimizer(AbstractPerParameter):
         - `grads`: the gradients, as `es.value_and_grad` returns them, each of the shape
             of its parameter. Gradients outside `wrt` are ignored. A transformation such
             as `optax.contrib.dpsgd` takes one gradient for each example, stacked.
-        - `model`: the model, or the parameters, as given to `init`. It may be in
-            another mode.
-        - `apply_updates`: if `False`, the updates are returned in place of the model.
-        - `**extra`: passed on to transformations that take more, such as `value=loss`.
-            Trees of the shape of the parameters (`grad=`), and `value_fn=`, are for
-            optimizers without groups.
+        - `model`: the model, or the parameters, as given to `init`. Its mode may
+            differ.
+        - `apply_updates`: if `False`, return the updates instead of the model.
+        - `**extra`: passed on to transformations with extra arguments, such as
+            `value=loss`. Trees like the parameters (`grad=`), and `value_fn=`, work
+            only without groups.
 
         **Raises:**
 
         - `es.NotInitializedError`: `init` has not been called.
-        - `ValueError`: the model or the gradients have another structure or other
-            shapes than the model given to `init`, or `wrt` selects other leaves; or a
-            gradient is complex and its parameter is not. The message names the first
-            path.
+        - `ValueError`: the model or the gradients differ in structure or shapes from
+            the model given to `init`; `wrt` selects different leaves; or a gradient is
+            complex and its parameter is not. The message names the first path.
         """
         made = self._made("update")
         selected = self._selected(model)
         params = _in_mode_of(made.selected, selected, _OTHER_MODEL)
         params = in_groups(params, made.labels)
-        # `es.eval((model, optimizer))` switches the moments, too.
+        # `es.eval((model, optimizer))` changes the mode of the moments, too.
         what = "its state is not what `init` has made"
         state = _in_mode_of(made.opt_state, self.opt_state, what)
         tx = self._tx(made.labels, params)
@@ -202,11 +202,11 @@ class Optimizer(AbstractPerParameter):
 
     @property
     def hyperparams(self) -> dict[Any, Any]:
-        """The values that `optax.inject_hyperparams` keeps in the state, by name.
+        """The values that `optax.inject_hyperparams` stores in the state, by name.
 
-        With groups the keys are `(group, name)`, where the group is the filter in the
-        rules. Where two values still have one name, the keys are `(place, name)`, and
-        the place is a path in `opt_state`.
+        With groups, the keys are `(group, name)`, where `group` is the filter in the
+        rules. If two values still share a name, their keys are `(path, name)`, with
+        their paths in `opt_state`.
 
         !!! example
 
@@ -225,15 +225,15 @@ class Optimizer(AbstractPerParameter):
         return by_key(self.opt_state, self.tx)
 
     def set(self, *, group: Any = None, **values: Any) -> Self:
-        """The optimizer with other hyperparameters: `.set(learning_rate=1e-4)`.
+        """The optimizer with new hyperparameters: `.set(learning_rate=1e-4)`.
 
-        Structure, shapes and dtypes stay, so that nothing is compiled anew.
+        Structure, shapes and dtypes do not change, so the step is not recompiled.
 
         **Arguments:**
 
-        - `group`: the filter in the rules of the group that is meant, or a place as in
-            `hyperparams`. By default every value of the name is set.
-        - `**values`: numbers, by the names in `hyperparams`.
+        - `group`: the filter of the group in the rules, or a path as in `hyperparams`.
+            Default: set every value of this name.
+        - `**values`: numbers, by their names in `hyperparams`.
 
         **Raises:**
 
@@ -261,14 +261,14 @@ class Optimizer(AbstractPerParameter):
     def _selected(self, model: PyTree) -> PyTree:
         values, structure = jtu.tree_flatten(model)
         made = self._made_for
-        if made is not None and structure == made.whole:  # as most often
+        if made is not None and structure == made.whole:  # the common case
             pairs = zip(values, made.is_selected, strict=True)
             kept = [x if is_selected else None for x, is_selected in pairs]
             return jtu.tree_unflatten(structure, kept)
         models = _models_of(model)
         for each in models:
             check_ready(each)
-        # `wrt` is a filter on a model, so it selects in each of a pair.
+        # `wrt` is a filter on a model, so apply it to each model of a pair.
         selected = [filter(each, self.wrt) for each in models]
         return optax.LookaheadParams(*selected) if len(models) == 2 else selected[0]
 
@@ -295,9 +295,9 @@ def _abstract(model: PyTree) -> PyTree:
 
 
 def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
-    """`tree` in the mode of a structure, which may differ from its own in modes."""
-    # The moments, and labels or masks that optax was given, are in the mode that the
-    # model had in `init`, and optax compares structures.
+    """`tree` in the mode of `structure`, which may differ from it only in modes."""
+    # Moments, labels and masks have the mode that the model had in `init`, and optax
+    # compares structures.
     if jtu.tree_structure(tree) == structure:
         return tree
     leaves = ["an array"] * structure.num_leaves
@@ -309,13 +309,13 @@ def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
     return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
 
 
-# --- Checks of what optax would accept: it broadcasts, and knows no names -------------
+# --- Checks that optax lacks: it broadcasts, and its errors have no names -------------
 
 
 def _gradients(
     grads: PyTree, model: PyTree, selected: PyTree, params: PyTree
 ) -> PyTree:
-    """The gradients of what is selected, as a tree like `params`."""
+    """The gradients of the selected parameters, as a tree like `params`."""
     given = leaves_like(model, grads, "`es.Optimizer.update`: the tree of gradients")
     known = jtu.tree_leaves(model, is_leaf=is_hole)
     if any(x is None and g is not None for g, x in zip(given, known, strict=True)):
@@ -323,8 +323,8 @@ def _gradients(
     wanted = jtu.tree_leaves_with_path(selected, is_leaf=is_hole)
     both = zip(wanted, given, strict=True)
     pairs = [(path, x, g) for (path, x), g in both if x is not None]
-    # Differentially private transformations take a gradient for each example. The
-    # updates of all others will have its shape, too.
+    # Differentially private transformations take a gradient for each example. With any
+    # other one, the updates have this shape, too, and `_check_updates` rejects them.
     per_example = all(np.shape(g)[1:] == x.shape != np.shape(g) for _, x, g in pairs)
     for path, x, g in pairs:
         if g is None or (np.shape(g) != x.shape and not per_example):
@@ -334,7 +334,7 @@ def _gradients(
 
 
 def _check_order(grads: PyTree, known: list[Any]) -> None:
-    """Raise `ValueError` if the gradients have what only a model has."""
+    """Raise `ValueError` if `grads` and the model look swapped."""
     for visit, x in zip(leaves(grads, is_leaf=is_hole), known, strict=True):
         is_foreign = visit.node is not None and not visit.is_a(Parameter)
         if x is None and is_foreign:
@@ -342,10 +342,10 @@ def _check_order(grads: PyTree, known: list[Any]) -> None:
 
 
 def _check_shapes(tx: Any, opt_state: PyTree, params: PyTree, before: _Shapes) -> None:
-    """The state must fit parameters of these shapes, or optax would broadcast it."""
+    """Raise `ValueError` if the state does not fit: optax would broadcast it."""
     now = _shapes_of(params)
-    # Inside `vmap` or `shard_map` it may be one lane or shard of a state that was made
-    # for the whole, and then its own shapes differ in the same way.
+    # Inside `vmap` or `shard_map`, the model may be one lane or shard of the one given
+    # to `init`. The shapes of the state then differ in the same way.
     if now != before:
         fitting = jax.eval_shape(tx.init, params)
         if _shapes_of(fitting) != _shapes_of(opt_state):
@@ -359,7 +359,7 @@ def _check_shapes(tx: Any, opt_state: PyTree, params: PyTree, before: _Shapes) -
 
 
 def _check_updates(params: PyTree, updates: PyTree) -> None:
-    """A parameter would take on the shape of its update, since optax adds the two."""
+    """Raise `ValueError` if adding an update would change a parameter's shape."""
     named, moves = jtu.tree_leaves_with_path(params), jtu.tree_leaves(updates)
     for (path, x), change in zip(named, moves, strict=False):
         if jnp.broadcast_shapes(x.shape, jnp.shape(change)) != x.shape:
@@ -371,21 +371,22 @@ def _name(path: KeyPath) -> str:
     return f"`{name_of(path)}`" if path else "the array itself"
 
 
-_START_ANEW: Final = """For another model, or after freezing or unfreezing, start with \
-a fresh one: `optimizer = es.Optimizer(tx).init(model)`."""
+_START_ANEW: Final = """For a different model, or after freezing or unfreezing, create \
+a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 
 _OTHER_MODEL: Final = "what `wrt` selects of the model is not what `init` was given"
 
-_NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, and `{}` was given. The \
-model is given to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`."""
+_NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, but `{}` was given. Pass \
+the model to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`."""
 
 _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which returns \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 
-_SWAPPED: Final = """`es.Optimizer.update`: the gradients have `{}`, which is not a \
-parameter and not in the model. The gradients come first: `model, optimizer = \
+_SWAPPED: Final = """`es.Optimizer.update`: the gradients contain `{}`, which is not a \
+parameter and not in the model. Pass the gradients first: `model, optimizer = \
 optimizer.update(grads, model)`."""
 
-_OTHER_SHAPE: Final = """`es.Optimizer.update`: the {} of {} is `{}`, and the \
-parameter is `{}`. Both need one shape, or optax would broadcast them. Average the \
-gradients of several examples first: `jax.tree.map(lambda g: g.mean(axis=0), grads)`."""
+_OTHER_SHAPE: Final = """`es.Optimizer.update`: the {} of {} is `{}`, but the \
+parameter is `{}`. Their shapes must be equal, or optax would broadcast them. Average \
+the gradients of several examples first: `jax.tree.map(lambda g: g.mean(axis=0), \
+grads)`."""

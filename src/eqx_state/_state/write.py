@@ -1,7 +1,8 @@
-"""Writing in a scope, `self.field = value`, and the errors for writes that are refused.
+"""Writing in a scope, `self.field = value`, and the errors for rejected writes.
 
-A write is checked when it happens, so that the traceback of an error leads to the line
-that wrote. The checks at the end (`collect.py`) are for what no `__setattr__` sees.
+Each write is checked when it happens, so that the traceback of an error points to the
+line that wrote. Changes that bypass `__setattr__` are checked when the scope ends
+(`collect.py`).
 """
 
 import traceback
@@ -45,8 +46,7 @@ def write(module: BaseModule, place: Ownership, name: str, value: Any) -> None:
     old = fields_of(module).get(name)
     value = scope.accept(old, value, path, context)
     if is_array(old) and is_array(value):
-        # Most writes take this path: an array has no modules to adopt, and no leaves to
-        # compare.
+        # The common case: an array has no modules to adopt, and no leaves to compare.
         new = to_strong(value)
         visits = [Visit(path, new, context, True)]
         _check_kind(old, visits[0], scope, where)
@@ -54,12 +54,12 @@ def write(module: BaseModule, place: Ownership, name: str, value: Any) -> None:
         value = strengthen_field(cls, name, value)
         _check_kinds(old, value, path, context, scope, where)
         new = _adopt(value, scope)
-        # These modules are replaced on purpose. Otherwise the end of the scope would
-        # complain that what was written to them is lost.
+        # These modules are replaced on purpose. Forget writes to them, or the end of
+        # the scope would report those writes as lost.
         for visit in modules_in(old):
             scope.written.pop(id(visit.node), None)
         visits = own(new, scope, path, context)
-    # State is arrays of JAX from the start: in a loop NumPy arrays are constants.
+    # Convert NumPy arrays to JAX arrays now: in a loop they would be constants.
     if any(isinstance(visit.node, np.ndarray) for visit in visits):
         new = jtu.tree_unflatten(jtu.tree_structure(new), own_arrays(visits, scope))
         own(new, scope, path, context)
@@ -70,7 +70,7 @@ def write(module: BaseModule, place: Ownership, name: str, value: Any) -> None:
 
 
 def _is_missing(old: Any, new: Any) -> bool:
-    """Whether `new` puts an array where there was none, or another structure."""
+    """Whether `new` adds an array to `old`, or changes its structure."""
     if jtu.tree_structure(old) != jtu.tree_structure(new):
         return True
     pairs = zip(jtu.tree_leaves(old), jtu.tree_leaves(new), strict=True)
@@ -92,10 +92,10 @@ def _adopt(value: Any, scope: Scope) -> Any:
 def _check_kinds(
     old: Any, new: Any, path: KeyPath, context: Context, scope: Scope, where: str
 ) -> None:
-    """Raise if a leaf differs whose kind the scope does not allow.
+    """Raise if a leaf has changed whose kind the scope does not allow.
 
-    A module that the scope already owns may move. Whether it then is in the model twice
-    is checked when the scope ends.
+    A module that the scope already owns may move. If it then occurs twice in the model,
+    the end of the scope raises.
     """
     before = {v.path: v.node for v in leaves(old, path, context)}
     for visit in leaves(new, path, context, lambda x: _belongs_to(x, scope)):
@@ -109,7 +109,7 @@ def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
 
 
 def kind_at(visit: Visit) -> type | None:
-    """The kind of the array here, or the declared one if there is something else."""
+    """The kind of the array at a leaf; if it is not an array, the declared kind."""
     return visit.kind if is_array(visit.node) else visit.context.declared
 
 
@@ -117,12 +117,12 @@ def kind_at(visit: Visit) -> type | None:
 
 
 def trace_message(name: str, where: str = "", verb: str = "write") -> str:
-    """The error for state that is written in a trace that it cannot leave."""
+    """The error for a write in a trace that state cannot leave."""
     return _TRACE.format(verb, f"`{where}` (`{name}`)" if where else f"`{name}`")
 
 
 def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
-    """The error for an array of a kind that the scope does not write."""
+    """The error for a write to a kind that the scope does not allow."""
     kind, name, field = kind_at(visit), visit.name, visit.context.field
     allowed = " and ".join(f"`{k.__name__}`" for k in scope.kinds)
     if kind is None:
@@ -133,7 +133,7 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
 
 
 def no_field_message(module: BaseModule, name: str) -> str:
-    """The error for a field that is assigned and that the class does not declare."""
+    """The error for assigning a field that the class does not declare."""
     return _NO_FIELD.format(type(module).__qualname__, name)
 
 
@@ -161,16 +161,16 @@ switched from outside: `model = model.eval()`."""
 
 _TRACE: Final = """Cannot {0} {1} here: this code runs inside a JAX transform, and the \
 mutable scope was opened outside of it. The values computed here are tracers, which \
-would leak. Use the transform of `es`, which carries state through and is called like \
-its namesake in JAX:
+would leak. Use the `es` transform, which also returns the new state and is called \
+like the one of JAX:
 
     jax.vmap(lambda x: self.layer(x))(xs)    # wrong
     es.vmap(lambda x: self.layer(x))(xs)     # right
 
 Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
 `es.checkpoint`, `es.jit` and the others; for `jax.grad` it is `es.value_and_grad`, \
-with the model as its argument. Or call `es.mutable` inside the transform, and return \
-the new model from it."""
+with the model as its argument. Alternatively, call `es.mutable` inside the transform, \
+and return the new model from it."""
 
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body: `{1}: es.State` if a forward pass changes it, `{1}: es.Parameter` if \
@@ -179,12 +179,13 @@ it is trained."""
 _NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
 Declare what a forward pass changes: `{4}: es.State`."""
 
-_NOT_THERE: Final = """Cannot write `{0}`: `{1}` is {2} that is not there yet, and \
-a call keeps the structure of the model. It is made by `model = model.init(42, x)`."""
+_NOT_THERE: Final = """Cannot write `{0}`: `{1}` is {2} that is still `None`, and a \
+call cannot change the structure of the model. Initialize the model first: `model = \
+model.init(42, x)`."""
 
-_OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes \
-{3}. If it is meant, name the kind: `es.mutable(f, kinds={4})`, or `kinds=es.TreePart` \
-for all. If it is not {2}, declare what it is: `{5}: es.State`."""
+_OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
+To write it on purpose, name the kind: `es.mutable(f, kinds={4})`, or \
+`kinds=es.TreePart` for all. If it is not {2}, declare what it is: `{5}: es.State`."""
 
 _NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
 outside `es.mutable`. State is written in a call that returns the new model:
@@ -193,14 +194,15 @@ outside `es.mutable`. State is written in a call that returns the new model:
     y, model = es.mutable(model)(x)     # right
     y = model.eval()(x)                 # or: layers write nothing then
 
-Any other field is replaced, in a copy: `model = model.replace({1}=value)`. Under a \
-transform, use the one of `es`: `es.value_and_grad`, `es.mutable(es.vmap(model))(xs)`. \
-A layer guards what only training changes, `if self.training:`. A stream of keys \
-writes in eval mode, too: `self.drop(x, key=self.keys() if self.training else None)`."""
+To change any other field, make a copy: `model = model.replace({1}=value)`. Instead of \
+a JAX transform, use that of `es`: `es.value_and_grad`, \
+`es.mutable(es.vmap(model))(xs)`. In a layer, write only in train mode: `if \
+self.training:`. A stream of keys writes in eval mode, too: `self.drop(x, \
+key=self.keys() if self.training else None)`."""
 
 _DRAWN_IN_INIT: Final = """Cannot draw from a stream of keys in `{0}.__init__`: each \
 key that is drawn changes the stream, and a module changes only in `es.mutable`. Split \
-a key, and give the stream what is left:
+a key, and give one part to the stream:
 
     self.linear = eqx.nn.Linear(4, 2, key=self.keys())      # wrong
 
@@ -208,7 +210,8 @@ a key, and give the stream what is left:
     self.linear = eqx.nn.Linear(4, 2, key=a)
     self.keys = es.RngStream(b)
 
-Or let `model.init(42)` draw: `self.linear = es.lazy(eqx.nn.Linear, 4, 2)`."""
+Alternatively, let `model.init(42)` draw: `self.linear = es.lazy(eqx.nn.Linear, 4,
+2)`."""
 
 _NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not part of an argument \
 that `es.mutable`, `es.value_and_grad` or `es.init` makes writable, so its new state \
@@ -220,8 +223,8 @@ JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
 - It is a layer taken out of an `es.nn.Stacked`. Call the stack:
     x = self.blocks(x)                                  # not: for block in self.blocks
-- It is an argument other than the first, a keyword, or a variable from outside the \
-function. Pass it by position, and name the position:
+- It is an argument other than the first, a keyword, or a variable that the function \
+closes over. Pass it by position, and name the position:
     es.value_and_grad(loss_fn, argnums=1)(x, model)     # two models: argnums=(0, 1)
 
 If nothing should change, call it in eval mode: `model.eval()(x)`."""

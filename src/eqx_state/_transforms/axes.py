@@ -1,10 +1,10 @@
 """What `es.vmap` and `es.shard_map` map, and over which axis each array is mapped.
 
-An array of a module that the function is, holds or closes over is mapped by rules
-(`axes`), an array among the arguments by its position (`in_axes`), where an entry may
-be rules. `Reached` puts all of them into one pytree with an axis for each leaf, so that
-the rest of a transform does not know where an axis came from. An axis is an integer,
-or for `es.shard_map` a `PartitionSpec`.
+`axes` are rules for the arrays of the function itself and of the modules that it closes
+over. `in_axes` has an entry for each argument, which may be rules, too. `Reached` puts
+all arrays into one pytree with an axis for each leaf, so the rest of a transform does
+not need to know where an axis came from. An axis is an integer, or for `es.shard_map` a
+`PartitionSpec`.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ class AbstractMap(Transform):
     shared: ClassVar[Any] = None
 
     def axis_by_entry(self, entry: Any, x: Any) -> Any:
-        """The axis that an entry of `in_axes` other than rules means for an array."""
+        """The axis of an array, from an entry of `in_axes` that is not rules."""
         return entry
 
     def axis_by_rule(self, visit: Visit, rules: Mapping[Any, Any], key: Any) -> Any:
@@ -77,10 +77,10 @@ class _Key(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All that a call reaches. JAX maps one that has `None` for what is not mapped.
+    """Everything reachable from a call. JAX maps a copy with `None` at unmapped leaves.
 
-    JAX's errors have these names: "axis 0 of argument args[0]['x']", "axis 0 of
-    argument modules[layers[0].mean]".
+    JAX's errors use these names: "axis 0 of argument args[0]['x']", "axis 0 of argument
+    modules[layers[0].mean]".
     """
 
     args: Any
@@ -90,13 +90,13 @@ class Inputs(NamedTuple):
 
 
 class Reached:
-    """The `Inputs` of a call, taken apart.
+    """The `Inputs` of a call, split into mapped and shared leaves.
 
-    - `values`, `axes`: of each leaf that is mapped. `tree` puts such a list together.
+    - `values`, `axes`: one for each mapped leaf. `tree` unflattens such a list.
     - `rest`: all other leaves, which the lanes share.
-    - `entries`: those of `in_axes`, each with its argument.
-    - `lifted`: the modules that a scope owns; `of_owned` has an axis for each leaf.
-    - `groups`: the axes of state, each once. New state leaves a lane in such groups.
+    - `entries`: the entries of `in_axes`, each with its argument.
+    - `lifted`: the modules that a scope owns; `of_owned` maps their leaves to axes.
+    - `groups`: the axes of state, each once. A lane returns new state in these groups.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Reached:
         of_arguments, asked, self.entries = _axes_of_arguments(transform, args, kwargs)
         self.lifted = lifted = Lifted(f, (args, kwargs), of_arguments)
         of_f, self.of_owned, asked_of_f = _axes_of_function(transform, f, lifted)
-        if not lifted.is_initializing:  # which may have yet to make what a filter means
+        if not lifted.is_initializing:  # else `init` may yet create them
             check_given(transform.f, *args, *kwargs.values())
             asked_of_f.check_matched(_IN_REACH.format(transform.entries))
             for each in asked:
@@ -127,13 +127,13 @@ class Reached:
         self.values, treedef = jtu.tree_flatten(mapped)
         self.tree: Callable[[Any], Inputs] = treedef.unflatten
         self.axes = [axis for axis in axes if axis is not None]
-        # For each key that is split the one that its module keeps, if it was used.
+        # For each split key, the key that its module stores if a lane used it.
         self.advanced: dict[LeafIndex, Any] = {}
         self.transform, self.shared = transform, transform.shared
         self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
     def group_of(self, slot: LeafIndex) -> Any:
-        """The axis over which new state leaves a lane: one key, if all lanes agree."""
+        """The axis along which new state is stacked; one key, if all lanes agree."""
         axis = self.of_owned[slot]
         return self.shared if axis is SPLIT else axis
 
@@ -147,9 +147,9 @@ class Reached:
     def split_keys(
         self, num: int, place: Callable[[Any, int], tuple[Any, Any]]
     ) -> None:
-        """Give each of `num` lanes a key of its own, where the axis is `SPLIT`.
+        """Where the axis is `SPLIT`, give each of `num` lanes its own key.
 
-        `place` takes these keys and their axis, and returns them as they are mapped.
+        `place` takes the keys and their axis, and returns the keys and axis to map.
         """
         slots = [*[None] * (len(self.axes) - len(self.slots)), *self.slots]
         for k, slot in enumerate(slots):
@@ -157,11 +157,11 @@ class Reached:
                 if not is_key(self.values[k]):
                     what = self.transform.what, self.names()[k]
                     raise ValueError(_NOT_A_KEY.format(*what))
-                # Why a clone? Splitting uses a key up. If no lane draws from it, the
-                # new key is not committed: the model keeps this one, and may draw from
-                # it later, which `jax_debug_key_reuse` would take for reuse.
+                # Splitting consumes a key. If no lane draws, the model keeps this key
+                # and may draw from it later. Without the clone, `jax_debug_key_reuse`
+                # would call that reuse.
                 advanced, key = next_keys(jr.clone(self.values[k]))
-                if slot is not None:  # a key among the arguments has none
+                if slot is not None:  # `None`: a key among the arguments
                     self.advanced[slot] = advanced
                 keys = split_key(key, num)
                 self.values[k], self.axes[k] = place(keys, num_key_axes(key))
@@ -172,14 +172,14 @@ class Reached:
         differs: Callable[[Any, Any], bool],
         not_reduced: Callable[[str], str],
     ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
-        """Call the function in a lane that has these values.
+        """Call the function in a lane, with the values of this lane.
 
-        Returns the arrays of its output, what it has written in `groups`, what was
-        sown, and the rest: the static part of the output, and the keys that it used.
+        Returns the arrays of its output, the written state in `groups`, the sown
+        values, and the rest: the static part of the output, and the keys that it used.
 
-        `differs(x, axis)` says whether the lanes may have different values where this
-        axis has room for one only. For a key this means that they have drawn from it.
-        For any other state it is an error, whose text `not_reduced` makes of its name.
+        `differs(x, axis)` says whether the lanes may have different values although
+        `axis` allows only one. For a key this means that the lanes drew from it. For
+        any other state it is an error, with the text `not_reduced(names)`.
         """
         inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
         values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
@@ -200,7 +200,7 @@ class Reached:
         return out, groups, ran.sown, StaticOutput((static, used))
 
     def _is_of_a_stack(self, i: int, visit: Visit) -> bool:
-        """Whether lanes have values of their own of what `init` has made here."""
+        """Whether each lane has its own value of an array that `init` created here."""
         root, entry = self.lifted.roots[i], dict(self.transform.axes)
         if root.is_copy:
             pairs = ((entry, y) for entry, x in self.entries for y in owned_in(x))
@@ -226,9 +226,9 @@ class Reached:
 
 
 def _opened(f: Any) -> Any:
-    """`f`, as a pytree in which the object of a bound method is an argument."""
-    # `model.__call__` is a leaf for JAX. Other methods of Equinox's modules are modules
-    # themselves, but names should begin at `model`.
+    """`f`, as a pytree in which a bound object is an argument."""
+    # JAX treats `model.__call__` as a leaf. Other bound methods of Equinox's modules
+    # are modules themselves, but names should begin at `model`.
     if isinstance(f, Transform):
         return f.of(_opened(f.f))
     is_method = isinstance(getattr(f, "__self__", None), eqx.Module)
@@ -240,7 +240,7 @@ def _axes_of_arguments(
 ) -> tuple[list[Any], list[Asked], list[tuple[Any, Any]]]:
     """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
 
-    Last are the entries, each with its argument. Keyword arguments have axis 0.
+    Also returns the entries, each with its argument. Keyword arguments have axis 0.
     """
     in_axes = transform.in_axes
     is_sequence = isinstance(in_axes, (tuple, list))
@@ -276,9 +276,9 @@ def _axes_of_arguments(
 def _axes_of_function(
     transform: AbstractMap, f: Any, lifted: Lifted
 ) -> tuple[list[Any], dict[LeafIndex, Any], Asked]:
-    """The axis of each leaf of `f` as a pytree, and of the owned modules in its reach.
+    """The axis of each leaf of `f`, and of each owned module that is reachable from it.
 
-    The names in rules begin at the outermost module that the function leads to.
+    Names in rules begin at the outermost reachable module.
     """
     rules = dict(transform.axes)
     asked = Asked(rules, f"`{transform.what}(axes=...)`")
@@ -293,7 +293,8 @@ def _axes_of_function(
                 axes.append(transform.axis_by_rule(visit, rules, key_of(visit)))
                 continue
             axes.append(None)
-            # Its kinds are those in the model of its scope; its names begin here.
+            # The kinds come from the scope's whole model; the names begin at this
+            # module.
             depth, start = len(ownership_of(visit.node).path), visit.path
             for i, k in lifted.slots(visit.node):
                 x = lifted.roots[i].leaves[k]
@@ -313,14 +314,14 @@ def _axes_of_function(
         slots = {(i, k) for k in range(len(root.leaves))}
         if not root.is_copy and slots - of_owned.keys():
             ask(Visit((), root.module, root.place.context, True))
-    # `axes={...: 0}` has no effect on the `model` in `lambda x: model(x)` if no scope
-    # owns it: no lane can have values of its own there.
+    # Outside `es.mutable`, the `model` in `lambda x: model(x)` is a constant, so
+    # `axes={...: 0}` could not map it.
     inside = {id(visit.node) for visit in in_tree}
     for model in models_in(f) if rules else ():
         if not (is_owned(model) or id(model) in inside):
             key_of = asked.bind(model)
             for visit in leaves(model, is_leaf=is_owned):
-                # An `eqx.nn.Sequential` in a scope holds owned modules.
+                # An `eqx.nn.Sequential` in a scope contains owned modules.
                 if is_owned(visit.node):
                     continue
                 if rules.get(key_of(visit)) not in (None, PartitionSpec()):
@@ -336,9 +337,9 @@ key. Only keys can be split: map an array over an axis, or share it with `None`.
 _NOT_A_PREFIX: Final = """`{0}`: `{1}` is one entry for all positional arguments, or a \
 tuple with an entry, a tree of entries or rules for each of them. {2}"""
 
-_IN_REACH: Final = """ Names in `axes` begin at each module that the function is, \
-holds or closes over. Modules among the arguments follow `{0}`, in which an entry may \
-be rules, too."""
+_IN_REACH: Final = """ Names in `axes` begin at the function itself, if it is a \
+module, and at each module that it closes over. Modules among the arguments are mapped \
+by `{0}`, whose entries may be rules, too."""
 
 _CONSTANT: Final = """`{0}`: `axes` would map `{3}` of the `{2}` that the function \
 closes over. The module is not in an `es.mutable`, so it is a constant in a closure. \

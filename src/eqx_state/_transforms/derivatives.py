@@ -1,8 +1,8 @@
 """`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians: those of JAX, with state.
 
-They hand JAX one pure function of the inexact arrays of the arguments, a `Primal`.
-State leaves that function as its auxiliary output, so the call writes it once, however
-many tangents follow, and no tangent or cotangent ever contains it.
+Each one gives JAX a `Primal`: a pure function of the inexact arrays of the arguments.
+This function returns the new state as an auxiliary output. State is therefore written
+once, however many tangents follow, and is never part of a tangent or a cotangent.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .transform import Transform, with_aux, wrap
 
 
 def _is_inexact(tree: Any) -> Any:
-    """For each leaf whether it has tangents. Those of owned modules have none."""
+    """Whether each leaf has tangents. The leaves of owned modules do not."""
 
     def is_inexact(is_traced: bool, x: Any) -> bool:
         return is_traced and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
@@ -34,12 +34,13 @@ def _is_inexact(tree: Any) -> Any:
 
 
 class PureCall:
-    """Calls of `functions` with these arguments, as functions of some of their arrays.
+    """Makes calls with these arguments pure functions of some of their arrays.
 
-    - `arrays`: for each argument the leaves that `is_input` selects, and holes.
+    - `arrays`: for each argument, the leaves that `is_input` selects, and `None`
+        elsewhere.
 
-    Owned modules among the arguments are copies: what a function closes over is the
-    object outside, and a constant.
+    Owned modules among the arguments are copied, because the same module in the closure
+    of a function is a constant.
     """
 
     def __init__(
@@ -50,14 +51,15 @@ class PureCall:
         is_input: Callable[[Any], Any],
     ):
         check_given(*args, *kwargs.values())
-        # An argument that is given twice is differentiated twice, as in JAX.
+        # As in JAX, an argument that is passed twice is differentiated twice.
         treatments = [
             i for i, x in enumerate((*args, kwargs)) for _ in jtu.tree_leaves(x)
         ]
         self.lifted = Lifted(functions, (tuple(args), kwargs), treatments)
         self.args, self.kwargs = self.lifted.arguments
-        # The derivatives are trees like this one. They go to the caller, who shall not
-        # get modules that a scope owns, nor the class of an `eqx.nn.Shared` in a scope.
+        # The caller receives derivatives of this structure. They must not contain
+        # modules that a scope owns, or the class that `eqx.nn.Shared` has inside a
+        # scope.
         given = closed_copy(self.args)
         self.arrays, self.rest = eqx.partition(given, is_input(given))
 
@@ -88,7 +90,7 @@ class Primal:
         self.arrays = self.call.arrays
 
     def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, StaticOutput]]:
-        """The output to differentiate, and as an auxiliary output everything else."""
+        """The output to differentiate, and everything else as an auxiliary output."""
         ran, _ = self.call(self.f, arrays)
         out, aux = with_aux(ran.out) if self.has_aux else (ran.out, None)
         out, rest = eqx.partition(out, self.is_output(out))
@@ -97,7 +99,7 @@ class Primal:
         return out, (ran._replace(out=computed), StaticOutput(static))
 
     def finish(self, out: Any, rest: tuple[Ran, StaticOutput]) -> tuple[Any, ...]:
-        """Commit what was written. Returns the whole output, and `aux` if there is."""
+        """Commit the written state. Returns the whole output, and `aux` if any."""
         ran, static = rest
         self.call.lifted.commit(ran)
         out_rest, aux = eqx.combine(ran.out, static.value)
@@ -109,7 +111,7 @@ class Primal:
 
 
 def _without_zeros(tree: Any) -> Any:
-    """`tree` with holes for zeros of dtype float0. No scope owns its modules."""
+    """A copy of `tree` that no scope owns, with `None` for zeros of dtype float0."""
     return jtu.tree_map(
         lambda x: None if getattr(x, "dtype", None) == jax.dtypes.float0 else x,
         closed_copy(tree),
@@ -117,17 +119,17 @@ def _without_zeros(tree: Any) -> Any:
 
 
 def _abstract(arrays: Any) -> tuple[Any, ...]:
-    """The structure of `arrays`, and each of them without its values: hashable."""
+    """The structure of `arrays`, and their shapes and dtypes. Hashable."""
     types = [jax.typeof(x) for x in jtu.tree_leaves(arrays)]
     abstract = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types)
     return jtu.tree_structure(arrays), abstract
 
 
 def _tangents(given: Any, inputs: tuple[Any, ...], what: str) -> Any:
-    """`given` as tangents of these inputs, with zeros for holes; modes may differ.
+    """`given` as tangents of `inputs`, with zeros for `None`. Modes may differ.
 
-    JAX checks shapes and dtypes. Of a wrong structure it prints all of both; in that of
-    a model nobody finds the one field that differs.
+    JAX checks shapes and dtypes. Check the structure here: for two models JAX would
+    print both in full, instead of the one field that differs.
     """
     structure, arrays = inputs
     given = same_modes(_without_zeros(given))
@@ -143,8 +145,8 @@ def _tangents(given: Any, inputs: tuple[Any, ...], what: str) -> Any:
 
 
 _STRUCTURE: Final = """The tangents for `{}` and the arguments of its function differ \
-in structure, {}. Give an array for each inexact array of the arguments, or `None` \
-for zeros, and `None`, or zeros of dtype `float0`, for everything else."""
+in structure, {}. Pass an array, or `None` for zeros, for each inexact array of the \
+arguments, and `None` or zeros of dtype `float0` for everything else."""
 
 
 class Pullback(eqx.Module):
@@ -184,32 +186,32 @@ def vjp(
 ) -> tuple[R, _Linear, _A]: ...
 @boundary
 def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """`jax.vjp` that carries the state of every module in reach.
+    """`jax.vjp` that also updates the state of modules.
 
-    State is threaded by the call of `fun`, once; the function that comes back does not
-    touch it. In a scope the modules have their new state when `es.vjp` returns.
+    The call of `fun` updates state, once. Calls of `vjp_fn` do not change it. Inside
+    `es.mutable`, the modules have their new state when `es.vjp` returns.
 
     **Arguments:**
 
     - `fun`: a function, a module, a bound method, or a partial.
-    - `*primals`: its arguments, any pytrees. They are differentiated with respect to
-        all inexact arrays, those of modules among them, state included. What `fun`
-        closes over is constant, also a module that is an argument as well.
-    - `has_aux`: whether `fun` returns `(out, aux)`, of which only `out` is
-        differentiated.
+    - `*primals`: its arguments, any pytrees. `fun` is differentiated with respect to
+        all inexact arrays in them, including the parameters and the state of modules.
+        Closed-over arrays are constants, even those of a module that is also an
+        argument.
+    - `has_aux`: whether `fun` returns `(out, aux)`. Only `out` is differentiated.
 
     **Returns:**
 
     `(out, vjp_fn)`, or `(out, vjp_fn, aux)`. `vjp_fn` takes the cotangents of `out` and
     returns a tuple with those of each argument: a tree like the argument, with `None`
-    in place of all that is not an inexact array. For such leaves of `out` it takes
-    `None` or zeros of dtype `float0`. It is a pytree, and passes through `es.jit`.
+    for every leaf that is not an inexact array. For such leaves of `out` it takes
+    `None` or zeros of dtype `float0`. `vjp_fn` is a pytree, so `es.jit` can return it.
 
     **Raises:**
 
     - `TypeError`: with `has_aux=True`, `fun` did not return a pair.
-    - `ValueError`: cotangents do not fit `out`; a state of an argument was also written
-        through the closure.
+    - `ValueError`: the cotangents do not fit `out`; or a state of an argument was also
+        written through the closure.
 
     !!! example
 
@@ -238,8 +240,8 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
         assert by_sine.calls is None and sine.calls == 1
         ```
     """
-    # JAX wants zeros of dtype float0 as cotangents of a counter that comes out. As it
-    # is no part of the output to JAX, `None` will do.
+    # Return inexact arrays only: for an integer output JAX would require cotangents of
+    # dtype float0. This way `None` is enough.
     primal = Primal(fun, primals, {}, has_aux, _is_inexact)
     out, pullback, rest = jax.vjp(primal.run, *primal.arrays, has_aux=True)
     out, *aux = primal.finish(out, rest)
@@ -264,32 +266,33 @@ def jvp(
 def jvp(
     fun: Any, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """`jax.jvp` that carries the state of every module in reach.
+    """`jax.jvp` that also updates the state of modules.
 
-    State is threaded by the primal computation, once, and has no tangents: a tangent of
-    what `fun` writes is dropped.
+    The primal computation updates state, once. Written state has no tangents: they are
+    dropped.
 
     **Arguments:**
 
     - `fun`: a function, a module, a bound method, or a partial.
     - `primals`: its arguments, a tuple or a list.
-    - `tangents`: as many trees like them, with an array of the same shape and dtype for
-        each inexact array, those of modules among them. `None` means zeros, for an
-        array or for a whole argument, so a gradient of `es.grad` is a tangent, too.
-        `None` or zeros of dtype `float0` for everything else.
-    - `has_aux`: whether `fun` returns `(out, aux)`, of which only `out` is
-        differentiated.
+    - `tangents`: one tree for each argument, of its structure, with an array of the
+        same shape and dtype for each inexact array. `None` means zeros, for an array or
+        for a whole argument, so the gradients of `es.grad` are valid tangents. All
+        other leaves are `None` or zeros of dtype `float0`.
+    - `has_aux`: whether `fun` returns `(out, aux)`. Only `out` is differentiated.
 
     **Returns:**
 
     `(out, tangents_out)`, or `(out, tangents_out, aux)`. `tangents_out` is a tree like
     `out`, with zeros of dtype `float0` for arrays that are not inexact, and `None` for
-    what is not an array.
+    leaves that are not arrays.
 
     **Raises:**
 
     - `TypeError`: `primals` or `tangents` is not a tuple or a list; they differ in
-        structure or dtype. `ValueError`: in shape. Else as [`es.vjp`][eqx_state.vjp].
+        structure or dtype.
+    - `ValueError`: they differ in shape.
+    - Otherwise as [`es.vjp`][eqx_state.vjp].
 
     !!! example
 
@@ -334,10 +337,9 @@ def linearize(
 ) -> tuple[R, _Linear, _A]: ...
 @boundary
 def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """`jax.linearize` that carries the state of every module in reach.
+    """`jax.linearize` that also updates the state of modules.
 
-    State is threaded by the call of `fun`, once, however often the linear function is
-    called.
+    The call of `fun` updates state, once. Calls of `jvp_fn` do not change it.
 
     **Arguments:**
 
@@ -346,13 +348,14 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
     **Returns:**
 
     `(out, jvp_fn)`, or `(out, jvp_fn, aux)`. `jvp_fn` takes a tangent for each argument
-    and returns those of `out`, both as for [`es.jvp`][eqx_state.jvp]. It is a pytree,
-    and passes through `es.jit`.
+    and returns those of `out`, both as for [`es.jvp`][eqx_state.jvp]. `jvp_fn` is a
+    pytree, so `es.jit` can return it.
 
     **Raises:**
 
-    - `TypeError`: tangents of another structure. `ValueError`: of another shape or
-        dtype. Else as [`es.vjp`][eqx_state.vjp].
+    - `TypeError`: the tangents have the wrong structure.
+    - `ValueError`: they have the wrong shape or dtype.
+    - Otherwise as [`es.vjp`][eqx_state.vjp].
 
     !!! example
 
@@ -370,9 +373,9 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
     return out, Pushforward(pushforward, _abstract(primal.arrays)), *aux
 
 
-_NOT_A_TUPLE: Final = """`es.jvp(f, primals, tangents)`: `primals` and `tangents` are \
-tuples or lists, with an entry for each argument of `f`, and one is of type `{}`: \
-`es.jvp(f, (x,), (dx,))`."""
+_NOT_A_TUPLE: Final = """`es.jvp(f, primals, tangents)`: `primals` and `tangents` must \
+be tuples or lists with an entry for each argument of `f`, but one is of type `{}`. \
+Write `es.jvp(f, (x,), (dx,))`."""
 
 
 # --- Jacobians ------------------------------------------------------------------------
@@ -381,8 +384,8 @@ tuples or lists, with an entry for each argument of `f`, and one is of type `{}`
 class _Jacobian(Transform):
     """`es.jacfwd` or `es.jacrev`.
 
-    JAX maps the tangents over a basis, and not the primal computation: the call writes
-    state and draws from keys once, however many vectors the basis has.
+    JAX maps only the tangents over a basis, not the primal computation. The call
+    therefore writes state and draws from keys once, whatever the size of the basis.
     """
 
     name: str = eqx.field(static=True)
@@ -395,7 +398,7 @@ class _Jacobian(Transform):
         primal = Primal(self.f, args, kwargs, self.has_aux)
         named = positions(args, self.argnums, f"{self.name}(argnums={self.argnums})")
         empty = [i for i in named if not jtu.tree_leaves(primal.arrays[i])]
-        # JAX differentiates with respect to one array at least, also with `allow_int`.
+        # JAX needs at least one array to differentiate, even with `allow_int`.
         if empty and not (self.allow_int and len(empty) < len(named)):
             raise TypeError(_NO_ARRAYS.format(self.name, empty[0]))
         is_forward = self.name == "es.jacfwd"
@@ -418,34 +421,34 @@ def jacfwd(
     has_aux: bool = False,
     holomorphic: bool = False,
 ) -> Callable[P, Any]:
-    """`jax.jacfwd` that carries the state of every module in reach.
+    """`jax.jacfwd` that also updates the state of modules.
 
-    The Jacobian is computed column by column, by forward-mode differentiation. State is
-    threaded once, however many columns there are.
+    Forward-mode differentiation computes the Jacobian column by column. State is
+    updated once, however many columns there are.
 
     **Arguments:**
 
-    - `fun`: a function, a module, a bound method, or a partial. Its output, or with
-        `has_aux` the first of two, is differentiated.
-    - `argnums`: the positional arguments to differentiate with respect to, that is, all
-        inexact arrays in them, those of modules included. An integer, or a sequence of
-        them. `self` of a decorated method does not count.
+    - `fun`: a function, a module, a bound method, or a partial. Its output is
+        differentiated; with `has_aux`, only the first of its two outputs.
+    - `argnums`: the positional arguments to differentiate with respect to: an integer,
+        or a sequence of them. Every inexact array in them counts, including those of
+        modules. `self` of a decorated method is not counted as an argument.
     - `has_aux`: whether `fun` returns `(out, aux)`.
     - `holomorphic`: as for `jax.jacfwd`.
 
     **Returns:**
 
-    A function of the same arguments. It returns the Jacobian, or `(jacobian, aux)`: a
-    tree like the output, with a tree like the argument in place of each array, in which
-    an array of shape `(*out.shape, *x.shape)` takes the place of `x`. `None` for what
-    is not an inexact array. With a sequence of `argnums` it is a tuple of such trees.
-    It is a pytree, and can decorate methods.
+    A function of the same arguments that returns the Jacobian, or `(jacobian, aux)`.
+    The Jacobian is a tree like the output. Each array `out` in it becomes a tree like
+    the argument, in which an array of shape `(*out.shape, *x.shape)` replaces `x`, and
+    `None` replaces leaves that are not inexact arrays. With a sequence of `argnums`,
+    that tree is a tuple. The function is a pytree, and can decorate methods.
 
     **Raises:**
 
-    - `ValueError`: `argnums` names an argument twice; else as
+    - `ValueError`: `argnums` names an argument twice; otherwise as
         [`es.vjp`][eqx_state.vjp].
-    - `TypeError`: an argument is not there, has no inexact arrays, or complex ones
+    - `TypeError`: an argument is missing, has no inexact arrays, or has complex arrays
         without `holomorphic`; with `has_aux=True`, `fun` did not return a pair.
 
     !!! example
@@ -480,21 +483,21 @@ def jacrev(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[P, Any]:
-    """`jax.jacrev` that carries the state of every module in reach.
+    """`jax.jacrev` that also updates the state of modules.
 
-    The Jacobian is computed row by row, by reverse-mode differentiation. State is
-    threaded once, however many rows there are.
+    Reverse-mode differentiation computes the Jacobian row by row. State is updated
+    once, however many rows there are.
 
     **Arguments:**
 
     - `fun`, `argnums`, `has_aux`, `holomorphic`: as for
         [`es.jacfwd`][eqx_state.jacfwd].
-    - `allow_int`: whether an argument may have no inexact arrays; there is `None` in
-        place of its Jacobian.
+    - `allow_int`: whether an argument may have no inexact arrays. Its Jacobian is then
+        `None`.
 
     **Returns:**
 
-    A function of the same arguments, which returns what that of `es.jacfwd` returns.
+    A function of the same arguments, with the same result as that of `es.jacfwd`.
 
     !!! example
 
@@ -516,9 +519,9 @@ def hessian(
     has_aux: bool = False,
     holomorphic: bool = False,
 ) -> Callable[P, Any]:
-    """`jax.hessian` that carries the state of every module in reach.
+    """`jax.hessian` that also updates the state of modules.
 
-    As in JAX, it is `es.jacfwd` of `es.jacrev`. State is threaded once.
+    As in JAX, it is `es.jacfwd` of `es.jacrev`. State is updated once.
 
     **Arguments:**
 

@@ -1,8 +1,7 @@
 """Gradients of stateful functions: `es.value_and_grad` and `es.grad`.
 
-The model is split into the part to differentiate and the rest. In the trace both are
-combined, and the call runs as under `es.mutable`; the new model leaves as an auxiliary
-output.
+Split the model into the part to differentiate and the rest. Inside the trace, combine
+the two and run the call as `es.mutable` does. The new model is an auxiliary output.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,18 +50,18 @@ class Gradient(Transform):
         kwargs: dict[str, Any],
         new_scope: Callable[[], Scope] | None = None,
     ) -> tuple[Any, Sown]:
-        """The result of a call, and the values that were sown in it.
+        """The result of a call, and the values sown in it.
 
-        `new_scope` makes the scope of the call. A scope belongs to the trace in which
-        it is made, so this happens inside of the function that is differentiated.
-        Without it, what is sown is for a captured call around this one.
+        `new_scope` creates the scope of the call, inside the differentiated function,
+        because a scope belongs to the trace in which it was created. Without it, sown
+        values go to the `es.capture` around this call.
         """
         model, call = target(self.f, args, kwargs, self.argnums, self.name)
-        # Now, because `partition` unflattens: a module that is in two places would be
-        # two modules in `loss_fn`, and nothing could be noticed there.
+        # Check before `partition`: it unflattens, so a module that occurs twice would
+        # become two modules in `loss_fn`, and the mistake could not be detected there.
         check_ready(model)
         reports = reporting(model)
-        # What an observer outside sees in the trace leaves it as from any transform.
+        # An outer observer gets the values it sees in this trace as from any transform.
         lifted = Lifted(())
         diff, rest = partition(model, all_of(self.wrt, _is_inexact))
         if not jtu.tree_leaves(diff):
@@ -101,7 +100,7 @@ def _check_loss(loss: Any) -> Any:
 
 _NOT_A_LOSS: Final = """The function under `es.value_and_grad` returned `{}` as its \
 loss, and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the \
-function returns more than the loss, `(loss, aux)`, say `has_aux=True`."""
+function returns more than the loss, `(loss, aux)`, pass `has_aux=True`."""
 
 
 @overload
@@ -139,20 +138,19 @@ def value_and_grad(
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """The value of `f`, the model after it, and the gradients for the model.
+    """The value of `f`, the new model, and the gradients for the model.
 
     **Arguments:**
 
-    - `f`: returns a scalar loss, or `(loss, aux)`. The model is found as by
-        `es.mutable`, usually the first argument, and `f` may write its state.
-    - `wrt`: the filter for the arrays to differentiate with respect to. Default:
-        `es.trainable`, every `Parameter` that is not frozen. Only inexact arrays count.
+    - `f`: returns a scalar loss, or `(loss, aux)`. Its model is found as in
+        `es.mutable`, usually as the first argument. `f` may write the model's state.
+    - `wrt`: the filter for the arrays to differentiate with respect to. Only inexact
+        arrays count. Default: `es.trainable`, every `Parameter` that is not frozen.
     - `has_aux`: whether `f` returns `(loss, aux)`.
     - `argnums`: which positional arguments the models are, as for `es.mutable`. With a
-        tuple the new models are a tuple, and so are the gradients. An argument that is
-        not a model may be among them: with `argnums=1` and an array as the second
-        argument, the gradient is the one for that array.
-    - `cast`: the dtypes that the model has inside of the call, as for `es.mutable`. The
+        tuple, the new models and the gradients are tuples. An argument need not be a
+        model: if `argnums=1` names an array, the gradient is the one for that array.
+    - `cast`: the dtypes of the model inside the call, as for `es.mutable`. The
         gradients have the dtypes of the parameters outside.
 
     **Returns:**
@@ -166,7 +164,7 @@ def value_and_grad(
 
     - `TypeError`: the loss is not a real scalar.
     - `ValueError`: `wrt` selects no inexact array.
-    - Else as `es.mutable`.
+    - Otherwise as `es.mutable`.
 
     !!! example
 
@@ -230,10 +228,10 @@ def grad(
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """The gradients of `f` with respect to the model, and the model after it.
+    """The gradients of `f` with respect to the model, and the new model.
 
-    The arguments are those of `es.value_and_grad`. A call returns `(grads, model)`, or
-    with `has_aux=True` `(grads, (aux, model))`.
+    Takes the arguments of `es.value_and_grad`. A call returns `(grads, model)`; with
+    `has_aux=True`, `(grads, (aux, model))`.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""Filters: what one is, what it means for one tree, and the built-in ones."""
+"""Filters: their check, their meaning for one tree, and the built-in ones."""
 
 import itertools
 import re
@@ -25,11 +25,12 @@ Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `t
 
 
 def check_filter(filter: Any) -> None:
-    """Raise `TypeError` for what is not a filter."""
-    # What users of Equinox reach for. As filters they would silently select nothing.
+    """Raise `TypeError` if `filter` is not a filter."""
+    # `eqx.is_array` and the like, which would silently select nothing: a part is not an
+    # array.
     if getattr(filter, "__module__", None) == eqx.is_array.__module__:
         raise TypeError(_OF_AN_ARRAY.format(f"eqx.{filter.__name__}"))
-    # Such as `eqx.nn.Linear` and `es.State[Array]`, which can be called, too.
+    # Reject `eqx.nn.Linear` and `es.State[Array]`, although they are callable.
     is_type = isinstance(filter, type) or typing.get_origin(filter) is not None
     if not is_kind(filter) and (is_type or not callable(filter)):
         raise TypeError(_NOT_A_FILTER.format(filter))
@@ -37,7 +38,7 @@ def check_filter(filter: Any) -> None:
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
     """The predicate that `filter` means for the parts of `tree`."""
-    # Not asked directly, since `es.under` has to look at the whole tree once.
+    # A function of the tree, because `es.under` must look at the whole tree once.
     check_filter(filter)
     if is_kind(filter):
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
@@ -48,7 +49,7 @@ def bind(filter: Filter, tree: PyTree) -> Predicate:
 
 
 def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
-    """A predicate that is asked of an array of a stack once for each layer."""
+    """A predicate that evaluates `predicate` once for each layer of a stacked array."""
 
     def ask(part: Part) -> bool:
         if not (layers := layers_of(part, alike=True)):
@@ -63,7 +64,7 @@ def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
 
 
 def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
-    """The predicate of `es.filter`: all of them; without any, whatever has a kind."""
+    """The predicate of `es.filter`. Without filters: whether the array has a kind."""
     predicates = [bind(f, tree) for f in filters or (TreePart,)]
     return lambda part: all(p(part) for p in predicates)
 
@@ -71,7 +72,7 @@ def bind_all(filters: tuple[Filter, ...], tree: PyTree) -> Predicate:
 def bind_to_visits(
     filters: tuple[Filter, ...], tree: PyTree
 ) -> Callable[[Visit], bool]:
-    """`bind_all`, for the leaves of a walk, of which some are not arrays."""
+    """`bind_all` for the leaves of a walk, which need not be arrays."""
     if len(filters) == 1 and is_kind(filters[0]):  # without a `Part` for each leaf
         (kind,) = filters
         return lambda visit: visit.is_a(kind)
@@ -82,12 +83,12 @@ def bind_to_visits(
 def first_matches(
     alternatives: Sequence[tuple[Filter, ...]], given: list[Any], tree: PyTree
 ) -> list[int]:
-    """For each leaf, the number of the first alternative that selects it, or -1.
+    """For each leaf, the index of the first alternative that selects it, or -1.
 
-    - `alternatives`: each selects what satisfies all of its filters, as in `es.filter`.
-    - `given`: the leaves of `tree`, as `jax.tree.leaves` gives them.
+    - `alternatives`: each one selects the arrays that satisfy all of its filters.
+    - `given`: the leaves of `tree`, from `jax.tree.leaves`.
     """
-    if all(map(is_kind, itertools.chain(*alternatives))):  # as most often
+    if all(map(is_kind, itertools.chain(*alternatives))):  # the common case
         kinds = kinds_of(given, tree)
         numbers = {kind: _first_kind(kind, alternatives) for kind in {*kinds}}
         return [numbers[kind] for kind in kinds]
@@ -111,12 +112,12 @@ def _first_kind(kind: Kind | None, alternatives: Sequence[tuple[Any, ...]]) -> i
 
 
 class Combinator:
-    """A filter made of others or of data: a hashable value, printed as it is written.
+    """A filter built from other filters or from data. Hashable; prints as source code.
 
-    `predicate` takes a tree and `args`; it has the public name after an underscore.
+    `predicate` takes a tree and `args`. Its name is the public name with an underscore.
     """
 
-    # Whether it may tell the layers of a stack apart.
+    # Whether its answer may differ between the layers of a stack.
     sees_layers: ClassVar[bool] = True
 
     def __init__(self, predicate: Callable[..., Predicate], *args: Any):
@@ -136,7 +137,7 @@ class Combinator:
 
 
 def written(arg: Any) -> str:
-    """An argument of a combinator, or a key of rules, as users write it."""
+    """The source code of an argument of a combinator, or of a key of rules."""
     if arg is ...:
         return "..."
     if isinstance(arg, tuple):
@@ -161,11 +162,11 @@ def _trainable(tree: PyTree) -> Predicate:
 
 
 trainable: Filter = _Trainable(_trainable)
-"""The filter that selects what is trained: inexact parameters that are not frozen."""
+"""The filter for trainable arrays: inexact parameters that are not frozen."""
 
 
 def any_of(*filters: Filter) -> Filter:
-    """The filter that selects what at least one of `filters` selects.
+    """The filter that selects the arrays that at least one of `filters` selects.
 
     !!! example
 
@@ -186,7 +187,7 @@ def _any_of(tree: PyTree, *filters: Filter) -> Predicate:
 
 
 def all_of(*filters: Filter) -> Filter:
-    """The filter that selects what every one of `filters` selects.
+    """The filter that selects the arrays that all `filters` select.
 
     !!! example
 
@@ -226,7 +227,7 @@ def _not_(tree: PyTree, filter: Filter) -> Predicate:
 
 
 def inside(cls: type | tuple[type, ...]) -> Filter:
-    """The filter that selects what lies in a module of a class, however deep.
+    """The filter that selects all arrays inside modules of a class, at any depth.
 
     **Arguments:**
 
@@ -261,14 +262,14 @@ def _inside(tree: PyTree, cls: type | tuple[type, ...]) -> Predicate:
 
 
 def path_matches(glob: str) -> Filter:
-    """The filter that selects by name, such as `layers[0].norm.mean`.
+    """The filter that selects arrays by name, such as `layers[0].norm.mean`.
 
     An array of an `es.nn.Stacked` has a name for each layer, as in a list of layers.
 
     **Arguments:**
 
-    - `glob`: `*` stands for any characters, dots included, and `?` for one; all others,
-        brackets too, stand for themselves.
+    - `glob`: `*` matches any characters, including dots, and `?` matches one. All other
+        characters, including brackets, match themselves.
 
     !!! example
 
@@ -293,14 +294,14 @@ def _path_matches(tree: PyTree, glob: str) -> Predicate:
 
 def compiled_glob(glob: str) -> re.Pattern[str]:
     """A glob of names as a pattern for `fullmatch`, with a group for each `*`."""
-    # Each star takes as little as it can: in `layers[*].*` the first one is an index.
+    # Each star matches as little as possible: in `layers[*].*` the first is an index.
     special = {"*": "(.*?)", "?": "."}
     pattern = "".join(special.get(c, re.escape(c)) for c in glob)
     return re.compile(pattern, re.DOTALL)
 
 
 def under(where: Callable[[Any], Any]) -> Filter:
-    """The filter that selects what lies in a node of the tree.
+    """The filter that selects all arrays in a node of the tree.
 
     **Arguments:**
 
@@ -329,7 +330,7 @@ def under(where: Callable[[Any], Any]) -> Filter:
 
 
 def _under(tree: PyTree, where: Where) -> Predicate:
-    # Holes count, too: `tree` may be what another filter has left of a model.
+    # Include holes: `tree` may be the result of `es.filter`.
     visits = leaves(tree, is_leaf=is_hole)
     marked = [marker(v) if v.node is None or is_array(v.node) else v for v in visits]
     paths = set[KeyPath]()
@@ -344,10 +345,10 @@ def _under(tree: PyTree, where: Where) -> Predicate:
 
 
 def marker(visit: Visit) -> Any:
-    """A unique object in the place of an array, while a `where` selects nodes.
+    """A unique sentinel that replaces an array while a `where` selects nodes.
 
-    It has the path of the array, or in a stack that of each layer's, since `where` may
-    select layers: `lambda m: m.blocks[0]`. So it is an array of NumPy, of paths.
+    A NumPy array of paths: that of the array, or in a stack one for each layer. It can
+    be sliced, because `where` may select layers: `lambda m: m.blocks[0]`.
     """
     paths = np.empty([n for _, n in visit.context.stacks], dtype=object)
     for index in np.ndindex(paths.shape):
@@ -356,13 +357,13 @@ def marker(visit: Visit) -> Any:
 
 
 def is_marker(x: Any) -> bool:
-    """Whether `x` stands for a leaf while a `where` selects nodes."""
+    """Whether `x` is such a sentinel."""
     return isinstance(x, np.ndarray) and x.dtype == object
 
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
-    """What `where` selects: one node, or several in a tuple or a list."""
-    # A layer instead of a function. What wraps a function may be a module, too.
+    """The nodes that `where` selects: one, or several in a tuple or a list."""
+    # Detect a layer instead of a function. A wrapped function may be a module, too.
     is_layer = is_eqx_module(where) and not hasattr(where, "__wrapped__")
     given = type(where) if is_layer or not callable(where) else where
     if given is not where or is_kind(where) or isinstance(where, Combinator):
@@ -381,28 +382,29 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
 
 
 _NOT_A_FILTER: Final = """`{!r}` is not a filter. A filter is a kind (`es.Parameter`), \
-a function `es.Part -> bool`, or made by `es.path_matches` of a name, by `es.inside` \
-of a class of modules, or by another function of `es`."""
+a function `es.Part -> bool`, or the result of `es.path_matches(name)`, \
+`es.inside(module_class)` or a similar function of `es`."""
 
-_OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`, which is called with an \
-`es.Part` and not with its array. Write `lambda part: {0}(part.value)`; what is \
-trained is `es.trainable`."""
+_OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter takes an `es.Part`, \
+and not its array. Write `lambda part: {0}(part.value)`, or `es.trainable` for \
+everything that is trained."""
 
 _DISAGREE: Final = """`{0}` is one array for all layers of an `es.nn.Stacked`, and the \
-filter `{1}` selects `{2}` but not `{3}`. Select it in all layers, as by \
-`es.path_matches("blocks[*].w")`, or hold layers that are treated differently in a \
-list or in stacks of their own: `(stacked[:k], stacked[k:])`."""
+filter `{1}` selects `{2}` but not `{3}`. Select it in all layers, \
+`es.path_matches("blocks[*].w")`, or store layers that need different treatment in a \
+list or in separate stacks: `(stacked[:k], stacked[k:])`."""
 
-_NOT_A_CLASS: Final = """`es.inside({})`: give a class of modules, or a tuple of them. \
-A kind is a filter itself, and one module is `es.under(lambda model: model.layer)`."""
+_NOT_A_CLASS: Final = """`es.inside({})`: pass a class of modules, or a tuple of them. \
+A kind is already a filter. To select one module, use `es.under(lambda model: \
+model.layer)`."""
 
 _NOTHING_UNDER: Final = """`es.under({})` selects nothing: `where` must return a node \
-of the tree, or a tuple of nodes, that holds arrays, as in `eqx.tree_at`."""
+of the tree that contains arrays, or a tuple of such nodes, as in `eqx.tree_at`."""
 
-_NOT_WHERE: Final = """`where` is a function from the tree to one of its nodes, or to \
-a tuple of them, as in `eqx.tree_at`, and `{}` was given. Write `lambda model: \
-model.layers[0]`. To train without what a filter selects, leave it out where the \
-parameters are used: `wrt=es.all_of(es.trainable, es.not_(filter))`."""
+_NOT_WHERE: Final = """`where` must be a function from the tree to one of its nodes, \
+or to a tuple of them, as in `eqx.tree_at`, but `{}` was given. Write `lambda model: \
+model.layers[0]`. To exclude the selection of a filter from training, do so where you \
+use the parameters: `wrt=es.all_of(es.trainable, es.not_(filter))`."""
 
-_IN_WHERE: Final = """This is in `where`, which is called with the whole tree, here \
-`{}`, and returns one of its nodes or a tuple of them."""
+_IN_WHERE: Final = """The error is in `where`. It is called with the whole tree, here \
+`{}`, and must return one of its nodes or a tuple of them."""

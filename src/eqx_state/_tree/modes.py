@@ -26,9 +26,8 @@ from .walk import is_array, leaves, modules_in, set_flags, Visit
 def train(tree: Tree, mode: bool = True) -> Tree:
     """`tree` with every module in it in train mode.
 
-    Sets `training` on every `es.Module`, and the bool attribute `inference` of all
-    other modules, so that Equinox's own layers follow. `equinox.nn.inference_mode` does
-    the same.
+    Sets `training` on every `es.Module`, and the bool attribute `inference` on all
+    other modules, such as Equinox's layers. `equinox.nn.inference_mode` does the same.
 
     **Arguments:**
 
@@ -37,7 +36,7 @@ def train(tree: Tree, mode: bool = True) -> Tree:
 
     **Raises:**
 
-    - `ValueError`: one stateful module is in two places of the tree.
+    - `ValueError`: a stateful module occurs twice in the tree.
 
     !!! example
 
@@ -78,29 +77,29 @@ def eval(tree: Tree) -> Tree:
 
 
 def freeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
-    """`tree` with all of it frozen, or the nodes that `where` selects.
+    """`tree` with all of it frozen, or only the nodes that `where` selects.
 
     Frozen parameters are not `es.trainable`: they get no gradient, no weight decay and
-    no optimizer memory. The layers of `es.nn` keep their `BatchStat` and use it, as in
-    eval mode. State can be written all the same.
+    no optimizer state. Frozen layers of `es.nn` use their `BatchStat` without updating
+    it, as in eval mode. Other state can still be written.
 
-    Every `es.Module` in a frozen node has its flag `frozen` set, and is frozen wherever
-    it is put. Nodes without a flag, plain Equinox layers and single arrays, are
-    remembered by the nearest `es.Module` above, by their paths. So what is put in the
-    place of a frozen node is frozen, too, until `es.unfreeze`.
+    `es.freeze` sets the flag `frozen` of every `es.Module` in a frozen node. The module
+    stays frozen if you move it. Plain Equinox layers and single arrays have no flag:
+    the nearest `es.Module` above them stores their paths. A replacement that you put at
+    such a path is frozen, too, until `es.unfreeze`.
 
     **Arguments:**
 
     - `tree`: any pytree.
     - `where`: selects a node or a tuple of nodes, as in `equinox.tree_at`: modules,
-        containers or arrays. Default: all.
+        containers or arrays. Default: the whole tree.
 
     **Raises:**
 
     - `TypeError`: `where` is not a function, or is a filter or a module.
-    - `ValueError`: `where` selects something without arrays, or a node that neither
-        holds an `es.Module` nor is inside one; or one stateful module is in two places
-        of the tree.
+    - `ValueError`: `where` selects something without arrays; it selects a node that
+        does not contain an `es.Module` and is not inside one; or a stateful module
+        occurs twice in the tree.
 
     !!! example
 
@@ -125,11 +124,11 @@ def freeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
 
 
 def unfreeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
-    """`tree` with all of it (or what `where` selects) trainable again.
+    """`tree` with all of it, or only the nodes that `where` selects, trainable again.
 
-    Arguments and errors as `es.freeze`. A part of what is frozen is unfrozen by its
-    path from the whole, `es.unfreeze(model, lambda m: m.head)`: in a frozen model
-    `model.replace(head=es.unfreeze(model.head))` stays frozen.
+    Arguments and errors are those of `es.freeze`. To unfreeze a part of a frozen model,
+    select it from the whole model: `es.unfreeze(model, lambda m: m.head)`.
+    `model.replace(head=es.unfreeze(model.head))` is frozen, because `model` still is.
 
     !!! example
 
@@ -145,7 +144,7 @@ def unfreeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
 
 def _set_frozen(tree: Tree, where: Where | None, frozen: bool) -> Tree:
     values, structure = flatten_apart(tree)
-    # One array may be in two places, so the places are told apart by unique objects.
+    # One array may occur twice, so replace each occurrence by a unique sentinel.
     marked = [marker(v) if _is_place(v.node) else v.node for v in leaves(tree)]
     copy = jtu.tree_unflatten(structure, marked)
     nodes = [copy] if where is None else selected_nodes(where, copy)
@@ -156,12 +155,12 @@ def _set_frozen(tree: Tree, where: Where | None, frozen: bool) -> Tree:
 
 
 def _is_place(x: Any) -> bool:
-    """Whether it is an array, or a value that will be drawn."""
+    """Whether `x` is an array, or a placeholder for one."""
     return is_array(x) or isinstance(x, Placeholder)
 
 
 def _set_at(node: Any, path: KeyPath | None, frozen: bool) -> None:
-    """Freeze or unfreeze, in place, what is at this path of a private copy."""
+    """Freeze or unfreeze the node at a path of a private copy, in place."""
     if path is None:
         raise ValueError(_NOTHING_TO_FREEZE)
     way = []
@@ -169,7 +168,7 @@ def _set_at(node: Any, path: KeyPath | None, frozen: bool) -> None:
         way.append((node, key))
         node = dict(children(node) or ())[key]
     steps = [step_to(above, key) for above, key in way]
-    # The modules around, and the steps from each; the nearest last.
+    # The modules around the node, and the path from each to it; the nearest last.
     around = [(x, tuple(steps[i:])) for i, (x, _) in enumerate(way) if is_module(x)]
     modules = list(modules_in(node))
     holds_any = any(map(is_marker, jtu.tree_leaves(node)))
@@ -179,13 +178,13 @@ def _set_at(node: Any, path: KeyPath | None, frozen: bool) -> None:
         object.__setattr__(visit.node, "frozen", frozen)
         _set_marks(visit.node, {})
     for module, steps in around:
-        # Without those of the node and below. Marks that differ only in the length of a
-        # sequence are out of date.
+        # Drop the frozen paths of the node and below, including outdated ones, which
+        # differ only in the length of a sequence.
         n, names = len(steps), [name for name, _ in steps]
         marks: Marks = fields_of(module)[MARKS]
         others = {p: x for p, x in marks if [name for name, _ in p[:n]] != names}
         _set_marks(module, others)
-    # Without a mark of its own it is what its surroundings are.
+    # Add a frozen path only if the node would otherwise inherit a different setting.
     context = ROOT
     for above, key in way:
         context = context.enter(above, key)
@@ -199,7 +198,7 @@ def _set_marks(module: Any, marks: dict[Steps, bool]) -> None:
 
 
 def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
-    """The paths of these nodes by their `id`, without those that are not in the tree.
+    """The paths of these nodes by `id`. Nodes that are not in the tree are left out.
 
     In one pass, because there may be hundreds: `lambda m: [x.bias for x in m.layers]`.
     """
@@ -216,8 +215,8 @@ def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
 
 
 _NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: `where` must \
-select nodes of the tree that hold an `es.Module`, or arrays inside one, which \
-remembers their paths. (Some layers of an `es.nn.Stacked` cannot be frozen without the \
-others: freeze all, `model.blocks.layers.norm`.) Either declare the field as a \
-constant, `backbone: es.Buffer[eqx.nn.MLP]`, or leave it out where the parameters are \
-used: `wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))`."""
+select nodes of the tree that contain an `es.Module`, or arrays inside one, which \
+stores their paths. (Layers of an `es.nn.Stacked` can only be frozen together: \
+`model.blocks.layers.norm`.) Otherwise, declare the field as a constant, `backbone: \
+es.Buffer[eqx.nn.MLP]`, or exclude it where you use the parameters: \
+`wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))`."""

@@ -20,7 +20,7 @@ from .walk import is_array, is_numpy, leaves, Visit
 
 
 class Part:
-    """One array of a tree: where it is, what it is."""
+    """One array of a tree, with its path, name and kind."""
 
     __slots__ = ("_kind", "_visit")
 
@@ -32,14 +32,14 @@ class Part:
     def path(self) -> KeyPath:
         """The key path, a tuple of JAX's keys.
 
-        No two arrays of a tree have the same path: a key that equals an earlier one, or
-        prints alike, gets a number.
+        Paths are unique in a tree: a key that equals an earlier one, or has the same
+        `repr`, gets a number.
         """
         return self._visit.path
 
     @property
     def name(self) -> str:
-        """The path as it is written in Python, `layers[0].norm.mean`."""
+        """The path in Python syntax, such as `layers[0].norm.mean`."""
         return self._visit.name
 
     @property
@@ -54,10 +54,9 @@ class Part:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is frozen: its module, one around that, or the array itself.
+        """Whether the array, its module, or a module around that is frozen.
 
-        `ValueError` if a path that `es.freeze` was given does not fit the tree any
-        more, and led to somewhere here.
+        `ValueError` if a path that was frozen here no longer fits the tree.
         """
         context = self._visit.context
         if context.lost is not None:
@@ -76,7 +75,7 @@ def owners_of(part: Part) -> tuple[type, ...]:
 
 
 def dtype_of(part: Part) -> Any:
-    """The dtype of an array, which is that of each of its slices."""
+    """The dtype of an array, without slicing it."""
     return part._visit.node.dtype
 
 
@@ -94,7 +93,7 @@ def parts(tree: PyTree) -> list[Part]:
 
     **Returns:**
 
-    A list of `es.Part`. Functions, strings and Python numbers are not in it.
+    A list of `es.Part`. It does not contain functions, strings or Python numbers.
 
     !!! example
 
@@ -115,16 +114,16 @@ def parts(tree: PyTree) -> list[Part]:
 
 # --- The arrays of a stack of layers (`es.nn.Stacked`), layer by layer.
 #
-# A stack holds one array for all of its layers, with a first axis of its own. Files and
-# filters know layers: there the array is `blocks[0].w`, `blocks[1].w`, and so on, each
+# A stack contains one array for all of its layers, with an extra first axis. Files and
+# filters see one array per layer instead: `blocks[0].w`, `blocks[1].w`, and so on,
 # without that axis. A stack of stacks has two such axes.
 
 
-Index = tuple[int, ...]  # a layer: one number for each of the stacks around it
+Index = tuple[int, ...]  # of a layer: one number for each stack around it
 
 
 class LayerPart(Part):
-    """An array of one layer of a stack, of which `whole` is the array itself."""
+    """An array of one layer of a stack; `whole` is the stacked array."""
 
     __slots__ = ("_slice", "index", "whole")
 
@@ -141,11 +140,11 @@ class LayerPart(Part):
 
 
 def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
-    """An array of a stack as those of its layers; of any other array, nothing.
+    """The parts of a stacked array, one for each layer; empty for any other array.
 
-    If `alike`, only what can be asked of an array counts, as in a filter: all layers of
-    a tracer have the slice of the first, so that the program does not grow with their
-    number.
+    With `alike`, all layers of a tracer share the slice of the first layer. That is
+    enough for filters, which can only use shape and dtype there, and avoids adding one
+    slice per layer to the program.
     """
     if not (stacks := stacks_of(part)):
         return []
@@ -163,22 +162,22 @@ def layers_of(part: Part, *, alike: bool = False) -> list[LayerPart]:
 
 
 def stacks_of(part: Part) -> Stacks:
-    """The stacks around an array, outermost first; for that of a layer, none."""
+    """The stacks around an array, outermost first; none for a `LayerPart`."""
     return () if isinstance(part, LayerPart) else part._visit.context.stacks
 
 
 def is_split(part: Part) -> bool:
-    """Whether an array has the axes of the stacks around it, if there are any.
+    """Whether an array is in a stack and has the axes of all stacks around it.
 
-    Some arrays of optimizers have not (`optax.scale_by_factored_rms` keeps one of shape
-    `(1,)`), and belong to all layers together.
+    Some arrays of optimizers lack these axes and belong to all layers together:
+    `optax.scale_by_factored_rms` stores one of shape `(1,)`.
     """
     sizes = tuple(n for _, n in stacks_of(part))
     return sizes != () and part.value.shape[: len(sizes)] == sizes
 
 
 def indices(stacks: Stacks) -> list[Index]:
-    """The layers of stacks within each other, in their order; without a stack, none."""
+    """The indices of all layers of nested stacks, in order; empty without a stack."""
     sizes = [range(n) for _, n in stacks]
     return list(itertools.product(*sizes)) if sizes else []
 
@@ -192,7 +191,7 @@ def layer_path(path: KeyPath, stacks: Stacks, index: Index) -> KeyPath:
 
 
 def paths_of(visit: Visit) -> list[KeyPath]:
-    """The key path of a node, or in a stack, that in each layer."""
+    """The key path of a node; in a stack, its path in each layer."""
     stacks = visit.context.stacks
     found = [layer_path(visit.path, stacks, index) for index in indices(stacks)]
     return found or [visit.path]
@@ -212,12 +211,12 @@ def check_stack(stack: Any) -> None:
 
 
 def layer_of(x: Any, index: Any) -> Any:
-    """The layer (or layers) of an index, or of a tuple of them, of a stack's array."""
+    """The layer of a stacked array at an index, a slice, or a tuple of indices."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return _abstract_layer(x, index)
     if is_numpy(x):  # a NumPy array without axes is not a NumPy number
         return x[(*index, ...)] if isinstance(index, tuple) else x[index, ...]
-    # For `jax_debug_key_reuse` a key that is looked at would be a key that is used.
+    # Clone keys, because indexing a key counts as its use for `jax_debug_key_reuse`.
     return (jr.clone(x) if is_typed(x) else x)[index]
 
 
@@ -232,13 +231,13 @@ def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct
 
 
 _NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}, `{}`. \
-If a function put it there, such as an adapter by `es.map_modules`, call it for each \
-layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, keys)])`. If these are \
-several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
+If a function put it there, such as one that adds an adapter in `es.map_modules`, call \
+it for each layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, keys)])`. If \
+these are several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
 
 _LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
-has changed since: the path may lead to another thing now, and what was frozen would \
-train. Forget what was said of the part that has changed, and say it of the new one:
+has changed since. The path may now lead to a different layer, and a frozen layer \
+could be trained. Clear the setting of the part that changed, and set it again:
 
     model = es.unfreeze(model, lambda m: m{1})
-    model = es.freeze(model, lambda m: m{2})     # or what is to be frozen now"""
+    model = es.freeze(model, lambda m: m{2})     # or the nodes to freeze now"""

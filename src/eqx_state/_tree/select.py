@@ -1,6 +1,6 @@
 """Selecting by filter and putting back: functions on any pytree.
 
-They are made of what JAX and Equinox have: masks, `None` holes, `treedef.unflatten`.
+They use the means of JAX and Equinox: masks, `None` leaves, `treedef.unflatten`.
 """
 
 import builtins
@@ -25,8 +25,8 @@ from .walk import copy_tree, leaves, name_of, walk
 def mask(tree: Tree, *filters: Filter) -> Tree:
     """A tree of bools, `True` where a leaf satisfies all filters.
 
-    `eqx.partition`, `optax.masked` and others take such trees. Arguments as in
-    `es.filter`.
+    `eqx.partition`, `optax.masked` and others take such trees. The arguments are those
+    of `es.filter`.
 
     !!! example
 
@@ -46,13 +46,14 @@ def mask(tree: Tree, *filters: Filter) -> Tree:
 
 
 def filter(tree: Tree, *filters: Filter) -> Tree:
-    """`tree` with `None` in place of every leaf that is not selected.
+    """`tree` with every leaf that is not selected replaced by `None`.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `*filters`: what a leaf must satisfy, all of them. A filter is a kind, a function
-        `es.Part -> bool`, or a combinator. Default: whatever has a kind.
+    - `*filters`: a leaf is selected if it satisfies all of them. A filter is a kind, a
+        function `es.Part -> bool`, or a combinator. Default: every array that has a
+        kind.
 
     **Returns:**
 
@@ -83,10 +84,10 @@ def filter(tree: Tree, *filters: Filter) -> Tree:
 
 
 def partition(tree: Tree, *filters: Filter) -> tuple[Tree, ...]:
-    """One tree per filter, and one for the rest.
+    """One tree for each filter, and one for all other leaves.
 
     Each leaf is in the tree of the first filter that selects it. `eqx.combine(*parts)`
-    gives `tree` back.
+    restores `tree`.
 
     !!! example
 
@@ -110,13 +111,13 @@ def partition(tree: Tree, *filters: Filter) -> tuple[Tree, ...]:
 
 
 def update(tree: Tree, *partials: Any) -> Tree:
-    """`tree` with the leaves of the partials put in; the inverse of `es.filter`.
+    """`tree` with leaves replaced by those of the partials; the inverse of `es.filter`.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `*partials`: trees of its structure. Their leaves that are not `None` replace
-        those of `tree`; the last partial wins. Shapes and dtypes may differ.
+    - `*partials`: trees of the same structure. Their leaves that are not `None` replace
+        those of `tree`; later partials take precedence. Shapes and dtypes may differ.
 
     **Returns:**
 
@@ -125,7 +126,8 @@ def update(tree: Tree, *partials: Any) -> Tree:
 
     **Raises:**
 
-    - `ValueError`: a partial has another structure. The message names the first path.
+    - `ValueError`: a partial has a different structure. The message names the first
+        path that differs.
 
     !!! example
 
@@ -155,19 +157,19 @@ def update(tree: Tree, *partials: Any) -> Tree:
 
 
 def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
-    """What a partial has for each leaf; `None` if it needs to be looked at closely."""
+    """The partial's value for each leaf; `None` if it needs a closer look."""
     try:
         given = treedef.flatten_up_to(partial)
     except (ValueError, TypeError, KeyError):
         return None
     there = [x for x in given if x is not None]
-    # The values of Equinox's flags `inference` count as holes.
+    # The values of Equinox's `inference` flags count as holes.
     is_plain = jtu.all_leaves(there) and bool not in builtins.map(type, there)
     return given if is_plain else None
 
 
 def _update_with_holes(tree: Tree, partials: tuple[Any, ...]) -> Tree:
-    """`update` where `tree` may have holes, and the modes may differ."""
+    """`update` if `tree` has holes, or if modes differ."""
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
@@ -182,17 +184,17 @@ def _update_with_holes(tree: Tree, partials: tuple[Any, ...]) -> Tree:
 
 
 def map(f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter = TreePart) -> Tree:
-    """`jax.tree.map` over the leaves that match a filter; the others stay.
+    """`jax.tree.map` over the leaves that match a filter; other leaves do not change.
 
     **Arguments:**
 
-    - `f`: called with a leaf of `tree` and the leaves of `rest` in the same place.
-    - `tree`, `*rest`: trees of one structure; they may be in different modes.
-    - `on`: the filter. Default: whatever has a kind.
+    - `f`: called with a leaf of `tree` and the leaves of `rest` at the same path.
+    - `tree`, `*rest`: trees of the same structure. Their modes may differ.
+    - `on`: the filter. Default: every array that has a kind.
 
     **Raises:**
 
-    - `ValueError`: a tree of `rest` has another structure, or a hole at a leaf that
+    - `ValueError`: a tree of `rest` has a different structure, or `None` at a leaf that
         `on` selects.
 
     !!! example
@@ -221,7 +223,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter = TreePart) ->
 
 
 def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
-    """What `other` has at each leaf and hole of `tree`; as in JAX, it may be a tree."""
+    """The node of `other` at each leaf and hole of `tree`, which may be a subtree."""
     tree, other = same_modes(tree), same_modes(other)
     try:
         return structure_with_holes(tree).flatten_up_to(other)
@@ -256,15 +258,15 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
 
     **Arguments:**
 
-    - `f`: takes a module, whose own submodules are already replaced, and its name;
-        returns what takes its place. What lies in an `es.nn.Stacked` is one module for
-        all layers, whose arrays have an axis more.
-    - `tree`: any pytree. A module in two places is mapped once.
+    - `f`: takes a module, whose submodules have already been replaced, and its name.
+        Returns the replacement. An `es.nn.Stacked` contains one module for all of its
+        layers, whose arrays have an extra first axis.
+    - `tree`: any pytree. A module that occurs twice is mapped once.
 
     **Raises:**
 
-    - `ValueError`: an array that `f` has put into an `es.nn.Stacked` lacks the axis of
-        the layers: map over each layer, and stack the results.
+    - `ValueError`: `f` put an array into an `es.nn.Stacked` that lacks the axis of the
+        layers. Map over each layer instead, and stack the results.
 
     !!! example
 
@@ -284,7 +286,7 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
         assert mlp.layers[0].bias is None
         ```
     """
-    # By `id`, with the node, so that no other object gets its `id`.
+    # From `id` to node and result. Storing the node keeps its `id` from being reused.
     done: dict[int, tuple[Any, Any]] = {}
 
     def rebuild(node: Any, path: KeyPath) -> Any:
@@ -292,7 +294,7 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
             return done[id(node)][1]
         out = map_children(lambda key, child: rebuild(child, (*path, key)), node)
         if is_eqx_module(node):
-            # The layers of an ensemble of stacks have an axis more, in front.
+            # Stacks in an ensemble have an extra first axis, so they cannot be checked.
             is_stack = is_module(node) and node._eqx_state_is_stack
             if is_stack and without_axis(node) is None:
                 check_stack(out)
@@ -351,10 +353,10 @@ def replace(module: Any, **fields: Any) -> Any:
 def _assign(module: eqx.Module, name: str, value: Any) -> None:
     if is_module(module):
         value = strengthen_field(type(module), name, value)
-        if name == "frozen":  # for all of the module, whatever was said before
+        if name == "frozen":  # replaces earlier settings for parts
             object.__setattr__(module, MARKS, ())
     object.__setattr__(module, name, value)
 
 
-_HOLE: Final = """`es.map`: a tree of `rest` has a hole (`None`) at `{}`, which `on` \
-selects. Pass a tree that has the leaf, or a narrower filter `on=`."""
+_HOLE: Final = """`es.map`: a tree of `rest` has `None` at `{}`, which `on` selects. \
+Pass a tree that has this leaf, or a narrower filter `on=`."""

@@ -16,23 +16,23 @@ from .._state.module import Module
 class BatchNorm(Module):
     """Normalizes each channel over the batch (Ioffe and Szegedy, 2015).
 
-    In train mode it uses the mean and the biased variance of the batch, and keeps
+    In train mode it uses the mean and the biased variance of the batch, and updates
     running averages of both. In eval mode, and when frozen, it uses the running
-    averages, which stay.
+    averages without updating them.
 
     The averages are debiased: `count` is the number of batches, and the n-th batch
     weighs `(1 - momentum) / (1 - momentum**n)`, so the first batch weighs 1. With
-    `debias=False` each batch weighs `1 - momentum`, as in PyTorch and Flax, and the
-    start at 0 and 1 fades slowly. A small convolutional network on scikit-learn's
-    digits (adam, batches of 96, mean of five seeds) was right in eval mode on 97.4 % of
-    the test set after 30 steps, and on 98.3 % after 100. With `debias=False` these were
-    70.2 % and 37.0 %.
+    `debias=False`, each batch weighs `1 - momentum`, as in PyTorch and Flax, and the
+    initial values 0 and 1 fade slowly. This matters in short runs: a small
+    convolutional network on scikit-learn's digits (adam, batches of 96, mean of five
+    seeds) had 97.4 % test accuracy in eval mode after 30 steps and 98.3 % after 100,
+    but 70.2 % and 37.0 % with `debias=False`.
 
-    With an `axis_name` it takes one example at a time, under a `vmap` with that axis,
-    as `equinox.nn.BatchNorm` does. Without one it takes a whole batch.
+    With an `axis_name`, the input is one example, under a `vmap` with that axis, as in
+    `equinox.nn.BatchNorm`. Without one, the input is a whole batch.
 
-    The averages are float32 or wider, whatever the `dtype` of the parameters is, and so
-    is the computation: in bfloat16 an average would soon stop moving.
+    The averages and the computation are in float32 or wider, whatever the `dtype` of
+    the parameters: in bfloat16, an average would soon stop changing.
 
     !!! example
 
@@ -85,21 +85,21 @@ class BatchNorm(Module):
         """**Arguments:**
 
         - `input_size`: the number of channels.
-        - `axis_name`: the name of the `vmap` axis (or tuple of names) to reduce over;
-            the input is then one example. Default: `None`, the input is a batch.
+        - `axis_name`: the name of the `vmap` axis to reduce over, or a tuple of names.
+            The input is then one example. Default: `None`; the input is a batch.
         - `eps`: added to the variance. Default: 1e-5.
         - `channelwise_affine`: whether to scale and shift with `weight` and `bias`.
-        - `momentum`: how much of the running average stays at each step, in the long
-            run. `None` is the plain average over all batches, as in PyTorch. Default:
-            0.99.
+        - `momentum`: the weight of the old running average in each update, after many
+            updates. `None` means the plain average over all batches, as in PyTorch.
+            Default: 0.99.
         - `dtype`: the dtype of the parameters, real floating. Default: JAX's default
-            float. The statistics have the same, but at least float32.
-        - `channel_axis`: the axis of the input that holds the channels. Default: 0 with
-            an `axis_name`, else 1.
-        - `debias`: whether each batch weighs as said above. If `False`, `count` is
-            `None`, unless `momentum` is: averages that come from elsewhere without
-            their number of batches go on from there.
-        - `key`: ignored, as nothing is random.
+            float. The statistics have the same dtype, but at least float32.
+        - `channel_axis`: the channel axis of the input. Default: 0 with an `axis_name`,
+            else 1.
+        - `debias`: whether to debias the averages, as described above. If `False`,
+            `count` is `None` unless `momentum` is. Use `False` to continue averages
+            from a different library that does not store a number of batches.
+        - `key`: ignored, because nothing is random.
 
         **Raises:**
 
@@ -127,23 +127,23 @@ class BatchNorm(Module):
 
         - `x`: a real array with `input_size` elements along `channel_axis`.
         - `key`: ignored.
-        - `mask`: true where `x` counts and false where it is padding, as in Flax; an
-            array that broadcasts to the shape of `x`, such as `(N, 1)` for a batch
-            `(N, C)` whose last rows are padding. With an `axis_name` it is the mask of
-            one example, and may be a single bool. Default: everything counts. It only
-            matters in train mode: mean, variance and running averages are those of the
-            elements that count. Padding is normalized like the rest, and has no
-            gradient. A channel that is all padding keeps its running averages, is
-            normalized with them, and does not count the batch.
+        - `mask`: true where `x` is valid and false where it is padding, as in Flax; an
+            array that broadcasts to the shape of `x`, such as `(N, 1)` for a batch `(N,
+            C)` whose last rows are padding. With an `axis_name` it is the mask of one
+            example, and may be a single bool. Default: everything is valid. In train
+            mode, mean, variance and running averages use only valid elements; in eval
+            mode the mask has no effect. Padding is normalized like the rest, but has no
+            gradient. A channel with nothing but padding is normalized with its running
+            averages and does not update them.
 
         **Returns:**
 
-        An array of the shape of `x`, and of its dtype if that is floating.
+        An array of the shape of `x`, and of its dtype if that is a float.
 
         **Raises:**
 
         - `NameError`: there is no axis called `axis_name`.
-        - `ValueError`: `x` has another number of channels, or is complex; or `mask`
+        - `ValueError`: `x` has the wrong number of channels, or is complex; or `mask`
             does not broadcast to the shape of `x`.
         """
         del key
@@ -151,8 +151,8 @@ class BatchNorm(Module):
         _check_input(self, x)
         if mask is not None:
             mask = jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
-        # By `es.configure(model, momentum=rate)` a setting becomes an array, and a
-        # subclass may have functions. `jit` takes neither.
+        # After `es.configure(model, momentum=rate)` a setting may be an array, and a
+        # subclass may have function fields. `jit` accepts neither.
         are_numbers = all(
             isinstance(x, int | float | None) for x in (self.eps, self.momentum)
         )
@@ -160,7 +160,7 @@ class BatchNorm(Module):
         normalize = _compiled if is_plain else _normalize
         try:
             y, mean, var, count = normalize(self, x, mask)
-        except NameError as e:  # JAX's, for an axis name that no transform has bound
+        except NameError as e:  # from JAX: no transform binds the axis name
             raise NameError(_UNBOUND.format(self.axis_name)) from e
         if self.training and not self.frozen:
             self.mean, self.var, self.count = mean, var, count
@@ -170,7 +170,7 @@ class BatchNorm(Module):
 def _normalize(
     norm: BatchNorm, x: Array, mask: Array | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The output, and the statistics after it."""
+    """The output and the new statistics."""
     new = norm.mean, norm.var, norm.count
     wide = x.astype(_widest(x.dtype, norm.mean.dtype))
     if norm.training and not norm.frozen:
@@ -189,29 +189,28 @@ def _normalize(
     if mask is not None and kept is not deviation:
         padding = _affine(norm, *jax.lax.stop_gradient((deviation, scale, shift)))
         y = jnp.where(mask, y, padding)
-    # Back to the precision of the layers around, but not back to integers.
+    # Cast back to a float input's dtype, but never to integers.
     y = y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
     return y, *new
 
 
-# One program where `jit` is not around it. In a trace its operations appear as they
-# are, but come from a trace that is cached: a model has many such layers.
+# Outside `jit`, run one program. Inside a trace, `inline` inserts the operations
+# themselves, from a cached trace, because a model has many such layers.
 _compiled = jax.jit(_normalize, inline=True)
 
 
 def _center(
     norm: BatchNorm, x: Array, mask: Array | None
 ) -> tuple[Array, Array, Array, Array, tuple[Array, Array, Array | None]]:
-    """What `_normalize` normalizes with, and the new statistics.
+    """The values for `_normalize`, and the new statistics.
 
-    The former is the deviation of `x` from its mean, the same with 0 for padding, the
+    The values are the deviation of `x` from its mean, the same with 0 for padding, the
     error of the mean, and the variance.
     """
-    # The mean of large numbers has a rounding error, which may be larger than a small
-    # deviation. So the second pass, which computes the variance, also computes the mean
-    # of the deviations, which is that error. Without this, 100 elements of 1e4/3 would
-    # deviate from their mean by 0.15. The error has no gradient: computed exactly it is
-    # 0 for every `x`.
+    # The rounding error of a mean of large numbers may be larger than a small
+    # deviation: 100 elements of 1e4/3 would deviate from their mean by 0.15. This error
+    # is the mean of the deviations, so compute it in the second pass, together with the
+    # variance. It has no gradient, because in exact arithmetic it is 0 for every `x`.
     axes = tuple(i for i in range(x.ndim) if i != norm.channel_axis % x.ndim)
 
     def over_lanes(*xs: Any) -> Any:
@@ -225,7 +224,7 @@ def _center(
     number = number if found is None else jnp.maximum(found, 1)
 
     def only(a: Array) -> Array:
-        # Not by a product: padding may be NaN, and 0 times NaN is NaN.
+        # Not a product: padding may be NaN, and 0 times NaN is NaN.
         return a if mask is None else jnp.where(mask, a, 0)
 
     def if_any(new: Array, old: Array) -> Array:
@@ -245,7 +244,7 @@ def _center(
     mean = if_any(mean, norm.mean)
     deviation = x - _spread(norm, mean, x)
     kept = only(deviation)
-    # Not `jnp.square`, whose gradient would keep `2 * kept` besides `kept`.
+    # Not `jnp.square`, whose gradient would store `2 * kept` besides `kept`.
     rest, square = (a / number for a in sums(kept, kept * kept))
     rest = jax.lax.stop_gradient(rest)
     var = square - jnp.minimum(jnp.square(rest), jax.lax.stop_gradient(square))
@@ -258,24 +257,24 @@ def _mixed(old: Array, new: Array, momentum: Any, n: Array | None) -> Array:
     """The average after the `n`-th batch."""
     if n is None:
         return momentum * old + (1 - momentum) * new
-    # `1 - momentum**n` would lose digits where `momentum` is almost 1. `None` is the
-    # limit, in which the weight is `1 / n`. With 1 the weight is 0, so the maximum.
+    # Not `1 - momentum**n`, which loses digits if `momentum` is almost 1. `None` is the
+    # limit, a weight of `1 / n`. The maximum is for `momentum=1`, a weight of 0.
     rate = 1e-30 if momentum is None else 1 - momentum
     weight = rate / jnp.maximum(-jnp.expm1(n * jnp.log1p(-rate)), 1e-37)
-    # Not `(1 - weight) * old + weight * new`, whose factors do not add up to exactly 1:
-    # over many steps an average of equal numbers would move away from them.
+    # Not `(1 - weight) * old + weight * new`: the factors do not add up to exactly 1,
+    # so an average of equal numbers would drift over many steps.
     return jnp.where(n > 1, old + weight * (new - old), new)
 
 
 def _widest(*dtypes: Any) -> Any:
-    """The widest of these that are real floating dtypes; float32 at least."""
+    """The widest real floating dtype among these; at least float32."""
     floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return max(jnp.dtype("float32"), *floating, key=lambda d: jnp.finfo(d).bits)
 
 
 def _spread(norm: BatchNorm, channels: Array, x: Array) -> Array:
     """One value per channel, as an array of the rank of `x`."""
-    # Not of the shape of `x`: a gradient would keep a residual of that size.
+    # Not of the shape of `x`: a gradient would store a residual of that size.
     shape = [1] * x.ndim
     shape[norm.channel_axis] = channels.size
     return channels.reshape(shape)
@@ -295,13 +294,13 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
 
 
 _UNBOUND: Final = """`es.nn.BatchNorm(axis_name={0!r})` averages over an axis of that \
-name, and there is none. Name it where the model is mapped: `es.vmap(model, \
-axis_name={0!r})(xs)`. For a whole batch at once, make the layer with \
+name, and there is none. Name the axis where you map the model: `es.vmap(model, \
+axis_name={0!r})(xs)`. For a whole batch at once, create the layer with \
 `axis_name=None`."""
 
-_CHANNELS: Final = """`es.nn.BatchNorm(input_size={0})` got an input of shape {1}, and \
-looks for its {0} channels along axis {2}. Set `channel_axis`; with `axis_name=None` \
-the input is a whole batch."""
+_CHANNELS: Final = """`es.nn.BatchNorm(input_size={0})` got an input of shape {1}, but \
+expects {0} channels along axis {2}. Set `channel_axis`; with `axis_name=None`, the \
+input is a whole batch."""
 
-_NOT_REAL: Final = """`es.nn.BatchNorm` was given the dtype {}, and normalizes real \
-numbers. Give it both parts as channels: `jnp.concatenate([x.real, x.imag], axis=1)`."""
+_NOT_REAL: Final = """`es.nn.BatchNorm` normalizes real numbers, but was given the \
+dtype {}. Pass both parts as channels: `jnp.concatenate([x.real, x.imag], axis=1)`."""

@@ -1,4 +1,4 @@
-"""Layers of one structure as one: a program as small as that of a single layer."""
+"""Layers of equal structure, run by one loop: the program has the size of one layer."""
 
 import functools as ft
 from collections.abc import Callable, Iterable, Iterator
@@ -23,11 +23,11 @@ from .._tree.walk import copy_tree, is_array, is_numpy
 from .._typing import PyTree
 
 
-# --- Several layers as one, each array with an axis more.
+# --- Several layers as one, whose arrays have an extra first axis.
 
 
 def _stack(layers: Any) -> tuple[PyTree, int]:
-    """Layers as one, with a first axis in each array; and how many there are."""
+    """The layers as one, with an extra first axis in each array; and their number."""
     if not (layers := list(layers)):
         raise ValueError("`es.nn.Stacked` needs at least one layer.")
     check_not_shared(layers)
@@ -49,7 +49,7 @@ def _stacked(layers: list[Any]) -> PyTree:
 
 
 def _form(tree: PyTree) -> tuple[Any, list[Any]]:
-    """All of a tree but the values of its arrays."""
+    """Everything in a tree except the values of its arrays."""
     flat, treedef = jtu.tree_flatten(tree)
     return treedef, [(x.shape, x.dtype) if is_array(x) else (type(x), x) for x in flat]
 
@@ -64,9 +64,9 @@ def _as_one(column: tuple[Any, ...]) -> Any:
 
 
 _DIFFER: Final = """`es.nn.Stacked`: layers 0 and {} differ, {}. One program runs all \
-of them, so they may differ in the values of their arrays only. Layers that have to \
-differ belong in a list, or in several stacks; Equinox's stateful ones, which have \
-marks that differ, in wrappers: `es.nn.Stateful(eqx.nn.BatchNorm(...))`."""
+layers, so they may differ only in the values of their arrays. Put layers that must \
+differ into a list, or into several stacks. Wrap Equinox's stateful layers, whose \
+state indices differ: `es.nn.Stateful(eqx.nn.BatchNorm(...))`."""
 
 
 _Layer = TypeVar("_Layer")
@@ -74,20 +74,19 @@ _Made = TypeVar("_Made")
 
 
 class Stacked(Module, Generic[_Layer]):
-    """Layers of one structure, which run in turn: `x = layer(x)` for each of them.
+    """Layers of equal structure that run one after the other: `x = layer(x)` for each.
 
-    Each array has a first axis, along which it holds those of the layers, and
-    [`es.scan`][eqx_state.scan] runs them. So the time to compile and the size of the
-    program do not grow with the number of layers. State and keys are each layer's own.
+    The arrays of all layers are stacked along an extra first axis, and
+    [`es.scan`][eqx_state.scan] runs the layers. Compile time and program size therefore
+    do not grow with the number of layers. Each layer has its own state and keys.
 
-    In a tree the arrays are as they are: `blocks.layers.w` is one array. In files and
-    in `es.state_dict` they have the names that they have in a list of layers,
-    `blocks[3].w`, so that each can be loaded from the other. Filters and rules are
-    asked once for each layer, by that name and without the stack's axis. An array is
-    selected in all layers or in none.
+    In the pytree, `blocks.layers.w` is one stacked array. Files, `es.state_dict`,
+    filters and rules see one array per layer instead: `blocks[3].w`, without the extra
+    axis, as in a list of layers. You can therefore load a list into a stack, and a
+    stack into a list. A filter must select an array in all layers or in none.
 
     `len(stacked)`, `stacked[3]` (a layer), `stacked[2:5]` (an `es.nn.Stacked`) and `for
-    layer in stacked` are as for a list, but what they return are copies.
+    layer in stacked` work as for a list, but return copies.
 
     !!! example
 
@@ -121,7 +120,7 @@ class Stacked(Module, Generic[_Layer]):
         ```
     """
 
-    layers: _Layer | Any  # what is said of one layer holds for all
+    layers: _Layer | Any  # declarations in a layer apply to all
     checkpoint: Any = eqx.field(static=True)
     unroll: int | bool = eqx.field(static=True)
     length: int = eqx.field(static=True)
@@ -137,19 +136,20 @@ class Stacked(Module, Generic[_Layer]):
     ):
         """**Arguments:**
 
-        - `layers`: the layers, at least one: modules, or any pytrees that can be
-            called, which differ in nothing but the values of their arrays. If one of
-            them is not initialized, the stack is not, and `init` makes all of them.
+        - `layers`: the layers, at least one: modules, or any callable pytrees, that
+            differ only in the values of their arrays. If one of them is not
+            initialized, neither is the stack, and `init` initializes all layers.
         - `checkpoint`: `True` to recompute the values inside a layer in the backward
-            pass (remat), or a policy of `jax.checkpoint`, which says what is kept, such
-            as `jax.checkpoint_policies.dots_saveable`. Default: `None`, keep all.
+            pass (remat), or a policy of `jax.checkpoint` that selects the values to
+            store, such as `jax.checkpoint_policies.dots_saveable`. Default: `None`,
+            store all.
         - `unroll`: how many layers a step of the loop runs, as for `jax.lax.scan`;
             `True` for all. Default: 1.
 
         **Raises:**
 
-        - `ValueError`: the layers differ (the message has the first path), there are
-            none, or a stateful one occurs twice.
+        - `ValueError`: the layers differ (the message names the first path), there are
+            none, or a stateful layer occurs twice.
         """
         self.checkpoint = checkpoint or None
         self.unroll = unroll
@@ -163,7 +163,7 @@ class Stacked(Module, Generic[_Layer]):
         checkpoint: Callable[..., bool] | bool | None = None,
         unroll: int | bool = 1,
     ) -> "Stacked[_Made]":
-        """The stack of `make_layer(key)` for each key, made by one `vmap`.
+        """The stack of `make_layer(key)` for each key, created by one `vmap`.
 
         **Arguments:**
 
@@ -199,8 +199,8 @@ class Stacked(Module, Generic[_Layer]):
         keys = keys if is_array(keys) else jnp.stack(keys)
         layers = eqx.filter_vmap(make_layer)(keys)
         if missing(layers) is not None:
-            # A placeholder knows nothing of the `vmap` that it was made under.
-            # (And JAX cannot iterate over typed keys in a trace.)
+            # A placeholder is not mapped by the `vmap`, so create the layers one by
+            # one. (JAX cannot iterate over typed keys in a trace.)
             each = [make_layer(keys[i]) for i in range(len(keys))]
             return Stacked(each, checkpoint=checkpoint, unroll=unroll)
         empty: Stacked[Any] = Stacked([()], checkpoint=checkpoint, unroll=unroll)
@@ -209,33 +209,33 @@ class Stacked(Module, Generic[_Layer]):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """**Arguments:**
 
-        - `x`: what the first layer takes: an array, or a pytree of arrays.
-        - `*args`, `**kwargs`: given to each layer, as they are. Only a PRNG key that is
-            passed as `key=` is split, so that each layer has one of its own, as in
+        - `x`: the input of the first layer: an array, or a pytree of arrays.
+        - `*args`, `**kwargs`: passed to each layer unchanged, except that a PRNG key in
+            `key=` is split, so that each layer has its own, as in
             `equinox.nn.Sequential`.
 
         **Returns:**
 
-        What the last layer returns. Each layer must return what the next one takes:
-        with the structure, the shapes and the dtypes of `x`.
+        The output of the last layer. The output of each layer must have the structure,
+        shapes and dtypes of `x`.
 
         **Raises:**
 
-        - `TypeError`: a layer returned something unlike `x`.
-        - `ValueError`: the first axis of an array is not that of the layers.
-        - `es.NotInitializedError`: the layers are to be made by `init`.
+        - `TypeError`: the output of a layer differs from `x` in this.
+        - `ValueError`: an array lacks the axis of the layers.
+        - `es.NotInitializedError`: `init` has not been called.
         """
         layers, length = _ready(self), self.length
         keys = {}
         if "key" in kwargs and not takes_key(layers):
-            # `equinox.nn.Sequential` gives one to every layer, as does `Stateful`.
+            # `equinox.nn.Sequential` and `Stateful` pass a key to every layer.
             del kwargs["key"]
         elif _is_one_key(kwargs.get("key")):
             keys = {"key": jr.split(kwargs.pop("key"), length)}
         is_remat = self.checkpoint is not None
         policy = None if self.checkpoint is True else self.checkpoint
-        # In a loop nothing is common to forward and backward pass that XLA could merge
-        # again, and a barrier would only be in its way.
+        # In a loop, XLA cannot merge the recomputation with the forward pass, so a
+        # barrier against that would only cost time.
         is_loop = length > 1 and self.unroll is not True and self.unroll <= 1
 
         def step(x: Any, layer_and_key: Any) -> tuple[Any, None]:
@@ -259,8 +259,8 @@ class Stacked(Module, Generic[_Layer]):
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: Any) -> Any:
         layers = _ready(self)
-        # As a list does, this raises an error for an index that is out of range. JAX
-        # would take the last layer instead.
+        # Raises for an index that is out of range, like a list. JAX would return the
+        # last layer instead.
         at = range(self.length)[index]
         if isinstance(at, range):
             return _with(copy_tree(self), _take(layers, index), len(at))
@@ -278,7 +278,7 @@ def _take(layers: PyTree, index: int | slice) -> PyTree:
 
 
 def _ready(stacked: Stacked[Any]) -> PyTree:
-    """The layers of a stack, if they are initialized and have the stack's axis."""
+    """The layers of a stack; raises unless they are initialized and have its axis."""
     if isinstance(stacked.layers, Initializer):
         check_initialized(stacked)
     check_stack(stacked)
