@@ -205,7 +205,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
     )
     with pytest.raises(ValueError, match=rf"`lr` is not a hyper.*be set: {names}\."):
         optimizer.set(lr=0.1)
-    match = rf"`learning_rate` of the group `es\.State` is no .*be set: {names}\."
+    match = rf"`learning_rate` of the group `es\.State` is not a.*be set: {names}\."
     with pytest.raises(ValueError, match=match):
         optimizer.set(group=es.State, learning_rate=0.1)
     with pytest.raises(
