@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+from typing import Any
 
 import equinox as eqx
 
@@ -31,8 +32,7 @@ def show(tree: PyTree) -> str:
 
 def no_attribute(module: str, name: str) -> AttributeError:
     """The error for a name that `eqx_state` or `eqx_state.nn` does not have."""
-    own = sys.modules[__package__]
-    places = {"eqx": eqx, "eqx.nn": eqx.nn, "es.nn": own.nn, "es": own}
+    places = _places()
     known = {x: f"{k}.{x}" for k in places for x in dir(places[k]) if x[0] != "_"}
     known |= {"Param": "es.Parameter", "Rngs": "es.RngStream", "remat": "es.checkpoint"}
     near = difflib.get_close_matches(name, known, 1, 0.75)
@@ -40,6 +40,18 @@ def no_attribute(module: str, name: str) -> AttributeError:
     # Without `obj`, by which Python would look for near names itself.
     said = f"module {module!r} has no attribute {name!r}{hint}"
     return AttributeError(said, name=name)
+
+
+def public_name(cls: type) -> str:
+    """A class as users write it, such as `eqx.nn.Linear`; else its own name."""
+    name = cls.__qualname__
+    found = [k for k, x in _places().items() if getattr(x, name, None) is cls]
+    return f"{found[0]}.{name}" if found else name
+
+
+def _places() -> dict[str, Any]:
+    own = sys.modules[__package__]
+    return {"eqx": eqx, "eqx.nn": eqx.nn, "es.nn": own.nn, "es": own}
 
 
 def an(name: str) -> str:

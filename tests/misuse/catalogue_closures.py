@@ -167,6 +167,7 @@ def under(name, wrong, right, runs):
         "`Layer.count` (`layer.count`)",
         "es.vmap(lambda x: self.layer(x))",
         "call `es.mutable` inside the transform",
+        "each lane then has its own model",
     )
     def _(case):
         net = case.keep(Net(), XS)

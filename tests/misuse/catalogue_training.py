@@ -343,7 +343,25 @@ def _(case):
     assert optimizer.update(mean, net)[0].layer.weight == 1.0
 
 
-@program("swap the arguments: `optimizer.update(model, grads)`", "layer.count")
+@program(
+    "give `wrt=` to the gradient only: `es.grad(loss_fn, wrt=wrt)`",
+    "selects `[0].layer.weight`",
+    "es.Optimizer(tx, wrt=wrt)",
+)
+def _(case):
+    model = case.keep([Net(), jnp.ones(3)], call=lambda m: es.mutable(m[0])(XS))
+    wrt = es.all_of(es.trainable, es.under(lambda m: m[1]))
+    grads, model = es.grad(lambda m: m[1].sum(), wrt=wrt)(model)
+    with case.error():
+        es.Optimizer(optax.sgd(1.0)).init(model).update(grads, model)
+    es.Optimizer(optax.sgd(1.0), wrt=wrt).init(model).update(grads, model)
+
+
+@program(
+    "swap the arguments: `optimizer.update(model, grads)`, with state or a function in"
+    " the model",
+    "layer.count",
+)
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.sgd(1.0)).init(net)

@@ -22,6 +22,7 @@ def both(a, b, x):
 @program(
     "call a model in train mode directly",
     "`Layer.count`",
+    "For predictions call it in eval mode",
     "y, model = es.mutable(model)(x)",
     "model.eval()(x)",
 )
@@ -274,11 +275,13 @@ def _(case):
 @program("assign an undeclared layer in `__init__`, as in PyTorch")
 def _(case):
     class Model(es.Module):
-        def __init__(self):
-            self.linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+        def __init__(self, wrap):
+            self.linear = wrap(eqx.nn.Linear(2, 3, key=jax.random.key(0)))
 
-    with case.error():
-        Model()
+    with case.error("body: `linear: eqx.nn.Linear`."):
+        Model(lambda layer: layer)
+    with case.error("body: `linear: list`."):
+        Model(lambda layer: [layer])
 
 
 @program("switch the mode in a call: `self.training = False`", "model = model.eval()")

@@ -114,6 +114,9 @@ def test_an_axis_that_no_transform_has_named():
     for run, x in ((norm, jnp.ones(3)), (es.vmap(norm), jnp.ones((1, 3)))):
         with pytest.raises(NameError, match=f"^{message}"):
             es.mutable(run)(x)
+    with pytest.raises(NameError, match=r"predictions.* `jax.vmap\(model.eval\(\)\)"):
+        jax.vmap(norm)(jnp.ones((1, 3)))
+    assert jax.vmap(norm.eval())(jnp.ones((1, 3))).shape == (1, 3)
 
 
 def test_a_tuple_of_axis_names_reduces_over_both():

@@ -324,6 +324,14 @@ def test_under_looks_at_holes_of_other_leaves():
     assert selected(es.under(lambda m: m.layers[0]), tree=params) == {"layers[0].scale"}
 
 
+def test_a_model_and_a_mask_of_it_are_no_filters_though_they_can_be_called():
+    match = r"^`Linear` is not a filter.*wrt=es\.all_of\(es.trainable, es.under\("
+    layer = eqx.nn.Linear(2, 1, key=jr.key(0))
+    for wrong in (layer, jax.tree.map(lambda _: True, layer)):
+        with pytest.raises(TypeError, match=match):
+            es.grad(lambda m: m(jnp.ones(2)).sum(), wrt=wrong)(layer)
+
+
 PREDICATES = [
     eqx.is_array,
     eqx.is_array_like,

@@ -284,6 +284,17 @@ def test_where_is_a_function_and_not_a_filter_or_a_layer(where, name):
         es.filter(make_model(), es.under(where))
 
 
+def test_a_class_as_where():
+    """The message has the code that freezes all modules of the class."""
+    model = make_model()
+    with pytest.raises(TypeError, match="the class `Norm` was given") as info:
+        model.freeze(Norm)
+    code = str(info.value).split("`")[-2]
+    frozen = eval(code, {"es": es, "model": model, "Norm": Norm})
+    expected = dict.fromkeys(["norm", "layers[0]", "layers[2][0]", "inner.norm"], True)
+    assert flags(frozen, "frozen") == {"": False, **expected}
+
+
 def test_where_may_be_a_method_of_a_module():
     class Select(eqx.Module):
         def norm(self, model):

@@ -296,6 +296,7 @@ def _replacing(path: str) -> Iterator[str]:
 _ELSEWHERE: Final = """it is split over several processes; save it with Orbax \
 (orbax-checkpoint), or gather it with `multihost_utils.process_allgather`"""
 
-_ADVICE: Final = """`like` must be a tree like the one that was saved: `es.load(path, \
-(model, optimizer))[0]`. To load only a part, pass filters, `es.load(path, like, \
-es.Parameter)`; `strict=False` skips names that only one of the two has."""
+_ADVICE: Final = """`like` must be a tree like the one that was saved. To load \
+only a part of a saved dict: `es.load(path, {"model": model}, strict=False)["model"]`, \
+where `strict=False` skips names that only one of the two has. To require what filters \
+select: `es.load(path, like, es.Parameter)`."""

@@ -108,9 +108,9 @@ class Optimizer(AbstractPerParameter):
             if is_module(x) or not hasattr(x, "init"):
                 name = getattr(x, "__qualname__", type(x).__qualname__)
                 raise TypeError(_NO_MODEL.format("tx", "an optax transformation", name))
-        check_filter(wrt)
         if any(map(eqx.is_array, jtu.tree_leaves(wrt))):
             raise TypeError(_NO_MODEL.format("wrt", "a filter", type(wrt).__qualname__))
+        check_filter(wrt)
         self.wrt = wrt
         self.opt_state = None
         self._made_for = None
@@ -327,7 +327,9 @@ def _gradients(
     # other one, the updates have this shape, too, and `_check_updates` rejects them.
     per_example = all(np.shape(g)[1:] == x.shape != np.shape(g) for _, x, g in pairs)
     for path, x, g in pairs:
-        if g is None or (np.shape(g) != x.shape and not per_example):
+        if g is None:
+            raise ValueError(_NO_GRADIENT.format(_name(path)))
+        if np.shape(g) != x.shape and not per_example:
             found = "gradient", _name(path), show(g), show(x)
             raise ValueError(_OTHER_SHAPE.format(*found))
     return jtu.tree_unflatten(jtu.tree_structure(params), [g for _, _, g in pairs])
@@ -377,7 +379,8 @@ a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 _OTHER_MODEL: Final = "what `wrt` selects of the model is not what `init` was given"
 
 _NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, but `{}` was given. Pass \
-the model to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`."""
+the model to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`. To train a part of \
+it: `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 
 _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which returns \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
@@ -385,6 +388,10 @@ a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 _SWAPPED: Final = """`es.Optimizer.update`: the gradients contain `{}`, which is not a \
 parameter and not in the model. Pass the gradients first: `model, optimizer = \
 optimizer.update(grads, model)`."""
+
+_NO_GRADIENT: Final = """`es.Optimizer.update`: `wrt` of the optimizer selects {}, but \
+its gradient is `None`. Give both the same filter: `es.Optimizer(tx, wrt=wrt)` and \
+`es.value_and_grad(loss_fn, wrt=wrt)`."""
 
 _OTHER_SHAPE: Final = """`es.Optimizer.update`: the {} of {} is `{}`, but the \
 parameter is `{}`. Their shapes must be equal, or optax would broadcast them. Average \

@@ -165,7 +165,7 @@ class Module(BaseModule):
                 super().__setattr__(name, value)
             except dataclasses.FrozenInstanceError:
                 if name not in fields:
-                    message = no_field_message(self, name)
+                    message = no_field_message(self, name, value)
                     raise dataclasses.FrozenInstanceError(message) from None
                 raise frozen_error(self, name) from None
 

@@ -9,10 +9,11 @@ import traceback
 from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
+import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import an, TraceError
+from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
 from .._tree.compare import same
@@ -39,7 +40,7 @@ def write(module: BaseModule, place: Ownership, name: str, value: Any) -> None:
     context = place.context.enter(module, key)
     field = next((f for f in fields(module) if f.name == name), None)
     if field is None:
-        raise FrozenInstanceError(no_field_message(module, name))
+        raise FrozenInstanceError(no_field_message(module, name, value))
     is_static = field.metadata.get("static", False)
     if is_static and not scope.allows(None):
         raise FrozenInstanceError(STATIC.format(where))
@@ -132,9 +133,12 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     return text.format(where, name, an(kind.__name__), allowed, kind_name(kind), field)
 
 
-def no_field_message(module: BaseModule, name: str) -> str:
+def no_field_message(module: BaseModule, name: str, value: Any) -> str:
     """The error for assigning a field that the class does not declare."""
-    return _NO_FIELD.format(type(module).__qualname__, name)
+    is_layer = lambda x: isinstance(x, eqx.Module)  # noqa: E731
+    has_layer = any(map(is_layer, jtu.tree_leaves(value, is_leaf=is_layer)))
+    declared = public_name(type(value)) + "`" if has_layer else _OF_A_KIND.format(name)
+    return _NO_FIELD.format(type(module).__qualname__, name, declared)
 
 
 def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
@@ -170,11 +174,14 @@ like the one of JAX:
 Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
 `es.checkpoint`, `es.jit` and the others; for `jax.grad` it is `es.value_and_grad`, \
 with the model as its argument. Alternatively, call `es.mutable` inside the transform, \
-and return the new model from it."""
+and return the new model from it. Under `jax.vmap` each lane then has its own model, \
+but all lanes draw the same random numbers, such as one dropout mask."""
 
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
-the class body: `{1}: es.State` if a forward pass changes it, `{1}: es.Parameter` if \
-it is trained."""
+the class body: `{1}: {2}."""
+
+_OF_A_KIND: Final = """es.State` if a forward pass changes it, `{}: es.Parameter` \
+if it is trained"""
 
 _NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
 Declare what a forward pass changes: `{4}: es.State`."""
@@ -188,11 +195,12 @@ To write it on purpose, name the kind: `es.mutable(f, kinds={4})`, or \
 `kinds=es.TreePart` for all. If it is not {2}, declare what it is: `{5}: es.State`."""
 
 _NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
-outside `es.mutable`. State is written in a call that returns the new model:
+outside `es.mutable`. For predictions call it in eval mode, in which layers write \
+nothing. In training, state is written in a call that returns the new model:
 
     y = model(x)                        # wrong
-    y, model = es.mutable(model)(x)     # right
-    y = model.eval()(x)                 # or: layers write nothing then
+    y = model.eval()(x)                 # right, for predictions
+    y, model = es.mutable(model)(x)     # right, in training
 
 To change any other field, make a copy: `model = model.replace({1}=value)`. Instead of \
 a JAX transform, use that of `es`: `es.value_and_grad`, \

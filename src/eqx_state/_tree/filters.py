@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._errors import public_name
 from .._kinds.kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
 from .base import is_eqx_module
@@ -32,8 +33,13 @@ def check_filter(filter: Any) -> None:
         raise TypeError(_OF_AN_ARRAY.format(f"eqx.{filter.__name__}"))
     # Reject `eqx.nn.Linear` and `es.State[Array]`, although they are callable.
     is_type = isinstance(filter, type) or typing.get_origin(filter) is not None
-    if not is_kind(filter) and (is_type or not callable(filter)):
-        raise TypeError(_NOT_A_FILTER.format(filter))
+    values = [] if is_type else jtu.tree_leaves(filter)
+    # A mask or a model: it may be callable, too.
+    is_mask = {*map(type, values)} == {bool} != {type(filter)}
+    is_tree = is_mask or any(map(is_array, values))
+    if not is_kind(filter) and (is_type or is_tree or not callable(filter)):
+        given = type(filter).__qualname__ if is_tree else repr(filter)
+        raise TypeError(_NOT_A_FILTER.format(given))
 
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
@@ -366,6 +372,8 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     # Detect a layer instead of a function. A wrapped function may be a module, too.
     is_layer = is_eqx_module(where) and not hasattr(where, "__wrapped__")
     given = type(where) if is_layer or not callable(where) else where
+    if isinstance(where, type) and not is_kind(where):
+        raise TypeError(_CLASS_AS_WHERE.format(public_name(where)))
     if given is not where or is_kind(where) or isinstance(where, Combinator):
         raise TypeError(_NOT_WHERE.format(written(given)))
     try:
@@ -381,9 +389,10 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     return [selected] if id(selected) in in_tree else list(selected)
 
 
-_NOT_A_FILTER: Final = """`{!r}` is not a filter. A filter is a kind (`es.Parameter`), \
+_NOT_A_FILTER: Final = """`{}` is not a filter. A filter is a kind (`es.Parameter`), \
 a function `es.Part -> bool`, or the result of `es.path_matches(name)`, \
-`es.inside(module_class)` or a similar function of `es`."""
+`es.inside(module_class)` or a similar function of `es`. To train a part of the model: \
+`wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 
 _OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter takes an `es.Part`, \
 and not its array. Write `lambda part: {0}(part.value)`, or `es.trainable` for \
@@ -405,6 +414,11 @@ _NOT_WHERE: Final = """`where` must be a function from the tree to one of its no
 or to a tuple of them, as in `eqx.tree_at`, but `{}` was given. Write `lambda model: \
 model.layers[0]`. To exclude the selection of a filter from training, do so where you \
 use the parameters: `wrt=es.all_of(es.trainable, es.not_(filter))`."""
+
+_CLASS_AS_WHERE: Final = """`where` must be a function from the tree to its nodes, but \
+the class `{0}` was given. The filter for all modules of a class is `es.inside({0})`. \
+To freeze them: `model.freeze(lambda model: [x for _, x in es.modules(model) if \
+isinstance(x, {0})])`."""
 
 _IN_WHERE: Final = """The error is in `where`. It is called with the whole tree, here \
 `{}`, and must return one of its nodes or a tuple of them."""

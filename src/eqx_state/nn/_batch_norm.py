@@ -295,7 +295,8 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
 
 _UNBOUND: Final = """`es.nn.BatchNorm(axis_name={0!r})` averages over an axis of that \
 name, and there is none. Name the axis where you map the model: `es.vmap(model, \
-axis_name={0!r})(xs)`. For a whole batch at once, create the layer with \
+axis_name={0!r})(xs)`. For predictions, switch to eval mode: \
+`jax.vmap(model.eval())(xs)`. For a whole batch at once, create the layer with \
 `axis_name=None`."""
 
 _CHANNELS: Final = """`es.nn.BatchNorm(input_size={0})` got an input of shape {1}, but \
