@@ -179,7 +179,7 @@ class Ema(AbstractPerParameter):
             raise NotInitializedError(_NOT_INITIALIZED.format(what))
         return self._dtypes
 
-    def _followed(self) -> PyTree:
+    def _recorded_model(self) -> PyTree:
         return update(self.rest, self.means)
 
     def _with(self, params: PyTree, **fields: Any) -> Self:

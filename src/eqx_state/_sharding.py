@@ -10,10 +10,10 @@ from ._kinds.kinds import is_kind, OptState
 from ._state.init import check_initialized
 from ._tree.axis_names import (
     dims_text,
-    followed_leaves,
     named_leaves,
     NamedLeaf,
     Names,
+    recorded_leaves,
 )
 from ._tree.filters import written
 from ._tree.rules import choose
@@ -133,7 +133,7 @@ def _check_names(
     # Include the names of the model of an optimizer: without moments, the optimizer
     # alone has no named arrays.
     first: dict[str, Visit] = {}
-    for visit, names, others in [*leaves, *followed_leaves(tree)]:
+    for visit, names, others in [*leaves, *recorded_leaves(tree)]:
         for name in filter(None, others or names or ()):
             first.setdefault(name, visit)
     for name in by_name:

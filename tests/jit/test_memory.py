@@ -143,7 +143,7 @@ def test_a_thousand_models_leave_nothing():
     assert log.traces == 1
     assert len(plans) == 1
     assert programs.plans is plans
-    assert len(programs.by_signature) == 1
+    assert len(programs.by_key) == 1
     assert after[0] == before[0]
     assert after[1] - before[1] < 50
 

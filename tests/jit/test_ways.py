@@ -40,7 +40,7 @@ def short_way_only():
         raise AssertionError("the general way")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_programs, "Call", refuse)
+        patch.setattr(_programs, "JitCall", refuse)
         yield
 
 

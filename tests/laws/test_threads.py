@@ -491,7 +491,7 @@ def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
 def test_a_program_that_another_thread_compiles_after_the_question(is_good):
     f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
     f(jnp.ones(1))
-    (program,) = _programs.programs_of(f, Options()).by_signature.values()
+    (program,) = _programs.programs_of(f, Options()).by_key.values()
     run = program.jitted
 
     def late(*arrays):

@@ -16,7 +16,7 @@ from zoo import CASES
 
 import eqx_state as es
 from eqx_state._kinds.kinds import Spec
-from eqx_state._tree.compare import check_not_shared, identical, is_hole
+from eqx_state._tree.compare import check_not_repeated, identical, is_hole
 from eqx_state._tree.context import children, map_children, ROOT
 from eqx_state._tree.walk import kinds_of, leaves, walk
 
@@ -126,9 +126,9 @@ def test_a_stateless_module_may_be_in_many_places():
         layer: eqx.nn.Linear
 
     plain = Plain(layer)
-    check_not_shared([plain] * 3 + [part])
+    check_not_repeated([plain] * 3 + [part])
     with pytest.raises(ValueError, match=r"`\[1\]\[0\]` and `\[3\]\['a'\]`"):
-        check_not_shared([plain, [part], plain, {"a": part}])
+        check_not_repeated([plain, [part], plain, {"a": part}])
 
 
 def test_a_constant_copy_hides_no_sharing():

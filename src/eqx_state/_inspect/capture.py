@@ -19,7 +19,7 @@ from .._transforms.transform import Transform, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
 from .._tree.filters import compiled_glob
-from .._tree.observe import can_be_observed, Observer, OBSERVING, ProgramKey, unmarked
+from .._tree.observe import can_be_observed, Observer, OBSERVING, ProgramKey, untagged
 from .._tree.select import modules
 from .._typing import P, PyTree, R
 
@@ -39,8 +39,8 @@ class Outputs(Observer):
         shows = self.selects(name, module)
         return (name, shows) if shows or name in self.replace else None
 
-    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
-        name, shows = mark
+    def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
+        name, shows = tag
         out = call(*args, **kw)
         if name in self.replace:
             out = _replaced(name, self.replace[name], out)
@@ -184,7 +184,7 @@ class _Capture(Transform):
         observer.check_replaced()
         check_missed(observer.key, sown)
         found = _by_name(sown).items()
-        return result, {name: unmarked(x, observer.key) for name, x in found}
+        return result, {name: untagged(x, observer.key) for name, x in found}
 
 
 def _by_name(sown: Sown) -> dict[str, Any]:

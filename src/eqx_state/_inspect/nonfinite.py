@@ -32,10 +32,10 @@ class _Finite(Observer):
     def select(self, name: str, module: Any) -> str:
         return name
 
-    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
+    def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         before = {key: len(values) for key, values in scope.sown.items()}
         # Each call has its own key, because the keys are in the order of tracing.
-        key = Key(mark, True, sum(mark == other.name for other in before))
+        key = Key(tag, True, sum(tag == other.name for other in before))
         was_finite = _is_finite((args, kw))
         out = call(*args, **kw)
         bad = was_finite & ~_is_finite(out)

@@ -156,9 +156,9 @@ class _Table(Observer):
     def select(self, name: str, module: Any) -> str:
         return name
 
-    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
+    def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         out = call(*args, **kw)
-        self.note(mark, call, args, kw, out)
+        self.note(tag, call, args, kw, out)
         return out
 
     def note(self, name: Any, call: Any, args: Any, kwargs: Any, out: Any) -> None:

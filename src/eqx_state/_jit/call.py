@@ -72,7 +72,7 @@ def _function_of(f: Any) -> Any:
     return f.__func__ if is_bound_method(f) else f.func
 
 
-class Call:
+class JitCall:
     """One call: its arrays, and its static data."""
 
     def __init__(
@@ -248,7 +248,7 @@ _ARRAY: Final = "array"
 _ORIGIN: Final = "origin"
 
 
-def cache_key_of(call: Call) -> tuple[Any, ...]:
+def cache_key_of(call: JitCall) -> tuple[Any, ...]:
     """The static data of a call: hashable, and equal for calls of one program.
 
     JAX distinguishes shapes and dtypes. The key does not contain the called function,
@@ -278,9 +278,9 @@ def cache_key_of(call: Call) -> tuple[Any, ...]:
         statics = tuple(
             leaf(visit.node, lambda visit=visit: visit.name) for visit in root.leaves
         )
-        whose = lifted.scopes.index(root.place.scope)
-        place = root.place.path, root.place.context, whose
-        roots.append((structure(root.structure, static), statics, place))
+        whose = lifted.scopes.index(root.ownership.scope)
+        ownership = root.ownership.path, root.ownership.context, whose
+        roots.append((structure(root.structure, static), statics, ownership))
     return (
         structure(call.treedef, static),
         tuple(
@@ -289,7 +289,7 @@ def cache_key_of(call: Call) -> tuple[Any, ...]:
         ),
         tuple(roots),
         tuple(inside[id(module)] for module in lifted.reached),
-        tuple(scope.signature for scope in lifted.scopes),
+        tuple(scope.cache_key for scope in lifted.scopes),
     )
 
 

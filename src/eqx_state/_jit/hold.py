@@ -181,7 +181,7 @@ class Held(Generic[_C, P, R]):
             mode, packed = self._get()
             arrays = mode.layout.unpack(packed, Pack.split_now)
             if self._donate:
-                for i in mode.layout.kept:
+                for i in mode.layout.unpacked:
                     arrays[i] = jnp.copy(arrays[i])
             return mode.frame.with_arrays(arrays)
 
@@ -203,7 +203,7 @@ class Held(Generic[_C, P, R]):
         arrays = [_as_array(visit) for visit in visits if is_mappable(visit)]
         layout = Layout.of(arrays)
         if self._donate:
-            for i in layout.kept:
+            for i in layout.unpacked:
                 arrays[i] = jnp.copy(arrays[i])
         mode = self._mode(_Frame(carry, visits), layout)
         return mode, layout.pack(arrays, Pack.join_now)

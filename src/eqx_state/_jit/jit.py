@@ -10,7 +10,7 @@ from .._compat import hide_frames, PROGRAM_ERRORS
 from .._transforms.transform import Transform, Unbound, wrap
 from .._tree.walk import is_array
 from .._typing import P, R
-from .call import bind, cache_key_of, Call
+from .call import bind, cache_key_of, JitCall
 from .options import checked, Donate, Options
 from .programs import programs_of, raise_failed_check, unlogged, wait
 
@@ -47,7 +47,7 @@ class _Jit(Transform):
         Arrays may be `jax.ShapeDtypeStruct`s. `.compile()` returns a function for
         arguments of the same structure and static values.
         """
-        call = Call(self.f, *bind(self.f, args, kwargs), is_array)
+        call = JitCall(self.f, *bind(self.f, args, kwargs), is_array)
         lowered = programs_of(self.f, self.options).of(call).lower(call)
         return Lowered(lowered, self.f, cache_key_of(call))
 
@@ -55,8 +55,8 @@ class _Jit(Transform):
 class _Stage:
     """A program at some stage; all other attributes are those of JAX's stage."""
 
-    def __init__(self, stage: Any, f: Any, signature: Any):
-        self._stage, self._f, self._signature = stage, f, signature
+    def __init__(self, stage: Any, f: Any, key: Any):
+        self._stage, self._f, self._key = stage, f, key
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # `copy` looks up names before there is a stage
@@ -70,7 +70,7 @@ class Lowered(_Stage):
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
         """The compiled program. Arguments as for `jax.stages.Lowered.compile`."""
         compiled = self._stage.compile(*args, **kwargs)
-        return Compiled(compiled, self._f, self._signature)
+        return Compiled(compiled, self._f, self._key)
 
 
 class Compiled(_Stage):
@@ -78,8 +78,8 @@ class Compiled(_Stage):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The result for arguments of the structure and static values of `lower`."""
-        call = Call(self._f, *bind(self._f, args, kwargs))
-        if cache_key_of(call) != self._signature:
+        call = JitCall(self._f, *bind(self._f, args, kwargs))
+        if cache_key_of(call) != self._key:
             raise TypeError(
                 "A program compiled by `es.jit(f).lower(...).compile()` was called with"
                 " a different structure or different static values. Lower again, or"

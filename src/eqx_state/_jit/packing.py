@@ -25,7 +25,7 @@ from .._tree.dtypes import is_weak, to_strong
 LIMIT: Final = 4096  # bytes
 
 
-class Buffer(NamedTuple):
+class BufferKey(NamedTuple):
     """The properties that the arrays of one buffer share."""
 
     dtype: Any
@@ -36,7 +36,7 @@ class Buffer(NamedTuple):
 class Pack(NamedTuple):
     """One buffer, and the numbers and shapes of the arrays in it."""
 
-    place: Buffer
+    key: BufferKey
     numbers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
 
@@ -44,9 +44,9 @@ class Pack(NamedTuple):
         """The buffer, in a trace."""
         flat = [lax.reshape(arrays[i], (arrays[i].size,)) for i in self.numbers]
         buffer = lax.concatenate(flat, 0)
-        if isinstance(self.place.sharding, NamedSharding):
+        if isinstance(self.key.sharding, NamedSharding):
             # Without a constraint, XLA might shard the new buffer.
-            return lax.with_sharding_constraint(buffer, self.place.sharding)
+            return lax.with_sharding_constraint(buffer, self.key.sharding)
         return buffer
 
     def split(self, buffer: Array) -> list[Array]:
@@ -58,7 +58,7 @@ class Pack(NamedTuple):
         times as long in all. Indices are an operand of the kernel instead. On other
         devices a gather may be slow, so use slices.
         """
-        device = next(iter(self.place.sharding.device_set))
+        device = next(iter(self.key.sharding.device_set))
         arrays, start = [], 0
         for shape in self.shapes:
             end = start + _size(shape)
@@ -75,7 +75,7 @@ class Pack(NamedTuple):
         # Join on the host: JAX would have to compile a program with hundreds of arrays.
         parts = jax.device_get([arrays[i] for i in self.numbers])
         buffer = np.concatenate([np.ravel(part) for part in parts])
-        (new,) = _put([buffer], self.place.sharding, self.place.is_committed)
+        (new,) = _put([buffer], self.key.sharding, self.key.is_committed)
         return new
 
     def split_now(self, buffer: Array) -> list[Array]:
@@ -110,13 +110,13 @@ def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Ar
 class Layout:
     """How the arrays of a carry are stored between calls: packed or unpacked.
 
-    - `places`: the buffer of each array, `None` if it is not packed; `shapes`: its
+    - `buffers`: the buffer of each array, `None` if it is not packed; `shapes`: its
         shape.
     - `keys`: the implementation of each array of typed keys, else `None`.
     - `weak`: the numbers of weakly typed arrays, which are not packed either.
     """
 
-    places: tuple[Buffer | None, ...]
+    buffers: tuple[BufferKey | None, ...]
     shapes: tuple[tuple[int, ...], ...]
     keys: tuple[Any, ...]
     weak: tuple[int, ...]
@@ -125,7 +125,7 @@ class Layout:
     def of(arrays: Sequence[Array]) -> "Layout":
         """The layout for arrays that are not traced."""
         return Layout(
-            tuple(map(_place, arrays)),
+            tuple(map(_buffer_of, arrays)),
             tuple(x.shape for x in arrays),
             tuple(jr.key_impl(x) if _is_key(x) else None for x in arrays),
             tuple(i for i, x in enumerate(arrays) if is_weak(x)),
@@ -133,24 +133,24 @@ class Layout:
 
     @ft.cached_property
     def packs(self) -> list[Pack]:
-        found: dict[Buffer, list[int]] = {}
-        for i, place in enumerate(self.places):
-            if place is not None and i not in self.weak:
-                found.setdefault(place, []).append(i)
+        found: dict[BufferKey, list[int]] = {}
+        for i, buffer in enumerate(self.buffers):
+            if buffer is not None and i not in self.weak:
+                found.setdefault(buffer, []).append(i)
         # Never pack a single array. A slice of a whole buffer is the buffer itself, so
         # donating one (say, the array that `run.carry` returned) would delete the
         # other.
         return [
-            Pack(place, tuple(numbers), tuple(self.shapes[i] for i in numbers))
-            for place, numbers in found.items()
+            Pack(buffer, tuple(numbers), tuple(self.shapes[i] for i in numbers))
+            for buffer, numbers in found.items()
             if len(numbers) > 1
         ]
 
     @ft.cached_property
-    def kept(self) -> list[int]:
+    def unpacked(self) -> list[int]:
         """The numbers of the arrays that are not packed."""
         packed = {i for pack in self.packs for i in pack.numbers}
-        return [i for i in range(len(self.places)) if i not in packed]
+        return [i for i in range(len(self.buffers)) if i not in packed]
 
     def after(self, arrays: Sequence[Array]) -> tuple["Layout", list[Array]]:
         """The layout for the new carry of a step, and the arrays to store.
@@ -170,8 +170,8 @@ class Layout:
         joined = [join(pack, arrays) for pack in self.packs]
         # Store typed keys as key data: a single typed key among the arguments or
         # results takes the whole call off JAX's fast path.
-        kept = [arrays[i] for i in self.kept]
-        return joined + [jr.key_data(x) if _is_key(x) else x for x in kept]
+        unpacked = [arrays[i] for i in self.unpacked]
+        return joined + [jr.key_data(x) if _is_key(x) else x for x in unpacked]
 
     def unpack(
         self, held: Sequence[Array], split: Callable[..., list[Array]] = Pack.split
@@ -183,17 +183,17 @@ class Layout:
             for pack in self.packs
             for i, x in zip(pack.numbers, split(pack, next(rest)), strict=True)
         }
-        for i, x in zip(self.kept, rest, strict=True):
+        for i, x in zip(self.unpacked, rest, strict=True):
             impl = self.keys[i]
             arrays[i] = x if impl is None else jr.wrap_key_data(x, impl=impl)
-        return [arrays[i] for i in range(len(self.places))]
+        return [arrays[i] for i in range(len(self.buffers))]
 
 
 def _is_key(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _place(x: Array) -> Buffer | None:
+def _buffer_of(x: Array) -> BufferKey | None:
     """The buffer for an array; `None` if it is not packed."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
@@ -207,5 +207,5 @@ def _place(x: Array) -> Buffer | None:
     is_here = x.sharding.memory_kind in (None, default)
     is_small = not _is_key(x) and 0 < x.nbytes <= LIMIT
     if is_whole and is_here and is_small:
-        return Buffer(x.dtype, sharding, x.committed)
+        return BufferKey(x.dtype, sharding, x.committed)
     return None

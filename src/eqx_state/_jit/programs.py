@@ -7,7 +7,7 @@ runs, it has access to the live objects of the call, in case JAX has to trace.
 The fast path is a `Plan`, created after the first call with a key outside any scope:
 code that collects the arrays, and an `Output` that builds the result. It does not
 search for modules. Only if JAX retraces, because a shape or a sharding changed, does it
-create a `Call`, which finds them.
+create a `JitCall`, which finds them.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ from .._compat import (
     run_in_program,
 )
 from .._state.scope import is_any_open, is_open_here
-from .call import cache_key_of, Call, origin_of, Output, Result
+from .call import cache_key_of, JitCall, origin_of, Output, Result
 from .code import Mismatch
 from .options import Options
 from .plan import flattener
 
 
-class _Live(threading.local):
+class _Retrace(threading.local):
     """Creates the call on which a new trace in this thread runs.
 
     It is not an argument of the program, because JAX would keep it alive. Always
@@ -48,7 +48,7 @@ class _Live(threading.local):
     fails, JAX never uses its fast path for them again.
     """
 
-    new_call: Callable[[], Call] | None = None
+    new_call: Callable[[], JitCall] | None = None
 
 
 class Program:
@@ -59,8 +59,8 @@ class Program:
     names in errors.
     """
 
-    def __init__(self, call: Call, options: Options, origin: Any):
-        live = _Live()
+    def __init__(self, call: JitCall, options: Options, origin: Any):
+        live = _Retrace()
 
         def run(*arrays: Any) -> Result:
             assert live.new_call is not None
@@ -72,7 +72,9 @@ class Program:
         self.live = live
         self.can_raise = False
 
-    def __call__(self, arrays: Sequence[Any], new_call: Callable[[], Call]) -> Result:
+    def __call__(
+        self, arrays: Sequence[Any], new_call: Callable[[], JitCall]
+    ) -> Result:
         """The result. Waits for the program if it can raise.
 
         A new trace runs on `new_call()`.
@@ -101,7 +103,7 @@ class Program:
         output.callbacks = callbacks_in(jaxpr)
         self.can_raise |= bool(output.callbacks)
 
-    def lower(self, call: Call) -> Any:
+    def lower(self, call: JitCall) -> Any:
         """Lower the program for a call, as `jax.jit(f).lower` does."""
         before, self.live.new_call = self.live.new_call, lambda: call
         try:
@@ -150,12 +152,12 @@ class Plan(NamedTuple):
     types: frozenset[type]  # of the arrays
 
     @staticmethod
-    def of(call: Call, program: Program) -> "Plan":
+    def of(call: JitCall, program: Program) -> "Plan":
         types = frozenset(map(type, call.arrays()))
         return Plan(program, flattener(call.tree, call.origin), types)
 
     def arrays(self, tree: Any) -> Sequence[Any]:
-        """As `Call.arrays`; `Mismatch` or `KeyError` for a different cache key."""
+        """As `JitCall.arrays`; `Mismatch` or `KeyError` for a different cache key."""
         arrays = self.flatten(tree)
         is_known = self.types.issuperset(map(type, arrays))
         if not is_known and not all(map(eqx.is_array, arrays)):
@@ -177,7 +179,7 @@ class Programs:
 
     def __init__(self, options: Options, origin: Any = None):
         self.options, self.origin = options, origin
-        self.by_signature: dict[Any, Program] = {}
+        self.by_key: dict[Any, Program] = {}
         self.plans: tuple[Plan, ...] = ()
         self.without_plan = 0  # the number of calls without a plan
 
@@ -192,12 +194,12 @@ class Programs:
                 continue
             stack: contextlib.ExitStack | None = None
 
-            def new_call() -> Call:
+            def new_call() -> JitCall:
                 nonlocal stack
                 stack = contextlib.ExitStack()
                 stack.enter_context(unlogged())
                 stack.enter_context(self.options.quiet())
-                return Call(f, args, kwargs)
+                return JitCall(f, args, kwargs)
 
             try:
                 result = plan.program(arrays, new_call)
@@ -209,7 +211,7 @@ class Programs:
 
     def general(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The slow path: any call, in a scope or with a new cache key."""
-        call = Call(f, args, kwargs)
+        call = JitCall(f, args, kwargs)
         if call.lifted.is_initializing:
             return f(*args, **kwargs)
         if self.options.donate != "none" and is_open_here():
@@ -221,17 +223,17 @@ class Programs:
             self._remember(call, program)
         return call.finish(result)
 
-    def of(self, call: Call) -> Program:
+    def of(self, call: JitCall) -> Program:
         """The program for a call."""
-        signature = cache_key_of(call)
-        program = self.by_signature.get(signature)
+        key = cache_key_of(call)
+        program = self.by_key.get(key)
         if program is None:
             origin = call.origin if self.origin is None else self.origin
             new = Program(call, self.options, origin)
-            program = self.by_signature.setdefault(signature, new)
+            program = self.by_key.setdefault(key, new)
         return program
 
-    def _remember(self, call: Call, program: Program) -> None:
+    def _remember(self, call: JitCall, program: Program) -> None:
         """Create a plan for calls like this one, unless there is one."""
         if any(plan.program is program for plan in self.plans):
             return

@@ -245,7 +245,7 @@ class Optimizer(AbstractPerParameter):
         made = self._made("set")
         return self._with(with_values(self.opt_state, self.tx, group, values), made)
 
-    def _followed(self) -> PyTree:
+    def _recorded_model(self) -> PyTree:
         return None if self._made_for is None else self._made_for.model
 
     def _made(self, method: str) -> _MadeFor:

@@ -27,7 +27,7 @@ from .._tree.base import (
     ownership_of,
     Placeholder,
 )
-from .._tree.compare import check_apart, check_not_shared
+from .._tree.compare import check_apart, check_not_repeated
 from .._tree.context import children, Context, map_children, ROOT
 from .._tree.dtypes import strengthen
 from .._tree.keys import as_key, is_typed, key_at
@@ -250,7 +250,7 @@ def init(
         ```
     """
     key = as_key(key)
-    check_not_shared(tree)
+    check_not_repeated(tree)
     tree = _run_hooks(tree, key)
     if not inputs and call is None:
         return tree
@@ -331,9 +331,9 @@ class InitScope(Scope):
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
             object.__setattr__(module, name, new)
-            place, key = ownership_of(module), jtu.GetAttrKey(name)
-            context = place.context.enter(module, key)
-            own(new, self, (*place.path, key), context)
+            ownership, key = ownership_of(module), jtu.GetAttrKey(name)
+            context = ownership.context.enter(module, key)
+            own(new, self, (*ownership.path, key), context)
 
 
 def check_created(fields: Created) -> None:

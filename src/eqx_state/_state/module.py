@@ -19,7 +19,7 @@ from .._kinds.fields import ArrayDefault, declarations, is_class_var, own_defaul
 from .._kinds.kinds import is_kind, kind_name
 from .._tree import modes, select
 from .._tree.base import BaseModule, FLAGS, INFERENCE, ownership_of
-from .._tree.compare import check_not_shared
+from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
 from . import init
@@ -150,13 +150,13 @@ class Module(BaseModule):
             if name in self.__dict__:
                 value = strengthen_field(type(self), name, self.__dict__[name])
                 object.__setattr__(self, name, value)
-        check_not_shared(self)
+        check_not_repeated(self)
 
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if (place := ownership_of(self)) is not None:
-                write(self, place, name, value)
+            if (ownership := ownership_of(self)) is not None:
+                write(self, ownership, name, value)
                 return
             fields = {f.name: f for f in dataclasses.fields(self)}
             if name in fields:
@@ -207,8 +207,8 @@ class Module(BaseModule):
     @_computed
     def initializing(self) -> bool:
         """Whether `init` is running: its forward pass, or a `module_init`."""
-        place = ownership_of(self)
-        return place is not None and place.scope.is_initializing
+        ownership = ownership_of(self)
+        return ownership is not None and ownership.scope.is_initializing
 
     @_computed
     def inference(self) -> Any:

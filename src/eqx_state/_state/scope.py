@@ -30,7 +30,7 @@ from .._tree.base import (
 )
 from .._tree.context import Context, ROOT
 from .._tree.dtypes import as_inside, as_jax, fit_leaf, is_numeric
-from .._tree.observe import mark, Observer, OBSERVING
+from .._tree.observe import Observer, OBSERVING, tag
 from .._tree.walk import copy_tree, is_array, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
 
@@ -183,7 +183,7 @@ class Scope:
         return new
 
     @property
-    def signature(self) -> Any:
+    def cache_key(self) -> Any:
         """Hashable; equal for scopes in which a call has the same trace."""
         return (
             self.kinds,
@@ -272,7 +272,7 @@ def own(
         if not visit.is_leaf:
             scope_shared(visit.node)
             if scope.observer is not None:
-                mark(visit.node, visit.name, scope.observer)
+                tag(visit.node, visit.name, scope.observer)
             if is_module(visit.node):
                 set_ownership(visit.node, Ownership(scope, visit.path, visit.context))
     return visits
@@ -282,8 +282,8 @@ def is_owned(x: Any) -> bool:
     """Whether `x` is an `es.Module` that an open scope owns."""
     if not is_module(x):
         return False
-    place = ownership_of(x)
-    return place is not None and place.scope.is_open
+    ownership = ownership_of(x)
+    return ownership is not None and ownership.scope.is_open
 
 
 def disown(tree: Any, visits: list[Visit]) -> Any:

@@ -41,21 +41,21 @@ class Key(NamedTuple):
 
 def sow(module: BaseModule, name: str, value: Any) -> None:
     """Pass a value to the observers that record sown values, if there are any."""
-    place = ownership_of(module)
-    if place is None or not place.scope.is_open:
+    ownership = ownership_of(module)
+    if ownership is None or not ownership.scope.is_open:
         return
-    for key, path in _outward(place):
+    for key, path in _outward(ownership):
         if not isinstance(name, str):
             raise TypeError(_NOT_A_NAME.format(type(module).__qualname__))
-        place.scope.check_thread()  # a second thread has no observer: the value is lost
+        ownership.scope.check_thread()  # in other threads the value would be lost
         keep(OBSERVING.get()[key], Key(name_of((*path, jtu.GetAttrKey(name)))), value)
 
 
-def _outward(place: Ownership) -> Iterator[tuple[Hashable, KeyPath]]:
+def _outward(ownership: Ownership) -> Iterator[tuple[Hashable, KeyPath]]:
     """The observers that record the module's sown values, and its path in each."""
-    for key, inside, outside in place.scope.reports:
-        if place.path[: len(inside)] == inside:
-            yield key, (*outside, *place.path[len(inside) :])
+    for key, inside, outside in ownership.scope.reports:
+        if ownership.path[: len(inside)] == inside:
+            yield key, (*outside, *ownership.path[len(inside) :])
 
 
 def reporting(model: PyTree) -> Reports:

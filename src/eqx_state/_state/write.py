@@ -25,19 +25,19 @@ from .._typing import KeyPath
 from .scope import is_open_here, own, own_arrays, Ownership, Scope
 
 
-def write(module: BaseModule, place: Ownership, name: str, value: Any) -> None:
+def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
     """`module.name = value` inside a scope."""
-    scope, cls = place.scope, type(module)
+    scope, cls = ownership.scope, type(module)
     where = f"{cls.__qualname__}.{name}"
     key = jtu.GetAttrKey(name)
-    path = (*place.path, key)
+    path = (*ownership.path, key)
     full_name = name_of(path)
     if not scope.is_open:
         raise FrozenInstanceError(CLOSED.format(where))
     scope.check_thread()
     if not scope.is_here:
         raise TraceError(trace_message(full_name, where))
-    context = place.context.enter(module, key)
+    context = ownership.context.enter(module, key)
     field = next((f for f in fields(module) if f.name == name), None)
     if field is None:
         raise FrozenInstanceError(no_field_message(module, name, value))
@@ -79,8 +79,8 @@ def _is_missing(old: Any, new: Any) -> bool:
 
 
 def _belongs_to(x: Any, scope: Scope) -> bool:
-    place = ownership_of(x) if is_module(x) else None
-    return place is not None and place.scope is scope
+    ownership = ownership_of(x) if is_module(x) else None
+    return ownership is not None and ownership.scope is scope
 
 
 def _adopt(value: Any, scope: Scope) -> Any:

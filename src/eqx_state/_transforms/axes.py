@@ -19,7 +19,7 @@ from .._kinds.kinds import is_kind, Rng
 from .._state.scope import is_owned, Sown
 from .._tree.base import ownership_of
 from .._tree.keys import is_key, next_keys, num_key_axes, split_key
-from .._tree.rules import Asked, check_rules, is_rules, most_derived
+from .._tree.rules import check_rules, is_rules, most_derived, RuleMatcher
 from .._tree.walk import is_array, leaves, name_of, Visit
 from .lift import LeafIndex, Lifted, Ran, StaticOutput, Values
 from .reach import by_entry, check_given, is_model, is_traced, models_in, owned_in
@@ -237,7 +237,7 @@ def _opened(f: Any) -> Any:
 
 def _axes_of_arguments(
     transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[Asked], list[tuple[Any, Any]]]:
+) -> tuple[list[Any], list[RuleMatcher], list[tuple[Any, Any]]]:
     """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
 
     Also returns the entries, each with its argument. Keyword arguments have axis 0.
@@ -258,13 +258,13 @@ def _axes_of_arguments(
         what = transform.what, transform.entries
         raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
     axes: list[Any] = []
-    asked: list[Asked] = []
+    asked: list[RuleMatcher] = []
     pairs.append((0, kwargs))
     for entry, argument in pairs:
         if is_rules(entry):
             what = f"`{transform.what}({transform.entries}=...)`"
             check_rules(entry, what)
-            asked.append(Asked(entry, what))
+            asked.append(RuleMatcher(entry, what))
             key_of, axis_of = asked[-1].bind(argument), transform.axis_by_rule
             axes += [axis_of(x, entry, key_of(x)) for x in leaves(argument)]
         else:
@@ -275,13 +275,13 @@ def _axes_of_arguments(
 
 def _axes_of_function(
     transform: AbstractMap, f: Any, lifted: Lifted
-) -> tuple[list[Any], dict[LeafIndex, Any], Asked]:
+) -> tuple[list[Any], dict[LeafIndex, Any], RuleMatcher]:
     """The axis of each leaf of `f`, and of each owned module that is reachable from it.
 
     Names in rules begin at the outermost reachable module.
     """
     rules = dict(transform.axes)
-    asked = Asked(rules, f"`{transform.what}(axes=...)`")
+    asked = RuleMatcher(rules, f"`{transform.what}(axes=...)`")
     of_f: list[Any] = []
     of_owned: dict[LeafIndex, Any] = {}
 
@@ -313,7 +313,7 @@ def _axes_of_function(
     for i, root in enumerate(lifted.roots):
         slots = {(i, k) for k in range(len(root.leaves))}
         if not root.is_copy and slots - of_owned.keys():
-            ask(Visit((), root.module, root.place.context, True))
+            ask(Visit((), root.module, root.ownership.context, True))
     # Outside `es.mutable`, the `model` in `lambda x: model(x)` is a constant, so
     # `axes={...: 0}` could not map it.
     inside = {id(visit.node) for visit in in_tree}

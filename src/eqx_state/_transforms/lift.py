@@ -67,12 +67,12 @@ Values = dict[LeafIndex, Any]
 class LiftedModule:
     """An outermost module among the owned modules that a transform reaches.
 
-    - `place`, `visits`: its ownership and its walk, with the paths in its model.
+    - `ownership`, `visits`: its ownership and its walk, with the paths in its model.
     - `original`: the module that it is a copy of; otherwise `module` itself.
     """
 
     module: BaseModule
-    place: Ownership
+    ownership: Ownership
     visits: list[Visit]
     original: BaseModule
 
@@ -101,9 +101,9 @@ def _roots_among(
     for module in reached:
         if id(module) in inside:
             continue
-        place = ownership_of(module)
-        visits = walk(module, place.path, place.context)
-        root = LiftedModule(module, place, visits, originals.get(id(module), module))
+        at = ownership_of(module)
+        visits = walk(module, at.path, at.context)
+        root = LiftedModule(module, at, visits, originals.get(id(module), module))
         below = {id(visit.node) for visit in root.modules}
         # In `lambda x: layer(x) + model(x)` the part comes before the whole.
         roots = [x for x in roots if id(x.module) not in below] + [root]
@@ -116,10 +116,10 @@ def _roots_among(
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
     """A copy of an owned module, owned alike, with these leaves or its own."""
-    place, copy = ownership_of(module), closed_copy(module)
+    ownership, copy = ownership_of(module), closed_copy(module)
     if values is not None:
         copy = jtu.tree_map(lambda _: next(values), copy)
-    own(copy, place.scope, place.path, place.context)
+    own(copy, ownership.scope, ownership.path, ownership.context)
     return copy
 
 
@@ -235,7 +235,7 @@ class Lifted:
             for i, root in enumerate(self.roots)
             for k, visit in enumerate(root.leaves)
             if is_array(visit.node) and not isinstance(visit.node, np.ndarray)
-            if root.place.scope.allows(visit.kind)
+            if root.ownership.scope.allows(visit.kind)
         }
 
     def name(self, slot: LeafIndex) -> str:
@@ -328,11 +328,11 @@ class Lifted:
 
     def _owned(self, i: int, values: Values, inner: dict[int, Scope]) -> OwnedTree:
         """A lifted module and its snapshot, for the end of the inner scope."""
-        root, place = self.roots[i], self.roots[i].place
+        root, at = self.roots[i], self.roots[i].ownership
         before = [values[i, k] for k in range(len(root.leaves))]
         snapshot = Snapshot(before, root.structure)
-        scope = inner[id(place.scope)]
-        return OwnedTree(root.module, snapshot, scope, place.path, place.context)
+        scope = inner[id(at.scope)]
+        return OwnedTree(root.module, snapshot, scope, at.path, at.context)
 
     @contextlib.contextmanager
     def _swapped(self, values: Values, inner: dict[int, Scope]) -> Iterator[None]:
@@ -348,17 +348,17 @@ class Lifted:
         ]
         try:
             for i, root in enumerate(self.roots):
-                place = root.place
+                at = root.ownership
                 _set_leaves(
                     root.module, (values[i, k] for k in range(len(root.leaves)))
                 )
-                own(root.module, inner[id(place.scope)], place.path, place.context)
+                own(root.module, inner[id(at.scope)], at.path, at.context)
             yield
         finally:
-            for module, fields, place in saved:
+            for module, fields, ownership in saved:
                 module.__dict__.clear()
                 module.__dict__.update(fields)
-                set_ownership(module, place)
+                set_ownership(module, ownership)
 
     def _contents(self) -> list[Any]:
         """All modules and leaves in the originals of the lifted modules."""
@@ -389,7 +389,7 @@ class Lifted:
         # one, the values are its tracers, and must not reach the modules.
         self._check_written_once(ran.written)
         for i, k in ran.written:
-            scope = self.roots[i].place.scope
+            scope = self.roots[i].ownership.scope
             if not scope.is_here:
                 raise TraceError(trace_message(self.name((i, k))))
         for _, fields in self.created:
@@ -406,7 +406,7 @@ class Lifted:
             owner, _ = self._owners[i, k]
             if ownership_of(owner) is None:  # the caller has put it into a list
                 owner = self.roots[i].original
-            scope = self.roots[i].place.scope
+            scope = self.roots[i].ownership.scope
             scope.written[id(owner)] = owner, self.name((i, k))
         for i, new in by_root.items():
             old = jtu.tree_leaves(self.roots[i].original)

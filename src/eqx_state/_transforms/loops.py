@@ -20,7 +20,7 @@ import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import closed_copy, is_owned, Sown
-from .._tree.compare import check_not_shared, difference_of_leaves, identical
+from .._tree.compare import check_not_repeated, difference_of_leaves, identical
 from .._tree.walk import is_array
 from .lift import LeafIndex, Lifted, owned_copy, Ran, Values
 from .reach import by_entry, check_given, is_traced, split_arguments
@@ -54,7 +54,7 @@ class Loop:
     """
 
     def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
-        check_not_shared(init)
+        check_not_repeated(init)
         check_given(*functions, init, xs)
         originals: dict[int, Any] = {}
 

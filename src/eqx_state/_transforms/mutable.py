@@ -23,7 +23,7 @@ from .._state.init import check_initialized, check_none_missing
 from .._state.scope import Kinds, Scope
 from .._tree.base import is_eqx_module
 from .._tree.filters import written
-from .._tree.observe import unmarked
+from .._tree.observe import untagged
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, is_numpy, leaves, name_of, Visit
 from .._typing import P, R
@@ -52,7 +52,7 @@ class Cast(NamedTuple):
         rules = dict(self.rules)
         own, new = {}, []
         # Do not cast moments and averages: the forward pass does not compute with them.
-        keys = choose(rules, model, self.what, follow=False)
+        keys = choose(rules, model, self.what, per_parameter=False)
         for visit, key in zip(leaves(model), keys, strict=True):
             x, dtype = visit.node, None if key is None else rules[key]
             if dtype is not None and _is_real(x) and x.dtype != dtype:
@@ -148,7 +148,7 @@ def thread(
         out, (after,) = leave(out, [owned])
     new = given_back(inside, owned, after)
     if scope.observer is not None:
-        out, new = unmarked((out, new), scope.observer.key)
+        out, new = untagged((out, new), scope.observer.key)
     return out, new if cast is None else restore_dtypes(new, inside, given)
 
 

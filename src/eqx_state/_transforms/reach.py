@@ -19,7 +19,7 @@ from .._state.init import check_initialized
 from .._state.module import Module
 from .._state.scope import is_any_open, is_owned
 from .._tree.base import is_eqx_module
-from .._tree.compare import check_not_shared
+from .._tree.compare import check_not_repeated
 from .._tree.context import children, is_leaf
 from .._tree.walk import is_array, leaves, Visit
 from .transform import Transform
@@ -149,7 +149,7 @@ def check_given(*arguments: Any, may_initialize: bool = False) -> None:
     for tree in arguments:
         if is_array(tree) or owned_in(tree):
             continue
-        check_not_shared(tree)
+        check_not_repeated(tree)
         is_init = getattr(tree, "__func__", None) is Module.init
         if not (may_initialize or is_init):
             check_initialized(tree)

@@ -11,7 +11,7 @@ from .._typing import KeyPath, PyTree, Tree
 from .base import Placeholder
 from .compare import is_hole
 from .context import AxesAbove
-from .rules import followed, followed_models
+from .rules import parameters_of, recorded_models
 from .walk import is_array, name_of, Visit, walk
 
 
@@ -80,7 +80,7 @@ class NamedLeaf(NamedTuple):
 
 def named_leaves(tree: PyTree) -> list[NamedLeaf]:
     """Each leaf, and the names of its axes."""
-    visits, parameters = walk(tree, is_leaf=_is_taken_out), followed(tree)
+    visits, parameters = walk(tree, is_leaf=_is_taken_out), parameters_of(tree)
     _check_axes(visits)
     found: list[NamedLeaf] = []
     for visit in visits:
@@ -99,9 +99,9 @@ def named_leaves(tree: PyTree) -> list[NamedLeaf]:
     return found
 
 
-def followed_leaves(tree: PyTree) -> list[NamedLeaf]:
+def recorded_leaves(tree: PyTree) -> list[NamedLeaf]:
     """`named_leaves` of the models that optimizers and averages have recorded."""
-    return [leaf for model in followed_models(tree) for leaf in named_leaves(model)]
+    return [leaf for model in recorded_models(tree) for leaf in named_leaves(model)]
 
 
 def _names_of(visit: Visit, strict: bool) -> Names | None:

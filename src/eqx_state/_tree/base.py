@@ -31,12 +31,12 @@ Steps = tuple[Step, ...]
 # stores *frozen paths* instead: paths from it to nodes, and whether each node is
 # frozen, whatever applies above it. They are static data, so part of the treedef, and
 # sorted, so that the order of two calls of `freeze` does not matter.
-Marks = tuple[tuple[Steps, bool], ...]
+FrozenPaths = tuple[tuple[Steps, bool], ...]
 
 
-def sorted_marks(marks: dict[Steps, bool]) -> Marks:
+def sorted_frozen_paths(paths: dict[Steps, bool]) -> FrozenPaths:
     """Frozen paths as static data of a module."""
-    return tuple(sorted(marks.items()))
+    return tuple(sorted(paths.items()))
 
 
 def keystr(path: KeyPath) -> str:
@@ -63,7 +63,7 @@ def name_of_steps(path: Steps) -> str:
 INFERENCE: Final = "_eqx_state_inference"
 
 # The open scopes by `id`, with the thread that opened each: if there are none, no
-# module is owned. The scope that owns a module is in its `Fields.place`.
+# module is owned. The scope that owns a module is in its `Fields.ownership`.
 OPEN_SCOPES: Final[dict[int, int]] = {}
 
 
@@ -86,9 +86,9 @@ class Fields(dict[str, Any]):
 
     # A slot on the module instead would conflict with bases that have slots.
 
-    __slots__ = ("place",)
+    __slots__ = ("ownership",)
 
-    place: Any
+    ownership: Any
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -102,7 +102,7 @@ class Placeholder:
 
 # Private static fields: whether `module_init` has run, and the frozen paths.
 INIT_DONE: Final = "_eqx_state_module_init_done"
-MARKS: Final = "_eqx_state_frozen_paths"
+FROZEN_PATHS: Final = "_eqx_state_frozen_paths"
 
 
 class _Training:
@@ -139,7 +139,9 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     training: bool = eqx.field(init=False, static=True, repr=False)
     frozen: bool = eqx.field(init=False, static=True, repr=False)
     _eqx_state_module_init_done: bool = eqx.field(init=False, static=True, repr=False)
-    _eqx_state_frozen_paths: Marks = eqx.field(init=False, static=True, repr=False)
+    _eqx_state_frozen_paths: FrozenPaths = eqx.field(
+        init=False, static=True, repr=False
+    )
 
     # Whether its field `layers` contains `length` layers stacked along a first axis.
     # `es.nn.Stacked` sets it.
@@ -152,7 +154,7 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, "training", True)
         object.__setattr__(self, "frozen", False)
         object.__setattr__(self, INIT_DONE, False)
-        object.__setattr__(self, MARKS, ())
+        object.__setattr__(self, FROZEN_PATHS, ())
         return self
 
     if not TYPE_CHECKING:
@@ -191,7 +193,7 @@ def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
     return eqx.Module in type(x).__mro__
 
 
-FLAGS: Final = ("training", "frozen", INIT_DONE, MARKS)
+FLAGS: Final = ("training", "frozen", INIT_DONE, FROZEN_PATHS)
 
 
 def fields_of(module: eqx.Module) -> dict[str, Any]:
@@ -202,16 +204,16 @@ def fields_of(module: eqx.Module) -> dict[str, Any]:
 def ownership_of(module: eqx.Module) -> Any:
     """The `Ownership` of a module, or `None` for an ordinary frozen module."""
     fields = fields_of(module)
-    return fields.place if type(fields) is Fields else None
+    return fields.ownership if type(fields) is Fields else None
 
 
-def set_ownership(module: eqx.Module, place: Any) -> None:
+def set_ownership(module: eqx.Module, ownership: Any) -> None:
     """Set the `Ownership` of a module; `None` removes it."""
     fields = fields_of(module)
     if type(fields) is not Fields:
         fields = Fields(fields)
         object.__setattr__(module, "__dict__", fields)
-    fields.place = place
+    fields.ownership = ownership
 
 
 def dynamic_names(cls: type) -> list[str]:

@@ -11,9 +11,16 @@ import jax.tree_util as jtu
 
 from .._kinds.kinds import State
 from .._typing import KeyPath, PyTree, Tree
-from .base import has_inference, INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
+from .base import (
+    FROZEN_PATHS,
+    has_inference,
+    INFERENCE,
+    INIT_DONE,
+    is_eqx_module,
+    is_module,
+)
 from .context import children
-from .observe import unmarked
+from .observe import untagged
 from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
 
 
@@ -44,12 +51,12 @@ def structure_with_holes(tree: PyTree) -> Any:
 
 def same_modes(tree: Tree) -> Tree:
     """A copy in one fixed mode and without tags of observers, to compare structures."""
-    return set_flags(copy_tree(unmarked(tree)), _without_modes)
+    return set_flags(copy_tree(untagged(tree)), _without_modes)
 
 
 def _without_modes(visit: Visit) -> dict[str, Any]:
     if is_module(visit.node):
-        return {"training": True, "frozen": False, INIT_DONE: False, MARKS: ()}
+        return {"training": True, "frozen": False, INIT_DONE: False, FROZEN_PATHS: ()}
     return {"inference": None} if has_inference(visit.node) else {}
 
 
@@ -120,7 +127,7 @@ def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
 # after the first transform there are two, and their states would drift apart.
 
 
-def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
+def check_not_repeated(tree: PyTree, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module occurs twice in a tree."""
     # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
     # They exist only if optax has been imported.
@@ -131,7 +138,7 @@ def check_not_shared(tree: PyTree, path: KeyPath = ()) -> None:
 
 
 def check_apart(visits: list[Visit]) -> None:
-    """`check_not_shared` for the visits of one or more trees."""
+    """`check_not_repeated` for the visits of one or more trees."""
     modules = [v for v in visits if is_module(v.node)]
     if len({id(v.node) for v in modules}) == len(modules):
         return
@@ -143,26 +150,26 @@ def check_apart(visits: list[Visit]) -> None:
         other = first.setdefault(id(visit.node), visit)
         if other is not visit:
             a, b = (f"`{v.name}`" if v.path else "the model" for v in (other, visit))
-            raise ValueError(_SHARED.format(a, b))
+            raise ValueError(_REPEATED.format(a, b))
 
 
 def flatten_apart(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves and the structure, after `check_not_shared`, in one pass."""
+    """The leaves and the structure, after `check_not_repeated`, in one pass."""
     modules: list[Any] = []
-    leaves, structure = jtu.tree_flatten(tree, is_leaf=ft.partial(_note, modules))
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=ft.partial(_record, modules))
     if len(set(map(id, modules))) < len(modules):
-        check_not_shared(tree)
+        check_not_repeated(tree)
     return leaves, structure
 
 
 def modules_below(tree: PyTree) -> list[Any]:
     """Every `es.Module` in a tree, without its path; cheaper than a walk."""
     modules: list[Any] = []
-    jtu.tree_leaves(tree, is_leaf=ft.partial(_note, modules))
+    jtu.tree_leaves(tree, is_leaf=ft.partial(_record, modules))
     return modules
 
 
-def _note(modules: list[Any], node: Any) -> bool:
+def _record(modules: list[Any], node: Any) -> bool:
     if is_module(node):
         modules.append(node)
     return False
@@ -171,7 +178,7 @@ def _note(modules: list[Any], node: Any) -> bool:
 _OTHER_STRUCTURE: Final = """{} differs in structure from the tree, {}. Only modes \
 (train, eval, frozen) may differ."""
 
-_SHARED: Final = """The same stateful module occurs twice, at {} and {}. Flattening a \
-pytree duplicates it, so after the first transform there are two modules, whose states \
-drift apart. Create two modules; or store one and call it twice; or tie the two fields \
-with `eqx.nn.Shared`."""
+_REPEATED: Final = """The same stateful module occurs twice, at {} and {}. Flattening \
+a pytree duplicates it, so after the first transform there are two modules, whose \
+states drift apart. Create two modules; or store one and call it twice; or tie the two \
+fields with `eqx.nn.Shared`."""

@@ -18,12 +18,12 @@ from .._typing import Tree
 from .base import (
     BaseModule,
     fields_of,
+    FROZEN_PATHS,
+    FrozenPaths,
     is_eqx_module,
     is_module,
-    MARKS,
-    Marks,
     name_of_steps,
-    sorted_marks,
+    sorted_frozen_paths,
     Step,
     step_to,
 )
@@ -53,7 +53,7 @@ class Context(NamedTuple):
     owners: tuple[type, ...] = ()  # classes of the modules above, the nearest last
     field: str = ""  # the field of the nearest module that leads here
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
-    marks: Marks = ()  # the frozen paths below, from here
+    frozen_paths: FrozenPaths = ()  # the frozen paths below, from here
     lost: tuple[str, str] | None = None  # a node above, a frozen path that it lacks
     stacks: Stacks = ()
 
@@ -63,34 +63,34 @@ class Context(NamedTuple):
             around = self
             if is_module(node):
                 fields = fields_of(node)
-                around = self.inside(fields["frozen"], fields[MARKS])
+                around = self.inside(fields["frozen"], fields[FROZEN_PATHS])
             return around.fields_of(type(node), [key.name])[0]
         below = self.below(declared_child(self.spec, node, key))
-        return below.at(step_to(node, key)) if self.marks else below
+        return below.at(step_to(node, key)) if self.frozen_paths else below
 
     def below(self, spec: Spec) -> "Context":
         """The context one key further down, with the declaration `spec`."""
         here = self._replace(axes=self._axes_below()) if self.axes else self
         return here.declare(spec)
 
-    def inside(self, frozen: bool, marks: Marks) -> "Context":
+    def inside(self, frozen: bool, frozen_paths: FrozenPaths) -> "Context":
         """The context in an `es.Module` that has this flag and these frozen paths."""
         if frozen:  # whatever the paths of the modules above say
-            return self._replace(frozen=True, marks=marks, lost=None)
+            return self._replace(frozen=True, frozen_paths=frozen_paths, lost=None)
         # The module's own frozen paths override those of modules above.
-        merged = sorted_marks({**dict(self.marks), **dict(marks)})
-        return self._replace(marks=merged) if marks else self
+        merged = sorted_frozen_paths({**dict(self.frozen_paths), **dict(frozen_paths)})
+        return self._replace(frozen_paths=merged) if frozen_paths else self
 
     def at(self, step: Step) -> "Context":
         """The context one step further down, with the rest of the frozen paths."""
-        marks = {path[1:]: x for path, x in self.marks if path[0] == step}
-        frozen = marks.pop((), self.frozen)
-        return self._replace(frozen=frozen, marks=sorted_marks(marks))
+        paths = {path[1:]: x for path, x in self.frozen_paths if path[0] == step}
+        frozen = paths.pop((), self.frozen)
+        return self._replace(frozen=frozen, frozen_paths=sorted_frozen_paths(paths))
 
     def checked(self, name: str, steps: Iterable[Step]) -> "Context":
         """The context of a node; `lost` if a frozen path leads to a missing child."""
         there = set(steps)
-        for path, _ in self.marks:
+        for path, _ in self.frozen_paths:
             if path[0] not in there:
                 return self._replace(lost=(name, name + name_of_steps(path)))
         return self
@@ -107,7 +107,7 @@ class Context(NamedTuple):
         found = []
         for name in names:
             context = around.declare(specs.get(name, NOTHING), name)
-            found.append(context.at((f".{name}", 0)) if self.marks else context)
+            found.append(context.at((f".{name}", 0)) if self.frozen_paths else context)
         return found
 
     def _axes_below(self) -> tuple[AxesAbove, ...]:

@@ -8,12 +8,12 @@ import jax.tree_util as jtu
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
     fields_of,
+    FROZEN_PATHS,
+    FrozenPaths,
     has_inference,
     is_module,
-    MARKS,
-    Marks,
     Placeholder,
-    sorted_marks,
+    sorted_frozen_paths,
     step_to,
     Steps,
 )
@@ -176,25 +176,27 @@ def _set_at(node: Any, path: KeyPath | None, frozen: bool) -> None:
         raise ValueError(_NOTHING_TO_FREEZE)
     for visit in modules:
         object.__setattr__(visit.node, "frozen", frozen)
-        _set_marks(visit.node, {})
+        _set_frozen_paths(visit.node, {})
     for module, steps in around:
         # Drop the frozen paths of the node and below, including outdated ones, which
         # differ only in the length of a sequence.
         n, names = len(steps), [name for name, _ in steps]
-        marks: Marks = fields_of(module)[MARKS]
-        others = {p: x for p, x in marks if [name for name, _ in p[:n]] != names}
-        _set_marks(module, others)
+        frozen_paths: FrozenPaths = fields_of(module)[FROZEN_PATHS]
+        others = {p: x for p, x in frozen_paths if [name for name, _ in p[:n]] != names}
+        _set_frozen_paths(module, others)
     # Add a frozen path only if the node would otherwise inherit a different setting.
     context = ROOT
     for above, key in way:
         context = context.enter(above, key)
     if around and context.frozen is not frozen:
         module, steps = around[-1]
-        _set_marks(module, {**dict(fields_of(module)[MARKS]), steps: frozen})
+        _set_frozen_paths(
+            module, {**dict(fields_of(module)[FROZEN_PATHS]), steps: frozen}
+        )
 
 
-def _set_marks(module: Any, marks: dict[Steps, bool]) -> None:
-    object.__setattr__(module, MARKS, sorted_marks(marks))
+def _set_frozen_paths(module: Any, paths: dict[Steps, bool]) -> None:
+    object.__setattr__(module, FROZEN_PATHS, sorted_frozen_paths(paths))
 
 
 def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:

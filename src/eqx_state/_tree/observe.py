@@ -48,7 +48,7 @@ class Observer(abc.ABC):
         """The tag of a module, which `called` receives; `None` if not selected."""
 
     @abc.abstractmethod
-    def called(self, scope: Any, mark: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
+    def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         """Return the output of `call(*args, **kw)`, or a replacement.
 
         `scope` is the observer's innermost scope, that of the active transform. To get
@@ -66,12 +66,12 @@ OBSERVING: Final[ContextVar[Mapping[Hashable, Any]]] = ContextVar(
     "observing", default=types.MappingProxyType({})
 )
 
-_MARKS: Final = "_eqx_state_marks"
+_TAGS: Final = "_eqx_state_tags"
 
 
-def marks_of(module: Any) -> dict[Hashable, Any]:
+def tags_of(module: Any) -> dict[Hashable, Any]:
     """The tags of a module by the key of the observer, the outermost first."""
-    return dict(fields_of(module).get(_MARKS, ()))
+    return dict(fields_of(module).get(_TAGS, ()))
 
 
 def can_be_observed(module: Any) -> bool:
@@ -80,41 +80,41 @@ def can_be_observed(module: Any) -> bool:
     return callable(module) and not isinstance(module, eqx.nn.Shared)
 
 
-def mark(module: Any, name: str, observer: Observer) -> None:
+def tag(module: Any, name: str, observer: Observer) -> None:
     """Tag a module of a private copy if the observer selects it under this name."""
     if not can_be_observed(module):
         return
-    marks = {key: x for key, x in marks_of(module).items() if key != observer.key}
+    tags = {key: x for key, x in tags_of(module).items() if key != observer.key}
     if (new := observer.select(name, module)) is not None:
-        marks[observer.key] = new
-    if marks != marks_of(module):
-        _set_marks(module, marks)
+        tags[observer.key] = new
+    if tags != tags_of(module):
+        _set_tags(module, tags)
 
 
-def unmarked(tree: Tree, key: Hashable = None) -> Tree:
+def untagged(tree: Tree, key: Hashable = None) -> Tree:
     """`tree` without the tags of one observer, or of all: a copy if there are any."""
 
-    def marked(tree: PyTree) -> list[Any]:
+    def tagged(tree: PyTree) -> list[Any]:
         nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
-        return [x for x in nodes if (marks := marks_of(x)) and key in (None, *marks)]
+        return [x for x in nodes if (tags := tags_of(x)) and key in (None, *tags)]
 
-    if not marked(tree):
+    if not tagged(tree):
         return tree
     tree = copy_tree(tree)
-    for node in marked(tree):
-        others = {k: x for k, x in marks_of(node).items() if k != key}
-        _set_marks(node, {} if key is None else others)
+    for node in tagged(tree):
+        others = {k: x for k, x in tags_of(node).items() if k != key}
+        _set_tags(node, {} if key is None else others)
     return tree
 
 
-def _set_marks(module: Any, marks: dict[Hashable, Any]) -> None:
+def _set_tags(module: Any, tags: dict[Hashable, Any]) -> None:
     cls = type(module)
     if issubclass(cls, _Quiet):
         cls = cls.__bases__[0]
-    fields_of(module).pop(_MARKS, None)
-    if marks:
+    fields_of(module).pop(_TAGS, None)
+    if tags:
         cls = _observed_class(cls)
-        fields_of(module)[_MARKS] = tuple(marks.items())
+        fields_of(module)[_TAGS] = tuple(tags.items())
     object.__setattr__(module, "__class__", cls)
 
 
@@ -136,10 +136,10 @@ def _observed_class(cls: Any) -> Any:
         base: Any = super(observed, self)
         call = base.__call__
         observing = OBSERVING.get()
-        for key, mark in marks_of(self).items():
+        for key, tag in tags_of(self).items():
             if key in observing:
                 scope = observing[key]
-                call = ft.partial(scope.observer.called, scope, mark, call)
+                call = ft.partial(scope.observer.called, scope, tag, call)
         return call(*args, **kwargs)
 
     # `es.nn.Stacked` inspects the signature: does the layer take a key?
@@ -149,8 +149,8 @@ def _observed_class(cls: Any) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__annotations__": {_MARKS: Any},
-        _MARKS: eqx.field(default=(), init=False, repr=False, static=True),
+        "__annotations__": {_TAGS: Any},
+        _TAGS: eqx.field(default=(), init=False, repr=False, static=True),
     }
     # Python only lets `__class__` change to a class whose first base is the old one. It
     # looks up `__init_subclass__` in the MRO, so put `_Quiet` first there.

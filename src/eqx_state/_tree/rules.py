@@ -56,33 +56,33 @@ def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
 
 
 def choose(
-    rules: Mapping[Any, Any], tree: PyTree, what: str, *, follow: bool = True
+    rules: Mapping[Any, Any], tree: PyTree, what: str, *, per_parameter: bool = True
 ) -> list[Any]:
     """The key of `rules` for each leaf of `tree`, in the order of flattening.
 
     The key is `None` for a leaf that is not an array or that nothing matches. `what`
-    begins the messages. With `follow`, a moment or an average of a parameter has the
-    key of the parameter; only the key `es.OptState` applies to the moments themselves.
+    begins the messages. With `per_parameter`, a moment or an average of a parameter has
+    the key of the parameter; only the key `es.OptState` applies to moments themselves.
 
     Raises `TypeError` for a key that is not a filter, and `ValueError` for a filter
     that matches no array of the tree.
     """
     check_rules(rules, what)
-    asked = Asked(rules, what)
-    keys_of = {id(tree): asked.bind(tree)}
-    parameters, keys = followed(tree) if follow else {}, []
+    matcher = RuleMatcher(rules, what)
+    keys_of = {id(tree): matcher.bind(tree)}
+    parameters, keys = parameters_of(tree) if per_parameter else {}, []
     for visit in leaves(tree):
         where, at = parameters.get(visit.path, (tree, visit))
         if id(where) not in keys_of:
-            keys_of[id(where)] = key_of = asked.bind(where)
+            keys_of[id(where)] = key_of = matcher.bind(where)
             for each in leaves(where):  # a filter may match a parameter without moments
                 key_of(each)
         keys.append(keys_of[id(where)](at, visit.kind))
-    asked.check_matched()
+    matcher.check_matched()
     return keys
 
 
-class Asked:
+class RuleMatcher:
     """A rule mapping, and the filters that have matched an array so far.
 
     Rules may apply to several trees with different paths. A filter has to match in only
@@ -247,21 +247,21 @@ class AbstractPerParameter(eqx.Module):
     """
 
     @abc.abstractmethod
-    def _followed(self) -> PyTree:
+    def _recorded_model(self) -> PyTree:
         """The recorded model, with a shape or an array for each parameter.
 
         `None` before `init`.
         """
 
 
-class Followed(NamedTuple):
+class ParameterOf(NamedTuple):
     """A parameter, and the tree in which its path and its name begin."""
 
     tree: PyTree
     parameter: Visit
 
 
-def followed(tree: PyTree) -> dict[KeyPath, Followed]:
+def parameters_of(tree: PyTree) -> dict[KeyPath, ParameterOf]:
     """Map the path of each moment or average in `tree` to its parameter.
 
     If `tree` also contains the model, as in `(model, optimizer)`, that is the parameter
@@ -270,33 +270,31 @@ def followed(tree: PyTree) -> dict[KeyPath, Followed]:
     # The path of a moment ends with that of its parameter, in any optimizer state.
     # `optax.tree_utils.tree_map_params` raises an error for the states of
     # `optax.partition`, `masked`, `lookahead` and `lbfgs`.
-    found: dict[KeyPath, Followed] = {}
-    arrays, followers = _arrays(tree), _followers(tree)
-    inside = {
-        f.path: {p for p in arrays if p[: len(f.path)] == f.path} for f in followers
-    }
+    found: dict[KeyPath, ParameterOf] = {}
+    arrays, owners = _arrays(tree), _per_parameter_in(tree)
+    inside = {f.path: {p for p in arrays if p[: len(f.path)] == f.path} for f in owners}
     outside = arrays.keys() - {path for paths in inside.values() for path in paths}
-    for follower in followers:
-        model = follower.node._followed()
+    for owner in owners:
+        model = owner.node._recorded_model()
         parameters = _arrays(model)
-        start = _start_of_model(outside, follower.path, parameters)
-        for path in inside[follower.path]:
-            below = _ending(arrays[path], len(follower.path), parameters)
+        start = _start_of_model(outside, owner.path, parameters)
+        for path in inside[owner.path]:
+            below = _ending(arrays[path], len(owner.path), parameters)
             if below is None:
                 continue
             if start is None:
-                found[path] = Followed(model, parameters[below])
+                found[path] = ParameterOf(model, parameters[below])
             else:
-                found[path] = Followed(tree, arrays[*start, *below])
+                found[path] = ParameterOf(tree, arrays[*start, *below])
     return found
 
 
-def followed_models(tree: PyTree) -> list[PyTree]:
+def recorded_models(tree: PyTree) -> list[PyTree]:
     """The models that the optimizers and averages in `tree` have recorded."""
-    return [follower.node._followed() for follower in _followers(tree)]
+    return [owner.node._recorded_model() for owner in _per_parameter_in(tree)]
 
 
-def _followers(tree: PyTree) -> list[Visit]:
+def _per_parameter_in(tree: PyTree) -> list[Visit]:
     return [
         visit for visit in walk(tree) if isinstance(visit.node, AbstractPerParameter)
     ]
@@ -325,19 +323,19 @@ def _ending(
 
 
 def _start_of_model(
-    arrays: Set[KeyPath], follower: KeyPath, parameters: Iterable[KeyPath]
+    arrays: Set[KeyPath], owner: KeyPath, parameters: Iterable[KeyPath]
 ) -> KeyPath | None:
     """The path of the model in the tree; `None` if it is not there.
 
     If several nodes look like the model, choose the one whose path has the longest
-    prefix in common with that of the follower; on a tie, `None`.
+    prefix in common with that of the owner; on a tie, `None`.
     """
     first = next(iter(parameters), ())
     starts = [
         path[: -len(first)] for path in arrays if first and path[-len(first) :] == first
     ]
     starts = [x for x in starts if all((*x, *below) in arrays for below in parameters)]
-    near = [_common(start, follower) for start in starts]
+    near = [_common(start, owner) for start in starts]
     models = [start for start, n in zip(starts, near, strict=True) if n == max(near)]
     return models[0] if len(models) == 1 else None
 

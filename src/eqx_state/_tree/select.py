@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from .._kinds.kinds import TreePart
 from .._typing import KeyPath, PyTree, Tree
-from .base import INFERENCE, INIT_DONE, is_eqx_module, is_module, MARKS
+from .base import FROZEN_PATHS, INFERENCE, INIT_DONE, is_eqx_module, is_module
 from .compare import is_hole, leaves_like, same_modes, structure_with_holes
 from .context import map_children
 from .dtypes import strengthen_field
@@ -334,7 +334,7 @@ def configure(tree: Tree, **attributes: Any) -> Tree:
 
 
 def _has(module: eqx.Module, name: str) -> bool:
-    hidden = (INIT_DONE, INFERENCE, MARKS)
+    hidden = (INIT_DONE, INFERENCE, FROZEN_PATHS)
     return name not in hidden and name in {f.name for f in dataclasses.fields(module)}
 
 
@@ -354,7 +354,7 @@ def _assign(module: eqx.Module, name: str, value: Any) -> None:
     if is_module(module):
         value = strengthen_field(type(module), name, value)
         if name == "frozen":  # replaces earlier settings for parts
-            object.__setattr__(module, MARKS, ())
+            object.__setattr__(module, FROZEN_PATHS, ())
     object.__setattr__(module, name, value)
 
 

@@ -21,11 +21,11 @@ from .base import (
     BaseModule,
     dynamic_names,
     fields_of,
+    FROZEN_PATHS,
     INFERENCE,
     is_eqx_module,
     is_module,
     keystr,
-    MARKS,
     step_to,
 )
 from .context import children, Context, is_leaf, ROOT, undeclared
@@ -204,7 +204,7 @@ class _Walk:
         return stop_or_step
 
     def leaf(self, node: Any, path: KeyPath, context: Context) -> None:
-        if context.marks:
+        if context.frozen_paths:
             context = context.checked(keystr(path), ())
         self.found.append(_visit((path, node, context, True)))
 
@@ -212,7 +212,7 @@ class _Walk:
         pass
 
     def sequence(self, node: Any, path: KeyPath, context: Context) -> None:
-        if context.marks:  # the contexts of the children differ
+        if context.frozen_paths:  # the contexts of the children differ
             self.container(node, path, context)
             return
         spec = context.spec
@@ -225,7 +225,7 @@ class _Walk:
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:
         below = children(node) or ()
-        if context.marks:
+        if context.frozen_paths:
             steps = [step_to(node, key) for key, _ in below]
             context = context.checked(keystr(path), steps)
         for key, child in below:
@@ -268,14 +268,14 @@ class _ModuleStep:
             walk.found.append(_visit((path, node, context, False)))
         context = context if within is None else within
         values: dict[str, Any] = object.__getattribute__(node, "__dict__")
-        frozen, marks = False, ()
+        frozen, frozen_paths = False, ()
         if self.has_flags:
-            frozen, marks = values["frozen"], values[MARKS]
+            frozen, frozen_paths = values["frozen"], values[FROZEN_PATHS]
         known = self.known[frozen].get(id(context))
-        if known is None or marks:
-            inside = context.inside(frozen, marks)
+        if known is None or frozen_paths:
+            inside = context.inside(frozen, frozen_paths)
             known = context, self.fields(inside, path)
-            if not inside.marks:
+            if not inside.frozen_paths:
                 self.known[frozen][id(context)] = known
         has_paths, steps, first = not walk.only_contexts, walk.steps, walk.first
         for name, key, inside in known[1]:
@@ -285,7 +285,7 @@ class _ModuleStep:
 
     def fields(self, context: Context, path: KeyPath) -> list[tuple[str, Any, Context]]:
         """Name, key and context of each field that is a child in the pytree."""
-        if context.marks:
+        if context.frozen_paths:
             steps = [(f".{name}", 0) for name in self.names]
             context = context.checked(keystr(path), steps)
         contexts = context.fields_of(self.cls, self.names)

@@ -16,7 +16,7 @@ from .._state.init import check_initialized, init, Initializer, missing
 from .._state.module import Module
 from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan
-from .._tree.compare import check_not_shared, difference
+from .._tree.compare import check_not_repeated, difference
 from .._tree.keys import is_key, key_at, num_key_axes
 from .._tree.parts import check_stack, layer_of
 from .._tree.walk import copy_tree, is_array, is_numpy
@@ -30,7 +30,7 @@ def _stack(layers: Any) -> tuple[PyTree, int]:
     """The layers as one, with an extra first axis in each array; and their number."""
     if not (layers := list(layers)):
         raise ValueError("`es.nn.Stacked` needs at least one layer.")
-    check_not_shared(layers)
+    check_not_repeated(layers)
     if missing(layers) is not None:
         return Initializer(ft.partial(_stack_drawn, layers)), len(layers)
     return _stacked(layers), len(layers)
