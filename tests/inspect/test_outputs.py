@@ -362,3 +362,10 @@ def test_a_module_that_is_not_called_is_an_error(jit):
         lambda m, x: es.while_loop(lambda x: x[0] > 0, m, x),
     ):
         es.capture(f, replace={"": 0.0})(tied, X)
+
+
+def test_a_replacement_of_a_different_structure_is_refused():
+    replaced = es.capture(eqx.nn.LSTMCell(2, 2, key=jr.key(0)), replace={"": [0.0]})
+    state = jnp.zeros(2), jnp.zeros(2)
+    with pytest.raises(ValueError, match="must have the same structure, shapes"):
+        replaced(jnp.ones(2), state)

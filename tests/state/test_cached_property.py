@@ -107,3 +107,19 @@ def test_a_field_of_any_name(name):
     assert name in es.tabulate(model, X)
     assert getattr(model.replace(**{name: 5}), name) == 5
     assert name in repr(model)
+
+
+class Plain(eqx.Module):
+    w: jax.Array
+
+    @ft.cached_property
+    def double(self):
+        return 2 * self.w
+
+
+def test_that_of_a_plain_module_does_not_change_the_structure():
+    model = {"net": Net(3.0), "plain": Plain(jnp.ones(()))}
+    call = es.mutable(lambda m, x: m["net"](x) + m["plain"].double)
+    _, new = call(model, X)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    assert "double" not in new["plain"].__dict__

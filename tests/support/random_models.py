@@ -249,7 +249,7 @@ LAYERS: dict[str, Callable[[int], Built]] = {
     "Dropout": lambda i: Built(eqx.nn.Dropout(0.5), ()),
     "es BatchNorm": lambda i: Built(
         es.nn.BatchNorm(2),
-        ((es.Parameter, es.Parameter),) * 2 + ((es.BatchStat, es.Parameter),) * 2,
+        ((es.Parameter, es.Parameter),) * 2 + ((es.BatchStat, es.Parameter),) * 3,
     ),
     "es Dropout": lambda i: Built(es.nn.Dropout(0.5, key=i), ((es.Rng, es.Rng),)),
     "stream": lambda i: Built(es.RngStream(i), ((es.Rng, es.Rng),)),

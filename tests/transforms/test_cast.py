@@ -380,3 +380,8 @@ def test_rules_are_a_mapping_from_filters():
         es.value_and_grad(loss_fn, cast=HALF)
     with pytest.raises(TypeError, match="`'weight'` is not a filter"):
         es.value_and_grad(loss_fn, cast={"weight": HALF})
+
+
+def test_a_name_that_is_not_a_dtype():
+    with pytest.raises(TypeError, match="'bfloat'.*real floating dtype"):
+        es.mutable(lambda model: None, cast={es.Parameter: "bfloat"})
