@@ -1,4 +1,4 @@
-"""One deep model twice, with `eqx_state` and by hand; measuring and showing figures."""
+"""A deep model, with `eqx_state` and by hand; tools to measure and to print figures."""
 
 import argparse
 import contextlib
@@ -56,7 +56,7 @@ class Block(es.Module):
 
 
 def stack_of_blocks(depth: int, width: int) -> Block:
-    """Blocks as one, with `depth` as the first axis of each of its arrays."""
+    """One block whose arrays have a first axis of size `depth`."""
     return eqx.filter_vmap(lambda key: Block(width, key))(jr.split(jr.key(0), depth))
 
 
@@ -93,7 +93,7 @@ def es_stacked() -> Callable[..., Any]:
 def _es_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     def step(model: Tree, x: Batch) -> tuple[Array, Tree, Tree]:
         (loss, model), grads = es.value_and_grad(loss_fn)(model, x)
-        # The parameters came in, and by hand they do not go out.
+        # The step by hand does not return the parameters either.
         return loss, es.filter(model, es.State), grads
 
     return step
@@ -125,7 +125,7 @@ def hand_block(
     y = jax.vmap(lambda x: params["matrix"] @ x + params["offset"])(x)
     mean = jnp.mean(y, 0)
     y = y - mean
-    # What rounding has left of the mean, as in `es.nn.BatchNorm`.
+    # The rest of the mean, due to rounding, as in `es.nn.BatchNorm`.
     rest = jax.lax.stop_gradient(jnp.mean(y, 0))
     square = jnp.mean(y * y, 0)
     var = square - jnp.minimum(rest * rest, jax.lax.stop_gradient(square))
@@ -172,9 +172,10 @@ def _hand_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def difference(es_result: Tree, hand_result: Tree) -> float:
-    """The largest difference of one array, relative to its largest element.
+    """The largest relative difference of an array.
 
-    Or to 1e-3, as the gradient of a bias before a BatchNorm is nothing but rounding.
+    It is relative to the largest element of the array, or to 1e-3 if that is larger:
+    the gradient of a bias before a BatchNorm consists only of rounding errors.
     """
     loss, model, grads = es_result
     pair = loss, by_hand(model)[1], by_hand(grads)[0]
@@ -187,10 +188,10 @@ def difference(es_result: Tree, hand_result: Tree) -> float:
     return max(jax.tree.leaves(jax.tree.map(relative, pair, hand_result)))
 
 
-# What was measured.
+# Measuring.
 @dataclasses.dataclass
 class Timer:
-    """A function, and the CPU seconds that each call of it took this thread."""
+    """A function, and the CPU seconds of this thread in each call."""
 
     f: Callable[[], Any]
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -199,10 +200,10 @@ class Timer:
         start = time.thread_time()
         out = self.f()
         self.seconds.append(time.thread_time() - start)
-        del out  # only now: to throw a result away is not timed
+        del out  # after the measurement, which excludes freeing the result
 
 
-CALLS = 40  # in a turn of calls that take microseconds
+CALLS = 40  # in a row, for calls that take microseconds
 
 
 def in_a_loop(f: Callable[[], Any]) -> Any:
@@ -217,10 +218,10 @@ BLOCK = 40  # steps of one program in a row
 def take_turns(
     actions: Iterable[Callable[[], Any]], rounds: int, in_a_row: int = 1
 ) -> None:
-    """Calls each `rounds` times: so many in a row, then the next, in changing order.
+    """Call each action `rounds` times, `in_a_row` at once, in an order that changes.
 
-    One step of each program in turns empties the caches of the processor for all of
-    them. A user runs one program, so what is claimed is measured in blocks.
+    If programs take turns after every step, each empties the processor's caches for the
+    others. A user runs one program, so claims are about steps in a row.
     """
     order, shuffle = list(actions), random.Random(0).shuffle
     for _ in range(math.ceil(rounds / in_a_row)):
@@ -232,11 +233,11 @@ def take_turns(
 
 @contextlib.contextmanager
 def garbage_set_aside() -> Iterator[None]:
-    """The garbage collector looks only at what is made from here on.
+    """Make the garbage collector ignore the objects that exist now.
 
-    Its full passes take as long as there are objects alive in the whole process, of
-    other models and of JAX, and would be counted for whoever happens to be running.
-    What is measured still pays for its own garbage.
+    A full collection takes time in proportion to all objects of the process, including
+    other models and JAX, and would be counted for the program that happens to run. Each
+    program still pays for its own garbage.
     """
     gc.collect()
     gc.freeze()
@@ -247,10 +248,10 @@ def garbage_set_aside() -> Iterator[None]:
 
 
 def opcodes(hlo: str) -> Counter[str]:
-    """How often each instruction is in an optimized program, over all computations."""
+    """The number of each instruction in an optimized program, over all computations."""
     indented = (line for line in hlo.splitlines() if line.startswith("  "))
     lines = (line for line in indented if " = " in line)
-    # The opcode follows the type; that of a tuple has parentheses of its own.
+    # The opcode follows the type. The type of a tuple contains parentheses, too.
     found = (re.search(r" = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", line) for line in lines)
     return Counter(match[1] for match in found)
 
@@ -263,13 +264,13 @@ def quartiles(times: Sequence[float], unit: float) -> list[float]:
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median over the rounds of one time relative to another."""
+    """The median over the rounds of one time relative to the other."""
     pairs = zip(times, others, strict=True)
     return statistics.median(t / other for t, other in pairs)
 
 
 def growth(times: Mapping[int, float]) -> float | None:
-    """The exponent of a log-log fit of time to depth, from 50 blocks on."""
+    """The exponent of a log-log fit of time to depth, for 50 blocks or more."""
     points = [(math.log(n), math.log(t)) for n, t in times.items() if n >= 50]
     if len(points) < 2:
         return None
@@ -278,7 +279,7 @@ def growth(times: Mapping[int, float]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """That what was measured is at most the limit; a time only aims at that."""
+    """The claim that a value is at most a limit. For a time, the limit is a target."""
 
     text: str
     value: float
@@ -300,9 +301,9 @@ def show_claims(claims: Sequence[Claim]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Rows of figures with the same columns, and the claims that they bear out.
+    """Rows of figures with the same columns, and claims about the figures.
 
-    Claims about times are made with `--targets` only.
+    Claims about times are checked only with `--targets`.
     """
 
     settings: Mapping[str, Any]
@@ -310,7 +311,7 @@ class Report:
     claims: Sequence[Claim]
 
     def show(self) -> None:
-        """Prints; exits with 1 if a claim does not hold."""
+        """Print the report. Exit with 1 if a claim does not hold."""
         targets = self.settings["targets"]
         claims = [claim for claim in self.claims if targets or not claim.of_time]
         if self.settings["json"]:

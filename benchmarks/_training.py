@@ -1,4 +1,4 @@
-"""One training step, as this library and as others write it."""
+"""One training step, written with this library and with others."""
 
 import dataclasses
 import time
@@ -37,7 +37,7 @@ def cross_entropy(logits: Float[Array, "batch classes"], y: Labels) -> Loss:
 
 @dataclasses.dataclass
 class Times:
-    """Seconds of each step: until the call returned, until it was ready, of CPU."""
+    """Seconds of each step: until the call returned, until it was ready, CPU time."""
 
     returned: list[float] = dataclasses.field(default_factory=list)
     ready: list[float] = dataclasses.field(default_factory=list)
@@ -46,10 +46,10 @@ class Times:
 
 @dataclasses.dataclass
 class Program:
-    """A step from a state to a loss and the next state, and what was measured of it.
+    """A step, from a state to a loss and the next state, with its measurements.
 
-    `times`: of steps in a row, as a user runs them. `turns`: of one step at a time, in
-    turns with those of the other programs.
+    `times` has the times of steps in a row, as a user runs them. `turns` has those of
+    single steps, when the programs take turns after every step.
     """
 
     step: Step
@@ -60,7 +60,7 @@ class Program:
     turns: Times = dataclasses.field(default_factory=Times)
 
     def compile(self, data: Data) -> None:
-        """Calls it once; `first_cpu` are the CPU seconds of all threads."""
+        """Call the step once. `first_cpu` has the CPU seconds of all threads."""
         start = time.process_time()
         jax.block_until_ready(self.step(self.state, *data))
         self.first_cpu = time.process_time() - start
@@ -121,7 +121,7 @@ def es_model(depth: int, width: int) -> tuple[Net, es.Optimizer]:
 
 
 def touch(model: tuple[Net, es.Optimizer], x: Batch, y: Labels) -> tuple[Loss, Any]:
-    """A step with the same arrays, which XLA compiles soon at any depth."""
+    """A step with the same arrays, which XLA compiles quickly at any depth."""
     new = jtu.tree_map(lambda x: x + 1 if eqx.is_inexact_array(x) else x, model)
     return jnp.sum(x), new
 
@@ -138,7 +138,7 @@ def es_step(model: tuple[Net, es.Optimizer], x: Batch, y: Labels) -> tuple[Loss,
 
 # The same by hand.
 def hand_model(model: tuple[Net, es.Optimizer]) -> Any:
-    """The parameters, the state of the layers and that of adam."""
+    """The parameters, the state of the layers, and the state of adam."""
     net, _ = model
     blocks, layers = by_hand(net.blocks)
     head = {"matrix": net.head.weight, "offset": net.head.bias}
@@ -175,9 +175,9 @@ def _hand_linear(params: Any, x: Batch) -> Float[Array, "batch out"]:
     return jax.vmap(lambda x: params["matrix"] @ x + params["offset"])(x)
 
 
-# The arrays of the model in other containers, for the same function.
+# The same function, with the arrays of the model in other containers.
 def numbered(tree: Any) -> dict[str, Any]:
-    """Nested dicts like this tree, with its leaves counted."""
+    """Nested dicts with the paths of this tree, and the numbers of its leaves."""
     dicts: dict[str, Any] = {}
     for i, (path, _) in enumerate(jtu.tree_leaves_with_path(tree)):
         *way, last = (jtu.keystr((key,)) for key in path)
@@ -222,13 +222,13 @@ def held(step: Step, model: Any) -> Program:
 
     def compile(data: Data) -> None:
         Program.compile(program, data)
-        run.carry = model  # as the other programs, whose first step is another
+        run.carry = model  # the other programs also start again from this state
 
     program.compile = compile
     return program
 
 
-# As others write it. The running keys and the optimizer's state are of the state.
+# With other libraries. The state includes the random keys and the optimizer's state.
 class StockBlock(eqx.Module):
     linear: eqx.nn.Linear
     norm: eqx.nn.BatchNorm

@@ -1,12 +1,13 @@
 """Does `es.checkpoint` save as much memory as `jax.checkpoint` by hand?
 
-The memory is that of a training step's intermediate results, `temp_size_in_bytes` of
-XLA's `compiled.memory_analysis()`, which needs no run. `flops` of `cost_analysis()`
-shows that as much is computed again; of a scan it counts one layer.
+This script reports the memory of the intermediate results of a training step:
+`temp_size_in_bytes` of XLA's `compiled.memory_analysis()`, for which the step need not
+run. `flops` of `cost_analysis()` shows that both recompute as much. For a scan, it
+counts one layer.
 
 XLA's CPU compiler drops the barriers of `jax.checkpoint` before it merges common
-subexpressions, and so undoes the remat of layers that are not in a loop. They are kept
-here; `--drop-barriers` shows the figures without.
+subexpressions, which undoes the remat of layers that are not in a loop. This script
+tells the compiler to keep the barriers; with `--drop-barriers`, it does not.
 """
 
 import functools as ft
@@ -63,7 +64,7 @@ def main() -> None:
     rows = []
     for layers, on_es, on_hand, model, barriers in (
         ("loop", es_loop, hand_loop, unstack(stack, args.depth), {}),
-        # A scan needs none: its forward and backward pass are two loops.
+        # A scan needs no barriers: its forward and backward pass are two loops.
         ("scan", es_scan, hand_scan, stack, {"prevent_cse": False}),
     ):
         figures = compare((on_es(), on_hand()), model, x, options)

@@ -1,12 +1,13 @@
 """Does a training step that donates its arrays need as much memory as by hand?
 
-The step of `host_time.py` under `es.jit(donate="all")`, and with dicts of parameters,
-explicit state and keys under `jax.jit(donate_argnums=...)`; and both without donation.
-The bytes are those of `compiled.memory_analysis()`, which needs no run: "held" are the
-arguments, the outputs and the intermediate results, less what the outputs share with
-the arguments; "peak" is XLA's own figure, where the version of JAX has it.
+Compares the step of `host_time.py` under `es.jit(donate="all")` with a step by hand
+under `jax.jit(donate_argnums=...)`, which uses dicts of parameters and explicit state
+and keys; and both without donation. The bytes come from `compiled.memory_analysis()`,
+for which the step need not run. "held" is the sum of the arguments, the outputs and the
+intermediate results, minus the memory that outputs share with arguments. "peak" is
+XLA's own figure, if the version of JAX provides it.
 
-And how many bytes does `es.hold` keep between two steps, over those of the carry?
+Also reports how many bytes `es.hold` uses between two steps, relative to the carry.
 """
 
 import gc
@@ -23,7 +24,7 @@ import eqx_state as es
 
 def memory(jitted: Any, *args: Any) -> dict[str, int | None]:
     with warnings.catch_warnings():
-        # Of the batch, whose memory no output can use.
+        # JAX warns about the batch, whose memory no output can use.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         analysis = jitted.lower(*args).compile().memory_analysis()
     inputs, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
@@ -36,13 +37,13 @@ def memory(jitted: Any, *args: Any) -> dict[str, int | None]:
 
 
 def alive() -> int:
-    """The bytes of all arrays that there are."""
+    """The bytes of all live arrays."""
     gc.collect()
     return sum(x.nbytes for x in jax.live_arrays())
 
 
 def held_bytes(depth: int, width: int, data: Any) -> float:
-    """What `es.hold` keeps between two steps, over the bytes of the carry."""
+    """The bytes that `es.hold` uses between two steps, relative to the carry."""
     before = alive()
     model = es_model(depth, width)
     carry = alive() - before

@@ -1,23 +1,26 @@
-"""How long does the host take for a training step, over `jax.jit` on nested dicts?
+"""How long does the host take for a training step, relative to nested dicts?
 
-A step of N blocks of Linear, BatchNorm, relu and Dropout, with adam, small enough that
-the device has almost nothing to do. All programs run in one process: the same es model
-under `es.jit` and `eqx.filter_jit`, and its arrays as a flat list (the floor) and as
-nested dicts under `jax.jit`, held by `es.hold`; and the model as others write it. They
-run in blocks of forty steps of one program, as a user runs it, and the blocks take
-turns, in another order each time. These figures are the ones that are claimed. Then
-single steps take turns (`in turns / ref`), which empties the caches for all of them.
-Measured are the times until the call returns and until the loss is ready, and the CPU
-time of the thread that calls; all in microseconds, with quartiles. Ratios are medians
-over the rounds, those of `es.hold` of the 10th percentiles: other processes only make a
-step slower. What is alive at the start is set aside from the garbage
-collector. Then: how soon does a call return whose result takes long?
+The model has N blocks of Linear, BatchNorm, relu and Dropout, and is trained with adam.
+It is so small that the device has almost nothing to do. All programs run in one
+process: one es model under `es.jit`, `es.hold` and `eqx.filter_jit`; its arrays under
+`jax.jit`, as a flat list (the floor) and as nested dicts (the reference); and the same
+model in other libraries.
 
-`--widths 4 64 256` measures larger models: N blocks of that width, and a batch as wide.
-`--share FILE` draws the host's share of their steps against their size. What a first
-call costs, tracing and compiling, is in CPU seconds of all threads.
+Each program runs forty steps in a row, as a user would, and the programs take turns, in
+a different order each time. The claims are about these figures. Afterwards, the
+programs take turns after every step (`in turns / ref`), so each empties the processor's
+caches for the others. The figures are microseconds until the call returns, until the
+loss is ready, and of CPU time of the calling thread, with quartiles. Ratios are medians
+over the rounds. Those of `es.hold` are of 10th percentiles, because other processes can
+only make a step slower. The garbage collector ignores objects that exist at the start.
 
-`--deep 50 1000` measures growth, the exponent of a log-log fit, by a step that adds 1
+Finally, the script measures how soon a call returns if its result takes long.
+
+`--widths 4 64 256` measures larger models: N blocks of this width, with a batch of the
+same size. `--share FILE` draws the host's share of their steps against their size. The
+cost of a first call, to trace and compile, is in CPU seconds of all threads.
+
+`--deep 50 1000` measures growth, the exponent of a log-log fit, with a step that adds 1
 to each array: XLA takes too long to compile a training step of 1000 blocks. `--picture
 FILE` draws the time until the call returns against the depth (with matplotlib).
 """
@@ -74,7 +77,7 @@ import eqx_state as es
 
 Programs = dict[str, Program]
 
-# What has to be installed, and what makes the programs.
+# The package that must be installed, and the function that creates the programs.
 MAKERS = ((None, es_and_hand), ("flax", nnx), ("haiku", haiku), (None, equinox))
 TOUCHING = ((None, ft.partial(es_and_hand, step=touch)),)
 WIDE = ((None, es_and_hand),)
@@ -82,7 +85,7 @@ COMPILED_ALONE = FLOOR, OURS, HELD
 
 
 def run_all(programs: Programs, data: Data, steps: int, turns: int = 0) -> None:
-    """So many steps in blocks, and so many in turns."""
+    """Run `steps` steps in blocks, and `turns` steps one at a time."""
     blocks = [lambda p=program: p.run(data) for program in programs.values()]
     single = [lambda p=program: p.run(data, p.turns) for program in programs.values()]
     with garbage_set_aside():
@@ -132,7 +135,7 @@ def steps(
             programs.update(make(depth, width))
     for name in COMPILED_ALONE:
         programs[name].compile(data)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA compiles one on each core
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compile one on each core
         list(pool.map(lambda program: program.warm_up(data), programs.values()))
     for program in programs.values():
         program.step(program.state, *data)
@@ -145,7 +148,7 @@ def steps(
 
 
 def waiting(args: Any) -> tuple[list[dict[str, Any]], Programs]:
-    """A row for each way to call what takes long to compute."""
+    """A row for each way to call a function that takes long to compute."""
 
     def work(state: tuple[Array, Array], x: Batch, y: Labels) -> tuple[Array, Any]:
         n, matrix = state
@@ -173,7 +176,7 @@ def waiting(args: Any) -> tuple[list[dict[str, Any]], Programs]:
 
 
 def compilations(args: Any) -> int:
-    """How often XLA compiles for 100 steps of training, one of evaluation, 100 more."""
+    """How often XLA compiles for 100 training steps, one evaluation, 100 more steps."""
     count = 0
 
     def listen(event: str, _seconds: float, **_: Any) -> None:
@@ -202,7 +205,7 @@ def returned_by_depth(measured: Mapping[int, Programs]) -> dict[str, dict[int, f
 
 
 def draw(medians: Mapping[str, Mapping[int, float]], path: str) -> None:
-    """Cost against depth: all of a step, and what it takes more than the floor."""
+    """Draw the cost of a step against depth: in total, and minus the floor."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -223,7 +226,7 @@ def draw(medians: Mapping[str, Mapping[int, float]], path: str) -> None:
         }
         whole.plot(by_depth.keys(), [1e3 * t for t in by_depth.values()], **style)
         above = {n: 1e3 * (t - floor[n]) for n, t in by_depth.items() if n in floor}
-        # One that took no longer than the floor has no place on a log scale.
+        # A log scale cannot show a program that took no longer than the floor.
         above = {n: t for n, t in above.items() if t > 0}
         if name != FLOOR:
             over.plot(above.keys(), above.values(), **style)
@@ -242,7 +245,7 @@ def draw(medians: Mapping[str, Mapping[int, float]], path: str) -> None:
 
 
 def draw_shares(measured: Mapping[int, Programs], depth: int, path: str) -> None:
-    """The host's share of a step, and the time of a step, against the model's size."""
+    """Draw the host's share of a step, and its time, against the model's size."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -275,12 +278,12 @@ def parameters(depth: int, width: int) -> int:
 
 
 def lowest(times: list[float]) -> float:
-    """The 10th percentile: other processes only make a step slower."""
+    """The 10th percentile: other processes can only make a step slower."""
     return statistics.quantiles(times, n=10, method="inclusive")[0]
 
 
 def held_to(programs: Programs, name: str, which: str) -> float:
-    """A time of `es.hold`, relative to that of another program."""
+    """A time of `es.hold`, relative to that of a different program."""
     held, other = (getattr(programs[x].times, which) for x in (HELD, name))
     return lowest(held) / lowest(other)
 
@@ -304,7 +307,7 @@ def claims_of_held(what: str, programs: Programs, is_wide: bool) -> list[Claim]:
 
 
 def ours_to(programs: Programs, name: str) -> float:
-    """How long `es.jit` takes to return, relative to another program."""
+    """How long `es.jit` takes to return, relative to a different program."""
     return ratio(programs[OURS].times.returned, programs[name].times.returned)
 
 

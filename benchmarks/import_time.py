@@ -1,8 +1,8 @@
-"""How long does `import eqx_state` take, where Equinox, optax and rich are imported?
+"""How long does `import eqx_state` take, after Equinox, optax and rich are imported?
 
-Each import is in a new process, whose bytecode caches are warm: a first process, which
-is not counted, writes them to a directory of their own. Measured is the time of the
-last `import` statement, in milliseconds.
+Each import runs in a new process with warm bytecode caches: a first process, which is
+not counted, writes the caches to a separate directory. The figures are milliseconds of
+the last `import` statement.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""What does a call of `es.jit` cost, whatever its arguments are made of?
+"""What does a call of `es.jit` cost if its arguments are not simple containers?
 
-Against `eqx.filter_jit` of the same function: arguments that hold partials, closures,
-optimizers, and nodes that only JAX can take apart. Each call is one of those after the
-first, whose program is compiled. All take turns of some calls each, as in a loop, in
-another order each round. Measured is the CPU time of the thread until a call returns,
-in microseconds.
+Compares `es.jit` with `eqx.filter_jit` of the same function, for arguments that contain
+partials, closures, optimizers, and nodes that only JAX can flatten. The function is
+already compiled. The programs take turns of some calls in a row, as in a loop, in a
+different order each round. The figures are CPU microseconds of the thread until a call
+returns.
 """
 
 import functools as ft
@@ -36,7 +36,7 @@ import eqx_state as es
 
 @jtu.register_pytree_node_class
 class Named:
-    """An array with names for its axes: a node that only JAX can take apart."""
+    """An array with names for its axes: a node that only JAX can flatten."""
 
     def __init__(self, array: Array, axes: tuple[str, ...]):
         self.array, self.axes = array, axes
@@ -55,7 +55,7 @@ class NamedLinear(eqx.Module):
 
 
 class Controller(eqx.Module):
-    """Settings that are Python numbers, as diffrax has them."""
+    """Settings that are Python numbers, as in diffrax."""
 
     rtol: float = 1e-3
     atol: float = 1e-6
@@ -69,7 +69,7 @@ def leaky(slope: float, x: Array) -> Array:
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]]:
-    """For each a function, its arguments, and the target: the ratio at most."""
+    """For each case a function, its arguments, and the largest ratio allowed."""
     x, key, slope = jnp.ones(4), jr.key(0), 0.1
     closure = eqx.nn.MLP(4, 4, 8, 2, activation=lambda x: leaky(slope, x), key=key)
     linear = eqx.nn.Linear(4, 4, key=key)

@@ -1,9 +1,9 @@
-"""What does a call of `jax.jit` cost whose state is in JAX's `Ref`s?
+"""What does a call of `jax.jit` cost if its state is stored in JAX's `Ref`s?
 
-Each program adds 1 to each of many small arrays. The state is in arrays, which come
-back as the result; in `Ref`s that are arguments, or that the function closes over; or
-in the fields of an `es.Module`. Measured is the CPU time of the thread until a call
-returns, in microseconds. The programs take turns of some calls each.
+Each program adds 1 to each of many small arrays. These are arrays that the function
+returns, `Ref`s that are arguments, `Ref`s that the function closes over, or fields of
+an `es.Module`. The figures are CPU microseconds of the thread until a call returns. The
+programs take turns of some calls in a row.
 """
 
 import functools as ft

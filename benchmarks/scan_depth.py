@@ -1,10 +1,10 @@
 """Does `es.scan` over layers compile a program that does not grow with their number?
 
-A training step of 12, 24 and 48 layers: `es.scan` over the stacked layers, the same by
-hand with `jax.lax.scan`, and a Python loop over the layers. Counted are the equations
-of the jaxpr and the instructions of the optimized HLO. Times are medians, for which the
-three take turns: CPU seconds of tracing with lowering, and of compiling; of a step only
-its duration relative to that with `jax.lax.scan`, in blocks of forty steps.
+Compares training steps of 12 to 96 layers: `es.nn.Stacked`, `es.scan` over the stacked
+layers, `jax.lax.scan` by hand, and a Python loop over the layers. The script counts the
+equations of the jaxpr and the instructions of the optimized HLO. The programs take
+turns. Times are medians: CPU seconds to trace and lower, CPU seconds to compile, and
+the duration of a step relative to `jax.lax.scan`, with forty steps in a row.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from _common import (
 
 REFERENCE = "scan by hand"
 OURS = "es.nn.Stacked", "es.scan"
-MOST_IN_A_LOOP = 24  # which compiles in minutes, and soon not at all
+MOST_IN_A_LOOP = 24  # layers: a longer Python loop takes too long to compile
 
 
 def cpu_time(f: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -63,7 +63,7 @@ def equations(jaxpr: Any) -> int:
 
 @dataclasses.dataclass
 class Program:
-    """A way to write the step, and what was measured of it."""
+    """A way to write the step, with its measurements."""
 
     make: Callable[[], Callable[..., Any]]
     model: Any
@@ -73,7 +73,7 @@ class Program:
     compiled: Any = None
 
     def compile(self, x: Any) -> None:
-        step = jax.jit(self.make())  # a new function: nothing of it is cached
+        step = jax.jit(self.make())  # a new function, so nothing is cached
         seconds, lowered = cpu_time(step.lower, self.model, x)
         self.lowering.append(seconds)
         seconds, self.compiled = cpu_time(lowered.compile)
@@ -95,7 +95,7 @@ def measure(depth: int, args: Any) -> list[dict[str, Any]]:
     if depth <= MOST_IN_A_LOOP:
         programs["loop"] = Program(es_loop, unstack(stack, depth))
     for program in programs.values():
-        # The first trace of a process also traces functions of `jax.numpy`.
+        # Warm up: the first trace of a process also traces functions of `jax.numpy`.
         jax.jit(program.make()).lower(program.model, x)
     for _ in range(args.repetitions):
         for program in programs.values():

@@ -1,17 +1,16 @@
-"""How long does it take to select outside `jit`, against what Equinox offers for it?
+"""How long does it take to select outside `jit`, compared with Equinox's functions?
 
-`es.filter` computes the mask of a kind and makes one tree; `eqx.partition` is given the
-mask ready, and makes two. `es.eval` stands against `eqx.nn.inference_mode`, on the same
-model and on one of Equinox's stock layers. `es.mutable` threads the model through a
-function that does nothing, against a `jax.tree.map` of it. The model is that of
+`es.filter` computes the mask of a kind and creates one tree; `eqx.partition` gets a
+ready mask and creates two trees. `es.eval` is compared with `eqx.nn.inference_mode`, on
+the same model and on a model of Equinox's stock layers. `es.mutable` of a function that
+does nothing is compared with a `jax.tree.map` of the model. The model is that of
 `host_time.py`.
 
-All operations and depths run in blocks of forty calls, which take turns, in another
-order each time. Measured is the CPU
-time of the thread, in microseconds, without the time to throw the result away. What was
-made before, the models above all, is set aside from the garbage collector, which stays
-on. Ratios are medians over the rounds. Growth is the exponent of a log-log fit from 50
-blocks on.
+All operations and depths take turns, with forty calls in a row, in a different order
+each time. The figures are CPU microseconds of the thread, without the time to free the
+result. The garbage collector stays on, but ignores objects that existed before, such as
+the models. Ratios are medians over the rounds. Growth is the exponent of a log-log fit
+over 50 blocks or more.
 """
 
 import statistics
@@ -87,7 +86,7 @@ def operations(depth: int, width: int) -> dict[str, Callable[[], Any]]:
 
 
 def differences(by_name: dict[str, Callable[[], Any]]) -> int:
-    """How many results are not those of Equinox."""
+    """The number of results that differ from Equinox's."""
     results = {name: f() for name, f in by_name.items()}
     pairs = (
         (results[FILTER], results[PARTITION][0]),

@@ -1,20 +1,19 @@
 """How long does `es.sharding` take, and what does a large transformer need per device?
 
-The transformers have the sizes of two known ones, of about 7 and 70 billion parameters
-in float32. They exist as shapes only (`jax.eval_shape`), with adam's moments and an
-average of the parameters, and the mesh has no devices either. All is sharded by the
-names of axes: what belongs to a head, to the hidden units of an MLP or to a word of the
-vocabulary over `model`, and the width over `data`. `by hand` is the same sum without
-`es`, from the shapes that the sizes imply.
+The transformers have the sizes of two known models, with about 7 and 70 billion
+parameters in float32. They exist only as shapes (`jax.eval_shape`), together with
+adam's moments and an average of the parameters. The mesh is abstract. All arrays are
+sharded by the names of their axes: heads, hidden units of MLPs and the vocabulary over
+`model`, and the width over `data`. `by_hand` computes the same sum without `es`, from
+the sizes.
 
-The other question is how long it takes for many arrays: a list of blocks, each of which
-has two.
+A second part measures how long `es.sharding` takes for a list of many small blocks.
 
-And how long the host takes for a sharded step: a training step of `host_time.py`, with
-its matrices split over 8 virtual devices, as an es model and as nested dicts by hand,
-whose results are put into the same `NamedSharding`s. Times are those until the call
-returns, in blocks of forty steps, which take turns; ratios are of their 10th
-percentiles, as other processes only make a step slower.
+A third part measures how long the host takes for a sharded step. It is the training
+step of `host_time.py`, with matrices split over 8 virtual devices. The es model is
+compared with nested dicts, whose results are put into the same `NamedSharding`s. The
+programs take turns, with forty steps in a row, and times are until the call returns.
+Ratios are of 10th percentiles, because other processes can only make a step slower.
 """
 
 import os
@@ -150,7 +149,7 @@ def seconds(f: Callable[..., Any], *args: Any) -> tuple[float, Any]:
 
 
 def of_many_arrays(number: int, rounds: int) -> float:
-    """The median seconds for a list of pairs."""
+    """The median seconds of `es.sharding` for a list of pairs."""
     pairs = [Pair(jnp.zeros((8, 4)), jnp.zeros((4, 8)))] * (number // 2)
     mesh, rules = AbstractMesh((4, 2), ("data", "model")), {"mlp": "model"}
     shapes = jax.eval_shape(lambda: pairs)
@@ -159,7 +158,7 @@ def of_many_arrays(number: int, rounds: int) -> float:
 
 
 def sharded_steps(depth: int, width: int, rounds: int) -> dict[str, Program]:
-    """Programs that have taken turns, each of which has the same arrays in shards."""
+    """The programs, after they took turns. All have the same arrays in shards."""
     mesh = Mesh(np.reshape(jax.devices(), (4, 2)), ("data", "model"))
     shapes = jax.eval_shape(lambda: es_model(depth, width))
     rules = {lambda part: part.value.ndim == 2: P("model", "data")}
@@ -218,7 +217,7 @@ def main() -> None:
         )
         off = abs(params - by_hand(size))
         off += abs(moments - 2 * params - 4)  # adam's count
-        off += abs(average - params - 8)  # its weight, and a count
+        off += abs(average - params - 8)  # the weight and the count of the average
         claims += [
             Claim(f"{name}: bytes on a device that differ from those by hand", off, 0),
             Claim(f"{name}: seconds of es.sharding", sharding, 5, of_time=True),

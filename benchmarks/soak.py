@@ -1,10 +1,10 @@
-"""Does a training loop run for as long as one likes in constant memory?
+"""Does a long training loop run in constant memory?
 
-Rounds of training, evaluation and fine-tuning with the body frozen; at the end of each
-the model and its optimizer are saved, and the next round goes on with what was loaded.
-The steps donate their arrays. After the first rounds (`--warm-up`) the memory of the
-process must not grow by more than 16 MB, no array and no thousand Python objects may be
-left over, and nothing may be compiled: each mode has its program from the first round.
+Each round trains, evaluates, and fine-tunes with the blocks frozen. Then it saves the
+model and its optimizer, and the next round continues with the loaded ones. The steps
+donate their arrays. After the first rounds (`--warm-up`), the process must not grow by
+more than 16 MB, must not have more live arrays or a thousand more Python objects, and
+must not compile: each mode was compiled in the first round.
 
 The memory is the resident set, after the garbage collector has run.
 """
@@ -33,7 +33,7 @@ MB, OBJECTS = 16.0, 1000.0
 
 
 class Soak:
-    """The loop, and how often each of its modes was traced."""
+    """The loop, and how often each mode was traced."""
 
     def __init__(self, depth: int, width: int, batch: int, folder: str):
         self.model = es_model(depth, width)
@@ -43,7 +43,7 @@ class Soak:
         self.rounds = self.steps = 0
         self.loss = math.nan
         self.traces: Counter[str] = Counter()
-        # The data come first and stay; the model is given away.
+        # The data come first and are not donated; the model is.
         self.step = es.jit(self._step, donate="all-except-first")
         self.evaluate = es.jit(self._evaluate)
         self.batch = es.jit(self._batch)
@@ -86,7 +86,7 @@ class Soak:
 
 
 class Compilations:
-    """How many programs XLA has compiled, of whatever function."""
+    """The number of programs that XLA has compiled, of any function."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -97,11 +97,11 @@ class Compilations:
 
 
 def resident() -> float:
-    """The memory that the process has now, in MB."""
+    """The current memory of the process, in MB."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize() / 1e6
-    # Elsewhere the most that it ever had, which in a constant state is the same.
+    # On other systems, the peak so far, which does not grow in constant memory.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 

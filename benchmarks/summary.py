@@ -1,9 +1,9 @@
-"""Which figures are reached? Runs the other scripts; prints all claims in one table.
+"""Which claims hold? Runs the other scripts, and prints all claims in one table.
 
-Each script runs in a process of its own. `--quick` is for a look: small sizes, few
-rounds. `--only` names the scripts to run. `--picture FILE` is for `host_time.py`. Exits
-with 1 if a script fails or what it computed is wrong; a time that misses its target is
-shown, and no failure.
+Each script runs in its own process. `--quick` uses small sizes and few rounds. `--only`
+names the scripts to run. `--picture FILE` is for `host_time.py`. Exits with 1 if a
+script fails, or if one of its results is wrong. A time that misses its target is shown,
+but is not a failure.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from _common import arguments, Claim, show_claims
 
 
-# The options of each script, and those for a quick look.
+# The options of each script, and those for `--quick`.
 SCRIPTS = {
     "host_time": (
         "--depths 10 20 50 200 --deep 50 200 1000 --widths 128",
@@ -44,14 +44,14 @@ SCRIPTS = {
 
 
 def run(script: str, options: list[str]) -> dict[str, Any] | None:
-    """The script's report, or `None` if it made none."""
+    """The report of a script; `None` if it printed no report."""
     path = Path(__file__).with_name(f"{script}.py")
     command = [sys.executable, str(path), *options, "--targets", "--json"]
     print(f"{script}.py {' '.join(options)}", end=" ", file=sys.stderr, flush=True)
     start = time.perf_counter()
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     print(f"({time.perf_counter() - start:.0f} s)", file=sys.stderr)
-    # Its exit status also tells of times that missed.
+    # Ignore the exit status, which is 1 also if a time misses its target.
     return json.loads(child.stdout) if child.stdout else None
 
 

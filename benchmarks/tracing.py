@@ -1,16 +1,17 @@
-"""Do tracing and lowering a training step take as long as by hand, to the same program?
+"""Do tracing and lowering take as long as by hand, and is the program the same?
 
-The step of `host_time.py` under `es.jit`, and written with dicts of parameters,
-explicit state and explicit keys under `jax.jit`. Each time the function is new, so that
-nothing of it is cached, while what it uses of `jax.numpy` has been traced before.
+Compares the step of `host_time.py` under `es.jit` with a step by hand under `jax.jit`,
+with dicts of parameters, explicit state and explicit keys. Each trace uses a new
+function, so nothing of the step is cached. The functions of `jax.numpy` that it calls
+have been traced before.
 
-All programs and depths take turns, in another order each round. Measured is the CPU
-time of the thread, in milliseconds. Before each, all that is alive, the programs traced
-before above all, is set aside from the garbage collector. Ratios are medians over the
-rounds. Growth is the exponent of a log-log fit from 50 blocks on.
+All programs and depths take turns, in a different order each round. The figures are CPU
+milliseconds of the thread. Before each trace, the garbage collector is told to ignore
+all existing objects, such as earlier traces. Ratios are medians over the rounds. Growth
+is the exponent of a log-log fit over 50 blocks or more.
 
-The programs are compared at the smallest depth: the loss over three steps, and how
-often each instruction is in the optimized HLO, of training and of evaluation.
+The programs are compared at the smallest depth: the loss over three steps, and the
+number of each instruction in the optimized HLO, for training and for evaluation.
 """
 
 import statistics
@@ -61,7 +62,7 @@ class Tracing(Timer):
 
 
 def compare(model: Any, data: Data) -> list[Claim]:
-    """The two programs, of training and of evaluation, and what they compute."""
+    """Compare the programs for training and evaluation, and their losses."""
     net, _ = model
     state = hand_model(model)
     ours = es.jit(es_step).lower(model, *data).compile()

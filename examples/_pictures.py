@@ -1,6 +1,6 @@
-"""The pictures that the examples draw of their results.
+"""The pictures of the examples' results. Training does not need them.
 
-None of them is needed for training. Each function saves one picture and prints where.
+Each function saves one picture, and prints its path.
 """
 
 import textwrap
@@ -195,7 +195,7 @@ def fine_tuning(path, curves, counts) -> None:
 
 
 def _sharding(ax: Axes, title: str, array) -> None:
-    """Draw which device holds which part of the array."""
+    """Draw the part of the array that each device stores."""
     height, width = array.shape if array.ndim > 1 else (*array.shape, 8)
     pieces: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for shard in array.addressable_shards:
@@ -249,7 +249,7 @@ def porting(path, same, similar) -> None:
 
 
 def curve_in_text(losses, width: int = 60) -> str:
-    """A falling curve as one line of blocks, and its ends."""
+    """A curve as one line of block characters, between its first and last value."""
     means = [np.mean(part) for part in np.array_split(losses, min(width, len(losses)))]
     low, high = min(means), max(means)
     heights = [round(7 * (x - low) / ((high - low) or 1)) for x in means]
@@ -271,7 +271,7 @@ def gpt(path, losses, alone, baseline: float, samples, arrays) -> None:
     for ax, (title, array) in zip(above.subplots(1, 2), arrays.items(), strict=True):
         _sharding(ax, title, array)
     below.suptitle("what it writes")
-    # After a few steps it still writes characters that no font has.
+    # After only a few steps, the model still writes characters that no font has.
     shown = (map(lambda c: c if c.isprintable() else " ", s) for s in samples)
     written = "\n".join(map("".join, shown))
     below.text(0.5, 0.7, written, ha="center", va="top", family="monospace", size=7)

@@ -1,13 +1,13 @@
-"""A character model, with all that a training loop collects.
+"""A character model, trained with groups, accumulated gradients and averaged weights.
 
-A recurrent network learns to write like Python's own documentation, which every Python
-has. The batches are small, as on a small device.
+A recurrent network learns to write like Python's documentation, which is a part of
+every installation of Python. The batches are small, as if the device had little memory.
 
-- Rules say which arrays get which optimizer: matrices decay, all other arrays do not.
-- `optax.MultiSteps` collects the gradients of four batches for one update.
-- `es.Ema` averages the weights. The average is what is evaluated and used.
-- The learning rate is an array in the optimizer: when the average no longer improves,
-  `optimizer.set(learning_rate=...)` halves it. The step is compiled once.
+- Rules choose the optimizer of each array: only matrices have weight decay.
+- `optax.MultiSteps` accumulates the gradients of four batches for one update.
+- `es.Ema` averages the weights. The averaged model is evaluated, and writes the text.
+- The learning rate is an array in the optimizer. If the averaged model no longer
+  improves, `optimizer.set(learning_rate=...)` halves it. The step is compiled once.
 
 Run `python examples/characters.py [output.png]`; it takes about a minute on two cores.
 """
@@ -62,7 +62,7 @@ def loss_fn(model: Writer, texts: Int[Array, "b t+1"]) -> Float[Array, ""]:
     return jnp.mean(losses)
 
 
-# %% The optimizer, and one step of training.
+# %% The optimizer, and one training step.
 def make_optimizer(rate: float) -> es.Optimizer:
     adamw = optax.inject_hyperparams(
         optax.adamw, static_args=("b1", "b2"), hyperparam_dtype=jnp.float32
@@ -88,7 +88,7 @@ def step(model: Writer, optimizer: es.Optimizer, ema: es.Ema, texts):
 evaluate = es.jit(loss_fn)
 
 
-# %% Train. The learning rate is halved whenever the average has improved too little.
+# %% Train. Halve the learning rate if the averaged model improves too little.
 def train(model: Writer, text, tests, steps: int, rate: float):
     optimizer, ema = make_optimizer(rate).init(model), es.Ema(0.99).init(model)
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def train(model: Writer, text, tests, steps: int, rate: float):
     return ema.model.eval(), curves, rates
 
 
-# %% The text: nine of ten parts for training, and the others.
+# %% The text: nine of ten paragraphs for training, the rest held out.
 def load_text() -> tuple[str, str]:
     text = "\n".join(topics[name] for name in sorted(topics))
     parts = "".join(c for c in text if c.isascii()).split("\n\n")
@@ -119,7 +119,7 @@ def load_text() -> tuple[str, str]:
 
 
 def bigram_loss(train: np.ndarray, test: np.ndarray, characters: int) -> float:
-    """The loss of the best guess that knows one character before."""
+    """The loss of a prediction from only the previous character."""
     pairs = np.full((characters, characters), 0.1)
     np.add.at(pairs, (train[:-1], train[1:]), 1)
     pairs /= pairs.sum(axis=1, keepdims=True)
@@ -162,7 +162,7 @@ def main(
     print(f"bigrams: {baseline:.3f} nats\n{written}")
     _pictures.characters(path, EVERY, curves, rates, baseline, written)
 
-    # Better than bigrams, better than without the average, and at a lower rate.
+    # Better than bigrams; better with the average; and the learning rate fell.
     assert baseline - curves["average"][-1] >= better_by
     assert max(np.subtract(curves["last weights"], curves["average"])) >= gain
     assert rates[-1] <= rate / 2**halvings

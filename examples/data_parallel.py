@@ -1,20 +1,21 @@
-"""Train one network on eight devices, with the result that one device gives.
+"""Train one network on eight devices, with the same result as on one device.
 
-Every device holds the whole network and computes on its eighth of each batch: data
-parallelism, the first thing to try when one device is too slow. The devices here are
-virtual ones of the CPU; on real ones the program is the same. Neither the network nor
-its training step mentions devices: JAX runs a program where its arrays are.
+Every device stores the whole network, and computes on an eighth of each batch. This is
+data parallelism, the first method to try if one device is too slow. The devices here
+are virtual devices of the CPU; with real devices, the program is the same. The network
+and its training step do not mention devices, because JAX runs a program on the devices
+that store its arrays.
 
-- `es.spec` says by kind where arrays go. Here all of the network goes to every device;
-  in `sharded.py`, which runs in two processes, parameters are split.
-- Batch normalization averages over the whole batch, not over each device's part.
-- Each image draws its own dropout mask, the same on any number of devices.
+- `es.spec` chooses a sharding for each array, by kind. Here, every device stores all of
+  the network. In `sharded.py`, which runs in two processes, parameters are split.
+- Batch normalization averages over the whole batch, not over the part of each device.
+- Each image has its own dropout mask, which does not depend on the number of devices.
 
 Run `python examples/data_parallel.py [output.png]`; it takes under a minute on two
 cores.
 """
 
-# %% JAX reads this when it looks for devices. It is not needed where there are eight.
+# %% Create eight virtual devices, before JAX starts. Omit this if you have eight.
 import os
 
 
@@ -70,8 +71,8 @@ def step(model, optimizer, images, labels):
     return loss, model, optimizer
 
 
-# %% Where arrays are: the network and the optimizer's state on every device, and a part
-# of the batch on each. Everything else follows from that.
+# %% Place the arrays: the network and the optimizer's state on every device, and a part
+# of each batch on each. JAX does the rest.
 def on_each(devices, tree):
     places = es.spec(tree, {...: NamedSharding(Mesh(devices, "devices"), P())})
     arrays, rest = eqx.partition(tree, eqx.is_array)
@@ -121,14 +122,15 @@ def main(path="data_parallel.png", *, epochs=20, at_least=0.95) -> float:
     arrays = {"batch": batch[0], "weights": weights, "statistics": statistics}
     _pictures.data_parallel(path, one, eight, arrays)
 
-    # Each device has twelve rows of its own and a whole network, and they communicate.
+    # Each device has twelve rows and the whole network, and the devices communicate.
     assert {shard.data.shape for shard in batch[0].addressable_shards} == {(12, 64)}
     for part in es.parts((model, optimizer)):
         assert part.value.sharding.device_set == set(devices), part.name
         assert part.value.sharding.is_fully_replicated, part.name
     assert "all-reduce" in step.lower(model, optimizer, *batch).compile().as_text()
-    # One more step from the same arrays, on eight devices and on one: equal results up
-    # to rounding. How far rounding takes two trainings apart depends on the processor.
+    # Take one more step from the same arrays, on eight devices and on one. The results
+    # are equal up to rounding. Compare only one step, because rounding errors grow
+    # during training, by an amount that depends on the processor.
     together = jax.block_until_ready(step(model, optimizer, *batch))
     first = devices[:1]
     alone = step(*on_each(first, (model, optimizer)), *by_rows(first, batch))

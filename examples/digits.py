@@ -1,14 +1,16 @@
 """Train a convolutional network on scikit-learn's 1,797 handwritten digits.
 
-Equinox's layers stand next to layers with state: batch normalization keeps running
-statistics, dropout keeps a key. Both are part of the model, which stays one pytree; a
-training step takes the model and the optimizer, returns them, and nothing else.
+The model combines Equinox's layers with layers that have state: batch normalization
+stores running statistics, and dropout stores a random key. Statistics and keys are
+leaves of the model, so a training step takes and returns only model and optimizer.
 
-- `es.value_and_grad` and `es.vmap` thread the state through the forward pass.
-- `es.Optimizer` holds an optax optimizer and its state; it sees parameters only.
-- `model.eval()` switches every layer, and `es.tabulate` shows what the model holds.
-- `es.hold` keeps the two between the steps. That takes a tenth less time than `es.jit`
-  for the 62 arrays here. Models from three seeds share one compiled step.
+- `es.value_and_grad` and `es.vmap` pass the state through the forward pass.
+- `es.Optimizer` contains an optax transformation and its state. It updates only
+  parameters.
+- `model.eval()` switches every layer, and `es.tabulate` lists the arrays of the model.
+- `es.hold` stores model and optimizer between the steps. With the 62 arrays here, a
+  step takes a tenth less time than with `es.jit`. The models of three seeds share one
+  compiled step.
 
 Run `python examples/digits.py [output.png]`; it takes under a minute on two cores.
 """
@@ -33,10 +35,10 @@ import eqx_state as es
 BATCH_SIZE = 96
 
 
-# %% The model. The layers of `es.nn` declare what their fields are, and the weights of
+# %% The model. The layers of `es.nn` declare the kinds of their fields. The weights of
 # Equinox's layers are parameters without a declaration.
 class Net(es.Module):
-    average: es.Buffer[Float[Array, "1 8 8"]]  # a constant: neither trained nor written
+    average: es.Buffer[Float[Array, "1 8 8"]]  # a constant: not trained, not written
     layers: eqx.nn.Sequential
 
     def __init__(self, average: Float[Array, "1 8 8"], *, key: Key[Array, ""]):
@@ -84,7 +86,7 @@ def predict(model: Net, images: Float[Array, "b 1 8 8"]) -> Int[Array, " b"]:
     return jnp.argmax(jax.vmap(model.eval())(images), axis=1)
 
 
-# %% Train one model, which `run` holds.
+# %% Train one model, the one that `run` stores.
 def train(run, images, labels, epochs: int, seed: int) -> list[float]:
     """The loss after each epoch."""
     steps = len(images) // BATCH_SIZE
@@ -97,9 +99,9 @@ def train(run, images, labels, epochs: int, seed: int) -> list[float]:
     return losses
 
 
-# %% Train a model from each seed, and test it.
+# %% Train and test one model for each seed.
 def main(path="digits.png", *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
-    """The test accuracy of each seed's model."""
+    """The test accuracy of the model of each seed."""
     digits = load_digits()
     images, labels = np.float32(digits.images[:, None] / 16), digits.target
     train_images, images, train_labels, labels = train_test_split(

@@ -1,16 +1,16 @@
-"""An ensemble of networks that knows how uncertain its predictions are.
+"""An ensemble of networks that estimates the uncertainty of its predictions.
 
-Ten small networks are trained on scikit-learn's diabetes study (442 patients, ten
-measurements, the progression of the disease after a year). Each predicts a mean and a
-variance (Lakshminarayanan et al., 2017), and learns from a bootstrap sample of the
-patients (Breiman, 1996). To test on every patient there is one such ensemble for each
-of five folds: fifty networks.
+Ten small networks learn from scikit-learn's diabetes study (442 patients, ten
+measurements, the progression of the disease after a year). Each network predicts a mean
+and a variance (Lakshminarayanan et al., 2017), and learns from a bootstrap sample of
+the patients (Breiman, 1996). To test on every patient, each of five folds has its own
+ensemble, so there are fifty networks.
 
-- `eqx.filter_vmap` makes the networks: one pytree whose arrays have two more axes.
+- `eqx.filter_vmap` creates the networks: one pytree, whose arrays have two extra axes.
 - `es.vmap(nets, axes={...: 0})` maps over them. Each network has its own weights, batch
   statistics and dropout key, and the class is written for one network and one patient.
 - One compiled step trains all fifty, with one `es.Optimizer`.
-- State is threaded through three nested `es.vmap`s.
+- State passes through three nested `es.vmap`s.
 
 Run `python examples/ensemble.py [output.png]`; it takes under a minute on two cores.
 """
@@ -71,7 +71,7 @@ def nll(mean: Array, variance: Array, y: Array) -> Array:
 
 
 def loss_fn(nets: Net, xs: Float[Array, "f m n 10"], ys: Float[Array, "f m n"]):
-    # A sum over the networks: each one's gradient is that of its own loss.
+    # A sum over the networks, so each network gets the gradient of its own loss.
     return jnp.sum(jnp.mean(nll(*predict(nets, xs), ys), axis=-1))
 
 
@@ -112,7 +112,7 @@ def main(path="ensemble.png", *, steps=130, tolerance=0.06) -> float:
     xs, ys = load_diabetes(return_X_y=True)
     xs, ys = np.float32(xs / xs.std(0)), np.float32(ys)
     center, scale = ys.mean(), ys.std()
-    # Five folds of 88; the two patients who remain are always in the training set.
+    # Five folds of 88. The two remaining patients are always in the training set.
     rng = np.random.default_rng(0)
     order = rng.permutation(len(xs))
     held_out = order[: len(xs) // FOLDS * FOLDS].reshape(FOLDS, -1)
@@ -120,7 +120,7 @@ def main(path="ensemble.png", *, steps=130, tolerance=0.06) -> float:
     chosen = np.stack([rng.choice(rows, (MEMBERS, len(rows))) for rows in rest])
     nets = train(xs[chosen], (ys[chosen] - center) / scale, steps)
 
-    # Now all members of a fold see the same patients.
+    # In the test, all members of a fold see the same patients.
     tests = np.repeat(xs[held_out][:, None], MEMBERS, axis=1)
     means, variances = es.jit(predict)(nets.eval(), tests)
     means, variances = center + scale * means, scale**2 * variances

@@ -1,13 +1,14 @@
 """Teach a pretrained network new digits from a few examples.
 
 A plain Equinox network, whose class does not use this library, learns the digits 0 to
-4. With a new head it then learns 5 to 9 from ten images of each: its first layer is
-frozen, its second learns slowly, the new part fast, and all is computed in bfloat16.
-Training the head alone, and training everything, are the comparison.
+4. With a new head, it then learns 5 to 9 from ten images of each. The first layer is
+frozen, the second layer learns slowly, and the head learns fast, all in bfloat16. For
+comparison, the program also trains only the head, and everything.
 
-- `freeze(where)` reaches a layer of Equinox: no gradient, no memory, not a bit changes.
-- `es.Optimizer` takes rules, one optax transformation for each group of parameters.
-- `cast=` computes in bfloat16; parameters, gradients and statistics stay float32.
+- `freeze(where)` also freezes a layer of Equinox. The layer gets no gradient, uses no
+  optimizer memory, and does not change.
+- `es.Optimizer` takes rules, with one optax transformation per group of parameters.
+- `cast=` computes in bfloat16. Parameters, gradients and statistics remain float32.
 
 Run `python examples/fine_tuning.py [output.png]`; it takes under a minute on two cores.
 """
@@ -34,7 +35,7 @@ BATCH_SIZE, SHOTS = 50, 50
 HALF = {es.Parameter: jnp.bfloat16}
 
 
-# %% The network, which somebody else may have written.
+# %% The pretrained network: plain Equinox, without this library.
 class Features(eqx.Module):
     layers: list[eqx.nn.Linear]
 
@@ -51,7 +52,7 @@ class Features(eqx.Module):
         return image
 
 
-# %% Our model around it. The normalization has statistics, the head is new.
+# %% Our model around it: a normalization with running statistics, and a new head.
 class Classifier(es.Module):
     features: Features
     norm: es.nn.BatchNorm
@@ -132,13 +133,13 @@ def main(path="fine_tuning.png", *, steps=100, at_least=0.88, better_by=0.03):
         curves[name], models[name], optimizer = train(start, tx, new, steps)
         counts[name], accuracies[name] = trained(start), curves[name][-1]
         print(f"{name}: {counts[name]:,} trained, accuracy {accuracies[name]:.2%}")
-        # Two moments for each trained parameter, and the counts of steps.
+        # The state contains two moments for each trained parameter, and step counts.
         moments = sum(x.size for x in jax.tree.leaves(optimizer.opt_state) if x.ndim)
         assert moments == 2 * counts[name]
     _pictures.fine_tuning(path, curves, counts)
 
     layers = models["groups"].features.layers, pretrained.features.layers
-    assert eqx.tree_equal(*(pair[0] for pair in layers))  # frozen: bit for bit
+    assert eqx.tree_equal(*(pair[0] for pair in layers))  # frozen, so unchanged
     assert not eqx.tree_equal(*(pair[1] for pair in layers))
     assert {part.value.dtype.name for part in es.parts(models["groups"])} == {"float32"}
     assert accuracies["groups"] >= at_least, accuracies

@@ -1,15 +1,15 @@
 """Train a Wasserstein GAN on scikit-learn's 1,797 handwritten digits.
 
 A generator turns noise into images, and a critic estimates the Wasserstein distance
-between their distribution and that of the real ones. The estimate is a lower bound as
-long as the critic is 1-Lipschitz, which spectral normalization ensures. That layer of
-Equinox has state: two singular vectors.
+between the distributions of generated and real images. The estimate is a lower bound if
+the critic is 1-Lipschitz, which spectral normalization ensures. Equinox's
+`SpectralNorm` has state: two singular vectors.
 
-- `es.nn.Stateful` makes `eqx.nn.SpectralNorm` a layer that threads its own state.
-- `es.RngStream` holds the key of the noise: under `es.vmap` each image draws its own.
-- One compiled step trains two networks with two `es.Optimizer`s; each loss threads the
-  state of its own network.
-- `es.Ema` keeps a moving average of the generator's parameters and statistics.
+- `es.nn.Stateful` wraps `eqx.nn.SpectralNorm` into a layer that stores its own state.
+- `es.RngStream` stores the key of the noise. Under `es.vmap`, each image draws its own.
+- One compiled step trains two networks with two `es.Optimizer`s. Each loss updates the
+  state of one network.
+- `es.Ema` computes a moving average of the generator's parameters and statistics.
 
 Run `python examples/gan.py [output.png]`; it takes about a minute on two cores.
 """
@@ -82,7 +82,7 @@ class Critic(es.Module):
         return self.layers[-1](x)
 
 
-# %% One step: the critic learns from several batches, then the generator from it.
+# %% One step: train the critic on several batches, then the generator on the critic.
 def generate(generator: Generator, size: int = BATCH_SIZE) -> Float[Array, "b 64"]:
     return es.vmap(generator, axis_name="batch", axis_size=size)()
 
@@ -103,7 +103,7 @@ def step(models, optimizers, average: es.Ema, real: Float[Array, "n b 64"]):
         fake, generator = es.mutable(generate)(generator)
         (loss, critic), grads = es.value_and_grad(critic_loss)(critic, images, fake)
         critic, for_critic = for_critic.update(grads, critic)
-    # In eval mode the critic keeps its singular vectors, so plain `jax.vmap` is enough.
+    # In eval mode, the critic does not write state, so plain `jax.vmap` is enough.
     grads, generator = es.grad(generator_loss)(generator, critic.eval())
     generator, for_generator = for_generator.update(grads, generator)
     average = average.update(generator)
@@ -113,8 +113,8 @@ def step(models, optimizers, average: es.Ema, real: Float[Array, "n b 64"]):
 # %% Train.
 def train(models, images, steps: int):
     """The estimates of the distance, the averaged generator, and the critic."""
-    # The critic's learning rate falls to zero: its singular vectors lag behind matrices
-    # that still change.
+    # Reduce the critic's learning rate to zero, so that its singular vectors can catch
+    # up with its matrices.
     half = steps * CRITIC_STEPS // 2
     rates = 3e-4, optax.linear_schedule(1e-3, 0.0, half, transition_begin=half)
     optimizers = tuple(
@@ -159,7 +159,7 @@ def main(path="gan.png", *, steps=1000, least_share=0.03, closer=10.0, norm=1.05
     models = untrained, _ = Generator(key=for_generator), Critic(key=for_critic)
     estimates, average, critic = train(models, images, steps)
 
-    # The stream advances in eval mode, too, so drawing writes state.
+    # The stream also advances in eval mode, so call the generator by `es.mutable`.
     draw = es.jit(lambda g: es.mutable(generate)(g.eval(), 2000)[0])
     samples, before = np.asarray(draw(average)), np.asarray(draw(untrained))
     pca = PCA(20).fit(images)

@@ -1,23 +1,24 @@
 """A small GPT, trained on many devices and on one by the same program.
 
 The annotations name the axes of the weights, and one table says which axis is split
-over which devices. So the model, its optimizer and the average of its weights are made
-in their shards, trained there, saved, and loaded onto another mesh. The devices are
-virtual ones of the CPU; on real ones the program is the same.
+over which axis of the mesh. The program creates the model, its optimizer and the
+average of its weights directly in shards, trains and saves them, and loads them onto a
+different mesh. The devices are virtual devices of the CPU; with real devices, the
+program is the same.
 
-- `es.nn.Stacked` runs the blocks as one, each recomputed in the backward pass (remat).
-- `es.sharding` reads the table. Moments and averages follow their weights.
-- `cast=` computes in bfloat16; weights, gradients and state stay in float32.
+- `es.nn.Stacked` runs the blocks in a scan, and recomputes each in the backward pass.
+- `es.sharding` reads the table. Moments and averages are sharded like their weights.
+- `cast=` computes in bfloat16. Weights, gradients and state remain in float32.
 - `es.Optimizer` has two groups: only matrices have weight decay. `es.Ema` averages the
-  weights; it is the average that writes.
-- `class Cache(es.State)` is a kind for keys and values, which `es.while_loop` carries
-  from one character to the next.
+  weights, and the averaged model writes the texts.
+- `class Cache(es.State)` is a kind for cached keys and values. `es.while_loop` carries
+  them from one character to the next.
 
 Run `python examples/gpt.py [output.png]`; it takes under three minutes on two cores.
 The file needs the extra `io`.
 """
 
-# %% JAX reads this when it looks for devices. It is not needed where there are eight.
+# %% Create eight virtual devices, before JAX starts. Omit this if you have eight.
 import os
 
 
@@ -50,15 +51,15 @@ DEPTH, HEADS, WIDTH, CONTEXT = 4, 4, 128, 64
 BATCH_SIZE = 16
 NEWLINE = ord("\n")
 
-# Which axis of the weights is split over which axis of the mesh, and what is computed
-# in bfloat16: the blocks.
+# From the axes of the weights to the axes of the mesh. Only the blocks compute in
+# bfloat16.
 TABLE = {"vocabulary": "model", "heads": "model", "mlp": "model", "width": "data"}
 CAST = {es.under(lambda model: model.blocks): jnp.bfloat16}
 
 
-# %% The model. The annotations name the axes, also those of Equinox's layers.
+# %% The model. Annotations name the axes, including those of Equinox's layers.
 class Cache(es.State):
-    """The keys and values of the characters before, and their number."""
+    """The keys and values of the previous characters, and their number."""
 
 
 Norm = Annotated[eqx.nn.RMSNorm, es.Axes(weight="width")]
@@ -109,7 +110,7 @@ class Block(es.Module):
     def __call__(
         self, xs: Float[Array, "t width"], position: Int[Array, ""] | int
     ) -> Float[Array, "t width"]:
-        # Matrices are multiplied in their own precision, and sums are in that of `xs`.
+        # Multiply matrices in their own precision, and add in the precision of `xs`.
         attended = self.attention(self.normalized(0, xs), position)
         xs = xs + self.dropouts[0](attended)
         hidden = jax.nn.gelu(self.normalized(1, xs) @ self.up.T)
@@ -120,7 +121,7 @@ class Block(es.Module):
 
 
 class GPT(es.Module):
-    characters: es.Parameter[Float[Array, "vocabulary width"]]  # read, and written
+    characters: es.Parameter[Float[Array, "vocabulary width"]]  # also the output layer
     places: es.Parameter[Float[Array, "context width"]]
     blocks: es.nn.Stacked[Block]
     norm: Norm
@@ -135,7 +136,7 @@ class GPT(es.Module):
         self.norm = eqx.nn.RMSNorm(WIDTH, use_bias=False)
 
     def __call__(self, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
-        """The logits of the character after each of the text's."""
+        """The logits of the next character after each character of the text."""
         position = 0
         if self.position is not None:
             position, self.position = self.position, self.position + len(text)
@@ -144,7 +145,7 @@ class GPT(es.Module):
         return jax.vmap(self.norm)(xs) @ self.characters.T
 
 
-# %% What is trained: model, optimizer and average, made where they are to be.
+# %% Model, optimizer and average, which the program creates directly in shards.
 STEPS, BOTH = 700, 50
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, STEPS // 10, STEPS)
 
@@ -171,12 +172,12 @@ def make() -> Trained:
 
 
 def places_on(mesh: Mesh) -> Trained:
-    """Where each array goes: a tree of shardings."""
+    """The sharding of each array."""
     return es.sharding(jax.eval_shape(make), mesh, TABLE)
 
 
 def make_on(mesh: Mesh) -> Trained:
-    """What is to be trained; no device ever holds more than its part."""
+    """Model, optimizer and average. Each device stores only its own shards."""
     return jax.jit(make, out_shardings=places_on(mesh))()
 
 
@@ -188,7 +189,7 @@ def loss_fn(model: GPT, texts: Int[Array, "b t"]) -> Float[Array, ""]:
 
 @ft.cache
 def step_on(mesh: Mesh):
-    """The compiled step, which leaves everything where it is."""
+    """The compiled step, which preserves the shardings."""
     places = places_on(mesh)
 
     @es.jit
@@ -203,10 +204,10 @@ def step_on(mesh: Mesh):
 
 
 def train(trained: Trained, mesh: Mesh, batches, what: str):
-    """The losses, and what is trained after these batches."""
+    """The losses, and model, optimizer and average after these batches."""
     over_data, losses = NamedSharding(mesh, P("data")), []
     for batch in track(batches, what):
-        # Of several processes, each passes on the rows of its own devices.
+        # With several processes, each loads only the rows of its own devices.
         rows = batch.__getitem__
         texts = jax.make_array_from_callback(batch.shape, over_data, rows)
         loss, trained = step_on(mesh)(trained, texts)
@@ -216,7 +217,7 @@ def train(trained: Trained, mesh: Mesh, batches, what: str):
     return losses, trained
 
 
-# %% Write with the cache, to the next empty line.
+# %% Write with the cache, until the next empty line.
 def with_cache(model: GPT) -> GPT:
     """The model in eval mode, with an empty cache for one text."""
     empty = jnp.zeros((DEPTH, CONTEXT, HEADS, WIDTH // HEADS))
@@ -248,14 +249,14 @@ def write(
 
 
 def read(model: GPT, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
-    """The same as `model(text)`, one character at a time."""
+    """The result of `model(text)`, computed one character at a time."""
     _, logits = es.scan(lambda _, c: (None, model(c[None])[0]), None, text)
     return logits
 
 
 # %% The text: Python's own reference, which `help()` shows.
 def load_texts() -> tuple[np.ndarray, np.ndarray]:
-    """Windows of characters for training, and others that do not overlap with them."""
+    """Windows of characters for training, and windows of held-out text."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8).astype(np.int32)
     held_out, codes = np.split(codes, [len(codes) // 20])
@@ -264,28 +265,28 @@ def load_texts() -> tuple[np.ndarray, np.ndarray]:
 
 
 def frequency_loss(texts: np.ndarray, tests: np.ndarray) -> float:
-    """The loss of predictions by the frequencies of pairs of characters."""
+    """The loss of predictions from the frequencies of pairs of characters."""
     pairs = np.full((VOCABULARY, VOCABULARY), 0.1)
     np.add.at(pairs, (texts[:, 0], texts[:, 1]), 1)
     pairs /= pairs.sum(axis=1, keepdims=True)
     return float(-np.log(pairs[tests[:, :-1], tests[:, 1:]]).mean())
 
 
-# %% On eight devices and on one; then from a file onto other meshes.
+# %% Train on eight devices and on one, then load a file onto different meshes.
 def mesh_of(data: int, model: int) -> Mesh:
     devices = np.reshape(jax.devices()[: data * model], (data, model))
     return Mesh(devices, ("data", "model"))
 
 
 def load(path: Path, mesh: Mesh) -> Trained:
-    """What is in a file, on this mesh: each device gets its own parts."""
+    """Load a file onto this mesh: each device gets its own shards."""
     shapes, places = jax.eval_shape(make), places_on(mesh)
     like = jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
     return es.load(path, like)
 
 
 def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
-    """The loss of the averaged weights on held-out text, and three texts by them."""
+    """The loss of the averaged model on held-out text, and three texts it wrote."""
     texts, tests = load_texts()
     rng = np.random.default_rng(0)
     batches = texts[rng.integers(len(texts), size=(steps, BATCH_SIZE))]
@@ -307,7 +308,7 @@ def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
     cached, after = es.jit(es.mutable(read, kinds=Cache))(decoder, shown)
     prompt, samples = "The ", []
     start = np.array([*map(ord, prompt)])
-    # The cache of `decoder` stays empty: each text starts anew.
+    # `decoder` does not change, so each text starts with an empty cache.
     writer = es.jit(es.mutable(write, kinds=Cache))
     for key in jr.split(jr.key(1), 3):
         (text, length), _ = writer(decoder, start, key)
@@ -318,7 +319,7 @@ def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
     split = {"trained": saved_up[0], "loaded": turned_up[0]}
     _pictures.gpt(path, curve, alone, baseline, samples, split)
 
-    # Eight devices compute what one does, and each holds a part of the weights.
+    # Eight devices compute the same as one, and each stores a part of the weights.
     difference = np.abs(np.subtract(losses, alone)).max()
     print(f"largest difference of two losses in {both} steps: {difference:.1e}")
     np.testing.assert_allclose(losses, alone, rtol=1e-3)
@@ -327,7 +328,7 @@ def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
     # A file is the same on every mesh.
     for each in saved, turned:
         assert eqx.tree_equal(jax.device_put(each, places_on(one)), loaded)
-    # With the cache it predicts what it does without.
+    # The predictions with and without the cache are equal.
     np.testing.assert_allclose(cached, model(shown), atol=1e-3)
     assert after.position == CONTEXT
     assert loss < baseline - better_by, loss

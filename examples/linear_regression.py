@@ -1,13 +1,13 @@
 """Fit a line to noisy points: by hand with JAX alone, then shorter.
 
-A model is a pytree of arrays, and its annotations say what each array is, so JAX can
-train it as it would train a dict of arrays. The rest of the library is optional.
+A model is a pytree of arrays, so JAX can train it like a dict of arrays. Annotations
+say what each array is for. The rest of the library is optional.
 
 - `model.filter(es.Parameter)` selects the parameters; `model.update(params)` puts them
   back.
 - `es.mutable(loss_fn)` returns `(loss, model)`, which is what `has_aux=True` expects.
-- `es.value_and_grad` and `es.Optimizer` do the same in two lines.
-- `es.Initializer` leaves the random weights to `model.init(seed)`.
+- `es.value_and_grad` and `es.Optimizer` do the same work in two lines.
+- `es.Initializer` is a placeholder for weights, which `model.init(seed)` draws.
 
 Run `python examples/linear_regression.py [output.png]`; it takes a few seconds.
 """
@@ -31,7 +31,7 @@ import eqx_state as es
 LEARNING_RATE = 0.5
 
 
-# %% The model: its weights are trained; the number of examples that it has seen is not.
+# %% The model. Gradients train its weights; the forward pass counts the examples.
 class Linear(es.Module):
     w: es.Parameter[Float[Array, "inputs outputs"]]
     b: es.Parameter[Float[Array, " outputs"]]
@@ -53,7 +53,7 @@ def loss_fn(model, xs, ys):
 
 
 # %% By hand: JAX differentiates with respect to the parameters. The model is a second
-# argument for its state, and comes back with the state that was written.
+# argument, which contains the state. `es.mutable` returns it with the new state.
 @ft.partial(jax.value_and_grad, has_aux=True)
 def loss_and_grad(params, model, xs, ys):
     return es.mutable(loss_fn)(model.update(params), xs, ys)
@@ -67,7 +67,7 @@ def step_by_hand(model, xs, ys):
     return loss, model.update(params)
 
 
-# %% Shorter, and with any optimizer of optax.
+# %% Shorter, and with any optax optimizer.
 @es.jit
 def step(model, optimizer, xs, ys):
     (loss, model), grads = es.value_and_grad(loss_fn)(model, xs, ys)

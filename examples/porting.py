@@ -1,14 +1,15 @@
-"""Port a program that threads `eqx.nn.State`: before, half way, and after.
+"""Port a program that uses `eqx.nn.State`: before, half way, and after.
 
-It trains a network with batch normalization and dropout as Equinox's documentation
-does: stateful layers take a state and return one, and keys are split by hand. It runs
-here next to its successors, from the same weights, and they compute the same losses. A
-last program is for users of Treex: lazy initialization, and whole batches.
+The old program trains a network with batch normalization and dropout in the style of
+Equinox's documentation: stateful layers take a state and return a new one, and the
+program splits keys by hand. Two ported programs start from the same weights, and
+compute the same losses. A last program is for users of Treex, with lazy initialization
+and whole batches.
 
-- `es.nn.Stateful` takes an old model as it is, with its state: nothing is rewritten.
-- An `es.Module` in its place needs neither `state` nor `key` in its signatures.
-- `es.to_equinox` is the way back, for code that still threads `eqx.nn.State`.
-- `init`, `filter`, `eval` and the kinds have the names that they have in Treex.
+- `es.nn.Stateful` wraps an old model with its state. You rewrite nothing in the model.
+- The methods of an `es.Module` take no `state` and no `key`.
+- `es.to_equinox` converts a model for code that still uses `eqx.nn.State`.
+- `init`, `filter`, `eval` and the kinds have the same names as in Treex.
 
 Run `python examples/porting.py [output.png]`; it takes under a minute on two cores.
 """
@@ -35,7 +36,7 @@ TX = optax.adam(1e-3)
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
-# %% Before. The state and the keys go through every call.
+# %% Before. Every call takes a state and a key.
 class OldNet(eqx.Module):
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -78,8 +79,8 @@ def old_predict(model, state, xs):
     return jnp.argmax(logits, axis=1)
 
 
-# %% Half way. The old class stays; `es.nn.Stateful` holds a model and its state, so the
-# loop has one tree. The old class expects keys, which are still passed.
+# %% Half way. `es.nn.Stateful` combines a model of the old class and its state in one
+# tree. The old class expects keys, so the program still passes them.
 def halfway_loss(model: es.nn.Stateful, xs, ys, key):
     keys = jr.split(key, len(xs))
     logits = es.vmap(model, axis_name="batch")(xs, key=keys)
@@ -93,7 +94,7 @@ def halfway_step(model, optimizer, xs, ys, key):
     return loss, model, optimizer
 
 
-# %% After. State and keys are fields, and `es.value_and_grad` threads them.
+# %% After. State and keys are fields of the model, which `es.value_and_grad` returns.
 class Net(es.Module):
     first: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -168,7 +169,7 @@ def lazy_step(model, optimizer, xs, ys):
     return loss, model, optimizer
 
 
-# %% One loop for all of them.
+# %% The training loops: one for the old program, one for all others.
 def train_old(model, state, batches, keys):
     opt_state, losses = TX.init(eqx.filter(model, eqx.is_inexact_array)), []
     for (xs, ys), key in zip(batches, keys, strict=True):
@@ -199,20 +200,20 @@ def main(path="porting.png", *, steps=300, at_least=0.93) -> dict[str, float]:
     keys = jr.split(jr.key(1), steps)
     with_keys = [(*batch, key) for batch, key in zip(batches, keys, strict=True)]
 
-    # The old program, and the old model in `es.nn.Stateful` with the same keys.
+    # The old program; and its model in `es.nn.Stateful`, with the same keys.
     old, state = eqx.nn.make_with_state(OldNet)(0.3, key=jr.key(0))
     wrapped = es.nn.Stateful(old, state)
     old_losses, old, state = train_old(old, state, batches, keys)
     wrapped_losses, wrapped = train(halfway_step, wrapped, with_keys)
 
-    # The new model draws its own dropout masks; without dropout it is equal, too.
+    # The new model draws its own dropout masks. Without dropout, it is equal, too.
     new_losses, new = train(step, Net(0.3, key=jr.key(0)), batches)
     plain, plain_state = eqx.nn.make_with_state(OldNet)(0.0, key=jr.key(0))
     moved = Net(0.0, key=jr.key(0)).replace(first=plain.first, last=plain.last)
     plain_losses, *_ = train_old(plain, plain_state, batches, keys)
     moved_losses, moved = train(step, moved, batches)
 
-    # Back again: the old functions run the new model.
+    # The way back: the old functions run the new model.
     back_losses, *_ = train_old(*es.to_equinox(moved), batches[:5], keys[:5])
     continued_losses, _ = train(step, moved, batches[:5])
 
@@ -232,8 +233,8 @@ def main(path="porting.png", *, steps=300, at_least=0.93) -> dict[str, float]:
     similar = {"eqx.nn.State": old_losses, "es.Module": new_losses}
     _pictures.porting(path, same, {**similar, "from Treex": lazy_losses})
 
-    # The first steps agree up to rounding. How far rounding takes the rest of the two
-    # trainings apart depends on the processor.
+    # The first steps agree up to rounding. Later, rounding errors grow, by an amount
+    # that depends on the processor.
     for one, other in [
         (wrapped_losses[:20], old_losses[:20]),
         (moved_losses[:20], plain_losses[:20]),

@@ -1,4 +1,4 @@
-"""Train a network: forty lines to copy, with your model and data in place of these."""
+"""Train a network in forty lines: copy them, and insert your own model and data."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import eqx_state as es
 
 class Norm(es.Module):
     scale: es.Parameter  # trained
-    mean: es.BatchStat  # written in the forward pass, below
+    mean: es.BatchStat  # written by the forward pass
 
     def __call__(self, x, *, key=None):
         if self.training:

@@ -1,14 +1,15 @@
-"""Recognize a digit that is read row by row, all at once or as the rows arrive.
+"""Recognize digits row by row, from complete images or as the rows arrive.
 
-Two recurrent layers of Equinox read scikit-learn's 8 × 8 images from top to bottom.
-In training the images are complete, and the hidden state is the carry of a scan. In use
-the rows arrive one at a time, as from a scanner, and the model keeps the hidden state.
+Two recurrent layers of Equinox read scikit-learn's 8 × 8 images from top to bottom. In
+training, the images are complete, and the hidden state is the carry of a scan. In use,
+the rows arrive one at a time, as from a scanner, and the model stores the hidden state.
 
-- `es.scan` carries the hidden state, and with it the key of the dropout layer.
-- `logits, model = es.mutable(model.step)(row)` reads one row, and returns the model
-  that remembers it. The logits are those of the scan.
-- `Memory` is a kind of our own. `es.map(..., on=Memory)` clears it, or makes room in it
-  for many images; `axes={Memory: 0}` maps a step over them, with shared weights.
+- `es.scan` carries the hidden state, together with the key of the dropout layer.
+- `logits, model = es.mutable(model.step)(row)` reads one row, and returns a model with
+  the new hidden state. The logits equal those of the scan.
+- `Memory` is a user-defined kind. `es.map(..., on=Memory)` clears the memory, or
+  enlarges it for many images. `axes={Memory: 0}` maps a step over the images, with
+  shared weights.
 - The memory is state, so gradients and the optimizer ignore it.
 
 Run `python examples/rnn.py [output.png]`; it takes under a minute on two cores.
@@ -38,10 +39,10 @@ ROWS = 8
 Hidden = tuple[Float[Array, " width"], Float[Array, " width"]]
 
 
-# %% The model. `advance` is the network as a function of its hidden state; `__call__`
-# and `step` are the two ways to use it.
+# %% The model. `advance` is the network as a function of its hidden state. `__call__`
+# reads a complete image, and `step` one row.
 class Memory(es.State):
-    """The hidden state after the rows before."""
+    """The hidden state after the previous rows."""
 
 
 class Reader(es.Module):
@@ -73,12 +74,12 @@ class Reader(es.Module):
         return logits
 
     def step(self, row: Float[Array, "8"]) -> Float[Array, "10"]:
-        """The logits after one more row, which is remembered."""
+        """The logits after one more row. Updates the memory."""
         self.memory, logits = self.advance(self.memory, row)
         return logits
 
 
-# %% One training step. Each row's guess counts, later ones more.
+# %% One training step. The loss weighs the predictions after later rows more.
 def loss_fn(model: Reader, images: Float[Array, "b 8 8"], labels: Int[Array, " b"]):
     logits = es.vmap(model)(images)
     labels = jnp.repeat(labels[:, None], ROWS, axis=1)
@@ -110,7 +111,7 @@ def train(images, labels, epochs: int) -> Reader:
     return model
 
 
-# %% Read row by row: one image, or many at a time, each with its own memory.
+# %% Read row by row: one image, or many at once, each with its own memory.
 @es.jit
 def read(model: Reader, row: Float[Array, "8"]):
     return es.mutable(model.step)(row)
@@ -135,7 +136,7 @@ def stream(read, model: Reader, rows) -> Float[Array, "rows ..."]:
     return jnp.stack(logits)
 
 
-# %% Train, and read the test images both ways.
+# %% Train, then read the test images in both ways.
 def main(path="rnn.png", *, epochs=40, at_least=0.9) -> Float[np.ndarray, "8"]:
     """The test accuracy after each row."""
     digits = load_digits()
@@ -145,7 +146,7 @@ def main(path="rnn.png", *, epochs=40, at_least=0.9) -> Float[np.ndarray, "8"]:
     )
     model = train(train_images, train_labels, epochs).eval()
 
-    scanned = jax.vmap(model)(images)  # in eval mode nothing is drawn or written
+    scanned = jax.vmap(model)(images)  # eval mode: no state is written
     streamed = stream(read_many, with_memory(model, len(images)), images.swapaxes(0, 1))
     one = stream(read, with_memory(model), images[0])
     accuracies = np.mean(np.argmax(streamed, axis=2) == labels[None], axis=1)

@@ -1,13 +1,13 @@
-"""Train one model in two processes of four devices each, as on two machines.
+"""Train one model in two processes with four devices each, as on two machines.
 
 Each process reads its own half of scikit-learn's handwritten digits. Each of the eight
-devices computes on its part of a batch and holds an eighth of the parameters and of the
-optimizer's state: fully sharded data parallelism. JAX does all of it, and the model's
-code is that of one device; the kinds of its arrays say where they go.
+devices computes on a part of the batch, and stores an eighth of the parameters and of
+the optimizer's state. This is fully sharded data parallelism, implemented by JAX: the
+model is written for one device, and only the shardings differ.
 
-- `es.filter` and `es.spec` make a tree of shardings by kind, for `eqx.filter_shard`.
-- Batch normalization averages over the whole batch, so over all processes.
-- The model is created under `jit`, in its shards: no device ever holds all of it.
+- `es.filter` and `es.spec` create a tree of shardings by kind, for `eqx.filter_shard`.
+- Batch normalization averages over the whole batch, and therefore over all processes.
+- The model is created in shards, under `jit`. No device ever stores all of it.
 
 Run `python examples/sharded.py`. It starts the two processes itself, on eight virtual
 devices of this machine's CPU, and takes under a minute on two cores.
@@ -57,8 +57,8 @@ def make_net(key: Key[Array, ""]) -> eqx.nn.Sequential:
     )
 
 
-# %% Where arrays go. Parameters and the optimizer's state are split along their first
-# axis that the devices divide; statistics and keys are the same on all devices.
+# %% Shard the arrays. Parameters and the optimizer's state are split along their first
+# axis that the number of devices divides. Statistics and keys are on all devices.
 def shard(tree):
     mesh = Mesh(jax.devices(), "devices")
 
@@ -96,7 +96,7 @@ def accuracy(model, images, labels) -> Float[Array, ""]:
     return jnp.mean(jnp.argmax(jax.vmap(es.eval(model))(images), axis=1) == labels)
 
 
-# %% Train, with the other processes, on this process's part of the images.
+# %% Train together with the other process, on this process's part of the images.
 def train(images, labels, epochs: int):
     model, optimizer = start()
     per_process = BATCH_SIZE // PROCESSES
@@ -106,7 +106,7 @@ def train(images, labels, epochs: int):
     for _ in range(epochs):
         batches = rng.permutation(len(images))[: steps * per_process]
         for batch in batches.reshape(steps, per_process):
-            # The rows of all processes together are one array.
+            # Combine the rows of all processes into one array.
             xs = jax.make_array_from_process_local_data(rows, images[batch])
             ys = jax.make_array_from_process_local_data(rows, labels[batch])
             loss, model, optimizer = step(model, optimizer, xs, ys)
@@ -114,9 +114,9 @@ def train(images, labels, epochs: int):
     return model, optimizer
 
 
-# %% One of the processes.
+# %% The program of one process.
 def work(address: str, process: int, epochs: int, path: str) -> None:
-    """Train together with the other process, and save what this one holds."""
+    """Train together with the other process, and save results of this process."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, PROCESSES, process)
     digits = load_digits()
@@ -124,7 +124,7 @@ def work(address: str, process: int, epochs: int, path: str) -> None:
     train_images, images, train_labels, labels = train_test_split(
         images, labels, test_size=0.2, stratify=labels, random_state=0
     )
-    size = len(train_images) // PROCESSES  # all processes take as many steps
+    size = len(train_images) // PROCESSES  # the same number of steps in each process
     mine = slice(process * size, (process + 1) * size)
     model, optimizer = train(train_images[mine], train_labels[mine], epochs)
 
@@ -142,9 +142,9 @@ def work(address: str, process: int, epochs: int, path: str) -> None:
     jax.distributed.shutdown()
 
 
-# %% Start all processes, and compare their results.
+# %% Start both processes, and compare their results.
 def main(*, epochs=10, at_least=0.95) -> float:
-    """The test accuracy of the model that the two processes have trained."""
+    """The test accuracy of the model that the two processes trained."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"  # a free port
     flags = f"--xla_force_host_platform_device_count={DEVICES}"
@@ -158,7 +158,7 @@ def main(*, epochs=10, at_least=0.95) -> float:
         processes = [subprocess.Popen(line, env=environment) for line in commands]
         try:
             codes = [process.wait(timeout=240) for process in processes]
-        finally:  # none outlives this
+        finally:  # end both processes, also after an error
             for process in processes:
                 process.kill()
                 process.wait()
@@ -169,7 +169,7 @@ def main(*, epochs=10, at_least=0.95) -> float:
         held, in_all = result["bytes_held"], result["bytes_in_all"]
         print(f"process {i}: test accuracy {result['accuracy']:.2%},", end=" ")
         print(f"{held.max():,} of {in_all:,} bytes on each device")
-        # An eighth each, except for the arrays that eight does not divide.
+        # An eighth on each device, except arrays whose axes eight does not divide.
         assert len(held) == DEVICES
         assert (held <= in_all / 8 * 1.01).all()
         assert (result["statistics"] == results[0]["statistics"]).all()
@@ -181,6 +181,6 @@ def main(*, epochs=10, at_least=0.95) -> float:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
-    else:  # one of the processes that `main` has started
+    else:  # a process that `main` has started
         address, process, epochs, path = sys.argv[1:]
         work(address, int(process), int(epochs), path)

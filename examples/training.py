@@ -1,8 +1,9 @@
-"""A training program: copy it, and put your model and data in place of these.
+"""A training program: copy it, and insert your own model and data.
 
-Batches with a progress bar, a schedule of the learning rate, an average of the weights,
+It has batches with a progress bar, a learning rate schedule, an average of the weights,
 validation, a log, early stopping, and a checkpoint after each epoch. You can stop it at
-any time: started again with the same folder, it continues, with the same numbers.
+any time. If you start it again with the same folder, it continues, with the numbers of
+an uninterrupted run.
 
 Run `python examples/training.py [folder]`; it takes about ten seconds on two cores.
 """
@@ -27,7 +28,7 @@ import eqx_state as es
 EPOCHS, BATCH_SIZE, PATIENCE = 60, 64, 5
 
 
-# %% The data: three spirals. The order of an epoch depends on its number alone.
+# %% The data: three spirals. The order of the batches depends only on the epoch.
 def load_data(seed, size):
     rng = np.random.default_rng(seed)
     ys = rng.integers(3, size=size)
@@ -39,7 +40,7 @@ def load_data(seed, size):
 
 def batches(xs, ys, epoch):
     order = np.random.default_rng(epoch).permutation(len(xs))
-    for i in range(0, len(xs) - BATCH_SIZE + 1, BATCH_SIZE):  # full ones: one shape
+    for i in range(0, len(xs) - BATCH_SIZE + 1, BATCH_SIZE):  # only full batches
         rows = order[i : i + BATCH_SIZE]
         yield xs[rows], ys[rows]
 
@@ -63,7 +64,7 @@ class Net(es.Module):
         return self.last(self.dropout(x))
 
 
-# %% The run: all that training changes, which is all that a checkpoint must contain.
+# %% The run: everything that training changes, and that a checkpoint must contain.
 class Run(es.Module):
     model: Net
     optimizer: es.Optimizer
@@ -73,7 +74,7 @@ class Run(es.Module):
     since_best: es.State = 0  # epochs
 
 
-# %% The loss with its metrics, one step of training, and validation of the average.
+# %% The loss with metrics, a training step, and validation of the averaged model.
 def loss_fn(model, xs, ys):
     logits = es.vmap(model, axis_name="batch")(xs)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, ys)
@@ -101,7 +102,7 @@ def means(name, metrics):
     return {f"{name}_{k}": round(float(np.mean(x)), 5) for k, x in columns.items()}
 
 
-# %% The loop, which begins at the checkpoint if there is one.
+# %% The training loop. If there is a checkpoint, it continues from there.
 def train(folder, epochs=EPOCHS):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ def train(folder, epochs=EPOCHS):
         epoch, metrics = int(run.epoch), []
         for xs, ys in track(batches(*data, epoch), f"epoch {epoch}", **bar):
             metric, run = step(run, xs, ys)
-            metrics.append(metric)  # arrays: the loop does not wait for their values
+            metrics.append(metric)  # arrays, so the loop does not wait for values
         valid = means("valid", [validate(run.ema.model, *held_out)])
         if valid["valid_loss"] < run.best:
             es.save(folder / "best.safetensors", run.ema.model)
@@ -131,7 +132,7 @@ def train(folder, epochs=EPOCHS):
         log.append(json.dumps({"epoch": epoch, **means("train", metrics), **valid}))
         print(log[-1])
         (folder / "log.jsonl").write_text("\n".join(log) + "\n")
-        es.save(folder / "run.safetensors", run)  # last: until then the epoch is undone
+        es.save(folder / "run.safetensors", run)  # last: this completes the epoch
     return es.load(folder / "best.safetensors", model).eval()
 
 

@@ -1,17 +1,17 @@
-"""A character transformer that writes with a key-value cache of a kind of its own.
+"""A character transformer with a key-value cache, which has its own kind of state.
 
-It is trained on scikit-learn's descriptions of its datasets. To write a text it caches
-the keys and values of the characters before, so that each further character costs one
-forward pass of one character.
+The model learns from scikit-learn's descriptions of its datasets. To write a text, it
+caches the keys and values of the previous characters, so each new character costs a
+forward pass of only one character.
 
-- `class Cache(es.State)` is the kind. Its fields are `None` in training.
+- `class Cache(es.State)` is the kind. Fields of this kind are `None` in training.
   `es.configure(model, keys=..., values=..., position=0)` gives every layer a cache, and
   the same `__call__` then continues where the last call stopped.
-- `es.scan` runs the blocks, one `Block` with stacked arrays: the cache and the dropout
-  keys are sliced as the weights are, and written back stacked.
-- `es.mutable(write, kinds=Cache)` may write the cache and nothing else. In it `es.scan`
+- `es.scan` runs the blocks, which are one `Block` with stacked arrays. It slices cache
+  and dropout keys like the weights, and stacks the new values.
+- `es.mutable(write, kinds=Cache)` can write only the cache. Inside it, `es.scan`
   carries the cache from one character to the next.
-- `self.sow("weights", ...)` costs nothing until `es.capture` asks for it.
+- `self.sow("weights", ...)` costs nothing outside `es.capture`.
 
 Run `python examples/transformer.py [output.png]`; it takes about a minute on two cores.
 """
@@ -39,9 +39,9 @@ EVERY = 25  # steps between two evaluations
 DEPTH, HEADS, WIDTH = 2, 2, 64
 
 
-# %% The model. With a cache, new characters attend to those in it as well.
+# %% The model. With a cache, new characters also attend to cached ones.
 class Cache(es.State):
-    """The keys and values of the characters before, and their number."""
+    """The keys and values of the previous characters, and their number."""
 
 
 class Attention(es.Module):
@@ -111,7 +111,7 @@ class Transformer(es.Module):
         self.head = eqx.nn.Linear(WIDTH, vocabulary, key=head)
 
     def __call__(self, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
-        """The logits of the character after each of the text's."""
+        """The logits of the next character after each character of the text."""
         position = 0
         if self.position is not None:
             position, self.position = self.position, self.position + len(text)
@@ -134,12 +134,12 @@ def step(model, optimizer, texts):
     return loss, model, optimizer
 
 
-evaluate = es.jit(loss_fn)  # in eval mode nothing is drawn or written
+evaluate = es.jit(loss_fn)  # called in eval mode, which writes no state
 
 
 # %% Train.
 def train(model, text: Int[np.ndarray, " n"], tests: Int[np.ndarray, "m t"], steps):
-    """The losses at every evaluation, and the trained model."""
+    """The losses at each evaluation, and the trained model."""
     windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, steps // 8, steps)
     optimizer = es.Optimizer(optax.adamw(schedule, weight_decay=0.1)).init(model)
@@ -178,14 +178,14 @@ def write(
 
 
 def read(model: Transformer, text: Int[Array, " t"]) -> Float[Array, "t vocabulary"]:
-    """The same as `model(text)`, one character at a time."""
+    """The result of `model(text)`, computed one character at a time."""
     _, logits = es.scan(lambda _, c: (None, model(c[None])[0]), None, text)
     return logits
 
 
-# %% The texts, and the baselines.
+# %% The texts and the baselines.
 def load_texts() -> tuple[str, str]:
-    """Nine of ten paragraphs for training, and the others."""
+    """Nine of ten paragraphs for training, the rest held out."""
     folder = resources.files("sklearn.datasets.descr")
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".rst")), key=str)
     texts = [f.read_text(encoding="utf-8") for f in files]
@@ -196,7 +196,7 @@ def load_texts() -> tuple[str, str]:
 
 
 def frequency_losses(train: np.ndarray, test: np.ndarray) -> dict[str, float]:
-    """The losses of predictions by the frequencies of characters and of pairs."""
+    """The losses of predictions from the frequencies of characters and of pairs."""
     pairs = np.full((max(train.max(), test.max()) + 1,) * 2, 0.1)
     np.add.at(pairs, (train[:-1], train[1:]), 1)
     single = pairs.sum(axis=0) / pairs.sum()
@@ -205,7 +205,7 @@ def frequency_losses(train: np.ndarray, test: np.ndarray) -> dict[str, float]:
     return {name: float(-np.log(p).mean()) for name, p in likelihoods.items()}
 
 
-# %% Train, compare both ways of reading, and write.
+# %% Train, compare reading with and without the cache, and write.
 def main(path="transformer.png", *, steps=500, better_by=0.3):
     """The loss on the held-out paragraphs, and three texts that the model wrote."""
     texts = load_texts()
@@ -221,7 +221,7 @@ def main(path="transformer.png", *, steps=500, better_by=0.3):
     decoder = with_cache(model)
     cached, after = es.jit(es.mutable(read, kinds=Cache))(decoder, shown)
 
-    # The cache of `decoder` stays empty: each text starts anew.
+    # `decoder` does not change, so each text starts with an empty cache.
     prompt, samples = "The dataset ", []
     start = np.array([index[c] for c in prompt])
     writer = es.jit(es.mutable(write, kinds=Cache))

@@ -1,15 +1,15 @@
 """Learn to draw handwritten digits: a variational autoencoder.
 
-Each pixel of scikit-learn's digits counts how many of 16 cells are dark, so the decoder
-predicts a binomial distribution for each pixel. Training maximizes the evidence lower
-bound (ELBO) on the log-likelihood of the images (Kingma and Welling, 2014).
+In scikit-learn's digits, each pixel is the number of dark cells among 16, so the
+decoder predicts a binomial distribution for each pixel. Training maximizes the evidence
+lower bound (ELBO) on the log-likelihood of the images (Kingma and Welling, 2014).
 
-- The model draws its own latents, with keys from an `es.RngStream`: no key is passed
-  through the program, and a step returns the model with the next one.
-- `es.vmap` gives each image its own key, and the batch one running average.
-- In eval mode a call is deterministic: `model.eval()` uses the mean of the latents.
-- A frozen model still draws, but its norms use the running averages: this is how the
-  bound is estimated on test images.
+- The model draws its own latents, with keys from an `es.RngStream`. The program does
+  not pass keys around, and a step returns the model with an advanced stream.
+- `es.vmap` gives each image its own key, and all images share the running averages.
+- In eval mode, a call is deterministic: `model.eval()` uses the mean of the latents.
+- A frozen model still draws latents, but its `BatchNorm` layers use their running
+  averages. The program estimates the bound on test images in this way.
 
 Run `python examples/vae.py [output.png]`; it takes under a minute on two cores.
 """
@@ -34,7 +34,7 @@ import eqx_state as es
 
 BATCH_SIZE = 96
 LATENTS = 10
-CELLS = 16  # of a pixel
+CELLS = 16  # in each pixel
 
 
 # %% The model. The encoder returns the mean and the log scale of a normal distribution
@@ -128,9 +128,9 @@ def train(images, test_images, epochs: int):
     return losses, model
 
 
-# %% Compare with pixels that are independent of each other, and draw.
+# %% Compare with a model of independent pixels, and draw samples.
 def independent_pixels(train_images: np.ndarray, images: np.ndarray) -> float:
-    """The loss when each pixel follows its own histogram of the training images."""
+    """The loss of independent pixels, with the frequencies of the training images."""
     levels = np.arange(CELLS + 1)[:, None, None]
     counts = np.sum(train_images == levels, axis=1) + 0.1
     likelihood = counts / counts.sum(axis=0)
@@ -149,7 +149,7 @@ def main(path="vae.png", *, epochs=80, better_by=10.0) -> float:
     print(f"test images: {loss:.1f} nats; with independent pixels {baseline:.1f}")
 
     model = model.eval()
-    logits, _ = jax.vmap(model)(images[:24])  # nothing is drawn, nothing written
+    logits, _ = jax.vmap(model)(images[:24])  # eval mode: no state is written
     imagined, model = es.mutable(es.vmap(model.imagine, axis_size=48))()
     guesses, samples = (CELLS * jax.nn.sigmoid(x) for x in (logits, imagined))
     _pictures.vae(path, losses, baseline, images[:24], guesses, samples)

@@ -1,8 +1,8 @@
-"""What MkDocs does beside its plugins: links to other libraries, and `llms.txt`.
+"""A hook of MkDocs: links to other libraries, and `llms.txt`.
 
-`docs_inventory.txt` says where JAX, Equinox and optax document their names. Each name
-in code on a page, such as `jax.vmap`, becomes a link there; on the pages of the API, so
-do our own names.
+`docs_inventory.txt` says where JAX, Equinox and optax document their names. The hook
+turns each of these names in code on a page, such as `jax.vmap`, into a link. On the
+pages of the API, it also links our own names.
 """
 
 import re
@@ -20,7 +20,7 @@ ALIASES = {
     "jtu": "jax.tree_util",
     "lax": "jax.lax",
 }
-# What is in one of these stays: a link, a heading, a block of code.
+# Do not add links inside of these: a link, a heading, a block of code.
 SKIPPED = r"<(a|autoref|h1|h2|h3|pre)\b.*?</\1>"
 CODE = r"<code>(?P<name>[a-z]\w*(?:\.\w+)+)(?:\([^<]*\))?</code>"
 
@@ -43,20 +43,20 @@ def full_name(name: str) -> str:
 
 
 def link(html: str, ours: bool) -> str:
-    """`html` with references around the names in code that are not links yet."""
+    """`html`, with a reference around each name in code that is not a link yet."""
 
     def reference(match: re.Match[str]) -> str:
         text, name = match.group(), match["name"]
         if name is None or (name.startswith("es.") and not ours):
             return text
-        # Optional: where nothing has the name, the code stays as it is.
+        # `optional`: if nothing has this name, the code is not linked.
         return f'<autoref identifier="{full_name(name)}" optional>{text}</autoref>'
 
     return re.sub(f"{SKIPPED}|{CODE}", reference, html, flags=re.DOTALL)
 
 
 def label(table: re.Match[str]) -> str:
-    """The table, each cell with the name of its column: on a phone, rows are cards."""
+    """Add the column name to each cell: on a phone, rows are shown as cards."""
     cells = re.findall("<th.*?>(.*?)</th>", table[0])
     names = cycle(re.sub("<.*?>", "", cell).replace('"', "&quot;") for cell in cells)
     return re.sub("<td", lambda _: f'<td data-column="{next(names)}"', table[0])
@@ -83,8 +83,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """`llms.txt`, a list of the pages, and `llms-full.txt`, all that they say."""
-    import griffe  # mkdocstrings has it
+    """Write `llms.txt`, a list of the pages, and `llms-full.txt`, their contents."""
+    import griffe  # a dependency of mkdocstrings
 
     package = griffe.load("eqx_state", search_paths=["src"])
 

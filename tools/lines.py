@@ -1,11 +1,11 @@
-"""Count lines of code, comments and docstrings: per folder of the package, and in all.
+"""Count lines of code, comments and docstrings, for each folder and in total.
 
     python tools/lines.py                  # src/eqx_state
     python tools/lines.py tests examples   # other folders
-    python tools/lines.py --files          # each file, too
+    python tools/lines.py --files          # also each file
 
-Code is any line with code on it, the lines of a long string included. A comment counts
-whether it has a line to itself or not. Blank lines count nowhere.
+A line of code is any line that contains code, including the lines of a long string. A
+comment counts even if it shares its line with code. Blank lines are not counted.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("code", "comments", "docstrings")
-# What the tokenizer reports besides code.
+# Tokens that are not code.
 LAYOUT = {
     tokenize.NL,
     tokenize.NEWLINE,

@@ -1,22 +1,22 @@
-"""Mutants of the library: change one thing, and see whether a test notices.
+"""Mutation testing: make one change to the library, and see whether a test fails.
 
     python tools/mutants.py cover                   # which tests run which line
     python tools/mutants.py run 1/8                 # an eighth of all mutants
     python tools/mutants.py run _tree.keys nn._dropout   # those of some modules
-    python tools/mutants.py run --tests=400 --again # what has survived fewer tests
+    python tools/mutants.py run --tests=400 --again # those that survived fewer tests
     python tools/mutants.py table                   # write tests/mutants.md
 
-A mutant runs in a fork of this process, which has imported everything but the library:
-starting JAX takes longer than most tests. The mutated module is given to Python when it
-is imported, so that no file is changed.
+Each mutant runs in a fork of this process, which has imported everything except the
+library, because starting JAX takes longer than most tests. No file is changed: a finder
+gives Python the mutated code when the module is imported.
 
-Each result is a line of `.mutants.jsonl`, written when it is known. What is there is
-not run again, so that a run may be stopped at any time, and resumed. A mutant is known
-by its module and the lines of code before and after, wherever in the file they are.
+Each result is appended to `.mutants.jsonl` as a line. Mutants with a result are not run
+again, so you can stop a run at any time, and resume it. A mutant is identified by its
+module and the line of code before and after, not by the line number.
 
-First run the tests that do the least else, are the quickest, and are the module's own;
-at most `--tests`, and until one fails. `tests/mutants.md` says why the mutants in it
-change nothing that a test could see; any other survivor is an error.
+For each mutant, run at most `--tests` tests, until one fails. Begin with tests that are
+fast, run little other code, and test the module itself. `tests/mutants.md` says why no
+test can detect the mutants in it; any other survivor is an error.
 """
 
 import argparse
@@ -54,23 +54,23 @@ TIMES = ROOT / ".coverage.mutants.times"
 RESULTS = ROOT / ".mutants.jsonl"
 EXPLAINED = ROOT / "tests" / "mutants.md"
 BYTECODE = ROOT / ".coverage.mutants.bytecode"
-# Imported once, for all mutants. Not what imports the library.
+# Imported once, for all mutants. None of these may import the library.
 HEAVY = (
     "jax jax.numpy equinox optax hypothesis.extra.numpy numpy.testing pytest rich.table"
     " beartype sybil.parsers.markdown safetensors.numpy"
 )
-TICK = 0.01  # seconds between two looks at what runs
-FIRST = 10  # tests are collected, and run, before the others
+TICK = 0.01  # seconds between two checks of the running mutants
+FIRST = 10  # collect and run this many tests before the others
 OPTIONS = "-q -p no:cacheprovider -p no:cov -p no:xdist -W".split()
 OPTIONS += ["ignore::pytest.PytestAssertRewriteWarning"]  # it is imported already
 NO_TEST = "there is no such test"
-# A mutant that takes longer, or more memory, is noticed, as what loops for ever. Only
-# seconds of a processor count, and those in which all threads wait: a run may be
-# stopped, or given way to anything else on the machine.
+# A mutant that takes more time or memory than this counts as detected, because it may
+# loop forever. Count CPU seconds, and seconds in which all threads wait, but not wall
+# time: the run may be suspended, or other processes may use the machine.
 CPU_SECONDS, WAITING_SECONDS, BYTES = 10, 100, 8 * 2**30
 
 
-# --- What is changed ------------------------------------------------------------------
+# --- Mutants --------------------------------------------------------------------------
 
 COMPARISONS = {
     ast.Eq: ast.NotEq,
@@ -99,7 +99,7 @@ OPERATORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One change: a span of the source, and what stands there instead."""
+    """One change: a span of the source, and the text that replaces it."""
 
     path: Path
     line: int
@@ -115,7 +115,7 @@ class Mutant:
 
     @property
     def row(self) -> str:
-        """The change as a row of the table: no line numbers, which move."""
+        """The change as a row of the table, without line numbers, which move."""
         text = self.path.read_bytes()
         first = text.rindex(b"\n", 0, self.start) + 1
         last = text.index(b"\n", self.stop)
@@ -135,7 +135,7 @@ def _as_code(text: str) -> str:
 
 
 def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """The nodes to be replaced, and the code for each."""
+    """The nodes to replace, and the code that replaces each."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         new = ast.Compare(
             node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators
@@ -162,7 +162,7 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     elif isinstance(node, ast.For):
         yield node.iter, "()"
     elif isinstance(node, ast.Return) and node.value is not None:
-        if ast.unparse(node.value) not in ("None", "False"):  # that is the same
+        if ast.unparse(node.value) not in ("None", "False"):  # `None` acts the same
             yield node.value, "None"
     elif isinstance(node, (ast.Break, ast.Continue)):
         yield node, "continue" if isinstance(node, ast.Break) else "break"
@@ -176,7 +176,7 @@ def _is_effect(node: ast.AST) -> bool:
     """A statement without which the rest still runs."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, (ast.Call, ast.Yield, ast.YieldFrom))
-    if isinstance(node, ast.Delete):  # of a name it only says that it is not used
+    if isinstance(node, ast.Delete):  # `del name` has no effect that a test sees
         return not all(isinstance(target, ast.Name) for target in node.targets)
     if isinstance(node, (ast.Raise, ast.AugAssign)):
         return True
@@ -186,9 +186,9 @@ def _is_effect(node: ast.AST) -> bool:
 
 
 def code_in(node: ast.AST, unused: Set[int]) -> Iterator[ast.AST]:
-    """The nodes that run: not annotations, messages, or what type checkers see.
+    """The nodes that run, without annotations, messages and code for type checkers.
 
-    `unused`: the lines that do not run with these versions of Python and of JAX.
+    `unused`: the lines that do not run with these versions of Python and JAX.
     """
     if getattr(node, "lineno", None) in unused and isinstance(
         node, (ast.stmt, ast.ExceptHandler)
@@ -203,7 +203,7 @@ def code_in(node: ast.AST, unused: Set[int]) -> Iterator[ast.AST]:
         return
     if isinstance(node, ast.Assign) and "__tracebackhide__" in ast.unparse(node):
         return
-    if isinstance(node, ast.keyword) and node.arg == "strict":  # an assertion of ours
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # our own assertion
         return
     if isinstance(node, ast.ClassDef) and "Protocol" in "".join(
         map(ast.unparse, node.bases)
@@ -237,11 +237,11 @@ def mutants_of(path: Path) -> list[Mutant]:
     return found
 
 
-# --- Which tests are to notice --------------------------------------------------------
+# --- Tests for each mutant ------------------------------------------------------------
 
 
 class Tests:
-    """The tests that run a line: first what runs little else, is quick, and meant."""
+    """The tests that run a line, the fastest and most specific first."""
 
     def __init__(self) -> None:
         data = coverage.CoverageData(str(DATA))
@@ -263,7 +263,7 @@ class Tests:
         lines = self.by_line.get(_name(str(mutant.path)), {})
         # A line in the middle of a statement may not be measured by itself.
         line = max((n for n in lines if n <= mutant.line), default=0)
-        # What runs when the library is imported is any test's.
+        # Every test runs the lines that run when the library is imported.
         names = lines.get(line) or set().union(*lines.values())
         folders, stem = mutant.path.relative_to(SOURCE).parts[:-1], mutant.path.stem
         mirror = "/".join(["tests", *(x.strip("_") for x in folders), ""])
@@ -273,7 +273,7 @@ class Tests:
             here *= 0.2 if name.startswith(f"{mirror}test_{stem.strip('_')}") else 1
             return self.cost[name] * here
 
-        # What a condition changes shows in tests of the lines around it, maybe few.
+        # Perhaps only tests of the lines around a changed condition detect it.
         around = [lines[n] & names for n in range(line - 5, line + 15) if n in lines]
         ranked = [
             sorted(group, key=lambda x: (cost(x), x)) for group in [names, *around]
@@ -285,7 +285,7 @@ class Tests:
 def tests_of(mutants: list["Mutant"], most: int) -> list[list[str]]:
     """The tests for each mutant.
 
-    Found in a fork: all that was measured takes a gigabyte, and slows later forks down.
+    Compute them in a fork: the coverage data take a gigabyte, which slows later forks.
     """
 
     def found() -> Iterator[str]:
@@ -312,7 +312,7 @@ def _node_id(context: str) -> str:
 
 
 def cover(args: list[str]) -> None:
-    """One run of the tests, which notes the lines that each runs, and its time."""
+    """Run the tests once, and record the lines that each test runs, and its time."""
     TIMES.unlink(missing_ok=True)
     env = {**os.environ, "COVERAGE_FILE": str(DATA)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
@@ -323,7 +323,7 @@ def cover(args: list[str]) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """As a plugin of `cover`: note how long a test takes."""
+    """As a plugin of `cover`: record how long a test takes."""
     if report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
         with TIMES.open("a") as file:
             print(json.dumps([report.nodeid, round(report.duration, 3)]), file=file)
@@ -333,7 +333,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 class Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Finds one module of the library, and gives Python other code for it."""
+    """Finds one module of the library, and gives Python the mutated code for it."""
 
     def __init__(self, mutant: Mutant):
         name = f"eqx_state.{mutant.module}".removesuffix(".__init__")
@@ -350,7 +350,7 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
 
 
 class Killer:
-    """A plugin that keeps the names of tests, and of files of tests, that fail."""
+    """A plugin that records the names of tests, and of test files, that fail."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -363,7 +363,7 @@ class Killer:
 
 
 class Passing:
-    """A plugin that runs some tests of the files, and keeps the names that pass."""
+    """A plugin that runs some tests of the files, and records those that pass."""
 
     def __init__(self, names: set[str]) -> None:
         self.names, self.passed = names, set[str]()
@@ -377,7 +377,7 @@ class Passing:
 
 
 def forked(call: Callable[[], Iterable[str]]) -> tuple[int, int]:
-    """A fork in which a function runs, and a pipe for the names that it returns."""
+    """Run a function in a fork. Returns its process, and a pipe for its result."""
     read, write = os.pipe()
     if pid := os.fork():
         os.close(write)
@@ -392,7 +392,7 @@ def forked(call: Callable[[], Iterable[str]]) -> tuple[int, int]:
 
 
 def killers_of(mutant: Mutant, tests: list[str], seconds: float) -> list[str]:
-    """The first test that fails with a mutant; none if all pass."""
+    """The first test that fails with a mutant; empty if all pass."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     sys.meta_path.insert(0, Mutated(mutant))
     try:
@@ -405,14 +405,14 @@ def killers_of(mutant: Mutant, tests: list[str], seconds: float) -> list[str]:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, -1))
         killer = Killer()
         if code := pytest.main(["-x", *OPTIONS, *chunk], plugins=[killer]):
-            # An error may be one that pytest cannot show.
+            # Pytest cannot show some errors.
             is_internal = code == pytest.ExitCode.INTERNAL_ERROR
             return killer.names or ["pytest" if is_internal else NO_TEST]
     return []
 
 
 def passing(names: set[str]) -> set[str]:
-    """Those of the tests that exist, and pass while nothing is changed."""
+    """The tests that exist, and pass without a mutant."""
     files = {name.split("::")[0] for name in names}
     plugin = Passing(names)
     pytest.main([*OPTIONS, *(f for f in sorted(files) if Path(f).exists())], [plugin])
@@ -421,7 +421,7 @@ def passing(names: set[str]) -> set[str]:
 
 @dataclasses.dataclass
 class Running:
-    """A mutant that is being tried."""
+    """A mutant whose tests are running."""
 
     mutant: Mutant
     tests: list[str]
@@ -430,7 +430,7 @@ class Running:
 
 
 def results_of(mutants: list[Mutant], most: int, jobs: int) -> Iterator[dict[str, Any]]:
-    """What becomes of each mutant, in the order in which that is known."""
+    """The result of each mutant, in the order in which the tests end."""
     todo, running = [*zip(mutants, tests_of(mutants, most), strict=True)][::-1], {}
     seconds_of = seconds_of_tests()
     while todo or running:
@@ -460,7 +460,7 @@ def results_of(mutants: list[Mutant], most: int, jobs: int) -> Iterator[dict[str
 
 
 def is_waiting(pid: int) -> bool:
-    """All threads of a process, and of those that it has begun, wait."""
+    """Whether all threads of a process and of its children wait."""
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
@@ -470,7 +470,7 @@ def is_waiting(pid: int) -> bool:
     return True
 
 
-# --- What has come of it --------------------------------------------------------------
+# --- Results --------------------------------------------------------------------------
 
 
 def all_mutants() -> list[Mutant]:
@@ -478,7 +478,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def chosen(args: list[str]) -> list[Mutant]:
-    """All mutants, each n-th, or those of some modules, whatever their folder."""
+    """All mutants, every n-th mutant, or those of some modules of any folder."""
     found = all_mutants()
     if not args:
         return found
@@ -497,7 +497,7 @@ def all_results() -> list[dict[str, Any]]:
 def results() -> dict[str, dict[str, Any]]:
     """The last result of each mutant, by its row of the table.
 
-    Mutants with equal rows are one: a survivor among them is what counts.
+    Several mutants may have equal rows. The row survives if one of them survives.
     """
     found: dict[str, dict[str, Any]] = {}
     for new in all_results():
@@ -516,7 +516,7 @@ def explained() -> dict[str, str]:
 
 
 def drop_false(killers: set[str]) -> None:
-    """Forget what was noticed by tests that fail although nothing is changed."""
+    """Drop results that come from tests that also fail without a mutant."""
     names = {name for name in killers if "::" in name}
     pid, pipe = forked(lambda: passing(names))
     with open(pipe) as file:
@@ -530,12 +530,12 @@ def drop_false(killers: set[str]) -> None:
 
 
 def prepare() -> None:
-    """Import for all forks what does not import the library."""
+    """Import, once for all forks, everything except the library."""
     sys.path.insert(0, str(ROOT / "src"))
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(BYTECODE)
     for name in HEAVY.split():
         importlib.import_module(name)
-    # For speed: Sybil asks which file is which module's, pytest collects all garbage.
+    # For speed: Sybil looks up the module of each file, and pytest collects garbage.
     inspect.getmodule(prepare.__code__)
     gc.freeze()
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
@@ -570,17 +570,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 HEAD = """\
-# Mutants that no test can notice
+# Mutants that no test can detect
 
-`nox -s mutants` changes one thing after the other in `src/`, and lists what no test
-notices. A survivor is either a missing test, which is then written, or it stands here
-with the reason why the change cannot be seen from outside. `python tools/mutants.py
-table` writes this page, and keeps the reasons.
+`nox -s mutants` makes one small change to `src/` at a time, a *mutant*, and lists those
+that no test detects. For each survivor, write the missing test, or add it to this page
+with the reason why no test can detect it. `python tools/mutants.py table` writes this
+page, and keeps the reasons.
 """
 
 
 def table() -> None:
-    """`tests/mutants.md`: how many there are of each module, and which survive."""
+    """Write `tests/mutants.md`: the mutants of each module, and the survivors."""
     prepare()
     drop_false({name for x in all_results() for name in x["killer"].splitlines()})
     reasons, known = explained(), results()

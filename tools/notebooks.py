@@ -1,11 +1,12 @@
-"""The examples as notebooks, with what they print and draw.
+"""Convert the examples to notebooks, with their output and pictures.
 
-`python tools/notebooks.py NAME...` runs these examples, or all of them, in full, and
-writes `examples/NAME.ipynb`. With `--code` it runs nothing: the notebooks get the code
-of the scripts, and keep their output.
+`python tools/notebooks.py NAME...` runs these examples, or all, in full, and writes
+`examples/NAME.ipynb`. With `--code`, it does not run them: the notebooks get the code
+of the scripts, and keep their old output.
 
-A script is cut at its `# %%` lines. It runs as a whole, as anybody runs it, and its
-output is that of the last cell. MkDocs, whose hook this is, makes a page of each.
+Each `# %%` line of a script begins a new cell. The script runs as a whole, and all its
+output belongs to the last cell. As a hook of MkDocs, this file also turns each notebook
+into a page.
 """
 
 import ast
@@ -47,7 +48,7 @@ def notebook(name: str, printed: str, picture: bytes | None) -> dict[str, Any]:
     if not parts:
         cells.append(code_cell(last))
     else:
-        # A process that the example starts needs the script itself.
+        # An example that starts itself in a new process needs the script.
         run = f"!python {name}.py" if "__file__" in source else "main()"
         cells += [markdown("## Run it"), code_cell(run, stream(printed))]
     if picture is not None:
@@ -94,7 +95,7 @@ def lines(text: str) -> list[str]:
 
 
 def run(name: str) -> tuple[str, bytes | None]:
-    """What an example prints, and its picture."""
+    """Run an example. Returns its printed output and its picture."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(EXAMPLES / f"{name}.py")]
         done = subprocess.run(
@@ -106,8 +107,8 @@ def run(name: str) -> tuple[str, bytes | None]:
 
 
 def small(path: Path) -> bytes:
-    """A picture in 64 colors, a third as large."""
-    from PIL import Image  # Matplotlib has it
+    """A picture in 64 colors, which takes a third of the bytes."""
+    from PIL import Image  # a dependency of Matplotlib
 
     buffer = io.BytesIO()
     Image.open(path).convert("RGB").quantize(64).save(buffer, "png", optimize=True)
@@ -115,7 +116,7 @@ def small(path: Path) -> bytes:
 
 
 def kept(name: str) -> tuple[str, bytes | None]:
-    """What the notebook of an example has as its output."""
+    """The output that is stored in the notebook of an example."""
     found = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
     printed, picture = "", None
     for output in [x for cell in found["cells"] for x in cell.get("outputs", [])]:
@@ -176,7 +177,7 @@ def on_files(files: Any, config: Any) -> None:
 
     for name in names():
         text = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
-        # Whole programs have many words: in a search the guides come first.
+        # Rank the guides before the examples, whose code contains many words.
         content = "---\nsearch:\n  boost: 0.3\n---\n" + page(name, json.loads(text))
         for suffix, made in (("md", content), ("ipynb", text)):
             made_file = File.generated(

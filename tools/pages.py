@@ -1,12 +1,12 @@
-"""Run pages as their readers do: the blocks of a page as one script, in a new process.
+"""Run pages as a reader would: the blocks of a page as one script, in a new process.
 
-`python tools/pages.py [NAME...]` runs all pages, or those whose path has one of these
-texts in it. `--needs io` runs those that say at their top that they need this and
-nothing else; `--needs none` those that say nothing, `--needs more` all others.
+`python tools/pages.py [NAME...]` runs all pages, or those whose path contains one of
+these names. `--needs io` runs the pages that need only the extra `io`, `--needs none`
+those without requirements, and `--needs more` all others.
 
-A page says it before its first block, in a paragraph that begins with "This page needs"
-and names the extra `io`, other packages, and what to set in the environment. The tests
-run the same blocks under other settings, for example with eight devices.
+A page states its requirements before its first block, in a paragraph that begins with
+"This page needs": the extra `io`, other packages, and environment variables. The tests
+run the same blocks with different settings, for example with eight devices.
 """
 
 import os
@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
 def script(page: Path) -> str:
-    """The blocks of a page that are run, those in tabs included."""
+    """The code of a page, including the blocks in tabs."""
     text = page.read_text(encoding="utf-8")
     return "\n\n".join(textwrap.dedent(code) for _, code in BLOCK.findall(text))
 
@@ -36,7 +36,7 @@ def pages() -> list[Path]:
 
 
 def needs(page: Path) -> tuple[set[str], dict[str, str]]:
-    """The packages and extras that a page names at its top, and its environment."""
+    """The packages and extras that a page needs, and its environment variables."""
     found = NEEDS.search(page.read_text(encoding="utf-8").partition("```")[0])
     names = re.findall(r"`([^`]+)`", found[1]) if found else []
     settings = [name.split("=", 1) for name in names if re.match("[A-Z_]+=", name)]
