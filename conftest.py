@@ -8,9 +8,11 @@ import os
 import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 from sybil import Document, Example, Sybil
 from sybil.document import PythonDocStringDocument
 from sybil.example import NotEvaluated
@@ -22,15 +24,30 @@ from sybil.sybil import SybilCollection
 import eqx_state  # noqa: F401
 
 
-# Read when JAX first looks for its devices.
+# JAX reads this when it first looks for its devices. Tests compile much and run little:
+# without XLA's fusion emitters, it compiles in two thirds of the time.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
 )
 
-# Tests compile much and run little: without most of XLA's optimizations the suite takes
-# three quarters of the time. The processes that tests start read the environment.
+# Without most of XLA's optimizations, the suite takes three quarters of the time. The
+# processes that tests start read the environment.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
+
+# Linux allows 65,530 memory maps per process. XLA uses several for each compiled
+# program, and aborts the process when there are none left.
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 20_000
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a file, drop the compiled programs if there are many."""
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
+
 
 ALIASES = (
     "import equinox as eqx, eqx_state as es, jax, jax.numpy as jnp, jax.random as jr"

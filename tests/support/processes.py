@@ -1,4 +1,4 @@
-"""Several processes that compute together, of four virtual devices each."""
+"""Several processes that compute together, with four virtual devices each."""
 
 import os
 import socket
@@ -9,23 +9,24 @@ import jax
 
 
 def join(address: str, process: str) -> None:
-    """Be one of two processes, which find each other at an address."""
+    """Become one of two processes, which find each other at an address."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=int(process))
 
 
 def run_two(script: str, *args: object) -> None:
-    """Run a script with the arguments `address, process, *args`, in two processes.
+    """Run a script with the arguments `address, process, *args` in two processes.
 
-    None outlives the call. Pytest shows what they print.
+    Neither process outlives the call. Pytest shows their output.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a free port
         address = f"127.0.0.1:{server.getsockname()[1]}"
     four = "--xla_force_host_platform_device_count=4"
     environment = os.environ | {
-        "XLA_FLAGS": four,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {four}",  # the last one counts
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(sys.path),  # what tests share, and the examples
+        # For the shared test code and the examples.
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     processes = [
         subprocess.Popen(
