@@ -1,6 +1,6 @@
-"""Sixteen threads at once: what each gets is what it would get alone, bit for bit.
+"""Sixteen threads at once: each gets bit for bit the result that it would get alone.
 
-Few rounds; in `nox -s fuzz` it is 1,000. All threads start together in each.
+A test runs a few rounds, 63 in `nox -s fuzz`. All threads start each round together.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from eqx_state._jit.options import Options
 
 
 THREADS = 16
-ROUNDS = 63 if IS_FUZZ else 3  # that each take a second or so
+ROUNDS = 63 if IS_FUZZ else 3  # of about a second each
 SHORT_ROUNDS = 1000 if IS_FUZZ else 20
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _switch_often():
-    """Threads take turns after every microsecond, and warnings stay as they were."""
+    """Switch threads after every microsecond, and restore the filters of warnings."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     with warnings.catch_warnings():
@@ -46,15 +46,16 @@ def _switch_often():
 
 
 def at_once(work, rounds=ROUNDS, prepare=None):
-    """What `work(thread, round)` returns, as a list of rounds.
+    """The results of `work(thread, round)`, as one list per round.
 
-    A round begins when every thread has ended the last, and one has called `prepare`.
+    A round begins when all threads have finished the previous one, and one of them has
+    called `prepare`.
     """
     start = threading.Barrier(THREADS, prepare)
 
     def run(thread):
         try:
-            # These settings belong to a thread.
+            # JAX stores these settings per thread.
             with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
                 results = []
                 for i in range(rounds):
@@ -62,7 +63,7 @@ def at_once(work, rounds=ROUNDS, prepare=None):
                     results.append(work(thread, i))
                 return results
         except BaseException:
-            start.abort()  # the others need not wait
+            start.abort()  # so that the other threads do not wait
             raise
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -167,7 +168,7 @@ def train(model, optimizer, xs):
 SHARED = Net(7)
 
 
-# --- What threads do ------------------------------------------------------------------
+# --- The jobs of the threads ----------------------------------------------------------
 
 
 def build(seed, **_):
@@ -282,7 +283,7 @@ SEEDS = 4
 
 
 def test_each_thread_gets_the_serial_result(tmp_path):
-    # Of 13 jobs thread 13 does the same as thread 0, in the same round.
+    # There are 13 jobs, so threads 0 and 13 run the same job in the same round.
     own = [es.jit(lambda cell, x: es.mutable(cell)(x)) for _ in range(THREADS)]
 
     def work(thread, i):
@@ -302,11 +303,11 @@ def test_each_thread_gets_the_serial_result(tmp_path):
     assert {job for results in rounds for job, _, _ in results} == set(JOBS)
 
 
-# --- For the first time ---------------------------------------------------------------
+# --- First use in several threads -----------------------------------------------------
 
 
 class First:
-    """A class, a model and a function that nobody has seen, new in each round."""
+    """In each round a class, a model and a function that no thread has used before."""
 
     def __init__(self):
         self.rounds = []
@@ -342,7 +343,7 @@ class First:
         self.rounds.append((Inner, model, es.jit(step), traces))
 
 
-def test_classes_that_all_threads_meet_at_once():
+def test_all_threads_use_new_classes_at_once():
     first = First()
 
     def work(thread, i):
@@ -366,6 +367,33 @@ def test_classes_that_all_threads_meet_at_once():
         assert all(found == alone for found in results)
 
 
+def test_two_threads_that_observe_a_class_at_once_use_one_subclass_of_it():
+    meeting = threading.Barrier(2)
+    used = []
+
+    class Meeting(type(es.Module)):
+        """Both threads create the subclass before either of them uses it."""
+
+        def __init__(cls, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if threading.current_thread() is not threading.main_thread():
+                meeting.wait(timeout=300)
+
+    class Layer(es.Module, metaclass=Meeting):
+        def __call__(self, x):
+            used.append(type(self))
+            return x
+
+    layer = Layer()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        capture = es.capture(layer, outputs=Layer)
+        for future in [pool.submit(capture, 1.0) for _ in range(2)]:
+            future.result()
+    assert len(used) == 2
+    assert len(set(used)) == 1
+    assert used[0] is not Layer
+
+
 def test_a_function_that_all_threads_call_first_is_traced_once():
     first = First()
 
@@ -378,8 +406,8 @@ def test_a_function_that_all_threads_call_first_is_traced_once():
     assert [len(traces) for *_, traces in first.rounds] == ROUNDS * [1]
 
 
-def test_names_that_turn_up_while_threads_look_for_them(monkeypatch):
-    # As classes do that are imported for type checkers only.
+def test_names_are_defined_while_threads_look_them_up(monkeypatch):
+    # A class that is imported for type checkers only is such a name.
     module = types.ModuleType("late_names")
     monkeypatch.setitem(sys.modules, "late_names", module)
     source = """
@@ -401,10 +429,10 @@ class Late(eqx.Module):
     assert [part.kind for part in es.parts(model)] == [es.Buffer, es.State]
 
 
-# --- What belongs to the process ------------------------------------------------------
+# --- State of the process -------------------------------------------------------------
 
 
-def test_calls_at_once_leave_the_filters_of_warnings():
+def test_concurrent_calls_do_not_change_the_filters_of_warnings():
     layer = eqx.nn.Linear(3, 3, key=jr.key(0))
     f = es.jit(lambda x: layer(x), donate="all")
     f(jnp.ones(3))
@@ -413,7 +441,7 @@ def test_calls_at_once_leave_the_filters_of_warnings():
     assert warnings.filters == before
 
 
-def test_a_call_in_another_thread_leaves_alone_who_records_warnings():
+def test_a_call_does_not_stop_another_thread_from_recording_warnings():
     tracing, may_end = threading.Event(), threading.Event()
 
     @es.jit
@@ -433,16 +461,17 @@ def test_a_call_in_another_thread_leaves_alone_who_records_warnings():
     assert [str(w.message) for w in caught] == ["mine"]
 
 
-def test_a_check_that_fails_in_a_program_that_another_thread_compiles():
-    # The one thread waits for the other's program, which turns out to have a check.
+def test_a_check_fails_in_a_program_that_another_thread_compiles():
+    # The second thread waits for the program of the first, and that program has a
+    # check.
     is_traced = threading.Event()
 
     @es.jit
     def f(x):
-        if len(x) == 1:  # a program that cannot raise, known to be such
+        if len(x) == 1:  # this program cannot raise, and `es.jit` knows that
             return x
         y = x
-        for i in range(150):  # it takes a while to compile
+        for i in range(150):  # takes a while to compile
             y = jnp.sin(y @ jnp.ones((2, 2)) + i)
         y = eqx.error_if(y, x[0] < 0, "negative")
         is_traced.set()
@@ -461,8 +490,8 @@ def test_a_check_that_fails_in_a_program_that_another_thread_compiles():
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
-    # It has run, but whether it can raise is not known yet.
+def test_a_program_that_another_thread_is_inspecting(monkeypatch, is_good):
+    # The program has run, but it is not known yet whether it can raise.
     is_looking, may_end = threading.Event(), threading.Event()
 
     def look(jaxpr):
@@ -473,7 +502,7 @@ def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
 
     callbacks_in = _programs.callbacks_in
     f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
-    f(jnp.ones(1))  # now there is a short way
+    f(jnp.ones(1))  # now there is a fast path
     monkeypatch.setattr(_programs, "callbacks_in", look)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(f, jnp.ones(2))
@@ -488,7 +517,7 @@ def test_a_program_at_which_another_thread_is_looking(monkeypatch, is_good):
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_program_that_another_thread_compiles_after_the_question(is_good):
+def test_another_thread_compiles_a_program_after_the_look_up(is_good):
     f = es.jit(lambda x: x if len(x) == 1 else eqx.error_if(x, x[0] < 0, "negative"))
     f(jnp.ones(1))
     (program,) = _programs.programs_of(f, Options()).by_key.values()
@@ -499,7 +528,8 @@ def test_a_program_that_another_thread_compiles_after_the_question(is_good):
         pool.submit(f, jnp.ones(2)).result()
         return run(*arrays)
 
-    program.jitted = late  # called when there was no program yet that can raise
+    # Called after the look-up, which found no program that can raise.
+    program.jitted = late
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         if is_good:
             assert eqx.tree_equal(pool.submit(f, jnp.ones(2)).result(), jnp.ones(2))
@@ -560,7 +590,7 @@ def test_a_scope_belongs_to_the_thread_that_opened_it(where, how):
     assert (new.count, new.phase[0]) == (2, 0)
 
 
-def test_another_thread_may_open_a_scope_of_its_own_inside_a_call():
+def test_another_thread_may_open_its_own_scope_inside_a_call():
     def f(model, x):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             y, inner = pool.submit(es.mutable(model.eval().train()), x).result()

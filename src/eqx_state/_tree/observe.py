@@ -6,8 +6,9 @@ generated subclass, whose `__call__` calls the `Observer`. The module's name in 
 model is static data of the instance, a *tag*, which survives flattening: the call of
 the copy in `eqx.filter_vmap(self.layer)(xs)` is observed, too.
 
-The treedefs in the caches of JAX and `es.jit` contain tags, so a tag refers to no
-object. `OBSERVING` leads from a tag to its observer.
+The treedefs in the caches of JAX and `es.jit` contain tags, so a tag must not refer to
+an observer, which it would keep alive. A module stores its tag under the observer's
+key, and `OBSERVING` maps this key to the observer's innermost scope.
 """
 
 import abc
@@ -60,8 +61,8 @@ class Observer(abc.ABC):
 
 
 # The innermost scope of each observer that is active in this thread. The scope that
-# owns the module would not do: in `jax.vmap(self.linear)`, the call is that of a copy
-# which no scope owns.
+# owns the module is not enough: `jax.vmap(self.linear)` calls a copy, which no scope
+# owns.
 OBSERVING: Final[ContextVar[Mapping[Hashable, Any]]] = ContextVar(
     "observing", default=types.MappingProxyType({})
 )
@@ -92,7 +93,10 @@ def tag(module: Any, name: str, observer: Observer) -> None:
 
 
 def untagged(tree: Tree, key: Hashable = None) -> Tree:
-    """`tree` without the tags of one observer, or of all: a copy if there are any."""
+    """`tree` without the tags of the observer with this key; by default, of all.
+
+    If there are such tags, the result is a copy.
+    """
 
     def tagged(tree: PyTree) -> list[Any]:
         nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
@@ -128,8 +132,19 @@ class _Quiet:
 
 
 # Not a leak: JAX's registry keeps every pytree class alive anyway.
-@ft.cache
-def _observed_class(cls: Any) -> Any:
+_OBSERVED: Final[dict[type, type]] = {}
+
+
+def _observed_class(cls: type) -> type:
+    """The subclass of a module class whose calls are observed."""
+    if cls in _OBSERVED:
+        return _OBSERVED[cls]
+    # Not `functools.cache`: two threads that create the subclass at once would use two,
+    # and the layers of one list would have different structures.
+    return _OBSERVED.setdefault(cls, _new_observed_class(cls))
+
+
+def _new_observed_class(cls: Any) -> Any:
     """A subclass of a module class whose calls are observed."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +168,7 @@ def _observed_class(cls: Any) -> Any:
         _TAGS: eqx.field(default=(), init=False, repr=False, static=True),
     }
     # Python only lets `__class__` change to a class whose first base is the old one. It
-    # looks up `__init_subclass__` in the MRO, so put `_Quiet` first there.
+    # looks up `__init_subclass__` in the MRO, so put `_Quiet` before that class there.
     meta = type(cls)
     meta = type(meta.__name__, (meta,), {"mro": _quiet_first})
     observed = meta(cls.__name__, (cls, _Quiet), body)
