@@ -12,7 +12,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # One file to one worker: the examples of a page need one another. A crashed worker is
-# not replaced, since xdist then waits forever for the new one (pytest-xdist issue 1327).
+# not replaced, since xdist then waits for it forever (pytest-xdist issue 1327).
 PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50"]
 PARALLEL += ["--max-worker-restart=0"]
 FUZZED = [
