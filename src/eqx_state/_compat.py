@@ -1,15 +1,18 @@
-"""All code that depends on a version of JAX or Python, or on a private name of JAX."""
+"""All code that depends on a version of JAX or Python, or on a private name.
 
-# Eight names below are private to JAX, which may remove each of them in a release:
+The private names are those of JAX, Equinox and jaxtyping.
+"""
+
+# Eight names below are private to JAX, so any release of JAX may remove them. The
+# library needs them to:
 #
-# - without `api_boundary` and `register_exclusion`, tracebacks show our frames, and
-#   JAX's;
-# - without `_trace_ref` of a trace's state, `_trace` of a tracer and `parent_trace` of
-#   a trace, we cannot detect escaped tracers that are written to state (`has_escaped`);
-# - without `batch_dim` of a tracer, we cannot detect that the lanes of `es.vmap` write
-#   different values to a shared state (`is_mapped`);
-# - without `val` of a tracer and `axis_data` of a trace, outputs under plain `jax.vmap`
-#   cannot be captured (`out_of_vmaps`).
+# - remove our frames and JAX's from tracebacks: `api_boundary`, `register_exclusion`;
+# - detect escaped tracers that are written to state (`has_escaped`): `_trace_ref` of a
+#   trace's state, `_trace` of a tracer, `parent_trace` of a trace;
+# - detect that the lanes of `es.vmap` write different values to a shared state
+#   (`is_mapped`): `batch_dim` of a tracer;
+# - capture outputs under plain `jax.vmap` (`out_of_vmaps`): `val` of a tracer,
+#   `axis_data` of a trace.
 #
 # A ninth is the name of the logger of callbacks. If it changes, JAX logs a failed check
 # in addition to raising it.
@@ -42,7 +45,7 @@ except ImportError:  # pragma: no cover (JAX < 0.10)
 
 
 def trace_state() -> Any:
-    """The active trace. Two values are equal (`==`) if the trace is the same."""
+    """The active trace. Two results are equal (`==`) if the trace was the same."""
     return _get_trace_state(convention="eqx_state")
 
 
@@ -56,7 +59,7 @@ def is_in_trace() -> bool:
 
 
 def has_escaped(leaf: Any) -> bool:
-    """Whether `leaf` is a tracer of a trace that is no longer open here."""
+    """Whether `leaf` is a tracer of a trace that is not, or no longer, open here."""
     # A tracer is valid in its own trace and in every trace inside it, so search from
     # the active trace outwards.
     if not isinstance(leaf, jax.core.Tracer):
@@ -70,7 +73,7 @@ def has_escaped(leaf: Any) -> bool:
 
 
 def is_mapped(leaf: Any) -> bool:
-    """Whether `leaf` differs between the lanes of the `jax.vmap` that is running."""
+    """Whether `leaf` may differ between the lanes of the innermost `jax.vmap`."""
     if not isinstance(leaf, jax.core.Tracer):
         return False
     is_of_this_vmap = leaf._trace is trace_state()._trace_ref()
@@ -78,10 +81,10 @@ def is_mapped(leaf: Any) -> bool:
 
 
 def out_of_vmaps(values: Any, outer: Any) -> Any:
-    """A pytree of values of the active trace, as values of the trace `outer`.
+    """Convert a pytree of values of the active trace to values of the trace `outer`.
 
-    They have a new first axis for each `jax.vmap` in between. `None` if any other
-    transform is in between.
+    Each `jax.vmap` in between adds a first axis. Returns `None` if any other transform
+    is in between.
     """
     trace, outer = trace_state()._trace_ref(), outer._trace_ref()
     while trace is not outer:
@@ -93,9 +96,9 @@ def out_of_vmaps(values: Any, outer: Any) -> Any:
 
 
 def _all_lanes(x: Any, trace: Any) -> Any:
-    """The value for all lanes of a `jax.vmap`, along a new first axis.
+    """The values of all lanes of a `jax.vmap`, stacked along a new first axis.
 
-    It is a value of the trace around the `jax.vmap`.
+    The result is a value of the trace around the `jax.vmap`.
     """
     # One `jax.vmap` may have several traces, which share their `axis_data`.
     is_lane = isinstance(x, jax.core.Tracer)
@@ -107,11 +110,12 @@ def _all_lanes(x: Any, trace: Any) -> Any:
 
 
 def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
-    """`x`, sharded along its axis in the same way as these arrays along theirs.
+    """`x`, with its axis `x_axis` sharded like the axes in `mapped`.
 
-    If types have shardings (a mesh with `AxisType.Explicit`, as `jax.make_mesh` returns
-    it), `jax.vmap` requires equal shardings of all mapped axes. Otherwise `x` is
-    returned unchanged.
+    `mapped`: pairs of an array and its axis. On a mesh with `AxisType.Explicit`, the
+    default of `jax.make_mesh`, types have shardings, and `jax.vmap` requires equal
+    shardings of all mapped axes. If no axis in `mapped` is sharded, `x` is returned
+    unchanged.
     """
     for value, axis in mapped:
         sharding = jax.typeof(value).sharding
@@ -123,7 +127,7 @@ def spread_like(mapped: list[tuple[Any, int]], x: Any, x_axis: int) -> Any:
 
 
 def split_like(x: Any, like: Any) -> Any:
-    """`x` with the sharding of `like`, an array of its shape, if types have one."""
+    """`x` with the sharding of `like`, an array of the same shape, if that is split."""
     sharding = jax.typeof(like).sharding
     is_split = any(names is not None for names in sharding.spec)
     return jax.sharding.reshard(x, sharding) if is_split else x
@@ -160,6 +164,9 @@ def vary(x: Any, axes: frozenset[Any]) -> Any:
     return pvary(x, new)  # pragma: no cover (JAX < 0.9)
 
 
+# --- Annotations and modules ----------------------------------------------------------
+
+
 def own_annotations(cls: type) -> dict[str, Any]:
     """The annotations in the body of `cls`, also those with undefined names."""
     try:
@@ -178,7 +185,7 @@ Dims: TypeAlias = tuple[str | types.EllipsisType | None, ...]
 
 
 def dims_of(annotation: Any) -> Dims | None:
-    """The axes in an annotation; `None` if it is not one of jaxtyping's arrays."""
+    """The axes in an annotation; `None` if it is not a jaxtyping array annotation."""
     # jaxtyping documents this attribute only as the original text.
     text = getattr(annotation, "dim_str", None)
     return tuple(map(_dim, text.split())) if isinstance(text, str) else None
@@ -212,7 +219,8 @@ class _Probe(eqx.Module):
     def method(self) -> None: ...
 
 
-# The pytree that Equinox makes of each bound method, except `__call__` and the like.
+# The class of Equinox's bound methods, which are pytrees. `__call__` and other magic
+# methods are not wrapped.
 BoundMethod: Final[Any] = type(_Probe().method)
 
 
@@ -226,8 +234,8 @@ else:
 
 # --- Tracebacks -----------------------------------------------------------------------
 
-# A decorator that removes our frames and those of JAX from the tracebacks of errors, as
-# `jax_traceback_filtering` says.
+# A decorator that removes our frames and JAX's from the tracebacks of errors, in the
+# way that the option `jax_traceback_filtering` selects.
 boundary = api_boundary
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
@@ -240,7 +248,7 @@ def _raise(error: Exception) -> None:
 def hide_frames(error: Exception) -> None:
     """Filter a traceback like `boundary`, which costs too much in a hot function.
 
-    The function catches the error, calls this, and reraises by a bare `raise`.
+    The hot function catches the error, calls this one, and ends with a bare `raise`.
     """
     before = error.__traceback__
     with contextlib.suppress(Exception):
@@ -252,8 +260,10 @@ def hide_frames(error: Exception) -> None:
         error.__traceback__ = before
         return
     error.__traceback__ = after.tb_next
-    # Inner boundaries of JAX may have added the same note.
-    error.__notes__ = list(dict.fromkeys(error.__notes__))
+    # Inner boundaries of JAX may have added the same note. Some modes of filtering add
+    # none.
+    if notes := getattr(error, "__notes__", None):
+        error.__notes__ = list(dict.fromkeys(notes))
 
 
 # --- Programs that raise --------------------------------------------------------------
@@ -266,7 +276,8 @@ CALLBACK_LOGGER: Final = logging.getLogger("jax._src.callback")
 
 _CHECK: Final = "_EquinoxRuntimeError"
 _PROGRAM: Final = b"eqx_state"
-# How the frames of bound methods begin. Those of ours are excluded above.
+# How the lines for frames of Equinox's bound methods begin in a stack. Our own frames
+# are excluded above.
 _METHODS: Final = f'  File "{os.path.join(os.path.dirname(eqx.__file__), "_module")}'
 
 
@@ -301,7 +312,8 @@ def params_of(equation: Any) -> list[Any]:
 def failed_check(error: BaseException | None) -> tuple[str, str] | None:
     """The message and the stack of the `eqx.error_if` that raised an error.
 
-    The stack is that of the program, and empty if Equinox does not provide it.
+    Returns `None` for an error from elsewhere. The stack begins where the program
+    begins. It is empty if Equinox does not provide it.
     """
     _, found, text = str(error).partition(f"{_CHECK}: ")
     if not found:

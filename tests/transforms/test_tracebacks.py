@@ -1,4 +1,4 @@
-"""Errors show the user's frames, and ours only with `jax_traceback_filtering=off`."""
+"""Tracebacks show the user's frames; ours only with `jax_traceback_filtering=off`."""
 
 import contextlib
 import os
@@ -72,7 +72,7 @@ CALLS = {
 
 
 def frames_of(call):
-    """How many frames are the user's, and how many are ours."""
+    """The number of frames of the user, and the number of our frames."""
     with pytest.raises((RuntimeError, es.TraceError, AttributeError)) as info:
         call()
     files = [f.filename for f in traceback.extract_tb(info.value.__traceback__)]
@@ -90,17 +90,17 @@ def filtering(mode):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_frames_of_ours_are_left_out_and_all_of_the_user_stay(call):
+def test_our_frames_are_removed_and_all_frames_of_the_user_remain(call):
     theirs, ours = frames_of(call)
     assert theirs >= 3
     assert ours == 0
-    with filtering("off"):  # as JAX shows its own, if it is told to
+    with filtering("off"):  # this setting also shows JAX's own frames
         everything, ours = frames_of(call)
     assert everything == theirs
     assert ours >= 2
 
 
-def test_where_the_frames_are_hidden_by_name_all_are_there():
+def test_with_tracebackhide_our_frames_remain_and_are_marked():
     with filtering("tracebackhide"):
         for call in (CALLS["mutable"], CALLS["jit"]):
             with pytest.raises(RuntimeError, match="mine") as info:
@@ -112,14 +112,20 @@ def test_where_the_frames_are_hidden_by_name_all_are_there():
 
 
 @pytest.mark.parametrize("name", ["jit of a step", "mutable"])
-def test_one_note_tells_how_to_see_them(name):
+def test_one_note_says_how_to_show_our_frames(name):
     with pytest.raises(RuntimeError, match="mine") as info:
         CALLS[name]()
     (note,) = info.value.__notes__
     assert "JAX_TRACEBACK_FILTERING=off" in note
 
 
-def test_inside_of_a_boundary_nothing_is_hidden_twice():
+def test_without_a_note_the_error_is_the_users():
+    for call in (CALLS["mutable"], CALLS["jit"]):
+        with filtering("remove_frames"), pytest.raises(RuntimeError, match="mine"):
+            call()
+
+
+def test_an_inner_boundary_does_not_hide_frames_again():
     error = RuntimeError("mine")
     seen = []
 
