@@ -1,7 +1,7 @@
 """Every transformation of optax and `optax.contrib`, in `es.Optimizer` and by hand.
 
-The names are those that the installed optax has: a new one is a failing test until it
-has what it needs in a table here.
+The tests use the names in the installed optax. A new transformation fails until a table
+here contains its arguments.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def norm(updates):
     return optax.global_norm(updates)
 
 
-# What a transformation must be given, by the name of its parameter.
+# Arguments that transformations require, by parameter name.
 ARGUMENTS: dict[str, Any] = {
     "adv_optimizer": sgd(),
     "base_optimizer": sgd(),
@@ -81,7 +81,7 @@ ARGUMENTS: dict[str, Any] = {
     "tx": sgd(),
 }
 
-# Those that are made in another way.
+# Transformations that need special construction.
 MADE = {
     "chain": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE)),
     "freeze": lambda: optax.chain(sgd(), optax.freeze(False)),
@@ -92,7 +92,7 @@ MADE = {
         learning_rate=RATE
     ),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.1)), ("sgd", sgd())),
-    # It is for matrices, and `muon` gives it no other.
+    # It works only for matrices, and `muon` applies it only to them.
     "scale_by_muon": lambda: optax.masked(
         optax.contrib.scale_by_muon(weight_dimension_numbers=all_matrices), is_matrix
     ),
@@ -103,7 +103,7 @@ MADE = {
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(
         lambda g, p: -RATE * (g + p)
     ),
-    # Not functions of optax: objects, and other ways to call these functions.
+    # Objects of optax, and other ways to call its functions.
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(RATE), 2),
     "MultiSteps.gradient_transformation": lambda: optax.MultiSteps(
         optax.adam(RATE), 2
@@ -118,9 +118,9 @@ MADE = {
     "schedule": lambda: optax.adam(optax.linear_schedule(RATE, 0.0, 4)),
 }
 
-# Functions of optax without a return type, or with this one, that are something else.
+# Functions that do not return a transformation, although their annotation allows it.
 NO_OPTIMIZERS = {
-    "measure_with_ema",  # its updates are a number; `monitor` is given it
+    "measure_with_ema",  # its updates are a number, so it is tested through `monitor`
     "matrix_inverse_pth_root",
     "schedule_free_eval_params",
     "sigmoid_binary_cross_entropy",
@@ -129,18 +129,18 @@ NO_OPTIMIZERS = {
     "update_moment_per_elem_norm",
 }
 
-# optax takes the holes of a tree for parameters here: `None` has no dtype.
+# Here optax treats `None` in a tree as a parameter, and `None` has no dtype.
 WITHOUT_HOLES = {"galore", "scale_by_galore"}
 
-# What is measured is not in the state before the first step.
+# The state does not contain the measured values before the first step.
 GROWS = {"monitor", "monitor of measure_with_ema"}
 
-# Gradients of each example, stacked.
+# These take stacked gradients, one per example.
 PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}
 
 
 def distance(tree):
-    """A loss of parameters in whatever pytree."""
+    """A loss for parameters in any pytree."""
     return sum(jnp.sum(jnp.square(p - 1)) for p in jtu.tree_leaves(tree))
 
 
@@ -157,7 +157,7 @@ def of_objective(params):
     return {"obj_fn": distance}
 
 
-# What `update` takes besides: of the parameters, in the pytree that it is called with.
+# Further arguments of `update`, computed from its parameters.
 EXTRA = {
     "MultiSteps of reduce_on_plateau": of_value,
     "hutchinson_estimator_diag_hessian": of_objective,
@@ -175,7 +175,7 @@ EXTRA = {
 
 
 def functions():
-    """The functions of optax that make a transformation, by name."""
+    """The functions of optax that return a transformation, by name."""
     found = {}
     for module in (optax, optax.contrib):
         for name, f in vars(module).items():
@@ -189,7 +189,7 @@ def functions():
 
 FUNCTIONS = functions()
 OTHERS = [name for name in MADE if name not in FUNCTIONS]
-# The model of `lookahead` is a pair: it has tests of its own, below.
+# For `lookahead`, the model is a pair: it has its own tests below.
 NAMES = [name for name in (*FUNCTIONS, *OTHERS) if name != "lookahead"]
 
 
@@ -236,7 +236,7 @@ def test_three_steps_equal_the_hand_written_ones(name):
     if name in WITHOUT_HOLES:
         model = {"weight": model.weight, "bias": model.inner["bias"]}
     optimizer = es.Optimizer(tx).init(model)
-    # One list of arrays, as in a program that has never heard of modules.
+    # A list of arrays, as in a program without modules.
     params = jtu.tree_leaves(es.filter(model, es.trainable))
     state = tx.init(params)
     extra = EXTRA.get(name, lambda params: {})
@@ -255,7 +255,7 @@ def test_three_steps_equal_the_hand_written_ones(name):
 
 
 @jax.numpy_dtype_promotion("standard")
-def test_parameters_to_evaluate_schedule_free_with():
+def test_evaluation_parameters_of_schedule_free():
     tx = optax.contrib.schedule_free_sgd(RATE)
     model = Net()
     optimizer = es.Optimizer(tx).init(model)
@@ -282,7 +282,7 @@ def loss_fn(model):
     return distance(es.filter(model, es.trainable))
 
 
-# optax promotes by itself: `bool * float`.
+# optax promotes implicitly: `bool * float`.
 standard = jax.numpy_dtype_promotion("standard")
 LOOKAHEAD = optax.lookahead(optax.sgd(RATE, momentum=0.9), 2, 0.5)
 
@@ -295,7 +295,7 @@ def test_lookahead_equals_the_hand_written_loop(jit):
         (_, fast), grads = es.value_and_grad(loss_fn)(pair.fast)
         return optimizer.update(grads, pair._replace(fast=fast))
 
-    model = Net()  # stateful: in the beginning it is in both places of the pair
+    model = Net()  # stateful: at first, it occurs twice in the pair
     pair = optax.LookaheadParams(model, model)
     optimizer = es.Optimizer(LOOKAHEAD).init(pair)
     params = jtu.tree_leaves(es.filter(Net(), es.trainable))
@@ -315,16 +315,18 @@ def test_lookahead_equals_the_hand_written_loop(jit):
     assert not eqx.tree_equal(pair.fast.weight, pair.slow.weight)
 
 
-def test_the_pair_of_lookahead_may_hold_one_model_twice():
+def test_the_pair_of_lookahead_may_contain_one_model_twice():
     pair = optax.LookaheadParams.init_synced(Net())
     for f in (es.eval, es.freeze, es.jit(lambda pair: pair)):
         assert isinstance(f(pair), optax.LookaheadParams)
+    (_, new), _ = es.value_and_grad(lambda pair: distance(pair.slow.weight))(pair)
+    assert new.fast is not new.slow
     with pytest.raises(ValueError, match="occurs twice"):
         es.eval([*pair])
 
 
 @standard
-def test_in_lookahead_a_filter_is_asked_about_the_model():
+def test_in_lookahead_a_filter_applies_to_the_model():
     wrt = es.all_of(es.trainable, es.under(lambda m: m.inner))
     model = Net()
     pair = optax.LookaheadParams(model.eval(), model)
@@ -340,7 +342,7 @@ def test_in_lookahead_a_filter_is_asked_about_the_model():
 
 
 @pytest.mark.parametrize("wrong", ["gradients", "model", "both", "slow"])
-def test_in_lookahead_another_structure_is_an_error_that_names_the_path(wrong):
+def test_in_lookahead_a_changed_structure_is_an_error_that_names_the_path(wrong):
     model = Net()
     pair = optax.LookaheadParams.init_synced(model)
     optimizer = es.Optimizer(LOOKAHEAD).init(pair)

@@ -1,4 +1,4 @@
-"""Who owns what in a scope of `es.mutable`: copies, threads, generators, exceptions."""
+"""Ownership in scopes of `es.mutable`: snapshots, nested scopes, contexts of JAX."""
 
 import contextlib
 import copy
@@ -13,6 +13,7 @@ from helpers import untouched
 from models import Counter, counts, Pair
 
 import eqx_state as es
+from eqx_state._state.scope import is_any_open, Scope
 
 
 # --- Snapshots and copies -----------------------------------------------------------
@@ -51,7 +52,7 @@ def test_modules_in_the_output_are_frozen_snapshots(pick):
 def test_nested_scopes():
     def outer(model, x):
         def inner(layer, x):
-            model.b.step()  # the outer scope is open still
+            model.b.step()  # the outer scope is still open
             return layer(x)
 
         y, new = es.mutable(inner)(model.a, x)
@@ -70,7 +71,7 @@ def test_nested_scopes():
     assert counts(new) == [2, 1]
 
 
-# --- With JAX around it -------------------------------------------------------------
+# --- Contexts and transforms of JAX -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_nested_scopes():
     ],
     ids=["named_scope", "disable_jit", "eval", "checking_leaks"],
 )
-def test_contexts_of_jax_are_no_transforms(context):
+def test_contexts_of_jax_do_not_count_as_transforms(context):
     def f(model):
         with context():
             model.step()
@@ -143,7 +144,15 @@ def test_after_a_call_no_scope_is_open(lifted, fails):
     run = es.hold(lambda count, x: (count + 1, x), jnp.array(0))
     with contextlib.suppress(ZeroDivisionError):
         es.mutable(f)(Counter(), jnp.ones(2))
-    assert run(1.0) == 1.0  # inside a scope it would be an error
+    assert run(1.0) == 1.0  # inside a scope, this would be an error
+
+
+def test_a_scope_is_open_only_inside_its_context():
+    scope = Scope((es.State,))
+    assert not is_any_open()
+    with scope:
+        assert is_any_open()
+    assert not is_any_open()
 
 
 def test_a_copy_of_the_fields_of_an_owned_module_is_an_ordinary_dict():

@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def of(tree: Any) -> "Snapshot":
-        """`ValueError` if a stateful module occurs twice in it."""
+        """The snapshot of a tree. `ValueError` if a stateful module occurs twice."""
         # Check it now: unflattening would turn the module into two.
         return Snapshot(*flatten_apart(tree))
 
@@ -53,15 +53,15 @@ class OwnedTree(NamedTuple):
 
 def enter(given: Snapshot, scope: Scope) -> tuple[OwnedTree, list[Visit]]:
     """Give a private copy of a model to a scope. Also returns a walk of the copy."""
-    before, private = given, given.tree()
-    visits = own(private, scope)
+    before = given
     # NumPy arrays can be changed in place, so copy the caller's.
     if any(isinstance(x, np.ndarray) for x in given.leaves):
-        before = given._replace(leaves=own_arrays(visits, scope))
-        private = before.tree()
-        own(private, scope)
+        before = given._replace(leaves=own_arrays(walk(given.tree()), scope))
+    private = before.tree()
+    visits = own(private, scope)
     if scope.observer is not None:
-        # Tags are part of the structure, also those of modules that are assigned.
+        # The tags of the copy are static data, so part of its structure. A module that
+        # is assigned in the call is tagged, too.
         structure = jtu.tree_structure(closed_copy(private))
         before = before._replace(structure=structure)
     return OwnedTree(private, before, scope), visits
@@ -171,10 +171,12 @@ a new list instead of changing the old one: `self.layers = [*self.layers[:-1], n
 If a loop returned the module in its carry, assign it: `self.cell, ys = \
 es.scan(step, self.cell, xs)`."""
 
-_ESCAPED: Final = """`{}` holds a tracer of a JAX transform that has returned: code \
-inside the transform wrote into a container. Assign a new container, `self.stats = \
-{{**self.stats, "a": x}}`, and use the transform of `es`, which passes state through."""
+_ESCAPED: Final = """`{}` contains a tracer of a JAX transform that has returned: code \
+inside the transform stored it without assigning a field, for example in a dict. Use \
+the `es` transform, which also returns the new state, and assign a new container: \
+`self.stats = {{**self.stats, "a": x}}`."""
 
-_OTHER_TYPE: Final = """`{}` was `{}` and is now `{}`. State keeps its shape and \
-dtype, so that a step is compiled once. Give the field its final shape and dtype when \
-you construct the model, or convert the new value: `value.astype(self.field.dtype)`."""
+_OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
+dtype, because a change recompiles the step. Give the field its final shape and dtype \
+when you construct the model, or convert the new value: \
+`value.astype(self.field.dtype)`."""

@@ -1,8 +1,8 @@
 """Lazy models: placeholders for values, and `init`, which draws them.
 
-A placeholder is an ordinary leaf of the pytree, so a lazy model already has the final
-structure wherever it is known. The key of each value is folded from its path, so values
-do not depend on the order of initialization or on the rest of the model.
+A placeholder is an ordinary leaf of the pytree, so a lazy model already has its final
+structure, as far as that is known. The key of each value is folded from its path, so
+values do not depend on the order of initialization or on the rest of the model.
 """
 
 import copy
@@ -27,7 +27,7 @@ from .._tree.base import (
     ownership_of,
     Placeholder,
 )
-from .._tree.compare import check_apart, check_not_repeated
+from .._tree.compare import check_not_repeated
 from .._tree.context import children, Context, map_children, ROOT
 from .._tree.dtypes import strengthen
 from .._tree.keys import as_key, is_typed, key_at
@@ -154,7 +154,7 @@ def _needs_module_init(module: BaseModule) -> bool:
 
 
 def missing(tree: Any) -> str | None:
-    """Describe the first part that is not initialized; `None` if all are."""
+    """Describe the first part that is not initialized; `None` if there is none."""
     return _missing(walk(tree))
 
 
@@ -173,13 +173,6 @@ def check_initialized(tree: Any) -> None:
     check_none_missing(walk(tree))
 
 
-def check_ready(tree: Any) -> None:
-    """Raise if a model is not initialized, or contains one stateful module twice."""
-    visits = walk(tree)
-    check_none_missing(visits)
-    check_apart(visits)
-
-
 def check_none_missing(visits: list[Visit]) -> None:
     """`check_initialized` for the visits of a walk."""
     if (what := _missing(visits)) is not None:
@@ -187,6 +180,12 @@ def check_none_missing(visits: list[Visit]) -> None:
             f"The model is used before it is initialized: {what}. Draw the values"
             " first; `init` returns a new model:\n\n    model = model.init(42)"
         )
+
+
+def check_ready(tree: Any) -> None:
+    """Raise if a model is not initialized, or contains one stateful module twice."""
+    check_initialized(tree)
+    check_not_repeated(tree)
 
 
 @boundary
@@ -209,7 +208,7 @@ def init(
         path, so adding a layer does not change how the others are initialized.
     - `*inputs`: if given, the forward pass runs once, with `self.initializing` true,
         and may assign fields that are still missing, with shapes that depend on the
-        inputs. Such a field stores the last value that is assigned, also if it is
+        inputs. Such a field stores the last value that is assigned, even if it is
         state. All other writes are discarded. Loops run one extra step, and `cond` runs
         both branches, so that all fields are assigned.
     - `call`: a function of the model and the inputs to run instead of the model itself.
@@ -268,7 +267,7 @@ def as_initialized(tree: Any) -> Any:
 
 
 def _run_hooks(tree: Any, key: Any) -> Any:
-    """Draw Initializers and run hooks until none is left: each may add new ones."""
+    """Draw Initializers and run hooks until none is left: both may add new ones."""
     while missing(tree) is not None:
         tree = draw(tree, key)
         tree = _in_scope(tree, key, lambda private: _call_hooks(private, key))
@@ -290,11 +289,11 @@ Created = list[tuple[BaseModule, str, Any]]
 class InitScope(Scope):
     """The scope of `init`: any field may be written, and the structure may change.
 
-    An Initializer is drawn when it is written. Inside a transform, a new field cannot
-    be an output of the trace. But the key of `init` is from outside the trace, so
-    arrays drawn with it are ordinary arrays, not tracers, and missing fields are
-    written directly to the modules outside. `created` has such fields with their old
-    values.
+    An Initializer is drawn when it is written. A field that is new inside a transform
+    cannot be an output of the trace. But the key of `init` is from outside the trace,
+    so arrays drawn with it are ordinary arrays, not tracers. Therefore, missing fields
+    are written directly to the modules outside. `created` contains these fields, with
+    their old values.
     """
 
     is_initializing = True
@@ -320,14 +319,15 @@ class InitScope(Scope):
         """Remove the created fields from the modules, and return them."""
         fields = self.created.values()
         taken = [(module, name, fields_of(module)[name]) for module, name, _ in fields]
-        # Writes to a module that was created are part of it, so not lost.
+        # Forget the writes: `_check_written` would not find modules in the fields that
+        # are removed below, and would report the writes to them as lost.
         self.written.clear()
         for module, name, old in fields:
             object.__setattr__(module, name, old)
         return taken
 
     def put_created(self, created: Created) -> None:
-        """Write the fields that an inner scope, in a trace, has created."""
+        """Write the fields that an inner scope has created in its trace."""
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
             object.__setattr__(module, name, new)
@@ -385,7 +385,7 @@ def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> An
 
 
 def _filled(before: Any, after: Any) -> Any:
-    """`before`, with the parts of `after` at which `before` has no leaves.
+    """`before`, filled with the parts of `after` where `before` has no leaves.
 
     Writes to modules in place, also to static fields, and adds keys to dicts, which
     `eqx.tree_at` cannot do.

@@ -1,8 +1,8 @@
 """`es.Module`: an Equinox module whose annotations say what its fields are.
 
-It is a frozen dataclass and a pytree like any other `eqx.Module`. The one difference:
-in a scope, an assignment calls `write` instead of raising. All other methods forward to
-functions of the same name, which take any pytree.
+It is a frozen dataclass and a pytree like any other `eqx.Module`. The main difference:
+in a scope, an assignment calls `write` instead of raising an error. The public methods
+forward to functions of the same name.
 """
 
 import dataclasses
@@ -50,8 +50,9 @@ class Module(BaseModule):
         Initially they are `True` and `False`;
     - inside `es.mutable`, `self.field = value` writes state.
 
-    All methods forward to functions of the same name, which take any pytree. The
-    library itself only calls the functions, so a subclass may redefine any method.
+    The methods forward to functions of `es` with the same name, which take any pytree.
+    Only `replace` and `sow` have no such function. The library itself calls only the
+    functions, so a subclass may redefine any method.
 
     A `functools.cached_property` is computed at each read, so it never uses old values.
 
@@ -112,7 +113,7 @@ class Module(BaseModule):
                     f"`{own_name}` is set to a kind, which only means something as an"
                     f" annotation: `{name}: {kind_name(value)}`."
                 )
-        # Also the cached properties of mixins, which need not be pytrees.
+        # Include the cached properties of mixins, which may be plain Python classes.
         found = {k: x for base in cls.__mro__[::-1] for k, x in vars(base).items()}
         for name, value in found.items():
             if type(value) is ft.cached_property:
@@ -126,7 +127,8 @@ class Module(BaseModule):
             elif eqx.is_array(default):
                 setattr(cls, name, own_default(dataclasses.field(default=default)))
             elif name not in cls.__dict__ and name in Module.__dict__:
-                # A field may have the name of one of our methods.
+                # A field may have the name of one of our methods, which would otherwise
+                # be the default value of the field.
                 setattr(cls, name, dataclasses.field())
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -145,7 +147,7 @@ class Module(BaseModule):
         return self
 
     def __check_init__(self) -> None:
-        # Equinox has run the converters, without our `__setattr__`.
+        # Equinox has stored the results of converters without our `__setattr__`.
         for name in declarations(type(self)):
             if name in self.__dict__:
                 value = strengthen_field(type(self), name, self.__dict__[name])
@@ -212,7 +214,7 @@ class Module(BaseModule):
 
     @_computed
     def inference(self) -> Any:
-        """The value that `equinox.nn.inference_mode` replaces: true in eval mode."""
+        """The value that `equinox.nn.inference_mode` replaces; truthy in eval mode."""
         return self.__dict__[INFERENCE]
 
     @boundary

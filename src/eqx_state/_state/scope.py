@@ -45,7 +45,7 @@ from .._typing import KeyPath
 # Instances in a private copy therefore change their class to `ScopedShared`. Its call
 # rebuilds only the containers and modules that lead to a hole, and reuses everything
 # else: a tied module is one object at all its positions, and can be written through
-# each. When the scope closes, `closed_copy` restores the class, and with it the
+# each of them. When the scope closes, `closed_copy` restores the class, and with it the
 # treedef.
 
 
@@ -84,7 +84,7 @@ class ScopedShared(eqx.nn.Shared):
 
 
 def scope_shared(node: Any) -> None:
-    """Make `node` an `ScopedShared` if it is an `eqx.nn.Shared` with `es.Module`s."""
+    """Make `node` a `ScopedShared` if it is an `eqx.nn.Shared` with `es.Module`s."""
     if type(node) is eqx.nn.Shared and any(modules_in(node)):
         object.__setattr__(node, "__class__", ScopedShared)
 
@@ -111,8 +111,8 @@ def is_open_here() -> bool:
     return threading.get_ident() in [*OPEN_SCOPES.values()]
 
 
-# The observers that record sown values: the key of the observer, the path of a part of
-# the model, and the path of this part in the observer's own model.
+# The observers that record sown values. Each entry has the key of an observer, the path
+# of a part of the scope's model, and the path of the same part in the observer's model.
 Reports = tuple[tuple[Hashable, KeyPath, KeyPath], ...]
 
 # The sown values by `sow.Key`. An `OrderedDict`, because JAX sorts the keys of a dict,
@@ -121,13 +121,13 @@ Sown = OrderedDict[Any, list[Any]]
 
 
 class Scope:
-    """Permission to write arrays of certain kinds, in one trace, until it is closed.
+    """Permission to write arrays of some kinds, in one trace and thread, until closed.
 
     - `observer`: intercepts the calls of modules, and records values in `sown`.
     - `reports`: the observers that record the sown values of modules in this scope.
     - `written`: the modules that were written, with the name of a written field.
-    - `outer_dtypes`: inside a `cast`, the dtype outside of each array that was cast, by
-        path.
+    - `outer_dtypes`: inside a `cast`, for the path of each array that was cast, its
+        dtype outside.
     """
 
     # Whether this is an `InitScope`, in which the structure may change.
@@ -145,7 +145,6 @@ class Scope:
         self.written: dict[int, tuple[BaseModule, str]] = {}
         self.outer_dtypes: Mapping[KeyPath, Any] | None = None
         self.thread = threading.get_ident()
-        OPEN_SCOPES[id(self)] = threading.get_ident()
 
     def check_thread(self) -> None:
         """Raise `RuntimeError` in any thread but the one that opened the scope."""
@@ -166,6 +165,7 @@ class Scope:
         OPEN_SCOPES.pop(id(self), None)
 
     def __enter__(self) -> Self:
+        OPEN_SCOPES[id(self)] = self.thread
         if self.observer is not None:
             observing = {**OBSERVING.get(), self.observer.key: self}
             self._token = OBSERVING.set(observing)
@@ -193,10 +193,10 @@ class Scope:
         )
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
-        """Record a field that was missing: see `InitScope`."""
+        """Record a field that was missing. Only an `InitScope` does this."""
 
     def is_changing(self, kind: type | None) -> bool:
-        """Whether arrays of this kind may change, and are not constants."""
+        """Whether arrays of this kind may change in the scope, so are not constants."""
         return kind is not None and issubclass(kind, self.kinds)
 
     def allows(self, kind: type | None) -> bool:
@@ -228,8 +228,8 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
     """The visited leaves, with copies of the caller's NumPy arrays.
 
     Arrays that the scope may write become JAX arrays, because `self.n += 1` would
-    change a NumPy array in place. Constants remain NumPy arrays, because they may be
-    used as shapes, and the copies are read-only.
+    change a NumPy array in place. Constants remain NumPy arrays, because code may use
+    them as shapes; their copies are read-only.
     """
 
     def copy(visit: Visit) -> Any:

@@ -1,4 +1,4 @@
-"""Values that a captured call returns beside its output: sown values, module outputs.
+"""Values that a captured call returns in addition: sown values, outputs of modules.
 
 The innermost scope of the observer stores these values by key. Each transform returns
 the values of its inner scopes from its trace, together with the written state.
@@ -84,16 +84,17 @@ def keep(scope: Scope, key: Key, value: Any) -> None:
 
 
 def carried_out(scope: Scope, key: Key, values: Sequence[Any]) -> Sequence[Any]:
-    """Values of the active trace, as values of the scope's trace.
+    """Convert values of the active trace to values of the scope's trace.
 
-    Outputs of modules get a new first axis for each `jax.vmap` in between. Under any
-    other JAX transform there are none, and the observer records the missed module; for
-    sown values this is a `TraceError`, since the user can change the layer.
+    Each `jax.vmap` in between adds a first axis to outputs of modules. If any other JAX
+    transform is in between, the result is empty, and the observer records the module
+    that it missed. Sown values raise a `TraceError` under every JAX transform, because
+    the user can change the layer.
     """
     if scope.is_here:
         return values
-    # Equinox's models map their layers by `jax.vmap`. Sown values need no such
-    # treatment: a layer that sows is written for `es.vmap`.
+    # Support `jax.vmap` for outputs, because Equinox's models map their layers by it. A
+    # layer that sows was written for this library, and can use `es.vmap`.
     if not key.is_output:
         raise TraceError(trace_message(key.name, verb="sow"))
     if (out := out_of_vmaps(values, scope.trace)) is None:
@@ -109,7 +110,8 @@ _NOT_A_NAME: Final = """`{}.sow`: the first argument must be the name, a string:
 `self.sow("name", value)`."""
 
 _ESCAPED: Final = """Cannot capture {}: it is a tracer of a JAX transform that has \
-returned. Compute the value in the call, under a transform of `es`."""
+returned. Return the value from the transform, or capture it inside the `es` transform \
+of the same name."""
 
 _NOT_ARRAYS: Final = """Cannot capture {}: only arrays, numbers and pytrees of them \
 can leave a transform, but this is `{}`. Sow arrays, or select fewer modules: \

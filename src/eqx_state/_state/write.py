@@ -26,7 +26,7 @@ from .scope import is_open_here, own, own_arrays, Ownership, Scope
 
 
 def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
-    """`module.name = value` inside a scope."""
+    """Run `module.name = value` inside a scope."""
     scope, cls = ownership.scope, type(module)
     where = f"{cls.__qualname__}.{name}"
     key = jtu.GetAttrKey(name)
@@ -93,7 +93,7 @@ def _adopt(value: Any, scope: Scope) -> Any:
 def _check_kinds(
     old: Any, new: Any, path: KeyPath, context: Context, scope: Scope, where: str
 ) -> None:
-    """Raise if a leaf has changed whose kind the scope does not allow.
+    """Raise if a leaf of a kind that the scope does not allow has changed.
 
     A module that the scope already owns may move. If it then occurs twice in the model,
     the end of the scope raises.
@@ -148,25 +148,25 @@ def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
         return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
     text = _NOT_OWNED if is_open_here() else _NO_SCOPE
     if is_typed(fields_of(module).get(name)):
-        for frame, _ in traceback.walk_stack(None):  # who draws: a constructor?
+        for frame, _ in traceback.walk_stack(None):  # is a constructor drawing?
             maker = frame.f_locals.get("self")
             if frame.f_code.co_name == "__init__" and isinstance(maker, BaseModule):
                 return FrozenInstanceError(_DRAWN_IN_INIT.format(type(maker).__name__))
     return FrozenInstanceError(text.format(cls, name))
 
 
-CLOSED: Final = """Cannot write `{}`: the scope of `es.mutable` that owned this module \
-has closed, and has returned the new model. Write while the call runs, or call again: \
+CLOSED: Final = """Cannot write `{}`: the call that this module belongs to has ended, \
+so the module is only a read-only snapshot. Write while the call runs, or call again: \
 `y, model = es.mutable(model)(x)`."""
 
 STATIC: Final = """Cannot write `{}`: a static field is part of the structure of the \
-tree, which a call cannot change. Declare it `es.State` if it is an array; modes are \
-switched from outside: `model = model.eval()`."""
+tree, which a call cannot change. Declare it `es.State` if it is an array. Switch \
+modes outside the call: `model = model.eval()`."""
 
 _TRACE: Final = """Cannot {0} {1} here: this code runs inside a JAX transform, and the \
 mutable scope was opened outside of it. The values computed here are tracers, which \
 would leak. Use the `es` transform, which also returns the new state and is called \
-like the one of JAX:
+like JAX's own:
 
     jax.vmap(lambda x: self.layer(x))(xs)    # wrong
     es.vmap(lambda x: self.layer(x))(xs)     # right
@@ -183,20 +183,20 @@ the class body: `{1}: {2}."""
 _OF_A_KIND: Final = """es.State` if a forward pass changes it, `{}: es.Parameter` \
 if it is trained"""
 
-_NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
-Declare what a forward pass changes: `{4}: es.State`."""
+_NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, but this call can write only \
+{3}. Declare what a forward pass changes: `{4}: es.State`."""
 
 _NOT_THERE: Final = """Cannot write `{0}`: `{1}` is {2} that is still `None`, and a \
 call cannot change the structure of the model. Initialize the model first: `model = \
 model.init(42, x)`."""
 
-_OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, and this scope writes {3}. \
-To write it on purpose, name the kind: `es.mutable(f, kinds={4})`, or \
+_OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, but this call can write only \
+{3}. To write it on purpose, name the kind: `es.mutable(f, kinds={4})`, or \
 `kinds=es.TreePart` for all. If it is not {2}, declare what it is: `{5}: es.State`."""
 
 _NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
 outside `es.mutable`. For predictions call it in eval mode, in which layers write \
-nothing. In training, state is written in a call that returns the new model:
+nothing. In training, call it through `es.mutable`, which returns the new model:
 
     y = model(x)                        # wrong
     y = model.eval()(x)                 # right, for predictions

@@ -40,7 +40,7 @@ def identical(a: list[Any], b: list[Any]) -> bool:
 
 
 def is_hole(x: Any) -> bool:
-    """Whether `x` is `None`, by which `filter` and `eqx.partition` replace leaves."""
+    """Whether `x` is `None`, with which `filter` and `eqx.partition` replace leaves."""
     return x is None
 
 
@@ -106,7 +106,7 @@ def difference(
 
 
 def _on_one_line(x: Any) -> str:
-    """A structure if it fits on a line, else its class and its keys."""
+    """The text of a structure if that fits on one line, else its class and its keys."""
     text = eqx.tree_pformat(x, short_arrays=True, struct_as_array=True, width=60)
     if "\n" not in text:
         return text
@@ -123,12 +123,15 @@ def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
     return None
 
 
-# --- Repeated modules. JAX flattens a module that occurs twice in a tree twice, so
-# after the first transform there are two, and their states would drift apart.
+# --- Repeated modules. If a module occurs twice in a tree, JAX also flattens it twice.
+# After the first transform there are two modules, and their states would drift apart.
 
 
 def check_not_repeated(tree: PyTree, path: KeyPath = ()) -> None:
     """Raise `ValueError` if one stateful module occurs twice in a tree."""
+    modules = modules_below(tree)
+    if len(set(map(id, modules))) == len(modules):  # the common case, without a walk
+        return
     # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
     # They exist only if optax has been imported.
     optax = sys.modules.get("optax")
