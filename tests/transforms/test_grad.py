@@ -60,8 +60,8 @@ def check(model, grads, before):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_what_comes_back(jit):
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_the_results_are_gradients_and_the_new_model(jit):
     before = Scale()
     (loss, model), grads = jit(es.value_and_grad(loss_fn))(before, X)
     assert loss == 144.0
@@ -86,7 +86,7 @@ def test_plain_pytrees_and_equinox_layers():
     assert eqx.tree_equal(model, mlp)
     assert jax.tree.structure(grads) == jax.tree.structure(ours)
     jax.tree.map(np.testing.assert_array_equal, ours, grads)
-    for w in (3.0 * x[0], np.array(3.0)):  # NumPy's float64, too
+    for w in (3.0 * x[0], np.array(3.0)):  # NumPy's float64 works, too
         grads, _ = es.grad(lambda d: d["w"] * d["n"])({"w": w, "n": 2})
         assert grads == {"w": 2.0, "n": None}
 
@@ -112,7 +112,7 @@ WRT = {
 
 
 @pytest.mark.parametrize("name", WRT)
-def test_wrt(name):
+def test_wrt_selects_the_gradients(name):
     wrt, expected = WRT[name]
     options = {} if wrt is None else {"wrt": wrt}
     (_, model), grads = es.value_and_grad(lambda m, x: m(x), **options)(Two(), X)
@@ -164,7 +164,7 @@ def test_as_decorators():
     check(new, grads, net)
 
 
-def test_inside_a_scope_it_is_a_scope_of_its_own():
+def test_inside_a_scope_a_gradient_opens_its_own_scope():
     def f(model, x):
         grads, new = es.grad(loss_fn)(model.a, x)
         assert model.a.calls == 0
@@ -177,7 +177,7 @@ def test_inside_a_scope_it_is_a_scope_of_its_own():
     assert new.a.calls == 2
 
 
-def test_what_the_loss_closes_over_is_not_written():
+def test_the_loss_cannot_write_to_a_module_that_it_closes_over():
     def f(model, x):
         return es.grad(lambda a, x: a(x) * model.b(x))(model.a, x)
 
@@ -186,17 +186,19 @@ def test_what_the_loss_closes_over_is_not_written():
 
 
 @pytest.mark.parametrize("run", [es.value_and_grad, es.grad], ids=["both", "grad"])
-def test_nothing_to_differentiate(run):
+def test_arguments_that_cannot_be_differentiated(run):
     with pytest.raises(TypeError, match=r"es\.(value_and_)?grad"):
         run(lambda: 1.0)()
     with pytest.raises(TypeError, match="filter"):
         run(loss_fn, wrt="weights")(Scale(), X)
+    with pytest.raises(TypeError, match=rf"under `es\.{run.__name__}` returned"):
+        run(lambda model, x: jnp.stack([x, x]))(Scale(), X)
 
 
 @pytest.mark.parametrize(
     "out", [lambda x: x, lambda x: (x, 1, 2)], ids=["one", "three"]
 )
-def test_has_aux_wants_a_pair(out):
+def test_has_aux_requires_a_pair(out):
     model = {"w": jnp.array(2.0)}
     with pytest.raises(TypeError, match=r"must return a pair, `\(out, aux\)`"):
         es.grad(lambda m: out(m["w"]), has_aux=True)(model)
@@ -206,7 +208,7 @@ def test_has_aux_wants_a_pair(out):
 @pytest.mark.parametrize("around", [lambda f: f, es.jit])
 def test_a_model_under_jax_jit_raises_no_warning(run, around):
     class Loss(es.Module):
-        weight: float = 2.0  # no array, so that `jax.jit` can hash it
+        weight: float = 2.0  # not an array, so that `jax.jit` can hash it
 
         def __call__(self, x):
             return self.weight * x

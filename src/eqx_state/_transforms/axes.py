@@ -1,10 +1,10 @@
-"""What `es.vmap` and `es.shard_map` map, and over which axis each array is mapped.
+"""Finds the axis of each array under `es.vmap` and `es.shard_map`.
 
 `axes` are rules for the arrays of the function itself and of the modules that it closes
-over. `in_axes` has an entry for each argument, which may be rules, too. `Reached` puts
-all arrays into one pytree with an axis for each leaf, so the rest of a transform does
-not need to know where an axis came from. An axis is an integer, or for `es.shard_map` a
-`PartitionSpec`.
+over. `in_axes` has an entry for each argument; an entry may be rules, too. `Reached`
+puts all arrays into one pytree with an axis for each leaf, so the rest of a transform
+does not need to know where an axis came from. An axis is an integer, or for
+`es.shard_map` a `PartitionSpec`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class _Split:
         return "es.SPLIT"
 
     def __reduce__(self) -> str:
-        return "SPLIT"  # so that copies and pickles are this very object
+        return "SPLIT"  # copies and unpickled objects are this same object
 
 
 SPLIT: Final = _Split()
@@ -41,9 +41,12 @@ SPLIT: Final = _Split()
 class AbstractMap(Transform):
     """`es.vmap` or `es.shard_map` of a function.
 
-    - `in_axes`, `axes`: for the arguments, and the rules for modules in the function.
-    - `what`, `entries`: the names of the transform, and of its argument `in_axes`.
-    - `shared`: the axis of an array that all lanes share.
+    - `in_axes`: the entries for the arguments; `axes`: the rules for the function and
+        for the modules that it closes over.
+    - `what`, `entries`: the names of the transform and of its parameter `in_axes`, for
+        errors.
+    - `shared`: the value that marks an array as shared by all lanes, instead of an
+        axis.
     """
 
     in_axes: Any = eqx.field(static=True)
@@ -67,7 +70,7 @@ class AbstractMap(Transform):
 
 
 class _Key(NamedTuple):
-    """A leaf of an owned module, as a key that JAX shows by its name in errors."""
+    """The dict key of a leaf of an owned module. JAX prints its `name` in errors."""
 
     slot: LeafIndex
     name: str
@@ -77,7 +80,7 @@ class _Key(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Everything reachable from a call. JAX maps a copy with `None` at unmapped leaves.
+    """Everything that a call uses. JAX gets a copy with `None` for unmapped leaves.
 
     JAX's errors use these names: "axis 0 of argument args[0]['x']", "axis 0 of argument
     modules[layers[0].mean]".
@@ -106,7 +109,7 @@ class Reached:
         of_arguments, asked, self.entries = _axes_of_arguments(transform, args, kwargs)
         self.lifted = lifted = Lifted(f, (args, kwargs), of_arguments)
         of_f, self.of_owned, asked_of_f = _axes_of_function(transform, f, lifted)
-        if not lifted.is_initializing:  # else `init` may yet create them
+        if not lifted.is_initializing:  # else `init` may still create arrays
             check_given(transform.f, *args, *kwargs.values())
             asked_of_f.check_matched(_IN_REACH.format(transform.entries))
             for each in asked:
@@ -133,7 +136,10 @@ class Reached:
         self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
 
     def group_of(self, slot: LeafIndex) -> Any:
-        """The axis along which new state is stacked; one key, if all lanes agree."""
+        """The axis along which new state is stacked.
+
+        A new key that is equal in all lanes is shared, even if the old key was split.
+        """
         axis = self.of_owned[slot]
         return self.shared if axis is SPLIT else axis
 
@@ -175,11 +181,12 @@ class Reached:
         """Call the function in a lane, with the values of this lane.
 
         Returns the arrays of its output, the written state in `groups`, the sown
-        values, and the rest: the static part of the output, and the keys that it used.
+        values, and the rest: the static part of the output, and the keys that the lane
+        used.
 
         `differs(x, axis)` says whether the lanes may have different values although
-        `axis` allows only one. For a key this means that the lanes drew from it. For
-        any other state it is an error, with the text `not_reduced(names)`.
+        `axis` allows only one. For a split key this means that the lanes drew from it.
+        For any other state it is an error, with the text `not_reduced(names)`.
         """
         inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
         values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
@@ -228,7 +235,7 @@ class Reached:
 def _opened(f: Any) -> Any:
     """`f`, as a pytree in which a bound object is an argument."""
     # JAX treats `model.__call__` as a leaf. Other bound methods of Equinox's modules
-    # are modules themselves, but names should begin at `model`.
+    # are modules themselves, but in rules and errors, names should begin at `model`.
     if isinstance(f, Transform):
         return f.of(_opened(f.f))
     is_method = isinstance(getattr(f, "__self__", None), eqx.Module)
@@ -334,8 +341,8 @@ def _axes_of_function(
 _NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
 key. Only keys can be split: map an array over an axis, or share it with `None`."""
 
-_NOT_A_PREFIX: Final = """`{0}`: `{1}` is one entry for all positional arguments, or a \
-tuple with an entry, a tree of entries or rules for each of them. {2}"""
+_NOT_A_PREFIX: Final = """`{0}`: `{1}` must be one entry for all positional arguments, \
+or a tuple with one item for each: an entry, a tree of entries, or rules. {2}"""
 
 _IN_REACH: Final = """ Names in `axes` begin at the function itself, if it is a \
 module, and at each module that it closes over. Modules among the arguments are mapped \

@@ -54,8 +54,8 @@ def _select(
 
         return run
 
-    # If one function is several branches, JAX traces it once, by its identity. Wrap it
-    # only once, too.
+    # In `es.switch(i, [f, f, g])`, JAX recognizes `f` by its identity, and traces it
+    # once. Wrap it only once, too.
     distinct = {_identity(f): branch(f) for f in branches}
     for run in distinct.values() if is_manual else ():
         jax.eval_shape(run, arrays)  # fills `varying` for all branches
@@ -71,7 +71,7 @@ def _identity(f: Any) -> Any:
 
 
 class _Traces:
-    """The results of tracing the branches that cannot be outputs of them.
+    """Results of the branches that cannot be their outputs.
 
     JAX requires equal treedefs from all branches.
 
@@ -99,7 +99,7 @@ class _Traces:
             if first != last:
                 key, _ = min(first.items() ^ last.items(), key=str)
                 raise ValueError(_SOWN.format(key, self.what))
-        # The order is part of the structure of an output.
+        # Use the order of the first branch: it is a part of the output's treedef.
         pairs = zip(self.counts, ran.sown, strict=True)
         return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]
 
@@ -124,6 +124,13 @@ def cond(
 
     The output of the chosen branch. Both branches must return the same structure,
     shapes and dtypes, and equal values for leaves that are not arrays.
+
+    **Raises:**
+
+    - `TypeError`: the branches return different structures, shapes or dtypes, or
+        different values for a leaf that is not an array.
+    - `ValueError`: inside `es.capture`, the branches do not produce a captured value
+        equally often; a written state is not an array.
 
     !!! example
 
@@ -166,13 +173,15 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
 
     **Arguments:**
 
-    - `index`: a scalar integer; clamped to the number of branches.
+    - `index`: a scalar integer. A smaller or larger index selects the first or the last
+        branch.
     - `branches`: functions of the operands.
     - `operands`: arrays, pytrees, modules.
 
     **Returns:**
 
-    The output of the chosen branch, as for [`es.cond`][eqx_state.cond].
+    The output of the chosen branch. Requirements and errors are those of
+    [`es.cond`][eqx_state.cond].
 
     !!! example
 

@@ -76,7 +76,7 @@ def checkpoint(
     static_argnums: int | tuple[int, ...] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> Callable[P, R]:
-    """`jax.checkpoint` (remat) for functions of modules that write state.
+    """`jax.checkpoint` (remat) for functions that may write the state of modules.
 
     JAX does not store the intermediate values of `fun` for the backward pass, but
     recomputes them. It traces `fun` once, so state is written once, and each key

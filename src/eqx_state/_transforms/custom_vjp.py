@@ -1,4 +1,4 @@
-"""`es.custom_vjp`: `jax.custom_vjp` for functions of modules that write state.
+"""`es.custom_vjp`: `jax.custom_vjp` for functions that may write state of modules.
 
 JAX does not differentiate the body of a custom derivative, only its inputs and outputs.
 The arrays of all modules are therefore inputs, and all writable state is an output,
@@ -22,6 +22,7 @@ from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
 from .derivatives import PureCall
 from .lift import LeafIndex, Ran, Values
+from .mutable import positions
 from .reach import is_traced, models_in
 from .transform import Transform, Unbound, wrap
 
@@ -45,7 +46,8 @@ class _CustomVjp(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         args = self._by_position(args, kwargs)
-        static = sorted({range(len(args))[i] for i in self.nondiff_argnums})
+        what = f"es.custom_vjp({self._name}, nondiff_argnums={self.nondiff_argnums})"
+        static = sorted(positions(args, self.nondiff_argnums, what))
         functions = self.f, self.fwd, self.bwd
         passed = [x for i, x in enumerate(args) if i not in static]
         _check_passed(self._name, (functions, args), passed)
@@ -71,8 +73,8 @@ class _CustomVjp(Transform):
         written: dict[str, frozenset[LeafIndex]] = {}  # by `f`, and by `fwd`
 
         def result(ran: Ran, before: Values, out: Any) -> Ran:
-            # Return all state of the arguments: `fwd` may write more than `f`, and JAX
-            # requires one structure.
+            # Return all state of the arguments: `fwd` may write more than `f`, but JAX
+            # requires both to return the same structure.
             state = {i: x for i, x in before.items() if i in call.lifted.writable}
             return ran._replace(out=_split(out), written={**state, **ran.written})
 
@@ -107,7 +109,8 @@ class _CustomVjp(Transform):
             with contextlib.suppress(Exception):  # JAX may never trace `fwd`
                 jax.eval_shape(lambda arrays: fwd(*arrays), call.arrays)
         by_either = frozenset().union(*written.values())
-        # Unwritten state passes through unchanged, and would lose its gradient.
+        # Leave out unwritten state: `__call__` passes what we return here through
+        # `stop_gradient`, and the caller's own state would lose its gradient.
         new = {slot: x for slot, x in ran.written.items() if slot in by_either}
         return ran._replace(written=new)
 
@@ -129,7 +132,7 @@ def _unbound(f: Any) -> Any:
 
 
 def _check_passed(name: str, functions: Any, passed: Any) -> None:
-    """Raise `ValueError` if a function only closes over a module with arrays."""
+    """Raise `ValueError` if a function closes over arrays of a module not passed."""
     known = {id(visit.node) for visit in walk(passed)}
     for module in models_in(functions):
         if id(module) not in known and any(is_array(v.node) for v in leaves(module)):
@@ -139,7 +142,8 @@ def _check_passed(name: str, functions: Any, passed: Any) -> None:
 class _Rest(eqx.Module):
     """The leaves of an output that are not arrays, as a part of its structure.
 
-    JAX compares the structures that the function and its forward rule return.
+    JAX compares the structures that the function and its forward rule return, so it
+    rejects leaves that differ.
     """
 
     tree: Any = eqx.field(static=True)
@@ -152,6 +156,9 @@ def _split(tree: Any) -> tuple[Any, _Rest]:
 
 _BY_NAME: Final = """`es.custom_vjp`: the rules of `{}` take all arguments by \
 position, but `{}` is keyword-only. Make it a positional parameter."""
+
+_NO_PARAMETER: Final = """`es.custom_vjp(nondiff_argnames={!r})`: the function has no \
+such parameter, only {}."""
 
 _CLOSED_OVER: Final = """`es.custom_vjp`: `{0}` or one of its rules closes over the \
 `{1}`, or takes it through `nondiff_argnums`. JAX does not differentiate the body of a \
@@ -177,22 +184,22 @@ def custom_vjp(
     nondiff_argnums: int | Sequence[int] = (),
     nondiff_argnames: str | Sequence[str] = (),
 ) -> _Rule[P, R]:
-    """`jax.custom_vjp` for functions of modules that write state.
+    """`jax.custom_vjp` for functions that may write the state of modules.
 
     Write `rule = es.custom_vjp(f)`, and then `rule.defvjp(fwd, bwd)`, which returns
     `rule`. `fwd` takes the arguments of `f` and returns `(out, residuals)`; `bwd` takes
     the residuals and the cotangents of `out`, and returns a tuple with a cotangent for
-    each argument. JAX runs `fwd` if it differentiates the call, and `f` otherwise. Both
-    may write state to modules among their arguments. Written values pass through
-    `jax.lax.stop_gradient`, so no gradient flows through them: return a value as a part
-    of the output if it needs a gradient.
+    each argument. JAX runs `fwd` if it differentiates the call, and `f` otherwise.
+    `f` and `fwd` may write state to modules among their arguments. Written values pass
+    through `jax.lax.stop_gradient`, so no gradient flows through them: return a value
+    as a part of the output if it needs a gradient.
 
     **Arguments:**
 
     - `fun`: a function. For a decorated method, `self` is argument 0, also for `fwd`
         and in the tuple that `bwd` returns.
-    - `nondiff_argnums`, `nondiff_argnames`: arguments that are static, and come first
-        in the arguments of `bwd`. Leaves that are not arrays need not be named.
+    - `nondiff_argnums`, `nondiff_argnames`: static arguments. `bwd` receives them
+        first. Leaves that are not arrays need not be named.
 
     **Returns:**
 
@@ -204,9 +211,10 @@ def custom_vjp(
 
     - `ValueError`: `fun`, `fwd` or `bwd` closes over a module that is not an argument.
     - `dataclasses.FrozenInstanceError`: `bwd` writes to a module that it receives.
-    - `AttributeError`: `defvjp` was not called. `TypeError`: `fwd` does not return a
-        pair that begins with an output like that of `fun`, or `bwd` does not return a
-        tuple of trees like the arguments.
+    - `AttributeError`: `defvjp` was not called.
+    - `TypeError`: `fwd` does not return a pair whose first element is like the output
+        of `fun`; `bwd` does not return a tuple of trees like the arguments; or `fun`
+        has a keyword-only parameter.
 
     !!! example
 
@@ -247,9 +255,12 @@ def custom_vjp(
         ```
     """
     is_one = isinstance(nondiff_argnums, int)
-    positions = {nondiff_argnums} if is_one else {*nondiff_argnums}
+    argnums = {nondiff_argnums} if is_one else {*nondiff_argnums}
     is_name = isinstance(nondiff_argnames, str)
+    names = [*inspect.signature(fun).parameters] if nondiff_argnames else []
     for name in [nondiff_argnames] if is_name else nondiff_argnames:
-        positions.add([*inspect.signature(fun).parameters].index(name))
-    argnums = tuple(sorted(positions))
-    return wrap(_CustomVjp, fun, nondiff_argnums=argnums, fwd=None, bwd=None)
+        if name not in names:
+            raise ValueError(_NO_PARAMETER.format(name, ", ".join(names)))
+        argnums.add(names.index(name))
+    static = tuple(sorted(argnums))
+    return wrap(_CustomVjp, fun, nondiff_argnums=static, fwd=None, bwd=None)

@@ -1,4 +1,4 @@
-"""`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians: those of JAX, with state.
+"""`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians, for functions with state.
 
 Each one gives JAX a `Primal`: a pure function of the inexact arrays of the arguments.
 This function returns the new state as an auxiliary output. State is therefore written
@@ -25,7 +25,8 @@ from .transform import Transform, with_aux, wrap
 
 
 def _is_inexact(tree: Any) -> Any:
-    """Whether each leaf has tangents. The leaves of owned modules do not."""
+    """For each leaf, whether it has tangents. An owned module counts as one leaf, which
+    has none."""
 
     def is_inexact(is_traced: bool, x: Any) -> bool:
         return is_traced and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
@@ -34,10 +35,10 @@ def _is_inexact(tree: Any) -> Any:
 
 
 class PureCall:
-    """Makes calls with these arguments pure functions of some of their arrays.
+    """Turns calls with these arguments into pure functions of some of their arrays.
 
     - `arrays`: for each argument, the leaves that `is_input` selects, and `None`
-        elsewhere.
+        elsewhere. They are the inputs of the pure function.
 
     Owned modules among the arguments are copied, because the same module in the closure
     of a function is a constant.
@@ -51,7 +52,7 @@ class PureCall:
         is_input: Callable[[Any], Any],
     ):
         check_given(*args, *kwargs.values())
-        # As in JAX, an argument that is passed twice is differentiated twice.
+        # In `es.vjp(f, layer, layer)`, as in JAX, each argument has its own cotangent.
         treatments = [
             i for i, x in enumerate((*args, kwargs)) for _ in jtu.tree_leaves(x)
         ]
@@ -204,8 +205,9 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
 
     `(out, vjp_fn)`, or `(out, vjp_fn, aux)`. `vjp_fn` takes the cotangents of `out` and
     returns a tuple with those of each argument: a tree like the argument, with `None`
-    for every leaf that is not an inexact array. For such leaves of `out` it takes
-    `None` or zeros of dtype `float0`. `vjp_fn` is a pytree, so `es.jit` can return it.
+    for every leaf that is not an inexact array. If `out` has such leaves, their
+    cotangents are `None` or zeros of dtype `float0`. `vjp_fn` is a pytree, so `es.jit`
+    can return it.
 
     **Raises:**
 
@@ -240,8 +242,8 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
         assert by_sine.calls is None and sine.calls == 1
         ```
     """
-    # Return inexact arrays only: for an integer output JAX would require cotangents of
-    # dtype float0. This way `None` is enough.
+    # Differentiate inexact outputs only: for an integer output JAX would require
+    # cotangents of dtype float0, but we accept `None`, too.
     primal = Primal(fun, primals, {}, has_aux, _is_inexact)
     out, pullback, rest = jax.vjp(primal.run, *primal.arrays, has_aux=True)
     out, *aux = primal.finish(out, rest)
@@ -268,7 +270,7 @@ def jvp(
 ) -> tuple[Any, ...]:
     """`jax.jvp` that also updates the state of modules.
 
-    The primal computation updates state, once. Written state has no tangents: they are
+    The primal computation updates state, once. The tangents of written state are
     dropped.
 
     **Arguments:**
@@ -493,7 +495,7 @@ def jacrev(
     - `fun`, `argnums`, `has_aux`, `holomorphic`: as for
         [`es.jacfwd`][eqx_state.jacfwd].
     - `allow_int`: whether an argument may have no inexact arrays. Its Jacobian is then
-        `None`.
+        `None`. At least one of the arguments must have inexact arrays.
 
     **Returns:**
 
@@ -530,8 +532,8 @@ def hessian(
 
     **Returns:**
 
-    A function of the same arguments. It returns the Hessian, or `(hessian, aux)`: the
-    Jacobian of the Jacobian.
+    A function of the same arguments. It returns the Hessian, which is the Jacobian of
+    the Jacobian, or `(hessian, aux)`.
 
     !!! example
 

@@ -35,7 +35,7 @@ def _is_inexact(part: Part) -> bool:
 
 
 class Gradient(Transform):
-    """`es.value_and_grad` or `es.grad`, by its `name`."""
+    """`es.value_and_grad` or `es.grad`; `name` says which."""
 
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
@@ -53,15 +53,16 @@ class Gradient(Transform):
         """The result of a call, and the values sown in it.
 
         `new_scope` creates the scope of the call, inside the differentiated function,
-        because a scope belongs to the trace in which it was created. Without it, sown
-        values go to the `es.capture` around this call.
+        because a scope belongs to the trace in which it was created. Without
+        `new_scope`, an `es.capture` around this call records the sown values.
         """
         model, call = target(self.f, args, kwargs, self.argnums, self.name)
-        # Check before `partition`: it unflattens, so a module that occurs twice would
+        # Check before `partition`, which unflattens: a module that occurs twice would
         # become two modules in `loss_fn`, and the mistake could not be detected there.
         check_ready(model)
         reports = reporting(model)
-        # An outer observer gets the values it sees in this trace as from any transform.
+        # This lifts no module. It only returns the values that an outer `es.capture`
+        # records in this trace, as every transform does.
         lifted = Lifted(())
         diff, rest = partition(model, all_of(self.wrt, _is_inexact))
         if not jtu.tree_leaves(diff):
@@ -73,7 +74,8 @@ class Gradient(Transform):
             ran = lifted.run({}, lambda: thread(model, inside, call, self.cast))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
-            return _check_loss(loss), (out, new, inside.sown, ran._replace(out=None))
+            _check_loss(loss, self.name)
+            return loss, (out, new, inside.sown, ran._replace(out=None))
 
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         (_, (out, new, sown, ran)), grads = value_and_grad(diff)
@@ -91,16 +93,15 @@ def _gradient(name: str, f: Any, argnums: Any, cast: Any, **options: Any) -> Any
     return wrap(Gradient, f, argnums=argnums, cast=cast, name=name, **options)
 
 
-def _check_loss(loss: Any) -> Any:
+def _check_loss(loss: Any, what: str) -> None:
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(_NOT_A_LOSS.format(show(loss)))
-    return loss
+        raise TypeError(_NOT_A_LOSS.format(what, show(loss)))
 
 
-_NOT_A_LOSS: Final = """The function under `es.value_and_grad` returned `{}` as its \
-loss, and a gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the \
-function returns more than the loss, `(loss, aux)`, pass `has_aux=True`."""
+_NOT_A_LOSS: Final = """The function under `{}` returned `{}` as its loss, and a \
+gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the function returns \
+more than the loss, `(loss, aux)`, pass `has_aux=True`."""
 
 
 @overload
@@ -138,7 +139,7 @@ def value_and_grad(
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """The value of `f`, the new model, and the gradients for the model.
+    """A function that returns the value of `f`, the new model, and the gradients.
 
     **Arguments:**
 
@@ -147,9 +148,10 @@ def value_and_grad(
     - `wrt`: the filter for the arrays to differentiate with respect to. Only inexact
         arrays count. Default: `es.trainable`, every `Parameter` that is not frozen.
     - `has_aux`: whether `f` returns `(loss, aux)`.
-    - `argnums`: which positional arguments the models are, as for `es.mutable`. With a
-        tuple, the new models and the gradients are tuples. An argument need not be a
-        model: if `argnums=1` names an array, the gradient is the one for that array.
+    - `argnums`: the positions of the arguments that are models, as for `es.mutable`.
+        With a tuple, the new models and the gradients are tuples. An argument need not
+        be a model: if `argnums=1` names an array, `grads` is the gradient with respect
+        to that array.
     - `cast`: the dtypes of the model inside the call, as for `es.mutable`. The
         gradients have the dtypes of the parameters outside.
 
@@ -164,7 +166,7 @@ def value_and_grad(
 
     - `TypeError`: the loss is not a real scalar.
     - `ValueError`: `wrt` selects no inexact array.
-    - Otherwise as `es.mutable`.
+    - All errors of `es.mutable`.
 
     !!! example
 
@@ -228,10 +230,11 @@ def grad(
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """The gradients of `f` with respect to the model, and the new model.
+    """A function that returns the gradients of `f`, and the new model.
 
-    Takes the arguments of `es.value_and_grad`. A call returns `(grads, model)`; with
-    `has_aux=True`, `(grads, (aux, model))`.
+    The arguments are those of [`es.value_and_grad`][eqx_state.value_and_grad]. A call
+    of the function returns `(grads, model)`; with `has_aux=True`, `(grads, (aux,
+    model))`.
 
     !!! example
 

@@ -67,8 +67,9 @@ Values = dict[LeafIndex, Any]
 class LiftedModule:
     """An outermost module among the owned modules that a transform reaches.
 
-    - `ownership`, `visits`: its ownership and its walk, with the paths in its model.
-    - `original`: the module that it is a copy of; otherwise `module` itself.
+    - `ownership`, `visits`: its ownership, and the visits of a walk. Their paths begin
+        at the model that the scope owns.
+    - `original`: the module that `module` is a copy of, or else `module` itself.
     """
 
     module: BaseModule
@@ -105,7 +106,8 @@ def _roots_among(
         visits = walk(module, at.path, at.context)
         root = LiftedModule(module, at, visits, originals.get(id(module), module))
         below = {id(visit.node) for visit in root.modules}
-        # In `lambda x: layer(x) + model(x)` the part comes before the whole.
+        # In `lambda x: layer(x) + model(x)` the layer may come before the model that
+        # contains it: remove the layer again.
         roots = [x for x in roots if id(x.module) not in below] + [root]
         inside |= below
     return roots
@@ -115,7 +117,7 @@ def _roots_among(
 
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
-    """A copy of an owned module, owned alike, with these leaves or its own."""
+    """A copy of an owned module with the same ownership, and new leaves if given."""
     ownership, copy = ownership_of(module), closed_copy(module)
     if values is not None:
         copy = jtu.tree_map(lambda _: next(values), copy)
@@ -128,16 +130,17 @@ def copy_arguments(
 ) -> tuple[Any, dict[int, Any]]:
     """`tree` with a copy of each owned module; and the original of each copy, by `id`.
 
-    `treatments` has an entry for each leaf: in `es.vmap`, its axis. Occurrences of a
-    module with equal treatment share one copy: `f(self.a, self.a)` gets one object
-    twice.
+    `treatments` says for each leaf how the transform treats it: in `es.vmap`, by its
+    axis. Occurrences of a module with equal treatments share one copy: in `f(self.a,
+    self.a)`, both arguments are the same object.
     """
     if treatments is None:
         treatments = [None] * jtu.tree_structure(tree).num_leaves
     entries = [*by_entry(tree, treatments)]
     copies: dict[tuple[int, tuple[Any, ...]], Any] = {}
     originals: dict[int, Any] = {}
-    # The largest first: in `f(model, model.layer)` the second is a part of the first.
+    # Copy the largest first: in `f(model.layer, model)` the copy of the layer has to be
+    # the layer of the copied model.
     for module, treatment in sorted(entries, key=lambda x: -len(x[1])):
         if not is_owned(module) or (id(module), treatment) in copies:
             continue
@@ -152,7 +155,7 @@ def copy_arguments(
 
 
 def _extents(visits: list[Visit]) -> Iterator[tuple[Any, int, int]]:
-    """Every `es.Module` in a tree, and the range of its leaves among the tree's."""
+    """Every `es.Module` in a tree, and the range of its leaves among all leaves."""
     start = 0
     for visit in visits:
         if visit.is_leaf:
@@ -176,7 +179,7 @@ class StaticOutput:
 class Ran(NamedTuple):
     """The result of a call in a trace: its output, its writes, and its sown values.
 
-    `sown` has an entry for each scope: the values by key.
+    `sown` has an entry for each scope, with the scope's values by key.
     """
 
     out: Any
@@ -206,13 +209,15 @@ class Lifted:
     ):
         self.given = functions, arguments
         found = owned_in(self.given)
-        # No scope owns Equinox's modules, but their calls may be observed.
+        # Add the scopes of observers. An observer also records calls of Equinox's
+        # modules, which no scope owns.
         scopes = [*(ownership_of(x).scope for x in found), *OBSERVING.get().values()]
         self.scopes = list({id(scope): scope for scope in scopes}.values())
         for scope in self.scopes:
             scope.check_thread()
-        # The structure of a loop or a branch is fixed. While `init` runs, these
-        # transforms first call their function without a trace, to create all fields.
+        # JAX fixes the structure of a loop or a branch in advance. While `init` runs,
+        # these transforms first call their function without a trace, which creates all
+        # fields.
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         self.arguments, self.originals = arguments, {}
         if found:
@@ -271,7 +276,10 @@ class Lifted:
         return self._slots[id(module)]
 
     def fill(self, tree: Any, new: Iterable[Any]) -> tuple[Any, Values]:
-        """`tree` with new leaves. Those of owned modules are returned as `Values`."""
+        """`tree` with new leaves; and as `Values`, the new leaves of owned modules.
+
+        The modules themselves do not change.
+        """
         new, values = iter(new), {}
 
         # Not `is_owned`: JAX may trace the forward rule of an `es.custom_vjp` after the
@@ -290,9 +298,9 @@ class Lifted:
         """Run `call()` in the active trace, while the modules have these values.
 
         JAX decides how often it traces a function: a loop traces its body twice if weak
-        types in the carry have to settle, and a function that is two branches is traced
-        once. A trace therefore leaves no tracers and no writes in the modules; `commit`
-        writes once.
+        types in the carry have to settle, and a function that is passed as two branches
+        is traced once. A trace therefore leaves no tracers and no writes in the
+        modules; `commit` writes once.
         """
         inner = {id(scope): scope.inner() for scope in self.scopes}
         before = self._contents()
@@ -308,8 +316,9 @@ class Lifted:
                 if isinstance(scope, InitScope)
             ]
             out, after = leave(out, owned)
-        # A restored field contains its old list, but the elements of the list may have
-        # changed. Such a change cannot be carried out of the trace.
+        # A function that closes over `layers = self.layers` may have called
+        # `layers.reverse()`. The restored field contains this list, and the change
+        # cannot leave the trace.
         if not identical(self._contents(), before):
             raise TraceError(_CONTAINER_CHANGED)
         sown = [inner[id(scope)].sown for scope in self.scopes]
@@ -385,8 +394,9 @@ class Lifted:
     def commit(self, ran: Ran) -> None:
         """Write to the owned modules, and record the sown values: all or nothing."""
         # Everything that can raise comes first, so that an `except` in user code never
-        # sees a half-written model. If a transform of JAX is between the scope and this
-        # one, the values are its tracers, and must not reach the modules.
+        # sees a half-written model. If this call runs inside a plain `jax.vmap` in the
+        # scope, the new values are tracers of that `vmap`, and must not reach the
+        # modules.
         self._check_written_once(ran.written)
         for i, k in ran.written:
             scope = self.roots[i].ownership.scope
@@ -404,7 +414,7 @@ class Lifted:
         for (i, k), x in ran.written.items():
             by_root.setdefault(i, {})[k] = x
             owner, _ = self._owners[i, k]
-            if ownership_of(owner) is None:  # the caller has put it into a list
+            if ownership_of(owner) is None:  # appended to a list, so not owned yet
                 owner = self.roots[i].original
             scope = self.roots[i].ownership.scope
             scope.written[id(owner)] = owner, self.name((i, k))
@@ -441,7 +451,7 @@ class Lifted:
     def _check_written_once(self, written: Values) -> None:
         """Raise `ValueError` if one state has two new values.
 
-        For example, if the function wrote it as an argument and through the closure.
+        For example, the function wrote it through an argument and through the closure.
         """
         if not self.originals:
             return
@@ -458,8 +468,9 @@ class Lifted:
 def _set_leaves(module: BaseModule, values: Iterator[Any], keep: bool = False) -> None:
     """Set the leaves of a module in place, in the order of flattening.
 
-    Owned modules inside remain the same objects. All other nodes are rebuilt, because
-    the caller may also refer to a list; with `keep`, only nodes with a new leaf.
+    Owned modules inside remain the same objects. Other nodes, such as lists, are
+    replaced instead of changed, because the caller may also refer to them. With `keep`,
+    a field without a new leaf does not change.
     """
 
     def put(x: Any) -> Any:

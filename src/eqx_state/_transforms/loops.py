@@ -1,7 +1,8 @@
 """`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step.
 
 The state that the functions reach becomes a part of JAX's carry, beside the user's
-carry. The trace of a step shows which of it is written, and only that is committed.
+carry. The trace of a step shows which state the step writes, and only that state is
+committed.
 
 The user's carry may contain modules. A carry is a value: the body gets a new one at
 each step, and the first one does not change. The body therefore gets a copy of the
@@ -32,7 +33,11 @@ _Y = TypeVar("_Y")
 
 
 class Step(NamedTuple):
-    """The result of a step in the trace: the new carry and state, and the rest."""
+    """The result of tracing one step.
+
+    `carry` contains the arrays of the new carry, and the new state. `rest` is the
+    output of the step besides the carry.
+    """
 
     carry: tuple[Any, Values]
     rest: Any
@@ -45,12 +50,16 @@ class Loop:
 
     - `init`: the first carry, with copies of its modules; `originals`: the original of
         each copy, by index among the lifted modules.
-    - `arrays`, `static`: its leaves, split; `before`, `treedef`: its leaves in order.
-    - `state`: the state of all other modules, which JAX carries beside it.
+    - `before`, `treedef`: the leaves of the first carry, and its structure; `arrays`,
+        `static`: the same leaves as two trees.
+    - `state`: the state of all other modules, which JAX carries beside the user's
+        carry.
     - `slices`: the leaves of the modules in `xs`; each step gets a slice.
     - `written`: the leaves that some trace of a step has written; `unchanged`: the
         positions of leaves of modules in the carry that every trace returned unchanged.
-        They cannot be outputs of the step, because JAX fixes the treedef of those.
+
+    The sets `written` and `unchanged` cannot be outputs of a step, because JAX fixes
+    the treedef of the outputs.
     """
 
     def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
@@ -131,7 +140,7 @@ class Loop:
         slices: Values | None = None,
         unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
     ) -> Step:
-        """Run one step; `unpack` finds the new carry in the output of `f`."""
+        """Run one step. `unpack` splits the output of `f` into the carry and a rest."""
         given, values = self.enter(carry, slices)
         ran = self.lifted.run(values, lambda: f(given))
         new, rest = unpack(ran.out)
@@ -213,12 +222,12 @@ def scan(
 ) -> tuple[_C, _Y]:
     """`jax.lax.scan` that carries state from step to step.
 
-    The state and keys of modules that `f` is or closes over are carried; their
-    parameters are shared by all steps. Modules in `xs` are sliced along the first axis:
-    to scan over a stack of layers, pass the stack as `xs`. The new state is stacked
-    again. Modules in `init` are part of the carry. The module that you passed in does
-    not change until you assign the new one: `self.cell, ys = es.scan(step, self.cell,
-    xs)`.
+    If `f` is a module, or closes over modules, their state and keys are carried, and
+    all steps share their parameters. Modules in `xs` are sliced along the first axis:
+    to scan over a stack of layers, pass the stack as `xs`. The new state of the layers
+    is stacked again. Modules in `init` are part of the carry. The module that you
+    passed in does not change, so assign the new one: `self.cell, ys = es.scan(step,
+    self.cell, xs)`.
 
     If `f` also closes over a stack in `xs`, it sees the whole stack in its old state.
 
@@ -242,7 +251,8 @@ def scan(
     - `ValueError`: a written state changed its shape or dtype, or is not an array; a
         module of the carry was written but not returned; a state was written both in
         `xs` and through the closure.
-    - `TypeError`: the carry changed its structure, shape or dtype.
+    - `TypeError`: `f` did not return a pair; or the carry changed its structure, a
+        shape or dtype, or a leaf that is not an array.
 
     !!! example
 
@@ -271,7 +281,7 @@ def scan(
         _initialize(f, init, xs, -1 if reverse else 0)
         loop = Loop((f,), init, xs)
     arrays, others = split_arguments(loop.lifted.arguments)
-    static: list[Any] = []  # of the output, in each trace: what is not arrays
+    static: list[Any] = []  # for each trace, the static part of the output
 
     def run(carry: Any, x: Any) -> Step:
         x, slices = x
@@ -307,7 +317,7 @@ def _slice_of(x: Any, i: int = 0) -> Any:
 
 
 def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
-    """Run one step outside the loop, which creates all missing fields."""
+    """Run one step outside the loop, to create all missing fields."""
     # The modules in `init` are not copied: the step initializes the originals.
     lifted = Lifted((f, init), xs)
     values = {
@@ -335,7 +345,7 @@ def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
     """
     pair, structure = jtu.tree_flatten(out, is_leaf=lambda x: x is not out)
     if len(pair) != 2:
-        # Not all of a tuple, which may hold a whole model.
+        # Do not print the elements of a long tuple, which may contain a whole model.
         many = f"{type(out).__name__} of {len(pair)}"
         shown = many if len(pair) > 2 else eqx.tree_pformat(out, short_arrays=True)
         raise TypeError(_NOT_A_PAIR.format(what, shown))
@@ -348,8 +358,8 @@ def while_loop(
 ) -> _C:
     """`jax.lax.while_loop` that carries state from step to step.
 
-    As in [`es.scan`][eqx_state.scan], the state and keys of the modules that the
-    functions are or close over are carried, and modules in `init_val` are part of the
+    As in [`es.scan`][eqx_state.scan], if a function is a module, or closes over
+    modules, their state and keys are carried. Modules in `init_val` are part of the
     carry.
 
     **Arguments:**
@@ -364,8 +374,9 @@ def while_loop(
 
     **Raises:**
 
-    - `ValueError`: `cond_fun` wrote state.
-    - All errors of `es.scan`.
+    - `ValueError`: `cond_fun` wrote state; or `es.capture` was to record a value in a
+        step.
+    - All errors of `es.scan` about the carry.
 
     !!! example
 
@@ -413,7 +424,7 @@ def _go_on(loop: Loop, carry: Any, cond_fun: Callable[[Any], Any]) -> Any:
 
 
 def _only_carry(step: Step) -> Any:
-    """The carry of a step that cannot return anything else."""
+    """The carry of a step, in a loop that cannot return anything else."""
     _check_not_sown(step.sown)
     return step.carry
 
@@ -434,8 +445,9 @@ def fori_loop(
 ) -> _C:
     """`jax.lax.fori_loop` that carries state from step to step.
 
-    As in [`es.scan`][eqx_state.scan], the state and keys of the modules that `body_fun`
-    is or closes over are carried, and modules in `init_val` are part of the carry.
+    As in [`es.scan`][eqx_state.scan], if `body_fun` is a module, or closes over
+    modules, their state and keys are carried. Modules in `init_val` are part of the
+    carry.
 
     **Arguments:**
 
@@ -447,6 +459,10 @@ def fori_loop(
     **Returns:**
 
     The last carry.
+
+    **Raises:**
+
+    - The errors of [`es.while_loop`][eqx_state.while_loop] about `body_fun`.
 
     !!! example
 

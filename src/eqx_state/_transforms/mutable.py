@@ -1,8 +1,8 @@
 """`es.mutable`: run on a private copy, return the result and the new model.
 
-There are two halves. `target` finds the model of a call: the object that the function
-is bound to, or arguments. `thread` opens a scope, runs the call on a private copy of
-the model, and closes the scope.
+It has two halves. `target` finds the model of a call: the object that the function is
+bound to, or some of the arguments. `thread` opens a scope, runs the call on a private
+copy of the model, and closes the scope.
 """
 
 import functools as ft
@@ -38,7 +38,7 @@ from .transform import Transform, wrap
 
 
 class Cast(NamedTuple):
-    """A rule mapping to dtypes, as a static value, and the name of its transform."""
+    """Rules from filters to dtypes, as a static value; `what` names them in errors."""
 
     rules: tuple[tuple[Any, Any], ...]
     what: str
@@ -46,7 +46,7 @@ class Cast(NamedTuple):
     def inside(self, model: Any, given: Snapshot, scope: Scope) -> Snapshot:
         """The snapshot `given` of a model, with the dtypes inside the call.
 
-        Stores in the scope which arrays have a different dtype outside.
+        Stores in the scope the outer dtype of each array that was cast.
         """
         check_initialized(model)  # filters cannot match missing arrays
         rules = dict(self.rules)
@@ -127,7 +127,7 @@ def thread(
     run: Callable[[Any], Any],
     cast: Cast | None = None,
 ) -> tuple[Any, Any]:
-    """Run on a private copy of the model. Returns the output and the new model.
+    """Call `run` on a private copy of the model. Returns the output and the new model.
 
     `cast`: the dtypes of the private copy.
     """
@@ -156,7 +156,7 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
     """The message if a layer with Equinox's state was called without its state.
 
     `None` for any other error. We recognize the error by the bare `object()` that an
-    `eqx.nn.Sequential` without a state passes to its layers.
+    `eqx.nn.Sequential` without a state passes to its layers as their state.
     """
     layers = [v for v in visits if isinstance(v.node, eqx.nn.StateIndex)]
     if type(error.obj) is not object or not layers:
@@ -170,7 +170,7 @@ Lens = tuple[Any, Callable[[Any], Any]]
 
 
 def carried(f: Any) -> Lens | None:
-    """The object that a callable is bound to, and a function that replaces it.
+    """The object that a callable is bound to, and a function that binds a new one.
 
     `None` for a plain function, whose model is an argument.
     """
@@ -235,6 +235,7 @@ def target(
 ) -> tuple[Any, Callable[[Any], Any]]:
     """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
     name = getattr(f, "__name__", "f")
+    name = name if name.isidentifier() else "f"  # not `<lambda>`
     if argnums is None:
         if (lens := carried(f)) is not None:
             model, put = lens
@@ -278,9 +279,9 @@ without arguments passed by name."""
 
 _NAMED_TWICE: Final = """`{}` names argument {} twice. Name each argument once."""
 
-_NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and makes \
-no keyword writable. Pass the model by position, `{0}({1})(model, ...)`, or call its \
-method, `{0}(model.{1})(...)`."""
+_NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and a model \
+that is passed by keyword cannot be written. Pass the model by position, \
+`{0}({1})(model, ...)`, or call its method, `{0}(model.{1})(...)`."""
 
 _KINDS: Final = """`{}(..., kinds={})`: `kinds` must be a kind such as `es.State`, or \
 a tuple of kinds; `es.TreePart` allows all."""
@@ -298,8 +299,11 @@ class _Mutable(Transform):
 
 
 class _Threaded(Generic[_M_co, _F_co]):
-    """The type of `mutable(model)`, for type checkers: the signature of the model, with
-    the new model beside the output. `_F_co` is the type of the model as a callable."""
+    """The type of `mutable(model)`, for type checkers.
+
+    It has the signature of the model, and also returns the new model. `_F_co` is the
+    type of the model as a callable.
+    """
 
     def __call__(
         self: "_Threaded[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs
@@ -329,7 +333,7 @@ def mutable(
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """Let `f` write state: the result returns `(output, new_model)`.
+    """A function like `f` that can write state, and returns `(output, new_model)`.
 
     `f` runs on a private copy of the model, in which `self.field = value` is allowed.
     The model that you pass in does not change.
@@ -337,14 +341,14 @@ def mutable(
     **Arguments:**
 
     - `f`: the function to call. The model is `f` itself if `f` is a module, the bound
-        object if `f` is a method, and the model of `g` if `f` is `es.vmap(g)` or the
-        like. Otherwise it is the first positional argument: any pytree with
-        `es.Module`s in it.
+        object if `f` is a method, and the model of `g` if `f` is a transform such as
+        `es.vmap(g)`. Otherwise the model is the first positional argument: any pytree
+        with `es.Module`s in it.
     - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
-    - `argnums`: the positional arguments that are models, instead of the above: an
-        integer, counted from 0 or from the end as in `jax.grad`, or a tuple of them. A
-        tuple returns a tuple of new models. The object that `f` is bound to cannot be
-        written then.
+    - `argnums`: the positions of the arguments that are models; this replaces the rule
+        above. An integer, counted from 0 or from the end as in `jax.grad`, or a tuple
+        of integers. With a tuple, the new models are a tuple, too. With `argnums`, the
+        object that `f` is bound to cannot be written.
     - `cast`: the dtypes of the model inside the call: rules, as for `es.spec`, from
         filters to real floating dtypes, or to `None` for arrays that do not change.
         `{es.Parameter: jnp.bfloat16}` computes with parameters in half precision. Only

@@ -31,7 +31,7 @@ _PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
 
 
 def captured(x: Any) -> list[Any]:
-    """The objects one level below: those that a function captures or a list contains.
+    """The objects directly inside `x`: captured by a function, or in a container.
 
     Empty for a model, an array, or an object that is neither a function nor a pytree.
     """
@@ -40,7 +40,7 @@ def captured(x: Any) -> list[Any]:
         cells = filter(_is_assigned, x.__closure__ or ())
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         return [*(cell.cell_contents for cell in cells), *defaults]
-    if cls in _DICTS:  # also with keys that JAX cannot sort
+    if cls in _DICTS:  # includes dicts whose keys JAX cannot sort
         return [*x.values()]
     if cls in (list, tuple):
         return [*x]
@@ -54,7 +54,7 @@ def captured(x: Any) -> list[Any]:
         return []
     try:
         return [child for _, child in children(x) or ()]
-    except Exception:  # an `eqx.nn.State` that was updated before refuses to flatten
+    except Exception:  # an outdated `eqx.nn.State` refuses to flatten
         return []
 
 
@@ -68,9 +68,9 @@ def _is_assigned(cell: types.CellType) -> bool:
 
 
 def reachable(x: Any) -> Iterator[Any]:
-    """Everything that `x` leads to, once; but owned modules once per occurrence.
+    """Every object that is reachable from `x`, once; owned modules once per occurrence.
 
-    Does not search owned modules, which a transform lifts as a whole.
+    Does not search inside owned modules, because a transform lifts them as a whole.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no `id` is reused
     todo = [x]
@@ -87,7 +87,8 @@ def reachable(x: Any) -> Iterator[Any]:
 
 
 def _is_opaque(x: Any) -> bool:
-    # The function of a `jtu.Partial` is not among its children.
+    # Stop at a `jtu.Partial`: its function is not among its children, but `captured`
+    # finds it.
     return is_owned(x) or isinstance(x, jtu.Partial)
 
 
@@ -98,19 +99,20 @@ def is_model(x: Any) -> bool:
 
 
 def owned_in(x: Any) -> list[Any]:
-    """The outermost owned modules that `x` leads to, once per occurrence."""
+    """The outermost owned modules reachable from `x`, once per occurrence."""
     return [y for y in reachable(x) if is_owned(y)] if is_any_open() else []
 
 
 def models_in(x: Any) -> list[Any]:
-    """The models that `x` leads to, through functions and containers."""
+    """The models reachable from `x`, through functions and containers."""
     return [y for y in reachable(x) if is_model(y)]
 
 
 def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each leaf of a tree with its `values`, where owned modules count as leaves.
+    """Each leaf of a tree, paired with a tuple of its `values`.
 
-    `values` has an entry for each leaf of JAX, so a module has several.
+    Owned modules count as leaves here. `values` has an entry for each leaf that JAX
+    sees, so the tuple of a module contains several.
     """
     rest = iter(values)
     for x in jtu.tree_leaves(tree, is_leaf=is_owned):
@@ -136,15 +138,16 @@ def is_traced(tree: Any) -> Any:
 
 
 def split_arguments(tree: Any) -> tuple[Any, Any]:
-    """The leaves of arguments that JAX traces; and the rest, with owned modules."""
+    """The leaves that JAX traces; and the rest, which includes owned modules."""
     return eqx.partition(tree, is_traced(tree), is_leaf=is_owned)
 
 
 def check_given(*arguments: Any, may_initialize: bool = False) -> None:
     """Raise if an argument is not initialized, or has one stateful module twice.
 
-    Owned modules are exempt, since they are not flattened. With `may_initialize`, the
-    call itself may initialize the model.
+    An argument that contains owned modules is exempt: a transform does not flatten
+    them, so a repeated module remains one module. With `may_initialize`, the call
+    itself may initialize the model.
     """
     for tree in arguments:
         if is_array(tree) or owned_in(tree):

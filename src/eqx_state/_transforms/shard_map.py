@@ -83,7 +83,8 @@ class _ShardMap(AbstractMap):
         mapped = jax.shard_map(
             device,
             mesh=self.mesh,
-            # If the types have no shardings to infer specs from, JAX raises the error.
+            # Without explicit axes, there are no shardings to infer specs from. Pass
+            # `Infer` on, so that JAX raises its error.
             in_specs=Infer if self.in_axes is Infer and not is_explicit else (*specs,),
             out_specs=(
                 self.out_specs,
@@ -127,7 +128,7 @@ def shard_map(
     check_vma: bool = True,
     axes: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """`jax.shard_map` for functions of modules that write state.
+    """`jax.shard_map` for functions that may write the state of modules.
 
     **Arguments:**
 
@@ -136,8 +137,8 @@ def shard_map(
         the result is a decorator.
     - `out_specs`, `in_specs`, `mesh`, `axis_names`, `check_vma`: as for
         `jax.shard_map`. Modules among the arguments are mapped by `in_specs`, in which
-        an entry may be a mapping like `axes`. `self` of a decorated method does not
-        count. Leaves that are not arrays are passed on unchanged. With
+        an entry may be a mapping like `axes`. The `self` of a decorated method has no
+        entry. Leaves that are not arrays are passed on unchanged. With
         `check_vma=False`, the function may only write state that `axes` names.
     - `axes`: rules from filters to `jax.sharding.PartitionSpec`s, as in
         [`es.vmap`][eqx_state.vmap]. By default `es.Rng` is `es.SPLIT`, and everything
@@ -191,6 +192,6 @@ def shard_map(
     if f is None:
         return ft.partial(shard_map, in_specs=in_specs, axes=axes, **options)
     check_rules(axes or {}, "`es.shard_map(axes=...)`")
-    # These are the user's own specs, so not `_BY_DEFAULT`.
+    # Not `_BY_DEFAULT` for `None`: these are the user's own specs.
     specs = {k: PartitionSpec() if x is None else x for k, x in (axes or {}).items()}
     return wrap(_ShardMap, f, in_axes=in_specs, axes=tuple(specs.items()), **options)

@@ -1,6 +1,6 @@
-"""The common part of all transforms: a callable that wraps a callable, as a pytree.
+"""The base class of all transforms: a callable pytree that wraps a callable.
 
-The wrapped model is a node of the pytree, so the transforms of JAX and Equinox see its
+A wrapped model is a node of this pytree, so the transforms of JAX and Equinox see its
 arrays: `eqx.filter_jit(es.mutable(model))` traces the parameters.
 """
 
@@ -23,7 +23,8 @@ class Transform(eqx.Module):
     f: Any
     # Whether a call runs on a private copy of the model, and returns a new model.
     threads: ClassVar[bool] = False
-    # Whether `__call__` removes our frames from tracebacks without a `boundary`.
+    # Whether `__call__` removes our frames from tracebacks itself, and so needs no
+    # `boundary`.
     hides_frames: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -32,8 +33,8 @@ class Transform(eqx.Module):
             cls.__call__ = boundary(cls.__call__)
 
     if not TYPE_CHECKING:
-        # Equinox wraps each bound method in a module, which warns about an `f` such as
-        # `jax.jit(model)`.
+        # Equinox's `__getattribute__` wraps each bound method in a module. The creation
+        # of that module would warn about an `f` such as `jax.jit(model)`.
         __getattribute__ = object.__getattribute__
 
     @property
@@ -51,11 +52,11 @@ class Transform(eqx.Module):
 
     @classmethod
     def made(cls, **fields: Any) -> Self:
-        """A transform with these fields.
+        """A transform with these fields, created without `__init__`.
 
-        It is made without `__init__`, in which Equinox warns if a field holds something
-        like `jax.vmap(model)`. The warning is for layers, whose parameters such a
-        function hides; this is not a layer.
+        In `__init__`, Equinox warns about a field such as `jax.vmap(model)`, because
+        that function hides the parameters of `model`. The warning is meant for layers,
+        and a transform is not a layer.
         """
         new = object.__new__(cls)
         new.__dict__.update(fields)
@@ -67,7 +68,7 @@ class Transform(eqx.Module):
 
 
 class Unbound(Transform):
-    """The transform `f` of a method, called with the object as first argument."""
+    """A transform `f` of a method, as a function whose first argument is the object."""
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.f.__get__(instance)(*args, **kwargs)
@@ -88,8 +89,8 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
     transform = cls.made(f=f, **options)
     if jtu.all_leaves([f]):
         return eqx.module_update_wrapper(transform)
-    # `eqx.module_update_wrapper` would copy a model. Models have no name, but
-    # transforms of functions do.
+    # `eqx.module_update_wrapper` would copy `f` if it is a model. A model has no name,
+    # but a transform of a function has: copy that.
     named = f.__dict__ if is_eqx_module(f) else {}
     names = {name: named[name] for name in ft.WRAPPER_ASSIGNMENTS if name in named}
     transform.__dict__.update(names)
@@ -97,7 +98,7 @@ def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:
 
 
 def method_as_pytree(f: Any) -> Any:
-    """`f`; `model.__call__` as a pytree, like all other methods of a module."""
+    """`f`, but `model.__call__` as a pytree, as all other methods of a module are."""
     is_method = type(f) is types.MethodType and is_eqx_module(f.__self__)
     return BoundMethod(f.__func__, f.__self__) if is_method else f
 

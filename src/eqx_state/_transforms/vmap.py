@@ -105,7 +105,7 @@ def vmap(
     spmd_axis_name: Any = None,
     axes: Mapping[Any, Any] | None = None,
 ) -> Callable[P, R]:
-    """`jax.vmap` for functions of modules that write state.
+    """`jax.vmap` for functions that may write the state of modules.
 
     **Arguments:**
 
@@ -115,13 +115,13 @@ def vmap(
         `jax.vmap`. Modules among the arguments are mapped by `in_axes`, in which an
         entry may be a mapping like `axes`. Leaves that are not arrays are passed on
         unchanged.
-    - `axes`: rules from filters to axes, as in [`es.spec`][eqx_state.spec]. Paths begin
-        at each module that is, or is closed over by, the function. By default `es.Rng`
-        is `es.SPLIT`, and everything else is `None`, shared by all lanes. With
-        `es.SPLIT` each lane gets its own key, and the model's key advances once if a
-        lane draws from it, or if some branch of an `es.cond` or `es.switch` does. If
-        all lanes assign the same key, that key is stored. `axes={...: 0}` runs an
-        ensemble.
+    - `axes`: rules from filters to axes, as in [`es.spec`][eqx_state.spec]. Names begin
+        at the function itself, if it is a module, and at each module that it closes
+        over. By default `es.Rng` is `es.SPLIT`, and everything else is `None`, shared
+        by all lanes. With `es.SPLIT` each lane gets its own key, and the model's key
+        advances once if a lane draws from it, or if some branch of an `es.cond` or
+        `es.switch` does. If all lanes assign the same key, that key is stored.
+        `axes={...: 0}` runs an ensemble.
 
     **Returns:**
 
