@@ -1,7 +1,7 @@
-"""The documentation as tests: the examples of docstrings and of Markdown pages.
+"""Run the examples in docstrings and on Markdown pages as tests.
 
-They run under JAX's own defaults, as a reader would run them; the stricter settings of
-`tests/conftest.py` are for the tests alone.
+They run under JAX's defaults, as a reader would run them. The stricter settings of
+`tests/conftest.py` apply only to the tests.
 """
 
 import os
@@ -43,7 +43,7 @@ MANY_MAPS = 20_000
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file, drop the compiled programs if there are many."""
+    """After each file, drop the compiled programs if there are many."""
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
@@ -55,14 +55,14 @@ ALIASES = (
 
 
 def new_namespace(path: str) -> dict[str, Any]:
-    """The namespace of a new module, in which annotations that are strings resolve."""
+    """The namespace of a new module, in which string annotations can be resolved."""
     module = types.ModuleType("example_" + re.sub(r"\W", "_", path))
     sys.modules[module.__name__] = module
     return module.__dict__
 
 
 class Page(Document):
-    """A Markdown page: its examples share one namespace and make their own imports."""
+    """A Markdown page: its examples share a namespace, and import what they use."""
 
     def __init__(self, text: str, path: str) -> None:
         super().__init__(text, path)
@@ -70,9 +70,9 @@ class Page(Document):
 
 
 class Docstrings(PythonDocStringDocument):
-    """The docstrings of a file: each example starts anew, with the usual aliases.
+    """The docstrings of a file: each example has a new namespace with common aliases.
 
-    Only text is read from the file: the code that runs is the installed package's.
+    Only the text is read from the file. The code that runs is the installed package.
     """
 
     def import_document(self, example: Example) -> None:

@@ -11,8 +11,8 @@ nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-# One file to one worker: the examples of a page need one another. A crashed worker is
-# not replaced, since xdist then waits for it forever (pytest-xdist issue 1327).
+# One worker per file, because the examples of a page depend on each other. A crashed
+# worker is not replaced: xdist would wait for it forever (pytest-xdist issue 1327).
 PARALLEL = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--durations=50"]
 PARALLEL += ["--max-worker-restart=0"]
 FUZZED = [
@@ -37,27 +37,27 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every example in full, or those named: each asserts its result."""
+    """Run all examples in full, or those named; each asserts its result."""
     session.install(".[io]", *groups("examples"))
     folder = Path("examples").resolve()
     names = session.posargs or sorted(path.stem for path in folder.glob("[!_]*.py"))
-    with session.chdir(session.create_tmp()):  # where the pictures go
+    with session.chdir(session.create_tmp()):  # for the pictures
         for name in names:
             session.run("python", str(folder / f"{name}.py"))
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation, with warnings as errors; `-- serve` to look at it."""
+    """Build the documentation, with warnings as errors; `-- serve` shows it."""
     session.install(*groups("docs"))
-    # Material prints on every run that there will be no MkDocs 2 for it.
+    # Otherwise Material prints on every run that MkDocs 2 will not be supported.
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env=quiet)
 
 
 @nox.session
 def pages(session: nox.Session) -> None:
-    """Run each page alone, as a script, with the packages that it says it needs."""
+    """Run each page alone, as a script, with only the packages that it names."""
     packages = {"none": ["."], "io": [".[io]"], "more": groups("test")}
     for needs, names in packages.items():
         session.install(*names)
@@ -66,14 +66,14 @@ def pages(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Compare with JAX by hand and with other libraries: memory, program size, time."""
+    """Compare memory, program size and host time with other ways to write a step."""
     session.install(".", *groups("bench"))
     session.run("python", "benchmarks/summary.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Test the built wheel and every example of the documentation."""
+    """Test the built wheel, and all examples in the documentation."""
     session.install(".", *groups("test", "examples"))
     everything = [*PARALLEL, "--cov", "--cov-report=term-missing:skip-covered"]
     session.run("pytest", *(session.posargs or everything))
@@ -81,19 +81,19 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=["3.11", "3.12", "3.13"])
 def versions(session: nox.Session) -> None:
-    """The tests on each Python, with the newest JAX that there is for it."""
+    """Run the tests on each Python, with the newest JAX for it."""
     session.install(".", *groups("test", "examples"))
     session.run("pytest", *(session.posargs or PARALLEL))
 
 
 @nox.session(python="3.11")
 def floors(session: nox.Session) -> None:
-    """The tests with the oldest versions that the library allows."""
+    """Run the tests with the oldest dependencies that `pyproject.toml` allows."""
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"].values()
     bounds = [*project["dependencies"], *itertools.chain(*extras)]
     session.install(".", *(bound.replace(">=", "==") for bound in bounds))
-    # Without the libraries that need a newer JAX: the tests that use them are skipped.
+    # Leave out libraries that need a newer JAX. Tests that need them are skipped.
     session.install(*groups("test-base", "examples"))
     session.run("pytest", *(session.posargs or [*PARALLEL, "tests", "src"]))
 
@@ -101,14 +101,14 @@ def floors(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("check", ["JAX_CHECK_TRACER_LEAKS", "JAX_DEBUG_KEY_REUSE"])
 def jax_checks(session: nox.Session, check: str) -> None:
-    """The tests with one of JAX's own checks switched on."""
+    """Run the tests with one of JAX's own checks enabled."""
     session.install(".", *groups("test", "examples"))
     session.run("pytest", *(session.posargs or PARALLEL), env={check: "1"})
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Laws on thousands of random models, 20,000 random programs, rounds of threads."""
+    """Test laws on thousands of models, 20,000 random programs, and many threads."""
     session.install(".", *groups("test"))
     paths = [f"tests/{name}" for name in FUZZED]
     args = session.posargs or [*PARALLEL, "--dist=load", *paths]
@@ -117,19 +117,20 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Change one thing after the other; list what no test notices. `-- 1/4`: a part.
+    """Make one small change at a time, and list those that no test detects.
 
-    What has been run is not run again: `rm .mutants.jsonl` to begin anew.
+    `-- 1/4` runs a quarter. A second run skips changes that have been tested; delete
+    `.mutants.jsonl` to start over.
     """
     session.install(".", *groups("test"))
-    if not Path(".coverage.mutants").exists():  # which tests run which line
+    if not Path(".coverage.mutants").exists():  # records which tests run which line
         session.run("python", "tools/mutants.py", "cover")
     session.run("python", "tools/mutants.py", "run", *session.posargs)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Train for half an hour: constant memory, and nothing is compiled again."""
+    """Train for half an hour, with constant memory and without recompiling."""
     session.install(".[io]", *groups("bench"))
     session.run("python", "benchmarks/soak.py", *session.posargs)
 
@@ -139,7 +140,7 @@ def package(session: nox.Session) -> None:
     """Build the archives of a release in `dist`, and check them."""
     session.install(*groups("package"))
     shutil.rmtree("dist", ignore_errors=True)
-    session.run("python", "-m", "build")  # the wheel is built from the source archive
+    session.run("python", "-m", "build")  # builds the wheel from the source archive
     archives = [str(path) for path in Path("dist").iterdir()]
     session.run("twine", "check", "--strict", *archives)
     session.run("check-wheel-contents", "dist")
@@ -147,16 +148,16 @@ def package(session: nox.Session) -> None:
 
 @nox.session(python=["3.11", "3.12", "3.13"])
 def smoke(session: nox.Session) -> None:
-    """Install the wheel that `package` built, alone, and train with it."""
+    """Train with only the wheel that `package` built."""
     session.install(*map(str, Path("dist").glob("*.whl")))
     program = Path("examples/quickstart.py").resolve()
-    with session.chdir(session.create_tmp()):  # without the sources
+    with session.chdir(session.create_tmp()):  # away from the sources
         session.run("python", str(program))
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, which module imports which, and the workflows."""
+    """Check style, formatting, imports between layers, and the workflows."""
     session.install(*groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
@@ -166,7 +167,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check what users' type checkers see, and that every public name has a type."""
+    """Check types as users see them, and that every public name has a type."""
     session.install(".", *groups("types"))
     session.run("python", "tests/typing/check.py")
     session.run("pyright", "--verifytypes", "eqx_state", "--ignoreexternal")

@@ -1,4 +1,4 @@
-"""Strict JAX for every test, and fresh keys."""
+"""Strict promotion in every test, and fresh keys."""
 
 import itertools
 import zlib
@@ -12,7 +12,7 @@ from helpers import IS_FUZZ, keys_may_be_reused
 from jaxtyping import Array, Key
 
 
-# Compilation makes the first example of a property much slower than the others.
+# The first example of a property is much slower than the others, because it compiles.
 hypothesis.settings.register_profile("eqx_state", deadline=None, derandomize=True)
 hypothesis.settings.register_profile(
     "fuzz", deadline=None, derandomize=False, max_examples=500, print_blob=True
@@ -22,10 +22,10 @@ hypothesis.settings.load_profile("fuzz" if IS_FUZZ else "eqx_state")
 
 @pytest.fixture(autouse=True)
 def _strict() -> Iterator[None]:
-    """Implicit promotion is an error.
+    """Make implicit promotion an error.
 
-    Where another library promotes (`optax.adam` does, `float ** int`), decorate the
-    test with `@jax.numpy_dtype_promotion("standard")`.
+    If a library promotes (`optax.adam` computes `float ** int`), decorate the test with
+    `@jax.numpy_dtype_promotion("standard")`.
     """
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
@@ -39,6 +39,6 @@ def _keys_may_be_reused() -> Iterator[None]:
 
 @pytest.fixture
 def getkey(request: pytest.FixtureRequest) -> Callable[[], Key[Array, ""]]:
-    """A function that returns a new key at each call, the same ones in every run."""
+    """Returns a function that returns a new key per call, the same in every run."""
     seeds = itertools.count(zlib.crc32(request.node.nodeid.encode()))
     return lambda: jr.key(next(seeds))

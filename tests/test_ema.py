@@ -36,7 +36,7 @@ NETS = [make_net(seed) for seed in range(5)]
 
 
 def formula(values: Any, decays: Any, debias: bool) -> Any:
-    """The average by the definition, in float64."""
+    """The average by its definition, in float64."""
     decays = np.asarray(decays)
     later = [np.prod(decays[i + 1 :]) for i in range(len(decays))]
     weights = (1 - decays) * later
@@ -88,7 +88,7 @@ def test_it_equals_the_formula_after_thousands_of_updates():
         expected = formula(np.asarray(xs), [0.999] * len(xs), debias)
         assert np.allclose(ema.model, expected, rtol=1e-5 if debias else 1e-4)
     same, _ = jax.lax.scan(step, es.Ema(0.9999).init(xs[0]), xs.at[:].set(xs[0]))
-    assert (same.model == xs[0]).all()  # no rounding errors add up
+    assert (same.model == xs[0]).all()  # rounding errors do not add up
 
 
 def test_before_the_first_update_it_is_the_model_itself():
@@ -106,7 +106,7 @@ def test_one_model_is_its_own_average():
     assert same(es.Ema(0.5).init(NETS[0]).update(NETS[1]).model, NETS[1])
 
 
-def test_a_model_of_weight_zero_is_the_average_of_nothing():
+def test_until_an_update_has_weight_the_average_is_the_last_model():
     ema = es.Ema(lambda step: jnp.where(step < 2, 1.0, 0.5)).init(NETS[0])
     for net in NETS[1:3]:
         ema = ema.update(net)
@@ -114,7 +114,7 @@ def test_a_model_of_weight_zero_is_the_average_of_nothing():
     assert same(ema.update(NETS[3]).model, NETS[3])
 
 
-def test_the_rest_is_as_in_the_last_model():
+def test_all_other_leaves_are_those_of_the_last_model():
     net = NETS[4].eval().freeze().replace(name="last")
     model = es.Ema(0.5).init(NETS[0]).update(NETS[1]).update(net).model
     rest = es.not_(es.Parameter)
@@ -137,18 +137,18 @@ def test_float64_stays_float64():
         assert np.allclose(ema.model["a"], (0.1 * 0.25 + 0.2 * 0.5) / 0.75, rtol=1e-15)
 
 
-def test_holes_stay_holes():
+def test_nones_stay_none():
     layer = eqx.nn.Linear(2, 1, use_bias=False, key=jr.key(0))
     assert same(es.Ema(0.5).init([layer, None]).update([layer, None]).model[0], layer)
 
 
-def test_on_selects_what_is_averaged():
+def test_on_selects_the_averaged_arrays():
     ema = averaged(es.Ema(0.5, on=es.any_of(es.Parameter, es.BatchStat)), NETS)
     expected = formula([net.mean for net in NETS], [0.5] * 5, True)
     assert np.allclose(ema.model.mean, expected, rtol=1e-6)
     ema = averaged(es.Ema(0.5, on=es.BatchStat), NETS)
     assert (ema.model.weight == NETS[-1].weight).all()
-    # What cannot be averaged is as in the last model: keys, integers.
+    # Arrays that cannot be averaged are those of the last model: keys, integers.
     ema = averaged(es.Ema(0.5, on=es.TreePart), NETS)
     assert ema.model.key == NETS[-1].key
     assert ema.model.codes.dtype == jnp.int32
@@ -165,10 +165,10 @@ def test_frozen_parameters_are_averaged_unless_on_says_otherwise():
         free.update(net)
 
 
-def test_what_is_not_finite():
+def test_values_that_are_not_finite():
     infinite = {"a": jnp.array([jnp.inf, -jnp.inf])}
     assert same(averaged(es.Ema(0.5), [infinite] * 3).model, infinite)
-    # What `init` is given has no weight.
+    # The model given to `init` has no weight.
     ema = es.Ema(0.5).init({"a": jnp.full(2, jnp.nan)}).update({"a": jnp.ones(2)})
     assert (ema.model["a"] == 1).all()
 
@@ -203,7 +203,7 @@ def test_averages_are_accumulated_in_float32(dtype):
 # --- As a pytree ----------------------------------------------------------------------
 
 
-def test_it_is_a_constant_wherever_it_is_held():
+def test_an_average_is_constant_wherever_it_is_stored():
     ema = averaged(es.Ema(0.5), NETS[:2])
     assert {part.kind for part in es.parts(ema)} == {es.Buffer}
     assert (
@@ -229,14 +229,14 @@ def test_it_is_a_constant_wherever_it_is_held():
         es.mutable(lambda s, x: s.ema.rest(x))(student, jnp.ones(3))
 
 
-def test_rules_are_asked_at_the_parameter_of_an_average():
+def test_rules_for_an_average_apply_to_its_parameters():
     ema = es.Ema(0.5).init(NETS[0])
     rules = {es.path_matches("*weight"): 1, es.BatchStat: 2, ...: 3}
     for tree in (ema, (NETS[0].replace(weight=jnp.ones(5)), ema)):
         spec = es.spec(tree, rules)
         at = spec if tree is ema else spec[1]
         assert (at.means.weight, at.rest.mean, at.rest.codes) == (1, 2, 3)
-    # By its name in the model.
+    # A path filter sees the name in the model.
     assert es.spec(ema, {es.path_matches("weight"): 1}).means.weight == 1
     assert es.spec(ema, {es.trainable: 1, es.Buffer: 0}).means.weight == 1
     assert es.spec(es.Ema(0.5), {...: 1}).means is None
@@ -256,7 +256,7 @@ def test_a_step_with_an_average_is_traced_once():
     assert (ema.model.mean == net.mean).all()
 
 
-def test_a_donated_model_takes_nothing_from_the_average():
+def test_an_average_does_not_share_buffers_with_the_models():
     nets = [make_net(seed) for seed in (0, 1)]
     ema = es.Ema(0.5).init(nets[0]).update(nets[1])
     leaves = {x.unsafe_buffer_pointer() for x in _jax_arrays(nets)}
@@ -273,7 +273,7 @@ def _jax_arrays(tree):
     return [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
-def test_transforms_of_jax_carry_it():
+def test_an_average_passes_through_transforms_of_jax():
     nets = {"w": jr.normal(jr.key(0), (6, 3))}
     ema = es.Ema(0.9).init({"w": jnp.zeros(3)})
     last, _ = jax.lax.scan(lambda ema, net: (ema.update(net), None), ema, nets)
@@ -281,7 +281,7 @@ def test_transforms_of_jax_carry_it():
     for x in nets["w"]:
         step_by_step = step_by_step.update({"w": x})
     assert same(last, step_by_step)
-    # An ensemble has an average for each lane.
+    # An ensemble has one average per lane.
     many = jax.vmap(es.Ema(0.9).init)(nets)
     many = jax.vmap(lambda ema, net: ema.update(net))(many, nets)
     assert jax.vmap(lambda ema: ema.model)(many)["w"].shape == (6, 3)
@@ -296,7 +296,7 @@ def test_it_is_saved_and_loaded(tmp_path):
     assert "means.weight" in es.state_dict(ema)
 
 
-def test_its_modes_are_those_of_the_last_model():
+def test_an_average_has_the_modes_of_the_last_model():
     ema = averaged(es.Ema(0.9), NETS[:2])
     switched = es.eval(es.freeze(ema, lambda e: e.rest))
     assert not switched.model.training
@@ -308,12 +308,12 @@ def test_its_modes_are_those_of_the_last_model():
 
 
 @pytest.mark.parametrize("decay", [1, True, -0.1, float("nan"), np.float32(1)])
-def test_a_decay_is_less_than_one(decay):
+def test_decay_must_be_less_than_one(decay):
     with pytest.raises(ValueError, match=r"at least 0 and less than\s1"):
         es.Ema(decay)
 
 
-def test_a_filter_is_a_filter():
+def test_on_must_be_a_filter_that_selects_an_inexact_array():
     with pytest.raises(TypeError, match="is not a filter"):
         es.Ema(0.9, on="weight")
     match = r"`es.Ema\(on=es.path_matches\('typo'\)\)` selects no inexact"
@@ -329,7 +329,7 @@ def test_init_comes_first():
         es.Ema(0.9).model  # noqa: B018
 
 
-def test_a_lazy_model_comes_after_its_own_init():
+def test_a_lazy_model_must_be_initialized_first():
     lazy = NETS[0].replace(weight=es.Initializer(lambda key: jr.normal(key, (3,))))
     with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Initializer`"):
         es.Ema(0.9).init(lazy)
@@ -360,12 +360,12 @@ X = jnp.ones(3)
 
 
 @pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=list(OTHERS))
-def test_another_structure_is_an_error_that_names_the_path(change, says):
+def test_a_changed_structure_is_an_error_that_names_the_path(change, says):
     ema = es.Ema(0.9).init(NETS[0])
     with pytest.raises(ValueError, match=says):
         ema.update(change(NETS[1]))
 
 
-def test_one_stateful_module_in_two_places():
+def test_a_stateful_module_that_occurs_twice_is_an_error():
     with pytest.raises(ValueError, match=r"occurs twice, at `\[0\]` and `\[1\]`"):
         es.Ema(0.9).init([NETS[0], NETS[0]])

@@ -1,4 +1,4 @@
-"""`es.functional`: the pure pair that other JAX libraries expect."""
+"""`es.functional`: the pure function and arrays that other JAX libraries expect."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ def net():
 X = jnp.ones(2)
 
 
-def test_the_pair_is_all_arrays():
+def test_params_and_state_contain_all_arrays_and_nothing_else():
     model = net()
     _, params, state = es.functional(model)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((params, state)))
@@ -52,7 +52,7 @@ def test_the_pair_is_all_arrays():
     assert {**params, **state} == es.state_dict(model)
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 def test_apply_equals_mutable():
     model = net()
     apply, params, state = es.functional(model)
@@ -65,8 +65,8 @@ def test_apply_equals_mutable():
 
 
 @jax.numpy_dtype_promotion("standard")
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_under_the_transforms_of_jax():
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_apply_works_under_the_transforms_of_jax():
     apply, params, state = es.functional(net())
     step = lambda state, x: apply(params, state, x)[::-1]  # noqa: E731
     last, ys = lax.scan(step, state, jnp.ones((3, 2)))
@@ -91,9 +91,9 @@ def test_under_the_transforms_of_jax():
     assert apply(new, state, X)[0] != apply(params, state, X)[0]
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 @pytest.mark.parametrize("name", ["scaled", "__call__"])
-def test_of_a_method(name):
+def test_functional_of_a_method(name):
     class Named(Net):
         def scaled(self, x, by):
             return by * self(x)
@@ -157,7 +157,7 @@ def test_jit_compiles_once_and_weak_arrays_become_strong():
     assert not state["inner['n']"].weak_type
 
 
-def test_arrays_of_numpy_are_passed_on():
+def test_numpy_arrays_are_passed_on():
     class Table(es.Module):
         rows: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(3))
 
@@ -171,7 +171,7 @@ def test_arrays_of_numpy_are_passed_on():
     assert (out, type(new["rows"])) == (2, np.ndarray)
 
 
-def test_of_an_abstract_model():
+def test_functional_of_an_abstract_model():
     model = net().eval()
     apply, params, state = es.functional(eqx.filter_eval_shape(lambda m: m, model))
     assert isinstance(params["linear.weight"], jax.ShapeDtypeStruct)
@@ -180,7 +180,7 @@ def test_of_an_abstract_model():
     assert (out == model(X)).all()
 
 
-def test_the_function_does_not_hold_the_arrays():
+def test_apply_does_not_keep_the_arrays_alive():
     model = net()
     apply, params, state = es.functional(model)
     weight = weakref.ref(model.linear.weight)
@@ -195,7 +195,7 @@ def test_inside_a_scope():
         return apply(params, state, x)[1]["count"]
 
     count, new = es.jit(es.mutable(f))(net(), X)
-    assert (count, new.count) == (1, 0)  # pure: the scope's model is as it was
+    assert (count, new.count) == (1, 0)  # pure: the model of the scope does not change
 
 
 # --- Export ---------------------------------------------------------------------------
@@ -219,7 +219,7 @@ assert not {"eqx_state", "equinox"} & set(sys.modules)
 """
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draws twice
+@jax.debug_key_reuse(False)  # on purpose: keys are drawn from twice
 def test_a_serialized_program_runs_without_this_library(tmp_path):
     pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
     apply, params, state = es.functional(net())
@@ -227,7 +227,7 @@ def test_a_serialized_program_runs_without_this_library(tmp_path):
     (tmp_path / "model").write_bytes(exported.serialize())
     arrays = {**params, **state, "rng": jr.key_data(state["rng"])}
     np.savez(tmp_path / "arrays.npz", **arrays)
-    own = ("PYTHONPATH", "JAX_DEBUG_KEY_REUSE")  # the server draws the same again
+    own = ("PYTHONPATH", "JAX_DEBUG_KEY_REUSE")  # the server draws from the same keys
     environment = {k: v for k, v in os.environ.items() if k not in own}
     command = [sys.executable, "-c", SERVER, tmp_path]
     subprocess.run(command, check=True, cwd=tmp_path, env=environment)
@@ -240,7 +240,7 @@ def test_a_serialized_program_runs_without_this_library(tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_pair_of_every_model_leads_back_to_it(name):
+def test_params_and_state_restore_every_model(name):
     model = CASES[name].model()
     with untouched(model):
         _, params, state = es.functional(model)

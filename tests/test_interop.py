@@ -1,4 +1,4 @@
-"""`es.to_equinox`: our models in code that threads Equinox's own state."""
+"""`es.to_equinox`: our models in code that passes Equinox's own state by hand."""
 
 import functools as ft
 
@@ -17,11 +17,11 @@ AXES = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
 
 
 class Cache(es.State):
-    """A kind of the user's."""
+    """A user-defined kind."""
 
 
 class Net(es.Module):
-    """All kinds, a plain Equinox layer, an array without kind, and a key of its own."""
+    """All kinds, a plain Equinox layer, an array without a kind, and its own key."""
 
     linear: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -46,7 +46,7 @@ class Net(es.Module):
 
 
 class Keyed(es.Module):
-    """Takes a key, and draws from one of its own as well."""
+    """Takes a key, and also draws from its own."""
 
     dropout: es.nn.Dropout
     stream: es.RngStream
@@ -77,12 +77,12 @@ def close(a, b, tolerance=1e-6):
 
 
 def same_values(state, model):
-    """Whether an `eqx.nn.State` holds the `es.State` of a model."""
+    """Whether an `eqx.nn.State` contains the `es.State` of a model."""
     ours = sorted(repr(p.value) for p in es.parts(es.filter(model, es.State)))
     return ours == sorted(map(repr, jax.tree.leaves(state)))
 
 
-# --- The law: as `es.mutable` ---------------------------------------------------------
+# --- The same as `es.mutable` ---------------------------------------------------------
 
 
 def test_a_whole_batch_equals_es_mutable():
@@ -148,10 +148,10 @@ def test_frozen_parameters_have_a_gradient_of_zero():
     assert eqx.tree_equal(new, state)
 
 
-# --- As Equinox's own -----------------------------------------------------------------
+# --- Like Equinox's own layers --------------------------------------------------------
 
 
-def test_what_is_in_the_layer_and_what_in_the_state():
+def test_which_arrays_are_in_the_layer_and_which_in_the_state():
     layer, state = es.to_equinox(net())
     again = jax.tree.structure(es.to_equinox(net()))
     assert jax.tree.structure((layer, state)) == again
@@ -165,7 +165,7 @@ def test_what_is_in_the_layer_and_what_in_the_state():
         "model.scale",
         "model.order",
     }
-    # `inference` is a leaf in Equinox's layers, too.
+    # In Equinox's layers, too, `inference` is a leaf.
     assert {type(x) for x in jax.tree.leaves(layer) if not eqx.is_array(x)} == {bool}
     assert len(jax.tree.leaves(state)) == 6
     assert {p.kind for p in es.parts(state)} == {es.State}
@@ -191,7 +191,7 @@ def test_serialization_and_substates(tmp_path):
     assert eqx.tree_equal(state.update(state.substate(layer)), again[1])
 
 
-def test_an_ensemble_as_equinox_makes_one():
+def test_an_ensemble_created_as_in_equinox():
     layers, states = eqx.filter_vmap(lambda key: es.to_equinox(Keyed(key)))(
         jr.split(jr.key(0), 4)
     )
@@ -219,7 +219,7 @@ def test_inference_mode_is_eval_mode():
     assert same_values(state, model)
 
 
-def test_a_model_converted_in_eval_mode_can_train():
+def test_a_model_converted_in_eval_mode_can_be_trained():
     layer, state = es.to_equinox(es.nn.BatchNorm(3).eval())
     assert layer.inference
     y, state = layer(data(0), state)
@@ -232,7 +232,7 @@ def test_a_model_converted_in_eval_mode_can_train():
     assert close(y, model.eval()(data(0)))
 
 
-def test_parts_in_different_modes_stay_so():
+def test_modules_keep_their_different_modes():
     model = eqx.nn.Sequential([es.nn.BatchNorm(3).eval(), es.nn.BatchNorm(3)])
     layer, state = es.to_equinox(model)
     y, _ = layer(data(0), state)
@@ -259,21 +259,22 @@ def keys_in(state):
 
 
 @reuses_keys
-def test_a_key_for_a_model_that_takes_none_is_used_for_its_own_keys():
+def test_a_key_for_a_model_that_takes_none_replaces_its_own_keys():
     layer, state = es.to_equinox(net())
     before = keys_in(state)
     axes = {**AXES, "in_axes": (0, None, 0)}
     call = jax.vmap(lambda x, state, key: layer(x, state, key=key), **axes)
     xs, keys = data(0).at[1:].set(1), jr.split(jr.key(1), 8)
     y, new = call(xs, state, keys)
-    assert len({str(row) for row in np.asarray(y[1:] == 0)}) > 1  # each has its mask
+    # Each example has its own mask.
+    assert len({str(row) for row in np.asarray(y[1:] == 0)}) > 1
     assert keys_in(new)[0] == before[0]
     assert close(y, call(xs, state, keys)[0])
     shared, _ = jax.vmap(layer, **AXES)(xs, state)
     assert len({str(row) for row in np.asarray(shared[1:] == 0)}) == 1
 
 
-# --- Both ways ------------------------------------------------------------------------
+# --- In both directions ---------------------------------------------------------------
 
 
 def test_from_equinox_and_back():
@@ -295,7 +296,7 @@ def test_a_model_before_init():
         es.to_equinox(es.nn.Dropout(0.5))
 
 
-def test_the_state_of_another_model_is_refused():
+def test_the_state_of_a_different_model_is_rejected():
     norm, norm_state = es.to_equinox(es.nn.BatchNorm(2))
     _, other_state = es.to_equinox(eqx.nn.Sequential([es.nn.BatchNorm(2)]))
     with pytest.raises(ValueError, match=r"a different model.*eqx\.nn\.Sequential"):

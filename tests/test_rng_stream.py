@@ -1,4 +1,4 @@
-"""Keys as state: `es.Rng`, `es.RngStream`, `es.reseed`, and who draws when."""
+"""Keys as state: `es.Rng`, `es.RngStream`, `es.reseed`, and when a key advances."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ import eqx_state as es
 
 
 def data(tree):
-    """The raw words of every key in the tree, as tuples."""
+    """The raw words of each key in the tree, as tuples."""
     keys = jax.tree.leaves(es.filter(tree, es.Rng))
     typed = [jnp.issubdtype(k.dtype, jax.dtypes.prng_key) for k in keys]
     raw = [jr.key_data(k) if t else k for k, t in zip(keys, typed, strict=True)]
@@ -26,7 +26,7 @@ MAKE = pytest.mark.parametrize("make", [jr.key, jr.PRNGKey], ids=["typed", "lega
 
 
 @MAKE
-def test_a_stream_gives_fresh_keys_and_advances(make):
+def test_a_stream_returns_fresh_keys_and_advances(make):
     stream, seen = es.RngStream(make(0)), []
     assert [part.kind for part in es.parts(stream)] == [es.Rng]
     for _ in range(4):
@@ -37,7 +37,7 @@ def test_a_stream_gives_fresh_keys_and_advances(make):
     assert key.shape == make(0).shape
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 def test_a_stream_advances_in_either_mode():
     stream = es.RngStream(jr.key(0))
     key, new = es.mutable(stream.eval())()
@@ -46,7 +46,7 @@ def test_a_stream_advances_in_either_mode():
     assert new.key != stream.key
 
 
-def test_a_stream_below_a_model_and_in_a_loop():
+def test_a_stream_inside_a_model_and_in_a_loop():
     class Net(es.Module):
         stream: es.RngStream
 
@@ -85,7 +85,7 @@ def net(make=jr.key, extra=0):
 
 
 @MAKE
-def test_reseed_gives_every_key_a_new_distinct_one(make):
+def test_reseed_gives_each_key_a_new_and_different_value(make):
     model = net(make)
     assert len(set(data(model))) == 1
     new = es.reseed(model, jr.key(1))
@@ -99,7 +99,7 @@ def test_reseed_gives_every_key_a_new_distinct_one(make):
     assert len(set(data(model))) == 1
 
 
-def test_reseed_gives_the_same_keys_everywhere():
+def test_reseed_gives_the_same_keys_on_every_machine():
     new = es.reseed({"a": jr.key(0), "b": jr.split(jr.key(1), 2)}, 7)
     assert data(new) == [
         (2643255193, 1512653493),
@@ -115,7 +115,7 @@ def test_reseed_of_stacked_keys():
     assert len(set(data(new))) == 7
 
 
-def test_reseed_of_another_implementation():
+def test_reseed_of_different_implementations():
     stack = {"a": jr.key(0, impl="rbg"), "b": jr.key(0)}
     new = es.reseed(stack, 0)
     assert jax.tree.map(lambda k: k.dtype, new) == jax.tree.map(
@@ -128,7 +128,7 @@ def test_reseed_of_another_implementation():
 
 
 @MAKE
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 def test_dropout_draws_only_in_train_mode(make):
     dropout, x = es.nn.Dropout(0.5, key=make(0)), jnp.ones(100)
     y, new = es.mutable(dropout)(x)
@@ -142,7 +142,7 @@ def test_dropout_draws_only_in_train_mode(make):
         dropout(x)
 
 
-def test_an_undeclared_typed_key_is_written_too():
+def test_a_typed_key_without_a_declaration_is_written_too():
     class Plain(es.Module):
         key: jax.Array
 
@@ -155,7 +155,7 @@ def test_an_undeclared_typed_key_is_written_too():
     assert len({*data([{"a": key}, new, model])}) == 3
 
 
-# --- JAX's own check that no key is used twice --------------------------------------
+# --- JAX's check that no key is used twice ------------------------------------------
 
 
 def eval_twice(model, x):

@@ -1,7 +1,7 @@
 """Models, optimizers and keys on several devices, and in several processes.
 
-Shardings by kind are what `es.spec` returns: JAX's own functions take them. Whatever
-the layout, training equals training on one device.
+`es.spec` returns shardings by kind, which JAX's own functions accept. For every layout,
+training equals training on one device.
 """
 
 import functools as ft
@@ -33,7 +33,7 @@ from sharded_training import (
 import eqx_state as es
 
 
-# Bytes of the parameters and of adam's two moments, and of its count of steps.
+# Bytes of the parameters with adam's two moments, and bytes of its step count.
 MOMENTS, COUNT = 3 * 4 * (16 * 32 + 2 * 32 + 32 * 8 + 8), 4
 WHOLE, SPLIT = MOMENTS + COUNT, MOMENTS // 8 + COUNT
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,7 +91,7 @@ def assert_split_by_kind(model):
 
 
 @pytest.mark.parametrize("place", PLACE)
-def test_shardings_by_kind_are_taken_as_they_are(place, mesh):
+def test_jax_and_equinox_accept_shardings_by_kind(place, mesh):
     model = Net(False, key=jr.key(0))
     placed = PLACE[place](model, split_parameters(model, mesh))
     assert_split_by_kind(placed)
@@ -100,7 +100,7 @@ def test_shardings_by_kind_are_taken_as_they_are(place, mesh):
 
 
 @pytest.mark.parametrize("place", ["in_shardings", "out_shardings"])
-def test_partition_specs_by_kind_where_the_mesh_is_set(place, mesh):
+def test_partition_specs_by_kind_with_a_mesh_in_the_context(place, mesh):
     model = Net(False, key=jr.key(0))
     specs = es.spec(model, {es.Parameter: P("devices"), ...: P()})
     with jax.set_mesh(mesh):
@@ -113,7 +113,7 @@ def test_partition_specs_by_kind_where_the_mesh_is_set(place, mesh):
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
 @pytest.mark.parametrize("whole_batch", [False, True])
 @each_layout
-def test_training_equals_that_on_one_device(layout, whole_batch, mesh):
+def test_training_equals_training_on_one_device(layout, whole_batch, mesh):
     layout = LAYOUTS[layout]
     results = train(start(layout, mesh, whole_batch), layout, mesh)
     model = results[1]
@@ -124,7 +124,7 @@ def test_training_equals_that_on_one_device(layout, whole_batch, mesh):
 
 
 @jax.numpy_dtype_promotion("standard")
-def test_each_device_holds_its_part_of_parameters_and_optimizer(mesh):
+def test_each_device_stores_its_part_of_parameters_and_optimizer(mesh):
     assert bytes_per_device(start(data_parallel, mesh), TRAINED) == [WHOLE] * 8
     trained = start(fully_sharded, mesh)
     assert bytes_per_device(trained, TRAINED) == [SPLIT] * 8
@@ -143,7 +143,7 @@ def test_each_device_holds_its_part_of_parameters_and_optimizer(mesh):
     reason="JAX 0.12 cannot take the `pmean` of lanes that are split over devices",
 )
 @jax.numpy_dtype_promotion("standard")
-def test_training_where_the_types_of_arrays_say_how_they_are_split():
+def test_training_with_shardings_in_the_types_of_arrays():
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((8,), ("devices",), axis_types=explicit)
     results = train(start(data_parallel, mesh), data_parallel, mesh)
@@ -165,7 +165,7 @@ def test_dropout_draws_the_same_masks_from_keys_on_all_devices(mesh):
 
 
 def per_device(f, mesh, **options):
-    """`f(model, xs, ys)` for the rows of each device; the results must be equal."""
+    """`f(model, xs, ys)` on the rows of each device; all must return equal results."""
     rows = P("devices")
     f = jax.shard_map(
         f, mesh=mesh, in_specs=(P(), rows, rows), out_specs=P(), **options
@@ -187,7 +187,7 @@ def test_value_and_grad_in_shard_map_equals_one_device(whole_batch, mesh):
 
     axis_name = "devices" if whole_batch else ("batch", "devices")
     model = es.configure(model, axis_name=axis_name)
-    # With `check_vma` JAX has no collectives over a named axis of `vmap` in the body.
+    # With `check_vma`, JAX has no collectives over a named `vmap` axis in the body.
     results = per_device(body, mesh, check_vma=whole_batch)(model, XS, YS)
     assert_close(in_one_piece(results, mesh), in_one_piece(expected, mesh))
 
@@ -197,7 +197,7 @@ def test_value_and_grad_in_shard_map_equals_one_device(whole_batch, mesh):
 
 @pytest.fixture(scope="module")
 def of_two_processes(tmp_path_factory):
-    """What a process has saved of a layout."""
+    """A function that returns what a process saved for a layout."""
     folder = tmp_path_factory.mktemp("two_processes")
     run_two(sharded_training.__file__, folder)
     return lambda layout, process: dict(np.load(folder / f"{layout}-{process}.npz"))

@@ -1,4 +1,4 @@
-"""`es.sharding`: which rule an array follows, and what cannot be done."""
+"""`es.sharding`: which rule applies to an array, and which rules are errors."""
 
 from typing import Annotated
 
@@ -49,7 +49,7 @@ def block():
 
 
 def specs(tree, rules, mesh=ABSTRACT):
-    """By the name of each array, its spec."""
+    """The spec of each array, by name."""
     shardings = jax.tree.structure(tree).flatten_up_to(es.sharding(tree, mesh, rules))
     found = [s for s in shardings if s is not None]
     assert all(s.mesh == mesh for s in found)
@@ -66,7 +66,7 @@ BY_NAME = WHOLE | {
 }
 
 
-# --- Which rule counts ----------------------------------------------------------------
+# --- Which rule applies ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ BY_NAME = WHOLE | {
                 "mean": P("model"),
             },
         ),
-        # `...` is for arrays that have none of the names.
+        # `...` is for arrays without any of the names.
         (
             {"mlp": "model", ...: P("data"), es.Rng: P()},
             BY_NAME
             | {n: P("data") for n in ("down.bias", "plain.weight", "plain.bias")},
         ),
-        # A kind comes before names, the most derived one first.
+        # Kinds come before axis names, the most derived kind first.
         (
             {"mlp": "model", es.State: P("data"), es.Rng: P()},
             BY_NAME | {"mean": P("data")},
         ),
-        # A filter comes before kinds, in the order of the mapping.
+        # Filters come before kinds, in the order of the mapping.
         (
             {
                 "mlp": "model",
@@ -123,7 +123,7 @@ BY_NAME = WHOLE | {
     ],
     ids=["none", "name", "tuple", "names", "rest", "kind", "filter"],
 )
-def test_rules_in_their_order(rules, expected, block):
+def test_rules_apply_in_order(rules, expected, block):
     assert specs(block, rules) == WHOLE | expected
     shapes = jax.eval_shape(lambda: block)
     assert specs([shapes], rules) == {
@@ -163,12 +163,12 @@ def test_one_array(mesh):
     assert (placed == keys).all()
 
 
-def test_a_frozen_model_in_eval_mode_goes_where_it_went_before(block):
+def test_modes_do_not_change_the_sharding(block):
     rules = {"mlp": "model"}
     assert specs(block.freeze().eval(), rules) == specs(block, rules)
 
 
-# --- Making and training --------------------------------------------------------------
+# --- Creating and training ------------------------------------------------------------
 
 RULES = {"mlp": "model", "embed": "data"}
 ADAM = optax.adam(1e-2)
@@ -179,7 +179,7 @@ def make():
     return model, es.Optimizer(ADAM).init(model)
 
 
-def test_a_model_is_made_in_its_shards(mesh):
+def test_a_model_is_created_in_shards(mesh):
     shardings = es.sharding(jax.eval_shape(make), mesh, RULES)
     model, optimizer = jax.jit(make, out_shardings=shardings)()
     mu = optimizer.opt_state[0].mu
@@ -202,7 +202,7 @@ def step(model, optimizer, xs):
 
 
 @jax.numpy_dtype_promotion("standard")
-def test_a_sharded_step_equals_that_of_one_device(mesh):
+def test_a_sharded_step_equals_the_step_on_one_device(mesh):
     trained, xs = make(), jr.normal(jr.key(1), (16, 8))
     expected = jax.jit(step)(*trained, xs)
     shardings = es.sharding(trained, mesh, RULES)
@@ -226,7 +226,7 @@ BY_PATH = {es.path_matches("*down.weight"): P("data"), es.Parameter: P("model")}
 
 @pytest.mark.parametrize("with_model", [True, False])
 @pytest.mark.parametrize("rules", [RULES, BY_PATH], ids=["names", "paths"])
-def test_moments_and_averages_follow_their_parameters(rules, with_model):
+def test_moments_and_averages_are_sharded_like_their_parameters(rules, with_model):
     model, optimizer = jax.eval_shape(make)
     ema = jax.eval_shape(lambda: es.Ema(0.9).init(Block(jr.key(0))))
     followers = {"optimizer": optimizer, "ema": ema}
@@ -251,10 +251,10 @@ def test_a_rule_for_the_moments_themselves():
     assert found["[1].opt_state[0].mu.up"] == P("data")
 
 
-def test_an_optimizer_without_moments_has_the_names_of_its_parameters():
+def test_an_optimizer_without_moments_has_the_axis_names_of_its_parameters():
     block = Block(jr.key(0))
     plain = es.Optimizer(optax.sgd(optax.constant_schedule(0.1))).init(block)
-    assert set(specs(plain, RULES).values()) == {P()}  # that of a count
+    assert set(specs(plain, RULES).values()) == {P()}  # the spec of a count
     # Only the biases have moments, and their axes are not `mlp`.
     groups = {es.path_matches("*.bias"): ADAM, ...: optax.sgd(0.1)}
     of_groups = es.Optimizer(groups).init(block)
@@ -262,7 +262,7 @@ def test_an_optimizer_without_moments_has_the_names_of_its_parameters():
     with pytest.raises(ValueError, match=r"`mpl`. The names are: `mlp` \(`up`\)"):
         es.sharding(plain, ABSTRACT, {"mpl": "model"})
     with pytest.raises(ValueError, match=r"an axis `mlp`. The names are: none"):
-        es.sharding(es.Optimizer(optax.sgd(0.1)), ABSTRACT, RULES)  # of no model yet
+        es.sharding(es.Optimizer(optax.sgd(0.1)), ABSTRACT, RULES)  # before `init`
 
 
 def test_moments_unlike_their_parameters_are_not_split_like_them():
@@ -278,7 +278,7 @@ def test_moments_unlike_their_parameters_are_not_split_like_them():
         ]
 
 
-# --- Axes of a mesh that are `Explicit` -----------------------------------------------
+# --- Meshes with `Explicit` axes ------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def test_an_explicit_mesh(explicit):
     jax.__version_info__ < (0, 10),
     reason="JAX < 0.10 cannot draw from keys whose type says how they are split",
 )
-def test_dropout_of_activations_that_are_split_along_both_axes(explicit):
+def test_dropout_of_activations_that_are_split_along_two_axes(explicit):
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     xs = jnp.ones((8, 4))
     expected, _ = es.mutable(es.vmap(dropout))(xs)
@@ -318,7 +318,7 @@ def test_unconstrained_axes_need_a_mesh_whose_axes_are_auto(block, explicit, mes
         es.sharding(block, explicit, rules | {"mlp": "model"})
 
 
-# --- What cannot be done --------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 UP = r"`up`, of shape \(16, 8\) and with axes `mlp embed`, cannot be split"
 
@@ -335,22 +335,22 @@ UP = r"`up`, of shape \(16, 8\) and with axes `mlp embed`, cannot be split"
         ({"mlp": "modle"}, rf"{UP}.*modle.*not found in mesh: \('data', 'model'\)"),
         ({"mlp": ("data", "x")}, rf"{UP}.*axis: x .* not found"),
         ({es.OptState: P("x")}, r"P\('x',?\) is not found in mesh"),
-        # One mesh axis twice.
+        # One mesh axis, twice in a spec.
         ({"mlp": "model", "embed": "model"}, rf"{UP}.*duplicate entries for `model`"),
         ({"mlp": ("data", "data")}, rf"{UP}.*duplicate entries for `data`"),
-        # More entries than axes.
+        # More entries than the array has axes.
         ({es.Parameter: P("data", None)}, r"`down.bias`, .* \(8,\).* has 2 entries"),
         ({...: P("data")}, r"`key`, of shape \(\) .* has 1 entries"),
     ],
     ids=str,
 )
-def test_rules_that_cannot_be_followed(rules, message, block, mesh):
+def test_invalid_rules_are_errors(rules, message, block, mesh):
     for each in ABSTRACT, mesh:
         with pytest.raises(ValueError, match=message):
             es.sharding(block, each, rules)
 
 
-def test_rules_that_cannot_be_followed_in_a_tree_without_names():
+def test_invalid_rules_are_errors_in_a_tree_without_names():
     with pytest.raises(ValueError, match=r"`mlp`. The names are: none. They come"):
         es.sharding([jnp.zeros(2)], ABSTRACT, {"mlp": "model"})
     with pytest.raises(ValueError, match=r"`es.sharding`: the array, of shape"):
@@ -374,7 +374,7 @@ def test_an_axis_that_cannot_be_split_into_equal_parts(rules, message, block):
         es.sharding(uneven, mesh, rules)
 
 
-def test_two_axes_of_one_name():
+def test_two_axes_of_the_same_name():
     class Square(es.Module):
         weight: es.Parameter[Float[Array, "embed embed"]]
 
@@ -399,17 +399,17 @@ def test_two_axes_of_one_name():
     ],
     ids=str,
 )
-def test_rules_of_another_type(rules, message, block):
+def test_rules_of_the_wrong_type(rules, message, block):
     with pytest.raises(TypeError, match=message):
         es.sharding(block, ABSTRACT, rules)
 
 
-def test_an_annotation_that_does_not_fit_is_an_error_here_too(block):
+def test_an_annotation_that_does_not_fit_the_array_is_an_error_here_too(block):
     with pytest.raises(ValueError, match=r"`Block.up` is annotated with more axes"):
         es.sharding(block.replace(up=jnp.zeros(4)), ABSTRACT, {"mlp": "model"})
 
 
-def test_a_model_that_is_not_initialized_has_no_places_yet():
+def test_a_model_before_init_has_no_shardings():
     class Late(es.Module):
         up: Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
 

@@ -27,8 +27,8 @@ class Ema(AbstractPerParameter):
 
     With decays `d_1, …, d_n` the model of update `i` has the weight `(1 - d_i)` times
     the product of all later decays. With `debias`, the weights are divided by their
-    sum, so that the average is not biased toward zero (Kingma and Ba, 2015). Sums are
-    accumulated in float32, or in float64 for float64.
+    sum, so that the average is not biased toward zero (Kingma and Ba, 2015). Averages
+    are computed in float32, or in the wider dtype of the array.
 
     Its arrays are constants, `es.Buffer`: inside a model, an `Ema` is not trained and
     cannot be written.
@@ -69,8 +69,9 @@ class Ema(AbstractPerParameter):
 
         - `decay`: the weight of the old average in an update, at least 0 and less than
             1; or a schedule, as in optax: a function of the number of earlier updates,
-            such as `lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))`. It is
-            static, so create a schedule once.
+            such as `lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))`. The
+            field is static, so create a schedule once: a new function recompiles the
+            step.
         - `debias`: whether the weights are divided by their sum.
         - `on`: the filter for the arrays to average. Only inexact arrays count. All
             other arrays are copied from the last model. Default: the parameters. The
@@ -111,7 +112,7 @@ class Ema(AbstractPerParameter):
         return self._with(params, means=means, rest=rest, weight=weight, step=step)
 
     def update(self, model: PyTree) -> Self:
-        """The average with one more model, whose mode may differ.
+        """The average after one more model, whose mode may differ from earlier ones.
 
         **Raises:**
 
@@ -202,12 +203,12 @@ def _wide(dtype: Any) -> Any:
 def _mean(old: Array, x: Array, keep: Array) -> Array:
     keep = keep.astype(old.dtype)
     # Not `keep * old + (1 - keep) * x`: for an array that never changes, its rounding
-    # errors would add up to 1e-3. Avoid `inf - inf`, which is NaN.
+    # errors would add up to 1e-3. The inner `where` avoids `inf - inf`, which is NaN.
     moved = old + (1 - keep) * jnp.where(jnp.isinf(old), 0, x - old)
     return jnp.where(keep == 0, x, moved)  # `old` may be NaN from `init`
 
 
-_START_ANEW: Final = """An average belongs to one structure. For a different \
+_NEW_ONE: Final = """An average belongs to one structure. For a different \
 structure, create a new average: `ema = es.Ema(decay).init(model)`."""
 
 _NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` must be a number, at least 0 and \
@@ -215,11 +216,11 @@ less than 1, or a function of the step, but `{}` was given. Pass the model to `i
 `es.Ema(0.999).init(model)`."""
 
 _NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
-one: `ema = es.Ema(0.999).init(model)`."""
+average: `ema = es.Ema(0.999).init(model)`."""
 
 _SELECTED: Final = f"""`es.Ema.update`: `on` selects `{{}}` either now or when the \
 average was created, but not both times. Freezing changes what `es.trainable` selects. \
-{_START_ANEW}"""
+{_NEW_ONE}"""
 
 _OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, but its average is `{{}}`. \
-{_START_ANEW}"""
+{_NEW_ONE}"""

@@ -37,13 +37,13 @@ def no_attribute(module: str, name: str) -> AttributeError:
     known |= {"Param": "es.Parameter", "Rngs": "es.RngStream", "remat": "es.checkpoint"}
     near = difflib.get_close_matches(name, known, 1, 0.75)
     hint = f": did you mean `{known[near[0]]}`?" if near else ""
-    # Without `obj`, by which Python would look for near names itself.
+    # Do not pass `obj`: with it, Python would add its own suggestion.
     said = f"module {module!r} has no attribute {name!r}{hint}"
     return AttributeError(said, name=name)
 
 
 def public_name(cls: type) -> str:
-    """A class as users write it, such as `eqx.nn.Linear`; else its own name."""
+    """The name of a class as users write it: `eqx.nn.Linear`, or else the bare name."""
     name = cls.__qualname__
     found = [k for k, x in _places().items() if getattr(x, name, None) is cls]
     return f"{found[0]}.{name}" if found else name
@@ -55,5 +55,5 @@ def _places() -> dict[str, Any]:
 
 
 def an(name: str) -> str:
-    """A name in backticks, with its article."""
+    """An article and a name in backticks: "an `Rng`"."""
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} `{name}`"

@@ -67,7 +67,7 @@ def functional(
     # `apply` takes all arrays from the dicts, so store only their shapes.
     like = jax.tree.map(_abstract, tree)
     named = by_name(like)
-    # A weak type would become strong in the first call, and so cause a retrace.
+    # A weak type would become strong in the first call, and retrace the second.
     tree = jax.tree.map(lambda x: to_strong(x) if is_array(x) else x, tree)
     params, state = state_dict(tree, Parameter), state_dict(tree, not_(Parameter))
     names_of_params, names_of_state = frozenset(params), frozenset(state)

@@ -1,4 +1,4 @@
-"""`es.to_equinox`: a model for code that passes Equinox's own state."""
+"""`es.to_equinox`: converts a model for code that uses an `eqx.nn.State`."""
 
 import inspect
 from typing import Any
@@ -24,7 +24,8 @@ from ._typing import PyTree
 
 def labeled_index(label: str, value: Any) -> eqx.nn.StateIndex[Any]:
     """An index into Equinox's state, with a label as its marker."""
-    # Equinox's marker is an `object()`, so two trees with an index would differ.
+    # Equinox's marker is a new `object()`, so the treedefs of two equal trees with an
+    # index would differ.
     index = eqx.nn.StateIndex(value)
     object.__setattr__(index, "marker", label)
     return index
@@ -50,7 +51,8 @@ class _Layer(eqx.nn.StatefulLayer):
     inference: bool
     made_for_inference: bool = eqx.field(static=True)
 
-    # To type checkers, a generated `__init__` would take `__call__` as a field.
+    # Write `__init__` out: in a generated one, type checkers would count `__call__` as
+    # a field.
     def __init__(self, model: Any, index: Any, names: tuple[str, ...], inference: bool):
         self.model, self.index, self.names = model, index, names
         self.inference = self.made_for_inference = inference
@@ -65,7 +67,8 @@ class _Layer(eqx.nn.StatefulLayer):
                 " Convert a model as a whole:"
                 " `es.to_equinox(eqx.nn.Sequential([a, b]))`."
             )
-        # `eqx.filter_grad` would differentiate every inexact array.
+        # Make the gradients of constants and frozen arrays zero: `eqx.filter_grad`
+        # differentiates every inexact array.
         model = map(jax.lax.stop_gradient, self.model, on=not_(trainable))
         model = map_leaves(lambda v: values.get(v.name, v.node), model, is_hole)
         if self.inference != self.made_for_inference:
@@ -87,15 +90,16 @@ def _values(tree: PyTree) -> dict[str, Any]:
 def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     """A callable model as Equinox's pair of a stateful layer and its `eqx.nn.State`.
 
-    Use it for code that passes Equinox's own state, and for `equinox.nn.Sequential`.
-    The layer contains the parameters, so `equinox.filter_grad` differentiates it; all
-    other arrays in it (an `es.Buffer`, a frozen module) have a gradient of zero. The
-    layer has Equinox's flag `inference`: `equinox.nn.inference_mode` switches every
-    module inside to eval mode.
+    Use it in code that passes an `equinox.nn.State` to its layers, and in an
+    `equinox.nn.Sequential`. The layer contains the parameters, so you can differentiate
+    it with `equinox.filter_grad`; all other arrays in it (an `es.Buffer`, a frozen
+    module) have a gradient of zero. The layer has Equinox's flag `inference`:
+    `equinox.nn.inference_mode` switches every module inside to eval mode.
 
-    Convert a model as a whole: two converted models in one would share a state.
-    Stateful Equinox layers can be part of the model as `es.nn.Stateful`, but their own
-    `eqx.nn.State` cannot be combined with this one.
+    Convert a model as a whole: you cannot combine two converted layers in one model,
+    because both would use the same entry of the `equinox.nn.State`. Stateful Equinox
+    layers can be part of the model as `es.nn.Stateful`, but their own
+    `equinox.nn.State` cannot be combined with that of the converted layer.
 
     Under `jax.vmap`, with `in_axes=(0, None)` and `out_axes=(0, None)`, all lanes share
     the state, including its keys. Either pass each lane a `key`, or convert the model
@@ -108,13 +112,15 @@ def to_equinox(model: PyTree) -> tuple[Any, eqx.nn.State]:
     **Returns:**
 
     - `layer`, an `equinox.nn.StatefulLayer`: `layer(x, state, key=...)` returns `(y,
-        state)`. A `key` is passed on to the model. If the model does not take one, this
-        call derives all its keys from `key`, and those in the state do not change.
+        state)`. A `key` is passed on to the model. If the model does not take one, the
+        call draws from keys that are derived from `key`, and the keys in the state do
+        not change.
     - `state`: every `es.State` of the model, by name.
 
     **Raises:**
 
-    - `ValueError`, from the layer: the state belongs to a different model.
+    - `ValueError`, from the layer: the state comes from a model whose states have
+        different names.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `ValueError`: one stateful module occurs twice in the model.
 

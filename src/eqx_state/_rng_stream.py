@@ -1,4 +1,4 @@
-"""PRNG keys as state: a stream that returns a fresh key at each call."""
+"""PRNG keys as state: a stream that returns a fresh key on each call."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ._tree.keys import as_key, next_keys
 class RngStream(Module):
     """A module that returns a fresh PRNG key on each call.
 
-    Each call advances the stream, in train and eval mode alike, so it needs
+    Each call advances the stream, in train and eval mode alike, so calls need
     `es.mutable` in both modes.
 
     !!! example

@@ -31,13 +31,14 @@ def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) ->
 
     **Arguments:**
 
-    - `tree`: any pytree: a model, or model and optimizer. Shapes are enough: for the
-        result of `jax.eval_shape(make)`, pass the shardings to `jax.jit(make,
-        out_shardings=...)` to create a model directly in shards.
+    - `tree`: any pytree: a model, or model and optimizer. Shapes are enough: to
+        create a model directly in shards, compute the shardings for the result of
+        `jax.eval_shape(make)`, and pass them to `jax.jit(make, out_shardings=...)`.
     - `mesh`: a `jax.sharding.Mesh`, or an `AbstractMesh`, which has no devices. If its
         axes are `AxisType.Explicit`, the default of `jax.make_mesh`, the model itself
-        must specify shardings that JAX finds ambiguous, and `eqx.filter_shard` does not
-        accept these shardings. With `AxisType.Auto`, the compiler decides.
+        must specify the shardings that JAX reports as ambiguous, and `eqx.filter_shard`
+        does not accept shardings of such a mesh. With `AxisType.Auto`, the compiler
+        decides.
     - `rules`: a mapping. Names of axes, as `es.axis_names` returns them, map to a mesh
         axis, a tuple of mesh axes, or `None`. Filters, kinds and `...` map to a
         `jax.sharding.PartitionSpec` for the whole array; in an `es.nn.Stacked`, its
@@ -130,8 +131,8 @@ def _check_names(
     by_name: Mapping[str, Any], leaves: list[NamedLeaf], tree: Any
 ) -> None:
     """Raise `ValueError` for a rule that names no axis, which is a typo."""
-    # Include the names of the model of an optimizer: without moments, the optimizer
-    # alone has no named arrays.
+    # Include the names of the models that optimizers have recorded: an optimizer
+    # without moments, such as `optax.sgd`, contains no named arrays itself.
     first: dict[str, Visit] = {}
     for visit, names, others in [*leaves, *recorded_leaves(tree)]:
         for name in filter(None, others or names or ()):

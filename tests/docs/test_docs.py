@@ -30,7 +30,7 @@ PUBLIC = {
 
 
 def prose(page):
-    """The text of a page without its blocks of code."""
+    """The text of a page without its code blocks."""
     text = page.read_text(encoding="utf-8")
     return re.sub(r"^( *)(```+).*?^\1\2$", "", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -46,7 +46,7 @@ def anchors(page):
     return {anchor(h) for h in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)}
 
 
-# Links to the web and cross references to names are no relative links.
+# Not links to the web or cross references to names.
 def links(page):
     found = re.findall(r"(?<!`)\]\(([^)\s]+)\)", prose(page))
     return [link for link in found if not re.match(r"[a-z]+:", link)]
@@ -66,14 +66,14 @@ def test_every_public_name_is_on_exactly_one_api_page():
 
 
 def test_every_page_is_in_the_navigation_once():
-    # Or is named in `not_in_nav`, which stands above it.
+    # Otherwise it is listed in `not_in_nav`, above the navigation.
     settings, nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
     listed += re.findall(r"^not_in_nav: (\S+\.md)$", settings, re.MULTILINE)
     assert Counter(listed) == Counter(p.relative_to(DOCS).as_posix() for p in PAGES)
 
 
-def test_every_page_outside_the_navigation_is_linked_from_another():
+def test_every_page_outside_the_navigation_is_linked_from_a_page():
     settings = (ROOT / "mkdocs.yml").read_text()
     outside = re.findall(r"^not_in_nav: (\S+\.md)$", settings, re.MULTILINE)
     linked = {
@@ -86,7 +86,7 @@ def test_every_page_outside_the_navigation_is_linked_from_another():
 
 
 @each_page
-def test_every_internal_link_leads_somewhere(page):
+def test_every_internal_link_has_a_target(page):
     for link in links(page):
         path, _, fragment = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -97,7 +97,7 @@ def test_every_internal_link_leads_somewhere(page):
 
 
 @each_page
-def test_every_cross_reference_names_something_public(page):
+def test_every_cross_reference_is_a_public_name(page):
     for name in re.findall(r"\]\[(eqx_state[\w.]*)\]", prose(page)):
         owner, _, method = name.rpartition(".")
         thing = es
@@ -108,14 +108,14 @@ def test_every_cross_reference_names_something_public(page):
 
 @each_page
 def test_a_figure_is_a_link_to_its_file(page):
-    # Which is how it is enlarged.
+    # The link enlarges it.
     text = prose(page)
     for file in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text):
         assert f"]({file})]({file})" in text, file
 
 
 @each_page
-def test_a_page_has_one_title_and_fences_that_close(page):
+def test_a_page_has_one_title_and_closes_its_fences(page):
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
     assert page.read_text(encoding="utf-8").count("```") % 2 == 0
 
@@ -132,7 +132,7 @@ def test_what_readers_search_for_is_a_heading():
         assert f"\n## {words}\n" in found, words
 
 
-# --- What a page needs ----------------------------------------------------------------
+# --- Packages that a page needs -------------------------------------------------------
 
 DEPENDENCIES = {"eqx_state", "equinox", "jax", "jaxtyping", "numpy", "optax", "rich"}
 PACKAGES = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}  # imports: packages
@@ -140,8 +140,8 @@ pages = tool("pages")
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.stem)
-def test_a_page_says_which_packages_it_needs(page):
-    # `nox -s pages` runs each in an environment that has these.
+def test_a_page_names_the_packages_that_it_needs(page):
+    # `nox -s pages` runs each page in an environment with these.
     code = pages.script(page)
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", code, re.MULTILINE))
     others = imported - DEPENDENCIES - sys.stdlib_module_names
@@ -151,7 +151,7 @@ def test_a_page_says_which_packages_it_needs(page):
     assert pages.needs(page)[0] == needed
 
 
-def test_a_page_runs_alone_in_an_environment_that_it_describes(tmp_path, monkeypatch):
+def test_a_page_runs_alone_in_the_environment_that_it_describes(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     page, says = tmp_path / "page.md", "This page needs `A_FLAG=x=1`.\n\n"
     code = """
@@ -173,29 +173,30 @@ import os
 
 
 def troubles():
-    """The part of the page whose entries are errors, without the last group."""
+    """The text of the page with entries for errors, without the last group."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     return text.partition("\n## No error, but")[0]
 
 
 def error_headings():
-    """`### ValueError: `State keeps its shape``: the class and the text."""
+    """Class and text of headings such as `### ValueError: `State keeps its shape``."""
     return re.findall(r"^### (\w+): (`+)(.*)\2$", troubles(), re.MULTILINE)
 
 
 def texts_in_the_source():
-    """All string literals of the library, with a gap for what is filled in."""
+    """All string literals of the library, with a NUL character for each placeholder."""
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             values = [p.value if isinstance(p, ast.Constant) else None for p in parts]
             text = "".join(v if isinstance(v, str) else "\0" for v in values)
-            yield re.sub(r"\{\w*\}", "\0", text)  # in a template
+            yield re.sub(r"\{\w*\}", "\0", text)  # a placeholder of a template
 
 
 def is_in(source, text):
-    """Whether a message has this text, which may begin before what is filled in."""
-    text = re.sub(r"\ban? `[A-Z]\w*`", "\0", text)  # `an` writes both
+    """Whether a message contains this text, which may start inside a placeholder."""
+    # `an` inserts the article and the class.
+    text = re.sub(r"\ban? `[A-Z]\w*`", "\0", text)
     text = re.sub(r"`[A-Z]\w*`", "`\0`", text)
     parts = ((text[:i], text[i:]) for i in range(1, len(text)))
     return text in source or any(
@@ -203,7 +204,7 @@ def is_in(source, text):
     )
 
 
-def test_every_error_in_troubleshooting_but_one_of_pythons_is_in_the_source():
+def test_every_error_in_troubleshooting_except_one_of_python_is_in_the_source():
     headings = error_headings()
     assert len(headings) > 20
     source = "\n".join(texts_in_the_source())
@@ -212,8 +213,8 @@ def test_every_error_in_troubleshooting_but_one_of_pythons_is_in_the_source():
     assert not is_in(source, "State loses its shape and dtype")
 
 
-def test_every_heading_in_troubleshooting_is_an_error_that_is_raised_below_it():
-    # By a block that runs: `with raises(ValueError, "the text"):`.
+def test_every_error_in_troubleshooting_is_raised_below_its_heading():
+    # A block that runs raises it: `with raises(ValueError, "the text"):`.
     known = {**vars(es), **vars(dataclasses), **vars(builtins)}
     entries = re.split(r"^### ", troubles(), flags=re.MULTILINE)[1:]
     assert len(entries) == len(error_headings())
@@ -223,7 +224,7 @@ def test_every_heading_in_troubleshooting_is_an_error_that_is_raised_below_it():
         assert re.search(rf"with raises\(\s*(es\.)?{name},", entry), name
 
 
-def test_a_source_file_that_is_named_to_pytest_is_not_run_a_second_time():
+def test_a_source_file_that_is_passed_to_pytest_runs_only_once():
     code = """
 import sys, pytest
 pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "src/eqx_state/_ema.py"])

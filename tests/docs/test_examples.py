@@ -1,7 +1,7 @@
 """The examples, shortened: each runs, asserts its result, and draws and prints.
 
-`nox -s examples` runs them in full. `.ci/run` does that for `data_parallel` and
-`sharded`, which are not here.
+`nox -s examples` runs all of them in full. `.ci/run` runs `data_parallel` and `sharded`
+in full, so they are not here.
 """
 
 import ast
@@ -18,7 +18,7 @@ from load_scripts import example, EXAMPLES, ROOT
 import eqx_state as es
 
 
-# What shortens `main`, or a constant of the module, and what is printed.
+# Arguments of `main` and constants that shorten the run, and texts that it prints.
 SHORTENED = {
     "linear_regression": ({"steps": 100, "tolerance": 0.05}, {}, ["50,000 examples"]),
     "digits": (
@@ -66,7 +66,7 @@ SHORTENED = {
 def test_an_example_asserts_its_result_and_draws_it(name, tmp_path, capsys):
     arguments, constants, printed = SHORTENED[name]
     path = tmp_path / "picture.png"
-    # JAX's own defaults: optax promotes, and so do the examples.
+    # The defaults of JAX, because optax and the examples promote.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         module = example(name)
         vars(module).update(constants)
@@ -78,25 +78,25 @@ def test_an_example_asserts_its_result_and_draws_it(name, tmp_path, capsys):
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
 def test_quickstart_is_about_forty_lines_that_learn(capsys):
-    quickstart = example("quickstart")  # asserts its result
+    quickstart = example("quickstart")  # the script asserts its result
     assert "% of the variance" in capsys.readouterr().out
     means = jnp.mean(quickstart.xs, axis=0)
     assert jnp.allclose(quickstart.model[0].mean, means, atol=1e-4)
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 42
 
 
-def test_the_training_guide_has_the_code_of_the_example():
+def test_the_training_guide_contains_the_code_of_the_example():
     guide = (ROOT / "docs/guides/training.md").read_text(encoding="utf-8")
     script = (EXAMPLES / "training.py").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
-    *program, _ = blocks  # the last one runs it
+    *program, _ = blocks  # the last block runs the program
     whole = ast.unparse(ast.parse("".join(program)))
     parts = ast.unparse(ast.parse(script.partition("def main")[0]).body[1:])
     assert whole == parts
 
 
 def stop_at(call, function):
-    """`function`, which raises at its `call`-th call instead of running."""
+    """Wrap `function` so that the `call`-th call raises an error."""
 
     def stopping(*args):
         nonlocal call
@@ -109,13 +109,14 @@ def stop_at(call, function):
 
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adamw`
-def test_a_training_run_that_was_stopped_ends_as_one_that_was_not(
+def test_a_training_run_that_is_stopped_and_resumed_ends_like_one_that_is_not(
     tmp_path, monkeypatch
 ):
     training = example("training")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.train(whole, epochs=3)
-    # In the second epoch; then in the same one, between the log and the checkpoint.
+    # First in the second epoch, then in the same one between the log and the
+    # checkpoint.
     for owner, name, call in [(training, "step", 15), (es, "save", 2)]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stop_at(call, getattr(owner, name)))
@@ -142,7 +143,7 @@ def test_a_training_run_stops_when_the_loss_no_longer_falls(tmp_path, monkeypatc
     assert [json.loads(line)["epoch"] for line in log] == [0, 1, 2]
 
 
-def test_an_example_runs_from_another_folder(tmp_path):
+def test_an_example_runs_from_a_different_folder(tmp_path):
     command = [sys.executable, EXAMPLES / "linear_regression.py", "line.png"]
     subprocess.run(command, cwd=tmp_path, check=True)
     assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The notebooks of the examples: they have the scripts' code, and their output."""
+"""Each notebook contains the code of its example, and its output."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ each_example = pytest.mark.parametrize("name", notebooks.names())
 
 
 @each_example
-def test_the_notebook_of_an_example_has_its_code(name):
+def test_a_notebook_has_the_code_of_its_example(name):
     text = (notebooks.EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
     advice = f"the example has changed: `python tools/notebooks.py {name}`"
     assert text == notebooks.written(notebooks.notebook(name, *notebooks.kept(name))), (
@@ -24,7 +24,7 @@ def test_the_notebook_of_an_example_has_its_code(name):
 
 
 @each_example
-def test_code_is_cut_and_nothing_is_lost(name):
+def test_code_is_split_into_cells_completely(name):
     cells = notebooks.notebook(name, "", None)["cells"]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     script = (notebooks.EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_code_is_cut_and_nothing_is_lost(name):
 
 
 @each_example
-def test_the_picture_is_that_of_the_documentation(name):
+def test_a_notebook_has_the_picture_of_the_documentation(name):
     _, picture = notebooks.kept(name)
     path = notebooks.PICTURES / f"{name}.png"
     assert (picture is not None) == path.exists()
@@ -57,7 +57,7 @@ def test_the_page_has_the_output(name):
     assert "/tmp" not in page
 
 
-def test_a_title_and_what_is_said_below_it():
+def test_a_markdown_cell_has_a_title_and_the_text_below_it():
     cells = notebooks.notebook("linear_regression", "", None)["cells"]
     titles = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
     assert titles[-2] == "## Compare with the least squares solution"

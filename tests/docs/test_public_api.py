@@ -1,4 +1,4 @@
-"""What `import eqx_state as es` offers: names, their documentation, nothing else."""
+"""The public names of `eqx_state`, and their documentation."""
 
 import ast
 import inspect
@@ -46,21 +46,21 @@ def look_up(name):
 @pytest.mark.parametrize(
     "name", [*KINDS, *FILTERS, *TREES, *TRANSFORMS, *CLASSES, *ERRORS]
 )
-def test_the_name_is_there(name):
+def test_the_name_is_public(name):
     assert hasattr(es, name)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_layer_is_there(name):
+def test_the_layer_is_public(name):
     assert issubclass(getattr(es.nn, name), es.Module)
 
 
-def test_nothing_else_is_there():
+def test_no_other_name_is_public():
     assert set(PUBLIC) == {*KINDS, *FILTERS, *TREES, *TRANSFORMS, *CLASSES, *ERRORS}
     assert set(PUBLIC) >= {n for n in vars(es) if not n.startswith("_")}
 
 
-def test_layers_are_all_that_is_in_nn():
+def test_nn_contains_only_layers():
     public = {name for name in dir(es.nn) if not name.startswith("_")}
     assert set(LAYERS) <= public <= {*LAYERS, "Stateful"}
 
@@ -70,8 +70,8 @@ def test_nn_is_the_only_public_submodule():
     assert submodules == ["nn"]
 
 
-def test_a_star_import_brings_the_public_names():
-    # That `eval`, `filter` and `map` are among them is why nobody should write it.
+def test_a_star_import_imports_the_public_names():
+    # They include `eval`, `filter` and `map`, so avoid a star import.
     namespace = {}
     exec("from eqx_state import *", namespace)
     assert {name for name in namespace if not name.startswith("_")} == set(PUBLIC)
@@ -83,13 +83,13 @@ def test_it_is_documented(name):
     doc = inspect.getdoc(thing)
     assert doc
     first_line = doc.splitlines()[0]
-    # A dataclass without a docstring gets its signature for one.
+    # The docstring of a dataclass without one is its signature.
     assert not first_line.startswith(f"{name.split('.')[-1]}(")
     inherited = [inspect.getdoc(base) for base in getattr(thing, "__mro__", ())[1:]]
     assert doc not in inherited
 
 
-# Kinds and errors are documented by `TreePart` and by the pages of their subjects.
+# The example for the kinds is in `TreePart`, and those for the errors on other pages.
 WITH_EXAMPLE = [
     name
     for name in DOCUMENTED
@@ -127,8 +127,8 @@ def test_every_argument_of_a_function_has_a_type_and_a_line(name):
         assert parameter.annotation is not inspect.Parameter.empty, parameter
 
 
-def test_where_they_are_from_is_the_package():
-    # `es.all_of` in an error or in documentation is what a user can import.
+def test_public_names_are_defined_in_the_package():
+    # Errors and pages show such names, so users must be able to import them.
     for name in PUBLIC:
         module = getattr(getattr(es, name), "__module__", "eqx_state")
         assert module.split(".")[0] == "eqx_state", name
@@ -142,7 +142,7 @@ def test_module_has_the_methods_of_the_design():
     assert [m for m in methods if not hasattr(es.Module, m)] == []
 
 
-def test_two_names_of_fields_are_reserved_and_no_more():
+def test_only_two_field_names_are_reserved():
     class Named(es.Module):
         key: es.Rng
         state: es.State
@@ -157,10 +157,10 @@ def test_two_names_of_fields_are_reserved_and_no_more():
             type("Taken", (es.Module,), {"__annotations__": {name: bool}})
 
 
-# --- Importing it ---------------------------------------------------------------------
+# --- Importing the package ------------------------------------------------------------
 
 
-def test_the_names_that_come_later_are_those_that_type_checkers_see():
+def test_lazily_imported_names_equal_those_for_type_checkers():
     tree = ast.parse(Path(es.__file__).read_text(encoding="utf-8"))
     (choice,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in choice.body if isinstance(node, ast.ImportFrom)]
@@ -185,15 +185,16 @@ def test_the_names_that_come_later_are_those_that_type_checkers_see():
         (es, "no_such_name", None),
     ],
 )
-def test_a_name_that_is_not_there_points_to_what_is_meant(module, name, instead):
+def test_an_unknown_name_suggests_the_intended_one(module, name, instead):
     hint = f": did you mean `{instead}`?" if instead else ""
     match = f"module '{module.__name__}' has no attribute '{name}'{hint}"
     with pytest.raises(AttributeError, match=f"^{re.escape(match)}$"):
         getattr(module, name)
 
 
-def test_importing_it_prints_nothing_starts_nothing_and_brings_names_when_used():
-    # If JAX had started, `jax.config.update("jax_platforms", ...)` would come too late.
+def test_import_prints_nothing_starts_no_backend_and_is_lazy():
+    # After a backend has started, `jax.config.update("jax_platforms", ...)` has no
+    # effect.
     code = """
 import sys
 import eqx_state as es

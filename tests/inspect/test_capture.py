@@ -1,4 +1,4 @@
-"""`es.capture`: what modules sow and return comes out of every transform."""
+"""`es.capture`: sown values and outputs of modules, through every transform."""
 
 import functools as ft
 import threading
@@ -38,7 +38,7 @@ class Stateless(Scale):
 
 
 class Times(eqx.Module):
-    """A layer of Equinox, which cannot sow."""
+    """A plain Equinox layer, which cannot sow."""
 
     factor: Any = 2.0
 
@@ -64,7 +64,7 @@ def net(*factors):
     return Net([Scale(x) for x in factors])
 
 
-def test_what_is_sown_and_returned_comes_out_by_name_beside_what_mutable_returns():
+def test_capture_returns_sown_values_and_outputs_with_the_result_of_mutable():
     model = net(2.0, 3.0)
     expected = es.mutable(model)(X)
     with untouched(model):
@@ -76,7 +76,7 @@ def test_what_is_sown_and_returned_comes_out_by_name_beside_what_mutable_returns
     assert list(es.capture(model)(X)[1]) == names[::2]
 
 
-def test_without_capture_sowing_does_nothing_and_leaves_no_trace_in_the_program():
+def test_without_capture_sowing_does_nothing_and_does_not_change_the_program():
     class Quiet(Scale):
         def sow(self, name, value):
             pass
@@ -93,7 +93,7 @@ def test_without_capture_sowing_does_nothing_and_leaves_no_trace_in_the_program(
     close(es.mutable(model)(X)[0], X)
 
 
-def test_the_model_is_found_as_by_mutable():
+def test_the_model_is_found_as_in_mutable():
     class Model(Net):
         @es.capture
         def look(self, x):
@@ -116,14 +116,14 @@ def test_the_model_is_found_as_by_mutable():
     close(y, sown["[1].layers[0].out"])
 
 
-def test_what_is_found_several_times_is_a_tuple():
+def test_several_values_of_one_name_form_a_tuple():
     model = wrapped(lambda layer, x: layer(layer(x)))
     _, found = es.capture(model, outputs="layer")(X)
     for name in ("layer", "layer.out"):
         close(list(found[name]), [2 * X, 4 * X])
 
 
-def test_any_pytree_of_arrays_and_numbers_can_be_found():
+def test_any_pytree_of_arrays_and_numbers_can_be_captured():
     class Many(es.Module):
         stream: es.RngStream
 
@@ -131,7 +131,7 @@ def test_any_pytree_of_arrays_and_numbers_can_be_found():
             x = np.ones(2)
             out = {"a": (1, 2.5, None), "n": x, "key": self.stream()}
             self.sow("many", out)
-            x[:] = 0  # it was sown as it was
+            x[:] = 0  # the sown value does not change
             return out
 
     (out, _), found = es.capture(Many(es.RngStream(0)), outputs="*")()
@@ -142,7 +142,7 @@ def test_any_pytree_of_arrays_and_numbers_can_be_found():
     assert found["stream"] == out["key"]
 
 
-def test_after_the_call_a_module_that_was_kept_sows_nothing():
+def test_a_module_that_outlives_the_call_sows_nothing():
     kept = []
     model = wrapped(lambda layer, x: kept.append(layer) or layer(x))
     _, sown = es.capture(model)(X)
@@ -150,7 +150,7 @@ def test_after_the_call_a_module_that_was_kept_sows_nothing():
     assert list(sown) == ["layer.out"]
 
 
-def test_kinds_are_those_that_may_be_written():
+def test_kinds_selects_the_fields_that_may_be_written():
     class Trains(es.Module):
         weight: es.Parameter
 
@@ -164,7 +164,7 @@ def test_kinds_are_those_that_may_be_written():
         es.capture(Scale(), kinds=3)
 
 
-def test_a_model_that_was_initialized_sows():
+def test_a_model_sows_after_init():
     class Lazy(es.Module):
         weight: es.Parameter = es.Initializer(lambda key: jr.normal(key, (3,)))
 
@@ -207,7 +207,7 @@ STACKED = {
         lambda f, x: (f, f(x)), f, xs
     )[1],
 }
-# Only outputs come out of these: what sows is an error there.
+# These return only outputs; a sow inside them is an error.
 PLAIN = {
     "jax.vmap": lambda f, xs: jax.vmap(f)(xs),
     "jax.vmap of a closure": lambda f, xs: jax.vmap(lambda x: f(x))(xs),
@@ -223,7 +223,7 @@ each_jit = pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["plain", "
 
 @pytest.mark.parametrize("name", THROUGH)
 @each_jit
-def test_it_comes_out_of_a_transform_as_without_it(name, jit):
+def test_a_transform_returns_captured_values_unchanged(name, jit):
     (_, new), found = jit(es.capture(wrapped(THROUGH[name]), outputs="layer"))(X)
     assert set(found) == {"layer", "layer.out"}
     close([found["layer"], found["layer.out"]], [2 * X, 2 * X])
@@ -232,7 +232,7 @@ def test_it_comes_out_of_a_transform_as_without_it(name, jit):
 
 @pytest.mark.parametrize("name", STACKED)
 @each_jit
-def test_it_is_stacked_by_lane_or_step(name, jit):
+def test_captured_values_are_stacked_by_lane_or_step(name, jit):
     model = wrapped(STACKED[name], Stateless())
     (ys, _), found = jit(es.capture(model, outputs="layer"))(X)
     assert set(found) == {"layer", "layer.out"}
@@ -241,7 +241,7 @@ def test_it_is_stacked_by_lane_or_step(name, jit):
 
 @pytest.mark.parametrize("name", PLAIN)
 @each_jit
-def test_outputs_are_stacked_by_lanes_of_plain_jax(name, jit):
+def test_outputs_are_stacked_by_the_lanes_of_plain_jax(name, jit):
     model = wrapped(PLAIN[name], Times(jnp.array(2.0)))
     _, found = jit(es.capture(model, outputs="layer"))(X)
     close(found, {"layer": 2 * X})
@@ -260,7 +260,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_of_two_axes_the_outer_one_is_first(name):
+def test_of_two_stacked_axes_the_outer_one_is_first(name):
     x = jnp.stack([X, 10 * X])
     _, found = es.capture(wrapped(NESTED[name], Times()), outputs="layer")(x)
     close(found["layer"], 2 * x)
@@ -269,7 +269,7 @@ def test_of_two_axes_the_outer_one_is_first(name):
 
 
 @pytest.mark.parametrize("vmap", [jax.vmap, es.vmap], ids=["jax", "es"])
-def test_what_all_lanes_return_alike_is_stacked_too(vmap):
+def test_an_output_that_is_equal_in_all_lanes_is_stacked_too(vmap):
     model = wrapped(lambda f, xs: vmap(lambda x: x + f(X))(xs), Times())
     _, found = es.capture(model, outputs="layer")(X)
     close(found["layer"], jnp.stack([2 * X] * 3))
@@ -281,7 +281,7 @@ def test_keys_are_stacked_by_lane():
     assert run(split, jr.split(jr.key(0), 3))[1][""].shape == (3,)
 
 
-def test_calls_in_two_transforms_are_one_tuple():
+def test_calls_in_different_transforms_form_one_tuple():
     model = wrapped(
         lambda f, x: es.checkpoint(f)(x) + es.vmap(f.factor.__mul__)(x) + f(x)
     )
@@ -289,7 +289,7 @@ def test_calls_in_two_transforms_are_one_tuple():
     assert [[y.shape for y in x] for x in found.values()] == [[(3,), (3,)]] * 2
 
 
-def test_a_stack_of_layers_has_one_name_for_all():
+def test_all_layers_of_a_stack_have_one_name():
     class Block(Scale):
         inner: Times = Times(10.0)
 
@@ -302,11 +302,11 @@ def test_a_stack_of_layers_has_one_name_for_all():
     close(found["layers.out"], jnp.stack([2 * X, 60 * X]))
     close(found["layers"], 10 * found["layers.out"])
     assert new.layers.calls.tolist() == [1, 1]
-    key = jr.key(0)  # a stack gives it only to layers that take one
+    key = jr.key(0)  # a stack passes it only to layers that take a key
     close(es.capture(stacked, outputs="layers")(X, key=key)[0][0], found[""])
 
 
-def test_layers_of_equinox_that_map_inside_and_decorated_calls():
+def test_equinox_layers_that_map_inside_and_decorated_calls():
     attention = eqx.nn.MultiheadAttention(2, 4, key=jr.key(0))
     _, found = es.capture(attention, outputs=eqx.nn.Linear)(*[jnp.ones((3, 4))] * 3)
     close(found["query_proj"], jax.vmap(attention.query_proj)(jnp.ones((3, 4))))
@@ -335,7 +335,7 @@ def test_layers_of_equinox_that_map_inside_and_decorated_calls():
     close(found, {"layer": 2 * X})
 
 
-def test_state_and_outputs_come_out_together():
+def test_state_and_outputs_are_returned_together():
     model = [es.nn.BatchNorm(3, axis_name="batch"), es.nn.Dropout(0.5, key=jr.key(3))]
     model = eqx.nn.Sequential(model)
     xs = jnp.stack([X, 2 * X, -X])
@@ -348,7 +348,7 @@ def test_state_and_outputs_come_out_together():
 
 
 @pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
-def test_the_order_is_that_of_sowing(transform):
+def test_sown_values_are_in_the_order_of_sowing(transform):
     _, sown = es.capture(transform(net(*[2.0] * 12)))(X)
     assert list(sown) == [f"layers[{i}].out" for i in range(12)]
 
@@ -388,7 +388,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("f", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("jit", [lambda f: f, es.jit, eqx.filter_jit])
-def test_it_comes_out_of_a_loss_beside_what_the_gradient_returns(f, jit):
+def test_a_captured_gradient_returns_values_next_to_its_result(f, jit):
     model = net(2.0, 3.0)
     result, found = jit(es.capture(f, outputs="layers[1]"))(model, X)
     assert eqx.tree_equal(result, jit(f)(model, X))
@@ -419,7 +419,7 @@ def test_gradients_of_partials_methods_and_other_kinds():
     assert (loss, new.factor, grads.factor, list(sown)) == (24.0, 4.0, 12.0, ["out"])
 
 
-def test_what_is_captured_inside_of_a_gradient_is_differentiable():
+def test_values_captured_inside_a_gradient_are_differentiable():
     def penalty(model, x):
         (y, model), found = es.capture(model, outputs="layers[0]")(x)
         return jnp.sum(y) + jnp.sum(found["layers[0]"] ** 2), (model, found)
@@ -444,7 +444,7 @@ class Trainer(es.Module):
 
 
 @each_jit
-def test_a_gradient_inside_reports_outward_and_its_state_is_kept(jit):
+def test_an_inner_gradient_reports_to_an_outer_capture_and_its_state_is_kept(jit):
     trainer = Trainer(net(2.0, 3.0))
     (((loss, grads), new), found) = jit(es.capture(trainer, outputs=Scale))(X)
     run = es.capture(es.value_and_grad(loss_fn), outputs=Scale)
@@ -455,21 +455,22 @@ def test_a_gradient_inside_reports_outward_and_its_state_is_kept(jit):
     assert len(found) == 4
 
 
-def test_without_outputs_a_gradient_inside_reports_what_is_sown():
+def test_an_inner_gradient_reports_sown_values_without_outputs():
     def f(models, x):
         def loss(models):
             return es.checkpoint(models[0])(models[1](x)).sum()
 
         a, b = models
         (_, (a.net, b)), _ = es.value_and_grad(loss)((a.net, b))
-        return es.grad(loss_fn)(net(2.0), x)[0] and b  # another model says nothing
+        # A separate model reports nothing.
+        return es.grad(loss_fn)(net(2.0), x)[0] and b
 
     for run in (f, lambda models, x: es.jit(f)(models, x)):
         _, found = es.capture(run)((Trainer(net(2.0)), net(3.0)), X)
         assert sorted(found) == ["[0].net.layers[0].out", "[1].layers[0].out"]
 
 
-def test_a_gradient_in_a_gradient_inside_reports_to_the_outermost():
+def test_nested_inner_gradients_report_to_the_outermost_capture():
     def f(trainer, x):
         def outer_loss(trainer):
             (loss, trainer.net), _ = es.value_and_grad(loss_fn)(trainer.net, x)
@@ -485,13 +486,13 @@ def test_a_gradient_in_a_gradient_inside_reports_to_the_outermost():
 
 
 @pytest.mark.parametrize("around", [es.jit, es.vmap, lambda f: eqx.Partial(es.jit(f))])
-def test_a_gradient_inside_of_another_transform_is_rejected(around):
+def test_capture_of_a_gradient_inside_a_transform_is_an_error(around):
     with pytest.raises(TypeError, match=r"es\.jit\(es\.capture\(es\.value_and_grad"):
         es.capture(around(es.grad(Scale())))
 
 
 @pytest.mark.parametrize("f", [es.grad, es.value_and_grad])
-def test_argnums_are_those_of_the_gradient(f):
+def test_argnums_belong_to_the_gradient(f):
     right = rf"`es\.capture\(es\.{f.__name__}\(loss, argnums=1\)\)`"
     with pytest.raises(TypeError, match=right):
         es.capture(f(lambda x, m: m(x)), argnums=1)
@@ -508,7 +509,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_outputs_inside_other_transforms_of_jax_are_missed_aloud(name):
+def test_outputs_inside_other_transforms_of_jax_are_reported_as_missed(name):
     model = wrapped(FOREIGN[name], Times(jnp.array(2.0)))
     match = r"did not see what `layer` returned(?s:.*)with jax\.disable_jit\(\):"
     with pytest.raises(es.TraceError, match=match):
@@ -516,7 +517,7 @@ def test_outputs_inside_other_transforms_of_jax_are_missed_aloud(name):
     with pytest.warns(UserWarning, match=match) as warned:
         assert list(es.capture(model, outputs="*")(X)[1]) == [""]
     assert warned[0].filename == __file__
-    assert es.capture(model)(X)[1] == {}  # it is not selected
+    assert es.capture(model)(X)[1] == {}  # `layer` is not selected
     if name != "jax.grad":
         with jax.disable_jit():
             assert list(es.capture(model, outputs="*")(X)[1]) == ["layer", ""]
@@ -532,7 +533,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_a_loop_that_stacks_nothing_is_an_error(loop):
+def test_a_loop_that_cannot_stack_values_is_an_error(loop):
     for layer, options, match in (
         (Stateless(), {}, r"Cannot capture `layer\.out` in .* `es\.scan`, which"),
         (
@@ -546,7 +547,7 @@ def test_a_loop_that_stacks_nothing_is_an_error(loop):
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_branches_sow_and_call_alike(times):
+def test_branches_must_sow_and_call_equally_often(times):
     def apply(layer, x):
         def other(x):
             for _ in range(times):
@@ -564,7 +565,7 @@ def test_branches_sow_and_call_alike(times):
 
 
 @pytest.mark.parametrize("value", ["text", jnp.sin, {"a": object()}, np.array("a")])
-def test_what_is_no_array_cannot_be_captured(value):
+def test_a_value_that_is_not_an_array_cannot_be_captured(value):
     for apply, name in (
         (lambda layer, x: layer.sow("it", (x, value)), r"`layer\.it`"),
         (lambda layer, x: (x, value), "the output of `the model`"),
@@ -575,7 +576,7 @@ def test_what_is_no_array_cannot_be_captured(value):
 
 
 @leaks_on_purpose
-def test_a_dead_tracer_cannot_be_captured():
+def test_a_leaked_tracer_cannot_be_captured():
     dead = []
     jax.vmap(lambda x: dead.append(x) or x)(X)
     for apply, name in (
@@ -604,13 +605,13 @@ def test_sowing_in_another_thread_is_an_error_and_not_lost():
 
 
 @pytest.mark.parametrize("name", [1, None, jnp.ones(2)])
-def test_the_name_is_a_string(name):
+def test_the_name_must_be_a_string(name):
     model = wrapped(lambda layer, x: layer.sow(name, x))
     with pytest.raises(TypeError, match=r"`Scale\.sow`: the first argument must be"):
         es.capture(model)(X)
 
 
-def test_an_output_and_a_sown_value_have_different_names():
+def test_an_output_and_a_sown_value_must_have_different_names():
     class Model(es.Module):
         norm: Any
 

@@ -1,4 +1,4 @@
-"""`es.find_nonfinite`, `es.nonfinite`: who makes the first NaN, and who holds one."""
+"""`es.find_nonfinite` names the call that makes a NaN, `es.nonfinite` the arrays."""
 
 import functools as ft
 from typing import Any
@@ -51,7 +51,7 @@ def net() -> Net:
 # --- Calls of modules -----------------------------------------------------------------
 
 
-def test_it_names_the_innermost_call_and_leaves_the_model_as_it_is():
+def test_it_names_the_innermost_call_and_does_not_change_the_model():
     model = net()
     with untouched(model):
         assert es.find_nonfinite(model)(ZEROS) == ["layers[1]"]
@@ -60,7 +60,7 @@ def test_it_names_the_innermost_call_and_leaves_the_model_as_it_is():
     assert es.find_nonfinite(Net([net()]))(ZEROS) == ["layers[0].layers[1]"]
 
 
-def test_it_names_each_module_once_in_the_order_in_which_calls_are_traced():
+def test_it_names_each_module_once_in_the_order_of_calls():
     def f(model, x):
         a, b, c = model.layers
         return a(x), b(1 - x), c(0 * x), a(0 * x), b(x - 1)
@@ -71,7 +71,7 @@ def test_it_names_each_module_once_in_the_order_in_which_calls_are_traced():
         assert es.find_nonfinite(g)(Net([Log(), Log(), Log()]), jnp.ones(2)) == names
 
 
-def test_a_module_is_named_if_it_makes_one_by_itself():
+def test_a_module_is_named_if_its_own_code_makes_a_nan():
     class Root(es.Module):
         layer: eqx.Module
 
@@ -82,7 +82,8 @@ def test_a_module_is_named_if_it_makes_one_by_itself():
     assert es.find_nonfinite(Root(Pass()))(-X) == [""]
     assert es.find_nonfinite(Root(Log()))(ZEROS) == ["layer"]
     assert es.find_nonfinite(Root(Log()))(jnp.ones(2)) == [""]
-    # Each lane and each step is a call of its own: in one it is the layer.
+    # Each lane and each step is a separate call. In one of them, the layer makes the
+    # NaN.
     xs = jnp.array([0.0, 1.0])
     lanes = (
         lambda m, xs: jax.vmap(m)(xs),
@@ -95,10 +96,11 @@ def test_a_module_is_named_if_it_makes_one_by_itself():
     for f in lanes:
         assert es.find_nonfinite(f)(Root(Log()), xs) == ["layer", ""]
         assert es.find_nonfinite(f)(Root(Log()), 0 * xs) == ["layer"]
-    assert es.find_nonfinite(lambda m, x: m(x) / 0)(Pass(), X) == []  # no module
+    # The function is not a module.
+    assert es.find_nonfinite(lambda m, x: m(x) / 0)(Pass(), X) == []
 
 
-def test_lanes_within_lanes_belong_to_the_call_around_them():
+def test_inner_lanes_belong_to_the_outer_call():
     class Row(es.Module):
         cell: eqx.Module
 
@@ -127,7 +129,7 @@ def test_an_argument_that_is_not_finite_is_named_first_by_its_position():
     assert es.find_nonfinite(grad)(Quiet(), nan) == ["argument 1"]
 
 
-def test_keywords_trees_and_other_dtypes_are_looked_at():
+def test_keywords_trees_and_other_dtypes_are_checked():
     class Tree(eqx.Module):
         def __call__(self, x, *, scale):
             return {"y": [x["x"] * scale, 1, "text", jr.key(0)], "n": None}
@@ -136,7 +138,8 @@ def test_keywords_trees_and_other_dtypes_are_looked_at():
         return es.find_nonfinite(lambda m: m({"x": x}, scale=scale))(Tree())
 
     assert run(X, 1e30) == []
-    assert run(X, 1e39) == []  # infinite as a float32, and so is the input
+    # 1e39 is infinite as a float32, so the input is infinite as well.
+    assert run(X, 1e39) == []
     assert run(jnp.full(2, 1e30), jnp.array(1e30)) == [""]
     assert run(jnp.full(2, 300.0, jnp.float16), jnp.float16(300)) == [""]
     assert run(jnp.full(2, 1j), jnp.array(jnp.inf)) == []
@@ -215,7 +218,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_where_outputs_cannot_be_captured_it_is_the_same_error(name):
+def test_in_loops_that_cannot_stack_outputs_the_error_is_that_of_capture(name):
     for look in (es.find_nonfinite, ft.partial(es.capture, outputs="*")):
         with pytest.raises(
             ValueError, match="^Cannot capture the output of `the model`"
@@ -231,7 +234,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("cls", [Log, Quiet])
-def test_calls_in_other_transforms_of_jax_are_missed_aloud(cls, name):
+def test_calls_in_other_transforms_of_jax_are_reported_as_missed(cls, name):
     made = [""] if cls is Log else []
     with pytest.raises(es.TraceError, match=r"`the model` returned(?s:.*)disable_jit"):
         es.find_nonfinite(FOREIGN[name])(cls(), ZEROS)
@@ -248,13 +251,13 @@ def test_calls_in_other_transforms_of_jax_are_missed_aloud(cls, name):
         assert es.find_nonfinite(Around(cls()))(ZEROS) == ["layer" for _ in made]
 
 
-def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen():
+def test_a_model_without_modules_is_an_error():
     for model in (X, [{"w": X}, eqx.nn.Linear]):
         with pytest.raises(ValueError, match="no module that can be called"):
             es.find_nonfinite(lambda _: Log()(ZEROS))(model)
 
 
-def test_a_step_with_trees_that_were_made_outside():
+def test_a_step_with_an_optimizer_and_an_average_from_outside():
     model = Net([eqx.nn.Linear(2, 2, key=jr.key(0)), Log()])
     model = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.array([9.0, 9.0]))
     optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
@@ -280,7 +283,7 @@ def test_a_step_with_trees_that_were_made_outside():
     close(out, plain)
 
 
-def test_again_with_a_function_that_is_compiled_already():
+def test_a_function_that_is_already_compiled():
     traces = []
 
     @es.jit
@@ -301,7 +304,7 @@ def test_again_with_a_function_that_is_compiled_already():
     [{}, {"check_vma": False}, {"axes": {es.State: P("data")}}],
     ids=["checked", "unchecked", "axes"],
 )
-def test_the_devices_of_a_shard_map_are_all_looked_at(options):
+def test_all_devices_of_a_shard_map_are_checked(options):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     specs = {"in_specs": P("data", "model"), "out_specs": P("data", "model")}
 
@@ -313,7 +316,7 @@ def test_the_devices_of_a_shard_map_are_all_looked_at(options):
     model = Net([Log(), Log()])
     x = jnp.full((2, 2), 2.0)
     assert es.find_nonfinite(f)(model, x) == []
-    x = x.at[0, 0].set(0.5)  # its logarithm has none
+    x = x.at[0, 0].set(0.5)  # the second logarithm is NaN
     assert es.find_nonfinite(f)(model, x) == ["layers[1]"]
     x = x.at[1, 1].set(-1.0)
     assert es.find_nonfinite(f)(model, x) == ["layers[0]", "layers[1]"]
@@ -361,7 +364,7 @@ def test_models_gradients_and_optimizers():
 
 
 @pytest.mark.parametrize("jit", [jax.jit, es.jit], ids=["jax", "es"])
-def test_what_has_no_values_is_an_error(jit):
+def test_values_that_are_not_known_are_an_error(jit):
     with pytest.raises(TypeError, match="ShapeDtypeStruct"):
         es.nonfinite({"a": jax.ShapeDtypeStruct((2,), jnp.float32)})
     assert es.nonfinite({"a": jax.ShapeDtypeStruct((2,), jnp.int32)}) == []

@@ -1,4 +1,4 @@
-"""`es.capture(f, outputs=..., replace=...)`: which calls are seen, and replaced."""
+"""`es.capture(f, outputs=..., replace=...)`: captured and replaced outputs."""
 
 import gc
 from typing import Any
@@ -43,7 +43,7 @@ def net() -> Net:
     return Net([Layer(linear(key=0)), Layer(linear(key=1))])
 
 
-# --- What is selected -----------------------------------------------------------------
+# --- Selecting modules ----------------------------------------------------------------
 
 
 SELECTIONS = {
@@ -62,7 +62,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("which", SELECTIONS)
-def test_outputs_come_out_by_name_beside_what_is_sown(which):
+def test_outputs_are_returned_by_name_together_with_sown_values(which):
     selection, names = SELECTIONS[which]
     for model in (net(), net().eval(), net().freeze()):
         (y, new), found = es.capture(model, outputs=selection)(X)
@@ -75,7 +75,7 @@ def test_outputs_come_out_by_name_beside_what_is_sown(which):
         assert jnp.array_equal(found["layers[0].doubled"], 2 * first)
 
 
-def test_a_module_that_is_assigned_is_seen_and_one_that_moves_out_is_not():
+def test_an_assigned_module_is_captured_by_its_new_path():
     class Model(es.Module):
         a: Any
         b: Any
@@ -91,7 +91,7 @@ def test_a_module_that_is_assigned_is_seen_and_one_that_moves_out_is_not():
 
 
 @pytest.mark.parametrize("options", [{"outputs": eqx.nn.Linear}, {"replace": {"": 0}}])
-def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen(options):
+def test_a_model_without_modules_is_an_error(options):
     model = linear()
     message = (
         r"(?s)`es\.capture` looks into the model.*`f32\[2\]`, which.*es\.vmap\(model"
@@ -103,15 +103,15 @@ def test_a_model_without_modules_is_an_error_since_nothing_would_be_seen(options
 @pytest.mark.parametrize(
     "which", [3, [eqx.nn.Linear], (eqx.nn.Linear, "a"), jnp.ones(2), linear()]
 )
-def test_what_selects_nothing_is_an_error(which):
+def test_an_invalid_selection_is_an_error(which):
     with pytest.raises(TypeError, match=r"`outputs` must be a module class or a tuple"):
         es.capture(mlp(), outputs=which)
 
 
-# --- How calls are seen ---------------------------------------------------------------
+# --- How calls are intercepted --------------------------------------------------------
 
 
-def test_models_of_plain_equinox_stay_what_they_are():
+def test_models_of_plain_equinox_do_not_change():
     model = mlp()
     with untouched(model):
         (y, new), found = es.capture(model, outputs="*")(X)
@@ -125,7 +125,7 @@ def test_models_of_plain_equinox_stay_what_they_are():
     assert jnp.array_equal(y, model(X))
 
 
-def test_in_the_call_a_module_has_its_classes_fields_and_repr():
+def test_during_the_call_a_module_has_the_fields_class_and_repr_of_its_class():
     class Model(es.Module):
         layer: eqx.nn.Linear
         stats: es.State = 0
@@ -155,7 +155,7 @@ def test_without_outputs_no_class_changes():
     assert list(found) == ["layers[0].doubled", "layers[1].doubled"]
 
 
-def test_modules_that_are_returned_kept_or_sown_are_ordinary():
+def test_modules_that_are_returned_kept_or_sown_are_ordinary_modules():
     kept = []
 
     class Model(es.Module):
@@ -171,11 +171,12 @@ def test_modules_that_are_returned_kept_or_sown_are_ordinary():
     assert [*found] == ["layer.inner", "layer.doubled", "part"]
     for x in (out, new, found["part"]):
         assert {type(m) for _, m in es.modules(x)} <= {Model, Layer, eqx.nn.Linear}
-    assert jnp.array_equal(kept[0].eval()(X), kept[0].inner(X))  # sees no capture
+    # After the call, nothing is captured.
+    assert jnp.array_equal(kept[0].eval()(X), kept[0].inner(X))
     assert eqx.tree_equal(out[0], new)
 
 
-def test_what_runs_when_a_class_is_made_does_not_run():
+def test_init_subclass_of_a_class_does_not_run():
     made = []
 
     class Registered(es.Module):
@@ -191,7 +192,7 @@ def test_what_runs_when_a_class_is_made_does_not_run():
     assert made == ["model"]
 
 
-def test_classes_do_not_pile_up():
+def test_generated_classes_do_not_accumulate():
     class Own(es.Module):
         def __call__(self, x):
             return x
@@ -203,7 +204,7 @@ def test_classes_do_not_pile_up():
         assert len(Own.__subclasses__()) == 1
 
 
-def test_an_inner_capture_has_its_own_names_and_the_outer_one_sees_the_calls_too():
+def test_an_inner_capture_has_its_own_names_and_the_outer_capture_sees_its_calls():
     def run(model, x):
         (y, new), inner = es.capture(model.layers[0], outputs="*")(x)
         model.layers = [new, model.layers[1]]
@@ -237,7 +238,8 @@ def test_a_jitted_function_inside_is_traced_once_for_all_captures():
     for scale in (1.0, 2.0):
         _, found = es.capture(f, outputs=eqx.nn.Linear)(model, scale * X)
         close(found["layers[0]"], model.layers[0](scale * X))
-    assert len(traces) == count + 2  # the layers know their names
+    # Two more: a tag with the path of each layer is part of the cache key.
+    assert len(traces) == count + 2
     close(es.mutable(f)(model, X)[0], plain)
     assert len(traces) == count + 2
 
@@ -258,7 +260,7 @@ def test_a_jitted_capture_is_traced_once():
 # --- Replaced outputs -----------------------------------------------------------------
 
 
-def test_a_value_takes_the_place_of_an_output_and_is_shown():
+def test_a_value_replaces_an_output_and_is_captured():
     model = mlp()
     patch = jnp.array([1.0, 2.0, 3.0])
     for value in (patch, np.array(patch)):
@@ -272,7 +274,7 @@ def test_a_value_takes_the_place_of_an_output_and_is_shown():
 
 @pytest.mark.parametrize("vmap", [jax.vmap, es.vmap], ids=["jax", "es"])
 @pytest.mark.parametrize("jit", [lambda f: f, es.jit])
-def test_a_function_of_the_output_takes_its_place(vmap, jit):
+def test_a_function_of_the_output_replaces_it(vmap, jit):
     model = mlp()
     run = es.capture(
         lambda m, xs: vmap(m)(xs), outputs="*", replace={"layers[0]": lambda y: 2 * y}
@@ -291,7 +293,7 @@ def test_a_replaced_module_still_writes_its_state():
     assert list(found) == ["layers[0].doubled", "layers[1].doubled"]
 
 
-def test_gradients_flow_around_what_is_replaced():
+def test_no_gradient_flows_through_a_replaced_output():
     loss_fn = lambda model, x: jnp.sum(model(x))  # noqa: E731
     run = es.capture(es.value_and_grad(loss_fn), replace={"layers[1]": 3.0})
     ((loss, _), grads), _ = run(net(), X)
@@ -299,7 +301,7 @@ def test_gradients_flow_around_what_is_replaced():
     assert all((x == 0).all() for x in jax.tree.leaves(grads))
 
 
-def test_replacing_works_where_nothing_can_be_stacked():
+def test_replacing_works_in_loops_that_cannot_stack_outputs():
     def f(model, x):
         return es.fori_loop(0, 2, lambda i, x: model(x), x)
 
@@ -308,7 +310,7 @@ def test_replacing_works_where_nothing_can_be_stacked():
     assert found == {}
 
 
-def test_each_call_has_its_own_replacement_also_in_compiled_functions():
+def test_each_call_uses_its_own_replacement_in_compiled_functions_too():
     for jit in (es.jit, eqx.filter_jit):
         apply = jit(lambda layer, x: layer(x))
         for value in (1.0, 2.0):
@@ -356,7 +358,7 @@ def test_a_module_that_is_not_called_is_an_error(jit):
     (y, _), _ = es.capture(tied.encode, replace={"embed": 0.0})(X)
     assert (y == 0).all()
     assert tied.calls == 0
-    # One branch of several, and a loop, are calls.
+    # A call in one branch, or in a loop, counts as a call.
     for f in (
         lambda m, x: es.cond(x[0] > 9, m, lambda x: x, x),
         lambda m, x: es.while_loop(lambda x: x[0] > 0, m, x),
@@ -364,7 +366,7 @@ def test_a_module_that_is_not_called_is_an_error(jit):
         es.capture(f, replace={"": 0.0})(tied, X)
 
 
-def test_a_replacement_of_a_different_structure_is_refused():
+def test_a_replacement_of_a_different_structure_is_an_error():
     replaced = es.capture(eqx.nn.LSTMCell(2, 2, key=jr.key(0)), replace={"": [0.0]})
     state = jnp.zeros(2), jnp.zeros(2)
     with pytest.raises(ValueError, match="must have the same structure, shapes"):

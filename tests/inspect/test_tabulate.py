@@ -1,4 +1,4 @@
-"""The table of a model: its rows, its sizes, and what modules are called with."""
+"""`es.tabulate`: rows, sizes, and the inputs and outputs of calls."""
 
 import functools as ft
 from typing import Any
@@ -22,7 +22,7 @@ def linear(i: int = 2, o: int = 3) -> eqx.nn.Linear:
 
 
 def total(arrays: list[Any]) -> str:
-    """Elements and bytes, as the table says them, counted another way."""
+    """Elements and bytes in the format of the table, counted in a different way."""
     count = sum(x.size for x in arrays)
     size = 0
     for x in arrays:
@@ -34,7 +34,7 @@ def total(arrays: list[Any]) -> str:
     )
 
 
-# --- What it looks like ---------------------------------------------------------------
+# --- Layout ---------------------------------------------------------------------------
 
 
 class Net(es.Module):
@@ -80,7 +80,7 @@ def test_a_small_model():
     assert "Vmap" in es.tabulate(es.vmap(lambda x: x))
 
 
-def test_nothing_is_cut_or_colored(monkeypatch):
+def test_nothing_is_truncated_or_colored(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
@@ -92,7 +92,7 @@ def test_nothing_is_cut_or_colored(monkeypatch):
     assert len({len(line) for line in table.splitlines()[:-2]}) == 1
 
 
-def test_modes_are_marked():
+def test_modes_are_shown():
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     model = [es.nn.BatchNorm(2).freeze(), dropout, eqx.nn.Dropout(0.5)]
     rows = cells(es.tabulate(model))
@@ -141,7 +141,7 @@ def test_large_sizes_are_readable():
 
 
 @pytest.mark.parametrize("name", zoo.CASES)
-def test_totals_are_those_of_the_parts_and_each_array_is_in_one_row(name):
+def test_totals_equal_the_sums_over_arrays_and_each_array_is_in_one_row(name):
     model = zoo.CASES[name].model()
     for depth in (None, 0, 1):
         check_totals(model, es.tabulate(model, depth=depth))
@@ -170,7 +170,7 @@ def check_totals(model: Any, table: str) -> None:
     assert f"Trainable: {total([p.value for p in trainable])}\n" in table
 
 
-def test_depth_folds_rows_into_those_around():
+def test_depth_merges_rows_into_the_row_of_their_parent():
     model = [eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)), Net(linear(), es.nn.BatchNorm(3))]
     assert list(cells(es.tabulate(model, depth=0))) == ["path", "", "Total"]
     rows = cells(es.tabulate(model, depth=1))
@@ -199,10 +199,10 @@ TREES = [
 def test_any_pytree(tree, rows):
     table = es.tabulate(tree)
     assert list(cells(table))[1:-1] == rows
-    assert "Sentinel" not in table  # of Equinox's `StateIndex`
+    assert "Sentinel" not in table  # an object in Equinox's `StateIndex`
 
 
-def test_an_optimizer_shows_its_moments_by_module():
+def test_the_table_of_an_optimizer_shows_moments_by_module():
     net = Net(linear(), es.nn.BatchNorm(3))
     rows = cells(es.tabulate(es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(net)))
     assert rows["path"][1:] == ["OptState"]
@@ -219,7 +219,7 @@ def test_abstract_models():
     )
 
 
-def test_a_stack_of_layers_has_the_shapes_of_the_stack():
+def test_a_stack_of_layers_has_stacked_shapes():
     rows = cells(es.tabulate(zoo.CASES["stack of layers"].model()))
     assert "weight: f32[3,2,2]" in rows["layers.dense"][1]
 
@@ -247,7 +247,7 @@ class Lazy(es.Module):
         return self.layer(self.weight * x)
 
 
-def test_what_is_not_initialized_says_so():
+def test_uninitialized_fields_are_shown_as_such():
     rows = cells(es.tabulate(Lazy()))
     assert rows["path"][1:] == ["Parameter", "State", "no kind"]
     assert rows[""][1] == "weight: not initialized"
@@ -255,19 +255,19 @@ def test_what_is_not_initialized_says_so():
     assert rows["Total"][1:] == ["0 (0 B)", "1 (4 B)", "0 (0 B)"]
 
 
-def test_with_inputs_a_model_is_shown_as_it_will_be():
+def test_with_inputs_a_model_is_shown_as_after_init():
     x = jnp.ones(2)
     assert es.tabulate(Lazy(), x) == es.tabulate(Lazy().init(0), x)
     assert cells(es.tabulate(Lazy(), x))["layer"][1:3] == ["f32[2]", "f32[3]"]
 
 
-def test_what_is_frozen_by_its_path_is_marked():
+def test_frozen_rows_are_marked():
     net = Net(linear(), es.nn.BatchNorm(3))
     for where, frozen in (
         (lambda m: m.linear, {"linear"}),
         (lambda m: m.norm, {"norm"}),
         (lambda m: m, {"", "linear", "norm"}),
-        (lambda m: m.linear.bias, set()),  # a part of a row; see the last line
+        (lambda m: m.linear.bias, set()),  # a part of a row is not marked
     ):
         rows = cells(es.tabulate(es.freeze(net, where)))
         marked = {path for path in ("", "linear", "norm") if "frozen" in rows[path][0]}
@@ -293,7 +293,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_calls_are_recorded_in_a_transform(transform):
+def test_calls_inside_a_transform_are_recorded(transform):
     class Model(es.Module):
         layers: list[Any]
 
@@ -310,7 +310,7 @@ def test_calls_are_recorded_in_a_transform(transform):
         assert output == "f32[2]"
 
 
-def test_the_first_call_is_shown_and_a_module_without_one_has_no_shapes():
+def test_the_first_call_is_shown_and_a_module_that_is_not_called_has_no_shapes():
     class Twice(es.Module):
         layer: Any
         unused: Any
@@ -348,7 +348,7 @@ def test_nested_inputs_and_outputs_are_readable():
     assert found["layers[1]"] == ("f32[3]\nstate=State(...)", "(f32[3], State(...))")
 
 
-def test_an_array_of_numpy_may_be_a_shape():
+def test_a_numpy_array_can_be_a_shape():
     class Zeros(es.Module):
         shape: es.Buffer
 
@@ -358,7 +358,7 @@ def test_an_array_of_numpy_may_be_a_shape():
     assert calls(Zeros(np.array([2, 3])), jnp.ones(3))[""] == ("f32[3]", "f32[2,3]")
 
 
-def test_layers_of_one_jitted_function_are_all_recorded_each_time():
+def test_all_layers_in_one_jitted_function_are_recorded_each_time():
     class Model(es.Module):
         layers: list[Any]
 
@@ -407,7 +407,7 @@ def test_nothing_is_computed():
 
 
 @reuses_keys
-def test_what_was_compiled_before_stays_compiled():
+def test_compiled_functions_stay_compiled():
     model = zoo.CASES["average and keys"].model()
     traces = []
 
@@ -423,7 +423,7 @@ def test_what_was_compiled_before_stays_compiled():
     assert traces == [1]
 
 
-def test_the_users_error_comes_out():
+def test_an_error_of_the_model_is_raised_unchanged():
     class Model(es.Module):
         layer: Any
 
@@ -437,7 +437,7 @@ def test_the_users_error_comes_out():
         es.tabulate(linear(), jnp.ones(5))
 
 
-def test_inputs_are_for_a_model_that_can_be_called():
+def test_inputs_require_a_model_that_can_be_called():
     def forward(x, layer=linear()):  # noqa: B008
         return layer(x)
 
@@ -460,7 +460,7 @@ class Centered(es.Module):
         return x - jax.lax.pmean(x, "batch")
 
 
-def test_costs_are_those_of_xla_for_the_call_of_each_row(monkeypatch):
+def test_costs_are_those_of_xla_for_the_call_in_each_row(monkeypatch):
     compiled = []
     compile = jax.stages.Lowered.compile
     monkeypatch.setattr(
@@ -482,8 +482,8 @@ def test_costs_are_those_of_xla_for_the_call_of_each_row(monkeypatch):
     size, unit = rows["layers[2]"][i + 1].split()
     assert unit == "KB"
     assert float(size) >= 4 * (64 * 32 + 32 + 64 + 32) / 1000
-    assert len(compiled) == 3  # equal layers once
-    # A cell has the arrays of the module itself, and they add up to the whole.
+    assert len(compiled) == 3  # equal layers are compiled once
+    # Arrays are listed in the row of their own module, and the shares sum to 100%.
     shares = [row[i + 2].rpartition(", ")[2] for row in rows.values()]
     assert shares[1:-1] == ["", "40.0%", "40.0%", "20.0%"]
 

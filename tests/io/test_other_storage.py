@@ -1,8 +1,8 @@
-"""Models and optimizers go through Equinox's own files, and through Orbax.
+"""Models and optimizers can be stored in Equinox's own files, and with Orbax.
 
-Neither saves what is not an array, such as a function. Equinox saves no typed keys:
-they go as their key data. The guide *Checkpoints* has the arrays of a model through
-Orbax as a pytree.
+Neither saves values that are not arrays, such as functions. Equinox does not save typed
+keys, so these tests save their key data. The guide *Checkpoints* saves the arrays of a
+model with Orbax.
 """
 
 import io
@@ -21,7 +21,7 @@ import eqx_state as es
 
 
 class Net(es.Module):
-    """Arrays of several kinds and of none, and what is not an array."""
+    """Arrays with several kinds and without, and a value that is not an array."""
 
     linear: eqx.nn.Linear
     norm: es.nn.BatchNorm
@@ -68,7 +68,7 @@ def read(file, x):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_model_through_a_file_of_equinox(name):
+def test_every_model_can_be_stored_in_a_file_of_equinox(name):
     model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, model, write)
@@ -79,7 +79,7 @@ def test_every_model_through_a_file_of_equinox(name):
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_a_file_of_equinox_without_the_keys_into_an_abstract_tree(tmp_path):
+def test_a_file_of_equinox_without_keys_is_loaded_into_an_abstract_tree(tmp_path):
     tree, like = trained(0), trained(1)
     saved, _ = es.partition(tree, es.not_(es.Rng))
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", saved)
@@ -93,7 +93,7 @@ def test_a_file_of_equinox_without_the_keys_into_an_abstract_tree(tmp_path):
 
 @pytest.fixture
 def through_orbax(tmp_path):
-    """By name, so that only arrays are saved."""
+    """Save and restore the state dict, so that only arrays are saved."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax needs a newer JAX")
 
     def through(tree, like):
@@ -109,14 +109,14 @@ def through_orbax(tmp_path):
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_a_model_and_its_optimizer_through_orbax(is_abstract, through_orbax):
+def test_a_model_and_its_optimizer_can_be_stored_with_orbax(is_abstract, through_orbax):
     tree, like = trained(0), trained(1)
     like = eqx.filter_eval_shape(lambda: like) if is_abstract else like
     with untouched(tree), untouched(like):
         assert eqx.tree_equal(through_orbax(tree, like), tree)
 
 
-def test_orbax_keeps_arrays_spread_over_devices(through_orbax):
+def test_orbax_keeps_the_sharding_of_arrays(through_orbax):
     mesh = Mesh(jax.devices(), "devices")
     rows, whole = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
     tree = [jnp.arange(16.0).reshape(8, 2), es.nn.Dropout(key=0)]

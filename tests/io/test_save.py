@@ -1,4 +1,4 @@
-"""`es.save` when something is wrong: what is on the disk is the old file or the new."""
+"""Failures of `es.save`: the path contains either the old file or the new one."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ OLD, NEW = tree(0), tree(1)
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with the old tree, alone in its directory."""
+    """A file with the old tree, the only one in its directory."""
     path = tmp_path / "model.safetensors"
     es.save(path, OLD)
     return path
@@ -58,7 +58,7 @@ def test_an_exception_leaves_the_old_file_and_no_other(step, error, path, monkey
     assert_only(path, NEW)
 
 
-def test_a_file_is_whole_on_the_disk_before_it_takes_the_place(path, monkeypatch):
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(path, monkeypatch):
     synced, places = [], []
 
     def fsync(descriptor):
@@ -77,9 +77,9 @@ def test_a_file_is_whole_on_the_disk_before_it_takes_the_place(path, monkeypatch
     assert_only(path, NEW)
 
 
-def test_no_file_stays_open(path):
+def test_no_file_remains_open(path):
     def lowest():
-        """The number that the next file will have."""
+        """The descriptor that the next opened file will get."""
         descriptor = os.open(os.devnull, os.O_RDONLY)
         os.close(descriptor)
         return descriptor
@@ -91,17 +91,18 @@ def test_no_file_stays_open(path):
     assert lowest() == before
 
 
-# --- The system -----------------------------------------------------------------------
+# --- The operating system -------------------------------------------------------------
 
 
-def test_a_file_that_may_not_be_so_long(path):
+def test_a_limit_of_the_file_size(path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         message = f"`es.save` cannot write `{path}`: .*File too large.*was changed"
         with pytest.raises(OSError, match=message) as info:
             es.save(path, NEW)
-        assert info.value.errno == errno.EIO  # safetensors says the other in its text
+        # Safetensors gives the original reason in its text.
+        assert info.value.errno == errno.EIO
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_only(path, OLD)
@@ -109,13 +110,13 @@ def test_a_file_that_may_not_be_so_long(path):
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_no_permission(what):
-    with tempfile.TemporaryDirectory() as name:  # `tmp_path` is closed to other users
+    with tempfile.TemporaryDirectory() as name:  # other users cannot enter `tmp_path`
         folder = Path(name)
         path = folder / "model.safetensors"
         es.save(path, OLD)
         is_root = os.geteuid() == 0
         try:
-            if is_root:  # whom modes do not hold
+            if is_root:  # permissions do not apply to root
                 for each in (folder, path):
                     os.chown(each, 65534, 65534)
                 os.seteuid(65534)
@@ -187,7 +188,7 @@ def test_the_target_of_a_link_is_replaced(path, tmp_path):
         assert eqx.tree_equal(es.load(file, OLD), NEW)
 
 
-def test_permissions_are_those_of_open(path, tmp_path):
+def test_permissions_equal_those_of_open(path, tmp_path):
     def mode(path):
         return stat.S_IMODE(os.stat(path).st_mode)
 
@@ -202,11 +203,11 @@ def test_permissions_are_those_of_open(path, tmp_path):
         os.umask(old)
 
 
-# --- What cannot be saved -------------------------------------------------------------
+# --- Arrays that cannot be saved ------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Complex dtype")
-def test_one_error_lists_what_cannot_be_saved(path):
+def test_one_error_lists_all_arrays_that_cannot_be_saved(path):
     tree = {
         "a": np.zeros(2, "c16"),
         "b": jnp.zeros(2, "int4"),
@@ -236,7 +237,7 @@ def test_arrays_of_several_processes_cannot_be_saved(path, monkeypatch):
         "spread": jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("devices"))),
         "whole": jax.device_put(jnp.ones(8), NamedSharding(mesh, P())),
     }
-    # Which needs several processes to be so.
+    # Pretend that there are several processes.
     not_here = property(lambda self: False)
     monkeypatch.setattr(type(tree["whole"]), "is_fully_addressable", not_here)
     with rejects(tree, TypeError, r"spread'\]: .*orbax-checkpoint.*process_allgather"):

@@ -1,4 +1,4 @@
-"""`es.save` and `es.load`: what comes back, and what a file is like."""
+"""`es.save` and `es.load`: the loaded arrays, and the format of a file."""
 
 import json
 import os
@@ -54,7 +54,7 @@ class Net(es.Module):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loading_what_was_saved_gives_the_model(name, path):
+def test_loading_a_saved_model_restores_it(name, path):
     model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
     with untouched(model), untouched(other):
         es.save(path, model)
@@ -63,7 +63,7 @@ def test_loading_what_was_saved_gives_the_model(name, path):
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_a_model_its_optimizer_and_a_step_into_an_abstract_tree(path):
+def test_a_model_its_optimizer_and_a_step_are_loaded_into_an_abstract_tree(path):
     tx = optax.adam(0.1)
 
     def start(seed):
@@ -85,7 +85,7 @@ ARRAYS = hnp.arrays(
 
 @hp.settings(suppress_health_check=[hp.HealthCheck.function_scoped_fixture])
 @hp.given(tree=st.lists(ARRAYS, max_size=4), is_swapped=st.booleans())
-def test_arrays_of_numpy_of_every_shape_and_order(tree, is_swapped, path):
+def test_numpy_arrays_of_every_shape_and_order(tree, is_swapped, path):
     tree = [x.T for x in tree]  # not contiguous
     swapped = [x.astype(x.dtype.newbyteorder()) for x in tree] if is_swapped else tree
     es.save(path, swapped)
@@ -111,7 +111,7 @@ def test_dtypes_of_jax(dtype, path):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_typed_keys_come_back_as_such(impl, path):
+def test_typed_keys_are_restored_as_typed_keys(impl, path):
     tree = [jr.key(1, impl=impl), jr.split(jr.key(2, impl=impl), (2, 3))]
     es.save(path, tree)
     loaded = es.load(
@@ -121,7 +121,7 @@ def test_typed_keys_come_back_as_such(impl, path):
     assert [jr.key_impl(x) for x in loaded] == [impl, impl]
 
 
-def test_only_what_the_filters_select_is_saved_and_loaded(path):
+def test_only_selected_arrays_are_saved_and_loaded(path):
     saved, model = Net(0), Net(1)
     es.save(path, saved)
     for filters in ([es.Parameter], [es.not_(es.Rng)], [es.State, es.not_(es.Rng)]):
@@ -138,7 +138,7 @@ def test_only_what_the_filters_select_is_saved_and_loaded(path):
     assert eqx.tree_equal(loaded.norm.mean, saved.norm.mean)
 
 
-def test_modes_stay_those_of_like(path):
+def test_modes_are_those_of_like(path):
     es.save(path, Net(0).eval())
     assert eqx.tree_equal(es.load(path, Net(1)), Net(0))
     es.save(path, Net(0))
@@ -163,7 +163,7 @@ def test_every_reader_of_safetensors_finds_the_arrays_by_name(path):
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_files_of_other_programs(metadata, path):
+def test_files_written_by_other_programs(metadata, path):
     model = Net(0)
     arrays = es.state_dict(model, es.Parameter)
     tensors = {name: np.asarray(x) for name, x in arrays.items()}
@@ -178,7 +178,7 @@ def write(path, header, data=b""):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def test_a_dtype_that_no_array_has_only_matters_where_it_is_wanted(path):
+def test_an_unknown_dtype_is_an_error_only_if_it_is_selected(path):
     x = {"dtype": "F4", "shape": [4], "data_offsets": [4, 6]}
     y = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     write(path, {"['y']": y, "['x']": x}, struct.pack("<f", 2.0) + b"ab")
@@ -223,7 +223,7 @@ MESSAGE = r"`es\.{}` cannot read `.*/model.safetensors`: it is not a safetensors
 
 
 @pytest.mark.parametrize("name", [*BROKEN_HEADERS, *BROKEN_BY_US])
-def test_a_file_that_is_broken(name, path):
+def test_an_invalid_file(name, path):
     content = {**BROKEN_BY_US, **BROKEN_HEADERS}[name]
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -236,7 +236,7 @@ def test_a_file_that_is_broken(name, path):
             es.load_metadata(path)
 
 
-def test_a_file_cut_off_anywhere(path):
+def test_a_file_that_is_truncated_anywhere(path):
     es.save(path, Net(0))
     whole = path.read_bytes()
     for size in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
@@ -245,7 +245,7 @@ def test_a_file_cut_off_anywhere(path):
             es.load(path, Net(1))
 
 
-def test_there_is_no_file(tmp_path):
+def test_a_file_that_does_not_exist(tmp_path):
     for path in (tmp_path / "none", str(tmp_path / "none" / "a")):
         with pytest.raises(FileNotFoundError, match="none"):
             es.load(path, Net(0))
@@ -255,7 +255,7 @@ def test_there_is_no_file(tmp_path):
         es.load(tmp_path, Net(0))
 
 
-def test_one_error_lists_all_that_does_not_fit(path):
+def test_one_error_lists_all_problems(path):
     es.save(path, {"b": jnp.zeros(2), "k": jr.key(0), "z": jnp.zeros(1)})
     like = {"a": jnp.zeros(1), "b": jnp.zeros(3), "k": jr.key(0, impl="rbg")}
     fragments = (
@@ -264,7 +264,7 @@ def test_one_error_lists_all_that_does_not_fit(path):
         r"unexpected:\n    \['z'\]\n",
         r"wrong shape:\n    \['b'\]: \(2,\) instead of \(3,\)\n",
         r"wrong dtype:\n    \['k'\]: key<fry> instead of key<rbg>\n",
-        r"strict=False.*To require what filters select",
+        r"strict=False.*To require all arrays that a filter selects",
     )
     with rejects(like, ValueError, *fragments):
         es.load(path, like)
@@ -272,7 +272,7 @@ def test_one_error_lists_all_that_does_not_fit(path):
         es.load(path, like, strict=False)
 
 
-def test_what_the_filters_select_must_be_in_the_file(path):
+def test_selected_arrays_must_be_in_the_file(path):
     es.save(path, {"a": jnp.zeros(1), "b": jnp.zeros(1)})
     only_a = es.path_matches("*a*")
     like = {"a": jnp.ones(1), "b": jnp.zeros(7), "c": 0}
@@ -287,10 +287,10 @@ def test_what_the_filters_select_must_be_in_the_file(path):
         es.load(path, model, es.BatchStat)
 
 
-def test_a_file_of_another_tree_is_an_error_that_says_so(path):
+def test_a_file_of_a_different_tree_is_an_error_that_says_so(path):
     es.save(path, {"model": [jnp.ones(2)], "step": jnp.array(1)})
     with pytest.raises(ValueError, match="unexpected:[^`]*`like` must be a tree like"):
-        es.load(path, Net)  # a class has no arrays
+        es.load(path, Net)  # a class does not contain arrays
 
 
 class Both(es.Module):
@@ -298,8 +298,8 @@ class Both(es.Module):
     b: Any
 
 
-def test_a_part_of_the_tree_that_was_saved(path):
-    """The message has the code that loads it."""
+def test_loading_a_part_of_the_saved_tree(path):
+    """The message contains the code that loads it."""
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.adam(0.1)).init(model)
     zeros = es.map(jnp.zeros_like, model)
@@ -334,7 +334,7 @@ def test_a_part_of_the_tree_that_was_saved(path):
         load(zeros)
 
 
-def test_a_tree_of_which_a_part_was_saved(path):
+def test_loading_a_tree_of_which_only_a_part_was_saved(path):
     model = eqx.nn.Linear(2, 2, key=jr.key(0))
     es.save(path, model)
     trees = {"['model']": {"model": model, "step": jnp.array(1)}, ".a": Both(model, 1)}
@@ -354,7 +354,7 @@ def test_a_model_before_init(path):
         es.load(path, lazy)
 
 
-def test_safetensors_is_not_installed(path, monkeypatch):
+def test_without_safetensors_there_is_an_import_error(path, monkeypatch):
     es.save(path, Net(0))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
@@ -378,18 +378,18 @@ METADATA = {
 
 
 @pytest.mark.parametrize("metadata", [METADATA, types.MappingProxyType(METADATA), {}])
-def test_metadata_comes_back(path, metadata):
+def test_metadata_is_restored(path, metadata):
     es.save(path, Net(0), metadata=metadata)
     assert es.load_metadata(path) == metadata
     assert eqx.tree_equal(es.load(path, Net(1)), Net(0))
-    # As any program sees them.
+    # Other programs see the same entries.
     with safetensors.safe_open(path, "numpy") as file:
         assert {
             k: x for k, x in file.metadata().items() if k != "eqx_state"
         } == metadata
 
 
-def test_one_name_in_the_metadata_is_taken(path):
+def test_one_key_of_the_metadata_is_reserved(path):
     with pytest.raises(ValueError, match="the key `'eqx_state'` of `metadata`"):
         es.save(path, Net(0), metadata={"eqx_state": "3"})
     assert os.listdir(path.parent) == []
@@ -398,7 +398,7 @@ def test_one_name_in_the_metadata_is_taken(path):
 # --- Not strict -----------------------------------------------------------------------
 
 
-def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
+def test_not_strict_skips_names_that_are_missing_in_the_tree_or_the_file(path):
     es.save(path, {"a": jnp.ones(2), "d": jnp.ones(3)})
     like = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     message = r"missing:\n    \['b'\]"
@@ -416,7 +416,7 @@ def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
     assert loaded["c"] is like["c"]
 
 
-def test_not_strict_wants_a_name_in_common(path):
+def test_not_strict_requires_a_name_in_common(path):
     es.save(path, {"model": jnp.ones(2)})
     like = {"a": jnp.zeros(2), "b": jnp.zeros(2, int)}
     message = r"(?s)missing:\n    \['a'\]\n.*\['b'\]"
@@ -424,13 +424,13 @@ def test_not_strict_wants_a_name_in_common(path):
         es.load(path, like, strict=False)
     with rejects(like, ValueError, r"missing:\n    \['b'\]\n`like` must be a tree"):
         es.load(path, like, es.path_matches("*b*"), strict=False)
-    # Where there is nothing to load, nothing is missing.
+    # If nothing is selected, nothing is missing.
     assert es.load(path, like, es.Rng, strict=False)["a"] is like["a"]
     es.save(path, {})
     assert es.load(path, like, strict=False)["a"] is like["a"]
 
 
-def test_strict_is_given_by_name(path):
+def test_strict_is_a_keyword_argument(path):
     es.save(path, Net(0))
     with pytest.raises(TypeError, match="`False` is no.* filter"):
         es.load(path, Net(0), False)

@@ -1,4 +1,4 @@
-"""`es.load` puts arrays into shards, and reads no more than it must."""
+"""`es.load` loads arrays into shards, and reads only the parts that it needs."""
 
 import json
 
@@ -41,7 +41,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The bytes that were read of files so far."""
+    """Returns the number of bytes that were read from files so far."""
     monkeypatch.setattr(np, "memmap", np.memmap)
     monkeypatch.setattr(safetensors, "safe_open", safetensors.safe_open)
     monkeypatch.setattr(Read, "size", 0)
@@ -77,22 +77,23 @@ SPECS = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_an_array_lies_where_like_says(spec, mesh, path, read):
+def test_an_array_has_the_sharding_of_like(spec, mesh, path, read):
     place = NamedSharding(mesh, spec)
     es.save(path, ARRAYS)
     like = jax.tree.map(lambda x: struct(x, place), ARRAYS)
-    if spec == P("b", "a"):  # which need not be abstract
+    if spec == P("b", "a"):  # `like` need not be abstract
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.size else x, ARRAYS)
         like = jax.device_put(zeros, place)
     loaded = es.load(path, like)
-    assert read() == size(ARRAYS)  # each part once, however many devices hold it
+    # Each part is read once, however many devices store it.
+    assert read() == size(ARRAYS)
     for name, x in loaded.items():
         assert x.sharding.is_equivalent_to(place, x.ndim), name
         assert x.dtype == ARRAYS[name].dtype
         assert are_shards_of(x, ARRAYS[name])
 
 
-def test_a_device_and_none(path):
+def test_a_single_device_and_no_device(path):
     es.save(path, {"a": jnp.ones(2), "b": jnp.ones(2), "c": np.ones(2), "k": jr.key(0)})
     last = SingleDeviceSharding(jax.devices()[-1])
     like = {
@@ -108,7 +109,7 @@ def test_a_device_and_none(path):
     assert loaded["k"] == jr.key(0)
 
 
-def test_wide_numbers_become_what_jax_has(mesh, path):
+def test_wide_numbers_are_converted_to_the_types_of_jax(mesh, path):
     numbers = np.arange(8)
     assert numbers.dtype == np.int64
     es.save(path, numbers)
@@ -118,7 +119,7 @@ def test_wide_numbers_become_what_jax_has(mesh, path):
     assert loaded.tolist() == numbers.tolist()
 
 
-def test_the_mesh_that_is_set(mesh, path):
+def test_an_abstract_mesh_uses_the_mesh_of_the_context(mesh, path):
     x = jnp.arange(8.0)
     es.save(path, x)
     like = struct(x, NamedSharding(mesh.abstract_mesh, P("b")))
@@ -128,7 +129,7 @@ def test_the_mesh_that_is_set(mesh, path):
     assert are_shards_of(loaded, x)
 
 
-def test_an_abstract_mesh_and_none_that_is_set(mesh, path, read):
+def test_an_abstract_mesh_without_a_mesh_in_the_context_is_an_error(mesh, path, read):
     es.save(path, {"x": jnp.arange(8.0)})
     like = {"x": struct(jnp.zeros(8), NamedSharding(mesh.abstract_mesh, P("b")))}
     with pytest.raises(ValueError, match=r"array `\['x'\]`"):
@@ -136,25 +137,27 @@ def test_an_abstract_mesh_and_none_that_is_set(mesh, path, read):
     with pytest.raises(ValueError, match=r"array `\['x'\]`"):
         es.load_state_dict(like, {"['x']": jnp.zeros(8)})
     assert read() == 0
-    # What says nothing of devices.
+    # An empty mesh does not name devices.
     empty = jax.sharding.get_abstract_mesh()
     like = {"x": struct(jnp.zeros(8), NamedSharding(empty, P()))}
     assert es.load(path, like)["x"].tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("name", ["z", "b"])  # no such axis; not in equal parts
-def test_a_mesh_that_is_set_and_does_not_fit(name, mesh, path):
+# No such axis; an axis that does not divide the size.
+@pytest.mark.parametrize("name", ["z", "b"])
+def test_a_mesh_in_the_context_that_does_not_fit(name, mesh, path):
     x = {"blocks": es.nn.Stacked([{"x": jnp.arange(4.0)}] * 2)}
     es.save(path, x)
     place = NamedSharding(mesh.abstract_mesh, P(None, "b"))
     like = jax.tree.map(lambda x: struct(x, place), x)
     other = jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
-    message = r"about the array `\['blocks'\]\.layers\['x'\]`"  # in JAX's error
+    # Added to the error of JAX.
+    message = r"about the array `\['blocks'\]\.layers\['x'\]`"
     with jax.set_mesh(other), pytest.raises(ValueError, match=message):
         es.load(path, like)
 
 
-def test_a_mesh_whose_axes_are_in_the_types(path):
+def test_a_mesh_with_explicit_axes(path):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
     x = jnp.arange(16.0).reshape(2, 8)
     es.save(path, x)
@@ -163,9 +166,7 @@ def test_a_mesh_whose_axes_are_in_the_types(path):
     assert are_shards_of(loaded, x)
 
 
-def test_only_what_the_filters_select_is_read_and_if_something_is_wrong_nothing(
-    path, read
-):
+def test_only_selected_arrays_are_read_and_nothing_if_there_is_an_error(path, read):
     es.save(path, [jnp.ones(3), jnp.ones(2), jr.key(0)])
     with pytest.raises(ValueError, match="does not fit"):
         es.load(path, [jnp.ones(3), jnp.ones(3), jr.key(0)])
@@ -174,14 +175,14 @@ def test_only_what_the_filters_select_is_read_and_if_something_is_wrong_nothing(
     assert read() == size(jr.key(0))
 
 
-def test_in_a_trace(mesh, path):
+def test_load_inside_jit(mesh, path):
     es.save(path, jnp.arange(8.0))
     like = struct(jnp.zeros(8), NamedSharding(mesh, P("a")))
     assert jax.jit(lambda: es.load(path, like) * 2)()[3] == 6.0
 
 
-def test_a_file_that_is_replaced_meanwhile(path, monkeypatch):
-    """What is loaded is the file as it was when it was opened."""
+def test_a_file_that_is_replaced_while_it_is_loaded(path, monkeypatch):
+    """The loaded arrays are those of the file that was opened."""
     safe_open = safetensors.safe_open
 
     def open_and_replace(*args, **kwargs):
@@ -222,14 +223,14 @@ def test_a_stack_in_shards_from_a_list_of_layers(path, read):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What two processes have seen that load one file and compute together."""
+    """The results of two processes that load one file and compute together."""
     folder = tmp_path_factory.mktemp("two")
     es.save(folder / "model.safetensors", make())
     run_two(sharded_loading.__file__, folder / "model.safetensors", folder)
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
 
-def test_each_process_reads_what_it_holds(seen):
+def test_each_process_reads_only_the_arrays_that_it_stores(seen):
     split = DEPTH * (4 * 2 * MLP * EMBED + 2 * MLP)
     everywhere = DEPTH * (2 * 4 + 4)
     for of_process in seen:
@@ -237,7 +238,7 @@ def test_each_process_reads_what_it_holds(seen):
         assert of_process["shards"]
 
 
-def test_the_processes_compute_and_save_by_orbax(seen):
+def test_two_processes_compute_and_save_with_orbax(seen):
     y, _ = run(make())
     for of_process in seen:
         np.testing.assert_allclose(of_process["y"], y, rtol=1e-5, atol=1e-5)
@@ -245,10 +246,10 @@ def test_the_processes_compute_and_save_by_orbax(seen):
         assert "['blocks'].layers.up: it is split over several" in error
         assert "Orbax" in error
         assert ".rng" not in error
-        assert of_process.get("restored", True)  # without Orbax, nothing is
+        assert of_process.get("restored", True)  # without Orbax, there is no result
 
 
-def test_abstract_says_where_each_array_goes():
+def test_the_abstract_model_contains_shardings():
     like = abstract(Mesh(jax.devices(), "model"))["blocks"].layers
     assert like.up.sharding.spec == P(None, "model", None)
     assert like.gate.dtype == jnp.bfloat16

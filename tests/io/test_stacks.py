@@ -1,4 +1,4 @@
-"""Stacks in files and state dicts: the names, and the way to and from a list."""
+"""Stacks in files and state dicts: names, and exchange with a list of layers."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from helpers import rejects, reuses_keys, untouched
 import eqx_state as es
 
 
-pytestmark = reuses_keys  # layers save their keys, and data of them
+pytestmark = reuses_keys  # layers save both their keys and the key data
 
 KEYS = jr.split(jr.key(0), 3)
 TX = optax.adam(0.1)
@@ -52,7 +52,7 @@ def as_stack(net):
 
 
 def run(net):
-    """A model and its optimizer, and an average, after a step."""
+    """A model, and its optimizer with a changed state."""
     optimizer = es.Optimizer(TX).init(net)
     optimizer = es.map(lambda x: x + 1, optimizer, on=es.OptState)
     return {"net": net, "optimizer": optimizer}
@@ -70,10 +70,10 @@ def assert_same(a, b):
         assert eqx.tree_equal(x, y)
 
 
-# --- The two ways ---------------------------------------------------------------------
+# --- A list and a stack ---------------------------------------------------------------
 
 
-def test_a_state_dict_is_that_of_a_list_of_layers():
+def test_a_stack_has_the_state_dict_of_a_list_of_layers():
     net = as_list()
     expected, arrays = es.state_dict(net), es.state_dict(as_stack(net))
     assert list(arrays) == list(expected)
@@ -90,7 +90,9 @@ def test_a_state_dict_is_that_of_a_list_of_layers():
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_each_is_loaded_from_the_file_of_the_other(is_abstract, path, tmp_path):
+def test_a_stack_is_loaded_from_the_file_of_a_list_and_vice_versa(
+    is_abstract, path, tmp_path
+):
     nets = run(as_list(0)), run(as_stack(as_list(0)))
     likes = run(as_list(1)), run(as_stack(as_list(1)))
     for net, expected, like in (nets[0], nets[1], likes[1]), (*nets[::-1], likes[0]):
@@ -104,7 +106,7 @@ def test_each_is_loaded_from_the_file_of_the_other(is_abstract, path, tmp_path):
         assert_same(es.load_state_dict(given, es.state_dict(net)), expected)
 
 
-def test_a_stack_within_a_stack(path):
+def test_a_stack_of_stacks(path):
     lists = [layers(seed, 2) for seed in range(3)]
     stacked = es.nn.Stacked([es.nn.Stacked(each) for each in lists])
     assert_same(es.state_dict(stacked), es.state_dict(lists))
@@ -117,7 +119,7 @@ def test_a_stack_within_a_stack(path):
     assert_same(es.load(path, [layers(9, 2) for _ in range(3)]), lists)
 
 
-def test_a_stack_alone_and_one_of_equinox_layers(path):
+def test_a_stack_as_root_and_a_stack_of_equinox_layers(path):
     linears = [eqx.nn.Linear(2, 2, key=key) for key in KEYS]
     stacked = es.nn.Stacked(linears)
     assert list(es.state_dict(stacked))[:3] == ["[0].weight", "[0].bias", "[1].weight"]
@@ -128,10 +130,10 @@ def test_a_stack_alone_and_one_of_equinox_layers(path):
     assert_same(es.load_state_dict(legacy, es.state_dict(legacy)), legacy)
 
 
-# --- Arrays that layers have together -------------------------------------------------
+# --- Arrays that all layers share -----------------------------------------------------
 
 
-def test_an_array_without_the_axis_keeps_its_name(path):
+def test_an_array_without_the_leading_axis_keeps_its_name(path):
     stacked = es.nn.Stacked([eqx.nn.Linear(2, 2, key=key) for key in KEYS])
     tree = [stacked, eqx.tree_at(lambda s: s.layers.weight, stacked, jnp.ones(1))]
     assert list(es.state_dict(tree))[-4:] == [
@@ -150,7 +152,7 @@ def test_an_optimizer_that_factors_its_moments(path):
     assert_same(es.load(path, optimizer), other)
 
 
-# --- What does not fit ----------------------------------------------------------------
+# --- Errors and missing layers --------------------------------------------------------
 
 
 def test_a_wrong_shape_in_one_layer(path):
@@ -163,7 +165,7 @@ def test_a_wrong_shape_in_one_layer(path):
         es.load(path, like)
 
 
-def test_layers_that_are_not_there_stay_as_they_were(path):
+def test_missing_layers_do_not_change(path):
     saved, net = as_list(0), as_stack(as_list(1))
     part = Net(saved.blocks[:1], None)
     es.save(path, part)
@@ -175,7 +177,7 @@ def test_layers_that_are_not_there_stay_as_they_were(path):
         assert_same(loaded.head, net.head)
 
 
-def test_an_abstract_stack_takes_all_layers_or_none(path):
+def test_an_abstract_stack_loads_all_layers_or_none(path):
     net = as_stack(as_list())
     abstract = eqx.filter_eval_shape(lambda: net)
     some = {"blocks[1].w": jnp.ones((2, 3))}
@@ -187,7 +189,7 @@ def test_an_abstract_stack_takes_all_layers_or_none(path):
     assert eqx.tree_equal(none, abstract)
 
 
-def test_filters_select_layers_together(path):
+def test_filters_must_select_all_layers_or_none(path):
     net = as_stack(as_list())
     with pytest.raises(ValueError, match=r"selects `blocks\[0\]\.w` but not"):
         es.save(path, net, es.path_matches("blocks[0].w"))
@@ -206,7 +208,7 @@ def test_an_array_of_a_stack_that_cannot_be_saved_is_named_once(path):
         es.save(path, wide)
 
 
-def test_weights_of_pytorch_by_the_names_of_layers():
+def test_pytorch_weights_are_loaded_by_the_names_of_layers():
     cells = [eqx.nn.GRUCell(2, 2, key=key) for key in KEYS]
     shapes = {"weight_ih": (6, 2), "weight_hh": (6, 2), "bias_ih": 6, "bias_hh": 6}
     tensors = {

@@ -1,4 +1,4 @@
-"""`es.state_dict` and `es.load_state_dict`: the arrays of a tree by name, and back."""
+"""`es.state_dict` and `es.load_state_dict`: the arrays of a tree by name."""
 
 import collections
 import re
@@ -20,7 +20,7 @@ import eqx_state as es
 
 
 class Everything(es.Module):
-    """An array of every kind, of no kind and of NumPy, and what is not an array."""
+    """Arrays of every kind, of none and of NumPy, and values that are not arrays."""
 
     weight: es.Parameter
     table: es.Buffer
@@ -47,7 +47,7 @@ def everything(seed=0):
 
 
 def assert_is(tree, like, arrays):
-    """It has the arrays of one tree, and is like the other in all else."""
+    """Assert that `tree` has the arrays of `arrays`, and equals `like` otherwise."""
 
     def split(x):
         return eqx.partition(x, lambda x: eqx.is_array(x) or hasattr(x, "sharding"))
@@ -61,7 +61,7 @@ NAMES = ["weight", "table", "mean", "rng", "index", "host"]
 # --- Laws -----------------------------------------------------------------------------
 
 
-def test_it_has_every_array_itself_and_nothing_else():
+def test_it_contains_every_array_itself_and_nothing_else():
     model = everything()
     arrays = es.state_dict(model)
     assert list(arrays) == NAMES == [part.name for part in es.parts(model)]
@@ -70,7 +70,7 @@ def test_it_has_every_array_itself_and_nothing_else():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loading_what_was_taken_gives_the_model(name):
+def test_loading_a_state_dict_restores_the_model(name):
     model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
     abstract = eqx.filter_eval_shape(lambda: other)
     for like in (other, abstract):
@@ -83,7 +83,7 @@ FILTERS = [es.Parameter, es.State, es.Rng, es.TreePart, es.not_(es.Rng), es.trai
 
 
 @hp.given(filters=st.lists(st.sampled_from(FILTERS), max_size=3))
-def test_filters_are_those_of_filter_but_without_any_it_is_everything(filters):
+def test_filters_select_as_in_filter_and_without_any_all_arrays(filters):
     model, other = everything(0), everything(1)
     arrays = es.state_dict(model, *filters)
     expected = es.filter(model, *filters or (lambda part: True,))
@@ -92,7 +92,7 @@ def test_filters_are_those_of_filter_but_without_any_it_is_everything(filters):
     assert eqx.tree_equal(loaded, es.update(other, expected))
 
 
-def test_inside_of_jit_and_what_was_weak_is_strong():
+def test_inside_jit_and_with_weak_types():
     @es.jit
     def copied(tree, other):
         return es.load_state_dict(other, es.state_dict(tree))
@@ -146,7 +146,7 @@ TREES = st.recursive(
 
 
 @hp.given(tree=TREES)
-def test_every_array_has_a_name_of_its_own(tree):
+def test_every_array_has_a_different_name(tree):
     tree = jax.tree.map(lambda x: np.array(x, object), tree)
     leaves = jax.tree.leaves(tree)
     taken = list(es.state_dict(tree).values())
@@ -171,7 +171,7 @@ def test_children_without_keys_are_named_by_their_position(tmp_path):
     assert [part.frozen for part in es.parts(frozen)] == [True, True, False]
 
 
-def test_states_of_equinox():
+def test_state_of_equinox():
     make = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(3, "i", mode="ema"))
     a, b = (make(jr.key(seed)) for seed in range(2))
     arrays = es.state_dict(a)
@@ -181,21 +181,21 @@ def test_states_of_equinox():
     assert jax.tree.structure(loaded) == jax.tree.structure(b)
 
 
-def test_two_arrays_of_one_name_are_an_error():
+def test_two_arrays_of_the_same_name_are_an_error():
     class Key:
         def __repr__(self):
             return "Key()"
 
     tree = [collections.OrderedDict({Key(): jnp.zeros(1), Key(): jnp.ones(1)})]
     for use in (es.state_dict, lambda tree: es.load_state_dict(tree, {})):
-        with rejects(tree, ValueError, r"one name, `\[0\]\[Key\(\)\]`", r"repr"):
+        with rejects(tree, ValueError, r"same name, `\[0\]\[Key\(\)\]`", r"repr"):
             use(tree)
 
 
-# --- What does not fit ----------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 
-def test_one_error_lists_all_that_is_wrong():
+def test_one_error_lists_all_problems():
     model = [jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jr.key(0), jnp.zeros(2)]
     d = {
         "z": jnp.zeros(1),
@@ -224,7 +224,7 @@ def test_one_error_lists_all_that_is_wrong():
         es.load_state_dict(model, d)
 
 
-def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
+def test_not_strict_allows_different_names_but_not_different_shapes_or_dtypes():
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     loaded = es.load_state_dict(model, {"['a']": jnp.ones(2), "c": 0}, strict=False)
     assert loaded["b"] is model["b"]
@@ -246,7 +246,7 @@ STRUCT = jax.ShapeDtypeStruct((), jnp.float32)
         (jr.key(0), np.array(0, np.uint32), "wrong dtype: uint32 instead of key<fry>"),
         (np.float32(0), np.float64(0), "wrong dtype: float64 instead of float32"),
         (jnp.float32(0), np.float64(0), "wrong dtype: float64 instead of float32"),
-        # It would be cut.
+        # The value would be truncated.
         (
             jax.ShapeDtypeStruct((), jnp.float64),
             np.float64(0),
@@ -255,13 +255,13 @@ STRUCT = jax.ShapeDtypeStruct((), jnp.float32)
     ],
     ids=range(12),
 )
-def test_a_value_that_cannot_be_the_leaf(leaf, value, text):
+def test_a_value_that_does_not_fit_the_leaf(leaf, value, text):
     kind, _, why = text.partition(": ")
     with pytest.raises(ValueError, match=rf"{kind}:\n    \['x'\]: {re.escape(why)}"):
         es.load_state_dict({"x": leaf}, {"['x']": value})
 
 
-def test_something_else_for_the_dictionary():
+def test_a_value_that_is_not_a_dictionary():
     model = everything()
     with rejects(model, TypeError, "`d` is a dictionary, and `Everything` was"):
         es.load_state_dict(model, model)
@@ -275,10 +275,10 @@ def test_a_model_before_init():
             use(lazy)
 
 
-# --- What an array becomes ------------------------------------------------------------
+# --- Types and devices of loaded arrays -----------------------------------------------
 
 
-def test_arrays_of_numpy_stay_so_and_are_copied():
+def test_numpy_arrays_stay_numpy_arrays_and_are_copied():
     tree = {"host": np.zeros(2, "f4"), "device": jnp.zeros(2), "scalar": np.float32(0)}
     d = {
         "['host']": jnp.ones(2),
@@ -316,7 +316,7 @@ def test_arrays_of_other_libraries_are_copied():
         memory[:] = 1
 
 
-def test_arrays_go_where_those_of_the_tree_are():
+def test_arrays_are_loaded_onto_the_devices_of_the_tree():
     mesh = Mesh(jax.devices(), "devices")
     rows, whole = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
     other = jax.devices()[3]
@@ -337,7 +337,7 @@ def test_arrays_go_where_those_of_the_tree_are():
     assert all(jnp.array_equal(loaded[k], d[f"['{k}']"]) for k in tree)
 
 
-def test_an_abstract_model_takes_what_jax_makes_of_a_numpy_array():
+def test_an_abstract_model_accepts_the_converted_numpy_array():
     def make():
         return {"positions": np.arange(3), "grid": np.linspace(0, 1, 3)}
 
@@ -346,7 +346,7 @@ def test_an_abstract_model_takes_what_jax_makes_of_a_numpy_array():
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
+def test_an_abstract_model_on_a_mesh_is_loaded_onto_that_mesh():
     def split_over_it():
         return {"w": jax.sharding.reshard(jnp.ones((4, 2)), P("i"))}
 
@@ -358,7 +358,7 @@ def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
     assert loaded["w"].sharding.spec[0] == "i"
 
 
-def test_an_array_alone_has_the_empty_name():
+def test_the_name_of_a_single_array_is_empty():
     x = jnp.arange(3)
     assert es.state_dict(x) == {"": x}
     assert es.load_state_dict(jnp.zeros(3, int), {"": x}) is x
@@ -366,7 +366,7 @@ def test_an_array_alone_has_the_empty_name():
         es.load_state_dict(jnp.ones(1), {"": jnp.ones(2)})
 
 
-# --- Other names ----------------------------------------------------------------------
+# --- Renaming -------------------------------------------------------------------------
 
 
 def stack(seed=0):
@@ -402,7 +402,7 @@ def test_a_dictionary_with_other_names(rename):
         es.load_state_dict(a, d, strict=False, rename=rename)
 
 
-def test_the_first_glob_that_matches_counts_and_takes_as_little_as_it_can():
+def test_the_first_matching_glob_applies_and_a_star_matches_as_little_as_possible():
     tree = {"a": {"b": jnp.zeros(1), "c": jnp.zeros(2)}, "d": jnp.zeros(3)}
     d = {"first": jnp.ones(1), "a/c": jnp.ones(2), "['d']": jnp.ones(3)}
     rename = {"['a']['b']": "first", "['a']['*']": "a/*"}
@@ -415,7 +415,7 @@ def test_the_first_glob_that_matches_counts_and_takes_as_little_as_it_can():
     assert es.load_state_dict(tree, d, rename={"['x'][*]*": "x.*.*"}) == {"x": [[1]]}
 
 
-def test_what_their_dictionary_has_once_may_be_in_two_places():
+def test_one_entry_of_the_dictionary_may_be_loaded_twice():
     tree = {"a": jnp.zeros(2), "b": jnp.zeros(2), "k": jr.key(0), "l": jr.key(0)}
     d = {"w": jnp.ones(2), "key": jr.key(1)}
     loaded = es.load_state_dict(
@@ -430,7 +430,7 @@ def test_what_their_dictionary_has_once_may_be_in_two_places():
     assert not np.shares_memory(loaded["a"], loaded["b"])
 
 
-def test_a_glob_without_a_match():
+def test_a_glob_that_matches_no_name_is_an_error():
     tree = stack()
     rename = {"['layers'][*].weight": "*", "layer[*].*": "*.*", "head.w": "w"}
     with rejects(tree, ValueError, r"no array has a name.* 'layer\[\*\]\.\*', 'head"):
@@ -445,7 +445,7 @@ def test_a_glob_without_a_match():
         ({"*.*": "*"}, ValueError, r'rename=\{"\*\.\*": "\*"\}.*both sides must'),
     ],
 )
-def test_something_else_for_a_renaming(rename, error, text):
+def test_an_invalid_rename_is_an_error(rename, error, text):
     tree = stack()
     with rejects(tree, error, text):
         es.load_state_dict(tree, {}, rename=rename)

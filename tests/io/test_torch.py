@@ -1,4 +1,4 @@
-"""`es.from_torch`: weights of PyTorch, against what PyTorch itself has computed."""
+"""`es.from_torch`: PyTorch's weights, against outputs that PyTorch computed."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from helpers import rejects, reuses_keys, untouched
 import eqx_state as es
 
 
-pytestmark = reuses_keys  # the values that are drawn do not matter
+pytestmark = reuses_keys  # the drawn values do not matter
 nn, KEY = eqx.nn, jr.key(0)
 
 # --- Layers ---------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def check(case, model, call=lambda model: model):
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_a_layer_computes_what_it_computes_there(case):
+def test_a_layer_equals_that_of_pytorch(case):
     layer = LAYERS[case]()
     with untouched(layer):
         loaded = es.from_torch(layer, reference.state_dict(case))
@@ -97,7 +97,7 @@ def norms(affine=True):
 @pytest.mark.parametrize(
     "case", ["batch_norm", "batch_norm_new", "batch_norm_without_affine"]
 )
-def test_batch_norms_compute_what_they_compute_there(case):
+def test_batch_norms_equal_those_of_pytorch(case):
     for name, norm in norms("without" not in case).items():
         loaded = es.from_torch(norm, reference.state_dict(case))
         if name == "plain":
@@ -106,7 +106,7 @@ def test_batch_norms_compute_what_they_compute_there(case):
 
 
 @pytest.mark.parametrize("name", ["es", "batch"])
-def test_batches_are_counted_on_from_there(name):
+def test_the_count_of_batches_continues(name):
     norm = es.from_torch(norms()[name], reference.state_dict("batch_norm"))
     _, norm = es.mutable(es.vmap(norm, axis_name="batch"))(jr.normal(KEY, (8, 3, 4)))
     count = norm.count if name == "es" else norm.layer.batch_counter.init
@@ -117,7 +117,7 @@ QKV = {f"{name}_proj.*": f"self.{name}.*" for name in ("query", "key", "value")}
 
 
 @pytest.mark.parametrize("case", [case for case in LAYERS if "attention" in case])
-def test_query_key_and_value_may_be_three_tensors(case):
+def test_query_key_and_value_may_be_separate_tensors(case):
     layer = LAYERS[case]()
     loaded = es.from_torch(layer, reference.state_dict(case))
     names, theirs = QKV | {"output_proj.*": "output.dense.*"}, {}
@@ -261,11 +261,11 @@ def test_gpt_2():
     check("gpt2", loaded)
 
 
-# --- What the dictionary may hold -----------------------------------------------------
+# --- Values of the dictionary ---------------------------------------------------------
 
 
 class Tensor:
-    """As PyTorch's: on another device, part of a graph, and in a dtype of its own."""
+    """Like a tensor of PyTorch: on a device, part of a graph, with its own dtype."""
 
     def __init__(self, values, dtype="float32", place="cuda", graph=True):
         self.values, self.dtype = np.asarray(values), dtype
@@ -286,7 +286,7 @@ class Tensor:
             raise RuntimeError("Can't call numpy() on this tensor")
         if self.dtype == "bfloat16":
             raise TypeError("Got unsupported ScalarType BFloat16")
-        return self.values  # its own memory
+        return self.values  # shares its memory
 
     def __array__(self, dtype=None, copy=None):
         return self.numpy()
@@ -307,7 +307,7 @@ BFLOAT16 = lambda x: Tensor(x, "bfloat16")  # noqa: E731
 
 
 @pytest.mark.parametrize("make", [Tensor, BFLOAT16, np.array, jnp.asarray])
-def test_tensors_and_arrays_of_any_library_which_share_nothing(make):
+def test_tensors_and_arrays_of_any_library_are_copied(make):
     weight = np.array(WEIGHT)
     tree = {"linear": linear(), "host": np.zeros((2, 2), np.float32)}
     tensors = {"linear.weight": make(weight), "linear.bias": make(BIAS)}
@@ -326,7 +326,7 @@ def test_values_are_cast_to_the_dtypes_of_the_model():
         assert loaded.weight.dtype == loaded.bias.dtype == dtype
 
 
-def test_biases_in_half_precision_are_not_added_in_it():
+def test_biases_in_half_precision_are_added_in_full_precision():
     cell = nn.LSTMCell(1, 1, key=KEY)
     tensors = {name: np.ones((4, 1), np.float16) for name in ("weight_ih", "weight_hh")}
     tensors["bias_ih"] = np.full(4, 2048, np.float16)
@@ -354,15 +354,16 @@ def test_floats_and_integers_become_the_floats_of_the_model():
     loaded = es.from_torch(tree, tensors)
     assert loaded["a"].tolist() == [1.0, -np.inf]
     assert jnp.isfinite(loaded["b"]).tolist() == [True, False]
-    whole = {"a": np.array([1, 2]), "b": np.array([3, 4])}  # any float holds these
+    # Floats of every width can represent these.
+    whole = {"a": np.array([1, 2]), "b": np.array([3, 4])}
     assert es.from_torch(tree, whole)["b"].tolist() == [3, 4]
 
 
-# --- What the model may be ------------------------------------------------------------
+# --- Types of models ------------------------------------------------------------------
 
 
 class Net(es.Module):
-    """One of everything that has another name here than there."""
+    """One of everything that has a different name in PyTorch."""
 
     first: nn.Linear
     norm: es.nn.BatchNorm
@@ -399,14 +400,14 @@ def tensors_of_net():
     return tensors | {"scale": np.array(3.0), "mask": np.full(2, 3.0)}
 
 
-def test_default_names_and_keys_that_stay():
+def test_default_names_and_keys_that_do_not_change():
     model = Net()
     loaded = es.from_torch(model, tensors_of_net())
     assert eqx.tree_equal(loaded, Net(3.0))
     assert loaded.drop.rng is model.drop.rng
 
 
-def test_a_model_in_any_mode_and_place():
+def test_a_model_in_any_mode_inside_a_tuple_jit_and_a_scope():
     model, tensors = Net().eval().freeze(), tensors_of_net()
     filled = Net(3.0).eval().freeze()
     assert eqx.tree_equal(es.from_torch(model, tensors), filled)
@@ -433,12 +434,12 @@ def test_an_abstract_model_is_filled():
     assert eqx.tree_equal(loaded, es.from_torch(make(), tensors))
 
 
-def test_an_array_alone_and_nothing():
+def test_a_single_array_and_an_empty_tree():
     assert es.from_torch(jnp.zeros(2), {"": BIAS}).tolist() == [5, 6]
     assert es.from_torch({"act": jnp.tanh}, {}) == {"act": jnp.tanh}
 
 
-def test_the_names_of_a_sequential_may_be_those_of_either_library():
+def test_a_sequential_may_have_the_names_of_either_library():
     norm = es.nn.Stateful(nn.BatchNorm(2, "batch", mode="ema"))
     model = {"net": nn.Sequential([linear(), nn.Sequential([norm])])}
     layer = {"weight": WEIGHT, "bias": BIAS}
@@ -463,10 +464,10 @@ def test_the_names_of_a_sequential_may_be_those_of_either_library():
         es.from_torch(model, other)
 
 
-# --- What does not fit ----------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 
-def test_all_that_is_missing_unused_or_of_another_shape_is_in_one_error():
+def test_one_error_lists_missing_unused_and_invalid_entries():
     model, tensors = Net(), tensors_of_net()
     del tensors["first.weight"], tensors["norm.running_var"]
     tensors |= {
@@ -497,11 +498,11 @@ def test_all_that_is_missing_unused_or_of_another_shape_is_in_one_error():
     assert "rename=" in text
 
 
-def test_values_that_cannot_be_arrays_of_the_model():
+def test_values_that_cannot_be_converted_to_arrays_of_the_model():
     for value in (np.array(["a"]), [[1, 2], [3, 4]]):
         with pytest.raises(ValueError, match="not an array:\n    weight: "):
             es.from_torch(linear(), {"weight": value, "bias": BIAS})
-    wide = [jax.ShapeDtypeStruct((2,), jnp.float64)]  # it would be cut
+    wide = [jax.ShapeDtypeStruct((2,), jnp.float64)]  # the values would be truncated
     with pytest.raises(ValueError, match=r"dtype:\n    \[0\]: .*converted to float32"):
         es.from_torch(wide, {"0": BIAS})
 
@@ -528,7 +529,7 @@ def mixed():
     ],
     ids=["some biases", "`add_bias_kv`", "no biases", "other sizes"],
 )
-def test_attention_that_only_one_of_the_libraries_can_express(make, more, text):
+def test_attention_that_only_one_of_the_libraries_supports(make, more, text):
     tensors = reference.state_dict("attention") | dict.fromkeys(
         more, np.ones((1, 1, 6))
     )
@@ -536,7 +537,7 @@ def test_attention_that_only_one_of_the_libraries_can_express(make, more, text):
         es.from_torch(model, tensors)
 
 
-def test_statistics_without_a_place():
+def test_a_batch_norm_without_its_state_cannot_store_statistics():
     norm, state = nn.make_with_state(nn.BatchNorm)(3, "batch", mode="batch")
     tensors = reference.state_dict("batch_norm")
     text = r"unused:\n    running_mean: \(3,\)[\s\S]*`es\.nn\.Stateful\(layer, state\)`"
@@ -546,7 +547,7 @@ def test_statistics_without_a_place():
     check("batch_norm", loaded.eval())
 
 
-def test_a_counter_of_a_norm_that_is_not_there_is_unused():
+def test_a_counter_of_a_missing_norm_is_unused():
     tensors = {"weight": WEIGHT, "bias": BIAS, "num_batches_tracked": np.array(1)}
     assert is_it(es.from_torch(linear(), tensors))
     other = {f"0.{k}": x for k, x in tensors.items()}
@@ -555,7 +556,7 @@ def test_a_counter_of_a_norm_that_is_not_there_is_unused():
         es.from_torch([linear()], other)
 
 
-def test_a_norm_of_equinox_needs_the_counter():
+def test_an_equinox_norm_in_batch_mode_needs_the_counter():
     tensors = reference.state_dict("batch_norm")
     del tensors["num_batches_tracked"]
     loaded = es.from_torch(norms()["ema"], tensors)
@@ -565,7 +566,7 @@ def test_a_norm_of_equinox_needs_the_counter():
 
 
 @pytest.mark.parametrize("case", [*LAYERS, "es", "batch"])
-def test_a_stack_of_tensors_is_a_stack_of_layers(case):
+def test_stacked_tensors_are_loaded_into_a_stack_of_layers(case):
     make = LAYERS.get(case, lambda: norms()[case])
     first = reference.state_dict(case if case in LAYERS else "batch_norm")
     second = {name: x + 1 for name, x in first.items()}
@@ -576,7 +577,7 @@ def test_a_stack_of_tensors_is_a_stack_of_layers(case):
         assert eqx.tree_equal(layer, es.from_torch(make(), each))
 
 
-def test_something_else_for_a_renaming():
+def test_an_invalid_rename_is_an_error():
     tensors = {"weight": WEIGHT, "bias": BIAS}
     model = [linear()]
     text = r"`es.from_torch.*matches '\[0\]\.\*'.*like `0\.weight`, `0\.bias`\."

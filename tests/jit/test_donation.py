@@ -1,4 +1,4 @@
-"""`es.jit(donate=...)`: which arrays are gone afterwards, and what is refused."""
+"""`es.jit(donate=...)`: which arrays are deleted, and which values are rejected."""
 
 import warnings
 
@@ -28,7 +28,7 @@ def both(a, b):
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("donate", DELETED)
-def test_donated_arrays_are_gone(donate, by_name):
+def test_donated_arrays_are_deleted(donate, by_name):
     a, b = {"x": jnp.ones(3)}, {"x": jnp.ones(3)}
     f = es.jit(both, donate=donate)
     out = f(b=b, a=a) if by_name else f(a, b)
@@ -37,7 +37,7 @@ def test_donated_arrays_are_gone(donate, by_name):
 
 
 @pytest.mark.parametrize("donate", DELETED)
-def test_only_warn_warns_of_arrays_that_were_of_no_use(donate):
+def test_only_warn_warns_of_donated_arrays_that_could_not_be_used(donate):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         es.jit(lambda a, b: (jnp.sum(a), jnp.sum(b)), donate=donate)(X + 1, X + 1)
@@ -60,10 +60,10 @@ def test_the_object_of_a_decorated_method_is_the_first_argument(donate):
     assert (model.weight.is_deleted(), x.is_deleted()) == DELETED[donate]
 
 
-def test_what_a_function_holds_is_not_donated():
+def test_arrays_that_a_function_closes_over_are_not_donated():
     model, teacher = Counter(jnp.ones(3)), Counter(jnp.ones(3))
 
-    def with_teacher(x, default=teacher):  # JAX could use every array
+    def with_teacher(x, default=teacher):  # JAX could use the buffer of every array
         return x + teacher.weight, x - teacher.weight, x * default.weight
 
     @es.jit(donate="all")
@@ -78,7 +78,7 @@ def test_what_a_function_holds_is_not_donated():
 
 
 @pytest.mark.parametrize("donate", ["al", "", "warn_except_first", True, None, 0, {}])
-def test_another_word_for_donate_is_refused(donate):
+def test_an_unknown_value_of_donate_is_an_error(donate):
     match = r"`donate` is one of 'all', 'all-except-first', 'warn'"
     for make in (lambda: es.jit(both, donate=donate), lambda: es.jit(donate=donate)):
         with pytest.raises(ValueError, match=match):
@@ -86,7 +86,7 @@ def test_another_word_for_donate_is_refused(donate):
 
 
 @pytest.mark.parametrize("x", [X, jnp.ones(4)], ids=["first", "another shape"])
-def test_a_donating_function_in_another_leaves_the_filters_of_warnings(x):
+def test_nested_donating_functions_do_not_change_the_filters_of_warnings(x):
     inner = es.jit(lambda x: jnp.sum(x), donate="all")
     outer = es.jit(lambda x: inner(2 * x), donate="all")
     if x is not X:

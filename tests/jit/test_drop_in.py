@@ -1,4 +1,4 @@
-"""`es.jit` where `eqx.filter_jit` was: what its users rely on holds of both."""
+"""`es.jit` in place of `eqx.filter_jit`: behavior that users rely on."""
 
 import inspect
 from typing import Any
@@ -22,7 +22,7 @@ def jit(request):
 # --- Traces ---------------------------------------------------------------------------
 
 
-def test_a_closure_is_a_constant_and_a_function_among_the_arguments_is_static(jit):
+def test_a_closed_over_value_is_constant_and_a_function_argument_is_static(jit):
     layer, traces = eqx.nn.Linear(3, 3, key=jr.key(0)), []
 
     def apply(x):
@@ -44,7 +44,7 @@ def test_a_closure_is_a_constant_and_a_function_among_the_arguments_is_static(ji
 
 @pytest.mark.parametrize("name", ["__call__", "method"])
 @pytest.mark.parametrize("outside", [True, False])
-def test_methods_are_traced_for_their_object(jit, name, outside):
+def test_methods_are_traced_for_each_signature_of_their_object(jit, name, outside):
     def method(self, x):
         traces.append(1)
         return x + self.increment
@@ -73,7 +73,7 @@ def test_methods_are_traced_for_their_object(jit, name, outside):
 
 
 @pytest.mark.parametrize("donate", ["all", "all-except-first", "none"])
-def test_a_program_is_compiled_ahead_for_static_values(jit, donate):
+def test_a_program_can_be_compiled_ahead_of_time_for_static_values(jit, donate):
     lowered = jit(lambda x, y: 2 * x + y, donate=donate).lower(jnp.array(3), 4)
     assert "multiply" in lowered.as_text()
     assert lowered.compile()(jnp.array(3), 4) == 10
@@ -125,7 +125,7 @@ def test_trees_may_be_deep(jit, name):
 
 
 @pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-def test_static_values_that_compare_equal_have_programs_of_their_own():
+def test_static_values_that_compare_equal_have_different_programs():
     class Holder(es.Module):
         value: Any = eqx.field(static=True)
 
@@ -137,7 +137,7 @@ def test_static_values_that_compare_equal_have_programs_of_their_own():
         assert (f(Holder(a)), f(Holder(b))) == (str(a), str(b))
 
 
-def test_a_signature_that_is_only_shown_binds_nothing():
+def test_a_signature_attribute_is_not_used_for_binding():
     def decorated(f):
         def run(*args, **kwargs):
             return f(args[0], kwargs.pop("y", 10.0))

@@ -1,4 +1,4 @@
-"""`es.hold`: the results of `es.jit`, from a carry that it keeps."""
+"""`es.hold`: the same results as `es.jit`, with a carry that the held step stores."""
 
 import threading
 
@@ -16,7 +16,7 @@ from eqx_state._jit.packing import LIMIT
 
 
 both = pytest.mark.parametrize("donate", [False, True])
-promotes = jax.numpy_dtype_promotion("standard")  # as `optax.adam` needs
+promotes = jax.numpy_dtype_promotion("standard")  # `optax.adam` promotes implicitly
 
 
 class Mean(es.Module):
@@ -37,7 +37,8 @@ class Net(es.Module):
 
     def __init__(self, key):
         keys = jr.split(key, 3)
-        self.inner = eqx.nn.Linear(3, 4, key=keys[0])
+        # The gradient of a bias before a BatchNorm is rounding, which adam enlarges.
+        self.inner = eqx.nn.Linear(3, 4, use_bias=False, key=keys[0])
         self.norm = es.nn.BatchNorm(4)
         self.dropout = es.nn.Dropout(0.5, key=keys[1])
         self.outer = eqx.nn.Linear(4, 2, key=keys[2])
@@ -73,7 +74,7 @@ def plain(carry, x):
 
 @both
 @promotes
-def test_training_goes_as_under_jit(donate, getkey):
+def test_training_equals_training_under_jit(donate, getkey):
     carry = training(getkey())
     given = jax.tree.map(jnp.copy, carry)
     run, step = es.hold(train, carry, donate=donate), es.jit(train)
@@ -94,7 +95,7 @@ def test_modules_in_the_carry_write_their_state():
     assert mean.count == 0
 
 
-def test_a_written_module_has_to_come_back():
+def test_a_written_module_must_be_returned():
     def step(mean, x):
         before = jax.tree.map(lambda x: x, mean)
         return before, mean(x)
@@ -105,7 +106,7 @@ def test_a_written_module_has_to_come_back():
     assert run.carry.count == 0
 
 
-def test_writes_of_parameters_are_refused():
+def test_writing_a_parameter_is_an_error():
     class Layer(es.Module):
         w: es.Parameter = 1.0
 
@@ -118,7 +119,7 @@ def test_writes_of_parameters_are_refused():
 
 
 @both
-def test_every_sort_of_array_goes_in_and_out(donate):
+def test_every_type_of_array_can_be_in_the_carry(donate):
     big = jnp.arange(LIMIT, dtype=jnp.float32)
     carry = {
         "scalar": jnp.ones(()),
@@ -174,14 +175,14 @@ def test_a_carry_may_be_any_tree(carry, donate):
     assert eqx.tree_equal(run.carry, carry)
 
 
-def test_a_pair_may_be_a_list_and_nothing_else_is_one():
+def test_the_result_must_be_a_tuple_or_list_of_two():
     assert es.hold(lambda c: [c, 3], X)() == 3
     for out, shown in (X, r"f32\[3\]"), ((X, X, X), "tuple of 3"):
         with pytest.raises(TypeError, match=f"`es.hold` must return a .*`{shown}`"):
             es.hold(lambda c, out=out: out, X)()
 
 
-def test_a_type_error_inside_the_function_is_as_it_was():
+def test_a_type_error_inside_the_function_is_raised_unchanged():
     with pytest.raises(TypeError, match=r"^len\(\) takes exactly one argument"):
         es.hold(lambda c: len(c, c), X)()
 
@@ -212,7 +213,7 @@ def test_each_structure_and_mode_is_traced_once(donate):
     assert run.carry.count == 5
 
 
-def test_arguments_are_those_of_jit():
+def test_arguments_are_bound_as_by_jit():
     traces = 0
 
     def step(c, x, power, *, scale=1):
@@ -241,7 +242,7 @@ def test_a_weak_type_may_become_strong():
     assert len(run._held[1]) == 1
 
 
-def test_a_strong_type_stays_one():
+def test_a_strong_type_remains_strong():
     run = es.hold(lambda n, reset: (0 if reset else n + 1, n), jnp.ones((), jnp.int32))
     for reset in (False, True, False):
         run(reset)
@@ -253,22 +254,22 @@ def test_a_strong_type_stays_one():
 
 
 @both
-def test_what_is_read_is_a_tree_of_its_own(donate):
+def test_the_carry_that_is_read_is_a_separate_tree(donate):
     carry = {"list": [X, X + 1], "big": jnp.zeros(LIMIT)}
     run = es.hold(add, carry, donate=donate)
     read = run.carry
     read["list"].clear()
     run(1.0)
     assert eqx.tree_equal(run.carry, plain(carry, 1.0))
-    # Whoever donates what was read or returned does not take it from the held step.
+    # Deleting arrays that were read or returned must not affect the held step.
     for x in jax.tree.leaves(run.carry) if donate else run.carry["list"]:
         x.delete()
     run(1.0)
     assert eqx.tree_equal(run.carry, plain(carry, 2.0))
 
 
-def test_donated_arrays_are_not_the_callers():
-    """Not those of the first carry, of an argument, of an output, or of a closure."""
+def test_donation_deletes_only_arrays_of_the_held_step():
+    """Not arrays of the first carry, of an argument, of an output or of a closure."""
     big, constant = jnp.ones(LIMIT), jnp.full(LIMIT, 2.0)
 
     def step(carry, x, which):
@@ -277,7 +278,8 @@ def test_donated_arrays_are_not_the_callers():
 
     run = es.hold(step, big, donate=True)
     kept = [big, constant]
-    for disabled in (True, False):  # without `jit` a step returns its arguments
+    # Without `jit`, a step may return its arguments themselves.
+    for disabled in (True, False):
         with jax.disable_jit(disabled):
             for which in ("old", "new", "sum", "constant", "old", "sum", "sum"):
                 kept += run(x := jnp.full(LIMIT, 3.0), which)
@@ -288,14 +290,14 @@ def test_donated_arrays_are_not_the_callers():
     assert all(x.is_deleted() for x in held)
 
 
-def test_a_numpy_array_of_the_caller_may_change_later():
+def test_the_caller_may_change_a_numpy_array_afterwards():
     x = np.zeros(LIMIT, np.float32)
     run = es.hold(lambda c: (c, c), x)
     x += 1
     assert (run() == 0).all()
 
 
-def test_arrays_lie_in_one_buffer_for_each_dtype():
+def test_there_is_one_buffer_for_each_dtype():
     floats, ints = [jnp.ones(n) for n in range(1, 9)], [X.astype(int)] * 3
     flags = [jnp.array(True), jnp.array(False)]
     carry = floats, ints, flags, jnp.zeros(LIMIT), jr.key(0)
@@ -306,7 +308,7 @@ def test_arrays_lie_in_one_buffer_for_each_dtype():
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_arrays_stay_where_they_are(getkey):
+def test_arrays_keep_their_sharding(getkey):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec
@@ -338,7 +340,7 @@ def test_arrays_stay_where_they_are(getkey):
 
 
 @both
-def test_what_cannot_be_held_is_refused(donate):
+def test_an_invalid_carry_is_an_error(donate):
     hold = lambda c: es.hold(lambda c: (c, 0), c, donate=donate)  # noqa: E731
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     with pytest.raises(TypeError, match=r"`\['a'\]` as `Sh.*, which has a shape"):
@@ -373,7 +375,7 @@ def refuse(c, x):
     jax.config.jax_check_tracer_leaks,
     reason="`eqx.error_if` fails under the leak check, also in `eqx.filter_jit`",
 )
-def test_a_check_that_fails_leaves_the_carry_as_it_was():
+def test_a_failed_check_does_not_change_the_carry():
     run = es.hold(refuse, X)
     for _ in range(2):
         run(jnp.array(1.0))
@@ -383,7 +385,7 @@ def test_a_check_that_fails_leaves_the_carry_as_it_was():
 
 
 @both
-def test_what_fails_before_the_run_leaves_the_carry_as_it_was(donate):
+def test_an_error_before_the_run_does_not_change_the_carry(donate):
     def step(c, x, fail):
         assert not fail, "no"
         return c + x, x
@@ -404,7 +406,7 @@ def test_what_fails_before_the_run_leaves_the_carry_as_it_was(donate):
     jax.config.jax_check_tracer_leaks, reason="the leak check fails with threads"
 )
 @both
-def test_threads_take_turns(donate):
+def test_calls_from_several_threads_run_one_after_another(donate):
     run = es.hold(add, [X, X], donate=donate)
     threads = [
         threading.Thread(target=lambda: [run(jnp.ones(())) for _ in range(20)])

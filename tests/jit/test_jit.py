@@ -1,4 +1,4 @@
-"""`es.jit` in place of `eqx.filter_jit`: what is called, given, and returned."""
+"""`es.jit` in place of `eqx.filter_jit`: callables, arguments and results."""
 
 import functools as ft
 import traceback
@@ -20,7 +20,7 @@ X = jnp.array([1.0, 2.0, 3.0])
 XX = jnp.arange(9.0).reshape(3, 3)
 
 
-# --- What is called -------------------------------------------------------------------
+# --- Callables ------------------------------------------------------------------------
 
 
 def counts_keywords(f):
@@ -53,7 +53,7 @@ def plus(x, y):
     return x + y
 
 
-# Each with keywords for one argument `x`.
+# Each with keyword arguments for a call with one argument `x`.
 WRAPPED = {
     "by a decorator": (counts_keywords(plus), {"y": X}),
     "with keywords of its own": (scales(plus), {"scale": X}),
@@ -71,13 +71,13 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("case", WRAPPED)
-def test_keywords_are_bound_by_what_is_called(case):
+def test_keywords_are_bound_as_the_function_binds_them(case):
     f, keywords = WRAPPED[case]
     args = () if case == "in a partial" else (XX if case == "in es.vmap" else X,)
     assert eqx.tree_equal(es.jit(f)(*args, **keywords), f(*args, **keywords))
 
 
-def test_a_held_step_binds_keywords_by_what_is_called():
+def test_a_held_step_binds_keywords_as_the_function_binds_them():
     def step(carry, y):
         return carry, carry + y
 
@@ -142,14 +142,14 @@ CALLABLES = {
 
 
 @pytest.mark.parametrize("case", CALLABLES)
-def test_whatever_can_be_called(case):
+def test_every_callable_can_be_jitted(case):
     f = CALLABLES[case]()
     x = X if case != "class method" else ("a", "b")
     assert eqx.tree_equal(es.jit(f)(x), f(x), rtol=1e-6)
 
 
 @reuses_keys
-def test_classes_and_init_make_models():
+def test_classes_and_init_create_models():
     class Net(es.Module):
         weight: es.Parameter
         late: es.Parameter
@@ -170,7 +170,7 @@ def test_classes_and_init_make_models():
         assert eqx.tree_equal(model, expected, rtol=1e-6)
 
 
-def test_a_decorated_method_stands_in_any_order():
+def test_jit_may_be_combined_with_other_decorators_of_methods():
     class Model(eqx.Module):
         w: jax.Array
 
@@ -207,7 +207,7 @@ def test_a_decorated_method_stands_in_any_order():
     assert model.norm == 6.0
 
 
-def test_name_documentation_and_signature_stay():
+def test_jit_keeps_name_docstring_and_signature():
     def step(x: int) -> int:
         """One step."""
         return x
@@ -219,7 +219,7 @@ def test_name_documentation_and_signature_stay():
     assert "jit_step" in es.jit(step).lower(X).as_text()
 
 
-# --- What goes in and comes out -------------------------------------------------------
+# --- Arguments and results ------------------------------------------------------------
 
 ARRAYS = {
     "jax": lambda: X,
@@ -249,10 +249,10 @@ def test_arrays_are_traced(case):
 
 
 class Sizes(tuple):
-    """A leaf, as a subclass of a tuple is to JAX."""
+    """A leaf: JAX does not flatten subclasses of `tuple`."""
 
 
-def test_what_is_no_array_arrives_and_returns_as_it_is():
+def test_values_that_are_not_arrays_pass_through_unchanged():
     given = {
         "number": 3,
         "float": -0.0,
@@ -281,7 +281,7 @@ def test_what_is_no_array_arrives_and_returns_as_it_is():
     assert jnp.array_equal(out["pair"][1], X)
 
 
-def test_errors_of_the_function_come_out_as_they_are():
+def test_errors_of_the_function_are_raised_unchanged():
     class Mine(Exception):
         pass
 
@@ -306,7 +306,7 @@ def test_errors_of_the_function_come_out_as_they_are():
         es.jit(lambda x: x + "a" + 1)(1)
 
 
-def test_a_failed_trace_is_not_remembered():
+def test_a_failed_trace_is_not_cached():
     fails = [True]
 
     @es.jit
@@ -326,7 +326,7 @@ def in_two_places():
     return eqx.nn.Sequential([norm, eqx.nn.Lambda(jax.nn.relu), norm])
 
 
-def test_one_stateful_module_in_two_places_is_an_error():
+def test_a_stateful_module_that_occurs_twice_is_an_error():
     model, x = in_two_places(), jnp.ones((4, 3))
     jitted = es.jit(lambda m, x: es.mutable(m)(x)[1])
     places = r"layers\[0\]`", r"layers\[2\]`", "occurs twice"
@@ -344,7 +344,7 @@ def test_one_stateful_module_in_two_places_is_an_error():
 
 
 def test_one_module_may_be_two_arguments():
-    """A target network starts as the network itself, and they go apart on purpose."""
+    """A target network may start as the network itself; afterwards they differ."""
     norm, x = es.nn.BatchNorm(3), jnp.ones((4, 3))
     _, new = es.jit(lambda a, b, x: (b, es.mutable(a)(x)[1]))(norm, norm, x)
     assert new.mean[0] > norm.mean[0]

@@ -1,4 +1,4 @@
-"""`es.jit`: threads do not meet in it, and nothing of a call is kept alive."""
+"""`es.jit` does not keep models, arrays or tracers of a call alive."""
 
 import dataclasses
 import gc
@@ -47,7 +47,7 @@ def pure(m, x):
 
 
 def freed(make):
-    """Whether a model is freed after what `make` makes of it was called and dropped."""
+    """Whether a model is freed once the call that `make` returns has run."""
     m = model(3)
     parts = [weakref.ref(x) for x in (m, m.a, m.a.total)]
     call = make(m)
@@ -108,7 +108,7 @@ def test_no_tracer_leaks():
             es.jit([].append)(X)
 
 
-# --- What comes and goes --------------------------------------------------------------
+# --- Objects that are created and deleted ---------------------------------------------
 
 
 def counts():
@@ -117,10 +117,10 @@ def counts():
 
 
 class Plain:
-    """Equal only to itself."""
+    """Compared by identity."""
 
 
-def test_a_thousand_models_leave_nothing():
+def test_a_thousand_models_do_not_use_memory():
     log = Plain()
     log.traces = 0
 
@@ -191,18 +191,18 @@ GOING = [
 
 
 @pytest.mark.parametrize("make", GOING)
-def test_what_only_a_function_knew_goes_with_it(make):
+def test_a_value_that_only_a_function_refers_to_is_freed_with_it(make):
     call, value = make()
     for _ in range(3):
         call(X)
     gone = weakref.ref(value)
     del call, value
-    for _ in range(2):  # the function, then what its programs held
+    for _ in range(2):  # first the function is freed, then the values in its programs
         gc.collect()
     assert gone() is None
 
 
-def test_objects_made_anew_share_the_programs_of_their_equals():
+def test_new_objects_use_the_programs_of_equal_ones():
     traces = []
 
     @dataclasses.dataclass(frozen=True)

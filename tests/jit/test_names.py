@@ -68,7 +68,7 @@ def negative(x):
     return -x
 
 
-def test_names_may_be_equal_and_a_function_may_have_none():
+def test_argument_names_may_clash_and_a_builtin_has_none():
     def f(x, /, **kwargs):
         return x + kwargs["x"]
 

@@ -1,4 +1,4 @@
-"""`es.jit(f, **jit_kwargs)`: what `jax.jit` is given besides."""
+"""`es.jit(f, **jit_kwargs)`: options that are passed to `jax.jit`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ import eqx_state as es
 FAST = {"xla_cpu_enable_fast_math": True}
 
 
-def test_inline_leaves_no_call_in_an_outer_program():
+def test_inline_removes_the_call_from_an_outer_program():
     def calls(**kwargs):
         inner = es.jit(lambda x: x * 2, **kwargs)
-        # Newer versions of JAX inline when they lower, and not when they trace.
+        # Newer versions of JAX inline when they lower, not when they trace.
         return jax.jit(lambda x: inner(x)).lower(X).as_text().count(" call @")
 
     assert calls() == 1
     assert calls(inline=True) == 0
 
 
-def test_compiler_options_reach_the_compiler():
+def test_compiler_options_are_passed_to_the_compiler():
     run = es.jit(lambda x: x * 2, compiler_options={"no_such_option": True})
     with pytest.raises(Exception, match="no_such_option"):
         run(X)
@@ -30,7 +30,7 @@ def test_compiler_options_reach_the_compiler():
     assert (run.lower(X).compile()(X) == 2 * X).all()
 
 
-def test_programs_are_told_apart_by_their_options():
+def test_different_options_need_different_programs():
     traces = 0
 
     def f(x):
@@ -45,7 +45,7 @@ def test_programs_are_told_apart_by_their_options():
     assert traces == 3
 
 
-def test_it_decorates_with_options():
+def test_jit_with_options_is_a_decorator():
     class Layer(es.Module):
         w: es.Parameter = 2.0
 
@@ -57,7 +57,7 @@ def test_it_decorates_with_options():
 
 
 @pytest.mark.parametrize("name", ["static_argnums", "in_shardings", "donat"])
-def test_other_options_of_jax_are_refused(name):
+def test_other_options_of_jax_are_rejected(name):
     match = rf"(?s)argument '{name}'.*compiler_options, inline.*static already"
     for decorate in (lambda kw: es.jit(jnp.sin, **kw), lambda kw: es.jit(**kw)):
         with pytest.raises(TypeError, match=match):

@@ -1,4 +1,4 @@
-"""Small arrays in buffers: what goes in comes out, on any sort of device."""
+"""Small arrays in buffers: splitting a buffer returns the arrays, on any device."""
 
 import types
 
@@ -11,7 +11,7 @@ from eqx_state._jit.packing import BufferKey, Pack
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_to_split_is_the_inverse_of_to_join(platform):
+def test_split_is_the_inverse_of_join(platform):
     arrays = [jnp.arange(6.0).reshape(2, 3), jnp.ones(()), jnp.arange(4.0)]
     device = types.SimpleNamespace(platform=platform)
     key = BufferKey(arrays[0].dtype, types.SimpleNamespace(device_set=[device]), True)

@@ -1,4 +1,4 @@
-"""The short way of `es.jit`: a call like one before takes it, and no other one."""
+"""The fast path of `es.jit`: only a call with the same signature takes it."""
 
 import dataclasses
 import gc
@@ -53,7 +53,7 @@ def arrays_of(tree):
 
 
 def origin():
-    """The function whose programs the plans of these tests would be for."""
+    """The function that the plans in these tests are for."""
 
 
 def put_together(tree):
@@ -72,7 +72,7 @@ LEAVES = st.one_of(ARRAYS, STATIC)
 
 
 def several(inner):
-    """Containers of two to four nodes that differ in their arrays only."""
+    """Containers of two to four nodes that differ only in their arrays."""
     columns = st.tuples(inner, st.integers(2, 4)).map(
         lambda pair: [
             jax.tree.map(lambda x, i=i: x + i if eqx.is_array(x) else x, pair[0])
@@ -109,7 +109,7 @@ TREES = st.recursive(
 
 @hp.given(TREES)
 @hp.settings(max_examples=150)
-def test_apart_and_together_is_the_identity(tree):
+def test_flatten_and_build_are_inverse(tree):
     plan = flattener(tree, origin)
     found = plan(tree)
     assert all(x is y for x, y in zip(found, arrays_of(tree), strict=True))
@@ -122,7 +122,7 @@ def test_apart_and_together_is_the_identity(tree):
 
 
 def key_of(tree):
-    """Equal only for trees that one plan may serve."""
+    """Equal only for trees that may share a plan."""
 
     def typed(x):
         return type(x), repr(x)
@@ -138,17 +138,17 @@ def key_of(tree):
 
 @hp.given(TREES, TREES)
 @hp.settings(max_examples=150)
-def test_a_plan_refuses_every_other_tree(one, other):
+def test_a_plan_rejects_every_other_tree(one, other):
     hp.assume(key_of(one) != key_of(other))
     try:
         found = flattener(one, origin)(other)
     except (Mismatch, KeyError):
         return
-    # The places of arrays are left to the caller, who looks at the types.
+    # A plan does not check which leaves are arrays: its caller checks their types.
     assert not all(map(eqx.is_array, found))
 
 
-def test_what_is_too_deep_for_code_is_put_together_by_jax():
+def test_jax_builds_a_tree_that_is_too_deep_for_generated_code():
     tree = x = np.ones(2, np.float32)
     for _ in range(700):
         tree = [tree, "static"]
@@ -171,7 +171,7 @@ class Block(es.Module):
 
 
 def blocks():
-    """Modules that are alike, in a list, a dict and a tuple."""
+    """Modules of equal structure, in a list, a dict and a tuple."""
     made = [
         Block(
             Leaf(jnp.full(2, float(i)), 1000),
@@ -227,7 +227,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_whatever_is_changed_in_place_in_a_result_is_seen(name):
+def test_a_change_in_place_of_a_result_is_detected(name):
     f = es.jit(lambda tree: tree)
     tree = f(f(f(blocks())))
     other = f(tree)
@@ -238,12 +238,12 @@ def test_whatever_is_changed_in_place_in_a_result_is_seen(name):
         out = f(tree)
         assert key_of(out) == key_of(tree)
         assert eqx.tree_equal(out, tree)
-    # Nothing of it is in another result.
+    # The change must not appear in a different result.
     assert eqx.tree_equal(other, f(f(blocks())))
     assert eqx.tree_equal(f(other), other)
 
 
-def test_a_named_tuple_that_is_registered_is_made_as_it_says():
+def test_a_named_tuple_is_built_by_its_registered_function():
     class Length(Pair):
         unit = "m"
 
@@ -259,7 +259,7 @@ def test_a_named_tuple_that_is_registered_is_made_as_it_says():
         assert length.unit == "km"
 
 
-def test_the_modes_of_a_result_are_switched_one_by_one():
+def test_the_modes_of_modules_in_a_result_are_independent():
     f = es.jit(lambda tree: tree)
     tree = f(f(blocks()))
     one = eqx.tree_at(lambda t: t["list"][0], tree, replace_fn=eqx.nn.inference_mode)
@@ -272,7 +272,7 @@ def test_the_modes_of_a_result_are_switched_one_by_one():
     assert jax.tree.structure(back) == jax.tree.structure(tree)
 
 
-def test_static_values_that_are_equal_and_never_the_same_take_the_short_way():
+def test_static_values_that_are_equal_but_not_identical_take_the_fast_path():
     @dataclasses.dataclass(frozen=True)
     class Config:
         sizes: tuple[int, ...]
@@ -295,7 +295,7 @@ def test_static_values_that_are_equal_and_never_the_same_take_the_short_way():
 
 
 @pytest.mark.parametrize("cls", [Leaf, Plain])
-def test_a_static_list_that_is_changed_in_place_is_seen(cls):
+def test_a_change_in_place_of_a_static_list_is_detected(cls):
     f = es.jit(lambda module: len(vars(module)[name]))
     name, xs = ("rate" if cls is Leaf else "size"), [1]
     module = cls(jnp.ones(2), xs)
@@ -305,7 +305,7 @@ def test_a_static_list_that_is_changed_in_place_is_seen(cls):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_stays_as_it_was(enabled):
+def test_the_garbage_collector_is_enabled_or_disabled_as_before(enabled):
     @jtu.register_pytree_node_class
     class Fails(Custom):
         @classmethod
@@ -331,7 +331,7 @@ def test_the_garbage_collector_stays_as_it_was(enabled):
         (gc.enable if was else gc.disable)()
 
 
-def test_an_old_state_of_equinox_is_refused():
+def test_an_old_state_of_equinox_is_rejected():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
 
     @es.jit
@@ -373,9 +373,9 @@ def call(counter, x):
     return counter(x)
 
 
-@pytest.mark.parametrize("has_more", [True, False])  # than its fields
+@pytest.mark.parametrize("has_more", [True, False])  # entries in `__dict__` than fields
 @pytest.mark.parametrize("by_argument", [True, False])
-def test_a_plan_made_outside_does_not_serve_a_scope(by_argument, has_more):
+def test_a_plan_from_outside_does_not_apply_in_a_scope(by_argument, has_more):
     counter = Counter()
     if has_more:
         vars(counter)["cache"] = 1

@@ -1,4 +1,4 @@
-"""`es.jit` of what can raise while it runs: `eqx.error_if`, and callbacks."""
+"""`es.jit` of programs that can raise while they run: `eqx.error_if`, callbacks."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ has_off = pytest.mark.skipif(
 GOOD, BAD = jnp.array([1.0, 2.0]), jnp.array([1.0, -2.0])
 MESSAGE = "must not be negative"
 raises_check = pytest.raises(eqx.EquinoxRuntimeError, match=rf"^{MESSAGE}")
-# What JAX raises depends on whether the program has run within the call.
+# The error of JAX depends on whether the program has finished within the call.
 raises_raw = pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=MESSAGE)
 
 
@@ -40,7 +40,7 @@ class Traces:
 
 
 def counted(f):
-    """`f`, and the number of its traces; no list, which would rule out a plan."""
+    """`f`, and the number of its traces. A list would rule out the fast path."""
     traces = Traces()
 
     def g(*args):
@@ -75,7 +75,7 @@ def told(x):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """A list to which each wait for a result adds an entry."""
+    """A list that gets an entry for each wait for a result."""
     found = []
     for name in ("block_until_ready", "effects_barrier"):
         real = getattr(jax, name)
@@ -89,7 +89,7 @@ def waits(monkeypatch):
 def test_a_failed_check_is_raised_by_the_call():
     f, traces = counted(checked)
     jitted = es.jit(f)
-    for _ in range(2):  # the first call of all, then one like it, and the other way
+    for _ in range(2):  # the first call takes the slow path, the second the fast path
         with raises_check as info:
             jitted(BAD)
         assert info.type is eqx.EquinoxRuntimeError
@@ -100,7 +100,7 @@ def test_a_failed_check_is_raised_by_the_call():
 
 
 def inner(x):
-    # Equinox keeps the frames of the first trace with the same text.
+    # Equinox stores the frames of the first trace with the same text.
     return eqx.error_if(x, x < 0, f"{MESSAGE}, says inner") + 1.0
 
 
@@ -113,7 +113,7 @@ def outer(x):
     return middle(x)
 
 
-def test_the_text_has_the_frames_inside_of_the_program_and_no_others():
+def test_the_message_has_the_frames_inside_the_program_and_no_others():
     def call(x):
         return es.jit(outer)(x)
 
@@ -134,7 +134,7 @@ def test_the_text_has_the_frames_inside_of_the_program_and_no_others():
         assert "in inner" in str(info.value)
 
 
-def test_without_equinox_telling_more_the_message_is_raised(monkeypatch):
+def test_without_details_from_equinox_the_message_is_raised(monkeypatch):
     es.jit(checked)(GOOD)
     monkeypatch.setattr("equinox._errors._jit", type(sys)("elsewhere"))
     monkeypatch.setattr("equinox._jit.last_error_info", ("another", ["stack"]))
@@ -143,7 +143,7 @@ def test_without_equinox_telling_more_the_message_is_raised(monkeypatch):
     assert "stack" not in str(info.value)
 
 
-def test_only_what_is_not_raised_is_logged(caplog):
+def test_only_errors_that_the_call_does_not_raise_are_logged(caplog):
     with raises_check:
         es.jit(checked)(BAD)
     jitted = es.jit(only_for_two)
@@ -159,7 +159,7 @@ def test_only_what_is_not_raised_is_logged(caplog):
 
 
 @pytest.mark.parametrize("f", [called, told])
-def test_errors_of_other_callbacks_come_as_jax_raises_them(f):
+def test_errors_of_other_callbacks_are_raised_like_in_jax(f):
     jitted = es.jit(f)
     for _ in range(2):
         with raises_raw as info:
@@ -171,7 +171,7 @@ def test_errors_of_other_callbacks_come_as_jax_raises_them(f):
         jitted.lower(GOOD).compile()(BAD)
 
 
-# --- Where a check may be -------------------------------------------------------------
+# --- Where a check can be -------------------------------------------------------------
 
 
 @jax.custom_vjp
@@ -205,7 +205,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_a_check_is_found_wherever_it_is(case, waits):
+def test_a_check_is_found_at_every_place(case, waits):
     f, traces = counted(PLACES[case])
     jitted = es.jit(f)
     jitted(GOOD)
@@ -213,11 +213,11 @@ def test_a_check_is_found_wherever_it_is(case, waits):
     with raises_check:
         jitted(BAD)
     jitted(GOOD)
-    assert len(waits) in (2, 3)  # a small program may fail before it is waited for
+    assert len(waits) in (2, 3)  # a small program may fail before the call waits for it
     assert len(traces) == 1
 
 
-# --- What is waited for ---------------------------------------------------------------
+# --- Which programs a call waits for --------------------------------------------------
 
 
 def shown(x):
@@ -236,7 +236,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", [*map(needs_off, SILENT)])
-def test_a_program_that_cannot_raise_is_not_waited_for(case, waits):
+def test_a_call_does_not_wait_for_a_program_that_cannot_raise(case, waits):
     jitted = es.jit(SILENT[case])
     for x in (GOOD, BAD, GOOD):
         jitted(x)
@@ -244,7 +244,7 @@ def test_a_program_that_cannot_raise_is_not_waited_for(case, waits):
     assert not waits
 
 
-def test_effects_without_a_result_are_waited_for(waits):
+def test_a_call_waits_for_effects_without_a_result(waits):
     @es.jit
     def f(x):
         io_callback(refuse, x, x)
@@ -280,7 +280,7 @@ def raises_check_in(jitted):
 
 
 @pytest.mark.parametrize("case", BEFORE)
-def test_of_the_programs_of_a_function_those_that_can_raise_are_waited_for(case, waits):
+def test_a_call_waits_only_for_those_programs_of_a_function_that_can_raise(case, waits):
     f, traces = counted(only_for_two)
     jitted = es.jit(f)
     BEFORE[case](jitted)
@@ -294,11 +294,11 @@ def test_of_the_programs_of_a_function_those_that_can_raise_are_waited_for(case,
     assert len(traces) == 2
 
 
-# --- Donation, stages, traces around ------------------------------------------------
+# --- Donation, stages, outer traces -------------------------------------------------
 
 
 @pytest.mark.parametrize("donate", ["all", "all-except-first", "warn"])
-def test_donated_arrays_do_not_matter(donate):
+def test_checks_work_with_donation(donate):
     f, traces = counted(lambda a, b: (checked(a), checked(b)))
     jitted = es.jit(f, donate=donate)
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_a_compiled_program_raises_in_its_call(waits):
     assert "in checked" in str(info.value)
 
 
-def test_inside_of_another_trace_nothing_is_waited_for(waits):
+def test_inside_an_outer_trace_a_call_does_not_wait(waits):
     jitted = es.jit(told)
     jitted(GOOD)
     waits.clear()
@@ -329,7 +329,7 @@ def test_inside_of_another_trace_nothing_is_waited_for(waits):
     assert not waits
 
 
-# --- Nothing is written ---------------------------------------------------------------
+# --- A failed call does not write -----------------------------------------------------
 
 
 class Counter(es.Module):
@@ -341,7 +341,7 @@ class Counter(es.Module):
         return self.weight * checked(x)
 
 
-def test_a_failed_call_leaves_the_scope_around_as_it_was():
+def test_a_failed_call_does_not_change_the_scope_around_it():
     def f(model, x):
         es.jit(model)(GOOD)
         for call in (es.jit(model), lambda x: es.jit(lambda m, x: m(x))(model, x)):
@@ -357,10 +357,10 @@ def test_a_failed_call_leaves_the_scope_around_as_it_was():
         es.mutable(es.jit(model))(BAD)
 
 
-# --- Switches of JAX and Equinox ------------------------------------------------------
+# --- Settings of JAX and Equinox ------------------------------------------------------
 
 
-def test_without_jit_it_is_as_with_filter_jit():
+def test_without_jit_errors_are_those_of_filter_jit():
     jitted, traces = counted(checked)
     with jax.disable_jit():
         for transform in (es.jit, eqx.filter_jit):
@@ -390,7 +390,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("on_error", [*map(needs_off, OUTPUTS)])
-def test_what_an_error_does_can_be_chosen(on_error):
+def test_the_setting_of_equinox_for_errors_applies(on_error):
     env = {**os.environ, "EQX_ON_ERROR": on_error, "JAX_PLATFORMS": "cpu"}
     env["PYTHONWARNINGS"] = "ignore"
     run = subprocess.run(

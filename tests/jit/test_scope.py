@@ -1,4 +1,4 @@
-"""`es.jit` in scopes and in other transforms."""
+"""`es.jit` inside scopes and inside other transforms."""
 
 import dataclasses
 import functools as ft
@@ -17,7 +17,7 @@ X = jnp.array([1.0, 2.0, 3.0])
 
 
 class Layer(es.Module):
-    """Its output and its state depend on all that it holds."""
+    """Its output and its state depend on all its fields."""
 
     weight: es.Parameter
     total: es.State
@@ -37,7 +37,7 @@ class Model(es.Module):
 
 
 class Log:
-    """How often something was traced."""
+    """Counts traces."""
 
     def __init__(self):
         self.count = 0
@@ -56,7 +56,7 @@ def assert_same(got, expected):
 
 
 def same_without_jit(f, model, *args):
-    """`f` threads the same with `es.jit` as with nothing in its place."""
+    """Assert that `f` gives equal results with `es.jit` and without."""
     with untouched(model):
         got = es.mutable(lambda m, *args: f(m, es.jit, *args))(model, *args)
     assert_same(
@@ -65,7 +65,7 @@ def same_without_jit(f, model, *args):
     return got
 
 
-# --- State comes through --------------------------------------------------------------
+# --- State is returned ----------------------------------------------------------------
 
 
 def through_arguments(m, jit, x):
@@ -118,11 +118,11 @@ THREADED = {
 
 
 @pytest.mark.parametrize("case", THREADED)
-def test_state_comes_through(case):
+def test_jit_returns_written_state(case):
     same_without_jit(THREADED[case], model(), X)
 
 
-def test_what_is_returned_is_a_snapshot():
+def test_a_returned_module_is_a_snapshot():
     def f(m, x):
         out = es.jit(lambda: (m.a, m.a(x)))()
         m.a(x)
@@ -139,20 +139,20 @@ def test_what_is_returned_is_a_snapshot():
         es.mutable(writes)(model(), X)
 
 
-def test_the_kinds_of_the_scope_hold_inside():
+def test_the_kinds_of_the_scope_apply_inside():
     @es.jit
     def double(m):
         m.a.weight = 2 * m.a.weight
 
     for _ in range(2):
-        match = r"`a\.weight` is a `Parameter`, and this scope writes `State`"
+        match = r"`a\.weight` is a `Parameter`, but this call can write only `State`"
         with rejects(model(), dataclasses.FrozenInstanceError, match):
             es.mutable(double)(model())
         _, new = es.mutable(double, kinds=es.TreePart)(model())
         assert new.a.weight == 2.0
 
 
-# --- A program that is found again runs on the objects of the call --------------------
+# --- A cached program uses the objects of the current call ----------------------------
 
 
 @es.jit
@@ -160,7 +160,7 @@ def shared_step(layer, x):
     return layer(x)
 
 
-def test_one_program_serves_models_scopes_and_updates_in_turn():
+def test_one_program_is_used_for_several_models_scopes_and_updates():
     log = Log()
     first, second = model(0, log), model(5, log)
     expected_first, expected_second = first, second
@@ -183,7 +183,7 @@ def test_one_program_serves_models_scopes_and_updates_in_turn():
     )
 
 
-def test_one_program_serves_calls_in_one_scope():
+def test_one_program_is_used_for_several_calls_in_one_scope():
     log = Log()
 
     def f(m, x):
@@ -196,7 +196,7 @@ def test_one_program_serves_calls_in_one_scope():
     assert_same(([*direct, *shared], new), plain)
 
 
-def test_other_places_and_kinds_are_other_programs():
+def test_different_paths_and_kinds_need_different_programs():
     log = Log()
 
     def f(m, x):
@@ -208,7 +208,7 @@ def test_other_places_and_kinds_are_other_programs():
     es.mutable(f, kinds=es.TreePart)(model(0, log), X)
     assert log.count == 4
     match = r"`frozen_copy\.total` is a `Buffer`"
-    for kind in (es.State, es.Rng):  # never by the program of `a`
+    for kind in (es.State, es.Rng):  # must not use the program of `a`
         with rejects(model(0, log), dataclasses.FrozenInstanceError, match):
             es.mutable(lambda m: shared_step(m.frozen_copy, X), kinds=kind)(model())
 
@@ -216,7 +216,7 @@ def test_other_places_and_kinds_are_other_programs():
 # --- Inside other transforms ----------------------------------------------------------
 
 
-def test_a_plain_transform_around_a_jitted_write_is_refused():
+def test_a_plain_transform_around_a_jitted_write_is_an_error():
     for transform in (jax.vmap, lambda f: jax.grad(lambda x: jnp.sum(f(x)))):
         with rejects(
             model(), es.TraceError, r"(?s)Cannot write `a\.\w+` here.*es\.vmap"
@@ -224,7 +224,7 @@ def test_a_plain_transform_around_a_jitted_write_is_refused():
             es.mutable(lambda m, x, t=transform: t(es.jit(m.a))(x))(model(), X)
 
 
-def test_collectives_see_the_axis_around():
+def test_collectives_use_the_axis_of_an_outer_vmap():
     def f(m, jit, xs):
         def lane(x):
             m.a.total = jax.lax.pmean(x * X, "batch")
@@ -262,7 +262,7 @@ class Three(es.Module):
     c: Counted = eqx.field(default_factory=Counted)
 
 
-def test_what_is_sown_comes_out_of_its_own_scope():
+def test_sown_values_are_returned_by_their_own_scope():
     three = es.jit(lambda a, b, c, x: a(x) + b(x) + c(x))
 
     def f(net, x):
@@ -284,7 +284,7 @@ HOLDERS = [lambda m: lambda: m, lambda m: ft.partial(Plain, m)]
 
 
 @pytest.mark.parametrize("holder", HOLDERS, ids=["function", "partial"])
-def test_what_is_given_and_returned_may_hold_an_owned_module(holder):
+def test_a_function_with_an_owned_module_may_be_passed_and_returned(holder):
     same = es.jit(lambda f, x: ([f], x))
 
     def f(net):

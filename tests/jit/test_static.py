@@ -1,4 +1,4 @@
-"""`es.jit`: one program for each set of static values, and no more than that."""
+"""`es.jit`: exactly one program for each set of static values."""
 
 import collections
 import copy
@@ -19,7 +19,7 @@ from jit_cases import counted, Layer, Model, X
 import eqx_state as es
 
 
-# --- Told apart by type and value -----------------------------------------------------
+# --- Static values are compared by type and value -------------------------------------
 
 
 class Color(enum.IntEnum):
@@ -32,7 +32,7 @@ class Config:
 
 
 class Derived(Config):
-    """Compared by the `__eq__` that the dataclass has made."""
+    """Compared by the `__eq__` that `dataclass` has generated."""
 
 
 class Settings(eqx.Module):
@@ -75,7 +75,7 @@ NUMPY = [np.float32(0), np.float32(-0.0), np.float64(0), np.int32(0), np.bool_(F
 SETS = [frozenset({1}), frozenset({True}), frozenset({1.0}), frozenset({(1, 0.0)})]
 HASHABLE = [*NUMBERS, *SPECIAL, *NESTED, *TUPLES, *CONFIGS, *MODULES, *SETS]
 
-# How a value gets into a call of `es.jit(f)`, where `f` gets `read(argument)`.
+# Ways to pass a value to `es.jit(f)`; inside, `read(argument)` returns it.
 PLACES = {
     "argument": (lambda x: x, lambda x: x),
     "list": (lambda x: [x, X], lambda tree: tree[0]),
@@ -91,7 +91,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_static_values_are_told_apart_by_type_and_value(place):
+def test_static_values_are_compared_by_type_and_value(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree, x: (repr(read(tree)), x))
     jitted = es.jit(f)
@@ -101,15 +101,15 @@ def test_static_values_are_told_apart_by_type_and_value(place):
             for value in values:
                 assert jitted(put(value), X)[0] == repr(value)
 
-    # Elsewhere NumPy's numbers are arrays, and Equinox warns of them.
+    # At other places, NumPy's numbers are arrays, and Equinox warns of them.
     values = [*HASHABLE, *NUMPY] if place == "node" else HASHABLE
-    eqx.filter_eval_shape(check)  # traces every program, and compiles none
+    eqx.filter_eval_shape(check)  # traces every program without compiling any
     for value in NUMBERS[:6]:
         assert jitted(put(value), X)[0] == repr(value)
     assert len(traces) == len(values)
 
 
-def test_the_factory_of_a_defaultdict_counts():
+def test_the_factory_of_a_defaultdict_is_compared():
     jitted = es.jit(lambda layer: jnp.asarray(layer.tag["missing"]))
     for factory in (int, float):
         y = jitted(Layer(1.0, collections.defaultdict(factory)))
@@ -117,8 +117,8 @@ def test_the_factory_of_a_defaultdict_counts():
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, True, 1.0, (1, True), (True, 1)])
-def test_types_count_in_keywords_functions_and_owned_modules(value):
-    layer = Layer(1.0, value)  # all the values share the functions below
+def test_types_are_compared_in_keywords_functions_and_owned_modules(value):
+    layer = Layer(1.0, value)  # the functions below are called with all values
     assert by_keyword(X, value=value) == repr(value)
     assert es.jit(eqx.Partial(read_tag, layer))() == repr(value)
     assert es.jit(ft.partial(read_tag, layer))() == repr(value)
@@ -165,7 +165,7 @@ def test_a_nan_is_traced_once(place, case):
 
 
 class Options:
-    """Equal by value, and without a hash."""
+    """Compared by value, and not hashable."""
 
     def __init__(self, n):
         self.n = n
@@ -185,7 +185,7 @@ FIELDS += [OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)]
 
 
 @pytest.mark.parametrize("place", ["static field", "inner", "node"])
-def test_static_fields_need_no_hash(place):
+def test_static_fields_need_not_be_hashable(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree: repr(read(tree)))
     jitted = es.jit(f)
@@ -200,7 +200,7 @@ def test_static_fields_need_no_hash(place):
 
 
 class Table:
-    """Compared entry by entry, as arrays and data frames are."""
+    """Compared elementwise, like arrays and data frames."""
 
     __hash__ = None
 
@@ -209,7 +209,7 @@ class Table:
 
 
 @pytest.mark.parametrize("place", ["static field", "inner", "node"])
-def test_static_values_that_are_not_simply_equal_are_told_apart_by_identity(place):
+def test_static_values_whose_comparison_is_not_a_bool_are_compared_by_identity(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree: type(read(tree)).__name__)
     one, other = Table(), Table()
@@ -236,7 +236,7 @@ UNHASHABLE = {
 
 
 @pytest.mark.parametrize("case", UNHASHABLE)
-def test_an_unhashable_value_is_named_with_its_place(case):
+def test_the_error_for_an_unhashable_value_names_its_path(case):
     call, where = UNHASHABLE[case]
     match = rf"(?s)`es\.jit`: `{where}` is a `set`, which cannot be hashed.*or an array"
     with pytest.raises(TypeError, match=match):
@@ -252,7 +252,7 @@ UNHASHABLE_OWNED = {
 
 
 @pytest.mark.parametrize("case", UNHASHABLE_OWNED)
-def test_an_unhashable_value_of_an_owned_module_is_named(case):
+def test_the_error_for_an_unhashable_value_of_an_owned_module_names_it(case):
     model = Model(Called(Layer(1.0), {1}))
     match = r"`es\.jit`: `layer\.other` is a `set`, which cannot be hashed"
     with untouched(es.filter(model)), pytest.raises(TypeError, match=match):
@@ -289,14 +289,15 @@ class TaggedMore(Tagged):
 
 
 class Parsed(Tagged):
-    __eq__ = ft.partialmethod(lambda a, b: a.value == b.value)  # not a function
+    # A method that is not a plain function.
+    __eq__ = ft.partialmethod(lambda a, b: a.value == b.value)
 
     def __hash__(self):
         return hash(self.value)
 
 
 @pytest.mark.parametrize("cls", [OwnEquality, Tagged, TaggedMore, Parsed])
-def test_dataclasses_are_compared_as_they_say(cls):
+def test_dataclasses_are_compared_by_their_own_eq(cls):
     traces = []
 
     @es.jit
@@ -310,7 +311,7 @@ def test_dataclasses_are_compared_as_they_say(cls):
     assert jnp.array_equal(f(traces[1], X), 2 * X)
 
 
-def test_a_field_that_is_not_compared_makes_no_new_program():
+def test_a_field_with_compare_false_does_not_need_a_new_program():
     traces = []
 
     @es.jit
@@ -320,5 +321,5 @@ def test_a_field_that_is_not_compared_makes_no_new_program():
 
     for tag in "ab":
         f(Tagged(1, tag), X)
-    f(Tagged(1.0, "a"), X)  # told apart by type
+    f(Tagged(1.0, "a"), X)  # the type differs
     assert len(traces) == 2

@@ -1,4 +1,4 @@
-"""`es.jit`: how often it traces: once for calls of one signature, else again."""
+"""The number of traces of `es.jit`: one for all calls with the same signature."""
 
 import sys
 from typing import Any
@@ -24,8 +24,8 @@ def test_calls_of_one_signature_share_a_program():
     f = eqx.debug.assert_max_traces(step, max_traces=1)
     jitted, model = es.jit(f), Layer(2.0)
     for _ in range(3):
-        _, model = jitted(model, X)  # before and after an update
-    jitted(Layer(5.0), X)  # equal but for its arrays
+        _, model = jitted(model, X)  # with the original arrays and with updated ones
+    jitted(Layer(5.0), X)  # only its arrays differ
     jitted(x=X, model=model)
     jitted(jax.tree.map(lambda x: x, model), np.asarray(X))
     jitted(es.update(model, es.filter(Layer(1.0), es.Parameter)), X)
@@ -51,7 +51,7 @@ class Counting(es.Module):
 
 
 class Log:
-    """How often something was traced."""
+    """Counts traces."""
 
     def __init__(self):
         self.count = 0
@@ -72,7 +72,7 @@ def call(model, x):
 
 
 @pytest.mark.parametrize("case", WRAPPERS)
-def test_a_loop_over_fresh_wrappers_of_a_model_traces_once(case):
+def test_a_loop_that_wraps_the_model_each_time_traces_once(case):
     model = Counting(2.0, Log())
     traces = model.traces
     for i in range(3):
@@ -83,7 +83,7 @@ def test_a_loop_over_fresh_wrappers_of_a_model_traces_once(case):
     assert traces.count == 1
 
 
-# --- Another trace --------------------------------------------------------------------
+# --- Several traces -------------------------------------------------------------------
 
 
 def test_functions_are_not_confused():
@@ -108,7 +108,7 @@ def test_functions_are_not_confused():
 
 
 def python_calls(f, *args):
-    """How many Python functions a call runs."""
+    """The number of Python functions that a call runs."""
     count = 0
 
     def see(_frame, event, _arg):
@@ -123,8 +123,8 @@ def python_calls(f, *args):
     return count
 
 
-def test_every_shape_and_sharding_takes_the_short_way():
-    """JAX's own, too, which it leaves for good where a first trace has failed."""
+def test_every_shape_and_sharding_takes_the_fast_path():
+    """This includes JAX's fast path, which a failed first trace disables for good."""
     f = es.jit(lambda xs: [x + 1 for x in xs])
     mesh = jax.sharding.Mesh(jax.devices()[:2], "devices")
     split = jax.sharding.NamedSharding(mesh, jax.P("devices"))

@@ -1,4 +1,4 @@
-"""`es.jit`: the short way gives bit for bit what the general way gives."""
+"""`es.jit`: the fast path gives bit for bit the results of the slow path."""
 
 import collections
 import contextlib
@@ -34,7 +34,7 @@ class Scale(es.Module):
 
 @contextlib.contextmanager
 def short_way_only():
-    """Inside, a call that needs the general way fails."""
+    """Inside, a call that needs the slow path fails."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("the general way")
@@ -53,7 +53,7 @@ def general_way_only(f):
 
 
 def same(a, b):
-    """Equal in structure, types and bits, down to the objects that are static."""
+    """Assert equal structures, types and bits, and identical static objects."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert type(x) is type(y)
@@ -65,7 +65,7 @@ def same(a, b):
     assert [p.name for p in es.parts(a)] == [p.name for p in es.parts(b)]
 
 
-# --- What is called: a program, and where it returns the model ------------------------
+# --- Programs, and where their result contains the model ------------------------------
 
 
 def forward(case, model, x):
@@ -92,7 +92,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("mode", [es.train, es.eval])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", CASES)
-def test_both_ways_give_the_same(name, program, mode):
+def test_both_paths_give_the_same_results(name, program, mode):
     if program is gradient and mode is es.train and name in WITHOUT_GRADS:
         pytest.skip("this JAX cannot compile it")
     case = CASES[name]
@@ -107,7 +107,7 @@ def test_both_ways_give_the_same(name, program, mode):
             with short_way_only():
                 short = jitted(model, x)
         same(short, general)
-        # What the one way has made goes the other.
+        # Pass the result of one path to the other path.
         model = PROGRAMS[program](short)
         with general_way_only(f):
             again = jitted(model, x)
@@ -116,10 +116,10 @@ def test_both_ways_give_the_same(name, program, mode):
     assert len(programs_of(f, Options()).plans) == 1
 
 
-# --- What a function closes over ------------------------------------------------------
+# --- Several signatures, scopes, and functions without weak references ----------------
 
 
-def test_with_many_signatures_in_turn_some_keep_the_short_way():
+def test_with_many_signatures_some_keep_the_fast_path():
     @es.jit
     def f(x, n):
         return x * n
@@ -131,7 +131,7 @@ def test_with_many_signatures_in_turn_some_keep_the_short_way():
             assert f(ONE, n) == n
 
 
-def test_a_call_in_a_scope_leaves_the_short_way_as_it_is():
+def test_a_call_in_a_scope_does_not_disable_the_fast_path():
     f = es.jit(lambda x: 2 * x)
     f(ONE)
     assert es.mutable(lambda scale: f(scale.factor))(Scale(3.0))[0] == 6.0
@@ -139,7 +139,7 @@ def test_a_call_in_a_scope_leaves_the_short_way_as_it_is():
         assert f(ONE) == 2.0
 
 
-def test_callables_that_cannot_be_referred_to_weakly_take_the_short_way():
+def test_callables_without_weak_references_take_the_fast_path():
     tree = {"a": ONE, "b": 2 * ONE}
     first, second = (es.jit(operator.itemgetter(key)) for key in "ab")
     assert (first(tree), second(tree)) == (1, 2)
@@ -147,7 +147,7 @@ def test_callables_that_cannot_be_referred_to_weakly_take_the_short_way():
         assert (first(tree), second(tree)) == (1, 2)
 
 
-# --- What an argument or a field may be -----------------------------------------------
+# --- Arguments and fields -------------------------------------------------------------
 
 
 def leaky(slope, x):
@@ -155,7 +155,7 @@ def leaky(slope, x):
 
 
 class Controller:
-    """Not a pytree; its bound methods are equal, and not identical."""
+    """Not a pytree. Its bound methods are equal, but not identical."""
 
     def scale(self, x):
         return 2.0 * x
@@ -210,7 +210,7 @@ PARTIAL, WEIGHT_NORM = ft.partial(leaky, 0.1), eqx.nn.WeightNorm(LINEAR)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_whatever_is_an_argument_takes_the_short_way(name):
+def test_every_argument_takes_the_fast_path(name):
     f = es.jit(lambda held, x: (held, 2 * x))
     make = ARGUMENTS[name]
     general, _ = f(make(), ONE)
@@ -223,7 +223,7 @@ def test_whatever_is_an_argument_takes_the_short_way(name):
 
 
 class SameAsOne:
-    """A key that is equal to 1, and of another type."""
+    """A key that equals 1, but has a different type."""
 
     def __eq__(self, other):
         return other == 1
@@ -248,7 +248,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_differs_is_another_program(name):
+def test_different_arguments_need_different_programs(name):
     traces = []
 
     @es.jit
@@ -263,7 +263,7 @@ def test_what_differs_is_another_program(name):
     assert len(traces) == 2
 
 
-def test_a_function_among_the_arguments_may_come_to_hold_an_owned_module():
+def test_a_function_argument_may_later_refer_to_an_owned_module():
     held = [None]
 
     def scale(x):
@@ -289,7 +289,7 @@ def test_a_function_among_the_arguments_may_come_to_hold_an_owned_module():
     assert (y, new.n) == (5.0, 1)
 
 
-def test_a_closure_that_has_a_short_way_sees_the_modules_of_a_scope():
+def test_a_closure_on_the_fast_path_sees_the_modules_of_a_scope():
     free, held = Scale(2.0), Scale(3.0)
 
     @es.jit

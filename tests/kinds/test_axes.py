@@ -1,11 +1,11 @@
-"""`es.Axes`: what it accepts, and how two of them compare."""
+"""`es.Axes`: which arguments it accepts, and when two of them are equal."""
 
 import pytest
 
 import eqx_state as es
 
 
-def test_axes_made_alike_are_equal_whatever_the_order():
+def test_axes_with_the_same_names_are_equal_in_any_order():
     a = es.Axes(weight="mlp embed", bias="mlp")
     b = es.Axes(bias="mlp", weight=" mlp  embed ")
     assert a == b
@@ -14,12 +14,12 @@ def test_axes_made_alike_are_equal_whatever_the_order():
     assert a != "mlp embed"
 
 
-def test_axes_print_as_they_can_be_written():
+def test_the_repr_of_axes_is_valid_code():
     path = {"layers[0].weight": "mlp embed"}
     assert repr(es.Axes(**path)) == "es.Axes(**{'layers[0].weight': 'mlp embed'})"
 
 
-def test_axes_that_are_not_text_are_an_error():
+def test_axes_that_are_not_strings_are_an_error():
     with pytest.raises(TypeError, match=r"Axes\(weight=\('mlp', 'embed'\)\).* string"):
         es.Axes(weight=("mlp", "embed"))  # pyright: ignore[reportArgumentType]
 

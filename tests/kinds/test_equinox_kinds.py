@@ -1,6 +1,6 @@
-"""What the arrays of every layer of Equinox are, without a word from us.
+"""The kinds of the arrays of every Equinox layer, without any declaration.
 
-A class that a new version of Equinox brings fails here until somebody decides.
+If a new version of Equinox adds a class, a test here fails until the class is listed.
 """
 
 import functools as ft
@@ -32,7 +32,7 @@ def norm(mode):
     return eqx.nn.BatchNorm(3, "batch", mode=mode)
 
 
-# The class: how to make one, and the kinds of all its arrays.
+# For each class: how to create it, and the kinds of all its arrays.
 KINDS = {
     "PReLU": [(eqx.nn.PReLU, {"negative_slope": P})],
     "MultiheadAttention": [
@@ -120,8 +120,8 @@ for n in (1, 2, 3):
         adaptive = f"Adaptive{name}"
         KINDS[adaptive] = [(ft.partial(getattr(eqx.nn, adaptive), 2), {})]
 
-ABSTRACT = {"StatefulLayer"}  # cannot be made
-NOT_MODULES = {"State"}  # has no key paths: below, by hand
+ABSTRACT = {"StatefulLayer"}  # cannot be instantiated
+NOT_MODULES = {"State"}  # has no key paths; tested below
 
 PUBLIC = {
     name: cls
@@ -131,7 +131,7 @@ PUBLIC = {
 CASES = [(name, i) for name, cases in KINDS.items() for i in range(len(cases))]
 
 
-def test_every_public_class_of_equinox_is_decided():
+def test_every_public_class_of_equinox_is_listed():
     assert set(PUBLIC) == KINDS.keys() | ABSTRACT | NOT_MODULES
 
 
@@ -143,7 +143,7 @@ def test_the_kinds_of_a_layer(name, i):
     parts = es.parts(layer)
     assert {part.name: part.kind for part in parts} == expected
     arrays = [x for x in jax.tree.leaves(layer) if eqx.is_array(x)]
-    assert len(parts) == len(arrays)  # none without a name of its own
+    assert len(parts) == len(arrays)  # each array has its own name
     shapes = eqx.filter_eval_shape(make)
     assert {part.name: part.kind for part in es.parts(shapes)} == expected
 
@@ -156,7 +156,7 @@ def test_parameters_are_what_equinox_trains(name, i):
     assert eqx.tree_equal(jax.tree.leaves(ours), jax.tree.leaves(expected))
 
 
-def test_equinoxs_own_state():
+def test_the_state_of_equinox_has_kind_state():
     _, state = eqx.nn.make_with_state(norm)("ema")
     assert [part.kind for part in es.parts(state)] == [S] * 3
     assert not jax.tree.leaves(es.filter(state, es.trainable))

@@ -1,4 +1,4 @@
-"""All the ways to say what a field is."""
+"""All ways to declare the kind of a field."""
 
 import collections.abc
 import dataclasses
@@ -46,7 +46,8 @@ ONE = jnp.ones((1, 1))
 
 # --- One array ------------------------------------------------------------------------
 
-# As text: each is tried as it is, and as `from __future__ import annotations` does.
+# These are strings so that each is tested evaluated, and as text, as with `from
+# __future__ import annotations`.
 FORMS = {
     es.State: [
         "es.State",
@@ -78,7 +79,7 @@ FORMS = {
         "es.State[Cache]",
         "typing.Annotated[Array, Cache]",
     ],
-    # Of two coverings, one around the other, the outermost counts.
+    # Of two nested covering kinds, the outermost applies.
     Ema: ["es.Parameter[Ema]", "Ema[es.State[Array]]", "Ema[es.Buffer[Array]]"],
     es.Buffer: ["es.State[es.Buffer[Array]]", "es.Buffer[Ema[Array]]"],
     es.Parameter: [
@@ -97,7 +98,7 @@ FORMS_OF_ONE = [(text, kind) for kind, texts in FORMS.items() for text in texts]
 
 @pytest.mark.parametrize("postponed", [False, True])
 @pytest.mark.parametrize(("text", "kind"), FORMS_OF_ONE)
-def test_forms_for_one_array(base, text, kind, postponed):
+def test_annotations_of_one_array(base, text, kind, postponed):
     class Model(base):
         x: text if postponed else eval(text)
 
@@ -154,7 +155,7 @@ def test_containers(base, text, value, expected, postponed):
     assert [part.kind for part in es.parts(Model(value))] == expected
 
 
-def test_a_container_of_modules_leaves_them_their_own_kinds(base, getkey):
+def test_modules_in_a_container_keep_their_own_kinds(base, getkey):
     class Inner(base):
         a: es.State
         b: Array
@@ -175,20 +176,20 @@ def test_a_container_of_modules_leaves_them_their_own_kinds(base, getkey):
     ]
 
 
-# --- The specifier --------------------------------------------------------------------
+# --- `es.field` -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "annotation", [Array, Any, es.State, "es.State", list[Array], "Array"], ids=repr
 )
-def test_the_specifier(base, annotation):
+def test_es_field_declares_a_kind(base, annotation):
     class Model(base):
         x: annotation = es.field(kind=es.State)
 
     assert kinds(Model(ONE)) == {"x": es.State}
 
 
-def test_the_specifier_composes(base):
+def test_es_field_takes_the_arguments_of_equinoxs_field(base):
     class Model(base):
         a: Array = es.field(kind=es.State, converter=jnp.asarray)
         b: Array = es.field(kind=es.State, default=2.0, converter=jnp.asarray)
@@ -210,7 +211,7 @@ def test_the_specifier_composes(base):
     assert (model.a, model.b) == (1.0, 2.0)
 
 
-def test_the_specifier_without_a_kind_is_the_field_of_equinox(base):
+def test_es_field_without_a_kind_is_equinoxs_field(base):
     class Model(base):
         a: Array = es.field()
         b: int = es.field(static=True, default=3)
@@ -221,7 +222,7 @@ def test_the_specifier_without_a_kind_is_the_field_of_equinox(base):
     assert model.b == 3
 
 
-def test_the_specifier_must_not_contradict_the_annotation():
+def test_es_field_must_not_contradict_the_annotation():
     def make():
         class Model(es.Module):
             x: es.State = es.field(kind=es.Parameter)
@@ -294,25 +295,25 @@ def test_abstract_classes(base):
 Tree = TypeAliasType("Tree", "es.State | dict[str, Tree]")
 
 
-def test_an_alias_may_hold_itself(base):
+def test_an_alias_may_contain_itself(base):
     class Model(base):
         x: "Tree"
 
     assert kinds(Model(jnp.ones(1))) == {"x": es.State}
 
 
-def test_a_name_in_the_body_of_the_class(base):
+def test_a_name_defined_in_the_body_of_the_class(base):
     class Model(base):
         class Cache(es.State):
             pass
 
         x: "Cache"
-        es: "es.State" = None  # a default hides nothing
+        es: "es.State" = None  # this default does not hide the module `es`
 
     assert kinds(Model(ONE, ONE)) == {"x": Model.Cache, "es": es.State}
 
 
-def test_a_class_keeps_only_the_names_that_its_annotations_need():
+def test_a_class_does_not_keep_names_alive_that_its_annotations_do_not_use():
     class Data:
         pass
 
@@ -328,7 +329,7 @@ def test_a_class_keeps_only_the_names_that_its_annotations_need():
     assert data() is None
 
 
-def test_a_name_that_is_missing_is_looked_for_once(base, monkeypatch):
+def test_a_missing_name_is_looked_up_once(base, monkeypatch):
     fields = "\n".join(f"    f{i}: 'X{i}'" for i in range(30))
     namespace = {"base": base, "__name__": __name__}
     exec(f"class Many(base):\n{fields}", namespace)

@@ -1,4 +1,4 @@
-"""Generics: what a type variable stands for, and what is in a starred tuple."""
+"""Generics: the values of type variables, and starred tuples."""
 
 import typing
 from typing import Any, Generic, TypeVar, Unpack
@@ -32,7 +32,7 @@ def base(request):
     return request.param
 
 
-def test_a_subclass_says_what_a_type_variable_is(base):
+def test_a_subclass_sets_a_type_variable(base):
     class Holder(base, Generic[T]):
         value: T
         more: list[T]
@@ -54,7 +54,7 @@ def test_a_subclass_says_what_a_type_variable_is(base):
     assert set(kinds(Holder(ONE, [ONE], {"a": ONE})).values()) == {es.Parameter}
 
 
-def test_type_variables_are_handed_on(base):
+def test_type_variables_are_passed_on_to_base_classes(base):
     class Two(base, Generic[A, B]):
         a: A
         b: B
@@ -102,7 +102,7 @@ def test_a_bound_that_is_defined_later(monkeypatch):
         box: Box[es.State]
 
     monkeypatch.delitem(globals(), "DefinedLater", raising=False)
-    for _ in range(2):  # in turns: what is known of one says nothing of the other
+    for _ in range(2):  # alternate: the result for one class must not affect the other
         assert kinds(Box(ONE)) == {"value": es.Parameter}
         assert kinds(Holder(Box(ONE))) == {"box.value": es.State}
     monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
@@ -122,7 +122,7 @@ def test_an_alias_with_arguments(base):
     assert kinds(Concrete((ONE, ONE), (ONE, ONE))) == expected
 
 
-def test_the_arguments_of_any_number_of_variables_count_for_all(base):
+def test_arguments_for_a_type_variable_tuple_apply_to_all_fields(base):
     class Many(base, Generic[*Ts]):
         items: list
 
@@ -161,7 +161,7 @@ def test_starred_tuples(base, annotation, expected):
     assert list(kinds(model).values()) == expected
 
 
-def test_what_follows_a_starred_tuple_cannot_be_told_apart():
+def test_a_kind_after_a_starred_tuple_must_be_the_same():
     with pytest.raises(TypeError, match=r"Model\.x.*`Parameter` and `State`"):
 
         class Model(es.Module):
@@ -177,15 +177,16 @@ def test_a_union_of_containers(base):
     tuples = Model((ONE, ONE), (ONE, ONE), (ONE, ONE))
     expected = [es.Parameter, es.Buffer] * 2 + [es.State, es.Buffer]
     assert list(kinds(tuples).values()) == expected
-    others = Model([ONE, ONE], {"x": ONE}, [ONE, ONE])  # a list for a tuple will do
+    # A list in place of a tuple also works.
+    others = Model([ONE, ONE], {"x": ONE}, [ONE, ONE])
     expected = [es.State, es.State, es.State, es.State, es.Buffer]
     assert list(kinds(others).values()) == expected
 
 
-# --- Other ways to lose a kind -----------------------------------------------------
+# --- Cases in which a kind could get lost ------------------------------------------
 
 
-def test_a_mixin_without_fields_of_its_own_takes_no_kind_away():
+def test_a_mixin_that_declares_no_fields_does_not_remove_a_kind():
     class Mean:
         mean: Array
 

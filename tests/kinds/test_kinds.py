@@ -1,4 +1,4 @@
-"""Kinds as classes, and the rule that gives each leaf its effective kind."""
+"""Kinds as classes, and the rules that give each leaf its effective kind."""
 
 from typing import Any, Generic, get_type_hints, TypeVar
 
@@ -40,7 +40,7 @@ class SlowEma(Ema):
 
 
 class Leaf(es.Module):
-    """A module with a leaf of each way to have a kind."""
+    """A module with one leaf for each way to have a kind."""
 
     param: es.Parameter
     stat: es.BatchStat
@@ -77,7 +77,7 @@ def test_the_hierarchy(kind, base):
 
 
 class First(es.State):
-    """A kind of a module whose name comes before ours in the alphabet."""
+    """A kind from a module whose name sorts before ours."""
 
     __module__ = "a_module"
 
@@ -85,13 +85,13 @@ class First(es.State):
 @pytest.mark.parametrize(
     ("kind", "name"), [(es.Rng, "es.Rng"), (Cache, "Cache"), (First, "First")]
 )
-def test_messages_name_a_kind_as_it_is_written(kind, name):
+def test_messages_name_a_kind_as_users_write_it(kind, name):
     with pytest.raises(TypeError, match=f"Write `w: {name}`"):
         kind(1.0)
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
-def test_asking_for_a_kind_means_its_subclasses_too(kind):
+def test_a_kind_as_a_filter_selects_its_subclasses_too(kind):
     class Mine(kind):
         pass
 
@@ -120,7 +120,7 @@ def test_a_kind_with_two_bases_is_both():
     assert not es.mask(model, es.Parameter).x
 
 
-def test_kinds_of_ones_own_may_be_generic():
+def test_user_defined_kinds_may_be_generic():
     class Mine(es.State[T]):
         pass
 
@@ -137,7 +137,7 @@ def test_kinds_of_ones_own_may_be_generic():
     assert Mine.__mro__[:2] == (Mine, es.State)
 
 
-def test_a_kind_of_a_type_variable_is_an_ordinary_annotation():
+def test_a_kind_with_a_type_variable_is_an_ordinary_annotation():
     class Model(es.Module, Generic[T]):
         x: es.State[T]
         y: list[es.BatchStat[T]]
@@ -187,7 +187,7 @@ class Holder(es.Module):
     ],
     ids=repr,
 )
-def test_without_a_declaration(value, kind):
+def test_kinds_without_a_declaration(value, kind):
     for tree in (Holder(value), value, [value], {"a": ((value,),)}):
         (part,) = es.parts(tree)
         assert part.kind is kind
@@ -197,7 +197,7 @@ def test_without_a_declaration(value, kind):
 @pytest.mark.parametrize(
     "value", [1, 1.0, 1j, True, "text", None, jnp.tanh, len, object(), (), {}, es.State]
 )
-def test_what_is_no_array_has_no_kind(value):
+def test_a_value_that_is_not_an_array_has_no_kind(value):
     class Declared(es.Module):
         x: es.State | Any
         y: Any
@@ -210,7 +210,7 @@ def test_what_is_no_array_has_no_kind(value):
     assert es.parts(tree) == []
 
 
-def test_a_declaration_gives_any_array_the_kind():
+def test_a_declaration_gives_any_array_its_kind():
     class Model(es.Module):
         x: es.State
 
@@ -241,7 +241,7 @@ def test_the_innermost_declaration_wins():
 
 
 @pytest.mark.parametrize("kind", [es.Buffer, es.OptState, Ema, SlowEma])
-def test_covering_kinds_cover_all_the_way_down(kind):
+def test_covering_kinds_apply_to_everything_below(kind):
     class Middle(eqx.Module):
         leaves: dict[str, list[Leaf]]
         key: Array
@@ -270,7 +270,7 @@ def test_the_outermost_covering_declaration_wins():
     assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": es.OptState}
 
 
-def test_covering_can_be_taken_back():
+def test_a_subclass_can_turn_covering_off():
     class Open(es.Buffer, covering=False):
         pass
 
@@ -280,11 +280,11 @@ def test_covering_can_be_taken_back():
     assert kinds(Model(make_leaf()))["leaf.param"] is es.Parameter
 
 
-# --- Layers that know nothing of kinds ------------------------------------------------
+# --- Layers that do not declare kinds -------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [es.Buffer, es.Parameter])
-def test_foreign_state_below_a_declaration(kind):
+def test_state_of_an_equinox_layer_below_a_declaration(kind):
     class Model(es.Module):
         norm: kind[eqx.nn.BatchNorm]
 

@@ -1,4 +1,4 @@
-"""Kinds in the annotations of named tuples, typed dicts and dataclasses; generics."""
+"""Kinds in annotations of named tuples, typed dicts and dataclasses; generics."""
 
 import collections
 import dataclasses
@@ -39,7 +39,7 @@ def base(request):
 
 
 def registered(cls: Any) -> Any:
-    """A dataclass that is a node of pytrees."""
+    """A dataclass that is a pytree node."""
     cls = dataclasses.dataclass(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     return jtu.register_dataclass(cls, data_fields=names, meta_fields=[])
@@ -72,7 +72,7 @@ DECLARED = {"mean": es.BatchStat, "key": es.Rng, "scale": es.Buffer, "rest": Non
 
 
 def inside(name: str, before: str, default: Any = es.Parameter) -> dict[str, Any]:
-    """The kinds below `before`, where a record of this sort is."""
+    """The kinds of the arrays of a record of this type at path `before`."""
     form = "['{}']" if name == "TypedDict" else ".{}"
     return {before + form.format(k): v or default for k, v in DECLARED.items()}
 
@@ -156,7 +156,7 @@ def test_a_subclass_of_a_record(base):
         extra: es.State = dataclasses.field(kw_only=True)
 
     class Plain:
-        mean: es.Buffer  # not a field, as this is not a dataclass
+        mean: es.Buffer  # not a field: `Plain` is not a dataclass
 
     @registered
     class Mixed(Plain, Record):
@@ -173,7 +173,7 @@ class Sub(elsewhere.Dict):
     own: es.State
 
 
-def test_records_of_another_module(base):
+def test_records_from_a_different_module(base):
     class Model(base):
         a: elsewhere.Tuple
         b: Sub
@@ -189,7 +189,7 @@ def test_records_of_another_module(base):
     )
     assert kinds(model) == {
         "a.mean": es.BatchStat,
-        "a.other[0]": es.Parameter,  # a name for type checkers alone
+        "a.other[0]": es.Parameter,  # imported for type checkers only
         "b['mean']": es.BatchStat,
         "b['other'][0]": es.Parameter,
         "b['own']": es.State,
@@ -205,7 +205,7 @@ class Late(NamedTuple):
     y: "tuple[DefinedLater, es.State] | dict[str, DefinedLater]"  # noqa: F821
 
 
-def test_a_name_in_a_record_may_come_later(monkeypatch):
+def test_a_name_in_a_record_may_be_defined_later(monkeypatch):
     class Model(es.Module):
         late: Late
 
@@ -217,7 +217,7 @@ def test_a_name_in_a_record_may_come_later(monkeypatch):
     assert kinds(model) == after | {"late.y[1]": es.State}
 
 
-def test_a_name_that_only_the_function_around_a_record_has():
+def test_a_name_that_is_local_to_the_function_around_a_record():
     class Cache(es.State):
         pass
 
@@ -327,7 +327,7 @@ def test_the_arguments_of_a_generic_module(base):
     )
     found = kinds(model)
     for name in [name for name in found if name.endswith(".other")]:
-        assert found.pop(name) is es.Parameter  # the variable says nothing of it
+        assert found.pop(name) is es.Parameter  # the type variable does not name a kind
     assert found == {
         "one.x": es.BatchStat,
         "many.x[0]": es.State,
@@ -356,7 +356,7 @@ def test_a_record_that_contradicts_itself():
         es.parts(Wrong(ONE))
 
 
-def test_the_arguments_of_one_class_in_a_union(base):
+def test_a_union_of_one_generic_class_with_different_arguments(base):
     class Box(base, Generic[T]):
         x: T
 
@@ -375,7 +375,7 @@ def test_the_arguments_of_one_class_in_a_union(base):
 
 
 @pytest.mark.parametrize("cls", [Stats, Record], ids=["NamedTuple", "dataclass"])
-def test_what_a_record_declares_is_written(cls):
+def test_state_that_a_record_declares_can_be_written(cls):
     class Model(es.Module):
         stats: cls
 
@@ -389,7 +389,8 @@ def test_what_a_record_declares_is_written(cls):
             return dataclasses.replace(self.stats, **changes)
 
     model = Model(cls(mean=0.0, key=jax.random.key(0), scale=1.0, rest=ONE))
-    assert isinstance(model.stats.mean, jax.Array)  # a number in a declared place
+    # Fields that declare a kind turn numbers into arrays.
+    assert isinstance(model.stats.mean, jax.Array)
     assert isinstance(model.stats.scale, jax.Array)
     y, new = es.mutable(model)(2)
     assert (y, new.stats.mean) == (2.0, 2.0)

@@ -1,4 +1,4 @@
-"""jaxtyping's import hook with beartype sees through kinds."""
+"""jaxtyping's import hook with beartype checks annotations inside kinds."""
 
 import importlib
 import sys
@@ -20,7 +20,7 @@ ONE = jnp.ones(())
     params=["", "from __future__ import annotations\n"], ids=["eager", "postponed"]
 )
 def hooked(request, monkeypatch, tmp_path):
-    """The layers under the hook, with annotations evaluated at once, or postponed."""
+    """The layers under the hook, with annotations evaluated at once or postponed."""
     (tmp_path / "hooked.py").write_text(request.param + LAYERS.read_text())
     monkeypatch.syspath_prepend(str(tmp_path))
     with jaxtyping.install_import_hook("hooked", "beartype.beartype"):
@@ -86,7 +86,7 @@ def test_containers_of_kinds(hooked):
             hooked.Containers(*wrong)
 
 
-def test_kinds_are_read_as_without_the_hook(hooked):
+def test_the_hook_does_not_change_kinds(hooked):
     got = {part.name: part.kind for part in es.parts(linear(hooked))}
     assert got == {"weight": es.Parameter, "bias": es.Parameter}
     bare = hooked.Bare(ONE, ONE)
@@ -95,7 +95,7 @@ def test_kinds_are_read_as_without_the_hook(hooked):
 
 
 def test_functions_on_trees_are_not_checked(hooked):
-    # Arrays of another shape, or none at all: a stack of models, masks, axes.
+    # They put arrays of other shapes, and no arrays, into fields: stacks, masks, axes.
     model = linear(hooked)
     assert es.filter(model, es.State).weight is None
     assert es.mask(model, es.Parameter).weight is True

@@ -1,4 +1,4 @@
-"""What holds for every model: laws over random ones. `nox -s fuzz` tries many more."""
+"""Laws for every model, tested with random models; `nox -s fuzz` tries many more."""
 
 import copy
 import pickle
@@ -31,14 +31,14 @@ lazy_trees = trees(is_lazy=True)
 
 
 def identical(a, b):
-    """The same structure, and the very same leaves."""
+    """Assert the same structure and identical leaves."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x is y
 
 
 def equal(a, b):
-    """The same structure and types, and arrays that are equal bit for bit."""
+    """Assert the same structure and types, and arrays that are equal bit for bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert isinstance(x, type(y)) or isinstance(y, type(x))
@@ -52,7 +52,7 @@ def equal(a, b):
 
 
 def zeros(x):
-    """An array of the same sort, in which nothing is left."""
+    """Zeros of the same type, so that no value is left."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jr.wrap_key_data(zeros(jr.key_data(x)), impl=jr.key_impl(x))
     return np.zeros_like(x) if isinstance(x, np.ndarray) else jnp.zeros_like(x)
@@ -77,7 +77,7 @@ def test_every_array_has_the_kind_that_the_rules_give_it(built):
 
 
 @given(trees())
-def test_kinds_divide_the_arrays(built):
+def test_every_array_with_a_kind_is_in_exactly_one_partition(built):
     tree = built.value
     effective = list(dict.fromkeys(k for k in built.effective if k is not None))
     exactly = [lambda part, kind=kind: part.kind is kind for kind in effective]
@@ -115,7 +115,7 @@ def test_mask_filter_and_map_agree(built, filters):
 
 
 @given(trees(), FILTERS, st.booleans())
-def test_in_update_the_last_wins_and_modes_stay(built, chosen, is_eval):
+def test_update_takes_the_last_value_and_does_not_change_modes(built, chosen, is_eval):
     tree = built.value
     first, last = (es.map(lambda x, s=s: s, tree, on=chosen) for s in ("first", "last"))
     nothing = es.filter(es.train(tree, not is_eval), lambda part: False)
@@ -129,7 +129,7 @@ def test_in_update_the_last_wins_and_modes_stay(built, chosen, is_eval):
 
 
 @given(lazy_trees)
-def test_train_and_eval_change_modes_alone(built):
+def test_train_and_eval_change_only_modes(built):
     tree = built.value
     train, evaluation = es.train(tree), es.eval(tree)
     identical(es.train(evaluation), train)
@@ -171,7 +171,7 @@ def test_a_mutable_call_that_writes_nothing_is_the_identity(built):
 
 
 @given(trees())
-def test_state_dict_has_every_array_and_brings_it_back(built):
+def test_loading_a_state_dict_restores_every_array(built):
     tree = built.value
     arrays = es.state_dict(tree)
     assert list(arrays) == [part.name for part in es.parts(tree)]

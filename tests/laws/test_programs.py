@@ -1,37 +1,38 @@
-"""Random programs mean the same with `eqx_state` and in plain Python.
+"""Random programs compute the same with `eqx_state` and in plain Python.
 
-A program is drawn as source (`program_writer`, `program_statements`, `program_loops`),
-for a random model (`program_models`). It runs twice: with the library, and with the
-names of `program_reference`, which traces nothing. One in four must end in an error
-(`program_faults`).
+`program_writer`, `program_statements` and `program_loops` draw the source of a program,
+for a random model (`program_models`). The program runs twice: with the library, and
+with the functions of `program_reference`, which does not trace. About one program in
+four must end in an error (`program_faults`).
 
-`nox -s fuzz` runs the programs of the seeds 0 to 20,000. Others, or some of these:
+`nox -s fuzz` runs the programs of the seeds 0 to 20,000. To run other or fewer seeds:
 
     EQX_STATE_PROGRAMS=20000:21000 pytest -k seeds tests/laws/test_programs.py
 
-A seed that fails is printed with its program, and the others run on. A program belongs
-to its seed until the generator changes; then only its text is still the same program,
-and stands in `CASES` if it has found something.
+If a seed fails, its program is printed, and the remaining seeds still run. When the
+generator changes, a seed gives a different program, so a program that has found a fault
+is stored as text in `CASES`.
 
-Faults that it finds. Each was put back alone, and the programs that have the form of
-it were run in the order of their seeds; this is the first seed that failed.
+The table lists faults that the programs find. Each fault was put back alone, and the
+programs that contain its form ran in the order of their seeds. The seed is the first
+one that failed.
 
 | fault | seed |
 |---|---|
-| a function that `es.jit` returns keeps the first call's model | 9 |
+| a function that `es.jit` returns contains the model of the first call | 9 |
 | state that is not an array is lost in a transform | 11 |
-| a stack that is scanned, or mapped, and closed over is its slice there | 26 |
-| state that is reached twice has two values, and nobody says so | 27 |
-| `es.jit` takes `1` for `True`, and `0` for `False` | 28 |
-| integers are cut when written | 88 |
-| one module twice in an argument of `es.jit` goes unseen | 251 |
-| one program of `es.jit` for modules of one scope and of two | 466 |
-| `es.jit` takes unequal dataclasses for equal | 532 |
+| if a stack is scanned or mapped, and closed over, the closure sees a slice | 26 |
+| state that is used in two ways has two values, without an error | 27 |
+| `es.jit` confuses `1` with `True`, and `0` with `False` | 28 |
+| integers are truncated when written | 88 |
+| a module that occurs twice in an argument of `es.jit` is not reported | 251 |
+| `es.jit` uses one program for modules of one scope and of two scopes | 466 |
+| `es.jit` treats unequal dataclasses as equal | 532 |
 
-An older generator found these in an old version, which had all of them: functions that
-share a dictionary or a cell under `es.jit` get copies apart, a function among the
-arguments of `es.jit` comes out as another, an inner scope returns what its call has
-written to the outer model.
+An older generator found three more, in a version with all three: under `es.jit`,
+functions that share a dict or a closure cell get separate copies of it; `es.jit`
+returns a function among its arguments as a different function; an inner scope returns
+what its call wrote to the outer model.
 """
 
 import functools as ft
@@ -133,7 +134,7 @@ def run_reference(spec: Any, text: str) -> tuple[float, list[Any]]:
 
 
 def check(spec: Any, text: str, expected: Any = None) -> None:
-    """The outputs and the whole new state are as the reference says."""
+    """Assert that the outputs and the new state equal those of the reference."""
     given, x = build(spec, Jax()), jnp.float32(0.5)
     if expected is not None:
         with rejects(given, *expected):
@@ -177,11 +178,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_program_that_has_found_something(name):
+def test_a_program_that_has_found_a_fault(name):
     check(KEYED, textwrap.dedent(CASES[name]))
 
 
-PIECE = 250  # of the seeds, in one test
+PIECE = 250  # seeds per test
 SEEDS = os.environ.get("EQX_STATE_PROGRAMS", "0:20000" if IS_FUZZ else "0:30")
 FIRST, END = map(int, SEEDS.split(":"))
 
@@ -190,7 +191,7 @@ FIRST, END = map(int, SEEDS.split(":"))
 @reuses_keys
 @hypothesis.settings(max_examples=500 if IS_FUZZ else 30)
 @hypothesis.given(program=programs())
-def test_a_program_means_what_plain_python_means(program):
+def test_a_program_computes_the_same_as_in_plain_python(program):
     spec, text, expected = program
     hypothesis.note(f"{spec}\n{text}\n{expected}")
     check(spec, text, expected)
@@ -199,7 +200,7 @@ def test_a_program_means_what_plain_python_means(program):
 @leaks_on_purpose
 @reuses_keys
 @pytest.mark.parametrize("first", range(FIRST, END, PIECE))
-def test_the_programs_of_these_seeds_mean_what_plain_python_means(first):
+def test_the_programs_of_these_seeds_compute_the_same_as_in_plain_python(first):
     failed = []
     for seed in range(first, min(first + PIECE, END)):
         spec, text, expected = of_seed(seed)
@@ -210,7 +211,7 @@ def test_the_programs_of_these_seeds_mean_what_plain_python_means(first):
             print(f"Seed {seed}: {spec}\n{text}\n{expected}")
             traceback.print_exc()
     if END - FIRST > PIECE:
-        # Every program has compiled its own: gigabytes after some thousands.
+        # Each program compiles its own functions: gigabytes after some thousands.
         jax.clear_caches()
         gc.collect()
     assert not failed

@@ -1,4 +1,4 @@
-"""Programs that name axes and split arrays over devices."""
+"""Programs that declare axis names or split arrays wrongly."""
 
 from typing import Annotated
 

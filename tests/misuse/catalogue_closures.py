@@ -1,7 +1,7 @@
-"""Programs that write state in a function that a transform of JAX runs.
+"""Programs that write state in a function under a transform of JAX.
 
-`UNDER` has one program for each transform: what is wrong, of a function and `XS`, and
-what is right, of a layer.
+`UNDER` contains two programs for each transform: a wrong one, called with a function
+and `XS`, and a correct one, called with a layer.
 """
 
 import jax
@@ -28,7 +28,7 @@ def inside(f):
 
 
 def leaking():
-    """A tracer that is kept is what the program is about, and it is ours to find."""
+    """Disable JAX's check for leaks, because the program leaks a tracer on purpose."""
     return jax.check_tracer_leaks(False)
 
 
@@ -46,7 +46,7 @@ def scanned(f, x):
     return lax.scan(lambda carry, x: (carry, f(x)), 0.0, x)
 
 
-# What is wrong, what is right, how often the layer has run then.
+# The wrong program, the correct one, and how often the correct one calls the layer.
 UNDER = {
     "`jax.jit`": (
         lambda f, x: jax.jit(f)(x),

@@ -1,4 +1,4 @@
-"""Programs that differentiate, or map over devices, wrongly."""
+"""Programs that use derivatives or `es.shard_map` wrongly."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import eqx_state as es
 
 
 X = jnp.array(3.0)
-# Two devices, which have half of the rows each.
+# Two devices, each with half of the rows.
 MESH = Mesh(jax.devices()[:2], "data")
 
 
@@ -19,11 +19,11 @@ def sharded(f, **options):
     )
 
 
-# JAX < 0.10 does not say where.
+# JAX < 0.10 does not name the path.
 PLACE = ("NoneType", "out[1]") if jax.__version_info__ >= (0, 10) else ()
 
 
-@program("give a cotangent for a counter that comes out", *PLACE)
+@program("pass a cotangent for an integer counter in the output", *PLACE)
 def _(case):
     net = case.keep(Net(), X)
 

@@ -1,6 +1,6 @@
-"""What a row of `docs/what-if.md` promises, and how its program is run.
+"""The rows of `docs/what-if.md`, and how to run their programs.
 
-The page is the data. Each program in the other `catalogue_*.py` has the title of a row,
+The page is the data. Each program in a `catalogue_*.py` file has the title of a row,
 and `test_catalogue.py` checks that it ends as the row says. To add a row, write it on
 the page, and decorate its program with `program("the title")`.
 """
@@ -26,7 +26,8 @@ XS = jnp.arange(3.0)
 PAGE = Path(__file__).parents[2] / "docs" / "what-if.md"
 OUTCOME = r"(?:`(\w+)`|\*\*works\*\*)<br>(.*?)"
 ROW = re.compile(rf"\| (.*?) \| {OUTCOME} \| .* ?\|")
-TABLE = re.compile(rf"If you (.*): {OUTCOME}")  # ... of programs that end alike
+# Above a table of programs with the same outcome.
+TABLE = re.compile(rf"If you (.*): {OUTCOME}")
 ERRORS = {
     error.__name__: error
     for error in (
@@ -60,7 +61,7 @@ class Net(es.Module):
 
 
 class Draw(es.Module):
-    """Adds noise, from a key of its own."""
+    """Adds noise from its own key."""
 
     rng: es.Rng = dataclasses.field(default_factory=lambda: jax.random.key(0))
 
@@ -73,8 +74,8 @@ class Draw(es.Module):
 class Row:
     """A row of the page: how a program ends.
 
-    - `error`: `None` if it works.
-    - `says`: a literal part of the error; of a program that works, what happens.
+    - `error`: the class of the error, or `None` if the program works.
+    - `says`: a literal part of the message, or what a working program does.
     """
 
     title: str
@@ -85,9 +86,9 @@ class Row:
 def rows() -> list[Row]:
     """The rows of all tables.
 
-    Above the table of programs that end alike is their outcome, `If you write … in a
-    call: …`. Its first column has what replaces the dots, which may be several pieces
-    of code.
+    In some tables, all programs have the same outcome, which is above the table, as `If
+    you write … in a call: …`. The first column of these tables replaces the first `…`,
+    and may contain several pieces of code.
     """
     found, table = [], None
     for line in PAGE.read_text(encoding="utf-8").splitlines():
@@ -103,7 +104,7 @@ def rows() -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program, and what must be in its error besides the text of the row."""
+    """A program, and texts that its error must contain besides that of the row."""
 
     run: Callable[["Case"], Any]
     hints: tuple[str, ...]
@@ -112,15 +113,15 @@ class Program:
 def program(title: str, *hints: str) -> Callable[[Callable[["Case"], Any]], None]:
     """Decorate the program of a row.
 
-    If the row has an error, the program meets it in `case.error()`, once or more. If
-    not, it asserts what it computes.
+    If the row has an error, the program raises it inside `case.error()`, at least once.
+    Otherwise, it asserts its results.
     """
     assert title not in PROGRAMS, title
     return lambda run: PROGRAMS.__setitem__(title, Program(run, hints))
 
 
 class Case:
-    """One run of a program: what it gives to be checked."""
+    """One run of a program, with the models and errors to check."""
 
     def __init__(self, row: Row, hints: tuple[str, ...]):
         self.row = row
@@ -132,10 +133,10 @@ class Case:
     def keep(
         self, model: Any, *inputs: Any, call: Callable[[Any], Any] | None = None
     ) -> Any:
-        """`model`, which the program leaves as it is, bit for bit.
+        """Return `model`, and check that the program leaves it bit for bit unchanged.
 
-        A correct call, by default of the model with these inputs, has the same result
-        before and after the program.
+        Also check that a correct call, by default of the model with these inputs,
+        returns the same before and after the program.
         """
         if call is None and inputs:
             call = lambda m: es.mutable(m)(*inputs)  # noqa: E731
@@ -147,7 +148,7 @@ class Case:
 
     @contextlib.contextmanager
     def error(self, *hints: str) -> Iterator[None]:
-        """The error of the row comes out of the block."""
+        """Check that the block raises the error of the row."""
         error = self.row.error
         assert error is not None
         with pytest.raises(error, match=re.escape(self.row.says)) as info:
@@ -159,10 +160,10 @@ class Case:
 
 
 def run(row: Row) -> None:
-    """Run the program of a row, and check the models that it was to leave alone."""
+    """Run the program of a row, and check the models that it must not change."""
     program = PROGRAMS[row.title]
     case = Case(row, program.hints)
-    # The models are called again and again here, with the keys that they have.
+    # The models are called several times with the same keys.
     with keys_may_be_reused():
         with case.models:
             program.run(case)

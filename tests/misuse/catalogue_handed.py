@@ -1,7 +1,7 @@
-"""Programs that hand a module to a transform, or put one around the whole call.
+"""Programs that pass a module to a transform, or put a transform around the whole call.
 
-`COPYING` has one program for each transform: what is wrong, of a layer and `XS`, and
-what is right, of a layer.
+`COPYING` contains two programs for each transform: a wrong one, called with a layer and
+`XS`, and a correct one, called with a layer.
 """
 
 import equinox as eqx
@@ -16,7 +16,7 @@ import eqx_state as es
 
 
 def within(transform):
-    """The new layer after `transform(f, x)`, where `f(x)` threads it and returns it."""
+    """The new layer after `transform(f, x)`, where `f(x)` returns the new layer."""
     return lambda layer: transform(lambda x: es.mutable(layer)(x))
 
 

@@ -1,4 +1,4 @@
-"""Programs that hold a step, and use it where it means nothing."""
+"""Programs that use a held step in an invalid place or way."""
 
 import copy
 

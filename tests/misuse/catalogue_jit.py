@@ -1,4 +1,4 @@
-"""Programs that give `es.jit` functions, unusual static values, and deep trees."""
+"""Programs that pass functions, unusual static values or deep trees to `es.jit`."""
 
 import functools as ft
 

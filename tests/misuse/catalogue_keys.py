@@ -12,7 +12,8 @@ import eqx_state as es
 def _(case):
     class Wrong(Draw):
         def __call__(self, x):
-            # A shape of its own: JAX 0.8 does not check what it has compiled before.
+            # A new shape, because JAX 0.8 does not check functions that are already
+            # compiled.
             return x + jr.normal(self.rng, (5, *x.shape)).sum(0)
 
     with jax.debug_key_reuse(True):

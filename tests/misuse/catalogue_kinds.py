@@ -1,4 +1,4 @@
-"""Programs that declare what cannot be, or change what must stay."""
+"""Programs with contradictory declarations, or changes of type and structure."""
 
 from typing import Any, TypeVar
 

@@ -12,7 +12,7 @@ import eqx_state as es
 
 
 class Stacked(es.Module):
-    """Two layers as one, to be scanned."""
+    """Two stacked layers, to be scanned."""
 
     layers: Layer = dataclasses.field(
         default_factory=lambda: Layer(jnp.array([1.0, 3.0]), jnp.array([0, 1]))
@@ -121,7 +121,7 @@ def _(case):
 
 
 @program(
-    "write the module that comes back in the carry of `es.scan`, and drop it",
+    "write to the module that `es.scan` returns in its carry, without assigning it",
     "`layer.count`",
     "self.cell, ys = es.scan(step, self.cell, xs)",
 )

@@ -1,4 +1,4 @@
-"""Programs that look inside in a way that cannot work, or is thought not to."""
+"""Programs that look inside in a way that fails, or may seem to fail."""
 
 import warnings
 
@@ -61,7 +61,7 @@ def _(case):
     )
     xs = jnp.stack([X, 2 * X])
     model = case.keep(Recurrent(linear, cell, linear), xs)
-    for _ in range(2):  # JAX keeps what it has traced, which must not silence it
+    for _ in range(2):  # a cached trace must not suppress the error
         for look in (es.capture(model, outputs="*"), es.find_nonfinite(model)):
             with case.error():
                 look(xs)

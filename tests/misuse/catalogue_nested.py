@@ -1,4 +1,4 @@
-"""Programs that open a scope inside of a scope, and what becomes of the new state."""
+"""Programs that open a scope inside a scope, and where the new state is stored."""
 
 import equinox as eqx
 import jax

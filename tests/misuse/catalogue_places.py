@@ -1,4 +1,4 @@
-"""Programs that put modules in the wrong place, or write to one that is gone."""
+"""Programs that store modules in a wrong place, or write to one that was removed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Programs that stack layers, and treat a stack as if it were a list."""
+"""Programs that stack layers wrongly, or treat a stack as a list."""
 
 import os
 import tempfile
@@ -30,7 +30,7 @@ def deep(n=3):
     return Deep(es.nn.Stacked(layers(n)))
 
 
-# --- Making one -----------------------------------------------------------------------
+# --- Creating a stack -----------------------------------------------------------------
 
 
 @program("stack layers of different sizes", "Put layers that must differ into a list")

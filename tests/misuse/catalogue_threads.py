@@ -1,4 +1,4 @@
-"""Programs that write to copies; in threads, generators and coroutines; and fail."""
+"""Programs that write to copies, in threads, generators and coroutines, or raise."""
 
 import asyncio
 import copy
@@ -39,7 +39,7 @@ for name, make in COPYING.items():
 
 
 @program(
-    "keep a module from inside, and call it later",
+    "store a module during a call, and call it after the call has ended",
     "`Layer.count`",
     "y, model = es.mutable(model)(x)",
 )
@@ -50,7 +50,7 @@ def _(case):
         with case.error():
             f(XS)
     jitted = []
-    with jax.check_tracer_leaks(False):  # what is kept leaks, on purpose
+    with jax.check_tracer_leaks(False):  # the kept module leaks, on purpose
         es.jit(es.mutable(lambda net: jitted.append(net)))(net)
     with case.error():
         jitted[0].layer.count = 1
@@ -92,7 +92,7 @@ def _(case):
 
 
 def in_thread(f, *args):
-    """What `f` returns, or the error that it raises, in a thread of its own."""
+    """Call `f` in a new thread; return its result, or raise its error."""
     out = []
 
     def run():

@@ -246,7 +246,7 @@ def _(case):
     net = case.keep(Net(), XS)
     grads, net = es.grad(loss_fn)(net)
     optimizer = es.Optimizer(optax.sgd(1.0))
-    optimizer.init(net)  # what it returns is dropped
+    optimizer.init(net)  # the returned optimizer is dropped
     with case.error():
         optimizer.update(grads, net)
     assert optimizer.init(net).update(grads, net)[0].layer.weight == -1.0

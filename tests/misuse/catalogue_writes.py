@@ -1,4 +1,4 @@
-"""Programs that write what may not be written, by a plain assignment."""
+"""Programs that assign a field that must not be written, or a wrong value."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ def both(a, b, x):
     return b(a(x))
 
 
-# --- Outside ------------------------------------------------------------------------
+# --- Outside a scope ----------------------------------------------------------------
 
 
 @program(
@@ -144,7 +144,7 @@ def _(case):
     assert es.mutable(f)(net)[1].layer.count == 1
 
 
-@program("use Python's back door: `object.__setattr__(model, …)`")
+@program("assign a field with `object.__setattr__(model, …)`")
 def _(case):
     net = case.keep(Net(), XS)
     other = copy.copy(net.layer)
@@ -153,7 +153,7 @@ def _(case):
     assert jax.tree.structure(other) == jax.tree.structure(net.layer)
 
 
-# --- In a scope ---------------------------------------------------------------------
+# --- Inside a scope -----------------------------------------------------------------
 
 
 @program(
@@ -307,7 +307,7 @@ def _(case):
 
 @program("write into an array of state in place: `self.mean[0] = 1.0`", ".at[")
 def _(case):
-    for mean in (jnp.zeros(3), np.zeros(3, np.float32)):  # NumPy's becomes JAX's
+    for mean in (jnp.zeros(3), np.zeros(3, np.float32)):  # NumPy's array becomes JAX's
         net = case.keep(Net(mean=mean), XS)
         with case.error():
             es.mutable(lambda net: net.mean.__setitem__(0, 1.0))(net)

@@ -1,7 +1,7 @@
 """Every program on the page `docs/what-if.md` ends as its row says.
 
-The models that it was given are untouched, no tracer is left in them, and a correct
-call afterwards returns what it did before.
+The program does not change its models, and leaves no tracer in them. A correct call
+afterwards returns the same as before.
 """
 
 import importlib

@@ -25,7 +25,7 @@ def data(*shape, seed=0, dtype=jnp.float32):
 
 @eqx.filter_jit
 def each(norm, x):
-    """The output of a layer that is made for one example, for all of a batch."""
+    """The output for a batch, of a layer that takes one example."""
     return es.mutable(es.vmap(norm, axis_name="batch"))(x)
 
 
@@ -35,7 +35,7 @@ def run(layer, x, **kwargs):
 
 
 def with_affine(norm):
-    """Other values than ones and zeros, so that a mistake in them can be seen."""
+    """Replace ones and zeros, which would hide a mistake in the affine map."""
     size = norm.input_size
     return norm.replace(
         weight=jnp.linspace(0.5, 2.0, size), bias=jnp.linspace(-1.0, 1.0, size)
@@ -45,7 +45,7 @@ def with_affine(norm):
 # --- BatchNorm: fields ----------------------------------------------------------------
 
 
-def test_batch_norm_declares_what_its_arrays_are():
+def test_batch_norm_declares_the_kinds_of_its_arrays():
     kinds = {part.name: part.kind for part in es.parts(es.nn.BatchNorm(3))}
     assert kinds == {
         "weight": es.Parameter,
@@ -64,7 +64,7 @@ def test_batch_norm_takes_the_arguments_of_equinox():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
-def test_statistics_are_float32_whatever_the_parameters_are(dtype):
+def test_statistics_are_float32_for_narrower_parameters(dtype):
     norm = es.nn.BatchNorm(3, dtype=dtype)
     assert norm.weight.dtype == norm.bias.dtype == dtype
     assert norm.mean.dtype == norm.var.dtype == jnp.float32
@@ -75,12 +75,12 @@ def test_statistics_are_float32_whatever_the_parameters_are(dtype):
 
 
 @jax.enable_x64(True)
-def test_statistics_and_computation_are_as_wide_as_asked_for():
+def test_statistics_and_computation_have_the_requested_precision():
     norm = es.nn.BatchNorm(3, dtype=jnp.float64)
     assert {part.value.dtype for part in es.parts(norm)} == {jnp.dtype("float64")}
     x = data(8, 3, dtype=jnp.float64)
     expected, exact = es.mutable(norm)(x)
-    # A float64 input is not rounded on the way through a float32 layer.
+    # A float32 layer does not round a float64 input.
     y, new = es.mutable(es.nn.BatchNorm(3, dtype=jnp.float32))(x)
     assert y.dtype == jnp.float64
     assert_close(y, expected, 1e-12)
@@ -89,13 +89,13 @@ def test_statistics_and_computation_are_as_wide_as_asked_for():
 
 
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, bool])
-def test_parameters_are_real_floating_numbers(dtype):
+def test_parameters_must_be_real_floating_numbers(dtype):
     with pytest.raises(ValueError, match=r"normalizes real\snumbers.* dtype"):
         es.nn.BatchNorm(3, dtype=dtype)
 
 
 def test_statistics_that_were_cast_are_averaged_in_float32():
-    # Whoever casts a whole model gets what was asked for; the step is computed exactly.
+    # A cast of the whole model also casts the statistics; the step itself is exact.
     x = data(64, 3, dtype=jnp.bfloat16)
     norm = jax.tree.map(lambda a: a.astype(jnp.bfloat16), es.nn.BatchNorm(3))
     y, new = es.mutable(norm)(x)
@@ -108,7 +108,7 @@ def test_statistics_that_were_cast_are_averaged_in_float32():
 # --- BatchNorm: numbers ---------------------------------------------------------------
 
 
-def test_an_axis_that_no_transform_has_named():
+def test_an_axis_name_that_no_transform_defines():
     norm = es.nn.BatchNorm(3, axis_name="batch")
     message = r"`es.nn.BatchNorm\(axis_name='batch'\)` averages over an axis"
     for run, x in ((norm, jnp.ones(3)), (es.vmap(norm), jnp.ones((1, 3)))):
@@ -119,7 +119,7 @@ def test_an_axis_that_no_transform_has_named():
     assert jax.vmap(norm.eval())(jnp.ones((1, 3))).shape == (1, 3)
 
 
-def test_a_tuple_of_axis_names_reduces_over_both():
+def test_a_tuple_of_axis_names_reduces_over_all_of_them():
     norm = es.nn.BatchNorm(3, axis_name=("outer", "inner"))
     x = data(4, 5, 3)
     inner = es.vmap(norm, axis_name="inner")
@@ -149,21 +149,21 @@ NORMALIZED = {
 @pytest.mark.parametrize("way", NORMALIZED)
 @pytest.mark.parametrize("size", [32, 33, 100, 1000])
 def test_a_constant_channel_is_mapped_to_0(way, size):
-    # The mean of equal numbers need not be that number: it is rounded on the way.
+    # Because of rounding, the mean of equal numbers may differ from that number.
     values = jnp.array([255.0, 1e4, 1e4 / 3, 12345.678, -1e6 / 7])
     y = NORMALIZED[way](jnp.tile(values, (size, 1)))
     assert jnp.abs(y).max() < 1e-5
 
 
 @pytest.mark.parametrize("way", NORMALIZED)
-def test_small_differences_of_large_numbers_are_kept(way):
+def test_small_differences_between_large_numbers_are_not_lost(way):
     thirds = jnp.arange(32.0)[:, None] % 3
     assert np.abs(NORMALIZED[way](1e4 + thirds) - exactly(1e4 + thirds)).max() < 5e-7
     x = data(100, 3) + jnp.array([[1e5, -1e4 / 3, 0.0]])
     assert np.abs(NORMALIZED[way](x) - exactly(x)).max() < 2e-6
 
 
-def test_a_constant_channel_has_the_gradient_of_one():
+def test_a_constant_channel_has_an_exact_gradient():
     x = jnp.full((100, 1), 1e4 / 3)
     weights = data(100, 1)
     grad = jax.grad(lambda x: jnp.sum(weights * run(es.nn.BatchNorm(1), x)[0]))(x)
@@ -188,7 +188,7 @@ def test_without_affine_there_are_no_parameters():
 
 
 def padded(x, n, value):
-    """`x` and `n` rows of padding, mixed."""
+    """`x` with `n` rows of padding mixed in, and the mask."""
     filled = jnp.concatenate([x, jnp.full((n, *x.shape[1:]), value, x.dtype)])
     order = jr.permutation(jr.key(5), len(filled))
     return filled[order], order < len(x)
@@ -196,7 +196,7 @@ def padded(x, n, value):
 
 @pytest.mark.parametrize("value", [0.0, 1e6, np.nan, np.inf])
 @pytest.mark.parametrize("way", ["whole", "each"])
-def test_a_mask_leaves_padding_out(way, value):
+def test_a_mask_excludes_padding(way, value):
     x = data(8, 3)
     filled, mask = padded(x, 5, value)
     norm = with_affine(es.nn.BatchNorm(3, axis_name="batch" if way == "each" else None))
@@ -213,7 +213,7 @@ def test_a_mask_leaves_padding_out(way, value):
     order = jnp.argsort(jr.permutation(jr.key(5), 13))[:8]
     assert_close(y[order], expected)
     assert_close((masked.mean, masked.var), (new.mean, new.var))
-    # The padding is normalized like the rest.
+    # The padding is normalized with the same statistics.
     where = ~mask & jnp.isfinite(y[:, 0])
     like_rest = by_first_two(norm, filled[where], x)
     assert_close(y[where], like_rest, 1e-4)
@@ -226,7 +226,7 @@ def by_first_two(norm, x, batch):
 
 @pytest.mark.parametrize("way", ["whole", "each"])
 def test_a_mask_within_each_example(way):
-    # Sequences of several lengths: what the lanes have differs in number.
+    # Sequences of different lengths, so the lanes have different numbers of elements.
     x, lengths = data(4, 3, 6), jnp.array([6, 1, 0, 4])
     inside = jnp.arange(6)[None] < lengths[:, None]
     if way == "whole":
@@ -251,7 +251,7 @@ def test_a_mask_may_differ_between_channels():
 
 
 @pytest.mark.parametrize("way", ["whole", "each"])
-def test_a_batch_that_is_padding_alone_changes_nothing(way):
+def test_a_batch_of_padding_changes_nothing(way):
     x = jnp.full((8, 3), jnp.nan)
     if way == "whole":
         norm = run(es.nn.BatchNorm(3), data(8, 3))[1]
@@ -271,7 +271,7 @@ def test_a_batch_that_is_padding_alone_changes_nothing(way):
     assert_close(y, jnp.tile(expected, (8, 1)))
 
 
-def test_a_mask_leaves_padding_out_of_gradients():
+def test_a_mask_excludes_padding_from_gradients():
     x, weights = data(8, 3), data(8, 3, seed=1)
     filled, mask = padded(x, 5, jnp.nan)
     order = jnp.argsort(jr.permutation(jr.key(5), 13))[:8]
@@ -292,7 +292,7 @@ def test_a_mask_leaves_padding_out_of_gradients():
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99, 0.9999, 1 - 1e-9, None])
-def test_each_average_is_that_of_all_batches_so_far(momentum):
+def test_running_averages_cover_all_batches_so_far(momentum):
     xs = data(1000, 8, 2) + jnp.sin(jnp.arange(1000.0) / 50)[:, None, None]
 
     def after_each(norm, xs):
@@ -310,7 +310,7 @@ def test_each_average_is_that_of_all_batches_so_far(momentum):
         np.testing.assert_allclose(got, expected, rtol=2e-6)
 
 
-def test_a_channel_that_is_all_padding_does_not_count_the_batch():
+def test_a_channel_of_padding_does_not_count_the_batch():
     x, last = data(8, 2), data(8, 2, seed=1)
     _, norm = run(es.nn.BatchNorm(2), x, mask=jnp.array([[True, False]]))
     assert norm.count.tolist() == [1, 0]
@@ -319,7 +319,7 @@ def test_a_channel_that_is_all_padding_does_not_count_the_batch():
     assert_close(norm.mean[1], last[:, 1].mean())
 
 
-def test_momentum_1_keeps_the_averages():
+def test_with_momentum_1_the_averages_do_not_change():
     _, norm = run(es.nn.BatchNorm(3), data(8, 3))
     _, new = run(es.configure(norm, momentum=1.0), data(8, 3, seed=1))
     assert_close((new.mean, new.var), (norm.mean, norm.var), 0)
@@ -328,7 +328,7 @@ def test_momentum_1_keeps_the_averages():
 # --- BatchNorm: modes and gradients ---------------------------------------------------
 
 
-def test_a_momentum_may_be_computed():
+def test_momentum_may_be_a_tracer():
     norm = es.nn.BatchNorm(2, debias=False)
     x = jnp.array([[1.0, 2.0], [3.0, 6.0]])
 
@@ -343,7 +343,7 @@ def test_a_momentum_may_be_computed():
     assert_close(mean_after(counted, 0.5), jnp.array([4 / 3, 8 / 3]))
 
 
-def test_a_subclass_may_have_leaves_that_are_no_arrays():
+def test_a_subclass_may_have_leaves_that_are_not_arrays():
     class Named(es.nn.BatchNorm):
         name: Any = "first"
 
@@ -356,7 +356,7 @@ def test_a_subclass_may_have_leaves_that_are_no_arrays():
 @pytest.mark.parametrize(
     "change", [es.eval, es.freeze, lambda n: n.freeze().eval()], ids=["eval", "f", "fe"]
 )
-def test_eval_and_frozen_keep_the_statistics_and_use_them(change):
+def test_eval_mode_and_frozen_layers_use_the_statistics_without_changing_them(change):
     x = data(8, 3)
     _, norm = es.mutable(with_affine(es.nn.BatchNorm(3, momentum=0.2)))(x)
     still = change(norm)
@@ -364,7 +364,7 @@ def test_eval_and_frozen_keep_the_statistics_and_use_them(change):
     assert eqx.tree_equal(after, still)
     expected = (x + 100 - norm.mean[None]) / jnp.sqrt(norm.var + norm.eps)[None]
     assert_close(y, expected * norm.weight[None] + norm.bias[None], 1e-3)
-    assert_close(still(x + 100), y)  # nothing is written: no scope is needed
+    assert_close(still(x + 100), y)  # it writes nothing, so it needs no scope
 
 
 def test_gradients_flow_through_the_statistics_of_the_batch():
@@ -399,7 +399,7 @@ def test_gradients_flow_through_the_statistics_of_the_batch():
     assert_close((grads.weight, grads.bias), expected, 1e-4)
 
 
-def test_the_running_averages_carry_no_gradient():
+def test_no_gradient_flows_through_the_running_averages():
     def total(scale):
         _, norm = es.mutable(es.nn.BatchNorm(3))(scale * data(8, 3))
         return jnp.sum(norm.mean) + jnp.sum(norm.var)
@@ -407,7 +407,7 @@ def test_the_running_averages_carry_no_gradient():
     assert jax.grad(total)(1.0) == 0
 
 
-# --- BatchNorm: mistakes --------------------------------------------------------------
+# --- BatchNorm: errors ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,13 +421,13 @@ def test_the_running_averages_carry_no_gradient():
         ({"axis_name": "batch"}, ()),
     ],
 )
-def test_another_number_of_channels_is_an_error(options, shape):
+def test_a_wrong_number_of_channels_is_an_error(options, shape):
     norm = es.nn.BatchNorm(3, **options).eval()
     with pytest.raises(ValueError, match=r"input_size=3.*channel_axis"):
         norm(jnp.ones(shape))
 
 
-def test_a_batch_under_vmap_without_a_name_names_the_field():
+def test_the_error_for_a_batch_under_vmap_without_an_axis_name_names_the_field():
     norm = es.nn.BatchNorm(3, channel_axis=0)
     with pytest.raises(ValueError, match=r"(mean|var)[\s\S]*axis_name"):
         es.mutable(es.vmap(norm))(data(8, 3, 2))
@@ -443,7 +443,7 @@ def test_complex_input_is_an_error(change):
 # --- Dropout --------------------------------------------------------------------------
 
 
-def test_dropout_holds_a_key_of_kind_rng():
+def test_dropout_stores_a_key_of_kind_rng():
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     assert [(p.name, p.kind) for p in es.parts(dropout)] == [("rng", es.Rng)]
     by_seed = es.nn.Dropout(0.5, key=0)
@@ -469,7 +469,7 @@ def test_p_0_is_the_identity_and_draws_nothing(p):
 
 @reuses_keys
 @pytest.mark.parametrize("p", [1, 1.0])
-def test_p_1_drops_everything_and_is_no_nan(p):
+def test_p_1_drops_everything_without_nan(p):
     dropout, x = es.nn.Dropout(p, key=jr.key(0)), data(10)
 
     def loss_fn(x):
@@ -480,18 +480,18 @@ def test_p_1_drops_everything_and_is_no_nan(p):
     assert (jax.grad(loss_fn)(x) == 0).all()
 
 
-def test_a_given_key_wins_and_the_own_one_stays():
+def test_a_key_argument_wins_and_the_stored_key_does_not_change():
     dropout, x = es.nn.Dropout(0.5, key=jr.key(0)), jnp.ones(100)
     y, new = run(dropout, x, key=jr.key(7))
     assert eqx.tree_equal(new, dropout)
     other, _ = run(es.nn.Dropout(0.5, key=jr.key(1)), x, key=jr.key(7))
     assert (y == other).all()
-    # Nothing is written, so that no scope is needed, as with Equinox's.
+    # Nothing is written, so no scope is needed, as with Equinox's layer.
     assert (dropout(x, key=jr.key(7)) == y).all()
     assert (eqx.nn.Dropout(0.5)(x, key=jr.key(7)) == y).all()
 
 
-def test_without_a_key_it_waits_for_init():
+def test_without_a_key_dropout_waits_for_init():
     dropout = es.nn.Dropout(0.5)
     assert isinstance(dropout.rng, es.Initializer)
     with pytest.raises(es.NotInitializedError, match="rng"):
@@ -517,21 +517,21 @@ def test_an_invalid_p_is_an_error(p):
         (jnp.complex64, [6, 3.75]),
     ],
 )
-def test_dropout_keeps_other_dtypes(dtype, kept):
+def test_dropout_does_not_change_the_dtype(dtype, kept):
     x = jnp.full((20, 5), 3).astype(dtype)
     for p, expected in zip((0.5, 0.2), kept, strict=True):
         y, _ = run(es.nn.Dropout(p, key=jr.key(0)), x)
         assert (y.dtype, y.shape) == (dtype, (20, 5))
-        # Integers are rounded, and so not too small on average.
+        # Integers are rounded, so their average is not too small.
         assert set(y.ravel().tolist()) == {0, expected}
     for p in (0.0, 1.0):
         assert run(es.nn.Dropout(p, key=jr.key(0)), x)[0].dtype == dtype
 
 
-# --- Both -----------------------------------------------------------------------------
+# --- Both layers ----------------------------------------------------------------------
 
 
-def test_they_are_arguments_of_plain_jit():
+def test_both_layers_are_arguments_of_plain_jit():
     step = jax.jit(lambda model, x: es.mutable(model)(x))
     y, new = step(es.nn.BatchNorm(3), data(8, 3))
     expected, other = es.mutable(es.nn.BatchNorm(3))(data(8, 3))
@@ -541,7 +541,7 @@ def test_they_are_arguments_of_plain_jit():
 
 
 @pytest.mark.parametrize("mode", [es.eval, es.train])
-def test_a_gradient_keeps_one_array_of_the_size_of_the_input(mode):
+def test_the_backward_pass_stores_one_array_of_the_size_of_the_input(mode):
     norm = mode(es.nn.BatchNorm(3))
     x = jnp.ones((5, 3))
 

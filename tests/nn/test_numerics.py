@@ -1,16 +1,18 @@
-"""`es.nn.BatchNorm` over 50 training steps, against four other libraries' words.
+"""`es.nn.BatchNorm` over 50 training steps, against PyTorch, Flax and Equinox.
 
-All agree on the output in train mode, normalized by the mean and the biased variance of
-the batch. They differ in what they keep, and in eval mode:
+All agree on the output in train mode, which is normalized by the mean and the biased
+variance of the batch; Equinox's `mode="ema"` is the exception. They differ in the
+running averages, and in eval mode:
 
-- `es` with `debias=False`, and Flax: `kept = momentum * kept + (1 - momentum) * batch`,
-  from 0 and 1.
-- PyTorch: the same, but `momentum` there is our `1 - momentum`, and the variance that
-  is kept is the unbiased one, `n / (n - 1)` times as large.
-- Equinox, `mode="batch"`: keeps the same, and divides both by `1 - momentum**steps` in
-  eval mode. `es` keeps these quotients, without what is left in the variance of the 1.
-- Equinox, `mode="ema"`: the first batch takes the place of 0 and 1; and in train mode,
-  too, the running averages normalize, those after the update.
+- `es` with `debias=False`, and Flax:
+  `average = momentum * average + (1 - momentum) * batch`, from 0 and 1.
+- PyTorch: the same, but its `momentum` is our `1 - momentum`, and it averages the
+  unbiased variance, which is `n / (n - 1)` times as large.
+- Equinox, `mode="batch"`: the same averages, both divided by `1 - momentum**steps` in
+  eval mode. With `debias=True`, `es` stores these quotients, but without the remainder
+  of the initial 1 in the variance.
+- Equinox, `mode="ema"`: the first batch replaces 0 and 1. In train mode, too, the
+  running averages normalize, with their values after the update.
 """
 
 import functools as ft
@@ -33,7 +35,7 @@ AXES = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
 
 
 def deviation(a, b):
-    """The largest difference of two trees; relative, where the numbers are above 1."""
+    """The largest difference of two trees; relative for numbers above 1."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     pairs = [(np.asarray(x), np.asarray(y)) for x, y in pairs]
     assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
@@ -97,7 +99,7 @@ def layout(request):
 # --- PyTorch --------------------------------------------------------------------------
 
 
-def test_as_pytorch(layout, shape_name):
+def test_equals_pytorch(layout, shape_name):
     norm, step = layout
     file = np.load(reference.FILE)
     outputs, mean, var = (file[f"{shape_name}_{x}"] for x in ("outputs", "mean", "var"))
@@ -106,9 +108,7 @@ def test_as_pytorch(layout, shape_name):
         if i % reference.EVERY == 0:
             assert_equal_to_1e_5(y, outputs[i // reference.EVERY])
         assert_equal_to_1e_5(norm.mean, mean[i])
-        start = np.float32(
-            MOMENTUM ** (i + 1)
-        )  # what is left of the 1 in the beginning
+        start = np.float32(MOMENTUM ** (i + 1))  # the weight of the initial 1
         n = np.float32(inputs(shape_name, i).size // 3)
         assert_equal_to_1e_5(norm.var, start + (var[i] - start) * (n - 1) / n)
     norm = norm.replace(var=jnp.asarray(var[-1])).eval()
@@ -119,10 +119,10 @@ def test_as_pytorch(layout, shape_name):
 # --- Flax -----------------------------------------------------------------------------
 
 
-def test_as_flax(layout, shape_name):
+def test_equals_flax(layout, shape_name):
     linen = pytest.importorskip("flax.linen", reason="Flax needs a newer JAX")
     norm, step = layout
-    # By default Flax takes the variance as E[x^2] - E[x]^2, which loses digits where
+    # By default Flax computes the variance as E[x^2] - E[x]^2, which loses digits if
     # the mean is large: up to 2e-5 here.
     options = {"axis": 1, "use_fast_variance": False}
     theirs = linen.BatchNorm(momentum=MOMENTUM, epsilon=EPS, **options)
@@ -168,7 +168,7 @@ def their_step(layer, state, x):
     return jax.vmap(layer, **AXES)(x, state)
 
 
-def test_as_equinox_in_batch_mode(layout, shape_name):
+def test_equals_equinox_in_batch_mode(layout, shape_name):
     norm, step = layout
     norm = norm.replace(count=jnp.zeros(3))  # as with `debias=True`
     theirs, state = equinox_norm("batch")
@@ -186,12 +186,12 @@ def test_as_equinox_in_batch_mode(layout, shape_name):
     assert_equal_to_1e_5(step(norm, x)[0], expected)
 
 
-def test_as_equinox_in_ema_mode(layout, shape_name):
+def test_equals_equinox_in_ema_mode(layout, shape_name):
     norm, step = layout
     theirs, state = equinox_norm("ema")
     for i in range(STEPS):
         x = inputs(shape_name, i)
-        if i == 0:  # without anything kept, the averages are those of the first batch
+        if i == 0:  # at first, the averages are those of the first batch
             first = norm.replace(momentum=0.0)
             _, first = step(first, x)
             norm = norm.replace(mean=first.mean, var=first.var)
@@ -207,11 +207,11 @@ def test_as_equinox_in_ema_mode(layout, shape_name):
     assert_equal_to_1e_5(step(norm.eval(), x)[0], expected)
 
 
-# --- Equinox's layers themselves, wrapped ---------------------------------------------
+# --- Equinox's own layers, wrapped ----------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_equinoxs_batch_norm_wrapped(shape_name, mode):
+def test_equinoxs_wrapped_batch_norm(shape_name, mode):
     theirs, state = equinox_norm(mode)
     norm = es.nn.Stateful(
         affine_of(eqx.nn.BatchNorm(3, axis_name="batch", mode=mode, **OPTIONS))
@@ -224,7 +224,7 @@ def test_equinoxs_batch_norm_wrapped(shape_name, mode):
     assert sorted(map(str, ours)) == sorted(map(str, jax.tree.leaves(state)))
 
 
-def test_equinoxs_spectral_norm_wrapped_and_trained():
+def test_equinoxs_wrapped_spectral_norm_in_training():
     def make():
         linear = eqx.nn.Linear(4, 3, key=jr.key(0))
         return eqx.nn.SpectralNorm(linear, "weight", key=jr.key(1))

@@ -13,7 +13,7 @@ from helpers import close, reuses_keys
 import eqx_state as es
 
 
-pytestmark = reuses_keys  # all tests make their layers from the same
+pytestmark = reuses_keys  # the tests create their layers from the same keys
 
 SIZE, DEPTH = 4, 3
 KEYS = jr.split(jr.key(0), DEPTH)
@@ -39,7 +39,7 @@ class Block(es.Module):
 
 
 class Scale(es.Module):
-    """A small layer, for what has nothing to do with the arithmetic."""
+    """A small layer, for tests that do not depend on the arithmetic."""
 
     w: es.Parameter
     calls: es.State = 0
@@ -66,7 +66,7 @@ def in_turn(layers, x, *args, **kwargs):
     return x
 
 
-# --- The layers in turn ---------------------------------------------------------------
+# --- Running the layers ---------------------------------------------------------------
 
 
 def loss_of_stack(stacked, xs):
@@ -82,7 +82,7 @@ def loss_of_list(layers, xs):
     "options",
     [{}, {"checkpoint": True}, {"checkpoint": POLICY, "unroll": 2}, {"unroll": True}],
 )
-def test_a_stack_trains_as_a_list_of_layers(options):
+def test_a_stack_trains_like_a_list_of_layers(options):
     layers = [Block(key) for key in KEYS]
     stacked = es.nn.Stacked(layers, **options)
     expected = es.jit(es.value_and_grad(loss_of_list))(layers, XS)
@@ -93,7 +93,7 @@ def test_a_stack_trains_as_a_list_of_layers(options):
     assert new.layers.calls.tolist() == [1] * DEPTH
 
 
-def test_arguments_are_given_to_each_layer():
+def test_arguments_are_passed_to_each_layer():
     stacked = es.eval(es.nn.Stacked.make(Block, KEYS))
     expected = in_turn(list(stacked), XS[0], 2.0)
     close(stacked(XS[0], 2.0), expected)
@@ -108,7 +108,7 @@ def test_layers_of_equinox_alone():
     close(jax.jit(jax.vmap(stacked))(XS), jax.vmap(lambda x: in_turn(layers, x))(XS))
 
 
-def test_a_carry_that_is_a_pytree_or_a_number():
+def test_a_carry_may_be_a_pytree_or_a_number():
     class Pair(eqx.Module):
         w: jax.Array
 
@@ -123,7 +123,7 @@ def test_a_carry_that_is_a_pytree_or_a_number():
     assert new.layers.calls.tolist() == [1, 1]
 
 
-def test_functions_are_layers_too():
+def test_layers_may_be_functions():
     assert es.nn.Stacked([jnp.tanh] * 2)(0.5) == jnp.tanh(jnp.tanh(0.5))
 
 
@@ -131,7 +131,7 @@ def test_functions_are_layers_too():
 
 
 @pytest.mark.parametrize("key", [jr.key(3), jr.PRNGKey(3)])
-def test_a_key_is_split_among_the_layers_as_in_a_sequential(key):
+def test_a_key_is_split_among_the_layers_as_in_sequential(key):
     class Noise(eqx.Module):
         scale: jax.Array
 
@@ -147,7 +147,7 @@ def test_a_key_is_split_among_the_layers_as_in_a_sequential(key):
     close(stacked(x, key=key), expected)
 
 
-def test_a_key_is_kept_from_layers_that_do_not_take_one():
+def test_a_key_is_not_passed_to_layers_that_do_not_take_one():
     stacked = es.nn.Stacked(scales(2.0, 3.0))
     model = eqx.nn.Sequential([stacked, eqx.nn.Dropout(0.5, inference=True)])
     y, new = es.mutable(model)(jnp.array(1.0), key=jr.key(0))
@@ -163,7 +163,7 @@ def test_each_layer_draws_from_its_own_key():
     assert es.reseed(stacked, 1).layers.rng[0] != es.reseed(stacked, 1).layers.rng[1]
 
 
-def test_a_key_that_was_looked_at_can_still_be_used():
+def test_reading_a_key_does_not_use_it_up():
     keys = jr.split(jr.key(5), 2)
     stacked = es.nn.Stacked.make(lambda key: es.nn.Dropout(0.5, key=key), keys)
     for look in (list, es.state_dict, lambda s: es.mask(s, lambda p: p.value is None)):
@@ -223,7 +223,7 @@ def test_abstract_layers_make_an_abstract_stack():
     assert stacked[1:].layers.weight.shape == (2, SIZE, SIZE)
 
 
-def test_abstract_layers_keep_the_shards_of_their_own_axes():
+def test_abstract_layers_keep_the_sharding_of_their_axes():
     mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
     stacked = eqx.filter_eval_shape(es.nn.Stacked.make, make_linear, KEYS)
     place = jax.sharding.NamedSharding(mesh, jax.P(None, "a", "b"))
@@ -235,7 +235,7 @@ def test_abstract_layers_keep_the_shards_of_their_own_axes():
 
 
 @pytest.mark.parametrize("checkpoint", [None, True, False, POLICY])
-def test_the_leaves_of_a_stack_are_those_of_its_layers(checkpoint):
+def test_a_stack_has_the_leaves_of_its_layers(checkpoint):
     stack = es.nn.Stacked(scales(1.0, 2.0), checkpoint=checkpoint, unroll=2)
     leaves, treedef = jax.tree.flatten(stack)
     assert [*map(id, leaves)] == [*map(id, jax.tree.leaves(stack.layers))]
@@ -269,7 +269,7 @@ def test_an_ensemble_of_stacks():
         es.mutable(ensemble)(1.0)
 
 
-def test_in_a_module_and_in_a_tuple_of_models():
+def test_a_stack_in_a_module_and_in_a_tuple_of_models():
     class Net(es.Module):
         blocks: es.nn.Stacked[Scale]
         head: Scale
@@ -297,14 +297,14 @@ def test_in_a_module_and_in_a_tuple_of_models():
         (3, {"checkpoint": False}, []),
         (2, {"checkpoint": True}, ["False"]),
         (3, {"checkpoint": POLICY}, ["False"]),
-        # Where there is no loop, XLA must not merge what is computed twice.
+        # Without a loop, XLA must not merge the repeated computation with the first.
         (1, {"checkpoint": True}, ["True"]),
         (3, {"checkpoint": True, "unroll": True}, ["True"]),
         (3, {"checkpoint": True, "unroll": 2}, ["True"]),
         (3, {"checkpoint": True, "unroll": False}, ["False"]),
     ],
 )
-def test_what_is_computed_again_in_the_program(length, options, found):
+def test_checkpoint_prevents_cse_only_without_a_loop(length, options, found):
     stacked = es.nn.Stacked([jnp.sin] * length, **options)
     program = str(jax.make_jaxpr(stacked)(1.0))
     assert re.findall(r"prevent_cse=(\w+)", program) == found
@@ -342,7 +342,7 @@ class Lazy(es.Module):
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_init_makes_the_layers_of_a_stack(is_made):
+def test_init_creates_the_layers_of_a_stack(is_made):
     if is_made:
         net = {"blocks": es.nn.Stacked.make(lambda key: Lazy(), KEYS[:2])}
     else:
@@ -362,7 +362,7 @@ def test_init_makes_the_layers_of_a_stack(is_made):
     assert shapes.layers.hooked.shape == (2,)
 
 
-def test_lazy_layers_themselves():
+def test_init_creates_layers_that_are_placeholders():
     stacked = es.init(es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, 2)] * 3), 0)
     assert stacked.layers.weight.shape == (3, 2, 2)
     assert len(np.unique(stacked.layers.weight)) == 12
@@ -383,7 +383,7 @@ def test_layers_that_take_shapes_from_an_input():
     assert stacked(XS[0]).shape == (4,)
 
 
-def test_a_number_between_the_layers():
+def test_a_number_is_passed_between_the_layers_as_an_array():
     assert es.nn.Stacked([lambda x: x.at[...].mul(2.0)] * 3)(1.5) == 12.0
     assert es.nn.Stacked([lambda x: 2.0] * 3)(1.5) == 2.0
 
@@ -429,7 +429,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_layers_that_differ(case):
+def test_layers_must_be_of_equal_structure(case):
     make, message = DIFFERENT[case]
     with pytest.raises(ValueError, match=message):
         es.nn.Stacked(make())
@@ -454,21 +454,21 @@ def test_stateful_layers_of_equinox():
     close((ys, es.state_dict(new)), (expected, es.state_dict(after)))
 
 
-def test_layers_that_differ_after_init():
+def test_layers_that_differ_only_after_init():
     stacked = es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, n) for n in (2, 3)])
     with pytest.raises(ValueError, match="layers 0 and 1 differ"):
         es.init(stacked, 0)
 
 
-def test_no_layers():
+def test_a_stack_needs_a_layer():
     with pytest.raises(ValueError, match="at least one layer"):
         es.nn.Stacked([])
 
 
-def test_a_list_of_keys():
+def test_make_takes_a_list_of_keys():
     stacked = es.nn.Stacked.make(make_linear, list(KEYS))
     close(stacked, es.nn.Stacked.make(make_linear, KEYS))
 
 
-def test_false_is_no_checkpoint():
+def test_checkpoint_false_is_none():
     assert es.nn.Stacked(scales(1.0), checkpoint=False).checkpoint is None

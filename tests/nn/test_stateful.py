@@ -1,4 +1,4 @@
-"""`es.nn.Stateful`: Equinox's stateful layers, against threading by hand."""
+"""`es.nn.Stateful`: Equinox's stateful layers, against passing the state by hand."""
 
 import copy
 
@@ -32,17 +32,17 @@ def make(request):
 
 
 def values(state):
-    """The values in an `eqx.nn.State`, or in a model, each with its type, in order."""
+    """The values in an `eqx.nn.State` or a model, with their types, sorted."""
     leaves = jax.tree.leaves(state)
     typed = [jr.key_data(x) if x.dtype == jr.key(0).dtype else x for x in leaves]
     return sorted(repr(np.asarray(x)) for x in typed)
 
 
-# --- The law: as threading by hand ----------------------------------------------------
+# --- The same as passing the state by hand --------------------------------------------
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_training_and_evaluating_equal_threading_by_hand(make, jit):
+def test_training_and_evaluation_equal_passing_the_state_by_hand(make, jit):
     wrap = eqx.filter_jit if jit else lambda f: f
     theirs, state = eqx.nn.make_with_state(make)(jr.key(0))
     model = es.nn.Stateful(make(jr.key(0)))
@@ -55,13 +55,13 @@ def test_training_and_evaluating_equal_threading_by_hand(make, jit):
     kept = es.filter(model, es.State)
     assert len(jax.tree.leaves(kept)) == len(jax.tree.leaves(state))
     assert values(kept) == values(state)
-    if make is not Net:  # which writes in eval mode, too
+    if make is not Net:  # `Net` also writes in eval mode
         y = wrap(es.vmap(model.eval(), axis_name="batch"))(data(3))
         expected, _ = by_hand(eqx.nn.inference_mode(theirs), state, data(3))
         assert close(y, expected)
 
 
-def test_gradients_equal_those_by_hand(make):
+def test_gradients_equal_those_of_passing_the_state_by_hand(make):
     theirs, state = eqx.nn.make_with_state(make)(jr.key(0))
     model = es.nn.Stateful(make(jr.key(0)))
 
@@ -96,7 +96,7 @@ def test_a_training_loop_is_traced_once(make):
     assert not any(getattr(part.value, "weak_type", False) for part in es.parts(model))
 
 
-def test_two_made_alike_have_equal_treedefs(make):
+def test_two_equal_layers_have_equal_treedefs(make):
     a, b = (es.nn.Stateful(make(jr.key(0))) for _ in range(2))
     assert jax.tree.structure(a) == jax.tree.structure(b)
     assert hash(jax.tree.structure(a)) == hash(jax.tree.structure(b))
@@ -112,7 +112,7 @@ def test_copies_pickles_and_shapes(make):
     assert jax.tree.structure(shapes) == jax.tree.structure(model)
 
 
-# --- What is where --------------------------------------------------------------------
+# --- Where arrays are stored ----------------------------------------------------------
 
 
 def test_kinds_and_names():
@@ -140,10 +140,10 @@ def test_the_wrapped_layer_is_untouched():
 def test_a_model_from_make_with_state():
     model = es.nn.Stateful(*eqx.nn.make_with_state(sequential)(jr.key(0)))
     other = es.nn.Stateful(sequential(jr.key(0)))
-    assert eqx.tree_equal(model, other)  # and with it the treedefs
+    assert eqx.tree_equal(model, other)  # compares the treedefs as well
 
 
-def test_a_state_that_has_moved_on_is_taken_over():
+def test_a_state_that_has_changed_is_taken_over():
     theirs, state = eqx.nn.make_with_state(sequential)(jr.key(0))
     _, state = by_hand(theirs, state, data(0))
     model = es.nn.Stateful(theirs, state)
@@ -151,7 +151,7 @@ def test_a_state_that_has_moved_on_is_taken_over():
     assert close(y, by_hand(theirs, state, data(1))[0])
 
 
-def test_one_index_in_two_places_is_one_state():
+def test_an_index_that_occurs_twice_is_one_state():
     inner = Inner(2)
     model = es.nn.Stateful(Twice(inner, inner))
     theirs, state = Twice(inner, inner), eqx.nn.State(inner)
@@ -165,7 +165,7 @@ def test_one_index_in_two_places_is_one_state():
     assert eqx.tree_equal(es.nn.Stateful(model.layer).layer, model.layer)
 
 
-def test_an_index_behind_one_that_is_in_two_places():
+def test_an_index_after_one_that_occurs_twice():
     def make():
         inner = Inner(2)
         return Twice(inner, Twice(inner, Inner(2)))
@@ -177,7 +177,7 @@ def test_an_index_behind_one_that_is_in_two_places():
     assert close(es.mutable(a)(jnp.ones(2))[0], theirs(jnp.ones(2), state)[0])
 
 
-def test_two_wrapped_layers_put_together_stay_two():
+def test_two_wrapped_layers_in_one_model_have_separate_states():
     a, b = (es.nn.Stateful(Inner(2)) for _ in range(2))
     _, a = es.mutable(a)(jnp.ones(2))
     model = es.nn.Stateful(Twice(a.layer, b.layer))
@@ -208,7 +208,7 @@ def test_a_layer_without_state():
         es.nn.Stateful(Wrong(Inner(2)))
 
 
-def test_missing_and_foreign_states():
+def test_a_missing_or_wrong_state():
     layer, state = eqx.nn.make_with_state(Inner)(2)
     with pytest.raises(
         ValueError, match=r"`total`(.|\n)*es.nn.Stateful\(layer, state\)"
@@ -218,7 +218,7 @@ def test_missing_and_foreign_states():
         es.nn.Stateful(Net(jr.key(0)), state)
 
 
-def test_a_returned_state_that_is_not_the_whole_one():
+def test_a_returned_state_that_is_incomplete():
     class Part(Twice):
         def __call__(self, x, state):
             return self.a(x, state.substate(self.a))
@@ -231,7 +231,7 @@ def test_a_returned_state_that_is_not_the_whole_one():
 
 
 @pytest.mark.parametrize("result", ["y", "wrong pair"])
-def test_a_result_that_is_no_pair(result):
+def test_a_result_that_is_not_a_pair(result):
     class Bad(Inner):
         def __call__(self, x, state):
             return x if result == "y" else (x, x)

@@ -1,4 +1,4 @@
-"""`es.nn.Stateful` inside other models: scopes, keys, modes, `es.Module`s in it."""
+"""`es.nn.Stateful` inside other models: scopes, keys, modes, nested `es.Module`s."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def test_several_calls_in_one_scope():
     assert model.norm.layer.total.init["n"] == 4
 
 
-def test_an_es_module_inside_keeps_its_own_state():
+def test_an_es_module_inside_has_its_own_state():
     counter, norm = Counter(), batch_norm("batch")(None)
     inner = es.nn.Stateful(eqx.nn.Sequential([counter, norm]))
     model = es.nn.Stateful(eqx.nn.Sequential([inner, norm, Counter()]))
@@ -49,19 +49,19 @@ def test_an_es_module_inside_keeps_its_own_state():
     assert model.layer.layers[1].batch_counter.init == 2
 
 
-def test_the_objects_inside_stay_the_same_within_a_scope():
+def test_the_modules_inside_keep_their_identity_within_a_scope():
     model = es.nn.Stateful(eqx.nn.Sequential([Inner(2), Counter()]))
 
     def f(m, x):
         counter = m.layer.layers[1]
         m(x)
-        counter(x)  # held from before the call of the layer
+        counter(x)  # read before the call of the layer
 
     _, new = es.mutable(f)(model, jnp.ones(2))
     assert new.layer.layers[1].count == 2
 
 
-def test_within_sequential_scan_init_and_an_ensemble():
+def test_inside_sequential_init_and_an_ensemble():
     model = eqx.nn.Sequential([es.nn.Stateful(Net(jr.key(0))), Counter()])
     y, new = es.mutable(model)(jnp.ones(3), key=jr.key(3))
     assert new.layers[0].layer.calls.init == new.layers[1].count == 1
@@ -75,7 +75,7 @@ def test_within_sequential_scan_init_and_an_ensemble():
     assert y.shape == (2, 3)
 
 
-def test_init_with_inputs_draws_and_keeps_the_state():
+def test_init_with_inputs_draws_parameters_and_does_not_change_the_state():
     lazy = es.lazy(eqx.nn.Linear, 3, 3)
     layer = eqx.nn.Sequential([lazy, batch_norm("batch")(None)])
     model = es.nn.Stateful(layer)
@@ -92,7 +92,7 @@ def test_init_with_inputs_draws_and_keeps_the_state():
 
 
 @reuses_keys
-def test_a_key_goes_to_a_layer_that_takes_one():
+def test_a_key_is_passed_to_a_layer_that_takes_one():
     model = es.nn.Stateful(Net(jr.key(0)))
     a, b = (es.mutable(model)(jnp.ones(3), key=jr.key(i))[0] for i in (1, 2))
     assert not close(a, b)
@@ -105,7 +105,7 @@ def test_a_key_goes_to_a_layer_that_takes_one():
 
 
 @reuses_keys
-def test_frozen_statistics_are_used_and_stay():
+def test_frozen_statistics_are_used_and_do_not_change():
     dropout = eqx.nn.Dropout(0.5)
     layer = eqx.nn.Sequential([sequential(jr.key(0)), Counter(), dropout])
     model = batched(es.nn.Stateful(layer))(data(0), key=jr.split(jr.key(0), 8))[1]
@@ -120,7 +120,7 @@ def test_frozen_statistics_are_used_and_stay():
     assert not jax.tree.leaves(es.filter(model.freeze(), es.trainable))
 
 
-def test_a_frozen_batch_stat_stays_without_the_flag():
+def test_a_frozen_batch_stat_does_not_change_if_the_layer_ignores_inference():
     class Odd(eqx.nn.BatchNorm):
         def __call__(self, x, state, *, key=None, inference=None):
             state = state.set(self.batch_counter, state.get(self.batch_counter) + 1)
@@ -129,4 +129,4 @@ def test_a_frozen_batch_stat_stays_without_the_flag():
     model = es.nn.Stateful(Odd(3, "batch", mode="batch")).freeze()
     y, new = es.mutable(model)(jnp.ones(3))
     assert eqx.tree_equal(new, model)
-    assert model(jnp.ones(3)).shape == (3,)  # nothing is written
+    assert model(jnp.ones(3)).shape == (3,)  # it writes nothing, so it needs no scope

@@ -1,4 +1,4 @@
-"""`es.Optimizer` with rules: one optax transformation for each group."""
+"""`es.Optimizer` with rules: one optax transformation per group."""
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from helpers import close
 import eqx_state as es
 
 
-# optax promotes by itself: `bool * float`, `float ** int`.
+# optax promotes implicitly: `bool * float`, `float ** int`.
 pytestmark = pytest.mark.usefixtures("_standard")
 
 
@@ -74,7 +74,7 @@ TXS = {
 
 
 def run_alone(tx, params, steps):
-    """A list of arrays, as in a program that has never heard of modules."""
+    """Train a list of arrays, as in a program without modules."""
     state = tx.init(params)
     for _ in range(steps):
         grads = [2 * p + 1 for p in params]
@@ -98,7 +98,7 @@ def test_groups_equal_separate_runs(txs):
     close(model, expected)
 
 
-def test_they_are_those_of_optax_partition():
+def test_groups_equal_those_of_optax_partition():
     model = make()
     txs = {0: optax.adam(0.1), 1: optax.sgd(0.2)}
     labels = es.spec(es.filter(model, es.trainable), {BIAS: 0, ...: 1})
@@ -130,7 +130,7 @@ def test_a_training_loop_compiles_once():
     assert model.calls == 5
 
 
-def test_two_optimizers_that_are_made_alike_are_equal():
+def test_two_optimizers_with_the_same_rules_are_equal():
     txs = optax.adam(0.1), optax.sgd(0.1)
     a, b = (es.Optimizer({BIAS: txs[0], ...: txs[1]}).init(make()) for _ in range(2))
     assert jtu.tree_structure(a) == jtu.tree_structure(b)
@@ -138,7 +138,7 @@ def test_two_optimizers_that_are_made_alike_are_equal():
     assert "es.path_matches('*.bias')" in repr(a)
 
 
-def test_filters_that_are_written_alike_are_different_groups():
+def test_filters_that_print_the_same_are_different_groups():
     def under(name):
         return es.under(lambda m: getattr(m, name))
 
@@ -151,10 +151,10 @@ def test_filters_that_are_written_alike_are_different_groups():
     assert (new.body.weight == model.body.weight).all()
 
 
-# --- What is left as it is ------------------------------------------------------------
+# --- Parameters without a transformation ----------------------------------------------
 
 
-def test_none_leaves_arrays_as_they_are_without_memory():
+def test_none_leaves_arrays_unchanged_and_needs_no_memory():
     model = make()
     optimizer = es.Optimizer({HEAD: optax.adam(0.1), ...: None}).init(model)
     assert nbytes(optimizer) == 2 * nbytes(model.head) + 4
@@ -169,7 +169,7 @@ def test_none_leaves_arrays_as_they_are_without_memory():
     )
 
 
-def test_frozen_arrays_take_no_memory():
+def test_frozen_arrays_need_no_memory():
     class Holds(es.Module):
         body: Net
         scale: es.Parameter = 1.0
@@ -185,7 +185,7 @@ def test_frozen_arrays_take_no_memory():
     assert new.scale != model.scale
 
 
-# --- Other models, other modes --------------------------------------------------------
+# --- Different models and modes -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_modes_may_differ_and_parameters_are_enough(change):
     )
 
 
-def test_rules_that_name_what_only_the_model_has():
+def test_rules_may_name_arrays_that_only_the_whole_model_has():
     model = make()
     by_state = lambda part: part.kind is es.BatchStat  # noqa: E731
     optimizer = es.Optimizer({by_state: None, ...: optax.sgd(0.1)}).init(model)
@@ -223,7 +223,7 @@ def test_plain_pytrees(model):
 # --- Further arguments ----------------------------------------------------------------
 
 
-def test_further_arguments_reach_the_groups():
+def test_further_arguments_are_passed_to_the_groups():
     plateau = optax.chain(
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.1, patience=1)
     )
@@ -237,7 +237,7 @@ def test_further_arguments_reach_the_groups():
     assert -0.4 < model["a"] < -0.1
 
 
-# --- What is wrong --------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 
 def test_a_parameter_without_a_rule_is_an_error_that_names_it():
@@ -245,7 +245,7 @@ def test_a_parameter_without_a_rule_is_an_error_that_names_it():
         es.Optimizer({BIAS: optax.sgd(0.1)}).init(make())
 
 
-def test_a_filter_without_a_match():
+def test_a_filter_that_matches_no_array_is_an_error():
     rules = {es.path_matches("*.biases"): optax.sgd(0.1), ...: optax.sgd(0.2)}
     with pytest.raises(ValueError, match=r"es\.Optimizer.*\*\.biases.*no array"):
         es.Optimizer(rules).init(make())
@@ -255,4 +255,4 @@ def test_a_key_that_is_not_a_filter():
     with pytest.raises(TypeError, match="`'bias'` is not a filter"):
         es.Optimizer({"bias": optax.sgd(0.1), ...: optax.sgd(0.1)})
     with pytest.raises(TypeError, match="`'head'` is not a filter"):
-        es.Optimizer({"head": optax.sgd(0.1)})  # labels, as for `optax.partition`
+        es.Optimizer({"head": optax.sgd(0.1)})  # a label, as for `optax.partition`

@@ -1,4 +1,4 @@
-"""`Optimizer.hyperparams` and `Optimizer.set`: live values, and no new compilation."""
+"""`Optimizer.hyperparams` and `Optimizer.set`: new values without a retrace."""
 
 import equinox as eqx
 import jax
@@ -35,7 +35,7 @@ def clip(norm=1.0):
     return optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=norm)
 
 
-# By name, how a value is found below what wraps it.
+# Transformations that wrap `inject_hyperparams`, by name.
 WRAPPED = {
     "bare": sgd(),
     "chain": optax.chain(optax.clip(9.0), optax.chain(sgd(), optax.identity())),
@@ -50,7 +50,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("tx", WRAPPED.values(), ids=WRAPPED)
-def test_they_are_found_and_set_below_whatever_wraps_them(tx):
+def test_hyperparams_are_found_and_set_inside_every_wrapper(tx):
     optimizer = es.Optimizer(tx).init(MODEL)
     assert {k: float(v) for k, v in optimizer.hyperparams.items()} == {
         "learning_rate": 0.5
@@ -67,7 +67,7 @@ def types(tree):
     return [(x.shape, x.dtype, x.weak_type) for x in jtu.tree_leaves(tree)]
 
 
-def test_several_and_nested():
+def test_several_hyperparams_and_nested_ones():
     inner = optax.inject_hyperparams(optax.adam, static_args=("b1", "b2", "eps"))(0.1)
     tx = optax.chain(clip(2.0), inner)
     optimizer = es.Optimizer(tx).init(MODEL)
@@ -112,7 +112,8 @@ def test_set_inside_a_held_step():
         return optimizer.update(GRADS, MODEL)[::-1]
 
     run = es.hold(step, es.Optimizer(sgd()).init(MODEL))
-    for value in (0.25, jnp.array(0.25)):  # `run` is compiled for its devices, too
+    # Neither value may be committed to a device, or the step would retrace.
+    for value in (0.25, jnp.array(0.25)):
         run.carry = run.carry.set(learning_rate=value)
         assert (run()["a"] == 0.75).all()
         assert not run.carry.hyperparams["learning_rate"].committed
@@ -128,7 +129,7 @@ def test_set_inside_jit():
     assert optimizer.hyperparams["learning_rate"] == 0.25
 
 
-def test_set_leaves_it_where_it_lies():
+def test_set_does_not_change_the_sharding():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     place = NamedSharding(mesh, P())
     optimizer = jax.device_put(es.Optimizer(sgd()).init(MODEL), place)
@@ -136,7 +137,7 @@ def test_set_leaves_it_where_it_lies():
     assert new.hyperparams["learning_rate"].sharding == place
 
 
-def test_in_a_stack_a_number_is_for_all():
+def test_in_a_stack_a_number_is_set_for_all_models():
     stack = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
     optimizer = jax.vmap(es.Optimizer(sgd()).init)(stack)
     assert optimizer.set(learning_rate=0.1).hyperparams["learning_rate"].shape == (3,)
@@ -147,7 +148,7 @@ def test_in_a_stack_a_number_is_for_all():
         optimizer.set(learning_rate=jnp.ones(2))
 
 
-def test_dtypes_stay():
+def test_set_does_not_change_the_dtype():
     params = {"a": jnp.ones(2, jnp.bfloat16)}
     half = es.Optimizer(sgd()).init(params)
     assert half.set(learning_rate=1e-3).hyperparams["learning_rate"].dtype == "bfloat16"
@@ -173,7 +174,7 @@ def test_with_groups_the_keys_are_group_and_name():
     assert one[..., "learning_rate"] == np.float32(0.3)
 
 
-def test_two_of_one_name_in_one_group_have_their_places():
+def test_equal_names_in_one_group_are_listed_with_their_paths():
     tx = optax.transforms.partition(
         {"x": sgd(0.1), "y": sgd(0.2)}, {"a": "x", "b": "y"}
     )
@@ -187,7 +188,7 @@ def test_two_of_one_name_in_one_group_have_their_places():
     assert [float(value) for value in both.values()] == [0.5, 0.5]
 
 
-def test_two_of_one_name_in_a_chain():
+def test_equal_names_in_a_chain_are_listed_with_their_paths():
     optimizer = es.Optimizer(optax.chain(sgd(0.1), sgd(0.2))).init(MODEL)
     places = [("[0]", "learning_rate"), ("[1]", "learning_rate")]
     assert list(optimizer.hyperparams) == places
@@ -195,7 +196,7 @@ def test_two_of_one_name_in_a_chain():
     assert [float(value) for value in one.values()] == pytest.approx([0.1, 0.5])
 
 
-# --- What cannot be set ---------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names():
@@ -214,14 +215,14 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
         es.Optimizer(sgd()).init(MODEL).set(lr=0.1)
 
 
-def test_what_was_not_injected_is_an_error_that_says_how():
+def test_a_value_that_is_not_injected_is_an_error_that_says_how():
     optimizer = es.Optimizer(optax.sgd(0.1)).init(MODEL)
     assert optimizer.hyperparams == {}
     with pytest.raises(ValueError, match=r"set: none.*optax\.inject_hyperparams\("):
         optimizer.set(learning_rate=0.1)
 
 
-def test_a_schedule_would_overwrite_the_value():
+def test_a_value_that_a_schedule_would_overwrite_cannot_be_set():
     tx = optax.inject_hyperparams(optax.sgd)(lambda i: 0.5 / (i + 1), momentum=0.0)
     optimizer = es.Optimizer(tx).init(MODEL)
     assert optimizer.hyperparams["learning_rate"] == 0.5
@@ -237,7 +238,7 @@ def test_a_schedule_would_overwrite_the_value():
 
 
 @pytest.mark.parametrize("value", ["0.1", None, [0.1], optax.constant_schedule(1), 1j])
-def test_a_value_is_a_number(value):
+def test_a_value_must_be_a_number_of_the_same_dtype(value):
     def every(every, rate):
         return optax.sgd(rate * every)
 
@@ -252,6 +253,6 @@ def test_a_value_is_a_number(value):
 
 
 @pytest.mark.parametrize("what", ["hyperparams", "set"])
-def test_before_init(what):
+def test_before_init_is_an_error(what):
     with pytest.raises(es.NotInitializedError, match=rf"`es\.Optimizer\.{what}` was"):
         getattr(es.Optimizer(sgd()), what)(learning_rate=0.1)

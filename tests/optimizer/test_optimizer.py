@@ -1,4 +1,4 @@
-"""`es.Optimizer` against hand-written optax loops."""
+"""`es.Optimizer`, against hand-written optax loops."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from helpers import reuses_keys
 import eqx_state as es
 
 
-# `optax.adam` promotes by itself: `float ** int`.
+# `optax.adam` promotes implicitly: `float ** int`.
 standard = jax.numpy_dtype_promotion("standard")
 
 
@@ -39,7 +39,7 @@ class Net(es.Module):
 
 
 class Scale(es.Module):
-    """All its leaves are arrays: plain JAX transforms take it."""
+    """All its leaves are arrays, so plain JAX transforms accept it."""
 
     factor: es.Parameter
     calls: es.State
@@ -82,11 +82,11 @@ def array_leaves(tree):
     return [leaf for leaf in jtu.tree_leaves(tree) if eqx.is_array(leaf)]
 
 
-# --- A pytree that is its state -----------------------------------------------------
+# --- A pytree of its state ----------------------------------------------------------
 
 
 @standard
-def test_its_leaves_are_those_of_its_state(net):
+def test_its_leaves_are_the_leaves_of_the_optax_state(net):
     tx = optax.adamw(0.1)
     optimizer = es.Optimizer(tx).init(net)
     by_hand = tx.init(jtu.tree_leaves(es.filter(net, es.trainable)))
@@ -95,7 +95,7 @@ def test_its_leaves_are_those_of_its_state(net):
 
 
 @standard
-def test_every_array_in_it_is_of_kind_opt_state(net):
+def test_every_array_in_it_has_kind_opt_state(net):
     optimizer = es.Optimizer(optax.adam(optax.constant_schedule(0.1))).init(net)
     parts = es.parts((net, optimizer))
     in_optimizer = [p for p in parts if p.name.startswith("[1]")]
@@ -143,11 +143,11 @@ def test_init_and_update_work_under_vmap():
         assert eqx.tree_equal(picked, (model, optimizer), rtol=1e-6, atol=1e-6)
 
 
-# --- What it is given ---------------------------------------------------------------
+# --- Models, parameters and other pytrees -------------------------------------------
 
 
 @standard
-def test_a_model_and_its_parameters_are_the_same_to_it(net, x):
+def test_a_model_and_its_parameters_give_equal_results(net, x):
     tx = optax.adamw(0.1)
     _, grads = gradients(net, x)
     on_model = es.Optimizer(tx).init(net)
@@ -163,8 +163,10 @@ def test_a_model_and_its_parameters_are_the_same_to_it(net, x):
 
 @standard
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_wrt_names_by_place_may_be_missing_from_the_parameters(net, x, inside):
-    # DESIGN names this very filter for what holds no `es.Module` to freeze.
+def test_parameters_may_lack_the_arrays_that_wrt_selects_or_excludes_by_path(
+    net, x, inside
+):
+    # An error of `es.freeze` suggests this filter, for trees without an `es.Module`.
     here = es.under(lambda m: m.first)
     wrt = es.all_of(es.trainable, here if inside else es.not_(here))
     params = es.filter(net, wrt)
@@ -208,7 +210,7 @@ def test_plain_pytrees_of_arrays_work(params):
             assert jnp.allclose(now, old - 0.5)
 
 
-def test_update_returns_the_model_with_nothing_else_changed(net, x):
+def test_update_changes_only_the_trained_arrays(net, x):
     model, grads = gradients(net, x)
     optimizer = es.Optimizer(optax.sgd(0.1)).init(net)
     new, _ = optimizer.update(grads, model)
@@ -257,7 +259,7 @@ def test_a_training_loop_equals_the_hand_written_one_and_compiles_once(net, x):
     opt_state = tx.init(by_hand)
     for _ in range(4):
         grads, model, optimizer = step(model, optimizer, x)
-        # One list of arrays, as in a program that has never heard of modules.
+        # A list of arrays, as in a program without modules.
         updates, opt_state = tx.update(jtu.tree_leaves(grads), opt_state, by_hand)
         by_hand = optax.apply_updates(by_hand, updates)
         params = es.filter(model, es.trainable)
@@ -274,7 +276,7 @@ def _labeled(model):
 
 
 @pytest.mark.parametrize("mode", [es.train, es.eval])
-def test_labels_go_on_fitting_when_the_mode_changes(net, mode):
+def test_labels_still_fit_after_the_mode_has_changed(net, mode):
     grads = jax.tree.map(jnp.ones_like, es.filter(net, es.trainable))
     new, _ = _labeled(net).init(net).update(grads, mode(net))
     assert jnp.allclose(new.first.weight, net.first.weight - 0.5)
@@ -283,7 +285,7 @@ def test_labels_go_on_fitting_when_the_mode_changes(net, mode):
 @standard
 @pytest.mark.parametrize("mode", [es.train, es.eval])
 @pytest.mark.parametrize("of_params", [False, True])
-def test_a_mask_for_weight_decay_comes_from_a_filter(net, mode, of_params):
+def test_a_filter_gives_the_mask_for_weight_decay(net, mode, of_params):
     def is_matrix(part):
         return part.value.ndim > 1
 
@@ -301,14 +303,14 @@ def test_a_mask_for_weight_decay_comes_from_a_filter(net, mode, of_params):
     assert_equal(new.norm, model.norm)
 
 
-def test_further_arguments_that_nobody_takes_are_ignored():
+def test_further_arguments_that_the_transformation_does_not_take_are_ignored():
     model = {"w": jnp.ones(2)}
     optimizer = es.Optimizer(optax.sgd(0.5)).init(model)
     new, _ = optimizer.update(model, model, value=jnp.array(1.0))
     assert (new["w"] == 0.5).all()
 
 
-# --- It sees only what `wrt` selects ------------------------------------------------
+# --- Only arrays that `wrt` selects are passed to optax -----------------------------
 
 
 @standard
@@ -324,7 +326,7 @@ def test_weight_decay_sees_only_the_trained_leaves(net, x):
     assert jnp.allclose(new.norm.weight, 0.9 * net.norm.weight)
 
 
-def test_gradients_outside_wrt_are_not_looked_at():
+def test_gradients_outside_wrt_are_ignored():
     optimizer = es.Optimizer(optax.sgd(1.0), wrt=es.path_matches("*'a'*"))
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     grads = {"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}
@@ -392,7 +394,9 @@ def stack(sizes, **options):
     ids=["fewer", "more", "no bias", "wider", "hole", "dict"],
 )
 @pytest.mark.parametrize("as_gradients", [False, True])
-def test_another_structure_is_an_error_that_names_the_path(other, path, as_gradients):
+def test_a_different_structure_is_an_error_that_names_the_path(
+    other, path, as_gradients
+):
     model = stack([2, 2, 2])
     optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.5)).init(model)
     grads = es.filter(model, es.trainable)
@@ -411,15 +415,15 @@ def test_a_missing_gradient_is_an_error_that_names_the_path(net, x):
         optimizer.update(grads, net)
 
 
-def test_the_model_in_place_of_the_gradients_is_what_its_parameters_are(net):
-    # Nothing outside `wrt` is looked at, so a whole model passes: its parameters count.
+def test_a_model_in_place_of_the_gradients_counts_by_its_parameters(net):
+    # Arrays outside `wrt` are ignored, so a whole model is accepted.
     optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
     new, _ = optimizer.update(net, net)
     assert (new.first.weight == 0).all()
     assert_equal(new.calls, net.calls)
 
 
-# --- Shapes: what optax would broadcast -----------------------------------------------
+# --- Shapes that optax would broadcast ------------------------------------------------
 
 
 def shapes(*shape):
@@ -428,7 +432,7 @@ def shapes(*shape):
 
 @jax.numpy_rank_promotion("allow")
 @pytest.mark.parametrize("apply_updates", [True, False])
-def test_gradients_of_each_example_are_an_error_in_other_transformations(apply_updates):
+def test_per_example_gradients_are_an_error_in_most_transformations(apply_updates):
     model = {"w": jnp.ones(2)}
     optimizer = es.Optimizer(optax.sgd(0.1, 0.9)).init(model)
     grads = {"w": jnp.ones((3, 2))}
@@ -436,7 +440,7 @@ def test_gradients_of_each_example_are_an_error_in_other_transformations(apply_u
         optimizer.update(grads, model, apply_updates=apply_updates)
 
 
-def test_a_model_that_is_an_array_is_named_so():
+def test_the_error_for_a_model_that_is_one_array():
     optimizer = es.Optimizer(optax.sgd(0.1, 0.9)).init(jnp.ones(2))
     with pytest.raises(ValueError, match="the array itself has shape"):
         optimizer.update(jnp.ones(3), jnp.ones(3))
@@ -454,8 +458,8 @@ def test_a_transformation_that_broadcasts_is_an_error_that_names_the_path():
         es.Optimizer(tx).init(model).update(model, model)
 
 
-def test_a_state_for_the_whole_serves_lanes_and_shards():
-    # Inside, state and parameters have other shapes than at `init`, both of them.
+def test_a_state_of_all_lanes_or_shards_can_be_updated_per_lane_or_shard():
+    # Inside, state and parameters both have different shapes than at `init`.
     tx = optax.sgd(0.1, momentum=0.9)
     model = {"w": jnp.arange(6.0).reshape(2, 3)}
     optimizer = es.Optimizer(tx).init(model)
@@ -468,14 +472,11 @@ def test_a_state_for_the_whole_serves_lanes_and_shards():
     assert eqx.tree_equal(sharded(optimizer, model), expected)
 
 
-# --- Before init --------------------------------------------------------------------
-
-
-# --- Compilation, saving, failing ---------------------------------------------------
+# --- Weak types and misuse ----------------------------------------------------------
 
 
 @standard
-def test_weak_types_and_numbers_in_the_state_are_made_strong():
+def test_weak_types_and_numbers_in_the_state_become_strong():
     tx = optax.GradientTransformation(
         lambda params: {"weak": jnp.asarray(1.0), "number": 2},
         lambda g, state, params: (g, jax.tree.map(lambda s: s * 1.0, state)),
@@ -488,7 +489,7 @@ def test_weak_types_and_numbers_in_the_state_are_made_strong():
     }
 
 
-def test_the_gradients_come_first():
+def test_gradients_must_be_the_first_argument():
     class Counted(es.Module):
         weight: es.Parameter
         count: es.State = 0
@@ -499,7 +500,7 @@ def test_the_gradients_come_first():
     message = r"the gradients contain `count`.*optimizer\.update\(grads"
     with pytest.raises(ValueError, match=message):
         optimizer.update(model, grads)
-    # A function shows it, too.
+    # A function in the tree also reveals the wrong order.
     mlp = eqx.nn.MLP(2, 1, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.sgd(1.0)).init(mlp)
     grads, _ = es.grad(lambda model: model(jnp.ones(2)).sum())(mlp)
@@ -510,7 +511,7 @@ def test_the_gradients_come_first():
 
 
 @pytest.mark.parametrize("switch", [es.eval, eqx.nn.inference_mode, es.freeze])
-def test_a_model_may_be_switched_together_with_its_optimizer(switch):
+def test_one_switch_may_change_the_modes_of_model_and_optimizer(switch):
     class Scale(es.Module):
         w: es.Parameter
 

@@ -16,7 +16,7 @@ FROZEN = dataclasses.FrozenInstanceError
 
 
 class Counter(es.Module):
-    """Counts its calls, and remembers whether it was given a key."""
+    """Counts its calls, and records whether it received a key."""
 
     count: es.State = 0
     keyed: es.State = False
@@ -42,7 +42,7 @@ class Gain(es.Module):
 
 
 class Block(eqx.Module):
-    """A user's plain Equinox container, which passes keys on by hand."""
+    """A user's plain Equinox container, which passes keys by hand."""
 
     layers: list
     skip: dict
@@ -65,13 +65,13 @@ def batched(model):
 # --- Sequential -----------------------------------------------------------------------
 
 
-def test_a_key_goes_to_every_layer():
+def test_every_layer_receives_a_key():
     model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
     rng = model.layers[1].rng
     y, new = es.mutable(model)(jnp.ones(64), key=jr.key(5))
     assert new.layers[0].keyed
     assert new.layers[2].keyed
-    assert new.layers[1].rng == rng  # the one that is given wins
+    assert new.layers[1].rng == rng  # the key argument wins
     again, _ = es.mutable(model)(jnp.ones(64), key=jr.key(5))
     other, _ = es.mutable(model)(jnp.ones(64), key=jr.key(6))
     assert jnp.array_equal(y, again)
@@ -79,7 +79,7 @@ def test_a_key_goes_to_every_layer():
 
 
 def test_dropout_of_both_kinds():
-    # Equinox's has no key of its own, and asks for one in train mode.
+    # Equinox's dropout does not store a key, and requires one in train mode.
     model = eqx.nn.Sequential([es.nn.Dropout(0.5, key=0), eqx.nn.Dropout(0.5)])
     with pytest.raises(RuntimeError, match="key"):
         es.mutable(model)(jnp.ones(4))
@@ -91,7 +91,7 @@ def test_dropout_of_both_kinds():
 # --- Other containers -----------------------------------------------------------------
 
 
-def test_a_users_container_of_lists_and_dicts():
+def test_a_user_defined_container_of_lists_and_dicts():
     layers = [es.nn.Dropout(0.5, key=0), Counter()]
     model = Block(layers, {"counter": Counter()})
     run = eqx.filter_jit(lambda model, key: es.mutable(model)(jnp.ones(4), key=key))
@@ -101,8 +101,8 @@ def test_a_users_container_of_lists_and_dicts():
         assert model.layers[1].keyed == (key is not None)
 
 
-def test_an_mlp_with_an_activation_that_has_state():
-    # `eqx.nn.MLP` has one activation per feature, and slices copies out of it.
+def test_an_mlp_with_a_stateful_activation():
+    # `eqx.nn.MLP` stores one activation per feature, and calls slices of it.
     model = eqx.nn.MLP(2, 2, 4, 2, activation=Counter(), key=jr.key(0))
     assert model.activation.count.shape == (2, 4)
     with rejects(model, FROZEN, r"Counter\.keyed", "copy"):
@@ -124,17 +124,18 @@ def test_weight_norm_around_a_layer_of_ours():
 
     weight = jnp.arange(6.0).reshape(2, 3) + 1
     model = eqx.nn.WeightNorm(Scaled(weight))
-    # It calls a copy of the layer that has another weight: what is written is lost.
+    # `WeightNorm` calls a copy of the layer with a different weight, so writes are
+    # lost.
     with pytest.raises(FROZEN, match=r"(?s)Scaled\.calls.*It is a copy"):
         es.mutable(model)(jnp.ones(3))
 
 
-def test_our_state_beside_equinoxs_in_one_sequential():
+def test_our_state_next_to_state_of_equinox_in_one_sequential():
     norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
     inner = eqx.nn.Sequential([es.nn.Stateful(norm), Counter()])
     _, new = batched(inner)(data(0))
     assert new.layers[0].layer.batch_counter.init == new.layers[1].count == 1
-    # Equinox's own asks for a state that nobody has.
+    # Equinox's own layer requires a state argument.
     bare = eqx.nn.Sequential([norm, Counter()])
     with pytest.raises((AttributeError, TypeError, ValueError), match="get|state"):
         batched(bare)(data(0))

@@ -1,7 +1,7 @@
-"""Programs that use Equinox alone print the same with `eqx_state` imported and without.
+"""Importing `eqx_state` does not change the output of programs that only use Equinox.
 
-Run as a script this file prints what each program has printed. The two runs are
-processes of their own, as an import cannot be taken back.
+As a script, this file prints the output of each program. It runs in two processes,
+because an import cannot be undone.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def program(f):
 
 
 def look(tree, *args):
-    """All that there is to see of a tree; with arguments also its program."""
+    """Print everything about a tree; with arguments, also its jaxpr."""
     print(tree)
     print(repr(tree))
     print(jtu.tree_structure(tree))
@@ -46,7 +46,7 @@ def look(tree, *args):
 
 
 def attempt(f, *args, **kwargs):
-    """Print what it returns or raises."""
+    """Print what the call returns or raises."""
     try:
         print(f(*args, **kwargs))
     except Exception as e:
@@ -211,7 +211,7 @@ def run_all():
     json.dump(printed, sys.stdout)
 
 
-# Tracebacks show this line, so it is the same for both.
+# The line appears in tracebacks, so it is the same in both processes.
 RUN = """
 import runpy, sys
 __import__(sys.argv[2])
@@ -220,15 +220,15 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def output(imported):
-    """What each program prints, addresses left out."""
+    """The output of each program, without addresses."""
     command = [sys.executable, "-c", RUN, __file__, imported]
-    env = os.environ | {"JAX_DEBUG_KEY_REUSE": "0"}  # the programs reuse theirs
+    env = os.environ | {"JAX_DEBUG_KEY_REUSE": "0"}  # the programs reuse keys
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(re.sub(r"0x[0-9a-f]+", "0x", done.stdout))
 
 
-def test_programs_that_use_equinox_alone_are_the_same_with_eqx_state_imported():
+def test_programs_that_only_use_equinox_print_the_same_with_eqx_state_imported():
     without = output("sys")
     imported = output("eqx_state")
     assert without.keys() == imported.keys() == PROGRAMS.keys()

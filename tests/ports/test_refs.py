@@ -1,7 +1,7 @@
-"""What JAX's `Ref` does, as `docs/comparison.md` says.
+"""The behavior of JAX's `Ref`, as `docs/comparison.md` describes it.
 
-Nothing here calls `eqx_state`: where a test fails, JAX has changed, and so must the
-page.
+These tests do not call `eqx_state`. If one fails, JAX has changed, and the page must
+change, too.
 """
 
 import copy
@@ -35,7 +35,7 @@ def count(ref):
 
 
 def repeat(step):
-    """Writes once in each of JAX's ways to repeat, choose or compile."""
+    """Write once in each loop, branch and jitted function of JAX."""
 
     def body(i, carry=None):
         step()
@@ -49,7 +49,7 @@ def repeat(step):
 
 
 @eager_and_jit
-def test_loops_branches_and_jit_write(jit):
+def test_loops_branches_and_jit_can_write(jit):
     ref = zero()
     jit(lambda: repeat(lambda: count(ref)))()
     assert ref[...] == 5
@@ -116,7 +116,7 @@ def test_under_checkpoint_a_gradient_writes_twice(jit, options, times):
 
     gradient = jit(jax.grad(layer))(1.0)
     assert ref[...] == times
-    assert jnp.allclose(gradient, times * jnp.cos(times))  # 1 is right
+    assert jnp.allclose(gradient, times * jnp.cos(times))  # one write would be correct
 
 
 @reuses_keys
@@ -137,7 +137,7 @@ def test_under_checkpoint_dropout_has_a_wrong_gradient(options, is_right):
     assert bool(same) == is_right
 
 
-def test_a_ref_made_inside_and_written_under_checkpoint():
+def test_a_ref_that_is_created_inside_and_written_under_checkpoint():
     def loss(w):
         ref = zero()
 
@@ -172,7 +172,7 @@ def test_a_custom_jvp_loses_the_write_in_a_gradient():
         jax.jit(double)(1.0)
 
 
-def test_a_differentiated_value_needs_stop_gradient():
+def test_writing_a_differentiated_value_needs_stop_gradient():
     def written(stop):
         ref = zero()
         jax.grad(lambda x: (jax.ref.set(ref, ..., stop(x)), x)[1])(3.0)
@@ -199,7 +199,7 @@ def test_the_backward_pass_can_write():
     assert seen[...] == 6
 
 
-def test_a_call_that_raises_has_written():
+def test_a_call_that_raises_keeps_its_writes():
     ref = zero()
 
     def f(x):
@@ -211,7 +211,7 @@ def test_a_call_that_raises_has_written():
     assert ref[...] == 1
 
 
-def test_a_module_with_a_ref_shares_it_with_its_copies_and_does_not_save_it(tmp_path):
+def test_a_module_with_a_ref_shares_it_with_copies_and_does_not_save_it(tmp_path):
     class Net(eqx.Module):
         weight: jax.Array
         calls: jax.Ref
@@ -235,7 +235,7 @@ def test_a_module_with_a_ref_shares_it_with_its_copies_and_does_not_save_it(tmp_
     assert [loaded.weight, loaded.calls[...]] == [1, 0]
 
 
-def test_a_ref_is_given_to_jit_once_and_not_returned():
+def test_a_ref_must_be_passed_to_jit_once_and_cannot_be_returned():
     ref = zero()
     with pytest.raises(ValueError, match="only one reference .* at both a and b"):
         jax.jit(lambda a, b: None)(ref, ref)

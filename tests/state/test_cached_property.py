@@ -1,4 +1,4 @@
-"""`functools.cached_property` on modules: never stale, and not in the pytree."""
+"""`functools.cached_property` on modules: always current, and not in the pytree."""
 
 import functools as ft
 
@@ -28,7 +28,7 @@ class Net(es.Module):
         return (self.square - before) * x
 
 
-def test_it_is_not_in_the_tree():
+def test_a_cached_property_is_not_in_the_tree():
     net, other = Net(3.0), Net(3.0)
     assert net.square == 9.0
     assert jax.tree.structure(net) == jax.tree.structure(other)
@@ -50,7 +50,9 @@ OUTSIDE = {"eager": lambda f: f, "es.jit": es.jit}
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("is_read", [False, True])
-def test_in_a_scope_it_follows_every_write(run, outside, is_read):
+def test_in_a_scope_a_cached_property_is_current_after_every_write(
+    run, outside, is_read
+):
     net = Net(3.0)
     if is_read:
         assert net.square == 9.0
@@ -58,13 +60,13 @@ def test_in_a_scope_it_follows_every_write(run, outside, is_read):
     f = OUTSIDE[outside](es.mutable(call))
     for step in range(3):
         (before, y, after), new = f(net, X)
-        assert (y == X).all()  # what the write has added to the square
+        assert (y == X).all()  # the value that the write adds to the square
         assert (before, after) == (9.0 + step, 9.0 + new.n)
         net = new
         assert net.square == 9.0 + net.n
 
 
-def test_it_follows_what_is_assigned_in_init():
+def test_in_init_a_cached_property_is_current_after_every_assignment():
     class Late(es.Module):
         w: es.Parameter
         layers: list
@@ -88,7 +90,7 @@ def test_it_follows_what_is_assigned_in_init():
     assert (late.double, late.length) == (4.0, 1)
 
 
-# --- Names and slots that are a user's own ------------------------------------------
+# --- Names and attributes of the user -----------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["_place", "_module_init_done", "cached"])
@@ -117,7 +119,7 @@ class Plain(eqx.Module):
         return 2 * self.w
 
 
-def test_that_of_a_plain_module_does_not_change_the_structure():
+def test_a_cached_property_of_a_plain_module_does_not_change_the_structure():
     model = {"net": Net(3.0), "plain": Plain(jnp.ones(()))}
     call = es.mutable(lambda m, x: m["net"](x) + m["plain"].double)
     _, new = call(model, X)

@@ -1,4 +1,4 @@
-"""Containers in a scope: replaced, and not written into."""
+"""Containers in a scope: replacing them, and writing to them."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def test_a_container_is_replaced():
     assert new.history[1].dtype == jnp.float32
 
 
-def test_writing_into_a_container_does_not_touch_the_callers():
+def test_writing_to_a_container_does_not_change_that_of_the_caller():
     model = Stats()
 
     def f(m):
@@ -49,10 +49,10 @@ def test_writing_into_a_container_does_not_touch_the_callers():
         es.mutable(f)(model)
 
 
-def test_a_number_written_into_a_container_of_the_right_kind():
+def test_a_number_written_to_a_container_takes_the_old_dtype():
     def f(m):
         m.stats["b"]["c"] = 4
-        m.history[1] = 3  # an integer for a float
+        m.history[1] = 3  # an integer where a float was
 
     _, new = es.mutable(f)(Stats())
     assert new.stats["b"]["c"].dtype == jnp.int32
@@ -78,7 +78,7 @@ INTO = {
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, es.jit])
-def test_what_was_written_to_a_module_that_is_taken_out_is_not_lost(transform):
+def test_a_write_to_a_module_that_is_removed_is_an_error(transform):
     class Counter(es.Module):
         n: es.State = 0
 
@@ -98,8 +98,8 @@ def test_what_was_written_to_a_module_that_is_taken_out_is_not_lost(transform):
 
 
 @pytest.mark.parametrize("name", INTO)
-@jax.check_tracer_leaks(False)  # some of them leak, on purpose
-def test_a_write_into_a_container_that_is_an_error(name):
+@jax.check_tracer_leaks(False)  # some leak on purpose
+def test_invalid_writes_to_containers(name):
     f, error, fragments = INTO[name]
     with rejects(model := Stats(), error, *fragments):
         es.mutable(f)(model, jnp.ones(2))
@@ -109,11 +109,11 @@ def test_a_write_into_a_container_that_is_an_error(name):
     ("value", "said"),
     [
         (0.5, r"the number 0\.5 would make it float32\. State keeps its dtype"),
-        (jnp.ones(()), r"was `i32\[\]` and is now `f32\[\]`\. State keeps its shape"),
+        (jnp.ones(()), r"from `i32\[\]` to `f32\[\]`\. State keeps its shape"),
         (2**40, r"1099511627776 does not fit into `i32\[\]`"),
     ],
 )
-def test_the_error_says_what_does_not_fit(value, said):
+def test_the_error_says_why_a_value_does_not_fit(value, said):
     model = Stats()
     with rejects(model, ValueError, rf"stats\['b'\]\['c'\].*{said}"):
         es.mutable(lambda m: m.stats["b"].update(c=value))(model)

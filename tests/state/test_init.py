@@ -71,12 +71,12 @@ def test_init_returns_a_new_model():
     [42, np.int64(42), jnp.uint32(42), jr.key(42)],
     ids=repr,
 )
-def test_a_seed_or_a_key(seed):
+def test_init_takes_a_seed_or_a_key(seed):
     assert equal(Net().init(seed), Net().init(42))
     assert equal(es.init(Net(), seed), Net().init(42))
 
 
-def test_another_seed_and_the_legacy_key():
+def test_init_with_different_seeds_and_legacy_keys():
     assert not equal(Net().init(0), Net().init(1))
     legacy = Net().init(jr.PRNGKey(0))
     assert legacy.initialized
@@ -84,12 +84,12 @@ def test_another_seed_and_the_legacy_key():
 
 
 @pytest.mark.parametrize("bad", ["seed", 1.5, jnp.ones(2)], ids=str)
-def test_a_bad_key(bad):
+def test_an_invalid_key_is_an_error(bad):
     with pytest.raises(TypeError, match="key"):
         Net().init(bad)
 
 
-def test_keys_differ_by_path_and_by_nothing_else():
+def test_keys_depend_only_on_the_path():
     class Bigger(es.Module):
         first: Lazy
         a: Lazy
@@ -106,10 +106,10 @@ def test_keys_differ_by_path_and_by_nothing_else():
     assert len({tuple(w.tolist()) for w in drawn}) == 5
 
 
-# --- What an `Initializer` may give -------------------------------------------------
+# --- Values of an `Initializer` -----------------------------------------------------
 
 
-def test_an_array_a_pytree_or_a_module():
+def test_an_initializer_may_return_an_array_a_pytree_or_a_module():
     class Any(es.Module):
         array: es.Parameter
         number: es.State
@@ -121,7 +121,7 @@ def test_an_array_a_pytree_or_a_module():
         es.Initializer(ones),
         es.Initializer(lambda key: 1),
         es.Initializer(lambda key: {"a": jnp.zeros(2), "b": [0.0]}),
-        es.Initializer(lambda key: Lazy()),  # which is lazy in turn
+        es.Initializer(lambda key: Lazy()),  # itself a lazy module
         es.Initializer(lambda key: key),
     ).init(0)
     assert model.initialized
@@ -147,7 +147,7 @@ def test_initializers_in_containers_and_in_plain_modules():
     assert new.parts[1] is model.parts[1]
 
 
-def test_lazy_is_the_layer_with_a_key():
+def test_lazy_calls_the_class_with_a_key():
     def cls(*args, key, **kwargs):
         return {"args": args, "kwargs": kwargs, "key": key}
 
@@ -158,7 +158,7 @@ def test_lazy_is_the_layer_with_a_key():
     assert made["key"] == key
 
 
-def test_lazy_in_lazy():
+def test_lazy_layers_inside_a_lazy_layer():
     def block(size, *, key):
         del key
         return eqx.nn.Sequential([es.lazy(eqx.nn.Linear, size, size) for _ in range(2)])
@@ -168,10 +168,10 @@ def test_lazy_in_lazy():
     assert (a.weight != b.weight).any()
 
 
-# --- Partially initialized, twice ---------------------------------------------------
+# --- Partly initialized models, and a second `init` ---------------------------------
 
 
-def test_what_is_initialized_keeps_its_value():
+def test_initialized_values_do_not_change():
     model = Net().replace(a=Lazy().init(0))
     assert not model.initialized
     new = model.init(5)
@@ -194,7 +194,7 @@ def test_init_twice_changes_nothing():
 # --- The placeholder ----------------------------------------------------------------
 
 
-def test_a_placeholder_is_no_array():
+def test_a_placeholder_is_not_an_array():
     model = Lazy()
     assert es.parts(model.replace(n=None)) == []
     assert "Initializer" in repr(model)
@@ -213,12 +213,12 @@ def test_a_placeholder_is_no_array():
     ],
     ids=["dot", "exp", "*", "index", "shape"],
 )
-def test_a_placeholder_that_is_used_says_what_it_is(use):
+def test_using_a_placeholder_is_an_error_that_says_what_it_is(use):
     with pytest.raises(es.NotInitializedError, match=r"model\.init\(42\)"):
         use(Lazy().w)
 
 
-def test_a_lazy_model_pickles_where_its_functions_do():
+def test_a_lazy_model_can_be_pickled_if_its_functions_can():
     class_level = es.Initializer(ones)
     model = pickle.loads(pickle.dumps(class_level))
     assert (es.init([model], 0)[0] == 1).all()
@@ -278,17 +278,17 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_what_is_not_initialized_has_its_name_in_the_model(use):
+def test_an_uninitialized_value_is_named_by_its_path_in_the_model(use):
     with pytest.raises(es.NotInitializedError, match="initialized: `.*a.w` is"):
         use(Net().eval(), jnp.ones(3))
 
 
-def test_what_is_not_initialized_in_a_program_has_no_name():
+def test_an_uninitialized_value_in_a_traced_function_has_no_path():
     with pytest.raises(es.NotInitializedError, match="a placeholder for a value"):
         es.jit(lambda x: Net().eval()(x))(jnp.ones(3))
 
 
-def test_a_hook_that_has_not_run_is_named_by_its_place():
+def test_a_hook_that_has_not_run_is_named_by_its_path():
     class Hooked(es.Module):
         def module_init(self, key):
             pass
@@ -300,7 +300,7 @@ def test_a_hook_that_has_not_run_is_named_by_its_place():
 
 
 @pytest.mark.parametrize("transform", [es.vmap, es.jit], ids=["vmap", "jit"])
-def test_a_function_initializes_what_it_closes_over(transform):
+def test_a_function_may_initialize_a_model_that_it_closes_over(transform):
     class Net(es.Module):
         linear: eqx.nn.Linear
 
@@ -318,13 +318,13 @@ def test_a_function_initializes_what_it_closes_over(transform):
 # --- Bad input ----------------------------------------------------------------------
 
 
-def test_a_placeholder_is_made_of_a_function():
+def test_an_initializer_requires_a_function():
     match = "(?s)`es.Initializer` was given a `float`.*lambda key"
     with pytest.raises(TypeError, match=match):
         es.Initializer(1.0)
 
 
-def test_a_lazy_layer_is_made_of_its_class_and_without_a_key(getkey):
+def test_lazy_requires_a_class_and_no_key(getkey):
     layer = eqx.nn.Linear(2, 3, key=getkey())
     right = r"es.lazy\(eqx.nn.Linear, 2, 3\) +# right"
     for args, kwargs in ((layer,), {}), ((eqx.nn.Linear, 2, 3), {"key": getkey()}):

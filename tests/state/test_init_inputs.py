@@ -1,4 +1,4 @@
-"""`init(key, *inputs)`: the forward pass fills what is missing."""
+"""`init(key, *inputs)`: the forward pass sets fields that are missing."""
 
 import collections
 import dataclasses
@@ -66,7 +66,7 @@ def test_shapes_come_from_the_inputs():
     assert not new.initializing
 
 
-def test_it_only_fills_what_was_missing():
+def test_init_sets_only_missing_values():
     model = net()
     kept = jnp.zeros((4, 3))
     model = Net([Dense(4, kept), Dense(2)])
@@ -103,7 +103,7 @@ def test_the_forward_pass_runs_once():
 # --- `call` -------------------------------------------------------------------------
 
 
-def test_call_is_run_in_place_of_the_model():
+def test_call_runs_instead_of_the_model():
     new = net().init(0, jnp.ones(3), call=lambda m, x: m.encode(x))
     assert new.layers[0].w.shape == (4, 3)
     assert new.layers[1].w is None
@@ -136,10 +136,10 @@ def test_a_model_that_is_not_callable():
         es.init([Data()], 0, jnp.ones(3))
 
 
-# --- Around it ----------------------------------------------------------------------
+# --- Order, new modules, containers -------------------------------------------------
 
 
-def test_initializers_come_first_then_hooks_then_the_forward_pass_and_new_hooks():
+def test_init_runs_initializers_then_hooks_then_the_forward_pass_and_new_hooks():
     order = []
 
     class Inner(es.Module):
@@ -161,7 +161,7 @@ def test_initializers_come_first_then_hooks_then_the_forward_pass_and_new_hooks(
         def __call__(self, x):
             order.append("call")
             assert self.initializing
-            assert not self.eval().initializing  # a copy
+            assert not self.eval().initializing  # a copy is not being initialized
             assert self.a.shape == self.b.shape
             if self.inner is None:
                 self.inner = Inner()
@@ -180,7 +180,7 @@ def test_initializers_come_first_then_hooks_then_the_forward_pass_and_new_hooks(
     [es.jit, lambda f: es.vmap(f, in_axes=None, axis_size=4)],
     ids=["jit", "vmap"],
 )
-def test_a_module_made_in_the_forward_pass_is_initialized(transform):
+def test_a_module_created_in_the_forward_pass_is_initialized(transform):
     class Outer(es.Module):
         inner: Dense | None = None
         layer: eqx.nn.Linear | None = None
@@ -200,7 +200,7 @@ def test_a_module_made_in_the_forward_pass_is_initialized(transform):
 
 
 @pytest.mark.parametrize("holes", [None, [], {"a": [None]}])
-def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
+def test_a_container_of_none_is_set_by_the_forward_pass(holes):
     class Net(es.Module):
         layers: object
 
@@ -215,7 +215,7 @@ def test_a_container_of_holes_becomes_what_the_forward_pass_makes_of_it(holes):
     assert [layer.w.shape for layer in net.layers] == [(2, 3), (3, 2), (4, 3)]
 
 
-def test_a_dict_keeps_its_class_and_its_factory_and_gets_new_keys():
+def test_a_dict_keeps_its_class_and_factory_and_may_get_new_keys():
     class Net(es.Module):
         layers: dict
 
@@ -231,7 +231,7 @@ def test_a_dict_keeps_its_class_and_its_factory_and_gets_new_keys():
     assert (new["a"].shape, new["b"], new["c"].shape) == ((2,), None, (3,))
 
 
-def test_an_array_of_numpy_stays_a_shape_in_a_transform():
+def test_a_numpy_array_can_be_a_shape_inside_a_transform():
     class Zeros(es.Module):
         shape: es.Buffer
         w: es.Parameter | None = None
@@ -249,7 +249,7 @@ def test_an_array_of_numpy_stays_a_shape_in_a_transform():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_init_sees_the_step_with_which_a_loop_begins(reverse):
+def test_init_sees_the_first_step_of_a_loop(reverse):
     class Shift(es.Module):
         first: es.State | None = None
 
@@ -265,7 +265,7 @@ def test_init_sees_the_step_with_which_a_loop_begins(reverse):
     assert model.first == (4.0 if reverse else 1.0)
 
 
-# --- In transforms ------------------------------------------------------------------
+# --- Inside transforms --------------------------------------------------------------
 
 
 class Stackable(es.Module):
@@ -286,7 +286,7 @@ STACKED = {
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_layers_of_a_stack_are_initialized_one_by_one(name):
+def test_layers_of_a_stack_must_be_initialized_one_at_a_time(name):
     run, x = STACKED[name], jnp.ones(3)
     stack = eqx.filter_vmap(Stackable)(jnp.zeros(3))
     with pytest.raises(
@@ -299,7 +299,7 @@ def test_layers_of_a_stack_are_initialized_one_by_one(name):
     assert es.mutable(run)(stack, x)[0].shape[-1] == 3
 
 
-def test_a_layer_has_the_axes_of_the_parameters_that_it_has():
+def test_a_new_parameter_is_mapped_like_the_existing_parameters():
     class Two(es.Module):
         v: es.Parameter
         w: es.Parameter | None = None
@@ -319,7 +319,7 @@ def test_a_layer_has_the_axes_of_the_parameters_that_it_has():
         Two(jnp.ones(2)).init(0, xs, call=run(0))
 
 
-def test_the_arrays_of_the_caller_are_not_changed():
+def test_init_does_not_change_arrays_of_the_caller():
     class Net(es.Module):
         n: es.State
         w: es.Parameter
@@ -343,7 +343,7 @@ def test_the_arrays_of_the_caller_are_not_changed():
     assert net.table is arrays[2]
 
 
-def test_what_is_there_stays_also_if_the_call_puts_something_else_in_its_place():
+def test_init_keeps_an_existing_value_that_the_call_replaces():
     class Net(es.Module):
         x: es.State
 
@@ -356,7 +356,7 @@ def test_what_is_there_stays_also_if_the_call_puts_something_else_in_its_place()
     assert net.init(0, jnp.ones(1)).x is net.x
 
 
-def test_a_layer_of_the_caller_in_a_list_stays_as_it_was():
+def test_init_does_not_change_a_layer_of_the_caller_in_a_list():
     mine = Counter()
 
     class Model(es.Module):
@@ -381,9 +381,9 @@ MADE = {
 }
 
 
-@jax.check_tracer_leaks(False)  # which would come before our error
+@jax.check_tracer_leaks(False)  # JAX's error would come before ours
 @pytest.mark.parametrize("run", MADE.values(), ids=MADE)
-def test_what_is_made_does_not_depend_on_values_of_a_trace(run):
+def test_new_values_must_not_depend_on_traced_values(run):
     class Shift(es.Module):
         first: es.State | None = None
 
@@ -409,7 +409,7 @@ class Lazy(es.Module):
         return self.w * x
 
 
-def test_a_layer_that_takes_its_shapes_from_an_input():
+def test_a_layer_that_takes_its_shapes_from_an_input_must_be_initialized():
     model = Lazy(n=jnp.zeros(3))
     with rejects(model, FROZEN, r"`Lazy\.w`", r"model\.init\(42, x\)"):
         es.mutable(model)(jnp.ones(3))

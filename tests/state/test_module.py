@@ -1,4 +1,4 @@
-"""`es.Module` is an ordinary Equinox module, and what it adds."""
+"""`es.Module`: an ordinary Equinox module, and what it adds."""
 
 import abc
 import copy
@@ -66,7 +66,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", range(len(MODES)))
-def test_a_fresh_and_an_unflattened_module_have_one_structure(mode):
+def test_a_new_and_an_unflattened_module_have_the_same_structure(mode):
     model = MODES[mode](make_model())
     leaves, structure = jax.tree.flatten(model)
     new = jax.tree.unflatten(structure, leaves)
@@ -168,7 +168,7 @@ def test_post_init_check_init_and_converters():
         Sub(1, y=6.0)
 
 
-def test_a_default_that_a_written_init_does_not_assign_is_in_the_tree():
+def test_a_default_that_init_does_not_assign_is_in_the_tree():
     class Net(es.Module):
         label: ClassVar[str] = "net"
         name: str = "net"
@@ -181,7 +181,7 @@ def test_a_default_that_a_written_init_does_not_assign_is_in_the_tree():
     assert [part.name for part in es.parts(Net())] == ["count", "table"]
 
 
-def test_a_property_may_take_the_place_of_a_field():
+def test_a_property_may_replace_a_field():
     class Parent(es.Module):
         total: es.State
         count: es.State = 0
@@ -235,7 +235,7 @@ def test_abstract_methods_and_variables():
         AbstractLayer()
 
 
-def test_modules_with_odd_special_methods():
+def test_modules_with_unusual_special_methods():
     class Odd(es.Module):
         x: es.Parameter
         n: es.State = 0
@@ -269,7 +269,7 @@ def test_modules_with_odd_special_methods():
 # --- Plain JAX ------------------------------------------------------------------------
 
 
-def test_plain_jax_takes_modules_of_arrays():
+def test_plain_jax_accepts_modules_of_arrays():
     norm = make_norm()
     out = jax.jit(lambda m, x: (m, m(x)))(norm, ONE)
     assert eqx.tree_equal(out[0], norm)
@@ -289,7 +289,7 @@ def test_plain_jax_takes_modules_of_arrays():
     assert same(jax.tree.leaves(norm.center), jax.tree.leaves(norm))  # bound methods
 
 
-def test_a_property_is_asked_once():
+def test_a_property_is_evaluated_once():
     class Twice(es.Module):
         count: es.State = 0
 
@@ -309,7 +309,7 @@ def test_a_property_is_asked_once():
     assert (made.count, model.count) == (0, 1)
 
 
-def test_attributes_are_looked_up_as_other_bases_say():
+def test_attribute_lookup_follows_other_base_classes():
     class Logged:
         def __getattribute__(self, name):
             return 7 if name == "seven" else super().__getattribute__(name)
@@ -323,7 +323,7 @@ def test_attributes_are_looked_up_as_other_bases_say():
     assert isinstance(model.method, eqx.Module)  # a pytree, as in Equinox
 
 
-def test_a_class_may_hold_a_kind():
+def test_a_class_may_contain_a_kind():
     class Holder(es.Module):
         class Cache(es.State):
             pass
@@ -335,7 +335,7 @@ def test_a_class_may_hold_a_kind():
     assert [part.kind for part in es.parts(Holder())] == [Holder.Cache]
 
 
-def test_the_hash_of_a_module_with_arrays_says_what_to_do():
+def test_the_error_for_hashing_a_module_with_arrays_says_what_to_do():
     class Layer(es.Module):
         weight: es.Parameter
 
@@ -351,7 +351,7 @@ def test_the_hash_of_a_module_with_arrays_says_what_to_do():
         jax.checkpoint(Layer(1.0))(2.0)
 
 
-def test_copies_are_made_as_the_class_says():
+def test_copy_uses_the_reduce_method_of_the_class():
     class Reopened(es.Module):
         path: str
         handle: str
@@ -362,7 +362,7 @@ def test_copies_are_made_as_the_class_says():
     assert copy.copy(Reopened("data", "opened")) == Reopened("data", "opened anew")
 
 
-def test_getstate_and_setstate_are_a_pair():
+def test_copy_uses_getstate_and_setstate():
     class Cached(es.Module):
         w: es.Parameter
         cache: dict = eqx.field(static=True, default_factory=dict)
@@ -380,7 +380,7 @@ def test_getstate_and_setstate_are_a_pair():
             new.w = 2.0
 
 
-def test_a_kind_is_an_annotation_and_no_value():
+def test_a_kind_must_be_an_annotation_and_not_a_value():
     with pytest.raises(TypeError, match=r"Net\.w` is set to a kind.*`w: es.Parameter`"):
 
         class Net(es.Module):

@@ -1,4 +1,4 @@
-"""`module_init`: the hook that runs once in a module's life."""
+"""`module_init`: the hook that runs once per module."""
 
 import copy
 import pickle
@@ -50,7 +50,7 @@ class Counted(es.Module):
         return x
 
 
-def test_a_hook_may_assign_any_field_and_runs_once_in_a_life():
+def test_a_hook_may_assign_any_field_and_runs_only_once():
     model = Counted()
     assert not model.initialized
     new = model.init(0)
@@ -73,7 +73,7 @@ def test_a_hook_may_assign_any_field_and_runs_once_in_a_life():
         assert twin.init(1, jnp.ones(1)).runs == 1
 
 
-def test_a_hook_puts_a_layer_into_the_place_of_an_array():
+def test_a_hook_may_replace_an_array_by_a_layer():
     class Layer(es.Module):
         calls: es.State = 0
 
@@ -87,7 +87,7 @@ def test_a_hook_puts_a_layer_into_the_place_of_an_array():
     assert Net(jnp.zeros(())).init(0).layer.calls == 1
 
 
-def test_a_hook_that_fails_leaves_the_model_alone():
+def test_a_hook_that_fails_does_not_change_the_model():
     class Bad(es.Module):
         w: es.Parameter = 1.0
 

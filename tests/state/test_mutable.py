@@ -1,4 +1,4 @@
-"""`es.mutable`: what is threaded, what comes out, who owns what."""
+"""`es.mutable`: which model is made writable, and what is returned."""
 
 import functools as ft
 import gc
@@ -16,10 +16,10 @@ from models import Counter, counts
 import eqx_state as es
 
 
-# --- What comes out -----------------------------------------------------------------
+# --- The result ---------------------------------------------------------------------
 
 
-def test_returns_output_and_new_model_and_leaves_the_old_alone():
+def test_mutable_returns_output_and_new_model_and_does_not_change_the_old_one():
     model = Counter()
     with untouched(model):
         y, new = es.mutable(model)(3.0)
@@ -60,7 +60,7 @@ def test_a_keyword_argument_may_have_any_name(run, name):
         assert jax.tree.leaves(out)[0] == (15.0 if run is es.grad else 30.0)
 
 
-# --- What is threaded ---------------------------------------------------------------
+# --- Which model is made writable ---------------------------------------------------
 
 
 def call(model, x=1.0, *, scale=1.0):
@@ -69,7 +69,7 @@ def call(model, x=1.0, *, scale=1.0):
 
 
 class Holder(eqx.Module):
-    """A plain Equinox module with one of ours in it."""
+    """A plain Equinox module that contains an `es.Module`."""
 
     inner: Counter
     name: str = "holder"
@@ -108,7 +108,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_threaded(name):
+def test_mutable_finds_the_model_of_every_callable(name):
     f, args = TARGETS[name]
     with untouched((C, args)):
         _, new = es.mutable(f)(*args)
@@ -185,7 +185,7 @@ def test_decorator_of_a_method(base):
 # --- Errors of other libraries --------------------------------------------------------
 
 
-def test_a_stateful_layer_alone_is_the_model():
+def test_a_stateful_equinox_layer_without_its_state_is_an_error():
     class Alone(eqx.nn.StatefulLayer):
         index: eqx.nn.StateIndex
 
@@ -198,7 +198,7 @@ def test_a_stateful_layer_alone_is_the_model():
         es.mutable(lambda m: object().get)([[eqx.nn.StateIndex(jnp.zeros(2))]])
 
 
-def test_another_attribute_error_comes_out_as_it_is():
+def test_other_attribute_errors_are_raised_unchanged():
     index = eqx.nn.StateIndex(jnp.zeros(2))
     for model, f in (
         (index, lambda m: m.get),
@@ -209,7 +209,7 @@ def test_another_attribute_error_comes_out_as_it_is():
             es.mutable(f)(model)
 
 
-def test_a_state_that_is_threaded_by_hand_is_left_alone():
+def test_a_state_that_is_passed_by_hand_does_not_change():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
 
     def f(norm, xs):
@@ -220,7 +220,7 @@ def test_a_state_that_is_threaded_by_hand_is_left_alone():
     assert new.get(norm.batch_counter) == 1
 
 
-def test_a_scope_leaves_no_cycle_behind():
+def test_a_scope_leaves_no_reference_cycle():
     class Counter(es.Module):
         w: es.Parameter
         n: es.State = 0

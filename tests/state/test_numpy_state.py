@@ -1,4 +1,4 @@
-"""NumPy arrays that become state, and containers, where a transform comes between."""
+"""NumPy arrays and containers as state, with a transform between write and read."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ PUT = {"itself": lambda h: h, "in a dict": lambda h: {"a": h}}
 
 
 @pytest.mark.parametrize("put", PUT.values(), ids=PUT)
-def test_a_numpy_array_that_is_written_is_state_in_a_loop(put):
+def test_a_numpy_array_that_is_assigned_is_state_in_a_loop(put):
     class Rnn(es.Module):
         h: es.State
 
@@ -43,7 +43,7 @@ def test_a_numpy_array_that_is_written_is_state_in_a_loop(put):
     assert buffer.tolist() == [0.0, 0.0]
 
 
-def test_state_that_is_assigned_from_numpy_state_is_an_array_of_its_own():
+def test_state_assigned_from_numpy_state_is_a_separate_array():
     class Shift(es.Module):
         cur: es.State
         prev: es.State
@@ -76,7 +76,7 @@ def test_a_module_that_a_transform_wrote_must_stay_in_the_model():
         es.mutable(f)(model)
 
 
-def test_a_list_that_no_transform_wrote_into_stays_that_list():
+def test_a_list_that_a_transform_does_not_write_is_the_same_object():
     def f(model):
         stats = model.stats
         es.checkpoint(lambda x: model.layers[0](x))(1.0)
@@ -85,7 +85,7 @@ def test_a_list_that_no_transform_wrote_into_stays_that_list():
     assert es.mutable(f)(Holder([Count()], [0]))[1].layers[0].n == 1
 
 
-def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
+def test_changing_a_list_of_arrays_inside_a_transform_is_an_error():
     def f(model):
         stats = model.stats
 

@@ -1,4 +1,4 @@
-"""A module that no scope owns is written: one message, and the three usual causes."""
+"""Writing to a module outside a scope: one message, and the three usual causes."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def run(call):
     return str(info.value)
 
 
-def test_outside_of_any_scope_the_call_is_shown():
+def test_outside_a_scope_the_message_shows_the_call():
     text = run(lambda: Layer()(X))
     assert text.startswith("Cannot write `Layer.count`: modules are frozen, and this")
     for advice in (
@@ -74,7 +74,7 @@ def stack():
     return es.nn.Stacked([Layer(), Layer()])
 
 
-# The program, the advice in the message, and the program that follows it.
+# The wrong program, the advice in the message, and the program that follows it.
 CAUSES = {
     "an updated copy": (
         lambda: es.value_and_grad(maml)(Layer(), X),
@@ -110,7 +110,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_inside_a_scope_the_three_usual_causes_are_listed(cause):
+def test_inside_a_scope_the_message_lists_the_three_usual_causes(cause):
     wrong, advice, right = CAUSES[cause]
     text = run(wrong)
     assert text.startswith("Cannot write `Layer.count`: this `Layer` is not part of an")
@@ -119,7 +119,7 @@ def test_inside_a_scope_the_three_usual_causes_are_listed(cause):
     right()
 
 
-def test_in_the_forward_pass_of_init():
+def test_in_the_forward_pass_of_init_the_message_names_init():
     assert "`es.init` makes writable" in run(
         lambda: Net(Layer()).init(0, X, call=lambda n, x: n.layer.train()(x))
     )

@@ -1,4 +1,4 @@
-"""Assigning submodules in a scope: new ones, moved ones, replaced ones."""
+"""Assigning submodules in a scope: new, moved and replaced ones."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def counts(tree):
     return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
 
 
-def test_the_new_submodule_is_mutable_in_turn():
+def test_a_new_submodule_can_be_written_too():
     def f(m):
         m.a = Counter(3)
         m.a.step()
@@ -35,7 +35,7 @@ def test_the_new_submodule_is_mutable_in_turn():
     assert counts(new) == [14, 5]
 
 
-def test_the_object_that_was_assigned_stays_frozen():
+def test_the_assigned_object_itself_stays_frozen():
     fresh = Counter(3)
 
     def f(m):
@@ -51,7 +51,7 @@ def test_the_object_that_was_assigned_stays_frozen():
         fresh.step()
 
 
-def test_a_changed_copy_of_the_submodule():
+def test_a_changed_copy_of_a_submodule_can_be_assigned():
     model = Pair(Layer(), Layer())
 
     def f(m):
@@ -72,7 +72,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_submodule_of_another_structure(name):
+def test_a_submodule_of_a_different_structure_is_an_error(name):
     make, fragments = CHANGED[name]
     model = Pair()
     with rejects(model, ValueError, *fragments):
@@ -92,7 +92,7 @@ def swapped(m):
 
 
 @pytest.mark.parametrize("f", [whole, below, swapped])
-def test_parameters_are_not_smuggled(f):
+def test_parameters_cannot_be_changed_by_replacing_a_module(f):
     model = Group([Layer(), Layer(5)])
     with rejects(model, FROZEN, r"layers.*\[0\]\.weight", "`Parameter`", "kinds="):
         es.mutable(f)(model)
@@ -142,7 +142,7 @@ def into_a_dict(m):
         (into_a_dict, [1, 5, 1]),
     ],
 )
-def test_a_module_is_moved(f, expected):
+def test_modules_may_be_moved(f, expected):
     with untouched(model := Group()):
         assert counts(es.mutable(f)(model)[1]) == expected
 
@@ -152,7 +152,7 @@ class Outer(es.Module):
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_what_lies_beside_a_module_in_a_list_is_looked_at(keep):
+def test_arrays_next_to_a_module_in_a_list_are_checked(keep):
     steps = []
 
     def f(m):
@@ -163,7 +163,7 @@ def test_what_lies_beside_a_module_in_a_list_is_looked_at(keep):
     model = Group([*(Counter() for _ in range(keep + 1)), ONES])
     with rejects(model, FROZEN, rf"layers.*\[{keep + 1}\]", "`Parameter`"):
         es.mutable(f)(model)
-    assert steps == []  # it is told where it is written
+    assert steps == []  # the error is raised at the assignment
 
 
 def test_a_module_of_an_outer_scope_is_copied():
@@ -182,7 +182,7 @@ def test_a_module_of_an_outer_scope_is_copied():
 
 
 def test_a_container_that_was_written_into_is_replaced():
-    # What was put into it in place belongs to nobody yet.
+    # A module that was put into a list in place does not belong to a scope yet.
     def replaced(m):
         m.layers[0] = Counter(1)
         m.layers = [Counter(2), Counter(3)]
@@ -196,7 +196,7 @@ def test_a_container_that_was_written_into_is_replaced():
     assert counts(es.mutable(kept)(Group())[1].layers) == [5, 2]
 
 
-# --- Containers that are changed in place, and transforms ---------------------------
+# --- Containers that are changed in place, with transforms --------------------------
 
 THROUGH = {
     "jit": es.jit,
@@ -206,7 +206,7 @@ through = pytest.mark.parametrize("transform", THROUGH.values(), ids=THROUGH)
 
 
 @through
-def test_what_the_caller_has_put_into_a_list_stays_the_callers(transform):
+def test_a_module_of_the_caller_in_a_list_does_not_change(transform):
     mine = Counter(1)
 
     def f(m):
@@ -220,7 +220,7 @@ def test_what_the_caller_has_put_into_a_list_stays_the_callers(transform):
 
 
 @through
-def test_a_module_that_is_taken_out_from_outside(transform):
+def test_removing_a_module_from_a_closed_over_list_is_an_error(transform):
     def f(m):
         layers = m.layers
 
@@ -235,12 +235,12 @@ def test_a_module_that_is_taken_out_from_outside(transform):
 
 
 @through
-def test_modules_that_are_moved_inside(transform):
+def test_modules_may_be_moved_inside_a_transform(transform):
     with untouched(model := Group()):
         assert counts(es.mutable(transform(swap))(model)[1].layers) == [6, 0]
 
 
-def test_modules_of_two_roots_are_not_tied():
+def test_one_module_must_not_be_assigned_to_two_models():
     def f(m):
         def tie(a, b):
             a.pair = b.pair

@@ -1,4 +1,4 @@
-"""What may be written in a scope: kinds, numbers, containers, submodules."""
+"""Writes in a scope: kinds, numbers, weak types, shapes, dtypes."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ def write(model, *, kinds=es.State, **fields):
 # --- Kinds --------------------------------------------------------------------------
 
 
-def test_every_kind_of_state_is_written_by_default():
+def test_every_kind_of_state_can_be_written_by_default():
     class All(es.Module):
         state: es.State
         stat: es.BatchStat
@@ -89,7 +89,7 @@ def test_the_effective_kind_decides():
         es.mutable(lambda m: setattr(m, "plain", {**m.plain, "w": jnp.ones(2)}))(model)
 
 
-def test_assigning_what_is_there_already_is_no_write():
+def test_assigning_the_current_value_is_not_a_write():
     model = Layer()
 
     def f(m):
@@ -151,7 +151,7 @@ def test_a_number_is_never_truncated(dtype, number, weak):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_weak_types_are_made_strong(dtype):
+def test_weak_types_become_strong(dtype):
     model = Slot(jnp.zeros((), dtype))
     assert jnp.asarray(1.0).weak_type
     for value in (jnp.asarray(1.0), jnp.asarray(2)):
@@ -166,8 +166,9 @@ def test_weak_types_are_made_strong(dtype):
     "value", [np.float64(0.5), np.array(0.5)], ids=["float64", "array"]
 )
 @pytest.mark.parametrize("start", ["jax", "same"])
-def test_values_of_numpy_take_the_old_dtype(value, start):
-    # JAX reads NumPy's float64 as its own float, here float32; `np.mean` gives one.
+def test_values_of_numpy_are_converted_to_the_old_dtype(value, start):
+    # JAX converts NumPy's float64, the type of `np.mean`, to its own float, here
+    # float32.
     model = Slot(jnp.zeros(()) if start == "jax" else value)
     _, new = es.mutable(model)(value)
     assert new.x == 0.5
@@ -180,12 +181,12 @@ def test_values_of_numpy_take_the_old_dtype(value, start):
 @pytest.mark.parametrize(
     "dtype", [np.int8, np.float64, jnp.bfloat16, jnp.float8_e4m3fn], ids=str
 )
-def test_an_update_in_place_does_not_reach_the_callers_array(dtype):
+def test_an_update_in_place_does_not_change_the_array_of_the_caller(dtype):
     class Net(es.Module):
         n: es.State
 
         def __call__(self):
-            # Of the types that NumPy itself lacks an array stays as it is, read-only.
+            # Arrays of types that NumPy does not have are read-only.
             with contextlib.suppress(ValueError):
                 self.n += self.n.dtype.type(1)
 
@@ -194,7 +195,7 @@ def test_an_update_in_place_does_not_reach_the_callers_array(dtype):
     es.mutable(model)()
     assert model.n is array
     assert (array.astype(float) == 0).all()
-    array += array.dtype.type(1)  # and it is still the caller's to write
+    array += array.dtype.type(1)  # the caller can still write to it
 
     written = np.zeros(2, np.float32)
     _, new = es.mutable(Slot(jnp.ones(2)))(written)
@@ -223,7 +224,7 @@ LARGEST = {
 
 
 def written(how, dtype, value):
-    """A slot into which the value has been written, in one way of several."""
+    """The value of a slot after a write, as a field or in place."""
     zeros = jnp.zeros(jnp.shape(value), dtype)
     model = Slot(zeros if how == "field" else {"k": zeros})
     if how == "in place":
@@ -235,7 +236,7 @@ def written(how, dtype, value):
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 @pytest.mark.parametrize("how", ["field", "in place"])
-def test_an_integer_that_the_dtype_cannot_hold_is_never_cut(name, how):
+def test_an_integer_that_does_not_fit_the_dtype_is_an_error(name, how):
     dtype, value = TOO_LARGE[name]
     given = str(value) if type(value) is int else "an integer in `.*`"
     with pytest.raises(ValueError, match=f"`x.*`: {given} does not fit into `[iuf]"):
@@ -253,7 +254,7 @@ def test_the_largest_integer_of_a_dtype_can_be_written(name, how):
 
 
 def test_a_traced_integer_wraps_as_in_jax():
-    # Its value is not known when the program is made.
+    # The value is not known while tracing.
     _, new = jax.jit(lambda m: es.mutable(m)(jnp.int32(299) + 1))(Slot(jnp.int32(0)))
     assert new.x == 300
     weak = jax.jit(lambda m, n: es.mutable(m)(n))
@@ -261,7 +262,7 @@ def test_a_traced_integer_wraps_as_in_jax():
     assert new.x == np.int32(300).astype(np.uint8)
 
 
-def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
+def test_a_numpy_array_is_never_converted_to_different_numbers():
     big = np.array([0, 2**40])
     with rejects(model := Slot(big), ValueError, "`x`", "int32", "jax_enable_x64"):
         es.mutable(model)(jnp.zeros(2, int))
@@ -284,13 +285,13 @@ def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
         model.init(0)
 
 
-def test_an_abstract_model_stays_one():
+def test_an_abstract_model_stays_abstract():
     model = Slot(jax.ShapeDtypeStruct((2,), F32))
     _, new = es.mutable(model)(jax.ShapeDtypeStruct((2,), F32))
     assert new.x == model.x
 
 
-def test_constants_of_numpy_stay_usable_as_shapes():
+def test_numpy_constants_can_be_used_as_shapes():
     class Shaped(es.Module):
         sizes: es.Buffer
 

@@ -25,7 +25,7 @@ class Inner(eqx.nn.StatefulLayer):
 
 
 class Net(eqx.Module):
-    """A user's model: parameters, a nested part with state, a key and a counter."""
+    """A user's model: parameters, a nested layer with state, a key and a counter."""
 
     linear: eqx.nn.Linear
     inner: Inner
@@ -52,7 +52,7 @@ def batch_norm(mode):
 
 
 def relu(x):
-    return jax.nn.relu(x)  # JAX's own is an object, of which `deepcopy` makes another
+    return jax.nn.relu(x)  # `deepcopy` would copy the object `jax.nn.relu`
 
 
 def spectral(key):
@@ -109,7 +109,7 @@ def data(seed, n=8):
 
 
 def by_hand(layer, state, xs):
-    """Equinox's own way over a batch."""
+    """A batch in Equinox, with the state passed by hand."""
     axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
     return jax.vmap(layer, **axes)(xs, state)
 
@@ -120,5 +120,5 @@ def _batched(model, *args, **kwargs):
 
 
 def batched(model):
-    """A training step over a batch, compiled."""
+    """A compiled call in train mode over a batch."""
     return eqx.Partial(_batched, model)

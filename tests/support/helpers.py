@@ -1,4 +1,4 @@
-"""Checks that several test files share."""
+"""Checks and pytest marks that several test files share."""
 
 import contextlib
 import copy
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 
-# Set by `nox -s fuzz`: the same tests, with many more examples and rounds.
+# Set by `nox -s fuzz`, to run the same tests with many more examples and rounds.
 IS_FUZZ = bool(os.environ.get("EQX_STATE_FUZZ"))
 
 leaks_on_purpose = pytest.mark.skipif(
@@ -26,7 +26,7 @@ reuses_keys = pytest.mark.usefixtures("_keys_may_be_reused")
 
 @contextlib.contextmanager
 def keys_may_be_reused() -> Iterator[None]:
-    """JAX's own check is off, in all threads: one model is called again and again."""
+    """Disable JAX's check in all threads: a test calls one model several times."""
     checked = jax.config.jax_debug_key_reuse
     jax.config.update("jax_debug_key_reuse", False)
     try:
@@ -37,7 +37,7 @@ def keys_may_be_reused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(tree: Any) -> Iterator[None]:
-    """Afterwards the tree is bit for bit what it was, whatever happened."""
+    """Assert that the tree is bit for bit the same afterwards, in the same objects."""
     leaves, treedef = jax.tree.flatten(tree)
     values = [copy.deepcopy(x) if eqx.is_array(x) else x for x in leaves]
     yield
@@ -45,14 +45,15 @@ def untouched(tree: Any) -> Iterator[None]:
     assert after_def == treedef
     for old, value, new in zip(leaves, values, after, strict=True):
         assert new is old
-        assert eqx.tree_equal(new, value)  # NumPy arrays could have been written into
+        # A write in place into a NumPy array would keep its identity.
+        assert eqx.tree_equal(new, value)
 
 
 @contextlib.contextmanager
 def rejects(model: Any, error: Any, *fragments: str) -> Iterator[None]:
-    """Raises this error (or one of these), with all these regexes in its text.
+    """Assert that the block raises one of these errors, and leaves the model alone.
 
-    The model is untouched.
+    The message must match all fragments, which are regexes.
     """
     with untouched(model), pytest.raises(error, match=fragments[0]) as info:
         yield
@@ -62,7 +63,7 @@ def rejects(model: Any, error: Any, *fragments: str) -> Iterator[None]:
 
 
 def close(a: Any, b: Any) -> None:
-    """The trees are equal, numbers to within rounding, keys exactly."""
+    """Assert equal trees: numbers up to rounding, keys exactly."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

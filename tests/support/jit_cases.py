@@ -40,7 +40,7 @@ class Model(es.Module):
 
 
 def counted(f):
-    """`f`, and the list to which each trace of it adds an entry."""
+    """`f`, and a list that gets an entry for each trace of it."""
     traces = []
 
     @ft.wraps(f)

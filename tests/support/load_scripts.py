@@ -1,4 +1,4 @@
-"""Loads an example or a tool as a module, without running it."""
+"""Load an example or a tool as a module, without running it."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models in loops, and the loops: the same computation in several forms."""
+"""Models for loops, and loops that compute the same in several forms."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class Net(es.Module):
 
 
 def by_hand(f, n, x):
-    """What the loops below compute, as a Python loop."""
+    """The computation of the loops below, as a Python loop."""
     for _ in range(n):
         x = f(x)
     return x

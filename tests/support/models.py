@@ -1,4 +1,4 @@
-"""Models that several test files share; those of one test are defined in the test."""
+"""Models that several test files share. Models of one test are defined in the test."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ class Pair(es.Module):
 
 
 class Net(es.Module):
-    """Calls its layers in turn."""
+    """Calls its layers one after another."""
 
     layers: list[Any]
 
@@ -48,7 +48,7 @@ class Net(es.Module):
 
 
 class Noisy(es.Module):
-    """Draws in train mode, and counts in every mode."""
+    """Draws in train mode, and counts in either mode."""
 
     rng: es.Rng
     scale: es.Parameter = 1.0
@@ -61,7 +61,7 @@ class Noisy(es.Module):
 
 
 class Lazy(es.Module):
-    """Has the shape of its weight from the first input."""
+    """Takes the shape of its weight from the first input."""
 
     weight: es.Parameter | None = None
     calls: es.State = 0

@@ -1,6 +1,6 @@
-"""What `eqx_state` must refuse, wherever it stands in a random program.
+"""Statements that `eqx_state` must reject at any position in a random program.
 
-Each function writes a statement at which the program must end, if it can stand there.
+Each function writes a statement that must raise an error, if the position allows it.
 """
 
 from dataclasses import FrozenInstanceError
@@ -94,7 +94,7 @@ def writes_phase(w: Writer, ctx: Context) -> Fault:
     if node is None or node.inside == ctx.inside:
         return NO_FAULT
     errors = (ValueError, TypeError, es.TraceError, FrozenInstanceError)
-    # Another value than it can have: what stays equal is no error.
+    # It must be a new value: assigning an equal one is not an error.
     return [f"{node.text}.phase = 'hot'"], (errors, "phase")
 
 
@@ -118,7 +118,7 @@ def in_two_places(w: Writer, ctx: Context) -> Fault:
 
 
 def writes_both_ways(w: Writer, ctx: Context) -> Fault:
-    """Through an argument, and through the closure."""
+    """Write through an argument and through the closure."""
     stacks = [n for n in ctx.stacks() if ctx.may_write(n) and n.spec.cls in COUNTERS]
     if stacks and w.chance(2):
         node = w.pick(stacks)

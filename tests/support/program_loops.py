@@ -8,7 +8,7 @@ from program_writer import ANY, Context, Node, nodes_of, Statement, Writer
 
 
 def layer_of(ctx: Context, stack: Node, name: str, level: int) -> Node:
-    """What is seen of a stack where it is mapped, or scanned."""
+    """The node for one element of a stack, in a body that maps or scans the stack."""
     spec = dataclasses.replace(stack.spec, is_stack=False)
     path = (*stack.path, "slice")
     return dataclasses.replace(
@@ -17,12 +17,12 @@ def layer_of(ctx: Context, stack: Node, name: str, level: int) -> Node:
 
 
 def whole_of(stack: Node) -> str:
-    """A parameter of the stack, which the closure sees as it is outside."""
+    """A parameter of the whole stack, as the closure sees it."""
     return f"{stack.text}.{'ws[0]' if stack.spec.cls is Tally else 'w'}"
 
 
 def scan(w: Writer, ctx: Context) -> Statement:
-    """State is carried beside the carry."""
+    """A scan over an array, with the state of modules in the closure."""
     reverse = w.pick(["", ", reverse=True"])
     head, tail = ("x = mix(c, y)",), "(x, 0.5 * x)"
     lines, f = w.whole(ctx.into(steps=ctx.steps + 1), "c, y", head, tail)
@@ -32,7 +32,7 @@ def scan(w: Writer, ctx: Context) -> Statement:
 
 
 def scan_of_stack(w: Writer, ctx: Context) -> Statement:
-    """A stack of layers, one after the other."""
+    """A scan over a stack of layers."""
     if not (stacks := ctx.stacks()):
         return scan(w, ctx)
     stack, name = w.pick(stacks), w.name("m")
@@ -49,7 +49,7 @@ def scan_of_stack(w: Writer, ctx: Context) -> Statement:
 
 
 def scan_of_carry(w: Writer, ctx: Context) -> Statement:
-    """A module in the carry, which comes back, and may be assigned."""
+    """A module in the carry, which is returned and assigned."""
     node, lines, f, name, new = _carried(w, ctx, "c, y", "{}, x = c", "(({}, x), x)")
     if node is None:
         return scan(w, ctx)

@@ -1,7 +1,7 @@
-"""Random models for random programs: each is built twice, for the library and without.
+"""Random models for random programs, each built twice: with the library and without.
 
-Values are scalars, and stacks of two of them. The methods are written once: the helpers
-below take JAX's values and those of `program_reference` alike.
+Values are scalars and stacks of two. Each method is written once: the helpers below
+accept JAX's values and those of `program_reference`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import eqx_state as es
 
 @dataclasses.dataclass(frozen=True)
 class PlainKey:
-    """A PRNG key of the reference, or an array of them: JAX's data of it."""
+    """A PRNG key of the reference, or an array of keys, as JAX's key data."""
 
     data: Any
 
@@ -37,7 +37,7 @@ def _split(data: tuple[int, int], num: int) -> Any:
     return np.asarray(jr.key_data(jr.split(key, num)))
 
 
-# --- What the programs compute with ---------------------------------------------------
+# --- Functions for programs -----------------------------------------------------------
 
 
 def split(key: Any, num: int = 2) -> Any:
@@ -48,31 +48,31 @@ def split(key: Any, num: int = 2) -> Any:
 
 
 def uniform(key: Any) -> Any:
-    """A number in [0, 1) that tells keys apart, for less than a draw would cost."""
+    """A number in [0, 1) that distinguishes keys, and is cheaper than a draw."""
     if isinstance(key, PlainKey):
         return int(key.data[1]) % 1024 / 1024
     return jnp.asarray(jr.key_data(key)[1] % 1024, jnp.float32) / 1024
 
 
 def mix(a: Any, b: Any) -> Any:
-    """What keeps all numbers small, and forgets neither."""
+    """Combine two numbers so that both matter, and the result stays small."""
     return 0.5 * a + 0.25 * b + 0.0625
 
 
 def flt(n: Any) -> Any:
-    """An integer as a number."""
+    """Convert an integer to a float."""
     return 0.125 * (float(n) if type(n) is int else jnp.asarray(n, jnp.float32))
 
 
 def two(x: Any) -> Any:
-    """An array of two numbers."""
+    """An array of two numbers, computed from one."""
     if isinstance(x, float):
         return np.array([x, 0.5 * x + 0.25])
     return jnp.stack([x, 0.5 * x + 0.25])
 
 
 def total(xs: Any) -> Any:
-    """The sum of an array, the first weighing more."""
+    """The weighted sum of two numbers."""
     weights = (0.5, 0.375)
     if isinstance(xs, np.ndarray) and xs.dtype == np.float64:
         return float(sum(weights * xs))
@@ -81,7 +81,7 @@ def total(xs: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A static value that is compared in a way of its own."""
+    """A static value that has its own `__eq__`."""
 
     name: str
     k: dataclasses.InitVar[float]
@@ -104,7 +104,7 @@ def double(x: Any) -> Any:
     return 2 * x
 
 
-# Static values, some of which are equal to Python.
+# Static values, some of which compare equal in Python.
 STATICS = (
     *(1, True, 1.0, 0, False, 0.0, -0.0, (1, 2), (True, 2), (1.0, 2), "cold", "warm"),
     *(Scale("s", 1.0), Scale("s", 2.0), half, double),
@@ -112,7 +112,7 @@ STATICS = (
 
 
 def worth(x: Any) -> float:
-    """A number that tells a static value from the others."""
+    """A number that distinguishes the static values."""
     index = next(i for i, y in enumerate(STATICS) if repr(x) == repr(y) and x == y)
     return 0.25 + index / len(STATICS)
 
@@ -133,7 +133,7 @@ def each(x: Any) -> list[Any]:
 
 
 class Cache(es.State):
-    """A kind of one's own."""
+    """A user-defined kind."""
 
 
 class Cell(es.Module):
@@ -175,7 +175,7 @@ class Noise(es.Module):
 
 
 class Tally(es.Module):
-    """NumPy's arrays, and state in containers."""
+    """NumPy arrays, and state in containers."""
 
     k: es.Buffer
     n: es.State
@@ -212,7 +212,7 @@ class Phase(es.Module):
 
 
 class Plain(eqx.Module):
-    """A module of Equinox, with a function and a static field in it."""
+    """An Equinox module with a function and a static field."""
 
     w: Any
     f: Callable[[Any], Any]
@@ -262,7 +262,7 @@ class Wrap(eqx.Module):
 
 
 class Net(es.Module):
-    """The root: a body, and a stack that only transforms call."""
+    """The root of a model: a body, and a stack that only transforms call."""
 
     body: Any
     stack: Any
@@ -283,7 +283,7 @@ class Net(es.Module):
 
 LEAVES = (Cell, Noise, Tally, Phase, Plain)
 CLASSES = (*LEAVES, Both, Wrap, Net)
-# Of each class: its parameters, and the state that a program writes by hand.
+# For each class, its parameters; and the state that programs write directly.
 PARAMETERS = {Cell: ("w",), Noise: ("w",), Tally: ("ws",), Phase: ("w",), Plain: ("w",)}
 NUMBERS = {Cell: "s", Noise: "s"}
 COUNTERS = {Cell: "n", Tally: "n", Phase: "n", Both: "n", Net: "n"}
@@ -294,9 +294,9 @@ COUNTERS = {Cell: "n", Tally: "n", Phase: "n", Both: "n", Net: "n"}
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A model to build: a class or a container, what is in it, where its values start.
+    """A model to build: its class or container, its children, a seed for values.
 
-    A `stack` is two of them, stacked.
+    If `is_stack` is true, two of them are stacked.
     """
 
     cls: type
@@ -306,10 +306,10 @@ class Spec:
 
 
 class Jax:
-    """Values for the library."""
+    """Creates values for the library."""
 
     def __init__(self) -> None:
-        self.memo: dict[int, Any] = {}  # equal seeds: one array in two places
+        self.memo: dict[int, Any] = {}  # with equal seeds, one array occurs twice
 
     def number(self, i: int) -> Any:
         if i not in self.memo:
@@ -342,7 +342,7 @@ def _number(i: int) -> float:
 
 
 def _fields(cls: type, lib: Any, i: int) -> tuple[Any, ...]:
-    """The values of a module without modules in it."""
+    """The values of a module without submodules."""
     if cls is Cell:
         return lib.number(i), lib.integer(i), lib.number(i + 1)
     if cls is Noise:
@@ -357,7 +357,7 @@ def _fields(cls: type, lib: Any, i: int) -> tuple[Any, ...]:
 
 
 def build(spec: Spec, lib: Any) -> Any:
-    """The model, made of one of the two sorts of values."""
+    """The model, with the values of the library or of the reference."""
     if spec.is_stack:
         one = dataclasses.replace(spec, is_stack=False)
         return lib.stack(build(one, lib), build(_shifted(one), lib))

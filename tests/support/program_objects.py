@@ -1,4 +1,4 @@
-"""Modules of the reference: plain objects, whose fields are their state."""
+"""Modules of the reference: plain objects whose fields store their state."""
 
 import dataclasses
 import functools as ft
@@ -12,7 +12,7 @@ from program_models import CLASSES, Noise, PARAMETERS
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """Where its modules may be written, until it is closed."""
+    """Modules of a scope can be written until it closes."""
 
     is_open: bool = True
     captures: bool = False
@@ -20,7 +20,7 @@ class Scope:
 
 
 class Object:
-    """A module: its fields are its state. Without a scope it is frozen."""
+    """A module. Its fields store its state, and it is frozen without a scope."""
 
     __slots__ = ("__dict__", "path", "scope", "training", "world")
 
@@ -63,7 +63,7 @@ KEYED = OBJECTS[Noise]
 
 @dataclasses.dataclass
 class Transformed:
-    """A function under a transform: `run(f, *args)`."""
+    """A function under a transform, called as `run(f, *args)`."""
 
     f: Any
     run: Callable[..., Any]
@@ -73,7 +73,7 @@ class Transformed:
 
 
 def target(f: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The model that a call threads, and the call as a function of it."""
+    """The model that a call makes writable, and the call as a function of the model."""
     if (found := _carried(f)) is not None:
         return found[0], lambda model: found[1](model)(*args, **kwargs)
     return args[0], lambda model: f(model, *args[1:], **kwargs)
@@ -99,7 +99,7 @@ def _carried(f: Any) -> tuple[Any, Callable[[Any], Any]] | None:
 
 
 def children(tree: Any) -> Iterator[Any]:
-    """In the order in which JAX flattens."""
+    """The children, in the order in which JAX flattens."""
     if isinstance(tree, Object):
         yield from tree.__dict__.values()
     elif isinstance(tree, (list, tuple)):
@@ -114,14 +114,14 @@ def objects_in(tree: Any) -> list[Object]:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The values in a tree, without functions and static fields."""
+    """The values in a tree, except for functions and static fields."""
     if isinstance(tree, (Object, list, tuple, dict)):
         return [x for child in children(tree) for x in leaves_of(child)]
     return [] if callable(tree) or isinstance(tree, str) else [tree]
 
 
 def parameters(model: Any) -> list[tuple[Object, str, int | None, int | None]]:
-    """Each number of each parameter: owner, field, place in a list, in an array."""
+    """Each number in a parameter: owner, field, index in a list, index in an array."""
     found = []
     for x in objects_in(model):
         for name in PARAMETERS_OF.get(type(x), ()):

@@ -1,8 +1,9 @@
-"""What a program means, in plain Python: the pure reference of `test_programs`.
+"""The expected results of random programs, computed in plain Python.
 
-`Reference` has the names of `eqx_state` that programs use. Modules are plain objects,
-loops are Python's, lanes run one after the other, gradients are differences. All state
-is in the fields of `Plain`s, of which a scope has copies; nothing is traced.
+`Reference` defines the functions of `eqx_state` that programs use. Modules are plain
+objects, loops are Python's, lanes run one after another, and gradients are finite
+differences. All state is in the fields of `Object`s, which a scope copies. Nothing is
+traced.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,11 @@ EPS = 1e-3
 
 
 class _Wait(Exception):
-    """A lane waits for what the others give to a `pmean`."""
+    """A lane waits for the values that the other lanes pass to a `pmean`."""
 
 
 class Reference:
-    """`eqx_state` as programs see it, and the values that their models are made of."""
+    """The functions of `eqx_state`, and the values that models are built from."""
 
     SPLIT = State = object()
 
@@ -62,7 +63,7 @@ class Reference:
         return OBJECTS[cls](self, dict(zip(names, values, strict=True)))
 
     def stack(self, *trees: Any) -> Any:
-        """One tree of arrays."""
+        """Stack several trees into one."""
         first = trees[0]
         if isinstance(first, Object):
             names = first.__dict__
@@ -90,7 +91,7 @@ class Reference:
         leaf: Callable[[Any], Any] = lambda x: x,
         path: str | None = None,
     ) -> Any:
-        """A copy for a scope, at a path or where it was; without a scope, frozen."""
+        """A copy for a scope, at `path` or its old path; frozen without a scope."""
 
         def at(key: str) -> str | None:
             return None if path is None else f"{path}{key}"
@@ -116,7 +117,7 @@ class Reference:
         return leaf(tree)
 
     def adopt(self, tree: Any, scope: Scope, path: str) -> Any:
-        """What is assigned: the scope's own modules, and copies of others."""
+        """The assigned value; modules of other scopes are copied."""
         if isinstance(tree, Object):
             if tree.scope is not scope:
                 return self.copy(tree, scope, path=path)
@@ -130,7 +131,7 @@ class Reference:
         return tree
 
     def slice(self, tree: Any, i: int) -> Any:
-        """One of what is stacked; modules in it are written where the stack may be."""
+        """One element of a stack; modules in it may be written if the stack may be."""
         if isinstance(tree, Object):
             values = {n: self.slice(x, i) for n, x in tree.__dict__.items()}
             new = type(tree)(self, values)
@@ -147,7 +148,7 @@ class Reference:
         return tree[i] if isinstance(tree, PlainKey) else tree
 
     def store(self, stack: Any, slices: list[Any]) -> None:
-        """What was written to the slices, into the stack."""
+        """Store the state that was written to the slices in the stack."""
         if isinstance(stack, Object):
             for name in stack.__dict__:
                 parts = [x.__dict__[name] for x in slices]
@@ -222,7 +223,7 @@ class Reference:
         return Transformed(f, run)
 
     def _moved(self, model: Any, i: int, by: float) -> Any:
-        """A copy in which one number of one parameter is another."""
+        """A copy in which one number of one parameter is changed."""
         new = self.copy(model)
         owner, name, place, j = parameters(new)[i]
         value = owner.__dict__[name]
@@ -234,7 +235,7 @@ class Reference:
         return new
 
     def _like(self, model: Any, grads: list[float]) -> list[Any]:
-        """The gradients of each parameter, in order: numbers and arrays."""
+        """The gradients as one list of numbers per parameter, in order."""
         found: dict[Any, list[float]] = {}
         for (owner, name, place, _), x in zip(parameters(model), grads, strict=True):
             found.setdefault((id(owner), name, place), []).append(x)
@@ -269,10 +270,10 @@ class Reference:
         return self.copy(f(*operands))
 
     def _note_draws(self, f: Any, operands: Any) -> None:
-        """Note which keys a branch that is not taken would draw from.
+        """Record the keys that a branch which is not taken would draw from.
 
-        The branch is chosen at run time, and `es.vmap` must know before whether a key
-        advances: it does if any branch draws from it.
+        JAX chooses the branch at run time, but `es.vmap` must know while tracing
+        whether a key advances: it advances if any branch draws from it.
         """
         mark, before = len(self.live), [(x, dict(x.__dict__)) for x in self.live]
         sown = [(scope, len(scope.sown)) for scope in self.captures]
@@ -286,7 +287,7 @@ class Reference:
             del scope.sown[num:]
 
     def _stand_in(self, tree: Any) -> Any:
-        """An argument, or the carry of a loop: copies, written where modules may be."""
+        """Copy an argument or a carry, to be written if the original may be."""
         if isinstance(tree, Object):
             return self.copy(tree, tree.scope)
         if isinstance(tree, (list, tuple)):
@@ -296,7 +297,7 @@ class Reference:
         return tree
 
     def _commit(self, tree: Any, copy: Any) -> None:
-        """What was written to the copy of an argument goes back to its modules."""
+        """Copy the state that was written to the copy of an argument to its modules."""
         for x, y in zip(objects_in(tree), objects_in(copy), strict=True):
             for name, value in y.__dict__.items():
                 if not objects_in(value):
@@ -337,7 +338,7 @@ class Reference:
         return Transformed(f, run)
 
     def ensemble(self, f: Any, stacks: list[Any], axis_name: str = "") -> Transformed:
-        """`es.vmap(f, axes={...: 0})`, where `f` reaches these stacks and no more."""
+        """`es.vmap(f, axes={...: 0})`, if `f` uses only the modules in `stacks`."""
         return Transformed(
             f, lambda f, *args: self._map(f, args, (0,) * len(args), stacks, axis_name)
         )
@@ -351,7 +352,7 @@ class Reference:
         given = {id(x) for arg in args for x in objects_in(arg)}
         inside = [x for stack in stacks for x in objects_in(stack)]
         exempt = given | {id(x) for x in inside}
-        # What no scope owns is a constant in the closure.
+        # A module that no scope owns is a constant in the closure.
         keyed = [
             x
             for x in self.live
@@ -366,7 +367,7 @@ class Reference:
             for x, fields in before:
                 x.__dict__.update(fields)
 
-        # An inner `es.vmap` may have the axis name of an outer one.
+        # An inner `es.vmap` may use the axis name of an outer one.
         outer_lanes, outer_drawn = dict(self.lanes), self.drawn
         self.drawn = set()
         means: list[float] = []
@@ -404,7 +405,8 @@ class Reference:
                 if id(x) in {id(y) for y in inside}:
                     x.__dict__[name] = self.stack(a, b) if not objects_in(a) else a
                 elif name == "rng" and id(x) in keys and a != b:
-                    # Each lane has drawn from its own, or might have, or none has.
+                    # Either each lane has drawn from its own key, or may have, or no
+                    # lane has.
                     is_drawn = a != keys[id(x)][0] or b != keys[id(x)][1]
                     is_drawn = is_drawn or x in drawn
                     x.__dict__[name] = kept[id(x)] if is_drawn else old[name]
@@ -444,6 +446,6 @@ def _is_owned(tree: Any) -> bool:
 
 
 def _capturing(tree: Any) -> Scope | None:
-    """The scope that captures, and owns the tree."""
+    """The capturing scope that owns the tree."""
     scopes = [x.scope for x in objects_in(tree) if _is_owned(x) and x.scope.captures]
     return scopes[0] if scopes else None

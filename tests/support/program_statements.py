@@ -48,7 +48,7 @@ def _call(f: str, args: list[str], x: str = "x") -> str:
 
 
 def once(w: Writer, ctx: Context) -> Statement:
-    """`es.jit` and `es.checkpoint`, also of a module, or of its method."""
+    """`es.jit` or `es.checkpoint`, of a function, of a module, or of its method."""
     transform = w.pick(["es.jit", "es.checkpoint"])
     readable, writable = ctx.readable(), ctx.writable()
     if readable and w.chance(4):
@@ -68,11 +68,11 @@ def once(w: Writer, ctx: Context) -> Statement:
 
 
 def static(w: Writer, ctx: Context) -> Statement:
-    """One jitted function, called with static values that Python may take for equal."""
+    """One jitted function, called with static values that compare equal in Python."""
     f = w.name("f")
     lines, g = w.define(ctx.into(), "x, tag", ("x = mix(x, worth(tag))",))
     lines.append(f"{f} = es.jit({g})")
-    # Values that are easily confused are next to one another.
+    # In `STATICS`, values that are easily confused are next to each other.
     i = w.below(len(STATICS))
     j = w.pick([min(i + 1, len(STATICS) - 1), i - i % 3, w.below(len(STATICS))])
     lines += [f"x = {f}(x, STATICS[{n}])" for n in (i, j)]
@@ -80,8 +80,8 @@ def static(w: Writer, ctx: Context) -> Statement:
 
 
 def function_argument(w: Writer, ctx: Context) -> Statement:
-    """A function among the arguments comes out as the same object."""
-    # It may hold what is of no scope.
+    """A function that is passed to `es.jit` is returned as the same object."""
+    # The function may close over a module that no scope owns.
     nodes = [n for n in ctx.readable() if not n.is_owned]
     g, f, again = w.name("f"), w.name("f"), w.name("f")
     if nodes and not w.chance(3):
@@ -99,7 +99,7 @@ def function_argument(w: Writer, ctx: Context) -> Statement:
 
 
 def two_scopes(w: Writer, ctx: Context) -> Statement:
-    """One jitted function of two modules: of one scope, then of two."""
+    """One jitted function, called with two modules: of one scope, then of two."""
     nodes = [n for n in ctx.writable() if n.level == ctx.level]
     if not nodes:
         return once(w, ctx)
@@ -119,7 +119,7 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
     lines += [
         f"{f} = es.jit({h})",
         f"x = {f}({a.text}, {b.text}, x)",
-        # The same path in both scopes.
+        # The path is the same in both scopes.
         f"def {g}({p}, x):",
         f"    return {f}({p}{a.text[len(root) :]}, {b.text}, x)",
         f"{y}, {new} = es.mutable({g})({root}, x)",
@@ -130,8 +130,8 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
 
 
 def twice(w: Writer, ctx: Context) -> Statement:
-    """One jitted function, called again when what it reaches has changed."""
-    # What no scope owns would stay a constant of the program.
+    """One jitted function, called again after a module that it uses was replaced."""
+    # A module that no scope owns would be a constant of the compiled function.
     nodes = [n for n in ctx.readable() if n.is_owned]
     name, f = w.name("m"), w.name("f")
     if not nodes:
@@ -146,7 +146,7 @@ def twice(w: Writer, ctx: Context) -> Statement:
     both = dataclasses.replace(a, text=text, assign="")
     if a.level != b.level or not ctx.may_write(b):
         both = dataclasses.replace(both, is_given=True)
-    # What either writes: the level of both is that of the lower.
+    # The function may write only what it may write to both modules.
     inner = ctx.into(nodes=(*ctx.nodes, both))
     lines, g = w.define(inner, "x")
     lines = [box.format(a.text), *lines, f"{f} = es.jit({g})", f"x = {f}(x)"]
@@ -157,7 +157,7 @@ def twice(w: Writer, ctx: Context) -> Statement:
 
 
 def shared(w: Writer, ctx: Context) -> Statement:
-    """Two functions that hand something to one another through what they share."""
+    """Two functions that communicate through a shared dict or closure variable."""
     nodes = ctx.readable()
     if not nodes:
         return once(w, ctx)
@@ -190,7 +190,7 @@ def shared(w: Writer, ctx: Context) -> Statement:
 
 
 def vmap(w: Writer, ctx: Context) -> Statement:
-    """Over an array; modules are shared, and each lane has its own keys."""
+    """Map over an array. Lanes share the modules, and have their own keys."""
     level = ctx.level + 1
     axes = ctx.axes | {level}
     steps = ctx.steps if ctx.level else 0
@@ -202,7 +202,7 @@ def vmap(w: Writer, ctx: Context) -> Statement:
 
 
 def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
-    """Each lane has a module of the stack."""
+    """Map over a stack: each lane has one of its modules."""
     if not (stacks := ctx.stacks()):
         return vmap(w, ctx)
     stack, level, name = w.pick(stacks), ctx.level + 1, w.name("m")
@@ -258,7 +258,7 @@ def _size(spec: Spec) -> int:
 
 
 def scope(w: Writer, ctx: Context) -> Statement:
-    """An inner scope, or an outermost one: on a copy, which comes back."""
+    """An inner or outermost scope, on a copy that is returned."""
     what = w.pick(["mutable", "capture", "value_and_grad", "grad"])
     is_grad = what.endswith("grad")
     node = nodes_for_scope(w, ctx, is_grad)
@@ -316,8 +316,8 @@ def scope(w: Writer, ctx: Context) -> Statement:
     lines.append(f"x = mix(x, {y})")
     if ctx.is_main and node.path == ("model",) and not w.chance(4):
         return [*lines, f"model = {new}"], ctx
-    # The parameters that come out of a program are other arrays than went in, except
-    # for those of an `es.Module`, and a scope does not take other parameters.
+    # `es.jit` returns parameters as new arrays, except for those of an `es.Module`, and
+    # a scope does not accept different parameters.
     is_kept = not (f.startswith("es.jit") and has_bare(node.spec))
     if is_kept and w.is_assignable(ctx, node) and w.chance(2):
         return [*lines, node.assign.replace("NEW", new)], ctx
@@ -329,7 +329,7 @@ def scope(w: Writer, ctx: Context) -> Statement:
 
 
 def helper(w: Writer, ctx: Context) -> Statement:
-    """A function that others may call, whatever their lanes."""
+    """A function that statements in any lane may call."""
     inner = ctx.into(
         depth=min(ctx.depth - 1, 1),
         x_level=ANY,
@@ -372,10 +372,10 @@ Program = tuple[Spec, str, Expected | None]
 
 
 def program(below: Callable[[int], int]) -> Program:
-    """A model, a program for it, and the error that it must end in, if it must."""
+    """A model, a program for it, and the error that it must end in, or `None`."""
     first = Drawing(below)
     fault = first.pick(FAULTS) if first.chance(4) else None
-    for _ in range(5):  # not in every program there is a place for a fault
+    for _ in range(5):  # not every program has a place for a fault
         found = Writer(below, TRANSFORMS, SCOPES, fault).program()
         if fault is None or found[2] is not None:
             break
@@ -391,5 +391,5 @@ _BELOW = {n: st.integers(0, n - 1) for n in range(2, 64)}
 
 @st.composite
 def programs(draw: Any) -> Program:
-    """Those that hypothesis chooses, and makes smaller where one fails."""
+    """Programs that hypothesis chooses, and shrinks if one fails."""
     return program(lambda n: draw(_BELOW[n]) if n > 1 else 0)

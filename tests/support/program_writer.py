@@ -1,9 +1,9 @@
-"""Random programs, as Python source: functions, closures and transforms three deep.
+"""Random programs as Python source: functions, closures, and transforms three deep.
 
-The text of a program is its description: run with `eqx_state` it is a program as users
-write them, run with `program_reference` it says what must come out. So that both are
-meant, what is drawn here keeps to the rules of `eqx_state`: it writes state where the
-scope, the trace and the lanes allow it.
+A program is described by its text. Run with `eqx_state`, it is a program as users write
+them; run with `program_reference`, it gives the expected result. Both agree because
+programs keep to the rules of `eqx_state`: they write state only where the scope, the
+trace and the lanes allow it.
 """
 
 import dataclasses
@@ -26,27 +26,28 @@ from program_models import (
 
 
 Path = tuple[str, ...]
-ANY = 99  # the level of a number that any lane may give
+ANY = 99  # the level of a number that may differ in every lane
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A module or a container that a program can reach, and what it may do there.
+    """A module or container that a program can reach, and what it may do with it.
 
-    `level`: of how many `vmap`s each lane has its own. `grads`: in how many gradients
-    its scope is. `loops`: in how many loops and branches.
+    `level` is the number of `vmap`s in which each lane has its own; `grads` is the
+    number of gradients that contain its scope; `loops` is the number of loops and
+    branches.
     """
 
     text: str
-    path: Path  # which object it is, whatever the text
+    path: Path  # identifies the object, whatever expression reads it
     spec: Spec
     level: int = 0
     grads: int = 0
     loops: int = 0
-    inside: int = 0  # in how many transforms
+    inside: int = 0  # in how many transforms it is
     is_owned: bool = False
-    is_given: bool = False  # as an argument: the closure has it as it was
-    assign: str = ""  # how another is put in its place, if it can be
+    is_given: bool = False  # it is an argument, and the closure sees its old state
+    assign: str = ""  # code that replaces it by `NEW`, or empty
 
     @property
     def is_module(self) -> bool:
@@ -64,23 +65,23 @@ class Helper:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Where a statement stands."""
+    """The position of a statement."""
 
     depth: int
     nodes: tuple[Node, ...]
     helpers: tuple[Helper, ...] = ()
-    hidden: tuple[Path, ...] = ()  # what is being mapped, sliced or carried
+    hidden: tuple[Path, ...] = ()  # mapped, sliced or carried outside
     level: int = 0
     x_level: int = 0
-    axes: frozenset[int] = frozenset()  # over which `pmean` may reduce
-    min_level: int = 0  # of what may be written
+    axes: frozenset[int] = frozenset()  # the levels over which `pmean` may reduce
+    min_level: int = 0  # of state that may be written
     grads: int = 0
     loops: int = 0
     inside: int = 0
-    steps: int = 0  # in how many loops and branches of one lane
+    steps: int = 0  # number of loops and branches in one lane
     is_main: bool = False
-    is_run: bool = True  # or it is of a helper, which may never be called
-    wholes: tuple[str, ...] = ()  # parameters of stacks that are being mapped
+    is_run: bool = True  # false in a helper, which may never be called
+    wholes: tuple[str, ...] = ()  # parameters of mapped stacks
 
     def into(self, **changes: Any) -> "Context":
         changes.setdefault("depth", self.depth - 1)
@@ -123,7 +124,7 @@ class Context:
 
 
 def related(a: Path, b: Path) -> bool:
-    """Whether one is in the other."""
+    """Whether one path contains the other."""
     return a[: len(b)] == b[: len(a)]
 
 
@@ -131,7 +132,7 @@ def related(a: Path, b: Path) -> bool:
 
 
 class Drawing:
-    """Choices, each the smaller the simpler; `below(n)` draws a number below n."""
+    """Random choices: `below(n)` draws a number below n. The simplest is 0."""
 
     def __init__(self, below: Callable[[int], int]):
         self.below = below
@@ -145,7 +146,7 @@ class Drawing:
 
     def leaf(self) -> Spec:
         self.seeds += 7
-        # One array in two places, now and then.
+        # Sometimes one array occurs twice.
         seed = 7 if self.chance(8) else self.seeds
         return Spec(self.pick([Cell, Noise, Tally, Phase, Plain]), (), seed)
 
@@ -171,22 +172,22 @@ def has_phase(spec: Spec) -> bool:
 
 
 def has_bare(spec: Spec) -> bool:
-    """Whether a module of Equinox is in it that is not part of an `es.Module`."""
+    """Whether it contains an Equinox module that is not part of an `es.Module`."""
     is_open = spec.cls in (Wrap, list, tuple, dict)
     return spec.cls is Plain or (is_open and any(map(has_bare, spec.children)))
 
 
 def without_free_keys(ctx: Context) -> Context:
-    """Without modules that draw and that no scope owns.
+    """Hide modules with keys that no scope owns.
 
-    In the closure of `es.vmap` they are constants, and as what is mapped they are not.
+    They are constants in the closure of `es.vmap`, but not as mapped arguments.
     """
     free = (n.path for n in ctx.nodes if not n.is_owned and has_key(n.spec))
     return dataclasses.replace(ctx, hidden=(*ctx.hidden, *free))
 
 
 def nodes_of(node: Node) -> list[Node]:
-    """A node, and all that is below it."""
+    """A node and everything below it."""
     spec, text = node.spec, node.text
     if spec.is_stack:
         return [node]
@@ -195,7 +196,7 @@ def nodes_of(node: Node) -> list[Node]:
         names = ("a", "b") if spec.cls is Both else ("body", "stack")
         places = [(f".{name}", f"{text}.{name} = NEW") for name in names]
     elif spec.cls is Wrap:
-        places = [(".inner", "")]  # a module of Equinox is not written
+        places = [(".inner", "")]  # a program does not write to an Equinox module
     elif spec.cls is dict:
         for name in "ba"[: len(spec.children)]:
             new = f"{{**{text}, '{name}': NEW}}"
@@ -236,7 +237,7 @@ class Writer(Drawing):
         self.names = 0
         self.aliased: set[Path] = set()
         self.statements, self.scopes = statements, scopes
-        # What the program must end at, if it is to, until it stands somewhere.
+        # The fault that the program must contain, until a statement with it is written.
         self.fault = fault
         self.expected: Expected | None = None
 
@@ -260,7 +261,8 @@ class Writer(Drawing):
         lines: list[str] = []
         for _ in range(1 + self.below(most)):
             if self.expected is not None:
-                break  # what follows an error could hide it, or end in another
+                # A statement after the error could hide it, or raise a different one.
+                break
             new, ctx = self.statement(ctx)
             lines += new
         return lines
@@ -299,7 +301,7 @@ class Writer(Drawing):
         return ["x = mix(x, 0.5)"]
 
     def write(self, ctx: Context, node: Node) -> list[str]:
-        """State is written, or a module that writes its own is called."""
+        """Write state, or call a module that writes its own."""
         text, cls = node.text, node.spec.cls
         what = self.below(5)
         if what == 1 and cls in COUNTERS:
@@ -308,7 +310,7 @@ class Writer(Drawing):
             return [f"{text}.s = mix({text}.s, {self.value(ctx, node)})"]
         if what == 3 and cls in (Cell, Noise, Tally):
             return [f"{text}.push({self.value(ctx, node)})"]
-        # In a step of a lane it cannot be seen that all lanes have the same.
+        # In a step of a lane, it is not known that all lanes assign the same key.
         if what == 1 and cls is Noise and (ctx.steps == 0 or ctx.level == 0):
             return [f"{text}.rng = KEY"]
         if what == 3 and cls is Phase and node.inside == ctx.inside:
@@ -345,8 +347,8 @@ class Writer(Drawing):
     ) -> tuple[list[str], str, list[str]]:
         """A function that reaches a module in some way.
 
-        Its lines, what to call, and the arguments that it takes before the others;
-        if it is mapped, these are the same for all lanes.
+        Returns its lines, the expression to call, and its leading arguments. If the
+        function is mapped, all lanes share these arguments.
         """
         how = self.pick(WAYS)
         if is_mapped:
@@ -364,13 +366,14 @@ class Writer(Drawing):
             )
             is_one = is_mapped and how == "argument" and node.is_owned
             if is_one and has_key(node.spec):
-                # All lanes have one key, and each its own in the closure: to use both
-                # is an error, `reaches_twice`.
+                # All lanes share one key as an argument, but have their own in the
+                # closure. Using both is an error, see `test_reached_twice.py`.
                 alias = dataclasses.replace(alias, path=("argument", *node.path))
                 hidden = (*hidden, node.path)
             outside, helpers = inner.nodes, inner.helpers
             if how == "argument":
-                # The closure has what is passed as it was, and does not write it.
+                # The closure sees the old state of an argument, and does not write to
+                # it.
                 helpers = ()
                 outside = tuple(
                     dataclasses.replace(n, is_given=True)
@@ -414,12 +417,12 @@ class Writer(Drawing):
     def whole(
         self, inner: Context, params: str = "x", head: Any = (), tail: str = "x"
     ) -> tuple[list[str], str]:
-        """A function to which no other arguments need be passed."""
+        """A function that needs no leading arguments."""
         lines, f, args = self.function(inner, params, head, tail)
         return lines, f"ft.partial({', '.join([f, *args])})" if args else f
 
     def is_assignable(self, ctx: Context, node: Node) -> bool:
-        """Whether another module may be put in its place, and nothing sees the old."""
+        """Whether a new module may replace it, and no alias refers to it."""
         return (
             node.assign != ""
             and ctx.may_write(node)
@@ -440,4 +443,5 @@ WAYS = (
     "partial",
 )
 Statement = tuple[list[str], Context]
-Expected = tuple[tuple[type, ...], str]  # of an error: its types, and what it says
+# The types of an error, and a regex for its message.
+Expected = tuple[tuple[type, ...], str]

@@ -1,8 +1,8 @@
-"""Random models: classes made at run time, their fields declared in every form.
+"""Random models: classes created at run time, with all forms of field declarations.
 
-A class is drawn as a tuple of *forms*, of which each gives a field its annotation and
-values. The kind that its arrays must have is written down here by the rules, without
-the library: `Built.kinds` tells it for every leaf.
+A class is drawn as a tuple of *forms*. Each form gives a field its annotation and its
+values. The expected kinds are derived here from the rules, without the library:
+`Built.kinds` contains them for each array.
 """
 
 import dataclasses
@@ -25,18 +25,18 @@ import eqx_state as es
 
 
 class Cache(es.State):
-    """A kind of one's own."""
+    """A user-defined kind."""
 
 
 class Ema(es.TreePart, covering=True):
-    """A covering kind of one's own."""
+    """A user-defined covering kind."""
 
 
 COVERING = (es.Buffer, es.OptState, Ema)
 KINDS = (es.Parameter, es.Buffer, es.State, es.Rng, es.BatchStat, Cache, Ema)
 
-# Values, and the kind that each has where nothing is declared. Nothing is shared: one
-# array in two places is allowed, but hides which of them came back.
+# Values, and the kind of each without a declaration. No array occurs twice: that is
+# allowed, but hides which of the two was returned.
 VALUES: dict[str, tuple[Callable[[int], Any], type | None]] = {
     "float": (lambda i: jnp.arange(i, i + 2, dtype=jnp.float32), es.Parameter),
     "scalar": (lambda i: jnp.array(i, jnp.float32), es.Parameter),
@@ -49,7 +49,7 @@ VALUES: dict[str, tuple[Callable[[int], Any], type | None]] = {
     "key": (jr.key, es.Rng),
     "keys": (lambda i: jr.split(jr.key(i), 2), es.Rng),
 }
-# And what is not an array.
+# Values that are not arrays.
 OTHERS: dict[str, Callable[[int], Any]] = {
     "none": lambda i: None,
     "number": lambda i: i,
@@ -60,16 +60,16 @@ OTHERS: dict[str, Callable[[int], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A value, and the kind of each of its arrays, in the order of flattening.
+    """A value, and the kinds of its arrays, in the order of flattening.
 
-    A pair for each: what is declared inside of the value, and what holds without.
+    For each array a pair: the kind that is declared inside the value, and the default.
     """
 
     value: Any
     kinds: tuple[tuple[type | None, type | None], ...]
 
     def declared(self, kind: type | None) -> "Built":
-        """The same, below a declaration of this kind."""
+        """The same value below a declaration of this kind."""
         if kind is None:
             return self
         return Built(
@@ -86,7 +86,7 @@ class Built:
 
 
 def together(make: Callable[..., Any], *parts: Built) -> Built:
-    """A container of values; its leaves must be those of the parts, in their order."""
+    """A container with the leaves of the parts, in the same order."""
     kinds = tuple(kind for part in parts for kind in part.kinds)
     return Built(make(*(part.value for part in parts)), kinds)
 
@@ -113,7 +113,7 @@ def _in_a_dict(*x: Any) -> Any:
 
 
 def containers(inner: Any) -> Any:
-    """Lists, tuples and dicts of what `inner` draws."""
+    """Lists, tuples and dicts of the values that `inner` draws."""
     lists = st.lists(inner, max_size=3)
     return st.one_of(
         lists.map(lambda xs: together(lambda *x: list(x), *xs)),
@@ -128,7 +128,7 @@ def containers(inner: Any) -> Any:
 
 _T = TypeVar("_T")
 
-# How a field can say that its arrays are of a kind, whatever is in it.
+# Forms that declare a kind for a whole field, whatever it contains.
 WHOLE: dict[str, Callable[[Any], Any]] = {
     "bare": lambda kind: kind,
     "subscripted": lambda kind: kind[Any],
@@ -139,7 +139,7 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
     "old optional": lambda kind: Optional[kind],  # noqa: UP045
     "specifier": lambda kind: Any,
 }
-# The same for what is in a container.
+# Forms that declare a kind for the elements of a container.
 INSIDE: dict[str, Callable[[Any], Any]] = {
     "list": lambda kind: list[kind],
     "typing.List": lambda kind: typing.List[kind],  # noqa: UP006
@@ -175,7 +175,7 @@ _NAMES: list[str] = []
 def make_class(
     base: type, fields: tuple[tuple[str, Any], ...], is_generic: bool
 ) -> Any:
-    """A class with fields of these forms. One for each, as JAX keeps all classes."""
+    """A class with fields of these forms. Cached, since JAX never frees a class."""
     body: dict[str, Any] = {"__annotations__": {}, "__module__": __name__}
     for i, (form, kind) in enumerate(fields):
         name = f"f{i}"
@@ -192,7 +192,7 @@ def make_class(
     name = f"Random{len(_NAMES)}"
     _NAMES.append(name)
     cls = types.new_class(name, bases, {}, lambda namespace: namespace.update(body))
-    setattr(sys.modules[__name__], name, cls)  # where pickle looks for it
+    setattr(sys.modules[__name__], name, cls)  # so that pickle finds the class
     return cls
 
 
@@ -209,7 +209,7 @@ def modules(draw: Any, inner: Any) -> Built:
             form = draw(st.sampled_from(list(WHOLE))) if kind else "none"
             built = draw(inner)
         if base is es.Module and kind is not None:
-            # What declares a kind takes a number for an array.
+            # A field that declares a kind converts numbers to arrays.
             built = _numbers_are_arrays(built)
         forms.append((form, kind))
         parts.append(built.declared(kind))
@@ -226,7 +226,7 @@ def modules(draw: Any, inner: Any) -> Built:
 
 
 def _numbers_are_arrays(built: Built) -> Built:
-    """Numbers that are no module's own would become arrays: none are drawn there."""
+    """Replace numbers outside of modules, which the field would convert to arrays."""
 
     def is_module(x: Any) -> bool:
         return isinstance(x, eqx.Module)
@@ -262,7 +262,7 @@ def layers(draw: Any) -> Built:
 
 
 def trees(is_lazy: bool = False) -> Any:
-    """Any tree: leaves, containers, modules of Equinox and of `es`; lazy ones, too."""
+    """Any tree: leaves, containers, modules of Equinox and `es`, also lazy ones."""
     return st.recursive(
         st.one_of(arrays(), arrays(), others(is_lazy), layers()),
         lambda inner: st.one_of(containers(inner), modules(inner), modules(inner)),

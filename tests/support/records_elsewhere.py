@@ -1,4 +1,4 @@
-"""Records whose names their users' modules do not have."""
+"""Records with annotations that only this module can resolve."""
 
 from __future__ import annotations
 

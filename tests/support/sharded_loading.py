@@ -1,4 +1,4 @@
-"""A stack of layers that is loaded in shards; as a script, one process of two."""
+"""A stack of layers that is loaded in shards; as a script, one of two processes."""
 
 import importlib.util
 import json
@@ -53,7 +53,7 @@ def run(model: Any) -> tuple[Array, Any]:
 
 
 def abstract(mesh: Mesh) -> Any:
-    """The model without values: shapes, dtypes, and the shards of each array."""
+    """The model without values: the shape, dtype and sharding of each array."""
     shapes = eqx.filter_eval_shape(make)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -63,7 +63,7 @@ def abstract(mesh: Mesh) -> Any:
 
 
 class Read:
-    """What reads arrays of files, and how many bytes of them were read."""
+    """Wraps a reader of arrays in files, and counts the bytes that it reads."""
 
     size = 0
 
@@ -83,13 +83,13 @@ class Read:
 
 
 def count_reads(safe_open: Any = safetensors.safe_open, memmap: Any = np.memmap) -> Any:
-    """From now on; the second has float8, which safetensors does not read."""
+    """Count from now on. `np.memmap` reads float8, which `safe_open` cannot."""
     safetensors.safe_open = lambda *args, **kwargs: Read(safe_open(*args, **kwargs))
     np.memmap = lambda *args: Read(memmap(*args))
 
 
 def held(tree: Any) -> int:
-    """The bytes that this process holds of all arrays, equal shards once."""
+    """The bytes of all arrays that this process stores, counting equal shards once."""
     return sum(
         shard.data.nbytes
         for x in jax.tree.leaves(tree)
@@ -102,7 +102,7 @@ def data_of(x: Any) -> Any:
 
 
 def are_shards_of(tree: Any, whole: Any) -> bool:
-    """Whether each shard in this process is the part of an array that it should be."""
+    """Whether each shard in this process equals its part of the whole array."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(whole), strict=True)
     return all(
         np.array_equal(shard.data, np.asarray(data_of(y))[shard.index])
@@ -121,7 +121,7 @@ def through_orbax(path: Path, tree: Any, like: Any) -> Any:
 
 
 def main(address: str, process: str, path: str, folder: str) -> None:
-    """Load, run, and save and load by Orbax; write down what was seen."""
+    """Load, run, save and restore with Orbax, and write the results to a file."""
     processes.join(address, process)
     mesh = Mesh(jax.devices(), "model")
     like = abstract(mesh)

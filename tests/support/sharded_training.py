@@ -1,4 +1,4 @@
-"""A model trained on a mesh of devices; as a script, one process of several."""
+"""A model trained on a mesh of devices; as a script, one of several processes."""
 
 import sys
 from collections.abc import Callable
@@ -22,10 +22,10 @@ ADAM = optax.adam(1e-2)
 
 
 class Net(es.Module):
-    """Of one example under `es.vmap`, or of the whole batch.
+    """Takes one example under `es.vmap`, or the whole batch.
 
-    The first layer has no bias: batch normalization takes it out again, and adam would
-    make steps of the rounding errors that its gradient consists of.
+    The first layer has no bias, since batch normalization would remove it: adam would
+    take steps along the rounding errors in its gradient.
     """
 
     first: eqx.nn.Linear
@@ -57,12 +57,12 @@ def loss_fn(model, xs, ys):
 
 
 def data_parallel(tree, mesh):
-    """Each device has all of the model and of the optimizer."""
+    """Each device stores the whole model and optimizer."""
     return es.spec(tree, {...: NamedSharding(mesh, P())})
 
 
 def fully_sharded(tree, mesh):
-    """Each device has a part of each parameter and of the optimizer's state."""
+    """Each device stores a part of each parameter and of its optimizer state."""
 
     def along_one_axis(x):
         axes = [i for i, n in enumerate(x.shape) if n % mesh.size == 0]
@@ -77,7 +77,7 @@ Layout = Callable[[Any, Mesh], Any]
 
 
 def start(layout: Layout, mesh: Mesh, whole_batch: bool = False) -> Any:
-    """A new model and its optimizer, which are made where they are to be."""
+    """A new model and its optimizer, created with their shardings."""
 
     @eqx.filter_jit
     def new():
@@ -105,7 +105,7 @@ def train(trained: Any, layout: Layout, mesh: Mesh, steps: int = 5) -> Any:
 
 
 def put_rows(x: np.ndarray, mesh: Mesh) -> jax.Array:
-    """The rows spread over the devices; each process passes on those of its own."""
+    """Split the rows over the devices; each process provides its own rows."""
     rows = np.split(x, jax.process_count())[jax.process_index()]
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     return jax.make_array_from_process_local_data(sharding, rows)
@@ -124,7 +124,7 @@ def in_one_piece(tree: Any, mesh: Mesh) -> dict[str, np.ndarray]:
 
 
 def bytes_per_device(tree: Any, *filters: Any) -> list[int]:
-    """What each device of this process holds of what the filters select."""
+    """The bytes of the selected arrays on each device of this process."""
     totals = dict.fromkeys(jax.local_devices(), 0)
     for x in jax.tree.leaves(es.filter(tree, *filters)):
         for shard in x.addressable_shards:
@@ -137,7 +137,7 @@ TRAINED = es.any_of(es.Parameter, es.OptState)
 
 
 def main(address: str, process: str, folder: str) -> None:
-    """Join one other process, train, and save what this process has of the result."""
+    """Join a second process, train, and save the gathered results of this process."""
     processes.join(address, process)
     mesh = Mesh(jax.devices(), "devices")
     for name, layout in LAYOUTS.items():

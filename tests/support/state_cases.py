@@ -1,4 +1,4 @@
-"""Models that hold other ones, each of which counts."""
+"""Models with submodules, in which each module counts its calls."""
 
 import dataclasses
 

@@ -1,10 +1,10 @@
-"""Reads the tables of `es.tabulate`."""
+"""Read the tables of `es.tabulate`."""
 
 import re
 
 
 def cells(table: str) -> dict[str, list[str]]:
-    """The rows of a table by path; the lines of a cell are joined by newlines."""
+    """The rows of a table, by path. The lines of a cell are joined by newlines."""
     rows: dict[str, list[str]] = {}
     for block in re.split(r"\n[├┡└]", table)[:-1]:
         found = [line for line in block.splitlines() if line[:1] in ("│", "┃")]

@@ -1,7 +1,7 @@
-"""Makes `torch_reference.npz`: 50 training steps of PyTorch's batch norm.
+"""Create `torch_reference.npz`: 50 training steps of PyTorch's batch norm.
 
-Run it where PyTorch is: `python tests/support/torch_reference.py`. The tests need only
-the file, which PyTorch 2.15.0 has made on a CPU, and the functions here.
+Run `python tests/support/torch_reference.py` in an environment with PyTorch. The tests
+need only the functions here and the file, which PyTorch 2.15.0 created on a CPU.
 """
 
 import pathlib
@@ -10,8 +10,9 @@ import numpy as np
 
 
 STEPS = 50
-EVERY = 7  # of the outputs, which are large, these steps are kept
-MOMENTUM = 0.9  # how much stays; PyTorch's `momentum` is what comes in, 0.1
+EVERY = 7  # outputs are large, so only those of every 7th step are stored
+# The weight of the old average; PyTorch's `momentum` is 0.1, that of the batch.
+MOMENTUM = 0.9
 EPS = 1e-3
 SHAPES = {"batch": (16, 3), "sequence": (8, 3, 5), "image": (4, 3, 3, 3)}
 WEIGHT = np.array([0.5, 1.0, 2.0], np.float32)
@@ -22,7 +23,8 @@ FILE = pathlib.Path(__file__).with_suffix(".npz")
 def inputs(name: str, step: int) -> np.ndarray:
     """The batch of one step, with the channels in axis 1."""
     shape = SHAPES[name]
-    noise = np.random.RandomState(step).standard_normal(shape)  # the same for ever
+    # The same in all versions.
+    noise = np.random.RandomState(step).standard_normal(shape)
     spread = np.array([0.5, 1.0, 3.0]).reshape(3, *[1] * (len(shape) - 2))
     return (spread * noise + spread[::-1] + 0.02 * step).astype(np.float32)
 

@@ -1,9 +1,9 @@
-"""Makes `torch_weights.npz`: what PyTorch's layers and two models return.
+"""Create `torch_weights.npz`: the outputs of PyTorch's layers and of two models.
 
-Run it where PyTorch is: `python tests/support/torch_weights.py`. The tests need only
-the file, which PyTorch 2.15.0 has made on a CPU, and the functions here. The file has
-the names and shapes of each state dict, and the outputs. Weights and inputs are random
-numbers of NumPy, which are the same for ever, so they need not be stored.
+Run `python tests/support/torch_weights.py` in an environment with PyTorch. The tests
+need only the functions here and the file, which PyTorch 2.15.0 created on a CPU. The
+file contains the outputs, and the names and shapes of each state dict. Weights and
+inputs are not stored: they are random numbers that are the same in all NumPy versions.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 
 FILE = pathlib.Path(__file__).with_suffix(".npz")
 
-# The shapes of the inputs; integers below `TOKENS` where there is no float.
+# The shapes of the inputs. Inputs of `OF_TOKENS` are integers below `TOKENS`.
 INPUTS: dict[str, tuple[tuple[int, ...], ...]] = {
     "linear": ((5,),),
     "linear_without_bias": ((5,),),
@@ -72,7 +72,7 @@ def tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A weight or buffer of one case."""
     if name.endswith("num_batches_tracked"):
         return np.array(0 if case == "batch_norm_new" else 7)
-    name = name.replace("lm_head", "transformer.wte")  # tied
+    name = name.replace("lm_head", "transformer.wte")  # tied weights
     noise = _noise(f"{case} {name}", shape)
     if name.endswith("running_var"):
         noise = 0.5 + abs(noise)
@@ -84,14 +84,14 @@ def tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def state_dict(case: str) -> dict[str, np.ndarray]:
-    """What `module.state_dict()` has, as arrays."""
+    """The result of `module.state_dict()`, as NumPy arrays."""
     with np.load(FILE) as file:
         shapes = json.loads(str(file["shapes"]))[case]
     return {name: tensor(case, name, tuple(shape)) for name, shape in shapes.items()}
 
 
 def output(case: str) -> np.ndarray:
-    """What PyTorch has computed, in eval mode."""
+    """The output of PyTorch in eval mode."""
     with np.load(FILE) as file:
         return file[case]
 
@@ -120,7 +120,7 @@ def modules() -> dict[str, Any]:
             return F.relu(y + (x if self.downsample is None else self.downsample(x)))
 
     class ResNet18(nn.Module):
-        """As in torchvision, narrower."""
+        """As in torchvision, but narrower."""
 
         def __init__(self, width):
             super().__init__()
@@ -172,7 +172,7 @@ def modules() -> dict[str, Any]:
             return x + self.mlp["c_proj"](y)
 
     class GPT2(nn.Module):
-        """With the names of Hugging Face, and `Linear` in place of its `Conv1D`."""
+        """With the names of Hugging Face, but `Linear` in place of its `Conv1D`."""
 
         def __init__(self, width):
             super().__init__()
@@ -195,7 +195,7 @@ def modules() -> dict[str, Any]:
             return self.lm_head(parts["ln_f"](x))
 
     class Batched(nn.Module):
-        """The state dict of a layer, and its call for one example."""
+        """Has the state dict of a layer, and calls it for one example."""
 
         def __init__(self, layer):
             super().__init__()

@@ -1,8 +1,8 @@
-"""Models, each written twice: in place, and by hand with its state passed on.
+"""Models that are written twice: in place, and by hand with the state passed along.
 
 `__call__` runs in a scope of `es.mutable`, and may use transforms of `es`. `by_hand`
-returns `(output, new model)`; it knows no scope and no transform, only Python loops.
-Inputs and outputs of one model have one shape, so that it can be called in a loop.
+returns `(output, new model)`, without scopes and transforms, only with Python loops.
+Input and output of a model have the same shape, so that a loop can call it.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import eqx_state as es
 
 
 def split(key: Any, num: int) -> Any:
-    """`num` keys, stacked in front, also from an array of keys, and of legacy ones."""
+    """`num` keys along a new leading axis; also for arrays of keys, and legacy keys."""
     ndim = 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1
     if key.ndim == ndim:
         return jr.split(key, num)
@@ -32,7 +32,7 @@ def dropped(x: Any, key: Any, p: float) -> Any:
 
 
 def normalized(norm: Any, xs: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """A batch by the batch's own moments, and the layer with new running averages."""
+    """Normalize by the batch's own moments; also return the layer with new averages."""
     shape = [1 if i in axes else n for i, n in enumerate(xs.shape)]
     mean, var = jnp.mean(xs, axes), jnp.var(xs, axes)
     y = (xs - mean.reshape(shape)) / jnp.sqrt(var + norm.eps).reshape(shape)
@@ -61,7 +61,7 @@ class Dense(es.Module):
 
 
 class Counted(es.Module):
-    """Counts its calls, and keeps a running mean, to which gradients flow."""
+    """Counts its calls, and stores a running mean, which is differentiated."""
 
     dense: Dense
     count: es.State
@@ -191,7 +191,7 @@ class Nested(es.Module):
 
 
 class RNN(es.Module):
-    """Keeps its hidden state from call to call."""
+    """Stores its hidden state between calls."""
 
     w: es.Parameter
     u: es.Parameter
@@ -211,7 +211,7 @@ class RNN(es.Module):
 
 
 class Sequence(es.Module):
-    """Scans a cell and a dropout, which it holds, over time."""
+    """Scans over time, with a cell and a dropout in its fields."""
 
     cell: RNN
     dropout: es.nn.Dropout
@@ -241,7 +241,7 @@ class Sequence(es.Module):
 
 
 class Stack(es.Module):
-    """A stack of layers, scanned over."""
+    """A stack of layers, run by a scan."""
 
     layers: Counted
 
@@ -290,11 +290,11 @@ class Ensemble(es.Module):
 
 
 class Cache(es.State):
-    """A kind of its own."""
+    """A user-defined kind."""
 
 
 class Attention(es.Module):
-    """Attends to what was seen in earlier calls, one token at a call."""
+    """Attends to the inputs of earlier calls; one token per call."""
 
     dense: Dense
     keys: Cache
@@ -354,7 +354,7 @@ class Tied(es.Module):
 
 
 class Frozen(es.Module):
-    """A frozen half, a half that is no parameter, and a head that is trained."""
+    """A frozen part, a part that is a buffer, and a head that is trained."""
 
     backbone: BatchNet
     constant: es.Buffer[Dense]
@@ -382,7 +382,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 
 class Learner(es.Module):
-    """Takes a step of an optimizer, which is part of it, at every call."""
+    """Contains an optimizer, and takes one step of it per call."""
 
     dense: Dense
     fast: es.State
@@ -410,7 +410,7 @@ class Learner(es.Module):
 
 
 class Spectral(es.Module):
-    """A stateful layer of Equinox."""
+    """Wraps a stateful Equinox layer."""
 
     layer: es.nn.Stateful
 
@@ -435,11 +435,11 @@ class Spectral(es.Module):
 
 
 class Average(es.State, covering=True):
-    """A kind that covers what is declared below it."""
+    """A covering kind."""
 
 
 class Averaged(es.Module):
-    """Keeps an average of its parameters, and draws from two kinds of keys."""
+    """Averages its parameters, and draws from a typed and a legacy key."""
 
     dense: Dense
     average: Average[Dense]
@@ -469,7 +469,7 @@ class Averaged(es.Module):
 
 
 class Router(es.Module):
-    """Experts of which one is called, and is computed again for the gradient."""
+    """Calls one of several experts, which is recomputed for the gradient."""
 
     experts: list[Any]
     uses: es.State
@@ -493,7 +493,7 @@ class Router(es.Module):
         return y, self.replace(experts=experts, uses=self.uses + 1)
 
 
-# --- Models that are no `es.Module` -------------------------------------------------
+# --- Models that are not an `es.Module` ---------------------------------------------
 
 
 def make_sequential(*, key: Any) -> Any:
@@ -535,7 +535,7 @@ def tree_by_hand(model: Any, x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model in both ways, and the shape of its input and output."""
+    """A model in both versions, and the shape of its input and output."""
 
     make: Callable[..., Any]
     shape: tuple[int, ...] = (2,)
@@ -543,15 +543,15 @@ class Case:
     by_hand: Callable[[Any, Any], Any] = lambda model, x: model.by_hand(x)
 
     def model(self) -> Any:
-        """A new model, with keys that nothing has drawn from, at each call."""
+        """A new model for each call, with keys that have not been drawn from."""
         return self.make(key=jr.key(7))
 
     def inputs(self, num: int = 3) -> Any:
         return jr.normal(jr.key(11), (num, *self.shape))
 
 
-# JAX < 0.10.2 cannot compile the gradient of a `switch` between branches that are
-# computed again if one of them draws from a typed key.
+# JAX < 0.10.2 cannot compile the gradient of a `switch` whose branches are checkpointed
+# if one of them draws from a typed key.
 WITHOUT_GRADS = {"router"} if jax.__version_info__ < (0, 10, 2) else set()
 
 CASES = {

@@ -30,7 +30,7 @@ def first_and_last(a, x, b):
     return a(x) + b(x)
 
 
-def test_an_integer_names_one_argument():
+def test_an_integer_selects_one_argument():
     a, b = Counter(), Counter(3.0)
     with untouched((a, b)):
         y, new = es.mutable(lambda x, m: m(x), argnums=1)(1.0, b)
@@ -55,7 +55,7 @@ def test_a_tuple_gives_a_tuple_of_models_and_of_gradients(argnums):
     assert (loss, [g.weight for g in grads]) == (20.0, [4.0, 4.0])
 
 
-def test_the_tuple_is_that_of_argnums():
+def test_the_models_are_in_the_order_of_argnums():
     a, b = Counter(), Counter(3.0)
     _, models = es.mutable(first_and_last, argnums=(2, 0))(a, 1.0, b)
     assert [m.weight for m in models] == [3.0, 2.0]
@@ -64,7 +64,7 @@ def test_the_tuple_is_that_of_argnums():
     assert es.mutable(lambda x: x, argnums=())(1.0) == (1.0, ())
 
 
-def test_filters_see_the_tuple():
+def test_filters_see_paths_in_the_tuple():
     wrt = es.all_of(es.trainable, es.path_matches("[1].*"))
     grads, _ = es.grad(first_and_last, argnums=(0, 2), wrt=wrt)(
         Counter(), 1.0, Counter()
@@ -72,7 +72,7 @@ def test_filters_see_the_tuple():
     assert [g.weight for g in grads] == [None, 1.0]
 
 
-def test_a_gradient_for_an_input_as_of_jax():
+def test_the_gradient_of_an_input_equals_that_of_jax():
     model = Counter().eval()
     x = jnp.arange(3.0)
 
@@ -84,7 +84,7 @@ def test_a_gradient_for_an_input_as_of_jax():
     assert new is x
 
 
-def test_what_f_carries_along_is_not_threaded():
+def test_with_argnums_the_object_bound_to_f_is_not_writable():
     carried, given = Counter(5.0), Counter()
     for f in (carried.apply, ft.partial(Counter.apply, carried)):
         grads, new = es.grad(f, argnums=0)(given, 2.0)
@@ -93,7 +93,7 @@ def test_what_f_carries_along_is_not_threaded():
         es.mutable(carried, argnums=0)(jnp.ones(()))
 
 
-def test_a_decorated_method_does_not_count_self():
+def test_argnums_of_a_decorated_method_do_not_count_self():
     class Trainer(es.Module):
         rate: es.Parameter = 5.0
 
@@ -114,7 +114,7 @@ def test_a_decorated_method_does_not_count_self():
     assert (new.count.tolist(), grads.weight.tolist()) == ([1, 1, 1], [5.0, 5.0, 5.0])
 
 
-def test_what_is_sown_is_named_by_the_position_in_the_tuple():
+def test_sown_values_are_named_by_the_position_in_the_tuple():
     ((y, new), sown) = es.capture(first_and_last, argnums=(0, 2))(
         Counter(), 1.0, Counter(3.0)
     )
@@ -125,6 +125,6 @@ def test_what_is_sown_is_named_by_the_position_in_the_tuple():
 
 
 @pytest.mark.parametrize("argnums", [1.0, (0, "x"), {0, 1}])
-def test_argnums_are_integers(argnums):
+def test_argnums_must_be_integers(argnums):
     with pytest.raises(TypeError, match=r"`es\.mutable\(\.\.\., argnums="):
         es.mutable(first_and_last, argnums=argnums)

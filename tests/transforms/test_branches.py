@@ -1,4 +1,4 @@
-"""`es.cond` and `es.switch`: namesakes of JAX's, whose branches may write state."""
+"""`es.cond` and `es.switch`: JAX's branches, which may also write state."""
 
 import inspect
 
@@ -33,7 +33,7 @@ def choose(request):
 
 
 def check(f, model, choose):
-    """`f(model, i, choose)` threads the state that Python's `if` threads."""
+    """Assert that `f(model, i, choose)` updates state like Python's `if`."""
     jitted = eqx.filter_jit(lambda m, i: es.mutable(f)(m, i, choose))
     for i in (0, 1):
         expected = es.mutable(f)(model, i, by_hand)
@@ -43,7 +43,7 @@ def check(f, model, choose):
             close(es.mutable(f)(model, i, choose), expected)
 
 
-# --- As JAX's -----------------------------------------------------------------------
+# --- Like JAX's branches ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cond", "switch"])
@@ -52,7 +52,7 @@ def test_the_signatures_are_those_of_jax(name):
         [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
         for f in (getattr(es, name), getattr(lax, name))
     )
-    # `operand=` is an older form, which JAX keeps.
+    # JAX still accepts `operand=`, an older form.
     assert ours == [p for p in theirs if p[0] != "operand"]
 
 
@@ -75,7 +75,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("i", [0, 1])
-def test_on_arrays_they_are_the_choices_of_jax(name, i):
+def test_on_arrays_they_equal_the_branches_of_jax(name, i):
     def look(tree):
         types = [getattr(x, "weak_type", type(x)) for x in jax.tree.leaves(tree)]
         return jax.tree.structure(tree), types
@@ -88,7 +88,7 @@ def test_on_arrays_they_are_the_choices_of_jax(name, i):
     assert eqx.tree_equal(ours, theirs, typematch=True)
 
 
-def test_what_is_no_array_passes_through():
+def test_values_that_are_not_arrays_pass_through():
     f = es.cond(
         True, lambda f, x: (f, "text", x), lambda f, x: (f, "text", 2 * x), jnp.sin, 1.0
     )
@@ -98,7 +98,7 @@ def test_what_is_no_array_passes_through():
 # --- State --------------------------------------------------------------------------
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 def test_branches_that_write_different_state(choose):
     def f(net, i, choose):
         def first(x):
@@ -121,7 +121,7 @@ def test_branches_that_write_different_state(choose):
     check(f, Net(), choose)
 
 
-def test_only_the_state_that_some_branch_writes_is_new():
+def test_only_state_that_some_branch_writes_is_replaced():
     seen = []
 
     def f(net):
@@ -133,7 +133,7 @@ def test_only_the_state_that_some_branch_writes_is_new():
     assert seen == [True, True, True]
 
 
-def test_a_branch_returns_a_module_that_may_be_assigned(choose):
+def test_a_module_returned_by_a_branch_may_be_assigned(choose):
     def f(net, i, choose):
         def write(cell):
             cell(2.0)
@@ -179,7 +179,7 @@ def test_one_function_as_several_branches_is_traced_once():
 # --- While a model is initialized ---------------------------------------------------
 
 
-def test_what_init_draws_does_not_depend_on_the_branch(choose):
+def test_init_draws_the_same_values_inside_a_branch(choose):
     def forward(m, x):
         return choose(0, [m[0], lambda x: choose(1, [m[1], m[2]], x)], x)
 

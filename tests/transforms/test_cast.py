@@ -1,4 +1,4 @@
-"""`cast=`: other dtypes for a model inside of a call."""
+"""`cast=`: different dtypes for a model inside a call."""
 
 import dataclasses
 from typing import Any
@@ -64,7 +64,7 @@ def dtypes(tree: Any) -> dict[str, Any]:
 # --- Inside ---------------------------------------------------------------------------
 
 
-def test_the_selected_arrays_have_the_dtype_inside():
+def test_inside_the_selected_arrays_have_the_requested_dtype():
     layer = make_layer()
     y, new = es.mutable(layer, cast=CAST)(X)
     assert y.dtype == HALF
@@ -80,7 +80,7 @@ def test_complex_arrays_integers_and_keys_are_never_cast():
     assert inside == dtypes(layer) | dict.fromkeys(["weight", "mean", "codes"], HALF)
 
 
-def test_rules_decide_and_none_leaves_arrays_alone():
+def test_rules_choose_the_dtype_and_none_does_not_cast():
     layer = make_layer()
     rules = {es.path_matches("weight"): jnp.float16, es.State: None, ...: "bfloat16"}
     with jax.numpy_dtype_promotion("standard"):
@@ -88,7 +88,7 @@ def test_rules_decide_and_none_leaves_arrays_alone():
     assert seen == [dtypes(layer) | {"weight": jnp.float16, "codes": HALF}]
 
 
-def test_moments_and_averages_are_not_parameters():
+def test_moments_and_averages_are_not_cast_as_parameters():
     model = {"w": jnp.ones(2)}
     optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
     tree = model, optimizer, es.Ema(0.9).init(model)
@@ -103,7 +103,7 @@ def test_moments_and_averages_are_not_parameters():
 # --- Outside --------------------------------------------------------------------------
 
 
-def test_what_was_not_written_is_the_very_same_array():
+def test_unwritten_arrays_are_returned_as_the_same_objects():
     layer = make_layer()
     old = {part.name: part.value for part in es.parts(layer)}
     _, new = es.mutable(layer, cast={...: HALF})(X)
@@ -111,13 +111,13 @@ def test_what_was_not_written_is_the_very_same_array():
         assert (part.value is old[part.name]) == (part.name not in ("mean", "count"))
 
 
-def test_what_was_written_comes_back_in_its_own_dtype():
+def test_written_arrays_are_returned_in_their_own_dtype():
     layer = make_layer()
     _, new = es.mutable(layer, cast={...: HALF})(X)
     assert new.mean.dtype == jnp.float32
     assert new.mean[0] == jnp.mean(X * layer.weight.astype(HALF)).astype(jnp.float32)
     assert new.count == 1
-    # A narrower float is widened, also where it is read again in the same call.
+    # A narrower float is widened, even if it is read again in the same call.
     dtype, new = es.mutable(lambda m, x: (m(x), m.mean.dtype)[1], cast=CAST)(layer, X)
     assert dtype == new.mean.dtype == jnp.float32
 
@@ -125,15 +125,15 @@ def test_what_was_written_comes_back_in_its_own_dtype():
 @pytest.mark.parametrize(
     ("dtype", "name"), [("f4", "f32"), ("f2", "f16"), ("i4", "i32")]
 )
-def test_no_other_dtype_is_converted(dtype, name):
+def test_other_dtypes_are_not_converted(dtype, name):
     layer = make_layer().replace(mean=jnp.zeros(1, HALF))
-    match = rf"`mean` was `bf16\[1\]` and is now `{name}\[1\]"
+    match = rf"`mean` was changed from `bf16\[1\]` to `{name}\[1\]"
     with pytest.raises(ValueError, match=match):
         es.mutable(lambda m: setattr(m, "mean", jnp.ones(1, dtype)), cast=CAST)(layer)
 
 
 @pytest.mark.parametrize("dtype", ["float32", None], ids=["strong", "weak"])
-def test_state_that_is_cast_takes_its_own_dtype(dtype):
+def test_state_that_is_cast_is_returned_in_its_own_dtype(dtype):
     def run(m):
         m.mean = jnp.broadcast_to(jnp.asarray(1 / 3, dtype), (1,))
         return m.mean.dtype
@@ -144,7 +144,7 @@ def test_state_that_is_cast_takes_its_own_dtype(dtype):
     assert new.mean == HALF_OF_A_THIRD
 
 
-def test_an_array_that_is_written_to_another_place_has_its_value_inside():
+def test_an_array_assigned_to_a_different_field_has_its_cast_value():
     def move(m):
         m.mean = m.weight
 
@@ -156,7 +156,7 @@ def test_an_array_that_is_written_to_another_place_has_its_value_inside():
     assert new.mean.tolist() == [1.0, HALF_OF_A_THIRD]
 
 
-def test_containers_and_modules_that_are_written():
+def test_containers_and_modules_that_are_assigned():
     class Holder(es.Module):
         stats: es.State[dict[str, Any]]
         inner: Any
@@ -179,7 +179,7 @@ def test_containers_and_modules_that_are_written():
         assert new.stats["b"] is holder.stats["b"]
 
 
-def test_another_structure_is_an_error_as_ever():
+def test_a_changed_structure_is_still_an_error():
     def run(m):
         m.mean = (m.weight,)
 
@@ -203,7 +203,7 @@ def test_numpy_arrays():
     assert new.weight is holder.weight
     assert new.table is holder.table
     assert new.mean.dtype == jnp.float32
-    # A NumPy array of a dtype that JAX does not have by itself.
+    # NumPy's float64, which JAX does not enable by default.
     _, new = es.mutable(
         lambda m: setattr(m, "weight", m.weight * 2), kinds=es.TreePart, cast=CAST
     )(holder)
@@ -234,7 +234,7 @@ def test_gradients_have_the_dtype_of_the_parameters():
     assert loss.dtype == grads.weight.dtype == new.mean.dtype == jnp.float32
     assert grads.mean is None
     assert seen[0]["weight"] == HALF
-    # It is the gradient by hand, through the cast.
+    # This equals the gradient by hand, through the cast.
     expected = jax.grad(
         lambda w: jnp.sum((w.astype(HALF) * X).astype(jnp.float32) ** 2)
     )(layer.weight)
@@ -246,7 +246,7 @@ def test_gradients_have_the_dtype_of_the_parameters():
     assert (aux, new.mean.dtype) == (HALF, jnp.float32)
 
 
-def test_no_cast_or_one_to_the_own_dtype_changes_nothing():
+def test_no_cast_or_a_cast_to_the_same_dtype_changes_nothing():
     layer, x = make_layer(), jnp.ones(2)
     plain = es.value_and_grad(loss_fn)(layer, x)
     for rules in (None, {}, {es.Parameter: None}, {...: jnp.float32}):
@@ -254,7 +254,7 @@ def test_no_cast_or_one_to_the_own_dtype_changes_nothing():
         assert eqx.tree_equal(plain, same)
 
 
-def test_argnums():
+def test_cast_with_argnums():
     a, b = make_layer(), make_layer()
 
     def both(x, a, b):
@@ -264,7 +264,7 @@ def test_argnums():
     assert [g.weight.dtype for g in grads] == [jnp.float32] * 2
     assert [new.count for new in (new_a, new_b)] == [1, 1]
     assert [s["weight"] for s in seen] == [HALF, HALF]
-    # A path is one in the tuple, and an array is a parameter.
+    # Paths start at the tuple, and a plain array counts as a parameter.
     rules = {es.path_matches("[1]*"): HALF}
     es.mutable(lambda x, a: a(x), argnums=(0, 1), cast=rules)(X, a)
     assert seen[-1]["weight"] == HALF
@@ -307,7 +307,7 @@ def test_transforms_inside(rules):
         assert jnp.allclose(grads.weight, exact.weight, rtol=0.02)
 
 
-def test_it_is_traced_once_and_retraced_for_other_rules():
+def test_a_step_is_traced_once_and_retraced_for_different_rules():
     traces = []
 
     @es.jit
@@ -321,7 +321,7 @@ def test_it_is_traced_once_and_retraced_for_other_rules():
     for _ in range(3):
         model, _ = step(model, X, ((es.Parameter, HALF),))
     assert len(traces) == 1
-    # The transform itself is a pytree: equal rules, equal structure.
+    # The transform itself is a pytree: equal rules give equal structures.
     a, b = (es.mutable(model, cast={es.Parameter: HALF}) for _ in range(2))
     c = es.mutable(model, cast={es.Parameter: jnp.float16})
     assert jax.tree.structure(a) == jax.tree.structure(b) != jax.tree.structure(c)
@@ -329,7 +329,7 @@ def test_it_is_traced_once_and_retraced_for_other_rules():
     assert y.dtype == HALF
 
 
-def test_capture_around():
+def test_capture_of_a_gradient_with_cast():
     class Sower(es.Module):
         weight: es.Parameter
         mean: es.State
@@ -346,7 +346,7 @@ def test_capture_around():
     assert new.mean.dtype == grads.weight.dtype == jnp.float32
 
 
-def test_a_jitted_function_inside_is_compiled_for_what_is_around_it():
+def test_a_jitted_function_inside_is_compiled_for_each_cast_around_it():
     @es.jit
     def run(m):
         m.mean = m.codes[:1]
@@ -355,7 +355,7 @@ def test_a_jitted_function_inside_is_compiled_for_what_is_around_it():
     for rules in (CAST, {es.State: HALF}, CAST):
         _, new = es.mutable(lambda m: run(m), cast=rules)(layer)
         assert new.mean.dtype == jnp.float32
-    with pytest.raises(ValueError, match=r"`mean` was `f32\[1\]` and is now `bf16"):
+    with pytest.raises(ValueError, match=r"`mean` was changed from `f32\[1\]` to `bf"):
         es.mutable(lambda m: run(m))(layer)
 
 

@@ -1,4 +1,4 @@
-"""What functions hold: owned modules are found, all else is a constant."""
+"""Values that functions close over: owned modules are found, all else is constant."""
 
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ TRANSFORMS = ["scan", "jit"]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_cell_that_is_no_pytree_is_left_alone(name):
-    by_kind = {es.Parameter: 1.0, es.State: 2.0}  # which have no order
+def test_a_closure_cell_that_is_not_a_pytree_does_not_change(name):
+    by_kind = {es.Parameter: 1.0, es.State: 2.0}  # these keys cannot be sorted
 
     def f(holder, x):
         return through(name, lambda x: by_kind[es.State] * holder.layer(x), x)
@@ -45,7 +45,7 @@ def test_a_cell_that_is_no_pytree_is_left_alone(name):
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_the_function_of_jaxs_partial_is_opened_in_a_plain_module_as_well(name):
+def test_modules_are_found_in_jaxs_partial_inside_a_plain_module(name):
     def f(holder, x):
         called = jtu.Partial(lambda x: holder.layer(x))
         lambdas = eqx.nn.Sequential([eqx.nn.Lambda(called), eqx.nn.Identity()])
@@ -55,7 +55,7 @@ def test_the_function_of_jaxs_partial_is_opened_in_a_plain_module_as_well(name):
     assert (y, new.layer.n) == (2.0, 1.0)
 
 
-# Functions that call themselves: `power(get)` multiplies `n` times by `get().weight`.
+# Recursive functions: `power(x, n)` multiplies `x` by `get().weight`, `n` times.
 
 
 def decorated(get, jit):
@@ -78,7 +78,7 @@ RECURSIVE = [decorated, by_default]
 
 
 @pytest.mark.parametrize("make", RECURSIVE)
-def test_functions_that_call_each_other_write_to_one_model(make):
+def test_recursive_functions_write_to_one_model(make):
     def f(holder, x):
         def get():
             holder.layer(x)
@@ -90,7 +90,7 @@ def test_functions_that_call_each_other_write_to_one_model(make):
     assert (y, new.layer.n) == (8.0, 3.0)
 
 
-def test_what_cannot_be_flattened_is_left_alone():
+def test_an_object_that_cannot_be_flattened_does_not_change():
     class Broken:
         pass
 
@@ -111,7 +111,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_a_module_in_a_pytree_and_a_cell_that_is_filled_later():
+def test_a_module_in_a_pytree_and_a_closure_cell_that_is_filled_later():
     def f(layer, x):
         def run(x):
             return later.second(x)
@@ -127,7 +127,7 @@ def test_a_module_in_a_pytree_and_a_cell_that_is_filled_later():
     assert (y, new.n) == (2.0, 1.0)
 
 
-def test_a_long_chain_may_be_closed_over():
+def test_a_deeply_nested_list_may_be_closed_over():
     chain = None
     for i in range(1500):
         chain = [i, chain]
@@ -135,7 +135,7 @@ def test_a_long_chain_may_be_closed_over():
 
 
 @pytest.mark.parametrize("transform", [es.jit, es.vmap], ids=["jit", "vmap"])
-def test_a_model_that_no_scope_owns_is_a_constant_in_a_closure(transform):
+def test_a_closed_over_model_outside_a_scope_is_a_constant(transform):
     # As in `eqx.filter_jit` and in JAX itself.
     model, seen = Layer(), []
 

@@ -1,4 +1,4 @@
-"""`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians: those of JAX, with state."""
+"""`es.vjp`, `es.jvp`, `es.linearize` and the Jacobians: like JAX's, with state."""
 
 import dataclasses
 import functools as ft
@@ -15,7 +15,7 @@ from helpers import close, rejects, reuses_keys
 import eqx_state as es
 
 
-# The same model, with its keys, is called in several ways. The zoo has the check.
+# The tests call one model, with its keys, in several ways. The zoo checks key reuse.
 pytestmark = reuses_keys
 
 FROZEN = dataclasses.FrozenInstanceError
@@ -43,11 +43,11 @@ class Net(es.Module):
     steps: es.State = 0
 
 
-# --- All of them, called in one way ---------------------------------------------------
+# --- One calling convention for all ---------------------------------------------------
 
 
 def ones(tree):
-    # Integers and functions have no tangents.
+    # Integers and functions do not have tangents.
     return jax.tree.map(lambda x: jnp.ones_like(x) if is_inexact(x) else None, tree)
 
 
@@ -82,13 +82,13 @@ JACOBIANS = ["jacfwd", "jacrev", "hessian"]
 WAYS = {"vjp": vjp, "jvp": jvp, "linearize": linearize}
 ALL = WAYS | {name: jacobian(name) for name in JACOBIANS}
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-# A Hessian is a `jacfwd` of a `jacrev`.
+# `hessian` stands for all Jacobians: it is a `jacfwd` of a `jacrev`.
 FOUR = WAYS | {"hessian": ALL["hessian"]}
 each = pytest.mark.parametrize("way", FOUR.values(), ids=FOUR)
 each_jacobian = pytest.mark.parametrize("name", JACOBIANS)
 
 
-# --- As in JAX ------------------------------------------------------------------------
+# --- Like JAX -------------------------------------------------------------------------
 
 
 def pair(x, y):
@@ -108,7 +108,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("has_aux", [False, True])
-def test_on_arrays_they_are_those_of_jax(name, has_aux):
+def test_on_arrays_they_equal_those_of_jax(name, has_aux):
     fun, primals = PLAIN[name]
     f = (lambda *x: (fun(*x), {"n": 3, "x": x})) if has_aux else fun
 
@@ -142,7 +142,7 @@ PLAIN_JACOBIANS = {
 
 @each_jacobian
 @pytest.mark.parametrize("case", PLAIN_JACOBIANS)
-def test_on_arrays_a_jacobian_is_that_of_jax(name, case):
+def test_on_arrays_a_jacobian_equals_that_of_jax(name, case):
     fun, options, args = PLAIN_JACOBIANS[case]
     kwargs = {"y": 3.0} if case == "by name" else {}
 
@@ -164,7 +164,7 @@ def test_the_signature_is_that_of_jax(name):
     assert ours == theirs
 
 
-def test_second_derivatives_and_maps_of_the_linear_functions_are_those_of_jax():
+def test_second_derivatives_and_vmap_of_a_vjp_equal_those_of_jax():
     x = jnp.arange(3.0)
 
     def second(module):
@@ -177,7 +177,7 @@ def test_second_derivatives_and_maps_of_the_linear_functions_are_those_of_jax():
     close(second(es), second(jax))
 
 
-# --- What has tangents ----------------------------------------------------------------
+# --- Which values have tangents -------------------------------------------------------
 
 
 def test_only_inexact_arrays_have_tangents_and_cotangents():
@@ -198,14 +198,14 @@ def test_only_inexact_arrays_have_tangents_and_cotangents():
 
 
 @pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
-def test_a_jacobian_is_none_for_what_is_not_inexact(name):
+def test_a_jacobian_is_none_for_values_that_are_not_inexact(name):
     model = {"w": X, "n": jnp.array(2), "f": jnp.sin, "k": jr.key(0)}
     f = lambda m: {"out": m["n"] * m["w"], "f": m["f"]}  # noqa: E731
     expected = {"w": 2 * jnp.eye(3), "n": None, "f": None, "k": None}
     close(getattr(es, name)(f)(model), {"out": expected, "f": None})
 
 
-def test_a_module_that_comes_out_has_cotangents_where_it_is_inexact():
+def test_a_returned_module_has_cotangents_for_its_inexact_arrays():
     def f(cell):
         return cell.replace(weight=2 * cell.weight, count=cell.count + 1)
 
@@ -217,7 +217,7 @@ def test_a_module_that_comes_out_has_cotangents_where_it_is_inexact():
     assert moved.count.dtype == moved.rng.dtype == jax.dtypes.float0
 
 
-def test_integers_are_allowed_on_request_and_text_always():
+def test_integers_are_allowed_on_request_and_strings_always():
     f = es.jacrev(lambda n, x: {"a": n * x}, (0, 1), allow_int=True)
     assert f(jnp.array(3), 2.0) == {"a": (None, 3.0)}
     with pytest.raises(TypeError, match="argument 0 has no inexact arrays"):
@@ -230,7 +230,7 @@ def test_integers_are_allowed_on_request_and_text_always():
 
 
 @pytest.mark.parametrize("way", ALL.values(), ids=ALL)
-def test_state_is_threaded_once_however_the_module_is_reached(way):
+def test_state_is_updated_once_for_every_way_to_pass_the_module(way):
     def ways(net, x):
         yield lambda: way(lambda cell, x: cell(x), net.cell, x)
         yield lambda: way(net.cell, x)
@@ -257,7 +257,7 @@ def test_state_is_threaded_once_however_the_module_is_reached(way):
 
 
 @pytest.mark.parametrize("name", ["vjp", "jacfwd", "jacrev"])
-def test_a_module_among_the_arguments_is_differentiated_with_its_state(name):
+def test_a_module_argument_is_differentiated_with_its_state(name):
     def f(net, x):
         run = lambda scale, cell: (cell(x), cell.mean)  # noqa: E731
         if name == "vjp":
@@ -282,7 +282,7 @@ def test_a_closure_is_a_constant_and_an_argument_given_twice_has_two_cotangents(
 
 @each_way
 @pytest.mark.parametrize("has_other", [False, True])
-def test_state_that_is_written_both_ways_is_an_error(way, has_other):
+def test_state_that_is_written_in_two_ways_is_an_error(way, has_other):
     def closed(net):
         return way(lambda cell: cell(1.0) + net.cell(1.0), net.cell)
 
@@ -312,7 +312,7 @@ def test_the_auxiliary_output_may_be_anything(way):
             return net.cell(x), (net.other, "aux", 2 * net.cell.mean)
 
         _, _, (net.other, word, mean) = way(g, 0.7, has_aux=True)
-        if way in WAYS.values():  # what is not an array is left alone
+        if way in WAYS.values():  # outputs that are not arrays do not change
             assert way(lambda x: (x, jnp.tanh, 3), X)[0][1:] == (jnp.tanh, 3)
         return word, mean
 
@@ -352,7 +352,7 @@ def test_they_work_inside_the_other_transforms(way):
 
 
 @each
-def test_what_is_sown_comes_out_once(way):
+def test_sown_values_are_returned_once(way):
     def f(net):
         way(lambda cell: cell(X), net.cell)
 
@@ -381,7 +381,7 @@ class Outer(es.Module):
 
 
 @each
-def test_they_run_while_init_does(way):
+def test_they_work_inside_init(way):
     model = Outer(way).init(0, X)
     shapes = eqx.filter_eval_shape(lambda x: Outer(way).init(0, x), X)
     assert shapes.lazy.weight.shape == (3,)
@@ -390,7 +390,7 @@ def test_they_run_while_init_does(way):
     assert es.mutable(model)(X)[1].lazy.calls == 1
 
 
-def test_a_model_in_no_scope_is_an_ordinary_argument():
+def test_a_model_outside_a_scope_is_an_ordinary_argument():
     y, vjp_fn = es.vjp(lambda cell, x: cell.weight * x, Cell(count=3), 2.0)
     grads, by_x = vjp_fn(1.0)
     assert (y, grads.weight, grads.mean, grads.count) == (1.0, 2.0, 0.0, None)
@@ -425,7 +425,7 @@ class Decorated(es.Module):
         return self.weight * x**2
 
 
-def test_self_of_a_decorated_method_does_not_count():
+def test_argnums_of_a_decorated_method_do_not_count_self():
     def run(model):
         return model.forward(3.0), model.reverse(2.0, 3.0), model.second(1.0)
 
@@ -444,7 +444,7 @@ class Tied(es.Module):
 
 
 @each
-def test_tied_layers_are_differentiated_as_they_are_stored(way):
+def test_gradients_of_tied_layers_have_the_stored_structure(way):
     def tied():
         pair = (Cell(rng=jr.key(1)), Cell())
         return Tied(eqx.nn.Shared(pair, lambda x: x[1], lambda x: x[0]))
@@ -461,10 +461,10 @@ def test_tied_layers_are_differentiated_as_they_are_stored(way):
         assert grads.pair.pytree[0].weight != 0
 
 
-# --- The functions that come back -----------------------------------------------------
+# --- The returned functions -----------------------------------------------------------
 
 
-def test_the_functions_pass_through_jit():
+def test_the_returned_functions_pass_through_jit():
     def make(cell, x):
         _, vjp_fn = es.vjp(lambda cell, x: cell.weight * jnp.sin(x), cell, x)
         _, jvp_fn = es.linearize(lambda x: cell.weight * jnp.sin(x), x)
@@ -479,14 +479,14 @@ def test_the_functions_pass_through_jit():
     assert jax.tree.leaves(made)
 
 
-def test_a_function_that_was_compiled_with_its_maker_compiles_once():
+def test_a_function_returned_by_a_jitted_function_compiles_once():
     make = es.jit(lambda x: es.vjp(jnp.sin, x)[1])
     call = es.jit(eqx.debug.assert_max_traces(lambda f, x: f(x), max_traces=1))
     for x in jnp.array([0.1, 0.2]):
         close(call(make(x), 1.0), (jnp.cos(x),))
 
 
-def test_the_functions_may_be_called_after_the_scope_and_often():
+def test_the_returned_functions_may_be_called_repeatedly_after_the_scope():
     def f(net, x):
         return es.vjp(lambda cell: cell(x), net.cell)[1]
 
@@ -495,7 +495,7 @@ def test_the_functions_may_be_called_after_the_scope_and_often():
     assert new.cell.count == 1
 
 
-# --- Tangents and cotangents that do not fit ------------------------------------------
+# --- Invalid tangents and cotangents --------------------------------------------------
 
 
 class Layer(es.Module):
@@ -517,14 +517,14 @@ TAKE = {
 
 
 @pytest.mark.parametrize("name", TAKE)
-def test_holes_and_zeros_are_taken_where_there_are_no_tangents(name):
+def test_none_and_zeros_are_accepted_where_there_are_no_tangents(name):
     for count in (None, FLOAT0):
         TAKE[name](Layer(ONES, count, None))
     if name != "vjp":
-        TAKE[name](Layer(ONES, None, None).eval())  # modes do not count
+        TAKE[name](Layer(ONES, None, None).eval())  # modes may differ
 
 
-def test_holes_of_a_gradient_are_zeros():
+def test_none_in_a_gradient_counts_as_zeros():
     class Norm(es.Module):
         scale: es.Parameter
         mean: es.BatchStat
@@ -557,16 +557,17 @@ BAD = {
 
 @pytest.mark.parametrize("name", TAKE)
 @pytest.mark.parametrize("case", BAD)
-def test_those_that_do_not_fit_are_an_error_of_jax_or_name_the_place(name, case):
+def test_tangents_that_do_not_fit_are_an_error_that_names_the_path(name, case):
     given, of_jax, ours = BAD[case]
     if jax.__version_info__ < (0, 10) and case not in ("shape", "dtype"):
-        of_jax = "unexpected tree structure"  # which does not say where
+        # Older versions of JAX do not name the path.
+        of_jax = "unexpected tree structure"
     message = of_jax if name == "vjp" else ours
     with pytest.raises((TypeError, ValueError), match=message):
         TAKE[name](given)
 
 
-def test_another_number_of_tangents_is_an_error():
+def test_a_wrong_number_of_tangents_is_an_error():
     for call in (
         lambda: es.jvp(jnp.sin, (1.0,), (1.0, 2.0)),
         lambda: es.linearize(jnp.sin, 1.0)[1](1.0, 2.0),
@@ -583,7 +584,7 @@ def test_another_number_of_tangents_is_an_error():
 
 
 @pytest.mark.parametrize("given", [((1.0,), 1.0), (jnp.ones(1), (1.0,))])
-def test_jvp_takes_tuples(given):
+def test_jvp_requires_tuples(given):
     with pytest.raises(TypeError, match=r"must be tuples.*`(float|ArrayImpl)`"):
         es.jvp(jnp.sin, *given)
 
@@ -606,25 +607,25 @@ def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
 
 
 @pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
-def test_without_holomorphic_complex_arguments_are_an_error_of_jax(name):
+def test_complex_arguments_without_holomorphic_are_an_error_of_jax(name):
     with pytest.raises(TypeError, match="holomorphic"):
         getattr(es, name)(lambda z: z * z)(1j)
 
 
 @each
-def test_outside_a_scope_a_write_is_an_error(way):
+def test_a_write_outside_a_scope_is_an_error(way):
     with rejects(Cell(), FROZEN, "Cell.count"):
         way(lambda cell, x: cell(x), Cell(), 1.0)
 
 
 @each
-def test_without_a_pair_there_is_no_auxiliary_output(way):
+def test_has_aux_requires_a_pair(way):
     with pytest.raises(TypeError, match=r"return a pair, `\(out, aux\)`.*f32\[3\]`"):
         way(lambda x: x, X, has_aux=True)
 
 
 @each
-def test_a_function_that_raises_leaves_the_state_as_it_was(way):
+def test_a_function_that_raises_leaves_state_unchanged(way):
     def f(net):
         def g(x):
             net.cell(x)
@@ -637,7 +638,7 @@ def test_a_function_that_raises_leaves_the_state_as_it_was(way):
     assert es.mutable(f)(Net())[0] == 0
 
 
-def test_a_model_that_is_not_ready_is_named():
+def test_an_invalid_model_is_an_error_that_names_it():
     with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Init"):
         es.vjp(lambda m, x: m.weight * x, Cell(es.Initializer(jr.normal)), 1.0)
     cell = Cell()

@@ -1,4 +1,4 @@
-"""`es.while_loop` and `es.fori_loop`: namesakes of JAX's, with state carried."""
+"""`es.while_loop` and `es.fori_loop`: JAX's loops, with state carried through."""
 
 import dataclasses
 import functools as ft
@@ -24,7 +24,7 @@ def loop(request):
 
 
 def check(f, model, loop):
-    """`f(model, loop)` threads the state that the Python loop threads."""
+    """Assert that `f(model, loop)` updates state like the Python loop `by_hand`."""
     ours, expected = es.mutable(f)(model, loop), es.mutable(f)(model, by_hand)
     close(ours, expected)
     with jax.disable_jit():
@@ -32,7 +32,7 @@ def check(f, model, loop):
     return ours
 
 
-# --- As JAX's -----------------------------------------------------------------------
+# --- Like JAX's loops ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["while_loop", "fori_loop"])
@@ -70,7 +70,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_on_arrays_they_are_the_loops_of_jax(name):
+def test_on_arrays_they_equal_the_loops_of_jax(name):
     def look(tree):
         types = [getattr(x, "weak_type", type(x)) for x in jax.tree.leaves(tree)]
         return jax.tree.structure(tree), types
@@ -83,7 +83,7 @@ def test_on_arrays_they_are_the_loops_of_jax(name):
     assert eqx.tree_equal(ours, theirs, typematch=True)
 
 
-def test_what_is_no_array_passes_through():
+def test_values_that_are_not_arrays_pass_through():
     def body(c):
         x, f, text = c
         return f(x), f, text
@@ -110,7 +110,7 @@ def test_cond_fun_reads_the_state_that_body_fun_writes():
     assert (x, new.steps) == (32.0, 5)
 
 
-def test_no_steps_write_nothing(loop):
+def test_a_loop_without_steps_writes_nothing(loop):
     x, new = es.mutable(lambda m: loop(m, 0, 0.5))(Cell())
     assert x == 0.5
     close(new, Cell())
@@ -119,7 +119,7 @@ def test_no_steps_write_nothing(loop):
 # --- Modules in the carry -----------------------------------------------------------
 
 
-def test_a_module_in_the_carry_comes_back(loop):
+def test_a_module_in_the_carry_is_returned(loop):
     def f(net, loop):
         def body(carry):
             cell, x = carry
@@ -127,7 +127,8 @@ def test_a_module_in_the_carry_comes_back(loop):
 
         cell, x = loop(body, 3, (net.cell, 0.5))
         if loop is not by_hand:
-            assert net.cell.total == 0.0  # what was passed in stays as it was
+            # The module that was passed in does not change.
+            assert net.cell.total == 0.0
             net.cell = cell
         return x
 
@@ -136,7 +137,7 @@ def test_a_module_in_the_carry_comes_back(loop):
     close(grads, es.value_and_grad(f)(Net(), by_hand)[1])
 
 
-def test_cond_fun_is_given_the_module_of_the_carry():
+def test_cond_fun_receives_the_module_of_the_carry():
     def f(cell):
         def body(cell):
             cell(1.0)
@@ -148,7 +149,7 @@ def test_cond_fun_is_given_the_module_of_the_carry():
     assert (cell.total, new.total) == (5.0, 0.0)
 
 
-def test_parameters_in_the_carry_stay_the_very_arrays_that_they_are(loop):
+def test_unchanged_parameters_in_the_carry_are_the_same_objects(loop):
     class Net(es.Module):
         limit: es.Parameter = 3.0
         n: es.State = 0.0
@@ -161,7 +162,7 @@ def test_parameters_in_the_carry_stay_the_very_arrays_that_they_are(loop):
         net: Net
 
         def __call__(self):
-            # The condition reads a parameter, and so JAX returns that as a new array.
+            # The condition reads a parameter, so JAX returns it as a new array.
             self.net = es.while_loop(lambda m: m.n < m.limit, Net.bumped, self.net)
             self.net = loop(Net.bumped, 2, self.net)
 
@@ -172,7 +173,7 @@ def test_parameters_in_the_carry_stay_the_very_arrays_that_they_are(loop):
 
 
 @pytest.mark.parametrize("is_jitted", [True, False])
-def test_a_module_that_only_some_steps_write_comes_back_written(is_jitted):
+def test_a_module_that_only_some_steps_write_is_returned_with_the_write(is_jitted):
     class Counter(es.Module):
         n: es.State = 0
 
@@ -215,7 +216,7 @@ def carried(m, x, loop):
     [lambda m, x, loop: loop(lambda x: m.b(m.a(x)), 2, x), carried],
     ids=["closure", "carried"],
 )
-def test_what_init_draws_does_not_depend_on_the_loop(forward, loop):
+def test_init_draws_the_same_values_inside_a_loop(forward, loop):
     ours, expected = (
         Model().init(0, jnp.ones(3), call=ft.partial(forward, loop=run))
         for run in (loop, by_hand)
@@ -226,7 +227,7 @@ def test_what_init_draws_does_not_depend_on_the_loop(forward, loop):
 # --- Bad input ----------------------------------------------------------------------
 
 
-def test_cond_fun_may_not_draw_from_a_module_of_the_carry():
+def test_cond_fun_must_not_draw_from_a_module_of_the_carry():
     drop = es.nn.Dropout(0.5, key=jr.key(0))
     with rejects(drop, ValueError, "`cond_fun`", "`rng`"):
         es.mutable(

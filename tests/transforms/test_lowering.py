@@ -1,4 +1,4 @@
-"""Steps that are lowered, compiled ahead of time, exported, evaluated in shape."""
+"""Steps that are lowered, compiled ahead of time, exported, or evaluated for shapes."""
 
 import copy
 
@@ -43,13 +43,13 @@ def forward(model, x):
     return es.mutable(es.vmap(model, axis_name="batch"))(x)
 
 
-# Compiled once, for all tests to compare with.
+# Compiled once; all tests compare with these.
 plain_step, plain_forward = jax.jit(step), jax.jit(forward)
 
 
 @pytest.fixture
 def training():
-    """A model, its optimizer, and a batch: all leaves are arrays."""
+    """A model, its optimizer and a batch. All leaves are arrays."""
     model = Net(jr.key(0))
     optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.5)).init(model)
     return model, optimizer, jr.normal(jr.key(1), (4, 2))
@@ -75,7 +75,7 @@ def test_a_step_is_compiled_from_shapes_alone(jit, training):
     assert compiled(model, optimizer, training[-1])[1].steps == 2
 
 
-def test_both_stages_speak_like_those_of_jax(training):
+def test_both_stages_have_the_interface_of_jax(training):
     lowered = es.jit(step).lower(*training)
     assert "module @jit_step" in lowered.as_text()
     assert "stablehlo" in lowered.as_text(dialect="stablehlo")
@@ -93,7 +93,7 @@ def test_both_stages_may_be_copied():
     assert compiled(jnp.ones(3)).tolist() == [2, 2, 2]
 
 
-def test_static_arguments_and_results_keep_their_places():
+def test_static_arguments_and_results_keep_their_positions():
     def f(tree, x, *, scale, name="f"):
         return {"out": scale * x + tree["a"], "name": name, "rest": tree["rest"]}
 
@@ -104,7 +104,7 @@ def test_static_arguments_and_results_keep_their_places():
     assert eqx.tree_equal(compiled(x=x, name="g", tree=tree, scale=2), got)
 
 
-def test_models_methods_and_threaded_calls_are_lowered(training):
+def test_models_methods_and_calls_of_mutable_are_lowered(training):
     model, _, x = training
     expected = plain_forward(model, x)
     mapped = es.jit(es.mutable(es.vmap(model, axis_name="batch")))
@@ -124,7 +124,7 @@ def test_models_methods_and_threaded_calls_are_lowered(training):
     assert_close(es.jit(linear).lower(x[0]).compile()(x[0]), linear(x[0]))
 
 
-def test_donation_is_compiled_in():
+def test_a_compiled_program_donates():
     compiled = es.jit(lambda x, y: (x + 1, y + 1), donate="all-except-first")
     x, y = jnp.ones(3), jnp.ones(3)
     compiled = compiled.lower(x, y).compile()
@@ -142,7 +142,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_compiled_program_serves_its_own_signature_only(case, training):
+def test_a_compiled_program_accepts_only_its_own_signature(case, training):
     model, _, x = training
     args, kwargs = OTHERS[case](model, x)
     match = r"(?s)compiled by `es\.jit.*a different structure or different"
@@ -169,7 +169,7 @@ def test_a_compiled_program_rejects_other_shapes_and_dtypes(other, training):
         compiled_once()(training[0], other, 2)
 
 
-def test_lowering_in_a_scope_writes_nothing_and_the_program_does(training):
+def test_lowering_in_a_scope_writes_nothing_but_running_the_program_does(training):
     model, _, x = training
 
     class Outer(es.Module):

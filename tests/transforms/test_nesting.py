@@ -1,6 +1,6 @@
-"""All the ways in which a module gets into a transform; scopes and methods in one.
+"""All ways to pass a module to a transform, in one scope or in several; methods.
 
-Transforms in transforms are what the random programs of `tests/laws` are made of.
+The random programs of `tests/laws` test transforms inside transforms.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ def call(cell, x):
     return cell(x)
 
 
-# --- How a module gets into a transform ---------------------------------------------
+# --- Ways to pass a module to a transform -------------------------------------------
 
 
 class Counter(es.Module):
-    """Small enough to be counted by: what it returns tells the state it has seen."""
+    """Counts its calls; the output reveals which state the call has seen."""
 
     count: es.State = 0.0
 
@@ -39,7 +39,8 @@ class Counter(es.Module):
 
 
 one_lane = ft.partial(es.vmap, in_axes=None, out_axes=None, axis_size=1)
-# Each calls a function of `x` twice, in itself or around itself, and returns the sum.
+# Each runs a function of `x` twice, inside or around the transform, and sums the
+# results.
 TWICE = {
     "jit": lambda f: lambda x: es.jit(f)(x) + es.jit(f)(x),
     "checkpoint": lambda f: lambda x: es.checkpoint(f)(x) + es.checkpoint(f)(x),
@@ -73,7 +74,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("transform", TWICE)
-def test_every_form_of_a_module_is_reached(transform):
+def test_every_form_of_a_module_is_found(transform):
     for form in FORMS.values():
         f = es.mutable(lambda m, x, form=form: TWICE[transform](form(m))(x))
         y, new = f(Counter(), 0.0)
@@ -103,7 +104,7 @@ class Parent(es.Module):
 
 @pytest.mark.parametrize("transform", TWICE)
 def test_aliases_see_one_state(transform):
-    """By the parent, its child, the child's method, a default and a list."""
+    """The state is used by the parent, the child, its method, a default and a list."""
 
     def f(parent, x):
         alias, kept = parent.child, [parent.child]
@@ -127,7 +128,7 @@ def test_aliases_see_one_state(transform):
 
 
 @pytest.mark.parametrize("transform", TWICE)
-def test_parameters_are_written_where_the_scope_allows_it(transform):
+def test_parameters_are_written_if_the_scope_allows_it(transform):
     class Weights(es.Module):
         weight: es.Parameter = 1.0
 
@@ -141,7 +142,7 @@ def test_parameters_are_written_where_the_scope_allows_it(transform):
 
 
 @pytest.mark.parametrize("transform", TWICE)
-def test_outside_of_a_scope(transform):
+def test_outside_a_scope(transform):
     model = Counter(5.0).eval()
     assert TWICE[transform](model)(1.0) == 12.0
     model = Counter(5.0)
@@ -154,7 +155,7 @@ def test_outside_of_a_scope(transform):
 
 
 @pytest.mark.parametrize("transform", TWICE)
-def test_an_exception_half_way_leaves_all_as_it_was(transform):
+def test_an_exception_half_way_leaves_state_unchanged(transform):
     def f(parent, x):
         child = parent.child
 
@@ -168,7 +169,8 @@ def test_an_exception_half_way_leaves_all_as_it_was(transform):
             TWICE[transform](inner)(x)
         assert parent.child is child
         assert child.count == 1.0
-        child.count = child.count + 1  # still owned, and in the right trace
+        # `child` is still owned by the scope, and in the right trace.
+        child.count = child.count + 1
         return TWICE[transform](parent)(x)
 
     y, new = es.mutable(f)(Parent(Counter()), 0.0)
@@ -235,7 +237,7 @@ STACKED = {
 
 
 @pytest.mark.parametrize("stack", STACKED.values(), ids=STACKED)
-def test_the_object_of_a_decorated_method_is_not_mapped_whatever_is_around(stack):
+def test_the_object_of_a_decorated_method_is_not_mapped_by_any_nesting(stack):
     traces = 0
 
     class Sum(es.Module):

@@ -1,4 +1,4 @@
-"""Outside `jit`, loops and branches trace their functions at each call."""
+"""Outside `jit`, loops and branches trace their functions on each call."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ class Cell(es.Module):
         return x + self.weight
 
 
-# For a function of an array: one call of a transform that runs it, or may run it.
+# Each calls one transform, which runs the function or may run it.
 WAYS = {
     "scan": lambda f: es.scan(lambda c, x: (f(c), None), 0.0, XS[:1])[0],
     "while_loop": lambda f: es.while_loop(lambda c: c < 0.5, f, 0.0),
@@ -33,7 +33,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_scope", [False, True])
-def test_a_function_is_traced_at_each_call(way, in_scope):
+def test_a_function_is_traced_on_each_call(way, in_scope):
     traces = []
     scale = 1.0
 
@@ -68,7 +68,7 @@ def test_a_comparison_of_parameters_is_traced():
 
 
 @pytest.mark.parametrize("bound", [int, np.int32, jnp.array])
-def test_a_loop_between_known_bounds_can_be_differentiated(bound):
+def test_a_fori_loop_with_concrete_bounds_can_be_differentiated(bound):
     def f(x):
         return es.fori_loop(bound(1), bound(4), lambda i, c: c * i, x)
 

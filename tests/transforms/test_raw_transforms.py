@@ -1,7 +1,7 @@
-"""Transforms of JAX and Equinox themselves, around a write and around a threaded call.
+"""Transforms of JAX and Equinox around a write, and around a call of `es.mutable`.
 
-`docs/what-if.md` has those that everybody uses. A write in any of them reaches the
-model or is an error; a call that `es.mutable` threads inside of them works.
+`docs/what-if.md` lists the transforms that most users need. In every transform, a write
+reaches the model or is an error, and a call of `es.mutable` works.
 """
 
 import contextlib
@@ -57,10 +57,10 @@ def custom_vmap(f):
     return wrapped
 
 
-# --- A write that closes over the module --------------------------------------------
+# --- A write to a module that is closed over ----------------------------------------
 
 
-# These call their function as it is where nothing around them traces or differentiates.
+# These call their function directly if no outer transform traces or differentiates.
 CALLED = {
     "custom_vjp": lambda f, x: custom_vjp(f)(x),
     "grad of custom_vjp": lambda f, x: jax.grad(custom_vjp(f))(x[0]),
@@ -76,11 +76,11 @@ CALLED = {
     "jit",
     [
         pytest.param(lambda f: f, id="eager"),
-        # The trace that the error ends is not let go of while the outer one lasts.
+        # The trace that the error ends lives as long as the outer trace.
         pytest.param(eqx.filter_jit, id="jit", marks=leaks_on_purpose),
     ],
 )
-def test_a_write_arrives_or_is_an_error(name, jit):
+def test_a_write_reaches_the_model_or_is_an_error(name, jit):
     expected = XS[0] if name.startswith("grad") else XS.sum()
 
     def f(net, x):
@@ -96,7 +96,7 @@ def test_a_write_arrives_or_is_an_error(name, jit):
         assert arrived
 
 
-# --- Transforms of JAX in transforms of `es`, and around them ------------------------
+# --- Transforms of JAX inside and around transforms of `es` --------------------------
 
 
 LIFTED = {
@@ -113,13 +113,13 @@ LIFTED = {
 
 @pytest.mark.parametrize("lifted", LIFTED)
 @pytest.mark.parametrize("is_outer", [False, True])
-def test_a_write_through_both(lifted, is_outer):
+def test_a_write_through_both_is_an_error(lifted, is_outer):
     first, second = (lambda f, x: jax.vmap(f)(x)), LIFTED[lifted]
     if is_outer:
         first, second = second, first
 
     def write(net, x):
-        if net.training:  # one value for all lanes: it could be shared
+        if net.training:  # all lanes write the same value, so it could be shared
             net.layer.total = net.layer.total + 1.0
         return 2 * x
 
@@ -133,11 +133,11 @@ def test_a_write_through_both(lifted, is_outer):
         assert eqx.tree_equal(f(net.eval(), x), 2 * x)
 
 
-# --- A threaded call inside ----------------------------------------------------------
+# --- A call of `es.mutable` inside a transform ---------------------------------------
 
 
 def threaded(x, weight=2.0):
-    """A threaded call, its state a part of the result."""
+    """A call of `es.mutable`, whose result depends on the new state."""
     layer = Layer(jnp.float32(1.0)).replace(weight=weight)
 
     def f(layer, x):
@@ -173,7 +173,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_a_threaded_call_inside_works(name):
+def test_a_call_of_mutable_inside_a_transform_works(name):
     ours, expected = AROUND[name](threaded), AROUND[name](by_hand)
     assert jax.tree.structure(ours) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):

@@ -1,4 +1,4 @@
-"""A module that a transform reaches twice: as an argument, and through the function."""
+"""A module that is both an argument of a transform and closed over."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ class Net(es.Module):
 
 
 def scan(f, layers):
-    """`f(layer)` of each layer, stacked."""
+    """`f(layer)` for each layer, stacked."""
     return es.scan(lambda carry, layer: (carry, f(layer)), None, layers)[1]
 
 
@@ -55,11 +55,11 @@ def by_hand(w, scale=0.5):
     return sum(w[i] ** 2 * scale / w.sum() for i in range(3))
 
 
-# --- What only is read --------------------------------------------------------------
+# --- Reading only -------------------------------------------------------------------
 
 
 @each
-def test_the_closure_has_the_whole_stack_and_the_argument_its_part(each):
+def test_the_closure_sees_the_whole_stack_and_the_argument_is_a_slice(each):
     def f(net):
         def one(layer):
             assert layer.w.shape == layer.n.shape == ()
@@ -80,7 +80,7 @@ def test_the_closure_has_the_whole_stack_and_the_argument_its_part(each):
 
 
 @pytest.mark.parametrize("axes", [(0, None), (0, 1)])
-def test_two_arguments_with_axes_of_their_own(axes):
+def test_one_module_as_two_arguments_with_different_axes(axes):
     class Only(es.Module):
         w: es.Parameter
 
@@ -100,8 +100,8 @@ def test_two_arguments_with_axes_of_their_own(axes):
 
 
 @each
-def test_the_state_of_the_argument_is_written_and_the_closure_has_other_fields(each):
-    # The usual case: `self` is in the closure because of another field.
+def test_the_argument_is_written_and_the_closure_reads_other_fields(each):
+    # The usual case: the body closes over `self` only to read a different field.
     def f(net):
         return each(lambda layer: layer(net.scale), net.layers)
 
@@ -111,7 +111,7 @@ def test_the_state_of_the_argument_is_written_and_the_closure_has_other_fields(e
     assert eqx.tree_equal(new.layers.w, XS)
 
 
-def test_one_module_twice_with_one_meaning_is_threaded_once():
+def test_one_module_twice_with_equal_axes_is_updated_once():
     def f(net):
         def one(pair):
             layer, again = pair
@@ -134,7 +134,7 @@ def test_one_module_twice_with_one_meaning_is_threaded_once():
 
 
 @each
-def test_a_closure_sees_the_object_as_it_was(each):
+def test_the_closure_sees_the_state_from_before_the_transform(each):
     def f(net):
         def one(layer):
             layer.stats = {"mean": layer.w}
@@ -161,7 +161,7 @@ def test_state_that_is_written_both_ways_is_an_error(each):
 
 
 @each
-def test_the_closure_may_be_the_one_that_is_written(each):
+def test_a_write_through_the_closure_is_allowed_if_the_argument_is_only_read(each):
     def body(net, layer):
         net.layers.n = net.layers.n + 1
         return layer.w
@@ -175,7 +175,7 @@ def test_the_closure_may_be_the_one_that_is_written(each):
     assert new.layers.n[0] >= 1
 
 
-def test_two_arguments_with_values_of_their_own():
+def test_one_module_as_two_arguments_with_different_values():
     def lanes(f):
         run = lambda layer: es.vmap(f, (0, {...: None}), axis_size=3)(layer, layer)  # noqa: E731
         return es.mutable(run)
@@ -195,7 +195,7 @@ def test_two_arguments_with_values_of_their_own():
         lanes(writes_both)(Layer())
 
 
-def test_a_part_of_an_argument_is_that_part_and_its_closure_the_whole():
+def test_a_part_of_an_argument_is_the_same_object_as_in_the_argument():
     class Outer(es.Module):
         net: Net
 
@@ -216,7 +216,8 @@ def test_a_part_of_an_argument_is_that_part_and_its_closure_the_whole():
 def test_a_stack_in_the_carry_and_in_xs():
     def f(net):
         def step(stack, layer):
-            stack.n = stack.n + layer.w  # a value of its own, as all that is carried
+            # The carry is a copy, so this is not the state of `net.layers`.
+            stack.n = stack.n + layer.w
             layer(1.0)
             return stack, stack.w.sum() + layer.w
 
@@ -228,7 +229,7 @@ def test_a_stack_in_the_carry_and_in_xs():
     assert new.layers.n.tolist() == [1.0] * 3
 
 
-def test_what_init_brings_into_being_beside_a_stack():
+def test_init_may_read_a_whole_stack_inside_a_step():
     class Lazy(es.Module):
         layers: Layer = dataclasses.field(default_factory=Layer)
         bias: es.Parameter | None = None
@@ -236,7 +237,7 @@ def test_what_init_brings_into_being_beside_a_stack():
         def __call__(self, x):
             def step(x, layer):
                 if self.initializing and self.bias is None:
-                    # Afterwards no step may read this state of the whole stack.
+                    # After `init`, no step may read this state of the whole stack.
                     self.bias = self.layers.w.sum() + self.layers.n.sum()
                 return layer(x) + self.bias, None
 

@@ -1,4 +1,4 @@
-"""`es.checkpoint`: the namesake of `jax.checkpoint`, through which state is carried."""
+"""`es.checkpoint`: `jax.checkpoint`, with state carried through."""
 
 import dataclasses
 import functools as ft
@@ -39,7 +39,7 @@ def plain(f, **options):
 
 
 def check(f, model):
-    """`f(model, checkpoint)`: value, gradient and state as without it."""
+    """Assert that value, gradient and state equal those without checkpointing."""
     ours, expected = (
         es.value_and_grad(lambda m, c=c: f(m, c))(model) for c in (es.checkpoint, plain)
     )
@@ -48,12 +48,12 @@ def check(f, model):
 
 
 def sines(f, *args):
-    """How often the backward pass and the forward pass take a sine or a cosine."""
+    """The number of sines and cosines in the forward and the backward pass."""
     text = str(jax.make_jaxpr(jax.grad(f))(*args))
     return text.count("= sin ") + text.count("= cos ")
 
 
-# --- As `jax.checkpoint` ------------------------------------------------------------
+# --- Like `jax.checkpoint` ----------------------------------------------------------
 
 
 def test_the_signature_is_that_of_jax():
@@ -61,7 +61,7 @@ def test_the_signature_is_that_of_jax():
         {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
         for f in (es.checkpoint, jax.checkpoint)
     )
-    theirs.pop("concrete", None)  # deprecated there
+    theirs.pop("concrete", None)  # deprecated in JAX
     theirs.setdefault("static_argnames", ours["static_argnames"])  # not in JAX < 0.10.2
     assert list(ours.items()) == list(theirs.items())
 
@@ -75,7 +75,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_it_computes_again_what_jax_computes_again(name):
+def test_it_recomputes_the_same_values_as_jax(name):
     def f(checkpoint, x):
         def g(x):
             inner = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "inner")
@@ -94,7 +94,7 @@ def test_it_computes_again_what_jax_computes_again(name):
         assert sines(ours, 0.5) > sines(ft.partial(f, plain), 0.5)
 
 
-def test_parameters_are_no_residuals_of_their_own():
+def test_parameters_do_not_add_residuals():
     class Deep(es.Module):
         weight: es.Parameter = 0.5
 
@@ -126,11 +126,11 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_on_arrays_it_is_the_checkpoint_of_jax(name):
+def test_on_arrays_it_equals_the_checkpoint_of_jax(name):
     close(ARGUMENTS[name](es.checkpoint), ARGUMENTS[name](jax.checkpoint))
 
 
-def test_arrays_that_are_static_are_not_traced():
+def test_static_arrays_are_not_traced():
     def f(x, n):
         return x * float(n)
 
@@ -145,7 +145,7 @@ def test_arrays_that_are_static_are_not_traced():
             es.checkpoint(lambda x, y: x, static_argnums=i)(1.0, 2.0)
 
 
-def test_what_is_no_array_passes_through():
+def test_values_that_are_not_arrays_pass_through():
     f = es.checkpoint(lambda f, x, flag: (f(x) if flag else x, f, "text"))
     y, g, text = f(jnp.sin, 0.5, True)
     assert (g, text) == (jnp.sin, "text")
@@ -170,8 +170,8 @@ def test_the_wrapper():
 # --- State --------------------------------------------------------------------------
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_a_module_that_is_returned_may_be_assigned():
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_a_returned_module_may_be_assigned():
     def f(net, checkpoint):
         def g(cell):
             return cell(0.3), cell
@@ -187,7 +187,7 @@ def test_a_module_that_is_returned_may_be_assigned():
 # --- While a model is initialized ---------------------------------------------------
 
 
-def test_what_init_draws_does_not_depend_on_it():
+def test_init_draws_the_same_values_inside_a_checkpoint():
     def forward(checkpoint):
         def call(m, x):
             g = checkpoint(lambda x: m[0](checkpoint(m[1])(x)))

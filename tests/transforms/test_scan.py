@@ -1,6 +1,6 @@
-"""`es.scan`: the namesake of `jax.lax.scan`, with state carried from step to step.
+"""`es.scan`: `jax.lax.scan`, with state carried from step to step.
 
-Inside a scope a Python loop is the reference: state is written in place there.
+Tests compare it with a Python loop inside a scope, which writes state in place.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Cell(es.Module):
         return h, h * self.weight
 
 
-# --- As `jax.lax.scan` --------------------------------------------------------------
+# --- Like `jax.lax.scan` ------------------------------------------------------------
 
 
 def test_the_signature_is_that_of_jax():
@@ -67,12 +67,12 @@ ARRAYS = {
         lambda c, k: (c, jr.normal(k)), 0.0, jr.split(jr.key(0), 3)
     ),
 }
-# Without `jit` JAX refuses a loop of no steps.
+# Without `jit`, JAX rejects a loop without steps.
 JITTED_ONLY = {"zero length"}
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_on_arrays_it_is_the_scan_of_jax(name):
+def test_on_arrays_it_equals_the_scan_of_jax(name):
     run = ARRAYS[name]
 
     def look(tree):
@@ -89,7 +89,7 @@ def test_on_arrays_it_is_the_scan_of_jax(name):
             check(run(es.scan), run(lax.scan))
 
 
-def test_what_is_no_array_passes_through():
+def test_values_that_are_not_arrays_pass_through():
     def step(c, x):
         h, f = c
         return (f(h) + x[0], f), (h, x[1], "text")
@@ -111,7 +111,7 @@ def test_options_with_state(options):
     assert ours[1].total == 7.0
 
 
-def test_a_loop_of_no_steps_writes_what_was_there():
+def test_a_loop_without_steps_does_not_change_state():
     _, new = es.mutable(lambda m: es.scan(m, 0.0, jnp.zeros((0,))))(Cell())
     close(new, Cell())
 
@@ -164,7 +164,7 @@ def by_hand(weights, means, scale, x):
 
 
 def test_a_stack_of_layers_is_scanned_and_written_back_stacked():
-    # The stack is a part of `self`, and the body a bound method of `self`.
+    # The stack is a field of `self`, and the body is a bound method of `self`.
     (x, ys), new = es.mutable(Net(stack()))(0.5)
     expected = by_hand(WEIGHTS, MEANS, 0.5, 0.5)
     close(x, expected[0])
@@ -191,7 +191,7 @@ def test_a_stack_in_a_container():
     assert eqx.tree_equal(xs, XS)
 
 
-def test_a_stack_outside_of_any_scope():
+def test_a_stack_outside_a_scope():
     class Plain(es.Module):
         weight: es.Parameter
         activation: object
@@ -234,7 +234,7 @@ def by_steps(cell, xs):
     return cell, jnp.stack(ys)
 
 
-def test_a_module_in_init_comes_back_in_the_carry():
+def test_a_module_in_init_is_returned_in_the_carry():
     def f(owner, xs):
         carry, ys = es.scan(body, {"cell": owner.cell, "n": 0}, xs)
         assert owner.cell.mean == 1.0
@@ -248,7 +248,7 @@ def test_a_module_in_init_comes_back_in_the_carry():
     assert eqx.tree_equal(new, Owner())
 
 
-def test_what_comes_back_may_be_carried_on_and_written():
+def test_the_returned_module_may_be_carried_and_written_again():
     def f(owner, xs, assign):
         cell, _ = es.scan(step, owner.cell, xs)
         cell, ys = es.scan(step, cell, xs)
@@ -268,7 +268,7 @@ def test_what_comes_back_may_be_carried_on_and_written():
         es.mutable(f)(Owner(), XS, assign=False)
 
 
-def test_a_closure_sees_the_module_passed_in_and_the_body_its_own():
+def test_the_closure_sees_the_original_module_and_the_body_a_copy():
     def f(owner, xs):
         def step(cell, x):
             owner.cell.mean = owner.cell.mean + 10 * x
@@ -328,13 +328,13 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_what_init_draws_does_not_depend_on_the_loop(name):
+def test_init_draws_the_same_values_inside_a_loop(name):
     expected = Model().init(0, jnp.ones(3), call=lambda m, x: m.step(x))
     forward = FORWARD[name]
     assert eqx.tree_equal(Model().init(0, jnp.ones(3), call=forward), expected)
 
 
-def test_modules_behind_other_leaves_of_a_carry_are_told_apart():
+def test_a_module_after_other_leaves_in_a_carry_is_identified():
     class Two(es.Module):
         weight: es.Parameter = 2.0
         count: es.State = 0
@@ -357,7 +357,7 @@ def test_modules_behind_other_leaves_of_a_carry_are_told_apart():
 
     (total, is_same), new = es.mutable(f)({"a": jnp.ones(2), "b": Two()}, XS)
     assert total == 15.0
-    assert is_same  # what came back unchanged is no new array
+    assert is_same  # an unchanged array is returned as the same object
     assert (new["b"].count, new["b"].seen) == (3, 7.0)
 
 
@@ -365,8 +365,8 @@ def test_modules_behind_other_leaves_of_a_carry_are_told_apart():
 
 
 @pytest.mark.parametrize("pair", [list, lambda x: {"a": x[0], "b": x[1]}])
-def test_a_body_that_returns_another_pair(pair):
-    # `lax.scan` takes such a pair, too, but since JAX 0.12 not any more.
+def test_a_body_may_return_a_different_pair_than_a_tuple(pair):
+    # `lax.scan` accepts such a pair as well, but not since JAX 0.12.
     ours = es.scan(lambda c, x: pair((c + x, c)), 0.0, XS)
     assert eqx.tree_equal(ours, pair(lax.scan(lambda c, x: (c + x, c), 0.0, XS)))
 
@@ -376,7 +376,7 @@ def test_one_module_twice_in_the_carry():
         es.mutable(lambda m: es.scan(lambda c, _: (c, None), (m, m), XS))(model)
 
 
-def test_the_place_of_what_is_no_array_in_the_carry_is_named():
+def test_the_error_for_a_carry_that_is_not_an_array_names_its_path():
     match = r"body of a loop.*at `\[1\]`.*not an array.*or return it unchanged"
     with pytest.raises(TypeError, match=match):
         es.scan(lambda c, x: ((c[0] + x, "b"), x), (0.0, "a"), XS)

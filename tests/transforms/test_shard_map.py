@@ -1,4 +1,4 @@
-"""`es.shard_map`: that of JAX, with state, keys and statistics carried through."""
+"""`es.shard_map`: `jax.shard_map`, with state, keys and statistics passed through."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import eqx_state as es
 
 
-# The same model, with its keys, is called in several ways. The zoo has the check.
+# The tests call one model, with its keys, in several ways. The zoo checks key reuse.
 pytestmark = reuses_keys
 
 FROZEN = dataclasses.FrozenInstanceError
@@ -52,10 +52,10 @@ class Norm(es.Module):
         return xs + noise
 
 
-# --- As in JAX ------------------------------------------------------------------------
+# --- Like JAX -------------------------------------------------------------------------
 
 
-def test_the_signature_is_that_of_jax_and_axes():
+def test_the_signature_is_that_of_jax_with_axes():
     ours, theirs = (
         {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
         for f in (es.shard_map, jax.shard_map)
@@ -78,7 +78,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_on_arrays_it_is_that_of_jax(name):
+def test_on_arrays_it_equals_that_of_jax(name):
     f, options = PLAIN[name]
     args = (XS, 2 * XS)
     ours, theirs = (m.shard_map(f, mesh=LINE, **options)(*args) for m in (es, jax))
@@ -103,12 +103,12 @@ def test_without_a_function_it_is_a_decorator():
     assert double.__name__ == "double"
 
 
-def test_the_mesh_may_be_that_of_the_context():
+def test_the_mesh_may_come_from_the_context():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     norm = Norm()
     with jax.set_mesh(mesh):
         xs = jax.device_put(XS, jax.NamedSharding(mesh, ROWS))
-        f = es.shard_map(norm, out_specs=ROWS)  # specs from the types
+        f = es.shard_map(norm, out_specs=ROWS)  # JAX infers the specs from the types
         out, new = es.jit(es.mutable(f))(xs)
         noisy, _ = es.mutable(es.shard_map(norm.noisy, out_specs=ROWS))(xs)
         assert noisy.sharding == xs.sharding
@@ -116,7 +116,7 @@ def test_the_mesh_may_be_that_of_the_context():
     close((np.asarray(out), float(new.mean)), (np.asarray(expected), float(other.mean)))
 
 
-def test_what_is_not_an_array_is_passed_on():
+def test_values_that_are_not_arrays_pass_through():
     out = mapped(lambda d, n: {"x": d["x"] * n, "f": d["f"]}, (ROWS, None))(
         {"x": XS, "f": jnp.sin}, 3
     )
@@ -148,7 +148,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_one_device(way):
+def test_gradients_equal_those_on_one_device(way):
     def loss(norm, xs):
         return jnp.mean(jnp.sin(WAYS[way](norm, xs))) + norm.mean * norm.weight
 
@@ -193,7 +193,7 @@ def test_keys_in_arrays_and_legacy_keys_are_split():
     assert (new.legacy != model.legacy).any()
 
 
-def test_a_key_that_all_devices_assign_is_kept_and_one_that_is_not_drawn_from_stays():
+def test_a_key_that_all_devices_assign_is_stored_and_an_unused_key_does_not_change():
     def assign(norm, xs):
         norm.rng = jr.key(7)
         return xs
@@ -208,7 +208,7 @@ def test_a_key_that_all_devices_assign_is_kept_and_one_that_is_not_drawn_from_st
     assert es.mutable(mapped(model))(XS)[1].rng is model.rng
 
 
-def test_axes_give_every_device_its_part():
+def test_axes_pass_each_device_its_part():
     model = Norm(weight=jnp.arange(2.0), mean=jnp.zeros(2))
 
     def run(model, xs):
@@ -223,7 +223,7 @@ def test_axes_give_every_device_its_part():
     close(new.mean, jnp.array([0.0, 5.5]))
 
 
-def test_a_function_without_arguments_has_its_part_of_a_model():
+def test_a_function_without_arguments_sees_its_part_of_a_model():
     layer = Norm(weight=jnp.arange(2.0))
     f = eqx.Partial(lambda layer: 2 * layer.weight, layer)
     close(mapped(f, (), axes={es.Parameter: ROWS})(), jnp.array([0.0, 2.0]))
@@ -244,12 +244,12 @@ class Decorated(es.Module):
         return self.weight * xs + y
 
 
-def test_self_of_a_decorated_method_does_not_count():
+def test_specs_of_a_decorated_method_do_not_count_self():
     out, new = es.mutable(Decorated())(XS, 1.0)
     close((out, new.calls), (2 * XS + 1, jnp.array(1)))
 
 
-def test_it_works_inside_the_other_transforms():
+def test_it_works_inside_other_transforms():
     def step(norm, xs):
         norm.calls = norm.calls + 1
         return mapped(lambda xs: norm.weight * xs)(xs)
@@ -267,7 +267,7 @@ def test_it_works_inside_the_other_transforms():
     assert new.calls == 5
 
 
-def test_the_other_transforms_work_inside_it():
+def test_other_transforms_work_inside_it():
     def f(norm, xs):
         ys = es.vmap(lambda x: norm.weight * x)(xs)
         (_, grads) = es.value_and_grad(lambda w, y: jnp.sum(w * y))(norm.weight, ys)
@@ -281,7 +281,7 @@ def test_the_other_transforms_work_inside_it():
     close((out, new.mean), (4 * XS, jnp.sum(2 * XS)))
 
 
-def test_arrays_of_a_partial_may_be_those_of_another_one_around_it():
+def test_a_partial_may_contain_arrays_of_an_outer_shard_map():
     def outer(xs):
         f = eqx.Partial(lambda xs, row: row + jnp.sum(xs), xs)
         spec = P(None, "model")
@@ -358,7 +358,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_carried_state_becomes_varying_by_itself(loop):
+def test_carried_state_becomes_varying_automatically(loop):
     def run(model, xs):
         def body(xs):
             y = loop(model, xs)
@@ -377,19 +377,19 @@ def test_carried_state_becomes_varying_by_itself(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_varies_after_a_loop_is_still_found(loop):
+def test_state_that_varies_after_a_loop_is_an_error(loop):
     f = es.mutable(lambda m, xs: mapped(lambda xs: loop(m, xs)[None])(xs))
     with rejects(Sum(), ValueError, r"different values to `total`"):
         es.jit(f)(Sum(), jnp.arange(4.0))
 
 
-def test_a_loop_of_one_step_over_an_array_of_numpy():
+def test_a_loop_of_one_step_over_a_numpy_array():
     one = np.ones(1, np.float32)
     f = mapped(lambda xs: es.scan(lambda c, x: (c + x, None), xs, one)[0])
     close(f(XS), XS + 1)
 
 
-def test_a_carry_of_another_structure_is_the_error_of_jax():
+def test_a_carry_with_a_changed_structure_is_an_error_of_jax():
     f = mapped(lambda xs: es.scan(lambda c, x: ((c, x), x), 0.0, xs)[1])
     with pytest.raises(TypeError, match="scan"):
         f(jnp.arange(4.0))
@@ -398,7 +398,7 @@ def test_a_carry_of_another_structure_is_the_error_of_jax():
 # --- Errors ---------------------------------------------------------------------------
 
 
-def test_without_the_check_shared_state_is_not_written():
+def test_without_the_check_writing_shared_state_needs_a_spec():
     model = {"norm": Norm()}
 
     def f(model, xs, **options):
@@ -428,7 +428,7 @@ def test_without_the_check_shared_state_is_not_written():
         (dict(in_specs=P("batch")), ValueError, r"(?s)'data'.*refers to 'batch'"),
         (dict(in_specs=P(None, ("data", "model")), mesh=MESH), ValueError,
          r"args\[0\]\[0\] of shape .*\(of size 2\).*does not evenly divide 2"),
-        (dict(in_specs=(ROWS, ROWS)), ValueError, r"`in_specs` is one entry for all"),
+        (dict(in_specs=(ROWS, ROWS)), ValueError, r"`in_specs` must be one entry"),
         (dict(in_specs=es.SPLIT), ValueError, r"`es.SPLIT` is .* `args\[0\]`"),
         (dict(mesh=None), ValueError, r"jax\.set_mesh"),
         (dict(axis_names={"row"}), ValueError, r"axis_names=.*row.*'data'"),
@@ -438,7 +438,7 @@ def test_without_the_check_shared_state_is_not_written():
         (dict(axes={es.Parameter: ROWS}), ValueError, r"in_specs\[2\]\.weight is"),
     ],
 )  # fmt: skip
-def test_specs_that_do_not_fit(options, error, message):
+def test_invalid_specs(options, error, message):
     options = dict(mesh=LINE, in_specs=ROWS, out_specs=ROWS) | options
     with pytest.raises(error, match=message):
         es.shard_map(Norm().eval(), **options)(XS)
@@ -452,6 +452,6 @@ def test_jax_names_an_array_of_a_module_in_a_scope():
         es.mutable(f)({"norm": Norm()}, XS)
 
 
-def test_specs_are_only_inferred_from_types():
+def test_specs_are_inferred_only_from_types():
     with pytest.raises(TypeError, match=r"in_specs .*axis_names=.*type AxisType\.Auto"):
         es.shard_map(lambda x: x, mesh=LINE, out_specs=ROWS)(XS)

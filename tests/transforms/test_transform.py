@@ -1,4 +1,4 @@
-"""What all transforms are: pytrees whose leaves are those of what they wrap."""
+"""Common to all transforms: they are pytrees with the leaves of what they wrap."""
 
 import dataclasses
 
@@ -55,15 +55,15 @@ MADE = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_leaves_of_a_transform_are_those_of_what_it_wraps(name):
+def test_a_transform_has_the_leaves_of_what_it_wraps(name):
     net = Net()
     made = MADE[name](net)
     assert [*map(id, jax.tree.leaves(made))] == [*map(id, jax.tree.leaves(net))]
-    # What it was told is in the structure, which can be compared and hashed.
+    # Its options are part of the structure, which can be compared and hashed.
     structure = jax.tree.structure(made)
     assert structure == jax.tree.structure(MADE[name](net))
     assert hash(structure) == hash(jax.tree.structure(MADE[name](net)))
-    assert structure not in [  # and not a set, which would compare hashes only
+    assert structure not in [  # not a set, which would compare hashes first
         jax.tree.structure(other(net)) for key, other in MADE.items() if key != name
     ]
 
@@ -76,15 +76,16 @@ class Threaded(es.Module):
 
 
 @pytest.mark.parametrize("name", ["mutable", "value_and_grad", "grad", "capture"])
-def test_a_class_in_the_place_of_a_model_is_an_error(name):
+def test_a_class_in_place_of_a_model_is_an_error(name):
     transform = getattr(es, name)
     with pytest.raises(TypeError, match=r"(?s)the class `Threaded`.*es.mutable\(model"):
         transform(Threaded)
-    assert es.vmap(Threaded)(jnp.arange(3)).n.shape == (3,)  # which makes models
+    # Calling the class creates modules.
+    assert es.vmap(Threaded)(jnp.arange(3)).n.shape == (3,)
 
 
 @pytest.mark.parametrize("name", ["mutable", "value_and_grad", "vmap", "checkpoint"])
-def test_what_cannot_be_called_is_refused_at_once(name):
+def test_an_object_that_cannot_be_called_is_rejected_immediately(name):
     for x, given in (
         (3, "an `int`"),
         (None, "a `NoneType`"),
@@ -94,5 +95,5 @@ def test_what_cannot_be_called_is_refused_at_once(name):
             TypeError, match=f"was given {given}, which cannot be called"
         ):
             getattr(es, name)(x)
-    with pytest.raises(TypeError, match="`es.Ema` stands where the model belongs"):
+    with pytest.raises(TypeError, match="`es.Ema` was passed instead of the model"):
         getattr(es, name)(es.Ema(0.9).init(jnp.ones(3)))

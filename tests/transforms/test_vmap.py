@@ -1,4 +1,4 @@
-"""`es.vmap`: the signature and results of `jax.vmap`, with state carried through."""
+"""`es.vmap`: signature and results of `jax.vmap`, and state that lanes share."""
 
 import dataclasses
 import functools as ft
@@ -21,7 +21,7 @@ FROZEN = dataclasses.FrozenInstanceError
 
 
 class Norm(es.Module):
-    """Writes a statistic that is reduced over the lanes."""
+    """Writes a statistic that is averaged over the lanes."""
 
     scale: es.Parameter = 2.0
     mean: es.BatchStat = 0.0
@@ -72,7 +72,7 @@ def test_outside_a_scope_it_works_as_long_as_nothing_is_written(way):
         WAYS[way](model, XS)
 
 
-def test_an_argument_is_a_copy_and_a_closure_the_object():
+def test_the_body_sees_a_copy_as_argument_and_the_object_in_the_closure():
     def f(net, xs):
         inner = net.a
 
@@ -89,7 +89,7 @@ def test_an_argument_is_a_copy_and_a_closure_the_object():
     assert in_lanes.tolist() == [after] * 3 == [1.5] * 3
 
 
-def test_a_module_by_keyword_has_axis_0():
+def test_a_module_passed_by_keyword_has_axis_0():
     f = es.mutable(lambda m, xs: es.vmap(lambda x, *, m: m(x))(xs, m=m))
     _, new = f(Tally(jnp.ones(3), jnp.zeros(3)), XS)
     assert (new.total == XS).all()
@@ -138,7 +138,7 @@ def leaves_unreduced(net, x):
         (lambda net, x: net.a(x), ValueError, {"out_axes": 5}),
     ],
 )
-def test_an_error_leaves_nothing_half_written(lane, error, options):
+def test_an_error_leaves_state_unchanged(lane, error, options):
     def f(net, xs):
         with pytest.raises(error, match=r"half-way|`b\.mean`|out of bounds"):
             es.vmap(lambda x: lane(net, x), axis_name="batch", **options)(xs)
@@ -193,8 +193,8 @@ LIKE_JAX = {
 
 @pytest.mark.parametrize("name", LIKE_JAX)
 @jax.numpy_dtype_promotion("standard")
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_as_jax_vmap(name):
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_equals_jax_vmap(name):
     options, f, args = LIKE_JAX[name]
     expected = jax.vmap(f, **options)(*args)
     assert eqx.tree_equal(es.vmap(f, **options)(*args), expected)
@@ -202,8 +202,8 @@ def test_as_jax_vmap(name):
     assert counter.mean == 0.0
 
 
-def test_what_is_not_an_array_passes():
-    # As in `eqx.filter_vmap`; JAX's own raises.
+def test_values_that_are_not_arrays_pass_through():
+    # As in `eqx.filter_vmap`; `jax.vmap` raises an error.
     def f(x, p, options, *, k, s):
         return x * p * k + len(s), options["act"]
 
@@ -293,10 +293,10 @@ def test_axes_that_are_not_axes():
         es.vmap(jnp.sin, out_axes=eqx.if_array(0))(XS)
 
 
-# --- Decorating, copying, other transforms around it --------------------------------
+# --- Decorating, copying, inner gradients -------------------------------------------
 
 
-def test_self_of_a_decorated_method_belongs_to_the_function():
+def test_self_of_a_decorated_method_is_mapped_by_axes():
     class Net(es.Module):
         total: Tally
 

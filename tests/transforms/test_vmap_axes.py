@@ -1,4 +1,4 @@
-"""`es.vmap`: the axis of each array, by kinds and by other rules; keys; ensembles."""
+"""`es.vmap`: axes by kind and by other rules; keys; ensembles."""
 
 import copy
 
@@ -36,7 +36,7 @@ FIELDS = ("weight", "total", "cache", "table", "index")
 
 
 def tally(*stacked):
-    """A `Tally`, each of whose fields is either a scalar or a stack of three."""
+    """A `Tally` with stacks of three in the named fields, and scalars in the others."""
     return Tally(
         *(
             jnp.full(3 if x in stacked else (), 1 if x == "index" else 1.0)
@@ -53,8 +53,8 @@ def lanes_of(model, n=4, **options):
 
 
 @pytest.mark.parametrize("make", [jr.key, jr.PRNGKey], ids=["typed", "legacy"])
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_each_lane_has_its_own_key_and_the_models_advances_once(make):
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_each_lane_has_its_own_key_and_the_key_of_the_model_advances_once(make):
     model = Noisy(make(0))
     y, new = lanes_of(model)
     assert len(set(y.tolist())) == 4
@@ -64,13 +64,13 @@ def test_each_lane_has_its_own_key_and_the_models_advances_once(make):
     again, newer = lanes_of(new)
     assert not set(y.tolist()) & set(again.tolist())
     assert (newer.rng != new.rng).any()
-    # As often as the lanes draw, it advances once.
+    # It advances once, however often the lanes draw.
     _, twice = es.mutable(lambda m: es.vmap(lambda x: m(m(x)))(jnp.zeros(4)))(model)
     assert (twice.rng == new.rng).all()
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_the_keys_of_an_argument_follow_in_axes():
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_the_keys_of_an_argument_are_mapped_by_in_axes():
     model = Noisy(jr.key(0))
     y, new = es.mutable(es.vmap(lambda m, x: m(x), (None, 0)))(model, jnp.zeros(4))
     assert len(set(y.tolist())) == 1
@@ -79,7 +79,7 @@ def test_the_keys_of_an_argument_follow_in_axes():
     y, new = es.mutable(split)(model, jnp.zeros(4))
     assert len(set(y.tolist())) == 4
     assert new.rng == lanes_of(model)[1].rng
-    # Outside a scope, too, as long as nothing is written.
+    # This also works outside a scope if nothing is written.
     draw = lambda m, x: jr.normal(m.rng) + x  # noqa: E731
     assert len(set(es.vmap(draw, (by_kind, 0))(model, XS).tolist())) == 3
 
@@ -94,7 +94,7 @@ def test_only_a_key_that_is_drawn_from_advances():
     assert new.rng == model[0].rng
 
 
-def test_the_keys_of_the_lanes_are_not_the_models():
+def test_the_keys_of_the_lanes_differ_from_those_of_the_model():
     class Show(es.Module):
         rng: es.Rng
 
@@ -109,7 +109,7 @@ def test_the_keys_of_the_lanes_are_not_the_models():
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_keys_of_a_stack_are_split_and_are_not_taken_for_used(typed):
+def test_keys_of_a_stack_are_split_and_do_not_count_as_reused(typed):
     class Stack(es.Module):
         dropouts: es.nn.Dropout
 
@@ -123,14 +123,14 @@ def test_keys_of_a_stack_are_split_and_are_not_taken_for_used(typed):
     with jax.debug_key_reuse(True):
         for _ in range(2):
             ys, stack = step(stack, jnp.ones((4, 64)))
-            assert len(np.unique(ys == 0, axis=0)) == 4  # each lane has its mask
+            assert len(np.unique(ys == 0, axis=0)) == 4  # each lane has its own mask
     for key, now in zip(by_hand, stack.dropouts.rng, strict=True):
         assert jnp.all(jr.split(jr.split(key)[0])[0] == now)
 
 
 @pytest.mark.parametrize("write", ["key", "stream"])
-@jax.debug_key_reuse(False)  # on purpose: the same key again
-def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes(write):
+@jax.debug_key_reuse(False)  # on purpose: one key is used again
+def test_an_assigned_key_is_stored_if_it_is_the_same_for_all_lanes(write):
     class Noise(es.Module):
         rng: es.Rng
         stream: es.RngStream
@@ -147,15 +147,16 @@ def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes(write):
     for f in (model.restart, es.jit(model.restart), es.checkpoint(model.restart)):
         _, new = es.mutable(es.vmap(f, in_axes=(0, None)))(XS, key)
         assert eqx.tree_equal(new, plain)
-    # One for each lane is the lane's own; the model's key advances by its rule.
+    # If each lane has its own key, none is stored, and the model's key advances as
+    # usual.
     _, new = es.mutable(es.vmap(model.restart))(XS, jr.split(key, 3))
     changed, same = (new.rng, new.stream.key)[:: 1 if write == "key" else -1]
     assert changed not in (jr.key(0), jr.key(1), key)
     assert same in (jr.key(0), jr.key(1))
 
 
-@jax.debug_key_reuse(False)  # on purpose: the same draw twice
-def test_keys_that_are_shared_or_mapped():
+@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
+def test_keys_may_be_shared_or_mapped():
     model = Noisy(jr.key(0))
     y, new = lanes_of(model, axes={es.Rng: None})
     eager, expected = es.mutable(model)(0.0)
@@ -169,7 +170,7 @@ def test_keys_that_are_shared_or_mapped():
         assert new.rng[i] == new_i.rng
 
 
-def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
+def test_a_constant_key_is_the_same_in_all_lanes():
     class Seeded(es.Module):
         seed: es.Buffer
 
@@ -182,7 +183,7 @@ def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
     assert new.seed is model.seed
 
 
-def test_splitting_what_is_no_key():
+def test_only_keys_can_be_split():
     with pytest.raises(ValueError, match=r"es\.SPLIT.*`total`"):
         es.mutable(es.vmap(tally(), axes={es.BatchStat: es.SPLIT}))(XS)
     assert repr(es.SPLIT) == "es.SPLIT"
@@ -192,7 +193,7 @@ def test_splitting_what_is_no_key():
 # --- Axes by kind -------------------------------------------------------------------
 
 
-def test_parameters_statistics_and_the_rest_are_shared_by_default():
+def test_all_arrays_except_keys_are_shared_by_default():
     model = tally()
 
     def lane(x):
@@ -205,16 +206,18 @@ def test_parameters_statistics_and_the_rest_are_shared_by_default():
 KINDS = [
     ({es.BatchStat: 0}, ["total"]),
     ({es.State: 0, Cache: None}, ["total"]),
-    ({Cache: None, es.State: 0}, ["total"]),  # the most derived kind, in any order
+    # The most derived kind applies, in any order.
+    ({Cache: None, es.State: 0}, ["total"]),
     ({es.State: 0}, ["total", "cache"]),
     ({...: 0, Cache: None}, ["weight", "total", "table", "index"]),
     ({...: 0}, FIELDS),
-    ({...: None, es.BatchStat: 0, es.OptState: 0}, ["total"]),  # nothing is `OptState`
+    # No array has the kind `OptState`.
+    ({...: None, es.BatchStat: 0, es.OptState: 0}, ["total"]),
 ]
 
 
 @pytest.mark.parametrize(("axes", "mapped"), KINDS)
-def test_kinds_mean_their_subclasses_and_dots_every_other_array(axes, mapped):
+def test_a_kind_includes_its_subclasses_and_dots_are_all_other_arrays(axes, mapped):
     model = tally(*mapped)
     by_entry = es.vmap(lambda m, x: m["m"](x), in_axes=({"m": axes}, 0))
     for y, new in (
@@ -247,7 +250,7 @@ def test_any_axis(axis):
         assert (jnp.moveaxis(y, 0, axis) == new.mean).all()
 
 
-def test_the_keys_are_filters():
+def test_keys_of_axes_must_be_filters():
     for wrong in ({"mean": 0}, {Noisy: 0}, 0, [es.State]):
         with pytest.raises(TypeError, match="is not a filter|`es.vmap.* rules are a"):
             es.vmap(lambda x: x, axes=wrong)
@@ -275,7 +278,7 @@ def test_an_axis_that_an_array_does_not_have(axes, match):
             es.mutable(call)(model)
 
 
-def test_axes_are_not_for_the_arguments():
+def test_axes_do_not_apply_to_arguments():
     def f(ms):
         held, given = ms
         axes = {es.BatchStat: 0}
@@ -286,7 +289,7 @@ def test_axes_are_not_for_the_arguments():
     assert new[1].total == 2.0
 
 
-def test_one_module_as_two_arguments_with_axes_of_their_own():
+def test_one_module_as_two_arguments_with_different_axes():
     class Only(es.Module):
         w: es.Parameter
 
@@ -299,11 +302,11 @@ def test_one_module_as_two_arguments_with_axes_of_their_own():
     assert eqx.tree_equal(es.mutable(f)(model), (outside, model))
 
 
-# --- Rules that are not kinds -------------------------------------------------------
+# --- Rules with filters -------------------------------------------------------------
 
 
 class Pair(es.Module):
-    """Two parameters, which only their names tell apart."""
+    """Two parameters, which differ only in their names."""
 
     a: es.Parameter = 1.0
     b: es.Parameter = 2.0
@@ -338,7 +341,7 @@ LEFT_A = {es.path_matches("left.a"): 0}
 A = {es.path_matches("a"): 0}
 
 
-def test_the_first_filter_wins_before_the_kinds_and_a_shadowed_one_has_matched():
+def test_the_first_filter_wins_over_kinds_and_a_shadowed_filter_still_matches():
     rest = {es.path_matches("*.a"): None, es.under(lambda m: m.left.a): 7}
     for axes in ({es.Parameter: None, **LEFT_A}, {**LEFT_A, **rest}):
         y, new = es.mutable(vmap(two(), axes))(XS)
@@ -359,7 +362,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_names_begin_at_the_outermost_module(call):
+def test_names_start_at_the_outermost_module(call):
     f = CALLS[call]
     for model, in_scope in ((Pair(a=XS), f), (two(), lambda m: f(m.left))):
         y, new = es.mutable(in_scope)(model)
@@ -367,7 +370,7 @@ def test_names_begin_at_the_outermost_module(call):
         assert jnp.allclose(getattr(new, "left", new).total, 1.0)
 
 
-def test_names_begin_at_a_module_that_no_scope_owns():
+def test_names_start_at_a_plain_equinox_module_around_it():
     model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), Pair(a=XS)])
     axes = {es.path_matches("layers[1].a"): 0}
     inside, new = es.mutable(lambda model: vmap(model, axes)(XS))(model)
@@ -376,7 +379,7 @@ def test_names_begin_at_a_module_that_no_scope_owns():
     assert jnp.allclose(new[1].total, jnp.sin(XS).mean())
 
 
-def test_the_layers_of_a_stack_are_one_module_from_there():
+def test_the_layers_of_a_stack_count_as_one_module():
     class Deep(es.Module):
         blocks: es.nn.Stacked
 
@@ -394,10 +397,10 @@ def test_the_layers_of_a_stack_are_one_module_from_there():
     assert jnp.allclose(y, XS * XS + 2)
 
 
-def test_a_filter_needs_to_match_in_one_of_the_modules_only():
+def test_a_filter_must_match_in_only_one_of_the_modules():
     def f(m, other):
         axes = {
-            es.under(lambda m: m.left.a): 0,  # `other` has no `left`
+            es.under(lambda m: m.left.a): 0,  # `other` does not have a field `left`
             es.path_matches("b"): 0,
             es.path_matches("right.b"): None,
         }
@@ -407,7 +410,7 @@ def test_a_filter_needs_to_match_in_one_of_the_modules_only():
     assert jnp.allclose(y, XS * XS + 4 + XS)
 
 
-def test_the_outermost_module_counts_if_one_is_in_another():
+def test_a_module_inside_a_second_one_is_named_from_the_outer_one():
     def f(m, axes):
         left = m.left
         return vmap(lambda x: (left(x), m(x)), axes)(XS)[1]
@@ -442,7 +445,7 @@ def test_rules_in_nested_transforms():
     assert jnp.allclose(es.mutable(f)(free, xs)[0], expected)
 
 
-def test_a_key_by_its_name():
+def test_a_rule_may_select_a_key_by_name():
     class Draws(es.Module):
         first: es.Rng
         second: es.Rng
@@ -456,7 +459,7 @@ def test_a_key_by_its_name():
     assert len(set(second.tolist())) == 1
 
 
-def test_a_filter_that_matches_nothing():
+def test_a_filter_that_matches_nothing_is_an_error():
     for key in (es.path_matches("aa"), es.under(lambda m: m.left)):
         for call in (
             lambda m, key=key: es.vmap(m, axes={key: 0})(XS),
@@ -473,7 +476,7 @@ def test_a_filter_that_matches_nothing():
         es.mutable(lambda m: f(m, XS))(Pair())
 
 
-def test_a_filter_may_be_for_what_init_makes():
+def test_a_filter_may_match_an_array_that_init_creates():
     class Lazy(es.Module):
         a: es.Parameter | None = None
         b: es.Parameter = 1.0
@@ -495,11 +498,11 @@ def test_a_filter_may_be_for_what_init_makes():
         es.init(stack, 0, jnp.ones((3, 2)), call=by_keyword)
 
 
-# --- Modules that no scope owns -----------------------------------------------------
+# --- Modules outside a scope --------------------------------------------------------
 
 
-@jax.debug_key_reuse(False)  # one model, called several times
-def test_a_module_that_no_scope_owns_is_mapped_as_data_and_constant_in_a_closure():
+@jax.debug_key_reuse(False)  # on purpose: one model is called several times
+def test_a_module_outside_a_scope_is_mapped_as_an_argument_and_constant_in_a_closure():
     class Reads(es.Module):
         rng: es.Rng
         w: es.Parameter
@@ -520,7 +523,7 @@ def test_a_module_that_no_scope_owns_is_mapped_as_data_and_constant_in_a_closure
     y, w = es.vmap(lambda x: model(x))(XS)
     assert len(set(y.tolist())) == 1
     assert (w[0] == XS).all()
-    # A table beside a module is an array of the function, and is shared.
+    # The table next to the module is an array of the function, and is shared.
     f = eqx.Partial(lambda t, m, x: m.w * x + t["a"].sum(), {"a": XS}, model)
     assert jnp.allclose(es.vmap(f, axes={es.Parameter: 0})(XS), XS * XS + 3)
 
@@ -567,9 +570,9 @@ class Dense(es.Module):
         return self.noise(self.linear(x))
 
 
-@jax.debug_key_reuse(False)  # on purpose: keys of the ensemble
-def test_an_ensemble_of_layers_of_equinox():
-    # An activation is a leaf that is not an array.
+@jax.debug_key_reuse(False)  # on purpose: keys of the ensemble are used again
+def test_an_ensemble_of_equinox_layers():
+    # The activation is a leaf that is not an array.
     keys = jr.split(jr.key(0), 3)
     mlps = eqx.filter_vmap(lambda k: eqx.nn.MLP(2, 2, 4, 1, key=k))(keys)
     xs = jnp.ones((3, 2))
@@ -583,7 +586,7 @@ def test_an_ensemble_of_layers_of_equinox():
 
 
 def test_a_batch_for_each_member():
-    # The lanes of the batch share a member's parameters, and have keys of their own.
+    # The lanes of the batch share the parameters of a member, and have their own keys.
     ensemble = jax.vmap(Dense)(jr.split(jr.key(0), 3))
     xs = jnp.ones((5, 2))
 

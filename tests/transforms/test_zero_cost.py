@@ -1,9 +1,8 @@
-"""Nothing of the library is left after tracing: the programs are those of plain JAX.
+"""After tracing, nothing of the library is left: programs equal those of plain JAX.
 
-The hand-written side knows no modules: dictionaries of arrays, `jax.vmap`,
-`jax.value_and_grad` and optax. Both sides are compiled, and the instructions of all
-computations of both programs are counted. Both stand under `eqx.filter_jit`, which has
-one instruction of its own.
+The hand-written programs use dictionaries of arrays, `jax.vmap`, `jax.value_and_grad`
+and optax. Each test compiles both programs, and counts the instructions of all their
+computations. Both run under `eqx.filter_jit`, which adds one instruction of its own.
 """
 
 import collections
@@ -72,7 +71,7 @@ def es_eval_step(model, x, y):
 
 
 def by_hand(model):
-    """The arrays of the model as dictionaries: parameters, statistics, keys."""
+    """The arrays of the model as dictionaries of parameters, statistics and keys."""
     params = {
         "w1": model.first.weight,
         "b1": model.first.bias,
@@ -116,7 +115,7 @@ def lane(params, stats, keys, x):
 
 
 def forward(params, stats, keys, x):
-    # The key of the model advances once; each example gets a key of its own.
+    # The key of the model advances once, and each example gets its own key.
     pairs = {name: jr.split(key, 2) for name, key in keys.items()}
     new_keys = {name: pair[0] for name, pair in pairs.items()}
     lane_keys = {name: jr.split(pair[1], len(x)) for name, pair in pairs.items()}
@@ -160,10 +159,10 @@ def eval_step(params, stats, x, y):
 
 
 def opcodes(jitted, *args):
-    """How often each instruction is in the optimized program, over all computations.
+    """The number of occurrences of each opcode in the optimized program.
 
-    `  %name = f32[8,16]{1,0} fusion(%a, %b), kind=...`: the opcode is the word before
-    the first parenthesis after the type; a tuple's type has parentheses of its own.
+    In ` %name = f32[8,16]{1,0} fusion(%a, %b), kind=...`, the opcode is the word before
+    the first parenthesis after the type. A tuple type contains parentheses as well.
     """
     text = jitted.lower(*args).compile().compiled.as_text()
     instructions = re.findall(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*)$", text, re.MULTILINE)
@@ -196,7 +195,7 @@ def data():
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_training_step_is_the_hand_written_program(name, model, data):
+def test_a_training_step_equals_the_hand_written_program(name, model, data):
     tx = TRANSFORMATIONS[name]()
     optimizer = es.Optimizer(tx).init(model)
     step, (params, stats, keys) = make_step(tx), by_hand(model)
@@ -211,7 +210,7 @@ def test_a_training_step_is_the_hand_written_program(name, model, data):
             params, stats, keys, opt_state, *data
         )
         assert_close(by_library, loss)
-    # The gradient of a bias before normalization is noise, which adam makes large.
+    # The gradient of a bias before a normalization is noise, which adam amplifies.
     del params["b1"]
     es_params, es_stats, es_keys = by_hand(model)
     del es_params["b1"]
@@ -219,7 +218,7 @@ def test_a_training_step_is_the_hand_written_program(name, model, data):
     assert eqx.tree_equal(es_keys, keys)
 
 
-def test_a_forward_pass_is_the_hand_written_program(model, data):
+def test_a_forward_pass_equals_the_hand_written_program(model, data):
     x, _ = data
     params, stats, keys = by_hand(model)
 
@@ -235,7 +234,7 @@ def test_a_forward_pass_is_the_hand_written_program(model, data):
     assert eqx.tree_equal(by_hand(new)[2], keys)
 
 
-def test_an_eval_step_is_the_hand_written_program(model, data):
+def test_an_eval_step_equals_the_hand_written_program(model, data):
     params, stats, _ = by_hand(model)
     model = model.eval()
     by_library = opcodes(es_eval_step, model, *data)

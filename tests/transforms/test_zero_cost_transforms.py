@@ -1,4 +1,4 @@
-"""The loops and branches of the library are the programs of plain JAX, too."""
+"""Loops and branches of the library compile to the programs of plain JAX, too."""
 
 import collections
 import re
@@ -112,7 +112,7 @@ CASES = {
 @reuses_keys
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_program_is_the_hand_written_one(name, mode):
+def test_the_program_equals_the_hand_written_one(name, mode):
     make, in_train, in_eval = CASES[name]
     model, x = make()
     model = model.train(mode == "train")

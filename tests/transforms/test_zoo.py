@@ -1,9 +1,9 @@
-"""Every model of the zoo under every transform equals its version by hand.
+"""Every model of the zoo under every transform equals its hand-written version.
 
 A program uses one transform of `es` in a scope. Its twin is the same program in Python:
-loops and branches are Python's, the model goes from call to call as a value, the lanes
-of a `vmap` run one after another. Both give a value, gradients and a final model, in
-which a key that was drawn once too often would differ.
+it uses Python's loops and branches, passes the model from call to call as a value, and
+runs the lanes of a `vmap` one after another. Both return a value, gradients and a final
+model. A key that was drawn from once too often would differ in the final model.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import eqx_state as es
 
 
 def is_lane_state(part: es.Part) -> bool:
-    """State that each lane of a `vmap` keeps for itself; keys are split."""
+    """Whether each lane of a `vmap` has its own value: state except for keys."""
     return issubclass(part.kind or object, es.State) and not is_key(part)
 
 
@@ -41,7 +41,7 @@ def with_lanes(model: Any, num: int) -> Any:
 
 
 def axes_of(model: Any) -> dict[Any, Any] | None:
-    """The axes of such a model; a kind that is not there may not be named."""
+    """The axes of such a model, without kinds that it does not contain."""
     axes = {}
     if any(map(is_lane_state, es.parts(model))):
         axes[es.State] = 0
@@ -51,9 +51,9 @@ def axes_of(model: Any) -> dict[Any, Any] | None:
 
 
 def lanes_by_hand(by_hand: Callable[..., Any], model: Any, xs: Any) -> Any:
-    """A `vmap` as a loop over its lanes, each with its state and with keys split off.
+    """A `vmap` as a loop over its lanes, each with its own state and split keys.
 
-    A key of which a lane has drawn advances once.
+    A key advances once if at least one lane has drawn from it.
     """
     keys, state, rest = es.partition(model, is_key, is_lane_state)
     pairs = jax.tree.map(lambda key: split(key, 2), keys)
@@ -77,11 +77,11 @@ def lanes_by_hand(by_hand: Callable[..., Any], model: Any, xs: Any) -> Any:
 
 
 def is_first(xs: Any) -> Any:
-    """Whether this is the first step, which inputs of both signs tell."""
+    """Whether this is the first step: inputs of the second step have the other sign."""
     return xs[0].ravel()[0] > 0
 
 
-# --- Programs, and their twins ------------------------------------------------------
+# --- Programs and their twins -------------------------------------------------------
 #
 # A program takes the model's call, the model in a scope, and inputs; it returns a
 # value. Its twin takes the call by hand, and returns the model as well.
@@ -165,7 +165,7 @@ def cond_by_hand(by_hand, model, xs):
 
 def switch(call, model, xs):
     branches = [lambda model, x: 2 * x, call, lambda model, x: call(model, -x)]
-    index = jnp.where(is_first(xs), 5, 0)  # clamped to the last
+    index = jnp.where(is_first(xs), 5, 0)  # clamped to the last branch
     return es.switch(index, branches, model, xs[1])
 
 
@@ -200,7 +200,7 @@ def fori_by_hand(by_hand, model, xs):
 
 
 def purely(by_hand, model, transform, *args):
-    """`transform` of the pure function of an input, and the new model beside it."""
+    """Apply `transform` to the pure function of an input; also return the new model."""
     static = []
 
     def f(x):
@@ -269,7 +269,8 @@ def custom_vjp(call, model, xs):
         return call(model, x)
 
     def fwd(model, x):
-        before = es.map(lambda x: x, model)  # what is written below is not in it
+        # A copy that does not contain the writes below.
+        before = es.map(lambda x: x, model)
         return call(model, x), (before, x)
 
     def bwd(residuals, g):
@@ -289,7 +290,7 @@ MESH = jax.sharding.Mesh(jax.devices()[:2], "data")
 
 
 def shard_map(call, model, xs):
-    # JAX cannot check types where a layer reduces over the lanes of a `vmap`.
+    # JAX cannot check the types if a layer reduces over the lanes of a `vmap`.
     has_axis = any(getattr(m, "axis_name", None) for _, m in es.modules(model))
     f = es.shard_map(
         lambda x: call(model, x),
@@ -320,11 +321,11 @@ PROGRAMS = {
     "custom_vjp": (custom_vjp, custom_vjp_by_hand),
     "shard_map": (shard_map, eager_by_hand),
 }
-# JAX has no reverse mode for `while_loop`, and the others are slow to compile.
+# JAX has no reverse mode for `while_loop`. The gradients of the others compile slowly.
 WITHOUT = {"while_loop", "jvp", "jacobians", "shard_map"}
 
 
-# --- Running them -------------------------------------------------------------------
+# --- Running programs and twins -----------------------------------------------------
 
 
 def loss_of(value: Any) -> Any:
@@ -334,7 +335,7 @@ def loss_of(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A program for one model, as steps that return `((loss, value), model), grads`."""
+    """One program for one model; a step returns `((loss, value), model), grads`."""
 
     case: Case
     program: str
@@ -342,12 +343,13 @@ class Run:
 
     def start(self) -> Any:
         model = self.case.model()
-        if self.program == "shard_map":  # else JAX traces anew when it has been there
+        # Replicate it first. Otherwise its sharding changes, and JAX retraces.
+        if self.program == "shard_map":
             return eqx.filter_shard(model, jax.NamedSharding(MESH, P()))
         return with_lanes(model, 2) if self.program.startswith("vmap") else model
 
     def inputs(self) -> list[Any]:
-        """Those of two steps; a carried model stays, and would draw the same again."""
+        """The inputs of two steps, or of one if the model is not written in place."""
         xs = self.case.inputs(2)
         steps = [xs.at[0].set(jnp.abs(xs[0])), xs.at[0].set(-jnp.abs(xs[0]))]
         return steps[:1] if self.program == "scan of the carry" else steps
@@ -381,7 +383,7 @@ def check_equal(actual: Any, expected: Any) -> None:
     for (path, x), y in zip(entries, jax.tree.leaves(expected), strict=True):
         where = jax.tree_util.keystr(path)
         if not eqx.is_array(x):
-            assert type(x) is type(y), where  # `SharedNode`s are never equal
+            assert type(x) is type(y), where  # two `SharedNode`s are never equal
             continue
         assert (x.shape, x.dtype) == (y.shape, y.dtype), where
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -390,8 +392,8 @@ def check_equal(actual: Any, expected: Any) -> None:
             assert (x == y).all(), where
 
 
-# With gradients where that is compiled as a whole, and where there are some: JAX has no
-# reverse mode for `while_loop`.
+# `eager` runs without `jit`, and then all programs with it. All compute gradients but
+# those in `WITHOUT`.
 RUNS = [
     ("eager", False, True),
     *[(program, True, program not in WITHOUT) for program in PROGRAMS],
@@ -399,23 +401,23 @@ RUNS = [
 
 
 def is_misjudged(case: str, program: str) -> bool:
-    """Whether JAX's check takes fresh keys for used, in plain JAX, too.
+    """Whether JAX's check reports fresh keys as reused, also in plain JAX.
 
-    So it does with keys in an array that are taken and stacked by hand, those of a
-    branch that `vmap` runs for nothing or that a second derivative computes again, and
-    those after a checkpointed scan.
+    It does so for keys that are taken from an array and stacked by hand, for keys of a
+    branch that `vmap` runs although it is not taken, for keys that a second derivative
+    recomputes, and for keys after a checkpointed scan.
     """
     return (
         case == "ensemble"
         or (case == "router" and ("vmap" in program or program == "vjp"))
         or (case, program) == ("sequence", "checkpoint")
-        or program == "custom_vjp"  # whose backward rule draws again
+        or program == "custom_vjp"  # its backward rule draws again
     )
 
 
 @pytest.mark.parametrize(("program", "is_jitted", "with_grads"), RUNS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_under_a_transform_is_what_it_is_by_hand(
+def test_a_model_under_a_transform_equals_its_version_by_hand(
     case, program, is_jitted, with_grads, request
 ):
     if is_misjudged(case, program):

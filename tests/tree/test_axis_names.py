@@ -1,4 +1,4 @@
-"""The names of axes: where they are read, and what fits which array."""
+"""`es.axis_names`: where axis names are declared, and which arrays they fit."""
 
 import sys
 import textwrap
@@ -37,7 +37,7 @@ def linear(key: int = 0) -> eqx.nn.Linear:
     return eqx.nn.Linear(2, 3, key=jr.key(key))
 
 
-# --- The text of an annotation --------------------------------------------------------
+# --- The text of a shape annotation ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def linear(key: int = 0) -> eqx.nn.Linear:
         ("a *_ b", (4, 3, 2), ("a", None, "b")),
         ("a *#rest", (4, 3, 2), ("a", None, None)),
         ("a ... b", (4, 2), ("a", "b")),
-        # A stack has more axes in front.
+        # A stack has additional leading axes.
         ("mlp embed", (4, 3, 2), (None, "mlp", "embed")),
         ("", (5, 4), (None, None)),
         ("_ 3 mlp", (1, 2, 3, 4, 5), (None, None, None, None, "mlp")),
@@ -77,13 +77,14 @@ def test_names_that_fit_an_array(text, shape, names, in_axes):
         assert names_of_field(Float[Array, text], value) == names
 
 
-# --- Where a name may be written ------------------------------------------------------
+# --- Where axis names can be declared -------------------------------------------------
 
 AB = Float[Array, "a b"]
 Weights = typing.NewType("Weights", AB)  # pyright: ignore[reportArgumentType]
 
 
-# As text: each is tried as it is, and as `from __future__ import annotations` does.
+# These are strings so that each is tested evaluated, and as text, as with `from
+# __future__ import annotations`.
 @pytest.mark.parametrize(
     "annotation",
     [
@@ -104,13 +105,13 @@ def test_names_in_containers(annotation):
     assert names == {"w": container([("a", "b")])}
 
 
-def test_elements_of_a_tuple_have_names_of_their_own():
+def test_the_elements_of_a_tuple_have_their_own_names():
     value = jnp.zeros((3, 2)), jnp.zeros(3), jnp.zeros(3)
     annotation = tuple[AB, Float[Array, " c"], Array]
     assert names_of_field(annotation, value) == (("a", "b"), ("c",), (None,))
 
 
-def test_names_come_through_type_variables():
+def test_names_are_passed_through_type_variables():
     class Box(eqx.Module, Generic[T]):
         content: T
 
@@ -145,7 +146,7 @@ def test_names_in_records():
     assert names[0].layer.weight == ("c", "d")
 
 
-def test_annotations_that_are_text(monkeypatch):
+def test_names_in_postponed_annotations(monkeypatch):
     module = types.ModuleType("named_axes")
     monkeypatch.setitem(sys.modules, "named_axes", module)
     source = """
@@ -210,7 +211,7 @@ def by_name(tree: Any) -> dict[str, Any]:
     return {p.name: n for p, n in zip(es.parts(tree), names, strict=True)}
 
 
-def test_names_of_what_a_filter_has_left():
+def test_names_of_a_filtered_tree():
     params = es.filter(net(), es.path_matches("*weight"))
     weights = {k: v for k, v in EXPECTED.items() if k.endswith("weight")}
     assert by_name(params) == weights
@@ -220,7 +221,7 @@ def test_names_of_what_a_filter_has_left():
     }
 
 
-def test_a_stack_has_no_names_in_front():
+def test_the_leading_axis_of_a_stack_has_no_name():
     stack = eqx.filter_vmap(lambda key: net())(jnp.zeros(4))
     assert by_name(stack) == {k: (None, *v) for k, v in EXPECTED.items()}
 
@@ -234,7 +235,7 @@ def test_a_stack_has_no_names_in_front():
 Norms = es.nn.Stacked[Annotated[eqx.nn.LayerNorm, es.Axes(weight="embed")]]
 
 
-def test_the_layers_of_a_stack_have_their_names():
+def test_the_layers_of_a_stack_have_the_names_of_their_class():
     class Model(es.Module):
         nets: es.nn.Stacked[Net]
         norms: Norms
@@ -271,7 +272,7 @@ def test_the_outer_declaration_wins():
     assert by_name(tree) == first | second
 
 
-def test_of_two_declarations_in_one_annotation_the_outer_wins():
+def test_the_outer_of_two_declarations_in_one_annotation_wins():
     inner = Annotated[eqx.nn.Linear, es.Axes(weight="a b", bias="a")]
     both = Annotated[inner, es.Axes(weight="c d")]
     names = names_of_field(es.Buffer[both], linear())
@@ -280,7 +281,7 @@ def test_of_two_declarations_in_one_annotation_the_outer_wins():
     assert names_of_field(inside, jnp.zeros((3, 2))) == ("c", "d")
 
 
-def test_of_a_union_the_declaration_that_fits_counts():
+def test_in_a_union_the_declaration_that_fits_applies():
     norm = Annotated[eqx.nn.LayerNorm, es.Axes(weight="embed", bias="embed")]
     conv = Annotated[eqx.nn.Conv2d, es.Axes(weight="out in 3 3")]
     layer = Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
@@ -326,7 +327,7 @@ def test_more_names_than_axes_in_axes_name_the_field_that_declares_them():
     ],
     ids=["other", "nothing", "list", "array"],
 )
-def test_a_path_that_is_not_there_is_an_error(value, there):
+def test_a_path_that_does_not_exist_is_an_error(value, there):
     class Net(es.Module):
         up: Annotated[Any, es.Axes(scale="mlp embed")]
 
@@ -337,7 +338,7 @@ def test_a_path_that_is_not_there_is_an_error(value, there):
     assert there in message
 
 
-def test_a_path_to_a_module_is_not_one_to_an_array():
+def test_a_path_must_lead_to_an_array():
     class Net(es.Module):
         up: Annotated[eqx.nn.MLP, es.Axes(layers="mlp embed")]
 
@@ -370,7 +371,7 @@ def test_an_optimizer_of_some_parameters():
     assert set(by_name(optimizer).values()) == {(), ("mlp", "embed")}
 
 
-def test_averages_have_the_names_of_what_is_averaged():
+def test_averages_have_the_names_of_the_averaged_arrays():
     ema = es.Ema(0.9).init(net()).update(net())
     names = by_name((net(), [ema]))
     for name, expected in EXPECTED.items():
@@ -378,7 +379,7 @@ def test_averages_have_the_names_of_what_is_averaged():
         assert own == [expected]
 
 
-def test_what_is_drawn_later_has_no_axes_yet():
+def test_a_placeholder_has_no_axes():
     class Late(es.Module):
         up: Annotated[eqx.nn.Linear, es.Axes(weight="mlp embed")]
         w: es.Parameter[AB] = es.Initializer(lambda key: jnp.zeros((3, 2)))

@@ -1,4 +1,4 @@
-"""How two trees are compared: where they first differ, and which leaves are one."""
+"""Comparing trees: the first difference, and whether two leaves are the same."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ TEXT = "a text"
     ("a", "b", "equal"),
     [
         (ARRAY, ARRAY, True),
-        (ARRAY, ARRAY.copy(), False),  # an array is itself and no other
+        (ARRAY, ARRAY.copy(), False),  # arrays are compared by identity
         (ARRAY, 0.0, False),
         (0.0, ARRAY, False),
         (1, 1, True),

@@ -1,4 +1,4 @@
-"""Leaves whose key paths are equal or print alike: told apart by their position."""
+"""Leaves whose key paths are equal, or print the same, differ by their position."""
 
 import functools as ft
 from typing import Any
@@ -17,7 +17,7 @@ X = jnp.arange(3.0)
 
 @ft.total_ordering
 class K:
-    """A key of dicts that prints as every other."""
+    """A dict key that prints like every other `K`."""
 
     def __init__(self, n):
         self.n = n
@@ -37,7 +37,7 @@ class K:
 
 @jtu.register_pytree_with_keys_class
 class Twins:
-    """Both children go by one key."""
+    """Both children have the same key."""
 
     def __init__(self, a, b):
         self.a, self.b = a, b
@@ -78,7 +78,7 @@ def test_names():
 
 
 @pairs
-def test_no_two_are_confused(pair):
+def test_no_two_leaves_are_confused(pair):
     tree = [pair({"x": X}, {"x": X + 1}), pair(X + 2, X + 3)]
     parts = es.parts(tree)
     leaves = jax.tree.leaves(tree)
@@ -96,7 +96,7 @@ def test_no_two_are_confused(pair):
     assert first(keys)[0] != second(keys)[0]
 
 
-def test_keys_that_are_not_alike_are_seeded_as_ever():
+def test_a_key_that_is_unique_is_seeded_by_its_path_alone():
     (key,) = jax.tree.leaves(es.reseed({K(1): jr.key(0)}, 3))
     assert es.reseed(alike(jr.key(0), jr.key(0)), 3)[K(1)] == key
 
@@ -126,8 +126,8 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pairs
-def test_every_transform_carries_each_to_its_place(run, pair):
-    zero = jnp.zeros(())  # one array in three places
+def test_every_transform_writes_each_leaf_at_its_position(run, pair):
+    zero = jnp.zeros(())  # one array at three positions
     model = Model(pair(zero, [zero, zero]))
     _, new = es.mutable(lambda m, x: RUNS[run](m, x))(model, X)
     assert jax.tree.leaves(new) == [1.0, 2.0, 3.0]
@@ -135,7 +135,7 @@ def test_every_transform_carries_each_to_its_place(run, pair):
 
 
 @pairs
-def test_each_is_drawn_and_filled_in_its_place(pair):
+def test_init_fills_each_leaf_at_its_position(pair):
     class Lazy(es.Module):
         drawn: Any
         filled: Any

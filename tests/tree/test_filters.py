@@ -1,4 +1,4 @@
-"""Filters: what they select, and that they are values."""
+"""Filters: which arrays they select, and how filters are compared and printed."""
 
 import copy
 import functools as ft
@@ -118,9 +118,9 @@ CASES = [
 @pytest.mark.parametrize(
     ("filters", "names"), CASES, ids=[str(i) for i in range(len(CASES))]
 )
-def test_what_filters_select(filters, names):
+def test_which_arrays_filters_select(filters, names):
     assert selected(*filters) == names
-    # The other functions that take filters agree.
+    # The other functions that take filters select the same.
     assert eqx.tree_equal(
         eqx.filter(MODEL, es.mask(MODEL, *filters)), es.filter(MODEL, *filters)
     )
@@ -171,7 +171,7 @@ class Child(Wrapped):
     pass
 
 
-def test_inside_a_class_is_however_deep_and_for_subclasses_too():
+def test_inside_selects_at_any_depth_and_in_subclasses():
     norm = make_norm()
     tree = {"a": Wrapped([Child({"x": norm})]), "b": norm, "c": Child(jnp.ones(1))}
     inner = {"['a'].inner[0].inner['x'].scale", "['a'].inner[0].inner['x'].mean"}
@@ -195,7 +195,7 @@ def test_inside_a_class_is_however_deep_and_for_subclasses_too():
     ],
     ids=["kind", "kind in a tuple", "module", "name", "list", "alias"],
 )
-def test_inside_takes_classes(wrong, shown):
+def test_inside_requires_classes(wrong, shown):
     with pytest.raises(TypeError, match=shown):
         es.inside(wrong)
 
@@ -254,7 +254,7 @@ def test_filters_are_static_arguments():
     assert structure() == structure()
 
 
-def test_a_combinator_may_be_asked_about_a_part():
+def test_a_function_may_call_a_combinator():
     def mine(part):
         return es.trainable(part) and not es.path_matches("*.bias")(part)
 
@@ -273,7 +273,7 @@ def test_a_combinator_may_be_asked_about_a_part():
     ],
     ids=str,
 )
-def test_what_is_no_filter(wrong):
+def test_a_value_that_is_not_a_filter_is_an_error(wrong):
     match = r"is not a filter.*`es.Parameter`.*es.path_matches.*es.inside"
     with pytest.raises(TypeError, match=match):
         es.filter(MODEL, wrong)
@@ -296,21 +296,21 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("where", NOTHING.values(), ids=list(NOTHING))
-def test_under_must_select_something(where):
+def test_under_must_select_an_array(where):
     with pytest.raises(ValueError, match=r"`es.under\(.*selects nothing"):
         es.filter(MODEL, es.under(where))
 
 
-# --- Places that are hard to tell apart -----------------------------------------------
+# --- Leaves that are hard to tell apart -----------------------------------------------
 
 
-def test_under_tells_equal_leaves_apart():
+def test_under_distinguishes_equal_leaves():
     one = jnp.ones(2)
     tree = [one, one, (), {"a": one}]
     assert selected(es.under(lambda t: t[1]), tree=tree) == {"[1]"}
 
 
-def test_under_takes_a_container_of_the_tree_as_one_node():
+def test_under_accepts_a_container_of_the_tree_as_one_node():
     linear = eqx.nn.Linear(1, 1, use_bias=False, key=jr.key(0))
     layers = [linear, eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)]
     tree = eqx.nn.Sequential(layers)
@@ -319,12 +319,12 @@ def test_under_takes_a_container_of_the_tree_as_one_node():
     assert selected(es.under(lambda t: t[0]), tree=[layers]) == {"[0][0].weight"}
 
 
-def test_under_looks_at_holes_of_other_leaves():
+def test_under_ignores_none_below_the_node():
     params = es.filter(MODEL, es.Parameter)
     assert selected(es.under(lambda m: m.layers[0]), tree=params) == {"layers[0].scale"}
 
 
-def test_a_model_and_a_mask_of_it_are_no_filters_though_they_can_be_called():
+def test_a_model_or_a_mask_is_not_a_filter_although_it_can_be_called():
     match = r"^`Linear` is not a filter.*wrt=es\.all_of\(es.trainable, es.under\("
     layer = eqx.nn.Linear(2, 1, key=jr.key(0))
     for wrong in (layer, jax.tree.map(lambda _: True, layer)):
@@ -341,7 +341,7 @@ PREDICATES = [
 
 
 @pytest.mark.parametrize("predicate", PREDICATES)
-def test_predicates_of_arrays_would_select_nothing(predicate):
+def test_predicates_of_arrays_are_not_filters(predicate):
     model = {"w": jnp.ones(2)}
     match = (
         rf"`eqx.{predicate.__name__}` is not a filter.*lambda part: .*\(part.value\)"

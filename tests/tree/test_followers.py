@@ -1,4 +1,4 @@
-"""Rules inside an optimizer are asked at the parameter that a moment belongs to."""
+"""Rules inside an optimizer or an average apply to the parameter of each array."""
 
 import equinox as eqx
 import jax
@@ -47,7 +47,7 @@ def values(tree, rules):
 
 
 def expected(name, by_parameter):
-    """What the parameter has whose name ends the name of the moment."""
+    """The value for the parameter whose name is the end of the moment's name."""
     names = [x for x in by_parameter if name.endswith(f".{x}")]
     return by_parameter[max(names, key=len)] if names else None
 
@@ -64,7 +64,7 @@ def expected(name, by_parameter):
     ],
     ids=range(5),
 )
-def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx, rules):
+def test_the_moments_of_an_optimizer_alone_have_the_names_in_the_model(tx, rules):
     model = net()
     by_parameter = values(model, rules)
     got = values(es.Optimizer(tx).init(model), rules)
@@ -78,7 +78,7 @@ def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx, rules
 
 
 @pytest.mark.parametrize("order", ["model first", "model last", "module"])
-def test_with_the_model_in_the_tree_its_names_are_those_there(order):
+def test_next_to_its_model_the_moments_have_the_names_in_the_tree(order):
     class Train(es.Module):
         optimizer: es.Optimizer
         model: Net
@@ -99,7 +99,7 @@ def test_with_the_model_in_the_tree_its_names_are_those_there(order):
     assert counts == ["none"]
 
 
-def test_of_two_models_the_nearest_counts():
+def test_of_two_models_the_nearest_one_gives_the_names():
     txs = es.Optimizer(optax.adam(0.1))
     tree = {"a": (net(0), txs.init(net(0))), "b": (net(1), txs.init(net(1)))}
     got = values(tree, {es.under(lambda t: t["a"][0].head): "a's head", ...: "rest"})
@@ -107,7 +107,7 @@ def test_of_two_models_the_nearest_counts():
     assert got["['b'][1].opt_state[0].mu.head.weight"] == "rest"
 
 
-def test_if_it_cannot_be_told_which_model_names_begin_at_the_model():
+def test_if_the_model_is_ambiguous_names_start_at_the_model():
     tree = [net(0), net(1), es.Optimizer(optax.adam(0.1)).init(net(0))]
     rules = {es.path_matches("[0].head.*"): 0, es.path_matches("head.*"): 1, ...: 2}
     got = values(tree, rules)
@@ -116,7 +116,7 @@ def test_if_it_cannot_be_told_which_model_names_begin_at_the_model():
     assert got["[2].opt_state[0].mu.head.weight"] == 1
 
 
-def test_a_kind_means_the_parameter_but_opt_state_means_the_moments():
+def test_a_kind_selects_the_parameter_but_opt_state_selects_the_moments():
     tree = (net(), es.Optimizer(optax.adam(0.1)).init(net()))
     moment = "[1].opt_state[0].mu.count"
     for rules, value in [
@@ -148,13 +148,13 @@ def test_plain_pytrees(model):
     assert len([x for x in got.values() if x == "p"]) == len(got) - 1
 
 
-def test_the_learning_rate_of_a_model_that_is_one_array():
+def test_the_learning_rate_for_a_model_that_is_one_array():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     got = values(es.Optimizer(tx).init(jnp.ones(2)), {es.Parameter: "p", ...: "rest"})
     assert got["opt_state.hyperparams['learning_rate']"] == "rest"
 
 
-def test_the_moments_of_lookahead_belong_to_the_model():
+def test_the_moments_of_lookahead_have_the_names_in_the_model():
     pair = optax.LookaheadParams.init_synced(net())
     tx = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
     got = values(es.Optimizer(tx).init(pair), {HEAD: "head", ...: "rest"})
@@ -162,7 +162,7 @@ def test_the_moments_of_lookahead_belong_to_the_model():
     assert heads == {name for name in got if ".head." in name} != set()
 
 
-def test_an_average_follows_the_model():
+def test_an_average_has_the_names_of_the_model():
     tree = net(), es.Ema(0.9).init(net())
     got = values(tree, {es.under(lambda t: t[0].head): "head", es.Parameter: "p"})
     assert got["[1].means.head.weight"] == "head"
@@ -175,11 +175,11 @@ def test_an_average_follows_the_model():
     assert values(es.Ema(0.9), {...: 0}) == {}
 
 
-def test_before_init_there_is_nothing_to_follow():
+def test_before_init_an_optimizer_has_no_moments():
     assert values((net(), es.Optimizer(optax.adam(0.1))), {...: 0})["[0].count"] == 0
 
 
-def test_a_part_of_a_model_and_another_class_are_not_the_model():
+def test_a_part_of_a_model_or_a_different_class_is_not_the_model():
     class Other(es.Module):
         body: eqx.nn.MLP
         head: eqx.nn.Linear

@@ -1,4 +1,4 @@
-"""Fine-tuning with a frozen backbone, in each of the three ways, and unfreezing it."""
+"""Fine-tuning with a frozen backbone, in each of three ways, and unfreezing it."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from helpers import untouched
 import eqx_state as es
 
 
-# `optax.adamw` promotes by itself: `float ** int`.
+# `optax.adamw` promotes implicitly: `float ** int`.
 standard = jax.numpy_dtype_promotion("standard")
 
 
@@ -55,7 +55,7 @@ YS = jr.normal(jr.key(11), (6, 2))
 
 
 def block():
-    """A block that has seen data, so that its statistics are not those of a new one."""
+    """A block that has seen data, so that its statistics are not the initial ones."""
     return es.mutable(es.vmap(Block(3, 4, jr.key(0)), axis_name="batch"))(2 * XS)[1]
 
 
@@ -103,7 +103,7 @@ def names(tree):
 
 
 def moved(before, after):
-    """The names of the arrays that are not bit for bit the same, keys aside."""
+    """The names of the arrays that differ in a bit, except for keys."""
     pairs = zip(es.parts(before), es.parts(after), strict=True)
     return {a.name for a, b in pairs if not eqx.tree_equal(a.value, b.value)} - {
         part.name for part in es.parts(after) if part.name.endswith("rng")
@@ -125,7 +125,7 @@ BACKBONE = STATISTICS | {
 }
 
 
-# --- The backbone stays -------------------------------------------------------------
+# --- The backbone does not change ---------------------------------------------------
 
 
 class Tuned(NamedTuple):
@@ -146,10 +146,10 @@ def tuned(request):
         return Tuned(request.param, model, wrt, *fit(model, wrt))
 
 
-def test_only_the_head_moves(tuned):
+def test_only_the_head_changes(tuned):
     assert moved(tuned.start, tuned.new) == HEAD
     assert set(names(tuned.grads)) == HEAD
-    assert jax.tree.leaves(tuned.grads.backbone) == []  # `None`, and not zeros
+    assert jax.tree.leaves(tuned.grads.backbone) == []  # `None`, not zeros
     assert jax.tree.structure(tuned.new) == jax.tree.structure(tuned.start)
 
 
@@ -159,15 +159,15 @@ def test_the_optimizer_is_as_large_as_one_for_the_head(tuned):
     optimizer = es.Optimizer(ADAMW, wrt=tuned.wrt).init(tuned.start)
     assert memory(optimizer.opt_state) == memory(alone.opt_state)
     assert memory(tuned.optimizer.opt_state) == memory(alone.opt_state)
-    # The head has 10 numbers, of which adam keeps two moments; and it counts.
+    # The head has 10 numbers. Adam stores two moments of each, and a step count.
     assert memory(alone.opt_state) == (5, 4 * (2 * 10 + 1))
 
 
 @standard
-def test_plain_layers_follow_their_nearest_es_module():
+def test_plain_layers_are_frozen_by_their_nearest_es_module():
     layers = [eqx.nn.Linear(3, 4, key=jr.key(0)), block().norm, es.nn.Dropout(key=0)]
     alone = es.freeze(eqx.nn.Sequential(layers))
-    # No `es.Module` is above the linear layer, so that it has no flag to obey.
+    # There is no `es.Module` above the linear layer, so no flag applies to it.
     assert names(es.filter(alone, es.trainable)) == [
         "layers[0].weight",
         "layers[0].bias",
@@ -187,7 +187,7 @@ def test_plain_layers_follow_their_nearest_es_module():
 
 
 def another_class(model):
-    # A declaration cannot be taken back: another class holds the same backbone.
+    # A declaration cannot be undone, so use a class that does not declare a kind.
     return Net(model.backbone, model.head)
 
 
@@ -195,19 +195,19 @@ UNFREEZE = {
     "freeze": lambda m: m.unfreeze(),
     "frozen in a jit": eqx.filter_jit(lambda m: es.unfreeze(m)),
     "buffer": lambda m: another_class(m).train(),
-    "wrt": lambda m: m.train(),  # and a wider filter
+    "wrt": lambda m: m.train(),  # here the filter is widened instead
 }
 
 
 @standard
-def test_unfrozen_the_backbone_moves_with_a_fresh_optimizer(tuned):
+def test_an_unfrozen_backbone_is_trained_by_a_new_optimizer(tuned):
     model = UNFREEZE[tuned.way](tuned.new)
     new, optimizer, grads = fit(model)
     assert moved(model, new) == HEAD | BACKBONE
     assert set(names(grads)) == HEAD | BACKBONE - STATISTICS
     params = jax.tree.leaves(es.filter(model, es.trainable))
     assert memory(optimizer.opt_state) == memory(ADAMW.init(params))
-    # Of what it learned before nothing is left, and the old one does not fit.
+    # The new optimizer starts from zeros, and the old one does not fit the model.
     fresh = es.Optimizer(ADAMW).init(model)
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(fresh.opt_state))
     if tuned.way.startswith("freeze"):
@@ -215,7 +215,7 @@ def test_unfrozen_the_backbone_moves_with_a_fresh_optimizer(tuned):
             tuned.optimizer.update(grads, model)
 
 
-# --- Wrapping what is frozen ----------------------------------------------------------
+# --- Wrapping a frozen layer ----------------------------------------------------------
 
 
 class Scaled(es.Module):
@@ -253,13 +253,13 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=list(WRAPPED))
 @pytest.mark.parametrize("where", [None, lambda m: m.inner], ids=["all", "inner"])
-def test_what_takes_the_place_of_a_frozen_layer_is_frozen(where, wrap):
+def test_a_layer_that_replaces_a_frozen_layer_is_frozen(where, wrap):
     start = Scaled(eqx.nn.Linear(2, 2, key=jr.key(0)))
     wrapped = wrap(start.freeze(where))
     assert trained_names(wrapped) == (set() if where is None else {"scale"})
     if where is not None:
         assert moved(wrapped, after_a_step(wrapped)) == {"scale"}
-    # A part of it is unfrozen by its path.
+    # A part of the new layer can be unfrozen by its path.
     if isinstance(wrapped.inner, Scaled):
         tuned = wrapped.unfreeze(lambda m: m.inner.scale)
         assert trained_names(tuned) - trained_names(wrapped) == {"inner.scale"}

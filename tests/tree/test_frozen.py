@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 import eqx_state as es
 
 
-def tanh(x):  # that of JAX cannot be pickled
+def tanh(x):  # `jax.numpy.tanh` cannot be pickled
     return jnp.tanh(x)
 
 
@@ -108,7 +108,7 @@ def test_freeze_and_unfreeze_where(where, names):
     assert frozen(new) == names
     assert trained(new) == trained(NET) - names
     assert frozen(NET) == set()
-    # The way back gives the very same structure, and so does doing it twice.
+    # `unfreeze` restores the structure, and freezing twice changes nothing more.
     assert structure(es.unfreeze(new, where)) == structure(NET)
     assert structure(es.unfreeze(new)) == structure(NET)
     assert structure(es.freeze(new, where)) == structure(new)
@@ -117,7 +117,7 @@ def test_freeze_and_unfreeze_where(where, names):
 
 
 @pytest.mark.parametrize(("where", "names"), WHERE.values(), ids=list(WHERE))
-def test_a_part_of_a_frozen_model_is_unfrozen(where, names):
+def test_a_part_of_a_frozen_model_can_be_unfrozen(where, names):
     everything = NET.freeze()
     new = es.unfreeze(everything, where)
     assert frozen(new) == NAMES - names
@@ -134,7 +134,7 @@ SWITCHES = st.lists(
 
 @settings(max_examples=60)
 @given(SWITCHES)
-def test_the_last_switch_that_reaches_an_array_counts(switches):
+def test_the_last_freeze_or_unfreeze_of_an_array_counts(switches):
     new, expected = NET, set()
     for switch, where in switches:
         select, names = WHERE[where]
@@ -144,7 +144,7 @@ def test_the_last_switch_that_reaches_an_array_counts(switches):
     assert structure(es.unfreeze(new)) == structure(NET)
 
 
-def test_containers_around_modules_of_plain_layers():
+def test_containers_of_modules_and_plain_layers():
     tree = {"net": NET, "head": linear()}
     new = es.freeze(tree, lambda t: t["net"].mlp)
     assert frozen(new) == {f"['net'].{name}" for name in under("mlp")}
@@ -155,7 +155,7 @@ def test_containers_around_modules_of_plain_layers():
         es.freeze(tree, lambda t: t["head"])
 
 
-# --- Flags that travel ----------------------------------------------------------------
+# --- Frozen paths in copies -----------------------------------------------------------
 
 
 PARTLY = es.freeze(NET, lambda m: (m.mlp.layers[0], m.blocks[1].linear.bias))
@@ -176,11 +176,11 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=list(COPIES))
-def test_copies_are_frozen_alike(copied):
+def test_copies_have_the_same_frozen_arrays(copied):
     assert frozen(copied(PARTLY)) == frozen(PARTLY)
 
 
-def test_a_file_keeps_the_modes_of_like(tmp_path):
+def test_load_keeps_the_modes_of_like(tmp_path):
     es.save(tmp_path / "net", NET)
     assert eqx.tree_equal(es.load(tmp_path / "net", PARTLY), PARTLY)
     es.save(tmp_path / "trained", PARTLY, es.trainable)
@@ -188,13 +188,13 @@ def test_a_file_keeps_the_modes_of_like(tmp_path):
     assert eqx.tree_equal(new, PARTLY)
 
 
-def test_the_flag_set_by_hand_is_for_all_of_the_module():
+def test_setting_the_flag_frozen_applies_to_the_whole_module():
     assert frozen(es.configure(PARTLY, frozen=False)) == set()
     assert frozen(PARTLY.replace(frozen=True)) == NAMES
     assert structure(PARTLY.unfreeze()) == structure(NET)
 
 
-def test_a_lazy_layer_is_frozen_before_it_is_made():
+def test_a_lazy_layer_can_be_frozen_before_init():
     class Lazy(es.Module):
         layer: eqx.nn.Linear
         head: eqx.nn.Linear
@@ -214,7 +214,7 @@ def loss_fn(model, x):
     return jnp.sum(model(x) ** 2)
 
 
-def test_frozen_arrays_get_no_gradient_no_decay_and_no_memory():
+def test_frozen_arrays_have_no_gradient_no_decay_and_no_optimizer_memory():
     free = trained(PARTLY)
     (_, new), grads = es.value_and_grad(loss_fn)(PARTLY, X)
     assert {part.name for part in es.parts(grads)} == free
@@ -230,8 +230,8 @@ def test_frozen_arrays_get_no_gradient_no_decay_and_no_memory():
         assert (old.value is now.value) == (old.name not in free)
 
 
-def test_plain_jax_carries_frozen_models():
-    arrays = es.map(jnp.asarray, es.filter(PARTLY))  # an MLP has functions in it
+def test_frozen_models_pass_through_plain_jax():
+    arrays = es.map(jnp.asarray, es.filter(PARTLY))  # an MLP contains functions
     new, _ = jax.lax.scan(lambda m, x: (m, x), arrays, X)
     assert frozen(new) == frozen(arrays) == frozen(PARTLY)
     stacked = jax.vmap(lambda x, m: m, in_axes=(0, None))(X, arrays)
@@ -239,7 +239,7 @@ def test_plain_jax_carries_frozen_models():
 
 
 @pytest.mark.parametrize("jit", [es.jit, eqx.filter_jit], ids=["es", "eqx"])
-def test_freezing_retraces_and_equal_freezing_does_not(jit):
+def test_freezing_retraces_but_an_equal_freeze_does_not(jit):
     @jit
     @eqx.debug.assert_max_traces(max_traces=3)
     def names(model, x):
@@ -257,7 +257,7 @@ def test_freezing_retraces_and_equal_freezing_does_not(jit):
     assert names(NET, X)[0].frozen is False
 
 
-def test_a_call_does_not_change_what_is_frozen():
+def test_a_call_must_not_change_what_is_frozen():
     def run(m):
         m.blocks = [es.freeze(m.blocks[0], lambda b: b.linear.bias), m.blocks[1]]
 
@@ -269,7 +269,7 @@ def test_a_call_does_not_change_what_is_frozen():
 # --- Surgery --------------------------------------------------------------------------
 
 
-def test_another_layer_in_the_place_is_frozen():
+def test_a_new_layer_at_a_frozen_path_is_frozen():
     net = es.freeze(NET, lambda m: (m.mlp.layers[0], m.blocks[1].linear))
     new = eqx.tree_at(
         lambda m: m.mlp.layers[0], net, eqx.nn.Linear(2, 3, key=jr.key(5))
@@ -281,13 +281,13 @@ def test_another_layer_in_the_place_is_frozen():
     assert frozen(new) == frozen(net)
 
 
-def test_a_module_in_the_place_of_a_frozen_one_is_frozen():
+def test_a_new_module_at_a_frozen_path_is_frozen():
     net = es.freeze(NET, lambda m: m.blocks[0])
     new = eqx.tree_at(lambda m: m.blocks[0], net, Block(1.0, 0, linear()))
     assert not new.blocks[0].frozen
     assert frozen(new) == under("blocks[0]")
     assert trained(es.unfreeze(new, lambda m: m.blocks[0])) == trained(NET)
-    # It was frozen as a part of the model. Elsewhere it has only its own flag.
+    # The path belongs to the model. Outside it, the new block has only its own flag.
     assert frozen(new.blocks[0]) == set()
     assert frozen(net.blocks[0]) == {"scale", "count", "linear.weight", "linear.bias"}
 
@@ -297,7 +297,7 @@ class Wrapper(es.Module):
     gate: es.Parameter = 1.0
 
 
-def test_a_path_leads_through_a_new_module_if_it_fits():
+def test_a_frozen_path_may_lead_through_a_new_module():
     net = es.freeze(NET, lambda m: m.plain["b"])
     new = net.replace(plain={"a": X, "b": Wrapper((X, X))})
     names = {"plain['b'].gate", "plain['b'].inner[0]", "plain['b'].inner[1]"}
@@ -346,7 +346,7 @@ LOST = {
 @pytest.mark.parametrize(
     ("where", "change", "lost", "around", "place"), LOST.values(), ids=list(LOST)
 )
-def test_a_path_that_does_not_fit_any_more_is_an_error(
+def test_a_frozen_path_that_no_longer_fits_is_an_error(
     where, change, lost, around, place
 ):
     new = change(es.freeze(NET, where))
@@ -357,18 +357,18 @@ def test_a_path_that_does_not_fit_any_more_is_an_error(
         es.grad(lambda m: jnp.sum(m.bias))(new)
     with pytest.raises(ValueError, match=match):
         es.Optimizer(optax.sgd(0.1)).init(new)
-    # All else works, and elsewhere in the model the question has an answer.
+    # All other functions work, and arrays elsewhere in the model are not frozen.
     es.filter(new, es.Parameter), es.state_dict(new), es.eval(new)
     flags = {p.name: p for p in es.parts(new) if not p.name.startswith(place)}
     assert not any(part.frozen for part in flags.values())
-    # The remedy in the message, and freezing all.
+    # Test the remedy that the message gives, and freezing the whole model.
     again = es.unfreeze(new, lambda m: eval(f"m.{place}"))
     assert structure(again) == structure(change(NET))
     assert trained(es.freeze(new)) == set()
     assert structure(es.unfreeze(new)) == structure(change(NET))
 
 
-def test_a_hole_in_the_place_of_what_was_frozen_is_no_error():
+def test_none_at_a_frozen_path_is_not_an_error():
     net = es.freeze(NET, lambda m: (m.mlp.layers[0].weight, m.plain["b"][0]))
     new = net.replace(plain=None)
     assert trained(new) == trained(NET) - {
@@ -379,7 +379,7 @@ def test_a_hole_in_the_place_of_what_was_frozen_is_no_error():
     }
 
 
-def test_nodes_of_equinox_state_are_frozen_by_their_paths():
+def test_nodes_of_equinoxs_state_are_frozen_by_their_paths():
     class Stat(es.Module):
         norm: eqx.nn.BatchNorm
         state: eqx.nn.State
@@ -396,7 +396,7 @@ def test_nodes_of_equinox_state_are_frozen_by_their_paths():
 
 
 class Both:
-    """A node of somebody else, whose children have numbers; it has no length."""
+    """A third-party node with numbered children and no length."""
 
     def __init__(self, first, second):
         self.first, self.second = first, second
@@ -412,7 +412,7 @@ jtu.register_pytree_with_keys(
 )
 
 
-def test_below_a_node_that_is_numbered_and_has_no_length():
+def test_freezing_below_a_node_with_numbered_children_and_no_length():
     class Holder(es.Module):
         both: Any
 

@@ -44,7 +44,7 @@ def make_model() -> Model:
 
 
 def flags(tree: Any, name: str) -> dict[str, bool]:
-    # Of a field, and not of what an `es.Module` has for `eqx.nn.inference_mode`.
+    # Only of a field: every `es.Module` also has `inference` as a property.
     return {n: vars(m)[name] for n, m in es.modules(tree) if name in vars(m)}
 
 
@@ -64,7 +64,7 @@ def test_the_flags_of_a_new_module():
 
 
 @pytest.mark.parametrize("as_method", [True, False])
-def test_eval_and_train_reach_every_module(as_method):
+def test_eval_and_train_switch_every_module(as_method):
     model = make_model()
     new = model.eval() if as_method else es.eval(model)
     expected = {"", "norm", "layers[0]", "layers[2][0]", "inner.norm"}
@@ -74,7 +74,7 @@ def test_eval_and_train_reach_every_module(as_method):
     )
     back = new.train() if as_method else es.train(new)
     assert same(back, model)
-    # The model that was switched stays as it was.
+    # The original model does not change.
     assert set(flags(model, "training").values()) == {True}
     assert set(flags(model, "inference").values()) == {False}
 
@@ -92,7 +92,7 @@ def test_any_pytree_has_modes(f, tree):
     assert same(f(f(tree)), f(tree))
 
 
-def test_holes_are_left_alone():
+def test_none_does_not_change():
     params = es.eval(make_model().filter(es.Parameter))
     assert set(flags(params, "inference").values()) == {None}
     assert set(flags(params, "training").values()) == {False}
@@ -101,7 +101,7 @@ def test_holes_are_left_alone():
     )
 
 
-def test_inference_is_switched_only_where_it_is_a_mode():
+def test_inference_is_switched_only_if_it_is_a_mode():
     class Own(es.Module):
         inference: bool
 
@@ -126,7 +126,7 @@ def test_inference_is_switched_only_where_it_is_a_mode():
     assert method.inference() == "called"
 
 
-def test_equinox_layers_obey():
+def test_equinox_layers_follow_the_mode():
     dropout = eqx.nn.Dropout(0.5)
     x = jnp.ones(8)
     assert jnp.array_equal(es.eval([dropout])[0](x), x)
@@ -154,14 +154,14 @@ def test_inference_mode_is_eval_mode(start, value, i):
     assert jax.tree.structure(tree) == jax.tree.structure(
         as_trees(start(make_model()))[i]
     )
-    # Both ways, in any order and twice.
+    # Switching by both libraries, in any order, and twice.
     assert same(eqx.nn.inference_mode(new, value=value), expected)
     assert same(es.train(new), es.train(tree))
     assert same(es.eval(new), es.eval(tree))
     assert same(eqx.nn.inference_mode(new, value=not value), es.train(tree, value))
 
 
-def test_inference_mode_reaches_the_layers_of_es():
+def test_inference_mode_switches_the_layers_of_es():
     x = jr.normal(jr.key(0), (8, 3))
     layers = [es.nn.BatchNorm(3), es.nn.Dropout(0.5, key=0), eqx.nn.Dropout(0.5)]
     model = eqx.nn.inference_mode(eqx.nn.Sequential(layers))
@@ -190,7 +190,7 @@ def test_the_node_for_inference_mode_is_hidden_from_users():
     with pytest.raises(TypeError, match="there is no field `_eqx_state_inference`"):
         norm.replace(_eqx_state_inference=True)
     assert "inference" not in str(norm)
-    # As for any field, what `jax.tree.map` puts there may be taken away again.
+    # `jax.tree.map` may put a container there, and remove it again, as for any field.
     wrapped = jax.tree.map(lambda x: (x,), norm, is_leaf=lambda x: x is not norm)
     assert wrapped.training
     back = jax.tree.map(lambda x: x[0], wrapped, is_leaf=lambda x: type(x) is tuple)
@@ -219,7 +219,7 @@ def frozen(tree: Any) -> set[str]:
     return {name for name, flag in flags(tree, "frozen").items() if flag}
 
 
-def test_frozen_batch_stats_are_kept_and_used():
+def test_frozen_batch_stats_are_used_and_do_not_change():
     x = jr.normal(jr.key(0), (8, 2))
     norm = es.nn.BatchNorm(2, axis_name=None, channel_axis=-1)
     _, norm = es.mutable(norm)(x)
@@ -243,7 +243,7 @@ NO_MODULE = {
 
 @pytest.mark.parametrize("where", NO_MODULE.values(), ids=list(NO_MODULE))
 @pytest.mark.parametrize("f", [es.freeze, es.unfreeze])
-def test_where_without_an_es_module_is_an_error_that_names_the_other_ways(f, where):
+def test_where_without_an_es_module_is_an_error_that_names_alternatives(f, where):
     model = make_model()
     match = (
         r"(?s)es\.Buffer\[.*"
@@ -276,7 +276,7 @@ def test_a_tree_without_an_es_module_cannot_be_frozen(where):
         (es.nn.BatchNorm(3), "BatchNorm"),
     ],
 )
-def test_where_is_a_function_and_not_a_filter_or_a_layer(where, name):
+def test_where_must_be_a_function_and_not_a_filter_or_a_layer(where, name):
     match = f"`where` must be a function from the tree to one of its nodes.* `{name}"
     with pytest.raises(TypeError, match=match):
         es.freeze(make_model(), where)
@@ -284,8 +284,8 @@ def test_where_is_a_function_and_not_a_filter_or_a_layer(where, name):
         es.filter(make_model(), es.under(where))
 
 
-def test_a_class_as_where():
-    """The message has the code that freezes all modules of the class."""
+def test_where_must_not_be_a_class():
+    """The message contains code that freezes all modules of the class."""
     model = make_model()
     with pytest.raises(TypeError, match="the class `Norm` was given") as info:
         model.freeze(Norm)
@@ -303,7 +303,7 @@ def test_where_may_be_a_method_of_a_module():
     assert es.freeze(make_model(), Select().norm).norm.frozen
 
 
-def test_a_missing_attribute_in_where_names_where():
+def test_the_error_for_a_missing_attribute_in_where_mentions_where():
     with pytest.raises(AttributeError, match=r"'nrom'\n.*`where`.* here `Model`"):
         es.freeze(make_model(), lambda model: model.nrom)
 
@@ -334,7 +334,7 @@ def test_a_subclass_may_redefine_the_methods():
     assert same(es.map(lambda x: x, odd), odd)
 
 
-def test_fields_may_be_called_as_the_methods():
+def test_fields_may_have_the_names_of_methods():
     class Conv(es.Module):
         filter: es.Parameter
         update: es.State
@@ -356,7 +356,7 @@ def test_fields_may_be_called_as_the_methods():
 
 
 @pytest.mark.parametrize("value", [True, 1, np.bool_(True)], ids=repr)
-def test_inference_mode_takes_what_is_as_good_as_a_bool(value):
+def test_inference_mode_accepts_other_types_of_bools(value):
     model = [es.nn.BatchNorm(3), eqx.nn.Dropout(0.5)]
     switched = eqx.nn.inference_mode(model, value)
     assert not switched[0].training

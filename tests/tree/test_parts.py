@@ -1,4 +1,4 @@
-"""Annotations that are text, and the parts of a tree."""
+"""Postponed annotations, and `es.parts`."""
 
 import sys
 import textwrap
@@ -21,7 +21,7 @@ Make = Callable[[str], types.ModuleType]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Make a module of Python out of its source, with all annotations postponed."""
+    """Create a Python module from its source, with all annotations postponed."""
 
     def make(source: str, name: str = "postponed") -> types.ModuleType:
         module = types.ModuleType(name)
@@ -44,7 +44,7 @@ def kinds(tree: Any) -> dict[str, Any]:
 ONE = jnp.ones(1)
 
 
-# --- Annotations that are text --------------------------------------------------------
+# --- Postponed annotations ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", ["es.Module", "eqx.Module"])
@@ -126,7 +126,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("source", LOCAL.values(), ids=list(LOCAL))
-def test_names_that_are_local(make, source):
+def test_local_names(make, source):
     model = make(source).make()([ONE] if "list" in source else ONE)
     (part,) = es.parts(model)
     assert issubclass(part.kind, es.State)
@@ -139,7 +139,7 @@ def test_a_class_made_by_exec():
     assert kinds(namespace["Model"](ONE)) == {"x": namespace["Cache"]}
 
 
-def test_names_under_type_checking_that_decide_nothing(make):
+def test_names_under_type_checking_that_do_not_decide_a_kind(make):
     module = make("""
         from jaxtyping import Float
         if TYPE_CHECKING:
@@ -187,7 +187,7 @@ UNRESOLVED = {
 
 
 @pytest.mark.parametrize(("field", "value"), UNRESOLVED.values(), ids=list(UNRESOLVED))
-def test_a_name_that_would_decide_is_an_error(make, field, value):
+def test_an_unresolved_name_that_would_decide_a_kind_is_an_error(make, field, value):
     module = make(f"class Model(es.Module):\n    {field}")
     for use in (es.parts, es.filter, es.mask):
         with pytest.raises(
@@ -196,7 +196,7 @@ def test_a_name_that_would_decide_is_an_error(make, field, value):
             use(module.Model(value))
 
 
-def test_a_name_inside_a_declaration_would_decide_too(make):
+def test_an_unresolved_name_inside_a_declaration_is_an_error_too(make):
     module = make("""
         class Inner(es.Module):
             x: Missing
@@ -211,7 +211,7 @@ def test_a_name_inside_a_declaration_would_decide_too(make):
 
 
 @pytest.mark.parametrize("kind", ["es.State", "int"])
-def test_a_name_that_appears_later(make, kind):
+def test_a_name_that_is_defined_later(make, kind):
     module = make("class Model(es.Module):\n    x: list[Missing]\n    y: Missing")
     model = module.Model([ONE], ONE)
     with pytest.raises(TypeError, match=r"`Model\.x` decides"):
@@ -222,7 +222,7 @@ def test_a_name_that_appears_later(make, kind):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="has no statement `type`")
-def test_a_name_in_an_alias_that_appears_later(make):
+def test_a_name_in_an_alias_that_is_defined_later(make):
     module = make("type Alias = Missing\nclass Model(es.Module):\n    x: Alias")
     model = module.Model(ONE)
     with pytest.raises(TypeError, match=r"`Model\.x` decides.*cannot be resolved"):
@@ -231,7 +231,7 @@ def test_a_name_in_an_alias_that_appears_later(make):
     assert kinds(model) == {"x": es.State}
 
 
-def test_a_plain_equinox_module_falls_back_to_the_convention(make):
+def test_a_plain_equinox_module_falls_back_to_the_default_kinds(make):
     module = make("class Model(eqx.Module):\n    x: Missing\n    y: list[Missing]")
     assert kinds(module.Model(ONE, [jr.key(0)])) == {"x": es.Parameter, "y[0]": es.Rng}
 
@@ -300,7 +300,7 @@ def test_parts():
     assert all(leaves[p.path] is p.value for p in parts)
 
 
-def test_parts_print_without_their_values():
+def test_the_repr_of_a_part_does_not_contain_values():
     assert repr(es.parts(make_model())[0]) == (
         "Part(name='layers[0].norm.mean', kind=BatchStat, value=f32[1])"
     )

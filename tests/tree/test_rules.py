@@ -1,4 +1,4 @@
-"""Rules: which array gets what, by filters, kinds and `...`."""
+"""Rules: which value applies to which array, by filters, kinds and `...`."""
 
 import equinox as eqx
 import jax
@@ -38,7 +38,7 @@ def make_model() -> Model:
 
 
 def spec(tree, rules, default=None):
-    """The values by name, of arrays only."""
+    """The values for the arrays, by name."""
     values = jax.tree.leaves(es.spec(tree, rules, default), is_leaf=lambda x: x is None)
     leaves = jax.tree.leaves(tree)
     found = [x for x, leaf in zip(values, leaves, strict=True) if eqx.is_array(leaf)]
@@ -48,7 +48,7 @@ def spec(tree, rules, default=None):
 # --- Which rule applies ---------------------------------------------------------------
 
 
-def test_the_first_filter_that_matches_comes_before_all_kinds():
+def test_the_first_matching_filter_wins_over_all_kinds():
     rules = {
         es.Parameter: "parameter",
         ...: "other",
@@ -90,7 +90,7 @@ KINDS = [es.TreePart, es.Parameter, es.State, es.BatchStat, Cache]
 
 @settings(max_examples=50, deadline=None)
 @given(st.permutations([*FILTERS, *KINDS, ...]), st.integers(0, 11))
-def test_the_law(keys, n):
+def test_the_order_of_rules(keys, n):
     """Filters in their order, then kinds along the class hierarchy, then `...`."""
     model, keys = make_model(), keys[:n]
     got = es.spec(model, dict(zip(keys, range(n), strict=True)), "default")
@@ -112,7 +112,7 @@ def _arrays(model, values):
     return [value for leaf, value in pairs if eqx.is_array(leaf)]
 
 
-# --- What is wrong --------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["es.State", int, None, 0, es.State[int]])
@@ -127,7 +127,7 @@ def test_a_function_of_arrays_is_not_a_filter():
 
 
 @pytest.mark.parametrize("rules", [es.Parameter, [es.Parameter], None, 0])
-def test_rules_are_a_mapping(rules):
+def test_rules_must_be_a_mapping(rules):
     with pytest.raises(TypeError, match=r"es\.spec`: rules are a mapping.*this is a"):
         es.spec(make_model(), rules)
 
@@ -142,20 +142,20 @@ NO_MATCH = {
 
 @pytest.mark.parametrize("first", [es.Parameter, es.trainable], ids=str)
 @pytest.mark.parametrize("case", NO_MATCH)
-def test_a_filter_that_matches_no_array(case, first):
+def test_a_filter_that_matches_no_array_is_an_error(case, first):
     key, name = NO_MATCH[case]
     with pytest.raises(ValueError, match=rf"es\.spec`: the filter `.*{name}.*no array"):
         es.spec(make_model(), {first: 0, key: 1})
 
 
-def test_names_near_to_a_glob_are_those_that_filters_see():
+def test_the_error_suggests_names_as_filters_see_them():
     stack = es.nn.Stacked([layer(), layer()])
     glob = es.all_of(es.Parameter, es.path_matches("[1].maen"))
     with pytest.raises(ValueError, match=r"nearest names: `\[1\].mean`"):
         es.spec(stack, {glob: 0})
 
 
-def test_a_filter_that_fails_in_the_tree_matches_no_array_of_it():
+def test_a_filter_that_raises_matches_no_array():
     with pytest.raises(ValueError, match="matches no array") as info:
         es.spec(make_model(), {es.under(lambda m: m.layers[0].name): 0})
     assert "selects nothing" in str(info.value.__cause__)
@@ -171,7 +171,7 @@ def test_kinds_and_dots_may_match_nothing():
         es.spec(None, {es.trainable: 0})
 
 
-def test_a_filter_is_not_asked_about_what_an_earlier_one_took():
+def test_a_filter_is_not_called_for_an_array_that_an_earlier_filter_matches():
     rules = {
         lambda part: part.value.ndim < 2: "small",
         lambda part: part.value.shape[1] == 2: "two columns",
@@ -192,7 +192,7 @@ def test_frozen_and_shadowed_arrays_count_as_matches():
         es.spec(model, {es.trainable: 0})
 
 
-# --- In a program ---------------------------------------------------------------------
+# --- Under `jit` ----------------------------------------------------------------------
 
 
 def test_rules_under_jit():

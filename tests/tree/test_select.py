@@ -1,4 +1,4 @@
-"""Selecting and putting back: the laws of `filter`, `partition`, `update`, …"""
+"""`es.filter`, `es.partition`, `es.update`, `es.spec`, `es.map`: their laws."""
 
 import copy
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def make_model(seed: int = 0) -> Model:
 
 
 def same(a: Any, b: Any) -> bool:
-    """The same structure, and the very same leaves."""
+    """Whether structures are equal and leaves identical."""
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
@@ -65,7 +65,7 @@ ONE = jnp.ones(2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_methods_are_the_functions(kind):
+def test_methods_equal_the_functions(kind):
     model = make_model()
     assert same(model.filter(kind), es.filter(model, kind))
     for a, b in zip(model.partition(kind), es.partition(model, kind), strict=True):
@@ -74,7 +74,7 @@ def test_the_methods_are_the_functions(kind):
     assert type(model.filter(kind)) is Model
 
 
-def test_without_a_filter_everything_that_has_a_kind():
+def test_without_a_filter_all_arrays_with_a_kind_are_selected():
     model = make_model()
     filtered = es.filter(model)
     assert (filtered.steps, filtered.act, filtered.name) == (None, None, None)
@@ -95,14 +95,14 @@ def test_the_last_partial_wins():
     assert es.update(tree) == tree
 
 
-def test_a_hole_of_the_tree_is_filled():
+def test_a_none_in_the_tree_is_filled():
     model = make_model()
     params, rest = es.partition(model, es.Parameter)
     assert same(es.update(params, rest), model)
 
 
 @pytest.mark.parametrize("kind", [es.TreePart, es.Parameter])
-def test_the_trees_own_flags_stay(kind):
+def test_update_does_not_change_flags(kind):
     model = make_model()
     others = [
         es.eval(model),
@@ -145,7 +145,7 @@ DIFFERENT = {
 }
 
 
-def test_map_hands_over_what_lies_below_a_leaf_as_jax_does():
+def test_map_passes_the_subtree_at_a_leaf_like_jax():
     moments = {"w": (jnp.ones(2), jnp.zeros(2)), "b": (None, None)}
     out = es.map(lambda p, mv: p + mv[0], {"w": ONE, "b": None}, moments)
     assert (out["w"] == ONE + 1).all()
@@ -153,14 +153,15 @@ def test_map_hands_over_what_lies_below_a_leaf_as_jax_does():
 
 
 @pytest.mark.parametrize(("path", "change"), DIFFERENT.values(), ids=list(DIFFERENT))
-def test_another_structure_is_an_error_that_names_the_first_path(path, change):
+def test_a_different_structure_is_an_error_that_names_the_first_path(path, change):
     model = make_model()
     before = jax.tree.leaves(model)
     other = change(model)
     for partial in (other, es.filter(other, es.Parameter)):
         with pytest.raises(ValueError, match=rf"es\.update.*first at `?{path}[`:]"):
             es.update(model, partial)
-    if path != "steps":  # as in `jax.tree.map`, a leaf may meet a container
+    # As in `jax.tree.map`, a container may be at the position of a leaf.
+    if path != "steps":
         said = rf"`es\.map`: tree number 1.*first at `?{path}[`:]"
         with pytest.raises(ValueError, match=said):
             es.map(lambda x, y: x, model, other)
@@ -169,7 +170,7 @@ def test_another_structure_is_an_error_that_names_the_first_path(path, change):
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True))
 
 
-def test_a_mode_is_not_taken_where_there_is_nothing_else():
+def test_a_mode_is_not_taken_from_a_partial_without_arrays():
     class Switch(eqx.Module):
         inference: bool
 
@@ -186,7 +187,7 @@ def test_the_error_shows_small_structures_in_full_and_large_ones_by_their_keys()
             es.update(expected, other)
 
 
-def test_other_data_of_a_node_is_another_structure():
+def test_different_auxiliary_data_of_a_node_is_a_different_structure():
     sin, cos = ({"f": [jax.tree_util.Partial(f, ONE)]} for f in (jnp.sin, jnp.cos))
     with pytest.raises(ValueError, match=r"es\.update.*first at `\['f'\]\[0\]`:"):
         es.update(sin, cos)
@@ -208,7 +209,7 @@ def test_spec():
 # --- map ------------------------------------------------------------------------------
 
 
-def test_map_leaves_the_rest_alone():
+def test_map_does_not_change_the_other_leaves():
     model = make_model()
     new = es.map(lambda x: x + 1, model, on=es.Parameter)
     assert jnp.allclose(new.layers[0].norm.scale, 2.0)
@@ -233,7 +234,7 @@ def test_flags_may_differ_between_the_trees_of_map(mode):
     assert new.stats["n"] is ema.stats["n"]
 
 
-def test_map_over_trees_with_holes():
+def test_map_over_trees_with_none():
     model = make_model()
     params = model.filter(es.Parameter)
     new = es.map(lambda x, y: y, model, params, on=es.Parameter)

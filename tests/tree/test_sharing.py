@@ -1,4 +1,4 @@
-"""One node in several places: refused where it has state, and the two ways to share."""
+"""A module that occurs twice: an error if it has state, and two allowed ways."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +31,7 @@ class Two(es.Module):
     b: Any
 
 
-# --- Found --------------------------------------------------------------------------
+# --- Detected -----------------------------------------------------------------------
 
 
 class Caching(es.Module):
@@ -49,7 +49,7 @@ STATEFUL = {
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_whatever_has_state_is_found(name):
+def test_every_form_of_state_is_detected(name):
     module = STATEFUL[name]()
     with rejects(module, ValueError, "stateful module.*`a`", "`b`", "store one"):
         Two(module, module)
@@ -68,14 +68,14 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_message_has_both_paths_wherever_they_are(place):
+def test_the_message_has_both_paths_for_every_container(place):
     put, path = PLACES[place]
     layer = Layer()
     with rejects(layer, ValueError, "`a`", f"`b{path}`"):
         Two(layer, put(layer))
     with rejects(layer, ValueError, f"`a{path}`", "`b`"):
         Two(put(layer), layer)
-    # Not by `eqx.filter_jit` around it: there the one has become two already.
+    # `eqx.filter_jit` around the call is not tested: it turns one module into two.
     tree = {"p": put(layer), "q": put(layer)}
     for enter in (
         es.mutable(lambda t: None),
@@ -97,8 +97,8 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_found_in_an_argument_of_a_transform_outside_of_scopes(name):
-    # Each call of `f` would write to one of two copies, and they drift apart.
+def test_detected_in_an_argument_of_a_transform_outside_a_scope(name):
+    # Each call of `f` would write to one of two copies, which would then differ.
     def f(t):
         return es.mutable(lambda t: jnp.zeros(()))(t)[0]
 
@@ -122,7 +122,7 @@ def test_a_module_of_a_scope_may_occur_twice_in_an_argument(name):
 
 
 @pytest.mark.parametrize("way", ["mutable", "vmap", "bound method", "functional"])
-def test_found_in_the_model_that_a_callable_carries(way):
+def test_detected_in_the_model_that_a_callable_contains(way):
     layer = Layer()
     model = eqx.nn.Sequential([layer, eqx.nn.Identity(), layer])
     run = {
@@ -148,7 +148,7 @@ ENTRANCES = {
 
 
 @pytest.mark.parametrize("enter", ENTRANCES.values(), ids=ENTRANCES)
-def test_found_where_the_one_module_would_become_two(enter):
+def test_detected_by_functions_that_would_make_two_modules_of_one(enter):
     layer = Layer()
     model = eqx.nn.Sequential([layer, eqx.nn.Identity(), layer])
     with rejects(
@@ -162,8 +162,8 @@ def test_found_where_the_one_module_would_become_two(enter):
 
 
 @pytest.mark.parametrize("first", ["model", "average"])
-def test_a_constant_copy_is_no_second_state(first):
-    # A moving average of a model starts as the model.
+def test_a_constant_copy_does_not_count_as_a_second_module(first):
+    # A moving average may start as the model itself.
     class ModelFirst(es.Module):
         model: Layer
         average: es.Buffer[Layer]
@@ -182,7 +182,7 @@ def test_a_constant_copy_is_no_second_state(first):
 
 
 class Norm(es.Module):
-    """Scales by a parameter, and shifts by the mean of the batch, which it averages."""
+    """Scales by a parameter, and shifts by a running mean of the batch."""
 
     scale: es.Parameter
     mean: es.BatchStat = 0.0
@@ -198,7 +198,7 @@ class Batched(es.Module):
 
 
 def by_hand(scale, mean, xs):
-    """Two calls of one `Norm`, without modules: the loss, and the mean afterwards."""
+    """Two calls of one `Norm`, without modules: the loss and the final mean."""
     mean = 0.5 * mean + 0.5 * jnp.mean(xs)
     xs = jnp.sin(scale * xs + mean)
     mean = 0.5 * mean + 0.5 * jnp.mean(xs)
@@ -213,7 +213,7 @@ XS = jnp.array([0.5, -1.0, 2.0])
 
 
 def run(model, xs, how):
-    """`(loss, model, grads)`, the gradients `None` where none are asked for."""
+    """`(loss, model, grads)`; the gradients are `None` unless `how` contains 'grad'."""
     f = es.value_and_grad(loss_fn) if "grad" in how else es.mutable(loss_fn)
     out = (eqx.filter_jit(f) if "jit" in how else f)(model, xs)
     return (*out[0], out[1]) if "grad" in how else (*out, None)
@@ -223,7 +223,7 @@ every_how = pytest.mark.parametrize("how", ["eager", "jit", "grad", "jit grad"])
 
 
 class Around(eqx.Module):
-    """A block, with the `Norm` that it may share."""
+    """A block without state of its own, around a `Norm` that is tied."""
 
     norm: Norm
 
@@ -232,7 +232,7 @@ class Around(eqx.Module):
 
 
 class Counting(es.Module):
-    """A block with state of its own on the way to what it shares."""
+    """A block with its own state, around a `Norm` that is tied."""
 
     norm: Norm
     calls: es.State = 0
@@ -243,7 +243,7 @@ class Counting(es.Module):
 
 
 class TiedNorm(Batched):
-    """The tied node is itself stateful: one `Norm` for two blocks."""
+    """The tied node is stateful: two blocks use one `Norm`."""
 
     shared: eqx.nn.Shared
 
@@ -262,7 +262,7 @@ def tied_norm(block):
 
 
 @every_how
-def test_a_tied_module_is_updated_by_both_its_users(how):
+def test_a_tied_module_is_updated_by_both_blocks(how):
     (loss, mean), grad = jax.value_and_grad(by_hand, has_aux=True)(
         jnp.array(1.5), jnp.array(0.0), XS
     )
@@ -277,7 +277,7 @@ def test_a_tied_module_is_updated_by_both_its_users(how):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_shared_opened_twice_has_one_state(jit):
+def test_shared_called_twice_has_one_state(jit):
     def f(shared, x):
         (a, _), (_, b) = shared(), shared()
         return b(a(x))
@@ -287,8 +287,9 @@ def test_shared_opened_twice_has_one_state(jit):
     assert (y, new.pytree[0].count) == (4.0, 2)
 
 
-def test_state_around_a_tied_node_is_refused():
-    # The second block is made for the call: it holds what the tree does not hold there.
+def test_writing_state_around_a_tied_node_is_an_error():
+    # The call creates the second block, with a tied node that the tree stores only
+    # once.
     model = tied_norm(Counting)
     with rejects(model, dataclasses.FrozenInstanceError, "Counting.calls"):
         es.mutable(model)(XS)

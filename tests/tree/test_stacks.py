@@ -1,4 +1,4 @@
-"""Filters and the arrays of a stack: asked layer by layer, selected as a whole."""
+"""Filters for the arrays of a stack: called per layer, selecting all layers or none."""
 
 import functools as ft
 
@@ -33,7 +33,7 @@ def make_net():
 
 
 def selected(tree, *filters):
-    """The names of what the filters select, and for each array one answer."""
+    """The names of the selected arrays; asserts one bool per array in the mask."""
     mask = es.mask(tree, *filters)
     assert eqx.tree_equal(mask, jax.tree.map(bool, mask))
     kept = es.filter(tree, *filters)
@@ -45,7 +45,7 @@ def selected(tree, *filters):
 STACKED = {"layers.w", "layers.b", "layers.calls"}
 
 
-def test_a_function_sees_each_layer_as_in_a_list():
+def test_a_filter_sees_each_layer_as_in_a_list():
     net = make_net()
     seen, expected = [], []
     keys = ("name", "path", "kind", "frozen")
@@ -60,7 +60,7 @@ def test_a_function_sees_each_layer_as_in_a_list():
     assert eqx.tree_equal(seen, expected)
 
 
-def test_decay_by_rank_leaves_out_the_biases():
+def test_weight_decay_by_rank_excludes_the_biases():
     def is_matrix(part):
         return part.value.ndim >= 2
 
@@ -69,7 +69,7 @@ def test_decay_by_rank_leaves_out_the_biases():
         "layers.w",
         "['head'].weight",
     }
-    # The moments of a stack are a stack.
+    # The moments of a stack form a stack.
     adam = es.Optimizer(optax.adam(0.1), wrt=is_matrix).init(make_net())
     assert es.filter(adam, is_matrix).opt_state[0].mu["blocks"].layers.b is None
 
@@ -108,10 +108,10 @@ SELECTING = {
 
 
 @pytest.mark.parametrize("case", SELECTING)
-def test_a_filter_is_asked_by_the_names_in_a_list(case):
+def test_a_path_filter_sees_the_names_in_a_list(case):
     filter, names = SELECTING[case]
     assert selected(make_net(), filter) == names
-    if "under" not in case:  # by names alone
+    if "under" not in case:  # filters that only use names
         as_list = {**make_net(), "blocks": list(make_stack())}
         kept = {part.name for part in es.parts(es.filter(as_list, filter))}
         assert {name.rpartition(".")[2] for name in kept} == {
@@ -131,7 +131,7 @@ DISAGREEING = {
 
 
 @pytest.mark.parametrize("case", DISAGREEING)
-def test_layers_that_disagree(case):
+def test_a_filter_that_selects_only_some_layers_is_an_error(case):
     net, filter = make_net(), DISAGREEING[case]
     yes, no = ("0", "1") if case == "not" else ("1", "0")
     message = (
@@ -150,7 +150,7 @@ def test_layers_that_disagree(case):
             use()
 
 
-def test_a_stack_within_a_stack():
+def test_a_stack_of_stacks():
     stacks = es.nn.Stacked([make_stack(2) for _ in range(3)])
     net = [stacks]
     names = [layer.name for layer in layers_of(es.parts(net)[0])]
@@ -164,7 +164,7 @@ def test_a_stack_within_a_stack():
         es.mask(net, ones)
 
 
-def test_under_jit_the_program_has_one_slice_for_all_layers():
+def test_under_jit_the_program_contains_one_slice_for_all_layers():
     @jax.jit
     def kept(stacked):
         return es.filter(stacked, lambda part: part.value.ndim == 2)
@@ -175,25 +175,25 @@ def test_under_jit_the_program_has_one_slice_for_all_layers():
     assert kept(make_stack()).layers.b is None
 
 
-def test_an_array_without_the_axis_has_the_names_of_all_layers():
+def test_an_array_without_the_leading_axis_has_the_names_of_all_layers():
     stacked = eqx.tree_at(lambda s: s.layers.b, make_stack(), jnp.ones(1))
     assert es.filter(stacked, es.path_matches("[?].b")).layers.b.shape == (1,)
     assert es.filter(stacked, lambda part: part.value.shape == (1,)).layers.w is None
 
 
-def test_holes_and_what_is_no_array():
+def test_none_and_values_that_are_not_arrays():
     stacked = es.filter(make_stack(), es.path_matches("*.w"))
     assert selected(stacked, es.under(lambda s: s[:])) == {"layers.w"}
     with pytest.raises(ValueError, match="selects nothing"):
         es.mask(make_stack(), es.under(lambda s: len(s)))
 
 
-def test_an_empty_stack_has_no_layer_to_ask():
+def test_a_filter_is_not_called_for_an_empty_stack():
     empty = make_stack()[:0]
     assert es.mask(empty, lambda part: True).layers.w is True
 
 
-def test_freezing_takes_all_layers():
+def test_freezing_applies_to_all_layers():
     net = make_net()
     frozen = es.freeze(net, lambda m: m["blocks"].layers.w)
     assert selected(frozen, es.trainable) == {

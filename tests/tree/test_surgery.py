@@ -1,4 +1,4 @@
-"""Modules by name: list, map, configure, replace; and the pure pair of `functional`."""
+"""Modules by name: listing, mapping, `es.configure` and `replace`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_modules_by_name():
     }
 
 
-def test_a_module_in_two_places_is_listed_and_mapped_once():
+def test_a_module_that_occurs_twice_is_listed_and_mapped_once():
     linear = eqx.nn.Linear(2, 2, key=jr.key(0))
     seen = []
 
@@ -108,7 +108,7 @@ def test_a_module_in_two_places_is_listed_and_mapped_once():
     assert tree[1]["again"] is tree[0]
 
 
-def test_modules_that_a_node_makes_when_it_is_flattened():
+def test_modules_that_a_node_creates_when_it_is_flattened():
     class Box(eqx.Module):
         n: float
 
@@ -196,7 +196,7 @@ def test_configure_sets_every_module_that_has_the_attribute():
         ({"act_": 3, "p": 0.1}, "act_"),
     ],
 )
-def test_an_attribute_that_nobody_has_is_an_error(attributes, missing):
+def test_an_attribute_that_no_module_has_is_an_error(attributes, missing):
     model = make_model()
     with pytest.raises(ValueError, match=rf"es\.configure.*`{missing}`"):
         es.configure(model, **attributes)
@@ -204,7 +204,7 @@ def test_an_attribute_that_nobody_has_is_an_error(attributes, missing):
     assert model.layers[0].norm.momentum == 0.9
 
 
-def test_the_error_of_configure_names_all():
+def test_the_error_of_configure_names_all_unknown_attributes():
     with pytest.raises(ValueError, match=r"attribute `a`, `b`"):
         es.configure(make_norm(), b=1, a=2)
     with pytest.raises(ValueError, match="`p`"):
@@ -226,17 +226,17 @@ def test_replace():
 
 
 @pytest.mark.parametrize("name", ["scael", "filter", "_place", "__call__"])
-def test_replace_knows_the_fields(name):
+def test_replace_rejects_names_that_are_not_fields(name):
     norm = make_norm()
     with pytest.raises(TypeError, match=rf"Norm\.replace.*`{name}`"):
         norm.replace(**{"scale": 3.0, name: 1})
     assert jnp.array_equal(norm.scale, jnp.ones(2))
 
 
-# --- Nothing runs code of the class ---------------------------------------------------
+# --- Code of the class does not run ---------------------------------------------------
 
 
-def test_no_init_no_converter_and_no_check_runs():
+def test_no_init_converter_or_check_runs():
     forbidden = []
 
     class Strict(es.Module):

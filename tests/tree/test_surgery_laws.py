@@ -1,4 +1,4 @@
-"""Laws of the functions on whole trees: what holds for every tree and every model."""
+"""Laws of the functions on whole trees, for every tree and every model."""
 
 import contextlib
 from typing import Any
@@ -69,9 +69,10 @@ every_tree = pytest.mark.parametrize("make", TREES.values(), ids=list(TREES))
 
 @contextlib.contextmanager
 def same_leaves(tree):
-    """Afterwards the very same leaves are there, and the arrays have their values.
+    """Assert that the leaves are identical afterwards, and arrays have the same values.
 
-    Unlike `helpers.untouched`, for trees with leaves that equal no copy of themselves.
+    Unlike `helpers.untouched`, it works for trees with leaves that do not equal a copy
+    of themselves.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [x.copy() if eqx.is_array(x) else None for x in leaves]
@@ -112,7 +113,7 @@ def test_no_function_modifies_its_input(make, name):
 
 
 @every_tree
-def test_names_of_modules_are_how_one_gets_there(make):
+def test_the_name_of_a_module_is_the_expression_that_reads_it(make):
     tree = make()
     found = es.modules(tree)
     assert len({id(module) for _, module in found}) == len(found)
@@ -126,12 +127,12 @@ def test_map_modules_sees_what_modules_lists(make):
     tree, seen = make(), {}
     es.map_modules(lambda m, name: seen.setdefault(name, type(m)) and m, tree)
     assert seen == {name: type(module) for name, module in es.modules(tree)}
-    # Parents are listed first, children are mapped first.
+    # `modules` lists parents first, `map_modules` maps children first.
     assert sorted(seen) == sorted(name for name, _ in es.modules(tree))
 
 
 @pytest.mark.parametrize("name", [n for n in TREES if n != "no module"])
-def test_configure_is_map_modules_and_replace(name):
+def test_configure_equals_map_modules_with_replace(name):
     def replace(module, name):
         is_norm = isinstance(module, Norm)
         return module.replace(momentum=0.9) if is_norm else module
@@ -154,7 +155,7 @@ def keys(tree):
 
 
 @every_tree
-def test_reseed_depends_on_places_alone(make):
+def test_reseed_depends_only_on_paths(make):
     tree = make()
     new = keys(es.reseed(tree, 3))
     assert new.keys() == keys(tree).keys()
@@ -166,6 +167,6 @@ def test_reseed_depends_on_places_alone(make):
     assert not set(keys(es.reseed(tree, 4)).values()) & set(new.values())
 
 
-def test_a_key_that_a_buffer_covers_is_no_state_to_reseed():
+def test_reseed_does_not_change_a_key_in_a_buffer():
     model = net()
     assert es.reseed(model, 0).table["key"] is model.table["key"]

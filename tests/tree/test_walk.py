@@ -1,4 +1,4 @@
-"""The walk finds what it should, and remembers nothing."""
+"""The walk over a tree visits every node, and does not keep anything alive."""
 
 import collections
 import copy
@@ -25,7 +25,7 @@ ONE = jnp.ones(1)
 
 
 def by_definition(node: Any, path: Any = (), context: Any = ROOT) -> Iterator[Any]:
-    """What `walk` finds, one node after the other, with nothing remembered."""
+    """The visits of `walk`, computed node by node, without a cache."""
     if node is None:
         return
     if isinstance(node, (eqx.nn.StateIndex, eqx.nn.State)):
@@ -81,7 +81,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_walk_is_what_it_is_by_definition(name):
+def test_the_walk_equals_its_definition(name):
     tree = TREES[name]()
     found = [(v.path, id(v.node), v.context, v.is_leaf) for v in walk(tree)]
     assert found == list(by_definition(tree))
@@ -94,19 +94,19 @@ KINDS_IN = {
 
 
 @pytest.mark.parametrize("name", KINDS_IN)
-def test_kinds_without_visits_are_those_of_the_visits(name):
+def test_kinds_of_equals_the_kinds_of_the_visits(name):
     tree = KINDS_IN[name]()
     kinds = [visit.kind for visit in leaves(tree)]
     assert kinds_of(jtu.tree_leaves(tree), tree) == kinds
 
 
-def test_a_field_without_a_value_is_not_a_hole():
+def test_a_field_without_a_value_is_not_none():
     module = without_a_field()
     found = [visit.node for visit in leaves(module, is_leaf=is_hole)]
     assert identical(found, jtu.tree_leaves(module, is_leaf=is_hole))
 
 
-def test_a_walk_keeps_nothing_alive():
+def test_a_walk_does_not_keep_a_model_alive():
     model = es.nn.BatchNorm(1)
     alive = weakref.ref(model)
     gc.disable()
@@ -118,7 +118,7 @@ def test_a_walk_keeps_nothing_alive():
         gc.enable()
 
 
-def test_a_stateless_module_may_be_in_many_places():
+def test_a_stateless_module_may_occur_several_times():
     part = es.eval(es.nn.Dropout(0.5, key=jr.key(0)))
     layer = eqx.nn.Linear(1, 1, key=jr.key(0))
 
@@ -131,7 +131,7 @@ def test_a_stateless_module_may_be_in_many_places():
         check_not_repeated([plain, [part], plain, {"a": part}])
 
 
-def test_a_constant_copy_hides_no_sharing():
+def test_a_constant_copy_does_not_hide_that_a_module_occurs_twice():
     class Three(es.Module):
         constant: es.Buffer[Any]
         a: es.nn.BatchNorm
@@ -160,10 +160,10 @@ STOPS = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_walk_stops_where_flattening_stops(name):
+def test_a_walk_stops_at_the_leaves_of_the_caller(name):
     tree, is_leaf = mixed(), STOPS[name]
     stopped = [visit.node for visit in leaves(tree, is_leaf=is_leaf)]
-    # In the place of Equinox's flag, `_eqx_state_inference`, a walk sees nothing.
+    # A walk skips `_eqx_state_inference`, which replaces Equinox's flag.
     expected = [
         x
         for path, x in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
@@ -173,7 +173,7 @@ def test_a_walk_stops_where_flattening_stops(name):
     assert all(a is b for a, b in zip(stopped, expected, strict=True))
 
 
-def test_a_leaf_of_the_caller_has_its_path_and_its_context():
+def test_a_leaf_of_the_caller_has_a_path_and_a_context():
     model = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, "batch", mode="batch")[0]
     nodes = leaves([model], is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))
     indices = [v for v in nodes if isinstance(v.node, eqx.nn.StateIndex)]
@@ -182,7 +182,7 @@ def test_a_leaf_of_the_caller_has_its_path_and_its_context():
     assert all(v.is_leaf and v.kind is None for v in indices)
 
 
-def test_one_level_is_mapped_in_a_new_node():
+def test_map_children_maps_one_level_into_a_new_node():
     tree = mixed()
     same = map_children(lambda key, child: child, tree)
     assert same is not tree

@@ -1,4 +1,4 @@
-"""What a field that declares a kind makes of array defaults, numbers and weak types."""
+"""Fields that declare a kind: their array defaults, numbers and weak types."""
 
 from typing import Any, ClassVar
 
@@ -62,7 +62,7 @@ def test_array_defaults_are_inherited_and_replaced():
     ["ClassVar[Array]", ClassVar[Array], ClassVar],
     ids=["postponed", "subscripted", "bare"],
 )
-def test_an_array_of_the_class_stays_one(annotation):
+def test_a_class_variable_is_not_a_field(annotation):
     class Mine(es.Module):
         table: annotation = ONE
         a: es.State = 0
@@ -107,7 +107,7 @@ def test_numbers_and_weak_arrays_become_strong(form, value):
     assert is_strong(default().x)
 
 
-def test_a_converter_sees_what_was_given():
+def test_a_converter_receives_the_original_value():
     seen = []
 
     class Mine(es.Module):
@@ -125,7 +125,7 @@ def test_weak_tracers_become_strong():
     assert is_strong(out.x)
 
 
-def test_strong_arrays_stay_the_same():
+def test_strong_arrays_are_stored_as_the_same_objects():
     cls = one_field("es.State")
     for value in (ONE, np.ones(2), jr.key(0), np.float32(1), jnp.arange(2)):
         assert cls(value).x is value
@@ -155,7 +155,7 @@ def test_numbers_in_containers_become_strong(text, value):
     assert repr(before) == repr(value)
 
 
-def test_what_declares_no_kind_stays():
+def test_values_without_a_declared_kind_are_not_converted():
     class Mine(es.Module):
         size: int
         pair: tuple[int, es.State]
@@ -175,7 +175,7 @@ def test_what_declares_no_kind_stays():
     assert (mine.text, mine.none) == ("text", None)
 
 
-def test_the_shape_of_a_weak_array():
+def test_a_weakly_typed_shape_becomes_strong():
     class Scale(es.Module):
         factor: es.Parameter
 

@@ -25,7 +25,7 @@ from .._typing import P, PyTree, R
 
 
 class Outputs(Observer):
-    """Records the outputs of the modules that `which` selects; replaces outputs."""
+    """Records the outputs that `which` selects, and replaces those in `replace`."""
 
     def __init__(self, which: Any, replace: Mapping[str, Any]):
         self.selects = selector(which)
@@ -62,7 +62,7 @@ class Outputs(Observer):
 
     def check_replaced(self) -> None:
         """Raise `ValueError` after the call if a key of `replace` had no effect."""
-        # Reliable, because each call has a new `key` and is therefore traced.
+        # This is reliable: with `replace`, each call has a new `key`, so JAX traces it.
         for name in self.replace:
             if name not in self.replaced:
                 raise ValueError(_NEVER_CALLED.format(name, name or "the model"))
@@ -82,7 +82,8 @@ def callable_names(model: PyTree, what: str) -> list[str]:
 def check_missed(key: ProgramKey, sown: Sown) -> None:
     """Warn about missed calls; raise `TraceError` if all calls were missed.
 
-    Call it from `__call__` of a transform.
+    Call it directly from `__call__` of a transform, so that the warning names the line
+    of the user's call.
     """
     if key.missed:
         names = ", ".join(f"`{name or 'the model'}`" for name in key.missed)
@@ -232,7 +233,7 @@ _ARGNUMS_OF_GRAD: Final = """Pass `argnums=` to the gradient, not to `es.capture
 
 
 class _Captured(Generic[_M_co, _F_co]):
-    """To a type checker, `capture(model)`: see `_Threaded` of `es.mutable`."""
+    """The type of `capture(model)`, for type checkers, as `_Threaded` of `mutable`."""
 
     def __call__(
         self: "_Captured[_M_co, Callable[P, R]]", *args: P.args, **kwargs: P.kwargs
@@ -276,11 +277,12 @@ def capture(
 
     - `f`, `kinds`, `argnums`: as for [`es.mutable`][eqx_state.mutable]; `f` may also be
         an `es.value_and_grad` or an `es.grad`.
-    - `outputs`: the modules whose outputs to capture, for every call of their
-        `__call__`. A module class or a tuple of them; a glob for names, such as
-        `"layers[*].attention"`, in which `*` matches any characters and `?` one; or a
-        function of `(name, module)` that returns a bool. The name of the root is `""`.
-        A class that matches no module is not an error.
+    - `outputs`: selects the modules whose outputs to capture. A module class or a tuple
+        of them; a glob for names, such as `"layers[*].attention"`, in which `*` matches
+        any characters and `?` one; or a function of `(name, module)` that returns a
+        bool. The name of the root is `""`. A class that matches no module is not an
+        error. Every call of the module itself counts, but not calls of its other
+        methods.
     - `replace`: a mapping from names of modules to replacements for their outputs: a
         value, or a function of the output. A value must have the structure, shapes and
         dtypes of the output (under a transform, of the output of one lane or step); a

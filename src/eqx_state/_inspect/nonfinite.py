@@ -34,14 +34,16 @@ class _Finite(Observer):
 
     def called(self, scope: Any, tag: Any, call: Any, /, *args: Any, **kw: Any) -> Any:
         before = {key: len(values) for key, values in scope.sown.items()}
-        # Each call has its own key, because the keys are in the order of tracing.
+        # Use a new key for each call, because the order of the keys is the order in
+        # which calls are traced.
         key = Key(tag, True, sum(tag == other.name for other in before))
         was_finite = _is_finite((args, kw))
         out = call(*args, **kw)
         bad = was_finite & ~_is_finite(out)
         for made in carried_out(scope, key, [bad]):  # one, or none
-            # The scope already contains the results of inner calls, with the lanes of
-            # this call as their first axes. Do not blame this call for those.
+            # Do not blame this call for what an inner call produced. The scope already
+            # contains the results of inner calls; their first axes are the lanes of
+            # this call.
             for other, values in scope.sown.items():
                 for x in values[before.get(other, 0) :]:
                     made &= ~x.any(axis=tuple(range(made.ndim, x.ndim)))
@@ -85,10 +87,11 @@ x)`."""
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
     """The names of the modules that produce a NaN or an infinity in a call of `f`.
 
-    A module produces one if the output of a call is not finite although all inputs of
-    this call are finite; only innermost modules are named. Look at the first one first.
-    Only arguments count as inputs: if a parameter contains a NaN, the module that uses
-    it is named. ([`es.nonfinite`][eqx_state.nonfinite] names the parameter.)
+    A module is named if the output of one of its calls is not finite although all
+    inputs of that call are finite. Of nested modules, only the innermost is named.
+    Start with the first name. Only arguments count as inputs: if a parameter contains a
+    NaN, the module that uses it is named. ([`es.nonfinite`][eqx_state.nonfinite] names
+    the parameter.)
 
     **Arguments:**
 
@@ -108,11 +111,11 @@ def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
 
     **Raises:**
 
-    - `ValueError`, `es.TraceError`: where `es.capture(outputs=...)` raises them: a
-        module was called in a step of `es.while_loop` or `es.fori_loop`, or in one
-        branch only; all calls were inside a different JAX transform. If only some of
-        them were, a `UserWarning` names the modules; run in `with jax.disable_jit():`
-        to check those, too.
+    - `ValueError`: a module was called in a step of `es.while_loop` or `es.fori_loop`,
+        or in one branch only, as for `es.capture(outputs=...)`.
+    - `es.TraceError`: all calls were inside a JAX transform other than `jax.vmap`. If
+        only some of the calls were, a `UserWarning` names the modules; run in `with
+        jax.disable_jit():` to check those, too.
     - `ValueError`: the model contains no module that can be called.
     - `TypeError`: the returned function was called inside a transform. Otherwise as
         `es.mutable`.

@@ -46,19 +46,19 @@ def tabulate(
         and outputs of the first call of each module, as the module sees them (one
         example, under `es.vmap`). For a batch, pass a transform:
         `es.tabulate(es.vmap(model), xs)`. For keyword arguments, pass a partial; for a
-        different method, pass `model.encode`. A model before its `init` is shown as if
-        initialized. As in `es.capture`, the call cannot stack two layers with
-        `jax.tree.map`.
+        method other than `__call__`, pass `model.encode`. A model before its `init` is
+        shown as if initialized. As in `es.capture`, the model cannot stack two layers
+        with `jax.tree.map` in the call.
     - `depth`: the largest depth of a module with its own row; the root has depth 0. The
         row of an outer module counts the arrays of deeper modules, without names.
         Default: no limit.
     - `cost`: whether to compile each call, for two more columns: its floating point
-        operations, and the bytes that it reads and writes, as estimated by XLA. They
-        include inner modules. A row counts the call that it shows, once; the last row
-        counts all of `tree(*inputs)`. Parameters are also shown as a share of all
-        parameters. XLA counts a loop such as `es.scan` as one step. A call that cannot
-        be compiled alone, for example because it uses the axis name of an outer
-        `es.vmap`, shows `-`.
+        operations, and the bytes that it reads and writes, as estimated by XLA. Both
+        include inner modules. A row is about the one call that it shows; the last row
+        is about all of `tree(*inputs)`. Parameters are also shown as a share of all
+        parameters. XLA counts one step of a loop such as `es.scan`. For a call that
+        cannot be compiled alone, for example because it uses the axis name of an outer
+        `es.vmap`, both columns show `-`.
 
     **Returns:**
 
@@ -132,7 +132,8 @@ def tabulate(
 
 
 _NO_MODEL: Final = """`es.tabulate` was given inputs, but `{}` is not a model that can \
-be called. It cannot look into a function: `es.tabulate(es.vmap(model), xs)`."""
+be called. It cannot look into a function, so pass the model, or a transform of the \
+model: `es.tabulate(es.vmap(model), xs)`."""
 
 
 # --- The inputs and outputs of modules ------------------------------------------------
@@ -185,7 +186,7 @@ class _Table(Observer):
                 self.costs[text] = lowered.compile().cost_analysis()
             found = self.costs[text]
             return f"{found.get('flops', 0):,.0f}", _bytes(int(found["bytes accessed"]))
-        except Exception:  # it depends on its context, or XLA has no estimate
+        except Exception:  # `f` needs an outer axis name, or XLA has no estimate
             return "-", "-"
 
 
@@ -200,7 +201,8 @@ def _calls(model: PyTree, put: Any, inputs: Any, cost: bool) -> _Calls:
         model, run = target(f, inputs, {}, None, "es.tabulate")
         out, _ = thread(model, Scope((State,), observer=table), run)
         table.note(None, f, inputs, {}, out)
-        # `put(model)` may be a method other than `__call__`.
+        # If `put(model)` is a method other than `__call__`, the root was not called.
+        # Record the whole call for its row.
         table.calls.setdefault("", table.calls[None])
 
     # Tags contain the module's name, so two layers never share a trace. Otherwise a
@@ -323,7 +325,7 @@ def _bytes(size: int) -> str:
 
 def _render(columns: list[tuple[str, str]], lines: list[list[str]]) -> str:
     """Plain text, independent of terminal, notebook and environment."""
-    # At the top of the file, they would take a fifth of the import time of eqx_state.
+    # Import rich only when needed: it would be a fifth of the import time of eqx_state.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

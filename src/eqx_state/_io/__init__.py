@@ -1,1 +1,1 @@
-"""Arrays by name, and files of them."""
+"""Arrays by name: dictionaries, files, and the weights of PyTorch models."""

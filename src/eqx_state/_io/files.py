@@ -117,7 +117,7 @@ def save(
             all_metadata = {**(metadata or {}), **about}
             safetensors.numpy.save_file(arrays, temporary, all_metadata)
     except (OSError, safetensors.SafetensorError) as e:
-        number, reason = errno.EIO, str(e)  # safetensors: only a text
+        number, reason = errno.EIO, str(e)  # safetensors' errors have only a text
         if isinstance(e, OSError):
             number, reason = e.errno, e.strerror
         text = f"`es.save` cannot write `{path}`: {reason}."
@@ -162,7 +162,7 @@ def load(
     - `ValueError` from JAX, with a note that names the array: the array does not fit
         the sharding in `like`; or that sharding has an abstract mesh, and no mesh is
         set.
-    - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
+    - `OSError`: the file cannot be read. If it does not exist, `FileNotFoundError`.
     - `es.NotInitializedError`: `like` still contains an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
 
@@ -205,7 +205,7 @@ def load(
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """The metadata of a safetensors file, as passed to `es.save`.
 
-    It does not read any arrays.
+    The arrays are not read.
 
     **Arguments:**
 
@@ -218,7 +218,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     **Raises:**
 
     - `ValueError`: the file is not a safetensors file, or is truncated.
-    - `OSError`: the file cannot be read. `FileNotFoundError`: there is none.
+    - `OSError`: the file cannot be read. If it does not exist, `FileNotFoundError`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
 
     !!! example
@@ -278,7 +278,7 @@ def _replacing(path: str) -> Iterator[str]:
             mode = os.fstat(file.fileno()).st_mode  # as for any new file
         if os.path.exists(target):
             mode = os.stat(target).st_mode
-            if not stat.S_ISREG(mode):  # as root, it would replace `/dev/null`
+            if not stat.S_ISREG(mode):  # root could replace `/dev/null`
                 raise OSError(errno.EINVAL, "it is not a regular file")
             open(target, "r+b").close()  # raises if it may not be written
         yield temporary
@@ -298,5 +298,5 @@ _ELSEWHERE: Final = """it is split over several processes; save it with Orbax \
 
 _ADVICE: Final = """`like` must be a tree like the one that was saved. To load \
 only a part of a saved dict: `es.load(path, {"model": model}, strict=False)["model"]`, \
-where `strict=False` skips names that only one of the two has. To require what filters \
-select: `es.load(path, like, es.Parameter)`."""
+where `strict=False` skips names that only one of the two has. To require all arrays \
+that a filter selects: `es.load(path, like, es.Parameter)`."""

@@ -51,7 +51,7 @@ def state_dict(tree: PyTree, *filters: Filter) -> dict[str, Any]:
 
     - `ValueError`: two arrays have the same name, because two keys have the same
         `repr`.
-    - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
+    - `es.NotInitializedError`: the tree still contains an `es.Initializer`.
 
     !!! example
 
@@ -107,7 +107,7 @@ def load_state_dict(
         number of `*`.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
         dictionary.
-    - `es.NotInitializedError`: the tree still holds an `es.Initializer`.
+    - `es.NotInitializedError`: the tree still contains an `es.Initializer`.
 
     !!! example
 
@@ -173,8 +173,8 @@ def by_name(tree: PyTree) -> Named:
     for i, part in in_order(map(part_of, leaves(tree))):
         if (name := name_of(plain(part.path))) in named:
             raise ValueError(
-                f"Two arrays of the tree have one name, `{name}`. A name is how the"
-                " keys print: give keys that are not equal different `repr`s."
+                f"Two arrays of the tree have the same name, `{name}`. Names contain"
+                " the `repr`s of keys, so different keys must have different `repr`s."
             )
         named[name] = i, part
     return named
@@ -237,7 +237,7 @@ def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str],
 def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:
     found = {name: name for name in names}
     unused = []
-    for ours, theirs in reversed(list(globs.items())):  # the first that matches counts
+    for ours, theirs in reversed(list(globs.items())):  # so the first match wins
         if ours.count("*") != theirs.count("*"):
             raise ValueError(_STARS.format(what, ours, theirs))
         pattern, (first, *rest) = compiled_glob(ours), theirs.split("*")
@@ -305,7 +305,7 @@ def restore(
 
 
 def _prefix(names: list[str], others: set[str]) -> str:
-    """The prefix of all names in `others`, such as `['model']`, or `''`."""
+    """The prefix that all names have in `others`, such as `['model']`; else `''`."""
     found = {x.removesuffix(names[0]) for x in others if names and x.endswith(names[0])}
     fits = [x for x in found if others >= {x + name for name in names}]
     fits = sorted(x.rstrip(".") for x in fits if x[-1:] in (".", "]"))

@@ -1,4 +1,4 @@
-"""Arrays of a safetensors file, which are read in parts.
+"""Arrays of a safetensors file, which can be read in parts.
 
 `stored_arrays` opens a file, `as_one` joins the layers of a stack, and `placed_like`
 reads the parts that a leaf needs and puts them on the leaf's devices.
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     read: Callable[[Box], Any]  # a NumPy array, or typed keys; `()` reads everything
 
     def placed(self, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A JAX array. Reads only the shards on the devices of this process."""
+        """The array with this sharding. Reads only the shards of this process."""
         parts: dict[str, Any] = {}  # several devices may share a part
 
         def part(box: Box | None) -> Any:
@@ -106,7 +106,7 @@ def stored_arrays(path: str) -> Iterator[dict[str, Stored]]:
             arrays = {name: _stored(file, name, raw) for name in file.keys()}
             for name, impl in about.get("keys", {}).items():
                 arrays[name] = _typed(arrays[name], impl)
-        except Exception as e:  # our JSON may be anything
+        except Exception as e:  # the file may contain any JSON under our key
             raise _unreadable("es.load", path, e) from e
         yield arrays
 
@@ -216,7 +216,7 @@ def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:
     first = next(found)
     if is_typed(first):
         return as_one([first, *found], chosen.shape)
-    # `np.stack` needs a list of all layers, and would store each layer twice.
+    # `np.stack` needs a list of all layers: they would be in memory twice.
     out = np.empty((chosen.size, *first.shape), first.dtype)
     out[0] = first
     for i, x in enumerate(found, start=1):

@@ -76,7 +76,7 @@ def from_torch(
         problems.
     - `ValueError` and `TypeError`: `rename` is wrong, as in `es.load_state_dict`.
     - `TypeError`: `state_dict` is not a dictionary.
-    - `es.NotInitializedError`: the model still holds an `es.Initializer`.
+    - `es.NotInitializedError`: the model still contains an `es.Initializer`.
 
     !!! example
 
@@ -156,9 +156,9 @@ _ADVICE: Final = """These are PyTorch's default names. If the dictionary uses \
 different names, pass `rename={"layers.*": "blocks.*"}`. Leave out tensors that the \
 model does not need: `{name: x for name, x in state_dict.items() if name != \
 "head.weight"}`. Running statistics need `es.nn.BatchNorm` or `es.nn.Stateful(layer, \
-state)`; with `debias=False`, the former does not need `num_batches_tracked`. Separate \
-tensors for query, key and value have our names: `rename={"*.query_proj.*": \
-"*.query.*"}`."""
+state)`; with `debias=False`, the former does not need `num_batches_tracked`. If \
+query, key and value are separate tensors, rename our arrays: \
+`rename={"*.query_proj.*": "*.query.*"}`."""
 
 
 def _is_key(part: Part) -> bool:
@@ -181,7 +181,8 @@ def _why_not(array: Any, shape: _Shape, dtype: Any) -> tuple[str, str] | None:
         return "not an array", f"`{type(array).__name__}`"
     if array.shape != shape:
         return "wrong shape", f"{array.shape} instead of {shape}"
-    # Casts go from bool to integer, float, complex: only precision may be lost.
+    # A cast must not go back in the order bool, integer, float, complex: it may lose
+    # precision, but nothing else.
     given, wanted = (
         [jnp.issubdtype(each, kind) for kind in _NUMBERS]
         for each in (array.dtype, dtype)
@@ -228,8 +229,8 @@ def _default_names(
     return found
 
 
-# Fields that PyTorch's names lack: that of `Stateful`, and for the names of a
-# `torch.nn.Sequential` also that of `Sequential`.
+# Fields that PyTorch's names lack: `layer` of `Stateful`; and, for names in a
+# `torch.nn.Sequential`, also `layers` of `Sequential`.
 _WRAPPED: Final[dict[Any, Any]] = {jtu.GetAttrKey("layer"): Stateful}
 _LEFT_OUT: Final = (_WRAPPED, _WRAPPED | {jtu.GetAttrKey("layers"): eqx.nn.Sequential})
 
@@ -260,11 +261,12 @@ def _source(part: Part, modules: Mapping[Any, Any]) -> tuple[KeyPath, str, _Sour
                 if isinstance(found, str):
                     return path[:i], name, _Source({found: shape})
                 return path[:i], name, found(module, shape)
-    return path, "", _Source({"": shape})  # alone
+    return path, "", _Source({"": shape})  # in none of the layers of `_LAYOUTS`
 
 
 def _conv_bias(conv: Any, shape: _Shape) -> _Source:
-    # Equinox's has an axis of size 1 for each spatial axis; a stack has first axes.
+    # Equinox's bias ends with an axis of size 1 for each spatial axis. PyTorch's does
+    # not.
     flat = shape[: len(shape) - conv.num_spatial_dims]
     return _Source({"bias": flat}, lambda bias: bias.reshape(shape))
 
@@ -285,7 +287,8 @@ def _conv_transpose_weight(conv: Any, shape: _Shape) -> _Source:
 
 
 def _gru_bias(cell: Any, shape: _Shape) -> _Source:
-    # In the third gate, the hidden bias is separate, because `reset` scales it.
+    # In the third gate, Equinox stores the hidden bias separately (`bias_n`), because
+    # the reset gate scales it.
     two = 2 * cell.hidden_size
     return _Source(
         {"bias_ih": shape, "bias_hh": shape},
@@ -310,8 +313,8 @@ def _projection(which: int, last: str, attention: Any, shape: _Shape) -> _Source
     arrays = [getattr(x, last) for x in (a.query_proj, a.key_proj, a.value_proj)]
     if last == "weight" and len({x.shape[-1] for x in arrays}) > 1:
         return _Source({f"{'qkv'[which]}_proj_weight": shape})
-    # They are rows of one tensor. In PyTorch either all three have a bias or none, so
-    # if one is missing here, the size of the tensor is wrong.
+    # The three are rows of one tensor, `in_proj`. In PyTorch either all three have a
+    # bias or none, so if a bias is missing here, the tensor has the wrong size.
     rows = [0 if x is None else x.shape[axis] for x in arrays]
     start, end = sum(rows[:which]), sum(rows[: which + 1])
     packed = (*shape[:axis], sum(rows), *shape[len(shape) + axis + 1 :])
@@ -321,7 +324,8 @@ def _projection(which: int, last: str, attention: Any, shape: _Shape) -> _Source
 
 def _biased(statistic: str, norm: Any, shape: _Shape) -> _Source:
     def make(average: Any, count: Any) -> Any:
-        # Equinox starts at zero and divides by this in eval mode, in float32.
+        # Equinox's averages start at zero, and eval mode divides them by `scale`, in
+        # float32.
         scale = 1 - np.float32(norm.momentum) ** count.astype(np.float32)
         return average * np.where(count > 0, scale, np.float32(1))[..., None]
 

@@ -35,8 +35,8 @@ def bind(
 
     Use its own signature, not that of a function that it wraps: a decorator's `def
     run(*args, **kwargs)` looks for `y` among the keywords, whatever `functools.wraps`
-    shows; and `es.vmap(f)` maps keywords over their first axis, but positions by
-    `in_axes`.
+    shows; and `es.vmap(f)` maps keywords over their first axis, but positional
+    arguments by `in_axes`.
     """
     if not kwargs:
         return args, kwargs
@@ -46,24 +46,25 @@ def bind(
         if isinstance(f, Transform):
             return args, kwargs
         f = f.__wrapped__
-    if hasattr(f, "__signature__"):  # it may be that of a different function
+    if hasattr(f, "__signature__"):  # may be the signature of a wrapped function
         return args, kwargs
     try:
         signature = inspect.signature(f, follow_wrapped=False)
-    except (TypeError, ValueError):  # such as `np.sum`
+    except (TypeError, ValueError):  # `np.sum` has no signature
         return args, kwargs
     bound = signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
 
 
 def origin_of(f: Any) -> Any:
-    """The key of the programs of `f`: the innermost function, or an object.
+    """The key under which the programs of `f` are stored: the innermost function.
 
-    For a pytree, or an object that may be created on each call: its class.
+    Other callable objects are their own key, too. But for a pytree, for an object with
+    its own `__eq__`, and for one without weak references, the key is the class.
     """
     while isinstance(f, (Transform, eqx.Partial, jtu.Partial)) or is_bound_method(f):
         f = f.f if isinstance(f, Transform) else _function_of(f)
-    # An object with its own `__eq__` shares the programs of its class.
+    # Each call may create a new model, or a new object that is equal to the last one.
     is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
     return f if is_unique and jtu.all_leaves([f]) else type(f)
 
@@ -98,12 +99,12 @@ class JitCall:
 
     @ft.cached_property
     def paths(self) -> list[KeyPath]:
-        """Where each leaf is in `(f, args, kwargs)`."""
+        """The path of each leaf in `(f, args, kwargs)`."""
         entries, _ = jtu.tree_flatten_with_path(self.tree, is_leaf=is_owned)
         return [path for path, _ in entries]
 
     def names(self) -> list[str]:
-        """The name of each array in errors of JAX."""
+        """The name of each array, for errors of JAX."""
         pairs = zip(self.paths, self.leaves, strict=True)
         inside = self.lifted.values.items()
         return [self.name(path) for path, x in pairs if self.is_array(x)] + [
@@ -144,7 +145,8 @@ class JitCall:
 
     def trace(self, *arrays: Any) -> "Result":
         """Run the call on these arrays, in the active trace."""
-        # Check in the trace only, where a repeated module would become two.
+        # Check only while tracing: to walk the model in each call would be slow. The
+        # `tree_unflatten` below would turn a repeated module into two.
         check_given(*self.given, may_initialize=True)
         rest = iter(arrays)
         leaves = [next(rest) if self.is_array(x) else x for x in self.leaves]
@@ -160,7 +162,7 @@ class JitCall:
         return Result(output.arrays(ran.out), ran.written, ran.sown, output)
 
     def _check_static(self, out: Any) -> None:
-        """Raise `TraceError` if a static output leads to an owned module.
+        """Raise `TraceError` if an owned module is reachable from a static output.
 
         Static outputs are the same objects in all calls, and outlive the scope.
         """
@@ -243,13 +245,13 @@ _MANY: Final = 100
 # --- The cache key of a call ----------------------------------------------------------
 
 
-# Placeholders in a cache key. All other values in it are in tuples.
+# Sentinels in a cache key. They equal no other value in it, because those are tuples.
 _ARRAY: Final = "array"
 _ORIGIN: Final = "origin"
 
 
 def cache_key_of(call: JitCall) -> tuple[Any, ...]:
-    """The static data of a call: hashable, and equal for calls of one program.
+    """The static data of a call: hashable, and equal for calls that share a program.
 
     JAX distinguishes shapes and dtypes. The key does not contain the called function,
     so it does not keep the function alive.

@@ -117,8 +117,8 @@ class Code:
 class _Differ:
     """Whether static values differ from these.
 
-    It stores the last objects that were equal, and compares them by identity: comparing
-    treedefs is slow.
+    It stores the last objects that were equal, and first compares by identity with
+    these, because comparing treedefs by value is slow.
     """
 
     def __init__(self, values: list[Any]):

@@ -76,16 +76,17 @@ class _Mode:
 def _packed_step(
     frame: _Frame, layout: Layout, donate: bool, given: Any, arrays: list[Array]
 ) -> tuple[list[Array], Layout, Any]:
-    """The results of calling a mode, inside the trace."""
+    """Run one step in a trace. Returns the results of `_Mode.__call__`."""
     f, args, kwargs = given
     carry = frame.with_arrays(layout.unpack(arrays))
     new, out = held_step(f, carry, args, kwargs)
     layout, after = layout.after(frame.arrays(new))
     packed = layout.pack(after)
     if donate:
-        # The next call donates these arrays, so the caller must not have them. Under
-        # `jax_disable_jit` the function may return an argument itself, or one array
-        # twice. No compiled function has done that in the versions of JAX that we know.
+        # The next call donates these arrays, so the caller must not have them. In
+        # `es.hold(lambda carry, x: (carry, carry), …)` under `jax_disable_jit`, they
+        # would also be the output. Compiled functions return a separate array for each
+        # output in all versions of JAX that we know.
         packed = [jnp.copy(x) for x in packed]
     return packed, layout, out
 
@@ -97,7 +98,7 @@ def held_step(f: Any, carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         try:
             pair = f(carry, *args, **kwargs)
         except TypeError as error:
-            # Python's message begins like this if the arguments do not fit.
+            # Python's message begins with the name of `f` if the arguments do not fit.
             if not str(error).startswith(f"{getattr(f, '__qualname__', '?')}()"):
                 raise
             raise TypeError(_FORM.format(error)) from error
@@ -161,7 +162,7 @@ class Held(Generic[_C, P, R]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, arrays = self._get()
         try:
-            # The first argument was a placeholder for the carry, for `bind`.
+            # Drop the first argument, the placeholder for the carry that `bind` needed.
             after, layout, out = mode(args[1:], kwargs, arrays)
         except BaseException:
             if any(x.is_deleted() for x in arrays):

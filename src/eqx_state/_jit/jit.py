@@ -53,7 +53,7 @@ class _Jit(Transform):
 
 
 class _Stage:
-    """A program at some stage; all other attributes are those of JAX's stage."""
+    """A lowered or compiled program, with all attributes of JAX's own object for it."""
 
     def __init__(self, stage: Any, f: Any, key: Any):
         self._stage, self._f, self._key = stage, f, key
@@ -126,7 +126,7 @@ def jit(
     f: Callable[P, R], *, donate: Donate = "none", **jit_kwargs: Any
 ) -> Jitted[P, R]: ...
 def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
-    """`equinox.filter_jit` for functions of modules that write state.
+    """`equinox.filter_jit` for functions that may write the state of modules.
 
     All arrays, JAX's and NumPy's, are traced; all other leaves are static.
 
@@ -141,9 +141,9 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
     - `f`: a function, a module, a bound method, or a partial. Arrays in `f` itself are
         traced: in a module, in the object of a bound method, in an `eqx.Partial`.
         Arrays that a function closes over are constants of the program, as with
-        `eqx.filter_jit`, except for those of modules inside `es.mutable`: pass a model
-        as an argument. Functions among the arguments or in fields are static, and
-        compared by identity.
+        `eqx.filter_jit`, so pass a model as an argument. Exceptions are modules that
+        `es.mutable` makes writable: their arrays are traced in closures, too. Functions
+        among the arguments or in fields are static, and compared by identity.
     - `donate`: the arrays that JAX may overwrite: `"all"`, `"all-except-first"` (not
         those of the first argument), `"none"`; `"warn"` and `"warn-except-first"` also
         warn about donated arrays that JAX could not use. Default: `"none"`.
@@ -159,8 +159,8 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
 
     - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed;
         an option of `jax.jit` that counts or names arguments, such as `static_argnums`.
-    - `ValueError`: donation inside `es.mutable`; one stateful module that occurs twice
-        in an argument.
+    - `ValueError`: `donate` is an unknown word; donation inside `es.mutable`; a trace
+        finds one stateful module twice in an argument.
     - `es.TraceError`: `f` returns a function that closes over a module of a scope.
     - `eqx.EquinoxRuntimeError`: an `eqx.error_if` failed. The call raises it before
         anything is written to a module; inside an outer `jax.jit`, the outer call

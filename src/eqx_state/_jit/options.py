@@ -13,7 +13,7 @@ _WORDS: Final[tuple[Donate, ...]] = get_args(Donate)
 
 
 class Options:
-    """Hashable; equal for equal options of compilation."""
+    """The options of a compiled function: hashable, and compared by value."""
 
     def __init__(self, donate: Donate = "none", **for_jax: Any):
         self.donate: Donate = donate
@@ -28,7 +28,7 @@ class Options:
         return isinstance(other, Options) and self._key == other._key
 
     def donates(self, is_first: bool) -> bool:
-        """Whether arrays are donated that are, or are not, in the first argument."""
+        """Whether to donate arrays in the first argument (`is_first`), or in others."""
         return self.donate != "none" and not (
             is_first and self.donate.endswith("first")
         )

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from .._tree.dtypes import is_weak, to_strong
 
 
-# Packing and unpacking a larger array takes longer than the host needs for one array.
+# To pack and unpack a larger array takes longer than the host time that this saves.
 LIMIT: Final = 4096  # bytes
 
 
@@ -53,10 +53,10 @@ class Pack(NamedTuple):
         """The arrays, in a trace.
 
         On a CPU, gather each array by indices. XLA compiles a slice and its offset
-        together with the operation that uses it: for fifty equal layers at fifty
-        offsets, it would compile fifty kernels instead of one, which takes two to three
-        times as long in all. Indices are an operand of the kernel instead. On other
-        devices a gather may be slow, so use slices.
+        together with the operation that uses the slice: for fifty equal layers at fifty
+        offsets, it would compile fifty kernels, which makes compilation two to three
+        times slower. Indices are an operand of the kernel, so that one kernel is
+        enough. On other devices a gather may be slow, so use slices.
         """
         device = next(iter(self.key.sharding.device_set))
         arrays, start = [], 0
@@ -98,9 +98,10 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Array]:
-    if is_committed:  # arrays on several devices always are
+    if is_committed:  # always true for arrays on several devices
         return jax.device_put(values, sharding)
-    # Keep the arrays uncommitted, so that JAX may move them to the devices of others.
+    # Leave the arrays uncommitted, so that JAX may move them to the device of the other
+    # arrays in a computation.
     (device,) = sharding.device_set
     with jax.default_device(device):
         return jax.device_put(values)
@@ -110,9 +111,10 @@ def _put(values: list[np.ndarray], sharding: Any, is_committed: bool) -> list[Ar
 class Layout:
     """How the arrays of a carry are stored between calls: packed or unpacked.
 
-    - `buffers`: the buffer of each array, `None` if it is not packed; `shapes`: its
-        shape.
-    - `keys`: the implementation of each array of typed keys, else `None`.
+    - `buffers`: for each array, the key of its buffer, or `None` if the array cannot be
+        packed; `shapes`: the shape of each array.
+    - `keys`: for each array, the implementation of its typed keys, or `None` if it does
+        not contain keys.
     - `weak`: the numbers of weakly typed arrays, which are not packed either.
     """
 
@@ -155,7 +157,7 @@ class Layout:
     def after(self, arrays: Sequence[Array]) -> tuple["Layout", list[Array]]:
         """The layout for the new carry of a step, and the arrays to store.
 
-        A strong type does not change. A weak type may become strong, as under
+        A strongly typed array remains strong. A weak one may become strong, as under
         `jax.jit`.
         """
         weak = tuple(i for i in self.weak if is_weak(arrays[i]))
@@ -194,10 +196,11 @@ def _is_key(x: Array) -> bool:
 
 
 def _buffer_of(x: Array) -> BufferKey | None:
-    """The buffer for an array; `None` if it is not packed."""
+    """The key of the buffer for an array, or `None` if the array cannot be packed."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
-        # Axes that are not `Auto` are part of the types that the function sees.
+        # Do not pack on a mesh with other axes than `Auto`: there, the sharding of an
+        # array is a part of its type, which the function sees.
         is_auto = set(sharding.mesh.axis_types) <= {AxisType.Auto}
         is_whole = is_auto and sharding.is_fully_replicated
         sharding = NamedSharding(sharding.mesh, PartitionSpec())

@@ -1,9 +1,9 @@
 """Generates code that flattens and builds trees of one structure.
 
-JAX's flattening calls Python functions for every module, and to compare static values.
-The code generated here is for one structure. It reads fields by name, compares types,
-lengths and static values, and raises `Mismatch` if anything has changed, so that the
-slow path can take over.
+To flatten a tree, JAX calls a Python function for every module; to compare treedefs, it
+calls Python functions for the static values. The code generated here is for one
+structure. It reads fields by name, compares types, lengths and static values, and
+raises `Mismatch` if anything has changed, so that the slow path can take over.
 
 Nodes of equal structure form a *group*. One loop flattens a group, and appends the
 children to the lists of the groups below; the last list contains the arrays. The code
@@ -52,7 +52,7 @@ def _refuse(_: Any) -> Any:
 
 
 def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
-    """A function of arrays that builds this tree, with arrays as its `ArraySlot`s."""
+    """A function of arrays that builds this tree, with arrays for its `ArraySlot`s."""
     try:
         return _Groups(tree).together().compile()
     except _TOO_DEEP:
@@ -84,7 +84,7 @@ class Leaf:
 class Container:
     """A tuple, a list or a named tuple; subclasses are for other nodes.
 
-    `slots` are the children that are in lists: all except static values.
+    `slots` are the children that the code stores in lists: all except static values.
     """
 
     is_static = False
@@ -93,7 +93,8 @@ class Container:
     def __init__(self, x: Any, key: int, below: Sequence["Leaf | Container"]):
         self.x, self.key, self.below = x, key, below
         self.slots = [child for child in below if not child.is_static]
-        # A list of layers of equal structure is flattened and built at once.
+        # In a list of layers of equal structure, all children belong to one group. Add
+        # them to its list, or take them from it, in one operation.
         is_one_group = len({child.key for child in self.slots}) == 1
         are_all = len(self.slots) == len(below) > 1
         self.is_uniform = self.may_be_uniform and is_one_group and are_all
@@ -180,7 +181,7 @@ def _check_data(code: Code, v: str, data: Any) -> None:
     if type(data) is not tuple:
         code.check_static({v: data})
         return
-    # The tuple is rarely the same object: JAX creates one on each flattening.
+    # Compare the elements: JAX creates a new tuple each time it flattens the node.
     code.check(f"type({v}) is not tuple or len({v}) != {len(data)}")
     for i, x in enumerate(data):
         _check_data(code, f"{v}[{i}]", x)
@@ -197,8 +198,9 @@ class Module(Container):
         code.add("d = dict_of(v)")
         code.check(f"len(d) != {len(fields)}")
         if INFERENCE in fields:
-            # All modules of a result share this list, which does not change, so compare
-            # it once.
+            # All modules of one result share the list in this field, and it does not
+            # change in place. `mode0` or `mode1` is the last list that was compared, so
+            # one comparison is enough for all of these modules.
             mode = dict_of(self.x)[INFERENCE]
             with code.block(f"if d[{INFERENCE!r}] is not mode{len(mode)}:"):
                 code.add(f"mode{len(mode)} = d[{INFERENCE!r}]")
@@ -281,7 +283,7 @@ class _Finder:
 
 
 def _same_if(x: Any) -> Any:
-    """Hashable; equal for static values that are interchangeable."""
+    """A hashable form of a static value, equal for values that can be interchanged."""
     if type(x) is tuple:
         return tuple(map(_same_if, x))
     return typed(x) if type(x) in _VALUES else ("id", id(x))
@@ -291,7 +293,10 @@ _VALUES: Final = frozenset({str, int, bool, float, type(None)})
 
 
 def _is_named_tuple(x: Any) -> bool:
-    """Whether JAX flattens `x` as a named tuple: its class may be registered."""
+    """Whether JAX flattens `x` as a named tuple.
+
+    It does not if the class of `x` is registered as a pytree with its own functions.
+    """
     if not (isinstance(x, tuple) and hasattr(type(x), "_fields")):
         return False
     below, aux = one_level(x)
@@ -374,7 +379,7 @@ class _Groups:
     def _loop(self, group: _Group) -> tuple[str, list[str]]:
         """The header of a loop that builds a group, and expressions for its slots.
 
-        The slots of a member with equal keys are adjacent in the list.
+        If several slots of one member have equal keys, they are adjacent in their list.
         """
         slots, number = group.node.slots, len(group.members)
         sizes, before = Counter(slot.key for slot in slots), Counter[int]()

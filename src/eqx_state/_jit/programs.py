@@ -41,11 +41,11 @@ from .plan import flattener
 
 
 class _Retrace(threading.local):
-    """Creates the call on which a new trace in this thread runs.
+    """`new_call` creates the call on which a new trace in this thread runs.
 
-    It is not an argument of the program, because JAX would keep it alive. Always
-    provide it, even if no trace is expected: if the first trace for some argument types
-    fails, JAX never uses its fast path for them again.
+    The call is not an argument of the program, because JAX would keep it alive. Always
+    set `new_call`, even if no trace is expected: if the first trace for some argument
+    types fails, JAX never uses its fast path for them again.
     """
 
     new_call: Callable[[], JitCall] | None = None
@@ -54,9 +54,9 @@ class _Retrace(threading.local):
 class Program:
     """The compiled programs for one cache key, one for each set of shapes.
 
-    Each key has its own `jax.jit`. In a common one, the key would be a static argument,
-    which JAX hashes and compares in Python on every call, and the arrays could not have
-    names in errors.
+    Each key has its own `jax.jit`. If all keys shared one, the key would be a static
+    argument, which JAX hashes and compares in Python on every call, and the arrays
+    could not have names in errors.
     """
 
     def __init__(self, call: JitCall, options: Options, origin: Any):
@@ -75,13 +75,13 @@ class Program:
     def __call__(
         self, arrays: Sequence[Any], new_call: Callable[[], JitCall]
     ) -> Result:
-        """The result. Waits for the program if it can raise.
+        """Run the program on these arrays, and wait for it if it can raise.
 
-        A new trace runs on `new_call()`.
+        If JAX has to trace, the trace runs on `new_call()`.
         """
         before, self.live.new_call = self.live.new_call, new_call
         try:
-            with unlogged() if self.can_raise else _AS_EVER:
+            with unlogged() if self.can_raise else _UNCHANGED:
                 result = self.jitted(*arrays)
                 if result.output.callbacks is None:  # JAX has traced
                     self._look(result.output, arrays)
@@ -114,7 +114,7 @@ class Program:
         return traced.lower()
 
 
-_AS_EVER: Final = contextlib.nullcontext()
+_UNCHANGED: Final = contextlib.nullcontext()
 
 
 def _present(run: Any, origin: Any, names: list[str]) -> None:
@@ -166,7 +166,8 @@ class Plan(NamedTuple):
 
 
 # Plans are expensive to create. If more cache keys than this alternate, each new plan
-# would evict the one that is needed next, so only every hundredth call creates one.
+# would evict the one that is needed next. Then only every hundredth call without a plan
+# creates one.
 _MAX_PLANS: Final = 8
 _PATIENCE: Final = 100
 
@@ -186,7 +187,8 @@ class Programs:
     def __call__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(*args, **kwargs)`, compiled."""
         tree = f, args, kwargs
-        # Plans do not pass on the state of modules, which a scope may own.
+        # A plan does not write to modules. While a scope is open, which may own some of
+        # these modules, take the slow path.
         for plan in () if is_any_open() else self.plans:
             try:
                 arrays = plan.arrays(tree)
@@ -256,7 +258,7 @@ def programs_of(f: Any, options: Options) -> Programs:
     origin = origin_of(f)
     try:
         return _PROGRAMS[options][origin]
-    except KeyError:  # two threads may get here, and share the programs of the first
+    except KeyError:  # if two threads get here, both use the programs of the first
         by_origin = _PROGRAMS.setdefault(options, weakref.WeakKeyDictionary())
         return by_origin.setdefault(origin, Programs(options))
 
@@ -264,8 +266,8 @@ def programs_of(f: Any, options: Options) -> Programs:
 # --- Programs that can raise ----------------------------------------------------------
 #
 # JAX returns before a program has run, and raises an error of the program where its
-# results are used. Wait for a program in which a callback can raise, as that of
-# `eqx.error_if` does, so that the call raises the error.
+# results are used. Wait for a program that contains a callback, such as that of
+# `eqx.error_if`, so that the call itself raises the error.
 
 
 # `debug_callback` is not among them: JAX may remove it.
@@ -275,7 +277,7 @@ _CAN_RAISE: Final = frozenset({"pure_callback", "io_callback"})
 def callbacks_in(jaxpr: Any) -> frozenset[str]:
     """The callbacks that can raise, in a jaxpr and all jaxprs inside it.
 
-    All of them for `None`, a jaxpr that is not available.
+    If the jaxpr is not available (`None`), assume all of them.
     """
     if jaxpr is None:
         return _CAN_RAISE
@@ -300,7 +302,7 @@ def wait(callbacks: frozenset[str], arguments: Any, result: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return
     jax.block_until_ready(result)
-    if "io_callback" in callbacks:  # the results may not depend on it
+    if "io_callback" in callbacks:  # may run after the results are ready
         jax.effects_barrier()
 
 

@@ -49,7 +49,7 @@ def typed(x: Any) -> Any:
     return type(x), x
 
 
-# `==` distinguishes values of these types, but not floats: `0.0 == -0.0`.
+# Types whose equal values are interchangeable. Those of floats are not: `0.0 == -0.0`.
 _ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
@@ -63,7 +63,7 @@ def structure(treedef: Any, static: Callable[[Any], Any] = typed) -> Any:
             nodes.append(_LEAF)
             continue
         cls, aux = data
-        # The list of keys of a dict, or the tuple of static values of a module.
+        # `aux` is a list for a dict (its keys), and a tuple for a module.
         if type(aux) in (list, tuple):
             aux = type(aux), tuple(map(static, aux))
         else:

@@ -1,1 +1,1 @@
-"""What an annotation and a class declare."""
+"""The declarations in annotations and classes."""

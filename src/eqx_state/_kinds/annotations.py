@@ -19,8 +19,8 @@ from .kinds import Axes, is_kind, merge, NOTHING, Record, Spec
 
 
 class _MissingType(type):
-    # Lets `np.ndarray`, `Box[int]` and `*Shape` evaluate if the first name is not
-    # defined: JAX, for example, imports such names only under `TYPE_CHECKING`.
+    # Lets `np.ndarray`, `Box[int]` and `*Shape` evaluate if the name that they begin
+    # with is not defined. A module may import it only under `TYPE_CHECKING`.
 
     def __getattr__(cls, name: str) -> Any:
         return cls
@@ -32,13 +32,13 @@ class _MissingType(type):
 
 
 class Missing(metaclass=_MissingType):
-    """The value, in an annotation, of a name that is not defined (yet)."""
+    """Replaces a name in an annotation that is not defined, or not yet."""
 
 
 class Names(collections.ChainMap[str, Any]):
     """The namespace in which the annotations of a class are evaluated.
 
-    `types` maps type variables to what they declare.
+    `types` maps type variables to their declarations.
     """
 
     def __init__(self, cls: type):
@@ -53,9 +53,9 @@ class Names(collections.ChainMap[str, Any]):
         self.cls = cls
         self.types: dict[Any, Spec] = {}
         self.has_missing = False
-        # Whether a missing name might be a kind. In a record of some library it is not.
-        # A record that a function defines is the user's, and the name is probably that
-        # of a kind local to the function.
+        # Whether a missing name might be a kind. In a record (a `NamedTuple`, say) of
+        # some library it is not. But a record that is defined in a function is the
+        # user's, and the missing name is probably a kind that is local to the function.
         self.is_strict = not is_record(cls) or "<locals>" in cls.__qualname__
         self._open_aliases: list[Any] = []
 
@@ -67,14 +67,15 @@ class Names(collections.ChainMap[str, Any]):
         """Evaluate a string annotation."""
         text, scope = annotation, self
         if isinstance(text, ForwardRef):
-            # A `TypedDict` repeats the annotations of bases in other modules.
+            # A `TypedDict` copies the annotations of its bases, which may be defined in
+            # other modules.
             module = sys.modules.get(text.__forward_module__ or "")
             scope = collections.ChainMap(getattr(module, "__dict__", {}), self)
             text = text.__forward_arg__
         return self._resolved(lambda: eval(text, {}, scope))
 
     def of_alias(self, alias: Any, args: tuple[Any, ...]) -> Spec:
-        """What the alias of a `type` statement declares, for these arguments."""
+        """The declarations of an alias from a `type` statement, for these arguments."""
         if alias in self._open_aliases:  # `type Tree = Array | dict[str, Tree]`
             return NOTHING
         given = zip(alias.__type_params__, args, strict=False)
@@ -96,7 +97,7 @@ class Names(collections.ChainMap[str, Any]):
 def names_around(cls: type, record: Record | None) -> dict[type, Names]:
     """The namespace of each class that `cls` inherits from.
 
-    `record`: one of these classes, and what its type variables declare.
+    `record`: one of these classes, and the declarations of its type variables.
     """
     found = {base: Names(base) for base in cls.__mro__}
     if record is not None:
@@ -139,7 +140,7 @@ def parse(annotation: Any, names: Names) -> Spec:
     if is_record(origin) or _is_a(origin, eqx.Module):
         return _parse_class(origin, args, names)
     if not args:  # a class, or a bare `typing.List`
-        # jaxtyping's `PyTree[X]` and `Float[X, "…"]` are classes of their own.
+        # jaxtyping's `PyTree[X]` and `Float[X, "…"]` are classes without arguments.
         below = (getattr(annotation, n, None) for n in ("leaftype", "array_type"))
         spec = merge([parse(x, names) for x in below if x is not None])
         dims = dims_of(annotation)
@@ -152,7 +153,8 @@ def parse(annotation: Any, names: Names) -> Spec:
         return NOTHING
     if _is_a(origin, collections.abc.Collection):
         return _parse_container(origin, args, names)
-    # A union, `Final[X]`, or a generic pytree node, for everything in it.
+    # A union, `Final[X]`, or a generic pytree node, whose declaration applies to
+    # everything in it.
     return merge([parse(a, names) for a in args])
 
 
@@ -162,8 +164,9 @@ def _parse_class(cls: Any, args: tuple[Any, ...], names: Names) -> Spec:
     variables = getattr(cls, "__parameters__", ())
     if args and len(variables) != len(args):  # `Box[*Ts]`: one spec for all contents
         return merge(specs)
-    # The class of a module is known from the value. Record a `TypedDict`, which is a
-    # plain dict at run time; and other records, since `strengthen` skips `NOTHING`.
+    # A walk finds the annotations of a module by the class of the value, so a module
+    # needs no spec. A `TypedDict` needs one, because its value is a plain dict. Other
+    # records need one, because `strengthen` skips a value whose spec is `NOTHING`.
     if all(spec == NOTHING for spec in specs) and not is_record(cls):
         return NOTHING
     return Spec(records=((cls, tuple(zip(variables, specs, strict=False))),))
@@ -197,7 +200,7 @@ def _is_starred(annotation: Any) -> bool:
 
 
 def _annotated(inner: Spec, metadata: tuple[Any, ...]) -> Spec:
-    """`Annotated[X, …]`, with its outermost covering kind, else its innermost kind."""
+    """Parse `Annotated[X, …]`: the outermost covering kind, else the innermost kind."""
     for outer in metadata:
         if isinstance(outer, Axes):
             axes = tuple(axes.below(outer) for axes in inner.axes) or (outer,)
@@ -243,7 +246,7 @@ _statements = weakref.WeakKeyDictionary[type, _Statement]()
 
 def remember_statement(cls: type) -> None:
     """Store the local names that the annotations of the new class `cls` may need."""
-    # Only those, and not the frame, whose other locals would live as long as the class.
+    # Do not store the frame: its other locals would live as long as the class.
     names = set(re.findall(r"\w+", repr(own_annotations(cls))))
     frame: FrameType | None = sys._getframe()
     while frame.f_back is not None and _is_machinery(frame):

@@ -1,4 +1,4 @@
-"""What each field of a module class declares.
+"""The declarations of each field of a module class.
 
 Each annotation is parsed once per class. Nothing here looks at values.
 """
@@ -32,7 +32,7 @@ def field(
     static: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`equinox.field` with the kind of the field's arrays.
+    """An `equinox.field` that also declares the kind of the field's arrays.
 
     Use it if the annotation does not contain the kind, as in `w: Array`.
 
@@ -76,7 +76,7 @@ def field(
 
 
 def own_default(field: Any) -> Any:
-    """`field`, with an array as default replaced by a factory that copies it."""
+    """`field`; a default that is an array becomes a factory that copies the array."""
     if eqx.is_array(field.default):
         field.default_factory = ArrayDefault(field.default)
         field.default = dataclasses.MISSING
@@ -93,16 +93,17 @@ class ArrayDefault:
         return self.array.copy()
 
 
-# What each class declares, for each assignment of its type variables.
+# The declarations of each class, for each assignment of its type variables.
 _declared = weakref.WeakKeyDictionary[type, dict[Record | None, dict[str, Spec]]]()
-# Classes with undefined names, and how many names their modules had at that time.
+# Classes whose annotations contain undefined names, and the number of names in their
+# modules when the annotations were parsed.
 _pending = weakref.WeakKeyDictionary[type, int]()
 
 
 def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     """The declarations of a class by field, without fields that declare nothing.
 
-    `record`: `cls` or a base of it, and what its type variables declare.
+    `record`: `cls` or a base of it, and the declarations of its type variables.
 
     Raises `TypeError`, naming class and field, for a contradictory declaration. An
     undefined name is not an error here: it sets `Spec.unresolved`, and a later call
@@ -146,7 +147,7 @@ def _count_names(cls: type) -> int:
 
 
 def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
-    """What the most derived class that annotates the field declares for it."""
+    """The declaration of a field by the most derived class that annotates it."""
     owner = _owner(cls, name)
     spec = parse(own_annotations(owner).get(name, Any), names[owner])
     fields = getattr(cls, "__dataclass_fields__", {})
@@ -161,14 +162,14 @@ def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class that `cls` has a field from; never a mixin that is not a record."""
+    """The class that annotates a field of `cls`. Only modules and records count."""
     has_fields = {"__dataclass_fields__", "_fields"}
     bases = (c for c in cls.__mro__ if has_fields & c.__dict__.keys())
     return next((c for c in bases if name in own_annotations(c)), cls)
 
 
 def declared_inside(cls: type, spec: Spec) -> dict[str, Spec]:
-    """What the fields of a class declare if an annotation declares `spec` for it."""
+    """The declarations of the fields of a class, inside a value with this spec."""
     for record in spec.records:
         if record[0] in cls.__mro__:
             return declarations(cls, record)

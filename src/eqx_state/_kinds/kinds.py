@@ -12,10 +12,10 @@ from .._compat import Dims, read_dims
 
 
 if TYPE_CHECKING:
-    # To a type checker a kind is a data descriptor, as SQLAlchemy's `Mapped`: `self.w`
-    # is an `X` for `w: Parameter[X]`, and an `Array` for a bare `w: Parameter`. In
-    # `list[Parameter]`, where descriptors do not apply, the base class makes each
-    # element an array.
+    # To a type checker, a kind is a data descriptor, like SQLAlchemy's `Mapped`:
+    # `self.w` is an `X` for `w: Parameter[X]`, an `Array` for a bare `w: Parameter`.
+    # Descriptors do not apply to the elements in `list[Parameter]`, which are arrays
+    # because of the base class `Array`.
     from typing import Generic
 
     from jaxtyping import Array
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     _T = DefaultTypeVar("_T", default=Array)
 
     class TreePart(Array, Generic[_T]):
-        """The root of all kinds: every leaf that has a kind is a `TreePart`."""
+        """The base class of all kinds. As a filter: every leaf that has a kind."""
 
         def __init_subclass__(cls, *, covering: bool = False) -> None: ...
         def __get__(self, instance: object, owner: Any = None, /) -> _T: ...
@@ -51,17 +51,18 @@ if TYPE_CHECKING:
 else:
 
     class _KindType(type):
-        # beartype must accept any value for `w: es.Parameter`: a bare kind says what an
-        # array is for, and nothing about its type.
+        # beartype must accept any value for `w: es.Parameter`: a bare kind declares the
+        # role of an array, not its type.
         def __instancecheck__(cls, instance):
             return True
 
     class TreePart(metaclass=_KindType):
-        """The root of all kinds: every leaf that has a kind is a `TreePart`.
+        """The base class of all kinds. As a filter: every leaf that has a kind.
 
-        To define your own kind, subclass this or one of the kinds below. A kind with
-        `covering=True` applies to everything below the field, whatever the modules
-        inside declare; its subclasses inherit this.
+        To define your own kind, subclass this or one of the kinds below. A kind that is
+        defined with `covering=True`, as in `class Ema(es.TreePart, covering=True)`,
+        applies to everything below the field, whatever the modules inside declare. Its
+        subclasses inherit `covering`.
 
         !!! example
 
@@ -117,7 +118,7 @@ else:
     class Buffer(TreePart, covering=True):
         """Constants: never trained, never written. Covers everything below it.
 
-        Positional codes, normalization constants, a frozen pretrained network.
+        Examples: positional encodings, normalization constants, a pretrained network.
         """
 
     class State(TreePart):
@@ -140,7 +141,7 @@ Kind: TypeAlias = type[TreePart[Any]]
 
 
 def kind_name(kind: type) -> str:
-    """A kind as users write it: `es.State`, or the bare name of a user's own kind."""
+    """The name of a kind as users write it: `es.State`, or `Cache` for their own."""
     return ("es." if kind.__module__ == __name__ else "") + kind.__name__
 
 
@@ -205,7 +206,7 @@ class Axes:
                 raise ValueError(f"{what}: {e}") from None
 
     def below(self, outer: "Axes") -> "Axes":
-        """These axes, and those of a field further out, which take priority."""
+        """These axes merged with those of a field further out, which take priority."""
         return Axes(**self._texts | outer._texts)
 
     # Annotations have to be hashable, and equal if they are written twice.
@@ -221,12 +222,12 @@ class Axes:
 
 
 class Spec(NamedTuple):
-    """What an annotation declares for a value and, one level down, for its elements.
+    """The declarations of an annotation: for a value, and for its elements.
 
     `dict[str, es.State]` declares nothing for the dict itself and `State` for `each`
-    value. `items` is for the elements of a `tuple[A, B]`, by index. `records` are the
-    classes whose own annotations declare more, each with what its type variables
-    declare here. A union declares what its members do.
+    value. `items` is for the elements of a `tuple[A, B]`, by index. `records` are
+    classes with annotations of their own, each with the declarations that its type
+    variables have here. A union declares what all its members declare.
     """
 
     kind: Kind | None = None

@@ -25,9 +25,9 @@ Labels: TypeAlias = tuple[int | None, ...]
 class Groups(NamedTuple):
     """The rules of an optimizer as a static value.
 
-    A group's number, its index in the mapping, is its label for `optax.partition`.
-    Labels must be equal in all processes and unique, which the `repr`s of filters are
-    not.
+    The label of a group for `optax.partition` is its number, that is, its index in the
+    mapping. Labels must be unique, and equal in all processes. The `repr`s of filters
+    are neither.
     """
 
     keys: tuple[Any, ...]
@@ -69,7 +69,8 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """The transformation, extended to accept extra arguments."""
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
-    # `optax.MultiSteps`, whose `update` takes `value=`: optax would drop that.
+    # An `optax.MultiSteps` object, whose `update` takes `value=`. The function above
+    # would drop that argument.
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 

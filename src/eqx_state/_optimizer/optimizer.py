@@ -304,7 +304,7 @@ def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
     expected, now = map(same_modes, (jtu.tree_unflatten(structure, leaves), tree))
     if jtu.tree_structure(now) != jtu.tree_structure(expected):
         raise ValueError(
-            f"`es.Optimizer`: {problem}, {difference(expected, now)}. {_START_ANEW}"
+            f"`es.Optimizer`: {problem}, {difference(expected, now)}. {_NEW_ONE}"
         )
     return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
 
@@ -324,7 +324,8 @@ def _gradients(
     both = zip(wanted, given, strict=True)
     pairs = [(path, x, g) for (path, x), g in both if x is not None]
     # Differentially private transformations take a gradient for each example. With any
-    # other one, the updates have this shape, too, and `_check_updates` rejects them.
+    # other transformation, the updates keep the axis of the examples, and
+    # `_check_updates` rejects them.
     per_example = all(np.shape(g)[1:] == x.shape != np.shape(g) for _, x, g in pairs)
     for path, x, g in pairs:
         if g is None:
@@ -356,7 +357,7 @@ def _check_shapes(tx: Any, opt_state: PyTree, params: PyTree, before: _Shapes) -
             path, x, old = next((p, x, b) for (p, x), b in each if x.shape != b)
             raise ValueError(
                 "`es.Optimizer.update`: the model is not what `init` was given:"
-                f" {_name(path)} has shape {x.shape}, and had {old}. {_START_ANEW}"
+                f" {_name(path)} has shape {x.shape}, and had {old}. {_NEW_ONE}"
             )
 
 
@@ -373,10 +374,10 @@ def _name(path: KeyPath) -> str:
     return f"`{name_of(path)}`" if path else "the array itself"
 
 
-_START_ANEW: Final = """For a different model, or after freezing or unfreezing, create \
+_NEW_ONE: Final = """For a different model, or after freezing or unfreezing, create \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 
-_OTHER_MODEL: Final = "what `wrt` selects of the model is not what `init` was given"
+_OTHER_MODEL: Final = "what `wrt` selects in this model is not what `init` was given"
 
 _NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, but `{}` was given. Pass \
 the model to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`. To train a part of \

@@ -1,1 +1,1 @@
-"""Functions on pytrees: the one traversal, and all that stands on it."""
+"""Functions on pytrees: the one traversal, and everything that is built on it."""

@@ -74,7 +74,7 @@ class NamedLeaf(NamedTuple):
 
     visit: Visit
     names: Names | None  # `None` if it is not an array
-    # The names of its parameter, if the shapes differ: moments of `optax.adafactor`.
+    # The names of its parameter, if their shapes differ, as in `optax.adafactor`.
     others: Names | None
 
 
@@ -105,7 +105,10 @@ def recorded_leaves(tree: PyTree) -> list[NamedLeaf]:
 
 
 def _names_of(visit: Visit, strict: bool) -> Names | None:
-    """The names of an array's axes; `None` if it has fewer axes than names."""
+    """The names of an array's axes.
+
+    If the array has fewer axes than names: `ValueError` with `strict`, else `None`.
+    """
     shape = visit.node.shape
     declared, field = _declared(visit)
     candidates = [_fitted(dims, len(shape)) for dims in declared]
@@ -133,7 +136,7 @@ def _declared(visit: Visit) -> tuple[tuple[Dims, ...], str]:
 
 
 def _fitted(dims: Dims, ndim: int) -> Names | None:
-    """The names for an array with `ndim` axes, or `None` if there are more names."""
+    """The names for an array with `ndim` axes; `None` if there are too many names."""
     # A stack has more axes in front, as if `dims` began with `...`.
     i = dims.index(...) if ... in dims else 0
     names = tuple(name for name in dims if name is not ...)

@@ -1,4 +1,4 @@
-"""The data of an `es.Module`: its flags, and data of one object only."""
+"""The data of an `es.Module`: its flags, and data outside the pytree."""
 
 import dataclasses
 import types
@@ -29,8 +29,9 @@ Steps = tuple[Step, ...]
 
 # Plain Equinox layers and arrays have no flag `frozen`. The nearest `es.Module` above
 # stores *frozen paths* instead: paths from it to nodes, and whether each node is
-# frozen, whatever applies above it. They are static data, so part of the treedef, and
-# sorted, so that the order of two calls of `freeze` does not matter.
+# frozen. A frozen path overrides the flags and paths of modules above. Frozen paths are
+# static data, so part of the treedef, and sorted, so that the order of two calls of
+# `freeze` does not matter.
 FrozenPaths = tuple[tuple[Steps, bool], ...]
 
 
@@ -42,7 +43,7 @@ def sorted_frozen_paths(paths: dict[Steps, bool]) -> FrozenPaths:
 def keystr(path: KeyPath) -> str:
     """`jax.tree_util.keystr`, but `[0]` for JAX's `[<flat index 0>]`.
 
-    The children of a node either all have such keys or none, so names stay distinct.
+    Either all children of a node have such keys, or none has, so names remain unique.
     """
     flat = jtu.FlattenedIndexKey
     return "".join(f"[{k.key}]" if isinstance(k, flat) else str(k) for k in path)
@@ -59,11 +60,11 @@ def name_of_steps(path: Steps) -> str:
     return "".join(name for name, _ in path)
 
 
-# The field of every `es.Module` that `eqx.nn.inference_mode` replaces.
+# The field that `eqx.nn.inference_mode` replaces in every `es.Module`.
 INFERENCE: Final = "_eqx_state_inference"
 
-# The open scopes by `id`, with the thread that opened each: if there are none, no
-# module is owned. The scope that owns a module is in its `Fields.ownership`.
+# For the `id` of each open scope, the thread that opened it. If this is empty, no
+# module is owned. The scope that owns a module is in the module's `Fields.ownership`.
 OPEN_SCOPES: Final[dict[int, int]] = {}
 
 
@@ -73,7 +74,7 @@ OPEN_SCOPES: Final[dict[int, int]] = {}
 @dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, field))
 class _ModuleMeta(EquinoxMeta):
     def __init__(cls, *args: Any, **kwargs: Any) -> None:
-        # Not in `__init_subclass__`, where the class is not a dataclass yet.
+        # In `__init_subclass__`, the class would not be a dataclass yet.
         super().__init__(*args)
         check_declarations(cls)
 
@@ -109,10 +110,10 @@ class _Training:
     """Sets the flag `training`, and lets `eqx.nn.inference_mode` set it, too.
 
     That function replaces nodes of the pytree by bools, but a static flag is not a
-    node. Each module therefore has a node without leaves that it can replace: `[]` in
-    train mode, `[[]]` in eval mode. Equinox unflattens static fields last, so the bool
-    is in `__dict__` when this sets the flag. Reads find the flag in `__dict__`, because
-    this class has no `__get__`.
+    node. Each module therefore has a node without leaves that `inference_mode` can
+    replace: `[]` in train mode, `[[]]` in eval mode. Equinox unflattens static fields
+    last, so the bool is in `__dict__` when `__set__` sets the flag. Reads find the flag
+    in `__dict__`, because this class has no `__get__`.
     """
 
     def __set__(self, module: eqx.Module, training: bool) -> None:
@@ -124,7 +125,8 @@ class _Training:
             return
         if is_flag := isinstance(node, (int, np.bool_)):  # a bool is an integer
             fields["training"] = training = not node
-        # Anything else is a sentinel for the node, as in a `jax.tree.map`.
+        # Any other value is a sentinel that replaces the node, as in a `jax.tree.map`:
+        # do not change it.
         if is_flag or type(node) is list:
             fields[INFERENCE] = [] if training else [[]]
 
@@ -143,8 +145,8 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         init=False, static=True, repr=False
     )
 
-    # Whether its field `layers` contains `length` layers stacked along a first axis.
-    # `es.nn.Stacked` sets it.
+    # Whether the field `layers` of this class contains `length` layers, stacked along a
+    # first axis. `es.nn.Stacked` sets this to true.
     _eqx_state_is_stack: ClassVar[bool] = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -160,10 +162,10 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name: str) -> Any:
-            # Equinox's version does more, to make pytrees of bound methods. JAX reads
-            # the `__dict__` of every module that it flattens, so with that version
-            # `es.update` takes a tenth longer. Only skip `eqx.Module` in the MRO: a
-            # mixin after it may define `__getattribute__`.
+            # Equinox's version also turns bound methods into pytrees, and is slower.
+            # JAX reads the `__dict__` of every module that it flattens, so `es.update`
+            # would take 10% longer. Skip only `eqx.Module` in the MRO: a mixin after it
+            # may define `__getattribute__`.
             value = super(eqx.Module, self).__getattribute__(name)
             if type(value) is types.MethodType and value.__self__ is self:
                 return super().__getattribute__(name)
@@ -177,7 +179,7 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
 
 
 if not TYPE_CHECKING:
-    # In the class body it would be the default value of the field.
+    # In the class body, `_Training()` would be the default value of the field.
     BaseModule.training = _Training()
 
 

@@ -1,6 +1,6 @@
-"""What is known about a node from the nodes above it.
+"""A `Context`: the declarations and flags that a node gets from the nodes above it.
 
-The kind of an array depends on every declaration above it. A `Context` combines them.
+The kind of an array depends on every declaration above it.
 """
 
 import dataclasses
@@ -48,13 +48,13 @@ class Context(NamedTuple):
     spec: Spec = NOTHING  # what the nearest annotation declares for this node
     kind: Kind | None = None  # the innermost kind declared so far
     covering: Kind | None = None  # the outermost covering kind
-    unresolved: bool = False  # an unresolved annotation is further in than `kind`
+    unresolved: bool = False  # an annotation further in than `kind` is unresolved
     frozen: bool = False  # because of a module above or a frozen path
     owners: tuple[type, ...] = ()  # classes of the modules above, the nearest last
-    field: str = ""  # the field of the nearest module that leads here
+    field: str = ""  # of the nearest module: the field that leads here
     axes: tuple[AxesAbove, ...] = ()  # the outermost first
-    frozen_paths: FrozenPaths = ()  # the frozen paths below, from here
-    lost: tuple[str, str] | None = None  # a node above, a frozen path that it lacks
+    frozen_paths: FrozenPaths = ()  # to nodes below, relative to this node
+    lost: tuple[str, str] | None = None  # a node, and a frozen path that it lacks
     stacks: Stacks = ()
 
     def enter(self, node: Any, key: Any) -> "Context":
@@ -75,7 +75,7 @@ class Context(NamedTuple):
 
     def inside(self, frozen: bool, frozen_paths: FrozenPaths) -> "Context":
         """The context in an `es.Module` that has this flag and these frozen paths."""
-        if frozen:  # whatever the paths of the modules above say
+        if frozen:  # overrides the frozen paths of modules above
             return self._replace(frozen=True, frozen_paths=frozen_paths, lost=None)
         # The module's own frozen paths override those of modules above.
         merged = sorted_frozen_paths({**dict(self.frozen_paths), **dict(frozen_paths)})
@@ -131,10 +131,10 @@ class Context(NamedTuple):
         return new._replace(kind=spec.kind, covering=covering, unresolved=False)
 
     def seen_from(self, depth: int, start: int) -> "Context":
-        """The context of a node whose path begins with `start` keys, not with `depth`.
+        """The context for a path whose first `depth` keys are replaced by `start` keys.
 
-        `stacks` contains lengths of paths. Stacks within the first `depth` keys drop
-        out.
+        The path lengths in `stacks` change with the path. Stacks within the first
+        `depth` keys are removed.
         """
         if not self.stacks:
             return self
@@ -154,7 +154,8 @@ class Context(NamedTuple):
         return self.covering or self.kind
 
     def _check_resolved(self) -> None:
-        # Annotations of plain Equinox modules are not written for us.
+        # In a plain Equinox module an unresolved annotation is not an error: it was not
+        # written for this library.
         if self.owner is not None and issubclass(self.owner, BaseModule):
             raise TypeError(
                 f"The annotation of `{self.owner.__qualname__}.{self.field}` decides"
@@ -186,7 +187,7 @@ ROOT = Context()
 
 @dataclasses.dataclass(frozen=True)
 class AlikeKey:
-    """Replaces the key of a child that equals an earlier sibling's, or prints the same.
+    """Replaces a key that equals an earlier sibling's key, or prints the same.
 
     Names and key paths identify arrays, so they must be unique.
     """
@@ -239,5 +240,5 @@ def is_leaf(x: Any) -> bool:
     """Whether `x` is a leaf to JAX."""
     if is_eqx_module(x):
         return False
-    # For an iterator, JAX would emit a warning.
+    # Do not pass an iterator to JAX, which would emit a warning.
     return isinstance(x, Iterator) or jtu.all_leaves((x,))

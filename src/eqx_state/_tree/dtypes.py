@@ -3,8 +3,8 @@
 Numbers and weakly typed arrays become strongly typed in a field that declares a kind,
 and take the dtype of the state that they are written to. In state both would recompile
 the training step: a weak type becomes strong at the first update, and a Python number
-is a new constant at every step. Every other value has a dtype that somebody chose, so a
-dtype that differs is an error rather than a silent conversion.
+is a new constant at every step. The user has chosen the dtype of every other value, so
+a different dtype is an error rather than a silent conversion.
 """
 
 from typing import Any, Final
@@ -67,7 +67,7 @@ def is_weak(x: Any) -> bool:
 
 
 def fit_leaf(old: Any, new: Any, name: str) -> Any:
-    """`new` in the form that replaces `old`; `ValueError` if it does not fit."""
+    """`new`, converted if needed to replace `old`; `ValueError` if it does not fit."""
     if isinstance(new, jax.ShapeDtypeStruct) and isinstance(old, jax.Array):
         raise ValueError(f"Cannot write `{name}`: `{show(new)}` has no values.")
     if not is_array(old) or not is_numeric(old.dtype):
@@ -85,7 +85,8 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
             raise ValueError(error)
     elif not is_numpy(new) or not same_type(old, new):
         return new
-    # JAX would wrap around, and without x64 also for an int64 of NumPy.
+    # JAX would wrap such an integer around. Without x64, that includes integers of a
+    # NumPy int64 array.
     if not holds(dtype, new):
         given = repr(new) if is_number else f"an integer in `{show(new)}`"
         raise ValueError(_RANGE.format(name, given, show(old)))
@@ -93,12 +94,12 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
 
 
 def as_inside(old: Any, new: Any, own: Any) -> Any:
-    """`new` in the dtype that `old` has inside a `cast`, if that loses nothing.
+    """`new` in the dtype that `old` has inside a `cast`, unless `new` is too wide.
 
     `own` is the dtype outside the call, to which the value is cast back; `None` if the
-    `cast` does not change it. A wider float is returned unchanged, so that `fit_leaf`
-    rejects it, as without a `cast`. Numbers and weak types are unchanged, too: they are
-    cast anyway.
+    `cast` does not change it. A float that is wider than `own`, or than `old` if `own`
+    is `None`, is returned unchanged, so that it is rejected, as without a `cast`.
+    Numbers and weak types are unchanged, too: they are cast anyway.
     """
     if not is_array(old) or not eqx.is_array(new) or is_weak(new):
         return new
@@ -114,8 +115,8 @@ def as_inside(old: Any, new: Any, own: Any) -> Any:
 def holds(dtype: Any, x: Any) -> bool:
     """Whether a dtype can represent all integers in a number or an array.
 
-    `True` if the values cannot be read, in a tracer or in an array that is partly on
-    other processes. JAX wraps these around.
+    `True` if this process cannot read the values: in a tracer, or in an array that is
+    partly on other processes. JAX wraps such integers around.
     """
     if type(x) is not int and not (is_array(x) and jnp.issubdtype(x.dtype, np.integer)):
         return True
@@ -145,7 +146,7 @@ def as_jax(x: Any, name: str) -> jax.Array:
 
 
 def same_type(old: Any, new: Any) -> bool:
-    """Whether two arrays have the same shape, and the same dtype once JAX has them."""
+    """Whether two arrays have the same shape, and the same dtype as JAX arrays."""
     if not is_array(new) or old.shape != new.shape:
         return False
     return old.dtype == new.dtype or canonical(old.dtype) == canonical(new.dtype)
@@ -157,7 +158,7 @@ def canonical(dtype: Any) -> Any:
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Whether a dtype is one of numbers, and not of strings (NumPy) or keys (JAX)."""
+    """Whether a dtype is for numbers or bools, not strings (NumPy) or keys (JAX)."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 

@@ -1,4 +1,4 @@
-"""Filters: their check, their meaning for one tree, and the built-in ones."""
+"""Filters: how to check them and bind them to a tree, and the built-in filters."""
 
 import itertools
 import re
@@ -27,14 +27,14 @@ Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `t
 
 def check_filter(filter: Any) -> None:
     """Raise `TypeError` if `filter` is not a filter."""
-    # `eqx.is_array` and the like, which would silently select nothing: a part is not an
-    # array.
+    # Reject `eqx.is_array` and the like, which would silently select nothing: a part is
+    # not an array.
     if getattr(filter, "__module__", None) == eqx.is_array.__module__:
         raise TypeError(_OF_AN_ARRAY.format(f"eqx.{filter.__name__}"))
     # Reject `eqx.nn.Linear` and `es.State[Array]`, although they are callable.
     is_type = isinstance(filter, type) or typing.get_origin(filter) is not None
     values = [] if is_type else jtu.tree_leaves(filter)
-    # A mask or a model: it may be callable, too.
+    # Also reject a mask or a model, which may be callable.
     is_mask = {*map(type, values)} == {bool} != {type(filter)}
     is_tree = is_mask or any(map(is_array, values))
     if not is_kind(filter) and (is_type or is_tree or not callable(filter)):
@@ -43,8 +43,8 @@ def check_filter(filter: Any) -> None:
 
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
-    """The predicate that `filter` means for the parts of `tree`."""
-    # A function of the tree, because `es.under` must look at the whole tree once.
+    """`filter` as a predicate on the parts of `tree`."""
+    # This takes the tree, because `es.under` must look at the whole tree once.
     check_filter(filter)
     if is_kind(filter):
         return lambda part: (k := part.kind) is not None and issubclass(k, filter)
@@ -120,10 +120,11 @@ def _first_kind(kind: Kind | None, alternatives: Sequence[tuple[Any, ...]]) -> i
 class Combinator:
     """A filter built from other filters or from data. Hashable; prints as source code.
 
-    `predicate` takes a tree and `args`. Its name is the public name with an underscore.
+    `predicate` takes a tree and `args`. Its name is an underscore and the public name,
+    which `repr` shows.
     """
 
-    # Whether its answer may differ between the layers of a stack.
+    # Whether the predicate may differ between the layers of a stack.
     sees_layers: ClassVar[bool] = True
 
     def __init__(self, predicate: Callable[..., Predicate], *args: Any):
@@ -300,7 +301,8 @@ def _path_matches(tree: PyTree, glob: str) -> Predicate:
 
 def compiled_glob(glob: str) -> re.Pattern[str]:
     """A glob of names as a pattern for `fullmatch`, with a group for each `*`."""
-    # Each star matches as little as possible: in `layers[*].*` the first is an index.
+    # Each star matches as little as possible: in `layers[*].*` the first star is an
+    # index.
     special = {"*": "(.*?)", "?": "."}
     pattern = "".join(special.get(c, re.escape(c)) for c in glob)
     return re.compile(pattern, re.DOTALL)
@@ -316,8 +318,8 @@ def under(where: Callable[[Any], Any]) -> Filter:
 
     **Raises:**
 
-    - `ValueError`, when used on a tree: `where` returned no node, or one without
-        arrays.
+    - `ValueError`, when the filter is applied to a tree: `where` did not return a node,
+        or the node contains no arrays.
 
     !!! example
 
@@ -363,13 +365,13 @@ def marker(visit: Visit) -> Any:
 
 
 def is_marker(x: Any) -> bool:
-    """Whether `x` is such a sentinel."""
+    """Whether `x` is a sentinel of `marker`."""
     return isinstance(x, np.ndarray) and x.dtype == object
 
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     """The nodes that `where` selects: one, or several in a tuple or a list."""
-    # Detect a layer instead of a function. A wrapped function may be a module, too.
+    # Reject a layer, which may be callable, but accept a module that wraps a function.
     is_layer = is_eqx_module(where) and not hasattr(where, "__wrapped__")
     given = type(where) if is_layer or not callable(where) else where
     if isinstance(where, type) and not is_kind(where):
@@ -395,7 +397,7 @@ a function `es.Part -> bool`, or the result of `es.path_matches(name)`, \
 `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 
 _OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter takes an `es.Part`, \
-and not its array. Write `lambda part: {0}(part.value)`, or `es.trainable` for \
+not its array. Write `lambda part: {0}(part.value)`, or `es.trainable` for \
 everything that is trained."""
 
 _DISAGREE: Final = """`{0}` is one array for all layers of an `es.nn.Stacked`, and the \

@@ -51,20 +51,21 @@ def key_at(key: Array, name: str) -> Array:
 
 
 def num_key_axes(key: Array) -> int:
-    """The number of axes of an array of keys, without that of a legacy key's words."""
+    """The number of axes of an array of keys, not counting a legacy key's words."""
     return key.ndim - (0 if is_typed(key) else 1)
 
 
 def split_key(key: Array, num: int) -> Array:
     """`num` keys from a key or from each of an array of keys, along a new last axis."""
-    # A first axis needs a transpose, which JAX's check for reused keys counts as a use.
+    # A new first axis would need a transpose, which JAX's check for reused keys counts
+    # as a use.
     if num_key_axes(key) == 0:
         return jr.split(key, num)
     return jax.vmap(lambda k: split_key(k, num))(key)
 
 
-# `jit` runs one program instead of five operations outside of a trace. Inside, it is
-# inlined, and its own trace is cached.
+# Outside of a trace, `jax.jit` runs one program instead of five operations. Inside, the
+# program is inlined, and its trace is cached.
 @ft.partial(jax.jit, inline=True)
 def next_keys(key: Array) -> tuple[Array, Array]:
     """The key to store and the key to draw from, or an array of each."""

@@ -83,10 +83,10 @@ def freeze(tree: Tree, where: Callable[[Tree], Any] | None = None) -> Tree:
     no optimizer state. Frozen layers of `es.nn` use their `BatchStat` without updating
     it, as in eval mode. Other state can still be written.
 
-    `es.freeze` sets the flag `frozen` of every `es.Module` in a frozen node. The module
-    stays frozen if you move it. Plain Equinox layers and single arrays have no flag:
-    the nearest `es.Module` above them stores their paths. A replacement that you put at
-    such a path is frozen, too, until `es.unfreeze`.
+    `es.freeze` sets the flag `frozen` of every `es.Module` in a frozen node. Such a
+    module remains frozen if you move it. Plain Equinox layers and single arrays have no
+    flag: the nearest `es.Module` above them stores their paths. A replacement that you
+    put at such a path is frozen, too, until `es.unfreeze`.
 
     **Arguments:**
 

@@ -32,8 +32,8 @@ class Part:
     def path(self) -> KeyPath:
         """The key path, a tuple of JAX's keys.
 
-        Paths are unique in a tree: a key that equals an earlier one, or has the same
-        `repr`, gets a number.
+        Paths are unique in a tree: a key that equals an earlier sibling's key, or has
+        the same `repr`, gets a number.
         """
         return self._visit.path
 
@@ -54,7 +54,7 @@ class Part:
 
     @property
     def frozen(self) -> bool:
-        """Whether the array, its module, or a module around that is frozen.
+        """Whether the array, or a node that contains it, is frozen.
 
         `ValueError` if a path that was frozen here no longer fits the tree.
         """
@@ -80,7 +80,7 @@ def dtype_of(part: Part) -> Any:
 
 
 def part_of(visit: Visit) -> Part | None:
-    """The `Part` at a leaf of the walk; `None` where there is no array."""
+    """The `Part` for a leaf of a walk; `None` if the leaf is not an array."""
     return Part(visit) if is_array(visit.node) else None
 
 
@@ -204,7 +204,7 @@ def without_axis(stack: Any) -> Visit | None:
 
 
 def check_stack(stack: Any) -> None:
-    """Raise `ValueError` if an array of an `es.nn.Stacked` lacks that axis."""
+    """Raise `ValueError` if an array of an `es.nn.Stacked` lacks the axis of layers."""
     if (visit := without_axis(stack)) is not None:
         shape = visit.node.shape
         raise ValueError(_NO_AXIS.format(stack.length, shape, visit.name))
@@ -214,7 +214,7 @@ def layer_of(x: Any, index: Any) -> Any:
     """The layer of a stacked array at an index, a slice, or a tuple of indices."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return _abstract_layer(x, index)
-    if is_numpy(x):  # a NumPy array without axes is not a NumPy number
+    if is_numpy(x):  # `...` returns an array, not a scalar, if no axis remains
         return x[(*index, ...)] if isinstance(index, tuple) else x[index, ...]
     # Clone keys, because indexing a key counts as its use for `jax_debug_key_reuse`.
     return (jr.clone(x) if is_typed(x) else x)[index]
@@ -231,9 +231,10 @@ def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct
 
 
 _NO_AXIS: Final = """An `es.nn.Stacked` has {} layers and an array of shape {}, `{}`. \
-If a function put it there, such as one that adds an adapter in `es.map_modules`, call \
-it for each layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, keys)])`. If \
-these are several models, map over them: `es.vmap(model, axes={{...: 0}})`."""
+If a function added this array, such as one that adds an adapter in `es.map_modules`, \
+call the function for each layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, \
+keys)])`. If the model is an ensemble, map over its members: `es.vmap(model, \
+axes={{...: 0}})`."""
 
 _LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
 has changed since. The path may now lead to a different layer, and a frozen layer \

@@ -178,7 +178,7 @@ def _near(filter: Any, trees: list[PyTree]) -> str:
 
 
 def misplaced(x: Any) -> str:
-    """The message if `x`, which is used as a model, is an optimizer or an average."""
+    """The error message if an optimizer or average is used as a model; else `""`."""
     said = _MISPLACED.format(type(x).__name__)
     return said if isinstance(x, AbstractPerParameter) else ""
 
@@ -186,7 +186,7 @@ def misplaced(x: Any) -> str:
 _NOTHING: Final = """`{}={})` selects no inexact array of the model, which has {} \
 parameters, {} of them frozen (`es.unfreeze`).{} `es.parts(model)` lists all names."""
 
-_MISPLACED: Final = """`es.{}` stands where the model belongs. The model comes first: \
+_MISPLACED: Final = """`es.{}` was passed instead of the model. The model comes first: \
 `step(model, optimizer, x)`, `model, optimizer = optimizer.update(grads, model)`."""
 
 
@@ -196,9 +196,9 @@ def spec(tree: Tree, values: Mapping[Any, Any], default: Any = None) -> Tree:
     **Arguments:**
 
     - `tree`: any pytree.
-    - `values`: from filters to values. For each array the first filter that is not a
-        kind and matches applies, in the order of the mapping; else the most derived
-        kind; else `...`, the key for every other array.
+    - `values`: a mapping from filters to values. For each array, the first filter that
+        is not a kind and matches applies, in the order of the mapping; else the most
+        derived kind; else `...`, the key for every other array.
     - `default`: the value for all other leaves.
 
     **Returns:**
@@ -207,8 +207,8 @@ def spec(tree: Tree, values: Mapping[Any, Any], default: Any = None) -> Tree:
     each moment or average gets the value of its parameter; only the key `es.OptState`
     applies to the moments themselves.
 
-    To `optax.multi_transform` pass `lambda _: labels`, because it calls labels that are
-    callable, as many models are.
+    To `optax.multi_transform`, pass `lambda _: labels`, because optax calls labels that
+    are callable, and many models are.
 
     **Raises:**
 
@@ -255,7 +255,7 @@ class AbstractPerParameter(eqx.Module):
 
 
 class ParameterOf(NamedTuple):
-    """A parameter, and the tree in which its path and its name begin."""
+    """A parameter, and the tree to which its path and its name are relative."""
 
     tree: PyTree
     parameter: Visit

@@ -1,6 +1,6 @@
 """Selecting by filter and putting back: functions on any pytree.
 
-They use the means of JAX and Equinox: masks, `None` leaves, `treedef.unflatten`.
+They are based on masks, `None` leaves and `treedef.unflatten`, like those of Equinox.
 """
 
 import builtins
@@ -157,13 +157,13 @@ def update(tree: Tree, *partials: Any) -> Tree:
 
 
 def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
-    """The partial's value for each leaf; `None` if it needs a closer look."""
+    """The partial's value for each leaf, or `None` if the structures may differ."""
     try:
         given = treedef.flatten_up_to(partial)
     except (ValueError, TypeError, KeyError):
         return None
     there = [x for x in given if x is not None]
-    # The values of Equinox's `inference` flags count as holes.
+    # A bool may be an `inference` flag of Equinox, which `update` must not replace.
     is_plain = jtu.all_leaves(there) and bool not in builtins.map(type, there)
     return given if is_plain else None
 
@@ -223,7 +223,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter = TreePart) ->
 
 
 def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
-    """The node of `other` at each leaf and hole of `tree`, which may be a subtree."""
+    """The node of `other`, perhaps a subtree, at each leaf and hole of `tree`."""
     tree, other = same_modes(tree), same_modes(other)
     try:
         return structure_with_holes(tree).flatten_up_to(other)

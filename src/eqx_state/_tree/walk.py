@@ -69,7 +69,8 @@ class Visit(NamedTuple):
         return own is not None and issubclass(own, kind)
 
 
-# `Visit(...)` without the Python function of a named tuple, which is slower.
+# Creates a `Visit` without the named tuple's `__new__`, a Python function, which is
+# slower.
 _visit: Callable[[tuple[KeyPath, Any, Context, bool]], Visit] = ft.partial(
     tuple.__new__, Visit
 )
@@ -131,8 +132,8 @@ def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
     ]
 
 
-# --- The implementation. Models repeat the same classes, so decide at the first node of
-# a class what to do at all of them.
+# --- The implementation. Models repeat the same classes, so choose the step for all
+# nodes of a class at the first one.
 
 
 _Step = Callable[[Any, KeyPath, Context], None]
@@ -146,7 +147,7 @@ _ABSENT: Final = _Absent()
 
 
 class _Walk:
-    """One walk, with the step for each class of nodes.
+    """One walk, with a cache of the step for each class of nodes.
 
     A cache that outlives the walk would keep classes alive.
     """
@@ -254,9 +255,9 @@ class _ModuleStep:
         # The field `INFERENCE` has no leaves.
         self.names = [name for name in dynamic_names(cls) if name != INFERENCE]
         self.keys = [*map(jtu.GetAttrKey, self.names)]
-        # The fields of unfrozen modules, and of frozen ones, by the `id` of the
-        # context, which is much faster to compare than the context. The context is
-        # stored with the fields, so that its `id` is not reused.
+        # Two caches, for unfrozen and for frozen modules. The key is the `id` of a
+        # context, which is much faster to compare than the context. The value is the
+        # context, stored so that its `id` is not reused, and the fields.
         self.known: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
 
     def __call__(
@@ -313,7 +314,7 @@ def copy_tree(tree: Tree) -> Tree:
 
 
 def set_flags(tree: Tree, values: Callable[[Visit], dict[str, Any]]) -> Tree:
-    """Set the attributes that `values` returns for a module, in a private copy."""
+    """Set the attributes that `values` returns for each module of a private copy."""
     for visit in walk(tree):
         if not visit.is_leaf:
             for name, value in values(visit).items():

@@ -1,4 +1,4 @@
-"""What Equinox lacks: layers with state, and stacks of layers."""
+"""Layers that Equinox lacks: layers with state, and stacks of layers."""
 
 import typing as _t
 

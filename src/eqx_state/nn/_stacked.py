@@ -120,7 +120,7 @@ class Stacked(Module, Generic[_Layer]):
         ```
     """
 
-    layers: _Layer | Any  # declarations in a layer apply to all
+    layers: _Layer | Any  # kinds that the layer's class declares apply to all layers
     checkpoint: Any = eqx.field(static=True)
     unroll: int | bool = eqx.field(static=True)
     length: int = eqx.field(static=True)
@@ -199,8 +199,8 @@ class Stacked(Module, Generic[_Layer]):
         keys = keys if is_array(keys) else jnp.stack(keys)
         layers = eqx.filter_vmap(make_layer)(keys)
         if missing(layers) is not None:
-            # A placeholder is not mapped by the `vmap`, so create the layers one by
-            # one. (JAX cannot iterate over typed keys in a trace.)
+            # The `vmap` does not map a placeholder, so create the layers one by one.
+            # (Use indices: JAX cannot iterate over typed keys in a trace.)
             each = [make_layer(keys[i]) for i in range(len(keys))]
             return Stacked(each, checkpoint=checkpoint, unroll=unroll)
         empty: Stacked[Any] = Stacked([()], checkpoint=checkpoint, unroll=unroll)
@@ -221,7 +221,8 @@ class Stacked(Module, Generic[_Layer]):
 
         **Raises:**
 
-        - `TypeError`: the output of a layer differs from `x` in this.
+        - `TypeError`: the output of a layer has a different structure, shape or dtype
+            than `x`.
         - `ValueError`: an array lacks the axis of the layers.
         - `es.NotInitializedError`: `init` has not been called.
         """

@@ -19,11 +19,12 @@ from .._typing import KeyPath, PyTree
 
 
 class Stateful(Module):
-    """A stateful Equinox layer, called as `layer(x, state)`, with its state inside.
+    """A stateful Equinox layer, called as `layer(x, state)`, that stores its own state.
 
     The state is stored where Equinox stores the initial values: in the `init` of each
     `equinox.nn.StateIndex`. Its kind is `es.BatchStat` in `equinox.nn.BatchNorm`, and
-    `es.State` elsewhere. If an index occurs twice, the first occurrence has the value.
+    `es.State` elsewhere. If an index occurs twice, the first occurrence stores the
+    value.
 
     `train` and `eval` set Equinox's `inference`. When frozen, the parts that have both
     state and `inference` run as in eval mode, and no `es.BatchStat` changes.
@@ -54,13 +55,13 @@ class Stateful(Module):
 
         - `layer`: a layer, or a whole model, that is called as `layer(x, state)` or
             `layer(x, state, key=key)` and returns `(y, state)`.
-        - `state`: the state, if both come from `equinox.nn.make_with_state`. Default:
-            the initial values in the layer.
+        - `state`: the state, if `equinox.nn.make_with_state` created the layer and the
+            state. Default: the initial values in the layer.
 
         **Raises:**
 
         - `TypeError`: `layer` cannot be called, or has no `equinox.nn.StateIndex`.
-        - `ValueError`: an index has no value.
+        - `ValueError`: a `StateIndex` in the layer has no value.
         """
         name = getattr(layer, "__qualname__", type(layer).__qualname__)
         if not callable(layer) or not (indices := _indices(layer)):
@@ -151,7 +152,8 @@ def _labeled(
         index = visit.node
         marker = index.marker
         if isinstance(marker, str) and state is None and _has_value(index):
-            # A `Stateful` labeled it before, and two may have used the same label.
+            # An earlier `Stateful` labeled this index by its path, so two different
+            # indices may have the same label.
             marker = (marker, *map(id, jtu.tree_leaves(index.init)))
         if marker in first:
             labeled[visit.path] = eqx.nn.delete_init_state(first[marker])
@@ -195,7 +197,8 @@ def _value(state: eqx.nn.State, visit: Visit, what: str) -> Any:
     except KeyError:
         raise ValueError(
             f"`es.nn.Stateful`: {what} has no value for `{visit.name}`. It is the state"
-            " of a different layer, or a substate, to combine by `state.update`."
+            " of a different layer, or a substate. Combine a substate with the whole"
+            " state by `state.update`."
         ) from None
 
 
