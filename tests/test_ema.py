@@ -308,7 +308,7 @@ def test_an_average_has_the_modes_of_the_last_model():
 
 
 @pytest.mark.parametrize("decay", [1, True, -0.1, float("nan"), np.float32(1)])
-def test_decay_must_be_less_than_one(decay):
+def test_a_decay_is_less_than_one(decay):
     with pytest.raises(ValueError, match=r"at least 0 and less than\s1"):
         es.Ema(decay)
 

@@ -66,7 +66,7 @@ def test_apply_equals_mutable():
 
 @jax.numpy_dtype_promotion("standard")
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-def test_apply_works_under_the_transforms_of_jax():
+def test_under_the_transforms_of_jax():
     apply, params, state = es.functional(net())
     step = lambda state, x: apply(params, state, x)[::-1]  # noqa: E731
     last, ys = lax.scan(step, state, jnp.ones((3, 2)))
@@ -93,7 +93,7 @@ def test_apply_works_under_the_transforms_of_jax():
 
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 @pytest.mark.parametrize("name", ["scaled", "__call__"])
-def test_functional_of_a_method(name):
+def test_of_a_method(name):
     class Named(Net):
         def scaled(self, x, by):
             return by * self(x)
@@ -157,7 +157,7 @@ def test_jit_compiles_once_and_weak_arrays_become_strong():
     assert not state["inner['n']"].weak_type
 
 
-def test_numpy_arrays_are_passed_on():
+def test_arrays_of_numpy_are_passed_on():
     class Table(es.Module):
         rows: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(3))
 
@@ -171,7 +171,7 @@ def test_numpy_arrays_are_passed_on():
     assert (out, type(new["rows"])) == (2, np.ndarray)
 
 
-def test_functional_of_an_abstract_model():
+def test_of_an_abstract_model():
     model = net().eval()
     apply, params, state = es.functional(eqx.filter_eval_shape(lambda m: m, model))
     assert isinstance(params["linear.weight"], jax.ShapeDtypeStruct)

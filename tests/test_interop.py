@@ -219,7 +219,7 @@ def test_inference_mode_is_eval_mode():
     assert same_values(state, model)
 
 
-def test_a_model_converted_in_eval_mode_can_be_trained():
+def test_a_model_converted_in_eval_mode_can_train():
     layer, state = es.to_equinox(es.nn.BatchNorm(3).eval())
     assert layer.inference
     y, state = layer(data(0), state)
@@ -259,7 +259,7 @@ def keys_in(state):
 
 
 @reuses_keys
-def test_a_key_for_a_model_that_takes_none_replaces_its_own_keys():
+def test_a_key_for_a_model_that_takes_none_is_used_for_its_own_keys():
     layer, state = es.to_equinox(net())
     before = keys_in(state)
     axes = {**AXES, "in_axes": (0, None, 0)}

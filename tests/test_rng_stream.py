@@ -26,7 +26,7 @@ MAKE = pytest.mark.parametrize("make", [jr.key, jr.PRNGKey], ids=["typed", "lega
 
 
 @MAKE
-def test_a_stream_returns_fresh_keys_and_advances(make):
+def test_a_stream_gives_fresh_keys_and_advances(make):
     stream, seen = es.RngStream(make(0)), []
     assert [part.kind for part in es.parts(stream)] == [es.Rng]
     for _ in range(4):
@@ -46,7 +46,7 @@ def test_a_stream_advances_in_either_mode():
     assert new.key != stream.key
 
 
-def test_a_stream_inside_a_model_and_in_a_loop():
+def test_a_stream_below_a_model_and_in_a_loop():
     class Net(es.Module):
         stream: es.RngStream
 
@@ -85,7 +85,7 @@ def net(make=jr.key, extra=0):
 
 
 @MAKE
-def test_reseed_gives_each_key_a_new_and_different_value(make):
+def test_reseed_gives_every_key_a_new_distinct_one(make):
     model = net(make)
     assert len(set(data(model))) == 1
     new = es.reseed(model, jr.key(1))
@@ -99,7 +99,7 @@ def test_reseed_gives_each_key_a_new_and_different_value(make):
     assert len(set(data(model))) == 1
 
 
-def test_reseed_gives_the_same_keys_on_every_machine():
+def test_reseed_gives_the_same_keys_everywhere():
     new = es.reseed({"a": jr.key(0), "b": jr.split(jr.key(1), 2)}, 7)
     assert data(new) == [
         (2643255193, 1512653493),
@@ -142,7 +142,7 @@ def test_dropout_draws_only_in_train_mode(make):
         dropout(x)
 
 
-def test_a_typed_key_without_a_declaration_is_written_too():
+def test_an_undeclared_typed_key_is_written_too():
     class Plain(es.Module):
         key: jax.Array
 

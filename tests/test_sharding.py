@@ -100,7 +100,7 @@ def test_jax_and_equinox_accept_shardings_by_kind(place, mesh):
 
 
 @pytest.mark.parametrize("place", ["in_shardings", "out_shardings"])
-def test_partition_specs_by_kind_with_a_mesh_in_the_context(place, mesh):
+def test_partition_specs_by_kind_where_the_mesh_is_set(place, mesh):
     model = Net(False, key=jr.key(0))
     specs = es.spec(model, {es.Parameter: P("devices"), ...: P()})
     with jax.set_mesh(mesh):
@@ -113,7 +113,7 @@ def test_partition_specs_by_kind_with_a_mesh_in_the_context(place, mesh):
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
 @pytest.mark.parametrize("whole_batch", [False, True])
 @each_layout
-def test_training_equals_training_on_one_device(layout, whole_batch, mesh):
+def test_training_equals_that_on_one_device(layout, whole_batch, mesh):
     layout = LAYOUTS[layout]
     results = train(start(layout, mesh, whole_batch), layout, mesh)
     model = results[1]
@@ -143,7 +143,7 @@ def test_each_device_stores_its_part_of_parameters_and_optimizer(mesh):
     reason="JAX 0.12 cannot take the `pmean` of lanes that are split over devices",
 )
 @jax.numpy_dtype_promotion("standard")
-def test_training_with_shardings_in_the_types_of_arrays():
+def test_training_where_the_types_of_arrays_say_how_they_are_split():
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((8,), ("devices",), axis_types=explicit)
     results = train(start(data_parallel, mesh), data_parallel, mesh)

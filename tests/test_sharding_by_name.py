@@ -251,7 +251,7 @@ def test_a_rule_for_the_moments_themselves():
     assert found["[1].opt_state[0].mu.up"] == P("data")
 
 
-def test_an_optimizer_without_moments_has_the_axis_names_of_its_parameters():
+def test_an_optimizer_without_moments_has_the_names_of_its_parameters():
     block = Block(jr.key(0))
     plain = es.Optimizer(optax.sgd(optax.constant_schedule(0.1))).init(block)
     assert set(specs(plain, RULES).values()) == {P()}  # the spec of a count
@@ -299,7 +299,7 @@ def test_an_explicit_mesh(explicit):
     jax.__version_info__ < (0, 10),
     reason="JAX < 0.10 cannot draw from keys whose type says how they are split",
 )
-def test_dropout_of_activations_that_are_split_along_two_axes(explicit):
+def test_dropout_of_activations_that_are_split_along_both_axes(explicit):
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     xs = jnp.ones((8, 4))
     expected, _ = es.mutable(es.vmap(dropout))(xs)
@@ -404,7 +404,7 @@ def test_rules_of_the_wrong_type(rules, message, block):
         es.sharding(block, ABSTRACT, rules)
 
 
-def test_an_annotation_that_does_not_fit_the_array_is_an_error_here_too(block):
+def test_an_annotation_that_does_not_fit_is_an_error_here_too(block):
     with pytest.raises(ValueError, match=r"`Block.up` is annotated with more axes"):
         es.sharding(block.replace(up=jnp.zeros(4)), ABSTRACT, {"mlp": "model"})
 

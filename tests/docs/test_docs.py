@@ -97,7 +97,7 @@ def test_every_internal_link_has_a_target(page):
 
 
 @each_page
-def test_every_cross_reference_is_a_public_name(page):
+def test_every_cross_reference_names_something_public(page):
     for name in re.findall(r"\]\[(eqx_state[\w.]*)\]", prose(page)):
         owner, _, method = name.rpartition(".")
         thing = es
@@ -115,7 +115,7 @@ def test_a_figure_is_a_link_to_its_file(page):
 
 
 @each_page
-def test_a_page_has_one_title_and_closes_its_fences(page):
+def test_a_page_has_one_title_and_fences_that_close(page):
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
     assert page.read_text(encoding="utf-8").count("```") % 2 == 0
 
@@ -140,7 +140,7 @@ pages = tool("pages")
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.stem)
-def test_a_page_names_the_packages_that_it_needs(page):
+def test_a_page_says_which_packages_it_needs(page):
     # `nox -s pages` runs each page in an environment with these.
     code = pages.script(page)
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", code, re.MULTILINE))
@@ -151,7 +151,7 @@ def test_a_page_names_the_packages_that_it_needs(page):
     assert pages.needs(page)[0] == needed
 
 
-def test_a_page_runs_alone_in_the_environment_that_it_describes(tmp_path, monkeypatch):
+def test_a_page_runs_alone_in_an_environment_that_it_describes(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     page, says = tmp_path / "page.md", "This page needs `A_FLAG=x=1`.\n\n"
     code = """
@@ -213,7 +213,7 @@ def test_every_error_in_troubleshooting_except_one_of_python_is_in_the_source():
     assert not is_in(source, "State loses its shape and dtype")
 
 
-def test_every_error_in_troubleshooting_is_raised_below_its_heading():
+def test_every_heading_in_troubleshooting_is_an_error_that_is_raised_below_it():
     # A block that runs raises it: `with raises(ValueError, "the text"):`.
     known = {**vars(es), **vars(dataclasses), **vars(builtins)}
     entries = re.split(r"^### ", troubles(), flags=re.MULTILINE)[1:]

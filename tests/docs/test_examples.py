@@ -85,7 +85,7 @@ def test_quickstart_is_about_forty_lines_that_learn(capsys):
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 42
 
 
-def test_the_training_guide_contains_the_code_of_the_example():
+def test_the_training_guide_has_the_code_of_the_example():
     guide = (ROOT / "docs/guides/training.md").read_text(encoding="utf-8")
     script = (EXAMPLES / "training.py").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
@@ -109,7 +109,7 @@ def stop_at(call, function):
 
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adamw`
-def test_a_training_run_that_is_stopped_and_resumed_ends_like_one_that_is_not(
+def test_a_training_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path, monkeypatch
 ):
     training = example("training")

@@ -60,7 +60,7 @@ def test_a_name_in_code_becomes_a_reference(code, identifier):
     assert re.sub(r"</?autoref.*?>", "", hooks.link(text, False)) == text
 
 
-def test_our_names_are_linked_only_on_api_pages():
+def test_our_names_are_linked_on_pages_of_the_api_only():
     text = "<p><code>es.vmap</code></p>"
     assert hooks.link(text, False) == text
     assert 'identifier="eqx_state.vmap"' in hooks.link(text, True)
@@ -88,7 +88,7 @@ def test_the_title_and_the_first_sentence_of_a_page():
     assert hooks.about("# API\n\n::: eqx_state.jit\n") == ""
 
 
-def test_a_cell_of_a_table_names_its_column():
+def test_a_cell_of_a_table_has_the_name_of_its_column():
     table = (
         "<table><tr><th></th><th>a <code>b</code></th></tr>"
         "<tr><td>1</td><td>2</td></tr><tr><td>3</td><td>4</td></tr></table>"

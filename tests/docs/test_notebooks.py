@@ -15,7 +15,7 @@ each_example = pytest.mark.parametrize("name", notebooks.names())
 
 
 @each_example
-def test_a_notebook_has_the_code_of_its_example(name):
+def test_the_notebook_of_an_example_has_its_code(name):
     text = (notebooks.EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
     advice = f"the example has changed: `python tools/notebooks.py {name}`"
     assert text == notebooks.written(notebooks.notebook(name, *notebooks.kept(name))), (
@@ -24,7 +24,7 @@ def test_a_notebook_has_the_code_of_its_example(name):
 
 
 @each_example
-def test_code_is_split_into_cells_completely(name):
+def test_code_is_cut_and_nothing_is_lost(name):
     cells = notebooks.notebook(name, "", None)["cells"]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     script = (notebooks.EXAMPLES / f"{name}.py").read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def test_no_other_name_is_public():
     assert set(PUBLIC) >= {n for n in vars(es) if not n.startswith("_")}
 
 
-def test_nn_contains_only_layers():
+def test_layers_are_all_that_is_in_nn():
     public = {name for name in dir(es.nn) if not name.startswith("_")}
     assert set(LAYERS) <= public <= {*LAYERS, "Stateful"}
 

@@ -142,7 +142,7 @@ def test_any_pytree_of_arrays_and_numbers_can_be_captured():
     assert found["stream"] == out["key"]
 
 
-def test_a_module_that_outlives_the_call_sows_nothing():
+def test_after_the_call_a_module_that_was_kept_sows_nothing():
     kept = []
     model = wrapped(lambda layer, x: kept.append(layer) or layer(x))
     _, sown = es.capture(model)(X)
@@ -150,7 +150,7 @@ def test_a_module_that_outlives_the_call_sows_nothing():
     assert list(sown) == ["layer.out"]
 
 
-def test_kinds_selects_the_fields_that_may_be_written():
+def test_kinds_are_those_that_may_be_written():
     class Trains(es.Module):
         weight: es.Parameter
 
@@ -164,7 +164,7 @@ def test_kinds_selects_the_fields_that_may_be_written():
         es.capture(Scale(), kinds=3)
 
 
-def test_a_model_sows_after_init():
+def test_a_model_that_was_initialized_sows():
     class Lazy(es.Module):
         weight: es.Parameter = es.Initializer(lambda key: jr.normal(key, (3,)))
 
@@ -232,7 +232,7 @@ def test_a_transform_returns_captured_values_unchanged(name, jit):
 
 @pytest.mark.parametrize("name", STACKED)
 @each_jit
-def test_captured_values_are_stacked_by_lane_or_step(name, jit):
+def test_it_is_stacked_by_lane_or_step(name, jit):
     model = wrapped(STACKED[name], Stateless())
     (ys, _), found = jit(es.capture(model, outputs="layer"))(X)
     assert set(found) == {"layer", "layer.out"}
@@ -241,7 +241,7 @@ def test_captured_values_are_stacked_by_lane_or_step(name, jit):
 
 @pytest.mark.parametrize("name", PLAIN)
 @each_jit
-def test_outputs_are_stacked_by_the_lanes_of_plain_jax(name, jit):
+def test_outputs_are_stacked_by_lanes_of_plain_jax(name, jit):
     model = wrapped(PLAIN[name], Times(jnp.array(2.0)))
     _, found = jit(es.capture(model, outputs="layer"))(X)
     close(found, {"layer": 2 * X})
@@ -260,7 +260,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_of_two_stacked_axes_the_outer_one_is_first(name):
+def test_of_two_axes_the_outer_one_is_first(name):
     x = jnp.stack([X, 10 * X])
     _, found = es.capture(wrapped(NESTED[name], Times()), outputs="layer")(x)
     close(found["layer"], 2 * x)
@@ -281,7 +281,7 @@ def test_keys_are_stacked_by_lane():
     assert run(split, jr.split(jr.key(0), 3))[1][""].shape == (3,)
 
 
-def test_calls_in_different_transforms_form_one_tuple():
+def test_calls_in_two_transforms_are_one_tuple():
     model = wrapped(
         lambda f, x: es.checkpoint(f)(x) + es.vmap(f.factor.__mul__)(x) + f(x)
     )
@@ -306,7 +306,7 @@ def test_all_layers_of_a_stack_have_one_name():
     close(es.capture(stacked, outputs="layers")(X, key=key)[0][0], found[""])
 
 
-def test_equinox_layers_that_map_inside_and_decorated_calls():
+def test_layers_of_equinox_that_map_inside_and_decorated_calls():
     attention = eqx.nn.MultiheadAttention(2, 4, key=jr.key(0))
     _, found = es.capture(attention, outputs=eqx.nn.Linear)(*[jnp.ones((3, 4))] * 3)
     close(found["query_proj"], jax.vmap(attention.query_proj)(jnp.ones((3, 4))))
@@ -444,7 +444,7 @@ class Trainer(es.Module):
 
 
 @each_jit
-def test_an_inner_gradient_reports_to_an_outer_capture_and_its_state_is_kept(jit):
+def test_a_gradient_inside_reports_outward_and_its_state_is_kept(jit):
     trainer = Trainer(net(2.0, 3.0))
     (((loss, grads), new), found) = jit(es.capture(trainer, outputs=Scale))(X)
     run = es.capture(es.value_and_grad(loss_fn), outputs=Scale)
@@ -533,7 +533,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_a_loop_that_cannot_stack_values_is_an_error(loop):
+def test_a_loop_that_stacks_nothing_is_an_error(loop):
     for layer, options, match in (
         (Stateless(), {}, r"Cannot capture `layer\.out` in .* `es\.scan`, which"),
         (
@@ -576,7 +576,7 @@ def test_a_value_that_is_not_an_array_cannot_be_captured(value):
 
 
 @leaks_on_purpose
-def test_a_leaked_tracer_cannot_be_captured():
+def test_a_dead_tracer_cannot_be_captured():
     dead = []
     jax.vmap(lambda x: dead.append(x) or x)(X)
     for apply, name in (
@@ -605,13 +605,13 @@ def test_sowing_in_another_thread_is_an_error_and_not_lost():
 
 
 @pytest.mark.parametrize("name", [1, None, jnp.ones(2)])
-def test_the_name_must_be_a_string(name):
+def test_the_name_is_a_string(name):
     model = wrapped(lambda layer, x: layer.sow(name, x))
     with pytest.raises(TypeError, match=r"`Scale\.sow`: the first argument must be"):
         es.capture(model)(X)
 
 
-def test_an_output_and_a_sown_value_must_have_different_names():
+def test_an_output_and_a_sown_value_have_different_names():
     class Model(es.Module):
         norm: Any
 

@@ -60,7 +60,7 @@ def test_it_names_the_innermost_call_and_does_not_change_the_model():
     assert es.find_nonfinite(Net([net()]))(ZEROS) == ["layers[0].layers[1]"]
 
 
-def test_it_names_each_module_once_in_the_order_of_calls():
+def test_it_names_each_module_once_in_the_order_in_which_calls_are_traced():
     def f(model, x):
         a, b, c = model.layers
         return a(x), b(1 - x), c(0 * x), a(0 * x), b(x - 1)
@@ -100,7 +100,7 @@ def test_a_module_is_named_if_its_own_code_makes_a_nan():
     assert es.find_nonfinite(lambda m, x: m(x) / 0)(Pass(), X) == []
 
 
-def test_inner_lanes_belong_to_the_outer_call():
+def test_lanes_within_lanes_belong_to_the_call_around_them():
     class Row(es.Module):
         cell: eqx.Module
 
@@ -283,7 +283,7 @@ def test_a_step_with_an_optimizer_and_an_average_from_outside():
     close(out, plain)
 
 
-def test_a_function_that_is_already_compiled():
+def test_again_with_a_function_that_is_compiled_already():
     traces = []
 
     @es.jit

@@ -155,7 +155,7 @@ def test_without_outputs_no_class_changes():
     assert list(found) == ["layers[0].doubled", "layers[1].doubled"]
 
 
-def test_modules_that_are_returned_kept_or_sown_are_ordinary_modules():
+def test_modules_that_are_returned_kept_or_sown_are_ordinary():
     kept = []
 
     class Model(es.Module):
@@ -204,7 +204,7 @@ def test_generated_classes_do_not_accumulate():
         assert len(Own.__subclasses__()) == 1
 
 
-def test_an_inner_capture_has_its_own_names_and_the_outer_capture_sees_its_calls():
+def test_an_inner_capture_has_its_own_names_and_the_outer_one_sees_the_calls_too():
     def run(model, x):
         (y, new), inner = es.capture(model.layers[0], outputs="*")(x)
         model.layers = [new, model.layers[1]]
@@ -301,7 +301,7 @@ def test_no_gradient_flows_through_a_replaced_output():
     assert all((x == 0).all() for x in jax.tree.leaves(grads))
 
 
-def test_replacing_works_in_loops_that_cannot_stack_outputs():
+def test_replacing_works_where_nothing_can_be_stacked():
     def f(model, x):
         return es.fori_loop(0, 2, lambda i, x: model(x), x)
 
@@ -310,7 +310,7 @@ def test_replacing_works_in_loops_that_cannot_stack_outputs():
     assert found == {}
 
 
-def test_each_call_uses_its_own_replacement_in_compiled_functions_too():
+def test_each_call_has_its_own_replacement_also_in_compiled_functions():
     for jit in (es.jit, eqx.filter_jit):
         apply = jit(lambda layer, x: layer(x))
         for value in (1.0, 2.0):

@@ -80,7 +80,7 @@ def test_a_small_model():
     assert "Vmap" in es.tabulate(es.vmap(lambda x: x))
 
 
-def test_nothing_is_truncated_or_colored(monkeypatch):
+def test_nothing_is_cut_or_colored(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
@@ -92,7 +92,7 @@ def test_nothing_is_truncated_or_colored(monkeypatch):
     assert len({len(line) for line in table.splitlines()[:-2]}) == 1
 
 
-def test_modes_are_shown():
+def test_modes_are_marked():
     dropout = es.nn.Dropout(0.5, key=jr.key(0))
     model = [es.nn.BatchNorm(2).freeze(), dropout, eqx.nn.Dropout(0.5)]
     rows = cells(es.tabulate(model))
@@ -170,7 +170,7 @@ def check_totals(model: Any, table: str) -> None:
     assert f"Trainable: {total([p.value for p in trainable])}\n" in table
 
 
-def test_depth_merges_rows_into_the_row_of_their_parent():
+def test_depth_folds_rows_into_those_around():
     model = [eqx.nn.MLP(2, 2, 4, 1, key=jr.key(0)), Net(linear(), es.nn.BatchNorm(3))]
     assert list(cells(es.tabulate(model, depth=0))) == ["path", "", "Total"]
     rows = cells(es.tabulate(model, depth=1))
@@ -202,7 +202,7 @@ def test_any_pytree(tree, rows):
     assert "Sentinel" not in table  # an object in Equinox's `StateIndex`
 
 
-def test_the_table_of_an_optimizer_shows_moments_by_module():
+def test_an_optimizer_shows_its_moments_by_module():
     net = Net(linear(), es.nn.BatchNorm(3))
     rows = cells(es.tabulate(es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(net)))
     assert rows["path"][1:] == ["OptState"]
@@ -219,7 +219,7 @@ def test_abstract_models():
     )
 
 
-def test_a_stack_of_layers_has_stacked_shapes():
+def test_a_stack_of_layers_has_the_shapes_of_the_stack():
     rows = cells(es.tabulate(zoo.CASES["stack of layers"].model()))
     assert "weight: f32[3,2,2]" in rows["layers.dense"][1]
 
@@ -255,7 +255,7 @@ def test_uninitialized_fields_are_shown_as_such():
     assert rows["Total"][1:] == ["0 (0 B)", "1 (4 B)", "0 (0 B)"]
 
 
-def test_with_inputs_a_model_is_shown_as_after_init():
+def test_with_inputs_a_model_is_shown_as_it_will_be():
     x = jnp.ones(2)
     assert es.tabulate(Lazy(), x) == es.tabulate(Lazy().init(0), x)
     assert cells(es.tabulate(Lazy(), x))["layer"][1:3] == ["f32[2]", "f32[3]"]
@@ -293,7 +293,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_calls_inside_a_transform_are_recorded(transform):
+def test_calls_are_recorded_in_a_transform(transform):
     class Model(es.Module):
         layers: list[Any]
 
@@ -348,7 +348,7 @@ def test_nested_inputs_and_outputs_are_readable():
     assert found["layers[1]"] == ("f32[3]\nstate=State(...)", "(f32[3], State(...))")
 
 
-def test_a_numpy_array_can_be_a_shape():
+def test_an_array_of_numpy_may_be_a_shape():
     class Zeros(es.Module):
         shape: es.Buffer
 
@@ -358,7 +358,7 @@ def test_a_numpy_array_can_be_a_shape():
     assert calls(Zeros(np.array([2, 3])), jnp.ones(3))[""] == ("f32[3]", "f32[2,3]")
 
 
-def test_all_layers_in_one_jitted_function_are_recorded_each_time():
+def test_layers_of_one_jitted_function_are_all_recorded_each_time():
     class Model(es.Module):
         layers: list[Any]
 
@@ -437,7 +437,7 @@ def test_an_error_of_the_model_is_raised_unchanged():
         es.tabulate(linear(), jnp.ones(5))
 
 
-def test_inputs_require_a_model_that_can_be_called():
+def test_inputs_are_for_a_model_that_can_be_called():
     def forward(x, layer=linear()):  # noqa: B008
         return layer(x)
 

@@ -68,7 +68,7 @@ def read(file, x):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_model_can_be_stored_in_a_file_of_equinox(name):
+def test_every_model_through_a_file_of_equinox(name):
     model, other = CASES[name].model(), CASES[name].make(key=jr.key(8))
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, model, write)
@@ -79,7 +79,7 @@ def test_every_model_can_be_stored_in_a_file_of_equinox(name):
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_a_file_of_equinox_without_keys_is_loaded_into_an_abstract_tree(tmp_path):
+def test_a_file_of_equinox_without_the_keys_into_an_abstract_tree(tmp_path):
     tree, like = trained(0), trained(1)
     saved, _ = es.partition(tree, es.not_(es.Rng))
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", saved)
@@ -109,14 +109,14 @@ def through_orbax(tmp_path):
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_a_model_and_its_optimizer_can_be_stored_with_orbax(is_abstract, through_orbax):
+def test_a_model_and_its_optimizer_through_orbax(is_abstract, through_orbax):
     tree, like = trained(0), trained(1)
     like = eqx.filter_eval_shape(lambda: like) if is_abstract else like
     with untouched(tree), untouched(like):
         assert eqx.tree_equal(through_orbax(tree, like), tree)
 
 
-def test_orbax_keeps_the_sharding_of_arrays(through_orbax):
+def test_orbax_keeps_arrays_spread_over_devices(through_orbax):
     mesh = Mesh(jax.devices(), "devices")
     rows, whole = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
     tree = [jnp.arange(16.0).reshape(8, 2), es.nn.Dropout(key=0)]

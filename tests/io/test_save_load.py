@@ -63,7 +63,7 @@ def test_loading_a_saved_model_restores_it(name, path):
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_a_model_its_optimizer_and_a_step_are_loaded_into_an_abstract_tree(path):
+def test_a_model_its_optimizer_and_a_step_into_an_abstract_tree(path):
     tx = optax.adam(0.1)
 
     def start(seed):
@@ -85,7 +85,7 @@ ARRAYS = hnp.arrays(
 
 @hp.settings(suppress_health_check=[hp.HealthCheck.function_scoped_fixture])
 @hp.given(tree=st.lists(ARRAYS, max_size=4), is_swapped=st.booleans())
-def test_numpy_arrays_of_every_shape_and_order(tree, is_swapped, path):
+def test_arrays_of_numpy_of_every_shape_and_order(tree, is_swapped, path):
     tree = [x.T for x in tree]  # not contiguous
     swapped = [x.astype(x.dtype.newbyteorder()) for x in tree] if is_swapped else tree
     es.save(path, swapped)
@@ -163,7 +163,7 @@ def test_every_reader_of_safetensors_finds_the_arrays_by_name(path):
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_files_written_by_other_programs(metadata, path):
+def test_files_of_other_programs(metadata, path):
     model = Net(0)
     arrays = es.state_dict(model, es.Parameter)
     tensors = {name: np.asarray(x) for name, x in arrays.items()}
@@ -223,7 +223,7 @@ MESSAGE = r"`es\.{}` cannot read `.*/model.safetensors`: it is not a safetensors
 
 
 @pytest.mark.parametrize("name", [*BROKEN_HEADERS, *BROKEN_BY_US])
-def test_an_invalid_file(name, path):
+def test_a_file_that_is_broken(name, path):
     content = {**BROKEN_BY_US, **BROKEN_HEADERS}[name]
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -236,7 +236,7 @@ def test_an_invalid_file(name, path):
             es.load_metadata(path)
 
 
-def test_a_file_that_is_truncated_anywhere(path):
+def test_a_file_cut_off_anywhere(path):
     es.save(path, Net(0))
     whole = path.read_bytes()
     for size in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
@@ -255,7 +255,7 @@ def test_a_file_that_does_not_exist(tmp_path):
         es.load(tmp_path, Net(0))
 
 
-def test_one_error_lists_all_problems(path):
+def test_one_error_lists_all_that_does_not_fit(path):
     es.save(path, {"b": jnp.zeros(2), "k": jr.key(0), "z": jnp.zeros(1)})
     like = {"a": jnp.zeros(1), "b": jnp.zeros(3), "k": jr.key(0, impl="rbg")}
     fragments = (
@@ -298,7 +298,7 @@ class Both(es.Module):
     b: Any
 
 
-def test_loading_a_part_of_the_saved_tree(path):
+def test_a_part_of_the_tree_that_was_saved(path):
     """The message contains the code that loads it."""
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.adam(0.1)).init(model)
@@ -354,7 +354,7 @@ def test_a_model_before_init(path):
         es.load(path, lazy)
 
 
-def test_without_safetensors_there_is_an_import_error(path, monkeypatch):
+def test_safetensors_is_not_installed(path, monkeypatch):
     es.save(path, Net(0))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
@@ -398,7 +398,7 @@ def test_one_key_of_the_metadata_is_reserved(path):
 # --- Not strict -----------------------------------------------------------------------
 
 
-def test_not_strict_skips_names_that_are_missing_in_the_tree_or_the_file(path):
+def test_not_strict_passes_over_names_that_one_of_the_two_has(path):
     es.save(path, {"a": jnp.ones(2), "d": jnp.ones(3)})
     like = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     message = r"missing:\n    \['b'\]"
@@ -430,7 +430,7 @@ def test_not_strict_requires_a_name_in_common(path):
     assert es.load(path, like, strict=False)["a"] is like["a"]
 
 
-def test_strict_is_a_keyword_argument(path):
+def test_strict_is_given_by_name(path):
     es.save(path, Net(0))
     with pytest.raises(TypeError, match="`False` is no.* filter"):
         es.load(path, Net(0), False)

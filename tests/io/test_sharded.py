@@ -157,7 +157,7 @@ def test_a_mesh_in_the_context_that_does_not_fit(name, mesh, path):
         es.load(path, like)
 
 
-def test_a_mesh_with_explicit_axes(path):
+def test_a_mesh_whose_axes_are_in_the_types(path):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
     x = jnp.arange(16.0).reshape(2, 8)
     es.save(path, x)
@@ -175,7 +175,7 @@ def test_only_selected_arrays_are_read_and_nothing_if_there_is_an_error(path, re
     assert read() == size(jr.key(0))
 
 
-def test_load_inside_jit(mesh, path):
+def test_in_a_trace(mesh, path):
     es.save(path, jnp.arange(8.0))
     like = struct(jnp.zeros(8), NamedSharding(mesh, P("a")))
     assert jax.jit(lambda: es.load(path, like) * 2)()[3] == 6.0
@@ -238,7 +238,7 @@ def test_each_process_reads_only_the_arrays_that_it_stores(seen):
         assert of_process["shards"]
 
 
-def test_two_processes_compute_and_save_with_orbax(seen):
+def test_the_processes_compute_and_save_by_orbax(seen):
     y, _ = run(make())
     for of_process in seen:
         np.testing.assert_allclose(of_process["y"], y, rtol=1e-5, atol=1e-5)

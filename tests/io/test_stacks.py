@@ -90,9 +90,7 @@ def test_a_stack_has_the_state_dict_of_a_list_of_layers():
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_a_stack_is_loaded_from_the_file_of_a_list_and_vice_versa(
-    is_abstract, path, tmp_path
-):
+def test_each_is_loaded_from_the_file_of_the_other(is_abstract, path, tmp_path):
     nets = run(as_list(0)), run(as_stack(as_list(0)))
     likes = run(as_list(1)), run(as_stack(as_list(1)))
     for net, expected, like in (nets[0], nets[1], likes[1]), (*nets[::-1], likes[0]):
@@ -106,7 +104,7 @@ def test_a_stack_is_loaded_from_the_file_of_a_list_and_vice_versa(
         assert_same(es.load_state_dict(given, es.state_dict(net)), expected)
 
 
-def test_a_stack_of_stacks(path):
+def test_a_stack_within_a_stack(path):
     lists = [layers(seed, 2) for seed in range(3)]
     stacked = es.nn.Stacked([es.nn.Stacked(each) for each in lists])
     assert_same(es.state_dict(stacked), es.state_dict(lists))
@@ -119,7 +117,7 @@ def test_a_stack_of_stacks(path):
     assert_same(es.load(path, [layers(9, 2) for _ in range(3)]), lists)
 
 
-def test_a_stack_as_root_and_a_stack_of_equinox_layers(path):
+def test_a_stack_alone_and_one_of_equinox_layers(path):
     linears = [eqx.nn.Linear(2, 2, key=key) for key in KEYS]
     stacked = es.nn.Stacked(linears)
     assert list(es.state_dict(stacked))[:3] == ["[0].weight", "[0].bias", "[1].weight"]
@@ -133,7 +131,7 @@ def test_a_stack_as_root_and_a_stack_of_equinox_layers(path):
 # --- Arrays that all layers share -----------------------------------------------------
 
 
-def test_an_array_without_the_leading_axis_keeps_its_name(path):
+def test_an_array_without_the_axis_keeps_its_name(path):
     stacked = es.nn.Stacked([eqx.nn.Linear(2, 2, key=key) for key in KEYS])
     tree = [stacked, eqx.tree_at(lambda s: s.layers.weight, stacked, jnp.ones(1))]
     assert list(es.state_dict(tree))[-4:] == [
@@ -177,7 +175,7 @@ def test_missing_layers_do_not_change(path):
         assert_same(loaded.head, net.head)
 
 
-def test_an_abstract_stack_loads_all_layers_or_none(path):
+def test_an_abstract_stack_takes_all_layers_or_none(path):
     net = as_stack(as_list())
     abstract = eqx.filter_eval_shape(lambda: net)
     some = {"blocks[1].w": jnp.ones((2, 3))}
@@ -189,7 +187,7 @@ def test_an_abstract_stack_loads_all_layers_or_none(path):
     assert eqx.tree_equal(none, abstract)
 
 
-def test_filters_must_select_all_layers_or_none(path):
+def test_filters_select_layers_together(path):
     net = as_stack(as_list())
     with pytest.raises(ValueError, match=r"selects `blocks\[0\]\.w` but not"):
         es.save(path, net, es.path_matches("blocks[0].w"))
@@ -208,7 +206,7 @@ def test_an_array_of_a_stack_that_cannot_be_saved_is_named_once(path):
         es.save(path, wide)
 
 
-def test_pytorch_weights_are_loaded_by_the_names_of_layers():
+def test_weights_of_pytorch_by_the_names_of_layers():
     cells = [eqx.nn.GRUCell(2, 2, key=key) for key in KEYS]
     shapes = {"weight_ih": (6, 2), "weight_hh": (6, 2), "bias_ih": 6, "bias_hh": 6}
     tensors = {

@@ -171,7 +171,7 @@ def test_children_without_keys_are_named_by_their_position(tmp_path):
     assert [part.frozen for part in es.parts(frozen)] == [True, True, False]
 
 
-def test_state_of_equinox():
+def test_states_of_equinox():
     make = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(3, "i", mode="ema"))
     a, b = (make(jr.key(seed)) for seed in range(2))
     arrays = es.state_dict(a)
@@ -195,7 +195,7 @@ def test_two_arrays_of_the_same_name_are_an_error():
 # --- Errors ---------------------------------------------------------------------------
 
 
-def test_one_error_lists_all_problems():
+def test_one_error_lists_all_that_is_wrong():
     model = [jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jr.key(0), jnp.zeros(2)]
     d = {
         "z": jnp.zeros(1),
@@ -224,7 +224,7 @@ def test_one_error_lists_all_problems():
         es.load_state_dict(model, d)
 
 
-def test_not_strict_allows_different_names_but_not_different_shapes_or_dtypes():
+def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     loaded = es.load_state_dict(model, {"['a']": jnp.ones(2), "c": 0}, strict=False)
     assert loaded["b"] is model["b"]
@@ -255,7 +255,7 @@ STRUCT = jax.ShapeDtypeStruct((), jnp.float32)
     ],
     ids=range(12),
 )
-def test_a_value_that_does_not_fit_the_leaf(leaf, value, text):
+def test_a_value_that_cannot_be_the_leaf(leaf, value, text):
     kind, _, why = text.partition(": ")
     with pytest.raises(ValueError, match=rf"{kind}:\n    \['x'\]: {re.escape(why)}"):
         es.load_state_dict({"x": leaf}, {"['x']": value})
@@ -346,7 +346,7 @@ def test_an_abstract_model_accepts_the_converted_numpy_array():
     assert eqx.tree_equal(loaded, expected)
 
 
-def test_an_abstract_model_on_a_mesh_is_loaded_onto_that_mesh():
+def test_an_abstract_model_of_a_mesh_is_loaded_into_that_mesh():
     def split_over_it():
         return {"w": jax.sharding.reshard(jnp.ones((4, 2)), P("i"))}
 
@@ -358,7 +358,7 @@ def test_an_abstract_model_on_a_mesh_is_loaded_onto_that_mesh():
     assert loaded["w"].sharding.spec[0] == "i"
 
 
-def test_the_name_of_a_single_array_is_empty():
+def test_an_array_alone_has_the_empty_name():
     x = jnp.arange(3)
     assert es.state_dict(x) == {"": x}
     assert es.load_state_dict(jnp.zeros(3, int), {"": x}) is x
@@ -430,7 +430,7 @@ def test_one_entry_of_the_dictionary_may_be_loaded_twice():
     assert not np.shares_memory(loaded["a"], loaded["b"])
 
 
-def test_a_glob_that_matches_no_name_is_an_error():
+def test_a_glob_without_a_match():
     tree = stack()
     rename = {"['layers'][*].weight": "*", "layer[*].*": "*.*", "head.w": "w"}
     with rejects(tree, ValueError, r"no array has a name.* 'layer\[\*\]\.\*', 'head"):

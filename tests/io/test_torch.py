@@ -117,7 +117,7 @@ QKV = {f"{name}_proj.*": f"self.{name}.*" for name in ("query", "key", "value")}
 
 
 @pytest.mark.parametrize("case", [case for case in LAYERS if "attention" in case])
-def test_query_key_and_value_may_be_separate_tensors(case):
+def test_query_key_and_value_may_be_three_tensors(case):
     layer = LAYERS[case]()
     loaded = es.from_torch(layer, reference.state_dict(case))
     names, theirs = QKV | {"output_proj.*": "output.dense.*"}, {}
@@ -498,7 +498,7 @@ def test_one_error_lists_missing_unused_and_invalid_entries():
     assert "rename=" in text
 
 
-def test_values_that_cannot_be_converted_to_arrays_of_the_model():
+def test_values_that_cannot_be_arrays_of_the_model():
     for value in (np.array(["a"]), [[1, 2], [3, 4]]):
         with pytest.raises(ValueError, match="not an array:\n    weight: "):
             es.from_torch(linear(), {"weight": value, "bias": BIAS})
@@ -529,7 +529,7 @@ def mixed():
     ],
     ids=["some biases", "`add_bias_kv`", "no biases", "other sizes"],
 )
-def test_attention_that_only_one_of_the_libraries_supports(make, more, text):
+def test_attention_that_only_one_of_the_libraries_can_express(make, more, text):
     tensors = reference.state_dict("attention") | dict.fromkeys(
         more, np.ones((1, 1, 6))
     )
@@ -556,7 +556,7 @@ def test_a_counter_of_a_missing_norm_is_unused():
         es.from_torch([linear()], other)
 
 
-def test_an_equinox_norm_in_batch_mode_needs_the_counter():
+def test_a_norm_of_equinox_needs_the_counter():
     tensors = reference.state_dict("batch_norm")
     del tensors["num_batches_tracked"]
     loaded = es.from_torch(norms()["ema"], tensors)
@@ -566,7 +566,7 @@ def test_an_equinox_norm_in_batch_mode_needs_the_counter():
 
 
 @pytest.mark.parametrize("case", [*LAYERS, "es", "batch"])
-def test_stacked_tensors_are_loaded_into_a_stack_of_layers(case):
+def test_a_stack_of_tensors_is_a_stack_of_layers(case):
     make = LAYERS.get(case, lambda: norms()[case])
     first = reference.state_dict(case if case in LAYERS else "batch_norm")
     second = {name: x + 1 for name, x in first.items()}

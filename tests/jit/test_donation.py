@@ -28,7 +28,7 @@ def both(a, b):
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("donate", DELETED)
-def test_donated_arrays_are_deleted(donate, by_name):
+def test_donated_arrays_are_gone(donate, by_name):
     a, b = {"x": jnp.ones(3)}, {"x": jnp.ones(3)}
     f = es.jit(both, donate=donate)
     out = f(b=b, a=a) if by_name else f(a, b)

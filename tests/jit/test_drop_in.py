@@ -22,7 +22,7 @@ def jit(request):
 # --- Traces ---------------------------------------------------------------------------
 
 
-def test_a_closed_over_value_is_constant_and_a_function_argument_is_static(jit):
+def test_a_closure_is_a_constant_and_a_function_among_the_arguments_is_static(jit):
     layer, traces = eqx.nn.Linear(3, 3, key=jr.key(0)), []
 
     def apply(x):
@@ -44,7 +44,7 @@ def test_a_closed_over_value_is_constant_and_a_function_argument_is_static(jit):
 
 @pytest.mark.parametrize("name", ["__call__", "method"])
 @pytest.mark.parametrize("outside", [True, False])
-def test_methods_are_traced_for_each_signature_of_their_object(jit, name, outside):
+def test_methods_are_traced_for_their_object(jit, name, outside):
     def method(self, x):
         traces.append(1)
         return x + self.increment
@@ -73,7 +73,7 @@ def test_methods_are_traced_for_each_signature_of_their_object(jit, name, outsid
 
 
 @pytest.mark.parametrize("donate", ["all", "all-except-first", "none"])
-def test_a_program_can_be_compiled_ahead_of_time_for_static_values(jit, donate):
+def test_a_program_is_compiled_ahead_for_static_values(jit, donate):
     lowered = jit(lambda x, y: 2 * x + y, donate=donate).lower(jnp.array(3), 4)
     assert "multiply" in lowered.as_text()
     assert lowered.compile()(jnp.array(3), 4) == 10

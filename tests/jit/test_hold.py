@@ -290,14 +290,14 @@ def test_donation_deletes_only_arrays_of_the_held_step():
     assert all(x.is_deleted() for x in held)
 
 
-def test_the_caller_may_change_a_numpy_array_afterwards():
+def test_a_numpy_array_of_the_caller_may_change_later():
     x = np.zeros(LIMIT, np.float32)
     run = es.hold(lambda c: (c, c), x)
     x += 1
     assert (run() == 0).all()
 
 
-def test_there_is_one_buffer_for_each_dtype():
+def test_arrays_lie_in_one_buffer_for_each_dtype():
     floats, ints = [jnp.ones(n) for n in range(1, 9)], [X.astype(int)] * 3
     flags = [jnp.array(True), jnp.array(False)]
     carry = floats, ints, flags, jnp.zeros(LIMIT), jr.key(0)

@@ -306,7 +306,7 @@ def test_errors_of_the_function_are_raised_unchanged():
         es.jit(lambda x: x + "a" + 1)(1)
 
 
-def test_a_failed_trace_is_not_cached():
+def test_a_failed_trace_is_not_remembered():
     fails = [True]
 
     @es.jit

@@ -120,7 +120,7 @@ class Plain:
     """Compared by identity."""
 
 
-def test_a_thousand_models_do_not_use_memory():
+def test_a_thousand_models_leave_nothing():
     log = Plain()
     log.traces = 0
 

@@ -45,7 +45,7 @@ def test_different_options_need_different_programs():
     assert traces == 3
 
 
-def test_jit_with_options_is_a_decorator():
+def test_it_decorates_with_options():
     class Layer(es.Module):
         w: es.Parameter = 2.0
 

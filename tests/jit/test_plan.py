@@ -138,7 +138,7 @@ def key_of(tree):
 
 @hp.given(TREES, TREES)
 @hp.settings(max_examples=150)
-def test_a_plan_rejects_every_other_tree(one, other):
+def test_a_plan_refuses_every_other_tree(one, other):
     hp.assume(key_of(one) != key_of(other))
     try:
         found = flattener(one, origin)(other)
@@ -259,7 +259,7 @@ def test_a_named_tuple_is_built_by_its_registered_function():
         assert length.unit == "km"
 
 
-def test_the_modes_of_modules_in_a_result_are_independent():
+def test_the_modes_of_a_result_are_switched_one_by_one():
     f = es.jit(lambda tree: tree)
     tree = f(f(blocks()))
     one = eqx.tree_at(lambda t: t["list"][0], tree, replace_fn=eqx.nn.inference_mode)

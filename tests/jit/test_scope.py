@@ -118,7 +118,7 @@ THREADED = {
 
 
 @pytest.mark.parametrize("case", THREADED)
-def test_jit_returns_written_state(case):
+def test_state_comes_through(case):
     same_without_jit(THREADED[case], model(), X)
 
 
@@ -183,7 +183,7 @@ def test_one_program_is_used_for_several_models_scopes_and_updates():
     )
 
 
-def test_one_program_is_used_for_several_calls_in_one_scope():
+def test_one_program_serves_calls_in_one_scope():
     log = Log()
 
     def f(m, x):

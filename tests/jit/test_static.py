@@ -252,7 +252,7 @@ UNHASHABLE_OWNED = {
 
 
 @pytest.mark.parametrize("case", UNHASHABLE_OWNED)
-def test_the_error_for_an_unhashable_value_of_an_owned_module_names_it(case):
+def test_an_unhashable_value_of_an_owned_module_is_named(case):
     model = Model(Called(Layer(1.0), {1}))
     match = r"`es\.jit`: `layer\.other` is a `set`, which cannot be hashed"
     with untouched(es.filter(model)), pytest.raises(TypeError, match=match):

@@ -72,7 +72,7 @@ def call(model, x):
 
 
 @pytest.mark.parametrize("case", WRAPPERS)
-def test_a_loop_that_wraps_the_model_each_time_traces_once(case):
+def test_a_loop_over_fresh_wrappers_of_a_model_traces_once(case):
     model = Counting(2.0, Log())
     traces = model.traces
     for i in range(3):

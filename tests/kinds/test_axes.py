@@ -19,7 +19,7 @@ def test_the_repr_of_axes_is_valid_code():
     assert repr(es.Axes(**path)) == "es.Axes(**{'layers[0].weight': 'mlp embed'})"
 
 
-def test_axes_that_are_not_strings_are_an_error():
+def test_axes_that_are_not_text_are_an_error():
     with pytest.raises(TypeError, match=r"Axes\(weight=\('mlp', 'embed'\)\).* string"):
         es.Axes(weight=("mlp", "embed"))  # pyright: ignore[reportArgumentType]
 

@@ -156,7 +156,7 @@ def test_parameters_are_what_equinox_trains(name, i):
     assert eqx.tree_equal(jax.tree.leaves(ours), jax.tree.leaves(expected))
 
 
-def test_the_state_of_equinox_has_kind_state():
+def test_equinoxs_own_state():
     _, state = eqx.nn.make_with_state(norm)("ema")
     assert [part.kind for part in es.parts(state)] == [S] * 3
     assert not jax.tree.leaves(es.filter(state, es.trainable))

@@ -98,7 +98,7 @@ FORMS_OF_ONE = [(text, kind) for kind, texts in FORMS.items() for text in texts]
 
 @pytest.mark.parametrize("postponed", [False, True])
 @pytest.mark.parametrize(("text", "kind"), FORMS_OF_ONE)
-def test_annotations_of_one_array(base, text, kind, postponed):
+def test_forms_for_one_array(base, text, kind, postponed):
     class Model(base):
         x: text if postponed else eval(text)
 
@@ -302,7 +302,7 @@ def test_an_alias_may_contain_itself(base):
     assert kinds(Model(jnp.ones(1))) == {"x": es.State}
 
 
-def test_a_name_defined_in_the_body_of_the_class(base):
+def test_a_name_in_the_body_of_the_class(base):
     class Model(base):
         class Cache(es.State):
             pass
@@ -313,7 +313,7 @@ def test_a_name_defined_in_the_body_of_the_class(base):
     assert kinds(Model(ONE, ONE)) == {"x": Model.Cache, "es": es.State}
 
 
-def test_a_class_does_not_keep_names_alive_that_its_annotations_do_not_use():
+def test_a_class_keeps_only_the_names_that_its_annotations_need():
     class Data:
         pass
 

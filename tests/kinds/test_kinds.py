@@ -137,7 +137,7 @@ def test_user_defined_kinds_may_be_generic():
     assert Mine.__mro__[:2] == (Mine, es.State)
 
 
-def test_a_kind_with_a_type_variable_is_an_ordinary_annotation():
+def test_a_kind_of_a_type_variable_is_an_ordinary_annotation():
     class Model(es.Module, Generic[T]):
         x: es.State[T]
         y: list[es.BatchStat[T]]
@@ -187,7 +187,7 @@ class Holder(es.Module):
     ],
     ids=repr,
 )
-def test_kinds_without_a_declaration(value, kind):
+def test_without_a_declaration(value, kind):
     for tree in (Holder(value), value, [value], {"a": ((value,),)}):
         (part,) = es.parts(tree)
         assert part.kind is kind
@@ -210,7 +210,7 @@ def test_a_value_that_is_not_an_array_has_no_kind(value):
     assert es.parts(tree) == []
 
 
-def test_a_declaration_gives_any_array_its_kind():
+def test_a_declaration_gives_any_array_the_kind():
     class Model(es.Module):
         x: es.State
 
@@ -241,7 +241,7 @@ def test_the_innermost_declaration_wins():
 
 
 @pytest.mark.parametrize("kind", [es.Buffer, es.OptState, Ema, SlowEma])
-def test_covering_kinds_apply_to_everything_below(kind):
+def test_covering_kinds_cover_all_the_way_down(kind):
     class Middle(eqx.Module):
         leaves: dict[str, list[Leaf]]
         key: Array
@@ -284,7 +284,7 @@ def test_a_subclass_can_turn_covering_off():
 
 
 @pytest.mark.parametrize("kind", [es.Buffer, es.Parameter])
-def test_state_of_an_equinox_layer_below_a_declaration(kind):
+def test_foreign_state_below_a_declaration(kind):
     class Model(es.Module):
         norm: kind[eqx.nn.BatchNorm]
 

@@ -217,7 +217,7 @@ def test_a_name_in_a_record_may_be_defined_later(monkeypatch):
     assert kinds(model) == after | {"late.y[1]": es.State}
 
 
-def test_a_name_that_is_local_to_the_function_around_a_record():
+def test_a_name_that_only_the_function_around_a_record_has():
     class Cache(es.State):
         pass
 
@@ -356,7 +356,7 @@ def test_a_record_that_contradicts_itself():
         es.parts(Wrong(ONE))
 
 
-def test_a_union_of_one_generic_class_with_different_arguments(base):
+def test_the_arguments_of_one_class_in_a_union(base):
     class Box(base, Generic[T]):
         x: T
 

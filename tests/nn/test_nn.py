@@ -89,7 +89,7 @@ def test_statistics_and_computation_have_the_requested_precision():
 
 
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, bool])
-def test_parameters_must_be_real_floating_numbers(dtype):
+def test_parameters_are_real_floating_numbers(dtype):
     with pytest.raises(ValueError, match=r"normalizes real\snumbers.* dtype"):
         es.nn.BatchNorm(3, dtype=dtype)
 
@@ -119,7 +119,7 @@ def test_an_axis_name_that_no_transform_defines():
     assert jax.vmap(norm.eval())(jnp.ones((1, 3))).shape == (1, 3)
 
 
-def test_a_tuple_of_axis_names_reduces_over_all_of_them():
+def test_a_tuple_of_axis_names_reduces_over_both():
     norm = es.nn.BatchNorm(3, axis_name=("outer", "inner"))
     x = data(4, 5, 3)
     inner = es.vmap(norm, axis_name="inner")
@@ -156,7 +156,7 @@ def test_a_constant_channel_is_mapped_to_0(way, size):
 
 
 @pytest.mark.parametrize("way", NORMALIZED)
-def test_small_differences_between_large_numbers_are_not_lost(way):
+def test_small_differences_of_large_numbers_are_kept(way):
     thirds = jnp.arange(32.0)[:, None] % 3
     assert np.abs(NORMALIZED[way](1e4 + thirds) - exactly(1e4 + thirds)).max() < 5e-7
     x = data(100, 3) + jnp.array([[1e5, -1e4 / 3, 0.0]])
@@ -196,7 +196,7 @@ def padded(x, n, value):
 
 @pytest.mark.parametrize("value", [0.0, 1e6, np.nan, np.inf])
 @pytest.mark.parametrize("way", ["whole", "each"])
-def test_a_mask_excludes_padding(way, value):
+def test_a_mask_leaves_padding_out(way, value):
     x = data(8, 3)
     filled, mask = padded(x, 5, value)
     norm = with_affine(es.nn.BatchNorm(3, axis_name="batch" if way == "each" else None))
@@ -251,7 +251,7 @@ def test_a_mask_may_differ_between_channels():
 
 
 @pytest.mark.parametrize("way", ["whole", "each"])
-def test_a_batch_of_padding_changes_nothing(way):
+def test_a_batch_that_is_padding_alone_changes_nothing(way):
     x = jnp.full((8, 3), jnp.nan)
     if way == "whole":
         norm = run(es.nn.BatchNorm(3), data(8, 3))[1]
@@ -271,7 +271,7 @@ def test_a_batch_of_padding_changes_nothing(way):
     assert_close(y, jnp.tile(expected, (8, 1)))
 
 
-def test_a_mask_excludes_padding_from_gradients():
+def test_a_mask_leaves_padding_out_of_gradients():
     x, weights = data(8, 3), data(8, 3, seed=1)
     filled, mask = padded(x, 5, jnp.nan)
     order = jnp.argsort(jr.permutation(jr.key(5), 13))[:8]
@@ -319,7 +319,7 @@ def test_a_channel_of_padding_does_not_count_the_batch():
     assert_close(norm.mean[1], last[:, 1].mean())
 
 
-def test_with_momentum_1_the_averages_do_not_change():
+def test_momentum_1_keeps_the_averages():
     _, norm = run(es.nn.BatchNorm(3), data(8, 3))
     _, new = run(es.configure(norm, momentum=1.0), data(8, 3, seed=1))
     assert_close((new.mean, new.var), (norm.mean, norm.var), 0)
@@ -356,7 +356,7 @@ def test_a_subclass_may_have_leaves_that_are_not_arrays():
 @pytest.mark.parametrize(
     "change", [es.eval, es.freeze, lambda n: n.freeze().eval()], ids=["eval", "f", "fe"]
 )
-def test_eval_mode_and_frozen_layers_use_the_statistics_without_changing_them(change):
+def test_eval_and_frozen_keep_the_statistics_and_use_them(change):
     x = data(8, 3)
     _, norm = es.mutable(with_affine(es.nn.BatchNorm(3, momentum=0.2)))(x)
     still = change(norm)
@@ -491,7 +491,7 @@ def test_a_key_argument_wins_and_the_stored_key_does_not_change():
     assert (eqx.nn.Dropout(0.5)(x, key=jr.key(7)) == y).all()
 
 
-def test_without_a_key_dropout_waits_for_init():
+def test_without_a_key_it_waits_for_init():
     dropout = es.nn.Dropout(0.5)
     assert isinstance(dropout.rng, es.Initializer)
     with pytest.raises(es.NotInitializedError, match="rng"):
@@ -517,7 +517,7 @@ def test_an_invalid_p_is_an_error(p):
         (jnp.complex64, [6, 3.75]),
     ],
 )
-def test_dropout_does_not_change_the_dtype(dtype, kept):
+def test_dropout_keeps_other_dtypes(dtype, kept):
     x = jnp.full((20, 5), 3).astype(dtype)
     for p, expected in zip((0.5, 0.2), kept, strict=True):
         y, _ = run(es.nn.Dropout(p, key=jr.key(0)), x)
@@ -531,7 +531,7 @@ def test_dropout_does_not_change_the_dtype(dtype, kept):
 # --- Both layers ----------------------------------------------------------------------
 
 
-def test_both_layers_are_arguments_of_plain_jit():
+def test_they_are_arguments_of_plain_jit():
     step = jax.jit(lambda model, x: es.mutable(model)(x))
     y, new = step(es.nn.BatchNorm(3), data(8, 3))
     expected, other = es.mutable(es.nn.BatchNorm(3))(data(8, 3))
@@ -541,7 +541,7 @@ def test_both_layers_are_arguments_of_plain_jit():
 
 
 @pytest.mark.parametrize("mode", [es.eval, es.train])
-def test_the_backward_pass_stores_one_array_of_the_size_of_the_input(mode):
+def test_a_gradient_keeps_one_array_of_the_size_of_the_input(mode):
     norm = mode(es.nn.BatchNorm(3))
     x = jnp.ones((5, 3))
 

@@ -211,7 +211,7 @@ def test_equals_equinox_in_ema_mode(layout, shape_name):
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_equinoxs_wrapped_batch_norm(shape_name, mode):
+def test_equinoxs_batch_norm_wrapped(shape_name, mode):
     theirs, state = equinox_norm(mode)
     norm = es.nn.Stateful(
         affine_of(eqx.nn.BatchNorm(3, axis_name="batch", mode=mode, **OPTIONS))
@@ -224,7 +224,7 @@ def test_equinoxs_wrapped_batch_norm(shape_name, mode):
     assert sorted(map(str, ours)) == sorted(map(str, jax.tree.leaves(state)))
 
 
-def test_equinoxs_wrapped_spectral_norm_in_training():
+def test_equinoxs_spectral_norm_wrapped_and_trained():
     def make():
         linear = eqx.nn.Linear(4, 3, key=jr.key(0))
         return eqx.nn.SpectralNorm(linear, "weight", key=jr.key(1))

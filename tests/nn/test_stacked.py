@@ -82,7 +82,7 @@ def loss_of_list(layers, xs):
     "options",
     [{}, {"checkpoint": True}, {"checkpoint": POLICY, "unroll": 2}, {"unroll": True}],
 )
-def test_a_stack_trains_like_a_list_of_layers(options):
+def test_a_stack_trains_as_a_list_of_layers(options):
     layers = [Block(key) for key in KEYS]
     stacked = es.nn.Stacked(layers, **options)
     expected = es.jit(es.value_and_grad(loss_of_list))(layers, XS)
@@ -93,7 +93,7 @@ def test_a_stack_trains_like_a_list_of_layers(options):
     assert new.layers.calls.tolist() == [1] * DEPTH
 
 
-def test_arguments_are_passed_to_each_layer():
+def test_arguments_are_given_to_each_layer():
     stacked = es.eval(es.nn.Stacked.make(Block, KEYS))
     expected = in_turn(list(stacked), XS[0], 2.0)
     close(stacked(XS[0], 2.0), expected)
@@ -123,7 +123,7 @@ def test_a_carry_may_be_a_pytree_or_a_number():
     assert new.layers.calls.tolist() == [1, 1]
 
 
-def test_layers_may_be_functions():
+def test_functions_are_layers_too():
     assert es.nn.Stacked([jnp.tanh] * 2)(0.5) == jnp.tanh(jnp.tanh(0.5))
 
 
@@ -131,7 +131,7 @@ def test_layers_may_be_functions():
 
 
 @pytest.mark.parametrize("key", [jr.key(3), jr.PRNGKey(3)])
-def test_a_key_is_split_among_the_layers_as_in_sequential(key):
+def test_a_key_is_split_among_the_layers_as_in_a_sequential(key):
     class Noise(eqx.Module):
         scale: jax.Array
 
@@ -147,7 +147,7 @@ def test_a_key_is_split_among_the_layers_as_in_sequential(key):
     close(stacked(x, key=key), expected)
 
 
-def test_a_key_is_not_passed_to_layers_that_do_not_take_one():
+def test_a_key_is_kept_from_layers_that_do_not_take_one():
     stacked = es.nn.Stacked(scales(2.0, 3.0))
     model = eqx.nn.Sequential([stacked, eqx.nn.Dropout(0.5, inference=True)])
     y, new = es.mutable(model)(jnp.array(1.0), key=jr.key(0))
@@ -269,7 +269,7 @@ def test_an_ensemble_of_stacks():
         es.mutable(ensemble)(1.0)
 
 
-def test_a_stack_in_a_module_and_in_a_tuple_of_models():
+def test_in_a_module_and_in_a_tuple_of_models():
     class Net(es.Module):
         blocks: es.nn.Stacked[Scale]
         head: Scale
@@ -362,7 +362,7 @@ def test_init_creates_the_layers_of_a_stack(is_made):
     assert shapes.layers.hooked.shape == (2,)
 
 
-def test_init_creates_layers_that_are_placeholders():
+def test_lazy_layers_themselves():
     stacked = es.init(es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, 2)] * 3), 0)
     assert stacked.layers.weight.shape == (3, 2, 2)
     assert len(np.unique(stacked.layers.weight)) == 12
@@ -383,7 +383,7 @@ def test_layers_that_take_shapes_from_an_input():
     assert stacked(XS[0]).shape == (4,)
 
 
-def test_a_number_is_passed_between_the_layers_as_an_array():
+def test_a_number_between_the_layers():
     assert es.nn.Stacked([lambda x: x.at[...].mul(2.0)] * 3)(1.5) == 12.0
     assert es.nn.Stacked([lambda x: 2.0] * 3)(1.5) == 2.0
 
@@ -429,7 +429,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_layers_must_be_of_equal_structure(case):
+def test_layers_that_differ(case):
     make, message = DIFFERENT[case]
     with pytest.raises(ValueError, match=message):
         es.nn.Stacked(make())
@@ -454,7 +454,7 @@ def test_stateful_layers_of_equinox():
     close((ys, es.state_dict(new)), (expected, es.state_dict(after)))
 
 
-def test_layers_that_differ_only_after_init():
+def test_layers_that_differ_after_init():
     stacked = es.nn.Stacked([es.lazy(eqx.nn.Linear, 2, n) for n in (2, 3)])
     with pytest.raises(ValueError, match="layers 0 and 1 differ"):
         es.init(stacked, 0)
@@ -465,7 +465,7 @@ def test_a_stack_needs_a_layer():
         es.nn.Stacked([])
 
 
-def test_make_takes_a_list_of_keys():
+def test_a_list_of_keys():
     stacked = es.nn.Stacked.make(make_linear, list(KEYS))
     close(stacked, es.nn.Stacked.make(make_linear, KEYS))
 

@@ -61,7 +61,7 @@ def test_training_and_evaluation_equal_passing_the_state_by_hand(make, jit):
         assert close(y, expected)
 
 
-def test_gradients_equal_those_of_passing_the_state_by_hand(make):
+def test_gradients_equal_those_by_hand(make):
     theirs, state = eqx.nn.make_with_state(make)(jr.key(0))
     model = es.nn.Stateful(make(jr.key(0)))
 
@@ -143,7 +143,7 @@ def test_a_model_from_make_with_state():
     assert eqx.tree_equal(model, other)  # compares the treedefs as well
 
 
-def test_a_state_that_has_changed_is_taken_over():
+def test_a_state_that_has_moved_on_is_taken_over():
     theirs, state = eqx.nn.make_with_state(sequential)(jr.key(0))
     _, state = by_hand(theirs, state, data(0))
     model = es.nn.Stateful(theirs, state)
@@ -208,7 +208,7 @@ def test_a_layer_without_state():
         es.nn.Stateful(Wrong(Inner(2)))
 
 
-def test_a_missing_or_wrong_state():
+def test_missing_and_foreign_states():
     layer, state = eqx.nn.make_with_state(Inner)(2)
     with pytest.raises(
         ValueError, match=r"`total`(.|\n)*es.nn.Stateful\(layer, state\)"

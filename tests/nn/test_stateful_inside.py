@@ -37,7 +37,7 @@ def test_several_calls_in_one_scope():
     assert model.norm.layer.total.init["n"] == 4
 
 
-def test_an_es_module_inside_has_its_own_state():
+def test_an_es_module_inside_keeps_its_own_state():
     counter, norm = Counter(), batch_norm("batch")(None)
     inner = es.nn.Stateful(eqx.nn.Sequential([counter, norm]))
     model = es.nn.Stateful(eqx.nn.Sequential([inner, norm, Counter()]))
@@ -61,7 +61,7 @@ def test_the_modules_inside_keep_their_identity_within_a_scope():
     assert new.layer.layers[1].count == 2
 
 
-def test_inside_sequential_init_and_an_ensemble():
+def test_within_sequential_scan_init_and_an_ensemble():
     model = eqx.nn.Sequential([es.nn.Stateful(Net(jr.key(0))), Counter()])
     y, new = es.mutable(model)(jnp.ones(3), key=jr.key(3))
     assert new.layers[0].layer.calls.init == new.layers[1].count == 1
@@ -75,7 +75,7 @@ def test_inside_sequential_init_and_an_ensemble():
     assert y.shape == (2, 3)
 
 
-def test_init_with_inputs_draws_parameters_and_does_not_change_the_state():
+def test_init_with_inputs_draws_and_keeps_the_state():
     lazy = es.lazy(eqx.nn.Linear, 3, 3)
     layer = eqx.nn.Sequential([lazy, batch_norm("batch")(None)])
     model = es.nn.Stateful(layer)

@@ -245,7 +245,7 @@ def test_a_parameter_without_a_rule_is_an_error_that_names_it():
         es.Optimizer({BIAS: optax.sgd(0.1)}).init(make())
 
 
-def test_a_filter_that_matches_no_array_is_an_error():
+def test_a_filter_without_a_match():
     rules = {es.path_matches("*.biases"): optax.sgd(0.1), ...: optax.sgd(0.2)}
     with pytest.raises(ValueError, match=r"es\.Optimizer.*\*\.biases.*no array"):
         es.Optimizer(rules).init(make())

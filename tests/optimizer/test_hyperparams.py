@@ -137,7 +137,7 @@ def test_set_does_not_change_the_sharding():
     assert new.hyperparams["learning_rate"].sharding == place
 
 
-def test_in_a_stack_a_number_is_set_for_all_models():
+def test_in_a_stack_a_number_is_for_all():
     stack = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
     optimizer = jax.vmap(es.Optimizer(sgd()).init)(stack)
     assert optimizer.set(learning_rate=0.1).hyperparams["learning_rate"].shape == (3,)
@@ -222,7 +222,7 @@ def test_a_value_that_is_not_injected_is_an_error_that_says_how():
         optimizer.set(learning_rate=0.1)
 
 
-def test_a_value_that_a_schedule_would_overwrite_cannot_be_set():
+def test_a_schedule_would_overwrite_the_value():
     tx = optax.inject_hyperparams(optax.sgd)(lambda i: 0.5 / (i + 1), momentum=0.0)
     optimizer = es.Optimizer(tx).init(MODEL)
     assert optimizer.hyperparams["learning_rate"] == 0.5
@@ -238,7 +238,7 @@ def test_a_value_that_a_schedule_would_overwrite_cannot_be_set():
 
 
 @pytest.mark.parametrize("value", ["0.1", None, [0.1], optax.constant_schedule(1), 1j])
-def test_a_value_must_be_a_number_of_the_same_dtype(value):
+def test_a_value_is_a_number(value):
     def every(every, rate):
         return optax.sgd(rate * every)
 
@@ -253,6 +253,6 @@ def test_a_value_must_be_a_number_of_the_same_dtype(value):
 
 
 @pytest.mark.parametrize("what", ["hyperparams", "set"])
-def test_before_init_is_an_error(what):
+def test_before_init(what):
     with pytest.raises(es.NotInitializedError, match=rf"`es\.Optimizer\.{what}` was"):
         getattr(es.Optimizer(sgd()), what)(learning_rate=0.1)

@@ -95,7 +95,7 @@ def test_its_leaves_are_the_leaves_of_the_optax_state(net):
 
 
 @standard
-def test_every_array_in_it_has_kind_opt_state(net):
+def test_every_array_in_it_is_of_kind_opt_state(net):
     optimizer = es.Optimizer(optax.adam(optax.constant_schedule(0.1))).init(net)
     parts = es.parts((net, optimizer))
     in_optimizer = [p for p in parts if p.name.startswith("[1]")]
@@ -285,7 +285,7 @@ def test_labels_still_fit_after_the_mode_has_changed(net, mode):
 @standard
 @pytest.mark.parametrize("mode", [es.train, es.eval])
 @pytest.mark.parametrize("of_params", [False, True])
-def test_a_filter_gives_the_mask_for_weight_decay(net, mode, of_params):
+def test_a_mask_for_weight_decay_comes_from_a_filter(net, mode, of_params):
     def is_matrix(part):
         return part.value.ndim > 1
 
@@ -489,7 +489,7 @@ def test_weak_types_and_numbers_in_the_state_become_strong():
     }
 
 
-def test_gradients_must_be_the_first_argument():
+def test_the_gradients_come_first():
     class Counted(es.Module):
         weight: es.Parameter
         count: es.State = 0
@@ -511,7 +511,7 @@ def test_gradients_must_be_the_first_argument():
 
 
 @pytest.mark.parametrize("switch", [es.eval, eqx.nn.inference_mode, es.freeze])
-def test_one_switch_may_change_the_modes_of_model_and_optimizer(switch):
+def test_a_model_may_be_switched_together_with_its_optimizer(switch):
     class Scale(es.Module):
         w: es.Parameter
 

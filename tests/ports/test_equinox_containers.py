@@ -91,7 +91,7 @@ def test_dropout_of_both_kinds():
 # --- Other containers -----------------------------------------------------------------
 
 
-def test_a_user_defined_container_of_lists_and_dicts():
+def test_a_users_container_of_lists_and_dicts():
     layers = [es.nn.Dropout(0.5, key=0), Counter()]
     model = Block(layers, {"counter": Counter()})
     run = eqx.filter_jit(lambda model, key: es.mutable(model)(jnp.ones(4), key=key))
@@ -101,7 +101,7 @@ def test_a_user_defined_container_of_lists_and_dicts():
         assert model.layers[1].keyed == (key is not None)
 
 
-def test_an_mlp_with_a_stateful_activation():
+def test_an_mlp_with_an_activation_that_has_state():
     # `eqx.nn.MLP` stores one activation per feature, and calls slices of it.
     model = eqx.nn.MLP(2, 2, 4, 2, activation=Counter(), key=jr.key(0))
     assert model.activation.count.shape == (2, 4)
@@ -130,7 +130,7 @@ def test_weight_norm_around_a_layer_of_ours():
         es.mutable(model)(jnp.ones(3))
 
 
-def test_our_state_next_to_state_of_equinox_in_one_sequential():
+def test_our_state_beside_equinoxs_in_one_sequential():
     norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
     inner = eqx.nn.Sequential([es.nn.Stateful(norm), Counter()])
     _, new = batched(inner)(data(0))

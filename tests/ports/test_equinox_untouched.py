@@ -228,7 +228,7 @@ def output(imported):
     return json.loads(re.sub(r"0x[0-9a-f]+", "0x", done.stdout))
 
 
-def test_programs_that_only_use_equinox_print_the_same_with_eqx_state_imported():
+def test_programs_that_use_equinox_alone_are_the_same_with_eqx_state_imported():
     without = output("sys")
     imported = output("eqx_state")
     assert without.keys() == imported.keys() == PROGRAMS.keys()

@@ -49,7 +49,7 @@ def repeat(step):
 
 
 @eager_and_jit
-def test_loops_branches_and_jit_can_write(jit):
+def test_loops_branches_and_jit_write(jit):
     ref = zero()
     jit(lambda: repeat(lambda: count(ref)))()
     assert ref[...] == 5
@@ -172,7 +172,7 @@ def test_a_custom_jvp_loses_the_write_in_a_gradient():
         jax.jit(double)(1.0)
 
 
-def test_writing_a_differentiated_value_needs_stop_gradient():
+def test_a_differentiated_value_needs_stop_gradient():
     def written(stop):
         ref = zero()
         jax.grad(lambda x: (jax.ref.set(ref, ..., stop(x)), x)[1])(3.0)
@@ -199,7 +199,7 @@ def test_the_backward_pass_can_write():
     assert seen[...] == 6
 
 
-def test_a_call_that_raises_keeps_its_writes():
+def test_a_call_that_raises_has_written():
     ref = zero()
 
     def f(x):
@@ -211,7 +211,7 @@ def test_a_call_that_raises_keeps_its_writes():
     assert ref[...] == 1
 
 
-def test_a_module_with_a_ref_shares_it_with_copies_and_does_not_save_it(tmp_path):
+def test_a_module_with_a_ref_shares_it_with_its_copies_and_does_not_save_it(tmp_path):
     class Net(eqx.Module):
         weight: jax.Array
         calls: jax.Ref
@@ -235,7 +235,7 @@ def test_a_module_with_a_ref_shares_it_with_copies_and_does_not_save_it(tmp_path
     assert [loaded.weight, loaded.calls[...]] == [1, 0]
 
 
-def test_a_ref_must_be_passed_to_jit_once_and_cannot_be_returned():
+def test_a_ref_is_given_to_jit_once_and_not_returned():
     ref = zero()
     with pytest.raises(ValueError, match="only one reference .* at both a and b"):
         jax.jit(lambda a, b: None)(ref, ref)

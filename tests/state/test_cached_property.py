@@ -28,7 +28,7 @@ class Net(es.Module):
         return (self.square - before) * x
 
 
-def test_a_cached_property_is_not_in_the_tree():
+def test_it_is_not_in_the_tree():
     net, other = Net(3.0), Net(3.0)
     assert net.square == 9.0
     assert jax.tree.structure(net) == jax.tree.structure(other)

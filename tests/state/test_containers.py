@@ -49,7 +49,7 @@ def test_writing_to_a_container_does_not_change_that_of_the_caller():
         es.mutable(f)(model)
 
 
-def test_a_number_written_to_a_container_takes_the_old_dtype():
+def test_a_number_written_into_a_container_of_the_right_kind():
     def f(m):
         m.stats["b"]["c"] = 4
         m.history[1] = 3  # an integer where a float was

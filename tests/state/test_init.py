@@ -71,7 +71,7 @@ def test_init_returns_a_new_model():
     [42, np.int64(42), jnp.uint32(42), jr.key(42)],
     ids=repr,
 )
-def test_init_takes_a_seed_or_a_key(seed):
+def test_a_seed_or_a_key(seed):
     assert equal(Net().init(seed), Net().init(42))
     assert equal(es.init(Net(), seed), Net().init(42))
 
@@ -84,12 +84,12 @@ def test_init_with_different_seeds_and_legacy_keys():
 
 
 @pytest.mark.parametrize("bad", ["seed", 1.5, jnp.ones(2)], ids=str)
-def test_an_invalid_key_is_an_error(bad):
+def test_a_bad_key(bad):
     with pytest.raises(TypeError, match="key"):
         Net().init(bad)
 
 
-def test_keys_depend_only_on_the_path():
+def test_keys_differ_by_path_and_by_nothing_else():
     class Bigger(es.Module):
         first: Lazy
         a: Lazy
@@ -109,7 +109,7 @@ def test_keys_depend_only_on_the_path():
 # --- Values of an `Initializer` -----------------------------------------------------
 
 
-def test_an_initializer_may_return_an_array_a_pytree_or_a_module():
+def test_an_array_a_pytree_or_a_module():
     class Any(es.Module):
         array: es.Parameter
         number: es.State
@@ -147,7 +147,7 @@ def test_initializers_in_containers_and_in_plain_modules():
     assert new.parts[1] is model.parts[1]
 
 
-def test_lazy_calls_the_class_with_a_key():
+def test_lazy_is_the_layer_with_a_key():
     def cls(*args, key, **kwargs):
         return {"args": args, "kwargs": kwargs, "key": key}
 
@@ -158,7 +158,7 @@ def test_lazy_calls_the_class_with_a_key():
     assert made["key"] == key
 
 
-def test_lazy_layers_inside_a_lazy_layer():
+def test_lazy_in_lazy():
     def block(size, *, key):
         del key
         return eqx.nn.Sequential([es.lazy(eqx.nn.Linear, size, size) for _ in range(2)])
@@ -218,7 +218,7 @@ def test_using_a_placeholder_is_an_error_that_says_what_it_is(use):
         use(Lazy().w)
 
 
-def test_a_lazy_model_can_be_pickled_if_its_functions_can():
+def test_a_lazy_model_pickles_where_its_functions_do():
     class_level = es.Initializer(ones)
     model = pickle.loads(pickle.dumps(class_level))
     assert (es.init([model], 0)[0] == 1).all()

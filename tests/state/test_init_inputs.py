@@ -139,7 +139,7 @@ def test_a_model_that_is_not_callable():
 # --- Order, new modules, containers -------------------------------------------------
 
 
-def test_init_runs_initializers_then_hooks_then_the_forward_pass_and_new_hooks():
+def test_initializers_come_first_then_hooks_then_the_forward_pass_and_new_hooks():
     order = []
 
     class Inner(es.Module):
@@ -215,7 +215,7 @@ def test_a_container_of_none_is_set_by_the_forward_pass(holes):
     assert [layer.w.shape for layer in net.layers] == [(2, 3), (3, 2), (4, 3)]
 
 
-def test_a_dict_keeps_its_class_and_factory_and_may_get_new_keys():
+def test_a_dict_keeps_its_class_and_its_factory_and_gets_new_keys():
     class Net(es.Module):
         layers: dict
 
@@ -286,7 +286,7 @@ STACKED = {
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_layers_of_a_stack_must_be_initialized_one_at_a_time(name):
+def test_layers_of_a_stack_are_initialized_one_by_one(name):
     run, x = STACKED[name], jnp.ones(3)
     stack = eqx.filter_vmap(Stackable)(jnp.zeros(3))
     with pytest.raises(
@@ -319,7 +319,7 @@ def test_a_new_parameter_is_mapped_like_the_existing_parameters():
         Two(jnp.ones(2)).init(0, xs, call=run(0))
 
 
-def test_init_does_not_change_arrays_of_the_caller():
+def test_the_arrays_of_the_caller_are_not_changed():
     class Net(es.Module):
         n: es.State
         w: es.Parameter
@@ -409,7 +409,7 @@ class Lazy(es.Module):
         return self.w * x
 
 
-def test_a_layer_that_takes_its_shapes_from_an_input_must_be_initialized():
+def test_a_layer_that_takes_its_shapes_from_an_input():
     model = Lazy(n=jnp.zeros(3))
     with rejects(model, FROZEN, r"`Lazy\.w`", r"model\.init\(42, x\)"):
         es.mutable(model)(jnp.ones(3))

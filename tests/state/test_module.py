@@ -66,7 +66,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", range(len(MODES)))
-def test_a_new_and_an_unflattened_module_have_the_same_structure(mode):
+def test_a_fresh_and_an_unflattened_module_have_one_structure(mode):
     model = MODES[mode](make_model())
     leaves, structure = jax.tree.flatten(model)
     new = jax.tree.unflatten(structure, leaves)
@@ -168,7 +168,7 @@ def test_post_init_check_init_and_converters():
         Sub(1, y=6.0)
 
 
-def test_a_default_that_init_does_not_assign_is_in_the_tree():
+def test_a_default_that_a_written_init_does_not_assign_is_in_the_tree():
     class Net(es.Module):
         label: ClassVar[str] = "net"
         name: str = "net"
@@ -235,7 +235,7 @@ def test_abstract_methods_and_variables():
         AbstractLayer()
 
 
-def test_modules_with_unusual_special_methods():
+def test_modules_with_odd_special_methods():
     class Odd(es.Module):
         x: es.Parameter
         n: es.State = 0
@@ -269,7 +269,7 @@ def test_modules_with_unusual_special_methods():
 # --- Plain JAX ------------------------------------------------------------------------
 
 
-def test_plain_jax_accepts_modules_of_arrays():
+def test_plain_jax_takes_modules_of_arrays():
     norm = make_norm()
     out = jax.jit(lambda m, x: (m, m(x)))(norm, ONE)
     assert eqx.tree_equal(out[0], norm)
@@ -362,7 +362,7 @@ def test_copy_uses_the_reduce_method_of_the_class():
     assert copy.copy(Reopened("data", "opened")) == Reopened("data", "opened anew")
 
 
-def test_copy_uses_getstate_and_setstate():
+def test_getstate_and_setstate_are_a_pair():
     class Cached(es.Module):
         w: es.Parameter
         cache: dict = eqx.field(static=True, default_factory=dict)

@@ -50,7 +50,7 @@ class Counted(es.Module):
         return x
 
 
-def test_a_hook_may_assign_any_field_and_runs_only_once():
+def test_a_hook_may_assign_any_field_and_runs_once_in_a_life():
     model = Counted()
     assert not model.initialized
     new = model.init(0)
@@ -87,7 +87,7 @@ def test_a_hook_may_replace_an_array_by_a_layer():
     assert Net(jnp.zeros(())).init(0).layer.calls == 1
 
 
-def test_a_hook_that_fails_does_not_change_the_model():
+def test_a_hook_that_fails_leaves_the_model_alone():
     class Bad(es.Module):
         w: es.Parameter = 1.0
 

@@ -19,7 +19,7 @@ import eqx_state as es
 # --- The result ---------------------------------------------------------------------
 
 
-def test_mutable_returns_output_and_new_model_and_does_not_change_the_old_one():
+def test_returns_output_and_new_model_and_leaves_the_old_alone():
     model = Counter()
     with untouched(model):
         y, new = es.mutable(model)(3.0)

@@ -21,7 +21,7 @@ PUT = {"itself": lambda h: h, "in a dict": lambda h: {"a": h}}
 
 
 @pytest.mark.parametrize("put", PUT.values(), ids=PUT)
-def test_a_numpy_array_that_is_assigned_is_state_in_a_loop(put):
+def test_a_numpy_array_that_is_written_is_state_in_a_loop(put):
     class Rnn(es.Module):
         h: es.State
 
@@ -85,7 +85,7 @@ def test_a_list_that_a_transform_does_not_write_is_the_same_object():
     assert es.mutable(f)(Holder([Count()], [0]))[1].layers[0].n == 1
 
 
-def test_changing_a_list_of_arrays_inside_a_transform_is_an_error():
+def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
     def f(model):
         stats = model.stats
 

@@ -110,7 +110,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_inside_a_scope_the_message_lists_the_three_usual_causes(cause):
+def test_inside_a_scope_the_three_usual_causes_are_listed(cause):
     wrong, advice, right = CAUSES[cause]
     text = run(wrong)
     assert text.startswith("Cannot write `Layer.count`: this `Layer` is not part of an")
@@ -119,7 +119,7 @@ def test_inside_a_scope_the_message_lists_the_three_usual_causes(cause):
     right()
 
 
-def test_in_the_forward_pass_of_init_the_message_names_init():
+def test_in_the_forward_pass_of_init():
     assert "`es.init` makes writable" in run(
         lambda: Net(Layer()).init(0, X, call=lambda n, x: n.layer.train()(x))
     )

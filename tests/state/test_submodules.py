@@ -51,7 +51,7 @@ def test_the_assigned_object_itself_stays_frozen():
         fresh.step()
 
 
-def test_a_changed_copy_of_a_submodule_can_be_assigned():
+def test_a_changed_copy_of_the_submodule():
     model = Pair(Layer(), Layer())
 
     def f(m):
@@ -142,7 +142,7 @@ def into_a_dict(m):
         (into_a_dict, [1, 5, 1]),
     ],
 )
-def test_modules_may_be_moved(f, expected):
+def test_a_module_is_moved(f, expected):
     with untouched(model := Group()):
         assert counts(es.mutable(f)(model)[1]) == expected
 
@@ -235,7 +235,7 @@ def test_removing_a_module_from_a_closed_over_list_is_an_error(transform):
 
 
 @through
-def test_modules_may_be_moved_inside_a_transform(transform):
+def test_modules_that_are_moved_inside(transform):
     with untouched(model := Group()):
         assert counts(es.mutable(transform(swap))(model)[1].layers) == [6, 0]
 

@@ -33,7 +33,7 @@ def write(model, *, kinds=es.State, **fields):
 # --- Kinds --------------------------------------------------------------------------
 
 
-def test_every_kind_of_state_can_be_written_by_default():
+def test_every_kind_of_state_is_written_by_default():
     class All(es.Module):
         state: es.State
         stat: es.BatchStat
@@ -166,7 +166,7 @@ def test_weak_types_become_strong(dtype):
     "value", [np.float64(0.5), np.array(0.5)], ids=["float64", "array"]
 )
 @pytest.mark.parametrize("start", ["jax", "same"])
-def test_values_of_numpy_are_converted_to_the_old_dtype(value, start):
+def test_values_of_numpy_take_the_old_dtype(value, start):
     # JAX converts NumPy's float64, the type of `np.mean`, to its own float, here
     # float32.
     model = Slot(jnp.zeros(()) if start == "jax" else value)
@@ -262,7 +262,7 @@ def test_a_traced_integer_wraps_as_in_jax():
     assert new.x == np.int32(300).astype(np.uint8)
 
 
-def test_a_numpy_array_is_never_converted_to_different_numbers():
+def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
     big = np.array([0, 2**40])
     with rejects(model := Slot(big), ValueError, "`x`", "int32", "jax_enable_x64"):
         es.mutable(model)(jnp.zeros(2, int))

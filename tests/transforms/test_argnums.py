@@ -30,7 +30,7 @@ def first_and_last(a, x, b):
     return a(x) + b(x)
 
 
-def test_an_integer_selects_one_argument():
+def test_an_integer_names_one_argument():
     a, b = Counter(), Counter(3.0)
     with untouched((a, b)):
         y, new = es.mutable(lambda x, m: m(x), argnums=1)(1.0, b)
@@ -64,7 +64,7 @@ def test_the_models_are_in_the_order_of_argnums():
     assert es.mutable(lambda x: x, argnums=())(1.0) == (1.0, ())
 
 
-def test_filters_see_paths_in_the_tuple():
+def test_filters_see_the_tuple():
     wrt = es.all_of(es.trainable, es.path_matches("[1].*"))
     grads, _ = es.grad(first_and_last, argnums=(0, 2), wrt=wrt)(
         Counter(), 1.0, Counter()
@@ -125,6 +125,6 @@ def test_sown_values_are_named_by_the_position_in_the_tuple():
 
 
 @pytest.mark.parametrize("argnums", [1.0, (0, "x"), {0, 1}])
-def test_argnums_must_be_integers(argnums):
+def test_argnums_are_integers(argnums):
     with pytest.raises(TypeError, match=r"`es\.mutable\(\.\.\., argnums="):
         es.mutable(first_and_last, argnums=argnums)

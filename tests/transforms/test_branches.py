@@ -121,7 +121,7 @@ def test_branches_that_write_different_state(choose):
     check(f, Net(), choose)
 
 
-def test_only_state_that_some_branch_writes_is_replaced():
+def test_only_the_state_that_some_branch_writes_is_new():
     seen = []
 
     def f(net):
@@ -133,7 +133,7 @@ def test_only_state_that_some_branch_writes_is_replaced():
     assert seen == [True, True, True]
 
 
-def test_a_module_returned_by_a_branch_may_be_assigned(choose):
+def test_a_branch_returns_a_module_that_may_be_assigned(choose):
     def f(net, i, choose):
         def write(cell):
             cell(2.0)

@@ -64,7 +64,7 @@ def dtypes(tree: Any) -> dict[str, Any]:
 # --- Inside ---------------------------------------------------------------------------
 
 
-def test_inside_the_selected_arrays_have_the_requested_dtype():
+def test_the_selected_arrays_have_the_dtype_inside():
     layer = make_layer()
     y, new = es.mutable(layer, cast=CAST)(X)
     assert y.dtype == HALF
@@ -80,7 +80,7 @@ def test_complex_arrays_integers_and_keys_are_never_cast():
     assert inside == dtypes(layer) | dict.fromkeys(["weight", "mean", "codes"], HALF)
 
 
-def test_rules_choose_the_dtype_and_none_does_not_cast():
+def test_rules_decide_and_none_leaves_arrays_alone():
     layer = make_layer()
     rules = {es.path_matches("weight"): jnp.float16, es.State: None, ...: "bfloat16"}
     with jax.numpy_dtype_promotion("standard"):
@@ -88,7 +88,7 @@ def test_rules_choose_the_dtype_and_none_does_not_cast():
     assert seen == [dtypes(layer) | {"weight": jnp.float16, "codes": HALF}]
 
 
-def test_moments_and_averages_are_not_cast_as_parameters():
+def test_moments_and_averages_are_not_parameters():
     model = {"w": jnp.ones(2)}
     optimizer = es.Optimizer(optax.sgd(0.1, momentum=0.9)).init(model)
     tree = model, optimizer, es.Ema(0.9).init(model)
@@ -133,7 +133,7 @@ def test_other_dtypes_are_not_converted(dtype, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", None], ids=["strong", "weak"])
-def test_state_that_is_cast_is_returned_in_its_own_dtype(dtype):
+def test_state_that_is_cast_takes_its_own_dtype(dtype):
     def run(m):
         m.mean = jnp.broadcast_to(jnp.asarray(1 / 3, dtype), (1,))
         return m.mean.dtype
@@ -156,7 +156,7 @@ def test_an_array_assigned_to_a_different_field_has_its_cast_value():
     assert new.mean.tolist() == [1.0, HALF_OF_A_THIRD]
 
 
-def test_containers_and_modules_that_are_assigned():
+def test_containers_and_modules_that_are_written():
     class Holder(es.Module):
         stats: es.State[dict[str, Any]]
         inner: Any
@@ -254,7 +254,7 @@ def test_no_cast_or_a_cast_to_the_same_dtype_changes_nothing():
         assert eqx.tree_equal(plain, same)
 
 
-def test_cast_with_argnums():
+def test_argnums():
     a, b = make_layer(), make_layer()
 
     def both(x, a, b):
@@ -307,7 +307,7 @@ def test_transforms_inside(rules):
         assert jnp.allclose(grads.weight, exact.weight, rtol=0.02)
 
 
-def test_a_step_is_traced_once_and_retraced_for_different_rules():
+def test_it_is_traced_once_and_retraced_for_other_rules():
     traces = []
 
     @es.jit
@@ -329,7 +329,7 @@ def test_a_step_is_traced_once_and_retraced_for_different_rules():
     assert y.dtype == HALF
 
 
-def test_capture_of_a_gradient_with_cast():
+def test_capture_around():
     class Sower(es.Module):
         weight: es.Parameter
         mean: es.State

@@ -78,7 +78,7 @@ RECURSIVE = [decorated, by_default]
 
 
 @pytest.mark.parametrize("make", RECURSIVE)
-def test_recursive_functions_write_to_one_model(make):
+def test_functions_that_call_each_other_write_to_one_model(make):
     def f(holder, x):
         def get():
             holder.layer(x)
@@ -111,7 +111,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_a_module_in_a_pytree_and_a_closure_cell_that_is_filled_later():
+def test_a_module_in_a_pytree_and_a_cell_that_is_filled_later():
     def f(layer, x):
         def run(x):
             return later.second(x)
@@ -127,7 +127,7 @@ def test_a_module_in_a_pytree_and_a_closure_cell_that_is_filled_later():
     assert (y, new.n) == (2.0, 1.0)
 
 
-def test_a_deeply_nested_list_may_be_closed_over():
+def test_a_long_chain_may_be_closed_over():
     chain = None
     for i in range(1500):
         chain = [i, chain]

@@ -218,7 +218,7 @@ class Nested(es.Module):
 
 
 @kept_by_jax
-def test_inner_modules_are_written_even_if_the_rule_is_traced_after_the_call():
+def test_modules_inside_are_written_also_if_the_rule_is_traced_after_the_call():
     def loss(net, x):
         return jitted(net, x) * 2
 
@@ -243,7 +243,7 @@ def test_a_key_that_is_not_drawn_from_does_not_change():
         close(new, layer)
 
 
-def test_both_arguments_have_cotangents():
+def test_both_arguments_and_the_state_have_their_cotangents():
     def f(layer, x):
         out, vjp_fn = es.vjp(lambda layer, x: layer(x), layer, x)
         return vjp_fn(1.0)
@@ -278,7 +278,7 @@ def test_no_gradient_flows_through_written_state(of):
         assert (by_x, grads.weight, grads.mean, new.mean) == (7.0, 0.0, 0.0, 4.0)
 
 
-def test_a_gradient_flows_through_state_that_is_not_written():
+def test_a_gradient_flows_through_state_that_nothing_writes():
     rule = make(es, scale, lambda *args: (scale(*args), None), lambda _, g: (None, g))
 
     def loss(layer, x):
@@ -289,7 +289,7 @@ def test_a_gradient_flows_through_state_that_is_not_written():
         assert grads.mean == 3.0
 
 
-def test_the_forward_rule_is_traced_only_if_a_derivative_may_need_it():
+def test_the_forward_rule_is_traced_only_where_it_may_be_needed():
     traces = []
 
     def fwd(layer, x):
@@ -314,7 +314,7 @@ def test_sown_values_are_those_of_the_function_or_rule_that_ran():
 
 
 @kept_by_jax
-def test_init_works_through_a_custom_vjp():
+def test_init_runs_through_it():
     class Lazy(es.Module):
         weight: es.Parameter | None = None
 
@@ -431,7 +431,7 @@ def test_a_module_that_is_only_closed_over_is_an_error(name):
             call(Layer(), X)
 
 
-def test_a_module_that_is_also_an_argument_may_be_closed_over():
+def test_a_module_that_is_also_passed_may_be_closed_over():
     def run(net, x):
         fwd = lambda net, x: (scale(net["a"], x), x)  # noqa: E731
         bwd = lambda x, g: (None, net["a"].weight * g)  # noqa: E731
@@ -472,7 +472,7 @@ def rule(fwd=lambda m, x: (x, None), bwd=lambda _, g: (None, g), **options):
     ],
     ids=["pair", "tuple", "count", "structure", "bwd", "fwd"],
 )
-def test_rules_that_jax_or_python_rejects(rule, message):
+def test_rules_that_jax_or_python_reject(rule, message):
     with pytest.raises(TypeError, match=message):
         jax.grad(lambda x: rule(Layer(), x))(2.0)
 
@@ -509,7 +509,7 @@ def test_the_function_and_its_rule_must_return_the_same_structure():
     assert es.value_and_grad(lambda m, x: m(x)[0])(sowing("b", "b"), X)[0][0] == 4.0
 
 
-def test_invalid_calls():
+def test_a_call_that_does_not_fit():
     with pytest.raises(AttributeError, match="No VJP defined .* function sin"):
         es.custom_vjp(jnp.sin)(1.0)
     with pytest.raises(TypeError, match="too many positional arguments"):

@@ -217,7 +217,7 @@ def test_a_returned_module_has_cotangents_for_its_inexact_arrays():
     assert moved.count.dtype == moved.rng.dtype == jax.dtypes.float0
 
 
-def test_integers_are_allowed_on_request_and_strings_always():
+def test_integers_are_allowed_on_request_and_text_always():
     f = es.jacrev(lambda n, x: {"a": n * x}, (0, 1), allow_int=True)
     assert f(jnp.array(3), 2.0) == {"a": (None, 3.0)}
     with pytest.raises(TypeError, match="argument 0 has no inexact arrays"):
@@ -257,7 +257,7 @@ def test_state_is_updated_once_for_every_way_to_pass_the_module(way):
 
 
 @pytest.mark.parametrize("name", ["vjp", "jacfwd", "jacrev"])
-def test_a_module_argument_is_differentiated_with_its_state(name):
+def test_a_module_among_the_arguments_is_differentiated_with_its_state(name):
     def f(net, x):
         run = lambda scale, cell: (cell(x), cell.mean)  # noqa: E731
         if name == "vjp":
@@ -282,7 +282,7 @@ def test_a_closure_is_a_constant_and_an_argument_given_twice_has_two_cotangents(
 
 @each_way
 @pytest.mark.parametrize("has_other", [False, True])
-def test_state_that_is_written_in_two_ways_is_an_error(way, has_other):
+def test_state_that_is_written_both_ways_is_an_error(way, has_other):
     def closed(net):
         return way(lambda cell: cell(1.0) + net.cell(1.0), net.cell)
 
@@ -464,7 +464,7 @@ def test_gradients_of_tied_layers_have_the_stored_structure(way):
 # --- The returned functions -----------------------------------------------------------
 
 
-def test_the_returned_functions_pass_through_jit():
+def test_the_functions_pass_through_jit():
     def make(cell, x):
         _, vjp_fn = es.vjp(lambda cell, x: cell.weight * jnp.sin(x), cell, x)
         _, jvp_fn = es.linearize(lambda x: cell.weight * jnp.sin(x), x)
@@ -584,7 +584,7 @@ def test_a_wrong_number_of_tangents_is_an_error():
 
 
 @pytest.mark.parametrize("given", [((1.0,), 1.0), (jnp.ones(1), (1.0,))])
-def test_jvp_requires_tuples(given):
+def test_jvp_takes_tuples(given):
     with pytest.raises(TypeError, match=r"must be tuples.*`(float|ArrayImpl)`"):
         es.jvp(jnp.sin, *given)
 
@@ -607,13 +607,13 @@ def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
 
 
 @pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
-def test_complex_arguments_without_holomorphic_are_an_error_of_jax(name):
+def test_without_holomorphic_complex_arguments_are_an_error_of_jax(name):
     with pytest.raises(TypeError, match="holomorphic"):
         getattr(es, name)(lambda z: z * z)(1j)
 
 
 @each
-def test_a_write_outside_a_scope_is_an_error(way):
+def test_outside_a_scope_a_write_is_an_error(way):
     with rejects(Cell(), FROZEN, "Cell.count"):
         way(lambda cell, x: cell(x), Cell(), 1.0)
 
@@ -638,7 +638,7 @@ def test_a_function_that_raises_leaves_state_unchanged(way):
     assert es.mutable(f)(Net())[0] == 0
 
 
-def test_an_invalid_model_is_an_error_that_names_it():
+def test_a_model_that_is_not_ready_is_named():
     with pytest.raises(es.NotInitializedError, match="`weight` is an `es.Init"):
         es.vjp(lambda m, x: m.weight * x, Cell(es.Initializer(jr.normal)), 1.0)
     cell = Cell()

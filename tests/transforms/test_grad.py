@@ -112,7 +112,7 @@ WRT = {
 
 
 @pytest.mark.parametrize("name", WRT)
-def test_wrt_selects_the_gradients(name):
+def test_wrt(name):
     wrt, expected = WRT[name]
     options = {} if wrt is None else {"wrt": wrt}
     (_, model), grads = es.value_and_grad(lambda m, x: m(x), **options)(Two(), X)
@@ -186,7 +186,7 @@ def test_the_loss_cannot_write_to_a_module_that_it_closes_over():
 
 
 @pytest.mark.parametrize("run", [es.value_and_grad, es.grad], ids=["both", "grad"])
-def test_arguments_that_cannot_be_differentiated(run):
+def test_nothing_to_differentiate(run):
     with pytest.raises(TypeError, match=r"es\.(value_and_)?grad"):
         run(lambda: 1.0)()
     with pytest.raises(TypeError, match="filter"):

@@ -124,7 +124,7 @@ def test_models_methods_and_calls_of_mutable_are_lowered(training):
     assert_close(es.jit(linear).lower(x[0]).compile()(x[0]), linear(x[0]))
 
 
-def test_a_compiled_program_donates():
+def test_donation_is_compiled_in():
     compiled = es.jit(lambda x, y: (x + 1, y + 1), donate="all-except-first")
     x, y = jnp.ones(3), jnp.ones(3)
     compiled = compiled.lower(x, y).compile()
@@ -142,7 +142,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_compiled_program_accepts_only_its_own_signature(case, training):
+def test_a_compiled_program_serves_its_own_signature_only(case, training):
     model, _, x = training
     args, kwargs = OTHERS[case](model, x)
     match = r"(?s)compiled by `es\.jit.*a different structure or different"
@@ -169,7 +169,7 @@ def test_a_compiled_program_rejects_other_shapes_and_dtypes(other, training):
         compiled_once()(training[0], other, 2)
 
 
-def test_lowering_in_a_scope_writes_nothing_but_running_the_program_does(training):
+def test_lowering_in_a_scope_writes_nothing_and_the_program_does(training):
     model, _, x = training
 
     class Outer(es.Module):

@@ -128,7 +128,7 @@ def test_aliases_see_one_state(transform):
 
 
 @pytest.mark.parametrize("transform", TWICE)
-def test_parameters_are_written_if_the_scope_allows_it(transform):
+def test_parameters_are_written_where_the_scope_allows_it(transform):
     class Weights(es.Module):
         weight: es.Parameter = 1.0
 

@@ -33,7 +33,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_scope", [False, True])
-def test_a_function_is_traced_on_each_call(way, in_scope):
+def test_a_function_is_traced_at_each_call(way, in_scope):
     traces = []
     scale = 1.0
 
@@ -68,7 +68,7 @@ def test_a_comparison_of_parameters_is_traced():
 
 
 @pytest.mark.parametrize("bound", [int, np.int32, jnp.array])
-def test_a_fori_loop_with_concrete_bounds_can_be_differentiated(bound):
+def test_a_loop_between_known_bounds_can_be_differentiated(bound):
     def f(x):
         return es.fori_loop(bound(1), bound(4), lambda i, c: c * i, x)
 

@@ -80,7 +80,7 @@ CALLED = {
         pytest.param(eqx.filter_jit, id="jit", marks=leaks_on_purpose),
     ],
 )
-def test_a_write_reaches_the_model_or_is_an_error(name, jit):
+def test_a_write_arrives_or_is_an_error(name, jit):
     expected = XS[0] if name.startswith("grad") else XS.sum()
 
     def f(net, x):
@@ -113,7 +113,7 @@ LIFTED = {
 
 @pytest.mark.parametrize("lifted", LIFTED)
 @pytest.mark.parametrize("is_outer", [False, True])
-def test_a_write_through_both_is_an_error(lifted, is_outer):
+def test_a_write_through_both(lifted, is_outer):
     first, second = (lambda f, x: jax.vmap(f)(x)), LIFTED[lifted]
     if is_outer:
         first, second = second, first

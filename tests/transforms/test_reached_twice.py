@@ -100,7 +100,7 @@ def test_one_module_as_two_arguments_with_different_axes(axes):
 
 
 @each
-def test_the_argument_is_written_and_the_closure_reads_other_fields(each):
+def test_the_state_of_the_argument_is_written_and_the_closure_has_other_fields(each):
     # The usual case: the body closes over `self` only to read a different field.
     def f(net):
         return each(lambda layer: layer(net.scale), net.layers)

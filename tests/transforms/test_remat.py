@@ -130,7 +130,7 @@ def test_on_arrays_it_equals_the_checkpoint_of_jax(name):
     close(ARGUMENTS[name](es.checkpoint), ARGUMENTS[name](jax.checkpoint))
 
 
-def test_static_arrays_are_not_traced():
+def test_arrays_that_are_static_are_not_traced():
     def f(x, n):
         return x * float(n)
 
@@ -171,7 +171,7 @@ def test_the_wrapper():
 
 
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-def test_a_returned_module_may_be_assigned():
+def test_a_module_that_is_returned_may_be_assigned():
     def f(net, checkpoint):
         def g(cell):
             return cell(0.3), cell

@@ -208,7 +208,7 @@ def test_a_key_that_all_devices_assign_is_stored_and_an_unused_key_does_not_chan
     assert es.mutable(mapped(model))(XS)[1].rng is model.rng
 
 
-def test_axes_pass_each_device_its_part():
+def test_axes_give_every_device_its_part():
     model = Norm(weight=jnp.arange(2.0), mean=jnp.zeros(2))
 
     def run(model, xs):
@@ -223,7 +223,7 @@ def test_axes_pass_each_device_its_part():
     close(new.mean, jnp.array([0.0, 5.5]))
 
 
-def test_a_function_without_arguments_sees_its_part_of_a_model():
+def test_a_function_without_arguments_has_its_part_of_a_model():
     layer = Norm(weight=jnp.arange(2.0))
     f = eqx.Partial(lambda layer: 2 * layer.weight, layer)
     close(mapped(f, (), axes={es.Parameter: ROWS})(), jnp.array([0.0, 2.0]))
@@ -249,7 +249,7 @@ def test_specs_of_a_decorated_method_do_not_count_self():
     close((out, new.calls), (2 * XS + 1, jnp.array(1)))
 
 
-def test_it_works_inside_other_transforms():
+def test_it_works_inside_the_other_transforms():
     def step(norm, xs):
         norm.calls = norm.calls + 1
         return mapped(lambda xs: norm.weight * xs)(xs)
@@ -267,7 +267,7 @@ def test_it_works_inside_other_transforms():
     assert new.calls == 5
 
 
-def test_other_transforms_work_inside_it():
+def test_the_other_transforms_work_inside_it():
     def f(norm, xs):
         ys = es.vmap(lambda x: norm.weight * x)(xs)
         (_, grads) = es.value_and_grad(lambda w, y: jnp.sum(w * y))(norm.weight, ys)
@@ -383,7 +383,7 @@ def test_state_that_varies_after_a_loop_is_an_error(loop):
         es.jit(f)(Sum(), jnp.arange(4.0))
 
 
-def test_a_loop_of_one_step_over_a_numpy_array():
+def test_a_loop_of_one_step_over_an_array_of_numpy():
     one = np.ones(1, np.float32)
     f = mapped(lambda xs: es.scan(lambda c, x: (c + x, None), xs, one)[0])
     close(f(XS), XS + 1)
@@ -398,7 +398,7 @@ def test_a_carry_with_a_changed_structure_is_an_error_of_jax():
 # --- Errors ---------------------------------------------------------------------------
 
 
-def test_without_the_check_writing_shared_state_needs_a_spec():
+def test_without_the_check_shared_state_is_not_written():
     model = {"norm": Norm()}
 
     def f(model, xs, **options):
@@ -438,7 +438,7 @@ def test_without_the_check_writing_shared_state_needs_a_spec():
         (dict(axes={es.Parameter: ROWS}), ValueError, r"in_specs\[2\]\.weight is"),
     ],
 )  # fmt: skip
-def test_invalid_specs(options, error, message):
+def test_specs_that_do_not_fit(options, error, message):
     options = dict(mesh=LINE, in_specs=ROWS, out_specs=ROWS) | options
     with pytest.raises(error, match=message):
         es.shard_map(Norm().eval(), **options)(XS)
@@ -452,6 +452,6 @@ def test_jax_names_an_array_of_a_module_in_a_scope():
         es.mutable(f)({"norm": Norm()}, XS)
 
 
-def test_specs_are_inferred_only_from_types():
+def test_specs_are_only_inferred_from_types():
     with pytest.raises(TypeError, match=r"in_specs .*axis_names=.*type AxisType\.Auto"):
         es.shard_map(lambda x: x, mesh=LINE, out_specs=ROWS)(XS)

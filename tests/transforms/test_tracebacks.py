@@ -112,7 +112,7 @@ def test_with_tracebackhide_our_frames_remain_and_are_marked():
 
 
 @pytest.mark.parametrize("name", ["jit of a step", "mutable"])
-def test_one_note_says_how_to_show_our_frames(name):
+def test_one_note_tells_how_to_see_them(name):
     with pytest.raises(RuntimeError, match="mine") as info:
         CALLS[name]()
     (note,) = info.value.__notes__

@@ -72,7 +72,7 @@ def test_outside_a_scope_it_works_as_long_as_nothing_is_written(way):
         WAYS[way](model, XS)
 
 
-def test_the_body_sees_a_copy_as_argument_and_the_object_in_the_closure():
+def test_an_argument_is_a_copy_and_a_closure_the_object():
     def f(net, xs):
         inner = net.a
 
@@ -89,7 +89,7 @@ def test_the_body_sees_a_copy_as_argument_and_the_object_in_the_closure():
     assert in_lanes.tolist() == [after] * 3 == [1.5] * 3
 
 
-def test_a_module_passed_by_keyword_has_axis_0():
+def test_a_module_by_keyword_has_axis_0():
     f = es.mutable(lambda m, xs: es.vmap(lambda x, *, m: m(x))(xs, m=m))
     _, new = f(Tally(jnp.ones(3), jnp.zeros(3)), XS)
     assert (new.total == XS).all()
@@ -138,7 +138,7 @@ def leaves_unreduced(net, x):
         (lambda net, x: net.a(x), ValueError, {"out_axes": 5}),
     ],
 )
-def test_an_error_leaves_state_unchanged(lane, error, options):
+def test_an_error_leaves_nothing_half_written(lane, error, options):
     def f(net, xs):
         with pytest.raises(error, match=r"half-way|`b\.mean`|out of bounds"):
             es.vmap(lambda x: lane(net, x), axis_name="batch", **options)(xs)
@@ -296,7 +296,7 @@ def test_axes_that_are_not_axes():
 # --- Decorating, copying, inner gradients -------------------------------------------
 
 
-def test_self_of_a_decorated_method_is_mapped_by_axes():
+def test_self_of_a_decorated_method_belongs_to_the_function():
     class Net(es.Module):
         total: Tally
 

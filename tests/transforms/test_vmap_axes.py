@@ -130,7 +130,7 @@ def test_keys_of_a_stack_are_split_and_do_not_count_as_reused(typed):
 
 @pytest.mark.parametrize("write", ["key", "stream"])
 @jax.debug_key_reuse(False)  # on purpose: one key is used again
-def test_an_assigned_key_is_stored_if_it_is_the_same_for_all_lanes(write):
+def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes(write):
     class Noise(es.Module):
         rng: es.Rng
         stream: es.RngStream
@@ -156,7 +156,7 @@ def test_an_assigned_key_is_stored_if_it_is_the_same_for_all_lanes(write):
 
 
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-def test_keys_may_be_shared_or_mapped():
+def test_keys_that_are_shared_or_mapped():
     model = Noisy(jr.key(0))
     y, new = lanes_of(model, axes={es.Rng: None})
     eager, expected = es.mutable(model)(0.0)
@@ -170,7 +170,7 @@ def test_keys_may_be_shared_or_mapped():
         assert new.rng[i] == new_i.rng
 
 
-def test_a_constant_key_is_the_same_in_all_lanes():
+def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
     class Seeded(es.Module):
         seed: es.Buffer
 
@@ -193,7 +193,7 @@ def test_only_keys_can_be_split():
 # --- Axes by kind -------------------------------------------------------------------
 
 
-def test_all_arrays_except_keys_are_shared_by_default():
+def test_parameters_statistics_and_the_rest_are_shared_by_default():
     model = tally()
 
     def lane(x):
@@ -217,7 +217,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("axes", "mapped"), KINDS)
-def test_a_kind_includes_its_subclasses_and_dots_are_all_other_arrays(axes, mapped):
+def test_kinds_mean_their_subclasses_and_dots_every_other_array(axes, mapped):
     model = tally(*mapped)
     by_entry = es.vmap(lambda m, x: m["m"](x), in_axes=({"m": axes}, 0))
     for y, new in (
@@ -250,7 +250,7 @@ def test_any_axis(axis):
         assert (jnp.moveaxis(y, 0, axis) == new.mean).all()
 
 
-def test_keys_of_axes_must_be_filters():
+def test_the_keys_are_filters():
     for wrong in ({"mean": 0}, {Noisy: 0}, 0, [es.State]):
         with pytest.raises(TypeError, match="is not a filter|`es.vmap.* rules are a"):
             es.vmap(lambda x: x, axes=wrong)
@@ -278,7 +278,7 @@ def test_an_axis_that_an_array_does_not_have(axes, match):
             es.mutable(call)(model)
 
 
-def test_axes_do_not_apply_to_arguments():
+def test_axes_are_not_for_the_arguments():
     def f(ms):
         held, given = ms
         axes = {es.BatchStat: 0}
@@ -397,7 +397,7 @@ def test_the_layers_of_a_stack_count_as_one_module():
     assert jnp.allclose(y, XS * XS + 2)
 
 
-def test_a_filter_must_match_in_only_one_of_the_modules():
+def test_a_filter_needs_to_match_in_one_of_the_modules_only():
     def f(m, other):
         axes = {
             es.under(lambda m: m.left.a): 0,  # `other` does not have a field `left`
@@ -445,7 +445,7 @@ def test_rules_in_nested_transforms():
     assert jnp.allclose(es.mutable(f)(free, xs)[0], expected)
 
 
-def test_a_rule_may_select_a_key_by_name():
+def test_a_key_by_its_name():
     class Draws(es.Module):
         first: es.Rng
         second: es.Rng
@@ -459,7 +459,7 @@ def test_a_rule_may_select_a_key_by_name():
     assert len(set(second.tolist())) == 1
 
 
-def test_a_filter_that_matches_nothing_is_an_error():
+def test_a_filter_that_matches_nothing():
     for key in (es.path_matches("aa"), es.under(lambda m: m.left)):
         for call in (
             lambda m, key=key: es.vmap(m, axes={key: 0})(XS),
@@ -571,7 +571,7 @@ class Dense(es.Module):
 
 
 @jax.debug_key_reuse(False)  # on purpose: keys of the ensemble are used again
-def test_an_ensemble_of_equinox_layers():
+def test_an_ensemble_of_layers_of_equinox():
     # The activation is a leaf that is not an array.
     keys = jr.split(jr.key(0), 3)
     mlps = eqx.filter_vmap(lambda k: eqx.nn.MLP(2, 2, 4, 1, key=k))(keys)

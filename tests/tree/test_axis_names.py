@@ -111,7 +111,7 @@ def test_the_elements_of_a_tuple_have_their_own_names():
     assert names_of_field(annotation, value) == (("a", "b"), ("c",), (None,))
 
 
-def test_names_are_passed_through_type_variables():
+def test_names_come_through_type_variables():
     class Box(eqx.Module, Generic[T]):
         content: T
 
@@ -146,7 +146,7 @@ def test_names_in_records():
     assert names[0].layer.weight == ("c", "d")
 
 
-def test_names_in_postponed_annotations(monkeypatch):
+def test_annotations_that_are_text(monkeypatch):
     module = types.ModuleType("named_axes")
     monkeypatch.setitem(sys.modules, "named_axes", module)
     source = """
@@ -235,7 +235,7 @@ def test_the_leading_axis_of_a_stack_has_no_name():
 Norms = es.nn.Stacked[Annotated[eqx.nn.LayerNorm, es.Axes(weight="embed")]]
 
 
-def test_the_layers_of_a_stack_have_the_names_of_their_class():
+def test_the_layers_of_a_stack_have_their_names():
     class Model(es.Module):
         nets: es.nn.Stacked[Net]
         norms: Norms
@@ -272,7 +272,7 @@ def test_the_outer_declaration_wins():
     assert by_name(tree) == first | second
 
 
-def test_the_outer_of_two_declarations_in_one_annotation_wins():
+def test_of_two_declarations_in_one_annotation_the_outer_wins():
     inner = Annotated[eqx.nn.Linear, es.Axes(weight="a b", bias="a")]
     both = Annotated[inner, es.Axes(weight="c d")]
     names = names_of_field(es.Buffer[both], linear())

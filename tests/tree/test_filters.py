@@ -195,7 +195,7 @@ def test_inside_selects_at_any_depth_and_in_subclasses():
     ],
     ids=["kind", "kind in a tuple", "module", "name", "list", "alias"],
 )
-def test_inside_requires_classes(wrong, shown):
+def test_inside_takes_classes(wrong, shown):
     with pytest.raises(TypeError, match=shown):
         es.inside(wrong)
 
@@ -296,7 +296,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("where", NOTHING.values(), ids=list(NOTHING))
-def test_under_must_select_an_array(where):
+def test_under_must_select_something(where):
     with pytest.raises(ValueError, match=r"`es.under\(.*selects nothing"):
         es.filter(MODEL, es.under(where))
 
@@ -310,7 +310,7 @@ def test_under_distinguishes_equal_leaves():
     assert selected(es.under(lambda t: t[1]), tree=tree) == {"[1]"}
 
 
-def test_under_accepts_a_container_of_the_tree_as_one_node():
+def test_under_takes_a_container_of_the_tree_as_one_node():
     linear = eqx.nn.Linear(1, 1, use_bias=False, key=jr.key(0))
     layers = [linear, eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)]
     tree = eqx.nn.Sequential(layers)
@@ -341,7 +341,7 @@ PREDICATES = [
 
 
 @pytest.mark.parametrize("predicate", PREDICATES)
-def test_predicates_of_arrays_are_not_filters(predicate):
+def test_predicates_of_arrays_would_select_nothing(predicate):
     model = {"w": jnp.ones(2)}
     match = (
         rf"`eqx.{predicate.__name__}` is not a filter.*lambda part: .*\(part.value\)"

@@ -64,7 +64,7 @@ def expected(name, by_parameter):
     ],
     ids=range(5),
 )
-def test_the_moments_of_an_optimizer_alone_have_the_names_in_the_model(tx, rules):
+def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx, rules):
     model = net()
     by_parameter = values(model, rules)
     got = values(es.Optimizer(tx).init(model), rules)
@@ -148,13 +148,13 @@ def test_plain_pytrees(model):
     assert len([x for x in got.values() if x == "p"]) == len(got) - 1
 
 
-def test_the_learning_rate_for_a_model_that_is_one_array():
+def test_the_learning_rate_of_a_model_that_is_one_array():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     got = values(es.Optimizer(tx).init(jnp.ones(2)), {es.Parameter: "p", ...: "rest"})
     assert got["opt_state.hyperparams['learning_rate']"] == "rest"
 
 
-def test_the_moments_of_lookahead_have_the_names_in_the_model():
+def test_the_moments_of_lookahead_belong_to_the_model():
     pair = optax.LookaheadParams.init_synced(net())
     tx = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
     got = values(es.Optimizer(tx).init(pair), {HEAD: "head", ...: "rest"})

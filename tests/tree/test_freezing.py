@@ -146,7 +146,7 @@ def tuned(request):
         return Tuned(request.param, model, wrt, *fit(model, wrt))
 
 
-def test_only_the_head_changes(tuned):
+def test_only_the_head_moves(tuned):
     assert moved(tuned.start, tuned.new) == HEAD
     assert set(names(tuned.grads)) == HEAD
     assert jax.tree.leaves(tuned.grads.backbone) == []  # `None`, not zeros

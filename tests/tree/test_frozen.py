@@ -117,7 +117,7 @@ def test_freeze_and_unfreeze_where(where, names):
 
 
 @pytest.mark.parametrize(("where", "names"), WHERE.values(), ids=list(WHERE))
-def test_a_part_of_a_frozen_model_can_be_unfrozen(where, names):
+def test_a_part_of_a_frozen_model_is_unfrozen(where, names):
     everything = NET.freeze()
     new = es.unfreeze(everything, where)
     assert frozen(new) == NAMES - names
@@ -144,7 +144,7 @@ def test_the_last_freeze_or_unfreeze_of_an_array_counts(switches):
     assert structure(es.unfreeze(new)) == structure(NET)
 
 
-def test_containers_of_modules_and_plain_layers():
+def test_containers_around_modules_of_plain_layers():
     tree = {"net": NET, "head": linear()}
     new = es.freeze(tree, lambda t: t["net"].mlp)
     assert frozen(new) == {f"['net'].{name}" for name in under("mlp")}
@@ -180,7 +180,7 @@ def test_copies_have_the_same_frozen_arrays(copied):
     assert frozen(copied(PARTLY)) == frozen(PARTLY)
 
 
-def test_load_keeps_the_modes_of_like(tmp_path):
+def test_a_file_keeps_the_modes_of_like(tmp_path):
     es.save(tmp_path / "net", NET)
     assert eqx.tree_equal(es.load(tmp_path / "net", PARTLY), PARTLY)
     es.save(tmp_path / "trained", PARTLY, es.trainable)
@@ -239,7 +239,7 @@ def test_frozen_models_pass_through_plain_jax():
 
 
 @pytest.mark.parametrize("jit", [es.jit, eqx.filter_jit], ids=["es", "eqx"])
-def test_freezing_retraces_but_an_equal_freeze_does_not(jit):
+def test_freezing_retraces_and_equal_freezing_does_not(jit):
     @jit
     @eqx.debug.assert_max_traces(max_traces=3)
     def names(model, x):
@@ -379,7 +379,7 @@ def test_none_at_a_frozen_path_is_not_an_error():
     }
 
 
-def test_nodes_of_equinoxs_state_are_frozen_by_their_paths():
+def test_nodes_of_equinox_state_are_frozen_by_their_paths():
     class Stat(es.Module):
         norm: eqx.nn.BatchNorm
         state: eqx.nn.State

@@ -101,7 +101,7 @@ def test_none_does_not_change():
     )
 
 
-def test_inference_is_switched_only_if_it_is_a_mode():
+def test_inference_is_switched_only_where_it_is_a_mode():
     class Own(es.Module):
         inference: bool
 
@@ -219,7 +219,7 @@ def frozen(tree: Any) -> set[str]:
     return {name for name, flag in flags(tree, "frozen").items() if flag}
 
 
-def test_frozen_batch_stats_are_used_and_do_not_change():
+def test_frozen_batch_stats_are_kept_and_used():
     x = jr.normal(jr.key(0), (8, 2))
     norm = es.nn.BatchNorm(2, axis_name=None, channel_axis=-1)
     _, norm = es.mutable(norm)(x)
@@ -243,7 +243,7 @@ NO_MODULE = {
 
 @pytest.mark.parametrize("where", NO_MODULE.values(), ids=list(NO_MODULE))
 @pytest.mark.parametrize("f", [es.freeze, es.unfreeze])
-def test_where_without_an_es_module_is_an_error_that_names_alternatives(f, where):
+def test_where_without_an_es_module_is_an_error_that_names_the_other_ways(f, where):
     model = make_model()
     match = (
         r"(?s)es\.Buffer\[.*"
@@ -276,7 +276,7 @@ def test_a_tree_without_an_es_module_cannot_be_frozen(where):
         (es.nn.BatchNorm(3), "BatchNorm"),
     ],
 )
-def test_where_must_be_a_function_and_not_a_filter_or_a_layer(where, name):
+def test_where_is_a_function_and_not_a_filter_or_a_layer(where, name):
     match = f"`where` must be a function from the tree to one of its nodes.* `{name}"
     with pytest.raises(TypeError, match=match):
         es.freeze(make_model(), where)
@@ -284,7 +284,7 @@ def test_where_must_be_a_function_and_not_a_filter_or_a_layer(where, name):
         es.filter(make_model(), es.under(where))
 
 
-def test_where_must_not_be_a_class():
+def test_a_class_as_where():
     """The message contains code that freezes all modules of the class."""
     model = make_model()
     with pytest.raises(TypeError, match="the class `Norm` was given") as info:
@@ -303,7 +303,7 @@ def test_where_may_be_a_method_of_a_module():
     assert es.freeze(make_model(), Select().norm).norm.frozen
 
 
-def test_the_error_for_a_missing_attribute_in_where_mentions_where():
+def test_a_missing_attribute_in_where_names_where():
     with pytest.raises(AttributeError, match=r"'nrom'\n.*`where`.* here `Model`"):
         es.freeze(make_model(), lambda model: model.nrom)
 

@@ -126,7 +126,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("source", LOCAL.values(), ids=list(LOCAL))
-def test_local_names(make, source):
+def test_names_that_are_local(make, source):
     model = make(source).make()([ONE] if "list" in source else ONE)
     (part,) = es.parts(model)
     assert issubclass(part.kind, es.State)
@@ -211,7 +211,7 @@ def test_an_unresolved_name_inside_a_declaration_is_an_error_too(make):
 
 
 @pytest.mark.parametrize("kind", ["es.State", "int"])
-def test_a_name_that_is_defined_later(make, kind):
+def test_a_name_that_appears_later(make, kind):
     module = make("class Model(es.Module):\n    x: list[Missing]\n    y: Missing")
     model = module.Model([ONE], ONE)
     with pytest.raises(TypeError, match=r"`Model\.x` decides"):
@@ -222,7 +222,7 @@ def test_a_name_that_is_defined_later(make, kind):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="has no statement `type`")
-def test_a_name_in_an_alias_that_is_defined_later(make):
+def test_a_name_in_an_alias_that_appears_later(make):
     module = make("type Alias = Missing\nclass Model(es.Module):\n    x: Alias")
     model = module.Model(ONE)
     with pytest.raises(TypeError, match=r"`Model\.x` decides.*cannot be resolved"):
@@ -231,7 +231,7 @@ def test_a_name_in_an_alias_that_is_defined_later(make):
     assert kinds(model) == {"x": es.State}
 
 
-def test_a_plain_equinox_module_falls_back_to_the_default_kinds(make):
+def test_a_plain_equinox_module_falls_back_to_the_convention(make):
     module = make("class Model(eqx.Module):\n    x: Missing\n    y: list[Missing]")
     assert kinds(module.Model(ONE, [jr.key(0)])) == {"x": es.Parameter, "y[0]": es.Rng}
 
@@ -300,7 +300,7 @@ def test_parts():
     assert all(leaves[p.path] is p.value for p in parts)
 
 
-def test_the_repr_of_a_part_does_not_contain_values():
+def test_parts_print_without_their_values():
     assert repr(es.parts(make_model())[0]) == (
         "Part(name='layers[0].norm.mean', kind=BatchStat, value=f32[1])"
     )

@@ -48,7 +48,7 @@ def spec(tree, rules, default=None):
 # --- Which rule applies ---------------------------------------------------------------
 
 
-def test_the_first_matching_filter_wins_over_all_kinds():
+def test_the_first_filter_that_matches_comes_before_all_kinds():
     rules = {
         es.Parameter: "parameter",
         ...: "other",
@@ -127,7 +127,7 @@ def test_a_function_of_arrays_is_not_a_filter():
 
 
 @pytest.mark.parametrize("rules", [es.Parameter, [es.Parameter], None, 0])
-def test_rules_must_be_a_mapping(rules):
+def test_rules_are_a_mapping(rules):
     with pytest.raises(TypeError, match=r"es\.spec`: rules are a mapping.*this is a"):
         es.spec(make_model(), rules)
 

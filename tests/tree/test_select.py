@@ -65,7 +65,7 @@ ONE = jnp.ones(2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_methods_equal_the_functions(kind):
+def test_the_methods_are_the_functions(kind):
     model = make_model()
     assert same(model.filter(kind), es.filter(model, kind))
     for a, b in zip(model.partition(kind), es.partition(model, kind), strict=True):
@@ -209,7 +209,7 @@ def test_spec():
 # --- map ------------------------------------------------------------------------------
 
 
-def test_map_does_not_change_the_other_leaves():
+def test_map_leaves_the_rest_alone():
     model = make_model()
     new = es.map(lambda x: x + 1, model, on=es.Parameter)
     assert jnp.allclose(new.layers[0].norm.scale, 2.0)

@@ -262,7 +262,7 @@ def tied_norm(block):
 
 
 @every_how
-def test_a_tied_module_is_updated_by_both_blocks(how):
+def test_a_tied_module_is_updated_by_both_its_users(how):
     (loss, mean), grad = jax.value_and_grad(by_hand, has_aux=True)(
         jnp.array(1.5), jnp.array(0.0), XS
     )
@@ -277,7 +277,7 @@ def test_a_tied_module_is_updated_by_both_blocks(how):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_shared_called_twice_has_one_state(jit):
+def test_shared_opened_twice_has_one_state(jit):
     def f(shared, x):
         (a, _), (_, b) = shared(), shared()
         return b(a(x))

@@ -45,7 +45,7 @@ def selected(tree, *filters):
 STACKED = {"layers.w", "layers.b", "layers.calls"}
 
 
-def test_a_filter_sees_each_layer_as_in_a_list():
+def test_a_function_sees_each_layer_as_in_a_list():
     net = make_net()
     seen, expected = [], []
     keys = ("name", "path", "kind", "frozen")
@@ -60,7 +60,7 @@ def test_a_filter_sees_each_layer_as_in_a_list():
     assert eqx.tree_equal(seen, expected)
 
 
-def test_weight_decay_by_rank_excludes_the_biases():
+def test_decay_by_rank_leaves_out_the_biases():
     def is_matrix(part):
         return part.value.ndim >= 2
 
@@ -131,7 +131,7 @@ DISAGREEING = {
 
 
 @pytest.mark.parametrize("case", DISAGREEING)
-def test_a_filter_that_selects_only_some_layers_is_an_error(case):
+def test_layers_that_disagree(case):
     net, filter = make_net(), DISAGREEING[case]
     yes, no = ("0", "1") if case == "not" else ("1", "0")
     message = (
@@ -150,7 +150,7 @@ def test_a_filter_that_selects_only_some_layers_is_an_error(case):
             use()
 
 
-def test_a_stack_of_stacks():
+def test_a_stack_within_a_stack():
     stacks = es.nn.Stacked([make_stack(2) for _ in range(3)])
     net = [stacks]
     names = [layer.name for layer in layers_of(es.parts(net)[0])]
@@ -164,7 +164,7 @@ def test_a_stack_of_stacks():
         es.mask(net, ones)
 
 
-def test_under_jit_the_program_contains_one_slice_for_all_layers():
+def test_under_jit_the_program_has_one_slice_for_all_layers():
     @jax.jit
     def kept(stacked):
         return es.filter(stacked, lambda part: part.value.ndim == 2)
@@ -175,7 +175,7 @@ def test_under_jit_the_program_contains_one_slice_for_all_layers():
     assert kept(make_stack()).layers.b is None
 
 
-def test_an_array_without_the_leading_axis_has_the_names_of_all_layers():
+def test_an_array_without_the_axis_has_the_names_of_all_layers():
     stacked = eqx.tree_at(lambda s: s.layers.b, make_stack(), jnp.ones(1))
     assert es.filter(stacked, es.path_matches("[?].b")).layers.b.shape == (1,)
     assert es.filter(stacked, lambda part: part.value.shape == (1,)).layers.w is None
@@ -193,7 +193,7 @@ def test_a_filter_is_not_called_for_an_empty_stack():
     assert es.mask(empty, lambda part: True).layers.w is True
 
 
-def test_freezing_applies_to_all_layers():
+def test_freezing_takes_all_layers():
     net = make_net()
     frozen = es.freeze(net, lambda m: m["blocks"].layers.w)
     assert selected(frozen, es.trainable) == {

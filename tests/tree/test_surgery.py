@@ -204,7 +204,7 @@ def test_an_attribute_that_no_module_has_is_an_error(attributes, missing):
     assert model.layers[0].norm.momentum == 0.9
 
 
-def test_the_error_of_configure_names_all_unknown_attributes():
+def test_the_error_of_configure_names_all():
     with pytest.raises(ValueError, match=r"attribute `a`, `b`"):
         es.configure(make_norm(), b=1, a=2)
     with pytest.raises(ValueError, match="`p`"):

@@ -106,7 +106,7 @@ def test_a_field_without_a_value_is_not_none():
     assert identical(found, jtu.tree_leaves(module, is_leaf=is_hole))
 
 
-def test_a_walk_does_not_keep_a_model_alive():
+def test_a_walk_keeps_nothing_alive():
     model = es.nn.BatchNorm(1)
     alive = weakref.ref(model)
     gc.disable()
@@ -160,7 +160,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_walk_stops_at_the_leaves_of_the_caller(name):
+def test_a_walk_stops_where_flattening_stops(name):
     tree, is_leaf = mixed(), STOPS[name]
     stopped = [visit.node for visit in leaves(tree, is_leaf=is_leaf)]
     # A walk skips `_eqx_state_inference`, which replaces Equinox's flag.
@@ -173,7 +173,7 @@ def test_a_walk_stops_at_the_leaves_of_the_caller(name):
     assert all(a is b for a, b in zip(stopped, expected, strict=True))
 
 
-def test_a_leaf_of_the_caller_has_a_path_and_a_context():
+def test_a_leaf_of_the_caller_has_its_path_and_its_context():
     model = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, "batch", mode="batch")[0]
     nodes = leaves([model], is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))
     indices = [v for v in nodes if isinstance(v.node, eqx.nn.StateIndex)]
@@ -182,7 +182,7 @@ def test_a_leaf_of_the_caller_has_a_path_and_a_context():
     assert all(v.is_leaf and v.kind is None for v in indices)
 
 
-def test_map_children_maps_one_level_into_a_new_node():
+def test_one_level_is_mapped_in_a_new_node():
     tree = mixed()
     same = map_children(lambda key, child: child, tree)
     assert same is not tree

@@ -175,7 +175,7 @@ def test_values_without_a_declared_kind_are_not_converted():
     assert (mine.text, mine.none) == ("text", None)
 
 
-def test_a_weakly_typed_shape_becomes_strong():
+def test_the_shape_of_a_weak_array():
     class Scale(es.Module):
         factor: es.Parameter
 
