@@ -27,7 +27,6 @@ from eqx_state._jit.options import Options
 
 THREADS = 16
 ROUNDS = 63 if IS_FUZZ else 3  # of about a second each
-SHORT_ROUNDS = 1000 if IS_FUZZ else 20
 
 pytestmark = pytest.mark.skipif(
     jax.config.jax_check_tracer_leaks,

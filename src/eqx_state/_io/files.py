@@ -17,8 +17,7 @@ from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
 from .._typing import PyTree, Tree
-from .state_dict import by_name, in_common, restore, select, shown
-from .stored import (
+from .reading import (
     ABOUT,
     DTYPES,
     import_safetensors,
@@ -27,6 +26,7 @@ from .stored import (
     VERSION,
     whole_of,
 )
+from .state_dict import by_name, in_common, restore, select, shown
 
 
 def save(

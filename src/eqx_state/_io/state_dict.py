@@ -21,7 +21,7 @@ from .._tree.filters import bind_all, compiled_glob, Filter
 from .._tree.parts import LayerPart, Part, part_of, stacks_of
 from .._tree.walk import is_numpy, leaves, name_of
 from .._typing import KeyPath, PyTree, Tree
-from .stored import as_one, in_order, placed_like, shape_of, Stored, whole_of
+from .reading import as_one, in_order, placed_like, shape_of, Stored, whole_of
 
 
 Named: TypeAlias = dict[str, tuple[int, Part]]  # leaf index and array

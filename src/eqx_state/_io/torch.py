@@ -17,6 +17,7 @@ from .._tree.walk import is_numpy, walk
 from .._typing import KeyPath, Tree
 from ..nn._batch_norm import BatchNorm
 from ..nn._stateful import Stateful
+from .reading import placed_like, shape_of, whole_of
 from .state_dict import (
     by_name,
     complain,
@@ -27,7 +28,6 @@ from .state_dict import (
     renaming,
     shown,
 )
-from .stored import placed_like, shape_of, whole_of
 
 
 _Shape: TypeAlias = tuple[int, ...]

@@ -23,8 +23,8 @@ from .._transforms.transform import Transform
 from .._tree.base import keystr, ownership_of
 from .._tree.walk import name_of
 from .._typing import KeyPath
+from .flattening import ArraySlot, builder
 from .options import Options
-from .plan import ArraySlot, builder
 from .static import is_hashable, structure, typed
 
 

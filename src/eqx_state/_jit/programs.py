@@ -36,8 +36,8 @@ from .._compat import (
 from .._state.scope import is_any_open, is_open_here
 from .call import cache_key_of, JitCall, origin_of, Output, Result
 from .code import Mismatch
+from .flattening import flattener
 from .options import Options
-from .plan import flattener
 
 
 class _Retrace(threading.local):

@@ -16,7 +16,7 @@ import pytest
 
 import eqx_state as es
 from eqx_state._jit.code import Mismatch
-from eqx_state._jit.plan import ArraySlot, builder, flattener
+from eqx_state._jit.flattening import ArraySlot, builder, flattener
 
 
 class Pair(NamedTuple):
