@@ -224,6 +224,8 @@ each_jit = pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["plain", "
 @pytest.mark.parametrize("name", THROUGH)
 @each_jit
 def test_a_transform_returns_captured_values_unchanged(name, jit):
+    if name == "es.custom_vjp" and jax.config.jax_check_tracer_leaks:
+        pytest.skip("a traced call of a rule keeps its arguments alive")
     (_, new), found = jit(es.capture(wrapped(THROUGH[name]), outputs="layer"))(X)
     assert set(found) == {"layer", "layer.out"}
     close([found["layer"], found["layer.out"]], [2 * X, 2 * X])

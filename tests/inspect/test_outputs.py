@@ -1,5 +1,6 @@
 """`es.capture(f, outputs=..., replace=...)`: captured and replaced outputs."""
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -371,3 +372,20 @@ def test_a_replacement_of_a_different_structure_is_an_error():
     state = jnp.zeros(2), jnp.zeros(2)
     with pytest.raises(ValueError, match="must have the same structure, shapes"):
         replaced(jnp.ones(2), state)
+
+
+def test_a_module_that_the_call_creates_from_an_observed_one_has_its_own_class():
+    class Layer(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return self.w * x
+
+    def f(layer, x):
+        return layer(x), dataclasses.replace(layer, w=layer.w + 1)
+
+    layer = Layer(jnp.ones(3))
+    ((y, new), _), found = es.capture(f, outputs=Layer)(layer, 2.0)
+    assert type(new) is Layer
+    assert eqx.tree_equal(new, Layer(jnp.ones(3) + 1))
+    assert list(found) == [""]

@@ -481,7 +481,8 @@ def test_costs_are_those_of_xla_for_the_call_in_each_row(monkeypatch):
     assert whole <= int(flops["Total"].replace(",", "")) <= 1.02 * whole
     size, unit = rows["layers[2]"][i + 1].split()
     assert unit == "KB"
-    assert float(size) >= 4 * (64 * 32 + 32 + 64 + 32) / 1000
+    # The table rounds to a tenth.
+    assert float(size) >= 4 * (64 * 32 + 32 + 64 + 32) / 1000 - 0.05
     assert len(compiled) == 3  # equal layers are compiled once
     # Arrays are listed in the row of their own module, and the shares sum to 100%.
     shares = [row[i + 2].rpartition(", ")[2] for row in rows.values()]

@@ -589,3 +589,21 @@ def test_an_invalid_rename_is_an_error():
         es.from_torch(linear(), tensors, rename=len)
     with pytest.raises(TypeError, match=r"module\.state_dict.* `Linear` was given"):
         es.from_torch(model, linear())
+
+
+def test_a_stack_of_equinox_norms_in_ema_mode():
+    def make(_):
+        norm = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "x", mode="ema")
+        return es.nn.Stateful(*norm)
+
+    norms = eqx.filter_vmap(make)(jnp.arange(3))
+    tensors = {
+        "weight": np.ones((3, 2)),
+        "bias": np.zeros((3, 2)),
+        "running_mean": np.full((3, 2), 5.0),
+        "running_var": np.ones((3, 2)),
+        "num_batches_tracked": np.full(3, 7),
+    }
+    loaded = es.from_torch(norms, tensors)
+    means = [part.value for part in es.parts(loaded) if part.value.shape == (3, 2)]
+    assert any((x == 5.0).all() for x in means)

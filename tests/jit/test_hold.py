@@ -9,6 +9,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from helpers import reuses_keys
 from jit_cases import X
 
 import eqx_state as es
@@ -119,6 +120,7 @@ def test_writing_a_parameter_is_an_error():
 
 
 @both
+@reuses_keys
 def test_every_type_of_array_can_be_in_the_carry(donate):
     big = jnp.arange(LIMIT, dtype=jnp.float32)
     carry = {

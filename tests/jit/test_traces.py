@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import reuses_keys
 from jit_cases import Layer, X
 
 import eqx_state as es
@@ -123,6 +124,7 @@ def python_calls(f, *args):
     return count
 
 
+@reuses_keys
 def test_every_shape_and_sharding_takes_the_fast_path():
     """This includes JAX's fast path, which a failed first trace disables for good."""
     f = es.jit(lambda xs: [x + 1 for x in xs])

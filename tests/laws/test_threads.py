@@ -18,7 +18,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from helpers import IS_FUZZ, untouched
+from helpers import IS_FUZZ, reuses_keys, untouched
 
 import eqx_state as es
 from eqx_state._jit import programs as _programs
@@ -589,6 +589,7 @@ def test_a_scope_belongs_to_the_thread_that_opened_it(where, how):
     assert (new.count, new.phase[0]) == (2, 0)
 
 
+@reuses_keys
 def test_another_thread_may_open_its_own_scope_inside_a_call():
     def f(model, x):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 
 import catalogue_entry
+import jax
 import pytest
 
 
@@ -18,6 +19,8 @@ ROWS = catalogue_entry.rows()
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.title)
 def test_what_happens(row):
+    if "custom_vjp" in row.title and jax.config.jax_check_tracer_leaks:
+        pytest.skip("a traced call of a rule keeps its arguments alive")
     catalogue_entry.run(row)
 
 

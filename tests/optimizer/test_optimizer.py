@@ -525,3 +525,16 @@ def test_a_model_may_be_switched_together_with_its_optimizer(switch):
     new, after = switched.update(grads, moved)
     assert jnp.array_equal(new.w, expected.w)
     assert after.update(grads, new)[0].w[0] < new.w[0]
+
+
+def test_keys_that_a_filter_selects_are_not_trained():
+    class Net(es.Module):
+        head: eqx.nn.Sequential
+
+    head = [eqx.nn.Linear(3, 1, key=jr.key(0)), es.nn.Dropout(0.5, key=jr.key(1))]
+    net, wrt = Net(eqx.nn.Sequential(head)), es.under(lambda net: net.head)
+    optimizer = es.Optimizer(optax.sgd(0.1), wrt=wrt).init(net)
+    grad = es.value_and_grad(lambda net, x: jnp.sum(net.head(x)), wrt=wrt)
+    (_, net), grads = grad(net, jnp.ones(3))
+    new, _ = optimizer.update(grads, net)
+    assert (new.head[0].bias != net.head[0].bias).all()

@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 import optax
 import optax.contrib
 import pytest
+from helpers import reuses_keys
 
 import eqx_state as es
 
@@ -230,8 +231,11 @@ def types(tree):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
+@reuses_keys  # ours and the hand-written steps draw the same noise
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_equal_the_hand_written_ones(name):
+    if not any(hasattr(x, name.split()[0]) for x in (optax, optax.contrib)):
+        pytest.skip("this version of optax does not have it")
     tx, model = make(name), Net()
     if name in WITHOUT_HOLES:
         model = {"weight": model.weight, "bias": model.inner["bias"]}
@@ -249,7 +253,9 @@ def test_three_steps_equal_the_hand_written_ones(name):
         updates, state = tx.update(grads, state, params, **extra(params))
         params = optax.apply_updates(params, updates)
         now = jtu.tree_leaves(es.filter(model, es.trainable))
-        assert eqx.tree_equal(now, params, rtol=1e-5, atol=1e-6)
+        # Before optax 0.2.7, some results are NaN, by hand, too.
+        pair = jax.tree.map(jnp.nan_to_num, (now, params))
+        assert eqx.tree_equal(*pair, rtol=1e-5, atol=1e-6)
         if name not in GROWS:
             assert types(optimizer) == before  # a jitted loop compiles once
 

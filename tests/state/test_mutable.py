@@ -8,6 +8,7 @@ import weakref
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import pytest
 from helpers import untouched
@@ -240,3 +241,26 @@ def test_a_scope_leaves_no_reference_cycle():
         assert [x() for x in old[:2]] == [None, None]
     finally:
         gc.enable()
+
+
+def test_functions_that_equinox_has_wrapped_take_the_model_as_an_argument():
+    class Net(es.Module):
+        w: es.Parameter = 2.0
+
+        @eqx.filter_jit
+        def encode(self, x):
+            return self.w * x
+
+    @eqx.filter_jit
+    def loss(net, x):
+        return jnp.sum(net.w * x)
+
+    net, x = Net(), jnp.ones(3)
+    for f, args in ((loss, (net, x)), (net.encode, (x,))):
+        _, new = es.mutable(f)(*args)
+        assert type(new) is Net
+    (value, _), grads = es.value_and_grad(loss)(net, x)
+    assert (value, grads.w) == (6.0, 3.0)
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    _, new = es.mutable(eqx.filter_vmap(linear))(jnp.ones((2, 3)))
+    assert eqx.tree_equal(new, eqx.filter_vmap(linear))

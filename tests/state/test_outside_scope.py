@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import rejects
 
 import eqx_state as es
 
@@ -130,3 +131,20 @@ def test_a_flag_is_part_of_the_structure(flag):
     text = run(lambda: setattr(Layer(), flag, True))
     assert f"`Layer.{flag}`: a static field" in text
     assert "model = model.eval()" in text
+
+
+def test_a_layer_that_writes_in_eval_mode_is_not_told_to_use_eval_mode():
+    class Cache(es.Module):
+        last: es.State = 0.0
+
+        def __call__(self, x):
+            self.last = x
+
+    cache = Cache().eval()
+    says = (
+        "It is in eval mode",
+        "writes all the same",
+        r"mutable\(model\.eval\(\)\)\(x\)",
+    )
+    with rejects(cache, FROZEN, r"Cache\.last`", *says):
+        cache(1.0)

@@ -253,7 +253,7 @@ BAD = {
     "too few": (lambda: es.vmap(lambda x, y: x, (0,))(M, M), r"es\.vmap`: `in_axes`"),
     "another tree": (
         lambda: es.vmap(lambda x: x, in_axes=({"a": 0},))([M]),
-        r"es\.vmap`: `in_axes` is one entry",
+        r"es\.vmap`: `in_axes` must be one entry",
     ),
     "out_axes None": (lambda: es.vmap(lambda x: x, out_axes=None)(M), "out_axes"),
     "sizes": (
@@ -285,7 +285,7 @@ def test_axes_that_do_not_fit(name):
 
 
 def test_axes_that_are_not_axes():
-    with pytest.raises(ValueError, match=r"`es\.vmap`: `in_axes` is one entry"):
+    with pytest.raises(ValueError, match=r"`es\.vmap`: `in_axes` must be one entry"):
         es.vmap(jnp.sin, in_axes={"x": 0})(XS)
     with pytest.raises(
         TypeError, match=r"`es.vmap`: `out_axes` must be an integer.*if_array"

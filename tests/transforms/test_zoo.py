@@ -323,6 +323,7 @@ PROGRAMS = {
 }
 # JAX has no reverse mode for `while_loop`. The gradients of the others compile slowly.
 WITHOUT = {"while_loop", "jvp", "jacobians", "shard_map"}
+DERIVATIVES = {"vjp", "jvp", "jacobians"}
 
 
 # --- Running programs and twins -----------------------------------------------------
@@ -424,6 +425,8 @@ def test_a_model_under_a_transform_equals_its_version_by_hand(
         request.getfixturevalue("_keys_may_be_reused")
     if program == "custom_vjp" and jax.config.jax_check_tracer_leaks:
         pytest.skip("a traced call keeps its rules, and they the modules")
+    if case == "router" and program in DERIVATIVES and jax.__version_info__ < (0, 10):
+        pytest.skip("with JAX < 0.10, the derivative of this branch does not compile")
     run = Run(CASES[case], program, with_grads and case not in WITHOUT_GRADS)
     step = run.in_place
     if is_jitted:

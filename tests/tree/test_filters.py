@@ -355,3 +355,9 @@ def test_predicates_of_arrays_would_select_nothing(predicate):
             call()
     right = es.filter(model, lambda part: predicate(part.value))
     assert right["w"] is model["w"]
+
+
+def test_a_filter_that_expects_the_model_is_told_of_under():
+    model = {"head": eqx.nn.Linear(2, 2, key=jr.key(0))}
+    with pytest.raises(AttributeError, match=r"es\.under\(lambda model: model\.head\)"):
+        es.filter(model, lambda model: model.head)

@@ -15,7 +15,7 @@ from .._state.sow import carried_out, Key
 from .._transforms.mutable import carried, target, thread
 from .._transforms.transform import Transform, wrap
 from .._tree.observe import Observer, ProgramKey
-from .._tree.parts import parts
+from .._tree.parts import is_inexact, parts
 from .._typing import PyTree
 from .capture import callable_names, check_missed
 
@@ -164,7 +164,7 @@ def nonfinite(tree: PyTree) -> list[str]:
         assert es.nonfinite(grads) == ["['a']"]
         ```
     """
-    arrays = [p for p in parts(tree) if jnp.issubdtype(p.value.dtype, jnp.inexact)]
+    arrays = [part for part in parts(tree) if is_inexact(part)]
     found = [(p.name, jnp.isfinite(p.value).all()) for p in arrays]
     # Dispatch all computations before waiting for the first.
     return [name for name, is_finite in found if not is_finite]

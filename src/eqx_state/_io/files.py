@@ -13,9 +13,11 @@ import jax.core
 import jax.random as jr
 import numpy as np
 
+from .._errors import an
 from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
+from .._tree.rules import check_filters
 from .._typing import PyTree, Tree
 from .reading import (
     ABOUT,
@@ -60,7 +62,8 @@ def save(
     **Raises:**
 
     - `TypeError`: `metadata` is not a dictionary of strings.
-    - `ValueError`: `metadata` has the key `"eqx_state"`, which is reserved.
+    - `ValueError`: `metadata` has the key `"eqx_state"`, which is reserved; a filter
+        that is not a kind matches no array.
     - `TypeError`: some arrays cannot be saved, because they have a dtype that the
         format lacks, such as `complex128` or `int4`, are abstract or traced, or are
         split over several processes. The message lists them; nothing is written.
@@ -89,7 +92,7 @@ def save(
         assert eqx.tree_equal(loaded, (model, optimizer))
         ```
     """
-    path = os.fsdecode(path)
+    path = _as_path(path, "es.save(path, tree)")
     safetensors = import_safetensors()
     if metadata is not None and ABOUT in metadata:
         raise ValueError(f"`es.save`: the key `{ABOUT!r}` of `metadata` is reserved.")
@@ -97,6 +100,7 @@ def save(
     keys: dict[str, Any] = {}
     data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
+    check_filters(filters, tree, "`es.save`")
     for name, (i, part) in select(by_name(tree), filters, tree).items():
         whole = whole_of(part)
         if problem := _why_not(whole.value):
@@ -158,7 +162,8 @@ def load(
     - `ValueError`: the file is not a safetensors file or is truncated, lacks a name
         that the filters select, has (without filters) a name that `like` lacks, or an
         array in it has a different shape or dtype; or, with `strict=False`, no name is
-        in both. The message lists all names.
+        in both. The message lists all names. Also if a filter that is not a kind
+        matches no array of `like`.
     - `ValueError` from JAX, with a note that names the array: the array does not fit
         the sharding in `like`; or that sharding has an abstract mesh, and no mesh is
         set.
@@ -191,8 +196,9 @@ def load(
         assert eqx.tree_equal(tuned[0], model[0]) and tuned[1].rng == jr.key(1)
         ```
     """
-    path = os.fsdecode(path)
+    path = _as_path(path, "es.load(path, like)")
     named = by_name(like)
+    check_filters(filters, like, "`es.load`")
     wanted = select(named, filters, like)
     with stored_arrays(path) as values:
         unexpected = [] if filters else values.keys() - named.keys()
@@ -200,6 +206,14 @@ def load(
             wanted, values, unexpected = *in_common(wanted, values), []
         what, call = f"`es.load`: the file `{path}`", "es.load(path, {}{})"
         return restore(like, wanted, values, what, call, _ADVICE, unexpected)
+
+
+def _as_path(path: Any, call: str) -> str:
+    """The path as a string; `TypeError` if it is a model, for example."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        given = an(type(path).__name__)
+        raise TypeError(f"`{call}` takes the path first, but was given {given} there.")
+    return os.fsdecode(path)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

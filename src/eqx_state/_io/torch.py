@@ -358,7 +358,9 @@ _LAYOUTS: Final[dict[type, dict[str, Any]]] = {
     },
     BatchNorm: {"mean": "running_mean", "var": "running_var", "count": _count},
     eqx.nn.BatchNorm: {
-        "ema_first_time_index.init": lambda *_: _Source({}, lambda: np.array(False)),
+        "ema_first_time_index.init": lambda _, shape: _Source(
+            {}, lambda: np.zeros(shape, bool)
+        ),
         "ema_state_index.init.0": "running_mean",
         "ema_state_index.init.1": "running_var",
         "batch_counter.init": "num_batches_tracked",

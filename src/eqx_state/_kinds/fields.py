@@ -109,7 +109,8 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     undefined name is not an error here: it sets `Spec.unresolved`, and a later call
     tries again once the modules define more names.
     """
-    is_stale = cls in _pending and _pending[cls] != _count_names(cls)
+    count = _pending.get(cls)
+    is_stale = count is not None and count != _count_names(cls)
     if cls not in _declared or is_stale:
         _declared[cls] = {}
         _pending.pop(cls, None)

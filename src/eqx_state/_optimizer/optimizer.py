@@ -18,6 +18,7 @@ from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import to_strong
 from .._tree.filters import check_filter, Filter, trainable
+from .._tree.parts import is_inexact
 from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
@@ -269,7 +270,7 @@ class Optimizer(AbstractPerParameter):
         for each in models:
             check_ready(each)
         # `wrt` is a filter on a model, so apply it to each model of a pair.
-        selected = [filter(each, self.wrt) for each in models]
+        selected = [filter(each, self.wrt, is_inexact) for each in models]
         return optax.LookaheadParams(*selected) if len(models) == 2 else selected[0]
 
     def _with(self, opt_state: PyTree, made_for: _MadeFor) -> Self:

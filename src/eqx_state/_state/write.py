@@ -146,7 +146,8 @@ def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
     cls = type(module).__qualname__
     if name in FLAGS:
         return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
-    text = _NOT_OWNED if is_open_here() else _NO_SCOPE
+    text = _NO_SCOPE if fields_of(module)["training"] else _IN_EVAL
+    text = _NOT_OWNED if is_open_here() else text
     if is_typed(fields_of(module).get(name)):
         for frame, _ in traceback.walk_stack(None):  # is a constructor drawing?
             maker = frame.f_locals.get("self")
@@ -207,6 +208,17 @@ a JAX transform, use that of `es`: `es.value_and_grad`, \
 `es.mutable(es.vmap(model))(xs)`. In a layer, write only in train mode: `if \
 self.training:`. A stream of keys writes in eval mode, too: `self.drop(x, \
 key=self.keys() if self.training else None)`."""
+
+_IN_EVAL: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
+outside `es.mutable`. It is in eval mode, and writes all the same. In a layer, write \
+only in train mode: `if self.training:`. To fill a cache in eval mode, call the model \
+through `es.mutable`:
+
+    y = model.eval()(x)                         # wrong
+    y, model = es.mutable(model.eval())(x)      # right
+
+A stream of keys writes in eval mode, too: `self.drop(x, key=self.keys() if \
+self.training else None)`."""
 
 _DRAWN_IN_INIT: Final = """Cannot draw from a stream of keys in `{0}.__init__`: each \
 key that is drawn changes the stream, and a module changes only in `es.mutable`. Split \

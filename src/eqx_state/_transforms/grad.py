@@ -17,7 +17,7 @@ from .._state.init import check_ready
 from .._state.scope import Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import all_of, Filter, trainable
-from .._tree.parts import Part
+from .._tree.parts import is_inexact
 from .._tree.rules import nothing_selected
 from .._tree.select import partition
 from .._typing import P, R
@@ -28,10 +28,6 @@ from .transform import Transform, with_aux, wrap
 
 _M = TypeVar("_M")
 _A = TypeVar("_A")
-
-
-def _is_inexact(part: Part) -> bool:
-    return jnp.issubdtype(part.value.dtype, jnp.inexact)
 
 
 class Gradient(Transform):
@@ -64,7 +60,7 @@ class Gradient(Transform):
         # This lifts no module. It only returns the values that an outer `es.capture`
         # records in this trace, as every transform does.
         lifted = Lifted(())
-        diff, rest = partition(model, all_of(self.wrt, _is_inexact))
+        diff, rest = partition(model, all_of(self.wrt, is_inexact))
         if not jtu.tree_leaves(diff):
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
 

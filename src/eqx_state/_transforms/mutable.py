@@ -188,7 +188,10 @@ def carried(f: Any) -> Lens | None:
     if is_bound_method(f):
         return f.__self__, lambda model: types.MethodType(f.__func__, model)
     if is_eqx_module(f):
-        return f, lambda model: model
+        # `eqx.filter_jit(f)` is a module, too; the model of a function is an argument.
+        wrapped = getattr(f, "__wrapped__", None)
+        is_function = callable(wrapped) and carried(wrapped) is None
+        return None if is_function else (f, lambda model: model)
     return None
 
 
@@ -235,7 +238,8 @@ def target(
 ) -> tuple[Any, Callable[[Any], Any]]:
     """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
     name = getattr(f, "__name__", "f")
-    name = name if name.isidentifier() else "f"  # not `<lambda>`
+    # Not `<lambda>`; and the wrappers of Equinox have a sentinel there.
+    name = name if isinstance(name, str) and name.isidentifier() else "f"
     if argnums is None:
         if (lens := carried(f)) is not None:
             model, put = lens

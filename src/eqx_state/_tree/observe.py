@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import equinox as eqx
 
+from .._compat import MISSING
 from .._typing import PyTree, Tree
 from .base import fields_of
 from .walk import copy_tree, walk
@@ -100,7 +101,9 @@ def untagged(tree: Tree, key: Hashable = None) -> Tree:
 
     def tagged(tree: PyTree) -> list[Any]:
         nodes = [visit.node for visit in walk(tree) if not visit.is_leaf]
-        return [x for x in nodes if (tags := tags_of(x)) and key in (None, *tags)]
+        # A module that the call has made by `dataclasses.replace` has no tags.
+        observed = [x for x in nodes if isinstance(x, _Quiet)]
+        return [x for x in observed if key is None or key in (tags_of(x) or (key,))]
 
     if not tagged(tree):
         return tree
@@ -115,10 +118,13 @@ def _set_tags(module: Any, tags: dict[Hashable, Any]) -> None:
     cls = type(module)
     if issubclass(cls, _Quiet):
         cls = cls.__bases__[0]
-    fields_of(module).pop(_TAGS, None)
+    fields = fields_of(module)
+    # A copy of an instance without tags has `MISSING` in their place.
+    for name in [k for k, x in fields.items() if k == _TAGS or x is MISSING]:
+        del fields[name]
     if tags:
         cls = _observed_class(cls)
-        fields_of(module)[_TAGS] = tuple(tags.items())
+        fields[_TAGS] = tuple(tags.items())
     object.__setattr__(module, "__class__", cls)
 
 

@@ -3,10 +3,11 @@
 import functools as ft
 import itertools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TYPE_CHECKING
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
@@ -64,6 +65,11 @@ class Part:
             raise ValueError(_LOST.format(lost.removeprefix("."), around, lost))
         return context.frozen
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_NO_ATTRIBUTE.format(name))
+
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
         return f"Part(name={self.name!r}, kind={kind}, value={show(self.value)})"
@@ -82,6 +88,11 @@ def dtype_of(part: Part) -> Any:
 def part_of(visit: Visit) -> Part | None:
     """The `Part` for a leaf of a walk; `None` if the leaf is not an array."""
     return Part(visit) if is_array(visit.node) else None
+
+
+def is_inexact(part: Part) -> bool:
+    """Whether a part is a floating or complex array."""
+    return jnp.issubdtype(part.value.dtype, jnp.inexact)
 
 
 def parts(tree: PyTree) -> list[Part]:
@@ -235,6 +246,10 @@ If a function added this array, such as one that adds an adapter in `es.map_modu
 call the function for each layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, \
 keys)])`. If the model is an ensemble, map over its members: `es.vmap(model, \
 axes={{...: 0}})`."""
+
+_NO_ATTRIBUTE: Final = """An `es.Part` has no attribute `{0}`. A filter is called with \
+one array of the model, an `es.Part`, and not with the model. To select a node of the \
+model, write `es.under(lambda model: model.{0})`."""
 
 _LOST: Final = """`{0}` was frozen, or unfrozen, by its path, and the structure there \
 has changed since. The path may now lead to a different layer, and a frozen layer \

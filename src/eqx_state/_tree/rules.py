@@ -157,6 +157,13 @@ _NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` l
 the arrays with their names and kinds. Only kinds and `...` may match nothing."""
 
 
+def check_filters(filters: Iterable[Filter], tree: PyTree, what: str) -> None:
+    """Raise `ValueError` for a filter that matches no array, unless it is a kind."""
+    for each in filters:
+        if not is_kind(each) and not any(map(bind(each, tree), parts(tree))):
+            raise ValueError(_NO_MATCH.format(what, written(each), _near(each, [tree])))
+
+
 def nothing_selected(what: str, filter: Filter, tree: PyTree) -> ValueError:
     """The error for a filter that selects no inexact array of a model.
 
