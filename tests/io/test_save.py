@@ -168,7 +168,9 @@ def test_paths_of_every_type(path, monkeypatch):
         lambda: es.load(model, path),
         lambda: es.load_metadata(model),
     ):
-        with pytest.raises(TypeError, match=r"os\.PathLike object, not Identity"):
+        with pytest.raises(
+            TypeError, match="the path first, but was given an `Identity`"
+        ):
             call()
 
 

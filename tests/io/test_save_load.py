@@ -436,12 +436,6 @@ def test_strict_is_given_by_name(path):
         es.load(path, Net(0), False)
 
 
-def test_the_path_comes_first(path):
-    for call in (es.save, es.load):
-        with pytest.raises(TypeError, match=r"\(path, .*first.*given a `Linear`"):
-            call(eqx.nn.Linear(2, 2, key=jr.key(0)), path)
-
-
 def test_a_filter_that_matches_nothing_is_an_error(path):
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
     es.save(path, model)
