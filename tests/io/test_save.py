@@ -169,7 +169,7 @@ def test_paths_of_every_type(path, monkeypatch):
         lambda: es.load_metadata(model),
     ):
         with pytest.raises(
-            TypeError, match="the path first, but was given an `Identity`"
+            TypeError, match="path first, but was given an `Identity`"
         ):
             call()
 

@@ -252,10 +252,8 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
             assert json.loads(es.load_metadata(path)["config"]) == {"width": 8}
         ```
     """
-    with opened(_as_path(path, "es.load_metadata(path)"), "es.load_metadata") as (
-        file,
-        _,
-    ):
+    path = _as_path(path, "es.load_metadata(path)")
+    with opened(path, "es.load_metadata") as (file, _):
         metadata = file.metadata() or {}
     return {key: text for key, text in metadata.items() if key != ABOUT}
 
