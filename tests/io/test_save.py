@@ -168,9 +168,7 @@ def test_paths_of_every_type(path, monkeypatch):
         lambda: es.load(model, path),
         lambda: es.load_metadata(model),
     ):
-        with pytest.raises(
-            TypeError, match="path first, but was given an `Identity`"
-        ):
+        with pytest.raises(TypeError, match="path first, but was given an `Identity`"):
             call()
 
 
