@@ -1,5 +1,7 @@
 """NumPy arrays and containers as state, with a transform between write and read."""
 
+import dataclasses
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -98,3 +100,39 @@ def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
     model = Holder([Count()], [0.0])
     with rejects(model, es.TraceError, "under a transform changed a list"):
         es.mutable(f)(model)
+
+
+class Scaled(es.Module):
+    k: es.Buffer
+    n: es.State = 0
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        return self.k * x
+
+
+class Around(es.Module):
+    part: Scaled
+
+    def mutable(self, x):
+        _, self.part = es.mutable(self.part)(x)
+
+    def checkpoint(self, x):
+        _, self.part = es.checkpoint(lambda x: (self.part(x), self.part))(x)
+
+    def scan(self, x):
+        step = lambda part, x: (part, part(x))  # noqa: E731
+        self.part, _ = es.scan(step, self.part, x[None])
+
+    def replaced(self, x):
+        self.part = self.part.replace(k=np.float32([3.0]))
+
+
+def test_a_module_with_a_constant_may_be_assigned_after_a_transform():
+    model = Around(Scaled(np.float32([2.0])))
+    for method in (model.mutable, model.checkpoint, model.scan):
+        _, new = es.mutable(method)(jnp.ones(1))
+        assert new.part.n == 1
+        assert new.part.k.tolist() == [2.0]
+    with rejects(model, dataclasses.FrozenInstanceError, r"`part\.k` is a `Buffer`"):
+        es.mutable(model.replaced)(jnp.ones(1))

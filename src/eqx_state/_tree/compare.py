@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
+import numpy as np
 
 from .._kinds.kinds import State
 from .._typing import KeyPath, PyTree, Tree
@@ -25,7 +26,11 @@ from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal. Arrays are compared by identity."""
+    """Whether two leaves are equal. JAX arrays are compared by identity."""
+    if type(a) is type(b) is np.ndarray and a is not b:
+        # Constants, of which each scope has its own copies.
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return alike and a.tobytes() == b.tobytes()
     if a is b or type(a) is not type(b) or is_array(a):
         return a is b
     try:
