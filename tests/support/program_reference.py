@@ -249,9 +249,9 @@ class Reference:
     def _identity(self, f: Any, **_: Any) -> Transformed:
         def run(f: Any, *args: Any, **kwargs: Any) -> Any:
             copies = [self._stand_in(arg) for arg in args]
+            before = [dict(x.__dict__) for x in objects_in(copies)]
             out = self.copy(f(*copies, **kwargs))
-            for arg, copy in zip(args, copies, strict=True):
-                self._commit(arg, copy)
+            self._commit([*args], copies, before)
             return out
 
         return Transformed(f, run)
@@ -296,11 +296,19 @@ class Reference:
             return {name: self._stand_in(x) for name, x in tree.items()}
         return tree
 
-    def _commit(self, tree: Any, copy: Any) -> None:
-        """Copy the state that was written to the copy of an argument to its modules."""
-        for x, y in zip(objects_in(tree), objects_in(copy), strict=True):
+    def _commit(
+        self, tree: Any, copy: Any, before: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Copy the state that was written to the copy of an argument to its modules.
+
+        `before`: the fields of the copy before the call. A field that only the closure
+        has written is unchanged in the copy, and stays.
+        """
+        pairs = zip(objects_in(tree), objects_in(copy), strict=True)
+        for i, (x, y) in enumerate(pairs):
             for name, value in y.__dict__.items():
-                if not objects_in(value):
+                is_new = before is None or value is not before[i][name]
+                if is_new and not objects_in(value):
                     x.__dict__[name] = value
 
     def scan(
