@@ -15,7 +15,7 @@ import numpy as np
 from .._compat import has_escaped
 from .._errors import show, TraceError
 from .._tree.base import ownership_of
-from .._tree.compare import check_apart, difference, flatten_apart, same
+from .._tree.compare import check_apart, difference, flatten_apart, unchanged
 from .._tree.context import Context, ROOT
 from .._tree.dtypes import as_jax, is_numeric, same_type, to_strong
 from .._tree.walk import drop_cached, is_array, is_numpy, Visit, walk
@@ -142,7 +142,7 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
     into containers, which does not call `__setattr__`.
     """
     new = visit.node
-    if same(old, new):
+    if unchanged(old, new):
         return new
     if has_escaped(new):
         raise TraceError(_ESCAPED.format(visit.name))

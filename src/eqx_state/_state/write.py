@@ -16,7 +16,7 @@ import numpy as np
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
-from .._tree.compare import same
+from .._tree.compare import same, unchanged
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.keys import is_typed
@@ -105,7 +105,7 @@ def _check_kinds(
 
 
 def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
-    if not same(old, visit.node) and not scope.allows(kind_at(visit)):
+    if not unchanged(old, visit.node) and not scope.allows(kind_at(visit)):
         raise FrozenInstanceError(kind_message(visit, where, scope, old))
 
 

@@ -51,7 +51,7 @@ from .._state.scope import (
 from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import BaseModule, is_module, ownership_of, set_ownership
-from .._tree.compare import identical, modules_below, same
+from .._tree.compare import identical, modules_below, unchanged
 from .._tree.observe import OBSERVING
 from .._tree.walk import dynamic_names, is_array, leaves, Visit, walk
 from .reach import by_entry, models_in, owned_in
@@ -381,7 +381,7 @@ class Lifted:
         written = {}
         for i, new in enumerate(after):
             for k, x in enumerate(new.leaves):
-                if same(old := values[i, k], x):
+                if unchanged(old := values[i, k], x):
                     continue
                 if not (is_array(old) and is_array(x)):
                     shown = self.name((i, k)), show(old), show(x)

@@ -26,17 +26,21 @@ from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal. JAX arrays are compared by identity."""
-    if type(a) is type(b) is np.ndarray and a is not b:
-        # Constants, of which each scope has its own copies.
-        alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return alike and a.tobytes() == b.tobytes()
+    """Whether two leaves are equal. Arrays are compared by identity."""
     if a is b or type(a) is not type(b) or is_array(a):
         return a is b
     try:
         return bool(a == b)
     except Exception:
         return False
+
+
+def unchanged(old: Any, new: Any) -> bool:
+    """As `same`, but NumPy arrays are constants, of which each scope has a copy."""
+    if type(old) is not np.ndarray or type(new) is not np.ndarray:
+        return same(old, new)
+    alike = (old.dtype, old.shape) == (new.dtype, new.shape)
+    return alike and old.tobytes() == new.tobytes()
 
 
 def identical(a: list[Any], b: list[Any]) -> bool:
