@@ -263,7 +263,10 @@ class Tests:
         lines = self.by_line.get(_name(str(mutant.path)), {})
         # A line in the middle of a statement may not be measured by itself.
         line = max((n for n in lines if n <= mutant.line), default=0)
-        # Every test runs the lines that run when the library is imported.
+        # A line that runs at import, such as a default: first the tests that run the
+        # next line, which may be the body of its function, then those of the module.
+        below = (lines[n] for n in sorted(lines) if n > line)
+        near = lines.get(line) or next(filter(None, below), set())
         names = lines.get(line) or set().union(*lines.values())
         folders, stem = mutant.path.relative_to(SOURCE).parts[:-1], mutant.path.stem
         mirror = "/".join(["tests", *(x.strip("_") for x in folders), ""])
@@ -276,10 +279,12 @@ class Tests:
         # Perhaps only tests of the lines around a changed condition detect it.
         around = [lines[n] & names for n in range(line - 5, line + 15) if n in lines]
         ranked = [
-            sorted(group, key=lambda x: (cost(x), x)) for group in [names, *around]
+            sorted(group, key=lambda x: (cost(x), x))
+            for group in [near, *around, names]
         ]
-        others = (name for group in ranked[1:] for name in group[:2])
-        return [*dict.fromkeys([*ranked[0][:FIRST], *others, *ranked[0]])][:most]
+        others = (name for group in ranked[1:-1] for name in group[:2])
+        order = [*ranked[0][:FIRST], *others, *ranked[0], *ranked[-1]]
+        return [*dict.fromkeys(order)][:most]
 
 
 def tests_of(mutants: list["Mutant"], most: int) -> list[list[str]]:

@@ -124,6 +124,7 @@ def test_a_stack_alone_and_one_of_equinox_layers(path):
     for each in (linears, linears[:1]):
         es.save(path, es.nn.Stacked(each))
         assert_same(es.load(path, each), each)
+        assert_same(es.load(path, es.nn.Stacked(each)), es.nn.Stacked(each))
     legacy = es.nn.Stacked([es.nn.Dropout(key=jr.PRNGKey(i)) for i in range(2)])
     assert_same(es.load_state_dict(legacy, es.state_dict(legacy)), legacy)
 

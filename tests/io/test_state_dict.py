@@ -295,6 +295,8 @@ def test_numpy_arrays_stay_numpy_arrays_and_are_copied():
     assert isinstance(loaded["device"], jax.Array)
     d["['device']"][:] = 2
     assert loaded["device"].tolist() == loaded["host"].tolist() == [1, 1]
+    traced = jax.jit(lambda d: es.load_state_dict(tree, d))(es.state_dict(tree))
+    assert traced["host"].tolist() == [0, 0]
     again = es.load_state_dict(tree, es.state_dict(tree))
     again["host"][:] = 2
     assert tree["host"].tolist() == [0, 0]

@@ -591,6 +591,16 @@ def test_an_invalid_rename_is_an_error():
         es.from_torch(model, linear())
 
 
+def test_one_batch_makes_an_average():
+    norm = norms()["batch"]
+    tensors = reference.state_dict("batch_norm") | {"num_batches_tracked": np.array(1)}
+    loaded = es.from_torch(norm, tensors)
+    x = jnp.ones(3)
+    expected = (x - tensors["running_mean"]) / np.sqrt(tensors["running_var"] + 1e-5)
+    expected = expected * tensors["weight"] + tensors["bias"]
+    assert np.allclose(loaded.eval()(x), expected, rtol=1e-5)
+
+
 def test_a_stack_of_equinox_norms_in_ema_mode():
     def make(_):
         norm = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "x", mode="ema")

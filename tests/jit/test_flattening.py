@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import eqx_state as es
+from eqx_state._jit import flattening
 from eqx_state._jit.code import Mismatch
 from eqx_state._jit.flattening import ArraySlot, builder, flattener
 
@@ -66,6 +67,7 @@ def put_together(tree):
 # --- Laws -----------------------------------------------------------------------------
 
 
+X = np.ones(2, np.float32)
 STATIC = st.sampled_from([0, 1, True, 1.0, -0.0, "a", (1, 2.0), None, jax.nn.relu])
 ARRAYS = st.builds(lambda n: np.full(2, n, np.float32), st.integers(0, 9))
 LEAVES = st.one_of(ARRAYS, STATIC)
@@ -241,6 +243,28 @@ def test_a_change_in_place_of_a_result_is_detected(name):
     # The change must not appear in a different result.
     assert eqx.tree_equal(other, f(f(blocks())))
     assert eqx.tree_equal(f(other), other)
+
+
+def test_ordinary_nodes_are_flattened_and_built_without_jax(monkeypatch):
+    tree = blocks()
+    slots = jax.tree.map(lambda x: ArraySlot(0), tree)
+    monkeypatch.delattr(flattening, "one_level")
+    assert len(flattener(tree, origin)(tree)) == len(arrays_of(tree))
+    monkeypatch.delattr(jtu, "tree_flatten")
+    built = builder(slots)([X])
+    monkeypatch.undo()
+    assert jax.tree.structure(built) == jax.tree.structure(tree)
+
+
+def test_nodes_share_a_loop_only_if_their_static_values_are_equal():
+    def loops(*rates):
+        tree = [Leaf(X, rate) for rate in rates]
+        rebuilt = put_together(tree)(arrays_of(tree))
+        assert [leaf.rate for leaf in rebuilt] == [*rates]
+        return len(flattening._Groups(tree).groups)
+
+    assert loops(float("0.5"), float("0.5")) + 1 == loops(0.5, 1.5)
+    assert loops((1, "a"), (1, "a")) + 1 == loops((1, "a"), (1, "b"))
 
 
 def test_a_named_tuple_is_built_by_its_registered_function():

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -354,6 +355,50 @@ def test_init_keeps_an_existing_value_that_the_call_replaces():
 
     net = Net(jnp.zeros(3))
     assert net.init(0, jnp.ones(1)).x is net.x
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, es.vmap, es.checkpoint])
+def test_a_value_that_is_not_an_array_is_not_missing(transform):
+    class Scale(es.Module):
+        by: Any = "unknown"
+
+        def __call__(self, x):
+            if isinstance(self.by, str):
+                self.by = jnp.ones(x.shape)
+            return x * self.by
+
+    class Net(es.Module):
+        scale: Scale
+
+        def __call__(self, x):
+            return transform(self.scale)(x)
+
+    assert Net(Scale()).init(0, jnp.ones((2, 3))).scale.by == "unknown"
+
+
+def test_a_module_created_in_a_transform_may_be_written_after_it():
+    class Weight(es.Module):
+        w: es.Parameter
+
+    class Layer(es.Module):
+        weight: Weight | None = None
+
+        def __call__(self, x):
+            if self.weight is None:
+                self.weight = Weight(jnp.ones(3))
+            return x * self.weight.w
+
+    class Net(es.Module):
+        layer: Layer
+
+        def __call__(self, x):
+            y = es.vmap(self.layer)(x)
+            if self.initializing:
+                self.layer.weight.w = 2 * self.layer.weight.w
+            return y
+
+    net = Net(Layer()).init(0, jnp.ones((2, 3)))
+    assert net.layer.weight.w.tolist() == [2, 2, 2]
 
 
 def test_init_does_not_change_a_layer_of_the_caller_in_a_list():

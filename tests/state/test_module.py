@@ -371,6 +371,7 @@ def test_getstate_and_setstate_are_a_pair():
             return {k: x for k, x in self.__dict__.items() if k != "cache"}
 
         def __setstate__(self, state):
+            assert "cache" not in state
             self.__dict__.update(state, cache={"new": True})
 
     model = Cached(1.0).eval()

@@ -128,6 +128,18 @@ class Around(es.Module):
         self.part = self.part.replace(k=np.float32([3.0]))
 
 
+def test_a_new_module_with_a_numpy_array_may_be_written():
+    class Cell(es.Module):
+        count: es.State[Count]
+
+        def __call__(self, x):
+            self.count = Count(np.zeros(2, np.float32))
+            return self.count(x)
+
+    _, new = es.mutable(Cell(Count(jnp.zeros(2))))(0)
+    assert new.count.n.tolist() == [1, 1]
+
+
 def test_a_module_with_a_constant_may_be_assigned_after_a_transform():
     model = Around(Scaled(np.float32([2.0])))
     for method in (model.mutable, model.checkpoint, model.scan):

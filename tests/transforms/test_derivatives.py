@@ -217,6 +217,16 @@ def test_a_returned_module_has_cotangents_for_its_inexact_arrays():
     assert moved.count.dtype == moved.rng.dtype == jax.dtypes.float0
 
 
+def test_only_forward_mode_differentiates_a_while_loop():
+    def cube(x):
+        step = lambda c: (c[0] + 1, c[1] * x)  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[0] < 3, step, (0, 1.0))[1]
+
+    assert es.jacfwd(cube)(2.0) == 12.0
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        es.jacrev(cube)(2.0)
+
+
 def test_integers_are_allowed_on_request_and_text_always():
     f = es.jacrev(lambda n, x: {"a": n * x}, (0, 1), allow_int=True)
     assert f(jnp.array(3), 2.0) == {"a": (None, 3.0)}
@@ -599,9 +609,10 @@ def test_jvp_takes_tuples(given):
         ((0, -3), TypeError, r"argnums=\(0, -3\)\)` was called with 2 positional"),
         ((0, -2), ValueError, r"argnums=\(0, -2\)\)` names argument 0 twice"),
         (1, TypeError, "argument 1 has no inexact arrays"),
+        ((0, 1), TypeError, "argument 1 has no inexact arrays"),
         ("x", TypeError, r"argnums='x'.*an integer, or a tuple"),
     ],
-    ids=["beyond", "before", "twice", "integer", "name"],
+    ids=["beyond", "before", "twice", "integer", "both", "name"],
 )
 def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
     with pytest.raises(error, match=message):

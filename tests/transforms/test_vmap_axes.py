@@ -553,6 +553,15 @@ def test_axes_for_a_constant_are_an_error(where, axis):
     assert shared(XS).shape == (3,)
 
 
+def test_axes_for_a_constant_beside_an_owned_module_are_an_error():
+    def f(model):
+        net = eqx.nn.Sequential([model, eqx.nn.Linear(3, 3, key=jr.key(0))])
+        es.vmap(lambda x: net(x), axes={es.Parameter: 0, ...: None})(jnp.ones((3, 3)))
+
+    with pytest.raises(ValueError, match=r"map `layers\[1\]\.weight` of the `Sequ"):
+        es.mutable(f)(Noisy(jr.key(0)))
+
+
 # --- Ensembles ----------------------------------------------------------------------
 
 
