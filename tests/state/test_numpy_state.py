@@ -102,6 +102,18 @@ def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
         es.mutable(f)(model)
 
 
+def test_a_new_module_with_a_numpy_array_may_be_written():
+    class Cell(es.Module):
+        count: es.State[Count]
+
+        def __call__(self, x):
+            self.count = Count(np.zeros(2, np.float32))
+            return self.count(x)
+
+    _, new = es.mutable(Cell(Count(jnp.zeros(2))))(0)
+    assert new.count.n.tolist() == [1, 1]
+
+
 class Scaled(es.Module):
     k: es.Buffer
     n: es.State = 0
@@ -126,18 +138,6 @@ class Around(es.Module):
 
     def replaced(self, x):
         self.part = self.part.replace(k=np.float32([3.0]))
-
-
-def test_a_new_module_with_a_numpy_array_may_be_written():
-    class Cell(es.Module):
-        count: es.State[Count]
-
-        def __call__(self, x):
-            self.count = Count(np.zeros(2, np.float32))
-            return self.count(x)
-
-    _, new = es.mutable(Cell(Count(jnp.zeros(2))))(0)
-    assert new.count.n.tolist() == [1, 1]
 
 
 def test_a_module_with_a_constant_may_be_assigned_after_a_transform():
