@@ -489,10 +489,6 @@ def test_costs_are_those_of_xla_for_the_call_in_each_row(monkeypatch):
     assert shares[1:-1] == ["", "40.0%", "40.0%", "20.0%"]
 
 
-def test_costs_are_shown_only_on_request():
-    assert "FLOPs" not in es.tabulate(linear(), jnp.ones(2))
-
-
 def test_costs_without_a_call_are_an_error():
     with pytest.raises(TypeError, match=r"needs a call: `es\.tabulate\(model, x, cost"):
         es.tabulate(linear(), cost=True)
