@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import optax
 import pytest
 
 import eqx_state as es
@@ -369,3 +370,9 @@ def test_a_changed_structure_is_an_error_that_names_the_path(change, says):
 def test_a_stateful_module_that_occurs_twice_is_an_error():
     with pytest.raises(ValueError, match=r"occurs twice, at `\[0\]` and `\[1\]`"):
         es.Ema(0.9).init([NETS[0], NETS[0]])
+
+
+def test_what_is_private_is_not_printed():
+    ema = es.Ema(0.9).init(NETS[0])
+    optimizer = es.Optimizer(optax.sgd(0.1)).init(NETS[0])
+    assert " _" not in repr((ema, optimizer))

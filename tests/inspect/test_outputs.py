@@ -109,6 +109,14 @@ def test_an_invalid_selection_is_an_error(which):
         es.capture(mlp(), outputs=which)
 
 
+@pytest.mark.parametrize("name", ["mutable", "find_nonfinite"])
+def test_a_transform_that_uses_its_own_copy_of_the_model_is_an_error(name):
+    inner = getattr(es, name)(lambda model, x: model(x))
+    for f in (inner, es.jit(inner), eqx.Partial(inner, net())):
+        with pytest.raises(TypeError, match="writable itself, as `es.mutable` does"):
+            es.capture(f)(net(), X)
+
+
 # --- How calls are intercepted --------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import types
 import typing
 from typing import Annotated, Any, Generic, NamedTuple, NotRequired, Required, TypeVar
 
@@ -215,6 +216,19 @@ def test_a_name_in_a_record_may_be_defined_later(monkeypatch):
     monkeypatch.setitem(globals(), "DefinedLater", es.BatchStat)
     after = {"late.x[0]": es.BatchStat, "late.y[0]": es.BatchStat}
     assert kinds(model) == after | {"late.y[1]": es.State}
+
+
+class Dotted(eqx.Module):
+    x: "library.DefinedLater"  # noqa: F821
+
+
+def test_an_attribute_in_an_annotation_may_be_defined_later(monkeypatch):
+    library = types.SimpleNamespace()
+    monkeypatch.setitem(globals(), "library", library)
+    assert kinds(Dotted(ONE)) == {"x": es.Parameter}
+    library.DefinedLater = es.BatchStat
+    monkeypatch.setitem(globals(), "a new name", None)
+    assert kinds(Dotted(ONE)) == {"x": es.BatchStat}
 
 
 def test_a_name_that_only_the_function_around_a_record_has():

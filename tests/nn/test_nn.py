@@ -288,6 +288,25 @@ def test_a_mask_leaves_padding_out_of_gradients():
     assert (grad[~mask] == 0).all()
 
 
+def test_a_single_element_is_a_batch():
+    x = data(8, 3)
+    _, new = run(es.nn.BatchNorm(3), x, mask=(jnp.arange(8) == 5)[:, None])
+    assert_close((new.mean, new.var), (x[5], jnp.zeros(3)))
+    assert new.count.tolist() == [1, 1, 1]
+
+
+def test_in_eval_mode_a_mask_changes_nothing():
+    norm, x = run(es.nn.BatchNorm(3), data(8, 3))[1].eval(), data(8, 3, seed=1)
+    mask = (jnp.arange(8) < 5)[:, None]
+    for options in ({}, {"mask": mask}):
+        y, vjp = jax.vjp(lambda norm, x, kw=options: norm(x, **kw), norm, x)
+        norm_grad, x_grad = vjp(jnp.ones_like(y))
+        expected = (x - norm.mean[None]) / jnp.sqrt(norm.var + norm.eps)[None]
+        assert_close(y, expected)
+        assert_close(x_grad[7], 1 / jnp.sqrt(norm.var + norm.eps))
+        assert_close(norm_grad.bias, jnp.full(3, 8.0))
+
+
 # --- BatchNorm: running averages ------------------------------------------------------
 
 
@@ -310,6 +329,12 @@ def test_running_averages_cover_all_batches_so_far(momentum):
         np.testing.assert_allclose(got, expected, rtol=2e-6)
 
 
+def test_the_first_batch_replaces_the_initial_averages_exactly():
+    x = 1e-5 * data(8, 3)
+    _, norm = run(es.nn.BatchNorm(3), x)
+    assert_close(norm.var / x.var(0), jnp.ones(3))
+
+
 def test_a_channel_of_padding_does_not_count_the_batch():
     x, last = data(8, 2), data(8, 2, seed=1)
     _, norm = run(es.nn.BatchNorm(2), x, mask=jnp.array([[True, False]]))
@@ -323,6 +348,13 @@ def test_momentum_1_keeps_the_averages():
     _, norm = run(es.nn.BatchNorm(3), data(8, 3))
     _, new = run(es.configure(norm, momentum=1.0), data(8, 3, seed=1))
     assert_close((new.mean, new.var), (norm.mean, norm.var), 0)
+
+
+def test_in_a_trace_the_layer_has_no_call_of_its_own():
+    model, x = eqx.nn.Sequential([es.nn.BatchNorm(3), es.nn.BatchNorm(3)]), data(8, 3)
+    program = str(jax.make_jaxpr(lambda model, x: es.mutable(model)(x)[0])(model, x))
+    assert "rsqrt" in program
+    assert "normalize" not in program
 
 
 # --- BatchNorm: modes and gradients ---------------------------------------------------

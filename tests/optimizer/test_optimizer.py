@@ -337,6 +337,14 @@ def test_gradients_outside_wrt_are_ignored():
 
 
 @pytest.mark.parametrize(
+    "wrt", ["bias", None, True, eqx.nn.Linear, es.State[jax.Array], eqx.is_array]
+)
+def test_what_is_not_a_filter_is_an_error_immediately(wrt):
+    with pytest.raises(TypeError, match="is not a filter"):
+        es.Optimizer(optax.sgd(0.1), wrt)
+
+
+@pytest.mark.parametrize(
     ("wrt", "said"),
     [
         (es.trainable, r"(\d+) parameters, \1 of them frozen.*es\.parts"),

@@ -118,6 +118,9 @@ class Plain(eqx.Module):
     def double(self):
         return 2 * self.w
 
+    def __call__(self, x):
+        return self.double * x
+
 
 def test_a_cached_property_of_a_plain_module_does_not_change_the_structure():
     model = {"net": Net(3.0), "plain": Plain(jnp.ones(()))}
@@ -125,3 +128,13 @@ def test_a_cached_property_of_a_plain_module_does_not_change_the_structure():
     _, new = call(model, X)
     assert jax.tree.structure(new) == jax.tree.structure(model)
     assert "double" not in new["plain"].__dict__
+
+
+def test_in_a_captured_copy_nothing_is_left_of_a_cached_property():
+    plain = Plain(jnp.ones(()))
+    fresh = jax.tree.map(lambda x: x, plain)
+    assert plain.double == 2.0
+    copy = jax.tree.map(lambda x: x, plain)  # Equinox marks what it has not copied
+    (_, new), found = es.capture(lambda m: m(X), outputs=Plain)(copy)
+    assert [x.tolist() for x in found.values()] == [[0, 2, 4]]
+    assert jax.tree.structure(new) == jax.tree.structure(fresh)

@@ -274,6 +274,13 @@ USES = {
     "cond": lambda net, x: es.cond(True, net, net, x),
     "vjp": lambda net, x: es.vjp(net, x),
     "value_and_grad": lambda net, x: es.value_and_grad(net)(x),
+    "not called": lambda net, x: es.checkpoint(lambda net, x: x)(net, x),
+    "after an owned model": lambda net, x: es.mutable(
+        lambda other: es.checkpoint(lambda other, net: x)(other, net)
+    )(Net().init(0)),
+    "cast": lambda net, x: es.mutable(
+        net, cast={lambda part: part.value.ndim > 0: jnp.bfloat16}
+    )(x),
 }
 
 

@@ -128,3 +128,32 @@ def test_sown_values_are_named_by_the_position_in_the_tuple():
 def test_argnums_are_integers(argnums):
     with pytest.raises(TypeError, match=r"`es\.mutable\(\.\.\., argnums="):
         es.mutable(first_and_last, argnums=argnums)
+
+
+def step(model, x):
+    return model(x)
+
+
+NAMED = {"step": (step, eqx.filter_jit(step)), "f": (lambda model, x: model(x),)}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_that_is_passed_by_keyword_is_an_error(name):
+    for f in NAMED[name]:
+        shown = rf"`es\.mutable\({name}\)` was called without a positional argument"
+        with pytest.raises(TypeError, match=shown):
+            es.mutable(f)(model=Counter(), x=1.0)
+
+
+def test_a_module_that_wraps_a_module_is_the_model():
+    class Logged(eqx.Module):
+        inner: Counter
+
+        @property
+        def __wrapped__(self):
+            return self.inner
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    assert es.mutable(Logged(Counter()))(1.0)[1].inner.count == 1

@@ -75,7 +75,10 @@ class Threaded(es.Module):
         return x
 
 
-@pytest.mark.parametrize("name", ["mutable", "value_and_grad", "grad", "capture"])
+THREADS = ["mutable", "value_and_grad", "grad", "capture", "find_nonfinite"]
+
+
+@pytest.mark.parametrize("name", THREADS)
 def test_a_class_in_place_of_a_model_is_an_error(name):
     transform = getattr(es, name)
     with pytest.raises(TypeError, match=r"(?s)the class `Threaded`.*es.mutable\(model"):

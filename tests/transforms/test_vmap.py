@@ -149,6 +149,35 @@ def test_an_error_leaves_nothing_half_written(lane, error, options):
     np.testing.assert_allclose(new.a.mean, 3.5)
 
 
+def test_an_error_removes_attributes_that_no_write_has_created():
+    def f(net, xs):
+        def lane(x):
+            object.__setattr__(net.a, "note", x)
+            raise KeyError("half-way")
+
+        with pytest.raises(KeyError, match="half-way"):
+            es.vmap(lane)(xs)
+        return hasattr(net.a, "note")
+
+    assert not es.mutable(f)(Net(), XS)[0]
+
+
+def test_a_value_that_becomes_an_array_in_a_lane_is_an_error():
+    class Switch(es.Module):
+        mode: es.State = "cold"
+
+        def __call__(self, x):
+            def lane(x):
+                self.mode = jnp.ones(())
+                return x
+
+            return es.vmap(lane)(x)
+
+    match = r"`mode` was changed from `'cold'` to `f32\[\]` inside a transform"
+    with pytest.raises(ValueError, match=match):
+        es.mutable(Switch())(XS)
+
+
 # --- Signature and return value of `jax.vmap` ---------------------------------------
 
 

@@ -20,7 +20,7 @@ from .._state.module import Module
 from .._state.scope import is_any_open, is_owned
 from .._tree.base import is_eqx_module
 from .._tree.compare import check_not_repeated
-from .._tree.context import children, is_leaf
+from .._tree.context import children
 from .._tree.walk import is_array, leaves, Visit
 from .transform import Transform
 
@@ -50,7 +50,7 @@ def captured(x: Any) -> list[Any]:
         return [x.func, x.args, x.keywords]
     if isinstance(x, Transform):
         return [x.f]
-    if is_eqx_module(x) or eqx.is_array(x) or is_leaf(x):
+    if eqx.is_array(x):
         return []
     try:
         return [child for _, child in children(x) or ()]
