@@ -124,6 +124,15 @@ def test_reseed_of_different_implementations():
     assert (new["a"] != stack["a"]).all()
 
 
+def test_a_legacy_key_of_a_different_implementation():
+    with jax.default_prng_impl("rbg"):
+        key, layer = jr.PRNGKey(0), es.lazy(eqx.nn.Linear, 3, 2)
+        assert key.shape == (4,)
+        legacy = es.init([layer], key)
+        typed = es.init([layer], jr.wrap_key_data(key))
+    assert eqx.tree_equal(legacy, typed)
+
+
 # --- `Dropout` ----------------------------------------------------------------------
 
 

@@ -363,6 +363,7 @@ def test_in_a_trace_the_layer_has_no_call_of_its_own():
 def test_momentum_may_be_a_tracer():
     norm = es.nn.BatchNorm(2, debias=False)
     x = jnp.array([[1.0, 2.0], [3.0, 6.0]])
+    assert_close(es.mutable(norm)(x)[1].mean, jnp.array([0.02, 0.04]))
 
     @jax.jit
     def mean_after(norm, momentum):
@@ -377,7 +378,11 @@ def test_momentum_may_be_a_tracer():
 
 def test_a_subclass_may_have_leaves_that_are_not_arrays():
     class Named(es.nn.BatchNorm):
-        name: Any = "first"
+        name: Any
+
+        def __init__(self, size):
+            super().__init__(size)
+            self.name = "first"
 
     x = jr.normal(jr.key(0), (8, 3))
     y, norm = es.mutable(Named(3))(x)

@@ -218,6 +218,7 @@ LARGEST = {
     "number into bfloat16": (jnp.bfloat16, -256),
     "weak array into bfloat16": (jnp.bfloat16, jnp.asarray(256)),
     "NumPy's scalar into uint32": (jnp.uint32, np.uint64(2**32 - 1)),
+    "NumPy's array into int32": (I32, np.array([-(2**31), 2**31 - 1])),
     "nothing into uint8": (jnp.uint8, jnp.full(0, 1)),
     "nothing of NumPy's into int32": (I32, np.zeros(0, np.int64)),
 }

@@ -562,6 +562,37 @@ def test_axes_for_a_constant_beside_an_owned_module_are_an_error():
         es.mutable(f)(Noisy(jr.key(0)))
 
 
+class Add(es.Module):
+    b: es.Parameter
+
+    def __call__(self, x, *, key=None):
+        return x + self.b[0]
+
+
+class Stack(es.Module):
+    inner: dict[str, es.nn.Stacked]
+
+    def __call__(self, x, name, wrap):
+        f = wrap(self.inner["stack"])
+        return es.vmap(f, axes={es.path_matches(name): None, ...: 0})(x)
+
+
+STACKS = {
+    "[*].b[0]": lambda stack: lambda x: stack(x),
+    "layers[0][*].b[0]": lambda stack: eqx.nn.Sequential([stack]),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_rules_see_the_layers_of_a_stack_under_the_names_of_a_list(name):
+    model = Stack({"stack": es.nn.Stacked([Add([jnp.ones(())])] * 2)})
+    y, _ = es.mutable(model)(XS, name, STACKS[name])
+    assert (y == XS + 2).all()
+    first = name.replace("*", "0")
+    with pytest.raises(ValueError, match=r"selects `.*\[0\]\.b.*but not `.*\[1\]\.b"):
+        es.mutable(model)(XS, first, STACKS[name])
+
+
 # --- Ensembles ----------------------------------------------------------------------
 
 

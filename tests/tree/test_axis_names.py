@@ -371,6 +371,18 @@ def test_an_optimizer_of_some_parameters():
     assert set(by_name(optimizer).values()) == {(), ("mlp", "embed")}
 
 
+def test_a_state_with_fewer_axes_than_declared_has_no_names():
+    class Matrix(es.Module):
+        w: es.Parameter[AB]
+
+    def init(layers):
+        return jax.tree.map(lambda x: x.sum(0), layers[0])
+
+    tx = optax.GradientTransformation(init, lambda u, state, params: (u, state))
+    optimizer = es.Optimizer(tx).init([Matrix(jnp.ones((3, 2)))])
+    assert by_name(optimizer) == {"opt_state.w": (None,)}
+
+
 def test_averages_have_the_names_of_the_averaged_arrays():
     ema = es.Ema(0.9).init(net()).update(net())
     names = by_name((net(), [ema]))

@@ -88,6 +88,7 @@ CASES = [
     ((lambda part: part.kind is None,), {"steps"}),
     ((lambda part: part.frozen,), {"layers[3].scale", "layers[3].mean"}),
     ((lambda part: len(part.path) == 1, es.State), {"cache", "rng"}),
+    ((es.State, lambda part: len(part.path) == 1), {"cache", "rng"}),
     ((lambda part: [],), set()),
     ((ft.partial(lambda n, part: part.name == n, "rng"),), {"rng"}),
     ((es.path_matches("table"),), {"table"}),

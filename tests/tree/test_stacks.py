@@ -119,6 +119,12 @@ def test_a_path_filter_sees_the_names_in_a_list(case):
         }
 
 
+def test_a_stack_of_one_layer_is_selected_by_name():
+    stack = es.nn.Stacked([make_stack()[0]])
+    assert selected(stack, es.path_matches("[0].w")) == {"layers.w"}
+    assert selected(stack, es.path_matches("[1].w")) == set()
+
+
 DISAGREEING = {
     "name": es.path_matches("['blocks'][1].w"),
     "not": es.not_(es.path_matches("['blocks'][1].w")),

@@ -105,7 +105,7 @@ def recorded_leaves(tree: PyTree) -> list[NamedLeaf]:
 
 
 def _names_of(visit: Visit, strict: bool) -> Names | None:
-    """The names of an array's axes.
+    """The names of an array's axes; `None` if none are declared.
 
     If the array has fewer axes than names: `ValueError` with `strict`, else `None`.
     """
@@ -118,7 +118,7 @@ def _names_of(visit: Visit, strict: bool) -> Names | None:
     if declared and strict:
         dims = " or ".join(f"`{dims_text(d)}`" for d in declared)
         raise ValueError(_FEWER.format(field, dims, visit.name, shape))
-    return None if declared else (None,) * len(shape)
+    return None
 
 
 def _declared(visit: Visit) -> tuple[tuple[Dims, ...], str]:
