@@ -152,6 +152,13 @@ def test_on_arrays_a_jacobian_equals_that_of_jax(name, case):
     close(run(es), run(jax))
 
 
+def test_the_function_of_linearize_is_a_pytree_of_arrays():
+    x = jnp.arange(3.0)
+    _, jvp_fn = es.linearize(lambda x: x * jnp.sin(x), x)
+    assert all(map(eqx.is_array, jax.tree.leaves(jvp_fn)))
+    close(es.jit(lambda f, x: f(x))(jvp_fn, x), jvp_fn(x))
+
+
 @each_jacobian
 def test_the_signature_is_that_of_jax(name):
     ours, theirs = (
