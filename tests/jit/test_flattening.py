@@ -267,6 +267,16 @@ def test_nodes_share_a_loop_only_if_their_static_values_are_equal():
     assert loops((1, "a"), (1, "a")) + 1 == loops((1, "a"), (1, "b"))
 
 
+def test_modules_whose_fields_are_all_alike():
+    class Two(eqx.Module):
+        a: Any
+        b: Any
+
+    tree = [Two(Two(n * X, n + X), Two(n - X, X)) for n in range(1, 4)]
+    rebuilt = put_together(tree)(flattener(tree, origin)(tree))
+    assert eqx.tree_equal(rebuilt, tree)
+
+
 def test_a_named_tuple_is_built_by_its_registered_function():
     class Length(Pair):
         unit = "m"

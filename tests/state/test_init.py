@@ -255,6 +255,11 @@ def test_under_jit(jit):
     np.testing.assert_allclose(jitted.a.w, Net().init(key).a.w, rtol=1e-6)
 
 
+def test_a_function_under_jit_may_initialize_its_argument():
+    net = es.jit(lambda net: net.init(0))(Net())
+    np.testing.assert_allclose(net.a.w, Net().init(0).a.w, rtol=1e-6)
+
+
 @pytest.mark.parametrize("vmap", [eqx.filter_vmap, es.vmap], ids=["filter_vmap", "es"])
 def test_under_vmap(vmap):
     keys = jr.split(jr.key(0), 4)
