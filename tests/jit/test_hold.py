@@ -1,6 +1,7 @@
 """`es.hold`: the same results as `es.jit`, with a carry that the held step stores."""
 
 import threading
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -212,6 +213,19 @@ def test_each_structure_and_mode_is_traced_once(donate):
     assert run.carry.count == 5
 
 
+def test_static_values_in_the_carry_are_distinguished_by_type():
+    class Scaled(es.Module):
+        x: es.State
+        factor: Any
+
+    x = jnp.ones(2)
+    run = es.hold(lambda model: (model, model.x * model.factor), Scaled(x, 1))
+    for factor in (1.0, 1, 0.0, -0.0):
+        run.carry = Scaled(x, factor)
+        assert np.array_equal(np.signbit(run()), np.signbit(x * factor))
+        assert repr(run.carry.factor) == repr(factor)
+
+
 def test_arguments_are_bound_as_by_jit():
     traces = 0
 
@@ -312,17 +326,18 @@ def test_arrays_keep_their_sharding(getkey):
     explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec
     named = jax.sharding.NamedSharding
-    for place in (
-        None,
-        jax.devices()[1],
-        named(mesh, spec()),
-        named(explicit, spec()),
+    for place, buffers in (
+        (None, 1),
+        (jax.devices()[1], 1),
+        (named(mesh, spec()), 1),
+        (named(explicit, spec()), 3),
     ):
         carry = [X, X + 1, jr.normal(getkey(), (2, 2))]
         if place is not None:
             carry = jax.device_put(carry, place)
         run = es.hold(add, carry)
         run(1.0)
+        assert len(run._held[1]) == buffers
         for x, y in zip(run.carry, carry, strict=True):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
             assert x.committed == y.committed
