@@ -313,6 +313,25 @@ def test_a_name_in_the_body_of_the_class(base):
     assert kinds(Model(ONE, ONE)) == {"x": Model.Cache, "es": es.State}
 
 
+def test_a_name_in_a_function_around_the_class():
+    def make(n):
+        class Cache(es.State):
+            pass
+
+        def inner():
+            class Model(es.Module):
+                x: "Cache"
+                y: "es.BatchStat[Float[Array, 'n']]"
+
+            return Model, Cache, weakref.ref(n)
+
+        return inner()
+
+    model, cache, array = make(jnp.zeros(3))
+    assert kinds(model(ONE, ONE)) == {"x": cache, "y": es.BatchStat}
+    assert array() is None  # `n` is the name of an axis
+
+
 def test_a_class_keeps_only_the_names_that_its_annotations_need():
     class Data:
         pass
