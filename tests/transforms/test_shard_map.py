@@ -174,6 +174,25 @@ def test_each_device_draws_from_its_own_key(mesh, checked):
     close(sown["noise"], jnp.asarray(noise[:: 4 // mesh.size, 0]))
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_sown_values_are_differentiable_whether_devices_differ_or_not(checked):
+    class Scale(es.Module):
+        weight: es.Parameter = 3.0
+
+        def __call__(self, xs):
+            self.sow("shared", self.weight**2)
+            self.sow("own", self.weight * jnp.sum(xs))
+            return xs
+
+    def loss(model):
+        call = lambda model, xs: mapped(model, check_vma=checked)(xs)  # noqa: E731
+        sown = es.capture(call)(model, XS)[1]
+        assert sown["shared"].shape == sown["own"].shape == (2,)
+        return jnp.sum(sown["shared"]) + jnp.sum(sown["own"])
+
+    assert jax.grad(loss)(Scale()).weight == 2 * 2 * 3 + XS.sum()
+
+
 def test_keys_in_arrays_and_legacy_keys_are_split():
     class Keys(es.Module):
         many: es.Rng

@@ -16,7 +16,7 @@ import jax.lax as lax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._compat import Infer, vary, varying_axes
+from .._compat import Infer, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .._typing import P, R
@@ -69,15 +69,12 @@ class _ShardMap(AbstractMap):
             text = _NOT_REDUCED if self.check_vma else _UNCHECKED
             return text.format(state, names[0])
 
-        def stacked(x: Any) -> Any:
-            x = lax.expand_dims(x, (0,))
-            return vary(x, frozenset(names)) if self.check_vma else x
-
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
             inputs = reached.tree(map(_own_key, values, is_split))
             out, groups, sown, rest = reached.run(inputs, differs, not_reduced)
-            return out, groups, jtu.tree_map(stacked, sown), rest
+            stacked = jtu.tree_map(lambda x: lax.expand_dims(x, (0,)), sown)
+            return out, groups, stacked, rest
 
         specs = reached.tree(map(_spec, reached.axes))
         mapped = jax.shard_map(
