@@ -310,14 +310,36 @@ def test_a_new_parameter_is_mapped_like_the_existing_parameters():
                 self.w = jnp.ones(x.shape)
             return self.v * self.w * x
 
-    def run(axis):
-        by_kind = {es.Parameter: axis}
-        return lambda m, xs: es.vmap(lambda m, x: m(x), in_axes=(by_kind, 0))(m, xs)
+    def by_kind(m, axis):
+        return {es.Parameter: axis}
 
-    xs = jnp.ones((2, 3))
-    assert Two(jnp.ones(())).init(0, xs, call=run(None)).w.shape == (3,)
-    with pytest.raises(ValueError, match=r"Two\.w` is created by `init` in one lane"):
-        Two(jnp.ones(2)).init(0, xs, call=run(0))
+    def by_array(m, axis):
+        return es.spec(m, {es.Parameter: axis})
+
+    def run(of, axis):
+        return lambda m, xs: es.vmap(lambda m, x: m(x), (of(m, axis), 0))(m, xs)
+
+    xs, one_lane = jnp.ones((2, 3)), r"Two\.w` is created by `init` in one lane"
+    for of in (by_kind, by_array):
+        assert Two(jnp.ones(())).init(0, xs, call=run(of, None)).w.shape == (3,)
+        with pytest.raises(ValueError, match=one_lane):
+            Two(jnp.ones(2)).init(0, xs, call=run(of, 0))
+
+
+def test_in_a_lane_a_numpy_array_may_be_replaced():
+    class Table(es.Module):
+        values: es.Buffer
+        size: es.Buffer[jax.Array | None] = None
+
+        def __call__(self, x):
+            if self.initializing:
+                self.values = self.values + 1.0
+                self.size = jnp.array(self.values.size)
+            return x
+
+    table = Table(np.zeros(3)).init(0, jnp.ones(2), call=lambda m, x: es.vmap(m)(x))
+    assert table.size == 3
+    assert not table.values.any()  # only what was missing is kept
 
 
 def test_the_arrays_of_the_caller_are_not_changed():

@@ -593,6 +593,35 @@ def test_rules_see_the_layers_of_a_stack_under_the_names_of_a_list(name):
         es.mutable(model)(XS, first, STACKS[name])
 
 
+class Sum(es.Module):
+    total: jax.Array
+
+    def __call__(self, x):
+        self.total = self.total + x
+        return self.total
+
+
+class Covering(es.Module):
+    inner: es.State[Sum]
+
+
+def test_an_argument_has_the_kinds_of_the_whole_model():
+    def captured(model):
+        es.vmap(lambda x: model.inner(x), axes={es.State: 0})(XS)
+
+    def passed(model):
+        entries = {es.State: 0}, 0
+        es.vmap(lambda inner, x: inner(x), in_axes=entries)(model.inner, XS)
+
+    def named(model):
+        entries = {es.path_matches("[0].total"): 0}, 0
+        es.vmap(lambda inner, x: inner[0](x), in_axes=entries)([model.inner], XS)
+
+    for f in (captured, passed, named):
+        _, new = es.mutable(f)(Covering(Sum(jnp.zeros(3))))
+        assert new.inner.total.tolist() == [0, 1, 2]
+
+
 # --- Ensembles ----------------------------------------------------------------------
 
 

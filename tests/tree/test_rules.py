@@ -151,6 +151,8 @@ def test_a_filter_that_matches_no_array_is_an_error(case, first):
 def test_the_error_suggests_names_as_filters_see_them():
     stack = es.nn.Stacked([layer(), layer()])
     glob = es.all_of(es.Parameter, es.path_matches("[1].maen"))
+    with pytest.raises(ValueError, match=r"matches no array\. `es\.parts"):
+        es.spec(jnp.ones(2), {es.path_matches("*w"): 0, ...: 1})
     with pytest.raises(ValueError, match=r"nearest names: `\[1\].mean`"):
         es.spec(stack, {glob: 0})
 

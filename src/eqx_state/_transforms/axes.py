@@ -7,7 +7,7 @@ does not need to know where an axis came from. An axis is an integer, or for
 `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 import equinox as eqx
@@ -95,9 +95,11 @@ class Inputs(NamedTuple):
 class Reached:
     """The `Inputs` of a call, split into mapped and shared leaves.
 
-    - `values`, `axes`: one for each mapped leaf. `tree` unflattens such a list.
-    - `rest`: all other leaves, which the lanes share.
-    - `entries`: the entries of `in_axes`, each with its argument.
+    - `values`, `axes`: one for each leaf that JAX's transform gets; in `es.shard_map`
+        also the shared arrays. `tree` unflattens such a list.
+    - `rest`: all other leaves, and the owned modules. The lanes close over them.
+    - `entries`: the entries of `in_axes`, each with the part of the arguments that it
+        applies to.
     - `lifted`: the modules that a scope owns; `of_owned` maps their leaves to axes.
     - `groups`: the axes of state, each once. A lane returns new state in these groups.
     """
@@ -133,7 +135,9 @@ class Reached:
         # For each split key, the key that its module stores if a lane used it.
         self.advanced: dict[LeafIndex, Any] = {}
         self.transform, self.shared = transform, transform.shared
-        self.groups = [*dict.fromkeys(map(self.group_of, lifted.writable))]
+        # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
+        arrays = (slot for slot, x in lifted.values.items() if is_array(x))
+        self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
 
     def group_of(self, slot: LeafIndex) -> Any:
         """The axis along which new state is stacked.
@@ -206,18 +210,19 @@ class Reached:
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         return out, groups, ran.sown, StaticOutput((static, used))
 
-    def _is_of_a_stack(self, i: int, visit: Visit) -> bool:
+    def _is_per_lane(self, i: int, visit: Visit) -> bool:
         """Whether each lane has its own value of an array that `init` created here."""
         root, entry = self.lifted.roots[i], dict(self.transform.axes)
         if root.is_copy:
             pairs = ((entry, y) for entry, x in self.entries for y in owned_in(x))
-            entry = next(entry for entry, x in pairs if x is root.original)
+            entry = next((e for e, x in pairs if x is root.original), None)
         if is_rules(entry) or not root.is_copy:
             kinds = {k: x for k, x in entry.items() if k is ... or is_kind(k)}
-            axis = kinds.get(most_derived(visit.kind, kinds))
-        else:
-            axis = self.transform.axis_by_entry(entry, visit.node)
-        return axis not in (None, SPLIT, PartitionSpec(), self.shared)
+            axes = [kinds.get(most_derived(visit.kind, kinds))]
+        else:  # a tree of axes has no entry for a new array, only for the others
+            axes = [self.of_owned[i, k] for k in range(len(root.leaves))]
+            axes.append(self.transform.axis_by_entry(entry, visit.node))
+        return not {*axes} <= {None, SPLIT, PartitionSpec(), self.shared}
 
     def finish(
         self, out: Any, groups: list[Values], sown: list[Sown], rest: StaticOutput
@@ -225,7 +230,7 @@ class Reached:
         """Write to the modules outside, and return the whole output."""
         static, used = rest.value
         lane = f"lane of `{self.transform.what}`"
-        self.lifted.check_not_created(self._is_of_a_stack, lane)
+        self.lifted.check_not_created(self._is_per_lane, lane)
         written = {slot: x for group in groups for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(Ran(None, written, sown))
@@ -247,7 +252,8 @@ def _axes_of_arguments(
 ) -> tuple[list[Any], list[RuleMatcher], list[tuple[Any, Any]]]:
     """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
 
-    Also returns the entries, each with its argument. Keyword arguments have axis 0.
+    Also returns the entries, each with the part of the arguments that it applies to.
+    Keyword arguments have axis 0.
     """
     in_axes = transform.in_axes
     is_sequence = isinstance(in_axes, (tuple, list))
@@ -273,11 +279,26 @@ def _axes_of_arguments(
             check_rules(entry, what)
             asked.append(RuleMatcher(entry, what))
             key_of, axis_of = asked[-1].bind(argument), transform.axis_by_rule
-            axes += [axis_of(x, entry, key_of(x)) for x in leaves(argument)]
+            for visit in leaves(argument, is_leaf=is_owned):
+                axes += [axis_of(x, entry, key_of(x)) for x in _seen_from(visit)]
         else:
             xs, axis_of = jtu.tree_leaves(argument), transform.axis_by_entry
             axes += [axis_of(entry, x) if is_array(x) else None for x in xs]
     return axes, asked, pairs
+
+
+def _seen_from(visit: Visit) -> Iterator[Visit]:
+    """A leaf; or the leaves of an owned module, with names that begin at this visit.
+
+    The kinds come from the scope's whole model, because the scope writes by them.
+    """
+    if not is_owned(visit.node):
+        yield visit
+        return
+    at, start = ownership_of(visit.node), visit.path
+    for x in leaves(visit.node, at.path, at.context):
+        context = x.context.seen_from(len(at.path), len(start))
+        yield x._replace(path=(*start, *x.path[len(at.path) :]), context=context)
 
 
 def _axes_of_function(
@@ -285,9 +306,10 @@ def _axes_of_function(
 ) -> tuple[list[Any], dict[LeafIndex, Any], RuleMatcher]:
     """The axis of each leaf of `f`, and of each owned module that is reachable from it.
 
-    Names in rules begin at the outermost reachable module.
+    Names in rules begin at `f`, if it is a module, and at each module that it closes
+    over.
     """
-    rules = dict(transform.axes)
+    rules, axis_of = dict(transform.axes), transform.axis_by_rule
     asked = RuleMatcher(rules, f"`{transform.what}(axes=...)`")
     of_f: list[Any] = []
     of_owned: dict[LeafIndex, Any] = {}
@@ -296,19 +318,11 @@ def _axes_of_function(
         """The axis of each leaf of a model; `None` for an owned module in it."""
         axes, key_of = [], asked.bind(model.node)
         for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
-            if not is_owned(visit.node):
-                axes.append(transform.axis_by_rule(visit, rules, key_of(visit)))
-                continue
-            axes.append(None)
-            # The kinds come from the scope's whole model; the names begin at this
-            # module.
-            depth, start = len(ownership_of(visit.node).path), visit.path
-            for i, k in lifted.slots(visit.node):
-                x = lifted.roots[i].leaves[k]
-                context = x.context.seen_from(depth, len(start))
-                x = x._replace(path=(*start, *x.path[depth:]), context=context)
-                axis = transform.axis_by_rule(x, rules, key_of(x))
-                of_owned.setdefault((i, k), axis)
+            found = [axis_of(x, rules, key_of(x)) for x in _seen_from(visit)]
+            axes.append(None if is_owned(visit.node) else found[0])
+            if is_owned(visit.node):
+                for slot, axis in zip(lifted.slots(visit.node), found, strict=True):
+                    of_owned.setdefault(slot, axis)
         return axes
 
     in_tree = leaves(f, is_leaf=is_model)
@@ -323,15 +337,13 @@ def _axes_of_function(
             ask(Visit((), root.module, root.ownership.context, True))
     # Outside `es.mutable`, the `model` in `lambda x: model(x)` is a constant, so
     # `axes={...: 0}` could not map it.
-    inside = {id(visit.node) for visit in in_tree}
+    inside, shared = {id(visit.node) for visit in in_tree}, (None, PartitionSpec())
     for model in models_in(f) if rules else ():
         if not (is_owned(model) or id(model) in inside):
             key_of = asked.bind(model)
             for visit in leaves(model, is_leaf=is_owned):
                 # An `eqx.nn.Sequential` in a scope contains owned modules.
-                if is_owned(visit.node):
-                    continue
-                if rules.get(key_of(visit)) not in (None, PartitionSpec()):
+                if not is_owned(visit.node) and rules.get(key_of(visit)) not in shared:
                     at = transform.what, transform.entries
                     name = type(model).__name__, visit.name
                     raise ValueError(_CONSTANT.format(*at, *name))

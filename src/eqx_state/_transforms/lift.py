@@ -190,6 +190,7 @@ class Ran(NamedTuple):
 class Lifted:
     """The owned modules that one lifted call reaches, and all their leaves.
 
+    - `given`: the functions and arguments as they were given.
     - `arguments`: the given arguments, with a copy of each owned module; `originals`:
         the original of each copy, by the `id` of the copy.
     - `reached`: the modules, once per occurrence; `roots`: the outermost, each once.
@@ -197,8 +198,8 @@ class Lifted:
     - `created`: the fields that `init` has created in the last run.
     - `scopes`: the scopes that own the modules; several if `es.mutable` is nested.
 
-    The modules in `functions` are not copied. `treatments`, one for each leaf of the
-    arguments, are those of `copy_arguments`.
+    The modules in `functions` are not copied: a loop passes its carry there, too.
+    `treatments`, one for each leaf of the arguments, are those of `copy_arguments`.
     """
 
     def __init__(

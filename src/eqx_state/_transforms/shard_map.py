@@ -73,8 +73,7 @@ class _ShardMap(AbstractMap):
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
             inputs = reached.tree(map(_own_key, values, is_split))
             out, groups, sown, rest = reached.run(inputs, differs, not_reduced)
-            stacked = jtu.tree_map(lambda x: lax.expand_dims(x, (0,)), sown)
-            return out, groups, stacked, rest
+            return out, groups, jtu.tree_map(lambda x: x[None], sown), rest
 
         specs = reached.tree(map(_spec, reached.axes))
         mapped = jax.shard_map(

@@ -51,7 +51,7 @@ class _Vmap(AbstractMap):
 
         mapped = jax.vmap(
             lane,
-            in_axes=tuple(reached.tree(reached.axes)),
+            in_axes=tuple(reached.tree(reached.axes)),  # of the same type as `*args`
             out_axes=(self.out_axes, reached.groups, 0, None),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
@@ -92,7 +92,8 @@ same as `eqx.if_array(0)`."""
 _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, but all lanes \
 share one value, so only one could be stored. With `axis_name="batch"`, reduce it over \
 the lanes: `self.mean = jax.lax.pmean(mean, "batch")`; or give every lane its own \
-value, with an axis for the kind: `es.vmap(f, axes={{es.State: 0}})`."""
+value, `es.vmap(f, axes={{es.State: 0}})`, with `es.Rng: es.SPLIT` if the model has \
+keys. For a module among the arguments, this mapping is its entry of `in_axes`."""
 
 
 def vmap(
@@ -113,8 +114,9 @@ def vmap(
         itself, or that `f` closes over, are mapped by the rules in `axes`.
     - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
         `jax.vmap`. Modules among the arguments are mapped by `in_axes`, in which an
-        entry may be a mapping like `axes`. Leaves that are not arrays are passed on
-        unchanged.
+        entry may be a mapping like `axes`, for example `{es.Rng: es.SPLIT}`; with
+        `None`, all lanes draw from the same keys. Leaves that are not arrays are passed
+        on unchanged.
     - `axes`: rules from filters to axes, as in [`es.spec`][eqx_state.spec]. Names begin
         at the function itself, if it is a module, and at each module that it closes
         over. By default `es.Rng` is `es.SPLIT`, and everything else is `None`, shared

@@ -181,7 +181,7 @@ def _near(filter: Any, trees: list[PyTree]) -> str:
     found = [part for tree in trees for part in parts(tree)]
     names = [x.name for part in found for x in layers_of(part, alike=True) or [part]]
     near = [x for glob in globs for x in difflib.get_close_matches(glob, names, 3, 0)]
-    return f" The nearest names: `{'`, `'.join(near)}`." if near else ""
+    return f" The nearest names: `{'`, `'.join(near)}`." if any(near) else ""
 
 
 def misplaced(x: Any) -> str:
