@@ -622,6 +622,28 @@ def test_an_argument_has_the_kinds_of_the_whole_model():
         assert new.inner.total.tolist() == [0, 1, 2]
 
 
+class Drawing(es.Module):
+    total: es.State
+    rng: es.Rng
+
+    def __call__(self, x):
+        self.rng, _ = jr.split(self.rng)
+        self.total = self.total + x
+
+
+def test_the_advice_for_state_that_differs_is_right_for_keys_and_arguments():
+    with pytest.raises(ValueError, match=r"`es\.Rng: es\.SPLIT` if .* of `in_axes`"):
+        es.mutable(es.vmap(Drawing(jnp.zeros(()), jr.key(0))))(XS)
+    rules = {es.State: 0, es.Rng: es.SPLIT}
+    in_argument = es.vmap(lambda model, x: model(x), in_axes=(rules, 0))
+    for f in (
+        lambda model: es.vmap(model, axes=rules)(XS),
+        lambda model: in_argument(model, XS),
+    ):
+        _, new = es.mutable(f)(Drawing(jnp.zeros(3), jr.key(0)))
+        assert new.total.tolist() == [0, 1, 2]
+
+
 # --- Ensembles ----------------------------------------------------------------------
 
 
