@@ -54,7 +54,7 @@ def writes_too_big(w: Writer, ctx: Context) -> Fault:
 
 
 def writes_lane(w: Writer, ctx: Context) -> Fault:
-    if (node := _of(w, ctx, *NUMBERS)) is None or ctx.x_level <= node.level:
+    if (node := _of(w, ctx, *NUMBERS)) is None or ctx.x_level <= node.write_level:
         return NO_FAULT
     return [f"{node.text}.s = mix(0.5, x)"], ((ValueError,), r"s`")
 

@@ -10,9 +10,14 @@ from program_writer import ANY, Context, Node, nodes_of, Statement, Writer
 def layer_of(ctx: Context, stack: Node, name: str, level: int) -> Node:
     """The node for one element of a stack, in a body that maps or scans the stack."""
     spec = dataclasses.replace(stack.spec, is_stack=False)
-    path = (*stack.path, "slice")
     return dataclasses.replace(
-        stack, text=name, path=("slice", *path), spec=spec, level=level, assign=""
+        stack,
+        text=name,
+        path=("slice", *stack.path, "slice"),
+        spec=spec,
+        level=level,
+        is_shared=level > stack.level + 1,
+        assign="",
     )
 
 

@@ -100,7 +100,7 @@ def function_argument(w: Writer, ctx: Context) -> Statement:
 
 def two_scopes(w: Writer, ctx: Context) -> Statement:
     """One jitted function, called with two modules: of one scope, then of two."""
-    nodes = [n for n in ctx.writable() if n.level == ctx.level]
+    nodes = [n for n in ctx.writable() if n.write_level == ctx.level]
     if not nodes:
         return once(w, ctx)
     a, b = w.pick(nodes), w.pick(nodes)
@@ -144,7 +144,7 @@ def twice(w: Writer, ctx: Context) -> Statement:
     if box.endswith("= {}"):
         text = name
     both = dataclasses.replace(a, text=text, assign="")
-    if a.level != b.level or not ctx.may_write(b):
+    if a.write_level != b.write_level or not ctx.may_write(b):
         both = dataclasses.replace(both, is_given=True)
     # The function may write only what it may write to both modules.
     inner = ctx.into(nodes=(*ctx.nodes, both))
@@ -322,7 +322,7 @@ def scope(w: Writer, ctx: Context) -> Statement:
     if is_kept and w.is_assignable(ctx, node) and w.chance(2):
         return [*lines, node.assign.replace("NEW", new)], ctx
     if node.spec.cls in COUNTERS and node in ctx.writable() and w.chance(2):
-        if node.level == ctx.level:
+        if node.write_level == ctx.level:
             return [*lines, f"{node.text}.n = {new}.n"], ctx
     kept = dataclasses.replace(root, text=new, path=(new,), is_owned=False)
     return lines, dataclasses.replace(ctx, nodes=(*ctx.nodes, *nodes_of(kept)))

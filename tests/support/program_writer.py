@@ -45,6 +45,7 @@ class Node:
     grads: int = 0
     loops: int = 0
     inside: int = 0  # in how many transforms it is
+    is_shared: bool = False  # in each lane, but the lanes of an outer `vmap` share it
     is_owned: bool = False
     is_given: bool = False  # it is an argument, and the closure sees its old state
     assign: str = ""  # code that replaces it by `NEW`, or empty
@@ -52,6 +53,11 @@ class Node:
     @property
     def is_module(self) -> bool:
         return self.spec.cls not in (list, tuple, dict) and not self.spec.is_stack
+
+    @property
+    def write_level(self) -> int:
+        """The level of the values that may be written to it."""
+        return 0 if self.is_shared else self.level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Context:
             node.is_owned
             and not node.is_given
             and node.grads == self.grads
-            and node.level >= self.min_level
+            and node.write_level >= self.min_level
         )
 
     def trees(self) -> list[Node]:
@@ -321,9 +327,9 @@ class Writer(Drawing):
 
     def value(self, ctx: Context, node: Node) -> str:
         """A number that is the same for all lanes that share the module."""
-        if ctx.x_level <= node.level:
+        if ctx.x_level <= (level := node.write_level):
             return "x"
-        if ctx.x_level == ctx.level <= node.level + 1 and ctx.level in ctx.axes:
+        if ctx.x_level == ctx.level <= level + 1 and ctx.level in ctx.axes:
             return f'pmean(x, "l{ctx.level}")'
         return "0.75"
 
@@ -426,7 +432,7 @@ class Writer(Drawing):
         return (
             node.assign != ""
             and ctx.may_write(node)
-            and node.level == ctx.level
+            and node.write_level == ctx.level
             and (node.inside == ctx.inside or not has_phase(node.spec))
             and not any(related(node.path, path) for path in self.aliased)
         )
