@@ -690,3 +690,28 @@ def test_a_batch_for_each_member():
     y, new = es.mutable(f)(ensemble, xs)
     assert len(set(y.ravel().tolist())) == 3 * 5 * 2
     assert (new.noise.rng != ensemble.noise.rng).all()
+
+
+@pytest.mark.parametrize("way", ["axes", "in_axes"])
+def test_the_lanes_around_an_ensemble_share_its_members(way):
+    class Total(es.Module):
+        total: es.State
+
+        def __call__(self, x):
+            self.total = self.total + x
+
+    ensemble = Total(jnp.zeros(3))
+
+    def members(model, x):
+        if way == "axes":
+            return es.vmap(lambda: model(x), axis_size=3, axes={...: 0})()
+        return es.vmap(lambda m: m(x))(model)
+
+    def f(model, reduce):
+        es.vmap(lambda x: members(model, reduce(x)), axis_name="batch")(XS)
+
+    match = r"each lane wrote its own value to `total`"
+    with rejects(ensemble, ValueError, match):
+        es.mutable(f)(ensemble, lambda x: x)
+    _, new = es.mutable(f)(ensemble, lambda x: jax.lax.pmean(x, "batch"))
+    assert new.total.tolist() == [1, 1, 1]
