@@ -275,6 +275,10 @@ BAD = {
     "no arguments": (lambda: es.vmap(lambda: 1)(), r"es\.vmap.*`axis_size`"),
     "rank": (lambda: es.vmap(jnp.sin, 2)(M), r"`args\[0\]` has shape .* no axis 2"),
     "negative": (lambda: es.vmap(jnp.sin, -3)(M), r"`args\[0\]` .* no axis -3"),
+    "NumPy's zero": (
+        lambda: es.vmap(jnp.sin, np.int64(0))(M),
+        r"no axis np\.int64\(0\).*`int`",
+    ),
     "a callable": (
         lambda: es.vmap(jnp.sin, in_axes=eqx.if_array(0))(M),
         r"`args\[0\]` .*if_array.*eqx\.if_array\(0\)",

@@ -262,7 +262,7 @@ OUT_OF_RANGE = [
     ({es.BatchStat: 1}, r"`total` has shape \(3,\).*no axis 1"),
     ({es.State: -2}, r"`total`.*no axis -2"),
     ({es.Parameter: 0}, r"`weight` has shape \(\).*no axis 0"),
-    ({es.BatchStat: "batch"}, r"`total` .*no axis batch.*an integer"),
+    ({es.BatchStat: "batch"}, r"`total` .*no axis 'batch'.*an `int`"),
 ]
 
 

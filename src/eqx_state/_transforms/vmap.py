@@ -78,8 +78,8 @@ def _differs(x: Any, axis: int | None) -> bool:
     return axis is None and is_mapped(x)
 
 
-_NO_AXIS: Final = """`es.vmap`: `{}` has shape {}, which has no axis {}. Map it over \
-an existing axis, an integer, or share it with `None`: `in_axes=(0, None)`. Leaves \
+_NO_AXIS: Final = """`es.vmap`: `{}` has shape {}, which has no axis {!r}. Map it \
+over an existing axis, an `int`, or share it with `None`: `in_axes=(0, None)`. Leaves \
 that are not arrays are never mapped, so `0` means the same as `eqx.if_array(0)`."""
 
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
