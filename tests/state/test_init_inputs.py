@@ -351,6 +351,39 @@ def test_a_new_parameter_is_mapped_by_the_entry_of_its_argument():
             init(Late(), mapped, entries)
 
 
+WAYS = {
+    "closure": lambda m, xs, axes: es.vmap(m, axes=axes)(xs),
+    "argument": lambda m, xs, axes: es.vmap(lambda m, x: m(x), (axes, 0))(m, xs),
+    "in a list": lambda m, xs, axes: es.vmap(lambda m, x: m[0](x), (axes, 0))([m], xs),
+}
+FILTERS = {
+    "a name": es.path_matches("*inner.w"),
+    "a node": es.under(lambda m: (m[0] if isinstance(m, list) else m).inner.w),
+    "a class": es.all_of(es.Parameter, es.inside(Stackable)),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_new_parameter_is_mapped_by_filters(name, way):
+    class Outer(es.Module):
+        v: es.Parameter
+        inner: Stackable
+
+        def __call__(self, x):
+            return self.v * self.inner(x).sum()
+
+    xs, inner = jnp.ones((2, 3)), Stackable(jnp.zeros(()))
+    mapped = {FILTERS[name]: 0, es.Parameter: None}
+    shared = {FILTERS[name]: None, es.Parameter: 0}
+    with pytest.raises(ValueError, match=r"Stackable\.w` is created by `init` in one"):
+        es.init(Outer(1.0, inner), 0, xs, call=lambda m, xs: WAYS[way](m, xs, mapped))
+    outer = Outer(jnp.ones(2), inner)
+    new = es.init(outer, 0, xs, call=lambda m, xs: WAYS[way](m, xs, shared))
+    assert new.inner.w.shape == (3, 3)
+    assert es.mutable(WAYS[way])(new, xs, shared)[0].shape == (2,)
+
+
 def test_in_a_lane_a_numpy_array_may_be_replaced():
     class Table(es.Module):
         values: es.Buffer

@@ -213,6 +213,25 @@ def test_a_part_of_an_argument_is_the_same_object_as_in_the_argument():
     assert new.net.layers.n.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("is_part_first", [True, False])
+def test_a_part_may_have_all_arrays_of_the_argument_that_contains_it(is_part_first):
+    class Around(es.Module):
+        layer: Layer
+
+    def one(part, around):
+        assert around.layer is part
+        part.n = part.n + 1
+        return around.layer.n
+
+    def f(around):
+        if is_part_first:
+            return es.vmap(one)(around.layer, around)
+        return es.vmap(lambda around, part: one(part, around))(around, around.layer)
+
+    y, new = es.mutable(f)(Around(Layer()))
+    assert y.tolist() == new.layer.n.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_stack_in_the_carry_and_in_xs():
     def f(net):
         def step(stack, layer):

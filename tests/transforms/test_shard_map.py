@@ -141,6 +141,9 @@ WAYS = {
     "an argument": lambda norm, xs: mapped(
         lambda norm, xs: norm(xs), (P(), ROWS)
     )(norm, xs),
+    "without a spec": lambda norm, xs: mapped(
+        lambda norm, xs: norm(xs), (None, ROWS)
+    )(norm, xs),
     "by rules": lambda norm, xs: mapped(
         lambda norm, xs: norm(xs), ({es.Rng: es.SPLIT, ...: P()}, ROWS)
     )(norm, xs),
@@ -436,6 +439,9 @@ def test_without_the_check_shared_state_is_not_written():
 
     with rejects(model, ValueError, "`es.shard_map.check_vma=False.`: .*is replicated"):
         argument(P())
+    with pytest.raises(ValueError, match="this mapping is its entry of `in_specs`"):
+        argument(P())
+    assert argument({es.State: P()})[1]["norm"].calls == 1
     assert argument({es.State: P(), es.Parameter: P()})[1]["norm"].calls == 1
 
 

@@ -424,6 +424,28 @@ def test_a_module_inside_a_second_one_is_named_from_the_outer_one():
         es.mutable(f)(two(), A)
 
 
+def test_a_module_in_a_partial_is_named_from_itself_only():
+    def f(m, axes):
+        return vmap(eqx.Partial(lambda n, x: n(x) + m.right.b, m.left), axes)(XS)
+
+    with rejects(
+        two(), ValueError, r"`es\.path_matches\('left\.a'\)` matches no array"
+    ):
+        es.mutable(f)(two(), LEFT_A)
+
+
+def test_one_mapping_for_all_arguments_has_to_match_in_one_of_them():
+    def run(m, xs, name):
+        rules = {es.path_matches(name): 0, ...: 0}
+        return es.vmap(lambda m, x: m.a * x, rules)(m, xs)
+
+    pair = Pair(XS, jnp.zeros(3), jnp.zeros(3))
+    assert jnp.allclose(run(pair, XS, "a"), XS * XS)
+    assert jnp.allclose(es.mutable(run)(pair, XS, "a")[0], XS * XS)
+    with rejects(pair, ValueError, r"`es\.path_matches\('c'\)` matches no array"):
+        run(pair, XS, "c")
+
+
 def test_rules_in_nested_transforms():
     class Free(es.Module):
         left: Pair
@@ -533,6 +555,7 @@ HIDDEN = {
     "a default": lambda m: lambda x, m=m: m(x),
     "beside an argument": lambda m: eqx.Partial(lambda n, x: m(x) + n.b, Pair(a=XS)),
     "in a field": lambda m: eqx.nn.Lambda(lambda x: m(x)),
+    "also in a partial": lambda m: eqx.Partial(lambda n, x: m(x) + n(x), m),
 }
 
 

@@ -7,7 +7,7 @@ does not need to know where an axis came from. An axis is an integer, or for
 `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 import equinox as eqx
@@ -15,14 +15,15 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from .._kinds.kinds import is_kind, Rng
-from .._state.scope import is_owned, Sown
+from .._kinds.kinds import Rng
+from .._state.scope import is_owned, Ownership, Sown
 from .._tree.base import ownership_of
 from .._tree.keys import is_key, next_keys, num_key_axes, split_key
-from .._tree.rules import check_rules, is_rules, most_derived, RuleMatcher
+from .._tree.rules import check_rules, is_rules, RuleMatcher
 from .._tree.walk import is_array, leaves, name_of, Visit
+from .._typing import KeyPath
 from .lift import LeafIndex, Lifted, Ran, StaticOutput, Values
-from .reach import by_entry, check_given, is_model, is_traced, models_in, owned_in
+from .reach import by_entry, check_given, closed_over, is_model, is_traced
 from .transform import Transform
 
 
@@ -124,8 +125,7 @@ class Reached:
         self.slots = sorted(k for k, axis in self.of_owned.items() if axis is not None)
         modules = {_Key(k, lifted.name(k)): lifted.values[k] for k in self.slots}
         axes += [*of_f, *(self.of_owned[slot] for slot in self.slots)]
-        args, kwargs = lifted.arguments
-        everything = Inputs(args, kwargs, f, modules)
+        everything = Inputs(*lifted.arguments, f, modules)
         treedef = jtu.tree_structure(everything, is_leaf=is_owned)
         is_mapped = treedef.unflatten(axis is not None for axis in axes)
         mapped, self.rest = eqx.partition(everything, is_mapped, is_leaf=is_owned)
@@ -212,13 +212,19 @@ class Reached:
 
     def _is_per_lane(self, i: int, visit: Visit) -> bool:
         """Whether each lane has its own value of an array that `init` created here."""
-        root, entry = self.lifted.roots[i], dict(self.transform.axes)
+        root, axis_of = self.lifted.roots[i], self.transform.axis_by_rule
+        entry, tree, start = dict(self.transform.axes), root.module, ()
         if root.is_copy:
-            pairs = ((entry, y) for entry, x in self.entries for y in owned_in(x))
-            entry = next((e for e, x in pairs if x is root.original), None)
+            found = (
+                (*pair, visit.path)
+                for pair in self.entries
+                for visit in leaves(pair[1], is_leaf=is_owned)
+                if visit.node is root.original
+            )
+            entry, tree, start = next(found, (None, None, ()))
         if is_rules(entry) or not root.is_copy:
-            kinds = {k: x for k, x in entry.items() if k is ... or is_kind(k)}
-            axes = [kinds.get(most_derived(visit.kind, kinds))]
+            x = _seen_at(visit, root.ownership, start)
+            axes = [axis_of(x, entry, RuleMatcher(entry, "").bind(tree)(x))]
         else:  # a tree of axes has no entry for a new array, only for the others
             axes = [self.of_owned[i, k] for k in range(len(root.leaves))]
             axes.append(self.transform.axis_by_entry(entry, visit.node))
@@ -230,10 +236,11 @@ class Reached:
         """Write to the modules outside, and return the whole output."""
         static, used = rest.value
         lane = f"lane of `{self.transform.what}`"
-        self.lifted.check_not_created(self._is_per_lane, lane)
         written = {slot: x for group in groups for slot, x in group.items()}
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(Ran(None, written, sown))
+        # After the commit, because a filter may only match what is in the model.
+        self.lifted.check_not_created(self._is_per_lane, lane)
         return eqx.combine(out, static)
 
 
@@ -271,34 +278,38 @@ def _axes_of_arguments(
         what = transform.what, transform.entries
         raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
     axes: list[Any] = []
-    asked: list[RuleMatcher] = []
+    asked: dict[int, RuleMatcher] = {}  # one mapping may be the entry of all arguments
     pairs.append((0, kwargs))
     for entry, argument in pairs:
         if is_rules(entry):
             what = f"`{transform.what}({transform.entries}=...)`"
             check_rules(entry, what)
-            asked.append(RuleMatcher(entry, what))
-            key_of, axis_of = asked[-1].bind(argument), transform.axis_by_rule
+            matcher = asked.setdefault(id(entry), RuleMatcher(entry, what))
+            key_of, axis_of = matcher.bind(argument), transform.axis_by_rule
             for visit in leaves(argument, is_leaf=is_owned):
                 axes += [axis_of(x, entry, key_of(x)) for x in _seen_from(visit)]
         else:
             xs, axis_of = jtu.tree_leaves(argument), transform.axis_by_entry
             axes += [axis_of(entry, x) if is_array(x) else None for x in xs]
-    return axes, asked, pairs
+    return axes, [*asked.values()], pairs
 
 
-def _seen_from(visit: Visit) -> Iterator[Visit]:
+def _seen_from(visit: Visit) -> list[Visit]:
     """A leaf; or the leaves of an owned module, with names that begin at this visit.
 
     The kinds come from the scope's whole model, because the scope writes by them.
     """
     if not is_owned(visit.node):
-        yield visit
-        return
-    at, start = ownership_of(visit.node), visit.path
-    for x in leaves(visit.node, at.path, at.context):
-        context = x.context.seen_from(len(at.path), len(start))
-        yield x._replace(path=(*start, *x.path[len(at.path) :]), context=context)
+        return [visit]
+    at = ownership_of(visit.node)
+    found = leaves(visit.node, at.path, at.context)
+    return [_seen_at(x, at, visit.path) for x in found]
+
+
+def _seen_at(visit: Visit, at: Ownership, start: KeyPath) -> Visit:
+    """A visit in an owned module, with a name as if the module were at `start`."""
+    context = visit.context.seen_from(len(at.path), len(start))
+    return visit._replace(path=(*start, *visit.path[len(at.path) :]), context=context)
 
 
 def _axes_of_function(
@@ -318,15 +329,14 @@ def _axes_of_function(
         """The axis of each leaf of a model; `None` for an owned module in it."""
         axes, key_of = [], asked.bind(model.node)
         for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
-            found = [axis_of(x, rules, key_of(x)) for x in _seen_from(visit)]
-            axes.append(None if is_owned(visit.node) else found[0])
-            if is_owned(visit.node):
-                for slot, axis in zip(lifted.slots(visit.node), found, strict=True):
-                    of_owned.setdefault(slot, axis)
+            axes.append(axis_of(visit, rules, key_of(visit)))
+            own = lifted.slots(visit.node) if is_owned(visit.node) else []
+            for slot, x in zip(own, _seen_from(visit), strict=False):
+                if slot not in of_owned:  # else a name would count without effect
+                    of_owned[slot] = axis_of(x, rules, key_of(x))
         return axes
 
-    in_tree = leaves(f, is_leaf=is_model)
-    for visit in in_tree:
+    for visit in leaves(f, is_leaf=is_model):
         if is_model(visit.node):
             of_f += ask(visit)
         else:  # an array outside of modules
@@ -337,13 +347,13 @@ def _axes_of_function(
             ask(Visit((), root.module, root.ownership.context, True))
     # Outside `es.mutable`, the `model` in `lambda x: model(x)` is a constant, so
     # `axes={...: 0}` could not map it.
-    inside, shared = {id(visit.node) for visit in in_tree}, (None, PartitionSpec())
-    for model in models_in(f) if rules else ():
-        if not (is_owned(model) or id(model) in inside):
+    for model in closed_over(f) if rules else ():
+        if not is_owned(model):
             key_of = asked.bind(model)
             for visit in leaves(model, is_leaf=is_owned):
                 # An `eqx.nn.Sequential` in a scope contains owned modules.
-                if not is_owned(visit.node) and rules.get(key_of(visit)) not in shared:
+                axis = None if is_owned(visit.node) else rules.get(key_of(visit))
+                if axis not in (None, PartitionSpec()):
                     at = transform.what, transform.entries
                     name = type(model).__name__, visit.name
                     raise ValueError(_CONSTANT.format(*at, *name))

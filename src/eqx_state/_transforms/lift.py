@@ -140,8 +140,9 @@ def copy_arguments(
     copies: dict[tuple[int, tuple[Any, ...]], Any] = {}
     originals: dict[int, Any] = {}
     # Copy the largest first: in `f(model.layer, model)` the copy of the layer has to be
-    # the layer of the copied model.
-    for module, treatment in sorted(entries, key=lambda x: -len(x[1])):
+    # the layer of the copied model, even if the model has no other leaves.
+    by_size = sorted(entries, key=lambda x: -jtu.tree_structure(x[0]).num_nodes)
+    for module, treatment in by_size:
         if not is_owned(module) or (id(module), treatment) in copies:
             continue
         visits = walk(module), walk(owned_copy(module))

@@ -23,7 +23,7 @@ from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import closed_copy, is_owned, Sown
 from .._tree.compare import check_not_repeated, difference_of_leaves, identical
 from .._tree.walk import is_array
-from .lift import LeafIndex, Lifted, owned_copy, Ran, Values
+from .lift import copy_arguments, LeafIndex, Lifted, owned_copy, Ran, Values
 from .reach import by_entry, check_given, is_traced, split_arguments
 
 
@@ -65,16 +65,7 @@ class Loop:
     def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
         check_not_repeated(init)
         check_given(*functions, init, xs)
-        originals: dict[int, Any] = {}
-
-        def carried(x: Any) -> Any:
-            if not is_owned(x):
-                return x
-            copy = owned_copy(x)
-            originals[id(copy)] = x
-            return copy
-
-        self.init = jtu.tree_map(carried, init, is_leaf=is_owned)
+        self.init, originals = copy_arguments(init)
         outside = closed_copy(self.init)
         self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
@@ -320,21 +311,19 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     """Run one step outside the loop, to create all missing fields."""
     # The modules in `init` are not copied: the step initializes the originals.
     lifted = Lifted((f, init), xs)
+    stacked = {i for i, root in enumerate(lifted.roots) if root.is_copy}
     values = {
-        (i, k): _slice_of(x, first) if lifted.roots[i].is_copy and is_array(x) else x
+        (i, k): _slice_of(x, first) if i in stacked and is_array(x) else x
         for (i, k), x in lifted.values.items()
     }
     arrays, rest = split_arguments(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
     x = eqx.combine(arrays, rest, is_leaf=is_owned)
     ran = lifted.run(values, lambda: f(init, x))
-    stacked = {i for i, root in enumerate(lifted.roots) if root.is_copy}
     lifted.check_not_created(lambda i, _: i in stacked, "step of `es.scan`")
     # Drop the writes to a slice: the loop runs this step again, and writes the whole
     # stack.
-    state = {
-        (i, k): x for (i, k), x in ran.written.items() if not lifted.roots[i].is_copy
-    }
+    state = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}
     lifted.commit(ran._replace(written=state))
 
 

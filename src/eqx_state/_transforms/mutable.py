@@ -122,10 +122,7 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 
 def thread(
-    model: Any,
-    scope: Scope,
-    run: Callable[[Any], Any],
-    cast: Cast | None = None,
+    model: Any, scope: Scope, run: Callable[[Any], Any], cast: Cast | None = None
 ) -> tuple[Any, Any]:
     """Call `run` on a private copy of the model. Returns the output and the new model.
 
@@ -230,11 +227,7 @@ def positions(args: tuple[Any, ...], argnums: Any, what: str) -> list[int]:
 
 
 def target(
-    f: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    argnums: Argnums,
-    what: str,
+    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Argnums, what: str
 ) -> tuple[Any, Callable[[Any], Any]]:
     """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
     name = getattr(f, "__name__", "f")

@@ -108,6 +108,12 @@ def models_in(x: Any) -> list[Any]:
     return [y for y in reachable(x) if is_model(y)]
 
 
+def closed_over(x: Any) -> list[Any]:
+    """The models that the functions in `x` close over: to JAX, they are constants."""
+    opaque = (types.FunctionType, types.MethodType, ft.partial)
+    return models_in([captured(y) for y in reachable(x) if type(y) in opaque])
+
+
 def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Each leaf of a tree, paired with a tuple of its `values`.
 

@@ -41,7 +41,7 @@ class _ShardMap(AbstractMap):
     def axis_by_entry(self, entry: Any, x: Any) -> Any:
         if entry is Infer:
             return jax.typeof(x).sharding.spec
-        return _BY_DEFAULT if entry == PartitionSpec() else entry
+        return _BY_DEFAULT if entry in (None, PartitionSpec()) else entry
 
     def __call__(self, /, *args: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
@@ -65,13 +65,11 @@ class _ShardMap(AbstractMap):
             mapped = {n for n in names if n in jtu.tree_leaves(tuple(_spec(spec)))}
             return bool(varying_axes(x) & set(names) - mapped)
 
-        def not_reduced(state: str) -> str:
-            text = _NOT_REDUCED if self.check_vma else _UNCHECKED
-            return text.format(state, names[0])
-
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
             inputs = reached.tree(map(_own_key, values, is_split))
+            text = _NOT_REDUCED if self.check_vma else _UNCHECKED
+            not_reduced = ft.partial(text.format, names[0])
             out, groups, sown, rest = reached.run(inputs, differs, not_reduced)
             return out, groups, jtu.tree_map(lambda x: x[None], sown), rest
 
@@ -103,14 +101,17 @@ def _own_key(x: Any, is_split: bool) -> Any:
     return lax.squeeze(x, (num_key_axes(x) - 1,)) if is_split else x
 
 
-_NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
+_NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {1}, \
 but all devices share one value, so only one could be stored. Reduce it over the mesh \
-axis, `self.mean = jax.lax.pmean(mean, "{1}")`; or give every device its own part, \
-with a spec for the kind: `es.shard_map(f, ..., axes={{es.State: P("{1}")}})`."""
+axis, `self.mean = jax.lax.pmean(mean, "{0}")`; or give every device its own part, \
+with a spec for the kind: `es.shard_map(f, ..., axes={{es.State: P("{0}")}})`, with \
+`es.Rng: es.SPLIT` if the model has keys. For a module among the arguments, this \
+mapping is its entry of `in_specs`."""
 
-_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
+_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {1}, which \
 is replicated. With the check off, JAX cannot verify that all devices wrote the same \
-value. Leave `check_vma` on; or, if they do, confirm it: `axes={{es.State: P()}}`."""
+value. Leave `check_vma` on; or, if they do, confirm it: `axes={{es.State: P()}}`. For \
+a module among the arguments, this mapping is its entry of `in_specs`."""
 
 
 def shard_map(
@@ -135,7 +136,8 @@ def shard_map(
         `jax.shard_map`. Modules among the arguments are mapped by `in_specs`, in which
         an entry may be a mapping like `axes`. The `self` of a decorated method has no
         entry. Leaves that are not arrays are passed on unchanged. With
-        `check_vma=False`, the function may only write state that `axes` names.
+        `check_vma=False`, the function may only write state that `axes` names. A key
+        that is assigned is then kept only with `axes={es.Rng: P()}`.
     - `axes`: rules from filters to `jax.sharding.PartitionSpec`s, as in
         [`es.vmap`][eqx_state.vmap]. By default `es.Rng` is `es.SPLIT`, and everything
         else is replicated, `P()`. With `es.SPLIT` each device gets its own key, over

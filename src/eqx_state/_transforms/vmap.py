@@ -66,8 +66,9 @@ def _size(reached: Reached, axis_size: int | None) -> int:
     for k, (x, axis) in enumerate(zip(reached.values, reached.axes, strict=True)):
         if axis is not SPLIT:
             if not isinstance(axis, int) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
-                what = reached.names()[k], jnp.shape(x), axis
-                raise ValueError(_NO_AXIS.format(*what))
+                raise ValueError(
+                    _NO_AXIS.format(reached.names()[k], jnp.shape(x), axis)
+                )
             sizes.append(jnp.shape(x)[axis])
     if not sizes:
         raise ValueError(_NOTHING_MAPPED)
@@ -79,7 +80,8 @@ def _differs(x: Any, axis: int | None) -> bool:
 
 
 _NO_AXIS: Final = """`es.vmap`: `{}` has shape {}, which has no axis {!r}. Map it \
-over an existing axis, an `int`, or share it with `None`: `in_axes=(0, None)`. Leaves \
+over an existing axis, an `int`, or share it with `None`: `in_axes=(0, None)`; with \
+rules for the arrays of a module, `in_axes=({{es.Rng: es.SPLIT, ...: 0}}, 0)`. Leaves \
 that are not arrays are never mapped, so `0` means the same as `eqx.if_array(0)`."""
 
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
