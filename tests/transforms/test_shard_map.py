@@ -445,6 +445,22 @@ def test_without_the_check_shared_state_is_not_written():
     assert argument({es.State: P(), es.Parameter: P()})[1]["norm"].calls == 1
 
 
+@pytest.mark.parametrize("axes", [None, {es.Rng: P()}], ids=["split", "replicated"])
+def test_without_the_check_an_assigned_key_needs_a_spec(axes):
+    stream, key = es.RngStream(0), jr.key(7)
+
+    def f(stream, xs):
+        def assign(xs):
+            stream.key = key
+            return xs
+
+        mapped(assign, check_vma=False, axes=axes)(xs)
+
+    _, new = es.mutable(f)(stream, XS)
+    assert new.key != stream.key
+    assert (new.key == key) == (axes is not None)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
