@@ -8,13 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ._kinds.kinds import is_kind, OptState
 from ._state.init import check_initialized
-from ._tree.axis_names import (
-    dims_text,
-    named_leaves,
-    NamedLeaf,
-    Names,
-    recorded_leaves,
-)
+from ._tree.axis_names import dims_text, named_leaves, NamedLeaf, Names, recorded_leaves
 from ._tree.filters import written
 from ._tree.rules import choose
 from ._tree.walk import Visit

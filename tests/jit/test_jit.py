@@ -53,6 +53,17 @@ def plus(x, y):
     return x + y
 
 
+class CountsKeywords(eqx.Module):
+    f: object
+
+    @property
+    def __wrapped__(self):
+        return self.f
+
+    def __call__(self, *args, **kwargs):
+        return self.f(*args, **kwargs) + len(kwargs)
+
+
 # Each with keyword arguments for a call with one argument `x`.
 WRAPPED = {
     "by a decorator": (counts_keywords(plus), {"y": X}),
@@ -64,6 +75,7 @@ WRAPPED = {
         eqx.debug.assert_max_traces(counts_keywords(plus), max_traces=9),
         {"y": X},
     ),
+    "by a module": (CountsKeywords(plus), {"y": X}),
     "in a transform": (es.checkpoint(counts_keywords(plus)), {"y": X}),
     # JAX maps keywords over their first axis.
     "in es.vmap": (es.vmap(lambda x, y: x @ y, in_axes=1), {"y": XX}),

@@ -1,5 +1,6 @@
 """Programs that store modules in a wrong place, or write to one that was removed."""
 
+import types
 from typing import Any
 
 import equinox as eqx
@@ -59,6 +60,41 @@ def _(case):
 
     with case.error():
         es.mutable(f)(model)
+
+
+@program(
+    "assign a new layer, and write to the variable",
+    "`Layer.count`",
+    "Write through the field",
+)
+def _(case):
+    model = case.keep(Two(Layer(), None))
+
+    def f(model, is_right):
+        new = model.a = model.a.replace(count=0)
+        (model.a if is_right else new)(XS)
+
+    with case.error():
+        es.mutable(f)(model, False)
+    assert es.mutable(f)(model, True)[1].a.count == 1
+
+
+@program(
+    "hide a module in an object that is not a pytree, under a transform",
+    "`layer.count`",
+    "pass such a module as an argument",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def hidden(net):
+        box = types.SimpleNamespace(layer=net.layer)
+        es.checkpoint(lambda x: box.layer(x))(XS)
+
+    with case.error():
+        es.mutable(hidden)(net)
+    passed = lambda net: es.checkpoint(lambda layer: layer(XS))(net.layer)  # noqa: E731
+    assert es.mutable(passed)(net)[1].layer.count == 1
 
 
 @program(

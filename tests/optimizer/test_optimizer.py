@@ -456,6 +456,17 @@ def test_the_error_for_a_model_that_is_one_array():
         optimizer.update(jnp.ones(3), jnp.ones(2))
 
 
+def test_a_complex_gradient_of_a_real_parameter_is_an_error():
+    model = {"w": jnp.ones(2), "z": jnp.ones(2, complex)}
+    optimizer = es.Optimizer(optax.sgd(0.1, 0.9)).init(model)
+    grads = {"w": jnp.ones(2), "z": jnp.ones(2, complex)}
+    assert optimizer.update(grads, model)[0]["z"].dtype == jnp.complex64
+    with pytest.raises(
+        ValueError, match=r"gradient of `\['w'\]` is `c64\[2\]`.*real loss"
+    ):
+        optimizer.update({**grads, "w": grads["z"]}, model)
+
+
 def test_a_transformation_that_broadcasts_is_an_error_that_names_the_path():
     def update(grads, state, params):
         return jax.tree.map(lambda g: jnp.stack([g, g]), grads), state

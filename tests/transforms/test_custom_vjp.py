@@ -278,6 +278,23 @@ def test_no_gradient_flows_through_written_state(of):
         assert (by_x, grads.weight, grads.mean, new.mean) == (7.0, 0.0, 0.0, 4.0)
 
 
+def test_no_gradient_flows_through_state_that_only_the_function_writes():
+    def write(layer, x):
+        layer.mean = 2.0 * layer.mean
+        return layer.weight * x
+
+    rule = make(es, write, lambda *a: (scale(*a), None), lambda _, g: (None, g))
+
+    def loss(layer, x):
+        return rule(layer, x) + 3.0 * layer.mean
+
+    for way in (lambda f: f, es.jit, es.checkpoint):
+        grad = es.grad(way(loss), wrt=es.BatchStat)
+        for f in (grad, es.jit(grad)):
+            grads, new = f(Layer(), X)
+            assert (grads.mean, new.mean) == (0.0, Layer().mean)
+
+
 def test_a_gradient_flows_through_state_that_nothing_writes():
     rule = make(es, scale, lambda *args: (scale(*args), None), lambda _, g: (None, g))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import optax
 import pytest
 from helpers import close, rejects, reuses_keys
 
@@ -297,6 +298,23 @@ def test_a_closure_is_a_constant_and_an_argument_given_twice_has_two_cotangents(
     assert es.mutable(f)(Net())[0] == [0.5, 0.5, 0.25]
 
 
+def test_each_place_in_an_argument_has_its_own_tangents_and_cotangents():
+    def run(pair):
+        return 3.0 * pair[0].weight + 5.0 * pair[1].weight
+
+    def f(net):
+        pair = net.cell, net.cell
+        one = es.filter(net.cell.replace(weight=1.0), es.Parameter)
+        _, by_first = es.jvp(run, (pair,), ((one, None),))
+        _, by_both = es.jvp(run, (pair,), ((one, one),))
+        (cotangents,) = es.vjp(run, pair)[1](1.0)
+        jacobian = es.jacfwd(run)(pair)
+        found = [x.weight for x in (*cotangents, *jacobian)]
+        return [by_first, by_both, *found]
+
+    assert es.mutable(f)(Net())[0] == [3.0, 8.0, 3.0, 5.0, 3.0, 5.0]
+
+
 @each_way
 @pytest.mark.parametrize("has_other", [False, True])
 def test_state_that_is_written_both_ways_is_an_error(way, has_other):
@@ -476,6 +494,23 @@ def test_gradients_of_tied_layers_have_the_stored_structure(way):
     if way is vjp:
         assert type(grads.pair) is eqx.nn.Shared
         assert grads.pair.pytree[0].weight != 0
+
+
+def test_tied_layers_in_a_nested_scope():
+    def run(model, x):
+        (_, new), grads = es.value_and_grad(lambda model: model(x))(model)
+        optimizer = es.Optimizer(optax.sgd(1.0)).init(new)
+        trained, _ = optimizer.update(grads, new)
+        return grads, trained, es.mutable(model)(x)
+
+    pair = Cell(rng=jr.key(1)), Cell()
+    model = Tied(eqx.nn.Shared(pair, lambda x: x[1], lambda x: x[0]))
+    (grads, trained, (_, new)), after = es.mutable(run)(model, X)
+    for tree in (grads, trained, new, after):
+        assert type(tree.pair) is eqx.nn.Shared
+    assert (new.pair.pytree[0].count, after.pair.pytree[0].count) == (2, 0)
+    weight = lambda tree: tree.pair.pytree[0].weight  # noqa: E731
+    close(weight(trained), weight(model) - weight(grads))
 
 
 # --- The returned functions -----------------------------------------------------------

@@ -137,6 +137,30 @@ def test_a_module_in_the_carry_is_returned(loop):
     close(grads, es.value_and_grad(f)(Net(), by_hand)[1])
 
 
+class Weight(es.Module):
+    w: es.Parameter = 1.0
+
+
+class Around(es.Module):
+    inner: Weight = dataclasses.field(default_factory=Weight)
+    n: es.State = 0.0
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_module_without_state_may_be_at_two_places_of_the_carry(loop, is_whole):
+    def f(model, loop):
+        def body(carry):
+            (fast, slow), x = carry
+            slow_w = slow.inner.w if is_whole else slow.w
+            return (fast.replace(w=fast.w + slow_w), slow), x + fast.w
+
+        pair = model.inner, model if is_whole else model.inner
+        (fast, slow), x = loop(body, 3, (pair, 0.0))
+        return fast.w, slow.inner.w if is_whole else slow.w, x
+
+    assert check(f, Around(), loop)[0] == (4.0, 1.0, 6.0)
+
+
 def test_cond_fun_receives_the_module_of_the_carry():
     def f(cell):
         def body(cell):
@@ -170,6 +194,43 @@ def test_unchanged_parameters_in_the_carry_are_the_same_objects(loop):
     _, new = es.mutable(holder)()
     assert new.net.n == 5.0
     assert new.net.limit is holder.net.limit
+
+
+def test_the_object_in_the_closure_is_not_the_module_of_the_carry():
+    def f(net, writes_both):
+        def step(cell, x):
+            if writes_both:
+                net.cell(x)
+            cell(x)
+            return net.cell, None
+
+        return es.scan(step, net.cell, jnp.ones(2))
+
+    for writes_both in (False, True):
+        with rejects(Net(), ValueError, "was written in a module of the carry"):
+            es.mutable(f)(Net(), writes_both)
+
+
+def test_a_numpy_array_that_was_put_into_state_is_carried():
+    class Stats(es.Module):
+        stats: es.State
+
+        def add(self):
+            self.stats = {"a": self.stats["a"] + 1.0}
+
+    def each(f):
+        def run(model):
+            model.stats["a"] = np.ones((), np.float32)
+            f(model)
+
+        return es.mutable(run)(Stats({"a": 0.0}))[1].stats["a"]
+
+    assert each(lambda m: es.fori_loop(0, 3, lambda i, c: (m.add(), c)[1], 0)) == 4.0
+    assert (
+        each(lambda m: es.scan(lambda c, x: (m.add(), (c, x))[1], 0, jnp.ones(2)))
+        == 3.0
+    )
+    assert each(lambda m: es.cond(True, m.add, lambda: None)) == 2.0
 
 
 @pytest.mark.parametrize("is_jitted", [True, False])

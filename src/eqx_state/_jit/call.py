@@ -40,13 +40,12 @@ def bind(
     """
     if not kwargs:
         return args, kwargs
-    # Equinox's wrappers (a bound method, `eqx.debug.assert_max_traces(f)`) pass on all
-    # arguments unchanged.
-    while eqx.Module in type(f).__mro__ and hasattr(f, "__wrapped__"):
-        if isinstance(f, Transform):
-            return args, kwargs
+    # As `eqx.filter_jit`, look into Equinox's own wrappers: `eqx.filter_vmap(f)` takes
+    # no keywords.
+    while type(f).__module__.startswith("equinox.") and hasattr(f, "__wrapped__"):
         f = f.__wrapped__
-    if hasattr(f, "__signature__"):  # may be the signature of a wrapped function
+    # `__signature__` may be that of a wrapped function.
+    if isinstance(f, Transform) or hasattr(f, "__signature__"):
         return args, kwargs
     try:
         signature = inspect.signature(f, follow_wrapped=False)

@@ -331,9 +331,10 @@ def _gradients(
     for path, x, g in pairs:
         if g is None:
             raise ValueError(_NO_GRADIENT.format(_name(path)))
-        if np.shape(g) != x.shape and not per_example:
+        is_lost = jnp.iscomplexobj(g) and not jnp.iscomplexobj(x)
+        if is_lost or (np.shape(g) != x.shape and not per_example):
             found = "gradient", _name(path), show(g), show(x)
-            raise ValueError(_OTHER_SHAPE.format(*found))
+            raise ValueError((_COMPLEX if is_lost else _OTHER_SHAPE).format(*found))
     return jtu.tree_unflatten(jtu.tree_structure(params), [g for _, _, g in pairs])
 
 
@@ -394,6 +395,9 @@ optimizer.update(grads, model)`."""
 _NO_GRADIENT: Final = """`es.Optimizer.update`: `wrt` of the optimizer selects {}, but \
 its gradient is `None`. Give both the same filter: `es.Optimizer(tx, wrt=wrt)` and \
 `es.value_and_grad(loss_fn, wrt=wrt)`."""
+
+_COMPLEX: Final = """`es.Optimizer.update`: the {} of {} is `{}`, but the parameter is \
+`{}`. Its imaginary part would be lost: pass the gradient of a real loss."""
 
 _OTHER_SHAPE: Final = """`es.Optimizer.update`: the {} of {} is `{}`, but the \
 parameter is `{}`. Their shapes must be equal, or optax would broadcast them. Average \

@@ -59,9 +59,11 @@ def enter(given: Snapshot, scope: Scope) -> tuple[OwnedTree, list[Visit]]:
         before = given._replace(leaves=own_arrays(walk(given.tree()), scope))
     private = before.tree()
     visits = own(private, scope)
-    if scope.observer is not None:
-        # The tags of the copy are static data, so part of its structure. A module that
-        # is assigned in the call is tagged, too.
+    is_tied = any(isinstance(visit.node, ScopedShared) for visit in visits)
+    if is_tied or scope.observer is not None:
+        # In a nested scope, `given` has `ScopedShared` for `eqx.nn.Shared`. And the
+        # tags of the copy are static data, so part of its structure. A module that is
+        # assigned in the call is tagged, too.
         structure = jtu.tree_structure(closed_copy(private))
         before = before._replace(structure=structure)
     return OwnedTree(private, before, scope), visits

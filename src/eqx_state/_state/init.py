@@ -190,10 +190,7 @@ def check_ready(tree: Any) -> None:
 
 @boundary
 def init(
-    tree: Tree,
-    key: Any,
-    *inputs: Any,
-    call: Callable[..., Any] | None = None,
+    tree: Tree, key: Any, *inputs: Any, call: Callable[..., Any] | None = None
 ) -> Tree:
     """Initialize a model: draw every placeholder, and run every `module_init`.
 

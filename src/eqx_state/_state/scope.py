@@ -233,10 +233,9 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
     """
 
     def copy(visit: Visit) -> Any:
-        x = visit.node
-        if scope.is_changing(visit.kind) and is_numeric(x.dtype):
-            return as_jax(x, visit.name)
-        x = x.copy()
+        if not is_constant(visit, scope):
+            return as_jax(visit.node, visit.name)
+        x = visit.node.copy()
         x.flags.writeable = False
         return x
 
@@ -245,6 +244,13 @@ def own_arrays(visits: list[Visit], scope: Scope) -> list[Any]:
         for visit in visits
         if visit.is_leaf
     ]
+
+
+def is_constant(visit: Visit, scope: Scope) -> bool:
+    """Whether an array is a NumPy array that stays one, see `own_arrays`."""
+    if not isinstance(visit.node, np.ndarray):
+        return False
+    return not (scope.is_changing(visit.kind) and is_numeric(visit.node.dtype))
 
 
 @dataclasses.dataclass(slots=True)

@@ -176,7 +176,10 @@ Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
 `es.checkpoint`, `es.jit` and the others; for `jax.grad` it is `es.value_and_grad`, \
 with the model as its argument. Alternatively, call `es.mutable` inside the transform, \
 and return the new model from it. Under `jax.vmap` each lane then has its own model, \
-but all lanes draw the same random numbers, such as one dropout mask."""
+but all lanes draw the same random numbers, such as one dropout mask.
+
+An `es` transform finds modules in closures, partials and pytrees, but not in other \
+objects, iterators and globals: pass such a module as an argument."""
 
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body: `{1}: {2}."""
@@ -243,6 +246,8 @@ JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
 - It is a layer taken out of an `es.nn.Stacked`. Call the stack:
     x = self.blocks(x)                                  # not: for block in self.blocks
+- It was assigned to a field, which stores a copy. Write through the field:
+    self.layer.n = 0                                    # not: `new.n = 0`
 - It is an argument other than the first, a keyword, or a variable that the function \
 closes over. Pass it by position, and name the position:
     es.value_and_grad(loss_fn, argnums=1)(x, model)     # two models: argnums=(0, 1)

@@ -106,10 +106,7 @@ class _Traces:
 
 @boundary
 def cond(
-    pred: Any,
-    true_fun: Callable[..., R],
-    false_fun: Callable[..., R],
-    *operands: Any,
+    pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: Any
 ) -> R:
     """`jax.lax.cond` in which both branches may write state.
 

@@ -103,11 +103,12 @@ class _CustomVjp(Transform):
         if self.fwd is not None:  # else JAX raises the error
             rule.defvjp(fwd, bwd)
         ran = rule(*inputs)
-        if is_in_trace() and "fwd" not in written:
-            # `jax.grad(jax.jit(call))` traces `fwd` after this call has returned, so
-            # find out now what `fwd` writes.
-            with contextlib.suppress(Exception):  # JAX may never trace `fwd`
-                jax.eval_shape(lambda arrays: fwd(*arrays), call.arrays)
+        for name, g in (("f", f), ("fwd", fwd)) if is_in_trace() else ():
+            # `jax.grad(jax.jit(call))` traces `fwd` after this call has returned, and
+            # `jax.grad(call)` never traces `f`. Find out now what both write.
+            if name not in written:
+                with contextlib.suppress(Exception):  # JAX may never trace it
+                    jax.eval_shape(g, *call.arrays)
         by_either = frozenset().union(*written.values())
         # Leave out unwritten state: `__call__` passes what we return here through
         # `stop_gradient`, and the caller's own state would lose its gradient.

@@ -52,11 +52,10 @@ class PureCall:
         is_input: Callable[[Any], Any],
     ):
         check_given(*args, *kwargs.values())
-        # In `es.vjp(f, layer, layer)`, as in JAX, each argument has its own cotangent.
-        treatments = [
-            i for i, x in enumerate((*args, kwargs)) for _ in jtu.tree_leaves(x)
-        ]
-        self.lifted = Lifted(functions, (tuple(args), kwargs), treatments)
+        # In `es.vjp(f, (layer, layer))`, as in JAX, each place has its own cotangent.
+        num_places = jtu.tree_structure(tuple(args)).num_leaves
+        places = [*range(num_places), *(None for _ in jtu.tree_leaves(kwargs))]
+        self.lifted = Lifted(functions, (tuple(args), kwargs), places)
         self.args, self.kwargs = self.lifted.arguments
         # The caller receives derivatives of this structure. They must not contain
         # modules that a scope owns, or the class that `eqx.nn.Shared` has inside a

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from .._errors import show
 from .._kinds.kinds import State
 from .._state.init import check_ready
-from .._state.scope import Scope, Sown
+from .._state.scope import closed_copy, is_any_open, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import all_of, Filter, trainable
 from .._tree.parts import is_inexact
@@ -41,10 +41,7 @@ class Gradient(Transform):
     threads = True
 
     def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        new_scope: Callable[[], Scope] | None = None,
+        self, args: Any, kwargs: Any, new_scope: Callable[[], Scope] | None = None
     ) -> tuple[Any, Sown]:
         """The result of a call, and the values sown in it.
 
@@ -57,6 +54,8 @@ class Gradient(Transform):
         # become two modules in `loss_fn`, and the mistake could not be detected there.
         check_ready(model)
         reports = reporting(model)
+        # In a nested scope: the gradients must have Equinox's own `eqx.nn.Shared`.
+        model = closed_copy(model) if is_any_open() else model
         # This lifts no module. It only returns the values that an outer `es.capture`
         # records in this trace, as every transform does.
         lifted = Lifted(())

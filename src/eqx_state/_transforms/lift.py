@@ -28,7 +28,6 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
-import numpy as np
 
 from .._errors import NotInitializedError, show, TraceError
 from .._state.collect import leave, OwnedTree, Snapshot
@@ -41,6 +40,7 @@ from .._state.init import (
 )
 from .._state.scope import (
     closed_copy,
+    is_constant,
     is_owned,
     own,
     Ownership,
@@ -126,7 +126,7 @@ def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
 
 
 def copy_arguments(
-    tree: Any, treatments: Sequence[Any] | None = None
+    tree: Any, treatments: Sequence[Any] = ()
 ) -> tuple[Any, dict[int, Any]]:
     """`tree` with a copy of each owned module; and the original of each copy, by `id`.
 
@@ -134,7 +134,7 @@ def copy_arguments(
     axis. Occurrences of a module with equal treatments share one copy: in `f(self.a,
     self.a)`, both arguments are the same object.
     """
-    if treatments is None:
+    if not treatments:
         treatments = [None] * jtu.tree_structure(tree).num_leaves
     entries = [*by_entry(tree, treatments)]
     copies: dict[tuple[int, tuple[Any, ...]], Any] = {}
@@ -204,10 +204,7 @@ class Lifted:
     """
 
     def __init__(
-        self,
-        functions: Any,
-        arguments: Any = (),
-        treatments: Sequence[Any] | None = None,
+        self, functions: Any, arguments: Any = (), treatments: Sequence[Any] = ()
     ):
         self.given = functions, arguments
         found = owned_in(self.given)
@@ -236,13 +233,12 @@ class Lifted:
     @ft.cached_property
     def writable(self) -> Values:
         """The arrays among `values` that the call may write."""
-        # NumPy arrays are constants (see `own_arrays`), and may be used as shapes.
         return {
             (i, k): visit.node
             for i, root in enumerate(self.roots)
             for k, visit in enumerate(root.leaves)
-            if is_array(visit.node) and not isinstance(visit.node, np.ndarray)
-            if root.ownership.scope.allows(visit.kind)
+            if is_array(visit.node) and root.ownership.scope.allows(visit.kind)
+            if not is_constant(visit, root.ownership.scope)
         }
 
     def name(self, slot: LeafIndex) -> str:

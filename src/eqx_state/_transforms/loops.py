@@ -65,7 +65,9 @@ class Loop:
     def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
         check_not_repeated(init)
         check_given(*functions, init, xs)
-        self.init, originals = copy_arguments(init)
+        # A carry is a value: a module at two places is two modules in the next step.
+        places = range(jtu.tree_structure(init).num_leaves)
+        self.init, originals = copy_arguments(init, places)
         outside = closed_copy(self.init)
         self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
@@ -148,7 +150,7 @@ class Loop:
         returned, treedef = jtu.tree_flatten(carry)
         if treedef != self.treedef:
             return  # JAX raises the error
-        position = 0
+        position, after = 0, {**values, **written}
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if not is_owned(x):
                 position += 1
@@ -156,7 +158,7 @@ class Loop:
             for i, k in self.lifted.slots(x):
                 new, before = returned[position], values[i, k]
                 if (i, k) in written and new is not written[i, k]:
-                    if new is before or any(new is y for y in self._outside(i, values)):
+                    if new is before or any(new is y for y in self._outside(i, after)):
                         raise ValueError(NOT_RETURNED.format(self.lifted.name((i, k))))
                 if new is not before:
                     self.unchanged.discard(position)

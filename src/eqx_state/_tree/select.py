@@ -308,6 +308,9 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
 def configure(tree: Tree, **attributes: Any) -> Tree:
     """`tree` with these attributes set on every module that has them.
 
+    An `es.nn.Stacked` contains one module for all of its layers: an array for it needs
+    the extra first axis of the stack.
+
     **Raises:**
 
     - `ValueError`: no module has one of them.

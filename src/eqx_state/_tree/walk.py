@@ -108,9 +108,7 @@ def modules_in(
 
 
 def map_leaves(
-    f: Callable[[Visit], Any],
-    tree: Tree,
-    is_leaf: Callable[[Any], bool] | None = None,
+    f: Callable[[Visit], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Tree:
     """`tree` with each leaf replaced by `f(visit)`."""
     new = [f(visit) for visit in leaves(tree, is_leaf=is_leaf)]
