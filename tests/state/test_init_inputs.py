@@ -266,6 +266,39 @@ def test_init_sees_the_first_step_of_a_loop(reverse):
     assert model.first == (4.0 if reverse else 1.0)
 
 
+RUNS = {
+    "scan": lambda f: es.scan(lambda c, x: (f(c), x), 0, jnp.ones(3)),
+    "while_loop": lambda f: es.while_loop(lambda i: i < 3, lambda i: f(i) + 1, 0),
+    "fori_loop": lambda f: es.fori_loop(0, 3, lambda i, c: f(c), 0),
+    "cond": lambda f: [es.cond(True, f, lambda c: c, 0) for _ in range(3)],
+    "checkpoint": lambda f: [es.checkpoint(f)(0) for _ in range(3)],
+    "vmap": lambda f: [es.vmap(f)(jnp.zeros(2)) for _ in range(3)],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_init_sees_the_state_that_an_ordinary_call_would_see(name):
+    class Counts(es.Module):
+        n: es.State = 0
+        w: es.Parameter | None = None
+        seen: es.Buffer[jax.Array | None] = None
+
+        def __call__(self, x):
+            RUNS[name](self.step)
+            if self.initializing:
+                self.seen = self.n
+            return x
+
+        def step(self, c):
+            if self.initializing and self.w is None:
+                self.w = jnp.ones(())
+            self.n = self.n + 1
+            return c
+
+    model = Counts().init(0, 1.0)
+    assert (model.seen, model.n, model.w) == (3, 0, 1.0)
+
+
 # --- Inside transforms --------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ def _select(
     lifted = Lifted(branches, operands)
     if lifted.is_initializing:
         for f in branches:  # a later call may choose any of them
-            f(*operands)
+            Lifted((f, operands)).create({}, ft.partial(f, *operands))
         lifted = Lifted(branches, operands)
     arrays, rest = split_arguments(lifted.arguments)
     traces = _Traces(what)

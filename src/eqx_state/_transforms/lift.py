@@ -387,6 +387,13 @@ class Lifted:
                 written[i, k] = x
         return written
 
+    def create(self, values: Values, call: Callable[[], Any]) -> None:
+        """Run `call()` outside a trace, to create all fields that `init` still misses.
+
+        Its writes are dropped, because the transform runs the function again.
+        """
+        self.commit(self.run({**self.values, **values}, call)._replace(written={}))
+
     # --- Commit -----------------------------------------------------------------------
 
     def commit(self, ran: Ran) -> None:

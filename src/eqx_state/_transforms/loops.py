@@ -313,20 +313,16 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     """Run one step outside the loop, to create all missing fields."""
     # The modules in `init` are not copied: the step initializes the originals.
     lifted = Lifted((f, init), xs)
-    stacked = {i for i, root in enumerate(lifted.roots) if root.is_copy}
-    values = {
-        (i, k): _slice_of(x, first) if i in stacked and is_array(x) else x
+    slices = {
+        (i, k): _slice_of(x, first)
         for (i, k), x in lifted.values.items()
+        if lifted.roots[i].is_copy and is_array(x)
     }
     arrays, rest = split_arguments(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
     x = eqx.combine(arrays, rest, is_leaf=is_owned)
-    ran = lifted.run(values, lambda: f(init, x))
-    lifted.check_not_created(lambda i, _: i in stacked, "step of `es.scan`")
-    # Drop the writes to a slice: the loop runs this step again, and writes the whole
-    # stack.
-    state = {slot: x for slot, x in ran.written.items() if slot[0] not in stacked}
-    lifted.commit(ran._replace(written=state))
+    lifted.create(slices, lambda: f(init, x))
+    lifted.check_not_created(lambda i, _: lifted.roots[i].is_copy, "step of `es.scan`")
 
 
 def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
@@ -392,7 +388,7 @@ def while_loop(
     """
     loop = Loop((cond_fun, body_fun), init_val)
     if loop.lifted.is_initializing:
-        body_fun(init_val)
+        Lifted((body_fun, init_val)).create({}, lambda: body_fun(init_val))
         loop = Loop((cond_fun, body_fun), init_val)
 
     def body(carry: Any) -> Any:
@@ -476,7 +472,7 @@ def fori_loop(
     """
     loop = Loop((body_fun,), init_val)
     if loop.lifted.is_initializing:
-        body_fun(lower, init_val)
+        Lifted((body_fun, init_val)).create({}, lambda: body_fun(lower, init_val))
         loop = Loop((body_fun,), init_val)
 
     def body(i: Any, carry: Any) -> Any:
