@@ -1,6 +1,7 @@
 """`es.jit` in place of `eqx.filter_jit`: callables, arguments and results."""
 
 import functools as ft
+import inspect
 import traceback
 
 import equinox as eqx
@@ -53,6 +54,11 @@ def plus(x, y):
     return x + y
 
 
+class Times(es.Module):
+    def __call__(self, x, y):
+        return x @ y
+
+
 class CountsKeywords(eqx.Module):
     f: object
 
@@ -64,9 +70,16 @@ class CountsKeywords(eqx.Module):
         return self.f(*args, **kwargs) + len(kwargs)
 
 
+def with_signature(f):
+    run = counts_keywords(f)
+    run.__signature__ = inspect.signature(f)
+    return run
+
+
 # Each with keyword arguments for a call with one argument `x`.
 WRAPPED = {
     "by a decorator": (counts_keywords(plus), {"y": X}),
+    "with the signature of the function": (with_signature(plus), {"y": X}),
     "with keywords of its own": (scales(plus), {"scale": X}),
     "a module": (Decorated(), {"y": X}),
     "a method": (Decorated().method, {"y": X}),
@@ -79,13 +92,14 @@ WRAPPED = {
     "in a transform": (es.checkpoint(counts_keywords(plus)), {"y": X}),
     # JAX maps keywords over their first axis.
     "in es.vmap": (es.vmap(lambda x, y: x @ y, in_axes=1), {"y": XX}),
+    "a module in es.vmap": (es.vmap(Times(), in_axes=1), {"y": XX}),
 }
 
 
 @pytest.mark.parametrize("case", WRAPPED)
 def test_keywords_are_bound_as_the_function_binds_them(case):
     f, keywords = WRAPPED[case]
-    args = () if case == "in a partial" else (XX if case == "in es.vmap" else X,)
+    args = () if case == "in a partial" else (XX if "es.vmap" in case else X,)
     assert eqx.tree_equal(es.jit(f)(*args, **keywords), f(*args, **keywords))
 
 

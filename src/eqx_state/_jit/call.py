@@ -44,8 +44,7 @@ def bind(
     # no keywords.
     while type(f).__module__.startswith("equinox.") and hasattr(f, "__wrapped__"):
         f = f.__wrapped__
-    # `__signature__` may be that of a wrapped function.
-    if isinstance(f, Transform) or hasattr(f, "__signature__"):
+    if hasattr(f, "__signature__"):  # may be the signature of a wrapped function
         return args, kwargs
     try:
         signature = inspect.signature(f, follow_wrapped=False)
