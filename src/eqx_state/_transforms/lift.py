@@ -130,8 +130,9 @@ def copy_arguments(
 ) -> tuple[Any, dict[int, Any]]:
     """`tree` with a copy of each owned module; and the original of each copy, by `id`.
 
-    `treatments` says for each leaf how the transform treats it: in `es.vmap`, by its
-    axis. Occurrences of a module with equal treatments share one copy: in `f(self.a,
+    `treatments` says for each leaf how the transform treats it: in `es.vmap`, its axis;
+    in loops and derivatives, where each place has its own values, its number.
+    Occurrences of a module with equal treatments share one copy: in `f(self.a,
     self.a)`, both arguments are the same object.
     """
     if not treatments:
