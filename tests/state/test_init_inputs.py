@@ -446,8 +446,7 @@ def test_the_arrays_of_the_caller_are_not_changed():
         def __call__(self, x):
             self.n += 1
             self.w += 1
-            with pytest.raises(ValueError, match="read-only"):
-                self.table[0] = 7
+            assert isinstance(self.table, jax.Array)
             return x
 
     arrays = [np.array([2, 3]), np.array([2.0, 3.0]), np.array([2, 3])]

@@ -69,6 +69,33 @@ def call(model, x=1.0, *, scale=1.0):
     return model(x) * scale
 
 
+class Trainer:
+    """An object that is not a module: its methods take the model as an argument."""
+
+    def step(self, model, x):
+        return model(x)
+
+    jitted = es.jit(step)
+
+
+class Methods(es.Module):
+    """Methods that are decorated: the model is `self`."""
+
+    inner: Counter
+
+    @es.jit
+    def jitted(self, x):
+        return self.inner(x)
+
+    @es.vmap
+    def mapped(self, x):
+        return self.inner(x)
+
+    @eqx.filter_jit
+    def filter_jitted(self, x):
+        return es.mutable(self.inner)(x)
+
+
 class Holder(eqx.Module):
     """A plain Equinox module that contains an `es.Module`."""
 
@@ -91,17 +118,23 @@ TARGETS = {
     "plain module": (Holder(C), (1.0,)),
     "method of a plain module": (Holder(C).method, (1.0,)),
     "function": (call, (C, 1.0)),
-    "functools.partial with the model": (ft.partial(call, C), (1.0,)),
-    "functools.partial with all": (ft.partial(lambda m, x: m(x), C, 1.0), ()),
-    "jax partial with the model": (jtu.Partial(call, C), (1.0,)),
-    "eqx.Partial with the model": (eqx.Partial(call, C), (1.0,)),
+    "partial of a method": (ft.partial(C.step), ()),
+    "partial of a function": (ft.partial(call, x=1.0), (C,)),
+    "jax partial of a function": (jtu.Partial(call, x=1.0), (C,)),
+    "eqx.Partial of a function": (eqx.Partial(call, x=1.0), (C,)),
+    "partial that binds a model": (ft.partial(lambda a, m: m(1.0), C), (C,)),
+    "method of a plain object": (Trainer().step, (C, 1.0)),
+    "decorated method of a plain object": (Trainer().jitted, (C, 1.0)),
+    "decorated method of a module": (Methods(C).jitted, (1.0,)),
+    "decorated method under es.vmap": (Methods(C).mapped, (jnp.ones(2),)),
     "es.vmap of a method": (es.vmap(C.step, axis_size=2), ()),
     "es.vmap of es.vmap": (es.vmap(es.vmap(C)), (jnp.ones((2, 2)),)),
     "es.vmap of a function": (es.vmap(call, in_axes=(None, 0)), (C, jnp.ones(2))),
-    "partial of es.vmap": (
-        ft.partial(es.vmap(call, in_axes=(None, 0)), C),
-        (jnp.ones(2),),
+    "partial of es.vmap of a function": (
+        ft.partial(es.vmap(call, in_axes=None), x=jnp.ones(2)),
+        (C,),
     ),
+    "partial of es.vmap of a model": (ft.partial(es.vmap(C), jnp.ones(2)), ()),
     "list": (lambda ms, x: ms[1](x), ([None, C], 1.0)),
     "nested": (lambda ms, x: ms["m"][0][1](x), ({"m": [(0, C)]}, 1.0)),
     "sequential": (eqx.nn.Sequential([eqx.nn.Identity(), C]), (1.0,)),
@@ -114,6 +147,46 @@ def test_mutable_finds_the_model_of_every_callable(name):
     with untouched((C, args)):
         _, new = es.mutable(f)(*args)
     assert counts(new) == [1]
+
+
+def test_a_method_that_equinox_has_decorated_is_bound_to_its_object():
+    model = Methods(C)
+    _, new = es.mutable(model.filter_jitted)(1.0)
+    assert eqx.tree_equal(new, model)
+
+
+BOUND = {
+    "partial": ft.partial(call, C),
+    "keyword": ft.partial(call, model=C),
+    "jax partial": jtu.Partial(call, C),
+    "eqx.Partial": eqx.Partial(call, C),
+    "partial of es.vmap": ft.partial(es.vmap(call, in_axes=(None, 0)), C),
+    "partial of a partial": ft.partial(ft.partial(call, C), scale=1.0),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_model_that_only_a_partial_binds_is_an_error(name):
+    for run in (es.mutable, es.grad, es.value_and_grad, es.capture):
+        what = f"es.{run.__name__}"
+        with pytest.raises(TypeError, match=what) as info:
+            run(BOUND[name])(jnp.ones(2))
+        for fragment in ("partial that binds the `Counter`", "argnums=0"):
+            assert fragment in str(info.value)
+    # An argument that is named is the model, whatever a partial binds.
+    y, new = es.mutable(ft.partial(lambda m, x: m.weight * x, C), argnums=0)(2.0)
+    assert (y, new) == (4.0, 2.0)
+
+
+def test_the_gradient_of_a_partial_is_that_of_the_first_argument():
+    def distill(teacher, student, x):
+        return jnp.sum((student(x) - teacher(x)) ** 2)
+
+    teacher, student, x = Counter(3.0), Counter(5.0), jnp.ones(2)
+    loss = ft.partial(distill, teacher.eval())
+    (_, new), grads = es.value_and_grad(loss)(student.eval(), x)
+    assert grads.weight == eqx.filter_grad(loss)(student.eval(), x).weight
+    assert new.weight is student.weight
 
 
 # --- A wrapper is a pytree ----------------------------------------------------------

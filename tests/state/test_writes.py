@@ -265,8 +265,13 @@ def test_a_traced_integer_wraps_as_in_jax():
 
 def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
     big = np.array([0, 2**40])
-    with rejects(model := Slot(big), ValueError, "`x`", "int32", "jax_enable_x64"):
-        es.mutable(model)(jnp.zeros(2, int))
+    # Inside, it remains the array that it is.
+    sums, new = es.mutable(lambda model: model.x.sum())(Slot(big))
+    assert sums == 2**40 and new.x is big
+    with rejects(model := Slot(big), ValueError, "read-only"):
+        es.mutable(lambda model: model.x.fill(0))(model)
+    with rejects(model := Slot(jnp.zeros(2, int)), ValueError, "`x`", "int32", "jax_enable_x64"):
+        es.mutable(model)(big)
 
     class Sows(es.Module):
         def __call__(self, value):

@@ -14,7 +14,8 @@ from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import keep, Key
 from .._transforms.grad import Gradient
-from .._transforms.mutable import Argnums, as_argnums, as_kinds, target, thread
+from .._transforms.mutable import thread
+from .._transforms.target import Argnums, as_argnums, as_kinds, target
 from .._transforms.transform import Transform, wrap
 from .._tree.base import is_eqx_module
 from .._tree.dtypes import fit_leaf, NUMBERS, same_type
@@ -173,13 +174,17 @@ class _Capture(Transform):
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         observer = Outputs(self.outputs, self.replace)
         reports = ((observer.key, (), ()),)
-        new_scope = ft.partial(Scope, self.kinds, observer, reports)
         f, bound, options = _without_partials(self.f)
         if isinstance(f, Gradient):
-            result, sown = f.run((*bound, *args), {**options, **kwargs}, new_scope)
+
+            def observed(kinds: Kinds, *, codecs: Any, **_: Any) -> Scope:
+                both = tuple(dict.fromkeys((*self.kinds, *kinds)))
+                return Scope(both, observer, reports, codecs)
+
+            result, sown = f.run((*bound, *args), {**options, **kwargs}, observed)
         else:
             model, call = target(self.f, args, kwargs, self.argnums, "es.capture")
-            scope = new_scope()
+            scope = Scope(self.kinds, observer, reports)
             result = thread(model, scope, call)
             sown = scope.sown
         observer.check_replaced()

@@ -12,7 +12,9 @@ from .._compat import boundary, is_in_trace
 from .._kinds.kinds import State
 from .._state.scope import Scope
 from .._state.sow import carried_out, Key
-from .._transforms.mutable import carried, target, thread
+from .._transforms.callables import receiver
+from .._transforms.mutable import thread
+from .._transforms.target import target
 from .._transforms.transform import Transform, wrap
 from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import is_inexact, parts
@@ -69,7 +71,7 @@ class _FindNonfinite(Transform):
             raise TypeError(_IN_A_TRACE)
         model, call = target(self.f, args, kwargs, None, "es.find_nonfinite")
         given = {**dict(enumerate(args)), **kwargs}
-        if carried(self.f) is None:  # the model is the first argument
+        if receiver(self.f) is None:  # the model is the first argument
             del given[0]
         bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
         scope = Scope((State,), observer=_Finite())

@@ -15,7 +15,9 @@ from .._kinds.kinds import Kind, Parameter, State
 from .._state.init import as_initialized, Initializer
 from .._state.scope import Scope
 from .._state.write import kind_at
-from .._transforms.mutable import carried, target, thread
+from .._transforms.callables import receiver
+from .._transforms.mutable import thread
+from .._transforms.target import target
 from .._transforms.transform import method_as_pytree
 from .._tree.base import has_inference, is_eqx_module, is_module
 from .._tree.filters import bind, trainable
@@ -94,7 +96,7 @@ def tabulate(
     """
     if cost and not inputs:
         raise TypeError("`cost=True` needs a call: `es.tabulate(model, x, cost=True)`.")
-    found = carried(tree)
+    found = receiver(tree)
     if found is None and inputs:
         name = getattr(tree, "__name__", type(tree).__qualname__)
         raise TypeError(_NO_MODEL.format(name))

@@ -16,9 +16,10 @@ import jax.tree_util as jtu
 
 from .._errors import an, TraceError
 from .._state.scope import is_owned, Sown
-from .._transforms.lift import Lifted, Ran, Values
-from .._transforms.mutable import is_bound_method
+from .._transforms.callables import is_wrapper_of_equinox, layer_of
+from .._transforms.lift import Lifted, Ran
 from .._transforms.reach import check_given, owned_in
+from .._transforms.roots import Values
 from .._transforms.transform import Transform
 from .._tree.base import keystr, ownership_of
 from .._tree.walk import name_of
@@ -42,7 +43,7 @@ def bind(
         return args, kwargs
     # As `eqx.filter_jit`, look into Equinox's own wrappers: `eqx.filter_vmap(f)` takes
     # no keywords.
-    while type(f).__module__.startswith("equinox.") and hasattr(f, "__wrapped__"):
+    while is_wrapper_of_equinox(f):
         f = f.__wrapped__
     if hasattr(f, "__signature__"):  # may be the signature of a wrapped function
         return args, kwargs
@@ -60,15 +61,12 @@ def origin_of(f: Any) -> Any:
     Other callable objects are their own key, too. But for a pytree, for an object with
     its own `__eq__`, and for one without weak references, the key is the class.
     """
-    while isinstance(f, (Transform, eqx.Partial, jtu.Partial)) or is_bound_method(f):
-        f = f.f if isinstance(f, Transform) else _function_of(f)
+    # A `functools.partial` is a static value, and its programs end with it.
+    while not isinstance(f, ft.partial) and (layer := layer_of(f)) is not None:
+        f = layer.inner
     # Each call may create a new model, or a new object that is equal to the last one.
     is_unique = type(f).__eq__ is object.__eq__ and type(f).__weakrefoffset__
     return f if is_unique and jtu.all_leaves([f]) else type(f)
-
-
-def _function_of(f: Any) -> Any:
-    return f.__func__ if is_bound_method(f) else f.func
 
 
 class JitCall:
@@ -256,9 +254,9 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
     """
     lifted = call.lifted
     inside = {
-        id(visit.node): (i, k)
+        id(module): (i, k)
         for i, root in enumerate(lifted.roots)
-        for k, visit in enumerate(root.modules)
+        for k, module in enumerate(root.traversal.modules)
     }
 
     def static(x: Any) -> Any:
@@ -276,11 +274,12 @@ def cache_key_of(call: JitCall) -> tuple[Any, ...]:
     roots = []
     for root in lifted.roots:
         statics = tuple(
-            leaf(visit.node, lambda visit=visit: visit.name) for visit in root.leaves
+            leaf(x, ft.partial(lifted.name, slot))
+            for slot, x in zip(root.slots, root.traversal.leaves, strict=True)
         )
         whose = lifted.scopes.index(root.ownership.scope)
         ownership = root.ownership.path, root.ownership.context, whose
-        roots.append((structure(root.structure, static), statics, ownership))
+        roots.append((structure(root.traversal.structure, static), statics, ownership))
     return (
         structure(call.treedef, static),
         tuple(

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, Final, overload, ParamSpec, Protocol, TypeV
 import equinox as eqx
 
 from .._compat import hide_frames, PROGRAM_ERRORS
-from .._transforms.transform import Transform, Unbound, wrap
+from .._transforms.transform import Bound, Transform, unbound, wrap
 from .._tree.walk import is_array
 from .._typing import P, R
 from .call import bind, cache_key_of, JitCall
@@ -37,9 +37,7 @@ class _Jit(Transform):
         # Make the object the first argument, for `donate="all-except-first"`.
         if instance is None:
             return self
-        is_stacked = isinstance(self.f, Transform)
-        jit = self.of(Unbound.made(f=self.f)) if is_stacked else self
-        return eqx.Partial(jit, instance)
+        return Bound(self.of(unbound(self.f)), instance)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """The program for these arguments, lowered but not compiled.

@@ -33,7 +33,7 @@ from .._tree.dtypes import strengthen
 from .._tree.keys import as_key, is_typed, key_at
 from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
 from .._typing import KeyPath, Tree
-from .collect import enter, given_back, leave, Snapshot
+from .copy import PrivateCopy
 from .scope import own, Scope
 
 
@@ -307,7 +307,8 @@ class InitScope(Scope):
         return True
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
-        return draw(value, self.key, path, context)
+        value = draw(value, self.key, path, context)
+        return super().accept(None, value, path, context)
 
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
         self.created.setdefault((id(module), name), (module, name, old))
@@ -327,10 +328,10 @@ class InitScope(Scope):
         """Write the fields that an inner scope has created in its trace."""
         for module, name, new in created:
             self.note_created(module, name, fields_of(module)[name])
-            object.__setattr__(module, name, new)
             ownership, key = ownership_of(module), jtu.GetAttrKey(name)
             context = ownership.context.enter(module, key)
-            own(new, self, (*ownership.path, key), context)
+            object.__setattr__(module, name, new)
+            own(walk(new, (*ownership.path, key), context), self)
 
 
 def check_created(fields: Created) -> None:
@@ -355,12 +356,11 @@ part of a stack. To create a stack, map the whole `init`:
 
 def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
     """`tree` after `run`, which may assign any field of any `es.Module` in it."""
-    given = Snapshot.of(tree)
     with InitScope(key) as scope:
-        owned, _ = enter(given, scope)
-        run(owned.tree)
-        _, (after,) = leave(None, [owned])
-    return given_back(given, owned, after)
+        private = PrivateCopy(tree, scope)
+        run(private.tree)
+        _, new = private.leave(None)
+    return new
 
 
 def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:

@@ -11,18 +11,17 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
-import numpy as np
 
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
-from .._tree.compare import same, unchanged
+from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.keys import is_typed
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
-from .scope import is_open_here, own, own_arrays, Ownership, Scope
+from .scope import is_open_here, own, Ownership, Scope
 
 
 def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
@@ -49,21 +48,15 @@ def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> No
     if is_array(old) and is_array(value):
         # The common case: an array has no modules to adopt, and no leaves to compare.
         new = to_strong(value)
-        visits = [Visit(path, new, context, True)]
-        _check_kind(old, visits[0], scope, where)
+        _check_kind(old, Visit(path, new, context, True), scope, where)
     else:
         value = strengthen_field(cls, name, value)
         _check_kinds(old, value, path, context, scope, where)
-        new = _adopt(value, scope)
+        new = adopt(value, scope, path, context)
         # These modules are replaced on purpose. Forget writes to them, or the end of
         # the scope would report those writes as lost.
         for visit in modules_in(old):
             scope.written.pop(id(visit.node), None)
-        visits = own(new, scope, path, context)
-    # Convert NumPy arrays to JAX arrays now: in a loop they would be constants.
-    if any(isinstance(visit.node, np.ndarray) for visit in visits):
-        new = jtu.tree_unflatten(jtu.tree_structure(new), own_arrays(visits, scope))
-        own(new, scope, path, context)
     if scope.is_initializing and (is_static or _is_missing(old, new)):
         scope.note_created(module, name, old)
     object.__setattr__(module, name, new)
@@ -83,11 +76,23 @@ def _belongs_to(x: Any, scope: Scope) -> bool:
     return ownership is not None and ownership.scope is scope
 
 
-def _adopt(value: Any, scope: Scope) -> Any:
-    """`value`, with copies of the modules that `scope` does not own already."""
-    if all(v.is_leaf for v in walk(value)):
+def adopt(value: Any, scope: Scope, path: KeyPath, context: Context) -> Any:
+    """`value` as a part of the private copy: the scope owns copies of its modules.
+
+    Modules that the scope owns already are not copied.
+    """
+    if all(visit.is_leaf for visit in walk(value)):
         return value
-    return jtu.tree_map(lambda x: x, value, is_leaf=lambda x: _belongs_to(x, scope))
+    new = jtu.tree_map(
+        lambda x: x if _belongs_to(x, scope) else scope.fit_leaf(None, x, path),
+        value,
+        is_leaf=lambda x: _belongs_to(x, scope),
+    )
+    visits = walk(new, path, context)
+    for codec in scope.codecs:
+        codec.adopt(visits)
+    own(visits, scope)
+    return new
 
 
 def _check_kinds(
@@ -105,7 +110,7 @@ def _check_kinds(
 
 
 def _check_kind(old: Any, visit: Visit, scope: Scope, where: str) -> None:
-    if not unchanged(old, visit.node) and not scope.allows(kind_at(visit)):
+    if not same(old, visit.node) and not scope.allows(kind_at(visit)):
         raise FrozenInstanceError(kind_message(visit, where, scope, old))
 
 

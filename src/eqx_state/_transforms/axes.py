@@ -22,8 +22,9 @@ from .._tree.keys import is_key, next_keys, num_key_axes, split_key
 from .._tree.rules import check_rules, is_rules, RuleMatcher
 from .._tree.walk import is_array, leaves, name_of, Visit
 from .._typing import KeyPath
-from .lift import LeafIndex, Lifted, Ran, StaticOutput, Values
-from .reach import by_entry, check_given, closed_over, is_model, is_traced
+from .lift import Lifted, Ran, StaticOutput
+from .reach import check_given, closed_over, is_model, is_traced
+from .roots import by_entry, Root, Values
 from .transform import Transform
 
 
@@ -73,7 +74,7 @@ class AbstractMap(Transform):
 class _Key(NamedTuple):
     """The dict key of a leaf of an owned module. JAX prints its `name` in errors."""
 
-    slot: LeafIndex
+    slot: int
     name: str
 
     def __repr__(self) -> str:
@@ -133,13 +134,13 @@ class Reached:
         self.tree: Callable[[Any], Inputs] = treedef.unflatten
         self.axes = [axis for axis in axes if axis is not None]
         # For each split key, the key that its module stores if a lane used it.
-        self.advanced: dict[LeafIndex, Any] = {}
+        self.advanced: dict[int, Any] = {}
         self.transform, self.shared = transform, transform.shared
         # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
         arrays = (slot for slot, x in lifted.values.items() if is_array(x))
         self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
 
-    def group_of(self, slot: LeafIndex) -> Any:
+    def group_of(self, slot: int) -> Any:
         """The axis along which new state is stacked.
 
         A new key that is equal in all lanes is shared, even if the old key was split.
@@ -210,9 +211,9 @@ class Reached:
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         return out, groups, ran.sown, StaticOutput((static, used))
 
-    def _is_per_lane(self, i: int, visit: Visit) -> bool:
+    def _is_per_lane(self, root: Root, visit: Visit) -> bool:
         """Whether each lane has its own value of an array that `init` created here."""
-        root, axis_of = self.lifted.roots[i], self.transform.axis_by_rule
+        axis_of = self.transform.axis_by_rule
         entry, tree, start = dict(self.transform.axes), root.module, ()
         if root.is_copy:
             found = (
@@ -226,7 +227,7 @@ class Reached:
             x = _seen_at(visit, root.ownership, start)
             axes = [axis_of(x, entry, RuleMatcher(entry, "").bind(tree)(x))]
         else:  # a tree of axes has no entry for a new array, only for the others
-            axes = [self.of_owned[i, k] for k in range(len(root.leaves))]
+            axes = [self.of_owned[slot] for slot in root.slots]
             axes.append(self.transform.axis_by_entry(entry, visit.node))
         return not {*axes} <= {None, SPLIT, PartitionSpec(), self.shared}
 
@@ -314,7 +315,7 @@ def _seen_at(visit: Visit, at: Ownership, start: KeyPath) -> Visit:
 
 def _axes_of_function(
     transform: AbstractMap, f: Any, lifted: Lifted
-) -> tuple[list[Any], dict[LeafIndex, Any], RuleMatcher]:
+) -> tuple[list[Any], dict[int, Any], RuleMatcher]:
     """The axis of each leaf of `f`, and of each owned module that is reachable from it.
 
     Names in rules begin at `f`, if it is a module, and at each module that it closes
@@ -323,7 +324,7 @@ def _axes_of_function(
     rules, axis_of = dict(transform.axes), transform.axis_by_rule
     asked = RuleMatcher(rules, f"`{transform.what}(axes=...)`")
     of_f: list[Any] = []
-    of_owned: dict[LeafIndex, Any] = {}
+    of_owned: dict[int, Any] = {}
 
     def ask(model: Visit) -> list[Any]:
         """The axis of each leaf of a model; `None` for an owned module in it."""
@@ -341,9 +342,8 @@ def _axes_of_function(
             of_f += ask(visit)
         else:  # an array outside of modules
             of_f.append(transform.shared if is_array(visit.node) else None)
-    for i, root in enumerate(lifted.roots):
-        slots = {(i, k) for k in range(len(root.leaves))}
-        if not root.is_copy and slots - of_owned.keys():
+    for root in lifted.roots:
+        if not root.is_copy and {*root.slots} - of_owned.keys():
             ask(Visit((), root.module, root.ownership.context, True))
     # Outside `es.mutable`, the `model` in `lambda x: model(x)` is a constant, so
     # `axes={...: 0}` could not map it.

@@ -16,9 +16,10 @@ from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
 from .._tree.compare import difference_of_leaves
 from .._typing import R
-from .lift import LeafIndex, Lifted, Ran, Values
-from .mutable import is_bound_method
+from .callables import is_bound_method
+from .lift import Lifted, Ran
 from .reach import check_given, is_traced, split_arguments
+from .roots import Values
 
 
 def _select(
@@ -38,7 +39,7 @@ def _select(
     traces = _Traces(what)
     # In a `shard_map`: the mesh axes along which a state varies after some branch.
     is_manual = bool(manual_axes())
-    varying: dict[LeafIndex, frozenset[Any]] = {}
+    varying: dict[int, frozenset[Any]] = {}
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX uses the name in its messages
@@ -82,7 +83,7 @@ class _Traces:
 
     def __init__(self, what: str):
         self.what = what
-        self.written: set[LeafIndex] = set()
+        self.written: set[int] = set()
         self.static: Any = None
         self.counts: list[dict[Any, int]] | None = None
 

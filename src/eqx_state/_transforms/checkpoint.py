@@ -14,8 +14,8 @@ import jax.tree_util as jtu
 from .._state.scope import is_owned
 from .._typing import P, R
 from .lift import Lifted, Ran, StaticOutput
-from .mutable import positions
 from .reach import check_given, is_traced
+from .target import positions
 from .transform import Transform, wrap
 
 

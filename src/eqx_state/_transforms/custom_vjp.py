@@ -21,10 +21,11 @@ from .._tree.base import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
 from .derivatives import PureCall
-from .lift import LeafIndex, Ran, Values
-from .mutable import positions
+from .lift import Ran
 from .reach import is_traced, models_in
-from .transform import Transform, Unbound, wrap
+from .roots import Values
+from .target import positions
+from .transform import Bound, Transform, unbound, wrap
 
 
 class _CustomVjp(Transform):
@@ -40,9 +41,9 @@ class _CustomVjp(Transform):
         if instance is None:
             return self
         # Here the object is argument 0, and `bwd` returns a cotangent for it.
-        rule = self.of(_unbound(self.f))
-        rule.__dict__.update(fwd=_unbound(self.fwd))
-        return eqx.Partial(rule, instance)
+        rule = self.of(unbound(self.f))
+        rule.__dict__.update(fwd=unbound(self.fwd))
+        return Bound(rule, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         args = self._by_position(args, kwargs)
@@ -70,7 +71,7 @@ class _CustomVjp(Transform):
 
     def _run(self, call: PureCall, inputs: list[Any], static: list[int]) -> Ran:
         """Run the call through `jax.custom_vjp`."""
-        written: dict[str, frozenset[LeafIndex]] = {}  # by `f`, and by `fwd`
+        written: dict[str, frozenset[int]] = {}  # by `f`, and by `fwd`
 
         def result(ran: Ran, before: Values, out: Any) -> Ran:
             # Return all state of the arguments: `fwd` may write more than `f`, but JAX
@@ -126,10 +127,6 @@ class _CustomVjp(Transform):
     @property
     def _name(self) -> str:
         return getattr(self.f, "__name__", type(self.f).__name__)
-
-
-def _unbound(f: Any) -> Any:
-    return Unbound.made(f=f) if isinstance(f, Transform) else f
 
 
 def _check_passed(name: str, functions: Any, passed: Any) -> None:

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import boundary
-from .._state.scope import closed_copy
 from .._tree.compare import difference, same_modes
+from .._tree.walk import copy_tree
 from .._typing import P, R
-from .lift import Lifted, Ran, StaticOutput, Values
-from .mutable import as_argnums, positions
+from .lift import Lifted, Ran, StaticOutput
 from .reach import check_given, is_traced
+from .roots import Values
+from .target import as_argnums, positions
 from .transform import Transform, with_aux, wrap
 
 
@@ -57,10 +58,8 @@ class PureCall:
         places = [*range(num_places), *(None for _ in jtu.tree_leaves(kwargs))]
         self.lifted = Lifted(functions, (tuple(args), kwargs), places)
         self.args, self.kwargs = self.lifted.arguments
-        # The caller receives derivatives of this structure. They must not contain
-        # modules that a scope owns, or the class that `eqx.nn.Shared` has inside a
-        # scope.
-        given = closed_copy(self.args)
+        # The caller receives derivatives of this structure, which no scope owns.
+        given = copy_tree(self.args)
         self.arrays, self.rest = eqx.partition(given, is_input(given))
 
     def __call__(self, f: Any, arrays: Any) -> tuple[Ran, Values]:
@@ -114,7 +113,7 @@ def _without_zeros(tree: Any) -> Any:
     """A copy of `tree` that no scope owns, with `None` for zeros of dtype float0."""
     return jtu.tree_map(
         lambda x: None if getattr(x, "dtype", None) == jax.dtypes.float0 else x,
-        closed_copy(tree),
+        copy_tree(tree),
     )
 
 

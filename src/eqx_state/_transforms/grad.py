@@ -14,20 +14,25 @@ import jax.tree_util as jtu
 from .._errors import show
 from .._kinds.kinds import State
 from .._state.init import check_ready
-from .._state.scope import closed_copy, is_any_open, Scope, Sown
+from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import all_of, Filter, trainable
 from .._tree.parts import is_inexact
 from .._tree.rules import nothing_selected
 from .._tree.select import partition
 from .._typing import P, R
+from .cast import as_cast, Cast, codecs_of
 from .lift import Lifted
-from .mutable import Argnums, as_argnums, as_cast, Cast, target, thread
+from .mutable import thread
+from .target import Argnums, as_argnums, as_kinds, target
 from .transform import Transform, with_aux, wrap
 
 
 _M = TypeVar("_M")
 _A = TypeVar("_A")
+
+
+ObservedScope = Callable[..., Scope]
 
 
 class Gradient(Transform):
@@ -36,26 +41,24 @@ class Gradient(Transform):
     wrt: Filter = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
+    kinds: Kinds = eqx.field(static=True)
     cast: Cast | None = eqx.field(static=True)
     name: str = eqx.field(static=True)
     threads = True
 
     def run(
-        self, args: Any, kwargs: Any, new_scope: Callable[[], Scope] | None = None
+        self, args: Any, kwargs: Any, observed: ObservedScope = Scope
     ) -> tuple[Any, Sown]:
         """The result of a call, and the values sown in it.
 
-        `new_scope` creates the scope of the call, inside the differentiated function,
-        because a scope belongs to the trace in which it was created. Without
-        `new_scope`, an `es.capture` around this call records the sown values.
+        `observed` creates the scope of the call. `es.capture` passes it if it is to
+        record the sown values of this call itself.
         """
         model, call = target(self.f, args, kwargs, self.argnums, self.name)
         # Check before `partition`, which unflattens: a module that occurs twice would
         # become two modules in `loss_fn`, and the mistake could not be detected there.
         check_ready(model)
         reports = reporting(model)
-        # In a nested scope: the gradients must have Equinox's own `eqx.nn.Shared`.
-        model = closed_copy(model) if is_any_open() else model
         # This lifts no module. It only returns the values that an outer `es.capture`
         # records in this trace, as every transform does.
         lifted = Lifted(())
@@ -64,9 +67,11 @@ class Gradient(Transform):
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
 
         def loss_fn(diff: Any) -> tuple[Any, Any]:
-            inside = new_scope() if new_scope else Scope((State,), reports=reports)
+            # Here, because a scope belongs to the trace in which it was created.
+            codecs = codecs_of(self.cast)
+            inside = observed(self.kinds, reports=reports, codecs=codecs)
             model = eqx.combine(diff, rest)
-            ran = lifted.run({}, lambda: thread(model, inside, call, self.cast))
+            ran = lifted.run({}, lambda: thread(model, inside, call))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
             _check_loss(loss, self.name)
@@ -83,9 +88,18 @@ class Gradient(Transform):
         return self.run(args, kwargs)[0]
 
 
-def _gradient(name: str, f: Any, argnums: Any, cast: Any, **options: Any) -> Any:
-    argnums, cast = as_argnums(argnums, name), as_cast(cast, name)
-    return wrap(Gradient, f, argnums=argnums, cast=cast, name=name, **options)
+def _gradient(
+    name: str, f: Any, kinds: Any, argnums: Any, cast: Any, **options: Any
+) -> Any:
+    return wrap(
+        Gradient,
+        f,
+        kinds=as_kinds(kinds, name),
+        argnums=as_argnums(argnums, name),
+        cast=as_cast(cast, name),
+        name=name,
+        **options,
+    )
 
 
 def _check_loss(loss: Any, what: str) -> None:
@@ -105,6 +119,7 @@ def value_and_grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
+    kinds: Any = State,
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, P], tuple[tuple[R, _M], _M]]: ...
@@ -114,6 +129,7 @@ def value_and_grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[True],
+    kinds: Any = State,
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, P], tuple[tuple[tuple[R, _A], _M], _M]]: ...
@@ -123,6 +139,7 @@ def value_and_grad(
     *,
     wrt: Filter = trainable,
     has_aux: bool = False,
+    kinds: Any = State,
     argnums: int | tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[P, tuple[tuple[R, Any], Any]]: ...
@@ -131,6 +148,7 @@ def value_and_grad(
     *,
     wrt: Any = trainable,
     has_aux: bool = False,
+    kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
@@ -143,6 +161,9 @@ def value_and_grad(
     - `wrt`: the filter for the arrays to differentiate with respect to. Only inexact
         arrays count. Default: `es.trainable`, every `Parameter` that is not frozen.
     - `has_aux`: whether `f` returns `(loss, aux)`.
+    - `kinds`: the kind, or tuple of kinds, that `f` may write, as for `es.mutable`. A
+        teacher whose running statistics change in a `target: es.Buffer[Encoder]` needs
+        `kinds=(es.State, es.Buffer)`.
     - `argnums`: the positions of the arguments that are models, as for `es.mutable`.
         With a tuple, the new models and the gradients are tuples. An argument need not
         be a model: if `argnums=1` names an array, `grads` is the gradient with respect
@@ -187,7 +208,9 @@ def value_and_grad(
         assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
         ```
     """
-    return _gradient("es.value_and_grad", f, argnums, cast, wrt=wrt, has_aux=has_aux)
+    return _gradient(
+        "es.value_and_grad", f, kinds, argnums, cast, wrt=wrt, has_aux=has_aux
+    )
 
 
 @overload
@@ -196,6 +219,7 @@ def grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[False] = False,
+    kinds: Any = State,
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, P], tuple[_M, _M]]: ...
@@ -205,6 +229,7 @@ def grad(
     *,
     wrt: Filter = trainable,
     has_aux: Literal[True],
+    kinds: Any = State,
     argnums: Literal[0] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[Concatenate[_M, P], tuple[_M, tuple[_A, _M]]]: ...
@@ -214,6 +239,7 @@ def grad(
     *,
     wrt: Filter = trainable,
     has_aux: bool = False,
+    kinds: Any = State,
     argnums: int | tuple[int, ...],
     cast: Mapping[Any, Any] | None = None,
 ) -> Callable[P, tuple[Any, Any]]: ...
@@ -222,6 +248,7 @@ def grad(
     *,
     wrt: Any = trainable,
     has_aux: bool = False,
+    kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
     cast: Mapping[Any, Any] | None = None,
 ) -> Any:
@@ -242,4 +269,4 @@ def grad(
         assert grads["w"] == 2.0
         ```
     """
-    return _gradient("es.grad", f, argnums, cast, wrt=wrt, has_aux=has_aux)
+    return _gradient("es.grad", f, kinds, argnums, cast, wrt=wrt, has_aux=has_aux)

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, vary, varying_axes
-from .._state.scope import closed_copy, is_owned, Sown
+from .._state.scope import is_owned, Sown
 from .._tree.compare import check_not_repeated, difference_of_leaves, identical
-from .._tree.walk import is_array
-from .lift import copy_arguments, LeafIndex, Lifted, owned_copy, Ran, Values
-from .reach import by_entry, check_given, is_traced, split_arguments
+from .._tree.walk import copy_tree, is_array
+from .lift import Lifted, Ran
+from .reach import check_given, is_traced, split_arguments
+from .roots import by_entry, owned_copy, Values
 
 
 _C = TypeVar("_C")
@@ -48,14 +49,14 @@ class Step(NamedTuple):
 class Loop:
     """The arrays of a loop: its carry, state, and slices of modules.
 
-    - `init`: the first carry, with copies of its modules; `originals`: the original of
-        each copy, by index among the lifted modules.
+    - `init`, `xs`: the first carry and the inputs, with copies of their modules.
     - `before`, `treedef`: the leaves of the first carry, and its structure; `arrays`,
         `static`: the same leaves as two trees.
+    - `carried`: the slots of the modules in the carry.
     - `state`: the state of all other modules, which JAX carries beside the user's
         carry.
     - `slices`: the leaves of the modules in `xs`; each step gets a slice.
-    - `written`: the leaves that some trace of a step has written; `unchanged`: the
+    - `written`: the slots that some trace of a step has written; `unchanged`: the
         positions of leaves of modules in the carry that every trace returned unchanged.
 
     The sets `written` and `unchanged` cannot be outputs of a step, because JAX fixes
@@ -66,28 +67,28 @@ class Loop:
         check_not_repeated(init)
         check_given(*functions, init, xs)
         # A carry is a value: a module at two places is two modules in the next step.
-        places = range(jtu.tree_structure(init).num_leaves)
-        self.init, originals = copy_arguments(init, places)
-        outside = closed_copy(self.init)
+        places = [*range(jtu.tree_structure(init).num_leaves)]
+        treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
+        self.lifted = Lifted(functions, (init, xs), treatments)
+        self.init, self.xs = self.lifted.arguments
+        outside = copy_tree(self.init)  # no scope owns it, so its leaves are visible
         self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.static = eqx.partition(outside, is_traced(outside))
-        self.lifted = Lifted((functions, self.init), xs)
-        roots = [*enumerate(self.lifted.roots)]
-        found = {i: originals.get(id(root.module)) for i, root in roots}
-        self.originals = {i: x for i, x in found.items() if x is not None}
-        self.slices: Values = {
-            (i, k): x
-            for (i, k), x in self.lifted.values.items()
-            if self.lifted.roots[i].is_copy and is_array(x)
-        }
-        self.state: Values = {
-            (i, k): x
-            for (i, k), x in self.lifted.writable.items()
-            if not self.lifted.roots[i].is_copy and i not in self.originals
-        }
-        self.written: set[LeafIndex] = set()
-        positions = by_entry(self.init, range(len(self.before)))
-        self.unchanged = {k for x, own in positions if is_owned(x) for k in own}
+        self.carried: set[int] = set()
+        self.unchanged: set[int] = set()
+        for x, own in by_entry(self.init, places):
+            if is_owned(x):
+                self.carried.update(self.lifted.slots(x))
+                self.unchanged.update(own)
+        self.slices, self.state = {}, {}
+        for k, (visit, root, _) in enumerate(self.lifted.leaves):
+            if k in self.carried or not isinstance(visit.node, jax.Array):
+                continue
+            if root.is_copy:
+                self.slices[k] = visit.node
+            elif k in self.lifted.writable:
+                self.state[k] = visit.node
+        self.written: set[int] = set()
         for slot, x in self.slices.items():
             if jnp.ndim(x) == 0:
                 raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
@@ -135,7 +136,7 @@ class Loop:
     ) -> Step:
         """Run one step. `unpack` splits the output of `f` into the carry and a rest."""
         given, values = self.enter(carry, slices)
-        ran = self.lifted.run(values, lambda: f(given))
+        ran = self.lifted.run(values, lambda: f(given), returned=self.carried)
         new, rest = unpack(ran.out)
         self._check_returned(values, new, ran.written)
         arrays, static = eqx.partition(new, is_traced(new))
@@ -155,21 +156,22 @@ class Loop:
             if not is_owned(x):
                 position += 1
                 continue
-            for i, k in self.lifted.slots(x):
-                new, before = returned[position], values[i, k]
-                if (i, k) in written and new is not written[i, k]:
-                    if new is before or any(new is y for y in self._outside(i, after)):
-                        raise ValueError(NOT_RETURNED.format(self.lifted.name((i, k))))
+            for slot in self.lifted.slots(x):
+                new, before = returned[position], values[slot]
+                if slot in written and new is not written[slot]:
+                    outside = self._outside(x, after)
+                    if new is before or any(new is y for y in outside):
+                        raise ValueError(NOT_RETURNED.format(self.lifted.name(slot)))
                 if new is not before:
                     self.unchanged.discard(position)
                 position += 1
 
-    def _outside(self, i: int, values: Values) -> list[Any]:
+    def _outside(self, copy: Any, values: Values) -> list[Any]:
         """The leaves of the original of a copy in the carry.
 
         A body may return the original instead of the copy: `return self.cell, y`.
         """
-        original = self.originals[i]
+        original = self.lifted.copies.original(copy)
         if self.lifted.has(original):  # in the closure, with the values of the trace
             return [values[slot] for slot in self.lifted.slots(original)]
         return jtu.tree_leaves(original)
@@ -273,7 +275,7 @@ def scan(
     if loop.lifted.is_initializing:
         _initialize(f, init, xs, -1 if reverse else 0)
         loop = Loop((f,), init, xs)
-    arrays, others = split_arguments(loop.lifted.arguments)
+    arrays, others = split_arguments(loop.xs)
     static: list[Any] = []  # for each trace, the static part of the output
 
     def run(carry: Any, x: Any) -> Step:
@@ -314,15 +316,15 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     # The modules in `init` are not copied: the step initializes the originals.
     lifted = Lifted((f, init), xs)
     slices = {
-        (i, k): _slice_of(x, first)
-        for (i, k), x in lifted.values.items()
-        if lifted.roots[i].is_copy and is_array(x)
+        slot: _slice_of(visit.node, first)
+        for slot, (visit, root, _) in enumerate(lifted.leaves)
+        if root.is_copy and is_array(visit.node)
     }
     arrays, rest = split_arguments(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
     x = eqx.combine(arrays, rest, is_leaf=is_owned)
     lifted.create(slices, lambda: f(init, x))
-    lifted.check_not_created(lambda i, _: lifted.roots[i].is_copy, "step of `es.scan`")
+    lifted.check_not_created(lambda root, _: root.is_copy, "step of `es.scan`")
 
 
 def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:

@@ -22,12 +22,13 @@ from .._tree.base import is_eqx_module
 from .._tree.compare import check_not_repeated
 from .._tree.context import children
 from .._tree.walk import is_array, leaves, Visit
+from .callables import layer_of
+from .roots import by_entry
 from .transform import Transform
 
 
 _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
-_PARTIALS: Final = (ft.partial, jtu.Partial, eqx.Partial)
 
 
 def captured(x: Any) -> list[Any]:
@@ -36,6 +37,8 @@ def captured(x: Any) -> list[Any]:
     Empty for a model, an array, or an object that is neither a function nor a pytree.
     """
     cls = type(x)
+    if eqx.is_array(x):
+        return []
     if cls is types.FunctionType:
         cells = filter(_is_assigned, x.__closure__ or ())
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
@@ -44,14 +47,8 @@ def captured(x: Any) -> list[Any]:
         return [*x.values()]
     if cls in (list, tuple):
         return [*x]
-    if cls is types.MethodType:
-        return [x.__func__, x.__self__]
-    if cls in _PARTIALS:
-        return [x.func, x.args, x.keywords]
-    if isinstance(x, Transform):
-        return [x.f]
-    if eqx.is_array(x):
-        return []
+    if (layer := layer_of(x)) is not None:
+        return [layer.inner, layer.args, layer.keywords]
     try:
         return [child for _, child in children(x) or ()]
     except Exception:  # an outdated `eqx.nn.State` refuses to flatten
@@ -94,8 +91,7 @@ def _is_opaque(x: Any) -> bool:
 
 def is_model(x: Any) -> bool:
     """Whether `x` is a module, and not a wrapper of a function."""
-    is_wrapper = type(x) is eqx.Partial or isinstance(x, Transform)
-    return is_eqx_module(x) and not is_wrapper
+    return is_eqx_module(x) and not isinstance(x, (eqx.Partial, Transform))
 
 
 def owned_in(x: Any) -> list[Any]:
@@ -112,18 +108,6 @@ def closed_over(x: Any) -> list[Any]:
     """The models that the functions in `x` close over: to JAX, they are constants."""
     opaque = (types.FunctionType, types.MethodType, ft.partial)
     return models_in([captured(y) for y in reachable(x) if type(y) in opaque])
-
-
-def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each leaf of a tree, paired with a tuple of its `values`.
-
-    Owned modules count as leaves here. `values` has an entry for each leaf that JAX
-    sees, so the tuple of a module contains several.
-    """
-    rest = iter(values)
-    for x in jtu.tree_leaves(tree, is_leaf=is_owned):
-        count = jtu.tree_structure(x).num_leaves if is_owned(x) else 1
-        yield x, tuple(itertools.islice(rest, count))
 
 
 def is_mappable(visit: Visit) -> bool:

@@ -48,7 +48,7 @@ class Transform(eqx.Module):
         # def f(self, x)`, `es.vmap` would map over `self`.
         if isinstance(self.f, Transform):
             return self.of(self.f.__get__(instance, owner))
-        return self.of(eqx.Partial(self.f, instance))
+        return self.of(Bound(self.f, instance))
 
     @classmethod
     def made(cls, **fields: Any) -> Self:
@@ -67,11 +67,20 @@ class Transform(eqx.Module):
         return self.made(**{**self.__dict__, "f": f})
 
 
+class Bound(eqx.Partial[Any]):
+    """A decorated method that is bound to its object, `args[0]`."""
+
+
 class Unbound(Transform):
     """A transform `f` of a method, as a function whose first argument is the object."""
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.f.__get__(instance)(*args, **kwargs)
+
+
+def unbound(f: Any) -> Any:
+    """A method as a function whose first argument is the object."""
+    return Unbound.made(f=f) if isinstance(f, Transform) else f
 
 
 def check_callable(f: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
-import numpy as np
 
 from .._kinds.kinds import State
 from .._typing import KeyPath, PyTree, Tree
@@ -33,14 +32,6 @@ def same(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:
         return False
-
-
-def unchanged(old: Any, new: Any) -> bool:
-    """As `same`, but NumPy arrays are constants, of which each scope has a copy."""
-    if type(old) is not np.ndarray or type(new) is not np.ndarray:
-        return same(old, new)
-    alike = (old.dtype, old.shape) == (new.dtype, new.shape)
-    return alike and old.tobytes() == new.tobytes()
 
 
 def identical(a: list[Any], b: list[Any]) -> bool:

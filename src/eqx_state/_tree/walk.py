@@ -6,6 +6,7 @@ down from the root. Selecting, modes, scopes, initialization and transforms all 
 """
 
 import functools as ft
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -128,6 +129,71 @@ def kinds_of(leaves: list[Any], tree: PyTree) -> list[Kind | None]:
         declared[i] or (context and undeclared(x.dtype))
         for x, i, context in zip(leaves, ids, contexts, strict=True)
     ]
+
+
+class Traversal(NamedTuple):
+    """A walk that is kept, so that a tree of the same structure needs no second one.
+
+    - `visits`: every module and every leaf.
+    - `leaves`, `structure`: as `jax.tree.flatten` gives them.
+    - `modules`: every `eqx.Module`, in the order of the visits.
+    - `path`, `context`: those of the root.
+    """
+
+    visits: list[Visit]
+    leaves: list[Any]
+    structure: Any
+    modules: list[Any]
+    path: KeyPath
+    context: Context
+
+    def again(self, tree: PyTree) -> "Traversal":
+        """The traversal of `tree`, which may be a later state of the same tree."""
+        leaves, structure, modules = flatten(tree)
+        # Kinds depend on classes and on flags, which are part of the structure.
+        if structure != self.structure:
+            return traverse(tree, self.path, self.context)
+        nodes, new = iter(modules), iter(leaves)
+        visits = [
+            _visit((path, next(new if is_leaf else nodes), context, is_leaf))
+            for path, _, context, is_leaf in self.visits
+        ]
+        return self._replace(visits=visits, leaves=leaves, modules=modules)
+
+    def extents(self) -> Iterator[tuple[BaseModule, int, int]]:
+        """Each `es.Module`, and where its leaves begin and end; parents first."""
+        starts = [0, *itertools.accumulate(visit.is_leaf for visit in self.visits)]
+        for i, (path, node, _, _) in enumerate(self.visits):
+            if is_module(node):
+                below = itertools.takewhile(
+                    lambda visit, path=path: visit[0][: len(path)] == path,
+                    itertools.islice(self.visits, i + 1, None),
+                )
+                yield node, starts[i], starts[i + 1 + len([*below])]
+
+
+def traverse(
+    tree: PyTree, path: KeyPath = (), context: Context = ROOT
+) -> Traversal:
+    """Walk a tree, and keep the walk."""
+    visits = walk(tree, path, context)
+    leaves = [node for _, node, _, is_leaf in visits if is_leaf]
+    modules = [node for _, node, _, is_leaf in visits if not is_leaf]
+    structure = jtu.tree_structure(tree)
+    return Traversal(visits, leaves, structure, modules, path, context)
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any, list[Any]]:
+    """The leaves, the structure, and every `eqx.Module` of a tree, parents first."""
+    modules: list[Any] = []
+
+    def record(node: Any) -> bool:
+        if eqx.Module in type(node).__mro__:
+            modules.append(node)
+        return False
+
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=record)
+    return leaves, structure, modules
 
 
 # --- The implementation. Models repeat the same classes, so choose the step for all

@@ -1,0 +1,242 @@
+"""The private copy of a model: made when a scope opens, collected when it closes.
+
+`write` has checked each write when it happened. The checks at the end need the whole
+model, and run before anything reaches the caller: the result is a whole new model, or
+an error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
+from typing import Any, Final, NamedTuple
+
+import jax.tree_util as jtu
+
+from .._compat import has_escaped
+from .._errors import show, TraceError
+from .._tree.base import is_module, ownership_of
+from .._tree.compare import check_apart, check_not_repeated, difference, same
+from .._tree.dtypes import same_type, to_strong
+from .._tree.walk import (
+    copy_tree,
+    drop_cached,
+    flatten,
+    is_array,
+    leaves,
+    traverse,
+    Traversal,
+    Visit,
+)
+from .scope import is_any_open, is_owned, own, Scope
+from .write import kind_at, kind_message
+
+
+class OwnedTree(NamedTuple):
+    """A tree that a scope owns while a call runs, and its traversal from before."""
+
+    tree: Any
+    before: Traversal
+    scope: Scope
+
+
+class Collected(NamedTuple):
+    """A tree after a call.
+
+    `origins`: for each leaf, the number of the leaf that it replaces, or `None`.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    origins: Sequence[int | None]
+
+
+class PrivateCopy:
+    """A copy of a model that a scope owns while a call runs.
+
+    - `tree`: the copy. The codecs of the scope have replaced values in it.
+    - `given`: the leaves of the model.
+    """
+
+    def __init__(self, model: Any, scope: Scope):
+        self.model, self.scope = model, scope
+        self.given, structure, modules = flatten(model)
+        if _are_repeated(modules):
+            # Check it now: unflattening would turn one module into two.
+            check_not_repeated(model)
+        values = self.given
+        for codec in scope.codecs:
+            values = codec.enter(model, values)
+        self.tree = jtu.tree_unflatten(structure, values)
+        before = traverse(self.tree)
+        own(before.visits, scope)
+        if any([codec.adopt(before.visits) for codec in scope.codecs]):
+            before = before._replace(structure=jtu.tree_structure(self.tree))
+        self.before = before
+
+    def leave(self, out: Any) -> tuple[Any, Any]:
+        """The output of a call, and the new model, as the caller gets them."""
+        out, (after,) = leave(out, [OwnedTree(self.tree, self.before, self.scope)])
+        self._check_not_covered()
+        new = [
+            self._restored(x, k) for x, k in zip(after.leaves, after.origins, strict=True)
+        ]
+        result = out, jtu.tree_unflatten(after.structure, new)
+        for codec in self.scope.codecs:
+            result = codec.close(result)
+        return result
+
+    def _restored(self, x: Any, k: int | None) -> Any:
+        # Compare leaf by leaf. After `self.prev = self.cur`, `prev` must not become the
+        # caller's own array of `cur`.
+        if k is not None and x is self.before.leaves[k]:
+            return self.given[k]
+        given = None if k is None else self.given[k]
+        for codec in self.scope.codecs:
+            x = codec.restore(x, given)
+        return x
+
+    def _check_not_covered(self) -> None:
+        """Raise `ValueError` if the model itself was written while its copy was used.
+
+        Only an outer scope can write it, in a closure over the model.
+        """
+        if not is_any_open() or not any(map(is_owned, flatten(self.model)[2])):
+            return
+        for visit, old in zip(_leaves_named(self.model), self.given, strict=False):
+            if visit.node is not old:
+                raise ValueError(COVERED.format(visit.name))
+
+
+def _leaves_named(model: Any) -> list[Visit]:
+    """The leaves of a model, with names that begin at the model of the outer scope."""
+    named: list[Visit] = []
+    for visit in leaves(model, is_leaf=is_owned):
+        if is_owned(visit.node):
+            at = ownership_of(visit.node)
+            named += leaves(visit.node, at.path, at.context)
+        else:
+            named.append(visit)
+    return named
+
+
+def _are_repeated(modules: list[Any]) -> bool:
+    return len(set(map(id, modules))) < len(modules)
+
+
+def leave(
+    out: Any, owned: Sequence[OwnedTree]
+) -> tuple[Any, list[Collected]]:
+    """Check a call that returned `out`, and collect the trees that its scopes own.
+
+    Returns the output with a snapshot of each owned module, and each tree after the
+    call.
+    """
+    after = [x.before.again(x.tree) for x in owned]
+    inside = [module for each in after for module in each.modules]
+    _, _, outside = flatten(out)
+    # The order matters. Check for lost writes first: the other checks do not find
+    # them.
+    for scope in {id(x.scope): x.scope for x in owned}.values():
+        _check_written({*map(id, inside), *map(id, outside)}, scope)
+    if _are_repeated(inside):
+        check_apart([visit for each in after for visit in each.visits])
+    collected = [_collect(x, each) for x, each in zip(owned, after, strict=True)]
+    return _frozen(out, outside), collected
+
+
+def _frozen(tree: Any, modules: list[Any]) -> Any:
+    """`tree` with a snapshot of each owned module. `modules`: those in `tree`."""
+
+    def is_of_scope(x: Any) -> bool:
+        return is_module(x) and ownership_of(x) is not None
+
+    if not any(map(is_of_scope, modules)):
+        return tree
+    return jtu.tree_map(
+        lambda x: copy_tree(x) if is_of_scope(x) else x, tree, is_leaf=is_of_scope
+    )
+
+
+def _collect(owned: OwnedTree, after: Traversal) -> Collected:
+    """A private tree after the call, checked against the one before."""
+    tree, before, scope = owned
+    # A `functools.cached_property` of an Equinox module may have stored its value in
+    # `__dict__`, which changes the treedef without a write.
+    if after.structure != before.structure:
+        drop_cached(tree)
+        after = before.again(tree)
+    visits = [visit for visit in after.visits if visit.is_leaf]
+    origins: Sequence[int | None] = range(len(visits))
+    if after.structure != before.structure:
+        if not scope.is_initializing:
+            old_tree = jtu.tree_unflatten(before.structure, before.leaves)
+            raise ValueError(_STRUCTURE.format(difference(old_tree, tree)))
+        known = [visit.path for visit in before.visits if visit.is_leaf]
+        numbers = {path: k for k, path in enumerate(known)}
+        origins = [numbers.get(visit.path) for visit in visits]
+    old = [None if k is None else before.leaves[k] for k in origins]
+    pairs = zip(visits, old, strict=True)
+    new = [_settle(visit, x, scope) for visit, x in pairs]
+    return Collected(new, after.structure, origins)
+
+
+def _check_written(there: set[int], scope: Scope) -> None:
+    """Check that every module that was written is still in the model or the output.
+
+    If a call removes a module from a list, for example, the writes to it would be lost.
+    `there`: the `id` of each module of model and output.
+    """
+    for key, (module, name) in scope.written.items():
+        if key not in there and ownership_of(module).scope is scope:
+            raise ValueError(_LOST.format(name))
+
+
+def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
+    """The leaf of the new model that replaces `old`.
+
+    `write` has checked assignments to fields. This also checks values that were put
+    into containers, which does not call `__setattr__`.
+    """
+    new = visit.node
+    if same(old, new):
+        return new
+    if has_escaped(new):
+        raise TraceError(_ESCAPED.format(visit.name))
+    if not scope.allows(kind_at(visit)):
+        raise FrozenInstanceError(kind_message(visit, visit.name, scope, old))
+    if scope.is_initializing:
+        old = None  # the new value may have any shape and dtype
+    new = to_strong(scope.fit_leaf(old, new, visit.path))
+    if is_array(old) and not same_type(old, new):
+        raise ValueError(_OTHER_TYPE.format(visit.name, show(old), show(new)))
+    return new
+
+
+_STRUCTURE: Final = """A call keeps the structure of the model, but this one changed \
+it, {}. Construct the model with the final structure of every field: zeros instead of \
+`None`, lists of the final length. Switch modes outside the call, by `train` and \
+`eval`. If a layer takes shapes from an input, initialize it first: `model = \
+model.init(42, x)`."""
+
+_LOST: Final = """`{}` was written, but its module is no longer in the model, so the \
+write would be lost. If you replaced the module, write to its replacement, and assign \
+a new list instead of changing the old one: `self.layers = [*self.layers[:-1], new]`. \
+If a loop returned the module in its carry, assign it: `self.cell, ys = \
+es.scan(step, self.cell, xs)`."""
+
+_ESCAPED: Final = """`{}` contains a tracer of a JAX transform that has returned: code \
+inside the transform stored it without assigning a field, for example in a dict. Use \
+the `es` transform, which also returns the new state, and assign a new container: \
+`self.stats = {{**self.stats, "a": x}}`."""
+
+_OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
+dtype, because a change recompiles the step. Give the field its final shape and dtype \
+when you construct the model, or convert the new value: \
+`value.astype(self.field.dtype)`."""
+
+COVERED: Final = """`{0}` was written through the closure. The same module is also an \
+argument, of which the call returns a copy without this write, and to assign the copy \
+would undo the write. Use the module in one way, as the argument or by the closure:
+
+    self.cell, ys = es.scan(lambda c, x: (c, self.cell(x)), self.cell, xs)   # wrong
+    self.cell, ys = es.scan(lambda c, x: (c, c(x)), self.cell, xs)           # right
+    _, ys = es.scan(lambda c, x: (c, self.cell(x)), 0, xs)                   # right"""

@@ -1,0 +1,103 @@
+"""`cast=`: the dtypes of a model inside a call.
+
+The selected arrays are cast when the private copy is created, inside the
+differentiated function, so gradients pass back through the cast. After the call,
+unwritten arrays are the caller's own again, and written arrays are cast back.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._errors import show
+from .._state.codecs import Codec
+from .._state.init import check_initialized
+from .._tree.dtypes import as_inside, canonical
+from .._tree.filters import written
+from .._tree.rules import check_rules, choose
+from .._tree.walk import is_array, leaves
+from .._typing import KeyPath, PyTree
+
+
+class Cast(NamedTuple):
+    """Rules from filters to dtypes, as a static value; `what` names them in errors."""
+
+    rules: tuple[tuple[Any, Any], ...]
+    what: str
+
+
+class CastCodec(Codec):
+    """The selected real floating arrays have a different dtype inside a call."""
+
+    def __init__(self, cast: Cast):
+        self.rules, self.what = dict(cast.rules), cast.what
+        # For the path of each array that was cast, its dtype outside.
+        self.outer: dict[KeyPath, Any] = {}
+
+    @property
+    def cache_key(self) -> Hashable:
+        return tuple(self.outer.items())
+
+    def enter(self, model: PyTree, values: list[Any]) -> list[Any]:
+        check_initialized(model)  # filters cannot match missing arrays
+        new = []
+        # Do not cast moments and averages: the forward pass does not compute with them.
+        keys = choose(self.rules, model, self.what, per_parameter=False)
+        for visit, key, x in zip(leaves(model), keys, values, strict=True):
+            dtype = None if key is None else self.rules[key]
+            if dtype is not None and _is_real(x) and x.dtype != dtype:
+                self.outer[visit.path] = x.dtype
+                x = x.astype(dtype)
+            new.append(x)
+        return new
+
+    def write(self, old: Any, new: Any, path: KeyPath) -> Any:
+        return as_inside(old, new, self.outer.get(path))
+
+    def restore(self, new: Any, given: Any) -> Any:
+        if not _is_real(new) or not is_array(given):
+            return new
+        return new.astype(canonical(given.dtype))
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def as_cast(cast: Any, what: str) -> Cast | None:
+    """The argument `cast=` of a transform, checked; `None` if it was not given."""
+    if cast is None:
+        return None
+    what = f"`{what}(cast=...)`"
+    if not isinstance(cast, Mapping):
+        raise TypeError(_NOT_RULES.format(what, show(cast)))
+    check_rules(cast, what)
+    return Cast(tuple((key, _as_dtype(cast, key, what)) for key in cast), what)
+
+
+def codecs_of(cast: Cast | None) -> list[Codec]:
+    """The codecs that a scope needs for this cast."""
+    return [] if cast is None else [CastCodec(cast)]
+
+
+def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
+    if cast[key] is None:
+        return None
+    try:
+        # `jnp.dtype` would accept an array, and return its dtype.
+        dtype = None if is_array(cast[key]) else jnp.dtype(cast[key])
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(_NOT_A_DTYPE.format(what, written(key), show(cast[key])))
+    return dtype
+
+
+_NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, such as \
+`cast={{es.Parameter: jnp.bfloat16}}`, but this is `{}`, which selects no arrays."""
+
+_NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, but it must be a real \
+floating dtype, or `None` to leave the arrays unchanged: `cast={{es.Parameter: \
+jnp.bfloat16}}`. Integers, bools and complex arrays are never cast."""

@@ -1,0 +1,240 @@
+"""What a transform lifts: the modules that a scope owns, with their fields and leaves.
+
+The identity of a leaf is its *slot*: its position among the leaves of all lifted
+modules, in the order of flattening. A module is a range of slots.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._state.scope import is_owned, own, Ownership
+from .._tree.base import BaseModule, dynamic_names, fields_of, INFERENCE, ownership_of
+from .._tree.walk import copy_tree, traverse, Traversal, Visit
+
+
+# The values of leaves, by slot.
+Values = dict[int, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Root:
+    """An outermost module among the owned modules that a transform reaches.
+
+    - `original`: the module that `module` is a copy of, or else `module` itself.
+    - `traversal`: its paths begin at the model that the scope owns.
+    - `slots`: those of its leaves.
+    """
+
+    module: BaseModule
+    original: BaseModule
+    ownership: Ownership
+    traversal: Traversal
+    slots: range
+
+    @property
+    def is_copy(self) -> bool:
+        return self.original is not self.module
+
+
+@dataclasses.dataclass(eq=False)
+class Field:
+    """A field of a lifted module with its leaves and the owned modules in it.
+
+    - `module`, `outside`: the innermost owned module with this field, and the module of
+        which it is a copy, or else itself.
+    - `items`: for each leaf its slot, and for each owned module the module.
+    - `structure`: how the items make the value; `None` if the value is one leaf.
+    - `container`, `contents`: the value outside and what is in it, unless it is one
+        leaf.
+    """
+
+    module: BaseModule
+    outside: BaseModule
+    name: str
+    items: list[Any]
+    structure: Any = None
+    container: Any = None
+    contents: Sequence[Any] = ()
+
+    def swap(self, values: Values) -> None:
+        """Set the field of the lifted module to these values.
+
+        Owned modules in it remain the same objects. Other nodes, such as lists, are
+        replaced instead of changed, because user code may also refer to them.
+        """
+        if self.structure is None:
+            new = values[self.items[0]]
+        else:
+            new = self.structure.unflatten(
+                [values[x] if type(x) is int else x for x in self.items]
+            )
+        object.__setattr__(self.module, self.name, new)
+
+    def write(self, new: Mapping[int, Any]) -> None:
+        """Write new leaves, by slot, to the module outside."""
+        if self.structure is None:
+            (value,) = new.values()
+        else:
+            old = fields_of(self.outside)[self.name]
+            below, structure = jtu.tree_flatten(old, is_leaf=is_owned)
+            pairs = zip(self.items, below, strict=True)
+            value = structure.unflatten([new.get(i, x) if type(i) is int else x for i, x in pairs])
+        object.__setattr__(self.outside, self.name, value)
+
+    def is_intact(self) -> bool:
+        """Whether the container outside still has the same contents."""
+        if self.structure is None:
+            return True
+        below = jtu.tree_leaves(self.container, is_leaf=is_owned)
+        return len(below) == len(self.contents) and all(
+            x is y for x, y in zip(below, self.contents, strict=True)
+        )
+
+
+class Leaf(NamedTuple):
+    """A leaf of a lifted module: its visit, its root and the field that holds it."""
+
+    visit: Visit
+    root: Root
+    field: Field
+
+
+def roots_among(
+    reached: Sequence[Any], copies: "Copies"
+) -> list[Root]:
+    """The outermost modules among `reached`, each once, and their slots."""
+    found: list[tuple[BaseModule, Traversal]] = []
+    inside: set[int] = set()
+    for module in reached:
+        if id(module) in inside:
+            continue
+        traversal = copies.traversals.get(id(module))
+        if traversal is None:
+            at = ownership_of(module)
+            traversal = traverse(module, at.path, at.context)
+        below = set(map(id, traversal.modules))
+        # In `lambda x: layer(x) + model(x)` the layer may come before the model that
+        # contains it: remove the layer again.
+        found = [(x, t) for x, t in found if id(x) not in below]
+        found.append((module, traversal))
+        inside |= below
+    stops = [*itertools.accumulate((len(t.leaves) for _, t in found), initial=0)]
+    return [
+        Root(x, copies.original(x), ownership_of(x), t, range(start, stop))
+        for (x, t), (start, stop) in zip(found, itertools.pairwise(stops), strict=True)
+    ]
+
+
+def fields_in(root: Root, copies: "Copies") -> list[Field]:
+    """The fields of a root and of all owned modules in it."""
+    slots = iter(root.slots)
+    fields: list[Field] = []
+    # A module that user code has put into a list of the model is not owned yet: it
+    # belongs to the field that contains the list.
+    is_node = copies.is_copy if root.is_copy else is_owned
+
+    def add(module: BaseModule) -> None:
+        outside, values = copies.original(module), fields_of(module)
+        for name in dynamic_names(type(module)):
+            value = values.get(name)
+            if eqx.is_array(value):  # without a flattening
+                fields.append(Field(module, outside, name, [next(slots)]))
+            elif is_node(value):
+                add(value)
+            elif value is not None and name != INFERENCE:
+                fields.append(container(module, outside, name, value))
+
+    def container(module: Any, outside: Any, name: str, value: Any) -> Field:
+        below, structure = jtu.tree_flatten(value, is_leaf=is_node)
+        items: list[Any] = []
+        for x in below:
+            if is_node(x):
+                add(x)
+            items.append(x if is_node(x) else next(slots))
+        given = fields_of(outside)[name]
+        contents = jtu.tree_leaves(given, is_leaf=is_owned)
+        return Field(module, outside, name, items, structure, given, contents)
+
+    add(root.module)
+    return fields
+
+
+# --- Arguments are copies -------------------------------------------------------------
+
+
+class Copies(NamedTuple):
+    """The copies of owned modules among the arguments of a transform.
+
+    - `originals`: the original of each copy, by the `id` of the copy.
+    - `traversals`: those of the outermost copies, by the `id` of the copy.
+    """
+
+    originals: dict[int, Any]
+    traversals: dict[int, Traversal]
+
+    def is_copy(self, x: Any) -> bool:
+        return id(x) in self.originals
+
+    def original(self, x: Any) -> Any:
+        return self.originals.get(id(x), x)
+
+
+def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
+    """A copy of an owned module with the same ownership, and new leaves if given."""
+    at, copy = ownership_of(module), copy_tree(module)
+    if values is not None:
+        copy = jtu.tree_map(lambda _: next(values), copy)
+    own(traverse(copy, at.path, at.context).visits, at.scope)
+    return copy
+
+
+def copy_arguments(tree: Any, treatments: Sequence[Any] = ()) -> tuple[Any, Copies]:
+    """`tree` with a copy of each owned module, and the copies.
+
+    `treatments` says for each leaf how the transform treats it: in `es.vmap`, its axis;
+    in loops and derivatives, where each place has its own values, its number.
+    Occurrences of a module with equal treatments share one copy: in `f(self.a,
+    self.a)`, both arguments are the same object.
+    """
+    if not treatments:
+        treatments = [None] * jtu.tree_structure(tree).num_leaves
+    entries = [*by_entry(tree, treatments)]
+    known: dict[tuple[int, tuple[Any, ...]], Any] = {}
+    copies = Copies({}, {})
+    # Copy the largest first: in `f(model.layer, model)` the copy of the layer has to be
+    # the layer of the copied model, even if the model has no other leaves.
+    by_size = sorted(entries, key=lambda x: -jtu.tree_structure(x[0]).num_nodes)
+    for module, treatment in by_size:
+        if not is_owned(module) or (id(module), treatment) in known:
+            continue
+        at = ownership_of(module)
+        given = traverse(module, at.path, at.context)
+        copy = copy_tree(module)
+        new = copies.traversals[id(copy)] = given.again(copy)
+        own(new.visits, at.scope)
+        for (original, start, stop), (inner, *_) in zip(
+            given.extents(), new.extents(), strict=True
+        ):
+            if is_owned(original):
+                known.setdefault((id(original), treatment[start:stop]), inner)
+                copies.originals[id(inner)] = original
+    leaves = [known[id(x), t] if is_owned(x) else x for x, t in entries]
+    treedef = jtu.tree_structure(tree, is_leaf=is_owned)
+    return jtu.tree_unflatten(treedef, leaves), copies
+
+
+def by_entry(tree: Any, values: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each leaf of a tree, paired with a tuple of its `values`.
+
+    Owned modules count as leaves here. `values` has an entry for each leaf that JAX
+    sees, so the tuple of a module contains several.
+    """
+    rest = iter(values)
+    for x in jtu.tree_leaves(tree, is_leaf=is_owned):
+        count = jtu.tree_structure(x).num_leaves if is_owned(x) else 1
+        yield x, tuple(itertools.islice(rest, count))
