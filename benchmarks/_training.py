@@ -21,7 +21,7 @@ DROP, CLASSES, MOMENTUM = 0.1, 10, 0.99
 ADAM = optax.adam(1e-3)
 FLOOR, REFERENCE = "jax.jit, flat list", "jax.jit, nested dicts"
 OURS, FILTER_JIT, NNX = "es.jit", "es model, eqx.filter_jit", "NNX, nnx.jit"
-PLAIN_JIT, HELD = "jax.jit", "es.hold"
+PLAIN_JIT = "jax.jit"
 WARM_UP = 5
 
 Batch = Float[Array, "batch width"]
@@ -55,15 +55,8 @@ class Program:
     step: Step
     state: Any
     first_loss: float = 0.0
-    first_cpu: float = 0.0
     times: Times = dataclasses.field(default_factory=Times)
     turns: Times = dataclasses.field(default_factory=Times)
-
-    def compile(self, data: Data) -> None:
-        """Call the step once. `first_cpu` has the CPU seconds of all threads."""
-        start = time.process_time()
-        jax.block_until_ready(self.step(self.state, *data))
-        self.first_cpu = time.process_time() - start
 
     def warm_up(self, data: Data) -> None:
         losses = []
@@ -212,20 +205,7 @@ def es_and_hand(
     yield FLOOR, Program(jax.jit(flat_step), flat)
     yield REFERENCE, Program(jax.jit(dict_step), to_dicts(flat))
     yield OURS, Program(es.jit(step), model)
-    yield HELD, held(step, model)
     yield FILTER_JIT, Program(eqx.filter_jit(step), model)
-
-
-def held(step: Step, model: Any) -> Program:
-    run = es.hold(lambda model, x, y: step(model, x, y)[::-1], model)
-    program = Program(lambda _, x, y: (run(x, y), None), None)
-
-    def compile(data: Data) -> None:
-        Program.compile(program, data)
-        run.carry = model  # the other programs also start again from this state
-
-    program.compile = compile
-    return program
 
 
 # With other libraries. The state includes the random keys and the optimizer's state.

@@ -6,18 +6,15 @@ and keys; and both without donation. The bytes come from `compiled.memory_analys
 for which the step need not run. "held" is the sum of the arguments, the outputs and the
 intermediate results, minus the memory that outputs share with arguments. "peak" is
 XLA's own figure, if the version of JAX provides it.
-
-Also reports how many bytes `es.hold` uses between two steps, relative to the carry.
 """
 
-import gc
 import warnings
 from typing import Any
 
 import jax
 import jax.random as jr
 from _common import arguments, Claim, Report
-from _training import CLASSES, es_model, es_step, hand_model, hand_step, HELD
+from _training import CLASSES, es_model, es_step, hand_model, hand_step
 
 import eqx_state as es
 
@@ -36,33 +33,12 @@ def memory(jitted: Any, *args: Any) -> dict[str, int | None]:
     }
 
 
-def alive() -> int:
-    """The bytes of all live arrays."""
-    gc.collect()
-    return sum(x.nbytes for x in jax.live_arrays())
-
-
-def held_bytes(depth: int, width: int, data: Any) -> float:
-    """The bytes that `es.hold` uses between two steps, relative to the carry."""
-    before = alive()
-    model = es_model(depth, width)
-    carry = alive() - before
-    run = es.hold(lambda model, x, y: es_step(model, x, y)[::-1], model)
-    del model
-    for _ in range(2):
-        run(*data)
-    return (alive() - before) / carry
-
-
 def main() -> None:
     args = arguments(__doc__, depths=(10, 50), width=64, batch=32)
     x = jr.normal(jr.key(2), (args.batch, args.width))
     data = x, jr.randint(jr.key(3), (args.batch,), 0, CLASSES)
     rows, claims = [], []
     for depth in args.depths:
-        claim = f"{depth} blocks: bytes that {HELD} keeps, to the carry"
-        kept = held_bytes(depth, args.width, data)
-        claims.append(Claim(claim, kept, 1.05))
         model = es_model(depth, args.width)
         for donated in (True, False):
             ours = es.jit(es_step, donate="all" if donated else "none")

@@ -2,23 +2,18 @@
 
 The model has N blocks of Linear, BatchNorm, relu and Dropout, and is trained with adam.
 It is so small that the device has almost nothing to do. All programs run in one
-process: one es model under `es.jit`, `es.hold` and `eqx.filter_jit`; its arrays under
-`jax.jit`, as a flat list (the floor) and as nested dicts (the reference); and the same
-model in other libraries.
+process: one es model under `es.jit` and `eqx.filter_jit`; its arrays under `jax.jit`,
+as a flat list (the floor) and as nested dicts (the reference); and the same model in
+other libraries.
 
 Each program runs forty steps in a row, as a user would, and the programs take turns, in
 a different order each time. The claims are about these figures. Afterwards, the
 programs take turns after every step (`in turns / ref`), so each empties the processor's
 caches for the others. The figures are microseconds until the call returns, until the
 loss is ready, and of CPU time of the calling thread, with quartiles. Ratios are medians
-over the rounds. Those of `es.hold` are of 10th percentiles, because other processes can
-only make a step slower. The garbage collector ignores objects that exist at the start.
+over the rounds. The garbage collector ignores objects that exist at the start.
 
 Finally, the script measures how soon a call returns if its result takes long.
-
-`--widths 4 64 256` measures larger models: N blocks of this width, with a batch of the
-same size. `--share FILE` draws the host's share of their steps against their size. The
-cost of a first call, to trace and compile, is in CPU seconds of all threads.
 
 `--deep 50 1000` measures growth, the exponent of a log-log fit, with a step that adds 1
 to each array: XLA takes too long to compile a training step of 1000 blocks. `--picture
@@ -59,7 +54,6 @@ from _training import (
     FILTER_JIT,
     FLOOR,
     haiku,
-    HELD,
     Labels,
     NNX,
     nnx,
@@ -80,8 +74,6 @@ Programs = dict[str, Program]
 # The package that must be installed, and the function that creates the programs.
 MAKERS = ((None, es_and_hand), ("flax", nnx), ("haiku", haiku), (None, equinox))
 TOUCHING = ((None, ft.partial(es_and_hand, step=touch)),)
-WIDE = ((None, es_and_hand),)
-COMPILED_ALONE = FLOOR, OURS, HELD
 
 
 def run_all(programs: Programs, data: Data, steps: int, turns: int = 0) -> None:
@@ -110,7 +102,6 @@ def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
         "ready q1": ready[0],
         "ready q3": ready[2],
         "CPU": microseconds(times.cpu)[1],
-        "first call, s": program.first_cpu or None,
         "returns / ref": ratio(times.returned, ref.returned),
         "ready / ref": ratio(times.ready, ref.ready),
         "CPU / ref": ratio(times.cpu, ref.cpu),
@@ -119,28 +110,23 @@ def row(what: str, name: str, program: Program, to: Program) -> dict[str, Any]:
 
 
 def steps(
-    depth: int, args: Any, makers: Any, what: str, wide: int | None = None
+    depth: int, args: Any, makers: Any, what: str
 ) -> tuple[list[dict[str, Any]], Programs]:
     """A row for each way to write a step of this many blocks."""
-    width, batch = args.width, args.batch
-    if wide is not None:
-        width = batch = wide
-    x = jr.normal(jr.key(2), (batch, width))
-    data = x, jr.randint(jr.key(3), (batch,), 0, CLASSES)
+    x = jr.normal(jr.key(2), (args.batch, args.width))
+    data = x, jr.randint(jr.key(3), (args.batch,), 0, CLASSES)
     programs, missing = {}, []
     for package, make in makers:
         if package and not importlib.util.find_spec(package):
             missing.append(package)
         else:
-            programs.update(make(depth, width))
-    for name in COMPILED_ALONE:
-        programs[name].compile(data)
+            programs.update(make(depth, args.width))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compile one on each core
         list(pool.map(lambda program: program.warm_up(data), programs.values()))
     for program in programs.values():
         program.step(program.state, *data)
     run_all(programs, data, args.steps, args.turns)
-    what = f"{depth} {what}" if wide is None else f"{depth} x {wide} {what}"
+    what = f"{depth} {what}"
     rows = [row(what, *item, programs[REFERENCE]) for item in programs.items()]
     for package in missing:
         rows.append({**dict.fromkeys(rows[0]), "of": what, "program": f"no {package}"})
@@ -244,75 +230,13 @@ def draw(medians: Mapping[str, Mapping[int, float]], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_shares(measured: Mapping[int, Programs], depth: int, path: str) -> None:
-    """Draw the host's share of a step, and its time, against the model's size."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (share, whole) = plt.subplots(
-        1, 2, figsize=(11, 4.5), sharex=True, layout="constrained"
-    )
-    sizes = [parameters(depth, width) for width in measured]
-    for name, marker in zip(COMPILED_ALONE, "os^", strict=True):
-        programs = [by_name[name] for by_name in measured.values()]
-        host = [lowest(program.times.returned) for program in programs]
-        ready = [lowest(program.times.ready) for program in programs]
-        style = {"marker": marker, "label": name}
-        pairs = zip(host, ready, strict=True)
-        share.plot(sizes, [100 * h / r for h, r in pairs], **style)
-        whole.plot(sizes, [1e3 * r for r in ready], **style)
-    share.set(ylabel="% of a step until the call returns", ylim=(0, 100))
-    whole.set(ylabel="ms for a step", yscale="log")
-    for axes in (share, whole):
-        axes.set(xscale="log", xlabel=f"parameters, in {depth} blocks")
-        axes.grid(alpha=0.3)
-    share.legend()
-    figure.savefig(path, dpi=150)
-
-
-def parameters(depth: int, width: int) -> int:
-    net, _ = es_model(depth, width)
-    return sum(x.size for x in jax.tree.leaves(es.filter(net, es.Parameter)))
-
-
-def lowest(times: list[float]) -> float:
-    """The 10th percentile: other processes can only make a step slower."""
-    return statistics.quantiles(times, n=10, method="inclusive")[0]
-
-
-def held_to(programs: Programs, name: str, which: str) -> float:
-    """A time of `es.hold`, relative to that of a different program."""
-    held, other = (getattr(programs[x].times, which) for x in (HELD, name))
-    return lowest(held) / lowest(other)
-
-
-def claims_of_held(what: str, programs: Programs, is_wide: bool) -> list[Claim]:
-    targets = [
-        (f"CPU time to compile {HELD}, to {OURS}", 1.3, "first_cpu", OURS),
-        (f"host time of {HELD}, to {FLOOR}", 0.25, "returned", FLOOR),
-        (f"total time of {HELD}, to {FLOOR}", 0.75, "ready", FLOOR),
-    ]
-    if is_wide:
-        targets[1:] = [(f"total time of {HELD}, to {OURS}", 1.02, "ready", OURS)]
-    claims = []
-    for text, limit, which, name in targets:
-        if which == "first_cpu":
-            value = programs[HELD].first_cpu / programs[name].first_cpu
-        else:
-            value = held_to(programs, name, which)
-        claims.append(Claim(f"{what}: {text}", value, limit, of_time=True))
-    return claims
-
-
 def ours_to(programs: Programs, name: str) -> float:
     """How long `es.jit` takes to return, relative to a different program."""
     return ratio(programs[OURS].times.returned, programs[name].times.returned)
 
 
 def difference_of_losses(programs: Programs) -> float:
-    names = FLOOR, REFERENCE, OURS, FILTER_JIT, HELD
+    names = FLOOR, REFERENCE, OURS, FILTER_JIT
     losses = [programs[name].first_loss for name in names if name in programs]
     return (max(losses) - min(losses)) / abs(losses[0])
 
@@ -329,24 +253,17 @@ def main() -> None:
         wait_ms=1000,
         waits=5,
         picture="",
-        widths=(),
-        wide_depth=20,
-        share="",
     )
     compiled = compilations(args)
     measured = {n: steps(n, args, MAKERS, "blocks") for n in args.depths}
     touched = {n: steps(n, args, TOUCHING, "touched") for n in args.deep}
-    wide = {n: steps(args.wide_depth, args, WIDE, "wide", wide=n) for n in args.widths}
     wait_rows, waits = waiting(args)
-    found = [*measured.values(), *touched.values(), *wide.values()]
+    found = [*measured.values(), *touched.values()]
     rows = [r for rows, _ in found for r in rows]
     rows += wait_rows
     by_depth = {depth: programs for depth, (_, programs) in measured.items()}
     if args.picture:
         draw(returned_by_depth(by_depth), args.picture)
-    by_width = {width: programs for width, (_, programs) in wide.items()}
-    if args.share:
-        draw_shares(by_width, args.wide_depth, args.share)
 
     text = "compilations of es.jit over train x 100, eval, train x 100"
     claims = [Claim(text, compiled, 2)]
@@ -362,10 +279,6 @@ def main() -> None:
                 claims.append(
                     Claim(claim, ours_to(programs, name), limit, of_time=True)
                 )
-        claims += claims_of_held(f"{depth} blocks", programs, args.width > 16)
-    for width, programs in by_width.items():
-        what = f"{args.wide_depth} blocks of width {width}"
-        claims += claims_of_held(what, programs, width > 64)
     touching = returned_by_depth({n: programs for n, (_, programs) in touched.items()})
     if (exponent := growth(touching.get(OURS, {}))) is not None:
         claims.append(

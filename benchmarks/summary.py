@@ -19,8 +19,8 @@ from _common import arguments, Claim, show_claims
 # The options of each script, and those for `--quick`.
 SCRIPTS = {
     "host_time": (
-        "--depths 10 20 50 200 --deep 50 200 1000 --widths 128",
-        "--depths 5 20 --deep 50 200 --widths 64 --steps 40 --turns 5 --waits 3",
+        "--depths 10 20 50 200 --deep 50 200 1000",
+        "--depths 5 20 --deep 50 200 --steps 40 --turns 5 --waits 3",
     ),
     "jit_arguments": ("", "--rounds 20"),
     "refs": ("", "--rounds 20"),

@@ -80,7 +80,6 @@ if _t.TYPE_CHECKING:
         state_dict as state_dict,
     )
     from ._io.torch import from_torch as from_torch
-    from ._jit.hold import hold as hold
     from ._optimizer.optimizer import Optimizer as Optimizer
     from ._rng_stream import RngStream as RngStream
     from ._sharding import sharding as sharding
@@ -108,7 +107,6 @@ else:
         "._io.files": "load load_metadata save",
         "._io.state_dict": "load_state_dict state_dict",
         "._io.torch": "from_torch",
-        "._jit.hold": "hold",
         "._optimizer.optimizer": "Optimizer",
         "._rng_stream": "RngStream",
         "._sharding": "sharding",

@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 
@@ -37,9 +37,15 @@ def no_attribute(module: str, name: str) -> AttributeError:
     known |= {"Param": "es.Parameter", "Rngs": "es.RngStream", "remat": "es.checkpoint"}
     near = difflib.get_close_matches(name, known, 1, 0.75)
     hint = f": did you mean `{known[near[0]]}`?" if near else ""
+    if (module, name) == (__package__, "hold"):
+        hint = _NO_HOLD
     # Do not pass `obj`: with it, Python would add its own suggestion.
     said = f"module {module!r} has no attribute {name!r}{hint}"
     return AttributeError(said, name=name)
+
+
+_NO_HOLD: Final = """: it is gone. Write the step with `es.jit`. To call small steps \
+faster, put several into one call: `es.scan` inside one `es.jit`."""
 
 
 def public_name(cls: type) -> str:

@@ -22,7 +22,7 @@ TREES = (
 ).split()
 TRANSFORMS = (
     "mutable capture find_nonfinite value_and_grad grad vmap SPLIT scan while_loop"
-    " fori_loop cond switch checkpoint jit hold vjp jvp linearize jacfwd jacrev hessian"
+    " fori_loop cond switch checkpoint jit vjp jvp linearize jacfwd jacrev hessian"
     " custom_vjp shard_map"
 ).split()
 CLASSES = "Axes Module Part Initializer RngStream Optimizer Ema field lazy nn".split()
@@ -190,6 +190,14 @@ def test_an_unknown_name_suggests_the_intended_one(module, name, instead):
     match = f"module '{module.__name__}' has no attribute '{name}'{hint}"
     with pytest.raises(AttributeError, match=f"^{re.escape(match)}$"):
         getattr(module, name)
+
+
+def test_hold_is_gone_and_the_error_says_what_to_write_instead():
+    match = r"'hold': it is gone.*with `es\.jit`.*`es\.scan` inside one `es\.jit`"
+    with pytest.raises(AttributeError, match=match):
+        _ = es.hold
+    with pytest.raises(AttributeError, match="has no attribute 'hold'$"):
+        _ = es.nn.hold
 
 
 def test_import_prints_nothing_starts_no_backend_and_is_lazy():

@@ -103,19 +103,6 @@ def test_keywords_are_bound_as_the_function_binds_them(case):
     assert eqx.tree_equal(es.jit(f)(*args, **keywords), f(*args, **keywords))
 
 
-def test_a_held_step_binds_keywords_as_the_function_binds_them():
-    def step(carry, y):
-        return carry, carry + y
-
-    @ft.wraps(step)
-    def run(*args, **kwargs):
-        carry, out = step(*args, **kwargs)
-        return carry, out + len(kwargs)
-
-    assert eqx.tree_equal(es.hold(run, X)(y=X), 2 * X + 1)
-    assert eqx.tree_equal(es.hold(run, X)(X), 2 * X)
-
-
 MISFITS = {
     "none": ((), {}),
     "too few": ((X,), {}),

@@ -76,7 +76,7 @@ def _(case):
     assert (es.mutable(guarded)(XS)[0] != XS).any()
 
 
-@program("draw from an `es.RngStream` in `__init__`", "Net.__init__`", "split(key)")
+@program("draw from an `es.RngStream` in `__init__`", "split(key)", "RngStream(b)")
 def _(case):
     class Net(es.Module):
         rngs: dict[str, es.RngStream]

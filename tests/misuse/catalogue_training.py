@@ -293,6 +293,17 @@ def _(case):
         es.Optimizer({...: optax.adam})
 
 
+@program("train with `optax.lookahead`", "optax.LookaheadParams", "es.partition(model")
+def _(case):
+    model = case.keep(Net(), XS)
+    lookahead = optax.lookahead(optax.sgd(0.1), 5, 0.5)
+    pair = optax.LookaheadParams.init_synced(model)
+    for tx in (lookahead, optax.chain(optax.clip(1.0), lookahead), {...: lookahead}):
+        for given in (model, pair):
+            with case.error():
+                es.Optimizer(tx).init(given)
+
+
 @program("have a parameter that belongs to no group", "...: None")
 def _(case):
     net = case.keep(Net(), XS)

@@ -353,9 +353,8 @@ def test_what_is_not_a_filter_is_an_error_immediately(wrt):
 )
 def test_a_filter_that_selects_no_array_is_an_error(net, wrt, said):
     model = net.freeze() if wrt is es.trainable else net
-    for each in model, optax.LookaheadParams(model, model):
-        with pytest.raises(ValueError, match=rf"wrt=es\..*selects no .*{said}"):
-            es.Optimizer(optax.sgd(0.1), wrt).init(each)
+    with pytest.raises(ValueError, match=rf"wrt=es\..*selects no .*{said}"):
+        es.Optimizer(optax.sgd(0.1), wrt).init(model)
 
 
 # --- Modes may differ, structures may not -------------------------------------------

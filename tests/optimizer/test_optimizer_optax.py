@@ -190,7 +190,7 @@ def functions():
 
 FUNCTIONS = functions()
 OTHERS = [name for name in MADE if name not in FUNCTIONS]
-# For `lookahead`, the model is a pair: it has its own tests below.
+# `es.Optimizer` does not support `lookahead`.
 NAMES = [name for name in (*FUNCTIONS, *OTHERS) if name != "lookahead"]
 
 
@@ -278,93 +278,3 @@ def test_evaluation_parameters_of_schedule_free():
     expected = eval_params(state, params)
     now = jtu.tree_leaves(es.filter(averaged, es.trainable))
     assert eqx.tree_equal(now, expected, rtol=1e-5, atol=1e-6)
-
-
-# --- Lookahead: the model is a pair ---------------------------------------------------
-
-
-def loss_fn(model):
-    model.calls = model.calls + 1
-    return distance(es.filter(model, es.trainable))
-
-
-# optax promotes implicitly: `bool * float`.
-standard = jax.numpy_dtype_promotion("standard")
-LOOKAHEAD = optax.lookahead(optax.sgd(RATE, momentum=0.9), 2, 0.5)
-
-
-@standard
-@pytest.mark.parametrize("jit", [es.jit, lambda f: f])
-def test_lookahead_equals_the_hand_written_loop(jit):
-    @jit
-    def step(pair, optimizer):
-        (_, fast), grads = es.value_and_grad(loss_fn)(pair.fast)
-        return optimizer.update(grads, pair._replace(fast=fast))
-
-    model = Net()  # stateful: at first, it occurs twice in the pair
-    pair = optax.LookaheadParams(model, model)
-    optimizer = es.Optimizer(LOOKAHEAD).init(pair)
-    params = jtu.tree_leaves(es.filter(Net(), es.trainable))
-    params = optax.LookaheadParams(params, params)
-    state = LOOKAHEAD.init(params)
-    for _ in range(5):
-        pair, optimizer = step(pair, optimizer)
-        updates, state = LOOKAHEAD.update(
-            jax.grad(distance)(params.fast), state, params
-        )
-        params = optax.apply_updates(params, updates)
-        for model, expected in zip(pair, params, strict=True):
-            now = jtu.tree_leaves(es.filter(model, es.trainable))
-            assert eqx.tree_equal(now, expected, rtol=1e-6, atol=1e-6)
-    assert isinstance(pair, optax.LookaheadParams)
-    assert (pair.fast.calls, pair.slow.calls) == (5, 0)
-    assert not eqx.tree_equal(pair.fast.weight, pair.slow.weight)
-
-
-def test_the_pair_of_lookahead_may_contain_one_model_twice():
-    pair = optax.LookaheadParams.init_synced(Net())
-    for f in (es.eval, es.freeze, es.jit(lambda pair: pair)):
-        assert isinstance(f(pair), optax.LookaheadParams)
-    (_, new), _ = es.value_and_grad(lambda pair: distance(pair.slow.weight))(pair)
-    assert new.fast is not new.slow
-    with pytest.raises(ValueError, match="occurs twice"):
-        es.eval([*pair])
-
-
-@standard
-def test_in_lookahead_a_filter_applies_to_the_model():
-    wrt = es.all_of(es.trainable, es.under(lambda m: m.inner))
-    model = Net()
-    pair = optax.LookaheadParams(model.eval(), model)
-    optimizer = es.Optimizer(LOOKAHEAD, wrt=wrt).init(pair)
-    grads, _ = es.grad(loss_fn, wrt=wrt)(model)
-    new, _ = optimizer.update(grads, pair)
-    assert (new.fast.weight == model.weight).all()
-    assert (new.fast.inner["bias"] != model.inner["bias"]).all()
-    assert not new.fast.training
-    updates, _ = optimizer.update(grads, pair, apply_updates=False)
-    assert updates.fast.weight is None
-    assert eqx.tree_equal(es.update(pair, eqx.apply_updates(pair, updates)), new)
-
-
-@pytest.mark.parametrize("wrong", ["gradients", "model", "both", "slow"])
-def test_in_lookahead_a_changed_structure_is_an_error_that_names_the_path(wrong):
-    model = Net()
-    pair = optax.LookaheadParams.init_synced(model)
-    optimizer = es.Optimizer(LOOKAHEAD).init(pair)
-    grads = es.filter(model, es.trainable)
-    without = {"bias": None, "size": 4}
-    match = r"inner\['bias'\]"
-    if wrong == "gradients":
-        grads = grads.replace(inner=without)
-    elif wrong == "model":
-        pair, match = model, "at the root.*LookaheadParams"
-    elif wrong == "both":
-        pair = optax.LookaheadParams.init_synced(model.replace(inner=without))
-    else:
-        pair, match = pair._replace(slow=model.replace(inner=without)), f"slow.*{match}"
-    with pytest.raises(ValueError, match=match):
-        optimizer.update(grads, pair)
-    if wrong == "slow":
-        with pytest.raises(ValueError, match=match):
-            optimizer.init(pair)

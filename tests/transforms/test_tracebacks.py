@@ -65,7 +65,6 @@ CALLS = {
     "jit": lambda: es.jit(Layer())(X),
     "jit of a step": lambda: es.jit(step)(Layer(), X),
     "jit in a scope": lambda: es.mutable(es.jit(Layer()))(X),
-    "hold": lambda: es.hold(lambda layer, x: (layer, layer(x)), Layer())(X),
     "init": lambda: es.init(Layer(), 0, X),
     "tabulate": lambda: es.tabulate(Layer(), X),
 }

@@ -154,14 +154,6 @@ def test_the_learning_rate_of_a_model_that_is_one_array():
     assert got["opt_state.hyperparams['learning_rate']"] == "rest"
 
 
-def test_the_moments_of_lookahead_belong_to_the_model():
-    pair = optax.LookaheadParams.init_synced(net())
-    tx = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
-    got = values(es.Optimizer(tx).init(pair), {HEAD: "head", ...: "rest"})
-    heads = {name for name, value in got.items() if value == "head"}
-    assert heads == {name for name in got if ".head." in name} != set()
-
-
 def test_an_average_has_the_names_of_the_model():
     tree = net(), es.Ema(0.9).init(net())
     got = values(tree, {es.under(lambda t: t[0].head): "head", es.Parameter: "p"})

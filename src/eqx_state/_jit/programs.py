@@ -59,14 +59,14 @@ class Program:
     could not have names in errors.
     """
 
-    def __init__(self, call: JitCall, options: Options, origin: Any):
+    def __init__(self, call: JitCall, options: Options):
         live = _Retrace()
 
         def run(*arrays: Any) -> Result:
             assert live.new_call is not None
             return run_in_program(live.new_call().trace, *arrays)
 
-        _present(run, origin, call.names())
+        _present(run, call.origin, call.names())
         donated = call.donated(options)
         self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
         self.live = live
@@ -173,13 +173,10 @@ _PATIENCE: Final = 100
 
 
 class Programs:
-    """The programs of one function, and the fast paths to them.
+    """The programs of one function, and the fast paths to them."""
 
-    `origin`: the function that JAX's errors name, if it is not the called one.
-    """
-
-    def __init__(self, options: Options, origin: Any = None):
-        self.options, self.origin = options, origin
+    def __init__(self, options: Options):
+        self.options = options
         self.by_key: dict[Any, Program] = {}
         self.plans: tuple[Plan, ...] = ()
         self.without_plan = 0  # the number of calls without a plan
@@ -230,9 +227,7 @@ class Programs:
         key = cache_key_of(call)
         program = self.by_key.get(key)
         if program is None:
-            origin = call.origin if self.origin is None else self.origin
-            new = Program(call, self.options, origin)
-            program = self.by_key.setdefault(key, new)
+            program = self.by_key.setdefault(key, Program(call, self.options))
         return program
 
     def _remember(self, call: JitCall, program: Program) -> None:

@@ -53,8 +53,7 @@ class Optimizer(AbstractPerParameter):
     If `tx` is a mapping of rules, each array that `wrt` selects belongs to one group.
     Each group has its own transformation, which sees only that group.
 
-    For `optax.lookahead`, pass `optax.LookaheadParams(model, model)` as the model, and
-    the gradients of its `fast`. `wrt` applies to both of its models.
+    `optax.lookahead` is not supported, because its parameters are a pair.
 
     !!! example
 
@@ -122,35 +121,30 @@ class Optimizer(AbstractPerParameter):
         **Raises:**
 
         - `es.NotInitializedError`: the model still contains an `es.Initializer`.
+        - `TypeError`: the transformation is or contains `optax.lookahead`.
         - `ValueError`: `wrt` selects no array; no rule matches one of the parameters,
             or a filter in the rules matches no array of the model; a stateful module
-            occurs twice in the model; the two models of an `optax.LookaheadParams`
-            differ in more than values and modes.
+            occurs twice in the model.
         """
+        _check_no_lookahead(model)
         selected, labels = self._selected(model), None
         if not jtu.tree_leaves(selected):
-            raise nothing_selected("es.Optimizer(wrt", self.wrt, _models_of(model)[0])
+            raise nothing_selected("es.Optimizer(wrt", self.wrt, model)
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
         whole = jtu.tree_structure(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
-        # Put both models of a pair into one mode, because optax compares their
-        # structures.
-        fast = _models_of(selected)[0]
-        in_one_mode = (
-            selected if fast is selected else optax.LookaheadParams(fast, fast)
-        )
-        structure = jtu.tree_structure(in_one_mode)
-        params = in_groups(_in_mode_of(structure, selected, _OTHER_MODEL), labels)
+        params = in_groups(selected, labels)
         opt_state = jtu.tree_map(to_strong, self._tx(labels, params).init(params))
+        _check_no_lookahead(opt_state)  # of a model that is not a pair
         made = _MadeFor(
-            structure,
+            jtu.tree_structure(selected),
             labels,
             _shapes_of(params),
             jtu.tree_structure(opt_state),
             whole,
             tuple(is_selected),
-            _abstract(_models_of(model)[0]),
+            _abstract(model),
         )
         return self._with(opt_state, made)
 
@@ -188,9 +182,7 @@ class Optimizer(AbstractPerParameter):
         tx = self._tx(made.labels, params)
         _check_shapes(tx, state, params, made.shapes)
         selected = in_groups(selected, made.labels)
-        grads = _gradients(
-            grads, *(_models_of(x)[0] for x in (model, selected, params))
-        )
+        grads = _gradients(grads, model, selected, params)
         updates, state = tx.update(grads, state, params, **extra)
         _check_updates(params, updates)
         state = jtu.tree_map(to_strong, state)
@@ -266,12 +258,8 @@ class Optimizer(AbstractPerParameter):
             pairs = zip(values, made.is_selected, strict=True)
             kept = [x if is_selected else None for x, is_selected in pairs]
             return jtu.tree_unflatten(structure, kept)
-        models = _models_of(model)
-        for each in models:
-            check_ready(each)
-        # `wrt` is a filter on a model, so apply it to each model of a pair.
-        selected = [filter(each, self.wrt, is_inexact) for each in models]
-        return optax.LookaheadParams(*selected) if len(models) == 2 else selected[0]
+        check_ready(model)
+        return filter(model, self.wrt, is_inexact)
 
     def _with(self, opt_state: PyTree, made_for: _MadeFor) -> Self:
         new = copy_tree(self)
@@ -280,9 +268,14 @@ class Optimizer(AbstractPerParameter):
         return new
 
 
-def _models_of(model: PyTree) -> tuple[PyTree, ...]:
-    """The two models of `optax.lookahead`, `fast` first, or the one model."""
-    return tuple(model) if isinstance(model, optax.LookaheadParams) else (model,)
+def _check_no_lookahead(tree: PyTree) -> None:
+    """Raise `TypeError` for the parameters or the state of `optax.lookahead`."""
+    if any(map(_is_lookahead, jtu.tree_leaves(tree, is_leaf=_is_lookahead))):
+        raise TypeError(_LOOKAHEAD)
+
+
+def _is_lookahead(x: Any) -> bool:
+    return isinstance(x, (optax.LookaheadParams, optax.LookaheadState))
 
 
 def _shapes_of(tree: PyTree) -> _Shapes:
@@ -384,6 +377,14 @@ _OTHER_MODEL: Final = "what `wrt` selects in this model is not what `init` was g
 _NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, but `{}` was given. Pass \
 the model to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`. To train a part of \
 it: `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
+
+_LOOKAHEAD: Final = """`es.Optimizer` does not support `optax.lookahead`: its \
+parameters are not those of a model but a pair, `optax.LookaheadParams`. Use optax \
+directly, on the parameters of the model:
+
+    params, rest = es.partition(model, es.trainable)
+    params = optax.LookaheadParams.init_synced(params)
+    state = tx.init(params)"""
 
 _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which returns \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""

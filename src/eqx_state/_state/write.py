@@ -5,7 +5,6 @@ line that wrote. Changes that bypass `__setattr__` are checked when the scope en
 (`collect.py`).
 """
 
-import traceback
 from dataclasses import fields, FrozenInstanceError
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
-from .._tree.keys import is_typed
 from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
 from .._typing import KeyPath
 from .scope import is_open_here, own, Ownership, Scope
@@ -153,11 +151,6 @@ def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
         return FrozenInstanceError(STATIC.format(f"{cls}.{name}"))
     text = _NO_SCOPE if fields_of(module)["training"] else _IN_EVAL
     text = _NOT_OWNED if is_open_here() else text
-    if is_typed(fields_of(module).get(name)):
-        for frame, _ in traceback.walk_stack(None):  # is a constructor drawing?
-            maker = frame.f_locals.get("self")
-            if frame.f_code.co_name == "__init__" and isinstance(maker, BaseModule):
-                return FrozenInstanceError(_DRAWN_IN_INIT.format(type(maker).__name__))
     return FrozenInstanceError(text.format(cls, name))
 
 
@@ -215,7 +208,9 @@ To change any other field, make a copy: `model = model.replace({1}=value)`. Inst
 a JAX transform, use that of `es`: `es.value_and_grad`, \
 `es.mutable(es.vmap(model))(xs)`. In a layer, write only in train mode: `if \
 self.training:`. A stream of keys writes in eval mode, too: `self.drop(x, \
-key=self.keys() if self.training else None)`."""
+key=self.keys() if self.training else None)`. In `__init__`, do not draw from a \
+stream. Split a key, `a, b = jax.random.split(key)`, use `a`, and store \
+`es.RngStream(b)`."""
 
 _IN_EVAL: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
 outside `es.mutable`. It is in eval mode, and writes all the same. In a layer, write \
@@ -227,19 +222,6 @@ through `es.mutable`:
 
 A stream of keys writes in eval mode, too: `self.drop(x, key=self.keys() if \
 self.training else None)`."""
-
-_DRAWN_IN_INIT: Final = """Cannot draw from a stream of keys in `{0}.__init__`: each \
-key that is drawn changes the stream, and a module changes only in `es.mutable`. Split \
-a key, and give one part to the stream:
-
-    self.linear = eqx.nn.Linear(4, 2, key=self.keys())      # wrong
-
-    a, b = jax.random.split(key)                            # right
-    self.linear = eqx.nn.Linear(4, 2, key=a)
-    self.keys = es.RngStream(b)
-
-Alternatively, let `model.init(42)` draw: `self.linear = es.lazy(eqx.nn.Linear, 4,
-2)`."""
 
 _NOT_OWNED: Final = """Cannot write `{0}.{1}`: this `{0}` is not part of an argument \
 that `es.mutable`, `es.value_and_grad` or `es.init` makes writable, so its new state \

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -132,12 +131,7 @@ def check_not_repeated(tree: PyTree, path: KeyPath = ()) -> None:
     modules = modules_below(tree)
     if len(set(map(id, modules))) == len(modules):  # the common case, without a walk
         return
-    # The two models of `optax.lookahead` begin as one, and are meant to drift apart.
-    # They exist only if optax has been imported.
-    optax = sys.modules.get("optax")
-    is_pair = isinstance(tree, getattr(optax, "LookaheadParams", ()))
-    for each in tree if is_pair else [tree]:
-        check_apart(walk(each, path))
+    check_apart(walk(tree, path))
 
 
 def check_apart(visits: list[Visit]) -> None:

@@ -276,7 +276,7 @@ def parameters_of(tree: PyTree) -> dict[KeyPath, ParameterOf]:
     """
     # The path of a moment ends with that of its parameter, in any optimizer state.
     # `optax.tree_utils.tree_map_params` raises an error for the states of
-    # `optax.partition`, `masked`, `lookahead` and `lbfgs`.
+    # `optax.partition`, `masked` and `lbfgs`.
     found: dict[KeyPath, ParameterOf] = {}
     arrays, owners = _arrays(tree), _per_parameter_in(tree)
     inside = {f.path: {p for p in arrays if p[: len(f.path)] == f.path} for f in owners}

@@ -27,10 +27,6 @@ def loss(layer: Layer, x: Array) -> Array:
     return layer(x)
 
 
-def pair(carry: Array, x: Array) -> tuple[Array, Array]:
-    return carry + x, x
-
-
 def same(layer: Layer) -> Layer:
     return layer
 
@@ -46,7 +42,6 @@ def call(layer: Layer, x: Array) -> None:
     layer.remat(x)  # error
     es.value_and_grad(loss)(x, x)  # error
     es.scan(loss, x, x)  # error
-    es.hold(pair, x)("hello")  # error
     es.jit(loss, donate="everything")  # error
 
 

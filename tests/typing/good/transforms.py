@@ -198,18 +198,6 @@ def train(model: Model, x: Array) -> Model:
     return model
 
 
-def check_hold(model: Model, x: Array) -> None:
-    def step(
-        carry: tuple[Model, int], x: Array, n: int = 1
-    ) -> tuple[tuple[Model, int], str]:
-        return carry, "held"
-
-    run = es.hold(step, (model, 0), donate=True)
-    assert_type(run(x, n=2), str)
-    assert_type(run.carry, tuple[Model, int])
-    run.carry = model, 1
-
-
 @es.custom_vjp
 def scaled(x: Array, n: int) -> Array:
     return n * x
