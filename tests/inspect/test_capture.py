@@ -406,7 +406,6 @@ def test_gradients_of_partials_methods_and_other_kinds():
     for f in (
         es.capture(ft.partial(es.value_and_grad(loss_fn), model)),
         es.capture(eqx.Partial(ft.partial(es.value_and_grad(loss_fn), x=1.0), model)),
-        es.capture(es.value_and_grad(ft.partial(loss_fn, model))),
     ):
         assert eqx.tree_equal(f(x=X), expected)
 

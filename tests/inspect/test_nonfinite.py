@@ -124,7 +124,7 @@ def test_an_argument_that_is_not_finite_is_named_first_by_its_position():
     model = eqx.tree_at(lambda m: m.layers[0].calls, net(), nan)
     assert es.find_nonfinite(f)(model, {"x": [X]}, nan) == ["argument 2", "layers[1]"]
     assert es.find_nonfinite(f)(model, inf, z=nan)[:2] == ["argument 1", "argument z"]
-    assert es.find_nonfinite(ft.partial(f, model))(inf)[0] == "argument 0"
+    assert es.find_nonfinite(ft.partial(f, y=nan))(model, inf)[0] == "argument 1"
     grad = es.value_and_grad(lambda m, x: m(x).sum())
     assert es.find_nonfinite(grad)(Quiet(), nan) == ["argument 1"]
 

@@ -348,16 +348,6 @@ def test_nested_inputs_and_outputs_are_readable():
     assert found["layers[1]"] == ("f32[3]\nstate=State(...)", "(f32[3], State(...))")
 
 
-def test_an_array_of_numpy_may_be_a_shape():
-    class Zeros(es.Module):
-        shape: es.Buffer
-
-        def __call__(self, x):
-            return x[0] + jnp.zeros([int(n) for n in self.shape])
-
-    assert calls(Zeros(np.array([2, 3])), jnp.ones(3))[""] == ("f32[3]", "f32[2,3]")
-
-
 def test_layers_of_one_jitted_function_are_all_recorded_each_time():
     class Model(es.Module):
         layers: list[Any]

@@ -266,12 +266,13 @@ def test_sown_values_are_returned_by_their_own_scope():
     three = es.jit(lambda a, b, c, x: a(x) + b(x) + c(x))
 
     def f(net, x):
-        _, one = es.capture(lambda m, x: three(net.a, net.b, m.c, x))(net, x)
-        _, two = es.capture(lambda m, x: three(net.a, m.b, m.c, x))(net, x)
+        only, both = {"c": net.c}, {"b": net.b, "c": net.c}
+        _, one = es.capture(lambda m, x: three(net.a, net.b, m["c"], x))(only, x)
+        _, two = es.capture(lambda m, x: three(net.a, m["b"], m["c"], x))(both, x)
         return list(one), list(two)
 
     ((one, two), _), outer = es.capture(f)(Three(), jnp.ones(()))
-    assert (one, two) == (["c.v"], ["b.v", "c.v"])
+    assert (one, two) == (["['c'].v"], ["['b'].v", "['c'].v"])
     assert (len(outer["a.v"]), outer["b.v"]) == (2, 1.0)
 
 

@@ -267,11 +267,10 @@ def test_an_array_of_numpy_never_becomes_a_jax_array_of_other_numbers():
     big = np.array([0, 2**40])
     # Inside, it remains the array that it is.
     sums, new = es.mutable(lambda model: model.x.sum())(Slot(big))
-    assert sums == 2**40 and new.x is big
+    assert sums == 2**40
+    assert new.x is big
     with rejects(model := Slot(big), ValueError, "read-only"):
         es.mutable(lambda model: model.x.fill(0))(model)
-    with rejects(model := Slot(jnp.zeros(2, int)), ValueError, "`x`", "int32", "jax_enable_x64"):
-        es.mutable(model)(big)
 
     class Sows(es.Module):
         def __call__(self, value):

@@ -196,6 +196,28 @@ def test_sown_values_are_differentiable_whether_devices_differ_or_not(checked):
     assert jax.grad(loss)(Scale()).weight == 2 * 2 * 3 + XS.sum()
 
 
+@pytest.mark.parametrize("entry", [P(), None, "rules"])
+def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
+    class Keyed(es.Module):
+        rng: es.State  # a slip: `es.Rng`
+
+        def __call__(self, x):
+            self.rng, key = jr.split(self.rng)
+            return x + jr.normal(key)
+
+    axes = {es.Rng: es.SPLIT, es.State: es.SPLIT} if entry == "rules" else entry
+    for model in (Keyed(jr.key(0)), es.nn.Dropout(0.5, key=jr.key(0))):
+        options = dict(mesh=LINE, out_specs=ROWS)
+        mapped = es.shard_map(lambda m, x: m(x), in_specs=(axes, ROWS), **options)
+        closed = lambda m, x: es.shard_map(m, in_specs=(ROWS,), **options)(x)  # noqa: E731
+        xs = jnp.ones((2, 16))
+        y, new = es.mutable(mapped)(model, xs)
+        assert len({tuple(row) for row in y.tolist()}) == 2
+        expected, after = es.mutable(closed)(model, xs)
+        assert (y == expected).all()
+        assert eqx.tree_equal(new, after)
+
+
 def test_keys_in_arrays_and_legacy_keys_are_split():
     class Keys(es.Module):
         many: es.Rng

@@ -72,7 +72,8 @@ def test_each_lane_has_its_own_key_and_the_key_of_the_model_advances_once(make):
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
 def test_the_keys_of_an_argument_are_mapped_by_in_axes():
     model = Noisy(jr.key(0))
-    y, new = es.mutable(es.vmap(lambda m, x: m(x), (None, 0)))(model, jnp.zeros(4))
+    shared = es.vmap(lambda m, x: m(x), ({es.Rng: None}, 0))
+    y, new = es.mutable(shared)(model, jnp.zeros(4))
     assert len(set(y.tolist())) == 1
     by_kind = {es.Rng: es.SPLIT}
     split = es.vmap(lambda m, x: m(x), (by_kind, 0))
@@ -82,6 +83,45 @@ def test_the_keys_of_an_argument_are_mapped_by_in_axes():
     # This also works outside a scope if nothing is written.
     draw = lambda m, x: jr.normal(m.rng) + x  # noqa: E731
     assert len(set(es.vmap(draw, (by_kind, 0))(model, XS).tolist())) == 3
+
+
+class Keyed(es.Module):
+    rng: es.State  # a slip: `es.Rng`
+
+    def __call__(self, x):
+        self.rng, key = jr.split(self.rng)
+        return x + jr.normal(key)
+
+
+PUTS = {
+    "itself": (lambda m: m, lambda m: m),
+    "in a list": (lambda m: [0, m], lambda ms: ms[1]),
+    "in a module of Equinox": (
+        lambda m: eqx.nn.Sequential([m]),
+        lambda ms: ms.layers[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("cls", [Noisy, Keyed])
+@pytest.mark.parametrize("put", PUTS)
+def test_an_owned_module_with_none_draws_as_if_closed_over(cls, put):
+    put, take = PUTS[put]
+    model, xs = put(cls(jr.key(0))), jnp.zeros(4)
+
+    def closure(m, xs):
+        return es.vmap(lambda x: take(m)(x))(xs)
+
+    expected, after = es.mutable(closure)(model, xs)
+    assert len(set(expected.tolist())) == 4
+    for in_axes in ((None, 0), [None, 0]):
+        mapped = es.vmap(lambda m, x: take(m)(x), in_axes)
+        y, new = es.mutable(mapped)(model, xs)
+        assert (y == expected).all()
+        assert eqx.tree_equal(new, after)
+    # Outside of a scope, a module is data, and `None` shares its key.
+    key_of = lambda m, x: jr.normal(take(m).rng) + x  # noqa: E731
+    assert len(set(es.vmap(key_of, (None, 0))(model, xs).tolist())) == 1
 
 
 def test_only_a_key_that_is_drawn_from_advances():

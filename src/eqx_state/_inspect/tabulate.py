@@ -24,7 +24,7 @@ from .._tree.filters import bind, trainable
 from .._tree.modes import eval
 from .._tree.observe import Observer, ProgramKey
 from .._tree.parts import parts
-from .._tree.walk import is_array, is_numpy, name_of, Visit, walk
+from .._tree.walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree
 
 
@@ -194,8 +194,7 @@ class _Table(Observer):
 
 def _calls(model: PyTree, put: Any, inputs: Any, cost: bool) -> _Calls:
     """The calls that `put(model)(*inputs)` makes in eval mode."""
-    # Keep NumPy arrays concrete, because a model may use them as shapes.
-    arrays, rest = eqx.partition(eval(model), lambda x: is_array(x) and not is_numpy(x))
+    arrays, rest = eqx.partition(eval(model), is_array)
     table = _Table(cost)
 
     def call(arrays: PyTree, inputs: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._tree.dtypes import as_jax, holds, is_numeric
 from .._tree.observe import Observer, tag, untagged
-from .._tree.walk import copy_tree, is_numpy, modules_in, name_of, Visit, walk
+from .._tree.walk import copy_tree, is_array, is_numpy, modules_in, name_of, Visit, walk
 from .._typing import KeyPath, PyTree, Tree
 
 
@@ -65,11 +65,17 @@ class Numpy(Codec):
     def write(self, old: Any, new: Any, path: KeyPath) -> Any:
         if not is_numpy(new) or not is_numeric(new.dtype):
             return new
+        if is_array(old) and not _fits(new):
+            return new  # the next check names `old`, which cannot hold it
         return as_jax(new, name_of(path))
 
 
+def _fits(x: Any) -> bool:
+    return is_numeric(x.dtype) and holds(jnp.result_type(x), x)
+
+
 def _as_inside(x: Any) -> Any:
-    if is_numeric(x.dtype) and holds(jnp.result_type(x), x):
+    if _fits(x):
         return as_jax(x, "")
     if isinstance(x, np.ndarray):
         x = x.view()

@@ -22,8 +22,8 @@ from .._tree.walk import (
     flatten,
     is_array,
     leaves,
-    traverse,
     Traversal,
+    traverse,
     Visit,
 )
 from .scope import is_any_open, is_owned, own, Scope
@@ -77,7 +77,8 @@ class PrivateCopy:
         out, (after,) = leave(out, [OwnedTree(self.tree, self.before, self.scope)])
         self._check_not_covered()
         new = [
-            self._restored(x, k) for x, k in zip(after.leaves, after.origins, strict=True)
+            self._restored(x, k)
+            for x, k in zip(after.leaves, after.origins, strict=True)
         ]
         result = out, jtu.tree_unflatten(after.structure, new)
         for codec in self.scope.codecs:
@@ -122,9 +123,7 @@ def _are_repeated(modules: list[Any]) -> bool:
     return len(set(map(id, modules))) < len(modules)
 
 
-def leave(
-    out: Any, owned: Sequence[OwnedTree]
-) -> tuple[Any, list[Collected]]:
+def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
     """Check a call that returned `out`, and collect the trees that its scopes own.
 
     Returns the output with a snapshot of each owned module, and each tree after the

@@ -1,30 +1,27 @@
 """Finds the axis of each array under `es.vmap` and `es.shard_map`.
 
 `axes` are rules for the arrays of the function itself and of the modules that it closes
-over. `in_axes` has an entry for each argument; an entry may be rules, too. `Reached`
-puts all arrays into one pytree with an axis for each leaf, so the rest of a transform
-does not need to know where an axis came from. An axis is an integer, or for
-`es.shard_map` a `PartitionSpec`.
+over. `in_axes` has an entry for each argument; an entry may be rules, too. An axis is
+an integer, or for `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 import equinox as eqx
-import jax.random as jr
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from .._kinds.kinds import Rng
-from .._state.scope import is_owned, Ownership, Sown
+from .._kinds.kinds import Rng, State
+from .._state.scope import is_owned, Ownership
 from .._tree.base import ownership_of
-from .._tree.keys import is_key, next_keys, num_key_axes, split_key
+from .._tree.keys import is_key, is_typed
 from .._tree.rules import check_rules, is_rules, RuleMatcher
-from .._tree.walk import is_array, leaves, name_of, Visit
+from .._tree.walk import is_array, leaves, Visit
 from .._typing import KeyPath
-from .lift import Lifted, Ran, StaticOutput
-from .reach import check_given, closed_over, is_model, is_traced
-from .roots import by_entry, Root, Values
+from .lift import Lifted
+from .reach import closed_over, is_model
+from .roots import Root
 from .transform import Transform
 
 
@@ -66,233 +63,173 @@ class AbstractMap(Transform):
         if not is_array(visit.node):
             return None
         if key is None:
-            is_split = visit.is_a(Rng) and is_key(visit.node)
-            return SPLIT if is_split else self.shared
+            return self.axis_by_default(visit)
         return self.shared if rules[key] is None else rules[key]
 
+    def axis_by_default(self, visit: Visit) -> Any:
+        """The axis of an array that nothing is said about: all lanes share it.
 
-class _Key(NamedTuple):
-    """The dict key of a leaf of an owned module. JAX prints its `name` in errors."""
-
-    slot: int
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Inputs(NamedTuple):
-    """Everything that a call uses. JAX gets a copy with `None` for unmapped leaves.
-
-    JAX's errors use these names: "axis 0 of argument args[0]['x']", "axis 0 of argument
-    modules[layers[0].mean]".
-    """
-
-    args: Any
-    kwargs: Any
-    f: Any
-    modules: Any
+        But each lane draws from its own key.
+        """
+        is_split = visit.is_a(Rng) and is_key(visit.node)
+        is_split |= visit.is_a(State) and is_typed(visit.node)
+        return SPLIT if is_split else self.shared
 
 
-class Reached:
-    """The `Inputs` of a call, split into mapped and shared leaves.
+class ArgumentAxes:
+    """The axes of the arguments of a call.
 
-    - `values`, `axes`: one for each leaf that JAX's transform gets; in `es.shard_map`
-        also the shared arrays. `tree` unflattens such a list.
-    - `rest`: all other leaves, and the owned modules. The lanes close over them.
-    - `entries`: the entries of `in_axes`, each with the part of the arguments that it
+    - `axes`: one for each leaf of `(args, kwargs)`. Keyword arguments have axis 0.
+    - `pairs`: the entries of `in_axes`, each with the part of the arguments that it
         applies to.
-    - `lifted`: the modules that a scope owns; `of_owned` maps their leaves to axes.
-    - `groups`: the axes of state, each once. A lane returns new state in these groups.
     """
 
     def __init__(
         self, transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
-        f = _opened(transform.f)
-        of_arguments, asked, self.entries = _axes_of_arguments(transform, args, kwargs)
-        self.lifted = lifted = Lifted(f, (args, kwargs), of_arguments)
-        of_f, self.of_owned, asked_of_f = _axes_of_function(transform, f, lifted)
-        if not lifted.is_initializing:  # else `init` may still create arrays
-            check_given(transform.f, *args, *kwargs.values())
-            asked_of_f.check_matched(_IN_REACH.format(transform.entries))
-            for each in asked:
-                each.check_matched()
-        axes = []
-        for x, own in by_entry(lifted.arguments, of_arguments):
-            if is_owned(x):
-                self.of_owned.update(zip(lifted.slots(x), own, strict=True))
-            axes.append(None if is_owned(x) else own[0])
-        self.slots = sorted(k for k, axis in self.of_owned.items() if axis is not None)
-        modules = {_Key(k, lifted.name(k)): lifted.values[k] for k in self.slots}
-        axes += [*of_f, *(self.of_owned[slot] for slot in self.slots)]
-        everything = Inputs(*lifted.arguments, f, modules)
-        treedef = jtu.tree_structure(everything, is_leaf=is_owned)
-        is_mapped = treedef.unflatten(axis is not None for axis in axes)
-        mapped, self.rest = eqx.partition(everything, is_mapped, is_leaf=is_owned)
-        self.values, treedef = jtu.tree_flatten(mapped)
-        self.tree: Callable[[Any], Inputs] = treedef.unflatten
-        self.axes = [axis for axis in axes if axis is not None]
-        # For each split key, the key that its module stores if a lane used it.
-        self.advanced: dict[int, Any] = {}
-        self.transform, self.shared = transform, transform.shared
-        # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
-        arrays = (slot for slot, x in lifted.values.items() if is_array(x))
-        self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
-
-    def group_of(self, slot: int) -> Any:
-        """The axis along which new state is stacked.
-
-        A new key that is equal in all lanes is shared, even if the old key was split.
-        """
-        axis = self.of_owned[slot]
-        return self.shared if axis is SPLIT else axis
-
-    def names(self) -> list[str]:
-        """The names of the leaves that are mapped."""
-        found = jtu.tree_leaves_with_path(self.tree(self.values))
-        num = len(found) - len(self.slots)
-        names = [name_of(path) for path, _ in found[:num]]
-        return names + [self.lifted.name(slot) for slot in self.slots]
-
-    def split_keys(
-        self, num: int, place: Callable[[Any, int], tuple[Any, Any]]
-    ) -> None:
-        """Where the axis is `SPLIT`, give each of `num` lanes its own key.
-
-        `place` takes the keys and their axis, and returns the keys and axis to map.
-        """
-        slots = [*[None] * (len(self.axes) - len(self.slots)), *self.slots]
-        for k, slot in enumerate(slots):
-            if self.axes[k] is SPLIT:
-                if not is_key(self.values[k]):
-                    what = self.transform.what, self.names()[k]
-                    raise ValueError(_NOT_A_KEY.format(*what))
-                # Splitting consumes a key. If no lane draws, the model keeps this key
-                # and may draw from it later. Without the clone, `jax_debug_key_reuse`
-                # would call that reuse.
-                advanced, key = next_keys(jr.clone(self.values[k]))
-                if slot is not None:  # `None`: a key among the arguments
-                    self.advanced[slot] = advanced
-                keys = split_key(key, num)
-                self.values[k], self.axes[k] = place(keys, num_key_axes(key))
-
-    def run(
-        self,
-        inputs: Inputs,
-        differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[str], str],
-    ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
-        """Call the function in a lane, with the values of this lane.
-
-        Returns the arrays of its output, the written state in `groups`, the sown
-        values, and the rest: the static part of the output, and the keys that the lane
-        used.
-
-        `differs(x, axis)` says whether the lanes may have different values although
-        `axis` allows only one. For a split key this means that the lanes drew from it.
-        For any other state it is an error, with the text `not_reduced(names)`.
-        """
-        inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
-        values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
-        ran = self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
-        groups: list[Values] = [{} for _ in self.groups]
-        used, unreduced = [], []
-        for slot, x in ran.written.items():
-            axis = self.group_of(slot)
-            if not differs(x, axis):
-                groups[self.groups.index(axis)][slot] = x
-            elif slot in self.advanced:
-                used.append(slot)
-            else:
-                unreduced.append(f"`{self.lifted.name(slot)}`")
-        if unreduced:
-            raise ValueError(not_reduced(", ".join(unreduced)))
-        out, static = eqx.partition(ran.out, is_traced(ran.out))
-        return out, groups, ran.sown, StaticOutput((static, used))
-
-    def _is_per_lane(self, root: Root, visit: Visit) -> bool:
-        """Whether each lane has its own value of an array that `init` created here."""
-        axis_of = self.transform.axis_by_rule
-        entry, tree, start = dict(self.transform.axes), root.module, ()
-        if root.is_copy:
-            found = (
-                (*pair, visit.path)
-                for pair in self.entries
-                for visit in leaves(pair[1], is_leaf=is_owned)
-                if visit.node is root.original
+        self.transform = transform
+        in_axes = transform.in_axes
+        is_sequence = isinstance(in_axes, (tuple, list))
+        entries = tuple(in_axes) if is_sequence else (in_axes,) * len(args)
+        self.pairs: list[tuple[Any, Any]] = []
+        try:
+            jtu.tree_map(
+                lambda *pair: self.pairs.append(pair),
+                entries,
+                args,
+                # Unlike any other dict of axes, rules are one entry, and not a prefix.
+                is_leaf=lambda x: x is None or is_rules(x),
             )
-            entry, tree, start = next(found, (None, None, ()))
-        if is_rules(entry) or not root.is_copy:
-            x = _seen_at(visit, root.ownership, start)
-            axes = [axis_of(x, entry, RuleMatcher(entry, "").bind(tree)(x))]
-        else:  # a tree of axes has no entry for a new array, only for the others
-            axes = [self.of_owned[slot] for slot in root.slots]
-            axes.append(self.transform.axis_by_entry(entry, visit.node))
-        return not {*axes} <= {None, SPLIT, PartitionSpec(), self.shared}
+        except ValueError as error:
+            what = transform.what, transform.entries
+            raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
+        self.pairs.append((0, kwargs))
+        # One mapping may be the entry of several arguments.
+        self.matchers: dict[int, RuleMatcher] = {}
+        self.axes = [axis for pair in self.pairs for axis in self._axes_of(*pair)]
 
-    def finish(
-        self, out: Any, groups: list[Values], sown: list[Sown], rest: StaticOutput
-    ) -> Any:
-        """Write to the modules outside, and return the whole output."""
-        static, used = rest.value
-        lane = f"lane of `{self.transform.what}`"
-        written = {slot: x for group in groups for slot, x in group.items()}
-        written |= {slot: self.advanced[slot] for slot in used}
-        self.lifted.commit(Ran(None, written, sown))
-        # After the commit, because a filter may only match what is in the model.
-        self.lifted.check_not_created(self._is_per_lane, lane)
-        return eqx.combine(out, static)
+    def _axes_of(self, entry: Any, argument: Any) -> list[Any]:
+        """The axis of each leaf of an argument with this entry."""
+        by_rule = is_rules(entry)
+        key_of = self._matcher(entry).bind(argument) if by_rule else lambda _: None
+        rules, shared = (entry if by_rule else {}), self.transform.shared
+        axes = []
+        for visit in leaves(argument, is_leaf=is_owned):
+            for x in _seen_from(visit):
+                axis = None
+                if by_rule:
+                    axis = self.transform.axis_by_rule(x, rules, key_of(x))
+                elif is_array(x.node):
+                    axis = self.transform.axis_by_entry(entry, x.node)
+                    if axis is shared and is_owned(visit.node):
+                        # As if the function closed over the module.
+                        axis = self.transform.axis_by_default(x)
+                axes.append(axis)
+        return axes
+
+    def _matcher(self, rules: Any) -> RuleMatcher:
+        what = f"`{self.transform.what}({self.transform.entries}=...)`"
+        check_rules(rules, what)
+        return self.matchers.setdefault(id(rules), RuleMatcher(rules, what))
+
+    def check_matched(self) -> None:
+        """Raise `ValueError` for a filter among the entries that matches nothing."""
+        for matcher in self.matchers.values():
+            matcher.check_matched()
 
 
-def _opened(f: Any) -> Any:
-    """`f`, as a pytree in which a bound object is an argument."""
-    # JAX treats `model.__call__` as a leaf. Other bound methods of Equinox's modules
-    # are modules themselves, but in rules and errors, names should begin at `model`.
-    if isinstance(f, Transform):
-        return f.of(_opened(f.f))
-    is_method = isinstance(getattr(f, "__self__", None), eqx.Module)
-    return eqx.Partial(f.__func__, f.__self__) if is_method else f
+class FunctionAxes:
+    """The axes of a function: of its own leaves, and of the owned modules in reach.
 
+    - `axes`: one for each leaf of `f`; `None` for an owned module in it.
+    - `by_slot`: the axes of the leaves of owned modules that are not copies.
 
-def _axes_of_arguments(
-    transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[RuleMatcher], list[tuple[Any, Any]]]:
-    """The axis of each leaf of `(args, kwargs)`, and the rules among the entries.
-
-    Also returns the entries, each with the part of the arguments that it applies to.
-    Keyword arguments have axis 0.
+    Names in rules begin at `f`, if it is a module, and at each module that it closes
+    over.
     """
-    in_axes = transform.in_axes
-    is_sequence = isinstance(in_axes, (tuple, list))
-    entries = tuple(in_axes) if is_sequence else (in_axes,) * len(args)
-    pairs: list[tuple[Any, Any]] = []
-    try:
-        jtu.tree_map(
-            lambda *pair: pairs.append(pair),
-            entries,
-            args,
-            # Unlike any other dict of axes, rules are one entry, and not a prefix.
-            is_leaf=lambda x: x is None or is_rules(x),
+
+    def __init__(self, transform: AbstractMap, f: Any, lifted: Lifted):
+        self.transform, self.lifted = transform, lifted
+        self.rules = dict(transform.axes)
+        self.matcher = RuleMatcher(self.rules, f"`{transform.what}(axes=...)`")
+        self.axes: list[Any] = []
+        self.by_slot: dict[int, Any] = {}
+        for visit in leaves(f, is_leaf=is_model):
+            if is_model(visit.node):
+                self.axes += self._axes_of(visit.node, visit)
+            else:  # an array outside of modules
+                is_shared = is_array(visit.node)
+                self.axes.append(transform.shared if is_shared else None)
+        for root in lifted.roots:
+            if not root.is_copy and {*root.slots} - self.by_slot.keys():
+                at = Visit((), root.module, root.ownership.context, True)
+                self._axes_of(root.module, at)
+        if self.rules:
+            self._check_constants(f)
+
+    def _axes_of(self, model: Any, at: Visit) -> list[Any]:
+        """The axis of each leaf of a model; `None` for an owned module in it."""
+        axes, key_of = [], self.matcher.bind(model)
+        axis_by_rule = self.transform.axis_by_rule
+        for visit in leaves(model, (), at.context, is_leaf=is_owned):
+            axes.append(axis_by_rule(visit, self.rules, key_of(visit)))
+            own = self.lifted.slots(visit.node) if is_owned(visit.node) else []
+            for slot, x in zip(own, _seen_from(visit), strict=False):
+                if slot not in self.by_slot:  # else a name would count without effect
+                    self.by_slot[slot] = axis_by_rule(x, self.rules, key_of(x))
+        return axes
+
+    def _check_constants(self, f: Any) -> None:
+        """Raise `ValueError` if a rule would map an array that is a constant.
+
+        Outside `es.mutable`, the `model` in `lambda x: model(x)` is one.
+        """
+        for model in closed_over(f):
+            if is_owned(model):
+                continue
+            key_of = self.matcher.bind(model)
+            for visit in leaves(model, is_leaf=is_owned):
+                # An `eqx.nn.Sequential` in a scope contains owned modules.
+                is_data = not is_owned(visit.node)
+                axis = self.rules.get(key_of(visit)) if is_data else None
+                if axis not in (None, PartitionSpec()):
+                    at = self.transform.what, self.transform.entries
+                    name = type(model).__name__, visit.name
+                    raise ValueError(_CONSTANT.format(*at, *name))
+
+    def check_matched(self) -> None:
+        """Raise `ValueError` for a filter that matches nothing."""
+        self.matcher.check_matched(_IN_REACH.format(self.transform.entries))
+
+
+def is_per_lane(
+    transform: AbstractMap,
+    pairs: list[tuple[Any, Any]],
+    axes: Mapping[int, Any],
+    root: Root,
+    visit: Visit,
+) -> bool:
+    """Whether each lane has its own value of an array that `init` created here.
+
+    `pairs`: those of `ArgumentAxes`; `axes`: the axis of each other leaf, by slot.
+    """
+    entry, tree, start = dict(transform.axes), root.module, ()
+    if root.is_copy:
+        found = (
+            (*pair, visit.path)
+            for pair in pairs
+            for visit in leaves(pair[1], is_leaf=is_owned)
+            if visit.node is root.original
         )
-    except ValueError as error:
-        what = transform.what, transform.entries
-        raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
-    axes: list[Any] = []
-    asked: dict[int, RuleMatcher] = {}  # one mapping may be the entry of all arguments
-    pairs.append((0, kwargs))
-    for entry, argument in pairs:
-        if is_rules(entry):
-            what = f"`{transform.what}({transform.entries}=...)`"
-            check_rules(entry, what)
-            matcher = asked.setdefault(id(entry), RuleMatcher(entry, what))
-            key_of, axis_of = matcher.bind(argument), transform.axis_by_rule
-            for visit in leaves(argument, is_leaf=is_owned):
-                axes += [axis_of(x, entry, key_of(x)) for x in _seen_from(visit)]
-        else:
-            xs, axis_of = jtu.tree_leaves(argument), transform.axis_by_entry
-            axes += [axis_of(entry, x) if is_array(x) else None for x in xs]
-    return axes, [*asked.values()], pairs
+        entry, tree, start = next(found, (None, None, ()))
+    if is_rules(entry) or not root.is_copy:
+        x = _seen_at(visit, root.ownership, start)
+        key = RuleMatcher(entry, "").bind(tree)(x)
+        found_axes = {transform.axis_by_rule(x, entry, key)}
+    else:  # a tree of axes has no entry for a new array, only for the others
+        found_axes = {axes[slot] for slot in root.slots}
+        found_axes.add(transform.axis_by_entry(entry, visit.node))
+    return not found_axes <= {None, SPLIT, PartitionSpec(), transform.shared}
 
 
 def _seen_from(visit: Visit) -> list[Visit]:
@@ -312,56 +249,6 @@ def _seen_at(visit: Visit, at: Ownership, start: KeyPath) -> Visit:
     context = visit.context.seen_from(len(at.path), len(start))
     return visit._replace(path=(*start, *visit.path[len(at.path) :]), context=context)
 
-
-def _axes_of_function(
-    transform: AbstractMap, f: Any, lifted: Lifted
-) -> tuple[list[Any], dict[int, Any], RuleMatcher]:
-    """The axis of each leaf of `f`, and of each owned module that is reachable from it.
-
-    Names in rules begin at `f`, if it is a module, and at each module that it closes
-    over.
-    """
-    rules, axis_of = dict(transform.axes), transform.axis_by_rule
-    asked = RuleMatcher(rules, f"`{transform.what}(axes=...)`")
-    of_f: list[Any] = []
-    of_owned: dict[int, Any] = {}
-
-    def ask(model: Visit) -> list[Any]:
-        """The axis of each leaf of a model; `None` for an owned module in it."""
-        axes, key_of = [], asked.bind(model.node)
-        for visit in leaves(model.node, (), model.context, is_leaf=is_owned):
-            axes.append(axis_of(visit, rules, key_of(visit)))
-            own = lifted.slots(visit.node) if is_owned(visit.node) else []
-            for slot, x in zip(own, _seen_from(visit), strict=False):
-                if slot not in of_owned:  # else a name would count without effect
-                    of_owned[slot] = axis_of(x, rules, key_of(x))
-        return axes
-
-    for visit in leaves(f, is_leaf=is_model):
-        if is_model(visit.node):
-            of_f += ask(visit)
-        else:  # an array outside of modules
-            of_f.append(transform.shared if is_array(visit.node) else None)
-    for root in lifted.roots:
-        if not root.is_copy and {*root.slots} - of_owned.keys():
-            ask(Visit((), root.module, root.ownership.context, True))
-    # Outside `es.mutable`, the `model` in `lambda x: model(x)` is a constant, so
-    # `axes={...: 0}` could not map it.
-    for model in closed_over(f) if rules else ():
-        if not is_owned(model):
-            key_of = asked.bind(model)
-            for visit in leaves(model, is_leaf=is_owned):
-                # An `eqx.nn.Sequential` in a scope contains owned modules.
-                axis = None if is_owned(visit.node) else rules.get(key_of(visit))
-                if axis not in (None, PartitionSpec()):
-                    at = transform.what, transform.entries
-                    name = type(model).__name__, visit.name
-                    raise ValueError(_CONSTANT.format(*at, *name))
-    return of_f, of_owned, asked
-
-
-_NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
-key. Only keys can be split: map an array over an axis, or share it with `None`."""
 
 _NOT_A_PREFIX: Final = """`{0}`: `{1}` must be one entry for all positional arguments, \
 or a tuple with one item for each: an entry, a tree of entries, or rules. {2}"""

@@ -9,16 +9,15 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import equinox as eqx
 import jax
 
 from .._compat import boundary, manual_axes, vary, varying_axes
-from .._state.scope import is_owned, Sown
-from .._tree.compare import difference_of_leaves
+from .._state.scope import Sown
 from .._typing import R
 from .callables import is_bound_method
+from .cut import cut
 from .lift import Lifted, Ran
-from .reach import check_given, is_traced, split_arguments
+from .reach import check_given
 from .roots import Values
 
 
@@ -35,7 +34,7 @@ def _select(
         for f in branches:  # a later call may choose any of them
             Lifted((f, operands)).create({}, ft.partial(f, *operands))
         lifted = Lifted(branches, operands)
-    arrays, rest = split_arguments(lifted.arguments)
+    arrays, rest = cut(lifted.arguments)
     traces = _Traces(what)
     # In a `shard_map`: the mesh axes along which a state varies after some branch.
     is_manual = bool(manual_axes())
@@ -44,7 +43,7 @@ def _select(
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX uses the name in its messages
         def run(arrays: Any) -> tuple[Any, Values, Any]:
-            operands = eqx.combine(arrays, rest, is_leaf=is_owned)
+            operands = rest.join(arrays)
             ran = lifted.run(lifted.values, lambda: f(*operands))
             out, sown = traces.add(ran)
             state = {**lifted.writable, **ran.written}
@@ -63,7 +62,7 @@ def _select(
     out, state, sown = select([distinct[_identity(f)] for f in branches], arrays)
     written = {slot: x for slot, x in state.items() if slot in traces.written}
     lifted.commit(Ran(None, written, sown))
-    return eqx.combine(out, traces.static)
+    return traces.static.join(out)
 
 
 def _identity(f: Any) -> Any:
@@ -89,12 +88,12 @@ class _Traces:
 
     def add(self, ran: Ran) -> tuple[Any, list[Sown]]:
         """The arrays of an output, and the sown values in a fixed order."""
-        out, static = eqx.partition(ran.out, is_traced(ran.out))
+        out, static = cut(ran.out)
         counts = [{key: len(x) for key, x in sown.items()} for sown in ran.sown]
         self.written |= ran.written.keys()
         if self.counts is None:
             self.static, self.counts = static, counts
-        if (name := difference_of_leaves(self.static, static)) is not None:
+        if (name := self.static.difference(static)) is not None:
             raise TypeError(_NOT_ARRAYS.format(self.what, name or "the output"))
         for first, last in zip(self.counts, counts, strict=True):
             if first != last:

@@ -13,8 +13,9 @@ import jax.tree_util as jtu
 
 from .._state.scope import is_owned
 from .._typing import P, R
-from .lift import Lifted, Ran, StaticOutput
-from .reach import check_given, is_traced
+from .cut import cut, is_traced, Rest
+from .lift import Lifted, Ran
+from .reach import check_given
 from .target import positions
 from .transform import Transform, wrap
 
@@ -30,29 +31,32 @@ class _Checkpoint(Transform):
         lifted = Lifted(self.f, (args, kwargs))
         if lifted.is_initializing:
             return self.f(*args, **kwargs)
-        arrays, rest = self._split(*lifted.arguments)
+        arrays, rest = self._cut(*lifted.arguments)
         outside = {id(x) for x in lifted.values.values()}
 
-        def run(arrays: Any) -> tuple[Ran, StaticOutput]:
-            args, kwargs = eqx.combine(arrays, rest, is_leaf=is_owned)
+        def run(arrays: Any) -> tuple[Ran, Rest]:
+            args, kwargs = rest.join(arrays)
             # Close over the values of the modules: `jax.checkpoint` differentiates with
             # respect to tracers in the closure, too.
             ran = lifted.run(lifted.values, lambda: self.f(*args, **kwargs))
             # Arrays from outside bypass the trace, which would return new arrays for
             # them. A scope detects writes by identity, so assigning a returned module,
             # `self.layer = layer`, would count as a write to its parameters.
-            traced, out = is_traced(ran.out), ran.out
-            is_new = jtu.tree_map(lambda x, t: t and id(x) not in outside, out, traced)
-            out, static = eqx.partition(out, is_new)
-            return ran._replace(out=out), StaticOutput(static)
+            is_new = jtu.tree_map(
+                lambda x, is_traced: is_traced and id(x) not in outside,
+                ran.out,
+                is_traced(ran.out),
+            )
+            out, rest_of_out = cut(ran.out, is_new)
+            return ran._replace(out=out), rest_of_out
 
         remat = jax.checkpoint(run, prevent_cse=self.prevent_cse, policy=self.policy)
         # Outside a trace, JAX returns constants as literals of a private class.
-        ran, static = jtu.tree_map(jnp.asarray, remat(arrays))
+        ran, rest_of_out = jtu.tree_map(jnp.asarray, remat(arrays))
         lifted.commit(ran)
-        return eqx.combine(ran.out, static.value)
+        return rest_of_out.join(ran.out)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Rest]:
         """The arrays among the arguments, and the static leaves."""
         argnums = self.static_argnums
         static = positions(args, argnums, f"es.checkpoint(static_argnums={argnums})")
@@ -61,7 +65,7 @@ class _Checkpoint(Transform):
             tuple(i not in static and _arrays(x) for i, x in enumerate(args)),
             {name: name not in names and _arrays(x) for name, x in kwargs.items()},
         )
-        return eqx.partition((args, kwargs), traced, is_leaf=is_owned)
+        return cut((args, kwargs), traced)
 
 
 def _arrays(tree: Any) -> Any:

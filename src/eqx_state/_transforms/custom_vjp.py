@@ -20,9 +20,10 @@ from .._compat import is_in_trace
 from .._tree.base import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
+from .cut import cut, is_traced
 from .derivatives import PureCall
 from .lift import Ran
-from .reach import is_traced, models_in
+from .reach import models_in
 from .roots import Values
 from .target import positions
 from .transform import Bound, Transform, unbound, wrap
@@ -67,7 +68,7 @@ class _CustomVjp(Transform):
         ran = self._run(call, inputs, static)
         call.lifted.commit(ran._replace(written=jax.lax.stop_gradient(ran.written)))
         out, rest = ran.out
-        return eqx.combine(out, rest.tree)
+        return rest.join(out)
 
     def _run(self, call: PureCall, inputs: list[Any], static: list[int]) -> Ran:
         """Run the call through `jax.custom_vjp`."""
@@ -77,7 +78,7 @@ class _CustomVjp(Transform):
             # Return all state of the arguments: `fwd` may write more than `f`, but JAX
             # requires both to return the same structure.
             state = {i: x for i, x in before.items() if i in call.lifted.writable}
-            return ran._replace(out=_split(out), written={**state, **ran.written})
+            return ran._replace(out=cut(out), written={**state, **ran.written})
 
         @ft.wraps(self.f, updated=())  # JAX uses the names in its messages
         def f(*arrays: Any) -> Ran:
@@ -92,13 +93,13 @@ class _CustomVjp(Transform):
             if not isinstance(ran.out, (tuple, list)) or len(ran.out) != 2:
                 return ran.out  # JAX raises the error
             out, residuals = ran.out
-            return result(ran, before, out), _split(residuals)
+            return result(ran, before, out), cut(residuals)
 
         def bwd(*given: Any) -> Any:
             *static, (residuals, rest), cotangents = given
             # No gradient flows through written state: drop its cotangents.
             out, _ = cotangents.out
-            return self.bwd(*static, eqx.combine(residuals, rest.tree), out)
+            return self.bwd(*static, rest.join(residuals), out)
 
         rule = jax.custom_vjp(f, nondiff_argnums=static)
         if self.fwd is not None:  # else JAX raises the error
@@ -135,21 +136,6 @@ def _check_passed(name: str, functions: Any, passed: Any) -> None:
     for module in models_in(functions):
         if id(module) not in known and any(is_array(v.node) for v in leaves(module)):
             raise ValueError(_CLOSED_OVER.format(name, type(module).__name__))
-
-
-class _Rest(eqx.Module):
-    """The leaves of an output that are not arrays, as a part of its structure.
-
-    JAX compares the structures that the function and its forward rule return, so it
-    rejects leaves that differ.
-    """
-
-    tree: Any = eqx.field(static=True)
-
-
-def _split(tree: Any) -> tuple[Any, _Rest]:
-    arrays, rest = eqx.partition(tree, is_traced(tree))
-    return arrays, _Rest(rest)
 
 
 _BY_NAME: Final = """`es.custom_vjp`: the rules of `{}` take all arguments by \

@@ -18,8 +18,9 @@ from .._compat import boundary
 from .._tree.compare import difference, same_modes
 from .._tree.walk import copy_tree
 from .._typing import P, R
-from .lift import Lifted, Ran, StaticOutput
-from .reach import check_given, is_traced
+from .cut import cut, is_traced, Rest
+from .lift import Lifted, Ran
+from .reach import check_given
 from .roots import Values
 from .target import as_argnums, positions
 from .transform import Transform, with_aux, wrap
@@ -60,11 +61,11 @@ class PureCall:
         self.args, self.kwargs = self.lifted.arguments
         # The caller receives derivatives of this structure, which no scope owns.
         given = copy_tree(self.args)
-        self.arrays, self.rest = eqx.partition(given, is_input(given))
+        self.arrays, self.rest = cut(given, is_input(given))
 
     def __call__(self, f: Any, arrays: Any) -> tuple[Ran, Values]:
         """The result of `f`, and the leaves of the argument copies before the call."""
-        new = jtu.tree_leaves(eqx.combine(arrays, self.rest))
+        new = jtu.tree_leaves(self.rest.join(arrays))
         args, before = self.lifted.fill(self.args, new)
         values = {**self.lifted.values, **before}
         return self.lifted.run(values, lambda: f(*args, **self.kwargs)), before
@@ -88,20 +89,19 @@ class Primal:
         self.call = PureCall(f, args, kwargs, _is_inexact)
         self.arrays = self.call.arrays
 
-    def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, StaticOutput]]:
+    def run(self, *arrays: Any) -> tuple[Any, tuple[Ran, Rest]]:
         """The output to differentiate, and everything else as an auxiliary output."""
         ran, _ = self.call(self.f, arrays)
         out, aux = with_aux(ran.out) if self.has_aux else (ran.out, None)
         out, rest = eqx.partition(out, self.is_output(out))
-        rest = rest, aux
-        computed, static = eqx.partition(rest, is_traced(rest))
-        return out, (ran._replace(out=computed), StaticOutput(static))
+        computed, static = cut((rest, aux))
+        return out, (ran._replace(out=computed), static)
 
-    def finish(self, out: Any, rest: tuple[Ran, StaticOutput]) -> tuple[Any, ...]:
+    def finish(self, out: Any, rest: tuple[Ran, Rest]) -> tuple[Any, ...]:
         """Commit the written state. Returns the whole output, and `aux` if any."""
         ran, static = rest
         self.call.lifted.commit(ran)
-        out_rest, aux = eqx.combine(ran.out, static.value)
+        out_rest, aux = static.join(ran.out)
         out = eqx.combine(out, out_rest)
         return (out, aux) if self.has_aux else (out,)
 

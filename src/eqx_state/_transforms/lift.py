@@ -34,7 +34,7 @@ from .._state.init import (
     created_error,
     InitScope,
 )
-from .._state.scope import own, Ownership, Scope, Sown
+from .._state.scope import own, Scope, Sown
 from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import is_module, ownership_of, set_ownership
@@ -42,7 +42,16 @@ from .._tree.compare import same
 from .._tree.observe import OBSERVING
 from .._tree.walk import flatten, is_array, leaves, Visit
 from .reach import models_in, owned_in
-from .roots import Copies, copy_arguments, Field, fields_in, Leaf, Root, roots_among, Values
+from .roots import (
+    Copies,
+    copy_arguments,
+    Field,
+    fields_in,
+    Leaf,
+    Root,
+    roots_among,
+    Values,
+)
 
 
 @jtu.register_static
@@ -70,8 +79,8 @@ class Lifted:
     - `given`: the functions and arguments as they were given.
     - `arguments`: the given arguments, with a copy of each owned module.
     - `reached`: the modules, once per occurrence.
-    - `roots`: the outermost, each once; `fields`, `leaves`, `values`: theirs, the last two
-        by slot.
+    - `roots`: the outermost of them, each once; `fields`: theirs.
+    - `leaves`, `values`: the leaves and their values, by slot.
     - `created`: the fields that `init` has created in the last run.
     - `scopes`: the scopes that own the modules; several if `es.mutable` is nested.
 
@@ -254,7 +263,7 @@ class Lifted:
             for slot, x in zip(root.slots, new.leaves, strict=True):
                 if same(old := values[slot], x):
                     continue
-                if not (is_array(old) and isinstance(x, jax.Array)):
+                if slot not in self.writable or not isinstance(x, jax.Array):
                     shown = self.name(slot), show(old), show(x)
                     raise ValueError(_NOT_AN_ARRAY.format(*shown))
                 written[slot] = x
@@ -370,8 +379,8 @@ def _is_leaf(visit: Visit) -> bool:
 
 
 _NOT_AN_ARRAY: Final = """`{0}` was changed from `{1}` to `{2}` inside a transform. \
-Only arrays can leave a transform. Make it an array, `phase: es.State = 0` instead of \
-`"cold"`, or write it outside."""
+Only arrays can leave a transform. Make it an array of JAX, `phase: es.State = 0` \
+instead of `"cold"`, and assign it, `self.stats = {{"a": x}}`; or write it outside."""
 
 _CONTAINER_CHANGED: Final = """A function under a transform changed a list or a dict \
 in a module that it closes over. After tracing, the transform restores the fields of \

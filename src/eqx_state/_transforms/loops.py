@@ -21,10 +21,11 @@ import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
-from .._tree.compare import check_not_repeated, difference_of_leaves, identical
+from .._tree.compare import check_not_repeated, identical
 from .._tree.walk import copy_tree, is_array
+from .cut import cut
 from .lift import Lifted, Ran
-from .reach import check_given, is_traced, split_arguments
+from .reach import check_given
 from .roots import by_entry, owned_copy, Values
 
 
@@ -51,7 +52,7 @@ class Loop:
 
     - `init`, `xs`: the first carry and the inputs, with copies of their modules.
     - `before`, `treedef`: the leaves of the first carry, and its structure; `arrays`,
-        `static`: the same leaves as two trees.
+        `rest`: the same leaves, cut.
     - `carried`: the slots of the modules in the carry.
     - `state`: the state of all other modules, which JAX carries beside the user's
         carry.
@@ -73,7 +74,7 @@ class Loop:
         self.init, self.xs = self.lifted.arguments
         outside = copy_tree(self.init)  # no scope owns it, so its leaves are visible
         self.before, self.treedef = jtu.tree_flatten(outside)
-        self.arrays, self.static = eqx.partition(outside, is_traced(outside))
+        self.arrays, self.rest = cut(outside)
         self.carried: set[int] = set()
         self.unchanged: set[int] = set()
         for x, own in by_entry(self.init, places):
@@ -99,7 +100,7 @@ class Loop:
         """The carry for the functions, and the values of the modules."""
         arrays, state = carry
         values = {**self.lifted.values, **state, **(slices or {})}
-        new = jtu.tree_leaves(eqx.combine(arrays, self.static))
+        new = jtu.tree_leaves(self.rest.join(arrays))
         given, own = self.lifted.fill(self.init, new)
         return given, {**values, **own}
 
@@ -139,8 +140,8 @@ class Loop:
         ran = self.lifted.run(values, lambda: f(given), returned=self.carried)
         new, rest = unpack(ran.out)
         self._check_returned(values, new, ran.written)
-        arrays, static = eqx.partition(new, is_traced(new))
-        if (name := difference_of_leaves(self.static, static)) is not None:
+        arrays, rest_of_carry = cut(new)
+        if (name := self.rest.difference(rest_of_carry)) is not None:
             raise TypeError(_STATIC.format(name or "the carry"))
         state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
         self.written.update(ran.written)
@@ -195,7 +196,7 @@ class Loop:
         # module, which no step changes. A scope detects writes by identity, so
         # `self.cell = cell` would count as a write to the parameters. Return the
         # caller's own arrays for leaves that each trace left unchanged.
-        after = jtu.tree_leaves(eqx.combine(arrays, self.static))
+        after = jtu.tree_leaves(self.rest.join(arrays))
         kept = self.unchanged
         new = (self.before[k] if k in kept else x for k, x in enumerate(after))
 
@@ -275,18 +276,18 @@ def scan(
     if loop.lifted.is_initializing:
         _initialize(f, init, xs, -1 if reverse else 0)
         loop = Loop((f,), init, xs)
-    arrays, others = split_arguments(loop.xs)
+    arrays, others = cut(loop.xs)
     static: list[Any] = []  # for each trace, the static part of the output
 
     def run(carry: Any, x: Any) -> Step:
         x, slices = x
-        x = eqx.combine(x, others, is_leaf=is_owned)
+        x = others.join(x)
         return loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         after, slices = run(carry, x), x[1]
         pair, y = after.rest
-        y, rest = eqx.partition(y, is_traced(y))
+        y, rest = cut(y)
         static.append((pair, rest))
         written = {slot: x for slot, x in after.written.items() if slot in slices}
         return after.carry, (y, written, after.sown)
@@ -303,7 +304,7 @@ def scan(
     )
     pair, rest = static[-1]
     last = loop.finish(carry, sown, written)
-    return jtu.tree_unflatten(pair, (last, eqx.combine(ys, rest)))
+    return jtu.tree_unflatten(pair, (last, rest.join(ys)))
 
 
 def _slice_of(x: Any, i: int = 0) -> Any:
@@ -320,9 +321,9 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
         for slot, (visit, root, _) in enumerate(lifted.leaves)
         if root.is_copy and is_array(visit.node)
     }
-    arrays, rest = split_arguments(lifted.arguments)
+    arrays, rest = cut(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
-    x = eqx.combine(arrays, rest, is_leaf=is_owned)
+    x = rest.join(arrays)
     lifted.create(slices, lambda: f(init, x))
     lifted.check_not_created(lambda root, _: root.is_copy, "step of `es.scan`")
 

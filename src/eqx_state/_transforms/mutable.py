@@ -23,7 +23,9 @@ _F_co = TypeVar("_F_co", covariant=True)
 
 
 def thread(model: Any, scope: Scope, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Call `run` on a private copy of the model. Returns the output and the new model.
+    """Call `run` on a private copy of the model.
+
+    Returns the output and the new model.
     """
     with scope:
         private = PrivateCopy(model, scope)
@@ -57,6 +59,7 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
 _NO_STATE: Final = """`{0}` is {2} whose state is in an `eqx.nn.State`, but it was \
 called without one. Pass the state yourself, `model(x, state)`; or store it in the \
 model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
+
 
 class _Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)

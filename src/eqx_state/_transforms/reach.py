@@ -7,9 +7,8 @@ that a scope owns.
 
 import collections
 import functools as ft
-import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 import equinox as eqx
@@ -21,9 +20,8 @@ from .._state.scope import is_any_open, is_owned
 from .._tree.base import is_eqx_module
 from .._tree.compare import check_not_repeated
 from .._tree.context import children
-from .._tree.walk import is_array, leaves, Visit
+from .._tree.walk import is_array
 from .callables import layer_of
-from .roots import by_entry
 from .transform import Transform
 
 
@@ -108,28 +106,6 @@ def closed_over(x: Any) -> list[Any]:
     """The models that the functions in `x` close over: to JAX, they are constants."""
     opaque = (types.FunctionType, types.MethodType, ft.partial)
     return models_in([captured(y) for y in reachable(x) if type(y) in opaque])
-
-
-def is_mappable(visit: Visit) -> bool:
-    """Whether JAX would trace a leaf: an array, or a number outside a module."""
-    return is_array(visit.node) or (
-        visit.context.owner is None and eqx.is_array_like(visit.node)
-    )
-
-
-def is_traced(tree: Any) -> Any:
-    """For each leaf of an argument or of an output, whether JAX would trace it.
-
-    Owned modules count as leaves that are not traced, because they are lifted.
-    """
-    flags = [is_mappable(visit) for visit in leaves(tree)]
-    traced = [not is_owned(x) and flag[0] for x, flag in by_entry(tree, flags)]
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_owned), traced)
-
-
-def split_arguments(tree: Any) -> tuple[Any, Any]:
-    """The leaves that JAX traces; and the rest, which includes owned modules."""
-    return eqx.partition(tree, is_traced(tree), is_leaf=is_owned)
 
 
 def check_given(*arguments: Any, may_initialize: bool = False) -> None:

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .._state.scope import is_owned, own, Ownership
 from .._tree.base import BaseModule, dynamic_names, fields_of, INFERENCE, ownership_of
-from .._tree.walk import copy_tree, traverse, Traversal, Visit
+from .._tree.walk import copy_tree, Traversal, traverse, Visit
 
 
 # The values of leaves, by slot.
@@ -83,7 +83,9 @@ class Field:
             old = fields_of(self.outside)[self.name]
             below, structure = jtu.tree_flatten(old, is_leaf=is_owned)
             pairs = zip(self.items, below, strict=True)
-            value = structure.unflatten([new.get(i, x) if type(i) is int else x for i, x in pairs])
+            value = structure.unflatten(
+                [new.get(i, x) if type(i) is int else x for i, x in pairs]
+            )
         object.__setattr__(self.outside, self.name, value)
 
     def is_intact(self) -> bool:
@@ -104,9 +106,7 @@ class Leaf(NamedTuple):
     field: Field
 
 
-def roots_among(
-    reached: Sequence[Any], copies: "Copies"
-) -> list[Root]:
+def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
     """The outermost modules among `reached`, each once, and their slots."""
     found: list[tuple[BaseModule, Traversal]] = []
     inside: set[int] = set()

@@ -20,7 +20,8 @@ from .._compat import Infer, varying_axes
 from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .._typing import P, R
-from .axes import AbstractMap, Inputs, Reached, SPLIT
+from .axes import AbstractMap, SPLIT
+from .mapped import Inputs, Mapped
 from .transform import wrap
 
 
@@ -40,7 +41,7 @@ class _ShardMap(AbstractMap):
 
     def axis_by_entry(self, entry: Any, x: Any) -> Any:
         if entry is Infer:
-            return jax.typeof(x).sharding.spec
+            entry = jax.typeof(x).sharding.spec
         return _BY_DEFAULT if entry in (None, PartitionSpec()) else entry
 
     def __call__(self, /, *args: Any) -> Any:
@@ -48,8 +49,8 @@ class _ShardMap(AbstractMap):
         # Use the order of the mesh, in which the values of the devices are stacked.
         names = tuple(n for n in mesh.axis_names if n in (self.axis_names or {n}))
         is_explicit = {*mesh.axis_types} == {jax.sharding.AxisType.Explicit}
-        reached = Reached(self, args, {})
-        is_split = [axis is SPLIT for axis in reached.axes]
+        call = Mapped(self, args, {})
+        is_split = [row.axis is SPLIT for row in call.rows]
 
         def place(keys: Any, axis: int) -> tuple[Any, Any]:
             spec = PartitionSpec(*[None] * axis, names)
@@ -57,7 +58,7 @@ class _ShardMap(AbstractMap):
                 keys = jax.sharding.reshard(keys, NamedSharding(mesh, spec))
             return keys, spec
 
-        reached.split_keys(math.prod(mesh.shape[name] for name in names), place)
+        call.split_keys(math.prod(mesh.shape[name] for name in names), place)
 
         def differs(x: Any, spec: Any) -> bool:
             if not self.check_vma:  # the types do not show which values vary
@@ -67,13 +68,13 @@ class _ShardMap(AbstractMap):
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
-            inputs = reached.tree(map(_own_key, values, is_split))
+            inputs = call.tree(map(_own_key, values, is_split))
             text = _NOT_REDUCED if self.check_vma else _UNCHECKED
             not_reduced = ft.partial(text.format, names[0])
-            out, groups, sown, rest = reached.run(inputs, differs, not_reduced)
+            out, groups, sown, rest = call.run(inputs, differs, not_reduced)
             return out, groups, jtu.tree_map(lambda x: x[None], sown), rest
 
-        specs = reached.tree(map(_spec, reached.axes))
+        specs = call.tree(_spec(row.axis) for row in call.rows)
         mapped = jax.shard_map(
             device,
             mesh=self.mesh,
@@ -82,14 +83,14 @@ class _ShardMap(AbstractMap):
             in_specs=Infer if self.in_axes is Infer and not is_explicit else (*specs,),
             out_specs=(
                 self.out_specs,
-                [*map(_spec, reached.groups)],
+                [*map(_spec, call.groups)],
                 PartitionSpec(names),
                 PartitionSpec(),
             ),
             axis_names=self.axis_names,
             check_vma=self.check_vma,
         )
-        return reached.finish(*mapped(*reached.tree(reached.values)))
+        return call.finish(*mapped(*call.tree(row.value for row in call.rows)))
 
 
 def _spec(axis: Any) -> Any:
@@ -134,7 +135,9 @@ def shard_map(
         the result is a decorator.
     - `out_specs`, `in_specs`, `mesh`, `axis_names`, `check_vma`: as for
         `jax.shard_map`. Modules among the arguments are mapped by `in_specs`, in which
-        an entry may be a mapping like `axes`. The `self` of a decorated method has no
+        an entry may be a mapping like `axes`. For a module that `es.mutable` makes
+        writable, `P()` means the defaults of `axes`, so each device draws from its own
+        keys; `{es.Rng: P()}` shares them. The `self` of a decorated method has no
         entry. Leaves that are not arrays are passed on unchanged. With
         `check_vma=False`, the function may only write state that `axes` names. A key
         that is assigned is then kept only with `axes={es.Rng: P()}`.

@@ -98,9 +98,9 @@ _NO_MODEL: Final = """`{0}({1})` was called without a positional argument, and a
 that is passed by keyword, or that a partial binds, cannot be written. Pass the model \
 by position, `{0}({1})(model, ...)`, or call its method, `{0}(model.{1})(...)`."""
 
-_BOUND: Final = """`{0}`: the function is a partial that binds the `{1}`, and the first \
-argument of the call has no module. As in `jax.grad`, the model is the first argument \
-of the call, and what a partial binds does not count:
+_BOUND: Final = """`{0}`: the function is a partial that binds the `{1}`, and the \
+first argument of the call has no module. As in `jax.grad`, the model is the first \
+argument of the call, and what a partial binds does not count:
 
     {0}(ft.partial(f, model))(x)          # wrong
     {0}(f)(model, x)                      # right

@@ -2,7 +2,7 @@
 
 A call of `es.vmap` takes these steps:
 
-1. `Reached` finds all leaves (of the function, the arguments, and the modules that a
+1. `Mapped` finds all leaves (of the function, the arguments, and the modules that a
    scope owns), and an axis for each array.
 2. A key whose axis is `es.SPLIT` is split into a key for each lane.
 3. `jax.vmap` maps over arrays with an axis. All others are closed over, and shared.
@@ -22,7 +22,8 @@ import jax.tree_util as jtu
 from .._compat import is_mapped, spread_like
 from .._tree.rules import check_rules
 from .._typing import P, R
-from .axes import AbstractMap, Inputs, Reached, SPLIT
+from .axes import AbstractMap, SPLIT
+from .mapped import Inputs, Mapped
 from .transform import wrap
 
 
@@ -35,40 +36,39 @@ class _Vmap(AbstractMap):
     spmd_axis_name: Any = eqx.field(static=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        reached = Reached(self, args, kwargs)
-        size = _size(reached, self.axis_size)
+        call = Mapped(self, args, kwargs)
+        size = _size(call, self.axis_size)
         # On a mesh with explicit axes, the shardings of all mapped axes must be equal.
         # The user cannot shard the new keys, so we do.
-        pairs = zip(reached.values, reached.axes, strict=True)
-        arrays = [(x, axis) for x, axis in pairs if axis is not SPLIT]
-        reached.split_keys(
+        arrays = [(x, axis) for x, axis, _ in call.rows if axis is not SPLIT]
+        call.split_keys(
             size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
         )
 
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             inputs = Inputs(args, kwargs, f, modules)
-            return reached.run(inputs, _differs, _NOT_REDUCED.format)
+            return call.run(inputs, _differs, _NOT_REDUCED.format)
 
         mapped = jax.vmap(
             lane,
-            in_axes=tuple(reached.tree(reached.axes)),  # of the same type as `*args`
-            out_axes=(self.out_axes, reached.groups, 0, None),
+            # A tuple, of the same type as `*args`.
+            in_axes=tuple(call.tree(row.axis for row in call.rows)),
+            out_axes=(self.out_axes, call.groups, 0, None),
             axis_name=self.axis_name,
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        return reached.finish(*mapped(*reached.tree(reached.values)))
+        return call.finish(*mapped(*call.tree(row.value for row in call.rows)))
 
 
-def _size(reached: Reached, axis_size: int | None) -> int:
+def _size(call: Mapped, axis_size: int | None) -> int:
     """The number of lanes; `ValueError` if an array does not have its axis."""
     sizes = [] if axis_size is None else [axis_size]
-    for k, (x, axis) in enumerate(zip(reached.values, reached.axes, strict=True)):
+    for row in call.rows:
+        x, axis, _ = row
         if axis is not SPLIT:
             if not isinstance(axis, int) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
-                raise ValueError(
-                    _NO_AXIS.format(reached.names()[k], jnp.shape(x), axis)
-                )
+                raise ValueError(_NO_AXIS.format(call.name(row), jnp.shape(x), axis))
             sizes.append(jnp.shape(x)[axis])
     if not sizes:
         raise ValueError(_NOTHING_MAPPED)
@@ -116,15 +116,17 @@ def vmap(
         itself, or that `f` closes over, are mapped by the rules in `axes`.
     - `in_axes`, `out_axes`, `axis_name`, `axis_size`, `spmd_axis_name`: as for
         `jax.vmap`. Modules among the arguments are mapped by `in_axes`, in which an
-        entry may be a mapping like `axes`, for example `{es.Rng: es.SPLIT}`; with
-        `None`, all lanes draw from the same keys. Leaves that are not arrays are passed
-        on unchanged.
+        entry may be a mapping like `axes`. For a module that `es.mutable` makes
+        writable, `None` means the defaults of `axes`, so each lane draws from its own
+        keys; `{es.Rng: None}` shares them. Leaves that are not arrays are passed on
+        unchanged.
     - `axes`: rules from filters to axes, as in [`es.spec`][eqx_state.spec]. Names begin
         at the function itself, if it is a module, and at each module that it closes
-        over. By default `es.Rng` is `es.SPLIT`, and everything else is `None`, shared
-        by all lanes. With `es.SPLIT` each lane gets its own key, and the model's key
-        advances once if a lane draws from it, or if some branch of an `es.cond` or
-        `es.switch` does. If all lanes assign the same key, that key is stored.
+        over. By default `es.Rng` is `es.SPLIT`, as are typed keys in other state, and
+        everything else is `None`, shared by all lanes. With `es.SPLIT` each lane gets
+        its own key, and the model's key advances once if a lane draws from it, or if
+        some branch of an `es.cond` or `es.switch` does. If all lanes assign the same
+        key, that key is stored.
         `axes={...: 0}` runs an ensemble.
 
     **Returns:**

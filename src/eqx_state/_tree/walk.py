@@ -172,9 +172,7 @@ class Traversal(NamedTuple):
                 yield node, starts[i], starts[i + 1 + len([*below])]
 
 
-def traverse(
-    tree: PyTree, path: KeyPath = (), context: Context = ROOT
-) -> Traversal:
+def traverse(tree: PyTree, path: KeyPath = (), context: Context = ROOT) -> Traversal:
     """Walk a tree, and keep the walk."""
     visits = walk(tree, path, context)
     leaves = [node for _, node, _, is_leaf in visits if is_leaf]
@@ -190,7 +188,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any, list[Any]]:
     def record(node: Any) -> bool:
         if eqx.Module in type(node).__mro__:
             modules.append(node)
-        return False
+        return isinstance(node, Iterator)  # a leaf to JAX, which would warn
 
     leaves, structure = jtu.tree_flatten(tree, is_leaf=record)
     return leaves, structure, modules

@@ -1,0 +1,208 @@
+"""A call under `es.vmap` or `es.shard_map`: its arrays, its lanes, what they return.
+
+`Mapped` puts all arrays of a call into one pytree, with a `Row` for each array that the
+lanes do not simply share. The rest of a transform does not need to know where an array
+or its axis came from.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax.random as jr
+import jax.tree_util as jtu
+
+from .._state.scope import is_owned, Sown
+from .._tree.keys import is_key, next_keys, num_key_axes, split_key
+from .._tree.walk import is_array, name_of, Visit
+from .axes import AbstractMap, ArgumentAxes, FunctionAxes, is_per_lane, SPLIT
+from .callables import is_bound_method
+from .cut import cut
+from .lift import Lifted, Ran, StaticOutput
+from .reach import check_given
+from .roots import by_entry, Root, Values
+from .transform import Transform
+
+
+class Row(NamedTuple):
+    """An array that JAX's transform gets: its value, its axis, and its slot, if any."""
+
+    value: Any
+    axis: Any
+    slot: int | None = None
+
+
+class _Key(NamedTuple):
+    """The dict key of a leaf of an owned module. JAX prints its `name` in errors."""
+
+    slot: int
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Inputs(NamedTuple):
+    """Everything that a call uses. JAX gets a copy with `None` for unmapped leaves.
+
+    JAX's errors use these names: "axis 0 of argument args[0]['x']", "axis 0 of argument
+    modules[layers[0].mean]".
+    """
+
+    args: Any
+    kwargs: Any
+    f: Any
+    modules: Any
+
+
+class Mapped:
+    """The `Inputs` of a call, split into mapped and shared leaves.
+
+    - `rows`: one for each leaf that JAX's transform gets; in `es.shard_map` also the
+        shared arrays. `tree` unflattens a list with an item for each row.
+    - `rest`: all other leaves, and the owned modules. The lanes close over them.
+    - `lifted`: the modules that a scope owns; `axes`: the axes of their leaves.
+    - `groups`: the axes of state, each once. A lane returns new state in these groups.
+    """
+
+    def __init__(
+        self, transform: AbstractMap, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
+        self.transform, f = transform, _opened(transform.f)
+        self.arguments = ArgumentAxes(transform, args, kwargs)
+        self.lifted = lifted = Lifted(f, (args, kwargs), self.arguments.axes)
+        function = FunctionAxes(transform, f, lifted)
+        if not lifted.is_initializing:  # else `init` may still create arrays
+            check_given(transform.f, *args, *kwargs.values())
+            function.check_matched()
+            self.arguments.check_matched()
+        self.axes = function.by_slot
+        axes = []
+        for x, own in by_entry(lifted.arguments, self.arguments.axes):
+            if is_owned(x):
+                self.axes.update(zip(lifted.slots(x), own, strict=True))
+            axes.append(None if is_owned(x) else own[0])
+        slots = sorted(k for k, axis in self.axes.items() if axis is not None)
+        modules = {_Key(k, lifted.name(k)): lifted.values[k] for k in slots}
+        axes += [*function.axes, *(self.axes[slot] for slot in slots)]
+        everything = Inputs(*lifted.arguments, f, modules)
+        treedef = jtu.tree_structure(everything, is_leaf=is_owned)
+        is_mapped = treedef.unflatten(axis is not None for axis in axes)
+        mapped, self.rest = cut(everything, is_mapped)
+        values, treedef = jtu.tree_flatten(mapped)
+        self.tree: Callable[[Any], Inputs] = treedef.unflatten
+        axes = [axis for axis in axes if axis is not None]
+        others = [None] * (len(axes) - len(slots))
+        self.rows = [*map(Row, values, axes, [*others, *slots])]
+        # For each split key, the key that its module stores if a lane used it.
+        self.advanced: Values = {}
+        # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
+        arrays = (slot for slot, x in lifted.values.items() if is_array(x))
+        self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
+
+    def group_of(self, slot: int) -> Any:
+        """The axis along which new state is stacked.
+
+        A new key that is equal in all lanes is shared, even if the old key was split.
+        """
+        axis = self.axes[slot]
+        return self.transform.shared if axis is SPLIT else axis
+
+    def name(self, row: Row) -> str:
+        """The name of an array, for errors."""
+        if row.slot is not None:
+            return self.lifted.name(row.slot)
+        paths, _ = jtu.tree_flatten_with_path(self.tree(self.rows), is_leaf=_is_row)
+        return next(name_of(path) for path, x in paths if x is row)
+
+    def split_keys(
+        self, num: int, place: Callable[[Any, int], tuple[Any, Any]]
+    ) -> None:
+        """Where the axis is `SPLIT`, give each of `num` lanes its own key.
+
+        `place` takes the keys and their axis, and returns the keys and axis to map.
+        """
+        self.rows = [
+            self._split(row, num, place) if row.axis is SPLIT else row
+            for row in self.rows
+        ]
+
+    def _split(self, row: Row, num: int, place: Callable[..., Any]) -> Row:
+        if not is_key(row.value):
+            what = self.transform.what, self.name(row)
+            raise ValueError(_NOT_A_KEY.format(*what))
+        # Splitting consumes a key. If no lane draws, the model keeps this key and may
+        # draw from it later. Without the clone, `jax_debug_key_reuse` would call that
+        # reuse.
+        advanced, key = next_keys(jr.clone(row.value))
+        if row.slot is not None:  # `None`: a key among the arguments
+            self.advanced[row.slot] = advanced
+        return Row(*place(split_key(key, num), num_key_axes(key)), row.slot)
+
+    def run(
+        self,
+        inputs: Inputs,
+        differs: Callable[[Any, Any], bool],
+        not_reduced: Callable[[str], str],
+    ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
+        """Call the function in a lane, with the values of this lane.
+
+        Returns the arrays of its output, the written state in `groups`, the sown
+        values, and the rest: the static part of the output, and the keys that the lane
+        used.
+
+        `differs(x, axis)` says whether the lanes may have different values although
+        `axis` allows only one. For a split key this means that the lanes drew from it.
+        For any other state it is an error, with the text `not_reduced(names)`.
+        """
+        inputs = self.rest.join(inputs)
+        values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
+        ran = self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
+        groups: list[Values] = [{} for _ in self.groups]
+        used, unreduced = [], []
+        for slot, x in ran.written.items():
+            axis = self.group_of(slot)
+            if not differs(x, axis):
+                groups[self.groups.index(axis)][slot] = x
+            elif slot in self.advanced:
+                used.append(slot)
+            else:
+                unreduced.append(f"`{self.lifted.name(slot)}`")
+        if unreduced:
+            raise ValueError(not_reduced(", ".join(unreduced)))
+        out, rest = cut(ran.out)
+        return out, groups, ran.sown, StaticOutput((rest, used))
+
+    def finish(
+        self, out: Any, groups: list[Values], sown: list[Sown], rest: StaticOutput
+    ) -> Any:
+        """Write to the modules outside, and return the whole output."""
+        rest_of_out, used = rest.value
+        written = {slot: x for group in groups for slot, x in group.items()}
+        written |= {slot: self.advanced[slot] for slot in used}
+        self.lifted.commit(Ran(None, written, sown))
+        # After the commit, because a filter may only match what is in the model.
+        lane = f"lane of `{self.transform.what}`"
+        self.lifted.check_not_created(self._is_per_lane, lane)
+        return rest_of_out.join(out)
+
+    def _is_per_lane(self, root: Root, visit: Visit) -> bool:
+        return is_per_lane(self.transform, self.arguments.pairs, self.axes, root, visit)
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Row)
+
+
+def _opened(f: Any) -> Any:
+    """`f`, as a pytree in which a bound object is an argument."""
+    # JAX treats `model.__call__` as a leaf. Other bound methods of Equinox's modules
+    # are modules themselves, but in rules and errors, names should begin at `model`.
+    if isinstance(f, Transform):
+        return f.of(_opened(f.f))
+    is_method = is_bound_method(f) and isinstance(f.__self__, eqx.Module)
+    return eqx.Partial(f.__func__, f.__self__) if is_method else f
+
+
+_NOT_A_KEY: Final = """`{0}`: `es.SPLIT` is the axis of `{1}`, which is not a PRNG \
+key. Only keys can be split: map an array over an axis, or share it with `None`."""
