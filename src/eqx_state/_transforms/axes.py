@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 import equinox as eqx
-import jax.random as jr
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from .._kinds.kinds import Rng
 from .._state.scope import is_owned, Ownership, Sown
 from .._tree.base import ownership_of
-from .._tree.keys import is_key, next_keys, num_key_axes, split_key
+from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.rules import check_rules, is_rules, RuleMatcher
 from .._tree.walk import is_array, leaves, name_of, Visit
 from .._typing import KeyPath
@@ -170,7 +169,7 @@ class Reached:
                 # Splitting consumes a key. If no lane draws, the model keeps this key
                 # and may draw from it later. Without the clone, `jax_debug_key_reuse`
                 # would call that reuse.
-                advanced, key = next_keys(jr.clone(self.values[k]))
+                advanced, key = next_keys(clone(self.values[k]))
                 if slot is not None:  # `None`: a key among the arguments
                     self.advanced[slot] = advanced
                 keys = split_key(key, num)
