@@ -179,7 +179,7 @@ class Reached:
         self,
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[str], str],
+        not_reduced: Callable[[str, Values], str],
     ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
         """Call the function in a lane, with the values of this lane.
 
@@ -189,13 +189,13 @@ class Reached:
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
-        For any other state it is an error, with the text `not_reduced(names)`.
+        For any other state it is an error, with the text `not_reduced(names, states)`.
         """
         inputs = eqx.combine(inputs, self.rest, is_leaf=is_owned)
         values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
         ran = self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
         groups: list[Values] = [{} for _ in self.groups]
-        used, unreduced = [], []
+        used, unreduced = [], {}
         for slot, x in ran.written.items():
             axis = self.group_of(slot)
             if not differs(x, axis):
@@ -203,9 +203,10 @@ class Reached:
             elif slot in self.advanced:
                 used.append(slot)
             else:
-                unreduced.append(f"`{self.lifted.name(slot)}`")
+                unreduced[slot] = x
         if unreduced:
-            raise ValueError(not_reduced(", ".join(unreduced)))
+            names = ", ".join(f"`{self.lifted.name(slot)}`" for slot in unreduced)
+            raise ValueError(not_reduced(names, unreduced))
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         return out, groups, ran.sown, StaticOutput((static, used))
 
