@@ -397,3 +397,49 @@ def test_a_module_that_the_call_creates_from_an_observed_one_has_its_own_class()
     assert type(new) is Layer
     assert eqx.tree_equal(new, Layer(jnp.ones(3) + 1))
     assert list(found) == [""]
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, es.jit])
+def test_the_function_of_a_class_may_be_called_with_a_different_object(jit):
+    class Layer(es.Module):
+        w: es.Parameter
+
+        def __call__(self, x):
+            return self.w * x
+
+    class Sub(Layer):
+        def __call__(self, x):
+            return Layer.__call__(self, x) + 1
+
+    class Both(es.Module):
+        layer: Layer
+        sub: Sub
+
+        def __call__(self, x):
+            layer, sub = type(self.layer).__call__, type(self.sub).__call__
+            others = [layer(self.sub, x), layer(Layer(3.0), x), layer(Stub(), x)]
+            copies = [layer(self.layer.eval(), x), sub(eqx.tree_at(w, self.sub, x), x)]
+            return [layer(self.layer, x), sub(self.sub, x), *others, *copies]
+
+    class Stub:
+        w = 4.0
+
+    def w(layer):
+        return layer.w
+
+    model, x = Both(Layer(1.0), Sub(2.0)), jnp.array(1.0)
+    want = [1.0, 3.0, 2.0, 3.0, 4.0, 1.0, 2.0]
+    assert [float(y) for y in model(x)] == want
+    for outputs, names in [
+        (Layer, {"layer", "sub"}),
+        ("layer", {"layer"}),
+        ("sub", {"sub"}),
+        (Both, set()),  # whose function is called, and not the module
+    ]:
+        (out, _), found = jit(es.capture(Both.__call__, outputs=outputs))(model, x)
+        assert [float(y) for y in out] == want
+        assert found.keys() == names
+        if outputs is Layer:  # first the copies, then the layers themselves
+            assert found == {"layer": (1.0, 1.0), "sub": (2.0, 3.0)}
+    bad = Both(Layer(jnp.nan), Sub(2.0))
+    assert es.find_nonfinite(jit(Both.__call__))(bad, x) == ["layer"]

@@ -49,6 +49,18 @@ class Custom:
         return cls(*children, aux)
 
 
+@jtu.register_pytree_node_class
+class Fresh(Custom):
+    """A node whose static data are new objects each time that JAX flattens it."""
+
+    def tree_flatten(self):
+        return (self.x,), (Pair({"aux": self.aux}, [self.aux]), {"aux": self.aux})
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children, aux[1]["aux"])
+
+
 def arrays_of(tree):
     return [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
 
@@ -102,6 +114,7 @@ TREES = st.recursive(
         st.dictionaries(st.integers(0, 3), inner, max_size=2),
         st.builds(Pair, inner, inner),
         st.builds(Custom, inner, STATIC),
+        st.lists(st.builds(Fresh, inner, STATIC), min_size=1, max_size=4),
         st.builds(Plain, inner, st.sampled_from([1, True, 2])),
         st.builds(Leaf, ARRAYS, STATIC, inner),
     ),

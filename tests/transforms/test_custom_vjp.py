@@ -243,6 +243,92 @@ def test_a_key_that_is_not_drawn_from_does_not_change():
         close(new, layer)
 
 
+# --- Keys -----------------------------------------------------------------------------
+
+
+class Noise(es.Module):
+    w: es.Parameter
+    rng: es.Rng
+    inner: list[es.Rng]
+
+    def draw(self):
+        (self.rng, k), self.inner = jr.split(self.rng), [*jr.split(self.inner[0])[:1]]
+        return jr.normal(k) + jr.normal(self.inner[0])
+
+    def __call__(self, x):
+        return self.w * x + self.draw()
+
+
+def by_rule(m):
+    """A draw in a rule, which stores new keys and returns one."""
+    f = lambda m, x: (x + m.draw(), m.rng)  # noqa: E731
+    fwd, bwd = (lambda m, x: (f(m, x), None)), (lambda _, g: (None, g[0]))
+    return make(es, f, fwd, bwd)(m, m.w)
+
+
+def by_jax(m):
+    """The same with a rule of the user's, who assigns the keys."""
+    f = lambda k, x: (x + jr.normal(k), jr.split(k)[0])  # noqa: E731
+    fwd, bwd = (lambda k, x: (f(k, x), None)), (lambda _, g: (None, g[0]))
+    x, m.rng = make(jax, f, fwd, bwd)(m.rng, m.w)
+    _, m.inner = make(jax, f, fwd, bwd)(m.inner[0], x), [m.rng]
+    return x, m.rng
+
+
+def on_devices(m, x):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    spec = jax.sharding.PartitionSpec("data")
+    return es.shard_map(m, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+USES = {
+    "vmap": lambda m, key, x: es.vmap(m)(x),
+    "vmap of an argument": lambda m, key, x: es.vmap(
+        lambda k: jr.normal(k), in_axes=({...: es.SPLIT},), axis_size=2
+    )(key),
+    "scan": lambda m, key, x: es.scan(lambda c, x: (c, m(x)), None, x)[1],
+    "vmap in scan": lambda m, key, x: es.scan(
+        lambda c, x: (c, es.vmap(m)(x)), None, x[None]
+    )[1],
+    "checkpoint": lambda m, key, x: es.checkpoint(es.vmap(m))(x),
+    "cond": lambda m, key, x: es.cond(True, es.vmap(m), jnp.zeros_like, x),
+    "shard_map": lambda m, key, x: on_devices(m, x),
+    "jax.random": lambda m, key, x: jr.normal(jr.clone(jr.split(m.rng)[0])) * x * m.w,
+    "clone": lambda m, key, x: jr.normal(jr.clone(m.rng)) * jr.normal(jr.clone(key)),
+}
+
+
+def gradient(loss, m, x):
+    (out, new), grads = es.value_and_grad(loss)(m, x)
+    return out, new, grads.w
+
+
+def cotangent(loss, m, x):
+    def f(m, x):
+        out, pull = es.vjp(lambda m: loss(m, x), m)
+        return out, pull(jnp.ones_like(out))[0].w
+
+    (out, by_w), new = es.mutable(f)(m, x)
+    return out, new, by_w
+
+
+@pytest.mark.parametrize("rule", [by_rule, by_jax])
+@pytest.mark.parametrize("use", USES)
+def test_keys_that_leave_a_rule_are_ordinary_keys(rule, use):
+    if (rule, use) == (by_jax, "clone"):
+        pytest.skip("JAX has no rule for a clone of a key with a tangent")
+
+    def loss(m, x):
+        y, key = rule(m)
+        return jnp.sum(USES[use](m, key, y * x))
+
+    m = Noise(jnp.array(2.0), jr.key(0), [jr.key(1)])
+    out, new = es.mutable(loss)(m, jnp.ones(2))
+    *first, by_w = gradient(loss, m, jnp.ones(2))
+    close(first, [out, new])
+    close(es.jit(cotangent)(loss, m, jnp.ones(2)), (out, new, by_w))
+
+
 def test_both_arguments_and_the_state_have_their_cotangents():
     def f(layer, x):
         out, vjp_fn = es.vjp(lambda layer, x: layer(x), layer, x)

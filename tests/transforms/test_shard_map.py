@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import equinox as eqx
 import jax
@@ -207,11 +208,10 @@ def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
 
     axes = {es.Rng: es.SPLIT, es.State: es.SPLIT} if entry == "rules" else entry
     for model in (Keyed(jr.key(0)), es.nn.Dropout(0.5, key=jr.key(0))):
-        options = dict(mesh=LINE, out_specs=ROWS)
-        mapped = es.shard_map(lambda m, x: m(x), in_specs=(axes, ROWS), **options)
-        closed = lambda m, x: es.shard_map(m, in_specs=(ROWS,), **options)(x)  # noqa: E731
+        by_entry = mapped(lambda m, x: m(x), (axes, ROWS), ROWS)
+        closed = lambda m, x: mapped(m, ROWS, ROWS)(x)  # noqa: E731
         xs = jnp.ones((2, 16))
-        y, new = es.mutable(mapped)(model, xs)
+        y, new = es.mutable(by_entry)(model, xs)
         assert len({tuple(row) for row in y.tolist()}) == 2
         expected, after = es.mutable(closed)(model, xs)
         assert (y == expected).all()
@@ -440,6 +440,33 @@ def test_a_carry_with_a_changed_structure_is_an_error_of_jax():
 
 
 # --- Errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reduced", "axes", "missing"),
+    [
+        ((), {}, '("data", "model")'),
+        ("data", {}, '"model"'),
+        ("model", {}, '"data"'),
+        ((), {es.BatchStat: P("data")}, '"model"'),
+        ((), {es.BatchStat: P("model")}, '"data"'),
+    ],
+)
+def test_the_error_names_the_mesh_axes_that_are_not_reduced(reduced, axes, missing):
+    def f(norm, xs):
+        mean = jnp.broadcast_to(jnp.mean(xs), norm.mean.shape)
+        norm.mean = jax.lax.pmean(mean, reduced) if reduced else mean
+        norm.rng, _ = jr.split(norm.rng)  # which differs along all axes
+        return xs
+
+    def run(norm, xs):
+        spec, both = P("data", "model"), {**axes, es.Rng: es.SPLIT}
+        return mapped(f, (both, spec), spec, MESH)(norm, xs)
+
+    model = Norm(mean=jnp.zeros(2))
+    ways = f"jax.lax.pmean(mean, {missing})", f"axes={{es.State: P({missing})}}"
+    with rejects(model, ValueError, *map(re.escape, ways)):
+        es.mutable(run)(model, XS)
 
 
 def test_without_the_check_shared_state_is_not_written():

@@ -1,5 +1,7 @@
 """Rules inside an optimizer or an average apply to the parameter of each array."""
 
+from typing import Any, NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -192,3 +194,115 @@ def test_a_stack_of_models_with_a_stack_of_optimizers():
     stack = eqx.filter_vmap(make)(jr.split(jr.key(0), 3))
     got = values(stack, {es.path_matches("[[]0]['a']".replace("[[]", "[")): 0, ...: 1})
     assert [got[f"[1].opt_state[0].mu['{x}']"] for x in "ab"] == [0, 1]
+
+
+# --- Fields with the names that optax and `es.Ema` use for moments and averages -------
+
+
+class Head(es.Module):
+    w: es.Parameter
+
+
+class Same(es.Module):
+    w: es.Parameter = 0.0
+    mu: Any = None
+    nu: Any = None
+    trace: Any = None
+    means: Any = None
+    count: Any = None
+
+
+class Pair(NamedTuple):
+    mu: Any
+    w: Any
+
+
+NAMES = ("mu", "nu", "trace", "means", "count")
+NAMESAKES = {
+    **{name: Same(1.0, **{name: Head(1.0)}) for name in NAMES},
+    "arrays": Same(1.0, *[1.0] * 5),
+    "recursive": Same(1.0, Same(1.0, Same(1.0), Same(1.0)), Same(1.0), count=1.0),
+    "recursive, without w": Same(0.0, mu=Same(1.0, mu=Same(1.0))),
+    "list": [Same(1.0, Head(1.0)), Same(1.0, trace=Same(1.0, trace=Head(1.0)))],
+    "dict": {"mu": Same(1.0, Head(1.0)), "w": 1.0, "count": {"mu": 1.0, "w": 1.0}},
+    "tuple": (1.0, (1.0, Head(1.0)), Same(1.0, mu=(1.0, 1.0))),
+    "named tuple": Pair(Pair(Head(1.0), 1.0), Same(1.0, nu=Pair(1.0, 1.0))),
+    "array": 1.0,
+}
+
+
+def by_shape(model):
+    """The model with arrays whose sizes are all different; and rules for each array.
+
+    The value of an array of shape `(n, 50 + n)` is `n`.
+    """
+    leaves, treedef = jax.tree.flatten(model)
+    numbers = range(10, 10 + len(leaves))
+    rules = {lambda part, n=n: n in part.value.shape: n for n in numbers}
+    return treedef.unflatten(jnp.ones((n, 50 + n)) for n in numbers), rules
+
+
+def by_parity(tx, then):
+    """Every second parameter goes to one of the transformations."""
+
+    def is_even(part):
+        return part.value.shape[-1] % 2 == 0
+
+    def labels(model):
+        return lambda _: es.spec(model, {is_even: "a", ...: "b"})
+
+    return lambda model: then(tx, labels(model), is_even, model)
+
+
+OTHER_TXS = {
+    **{k: TXS[k] for k in ("adam", "adafactor", "multi_steps", "injected")},
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "twice": optax.chain(optax.trace(0.9), optax.adam(0.1)),
+    "lbfgs": optax.lbfgs(memory_size=3),
+    "raw tuple": optax.GradientTransformation(
+        lambda params: (jnp.zeros((), int), jax.tree.map(jnp.ones_like, params)), None
+    ),
+    "groups": by_parity(
+        optax.adam(0.1), lambda tx, labels, is_even, _: {is_even: tx, ...: TXS["adam"]}
+    ),
+    "partition": by_parity(
+        optax.adam(0.1),
+        lambda tx, labels, *_: optax.partition(
+            {"a": tx, "b": optax.sgd(1, 0.9)}, labels
+        ),
+    ),
+    "masked": by_parity(
+        optax.adam(0.1),
+        lambda tx, _, is_even, model: optax.masked(
+            tx, lambda _: es.mask(model, lambda part: not is_even(part))
+        ),
+    ),
+}
+
+
+def check_by_shape(tree, rules, chosen):
+    """Every array has the value of the parameter that shares an axis with it."""
+    found = 0
+    for part, value in zip(es.parts(tree), chosen, strict=True):
+        of = [n for n in rules.values() if {n, 50 + n} & {*part.value.shape}]
+        if part.value.shape != (1,):  # in adafactor, for what is not used
+            assert [value] == (of or ["none"]), part.name
+            found += len(of)
+    return found
+
+
+@pytest.mark.parametrize("kind", NAMESAKES)
+@pytest.mark.parametrize("name", [*OTHER_TXS, "ema"])
+def test_fields_may_have_the_names_of_moments(kind, name):
+    model, rules = by_shape(NAMESAKES[kind])
+    if name == "ema":
+        follower = es.Ema(0.9).init(model)
+    else:
+        tx = OTHER_TXS[name]
+        is_by_parity = callable(tx) and not hasattr(tx, "init")
+        if kind == "array" and (is_by_parity or name == "adafactor"):
+            pytest.skip("no two groups, or only moments of other shapes")
+        follower = es.Optimizer(tx(model) if is_by_parity else tx).init(model)
+    for tree in (follower, (model, follower), [follower, model]):
+        chosen = values(tree, {**rules, es.Buffer: "none"}).values()
+        assert check_by_shape(tree, rules, chosen) >= 1

@@ -193,6 +193,34 @@ def test_different_auxiliary_data_of_a_node_is_a_different_structure():
         es.update(sin, cos)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad, jax.checkpoint])
+def test_a_traced_ref_is_not_an_array_although_it_has_the_class_of_one(transform):
+    class Cell(es.Module):
+        ref: Any
+        w: es.Parameter
+        n: es.State
+
+    def check(ref, x):
+        for tree in ([ref, x], [x, ref], {"a": (ref,), "b": x}, Cell(ref, x, x)):
+            arrays = jax.tree.map(lambda y: None if y is ref else y, tree)
+            others = jax.tree.map(lambda y: y if y is ref else None, tree)
+            is_array = jax.tree.map(lambda y: y is not ref, tree)
+            assert same(es.filter(tree), arrays)
+            assert same(es.partition(tree, es.Buffer, es.TreePart)[1], arrays)
+            assert same(es.partition(tree, es.TreePart)[1], others)
+            assert es.mask(tree, es.TreePart) == is_array
+            assert es.spec(tree, {es.TreePart: True}, False) == is_array
+            assert same(es.update(tree, es.filter(tree)), tree)
+            assert same(es.map(lambda y: y, tree, on=es.TreePart), tree)
+        return x.sum()
+
+    def f(x):
+        check(jax.new_ref(x), x)
+        return check(jax.new_ref(jnp.zeros(())), x)
+
+    transform(f)(jnp.ones(2))
+
+
 # --- spec, mask -----------------------------------------------------------------------
 
 

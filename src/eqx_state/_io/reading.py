@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .._tree.keys import is_typed
+from .._tree.keys import clone, is_typed
 from .._tree.parts import is_split, LayerPart, layers_of, Part
 from .._tree.walk import is_numpy
 from .._typing import KeyPath
@@ -204,7 +204,7 @@ def as_one(layers: Sequence[Any], sizes: tuple[int, ...]) -> Any:
         return np.stack(layers).reshape(shape)
     x = jnp.stack(layers).reshape(shape)
     # For `jax_debug_key_reuse`, reshaped keys count as used.
-    return jr.clone(x) if is_typed(x) else x
+    return clone(x)
 
 
 def _read(layers: Sequence[Any], sizes: tuple[int, ...], box: Box) -> Any:

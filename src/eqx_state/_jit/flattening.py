@@ -286,7 +286,24 @@ def _same_if(x: Any) -> Any:
     """A hashable form of a static value, equal for values that can be interchanged."""
     if type(x) is tuple:
         return tuple(map(_same_if, x))
-    return typed(x) if type(x) in _VALUES else ("id", id(x))
+    return typed(x) if type(x) in _VALUES else _Identity(x)
+
+
+class _Identity:
+    """A key for an object. It keeps the object alive, so that no `id` is reused.
+
+    JAX creates the data of some nodes, such as `{"shape": (3, 4)}` for a sparse matrix,
+    each time it flattens them.
+    """
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Identity) and self.x is other.x
 
 
 _VALUES: Final = frozenset({str, int, bool, float, type(None)})

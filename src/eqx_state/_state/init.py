@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
-import jax.random as jr
 import jax.tree_util as jtu
 
 from .._compat import boundary, has_escaped
@@ -30,7 +29,7 @@ from .._tree.base import (
 from .._tree.compare import check_not_repeated
 from .._tree.context import children, Context, map_children, ROOT
 from .._tree.dtypes import strengthen
-from .._tree.keys import as_key, is_typed, key_at
+from .._tree.keys import as_key, clone, key_at
 from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
 from .._typing import KeyPath, Tree
 from .copy import PrivateCopy
@@ -253,7 +252,7 @@ def init(
     run = operator.call if call is None else call
     # The forward pass draws from clones of the keys: the model will draw from the same
     # keys later, which `jax_debug_key_reuse` would report.
-    cloned = jtu.tree_map(lambda x: jr.clone(x) if is_typed(x) else x, tree)
+    cloned = jtu.tree_map(clone, tree)
     after = _in_scope(cloned, key, lambda private: run(private, *inputs))
     return _run_hooks(_filled(copy_tree(tree), after), key)
 

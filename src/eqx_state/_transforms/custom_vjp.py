@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 
 from .._compat import is_in_trace
 from .._tree.base import fields_of
+from .._tree.keys import clone
 from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
 from .cut import cut, is_traced
@@ -104,7 +105,8 @@ class _CustomVjp(Transform):
         rule = jax.custom_vjp(f, nondiff_argnums=static)
         if self.fwd is not None:  # else JAX raises the error
             rule.defvjp(fwd, bwd)
-        ran = rule(*inputs)
+        # JAX gives a returned key a tangent, and `jax.random.clone` has no rule for it.
+        ran = jtu.tree_map(clone, rule(*inputs))
         for name, g in (("f", f), ("fwd", fwd)) if is_in_trace() else ():
             # `jax.grad(jax.jit(call))` traces `fwd` after this call has returned, and
             # `jax.grad(call)` never traces `f`. Find out now what both write.

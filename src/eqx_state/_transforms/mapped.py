@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
-import jax.random as jr
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned, Sown
-from .._tree.keys import is_key, next_keys, num_key_axes, split_key
+from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import is_array, name_of, Visit
 from .axes import AbstractMap, ArgumentAxes, FunctionAxes, is_per_lane, SPLIT
 from .callables import is_bound_method
@@ -134,7 +133,7 @@ class Mapped:
         # Splitting consumes a key. If no lane draws, the model keeps this key and may
         # draw from it later. Without the clone, `jax_debug_key_reuse` would call that
         # reuse.
-        advanced, key = next_keys(jr.clone(row.value))
+        advanced, key = next_keys(clone(row.value))
         if row.slot is not None:  # `None`: a key among the arguments
             self.advanced[row.slot] = advanced
         return Row(*place(split_key(key, num), num_key_axes(key)), row.slot)
@@ -143,7 +142,7 @@ class Mapped:
         self,
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[str], str],
+        not_reduced: Callable[[str, Values], str],
     ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
         """Call the function in a lane, with the values of this lane.
 
@@ -153,13 +152,13 @@ class Mapped:
 
         `differs(x, axis)` says whether the lanes may have different values although
         `axis` allows only one. For a split key this means that the lanes drew from it.
-        For any other state it is an error, with the text `not_reduced(names)`.
+        For any other state it is an error, with the text `not_reduced(names, values)`.
         """
         inputs = self.rest.join(inputs)
         values = self.lifted.values | {k.slot: x for k, x in inputs.modules.items()}
         ran = self.lifted.run(values, lambda: inputs.f(*inputs.args, **inputs.kwargs))
         groups: list[Values] = [{} for _ in self.groups]
-        used, unreduced = [], []
+        used, unreduced = [], {}
         for slot, x in ran.written.items():
             axis = self.group_of(slot)
             if not differs(x, axis):
@@ -167,9 +166,10 @@ class Mapped:
             elif slot in self.advanced:
                 used.append(slot)
             else:
-                unreduced.append(f"`{self.lifted.name(slot)}`")
+                unreduced[slot] = x
         if unreduced:
-            raise ValueError(not_reduced(", ".join(unreduced)))
+            names = ", ".join(f"`{self.lifted.name(slot)}`" for slot in unreduced)
+            raise ValueError(not_reduced(names, unreduced))
         out, rest = cut(ran.out)
         return out, groups, ran.sown, StaticOutput((rest, used))
 

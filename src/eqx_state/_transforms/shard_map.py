@@ -22,6 +22,7 @@ from .._tree.rules import check_rules
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
 from .mapped import Inputs, Mapped
+from .roots import Values
 from .transform import wrap
 
 
@@ -60,17 +61,27 @@ class _ShardMap(AbstractMap):
 
         call.split_keys(math.prod(mesh.shape[name] for name in names), place)
 
+        def unmapped(x: Any, spec: Any) -> frozenset[Any]:
+            mapped = {n for n in names if n in jtu.tree_leaves(tuple(_spec(spec)))}
+            return varying_axes(x) & set(names) - mapped
+
         def differs(x: Any, spec: Any) -> bool:
             if not self.check_vma:  # the types do not show which values vary
                 return spec is _BY_DEFAULT
-            mapped = {n for n in names if n in jtu.tree_leaves(tuple(_spec(spec)))}
-            return bool(varying_axes(x) & set(names) - mapped)
+            return bool(unmapped(x, spec))
+
+        def not_reduced(states: str, values: Values) -> str:
+            if not self.check_vma:
+                return _UNCHECKED.format(states)
+            pairs = ((x, call.group_of(slot)) for slot, x in values.items())
+            over = frozenset().union(*(unmapped(*pair) for pair in pairs))
+            shown = ", ".join(f'"{n}"' for n in names if n in over)
+            axes = shown if len(over) == 1 else f"({shown})"
+            return _NOT_REDUCED.format(states, axes)
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
             inputs = call.tree(map(_own_key, values, is_split))
-            text = _NOT_REDUCED if self.check_vma else _UNCHECKED
-            not_reduced = ft.partial(text.format, names[0])
             out, groups, sown, rest = call.run(inputs, differs, not_reduced)
             return out, groups, jtu.tree_map(lambda x: x[None], sown), rest
 
@@ -102,14 +113,14 @@ def _own_key(x: Any, is_split: bool) -> Any:
     return lax.squeeze(x, (num_key_axes(x) - 1,)) if is_split else x
 
 
-_NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {1}, \
-but all devices share one value, so only one could be stored. Reduce it over the mesh \
-axis, `self.mean = jax.lax.pmean(mean, "{0}")`; or give every device its own part, \
-with a spec for the kind: `es.shard_map(f, ..., axes={{es.State: P("{0}")}})`, with \
+_NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
+but all devices share one value, so only one could be stored. It differs along {1}: \
+reduce it over this part of the mesh, `self.mean = jax.lax.pmean(mean, {1})`; or give \
+every device its own part, with a spec for the kind: `axes={{es.State: P({1})}}`, with \
 `es.Rng: es.SPLIT` if the model has keys. For a module among the arguments, this \
 mapping is its entry of `in_specs`."""
 
-_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {1}, which \
+_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
 is replicated. With the check off, JAX cannot verify that all devices wrote the same \
 value. Leave `check_vma` on; or, if they do, confirm it: `axes={{es.State: P()}}`. For \
 a module among the arguments, this mapping is its entry of `in_specs`."""

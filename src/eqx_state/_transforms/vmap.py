@@ -47,7 +47,7 @@ class _Vmap(AbstractMap):
 
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             inputs = Inputs(args, kwargs, f, modules)
-            return call.run(inputs, _differs, _NOT_REDUCED.format)
+            return call.run(inputs, _differs, lambda x, _: _NOT_REDUCED.format(x))
 
         mapped = jax.vmap(
             lane,

@@ -50,6 +50,15 @@ def key_at(key: Array, name: str) -> Array:
     return key
 
 
+def clone(x: Any) -> Any:
+    """`x`; if it is a typed key, one that `jax_debug_key_reuse` counts separately.
+
+    JAX cannot differentiate `jax.random.clone`, and a key that a `jax.custom_vjp` has
+    returned has a tangent.
+    """
+    return jr.wrap_key_data(jr.key_data(x), impl=jr.key_impl(x)) if is_typed(x) else x
+
+
 def num_key_axes(key: Array) -> int:
     """The number of axes of an array of keys, not counting a legacy key's words."""
     return key.ndim - (0 if is_typed(key) else 1)

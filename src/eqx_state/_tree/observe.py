@@ -154,6 +154,9 @@ def _new_observed_class(cls: Any) -> Any:
     """A subclass of a module class whose calls are observed."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # In `type(layer).__call__(other, x)`, only `layer` may be observed.
+        if not isinstance(self, observed):
+            return cls.__call__(self, *args, **kwargs)
         base: Any = super(observed, self)
         call = base.__call__
         observing = OBSERVING.get()

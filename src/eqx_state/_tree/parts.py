@@ -8,7 +8,6 @@ from typing import Any, Final, TYPE_CHECKING
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
@@ -16,7 +15,7 @@ from .._errors import show
 from .._kinds.kinds import Kind
 from .._typing import KeyPath, PyTree
 from .context import Stacks
-from .keys import is_typed
+from .keys import clone
 from .walk import is_array, is_numpy, leaves, Visit
 
 
@@ -228,7 +227,7 @@ def layer_of(x: Any, index: Any) -> Any:
     if is_numpy(x):  # `...` returns an array, not a scalar, if no axis remains
         return x[(*index, ...)] if isinstance(index, tuple) else x[index, ...]
     # Clone keys, because indexing a key counts as its use for `jax_debug_key_reuse`.
-    return (jr.clone(x) if is_typed(x) else x)[index]
+    return clone(x)[index]
 
 
 def _abstract_layer(x: jax.ShapeDtypeStruct, index: Any) -> jax.ShapeDtypeStruct:

@@ -21,6 +21,7 @@ import jax.tree_util as jtu
 
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import KeyPath, PyTree, Tree
+from .context import children
 from .filters import bind, check_filter, Filter, Predicate, written
 from .parts import layers_of, Part, parts
 from .walk import is_array, leaves, Visit, walk
@@ -274,25 +275,35 @@ def parameters_of(tree: PyTree) -> dict[KeyPath, ParameterOf]:
     If `tree` also contains the model, as in `(model, optimizer)`, that is the parameter
     in `tree`. Otherwise it is that of the recorded model, which may only have a shape.
     """
-    # The path of a moment ends with that of its parameter, in any optimizer state.
+    # In any optimizer state, moments are in trees of the class of the model.
     # `optax.tree_utils.tree_map_params` raises an error for the states of
     # `optax.partition`, `masked` and `lbfgs`.
     found: dict[KeyPath, ParameterOf] = {}
-    arrays, owners = _arrays(tree), _per_parameter_in(tree)
-    inside = {f.path: {p for p in arrays if p[: len(f.path)] == f.path} for f in owners}
-    outside = arrays.keys() - {path for paths in inside.values() for path in paths}
-    for owner in owners:
-        model = owner.node._recorded_model()
+    arrays, owners = _arrays(tree), [owner.path for owner in _per_parameter_in(tree)]
+    for owner, model in zip(owners, recorded_models(tree), strict=True):
         parameters = _arrays(model)
-        start = _start_of_model(outside, owner.path, parameters)
-        for path in inside[owner.path]:
-            below = _ending(arrays[path], len(owner.path), parameters)
-            if below is None:
-                continue
-            if start is None:
-                found[path] = ParameterOf(model, parameters[below])
-            else:
-                found[path] = ParameterOf(tree, arrays[*start, *below])
+        similar = _similar(tree, model, parameters)
+        # An array of the same shape as a model that is one array may be anything.
+        starts = [
+            path
+            for path, below in similar
+            if below == parameters.keys() != {()}
+            and not any(path[: len(other)] == other for other in owners)
+        ]
+        # If several nodes look like the model, choose the one whose path has the
+        # longest prefix in common with that of the owner; on a tie, none.
+        near = [_common(start, owner) for start in starts]
+        if near.count(max(near, default=0)) == 1:
+            where, visits, start = tree, arrays, starts[near.index(max(near))]
+        else:
+            where, visits, start = model, parameters, ()
+        # The state of `optax.chain` is a tuple, and so may be the model: take the tree
+        # that has most of the parameters. In a model with a part of the same class,
+        # take the outermost.
+        for path, below in sorted(reversed(similar), key=lambda pair: len(pair[1])):
+            if path[: len(owner)] == owner:
+                for x in below:
+                    found[*path, *x] = ParameterOf(where, visits[*start, *x])
     return found
 
 
@@ -311,40 +322,31 @@ def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
     return {visit.path: visit for visit in leaves(tree) if is_array(visit.node)}
 
 
-def _ending(
-    array: Visit, start: int, parameters: dict[KeyPath, Visit]
-) -> KeyPath | None:
-    """The path of a parameter with which an array's path ends, or `None`."""
-    ends = (array.path[i:] for i in range(start, len(array.path) + 1))
-    for below in (end for end in ends if end in parameters):
-        x, parameter = array.node, parameters[below].node
-        # A model may have a parameter `count`, the name of optax's counter of steps.
-        both = [jnp.issubdtype(y.dtype, jnp.inexact) for y in (x, parameter)]
-        # If the model is one array, its path is empty, and every path ends with it.
-        return (
-            below
-            if both[0] == both[1] and (below or x.shape == parameter.shape)
-            else None
-        )
-    return None
+def _similar(
+    node: PyTree, model: PyTree, parameters: Mapping[KeyPath, Visit], path: KeyPath = ()
+) -> list[tuple[KeyPath, Set[KeyPath]]]:
+    """Every tree of the model's class: its path, and the parameters that are in it.
 
-
-def _start_of_model(
-    arrays: Set[KeyPath], owner: KeyPath, parameters: Iterable[KeyPath]
-) -> KeyPath | None:
-    """The path of the model in the tree; `None` if it is not there.
-
-    If several nodes look like the model, choose the one whose path has the longest
-    prefix in common with that of the owner; on a tie, `None`.
+    Parents come first. The trees of a group contain only a part of the parameters.
     """
-    first = next(iter(parameters), ())
-    starts = [
-        path[: -len(first)] for path in arrays if first and path[-len(first) :] == first
-    ]
-    starts = [x for x in starts if all((*x, *below) in arrays for below in parameters)]
-    near = [_common(start, owner) for start in starts]
-    models = [start for start, n in zip(starts, near, strict=True) if n == max(near)]
-    return models[0] if len(models) == 1 else None
+    if is_array(model):
+        is_similar = is_array(node) and node.shape == model.shape
+    else:
+        is_similar = type(node) is type(model)
+    # A counter of steps is not like a parameter.
+    below = {
+        x
+        for x, visit in (_arrays(node) if is_similar else {}).items()
+        if x in parameters and _is_inexact(visit) == _is_inexact(parameters[x])
+    }
+    found = [(path, below)] if below else []
+    for key, child in children(node) or ():
+        found += _similar(child, model, parameters, (*path, key))
+    return found
+
+
+def _is_inexact(visit: Visit) -> bool:
+    return bool(jnp.issubdtype(visit.node.dtype, jnp.inexact))
 
 
 def _common(a: KeyPath, b: KeyPath) -> int:

@@ -188,6 +188,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any, list[Any]]:
     def record(node: Any) -> bool:
         if eqx.Module in type(node).__mro__:
             modules.append(node)
+            return False
         return isinstance(node, Iterator)  # a leaf to JAX, which would warn
 
     leaves, structure = jtu.tree_flatten(tree, is_leaf=record)
@@ -251,11 +252,14 @@ class _Walk:
         elif not is_leaf(node):
             step = self.container
         elif self.only_contexts:
-            # Either all leaves of a class are arrays, or none of them.
-            context_of = self.found.append
+            found = self.found.append
+            # A traced `jax.Ref` has the class of a traced array, but is not an array.
+            if isinstance(node, jax.core.Tracer):
+                return lambda node, path, x: found(x if is_array(node) else None)
+            # Of any other class, either all leaves are arrays, or none of them.
             if is_array(node):
-                return lambda node, path, context: context_of(context)
-            return lambda node, path, context: context_of(None)
+                return lambda node, path, context: found(context)
+            return lambda node, path, context: found(None)
         else:
             step = self.leaf
         return step if self.is_leaf is None else self.unless_leaf(step, self.is_leaf)
