@@ -180,6 +180,16 @@ def _(case):
             es.mutable(lambda m, value=value: setattr(m, "count", value))(model)
 
 
+@program("use a NumPy array of a model in `es.mutable`")
+def _(case):
+    table = np.arange(3.0, dtype=np.float32)
+    layer = case.keep(Layer(weight=jnp.ones(())), XS)
+    layer = eqx.tree_at(lambda layer: layer.weight, layer, table)
+    is_jax, new = es.mutable(lambda m: isinstance(m.weight, jax.Array))(layer)
+    assert is_jax
+    assert new.weight is table
+
+
 @program("write a `jax.ShapeDtypeStruct` into state", "`count`")
 def _(case):
     model = case.keep(Layer(), XS)

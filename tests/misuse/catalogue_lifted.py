@@ -95,6 +95,29 @@ def _(case):
 
 
 @program(
+    "carry a module through `es.scan`, and call the original in the body",
+    "`layer.count`",
+    "# right",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def wrong(net):
+        net.layer, ys = es.scan(lambda c, x: (c, net.layer(x)), net.layer, XS)
+
+    def right(net):
+        net.layer, ys = es.scan(lambda c, x: (c, c(x)), net.layer, XS)
+
+    def also_right(net):
+        _, ys = es.scan(lambda c, x: (c, net.layer(x)), 0, XS)
+
+    with case.error():
+        es.mutable(wrong)(net)
+    for f in (right, also_right):
+        assert es.mutable(f)(net)[1].layer.count == 3
+
+
+@program(
     "return the old module, not the one in the carry, from the body of `es.scan`",
     "`layer.count`",
     "return cell, y",

@@ -130,6 +130,56 @@ def _(case):
 
 
 @program(
+    "bind the model by a partial: `es.mutable(ft.partial(f, model))(x)`",
+    "`Net`",
+    "es.mutable(f)(model, x)",
+    "argnums=0",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+
+    def f(model, x):
+        return model(x)
+
+    for bound in (functools.partial(f, net), eqx.Partial(f, model=net)):
+        with case.error():
+            es.mutable(bound)(XS)
+    for run, args in [(f, (net, XS)), (functools.partial(f, x=XS), (net,))]:
+        assert es.mutable(run)(*args)[1].layer.count == 1
+
+
+@program(
+    "bind a teacher by a partial: "
+    "`es.value_and_grad(ft.partial(distill, teacher))(student, x)`"
+)
+def _(case):
+    teacher, student = case.keep((Layer(3.0).eval(), Layer(1.0)))
+
+    def distill(teacher, student, x):
+        return jnp.sum((student(x) - teacher(x)) ** 2)
+
+    loss_fn = functools.partial(distill, teacher)
+    (loss, new), grads = es.value_and_grad(loss_fn)(student, XS)
+    assert (new.weight, new.count, loss) == (1.0, 1, 4 * (XS**2).sum())
+    assert grads.weight == -4 * (XS**2).sum()
+
+
+class Trainer:
+    def loss(self, model, x):
+        return jnp.sum(model(x))
+
+
+@program(
+    "differentiate a method of a plain object: "
+    "`es.value_and_grad(trainer.loss)(model, x)`"
+)
+def _(case):
+    layer = case.keep(Layer(), XS)
+    (_, new), grads = es.value_and_grad(Trainer().loss)(layer, XS)
+    assert (new.count, grads.weight) == (1, XS.sum())
+
+
+@program(
     "pass the model by keyword: `es.mutable(f)(model=model)`",
     "es.mutable(f)(model, ...)",
 )

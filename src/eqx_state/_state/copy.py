@@ -12,15 +12,13 @@ from typing import Any, Final, NamedTuple
 import jax.tree_util as jtu
 
 from .._compat import has_escaped
-from .._errors import show, TraceError
+from .._errors import TraceError
 from .._tree.base import is_module, ownership_of
-from .._tree.compare import check_apart, check_not_repeated, difference, same
-from .._tree.dtypes import same_type, to_strong
+from .._tree.compare import check_apart, check_not_repeated, same
 from .._tree.walk import (
     copy_tree,
     drop_cached,
     flatten,
-    is_array,
     leaves,
     Traversal,
     traverse,
@@ -56,21 +54,22 @@ class PrivateCopy:
     - `given`: the leaves of the model.
     """
 
-    def __init__(self, model: Any, scope: Scope):
+    def __init__(self, model: Any, scope: Scope, like: Traversal | None = None):
+        """`like`: a traversal of a model of the same structure, if there is one."""
         self.model, self.scope = model, scope
-        self.given, structure, modules = flatten(model)
-        if _are_repeated(modules):
+        given = traverse(model) if like is None else like.again(model)
+        if given.has_repeated:
             # Check it now: unflattening would turn one module into two.
             check_not_repeated(model)
-        values = self.given
+        values = self.given = given.leaves
         for codec in scope.codecs:
             values = codec.enter(model, values)
-        self.tree = jtu.tree_unflatten(structure, values)
-        before = traverse(self.tree)
-        own(before.visits, scope)
+        self.tree = jtu.tree_unflatten(given.structure, values)
+        before = given.again(self.tree)
         if any([codec.adopt(before.visits) for codec in scope.codecs]):
             before = before._replace(structure=jtu.tree_structure(self.tree))
-        self.before = before
+        own(before, scope)
+        scope.traversals[id(self.tree)] = self.before = before
 
     def leave(self, out: Any) -> tuple[Any, Any]:
         """The output of a call, and the new model, as the caller gets them."""
@@ -119,10 +118,6 @@ def _leaves_named(model: Any) -> list[Visit]:
     return named
 
 
-def _are_repeated(modules: list[Any]) -> bool:
-    return len(set(map(id, modules))) < len(modules)
-
-
 def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
     """Check a call that returned `out`, and collect the trees that its scopes own.
 
@@ -136,7 +131,7 @@ def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
     # them.
     for scope in {id(x.scope): x.scope for x in owned}.values():
         _check_written({*map(id, inside), *map(id, outside)}, scope)
-    if _are_repeated(inside):
+    if len(set(map(id, inside))) < len(inside):
         check_apart([visit for each in after for visit in each.visits])
     collected = [_collect(x, each) for x, each in zip(owned, after, strict=True)]
     return _frozen(out, outside), collected
@@ -166,9 +161,7 @@ def _collect(owned: OwnedTree, after: Traversal) -> Collected:
     visits = [visit for visit in after.visits if visit.is_leaf]
     origins: Sequence[int | None] = range(len(visits))
     if after.structure != before.structure:
-        if not scope.is_initializing:
-            old_tree = jtu.tree_unflatten(before.structure, before.leaves)
-            raise ValueError(_STRUCTURE.format(difference(old_tree, tree)))
+        scope.check_structure(before, tree)
         known = [visit.path for visit in before.visits if visit.is_leaf]
         numbers = {path: k for k, path in enumerate(known)}
         origins = [numbers.get(visit.path) for visit in visits]
@@ -202,19 +195,8 @@ def _settle(visit: Visit, old: Any, scope: Scope) -> Any:
         raise TraceError(_ESCAPED.format(visit.name))
     if not scope.allows(kind_at(visit)):
         raise FrozenInstanceError(kind_message(visit, visit.name, scope, old))
-    if scope.is_initializing:
-        old = None  # the new value may have any shape and dtype
-    new = to_strong(scope.fit_leaf(old, new, visit.path))
-    if is_array(old) and not same_type(old, new):
-        raise ValueError(_OTHER_TYPE.format(visit.name, show(old), show(new)))
-    return new
+    return scope.settle(old, new, visit.path)
 
-
-_STRUCTURE: Final = """A call keeps the structure of the model, but this one changed \
-it, {}. Construct the model with the final structure of every field: zeros instead of \
-`None`, lists of the final length. Switch modes outside the call, by `train` and \
-`eval`. If a layer takes shapes from an input, initialize it first: `model = \
-model.init(42, x)`."""
 
 _LOST: Final = """`{}` was written, but its module is no longer in the model, so the \
 write would be lost. If you replaced the module, write to its replacement, and assign \
@@ -226,11 +208,6 @@ _ESCAPED: Final = """`{}` contains a tracer of a JAX transform that has returned
 inside the transform stored it without assigning a field, for example in a dict. Use \
 the `es` transform, which also returns the new state, and assign a new container: \
 `self.stats = {{**self.stats, "a": x}}`."""
-
-_OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
-dtype, because a change recompiles the step. Give the field its final shape and dtype \
-when you construct the model, or convert the new value: \
-`value.astype(self.field.dtype)`."""
 
 COVERED: Final = """`{0}` was written through the closure. The same module is also an \
 argument, of which the call returns a copy without this write, and to assign the copy \

@@ -19,6 +19,7 @@ from .._errors import an, NotInitializedError
 from .._kinds.kinds import Parameter, State
 from .._tree.base import (
     BaseModule,
+    dynamic_names,
     fields_of,
     INIT_DONE,
     is_eqx_module,
@@ -26,11 +27,20 @@ from .._tree.base import (
     ownership_of,
     Placeholder,
 )
-from .._tree.compare import check_not_repeated
+from .._tree.compare import check_not_repeated, same
 from .._tree.context import children, Context, map_children, ROOT
 from .._tree.dtypes import strengthen
 from .._tree.keys import as_key, clone, key_at
-from .._tree.walk import copy_tree, modules_in, name_of, Visit, walk
+from .._tree.walk import (
+    copy_tree,
+    is_array,
+    modules_in,
+    name_of,
+    Traversal,
+    traverse,
+    Visit,
+    walk,
+)
 from .._typing import KeyPath, Tree
 from .copy import PrivateCopy
 from .scope import own, Scope
@@ -161,7 +171,11 @@ def _missing(visits: list[Visit]) -> str | None:
     for visit in visits:
         if isinstance(visit.node, Initializer):
             return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
-        if is_module(visit.node) and _needs_module_init(visit.node):
+        if (
+            not visit.is_leaf
+            and is_module(visit.node)
+            and _needs_module_init(visit.node)
+        ):
             name = visit.name or type(visit.node).__qualname__
             return f"`module_init` of `{name}` has not run"
     return None
@@ -181,10 +195,13 @@ def check_none_missing(visits: list[Visit]) -> None:
         )
 
 
-def check_ready(tree: Any) -> None:
+def check_ready(tree: Any) -> Traversal:
     """Raise if a model is not initialized, or contains one stateful module twice."""
-    check_initialized(tree)
-    check_not_repeated(tree)
+    traversal = traverse(tree)
+    check_none_missing(traversal.visits)
+    if traversal.has_repeated:
+        check_not_repeated(tree)
+    return traversal
 
 
 @boundary
@@ -309,7 +326,20 @@ class InitScope(Scope):
         value = draw(value, self.key, path, context)
         return super().accept(None, value, path, context)
 
+    def settle(self, old: Any, new: Any, path: KeyPath) -> Any:
+        # Any shape and dtype.
+        return super().settle(None, new, path)
+
+    def check_structure(self, before: Traversal, after: Any) -> None:
+        pass
+
+    def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
+        is_static = name not in dynamic_names(type(module))
+        if is_static or _is_missing(old, new):
+            self.note_created(module, name, old)
+
     def note_created(self, module: BaseModule, name: str, old: Any) -> None:
+        """Record a field that was missing, and its old value."""
         self.created.setdefault((id(module), name), (module, name, old))
 
     def take_created(self) -> Created:
@@ -330,7 +360,15 @@ class InitScope(Scope):
             ownership, key = ownership_of(module), jtu.GetAttrKey(name)
             context = ownership.context.enter(module, key)
             object.__setattr__(module, name, new)
-            own(walk(new, (*ownership.path, key), context), self)
+            own(traverse(new, (*ownership.path, key), context), self)
+
+
+def _is_missing(old: Any, new: Any) -> bool:
+    """Whether `new` adds an array to `old`, or changes its structure."""
+    if jtu.tree_structure(old) != jtu.tree_structure(new):
+        return True
+    pairs = zip(jtu.tree_leaves(old), jtu.tree_leaves(new), strict=True)
+    return any(not is_array(x) and not same(x, y) for x, y in pairs)
 
 
 def check_created(fields: Created) -> None:

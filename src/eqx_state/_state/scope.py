@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, Self
 import jax.tree_util as jtu
 
 from .._compat import trace_state
+from .._errors import show
 from .._tree.base import (
     BaseModule,
     is_eqx_module,
@@ -25,10 +26,11 @@ from .._tree.base import (
     ownership_of,
     set_ownership,
 )
+from .._tree.compare import difference
 from .._tree.context import Context
-from .._tree.dtypes import fit_leaf
+from .._tree.dtypes import fit_leaf, same_type, to_strong
 from .._tree.observe import Observer, OBSERVING
-from .._tree.walk import name_of, Visit
+from .._tree.walk import is_array, name_of, Traversal, traverse
 from .._typing import KeyPath
 from .codecs import Codec, Numpy, Shared, Tags
 
@@ -62,6 +64,8 @@ class Scope:
     - `reports`: the observers that record the sown values of modules in this scope.
     - `codecs`: what is represented differently inside, in addition to the usual.
     - `written`: the modules that were written, with the name of a written field.
+    - `traversals`: earlier ones of the roots of private copies, by `id`, so that a
+        transform need not walk the whole model.
     """
 
     # Whether this is an `InitScope`, in which the structure may change.
@@ -83,6 +87,7 @@ class Scope:
         self.trace = trace_state()
         self.is_open = True
         self.written: dict[int, tuple[BaseModule, str]] = {}
+        self.traversals: dict[int, Traversal] = {}
         self.thread = threading.get_ident()
 
     def check_thread(self) -> None:
@@ -101,6 +106,7 @@ class Scope:
         # The modules refer back to the scope. Break the cycle, so that they are freed
         # at once instead of by the garbage collector.
         self.written.clear()
+        self.traversals.clear()
         OPEN_SCOPES.pop(id(self), None)
 
     def __enter__(self) -> Self:
@@ -131,9 +137,6 @@ class Scope:
             tuple(codec.cache_key for codec in self.codecs),
         )
 
-    def note_created(self, module: BaseModule, name: str, old: Any) -> None:
-        """Record a field that was missing. Only an `InitScope` does this."""
-
     def allows(self, kind: type | None) -> bool:
         """Whether an array of this kind (`None`: any other leaf) may be written."""
         return kind is not None and issubclass(kind, self.kinds)
@@ -155,6 +158,21 @@ class Scope:
             new = codec.write(old, new, path)
         return fit_leaf(old, new, name_of(path))
 
+    def settle(self, old: Any, new: Any, path: KeyPath) -> Any:
+        """The leaf of the new model that replaces `old` when the scope closes."""
+        new = to_strong(self.fit_leaf(old, new, path))
+        if is_array(old) and not same_type(old, new):
+            raise ValueError(_OTHER_TYPE.format(name_of(path), show(old), show(new)))
+        return new
+
+    def check_structure(self, before: Traversal, after: Any) -> None:
+        """Raise `ValueError`, because a tree has changed its structure."""
+        old = before.structure.unflatten(before.leaves)
+        raise ValueError(_STRUCTURE.format(difference(old, after)))
+
+    def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
+        """Called for each write of a field. Only an `InitScope` needs it."""
+
 
 @dataclasses.dataclass(slots=True)
 class Ownership:
@@ -165,6 +183,17 @@ class Ownership:
     context: Context
 
 
+_STRUCTURE: Final = """A call keeps the structure of the model, but this one changed \
+it, {}. Construct the model with the final structure of every field: zeros instead of \
+`None`, lists of the final length. Switch modes outside the call, by `train` and \
+`eval`. If a layer takes shapes from an input, initialize it first: `model = \
+model.init(42, x)`."""
+
+_OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
+dtype, because a change recompiles the step. Give the field its final shape and dtype \
+when you construct the model, or convert the new value: \
+`value.astype(self.field.dtype)`."""
+
 _OTHER_THREAD: Final = """This thread wrote state, or ran a transform of `es`, in a \
 scope of `es.mutable` that a different thread has opened. A scope and its private copy \
 belong to one thread. Open a scope in each thread:
@@ -172,16 +201,23 @@ belong to one thread. Open a scope in each thread:
     threading.Thread(target=lambda: results.append(es.mutable(model)(x)))"""
 
 
-def own(visits: Sequence[Visit], scope: Scope) -> None:
-    """Give the visited modules of a private copy to a scope."""
-    for visit in visits:
-        if not visit.is_leaf and is_module(visit.node):
-            set_ownership(visit.node, Ownership(scope, visit.path, visit.context))
+def own(traversal: Traversal, scope: Scope) -> None:
+    """Give the modules of a private copy to a scope."""
+    for path, node, context, is_leaf in traversal.visits:
+        if not is_leaf and is_module(node):
+            set_ownership(node, Ownership(scope, path, context))
 
 
 def is_owned(x: Any) -> bool:
     """Whether `x` is an `es.Module` that an open scope owns."""
-    if not is_module(x):
-        return False
-    ownership = ownership_of(x)
-    return ownership is not None and ownership.scope.is_open
+    # The `is_leaf` of many flattenings, so without a call of `is_module`.
+    at = ownership_of(x) if BaseModule in type(x).__mro__ else None
+    return at is not None and at.scope.is_open
+
+
+def traversal_of(module: Any) -> Traversal:
+    """The traversal of an owned module, from the model that its scope owns."""
+    at = ownership_of(module)
+    if (known := at.scope.traversals.get(id(module))) is not None:
+        return known.again(module)
+    return traverse(module, at.path, at.context)

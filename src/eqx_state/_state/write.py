@@ -17,7 +17,15 @@ from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
-from .._tree.walk import is_array, leaves, modules_in, name_of, Visit, walk
+from .._tree.walk import (
+    is_array,
+    leaves,
+    modules_in,
+    name_of,
+    traverse,
+    Visit,
+    walk,
+)
 from .._typing import KeyPath
 from .scope import is_open_here, own, Ownership, Scope
 
@@ -55,18 +63,9 @@ def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> No
         # the scope would report those writes as lost.
         for visit in modules_in(old):
             scope.written.pop(id(visit.node), None)
-    if scope.is_initializing and (is_static or _is_missing(old, new)):
-        scope.note_created(module, name, old)
+    scope.note_write(module, name, old, new)
     object.__setattr__(module, name, new)
     scope.written[id(module)] = module, full_name
-
-
-def _is_missing(old: Any, new: Any) -> bool:
-    """Whether `new` adds an array to `old`, or changes its structure."""
-    if jtu.tree_structure(old) != jtu.tree_structure(new):
-        return True
-    pairs = zip(jtu.tree_leaves(old), jtu.tree_leaves(new), strict=True)
-    return any(not is_array(x) and not same(x, y) for x, y in pairs)
 
 
 def _belongs_to(x: Any, scope: Scope) -> bool:
@@ -86,10 +85,10 @@ def adopt(value: Any, scope: Scope, path: KeyPath, context: Context) -> Any:
         value,
         is_leaf=lambda x: _belongs_to(x, scope),
     )
-    visits = walk(new, path, context)
+    there = traverse(new, path, context)
     for codec in scope.codecs:
-        codec.adopt(visits)
-    own(visits, scope)
+        codec.adopt(there.visits)
+    own(there, scope)
     return new
 
 

@@ -173,9 +173,13 @@ class FunctionAxes:
         axis_by_rule = self.transform.axis_by_rule
         for visit in leaves(model, (), at.context, is_leaf=is_owned):
             axes.append(axis_by_rule(visit, self.rules, key_of(visit)))
-            own = self.lifted.slots(visit.node) if is_owned(visit.node) else []
-            for slot, x in zip(own, _seen_from(visit), strict=False):
-                if slot not in self.by_slot:  # else a name would count without effect
+            if is_owned(visit.node):
+                at_owned = ownership_of(visit.node)
+                for slot in self.lifted.slots(visit.node):
+                    if slot in self.by_slot:  # else a name would count without effect
+                        continue
+                    leaf = self.lifted.leaves[slot].visit
+                    x = _seen_at(leaf, at_owned, visit.path)
                     self.by_slot[slot] = axis_by_rule(x, self.rules, key_of(x))
         return axes
 

@@ -16,7 +16,7 @@ from .._state.scope import Sown
 from .._typing import R
 from .callables import is_bound_method
 from .cut import cut
-from .lift import Lifted, Ran
+from .lift import create_fields, lift, Ran
 from .reach import check_given
 from .roots import Values
 
@@ -29,11 +29,12 @@ def _select(
 ) -> Any:
     """Run the branch that `select` chooses, and commit its writes."""
     check_given(*branches, *operands)
-    lifted = Lifted(branches, operands)
-    if lifted.is_initializing:
+
+    def each() -> None:
         for f in branches:  # a later call may choose any of them
-            Lifted((f, operands)).create({}, ft.partial(f, *operands))
-        lifted = Lifted(branches, operands)
+            create_fields(f, operands, ft.partial(f, *operands))
+
+    lifted = lift(branches, operands, first=each)
     arrays, rest = cut(lifted.arguments)
     traces = _Traces(what)
     # In a `shard_map`: the mesh axes along which a state varies after some branch.

@@ -63,6 +63,8 @@ def is_traced(tree: Any) -> Any:
 
     Owned modules count as leaves that are not traced, because they are lifted.
     """
+    if is_array(tree):
+        return True
     return map_leaves(_is_traceable, tree, is_leaf=is_owned)
 
 

@@ -9,17 +9,15 @@ from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from .._errors import show
 from .._kinds.kinds import State
 from .._state.init import check_ready
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import reporting
-from .._tree.filters import all_of, Filter, trainable
+from .._tree.filters import bind_to_visits, Filter, trainable
 from .._tree.parts import is_inexact
 from .._tree.rules import nothing_selected
-from .._tree.select import partition
 from .._typing import P, R
 from .cast import as_cast, Cast, codecs_of
 from .lift import Lifted
@@ -57,29 +55,39 @@ class Gradient(Transform):
         model, call = target(self.f, args, kwargs, self.argnums, self.name)
         # Check before `partition`, which unflattens: a module that occurs twice would
         # become two modules in `loss_fn`, and the mistake could not be detected there.
-        check_ready(model)
+        given = check_ready(model)
         reports = reporting(model)
         # This lifts no module. It only returns the values that an outer `es.capture`
         # records in this trace, as every transform does.
         lifted = Lifted(())
-        diff, rest = partition(model, all_of(self.wrt, is_inexact))
-        if not jtu.tree_leaves(diff):
+        selects = bind_to_visits((self.wrt, is_inexact), model)
+        is_input = [selects(visit) for visit in given.visits if visit.is_leaf]
+        pairs = [*zip(given.leaves, is_input, strict=True)]
+        if not any(is_input):
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
 
-        def loss_fn(diff: Any) -> tuple[Any, Any]:
+        def loss_fn(inputs: list[Any]) -> tuple[Any, Any]:
             # Here, because a scope belongs to the trace in which it was created.
             codecs = codecs_of(self.cast)
             inside = observed(self.kinds, reports=reports, codecs=codecs)
-            model = eqx.combine(diff, rest)
-            ran = lifted.run({}, lambda: thread(model, inside, call))
+            new = iter(inputs)
+            model = given.structure.unflatten(
+                next(new) if is_input else x for x, is_input in pairs
+            )
+            ran = lifted.run({}, lambda: thread(model, inside, call, given))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
             _check_loss(loss, self.name)
             return loss, (out, new, inside.sown, ran._replace(out=None))
 
         value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
-        (_, (out, new, sown, ran)), grads = value_and_grad(diff)
+        inputs = [x for x, is_input in pairs if is_input]
+        (_, (out, new, sown, ran)), found = value_and_grad(inputs)
         lifted.commit(ran)
+        found = iter(found)
+        grads = given.structure.unflatten(
+            next(found) if is_input else None for _, is_input in pairs
+        )
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
         return (grads, (out[1], new) if self.has_aux else new), sown

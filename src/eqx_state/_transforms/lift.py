@@ -98,9 +98,6 @@ class Lifted:
         self.scopes = list({id(scope): scope for scope in scopes}.values())
         for scope in self.scopes:
             scope.check_thread()
-        # JAX fixes the structure of a loop or a branch in advance. While `init` runs,
-        # these transforms first call their function without a trace, which creates all
-        # fields.
         self.is_initializing = any(scope.is_initializing for scope in self.scopes)
         self.arguments, self.copies = arguments, Copies({}, {})
         if reached:
@@ -245,10 +242,12 @@ class Lifted:
             for field in self.fields:
                 field.swap(values)
             for root in self.roots:
+                now = root.traversal
+                if root.has_strays:  # which are copies now
+                    now = now.again(root.module)
                 scope = inner[id(root.ownership.scope)]
-                # Not the visits of `root`: a module in a list that user code has put
-                # there is now a copy.
-                own(root.traversal.again(root.module).visits, scope)
+                scope.traversals[id(root.module)] = now
+                own(now, scope)
             yield
         finally:
             for module, fields, ownership in modules:
@@ -358,13 +357,16 @@ class Lifted:
 
         `is_stack`: whether an array at this visit, in this root, is stacked.
         """
+        fields = [field for _, created in self.created for field in created]
+        if not fields:
+            return
         at: dict[int, tuple[Root, Visit]] = {
             id(visit.node): (root, visit)
             for root in self.roots
             for visit in root.traversal.visits
             if is_module(visit.node)
         }
-        for module, name, value in (field for _, x in self.created for field in x):
+        for module, name, value in fields:
             if id(module) in at:
                 root, visit = at[id(module)]
                 key = jtu.GetAttrKey(name)
@@ -372,6 +374,33 @@ class Lifted:
                 made = leaves(value, path, context)
                 if any(is_array(v.node) and is_stack(root, v) for v in made):
                     raise created_error(module, name, f"in one {what}")
+
+
+def lift(
+    functions: Any,
+    arguments: Any,
+    treatments: Sequence[Any] = (),
+    *,
+    first: Callable[[], None],
+) -> Lifted:
+    """`Lifted(...)`, for a transform whose structure JAX fixes in advance.
+
+    While `init` runs, `first` runs the function without a trace before, to create all
+    fields.
+    """
+    lifted = Lifted(functions, arguments, treatments)
+    if lifted.is_initializing:
+        first()
+        lifted = Lifted(functions, arguments, treatments)
+    return lifted
+
+
+def create_fields(
+    f: Callable[..., Any], arguments: Any, call: Callable[[], Any]
+) -> None:
+    """Run `call()`, which calls `f` with these arguments, for `lift`."""
+    # Not as arguments, which would be copied: the call initializes the originals.
+    Lifted((f, arguments)).create({}, call)
 
 
 def _is_leaf(visit: Visit) -> bool:

@@ -10,6 +10,7 @@ module, and the loop returns a new module for the caller to assign: `self.cell, 
 es.scan(step, self.cell, xs)`.
 """
 
+import functools as ft
 import itertools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from .._state.scope import is_owned, Sown
 from .._tree.compare import check_not_repeated, identical
 from .._tree.walk import copy_tree, is_array
 from .cut import cut
-from .lift import Lifted, Ran
+from .lift import create_fields, lift, Lifted, Ran
 from .reach import check_given
 from .roots import by_entry, owned_copy, Values
 
@@ -64,13 +65,21 @@ class Loop:
     the treedef of the outputs.
     """
 
-    def __init__(self, functions: tuple[Any, ...], init: Any, xs: Any = None):
+    def __init__(
+        self,
+        functions: tuple[Any, ...],
+        init: Any,
+        xs: Any = None,
+        *,
+        once: Callable[[], None],
+    ):
+        """`once` runs one step without a trace: the `first` of `lift`."""
         check_not_repeated(init)
         check_given(*functions, init, xs)
         # A carry is a value: a module at two places is two modules in the next step.
         places = [*range(jtu.tree_structure(init).num_leaves)]
         treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
-        self.lifted = Lifted(functions, (init, xs), treatments)
+        self.lifted = lift(functions, (init, xs), treatments, first=once)
         self.init, self.xs = self.lifted.arguments
         outside = copy_tree(self.init)  # no scope owns it, so its leaves are visible
         self.before, self.treedef = jtu.tree_flatten(outside)
@@ -162,7 +171,7 @@ class Loop:
                 if slot in written and new is not written[slot]:
                     outside = self._outside(x, after)
                     if new is before or any(new is y for y in outside):
-                        raise ValueError(NOT_RETURNED.format(self.lifted.name(slot)))
+                        raise ValueError(_NOT_RETURNED.format(self.lifted.name(slot)))
                 if new is not before:
                     self.unchanged.discard(position)
                 position += 1
@@ -272,17 +281,15 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    loop = Loop((f,), init, xs)
-    if loop.lifted.is_initializing:
-        _initialize(f, init, xs, -1 if reverse else 0)
-        loop = Loop((f,), init, xs)
+    once = ft.partial(_initialize, f, init, xs, -1 if reverse else 0)
+    loop = Loop((f,), init, xs, once=once)
     arrays, others = cut(loop.xs)
     static: list[Any] = []  # for each trace, the static part of the output
 
     def run(carry: Any, x: Any) -> Step:
         x, slices = x
         x = others.join(x)
-        return loop.step(carry, lambda carry: f(carry, x), slices, pair_of)
+        return loop.step(carry, lambda carry: f(carry, x), slices, _pair_of)
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         after, slices = run(carry, x), x[1]
@@ -328,7 +335,7 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     lifted.check_not_created(lambda root, _: root.is_copy, "step of `es.scan`")
 
 
-def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
+def _pair_of(out: Any) -> tuple[Any, tuple[Any, Any]]:
     """Split a pair into the carry, and the pair's treedef with its second half.
 
     As for JAX, any pytree with two children is a pair.
@@ -338,7 +345,7 @@ def pair_of(out: Any, what: str = "es.scan") -> tuple[Any, tuple[Any, Any]]:
         # Do not print the elements of a long tuple, which may contain a whole model.
         many = f"{type(out).__name__} of {len(pair)}"
         shown = many if len(pair) > 2 else eqx.tree_pformat(out, short_arrays=True)
-        raise TypeError(_NOT_A_PAIR.format(what, shown))
+        raise TypeError(_NOT_A_PAIR.format(shown))
     return pair[0], (structure, pair[1])
 
 
@@ -389,10 +396,9 @@ def while_loop(
         assert y == 0.625 and model.steps == 5
         ```
     """
-    loop = Loop((cond_fun, body_fun), init_val)
-    if loop.lifted.is_initializing:
-        Lifted((body_fun, init_val)).create({}, lambda: body_fun(init_val))
-        loop = Loop((cond_fun, body_fun), init_val)
+    call = ft.partial(body_fun, init_val)
+    once = ft.partial(create_fields, body_fun, init_val, call)
+    loop = Loop((cond_fun, body_fun), init_val, once=once)
 
     def body(carry: Any) -> Any:
         return _only_carry(loop.step(carry, body_fun))
@@ -473,10 +479,9 @@ def fori_loop(
         assert key != new.key and new.key != stream.key
         ```
     """
-    loop = Loop((body_fun,), init_val)
-    if loop.lifted.is_initializing:
-        Lifted((body_fun, init_val)).create({}, lambda: body_fun(lower, init_val))
-        loop = Loop((body_fun,), init_val)
+    call = ft.partial(body_fun, lower, init_val)
+    once = ft.partial(create_fields, body_fun, init_val, call)
+    loop = Loop((body_fun,), init_val, once=once)
 
     def body(i: Any, carry: Any) -> Any:
         return _only_carry(loop.step(carry, lambda carry: body_fun(i, carry)))
@@ -490,7 +495,7 @@ _STATIC: Final = """The body of a loop returned a different value at `{}`, which
 not an array. Only arrays can change from step to step. Make it an array, or return it \
 unchanged."""
 
-NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
+_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
 returned a carry without it, so the write would be lost. Return the module that the \
 function receives: `y = cell(x)`, and then `return cell, y`."""
 
@@ -499,8 +504,9 @@ a stack of layers, each array has this axis, also state and keys. To run layers 
 turn: `es.nn.Stacked(layers)(x)`. To create a stack for `xs`: \
 `eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
-_NOT_A_PAIR: Final = """The function of `{}` must return a pair, `(carry, y)`, but it \
-returned `{}`. Write `return (model, optimizer), loss`, or `return carry, None`."""
+_NOT_A_PAIR: Final = """The function of `es.scan` must return a pair, `(carry, y)`, \
+but it returned `{}`. Write `return (model, optimizer), loss`, or `return carry, \
+None`."""
 
 _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It can only return \
 a bool, so the write would be lost. Write in `body_fun`, and put what `cond_fun` needs \

@@ -10,7 +10,7 @@ from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
 from .._state.init import check_none_missing
 from .._state.scope import Kinds, Scope
-from .._tree.walk import name_of, Visit
+from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
 from .cast import as_cast, Cast, codecs_of
 from .target import Argnums, as_argnums, as_kinds, target
@@ -22,13 +22,18 @@ _M_co = TypeVar("_M_co", covariant=True)
 _F_co = TypeVar("_F_co", covariant=True)
 
 
-def thread(model: Any, scope: Scope, run: Callable[[Any], Any]) -> tuple[Any, Any]:
+def thread(
+    model: Any,
+    scope: Scope,
+    run: Callable[[Any], Any],
+    like: Traversal | None = None,
+) -> tuple[Any, Any]:
     """Call `run` on a private copy of the model.
 
-    Returns the output and the new model.
+    Returns the output and the new model. `like` is that of `PrivateCopy`.
     """
     with scope:
-        private = PrivateCopy(model, scope)
+        private = PrivateCopy(model, scope, like)
         visits = private.before.visits
         check_none_missing(visits)
         if scope.observer is not None:
@@ -110,14 +115,16 @@ def mutable(
     """A function like `f` that can write state, and returns `(output, new_model)`.
 
     `f` runs on a private copy of the model, in which `self.field = value` is allowed.
-    The model that you pass in does not change.
+    The model that you pass in does not change. NumPy arrays of the model are JAX arrays
+    in the copy.
 
     **Arguments:**
 
     - `f`: the function to call. The model is `f` itself if `f` is a module, the bound
-        object if `f` is a method, and the model of `g` if `f` is a transform such as
-        `es.vmap(g)`. Otherwise the model is the first positional argument: any pytree
-        with `es.Module`s in it.
+        object if `f` is a method of a module, and the model of `g` if `f` is a
+        transform or a partial of such a `g`: `es.vmap(g)`. Otherwise the model is the
+        first positional argument of the call: any pytree with `es.Module`s in it. As in
+        `jax.grad`, what a partial of a function binds does not count.
     - `kinds`: the kind, or tuple of kinds, that may be written. `es.TreePart`: all.
     - `argnums`: the positions of the arguments that are models; this replaces the rule
         above. An integer, counted from 0 or from the end as in `jax.grad`, or a tuple
@@ -148,7 +155,8 @@ def mutable(
         filter in `cast` matches nothing.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `TypeError`: the call has no positional argument, or not the one that `argnums`
-        names; `cast` is not a mapping from filters to real floating dtypes.
+        names, or no module although a partial binds one; `cast` is not a mapping from
+        filters to real floating dtypes.
 
     !!! example
 

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._state.scope import is_owned, own, Ownership
-from .._tree.base import BaseModule, dynamic_names, fields_of, INFERENCE, ownership_of
-from .._tree.walk import copy_tree, Traversal, traverse, Visit
+from .._state.scope import is_owned, own, Ownership, traversal_of
+from .._tree.base import (
+    BaseModule,
+    dynamic_names,
+    fields_of,
+    INFERENCE,
+    is_module,
+    ownership_of,
+)
+from .._tree.walk import copy_tree, Traversal, Visit
 
 
 # The values of leaves, by slot.
@@ -28,6 +35,8 @@ class Root:
     - `original`: the module that `module` is a copy of, or else `module` itself.
     - `traversal`: its paths begin at the model that the scope owns.
     - `slots`: those of its leaves.
+    - `has_strays`: whether user code has put a module into a list of the model. No
+        scope owns it, so it is a part of the field that contains the list.
     """
 
     module: BaseModule
@@ -35,6 +44,7 @@ class Root:
     ownership: Ownership
     traversal: Traversal
     slots: range
+    has_strays: bool = False
 
     @property
     def is_copy(self) -> bool:
@@ -115,8 +125,7 @@ def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
             continue
         traversal = copies.traversals.get(id(module))
         if traversal is None:
-            at = ownership_of(module)
-            traversal = traverse(module, at.path, at.context)
+            traversal = traversal_of(module)
         below = set(map(id, traversal.modules))
         # In `lambda x: layer(x) + model(x)` the layer may come before the model that
         # contains it: remove the layer again.
@@ -134,9 +143,9 @@ def fields_in(root: Root, copies: "Copies") -> list[Field]:
     """The fields of a root and of all owned modules in it."""
     slots = iter(root.slots)
     fields: list[Field] = []
-    # A module that user code has put into a list of the model is not owned yet: it
-    # belongs to the field that contains the list.
     is_node = copies.is_copy if root.is_copy else is_owned
+    modules = filter(is_module, root.traversal.modules)
+    root.has_strays = not all(map(is_node, modules))
 
     def add(module: BaseModule) -> None:
         outside, values = copies.original(module), fields_of(module)
@@ -186,10 +195,10 @@ class Copies(NamedTuple):
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
     """A copy of an owned module with the same ownership, and new leaves if given."""
-    at, copy = ownership_of(module), copy_tree(module)
-    if values is not None:
-        copy = jtu.tree_map(lambda _: next(values), copy)
-    own(traverse(copy, at.path, at.context).visits, at.scope)
+    given = traversal_of(module)
+    new = given.leaves if values is None else [next(values) for _ in given.leaves]
+    copy = given.structure.unflatten(new)
+    own(given.again(copy), ownership_of(module).scope)
     return copy
 
 
@@ -212,11 +221,9 @@ def copy_arguments(tree: Any, treatments: Sequence[Any] = ()) -> tuple[Any, Copi
     for module, treatment in by_size:
         if not is_owned(module) or (id(module), treatment) in known:
             continue
-        at = ownership_of(module)
-        given = traverse(module, at.path, at.context)
-        copy = copy_tree(module)
+        given, copy = traversal_of(module), copy_tree(module)
         new = copies.traversals[id(copy)] = given.again(copy)
-        own(new.visits, at.scope)
+        own(new, ownership_of(module).scope)
         for (original, start, stop), (inner, *_) in zip(
             given.extents(), new.extents(), strict=True
         ):

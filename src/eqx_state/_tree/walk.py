@@ -160,16 +160,21 @@ class Traversal(NamedTuple):
         ]
         return self._replace(visits=visits, leaves=leaves, modules=modules)
 
+    @property
+    def has_repeated(self) -> bool:
+        """Whether some `eqx.Module` occurs twice."""
+        return len(set(map(id, self.modules))) < len(self.modules)
+
     def extents(self) -> Iterator[tuple[BaseModule, int, int]]:
         """Each `es.Module`, and where its leaves begin and end; parents first."""
-        starts = [0, *itertools.accumulate(visit.is_leaf for visit in self.visits)]
+        paths = [visit[0] for visit in self.visits]
+        starts = [0, *itertools.accumulate(visit[3] for visit in self.visits)]
         for i, (path, node, _, _) in enumerate(self.visits):
-            if is_module(node):
-                below = itertools.takewhile(
-                    lambda visit, path=path: visit[0][: len(path)] == path,
-                    itertools.islice(self.visits, i + 1, None),
-                )
-                yield node, starts[i], starts[i + 1 + len([*below])]
+            if BaseModule in type(node).__mro__:
+                stop = i + 1
+                while stop < len(paths) and paths[stop][: len(path)] == path:
+                    stop += 1
+                yield node, starts[i], starts[stop]
 
 
 def traverse(tree: PyTree, path: KeyPath = (), context: Context = ROOT) -> Traversal:
