@@ -7,7 +7,7 @@ does not need to know where an axis came from. An axis is an integer, or for
 `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 import equinox as eqx
@@ -209,6 +209,16 @@ class Reached:
             raise ValueError(not_reduced(names, unreduced))
         out, static = eqx.partition(ran.out, is_traced(ran.out))
         return out, groups, ran.sown, StaticOutput((static, used))
+
+    def advice(self, states: Iterable[LeafIndex], axis_name: Any) -> str:
+        """The advice of the layer of the library that contains one of these states."""
+        for i, k in states:
+            root = self.lifted.roots[i]
+            for visit in reversed(root.modules):  # the innermost first
+                is_inside = root.leaves[k].path[: len(visit.path)] == visit.path
+                if is_inside and (said := visit.node._eqx_state_not_reduced(axis_name)):
+                    return said
+        return ""
 
     def _is_per_lane(self, i: int, visit: Visit) -> bool:
         """Whether each lane has its own value of an array that `init` created here."""
