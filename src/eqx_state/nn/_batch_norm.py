@@ -129,9 +129,10 @@ class BatchNorm(Module):
         missing = tuple(name for name in new if name not in own)
         if not missing:
             return _IN_BRANCH
-        names = (*missing, *own)
-        shown = repr(names if len(names) > 1 else names[0]).replace("'", '"')
+        names = [*missing, *own]
+        shown = repr(tuple(names) if own or len(missing) > 1 else names[0])
         channel = f", channel_axis={self.channel_axis}" if self.channel_axis else ""
+        shown = shown.replace("'", '"')
         return _NOT_AVERAGED.format(self.input_size, shown, channel)
 
     def __call__(self, x: Array, *, key: Any = None, mask: Any = None) -> Array:
