@@ -1,6 +1,7 @@
 """`es.nn.BatchNorm` and `es.nn.Dropout`, against Equinox and against NumPy."""
 
 import inspect
+import re
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import reuses_keys
+from helpers import rejects, reuses_keys
 
 import eqx_state as es
 
@@ -590,3 +591,95 @@ def test_a_gradient_keeps_one_array_of_the_size_of_the_input(mode):
     _, pull = jax.vjp(f, x, norm.weight)
     kept = [a.shape for a in jax.tree.leaves(pull)]
     assert kept.count(x.shape) == 1
+
+
+# --- Statistics that the lanes do not share -------------------------------------------
+
+
+class Around(es.Module):
+    norm: es.Module
+    calls: es.State = 0.0
+
+    def __call__(self, x):
+        return self.norm(x)
+
+    def counting(self, x):
+        self.calls = self.calls + x.sum()
+        return self.norm(x)
+
+    def branch(self, x):
+        return es.cond(x[0] > 1, self.norm, lambda x: x, x)
+
+    def loop(self, x):
+        def body(carry):
+            i, y = carry
+            return i + 1, self.norm(y)
+
+        return es.while_loop(lambda carry: carry[0] < x[0] / 4, body, (0.0, x))
+
+
+NOT_MAPPED = r"(?s)\A(?!.*es\.State: 0)"  # this would be the axis of the features
+BATCHES = jnp.arange(24.0).reshape(2, 3, 4)
+STATEFUL = es.nn.Stateful(eqx.nn.BatchNorm(4, axis_name="batch", mode="batch"))
+OVER = {
+    "no name": (es.nn.BatchNorm(4), [None], 'axis_name="batch", channel_axis=1)'),
+    "its name": (es.nn.BatchNorm(4), ["lanes"], 'axis_name="lanes", channel_axis=1)'),
+    "inside": (es.nn.BatchNorm(4, "b"), ["a", "b"], 'axis_name=("a", "b"))'),
+    "outside": (es.nn.BatchNorm(4, "b"), ["b", "a"], 'axis_name=("a", "b"))'),
+    "unnamed": (es.nn.BatchNorm(4, "b"), ["b", None], 'axis_name=("outer", "b"))'),
+    "three": (es.nn.BatchNorm(4, ["a", "b"]), ["b", "a", "c"], '("c", "a", "b"))'),
+    "stateful": (STATEFUL, ["batch", "a"], 'axis_name=("outer", "batch"))'),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*((name, "__call__") for name in OVER), *((x, "counting") for x in [*OVER][:3])],
+)
+def test_an_axis_that_the_norm_does_not_average_over_is_named(name, method):
+    norm, names, fragment = OVER[name]
+
+    def f(model, x):
+        call = getattr(model, method)
+        for axis_name in names:
+            call = es.vmap(call, axis_name=axis_name)
+        return call(x)
+
+    x = BATCHES[None] if len(names) == 3 else BATCHES
+    with rejects(Around(norm), ValueError, re.escape(fragment), NOT_MAPPED):
+        es.mutable(f)(Around(norm), x)
+
+
+@pytest.mark.parametrize("method", ["branch", "loop"])
+@pytest.mark.parametrize("norm", [es.nn.BatchNorm(4, "batch"), STATEFUL])
+def test_a_norm_that_not_all_lanes_call_belongs_outside(norm, method):
+    model = Around(norm)
+
+    def f(model, x):
+        return es.vmap(getattr(model, method), axis_name="batch")(x)
+
+    with rejects(model, ValueError, "[Cc]all the layer outside", NOT_MAPPED):
+        es.mutable(f)(model, BATCHES[:, 0])
+
+
+def test_a_norm_on_devices_is_told_the_mesh_axis():
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
+    spec = jax.sharding.PartitionSpec("data")
+    fragment = re.escape('es.nn.BatchNorm(4, axis_name="data", channel_axis=1)')
+
+    def f(model, x):
+        return es.shard_map(model, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    with rejects(Around(es.nn.BatchNorm(4)), ValueError, fragment):
+        es.mutable(f)(Around(es.nn.BatchNorm(4)), BATCHES[0])
+    norm = es.nn.BatchNorm(4, axis_name="data", channel_axis=1)
+    _, new = es.mutable(f)(Around(norm), BATCHES[0])
+    assert new.norm.count[0] == 1
+
+
+def test_state_of_the_user_may_be_mapped_also_around_a_norm():
+    model = Around(es.nn.BatchNorm(4, axis_name="batch"))
+    with rejects(model, ValueError, "axes=.es.State: 0"):
+        es.mutable(lambda m, x: es.vmap(m.counting, axis_name="batch")(x))(
+            model, BATCHES[0]
+        )

@@ -5,13 +5,14 @@ lanes do not simply share. The rest of a transform does not need to know where a
 or its axis came from.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned, Sown
+from .._tree.base import is_module
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import is_array, name_of, Visit
 from .axes import AbstractMap, ArgumentAxes, FunctionAxes, is_per_lane, SPLIT
@@ -185,6 +186,17 @@ class Mapped:
         lane = f"lane of `{self.transform.what}`"
         self.lifted.check_not_created(self._is_per_lane, lane)
         return rest_of_out.join(out)
+
+    def advice(self, slots: Iterable[int], axis_name: Any) -> str:
+        """The advice of the layer of the library that contains one of these states."""
+        for slot in slots:
+            visit, root, _ = self.lifted.leaves[slot]
+            for at in reversed(root.traversal.visits):  # the innermost first
+                is_inside = visit.path[: len(at.path)] == at.path
+                if is_inside and is_module(at.node):
+                    if said := at.node._eqx_state_not_reduced(axis_name):
+                        return said
+        return ""
 
     def _is_per_lane(self, root: Root, visit: Visit) -> bool:
         return is_per_lane(self.transform, self.arguments.pairs, self.axes, root, visit)

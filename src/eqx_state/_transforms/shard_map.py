@@ -75,9 +75,11 @@ class _ShardMap(AbstractMap):
                 return _UNCHECKED.format(states)
             pairs = ((x, call.group_of(slot)) for slot, x in values.items())
             over = frozenset().union(*(unmapped(*pair) for pair in pairs))
-            shown = ", ".join(f'"{n}"' for n in names if n in over)
-            axes = shown if len(over) == 1 else f"({shown})"
-            return _NOT_REDUCED.format(states, axes)
+            missing = tuple(n for n in names if n in over)
+            shown = ", ".join(f'"{n}"' for n in missing)
+            axes = shown if len(missing) == 1 else f"({shown})"
+            advice = reached.advice(values, missing) or _REDUCE.format(axes)
+            return _NOT_REDUCED.format(states, axes) + advice
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
@@ -114,11 +116,12 @@ def _own_key(x: Any, is_split: bool) -> Any:
 
 
 _NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
-but all devices share one value, so only one could be stored. It differs along {1}: \
-reduce it over this part of the mesh, `self.mean = jax.lax.pmean(mean, {1})`; or give \
-every device its own part, with a spec for the kind: `axes={{es.State: P({1})}}`, with \
-`es.Rng: es.SPLIT` if the model has keys. For a module among the arguments, this \
-mapping is its entry of `in_specs`."""
+but all devices share one value, so only one could be stored. It differs along {1}. """
+
+_REDUCE: Final = """Reduce it over this part of the mesh, `self.mean = \
+jax.lax.pmean(mean, {0})`; or give every device its own part, with a spec for the \
+kind: `axes={{es.State: P({0})}}`, with `es.Rng: es.SPLIT` if the model has keys. For \
+a module among the arguments, this mapping is its entry of `in_specs`."""
 
 _UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
 is replicated. With the check off, JAX cannot verify that all devices wrote the same \

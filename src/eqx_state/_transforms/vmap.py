@@ -24,6 +24,7 @@ from .._tree.rules import check_rules
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
 from .mapped import Inputs, Mapped
+from .roots import Values
 from .transform import wrap
 
 
@@ -45,9 +46,13 @@ class _Vmap(AbstractMap):
             size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
         )
 
+        def not_reduced(names: str, states: Values) -> str:
+            advice = call.advice(states, self.axis_name) or _REDUCE
+            return _NOT_REDUCED.format(names) + advice
+
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             inputs = Inputs(args, kwargs, f, modules)
-            return call.run(inputs, _differs, lambda x, _: _NOT_REDUCED.format(x))
+            return call.run(inputs, _differs, not_reduced)
 
         mapped = jax.vmap(
             lane,
@@ -92,10 +97,12 @@ them, but contains `{}`. Leaves that are not arrays are never mapped, so `0` mea
 same as `eqx.if_array(0)`."""
 
 _NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, but all lanes \
-share one value, so only one could be stored. With `axis_name="batch"`, reduce it over \
-the lanes: `self.mean = jax.lax.pmean(mean, "batch")`; or give every lane its own \
-value, `es.vmap(f, axes={{es.State: 0}})`, with `es.Rng: es.SPLIT` if the model has \
-keys. For a module among the arguments, this mapping is its entry of `in_axes`."""
+share one value, so only one could be stored. """
+
+_REDUCE: Final = """With `axis_name="batch"`, reduce it over the lanes: `self.mean = \
+jax.lax.pmean(mean, "batch")`; or give every lane its own value, `es.vmap(f, \
+axes={es.State: 0})`, with `es.Rng: es.SPLIT` if the model has keys. For a module \
+among the arguments, this mapping is its entry of `in_axes`."""
 
 
 def vmap(

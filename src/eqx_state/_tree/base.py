@@ -149,6 +149,15 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
     # first axis. `es.nn.Stacked` sets this to true.
     _eqx_state_is_stack: ClassVar[bool] = False
 
+    def _eqx_state_not_reduced(self, axis_name: Any) -> str:
+        """What to do if the lanes of a transform wrote different values to the state.
+
+        `axis_name`: that of the lanes, or several. Layers of the library return advice;
+        `""` stands for that of the transform, which may be to map the state.
+        """
+        del axis_name
+        return ""
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         # A dataclass does not store `init=False` defaults on the instance, so the

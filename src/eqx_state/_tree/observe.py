@@ -180,7 +180,7 @@ def _new_observed_class(cls: Any) -> Any:
     # looks up `__init_subclass__` in the MRO, so put `_Quiet` before that class there.
     meta = type(cls)
     meta = type(meta.__name__, (meta,), {"mro": _quiet_first})
-    observed = meta(cls.__name__, (cls, _Quiet), body)
+    observed: Any = meta(cls.__name__, (cls, _Quiet), body)
     return observed
 
 

@@ -12,7 +12,7 @@ import difflib
 import functools as ft
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -324,7 +324,7 @@ def _arrays(tree: PyTree) -> dict[KeyPath, Visit]:
 
 def _similar(
     node: PyTree, model: PyTree, parameters: Mapping[KeyPath, Visit], path: KeyPath = ()
-) -> list[tuple[KeyPath, Set[KeyPath]]]:
+) -> list[tuple[KeyPath, set[KeyPath]]]:
     """Every tree of the model's class: its path, and the parameters that are in it.
 
     Parents come first. The trees of a group contain only a part of the parameters.

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.tree_util as jtu
 import numpy as np
 

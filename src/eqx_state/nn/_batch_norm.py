@@ -122,6 +122,19 @@ class BatchNorm(Module):
         self.eps = eps
         self.momentum = momentum
 
+    def _eqx_state_not_reduced(self, axis_name: Any) -> str:
+        own = _as_tuple(self.axis_name)
+        # If the transform has no name for its axis, the user has to choose one.
+        new = _as_tuple(axis_name) or ("outer" if own else "batch",)
+        missing = tuple(name for name in new if name not in own)
+        if not missing:
+            return _IN_BRANCH
+        names = [*missing, *own]
+        shown = repr(tuple(names) if own or len(missing) > 1 else names[0])
+        channel = f", channel_axis={self.channel_axis}" if self.channel_axis else ""
+        shown = shown.replace("'", '"')
+        return _NOT_AVERAGED.format(self.input_size, shown, channel)
+
     def __call__(self, x: Array, *, key: Any = None, mask: Any = None) -> Array:
         """**Arguments:**
 
@@ -165,6 +178,11 @@ class BatchNorm(Module):
         if self.training and not self.frozen:
             self.mean, self.var, self.count = mean, var, count
         return y
+
+
+def _as_tuple(axis_name: Any) -> tuple[Any, ...]:
+    is_several = isinstance(axis_name, (tuple, list))
+    return tuple(axis_name) if is_several else () if axis_name is None else (axis_name,)
 
 
 def _normalize(
@@ -298,6 +316,16 @@ name, and there is none. Name the axis where you map the model: `es.vmap(model, 
 axis_name={0!r})(xs)`. For predictions, switch to eval mode: \
 `jax.vmap(model.eval())(xs)`. For a whole batch at once, create the layer with \
 `axis_name=None`."""
+
+_NOT_AVERAGED: Final = """An `es.nn.BatchNorm` averages only over its own input, and \
+over the mapped axes that it names. Create it with the names of all of them, \
+`es.nn.BatchNorm({0}, axis_name={1}{2})`. The name of a mapped axis is that in \
+`es.vmap(model, axis_name="batch")`, or that of the mesh axis in `es.shard_map`."""
+
+_IN_BRANCH: Final = """This `es.nn.BatchNorm` averages over all of them, but it is \
+called in a branch or a loop whose condition differs between the lanes, so that only \
+some of the lanes keep the new averages. Call the layer outside, and select its \
+output: `y = self.norm(x)`, `jnp.where(condition, y, x)`."""
 
 _CHANNELS: Final = """`es.nn.BatchNorm(input_size={0})` got an input of shape {1}, but \
 expects {0} channels along axis {2}. Set `channel_axis`; with `axis_name=None`, the \

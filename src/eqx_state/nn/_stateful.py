@@ -1,6 +1,6 @@
 """A stateful Equinox layer as a layer that stores its state."""
 
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -72,6 +72,9 @@ class Stateful(Module):
         labeled, weak = _labeled(name, indices, state)
         self.layer, self.weak = _put(layer, labeled), tuple(weak)
 
+    def _eqx_state_not_reduced(self, axis_name: Any) -> str:
+        return _NOT_REDUCED
+
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """**Arguments:**
 
@@ -110,6 +113,13 @@ class Stateful(Module):
         if changed:  # without a write, as usually in eval mode, no scope is needed
             self.layer = _put(self.layer, changed)
         return y
+
+
+_NOT_REDUCED: Final = """Equinox's layer in the `es.nn.Stateful` must average over \
+all mapped axes: create it with the names of all of them, such as \
+`eqx.nn.BatchNorm(..., axis_name=("outer", "batch"))`. In a branch or a loop whose \
+condition differs between the lanes, only some of them keep the new state: call the \
+layer outside, and select its output, `jnp.where(condition, self.layer(x), x)`."""
 
 
 def _is_pair(x: Any) -> bool:
