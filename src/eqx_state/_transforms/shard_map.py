@@ -78,7 +78,7 @@ class _ShardMap(AbstractMap):
             missing = tuple(n for n in names if n in over)
             shown = ", ".join(f'"{n}"' for n in missing)
             axes = shown if len(missing) == 1 else f"({shown})"
-            advice = reached.advice(values, missing) or _REDUCE.format(axes)
+            advice = call.advice(values, missing) or _REDUCE.format(axes)
             return _NOT_REDUCED.format(states, axes) + advice
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
