@@ -21,7 +21,8 @@ from ._kinds.kinds import (
     State as State,
     TreePart as TreePart,
 )
-from ._state.init import init as init, Initializer as Initializer, lazy as lazy
+from ._state.init import init as init
+from ._state.lazy import Initializer as Initializer, lazy as lazy
 from ._state.module import Module as Module
 from ._transforms.axes import SPLIT as SPLIT
 from ._transforms.branches import cond as cond, switch as switch
@@ -82,7 +83,8 @@ if _t.TYPE_CHECKING:
     from ._io.torch import from_torch as from_torch
     from ._optimizer.optimizer import Optimizer as Optimizer
     from ._rng_stream import RngStream as RngStream
-    from ._sharding import sharding as sharding
+    from ._sharding.axis_names import axis_names as axis_names
+    from ._sharding.sharding import sharding as sharding
     from ._transforms.custom_vjp import custom_vjp as custom_vjp
     from ._transforms.derivatives import (
         hessian as hessian,
@@ -93,7 +95,6 @@ if _t.TYPE_CHECKING:
         vjp as vjp,
     )
     from ._transforms.shard_map import shard_map as shard_map
-    from ._tree.axis_names import axis_names as axis_names
 else:
     # Import these on first use: importing optax takes longer than importing the rest of
     # this package.
@@ -109,11 +110,11 @@ else:
         "._io.torch": "from_torch",
         "._optimizer.optimizer": "Optimizer",
         "._rng_stream": "RngStream",
-        "._sharding": "sharding",
+        "._sharding.axis_names": "axis_names",
+        "._sharding.sharding": "sharding",
         "._transforms.custom_vjp": "custom_vjp",
         "._transforms.derivatives": "hessian jacfwd jacrev jvp linearize vjp",
         "._transforms.shard_map": "shard_map",
-        "._tree.axis_names": "axis_names",
     }
     _LATER = {name: module for module in _MODULES for name in _MODULES[module].split()}
 

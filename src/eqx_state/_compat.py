@@ -18,6 +18,7 @@ The private names are those of JAX, Equinox and jaxtyping.
 # in addition to raising it.
 
 import contextlib
+import functools as ft
 import inspect
 import logging
 import os
@@ -222,6 +223,18 @@ class _Probe(eqx.Module):
 # The class of Equinox's bound methods, which are pytrees. `__call__` and other magic
 # methods are not wrapped.
 BoundMethod: Final[Any] = type(_Probe().method)
+
+
+@ft.cache
+def shared_node() -> type:
+    """The class of the placeholder in an `eqx.nn.Shared` for a tied node."""
+    return type(eqx.nn.Shared("tied", lambda x: x, lambda x: x).pytree)
+
+
+@ft.cache
+def no_state() -> type:
+    """The class of the value that `eqx.nn.delete_init_state` leaves."""
+    return type(eqx.nn.delete_init_state(eqx.nn.StateIndex(0)).init)
 
 
 if TYPE_CHECKING:

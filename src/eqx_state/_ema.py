@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ._errors import NotInitializedError, show
 from ._kinds.kinds import Buffer, is_kind, Parameter
-from ._state.init import check_ready
+from ._state.lazy import check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter

@@ -8,10 +8,10 @@ import jax
 
 from ._io.state_dict import by_name, put, shown, state_dict
 from ._kinds.kinds import Parameter, State
-from ._state.init import check_ready
+from ._state.lazy import check_ready
 from ._state.scope import Scope
 from ._transforms.callables import is_bound_method
-from ._transforms.mutable import thread
+from ._transforms.mutable import run_on_copy
 from ._tree.dtypes import to_strong
 from ._tree.filters import not_
 from ._tree.walk import is_array
@@ -84,7 +84,7 @@ def functional(
             f = model if method is None else types.MethodType(method, model)
             return f(*args, **kwargs)
 
-        out, model = thread(model, Scope((State,)), call)
+        out, model = run_on_copy(model, Scope((State,)), call)
         return out, state_dict(model, not_(Parameter))
 
     return apply, params, state

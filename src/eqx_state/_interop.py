@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ._kinds.kinds import Rng, State
-from ._state.init import check_ready
+from ._state.lazy import check_ready
 from ._state.scope import Scope
-from ._transforms.mutable import thread
+from ._transforms.mutable import run_on_copy
 from ._tree.compare import is_hole
 from ._tree.dtypes import to_strong
 from ._tree.filters import not_, trainable
@@ -79,7 +79,7 @@ class _Layer(eqx.nn.StatefulLayer):
         elif key is not None:
             kept = _values(filter(model, Rng))
             model = reseed(model, key)
-        out, model = thread(model, Scope((State,)), lambda m: m(x, **options))
+        out, model = run_on_copy(model, Scope((State,)), lambda m: m(x, **options))
         return out, state.set(self.index, {**_values(filter(model, State)), **kept})
 
 

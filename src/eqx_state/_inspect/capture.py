@@ -14,7 +14,7 @@ from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import keep, Key
 from .._transforms.grad import Gradient
-from .._transforms.mutable import thread
+from .._transforms.mutable import run_on_copy
 from .._transforms.target import Argnums, as_argnums, as_kinds, target
 from .._transforms.transform import Transform, wrap
 from .._tree.base import is_eqx_module
@@ -185,7 +185,7 @@ class _Capture(Transform):
         else:
             model, call = target(self.f, args, kwargs, self.argnums, "es.capture")
             scope = Scope(self.kinds, observer, reports)
-            result = thread(model, scope, call)
+            result = run_on_copy(model, scope, call)
             sown = scope.sown
         observer.check_replaced()
         check_missed(observer.key, sown)

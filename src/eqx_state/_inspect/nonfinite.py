@@ -13,7 +13,7 @@ from .._kinds.kinds import State
 from .._state.scope import Scope
 from .._state.sow import carried_out, Key
 from .._transforms.callables import receiver
-from .._transforms.mutable import thread
+from .._transforms.mutable import run_on_copy
 from .._transforms.target import target
 from .._transforms.transform import Transform, wrap
 from .._tree.observe import Observer, ProgramKey
@@ -75,7 +75,7 @@ class _FindNonfinite(Transform):
             del given[0]
         bad = [f"argument {key}" for key, x in given.items() if not _is_finite(x)]
         scope = Scope((State,), observer=_Finite())
-        thread(model, scope, call)
+        run_on_copy(model, scope, call)
         check_missed(scope.observer.key, scope.sown)
         made = [k.name for k, xs in scope.sown.items() if any(x.any() for x in xs)]
         return [*bad, *dict.fromkeys(made)]

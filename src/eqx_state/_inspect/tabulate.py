@@ -12,11 +12,12 @@ import jax.tree_util as jtu
 
 from .._compat import boundary
 from .._kinds.kinds import Kind, Parameter, State
-from .._state.init import as_initialized, Initializer
+from .._state.init import as_initialized
+from .._state.lazy import Initializer
 from .._state.scope import Scope
 from .._state.write import kind_at
 from .._transforms.callables import receiver
-from .._transforms.mutable import thread
+from .._transforms.mutable import run_on_copy
 from .._transforms.target import target
 from .._transforms.transform import method_as_pytree
 from .._tree.base import has_inference, is_eqx_module, is_module
@@ -180,7 +181,7 @@ class _Table(Observer):
 
         def run(arrays: PyTree) -> PyTree:
             model, run = target(*eqx.combine(arrays, rest), None, "es.tabulate")
-            return eqx.filter(thread(model, Scope((State,)), run)[0], is_array)
+            return eqx.filter(run_on_copy(model, Scope((State,)), run)[0], is_array)
 
         try:
             lowered = jax.jit(run).lower(jtu.tree_map(_struct, arrays))
@@ -200,7 +201,7 @@ def _calls(model: PyTree, put: Any, inputs: Any, cost: bool) -> _Calls:
     def call(arrays: PyTree, inputs: tuple[Any, ...]) -> None:
         f = put(eqx.combine(arrays, rest))
         model, run = target(f, inputs, {}, None, "es.tabulate")
-        out, _ = thread(model, Scope((State,), observer=table), run)
+        out, _ = run_on_copy(model, Scope((State,), observer=table), run)
         table.note(None, f, inputs, {}, out)
         # If `put(model)` is a method other than `__call__`, the root was not called.
         # Record the whole call for its row.

@@ -14,7 +14,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._state.init import check_initialized
+from .._state.lazy import check_initialized
 from .._tree.context import AlikeKey
 from .._tree.dtypes import is_numeric, to_strong
 from .._tree.filters import bind_all, compiled_glob, Filter

@@ -11,7 +11,7 @@ import optax
 import optax.tree_utils as otu
 
 from .._errors import show
-from .._tree.filters import bind_to_visits, Filter, written
+from .._tree.filters import bind_to_visits, Filter, filter_text
 from .._tree.rules import choose
 from .._tree.walk import leaves
 from .._typing import KeyPath, PyTree
@@ -128,8 +128,8 @@ def with_values(
         meant = [x for x in here if x.name == name]
         if not meant or any(x.is_scheduled for x in meant):
             why = "is driven by a schedule" if meant else "is not a hyperparameter"
-            which = "" if group is None else f" of the group `{written(group)}`"
-            names = [f"`{written(x.key)}`" for x in found if not x.is_scheduled]
+            which = "" if group is None else f" of the group `{filter_text(group)}`"
+            names = [f"`{filter_text(x.key)}`" for x in found if not x.is_scheduled]
             can = ", ".join(names) or "none"
             raise ValueError(_CANNOT_BE_SET.format(name, which, why, can))
         for x in meant:

@@ -13,7 +13,7 @@ import optax
 
 from .._errors import NotInitializedError, show
 from .._kinds.kinds import OptState, Parameter
-from .._state.init import check_ready
+from .._state.lazy import check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import to_strong

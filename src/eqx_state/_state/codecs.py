@@ -6,7 +6,6 @@ a float32 parameter by its bfloat16 cast. Each such rule is a `Codec`. The code 
 copies, writes and collects calls the codecs of its scope, and knows none of them.
 """
 
-import functools as ft
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._compat import shared_node
 from .._tree.dtypes import as_jax, holds, is_numeric
 from .._tree.observe import Observer, tag, untagged
 from .._tree.walk import copy_tree, is_array, is_numpy, modules_in, name_of, Visit, walk
@@ -144,7 +144,7 @@ class ScopedShared(eqx.nn.Shared):
         # position, whose `id` identifies it. In both `tree_map`s a node without a hole
         # below is a leaf, so it is not copied.
         tree = jtu.tree_map(
-            lambda x: _hole_type()() if _is_hole(x) else x,
+            lambda x: shared_node()() if _is_hole(x) else x,
             self.pytree,
             is_leaf=_is_whole,
         )
@@ -155,14 +155,8 @@ class ScopedShared(eqx.nn.Shared):
         return jtu.tree_map(lambda x: at.get(id(x), x), tree, is_leaf=_is_whole)
 
 
-@ft.cache
-def _hole_type() -> Any:
-    """The class of Equinox's placeholder for a tied node, which is private."""
-    return type(eqx.nn.Shared("tied", lambda x: x, lambda x: x).pytree)
-
-
 def _is_hole(x: Any) -> bool:
-    return isinstance(x, _hole_type())
+    return isinstance(x, shared_node())
 
 
 def _is_whole(x: Any) -> bool:

@@ -1,21 +1,14 @@
-"""Lazy models: placeholders for values, and `init`, which draws them.
-
-A placeholder is an ordinary leaf of the pytree, so a lazy model already has its final
-structure, as far as that is known. The key of each value is folded from its path, so
-values do not depend on the order of initialization or on the rest of the model.
-"""
+"""`es.init`: draws the values of a lazy model, and creates missing fields."""
 
 import copy
-import functools as ft
 import operator
 from collections.abc import Callable
-from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
+from typing import Any, Final
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import boundary, has_escaped
-from .._errors import an, NotInitializedError
 from .._kinds.kinds import Parameter, State
 from .._tree.base import (
     BaseModule,
@@ -23,13 +16,10 @@ from .._tree.base import (
     fields_of,
     INIT_DONE,
     is_eqx_module,
-    is_module,
     ownership_of,
-    Placeholder,
 )
 from .._tree.compare import check_not_repeated, same
-from .._tree.context import children, Context, map_children, ROOT
-from .._tree.dtypes import strengthen
+from .._tree.context import children, Context, map_children
 from .._tree.keys import as_key, clone, key_at
 from .._tree.walk import (
     copy_tree,
@@ -38,170 +28,12 @@ from .._tree.walk import (
     name_of,
     Traversal,
     traverse,
-    Visit,
     walk,
 )
 from .._typing import KeyPath, Tree
 from .copy import PrivateCopy
+from .lazy import draw, missing, needs_module_init
 from .scope import own, Scope
-
-
-_T = TypeVar("_T")
-
-
-if TYPE_CHECKING:
-    from jaxtyping import PRNGKeyArray
-
-    class Initializer:
-        """A placeholder for the value `f(key)`, which `init` draws."""
-
-        # To a type checker, an Initializer is the value that it becomes.
-        def __new__(cls, f: Callable[[PRNGKeyArray], _T], /) -> _T: ...  # type: ignore[misc]
-
-else:
-
-    class Initializer(Placeholder):
-        """A placeholder for the value `f(key)`, which `init` draws.
-
-        **Arguments:**
-
-        - `f`: takes a PRNG key; returns an array, a pytree, or a whole module. `init`
-            calls it once, with a key folded from the placeholder's path in the tree.
-
-        !!! example
-
-            ```python
-            import eqx_state as es
-            import jax.random as jr
-
-
-            class Scale(es.Module):
-                factor: es.Parameter
-
-                def __init__(self, size):
-                    self.factor = es.Initializer(lambda key: jr.normal(key, (size,)))
-
-
-            scale = Scale(3)
-            assert not scale.initialized
-            assert scale.init(42).factor.shape == (3,)
-            ```
-        """
-
-        __slots__ = ("f",)
-
-        def __init__(self, f):
-            if not callable(f):
-                raise TypeError(
-                    f"`es.Initializer` was given {an(type(f).__name__)}: it takes a"
-                    " function, `es.Initializer(lambda key: jr.normal(key, (3,)))`."
-                )
-            self.f = f
-
-        def __repr__(self):
-            return "Initializer"
-
-        def _raise(self, *args, **kwargs):
-            raise NotInitializedError(
-                "This is an `es.Initializer`, a placeholder for a value. Draw the"
-                " values first: `model = model.init(42)`."
-            )
-
-        # Using a placeholder as an array or a layer raises our error. JAX looks up
-        # `dtype` on its operands.
-        dtype = shape = ndim = property(_raise, doc="Not available before `init`.")
-        __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
-        __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _raise
-
-
-@overload
-def lazy(cls: type[_T], /, *args: Any, **kwargs: Any) -> _T: ...
-@overload
-def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
-def lazy(cls: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-    """A placeholder for `cls(*args, key=key, **kwargs)`, a layer that `init` creates.
-
-    **Raises:**
-
-    - `TypeError`: `cls` is a layer rather than its class, or you passed a `key`.
-
-    !!! example
-
-        ```python
-        import equinox as eqx
-        import eqx_state as es
-
-
-        class Net(es.Module):
-            linear: eqx.nn.Linear
-
-            def __init__(self, size):
-                self.linear = es.lazy(eqx.nn.Linear, size, 2)
-
-
-        assert Net(3).init(0).linear.weight.shape == (2, 3)
-        ```
-    """
-    if is_eqx_module(cls) or "key" in kwargs:
-        raise TypeError(
-            "`es.lazy` takes a class and its arguments without the key; `init` creates"
-            " the layer, and passes the key:\n\n"
-            "    es.lazy(eqx.nn.Linear(2, 3, key=key))        # wrong\n"
-            "    es.lazy(eqx.nn.Linear, 2, 3)                 # right"
-        )
-    return Initializer(ft.partial(_construct, cls, args, kwargs))
-
-
-def _construct(cls: Any, args: Any, kwargs: Any, key: Any) -> Any:
-    return cls(*args, key=key, **kwargs)
-
-
-def _needs_module_init(module: BaseModule) -> bool:
-    overridden = type(module).module_init is not BaseModule.module_init
-    return overridden and not getattr(module, INIT_DONE)
-
-
-def missing(tree: Any) -> str | None:
-    """Describe the first part that is not initialized; `None` if there is none."""
-    return _missing(walk(tree))
-
-
-def _missing(visits: list[Visit]) -> str | None:
-    for visit in visits:
-        if isinstance(visit.node, Initializer):
-            return f"`{visit.name or 'the value itself'}` is an `es.Initializer`"
-        if (
-            not visit.is_leaf
-            and is_module(visit.node)
-            and _needs_module_init(visit.node)
-        ):
-            name = visit.name or type(visit.node).__qualname__
-            return f"`module_init` of `{name}` has not run"
-    return None
-
-
-def check_initialized(tree: Any) -> None:
-    """Raise `NotInitializedError` unless everything in `tree` is initialized."""
-    check_none_missing(walk(tree))
-
-
-def check_none_missing(visits: list[Visit]) -> None:
-    """`check_initialized` for the visits of a walk."""
-    if (what := _missing(visits)) is not None:
-        raise NotInitializedError(
-            f"The model is used before it is initialized: {what}. Draw the values"
-            " first; `init` returns a new model:\n\n    model = model.init(42)"
-        )
-
-
-def check_ready(tree: Any) -> Traversal:
-    """Raise if a model is not initialized, or contains one stateful module twice."""
-    traversal = traverse(tree)
-    check_none_missing(traversal.visits)
-    if traversal.has_repeated:
-        check_not_repeated(tree)
-    return traversal
 
 
 @boundary
@@ -288,7 +120,7 @@ def _run_hooks(tree: Any, key: Any) -> Any:
 
 
 def _call_hooks(tree: Any, key: Any) -> None:
-    pending = [v for v in modules_in(tree) if _needs_module_init(v.node)]
+    pending = [v for v in modules_in(tree) if needs_module_init(v.node)]
     for visit in sorted(pending, key=lambda v: -len(v.path)):
         object.__setattr__(visit.node, INIT_DONE, True)
         name = name_of((*visit.path, jtu.GetAttrKey("module_init()")))
@@ -317,7 +149,9 @@ class InitScope(Scope):
         self.created: dict[tuple[int, str], tuple[BaseModule, str, Any]] = {}
 
     def inner(self) -> "InitScope":
-        return InitScope(self.key)
+        new = InitScope(self.key)
+        new.codecs = self.codecs
+        return new
 
     def allows(self, kind: type | None) -> bool:
         return True
@@ -398,24 +232,6 @@ def _in_scope(tree: Any, key: Any, run: Callable[[Any], Any]) -> Any:
         run(private.tree)
         _, new = private.leave(None)
     return new
-
-
-def draw(tree: Any, key: Any, path: KeyPath = (), context: Context = ROOT) -> Any:
-    """`tree` with each Initializer replaced by a value, also inside drawn values."""
-    visits = [v for v in walk(tree, path, context) if v.is_leaf]
-    if not any(isinstance(v.node, Initializer) for v in visits):
-        return tree
-    new = []
-    for visit in visits:
-        value = visit.node
-        if isinstance(value, Initializer):
-            value = value.f(key_at(key, visit.name))
-            if visit.context.owner is not None:
-                if issubclass(visit.context.owner, BaseModule):
-                    value = strengthen(value, visit.context.spec)
-            value = draw(value, key, visit.path, visit.context)
-        new.append(value)
-    return jtu.tree_unflatten(jtu.tree_structure(tree), new)
 
 
 def _filled(before: Any, after: Any) -> Any:

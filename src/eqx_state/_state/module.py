@@ -22,7 +22,7 @@ from .._tree.base import BaseModule, FLAGS, INFERENCE, ownership_of
 from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
-from . import init
+from . import init, lazy
 from .sow import sow
 from .write import frozen_error, no_field_message, write
 
@@ -204,7 +204,7 @@ class Module(BaseModule):
     @_computed
     def initialized(self) -> bool:
         """Whether no `es.Initializer` is left and every `module_init` has run."""
-        return init.missing(self) is None
+        return lazy.missing(self) is None
 
     @_computed
     def initializing(self) -> bool:

@@ -15,8 +15,9 @@ from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import Sown
 from .._typing import R
 from .callables import is_bound_method
+from .creation import create_fields, lift
 from .cut import cut
-from .lift import create_fields, lift, Ran
+from .lift import Ran
 from .reach import check_given
 from .roots import Values
 

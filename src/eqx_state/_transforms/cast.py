@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from .._errors import show
 from .._state.codecs import Codec
-from .._state.init import check_initialized
+from .._state.lazy import check_initialized
 from .._tree.dtypes import as_inside, canonical
-from .._tree.filters import written
+from .._tree.filters import filter_text
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, leaves
 from .._typing import KeyPath, PyTree
@@ -91,7 +91,7 @@ def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(_NOT_A_DTYPE.format(what, written(key), show(cast[key])))
+        raise TypeError(_NOT_A_DTYPE.format(what, filter_text(key), show(cast[key])))
     return dtype
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._errors import show
 from .._kinds.kinds import State
-from .._state.init import check_ready
+from .._state.lazy import check_ready
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import bind_to_visits, Filter, trainable
@@ -21,7 +21,7 @@ from .._tree.rules import nothing_selected
 from .._typing import P, R
 from .cast import as_cast, Cast, codecs_of
 from .lift import Lifted
-from .mutable import thread
+from .mutable import run_on_copy
 from .target import Argnums, as_argnums, as_kinds, target
 from .transform import Transform, with_aux, wrap
 
@@ -74,7 +74,7 @@ class Gradient(Transform):
             model = given.structure.unflatten(
                 next(new) if is_input else x for x, is_input in pairs
             )
-            ran = lifted.run({}, lambda: thread(model, inside, call, given))
+            ran = lifted.run({}, lambda: run_on_copy(model, inside, call, given))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
             _check_loss(loss, self.name)

@@ -26,21 +26,17 @@ import jax
 import jax.tree_util as jtu
 
 from .._errors import NotInitializedError, show, TraceError
-from .._state.copy import Collected, COVERED, leave, OwnedTree
-from .._state.init import (
-    check_created,
-    check_initialized,
-    Created,
-    created_error,
-    InitScope,
-)
+from .._state.copy import Collected, leave, OwnedTree
+from .._state.init import check_created, Created, InitScope
+from .._state.lazy import check_initialized
 from .._state.scope import own, Scope, Sown
 from .._state.sow import carried_out
 from .._state.write import trace_message
 from .._tree.base import is_module, ownership_of, set_ownership
 from .._tree.compare import same
 from .._tree.observe import OBSERVING
-from .._tree.walk import flatten, is_array, leaves, Visit
+from .._tree.walk import flatten, Visit
+from .clashes import check_not_covered, check_written_once
 from .reach import models_in, owned_in
 from .roots import (
     Copies,
@@ -206,8 +202,11 @@ class Lifted:
         if not all(field.is_intact() for field in self.fields):
             raise TraceError(_CONTAINER_CHANGED)
         written = self._written(values, after)
-        self._check_written_once(written.keys() - {*returned})
-        self._check_not_covered(written, given_out, returned)
+        if self.copies.originals:
+            check_written_once(self.leaves, written.keys() - {*returned})
+            copies = [self.leaves[slot].field.outside for slot in returned]
+            copies += self.copies.originals_in(flatten(given_out)[2])
+            check_not_covered(self.leaves, written, copies)
         return Ran(out, written, [inner[id(scope)].sown for scope in self.scopes])
 
     def _called(self, call: Callable[[], Any]) -> Any:
@@ -268,52 +267,6 @@ class Lifted:
                 written[slot] = x
         return written
 
-    def _check_written_once(self, written: Iterable[int]) -> None:
-        """Raise `ValueError` if one state has two new values.
-
-        For example, the function wrote it through an argument and through the closure.
-        """
-        if not self.copies.originals:
-            return
-        # Compare modules and not paths: after `layers[0], layers[1] = layers[1],
-        # layers[0]`, the recorded paths are old.
-        writers: dict[Any, Root] = {}
-        for slot in written:
-            _, root, field = self.leaves[slot]
-            at = id(field.outside), field.name, field.items.index(slot)
-            if writers.setdefault(at, root) is not root:
-                name = self.name(slot)
-                raise ValueError(_WRITTEN_TWICE.format(name, name.rpartition(".")[2]))
-
-    def _check_not_covered(
-        self, written: Values, out: Any, returned: Collection[int]
-    ) -> None:
-        """Raise `ValueError` if a module was written, and a copy of it is returned.
-
-        The caller would assign the copy, which does not have the write.
-        """
-        by_closure = [
-            (slot, field.outside)
-            for slot in (written if self.copies.originals else ())
-            for _, root, field in [self.leaves[slot]]
-            if not root.is_copy
-        ]
-        if not by_closure:
-            return
-        copies = filter(self.copies.is_copy, flatten(out)[2])
-        there = {id(self.copies.original(x)) for x in copies}
-        there |= {id(self.leaves[slot].field.outside) for slot in returned}
-        for slot, module in by_closure:
-            if id(module) in there:
-                raise ValueError(COVERED.format(self.name(slot)))
-
-    def create(self, values: Values, call: Callable[[], Any]) -> None:
-        """Run `call()` outside a trace, to create all fields that `init` still misses.
-
-        Its writes are dropped, because the transform runs the function again.
-        """
-        self.commit(self.run({**self.values, **values}, call)._replace(written={}))
-
     # --- Commit -----------------------------------------------------------------------
 
     def commit(self, ran: Ran) -> None:
@@ -322,7 +275,7 @@ class Lifted:
         # sees a half-written model. If this call runs inside a plain `jax.vmap` in the
         # scope, the new values are tracers of that `vmap`, and must not reach the
         # modules.
-        self._check_written_once(ran.written)
+        check_written_once(self.leaves, ran.written)
         for slot in ran.written:
             if not self.leaves[slot].root.ownership.scope.is_here:
                 raise TraceError(trace_message(self.name(slot)))
@@ -350,58 +303,6 @@ class Lifted:
         for kept, key, values in sown:
             kept.setdefault(key, []).extend(values)
 
-    def check_not_created(
-        self, is_stack: Callable[[Root, Visit], bool], what: str
-    ) -> None:
-        """Raise `ValueError` if `init` has created an array in one layer of a stack.
-
-        `is_stack`: whether an array at this visit, in this root, is stacked.
-        """
-        fields = [field for _, created in self.created for field in created]
-        if not fields:
-            return
-        at: dict[int, tuple[Root, Visit]] = {
-            id(visit.node): (root, visit)
-            for root in self.roots
-            for visit in root.traversal.visits
-            if is_module(visit.node)
-        }
-        for module, name, value in fields:
-            if id(module) in at:
-                root, visit = at[id(module)]
-                key = jtu.GetAttrKey(name)
-                path, context = (*visit.path, key), visit.context.enter(module, key)
-                made = leaves(value, path, context)
-                if any(is_array(v.node) and is_stack(root, v) for v in made):
-                    raise created_error(module, name, f"in one {what}")
-
-
-def lift(
-    functions: Any,
-    arguments: Any,
-    treatments: Sequence[Any] = (),
-    *,
-    first: Callable[[], None],
-) -> Lifted:
-    """`Lifted(...)`, for a transform whose structure JAX fixes in advance.
-
-    While `init` runs, `first` runs the function without a trace before, to create all
-    fields.
-    """
-    lifted = Lifted(functions, arguments, treatments)
-    if lifted.is_initializing:
-        first()
-        lifted = Lifted(functions, arguments, treatments)
-    return lifted
-
-
-def create_fields(
-    f: Callable[..., Any], arguments: Any, call: Callable[[], Any]
-) -> None:
-    """Run `call()`, which calls `f` with these arguments, for `lift`."""
-    # Not as arguments, which would be copied: the call initializes the originals.
-    Lifted((f, arguments)).create({}, call)
-
 
 def _is_leaf(visit: Visit) -> bool:
     return visit.is_leaf
@@ -415,11 +316,3 @@ _CONTAINER_CHANGED: Final = """A function under a transform changed a list or a 
 in a module that it closes over. After tracing, the transform restores the fields of \
 modules, but not the contents of such a container. Assign a new one instead: \
 `self.layers = [*reversed(self.layers)]`."""
-
-_WRITTEN_TWICE: Final = """`{0}` is reached twice, and written in both ways: through \
-an argument of the transform, and through the closure or a second argument. An \
-argument is a copy with its own values (a slice, a lane, the differentiated values), \
-so one of the two writes would be lost. Write it in one way:
-
-    lambda layer, x: self.layer(x) + layer(x)    # wrong: both write `{1}`
-    lambda layer, x: layer(x)                    # right"""

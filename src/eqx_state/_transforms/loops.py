@@ -1,218 +1,27 @@
-"""`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step.
-
-The state that the functions reach becomes a part of JAX's carry, beside the user's
-carry. The trace of a step shows which state the step writes, and only that state is
-committed.
-
-The user's carry may contain modules. A carry is a value: the body gets a new one at
-each step, and the first one does not change. The body therefore gets a copy of the
-module, and the loop returns a new module for the caller to assign: `self.cell, ys =
-es.scan(step, self.cell, xs)`.
-"""
+"""`es.scan`, `es.while_loop`, `es.fori_loop`: state carried from step to step."""
 
 import functools as ft
 import itertools
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._compat import boundary, manual_axes, vary, varying_axes
-from .._state.scope import is_owned, Sown
-from .._tree.compare import check_not_repeated, identical
-from .._tree.walk import copy_tree, is_array
+from .._compat import boundary
+from .._state.scope import Sown
+from .._tree.walk import is_array
+from .carry import Loop, Step
+from .creation import check_not_created, create_fields, run_once
 from .cut import cut
-from .lift import create_fields, lift, Lifted, Ran
-from .reach import check_given
-from .roots import by_entry, owned_copy, Values
+from .lift import Lifted
 
 
 _C = TypeVar("_C")
 _X = TypeVar("_X")
 _Y = TypeVar("_Y")
-
-
-class Step(NamedTuple):
-    """The result of tracing one step.
-
-    `carry` contains the arrays of the new carry, and the new state. `rest` is the
-    output of the step besides the carry.
-    """
-
-    carry: tuple[Any, Values]
-    rest: Any
-    written: Values
-    sown: list[Sown]
-
-
-class Loop:
-    """The arrays of a loop: its carry, state, and slices of modules.
-
-    - `init`, `xs`: the first carry and the inputs, with copies of their modules.
-    - `before`, `treedef`: the leaves of the first carry, and its structure; `arrays`,
-        `rest`: the same leaves, cut.
-    - `carried`: the slots of the modules in the carry.
-    - `state`: the state of all other modules, which JAX carries beside the user's
-        carry.
-    - `slices`: the leaves of the modules in `xs`; each step gets a slice.
-    - `written`: the slots that some trace of a step has written; `unchanged`: the
-        positions of leaves of modules in the carry that every trace returned unchanged.
-
-    The sets `written` and `unchanged` cannot be outputs of a step, because JAX fixes
-    the treedef of the outputs.
-    """
-
-    def __init__(
-        self,
-        functions: tuple[Any, ...],
-        init: Any,
-        xs: Any = None,
-        *,
-        once: Callable[[], None],
-    ):
-        """`once` runs one step without a trace: the `first` of `lift`."""
-        check_not_repeated(init)
-        check_given(*functions, init, xs)
-        # A carry is a value: a module at two places is two modules in the next step.
-        places = [*range(jtu.tree_structure(init).num_leaves)]
-        treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
-        self.lifted = lift(functions, (init, xs), treatments, first=once)
-        self.init, self.xs = self.lifted.arguments
-        outside = copy_tree(self.init)  # no scope owns it, so its leaves are visible
-        self.before, self.treedef = jtu.tree_flatten(outside)
-        self.arrays, self.rest = cut(outside)
-        self.carried: set[int] = set()
-        self.unchanged: set[int] = set()
-        for x, own in by_entry(self.init, places):
-            if is_owned(x):
-                self.carried.update(self.lifted.slots(x))
-                self.unchanged.update(own)
-        self.slices, self.state = {}, {}
-        for k, (visit, root, _) in enumerate(self.lifted.leaves):
-            if k in self.carried or not isinstance(visit.node, jax.Array):
-                continue
-            if root.is_copy:
-                self.slices[k] = visit.node
-            elif k in self.lifted.writable:
-                self.state[k] = visit.node
-        self.written: set[int] = set()
-        for slot, x in self.slices.items():
-            if jnp.ndim(x) == 0:
-                raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
-
-    def enter(
-        self, carry: tuple[Any, Values], slices: Values | None = None
-    ) -> tuple[Any, Values]:
-        """The carry for the functions, and the values of the modules."""
-        arrays, state = carry
-        values = {**self.lifted.values, **state, **(slices or {})}
-        new = jtu.tree_leaves(self.rest.join(arrays))
-        given, own = self.lifted.fill(self.init, new)
-        return given, {**values, **own}
-
-    def first(self, step: Callable[[Any], Any]) -> tuple[Any, Values]:
-        """The first carry; in a `shard_map` with the types that `step` gives it.
-
-        A value that is replicated at first may vary between the devices after a step,
-        but JAX requires one type for all steps. Casting it may make more values vary in
-        the next step, so repeat this until nothing changes.
-        """
-        carry = self.arrays, self.state
-        found: list[frozenset[Any]] = []
-
-        def probe(carry: Any) -> None:
-            found[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
-
-        while manual_axes():
-            jax.eval_shape(probe, carry)
-            old, treedef = jtu.tree_flatten(carry)
-            if len(old) != len(found):
-                break  # JAX raises the error
-            new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
-            if identical(old, new):
-                break
-            carry = jtu.tree_unflatten(treedef, new)
-        return carry
-
-    def step(
-        self,
-        carry: tuple[Any, Values],
-        f: Callable[[Any], Any],
-        slices: Values | None = None,
-        unpack: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None),
-    ) -> Step:
-        """Run one step. `unpack` splits the output of `f` into the carry and a rest."""
-        given, values = self.enter(carry, slices)
-        ran = self.lifted.run(values, lambda: f(given), returned=self.carried)
-        new, rest = unpack(ran.out)
-        self._check_returned(values, new, ran.written)
-        arrays, rest_of_carry = cut(new)
-        if (name := self.rest.difference(rest_of_carry)) is not None:
-            raise TypeError(_STATIC.format(name or "the carry"))
-        state = {slot: ran.written.get(slot, values[slot]) for slot in self.state}
-        self.written.update(ran.written)
-        return Step((arrays, state), rest, ran.written, ran.sown)
-
-    def _check_returned(self, values: Values, carry: Any, written: Values) -> None:
-        """Check that the new carry contains the writes to modules in the carry."""
-        returned, treedef = jtu.tree_flatten(carry)
-        if treedef != self.treedef:
-            return  # JAX raises the error
-        position, after = 0, {**values, **written}
-        for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
-            if not is_owned(x):
-                position += 1
-                continue
-            for slot in self.lifted.slots(x):
-                new, before = returned[position], values[slot]
-                if slot in written and new is not written[slot]:
-                    outside = self._outside(x, after)
-                    if new is before or any(new is y for y in outside):
-                        raise ValueError(_NOT_RETURNED.format(self.lifted.name(slot)))
-                if new is not before:
-                    self.unchanged.discard(position)
-                position += 1
-
-    def _outside(self, copy: Any, values: Values) -> list[Any]:
-        """The leaves of the original of a copy in the carry.
-
-        A body may return the original instead of the copy: `return self.cell, y`.
-        """
-        original = self.lifted.copies.original(copy)
-        if self.lifted.has(original):  # in the closure, with the values of the trace
-            return [values[slot] for slot in self.lifted.slots(original)]
-        return jtu.tree_leaves(original)
-
-    def finish(
-        self,
-        carry: tuple[Any, Values],
-        sown: list[Sown] | None = None,
-        slices: Values | None = None,
-    ) -> Any:
-        """Commit what the loop has written, and return the last carry.
-
-        `sown`: the sown values; `slices`: the new leaves of modules in `xs`.
-        """
-        if sown is None:  # the loop only returns the carry
-            sown = [Sown() for _ in self.lifted.scopes]
-        arrays, state = carry
-        written = {slot: x for slot, x in state.items() if slot in self.written}
-        self.lifted.commit(Ran(None, {**written, **(slices or {})}, sown))
-        # JAX returns new arrays for the whole carry, even for the parameters of a
-        # module, which no step changes. A scope detects writes by identity, so
-        # `self.cell = cell` would count as a write to the parameters. Return the
-        # caller's own arrays for leaves that each trace left unchanged.
-        after = jtu.tree_leaves(self.rest.join(arrays))
-        kept = self.unchanged
-        new = (self.before[k] if k in kept else x for k, x in enumerate(after))
-
-        def put(x: Any) -> Any:
-            return owned_copy(x, new) if is_owned(x) else next(new)
-
-        return jtu.tree_map(put, self.init, is_leaf=is_owned)
 
 
 @boundary
@@ -331,8 +140,8 @@ def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
     arrays, rest = cut(lifted.arguments)
     arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
     x = rest.join(arrays)
-    lifted.create(slices, lambda: f(init, x))
-    lifted.check_not_created(lambda root, _: root.is_copy, "step of `es.scan`")
+    run_once(lifted, slices, lambda: f(init, x))
+    check_not_created(lifted, lambda root, _: root.is_copy, "step of `es.scan`")
 
 
 def _pair_of(out: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -490,19 +299,6 @@ def fori_loop(
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
     return loop.finish(final)
 
-
-_STATIC: Final = """The body of a loop returned a different value at `{}`, which is \
-not an array. Only arrays can change from step to step. Make it an array, or return it \
-unchanged."""
-
-_NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
-returned a carry without it, so the write would be lost. Return the module that the \
-function receives: `y = cell(x)`, and then `return cell, y`."""
-
-_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. In \
-a stack of layers, each array has this axis, also state and keys. To run layers in \
-turn: `es.nn.Stacked(layers)(x)`. To create a stack for `xs`: \
-`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
 _NOT_A_PAIR: Final = """The function of `es.scan` must return a pair, `(carry, y)`, \
 but it returned `{}`. Write `return (model, optimizer), loss`, or `return carry, \

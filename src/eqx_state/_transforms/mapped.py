@@ -17,6 +17,7 @@ from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import is_array, name_of, Visit
 from .axes import AbstractMap, ArgumentAxes, FunctionAxes, is_per_lane, SPLIT
 from .callables import is_bound_method
+from .creation import check_not_created
 from .cut import cut
 from .lift import Lifted, Ran, StaticOutput
 from .reach import check_given
@@ -184,7 +185,7 @@ class Mapped:
         self.lifted.commit(Ran(None, written, sown))
         # After the commit, because a filter may only match what is in the model.
         lane = f"lane of `{self.transform.what}`"
-        self.lifted.check_not_created(self._is_per_lane, lane)
+        check_not_created(self.lifted, self._is_per_lane, lane)
         return rest_of_out.join(out)
 
     def advice(self, slots: Iterable[int], axis_name: Any) -> str:

@@ -8,7 +8,7 @@ import equinox as eqx
 from .._errors import an
 from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
-from .._state.init import check_none_missing
+from .._state.lazy import check_none_missing
 from .._state.scope import Kinds, Scope
 from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
@@ -22,7 +22,7 @@ _M_co = TypeVar("_M_co", covariant=True)
 _F_co = TypeVar("_F_co", covariant=True)
 
 
-def thread(
+def run_on_copy(
     model: Any,
     scope: Scope,
     run: Callable[[Any], Any],
@@ -74,7 +74,7 @@ class _Mutable(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         model, run = target(self.f, args, kwargs, self.argnums, "es.mutable")
-        return thread(model, Scope(self.kinds, codecs=codecs_of(self.cast)), run)
+        return run_on_copy(model, Scope(self.kinds, codecs=codecs_of(self.cast)), run)
 
 
 class _Threaded(Generic[_M_co, _F_co]):

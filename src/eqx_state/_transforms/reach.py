@@ -14,7 +14,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._state.init import check_initialized
+from .._state.lazy import check_initialized
 from .._state.module import Module
 from .._state.scope import is_any_open, is_owned
 from .._tree.base import is_eqx_module

@@ -6,7 +6,7 @@ modules, in the order of flattening. A module is a range of slots.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -191,6 +191,10 @@ class Copies(NamedTuple):
 
     def original(self, x: Any) -> Any:
         return self.originals.get(id(x), x)
+
+    def originals_in(self, modules: Iterable[Any]) -> list[Any]:
+        """The originals of the copies among these modules."""
+        return [self.originals[id(x)] for x in modules if id(x) in self.originals]
 
 
 def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:

@@ -63,7 +63,7 @@ def _of_layers(predicate: Predicate, filter: Filter) -> Predicate:
         answers = [predicate(layer) for layer in layers]
         if len(set(answers)) > 1:
             yes, no = (layers[answers.index(answer)].name for answer in (True, False))
-            raise ValueError(_DISAGREE.format(part.name, written(filter), yes, no))
+            raise ValueError(_DISAGREE.format(part.name, filter_text(filter), yes, no))
         return answers[0]
 
     return ask
@@ -140,15 +140,15 @@ class Combinator:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"es.{self.predicate.__name__[1:]}{written(self.args)}"
+        return f"es.{self.predicate.__name__[1:]}{filter_text(self.args)}"
 
 
-def written(arg: Any) -> str:
+def filter_text(arg: Any) -> str:
     """The source code of an argument of a combinator, or of a key of rules."""
     if arg is ...:
         return "..."
     if isinstance(arg, tuple):
-        return f"({', '.join(map(written, arg))})"
+        return f"({', '.join(map(filter_text, arg))})"
     return kind_name(arg) if is_kind(arg) else getattr(arg, "__qualname__", repr(arg))
 
 
@@ -260,7 +260,7 @@ def inside(cls: type | tuple[type, ...]) -> Filter:
     """
     for x in cls if isinstance(cls, tuple) else (cls,):
         if is_kind(x) or not isinstance(x, type):
-            raise TypeError(_NOT_A_CLASS.format(written(x)))
+            raise TypeError(_NOT_A_CLASS.format(filter_text(x)))
     return Combinator(_inside, cls)
 
 
@@ -347,7 +347,7 @@ def _under(tree: PyTree, where: Where) -> Predicate:
     ):
         found = [x for x in jtu.tree_leaves(node) if is_marker(x)]
         if not found:
-            raise ValueError(_NOTHING_UNDER.format(written(where)))
+            raise ValueError(_NOTHING_UNDER.format(filter_text(where)))
         paths.update(path for x in found for path in x.flat)
     return lambda part: part.path in paths
 
@@ -377,7 +377,7 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     if isinstance(where, type) and not is_kind(where):
         raise TypeError(_CLASS_AS_WHERE.format(public_name(where)))
     if given is not where or is_kind(where) or isinstance(where, Combinator):
-        raise TypeError(_NOT_WHERE.format(written(given)))
+        raise TypeError(_NOT_WHERE.format(filter_text(given)))
     try:
         selected = where(tree)
     except AttributeError as error:

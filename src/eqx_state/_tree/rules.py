@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import KeyPath, PyTree, Tree
 from .context import children
-from .filters import bind, check_filter, Filter, Predicate, written
+from .filters import bind, check_filter, Filter, filter_text, Predicate
 from .parts import layers_of, Part, parts
 from .walk import is_array, leaves, Visit, walk
 
@@ -147,7 +147,7 @@ class RuleMatcher:
         """Raise `ValueError` for a filter that has matched no array in any tree."""
         for i, key in enumerate(self.filters):
             if i not in self.matched:
-                said = self.what, written(key), _near(key, self.trees)
+                said = self.what, filter_text(key), _near(key, self.trees)
                 raise ValueError(_NO_MATCH.format(*said) + hint) from self.errors.get(i)
 
 
@@ -162,7 +162,9 @@ def check_filters(filters: Iterable[Filter], tree: PyTree, what: str) -> None:
     """Raise `ValueError` for a filter that matches no array, unless it is a kind."""
     for each in filters:
         if not is_kind(each) and not any(map(bind(each, tree), parts(tree))):
-            raise ValueError(_NO_MATCH.format(what, written(each), _near(each, [tree])))
+            raise ValueError(
+                _NO_MATCH.format(what, filter_text(each), _near(each, [tree]))
+            )
 
 
 def nothing_selected(what: str, filter: Filter, tree: PyTree) -> ValueError:
@@ -172,13 +174,13 @@ def nothing_selected(what: str, filter: Filter, tree: PyTree) -> ValueError:
     """
     is_parameter = bind(Parameter, tree)
     frozen = [part.frozen for part in parts(tree) if is_parameter(part)]
-    said = written(filter), len(frozen), sum(frozen), _near(filter, [tree])
+    said = filter_text(filter), len(frozen), sum(frozen), _near(filter, [tree])
     return ValueError(misplaced(tree) or _NOTHING.format(what, *said))
 
 
 def _near(filter: Any, trees: list[PyTree]) -> str:
     """The names of arrays that are nearest to the globs in a filter, as a sentence."""
-    globs = re.findall(r"es\.path_matches\('(.*?)'\)", written(filter))
+    globs = re.findall(r"es\.path_matches\('(.*?)'\)", filter_text(filter))
     found = [part for tree in trees for part in parts(tree)]
     names = [x.name for part in found for x in layers_of(part, alike=True) or [part]]
     near = [x for glob in globs for x in difflib.get_close_matches(glob, names, 3, 0)]

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from .._compat import split_like
 from .._kinds.kinds import Rng
-from .._state.init import Initializer
+from .._state.lazy import Initializer
 from .._state.module import Module
 from .._tree.keys import as_key, next_keys
 

@@ -12,7 +12,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._interop import takes_key
-from .._state.init import check_initialized, init, Initializer, missing
+from .._state.init import init
+from .._state.lazy import check_initialized, Initializer, missing
 from .._state.module import Module
 from .._transforms.checkpoint import checkpoint as remat
 from .._transforms.loops import scan

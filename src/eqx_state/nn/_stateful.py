@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
+from .._compat import no_state
 from .._errors import show
 from .._interop import labeled_index, strong_arrays, takes_key
 from .._kinds.kinds import BatchStat
@@ -130,11 +131,8 @@ def _is_index(x: Any) -> bool:
     return isinstance(x, eqx.nn.StateIndex)
 
 
-_no_value = type(eqx.nn.delete_init_state(eqx.nn.StateIndex(0)).init)
-
-
 def _has_value(index: Any) -> bool:
-    return not isinstance(index.init, _no_value)
+    return not isinstance(index.init, no_state())
 
 
 def _is_node(x: Any) -> bool:

@@ -7,12 +7,12 @@ import optax
 
 from .._compat import Dims
 from .._kinds.kinds import OptState
+from .._tree.base import Placeholder
+from .._tree.compare import is_hole
+from .._tree.context import AxesAbove
+from .._tree.rules import parameters_of, recorded_models
+from .._tree.walk import is_array, name_of, Visit, walk
 from .._typing import KeyPath, PyTree, Tree
-from .base import Placeholder
-from .compare import is_hole
-from .context import AxesAbove
-from .rules import parameters_of, recorded_models
-from .walk import is_array, name_of, Visit, walk
 
 
 Names: TypeAlias = tuple[str | None, ...]

@@ -6,13 +6,13 @@ from typing import Any, Final
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ._kinds.kinds import is_kind, OptState
-from ._state.init import check_initialized
-from ._tree.axis_names import dims_text, named_leaves, NamedLeaf, Names, recorded_leaves
-from ._tree.filters import written
-from ._tree.rules import choose
-from ._tree.walk import Visit
-from ._typing import Tree
+from .._kinds.kinds import is_kind, OptState
+from .._state.lazy import check_initialized
+from .._tree.filters import filter_text
+from .._tree.rules import choose
+from .._tree.walk import Visit
+from .._typing import Tree
+from .axis_names import dims_text, named_leaves, NamedLeaf, Names, recorded_leaves
 
 
 def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) -> Tree:
@@ -85,7 +85,7 @@ def sharding(tree: Tree, mesh: Mesh | AbstractMesh, rules: Mapping[Any, Any]) ->
     keys = choose(by_filter, tree, "`es.sharding`")
     for key, value in rules.items():
         if isinstance(value, PartitionSpec) is isinstance(key, str):
-            raise TypeError(_NOT_A_SPEC.format(written(key), value))
+            raise TypeError(_NOT_A_SPEC.format(filter_text(key), value))
     leaves = named_leaves(tree)
     _check_names(by_name, leaves, tree)
     found: list[NamedSharding | None] = []

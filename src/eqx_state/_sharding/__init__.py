@@ -1,0 +1,1 @@
+"""Names of axes, and shardings that are chosen by them."""
