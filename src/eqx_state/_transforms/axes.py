@@ -72,7 +72,9 @@ class AbstractMap(Transform):
         But each lane draws from its own key.
         """
         is_split = visit.is_a(Rng) and is_key(visit.node)
-        is_split |= visit.is_a(State) and is_typed(visit.node)
+        if visit.is_a(State) and is_typed(visit.node):
+            # The values of Equinox's own state are as if passed by hand.
+            is_split |= visit.context.owner is not eqx.nn.StateIndex
         return SPLIT if is_split else self.shared
 
 
