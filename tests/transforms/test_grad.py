@@ -164,6 +164,50 @@ def test_as_decorators():
     check(new, grads, net)
 
 
+class Distilled(es.Module):
+    """A student and its teacher, whose statistics change, too."""
+
+    student: Scale = dataclasses.field(default_factory=Scale)
+    teacher: es.Buffer[Scale] = dataclasses.field(default_factory=Scale)
+
+    def loss(self, x):
+        return (self.student(x) - self.teacher(x) + 1) ** 2
+
+
+def test_kinds_names_what_the_loss_may_write():
+    x = jnp.float32(1.0)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="kinds=es.Buffer"):
+        es.value_and_grad(Distilled().loss)(x)
+    both = (es.State, es.Buffer)
+    (loss, new), grads = es.value_and_grad(Distilled.loss, kinds=both)(Distilled(), x)
+    assert (new.student.calls, new.teacher.calls, new.teacher.mean) == (1, 1, 1.0)
+    assert (loss, grads.student.factor, grads.teacher.factor) == (1.0, 4.0, None)
+    grads, new = es.grad(Distilled().loss, kinds=both)(x)
+    assert (new.teacher.calls, grads.teacher.factor) == (1, None)
+
+    def halve(model, x):
+        model.factor = model.factor / 2
+        return model(x)
+
+    (value, new), grads = es.value_and_grad(halve, kinds=es.TreePart)(Scale(), x)
+    assert (value, new.factor, grads.factor) == (3.0, 1.5, 1.0)
+
+
+def test_kinds_of_a_capture_and_of_its_gradient_add_up():
+    captured = es.capture(
+        es.value_and_grad(Distilled.loss, kinds=es.Buffer), outputs=Scale
+    )
+    (((_, new), _), found) = captured(Distilled(), jnp.float32(1.0))
+    assert (new.student.calls, new.teacher.calls) == (1, 1)
+    assert list(found) == ["student", "teacher"]
+
+
+@pytest.mark.parametrize("kinds", [Scale, "State", (es.State, 1)])
+def test_kinds_must_be_kinds(kinds):
+    with pytest.raises(TypeError, match="es.grad.*must be a kind such as"):
+        es.grad(loss_fn, kinds=kinds)
+
+
 def test_inside_a_scope_a_gradient_opens_its_own_scope():
     def f(model, x):
         grads, new = es.grad(loss_fn)(model.a, x)

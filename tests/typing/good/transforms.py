@@ -69,6 +69,10 @@ def check(model: Model, x: Array) -> None:
 
     assert_type(es.grad(loss)(model, x), tuple[Model, Model])
     assert_type(
+        es.value_and_grad(loss, kinds=(es.State, es.Buffer))(model, x),
+        tuple[tuple[Array, Model], Model],
+    )
+    assert_type(
         es.grad(loss_and_aux, has_aux=True)(model, x),
         tuple[Model, tuple[str, Model]],
     )
