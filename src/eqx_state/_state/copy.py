@@ -24,7 +24,7 @@ from .._tree.walk import (
     traverse,
     Visit,
 )
-from .scope import is_any_open, is_owned, own, Scope
+from .scope import is_owned, own, Scope
 from .write import kind_at, kind_message
 
 
@@ -61,6 +61,8 @@ class PrivateCopy:
         if given.has_repeated:
             # Check it now: unflattening would turn one module into two.
             check_not_repeated(model)
+        # An outer scope may write it while the call runs, through a closure.
+        self.is_of_scope = any(map(is_owned, given.modules))
         values = self.given = given.leaves
         for codec in scope.codecs:
             values = codec.enter(model, values)
@@ -95,11 +97,8 @@ class PrivateCopy:
         return x
 
     def _check_not_covered(self) -> None:
-        """Raise `ValueError` if the model itself was written while its copy was used.
-
-        Only an outer scope can write it, in a closure over the model.
-        """
-        if not is_any_open() or not any(map(is_owned, flatten(self.model)[2])):
+        """Raise `ValueError` if the model itself was written during the call."""
+        if not self.is_of_scope:
             return
         for visit, old in zip(_leaves_named(self.model), self.given, strict=False):
             if visit.node is not old:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._compat import BoundMethod
 from .._tree.base import is_eqx_module
 from .transform import Bound, Transform
 
@@ -50,9 +51,7 @@ def layer_of(f: Any) -> Layer | None:
 
 def is_bound_method(f: Any) -> bool:
     """Whether `f` is a bound method: Python's, or Equinox's, which is a pytree."""
-    if isinstance(f, types.MethodType):
-        return True
-    return is_eqx_module(f) and {"__func__", "__self__"} <= f.__dict__.keys()
+    return isinstance(f, types.MethodType) or BoundMethod in type(f).__mro__
 
 
 def innermost(f: Any) -> Any:
