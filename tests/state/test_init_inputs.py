@@ -574,3 +574,52 @@ def test_a_layer_that_takes_its_shapes_from_an_input():
     with rejects(model, ValueError, "`n`", r"model\.init\(42, x\)"):
         es.mutable(model)(jnp.ones(3))
     assert es.mutable(Lazy().init(42, jnp.ones(3)))(jnp.ones(3))[0].shape == (3,)
+
+
+class Gate(es.Module):
+    w: es.Parameter | None = None
+
+    def __call__(self, x):
+        if self.initializing and self.w is None:
+            self.w = es.Initializer(lambda key: jr.uniform(key, ()) + 1.0)
+        return self.w * x
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_the_condition_of_a_while_loop_may_create_fields(is_carried):
+    class Model(es.Module):
+        gate: Gate
+
+        def __call__(self, x):
+            if not is_carried:
+                return es.while_loop(lambda x: self.gate(x) < 10, lambda x: x * 2, x)
+            _, x = es.while_loop(
+                lambda c: c[0](c[1]) < 10, lambda c: (c[0], 2 * c[1]), (self.gate, x)
+            )
+            return x
+
+    model = Model(Gate()).init(0, 1.0)
+    assert model.gate.w is not None
+    assert model(1.0) >= 4.0
+
+
+def test_a_scan_over_something_without_an_axis_is_the_error_of_jax():
+    def forward(model, xs):
+        return es.scan(lambda c, x: (c, model(x)), 0, xs)
+
+    with rejects(model := Gate(), ValueError, "no leading axis"):
+        model.init(0, 3.0, call=forward)
+
+
+def test_a_scan_over_a_layer_that_is_not_a_stack():
+    class Counts(es.Module):
+        n: es.State = 0
+
+        def __call__(self, x):
+            return x + self.n
+
+    def forward(model, x):
+        return es.scan(lambda x, layer: (layer(x), None), x, model)[0]
+
+    with rejects(model := Counts(), ValueError, "`n` has shape"):
+        model.init(0, 1, call=forward)

@@ -385,3 +385,19 @@ def test_rules_are_a_mapping_from_filters():
 def test_a_name_that_is_not_a_dtype():
     with pytest.raises(TypeError, match="'bfloat'.*real floating dtype"):
         es.mutable(lambda model: None, cast={es.Parameter: "bfloat"})
+
+
+def test_a_module_that_is_assigned_has_the_dtypes_of_the_one_it_replaces():
+    class Inner(es.Module):
+        s: es.State
+
+    class Outer(es.Module):
+        inner: Inner
+
+        def __call__(self):
+            self.inner = Inner(jnp.float32(1 / 3))
+            return self.inner.s
+
+    y, new = es.mutable(Outer(Inner(jnp.float32(0))), cast={es.State: HALF})()
+    assert (y.dtype, new.inner.s.dtype) == (HALF, jnp.float32)
+    assert new.inner.s == jnp.float32(HALF(1 / 3))

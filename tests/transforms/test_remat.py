@@ -184,6 +184,18 @@ def test_a_module_that_is_returned_may_be_assigned():
     assert run(Net())[1].a.total == jnp.float32(0.3)
 
 
+def test_a_number_in_the_output_is_an_array_whatever_the_model_contains():
+    class Sized(es.Module):
+        size: int
+
+        def __call__(self, x):
+            return x, 5
+
+    for size in (4, 5):
+        (_, number), _ = es.mutable(es.checkpoint(Sized(size)))(1.0)
+        assert isinstance(number, jax.Array)
+
+
 # --- While a model is initialized ---------------------------------------------------
 
 

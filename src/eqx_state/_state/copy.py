@@ -24,7 +24,7 @@ from .._tree.walk import (
     traverse,
     Visit,
 )
-from .scope import is_owned, own, Scope
+from .scope import is_owned, Scope
 from .write import kind_at, kind_message
 
 
@@ -68,9 +68,8 @@ class PrivateCopy:
             values = codec.enter(model, values)
         self.tree = jtu.tree_unflatten(given.structure, values)
         before = given.again(self.tree)
-        if any([codec.adopt(before.visits) for codec in scope.codecs]):
+        if scope.take(before):
             before = before._replace(structure=jtu.tree_structure(self.tree))
-        own(before, scope)
         scope.traversals[id(self.tree)] = self.before = before
 
     def leave(self, out: Any) -> tuple[Any, Any]:
@@ -160,7 +159,7 @@ def _collect(owned: OwnedTree, after: Traversal) -> Collected:
     visits = [visit for visit in after.visits if visit.is_leaf]
     origins: Sequence[int | None] = range(len(visits))
     if after.structure != before.structure:
-        scope.check_structure(before, tree)
+        scope.reject_structure(before, tree)  # but not while `init` runs
         known = [visit.path for visit in before.visits if visit.is_leaf]
         numbers = {path: k for k, path in enumerate(known)}
         origins = [numbers.get(visit.path) for visit in visits]

@@ -33,7 +33,7 @@ from .._tree.walk import (
 from .._typing import KeyPath, Tree
 from .copy import PrivateCopy
 from .lazy import draw, missing, needs_module_init
-from .scope import own, Scope
+from .scope import Scope
 
 
 @boundary
@@ -158,14 +158,18 @@ class InitScope(Scope):
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
         value = draw(value, self.key, path, context)
-        return super().accept(None, value, path, context)
+        return super().accept(old, value, path, context)
+
+    # The new value may have any shape and dtype.
+
+    def fit_leaf(self, old: Any, new: Any, path: KeyPath) -> Any:
+        return super().fit_leaf(None, new, path)
 
     def settle(self, old: Any, new: Any, path: KeyPath) -> Any:
-        # Any shape and dtype.
         return super().settle(None, new, path)
 
-    def check_structure(self, before: Traversal, after: Any) -> None:
-        pass
+    def reject_structure(self, before: Traversal, after: Any) -> None:
+        pass  # it may change
 
     def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
         is_static = name not in dynamic_names(type(module))
@@ -194,7 +198,7 @@ class InitScope(Scope):
             ownership, key = ownership_of(module), jtu.GetAttrKey(name)
             context = ownership.context.enter(module, key)
             object.__setattr__(module, name, new)
-            own(traverse(new, (*ownership.path, key), context), self)
+            self.take(traverse(new, (*ownership.path, key), context))
 
 
 def _is_missing(old: Any, new: Any) -> bool:

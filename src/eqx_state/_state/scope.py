@@ -165,10 +165,19 @@ class Scope:
             raise ValueError(_OTHER_TYPE.format(name_of(path), show(old), show(new)))
         return new
 
-    def check_structure(self, before: Traversal, after: Any) -> None:
-        """Raise `ValueError`, because a tree has changed its structure."""
+    def reject_structure(self, before: Traversal, after: Any) -> None:
+        """Raise `ValueError` for a tree that has changed its structure."""
         old = before.structure.unflatten(before.leaves)
         raise ValueError(_STRUCTURE.format(difference(old, after)))
+
+    def take(self, traversal: Traversal) -> bool:
+        """Own the modules of a tree, as the codecs change them.
+
+        Returns whether the treedef has changed.
+        """
+        changed = [codec.adopt(traversal.visits) for codec in self.codecs]
+        own(traversal, self)
+        return any(changed)
 
     def note_write(self, module: BaseModule, name: str, old: Any, new: Any) -> None:
         """Called for each write of a field. Only an `InitScope` needs it."""

@@ -2,7 +2,7 @@
 
 Each write is checked when it happens, so that the traceback of an error points to the
 line that wrote. Changes that bypass `__setattr__` are checked when the scope ends
-(`collect.py`).
+(`copy.py`).
 """
 
 from dataclasses import fields, FrozenInstanceError
@@ -27,7 +27,7 @@ from .._tree.walk import (
     walk,
 )
 from .._typing import KeyPath
-from .scope import is_open_here, own, Ownership, Scope
+from .scope import is_open_here, Ownership, Scope
 
 
 def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
@@ -58,7 +58,7 @@ def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> No
     else:
         value = strengthen_field(cls, name, value)
         _check_kinds(old, value, path, context, scope, where)
-        new = adopt(value, scope, path, context)
+        new = _as_owned(old, value, scope, path, context)
         # These modules are replaced on purpose. Forget writes to them, or the end of
         # the scope would report those writes as lost.
         for visit in modules_in(old):
@@ -73,22 +73,24 @@ def _belongs_to(x: Any, scope: Scope) -> bool:
     return ownership is not None and ownership.scope is scope
 
 
-def adopt(value: Any, scope: Scope, path: KeyPath, context: Context) -> Any:
+def _as_owned(
+    old: Any, value: Any, scope: Scope, path: KeyPath, context: Context
+) -> Any:
     """`value` as a part of the private copy: the scope owns copies of its modules.
 
     Modules that the scope owns already are not copied.
     """
     if all(visit.is_leaf for visit in walk(value)):
         return value
-    new = jtu.tree_map(
-        lambda x: x if _belongs_to(x, scope) else scope.fit_leaf(None, x, path),
-        value,
-        is_leaf=lambda x: _belongs_to(x, scope),
-    )
-    there = traverse(new, path, context)
-    for codec in scope.codecs:
-        codec.adopt(there.visits)
-    own(there, scope)
+    before = dict(jtu.tree_flatten_with_path(old)[0])
+
+    def inside(below: KeyPath, x: Any) -> Any:
+        if _belongs_to(x, scope):
+            return x
+        return scope.fit_leaf(before.get(below), x, (*path, *below))
+
+    new = jtu.tree_map_with_path(inside, value, is_leaf=lambda x: _belongs_to(x, scope))
+    scope.take(traverse(new, path, context))
     return new
 
 

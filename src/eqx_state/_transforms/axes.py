@@ -5,7 +5,7 @@ over. `in_axes` has an entry for each argument; an entry may be rules, too. An a
 an integer, or for `es.shard_map` a `PartitionSpec`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 import equinox as eqx
@@ -77,6 +77,10 @@ class AbstractMap(Transform):
             is_split |= visit.context.owner is not eqx.nn.StateIndex
         return SPLIT if is_split else self.shared
 
+    def is_axis(self, axis: Any) -> bool:
+        """Whether an array with this axis is stacked, one part for each lane."""
+        return axis not in (None, SPLIT, PartitionSpec(), self.shared)
+
 
 class ArgumentAxes:
     """The axes of the arguments of a call.
@@ -134,6 +138,28 @@ class ArgumentAxes:
         check_rules(rules, what)
         return self.matchers.setdefault(id(rules), RuleMatcher(rules, what))
 
+    def is_per_lane(self, root: Root, axes: Iterable[Any], visit: Visit) -> bool:
+        """Whether each lane has its own value of a new array in a copied module.
+
+        `axes`: those of the other leaves of the module.
+        """
+        there = (
+            (entry, argument, at.path)
+            for entry, argument in self.pairs
+            for at in leaves(argument, is_leaf=is_owned)
+            if at.node is root.original
+        )
+        for entry, argument, start in there:
+            if is_rules(entry):
+                x = _seen_at(visit, root.ownership, start)
+                key = RuleMatcher(entry, "").bind(argument)(x)
+                return self.transform.is_axis(
+                    self.transform.axis_by_rule(x, entry, key)
+                )
+            axes = [*axes, self.transform.axis_by_entry(entry, visit.node)]
+        # A tree of axes has no entry for a new array, only for the others.
+        return any(map(self.transform.is_axis, axes))
+
     def check_matched(self) -> None:
         """Raise `ValueError` for a filter among the entries that matches nothing."""
         for matcher in self.matchers.values():
@@ -185,6 +211,12 @@ class FunctionAxes:
                     self.by_slot[slot] = axis_by_rule(x, self.rules, key_of(x))
         return axes
 
+    def is_per_lane(self, root: Root, visit: Visit) -> bool:
+        """Whether each lane has its own value of a new array in a root."""
+        x = _seen_at(visit, root.ownership, ())
+        key = RuleMatcher(self.rules, "").bind(root.module)(x)
+        return self.transform.is_axis(self.transform.axis_by_rule(x, self.rules, key))
+
     def _check_constants(self, f: Any) -> None:
         """Raise `ValueError` if a rule would map an array that is a constant.
 
@@ -206,36 +238,6 @@ class FunctionAxes:
     def check_matched(self) -> None:
         """Raise `ValueError` for a filter that matches nothing."""
         self.matcher.check_matched(_IN_REACH.format(self.transform.entries))
-
-
-def is_per_lane(
-    transform: AbstractMap,
-    pairs: list[tuple[Any, Any]],
-    axes: Mapping[int, Any],
-    root: Root,
-    visit: Visit,
-) -> bool:
-    """Whether each lane has its own value of an array that `init` created here.
-
-    `pairs`: those of `ArgumentAxes`; `axes`: the axis of each other leaf, by slot.
-    """
-    entry, tree, start = dict(transform.axes), root.module, ()
-    if root.is_copy:
-        found = (
-            (*pair, visit.path)
-            for pair in pairs
-            for visit in leaves(pair[1], is_leaf=is_owned)
-            if visit.node is root.original
-        )
-        entry, tree, start = next(found, (None, None, ()))
-    if is_rules(entry) or not root.is_copy:
-        x = _seen_at(visit, root.ownership, start)
-        key = RuleMatcher(entry, "").bind(tree)(x)
-        found_axes = {transform.axis_by_rule(x, entry, key)}
-    else:  # a tree of axes has no entry for a new array, only for the others
-        found_axes = {axes[slot] for slot in root.slots}
-        found_axes.add(transform.axis_by_entry(entry, visit.node))
-    return not found_axes <= {None, SPLIT, PartitionSpec(), transform.shared}
 
 
 def _seen_from(visit: Visit) -> list[Visit]:

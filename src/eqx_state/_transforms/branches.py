@@ -15,7 +15,7 @@ from .._compat import boundary, manual_axes, vary, varying_axes
 from .._state.scope import Sown
 from .._typing import R
 from .callables import is_bound_method
-from .creation import create_fields, lift
+from .creation import create_fields, lift_with_fields
 from .cut import cut
 from .lift import Ran
 from .reach import check_given
@@ -31,11 +31,11 @@ def _select(
     """Run the branch that `select` chooses, and commit its writes."""
     check_given(*branches, *operands)
 
-    def each() -> None:
+    def create() -> None:
         for f in branches:  # a later call may choose any of them
             create_fields(f, operands, ft.partial(f, *operands))
 
-    lifted = lift(branches, operands, first=each)
+    lifted = lift_with_fields(branches, operands, create=create)
     arrays, rest = cut(lifted.arguments)
     traces = _Traces(what)
     # In a `shard_map`: the mesh axes along which a state varies after some branch.

@@ -54,13 +54,6 @@ def is_bound_method(f: Any) -> bool:
     return isinstance(f, types.MethodType) or BoundMethod in type(f).__mro__
 
 
-def innermost(f: Any) -> Any:
-    """The function or the model inside all layers of a callable."""
-    while (layer := layer_of(f)) is not None:
-        f = layer.inner
-    return f
-
-
 class Receiver(NamedTuple):
     """The model that a callable is bound to; `bind` binds it to a different one."""
 

@@ -20,7 +20,7 @@ from .._compat import manual_axes, vary, varying_axes
 from .._state.scope import is_owned, Sown
 from .._tree.compare import check_not_repeated, identical
 from .._tree.walk import copy_tree
-from .creation import lift
+from .creation import lift_with_fields
 from .cut import cut
 from .lift import Ran
 from .reach import check_given
@@ -63,15 +63,15 @@ class Loop:
         init: Any,
         xs: Any = None,
         *,
-        once: Callable[[], None],
+        create: Callable[[], None],
     ):
-        """`once` runs one step without a trace: the `first` of `lift`."""
+        """`create` is that of `lift_with_fields`: it runs one step."""
         check_not_repeated(init)
         check_given(*functions, init, xs)
         # A carry is a value: a module at two places is two modules in the next step.
         places = [*range(jtu.tree_structure(init).num_leaves)]
         treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
-        self.lifted = lift(functions, (init, xs), treatments, first=once)
+        self.lifted = lift_with_fields(functions, (init, xs), treatments, create=create)
         self.init, self.xs = self.lifted.arguments
         outside = copy_tree(self.init)  # no scope owns it, so its leaves are visible
         self.before, self.treedef = jtu.tree_flatten(outside)
@@ -105,7 +105,7 @@ class Loop:
         given, own = self.lifted.fill(self.init, new)
         return given, {**values, **own}
 
-    def first(self, step: Callable[[Any], Any]) -> tuple[Any, Values]:
+    def first_carry(self, step: Callable[[Any], Any]) -> tuple[Any, Values]:
         """The first carry; in a `shard_map` with the types that `step` gives it.
 
         A value that is replicated at first may vary between the devices after a step,

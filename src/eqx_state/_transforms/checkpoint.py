@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned
+from .._tree.walk import is_array
 from .._typing import P, R
 from .cut import cut, is_traced, Rest
 from .lift import Lifted, Ran
@@ -32,7 +33,7 @@ class _Checkpoint(Transform):
         if lifted.is_initializing:
             return self.f(*args, **kwargs)
         arrays, rest = self._cut(*lifted.arguments)
-        outside = {id(x) for x in lifted.values.values()}
+        outside = {id(x) for x in lifted.values.values() if is_array(x)}
 
         def run(arrays: Any) -> tuple[Ran, Rest]:
             args, kwargs = rest.join(arrays)
@@ -43,7 +44,7 @@ class _Checkpoint(Transform):
             # them. A scope detects writes by identity, so assigning a returned module,
             # `self.layer = layer`, would count as a write to its parameters.
             is_new = jtu.tree_map(
-                lambda x, is_traced: is_traced and id(x) not in outside,
+                lambda x, traced: traced and id(x) not in outside,
                 ran.out,
                 is_traced(ran.out),
             )

@@ -1,10 +1,10 @@
 """What is special about transforms while `init` runs, and creates fields.
 
 JAX fixes the structure of a loop or a branch in advance. These transforms therefore
-first call their function without a trace, which creates all missing fields (`lift`).
-In other transforms, `init` creates concrete arrays, which need not leave the trace as
-outputs: `Lifted.commit` puts them into the modules. Such an array cannot be a part of
-a stack (`check_not_created`).
+first call their function without a trace, which creates all missing fields
+(`lift_with_fields`). In other transforms, `init` creates concrete arrays, which need
+not leave the trace as outputs: `Lifted.commit` puts them into the modules. Such an
+array cannot be a part of a stack (`check_not_created`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ from .lift import Lifted
 from .roots import Root, Values
 
 
-def lift(
+def lift_with_fields(
     functions: Any,
     arguments: Any,
     treatments: Sequence[Any] = (),
     *,
-    first: Callable[[], None],
+    create: Callable[[], None],
 ) -> Lifted:
     """`Lifted(...)`, for a transform whose structure JAX fixes in advance.
 
-    While `init` runs, `first` runs the function without a trace before, to create all
-    fields.
+    While `init` runs, `create` runs the function without a trace before, to create all
+    missing fields.
     """
     lifted = Lifted(functions, arguments, treatments)
     if lifted.is_initializing:
-        first()
+        create()
         lifted = Lifted(functions, arguments, treatments)
     return lifted
 
@@ -41,7 +41,7 @@ def lift(
 def create_fields(
     f: Callable[..., Any], arguments: Any, call: Callable[[], Any]
 ) -> None:
-    """Run `call()`, which calls `f` with these arguments, for `lift`."""
+    """Run `call()`, which calls `f` with these arguments, for `lift_with_fields`."""
     # Not as arguments, which would be copied: the call initializes the originals.
     run_once(Lifted((f, arguments)), {}, call)
 

@@ -1,10 +1,12 @@
 """Gradients of stateful functions: `es.value_and_grad` and `es.grad`.
 
-Split the model into the part to differentiate and the rest. Inside the trace, combine
-the two and run the call as `es.mutable` does. The new model is an auxiliary output.
+The leaves to differentiate are the inputs of a function that makes a model of them and
+of the others, and runs the call as `es.mutable` does. The new model is an auxiliary
+output.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
@@ -53,41 +55,42 @@ class Gradient(Transform):
         record the sown values of this call itself.
         """
         model, call = target(self.f, args, kwargs, self.argnums, self.name)
-        # Check before `partition`, which unflattens: a module that occurs twice would
-        # become two modules in `loss_fn`, and the mistake could not be detected there.
+        # Check before unflattening: a module that occurs twice would become two
+        # modules, and the mistake could not be detected there.
         given = check_ready(model)
         reports = reporting(model)
         # This lifts no module. It only returns the values that an outer `es.capture`
         # records in this trace, as every transform does.
-        lifted = Lifted(())
+        observers = Lifted(())
         selects = bind_to_visits((self.wrt, is_inexact), model)
-        is_input = [selects(visit) for visit in given.visits if visit.is_leaf]
-        pairs = [*zip(given.leaves, is_input, strict=True)]
-        if not any(is_input):
+        selected = [selects(visit) for visit in given.visits if visit.is_leaf]
+        if not any(selected):
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
 
-        def loss_fn(inputs: list[Any]) -> tuple[Any, Any]:
+        def with_selected(new: Iterable[Any], others: Iterable[Any]) -> Any:
+            """A tree like the model: `new` for the selected leaves, else `others`."""
+            new = iter(new)
+            return given.structure.unflatten(
+                next(new) if is_selected else x
+                for x, is_selected in zip(others, selected, strict=True)
+            )
+
+        def differentiated(inputs: list[Any]) -> tuple[Any, Any]:
             # Here, because a scope belongs to the trace in which it was created.
             codecs = codecs_of(self.cast)
-            inside = observed(self.kinds, reports=reports, codecs=codecs)
-            new = iter(inputs)
-            model = given.structure.unflatten(
-                next(new) if is_input else x for x, is_input in pairs
-            )
-            ran = lifted.run({}, lambda: run_on_copy(model, inside, call, given))
+            scope = observed(self.kinds, reports=reports, codecs=codecs)
+            model = with_selected(inputs, given.leaves)
+            ran = observers.run({}, lambda: run_on_copy(model, scope, call, given))
             out, new = ran.out
             loss = with_aux(out)[0] if self.has_aux else out
             _check_loss(loss, self.name)
-            return loss, (out, new, inside.sown, ran._replace(out=None))
+            return loss, (out, new, scope.sown, ran._replace(out=None))
 
-        value_and_grad = eqx.filter_value_and_grad(loss_fn, has_aux=True)
-        inputs = [x for x, is_input in pairs if is_input]
+        value_and_grad = eqx.filter_value_and_grad(differentiated, has_aux=True)
+        inputs = [*itertools.compress(given.leaves, selected)]
         (_, (out, new, sown, ran)), found = value_and_grad(inputs)
-        lifted.commit(ran)
-        found = iter(found)
-        grads = given.structure.unflatten(
-            next(found) if is_input else None for _, is_input in pairs
-        )
+        observers.commit(ran)
+        grads = with_selected(found, [None] * len(selected))
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
         return (grads, (out[1], new) if self.has_aux else new), sown

@@ -90,8 +90,8 @@ def scan(
         assert n == 3 and new.total == 6.0 and totals.tolist() == [1.0, 3.0, 6.0]
         ```
     """
-    once = ft.partial(_initialize, f, init, xs, -1 if reverse else 0)
-    loop = Loop((f,), init, xs, once=once)
+    create = ft.partial(_create_fields, f, init, xs, -1 if reverse else 0)
+    loop = Loop((f,), init, xs, create=create)
     arrays, others = cut(loop.xs)
     static: list[Any] = []  # for each trace, the static part of the output
 
@@ -111,7 +111,7 @@ def scan(
     each = arrays, loop.slices
     carry, (ys, written, sown) = jax.lax.scan(
         step,
-        loop.first(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
+        loop.first_carry(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
         each,
         length,
         reverse=reverse,
@@ -124,21 +124,23 @@ def scan(
 
 
 def _slice_of(x: Any, i: int = 0) -> Any:
+    if not jnp.shape(x):
+        return x  # the loop raises the error
     # A loop with zero steps has no first slice, but zeros have the right shape.
     return x[i] if x.shape[0] else jnp.zeros(x.shape[1:], x.dtype)
 
 
-def _initialize(f: Any, init: Any, xs: Any, first: int) -> None:
+def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     """Run one step outside the loop, to create all missing fields."""
     # The modules in `init` are not copied: the step initializes the originals.
     lifted = Lifted((f, init), xs)
     slices = {
-        slot: _slice_of(visit.node, first)
+        slot: _slice_of(visit.node, index)
         for slot, (visit, root, _) in enumerate(lifted.leaves)
         if root.is_copy and is_array(visit.node)
     }
     arrays, rest = cut(lifted.arguments)
-    arrays = jtu.tree_map(lambda x: _slice_of(x, first), arrays)
+    arrays = jtu.tree_map(lambda x: _slice_of(x, index), arrays)
     x = rest.join(arrays)
     run_once(lifted, slices, lambda: f(init, x))
     check_not_created(lifted, lambda root, _: root.is_copy, "step of `es.scan`")
@@ -205,15 +207,18 @@ def while_loop(
         assert y == 0.625 and model.steps == 5
         ```
     """
-    call = ft.partial(body_fun, init_val)
-    once = ft.partial(create_fields, body_fun, init_val, call)
-    loop = Loop((cond_fun, body_fun), init_val, once=once)
+
+    def create() -> None:
+        for f in (cond_fun, body_fun):
+            create_fields(f, init_val, ft.partial(f, init_val))
+
+    loop = Loop((cond_fun, body_fun), init_val, create=create)
 
     def body(carry: Any) -> Any:
         return _only_carry(loop.step(carry, body_fun))
 
     final = jax.lax.while_loop(
-        lambda carry: _go_on(loop, carry, cond_fun), body, loop.first(body)
+        lambda carry: _go_on(loop, carry, cond_fun), body, loop.first_carry(body)
     )
     return loop.finish(final)
 
@@ -289,13 +294,13 @@ def fori_loop(
         ```
     """
     call = ft.partial(body_fun, lower, init_val)
-    once = ft.partial(create_fields, body_fun, init_val, call)
-    loop = Loop((body_fun,), init_val, once=once)
+    create = ft.partial(create_fields, body_fun, init_val, call)
+    loop = Loop((body_fun,), init_val, create=create)
 
     def body(i: Any, carry: Any) -> Any:
         return _only_carry(loop.step(carry, lambda carry: body_fun(i, carry)))
 
-    carry = loop.first(lambda carry: body(lower, carry))
+    carry = loop.first_carry(lambda carry: body(lower, carry))
     final = jax.lax.fori_loop(lower, upper, body, carry, unroll=unroll)
     return loop.finish(final)
 

@@ -15,7 +15,7 @@ from .._state.scope import is_owned, Sown
 from .._tree.base import is_module
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
 from .._tree.walk import is_array, name_of, Visit
-from .axes import AbstractMap, ArgumentAxes, FunctionAxes, is_per_lane, SPLIT
+from .axes import AbstractMap, ArgumentAxes, FunctionAxes, SPLIT
 from .callables import is_bound_method
 from .creation import check_not_created
 from .cut import cut
@@ -72,7 +72,7 @@ class Mapped:
         self.transform, f = transform, _opened(transform.f)
         self.arguments = ArgumentAxes(transform, args, kwargs)
         self.lifted = lifted = Lifted(f, (args, kwargs), self.arguments.axes)
-        function = FunctionAxes(transform, f, lifted)
+        self.function = function = FunctionAxes(transform, f, lifted)
         if not lifted.is_initializing:  # else `init` may still create arrays
             check_given(transform.f, *args, *kwargs.values())
             function.check_matched()
@@ -200,7 +200,10 @@ class Mapped:
         return ""
 
     def _is_per_lane(self, root: Root, visit: Visit) -> bool:
-        return is_per_lane(self.transform, self.arguments.pairs, self.axes, root, visit)
+        if not root.is_copy:
+            return self.function.is_per_lane(root, visit)
+        axes = [self.axes[slot] for slot in root.slots]
+        return self.arguments.is_per_lane(root, axes, visit)
 
 
 def _is_row(x: Any) -> bool:

@@ -32,7 +32,7 @@ _DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict)
 def captured(x: Any) -> list[Any]:
     """The objects directly inside `x`: captured by a function, or in a container.
 
-    Empty for a model, an array, or an object that is neither a function nor a pytree.
+    Empty for an array, and for an object that is neither a function nor a pytree.
     """
     cls = type(x)
     if eqx.is_array(x):
