@@ -5,6 +5,7 @@ lanes do not simply share. The rest of a transform does not need to know where a
 or its axis came from.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -78,23 +79,25 @@ class Mapped:
             function.check_matched()
             self.arguments.check_matched()
         self.axes = function.by_slot
-        axes = []
-        for x, own in by_entry(lifted.arguments, self.arguments.axes):
+        rows: list[Row] = []  # of all leaves, in the order of flattening
+        for x, axes in by_entry(lifted.arguments, self.arguments.axes):
             if is_owned(x):
-                self.axes.update(zip(lifted.slots(x), own, strict=True))
-            axes.append(None if is_owned(x) else own[0])
-        slots = sorted(k for k, axis in self.axes.items() if axis is not None)
-        modules = {_Key(k, lifted.name(k)): lifted.values[k] for k in slots}
-        axes += [*function.axes, *(self.axes[slot] for slot in slots)]
+                self.axes.update(zip(lifted.slots(x), axes, strict=True))
+            rows.append(Row(x, None if is_owned(x) else axes[0]))
+        rows += map(Row, jtu.tree_leaves(f, is_leaf=is_owned), function.axes)
+        inside = [
+            Row(lifted.values[slot], axis, slot)
+            for slot, axis in sorted(self.axes.items(), key=operator.itemgetter(0))
+            if axis is not None
+        ]
+        modules = {_Key(x.slot, lifted.name(x.slot)): x.value for x in inside}
         everything = Inputs(*lifted.arguments, f, modules)
+        rows += inside
         treedef = jtu.tree_structure(everything, is_leaf=is_owned)
-        is_mapped = treedef.unflatten(axis is not None for axis in axes)
+        is_mapped = treedef.unflatten(row.axis is not None for row in rows)
         mapped, self.rest = cut(everything, is_mapped)
-        values, treedef = jtu.tree_flatten(mapped)
-        self.tree: Callable[[Any], Inputs] = treedef.unflatten
-        axes = [axis for axis in axes if axis is not None]
-        others = [None] * (len(axes) - len(slots))
-        self.rows = [*map(Row, values, axes, [*others, *slots])]
+        self.tree: Callable[[Any], Inputs] = jtu.tree_structure(mapped).unflatten
+        self.rows = [row for row in rows if row.axis is not None]
         # For each split key, the key that its module stores if a lane used it.
         self.advanced: Values = {}
         # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.

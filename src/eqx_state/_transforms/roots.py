@@ -21,6 +21,7 @@ from .._tree.base import (
     is_module,
     ownership_of,
 )
+from .._tree.compare import identical
 from .._tree.walk import copy_tree, Traversal, Visit
 
 
@@ -103,9 +104,7 @@ class Field:
         if self.structure is None:
             return True
         below = jtu.tree_leaves(self.container, is_leaf=is_owned)
-        return len(below) == len(self.contents) and all(
-            x is y for x, y in zip(below, self.contents, strict=True)
-        )
+        return identical(below, [*self.contents])
 
 
 class Leaf(NamedTuple):
