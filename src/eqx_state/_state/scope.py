@@ -143,6 +143,8 @@ class Scope:
 
     def accept(self, old: Any, value: Any, path: KeyPath, context: Context) -> Any:
         """The value to store when `value` replaces `old`."""
+        if is_array(old) and is_array(value):  # most writes: nothing to flatten
+            return self.fit_leaf(old, value, path)
         entries, structure = jtu.tree_flatten_with_path(value, is_leaf=is_eqx_module)
         before, old_structure = jtu.tree_flatten(old, is_leaf=is_eqx_module)
         if structure != old_structure:
