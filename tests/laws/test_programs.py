@@ -15,7 +15,7 @@ is stored as text in `CASES`.
 
 The table lists faults that the programs find. Each fault was put back alone, and the
 programs that contain its form ran in the order of their seeds. The seed is the first
-one that failed.
+one that failed, with the generator of that time.
 
 | fault | seed |
 |---|---|
@@ -94,6 +94,7 @@ COMMON = {
 }
 LIBRARY = {
     **COMMON,
+    "copied": lambda tree: jax.tree.map(lambda x: x, tree),
     "ensemble": lambda f, _, **kw: es.vmap(f, axes={...: 0}, **kw),
     "eqx": eqx,
     "es": es,
@@ -120,6 +121,7 @@ def run_reference(spec: Any, text: str) -> tuple[float, list[Any]]:
     world = Reference()
     names = {
         **COMMON,
+        "copied": world.copy,
         "ensemble": world.ensemble,
         "eqx": _Partials,
         "es": world,

@@ -85,12 +85,11 @@ def _carried(f: Any) -> tuple[Any, Callable[[Any], Any]] | None:
             return None
         return inner[0], lambda model: Transformed(inner[1](model), f.run)
     if isinstance(f, ft.partial):
-        if (inner := _carried(f.func)) is not None:
-            return inner[0], lambda m: ft.partial(inner[1](m), *f.args, **f.keywords)
-        if f.args:
-            return f.args[0], lambda m: ft.partial(f.func, m, *f.args[1:], **f.keywords)
-        return None
-    if isinstance(f, types.MethodType):
+        # What the partial binds does not count: `ft.partial(distill, teacher)`.
+        if (inner := _carried(f.func)) is None:
+            return None
+        return inner[0], lambda m: ft.partial(inner[1](m), *f.args, **f.keywords)
+    if isinstance(f, types.MethodType) and isinstance(f.__self__, Object):
         return f.__self__, lambda model: types.MethodType(f.__func__, model)
     return (f, lambda model: model) if isinstance(f, Object) else None
 

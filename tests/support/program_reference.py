@@ -35,7 +35,7 @@ class _Wait(Exception):
 class Reference:
     """The functions of `eqx_state`, and the values that models are built from."""
 
-    SPLIT = State = object()
+    SPLIT, State, Rng = object(), object(), object()
 
     def __init__(self) -> None:
         self.live: list[Object] = []
@@ -357,15 +357,8 @@ class Reference:
         originals, args = args, [self._stand_in(arg) for arg in args]
         before = [(x, dict(x.__dict__)) for x in self.live]
         sown = [(scope, len(scope.sown)) for scope in self.captures]
-        given = {id(x) for arg in args for x in objects_in(arg)}
         inside = [x for stack in stacks for x in objects_in(stack)]
-        exempt = given | {id(x) for x in inside}
-        # A module that no scope owns is a constant in the closure.
-        keyed = [
-            x
-            for x in self.live
-            if type(x) is KEYED and _is_owned(x) and id(x) not in exempt
-        ]
+        keyed = self._split_for_lanes(args, axes, inside)
         kept, keys = {}, {}
         for x in keyed:
             kept[id(x)], base = split(x.rng)[0], split(x.rng)[1]
@@ -391,7 +384,7 @@ class Reference:
                     for name, value in x.__dict__.items():
                         x.__dict__[name] = self.slice_of_field(value, i)
                 given_i = [
-                    arg if axis is None else self.slice(arg, i)
+                    self.slice(arg, i) if axis == 0 else arg
                     for arg, axis in zip(args, axes, strict=True)
                 ]
                 self.lanes[axis_name] = means, []
@@ -424,11 +417,31 @@ class Reference:
         for arg, axis, *slices in zip(
             args, axes, *(g for _, g, _ in lanes), strict=True
         ):
-            if axis is not None:
+            if axis == 0:
                 self.store(arg, slices)
         for original, arg in zip(originals, args, strict=True):
             self._commit(original, arg)
         return self.stack(*(out for out, _, _ in lanes))
+
+    def _split_for_lanes(
+        self, args: Any, axes: Any, inside: list[Object]
+    ) -> list[Object]:
+        """The modules with keys of which each lane gets its own.
+
+        For an owned module in the arguments, `None` means the same as for a module in
+        the closure, and rules say it. A module that no scope owns is a constant.
+        """
+        is_split = {id(x): False for x in inside}
+        for arg, axis in zip(args, axes, strict=True):
+            for x in objects_in(arg):
+                is_split[id(x)] = _is_owned(x) if axis is None else False
+                if isinstance(axis, dict):
+                    is_split[id(x)] = axis[self.Rng] is self.SPLIT
+        return [
+            x
+            for x in self.live
+            if type(x) is KEYED and is_split.get(id(x), _is_owned(x))
+        ]
 
     def slice_of_field(self, value: Any, i: int) -> Any:
         return value if objects_in(value) else self.slice(value, i)

@@ -38,7 +38,6 @@ from program_writer import (
     nodes_of,
     related,
     Statement,
-    without_free_keys,
     Writer,
 )
 
@@ -119,10 +118,11 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
     lines += [
         f"{f} = es.jit({h})",
         f"x = {f}({a.text}, {b.text}, x)",
-        # The path is the same in both scopes.
+        # The path is the same in both scopes. The inner scope is that of a copy: it
+        # would cover the write to the module of the outer one.
         f"def {g}({p}, x):",
         f"    return {f}({p}{a.text[len(root) :]}, {b.text}, x)",
-        f"{y}, {new} = es.mutable({g})({root}, x)",
+        f"{y}, {new} = es.mutable({g})(copied({root}), x)",
         f"x = {f}({a.text}, {b.text}, mix(x, {y}))",
     ]
     w.aliased |= {a.path, b.path}
@@ -195,8 +195,9 @@ def vmap(w: Writer, ctx: Context) -> Statement:
     axes = ctx.axes | {level}
     steps = ctx.steps if ctx.level else 0
     inner = ctx.into(level=level, x_level=level, axes=axes, steps=steps)
-    lines, f, args = w.function(inner, is_mapped=True)
-    in_axes = ", in_axes=(None, 0)" if args else ""
+    axis = w.pick(["None", "None", "{es.Rng: None}", "{es.Rng: es.SPLIT}"])
+    lines, f, args = w.function(inner, axis=axis)
+    in_axes = f", in_axes=({axis}, 0)" if args else ""
     mapped = f'es.vmap({f}{in_axes}, axis_name="l{level}")'
     return [*lines, f"x = total({_call(mapped, args, 'two(x)')})"], ctx
 
@@ -213,7 +214,7 @@ def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
         axes=ctx.axes | {level},
         steps=ctx.steps if ctx.level else 0,
         nodes=(*ctx.nodes, layer),
-        hidden=(*without_free_keys(ctx).hidden, stack.path),
+        hidden=(*ctx.hidden, stack.path),
         wholes=(*ctx.wholes, whole_of(stack)),
     )
     if w.chance(2) or not ctx.may_write(stack) or stack.spec.cls is Plain:
@@ -289,8 +290,9 @@ def scope(w: Writer, ctx: Context) -> Statement:
     inside = ctx.inside + (wraps != "{}")
     root = dataclasses.replace(root, inside=ctx.inside)
     axes = frozenset() if is_grad else ctx.axes
-    inner = ctx.into(
-        nodes=(*ctx.nodes, *nodes_of(root)),
+    outside = ctx.passing(node) if node.is_owned else ctx
+    inner = outside.into(
+        nodes=(*outside.nodes, *nodes_of(root)),
         grads=root.grads,
         axes=axes,
         min_level=0,

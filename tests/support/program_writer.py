@@ -95,6 +95,18 @@ class Context:
         changes.setdefault("steps", self.steps + (changes.get("loops") is not None))
         return dataclasses.replace(self, is_main=False, **changes)
 
+    def passing(self, node: Node) -> "Context":
+        """The position inside of a function that gets `node` as an argument.
+
+        The closure sees the old state of the module, and does not write it: two writes
+        would be an error, and so would be one that is missing in a copy that comes out.
+        """
+        nodes = tuple(
+            dataclasses.replace(n, is_given=True) if related(n.path, node.path) else n
+            for n in self.nodes
+        )
+        return dataclasses.replace(self, nodes=nodes, helpers=())
+
     def readable(self) -> list[Node]:
         return [n for n in self.nodes if n.is_module and not self.hides(n.path)]
 
@@ -181,15 +193,6 @@ def has_bare(spec: Spec) -> bool:
     """Whether it contains an Equinox module that is not part of an `es.Module`."""
     is_open = spec.cls in (Wrap, list, tuple, dict)
     return spec.cls is Plain or (is_open and any(map(has_bare, spec.children)))
-
-
-def without_free_keys(ctx: Context) -> Context:
-    """Hide modules with keys that no scope owns.
-
-    They are constants in the closure of `es.vmap`, but not as mapped arguments.
-    """
-    free = (n.path for n in ctx.nodes if not n.is_owned and has_key(n.spec))
-    return dataclasses.replace(ctx, hidden=(*ctx.hidden, *free))
 
 
 def nodes_of(node: Node) -> list[Node]:
@@ -349,48 +352,34 @@ class Writer(Drawing):
         params: str = "x",
         head: tuple[str, ...] = (),
         tail: str = "x",
-        is_mapped: bool = False,
+        axis: str = "",
     ) -> tuple[list[str], str, list[str]]:
         """A function that reaches a module in some way.
 
         Returns its lines, the expression to call, and its leading arguments. If the
-        function is mapped, all lanes share these arguments.
+        function is mapped, `axis` is the entry for these arguments in `in_axes`.
         """
-        how = self.pick(WAYS)
-        if is_mapped:
-            inner = without_free_keys(inner)
-        nodes = inner.readable()
+        # A mapped function gets more arguments, because there are rules for them.
+        how = self.pick((*WAYS, "argument", "argument") if axis else WAYS)
+        nodes = inner.trees() if how == "argument" else inner.readable()
+        if axis and how == "partial":
+            nodes = [n for n in nodes if n.is_owned or not has_key(n.spec)]
         if how == "closure" or not nodes:
             return *self.define(inner, params, head, tail), []
         node, name = self.pick(nodes), self.name("m")
         self.aliased.add(node.path)
 
         def reach(text: str) -> Context:
-            alias, hidden = (
-                dataclasses.replace(node, text=text, assign=""),
-                inner.hidden,
-            )
-            is_one = is_mapped and how == "argument" and node.is_owned
-            if is_one and has_key(node.spec):
-                # All lanes share one key as an argument, but have their own in the
-                # closure. Using both is an error, see `test_reached_twice.py`.
+            alias = dataclasses.replace(node, text=text, assign="")
+            outside = inner.passing(node) if how == "argument" else inner
+            hidden = outside.hidden
+            if how == "argument" and has_key(node.spec) and axis not in ("", "None"):
+                # The lanes have the keys that the rules say, but those of the defaults
+                # in the closure.
                 alias = dataclasses.replace(alias, path=("argument", *node.path))
                 hidden = (*hidden, node.path)
-            outside, helpers = inner.nodes, inner.helpers
-            if how == "argument":
-                # The closure sees the old state of an argument, and does not write to
-                # it.
-                helpers = ()
-                outside = tuple(
-                    dataclasses.replace(n, is_given=True)
-                    if related(n.path, node.path)
-                    else n
-                    for n in outside
-                )
-            nodes = (*outside, *nodes_of(alias))
-            return dataclasses.replace(
-                inner, nodes=nodes, hidden=hidden, helpers=helpers
-            )
+            nodes = (*outside.nodes, *nodes_of(alias))
+            return dataclasses.replace(outside, nodes=nodes, hidden=hidden)
 
         before: list[str] = []
         text, args, partial = name, [], ""
