@@ -137,6 +137,50 @@ def writes_both_ways(w: Writer, ctx: Context) -> Fault:
     return lines, ((ValueError,), "reached twice")
 
 
+def covers_a_write(w: Writer, ctx: Context) -> Fault:
+    """Write through the closure, under a transform that returns a copy without it."""
+    if (node := _of(w, ctx, *COUNTERS)) is None:
+        return NO_FAULT
+    run, params, out = w.pick(COVERING)
+    name, text = w.name("f"), node.text
+    lines = [
+        f"def {name}({params}):",
+        f"    {text}.n = {text}.n + 1",
+        f"    return {out}",
+        run.format(name, text),
+    ]
+    return lines, ((ValueError,), "was written through the closure")
+
+
+# A call of a function with a module, the parameters of the function, and its output.
+COVERING = (
+    ("es.scan({}, {}, two(x))", "m, y", "m, y"),
+    ("es.while_loop(lambda m: False, {}, {})", "m", "m"),
+    ("es.fori_loop(0, 2, {}, {})", "i, m", "m"),
+    ("es.jit({})({}, x)", "m, x", "x, [m]"),
+    ("es.checkpoint({})({})", "m", "m"),
+    ("es.cond(x > 0, {0}, {0}, {1})", "m", "m"),
+    ("es.vmap({}, (None, 0))({}, two(x))", "m, x", "m, x"),
+    ("es.vjp({}, {}, x)", "m, x", "x, m"),
+    ("es.mutable({})({}, x)", "m, x", "m(x)"),
+    ("es.capture({})([{}], x)", "m, x", "x"),
+    # Each of both transforms has the argument and the closure.
+    ("es.mutable(es.jit({}))({}, x)", "m, x", "x"),
+)
+
+
+def binds_the_model(w: Writer, ctx: Context) -> Fault:
+    """A partial binds the model, and the call has no argument for it."""
+    if not (nodes := ctx.readable()):
+        return NO_FAULT
+    partial = w.pick(["ft.partial", "eqx.Partial", "jtu.Partial"])
+    scope = w.pick(["es.mutable", "es.capture", "es.grad", "es.value_and_grad"])
+    f = f"{partial}(lambda m, x: m.peek(x), {w.pick(nodes).text})"
+    run = w.pick(["{0}({1})", "{0}(es.checkpoint({1}))", "es.jit({0}({1}))"])
+    f = run.format(scope, f)
+    return [f"{f}(x)"], ((TypeError,), "is a partial that binds the")
+
+
 FAULTS = (
     writes_parameter,
     writes_float,
@@ -150,4 +194,6 @@ FAULTS = (
     returns_function,
     in_two_places,
     writes_both_ways,
+    covers_a_write,
+    binds_the_model,
 )
