@@ -61,7 +61,7 @@ def mix(a: Any, b: Any) -> Any:
 
 def flt(n: Any) -> Any:
     """Convert an integer to a float."""
-    return 0.125 * (float(n) if type(n) is int else jnp.asarray(n, jnp.float32))
+    return 0.125 * (float(n) if isinstance(n, int) else jnp.asarray(n, jnp.float32))
 
 
 def two(x: Any) -> Any:
@@ -175,7 +175,7 @@ class Noise(es.Module):
 
 
 class Tally(es.Module):
-    """NumPy arrays, and state in containers."""
+    """A buffer, and state in containers."""
 
     k: es.Buffer
     n: es.State
@@ -306,24 +306,18 @@ class Spec:
 
 
 class Jax:
-    """Creates values for the library."""
+    """Creates values for the library. One array in three is a NumPy array."""
 
     def __init__(self) -> None:
         self.memo: dict[int, Any] = {}  # with equal seeds, one array occurs twice
 
     def number(self, i: int) -> Any:
         if i not in self.memo:
-            self.memo[i] = jnp.array(_number(i), jnp.float32)
+            self.memo[i] = _array(_number(i), i, np.float32, np.float64)
         return self.memo[i]
 
-    def numpy_number(self, i: int) -> Any:
-        return np.array(_number(i), np.float32)
-
     def integer(self, i: int) -> Any:
-        return jnp.array(i % 5, jnp.int32)
-
-    def numpy_integer(self, i: int) -> Any:
-        return np.array(i % 5, np.int32)
+        return _array(i % 5, i, np.int32, np.int64)
 
     def key(self, i: int) -> Any:
         return jr.key(i)
@@ -332,9 +326,20 @@ class Jax:
         return cls(*values)
 
     def stack(self, a: Any, b: Any) -> Any:
-        return jax.tree.map(
-            lambda x, y: jnp.stack([x, y]) if eqx.is_array(x) else x, a, b
-        )
+        return jax.tree.map(_stacked, a, b)
+
+
+def _array(value: Any, i: int, dtype: Any, wide: Any) -> Any:
+    if i % 3:
+        return jnp.array(value, dtype)
+    # JAX has no arrays of the wide dtype.
+    return np.array(value, wide if i % 2 else dtype)
+
+
+def _stacked(a: Any, b: Any) -> Any:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.stack([a, b])
+    return jnp.stack([a, b]) if eqx.is_array(a) else a
 
 
 def _number(i: int) -> float:
@@ -350,7 +355,7 @@ def _fields(cls: type, lib: Any, i: int) -> tuple[Any, ...]:
     if cls is Tally:
         stats = {"b": lib.number(i + 3), "a": lib.number(i + 4)}
         weights = [lib.number(i), lib.number(i + 5)]
-        return lib.numpy_number(i), lib.numpy_integer(i), stats, weights
+        return lib.number(i + 6), lib.integer(i), stats, weights
     if cls is Phase:
         return "cold", lib.integer(i), lib.number(i)
     return lib.number(i), half, "name"

@@ -32,6 +32,10 @@ class _Wait(Exception):
     """A lane waits for the values that the other lanes pass to a `pmean`."""
 
 
+class _Int(int):
+    """An integer that is a new object, so that a write is a new object, too."""
+
+
 class Reference:
     """The functions of `eqx_state`, and the values that models are built from."""
 
@@ -48,12 +52,8 @@ class Reference:
     def number(self, i: int) -> float:
         return (7 * i % 11 - 5) / 8
 
-    numpy_number = number
-
     def integer(self, i: int) -> int:
-        return i % 5
-
-    numpy_integer = integer
+        return _Int(i % 5)
 
     def key(self, i: int) -> PlainKey:
         return PlainKey(np.array([0, i], np.uint32))
