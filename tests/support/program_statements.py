@@ -36,6 +36,7 @@ from program_writer import (
     Helper,
     Node,
     nodes_of,
+    PARTIALS,
     related,
     Statement,
     Writer,
@@ -258,6 +259,62 @@ def _size(spec: Spec) -> int:
     return (not spec.children) + sum(map(_size, spec.children))
 
 
+def loss(
+    w: Writer, outside: Context, inner: Context, name: str, tail: str, is_traced: bool
+) -> tuple[list[str], str]:
+    """The function of a scope, whose model is the first argument of the call.
+
+    A partial may bind a different model, or a value; or it is a method of an object
+    that is not a model.
+    """
+    how = w.pick(["function", "function", "teacher", "value", "method"])
+    params, binds, teachers = f"{name}, x", w.name("v"), outside.readable()
+    if how == "method":
+        teacher = w.pick(teachers) if teachers and w.chance(2) else None
+        if teacher is not None and is_traced:
+            teacher = dataclasses.replace(teacher, is_given=True)
+        return w.method(inner, params, (), tail, teacher)
+    if how == "function" or (how == "teacher" and not teachers):
+        return w.define(inner, params, (), tail)
+    if how == "value":
+        bound, head = w.pick(["0.5", "x"]), (f"x = mix(x, {binds})",)
+    else:
+        teacher, head = w.pick(teachers), ()
+        w.aliased.add(teacher.path)
+        alias = dataclasses.replace(teacher, text=binds, assign="")
+        inner = dataclasses.replace(inner, nodes=(*inner.nodes, *nodes_of(alias)))
+        bound = teacher.text
+    if is_by_name := w.chance(2):
+        params = f"{params}, *, {binds}"
+    else:
+        params = f"{binds}, {params}"
+    lines, f = w.define(inner, params, head, tail)
+    bound = f"{binds}={bound}" if is_by_name else bound
+    return lines, f"{w.pick(PARTIALS)}({f}, {bound})"
+
+
+def returned(w: Writer, ctx: Context) -> Statement:
+    """A function that returns its argument: a copy, which has the writes."""
+    nodes = ctx.trees()
+    if not nodes:
+        return once(w, ctx)
+    node, name, new = w.pick(nodes), w.name("m"), w.name("m")
+    transform = w.pick(["es.jit", "es.checkpoint"])
+    alias = dataclasses.replace(node, text=name, assign="")
+    inner = ctx.passing(node).into()
+    inner = dataclasses.replace(inner, nodes=(*inner.nodes, *nodes_of(alias)))
+    lines, f = w.define(inner, f"{name}, x", (), f"(x, {name})")
+    lines.append(f"x, {new} = {transform}({f})({node.text}, x)")
+    # `es.checkpoint` returns parameters as new arrays, see `scope`.
+    is_kept = transform == "es.jit" and not has_bare(node.spec)
+    if is_kept and w.is_assignable(ctx, node) and w.chance(2):
+        return [*lines, node.assign.replace("NEW", new)], ctx
+    kept = dataclasses.replace(
+        node, text=new, path=(new,), is_owned=False, level=ctx.level, assign=""
+    )
+    return lines, dataclasses.replace(ctx, nodes=(*ctx.nodes, *nodes_of(kept)))
+
+
 def scope(w: Writer, ctx: Context) -> Statement:
     """An inner or outermost scope, on a copy that is returned."""
     what = w.pick(["mutable", "capture", "value_and_grad", "grad"])
@@ -299,10 +356,11 @@ def scope(w: Writer, ctx: Context) -> Statement:
         inside=inside,
     )
     tail = "(x, 2 * x)" if what == "value_and_grad" and w.chance(3) else "x"
-    lines, f = w.define(inner, f"{name}, x", (), tail)
+    run = w.pick(["{}", "{}", "es.jit({})"])
+    is_traced = is_grad or wraps != "{}" or run != "{}"
+    lines, f = loss(w, outside, inner, name, tail, is_traced)
     f = wraps.format(f)
-    f = f"es.{what}({f}{', has_aux=True' if tail != 'x' else ''})"
-    f = w.pick([f, f, f"es.jit({f})"])
+    f = run.format(f"es.{what}({f}{', has_aux=True' if tail != 'x' else ''})")
     call = f"{f}({node.text}, x)"
     g = w.name("g")
     if what == "mutable":
@@ -367,6 +425,7 @@ TRANSFORMS = (
     static,
     function_argument,
     two_scopes,
+    returned,
 )
 
 

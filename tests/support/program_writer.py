@@ -362,8 +362,11 @@ class Writer(Drawing):
         # A mapped function gets more arguments, because there are rules for them.
         how = self.pick((*WAYS, "argument", "argument") if axis else WAYS)
         nodes = inner.trees() if how == "argument" else inner.readable()
-        if axis and how == "partial":
+        if axis and how in ("partial", "keywords"):
+            # A partial may be a pytree, whose keys are split although nobody owns them.
             nodes = [n for n in nodes if n.is_owned or not has_key(n.spec)]
+        if how == "method":
+            return *self.method(inner, params, head, tail), []
         if how == "closure" or not nodes:
             return *self.define(inner, params, head, tail), []
         node, name = self.pick(nodes), self.name("m")
@@ -382,7 +385,7 @@ class Writer(Drawing):
             return dataclasses.replace(outside, nodes=nodes, hidden=hidden)
 
         before: list[str] = []
-        text, args, partial = name, [], ""
+        text, args = name, []
         if how == "cell":
             before = [f"{name} = {node.text}"]
         elif how == "list":
@@ -393,13 +396,16 @@ class Writer(Drawing):
             params = f"{params}, {name}={node.text}"
         elif how == "keyword":
             params = f"{params}, *, {name}={node.text}"
+        elif how == "keywords":
+            params = f"{params}, *, {name}"
         else:
             params = f"{name}, {params}"
             args = [node.text]
         lines, f = self.define(reach(text), params, head, tail)
         if how == "partial":
-            partial = self.pick(["ft.partial", "eqx.Partial", "jtu.Partial"])
-            f, args = f"{partial}({f}, {node.text})", []
+            f, args = f"{self.pick(PARTIALS)}({f}, {node.text})", []
+        elif how == "keywords":
+            f = f"{self.pick(PARTIALS)}({f}, {name}={node.text})"
         return [*before, *lines], f, args
 
     def define(
@@ -408,6 +414,29 @@ class Writer(Drawing):
         name = self.name("f")
         body = [*head, *self.block(inner), f"return {tail}"]
         return [f"def {name}({params}):", *indented(body)], name
+
+    def method(
+        self,
+        inner: Context,
+        params: str,
+        head: tuple[str, ...] = (),
+        tail: str = "x",
+        teacher: Node | None = None,
+    ) -> tuple[list[str], str]:
+        """A method of a plain object, which stores a number and perhaps a module.
+
+        A transform does not look into the object, so only a method that no transform
+        traces calls the `teacher`.
+        """
+        cls, name, after = self.name("T"), self.name("t"), []
+        head = (*head, "x = mix(x, self.k)")
+        if teacher is not None:
+            call = "" if inner.may_write(teacher) else ".peek"
+            head = (*head, f"x = self.teacher{call}(x)")
+            after = [f"{name}.teacher = {teacher.text}"]
+        lines, f = self.define(inner, f"self, {params}", head, tail)
+        lines = [f"class {cls}:", *indented(["k = 0.75", *lines])]
+        return [*lines, f"{name} = {cls}()", *after], f"{name}.{f}"
 
     def whole(
         self, inner: Context, params: str = "x", head: Any = (), tail: str = "x"
@@ -436,7 +465,10 @@ WAYS = (
     "dict",
     "argument",
     "partial",
+    "keywords",
+    "method",
 )
+PARTIALS = ("ft.partial", "eqx.Partial", "jtu.Partial")
 Statement = tuple[list[str], Context]
 # The types of an error, and a regex for its message.
 Expected = tuple[tuple[type, ...], str]
