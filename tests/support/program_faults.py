@@ -71,6 +71,30 @@ def writes_in_gradient(w: Writer, ctx: Context) -> Fault:
     return [f"{text}.n = {text}.n + 1"], ((es.TraceError,), r"n`")
 
 
+def writes_buffer(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, Tally)) is None or node.has_buffers:
+        return NO_FAULT
+    return [f"{node.text}.k = 0.5"], ((FrozenInstanceError,), r"\.?k`")
+
+
+def hides_in_object(w: Writer, ctx: Context) -> Fault:
+    """Write to a module in a plain object, into which no transform looks."""
+    if (node := _of(w, ctx, *COUNTERS)) is None:
+        return NO_FAULT
+    cls, t = w.name("T"), w.name("t")
+    run = w.pick(["es.jit({})(x)", "es.checkpoint({})(x)", "es.vmap({})(two(x))"])
+    lines = [
+        f"class {cls}:",
+        "    def count(self, x):",
+        "        self.m.n = self.m.n + 1",
+        "        return x",
+        f"{t} = {cls}()",
+        f"{t}.m = {node.text}",
+        run.format(f"{t}.count"),
+    ]
+    return lines, ((es.TraceError,), r"n`")
+
+
 def writes_frozen(w: Writer, ctx: Context) -> Fault:
     nodes = [n for n in ctx.readable() if not n.is_owned and n.spec.cls in COUNTERS]
     if not nodes:
@@ -183,6 +207,7 @@ def binds_the_model(w: Writer, ctx: Context) -> Fault:
 
 FAULTS = (
     writes_parameter,
+    writes_buffer,
     writes_float,
     writes_shape,
     writes_too_big,
@@ -190,6 +215,7 @@ FAULTS = (
     writes_in_gradient,
     writes_frozen,
     plain_transform,
+    hides_in_object,
     writes_phase,
     returns_function,
     in_two_places,

@@ -39,7 +39,7 @@ class _Int(int):
 class Reference:
     """The functions of `eqx_state`, and the values that models are built from."""
 
-    SPLIT, State, Rng = object(), object(), object()
+    SPLIT, State, Buffer, Rng = (object() for _ in range(4))
 
     def __init__(self) -> None:
         self.live: list[Object] = []
@@ -185,10 +185,10 @@ class Reference:
             outer.sown.extend(scope.sown)
         return out, self.copy(private), scope
 
-    def mutable(self, f: Any) -> Transformed:
+    def mutable(self, f: Any, kinds: Any = State) -> Transformed:
         return Transformed(f, lambda f, *a, **k: self._thread(f, a, k)[:2])
 
-    def capture(self, f: Any) -> Transformed:
+    def capture(self, f: Any, kinds: Any = State) -> Transformed:
         def run(f: Any, *args: Any, **kwargs: Any) -> Any:
             out, model, scope = self._thread(f, args, kwargs, True)
             names = sorted({name for name, _ in scope.sown})
@@ -196,7 +196,9 @@ class Reference:
 
         return Transformed(f, run)
 
-    def value_and_grad(self, f: Any, has_aux: bool = False) -> Transformed:
+    def value_and_grad(
+        self, f: Any, has_aux: bool = False, kinds: Any = State
+    ) -> Transformed:
         def run(f: Any, *args: Any, **kwargs: Any) -> Any:
             model, call = target(f, args, kwargs)
             num, grads = len(parameters(model)), []
@@ -215,7 +217,7 @@ class Reference:
 
         return Transformed(f, run)
 
-    def grad(self, f: Any) -> Transformed:
+    def grad(self, f: Any, kinds: Any = State) -> Transformed:
         def run(f: Any, *args: Any) -> Any:
             (_, model), grads = self.value_and_grad(f)(*args)
             return grads, model

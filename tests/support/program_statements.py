@@ -345,7 +345,8 @@ def scope(w: Writer, ctx: Context) -> Statement:
     )
     wraps = w.pick(["{}", "{}", "es.jit({})", "es.checkpoint({})"])
     inside = ctx.inside + (wraps != "{}")
-    root = dataclasses.replace(root, inside=ctx.inside)
+    has_buffers = w.chance(3)
+    root = dataclasses.replace(root, inside=ctx.inside, has_buffers=has_buffers)
     axes = frozenset() if is_grad else ctx.axes
     outside = ctx.passing(node) if node.is_owned else ctx
     inner = outside.into(
@@ -360,7 +361,9 @@ def scope(w: Writer, ctx: Context) -> Statement:
     is_traced = is_grad or wraps != "{}" or run != "{}"
     lines, f = loss(w, outside, inner, name, tail, is_traced)
     f = wraps.format(f)
-    f = run.format(f"es.{what}({f}{', has_aux=True' if tail != 'x' else ''})")
+    options = ", has_aux=True" if tail != "x" else ""
+    options += ", kinds=(es.State, es.Buffer)" if has_buffers else ""
+    f = run.format(f"es.{what}({f}{options})")
     call = f"{f}({node.text}, x)"
     g = w.name("g")
     if what == "mutable":
@@ -379,6 +382,7 @@ def scope(w: Writer, ctx: Context) -> Statement:
     # `es.jit` returns parameters as new arrays, except for those of an `es.Module`, and
     # a scope does not accept different parameters.
     is_kept = not (f.startswith("es.jit") and has_bare(node.spec))
+    is_kept &= node.has_buffers or not has_buffers
     if is_kept and w.is_assignable(ctx, node) and w.chance(2):
         return [*lines, node.assign.replace("NEW", new)], ctx
     if node.spec.cls in COUNTERS and node in ctx.writable() and w.chance(2):

@@ -49,6 +49,7 @@ class Node:
     is_owned: bool = False
     is_given: bool = False  # it is an argument, and the closure sees its old state
     assign: str = ""  # code that replaces it by `NEW`, or empty
+    has_buffers: bool = False  # its scope may write buffers
 
     @property
     def is_module(self) -> bool:
@@ -313,12 +314,14 @@ class Writer(Drawing):
         """Write state, or call a module that writes its own."""
         text, cls = node.text, node.spec.cls
         what = self.below(5)
-        if what == 1 and cls in COUNTERS:
+        if what == 1 and cls in COUNTERS and not node.has_buffers:
             return [f"{text}.n = {text}.n + {1 + self.below(3)}"]
         if what == 2 and cls in NUMBERS:
             return [f"{text}.s = mix({text}.s, {self.value(ctx, node)})"]
         if what == 3 and cls in (Cell, Noise, Tally):
             return [f"{text}.push({self.value(ctx, node)})"]
+        if what in (1, 2) and cls is Tally and node.has_buffers:
+            return [f"{text}.k = mix({text}.k, {self.value(ctx, node)})"]
         # In a step of a lane, it is not known that all lanes assign the same key.
         if what == 1 and cls is Noise and (ctx.steps == 0 or ctx.level == 0):
             return [f"{text}.rng = KEY"]
