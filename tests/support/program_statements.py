@@ -273,6 +273,8 @@ def loss(
         teacher = w.pick(teachers) if teachers and w.chance(2) else None
         if teacher is not None and is_traced:
             teacher = dataclasses.replace(teacher, is_given=True)
+        elif teacher is not None:
+            teacher = w.pick(outside.writable() or teachers)
         return w.method(inner, params, (), tail, teacher)
     if how == "function" or (how == "teacher" and not teachers):
         return w.define(inner, params, (), tail)
@@ -377,6 +379,10 @@ def scope(w: Writer, ctx: Context) -> Statement:
     else:
         lines += [f"{g}, {new} = {call}", f"{y} = weigh({g})"]
     lines.append(f"x = mix(x, {y})")
+    if ctx.is_main and not node.is_owned and run == "{}":
+        # A branch may write state although it is not taken.
+        has_branch = any(x in line for line in lines for x in ("es.cond", "es.switch"))
+        lines.append(f"own({node.text}, {new}, {not has_branch})")
     if ctx.is_main and node.path == ("model",) and not w.chance(4):
         return [*lines, f"model = {new}"], ctx
     # `es.jit` returns parameters as new arrays, except for those of an `es.Module`, and
@@ -414,6 +420,7 @@ def helper(w: Writer, ctx: Context) -> Statement:
 SCOPES = (scope,)
 TRANSFORMS = (
     once,
+    vmap,
     vmap,
     scan,
     cond,

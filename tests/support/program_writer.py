@@ -314,14 +314,14 @@ class Writer(Drawing):
         """Write state, or call a module that writes its own."""
         text, cls = node.text, node.spec.cls
         what = self.below(5)
-        if what == 1 and cls in COUNTERS and not node.has_buffers:
+        if node.has_buffers and cls is Tally and self.chance(2):
+            return [f"{text}.k = mix({text}.k, {self.value(ctx, node)})"]
+        if what == 1 and cls in COUNTERS:
             return [f"{text}.n = {text}.n + {1 + self.below(3)}"]
         if what == 2 and cls in NUMBERS:
             return [f"{text}.s = mix({text}.s, {self.value(ctx, node)})"]
         if what == 3 and cls in (Cell, Noise, Tally):
             return [f"{text}.push({self.value(ctx, node)})"]
-        if what in (1, 2) and cls is Tally and node.has_buffers:
-            return [f"{text}.k = mix({text}.k, {self.value(ctx, node)})"]
         # In a step of a lane, it is not known that all lanes assign the same key.
         if what == 1 and cls is Noise and (ctx.steps == 0 or ctx.level == 0):
             return [f"{text}.rng = KEY"]
@@ -363,7 +363,7 @@ class Writer(Drawing):
         function is mapped, `axis` is the entry for these arguments in `in_axes`.
         """
         # A mapped function gets more arguments, because there are rules for them.
-        how = self.pick((*WAYS, "argument", "argument") if axis else WAYS)
+        how = self.pick((*WAYS, *["argument"] * 8) if axis else WAYS)
         nodes = inner.trees() if how == "argument" else inner.readable()
         if axis and how in ("partial", "keywords"):
             # A partial may be a pytree, whose keys are split although nobody owns them.
