@@ -155,9 +155,12 @@ class Cell(es.Module):
 
 
 class Noise(es.Module):
+    """Two keys: one of a kind that is not `es.Rng`."""
+
     w: es.Parameter
     rng: es.Rng
     s: Cache
+    key: Cache
 
     def __call__(self, x):
         if not self.training:
@@ -165,10 +168,15 @@ class Noise(es.Module):
         keys = split(self.rng)
         self.rng = keys[0]
         self.s = mix(self.s, self.w)
-        return mix(x, uniform(keys[1])) + self.w
+        return mix(self.draw(x), uniform(keys[1])) + self.w
+
+    def draw(self, x):
+        keys = split(self.key)
+        self.key = keys[0]
+        return mix(x, uniform(keys[1]))
 
     def peek(self, x):
-        return mix(x, self.s) + self.w * uniform(self.rng)
+        return mix(mix(x, self.s), uniform(self.key)) + self.w * uniform(self.rng)
 
     def push(self, x):
         self.s = mix(self.s, x)
@@ -351,7 +359,7 @@ def _fields(cls: type, lib: Any, i: int) -> tuple[Any, ...]:
     if cls is Cell:
         return lib.number(i), lib.integer(i), lib.number(i + 1)
     if cls is Noise:
-        return lib.number(i), lib.key(i), lib.number(i + 2)
+        return lib.number(i), lib.key(i), lib.number(i + 2), lib.key(i + 1)
     if cls is Tally:
         stats = {"b": lib.number(i + 3), "a": lib.number(i + 4)}
         weights = [lib.number(i), lib.number(i + 5)]

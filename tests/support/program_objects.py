@@ -46,16 +46,18 @@ class Object:
             self.scope.sown.append((f"{prefix}{name}", value))
 
 
+METHODS = ("__call__", "peek", "push", "draw")
+
+
 def _class_of(cls: type) -> type:
-    methods = {
-        name: x for name, x in vars(cls).items() if name in ("__call__", "peek", "push")
-    }
+    methods = {name: x for name, x in vars(cls).items() if name in METHODS}
     return type(cls.__name__, (Object,), {"__slots__": (), **methods})
 
 
 OBJECTS = {cls: _class_of(cls) for cls in CLASSES}
 PARAMETERS_OF = {OBJECTS[cls]: names for cls, names in PARAMETERS.items()}
 KEYED = OBJECTS[Noise]
+KEYS = ("rng", "key")
 
 
 # --- Calls ----------------------------------------------------------------------------

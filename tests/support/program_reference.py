@@ -14,6 +14,7 @@ from program_models import PlainKey, split
 from program_objects import (
     equal,
     KEYED,
+    KEYS,
     Object,
     OBJECTS,
     objects_in,
@@ -45,7 +46,7 @@ class Reference:
         self.live: list[Object] = []
         self.lanes: dict[str, tuple[list[float], list[float]]] = {}
         self.captures: list[Scope] = []
-        self.drawn: set[Object] = set()
+        self.drawn: set[tuple[int, str]] = set()
 
     # --- Values, as `program_models.Jax` has them
 
@@ -281,8 +282,10 @@ class Reference:
         sown = [(scope, len(scope.sown)) for scope in self.captures]
         f(*operands)
         for x, fields in before:
-            if type(x) is KEYED and x.rng != fields["rng"]:
-                self.drawn.add(x)
+            if type(x) is KEYED:
+                self.drawn |= {
+                    (id(x), name) for name in KEYS if x.__dict__[name] != fields[name]
+                }
             x.__dict__.update(fields)
         del self.live[mark:]
         for scope, num in sown:
@@ -362,9 +365,9 @@ class Reference:
         inside = [x for stack in stacks for x in objects_in(stack)]
         keyed = self._split_for_lanes(args, axes, inside)
         kept, keys = {}, {}
-        for x in keyed:
-            kept[id(x)], base = split(x.rng)[0], split(x.rng)[1]
-            keys[id(x)] = split(base)
+        for x, name in keyed:
+            new = split(x.__dict__[name])
+            kept[id(x), name], keys[id(x), name] = new[0], split(new[1])
 
         def reset() -> None:
             for x, fields in before:
@@ -380,8 +383,8 @@ class Reference:
             lanes, waiting = [], []
             for i in range(2):
                 reset()
-                for x in keyed:
-                    x.__dict__["rng"] = keys[id(x)][i]
+                for x, name in keyed:
+                    x.__dict__[name] = keys[id(x), name][i]
                 for x in inside:
                     for name, value in x.__dict__.items():
                         x.__dict__[name] = self.slice_of_field(value, i)
@@ -407,12 +410,11 @@ class Reference:
                 a, b = (fields[j][name] for _, _, fields in lanes)
                 if id(x) in {id(y) for y in inside}:
                     x.__dict__[name] = self.stack(a, b) if not objects_in(a) else a
-                elif name == "rng" and id(x) in keys and a != b:
+                elif (key := (id(x), name)) in keys and a != b:
                     # Either each lane has drawn from its own key, or may have, or no
                     # lane has.
-                    is_drawn = a != keys[id(x)][0] or b != keys[id(x)][1]
-                    is_drawn = is_drawn or x in drawn
-                    x.__dict__[name] = kept[id(x)] if is_drawn else old[name]
+                    is_drawn = a != keys[key][0] or b != keys[key][1] or key in drawn
+                    x.__dict__[name] = kept[key] if is_drawn else old[name]
                 else:
                     assert equal(a, b), f"the lanes wrote different values to {name}"
                     x.__dict__[name] = a
@@ -427,23 +429,25 @@ class Reference:
 
     def _split_for_lanes(
         self, args: Any, axes: Any, inside: list[Object]
-    ) -> list[Object]:
-        """The modules with keys of which each lane gets its own.
+    ) -> list[tuple[Object, str]]:
+        """The keys of which each lane gets its own: their module and field.
 
         For an owned module in the arguments, `None` means the same as for a module in
-        the closure, and rules say it. A module that no scope owns is a constant.
+        the closure, and rules say it for `es.Rng`. A module that no scope owns is a
+        constant, except for rules.
         """
-        is_split = {id(x): False for x in inside}
+        axis_of = {id(x): 0 for x in inside}
         for arg, axis in zip(args, axes, strict=True):
-            for x in objects_in(arg):
-                is_split[id(x)] = _is_owned(x) if axis is None else False
-                if isinstance(axis, dict):
-                    is_split[id(x)] = axis[self.Rng] is self.SPLIT
-        return [
-            x
-            for x in self.live
-            if type(x) is KEYED and is_split.get(id(x), _is_owned(x))
-        ]
+            axis_of.update((id(x), axis) for x in objects_in(arg))
+
+        def is_split(x: Object, name: str) -> bool:
+            axis = axis_of.get(id(x))
+            if isinstance(axis, dict):
+                return name != "rng" or axis[self.Rng] is self.SPLIT
+            return axis is None and _is_owned(x)
+
+        keyed = [x for x in self.live if type(x) is KEYED]
+        return [(x, name) for x in keyed for name in KEYS if is_split(x, name)]
 
     def slice_of_field(self, value: Any, i: int) -> Any:
         return value if objects_in(value) else self.slice(value, i)

@@ -327,6 +327,8 @@ class Writer(Drawing):
             return [f"{text}.rng = KEY"]
         if what == 3 and cls is Phase and node.inside == ctx.inside:
             return [f"{text}.phase = 'warm'"]
+        if what == 4 and cls is Noise and self.chance(2):
+            return [f"x = {text}.draw(x)"]
         if what == 4 and cls in (Cell, Noise) and node.loops == ctx.loops:
             return [f'{text}.sow("v", x)']
         return [f"x = {text}(x)"]
