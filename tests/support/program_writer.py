@@ -370,6 +370,9 @@ class Writer(Drawing):
         if axis and how in ("partial", "keywords"):
             # A partial may be a pytree, whose keys are split although nobody owns them.
             nodes = [n for n in nodes if n.is_owned or not has_key(n.spec)]
+        if axis and how == "argument" and not self.chance(3):
+            keyed = [n for n in nodes if has_key(n.spec)]
+            nodes = [n for n in keyed if n.is_owned] or keyed or nodes
         if how == "method":
             return *self.method(inner, params, head, tail), []
         if how == "closure" or not nodes:
@@ -406,7 +409,10 @@ class Writer(Drawing):
         else:
             params = f"{name}, {params}"
             args = [node.text]
-        lines, f = self.define(reach(text), params, head, tail)
+        inside = reach(text)
+        if axis and how == "argument" and node.is_module and inside.may_write(node):
+            head = (*head, f"x = {name}(x)")
+        lines, f = self.define(inside, params, head, tail)
         if how == "partial":
             f, args = f"{self.pick(PARTIALS)}({f}, {node.text})", []
         elif how == "keywords":
