@@ -178,7 +178,7 @@ def check(spec: Any, text: str, expected: Any = None) -> None:
             np.testing.assert_allclose(new, old, rtol=1e-3, atol=1e-4)
 
 
-KEYED = Spec(Net, (Spec(Noise, (), 7), Spec(Cell, (), 14, True)), 3)
+KEYED = Spec(Net, (Spec(Noise, (), 9), Spec(Cell, (), 14, True)), 3)
 CASES = {
     "axes of one name": """
         def main(model, x):
@@ -198,8 +198,22 @@ CASES = {
         def main(model, x):
             def f(m, x):
                 lane = lambda noise, x: mix(noise(x), total(m.stack.w))
+                axes = ({es.Rng: None}, 0)
+                return total(es.vmap(lane, axes)(m.body, two(x)))
+            return es.mutable(f)(model, x)
+    """,
+    "a key for each lane of an argument": """
+        def main(model, x):
+            def f(m, x):
+                lane = lambda noise, x: mix(noise(x), total(m.stack.w))
                 return total(es.vmap(lane, (None, 0))(m.body, two(x)))
             return es.mutable(f)(model, x)
+    """,
+    "a gradient with respect to a NumPy array": """
+        def main(model, x):
+            grads, new = es.grad(lambda m, x: m.peek(x))(model, x)
+            own(model, new, True)
+            return mix(x, weigh(grads)), new
     """,
 }
 

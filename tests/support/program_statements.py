@@ -458,7 +458,7 @@ def of_seed(seed: int) -> Program:
     return program(random.Random(seed).randrange)
 
 
-_BELOW = {n: st.integers(0, n - 1) for n in range(2, 64)}
+_BELOW = {n: st.integers(0, n - 1) for n in range(2, 256)}
 
 
 @st.composite
