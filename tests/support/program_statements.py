@@ -195,7 +195,9 @@ def vmap(w: Writer, ctx: Context) -> Statement:
     level = ctx.level + 1
     axes = ctx.axes | {level}
     steps = ctx.steps if ctx.level else 0
-    inner = ctx.into(level=level, x_level=level, axes=axes, steps=steps)
+    # In a helper, `x` may also differ between the lanes that call it.
+    x_level = max(level, ctx.x_level)
+    inner = ctx.into(level=level, x_level=x_level, axes=axes, steps=steps)
     axis = w.pick(["None", "None", "{es.Rng: None}", "{es.Rng: es.SPLIT}"])
     lines, f, args = w.function(inner, axis=axis)
     in_axes = f", in_axes=({axis}, 0)" if args else ""
@@ -211,7 +213,7 @@ def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
     layer = layer_of(ctx, stack, name, level)
     inner = ctx.into(
         level=level,
-        x_level=level,
+        x_level=max(level, ctx.x_level),
         axes=ctx.axes | {level},
         steps=ctx.steps if ctx.level else 0,
         nodes=(*ctx.nodes, layer),
@@ -269,12 +271,13 @@ def loss(
     """
     how = w.pick(["function", "function", "teacher", "value", "method"])
     params, binds, teachers = f"{name}, x", w.name("v"), outside.readable()
+    if not is_traced and outside.writable() and w.chance(2):
+        teacher = w.pick(outside.writable())
+        return w.method(inner, params, (), tail, teacher)
     if how == "method":
         teacher = w.pick(teachers) if teachers and w.chance(2) else None
         if teacher is not None and is_traced:
             teacher = dataclasses.replace(teacher, is_given=True)
-        elif teacher is not None:
-            teacher = w.pick(outside.writable() or teachers)
         return w.method(inner, params, (), tail, teacher)
     if how == "function" or (how == "teacher" and not teachers):
         return w.define(inner, params, (), tail)
@@ -424,6 +427,7 @@ TRANSFORMS = (
     vmap,
     scan,
     cond,
+    scope,
     scope,
     fori_loop,
     while_loop,
