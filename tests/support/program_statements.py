@@ -425,6 +425,7 @@ TRANSFORMS = (
     once,
     vmap,
     vmap,
+    vmap,
     scan,
     cond,
     scope,

@@ -167,7 +167,7 @@ class Drawing:
         self.seeds += 7
         # Sometimes one array occurs twice.
         seed = 7 if self.chance(8) else self.seeds
-        return Spec(self.pick([Cell, Noise, Tally, Phase, Plain]), (), seed)
+        return Spec(self.pick([Cell, Noise, Tally, Noise, Phase, Plain]), (), seed)
 
     def tree(self, depth: int) -> Spec:
         if depth == 0 or self.chance(3):
@@ -371,8 +371,8 @@ class Writer(Drawing):
             # A partial may be a pytree, whose keys are split although nobody owns them.
             nodes = [n for n in nodes if n.is_owned or not has_key(n.spec)]
         if axis and how == "argument" and not self.chance(3):
-            keyed = [n for n in nodes if has_key(n.spec)]
-            nodes = [n for n in keyed if n.is_owned] or keyed or nodes
+            owned = [n for n in nodes if n.is_owned] or nodes
+            nodes = [n for n in owned if has_key(n.spec)] or owned
         if how == "method":
             return *self.method(inner, params, head, tail), []
         if how == "closure" or not nodes:
