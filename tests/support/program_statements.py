@@ -132,8 +132,9 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
 
 def twice(w: Writer, ctx: Context) -> Statement:
     """One jitted function, called again after a module that it uses was replaced."""
-    # A module that no scope owns would be a constant of the compiled function.
-    nodes = [n for n in ctx.readable() if n.is_owned]
+    # A module that no scope owns would be a constant of the compiled function, and a
+    # scope owns no module of Equinox.
+    nodes = [n for n in ctx.readable() if n.is_owned and not has_bare(n.spec)]
     name, f = w.name("m"), w.name("f")
     if not nodes:
         return once(w, ctx)
