@@ -71,6 +71,30 @@ def writes_in_gradient(w: Writer, ctx: Context) -> Fault:
     return [f"{text}.n = {text}.n + 1"], ((es.TraceError,), r"n`")
 
 
+def writes_buffer(w: Writer, ctx: Context) -> Fault:
+    if (node := _of(w, ctx, Tally)) is None or node.has_buffers:
+        return NO_FAULT
+    return [f"{node.text}.k = 0.5"], ((FrozenInstanceError,), r"\.?k`")
+
+
+def hides_in_object(w: Writer, ctx: Context) -> Fault:
+    """Write to a module in a plain object, into which no transform looks."""
+    if (node := _of(w, ctx, *COUNTERS)) is None:
+        return NO_FAULT
+    cls, t = w.name("T"), w.name("t")
+    run = w.pick(["es.jit({})(x)", "es.checkpoint({})(x)", "es.vmap({})(two(x))"])
+    lines = [
+        f"class {cls}:",
+        "    def count(self, x):",
+        "        self.m.n = self.m.n + 1",
+        "        return x",
+        f"{t} = {cls}()",
+        f"{t}.m = {node.text}",
+        run.format(f"{t}.count"),
+    ]
+    return lines, ((es.TraceError,), r"n`")
+
+
 def writes_frozen(w: Writer, ctx: Context) -> Fault:
     nodes = [n for n in ctx.readable() if not n.is_owned and n.spec.cls in COUNTERS]
     if not nodes:
@@ -137,8 +161,53 @@ def writes_both_ways(w: Writer, ctx: Context) -> Fault:
     return lines, ((ValueError,), "reached twice")
 
 
+def covers_a_write(w: Writer, ctx: Context) -> Fault:
+    """Write through the closure, under a transform that returns a copy without it."""
+    if (node := _of(w, ctx, *COUNTERS)) is None:
+        return NO_FAULT
+    run, params, out = w.pick(COVERING)
+    name, text = w.name("f"), node.text
+    lines = [
+        f"def {name}({params}):",
+        f"    {text}.n = {text}.n + 1",
+        f"    return {out}",
+        run.format(name, text),
+    ]
+    return lines, ((ValueError,), "was written through the closure")
+
+
+# A call of a function with a module, the parameters of the function, and its output.
+COVERING = (
+    ("es.scan({}, {}, two(x))", "m, y", "m, y"),
+    ("es.while_loop(lambda m: False, {}, {})", "m", "m"),
+    ("es.fori_loop(0, 2, {}, {})", "i, m", "m"),
+    ("es.jit({})({}, x)", "m, x", "x, [m]"),
+    ("es.checkpoint({})({})", "m", "m"),
+    ("es.cond(x > 0, {0}, {0}, {1})", "m", "m"),
+    ("es.vmap({}, (None, 0))({}, two(x))", "m, x", "m, x"),
+    ("es.vjp({}, {}, x)", "m, x", "x, m"),
+    ("es.mutable({})({}, x)", "m, x", "m(x)"),
+    ("es.capture({})([{}], x)", "m, x", "x"),
+    # Each of both transforms has the argument and the closure.
+    ("es.mutable(es.jit({}))({}, x)", "m, x", "x"),
+)
+
+
+def binds_the_model(w: Writer, ctx: Context) -> Fault:
+    """A partial binds the model, and the call has no argument for it."""
+    if not (nodes := ctx.readable()):
+        return NO_FAULT
+    partial = w.pick(["ft.partial", "eqx.Partial", "jtu.Partial"])
+    scope = w.pick(["es.mutable", "es.capture", "es.grad", "es.value_and_grad"])
+    f = f"{partial}(lambda m, x: m.peek(x), {w.pick(nodes).text})"
+    run = w.pick(["{0}({1})", "{0}(es.checkpoint({1}))", "es.jit({0}({1}))"])
+    f = run.format(scope, f)
+    return [f"{f}(x)"], ((TypeError,), "is a partial that binds the")
+
+
 FAULTS = (
     writes_parameter,
+    writes_buffer,
     writes_float,
     writes_shape,
     writes_too_big,
@@ -146,8 +215,11 @@ FAULTS = (
     writes_in_gradient,
     writes_frozen,
     plain_transform,
+    hides_in_object,
     writes_phase,
     returns_function,
     in_two_places,
     writes_both_ways,
+    covers_a_write,
+    binds_the_model,
 )

@@ -61,7 +61,7 @@ def mix(a: Any, b: Any) -> Any:
 
 def flt(n: Any) -> Any:
     """Convert an integer to a float."""
-    return 0.125 * (float(n) if type(n) is int else jnp.asarray(n, jnp.float32))
+    return 0.125 * (float(n) if isinstance(n, int) else jnp.asarray(n, jnp.float32))
 
 
 def two(x: Any) -> Any:
@@ -155,9 +155,12 @@ class Cell(es.Module):
 
 
 class Noise(es.Module):
+    """Two keys: one of a kind that is not `es.Rng`."""
+
     w: es.Parameter
     rng: es.Rng
     s: Cache
+    key: Cache
 
     def __call__(self, x):
         if not self.training:
@@ -165,17 +168,22 @@ class Noise(es.Module):
         keys = split(self.rng)
         self.rng = keys[0]
         self.s = mix(self.s, self.w)
-        return mix(x, uniform(keys[1])) + self.w
+        return mix(self.draw(x), uniform(keys[1])) + self.w
+
+    def draw(self, x):
+        keys = split(self.key)
+        self.key = keys[0]
+        return mix(x, uniform(keys[1]))
 
     def peek(self, x):
-        return mix(x, self.s) + self.w * uniform(self.rng)
+        return mix(mix(x, self.s), uniform(self.key)) + self.w * uniform(self.rng)
 
     def push(self, x):
         self.s = mix(self.s, x)
 
 
 class Tally(es.Module):
-    """NumPy arrays, and state in containers."""
+    """A buffer, and state in containers."""
 
     k: es.Buffer
     n: es.State
@@ -306,24 +314,18 @@ class Spec:
 
 
 class Jax:
-    """Creates values for the library."""
+    """Creates values for the library. One array in three is a NumPy array."""
 
     def __init__(self) -> None:
         self.memo: dict[int, Any] = {}  # with equal seeds, one array occurs twice
 
     def number(self, i: int) -> Any:
         if i not in self.memo:
-            self.memo[i] = jnp.array(_number(i), jnp.float32)
+            self.memo[i] = _array(_number(i), i, np.float32, np.float64)
         return self.memo[i]
 
-    def numpy_number(self, i: int) -> Any:
-        return np.array(_number(i), np.float32)
-
     def integer(self, i: int) -> Any:
-        return jnp.array(i % 5, jnp.int32)
-
-    def numpy_integer(self, i: int) -> Any:
-        return np.array(i % 5, np.int32)
+        return _array(i % 5, i, np.int32, np.int64)
 
     def key(self, i: int) -> Any:
         return jr.key(i)
@@ -332,9 +334,20 @@ class Jax:
         return cls(*values)
 
     def stack(self, a: Any, b: Any) -> Any:
-        return jax.tree.map(
-            lambda x, y: jnp.stack([x, y]) if eqx.is_array(x) else x, a, b
-        )
+        return jax.tree.map(_stacked, a, b)
+
+
+def _array(value: Any, i: int, dtype: Any, wide: Any) -> Any:
+    if i % 3:
+        return jnp.array(value, dtype)
+    # JAX has no arrays of the wide dtype.
+    return np.array(value, wide if i % 2 else dtype)
+
+
+def _stacked(a: Any, b: Any) -> Any:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.stack([a, b])
+    return jnp.stack([a, b]) if eqx.is_array(a) else a
 
 
 def _number(i: int) -> float:
@@ -346,11 +359,11 @@ def _fields(cls: type, lib: Any, i: int) -> tuple[Any, ...]:
     if cls is Cell:
         return lib.number(i), lib.integer(i), lib.number(i + 1)
     if cls is Noise:
-        return lib.number(i), lib.key(i), lib.number(i + 2)
+        return lib.number(i), lib.key(i), lib.number(i + 2), lib.key(i + 1)
     if cls is Tally:
         stats = {"b": lib.number(i + 3), "a": lib.number(i + 4)}
         weights = [lib.number(i), lib.number(i + 5)]
-        return lib.numpy_number(i), lib.numpy_integer(i), stats, weights
+        return lib.number(i + 6), lib.integer(i), stats, weights
     if cls is Phase:
         return "cold", lib.integer(i), lib.number(i)
     return lib.number(i), half, "name"

@@ -46,16 +46,18 @@ class Object:
             self.scope.sown.append((f"{prefix}{name}", value))
 
 
+METHODS = ("__call__", "peek", "push", "draw")
+
+
 def _class_of(cls: type) -> type:
-    methods = {
-        name: x for name, x in vars(cls).items() if name in ("__call__", "peek", "push")
-    }
+    methods = {name: x for name, x in vars(cls).items() if name in METHODS}
     return type(cls.__name__, (Object,), {"__slots__": (), **methods})
 
 
 OBJECTS = {cls: _class_of(cls) for cls in CLASSES}
 PARAMETERS_OF = {OBJECTS[cls]: names for cls, names in PARAMETERS.items()}
 KEYED = OBJECTS[Noise]
+KEYS = ("rng", "key")
 
 
 # --- Calls ----------------------------------------------------------------------------
@@ -85,12 +87,11 @@ def _carried(f: Any) -> tuple[Any, Callable[[Any], Any]] | None:
             return None
         return inner[0], lambda model: Transformed(inner[1](model), f.run)
     if isinstance(f, ft.partial):
-        if (inner := _carried(f.func)) is not None:
-            return inner[0], lambda m: ft.partial(inner[1](m), *f.args, **f.keywords)
-        if f.args:
-            return f.args[0], lambda m: ft.partial(f.func, m, *f.args[1:], **f.keywords)
-        return None
-    if isinstance(f, types.MethodType):
+        # What the partial binds does not count: `ft.partial(distill, teacher)`.
+        if (inner := _carried(f.func)) is None:
+            return None
+        return inner[0], lambda m: ft.partial(inner[1](m), *f.args, **f.keywords)
+    if isinstance(f, types.MethodType) and isinstance(f.__self__, Object):
         return f.__self__, lambda model: types.MethodType(f.__func__, model)
     return (f, lambda model: model) if isinstance(f, Object) else None
 

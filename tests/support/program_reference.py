@@ -14,6 +14,7 @@ from program_models import PlainKey, split
 from program_objects import (
     equal,
     KEYED,
+    KEYS,
     Object,
     OBJECTS,
     objects_in,
@@ -32,28 +33,28 @@ class _Wait(Exception):
     """A lane waits for the values that the other lanes pass to a `pmean`."""
 
 
+class _Int(int):
+    """An integer that is a new object, so that a write is a new object, too."""
+
+
 class Reference:
     """The functions of `eqx_state`, and the values that models are built from."""
 
-    SPLIT = State = object()
+    SPLIT, State, Buffer, Rng = (object() for _ in range(4))
 
     def __init__(self) -> None:
         self.live: list[Object] = []
         self.lanes: dict[str, tuple[list[float], list[float]]] = {}
         self.captures: list[Scope] = []
-        self.drawn: set[Object] = set()
+        self.drawn: set[tuple[int, str]] = set()
 
     # --- Values, as `program_models.Jax` has them
 
     def number(self, i: int) -> float:
         return (7 * i % 11 - 5) / 8
 
-    numpy_number = number
-
     def integer(self, i: int) -> int:
-        return i % 5
-
-    numpy_integer = integer
+        return _Int(i % 5)
 
     def key(self, i: int) -> PlainKey:
         return PlainKey(np.array([0, i], np.uint32))
@@ -185,10 +186,10 @@ class Reference:
             outer.sown.extend(scope.sown)
         return out, self.copy(private), scope
 
-    def mutable(self, f: Any) -> Transformed:
+    def mutable(self, f: Any, kinds: Any = State) -> Transformed:
         return Transformed(f, lambda f, *a, **k: self._thread(f, a, k)[:2])
 
-    def capture(self, f: Any) -> Transformed:
+    def capture(self, f: Any, kinds: Any = State) -> Transformed:
         def run(f: Any, *args: Any, **kwargs: Any) -> Any:
             out, model, scope = self._thread(f, args, kwargs, True)
             names = sorted({name for name, _ in scope.sown})
@@ -196,7 +197,9 @@ class Reference:
 
         return Transformed(f, run)
 
-    def value_and_grad(self, f: Any, has_aux: bool = False) -> Transformed:
+    def value_and_grad(
+        self, f: Any, has_aux: bool = False, kinds: Any = State
+    ) -> Transformed:
         def run(f: Any, *args: Any, **kwargs: Any) -> Any:
             model, call = target(f, args, kwargs)
             num, grads = len(parameters(model)), []
@@ -215,7 +218,7 @@ class Reference:
 
         return Transformed(f, run)
 
-    def grad(self, f: Any) -> Transformed:
+    def grad(self, f: Any, kinds: Any = State) -> Transformed:
         def run(f: Any, *args: Any) -> Any:
             (_, model), grads = self.value_and_grad(f)(*args)
             return grads, model
@@ -279,8 +282,10 @@ class Reference:
         sown = [(scope, len(scope.sown)) for scope in self.captures]
         f(*operands)
         for x, fields in before:
-            if type(x) is KEYED and x.rng != fields["rng"]:
-                self.drawn.add(x)
+            if type(x) is KEYED:
+                self.drawn |= {
+                    (id(x), name) for name in KEYS if x.__dict__[name] != fields[name]
+                }
             x.__dict__.update(fields)
         del self.live[mark:]
         for scope, num in sown:
@@ -357,19 +362,12 @@ class Reference:
         originals, args = args, [self._stand_in(arg) for arg in args]
         before = [(x, dict(x.__dict__)) for x in self.live]
         sown = [(scope, len(scope.sown)) for scope in self.captures]
-        given = {id(x) for arg in args for x in objects_in(arg)}
         inside = [x for stack in stacks for x in objects_in(stack)]
-        exempt = given | {id(x) for x in inside}
-        # A module that no scope owns is a constant in the closure.
-        keyed = [
-            x
-            for x in self.live
-            if type(x) is KEYED and _is_owned(x) and id(x) not in exempt
-        ]
+        keyed = self._split_for_lanes(args, axes, inside)
         kept, keys = {}, {}
-        for x in keyed:
-            kept[id(x)], base = split(x.rng)[0], split(x.rng)[1]
-            keys[id(x)] = split(base)
+        for x, name in keyed:
+            new = split(x.__dict__[name])
+            kept[id(x), name], keys[id(x), name] = new[0], split(new[1])
 
         def reset() -> None:
             for x, fields in before:
@@ -385,13 +383,13 @@ class Reference:
             lanes, waiting = [], []
             for i in range(2):
                 reset()
-                for x in keyed:
-                    x.__dict__["rng"] = keys[id(x)][i]
+                for x, name in keyed:
+                    x.__dict__[name] = keys[id(x), name][i]
                 for x in inside:
                     for name, value in x.__dict__.items():
                         x.__dict__[name] = self.slice_of_field(value, i)
                 given_i = [
-                    arg if axis is None else self.slice(arg, i)
+                    self.slice(arg, i) if axis == 0 else arg
                     for arg, axis in zip(args, axes, strict=True)
                 ]
                 self.lanes[axis_name] = means, []
@@ -412,23 +410,44 @@ class Reference:
                 a, b = (fields[j][name] for _, _, fields in lanes)
                 if id(x) in {id(y) for y in inside}:
                     x.__dict__[name] = self.stack(a, b) if not objects_in(a) else a
-                elif name == "rng" and id(x) in keys and a != b:
+                elif (key := (id(x), name)) in keys and a != b:
                     # Either each lane has drawn from its own key, or may have, or no
                     # lane has.
-                    is_drawn = a != keys[id(x)][0] or b != keys[id(x)][1]
-                    is_drawn = is_drawn or x in drawn
-                    x.__dict__[name] = kept[id(x)] if is_drawn else old[name]
+                    is_drawn = a != keys[key][0] or b != keys[key][1] or key in drawn
+                    x.__dict__[name] = kept[key] if is_drawn else old[name]
                 else:
                     assert equal(a, b), f"the lanes wrote different values to {name}"
                     x.__dict__[name] = a
         for arg, axis, *slices in zip(
             args, axes, *(g for _, g, _ in lanes), strict=True
         ):
-            if axis is not None:
+            if axis == 0:
                 self.store(arg, slices)
         for original, arg in zip(originals, args, strict=True):
             self._commit(original, arg)
         return self.stack(*(out for out, _, _ in lanes))
+
+    def _split_for_lanes(
+        self, args: Any, axes: Any, inside: list[Object]
+    ) -> list[tuple[Object, str]]:
+        """The keys of which each lane gets its own: their module and field.
+
+        For an owned module in the arguments, `None` means the same as for a module in
+        the closure, and rules say it for `es.Rng`. A module that no scope owns is a
+        constant, except for rules.
+        """
+        axis_of = {id(x): 0 for x in inside}
+        for arg, axis in zip(args, axes, strict=True):
+            axis_of.update((id(x), axis) for x in objects_in(arg))
+
+        def is_split(x: Object, name: str) -> bool:
+            axis = axis_of.get(id(x))
+            if isinstance(axis, dict):
+                return name != "rng" or axis[self.Rng] is self.SPLIT
+            return axis is None and _is_owned(x)
+
+        keyed = [x for x in self.live if type(x) is KEYED]
+        return [(x, name) for x in keyed for name in KEYS if is_split(x, name)]
 
     def slice_of_field(self, value: Any, i: int) -> Any:
         return value if objects_in(value) else self.slice(value, i)

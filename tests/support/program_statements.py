@@ -36,9 +36,9 @@ from program_writer import (
     Helper,
     Node,
     nodes_of,
+    PARTIALS,
     related,
     Statement,
-    without_free_keys,
     Writer,
 )
 
@@ -119,10 +119,11 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
     lines += [
         f"{f} = es.jit({h})",
         f"x = {f}({a.text}, {b.text}, x)",
-        # The path is the same in both scopes.
+        # The path is the same in both scopes. The inner scope is that of a copy: it
+        # would cover the write to the module of the outer one.
         f"def {g}({p}, x):",
         f"    return {f}({p}{a.text[len(root) :]}, {b.text}, x)",
-        f"{y}, {new} = es.mutable({g})({root}, x)",
+        f"{y}, {new} = es.mutable({g})(copied({root}), x)",
         f"x = {f}({a.text}, {b.text}, mix(x, {y}))",
     ]
     w.aliased |= {a.path, b.path}
@@ -131,8 +132,9 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
 
 def twice(w: Writer, ctx: Context) -> Statement:
     """One jitted function, called again after a module that it uses was replaced."""
-    # A module that no scope owns would be a constant of the compiled function.
-    nodes = [n for n in ctx.readable() if n.is_owned]
+    # A module that no scope owns would be a constant of the compiled function, and a
+    # scope owns no module of Equinox.
+    nodes = [n for n in ctx.readable() if n.is_owned and not has_bare(n.spec)]
     name, f = w.name("m"), w.name("f")
     if not nodes:
         return once(w, ctx)
@@ -194,9 +196,12 @@ def vmap(w: Writer, ctx: Context) -> Statement:
     level = ctx.level + 1
     axes = ctx.axes | {level}
     steps = ctx.steps if ctx.level else 0
-    inner = ctx.into(level=level, x_level=level, axes=axes, steps=steps)
-    lines, f, args = w.function(inner, is_mapped=True)
-    in_axes = ", in_axes=(None, 0)" if args else ""
+    # In a helper, `x` may also differ between the lanes that call it.
+    x_level = max(level, ctx.x_level)
+    inner = ctx.into(level=level, x_level=x_level, axes=axes, steps=steps)
+    axis = w.pick(["None", "None", "{es.Rng: None}", "{es.Rng: es.SPLIT}"])
+    lines, f, args = w.function(inner, axis=axis)
+    in_axes = f", in_axes=({axis}, 0)" if args else ""
     mapped = f'es.vmap({f}{in_axes}, axis_name="l{level}")'
     return [*lines, f"x = total({_call(mapped, args, 'two(x)')})"], ctx
 
@@ -209,11 +214,11 @@ def vmap_of_stack(w: Writer, ctx: Context) -> Statement:
     layer = layer_of(ctx, stack, name, level)
     inner = ctx.into(
         level=level,
-        x_level=level,
+        x_level=max(level, ctx.x_level),
         axes=ctx.axes | {level},
         steps=ctx.steps if ctx.level else 0,
         nodes=(*ctx.nodes, layer),
-        hidden=(*without_free_keys(ctx).hidden, stack.path),
+        hidden=(*ctx.hidden, stack.path),
         wholes=(*ctx.wholes, whole_of(stack)),
     )
     if w.chance(2) or not ctx.may_write(stack) or stack.spec.cls is Plain:
@@ -257,6 +262,65 @@ def _size(spec: Spec) -> int:
     return (not spec.children) + sum(map(_size, spec.children))
 
 
+def loss(
+    w: Writer, outside: Context, inner: Context, name: str, tail: str, is_traced: bool
+) -> tuple[list[str], str]:
+    """The function of a scope, whose model is the first argument of the call.
+
+    A partial may bind a different model, or a value; or it is a method of an object
+    that is not a model.
+    """
+    how = w.pick(["function", "function", "teacher", "value", "method"])
+    params, binds, teachers = f"{name}, x", w.name("v"), outside.readable()
+    if not is_traced and outside.writable() and w.chance(2):
+        teacher = w.pick(outside.writable())
+        return w.method(inner, params, (), tail, teacher)
+    if how == "method":
+        teacher = w.pick(teachers) if teachers and w.chance(2) else None
+        if teacher is not None and is_traced:
+            teacher = dataclasses.replace(teacher, is_given=True)
+        return w.method(inner, params, (), tail, teacher)
+    if how == "function" or (how == "teacher" and not teachers):
+        return w.define(inner, params, (), tail)
+    if how == "value":
+        bound, head = w.pick(["0.5", "x"]), (f"x = mix(x, {binds})",)
+    else:
+        teacher, head = w.pick(teachers), ()
+        w.aliased.add(teacher.path)
+        alias = dataclasses.replace(teacher, text=binds, assign="")
+        inner = dataclasses.replace(inner, nodes=(*inner.nodes, *nodes_of(alias)))
+        bound = teacher.text
+    if is_by_name := w.chance(2):
+        params = f"{params}, *, {binds}"
+    else:
+        params = f"{binds}, {params}"
+    lines, f = w.define(inner, params, head, tail)
+    bound = f"{binds}={bound}" if is_by_name else bound
+    return lines, f"{w.pick(PARTIALS)}({f}, {bound})"
+
+
+def returned(w: Writer, ctx: Context) -> Statement:
+    """A function that returns its argument: a copy, which has the writes."""
+    nodes = ctx.trees()
+    if not nodes:
+        return once(w, ctx)
+    node, name, new = w.pick(nodes), w.name("m"), w.name("m")
+    transform = w.pick(["es.jit", "es.checkpoint"])
+    alias = dataclasses.replace(node, text=name, assign="")
+    inner = ctx.passing(node).into()
+    inner = dataclasses.replace(inner, nodes=(*inner.nodes, *nodes_of(alias)))
+    lines, f = w.define(inner, f"{name}, x", (), f"(x, {name})")
+    lines.append(f"x, {new} = {transform}({f})({node.text}, x)")
+    # `es.checkpoint` returns parameters as new arrays, see `scope`.
+    is_kept = transform == "es.jit" and not has_bare(node.spec)
+    if is_kept and w.is_assignable(ctx, node) and w.chance(2):
+        return [*lines, node.assign.replace("NEW", new)], ctx
+    kept = dataclasses.replace(
+        node, text=new, path=(new,), is_owned=False, level=ctx.level, assign=""
+    )
+    return lines, dataclasses.replace(ctx, nodes=(*ctx.nodes, *nodes_of(kept)))
+
+
 def scope(w: Writer, ctx: Context) -> Statement:
     """An inner or outermost scope, on a copy that is returned."""
     what = w.pick(["mutable", "capture", "value_and_grad", "grad"])
@@ -287,20 +351,25 @@ def scope(w: Writer, ctx: Context) -> Statement:
     )
     wraps = w.pick(["{}", "{}", "es.jit({})", "es.checkpoint({})"])
     inside = ctx.inside + (wraps != "{}")
-    root = dataclasses.replace(root, inside=ctx.inside)
+    has_buffers = w.chance(3)
+    root = dataclasses.replace(root, inside=ctx.inside, has_buffers=has_buffers)
     axes = frozenset() if is_grad else ctx.axes
-    inner = ctx.into(
-        nodes=(*ctx.nodes, *nodes_of(root)),
+    outside = ctx.passing(node) if node.is_owned else ctx
+    inner = outside.into(
+        nodes=(*outside.nodes, *nodes_of(root)),
         grads=root.grads,
         axes=axes,
         min_level=0,
         inside=inside,
     )
     tail = "(x, 2 * x)" if what == "value_and_grad" and w.chance(3) else "x"
-    lines, f = w.define(inner, f"{name}, x", (), tail)
+    run = w.pick(["{}", "{}", "es.jit({})"])
+    is_traced = is_grad or wraps != "{}" or run != "{}"
+    lines, f = loss(w, outside, inner, name, tail, is_traced)
     f = wraps.format(f)
-    f = f"es.{what}({f}{', has_aux=True' if tail != 'x' else ''})"
-    f = w.pick([f, f, f"es.jit({f})"])
+    options = ", has_aux=True" if tail != "x" else ""
+    options += ", kinds=(es.State, es.Buffer)" if has_buffers else ""
+    f = run.format(f"es.{what}({f}{options})")
     call = f"{f}({node.text}, x)"
     g = w.name("g")
     if what == "mutable":
@@ -314,11 +383,16 @@ def scope(w: Writer, ctx: Context) -> Statement:
     else:
         lines += [f"{g}, {new} = {call}", f"{y} = weigh({g})"]
     lines.append(f"x = mix(x, {y})")
+    if ctx.is_main and not node.is_owned and run == "{}":
+        # A branch may write state although it is not taken.
+        has_branch = any(x in line for line in lines for x in ("es.cond", "es.switch"))
+        lines.append(f"own({node.text}, {new}, {not has_branch})")
     if ctx.is_main and node.path == ("model",) and not w.chance(4):
         return [*lines, f"model = {new}"], ctx
     # `es.jit` returns parameters as new arrays, except for those of an `es.Module`, and
     # a scope does not accept different parameters.
     is_kept = not (f.startswith("es.jit") and has_bare(node.spec))
+    is_kept &= node.has_buffers or not has_buffers
     if is_kept and w.is_assignable(ctx, node) and w.chance(2):
         return [*lines, node.assign.replace("NEW", new)], ctx
     if node.spec.cls in COUNTERS and node in ctx.writable() and w.chance(2):
@@ -351,8 +425,11 @@ SCOPES = (scope,)
 TRANSFORMS = (
     once,
     vmap,
+    vmap,
+    vmap,
     scan,
     cond,
+    scope,
     scope,
     fori_loop,
     while_loop,
@@ -365,6 +442,7 @@ TRANSFORMS = (
     static,
     function_argument,
     two_scopes,
+    returned,
 )
 
 
@@ -386,7 +464,7 @@ def of_seed(seed: int) -> Program:
     return program(random.Random(seed).randrange)
 
 
-_BELOW = {n: st.integers(0, n - 1) for n in range(2, 64)}
+_BELOW = {n: st.integers(0, n - 1) for n in range(2, 256)}
 
 
 @st.composite

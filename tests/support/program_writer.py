@@ -49,6 +49,7 @@ class Node:
     is_owned: bool = False
     is_given: bool = False  # it is an argument, and the closure sees its old state
     assign: str = ""  # code that replaces it by `NEW`, or empty
+    has_buffers: bool = False  # its scope may write buffers
 
     @property
     def is_module(self) -> bool:
@@ -94,6 +95,18 @@ class Context:
         changes.setdefault("inside", self.inside + 1)
         changes.setdefault("steps", self.steps + (changes.get("loops") is not None))
         return dataclasses.replace(self, is_main=False, **changes)
+
+    def passing(self, node: Node) -> "Context":
+        """The position inside of a function that gets `node` as an argument.
+
+        The closure sees the old state of the module, and does not write it: two writes
+        would be an error, and so would be one that is missing in a copy that comes out.
+        """
+        nodes = tuple(
+            dataclasses.replace(n, is_given=True) if related(n.path, node.path) else n
+            for n in self.nodes
+        )
+        return dataclasses.replace(self, nodes=nodes, helpers=())
 
     def readable(self) -> list[Node]:
         return [n for n in self.nodes if n.is_module and not self.hides(n.path)]
@@ -154,7 +167,7 @@ class Drawing:
         self.seeds += 7
         # Sometimes one array occurs twice.
         seed = 7 if self.chance(8) else self.seeds
-        return Spec(self.pick([Cell, Noise, Tally, Phase, Plain]), (), seed)
+        return Spec(self.pick([Cell, Noise, Tally, Noise, Phase, Plain]), (), seed)
 
     def tree(self, depth: int) -> Spec:
         if depth == 0 or self.chance(3):
@@ -181,15 +194,6 @@ def has_bare(spec: Spec) -> bool:
     """Whether it contains an Equinox module that is not part of an `es.Module`."""
     is_open = spec.cls in (Wrap, list, tuple, dict)
     return spec.cls is Plain or (is_open and any(map(has_bare, spec.children)))
-
-
-def without_free_keys(ctx: Context) -> Context:
-    """Hide modules with keys that no scope owns.
-
-    They are constants in the closure of `es.vmap`, but not as mapped arguments.
-    """
-    free = (n.path for n in ctx.nodes if not n.is_owned and has_key(n.spec))
-    return dataclasses.replace(ctx, hidden=(*ctx.hidden, *free))
 
 
 def nodes_of(node: Node) -> list[Node]:
@@ -310,6 +314,8 @@ class Writer(Drawing):
         """Write state, or call a module that writes its own."""
         text, cls = node.text, node.spec.cls
         what = self.below(5)
+        if node.has_buffers and cls is Tally and self.chance(2):
+            return [f"{text}.k = mix({text}.k, {self.value(ctx, node)})"]
         if what == 1 and cls in COUNTERS:
             return [f"{text}.n = {text}.n + {1 + self.below(3)}"]
         if what == 2 and cls in NUMBERS:
@@ -321,6 +327,8 @@ class Writer(Drawing):
             return [f"{text}.rng = KEY"]
         if what == 3 and cls is Phase and node.inside == ctx.inside:
             return [f"{text}.phase = 'warm'"]
+        if what == 4 and cls is Noise and self.chance(2):
+            return [f"x = {text}.draw(x)"]
         if what == 4 and cls in (Cell, Noise) and node.loops == ctx.loops:
             return [f'{text}.sow("v", x)']
         return [f"x = {text}(x)"]
@@ -349,51 +357,43 @@ class Writer(Drawing):
         params: str = "x",
         head: tuple[str, ...] = (),
         tail: str = "x",
-        is_mapped: bool = False,
+        axis: str = "",
     ) -> tuple[list[str], str, list[str]]:
         """A function that reaches a module in some way.
 
         Returns its lines, the expression to call, and its leading arguments. If the
-        function is mapped, all lanes share these arguments.
+        function is mapped, `axis` is the entry for these arguments in `in_axes`.
         """
-        how = self.pick(WAYS)
-        if is_mapped:
-            inner = without_free_keys(inner)
-        nodes = inner.readable()
+        # A mapped function gets more arguments, because there are rules for them.
+        how = self.pick((*WAYS, *["argument"] * 8) if axis else WAYS)
+        nodes = inner.trees() if how == "argument" else inner.readable()
+        if axis and how in ("partial", "keywords"):
+            # A partial may be a pytree, whose keys are split although nobody owns them.
+            nodes = [n for n in nodes if n.is_owned or not has_key(n.spec)]
+        if axis and how == "argument" and not self.chance(3):
+            owned = [n for n in nodes if n.is_owned] or nodes
+            nodes = [n for n in owned if has_key(n.spec)] or owned
+        if how == "method":
+            return *self.method(inner, params, head, tail), []
         if how == "closure" or not nodes:
             return *self.define(inner, params, head, tail), []
         node, name = self.pick(nodes), self.name("m")
         self.aliased.add(node.path)
 
         def reach(text: str) -> Context:
-            alias, hidden = (
-                dataclasses.replace(node, text=text, assign=""),
-                inner.hidden,
-            )
-            is_one = is_mapped and how == "argument" and node.is_owned
-            if is_one and has_key(node.spec):
-                # All lanes share one key as an argument, but have their own in the
-                # closure. Using both is an error, see `test_reached_twice.py`.
+            alias = dataclasses.replace(node, text=text, assign="")
+            outside = inner.passing(node) if how == "argument" else inner
+            hidden = outside.hidden
+            if how == "argument" and has_key(node.spec) and axis not in ("", "None"):
+                # The lanes have the keys that the rules say, but those of the defaults
+                # in the closure.
                 alias = dataclasses.replace(alias, path=("argument", *node.path))
                 hidden = (*hidden, node.path)
-            outside, helpers = inner.nodes, inner.helpers
-            if how == "argument":
-                # The closure sees the old state of an argument, and does not write to
-                # it.
-                helpers = ()
-                outside = tuple(
-                    dataclasses.replace(n, is_given=True)
-                    if related(n.path, node.path)
-                    else n
-                    for n in outside
-                )
-            nodes = (*outside, *nodes_of(alias))
-            return dataclasses.replace(
-                inner, nodes=nodes, hidden=hidden, helpers=helpers
-            )
+            nodes = (*outside.nodes, *nodes_of(alias))
+            return dataclasses.replace(outside, nodes=nodes, hidden=hidden)
 
         before: list[str] = []
-        text, args, partial = name, [], ""
+        text, args = name, []
         if how == "cell":
             before = [f"{name} = {node.text}"]
         elif how == "list":
@@ -404,13 +404,19 @@ class Writer(Drawing):
             params = f"{params}, {name}={node.text}"
         elif how == "keyword":
             params = f"{params}, *, {name}={node.text}"
+        elif how == "keywords":
+            params = f"{params}, *, {name}"
         else:
             params = f"{name}, {params}"
             args = [node.text]
-        lines, f = self.define(reach(text), params, head, tail)
+        inside = reach(text)
+        if axis and how == "argument" and node.is_module and inside.may_write(node):
+            head = (*head, f"x = {name}(x)")
+        lines, f = self.define(inside, params, head, tail)
         if how == "partial":
-            partial = self.pick(["ft.partial", "eqx.Partial", "jtu.Partial"])
-            f, args = f"{partial}({f}, {node.text})", []
+            f, args = f"{self.pick(PARTIALS)}({f}, {node.text})", []
+        elif how == "keywords":
+            f = f"{self.pick(PARTIALS)}({f}, {name}={node.text})"
         return [*before, *lines], f, args
 
     def define(
@@ -419,6 +425,29 @@ class Writer(Drawing):
         name = self.name("f")
         body = [*head, *self.block(inner), f"return {tail}"]
         return [f"def {name}({params}):", *indented(body)], name
+
+    def method(
+        self,
+        inner: Context,
+        params: str,
+        head: tuple[str, ...] = (),
+        tail: str = "x",
+        teacher: Node | None = None,
+    ) -> tuple[list[str], str]:
+        """A method of a plain object, which stores a number and perhaps a module.
+
+        A transform does not look into the object, so only a method that no transform
+        traces calls the `teacher`.
+        """
+        cls, name, after = self.name("T"), self.name("t"), []
+        head = (*head, "x = mix(x, self.k)")
+        if teacher is not None:
+            call = "" if inner.may_write(teacher) else ".peek"
+            head = (*head, f"x = self.teacher{call}(x)")
+            after = [f"{name}.teacher = {teacher.text}"]
+        lines, f = self.define(inner, f"self, {params}", head, tail)
+        lines = [f"class {cls}:", *indented(["k = 0.75", *lines])]
+        return [*lines, f"{name} = {cls}()", *after], f"{name}.{f}"
 
     def whole(
         self, inner: Context, params: str = "x", head: Any = (), tail: str = "x"
@@ -447,7 +476,10 @@ WAYS = (
     "dict",
     "argument",
     "partial",
+    "keywords",
+    "method",
 )
+PARTIALS = ("ft.partial", "eqx.Partial", "jtu.Partial")
 Statement = tuple[list[str], Context]
 # The types of an error, and a regex for its message.
 Expected = tuple[tuple[type, ...], str]
