@@ -164,6 +164,25 @@ def test_as_decorators():
     check(new, grads, net)
 
 
+def test_unwritten_numpy_arrays_are_the_callers_own():
+    arrays = np.array([1.0, 2.0]), np.array(3.0), np.array([4, 5])
+    model = {"w": arrays[0], "net": Scale(factor=jnp.ones(())), "index": arrays[2]}
+    model = eqx.tree_at(lambda m: m["net"].factor, model, arrays[1])
+
+    def loss(model, x):
+        return jnp.sum(model["w"]) * model["net"](x), model["net"].factor
+
+    (((_, factor), new), grads) = es.value_and_grad(loss, has_aux=True)(model, 2.0)
+    assert isinstance(factor, jax.Array)
+    assert isinstance(grads["w"], jax.Array)
+    assert new["w"] is arrays[0]
+    assert new["net"].factor is arrays[1]
+    assert new["index"] is arrays[2]
+    assert new["net"].calls == 1
+    grads, _ = es.grad(loss, has_aux=True, kinds=es.TreePart)(model, 2.0)
+    assert grads["net"].factor == 3.0 * 2.0 * 2.0
+
+
 class Distilled(es.Module):
     """A student and its teacher, whose statistics change, too."""
 

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
 from .._errors import show
 from .._kinds.kinds import State
@@ -87,9 +88,14 @@ class Gradient(Transform):
             return loss, (out, new, scope.sown, ran._replace(out=None))
 
         value_and_grad = eqx.filter_value_and_grad(differentiated, has_aux=True)
-        inputs = [*itertools.compress(given.leaves, selected)]
+        # Of a NumPy array JAX would return a literal of a private class.
+        inputs = [*map(jnp.asarray, itertools.compress(given.leaves, selected))]
         (_, (out, new, sown, ran)), found = value_and_grad(inputs)
         observers.commit(ran)
+        passed = jtu.tree_leaves(with_selected(inputs, given.leaves))
+        triples = zip(jtu.tree_leaves(new), passed, given.leaves, strict=True)
+        # What was not written is the caller's own.
+        new = given.structure.unflatten(y if x is z else x for x, z, y in triples)
         grads = with_selected(found, [None] * len(selected))
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
