@@ -545,3 +545,29 @@ def test_jax_names_an_array_of_a_module_in_a_scope():
 def test_specs_are_only_inferred_from_types():
     with pytest.raises(TypeError, match=r"in_specs .*axis_names=.*type AxisType\.Auto"):
         es.shard_map(lambda x: x, mesh=LINE, out_specs=ROWS)(XS)
+
+
+@pytest.mark.parametrize("loop", ["cond", "switch", "while_loop"])
+def test_devices_that_take_different_branches_write_different_states(loop):
+    class Count(es.Module):
+        n: es.State = 0.0
+
+        def __call__(self, x):
+            self.n = self.n + 1
+            return x
+
+        def run(self, x):
+            is_large = x.sum() > 5
+            if loop == "cond":
+                return es.cond(is_large, lambda: self(x), lambda: x)
+            if loop == "switch":
+                index = is_large.astype(int)
+                return es.switch(index, [lambda: x, lambda: self(x)])
+            return es.while_loop(lambda x: x.sum() < 10, lambda x: self(x) + 1, x)
+
+    with rejects(model := Count(), ValueError, "wrote different values to `n`"):
+        es.mutable(mapped(model.run))(XS)
+    if loop == "cond":  # all devices take the same branch
+        run = lambda m, x: es.cond(True, lambda: m(x), lambda: x)  # noqa: E731
+        _, new = es.mutable(lambda m: mapped(lambda x: run(m, x))(XS))(model)
+        assert new.n == 1

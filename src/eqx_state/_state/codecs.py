@@ -10,14 +10,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
-from .._compat import shared_node
-from .._tree.dtypes import as_jax, holds, is_numeric
+from .._tree.dtypes import as_jax, fits_jax, is_numeric
 from .._tree.observe import Observer, tag, untagged
-from .._tree.walk import copy_tree, is_array, is_numpy, modules_in, name_of, Visit, walk
+from .._tree.shared import ScopedShared, unscoped
+from .._tree.walk import copy_tree, is_array, is_numpy, modules_in, name_of, Visit
 from .._typing import KeyPath, PyTree, Tree
 
 
@@ -65,17 +63,13 @@ class Numpy(Codec):
     def write(self, old: Any, new: Any, path: KeyPath) -> Any:
         if not is_numpy(new) or not is_numeric(new.dtype):
             return new
-        if is_array(old) and not _fits(new):
+        if is_array(old) and not fits_jax(new):
             return new  # the next check names `old`, which cannot hold it
         return as_jax(new, name_of(path))
 
 
-def _fits(x: Any) -> bool:
-    return is_numeric(x.dtype) and holds(jnp.result_type(x), x)
-
-
 def _as_inside(x: Any) -> Any:
-    if _fits(x):
+    if fits_jax(x):
         return as_jax(x, "")
     if isinstance(x, np.ndarray):
         x = x.view()
@@ -100,64 +94,24 @@ class Tags(Codec):
 
 
 class Shared(Codec):
-    """An `eqx.nn.Shared` returns modules that the scope owns.
-
-    `eqx.nn.Shared` stores a tied node once, leaves placeholders ("holes" here) at its
-    other positions, and on each call builds the full tree with `eqx.tree_at`. That
-    copies every module in it. The scope does not own the copies, so they could not be
-    written. A `ScopedShared` reuses the modules.
-
-    In a nested scope the class belongs to the outer scope, and does not change back.
-    """
+    """An `eqx.nn.Shared` returns modules that the scope owns, see `ScopedShared`."""
 
     def __init__(self) -> None:
-        self.has_adopted = False
+        self.is_used = False
 
     def adopt(self, visits: Sequence[Visit]) -> bool:
-        found = [v.node for v in visits if type(v.node) is eqx.nn.Shared]
-        found = [node for node in found if any(modules_in(node))]
+        nodes = [visit.node for visit in visits if not visit.is_leaf]
+        found = [x for x in nodes if type(x) is eqx.nn.Shared and any(modules_in(x))]
         for node in found:
             object.__setattr__(node, "__class__", ScopedShared)
-        self.has_adopted |= bool(found)
+        # In a nested scope, the outer scope has changed the class.
+        self.is_used |= any(type(x) is ScopedShared for x in nodes)
         return bool(found)
 
     def close(self, tree: Tree) -> Tree:
-        if not self.has_adopted:
-            return tree
-        tree = copy_tree(tree)
-        for visit in walk(tree):
-            if isinstance(visit.node, ScopedShared):
-                object.__setattr__(visit.node, "__class__", eqx.nn.Shared)
-        return tree
+        return unscoped(tree) if self.is_used else tree
 
 
-class ScopedShared(eqx.nn.Shared):
-    """An `eqx.nn.Shared` in a scope.
-
-    Its call rebuilds only the containers and modules that lead to a hole. A tied module
-    is one object at all its positions, and can be written through each of them.
-    """
-
-    def __call__(self) -> Any:
-        """The tree, with the tied nodes at all their positions."""
-        # `where` returns nodes, but not their positions. First put a new hole at each
-        # position, whose `id` identifies it. In both `tree_map`s a node without a hole
-        # below is a leaf, so it is not copied.
-        tree = jtu.tree_map(
-            lambda x: shared_node()() if _is_hole(x) else x,
-            self.pytree,
-            is_leaf=_is_whole,
-        )
-        holes, nodes = self.where(tree), self.get(self.pytree)
-        if _is_hole(holes):
-            holes, nodes = [holes], [nodes]
-        at = {id(hole): node for hole, node in zip(holes, nodes, strict=True)}
-        return jtu.tree_map(lambda x: at.get(id(x), x), tree, is_leaf=_is_whole)
-
-
-def _is_hole(x: Any) -> bool:
-    return isinstance(x, shared_node())
-
-
-def _is_whole(x: Any) -> bool:
-    return not any(map(_is_hole, jtu.tree_leaves(x, is_leaf=_is_hole)))
+def snapshot(tree: Tree) -> Tree:
+    """A copy that no scope owns, with the classes that modules have outside."""
+    return unscoped(copy_tree(tree))

@@ -15,8 +15,8 @@ from .._compat import has_escaped
 from .._errors import TraceError
 from .._tree.base import is_module, ownership_of
 from .._tree.compare import check_apart, check_not_repeated, same
+from .._tree.shared import ScopedShared
 from .._tree.walk import (
-    copy_tree,
     drop_cached,
     flatten,
     leaves,
@@ -24,6 +24,7 @@ from .._tree.walk import (
     traverse,
     Visit,
 )
+from .codecs import snapshot
 from .scope import is_owned, Scope
 from .write import kind_at, kind_message
 
@@ -60,7 +61,7 @@ class PrivateCopy:
         given = traverse(model) if like is None else like.again(model)
         if given.has_repeated:
             # Check it now: unflattening would turn one module into two.
-            check_not_repeated(model)
+            check_not_repeated(model, kinds=scope.state_kinds)
         # An outer scope may write it while the call runs, through a closure.
         self.is_of_scope = any(map(is_owned, given.modules))
         values = self.given = given.leaves
@@ -130,7 +131,8 @@ def leave(out: Any, owned: Sequence[OwnedTree]) -> tuple[Any, list[Collected]]:
     for scope in {id(x.scope): x.scope for x in owned}.values():
         _check_written({*map(id, inside), *map(id, outside)}, scope)
     if len(set(map(id, inside))) < len(inside):
-        check_apart([visit for each in after for visit in each.visits])
+        kinds = {kind: None for x in owned for kind in x.scope.state_kinds}
+        check_apart([visit for each in after for visit in each.visits], (*kinds,))
     collected = [_collect(x, each) for x, each in zip(owned, after, strict=True)]
     return _frozen(out, outside), collected
 
@@ -139,12 +141,14 @@ def _frozen(tree: Any, modules: list[Any]) -> Any:
     """`tree` with a snapshot of each owned module. `modules`: those in `tree`."""
 
     def is_of_scope(x: Any) -> bool:
-        return is_module(x) and ownership_of(x) is not None
+        return isinstance(x, ScopedShared) or (
+            is_module(x) and ownership_of(x) is not None
+        )
 
     if not any(map(is_of_scope, modules)):
         return tree
     return jtu.tree_map(
-        lambda x: copy_tree(x) if is_of_scope(x) else x, tree, is_leaf=is_of_scope
+        lambda x: snapshot(x) if is_of_scope(x) else x, tree, is_leaf=is_of_scope
     )
 
 

@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 
 from .._compat import trace_state
 from .._errors import show
+from .._kinds.kinds import State
 from .._tree.base import (
     BaseModule,
     is_eqx_module,
@@ -137,6 +138,11 @@ class Scope:
             tuple(codec.cache_key for codec in self.codecs),
         )
 
+    @property
+    def state_kinds(self) -> Kinds:
+        """The kinds that make a module stateful here: also a buffer that may change."""
+        return State, *(kind for kind in self.kinds if kind.covering)
+
     def allows(self, kind: type | None) -> bool:
         """Whether an array of this kind (`None`: any other leaf) may be written."""
         return kind is not None and issubclass(kind, self.kinds)
@@ -156,6 +162,8 @@ class Scope:
 
     def fit_leaf(self, old: Any, new: Any, path: KeyPath) -> Any:
         """`new` in the dtype that `old` has here; `ValueError` if it does not fit."""
+        if new is old:
+            return new
         for codec in self.codecs:
             new = codec.write(old, new, path)
         return fit_leaf(old, new, name_of(path))

@@ -232,6 +232,8 @@ would be lost. The usual causes:
 JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     y, copy = es.mutable(model.update(params))(x)
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
+- It has an array that `eqx.nn.Shared` ties to a different module. Its call returns \
+a copy. Move the state into a module without tied arrays.
 - It is a layer taken out of an `es.nn.Stacked`. Call the stack:
     x = self.blocks(x)                                  # not: for block in self.blocks
 - It was assigned to a field, which stores a copy. Write through the field:

@@ -24,11 +24,12 @@ from .roots import Values
 
 def _select(
     select: Callable[[list[Any], Any], Any],
+    which: Any,
     branches: tuple[Callable[..., Any], ...],
     operands: tuple[Any, ...],
     what: str,
 ) -> Any:
-    """Run the branch that `select` chooses, and commit its writes."""
+    """Run the branch that `select` chooses by `which`, and commit its writes."""
     check_given(*branches, *operands)
 
     def create() -> None:
@@ -38,9 +39,12 @@ def _select(
     lifted = lift_with_fields(branches, operands, create=create)
     arrays, rest = cut(lifted.arguments)
     traces = _Traces(what)
-    # In a `shard_map`: the mesh axes along which a state varies after some branch.
+    # In a `shard_map`: the mesh axes along which a state varies after some branch, and
+    # those along which the devices may take different branches. JAX leaves them out of
+    # the types of the outputs.
     is_manual = bool(manual_axes())
     varying: dict[int, frozenset[Any]] = {}
+    choice = varying_axes(which) if is_manual else frozenset()
 
     def branch(f: Callable[..., Any]) -> Callable[[Any], tuple[Any, Values, Any]]:
         @ft.wraps(f)  # JAX uses the name in its messages
@@ -50,7 +54,8 @@ def _select(
             out, sown = traces.add(ran)
             state = {**lifted.writable, **ran.written}
             for slot, x in state.items() if is_manual else ():
-                varying[slot] = varying.get(slot, frozenset()) | varying_axes(x)
+                own = varying_axes(x) | (choice if slot in traces.written else set())
+                varying[slot] = varying.get(slot, frozenset()) | own
                 state[slot] = vary(x, varying[slot])
             return out, state, sown
 
@@ -160,6 +165,7 @@ def cond(
     """
     return _select(
         lambda branches, arrays: jax.lax.cond(pred, *branches, arrays),
+        pred,
         (true_fun, false_fun),
         operands,
         "es.cond",
@@ -210,6 +216,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     """
     return _select(
         lambda branches, arrays: jax.lax.switch(index, branches, arrays),
+        index,
         branches,
         operands,
         "es.switch",

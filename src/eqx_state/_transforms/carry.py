@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import manual_axes, vary, varying_axes
+from .._state.codecs import snapshot
 from .._state.scope import is_owned, Sown
 from .._tree.compare import check_not_repeated, identical
-from .._tree.walk import copy_tree
 from .creation import lift_with_fields
 from .cut import cut
 from .lift import Ran
@@ -73,7 +73,7 @@ class Loop:
         treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
         self.lifted = lift_with_fields(functions, (init, xs), treatments, create=create)
         self.init, self.xs = self.lifted.arguments
-        outside = copy_tree(self.init)  # no scope owns it, so its leaves are visible
+        outside = snapshot(self.init)  # no scope owns it, so its leaves are visible
         self.before, self.treedef = jtu.tree_flatten(outside)
         self.arrays, self.rest = cut(outside)
         self.carried: set[int] = set()
@@ -128,6 +128,20 @@ class Loop:
                 break
             carry = jtu.tree_unflatten(treedef, new)
         return carry
+
+    def varied(self, state: Values, condition: Callable[[], Any]) -> Values:
+        """The new state of a step that depends on a condition.
+
+        If the devices of a `shard_map` may stop at different steps, what they write
+        varies. JAX leaves this out of the types of the carry.
+        """
+        if not manual_axes():
+            return state
+        axes = varying_axes(condition())
+        return {
+            slot: vary(x, axes) if slot in self.written else x
+            for slot, x in state.items()
+        }
 
     def step(
         self,

@@ -7,11 +7,13 @@ The arrays remain a tree, with `None` elsewhere: JAX names its leaves in errors,
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.tree_util as jtu
 
 from .._errors import show
 from .._state.scope import is_owned
 from .._tree.compare import difference_of_leaves
+from .._tree.dtypes import fits_jax
 from .._tree.walk import is_array, map_leaves, Visit
 
 
@@ -63,7 +65,7 @@ def is_traced(tree: Any) -> Any:
 
     Owned modules count as leaves that are not traced, because they are lifted.
     """
-    if is_array(tree):
+    if isinstance(tree, jax.Array):
         return True
     return map_leaves(_is_traceable, tree, is_leaf=is_owned)
 
@@ -71,6 +73,6 @@ def is_traced(tree: Any) -> Any:
 def _is_traceable(visit: Visit) -> bool:
     """Whether a leaf is an array, or a number outside a module."""
     if is_array(visit.node):
-        return True
+        return fits_jax(visit.node)
     is_number = visit.context.owner is None and eqx.is_array_like(visit.node)
     return is_number and not is_owned(visit.node)

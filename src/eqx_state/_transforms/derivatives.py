@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import boundary
+from .._state.codecs import snapshot
 from .._tree.compare import difference, same_modes
-from .._tree.walk import copy_tree
 from .._typing import P, R
 from .cut import cut, is_traced, Rest
 from .lift import Lifted, Ran
@@ -60,7 +60,7 @@ class PureCall:
         self.lifted = Lifted(functions, (tuple(args), kwargs), places)
         self.args, self.kwargs = self.lifted.arguments
         # The caller receives derivatives of this structure, which no scope owns.
-        given = copy_tree(self.args)
+        given = snapshot(self.args)
         self.arrays, self.rest = cut(given, is_input(given))
 
     def __call__(self, f: Any, arrays: Any) -> tuple[Ran, Values]:
@@ -113,7 +113,7 @@ def _without_zeros(tree: Any) -> Any:
     """A copy of `tree` that no scope owns, with `None` for zeros of dtype float0."""
     return jtu.tree_map(
         lambda x: None if getattr(x, "dtype", None) == jax.dtypes.float0 else x,
-        copy_tree(tree),
+        snapshot(tree),
     )
 
 

@@ -15,8 +15,9 @@ import jax.tree_util as jtu
 
 from .._errors import show
 from .._kinds.kinds import State
+from .._state.codecs import snapshot
 from .._state.lazy import check_ready
-from .._state.scope import Kinds, Scope, Sown
+from .._state.scope import is_any_open, Kinds, Scope, Sown
 from .._state.sow import reporting
 from .._tree.filters import bind_to_visits, Filter, trainable
 from .._tree.parts import is_inexact
@@ -60,6 +61,9 @@ class Gradient(Transform):
         # modules, and the mistake could not be detected there.
         given = check_ready(model)
         reports = reporting(model)
+        if is_any_open():  # the gradients belong to no scope
+            model = snapshot(model)
+            given = given.again(model)
         # This lifts no module. It only returns the values that an outer `es.capture`
         # records in this trace, as every transform does.
         observers = Lifted(())

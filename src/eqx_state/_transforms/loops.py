@@ -214,12 +214,14 @@ def while_loop(
 
     loop = Loop((cond_fun, body_fun), init_val, create=create)
 
-    def body(carry: Any) -> Any:
-        return _only_carry(loop.step(carry, body_fun))
+    def go_on(carry: Any) -> Any:
+        return _go_on(loop, carry, cond_fun)
 
-    final = jax.lax.while_loop(
-        lambda carry: _go_on(loop, carry, cond_fun), body, loop.first_carry(body)
-    )
+    def body(carry: Any) -> Any:
+        arrays, state = _only_carry(loop.step(carry, body_fun))
+        return arrays, loop.varied(state, lambda: go_on(carry))
+
+    final = jax.lax.while_loop(go_on, body, loop.first_carry(body))
     return loop.finish(final)
 
 

@@ -20,6 +20,7 @@ from .base import (
 )
 from .context import children
 from .observe import untagged
+from .shared import unscoped
 from .walk import copy_tree, is_array, leaves, name_of, set_flags, Visit, walk
 
 
@@ -49,8 +50,8 @@ def structure_with_holes(tree: PyTree) -> Any:
 
 
 def same_modes(tree: Tree) -> Tree:
-    """A copy in one fixed mode and without tags of observers, to compare structures."""
-    return set_flags(copy_tree(untagged(tree)), _without_modes)
+    """A copy in one fixed mode, as it is outside of scopes, to compare structures."""
+    return set_flags(copy_tree(unscoped(untagged(tree))), _without_modes)
 
 
 def _without_modes(visit: Visit) -> dict[str, Any]:
@@ -126,21 +127,26 @@ def difference_of_leaves(a: PyTree, b: PyTree) -> str | None:
 # After the first transform there are two modules, and their states would drift apart.
 
 
-def check_not_repeated(tree: PyTree, path: KeyPath = ()) -> None:
-    """Raise `ValueError` if one stateful module occurs twice in a tree."""
+def check_not_repeated(
+    tree: PyTree, path: KeyPath = (), kinds: tuple[type, ...] = (State,)
+) -> None:
+    """Raise `ValueError` if one stateful module occurs twice in a tree.
+
+    `kinds`: those of the arrays that may change, which make a module stateful.
+    """
     modules = modules_below(tree)
     if len(set(map(id, modules))) == len(modules):  # the common case, without a walk
         return
-    check_apart(walk(tree, path))
+    check_apart(walk(tree, path), kinds)
 
 
-def check_apart(visits: list[Visit]) -> None:
+def check_apart(visits: list[Visit], kinds: tuple[type, ...] = (State,)) -> None:
     """`check_not_repeated` for the visits of one or more trees."""
     modules = [v for v in visits if is_module(v.node)]
     if len({id(v.node) for v in modules}) == len(modules):
         return
     # A module below a covering `Buffer` has no state, and may be repeated.
-    state = [v.path for v in visits if v.is_leaf and v.is_a(State)]
+    state = [v.path for v in visits if v.is_leaf and issubclass(v.kind or int, kinds)]
     stateful = {path[:n] for path in state for n in range(len(path))}
     first: dict[int, Visit] = {}
     for visit in (v for v in modules if v.path in stateful):

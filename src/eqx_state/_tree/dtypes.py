@@ -136,6 +136,25 @@ def holds(dtype: Any, x: Any) -> bool:
     return least <= int(values.min()) and int(values.max()) <= most
 
 
+def fits_jax(x: Any) -> bool:
+    """Whether an array has a dtype in JAX that can hold its values.
+
+    Not strings, for example; and without x64, no int64 or float64 that is too large.
+    """
+    if not is_numpy(x):
+        return True
+    try:
+        dtype = jnp.result_type(x)
+    except TypeError:  # such as `np.longdouble`
+        return False
+    if not is_numeric(x.dtype) or not holds(dtype, x):
+        return False
+    if dtype == x.dtype or not jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    with np.errstate(over="ignore"):
+        return np.array_equal(np.isinf(x), np.isinf(x.astype(dtype)))
+
+
 def as_jax(x: Any, name: str) -> jax.Array:
     """A number or a NumPy array as a new JAX array with equal values."""
     dtype = jnp.result_type(x)

@@ -1,0 +1,205 @@
+"""What is different inside a scope: `eqx.nn.Shared`, NumPy arrays that JAX cannot hold."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqx_state as es
+
+
+class Embedding(es.Module):
+    weight: es.Parameter
+    calls: es.State = 0
+
+    def __call__(self, i):
+        self.calls = self.calls + 1
+        return self.weight[i]
+
+
+class Tied(es.Module):
+    shared: eqx.nn.Shared
+
+    def __init__(self):
+        linear = eqx.nn.Linear(2, 3, use_bias=False, key=jr.key(0))
+        pair = Embedding(jnp.arange(6.0).reshape(3, 2)), linear
+        self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
+
+    def __call__(self, i):
+        embedding, linear = self.shared()
+        return linear(embedding(i)).sum()
+
+
+MODEL = Tied()
+STRUCTURE = jax.tree.structure(MODEL)
+
+
+def is_outside(tree):
+    """Whether a tree has the structure of the model outside of scopes."""
+    return jax.tree.structure(tree) == STRUCTURE
+
+
+def gradients(model):
+    (_, new), grads = es.value_and_grad(Tied.__call__)(model, 1)
+    return new, grads
+
+
+def with_optimizer(model, optimizer):
+    new, grads = gradients(model)
+    return optimizer.update(grads, new)
+
+
+def in_a_scan(model, optimizer):
+    def step(carry, _):
+        return with_optimizer(*carry), None
+
+    return es.scan(step, (model, optimizer), None, length=2)[0]
+
+
+@pytest.mark.parametrize("train", [with_optimizer, in_a_scan])
+@pytest.mark.parametrize("run", [es.mutable, es.capture])
+@jax.numpy_dtype_promotion("standard")
+def test_an_optimizer_from_outside_trains_in_a_scope(train, run):
+    optimizer = es.Optimizer(optax.adam(0.1)).init(MODEL)
+    expected, after = train(MODEL, optimizer)
+    out = run(train)(MODEL, optimizer)
+    ((model, new), given) = out if run is es.mutable else out[0]
+    assert eqx.tree_equal(model, expected, rtol=1e-6)
+    assert jax.tree.structure(new) == jax.tree.structure(after)
+    assert is_outside(given)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_an_optimizer_of_a_scope_is_used_outside():
+    optimizer, _ = es.mutable(lambda m: es.Optimizer(optax.sgd(0.1)).init(m))(MODEL)
+    new, grads = gradients(MODEL)
+    model, _ = optimizer.update(grads, new)
+    assert is_outside(model)
+
+
+def test_what_leaves_a_scope_otherwise():
+    box = []
+
+    def run(model):
+        y, new = es.mutable(model)(1)
+        box.append(new)
+        new, grads = gradients(model)
+        box.append(new)
+        box.append(grads)
+        y, pullback = es.vjp(lambda m: m(1), model)
+        return pullback, es.linearize(lambda m: m(1), model)[1], model.shared
+
+    (pullback, pushforward, shared), new = es.mutable(run)(MODEL)
+    mutated, trained, grads = box
+    assert is_outside(mutated) and is_outside(trained) and is_outside(new)  # noqa: PT018
+    assert type(grads.shared) is type(shared) is eqx.nn.Shared
+    params = MODEL.filter(es.Parameter)
+    (by_model,) = pullback(1.0)
+    assert jax.tree.structure(by_model) == jax.tree.structure(params)
+    assert jnp.isfinite(pushforward(params))
+
+
+def test_trees_from_outside_meet_the_model_in_a_scope():
+    params = jax.tree.map(jnp.zeros_like, MODEL.filter(es.Parameter))
+    ema = es.Ema(0.5).init(MODEL)
+
+    def run(model, ema):
+        updated = model.update(params)
+        like = MODEL.eval().filter(es.Parameter)
+        target = eqx.apply_updates(like, gradients(model)[1])
+        return updated(1), ema.update(model), target
+
+    (y, averaged, _), _ = es.mutable(lambda m, e: run(m.eval(), e))(MODEL, ema)
+    assert y == 0
+    assert is_outside(es.train(averaged.model))
+
+
+# --- NumPy values that JAX cannot hold ------------------------------------------------
+
+
+class Ids(es.Module):
+    ids: es.Buffer
+    calls: es.State = 0
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return x + int(self.ids.ravel()[0] % 1000) if self.is_big else x
+
+    @property
+    def is_big(self):
+        return self.ids.dtype == np.int64
+
+
+def carried(model, x):
+    return es.scan(lambda c, x: (c, c(x)), model, x[None])[1][0]
+
+
+@es.custom_vjp
+def custom(model, x):
+    return model(x)
+
+
+custom.defvjp(lambda model, x: (model(x), None), lambda _, g: (None, g))
+CALLS = {
+    "itself": lambda model, x: model(x),
+    "scan": carried,
+    "custom_vjp": custom,
+    "vmap": lambda model, x: es.vmap(model)(x[None])[0],
+    "cond": lambda model, x: es.cond(True, model, lambda x: x, x),
+    "argument of cond": lambda m, x: es.cond(True, lambda m: m(x), lambda m: x, m),
+    "checkpoint": lambda model, x: es.checkpoint(model)(x),
+}
+UNFIT = {
+    "integers": np.array([2**40 + 7]),
+    "floats": np.array([1e300]),
+    "strings": np.array(["a"]),
+    "long doubles": np.array([1], np.longdouble),
+    "times": np.array([1], "m8[s]"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("value", UNFIT.values(), ids=UNFIT)
+def test_an_array_that_jax_cannot_hold_stays_as_it_is(call, value):
+    model, x = Ids(value), jnp.float32(1.0)
+    y, new = es.mutable(call)(model, x)
+    assert y == (1.0 + (2**40 + 7) % 1000 if model.is_big else 1.0)
+    assert new.ids is value
+    assert new.calls == (0 if call is carried else 1)  # the carry is dropped
+    seen, _ = es.mutable(lambda model: model.ids.tolist())(model)
+    assert seen == value.tolist()
+
+
+def test_a_module_with_such_an_array_may_be_assigned():
+    class Holder(es.Module):
+        inner: Ids
+
+        def __call__(self, x):
+            y, self.inner = es.mutable(self.inner)(x)
+            self.inner, y = es.checkpoint(lambda m: (m, m(y)))(self.inner)
+            return es.cond(True, lambda m: m(y), lambda m: y, self.inner)
+
+    value = np.array([2**40 + 7])
+    y, new = es.mutable(Holder(Ids(value)))(jnp.float32(0.0))
+    assert (y, new.inner.calls) == (3 * ((2**40 + 7) % 1000), 3)
+    assert new.inner.ids is value
+
+
+# --- Repeated modules -----------------------------------------------------------------
+
+
+def test_a_buffer_that_may_be_written_has_state():
+    class Frozen(es.Module):
+        parts: es.Buffer
+
+        def __call__(self):
+            self.parts[0].calls = self.parts[0].calls + 1
+
+    part = Embedding(jnp.ones(2))
+    model = Frozen([part, part])
+    es.mutable(lambda model: None)(model)
+    with pytest.raises(ValueError, match=r"`parts\[0\]` and `parts\[1\]`"):
+        es.mutable(model, kinds=(es.State, es.Buffer))()
