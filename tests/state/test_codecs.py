@@ -1,4 +1,4 @@
-"""What is different inside a scope: `eqx.nn.Shared`, NumPy arrays that JAX cannot hold."""
+"""What is different in a scope: `eqx.nn.Shared`, NumPy arrays that JAX cannot hold."""
 
 import equinox as eqx
 import jax
@@ -16,7 +16,8 @@ class Embedding(es.Module):
     calls: es.State = 0
 
     def __call__(self, i):
-        self.calls = self.calls + 1
+        if self.training:
+            self.calls = self.calls + 1
         return self.weight[i]
 
 
