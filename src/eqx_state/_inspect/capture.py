@@ -1,6 +1,5 @@
 """`es.capture`: a model's output together with sown values and outputs of layers."""
 
-import functools as ft
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, overload, TypeVar
@@ -13,6 +12,7 @@ from .._errors import show, TraceError
 from .._kinds.kinds import State
 from .._state.scope import Kinds, Scope, Sown
 from .._state.sow import keep, Key
+from .._transforms.callables import without_partials
 from .._transforms.grad import Gradient
 from .._transforms.mutable import run_on_copy
 from .._transforms.target import Argnums, as_argnums, as_kinds, target
@@ -174,7 +174,7 @@ class _Capture(Transform):
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         observer = Outputs(self.outputs, self.replace)
         reports = ((observer.key, (), ()),)
-        f, bound, options = _without_partials(self.f)
+        f, bound, options = without_partials(self.f)
         if isinstance(f, Gradient):
 
             def observed(kinds: Kinds, *, codecs: Any, **_: Any) -> Scope:
@@ -203,18 +203,9 @@ def _by_name(sown: Sown) -> dict[str, Any]:
     return found
 
 
-def _without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function and the arguments of nested partials, such as bound methods."""
-    args, kwargs = (), {}
-    while isinstance(f, (ft.partial, eqx.Partial)):
-        args, kwargs = (*f.args, *args), {**f.keywords, **kwargs}
-        f = f.func
-    return f, args, kwargs
-
-
 def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
     """Raise `TypeError` if `f` would run on a copy, whose sown values are lost."""
-    f = _without_partials(f)[0]
+    f = without_partials(f)[0]
     if isinstance(f, Gradient):
         if argnums is not None:
             raise TypeError(_ARGNUMS_OF_GRAD.format(f.name, argnums))
@@ -222,7 +213,7 @@ def _check_sees_the_model(f: Any, argnums: Argnums) -> None:
     while isinstance(f, Transform):
         if f.threads:
             raise TypeError(_THREADED_ALREADY)
-        f = _without_partials(f.f)[0]
+        f = without_partials(f.f)[0]
 
 
 _BOTH: Final = """`es.capture(..., outputs=...)`: `{}` is a module whose output was \

@@ -101,6 +101,15 @@ def is_wrapper_of_equinox(f: Any) -> bool:
     return type(f).__module__.startswith("equinox.") and hasattr(f, "__wrapped__")
 
 
+def without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What is inside nested partials, and all arguments that they bind."""
+    args, kwargs = (), {}
+    while isinstance(f, PARTIALS):
+        args, kwargs = (*f.args, *args), {**f.keywords, **kwargs}
+        f = f.func
+    return f, args, kwargs
+
+
 def bound_arguments(f: Any) -> tuple[Any, ...]:
     """The arguments that the partials around a callable bind."""
     found: list[Any] = []
