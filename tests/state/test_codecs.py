@@ -127,7 +127,7 @@ class Ids(es.Module):
 
     def __call__(self, x):
         self.calls = self.calls + 1
-        return x + int(self.ids.ravel()[0] % 1000) if self.is_big else x
+        return x + int(self.ids[0] % 1000) if self.is_big else x
 
     @property
     def is_big(self):
@@ -159,6 +159,7 @@ UNFIT = {
     "strings": np.array(["a"]),
     "long doubles": np.array([1], np.longdouble),
     "times": np.array([1], "m8[s]"),
+    "a scalar": np.str_("a"),
 }
 
 

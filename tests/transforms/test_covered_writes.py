@@ -69,7 +69,7 @@ LOOPS = ("scan", "fori_loop", "while_loop")
 PLACES = {
     "itself": (lambda net: net.inner, lambda net: net.inner),
     "a part": (lambda net: net.inner, lambda net: net.inner.cell),
-    "in a list": (lambda net: [net.inner.cell], lambda net: net.inner),
+    "in a list": (lambda net: [XS, net.inner.cell], lambda net: net.inner),
 }
 
 

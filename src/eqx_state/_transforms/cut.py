@@ -37,8 +37,8 @@ class Rest:
         return difference_of_leaves(self.tree, other.tree)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rest):
-            return False
+        if type(other) is not Rest:
+            return NotImplemented
         structures = jtu.tree_structure(self.tree), jtu.tree_structure(other.tree)
         return structures[0] == structures[1] and self.difference(other) is None
 

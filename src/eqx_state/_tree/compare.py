@@ -143,8 +143,6 @@ def check_not_repeated(
 def check_apart(visits: list[Visit], kinds: tuple[type, ...] = (State,)) -> None:
     """`check_not_repeated` for the visits of one or more trees."""
     modules = [v for v in visits if is_module(v.node)]
-    if len({id(v.node) for v in modules}) == len(modules):
-        return
     # A module below a covering `Buffer` has no state, and may be repeated.
     state = [v.path for v in visits if v.is_leaf and issubclass(v.kind or int, kinds)]
     stateful = {path[:n] for path in state for n in range(len(path))}

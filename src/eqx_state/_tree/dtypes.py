@@ -143,11 +143,13 @@ def fits_jax(x: Any) -> bool:
     """
     if not is_numpy(x):
         return True
+    if not is_numeric(x.dtype):
+        return False
     try:
         dtype = jnp.result_type(x)
     except TypeError:  # such as `np.longdouble`
         return False
-    if not is_numeric(x.dtype) or not holds(dtype, x):
+    if not holds(dtype, x):
         return False
     if dtype == x.dtype or not jnp.issubdtype(dtype, jnp.inexact):
         return True
