@@ -7,6 +7,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqx_state as es
 
@@ -134,6 +135,9 @@ class Ids(es.Module):
         return self.ids.dtype == np.int64
 
 
+MESH = jax.sharding.Mesh(jax.devices()[:1], "data")
+
+
 def carried(model, x):
     return es.scan(lambda c, x: (c, c(x)), model, x[None])[1][0]
 
@@ -152,6 +156,16 @@ CALLS = {
     "cond": lambda model, x: es.cond(True, model, lambda x: x, x),
     "argument of cond": lambda m, x: es.cond(True, lambda m: m(x), lambda m: x, m),
     "checkpoint": lambda model, x: es.checkpoint(model)(x),
+    "argument of checkpoint": lambda m, x: es.checkpoint(lambda m, x: m(x))(m, x),
+    "shard_map": lambda model, x: es.shard_map(
+        model, mesh=MESH, in_specs=P(), out_specs=P()
+    )(x),
+    "argument of shard_map": lambda model, x: es.shard_map(
+        lambda m, x: m(x), mesh=MESH, in_specs=(P(), P()), out_specs=P()
+    )(model, x),
+    "argument of vmap": lambda model, x: es.vmap(lambda m, x: m(x), (None, 0))(
+        model, x[None]
+    )[0],
 }
 UNFIT = {
     "integers": np.array([2**40 + 7]),
@@ -173,6 +187,20 @@ def test_an_array_that_jax_cannot_hold_stays_as_it_is(call, value):
     assert new.calls == (0 if call is carried else 1)  # the carry is dropped
     seen, _ = es.mutable(lambda model: model.ids.tolist())(model)
     assert seen == value.tolist()
+
+
+@pytest.mark.parametrize("value", UNFIT.values(), ids=UNFIT)
+def test_such_an_array_passes_through_transforms_as_data(value):
+    layer, x = Ids(value).eval(), jnp.float32(1.0)
+    same = lambda m, a, x: (m.ids is value, a, x)  # noqa: E731
+    for out in (
+        es.checkpoint(same)(layer, value, x),
+        es.cond(True, same, same, layer, value, x),
+        es.vmap(same, (None, None, None), axis_size=2, out_axes=None)(layer, value, x),
+        es.vmap(same, (None, 0, None), axis_size=2, out_axes=None)(layer, value, x),
+    ):
+        assert out[0]
+        assert out[1] is value
 
 
 def test_a_module_with_such_an_array_may_be_assigned():

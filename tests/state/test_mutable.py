@@ -4,6 +4,7 @@ import functools as ft
 import gc
 import inspect
 import weakref
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -155,12 +156,30 @@ def test_a_method_that_equinox_has_decorated_is_bound_to_its_object():
     assert eqx.tree_equal(new, model)
 
 
+def test_a_model_with_an_attribute_wrapped_is_a_model():
+    class Log(es.Module):
+        f: Callable
+        calls: es.State = 0
+
+        @property
+        def __wrapped__(self):
+            return self.f
+
+        def __call__(self, x):
+            self.calls = self.calls + 1
+            return self.f(x)
+
+    _, new = es.mutable(Log(jnp.sin))(1.0)
+    assert new.calls == 1
+
+
 BOUND = {
     "partial": ft.partial(call, C),
     "keyword": ft.partial(call, model=C),
     "jax partial": jtu.Partial(call, C),
     "eqx.Partial": eqx.Partial(call, C),
     "partial of es.vmap": ft.partial(es.vmap(call, in_axes=(None, 0)), C),
+    "eqx.Partial of a wrapper": eqx.Partial(eqx.filter_jit(call), C),
     "partial of a partial": ft.partial(ft.partial(call, C), scale=1.0),
 }
 

@@ -173,3 +173,29 @@ def test_a_model_that_is_called_is_traced(bind):
 
 def run(model, x):
     return model(x)
+
+
+def test_a_module_beside_an_array_in_a_field_may_have_its_own_equality():
+    class Sub(es.Module):
+        a: es.State
+
+        def __eq__(self, other):
+            return bool(jnp.all(self.a == other.a))
+
+        __hash__ = object.__hash__
+
+    class Pair(es.Module):
+        pair: tuple[Sub, es.State]
+
+        def __call__(self, x):
+            sub, b = self.pair
+            self.pair = sub, b + 1
+            return x
+
+    model = Pair((Sub(jnp.ones(())), jnp.ones(())))
+    for run in (
+        lambda m, x: es.checkpoint(m)(x),
+        lambda m, x: es.vmap(lambda m: m(x), None, axis_size=2)(m),
+    ):
+        _, new = es.mutable(run)(model, jnp.ones(()))
+        assert new.pair[1] == 2

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec
 from .._kinds.kinds import Rng, State
 from .._state.scope import is_owned, Ownership
 from .._tree.base import ownership_of
+from .._tree.dtypes import is_traceable
 from .._tree.keys import is_key, is_typed
 from .._tree.rules import check_rules, is_rules, RuleMatcher
-from .._tree.walk import is_array, leaves, Visit
+from .._tree.walk import leaves, Visit
 from .._typing import KeyPath
 from .lift import Lifted
 from .reach import closed_over, is_model
@@ -60,7 +61,7 @@ class AbstractMap(Transform):
 
     def axis_by_rule(self, visit: Visit, rules: Mapping[Any, Any], key: Any) -> Any:
         """The axis of a leaf, given the key of the rule that applies to it, if any."""
-        if not is_array(visit.node):
+        if not is_traceable(visit.node):
             return None
         if key is None:
             return self.axis_by_default(visit)
@@ -125,7 +126,7 @@ class ArgumentAxes:
                 axis = None
                 if by_rule:
                     axis = self.transform.axis_by_rule(x, rules, key_of(x))
-                elif is_array(x.node):
+                elif is_traceable(x.node):
                     axis = self.transform.axis_by_entry(entry, x.node)
                     if axis is shared and is_owned(visit.node):
                         # As if the function closed over the module.
@@ -186,7 +187,7 @@ class FunctionAxes:
             if is_model(visit.node):
                 self.axes += self._axes_of(visit.node, visit)
             else:  # an array outside of modules
-                is_shared = is_array(visit.node)
+                is_shared = is_traceable(visit.node)
                 self.axes.append(transform.shared if is_shared else None)
         for root in lifted.roots:
             if not root.is_copy and {*root.slots} - self.by_slot.keys():

@@ -6,6 +6,7 @@ what is inside (`layer_of`).
 """
 
 import functools as ft
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -14,7 +15,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._compat import BoundMethod
-from .._tree.base import is_eqx_module
+from .._tree.base import is_eqx_module, is_module
 from .transform import Bound, Transform
 
 
@@ -81,6 +82,7 @@ def receiver(f: Any) -> Receiver | None:
         # `eqx.filter_jit(f)` is a module, too; the model of a function is an argument.
         wrapped = getattr(f, "__wrapped__", None)
         is_function = callable(wrapped) and receiver(wrapped) is None
+        is_function &= not is_module(f)  # a user's own model
         return None if is_function else Receiver(f, lambda model: model)
     return None
 
@@ -88,12 +90,16 @@ def receiver(f: Any) -> Receiver | None:
 def _is_decorated_method(f: Any) -> bool:
     """Whether `f` is a method that a transform of `es` or of Equinox decorates.
 
-    Equinox binds a method below `@eqx.filter_jit` by an `eqx.Partial`.
+    Equinox binds a method below `@eqx.filter_jit` by an `eqx.Partial`, as a user may do
+    with any function.
     """
     if isinstance(f, Bound):
         return True
     is_one = type(f) is eqx.Partial and len(f.args) == 1 and not f.keywords
-    return is_one and is_wrapper_of_equinox(f.func)
+    if not is_one or not is_wrapper_of_equinox(f.func):
+        return False
+    name = getattr(f.func, "__name__", "")
+    return inspect.getattr_static(type(f.args[0]), name, None) is f.func
 
 
 def is_wrapper_of_equinox(f: Any) -> bool:

@@ -83,7 +83,7 @@ class Loop:
                 self.carried.update(self.lifted.slots(x))
                 self.unchanged.update(own)
         self.slices, self.state = {}, {}
-        for k, (visit, root, _) in enumerate(self.lifted.leaves):
+        for k, (visit, root, *_) in enumerate(self.lifted.leaves):
             if k in self.carried or not isinstance(visit.node, jax.Array):
                 continue
             if root.is_copy:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._state.scope import is_owned
+from .._tree.dtypes import is_traceable
 from .._tree.walk import is_array
 from .._typing import P, R
 from .cut import cut, is_traced, Rest
@@ -70,7 +71,7 @@ class _Checkpoint(Transform):
 
 
 def _arrays(tree: Any) -> Any:
-    return jtu.tree_map(eqx.is_array, tree, is_leaf=is_owned)
+    return jtu.tree_map(is_traceable, tree, is_leaf=is_owned)
 
 
 def checkpoint(

@@ -20,8 +20,8 @@ def check_written_once(leaves: Sequence[Leaf], written: Iterable[int]) -> None:
     # layers[0]`, the recorded paths are old.
     writers: dict[Any, Root] = {}
     for slot in written:
-        visit, root, field = leaves[slot]
-        at = id(field.outside), field.name, field.items.index(slot)
+        visit, root, field, number = leaves[slot]
+        at = id(field.outside), field.name, number
         if writers.setdefault(at, root) is not root:
             name = visit.name
             raise ValueError(_WRITTEN_TWICE.format(name, name.rpartition(".")[2]))
@@ -37,7 +37,7 @@ def check_not_covered(
     """
     there = set(map(id, copied))
     for slot in written:
-        visit, root, field = leaves[slot]
+        visit, root, field, _ = leaves[slot]
         if not root.is_copy and id(field.outside) in there:
             raise ValueError(COVERED.format(visit.name))
 

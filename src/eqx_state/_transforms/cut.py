@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from .._errors import show
 from .._state.scope import is_owned
 from .._tree.compare import difference_of_leaves
-from .._tree.dtypes import fits_jax
+from .._tree.dtypes import is_traceable
 from .._tree.walk import is_array, map_leaves, Visit
 
 
@@ -73,6 +73,6 @@ def is_traced(tree: Any) -> Any:
 def _is_traceable(visit: Visit) -> bool:
     """Whether a leaf is an array, or a number outside a module."""
     if is_array(visit.node):
-        return fits_jax(visit.node)
+        return is_traceable(visit.node)
     is_number = visit.context.owner is None and eqx.is_array_like(visit.node)
     return is_number and not is_owned(visit.node)

@@ -104,13 +104,15 @@ class Lifted:
         self.reached = reached
         self.roots = roots_among(reached, self.copies)
         self.fields: list[Field] = []
-        by_slot: dict[int, Field] = {}
+        at: dict[int, tuple[Field, int]] = {}
         for root in self.roots:
             for field in fields_in(root, self.copies):
                 self.fields.append(field)
-                by_slot.update((x, field) for x in field.items if type(x) is int)
+                for number, x in enumerate(field.items):
+                    if type(x) is int:  # else an owned module
+                        at[x] = field, number
         self.leaves = [
-            Leaf(visit, root, by_slot[slot])
+            Leaf(visit, root, *at[slot])
             for root in self.roots
             for slot, visit in zip(
                 root.slots, filter(_is_leaf, root.traversal.visits), strict=True
@@ -123,7 +125,7 @@ class Lifted:
         """The arrays among `values` that the call may write."""
         return {
             k: visit.node
-            for k, (visit, root, _) in enumerate(self.leaves)
+            for k, (visit, root, _, _) in enumerate(self.leaves)
             if isinstance(visit.node, jax.Array)
             and root.ownership.scope.allows(visit.kind)
         }
@@ -289,7 +291,7 @@ class Lifted:
         ]
         by_field: dict[Field, Values] = {}
         for slot, x in ran.written.items():
-            _, root, field = self.leaves[slot]
+            _, root, field, _ = self.leaves[slot]
             by_field.setdefault(field, {})[slot] = x
             module = field.outside
             root.ownership.scope.written[id(module)] = module, self.name(slot)

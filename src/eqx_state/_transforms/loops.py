@@ -136,7 +136,7 @@ def _create_fields(f: Any, init: Any, xs: Any, index: int) -> None:
     lifted = Lifted((f, init), xs)
     slices = {
         slot: _slice_of(visit.node, index)
-        for slot, (visit, root, _) in enumerate(lifted.leaves)
+        for slot, (visit, root, *_) in enumerate(lifted.leaves)
         if root.is_copy and is_array(visit.node)
     }
     arrays, rest = cut(lifted.arguments)

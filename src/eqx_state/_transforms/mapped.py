@@ -14,8 +14,9 @@ import jax.tree_util as jtu
 
 from .._state.scope import is_owned, Sown
 from .._tree.base import is_module
+from .._tree.dtypes import is_traceable
 from .._tree.keys import clone, is_key, next_keys, num_key_axes, split_key
-from .._tree.walk import is_array, name_of, Visit
+from .._tree.walk import name_of, Visit
 from .axes import AbstractMap, ArgumentAxes, FunctionAxes, SPLIT
 from .callables import is_bound_method
 from .creation import check_not_created
@@ -101,7 +102,7 @@ class Mapped:
         # For each split key, the key that its module stores if a lane used it.
         self.advanced: Values = {}
         # Not only of `lifted.writable`: in `init` a NumPy array may be replaced.
-        arrays = (slot for slot, x in lifted.values.items() if is_array(x))
+        arrays = (slot for slot, x in lifted.values.items() if is_traceable(x))
         self.groups = [*dict.fromkeys(map(self.group_of, arrays))]
 
     def group_of(self, slot: int) -> Any:
@@ -194,7 +195,7 @@ class Mapped:
     def advice(self, slots: Iterable[int], axis_name: Any) -> str:
         """The advice of the layer of the library that contains one of these states."""
         for slot in slots:
-            visit, root, _ = self.lifted.leaves[slot]
+            visit, root, *_ = self.lifted.leaves[slot]
             for at in reversed(root.traversal.visits):  # the innermost first
                 is_inside = visit.path[: len(at.path)] == at.path
                 if is_inside and is_module(at.node):

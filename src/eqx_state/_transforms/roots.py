@@ -108,11 +108,15 @@ class Field:
 
 
 class Leaf(NamedTuple):
-    """A leaf of a lifted module: its visit, its root and the field that holds it."""
+    """A leaf of a lifted module: its visit, its root and the field that holds it.
+
+    `number`: its position among the items of the field.
+    """
 
     visit: Visit
     root: Root
     field: Field
+    number: int
 
 
 def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
@@ -196,11 +200,10 @@ class Copies(NamedTuple):
         return [self.originals[id(x)] for x in modules if id(x) in self.originals]
 
 
-def owned_copy(module: Any, values: Iterator[Any] | None = None) -> Any:
-    """A copy of an owned module with the same ownership, and new leaves if given."""
+def owned_copy(module: Any, values: Iterator[Any]) -> Any:
+    """A copy of an owned module with the same ownership, and new leaves."""
     given = traversal_of(module)
-    new = given.leaves if values is None else [next(values) for _ in given.leaves]
-    copy = given.structure.unflatten(new)
+    copy = given.structure.unflatten([next(values) for _ in given.leaves])
     own(given.again(copy), ownership_of(module).scope)
     return copy
 

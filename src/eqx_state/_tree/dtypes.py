@@ -136,6 +136,11 @@ def holds(dtype: Any, x: Any) -> bool:
     return least <= int(values.min()) and int(values.max()) <= most
 
 
+def is_traceable(x: Any) -> bool:
+    """Whether `x` is an array that JAX can trace."""
+    return is_array(x) and fits_jax(x)
+
+
 def fits_jax(x: Any) -> bool:
     """Whether an array has a dtype in JAX that can hold its values.
 
