@@ -146,12 +146,10 @@ class InitScope(Scope):
     def __init__(self, key: Any):
         super().__init__((State, Parameter))
         self.key = key
-        self.created: dict[tuple[int, str], tuple[BaseModule, str, Any]] = {}
 
-    def inner(self) -> "InitScope":
-        new = InitScope(self.key)
-        new.codecs = self.codecs
-        return new
+    def _begin(self) -> None:
+        super()._begin()
+        self.created: dict[tuple[int, str], tuple[BaseModule, str, Any]] = {}
 
     def allows(self, kind: type | None) -> bool:
         return True

@@ -4,10 +4,11 @@ A scope owns private copies of modules. Each owned `es.Module` stores an `Owners
 beside its fields. A module without an `Ownership` cannot be written, whatever scopes
 are open around the code.
 
-A scope records the trace in which it was opened. A write in a different trace would
+A scope records the trace in which it was created. A write in a different trace would
 leak the tracers of that trace, and is an error.
 """
 
+import copy
 import dataclasses
 import threading
 from collections import OrderedDict
@@ -84,6 +85,10 @@ class Scope:
         self.codecs: list[Codec] = [Numpy(), Shared(), *codecs, *tags]
         self.observer = observer
         self.reports = reports
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what belongs to this scope alone, in the active trace and thread."""
         self.sown: Sown = OrderedDict()
         self.trace = trace_state()
         self.is_open = True
@@ -122,10 +127,10 @@ class Scope:
             OBSERVING.reset(self._token)
         self.close()
 
-    def inner(self) -> "Scope":
+    def inner(self) -> Self:
         """A scope like this one, for the trace of a transform inside it."""
-        new = Scope(self.kinds, self.observer, self.reports)
-        new.codecs = self.codecs
+        new = copy.copy(self)  # with the same codecs
+        new._begin()
         return new
 
     @property
