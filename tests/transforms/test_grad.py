@@ -164,6 +164,7 @@ def test_as_decorators():
     check(new, grads, net)
 
 
+@jax.debug_key_reuse(False)  # on purpose: one model is called twice
 def test_unwritten_numpy_arrays_are_the_callers_own():
     arrays = np.array([1.0, 2.0]), np.array(3.0), np.array([4, 5])
     model = {"w": arrays[0], "net": Scale(factor=jnp.ones(())), "index": arrays[2]}
