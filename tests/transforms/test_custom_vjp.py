@@ -364,6 +364,7 @@ def test_no_gradient_flows_through_written_state(of):
         assert (by_x, grads.weight, grads.mean, new.mean) == (7.0, 0.0, 0.0, 4.0)
 
 
+@kept_by_jax
 def test_no_gradient_flows_through_state_that_only_the_function_writes():
     def write(layer, x):
         layer.mean = 2.0 * layer.mean
