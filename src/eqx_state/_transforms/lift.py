@@ -50,14 +50,6 @@ from .roots import (
 )
 
 
-@jtu.register_static
-class StaticOutput:
-    """A static value that leaves a trace as part of the output's treedef."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
 class Ran(NamedTuple):
     """The result of a call in a trace: its output, its writes, and its sown values.
 

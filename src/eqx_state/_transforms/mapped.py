@@ -21,7 +21,7 @@ from .axes import AbstractMap, ArgumentAxes, FunctionAxes, SPLIT
 from .callables import is_bound_method
 from .creation import check_not_created
 from .cut import cut
-from .lift import Lifted, Ran, StaticOutput
+from .lift import Lifted, Ran
 from .reach import check_given
 from .roots import by_entry, Root, Values
 from .transform import Transform
@@ -56,6 +56,14 @@ class Inputs(NamedTuple):
     kwargs: Any
     f: Any
     modules: Any
+
+
+@jtu.register_static
+class StaticOutput:
+    """A static value that leaves a trace as part of the output's treedef."""
+
+    def __init__(self, value: Any):
+        self.value = value
 
 
 class Mapped:
