@@ -5,9 +5,7 @@ and an `Output` with the static rest, which JAX stores with the compiled program
 """
 
 import functools as ft
-import gc
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +13,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._errors import an, TraceError
-from .._state.scope import is_owned, Sown
+from .._state.scope import is_any_open, is_owned, Sown
 from .._transforms.callables import is_wrapper_of_equinox, layer_of
 from .._transforms.lift import Lifted, Ran
 from .._transforms.reach import check_given, owned_in
@@ -24,8 +22,9 @@ from .._transforms.transform import Transform
 from .._tree.base import keystr, ownership_of
 from .._tree.walk import name_of
 from .._typing import KeyPath
-from .flattening import ArraySlot, builder
+from .flattening import ArraySlot
 from .options import Options
+from .results import Builder
 from .static import is_hashable, structure, typed
 
 
@@ -154,7 +153,8 @@ class JitCall:
         ran = self.lifted.run(values, lambda: f(*args, **kwargs))
         if self.lifted.roots:
             self._check_static(ran.out)
-        output = Output(ran.out, filter(eqx.is_array, values.values()))
+        inside = filter(eqx.is_array, values.values())
+        output = Output(ran.out, inside, self.origin)
         return Result(output.arrays(ran.out), ran.written, ran.sown, output)
 
     def _check_static(self, out: Any) -> None:
@@ -171,7 +171,7 @@ class JitCall:
     def finish(self, result: "Result") -> Any:
         """The output of the call, after its writes to the owned modules."""
         self.lifted.commit(Ran(None, result.written, result.sown))
-        return result.output.put(result.arrays, self.inside())
+        return result.output.put(result.arrays, self.inside(), is_any_open())
 
 
 _HOLDS_OWNED: Final = """A function under `es.jit` returned a function or an object \
@@ -192,50 +192,34 @@ class Result(NamedTuple):
 
 @jtu.register_static
 class Output:
-    """The static part of a program's output, with slots for the arrays.
+    """The static part of a program's output.
 
     `inside`: the arrays of the owned modules. If the function returns one of them
     unchanged, the call returns the caller's array and not a copy. Otherwise assigning a
     returned module, `self.layer = layer`, would count as a write to its parameters.
     """
 
-    def __init__(self, out: Any, inside: Iterable[Any]):
+    def __init__(self, out: Any, inside: Iterable[Any], origin: Any):
         leaves, treedef = jtu.tree_flatten(out)
-        kept = {id(x): i for i, x in enumerate(inside)}
-        self.is_new = [eqx.is_array(x) and id(x) not in kept for x in leaves]
-        new, first_kept = itertools.count(), sum(self.is_new)
-        slots = [
-            ArraySlot(next(new) if is_new else first_kept + kept[id(x)])
-            if eqx.is_array(x)
-            else x
-            for x, is_new in zip(leaves, self.is_new, strict=True)
-        ]
-        self.build = builder(jtu.tree_unflatten(treedef, slots))
+        slots = [ArraySlot() if eqx.is_array(x) else x for x in leaves]
+        self.build = Builder(jtu.tree_unflatten(treedef, slots), origin)
+        # For each array its number in `inside`, or `None` if it is new.
+        numbers = {id(x): i for i, x in enumerate(inside)}
+        self.kept = [numbers.get(id(x)) for x in leaves if eqx.is_array(x)]
         # Set after the first run of the program; `None` before.
         self.callbacks: frozenset[str] | None = None
 
     def arrays(self, out: Any) -> list[Any]:
         """The arrays that the program has computed."""
-        leaves = zip(jtu.tree_leaves(out), self.is_new, strict=True)
-        return [x for x, is_new in leaves if is_new]
+        arrays = filter(eqx.is_array, jtu.tree_leaves(out))
+        return [x for x, i in zip(arrays, self.kept, strict=True) if i is None]
 
-    def put(self, arrays: list[Any], inside: list[Any]) -> Any:
-        """The output of the call."""
-        build, given = self.build, [*arrays, *inside]
-        if len(given) < _MANY or not gc.isenabled():
-            return build(given)
-        # Disable garbage collection while the result is built. Each module allocates
-        # two tracked objects, so a large result would trigger collections that traverse
-        # everything built so far. The caller usually drops the old tree right
-        # afterwards, so the total hardly changes.
-        gc.disable()
-        try:
-            return build(given)
-        finally:
-            gc.enable()
-
-
-_MANY: Final = 100
+    def put(self, arrays: list[Any], inside: list[Any], at_once: bool) -> Any:
+        """The output of the call. `at_once`: whether to leave no module unbuilt."""
+        if inside:
+            new = iter(arrays)
+            arrays = [next(new) if i is None else inside[i] for i in self.kept]
+        return self.build(arrays, at_once)
 
 
 # --- The cache key of a call ----------------------------------------------------------

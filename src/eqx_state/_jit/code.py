@@ -1,26 +1,20 @@
 """Functions compiled from generated source code, with objects as constants."""
 
 import contextlib
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-import equinox as eqx
 import jax.tree_util as jtu
 
-from .static import is_hashable, typed
+from .._tree.unbuilt import built, dict_of, set_dict, Unbuilt
+from .static import can_change, is_hashable, typed
 
 
 class Mismatch(Exception):
     """A tree does not have the structure for which the code was generated."""
-
-
-# This runs in C. `module.__dict__` would call `Module.__getattribute__`, in Python.
-_DICT: Final[Any] = next(
-    vars(c)["__dict__"] for c in eqx.Module.__mro__ if "__dict__" in vars(c)
-)
-dict_of: Final[Callable[[Any], dict[str, Any]]] = _DICT.__get__
 
 
 def one_level(node: Any) -> tuple[tuple[Any, ...], Any]:
@@ -33,8 +27,11 @@ _NAMES: Final[dict[str, Any]] = {
     "Mismatch": Mismatch,
     "one_level": one_level,
     "dict_of": dict_of,
-    "set_dict": _DICT.__set__,
+    "set_dict": set_dict,
+    "Unbuilt": Unbuilt,
+    "built": built,
     "new": object.__new__,
+    "copy": copy.copy,
 }
 
 
@@ -89,6 +86,14 @@ class Code:
             ]
             with self.block(f"if {' or '.join(tests)}:"):
                 self.check(f"{differ}({', '.join(by_value)})")
+
+    def own(self, x: Any) -> str:
+        """An expression for a static value of a new tree.
+
+        A list is copied, so that a change in place does not reach later results.
+        """
+        constant = self.constant(x)
+        return f"copy({constant})" if can_change(x) else constant
 
     def constant(self, x: Any) -> str:
         """An expression for an object."""

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -23,43 +23,59 @@ import jax.tree_util as jtu
 
 from .._tree.base import INFERENCE, is_eqx_module
 from .._tree.compare import identical
-from .code import Code, dict_of, Mismatch, one_level
-from .static import typed
+from .._tree.unbuilt import AbstractResult, dict_of, fields_of
+from .code import Code, Mismatch, one_level
+from .static import can_change, typed
 
 
-@dataclasses.dataclass(frozen=True)
 class ArraySlot:
-    """A sentinel in a tree for the array of this number."""
-
-    number: int
+    """A sentinel for an array of a tree."""
 
 
-def flattener(tree: Any, origin: Any) -> Callable[[Any], Sequence[Any]]:
-    """A function of a tree that returns its arrays in JAX's order.
+# The modules that the code treats as leaves, each with its number among the leaves: the
+# arrays and these modules, in JAX's order.
+_Modules = list[tuple[int, Any]]
+
+
+def flattener(
+    tree: Any, origin: Any, leaves: Collection[int]
+) -> tuple[Callable[[Any], Sequence[Any]], _Modules]:
+    """A function of a tree that returns its leaves in JAX's order.
 
     It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
-    than its arrays. It does not check that the arrays are arrays: the caller checks
-    their types. The function does not keep `origin` alive.
+    than its leaves, which it does not check. It does not keep `origin` alive. `leaves`:
+    the `id`s of modules that are leaves, like the arrays.
     """
     try:
-        return _Groups(tree).apart(origin).compile()
+        groups = _Groups(tree, leaves)
+        return groups.apart(origin).compile(), groups.modules
     except _TOO_DEEP:
-        return _refuse
+        return _refuse, []
 
 
 def _refuse(_: Any) -> Any:
     raise Mismatch
 
 
-def builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
-    """A function of arrays that builds this tree, with arrays for its `ArraySlot`s."""
+def builder(
+    tree: Any, leaves: Collection[int]
+) -> tuple[Callable[[Sequence[Any]], Any], _Modules]:
+    """A function of leaves that builds this tree. Its arrays are `ArraySlot`s.
+
+    `leaves`: as for `flattener`.
+    """
     try:
-        return _Groups(tree).together().compile()
+        groups = _Groups(tree, leaves)
+        return groups.together().compile(), groups.modules
     except _TOO_DEEP:
-        leaves, treedef = jtu.tree_flatten(tree)
-    return lambda arrays: treedef.unflatten(
-        [arrays[x.number] if isinstance(x, ArraySlot) else x for x in leaves]
-    )
+        static, treedef = jtu.tree_flatten(tree)
+
+    def build(given: Sequence[Any]) -> Any:
+        rest = iter(given)
+        filled = [next(rest) if isinstance(x, ArraySlot) else x for x in static]
+        return treedef.unflatten(filled)
+
+    return build, []
 
 
 # Python raises these errors for a tree, or for code, that is nested too deep.
@@ -74,7 +90,7 @@ ARRAY: Final = 0  # the key of all arrays
 
 @dataclasses.dataclass
 class Leaf:
-    """An array, with its number as `x`; or a static value, which is `x`."""
+    """An array or a module, with its number as `x`; or a static value, which is `x`."""
 
     x: Any
     key: int  # equal for all nodes of a group
@@ -134,7 +150,7 @@ class Container:
         if self.is_uniform:
             return self.make(code, f"*{slots[0]}")
         rest = iter(slots)
-        values = [code.constant(x.x) if x.is_static else next(rest) for x in self.below]
+        values = [code.own(x.x) if x.is_static else next(rest) for x in self.below]
         return self.make(code, ", ".join(values))
 
     def make(self, code: Code, values: str) -> str:
@@ -196,19 +212,21 @@ class Module(Container):
         cls, fields = type(self.x), module_fields(type(self.x))
         code.check(f"type(v) is not {code.constant(cls)}")
         code.add("d = dict_of(v)")
+        if AbstractResult in cls.__mro__:
+            code.add("if type(d) is Unbuilt: d = built(v, d)")
         code.check(f"len(d) != {len(fields)}")
         if INFERENCE in fields:
             # All modules of one result share the list in this field, and it does not
             # change in place. `mode0` or `mode1` is the last list that was compared, so
             # one comparison is enough for all of these modules.
-            mode = dict_of(self.x)[INFERENCE]
+            mode = fields_of(self.x)[INFERENCE]
             with code.block(f"if d[{INFERENCE!r}] is not mode{len(mode)}:"):
                 code.add(f"mode{len(mode)} = d[{INFERENCE!r}]")
                 code.check(f"mode{len(mode)} != {mode}")
         self.sort(code, [f"d[{name!r}]" for name in data_fields(cls)], lists)
 
     def together(self, code: Code, slots: list[str]) -> str:
-        cls, fields = type(self.x), dict_of(self.x)
+        cls, fields = type(self.x), fields_of(self.x)
         below = dict(zip(data_fields(cls), self.below, strict=True))
         names = [name for name, child in below.items() if not child.is_static]
         # Copying a dict is faster than creating one. The dict of an instance shares its
@@ -218,6 +236,9 @@ class Module(Container):
         code.add(f"d = {code.constant(like.copy)}()")
         for name, value in zip(names, slots, strict=True):
             code.add(f"d[{name!r}] = {value}")
+        for name, x in fields.items():
+            if name not in (*names, INFERENCE) and can_change(x):
+                code.add(f"d[{name!r}] = {code.own(x)}")
         code.add(f"module = new({code.constant(cls)})")
         code.add("set_dict(module, d)")
         return "module"
@@ -235,17 +256,33 @@ def data_fields(cls: type) -> list[str]:
     return [name for name in module_fields(cls) if name != INFERENCE]
 
 
-class _Finder:
-    """Finds the nodes of a tree, with equal keys for nodes of equal structure."""
+def has_only_fields(module: eqx.Module) -> bool:
+    """Whether `__dict__` contains just the fields, and no other data such as a cache.
 
-    def __init__(self) -> None:
+    The field `INFERENCE` has its usual value, and not a sentinel of some function.
+    """
+    fields = fields_of(module)
+    has_mode = fields.get(INFERENCE, []) in ([], [[]])
+    return has_mode and fields.keys() == module_fields(type(module)).keys()
+
+
+class _Finder:
+    """Finds the nodes of a tree, with equal keys for nodes of equal structure.
+
+    `leaves`: the `id`s of modules that are leaves.
+    """
+
+    def __init__(self, leaves: Collection[int]):
+        self.leaves = leaves
         self.keys: dict[Any, int] = {ARRAY: ARRAY}
-        self.numbers = itertools.count()  # of the arrays, in JAX's order
+        self.numbers = itertools.count()  # of the leaves, in JAX's order
+        self.modules: _Modules = []
 
     def find(self, x: Any) -> Leaf | Container:
-        if isinstance(x, ArraySlot):
-            return Leaf(x.number, ARRAY, False)
-        if eqx.is_array(x):
+        if id(x) in self.leaves:
+            self.modules.append((next(self.numbers), x))
+            return Leaf(self.modules[-1][0], ARRAY, False)
+        if isinstance(x, ArraySlot) or eqx.is_array(x):
             return Leaf(next(self.numbers), ARRAY, False)
         cls = type(x)
         if cls in (tuple, list) or _is_named_tuple(x):
@@ -254,15 +291,14 @@ class _Finder:
             keys = sorted(x)
             return self._container(Dict, x, (self.find(x[k]) for k in keys), *keys)
         if is_eqx_module(x):
-            fields, static = dict_of(x), module_fields(cls)
-            mode = fields.get(INFERENCE, [])
-            # If `__dict__` contains more, such as a cache, leave the module to JAX.
-            if fields.keys() == static.keys() and mode in ([], [[]]):
+            if has_only_fields(x):
+                fields, static = fields_of(x), module_fields(cls)
                 below = (
                     self._static(fields[k]) if static[k] else self.find(fields[k])
                     for k in data_fields(cls)
                 )
-                return self._container(Module, x, below, len(mode))
+                mode = len(fields.get(INFERENCE, []))
+                return self._container(Module, x, below, mode)
         elif x is None or jtu.all_leaves([x]):
             return self._static(x)
         children, data = one_level(x)
@@ -340,8 +376,10 @@ class _Group:
 class _Groups:
     """The groups of a tree, parents before children; and the arrays."""
 
-    def __init__(self, tree: Any):
-        root = _Finder().find([tree])  # a container, even if the tree is a leaf
+    def __init__(self, tree: Any, leaves: Collection[int]):
+        finder = _Finder(leaves)
+        root = finder.find([tree])  # a container, even if the tree is a leaf
+        self.modules = finder.modules
         self.lists = {ARRAY: "arrays"}
         self.groups: list[_Group] = []
         self._find(root)

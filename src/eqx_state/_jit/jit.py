@@ -132,8 +132,11 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
     exception is a program that contains `eqx.error_if`, `jax.pure_callback` or
     `jax.experimental.io_callback`: the call waits for it, so that it can raise its
     errors. Static values are compared by type, too: `1`, `True` and `1.0` are compiled
-    separately. The results of several calls share their static values: do not change
-    one in place, such as a dict in a static field.
+    separately.
+
+    Each `es.Module`, `es.Optimizer` and `es.Ema` in a result is built when it is first
+    read. In a training loop, nothing reads the model between two calls, so a call costs
+    about as much as one of `jax.jit` with a flat list of the arrays.
 
     **Arguments:**
 

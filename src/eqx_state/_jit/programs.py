@@ -36,8 +36,8 @@ from .._compat import (
 from .._state.scope import is_any_open, is_open_here
 from .call import cache_key_of, JitCall, origin_of, Output, Result
 from .code import Mismatch
-from .flattening import flattener
 from .options import Options
+from .results import Flattener
 
 
 class _Retrace(threading.local):
@@ -148,21 +148,11 @@ class Plan(NamedTuple):
     """The fast path for calls outside any scope whose cache key occurred before."""
 
     program: Program
-    flatten: Callable[[Any], Sequence[Any]]
-    types: frozenset[type]  # of the arrays
+    arrays: Flattener  # raises `Mismatch` or `KeyError` for a different cache key
 
     @staticmethod
     def of(call: JitCall, program: Program) -> "Plan":
-        types = frozenset(map(type, call.arrays()))
-        return Plan(program, flattener(call.tree, call.origin), types)
-
-    def arrays(self, tree: Any) -> Sequence[Any]:
-        """As `JitCall.arrays`; `Mismatch` or `KeyError` for a different cache key."""
-        arrays = self.flatten(tree)
-        is_known = self.types.issuperset(map(type, arrays))
-        if not is_known and not all(map(eqx.is_array, arrays)):
-            raise Mismatch
-        return arrays
+        return Plan(program, Flattener(call.tree, call.origin))
 
 
 # Plans are expensive to create. If more cache keys than this alternate, each new plan
@@ -205,7 +195,7 @@ class Programs:
             finally:
                 if stack is not None:
                     stack.close()
-            return result.output.put(result.arrays, [])
+            return result.output.put(result.arrays, [], False)
         return self.general(f, args, kwargs)
 
     def general(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

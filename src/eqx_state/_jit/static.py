@@ -99,6 +99,11 @@ def is_hashable(x: Any) -> bool:
     return True
 
 
+def can_change(x: Any) -> bool:
+    """Whether `x` is one of Python's containers that can change in place."""
+    return isinstance(x, (list, dict, set))
+
+
 class _ByEquality:
     """An unhashable static value, compared by `==`, as JAX compares it."""
 

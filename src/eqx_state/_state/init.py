@@ -13,7 +13,6 @@ from .._kinds.kinds import Parameter, State
 from .._tree.base import (
     BaseModule,
     dynamic_names,
-    fields_of,
     INIT_DONE,
     is_eqx_module,
     ownership_of,
@@ -21,6 +20,7 @@ from .._tree.base import (
 from .._tree.compare import check_not_repeated, same
 from .._tree.context import children, Context, map_children
 from .._tree.keys import as_key, clone, key_at
+from .._tree.unbuilt import fields_of
 from .._tree.walk import (
     copy_tree,
     is_array,

@@ -13,10 +13,11 @@ import jax.tree_util as jtu
 
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
-from .._tree.base import BaseModule, fields_of, FLAGS, is_module, ownership_of
+from .._tree.base import BaseModule, FLAGS, is_module, ownership_of
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
+from .._tree.unbuilt import fields_of
 from .._tree.walk import (
     is_array,
     leaves,

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import is_in_trace
-from .._tree.base import fields_of
 from .._tree.keys import clone
+from .._tree.unbuilt import fields_of
 from .._tree.walk import is_array, leaves, walk
 from .._typing import P, R
 from .cut import cut, is_traced

@@ -16,12 +16,12 @@ from .._state.scope import is_owned, own, Ownership, traversal_of
 from .._tree.base import (
     BaseModule,
     dynamic_names,
-    fields_of,
     INFERENCE,
     is_module,
     ownership_of,
 )
 from .._tree.compare import identical
+from .._tree.unbuilt import fields_of
 from .._tree.walk import copy_tree, Traversal, Visit
 
 

@@ -1,7 +1,6 @@
 """The data of an `es.Module`: its flags, and data outside the pytree."""
 
 import dataclasses
-import types
 from typing import (
     Any,
     ClassVar,
@@ -19,6 +18,7 @@ import numpy as np
 from .._compat import EquinoxMeta
 from .._kinds.fields import check_declarations, field
 from .._typing import KeyPath
+from .unbuilt import AbstractResult, dict_of, fields_of, set_dict
 
 
 # One key of a path, as it is printed, and the length of the sequence that it indexes (0
@@ -118,7 +118,7 @@ class _Training:
 
     def __set__(self, module: eqx.Module, training: bool) -> None:
         # This runs whenever a module is unflattened, hence the early return.
-        fields = object.__getattribute__(module, "__dict__")
+        fields = fields_of(module)
         fields["training"] = training
         node = fields.setdefault(INFERENCE, [])
         if type(node) is list and bool(node) is not training:
@@ -131,7 +131,7 @@ class _Training:
             fields[INFERENCE] = [] if training else [[]]
 
 
-class BaseModule(eqx.Module, metaclass=_ModuleMeta):
+class BaseModule(AbstractResult, metaclass=_ModuleMeta):
     """The data of an `es.Module`; its behavior is in `_state/module.py`.
 
     The flags are static fields, so they are part of the treedef.
@@ -168,18 +168,6 @@ class BaseModule(eqx.Module, metaclass=_ModuleMeta):
         object.__setattr__(self, FROZEN_PATHS, ())
         return self
 
-    if not TYPE_CHECKING:
-
-        def __getattribute__(self, name: str) -> Any:
-            # Equinox's version also turns bound methods into pytrees, and is slower.
-            # JAX reads the `__dict__` of every module that it flattens, so `es.update`
-            # would take 10% longer. Skip only `eqx.Module` in the MRO: a mixin after it
-            # may define `__getattribute__`.
-            value = super(eqx.Module, self).__getattribute__(name)
-            if type(value) is types.MethodType and value.__self__ is self:
-                return super().__getattribute__(name)
-            return value
-
     def module_init(self, key: Any) -> None:
         """A hook to override: `init` calls it once, after all Initializers.
 
@@ -207,14 +195,9 @@ def is_eqx_module(x: Any) -> TypeGuard[eqx.Module]:
 FLAGS: Final = ("training", "frozen", INIT_DONE, FROZEN_PATHS)
 
 
-def fields_of(module: eqx.Module) -> dict[str, Any]:
-    """A module's `__dict__`, without calling `Module.__getattribute__`."""
-    return object.__getattribute__(module, "__dict__")
-
-
 def ownership_of(module: eqx.Module) -> Any:
     """The `Ownership` of a module, or `None` for an ordinary frozen module."""
-    fields = fields_of(module)
+    fields = dict_of(module)
     return fields.ownership if type(fields) is Fields else None
 
 
@@ -223,7 +206,7 @@ def set_ownership(module: eqx.Module, ownership: Any) -> None:
     fields = fields_of(module)
     if type(fields) is not Fields:
         fields = Fields(fields)
-        object.__setattr__(module, "__dict__", fields)
+        set_dict(module, fields)
     fields.ownership = ownership
 
 

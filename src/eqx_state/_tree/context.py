@@ -17,7 +17,6 @@ from .._kinds.kinds import Axes, Kind, NOTHING, Parameter, Rng, Spec
 from .._typing import Tree
 from .base import (
     BaseModule,
-    fields_of,
     FROZEN_PATHS,
     FrozenPaths,
     is_eqx_module,
@@ -27,6 +26,7 @@ from .base import (
     Step,
     step_to,
 )
+from .unbuilt import fields_of
 
 
 class AxesAbove(NamedTuple):

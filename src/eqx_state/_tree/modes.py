@@ -7,7 +7,6 @@ import jax.tree_util as jtu
 
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
-    fields_of,
     FROZEN_PATHS,
     FrozenPaths,
     has_inference,
@@ -20,6 +19,7 @@ from .base import (
 from .compare import flatten_apart
 from .context import children, ROOT
 from .filters import is_marker, marker, selected_nodes, Where
+from .unbuilt import fields_of
 from .walk import is_array, leaves, modules_in, set_flags, Visit
 
 

@@ -23,7 +23,7 @@ import equinox as eqx
 
 from .._compat import MISSING
 from .._typing import PyTree, Tree
-from .base import fields_of
+from .unbuilt import fields_of
 from .walk import copy_tree, walk
 
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -24,6 +23,7 @@ from .._typing import KeyPath, PyTree, Tree
 from .context import children
 from .filters import bind, check_filter, Filter, filter_text, Predicate
 from .parts import layers_of, Part, parts
+from .unbuilt import AbstractResult
 from .walk import is_array, leaves, Visit, walk
 
 
@@ -249,7 +249,7 @@ def spec(tree: Tree, values: Mapping[Any, Any], default: Any = None) -> Tree:
 # --- The parameters to which the moments of optimizers and the averages belong --------
 
 
-class AbstractPerParameter(eqx.Module):
+class AbstractPerParameter(AbstractResult):
     """A module with arrays for the parameters of a model, such as their moments.
 
     Rules give each of these arrays the value of its parameter: a moment has the

@@ -22,7 +22,6 @@ from .._typing import KeyPath, PyTree, Tree
 from .base import (
     BaseModule,
     dynamic_names,
-    fields_of,
     FROZEN_PATHS,
     INFERENCE,
     is_eqx_module,
@@ -31,6 +30,7 @@ from .base import (
     step_to,
 )
 from .context import children, Context, is_leaf, ROOT, undeclared
+from .unbuilt import fields_of
 
 
 def is_array(x: Any) -> bool:
@@ -340,7 +340,7 @@ class _ModuleStep:
         if not walk.only_contexts:
             walk.found.append(_visit((path, node, context, False)))
         context = context if within is None else within
-        values: dict[str, Any] = object.__getattribute__(node, "__dict__")
+        values: dict[str, Any] = fields_of(node)
         frozen, frozen_paths = False, ()
         if self.has_flags:
             frozen, frozen_paths = values["frozen"], values[FROZEN_PATHS]
