@@ -184,7 +184,11 @@ def numbered(tree: Any) -> dict[str, Any]:
 def es_and_hand(
     depth: int, width: int, step: Step = es_step
 ) -> Iterator[tuple[str, Program]]:
-    model = es_model(depth, width)
+    return ways(es_model(depth, width), step)
+
+
+def ways(model: Any, step: Step) -> Iterator[tuple[str, Program]]:
+    """A step of this model under `es.jit`, `eqx.filter_jit` and `jax.jit`."""
     arrays, rest = eqx.partition(model, eqx.is_array)
     flat, treedef = jtu.tree_flatten(arrays)
     numbers, dicts_def = jtu.tree_flatten(numbered(arrays))
