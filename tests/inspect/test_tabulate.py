@@ -1,6 +1,7 @@
 """`es.tabulate`: rows, sizes, and the inputs and outputs of calls."""
 
 import functools as ft
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -32,6 +33,11 @@ def total(arrays: list[Any]) -> str:
     return (
         f"{count:,} ({size} B)" if size < 1000 else f"{count:,} ({size / 1e3:.1f} KB)"
     )
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
 
 
 # --- Layout ---------------------------------------------------------------------------
@@ -81,7 +87,6 @@ def test_a_small_model():
 
 
 def test_nothing_is_cut_or_colored(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     long = {"a" * 300: linear(), "[red]b[/]": linear()}
@@ -90,6 +95,14 @@ def test_nothing_is_cut_or_colored(monkeypatch):
     assert "[red]b[/]" in table
     assert "\x1b" not in table
     assert len({len(line) for line in table.splitlines()[:-2]}) == 1
+
+    for width in (20, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = es.tabulate(long).splitlines()[:-2]
+        paths = "".join(line.split(" ")[0] for line in lines)
+        assert "a" * 300 in paths
+        assert "[red]b[/]" in paths
+        assert max(map(len, lines)) <= width
 
 
 def test_modes_are_marked():
@@ -135,6 +148,231 @@ def test_large_sizes_are_readable():
     assert "250 (1.0 KB)" in es.tabulate(jax.ShapeDtypeStruct((250,), jnp.float32))
     assert "1,000,000 (4.0 MB)" in es.tabulate(big[1])
     assert "(4,000.0 TB)" in es.tabulate(jax.ShapeDtypeStruct((10**15,), jnp.float32))
+
+
+# --- A terminal that is too narrow for the columns of all kinds -----------------------
+
+
+class Center(es.Module):
+    gain: es.Parameter
+    mean: es.BatchStat
+    steps: es.State = 0
+
+    def __call__(self, x):
+        self.steps = self.steps + 1
+        return self.gain * (x - self.mean)
+
+
+class Tour(es.Module):
+    hidden: eqx.nn.Linear
+    center: Center
+    dropout: es.nn.Dropout
+    act: eqx.nn.Lambda
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.head(self.dropout(self.act(self.center(self.hidden(x)))))
+
+
+def tour() -> Tour:
+    center = Center(jnp.ones(16), jnp.zeros(16))
+    dropout = es.nn.Dropout(0.1, key=jr.key(0))
+    act = eqx.nn.Lambda(jax.nn.relu)
+    return Tour(linear(4, 16), center, dropout, act, linear(16, 1))
+
+
+TOUR = """\
+path     module   array              kind       bytes
+──────────────────────────────────────────────────────
+hidden   Linear   weight: f32[16,4]  Parameter  256 B
+                  bias: f32[16]      Parameter  64 B
+center   Center   gain: f32[16]      Parameter  64 B
+                  mean: f32[16]      BatchStat  64 B
+                  steps: i32[]       State      4 B
+dropout  Dropout  rng: key<fry>[]    Rng        8 B
+head     Linear   weight: f32[1,16]  Parameter  64 B
+                  bias: f32[1]       Parameter  4 B
+──────────────────────────────────────────────────────
+Total             size: 113          Parameter  452 B
+                  size: 16           BatchStat  64 B
+                  size: 1            State      4 B
+                  size: 1            Rng        8 B
+Total: 131 (528 B)
+Trainable: 113 (452 B)
+"""
+
+
+def test_a_table_that_does_not_fit_has_a_row_for_each_array(monkeypatch):
+    wide = es.tabulate(tour())
+    width = wide.index("\n")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert es.tabulate(tour()) == wide
+    monkeypatch.setenv("COLUMNS", str(width - 1))
+    assert es.tabulate(tour()) == TOUR
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal
+    assert es.tabulate(tour()) == TOUR
+    assert es.tabulate(linear()).startswith("┏")  # fits 80 columns
+    page = Path(__file__).parents[2] / "docs" / "tour.md"
+    assert f"```text\n{TOUR}```\n" in page.read_text()
+
+
+CNN = """\
+path           module     array                 kind       bytes
+───────────────────────────────────────────────────────────────────
+[0].layers[0]  Conv2d     weight: f32[8,1,3,3]  Parameter  288 B
+                          bias: f32[8,1,1]      Parameter  32 B
+[0].layers[1]  BatchNorm  weight: f32[8]        Parameter  32 B
+                          bias: f32[8]          Parameter  32 B
+                          mean: f32[8]          BatchStat  32 B
+                          var: f32[8]           BatchStat  32 B
+                          count: f32[8]         BatchStat  32 B
+[0].layers[4]  Linear     weight: f32[10,968]   Parameter  38.7 KB
+                          bias: f32[10]         Parameter  40 B
+[1]            Optimizer  size: 19,573          OptState   78.3 KB
+[2]            Ema        size: 9,812           Buffer     39.2 KB
+───────────────────────────────────────────────────────────────────
+Total                     size: 9,786           Parameter  39.1 KB
+                          size: 24              BatchStat  96 B
+                          size: 19,573          OptState   78.3 KB
+                          size: 9,812           Buffer     39.2 KB
+Total: 39,195 (156.8 KB)
+Trainable: 9,786 (39.1 KB)
+"""
+
+
+def test_an_optimizer_and_an_average_are_one_row_each(monkeypatch):
+    layers = [
+        eqx.nn.Conv2d(1, 8, 3, key=jr.key(0)),
+        es.nn.BatchNorm(8, axis_name="batch"),
+        eqx.nn.MaxPool2d(2),
+        eqx.nn.Lambda(jnp.ravel),
+        linear(968, 10),
+    ]
+    cnn = eqx.nn.Sequential(layers)
+    adam = es.Optimizer(optax.adam(1e-3)).init(cnn)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert es.tabulate((cnn, adam, es.Ema(0.9).init(cnn))) == CNN
+
+    # `depth` asks for inner modules, and for modules without arrays.
+    monkeypatch.setenv("COLUMNS", "70")
+    rows = es.tabulate((cnn, adam), depth=1).splitlines()
+    assert rows[2].split() == ["tuple"]
+    assert rows[3].split()[:4] == ["[0]", "Sequential", "size:", "9,786"]
+    everything = es.tabulate((cnn, adam), depth=9).splitlines()
+    assert ["[0].layers[3]", "Lambda"] in [row.split() for row in everything]
+    assert any(row.startswith("[1].opt_state[0]") for row in everything)
+
+
+class Block(es.Module):
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.norm = eqx.nn.LayerNorm(768)
+        self.attention = eqx.nn.MultiheadAttention(12, 768, key=key)
+        self.mlp = eqx.nn.MLP(768, 768, 3072, 1, key=key)
+
+
+class GPT(es.Module):
+    tokens: eqx.nn.Embedding
+    positions: es.Parameter
+    blocks: es.nn.Stacked[Block]
+
+    def __init__(self, key):
+        self.tokens = eqx.nn.Embedding(50257, 768, key=key)
+        self.positions = jnp.zeros((1024, 768))
+        self.blocks = es.nn.Stacked.make(Block, jr.split(key, 12))
+
+
+GPT_2 = """\
+path                   module     array                     kind       bytes
+────────────────────────────────────────────────────────────────────────────────
+[0]                    GPT        positions: f32[1024,768]  Parameter  3.1 MB
+[0].tokens             Embedding  weight: f32[50257,768]    Parameter  154.4 MB
+[0].blocks.layers      LayerNorm  weight: f32[12,768]       Parameter  36.9 KB
+.norm                             bias: f32[12,768]         Parameter  36.9 KB
+[0].blocks.layers      Linear     weight: f32[12,768,768]   Parameter  28.3 MB
+.attention.query_proj
+[0].blocks.layers      Linear     weight: f32[12,768,768]   Parameter  28.3 MB
+.attention.key_proj
+[0].blocks.layers      Linear     weight: f32[12,768,768]   Parameter  28.3 MB
+.attention.value_proj
+[0].blocks.layers      Linear     weight: f32[12,768,768]   Parameter  28.3 MB
+.attention
+.output_proj
+[0].blocks.layers.mlp  Linear     weight: f32[12,3072,768]  Parameter  113.2 MB
+.layers[0]                        bias: f32[12,3072]        Parameter  147.5 KB
+[0].blocks.layers.mlp  Linear     weight: f32[12,768,3072]  Parameter  113.2 MB
+.layers[1]                        bias: f32[12,768]         Parameter  36.9 KB
+[1]                    Optimizer  size: 248,765,953         OptState   995.1 MB
+────────────────────────────────────────────────────────────────────────────────
+Total                             size: 124,382,976         Parameter  497.5 MB
+                                  size: 248,765,953         OptState   995.1 MB
+Total: 373,148,929 (1.5 GB)
+Trainable: 124,382,976 (497.5 MB)
+"""
+
+
+def test_long_paths_are_broken_between_steps(monkeypatch):
+    def make(key):
+        gpt = GPT(key)
+        return gpt, es.Optimizer(optax.adamw(1e-3)).init(gpt)
+
+    monkeypatch.setenv("COLUMNS", "80")
+    assert es.tabulate(eqx.filter_eval_shape(make, jr.key(0))) == GPT_2
+
+
+CALLS = """\
+path     module          array              kind       bytes
+─────────────────────────────────────────────────────────────
+         Tour (eval)
+         f32[4]
+         -> f32[1]
+hidden   Linear          weight: f32[16,4]  Parameter  256 B
+         f32[4]          bias: f32[16]      Parameter  64 B
+         -> f32[16]
+center   Center (eval)   gain: f32[16]      Parameter  64 B
+         f32[16]         mean: f32[16]      BatchStat  64 B
+         -> f32[16]      steps: i32[]       State      4 B
+dropout  Dropout (eval)  rng: key<fry>[]    Rng        8 B
+         f32[16]
+         -> f32[16]
+act      Lambda
+         f32[16]
+         -> f32[16]
+head     Linear          weight: f32[1,16]  Parameter  64 B
+         f32[16]         bias: f32[1]       Parameter  4 B
+         -> f32[1]
+─────────────────────────────────────────────────────────────
+Total                    size: 113          Parameter  452 B
+                         size: 16           BatchStat  64 B
+                         size: 1            State      4 B
+                         size: 1            Rng        8 B
+Total: 131 (528 B)
+Trainable: 113 (452 B)
+"""
+
+
+def test_calls_and_costs_are_below_the_class(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    net, x = tour().eval(), jnp.ones(4)
+    assert es.tabulate(net, x) == CALLS
+    rows = [line.split() for line in es.tabulate(net, x, cost=True).splitlines()]
+    at = rows.index(["->", "f32[1]"])
+    assert [row[1] for row in rows[at + 1 : at + 3]] == ["FLOPs", "B"]
+    assert ["Total", *rows[at + 1]] in [row[:3] for row in rows]
+    assert [row[-1] for row in rows if row[-2:-1] == ["B,"]][0] == "56.6%"
+
+
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_every_model_fits_80_columns(name, monkeypatch):
+    model = zoo.CASES[name].model()
+    tree = [model, es.Ema(0.9).init(model), 3 * [linear()]]
+    monkeypatch.setenv("COLUMNS", "80")
+    table = es.tabulate(tree)
+    assert max(map(len, table.splitlines())) <= 80
 
 
 # --- Sizes ----------------------------------------------------------------------------
