@@ -155,6 +155,7 @@ def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any
                 value = value.copy() if other in taken else value
             elif hasattr(value, "__array__"):  # copy, because it may change
                 value = np.array(value)
+                value = value.astype(_native(value.dtype), copy=False)
             values[name] = value
             taken.add(other)
     return values
@@ -336,10 +337,15 @@ def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str
         # abstract model are already converted; otherwise nothing may be cast.
         if _is_abstract(leaf) or given == leaf.dtype:
             becomes = jax.dtypes.canonicalize_dtype(given)
-    if becomes != leaf.dtype:
+    if becomes != (_native(leaf.dtype) if is_numpy(leaf) else leaf.dtype):
         made = "" if becomes == given else f" (converted to {becomes} by JAX)"
         found.append(("wrong dtype", f"{given}{made} instead of {leaf.dtype}"))
     return found
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype with this machine's order of bytes, which JAX and files need."""
+    return dtype.newbyteorder("=")
 
 
 def _is_abstract(leaf: Any) -> bool:
