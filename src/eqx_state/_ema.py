@@ -18,7 +18,7 @@ from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter
 from ._tree.rules import AbstractPerParameter, nothing_selected
-from ._tree.select import update
+from ._tree.select import fill
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
 
@@ -172,7 +172,7 @@ class Ema(AbstractPerParameter):
             (x * scale.astype(x.dtype)).astype(dtype)
             for x, dtype in zip(values, dtypes, strict=True)
         ]
-        return update(self.rest, jtu.tree_unflatten(treedef, means))
+        return fill(self.rest, jtu.tree_unflatten(treedef, means))
 
     def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """The arrays to average, and copies of the rest, which survive donation."""
@@ -192,7 +192,7 @@ class Ema(AbstractPerParameter):
         return self._dtypes
 
     def _recorded_model(self) -> PyTree:
-        return update(self.rest, self.means)
+        return fill(self.rest, self.means)
 
     def _with(self, params: PyTree, **fields: Any) -> Self:
         new = copy_tree(self)

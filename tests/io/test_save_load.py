@@ -335,7 +335,7 @@ def test_a_part_of_the_tree_that_was_saved(path):
     """The message contains the code that loads it."""
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.adam(0.1)).init(model)
-    zeros = es.map(jnp.zeros_like, model)
+    zeros = es.map(jnp.zeros_like, model, on=es.Parameter)
 
     def code(load, like):
         with pytest.raises(ValueError, match=r"below `.*`. Write `.*`\.$") as info:

@@ -18,7 +18,7 @@ def _(case):
     net = case.keep(Net(), XS)
     net.eval()
     net.freeze()
-    net.update(es.map(lambda w: w + 1.0, net.filter(es.Parameter)))
+    net.update(es.map(lambda w: w + 1.0, net, on=es.Parameter))
     net.replace(mean=XS)
     net.init(0)
     net.train(False)

@@ -85,7 +85,7 @@ def load_state_dict(
     - `d`: maps names to arrays of JAX, NumPy or any library whose arrays NumPy can
         read.
     - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
-        and dtypes must still agree.
+        and dtypes must still agree, and if `d` has names, one must fit.
     - `rename`: maps the name of an array in `tree` to its name in `d`: a function, or a
         dictionary of globs. Globs are those of `es.path_matches`. The first glob that
         matches is used, each `*` matches as little as possible and is copied to the new
@@ -101,8 +101,8 @@ def load_state_dict(
     **Raises:**
 
     - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (or the
-        implementation of a typed key), or an entry is not an array. The message lists
-        all of them.
+        implementation of a typed key), or an entry is not an array; or, with
+        `strict=False`, not one name fits. The message lists all of them.
     - `ValueError`: a glob in `rename` matches no name, or the new name has a different
         number of `*`.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
@@ -136,9 +136,10 @@ def load_state_dict(
     rename = renaming(rename, what, named)
     theirs = {name: rename(name) for name in named}
     values = _looked_up(d, theirs)
-    unexpected = d.keys() - set(theirs.values()) if strict else ()
-    wanted, values = (named, values) if strict else in_common(named, values)
-    advice = "`strict=False` skips names that only one of the two has."
+    unexpected = d.keys() - set(theirs.values())
+    wanted, advice = named, _NOT_STRICT if strict else _NOT_ONE
+    if not strict and not (named and d and not values):
+        wanted, values, unexpected = *in_common(named, values), set()
     what, call = f"`{what}`: the dictionary", f"{what}({{}}, d{{}})"
     return restore(tree, wanted, values, what, call, advice, unexpected, theirs)
 
@@ -159,6 +160,12 @@ def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any
             values[name] = value
             taken.add(other)
     return values
+
+
+_NOT_STRICT: Final = "`strict=False` skips names that only one of the two has."
+
+_NOT_ONE: Final = """Not one name fits, so `strict=False` would load nothing. \
+`rename=` translates names."""
 
 
 # --- Arrays by name -------------------------------------------------------------------
