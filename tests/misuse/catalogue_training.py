@@ -424,6 +424,32 @@ def _(case):
 
 
 @program(
+    r"select by a regular expression: `es.path_matches(r'.*\.bias$')`",
+    'write `es.path_matches("*.bias")`',
+)
+def _(case):
+    case.keep(Net(), XS)
+    with case.error():
+        es.path_matches(r".*\.bias$")
+
+
+@program("swap the arguments: `es.update(params, model)`", "`es.update(model, params)`")
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.update(net.filter(es.not_(es.BatchStat)), net)
+
+
+@program(
+    "map without a filter: `es.map(f, model)`", "on=es.Parameter", "on=es.TreePart"
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.map(lambda w: 0.9 * w, net)
+
+
+@program(
     "differentiate a frozen model, or by a misspelled filter: "
     "`wrt=es.path_matches('haed.*')`",
     "`es.parts(model)` lists",
