@@ -202,7 +202,7 @@ def _(case):
 
 
 @program(
-    "wrap a layer without state in `es.nn.Stateful`",
+    "wrap a layer that takes no `state` in `es.nn.Stateful`",
     "`Linear`",
     "Use a layer without state directly",
 )
