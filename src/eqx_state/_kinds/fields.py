@@ -156,9 +156,12 @@ def _keeps_fields(cls: type) -> bool:
     if inspect.isabstract(cls):  # it has no instances
         return True
     module = object.__new__(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
     # Leave out properties, which may replace a field of a base.
-    names = [x for x in names if not inspect.isdatadescriptor(inspect.getattr_static(cls, x, None))]
+    found = {
+        f.name: inspect.getattr_static(cls, f.name, None)
+        for f in dataclasses.fields(cls)
+    }
+    names = [k for k, x in found.items() if not inspect.isdatadescriptor(x)]
     vars(module).update(dict.fromkeys(names))
     below, structure = jtu.tree_flatten(module, is_leaf=lambda x: x is not module)
     return vars(jtu.tree_unflatten(structure, below)).keys() >= {*names}
