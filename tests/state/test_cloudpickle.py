@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from typing import Any
 
 import cloudpickle
@@ -136,3 +137,17 @@ def test_in_the_same_process_all_classes_work(name):
     loaded, use = pickle.loads(cloudpickle.dumps(case))
     assert jax.tree.structure(loaded) == jax.tree.structure(case[0]) or callable(loaded)
     assert repr(use(loaded)) == repr(case[1](case[0]))
+
+
+@pytest.mark.parametrize("base", [es.Module, eqx.Module])
+def test_fields_that_are_set_after_the_creation_of_a_class(base):
+    """The two steps of cloudpickle, by hand."""
+
+    class Net(base):
+        mask: es.Buffer
+
+    late = types.new_class("Net", (base,), exec_body=lambda body: None)
+    for name in ("__annotations__", "__dataclass_fields__", "__init__"):
+        setattr(late, name, vars(Net)[name])
+    with pytest.raises(TypeError, match=r"`Net`, defined in .*from my_models import"):
+        es.parts(late(jnp.ones(())))
