@@ -3,7 +3,7 @@
 It has batches with a progress bar, a learning rate schedule, an average of the weights,
 validation, a log, early stopping, and a checkpoint after each epoch. You can stop it at
 any time. If you start it again with the same folder, it continues, with the numbers of
-an uninterrupted run.
+an uninterrupted run. After a change to the program, pass a new folder.
 
 Run `python examples/training.py [folder]`; it takes about ten seconds on two cores.
 """
@@ -97,9 +97,9 @@ def validate(model, xs, ys):
 
 
 def means(name, metrics):
-    """The mean of each metric over the batches, rounded for the log."""
+    """The mean of each metric over batches of the same size, not rounded."""
     columns = {key: [float(m[key]) for m in metrics] for key in metrics[0]}
-    return {f"{name}_{k}": round(float(np.mean(x)), 5) for k, x in columns.items()}
+    return {f"{name}_{k}": float(np.mean(x)) for k, x in columns.items()}
 
 
 # %% The training loop. If there is a checkpoint, it continues from there.
@@ -108,13 +108,15 @@ def train(folder, epochs=EPOCHS):
     folder.mkdir(parents=True, exist_ok=True)
     data, held_out = load_data(0, 640), load_data(1, 512)
     steps = len(data[0]) // BATCH_SIZE
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2 * steps, epochs * steps)
+    total = epochs * steps
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, total // 30, total)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     model = Net(jr.key(0))
     run, log = Run(model, es.Optimizer(tx).init(model), es.Ema(0.95).init(model)), []
     if (folder / "run.safetensors").exists():
         run = es.load(folder / "run.safetensors", run)
         log = (folder / "log.jsonl").read_text().splitlines()[: int(run.epoch)]
+        print(f"{folder} contains a run: continuing at epoch {run.epoch}")
 
     bar = {"total": steps, "transient": True, "console": Console(stderr=True)}
     while run.epoch < epochs and run.since_best < PATIENCE:
@@ -122,16 +124,22 @@ def train(folder, epochs=EPOCHS):
         for xs, ys in track(batches(*data, epoch), f"epoch {epoch}", **bar):
             metric, run = step(run, xs, ys)
             metrics.append(metric)  # arrays, so the loop does not wait for values
-        valid = means("valid", [validate(run.ema.model, *held_out)])
-        if valid["valid_loss"] < run.best:
+        valid = [validate(run.ema.model, *held_out)]
+        row = means("train", metrics) | means("valid", valid)
+        for name in ("train_loss", "valid_loss"):
+            if not np.isfinite(row[name]):
+                raise FloatingPointError(f"`{name}` is {row[name]} in epoch {epoch}")
+        if row["valid_loss"] < run.best:
             es.save(folder / "best.safetensors", run.ema.model)
-            run = run.replace(best=valid["valid_loss"], since_best=0)
+            run = run.replace(best=row["valid_loss"], since_best=0)
         else:
             run = run.replace(since_best=run.since_best + 1)
         run = run.replace(epoch=epoch + 1)
-        log.append(json.dumps({"epoch": epoch, **means("train", metrics), **valid}))
+        rounded = {name: float(f"{x:.6g}") for name, x in row.items()}
+        log.append(json.dumps({"epoch": epoch, **rounded}))
         print(log[-1])
-        (folder / "log.jsonl").write_text("\n".join(log) + "\n")
+        (folder / "log.tmp").write_text("\n".join(log) + "\n")
+        (folder / "log.tmp").replace(folder / "log.jsonl")
         es.save(folder / "run.safetensors", run)  # last: this completes the epoch
     return es.load(folder / "best.safetensors", model).eval()
 

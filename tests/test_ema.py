@@ -92,6 +92,41 @@ def test_it_equals_the_formula_after_thousands_of_updates():
     assert (same.model == xs[0]).all()  # rounding errors do not add up
 
 
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize("rest", [1e-3, 1e-5, 1e-7 * 1.25])
+@pytest.mark.parametrize("updates", [10, 20_000])
+def test_a_decay_near_1_equals_the_formula(rest, updates, debias):
+    noise = jr.normal(jr.key(1), (updates,))
+    xs = jnp.arange(updates) / updates + 0.1 * noise
+    step = lambda ema, x: (ema.update(x), None)  # noqa: E731
+    expected = formula(np.asarray(xs), [1 - rest] * updates, debias)
+    for decay in (1 - rest, lambda _: 1 - rest):
+        ema, _ = jax.lax.scan(step, es.Ema(decay, debias=debias).init(xs[0]), xs)
+        assert np.allclose(ema.model, expected, rtol=1e-5, atol=0)
+        weight = -np.expm1(updates * np.log1p(-rest))
+        assert np.allclose(ema.weight, weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_a_schedule_means_the_number_that_it_returns(dtype):
+    decay = jnp.asarray(0.3, dtype)  # `1 - decay` would be rounded in its dtype
+    ema = averaged(es.Ema(lambda step: decay), NETS)
+    expected = formula([net.weight for net in NETS], [float(decay)] * 5, True)
+    assert np.allclose(ema.model.weight, expected, rtol=1e-6)
+
+
+def test_a_decay_that_is_1_in_the_dtype_of_the_average_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"es\.Ema\(0\.99999999\)`: in float32.*0\.9999"
+    ):
+        es.Ema(0.99999999).init(NETS[0])
+    with jax.enable_x64(True):
+        x = jnp.arange(5, dtype=jnp.float64)
+        ema = averaged(es.Ema(0.99999999), list(x))
+        assert ema.model.dtype == jnp.float64
+        assert np.allclose(ema.model, formula(x, [0.99999999] * 5, True), rtol=1e-12)
+
+
 def test_before_the_first_update_it_is_the_model_itself():
     for debias in (True, False):
         ema = es.Ema(0.9, debias=debias).init(NETS[1])

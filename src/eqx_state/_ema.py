@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array
 
 from ._errors import NotInitializedError, show
@@ -17,7 +18,7 @@ from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter
 from ._tree.rules import AbstractPerParameter, nothing_selected
-from ._tree.select import update
+from ._tree.select import fill
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
 
@@ -28,7 +29,8 @@ class Ema(AbstractPerParameter):
     With decays `d_1, …, d_n` the model of update `i` has the weight `(1 - d_i)` times
     the product of all later decays. With `debias`, the weights are divided by their
     sum, so that the average is not biased toward zero (Kingma and Ba, 2015). Averages
-    are computed in float32, or in the wider dtype of the array.
+    are computed in float32, or in the wider dtype of the array. Each update rounds them
+    once; the weights have the precision of the dtype for every decay.
 
     Its arrays are constants, `es.Buffer`: inside a model, an `Ema` is not trained and
     cannot be written.
@@ -51,6 +53,7 @@ class Ema(AbstractPerParameter):
     means: Buffer[Any]
     rest: Buffer[Any]
     weight: Buffer[Any]  # the sum of the weights
+    lost: Buffer[Any]  # what `weight` lacks because it was rounded
     step: Buffer[Any]  # the number of updates
     decay: float | Callable[[Any], Any] = eqx.field(static=True)
     debias: bool = eqx.field(static=True)
@@ -90,7 +93,8 @@ class Ema(AbstractPerParameter):
         self.debias = bool(debias)
         check_filter(on)
         self.on = on
-        self.means = self.rest = self.weight = self.step = self._dtypes = None
+        self.means = self.rest = self.weight = self.lost = self.step = None
+        self._dtypes = None
 
     def init(self, model: PyTree) -> Self:
         """The average before the first update, with copies of the arrays of `model`.
@@ -99,7 +103,8 @@ class Ema(AbstractPerParameter):
 
         - `es.NotInitializedError`: the model still contains an `es.Initializer`.
         - `ValueError`: `on` selects no inexact array, and is not a kind; or a stateful
-            module occurs twice in the model.
+            module occurs twice in the model; or `1 - decay` is below the precision of
+            an average (1.2e-7 in float32), so that updates would not change it.
         """
         params, rest = self._split(model)
         means = jtu.tree_map(lambda x: jnp.array(x, _wide(x.dtype)), params)
@@ -107,9 +112,14 @@ class Ema(AbstractPerParameter):
         if not dtypes and not is_kind(self.on):
             raise nothing_selected("es.Ema(on", self.on, model)
         real = [jnp.finfo(dtype).dtype for dtype in dtypes]
-        weight = jnp.zeros((), max(real, key=lambda x: x.itemsize, default="float32"))
-        step = jnp.zeros((), jnp.int32)
-        return self._with(params, means=means, rest=rest, weight=weight, step=step)
+        if not callable(self.decay):
+            for dtype in real:
+                if 1 - self.decay < jnp.finfo(dtype).eps:
+                    raise ValueError(_TOO_CLOSE.format(self.decay, dtype))
+        dtype = max(real, key=lambda x: x.itemsize, default="float32")
+        sums = {"weight": jnp.zeros((), dtype), "lost": jnp.zeros((), dtype)}
+        sums["step"] = jnp.zeros((), jnp.int32)
+        return self._with(params, means=means, rest=rest, **sums)
 
     def update(self, model: PyTree) -> Self:
         """The average after one more model, whose mode may differ from earlier ones.
@@ -125,10 +135,11 @@ class Ema(AbstractPerParameter):
         params, rest = self._split(model)
         olds = leaves_like(params, self.means, "`es.Ema.update`: the average")
         decay = self.decay(self.step) if callable(self.decay) else self.decay
-        decay = jnp.asarray(decay, self.weight.dtype).reshape(())
-        weight = decay * self.weight + (1 - decay)
-        # The old average's weight. After an initial decay of 1, `weight` is still 0.
-        keep = jnp.where(weight == 0, 0, decay * self.weight / weight)
+        fresh = _one_minus(decay, self.weight.dtype)
+        added = fresh * (1 - self.weight) + self.lost
+        weight, lost = _two_sum(self.weight, added)
+        # The share of `model`. After an initial decay of 1, `weight` is still 0.
+        share = jnp.where(weight == 0, 1, fresh / weight)
         new = []
         for visit, old in zip(leaves(params, is_leaf=is_hole), olds, strict=True):
             x = visit.node
@@ -137,10 +148,10 @@ class Ema(AbstractPerParameter):
             if x is not None:
                 if old.shape != x.shape or old.dtype != _wide(x.dtype):
                     raise ValueError(_OTHER.format(visit.name, show(x), show(old)))
-                new.append(_mean(old, jnp.asarray(x, old.dtype), keep))
+                new.append(_mean(old, jnp.asarray(x, old.dtype), share))
         means = jtu.tree_unflatten(jtu.tree_structure(params), new)
-        step = self.step + 1
-        return self._with(params, means=means, rest=rest, weight=weight, step=step)
+        sums = {"weight": weight, "lost": lost, "step": self.step + 1}
+        return self._with(params, means=means, rest=rest, **sums)
 
     @property
     def model(self) -> Any:
@@ -161,7 +172,7 @@ class Ema(AbstractPerParameter):
             (x * scale.astype(x.dtype)).astype(dtype)
             for x, dtype in zip(values, dtypes, strict=True)
         ]
-        return update(self.rest, jtu.tree_unflatten(treedef, means))
+        return fill(self.rest, jtu.tree_unflatten(treedef, means))
 
     def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """The arrays to average, and copies of the rest, which survive donation."""
@@ -181,7 +192,7 @@ class Ema(AbstractPerParameter):
         return self._dtypes
 
     def _recorded_model(self) -> PyTree:
-        return update(self.rest, self.means)
+        return fill(self.rest, self.means)
 
     def _with(self, params: PyTree, **fields: Any) -> Self:
         new = copy_tree(self)
@@ -200,12 +211,31 @@ def _wide(dtype: Any) -> Any:
         return jnp.promote_types(dtype, jnp.float32)
 
 
-def _mean(old: Array, x: Array, keep: Array) -> Array:
-    keep = keep.astype(old.dtype)
-    # Not `keep * old + (1 - keep) * x`: for an array that never changes, its rounding
+def _one_minus(decay: Any, dtype: Any) -> Array:
+    # Subtract a number before it is rounded. In float32, 0.99999 is close to itself,
+    # but `1 - 0.99999` is wrong by 0.1 %.
+    if isinstance(decay, jax.Array):
+        return 1 - decay.astype(dtype).reshape(())
+    return jnp.asarray(1 - np.float64(decay), dtype).reshape(())
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """`a + b`, and its exact rounding error (Knuth, 1969).
+
+    Without the error, the sum of the weights would stop before it is 1: with a decay
+    of 0.99999, at 0.994.
+    """
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+def _mean(old: Array, x: Array, share: Array) -> Array:
+    share = share.astype(old.dtype)
+    # Not `(1 - share) * old + share * x`: for an array that never changes, its rounding
     # errors would add up to 1e-3. The inner `where` avoids `inf - inf`, which is NaN.
-    moved = old + (1 - keep) * jnp.where(jnp.isinf(old), 0, x - old)
-    return jnp.where(keep == 0, x, moved)  # `old` may be NaN from `init`
+    moved = old + share * jnp.where(jnp.isinf(old), 0, x - old)
+    return jnp.where(share == 1, x, moved)  # `old` may be NaN from `init`
 
 
 _NEW_ONE: Final = """An average belongs to one structure. For a different \
@@ -214,6 +244,10 @@ structure, create a new average: `ema = es.Ema(decay).init(model)`."""
 _NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` must be a number, at least 0 and \
 less than 1, or a function of the step, but `{}` was given. Pass the model to `init`: \
 `es.Ema(0.999).init(model)`."""
+
+_TOO_CLOSE: Final = """`es.Ema({})`: in {}, the dtype of the averages, an update would \
+not change them, because `1 - decay` is below the precision. Use a smaller decay: \
+`es.Ema(0.9999)`."""
 
 _NOT_INITIALIZED: Final = """`es.Ema.{}` was used before `init`, which returns a new \
 average: `ema = es.Ema(0.999).init(model)`."""

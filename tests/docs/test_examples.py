@@ -143,6 +143,70 @@ def test_a_training_run_stops_when_the_loss_no_longer_falls(tmp_path, monkeypatc
     assert [json.loads(line)["epoch"] for line in log] == [0, 1, 2]
 
 
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_the_best_model_is_that_of_the_lowest_loss_at_any_scale(
+    scale, tmp_path, monkeypatch
+):
+    training = example("training")
+    loss_fn, validate, losses = training.loss_fn, training.validate, []
+
+    def scaled(*args):
+        loss, metrics = loss_fn(*args)
+        return scale * loss, {**metrics, "loss": scale * loss}
+
+    def recorded(*args):
+        metrics = validate(*args)
+        losses.append(float(metrics["loss"]))
+        return metrics
+
+    monkeypatch.setattr(training, "loss_fn", scaled)
+    monkeypatch.setattr(training, "validate", recorded)
+    best = training.train(tmp_path, epochs=8)
+    assert len(losses) == 8
+    assert len({round(x / scale, 3) for x in losses}) == 8  # they do change
+    held_out = training.load_data(1, 512)
+    assert float(validate(best, *held_out)["loss"]) == min(losses)
+    log = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["valid_loss"] for row in log] == pytest.approx(losses, rel=1e-5)
+
+
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize(
+    ("what", "value"), [("train_loss", jnp.nan), ("valid_loss", jnp.inf)]
+)
+def test_a_loss_that_is_not_finite_names_itself_and_the_epoch(
+    what, value, tmp_path, monkeypatch
+):
+    training = example("training")
+    training.train(tmp_path, epochs=1)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    name = {"train_loss": "step", "valid_loss": "validate"}[what]
+    function = getattr(training, name)
+
+    def spoiled(*args):
+        if name == "validate":
+            return function(*args) | {"loss": jnp.float32(value)}
+        metrics, run = function(*args)
+        return metrics | {"loss": jnp.float32(value)}, run
+
+    monkeypatch.setattr(training, name, spoiled)
+    with pytest.raises(FloatingPointError, match=f"`{what}` is {value} in epoch 1"):
+        training.train(tmp_path, epochs=2)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_a_training_program_says_that_it_continues(tmp_path, capsys):
+    training = example("training")
+    training.train(tmp_path, epochs=1)
+    assert "contains a run" not in capsys.readouterr().out
+    training.train(tmp_path, epochs=1)
+    assert (
+        f"{tmp_path} contains a run: continuing at epoch 1" in capsys.readouterr().out
+    )
+
+
 def test_an_example_runs_from_a_different_folder(tmp_path):
     command = [sys.executable, EXAMPLES / "linear_regression.py", "line.png"]
     subprocess.run(command, cwd=tmp_path, check=True)

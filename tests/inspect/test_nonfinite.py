@@ -270,7 +270,7 @@ def test_a_step_with_an_optimizer_and_an_average_from_outside():
         model, optimizer = optimizer.update(grads, model)
         average = average.update(model)
         model = es.update(model, es.filter(average.model, es.BatchStat))
-        es.map(lambda a, b: a + b, average.model, model)
+        es.map(lambda a, b: a + b, average.model, model, on=es.Parameter)
         return loss, model, optimizer, average
 
     args = model, optimizer, average

@@ -89,11 +89,30 @@ def test_arrays_of_numpy_of_every_shape_and_order(tree, is_swapped, path):
     tree = [x.T for x in tree]  # not contiguous
     swapped = [x.astype(x.dtype.newbyteorder()) for x in tree] if is_swapped else tree
     es.save(path, swapped)
-    loaded = es.load(path, [np.zeros_like(x) for x in tree])
-    for old, new in zip(tree, loaded, strict=True):
-        assert type(new) is np.ndarray
-        assert (new.dtype, new.shape) == (old.dtype, old.shape)
-        assert new.tobytes() == old.tobytes()
+    for like in (tree, swapped):
+        zeros = [np.zeros_like(x) for x in like]
+        for loaded in (
+            es.load(path, zeros),
+            es.load_state_dict(zeros, es.state_dict(swapped)),
+        ):
+            for old, new in zip(like, loaded, strict=True):
+                assert type(new) is np.ndarray
+                assert (new.dtype, new.shape) == (old.dtype, old.shape)
+                assert new.tobytes() == old.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["i2", "u4", "f2", "f4", "c8"])
+def test_the_order_of_bytes_does_not_matter(dtype, path):
+    big, little = (np.arange(6, dtype=order + dtype).reshape(2, 3) for order in "><")
+    es.save(path, {"x": big})
+    with safetensors.safe_open(path, "np") as file:
+        assert (file.get_tensor("['x']") == little).all()
+    ours = {"x": jnp.zeros((2, 3), little.dtype)}
+    for loaded in (es.load(path, ours), es.load_state_dict(ours, {"['x']": big})):
+        assert isinstance(loaded["x"], jax.Array)
+        assert (loaded["x"] == little).all()
+    with rejects(ours, ValueError, "wrong dtype", "float64 instead of"):
+        es.load_state_dict(ours, {"['x']": np.zeros((2, 3), ">f8")})
 
 
 OF_JAX = """bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
@@ -176,6 +195,20 @@ def test_files_of_other_programs(metadata, path):
 def write(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.parametrize("like", [jnp.zeros((2, 2), bool), np.zeros((2, 2), bool)])
+def test_each_byte_of_a_bool_but_0_is_true(like, path):
+    entries = {
+        "['m']": {"dtype": "BOOL", "shape": [2, 2], "data_offsets": [0, 4]},
+        "['n']": {"dtype": "BOOL", "shape": [], "data_offsets": [4, 5]},
+    }
+    write(path, entries, bytes([0, 1, 2, 255, 128]))
+    loaded = es.load(path, {"m": like, "n": like[0, 0]})
+    for found, true in [(loaded["m"], 3), (loaded["n"], 1)]:
+        # A bool with another byte counts as true, but is not equal to `True`.
+        assert np.asarray(found).view("uint8").sum() == true
+        assert int(found.astype(int).sum()) == int((found == True).sum()) == true  # noqa: E712
 
 
 def test_an_unknown_dtype_is_an_error_only_if_it_is_selected(path):
@@ -302,7 +335,7 @@ def test_a_part_of_the_tree_that_was_saved(path):
     """The message contains the code that loads it."""
     model = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.adam(0.1)).init(model)
-    zeros = es.map(jnp.zeros_like, model)
+    zeros = es.map(jnp.zeros_like, model, on=es.Parameter)
 
     def code(load, like):
         with pytest.raises(ValueError, match=r"below `.*`. Write `.*`\.$") as info:
@@ -393,6 +426,22 @@ def test_one_key_of_the_metadata_is_reserved(path):
     with pytest.raises(ValueError, match="the key `'eqx_state'` of `metadata`"):
         es.save(path, Net(0), metadata={"eqx_state": "3"})
     assert os.listdir(path.parent) == []
+
+
+def test_an_array_cannot_have_the_name_of_the_metadata(path):
+    class Meta(eqx.Module):
+        __metadata__: jax.Array
+        other: jax.Array
+
+    tree = Meta(jnp.ones(2), jnp.ones(2))
+    with rejects(
+        tree, ValueError, "called `__metadata__`", r'`es.save\(path, {"model"'
+    ):
+        es.save(path, tree)
+    assert os.listdir(path.parent) == []
+    es.save(path, tree, es.path_matches("other"))
+    es.save(path, {"model": tree})
+    assert eqx.tree_equal(es.load(path, {"model": tree}), {"model": tree})
 
 
 # --- Not strict -----------------------------------------------------------------------

@@ -234,6 +234,26 @@ def test_names_may_differ_if_not_strict_but_shapes_and_dtypes_never():
             es.load_state_dict(model, {"['a']": wrong}, strict=False)
 
 
+@pytest.mark.parametrize("rename", [None, lambda name: f"theirs.{name}"])
+def test_if_not_one_name_fits_it_is_an_error_even_if_not_strict(rename):
+    model = {"a": jnp.zeros(2), "b": np.zeros(2)}
+    d = {name: jnp.ones(2) for name in ["model", "more"]}
+    text = r"(?s)missing:\n    \['a'\].*    \['b'\].*Not one name fits.*`rename=`"
+    with untouched(d), rejects(model, ValueError, text, r"unexpected:\n    model\n"):
+        es.load_state_dict(model, d, strict=False, rename=rename)
+    # There is nothing that could fit.
+    assert es.load_state_dict({}, d, strict=False) == {}
+    assert es.load_state_dict(model, {}, strict=False, rename=rename)["a"] is model["a"]
+
+
+def test_a_prefix_that_hides_all_names_is_named_even_if_not_strict():
+    model = eqx.nn.Linear(2, 2, key=jr.key(0))
+    d = es.state_dict({"model": model})
+    fixed = 'es.load_state_dict({"model": model}, d, strict=False)["model"]'
+    with rejects(model, ValueError, re.escape(f"Write `{fixed}`")):
+        es.load_state_dict(model, d, strict=False)
+
+
 STRUCT = jax.ShapeDtypeStruct((), jnp.float32)
 
 

@@ -376,7 +376,7 @@ class Net(es.Module):
 
     def __init__(self, fill=0.0):
         def filled(layer):
-            return es.map(lambda x: jnp.full_like(x, fill), layer)
+            return es.map(lambda x: jnp.full_like(x, fill), layer, on=es.TreePart)
 
         self.first = filled(linear())
         self.norm = filled(es.nn.BatchNorm(2))

@@ -99,6 +99,6 @@ def test_functions_on_trees_are_not_checked(hooked):
     model = linear(hooked)
     assert es.filter(model, es.State).weight is None
     assert es.mask(model, es.Parameter).weight is True
-    stacked = es.map(lambda x: jnp.stack([x, x]), model)
+    stacked = es.map(lambda x: jnp.stack([x, x]), model, on=es.Parameter)
     assert model.update(stacked).weight.shape == (2, 2, 3)
     assert model.replace(weight=ONE).weight.shape == ()

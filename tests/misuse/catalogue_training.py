@@ -18,7 +18,7 @@ def _(case):
     net = case.keep(Net(), XS)
     net.eval()
     net.freeze()
-    net.update(es.map(lambda w: w + 1.0, net.filter(es.Parameter)))
+    net.update(es.map(lambda w: w + 1.0, net, on=es.Parameter))
     net.replace(mean=XS)
     net.init(0)
     net.train(False)
@@ -202,7 +202,7 @@ def _(case):
 
 
 @program(
-    "wrap a layer without state in `es.nn.Stateful`",
+    "wrap a layer that takes no `state` in `es.nn.Stateful`",
     "`Linear`",
     "Use a layer without state directly",
 )
@@ -421,6 +421,32 @@ def _(case):
         (_, new), grads = es.value_and_grad(loss, wrt=which)(model)
         new, _ = es.Optimizer(tx, wrt=which).init(model).update(grads, new)
         assert (new["scale"].tree == scale).all()
+
+
+@program(
+    r"select by a regular expression: `es.path_matches(r'.*\.bias$')`",
+    'write `es.path_matches("*.bias")`',
+)
+def _(case):
+    case.keep(Net(), XS)
+    with case.error():
+        es.path_matches(r".*\.bias$")
+
+
+@program("swap the arguments: `es.update(params, model)`", "`es.update(model, params)`")
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.update(net.filter(es.not_(es.BatchStat)), net)
+
+
+@program(
+    "map without a filter: `es.map(f, model)`", "on=es.Parameter", "on=es.TreePart"
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        es.map(lambda w: 0.9 * w, net)
 
 
 @program(

@@ -272,6 +272,46 @@ def test_a_batch_that_is_padding_alone_changes_nothing(way):
     assert_close(y, jnp.tile(expected, (8, 1)))
 
 
+EMPTY = {
+    "whole": (None, (0, 3), lambda norm: norm),
+    "whole images": (None, (2, 3, 0, 4), lambda norm: norm),
+    "each": ("batch", (0, 3), lambda norm: es.vmap(norm, axis_name="batch")),
+    "each sequence": (
+        "batch",
+        (2, 3, 0),
+        lambda norm: es.vmap(norm, axis_name="batch"),
+    ),
+    "two axes": (
+        ("outer", "inner"),
+        (2, 0, 3),
+        lambda norm: es.vmap(es.vmap(norm, axis_name="inner"), axis_name="outer"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"debias": False}, {"momentum": None}], ids=str
+)
+@pytest.mark.parametrize("way", EMPTY)
+def test_an_empty_batch_does_not_count(way, options):
+    axis_name, shape, mapped = EMPTY[way]
+    new = es.nn.BatchNorm(3, axis_name, **options)
+    full = data(*(size or 4 for size in shape))
+    for norm in (new, es.mutable(mapped(new))(full)[1]):
+        for wrap in (lambda f: f, es.jit):
+            f = wrap(lambda norm, x: es.mutable(mapped(norm))(x))
+            y, after = f(norm, jnp.zeros(shape))
+            assert y.shape == shape
+            assert eqx.tree_equal(after, norm)
+        # A later batch weighs as much as without the empty one.
+        expected = es.mutable(mapped(norm))(full)
+        assert eqx.tree_equal(es.mutable(mapped(after))(full), expected)
+        loss_fn = lambda m, x: mapped(m)(x).sum()  # noqa: E731
+        (_, after), grads = es.value_and_grad(loss_fn)(norm, jnp.zeros(shape))
+        assert eqx.tree_equal(after, norm)
+        assert all((g == 0).all() for g in jax.tree.leaves(grads))
+
+
 def test_a_mask_leaves_padding_out_of_gradients():
     x, weights = data(8, 3), data(8, 3, seed=1)
     filled, mask = padded(x, 5, jnp.nan)

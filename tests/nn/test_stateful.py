@@ -186,6 +186,53 @@ def test_two_wrapped_layers_in_one_model_have_separate_states():
     assert model.layer.b.total.init["n"] == 1
 
 
+# --- Layers without state -------------------------------------------------------------
+
+
+class Plain(eqx.Module):
+    """Has the signature of a stateful layer, and no state."""
+
+    weight: jax.Array
+    inference: bool = False
+
+    def __call__(self, x, state, *, key=None):
+        assert isinstance(state, eqx.nn.State)
+        noise = 0.0 if key is None else jr.normal(key, x.shape)
+        return (1 if self.inference else 2) * self.weight * x + noise, state
+
+
+def plain_model():
+    return eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jr.key(0)), eqx.nn.Dropout(0.0)])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Plain(jnp.full(2, 3.0)), plain_model], ids=["layer", "sequential"]
+)
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_that_takes_a_state_may_have_none(make, is_given, frozen):
+    layer, state = eqx.nn.make_with_state(make)()
+    model = es.nn.Stateful(layer, state) if is_given else es.nn.Stateful(make())
+    model = model.freeze() if frozen else model
+    assert es.parts(es.filter(model, es.State)) == []
+    xs = data(0)[:, :2]
+    for mode, theirs in [(True, layer), (False, eqx.nn.inference_mode(layer))]:
+        expected, _ = jax.vmap(theirs, in_axes=(0, None))(xs, state)
+        y, new = es.mutable(es.vmap(model.train(mode)))(xs)
+        assert close(y, expected)
+        assert eqx.tree_equal(new, model.train(mode))
+        # Nothing is written, so no scope is needed.
+        assert close(jax.vmap(model.train(mode))(xs), expected)
+    grads, _ = es.grad(lambda m: es.vmap(m)(xs).sum(), wrt=es.Parameter)(model)
+    assert all((g != 0).all() for g in jax.tree.leaves(grads))
+
+
+def test_a_layer_without_state_gets_a_key():
+    model = es.nn.Stateful(Plain(jnp.ones(2)))
+    x, key = jnp.ones(2), jr.key(0)
+    assert close(model(x, key=key), 2 * x + jr.normal(key, x.shape))
+
+
 # --- Bad input ------------------------------------------------------------------------
 
 
@@ -204,6 +251,10 @@ def test_a_layer_without_state():
         def __call__(self, x, state):
             return self.inner(x, state)
 
+    with pytest.raises(TypeError, match="`GRUCell`.*not a layer that takes a `state`"):
+        es.nn.Stateful(eqx.nn.GRUCell(2, 2, key=jr.key(0)))
+    with pytest.raises(TypeError, match="`Plain` .* is not a layer"):
+        es.nn.Stateful(Plain)
     with pytest.raises(TypeError, match=r"Wrong` has no .* outside the `es.Module`s"):
         es.nn.Stateful(Wrong(Inner(2)))
 

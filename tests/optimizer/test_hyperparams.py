@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import optax
@@ -226,19 +227,60 @@ def test_a_schedule_would_overwrite_the_value():
     assert mixed.set(group=..., learning_rate=0.1) is not mixed
 
 
+def every(every, rate, on):
+    return optax.sgd(on * rate * every)
+
+
+EVERY = optax.inject_hyperparams(every)(every=2, rate=0.1, on=jnp.array(True))
+
+
 @pytest.mark.parametrize("value", ["0.1", None, [0.1], optax.constant_schedule(1), 1j])
 def test_a_value_is_a_number(value):
-    def every(every, rate):
-        return optax.sgd(rate * every)
-
-    tx = optax.inject_hyperparams(every)(every=2, rate=0.1)
-    optimizer = es.Optimizer(tx).init(MODEL)
+    optimizer = es.Optimizer(EVERY).init(MODEL)
     match = r"`every` is `i32\[\]`, but `.*` was given.*dtype must not change"
     with pytest.raises(ValueError, match=match):
         optimizer.set(every=value)
     with pytest.raises(ValueError, match=match):
         optimizer.set(every=2.5)
     assert optimizer.set(every=3).hyperparams["every"] == 3
+
+
+@pytest.mark.parametrize(
+    "value", [1j, np.complex64(1), jnp.array(1j), jr.key(0), np.array("1")]
+)
+def test_a_value_for_a_real_number_is_real(value):
+    optimizer = es.Optimizer(EVERY).init(MODEL)
+    match = r"`rate` is `f32\[\]`, but `.*` was given.*dtype must not change"
+    with pytest.raises(ValueError, match=match):
+        optimizer.set(rate=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rate", x) for x in (10**40, -(10**400), 1e40, np.float64(-1e40))),
+        *(("every", x) for x in (2**31, np.int64(2**40), np.uint32(2**31), 10**40)),
+        ("every", jnp.uint32(2**31)),
+    ],
+)
+def test_a_value_fits_into_the_dtype(name, value):
+    optimizer = es.Optimizer(EVERY).init(MODEL)
+    with pytest.raises(ValueError, match=f"value of `{name}` is too large for `.32"):
+        optimizer.set(**{name: value})
+
+
+def test_values_at_the_limits_of_the_dtype():
+    optimizer = es.Optimizer(EVERY).init(MODEL)
+    for name, value in [
+        *(("rate", x) for x in (np.inf, -np.inf, 3e38, True, 2**31, jnp.array(1e38))),
+        *(("every", x) for x in (-(2**31), 2**31 - 1, False, np.uint8(255))),
+        ("on", False),
+    ]:
+        new = optimizer.set(**{name: value}).hyperparams[name]
+        assert new == optimizer.hyperparams[name].dtype.type(value)
+    assert jnp.isnan(optimizer.set(rate=np.nan).hyperparams["rate"])
+    with pytest.raises(ValueError, match=r"`on` is `bool\[\]`, but `1` was given"):
+        optimizer.set(on=1)
 
 
 @pytest.mark.parametrize("what", ["hyperparams", "set"])

@@ -453,7 +453,9 @@ class Averaged(es.Module):
         self.legacy = jr.PRNGKey(3)
 
     def __call__(self, x):
-        self.average = es.map(lambda a, b: 0.5 * (a + b), self.average, self.dense)
+        self.average = es.map(
+            lambda a, b: 0.5 * (a + b), self.average, self.dense, on=es.Parameter
+        )
         self.legacy, key = jr.split(self.legacy)
         x = x + jr.normal(self.stream(), x.shape) + jr.normal(key, x.shape)
         return self.average(x)

@@ -270,7 +270,7 @@ def custom_vjp(call, model, xs):
 
     def fwd(model, x):
         # A copy that does not contain the writes below.
-        before = es.map(lambda x: x, model)
+        before = es.map(lambda x: x, model, on=es.TreePart)
         return call(model, x), (before, x)
 
     def bwd(residuals, g):

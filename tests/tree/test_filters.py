@@ -245,6 +245,20 @@ def test_different_filters_are_unequal():
         assert es.path_matches(a) != es.path_matches(b)
 
 
+@pytest.mark.parametrize("c", ["\\", "^", "$", "("])
+def test_a_regular_expression_is_not_a_glob(c):
+    for glob in (f"{c}a", f"a{c}.*b", f".*bias{c}", c):
+        with pytest.raises(ValueError, match="not a regular expression") as info:
+            es.path_matches(glob)
+        assert f'`es.path_matches("{glob}")`' in str(info.value)
+        assert f"contains a `{c}`" in str(info.value)
+        assert 'write `es.path_matches("*.bias")`' in str(info.value)
+    tree = {f"a{c}b": jnp.ones(2), "ab": jnp.ones(2)}
+    [name] = [part.name for part in es.parts(tree) if c in part.name]
+    [part] = es.parts(es.filter(tree, es.path_matches(name.replace(c, "?"))))
+    assert part.name == name
+
+
 def test_filters_are_static_arguments():
     class Holder(eqx.Module):
         wrt: Any = eqx.field(static=True)

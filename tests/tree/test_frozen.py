@@ -231,7 +231,9 @@ def test_frozen_arrays_have_no_gradient_no_decay_and_no_optimizer_memory():
 
 
 def test_frozen_models_pass_through_plain_jax():
-    arrays = es.map(jnp.asarray, es.filter(PARTLY))  # an MLP contains functions
+    arrays = es.map(
+        jnp.asarray, es.filter(PARTLY), on=es.TreePart
+    )  # an MLP contains functions
     new, _ = jax.lax.scan(lambda m, x: (m, x), arrays, X)
     assert frozen(new) == frozen(arrays) == frozen(PARTLY)
     stacked = jax.vmap(lambda x, m: m, in_axes=(0, None))(X, arrays)

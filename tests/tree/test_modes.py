@@ -331,7 +331,7 @@ def test_a_subclass_may_redefine_the_methods():
     assert same(eqx.combine(*es.partition(odd, es.Parameter)), odd)
     assert es.configure(odd, scale=1.0).norm.scale == 1.0
     assert len(es.modules(es.map_modules(lambda m, n: m, odd))) == 2
-    assert same(es.map(lambda x: x, odd), odd)
+    assert same(es.map(lambda x: x, odd, on=es.TreePart), odd)
 
 
 def test_fields_may_have_the_names_of_methods():

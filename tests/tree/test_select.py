@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 from jaxtyping import Array
 
@@ -57,6 +58,7 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
+STRUCT = jax.ShapeDtypeStruct((2,), jnp.float32)
 KINDS = [es.TreePart, es.Parameter, es.State, es.Rng, es.Buffer, Cache, es.trainable]
 ONE = jnp.ones(2)
 
@@ -95,10 +97,40 @@ def test_the_last_partial_wins():
     assert es.update(tree) == tree
 
 
-def test_a_none_in_the_tree_is_filled():
+P, S = make_model().filter(es.Parameter), make_model().filter(es.State)
+SWAPPED = {
+    "the whole model": (r"layers\[0\]\.norm\.mean", P, [make_model()]),
+    "in another mode": (r"layers\[0\]\.norm\.mean", P, [make_model().eval()]),
+    "the second partial": (r"layers\[0\]\.norm\.mean", P, [P, S]),
+    "parameters into state": (r"layers\[0\]\.norm\.scale", S, [P.eval()]),
+    "an array": ("the root", None, [ONE]),
+    "NumPy": (r"\['b'\]", {"b": None}, [{"b": np.ones(2)}]),
+    "abstract": (r"\['b'\]", {"b": None}, [{"b": STRUCT}]),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "tree", "partials"), SWAPPED.values(), ids=list(SWAPPED)
+)
+def test_an_array_for_a_none_of_the_tree_is_an_error(path, tree, partials):
+    message = rf"`es\.update`: .* has an array at `{path}`, where the tree has `None`"
+    with pytest.raises(ValueError, match=message) as info:
+        es.update(tree, *partials)
+    assert "`es.update(model, params)`" in str(info.value)
+    assert "`eqx.combine(params, rest)`" in str(info.value)
+
+
+def test_a_none_of_the_tree_and_of_the_partials_remains():
     model = make_model()
-    params, rest = es.partition(model, es.Parameter)
-    assert same(es.update(params, rest), model)
+    params = model.filter(es.Parameter)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    assert same(es.update(params, zeros, params), params)
+    assert same(es.update(params.eval(), params), params.eval())
+
+
+def test_a_leaf_that_is_no_array_may_fill_a_none():
+    tree = {"f": None, "w": ONE}
+    assert es.update(tree, {"f": jnp.sin, "w": None}) == {"f": jnp.sin, "w": ONE}
 
 
 @pytest.mark.parametrize("kind", [es.TreePart, es.Parameter])
@@ -147,7 +179,9 @@ DIFFERENT = {
 
 def test_map_passes_the_subtree_at_a_leaf_like_jax():
     moments = {"w": (jnp.ones(2), jnp.zeros(2)), "b": (None, None)}
-    out = es.map(lambda p, mv: p + mv[0], {"w": ONE, "b": None}, moments)
+    out = es.map(
+        lambda p, mv: p + mv[0], {"w": ONE, "b": None}, moments, on=es.Parameter
+    )
     assert (out["w"] == ONE + 1).all()
     assert out["b"] is None
 
@@ -164,7 +198,7 @@ def test_a_different_structure_is_an_error_that_names_the_first_path(path, chang
     if path != "steps":
         said = rf"`es\.map`: tree number 1.*first at `?{path}[`:]"
         with pytest.raises(ValueError, match=said):
-            es.map(lambda x, y: x, model, other)
+            es.map(lambda x, y: x, model, other, on=es.TreePart)
     with pytest.raises(ValueError, match=rf"number 1.*first at `?{path}[`:]"):
         es.update(model, model, other)
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True))
@@ -244,7 +278,7 @@ def test_map_leaves_the_rest_alone():
     params, rest = es.partition(new, es.Parameter)
     assert same(rest, es.partition(model, es.Parameter)[1])
     with_kind = []
-    es.map(with_kind.append, model)
+    es.map(with_kind.append, model, on=es.TreePart)
     assert len(with_kind) == len(jax.tree.leaves(es.filter(model)))
 
 
@@ -269,8 +303,16 @@ def test_map_over_trees_with_none():
     assert same(new, model)
     with pytest.raises(ValueError, match=r"es\.map.*at `layers\[0\]\.norm\.mean"):
         es.map(lambda x, y: y, model, params, on=es.State)
-    over_holes = es.map(lambda x, y: x + y, params, model)
+    over_holes = es.map(lambda x, y: x + y, params, model, on=es.TreePart)
     assert over_holes.stats == {"n": None, "key": None}
+
+
+@pytest.mark.parametrize("rest", [(), (make_model(),), (es.Parameter,)])
+def test_map_requires_a_filter(rest):
+    model = make_model()
+    message = r"`es\.map` needs `on=`.*`es\.map\(f, tree, on=es\.Parameter\)`.*counters"
+    with pytest.raises(TypeError, match=message):
+        es.map(lambda *xs: xs[0], model, *rest)
 
 
 def test_map_takes_any_filter_and_many_trees():

@@ -62,8 +62,9 @@ def save(
     **Raises:**
 
     - `TypeError`: `metadata` is not a dictionary of strings.
-    - `ValueError`: `metadata` has the key `"eqx_state"`, which is reserved; a filter
-        that is not a kind matches no array.
+    - `ValueError`: `metadata` has the key `"eqx_state"`, or an array the name
+        `__metadata__`, which are reserved; or a filter that is not a kind matches no
+        array.
     - `TypeError`: some arrays cannot be saved, because they have a dtype that the
         format lacks, such as `complex128` or `int4`, are abstract or traced, or are
         split over several processes. The message lists them; nothing is written.
@@ -101,7 +102,10 @@ def save(
     data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
     check_filters(filters, tree, "`es.save`")
-    for name, (i, part) in select(by_name(tree), filters, tree).items():
+    named = select(by_name(tree), filters, tree)
+    if _RESERVED in named:
+        raise ValueError(_RESERVED_NAME)
+    for name, (i, part) in named.items():
         whole = whole_of(part)
         if problem := _why_not(whole.value):
             problems.append(f"  {shown(whole.name)}: {problem}")
@@ -307,6 +311,12 @@ def _replacing(path: str) -> Iterator[str]:
             os.remove(temporary)
         raise
 
+
+_RESERVED: Final = "__metadata__"  # a key of the header beside the arrays
+
+_RESERVED_NAME: Final = """`es.save`: an array of the tree is called `__metadata__`, a \
+name that safetensors uses for its metadata. Rename the field, or save the tree in a \
+dictionary: `es.save(path, {"model": tree})`."""
 
 _ELSEWHERE: Final = """it is split over several processes; save it with Orbax \
 (orbax-checkpoint), or gather it with `multihost_utils.process_allgather`"""

@@ -130,6 +130,8 @@ def _stored(file: Any, name: str, raw: IO[bytes]) -> Stored:
             return np.empty(shape, dtype)[box]
         if code.startswith("F8"):
             return np.array(mapped()[box])
+        if code == "BOOL":  # any byte but 0 is true; in NumPy's bools, only 1 is
+            return view[box].view("uint8") != 0
         return view[box]
 
     return Stored(shape, dtype, read)

@@ -85,7 +85,7 @@ def load_state_dict(
     - `d`: maps names to arrays of JAX, NumPy or any library whose arrays NumPy can
         read.
     - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
-        and dtypes must still agree.
+        and dtypes must still agree, and if `d` has names, one must fit.
     - `rename`: maps the name of an array in `tree` to its name in `d`: a function, or a
         dictionary of globs. Globs are those of `es.path_matches`. The first glob that
         matches is used, each `*` matches as little as possible and is copied to the new
@@ -101,8 +101,8 @@ def load_state_dict(
     **Raises:**
 
     - `ValueError`: a name is missing or unexpected, a shape or a dtype differs (or the
-        implementation of a typed key), or an entry is not an array. The message lists
-        all of them.
+        implementation of a typed key), or an entry is not an array; or, with
+        `strict=False`, not one name fits. The message lists all of them.
     - `ValueError`: a glob in `rename` matches no name, or the new name has a different
         number of `*`.
     - `TypeError`: `d` is not a dictionary; `rename` is neither a function nor a
@@ -136,9 +136,10 @@ def load_state_dict(
     rename = renaming(rename, what, named)
     theirs = {name: rename(name) for name in named}
     values = _looked_up(d, theirs)
-    unexpected = d.keys() - set(theirs.values()) if strict else ()
-    wanted, values = (named, values) if strict else in_common(named, values)
-    advice = "`strict=False` skips names that only one of the two has."
+    unexpected = d.keys() - set(theirs.values())
+    wanted, advice = named, _NOT_STRICT if strict else _NOT_ONE
+    if not strict and not (named and d and not values):
+        wanted, values, unexpected = *in_common(named, values), set()
     what, call = f"`{what}`: the dictionary", f"{what}({{}}, d{{}})"
     return restore(tree, wanted, values, what, call, advice, unexpected, theirs)
 
@@ -155,9 +156,16 @@ def _looked_up(d: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any
                 value = value.copy() if other in taken else value
             elif hasattr(value, "__array__"):  # copy, because it may change
                 value = np.array(value)
+                value = value.astype(_native(value.dtype), copy=False)
             values[name] = value
             taken.add(other)
     return values
+
+
+_NOT_STRICT: Final = "`strict=False` skips names that only one of the two has."
+
+_NOT_ONE: Final = """Not one name fits, so `strict=False` would load nothing. \
+`rename=` translates names."""
 
 
 # --- Arrays by name -------------------------------------------------------------------
@@ -336,10 +344,15 @@ def differences(leaf: Any, value: Any, shape: tuple[int, ...]) -> list[tuple[str
         # abstract model are already converted; otherwise nothing may be cast.
         if _is_abstract(leaf) or given == leaf.dtype:
             becomes = jax.dtypes.canonicalize_dtype(given)
-    if becomes != leaf.dtype:
+    if becomes != (_native(leaf.dtype) if is_numpy(leaf) else leaf.dtype):
         made = "" if becomes == given else f" (converted to {becomes} by JAX)"
         found.append(("wrong dtype", f"{given}{made} instead of {leaf.dtype}"))
     return found
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype with this machine's order of bytes, which JAX and files need."""
+    return dtype.newbyteorder("=")
 
 
 def _is_abstract(leaf: Any) -> bool:

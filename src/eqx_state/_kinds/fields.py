@@ -4,6 +4,7 @@ Each annotation is parsed once per class. Nothing here looks at values.
 """
 
 import dataclasses
+import inspect
 import re
 import sys
 import typing
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import equinox as eqx
+import jax.tree_util as jtu
 
 from .._compat import own_annotations
 from .annotations import is_record, is_typed_dict, Names, names_around, parse
@@ -118,6 +120,8 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     known = _declared[cls]
     if record in known:
         return known[record]
+    if issubclass(cls, eqx.Module) and not _keeps_fields(cls):
+        raise TypeError(_BY_VALUE.format(cls.__name__, cls.__module__))
     specs, names = {}, names_around(cls, record)
     for name in _names_of_fields(cls):
         try:
@@ -134,6 +138,40 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     if any(x.has_missing for x in names.values()):
         _pending[cls] = _count_names(cls)
     return specs
+
+
+def forget_declarations(cls: type) -> None:
+    """Parse the annotations of a class again: it may have changed since its creation.
+
+    cloudpickle first creates a class without attributes, and then sets all of them.
+    """
+    _declared.pop(cls, None)
+
+
+def _keeps_fields(cls: type) -> bool:
+    """Whether the pytree of a module class contains all of its fields.
+
+    Equinox reads the fields when the class is created, so later fields are lost.
+    """
+    if inspect.isabstract(cls):  # it has no instances
+        return True
+    module = object.__new__(cls)
+    # Leave out properties, which may replace a field of a base.
+    found = {
+        f.name: inspect.getattr_static(cls, f.name, None)
+        for f in dataclasses.fields(cls)
+    }
+    names = [k for k, x in found.items() if not inspect.isdatadescriptor(x)]
+    vars(module).update(dict.fromkeys(names))
+    below, structure = jtu.tree_flatten(module, is_leaf=lambda x: x is not module)
+    return vars(jtu.tree_unflatten(structure, below)).keys() >= {*names}
+
+
+_BY_VALUE: Final = """`{0}`, defined in `{1}`, was pickled by value, as cloudpickle \
+does with classes of `__main__` and of notebooks. Such a class is created without \
+fields, which are set afterwards, but Equinox reads the fields of a module when its \
+class is created. Define the class in a module that both processes can import: \
+`from my_models import {0}`."""
 
 
 def _names_of_fields(cls: Any) -> list[str]:

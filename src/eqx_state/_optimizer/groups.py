@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import optax
 import optax.tree_utils as otu
 
 from .._errors import show
+from .._tree.dtypes import holds, is_numeric
 from .._tree.filters import bind_to_visits, Filter, filter_text
 from .._tree.rules import choose
 from .._tree.walk import leaves
@@ -141,18 +144,36 @@ def with_values(
 def _fitted(x: _Hyperparam, value: Any) -> Any:
     """The number with the shape, dtype and devices of the old one."""
     is_number = eqx.is_array_like(value) and jnp.shape(value) in ((), x.value.shape)
-    if not is_number or (_is_inexact(value) and not _is_inexact(x.value)):
+    if not is_number or not _is_castable(value, x.value.dtype):
         raise ValueError(_OTHER_TYPE.format(x.name, show(x.value), show(value)))
+    if not holds(x.value.dtype, value) or _overflows(value, x.value.dtype):
+        raise ValueError(_TOO_LARGE.format(x.name, show(x.value)))
     return jnp.full_like(x.value, value)
 
 
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+def _is_castable(x: Any, dtype: Any) -> bool:
+    """Whether no number becomes a bool, no float an integer, no complex a float."""
+    given = x.dtype if hasattr(x, "dtype") else np.dtype(type(x))
+    lost = [k for k in _KINDS if jnp.issubdtype(given, k) > jnp.issubdtype(dtype, k)]
+    return is_numeric(given) and not lost
+
+
+def _overflows(x: Any, dtype: Any) -> bool:
+    if isinstance(x, jax.Array):  # do not wait for its value
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.any(np.isinf(np.asarray(x).astype(dtype)) > np.isinf(x)))
+
+
+_KINDS: Final = jnp.number, jnp.inexact, jnp.complexfloating
 
 
 _CANNOT_BE_SET: Final = """`es.Optimizer.set`: `{}`{} {}. These can be set: {}. To \
 name hyperparameters, create the transformation with \
 `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`."""
+
+_TOO_LARGE: Final = """`es.Optimizer.set`: the value of `{}` is too large for `{}`, \
+the dtype of the hyperparameter."""
 
 _OTHER_TYPE: Final = """`es.Optimizer.set`: `{}` is `{}`, but `{}` was given. Shape \
 and dtype must not change, or the next step would recompile."""

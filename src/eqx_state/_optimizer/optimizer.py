@@ -232,8 +232,8 @@ class Optimizer(AbstractPerParameter):
 
         - `es.NotInitializedError`: `init` has not been called.
         - `ValueError`: there is no hyperparameter of this name, or a schedule drives
-            it; or the value is not a number, has a different shape, or is a float
-            instead of an integer.
+            it; or the value is not a number, has a different shape, is a float instead
+            of an integer, complex instead of real, or too large for the dtype.
         """
         made = self._made("set")
         return self._with(with_values(self.opt_state, self.tx, group, values), made)

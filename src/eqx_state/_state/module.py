@@ -8,17 +8,32 @@ forward to functions of the same name.
 import dataclasses
 import functools as ft
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, Self, TYPE_CHECKING
 
 import equinox as eqx
+import jax.tree_util as jtu
 
 from .._compat import boundary, own_annotations
 from .._kinds.annotations import remember_statement
-from .._kinds.fields import ArrayDefault, declarations, is_class_var, own_default
+from .._kinds.fields import (
+    ArrayDefault,
+    declarations,
+    forget_declarations,
+    is_class_var,
+    own_default,
+)
 from .._kinds.kinds import is_kind, kind_name
 from .._tree import modes, select
-from .._tree.base import BaseModule, FLAGS, INFERENCE, ownership_of
+from .._tree.base import (
+    BaseModule,
+    FLAGS,
+    INFERENCE,
+    is_eqx_module,
+    is_module,
+    ownership_of,
+)
 from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
@@ -133,6 +148,7 @@ class Module(BaseModule):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls, *args, **kwargs)
+        _check_finished(cls)
         declared = declarations(cls)
         # Set defaults here: if a user's `__init__` does not assign a field with a
         # default, Equinox leaves the field out of the pytree.
@@ -271,7 +287,27 @@ def _strong(f: dataclasses.Field[Any], cls: type, value: Any) -> Any:
     return value if has_converter else strengthen_field(cls, f.name, value)
 
 
+# Classes that have had an instance, so their definition was complete.
+_finished = weakref.WeakSet[type]()
+
+
+def _check_finished(cls: type) -> None:
+    """Raise `TypeError` if a class got fields after its creation, from cloudpickle."""
+    if cls not in _finished:
+        forget_declarations(cls)
+        declarations(cls)
+        _finished.add(cls)
+
+
+def _is_checked(node: Any) -> bool:
+    """Check the class of a plain Equinox module; true for an `es.Module`."""
+    if is_eqx_module(node) and not is_module(node):
+        declarations(type(node))
+    return is_module(node)
+
+
 def _rebuild(cls: type, state: Any) -> Any:
+    _check_finished(cls)
     self = object.__new__(cls)
     # Look it up on the class: a user's `__getattr__` could fail on an instance without
     # fields.
@@ -279,4 +315,6 @@ def _rebuild(cls: type, state: Any) -> Any:
         setstate(self, state)
     else:
         self.__dict__.update(state)
+    # Also the plain modules in it, before their arrays are missed somewhere else.
+    jtu.tree_leaves(self, is_leaf=lambda x: x is not self and _is_checked(x))
     return self

@@ -278,6 +278,11 @@ def path_matches(glob: str) -> Filter:
     - `glob`: `*` matches any characters, including dots, and `?` matches one. All other
         characters, including brackets, match themselves.
 
+    **Raises:**
+
+    - `ValueError`: the glob contains a `\\`, `^`, `$` or `(`, as a regular expression
+        does. For a name with such a character, write `?` in its place.
+
     !!! example
 
         ```python
@@ -291,6 +296,8 @@ def path_matches(glob: str) -> Filter:
         assert biases.layers[0].bias is mlp.layers[0].bias
         ```
     """
+    if found := [c for c in "\\^$(" if c in glob]:
+        raise ValueError(_NO_GLOB.format(glob, found[0]))
     return Combinator(_path_matches, glob)
 
 
@@ -390,6 +397,11 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
     return [selected] if id(selected) in in_tree else list(selected)
 
+
+_NO_GLOB: Final = """`es.path_matches("{}")` is a glob of the whole name, and not a \
+regular expression, but contains a `{}`. `*` matches any characters, `?` matches one, \
+and all others match themselves: write `es.path_matches("*.bias")` for all names that \
+end in `.bias`. If a name contains this character, write `?` in its place."""
 
 _NOT_A_FILTER: Final = """`{}` is not a filter. A filter is a kind (`es.Parameter`), \
 a function `es.Part -> bool`, or the result of `es.path_matches(name)`, \

@@ -11,7 +11,6 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._kinds.kinds import TreePart
 from .._typing import KeyPath, PyTree, Tree
 from .base import FROZEN_PATHS, INFERENCE, INIT_DONE, is_eqx_module, is_module
 from .compare import is_hole, leaves_like, same_modes, structure_with_holes
@@ -19,7 +18,7 @@ from .context import map_children
 from .dtypes import strengthen_field
 from .filters import bind_to_visits, Filter, first_matches
 from .parts import check_stack, without_axis
-from .walk import copy_tree, leaves, name_of, walk
+from .walk import copy_tree, is_array, leaves, name_of, walk
 
 
 def mask(tree: Tree, *filters: Filter) -> Tree:
@@ -118,6 +117,7 @@ def update(tree: Tree, *partials: Any) -> Tree:
     - `tree`: any pytree.
     - `*partials`: trees of the same structure. Their leaves that are not `None` replace
         those of `tree`; later partials take precedence. Shapes and dtypes may differ.
+        To join parts of a tree, `eqx.combine(params, rest)`.
 
     **Returns:**
 
@@ -126,8 +126,8 @@ def update(tree: Tree, *partials: Any) -> Tree:
 
     **Raises:**
 
-    - `ValueError`: a partial has a different structure. The message names the first
-        path that differs.
+    - `ValueError`: a partial has a different structure, or an array where `tree` has
+        `None`, as if the arguments were swapped. The message names the first path.
 
     !!! example
 
@@ -151,7 +151,7 @@ def update(tree: Tree, *partials: Any) -> Tree:
     new, treedef = jtu.tree_flatten(tree)
     for partial in partials:
         if (given := _without_difference(treedef, partial)) is None:
-            return _update_with_holes(tree, partials)
+            return _put_back(tree, partials, fill=False)
         new = [old if x is None else x for old, x in zip(new, given, strict=True)]
     return jtu.tree_unflatten(treedef, new)
 
@@ -168,13 +168,20 @@ def _without_difference(treedef: Any, partial: PyTree) -> list[Any] | None:
     return given if is_plain else None
 
 
-def _update_with_holes(tree: Tree, partials: tuple[Any, ...]) -> Tree:
+def fill(tree: Tree, partial: PyTree) -> Tree:
+    """`update`, but arrays of the partial may fill holes of `tree`."""
+    return _put_back(tree, (partial,), fill=True)
+
+
+def _put_back(tree: Tree, partials: tuple[Any, ...], *, fill: bool) -> Tree:
     """`update` if `tree` has holes, or if modes differ."""
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=is_hole)
+        if not fill:
+            _check_holes(tree, raw, which)
         # A flag of a partial never replaces one of `tree`, but may fill a hole.
         new = [
             r if old is None else old if x is None else x
@@ -183,17 +190,28 @@ def _update_with_holes(tree: Tree, partials: tuple[Any, ...]) -> Tree:
     return jtu.tree_unflatten(treedef, new)
 
 
-def map(f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter = TreePart) -> Tree:
+def _check_holes(tree: PyTree, given: list[Any], which: str) -> None:
+    """Raise `ValueError` if an array is given for a hole of `tree`."""
+    for visit, x in zip(leaves(tree, is_leaf=is_hole), given, strict=True):
+        if visit.node is None and is_array(x):
+            raise ValueError(_SWAPPED.format(which, visit.name or "the root"))
+
+
+def map(
+    f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter | None = None
+) -> Tree:
     """`jax.tree.map` over the leaves that match a filter; other leaves do not change.
 
     **Arguments:**
 
     - `f`: called with a leaf of `tree` and the leaves of `rest` at the same path.
     - `tree`, `*rest`: trees of the same structure. Their modes may differ.
-    - `on`: the filter. Default: every array that has a kind.
+    - `on`: the filter, which you must pass: `es.TreePart` selects every array that has
+        a kind.
 
     **Raises:**
 
+    - `TypeError`: `on` is missing.
     - `ValueError`: a tree of `rest` has a different structure, or `None` at a leaf that
         `on` selects.
 
@@ -209,6 +227,8 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Any, on: Filter = TreePart) ->
         assert ema.weight.shape == (3, 2)
         ```
     """
+    if on is None:
+        raise TypeError(_NO_FILTER)
     is_selected = bind_to_visits((on,), tree)
     others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
     out = []
@@ -360,6 +380,15 @@ def _assign(module: eqx.Module, name: str, value: Any) -> None:
             object.__setattr__(module, FROZEN_PATHS, ())
     object.__setattr__(module, name, value)
 
+
+_SWAPPED: Final = """`es.update`: {} has an array at `{}`, where the tree has `None`. \
+The tree is the first argument, and the partials follow: `es.update(model, params)`. \
+To join parts of a tree, write `eqx.combine(params, rest)`."""
+
+_NO_FILTER: Final = """`es.map` needs `on=`, the filter for the leaves to map: \
+`es.map(f, tree, on=es.Parameter)`. An average of all arrays, for example, would \
+include counters and random keys. To map every array that has a kind, write \
+`on=es.TreePart`."""
 
 _HOLE: Final = """`es.map`: a tree of `rest` has `None` at `{}`, which `on` selects. \
 Pass a tree that has this leaf, or a narrower filter `on=`."""

@@ -146,8 +146,8 @@ class BatchNorm(Module):
             example, and may be a single bool. Default: everything is valid. In train
             mode, mean, variance and running averages use only valid elements; in eval
             mode the mask has no effect. Padding is normalized like the rest, but has no
-            gradient. A channel with nothing but padding is normalized with its running
-            averages and does not update them.
+            gradient. A channel with nothing but padding, or an empty batch, does not
+            update the running averages, and is normalized with them.
 
         **Returns:**
 
@@ -237,8 +237,10 @@ def _center(
     def sums(*xs: Array) -> Any:
         return over_lanes(*(jnp.sum(a, axes) for a in xs))
 
+    [number] = over_lanes(math.prod(x.shape[i] for i in axes))  # JAX: an int, too
+    if mask is None and number == 0:  # an empty batch, as if all of it were padding
+        mask = jnp.zeros(x.shape, bool)
     found = None if mask is None else sums(mask.astype(x.dtype))[0]
-    [number] = over_lanes(math.prod(x.shape[i] for i in axes))
     number = number if found is None else jnp.maximum(found, 1)
 
     def only(a: Array) -> Array:

@@ -1,5 +1,6 @@
 """A stateful Equinox layer as a layer that stores its state."""
 
+import inspect
 from typing import Any, Final
 
 import equinox as eqx
@@ -25,7 +26,8 @@ class Stateful(Module):
     The state is stored where Equinox stores the initial values: in the `init` of each
     `equinox.nn.StateIndex`. Its kind is `es.BatchStat` in `equinox.nn.BatchNorm`, and
     `es.State` elsewhere. If an index occurs twice, the first occurrence stores the
-    value.
+    value. A layer without an index that takes a `state` is called with an empty one, so
+    that layers of one signature can be wrapped alike.
 
     `train` and `eval` set Equinox's `inference`. When frozen, the parts that have both
     state and `inference` run as in eval mode, and no `es.BatchStat` changes.
@@ -61,14 +63,18 @@ class Stateful(Module):
 
         **Raises:**
 
-        - `TypeError`: `layer` cannot be called, or has no `equinox.nn.StateIndex`.
+        - `TypeError`: `layer` cannot be called, or takes no `state`; or its
+            `equinox.nn.StateIndex`es are all in `es.Module`s.
         - `ValueError`: a `StateIndex` in the layer has no value.
         """
         name = getattr(layer, "__qualname__", type(layer).__qualname__)
-        if not callable(layer) or not (indices := _indices(layer)):
+        indices = _indices(layer)
+        is_layer = callable(layer) and not isinstance(layer, type)
+        if not is_layer or not (indices or _is_stateless(layer)):
             raise TypeError(
                 f"`es.nn.Stateful`: `{name}` has no `eqx.nn.StateIndex` outside the"
-                " `es.Module`s in it. Use a layer without state directly."
+                " `es.Module`s in it, and is not a layer that takes a `state`. Use a"
+                " layer without state directly."
             )
         labeled, weak = _labeled(name, indices, state)
         self.layer, self.weak = _put(layer, labeled), tuple(weak)
@@ -143,6 +149,13 @@ def _is_node(x: Any) -> bool:
 def _indices(layer: PyTree) -> list[Visit]:
     """Every state index in `layer` that is not in an `es.Module`."""
     return [v for v in leaves(layer, is_leaf=_is_node) if _is_index(v.node)]
+
+
+def _is_stateless(layer: Any) -> bool:
+    """Whether a layer takes a `state`, although it has none."""
+    nodes = jtu.tree_leaves(layer, is_leaf=_is_index)
+    takes_it = "state" in inspect.signature(layer).parameters
+    return takes_it and not any(map(_is_index, nodes))
 
 
 def _put(layer: PyTree, indices: dict[KeyPath, Any]) -> Any:
