@@ -127,7 +127,7 @@ def _present(run: Any, origin: Any, names: list[str]) -> None:
     name = getattr(origin, "__name__", type(origin).__name__)
     run.__name__ = run.__qualname__ = name
     is_function = isinstance(origin, types.FunctionType)
-    source = origin if is_function else origin.__call__  # an object or its class
+    source = origin if is_function else inspect.unwrap(origin.__call__)
     if (code := getattr(source, "__code__", None)) is not None:
         run.__wrapped__ = types.SimpleNamespace(__name__=name, __code__=code)
     if len(set(names)) == len(names):  # else JAX counts: `arrays[0]`

@@ -32,8 +32,8 @@ class Structure:
 # and modules that have it are built to be compared.
 _STRUCTURES: Final = weakref.WeakValueDictionary[Any, Structure]()
 
-# To build a module of fewer arrays takes so little time that an unread result would save
-# less than it costs when it is read.
+# A module of fewer arrays is built at once: unread, it would save less time than it
+# costs when it is read.
 _FEW: Final = 8
 
 

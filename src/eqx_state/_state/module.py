@@ -34,6 +34,7 @@ from .._tree.base import (
     is_module,
     ownership_of,
 )
+from .._tree.call_names import name_calls
 from .._tree.compare import check_not_repeated
 from .._tree.dtypes import strengthen_field
 from .._tree.filters import Filter
@@ -109,6 +110,7 @@ class Module(BaseModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         remember_statement(cls)
+        name_calls(cls)
         annotations = own_annotations(cls)
         for base, name in itertools.product(cls.__mro__, FLAGS):
             if base is not BaseModule and (

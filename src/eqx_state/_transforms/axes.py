@@ -72,10 +72,15 @@ class AbstractMap(Transform):
 
         But each lane draws from its own key.
         """
-        is_split = visit.is_a(Rng) and is_key(visit.node)
-        if visit.is_a(State) and is_typed(visit.node):
-            # The values of Equinox's own state are as if passed by hand.
-            is_split |= visit.context.owner is not eqx.nn.StateIndex
+        # Below a covering kind, too: the dropout of a teacher in an `es.Buffer` draws,
+        # if the scope may write buffers.
+        kind = visit.context.kind or visit.kind
+        if kind is None or not issubclass(kind, State):
+            return self.shared
+        # The values of Equinox's own state are as if passed by hand.
+        by_hand = visit.context.owner is eqx.nn.StateIndex
+        is_split = is_typed(visit.node) and not by_hand
+        is_split |= issubclass(kind, Rng) and is_key(visit.node)
         return SPLIT if is_split else self.shared
 
     def is_axis(self, axis: Any) -> bool:
