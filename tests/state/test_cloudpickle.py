@@ -139,7 +139,7 @@ def test_in_the_same_process_all_classes_work(name):
     assert repr(use(loaded)) == repr(case[1](case[0]))
 
 
-@pytest.mark.parametrize("base", [es.Module, eqx.Module])
+@pytest.mark.parametrize("base", [es.Module, eqx.Module], ids=["es", "eqx"])
 def test_fields_that_are_set_after_the_creation_of_a_class(base):
     """The two steps of cloudpickle, by hand."""
 
