@@ -150,4 +150,7 @@ def test_fields_that_are_set_after_the_creation_of_a_class(base):
     for name in ("__annotations__", "__dataclass_fields__", "__init__"):
         setattr(late, name, vars(Net)[name])
     with pytest.raises(TypeError, match=r"`Net`, defined in .*from my_models import"):
-        es.parts(late(jnp.ones(())))
+        if base is es.Module:
+            late(jnp.ones(()))
+        else:  # as `pickle` makes one
+            es.parts(object.__new__(late))
