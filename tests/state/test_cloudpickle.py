@@ -139,7 +139,7 @@ def test_in_the_same_process_all_classes_work(name):
     assert repr(use(loaded)) == repr(case[1](case[0]))
 
 
-@pytest.mark.parametrize("base", [es.Module, eqx.Module])
+@pytest.mark.parametrize("base", [es.Module, eqx.Module], ids=["es", "eqx"])
 def test_fields_that_are_set_after_the_creation_of_a_class(base):
     """The two steps of cloudpickle, by hand."""
 
@@ -149,5 +149,7 @@ def test_fields_that_are_set_after_the_creation_of_a_class(base):
     late = types.new_class("Net", (base,), exec_body=lambda body: None)
     for name in ("__annotations__", "__dataclass_fields__", "__init__"):
         setattr(late, name, vars(Net)[name])
+    # A plain module as `pickle` makes one: Equinox's `__init__` would fail.
+    new = late if base is es.Module else lambda x: object.__new__(late)
     with pytest.raises(TypeError, match=r"`Net`, defined in .*from my_models import"):
-        es.parts(late(jnp.ones(())))
+        es.parts(new(jnp.ones(())))
