@@ -124,6 +124,7 @@ def test_what_readers_search_for_is_a_heading():
     found = "\n".join(prose(page) for page in PAGES)
     for words in (
         "Batch normalization",
+        "Complex parameters",
         "Per-example gradients",
         "Hessian-vector products",
         "Gradient accumulation",
