@@ -129,6 +129,7 @@ def test_what_readers_search_for_is_a_heading():
         "Hessian-vector products",
         "Gradient accumulation",
         "Several steps in one call",
+        "Trees in different modes",
         "Install for CPU, GPU or TPU",
     ):
         assert f"\n## {words}\n" in found, words
