@@ -123,10 +123,13 @@ def test_a_page_has_one_title_and_fences_that_close(page):
 def test_what_readers_search_for_is_a_heading():
     found = "\n".join(prose(page) for page in PAGES)
     for words in (
+        "Batch normalization",
+        "Complex parameters",
         "Per-example gradients",
         "Hessian-vector products",
         "Gradient accumulation",
         "Several steps in one call",
+        "Trees in different modes",
         "Install for CPU, GPU or TPU",
     ):
         assert f"\n## {words}\n" in found, words

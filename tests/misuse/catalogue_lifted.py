@@ -216,7 +216,10 @@ def _(case):
     assert f(net)[1].layer.count == 3
 
 
-@program("scan over layers that are not a stack", "`es.nn.Stacked(layers)(x)`")
+@program(
+    "scan over one layer that is not a stack, and contains a scalar",
+    "`es.nn.Stacked(layers)(x)`",
+)
 def _(case):
     one = case.keep([Layer()])
     stack = case.keep([eqx.filter_vmap(Layer)(jnp.ones(2), jnp.zeros(2, int))])
@@ -226,6 +229,15 @@ def _(case):
     y, new = f(stack)
     assert (y == XS).all()
     assert new[0].count.tolist() == [1, 1]
+
+
+@program("scan over one layer that is not a stack, and contains no scalar")
+def _(case):
+    layer = case.keep(Layer(XS + 1, jnp.zeros(3, int)))
+    f = es.mutable(lambda layer: es.scan(lambda x, m: (m(x), None), XS[1], layer)[0])
+    y, new = f(layer)
+    assert y == 1 * 2 * 3
+    assert new.count.tolist() == [1, 1, 1]
 
 
 @program(
