@@ -223,6 +223,23 @@ def test_a_key_that_is_a_constant_is_the_same_in_all_lanes():
     assert new.seed is model.seed
 
 
+def test_the_dropout_of_a_teacher_in_a_buffer_draws_in_each_lane():
+    class Distilled(es.Module):
+        teacher: es.Buffer[es.nn.Dropout]
+        noise: es.Buffer  # a key that is a constant
+
+        def __call__(self, x):
+            return self.teacher(x) + 0 * jr.normal(self.noise), jr.normal(self.noise)
+
+    model = Distilled(es.nn.Dropout(0.5, key=jr.key(0)), jr.key(1))
+    run = es.mutable(es.vmap(model), kinds=(es.State, es.Buffer))
+    (ys, noise), new = run(jnp.ones((4, 32)))
+    assert len({tuple(y.tolist()) for y in ys}) == 4
+    assert jnp.all(noise == noise[0])
+    assert new.teacher.rng != model.teacher.rng
+    assert new.noise == model.noise
+
+
 def test_only_keys_can_be_split():
     with pytest.raises(ValueError, match=r"es\.SPLIT.*`total`"):
         es.mutable(es.vmap(tally(), axes={es.BatchStat: es.SPLIT}))(XS)
