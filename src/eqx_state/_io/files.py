@@ -14,6 +14,7 @@ import jax.random as jr
 import numpy as np
 
 from .._errors import an
+from .._state.lazy import check_usable
 from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
@@ -63,7 +64,8 @@ def save(
 
     - `TypeError`: `metadata` is not a dictionary of strings.
     - `ValueError`: `metadata` has the key `"eqx_state"`, which is reserved; a filter
-        that is not a kind matches no array.
+        that is not a kind matches no array; a field that declares a kind contains a
+        Python number.
     - `TypeError`: some arrays cannot be saved, because they have a dtype that the
         format lacks, such as `complex128` or `int4`, are abstract or traced, or are
         split over several processes. The message lists them; nothing is written.
@@ -101,7 +103,8 @@ def save(
     data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
     check_filters(filters, tree, "`es.save`")
-    for name, (i, part) in select(by_name(tree), filters, tree).items():
+    named = by_name(tree, check_usable)
+    for name, (i, part) in select(named, filters, tree).items():
         whole = whole_of(part)
         if problem := _why_not(whole.value):
             problems.append(f"  {shown(whole.name)}: {problem}")

@@ -16,7 +16,7 @@ from .._kinds.kinds import OptState, Parameter
 from .._state.lazy import check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
-from .._tree.dtypes import to_strong
+from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, trainable
 from .._tree.parts import is_inexact
 from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
@@ -37,11 +37,12 @@ class _MadeFor:
     labels: Labels | None  # the group of each of these parameters, if there are groups
     shapes: _Shapes  # of these parameters
     opt_state: Any  # the structure of the state itself
-    # The argument of `init`: its structure, which of its leaves `wrt` selects, and the
-    # shapes of its arrays. Not compared, because an optimizer accepts a model or only
-    # its parameters.
+    # The argument of `init`: its structure, which of its leaves `wrt` selects and which
+    # are numbers, and the shapes of its arrays. Not compared, because an optimizer
+    # accepts a model or only its parameters.
     whole: Any = dataclasses.field(compare=False)
     is_selected: tuple[bool, ...] = dataclasses.field(compare=False)
+    is_number: tuple[bool, ...] = dataclasses.field(compare=False)
     model: PyTree = dataclasses.field(compare=False)
 
 
@@ -132,7 +133,7 @@ class Optimizer(AbstractPerParameter):
             raise nothing_selected("es.Optimizer(wrt", self.wrt, model)
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
-        whole = jtu.tree_structure(model)
+        values, whole = jtu.tree_flatten(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
         params = in_groups(selected, labels)
         opt_state = jtu.tree_map(to_strong, self._tx(labels, params).init(params))
@@ -144,6 +145,7 @@ class Optimizer(AbstractPerParameter):
             jtu.tree_structure(opt_state),
             whole,
             tuple(is_selected),
+            _are_numbers(values),
             _abstract(model),
         )
         return self._with(opt_state, made)
@@ -254,10 +256,12 @@ class Optimizer(AbstractPerParameter):
     def _selected(self, model: PyTree) -> PyTree:
         values, structure = jtu.tree_flatten(model)
         made = self._made_for
-        if made is not None and structure == made.whole:  # the common case
-            pairs = zip(values, made.is_selected, strict=True)
-            kept = [x if is_selected else None for x, is_selected in pairs]
-            return jtu.tree_unflatten(structure, kept)
+        if made is not None and structure == made.whole:
+            # The common case, which needs no walk, unless an array became a number.
+            if _are_numbers(values) == made.is_number:
+                pairs = zip(values, made.is_selected, strict=True)
+                kept = [x if is_selected else None for x, is_selected in pairs]
+                return jtu.tree_unflatten(structure, kept)
         check_ready(model)
         return filter(model, self.wrt, is_inexact)
 
@@ -276,6 +280,10 @@ def _check_no_lookahead(tree: PyTree) -> None:
 
 def _is_lookahead(x: Any) -> bool:
     return isinstance(x, (optax.LookaheadParams, optax.LookaheadState))
+
+
+def _are_numbers(values: list[Any]) -> tuple[bool, ...]:
+    return tuple([type(x) in NUMBERS for x in values])
 
 
 def _shapes_of(tree: PyTree) -> _Shapes:

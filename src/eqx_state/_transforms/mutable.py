@@ -8,7 +8,7 @@ import equinox as eqx
 from .._errors import an
 from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
-from .._state.lazy import check_none_missing
+from .._state.lazy import check_usable
 from .._state.scope import Kinds, Scope
 from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
@@ -35,7 +35,7 @@ def run_on_copy(
     with scope:
         private = PrivateCopy(model, scope, like)
         visits = private.before.visits
-        check_none_missing(visits)
+        check_usable(visits)
         if scope.observer is not None:
             scope.observer.check(private.tree)
         try:
@@ -151,8 +151,8 @@ def mutable(
     - `es.TraceError`: a write inside a plain JAX transform.
     - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
         cannot represent (a traced one has no value yet, and wraps around as in JAX);
-        one stateful module that occurs twice; `argnums` names one argument twice; a
-        filter in `cast` matches nothing.
+        one stateful module that occurs twice; a Python number in a field that declares
+        a kind; `argnums` names one argument twice; a filter in `cast` matches nothing.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `TypeError`: the call has no positional argument, or not the one that `argnums`
         names, or no module although a partial binds one; `cast` is not a mapping from
