@@ -158,14 +158,15 @@ class Optimizer(AbstractPerParameter):
         **Arguments:**
 
         - `grads`: the gradients, as `es.value_and_grad` returns them, each of the shape
-            of its parameter. Gradients outside `wrt` are ignored. A transformation such
-            as `optax.contrib.dpsgd` takes one gradient for each example, stacked.
+            of its parameter. Gradients outside `wrt` are ignored. Those of complex
+            parameters are conjugated here, because the gradient of JAX is the conjugate
+            of the direction of steepest ascent. A transformation such as `optax.contrib.dpsgd` takes one gradient for each example, stacked.
         - `model`: the model, or the parameters, as given to `init`. Its mode may
             differ.
         - `apply_updates`: if `False`, return the updates instead of the model.
         - `**extra`: passed on to transformations with extra arguments, such as
-            `value=loss`. Trees like the parameters (`grad=`), and `value_fn=`, work
-            only without groups.
+            `value=loss`. Trees like the parameters (`grad=`, conjugated like `grads`),
+            and `value_fn=`, work only without groups.
 
         **Raises:**
 
@@ -184,7 +185,9 @@ class Optimizer(AbstractPerParameter):
         tx = self._tx(made.labels, params)
         _check_shapes(tx, state, params, made.shapes)
         selected = in_groups(selected, made.labels)
-        grads = _gradients(grads, model, selected, params)
+        grads = _conjugated(_gradients(grads, model, selected, params))
+        if "grad" in extra:
+            extra["grad"] = _conjugated(extra["grad"])
         updates, state = tx.update(grads, state, params, **extra)
         _check_updates(params, updates)
         state = jtu.tree_map(to_strong, state)
@@ -337,6 +340,17 @@ def _gradients(
             found = "gradient", _name(path), show(g), show(x)
             raise ValueError((_COMPLEX if is_lost else _OTHER_SHAPE).format(*found))
     return jtu.tree_unflatten(jtu.tree_structure(params), [g for _, _, g in pairs])
+
+
+def _conjugated(grads: PyTree) -> PyTree:
+    """The direction of steepest ascent for each gradient of JAX.
+
+    In JAX, a step against the gradient itself does not descend: for `abs(z) ** 2` the
+    gradient is `2 * conj(z)`.
+    """
+    values, treedef = jtu.tree_flatten(grads)
+    conjugated = [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in values]
+    return jtu.tree_unflatten(treedef, conjugated)
 
 
 def _check_order(grads: PyTree, known: list[Any]) -> None:
