@@ -252,7 +252,7 @@ def _(case):
     assert optimizer.init(net).update(grads, net)[0].layer.weight == -1.0
 
 
-@program("update a model other than that of `init`", "es.Optimizer(tx).init(model)")
+@program("update a model other than that of `init`", "optimizer.refit(model)")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.adam(1.0)).init(net)

@@ -461,6 +461,9 @@ class Wave(es.Module):
     fixed: es.Buffer
 
 
+adam = optax.adam(0.2)
+
+
 def distance(model, target):
     return jnp.sum(jnp.abs(model.z - target) ** 2) + jnp.sum(model.w**2)
 

@@ -23,7 +23,16 @@ from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
 from .._typing import KeyPath, PyTree, Tree
-from .groups import by_key, Groups, in_groups, Labels, with_extra_args, with_values
+from .groups import (
+    by_key,
+    GROUP_AT,
+    Groups,
+    in_groups,
+    Labels,
+    with_extra_args,
+    with_values,
+)
+from .refit import kept
 
 
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -160,7 +169,8 @@ class Optimizer(AbstractPerParameter):
         - `grads`: the gradients, as `es.value_and_grad` returns them, each of the shape
             of its parameter. Gradients outside `wrt` are ignored. Those of complex
             parameters are conjugated here, because the gradient of JAX is the conjugate
-            of the direction of steepest ascent. A transformation such as `optax.contrib.dpsgd` takes one gradient for each example, stacked.
+            of the direction of steepest ascent. A transformation such as
+            `optax.contrib.dpsgd` takes one gradient for each example, stacked.
         - `model`: the model, or the parameters, as given to `init`. Its mode may
             differ.
         - `apply_updates`: if `False`, return the updates instead of the model.
@@ -197,6 +207,59 @@ class Optimizer(AbstractPerParameter):
             return update(model, optax.apply_updates(params, updates)), optimizer
         treedef = jtu.tree_structure(selected)
         return jtu.tree_unflatten(treedef, jtu.tree_leaves(updates)), optimizer
+
+    def refit(self, model: PyTree) -> Self:
+        """The optimizer for a model that has changed, with the state that still fits.
+
+        Use it after freezing or unfreezing, and after you have replaced or added
+        layers. Moments are kept for parameters that still have the same name and shape,
+        also if a parameter now belongs to a different group. Counts and hyperparameters
+        are kept, too. Everything else is as `init` makes it, such as the moments of
+        parameters that are new, unfrozen, or of a different shape.
+
+        Names decide, as in files, not the objects. A layer that you append to a list is
+        new. If you take one out of the middle of a list, the names behind it shift, and
+        a later layer gets the moments of the one that had its name before.
+
+        **Arguments:**
+
+        - `model`: the new model, or its parameters, as for `init`.
+
+        **Raises:**
+
+        - `es.NotInitializedError`: `init` has not been called.
+        - All errors of `init`.
+
+        !!! example
+
+            ```python
+            import equinox as eqx
+            import eqx_state as es
+            import jax.random as jr
+            import optax
+
+
+            class Net(es.Module):
+                body: eqx.nn.Linear
+                head: eqx.nn.Linear
+
+
+            a, b, c = jr.split(jr.key(0), 3)
+            net = Net(eqx.nn.Linear(2, 3, key=a), eqx.nn.Linear(3, 1, key=b))
+            optimizer = es.Optimizer(optax.adam(0.1)).init(net)
+            net, optimizer = optimizer.update(net, net)  # as if these were gradients
+
+            net = net.replace(head=eqx.nn.Linear(3, 5, key=c))
+            adam, *_ = optimizer.refit(net).opt_state
+            assert adam.count == 1
+            assert (adam.mu.body.weight == optimizer.opt_state[0].mu.body.weight).all()
+            assert (adam.mu.head.weight == 0).all()
+            ```
+        """
+        self._made("refit")
+        new = self._with(None, None).init(model)
+        group = GROUP_AT if isinstance(self.tx, Groups) else None
+        return jtu.tree_unflatten(jtu.tree_structure(new), kept(self, new, group))
 
     @property
     def hyperparams(self) -> dict[Any, Any]:
@@ -268,7 +331,7 @@ class Optimizer(AbstractPerParameter):
         check_ready(model)
         return filter(model, self.wrt, is_inexact)
 
-    def _with(self, opt_state: PyTree, made_for: _MadeFor) -> Self:
+    def _with(self, opt_state: PyTree, made_for: _MadeFor | None) -> Self:
         new = copy_tree(self)
         object.__setattr__(new, "opt_state", opt_state)
         object.__setattr__(new, "_made_for", made_for)
@@ -391,8 +454,9 @@ def _name(path: KeyPath) -> str:
     return f"`{name_of(path)}`" if path else "the array itself"
 
 
-_NEW_ONE: Final = """For a different model, or after freezing or unfreezing, create \
-a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
+_NEW_ONE: Final = """For a different model, or after freezing or unfreezing, refit \
+the optimizer, which keeps the state that still fits: `optimizer = \
+optimizer.refit(model)`."""
 
 _OTHER_MODEL: Final = "what `wrt` selects in this model is not what `init` was given"
 
