@@ -209,7 +209,7 @@ def _(case):
 @program(
     "write a parameter in a forward pass: `self.layer.weight = w`",
     "`Layer.weight`",
-    "kinds=es.Parameter",
+    "kinds=(es.State, es.Parameter)",
     "weight: es.State",
 )
 def _(case):
@@ -278,7 +278,10 @@ def _(case):
         es.mutable(case.keep(Counter()))()
 
 
-@program("write a constant that is an `es.Buffer`, or inside one", "kinds=es.Buffer")
+@program(
+    "write a constant that is an `es.Buffer`, or inside one",
+    "kinds=(es.State, es.Buffer)",
+)
 def _(case):
     class Frozen(es.Module):
         table: es.Buffer
