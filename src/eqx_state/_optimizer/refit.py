@@ -21,11 +21,11 @@ class _Entry(NamedTuple):
     key: Hashable
     shape: tuple[int, ...]  # of the parameter that it belongs to
     whole: Any  # the array, or the stacked array
-    index: Index  # of the layer; empty outside of a stack
+    layer: Index  # its index; empty outside of a stack
 
     @property
     def value(self) -> Any:
-        return layer_of(self.whole, self.index) if self.index else self.whole
+        return layer_of(self.whole, self.layer) if self.layer else self.whole
 
 
 def kept(
@@ -43,7 +43,7 @@ def _joined(known: dict[Hashable, _Entry], entries: list[_Entry]) -> Any:
     """A leaf made of known values, and of its own where there is none."""
     whole, olds = entries[0].whole, [_found(known, x) for x in entries]
     sources = {id(x.whole) for x in olds}
-    is_same = [x.index for x in olds] == [x.index for x in entries]
+    is_same = [x.layer for x in olds] == [x.layer for x in entries]
     if len(sources) == 1 and is_same and olds[0].whole.shape == whole.shape:
         return _like(olds[0].whole, whole)  # the common case: no layer has to be cut
     values = [_like(x.value, whole) for x in olds]
@@ -53,7 +53,7 @@ def _joined(known: dict[Hashable, _Entry], entries: list[_Entry]) -> Any:
 def _found(known: dict[Hashable, _Entry], new: _Entry) -> _Entry:
     """The known entry of the same name and shapes, or `new` itself."""
     old = known.get(new.key, new)
-    shapes = [x.whole.shape[len(x.index) :] for x in (old, new)]
+    shapes = [x.whole.shape[len(x.layer) :] for x in (old, new)]
     is_same = old.shape == new.shape and shapes[0] == shapes[1]
     is_complex = [jnp.iscomplexobj(x.whole) for x in (old, new)]
     return old if is_same and is_complex[0] == is_complex[1] else new

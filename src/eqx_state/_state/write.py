@@ -138,11 +138,8 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     kinds = ", ".join(map(kind_name, (*scope.kinds, kind)))
     # Not in a field such as `target: es.Buffer[Encoder]`, whose layers declare `State`.
     is_own = visit.context.is_own and kind is visit.context.kind
-    cure = (
-        _IN_BUFFER
-        if kind.covering and not is_own
-        else _DECLARE.format(an(kind.__name__), field)
-    )
+    cure = _DECLARE.format(an(kind.__name__), field)
+    cure = _IN_BUFFER if kind.covering and not is_own else cure
     return _OTHER_KIND.format(where, name, an(kind.__name__), allowed, kinds, cure)
 
 
