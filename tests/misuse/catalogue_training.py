@@ -490,6 +490,15 @@ def _(case):
         es.mutable(loss_fn, cast={es.State: jnp.complex64})
 
 
+@program(
+    "name an array in `cast={'weight': jnp.bfloat16}`", "es.path_matches('weight')"
+)
+def _(case):
+    case.keep(Net(), XS)
+    with case.error("`es.mutable(cast=...)`"):
+        es.mutable(loss_fn, cast={"weight": jnp.bfloat16})
+
+
 @program("misspell a name in rules of `cast=`")
 def _(case):
     net = case.keep(Net(), XS)
