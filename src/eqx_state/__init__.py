@@ -65,6 +65,8 @@ from ._tree.select import (
 )
 
 
+__version__: str
+
 if _t.TYPE_CHECKING:
     from ._ema import Ema as Ema
     from ._functional import functional as functional
@@ -119,13 +121,17 @@ else:
     _LATER = {name: module for module in _MODULES for name in _MODULES[module].split()}
 
     def __getattr__(name):
-        if name not in _LATER:
+        if name == "__version__":  # finding the metadata takes milliseconds
+            value = _importlib.import_module("importlib.metadata").version(__name__)
+        elif name in _LATER:
+            module = _importlib.import_module(_LATER[name], __name__)
+            value = getattr(module, name)
+        else:
             raise _no_attribute(__name__, name)
-        module = _importlib.import_module(_LATER[name], __name__)
-        value = globals()[name] = getattr(module, name)
+        globals()[name] = value
         return value
 
     def __dir__():
-        return sorted({*globals(), *_LATER})
+        return sorted({*globals(), *_LATER, "__version__"})
 
     __all__ = [name for name in __dir__() if not name.startswith("_")]

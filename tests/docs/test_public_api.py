@@ -1,6 +1,7 @@
 """The public names of `eqx_state`, and their documentation."""
 
 import ast
+import importlib.metadata
 import inspect
 import re
 import subprocess
@@ -58,6 +59,10 @@ def test_the_layer_is_public(name):
 def test_no_other_name_is_public():
     assert set(PUBLIC) == {*KINDS, *FILTERS, *TREES, *TRANSFORMS, *CLASSES, *ERRORS}
     assert set(PUBLIC) >= {n for n in vars(es) if not n.startswith("_")}
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert es.__version__ == importlib.metadata.version("eqx-state")
 
 
 def test_layers_are_all_that_is_in_nn():
@@ -213,6 +218,7 @@ assert "Optimizer" in first and "optax" not in sys.modules and "rich" not in sys
 assert es.Optimizer is es.Optimizer and "optax" in sys.modules
 assert [name for name in dir(es) if name[0] != "_"] == es.__all__
 assert not hasattr(es, "optimizer")
+assert "__version__" in first and "__version__" not in vars(es)
 """
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -241,15 +241,15 @@ def test_es_field_must_not_contradict_the_annotation():
     [
         (es.Parameter, es.Parameter),
         (Cache, Cache),
-        (Array, None),
-        (Int[Array, ""], None),
-        (Any, None),
-        ("Array", None),
+        (Array, es.State),
+        (Int[Array, ""], es.State),
+        (Any, es.State),
+        ("Array", es.State),
     ],
     ids=repr,
 )
 @pytest.mark.parametrize("how", ["annotation", "specifier"])
-def test_a_new_annotation_replaces_or_removes_the_kind(base, annotation, kind, how):
+def test_a_new_annotation_replaces_or_keeps_the_kind(base, annotation, kind, how):
     if how == "annotation":
 
         class Parent(base):
@@ -287,9 +287,95 @@ def test_abstract_classes(base):
         scale: Array
 
     assert kinds(Norm(ONE, ONE)) == {"mean": es.BatchStat, "scale": es.Buffer}
-    assert kinds(Plain(jnp.arange(1), ONE)) == {"mean": None, "scale": es.Parameter}
+    found = kinds(Plain(jnp.arange(1), ONE))
+    assert found == {"mean": es.BatchStat, "scale": es.Parameter}
     with pytest.raises(TypeError, match="abstract"):
         AbstractNorm()
+
+
+@pytest.mark.parametrize(
+    "declared", [es.Buffer, "eqx.AbstractVar[es.Buffer]"], ids=repr
+)
+def test_the_nearest_base_with_a_kind_decides(base, declared):
+    class Parent(base):
+        mask: declared
+
+    class Child(Parent):
+        mask: Array
+
+    class Mixin(base):
+        mask: eqx.AbstractVar[es.Parameter[Array]]
+
+    class Grandchild(Mixin, Child):
+        mask: Float[Array, " n"]
+
+    assert kinds(Child(ONE)) == {"mask": es.Buffer}
+    assert kinds(Grandchild(ONE)) == {"mask": es.Parameter}
+
+
+def test_an_abstract_class_variable_declares_the_kind(base):
+    class Parent(base):
+        mask: eqx.AbstractClassVar[es.Buffer]
+
+    class Child(Parent):
+        mask: Array = es.field(default_factory=lambda: ONE)
+
+    assert kinds(Child()) == {"mask": es.Buffer}
+
+
+def test_a_kind_inside_a_container_is_kept(base):
+    class Parent(base):
+        stats: dict[str, es.BatchStat]
+        pair: tuple[es.Parameter, es.State]
+
+    class Child(Parent):
+        stats: dict[str, Float[Array, " n"]]
+        pair: tuple[Any, ...]
+
+    expected = {
+        "stats['a']": es.BatchStat,
+        "pair[0]": es.Parameter,
+        "pair[1]": es.State,
+    }
+    assert kinds(Child({"a": ONE}, (ONE, ONE))) == expected
+
+
+def test_the_axes_of_a_kept_kind_are_those_of_the_new_annotation(base):
+    class Parent(base):
+        w: es.Buffer[Float[Array, "a b"]]
+
+    class Child(Parent):
+        w: Float[Array, "c d"]
+
+    assert es.axis_names(Child(jnp.ones((1, 1)))).w == ("c", "d")
+
+
+def test_a_static_field_keeps_no_kind(base):
+    class Parent(base):
+        rate: es.Parameter
+
+    class Child(Parent):
+        rate: float = eqx.field(static=True)
+
+    assert kinds(Child(0.5)) == {}
+
+
+def test_an_undefined_name_may_be_a_different_kind():
+    class Parent(es.Module):
+        x: es.State
+
+    class Child(Parent):
+        x: "Undefined"  # noqa: F821
+
+    class Plain(eqx.Module):
+        x: es.State
+
+    class PlainChild(Plain):
+        x: "Undefined"  # noqa: F821
+
+    with pytest.raises(TypeError, match=r"Child\.x.*cannot be resolved"):
+        es.parts(Child(ONE))
+    assert kinds(PlainChild(ONE)) == {"x": es.State}
 
 
 Tree = TypeAliasType("Tree", "es.State | dict[str, Tree]")

@@ -101,8 +101,9 @@ def _(case):
     "keep a legacy key (a `uint32` array) in a field without a kind", "Legacy.rng`"
 )
 def _(case):
-    class Legacy(Draw):
+    class Legacy(es.Module):
         rng: jax.Array
+        __call__ = Draw.__call__
 
     model = case.keep(Legacy(jr.PRNGKey(0)))
     with case.error():

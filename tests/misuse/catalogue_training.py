@@ -252,7 +252,7 @@ def _(case):
     assert optimizer.init(net).update(grads, net)[0].layer.weight == -1.0
 
 
-@program("update a model other than that of `init`", "es.Optimizer(tx).init(model)")
+@program("update a model other than that of `init`", "optimizer.refit(model)")
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.adam(1.0)).init(net)
@@ -514,6 +514,15 @@ def _(case):
         es.value_and_grad(loss_fn, cast={...: jnp.int8})
     with case.error():
         es.mutable(loss_fn, cast={es.State: jnp.complex64})
+
+
+@program(
+    "name an array in `cast={'weight': jnp.bfloat16}`", "es.path_matches('weight')"
+)
+def _(case):
+    case.keep(Net(), XS)
+    with case.error("`es.mutable(cast=...)`"):
+        es.mutable(loss_fn, cast={"weight": jnp.bfloat16})
 
 
 @program("misspell a name in rules of `cast=`")

@@ -209,7 +209,7 @@ def _(case):
 @program(
     "write a parameter in a forward pass: `self.layer.weight = w`",
     "`Layer.weight`",
-    "kinds=es.Parameter",
+    "kinds=(es.State, es.Parameter)",
     "weight: es.State",
 )
 def _(case):
@@ -251,6 +251,20 @@ def _(case):
 
 
 @program(
+    "put a Python number into a field with a kind, by `eqx.tree_at`",
+    "`layer.weight`",
+    'jnp.asarray(0.5, "float32")',
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    tuned = eqx.tree_at(lambda m: m.layer.weight, net, 0.5)
+    with case.error():
+        es.mutable(tuned)(XS)
+    tuned = net.replace(layer=net.layer.replace(weight=0.5))
+    assert es.mutable(tuned)(XS)[1].layer.weight == 0.5
+
+
+@program(
     "keep a counter in a Python number, without a kind",
     "Counter.count`",
     "count: es.State",
@@ -278,7 +292,10 @@ def _(case):
         es.mutable(case.keep(Counter()))()
 
 
-@program("write a constant that is an `es.Buffer`, or inside one", "kinds=es.Buffer")
+@program(
+    "write a constant that is an `es.Buffer`, or inside one",
+    "kinds=(es.State, es.Buffer)",
+)
 def _(case):
     class Frozen(es.Module):
         table: es.Buffer

@@ -455,6 +455,76 @@ def test_the_error_for_a_model_that_is_one_array():
         optimizer.update(jnp.ones(3), jnp.ones(2))
 
 
+class Wave(es.Module):
+    z: es.Parameter
+    w: es.Parameter
+    fixed: es.Buffer
+
+
+adam = optax.adam(0.2)
+
+
+def distance(model, target):
+    return jnp.sum(jnp.abs(model.z - target) ** 2) + jnp.sum(model.w**2)
+
+
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.adam(0.2),
+        {es.path_matches("z"): optax.sgd(0.1), ...: None},
+    ],
+    ids=["sgd", "adam", "groups"],
+)
+def test_complex_parameters_are_trained(tx):
+    target = jnp.array([1 + 2j, -3j])
+    model = Wave(jnp.zeros(2, complex), jnp.ones(3), jnp.ones(2, complex))
+    optimizer = es.Optimizer(tx).init(model)
+
+    @es.jit
+    def step(model, optimizer):
+        (loss, model), grads = es.value_and_grad(distance)(model, target)
+        return optimizer.update(grads, model)
+
+    for _ in range(150):
+        model, optimizer = step(model, optimizer)
+    assert jnp.allclose(model.z, target, atol=0.01)
+
+
+def test_updates_of_complex_parameters_are_conjugated_and_so_is_the_extra_gradient():
+    seen = []
+
+    def update(updates, state, params=None, *, grad, **_):
+        seen.append(grad)
+        return jax.tree.map(jnp.negative, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    model = Wave(jnp.array([1 + 2j]), jnp.array([3.0]), jnp.ones(1))
+    optimizer = es.Optimizer(tx).init(model)
+    grads = eqx.tree_at(lambda m: m.fixed, model, None)
+    updates, _ = optimizer.update(grads, model, apply_updates=False, grad=grads)
+    assert (updates.z, updates.w) == (-1 + 2j, -3.0)
+    assert (seen[0].z, seen[0].w) == (1 - 2j, 3.0)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_a_line_search_over_complex_parameters():
+    target = jnp.array([1 + 2j, -3j])
+    model = Wave(jnp.zeros(2, complex), jnp.ones(3), jnp.ones(1))
+    optimizer = es.Optimizer(optax.lbfgs()).init(model)
+    for _ in range(4):
+        (value, model), grads = es.value_and_grad(distance)(model, target)
+        extra = {"value": value, "grad": grads.filter(es.trainable)}
+        params = model.filter(es.trainable)
+        params, optimizer = optimizer.update(
+            grads, params, value_fn=lambda p: distance(p, target), **extra
+        )
+        model = model.update(params)
+    assert jnp.allclose(model.z, target, atol=0.01)
+
+
 def test_a_complex_gradient_of_a_real_parameter_is_an_error():
     model = {"w": jnp.ones(2), "z": jnp.ones(2, complex)}
     optimizer = es.Optimizer(optax.sgd(0.1, 0.9)).init(model)

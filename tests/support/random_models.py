@@ -208,9 +208,8 @@ def modules(draw: Any, inner: Any) -> Built:
         else:
             form = draw(st.sampled_from(list(WHOLE))) if kind else "none"
             built = draw(inner)
-        if base is es.Module and kind is not None:
-            # A field that declares a kind converts numbers to arrays.
-            built = _numbers_are_arrays(built)
+        if kind is not None:
+            built = _without_numbers(built)
         forms.append((form, kind))
         parts.append(built.declared(kind))
     cls = make_class(base, tuple(forms), draw(st.booleans()))
@@ -225,8 +224,11 @@ def modules(draw: Any, inner: Any) -> Built:
     return built
 
 
-def _numbers_are_arrays(built: Built) -> Built:
-    """Replace numbers outside of modules, which the field would convert to arrays."""
+def _without_numbers(built: Built) -> Built:
+    """Replace numbers outside of modules, which a field that declares a kind rejects.
+
+    In an `es.Module`, it would convert them to arrays.
+    """
 
     def is_module(x: Any) -> bool:
         return isinstance(x, eqx.Module)

@@ -73,6 +73,33 @@ def test_the_selected_arrays_have_the_dtype_inside():
     assert dtypes(new) == dtypes(layer)
 
 
+@pytest.mark.parametrize("cast", [HALF, jnp.dtype(HALF), "bfloat16"], ids=repr)
+@pytest.mark.parametrize("transform", [es.mutable, es.grad, es.value_and_grad])
+def test_a_dtype_alone_is_for_parameters_and_buffers(cast, transform):
+    class Model(es.Module):
+        w: es.Parameter
+        table: es.Buffer
+        base: es.Buffer[eqx.nn.Linear]
+        mean: es.BatchStat
+        cache: es.State
+        plain: jax.Array
+
+    inside = []
+
+    def loss(model):
+        inside.append(dtypes(model))
+        return model.w * model.table
+
+    linear = eqx.nn.Linear(1, 1, key=jr.key(0))
+    transform(loss, cast=cast)(Model(1.0, 1.0, linear, 1.0, 1.0, jnp.ones(1)))
+    transform(loss, cast={es.Parameter: HALF, es.Buffer: HALF})(
+        Model(1.0, 1.0, linear, 1.0, 1.0, jnp.ones(1))
+    )
+    assert inside[0] == inside[1]
+    single = {name for name, dtype in inside[0].items() if dtype == "float32"}
+    assert single == {"mean", "cache"}
+
+
 def test_complex_arrays_integers_and_keys_are_never_cast():
     layer = make_layer()
     es.mutable(lambda m, x: m(x).sum(), cast={...: HALF})(layer, X)
@@ -375,11 +402,22 @@ def test_calls_nest():
 # --- Bad input ------------------------------------------------------------------------
 
 
-def test_rules_are_a_mapping_from_filters():
-    with pytest.raises(TypeError, match=r"rules are a mapping from filters to dtypes"):
-        es.value_and_grad(loss_fn, cast=HALF)
-    with pytest.raises(TypeError, match="`'weight'` is not a filter"):
-        es.value_and_grad(loss_fn, cast={"weight": HALF})
+@pytest.mark.parametrize(
+    "cast", ["bfloat", jnp.int8, complex, es.Parameter, jnp.ones(2), [HALF]], ids=repr
+)
+def test_cast_is_a_dtype_or_a_mapping_from_filters(cast):
+    match = r"`es\.grad\(cast=\.\.\.\)`: pass a real floating dtype.*filters to dtypes"
+    with pytest.raises(TypeError, match=match):
+        es.grad(loss_fn, cast=cast)
+
+
+@pytest.mark.parametrize("name", ["es.mutable", "es.value_and_grad", "es.grad"])
+def test_a_name_is_not_a_filter(name):
+    with pytest.raises(TypeError, match=r"^`'weight'` is not a filter") as info:
+        getattr(es, name.removeprefix("es."))(loss_fn, cast={"weight": HALF})
+    assert f"`{name}(cast=...)`: the keys of rules are filters" in str(info.value)
+    assert "`{es.path_matches('weight'): value}`" in str(info.value)
+    assert "wrt" not in str(info.value)
 
 
 def test_a_name_that_is_not_a_dtype():

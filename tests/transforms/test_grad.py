@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from helpers import rejects
 
 import eqx_state as es
 
@@ -196,8 +197,15 @@ class Distilled(es.Module):
 
 def test_kinds_names_what_the_loss_may_write():
     x = jnp.float32(1.0)
-    with pytest.raises(dataclasses.FrozenInstanceError, match="kinds=es.Buffer"):
-        es.value_and_grad(Distilled().loss)(x)
+    model = Distilled()
+    with rejects(
+        model,
+        dataclasses.FrozenInstanceError,
+        r"`teacher\.\w+` is a `Buffer`.*can write only `State`",
+        r"`kinds=\(es\.State, es\.Buffer\)`.*`es\.value_and_grad`",
+        r"A field further up.*eval mode: `self\.teacher\.eval\(\)\(x\)`",
+    ):
+        es.value_and_grad(model.loss)(x)
     both = (es.State, es.Buffer)
     (loss, new), grads = es.value_and_grad(Distilled.loss, kinds=both)(Distilled(), x)
     assert (new.student.calls, new.teacher.calls, new.teacher.mean) == (1, 1, 1.0)

@@ -14,6 +14,7 @@ import jax.random as jr
 import numpy as np
 
 from .._errors import an
+from .._state.lazy import check_usable
 from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
@@ -63,8 +64,8 @@ def save(
 
     - `TypeError`: `metadata` is not a dictionary of strings.
     - `ValueError`: `metadata` has the key `"eqx_state"`, or an array the name
-        `__metadata__`, which are reserved; or a filter that is not a kind matches no
-        array.
+        `__metadata__`, which are reserved; a filter that is not a kind matches no
+        array; a field that declares a kind contains a Python number.
     - `TypeError`: some arrays cannot be saved, because they have a dtype that the
         format lacks, such as `complex128` or `int4`, are abstract or traced, or are
         split over several processes. The message lists them; nothing is written.
@@ -102,7 +103,7 @@ def save(
     data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
     check_filters(filters, tree, "`es.save`")
-    named = select(by_name(tree), filters, tree)
+    named = select(by_name(tree, check_usable), filters, tree)
     if _RESERVED in named:
         raise ValueError(_RESERVED_NAME)
     for name, (i, part) in named.items():

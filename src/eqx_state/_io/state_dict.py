@@ -14,12 +14,12 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._state.lazy import check_initialized
+from .._state.lazy import check_none_missing
 from .._tree.context import AlikeKey
 from .._tree.dtypes import is_numeric, to_strong
 from .._tree.filters import bind_all, compiled_glob, Filter
 from .._tree.parts import LayerPart, Part, part_of, stacks_of
-from .._tree.walk import is_numpy, leaves, name_of
+from .._tree.walk import is_numpy, name_of, Visit, walk
 from .._typing import KeyPath, PyTree, Tree
 from .reading import as_one, in_order, placed_like, shape_of, Stored, whole_of
 
@@ -171,14 +171,17 @@ _NOT_ONE: Final = """Not one name fits, so `strict=False` would load nothing. \
 # --- Arrays by name -------------------------------------------------------------------
 
 
-def by_name(tree: PyTree) -> Named:
-    """The arrays of a tree by name.
+def by_name(
+    tree: PyTree, check: Callable[[list[Visit]], None] = check_none_missing
+) -> Named:
+    """The arrays of a tree by name. `check` is called with the visits of the tree.
 
     A stacked array has an entry for each layer, in the order of a list of layers.
     """
-    check_initialized(tree)
+    visits = walk(tree)
+    check(visits)
     named: Named = {}
-    for i, part in in_order(map(part_of, leaves(tree))):
+    for i, part in in_order(part_of(visit) for visit in visits if visit.is_leaf):
         if (name := name_of(plain(part.path))) in named:
             raise ValueError(
                 f"Two arrays of the tree have the same name, `{name}`. Names contain"

@@ -186,8 +186,29 @@ def _count_names(cls: type) -> int:
 
 
 def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
-    """The declaration of a field by the most derived class that annotates it."""
-    owner = _owner(cls, name)
+    """The declaration of a field by the most derived class that annotates it.
+
+    If that class declares no kind, the nearest base that does decides the kind.
+    """
+    owners = _owners(cls, name)
+    nearest = _own_declaration(cls, owners[0], name, names)
+    if nearest.has_kind or _is_static(owners[0], name):
+        return nearest
+    for base in owners[1:]:
+        kept = _own_declaration(cls, base, name, names)
+        if kept.has_kind:
+            merged = merge([nearest, kept])
+            # The axes of the array, and whether a name is undefined, are said anew.
+            return merged._replace(
+                dims=nearest.dims, axes=nearest.axes, unresolved=nearest.unresolved
+            )
+    return nearest
+
+
+def _own_declaration(
+    cls: type, owner: type, name: str, names: dict[type, Names]
+) -> Spec:
+    """The declaration of a field of `cls` in the body of `owner` alone."""
     spec = parse(own_annotations(owner).get(name, Any), names[owner])
     fields = getattr(cls, "__dataclass_fields__", {})
     fields = owner.__dict__.get("__dataclass_fields__", fields)
@@ -200,11 +221,16 @@ def _declaration(cls: type, name: str, names: dict[type, Names]) -> Spec:
     return spec._replace(kind=kind, unresolved=False)
 
 
-def _owner(cls: type, name: str) -> type:
-    """The class that annotates a field of `cls`. Only modules and records count."""
+def _owners(cls: type, name: str) -> list[type]:
+    """The classes that annotate a field of `cls`. Only modules and records count."""
     has_fields = {"__dataclass_fields__", "_fields"}
     bases = (c for c in cls.__mro__ if has_fields & c.__dict__.keys())
-    return next((c for c in bases if name in own_annotations(c)), cls)
+    return [c for c in bases if name in own_annotations(c)] or [cls]
+
+
+def _is_static(owner: type, name: str) -> bool:
+    field = owner.__dict__.get("__dataclass_fields__", {}).get(name)
+    return field is not None and field.metadata.get("static", False)
 
 
 def declared_inside(cls: type, spec: Spec) -> dict[str, Spec]:

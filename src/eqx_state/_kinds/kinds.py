@@ -238,6 +238,13 @@ class Spec(NamedTuple):
     dims: tuple[Dims, ...] = ()
     axes: tuple[Axes, ...] = ()
 
+    @property
+    def has_kind(self) -> bool:
+        """Whether a kind is declared, for the value or for something in it."""
+        given = (spec for _, types in self.records for _, spec in types)
+        inner = (self.each, *self.items, *given)
+        return self.kind is not None or any(x and x.has_kind for x in inner)
+
     def element(self, node: Any, index: int | None) -> "Spec":
         """The declaration for an element of the container `node`.
 
@@ -278,7 +285,7 @@ def merge(specs: list[Spec]) -> Spec:
         each=merge(each) if each else None,
         items=tuple(merge(list(column)) for column in columns),
         records=tuple((cls, tuple(given.items())) for cls, given in records.items()),
-        unresolved=any(s.unresolved for s in specs),
+        unresolved=not kinds and any(s.unresolved for s in specs),
         dims=tuple(dict.fromkeys(dims for s in specs for dims in s.dims)),
         axes=tuple(dict.fromkeys(axes for s in specs for axes in s.axes)),
     )

@@ -25,6 +25,11 @@ from .._typing import KeyPath, PyTree
 Labels: TypeAlias = tuple[int | None, ...]
 
 
+# Where the paths in an optimizer with groups contain the number of the group:
+# `.opt_state.inner_states[0]`.
+GROUP_AT: Final = 2
+
+
 class Groups(NamedTuple):
     """The rules of an optimizer as a static value.
 

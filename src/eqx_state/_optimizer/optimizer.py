@@ -16,14 +16,23 @@ from .._kinds.kinds import OptState, Parameter
 from .._state.lazy import check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
-from .._tree.dtypes import to_strong
+from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, trainable
 from .._tree.parts import is_inexact
 from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
 from .._typing import KeyPath, PyTree, Tree
-from .groups import by_key, Groups, in_groups, Labels, with_extra_args, with_values
+from .groups import (
+    by_key,
+    GROUP_AT,
+    Groups,
+    in_groups,
+    Labels,
+    with_extra_args,
+    with_values,
+)
+from .refit import kept
 
 
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -37,11 +46,12 @@ class _MadeFor:
     labels: Labels | None  # the group of each of these parameters, if there are groups
     shapes: _Shapes  # of these parameters
     opt_state: Any  # the structure of the state itself
-    # The argument of `init`: its structure, which of its leaves `wrt` selects, and the
-    # shapes of its arrays. Not compared, because an optimizer accepts a model or only
-    # its parameters.
+    # The argument of `init`: its structure, which of its leaves `wrt` selects and which
+    # are numbers, and the shapes of its arrays. Not compared, because an optimizer
+    # accepts a model or only its parameters.
     whole: Any = dataclasses.field(compare=False)
     is_selected: tuple[bool, ...] = dataclasses.field(compare=False)
+    is_number: tuple[bool, ...] = dataclasses.field(compare=False)
     model: PyTree = dataclasses.field(compare=False)
 
 
@@ -132,7 +142,7 @@ class Optimizer(AbstractPerParameter):
             raise nothing_selected("es.Optimizer(wrt", self.wrt, model)
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
-        whole = jtu.tree_structure(model)
+        values, whole = jtu.tree_flatten(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
         params = in_groups(selected, labels)
         opt_state = jtu.tree_map(to_strong, self._tx(labels, params).init(params))
@@ -144,6 +154,7 @@ class Optimizer(AbstractPerParameter):
             jtu.tree_structure(opt_state),
             whole,
             tuple(is_selected),
+            _are_numbers(values),
             _abstract(model),
         )
         return self._with(opt_state, made)
@@ -156,14 +167,16 @@ class Optimizer(AbstractPerParameter):
         **Arguments:**
 
         - `grads`: the gradients, as `es.value_and_grad` returns them, each of the shape
-            of its parameter. Gradients outside `wrt` are ignored. A transformation such
-            as `optax.contrib.dpsgd` takes one gradient for each example, stacked.
+            of its parameter. Gradients outside `wrt` are ignored. Those of complex
+            parameters are conjugated here, because the gradient of JAX is the conjugate
+            of the direction of steepest ascent. A transformation such as
+            `optax.contrib.dpsgd` takes one gradient for each example, stacked.
         - `model`: the model, or the parameters, as given to `init`. Its mode may
             differ.
         - `apply_updates`: if `False`, return the updates instead of the model.
         - `**extra`: passed on to transformations with extra arguments, such as
-            `value=loss`. Trees like the parameters (`grad=`), and `value_fn=`, work
-            only without groups.
+            `value=loss`. Trees like the parameters (`grad=`, conjugated like `grads`),
+            and `value_fn=`, work only without groups.
 
         **Raises:**
 
@@ -182,7 +195,9 @@ class Optimizer(AbstractPerParameter):
         tx = self._tx(made.labels, params)
         _check_shapes(tx, state, params, made.shapes)
         selected = in_groups(selected, made.labels)
-        grads = _gradients(grads, model, selected, params)
+        grads = _conjugated(_gradients(grads, model, selected, params))
+        if "grad" in extra:
+            extra["grad"] = _conjugated(extra["grad"])
         updates, state = tx.update(grads, state, params, **extra)
         _check_updates(params, updates)
         state = jtu.tree_map(to_strong, state)
@@ -192,6 +207,59 @@ class Optimizer(AbstractPerParameter):
             return update(model, optax.apply_updates(params, updates)), optimizer
         treedef = jtu.tree_structure(selected)
         return jtu.tree_unflatten(treedef, jtu.tree_leaves(updates)), optimizer
+
+    def refit(self, model: PyTree) -> Self:
+        """The optimizer for a model that has changed, with the state that still fits.
+
+        Use it after freezing or unfreezing, and after you have replaced or added
+        layers. Moments are kept for parameters that still have the same name and shape,
+        also if a parameter now belongs to a different group. Counts and hyperparameters
+        are kept, too. Everything else is as `init` makes it, such as the moments of
+        parameters that are new, unfrozen, or of a different shape.
+
+        Names decide, as in files, not the objects. A layer that you append to a list is
+        new. If you take one out of the middle of a list, the names behind it shift, and
+        a later layer gets the moments of the one that had its name before.
+
+        **Arguments:**
+
+        - `model`: the new model, or its parameters, as for `init`.
+
+        **Raises:**
+
+        - `es.NotInitializedError`: `init` has not been called.
+        - All errors of `init`.
+
+        !!! example
+
+            ```python
+            import equinox as eqx
+            import eqx_state as es
+            import jax.random as jr
+            import optax
+
+
+            class Net(es.Module):
+                body: eqx.nn.Linear
+                head: eqx.nn.Linear
+
+
+            a, b, c = jr.split(jr.key(0), 3)
+            net = Net(eqx.nn.Linear(2, 3, key=a), eqx.nn.Linear(3, 1, key=b))
+            optimizer = es.Optimizer(optax.adam(0.1)).init(net)
+            net, optimizer = optimizer.update(net, net)  # as if these were gradients
+
+            net = net.replace(head=eqx.nn.Linear(3, 5, key=c))
+            adam, *_ = optimizer.refit(net).opt_state
+            assert adam.count == 1
+            assert (adam.mu.body.weight == optimizer.opt_state[0].mu.body.weight).all()
+            assert (adam.mu.head.weight == 0).all()
+            ```
+        """
+        self._made("refit")
+        new = self._with(None, None).init(model)
+        group = GROUP_AT if isinstance(self.tx, Groups) else None
+        return jtu.tree_unflatten(jtu.tree_structure(new), kept(self, new, group))
 
     @property
     def hyperparams(self) -> dict[Any, Any]:
@@ -254,14 +322,16 @@ class Optimizer(AbstractPerParameter):
     def _selected(self, model: PyTree) -> PyTree:
         values, structure = jtu.tree_flatten(model)
         made = self._made_for
-        if made is not None and structure == made.whole:  # the common case
-            pairs = zip(values, made.is_selected, strict=True)
-            kept = [x if is_selected else None for x, is_selected in pairs]
-            return jtu.tree_unflatten(structure, kept)
+        if made is not None and structure == made.whole:
+            # The common case, which needs no walk, unless an array became a number.
+            if _are_numbers(values) == made.is_number:
+                pairs = zip(values, made.is_selected, strict=True)
+                kept = [x if is_selected else None for x, is_selected in pairs]
+                return jtu.tree_unflatten(structure, kept)
         check_ready(model)
         return filter(model, self.wrt, is_inexact)
 
-    def _with(self, opt_state: PyTree, made_for: _MadeFor) -> Self:
+    def _with(self, opt_state: PyTree, made_for: _MadeFor | None) -> Self:
         new = copy_tree(self)
         object.__setattr__(new, "opt_state", opt_state)
         object.__setattr__(new, "_made_for", made_for)
@@ -276,6 +346,10 @@ def _check_no_lookahead(tree: PyTree) -> None:
 
 def _is_lookahead(x: Any) -> bool:
     return isinstance(x, (optax.LookaheadParams, optax.LookaheadState))
+
+
+def _are_numbers(values: list[Any]) -> tuple[bool, ...]:
+    return tuple([type(x) in NUMBERS for x in values])
 
 
 def _shapes_of(tree: PyTree) -> _Shapes:
@@ -331,6 +405,17 @@ def _gradients(
     return jtu.tree_unflatten(jtu.tree_structure(params), [g for _, _, g in pairs])
 
 
+def _conjugated(grads: PyTree) -> PyTree:
+    """The direction of steepest ascent for each gradient of JAX.
+
+    In JAX, a step against the gradient itself does not descend: for `abs(z) ** 2` the
+    gradient is `2 * conj(z)`.
+    """
+    values, treedef = jtu.tree_flatten(grads)
+    conjugated = [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in values]
+    return jtu.tree_unflatten(treedef, conjugated)
+
+
 def _check_order(grads: PyTree, known: list[Any]) -> None:
     """Raise `ValueError` if `grads` and the model look swapped."""
     for visit, x in zip(leaves(grads, is_leaf=is_hole), known, strict=True):
@@ -369,8 +454,9 @@ def _name(path: KeyPath) -> str:
     return f"`{name_of(path)}`" if path else "the array itself"
 
 
-_NEW_ONE: Final = """For a different model, or after freezing or unfreezing, create \
-a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
+_NEW_ONE: Final = """For a different model, or after freezing or unfreezing, refit \
+the optimizer, which keeps the state that still fits: `optimizer = \
+optimizer.refit(model)`."""
 
 _OTHER_MODEL: Final = "what `wrt` selects in this model is not what `init` was given"
 

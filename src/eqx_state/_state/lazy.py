@@ -7,23 +7,27 @@ values do not depend on the order of initialization or on the rest of the model.
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, overload, TYPE_CHECKING, TypeVar
+from typing import Any, Final, overload, TYPE_CHECKING, TypeVar
 
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._errors import an, NotInitializedError
+from .._kinds.kinds import kind_name, TreePart
 from .._tree.base import (
     BaseModule,
     INIT_DONE,
     is_eqx_module,
     is_module,
+    keystr,
     Placeholder,
 )
 from .._tree.compare import check_not_repeated
 from .._tree.context import Context, ROOT
-from .._tree.dtypes import strengthen
+from .._tree.dtypes import NUMBERS, strengthen
 from .._tree.keys import key_at
-from .._tree.walk import Traversal, traverse, Visit, walk
+from .._tree.rules import AbstractPerParameter
+from .._tree.walk import name_of, Traversal, traverse, Visit, walk
 from .._typing import KeyPath
 
 
@@ -177,10 +181,41 @@ def check_none_missing(visits: list[Visit]) -> None:
         )
 
 
+def check_usable(visits: list[Visit]) -> None:
+    """Raise if a model cannot be run, trained or stored; for the visits of a walk.
+
+    Because it is not initialized, or because it has a number where an array should be.
+    """
+    check_none_missing(visits)
+    for path, node, context, is_leaf in visits:
+        if is_leaf and context.is_own and type(node) in NUMBERS:
+            # An `es.Ema` has the numbers of the model, which may be a plain dict.
+            if not issubclass(context.owner or object, AbstractPerParameter):
+                raise _number_error(node, context, path)
+
+
+def _number_error(number: Any, context: Context, path: KeyPath) -> ValueError:
+    name, owner, kind = name_of(path), context.owner, context.kind
+    field = name if owner is None else f"{owner.__qualname__}.{context.field}"
+    dtype = jnp.result_type(type(number)).name
+    said = name, number, field, kind_name(kind or TreePart), keystr(path), dtype
+    return ValueError(_NUMBER.format(*said))
+
+
+_NUMBER: Final = """`{0}` is the Python number {1!r}, but `{2}` declares `{3}`, and \
+only arrays have a kind. A number would not be trained or saved, and a new one would \
+recompile the step. Put in an array:
+
+    model = eqx.tree_at(lambda m: m{4}, model, {1!r})                           # wrong
+    model = eqx.tree_at(lambda m: m{4}, model, jnp.asarray({1!r}, "{5}"))   # right
+
+`replace` makes an array of a number, and keeps the dtype."""
+
+
 def check_ready(tree: Any) -> Traversal:
-    """Raise if a model is not initialized, or contains one stateful module twice."""
+    """Raise if a model is not usable, or contains one stateful module twice."""
     traversal = traverse(tree)
-    check_none_missing(traversal.visits)
+    check_usable(traversal.visits)
     if traversal.has_repeated:
         check_not_repeated(tree)
     return traversal

@@ -73,8 +73,10 @@ class Module(BaseModule):
     A `functools.cached_property` is computed at each read, so it never uses old values.
 
     In a field that declares a kind, a Python number, a bool or a weakly typed array
-    becomes a strongly typed array. Class defaults may be arrays; every instance gets
-    its own copy.
+    becomes a strongly typed array. If pytree surgery puts a number there, as in
+    `eqx.tree_at(lambda m: m.scale, model, 0.5)`, running, training or saving the model
+    raises a `ValueError`. Class defaults may be arrays; every instance gets its own
+    copy.
 
     **Raises:**
 
@@ -271,7 +273,11 @@ class Module(BaseModule):
         return select.update(self, *partials)
 
     def replace(self, **fields: Any) -> Self:
-        """Return a copy with these fields; an unknown name is a `TypeError`."""
+        """Return a copy with these fields; an unknown name is a `TypeError`.
+
+        In a field that declares a kind, a number keeps the dtype of the array that it
+        replaces, if that can hold it: `model.replace(count=0)`.
+        """
         return select.replace(self, **fields)
 
     def sow(self, name: str, value: Any) -> None:

@@ -134,8 +134,14 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     if kind is None:
         what = "an array without a kind" if is_array(visit.node) else "not an array"
         return _NO_KIND.format(where, name, what, allowed, field)
-    text = _NOT_THERE if old is None else _OTHER_KIND
-    return text.format(where, name, an(kind.__name__), allowed, kind_name(kind), field)
+    if old is None:
+        return _NOT_THERE.format(where, name, an(kind.__name__))
+    kinds = ", ".join(map(kind_name, (*scope.kinds, kind)))
+    # Not in a field such as `target: es.Buffer[Encoder]`, whose layers declare `State`.
+    is_own = visit.context.is_own and kind is visit.context.kind
+    cure = _DECLARE.format(an(kind.__name__), field)
+    cure = _IN_BUFFER if kind.covering and not is_own else cure
+    return _OTHER_KIND.format(where, name, an(kind.__name__), allowed, kinds, cure)
 
 
 def no_field_message(module: BaseModule, name: str, value: Any) -> str:
@@ -195,8 +201,14 @@ call cannot change the structure of the model. Initialize the model first: `mode
 model.init(42, x)`."""
 
 _OTHER_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, but this call can write only \
-{3}. To write it on purpose, name the kind: `es.mutable(f, kinds={4})`, or \
-`kinds=es.TreePart` for all. If it is not {2}, declare what it is: `{5}: es.State`."""
+{3}. To write it on purpose, name all kinds that the call writes, `kinds=({4})`, in \
+`es.mutable`, `es.value_and_grad` or `es.grad`; `kinds=es.TreePart` allows all. {5}"""
+
+_DECLARE: Final = """If it is not {}, declare what it is: `{}: es.State`."""
+
+_IN_BUFFER: Final = """A field further up declares this kind for all that is below, \
+and layers write in train mode. If this part should not change, such as a teacher with \
+fixed statistics, call it in eval mode: `self.teacher.eval()(x)`."""
 
 _NO_SCOPE: Final = """Cannot write `{0}.{1}`: modules are frozen, and this `{0}` is \
 outside `es.mutable`. For predictions call it in eval mode, in which layers write \

@@ -6,12 +6,14 @@ unwritten arrays are the caller's own again, and written arrays are cast back.
 """
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._errors import show
+from .._kinds.kinds import Buffer, Parameter
 from .._state.codecs import Codec
 from .._state.lazy import check_initialized
 from .._tree.dtypes import as_inside, canonical
@@ -19,6 +21,9 @@ from .._tree.filters import filter_text
 from .._tree.rules import check_rules, choose
 from .._tree.walk import is_array, leaves
 from .._typing import KeyPath, PyTree
+
+
+CastLike: TypeAlias = Mapping[Any, Any] | DTypeLike | None
 
 
 class Cast(NamedTuple):
@@ -72,7 +77,10 @@ def as_cast(cast: Any, what: str) -> Cast | None:
         return None
     what = f"`{what}(cast=...)`"
     if not isinstance(cast, Mapping):
-        raise TypeError(_NOT_RULES.format(what, show(cast)))
+        if (dtype := _floating(cast)) is None:
+            raise TypeError(_NOT_RULES.format(what, show(cast)))
+        # Buffers, too: a float32 constant would make all that follows float32.
+        cast = {Parameter: dtype, Buffer: dtype}
     check_rules(cast, what)
     return Cast(tuple((key, _as_dtype(cast, key, what)) for key in cast), what)
 
@@ -83,20 +91,26 @@ def codecs_of(cast: Cast | None) -> list[Codec]:
 
 
 def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
-    if cast[key] is None:
-        return None
-    try:
-        # `jnp.dtype` would accept an array, and return its dtype.
-        dtype = None if is_array(cast[key]) else jnp.dtype(cast[key])
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    dtype = _floating(cast[key])
+    if dtype is None and cast[key] is not None:
         raise TypeError(_NOT_A_DTYPE.format(what, filter_text(key), show(cast[key])))
     return dtype
 
 
-_NOT_RULES: Final = """{}: rules are a mapping from filters to dtypes, such as \
-`cast={{es.Parameter: jnp.bfloat16}}`, but this is `{}`, which selects no arrays."""
+def _floating(x: Any) -> Any:
+    """`x` as a real floating dtype; `None` if it is none."""
+    if x is None or is_array(x):  # `jnp.dtype` would accept both
+        return None
+    try:
+        dtype = jnp.dtype(x)
+    except TypeError:
+        return None
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
+
+
+_NOT_RULES: Final = """{}: pass a real floating dtype, `cast=jnp.bfloat16`, or a \
+mapping from filters to dtypes, such as `cast={{es.Parameter: jnp.bfloat16}}`, but \
+`{}` was given."""
 
 _NOT_A_DTYPE: Final = """{0}: the value for `{1}` is `{2}`, but it must be a real \
 floating dtype, or `None` to leave the arrays unchanged: `cast={{es.Parameter: \

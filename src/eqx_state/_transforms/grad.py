@@ -6,7 +6,7 @@ output.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, Final, Literal, overload, TypeVar
 
 import equinox as eqx
@@ -23,7 +23,7 @@ from .._tree.filters import bind_to_visits, Filter, trainable
 from .._tree.parts import is_inexact
 from .._tree.rules import nothing_selected
 from .._typing import P, R
-from .cast import as_cast, Cast, codecs_of
+from .cast import as_cast, Cast, CastLike, codecs_of
 from .lift import Lifted
 from .mutable import run_on_copy
 from .target import Argnums, as_argnums, as_kinds, target
@@ -142,7 +142,7 @@ def value_and_grad(
     has_aux: Literal[False] = False,
     kinds: Any = State,
     argnums: Literal[0] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[Concatenate[_M, P], tuple[tuple[R, _M], _M]]: ...
 @overload
 def value_and_grad(
@@ -152,7 +152,7 @@ def value_and_grad(
     has_aux: Literal[True],
     kinds: Any = State,
     argnums: Literal[0] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[Concatenate[_M, P], tuple[tuple[tuple[R, _A], _M], _M]]: ...
 @overload
 def value_and_grad(
@@ -162,7 +162,7 @@ def value_and_grad(
     has_aux: bool = False,
     kinds: Any = State,
     argnums: int | tuple[int, ...],
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[P, tuple[tuple[R, Any], Any]]: ...
 def value_and_grad(
     f: Any,
@@ -171,7 +171,7 @@ def value_and_grad(
     has_aux: bool = False,
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Any:
     """A function that returns the value of `f`, the new model, and the gradients.
 
@@ -242,7 +242,7 @@ def grad(
     has_aux: Literal[False] = False,
     kinds: Any = State,
     argnums: Literal[0] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[Concatenate[_M, P], tuple[_M, _M]]: ...
 @overload
 def grad(
@@ -252,7 +252,7 @@ def grad(
     has_aux: Literal[True],
     kinds: Any = State,
     argnums: Literal[0] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[Concatenate[_M, P], tuple[_M, tuple[_A, _M]]]: ...
 @overload
 def grad(
@@ -262,7 +262,7 @@ def grad(
     has_aux: bool = False,
     kinds: Any = State,
     argnums: int | tuple[int, ...],
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[P, tuple[Any, Any]]: ...
 def grad(
     f: Any,
@@ -271,7 +271,7 @@ def grad(
     has_aux: bool = False,
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Any:
     """A function that returns the gradients of `f`, and the new model.
 

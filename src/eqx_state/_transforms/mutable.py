@@ -1,6 +1,6 @@
 """`es.mutable`: run on a private copy, return the result and the new model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, Generic, overload, TypeVar
 
 import equinox as eqx
@@ -8,11 +8,11 @@ import equinox as eqx
 from .._errors import an
 from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
-from .._state.lazy import check_none_missing
+from .._state.lazy import check_usable
 from .._state.scope import Kinds, Scope
 from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
-from .cast import as_cast, Cast, codecs_of
+from .cast import as_cast, Cast, CastLike, codecs_of
 from .target import Argnums, as_argnums, as_kinds, target
 from .transform import Transform, wrap
 
@@ -35,7 +35,7 @@ def run_on_copy(
     with scope:
         private = PrivateCopy(model, scope, like)
         visits = private.before.visits
-        check_none_missing(visits)
+        check_usable(visits)
         if scope.observer is not None:
             scope.observer.check(private.tree)
         try:
@@ -95,7 +95,7 @@ def mutable(
     *,
     kinds: Any = State,
     argnums: None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> _Threaded[_M, _M]: ...
 @overload
 def mutable(
@@ -103,14 +103,14 @@ def mutable(
     *,
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Callable[P, tuple[R, Any]]: ...
 def mutable(
     f: Any,
     *,
     kinds: Any = State,
     argnums: int | tuple[int, ...] | None = None,
-    cast: Mapping[Any, Any] | None = None,
+    cast: CastLike = None,
 ) -> Any:
     """A function like `f` that can write state, and returns `(output, new_model)`.
 
@@ -130,13 +130,14 @@ def mutable(
         above. An integer, counted from 0 or from the end as in `jax.grad`, or a tuple
         of integers. With a tuple, the new models are a tuple, too. With `argnums`, the
         object that `f` is bound to cannot be written.
-    - `cast`: the dtypes of the model inside the call: rules, as for `es.spec`, from
-        filters to real floating dtypes, or to `None` for arrays that do not change.
-        `{es.Parameter: jnp.bfloat16}` computes with parameters in half precision. Only
-        real floating arrays are cast. Outside the call nothing changes: unwritten
-        arrays are the same objects, and written arrays have their old dtype. A narrower
-        float that is written inside is widened to the dtype of its field. The other
-        arguments are not cast.
+    - `cast`: the dtypes of the model inside the call: a real floating dtype for all
+        parameters and buffers, such as `jnp.bfloat16`; or rules, as for `es.spec`, from
+        filters to such dtypes, or to `None` for arrays that do not change. The dtype
+        alone means `{es.Parameter: dtype, es.Buffer: dtype}`: beside a float32 buffer,
+        everything that follows would be float32. Only real floating arrays are cast.
+        Outside the call nothing changes: unwritten arrays are the same objects, and
+        written arrays have their old dtype. A narrower float that is written inside is
+        widened to the dtype of its field. The other arguments are not cast.
 
     **Returns:**
 
@@ -151,12 +152,12 @@ def mutable(
     - `es.TraceError`: a write inside a plain JAX transform.
     - `ValueError`: a changed structure, shape or dtype; an integer that the dtype
         cannot represent (a traced one has no value yet, and wraps around as in JAX);
-        one stateful module that occurs twice; `argnums` names one argument twice; a
-        filter in `cast` matches nothing.
+        one stateful module that occurs twice; a Python number in a field that declares
+        a kind; `argnums` names one argument twice; a filter in `cast` matches nothing.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `TypeError`: the call has no positional argument, or not the one that `argnums`
-        names, or no module although a partial binds one; `cast` is not a mapping from
-        filters to real floating dtypes.
+        names, or no module although a partial binds one; `cast` is neither a real
+        floating dtype nor a mapping from filters to such dtypes.
 
     !!! example
 

@@ -48,6 +48,7 @@ class Context(NamedTuple):
     spec: Spec = NOTHING  # what the nearest annotation declares for this node
     kind: Kind | None = None  # the innermost kind declared so far
     covering: Kind | None = None  # the outermost covering kind
+    is_own: bool = False  # a kind is declared inside the nearest module
     unresolved: bool = False  # an annotation further in than `kind` is unresolved
     frozen: bool = False  # because of a module above or a frozen path
     owners: tuple[type, ...] = ()  # classes of the modules above, the nearest last
@@ -101,6 +102,7 @@ class Context(NamedTuple):
         around = self._replace(
             spec=NOTHING,
             unresolved=False,
+            is_own=False,
             owners=(*self.owners, cls),
             axes=self._axes_below(),
         )
@@ -128,7 +130,12 @@ class Context(NamedTuple):
         if spec.kind is None:
             return new
         covering = self.covering or (spec.kind if spec.kind.covering else None)
-        return new._replace(kind=spec.kind, covering=covering, unresolved=False)
+        return new._replace(
+            kind=spec.kind,
+            covering=covering,
+            unresolved=spec.unresolved,
+            is_own=True,
+        )
 
     def seen_from(self, depth: int, start: int) -> "Context":
         """The context for a path whose first `depth` keys are replaced by `start` keys.

@@ -25,17 +25,22 @@ from .walk import is_array, is_numpy
 NUMBERS: Final = (bool, int, float, complex)
 
 
-def strengthen(value: Any, spec: Spec) -> Any:
+def strengthen(value: Any, spec: Spec, old: Any = None) -> Any:
     """Make the numbers and weak arrays of `value` strong where `spec` has a kind.
 
+    Where they replace an array in `old`, they have its dtype, if that can hold them.
     Modules in `value` are unchanged: their own declarations apply to their fields.
     """
     if spec == NOTHING or is_eqx_module(value) or value is None:
         return value
     below = children(value)
     if below is None:
-        return value if spec.kind is None else to_strong(value)
-    new = [strengthen(child, _inner(spec, value, key)) for key, child in below]
+        return value if spec.kind is None else to_strong(value, old)
+    before = dict(children(old) or ())
+    new = [
+        strengthen(child, _inner(spec, value, key), before.get(key))
+        for key, child in below
+    ]
     is_same = all(x is child for x, (_, child) in zip(new, below, strict=True))
     return value if is_same else with_children(value, new)
 
@@ -45,20 +50,39 @@ def _inner(spec: Spec, node: Any, key: Any) -> Spec:
     return inner if inner.kind else inner._replace(kind=spec.kind)
 
 
-def strengthen_field(cls: type, name: str, value: Any) -> Any:
+def strengthen_field(cls: type, name: str, value: Any, old: Any = None) -> Any:
     """`strengthen` for the value of a field of an `es.Module`."""
-    return strengthen(value, declarations(cls).get(name, NOTHING))
+    return strengthen(value, declarations(cls).get(name, NOTHING), old)
 
 
-def to_strong(leaf: Any) -> Any:
-    """A number or a weak array as a strong array; anything else unchanged."""
+def to_strong(leaf: Any, old: Any = None) -> Any:
+    """A number or a weak array as a strong array; anything else unchanged.
+
+    The dtype is that of the array `old`, if there is one and it can hold the value.
+    """
     if type(leaf) in NUMBERS:
         # `jnp.asarray(1.0)` without a dtype would be weak.
-        return jnp.asarray(leaf, dtype=jnp.result_type(type(leaf)))
+        return jnp.asarray(leaf, _strong_dtype(leaf, jnp.result_type(type(leaf)), old))
     if is_weak(leaf):
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        return leaf.update(weak_type=False) if is_shape else leaf.astype(leaf.dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(weak_type=False)
+        return leaf.astype(_strong_dtype(leaf, leaf.dtype, old))
     return leaf
+
+
+def _strong_dtype(leaf: Any, own: Any, old: Any) -> Any:
+    if not is_array(old) or not is_numeric(old.dtype):
+        return own
+    dtype = canonical(old.dtype)
+    return dtype if _promoted(dtype, leaf) == dtype and holds(dtype, leaf) else own
+
+
+def _promoted(dtype: Any, leaf: Any) -> Any:
+    """The dtype to which JAX promotes a number or a weak array beside this dtype."""
+    # Under strict promotion JAX would raise an error that does not name the field.
+    # `np.zeros` adds no operation to a trace.
+    with jax.numpy_dtype_promotion("standard"):
+        return canonical(jnp.result_type(np.zeros((), dtype), leaf))
 
 
 def is_weak(x: Any) -> bool:
@@ -75,11 +99,7 @@ def fit_leaf(old: Any, new: Any, name: str) -> Any:
     dtype = canonical(old.dtype)
     is_number = type(new) in NUMBERS  # `np.float64`, a subclass of `float`, is not one
     if is_number or is_weak(new):
-        # Under strict promotion JAX would raise an error that does not name the field.
-        # `np.zeros` adds no operation to a trace.
-        with jax.numpy_dtype_promotion("standard"):
-            promoted = canonical(jnp.result_type(np.zeros((), dtype), new))
-        if promoted != dtype:
+        if (promoted := _promoted(dtype, new)) != dtype:
             given = f"the number {new!r}" if is_number else f"`{show(new)}`"
             error = _DTYPE.format(name, show(old), given, promoted.name, dtype.name)
             raise ValueError(error)

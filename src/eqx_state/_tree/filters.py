@@ -25,8 +25,12 @@ Predicate: TypeAlias = Callable[[Part], bool]
 Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
 
 
-def check_filter(filter: Any) -> None:
-    """Raise `TypeError` if `filter` is not a filter."""
+_TRAIN: Final = """To train a part of the model: `wrt=es.all_of(es.trainable, \
+es.under(lambda model: model.head))`."""
+
+
+def check_filter(filter: Any, advice: str = _TRAIN) -> None:
+    """Raise `TypeError` if `filter` is not a filter. `advice` ends the message."""
     # Reject `eqx.is_array` and the like, which would silently select nothing: a part is
     # not an array.
     if getattr(filter, "__module__", None) == eqx.is_array.__module__:
@@ -39,7 +43,7 @@ def check_filter(filter: Any) -> None:
     is_tree = is_mask or any(map(is_array, values))
     if not is_kind(filter) and (is_type or is_tree or not callable(filter)):
         given = type(filter).__qualname__ if is_tree else repr(filter)
-        raise TypeError(_NOT_A_FILTER.format(given))
+        raise TypeError(_NOT_A_FILTER.format(given, advice))
 
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
@@ -405,8 +409,7 @@ end in `.bias`. If a name contains this character, write `?` in its place."""
 
 _NOT_A_FILTER: Final = """`{}` is not a filter. A filter is a kind (`es.Parameter`), \
 a function `es.Part -> bool`, or the result of `es.path_matches(name)`, \
-`es.inside(module_class)` or a similar function of `es`. To train a part of the model: \
-`wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
+`es.inside(module_class)` or a similar function of `es`. {}"""
 
 _OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter takes an `es.Part`, \
 not its array. Write `lambda part: {0}(part.value)`, or `es.trainable` for \

@@ -45,7 +45,8 @@ def check_rules(rules: Any, what: str) -> None:
         raise TypeError(_NOT_A_MAPPING.format(what, type(rules).__qualname__))
     for key in rules:
         if key is not ...:
-            check_filter(key)
+            name = key if isinstance(key, str) else "*.bias"
+            check_filter(key, _KEYS.format(what, name))
 
 
 def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
@@ -153,6 +154,9 @@ class RuleMatcher:
 
 _NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, such as \
 `{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`, but this is a `{1}`."""
+
+_KEYS: Final = """{0}: the keys of rules are filters, and not names: \
+`{{es.path_matches({1!r}): value}}`."""
 
 _NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` lists \
 the arrays with their names and kinds. Only kinds and `...` may match nothing."""

@@ -12,7 +12,14 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._typing import KeyPath, PyTree, Tree
-from .base import FROZEN_PATHS, INFERENCE, INIT_DONE, is_eqx_module, is_module
+from .base import (
+    fields_of,
+    FROZEN_PATHS,
+    INFERENCE,
+    INIT_DONE,
+    is_eqx_module,
+    is_module,
+)
 from .compare import is_hole, leaves_like, same_modes, structure_with_holes
 from .context import map_children
 from .dtypes import strengthen_field
@@ -362,7 +369,11 @@ def _has(module: eqx.Module, name: str) -> bool:
 
 
 def replace(module: Any, **fields: Any) -> Any:
-    """A copy of an `es.Module` with these fields; `TypeError` for an unknown name."""
+    """A copy of an `es.Module` with these fields; `TypeError` for an unknown name.
+
+    In a field that declares a kind, a number keeps the dtype of the array that it
+    replaces, if that can hold it.
+    """
     for name in fields:
         if not _has(module, name):
             cls = type(module).__qualname__
@@ -375,7 +386,8 @@ def replace(module: Any, **fields: Any) -> Any:
 
 def _assign(module: eqx.Module, name: str, value: Any) -> None:
     if is_module(module):
-        value = strengthen_field(type(module), name, value)
+        old = fields_of(module).get(name)
+        value = strengthen_field(type(module), name, value, old)
         if name == "frozen":  # replaces earlier settings for parts
             object.__setattr__(module, FROZEN_PATHS, ())
     object.__setattr__(module, name, value)

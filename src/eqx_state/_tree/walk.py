@@ -310,6 +310,7 @@ class _Walk:
         owner = context.owner
         in_norm = owner is not None and issubclass(owner, eqx.nn.BatchNorm)
         context = context.declare(Spec(kind=BatchStat if in_norm else State))
+        context = context._replace(is_own=False)  # the user has declared nothing
         if self.is_leaf is not None and self.is_leaf(node):
             self.leaf(node, path, context)
             return

@@ -17,6 +17,7 @@ def optimize(model: eqx.nn.Linear, adam: Any) -> None:
     optimizer = es.Optimizer(rules).init(model)
     assert_type(optimizer, es.Optimizer)
     assert_type(optimizer.hyperparams, dict[Any, Any])
+    assert_type(optimizer.refit(model), es.Optimizer)
     assert_type(optimizer.set(learning_rate=1e-4), es.Optimizer)
     assert_type(optimizer.set(group=is_matrix, learning_rate=1e-4), es.Optimizer)
     assert_type(optimizer.update(model, model), tuple[eqx.nn.Linear, es.Optimizer])

@@ -59,6 +59,8 @@ def check(model: Model, x: Array) -> None:
     assert_type(es.mutable(model, kinds=es.TreePart)(x), tuple[Array, Model])
     half = {es.Parameter: "bfloat16", es.path_matches("*.bias"): None, ...: "float16"}
     assert_type(es.mutable(model, cast=half)(x), tuple[Array, Model])
+    assert_type(es.mutable(model, cast=jnp.bfloat16)(x), tuple[Array, Model])
+    assert_type(es.mutable(model, cast="bfloat16")(x), tuple[Array, Model])
     assert_type(
         es.value_and_grad(loss, cast=half)(model, x, n=2),
         tuple[tuple[Array, Model], Model],
