@@ -112,9 +112,9 @@ def test_an_array_that_is_donated_twice_is_named_twice():
     assert agent["q"].weight.shape == (2, 2)
 
 
-def test_an_error_of_a_donating_program_is_that_of_jax():
-    def fail(x):
+def test_an_error_of_the_function_is_not_replaced_by_one_about_donation():
+    def fail(x, y):
         raise ValueError("of mine")
 
     with pytest.raises(ValueError, match="of mine"):
-        es.jit(fail, donate="all")(X + 1)
+        es.jit(fail, donate="all")(X, X)

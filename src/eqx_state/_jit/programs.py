@@ -91,7 +91,7 @@ class Program:
             return result
         except PROGRAM_ERRORS as error:
             raise_failed_check(error)
-            if self.donated:
+            if isinstance(error, jax.errors.JaxRuntimeError):
                 _check_donated_once(arrays, self.donated, new_call)
             raise
         finally:

@@ -175,7 +175,8 @@ class Optimizer(AbstractPerParameter):
         - `es.NotInitializedError`: `init` has not been called.
         - `ValueError`: the model or the gradients differ in structure or shapes from
             the model given to `init`; `wrt` selects different leaves; or a gradient is
-            complex and its parameter is not. The message names the first path.
+            complex and its parameter is not (the message names the first path); or the
+            result of `es.grad` or `update` was not unpacked.
         """
         made = self._made("update")
         selected = self._selected(model)

@@ -117,8 +117,6 @@ class Loop:
         while manual_axes():
             jax.eval_shape(probe, carry)
             old, treedef = jtu.tree_flatten(carry)
-            if len(old) != len(found):
-                break  # JAX raises the error
             new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
             if identical(old, new):
                 break

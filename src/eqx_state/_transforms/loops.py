@@ -65,7 +65,7 @@ def scan(
 
     - `ValueError`: a written state changed its shape or dtype, or is not an array; a
         module of the carry was written but not returned; a state was written both in
-        `xs` and through the closure.
+        `xs` and through the closure; an array in `xs` has no axis.
     - `TypeError`: `f` did not return a pair; or the carry changed its structure, a
         shape or dtype, or a leaf that is not an array.
 

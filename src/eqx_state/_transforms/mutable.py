@@ -185,8 +185,8 @@ def mutable(
         filter in `cast` matches nothing.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `TypeError`: the call has no positional argument, or not the one that `argnums`
-        names, or no module although a partial binds one; `cast` is not a mapping from
-        filters to real floating dtypes.
+        names, or no module although a partial binds one; a method is also given its own
+        model; `cast` is not a mapping from filters to real floating dtypes.
 
     !!! example
 
