@@ -348,7 +348,7 @@ def _(case):
             loop(lambda x: (x, x))
 
 
-@program("swap arguments: `es.scan(f, xs, init)`", "es.scan(f, init, xs)", "`xs`")
+@program("swap arguments: `es.scan(f, xs, 0.0)`", "es.scan(f, init, xs)", "`xs`")
 def _(case):
     with case.error():
         es.scan(lambda carry, x: (carry + x, None), XS, 0.0)
