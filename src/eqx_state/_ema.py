@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -174,6 +174,11 @@ class Ema(AbstractPerParameter):
         ]
         return fill(self.rest, jtu.tree_unflatten(treedef, means))
 
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args, **kwargs):
+            raise TypeError(_NOT_A_MODEL)
+
     def _split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """The arrays to average, and copies of the rest, which survive donation."""
         check_ready(model)
@@ -240,6 +245,9 @@ def _mean(old: Array, x: Array, share: Array) -> Array:
 
 _NEW_ONE: Final = """An average belongs to one structure. For a different \
 structure, create a new average: `ema = es.Ema(decay).init(model)`."""
+
+_NOT_A_MODEL: Final = """An `es.Ema` was called, and is not a model. Call the averaged \
+model: `ema.model.eval()(x)`."""
 
 _NOT_A_DECAY: Final = """`es.Ema(decay)`: `decay` must be a number, at least 0 and \
 less than 1, or a function of the step, but `{}` was given. Pass the model to `init`: \

@@ -37,15 +37,17 @@ def no_attribute(module: str, name: str) -> AttributeError:
     known |= {"Param": "es.Parameter", "Rngs": "es.RngStream", "remat": "es.checkpoint"}
     near = difflib.get_close_matches(name, known, 1, 0.75)
     hint = f": did you mean `{known[near[0]]}`?" if near else ""
-    if (module, name) == (__package__, "hold"):
-        hint = _NO_HOLD
+    hint = _HINTS.get(name, hint) if module == __package__ else hint
     # Do not pass `obj`: with it, Python would add its own suggestion.
     said = f"module {module!r} has no attribute {name!r}{hint}"
     return AttributeError(said, name=name)
 
 
-_NO_HOLD: Final = """: it is gone. Write the step with `es.jit`. To call small steps \
-faster, put several into one call: `es.scan` inside one `es.jit`."""
+_HINTS: Final = {
+    "hold": ": it is gone. Write the step with `es.jit`. To call small steps faster,"
+    " put several into one call: `es.scan` inside one `es.jit`.",
+    "lax": ": its transforms are in `es` itself: `es.scan`, `es.cond`, …",
+}
 
 
 def public_name(cls: type) -> str:

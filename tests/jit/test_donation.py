@@ -3,7 +3,9 @@
 import warnings
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.random as jr
 import pytest
 from jit_cases import Counter
 
@@ -97,3 +99,22 @@ def test_nested_donating_functions_do_not_change_the_filters_of_warnings(x):
         assert outer(x + 0.0) == 2 * x.sum()
         assert warnings.filters == before
     assert not caught
+
+
+def test_an_array_that_is_donated_twice_is_named_twice():
+    layer = eqx.nn.Linear(2, 2, key=jr.key(0))
+    agent = {"q": layer, "target": layer, "step": X + 1}
+    step = es.jit(lambda agent: jax.tree.map(lambda x: 2 * x, agent), donate="all")
+    match = r"`agent\['q'\].weight`: `agent\['target'\].weight` is the same.*jnp.copy"
+    with pytest.raises(ValueError, match=match):
+        step(agent)
+    agent = step({**agent, "target": jax.tree.map(jnp.copy, layer)})
+    assert agent["q"].weight.shape == (2, 2)
+
+
+def test_an_error_of_the_function_is_not_replaced_by_one_about_donation():
+    def fail(x, y):
+        raise ValueError("of mine")
+
+    with pytest.raises(ValueError, match="of mine"):
+        es.jit(fail, donate="all")(X, X)

@@ -154,8 +154,9 @@ class Case:
         with pytest.raises(error, match=re.escape(self.row.says)) as info:
             yield
         assert info.type is error
+        said = "\n".join([str(info.value), *getattr(info.value, "__notes__", ())])
         for text in (*self.hints, *hints):
-            assert text in str(info.value), f"{text!r} is not in:\n{info.value}"
+            assert text in said, f"{text!r} is not in:\n{said}"
         self.errors += 1
 
 

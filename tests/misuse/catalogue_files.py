@@ -6,6 +6,7 @@ import pickle
 import tempfile
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
@@ -246,3 +247,50 @@ def _(case):
 
     with case.error():
         es.from_torch(case.keep(Net(), XS), Module())
+
+
+@program(
+    "load a file of `es.save(path, es.state_dict(model))` into the model",
+    "`es.load_state_dict(model, es.load(path, es.state_dict(model)))`",
+    "`es.save(path, model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.safetensors")
+        es.save(path, es.state_dict(net))
+        for options in ({}, {"strict": False}):
+            with case.error():
+                es.load(path, net, **options)
+        with case.error():
+            es.load(path, net, es.Parameter)
+        found = es.load_state_dict(net, es.load(path, es.state_dict(net)))
+        assert eqx.tree_equal(found, net)
+
+
+@program("use a pickle of a class that has gained a field", "`Net` lacks its field")
+def _(case):
+    net = case.keep(Net(), XS)
+    old = pickle.loads(pickle.dumps(net))
+    object.__delattr__(old, "layer")  # as if `Net` had been without it
+    with case.error("`layer`", "es.load_state_dict(Net(...), es.state_dict(old)"):
+        es.mutable(old)(XS)
+    new = es.load_state_dict(Net(mean=XS), es.state_dict(old), strict=False)
+    assert eqx.tree_equal(new, net)
+
+
+@program(
+    "map over two models in different modes: `jax.tree.map(f, model, model.eval())`"
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    with case.error():
+        jax.tree.map(jnp.add, net, net.eval())
+    both = es.map(jnp.add, net, net.eval(), on=es.Parameter)
+    assert both.layer.weight == 2 * net.layer.weight
+
+
+@program("use JAX's name of the module: `es.lax.scan`", "`es.scan`, `es.cond`")
+def _(case):
+    with case.error():
+        _ = es.lax

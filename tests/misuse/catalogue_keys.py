@@ -98,7 +98,9 @@ def _(case):
 
 
 @program(
-    "keep a legacy key (a `uint32` array) in a field without a kind", "Legacy.rng`"
+    "keep a legacy key (a `uint32` array) in a field without a kind",
+    "Legacy.rng`",
+    "`rng: es.Rng`",
 )
 def _(case):
     class Legacy(es.Module):
@@ -119,3 +121,12 @@ def _(case):
             es.RngStream(seed)
         with case.error():
             es.reseed(model, seed)
+
+
+@program(
+    "draw from a stream without a call: `jax.random.normal(self.keys)`", "RngStream"
+)
+def _(case):
+    keys = case.keep(es.RngStream(0))
+    with case.error():
+        es.mutable(lambda keys: jr.normal(keys, (3,)))(keys)

@@ -1,11 +1,13 @@
 """Programs that use the transforms of `es` wrongly."""
 
+import contextlib
 import dataclasses
 
 import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
+import pytest
 from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
@@ -224,8 +226,10 @@ def _(case):
     one = case.keep([Layer()])
     stack = case.keep([eqx.filter_vmap(Layer)(jnp.ones(2), jnp.zeros(2, int))])
     f = es.mutable(lambda layers: es.scan(lambda x, m: (m(x), None), XS, layers[0])[0])
-    with case.error():
+    with case.error("`[0].weight`"):
         f(one)
+    with case.error("`xs[0].weight`"):
+        es.scan(lambda x, layers: (layers[0](x), None), XS, one)
     y, new = f(stack)
     assert (y == XS).all()
     assert new[0].count.tolist() == [1, 1]
@@ -324,6 +328,112 @@ def _(case):
         es.mutable(
             lambda net: es.cond(XS[0] > 0, lambda: net.layer(XS), lambda: (XS, XS))
         )(net)
+    with case.error("first at `training`: expected `True`, got `False`"):
+        es.cond(XS[0] > 0, lambda net: net, lambda net: net.eval(), net)
+    with case.error("expected `'array'`, got `('array', 'array')`"):
+        es.cond(XS[0] > 0, lambda: XS, lambda: (XS, XS))
+
+
+@program("call the branches: `es.cond(pred, f(x), g(x))`", "`es.cond(p, f, g, x)`")
+def _(case):
+    with case.error("`es.cond`", "`f32[3]`"):
+        es.cond(True, jnp.sin(XS), jnp.cos(XS))
+    with case.error("`es.switch`", "`f32[]`"):
+        es.switch(0, [jnp.sin, jnp.sum(XS)], XS)
+
+
+@program("swap the arguments of the body of `es.scan`: `def body(x, carry)`")
+def _(case):
+    def body(x, carry):
+        return carry + x.sum(), None
+
+    with case.error("at the root: expected `f32[]`, got `f32[3]`"):
+        es.scan(body, jnp.zeros(()), jnp.ones((4, 3)))
+    layer = case.keep(Layer())
+    with case.error("first at `training`", "Switch modes outside the loop"):
+        es.scan(lambda layer, _: (layer.eval(), None), layer, None, 2)
+    for loop in (
+        lambda f: es.while_loop(lambda x: True, f, XS),
+        lambda f: es.fori_loop(0, 2, lambda i, x: f(x), XS),
+    ):
+        with case.error("expected `f32[3]`, got `(f32[3], f32[3])`"):
+            loop(lambda x: (x, x))
+
+
+@program("swap arguments: `es.scan(f, xs, 0.0)`", "es.scan(f, init, xs)", "`xs`")
+def _(case):
+    with case.error():
+        es.scan(lambda carry, x: (carry + x, None), XS, 0.0)
+
+
+@program("scan over a list of plain layers: `es.scan(f, x, layers)`")
+def _(case):
+    layers = case.keep([eqx.nn.Linear(3, 3, key=jax.random.key(i)) for i in range(3)])
+    with case.error():
+        es.scan(lambda x, layer: (layer(x), None), XS, layers)
+    assert es.nn.Stacked(layers)(XS).shape == (3,)
+
+
+# --- Batches and ensembles ------------------------------------------------------------
+
+
+@program(
+    "map a call that returns a new model: `es.vmap(es.mutable(model))(xs)`",
+    "`ys, model = es.mutable(es.vmap(model))(xs)`",
+    "axes={...: 0}",
+)
+def _(case):
+    model = case.keep(Layer())
+    for f in (es.mutable(model), es.mutable(lambda x: model(x))):
+        wrong = f.f is model
+        with case.error() if wrong else contextlib.nullcontext():
+            es.vmap(f)
+    ensemble = case.keep(eqx.filter_vmap(Layer)(jnp.ones(2), jnp.zeros(2, int)))
+    _, new = es.vmap(es.mutable(ensemble), axes={...: 0})(jnp.ones(2))
+    assert new.count.tolist() == [1, 1]
+    _, new = es.vmap(es.mutable(lambda m, x: m(x)))(ensemble, jnp.ones(2))
+    assert new.count.tolist() == [1, 1]
+
+
+@program("pass one example to `es.vmap(model)`")
+def _(case):
+    model = case.keep(eqx.nn.Linear(3, 3, key=jax.random.key(0)))
+    with case.error():
+        es.vmap(model)(XS)
+
+
+@program("pass a batch to a model of one example: `model.eval()(xs)`")
+def _(case):
+    model = case.keep(eqx.nn.Linear(3, 3, key=jax.random.key(0)))
+    with case.error():
+        model(jnp.ones((4, 3)))
+    assert es.vmap(model)(jnp.ones((4, 3))).shape == (4, 3)
+
+
+@program("create an ensemble from one key: `eqx.filter_vmap(Net)(key)`")
+def _(case):
+    def make(key):
+        return eqx.nn.Linear(3, 3, key=key)
+
+    with case.error():
+        eqx.filter_vmap(make)(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"One key .*`jax\.random\.split\(key, n\)`"):
+        es.vmap(make)(jax.random.key(0))
+
+
+@program("map an ensemble without `axes`: `es.vmap(ensemble)(xs)`")
+def _(case):
+    ensemble = case.keep(eqx.filter_vmap(Layer)(jnp.ones(3), jnp.zeros(3, int))).eval()
+    assert es.vmap(ensemble)(jnp.ones((3, 3))).shape == (3, 3)
+    assert es.vmap(ensemble, axes={...: 0})(jnp.ones((3, 5))).shape == (3, 5)
+
+
+@program("index an ensemble: `ensemble[0]`")
+def _(case):
+    ensemble = case.keep(eqx.filter_vmap(Layer)(jnp.ones(3), jnp.zeros(3, int)))
+    with case.error():
+        ensemble[0]
+    assert es.map(lambda x: x[0], ensemble, on=lambda part: True).weight == 1
 
 
 @program(

@@ -234,6 +234,19 @@ def _(case):
     assert es.configure(dropout, p=0.1).p == 0.1
 
 
+@program('pass the name of the axis first: `es.nn.BatchNorm("batch", 8)`')
+def _(case):
+    with case.error("es.nn.BatchNorm('batch', 8)", 'es.nn.BatchNorm(8, "batch")'):
+        es.nn.BatchNorm("batch", 8)
+
+
+@program("pass only a key: `es.nn.Dropout(key)`", "`es.nn.Dropout(0.5, key=key)`")
+def _(case):
+    for key in (jr.key(0), jr.PRNGKey(0)):
+        with case.error():
+            es.nn.Dropout(key)
+
+
 # --- The optimizer ------------------------------------------------------------------
 
 
@@ -530,3 +543,51 @@ def _(case):
     net = case.keep(Net(), XS)
     with case.error():
         es.grad(loss_fn, cast={es.path_matches("wieght"): jnp.bfloat16})(net)
+
+
+@program(
+    "assign the pair: `model = optimizer.update(grads, model)`",
+    "`es.Optimizer` was passed",
+    "`model, optimizer = optimizer.update(grads, model)`",
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    grads, net = es.grad(loss_fn)(net)
+    pair = optimizer.update(grads, net)
+    with case.error():
+        optimizer.update(grads, pair)
+    with pytest.raises(TypeError, match="in a tuple with it"):
+        es.mutable(pair)
+
+
+@program(
+    "assign the pair: `grads = es.grad(loss_fn)(model)`", "`grads, model = es.grad("
+)
+def _(case):
+    net = case.keep(Net(), XS)
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(net)
+    pair = es.grad(loss_fn)(net)
+    with case.error():
+        optimizer.update(pair, net)
+    models = (net, Net())
+    optimizer = es.Optimizer(optax.sgd(1.0)).init(models)
+    grads, _ = es.grad(lambda models: loss_fn(models[0]))(models)
+    assert optimizer.update(grads, models)[0][0].layer.weight == -1.0
+
+
+@program("unpack it like JAX's with `has_aux=True`: `(loss, aux), grads = …`")
+def _(case):
+    net = case.keep(Net(), XS)
+    f = es.value_and_grad(lambda net: (loss_fn(net), "aux"), has_aux=True)
+    (loss, aux), _ = f(net)
+    assert loss[1] == "aux"
+    assert aux.layer.count == 1
+
+
+@program("call an average: `ema(x)`", "`ema.model.eval()(x)`")
+def _(case):
+    ema = case.keep(es.Ema(0.9).init(Net()))
+    with case.error():
+        ema(XS)
+    assert (ema.model.eval()(XS) == 2 * XS).all()

@@ -1,12 +1,15 @@
 """Programs that assign a field that must not be written, or a wrong value."""
 
 import copy
+import dataclasses
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from catalogue_entry import Layer, Net, program, XS
 
 import eqx_state as es
@@ -409,3 +412,107 @@ def _(case):
     f = es.mutable(lambda net, x: net.stats.__setitem__("last", x.sum()))
     for run in (f, es.jit(f)):
         assert run(net, XS)[1].stats["last"] == 3.0
+
+
+@program("assign an undeclared key in `__init__`: `self.rng = key`", "no field `rng`")
+def _(case):
+    class Draw(es.Module):
+        def __init__(self, key):
+            self.rng = key
+
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        with case.error():
+            Draw(key)
+
+
+@program("assign to a property with a setter", "self.set_n(value)")
+def _(case):
+    class Count(es.Module):
+        count: es.State = 0
+
+        n = property(lambda self: self.count, lambda self, n: self.set_n(n))
+
+        def set_n(self, n):
+            self.count = n
+
+        def __call__(self):
+            self.n = self.n + 1
+
+    count = case.keep(Count())
+    with case.error("Count.n`"):
+        es.mutable(count)()
+    assert es.mutable(count.set_n)(3)[1].n == 3
+
+
+class Plain(eqx.Module):
+    count: es.State
+
+    def __call__(self):
+        self.count = self.count + 1
+
+    def reads(self, name):
+        return getattr(self, name)
+
+
+@program("write state in an `eqx.Module` that declares a kind")
+def _(case):
+    model = case.keep([eqx.nn.Identity(), Plain(jnp.array(0))])
+    with case.error("`Plain`, which declares `count`"):
+        es.mutable(lambda model: model[1]())(model)
+    # Not about this model.
+    other = case.keep([Layer()])
+    with pytest.raises(dataclasses.FrozenInstanceError, match="'count'") as info:
+        es.mutable(lambda _: Plain(0)())(other)
+    assert not any("Plain" in note for note in getattr(info.value, "__notes__", ()))
+
+
+@program("read `self.training` in an `eqx.Module`", "`class Plain(es.Module)`")
+def _(case):
+    model = case.keep(Plain(jnp.array(0)))
+    with case.error():
+        es.mutable(model.reads)("training")
+    with pytest.raises(AttributeError, match="no attribute 'moving'") as info:
+        es.mutable(model.reads)("moving")
+    assert not any("Plain" in note for note in getattr(info.value, "__notes__", ()))
+
+
+@program("put a stateful layer into a `functools.partial` or a function in a field")
+def _(case):
+    class Scaled(es.Module):
+        f: Any
+
+        def __call__(self, x):
+            return self.f(x)
+
+    layer = case.keep(Layer(), XS)
+    for f in (functools.partial(layer), lambda x: layer(x)):
+        with case.error("`Layer.count`", "self.encode = eqx.Partial(layer"):
+            es.mutable(Scaled(f))(XS)
+    assert es.mutable(Scaled(eqx.Partial(layer)))(XS)[1].f.func.count == 1
+
+
+@program(
+    "pass the model to its own method: `es.value_and_grad(task.loss)(task, xs)`",
+    "es.value_and_grad(model.loss)(x)             # right",
+)
+def _(case):
+    class Task(es.Module):
+        layer: Layer
+
+        def loss(self, x):
+            return self.layer(x).sum()
+
+        def distance(self, other, x, power=1):
+            return jnp.sum(abs(self.layer(x) - other.layer(x)) ** power)
+
+    task = case.keep(Task(Layer()))
+    with case.error():
+        es.value_and_grad(task.loss)(task, XS)
+    (_, new), _ = es.value_and_grad(task.loss)(XS)
+    assert new.layer.count == 1
+    # A method may take the model, too.
+    assert es.mutable(task.eval().distance)(task.eval(), XS)[0] == 0
+    same = task.eval()
+    assert es.mutable(same.distance)(same, XS)[0] == 0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'q'"):
+        es.mutable(same.distance)(same, XS, q=2)

@@ -723,3 +723,16 @@ def test_state_of_the_user_may_be_mapped_also_around_a_norm():
         es.mutable(lambda m, x: es.vmap(m.counting, axis_name="batch")(x))(
             model, BATCHES[0]
         )
+
+
+def test_dropout_of_an_ensemble_without_vmap_says_how_to_map():
+    ensemble = eqx.filter_vmap(lambda key: es.nn.Dropout(0.5, key=key))(
+        jr.split(jr.key(0), 4)
+    )
+    fragments = r"keys of shape \(4,\)", r"in_axes=None, axes=\{\.\.\.: 0\}\)\(x\)"
+    with rejects(ensemble, ValueError, *fragments):
+        es.mutable(es.vmap(ensemble))(jnp.ones((3, 2)))
+    with rejects(ensemble, ValueError, *fragments):
+        es.mutable(ensemble)(jnp.ones(2), key=jr.split(jr.key(1), 4))
+    ys, _ = es.mutable(es.vmap(ensemble, axes={...: 0}))(jnp.ones((4, 2)))
+    assert ys.shape == (4, 2)

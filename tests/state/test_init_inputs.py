@@ -603,11 +603,11 @@ def test_the_condition_of_a_while_loop_may_create_fields(is_carried):
     assert model(1.0) >= 4.0
 
 
-def test_a_scan_over_something_without_an_axis_is_the_error_of_jax():
+def test_a_scan_over_something_without_an_axis():
     def forward(model, xs):
         return es.scan(lambda c, x: (c, model(x)), 0, xs)
 
-    with rejects(model := Gate(), ValueError, "no leading axis"):
+    with rejects(model := Gate(), ValueError, "`xs` has shape", "no first axis"):
         model.init(0, 3.0, call=forward)
 
 

@@ -265,3 +265,19 @@ def test_a_layer_that_replaces_a_frozen_layer_is_frozen(where, wrap):
         assert trained_names(tuned) - trained_names(wrapped) == {"inner.scale"}
     assert trained_names(wrapped.unfreeze()) == trained_names(wrap(start))
     assert jax.tree.structure(wrapped.unfreeze()) == jax.tree.structure(wrap(start))
+
+
+def test_where_may_return_lists_in_a_tuple():
+    class Net(es.Module):
+        first: es.Parameter
+        layers: list
+
+    net = Net(jnp.ones(1), [jnp.ones(2), jnp.ones(3)])
+    for where in (
+        lambda net: (net.first, [x for x in net.layers]),
+        lambda net: (net.first, net.layers),
+    ):
+        frozen = es.freeze(net, where)
+        assert [part.frozen for part in es.parts(frozen)] == [True] * 3
+    one = es.freeze(net, lambda net: (net.first, net.layers[1:]))
+    assert [part.frozen for part in es.parts(one)] == [True, False, True]

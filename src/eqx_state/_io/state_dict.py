@@ -301,6 +301,8 @@ def restore(
     problems = {"missing": [label(name) for name in missing], "unexpected": more}
     if not missing + more:
         advice = ""
+    elif missing and {f"[{name!r}]" for name in missing} <= {*values}:
+        advice = _OF_A_STATE_DICT.format(call.format("es.state_dict(model)", ""))
     elif prefix := _prefix(missing, {*more, *values}):
         advice = _below(prefix, call, advice)
     elif prefix := _prefix(more, {*missing}):
@@ -321,6 +323,11 @@ def _prefix(names: list[str], others: set[str]) -> str:
     fits = [x for x in found if others >= {x + name for name in names}]
     fits = sorted(x.rstrip(".") for x in fits if x[-1:] in (".", "]"))
     return min(fits, key=len, default="")
+
+
+_OF_A_STATE_DICT: Final = """These are the names of `es.state_dict(model)`, which was \
+saved instead of the model. `es.save(path, model)` uses the same names. For this file: \
+`es.load_state_dict(model, {})`."""
 
 
 def _below(prefix: str, call: str, advice: str) -> str:

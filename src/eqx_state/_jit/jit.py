@@ -161,8 +161,9 @@ def jit(f: Any = _NO_FUNCTION, *, donate: Donate = "none", **jit_kwargs: Any) ->
 
     - `TypeError`: `f` cannot be called; a leaf that is not an array cannot be hashed;
         an option of `jax.jit` that counts or names arguments, such as `static_argnums`.
-    - `ValueError`: `donate` is an unknown word; donation inside `es.mutable`; a trace
-        finds one stateful module twice in an argument.
+    - `ValueError`: `donate` is an unknown word; donation inside `es.mutable`; a donated
+        array is also at a second path; a trace finds one stateful module twice in an
+        argument.
     - `es.TraceError`: `f` returns a function that closes over a module of a scope.
     - `eqx.EquinoxRuntimeError`: an `eqx.error_if` failed. The call raises it before
         anything is written to a module; inside an outer `jax.jit`, the outer call

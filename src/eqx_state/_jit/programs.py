@@ -69,6 +69,7 @@ class Program:
         _present(run, call.origin, call.names())
         donated = call.donated(options)
         self.jitted = jax.jit(run, donate_argnums=donated, **options.for_jax)
+        self.donated = frozenset(donated)
         self.live = live
         self.can_raise = False
 
@@ -90,6 +91,8 @@ class Program:
             return result
         except PROGRAM_ERRORS as error:
             raise_failed_check(error)
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                _check_donated_once(arrays, self.donated, new_call)
             raise
         finally:
             self.live.new_call = before
@@ -112,6 +115,23 @@ class Program:
             self.live.new_call = before
         traced.out_info.output.callbacks = callbacks_in(traced.jaxpr)
         return traced.lower()
+
+
+def _check_donated_once(
+    arrays: Sequence[Any], donated: frozenset[int], new_call: Callable[[], JitCall]
+) -> None:
+    """Raise `ValueError` if a donated array is also a second argument."""
+    first: dict[int, int] = {}
+    for i, x in enumerate(arrays):
+        j = first.setdefault(id(x), i)
+        if j < i and not donated.isdisjoint((i, j)):
+            names = new_call().names()
+            raise ValueError(_DONATED_TWICE.format(names[j], names[i])) from None
+
+
+_DONATED_TWICE: Final = """`es.jit` cannot donate `{0}`: `{1}` is the same array. Copy \
+one of them: `target = jax.tree.map(jnp.copy, q)`. If not all leaves are arrays: \
+`target = es.map(jnp.copy, q, on=lambda part: True)`."""
 
 
 _UNCHANGED: Final = contextlib.nullcontext()

@@ -19,7 +19,12 @@ from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
 from .._tree.filters import check_filter, Filter, trainable
 from .._tree.parts import is_inexact
-from .._tree.rules import AbstractPerParameter, check_rules, nothing_selected
+from .._tree.rules import (
+    AbstractPerParameter,
+    check_rules,
+    misplaced,
+    nothing_selected,
+)
 from .._tree.select import filter, update
 from .._tree.walk import copy_tree, leaves, name_of
 from .._typing import KeyPath, PyTree, Tree
@@ -183,7 +188,8 @@ class Optimizer(AbstractPerParameter):
         - `es.NotInitializedError`: `init` has not been called.
         - `ValueError`: the model or the gradients differ in structure or shapes from
             the model given to `init`; `wrt` selects different leaves; or a gradient is
-            complex and its parameter is not. The message names the first path.
+            complex and its parameter is not (the message names the first path); or the
+            result of `es.grad` or `update` was not unpacked.
         """
         made = self._made("update")
         selected = self._selected(model)
@@ -371,9 +377,8 @@ def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
     leaves = ["an array"] * structure.num_leaves
     expected, now = map(same_modes, (jtu.tree_unflatten(structure, leaves), tree))
     if jtu.tree_structure(now) != jtu.tree_structure(expected):
-        raise ValueError(
-            f"`es.Optimizer`: {problem}, {difference(expected, now)}. {_NEW_ONE}"
-        )
+        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {_NEW_ONE}"
+        raise ValueError(misplaced(tree) or said)
     return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
 
 
@@ -384,6 +389,8 @@ def _gradients(
     grads: PyTree, model: PyTree, selected: PyTree, params: PyTree
 ) -> PyTree:
     """The gradients of the selected parameters, as a tree like `params`."""
+    if isinstance(grads, tuple) and not isinstance(model, tuple):
+        raise ValueError(_PAIR)
     given = leaves_like(model, grads, "`es.Optimizer.update`: the tree of gradients")
     known = jtu.tree_leaves(model, is_leaf=is_hole)
     if any(x is None and g is not None for g, x in zip(given, known, strict=True)):
@@ -478,6 +485,9 @@ a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 _SWAPPED: Final = """`es.Optimizer.update`: the gradients contain `{}`, which is not a \
 parameter and not in the model. Pass the gradients first: `model, optimizer = \
 optimizer.update(grads, model)`."""
+
+_PAIR: Final = """`es.Optimizer.update` was given a tuple instead of the gradients. \
+`es.grad` returns the new model, too: `grads, model = es.grad(loss_fn)(model, xs)`."""
 
 _NO_GRADIENT: Final = """`es.Optimizer.update`: `wrt` of the optimizer selects {}, but \
 its gradient is `None`. Give both the same filter: `es.Optimizer(tx, wrt=wrt)` and \

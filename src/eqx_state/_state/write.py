@@ -17,6 +17,7 @@ from .._tree.base import BaseModule, FLAGS, is_module, ownership_of
 from .._tree.compare import same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
+from .._tree.keys import is_key
 from .._tree.unbuilt import fields_of
 from .._tree.walk import (
     is_array,
@@ -133,7 +134,8 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
     allowed = " and ".join(f"`{k.__name__}`" for k in scope.kinds)
     if kind is None:
         what = "an array without a kind" if is_array(visit.node) else "not an array"
-        return _NO_KIND.format(where, name, what, allowed, field)
+        declared = f"{field}: es.{'Rng' if is_key(visit.node) else 'State'}"
+        return _NO_KIND.format(where, name, what, allowed, declared)
     if old is None:
         return _NOT_THERE.format(where, name, an(kind.__name__))
     kinds = ", ".join(map(kind_name, (*scope.kinds, kind)))
@@ -146,10 +148,14 @@ def kind_message(visit: Visit, where: str, scope: Scope, old: Any) -> str:
 
 def no_field_message(module: BaseModule, name: str, value: Any) -> str:
     """The error for assigning a field that the class does not declare."""
+    cls = type(module)
+    if isinstance(getattr(cls, name, None), property):
+        return _PROPERTY.format(cls.__qualname__, name)
     is_layer = lambda x: isinstance(x, eqx.Module)  # noqa: E731
     has_layer = any(map(is_layer, jtu.tree_leaves(value, is_leaf=is_layer)))
     declared = public_name(type(value)) + "`" if has_layer else _OF_A_KIND.format(name)
-    return _NO_FIELD.format(type(module).__qualname__, name, declared)
+    declared = "es.Rng`" if is_key(value) else declared
+    return _NO_FIELD.format(cls.__qualname__, name, declared)
 
 
 def frozen_error(module: BaseModule, name: str) -> FrozenInstanceError:
@@ -190,11 +196,15 @@ objects, iterators and globals: pass such a module as an argument."""
 _NO_FIELD: Final = """Cannot write `{0}.{1}`: `{0}` has no field `{1}`. Declare it in \
 the class body: `{1}: {2}."""
 
+_PROPERTY: Final = """Cannot write `{0}.{1}`: `{1}` is a property, and modules are \
+frozen dataclasses, which do not call setters. Write the field behind it, or define a \
+method that does: `self.set_{1}(value)`."""
+
 _OF_A_KIND: Final = """es.State` if a forward pass changes it, `{}: es.Parameter` \
 if it is trained"""
 
 _NO_KIND: Final = """Cannot write `{0}`: `{1}` is {2}, but this call can write only \
-{3}. Declare what a forward pass changes: `{4}: es.State`."""
+{3}. Declare what a forward pass changes: `{4}`."""
 
 _NOT_THERE: Final = """Cannot write `{0}`: `{1}` is {2} that is still `None`, and a \
 call cannot change the structure of the model. Initialize the model first: `model = \
@@ -245,6 +255,9 @@ would be lost. The usual causes:
 JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     y, copy = es.mutable(model.update(params))(x)
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
+- It is in a `functools.partial` or in a function, which are not pytrees. Put it into \
+an `eqx.Partial`, or into a field of the model:
+    self.encode = eqx.Partial(layer, scale=2)           # not ft.partial
 - It has an array that `eqx.nn.Shared` ties to a different module. Its call returns \
 a copy. Move the state into a module without tied arrays.
 - It is a layer taken out of an `es.nn.Stacked`. Call the stack:

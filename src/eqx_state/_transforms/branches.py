@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
+import jax.tree_util as jtu
 
 from .._compat import boundary, manual_axes, vary, varying_axes
+from .._errors import show
 from .._state.scope import Sown
+from .._tree.compare import difference, is_hole, structure_with_holes
 from .._typing import R
 from .callables import is_bound_method
 from .creation import create_fields, lift_with_fields
@@ -30,6 +33,9 @@ def _select(
     what: str,
 ) -> Any:
     """Run the branch that `select` chooses by `which`, and commit its writes."""
+    for f in branches:
+        if not callable(f):
+            raise TypeError(_CALLED.format(what, show(f)))
     check_given(*branches, *operands)
 
     def create() -> None:
@@ -100,6 +106,10 @@ class _Traces:
         self.written |= ran.written.keys()
         if self.counts is None:
             self.static, self.counts = static, counts
+        old, new = self.static.tree, static.tree
+        if structure_with_holes(old) != structure_with_holes(new):
+            different = difference(_marked(old), _marked(new))
+            raise TypeError(_STRUCTURES.format(self.what, different))
         if (name := self.static.difference(static)) is not None:
             raise TypeError(_NOT_ARRAYS.format(self.what, name or "the output"))
         for first, last in zip(self.counts, counts, strict=True):
@@ -109,6 +119,10 @@ class _Traces:
         # Use the order of the first branch: it is a part of the output's treedef.
         pairs = zip(self.counts, ran.sown, strict=True)
         return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]
+
+
+def _marked(rest: Any) -> Any:
+    return jtu.tree_map(lambda x: "array" if x is None else x, rest, is_leaf=is_hole)
 
 
 @boundary
@@ -131,8 +145,8 @@ def cond(
 
     **Raises:**
 
-    - `TypeError`: the branches return different structures, shapes or dtypes, or
-        different values for a leaf that is not an array.
+    - `TypeError`: a branch is not a function; the branches return different structures,
+        shapes or dtypes, or different values for a leaf that is not an array.
     - `ValueError`: inside `es.capture`, the branches do not produce a captured value
         equally often; a written state is not an array.
 
@@ -222,6 +236,12 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         "es.switch",
     )
 
+
+_CALLED: Final = """`{}` takes functions, and calls one of them, but was given `{}`. \
+Pass the arguments apart: `es.cond(p, f, g, x)`, not `es.cond(p, f(x), g(x))`."""
+
+_STRUCTURES: Final = """The branches of `{}` must have the same pytree structure, but \
+differ, {}. Return the same structure from each, and switch modes outside."""
 
 _SOWN: Final = """Cannot capture {}: the branches of `{}` do not produce it equally \
 often. Captured values are outputs of the branches, and JAX requires the same output \

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import manual_axes, vary, varying_axes
 from .._state.codecs import snapshot
 from .._state.scope import is_owned, Sown
-from .._tree.compare import check_not_repeated, identical
+from .._tree.compare import check_not_repeated, difference, identical
 from .creation import lift_with_fields
 from .cut import cut
 from .lift import Ran
@@ -44,7 +43,7 @@ class Loop:
     """The arrays of a loop: its carry, state, and slices of modules.
 
     - `init`, `xs`: the first carry and the inputs, with copies of their modules.
-    - `before`, `treedef`: the leaves of the first carry, and its structure; `arrays`,
+    - `first`: the first carry as no scope owns it; `before`: its leaves; `arrays`,
         `rest`: the same leaves, cut.
     - `carried`: the slots of the modules in the carry.
     - `state`: the state of all other modules, which JAX carries beside the user's
@@ -73,9 +72,9 @@ class Loop:
         treatments = [*places, *(None for _ in jtu.tree_leaves(xs))]
         self.lifted = lift_with_fields(functions, (init, xs), treatments, create=create)
         self.init, self.xs = self.lifted.arguments
-        outside = snapshot(self.init)  # no scope owns it, so its leaves are visible
-        self.before, self.treedef = jtu.tree_flatten(outside)
-        self.arrays, self.rest = cut(outside)
+        self.first = snapshot(self.init)  # no scope owns it, so its leaves are visible
+        self.before = jtu.tree_leaves(self.first)
+        self.arrays, self.rest = cut(self.first)
         self.carried: set[int] = set()
         self.unchanged: set[int] = set()
         for x, own in by_entry(self.init, places):
@@ -91,9 +90,6 @@ class Loop:
             elif k in self.lifted.writable:
                 self.state[k] = visit.node
         self.written: set[int] = set()
-        for slot, x in self.slices.items():
-            if jnp.ndim(x) == 0:
-                raise ValueError(_NO_AXIS.format(self.lifted.name(slot)))
 
     def enter(
         self, carry: tuple[Any, Values], slices: Values | None = None
@@ -121,8 +117,6 @@ class Loop:
         while manual_axes():
             jax.eval_shape(probe, carry)
             old, treedef = jtu.tree_flatten(carry)
-            if len(old) != len(found):
-                break  # JAX raises the error
             new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
             if identical(old, new):
                 break
@@ -164,9 +158,10 @@ class Loop:
 
     def _check_returned(self, values: Values, carry: Any, written: Values) -> None:
         """Check that the new carry contains the writes to modules in the carry."""
-        returned, treedef = jtu.tree_flatten(carry)
-        if treedef != self.treedef:
-            return  # JAX raises the error
+        if _form(carry) != _form(self.first):
+            first = difference(self.first, snapshot(carry), _form)
+            raise TypeError(_CARRY.format(first))
+        returned = jtu.tree_leaves(carry)
         position, after = 0, {**values, **written}
         for x in jtu.tree_leaves(self.init, is_leaf=is_owned):
             if not is_owned(x):
@@ -221,6 +216,15 @@ class Loop:
         return jtu.tree_map(put, self.init, is_leaf=is_owned)
 
 
+def _form(tree: Any) -> tuple[Any, list[Any]]:
+    values, treedef = jtu.tree_flatten(tree)
+    return treedef, [getattr(x, "shape", ()) for x in values]
+
+
+_CARRY: Final = """The body of a loop returned a carry of a different structure or \
+shape, {}. In `es.scan(f, init, xs)`, `f(carry, x)` returns `(carry, y)`. Switch modes \
+outside the loop."""
+
 _STATIC: Final = """The body of a loop returned a different value at `{}`, which is \
 not an array. Only arrays can change from step to step. Make it an array, or return it \
 unchanged."""
@@ -228,8 +232,3 @@ unchanged."""
 _NOT_RETURNED: Final = """`{}` was written in a module of the carry, and the function \
 returned a carry without it, so the write would be lost. Return the module that the \
 function receives: `y = cell(x)`, and then `return cell, y`."""
-
-_NO_AXIS: Final = """`es.scan`: `{}` has shape (), and no first axis to scan over. In \
-a stack of layers, each array has this axis, also state and keys. To run layers in \
-turn: `es.nn.Stacked(layers)(x)`. To create a stack for `xs`: \
-`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""

@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 
 from .._compat import boundary
 from .._state.scope import Sown
+from .._tree.base import keystr
 from .._tree.walk import is_array
 from .carry import Loop, Step
 from .creation import check_not_created, create_fields, run_once
@@ -64,7 +65,7 @@ def scan(
 
     - `ValueError`: a written state changed its shape or dtype, or is not an array; a
         module of the carry was written but not returned; a state was written both in
-        `xs` and through the closure.
+        `xs` and through the closure; an array in `xs` has no axis.
     - `TypeError`: `f` did not return a pair; or the carry changed its structure, a
         shape or dtype, or a leaf that is not an array.
 
@@ -93,6 +94,12 @@ def scan(
     create = ft.partial(_create_fields, f, init, xs, -1 if reverse else 0)
     loop = Loop((f,), init, xs, create=create)
     arrays, others = cut(loop.xs)
+    each = arrays, loop.slices
+    for (where, *below), x in jtu.tree_leaves_with_path(each):
+        if jnp.ndim(x) == 0:
+            of_module = where.idx == 1
+            name = loop.lifted.name(below[0].key) if of_module else f"xs{keystr(below)}"
+            raise ValueError(_NO_AXIS.format(name))
     static: list[Any] = []  # for each trace, the static part of the output
 
     def run(carry: Any, x: Any) -> Step:
@@ -108,7 +115,6 @@ def scan(
         written = {slot: x for slot, x in after.written.items() if slot in slices}
         return after.carry, (y, written, after.sown)
 
-    each = arrays, loop.slices
     carry, (ys, written, sown) = jax.lax.scan(
         step,
         loop.first_carry(lambda carry: run(carry, jtu.tree_map(_slice_of, each)).carry),
@@ -310,6 +316,11 @@ def fori_loop(
 _NOT_A_PAIR: Final = """The function of `es.scan` must return a pair, `(carry, y)`, \
 but it returned `{}`. Write `return (model, optimizer), loss`, or `return carry, \
 None`."""
+
+_NO_AXIS: Final = """`es.scan(f, init, xs)`: `{}` has shape (), and no first axis to \
+scan over. In a stack of layers, each array has this axis, also state and keys. To run \
+layers in turn: `es.nn.Stacked(layers)(x)`. To create a stack for `xs`: \
+`eqx.filter_vmap(make_layer)(jax.random.split(key, n))`."""
 
 _COND_WROTE: Final = """The `cond_fun` of `es.while_loop` wrote {}. It can only return \
 a bool, so the write would be lost. Write in `body_fun`, and put what `cond_fun` needs \

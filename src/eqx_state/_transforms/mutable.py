@@ -1,5 +1,6 @@
 """`es.mutable`: run on a private copy, return the result and the new model."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, Generic, overload, TypeVar
 
@@ -10,6 +11,7 @@ from .._kinds.kinds import State
 from .._state.copy import PrivateCopy
 from .._state.lazy import check_usable
 from .._state.scope import Kinds, Scope
+from .._tree.base import BaseModule, FLAGS, is_eqx_module
 from .._tree.walk import name_of, Traversal, Visit
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
@@ -41,9 +43,11 @@ def run_on_copy(
         try:
             out = run(private.tree)
         except AttributeError as error:
-            if (message := _state_message(error, visits)) is None:
-                raise
-            raise TypeError(message) from error
+            if (message := _state_message(error, visits)) is not None:
+                raise TypeError(message) from error
+            if note := _note(error, visits, scope):
+                error.add_note(note)
+            raise
         return private.leave(out)
 
 
@@ -61,12 +65,38 @@ def _state_message(error: AttributeError, visits: list[Visit]) -> str | None:
     return _NO_STATE.format(name or "the model", layer, an(layer))
 
 
+def _note(error: AttributeError, visits: list[Visit], scope: Scope) -> str:
+    """What to add to an error of Python or Equinox about a field of a module."""
+    if is_eqx_module(error.obj):
+        cls = type(error.obj)
+        if error.name in {f.name for f in dataclasses.fields(cls)}:
+            return _OLD.format(cls.__name__, error.name)
+        is_flag = error.name in FLAGS
+        return _NO_FLAG.format(cls.__name__, error.name) if is_flag else ""
+    # All errors of ours begin with "Cannot". Others do not say which module they mean.
+    if type(error) is dataclasses.FrozenInstanceError and "Cannot" not in str(error):
+        for visit in visits:
+            owner, kind = visit.context.owner, visit.context.spec.kind
+            if kind and scope.allows(kind) and not issubclass(owner, BaseModule):
+                return _NOT_WRITABLE.format(owner.__name__, visit.context.field)
+    return ""
+
+
+_OLD: Final = """This `{0}` lacks its field `{1}`. If it is an old pickle, create a \
+new `{0}`, and copy the arrays: `es.load_state_dict({0}(...), es.state_dict(old), \
+strict=False)`."""
+
+_NO_FLAG: Final = """Only an `es.Module` has the flag `{1}`: `class {0}(es.Module)`."""
+
+_NOT_WRITABLE: Final = """Only an `es.Module` can write its fields, and `{0}`, which \
+declares `{1}`, is not one: `class {0}(es.Module)`."""
+
 _NO_STATE: Final = """`{0}` is {2} whose state is in an `eqx.nn.State`, but it was \
 called without one. Pass the state yourself, `model(x, state)`; or store it in the \
 model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
 
 
-class _Mutable(Transform):
+class Mutable(Transform):
     kinds: Kinds = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
     cast: Cast | None = eqx.field(static=True)
@@ -156,8 +186,9 @@ def mutable(
         a kind; `argnums` names one argument twice; a filter in `cast` matches nothing.
     - `es.NotInitializedError`: the model still contains an `es.Initializer`.
     - `TypeError`: the call has no positional argument, or not the one that `argnums`
-        names, or no module although a partial binds one; `cast` is neither a real
-        floating dtype nor a mapping from filters to such dtypes.
+        names, or no module although a partial binds one; a method is also given its own
+        model; `cast` is neither a real floating dtype nor a mapping from filters to
+        such dtypes.
 
     !!! example
 
@@ -188,7 +219,7 @@ def mutable(
         ```
     """
     return wrap(
-        _Mutable,
+        Mutable,
         f,
         kinds=as_kinds(kinds, "es.mutable"),
         argnums=as_argnums(argnums, "es.mutable"),

@@ -85,8 +85,8 @@ def unbound(f: Any) -> Any:
 
 def check_callable(f: Any) -> None:
     """Raise `TypeError` unless `f` can be called."""
-    if not callable(f):
-        raise TypeError(misplaced(f) or _NOT_A_FUNCTION.format(an(type(f).__name__)))
+    if (said := misplaced(f)) or not callable(f):
+        raise TypeError(said or _NOT_A_FUNCTION.format(an(type(f).__name__)))
 
 
 def wrap(cls: type[Transform], f: Any, **options: Any) -> Any:

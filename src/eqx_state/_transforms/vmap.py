@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
+from .._tree.keys import is_key
 from .._tree.rules import check_rules
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
+from .callables import receiver
 from .mapped import Inputs, Mapped
+from .mutable import Mutable
 from .roots import Values
 from .transform import wrap
 
@@ -73,7 +76,8 @@ def _size(call: Mapped, axis_size: int | None) -> int:
         x, axis, _ = row
         if axis is not SPLIT:
             if not isinstance(axis, int) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
-                raise ValueError(_NO_AXIS.format(call.name(row), jnp.shape(x), axis))
+                found = _NO_AXIS.format(call.name(row), jnp.shape(x), axis)
+                raise ValueError(found + (_ONE_KEY if is_key(x) else ""))
             sizes.append(jnp.shape(x)[axis])
     if not sizes:
         raise ValueError(_NOTHING_MAPPED)
@@ -89,8 +93,14 @@ over an existing axis, an `int`, or share it with `None`: `in_axes=(0, None)`; w
 rules for the arrays of a module, `in_axes=({{es.Rng: es.SPLIT, ...: 0}}, 0)`. Leaves \
 that are not arrays are never mapped, so `0` means the same as `eqx.if_array(0)`."""
 
+_ONE_KEY: Final = " One key for each lane: `jax.random.split(key, n)`."
+
 _NOTHING_MAPPED: Final = """`es.vmap`: nothing is mapped, so the number of lanes is \
 unknown. Map an argument, `in_axes=0`, or pass `axis_size`."""
+
+_MUTABLE: Final = """`es.vmap(es.mutable(model))` would return a copy of the model for \
+each lane. For one model: `ys, model = es.mutable(es.vmap(model))(xs)`. For an \
+ensemble: `es.vmap(es.mutable(model), axes={...: 0})`."""
 
 _OUT_AXES: Final = """`es.vmap`: `out_axes` must be an integer, `None`, or a tree of \
 them, but contains `{}`. Leaves that are not arrays are never mapped, so `0` means the \
@@ -143,7 +153,7 @@ def vmap(
     **Raises:**
 
     - `TypeError`: a key in `axes` is not a filter; `out_axes` has a leaf that is not an
-        integer.
+        integer; `f` is `es.mutable(model)`, without `axes`.
     - `ValueError`: the lanes wrote different values to a state that they share; a
         filter in `axes` that is not a kind matches nothing; `axes` would map an array
         of a module that the function only closes over, outside `es.mutable`; an array
@@ -175,6 +185,8 @@ def vmap(
     for axis in jtu.tree_leaves(out_axes):
         if not isinstance(axis, int):
             raise TypeError(_OUT_AXES.format(axis))
+    if axes is None and isinstance(f, Mutable) and receiver(f) is not None:
+        raise TypeError(_MUTABLE)
     axes = {} if axes is None else axes
     check_rules(axes, "`es.vmap(axes=...)`")
     return wrap(

@@ -381,7 +381,7 @@ def is_marker(x: Any) -> bool:
 
 
 def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
-    """The nodes that `where` selects: one, or several in a tuple or a list."""
+    """The nodes that `where` selects: one, or several in tuples and lists."""
     # Reject a layer, which may be callable, but accept a module that wraps a function.
     is_layer = is_eqx_module(where) and not hasattr(where, "__wrapped__")
     given = type(where) if is_layer or not callable(where) else where
@@ -394,12 +394,14 @@ def selected_nodes(where: Where, tree: PyTree) -> list[Any]:
     except AttributeError as error:
         error.add_note(_IN_WHERE.format(type(tree).__name__))
         raise
-    if type(selected) not in (tuple, list) or not selected:
-        return [selected]
     # A list may itself be a node of the tree. `is_leaf` is called with every node.
     in_tree: set[int] = set()
     jtu.tree_leaves(tree, is_leaf=lambda x: in_tree.add(id(x)))
-    return [selected] if id(selected) in in_tree else list(selected)
+
+    def is_node(x: Any) -> bool:
+        return type(x) not in (tuple, list) or not x or id(x) in in_tree
+
+    return jtu.tree_leaves(selected, is_leaf=is_node)
 
 
 _NO_GLOB: Final = """`es.path_matches("{}")` is a glob of the whole name, and not a \

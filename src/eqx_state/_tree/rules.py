@@ -193,6 +193,7 @@ def _near(filter: Any, trees: list[PyTree]) -> str:
 
 def misplaced(x: Any) -> str:
     """The error message if an optimizer or average is used as a model; else `""`."""
+    x = x[-1] if isinstance(x, tuple) and x else x  # the result of `update`
     said = _MISPLACED.format(type(x).__name__)
     return said if isinstance(x, AbstractPerParameter) else ""
 
@@ -200,8 +201,9 @@ def misplaced(x: Any) -> str:
 _NOTHING: Final = """`{}={})` selects no inexact array of the model, which has {} \
 parameters, {} of them frozen (`es.unfreeze`).{} `es.parts(model)` lists all names."""
 
-_MISPLACED: Final = """`es.{}` was passed instead of the model. The model comes first: \
-`step(model, optimizer, x)`, `model, optimizer = optimizer.update(grads, model)`."""
+_MISPLACED: Final = """`es.{}` was passed instead of the model, or in a tuple with it. \
+Pass the model: `model, optimizer = optimizer.update(grads, model)`, and first: \
+`step(model, optimizer, x)`."""
 
 
 def spec(tree: Tree, values: Mapping[Any, Any], default: Any = None) -> Tree:

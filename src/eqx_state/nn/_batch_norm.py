@@ -103,9 +103,12 @@ class BatchNorm(Module):
 
         **Raises:**
 
+        - `TypeError`: `input_size` is not an integer.
         - `ValueError`: `dtype` is not a real floating dtype.
         """
         del key
+        if not hasattr(input_size, "__index__"):
+            raise TypeError(_NO_SIZE.format(input_size, axis_name))
         dtype = jnp.zeros((), dtype).dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(_NOT_REAL.format(dtype))
@@ -312,6 +315,10 @@ def _check_input(norm: BatchNorm, x: Array) -> None:
     if jnp.iscomplexobj(x):  # JAX would cast it to real numbers
         raise ValueError(_NOT_REAL.format(x.dtype))
 
+
+_NO_SIZE: Final = """`es.nn.BatchNorm({0!r}, {1!r})`: the first argument is the \
+number of channels, an integer, and the second the name of the axis: \
+`es.nn.BatchNorm(8, "batch")`."""
 
 _UNBOUND: Final = """`es.nn.BatchNorm(axis_name={0!r})` averages over an axis of that \
 name, and there is none. Name the axis where you map the model: `es.vmap(model, \

@@ -1,7 +1,7 @@
 """Dropout that draws from its own key."""
 
 import functools as ft
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from .._compat import split_like
 from .._kinds.kinds import Rng
 from .._state.lazy import Initializer
 from .._state.module import Module
-from .._tree.keys import as_key, next_keys
+from .._tree.keys import as_key, is_key, next_keys, num_key_axes
 
 
 class Dropout(Module):
@@ -49,8 +49,14 @@ class Dropout(Module):
 
         **Raises:**
 
+        - `TypeError`: `p` is a key.
         - `ValueError`: `p` is not between 0 and 1.
         """
+        if is_key(p):
+            raise TypeError(
+                "`es.nn.Dropout(key)`: the first argument is the fraction of elements"
+                " to drop. Pass the key by its name: `es.nn.Dropout(0.5, key=key)`."
+            )
         if not 0 <= p <= 1:
             raise ValueError(
                 f"`es.nn.Dropout(p={p})`: `p` is the fraction of elements to drop, and"
@@ -69,16 +75,27 @@ class Dropout(Module):
 
         An array of the shape and dtype of `x`. Integers are rounded: 3 scaled up by
         1 / 0.8 is 4.
+
+        **Raises:**
+
+        - `ValueError`: the layer has several keys, as in an ensemble without `es.vmap`.
         """
         if not self.training or self.p == 0:
             return x
         if key is None:
             self.rng, key = next_keys(self.rng)
+        if num_key_axes(key):
+            raise ValueError(_SEVERAL.format(jnp.shape(key)))
         x = jnp.asarray(x)
         keep = 1 - self.p
         if keep == 0:
             return jnp.zeros_like(x)
         return _drop(x, key, float(keep))
+
+
+_SEVERAL: Final = """`es.nn.Dropout` has keys of shape {}, one for each member of an \
+ensemble. Map over the members: `es.vmap(ensemble, in_axes=None, axes={{...: 0}})(x)`; \
+with an input for each, `es.vmap(ensemble, axes={{...: 0}})(xs)`."""
 
 
 # `jit` as for `_normalize` in `_batch_norm.py`.

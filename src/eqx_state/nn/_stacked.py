@@ -11,6 +11,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
+from .._errors import public_name
 from .._interop import takes_key
 from .._state.init import init
 from .._state.lazy import check_initialized, Initializer, missing
@@ -31,6 +32,9 @@ def _stack(layers: Any) -> tuple[PyTree, int]:
     """The layers as one, with an extra first axis in each array; and their number."""
     if not (layers := list(layers)):
         raise ValueError("`es.nn.Stacked` needs at least one layer.")
+    for layer in layers:
+        if isinstance(layer, type):
+            raise TypeError(_A_CLASS.format(public_name(layer)))
     check_not_repeated(layers)
     if missing(layers) is not None:
         return Initializer(ft.partial(_stack_drawn, layers)), len(layers)
@@ -63,6 +67,9 @@ def _as_one(column: tuple[Any, ...]) -> Any:
         return jax.ShapeDtypeStruct((len(column), *first.shape), first.dtype)
     return np.stack(column) if all(map(is_numpy, column)) else jnp.stack(column)
 
+
+_A_CLASS: Final = """`es.nn.Stacked` was given the class `{0}`, and takes layers: \
+`es.nn.Stacked.make(lambda key: {0}(..., key=key), jax.random.split(key, n))`."""
 
 _DIFFER: Final = """`es.nn.Stacked`: layers 0 and {} differ, {}. One program runs all \
 layers, so they may differ only in the values of their arrays. Put layers that must \
@@ -149,6 +156,7 @@ class Stacked(Module, Generic[_Layer]):
 
         **Raises:**
 
+        - `TypeError`: one of the layers is a class.
         - `ValueError`: the layers differ (the message names the first path), there are
             none, or a stateful layer occurs twice.
         """
