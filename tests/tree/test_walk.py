@@ -31,6 +31,7 @@ def by_definition(node: Any, path: Any = (), context: Any = ROOT) -> Iterator[An
     if isinstance(node, (eqx.nn.StateIndex, eqx.nn.State)):
         in_norm = context.owner is eqx.nn.BatchNorm
         context = context.declare(Spec(kind=es.BatchStat if in_norm else es.State))
+        context = context._replace(is_own=False)
     below = children(node)
     if below is None or isinstance(node, eqx.Module):
         yield path, id(node), context, below is None
