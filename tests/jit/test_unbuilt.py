@@ -21,7 +21,7 @@ import pytest
 
 import eqx_state as es
 from eqx_state._jit import results
-from eqx_state._tree.unbuilt import dict_of, Unbuilt
+from eqx_state._tree.unbuilt import build, dict_of, Unbuilt
 
 
 def is_unbuilt(module):
@@ -115,13 +115,13 @@ def trained(steps, look):
 def test_a_training_loop_builds_nothing(monkeypatch):
     trained(3, lambda *_: None)
     built = []
-    build = results.Recipe.build
+    build = results.Recipe.make
 
     def count(recipe, arrays):
         built.append(recipe)
         return build(recipe, arrays)
 
-    monkeypatch.setattr(results.Recipe, "build", count)
+    monkeypatch.setattr(results.Recipe, "make", count)
     looked = []
     value, *found = trained(3, lambda *modules: looked.extend(map(is_unbuilt, modules)))
     assert looked == [True] * 9
@@ -303,12 +303,30 @@ def test_threads_that_read_at_once_get_one_tree():
 
 def test_a_second_thread_keeps_what_the_first_has_built():
     unbuilt, _ = result()
-    fields = dict_of(unbuilt)
     layers = unbuilt.layers
     object.__setattr__(unbuilt, "note", "written")
-    results_of_second = es._tree.unbuilt.built(unbuilt, fields)
-    assert results_of_second["layers"] is layers
+    assert build(unbuilt)["layers"] is layers
     assert unbuilt.note == "written"
+
+
+def test_a_property_that_returns_a_method_runs_once():
+    calls = []
+
+    class Model(es.Module):
+        w: es.Parameter
+
+        def method(self):
+            return self.w
+
+        @property
+        def chosen(self):
+            calls.append(1)
+            return self.method
+
+    model = Model(jnp.ones(2))
+    assert model.chosen() is model.w
+    assert len(calls) == 1
+    assert jax.tree.leaves(model.method)[0] is model.w
 
 
 def test_a_donated_result_that_is_read_later_has_deleted_arrays():
@@ -493,6 +511,134 @@ def test_fields_in_slots():
     new = same(same(model))
     assert not is_unbuilt(new)
     assert eqx.tree_equal(new, model)
+
+
+@jax.tree_util.register_pytree_node_class
+class Parts:
+    """A node whose children are new objects each time that JAX flattens it."""
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def tree_flatten(self):
+        return (self.a.eval(), self.b.eval()), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+def test_modules_that_flattening_creates():
+    f = es.jit(lambda parts: parts)
+    g = es.jit(lambda m: jnp.array("ab".index(m.note)))
+    for _ in range(3):
+        parts = f(Parts(net("a"), net("b")))
+        assert (parts.a.note, parts.b.note) == ("a", "b")
+        assert [int(g(parts.a)), int(g(parts.b))] == [0, 1]
+        assert parts.a.norm.weight.shape == (2,)
+
+
+@jax.tree_util.register_pytree_node_class
+class Checked:
+    """Checks its arrays as the documentation of JAX recommends, and computes."""
+
+    def __init__(self, q):
+        if not (type(q) is object or q is None or isinstance(q, Checked)):
+            q = jnp.asarray(q)
+            self.value = 2 * q
+        self.q = q
+
+    def tree_flatten(self):
+        return (self.q,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+def test_nodes_that_the_user_unflattens():
+    class Model(es.Module):
+        xs: list[es.Parameter]
+        checked: Checked
+
+        def __call__(self, x):
+            return x * self.checked.value
+
+    model = same(same(Model([jnp.ones(1)] * 9, Checked(3.0))))
+    assert not is_unbuilt(model)
+    assert jax.jit(lambda x: model(x))(1.0) == 6.0
+    assert model(1.0) == 6.0
+
+
+def test_static_values_that_can_change_in_place():
+    @dataclasses.dataclass
+    class Config:
+        n: int
+        __hash__ = lambda self: 0  # noqa: E731
+
+    class Many(list):
+        __hash__ = object.__hash__
+
+    class Strange:
+        __hash__ = lambda self: 0  # noqa: E731
+
+        def __eq__(self, other):
+            return np.array([True, False])
+
+    g = es.jit(lambda m: jnp.array(m.note.n))
+    config = Config(1)
+    model = same(same(net(config)))
+    assert g(net(Config(1))) == g(model) == 1
+    config.n = 2
+    assert g(model) == 2
+    many = Many()
+    model = same(same(net(many)))
+    many.append(1)
+    assert model.note == []
+    for _ in range(2):
+        assert isinstance(es.jit(lambda m: m)(net(Strange())).note, Strange)
+    assert not is_unbuilt(same(same(net((1, Config(1))))))
+
+
+def test_static_values_that_cannot_change():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        n: int
+        dtype: Any = jnp.float32
+
+    notes = [Config(1), (1.0, "a", frozenset({2})), jax.nn.relu, es.Parameter, 1j]
+    notes += [jnp.float32, jnp.dtype("int8"), jax.tree.structure([1]), es.trainable]
+    for note in notes:
+        model = same(same(net(note)))
+        assert is_unbuilt(model)
+        assert model.note == note
+
+
+def test_a_class_that_defines_del():
+    deleted = []
+
+    class Model(Net):
+        def __del__(self):
+            deleted.append(self)
+
+    model = Model(net().layers, net().norm)
+    model = same(same(model))
+    gc.collect()
+    before = len(deleted)
+    assert len(model.layers) == 4
+    gc.collect()
+    assert len(deleted) == before
+
+
+def test_equal_modules_share_their_code(monkeypatch):
+    made = []
+    init = results.Recipe.__init__
+    count = lambda self, *args: made.append(1) or init(self, *args)  # noqa: E731
+    monkeypatch.setattr(results.Recipe, "__init__", count)
+    models = es.jit(lambda ms: ms)([net() for _ in range(20)])
+    assert len(made) == 1
+    assert all(map(is_unbuilt, models))
+    assert eqx.tree_equal(models, [net() for _ in range(20)])
 
 
 def test_results_in_an_open_scope():

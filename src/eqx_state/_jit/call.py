@@ -22,9 +22,9 @@ from .._transforms.transform import Transform
 from .._tree.base import keystr, ownership_of
 from .._tree.walk import name_of
 from .._typing import KeyPath
-from .flattening import ArraySlot
+from .flattening import SLOT
 from .options import Options
-from .results import Builder
+from .results import ResultBuilder
 from .static import is_hashable, structure, typed
 
 
@@ -201,8 +201,8 @@ class Output:
 
     def __init__(self, out: Any, inside: Iterable[Any], origin: Any):
         leaves, treedef = jtu.tree_flatten(out)
-        slots = [ArraySlot() if eqx.is_array(x) else x for x in leaves]
-        self.build = Builder(jtu.tree_unflatten(treedef, slots), origin)
+        slots = [SLOT if eqx.is_array(x) else x for x in leaves]
+        self.build = ResultBuilder(jtu.tree_unflatten(treedef, slots), origin)
         # For each array its number in `inside`, or `None` if it is new.
         numbers = {id(x): i for i, x in enumerate(inside)}
         self.kept = [numbers.get(id(x)) for x in leaves if eqx.is_array(x)]

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import jax.tree_util as jtu
 
-from .._tree.unbuilt import built, dict_of, set_dict, Unbuilt
-from .static import can_change, is_hashable, typed
+from .._tree.unbuilt import build, dict_of, set_dict, Unbuilt
+from .static import can_change, is_fixed, typed
 
 
 class Mismatch(Exception):
@@ -29,7 +29,7 @@ _NAMES: Final[dict[str, Any]] = {
     "dict_of": dict_of,
     "set_dict": set_dict,
     "Unbuilt": Unbuilt,
-    "built": built,
+    "build": build,
     "new": object.__new__,
     "copy": copy.copy,
 }
@@ -81,7 +81,7 @@ class Code:
             differ = self.constant(_Differ([*by_value.values()]))
             # Always compare a list by value, since it may have changed in place.
             tests = [
-                f"{v} is not {self.constant(x)}" if is_hashable(x) else "True"
+                f"{v} is not {self.constant(x)}" if is_fixed(x) else "True"
                 for v, x in by_value.items()
             ]
             with self.block(f"if {' or '.join(tests)}:"):
@@ -128,7 +128,7 @@ class _Differ:
 
     def __init__(self, values: list[Any]):
         self.typed = [*map(typed, values)]
-        self.can_change = [not is_hashable(x) for x in values]
+        self.can_change = [not is_fixed(x) for x in values]
         self.last = values
 
     def __call__(self, *values: Any) -> bool:

@@ -12,10 +12,11 @@ layers. To build a tree, the loops run in the opposite order, over slices of the
 """
 
 import dataclasses
+import functools as ft
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -23,31 +24,33 @@ import jax.tree_util as jtu
 
 from .._tree.base import INFERENCE, is_eqx_module
 from .._tree.compare import identical
-from .._tree.unbuilt import AbstractResult, dict_of, fields_of
+from .._tree.unbuilt import can_be_unbuilt, CanBeUnbuilt, dict_of, fields_of
 from .code import Code, Mismatch, one_level
-from .static import can_change, typed
+from .static import can_change, is_fixed, typed
 
 
-class ArraySlot:
-    """A sentinel for an array of a tree."""
+# Stands for an array in a tree. It is a plain object because JAX recommends that the
+# `__init__` of a pytree leaves these alone.
+SLOT: Final = object()
+
+# The structure of a module that is a leaf of the code, like the arrays; or `None`.
+_StructureOf = Callable[[Any], Any]
+
+# These modules: the number of the leaf in JAX's order, the module, its structure.
+_Modules = list[tuple[int, Any, Any]]
 
 
-# The modules that the code treats as leaves, each with its number among the leaves: the
-# arrays and these modules, in JAX's order.
-_Modules = list[tuple[int, Any]]
-
-
-def flattener(
-    tree: Any, origin: Any, leaves: Collection[int]
+def flatten_code(
+    tree: Any, origin: Any, structure_of: _StructureOf | None = None
 ) -> tuple[Callable[[Any], Sequence[Any]], _Modules]:
     """A function of a tree that returns its leaves in JAX's order.
 
     It raises `Mismatch` (or `KeyError`) for a tree that differs from this one in more
-    than its leaves, which it does not check. It does not keep `origin` alive. `leaves`:
-    the `id`s of modules that are leaves, like the arrays.
+    than its leaves, which it does not check. It does not keep `origin` alive. If
+    `structure_of` has a structure for an outermost module, the module is a leaf.
     """
     try:
-        groups = _Groups(tree, leaves)
+        groups = _Groups(tree, structure_of)
         return groups.apart(origin).compile(), groups.modules
     except _TOO_DEEP:
         return _refuse, []
@@ -57,25 +60,43 @@ def _refuse(_: Any) -> Any:
     raise Mismatch
 
 
-def builder(
-    tree: Any, leaves: Collection[int]
+def build_code(
+    tree: Any, structure_of: _StructureOf | None = None
 ) -> tuple[Callable[[Sequence[Any]], Any], _Modules]:
-    """A function of leaves that builds this tree. Its arrays are `ArraySlot`s.
+    """A function of leaves that builds this tree, which has a `SLOT` for each array.
 
-    `leaves`: as for `flattener`.
+    `structure_of`: as for `flatten_code`.
     """
     try:
-        groups = _Groups(tree, leaves)
+        groups = _Groups(tree, structure_of)
         return groups.together().compile(), groups.modules
     except _TOO_DEEP:
         static, treedef = jtu.tree_flatten(tree)
 
     def build(given: Sequence[Any]) -> Any:
         rest = iter(given)
-        filled = [next(rest) if isinstance(x, ArraySlot) else x for x in static]
+        filled = [next(rest) if x is SLOT else x for x in static]
         return treedef.unflatten(filled)
 
     return build, []
+
+
+def is_plain(module: eqx.Module, origin: Any) -> bool:
+    """Whether a module has only nodes with code and fixed static values.
+
+    These values do not include `origin`.
+    """
+
+    def is_one(node: Leaf | Container) -> bool:
+        if isinstance(node, Leaf):
+            is_ours = node.x is not origin and is_fixed(node.x)
+            return is_ours or not node.is_static
+        return not isinstance(node, Node) and all(map(is_one, node.below))
+
+    try:
+        return is_one(_Finder().find(module))
+    except RecursionError:
+        return False
 
 
 # Python raises these errors for a tree, or for code, that is nested too deep.
@@ -212,8 +233,8 @@ class Module(Container):
         cls, fields = type(self.x), module_fields(type(self.x))
         code.check(f"type(v) is not {code.constant(cls)}")
         code.add("d = dict_of(v)")
-        if AbstractResult in cls.__mro__:
-            code.add("if type(d) is Unbuilt: d = built(v, d)")
+        if CanBeUnbuilt in cls.__mro__:
+            code.add("if type(d) is Unbuilt: d = build(v)")
         code.check(f"len(d) != {len(fields)}")
         if INFERENCE in fields:
             # All modules of one result share the list in this field, and it does not
@@ -256,53 +277,44 @@ def data_fields(cls: type) -> list[str]:
     return [name for name in module_fields(cls) if name != INFERENCE]
 
 
-def has_only_fields(module: eqx.Module) -> bool:
-    """Whether `__dict__` contains just the fields, and no other data such as a cache.
-
-    The field `INFERENCE` has its usual value, and not a sentinel of some function.
-    """
-    fields = fields_of(module)
-    has_mode = fields.get(INFERENCE, []) in ([], [[]])
-    return has_mode and fields.keys() == module_fields(type(module)).keys()
-
-
 class _Finder:
-    """Finds the nodes of a tree, with equal keys for nodes of equal structure.
+    """Finds the nodes of a tree, with equal keys for nodes of equal structure."""
 
-    `leaves`: the `id`s of modules that are leaves.
-    """
-
-    def __init__(self, leaves: Collection[int]):
-        self.leaves = leaves
+    def __init__(self, structure_of: _StructureOf | None = None):
+        self.structure_of = structure_of
         self.keys: dict[Any, int] = {ARRAY: ARRAY}
         self.numbers = itertools.count()  # of the leaves, in JAX's order
         self.modules: _Modules = []
 
-    def find(self, x: Any) -> Leaf | Container:
-        if id(x) in self.leaves:
-            self.modules.append((next(self.numbers), x))
-            return Leaf(self.modules[-1][0], ARRAY, False)
-        if isinstance(x, ArraySlot) or eqx.is_array(x):
+    def find(self, x: Any, is_outermost: bool = True) -> Leaf | Container:
+        if x is SLOT or eqx.is_array(x):
             return Leaf(next(self.numbers), ARRAY, False)
-        cls = type(x)
+        if is_outermost and can_be_unbuilt(x):
+            if self.structure_of and (structure := self.structure_of(x)) is not None:
+                number = next(self.numbers)
+                self.modules.append((number, x, structure))
+                return Leaf(number, ARRAY, False)
+            is_outermost = False
+        cls, find = type(x), ft.partial(self.find, is_outermost=is_outermost)
         if cls in (tuple, list) or _is_named_tuple(x):
-            return self._container(Container, x, map(self.find, x))
+            return self._container(Container, x, map(find, x))
         if cls is dict and {*map(type, x)} in (set(), {str}, {int}):
             keys = sorted(x)
-            return self._container(Dict, x, (self.find(x[k]) for k in keys), *keys)
+            return self._container(Dict, x, (find(x[k]) for k in keys), *keys)
         if is_eqx_module(x):
-            if has_only_fields(x):
-                fields, static = fields_of(x), module_fields(cls)
+            fields, static = fields_of(x), module_fields(cls)
+            mode = fields.get(INFERENCE, [])
+            # If `__dict__` contains more, such as a cache, leave the module to JAX.
+            if fields.keys() == static.keys() and mode in ([], [[]]):
                 below = (
-                    self._static(fields[k]) if static[k] else self.find(fields[k])
+                    self._static(fields[k]) if static[k] else find(fields[k])
                     for k in data_fields(cls)
                 )
-                mode = len(fields.get(INFERENCE, []))
-                return self._container(Module, x, below, mode)
+                return self._container(Module, x, below, len(mode))
         elif x is None or jtu.all_leaves([x]):
             return self._static(x)
         children, data = one_level(x)
-        return self._container(Node, x, map(self.find, children), data)
+        return self._container(Node, x, map(find, children), data)
 
     def _static(self, x: Any) -> Leaf:
         return Leaf(x, self._key("static", _same_if(x)), True)
@@ -376,8 +388,8 @@ class _Group:
 class _Groups:
     """The groups of a tree, parents before children; and the arrays."""
 
-    def __init__(self, tree: Any, leaves: Collection[int]):
-        finder = _Finder(leaves)
+    def __init__(self, tree: Any, structure_of: _StructureOf | None):
+        finder = _Finder(structure_of)
         root = finder.find([tree])  # a container, even if the tree is a leaf
         self.modules = finder.modules
         self.lists = {ARRAY: "arrays"}

@@ -37,7 +37,7 @@ from .._state.scope import is_any_open, is_open_here
 from .call import cache_key_of, JitCall, origin_of, Output, Result
 from .code import Mismatch
 from .options import Options
-from .results import Flattener
+from .results import ArgumentFlattener
 
 
 class _Retrace(threading.local):
@@ -168,11 +168,12 @@ class Plan(NamedTuple):
     """The fast path for calls outside any scope whose cache key occurred before."""
 
     program: Program
-    arrays: Flattener  # raises `Mismatch` or `KeyError` for a different cache key
+    # Raises `Mismatch` or `KeyError` for a different cache key.
+    arrays: ArgumentFlattener
 
     @staticmethod
     def of(call: JitCall, program: Program) -> "Plan":
-        return Plan(program, Flattener(call.tree, call.origin))
+        return Plan(program, ArgumentFlattener(call.tree, call.origin))
 
 
 # Plans are expensive to create. If more cache keys than this alternate, each new plan

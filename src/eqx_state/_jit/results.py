@@ -10,16 +10,16 @@ structure and the static values for which the program was compiled.
 import functools as ft
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._tree.unbuilt import AbstractResult, dict_of, set_dict, Unbuilt
+from .._tree.unbuilt import CanBeUnbuilt, dict_of, set_dict, Unbuilt
 from .code import Mismatch
-from .flattening import ArraySlot, builder, flattener, has_only_fields
-from .static import is_hashable, structure, typed
+from .flattening import build_code, flatten_code, is_plain, SLOT
+from .static import structure, typed
 
 
 class Structure:
@@ -37,98 +37,84 @@ _STRUCTURES: Final = weakref.WeakValueDictionary[Any, Structure]()
 _FEW: Final = 8
 
 
-def structures_in(tree: Any, origin: Any) -> dict[int, Structure]:
-    """The structure of each outermost module that may be unbuilt, by its `id`.
+def structure_of(origin: Any, module: eqx.Module) -> Structure | None:
+    """The structure of a module; `None` if the module is always built at once.
 
-    Others are built at once: modules of few arrays; those with a static value that can
-    change in place; classes that `Unbuilt` does not suit. A structure would keep the
-    called function, `origin`, alive, so there is none for a module that contains it.
+    That is: a module of few arrays; one with static values that can change in place, or
+    with nodes that the user's code unflattens; a class with its own `__getattribute__`,
+    or with a `__del__`, which would run twice. A structure would keep the called
+    function, `origin`, alive, so a module that contains it has none.
     """
-
-    def static(x: Any) -> Any:
-        if x is origin or not is_hashable(x):
-            raise _Unsuitable
-        return typed(x)
-
-    found = {}
-    for module in filter(_is_result, jtu.tree_leaves(tree, is_leaf=_is_result)):
-        own_lookup = type(module).__getattribute__
-        if own_lookup is not AbstractResult.__getattribute__:
-            continue
-        leaves, treedef = jtu.tree_flatten(module)
-        is_slot = [isinstance(x, ArraySlot) or eqx.is_array(x) for x in leaves]
-        if sum(is_slot) < _FEW or not has_only_fields(module):
-            continue
-        try:
-            statics = [
-                None if is_array else (static(x),)
-                for x, is_array in zip(leaves, is_slot, strict=True)
-            ]
-            key = structure(treedef, static), tuple(statics)
-        except _Unsuitable:
-            continue
-        found[id(module)] = _STRUCTURES.setdefault(key, Structure())
-    return found
+    cls = type(module)
+    is_ours = cls.__getattribute__ is CanBeUnbuilt.__getattribute__
+    if not is_ours or hasattr(cls, "__del__"):
+        return None
+    leaves, treedef = jtu.tree_flatten(module)
+    statics = [None if _is_array(x) else (x,) for x in leaves]
+    if statics.count(None) < _FEW or not is_plain(module, origin):
+        return None
+    key = structure(treedef), tuple(x if x is None else typed(x[0]) for x in statics)
+    return _STRUCTURES.setdefault(key, Structure())
 
 
-class _Unsuitable(Exception):
-    """A static value because of which a module is built at once."""
+def _is_array(x: Any) -> bool:
+    return x is SLOT or eqx.is_array(x)
 
 
-def _is_result(x: Any) -> bool:
-    return AbstractResult in type(x).__mro__
+def _by_structure(modules: list[tuple[int, Any, Any]]) -> Iterable[tuple[Any, Any]]:
+    """One module for each structure."""
+    return {s: x for _, x, s in modules}.items()
 
 
 class Recipe:
     """How to make one of the modules of a result.
 
-    `module`: has an `ArraySlot` for each array. The code that builds the module is
-    generated when a result is read for the first time.
+    `module`: has a `SLOT` for each array. The code that makes the module is generated
+    when a result is read for the first time.
     """
 
     def __init__(self, module: Any, structure: Structure):
         self.module, self.structure = module, structure
-        leaves = jtu.tree_leaves(module)
-        self.size = sum(isinstance(x, ArraySlot) for x in leaves)
+        self.size = sum(x is SLOT for x in jtu.tree_leaves(module))
 
-    def unbuilt(self, arrays: Sequence[Any]) -> Any:
+    def make_unbuilt(self, arrays: Sequence[Any]) -> Any:
         """The module with these arrays, unbuilt."""
         module = object.__new__(type(self.module))
-        set_dict(module, Unbuilt(arrays, self.build, self.structure))
+        set_dict(module, Unbuilt(arrays, self.make, self.structure))
         return module
 
-    def build(self, arrays: Sequence[Any]) -> Any:
+    def make(self, arrays: Sequence[Any]) -> Any:
         """The module with these arrays, with its fields."""
-        return without_collection(self._build, arrays)
+        return without_collection(self._code, arrays)
 
     @ft.cached_property
-    def _build(self) -> Callable[[Sequence[Any]], Any]:
-        return builder(self.module, {})[0]
+    def _code(self) -> Callable[[Sequence[Any]], Any]:
+        return build_code(self.module)[0]
 
 
-class Builder:
-    """Builds the output of a call, whose outermost modules may be unbuilt.
+class ResultBuilder:
+    """Makes the output of a call, whose outermost modules may be unbuilt.
 
-    `tree`: has an `ArraySlot` for each array.
+    `tree`: has a `SLOT` for each array.
     """
 
     def __init__(self, tree: Any, origin: Any):
-        structures = structures_in(tree, origin)
-        self.build, modules = builder(tree, structures)
-        self.recipes = [(n, Recipe(x, structures[id(x)])) for n, x in modules]
+        self.code, modules = build_code(tree, ft.partial(structure_of, origin))
+        recipes = {s: Recipe(x, s) for s, x in _by_structure(modules)}
+        self.recipes = [(number, recipes[s]) for number, _, s in modules]
 
     def __call__(self, arrays: Sequence[Any], at_once: bool) -> Any:
         """`arrays`: in JAX's order. `at_once`: whether to leave no module unbuilt."""
-        items: list[Any] = []
-        start = 0
+        leaves: list[Any] = []
+        end = 0
         for number, recipe in self.recipes:
-            end = start + number - len(items)
-            items += arrays[start:end]
-            start = end + recipe.size
-            make = recipe.build if at_once else recipe.unbuilt
-            items.append(make(arrays[end:start]))
-        items += arrays[start:]
-        return without_collection(self.build, items)
+            start = end + number - len(leaves)  # arrays outside of these modules
+            leaves += arrays[end:start]
+            end = start + recipe.size
+            make = recipe.make if at_once else recipe.make_unbuilt
+            leaves.append(make(arrays[start:end]))
+        leaves += arrays[end:]
+        return without_collection(self.code, leaves)
 
 
 class _Argument(NamedTuple):
@@ -137,10 +123,10 @@ class _Argument(NamedTuple):
     number: int  # of the leaf
     cls: type
     structure: Structure
-    flatten: Callable[[Any], Sequence[Any]]
+    code: Callable[[Any], Sequence[Any]]
 
 
-class Flattener:
+class ArgumentFlattener:
     """Collects the arrays of a tree in JAX's order.
 
     It raises `Mismatch` or `KeyError` for a tree that differs from `tree` in more than
@@ -149,37 +135,32 @@ class Flattener:
     """
 
     def __init__(self, tree: Any, origin: Any):
-        structures = structures_in(tree, origin)
-        self.flatten, modules = flattener(tree, origin, structures)
-        by_structure = {}
-        self.arguments = []
-        for number, x in modules:
-            s = structures[id(x)]
-            if s not in by_structure:
-                by_structure[s] = flattener(x, origin, {})[0]
-            self.arguments.append(_Argument(number, type(x), s, by_structure[s]))
-        arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
-        self.types = frozenset(map(type, arrays))
+        find = ft.partial(structure_of, origin)
+        self.code, modules = flatten_code(tree, origin, find)
+        codes = {s: flatten_code(x, origin)[0] for s, x in _by_structure(modules)}
+        self.arguments = [_Argument(n, type(x), s, codes[s]) for n, x, s in modules]
+        self.types = {type(x) for x in jtu.tree_leaves(tree) if eqx.is_array(x)}
 
     def __call__(self, tree: Any) -> Sequence[Any]:
-        items = self.flatten(tree)
+        leaves = self.code(tree)
         arrays: list[Any] = []
         start = 0
         for argument in self.arguments:
             end = argument.number
             if start < end:
-                arrays += self._checked(items[start:end])
+                arrays += self._checked(leaves[start:end])
             start = end + 1
-            if type(module := items[end]) is not argument.cls:
+            if type(module := leaves[end]) is not argument.cls:
                 raise Mismatch
             fields = dict_of(module)
-            is_unbuilt = type(fields) is Unbuilt and not fields
-            if is_unbuilt and fields.structure is argument.structure:
+            # After `object.__setattr__`, the arrays are no longer those of the module.
+            is_unread = type(fields) is Unbuilt and not fields
+            if is_unread and fields.structure is argument.structure:
                 arrays += fields.arrays
             else:
-                arrays += self._checked(argument.flatten(module))
-        if start < len(items):
-            arrays += self._checked(items[start:])
+                arrays += self._checked(argument.code(module))
+        if start < len(leaves):
+            arrays += self._checked(leaves[start:])
         return arrays
 
     def _checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -190,21 +171,22 @@ class Flattener:
 
 
 def without_collection(
-    build: Callable[[Sequence[Any]], Any], given: Sequence[Any]
+    code: Callable[[Sequence[Any]], Any], given: Sequence[Any]
 ) -> Any:
-    """Build a tree, with garbage collection disabled if the tree is large.
+    """Make a tree, with garbage collection disabled if the tree is large.
 
     Each module allocates two tracked objects, so a large tree would trigger collections
-    that traverse everything built so far. The caller usually drops the old tree right
+    that traverse everything made so far. The caller usually drops the old tree right
     afterwards, so the total hardly changes.
     """
     if len(given) < _MANY or not gc.isenabled():
-        return build(given)
+        return code(given)
     gc.disable()
     try:
-        return build(given)
+        return code(given)
     finally:
         gc.enable()
 
 
+# Python starts a collection after 700 new objects, so a smaller tree rarely does.
 _MANY: Final = 100

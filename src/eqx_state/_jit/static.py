@@ -104,6 +104,31 @@ def can_change(x: Any) -> bool:
     return isinstance(x, (list, dict, set))
 
 
+def is_fixed(x: Any) -> bool:
+    """Whether `x` remains equal to the same values for as long as it exists.
+
+    A list does not. An object of a class with its own `__eq__` may not, even if it can
+    be hashed.
+    """
+    cls = type(x)
+    if cls.__eq__ is object.__eq__:  # equal only to itself
+        return True
+    if can_change(x) or not is_hashable(x):
+        return False
+    if cls.__eq__ in (tuple.__eq__, frozenset.__eq__):
+        return all(map(is_fixed, x))
+    if (names := _compared_fields(cls)) is not None:
+        is_frozen = cls.__dataclass_params__.frozen
+        return is_frozen and all(is_fixed(getattr(x, name, None)) for name in names)
+    owner = next(c for c in cls.__mro__ if "__eq__" in vars(c))
+    return owner.__module__.partition(".")[0] in _IMMUTABLE
+
+
+# Packages whose classes with an `__eq__` are immutable if they can be hashed: treedefs,
+# dtypes, shardings, filters.
+_IMMUTABLE: Final = frozenset({"builtins", "eqx_state", "jax", "jaxlib", "numpy"})
+
+
 class _ByEquality:
     """An unhashable static value, compared by `==`, as JAX compares it."""
 

@@ -18,7 +18,7 @@ import numpy as np
 from .._compat import EquinoxMeta
 from .._kinds.fields import check_declarations, field
 from .._typing import KeyPath
-from .unbuilt import AbstractResult, dict_of, fields_of, set_dict
+from .unbuilt import CanBeUnbuilt, dict_of, fields_of, set_dict
 
 
 # One key of a path, as it is printed, and the length of the sequence that it indexes (0
@@ -131,7 +131,7 @@ class _Training:
             fields[INFERENCE] = [] if training else [[]]
 
 
-class BaseModule(AbstractResult, metaclass=_ModuleMeta):
+class BaseModule(CanBeUnbuilt, metaclass=_ModuleMeta):
     """The data of an `es.Module`; its behavior is in `_state/module.py`.
 
     The flags are static fields, so they are part of the treedef.

@@ -23,7 +23,7 @@ from .._typing import KeyPath, PyTree, Tree
 from .context import children
 from .filters import bind, check_filter, Filter, filter_text, Predicate
 from .parts import layers_of, Part, parts
-from .unbuilt import AbstractResult
+from .unbuilt import CanBeUnbuilt
 from .walk import is_array, leaves, Visit, walk
 
 
@@ -255,7 +255,7 @@ def spec(tree: Tree, values: Mapping[Any, Any], default: Any = None) -> Tree:
 # --- The parameters to which the moments of optimizers and the averages belong --------
 
 
-class AbstractPerParameter(AbstractResult):
+class AbstractPerParameter(CanBeUnbuilt):
     """A module with arrays for the parameters of a model, such as their moments.
 
     Rules give each of these arrays the value of its parameter: a moment has the

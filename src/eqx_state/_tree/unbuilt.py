@@ -3,16 +3,19 @@
 `es.jit` returns its results like this. In a training loop, nothing reads the model
 between two steps, so its arrays go straight into the next call, and no field is built.
 Such a module is an object of its final class. Only its `__dict__` is different: an
-empty `Unbuilt`, which knows the arrays, and how to build the fields. Everything that
+empty `Unbuilt`, which knows the arrays, and how to make the fields. Everything that
 reads a module reads an attribute first, `__dict__` included, so `__getattribute__`
 builds the fields. `fields_of` does the same for our own code, which goes around it.
 """
 
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TYPE_CHECKING
 
 import equinox as eqx
+
+from .._compat import BoundMethod
 
 
 # These run in C. `module.__dict__` would call `__getattribute__`, in Python.
@@ -23,58 +26,66 @@ dict_of: Final[Callable[[Any], dict[str, Any]]] = _DICT.__get__
 set_dict: Final[Callable[[Any, dict[str, Any]], None]] = _DICT.__set__
 
 
-class Unbuilt(dict[Any, Any]):
+class Unbuilt(dict[str, Any]):
     """The `__dict__` of a module whose fields are not built yet.
 
-    `build` creates another module of the class from the arrays, in JAX's order.
-    `structure` is one object for all modules of equal structure and static values.
+    It contains only what `object.__setattr__` has written. `make` makes another module
+    of the class from the arrays, which are in JAX's order. `structure` is one object
+    for all modules of equal structure and static values.
     """
 
-    __slots__ = ("arrays", "build", "structure")
+    __slots__ = ("arrays", "make", "structure")
 
     def __init__(
         self,
         arrays: Sequence[Any],
-        build: Callable[[Sequence[Any]], Any],
+        make: Callable[[Sequence[Any]], Any],
         structure: object,
     ):
-        self.arrays, self.build, self.structure = arrays, build, structure
+        self.arrays, self.make, self.structure = arrays, make, structure
 
 
-def built(module: eqx.Module, unbuilt: Unbuilt) -> dict[str, Any]:
-    """Build the fields of a module, and return its new `__dict__`."""
-    fields = dict_of(unbuilt.build(unbuilt.arrays))
-    # `object.__setattr__` may have written before the first read.
-    fields.update({name: x for name, x in unbuilt.items() if name is not _FIELDS})
-    # If two threads get here, both use the fields of the first.
-    fields = unbuilt.setdefault(_FIELDS, fields)
-    set_dict(module, fields)
-    return fields
+# Threads that read a module at once get the same fields.
+_LOCK: Final = threading.RLock()
 
 
-_FIELDS: Final = object()
+def build(module: eqx.Module) -> dict[str, Any]:
+    """Build the fields of a module, if no other thread has; return its `__dict__`."""
+    with _LOCK:
+        fields = dict_of(module)
+        if type(fields) is Unbuilt:
+            written = fields
+            fields = dict_of(written.make(written.arrays))
+            fields.update(written)
+            set_dict(module, fields)
+        return fields
 
 
 def fields_of(module: eqx.Module) -> dict[str, Any]:
     """A module's `__dict__`, without calling `Module.__getattribute__`."""
     fields = dict_of(module)
-    return built(module, fields) if type(fields) is Unbuilt else fields
+    return build(module) if type(fields) is Unbuilt else fields
 
 
-class AbstractResult(eqx.Module):
+class CanBeUnbuilt(eqx.Module):
     """A module that `es.jit` may return unbuilt."""
 
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name: str) -> Any:
             # The lookup would find a class default before it called `__getattr__`.
-            if type(fields := dict_of(self)) is Unbuilt:
-                built(self, fields)
-            # Equinox's version also turns bound methods into pytrees, and is slower.
-            # JAX reads the `__dict__` of every module that it flattens, so `es.update`
-            # would take 10% longer. Skip only `eqx.Module` in the MRO: a mixin after it
-            # may define `__getattribute__`.
+            if type(dict_of(self)) is Unbuilt:
+                build(self)
+            # Skip Equinox's version, which does the same as the rest of this function,
+            # but more slowly: JAX reads the `__dict__` of every module that it
+            # flattens, so `es.update` would take 10% longer.
             value = super(eqx.Module, self).__getattribute__(name)
-            if type(value) is types.MethodType and value.__self__ is self:
-                return super().__getattribute__(name)
+            is_method = type(value) is types.MethodType and value.__self__ is self
+            if is_method and not (name.startswith("__") and name.endswith("__")):
+                return BoundMethod(value.__func__, self)
             return value
+
+
+def can_be_unbuilt(x: Any) -> bool:
+    """Whether `x` is of a class that `es.jit` may return unbuilt."""
+    return CanBeUnbuilt in type(x).__mro__
