@@ -230,13 +230,13 @@ path           module     array                 kind       bytes
 [0].layers[4]  Linear     weight: f32[10,968]   Parameter  38.7 KB
                           bias: f32[10]         Parameter  40 B
 [1]            Optimizer  size: 19,573          OptState   78.3 KB
-[2]            Ema        size: 9,812           Buffer     39.2 KB
+[2]            Ema        size: 9,813           Buffer     39.3 KB
 ───────────────────────────────────────────────────────────────────
 Total                     size: 9,786           Parameter  39.1 KB
                           size: 24              BatchStat  96 B
                           size: 19,573          OptState   78.3 KB
-                          size: 9,812           Buffer     39.2 KB
-Total: 39,195 (156.8 KB)
+                          size: 9,813           Buffer     39.3 KB
+Total: 39,196 (156.8 KB)
 Trainable: 9,786 (39.1 KB)
 """
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from helpers import rejects, untouched
@@ -245,3 +247,17 @@ def test_arrays_of_several_processes_cannot_be_saved(path, monkeypatch):
     assert_only(path, OLD)
     es.save(path, tree, es.path_matches("*whole*"))
     assert safetensors.numpy.load_file(path)["['whole']"].tolist() == 8 * [1]
+
+
+def test_a_class_instead_of_a_model(tmp_path):
+    path = tmp_path / "model.safetensors"
+    es.save(path, eqx.nn.Linear(2, 2, key=jr.key(0)))
+    for f in (
+        lambda: es.save(path, eqx.nn.Linear),
+        lambda: es.load(path, eqx.nn.Linear),
+        lambda: es.tabulate(eqx.nn.Linear),
+        lambda: es.Ema(0.9).init(eqx.nn.Linear),
+        lambda: es.Optimizer(optax.sgd(0.1)).init(eqx.nn.Linear),
+    ):
+        with pytest.raises(TypeError, match=r"`Linear` is a class.*Linear\(\.\.\.\)"):
+            f()

@@ -269,7 +269,7 @@ def _(case):
 def _(case):
     net = case.keep(Net(), XS)
     optimizer = es.Optimizer(optax.adam(1.0)).init(net)
-    for other in ([net], net.freeze(), net.replace(layer=[Layer(), Layer()])):
+    for other in (net.freeze(), net.replace(layer=[Layer(), Layer()])):
         grads = es.filter(other, es.trainable)
         with case.error():
             optimizer.update(grads, other)

@@ -626,3 +626,12 @@ def test_keys_that_a_filter_selects_are_not_trained():
     (_, net), grads = grad(net, jnp.ones(3))
     new, _ = optimizer.update(grads, net)
     assert (new.head[0].bias != net.head[0].bias).all()
+
+
+def test_something_else_than_the_model_is_not_a_changed_model():
+    model = eqx.nn.Linear(2, 2, key=jr.key(0))
+    optimizer = es.Optimizer(optax.sgd(0.1)).init(model)
+    for other in ((model, model), jnp.ones(2)):
+        with pytest.raises(ValueError, match="Pass the model that `init`") as info:
+            optimizer.update(other, other)
+        assert "refit" not in str(info.value)

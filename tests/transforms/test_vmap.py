@@ -377,3 +377,15 @@ def test_gradients_of_each_example():
         assert (grads.w == 4 * XS**2).all()
         assert models.calls.tolist() == [1, 1, 1]
     assert new.calls == 0
+
+
+def test_a_collective_without_the_name_of_the_lanes():
+    def centered(x):
+        return x - jax.lax.pmean(x, "batch")
+
+    with pytest.raises(NameError, match="batch") as info:
+        es.vmap(centered)(jnp.ones(3))
+    assert 'es.vmap(f, axis_name="batch")' in str(info.value.__notes__)
+    with pytest.raises(NameError, match="undefined") as info:
+        es.vmap(lambda x: undefined)(jnp.ones(3))  # noqa: F821
+    assert "axis_name" not in str(getattr(info.value, "__notes__", ""))

@@ -377,7 +377,8 @@ def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
     leaves = ["an array"] * structure.num_leaves
     expected, now = map(same_modes, (jtu.tree_unflatten(structure, leaves), tree))
     if jtu.tree_structure(now) != jtu.tree_structure(expected):
-        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {_NEW_ONE}"
+        cure = _NEW_ONE if type(now) is type(expected) else _ONE_MODEL
+        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {cure}"
         raise ValueError(misplaced(tree) or said)
     return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
 
@@ -464,6 +465,9 @@ def _name(path: KeyPath) -> str:
 _NEW_ONE: Final = """For a different model, or after freezing or unfreezing, refit \
 the optimizer, which keeps the state that still fits: `optimizer = \
 optimizer.refit(model)`."""
+
+_ONE_MODEL: Final = """Pass the model that `init` was given, or its parameters. With \
+`argnums=(0, 1)`, models and gradients are tuples: `(loss, (a, b)), (grads, _) = …`."""
 
 _OTHER_MODEL: Final = "what `wrt` selects in this model is not what `init` was given"
 

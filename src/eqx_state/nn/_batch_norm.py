@@ -339,7 +339,8 @@ output: `y = self.norm(x)`, `jnp.where(condition, y, x)`."""
 _CHANNELS: Final = """`es.nn.BatchNorm(input_size={0})` got an input of shape {1}, but \
 expects {0} channels along axis {2}. Set `channel_axis`. With `axis_name=None`, the \
 input is a whole batch: to call the layer under `es.vmap`, with one example, construct \
-it with a name, `es.nn.BatchNorm({0}, axis_name="batch")`."""
+it with a name, `es.nn.BatchNorm({0}, axis_name="batch")`. The layers of an ensemble \
+have one axis more: `es.vmap(model, axes={{...: 0}})`."""
 
 _NOT_REAL: Final = """`es.nn.BatchNorm` normalizes real numbers, but was given the \
 dtype {}. Pass both parts as channels: `jnp.concatenate([x.real, x.imag], axis=1)`."""

@@ -182,7 +182,7 @@ class Stacked(Module, Generic[_Layer]):
 
         **Raises:**
 
-        - `TypeError`: `keys` is a single key.
+        - `TypeError`: `keys` is a single key, or a number.
 
         !!! example
 
@@ -200,10 +200,11 @@ class Stacked(Module, Generic[_Layer]):
             assert stacked(jr.normal(jr.key(1), (4,))).shape == (4,)
             ```
         """
-        if _is_one_key(keys):
+        if isinstance(keys, int) or _is_one_key(keys):
             raise TypeError(
                 "`es.nn.Stacked.make` takes one key for each layer, and was given a"
-                " single key: pass `jax.random.split(key, n)`."
+                f" single {'number' if isinstance(keys, int) else 'key'}: pass"
+                " `jax.random.split(key, n)`."
             )
         keys = keys if is_array(keys) else jnp.stack(keys)
         layers = eqx.filter_vmap(make_layer)(keys)
