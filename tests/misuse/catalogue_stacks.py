@@ -142,7 +142,7 @@ def _(case):
     adapted = es.nn.Stacked([around(layer, "") for layer in model.blocks])
     y, new = es.mutable(Deep(adapted))(X)
     assert (y == 6 * X).all()
-    assert es.map_modules(lambda module, name: module, new).blocks.length == 3
+    assert es.map_modules(lambda module, name: module, new).blocks._length == 3
     ensemble = jax.tree.map(lambda x: jnp.stack([x, x]), model)
     es.map_modules(lambda module, name: module, ensemble)
 

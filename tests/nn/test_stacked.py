@@ -472,3 +472,17 @@ def test_a_list_of_keys():
 
 def test_checkpoint_false_is_none():
     assert es.nn.Stacked(scales(1.0), checkpoint=False).checkpoint is None
+
+
+def test_configure_does_not_change_the_number_of_layers():
+    class Memory(es.Module):
+        length: es.State = 3
+
+        def __call__(self, x):
+            return x * self.length
+
+    stacked = es.configure(
+        es.nn.Stacked([Memory(), Memory()]), length=jnp.array([2, 2])
+    )
+    assert len(stacked) == 2
+    assert stacked(jnp.array(1)) == 4

@@ -476,7 +476,7 @@ def test_without_the_check_shared_state_is_not_written():
         return mapped(model["norm"], check_vma=False, **options)(xs)
 
     with rejects(
-        model, ValueError, r"wrote `\['norm'\]\.mean`", r"axes=\{es\.State: P\(\)\}"
+        model, ValueError, r"wrote `\['norm'\]\.mean`", r"axes=\{es\.BatchStat: P\(\)\}"
     ):
         es.mutable(f)(model, XS)
     _, new = es.jit(es.mutable(lambda m, xs: f(m, xs, axes={es.State: P()})))(model, XS)

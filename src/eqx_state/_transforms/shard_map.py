@@ -125,8 +125,9 @@ a module among the arguments, this mapping is its entry of `in_specs`."""
 
 _UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
 is replicated. With the check off, JAX cannot verify that all devices wrote the same \
-value. Leave `check_vma` on; or, if they do, confirm it: `axes={{es.State: P()}}`. For \
-a module among the arguments, this mapping is its entry of `in_specs`."""
+value. Leave `check_vma` on; or, if they do, confirm it for their kind: \
+`axes={{es.BatchStat: P()}}`. Keep `es.Rng: es.SPLIT` if you name `es.State`. For a \
+module among the arguments, this mapping is its entry of `in_specs`."""
 
 
 def shard_map(

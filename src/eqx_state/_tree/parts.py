@@ -210,14 +210,14 @@ def paths_of(visit: Visit) -> list[KeyPath]:
 def without_axis(stack: Any) -> Visit | None:
     """The first array of an `es.nn.Stacked` that lacks the axis of its layers."""
     arrays = (v for v in leaves(stack.layers) if is_array(v.node))
-    return next((v for v in arrays if v.node.shape[:1] != (stack.length,)), None)
+    return next((v for v in arrays if v.node.shape[:1] != (len(stack),)), None)
 
 
 def check_stack(stack: Any) -> None:
     """Raise `ValueError` if an array of an `es.nn.Stacked` lacks the axis of layers."""
     if (visit := without_axis(stack)) is not None:
         shape = visit.node.shape
-        raise ValueError(_NO_AXIS.format(stack.length, shape, visit.name))
+        raise ValueError(_NO_AXIS.format(len(stack), shape, visit.name))
 
 
 def layer_of(x: Any, index: Any) -> Any:

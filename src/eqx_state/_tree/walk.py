@@ -374,7 +374,7 @@ class _StackStep(_ModuleStep):
         self.inside: dict[Any, tuple[Context, Context]] = {}
 
     def __call__(self, node: Any, path: KeyPath, context: Context, *_: Any) -> None:
-        stack = len(path), fields_of(node).get("length", 0)
+        stack = len(path), fields_of(node).get("_length", 0)
         # Equal stacks share one context, so that the steps below find it by its `id`.
         inside = context._replace(stacks=(*context.stacks, stack))
         _, inside = self.inside.setdefault((id(context), stack), (context, inside))

@@ -131,7 +131,7 @@ class Stacked(Module, Generic[_Layer]):
     layers: _Layer | Any  # kinds that the layer's class declares apply to all layers
     checkpoint: Any = eqx.field(static=True)
     unroll: int | bool = eqx.field(static=True)
-    length: int = eqx.field(static=True)
+    _length: int = eqx.field(static=True)
 
     _eqx_state_is_stack: ClassVar[bool] = True
 
@@ -162,7 +162,7 @@ class Stacked(Module, Generic[_Layer]):
         """
         self.checkpoint = checkpoint or None
         self.unroll = unroll
-        self.layers, self.length = _stack(layers)
+        self.layers, self._length = _stack(layers)
 
     @staticmethod
     def make(
@@ -236,7 +236,7 @@ class Stacked(Module, Generic[_Layer]):
         - `ValueError`: an array lacks the axis of the layers.
         - `es.NotInitializedError`: `init` has not been called.
         """
-        layers, length = _ready(self), self.length
+        layers, length = _ready(self), self._length
         keys = {}
         if "key" in kwargs and not takes_key(layers):
             # `equinox.nn.Sequential` and `Stateful` pass a key to every layer.
@@ -259,10 +259,10 @@ class Stacked(Module, Generic[_Layer]):
         return x
 
     def __len__(self) -> int:
-        return self.length
+        return self._length
 
     def __iter__(self) -> Iterator[_Layer]:
-        return (self[i] for i in range(self.length))
+        return (self[i] for i in range(self._length))
 
     @overload
     def __getitem__(self, index: int) -> _Layer: ...
@@ -272,7 +272,7 @@ class Stacked(Module, Generic[_Layer]):
         layers = _ready(self)
         # Raises for an index that is out of range, like a list. JAX would return the
         # last layer instead.
-        at = range(self.length)[index]
+        at = range(self._length)[index]
         if isinstance(at, range):
             return _with(copy_tree(self), _take(layers, index), len(at))
         return _take(layers, at)
@@ -280,7 +280,7 @@ class Stacked(Module, Generic[_Layer]):
 
 def _with(new: Stacked[Any], layers: PyTree, length: int) -> Any:
     object.__setattr__(new, "layers", layers)
-    object.__setattr__(new, "length", length)
+    object.__setattr__(new, "_length", length)
     return new
 
 
