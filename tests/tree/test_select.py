@@ -235,6 +235,8 @@ def test_a_traced_ref_is_not_an_array_although_it_has_the_class_of_one(transform
         n: es.State
 
     def check(ref, x):
+        if eqx.is_array(ref):
+            pytest.skip("To JAX 0.8, a traced `Ref` is a `jax.Array`.")
         for tree in ([ref, x], [x, ref], {"a": (ref,), "b": x}, Cell(ref, x, x)):
             arrays = jax.tree.map(lambda y: None if y is ref else y, tree)
             others = jax.tree.map(lambda y: y if y is ref else None, tree)
