@@ -116,6 +116,7 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
         )
     ]
     lines, h = w.define(ctx.into(nodes=tuple(reach), helpers=()), f"{p}, {q}, x")
+    kinds = ", kinds=(es.State, es.Buffer)" if a.has_buffers else ""
     lines += [
         f"{f} = es.jit({h})",
         f"x = {f}({a.text}, {b.text}, x)",
@@ -123,7 +124,7 @@ def two_scopes(w: Writer, ctx: Context) -> Statement:
         # would cover the write to the module of the outer one.
         f"def {g}({p}, x):",
         f"    return {f}({p}{a.text[len(root) :]}, {b.text}, x)",
-        f"{y}, {new} = es.mutable({g})(copied({root}), x)",
+        f"{y}, {new} = es.mutable({g}{kinds})(copied({root}), x)",
         f"x = {f}({a.text}, {b.text}, mix(x, {y}))",
     ]
     w.aliased |= {a.path, b.path}
