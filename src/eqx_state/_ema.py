@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from ._errors import NotInitializedError, show
 from ._kinds.kinds import Buffer, is_kind, Parameter
-from ._state.lazy import check_ready
+from ._state.lazy import check_not_a_class, check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter
@@ -106,6 +106,7 @@ class Ema(AbstractPerParameter):
             module occurs twice in the model; or `1 - decay` is below the precision of
             an average (1.2e-7 in float32), so that updates would not change it.
         """
+        check_not_a_class(model)
         params, rest = self._split(model)
         means = jtu.tree_map(lambda x: jnp.array(x, _wide(x.dtype)), params)
         dtypes = _dtypes_of(means)

@@ -254,7 +254,6 @@ def test_a_class_instead_of_a_model(tmp_path):
     es.save(path, eqx.nn.Linear(2, 2, key=jr.key(0)))
     for f in (
         lambda: es.save(path, eqx.nn.Linear),
-        lambda: es.load(path, eqx.nn.Linear),
         lambda: es.tabulate(eqx.nn.Linear),
         lambda: es.Ema(0.9).init(eqx.nn.Linear),
         lambda: es.Optimizer(optax.sgd(0.1)).init(eqx.nn.Linear),

@@ -641,6 +641,17 @@ def test_equal_modules_share_their_code(monkeypatch):
     assert eqx.tree_equal(models, [net() for _ in range(20)])
 
 
+def test_a_module_that_is_too_deep_for_generated_code():
+    class Wrap(es.Module):
+        inner: Any
+
+    model = net()
+    for _ in range(300):
+        model = Wrap(model)
+    new = same(same(model))
+    assert eqx.tree_equal(new, model)
+
+
 def test_results_in_an_open_scope():
     model = net()
     unbuilt = same(same(model))

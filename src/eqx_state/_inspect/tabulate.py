@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from .._compat import boundary
 from .._kinds.kinds import Kind, Parameter, State
 from .._state.init import as_initialized
-from .._state.lazy import check_initialized, Initializer
+from .._state.lazy import check_not_a_class, Initializer
 from .._state.scope import Scope
 from .._state.write import kind_at
 from .._transforms.callables import receiver
@@ -110,6 +110,7 @@ def tabulate(
     """
     if cost and not inputs:
         raise TypeError("`cost=True` needs a call: `es.tabulate(model, x, cost=True)`.")
+    check_not_a_class(tree)
     found = receiver(tree)
     if found is None and inputs:
         name = getattr(tree, "__name__", type(tree).__qualname__)
@@ -119,8 +120,6 @@ def tabulate(
     if inputs:
         tree = as_initialized(tree)
         calls = _calls(tree, put, inputs, cost)
-    elif isinstance(tree, type):
-        check_initialized(tree)  # raises the error for a class
     arrays = parts(tree)
     rows = _rows(tree, depth)
     kinds = dict.fromkeys(entry.kind for row in rows for entry in row.entries)

@@ -14,7 +14,7 @@ import jax.random as jr
 import numpy as np
 
 from .._errors import an
-from .._state.lazy import check_usable
+from .._state.lazy import check_not_a_class, check_usable
 from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
@@ -102,6 +102,7 @@ def save(
     keys: dict[str, Any] = {}
     data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
+    check_not_a_class(tree)
     check_filters(filters, tree, "`es.save`")
     named = select(by_name(tree, check_usable), filters, tree)
     if _RESERVED in named:

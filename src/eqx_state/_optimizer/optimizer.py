@@ -13,7 +13,7 @@ import optax
 
 from .._errors import NotInitializedError, show
 from .._kinds.kinds import OptState, Parameter
-from .._state.lazy import check_ready
+from .._state.lazy import check_not_a_class, check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
@@ -141,6 +141,7 @@ class Optimizer(AbstractPerParameter):
             or a filter in the rules matches no array of the model; a stateful module
             occurs twice in the model.
         """
+        check_not_a_class(model)
         _check_no_lookahead(model)
         selected, labels = self._selected(model), None
         if not jtu.tree_leaves(selected):

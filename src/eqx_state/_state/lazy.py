@@ -174,13 +174,17 @@ def check_initialized(tree: Any) -> None:
 
 def check_none_missing(visits: list[Visit]) -> None:
     """`check_initialized` for the visits of a walk."""
-    if visits and isinstance(visits[0].node, type):
-        raise TypeError(_A_CLASS.format(visits[0].node.__qualname__))
     if (what := _missing(visits)) is not None:
         raise NotInitializedError(
             f"The model is used before it is initialized: {what}. Draw the values"
             " first; `init` returns a new model:\n\n    model = model.init(42)"
         )
+
+
+def check_not_a_class(tree: Any) -> None:
+    """Raise `TypeError` for a class, which is a pytree without arrays."""
+    if isinstance(tree, type):
+        raise TypeError(_A_CLASS.format(tree.__qualname__))
 
 
 _A_CLASS: Final = """`{0}` is a class, which has no arrays. Pass an instance: \

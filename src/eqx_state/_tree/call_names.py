@@ -33,8 +33,8 @@ def name_calls(cls: Any) -> None:
                 return call(*args, **kwargs)
         except Exception as error:
             # Without this frame, which would be between any two layers.
-            if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next
+            frames = error.__traceback__
+            error.__traceback__ = frames and frames.tb_next
             raise
 
     cls.__call__ = named
