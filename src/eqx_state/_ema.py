@@ -101,6 +101,7 @@ class Ema(AbstractPerParameter):
 
         **Raises:**
 
+        - `TypeError`: the model is a class.
         - `es.NotInitializedError`: the model still contains an `es.Initializer`.
         - `ValueError`: `on` selects no inexact array, and is not a kind; or a stateful
             module occurs twice in the model; or `1 - decay` is below the precision of

@@ -82,8 +82,8 @@ def tabulate(
 
     **Raises:**
 
-    - `TypeError`: there are inputs, but the tree cannot be called; or `cost=True`
-        without inputs.
+    - `TypeError`: `tree` is a class; there are inputs, but the tree cannot be called;
+        or `cost=True` without inputs.
 
     Errors of the model itself are raised unchanged.
 

@@ -62,7 +62,7 @@ def save(
 
     **Raises:**
 
-    - `TypeError`: `metadata` is not a dictionary of strings.
+    - `TypeError`: `metadata` is not a dictionary of strings, or `tree` is a class.
     - `ValueError`: `metadata` has the key `"eqx_state"`, or an array the name
         `__metadata__`, which are reserved; a filter that is not a kind matches no
         array; a field that declares a kind contains a Python number.

@@ -24,7 +24,7 @@ import jax.tree_util as jtu
 
 from .._tree.base import INFERENCE, is_eqx_module
 from .._tree.compare import identical
-from .._tree.unbuilt import can_be_unbuilt, CanBeUnbuilt, dict_of, fields_of
+from .._tree.unbuilt import can_be_unbuilt, dict_of, fields_of
 from .code import Code, Mismatch, one_level
 from .static import can_change, is_fixed, typed
 
@@ -233,7 +233,7 @@ class Module(Container):
         cls, fields = type(self.x), module_fields(type(self.x))
         code.check(f"type(v) is not {code.constant(cls)}")
         code.add("d = dict_of(v)")
-        if CanBeUnbuilt in cls.__mro__:
+        if can_be_unbuilt(self.x):
             code.add("if type(d) is Unbuilt: d = build(v)")
         code.check(f"len(d) != {len(fields)}")
         if INFERENCE in fields:

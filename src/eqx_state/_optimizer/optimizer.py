@@ -136,7 +136,8 @@ class Optimizer(AbstractPerParameter):
         **Raises:**
 
         - `es.NotInitializedError`: the model still contains an `es.Initializer`.
-        - `TypeError`: the transformation is or contains `optax.lookahead`.
+        - `TypeError`: the transformation is or contains `optax.lookahead`; the model is
+            a class.
         - `ValueError`: `wrt` selects no array; no rule matches one of the parameters,
             or a filter in the rules matches no array of the model; a stateful module
             occurs twice in the model.

@@ -97,6 +97,8 @@ model: `eqx.nn.Sequential([..., es.nn.Stateful({1}(...))])`."""
 
 
 class Mutable(Transform):
+    """The result of `mutable`: a function that returns its output and the new model."""
+
     kinds: Kinds = eqx.field(static=True)
     argnums: Argnums = eqx.field(static=True)
     cast: Cast | None = eqx.field(static=True)

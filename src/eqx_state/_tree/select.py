@@ -13,7 +13,6 @@ import jax.tree_util as jtu
 
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
-    fields_of,
     FROZEN_PATHS,
     INFERENCE,
     INIT_DONE,
@@ -25,6 +24,7 @@ from .context import map_children
 from .dtypes import strengthen_field
 from .filters import bind_to_visits, Filter, first_matches
 from .parts import check_stack, without_axis
+from .unbuilt import fields_of
 from .walk import copy_tree, is_array, leaves, name_of, walk
 
 
