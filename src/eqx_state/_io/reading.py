@@ -82,7 +82,7 @@ def import_safetensors() -> Any:
 
 
 @contextlib.contextmanager
-def opened(path: str, what: str) -> Iterator[tuple[Any, IO[bytes]]]:
+def opened(path: str, caller: str) -> Iterator[tuple[Any, IO[bytes]]]:
     """An open safetensors file, with a checked header, and its bytes."""
     safetensors = import_safetensors()
     # Open with Python first, whose errors give the reason. For a file without read
@@ -91,7 +91,7 @@ def opened(path: str, what: str) -> Iterator[tuple[Any, IO[bytes]]]:
         try:
             file = safetensors.safe_open(path, framework="numpy")
         except safetensors.SafetensorError as e:
-            raise _unreadable(what, path, e) from e
+            raise _unreadable(caller, path, e) from e
         yield file, raw
 
 
@@ -111,10 +111,10 @@ def stored_arrays(path: str) -> Iterator[dict[str, Stored]]:
         yield arrays
 
 
-def _unreadable(what: str, path: str, error: Exception) -> ValueError:
+def _unreadable(caller: str, path: str, error: Exception) -> ValueError:
     return ValueError(
-        f"`{what}` cannot read `{path}`: it is not a safetensors file, is truncated, or"
-        f" was written by a newer version. {error!r}"
+        f"`{caller}` cannot read `{path}`: it is not a safetensors file, is truncated,"
+        f" or was written by a newer version. {error!r}"
     )
 
 

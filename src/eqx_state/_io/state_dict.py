@@ -230,27 +230,29 @@ def shown(name: str) -> str:
 # --- Names in the files of other programs ---------------------------------------------
 
 
-def renaming(rename: Rename, what: str, names: Iterable[str]) -> Callable[[str], str]:
+def renaming(rename: Rename, caller: str, names: Iterable[str]) -> Callable[[str], str]:
     """A function from each of these names to the name in a different program.
 
     Two names may map to one: tied weights are often stored once.
     """
     if isinstance(rename, Mapping):
-        return _by_globs(list(names), rename, what).__getitem__
+        return _by_globs(list(names), rename, caller).__getitem__
     if rename is None or callable(rename):
         return rename or str
     raise TypeError(
-        f"`{what}(..., rename=...)` takes a function from our name to theirs, or a"
+        f"`{caller}(..., rename=...)` takes a function from our name to theirs, or a"
         f" dictionary from globs to globs, and `{type(rename).__name__}` was given."
     )
 
 
-def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str, str]:
+def _by_globs(
+    names: list[str], globs: Mapping[str, str], caller: str
+) -> dict[str, str]:
     found = {name: name for name in names}
     unused = []
     for ours, theirs in reversed(list(globs.items())):  # so the first match wins
         if ours.count("*") != theirs.count("*"):
-            raise ValueError(_STARS.format(what, ours, theirs))
+            raise ValueError(_STARS.format(caller, ours, theirs))
         pattern, (first, *rest) = compiled_glob(ours), theirs.split("*")
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         for match in matches:
@@ -260,7 +262,9 @@ def _by_globs(names: list[str], globs: Mapping[str, str], what: str) -> dict[str
             unused.append(repr(ours))
     if unused:
         examples = ", ".join(f"`{name}`" for name in names[:4])
-        raise ValueError(_NO_MATCH.format(what, ", ".join(reversed(unused)), examples))
+        raise ValueError(
+            _NO_MATCH.format(caller, ", ".join(reversed(unused)), examples)
+        )
     return found
 
 

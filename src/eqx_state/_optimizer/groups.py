@@ -107,7 +107,7 @@ def _found_in(opt_state: PyTree, tx: Any) -> list[_Hyperparam]:
     """All hyperparameters, however deep in the state they are."""
     found: list[_Hyperparam] = []
     name_of_state = optax.InjectStatefulHyperparamsState.__name__
-    at = otu.NamedTupleKey(name_of_state, "hyperparams")
+    field = otu.NamedTupleKey(name_of_state, "hyperparams")
     nodes: list[Any] = otu.tree_get_all_with_path(opt_state, name_of_state)
     for path, state in nodes:
         # The first keys in the state of `optax.partition`: `.inner_states[0]`.
@@ -115,7 +115,7 @@ def _found_in(opt_state: PyTree, tx: Any) -> list[_Hyperparam]:
         for name, value in state.hyperparams.items():
             key = name if group is None else (group, name)
             is_scheduled = name in state.hyperparams_states
-            to_value = (*path, at, jtu.DictKey(name))
+            to_value = (*path, field, jtu.DictKey(name))
             found.append(_Hyperparam(key, group, name, to_value, value, is_scheduled))
     n = Counter(x.key for x in found)
     return [x._replace(key=(_place(x), x.name)) if n[x.key] > 1 else x for x in found]

@@ -331,7 +331,7 @@ class Optimizer(AbstractPerParameter):
         values, structure = jtu.tree_flatten(model)
         made = self._made_for
         if made is not None and structure == made.whole:
-            # The common case, which needs no walk, unless an array became a number.
+            # The model that `init` saw: no walk, unless an array became a number.
             if _are_numbers(values) == made.is_number:
                 pairs = zip(values, made.is_selected, strict=True)
                 kept = [x if is_selected else None for x, is_selected in pairs]

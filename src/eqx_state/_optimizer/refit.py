@@ -45,7 +45,7 @@ def _joined(known: dict[Hashable, _Entry], entries: list[_Entry]) -> Any:
     sources = {id(x.whole) for x in olds}
     is_same = [x.layer for x in olds] == [x.layer for x in entries]
     if len(sources) == 1 and is_same and olds[0].whole.shape == whole.shape:
-        return _like(olds[0].whole, whole)  # the common case: no layer has to be cut
+        return _like(olds[0].whole, whole)  # no stack gained or lost a layer
     values = [_like(x.value, whole) for x in olds]
     return jnp.stack(values).reshape(whole.shape)
 

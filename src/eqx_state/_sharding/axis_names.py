@@ -89,8 +89,8 @@ def named_leaves(tree: PyTree) -> list[NamedLeaf]:
         if not is_array(visit.node):
             found.append(NamedLeaf(visit, None, None))
             continue
-        at = parameters.get(visit.path)
-        source = visit if at is None else at.parameter
+        moment_of = parameters.get(visit.path)
+        source = visit if moment_of is None else moment_of.parameter
         names = _names_of(source, strict=not _is_opt_state(visit))
         is_alike = source.node.shape == visit.node.shape
         unnamed = (None,) * len(visit.node.shape)

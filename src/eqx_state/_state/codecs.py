@@ -101,12 +101,12 @@ class Shared(Codec):
 
     def adopt(self, visits: Sequence[Visit]) -> bool:
         nodes = [visit.node for visit in visits if not visit.is_leaf]
-        found = [x for x in nodes if type(x) is eqx.nn.Shared and any(modules_in(x))]
-        for node in found:
+        shared = [x for x in nodes if type(x) is eqx.nn.Shared and any(modules_in(x))]
+        for node in shared:
             object.__setattr__(node, "__class__", ScopedShared)
         # In a nested scope, the outer scope has changed the class.
         self.is_used |= any(type(x) is ScopedShared for x in nodes)
-        return bool(found)
+        return bool(shared)
 
     def close(self, tree: Tree) -> Tree:
         return unscoped(tree) if self.is_used else tree

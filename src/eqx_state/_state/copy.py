@@ -110,8 +110,8 @@ def _leaves_named(model: Any) -> list[Visit]:
     named: list[Visit] = []
     for visit in leaves(model, is_leaf=is_owned):
         if is_owned(visit.node):
-            at = ownership_of(visit.node)
-            named += leaves(visit.node, at.path, at.context)
+            ownership = ownership_of(visit.node)
+            named += leaves(visit.node, ownership.path, ownership.context)
         else:
             named.append(visit)
     return named

@@ -235,13 +235,13 @@ def own(traversal: Traversal, scope: Scope) -> None:
 def is_owned(x: Any) -> bool:
     """Whether `x` is an `es.Module` that an open scope owns."""
     # The `is_leaf` of many flattenings, so without a call of `is_module`.
-    at = ownership_of(x) if BaseModule in type(x).__mro__ else None
-    return at is not None and at.scope.is_open
+    ownership = ownership_of(x) if BaseModule in type(x).__mro__ else None
+    return ownership is not None and ownership.scope.is_open
 
 
 def traversal_of(module: Any) -> Traversal:
     """The traversal of an owned module, from the model that its scope owns."""
-    at = ownership_of(module)
-    if (known := at.scope.traversals.get(id(module))) is not None:
+    ownership = ownership_of(module)
+    if (known := ownership.scope.traversals.get(id(module))) is not None:
         return known.again(module)
-    return traverse(module, at.path, at.context)
+    return traverse(module, ownership.path, ownership.context)

@@ -43,15 +43,15 @@ class AbstractMap(Transform):
 
     - `in_axes`: the entries for the arguments; `axes`: the rules for the function and
         for the modules that it closes over.
-    - `what`, `entries`: the names of the transform and of its parameter `in_axes`, for
-        errors.
+    - `caller`, `entries`: the names of the transform and of its parameter `in_axes`,
+        for errors.
     - `shared`: the value that marks an array as shared by all lanes, instead of an
         axis.
     """
 
     in_axes: Any = eqx.field(static=True)
     axes: tuple[tuple[Any, Any], ...] = eqx.field(static=True)
-    what: ClassVar[str]
+    caller: ClassVar[str]
     entries: ClassVar[str]
     shared: ClassVar[Any] = None
 
@@ -113,8 +113,8 @@ class ArgumentAxes:
                 is_leaf=lambda x: x is None or is_rules(x),
             )
         except ValueError as error:
-            what = transform.what, transform.entries
-            raise ValueError(_NOT_A_PREFIX.format(*what, error)) from None
+            names = transform.caller, transform.entries
+            raise ValueError(_NOT_A_PREFIX.format(*names, error)) from None
         self.pairs.append((0, kwargs))
         # One mapping may be the entry of several arguments.
         self.matchers: dict[int, RuleMatcher] = {}
@@ -140,9 +140,9 @@ class ArgumentAxes:
         return axes
 
     def _matcher(self, rules: Any) -> RuleMatcher:
-        what = f"`{self.transform.what}({self.transform.entries}=...)`"
-        check_rules(rules, what)
-        return self.matchers.setdefault(id(rules), RuleMatcher(rules, what))
+        argument = f"`{self.transform.caller}({self.transform.entries}=...)`"
+        check_rules(rules, argument)
+        return self.matchers.setdefault(id(rules), RuleMatcher(rules, argument))
 
     def is_per_lane(self, root: Root, axes: Iterable[Any], visit: Visit) -> bool:
         """Whether each lane has its own value of a new array in a copied module.
@@ -185,7 +185,7 @@ class FunctionAxes:
     def __init__(self, transform: AbstractMap, f: Any, lifted: Lifted):
         self.transform, self.lifted = transform, lifted
         self.rules = dict(transform.axes)
-        self.matcher = RuleMatcher(self.rules, f"`{transform.what}(axes=...)`")
+        self.matcher = RuleMatcher(self.rules, f"`{transform.caller}(axes=...)`")
         self.axes: list[Any] = []
         self.by_slot: dict[int, Any] = {}
         for visit in leaves(f, is_leaf=is_model):
@@ -196,24 +196,24 @@ class FunctionAxes:
                 self.axes.append(transform.shared if is_shared else None)
         for root in lifted.roots:
             if not root.is_copy and {*root.slots} - self.by_slot.keys():
-                at = Visit((), root.module, root.ownership.context, True)
-                self._axes_of(root.module, at)
+                start = Visit((), root.module, root.ownership.context, True)
+                self._axes_of(root.module, start)
         if self.rules:
             self._check_constants(f)
 
-    def _axes_of(self, model: Any, at: Visit) -> list[Any]:
+    def _axes_of(self, model: Any, start: Visit) -> list[Any]:
         """The axis of each leaf of a model; `None` for an owned module in it."""
         axes, key_of = [], self.matcher.bind(model)
         axis_by_rule = self.transform.axis_by_rule
-        for visit in leaves(model, (), at.context, is_leaf=is_owned):
+        for visit in leaves(model, (), start.context, is_leaf=is_owned):
             axes.append(axis_by_rule(visit, self.rules, key_of(visit)))
             if is_owned(visit.node):
-                at_owned = ownership_of(visit.node)
+                ownership = ownership_of(visit.node)
                 for slot in self.lifted.slots(visit.node):
                     if slot in self.by_slot:  # else a name would count without effect
                         continue
                     leaf = self.lifted.leaves[slot].visit
-                    x = _seen_at(leaf, at_owned, visit.path)
+                    x = _seen_at(leaf, ownership, visit.path)
                     self.by_slot[slot] = axis_by_rule(x, self.rules, key_of(x))
         return axes
 
@@ -237,9 +237,9 @@ class FunctionAxes:
                 is_data = not is_owned(visit.node)
                 axis = self.rules.get(key_of(visit)) if is_data else None
                 if axis not in (None, PartitionSpec()):
-                    at = self.transform.what, self.transform.entries
-                    name = type(model).__name__, visit.name
-                    raise ValueError(_CONSTANT.format(*at, *name))
+                    caller, entries = self.transform.caller, self.transform.entries
+                    names = caller, entries, type(model).__name__, visit.name
+                    raise ValueError(_CONSTANT.format(*names))
 
     def check_matched(self) -> None:
         """Raise `ValueError` for a filter that matches nothing."""
@@ -253,15 +253,16 @@ def _seen_from(visit: Visit) -> list[Visit]:
     """
     if not is_owned(visit.node):
         return [visit]
-    at = ownership_of(visit.node)
-    found = leaves(visit.node, at.path, at.context)
-    return [_seen_at(x, at, visit.path) for x in found]
+    ownership = ownership_of(visit.node)
+    below = leaves(visit.node, ownership.path, ownership.context)
+    return [_seen_at(x, ownership, visit.path) for x in below]
 
 
-def _seen_at(visit: Visit, at: Ownership, start: KeyPath) -> Visit:
+def _seen_at(visit: Visit, ownership: Ownership, start: KeyPath) -> Visit:
     """A visit in an owned module, with a name as if the module were at `start`."""
-    context = visit.context.seen_from(len(at.path), len(start))
-    return visit._replace(path=(*start, *visit.path[len(at.path) :]), context=context)
+    above = len(ownership.path)
+    context = visit.context.seen_from(above, len(start))
+    return visit._replace(path=(*start, *visit.path[above:]), context=context)
 
 
 _NOT_A_PREFIX: Final = """`{0}`: `{1}` must be one entry for all positional arguments, \

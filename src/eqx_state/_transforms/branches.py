@@ -30,12 +30,12 @@ def _select(
     which: Any,
     branches: tuple[Callable[..., Any], ...],
     operands: tuple[Any, ...],
-    what: str,
+    caller: str,
 ) -> Any:
     """Run the branch that `select` chooses by `which`, and commit its writes."""
     for f in branches:
         if not callable(f):
-            raise TypeError(_CALLED.format(what, show(f)))
+            raise TypeError(_CALLED.format(caller, show(f)))
     check_given(*branches, *operands)
 
     def create() -> None:
@@ -44,7 +44,7 @@ def _select(
 
     lifted = lift_with_fields(branches, operands, create=create)
     arrays, rest = cut(lifted.arguments)
-    traces = _Traces(what)
+    traces = _Traces(caller)
     # In a `shard_map`: the mesh axes along which a state varies after some branch, and
     # those along which the devices may take different branches. JAX leaves them out of
     # the types of the outputs.
@@ -93,8 +93,8 @@ class _Traces:
     - `counts`: for each scope and key, the number of sown values.
     """
 
-    def __init__(self, what: str):
-        self.what = what
+    def __init__(self, caller: str):
+        self.caller = caller
         self.written: set[int] = set()
         self.static: Any = None
         self.counts: list[dict[Any, int]] | None = None
@@ -109,13 +109,13 @@ class _Traces:
         old, new = self.static.tree, static.tree
         if structure_with_holes(old) != structure_with_holes(new):
             different = difference(_marked(old), _marked(new))
-            raise TypeError(_STRUCTURES.format(self.what, different))
+            raise TypeError(_STRUCTURES.format(self.caller, different))
         if (name := self.static.difference(static)) is not None:
-            raise TypeError(_NOT_ARRAYS.format(self.what, name or "the output"))
+            raise TypeError(_NOT_ARRAYS.format(self.caller, name or "the output"))
         for first, last in zip(self.counts, counts, strict=True):
             if first != last:
                 key, _ = min(first.items() ^ last.items(), key=str)
-                raise ValueError(_SOWN.format(key, self.what))
+                raise ValueError(_SOWN.format(key, self.caller))
         # Use the order of the first branch: it is a part of the output's treedef.
         pairs = zip(self.counts, ran.sown, strict=True)
         return out, [Sown((key, sown[key]) for key in first) for first, sown in pairs]

@@ -118,8 +118,8 @@ def without_partials(f: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def bound_arguments(f: Any) -> tuple[Any, ...]:
     """The arguments that the partials around a callable bind."""
-    found: list[Any] = []
+    bound: list[Any] = []
     while (layer := layer_of(f)) is not None:
-        found += [*layer.args, *layer.keywords.values()]
+        bound += [*layer.args, *layer.keywords.values()]
         f = layer.inner
-    return tuple(found)
+    return tuple(bound)

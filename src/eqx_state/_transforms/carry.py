@@ -109,15 +109,15 @@ class Loop:
         the next step, so repeat this until nothing changes.
         """
         carry = self.arrays, self.state
-        found: list[frozenset[Any]] = []
+        axes_of: list[frozenset[Any]] = []
 
         def probe(carry: Any) -> None:
-            found[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
+            axes_of[:] = map(varying_axes, jtu.tree_leaves(step(carry)))
 
         while manual_axes():
             jax.eval_shape(probe, carry)
             old, treedef = jtu.tree_flatten(carry)
-            new = [vary(x, axes) for x, axes in zip(old, found, strict=True)]
+            new = [vary(x, axes) for x, axes in zip(old, axes_of, strict=True)]
             if identical(old, new):
                 break
             carry = jtu.tree_unflatten(treedef, new)

@@ -27,17 +27,17 @@ CastLike: TypeAlias = Mapping[Any, Any] | DTypeLike | None
 
 
 class Cast(NamedTuple):
-    """Rules from filters to dtypes, as a static value; `what` names them in errors."""
+    """Rules from filters to dtypes, as a static value. Errors name the `caller`."""
 
     rules: tuple[tuple[Any, Any], ...]
-    what: str
+    caller: str
 
 
 class CastCodec(Codec):
     """The selected real floating arrays have a different dtype inside a call."""
 
     def __init__(self, cast: Cast):
-        self.rules, self.what = dict(cast.rules), cast.what
+        self.rules, self.caller = dict(cast.rules), cast.caller
         # For the path of each array that was cast, its dtype outside.
         self.outer: dict[KeyPath, Any] = {}
 
@@ -49,7 +49,7 @@ class CastCodec(Codec):
         check_initialized(model)  # filters cannot match missing arrays
         new = []
         # Do not cast moments and averages: the forward pass does not compute with them.
-        keys = choose(self.rules, model, self.what, per_parameter=False)
+        keys = choose(self.rules, model, self.caller, per_parameter=False)
         for visit, key, x in zip(leaves(model), keys, values, strict=True):
             dtype = None if key is None else self.rules[key]
             if dtype is not None and _is_real(x) and x.dtype != dtype:
@@ -71,18 +71,18 @@ def _is_real(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def as_cast(cast: Any, what: str) -> Cast | None:
+def as_cast(cast: Any, caller: str) -> Cast | None:
     """The argument `cast=` of a transform, checked; `None` if it was not given."""
     if cast is None:
         return None
-    what = f"`{what}(cast=...)`"
+    caller = f"`{caller}(cast=...)`"
     if not isinstance(cast, Mapping):
         if (dtype := _floating(cast)) is None:
-            raise TypeError(_NOT_RULES.format(what, show(cast)))
+            raise TypeError(_NOT_RULES.format(caller, show(cast)))
         # Buffers, too: a float32 constant would make all that follows float32.
         cast = {Parameter: dtype, Buffer: dtype}
-    check_rules(cast, what)
-    return Cast(tuple((key, _as_dtype(cast, key, what)) for key in cast), what)
+    check_rules(cast, caller)
+    return Cast(tuple((key, _as_dtype(cast, key, caller)) for key in cast), caller)
 
 
 def codecs_of(cast: Cast | None) -> list[Codec]:
@@ -90,10 +90,10 @@ def codecs_of(cast: Cast | None) -> list[Codec]:
     return [] if cast is None else [CastCodec(cast)]
 
 
-def _as_dtype(cast: Mapping[Any, Any], key: Any, what: str) -> Any:
+def _as_dtype(cast: Mapping[Any, Any], key: Any, caller: str) -> Any:
     dtype = _floating(cast[key])
     if dtype is None and cast[key] is not None:
-        raise TypeError(_NOT_A_DTYPE.format(what, filter_text(key), show(cast[key])))
+        raise TypeError(_NOT_A_DTYPE.format(caller, filter_text(key), show(cast[key])))
     return dtype
 
 

@@ -21,8 +21,8 @@ def check_written_once(leaves: Sequence[Leaf], written: Iterable[int]) -> None:
     writers: dict[Any, Root] = {}
     for slot in written:
         visit, root, field, number = leaves[slot]
-        at = id(field.outside), field.name, number
-        if writers.setdefault(at, root) is not root:
+        place = id(field.outside), field.name, number
+        if writers.setdefault(place, root) is not root:
             name = visit.name
             raise ValueError(_WRITTEN_TWICE.format(name, name.rpartition(".")[2]))
 

@@ -56,7 +56,7 @@ def run_once(lifted: Lifted, values: Values, call: Callable[[], Any]) -> None:
 
 
 def check_not_created(
-    lifted: Lifted, is_stack: Callable[[Root, Visit], bool], what: str
+    lifted: Lifted, is_stack: Callable[[Root, Visit], bool], caller: str
 ) -> None:
     """Raise `ValueError` if `init` has created an array in one layer of a stack.
 
@@ -78,4 +78,4 @@ def check_not_created(
             path, context = (*visit.path, key), visit.context.enter(module, key)
             made = leaves(value, path, context)
             if any(is_array(v.node) and is_stack(root, v) for v in made):
-                raise created_error(module, name, f"in one {what}")
+                raise created_error(module, name, f"in one {caller}")

@@ -94,13 +94,13 @@ class Gradient(Transform):
         value_and_grad = eqx.filter_value_and_grad(differentiated, has_aux=True)
         # Of a NumPy array JAX would return a literal of a private class.
         inputs = [*map(jnp.asarray, itertools.compress(given.leaves, selected))]
-        (_, (out, new, sown, ran)), found = value_and_grad(inputs)
+        (_, (out, new, sown, ran)), gradient = value_and_grad(inputs)
         observers.commit(ran)
         passed = jtu.tree_leaves(with_selected(inputs, given.leaves))
         triples = zip(jtu.tree_leaves(new), passed, given.leaves, strict=True)
         # What was not written is the caller's own.
         new = given.structure.unflatten(y if x is z else x for x, z, y in triples)
-        grads = with_selected(found, [None] * len(selected))
+        grads = with_selected(gradient, [None] * len(selected))
         if self.name == "es.value_and_grad":
             return ((out, new), grads), sown
         return (grads, (out[1], new) if self.has_aux else new), sown
@@ -123,10 +123,10 @@ def _gradient(
     )
 
 
-def _check_loss(loss: Any, what: str) -> None:
+def _check_loss(loss: Any, caller: str) -> None:
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(_NOT_A_LOSS.format(what, show(loss)))
+        raise TypeError(_NOT_A_LOSS.format(caller, show(loss)))
 
 
 _NOT_A_LOSS: Final = """The function under `{}` returned `{}` as its loss, and a \

@@ -142,8 +142,8 @@ class Mapped:
 
     def _split(self, row: Row, num: int, place: Callable[..., Any]) -> Row:
         if not is_key(row.value):
-            what = self.transform.what, self.name(row)
-            raise ValueError(_NOT_A_KEY.format(*what))
+            name = self.name(row)
+            raise ValueError(_NOT_A_KEY.format(self.transform.caller, name))
         # Splitting consumes a key. If no lane draws, the model keeps this key and may
         # draw from it later. Without the clone, `jax_debug_key_reuse` would call that
         # reuse.
@@ -196,7 +196,7 @@ class Mapped:
         written |= {slot: self.advanced[slot] for slot in used}
         self.lifted.commit(Ran(None, written, sown))
         # After the commit, because a filter may only match what is in the model.
-        lane = f"lane of `{self.transform.what}`"
+        lane = f"lane of `{self.transform.caller}`"
         check_not_created(self.lifted, self._is_per_lane, lane)
         return rest_of_out.join(out)
 

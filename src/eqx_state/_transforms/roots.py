@@ -121,7 +121,7 @@ class Leaf(NamedTuple):
 
 def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
     """The outermost modules among `reached`, each once, and their slots."""
-    found: list[tuple[BaseModule, Traversal]] = []
+    outermost: list[tuple[BaseModule, Traversal]] = []
     inside: set[int] = set()
     for module in reached:
         if id(module) in inside:
@@ -132,13 +132,15 @@ def roots_among(reached: Sequence[Any], copies: "Copies") -> list[Root]:
         below = set(map(id, traversal.modules))
         # In `lambda x: layer(x) + model(x)` the layer may come before the model that
         # contains it: remove the layer again.
-        found = [(x, t) for x, t in found if id(x) not in below]
-        found.append((module, traversal))
+        outermost = [(x, t) for x, t in outermost if id(x) not in below]
+        outermost.append((module, traversal))
         inside |= below
-    stops = [*itertools.accumulate((len(t.leaves) for _, t in found), initial=0)]
+    sizes = (len(t.leaves) for _, t in outermost)
+    stops = [*itertools.accumulate(sizes, initial=0)]
+    pairs = zip(outermost, itertools.pairwise(stops), strict=True)
     return [
         Root(x, copies.original(x), ownership_of(x), t, range(start, stop))
-        for (x, t), (start, stop) in zip(found, itertools.pairwise(stops), strict=True)
+        for (x, t), (start, stop) in pairs
     ]
 
 

@@ -32,7 +32,7 @@ _BY_DEFAULT: Final = object()
 
 
 class _ShardMap(AbstractMap):
-    what = "es.shard_map"
+    caller = "es.shard_map"
     entries = "in_specs"
     shared = _BY_DEFAULT
     mesh: Any = eqx.field(static=True)

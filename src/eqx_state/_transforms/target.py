@@ -19,7 +19,7 @@ Argnums = int | tuple[int, ...] | None
 
 
 def target(
-    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Argnums, what: str
+    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Argnums, caller: str
 ) -> tuple[Any, Callable[[Any], Any]]:
     """The model of `f(*args, **kwargs)`, and the call as a function of the model."""
     name = getattr(f, "__name__", "f")
@@ -31,13 +31,13 @@ def target(
             if is_given and not _fits(f, args, kwargs) and _fits(f, args[1:], kwargs):
                 name = getattr(f, "__name__", "__call__")
                 cls = type(found.model).__name__
-                raise TypeError(_BOUND_TWICE.format(what, name, cls))
+                raise TypeError(_BOUND_TWICE.format(caller, name, cls))
             return found.model, lambda model: found.bind(model)(*args, **kwargs)
         if not args:
-            raise TypeError(_NO_MODEL.format(what, name))
-        _check_has_a_model(f, args[0], what)
+            raise TypeError(_NO_MODEL.format(caller, name))
+        _check_has_a_model(f, args[0], caller)
         argnums = 0
-    named = positions(args, argnums, f"{what}({name}, argnums={argnums})")
+    named = positions(args, argnums, f"{caller}({name}, argnums={argnums})")
     is_one = not isinstance(argnums, tuple)
 
     def run(models: Any) -> Any:
@@ -59,14 +59,14 @@ def _fits(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _check_has_a_model(f: Any, first: Any, what: str) -> None:
+def _check_has_a_model(f: Any, first: Any, caller: str) -> None:
     """Raise `TypeError` if only a partial has a model, which it binds."""
     modules = flatten(bound_arguments(f))[2]
     if modules and not flatten(first)[2]:
-        raise TypeError(_BOUND.format(what, type(modules[0]).__name__))
+        raise TypeError(_BOUND.format(caller, type(modules[0]).__name__))
 
 
-def as_argnums(argnums: Any, what: str) -> Argnums:
+def as_argnums(argnums: Any, caller: str) -> Argnums:
     """`argnums` as an integer or a tuple of integers; `None` if it was not given."""
     if argnums is None:
         return None
@@ -75,27 +75,27 @@ def as_argnums(argnums: Any, what: str) -> Argnums:
             return tuple(operator.index(i) for i in argnums)
         return operator.index(argnums)
     except TypeError:
-        raise TypeError(_ARGNUMS.format(what, repr(argnums))) from None
+        raise TypeError(_ARGNUMS.format(caller, repr(argnums))) from None
 
 
-def positions(args: tuple[Any, ...], argnums: Any, what: str) -> list[int]:
+def positions(args: tuple[Any, ...], argnums: Any, caller: str) -> list[int]:
     """The positions that `argnums` names, as nonnegative integers."""
-    found: list[int] = []
+    numbers: list[int] = []
     for i in argnums if isinstance(argnums, tuple) else (argnums,):
         if not -len(args) <= i < len(args):
-            raise TypeError(_NO_ARGUMENT.format(what, len(args), i))
-        if i % len(args) in found:
-            raise ValueError(_NAMED_TWICE.format(what, i % len(args)))
-        found.append(i % len(args))
-    return found
+            raise TypeError(_NO_ARGUMENT.format(caller, len(args), i))
+        if i % len(args) in numbers:
+            raise ValueError(_NAMED_TWICE.format(caller, i % len(args)))
+        numbers.append(i % len(args))
+    return numbers
 
 
-def as_kinds(kinds: Any, what: str) -> Kinds:
+def as_kinds(kinds: Any, caller: str) -> Kinds:
     """The kinds that may be written, as a tuple."""
     given = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
     for kind in given:
         if not is_kind(kind):
-            raise TypeError(_KINDS.format(what, repr(kind)))
+            raise TypeError(_KINDS.format(caller, repr(kind)))
     return given
 
 

@@ -32,7 +32,7 @@ from .transform import wrap
 
 
 class _Vmap(AbstractMap):
-    what = "es.vmap"
+    caller = "es.vmap"
     entries = "in_axes"
     out_axes: Any = eqx.field(static=True)
     axis_name: Any = eqx.field(static=True)
@@ -83,8 +83,8 @@ def _size(call: Mapped, axis_size: int | None) -> int:
         x, axis, _ = row
         if axis is not SPLIT:
             if not isinstance(axis, int) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
-                found = _NO_AXIS.format(call.name(row), jnp.shape(x), axis)
-                raise ValueError(found + (_ONE_KEY if is_key(x) else ""))
+                message = _NO_AXIS.format(call.name(row), jnp.shape(x), axis)
+                raise ValueError(message + (_ONE_KEY if is_key(x) else ""))
             sizes.append(jnp.shape(x)[axis])
     if not sizes:
         raise ValueError(_NOTHING_MAPPED)

@@ -101,8 +101,8 @@ def difference(
 ) -> str:
     """A description of the first difference between two structures."""
     path, a, b = first_difference(old, new, structure)
-    at = f"at `{name_of(path)}`" if path else "at the root"
-    return f"first {at}: expected `{_on_one_line(a)}`, got `{_on_one_line(b)}`"
+    place = f"at `{name_of(path)}`" if path else "at the root"
+    return f"first {place}: expected `{_on_one_line(a)}`, got `{_on_one_line(b)}`"
 
 
 def _on_one_line(x: Any) -> str:
@@ -135,7 +135,7 @@ def check_not_repeated(
     `kinds`: those of the arrays that may change, which make a module stateful.
     """
     modules = modules_below(tree)
-    if len(set(map(id, modules))) == len(modules):  # the common case, without a walk
+    if len(set(map(id, modules))) == len(modules):  # no walk
         return
     check_apart(walk(tree, path), kinds)
 

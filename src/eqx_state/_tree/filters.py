@@ -98,7 +98,7 @@ def first_matches(
     - `alternatives`: each one selects the arrays that satisfy all of its filters.
     - `given`: the leaves of `tree`, from `jax.tree.leaves`.
     """
-    if all(map(is_kind, itertools.chain(*alternatives))):  # the common case
+    if all(map(is_kind, itertools.chain(*alternatives))):  # no `Part`s are needed
         kinds = kinds_of(given, tree)
         numbers = {kind: _first_kind(kind, alternatives) for kind in {*kinds}}
         return [numbers[kind] for kind in kinds]
@@ -308,6 +308,16 @@ def path_matches(glob: str) -> Filter:
 def _path_matches(tree: PyTree, glob: str) -> Predicate:
     pattern = compiled_glob(glob)
     return lambda part: pattern.fullmatch(part.name) is not None
+
+
+def globs_in(filter: Any) -> list[str]:
+    """The globs of all `es.path_matches` in a filter or in a tuple of filters."""
+    if isinstance(filter, tuple):
+        return [glob for x in filter for glob in globs_in(x)]
+    if not isinstance(filter, Combinator):
+        return []
+    is_glob = filter.predicate is _path_matches
+    return list(filter.args) if is_glob else globs_in(filter.args)
 
 
 def compiled_glob(glob: str) -> re.Pattern[str]:

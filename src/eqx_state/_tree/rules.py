@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import functools as ft
 import itertools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +20,7 @@ import jax.tree_util as jtu
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import KeyPath, PyTree, Tree
 from .context import children
-from .filters import bind, check_filter, Filter, filter_text, Predicate
+from .filters import bind, check_filter, Filter, filter_text, globs_in, Predicate
 from .parts import layers_of, Part, parts
 from .unbuilt import CanBeUnbuilt
 from .walk import is_array, leaves, Visit, walk
@@ -36,17 +35,17 @@ def _is_key(x: object) -> bool:
     return x is ... or is_kind(x) or (callable(x) and not isinstance(x, type))
 
 
-def check_rules(rules: Any, what: str) -> None:
+def check_rules(rules: Any, caller: str) -> None:
     """Raise `TypeError` unless `rules` is a mapping from filters and `...`.
 
-    `what` begins the message: "`es.spec`", for example.
+    `caller` begins the message: "`es.spec`", for example.
     """
     if not isinstance(rules, Mapping):
-        raise TypeError(_NOT_A_MAPPING.format(what, type(rules).__qualname__))
+        raise TypeError(_NOT_A_MAPPING.format(caller, type(rules).__qualname__))
     for key in rules:
         if key is not ...:
             name = key if isinstance(key, str) else "*.bias"
-            check_filter(key, _KEYS.format(what, name))
+            check_filter(key, _KEYS.format(caller, name))
 
 
 def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
@@ -58,28 +57,28 @@ def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
 
 
 def choose(
-    rules: Mapping[Any, Any], tree: PyTree, what: str, *, per_parameter: bool = True
+    rules: Mapping[Any, Any], tree: PyTree, caller: str, *, per_parameter: bool = True
 ) -> list[Any]:
     """The key of `rules` for each leaf of `tree`, in the order of flattening.
 
-    The key is `None` for a leaf that is not an array or that nothing matches. `what`
+    The key is `None` for a leaf that is not an array or that nothing matches. `caller`
     begins the messages. With `per_parameter`, a moment or an average of a parameter has
     the key of the parameter; only the key `es.OptState` applies to moments themselves.
 
     Raises `TypeError` for a key that is not a filter, and `ValueError` for a filter
     that matches no array of the tree.
     """
-    check_rules(rules, what)
-    matcher = RuleMatcher(rules, what)
+    check_rules(rules, caller)
+    matcher = RuleMatcher(rules, caller)
     keys_of = {id(tree): matcher.bind(tree)}
     parameters, keys = parameters_of(tree) if per_parameter else {}, []
     for visit in leaves(tree):
-        where, at = parameters.get(visit.path, (tree, visit))
+        where, parameter = parameters.get(visit.path, (tree, visit))
         if id(where) not in keys_of:
             keys_of[id(where)] = key_of = matcher.bind(where)
             for each in leaves(where):  # a filter may match a parameter without moments
                 key_of(each)
-        keys.append(keys_of[id(where)](at, visit.kind))
+        keys.append(keys_of[id(where)](parameter, visit.kind))
     matcher.check_matched()
     return keys
 
@@ -92,8 +91,8 @@ class RuleMatcher:
     where there is no `head`.
     """
 
-    def __init__(self, rules: Mapping[Any, Any], what: str):
-        self.rules, self.what = rules, what
+    def __init__(self, rules: Mapping[Any, Any], caller: str):
+        self.rules, self.caller = rules, caller
         filters = [key for key in rules if key is not ... and not is_kind(key)]
         self.filters: list[Filter] = filters
         self.matched: set[int] = set()
@@ -148,7 +147,7 @@ class RuleMatcher:
         """Raise `ValueError` for a filter that has matched no array in any tree."""
         for i, key in enumerate(self.filters):
             if i not in self.matched:
-                said = self.what, filter_text(key), _near(key, self.trees)
+                said = self.caller, filter_text(key), _near(key, self.trees)
                 raise ValueError(_NO_MATCH.format(*said) + hint) from self.errors.get(i)
 
 
@@ -162,31 +161,31 @@ _NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` l
 the arrays with their names and kinds. Only kinds and `...` may match nothing."""
 
 
-def check_filters(filters: Iterable[Filter], tree: PyTree, what: str) -> None:
+def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
     """Raise `ValueError` for a filter that matches no array, unless it is a kind."""
     for each in filters:
         if not is_kind(each) and not any(map(bind(each, tree), parts(tree))):
             raise ValueError(
-                _NO_MATCH.format(what, filter_text(each), _near(each, [tree]))
+                _NO_MATCH.format(caller, filter_text(each), _near(each, [tree]))
             )
 
 
-def nothing_selected(what: str, filter: Filter, tree: PyTree) -> ValueError:
+def nothing_selected(caller: str, filter: Filter, tree: PyTree) -> ValueError:
     """The error for a filter that selects no inexact array of a model.
 
-    `what` is the call and the name of the argument: "es.grad(wrt", for example.
+    `caller` is the call and the name of the argument: "es.grad(wrt", for example.
     """
     is_parameter = bind(Parameter, tree)
     frozen = [part.frozen for part in parts(tree) if is_parameter(part)]
     said = filter_text(filter), len(frozen), sum(frozen), _near(filter, [tree])
-    return ValueError(misplaced(tree) or _NOTHING.format(what, *said))
+    return ValueError(misplaced(tree) or _NOTHING.format(caller, *said))
 
 
 def _near(filter: Any, trees: list[PyTree]) -> str:
     """The names of arrays that are nearest to the globs in a filter, as a sentence."""
-    globs = re.findall(r"es\.path_matches\('(.*?)'\)", filter_text(filter))
-    found = [part for tree in trees for part in parts(tree)]
-    names = [x.name for part in found for x in layers_of(part, alike=True) or [part]]
+    arrays = [part for tree in trees for part in parts(tree)]
+    names = [x.name for part in arrays for x in layers_of(part, alike=True) or [part]]
+    globs = globs_in(filter)
     near = [x for glob in globs for x in difflib.get_close_matches(glob, names, 3, 0)]
     return f" The nearest names: `{'`, `'.join(near)}`." if any(near) else ""
 

@@ -37,8 +37,8 @@ class ScopedShared(eqx.nn.Shared):
         holes, nodes = self.where(tree), self.get(self.pytree)
         if _is_hole(holes):
             holes, nodes = [holes], [nodes]
-        at = {id(hole): node for hole, node in zip(holes, nodes, strict=True)}
-        return jtu.tree_map(lambda x: at.get(id(x), x), tree, is_leaf=_is_whole)
+        node_of = {id(hole): node for hole, node in zip(holes, nodes, strict=True)}
+        return jtu.tree_map(lambda x: node_of.get(id(x), x), tree, is_leaf=_is_whole)
 
 
 def _is_hole(x: Any) -> bool:

@@ -293,8 +293,8 @@ class _Walk:
         steps, first = self.steps, self.first
         for i, child in enumerate(node):
             below = context.below(spec.element(node, i)) if each is None else each
-            at = path if self.only_contexts else (*path, jtu.SequenceKey(i))
-            steps.get(type(child), first)(child, at, below)
+            child_path = path if self.only_contexts else (*path, jtu.SequenceKey(i))
+            steps.get(type(child), first)(child, child_path, below)
 
     def container(self, node: Any, path: KeyPath, context: Context) -> None:
         below = children(node) or ()
@@ -354,8 +354,8 @@ class _ModuleStep:
         has_paths, steps, first = not walk.only_contexts, walk.steps, walk.first
         for name, key, inside in known[1]:
             child = values.get(name, _ABSENT)
-            at = (*path, key) if has_paths else path
-            steps.get(type(child), first)(child, at, inside)
+            child_path = (*path, key) if has_paths else path
+            steps.get(type(child), first)(child, child_path, inside)
 
     def fields(self, context: Context, path: KeyPath) -> list[tuple[str, Any, Context]]:
         """Name, key and context of each field that is a child in the pytree."""

@@ -272,10 +272,10 @@ class Stacked(Module, Generic[_Layer]):
         layers = _ready(self)
         # Raises for an index that is out of range, like a list. JAX would return the
         # last layer instead.
-        at = range(self._length)[index]
-        if isinstance(at, range):
-            return _with(copy_tree(self), _take(layers, index), len(at))
-        return _take(layers, at)
+        chosen = range(self._length)[index]
+        if isinstance(chosen, range):
+            return _with(copy_tree(self), _take(layers, index), len(chosen))
+        return _take(layers, chosen)
 
 
 def _with(new: Stacked[Any], layers: PyTree, length: int) -> Any:
