@@ -6,10 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
+import optax
 import pytest
 
 import eqx_state as es
 from eqx_state._tree.compare import (
+    difference,
     difference_of_leaves,
     first_difference,
     same,
@@ -79,6 +81,16 @@ def test_first_difference(a, b, expected):
     assert found(a, b) == expected
     path, left, right = expected
     assert found(b, a) == (path, right, left)
+
+
+def test_two_objects_that_only_their_identity_distinguishes():
+    a, b = (Model(1, 2, optax.sgd(0.1)) for _ in range(2))
+    text = difference(a, b)
+    assert "first at `label`: two different `GradientTransform" in text
+    assert "`TX = optax.adam(1e-3)`" in text
+    assert difference(Model(1, 2, "a"), Model(1, 2, "b")) == (
+        "first at `label`: expected `'a'`, got `'b'`"
+    )
 
 
 def test_the_difference_of_leaves():

@@ -102,7 +102,14 @@ def difference(
     """A description of the first difference between two structures."""
     path, a, b = first_difference(old, new, structure)
     place = f"at `{name_of(path)}`" if path else "at the root"
-    return f"first {place}: expected `{_on_one_line(a)}`, got `{_on_one_line(b)}`"
+    expected, got = _on_one_line(a), _on_one_line(b)
+    if expected == got:
+        return _ALIKE.format(place, got)
+    return f"first {place}: expected `{expected}`, got `{got}`"
+
+
+_ALIKE: Final = """first {}: two different `{}`, and such objects are equal only to \
+themselves. Create one, such as `TX = optax.adam(1e-3)`, and use it for both"""
 
 
 def _on_one_line(x: Any) -> str:
