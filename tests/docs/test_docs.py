@@ -66,23 +66,9 @@ def test_every_public_name_is_on_exactly_one_api_page():
 
 
 def test_every_page_is_in_the_navigation_once():
-    # Otherwise it is listed in `not_in_nav`, above the navigation.
-    settings, nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
+    _, nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
-    listed += re.findall(r"^not_in_nav: (\S+\.md)$", settings, re.MULTILINE)
     assert Counter(listed) == Counter(p.relative_to(DOCS).as_posix() for p in PAGES)
-
-
-def test_every_page_outside_the_navigation_is_linked_from_a_page():
-    settings = (ROOT / "mkdocs.yml").read_text()
-    outside = re.findall(r"^not_in_nav: (\S+\.md)$", settings, re.MULTILINE)
-    linked = {
-        (page.parent / link.partition("#")[0]).resolve()
-        for page in PAGES
-        for link in links(page)
-        if not link.startswith("#")
-    }
-    assert [name for name in outside if DOCS / name not in linked] == []
 
 
 @each_page

@@ -95,6 +95,15 @@ def test_the_training_guide_has_the_code_of_the_example():
     assert whole == parts
 
 
+def test_the_page_has_the_first_line_of_the_docstring_of_each_example():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    found = re.findall(r"^### .*: `(\w+)\.py`\n\n(.*)$", page, re.MULTILINE)
+    scripts = {path.stem: path.read_text() for path in EXAMPLES.glob("[!_]*.py")}
+    docs = {name: ast.get_docstring(ast.parse(x)) for name, x in scripts.items()}
+    assert dict(found) == {name: doc.splitlines()[0] for name, doc in docs.items()}
+    assert len(found) == len(docs)
+
+
 def stop_at(call, function):
     """Wrap `function` so that the `call`-th call raises an error."""
 
