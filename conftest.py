@@ -4,19 +4,23 @@ They run under JAX's defaults, as a reader would run them. The stricter settings
 `tests/conftest.py` apply only to the tests.
 """
 
+import contextlib
+import io
 import os
 import re
 import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
 from sybil import Document, Example, Sybil
 from sybil.document import PythonDocStringDocument
+from sybil.evaluators.python import PythonEvaluator
 from sybil.example import NotEvaluated
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 from sybil.sybil import SybilCollection
 
 # Pytest imports a file of `src` that is named on its command line. If the package were
@@ -68,6 +72,7 @@ class Page(Document):
     def __init__(self, text: str, path: str) -> None:
         super().__init__(text, path)
         self.namespace = new_namespace(path)
+        self.printed = ""  # by the last block of Python
 
 
 class Docstrings(PythonDocStringDocument):
@@ -82,13 +87,41 @@ class Docstrings(PythonDocStringDocument):
         raise NotEvaluated
 
 
+class PrintingParser(CodeBlockParser):
+    """A block of Python on a page. `PrintedParser` reads what it prints."""
+
+    language = "python"
+    run = PythonEvaluator()
+
+    def evaluate(self, example: Example) -> None:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            mock.patch.dict(os.environ, COLUMNS="80"),
+        ):
+            self.run(example)
+        example.document.printed = out.getvalue()
+
+
+class PrintedParser(CodeBlockParser):
+    """A block of text below a block of Python that prints shows all that it prints."""
+
+    language = "text"
+
+    def evaluate(self, example: Example) -> None:
+        printed, example.document.printed = example.document.printed, ""
+        if printed:  # otherwise the block is not the output of a program
+            lines = [line.rstrip() for line in printed.rstrip().split("\n")]
+            assert lines == example.parsed.rstrip().split("\n")
+
+
 parsers = [PythonCodeBlockParser(), SkipParser()]
+printing = [PrintingParser(), PrintedParser(), SkipParser()]
 
 pytest_collect_file = SybilCollection(
     [
         Sybil(parsers, path="src", pattern="*.py", document_types={".py": Docstrings}),
         Sybil(
-            parsers,
+            printing,
             pattern="*.md",
             exclude="CHANGELOG.md",
             document_types={".md": Page},
