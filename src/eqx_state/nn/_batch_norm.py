@@ -20,13 +20,13 @@ class BatchNorm(Module):
     running averages of both. In eval mode, and when frozen, it uses the running
     averages without updating them.
 
-    The averages are debiased: `count` is the number of batches, and the n-th batch
-    weighs `(1 - momentum) / (1 - momentum**n)`, so the first batch weighs 1. With
-    `debias=False`, each batch weighs `1 - momentum`, as in PyTorch and Flax, and the
-    initial values 0 and 1 fade slowly. This matters in short runs: a small
-    convolutional network on scikit-learn's digits (adam, batches of 96, mean of five
-    seeds) had 97.4 % test accuracy in eval mode after 30 steps and 98.3 % after 100,
-    but 70.2 % and 37.0 % with `debias=False`.
+    The averages are debiased: `count` is the number of batches (a float for each
+    channel), and the n-th batch weighs `(1 - momentum) / (1 - momentum**n)`, so the
+    first batch weighs 1. With `debias=False`, each batch weighs `1 - momentum`, as in
+    PyTorch and Flax, and the initial values 0 and 1 fade slowly. This matters in short
+    runs: a small convolutional network on scikit-learn's digits (adam, batches of 96,
+    mean of five seeds) had 97.4 % test accuracy in eval mode after 30 steps and 98.3 %
+    after 100, but 70.2 % and 37.0 % with `debias=False`.
 
     With an `axis_name`, the input is one example, under a `vmap` with that axis, as in
     `equinox.nn.BatchNorm`. Without one, the input is a whole batch.
