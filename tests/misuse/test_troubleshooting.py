@@ -265,4 +265,6 @@ def _(net):
 
 @program("map over models in different modes by `jax.tree.map`")
 def _(net):
+    if jax.__version_info__ < (0, 9):
+        pytest.skip("JAX 0.8 has a different message")
     jax.tree.map(jnp.add, net, net.eval())
