@@ -1,7 +1,7 @@
 """Transforms of JAX and Equinox around a write, and around a call of `es.mutable`.
 
-`docs/what-if.md` lists the transforms that most users need. In every transform, a write
-reaches the model or is an error, and a call of `es.mutable` works.
+`tests/misuse/test_under_jax.py` lists the transforms that most users need. In every
+transform, a write reaches the model or is an error, and a call of `es.mutable` works.
 """
 
 import contextlib
