@@ -1,16 +1,22 @@
-"""A hook of MkDocs: links to other libraries, and `llms.txt`.
+"""A hook of MkDocs: links to other libraries, made pages, and `llms.txt`.
 
 `docs_inventory.txt` says where JAX, Equinox and optax document their names. The hook
 turns each of these names in code on a page, such as `jax.vmap`, into a link. On the
 pages of the API, it also links our own names.
+
+The hook adds the folder `benchmarks` to the site, the list of the guides to their
+overview, and the description of the package in `pyproject.toml`.
 """
 
+import posixpath
 import re
+import tomllib
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 
+ROOT = Path(__file__).resolve().parent.parent
 INVENTORY = Path(__file__).with_name("docs_inventory.txt")
 ALIASES = {
     "es": "eqx_state",
@@ -62,19 +68,61 @@ def label(table: re.Match[str]) -> str:
     return re.sub("<td", lambda _: f'<td data-column="{next(names)}"', table[0])
 
 
+def across(markdown: str, path: str) -> str:
+    """Links between `docs` and `benchmarks`, which are one folder on the site."""
+    if path.startswith("benchmarks/"):
+        return markdown.replace("](../docs/", "](../")
+    return re.sub(r"\]\(\.\./((?:\.\./)*benchmarks/)", r"](\1", markdown)
+
+
+def overview(guides: Any) -> str:
+    """A list of the guides in this section of the menu, with the question of each."""
+    found = []
+    for section in [item for item in guides.children if item.is_section]:
+        found.append(f"\n## {section.title}\n")
+        for page in section.children:
+            path = posixpath.relpath(page.file.src_uri, "guides")
+            found.append(f"- [{page.title}]({path}){about(page.file.content_string)}")
+    return "\n".join(found) + "\n"
+
+
 # --- Events ---------------------------------------------------------------------------
 
 PAGES: dict[str, tuple[str, str]] = {}  # Markdown and address, in the order of the menu
+MENU: list[Any] = []
+
+
+def on_config(config: Any) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        config.site_description = tomllib.load(file)["project"]["description"]
+
+
+def on_files(files: Any, config: Any) -> None:
+    from mkdocs.structure.files import File
+
+    for path in sorted((ROOT / "benchmarks").iterdir()):
+        if path.suffix in (".md", ".png", ".svg"):
+            name = f"benchmarks/{path.name}"
+            files.append(File(name, str(ROOT), config.site_dir, True))
 
 
 def on_nav(nav: Any, config: Any, files: Any) -> None:
+    MENU[:] = nav.items
     PAGES.update({page.file.src_uri: ("", "") for page in nav.pages})
     for name, url in inventory().items():
         config.plugins["autorefs"].register_url(name, url)
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
-    PAGES[page.file.src_uri] = markdown, page.canonical_url
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    path = page.file.src_uri
+    if path.startswith("guides/"):  # Rank the guides first: they explain a word best.
+        page.meta["search"] = {"boost": 3}
+    markdown = across(markdown, path)
+    if path == "guides/index.md":
+        (guides,) = (item for item in MENU if item.title == "Guides")
+        markdown += overview(guides)
+    PAGES[path] = markdown, page.canonical_url
+    return markdown
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -89,7 +137,8 @@ def on_post_build(config: Any) -> None:
     package = griffe.load("eqx_state", search_paths=["src"])
 
     def docstring(match: re.Match[str]) -> str:
-        found = package[match[1].removeprefix("eqx_state.")].docstring
+        _, _, name = match[1].partition(".")
+        found = (package[name] if name else package).docstring
         return f"## `{match[1]}`\n\n{found.value if found else ''}"
 
     lines = [f"# {config.site_name}", "", f"> {config.site_description.strip()}", ""]

@@ -1,4 +1,137 @@
-"""Stateful Equinox modules for JAX: annotate fields, and update state in place."""
+"""State for Equinox modules: declare what each field is, assign state in the forward
+pass, and get a new model back.
+
+## Kinds
+
+- `es.TreePart`: The base class of all kinds.
+- `es.Parameter`: Arrays that gradients train: weights, biases.
+- `es.Buffer`: Constants: never trained, never written.
+- `es.State`: Arrays that a forward pass may write: counters, caches, running values.
+- `es.BatchStat`: A running statistic over the batches seen in training.
+- `es.Rng`: A PRNG key that a layer draws from and advances.
+- `es.OptState`: An optimizer's moments and counts.
+- `es.field`: An `equinox.field` that also declares the kind of the field's arrays.
+- `es.Axes`: Names the axes of a layer's arrays, in the annotation of the layer's field.
+
+## Modules
+
+- `es.Module`: Base class for models with state.
+- `es.lazy`: A placeholder for `cls(*args, key=key, **kwargs)`, a layer that `init`
+    creates.
+- `es.Initializer`: A placeholder for the value `f(key)`, which `init` draws.
+- `es.init`: Initialize a model: draw every placeholder, and run every `module_init`.
+- `es.NotInitializedError`: A model contains an `es.Initializer`, or a `module_init`
+    that has not run.
+- `es.RngStream`: A module that returns a fresh PRNG key on each call.
+- `es.reseed`: Replace every PRNG key (every array of kind `es.Rng`) by a new one.
+- `es.nn.BatchNorm`: Normalizes each channel over the batch (Ioffe and Szegedy, 2015).
+- `es.nn.Dropout`: Sets elements to zero at random in train mode, and scales the others
+    up.
+- `es.nn.Stacked`: Layers of equal structure that run one after the other: `x =
+    layer(x)` for each.
+- `es.nn.Stateful`: A stateful Equinox layer, called as `layer(x, state)`, that stores
+    its own state.
+- `es.to_equinox`: A callable model as Equinox's pair of a stateful layer and its
+    `eqx.nn.State`.
+
+## Modes
+
+- `es.train`: `tree` with every module in it in train mode.
+- `es.eval`: `tree` with every module in it in eval mode: `es.train(tree, False)`.
+- `es.freeze`: `tree` with all of it frozen, or only the nodes that `where` selects.
+- `es.unfreeze`: `tree` with all of it, or only the nodes that `where` selects,
+    trainable again.
+
+## Writing state
+
+- `es.mutable`: A function like `f` that can write state, and returns `(output,
+    new_model)`.
+- `es.TraceError`: State was written inside a JAX transform that cannot return it.
+- `es.functional`: A callable model as a pure function and two dicts of arrays, for
+    plain JAX.
+
+## Transforms
+
+- `es.jit`: `equinox.filter_jit` for functions that may write the state of modules.
+- `es.vmap`: `jax.vmap` for functions that may write the state of modules.
+- `es.SPLIT`: The axis of a PRNG key that is split, so that each lane gets its own key.
+- `es.scan`: `jax.lax.scan` that carries state from step to step.
+- `es.while_loop`: `jax.lax.while_loop` that carries state from step to step.
+- `es.fori_loop`: `jax.lax.fori_loop` that carries state from step to step.
+- `es.cond`: `jax.lax.cond` in which both branches may write state.
+- `es.switch`: `jax.lax.switch` in which any branch may write state.
+- `es.checkpoint`: `jax.checkpoint` (remat) for functions that may write the state of
+    modules.
+- `es.shard_map`: `jax.shard_map` for functions that may write the state of modules.
+- `es.vjp`: `jax.vjp` that also updates the state of modules.
+- `es.jvp`: `jax.jvp` that also updates the state of modules.
+- `es.linearize`: `jax.linearize` that also updates the state of modules.
+- `es.jacfwd`: `jax.jacfwd` that also updates the state of modules.
+- `es.jacrev`: `jax.jacrev` that also updates the state of modules.
+- `es.hessian`: `jax.hessian` that also updates the state of modules.
+- `es.custom_vjp`: `jax.custom_vjp` for functions that may write the state of modules.
+
+## Selecting
+
+- `es.parts`: Every array in `tree`, with its path, name and kind, in the order of
+    flattening.
+- `es.Part`: One array of a tree, with its path, name and kind.
+- `es.filter`: `tree` with every leaf that is not selected replaced by `None`.
+- `es.update`: `tree` with leaves replaced by those of the partials; the inverse of
+    `es.filter`.
+- `es.partition`: One tree for each filter, and one for all other leaves.
+- `es.mask`: A tree of bools, `True` where a leaf satisfies all filters.
+- `es.spec`: A tree of values chosen by rules: vmap axes, shardings, labels.
+- `es.map`: `jax.tree.map` over the leaves that match a filter; other leaves do not
+    change.
+- `es.modules`: Every `eqx.Module` in `tree` once, with its name; parents first.
+- `es.map_modules`: `tree` with every `eqx.Module` replaced by `f(module, name)`,
+    children first.
+- `es.configure`: `tree` with these attributes set on every module that has them.
+- `es.trainable`: The filter for trainable arrays: inexact parameters that are not
+    frozen.
+- `es.any_of`: The filter that selects the arrays that at least one of `filters`
+    selects.
+- `es.all_of`: The filter that selects the arrays that all `filters` select.
+- `es.not_`: The filter that selects the arrays that `filter` does not select.
+- `es.under`: The filter that selects all arrays in a node of the tree.
+- `es.inside`: The filter that selects all arrays inside modules of a class, at any
+    depth.
+- `es.path_matches`: The filter that selects arrays by name, such as
+    `layers[0].norm.mean`.
+
+## Training
+
+- `es.value_and_grad`: A function that returns the value of `f`, the new model, and the
+    gradients.
+- `es.grad`: A function that returns the gradients of `f`, and the new model.
+- `es.Optimizer`: An optax optimizer and its state, as one pytree that passes through
+    `jit`.
+- `es.Ema`: The exponential moving average of a model, as a pytree that `jit` accepts.
+- `es.axis_names`: The names that annotations give to the axes of each array.
+- `es.sharding`: A `jax.sharding.NamedSharding` for each array, by the names of its
+    axes.
+
+## Files
+
+- `es.save`: Write the arrays of `tree` to a safetensors file.
+- `es.load`: `like` with the arrays of a safetensors file; the inverse of `es.save`.
+- `es.load_metadata`: The metadata of a safetensors file, as passed to `es.save`.
+- `es.state_dict`: The arrays in `tree` by name, in a flat dictionary.
+- `es.load_state_dict`: `tree` with the arrays of a dictionary; the inverse of
+    `es.state_dict`.
+- `es.from_torch`: `model` with the weights and buffers of a PyTorch module.
+
+## Looking in
+
+- `es.tabulate`: A table of the modules in a tree, and of their arrays with kinds and
+    sizes.
+- `es.capture`: `es.mutable(f)` that also returns values from inside: those that modules
+    sow, and the outputs of modules that you select.
+- `es.find_nonfinite`: The names of the modules that produce a NaN or an infinity in a
+    call of `f`.
+- `es.nonfinite`: The names of the arrays in a tree that contain a NaN or an infinity.
+"""
 
 import importlib as _importlib
 import typing as _t

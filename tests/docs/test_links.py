@@ -1,4 +1,4 @@
-"""The documentation site: names in code become links, and cells name their column."""
+"""The documentation site: what its hook makes of names, tables, links and the menu."""
 
 import re
 from types import SimpleNamespace
@@ -101,3 +101,33 @@ def test_a_cell_of_a_table_has_the_name_of_its_column():
         ("", "3"),
         ("a b", "4"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "on_the_site"),
+    [
+        ("index.md", "../benchmarks/README.md", "benchmarks/README.md"),
+        ("guides/state.md", "../../benchmarks/cost.png", "../benchmarks/cost.png"),
+        ("benchmarks/README.md", "../docs/guides/x.md#y", "../guides/x.md#y"),
+        ("guides/state.md", "../tour.md", "../tour.md"),
+    ],
+)
+def test_the_benchmarks_are_a_folder_of_the_pages(page, link, on_the_site):
+    assert hooks.across(f"[a]({link})", page) == f"[a]({on_the_site})"
+
+
+def test_the_overview_lists_the_guides_of_the_menu_by_section():
+    def page(title, path, text):
+        file = SimpleNamespace(src_uri=path, content_string=text)
+        return SimpleNamespace(title=title, file=file, is_section=False)
+
+    pages = [
+        page("State", "guides/state.md", "# State\n\n*Where\nis it?*\n\nHere.\n"),
+        page("Recipes", "tips.md", "# Recipes\n\nShort programs. Many.\n"),
+    ]
+    section = SimpleNamespace(title="Basics", children=pages, is_section=True)
+    start = page("Overview", "guides/index.md", "# Guides\n")
+    assert hooks.overview(SimpleNamespace(children=[start, section])) == (
+        "\n## Basics\n\n- [State](state.md): Where is it?\n"
+        "- [Recipes](../tips.md): Short programs.\n"
+    )

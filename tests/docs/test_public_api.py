@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -160,6 +161,43 @@ def test_only_two_field_names_are_reserved():
     for name in ("training", "frozen"):
         with pytest.raises(TypeError, match=rf"{name}"):
             type("Taken", (es.Module,), {"__annotations__": {name: bool}})
+
+
+# --- The docstring of the package, which is the first page of the API -----------------
+
+ROOT = Path(__file__).parents[2]
+LISTED = {
+    name: " ".join(sentence.split())
+    for name, sentence in re.findall(
+        r"^- `(es\..+)`: (.*(?:\n    .*)*)$", es.__doc__, re.MULTILINE
+    )
+}
+
+
+def test_the_package_lists_all_public_names():
+    assert LISTED.keys() == {*DOCUMENTED, "es.SPLIT", "es.trainable"}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_package_lists_a_name_with_the_first_sentence_of_its_docstring(name):
+    if name in DOCUMENTED:
+        doc = inspect.getdoc(look_up(name))
+    else:  # a value, whose docstring is below it in the source
+        files = Path(es.__file__).parent.rglob("*.py")
+        source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        doc = re.search(rf'^{name[3:]}\b.*\n"""(.*)"""', source, re.MULTILINE)[1]
+    sentence = re.split(r"(?<=\.)\s", doc, maxsplit=1)[0]
+    assert LISTED[name] == " ".join(sentence.split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "src/eqx_state"])
+def test_one_sentence_says_what_the_library_is(page):
+    # The site's description and `llms.txt` read it from `pyproject.toml`, too.
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    is_package = page.startswith("src")
+    text = es.__doc__ if is_package else (ROOT / page).read_text(encoding="utf-8")
+    paragraph = text.split("\n\n")[0 if is_package else 1]
+    assert " ".join(paragraph.split()) == settings["project"]["description"]
 
 
 # --- Importing the package ------------------------------------------------------------
