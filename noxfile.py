@@ -29,10 +29,10 @@ def groups(*names: str) -> tuple[str, ...]:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train the example on handwritten digits."""
-    session.log("installing JAX and scikit-learn: a minute or two without a word")
-    session.install(".", *groups("examples"))
-    session.run("python", "examples/digits.py", *session.posargs)
+    """Train the example on handwritten digits, and draw `digits.png`."""
+    session.install(".", *groups("examples"), silent=False)
+    path = session.posargs or ["digits.png"]
+    session.run("python", "examples/digits.py", *path, env={"PYTHONUNBUFFERED": "1"})
 
 
 @nox.session
@@ -41,7 +41,7 @@ def examples(session: nox.Session) -> None:
     session.install(".[io]", *groups("examples"))
     folder = Path("examples").resolve()
     names = session.posargs or sorted(path.stem for path in folder.glob("[!_]*.py"))
-    with session.chdir(session.create_tmp()):  # for the pictures
+    with session.chdir(session.create_tmp()):  # `training` writes files
         for name in names:
             session.run("python", str(folder / f"{name}.py"))
 

@@ -54,15 +54,17 @@ def digits(path, losses, images, labels, guesses) -> None:
     left, right = figure.subfigures(1, 2)
     axes = left.subplots()
     for seed, curve in losses.items():
-        axes.semilogy(curve, label=f"seed {seed}")
+        axes.semilogy(range(1, len(curve) + 1), curve, label=f"seed {seed}")
     axes.set(xlabel="epoch", ylabel="training loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
-    right.suptitle("test digits and predictions; the wrong ones first, in red")
+    right.suptitle("test digits and predictions; the wrong ones first")
     mistakes_first = np.argsort(guesses == labels, kind="stable")
     for i, ax in zip(mistakes_first, right.subplots(4, 6).flat, strict=False):
         ax.imshow(images[i, 0], cmap="gray_r")
-        ax.set_title(guesses[i], color="k" if guesses[i] == labels[i] else "r")
+        is_right = guesses[i] == labels[i]
+        title = f"{guesses[i]}" if is_right else f"{guesses[i]}, not {labels[i]}"
+        ax.set_title(title, color="k" if is_right else "r")
         ax.axis("off")
     _save(figure, path)
 
@@ -246,15 +248,6 @@ def porting(path, same, similar) -> None:
     for axes in (left, right):
         axes.legend()
     _save(figure, path)
-
-
-def curve_in_text(losses, width: int = 60) -> str:
-    """A curve as one line of block characters, between its first and last value."""
-    means = [np.mean(part) for part in np.array_split(losses, min(width, len(losses)))]
-    low, high = min(means), max(means)
-    heights = [round(7 * (x - low) / ((high - low) or 1)) for x in means]
-    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
-    return f"loss {means[0]:.2f} {blocks} {means[-1]:.2f}"
 
 
 def gpt(path, losses, alone, baseline: float, samples, arrays) -> None:

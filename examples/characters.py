@@ -16,7 +16,6 @@ Run `python examples/characters.py [output.png]`; it takes about a minute on two
 import sys
 from pydoc_data.topics import topics
 
-import _pictures
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
@@ -141,9 +140,7 @@ def write(model: Writer, start: Int[Array, " t"], keys: Key[Array, " n"]):
 
 
 # %%
-def main(
-    path="characters.png", *, steps=800, rate=2e-2, better_by=0.7, gain=0.02, halvings=1
-):
+def main(path=None, *, steps=800, rate=2e-2, better_by=0.7, gain=0.02, halvings=1):
     """The losses of the average on the held-out text, and the learning rates."""
     parts = load_text()
     alphabet = sorted(set("".join(parts)))
@@ -160,7 +157,10 @@ def main(
     characters = write(model, start, jr.split(jr.key(1), 300))
     written = prompt + "".join(alphabet[i] for i in characters)
     print(f"bigrams: {baseline:.3f} nats\n{written}")
-    _pictures.characters(path, EVERY, curves, rates, baseline, written)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        _pictures.characters(path, EVERY, curves, rates, baseline, written)
 
     # Better than bigrams; better with the average; and the learning rate fell.
     assert baseline - curves["average"][-1] >= better_by

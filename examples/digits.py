@@ -16,7 +16,6 @@ Run `python examples/digits.py [output.png]`; it takes under a minute on two cor
 # %%
 import sys
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -90,23 +89,25 @@ def train(model: Net, optimizer, images, labels, epochs: int, seed: int):
     """The trained model, its optimizer, and the loss after each epoch."""
     steps = len(images) // BATCH_SIZE
     rng, losses = np.random.default_rng(seed), []
-    for _ in range(epochs):
+    for epoch in range(1, epochs + 1):
         batches = rng.permutation(len(images))[: steps * BATCH_SIZE]
         for batch in batches.reshape(steps, BATCH_SIZE):
             data = images[batch], labels[batch]
             loss, model, optimizer = step(model, optimizer, *data)
         losses.append(float(loss))
+        print(f"seed {seed}, epoch {epoch:2}: training loss {losses[-1]:.4f}")
     return model, optimizer, losses
 
 
 # %% Train and test one model for each seed.
-def main(path="digits.png", *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
+def main(path=None, *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
     """The test accuracy of the model of each seed."""
     digits = load_digits()
     images, labels = np.float32(digits.images[:, None] / 16), digits.target
     train_images, images, train_labels, labels = train_test_split(
         images, labels, test_size=0.2, stratify=labels, random_state=0
     )
+    print(f"{len(train_images):,} images; the first step takes some seconds to compile")
     steps = epochs * (len(train_images) // BATCH_SIZE)
     schedule = optax.cosine_onecycle_schedule(steps, peak_value=3e-3)
     untrained = es.Optimizer(optax.adamw(schedule, weight_decay=1e-2))
@@ -122,7 +123,10 @@ def main(path="digits.png", *, seeds=(0, 1, 2), epochs=20, at_least=0.98):
         print(f"seed {seed}: test accuracy {accuracies[seed]:.2%}")
 
     print(es.tabulate((model, optimizer), depth=1))
-    _pictures.digits(path, losses, images, labels, guesses)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        _pictures.digits(path, losses, images, labels, guesses)
 
     assert min(accuracies.values()) >= at_least, accuracies
     return accuracies

@@ -18,7 +18,6 @@ Run `python examples/ensemble.py [output.png]`; it takes under a minute on two c
 # %%
 import sys
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -107,7 +106,7 @@ def coverage(mean: Array, variance: Array, y: Array) -> Float[np.ndarray, " leve
 
 
 # %% Train, and predict for each patient with networks that were trained without them.
-def main(path="ensemble.png", *, steps=130, tolerance=0.06) -> float:
+def main(path=None, *, steps=130, tolerance=0.06) -> float:
     """The largest difference between a level and the share of true values within."""
     xs, ys = load_diabetes(return_X_y=True)
     xs, ys = np.float32(xs / xs.std(0)), np.float32(ys)
@@ -137,8 +136,11 @@ def main(path="ensemble.png", *, steps=130, tolerance=0.06) -> float:
     member_error = np.abs(of_members - LEVELS).max(axis=1).mean()
     print(f"negative log likelihood {ensemble_nll:.3f}; of a member {member_nll:.3f}")
     print(f"largest error of an interval {error:.1%}; of a member {member_error:.1%}")
-    shown = (np.ravel(x) for x in (mean, variance, true))
-    _pictures.ensemble(path, LEVELS, of_ensemble, of_members, *shown)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        shown = (np.ravel(x) for x in (mean, variance, true))
+        _pictures.ensemble(path, LEVELS, of_ensemble, of_members, *shown)
 
     assert ensemble_nll + 0.02 <= member_nll, (ensemble_nll, member_nll)
     assert error <= tolerance, of_ensemble

@@ -17,7 +17,6 @@ Run `python examples/fine_tuning.py [output.png]`; it takes under a minute on tw
 import sys
 from typing import Any
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -105,7 +104,7 @@ def trained(model: Classifier) -> int:
     return sum(part.value.size for part in es.parts(model) if es.trainable(part))
 
 
-def main(path="fine_tuning.png", *, steps=100, at_least=0.88, better_by=0.03):
+def main(path=None, *, steps=100, at_least=0.88, better_by=0.03):
     """The test accuracy on the new digits for each way to learn them."""
     digits = load_digits()
     images, labels = np.float32(digits.data / 16), digits.target
@@ -136,7 +135,10 @@ def main(path="fine_tuning.png", *, steps=100, at_least=0.88, better_by=0.03):
         # The state contains two moments for each trained parameter, and step counts.
         moments = sum(x.size for x in jax.tree.leaves(optimizer.opt_state) if x.ndim)
         assert moments == 2 * counts[name]
-    _pictures.fine_tuning(path, curves, counts)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        _pictures.fine_tuning(path, curves, counts)
 
     layers = models["groups"].features.layers, pretrained.features.layers
     assert eqx.tree_equal(*(pair[0] for pair in layers))  # frozen, so unchanged

@@ -32,7 +32,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, NamedTuple
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -285,7 +284,16 @@ def load(path: Path, mesh: Mesh) -> Trained:
     return es.load(path, like)
 
 
-def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
+def curve_in_text(losses, width: int = 60) -> str:
+    """A curve as one line of block characters, between its first and last value."""
+    means = [np.mean(part) for part in np.array_split(losses, min(width, len(losses)))]
+    low, high = min(means), max(means)
+    heights = [round(7 * (x - low) / ((high - low) or 1)) for x in means]
+    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+    return f"loss {means[0]:.2f} {blocks} {means[-1]:.2f}"
+
+
+def main(path=None, *, steps=STEPS, both=BOTH, better_by=0.3):
     """The loss of the averaged model on held-out text, and three texts it wrote."""
     texts, tests = load_texts()
     rng = np.random.default_rng(0)
@@ -314,10 +322,13 @@ def main(path="gpt.png", *, steps=STEPS, both=BOTH, better_by=0.3):
         (text, length), _ = writer(decoder, start, key)
         samples.append("".join(map(chr, text[:length])).strip())
     curve = losses + more
-    print(_pictures.curve_in_text(curve), *samples, sep="\n")
+    print(curve_in_text(curve), *samples, sep="\n")
     saved_up, turned_up = (x.model.blocks.layers.up for x in (saved, turned))
-    split = {"trained": saved_up[0], "loaded": turned_up[0]}
-    _pictures.gpt(path, curve, alone, baseline, samples, split)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        split = {"trained": saved_up[0], "loaded": turned_up[0]}
+        _pictures.gpt(path, curve, alone, baseline, samples, split)
 
     # Eight devices compute the same as one, and each stores a part of the weights.
     difference = np.abs(np.subtract(losses, alone)).max()

@@ -16,7 +16,6 @@ Run `python examples/linear_regression.py [output.png]`; it takes a few seconds.
 import functools as ft
 import sys
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,7 @@ def train(xs, ys, steps: int):
 
 
 # %% Compare with the least squares solution.
-def main(path="linear_regression.png", *, steps=300, tolerance=1e-4) -> Linear:
+def main(path=None, *, steps=300, tolerance=1e-4) -> Linear:
     """The trained model."""
     rng = np.random.default_rng(0)
     xs = np.float32(rng.uniform(size=(500, 1)))
@@ -103,9 +102,12 @@ def main(path="linear_regression.png", *, steps=300, tolerance=1e-4) -> Linear:
     way = np.array([(m.w[0, 0], m.b[0]) for m in by_hand])
     for name, (w, b) in {"gradient descent": way[-1], "least squares": best}.items():
         print(f"{name:>16}: y = {w:.4f} x {b:+.4f}")
-    ends = np.linspace(xs.min(), xs.max(), 2)[:, None]
-    line = ends, jax.vmap(model.eval())(np.float32(ends))
-    _pictures.linear_regression(path, xs, ys, line, way, best)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        ends = np.linspace(xs.min(), xs.max(), 2)[:, None]
+        line = ends, jax.vmap(model.eval())(np.float32(ends))
+        _pictures.linear_regression(path, xs, ys, line, way, best)
 
     assert eqx.tree_equal(by_hand[-1], model, rtol=1e-4, atol=1e-5)
     assert np.allclose(way[-1], best, atol=tolerance)

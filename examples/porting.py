@@ -17,7 +17,6 @@ Run `python examples/porting.py [output.png]`; it takes under a minute on two co
 # %%
 import sys
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -187,7 +186,7 @@ def train(step, model, batches):
 
 
 # %% Run them all, and compare.
-def main(path="porting.png", *, steps=300, at_least=0.93) -> dict[str, float]:
+def main(path=None, *, steps=300, at_least=0.93) -> dict[str, float]:
     """The test accuracy of each program."""
     digits = load_digits()
     images, labels = np.float32(digits.data / 16), digits.target
@@ -229,9 +228,12 @@ def main(path="porting.png", *, steps=300, at_least=0.93) -> dict[str, float]:
     accuracies = {name: float(np.mean(g == labels)) for name, g in guesses.items()}
     for name, accuracy in accuracies.items():
         print(f"{name}: test accuracy {accuracy:.2%}")
-    same = {"eqx.nn.State": plain_losses, "es.Module": moved_losses}
-    similar = {"eqx.nn.State": old_losses, "es.Module": new_losses}
-    _pictures.porting(path, same, {**similar, "from Treex": lazy_losses})
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        same = {"eqx.nn.State": plain_losses, "es.Module": moved_losses}
+        similar = {"eqx.nn.State": old_losses, "es.Module": new_losses}
+        _pictures.porting(path, same, {**similar, "from Treex": lazy_losses})
 
     # The first steps agree up to rounding. Later, rounding errors grow, by an amount
     # that depends on the processor.

@@ -18,7 +18,6 @@ Run `python examples/rnn.py [output.png]`; it takes under a minute on two cores.
 # %%
 import sys
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -137,7 +136,7 @@ def stream(read, model: Reader, rows) -> Float[Array, "rows ..."]:
 
 
 # %% Train, then read the test images in both ways.
-def main(path="rnn.png", *, epochs=40, at_least=0.9) -> Float[np.ndarray, "8"]:
+def main(path=None, *, epochs=40, at_least=0.9) -> Float[np.ndarray, "8"]:
     """The test accuracy after each row."""
     digits = load_digits()
     images, labels = np.float32(digits.images / 16), digits.target
@@ -151,7 +150,10 @@ def main(path="rnn.png", *, epochs=40, at_least=0.9) -> Float[np.ndarray, "8"]:
     one = stream(read, with_memory(model), images[0])
     accuracies = np.mean(np.argmax(streamed, axis=2) == labels[None], axis=1)
     print("test accuracy after each row:", *(f"{a:.1%}" for a in accuracies))
-    _pictures.rnn(path, accuracies, images, labels, jax.nn.softmax(scanned, axis=2))
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        _pictures.rnn(path, accuracies, images, labels, jax.nn.softmax(scanned, axis=2))
 
     assert np.allclose(one, scanned[0], atol=1e-4)
     assert np.allclose(streamed, scanned.swapaxes(0, 1), atol=1e-4)

@@ -21,7 +21,6 @@ import math
 import sys
 from importlib import resources
 
-import _pictures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -206,7 +205,7 @@ def frequency_losses(train: np.ndarray, test: np.ndarray) -> dict[str, float]:
 
 
 # %% Train, compare reading with and without the cache, and write.
-def main(path="transformer.png", *, steps=500, better_by=0.3):
+def main(path=None, *, steps=500, better_by=0.3):
     """The loss on the held-out paragraphs, and three texts that the model wrote."""
     texts = load_texts()
     alphabet = sorted(set("".join(texts)))
@@ -232,9 +231,12 @@ def main(path="transformer.png", *, steps=500, better_by=0.3):
     loss, baselines = losses["held out"][-1], frequency_losses(text, held_out)
     print("held out:", *(f"{name} {x:.2f}," for name, x in baselines.items()))
     print(f"transformer {loss:.2f}", *samples, sep="\n")
-    shown = "".join(alphabet[c] for c in shown[:24]).replace("\n", " ")
-    weights = sown["blocks.attention.weights"][:, :, :24, :24]
-    _pictures.transformer(path, losses, EVERY, baselines, shown, weights, samples)
+    if path is not None:
+        import _pictures  # needs matplotlib
+
+        shown = "".join(alphabet[c] for c in shown[:24]).replace("\n", " ")
+        weights = sown["blocks.attention.weights"][:, :, :24, :24]
+        _pictures.transformer(path, losses, EVERY, baselines, shown, weights, samples)
 
     assert np.allclose(cached, logits, atol=1e-3)
     assert after.position == CONTEXT

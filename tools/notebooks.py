@@ -1,16 +1,18 @@
-"""Convert the examples to notebooks, with their output and pictures.
+"""The examples on the site: a page, a notebook and the script of each.
 
-`python tools/notebooks.py NAME...` runs these examples, or all, in full, and writes
-`examples/NAME.ipynb`. With `--code`, it does not run them: the notebooks get the code
-of the scripts, and keep their old output.
+    python tools/notebooks.py NAME...     # run these examples, or all, in full
 
-Each `# %%` line of a script begins a new cell. The script runs as a whole, and all its
-output belongs to the last cell. As a hook of MkDocs, this file also turns each notebook
-into a page.
+This writes `docs/assets/examples/NAME.txt`, what the example prints, and `NAME.png`, if
+it draws. The last line of the text identifies the code that was run, so that a test can
+tell when text and picture are out of date.
+
+As a hook of MkDocs, this file makes the pages and notebooks from the scripts and these
+results, and runs nothing. Each `# %%` line of a script begins a new cell. The script
+runs as a whole, and all its output belongs to the last cell.
 """
 
 import ast
-import base64
+import hashlib
 import io
 import json
 import re
@@ -23,87 +25,45 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-PICTURES = ROOT / "docs" / "assets" / "examples"
+RESULTS = ROOT / "docs" / "assets" / "examples"
 
-Cell = dict[str, Any]
+Cell = tuple[str, str]  # Markdown and code
+LAST_LINE = "\n[the output of code {}]\n"
+# Paths, progress bars, and what JAX prints when processes connect.
+NOISE = r"(?m)^(picture: |.*━━|\[Gloo\]).*\n"
+HEADING = r"(?m)^#+ (.*?):? `(\w+)\.py`$"  # of `docs/examples.md`
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
 
 
-def notebook(name: str, printed: str, picture: bytes | None) -> dict[str, Any]:
-    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    title, _, about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
-    code = source.split('"""', 2)[2].strip()
-    cells = [markdown(f"# {title.rstrip('.')}\n{about}".strip())]
-    *parts, last = re.split(r"^# %%", code, flags=re.MULTILINE)
-    for part in parts:
-        comment, body = re.fullmatch(r"(.*(?:\n# .*)*)((?s:.*))", part).groups()
-        title, _, more = comment.replace("\n#", "").strip().partition(". ")
-        if title:
-            cells.append(markdown(f"## {title.rstrip('.')}\n\n{more}".strip()))
-        if body.strip():
-            cells.append(code_cell(body))
-    if not parts:
-        cells.append(code_cell(last))
-    else:
-        # An example that starts itself in a new process needs the script.
-        run = f"!python {name}.py" if "__file__" in source else "main()"
-        cells += [markdown("## Run it"), code_cell(run, stream(printed))]
-    if picture is not None:
-        show = f'from IPython.display import Image\n\nImage("{name}.png")'
-        cells.append(code_cell(show, image(picture)))
-    for i, cell in enumerate(cells):
-        cell["id"] = f"cell-{i}"
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    return {
-        "cells": cells,
-        "metadata": {"kernelspec": kernel},
-        "nbformat": 4,
-        "nbformat_minor": 5,
-    }
+def source(name: str) -> str:
+    return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
 
 
-def markdown(text: str) -> Cell:
-    return {"cell_type": "markdown", "metadata": {}, "source": lines(text)}
+def draws(name: str) -> bool:
+    return "import _pictures" in source(name)
 
 
-def code_cell(text: str, *outputs: dict[str, Any]) -> Cell:
-    return {
-        "cell_type": "code",
-        "execution_count": None,
-        "metadata": {},
-        "outputs": [x for x in outputs if x],
-        "source": lines(text.strip()),
-    }
+# --- Running --------------------------------------------------------------------------
 
 
-def stream(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    return {"name": "stdout", "output_type": "stream", "text": lines(text)}
-
-
-def image(picture: bytes) -> dict[str, Any]:
-    data = {"image/png": base64.b64encode(picture).decode()}
-    return {"data": data, "metadata": {}, "output_type": "display_data"}
-
-
-def lines(text: str) -> list[str]:
-    return text.splitlines(keepends=True)
-
-
-def run(name: str) -> tuple[str, bytes | None]:
-    """Run an example. Returns its printed output and its picture."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(EXAMPLES / f"{name}.py")]
-        done = subprocess.run(
-            command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
-        )
-        picture = Path(folder, f"{name}.png")
-        printed = re.sub(r"(?m)^(picture: ).*/", r"\1", done.stdout)
-        return printed, small(picture) if picture.exists() else None
+def main(*chosen: str) -> None:
+    for name in chosen or names():
+        with tempfile.TemporaryDirectory() as folder:
+            picture = Path(folder, f"{name}.png")
+            command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+            command += [str(picture)] if draws(name) else []
+            done = subprocess.run(
+                command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+            )
+            if draws(name):
+                (RESULTS / picture.name).write_bytes(small(picture))
+        text = re.sub(NOISE, "", done.stdout).strip("\n")
+        text += LAST_LINE.format(fingerprint(name))
+        (RESULTS / f"{name}.txt").write_text(text, encoding="utf-8")
+        print(name)
 
 
 def small(path: Path) -> bytes:
@@ -115,58 +75,85 @@ def small(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def kept(name: str) -> tuple[str, bytes | None]:
-    """The output that is stored in the notebook of an example."""
-    found = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
-    printed, picture = "", None
-    for output in [x for cell in found["cells"] for x in cell.get("outputs", [])]:
-        if output["output_type"] == "stream":
-            printed = "".join(output["text"])
-        else:
-            picture = base64.b64decode(output["data"]["image/png"])
-    return printed, picture
+def fingerprint(name: str) -> str:
+    """A hash of the code of an example and of its picture, without comments."""
+    code = source(name).split('"""', 2)[2]
+    if draws(name):
+        pictures = (EXAMPLES / "_pictures.py").read_text(encoding="utf-8")
+        for node in ast.parse(pictures).body:
+            if getattr(node, "name", "_").startswith("_") or node.name == name:
+                code += ast.get_source_segment(pictures, node) or ""
+    lines = [x for x in code.splitlines() if not re.match(r"\s*(#|$)", x)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def written(content: dict[str, Any]) -> str:
+def printed(name: str) -> tuple[str, str]:
+    """What an example printed, and the fingerprint of the code that printed it."""
+    text = (RESULTS / f"{name}.txt").read_text(encoding="utf-8")
+    before, after = LAST_LINE.split("{}")
+    output, _, found = text.rpartition(before)
+    return output, found.removesuffix(after)
+
+
+# --- Notebooks and pages --------------------------------------------------------------
+
+
+def cells(name: str) -> list[Cell]:
+    title, _, about = (ast.get_docstring(ast.parse(source(name))) or "").partition("\n")
+    first, *parts = re.split(r"(?m)^# %%", source(name).split('"""', 2)[2].strip())
+    found = [(f"# {title.rstrip('.')}\n{about}", first.strip())]
+    for part in parts:
+        comment, code = re.fullmatch(r"(.*(?:\n# .*)*)((?s:.*))", part).groups()
+        title, _, more = comment.replace("\n#", "").strip().partition(". ")
+        text = f"## {title.rstrip('.')}\n\n{more}".strip() if title else ""
+        found.append((text, code.strip()))
+    if parts:  # the last one runs the script
+        found[-1] = "## Run it", "main()"
+    return found
+
+
+def notebook(name: str) -> str:
+    *before, (title, code) = cells(name)
+    if "__file__" in source(name):  # it starts itself in new processes
+        before = [(before[0][0], f"%%writefile {name}.py\n{source(name)}")]
+        code = f"!python {name}.py"
+    made: list[dict[str, Any]] = []
+    for text, content in [*before, (title, code)]:
+        made += [{"cell_type": "markdown", "source": text}] if text else []
+        extra = {"cell_type": "code", "execution_count": None, "outputs": []}
+        made += [{**extra, "source": content}] if content else []
+    output = {"name": "stdout", "output_type": "stream", "text": printed(name)[0]}
+    made[-1]["outputs"] = [output]
+    for i, cell in enumerate(made):
+        cell |= {"id": f"cell-{i}", "metadata": {}}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    content = {"cells": made, "metadata": {"kernelspec": kernel}}
+    content |= {"nbformat": 4, "nbformat_minor": 5}
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def main(*args: str) -> None:
-    only_code = "--code" in args
-    for name in [arg for arg in args if arg != "--code"] or names():
-        printed, picture = kept(name) if only_code else run(name)
-        text = written(notebook(name, printed, picture))
-        (EXAMPLES / f"{name}.ipynb").write_text(text, encoding="utf-8")
-        if picture is not None:
-            (PICTURES / f"{name}.png").write_bytes(picture)
-        print(name)
+def page(name: str) -> str:
+    """The Markdown of a page with the code of an example, and what it prints."""
+    files = f"Download the [script]({name}.py) or the [notebook]({name}.ipynb)."
+    (title, code), *others = cells(name)
+    found = [title, files]
+    for text, content in [("", code), *others]:
+        found += [text] if text else []
+        found += [f"```py\n{content}\n```"] if content else []
+    found.append(f"```text\n{printed(name)[0]}\n```")
+    if draws(name):
+        found.append(f"![What it draws](../assets/examples/{name}.png)")
+    return "\n\n".join(found) + "\n"
 
 
-# --- Pages ----------------------------------------------------------------------------
-
-
-def page(name: str, content: dict[str, Any]) -> str:
-    """A notebook as the Markdown of a page."""
-    found = []
-    for cell in content["cells"]:
-        text = "".join(cell["source"])
-        is_code = cell["cell_type"] == "code"
-        found.append(f"```py\n{text}\n```" if is_code else text)
-        for output in cell.get("outputs", []):
-            if output["output_type"] == "stream":
-                found.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
-            else:
-                found[-1] = f"![What it draws](../assets/examples/{name}.png)"
-    where = f"[This notebook]({name}.ipynb) runs in the repository's folder `examples`."
-    return "\n\n".join([found[0], where, *found[1:]]) + "\n"
+def headings() -> dict[str, str]:
+    """The title of each example, in the order of the page."""
+    text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    return {name: title for title, name in re.findall(HEADING, text)}
 
 
 def on_config(config: Any) -> None:
-    headings = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
-    pages = [
-        {title: f"notebooks/{name}.md"}
-        for title, name in re.findall(r"(?m)^### (.*): `(\w+)\.py`$", headings)
-    ]
+    pages = [{title: f"examples/{name}.md"} for name, title in headings().items()]
     (start,) = (section["Start"] for section in config.nav if "Start" in section)
     (entry,) = (entry for entry in start if "Examples" in entry)
     entry["Examples"] = ["examples.md", *pages]
@@ -176,23 +163,21 @@ def on_files(files: Any, config: Any) -> None:
     from mkdocs.structure.files import File
 
     for name in names():
-        text = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
         # Rank the guides before the examples, whose code contains many words.
-        content = "---\nsearch:\n  boost: 0.3\n---\n" + page(name, json.loads(text))
-        for suffix, made in (("md", content), ("ipynb", text)):
-            made_file = File.generated(
-                config, f"notebooks/{name}.{suffix}", content=made
-            )
-            files.append(made_file)
+        content = "---\nsearch:\n  boost: 0.3\n---\n" + page(name)
+        made = {"md": content, "ipynb": notebook(name), "py": source(name)}
+        for suffix, text in made.items():
+            uri = f"examples/{name}.{suffix}"
+            files.append(File.generated(config, uri, content=text))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Link the page and the files of each example below its heading."""
     if page.file.src_uri != "examples.md":
         return markdown
-    link = r"\n\n[As a notebook](notebooks/\1.md), with what it prints."
-    return re.sub(
-        r"(?m)(?<=^### ).*`(\w+)\.py`$", lambda m: m[0] + m.expand(link), markdown
-    )
+    links = r"\n\n[Code and output](examples/\2.md) · [script](examples/\2.py)"
+    links += r" · [notebook](examples/\2.ipynb)"
+    return re.sub(HEADING, rf"\g<0>{links}", markdown)
 
 
 if __name__ == "__main__":

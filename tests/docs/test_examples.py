@@ -1,5 +1,7 @@
 """The examples, shortened: each runs, asserts its result, and draws and prints.
 
+`test_notebooks.py` tests that the pictures and outputs on the site are up to date.
+
 `nox -s examples` runs all of them in full. `.ci/run` runs `data_parallel` and `sharded`
 in full, so they are not here.
 """
@@ -7,6 +9,7 @@ in full, so they are not here.
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -216,7 +219,28 @@ def test_a_training_program_says_that_it_continues(tmp_path, capsys):
     )
 
 
-def test_an_example_runs_from_a_different_folder(tmp_path):
-    command = [sys.executable, EXAMPLES / "linear_regression.py", "line.png"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
+# --- Copied alone ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(EXAMPLES.glob("[!_]*.py"))]
+)
+def test_an_example_that_is_copied_alone_needs_only_packages(
+    name, tmp_path, monkeypatch
+):
+    shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if x != str(EXAMPLES)])
+    for missing in ("_pictures", "matplotlib"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    with jax.numpy_dtype_promotion("standard"):  # `quickstart` runs
+        assert example(name, tmp_path).__doc__
+
+
+def test_an_example_that_is_copied_alone_runs(tmp_path):
+    shutil.copy(EXAMPLES / "linear_regression.py", tmp_path)
+    command = [sys.executable, "linear_regression.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert "least squares: y = " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["linear_regression.py"]

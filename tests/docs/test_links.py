@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from load_scripts import tool
+from load_scripts import ROOT, tool
 
 
 hooks = tool("docs_hooks")
@@ -14,6 +14,21 @@ def test_each_name_has_one_address():
     lines = hooks.INVENTORY.read_text().splitlines()
     names = [x.split()[0] for x in lines if x and x[0] != "#" and "{}" not in x]
     assert len(names) == len(set(names)) == len(hooks.inventory())
+
+
+def test_the_site_mentions_each_name_of_the_inventory(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    unused = hooks.inventory().keys() - tool("docs_inventory").mentioned()
+    assert not unused, "no text mentions these: `python tools/docs_inventory.py`"
+
+
+def test_pruning_drops_the_names_that_nothing_mentions(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    pruning = tool("docs_inventory")
+    monkeypatch.setattr(pruning, "mentioned", lambda: {"jax.vmap"})
+    kept = pruning.pruned().splitlines()
+    assert [x for x in kept if x and x[0] != "#" and "{}" not in x] == ["jax.vmap"]
+    assert len([x for x in kept if "{}" in x]) > 10
 
 
 @pytest.mark.parametrize(

@@ -1,64 +1,89 @@
-"""Each notebook contains the code of its example, and its output."""
+"""The pages and notebooks of the examples, and whether their output is up to date."""
 
 import json
-from pathlib import Path
 
+import jax
 import pytest
 from load_scripts import tool
-
-
-ROOT = Path(__file__).parents[2]
 
 
 notebooks = tool("notebooks")
 each_example = pytest.mark.parametrize("name", notebooks.names())
 
 
+def code_cells(name):
+    found = json.loads(notebooks.notebook(name))["cells"]
+    return [c["source"] for c in found if c["cell_type"] == "code"]
+
+
 @each_example
-def test_the_notebook_of_an_example_has_its_code(name):
-    text = (notebooks.EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
+def test_output_and_picture_are_those_of_the_code(name):
+    _, code = notebooks.printed(name)
     advice = f"the example has changed: `python tools/notebooks.py {name}`"
-    assert text == notebooks.written(notebooks.notebook(name, *notebooks.kept(name))), (
-        advice
+    assert code == notebooks.fingerprint(name), advice
+    picture = notebooks.RESULTS / f"{name}.png"
+    assert notebooks.draws(name) == picture.exists()
+
+
+def test_a_picture_is_out_of_date_if_the_code_has_changed_but_not_for_a_comment(
+    tmp_path, monkeypatch
+):
+    script, pictures = (
+        '"""Doc."""\n\nimport _pictures\n{}',
+        "{}\ndef a(): {}\ndef b(): {}",
     )
 
+    def fingerprint(code="x = 1", shared="", own="1", other="1"):
+        (tmp_path / "a.py").write_text(script.format(code))
+        (tmp_path / "_pictures.py").write_text(pictures.format(shared, own, other))
+        return notebooks.fingerprint("a")
 
-@each_example
-def test_code_is_cut_and_nothing_is_lost(name):
-    cells = notebooks.notebook(name, "", None)["cells"]
-    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    script = (notebooks.EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    for part in code[:-1] if len(code) > 1 else code:
-        assert part in script
-        compile(part, name, "exec")
-    titles = script.count("\n# %% ")
-    assert len([c for c in cells if c["cell_type"] == "markdown"]) >= titles + 1
-
-
-@each_example
-def test_a_notebook_has_the_picture_of_the_documentation(name):
-    _, picture = notebooks.kept(name)
-    path = notebooks.PICTURES / f"{name}.png"
-    assert (picture is not None) == path.exists()
-    if picture is not None:
-        assert picture == path.read_bytes()
+    monkeypatch.setattr(notebooks, "EXAMPLES", tmp_path)
+    for same in ({"code": "\n # why\nx = 1"}, {"other": "2"}):
+        assert fingerprint(**same) == fingerprint()
+    for changed in ({"code": "x = 2"}, {"shared": "C = 1"}, {"own": "2"}):
+        assert fingerprint(**changed) != fingerprint()
 
 
 @each_example
-def test_the_page_has_the_output(name):
-    text = (notebooks.EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
-    printed, picture = notebooks.kept(name)
-    page = notebooks.page(name, json.loads(text))
+def test_a_notebook_has_the_code_and_the_output(name):
+    *before, last = code_cells(name)
+    script = notebooks.source(name)
+    for part in before:
+        assert part.removeprefix(f"%%writefile {name}.py\n") in script
+        compile(part.removeprefix(f"%%writefile {name}.py\n"), name, "exec")
+    assert last in ("main()", f"!python {name}.py") or last in script
+    *_, cell = json.loads(notebooks.notebook(name))["cells"]
+    assert cell["outputs"][0]["text"] == notebooks.printed(name)[0] != ""
+    texts = [text for text, _ in notebooks.cells(name) if text]
+    assert len(texts) >= 1 + script.count("\n# %% ")
+
+
+def test_the_notebook_of_the_cheapest_example_runs(capsys):
+    names = {"__name__": "__main__"}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for code in code_cells("linear_regression"):
+            exec(code, names)
+    assert "least squares: y = " in capsys.readouterr().out
+
+
+@each_example
+def test_a_page_has_the_code_the_output_and_the_files(name):
+    page = notebooks.page(name)
     assert page.startswith("# ")
+    assert f"({name}.py)" in page
     assert f"({name}.ipynb)" in page
-    assert printed.rstrip() in page
-    assert (f"assets/examples/{name}.png" in page) == (picture is not None)
-    assert str(ROOT) not in page
+    assert notebooks.printed(name)[0] in page
+    assert (f"assets/examples/{name}.png" in page) == notebooks.draws(name)
+    assert str(notebooks.ROOT) not in page
     assert "/tmp" not in page
 
 
 def test_a_markdown_cell_has_a_title_and_the_text_below_it():
-    cells = notebooks.notebook("linear_regression", "", None)["cells"]
-    titles = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
-    assert titles[-2] == "## Compare with the least squares solution"
-    assert any("\n\nThe model is a second argument" in title for title in titles)
+    texts = [text for text, _ in notebooks.cells("linear_regression") if text]
+    assert texts[-2] == "## Compare with the least squares solution"
+    assert any("\n\nThe model is a second argument" in text for text in texts)
+
+
+def test_each_example_has_a_heading_from_which_its_page_is_linked():
+    assert sorted(notebooks.headings()) == notebooks.names()

@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def example(name):
-    return _load(EXAMPLES / f"{name}.py")
+def example(name, folder=EXAMPLES):
+    return _load(folder / f"{name}.py")
 
 
 def tool(name):
