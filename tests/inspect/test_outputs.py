@@ -91,7 +91,9 @@ def test_an_assigned_module_is_captured_by_its_new_path():
     assert eqx.tree_equal(new.b.inner, model.a.inner)
 
 
-@pytest.mark.parametrize("options", [{"outputs": eqx.nn.Linear}, {"replace": {"": 0}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"outputs": eqx.nn.Linear}, {"replace": {"": 0}}]
+)
 def test_a_model_without_modules_is_an_error(options):
     model = linear()
     message = (

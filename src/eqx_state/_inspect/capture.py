@@ -52,7 +52,9 @@ class Outputs(Observer):
 
     def check(self, model: PyTree) -> None:
         if self.which is None and not self.replace:
-            return  # a module that sows needs no `__call__`
+            # A module that sows needs no `__call__`.
+            _check_any([name for name, _ in modules(model)], model, "es.capture")
+            return
         names = callable_names(model, "es.capture")
         unknown = [name for name in self.replace if name not in names]
         if isinstance(self.which, str):
@@ -75,9 +77,13 @@ def callable_names(model: PyTree, what: str) -> list[str]:
     `ValueError` if the model contains no such module.
     """
     names = [name for name, x in modules(model) if can_be_observed(x)]
+    _check_any(names, model, what)
+    return names
+
+
+def _check_any(names: list[str], model: PyTree, what: str) -> None:
     if jtu.tree_leaves(model) and not names:
         raise ValueError(_NO_MODULE.format(what, show(model)))
-    return names
 
 
 def check_missed(key: ProgramKey, sown: Sown) -> None:
@@ -311,7 +317,8 @@ def capture(
     - `ValueError`: a value was found in a step of `es.while_loop` or `es.fori_loop`, or
         only in some branches of `es.cond` or `es.switch`; `replace` names a module that
         does not exist or was not called, or has a value that does not fit; `outputs` is
-        a glob that matches no module; or an output and a sown value have the same name.
+        a glob that matches no module; the model contains no module; or an output and a
+        sown value have the same name.
     - `es.TraceError`: a value was sown inside a plain JAX transform; or all calls of
         the selected modules were inside a JAX transform other than `jax.vmap`. If only
         some of the calls were, a `UserWarning` names their modules, and `found`
