@@ -402,6 +402,19 @@ def test_a_changed_structure_is_an_error_that_names_the_path(change, says):
         ema.update(change(NETS[1]))
 
 
+def test_gradients_and_parameters_are_not_the_model():
+    net = NETS[0]
+    ema = es.Ema(0.9).init(net)
+    grads = es.filter(net, es.trainable)
+    for wrong in (grads, es.eval(grads)):
+        with pytest.raises(ValueError, match=r"`mean` is `None`.*ema\.update\(model\)"):
+            ema.update(wrong)
+    assert es.Ema(0.9).init(grads).update(grads).model.mean is None
+    activated = es.Ema(0.9).init([net, jnp.tanh])
+    with pytest.raises(ValueError, match=r"`\[1\]` is `None`"):
+        activated.update([net, None])
+
+
 def test_a_stateful_module_that_occurs_twice_is_an_error():
     with pytest.raises(ValueError, match=r"occurs twice, at `\[0\]` and `\[1\]`"):
         es.Ema(0.9).init([NETS[0], NETS[0]])

@@ -131,11 +131,13 @@ class Ema(AbstractPerParameter):
         - `es.NotInitializedError`: `init` has not been called; or the model still
             contains an `es.Initializer`.
         - `ValueError`: the model differs in structure or shapes from that of `init`, or
-            `on` selects different arrays. The message names the first path.
+            lacks one of its leaves, as gradients do; or `on` selects different arrays.
+            The message names the first path.
         """
         self._check_initialized("update")
         params, rest = self._split(model)
         olds = leaves_like(params, self.means, "`es.Ema.update`: the average")
+        pair = (jtu.tree_leaves(x, is_leaf=is_hole) for x in (self.rest, rest))
         decay = self.decay(self.step) if callable(self.decay) else self.decay
         fresh = _one_minus(decay, self.weight.dtype)
         added = fresh * (1 - self.weight) + self.lost
@@ -143,8 +145,11 @@ class Ema(AbstractPerParameter):
         # The share of `model`. After an initial decay of 1, `weight` is still 0.
         share = jnp.where(weight == 0, 1, fresh / weight)
         new = []
-        for visit, old in zip(leaves(params, is_leaf=is_hole), olds, strict=True):
+        visits = leaves(params, is_leaf=is_hole)
+        for visit, old, was, now in zip(visits, olds, *pair, strict=True):
             x = visit.node
+            if was is not None and x is None and now is None:
+                raise ValueError(_LACKS.format(visit.name))
             if (x is None) is not (old is None):
                 raise ValueError(_SELECTED.format(visit.name))
             if x is not None:
@@ -265,6 +270,11 @@ average: `ema = es.Ema(0.999).init(model)`."""
 _SELECTED: Final = f"""`es.Ema.update`: `on` selects `{{}}` either now or when the \
 average was created, but not both times. Freezing changes what `es.trainable` selects. \
 {_NEW_ONE}"""
+
+_LACKS: Final = """`es.Ema.update`: `{}` is `None`, but was not in the model given to \
+`init`, and `ema.model` would lack it. Pass the whole model, and not its gradients or \
+parameters: `ema = ema.update(model)`. To average parameters alone, pass them to \
+`init`, too."""
 
 _OTHER: Final = f"""`es.Ema.update`: `{{}}` is `{{}}`, but its average is `{{}}`. \
 {_NEW_ONE}"""

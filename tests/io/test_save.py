@@ -254,9 +254,23 @@ def test_a_class_instead_of_a_model(tmp_path):
     es.save(path, eqx.nn.Linear(2, 2, key=jr.key(0)))
     for f in (
         lambda: es.save(path, eqx.nn.Linear),
+        lambda: es.load(path, eqx.nn.Linear),
+        lambda: es.load_state_dict(eqx.nn.Linear, {}),
         lambda: es.tabulate(eqx.nn.Linear),
         lambda: es.Ema(0.9).init(eqx.nn.Linear),
         lambda: es.Optimizer(optax.sgd(0.1)).init(eqx.nn.Linear),
     ):
         with pytest.raises(TypeError, match=r"`Linear` is a class.*Linear\(\.\.\.\)"):
             f()
+
+
+@pytest.mark.parametrize("more", [{"epoch": "3"}, jnp.ones(2)], ids=["dict", "array"])
+def test_several_trees_and_metadata_are_not_filters(tmp_path, more):
+    path = tmp_path / "file"
+    cure = r"\(path, \(model, optimizer\)\).*metadata=\{.epoch.: .3.\}.*strict=False"
+    model = {"w": jnp.ones(2)}
+    es.save(path, model)
+    for f in (es.save, es.load):
+        with pytest.raises(TypeError, match=f"is not a filter.*{cure}") as info:
+            f(path, model, more)
+        assert "wrt" not in str(info.value)

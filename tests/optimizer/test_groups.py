@@ -245,6 +245,11 @@ def test_a_parameter_without_a_rule_is_an_error_that_names_it():
         es.Optimizer({BIAS: optax.sgd(0.1)}).init(make())
 
 
+def test_a_learning_rate_is_not_a_transformation():
+    with pytest.raises(TypeError, match=r"\{es\.Parameter: optax\.adam\(.*`float` was"):
+        es.Optimizer({es.Parameter: 1e-3})
+
+
 def test_a_filter_without_a_match():
     rules = {es.path_matches("*.biases"): optax.sgd(0.1), ...: optax.sgd(0.2)}
     with pytest.raises(ValueError, match=r"es\.Optimizer.*\*\.biases.*no array"):

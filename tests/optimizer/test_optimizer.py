@@ -357,6 +357,19 @@ def test_a_filter_that_selects_no_array_is_an_error(net, wrt, said):
         es.Optimizer(optax.sgd(0.1), wrt).init(model)
 
 
+def test_integers_are_not_trained():
+    class Table(es.Module):
+        scale: es.Parameter = 1
+        count: es.State = 0
+
+    for wrt, name in ((es.trainable, "scale"), (es.State, "scale")):
+        message = rf"1 parameters.*`{name}` is `i32\[\]`.*write `1\.0` instead of `1`"
+        with pytest.raises(ValueError, match=message):
+            es.Optimizer(optax.sgd(0.1), wrt).init(Table())
+    with pytest.raises(ValueError, match=r"0 parameters.*The array` is `i32\[3\]`"):
+        es.grad(lambda x: 1.0, wrt=lambda part: True)(jnp.arange(3))
+
+
 # --- Modes may differ, structures may not -------------------------------------------
 
 
@@ -585,8 +598,9 @@ def test_the_gradients_come_first():
     model = Counted(2.0)
     optimizer = es.Optimizer(optax.sgd(1.0)).init(model)
     grads, model = es.grad(lambda model: model.weight**2)(model)
-    message = r"the gradients contain `count`.*optimizer\.update\(grads"
-    with pytest.raises(ValueError, match=message):
+    message = r"(?s)the gradients contain `count`.*optimizer\.update\(grads"
+    unpack = r"\(loss, model\), grads = es\.value_and_grad.*grads, model = es\.grad"
+    with pytest.raises(ValueError, match=f"{message}.*{unpack}"):
         optimizer.update(model, grads)
     # A function in the tree also reveals the wrong order.
     mlp = eqx.nn.MLP(2, 1, 2, 1, key=jr.key(0))

@@ -87,6 +87,11 @@ CAUSES = {
         "or use the transform of `es`",
         lambda: es.mutable(lambda n: es.jit(n.layer)(X))(Net(Layer())),
     ),
+    "a layer that the call creates": (
+        lambda: es.mutable(lambda net: Layer()(X))(Net(Layer())),
+        "It was created in this call. Create it in `__init__`, and store it in a field",
+        lambda: es.mutable(lambda net: net.layer(X))(Net(Layer())),
+    ),
     "a layer of a stack": (
         lambda: es.mutable(loop)(stack(), X),
         "x = self.blocks(x)",

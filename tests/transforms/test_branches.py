@@ -194,3 +194,10 @@ def test_init_draws_the_same_values_inside_a_branch(choose):
         assert eqx.tree_equal(
             es.init([Lazy(), Lazy(), Lazy()], 0, x, call=call), expected
         )
+
+
+def test_the_branches_of_a_switch_are_one_list():
+    with pytest.raises(TypeError, match=r"es\.switch\(i, \[f, g\], x\)     # right"):
+        es.switch(0, jnp.sin, jnp.cos, 1.0)
+    branches = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), eqx.nn.Lambda(jnp.cos)])
+    assert es.switch(1, branches, 0.0) == 1  # can be called, and is a sequence

@@ -315,6 +315,13 @@ def test_the_keys_are_filters():
         es.vmap(lambda x: x, in_axes=({es.State: 0, "mean": 0},))(XS)
 
 
+@pytest.mark.parametrize(("wrong", "shown"), [(XS, r"f32\["), ("batch", "'batch'")])
+def test_arguments_and_the_name_of_the_axis_are_not_in_axes(wrong, shown):
+    cure = r"`es\.vmap\(f\)\(xs\)`.*`es\.vmap\(f, axis_name=\"batch\"\)\(xs\)`"
+    with pytest.raises(TypeError, match=f"`in_axes` must be axes.*{shown}.*{cure}"):
+        es.vmap(tally("total", "cache"), wrong)
+
+
 OUT_OF_RANGE = [
     ({es.BatchStat: 1}, r"`total` has shape \(3,\).*no axis 1"),
     ({es.State: -2}, r"`total`.*no axis -2"),

@@ -339,6 +339,45 @@ def test_under_ignores_none_below_the_node():
     assert selected(es.under(lambda m: m.layers[0]), tree=params) == {"layers[0].scale"}
 
 
+def test_operators_are_not_combinators():
+    cure = (
+        r"`es\.any_of\(a, b\)` instead of `a \| b`.*`es\.not_\(a\)` instead of `not a`"
+    )
+    for wrong in (es.Parameter | es.State, not es.Parameter, [es.Parameter, es.State]):
+        with pytest.raises(TypeError, match=rf"is not a filter.*{cure}") as info:
+            es.filter(MODEL, wrong)
+        assert "wrt" not in str(info.value)
+    for call in (
+        lambda: es.trainable | es.State,
+        lambda: es.State | es.trainable,
+        lambda: es.trainable & es.State,
+        lambda: es.State & es.trainable,
+        lambda: ~es.trainable,
+    ):
+        with pytest.raises(TypeError, match=cure):
+            call()
+
+
+@pytest.mark.parametrize("select", [es.filter, es.partition, es.mask])
+def test_the_tree_comes_before_the_filters(select):
+    match = r"^`Model` is not a filter.*tree comes first: `es\.filter\(model,"
+    with pytest.raises(TypeError, match=match):
+        select(es.Parameter, MODEL)
+
+
+def test_a_filter_takes_parts_and_not_arrays():
+    biases = es.path_matches("*.bias")
+    for wrong, shown in ((jnp.ones(2), "an `ArrayImpl`"), (MODEL, "a `Model`")):
+        match = rf"{shown}.*eqx\.partition\(model, es\.mask\(model, es\.trainable\)\)"
+        with pytest.raises(TypeError, match=match):
+            es.trainable(wrong)
+    with pytest.raises(TypeError, match=r"`es\.path_matches\('\*\.bias'\)` takes"):
+        eqx.filter(MODEL, biases)
+    assert [biases(part) for part in es.parts(eqx.nn.Linear(1, 1, key=jr.key(0)))] == [
+        *(False, False)  # `weight`, and `bias` without a dot
+    ]
+
+
 def test_a_model_or_a_mask_is_not_a_filter_although_it_can_be_called():
     match = r"^`Linear` is not a filter.*wrt=es\.all_of\(es.trainable, es.under\("
     layer = eqx.nn.Linear(2, 1, key=jr.key(0))
@@ -370,6 +409,11 @@ def test_predicates_of_arrays_would_select_nothing(predicate):
             call()
     right = es.filter(model, lambda part: predicate(part.value))
     assert right["w"] is model["w"]
+
+
+def test_a_filter_that_expects_an_array_is_told_of_its_value():
+    with pytest.raises(AttributeError, match=r"`lambda part: part\.value\.ndim`"):
+        es.filter({"w": jnp.ones(2)}, lambda p: p.ndim > 1)
 
 
 def test_a_filter_that_expects_the_model_is_told_of_under():

@@ -255,6 +255,19 @@ def test_where_without_an_es_module_is_an_error_that_names_the_other_ways(f, whe
     assert not any(part.frozen for part in es.parts(model))
 
 
+def test_a_plain_layer_is_unfrozen_from_the_model():
+    class Net(es.Module):
+        head: eqx.nn.Linear
+
+    net = Net(eqx.nn.Linear(2, 2, key=jr.key(0))).freeze()
+    match = (
+        r"`model\.unfreeze\(lambda model: model\.head\)`, not `es\.unfreeze\(model\.he"
+    )
+    with pytest.raises(ValueError, match=match):
+        es.unfreeze(net.head)
+    assert not any(x.frozen for x in es.parts(net.unfreeze(lambda model: model.head)))
+
+
 @pytest.mark.parametrize(
     "where",
     [None, lambda t: t, lambda t: t[0], lambda t: t[0].bias],

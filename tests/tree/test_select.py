@@ -221,6 +221,14 @@ def test_the_error_shows_small_structures_in_full_and_large_ones_by_their_keys()
             es.update(expected, other)
 
 
+def test_arrays_by_name_are_not_a_partial():
+    model = make_model()
+    with pytest.raises(
+        ValueError, match=r"`Model`.*es\.load_state_dict\(model, arrays\)"
+    ):
+        es.update(model, es.state_dict(model))
+
+
 def test_different_auxiliary_data_of_a_node_is_a_different_structure():
     sin, cos = ({"f": [jax.tree_util.Partial(f, ONE)]} for f in (jnp.sin, jnp.cos))
     with pytest.raises(ValueError, match=r"es\.update.*first at `\['f'\]\[0\]`:"):
@@ -315,6 +323,15 @@ def test_map_requires_a_filter(rest):
     message = r"`es\.map` needs `on=`.*`es\.map\(f, tree, on=es\.Parameter\)`.*counters"
     with pytest.raises(TypeError, match=message):
         es.map(lambda *xs: xs[0], model, *rest)
+
+
+def test_map_takes_the_function_first():
+    model = make_model()
+    for tree, given in ((model, "a `Model`"), ({"a": ONE}, "a `dict`")):
+        match = rf"`es\.map\(f, tree, on=.*\)` takes the function first.*{given} first"
+        with pytest.raises(TypeError, match=match):
+            es.map(tree, lambda p: 0.5 * p, on=es.Parameter)
+    assert es.map(jnp.sin, jnp.cos, on=es.Parameter) is jnp.cos  # a tree without arrays
 
 
 def test_map_takes_any_filter_and_many_trees():

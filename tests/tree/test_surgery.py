@@ -174,6 +174,25 @@ def test_map_modules_maps_children_first():
     assert isinstance(model.layers[0], Wrapper)
 
 
+def test_map_modules_takes_the_function_first():
+    with pytest.raises(
+        TypeError, match=r"`es\.map_modules\(f, tree\)`.*a `Norm` first"
+    ):
+        es.map_modules(make_norm(), lambda module, name: module)
+
+
+def test_a_function_that_returns_nothing_does_not_map_a_module():
+    with pytest.raises(
+        TypeError, match=r"returned `None` for the `Model`.*return module"
+    ):
+        es.map_modules(lambda module, name: None, make_model())
+    without = es.map_modules(
+        lambda module, name: None if name else module, make_model()
+    )
+    assert without.head is None
+    assert es.map_modules(lambda module, name: None, None) is None
+
+
 # --- configure ------------------------------------------------------------------------
 
 
@@ -231,6 +250,14 @@ def test_replace_rejects_names_that_are_not_fields(name):
     with pytest.raises(TypeError, match=rf"Norm\.replace.*`{name}`"):
         norm.replace(**{"scale": 3.0, name: 1})
     assert jnp.array_equal(norm.scale, jnp.ones(2))
+
+
+def test_replace_is_told_of_tree_at_for_a_field_further_down():
+    match = (
+        r"no field `head\.bias`.*eqx\.tree_at\(lambda m: m\.head\.bias, model, value\)"
+    )
+    with pytest.raises(TypeError, match=match):
+        make_model().replace(**{"head.bias": jnp.zeros(2)})
 
 
 # --- Code of the class does not run ---------------------------------------------------

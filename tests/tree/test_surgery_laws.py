@@ -93,7 +93,7 @@ FUNCTIONS = {
     "spec": lambda t: es.spec(t, {es.State: 0, ...: 1}),
     "map": lambda t: es.map(lambda x: x * 0, t, on=es.Parameter),
     "modules": es.modules,
-    "map_modules": lambda t: es.map_modules(lambda m, name: None, t),
+    "map_modules": lambda t: es.map_modules(lambda m, name: name or m, t),
     "reseed": lambda t: es.reseed(t, 0),
     "train": es.train,
     "eval": es.eval,
@@ -165,6 +165,12 @@ def test_reseed_depends_only_on_paths(make):
         assert keys(change(es.reseed(tree, 3))) == new
     assert keys(es.reseed(es.reseed(tree, 9), 3)) == new
     assert not set(keys(es.reseed(tree, 4)).values()) & set(new.values())
+
+
+def test_the_seed_of_reseed_comes_after_the_model():
+    match = r"^`BatchNorm` is neither a PRNG key.*es\.reseed\(model, 42\)"
+    with pytest.raises(TypeError, match=match):
+        es.reseed(0, es.nn.BatchNorm(2))
 
 
 def test_reseed_does_not_change_a_key_in_a_buffer():

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -84,6 +85,12 @@ class _FindNonfinite(Transform):
 _IN_A_TRACE: Final = """`es.find_nonfinite` needs concrete values, because its names \
 depend on them. Call it outside of transforms, `es.find_nonfinite(es.jit(step))(model, \
 x)`."""
+
+
+_TRACED: Final = """`es.nonfinite` needs concrete values, because its names depend on \
+them, and was called inside a transform such as `es.jit`. Return the tree, and call it \
+outside: `es.nonfinite(grads)`. To find the module that produced a NaN: \
+`es.find_nonfinite(es.jit(step))(model, x)`."""
 
 
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
@@ -168,5 +175,7 @@ def nonfinite(tree: PyTree) -> list[str]:
     """
     arrays = [part for part in parts(tree) if is_inexact(part)]
     found = [(p.name, jnp.isfinite(p.value).all()) for p in arrays]
+    if any(isinstance(x, jax.core.Tracer) for _, x in found):
+        raise TypeError(_TRACED)
     # Dispatch all computations before waiting for the first.
     return [name for name, is_finite in found if not is_finite]

@@ -14,11 +14,11 @@ import jax.random as jr
 import numpy as np
 
 from .._errors import an
-from .._state.lazy import check_not_a_class, check_usable
+from .._state.lazy import check_usable
 from .._tree.filters import Filter
 from .._tree.keys import is_typed
 from .._tree.parts import layer_of, LayerPart
-from .._tree.rules import check_filters
+from .._tree.rules import check_filters, recorded_models
 from .._typing import PyTree, Tree
 from .reading import (
     ABOUT,
@@ -102,7 +102,6 @@ def save(
     keys: dict[str, Any] = {}
     data: dict[int, Any] = {}  # by leaf, because the layers of a stack share one array
     problems: list[str] = []
-    check_not_a_class(tree)
     check_filters(filters, tree, "`es.save`")
     named = select(by_name(tree, check_usable), filters, tree)
     if _RESERVED in named:
@@ -173,6 +172,7 @@ def load(
     - `ValueError` from JAX, with a note that names the array: the array does not fit
         the sharding in `like`; or that sharding has an abstract mesh, and no mesh is
         set.
+    - `TypeError`: `like` is a class.
     - `OSError`: the file cannot be read. If it does not exist, `FileNotFoundError`.
     - `es.NotInitializedError`: `like` still contains an `es.Initializer`.
     - `ImportError`: safetensors is not installed; it is the extra `io`.
@@ -211,7 +211,9 @@ def load(
         if not strict and not (wanted and values and values.keys().isdisjoint(wanted)):
             wanted, values, unexpected = *in_common(wanted, values), []
         what, call = f"`es.load`: the file `{path}`", "es.load(path, {}{})"
-        return restore(like, wanted, values, what, call, _ADVICE, unexpected)
+        is_before_init = any(model is None for model in recorded_models(like))
+        advice = _BEFORE_INIT if is_before_init else _ADVICE
+        return restore(like, wanted, values, what, call, advice, unexpected)
 
 
 def _as_path(path: Any, call: str) -> str:
@@ -322,6 +324,10 @@ dictionary: `es.save(path, {"model": tree})`."""
 
 _ELSEWHERE: Final = """it is split over several processes; save it with Orbax \
 (orbax-checkpoint), or gather it with `multihost_utils.process_allgather`"""
+
+_BEFORE_INIT: Final = """`like` contains an `es.Optimizer` or an `es.Ema` before \
+`init`, which has no arrays yet: `es.load(path, (model, \
+es.Optimizer(tx).init(model)))`."""
 
 _ADVICE: Final = """`like` must be a tree like the one that was saved. To load \
 only a part of a saved dict: `es.load(path, {"model": model}, strict=False)["model"]`, \

@@ -14,7 +14,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._state.lazy import check_none_missing
+from .._state.lazy import check_none_missing, check_not_a_class
 from .._tree.context import AlikeKey
 from .._tree.dtypes import is_numeric, to_strong
 from .._tree.filters import bind_all, compiled_glob, Filter
@@ -178,6 +178,7 @@ def by_name(
 
     A stacked array has an entry for each layer, in the order of a list of layers.
     """
+    check_not_a_class(tree)
     visits = walk(tree)
     check(visits)
     named: Named = {}

@@ -93,6 +93,8 @@ else:
             raise TypeError(
                 f"`{cls.__name__}` is a kind: it annotates a field and is never called."
                 f" Write `w: {kind_name(cls)}`, and assign the array: `self.w = value`."
+                " As a filter, pass it only to functions of `es`:"
+                f" `es.partition(model, {kind_name(cls)})`."
             )
 
         def __init_subclass__(cls, *, covering=None, **kwargs):

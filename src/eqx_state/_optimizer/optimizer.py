@@ -17,7 +17,7 @@ from .._state.lazy import check_not_a_class, check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
-from .._tree.filters import check_filter, Filter, trainable
+from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
 from .._tree.parts import is_inexact
 from .._tree.rules import (
     AbstractPerParameter,
@@ -122,10 +122,10 @@ class Optimizer(AbstractPerParameter):
         for x in txs:
             if is_module(x) or not hasattr(x, "init"):
                 name = getattr(x, "__qualname__", type(x).__qualname__)
-                raise TypeError(_NO_MODEL.format("tx", "an optax transformation", name))
+                raise TypeError(_NO_MODEL.format("tx", _A_TX, name))
         if any(map(eqx.is_array, jtu.tree_leaves(wrt))):
             raise TypeError(_NO_MODEL.format("wrt", "a filter", type(wrt).__qualname__))
-        check_filter(wrt)
+        check_filter(wrt, TO_TRAIN)
         self.wrt = wrt
         self.opt_state = None
         self._made_for = None
@@ -477,6 +477,9 @@ _NO_MODEL: Final = """`es.Optimizer(tx, wrt)`: `{}` is {}, but `{}` was given. P
 the model to `init`: `es.Optimizer(optax.adam(1e-3)).init(model)`. To train a part of \
 it: `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 
+_A_TX: Final = """an optax transformation, or rules for them, `{es.Parameter: \
+optax.adam(1e-3)}`"""
+
 _LOOKAHEAD: Final = """`es.Optimizer` does not support `optax.lookahead`: its \
 parameters are not those of a model but a pair, `optax.LookaheadParams`. Use optax \
 directly, on the parameters of the model:
@@ -489,8 +492,12 @@ _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which retur
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
 
 _SWAPPED: Final = """`es.Optimizer.update`: the gradients contain `{}`, which is not a \
-parameter and not in the model. Pass the gradients first: `model, optimizer = \
-optimizer.update(grads, model)`."""
+parameter and not in the model: they are a model, and the model is its gradients. Pass \
+the gradients first, `model, optimizer = optimizer.update(grads, model)`, and unpack \
+results in this order:
+
+    (loss, model), grads = es.value_and_grad(loss_fn)(model, xs)
+    grads, model = es.grad(loss_fn)(model, xs)"""
 
 _PAIR: Final = """`es.Optimizer.update` was given a tuple instead of the gradients. \
 `es.grad` returns the new model, too: `grads, model = es.grad(loss_fn)(model, xs)`."""

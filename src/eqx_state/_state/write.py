@@ -255,6 +255,7 @@ would be lost. The usual causes:
 JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     y, copy = es.mutable(model.update(params))(x)
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
+- It was created in this call. Create it in `__init__`, and store it in a field.
 - It is in a `functools.partial` or in a function, which are not pytrees. Put it into \
 an `eqx.Partial`, or into a field of the model:
     self.encode = eqx.Partial(layer, scale=2)           # not ft.partial

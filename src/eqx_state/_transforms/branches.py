@@ -6,7 +6,7 @@ branch has written are committed.
 """
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import jax
@@ -228,6 +228,8 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         assert y == 4.0 and [int(n) for n in experts.uses] == [0, 1]
         ```
     """
+    if not isinstance(branches, Iterable):
+        raise TypeError(_NO_LIST.format(show(branches)))
     return _select(
         lambda branches, arrays: jax.lax.switch(index, branches, arrays),
         index,
@@ -239,6 +241,11 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
 
 _CALLED: Final = """`{}` takes functions, and calls one of them, but was given `{}`. \
 Pass the arguments apart: `es.cond(p, f, g, x)`, not `es.cond(p, f(x), g(x))`."""
+
+_NO_LIST: Final = """`es.switch`: `branches` must be a list of functions, but is `{}`:
+
+    es.switch(i, f, g, x)       # wrong
+    es.switch(i, [f, g], x)     # right"""
 
 _STRUCTURES: Final = """The branches of `{}` must have the same pytree structure, but \
 differ, {}. Return the same structure from each, and switch modes outside."""

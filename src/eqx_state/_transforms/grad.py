@@ -19,9 +19,16 @@ from .._state.codecs import snapshot
 from .._state.lazy import check_ready
 from .._state.scope import is_any_open, Kinds, Scope, Sown
 from .._state.sow import reporting
-from .._tree.filters import bind_to_visits, Filter, trainable
+from .._tree.filters import (
+    bind_to_visits,
+    check_filter,
+    Filter,
+    TO_TRAIN,
+    trainable,
+)
 from .._tree.parts import is_inexact
 from .._tree.rules import nothing_selected
+from .._tree.walk import flatten
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
 from .lift import Lifted
@@ -70,6 +77,10 @@ class Gradient(Transform):
         selects = bind_to_visits((self.wrt, is_inexact), model)
         selected = [selects(visit) for visit in given.visits if visit.is_leaf]
         if not any(selected):
+            modules = [i for i, x in enumerate(args) if flatten(x)[2]]
+            if self.argnums is not None and modules and not flatten(model)[2]:
+                said = self.name, self.argnums, modules[0]
+                raise ValueError(_OTHER_ARGUMENT.format(*said))
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
 
         def with_selected(new: Iterable[Any], others: Iterable[Any]) -> Any:
@@ -110,16 +121,18 @@ class Gradient(Transform):
 
 
 def _gradient(
-    name: str, f: Any, kinds: Any, argnums: Any, cast: Any, **options: Any
+    name: str, f: Any, wrt: Any, kinds: Any, argnums: Any, cast: Any, has_aux: bool
 ) -> Any:
+    check_filter(wrt, TO_TRAIN)
     return wrap(
         Gradient,
         f,
+        wrt=wrt,
+        has_aux=has_aux,
         kinds=as_kinds(kinds, name),
         argnums=as_argnums(argnums, name),
         cast=as_cast(cast, name),
         name=name,
-        **options,
     )
 
 
@@ -128,6 +141,10 @@ def _check_loss(loss: Any, caller: str) -> None:
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(_NOT_A_LOSS.format(caller, show(loss)))
 
+
+_OTHER_ARGUMENT: Final = """`{0}(..., argnums={1})` names no module, and `wrt` \
+selects no inexact array there, but argument {2} contains a module. Positions count \
+from 0: write `argnums={2}`."""
 
 _NOT_A_LOSS: Final = """The function under `{}` returned `{}` as its loss, and a \
 gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the function returns \
@@ -201,7 +218,7 @@ def value_and_grad(
 
     **Raises:**
 
-    - `TypeError`: the loss is not a real scalar.
+    - `TypeError`: the loss is not a real scalar; or `wrt` is not a filter.
     - `ValueError`: `wrt` selects no inexact array.
     - All errors of `es.mutable`.
 
@@ -229,9 +246,7 @@ def value_and_grad(
         assert (loss, model.calls, grads.factor, grads.calls) == (36.0, 1, 24.0, None)
         ```
     """
-    return _gradient(
-        "es.value_and_grad", f, kinds, argnums, cast, wrt=wrt, has_aux=has_aux
-    )
+    return _gradient("es.value_and_grad", f, wrt, kinds, argnums, cast, has_aux)
 
 
 @overload
@@ -290,4 +305,4 @@ def grad(
         assert grads["w"] == 2.0
         ```
     """
-    return _gradient("es.grad", f, kinds, argnums, cast, wrt=wrt, has_aux=has_aux)
+    return _gradient("es.grad", f, wrt, kinds, argnums, cast, has_aux)

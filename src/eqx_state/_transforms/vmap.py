@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._compat import is_mapped, spread_like
+from .._errors import show
 from .._tree.keys import is_key
 from .._tree.rules import check_rules
+from .._tree.walk import is_array
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
 from .callables import receiver
@@ -112,6 +114,10 @@ _MUTABLE: Final = """`es.vmap(es.mutable(model))` would return a copy of the mod
 each lane. For one model: `ys, model = es.mutable(es.vmap(model))(xs)`. For an \
 ensemble: `es.vmap(es.mutable(model), axes={...: 0})`."""
 
+_IN_AXES: Final = """`es.vmap`: `in_axes` must be axes, but is `{}`. Pass arguments to \
+the function that `es.vmap` returns, `es.vmap(f)(xs)`, and the name of the axis by \
+keyword, `es.vmap(f, axis_name="batch")(xs)`."""
+
 _OUT_AXES: Final = """`es.vmap`: `out_axes` must be an integer, `None`, or a tree of \
 them, but contains `{}`. Leaves that are not arrays are never mapped, so `0` means the \
 same as `eqx.if_array(0)`."""
@@ -162,8 +168,9 @@ def vmap(
 
     **Raises:**
 
-    - `TypeError`: a key in `axes` is not a filter; `out_axes` has a leaf that is not an
-        integer; `f` is `es.mutable(model)`, without `axes`.
+    - `TypeError`: a key in `axes` is not a filter; `in_axes` is an array or a name;
+        `out_axes` has a leaf that is not an integer; `f` is `es.mutable(model)`,
+        without `axes`.
     - `ValueError`: the lanes wrote different values to a state that they share; a
         filter in `axes` that is not a kind matches nothing; `axes` would map an array
         of a module that the function only closes over, outside `es.mutable`; an array
@@ -192,6 +199,8 @@ def vmap(
         assert y.tolist() == [-1.0, 1.0]
         ```
     """
+    if is_array(in_axes) or isinstance(in_axes, str):
+        raise TypeError(_IN_AXES.format(show(in_axes)))
     for axis in jtu.tree_leaves(out_axes):
         if not isinstance(axis, int):
             raise TypeError(_OUT_AXES.format(axis))

@@ -4,14 +4,14 @@ import itertools
 import re
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import public_name
+from .._errors import an, public_name
 from .._kinds.kinds import is_kind, Kind, kind_name, Parameter, TreePart
 from .._typing import KeyPath, PyTree
 from .base import is_eqx_module
@@ -25,11 +25,11 @@ Predicate: TypeAlias = Callable[[Part], bool]
 Where: TypeAlias = Callable[[Any], Any]  # selects one node or several, as in `tree_at`
 
 
-_TRAIN: Final = """To train a part of the model: `wrt=es.all_of(es.trainable, \
+TO_TRAIN: Final = """To train a part of the model: `wrt=es.all_of(es.trainable, \
 es.under(lambda model: model.head))`."""
 
 
-def check_filter(filter: Any, advice: str = _TRAIN) -> None:
+def check_filter(filter: Any, advice: str | None = None) -> None:
     """Raise `TypeError` if `filter` is not a filter. `advice` ends the message."""
     # Reject `eqx.is_array` and the like, which would silently select nothing: a part is
     # not an array.
@@ -43,7 +43,8 @@ def check_filter(filter: Any, advice: str = _TRAIN) -> None:
     is_tree = is_mask or any(map(is_array, values))
     if not is_kind(filter) and (is_type or is_tree or not callable(filter)):
         given = type(filter).__qualname__ if is_tree else repr(filter)
-        raise TypeError(_NOT_A_FILTER.format(given, advice))
+        cure = advice or (_TREE_FIRST if is_tree else _COMBINE)
+        raise TypeError(_NOT_A_FILTER.format(given, cure))
 
 
 def bind(filter: Filter, tree: PyTree) -> Predicate:
@@ -135,7 +136,14 @@ class Combinator:
         self.predicate, self.args = self._key = predicate, args
 
     def __call__(self, part: Part) -> bool:
+        if not isinstance(part, Part):
+            raise TypeError(_ON_AN_ARRAY.format(self, an(type(part).__name__)))
         return self.predicate(None, *self.args)(part)
+
+    def _reject(self, other: object = None) -> NoReturn:
+        raise TypeError(_NO_OPERATORS)
+
+    __or__ = __ror__ = __and__ = __rand__ = __invert__ = _reject
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Combinator) and self._key == other._key
@@ -422,6 +430,18 @@ end in `.bias`. If a name contains this character, write `?` in its place."""
 _NOT_A_FILTER: Final = """`{}` is not a filter. A filter is a kind (`es.Parameter`), \
 a function `es.Part -> bool`, or the result of `es.path_matches(name)`, \
 `es.inside(module_class)` or a similar function of `es`. {}"""
+
+_TREE_FIRST: Final = """The tree comes first: `es.filter(model, es.Parameter)`."""
+
+_COMBINE: Final = """To combine filters, write `es.any_of(a, b)` instead of `a | b`, \
+`es.all_of(a, b)` instead of `a & b`, and `es.not_(a)` instead of `not a`."""
+
+_NO_OPERATORS: Final = f"Filters have no operators. {_COMBINE}"
+
+_ON_AN_ARRAY: Final = """The filter `{0}` takes an `es.Part`, but was called with \
+{1}. JAX and Equinox call a filter with the array alone, which has no path and no \
+kind. Write `es.filter(model, {0})`, or pass Equinox a mask: `eqx.partition(model, \
+es.mask(model, {0}))`."""
 
 _OF_AN_ARRAY: Final = """`{0}` is not a filter of `es`: a filter takes an `es.Part`, \
 not its array. Write `lambda part: {0}(part.value)`, or `es.trainable` for \

@@ -5,15 +5,16 @@ import hashlib
 import operator
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array
 
+from .._errors import show
 from .._kinds.kinds import Rng
 from .._typing import Tree
+from .base import is_eqx_module
 from .walk import is_array, map_leaves, Visit
 
 
@@ -24,9 +25,12 @@ def as_key(seed_or_key: Any) -> Array:
     try:
         return jr.key(operator.index(seed_or_key))
     except TypeError:
+        is_model = is_eqx_module(seed_or_key)
+        given = type(seed_or_key).__name__ if is_model else show(seed_or_key)
+        order = " The model comes first: `es.reseed(model, 42)`." if is_model else ""
         raise TypeError(
-            f"`{eqx.tree_pformat(seed_or_key)}` is neither a PRNG key nor an integer"
-            " seed. Pass `jax.random.key(42)`, or `42`."
+            f"`{given}` is neither a PRNG key nor an integer seed. Pass"
+            f" `jax.random.key(42)`, or `42`.{order}"
         ) from None
 
 

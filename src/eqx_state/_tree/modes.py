@@ -217,8 +217,10 @@ def _paths_of(tree: PyTree, nodes: list[Any]) -> dict[int, KeyPath]:
 
 
 _NOTHING_TO_FREEZE: Final = """There is no `es.Module` to freeze here: `where` must \
-select nodes of the tree that contain an `es.Module`, or arrays inside one, which \
-stores their paths. (Layers of an `es.nn.Stacked` can only be frozen together: \
-`model.blocks.layers.norm`.) Otherwise, declare the field as a constant, `backbone: \
-es.Buffer[eqx.nn.MLP]`, or exclude it where you use the parameters: \
-`wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: model.backbone)))`."""
+select nodes of the tree that contain an `es.Module`, or layers and arrays inside one, \
+which stores their paths. Select a part from the model, `model.unfreeze(lambda model: \
+model.head)`, not `es.unfreeze(model.head)`. (Layers of an `es.nn.Stacked` can only be \
+frozen together: `model.blocks.layers.norm`.) Otherwise, declare the field as a \
+constant, `backbone: es.Buffer[eqx.nn.MLP]`, or exclude it where you use the \
+parameters: `wrt=es.all_of(es.trainable, es.not_(es.under(lambda model: \
+model.backbone)))`."""

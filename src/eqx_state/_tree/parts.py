@@ -67,7 +67,9 @@ class Part:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(_NO_ATTRIBUTE.format(name))
+            is_of_array = hasattr(jax.Array, name)
+            said = _OF_THE_ARRAY if is_of_array else _NO_ATTRIBUTE
+            raise AttributeError(said.format(name))
 
     def __repr__(self) -> str:
         kind = None if self.kind is None else self.kind.__name__
@@ -245,6 +247,9 @@ If a function added this array, such as one that adds an adapter in `es.map_modu
 call the function for each layer: `es.nn.Stacked([add(b, key) for b, key in zip(stack, \
 keys)])`. If the model is an ensemble, map over its members: `es.vmap(model, \
 axes={{...: 0}})`."""
+
+_OF_THE_ARRAY: Final = """An `es.Part` has no attribute `{0}`. A filter is called with \
+an `es.Part`, which contains the array: `lambda part: part.value.{0}`."""
 
 _NO_ATTRIBUTE: Final = """An `es.Part` has no attribute `{0}`. A filter is called with \
 one array of the model, an `es.Part`, and not with the model. To select a node of the \

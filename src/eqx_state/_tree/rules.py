@@ -17,11 +17,12 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._errors import show
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import KeyPath, PyTree, Tree
 from .context import children
 from .filters import bind, check_filter, Filter, filter_text, globs_in, Predicate
-from .parts import layers_of, Part, parts
+from .parts import is_inexact, layers_of, Part, parts
 from .unbuilt import CanBeUnbuilt
 from .walk import is_array, leaves, Visit, walk
 
@@ -162,12 +163,21 @@ the arrays with their names and kinds. Only kinds and `...` may match nothing.""
 
 
 def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
-    """Raise `ValueError` for a filter that matches no array, unless it is a kind."""
+    """Raise `ValueError` for a filter that matches no array, unless it is a kind.
+
+    `TypeError` for something that is not a filter, such as a second tree.
+    """
     for each in filters:
+        check_filter(each, _ONE_TREE)
         if not is_kind(each) and not any(map(bind(each, tree), parts(tree))):
             raise ValueError(
                 _NO_MATCH.format(caller, filter_text(each), _near(each, [tree]))
             )
+
+
+_ONE_TREE: Final = """Only filters follow the tree. Pass several trees as one, \
+`es.save(path, (model, optimizer))`, and options by keyword: `es.save(path, model, \
+metadata={"epoch": "3"})`, `es.load(path, model, strict=False)`."""
 
 
 def nothing_selected(caller: str, filter: Filter, tree: PyTree) -> ValueError:
@@ -175,10 +185,15 @@ def nothing_selected(caller: str, filter: Filter, tree: PyTree) -> ValueError:
 
     `caller` is the call and the name of the argument: "es.grad(wrt", for example.
     """
-    is_parameter = bind(Parameter, tree)
+    is_parameter, is_selected = bind(Parameter, tree), bind(filter, tree)
     frozen = [part.frozen for part in parts(tree) if is_parameter(part)]
     said = filter_text(filter), len(frozen), sum(frozen), _near(filter, [tree])
-    return ValueError(misplaced(tree) or _NOTHING.format(caller, *said))
+    message = _NOTHING.format(caller, *said)
+    for part in parts(tree):
+        if not is_inexact(part) and (is_parameter(part) or is_selected(part)):
+            message += _NOT_INEXACT.format(part.name or "The array", show(part.value))
+            break
+    return ValueError(misplaced(tree) or message)
 
 
 def _near(filter: Any, trees: list[PyTree]) -> str:
@@ -199,6 +214,9 @@ def misplaced(x: Any) -> str:
 
 _NOTHING: Final = """`{}={})` selects no inexact array of the model, which has {} \
 parameters, {} of them frozen (`es.unfreeze`).{} `es.parts(model)` lists all names."""
+
+_NOT_INEXACT: Final = """ `{}` is `{}`, but only floats and complex numbers can be \
+trained: for a number, write `1.0` instead of `1`."""
 
 _MISPLACED: Final = """`es.{}` was passed instead of the model, or in a tuple with it. \
 Pass the model: `model, optimizer = optimizer.update(grads, model)`, and first: \

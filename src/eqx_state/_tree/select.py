@@ -11,6 +11,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._errors import an
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
     FROZEN_PATHS,
@@ -185,6 +186,8 @@ def _put_back(tree: Tree, partials: tuple[Any, ...], *, fill: bool) -> Tree:
     new, treedef = jtu.tree_flatten(tree, is_leaf=is_hole)
     for i, partial in enumerate(partials):
         which = "The partial" if len(partials) == 1 else f"Partial number {i}"
+        if type(partial) is dict and is_eqx_module(tree):
+            raise ValueError(_BY_NAME.format(which, type(tree).__name__))
         given = leaves_like(tree, partial, f"`es.update`: {which}")
         raw = jtu.tree_leaves(partial, is_leaf=is_hole)
         if not fill:
@@ -218,7 +221,7 @@ def map(
 
     **Raises:**
 
-    - `TypeError`: `on` is missing.
+    - `TypeError`: `on` is missing, or the tree was passed before the function.
     - `ValueError`: a tree of `rest` has a different structure, or `None` at a leaf that
         `on` selects.
 
@@ -234,6 +237,7 @@ def map(
         assert ema.weight.shape == (3, 2)
         ```
     """
+    _check_function_first("es.map(f, tree, on=es.Parameter)", f, tree)
     if on is None:
         raise TypeError(_NO_FILTER)
     is_selected = bind_to_visits((on,), tree)
@@ -247,6 +251,12 @@ def map(
         else:
             out.append(f(visit.node, *given))
     return jtu.tree_unflatten(structure_with_holes(tree), out)
+
+
+def _check_function_first(call: str, f: Any, tree: Any) -> None:
+    """Raise `TypeError` if `f` is a tree, and `tree` a function, which is a leaf."""
+    if callable(tree) and jtu.all_leaves([tree]) and not jtu.all_leaves([f]):
+        raise TypeError(_FUNCTION_FIRST.format(call, an(type(f).__name__)))
 
 
 def _flatten_up_to(tree: PyTree, other: PyTree, i: int) -> list[Any]:
@@ -292,6 +302,8 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
 
     **Raises:**
 
+    - `TypeError`: `f` returned `None` for the root; or the tree was passed before the
+        function.
     - `ValueError`: `f` put an array into an `es.nn.Stacked` that lacks the axis of the
         layers. Map over each layer instead, and stack the results.
 
@@ -313,6 +325,7 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
         assert mlp.layers[0].bias is None
         ```
     """
+    _check_function_first("es.map_modules(f, tree)", f, tree)
     # From `id` to node and result. Storing the node keeps its `id` from being reused.
     done: dict[int, tuple[Any, Any]] = {}
 
@@ -329,7 +342,10 @@ def map_modules(f: Callable[[Any, str], Any], tree: Tree) -> Tree:
             done[id(node)] = node, out
         return out
 
-    return rebuild(tree, ())
+    new = rebuild(tree, ())
+    if new is None and tree is not None:
+        raise TypeError(_NO_ROOT.format(type(tree).__name__))
+    return new
 
 
 def configure(tree: Tree, **attributes: Any) -> Tree:
@@ -377,7 +393,8 @@ def replace(module: Any, **fields: Any) -> Any:
     for name in fields:
         if not _has(module, name):
             cls = type(module).__qualname__
-            raise TypeError(f"`{cls}.replace`: there is no field `{name}`.")
+            cure = "" if name.isidentifier() else _DEEPER.format(name)
+            raise TypeError(f"`{cls}.replace`: there is no field `{name}`.{cure}")
     new = copy_tree(module)
     for name, value in fields.items():
         _assign(new, name, value)
@@ -396,6 +413,19 @@ def _assign(module: eqx.Module, name: str, value: Any) -> None:
 _SWAPPED: Final = """`es.update`: {} has an array at `{}`, where the tree has `None`. \
 The tree is the first argument, and the partials follow: `es.update(model, params)`. \
 To join parts of a tree, write `eqx.combine(params, rest)`."""
+
+_FUNCTION_FIRST: Final = """`{}` takes the function first, but was given \
+{} first, and the function after it."""
+
+_NO_ROOT: Final = """`es.map_modules`: the function returned `None` for the `{}` \
+itself. Modules are frozen, so it must return a new module, and one that should not \
+change as it is: `return module`."""
+
+_DEEPER: Final = """ Only fields of the module itself can be replaced. Deeper in it: \
+`eqx.tree_at(lambda m: m.{}, model, value)`."""
+
+_BY_NAME: Final = """`es.update`: {} is a dict, and differs in structure from the \
+tree, a `{}`. To load arrays by name: `es.load_state_dict(model, arrays)`."""
 
 _NO_FILTER: Final = """`es.map` needs `on=`, the filter for the leaves to map: \
 `es.map(f, tree, on=es.Parameter)`. An average of all arrays, for example, would \
