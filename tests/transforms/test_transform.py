@@ -1,6 +1,7 @@
 """Common to all transforms: they are pytrees with the leaves of what they wrap."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,48 @@ def test_a_transform_has_the_leaves_of_what_it_wraps(name):
     assert structure not in [  # not a set, which would compare hashes first
         jax.tree.structure(other(net)) for key, other in MADE.items() if key != name
     ]
+
+
+def test_a_transform_of_a_function_has_its_name_and_docstring():
+    def f(x, y=1):
+        """Doc."""
+
+    for name, make in MADE.items():
+        wrapped = make(f)
+        assert inspect.unwrap(wrapped) is f, name
+        assert (wrapped.__doc__, wrapped.__name__) == ("Doc.", "f")
+        assert inspect.signature(wrapped) == inspect.signature(f)
+
+
+LIKE_JAX = {
+    "scan": jax.lax.scan,
+    "while_loop": jax.lax.while_loop,
+    "fori_loop": jax.lax.fori_loop,
+    "cond": jax.lax.cond,
+    "switch": jax.lax.switch,
+    "checkpoint": jax.checkpoint,
+    "custom_vjp": jax.custom_vjp,
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "hessian": jax.hessian,
+    "shard_map": jax.shard_map,
+}
+
+
+@pytest.mark.parametrize("name", LIKE_JAX)
+def test_the_signature_is_that_of_jax(name):
+    ours, theirs = (
+        {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
+        for f in (getattr(es, name), LIKE_JAX[name])
+    )
+    if name == "shard_map":
+        assert ours.pop("axes") == (inspect.Parameter.KEYWORD_ONLY, None)
+    if name == "checkpoint":
+        ours.pop("static_argnames")  # not in JAX < 0.10.2
+        theirs.pop("static_argnames", None)
+    # Older forms, which JAX still accepts.
+    theirs = {k: v for k, v in theirs.items() if k not in ("operand", "concrete")}
+    assert list(ours.items()) == list(theirs.items())
 
 
 class Threaded(es.Module):
