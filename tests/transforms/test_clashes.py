@@ -46,26 +46,20 @@ each = pytest.mark.parametrize("each", [scan, vmap])
 # --- Reading ------------------------------------------------------------------------
 
 
-def by_hand(w, scale=0.5):
-    return sum(w[i] ** 2 * scale / w.sum() for i in range(3))
-
-
 @each
 def test_the_closure_sees_the_whole_stack_and_the_argument_is_a_slice(each):
     def f(net):
         def one(layer):
             assert layer.w.shape == layer.n.shape == ()
             assert net.layers.w.shape == net.layers.n.shape == (3,)
-            return layer.w**2 * net.scale / net.layers.w.sum() + net.layers.n.sum()
+            return layer.w * net.layers.w.sum()
 
         out = each(one, net.layers)
         assert net.layers.w.shape == (3,)
         return out.sum()
 
     (loss, new), grads = es.value_and_grad(f)(Net())
-    close(loss, by_hand(XS))
-    expected = jax.grad(by_hand, argnums=(0, 1))(XS, jnp.array(0.5))
-    close((grads.layers.w, grads.scale), expected)
+    close((loss, grads.layers.w), (XS.sum() ** 2, jnp.full(3, 2 * XS.sum())))
     assert eqx.tree_equal(new, Net())
 
 
@@ -138,26 +132,6 @@ def test_a_write_through_the_closure_is_allowed_if_the_argument_is_only_read(eac
     assert new.layers.n[0] >= 1
 
 
-def test_one_module_as_two_arguments_with_different_values():
-    def lanes(f):
-        run = lambda layer: es.vmap(f, (0, {...: None}), axis_size=3)(layer, layer)  # noqa: E731
-        return es.mutable(run)
-
-    def reads(a, b):
-        a(1.0)
-        return b.n
-
-    def writes_both(a, b):
-        b.n = b.n + 1
-        return a(1.0)
-
-    out, new = lanes(reads)(Layer())
-    assert out.tolist() == jnp.zeros((3, 3)).tolist()
-    assert new.n.tolist() == [1, 1, 1]
-    with rejects(Layer(), ValueError, r"`n` is reached twice"):
-        lanes(writes_both)(Layer())
-
-
 @pytest.mark.parametrize("is_part_first", [True, False])
 def test_a_part_may_have_all_arrays_of_the_argument_that_contains_it(is_part_first):
     class Around(es.Module):
@@ -175,22 +149,6 @@ def test_a_part_may_have_all_arrays_of_the_argument_that_contains_it(is_part_fir
 
     y, new = es.mutable(f)(Around(Layer()))
     assert y.tolist() == new.layer.n.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_a_stack_in_the_carry_and_in_xs():
-    def f(net):
-        def step(stack, layer):
-            # The carry is a copy, so this is not the state of `net.layers`.
-            stack.n = stack.n + layer.w
-            layer(1.0)
-            return stack, stack.w.sum() + layer.w
-
-        return es.scan(step, net.layers, net.layers)
-
-    (stack, ys), new = es.mutable(f)(Net())
-    close(ys, XS.sum() + XS)
-    assert stack.n.tolist() == [7.0] * 3
-    assert new.layers.n.tolist() == [1.0] * 3
 
 
 def test_init_may_read_a_whole_stack_inside_a_step():
@@ -242,16 +200,4 @@ def test_a_write_that_the_returned_copy_would_undo_is_an_error(transform, place)
 
     fragments = r"`layers\.n` was written through the closure", "# right"
     with rejects(net := Net(), ValueError, *fragments):
-        es.mutable(run)(net)
-
-
-def test_the_object_instead_of_the_copy_in_the_carry_is_an_error_that_names_it():
-    def run(net):
-        def step(layer, x):
-            y = net.layers(x)
-            return net.layers, y
-
-        net.layers, ys = es.scan(step, net.layers, XS)
-
-    with rejects(net := Net(), ValueError, r"`layers\.n` was written"):
         es.mutable(run)(net)

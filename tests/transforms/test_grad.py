@@ -104,7 +104,6 @@ class Two(es.Module):
 
 WRT = {
     "default": (None, ["a.factor", "b.factor"]),
-    "kind": (es.BatchStat, ["a.mean", "b.mean"]),
     "state": (es.State, ["a.mean", "b.mean", "extra"]),
     "path": (es.path_matches("b.factor"), ["b.factor"]),
 }

@@ -133,25 +133,15 @@ def test_an_exception_half_way_leaves_state_unchanged(twice):
 # --- Closures -----------------------------------------------------------------------
 
 
-def decorated(get, jit):
-    @jit
-    def add(x, n):
-        return x if n == 0 else add(get()(x), n - 1)
+def test_a_recursive_function_writes_to_one_model():
+    def f(counter, x):
+        @es.jit
+        def add(x, n):
+            return x if n == 0 else add(counter(x), n - 1)
 
-    return add
+        return add(x, 3)
 
-
-def by_default(get, jit):
-    def add(x, n, then=None):
-        return x if n == 0 else then(get()(x), n - 1, then)
-
-    add.__defaults__ = (add,)
-    return jit(add)
-
-
-@pytest.mark.parametrize("make", [decorated, by_default])
-def test_functions_that_call_each_other_write_to_one_model(make):
-    y, new = es.mutable(lambda m, x: make(lambda: m, es.jit)(x, 3))(Counter(), 0.0)
+    y, new = es.mutable(f)(Counter(), 0.0)
     assert (y, new.count) == (6.0, 3.0)
 
 

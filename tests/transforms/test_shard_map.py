@@ -40,10 +40,6 @@ class Norm(es.Module):
         self.mean = 0.5 * self.mean + 0.5 * mean
         return self.weight * (xs - mean)
 
-    def local(self, xs):
-        self.mean = jnp.mean(xs)
-        return xs
-
     def noisy(self, xs):
         self.rng, key = jr.split(self.rng)
         noise = jr.normal(key, xs.shape)
@@ -100,7 +96,6 @@ def test_values_that_are_not_arrays_pass_through():
 
 
 WAYS = {
-    "the function": lambda norm, xs: mapped(norm)(xs),
     "the closure": lambda norm, xs: mapped(lambda xs: norm(xs))(xs),
     "an argument": lambda norm, xs: mapped(
         lambda norm, xs: norm(xs), (P(), ROWS)
@@ -161,7 +156,7 @@ def test_sown_values_are_differentiable_whether_devices_differ_or_not(checked):
     assert jax.grad(loss)(Scale()).weight == 2 * 2 * 3 + XS.sum()
 
 
-@pytest.mark.parametrize("entry", [P(), None, "rules"])
+@pytest.mark.parametrize("entry", [P(), "rules"])
 def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
     class Keyed(es.Module):
         rng: es.State  # a slip: `es.Rng`
@@ -262,15 +257,13 @@ def test_it_works_inside_the_other_transforms():
 
     def run(norm, xs):
         a = es.scan(lambda c, x: (c, step(norm, x)), 0, jnp.stack([xs, xs]))[1]
-        b = es.checkpoint(lambda x: step(norm, x))(xs)
-        c = es.vmap(lambda x: step(norm, x))(jnp.stack([xs, xs]))
-        d = es.vjp(lambda x: step(norm, x), xs)[1](xs)
-        return a, b, c, d
+        b = es.vmap(lambda x: step(norm, x))(jnp.stack([xs, xs]))
+        return a, b
 
     out, new = es.jit(es.mutable(run))(Norm(), XS)
     twice = jnp.stack([2 * XS, 2 * XS])
-    close(out, (twice, 2 * XS, twice, (2 * XS,)))
-    assert new.calls == 5
+    close(out, (twice, twice))
+    assert new.calls == 3
 
 
 def test_a_partial_may_contain_arrays_of_an_outer_shard_map():
@@ -449,7 +442,7 @@ def test_specs_are_only_inferred_from_types():
         es.shard_map(lambda x: x, mesh=LINE, out_specs=ROWS)(XS)
 
 
-@pytest.mark.parametrize("loop", ["cond", "switch", "while_loop"])
+@pytest.mark.parametrize("loop", ["cond", "while_loop"])
 def test_devices_that_take_different_branches_write_different_states(loop):
     class Count(es.Module):
         n: es.State = 0.0
@@ -462,9 +455,6 @@ def test_devices_that_take_different_branches_write_different_states(loop):
             is_large = x.sum() > 5
             if loop == "cond":
                 return es.cond(is_large, lambda: self(x), lambda: x)
-            if loop == "switch":
-                index = is_large.astype(int)
-                return es.switch(index, [lambda: x, lambda: self(x)])
             return es.while_loop(lambda x: x.sum() < 10, lambda x: self(x) + 1, x)
 
     with rejects(model := Count(), ValueError, "wrote different values to `n`"):

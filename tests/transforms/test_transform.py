@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_state as es
+from eqx_state._transforms.cut import cut
 
 
 class Net(es.Module):
@@ -143,3 +144,21 @@ def test_an_object_that_cannot_be_called_is_rejected_immediately(name):
             getattr(es, name)(x)
     with pytest.raises(TypeError, match="`es.Ema` was passed instead of the model"):
         getattr(es, name)(es.Ema(0.9).init(jnp.ones(3)))
+
+
+class Sized(es.Module):
+    w: es.Parameter
+    size: object
+
+
+def test_what_jax_does_not_trace_is_compared_by_type_and_value():
+    def rest(size):
+        return cut([Sized(jnp.ones(2), size), 2.0, jnp.sin])[1]
+
+    assert jax.tree.leaves(rest(1)) == []
+    assert (rest(1), hash(rest(1))) == (rest(1), hash(rest(1)))
+    for size in (2, True, "other"):
+        assert rest(1) != rest(size)
+        assert rest(1).difference(rest(size)) == "[0].size"
+    assert rest(1) != "rest"
+    assert "sin" in repr(rest(1))
