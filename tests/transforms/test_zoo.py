@@ -83,6 +83,9 @@ def is_first(xs: Any) -> Any:
 
 # --- Programs and their twins -------------------------------------------------------
 #
+# `es.cond` and `es.fori_loop` are left to the random programs: their code is that of
+# `es.switch`, `es.scan` and `es.while_loop`.
+#
 # A program takes the model's call, the model in a scope, and inputs; it returns a
 # value. Its twin takes the call by hand, and returns the model as well.
 
@@ -168,17 +171,6 @@ def while_by_hand(by_hand, model, xs):
     x = xs[0]
     for _ in range(3):
         x, model = by_hand(model, x)
-    return x, model
-
-
-def fori_loop(call, model, xs):
-    return es.fori_loop(0, 2, lambda i, x: call(model, x + xs[i]), xs[0])
-
-
-def fori_by_hand(by_hand, model, xs):
-    x = xs[0]
-    for i in range(2):
-        x, model = by_hand(model, x + xs[i])
     return x, model
 
 
@@ -289,7 +281,6 @@ PROGRAMS = {
     "checkpoint": (checkpoint, eager_by_hand),
     "switch": (switch, switch_by_hand),
     "while_loop": (while_loop, while_by_hand),
-    "fori_loop": (fori_loop, fori_by_hand),
     "vjp": (vjp, vjp_by_hand),
     "jvp": (jvp, jvp_by_hand),
     "hessian": (hessian, hessian_by_hand),
