@@ -560,7 +560,6 @@ CASES = {
     "mlp": Case(MLP),
     "conv and batch norm": Case(ConvNet, (2, 1, 3, 3)),
     "batch norm": Case(BatchNet, (3, 2)),
-    "dropout": Case(DropoutNet),
     "nested containers": Case(Nested),
     "rnn": Case(RNN),
     "sequence": Case(Sequence, (3, 2)),

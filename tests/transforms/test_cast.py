@@ -1,6 +1,5 @@
 """`cast=`: different dtypes for a model inside a call."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -74,30 +73,10 @@ def test_the_selected_arrays_have_the_dtype_inside():
 
 
 @pytest.mark.parametrize("cast", [HALF, jnp.dtype(HALF), "bfloat16"], ids=repr)
-@pytest.mark.parametrize("transform", [es.mutable, es.grad, es.value_and_grad])
-def test_a_dtype_alone_is_for_parameters_and_buffers(cast, transform):
-    class Model(es.Module):
-        w: es.Parameter
-        table: es.Buffer
-        base: es.Buffer[eqx.nn.Linear]
-        mean: es.BatchStat
-        cache: es.State
-        plain: jax.Array
-
-    inside = []
-
-    def loss(model):
-        inside.append(dtypes(model))
-        return model.w * model.table
-
-    linear = eqx.nn.Linear(1, 1, key=jr.key(0))
-    transform(loss, cast=cast)(Model(1.0, 1.0, linear, 1.0, 1.0, jnp.ones(1)))
-    transform(loss, cast={es.Parameter: HALF, es.Buffer: HALF})(
-        Model(1.0, 1.0, linear, 1.0, 1.0, jnp.ones(1))
-    )
-    assert inside[0] == inside[1]
-    single = {name for name, dtype in inside[0].items() if dtype == "float32"}
-    assert single == {"mean", "cache"}
+def test_a_dtype_alone_is_for_parameters_and_buffers(cast):
+    layer = make_layer()
+    es.mutable(layer, cast=cast)(X)
+    assert seen == [dtypes(layer) | dict.fromkeys(["weight", "codes"], HALF)]
 
 
 def test_complex_arrays_integers_and_keys_are_never_cast():
@@ -149,9 +128,7 @@ def test_written_arrays_are_returned_in_their_own_dtype():
     assert dtype == new.mean.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [("f4", "f32"), ("f2", "f16"), ("i4", "i32")]
-)
+@pytest.mark.parametrize(("dtype", "name"), [("f4", "f32"), ("f2", "f16")])
 def test_other_dtypes_are_not_converted(dtype, name):
     layer = make_layer().replace(mean=jnp.zeros(1, HALF))
     match = rf"`mean` was changed from `bf16\[1\]` to `{name}\[1\]"
@@ -181,37 +158,6 @@ def test_an_array_assigned_to_a_different_field_has_its_cast_value():
     assert new.mean.dtype == jnp.float32
     _, new = es.mutable(move, cast=CAST)(layer)
     assert new.mean.tolist() == [1.0, HALF_OF_A_THIRD]
-
-
-def test_containers_and_modules_that_are_written():
-    class Holder(es.Module):
-        stats: es.State[dict[str, Any]]
-        inner: Any
-        weight: es.Parameter
-
-    def run(m):
-        m.stats = {**m.stats, "a": m.weight}
-        m.inner = dataclasses.replace(m.inner, mean=m.weight)
-
-    class Inner(es.Module):
-        mean: es.State
-
-    stats = {"a": jnp.zeros(2), "b": jnp.zeros(2, int)}
-    holder = Holder(stats, Inner(jnp.zeros(2)), jnp.full(2, 1 / 3))
-    for rules in (CAST, {...: HALF}):
-        _, new = es.mutable(run, cast=rules)(holder)
-        assert dtypes(new) == dtypes(holder)
-        assert new.stats["a"].tolist() == [HALF_OF_A_THIRD] * 2
-        assert new.inner.mean.tolist() == [HALF_OF_A_THIRD] * 2
-        assert new.stats["b"] is holder.stats["b"]
-
-
-def test_a_changed_structure_is_still_an_error():
-    def run(m):
-        m.mean = (m.weight,)
-
-    with pytest.raises(ValueError, match="changed it, first at `mean`"):
-        es.mutable(run, cast=CAST)(make_layer())
 
 
 def test_numpy_arrays():
@@ -281,96 +227,39 @@ def test_no_cast_or_a_cast_to_the_same_dtype_changes_nothing():
         assert eqx.tree_equal(plain, same)
 
 
-def test_argnums():
-    a, b = make_layer(), make_layer()
-
-    def both(x, a, b):
-        return jnp.sum((a(x) + b(x)).astype(jnp.float32))
-
-    grads, (new_a, new_b) = es.grad(both, argnums=(1, 2), cast=CAST)(X, a, b)
-    assert [g.weight.dtype for g in grads] == [jnp.float32] * 2
-    assert [new.count for new in (new_a, new_b)] == [1, 1]
-    assert [s["weight"] for s in seen] == [HALF, HALF]
-    # Paths start at the tuple, and a plain array counts as a parameter.
-    rules = {es.path_matches("[1]*"): HALF}
-    es.mutable(lambda x, a: a(x), argnums=(0, 1), cast=rules)(X, a)
-    assert seen[-1]["weight"] == HALF
-    grad, _ = es.grad(lambda m, x: jnp.sum(x), argnums=1, cast={...: HALF})(
-        a, jnp.ones(2)
-    )
-    assert grad.dtype == jnp.float32
-
-
 # --- With transforms ------------------------------------------------------------------
+
+
+def test_with_argnums_paths_start_at_the_tuple():
+    layer, cast = make_layer(), {es.path_matches("[1]*"): HALF}
+    es.mutable(lambda x, layer: layer(x), argnums=(0, 1), cast=cast)(X, layer)
+    assert seen[0]["weight"] == HALF
 
 
 @pytest.mark.parametrize("rules", [CAST, {...: HALF}], ids=["parameters", "all"])
 @jax.numpy_dtype_promotion("standard")
-def test_transforms_inside(rules):
+def test_state_keeps_its_dtype_in_the_transforms_inside(rules):
     class Net(es.Module):
         weight: es.Parameter
         mean: es.State
 
-        def write(self, x):
-            self.mean = jax.lax.pmean(self.weight * x, "batch")
-            return self.mean + x
-
         def __call__(self, xs):
-            _, ys = es.scan(lambda c, x: (c, es.checkpoint(self.write)(x)), None, xs)
-            y = es.cond(self.weight[0] > 0, self.write, lambda x: x, ys[0])
-            return es.fori_loop(0, 2, lambda i, x: self.write(x), y)
+            def step(carry, x):
+                self.mean = jax.lax.pmean(self.weight * x, "batch")
+                return carry, self.mean + x
+
+            return es.scan(step, None, xs)[1]
 
     def loss(net, xs):
         ys = es.vmap(net, axis_name="batch")(xs)
         return jnp.mean(ys.astype(jnp.float32) ** 2)
 
-    net, xs = Net(jnp.full(2, 1 / 3), jnp.ones(2)), jnp.ones((4, 3, 2))
-    run = es.jit(es.value_and_grad(loss, cast=rules))
+    net, xs = Net(jnp.full(2, 1 / 3), jnp.zeros(2)), jnp.ones((4, 3, 2))
     (_, expected), exact = es.value_and_grad(loss)(net, xs)
-    for inputs in (xs.astype(HALF), xs):
-        (_, new), grads = run(net, inputs)
-        assert (dtypes(new), dtypes(grads)) == (dtypes(net), dtypes(exact))
-        assert jnp.allclose(new.mean, expected.mean, rtol=0.02)
-        assert jnp.allclose(grads.weight, exact.weight, rtol=0.02)
-
-
-def test_it_is_traced_once_and_retraced_for_other_rules():
-    traces = []
-
-    @es.jit
-    def step(model, x, rules):
-        traces.append(rules)
-        cast = dict(rules)
-        (_, model), grads = es.value_and_grad(loss_fn, cast=cast)(model, x)
-        return model, grads
-
-    model = make_layer()
-    for _ in range(3):
-        model, _ = step(model, X, ((es.Parameter, HALF),))
-    assert len(traces) == 1
-    # The transform itself is a pytree: equal rules give equal structures.
-    a, b = (es.mutable(model, cast={es.Parameter: HALF}) for _ in range(2))
-    c = es.mutable(model, cast={es.Parameter: jnp.float16})
-    assert jax.tree.structure(a) == jax.tree.structure(b) != jax.tree.structure(c)
-    y, _ = eqx.filter_jit(a)(X)
-    assert y.dtype == HALF
-
-
-def test_capture_around():
-    class Sower(es.Module):
-        weight: es.Parameter
-        mean: es.State
-
-        def __call__(self, x):
-            self.mean = self.weight * x
-            self.sow("dtype", self.weight)
-            return jnp.sum(self.mean)
-
-    model = Sower(jnp.ones(2), jnp.zeros(2))
-    grad = es.value_and_grad(lambda m, x: m(x), cast=CAST)
-    ((_, new), grads), sown = es.capture(grad)(model, X)
-    assert sown["dtype"].dtype == HALF
-    assert new.mean.dtype == grads.weight.dtype == jnp.float32
+    (_, new), grads = es.jit(es.value_and_grad(loss, cast=rules))(net, xs.astype(HALF))
+    assert (dtypes(new), dtypes(grads)) == (dtypes(net), dtypes(exact))
+    assert jnp.allclose(new.mean, expected.mean, rtol=0.02)
+    assert jnp.allclose(grads.weight, exact.weight, rtol=0.02)
 
 
 def test_a_jitted_function_inside_is_compiled_for_each_cast_around_it():
@@ -403,7 +292,7 @@ def test_calls_nest():
 
 
 @pytest.mark.parametrize(
-    "cast", ["bfloat", jnp.int8, complex, es.Parameter, jnp.ones(2), [HALF]], ids=repr
+    "cast", ["bfloat", jnp.int8, es.Parameter, jnp.ones(2)], ids=repr
 )
 def test_cast_is_a_dtype_or_a_mapping_from_filters(cast):
     match = r"`es\.grad\(cast=\.\.\.\)`: pass a real floating dtype.*filters to dtypes"
@@ -411,13 +300,11 @@ def test_cast_is_a_dtype_or_a_mapping_from_filters(cast):
         es.grad(loss_fn, cast=cast)
 
 
-@pytest.mark.parametrize("name", ["es.mutable", "es.value_and_grad", "es.grad"])
-def test_a_name_is_not_a_filter(name):
+def test_a_name_is_not_a_filter():
     with pytest.raises(TypeError, match=r"^`'weight'` is not a filter") as info:
-        getattr(es, name.removeprefix("es."))(loss_fn, cast={"weight": HALF})
-    assert f"`{name}(cast=...)`: the keys of rules are filters" in str(info.value)
+        es.grad(loss_fn, cast={"weight": HALF})
+    assert "`es.grad(cast=...)`: the keys of rules are filters" in str(info.value)
     assert "`{es.path_matches('weight'): value}`" in str(info.value)
-    assert "wrt" not in str(info.value)
 
 
 def test_a_name_that_is_not_a_dtype():

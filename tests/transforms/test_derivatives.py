@@ -2,16 +2,15 @@
 
 import dataclasses
 import functools as ft
-import inspect
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-import optax
 import pytest
 from helpers import close, rejects, reuses_keys
+from models import Lazy
 
 import eqx_state as es
 
@@ -19,7 +18,6 @@ import eqx_state as es
 # The tests call one model, with its keys, in several ways. The zoo checks key reuse.
 pytestmark = reuses_keys
 
-FROZEN = dataclasses.FrozenInstanceError
 FLOAT0 = np.zeros((), jax.dtypes.float0)
 X = jnp.array([0.3, 0.7, -0.2])
 
@@ -82,7 +80,6 @@ def jacobian(name):
 JACOBIANS = ["jacfwd", "jacrev", "hessian"]
 WAYS = {"vjp": vjp, "jvp": jvp, "linearize": linearize}
 ALL = WAYS | {name: jacobian(name) for name in JACOBIANS}
-each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 # `hessian` stands for all Jacobians: it is a `jacfwd` of a `jacrev`.
 FOUR = WAYS | {"hessian": ALL["hessian"]}
 each = pytest.mark.parametrize("way", FOUR.values(), ids=FOUR)
@@ -97,13 +94,11 @@ def pair(x, y):
 
 
 PLAIN = {
-    "an array": (jnp.sin, (jnp.arange(3.0),)),
     "numbers": (lambda x, y: x * y, (2.0, 3.0)),
     "NumPy": (jnp.cumsum, (np.arange(3.0, dtype=np.float32),)),
     "complex": (lambda z: z * z, (jnp.array([1 + 2j, 3j]),)),
     "a dict and a tuple": (pair, ({"a": jnp.arange(2.0)}, (jnp.array(3.0),))),
     "a constant output": (lambda x: (x, jnp.ones(2)), (1.0,)),
-    "no arguments": (lambda: jnp.ones(2), ()),
 }
 
 
@@ -130,13 +125,11 @@ def product(x, y):
 
 
 PLAIN_JACOBIANS = {
-    "an array": (lambda x: x * x[0], {}, (X,)),
     "the last": (product, {"argnums": -1}, (X, X + 1)),
     "both, in a list": (product, {"argnums": [1, 0]}, (X, X + 1)),
     "a dict": (lambda d: d["a"] * d["b"], {}, ({"a": X, "b": X * 2},)),
     "an auxiliary output": (lambda x: (x * x, {"n": x}), {"has_aux": True}, (X,)),
     "holomorphic": (lambda z: z * z * z, {"holomorphic": True}, (X + 1j,)),
-    "a constant output": (lambda x: (x, jnp.ones(2)), {}, (X,)),
     "by name": (lambda x, y=2.0: y * x**3, {}, (X,)),
 }
 
@@ -151,38 +144,6 @@ def test_on_arrays_a_jacobian_equals_that_of_jax(name, case):
         return getattr(module, name)(fun, **options)(*args, **kwargs)
 
     close(run(es), run(jax))
-
-
-def test_the_function_of_linearize_is_a_pytree_of_arrays():
-    x = jnp.arange(3.0)
-    _, jvp_fn = es.linearize(lambda x: x * jnp.sin(x), x)
-    assert all(map(eqx.is_array, jax.tree.leaves(jvp_fn)))
-    close(es.jit(lambda f, x: f(x))(jvp_fn, x), jvp_fn(x))
-
-
-@each_jacobian
-def test_the_signature_is_that_of_jax(name):
-    ours, theirs = (
-        [
-            (p.name, p.kind, p.default)
-            for p in inspect.signature(getattr(m, name)).parameters.values()
-        ]
-        for m in (es, jax)
-    )
-    assert ours == theirs
-
-
-def test_second_derivatives_and_vmap_of_a_vjp_equal_those_of_jax():
-    x = jnp.arange(3.0)
-
-    def second(module):
-        def f(x):
-            _, vjp_fn = module.vjp(lambda x: jnp.sin(x) * x[0], x)
-            return jax.vmap(vjp_fn)(jnp.eye(3))[0]
-
-        return module.jvp(f, [x], [jnp.ones(3)])
-
-    close(second(es), second(jax))
 
 
 # --- Which values have tangents -------------------------------------------------------
@@ -248,54 +209,33 @@ def test_integers_are_allowed_on_request_and_text_always():
 
 
 @pytest.mark.parametrize("way", ALL.values(), ids=ALL)
-def test_state_is_updated_once_for_every_way_to_pass_the_module(way):
-    def ways(net, x):
-        yield lambda: way(lambda cell, x: cell(x), net.cell, x)
-        yield lambda: way(net.cell, x)
-        yield lambda: way(net.cell.__call__, x)
-        yield lambda: way(ft.partial(Cell.__call__, net.cell), x)
-        yield lambda: way(lambda x: net.cell(x), x)
-
-    def one(net, x, i):
-        return [*ways(net, x)][i]()
+def test_state_is_updated_once(way):
+    def f(net, x):
+        return way(lambda x: net.cell(x), x)
 
     out, expected = es.mutable(lambda net, x: net.cell(x))(Net(), X)
     key = jr.split(jr.key(0))[1]
     _, by_hand = way(lambda x: jnp.sin(0.5 * x) * jr.uniform(key), X)
-    for i in range(5) if way in WAYS.values() else (0, 4):
-        (found, derivative), new = es.mutable(one)(Net(), X, i)
-        close(new, expected)
-        assert new.cell.count == 1
-        if i:  # only `x` is an argument
-            close(derivative, by_hand)
-        if way in WAYS.values():
-            close(found, out)
-        if i == 4:
-            close(es.jit(es.mutable(one))(Net(), X, i), ((found, derivative), new))
+    (found, derivative), new = es.mutable(f)(Net(), X)
+    close((new, derivative), (expected, by_hand))
+    if way in WAYS.values():
+        close(found, out)
 
 
-@pytest.mark.parametrize("name", ["vjp", "jacfwd", "jacrev"])
-def test_a_module_among_the_arguments_is_differentiated_with_its_state(name):
+FORMS = {
+    "module": lambda cell: cell,
+    "method": lambda cell: cell.__call__,
+    "partial": lambda cell: ft.partial(Cell.__call__, cell),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_module_that_is_called_is_not_an_argument(form):
     def f(net, x):
-        run = lambda scale, cell: (cell(x), cell.mean)  # noqa: E731
-        if name == "vjp":
-            return es.vjp(run, 2.0, net.cell)[1]((0.0, 1.0))[1]
-        return getattr(es, name)(run, argnums=1)(2.0, net.cell)[1]
+        return es.vjp(form(net.cell), x)[1](jnp.ones(3))
 
-    grads, new = es.mutable(f)(Net(), 0.7)
-    assert type(grads) is Cell
-    close((grads.weight, grads.mean), (jnp.array(0.7), jnp.array(0.5)))
-    assert (grads.count, grads.rng) == (None, None)
-    close(new.cell.mean, jnp.array(0.35))
-
-
-def test_a_closure_is_a_constant_and_an_argument_given_twice_has_two_cotangents():
-    def f(net):
-        _, once = es.vjp(lambda cell: cell.weight * net.cell.weight, net.cell)
-        _, twice = es.vjp(lambda a, b: a.weight**2 * b.weight, net.cell, net.cell)
-        return [x.weight for x in once(1.0) + twice(1.0)]
-
-    assert es.mutable(f)(Net())[0] == [0.5, 0.5, 0.25]
+    grads, new = es.mutable(f)(Net(), X)
+    assert len(grads) == new.cell.count == 1
 
 
 def test_each_place_in_an_argument_has_its_own_tangents_and_cotangents():
@@ -303,6 +243,8 @@ def test_each_place_in_an_argument_has_its_own_tangents_and_cotangents():
         return 3.0 * pair[0].weight + 5.0 * pair[1].weight
 
     def f(net):
+        _, once = es.vjp(lambda cell: cell.weight * net.cell.weight, net.cell)
+        assert once(1.0)[0].weight == 0.5  # the closure is a constant
         pair = net.cell, net.cell
         one = es.filter(net.cell.replace(weight=1.0), es.Parameter)
         _, by_first = es.jvp(run, (pair,), ((one, None),))
@@ -315,14 +257,13 @@ def test_each_place_in_an_argument_has_its_own_tangents_and_cotangents():
     assert es.mutable(f)(Net())[0] == [3.0, 8.0, 3.0, 5.0, 3.0, 5.0]
 
 
-@each_way
 @pytest.mark.parametrize("has_other", [False, True])
-def test_state_that_is_written_both_ways_is_an_error(way, has_other):
+def test_state_that_is_written_both_ways_is_an_error(has_other):
     def closed(net):
-        return way(lambda cell: cell(1.0) + net.cell(1.0), net.cell)
+        return es.vjp(lambda cell: cell(1.0) + net.cell(1.0), net.cell)[0]
 
     def twice(net):
-        return way(lambda a, b: a(1.0) + b(1.0), net.cell, net.cell)
+        return es.vjp(lambda a, b: a(1.0) + b(1.0), net.cell, net.cell)[0]
 
     with rejects(Net(), ValueError, r"`cell\.\w+` is reached twice", "differentiat"):
         es.mutable(twice if has_other else closed)(Net())
@@ -347,43 +288,36 @@ def test_the_auxiliary_output_may_be_anything(way):
             return net.cell(x), (net.other, "aux", 2 * net.cell.mean)
 
         _, _, (net.other, word, mean) = way(g, 0.7, has_aux=True)
-        if way in WAYS.values():  # outputs that are not arrays do not change
-            assert way(lambda x: (x, jnp.tanh, 3), X)[0][1:] == (jnp.tanh, 3)
         return word, mean
 
     model = Net()
-    for call in (es.mutable(f), es.jit(es.mutable(f))):
-        (word, mean), new = call(model)
-        assert word == "aux"
-        close(mean, 2 * new.cell.mean)
-    (_, mean), new = es.mutable(f)(model)
+    (word, mean), new = es.mutable(f)(model)
+    assert word == "aux"
+    close(mean, 2 * new.cell.mean)
     assert new.other.weight is model.other.weight
+    if way in WAYS.values():  # outputs that are not arrays do not change
+        assert way(lambda x: (x, jnp.tanh, 3), X)[0][1:] == (jnp.tanh, 3)
 
 
-@each
-def test_they_work_inside_the_other_transforms(way):
+def test_they_work_inside_the_other_transforms():
     def step(net, x, way):
         way(lambda x: net.cell(x).sum(), x)
         net.steps = net.steps + 1
         return net.cell.mean
 
     def run(net, xs, way):
-        a = es.vmap(lambda x: way(lambda x: x, x))(xs)
-        b = es.scan(lambda c, x: (c, step(net, x, way)), 0, xs)[1]
-        c = es.checkpoint(lambda x: step(net, x, way))(xs[0])
-        d = es.cond(c > 9, lambda: c, lambda: step(net, xs[1], way))
+        a = es.scan(lambda c, x: (c, step(net, x, way)), 0, xs)[1]
+        b = es.checkpoint(lambda x: step(net, x, way))(xs[0])
+        c = es.cond(b > 9, lambda: b, lambda: step(net, xs[1], way))
         way(lambda x: step(net, x, way), xs[1])
-        return a if way in ALL.values() else None, b, c, d
-
-    def plainly(f, *args):
-        return f(*args)
+        return a, b, c
 
     xs = jnp.array([0.3, 0.7])
-    (a, *ours), new = es.jit(es.mutable(run))(Net(), xs, way)
-    (_, *plain), expected = es.mutable(run)(Net(), xs, plainly)
-    close((ours, new), (plain, expected))
-    close(a, jax.vmap(lambda x: way(lambda x: x, x))(xs))
-    assert new.steps == 5
+    ours = es.jit(es.mutable(run))(Net(), xs, vjp)
+    close(ours, es.mutable(run)(Net(), xs, lambda f, *args: f(*args)))
+    assert ours[1].steps == 5
+    by_lane = es.vmap(lambda x: vjp(lambda x: x**2, x)[1][0])(xs)
+    close(by_lane, 2 * xs)
 
 
 @each
@@ -391,38 +325,14 @@ def test_sown_values_are_returned_once(way):
     def f(net):
         way(lambda cell: cell(X), net.cell)
 
-    (_, new), sown = es.capture(f)(Net())
-    close(sown, {"cell.seen": X})
-    assert new.cell.count == 1
-
-
-class Lazy(es.Module):
-    weight: es.Parameter | None = None
-    calls: es.State = 0
-
-    def __call__(self, x):
-        if self.weight is None:
-            self.weight = jnp.full(x.shape, 2.0)
-        self.calls = self.calls + 1
-        return (self.weight * x).sum()
-
-
-class Outer(es.Module):
-    way: object
-    lazy: Lazy = dataclasses.field(default_factory=Lazy)
-
-    def __call__(self, x):
-        return self.way(lambda x: self.lazy(x), x)
+    close(es.capture(f)(Net())[1], {"cell.seen": X})
 
 
 @each
 def test_they_work_inside_init(way):
-    model = Outer(way).init(0, X)
-    shapes = eqx.filter_eval_shape(lambda x: Outer(way).init(0, x), X)
-    assert shapes.lazy.weight.shape == (3,)
-    close(model.lazy.weight, jnp.full(3, 2.0))
-    assert model.lazy.calls == 0
-    assert es.mutable(model)(X)[1].lazy.calls == 1
+    call = lambda m, x: way(lambda x: m(x).sum(), x)  # noqa: E731
+    expected = es.init(Lazy(), 0, X)
+    assert eqx.tree_equal(es.init(Lazy(), 0, X, call=call), expected)
 
 
 def test_a_model_outside_a_scope_is_an_ordinary_argument():
@@ -430,9 +340,6 @@ def test_a_model_outside_a_scope_is_an_ordinary_argument():
     grads, by_x = vjp_fn(1.0)
     assert (y, grads.weight, grads.mean, grads.count) == (1.0, 2.0, 0.0, None)
     assert by_x == 0.5
-    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
-    (grads,) = es.vjp(lambda m: m(jnp.ones(2)), linear)[1](jnp.ones(2))
-    close(grads.weight, jnp.ones((2, 2)))
 
 
 class Decorated(es.Module):
@@ -449,11 +356,6 @@ class Decorated(es.Module):
         self.count = self.count + 1
         return self.weight * x * y**2, "aux"
 
-    @es.hessian
-    def second(self, x):
-        self.count = self.count + 1
-        return self.weight * x**3
-
     @es.vmap
     @es.jacfwd
     def lanes(self, x):
@@ -462,10 +364,10 @@ class Decorated(es.Module):
 
 def test_argnums_of_a_decorated_method_do_not_count_self():
     def run(model):
-        return model.forward(3.0), model.reverse(2.0, 3.0), model.second(1.0)
+        return model.forward(3.0), model.reverse(2.0, 3.0)
 
-    (a, (b, aux), c), new = es.mutable(run)(Decorated())
-    assert (a, b, aux, c, new.count) == (12.0, 24.0, "aux", 12.0, 3)
+    (a, (b, aux)), new = es.mutable(run)(Decorated())
+    assert (a, b, aux, new.count) == (12.0, 24.0, "aux", 2)
     assert Decorated(count=5).lanes(jnp.ones(2)).tolist() == [4.0, 4.0]
     assert Decorated.forward.__name__ == "forward"
 
@@ -478,39 +380,19 @@ class Tied(es.Module):
         return a(b(x)).sum()
 
 
-@each
-def test_gradients_of_tied_layers_have_the_stored_structure(way):
-    def tied():
-        pair = (Cell(rng=jr.key(1)), Cell())
-        return Tied(eqx.nn.Shared(pair, lambda x: x[1], lambda x: x[0]))
-
+def test_gradients_of_tied_layers_have_the_stored_structure():
     def run(model, x):
-        derivative = way(lambda model, x: model(x), model, x)[1]
-        return way is vjp and derivative[0]
-
-    grads, new = es.mutable(run)(tied(), X)
-    assert new.pair.pytree[0].count == 2
-    assert type(new.pair) is eqx.nn.Shared
-    if way is vjp:
-        assert type(grads.pair) is eqx.nn.Shared
-        assert grads.pair.pytree[0].weight != 0
-
-
-def test_tied_layers_in_a_nested_scope():
-    def run(model, x):
+        (by_vjp, _) = es.vjp(lambda model, x: model(x), model, x)[1](1.0)
         (_, new), grads = es.value_and_grad(lambda model: model(x))(model)
-        optimizer = es.Optimizer(optax.sgd(1.0)).init(new)
-        trained, _ = optimizer.update(grads, new)
-        return grads, trained, es.mutable(model)(x)
+        return by_vjp, new, grads
 
     pair = Cell(rng=jr.key(1)), Cell()
     model = Tied(eqx.nn.Shared(pair, lambda x: x[1], lambda x: x[0]))
-    (grads, trained, (_, new)), after = es.mutable(run)(model, X)
-    for tree in (grads, trained, new, after):
+    (by_vjp, inner, grads), new = es.mutable(run)(model, X)
+    for tree in (by_vjp, inner, grads, new):
         assert type(tree.pair) is eqx.nn.Shared
-    assert (new.pair.pytree[0].count, after.pair.pytree[0].count) == (2, 0)
-    weight = lambda tree: tree.pair.pytree[0].weight  # noqa: E731
-    close(weight(trained), weight(model) - weight(grads))
+    assert (new.pair.pytree[0].count, inner.pair.pytree[0].count) == (2, 4)
+    assert grads.pair.pytree[0].weight != 0
 
 
 # --- The returned functions -----------------------------------------------------------
@@ -525,10 +407,9 @@ def test_the_functions_pass_through_jit():
     expected = make(Cell(), 0.7)
     for jit in (es.jit, eqx.filter_jit):
         made = jit(make)(Cell(), 0.7)
-        for call in (jit(lambda f, x: f(x)), lambda f, x: f(x)):
-            for f, g in zip(made, expected, strict=True):
-                close(call(f, 2.0), g(2.0))
-    assert jax.tree.leaves(made)
+        for f, g in zip(made, expected, strict=True):
+            close(f(2.0), g(2.0))
+            close(jit(lambda f, x: f(x))(f, 2.0), g(2.0))
 
 
 def test_a_function_returned_by_a_jitted_function_compiles_once():
@@ -536,15 +417,6 @@ def test_a_function_returned_by_a_jitted_function_compiles_once():
     call = es.jit(eqx.debug.assert_max_traces(lambda f, x: f(x), max_traces=1))
     for x in jnp.array([0.1, 0.2]):
         close(call(make(x), 1.0), (jnp.cos(x),))
-
-
-def test_the_returned_functions_may_be_called_repeatedly_after_the_scope():
-    def f(net, x):
-        return es.vjp(lambda cell: cell(x), net.cell)[1]
-
-    vjp_fn, new = es.mutable(f)(Net(), 0.7)
-    close(vjp_fn(1.0), vjp_fn(1.0))
-    assert new.cell.count == 1
 
 
 # --- Invalid tangents and cotangents --------------------------------------------------
@@ -592,31 +464,25 @@ def test_none_in_a_gradient_counts_as_zeros():
     norm, x = Norm(2.0, jnp.array([1.0, 3.0])), jnp.array([4.0, 5.0])
     grads, _ = es.grad(lambda norm: jnp.sum(norm(x)))(norm)
     assert grads.mean is None
-    zeros, dx = jnp.zeros(2), jnp.ones(2)
-    close(by_both(grads, dx), by_both(grads.replace(mean=zeros), dx))
+    dx = jnp.ones(2)
     close(by_both(grads, dx), grads.scale * (x - norm.mean) + norm.scale * dx)
     close(by_both(None, dx), norm.scale * dx)
 
 
 BAD = {
-    "structure": ({"w": ONES}, r"Layer.*<class 'dict'>", r"\[0\]`: .*`{'w': f32"),
-    "integer": (Layer(ONES, 1, None), r"out\.count was", r"\[0\]\.count`: .*`None`"),
-    "static": (Layer(ONES, None, "x"), r"out\.name was", r"\[0\]\.name`: .*`None`"),
-    "shape": (Layer(jnp.ones(3), None, None), r"float32\[2\]", r"\(2,\)|float32\[2\]"),
-    "dtype": (Layer(jnp.arange(2), None, None), "int32", "int32"),
+    "structure": ({"w": ONES}, r"\[0\]`: .*`{'w': f32"),
+    "integer": (Layer(ONES, 1, None), r"\[0\]\.count`: .*`None`"),
+    "static": (Layer(ONES, None, "x"), r"\[0\]\.name`: .*`None`"),
+    "shape": (Layer(jnp.ones(3), None, None), r"\(2,\)|float32\[2\]"),
 }
 
 
-@pytest.mark.parametrize("name", TAKE)
 @pytest.mark.parametrize("case", BAD)
-def test_tangents_that_do_not_fit_are_an_error_that_names_the_path(name, case):
-    given, of_jax, ours = BAD[case]
-    if jax.__version_info__ < (0, 10) and case not in ("shape", "dtype"):
-        # Older versions of JAX do not name the path.
-        of_jax = "unexpected tree structure"
-    message = of_jax if name == "vjp" else ours
-    with pytest.raises((TypeError, ValueError), match=message):
-        TAKE[name](given)
+def test_tangents_that_do_not_fit_are_an_error_that_names_the_path(case):
+    given, message = BAD[case]
+    for name in ("jvp", "linearize"):
+        with pytest.raises((TypeError, ValueError), match=message):
+            TAKE[name](given)
 
 
 def test_a_wrong_number_of_tangents_is_an_error():
@@ -626,12 +492,6 @@ def test_a_wrong_number_of_tangents_is_an_error():
     ):
         with pytest.raises(TypeError, match=r"differ in structure.*`\(f32\[\],\)`"):
             call()
-    with pytest.raises(TypeError, match="positional argument"):
-        es.vjp(jnp.sin, 1.0)[1](1.0, 2.0)
-    # In its second form, the message is that of JAX 0.8.
-    words = r"out\.weight was|unexpected tree structure"
-    with pytest.raises(ValueError, match=words):
-        TAKE["vjp"](Layer(None, None, None))
 
 
 # --- Other errors ---------------------------------------------------------------------
@@ -643,7 +503,6 @@ def test_jvp_takes_tuples(given):
         es.jvp(jnp.sin, *given)
 
 
-@each_jacobian
 @pytest.mark.parametrize(
     ("argnums", "error", "message"),
     [
@@ -651,46 +510,18 @@ def test_jvp_takes_tuples(given):
         ((0, -3), TypeError, r"argnums=\(0, -3\)\)` was called with 2 positional"),
         ((0, -2), ValueError, r"argnums=\(0, -2\)\)` names argument 0 twice"),
         (1, TypeError, "argument 1 has no inexact arrays"),
-        ((0, 1), TypeError, "argument 1 has no inexact arrays"),
         ("x", TypeError, r"argnums='x'.*an integer, or a tuple"),
     ],
-    ids=["beyond", "before", "twice", "integer", "both", "name"],
+    ids=["beyond", "before", "twice", "integer", "name"],
 )
-def test_arguments_that_cannot_be_differentiated(name, argnums, error, message):
+def test_arguments_that_cannot_be_differentiated(argnums, error, message):
     with pytest.raises(error, match=message):
-        getattr(es, name)(lambda x, n: x * x * n, argnums)(2.0, 3)
+        es.jacrev(lambda x, n: x * x * n, argnums)(2.0, 3)
 
 
-@pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
-def test_without_holomorphic_complex_arguments_are_an_error_of_jax(name):
-    with pytest.raises(TypeError, match="holomorphic"):
-        getattr(es, name)(lambda z: z * z)(1j)
-
-
-@each
-def test_outside_a_scope_a_write_is_an_error(way):
-    with rejects(Cell(), FROZEN, "Cell.count"):
-        way(lambda cell, x: cell(x), Cell(), 1.0)
-
-
-@each
-def test_has_aux_requires_a_pair(way):
+def test_has_aux_requires_a_pair():
     with pytest.raises(TypeError, match=r"return a pair, `\(out, aux\)`.*f32\[3\]`"):
-        way(lambda x: x, X, has_aux=True)
-
-
-@each
-def test_a_function_that_raises_leaves_state_unchanged(way):
-    def f(net):
-        def g(x):
-            net.cell(x)
-            raise KeyError("mine")
-
-        with pytest.raises(KeyError, match="mine"):
-            way(g, 1.0)
-        return net.cell.count
-
-    assert es.mutable(f)(Net())[0] == 0
+        es.vjp(lambda x: x, X, has_aux=True)
 
 
 def test_a_model_that_is_not_ready_is_named():

@@ -1,8 +1,6 @@
 """`es.checkpoint`: `jax.checkpoint`, with state carried through."""
 
-import dataclasses
 import functools as ft
-import inspect
 
 import equinox as eqx
 import jax
@@ -17,34 +15,8 @@ from models import Lazy
 import eqx_state as es
 
 
-class Cell(es.Module):
-    weight: es.Parameter = 0.5
-    total: es.State = 0.0
-    rng: es.Rng = dataclasses.field(default_factory=lambda: jr.key(0))
-
-    def __call__(self, x):
-        self.total = self.total + x
-        self.rng, key = jr.split(self.rng)
-        return jnp.sin(self.weight * x) + self.total * jr.uniform(key)
-
-
-class Net(es.Module):
-    a: Cell = dataclasses.field(default_factory=Cell)
-    b: Cell = dataclasses.field(default_factory=lambda: Cell(-1.5, 1.0, jr.key(1)))
-    steps: es.State = 0
-
-
 def plain(f, **options):
     return f
-
-
-def check(f, model):
-    """Assert that value, gradient and state equal those without checkpointing."""
-    ours, expected = (
-        es.value_and_grad(lambda m, c=c: f(m, c))(model) for c in (es.checkpoint, plain)
-    )
-    close(ours, expected)
-    return ours
 
 
 def sines(f, *args):
@@ -54,16 +26,6 @@ def sines(f, *args):
 
 
 # --- Like `jax.checkpoint` ----------------------------------------------------------
-
-
-def test_the_signature_is_that_of_jax():
-    ours, theirs = (
-        {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
-        for f in (es.checkpoint, jax.checkpoint)
-    )
-    theirs.pop("concrete", None)  # deprecated in JAX
-    theirs.setdefault("static_argnames", ours["static_argnames"])  # not in JAX < 0.10.2
-    assert list(ours.items()) == list(theirs.items())
 
 
 OPTIONS = {
@@ -153,35 +115,7 @@ def test_values_that_are_not_arrays_pass_through():
     assert f(jnp.sin, 0.5, False)[0] == 0.5
 
 
-def test_the_wrapper():
-    def named(x, y=2):
-        """Doc."""
-
-    wrapped = es.checkpoint(named)
-    assert wrapped.__wrapped__ is named
-    assert (wrapped.__name__, wrapped.__doc__) == ("named", "Doc.")
-    assert inspect.signature(wrapped) == inspect.signature(named)
-    cell = Cell()
-    leaves = jax.tree.leaves(es.checkpoint(cell))
-    assert len(leaves) == 3
-    assert leaves[0] is cell.weight
-
-
 # --- State --------------------------------------------------------------------------
-
-
-@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-def test_a_module_that_is_returned_may_be_assigned():
-    def f(net, checkpoint):
-        def g(cell):
-            return cell(0.3), cell
-
-        y, net.a = checkpoint(g)(net.a)
-        return y * net.a.total * net.a.weight
-
-    check(f, Net())
-    run = eqx.filter_jit(es.mutable(lambda net: f(net, es.checkpoint)))
-    assert run(Net())[1].a.total == jnp.float32(0.3)
 
 
 def test_a_number_in_the_output_is_an_array_whatever_the_model_contains():

@@ -1,7 +1,6 @@
 """`es.shard_map`: `jax.shard_map`, with state, keys and statistics passed through."""
 
 import dataclasses
-import inspect
 import re
 
 import equinox as eqx
@@ -19,7 +18,6 @@ import eqx_state as es
 # The tests call one model, with its keys, in several ways. The zoo checks key reuse.
 pytestmark = reuses_keys
 
-FROZEN = dataclasses.FrozenInstanceError
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 LINE = Mesh(np.array(jax.devices()[:2]), "data")
 ROWS = P("data")
@@ -42,10 +40,6 @@ class Norm(es.Module):
         self.mean = 0.5 * self.mean + 0.5 * mean
         return self.weight * (xs - mean)
 
-    def local(self, xs):
-        self.mean = jnp.mean(xs)
-        return xs
-
     def noisy(self, xs):
         self.rng, key = jr.split(self.rng)
         noise = jr.normal(key, xs.shape)
@@ -54,15 +48,6 @@ class Norm(es.Module):
 
 
 # --- Like JAX -------------------------------------------------------------------------
-
-
-def test_the_signature_is_that_of_jax_with_axes():
-    ours, theirs = (
-        {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
-        for f in (es.shard_map, jax.shard_map)
-    )
-    assert ours.pop("axes") == (inspect.Parameter.KEYWORD_ONLY, None)
-    assert list(ours.items()) == list(theirs.items())
 
 
 PLAIN = {
@@ -84,24 +69,6 @@ def test_on_arrays_it_equals_that_of_jax(name):
     args = (XS, 2 * XS)
     ours, theirs = (m.shard_map(f, mesh=LINE, **options)(*args) for m in (es, jax))
     close(ours, theirs)
-
-
-def test_some_axes_of_a_mesh():
-    def f(x):
-        return x - jax.lax.pmean(x, "data")
-
-    options = dict(mesh=MESH, in_specs=ROWS, out_specs=ROWS, axis_names={"data"})
-    ours, theirs = (jax.jit(m.shard_map(f, **options))(XS) for m in (es, jax))
-    close(ours, theirs)
-
-
-def test_without_a_function_it_is_a_decorator():
-    @es.shard_map(mesh=LINE, in_specs=ROWS, out_specs=ROWS)
-    def double(x):
-        return 2 * x
-
-    close(double(XS), 2 * XS)
-    assert double.__name__ == "double"
 
 
 def test_the_mesh_may_come_from_the_context():
@@ -128,16 +95,7 @@ def test_values_that_are_not_arrays_pass_through():
 # --- State ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["eager", "jit"])
-def test_statistics_are_shared_and_written_once(jit):
-    out, new = jit(es.mutable(mapped(Norm())))(XS)
-    close(out, 2.0 * (XS - jnp.mean(XS)))
-    assert (new.calls, new.mean) == (1, 1.75)
-
-
 WAYS = {
-    "the function": lambda norm, xs: mapped(norm)(xs),
-    "a method": lambda norm, xs: mapped(norm.__call__)(xs),
     "the closure": lambda norm, xs: mapped(lambda xs: norm(xs))(xs),
     "an argument": lambda norm, xs: mapped(
         lambda norm, xs: norm(xs), (P(), ROWS)
@@ -166,8 +124,9 @@ def test_gradients_equal_those_on_one_device(way):
     close(ours, es.value_and_grad(plain)(Norm(), XS))
 
 
-@pytest.mark.parametrize("mesh", [LINE, MESH], ids=["line", "grid"])
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    ("mesh", "checked"), [(LINE, False), (MESH, True)], ids=["line", "grid"]
+)
 def test_each_device_draws_from_its_own_key(mesh, checked):
     spec = P(tuple(mesh.axis_names))
     f = mapped(Norm().noisy, spec, spec, mesh, check_vma=checked)
@@ -197,7 +156,7 @@ def test_sown_values_are_differentiable_whether_devices_differ_or_not(checked):
     assert jax.grad(loss)(Scale()).weight == 2 * 2 * 3 + XS.sum()
 
 
-@pytest.mark.parametrize("entry", [P(), None, "rules"])
+@pytest.mark.parametrize("entry", [P(), "rules"])
 def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
     class Keyed(es.Module):
         rng: es.State  # a slip: `es.Rng`
@@ -207,15 +166,13 @@ def test_an_owned_module_in_the_arguments_draws_as_if_closed_over(entry):
             return x + jr.normal(key)
 
     axes = {es.Rng: es.SPLIT, es.State: es.SPLIT} if entry == "rules" else entry
-    for model in (Keyed(jr.key(0)), es.nn.Dropout(0.5, key=jr.key(0))):
-        by_entry = mapped(lambda m, x: m(x), (axes, ROWS), ROWS)
-        closed = lambda m, x: mapped(m, ROWS, ROWS)(x)  # noqa: E731
-        xs = jnp.ones((2, 16))
-        y, new = es.mutable(by_entry)(model, xs)
-        assert len({tuple(row) for row in y.tolist()}) == 2
-        expected, after = es.mutable(closed)(model, xs)
-        assert (y == expected).all()
-        assert eqx.tree_equal(new, after)
+    model, xs = Keyed(jr.key(0)), jnp.ones(2)
+    by_entry = mapped(lambda m, x: m(x), (axes, ROWS), ROWS)
+    y, new = es.mutable(by_entry)(model, xs)
+    assert y[0] != y[1]
+    expected, after = es.mutable(lambda m, x: mapped(m)(x))(model, xs)
+    assert (y == expected).all()
+    assert eqx.tree_equal(new, after)
 
 
 def test_keys_in_arrays_and_legacy_keys_are_split():
@@ -230,7 +187,7 @@ def test_keys_in_arrays_and_legacy_keys_are_split():
             return x + jr.normal(keys[1, 1], x.shape) + jr.normal(key, x.shape)
 
     model = Keys(jr.split(jr.key(0), 3), jr.PRNGKey(1))
-    out, new = es.jit(es.mutable(mapped(model)))(jnp.zeros(2))
+    out, new = es.mutable(mapped(model))(jnp.zeros(2))
     assert out[0] != out[1]
     assert new.many.shape == (3,)
     assert (new.many != model.many).all()
@@ -300,29 +257,13 @@ def test_it_works_inside_the_other_transforms():
 
     def run(norm, xs):
         a = es.scan(lambda c, x: (c, step(norm, x)), 0, jnp.stack([xs, xs]))[1]
-        b = es.checkpoint(lambda x: step(norm, x))(xs)
-        c = es.vmap(lambda x: step(norm, x))(jnp.stack([xs, xs]))
-        d = es.vjp(lambda x: step(norm, x), xs)[1](xs)
-        return a, b, c, d
+        b = es.vmap(lambda x: step(norm, x))(jnp.stack([xs, xs]))
+        return a, b
 
     out, new = es.jit(es.mutable(run))(Norm(), XS)
     twice = jnp.stack([2 * XS, 2 * XS])
-    close(out, (twice, 2 * XS, twice, (2 * XS,)))
-    assert new.calls == 5
-
-
-def test_the_other_transforms_work_inside_it():
-    def f(norm, xs):
-        ys = es.vmap(lambda x: norm.weight * x)(xs)
-        (_, grads) = es.value_and_grad(lambda w, y: jnp.sum(w * y))(norm.weight, ys)
-        norm.mean = norm.mean + grads
-        return es.jvp(lambda x: norm.weight * x, (ys,), (ys,))[1]
-
-    def run(norm, xs):
-        return mapped(lambda xs: f(norm, xs))(xs)
-
-    out, new = es.jit(es.mutable(run))(Norm(), XS)
-    close((out, new.mean), (4 * XS, jnp.sum(2 * XS)))
+    close(out, (twice, twice))
+    assert new.calls == 3
 
 
 def test_a_partial_may_contain_arrays_of_an_outer_shard_map():
@@ -333,14 +274,6 @@ def test_a_partial_may_contain_arrays_of_an_outer_shard_map():
 
     sums = jnp.repeat(jnp.array([6.0, 22.0]), 2)[:, None]
     close(jax.jit(mapped(outer, mesh=MESH, axis_names={"data"}))(XS), XS + sums)
-
-
-def test_outside_a_scope_it_works_as_long_as_nothing_is_written():
-    close(mapped(lambda xs: Norm().weight * xs)(XS), 2 * XS)
-    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
-    close(mapped(jax.vmap(linear))(XS), jax.vmap(linear)(XS))
-    with rejects(Norm(), FROZEN, r"Norm\.calls"):
-        mapped(Norm())(XS)
 
 
 # --- Loops and branches ---------------------------------------------------------------
@@ -377,28 +310,11 @@ def repeated(model, xs):
 
 
 def branched(model, xs):
-    return es.cond(model.steps < 9, lambda: model(xs[0]), lambda: xs[0])
+    # The branch that is taken and writes is the last one.
+    return es.switch(model.steps + 1, [lambda: xs[0], lambda: model(xs[0])])
 
 
-def chosen(model, xs):
-    return es.switch(
-        model.steps, [lambda x: model(x), lambda x: x + model.total], xs[0]
-    )
-
-
-def in_the_last_branch(model, xs):
-    return es.cond(model.steps > 9, lambda: xs[0], lambda: model(xs[0]))
-
-
-LOOPS = [
-    scanned,
-    scanned_carry,
-    counted,
-    repeated,
-    branched,
-    chosen,
-    in_the_last_branch,
-]
+LOOPS = [scanned, scanned_carry, counted, repeated, branched]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -420,23 +336,16 @@ def test_carried_state_becomes_varying_automatically(loop):
     close(es.jit(es.mutable(run))(Sum(), xs), by_hand(Sum(), xs.reshape(2, 2)))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_state_that_varies_after_a_loop_is_an_error(loop):
-    f = es.mutable(lambda m, xs: mapped(lambda xs: loop(m, xs)[None])(xs))
+def test_state_that_varies_after_a_loop_is_an_error():
+    f = es.mutable(lambda m, xs: mapped(lambda xs: scanned(m, xs)[None])(xs))
     with rejects(Sum(), ValueError, r"different values to `total`"):
-        es.jit(f)(Sum(), jnp.arange(4.0))
+        f(Sum(), jnp.arange(4.0))
 
 
 def test_a_loop_of_one_step_over_an_array_of_numpy():
     one = np.ones(1, np.float32)
     f = mapped(lambda xs: es.scan(lambda c, x: (c + x, None), xs, one)[0])
     close(f(XS), XS + 1)
-
-
-def test_a_carry_with_a_changed_structure_is_an_error_of_jax():
-    f = mapped(lambda xs: es.scan(lambda c, x: ((c, x), x), 0.0, xs)[1])
-    with pytest.raises(TypeError, match="scan"):
-        f(jnp.arange(4.0))
 
 
 # --- Errors ---------------------------------------------------------------------------
@@ -446,10 +355,8 @@ def test_a_carry_with_a_changed_structure_is_an_error_of_jax():
     ("reduced", "axes", "missing"),
     [
         ((), {}, '("data", "model")'),
-        ("data", {}, '"model"'),
         ("model", {}, '"data"'),
         ((), {es.BatchStat: P("data")}, '"model"'),
-        ((), {es.BatchStat: P("model")}, '"data"'),
     ],
 )
 def test_the_error_names_the_mesh_axes_that_are_not_reduced(reduced, axes, missing):
@@ -514,14 +421,10 @@ def test_without_the_check_an_assigned_key_needs_a_spec(axes):
     ("options", "error", "message"),
     [
         (dict(in_specs=0), TypeError, r"in_specs\[0\]\[0\] is 0 of type int"),
-        (dict(in_specs=P(None, None, "data")), ValueError, r"args\[0\]\[0\].*rank 2"),
         (dict(in_specs=P("batch")), ValueError, r"(?s)'data'.*refers to 'batch'"),
-        (dict(in_specs=P(None, ("data", "model")), mesh=MESH), ValueError,
-         r"args\[0\]\[0\] of shape .*\(of size 2\).*does not evenly divide 2"),
         (dict(in_specs=(ROWS, ROWS)), ValueError, r"`in_specs` must be one entry"),
         (dict(in_specs=es.SPLIT), ValueError, r"`es.SPLIT` is .* `args\[0\]`"),
         (dict(mesh=None), ValueError, r"jax\.set_mesh"),
-        (dict(axis_names={"row"}), ValueError, r"axis_names=.*row.*'data'"),
         (dict(axes={es.path_matches("x*"): P()}), ValueError, r"matches no array"),
         (dict(axes={es.State: es.SPLIT}), ValueError, r"`es.SPLIT` is .* `f.mean`"),
         (dict(axes={"State": P()}), TypeError, "`'State'` is not a filter"),
@@ -534,20 +437,12 @@ def test_specs_that_do_not_fit(options, error, message):
         es.shard_map(Norm().eval(), **options)(XS)
 
 
-def test_jax_names_an_array_of_a_module_in_a_scope():
-    def f(model, xs):
-        return mapped(lambda xs: model["norm"](xs), axes={es.State: ROWS})(xs)
-
-    with rejects({"norm": Norm()}, ValueError, r"in_specs\[3\]\[\['norm'\]\.mean\]"):
-        es.mutable(f)({"norm": Norm()}, XS)
-
-
 def test_specs_are_only_inferred_from_types():
     with pytest.raises(TypeError, match=r"in_specs .*axis_names=.*type AxisType\.Auto"):
         es.shard_map(lambda x: x, mesh=LINE, out_specs=ROWS)(XS)
 
 
-@pytest.mark.parametrize("loop", ["cond", "switch", "while_loop"])
+@pytest.mark.parametrize("loop", ["cond", "while_loop"])
 def test_devices_that_take_different_branches_write_different_states(loop):
     class Count(es.Module):
         n: es.State = 0.0
@@ -560,9 +455,6 @@ def test_devices_that_take_different_branches_write_different_states(loop):
             is_large = x.sum() > 5
             if loop == "cond":
                 return es.cond(is_large, lambda: self(x), lambda: x)
-            if loop == "switch":
-                index = is_large.astype(int)
-                return es.switch(index, [lambda: x, lambda: self(x)])
             return es.while_loop(lambda x: x.sum() < 10, lambda x: self(x) + 1, x)
 
     with rejects(model := Count(), ValueError, "wrote different values to `n`"):

@@ -1,6 +1,7 @@
 """Common to all transforms: they are pytrees with the leaves of what they wrap."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_state as es
+from eqx_state._transforms.cut import cut
 
 
 class Net(es.Module):
@@ -68,6 +70,48 @@ def test_a_transform_has_the_leaves_of_what_it_wraps(name):
     ]
 
 
+def test_a_transform_of_a_function_has_its_name_and_docstring():
+    def f(x, y=1):
+        """Doc."""
+
+    for name, make in MADE.items():
+        wrapped = make(f)
+        assert inspect.unwrap(wrapped) is f, name
+        assert (wrapped.__doc__, wrapped.__name__) == ("Doc.", "f")
+        assert inspect.signature(wrapped) == inspect.signature(f)
+
+
+LIKE_JAX = {
+    "scan": jax.lax.scan,
+    "while_loop": jax.lax.while_loop,
+    "fori_loop": jax.lax.fori_loop,
+    "cond": jax.lax.cond,
+    "switch": jax.lax.switch,
+    "checkpoint": jax.checkpoint,
+    "custom_vjp": jax.custom_vjp,
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "hessian": jax.hessian,
+    "shard_map": jax.shard_map,
+}
+
+
+@pytest.mark.parametrize("name", LIKE_JAX)
+def test_the_signature_is_that_of_jax(name):
+    ours, theirs = (
+        {p.name: (p.kind, p.default) for p in inspect.signature(f).parameters.values()}
+        for f in (getattr(es, name), LIKE_JAX[name])
+    )
+    if name == "shard_map":
+        assert ours.pop("axes") == (inspect.Parameter.KEYWORD_ONLY, None)
+    if name == "checkpoint":
+        ours.pop("static_argnames")  # not in JAX < 0.10.2
+        theirs.pop("static_argnames", None)
+    # Older forms, which JAX still accepts.
+    theirs = {k: v for k, v in theirs.items() if k not in ("operand", "concrete")}
+    assert list(ours.items()) == list(theirs.items())
+
+
 class Threaded(es.Module):
     n: es.State = 0
 
@@ -100,3 +144,21 @@ def test_an_object_that_cannot_be_called_is_rejected_immediately(name):
             getattr(es, name)(x)
     with pytest.raises(TypeError, match="`es.Ema` was passed instead of the model"):
         getattr(es, name)(es.Ema(0.9).init(jnp.ones(3)))
+
+
+class Sized(es.Module):
+    w: es.Parameter
+    size: object
+
+
+def test_what_jax_does_not_trace_is_compared_by_type_and_value():
+    def rest(size):
+        return cut([Sized(jnp.ones(2), size), 2.0, jnp.sin])[1]
+
+    assert jax.tree.leaves(rest(1)) == []
+    assert (rest(1), hash(rest(1))) == (rest(1), hash(rest(1)))
+    for size in (2, True, "other"):
+        assert rest(1) != rest(size)
+        assert rest(1).difference(rest(size)) == "[0].size"
+    assert rest(1) != "rest"
+    assert "sin" in repr(rest(1))
