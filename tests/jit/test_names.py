@@ -60,14 +60,6 @@ def test_an_error_of_jax_names_the_function_and_the_arguments(case):
     assert "eqx_state" not in message
 
 
-def test_a_compiled_program_has_the_name_of_the_function():
-    assert "module @jit_negative" in es.jit(negative).lower(X).as_text()
-
-
-def negative(x):
-    return -x
-
-
 def test_argument_names_may_clash_and_a_builtin_has_none():
     def f(x, /, **kwargs):
         return x + kwargs["x"]

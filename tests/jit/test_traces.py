@@ -59,9 +59,6 @@ class Log:
 
 
 WRAPPERS = {
-    "mutable": lambda m: es.jit(es.mutable(m)),
-    "method": lambda m: es.jit(es.mutable(m.__call__)),
-    "mapped": lambda m: es.jit(es.mutable(es.vmap(m))),
     "inside": lambda m: es.mutable(es.jit(m)),
     "decorated": lambda m: es.mutable(m.decorated),
     "partial": lambda m: es.jit(eqx.Partial(es.mutable(call), m)),

@@ -74,14 +74,6 @@ def test_an_optimizer_from_outside_trains_in_a_scope(train, run):
     assert is_outside(given)
 
 
-@jax.numpy_dtype_promotion("standard")
-def test_an_optimizer_of_a_scope_is_used_outside():
-    optimizer, _ = es.mutable(lambda m: es.Optimizer(optax.sgd(0.1)).init(m))(MODEL)
-    new, grads = gradients(MODEL)
-    model, _ = optimizer.update(grads, new)
-    assert is_outside(model)
-
-
 def test_what_leaves_a_scope_otherwise():
     box = []
 
@@ -138,10 +130,6 @@ class Ids(es.Module):
 MESH = jax.sharding.Mesh(jax.devices()[:1], "data")
 
 
-def carried(model, x):
-    return es.scan(lambda c, x: (c, c(x)), model, x[None])[1][0]
-
-
 @es.custom_vjp
 def custom(model, x):
     return model(x)
@@ -150,19 +138,12 @@ def custom(model, x):
 custom.defvjp(lambda model, x: (model(x), None), lambda _, g: (None, g))
 CALLS = {
     "itself": lambda model, x: model(x),
-    "scan": carried,
     "custom_vjp": custom,
-    "vmap": lambda model, x: es.vmap(model)(x[None])[0],
     "cond": lambda model, x: es.cond(True, model, lambda x: x, x),
-    "argument of cond": lambda m, x: es.cond(True, lambda m: m(x), lambda m: x, m),
-    "checkpoint": lambda model, x: es.checkpoint(model)(x),
     "argument of checkpoint": lambda m, x: es.checkpoint(lambda m, x: m(x))(m, x),
     "shard_map": lambda model, x: es.shard_map(
         model, mesh=MESH, in_specs=P(), out_specs=P()
     )(x),
-    "argument of shard_map": lambda model, x: es.shard_map(
-        lambda m, x: m(x), mesh=MESH, in_specs=(P(), P()), out_specs=P()
-    )(model, x),
     "argument of vmap": lambda model, x: es.vmap(lambda m, x: m(x), (None, 0))(
         model, x[None]
     )[0],
@@ -170,9 +151,7 @@ CALLS = {
 UNFIT = {
     "integers": np.array([2**40 + 7]),
     "floats": np.array([1e300]),
-    "strings": np.array(["a"]),
     "long doubles": np.array([1], np.longdouble),
-    "times": np.array([1], "m8[s]"),
     "a scalar": np.str_("a"),
 }
 
@@ -184,7 +163,7 @@ def test_an_array_that_jax_cannot_hold_stays_as_it_is(call, value):
     y, new = es.mutable(call)(model, x)
     assert y == (1.0 + (2**40 + 7) % 1000 if model.is_big else 1.0)
     assert new.ids is value
-    assert new.calls == (0 if call is carried else 1)  # the carry is dropped
+    assert new.calls == 1
     seen, _ = es.mutable(lambda model: model.ids.tolist())(model)
     assert seen == value.tolist()
 
@@ -201,21 +180,6 @@ def test_such_an_array_passes_through_transforms_as_data(value):
     ):
         assert out[0]
         assert out[1] is value
-
-
-def test_a_module_with_such_an_array_may_be_assigned():
-    class Holder(es.Module):
-        inner: Ids
-
-        def __call__(self, x):
-            y, self.inner = es.mutable(self.inner)(x)
-            self.inner, y = es.checkpoint(lambda m: (m, m(y)))(self.inner)
-            return es.cond(True, lambda m: m(y), lambda m: y, self.inner)
-
-    value = np.array([2**40 + 7])
-    y, new = es.mutable(Holder(Ids(value)))(jnp.float32(0.0))
-    assert (y, new.inner.calls) == (3 * ((2**40 + 7) % 1000), 3)
-    assert new.inner.ids is value
 
 
 # --- Repeated modules -----------------------------------------------------------------

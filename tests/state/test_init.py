@@ -53,33 +53,11 @@ def equal(a, b):
 # --- `init(seed_or_key)` ------------------------------------------------------------
 
 
-def test_init_returns_a_new_model():
-    model = Net()
-    new = model.init(42)
-    assert not model.initialized
-    assert isinstance(model.a.w, es.Initializer)
-    assert new.initialized
-    assert not new.initializing
-    assert new.a.w.shape == (3,)
-    assert new.linear.weight.shape == (2, 3)
-    y, new = es.mutable(new)(jnp.ones(3))
-    assert y.shape == (2,)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [42, np.int64(42), jnp.uint32(42), jr.key(42)],
-    ids=repr,
-)
+@pytest.mark.parametrize("seed", [np.int64(42), jnp.uint32(42), jr.key(42)], ids=repr)
 def test_a_seed_or_a_key(seed):
-    assert equal(Net().init(seed), Net().init(42))
     assert equal(es.init(Net(), seed), Net().init(42))
-
-
-def test_init_with_different_seeds_and_legacy_keys():
-    assert not equal(Net().init(0), Net().init(1))
+    assert not equal(es.init(Net(), seed), Net().init(1))
     legacy = Net().init(jr.PRNGKey(0))
-    assert legacy.initialized
     assert not equal(legacy, Net().init(jr.PRNGKey(1)))
 
 
@@ -135,18 +113,6 @@ def test_an_array_a_pytree_or_a_module():
     assert jax.tree.structure(new) == structure
 
 
-def test_initializers_in_containers_and_in_plain_modules():
-    class Plain(eqx.Module):
-        w: jax.Array
-        parts: list
-
-    model = Plain(es.Initializer(ones), [es.Initializer(ones), jnp.zeros(1)])
-    new = es.init(model, 0)
-    assert (new.w == 1).all()
-    assert (new.parts[0] == 1).all()
-    assert new.parts[1] is model.parts[1]
-
-
 def test_lazy_is_the_layer_with_a_key():
     def cls(*args, key, **kwargs):
         return {"args": args, "kwargs": kwargs, "key": key}
@@ -156,16 +122,6 @@ def test_lazy_is_the_layer_with_a_key():
     assert made["kwargs"] == {"use_bias": False}
     key = es.init({"layer": es.Initializer(lambda key: key)}, 0)["layer"]
     assert made["key"] == key
-
-
-def test_lazy_in_lazy():
-    def block(size, *, key):
-        del key
-        return eqx.nn.Sequential([es.lazy(eqx.nn.Linear, size, size) for _ in range(2)])
-
-    a, b = es.init([es.lazy(block, 3)], 0)[0].layers
-    assert a.weight.shape == b.weight.shape == (3, 3)
-    assert (a.weight != b.weight).any()
 
 
 # --- Partly initialized models, and a second `init` ---------------------------------
@@ -204,14 +160,8 @@ def test_a_placeholder_is_not_an_array():
 
 @pytest.mark.parametrize(
     "use",
-    [
-        lambda w: jnp.dot(jnp.ones(3), w),
-        jnp.exp,
-        lambda w: w * jnp.ones(3),
-        lambda w: w[0],
-        lambda w: w.shape,
-    ],
-    ids=["dot", "exp", "*", "index", "shape"],
+    [jnp.exp, lambda w: w * jnp.ones(3), lambda w: w[0], lambda w: w.shape],
+    ids=["exp", "*", "index", "shape"],
 )
 def test_using_a_placeholder_is_an_error_that_says_what_it_is(use):
     with pytest.raises(es.NotInitializedError, match=r"model\.init\(42\)"):
@@ -231,15 +181,14 @@ def test_a_lazy_model_pickles_where_its_functions_do():
 # --- Under transforms ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, jr.key(0)], ids=["seed", "key"])
-def test_filter_eval_shape(seed):
+def test_filter_eval_shape():
     calls = []
 
     class Counts(Net):
         def module_init(self, key):
             calls.append(isinstance(self.a.w, jax.core.Tracer))
 
-    shapes = eqx.filter_eval_shape(Counts().init, seed)
+    shapes = eqx.filter_eval_shape(Counts().init, 0)
     real = Counts().init(0)
     assert calls == [True, False]
     assert shapes.a.w == jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -247,39 +196,26 @@ def test_filter_eval_shape(seed):
     assert list(map(describe, es.parts(shapes))) == list(map(describe, es.parts(real)))
 
 
-@pytest.mark.parametrize("jit", [eqx.filter_jit, es.jit], ids=["filter_jit", "jit"])
-def test_under_jit(jit):
+def test_under_jit():
     key = jr.key(0)
-    jitted = jit(Net().init)(key)
+    jitted = es.jit(Net().init)(key)
     assert jax.tree.structure(jitted) == jax.tree.structure(Net().init(key))
     np.testing.assert_allclose(jitted.a.w, Net().init(key).a.w, rtol=1e-6)
 
 
-def test_a_function_under_jit_may_initialize_its_argument():
-    net = es.jit(lambda net: net.init(0))(Net())
-    np.testing.assert_allclose(net.a.w, Net().init(0).a.w, rtol=1e-6)
-
-
-@pytest.mark.parametrize("vmap", [eqx.filter_vmap, es.vmap], ids=["filter_vmap", "es"])
-def test_under_vmap(vmap):
+def test_under_vmap():
     keys = jr.split(jr.key(0), 4)
-    ensemble = vmap(Net().init)(keys)
+    ensemble = es.vmap(Net().init)(keys)
     for i in range(4):
         np.testing.assert_allclose(ensemble.a.w[i], Net().init(keys[i]).a.w, rtol=1e-6)
 
 
 USES = {
     "mutable": lambda net, x: es.mutable(net)(x),
-    "jit": lambda net, x: es.jit(net)(x),
-    "vmap": lambda net, x: es.vmap(lambda x, net: net(x), (0, None))(x[None], net),
     "checkpoint": lambda net, x: es.checkpoint(net)(x),
     "scan": lambda net, x: es.scan(lambda net, x: (net, net(x)), net, x[None]),
-    "while_loop": lambda net, x: es.while_loop(lambda x: x[0] < 0, net, x),
-    "fori_loop": lambda net, x: es.fori_loop(0, 2, lambda i, x: net(x), x),
     "cond": lambda net, x: es.cond(True, net, net, x),
-    "vjp": lambda net, x: es.vjp(net, x),
     "value_and_grad": lambda net, x: es.value_and_grad(net)(x),
-    "not called": lambda net, x: es.checkpoint(lambda net, x: x)(net, x),
     "after an owned model": lambda net, x: es.mutable(
         lambda other: es.checkpoint(lambda other, net: x)(other, net)
     )(Net().init(0)),
@@ -309,22 +245,6 @@ def test_a_hook_that_has_not_run_is_named_by_its_path():
         es.mutable(lambda model: None)(Hooked())
     with pytest.raises(es.NotInitializedError, match=r"`module_init` of `\[1\]` has"):
         es.mutable(lambda models: None)([0, Hooked()])
-
-
-@pytest.mark.parametrize("transform", [es.vmap, es.jit], ids=["vmap", "jit"])
-def test_a_function_may_initialize_a_model_that_it_closes_over(transform):
-    class Net(es.Module):
-        linear: eqx.nn.Linear
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    net, keys = Net(es.lazy(eqx.nn.Linear, 3, 2)), jr.split(jr.key(0), 4)
-    keys = keys if transform is es.vmap else keys[0]
-    weights = transform(lambda key: net.init(key).linear.weight)(keys)
-    assert weights.shape[-2:] == (2, 3)
-    with pytest.raises(es.NotInitializedError, match="initialized: `linear` is"):
-        transform(lambda key: net(jnp.ones(3)))(keys)
 
 
 # --- Bad input ----------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """`module_init`: the hook that runs once per module."""
 
-import copy
 import pickle
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
@@ -58,18 +56,8 @@ def test_a_hook_may_assign_any_field_and_runs_once_in_a_life():
     assert (new.runs, new.label) == (1, "done")
     assert (new.extra == 1).all()
     assert model.runs == 0
-    copies = [
-        new,
-        new.eval(),
-        new.replace(label="x"),
-        copy.deepcopy(new),
-        pickle.loads(pickle.dumps(new)),
-        jax.jit(lambda m: m)(new),
-        es.mutable(new)(1.0)[1],
-    ]
-    for twin in copies:
+    for twin in (new, pickle.loads(pickle.dumps(new)), es.mutable(new)(1.0)[1]):
         assert twin.initialized
-        assert twin.init(1).runs == 1
         assert twin.init(1, jnp.ones(1)).runs == 1
 
 
