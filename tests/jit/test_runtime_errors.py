@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import untouched
 from jax.experimental import io_callback
 
 import eqx_state as es
@@ -315,34 +314,6 @@ def test_inside_an_outer_trace_a_call_does_not_wait(waits):
     jax.grad(lambda x: es.jit(checked)(x).sum())(GOOD)
     jax.vmap(es.jit(checked))(GOOD)
     assert not waits
-
-
-# --- A failed call does not write -----------------------------------------------------
-
-
-class Counter(es.Module):
-    weight: es.Parameter
-    count: es.State = 0
-
-    def __call__(self, x):
-        self.count = self.count + 1
-        return self.weight * checked(x)
-
-
-def test_a_failed_call_does_not_change_the_scope_around_it():
-    def f(model, x):
-        es.jit(model)(GOOD)
-        for call in (es.jit(model), lambda x: es.jit(lambda m, x: m(x))(model, x)):
-            with raises_check:
-                call(x)
-            assert model.count == 1
-        return es.jit(model)(GOOD)
-
-    model = Counter(2.0)
-    with untouched(model):
-        assert es.mutable(f)(model, BAD)[1].count == 2
-    with untouched(model), raises_check:
-        es.mutable(es.jit(model))(BAD)
 
 
 # --- Settings of JAX and Equinox ------------------------------------------------------

@@ -247,16 +247,6 @@ def test_a_plan_is_not_confused_by_other_arguments():
     assert eqx.tree_equal(f(net(n=5), unbuilt)[0], net(n=5))
 
 
-def test_a_result_returned_twice_is_two_results():
-    f = es.jit(lambda m: {"a": m, "b": [m]})
-    model = f(f(net())["a"])
-    a, (b,) = model["a"], model["b"]
-    assert is_unbuilt(a)
-    assert is_unbuilt(b)
-    assert a.layers[0].weight is not b.layers[0].weight
-    assert eqx.tree_equal(a, b)
-
-
 # --- Built at once --------------------------------------------------------------------
 
 

@@ -36,18 +36,6 @@ def test_a_container_is_replaced():
     assert new.history[1].dtype == jnp.float32
 
 
-def test_a_number_written_into_a_container_of_the_right_kind():
-    def f(m):
-        m.stats["b"]["c"] = 4
-        m.history[1] = 3  # an integer where a float was
-
-    _, new = es.mutable(f)(Stats())
-    assert new.stats["b"]["c"].dtype == jnp.int32
-    assert new.stats["b"]["c"] == 4
-    assert new.history[1].dtype == jnp.float32
-    assert new.history[1] == 3
-
-
 INTO = {
     "parameter": (lambda m, x: m.heads.update(w=x), FROZEN, ["heads", "`Parameter`"]),
     "lost key": (lambda m, x: m.stats.pop("a"), ValueError, ["stats"]),

@@ -127,14 +127,6 @@ def test_lazy_is_the_layer_with_a_key():
 # --- Partly initialized models, and a second `init` ---------------------------------
 
 
-def test_initialized_values_do_not_change():
-    model = Net().replace(a=Lazy().init(0))
-    assert not model.initialized
-    new = model.init(5)
-    assert new.a.w is model.a.w
-    assert (new.b.w == Net().init(5).b.w).all()
-
-
 def test_init_twice_changes_nothing():
     model = Net().init(0)
     again = model.init(1)
@@ -201,13 +193,6 @@ def test_under_jit():
     jitted = es.jit(Net().init)(key)
     assert jax.tree.structure(jitted) == jax.tree.structure(Net().init(key))
     np.testing.assert_allclose(jitted.a.w, Net().init(key).a.w, rtol=1e-6)
-
-
-def test_under_vmap():
-    keys = jr.split(jr.key(0), 4)
-    ensemble = es.vmap(Net().init)(keys)
-    for i in range(4):
-        np.testing.assert_allclose(ensemble.a.w[i], Net().init(keys[i]).a.w, rtol=1e-6)
 
 
 USES = {

@@ -172,18 +172,6 @@ def test_modules_with_odd_special_methods():
 # --- Plain JAX ------------------------------------------------------------------------
 
 
-def test_plain_jax_takes_modules_of_arrays():
-    norm = make_norm()
-    out = jax.jit(lambda m, x: (m, m(x)))(norm, ONE)
-    assert eqx.tree_equal(out[0], norm)
-    inexact = norm.replace(count=None)
-    grads = jax.grad(lambda m: jnp.sum(m(3 * ONE)))(inexact)
-    assert jax.tree.structure(grads) == jax.tree.structure(inexact)
-    new = eqx.tree_at(lambda m: m.mean, norm.eval(), ONE)
-    assert (new.mean is ONE, new.training) == (True, False)
-    assert same(jax.tree.leaves(norm.center), jax.tree.leaves(norm))  # bound methods
-
-
 def test_attribute_lookup_follows_other_base_classes():
     class Logged:
         def __getattribute__(self, name):

@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
-import pytest
 
 import eqx_state as es
 
@@ -73,18 +72,3 @@ def test_a_hook_may_replace_an_array_by_a_layer():
             self.layer.calls = self.layer.calls + 1
 
     assert Net(jnp.zeros(())).init(0).layer.calls == 1
-
-
-def test_a_hook_that_fails_leaves_the_model_alone():
-    class Bad(es.Module):
-        w: es.Parameter = 1.0
-
-        def module_init(self, key):
-            self.w = 5.0
-            raise KeyError("half-way")
-
-    model = Bad()
-    with pytest.raises(KeyError, match="half-way"):
-        model.init(0)
-    assert model.w == 1.0
-    assert not model.initialized

@@ -19,16 +19,6 @@ import eqx_state as es
 # --- The result ---------------------------------------------------------------------
 
 
-def test_returns_output_and_new_model_and_leaves_the_old_alone():
-    model = Counter()
-    with untouched(model):
-        y, new = es.mutable(model)(3.0)
-    assert y == 6.0
-    assert new.count == 1
-    assert new.weight is model.weight
-    assert type(new) is Counter
-
-
 NAMES = ["f", "self", "args", "model"]
 
 
@@ -169,17 +159,6 @@ def test_a_model_that_only_a_partial_binds_is_an_error(name):
     assert (y, new) == (4.0, 2.0)
 
 
-def test_the_gradient_of_a_partial_is_that_of_the_first_argument():
-    def distill(teacher, student, x):
-        return jnp.sum((student(x) - teacher(x)) ** 2)
-
-    teacher, student, x = Counter(3.0), Counter(5.0), jnp.ones(2)
-    loss = ft.partial(distill, teacher.eval())
-    (_, new), grads = es.value_and_grad(loss)(student.eval(), x)
-    assert grads.weight == eqx.filter_grad(loss)(student.eval(), x).weight
-    assert new.weight is student.weight
-
-
 # --- A wrapper is a pytree ----------------------------------------------------------
 
 
@@ -192,23 +171,6 @@ def test_wrapper_is_a_pytree_of_the_model():
     assert doubled(1.0)[0] == 4.0
     other = es.mutable(a, kinds=es.TreePart)
     assert jax.tree.structure(other) != jax.tree.structure(es.mutable(a))
-
-
-def test_filter_jit_of_the_wrapper_traces_the_parameters():
-    traces = []
-
-    class Traced(Counter):
-        def __call__(self, x):
-            traces.append(isinstance(self.weight, jax.core.Tracer))
-            return super().__call__(x)
-
-    model = Traced()
-    for i in range(1, 4):
-        y, model = eqx.filter_jit(es.mutable(model))(jnp.array(1.0))
-        assert (y, model.count) == (2.0, i)
-    y, _ = eqx.filter_jit(es.mutable(model.replace(weight=5.0)))(jnp.array(1.0))
-    assert y == 5.0
-    assert traces == [True]
 
 
 def test_wrapper_of_a_function():

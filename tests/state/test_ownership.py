@@ -13,6 +13,7 @@ from helpers import untouched
 from models import Counter, counts, Pair
 
 import eqx_state as es
+from eqx_state._state.scope import is_any_open
 
 
 # --- Snapshots and copies -----------------------------------------------------------

@@ -24,16 +24,6 @@ def counts(tree):
     return [int(x) for x in jax.tree.leaves(es.filter(tree, es.State))]
 
 
-def test_a_new_submodule_can_be_written_too():
-    def f(m):
-        m.a = Counter(3)
-        m.a.step()
-        m.a.count += 10
-
-    _, new = es.mutable(f)(Pair())
-    assert counts(new) == [14, 5]
-
-
 CHANGED = {
     "class": (lambda: Layer(), ["`a", "Layer"]),
     "flag": (lambda: Counter().eval(), ["a.training"]),
