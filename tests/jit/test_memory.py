@@ -163,9 +163,7 @@ def callable_object():
 GOING = [
     static_value,
     closure,
-    function_of_an_argument,
     callable_object,
-    compiled,
 ]
 
 
