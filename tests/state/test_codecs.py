@@ -1,4 +1,6 @@
-"""What is different in a scope: `eqx.nn.Shared`, NumPy arrays that JAX cannot hold."""
+"""NumPy arrays and `eqx.nn.Shared` in a scope."""
+
+import dataclasses
 
 import equinox as eqx
 import jax
@@ -7,6 +9,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from helpers import rejects
 from jax.sharding import PartitionSpec as P
 
 import eqx_state as es
@@ -197,3 +200,102 @@ def test_a_buffer_that_may_be_written_has_state():
     es.mutable(lambda model: None)(model)
     with pytest.raises(ValueError, match=r"`parts\[0\]` and `parts\[1\]`"):
         es.mutable(model, kinds=(es.State, es.Buffer))()
+
+
+# --- NumPy arrays as state ------------------------------------------------------------
+
+
+class Count(es.Module):
+    n: es.State = 0
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        return x
+
+
+def test_a_numpy_array_that_is_written_is_state_in_a_loop():
+    class Rnn(es.Module):
+        h: es.State
+
+        def __call__(self, xs):
+            buffer = np.zeros(2, np.float32)
+            self.h = {"a": buffer}
+
+            def step(c, x):
+                self.h = {"a": self.h["a"] + x}
+                return c, None
+
+            es.scan(step, 0, xs)
+            return buffer
+
+    buffer, new = es.mutable(Rnn({"a": jnp.zeros(2)}))(jnp.ones((3, 2)))
+    assert new.h["a"].tolist() == [3.0, 3.0]
+    assert buffer.tolist() == [0.0, 0.0]
+
+
+class Holder(es.Module):
+    layers: list[Count]
+    stats: list[es.State]
+
+
+def test_a_list_of_arrays_that_is_changed_in_a_transform_is_an_error():
+    def f(model):
+        stats = model.stats
+
+        def change(x):
+            stats[0] = model.layers[0](x)
+            return x
+
+        es.checkpoint(change)(jnp.ones(()))
+
+    model = Holder([Count()], [0.0])
+    with rejects(model, es.TraceError, "under a transform changed a list"):
+        es.mutable(f)(model)
+
+
+def test_a_new_module_with_a_numpy_array_may_be_written():
+    class Cell(es.Module):
+        count: es.State[Count]
+
+        def __call__(self, x):
+            self.count = Count(np.zeros(2, np.float32))
+            return self.count(x)
+
+    _, new = es.mutable(Cell(Count(jnp.zeros(2))))(0)
+    assert new.count.n.tolist() == [1, 1]
+
+
+class Scaled(es.Module):
+    k: es.Buffer
+    n: es.State = 0
+
+    def __call__(self, x):
+        self.n = self.n + 1
+        return self.k * x
+
+
+class Around(es.Module):
+    part: Scaled
+
+    def mutable(self, x):
+        _, self.part = es.mutable(self.part)(x)
+
+    def checkpoint(self, x):
+        _, self.part = es.checkpoint(lambda x: (self.part(x), self.part))(x)
+
+    def scan(self, x):
+        step = lambda part, x: (part, part(x))  # noqa: E731
+        self.part, _ = es.scan(step, self.part, x[None])
+
+    def replaced(self, x):
+        self.part = self.part.replace(k=np.float32([3.0]))
+
+
+def test_a_module_with_a_constant_may_be_assigned_after_a_transform():
+    model = Around(Scaled(np.float32([2.0])))
+    for method in (model.mutable, model.checkpoint, model.scan):
+        _, new = es.mutable(method)(jnp.ones(1))
+        assert new.part.n == 1
+        assert new.part.k.tolist() == [2.0]
+    with rejects(model, dataclasses.FrozenInstanceError, r"`part\.k` is a `Buffer`"):
+        es.mutable(model.replaced)(jnp.ones(1))
