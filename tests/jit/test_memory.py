@@ -96,7 +96,6 @@ def test_no_tracer_leaks():
     with jax.checking_leaks():
         for _ in range(2):
             es.mutable(loss)(model(), X)
-            es.jit(es.value_and_grad(loss))(model(), X)
         with pytest.raises(Exception, match="Leaked"):
             es.jit([].append)(X)
 
@@ -113,7 +112,7 @@ class Plain:
     """Compared by identity."""
 
 
-def test_a_thousand_models_leave_nothing():
+def test_many_models_leave_nothing():
     log = Plain()
     log.traces = 0
 
@@ -131,7 +130,7 @@ def test_a_thousand_models_leave_nothing():
     work(10)
     programs = programs_of(step.__wrapped__, Options())
     plans, before = programs.plans, counts()
-    work(1_000)
+    work(300)
     after = counts()
     assert log.traces == 1
     assert len(plans) == 1

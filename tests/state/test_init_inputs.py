@@ -60,8 +60,7 @@ def test_init_sets_only_missing_values():
     for layer, old in zip(new.layers, model.layers, strict=True):
         assert layer.calls == 0
         assert layer.rng == old.rng
-    again = new.init(1, jnp.ones(3))
-    assert eqx.tree_equal(again, new)
+    assert eqx.tree_equal(new.init(1, jnp.ones(3)), new)
 
 
 def test_the_forward_pass_runs_once():

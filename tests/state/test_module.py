@@ -1,9 +1,10 @@
 """`es.Module`: an ordinary Equinox module, and what it adds."""
 
+import abc
 import copy
 import dataclasses
 import pickle
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -15,7 +16,6 @@ import pytest
 import eqx_state as es
 
 
-T = TypeVar("T")
 ONE = jnp.ones(2)
 
 
@@ -169,7 +169,20 @@ def test_modules_with_odd_special_methods():
     assert es.configure(model, n=2).inner[0].n == 2
 
 
-# --- Plain JAX ------------------------------------------------------------------------
+def test_an_abstract_class():
+    class AbstractLayer(es.Module):
+        size: eqx.AbstractVar[int]
+
+        @abc.abstractmethod
+        def __call__(self, x): ...
+
+    class Layer(AbstractLayer):
+        size: int = 3
+
+        def __call__(self, x):
+            return x
+
+    assert Layer()(1) == 1
 
 
 def test_attribute_lookup_follows_other_base_classes():
