@@ -383,7 +383,7 @@ def test_a_layer_that_takes_its_shapes_from_an_input():
             return self.w * x
 
     model = Lazy(n=jnp.zeros(3))
-    with rejects(model, FROZEN, r"`Lazy\.w`", r"model\.init\(42, x\)"):
+    with rejects(model, FROZEN, r"Lazy\.w`", r"model\.init\(42, x\)"):
         es.mutable(model)(jnp.ones(3))
     model = Lazy(w=jnp.ones(3))
     with rejects(model, ValueError, "`n`", r"model\.init\(42, x\)"):
