@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 import pytest
 from helpers import rejects, untouched
 from jax.errors import TracerBoolConversionError
@@ -188,63 +187,6 @@ def test_a_program_is_compiled_ahead_for_static_values(donate):
 
 
 # --- Arguments and results ------------------------------------------------------------
-
-ARRAYS = {
-    "jax": lambda: X,
-    "numpy": lambda: np.array([1.0, 2.0], np.float32),
-    "numpy integer": lambda: np.int32(2),
-    "legacy key": lambda: jr.PRNGKey(3),
-}
-
-
-@pytest.mark.parametrize("case", ARRAYS)
-def test_arrays_are_traced(case):
-    seen = []
-
-    @es.jit
-    def f(x):
-        seen.append(isinstance(x, jax.core.Tracer))
-        return x
-
-    x = ARRAYS[case]()
-    out = f(x)
-    assert seen == [True]
-    assert isinstance(out, jax.Array)
-    assert out.dtype == x.dtype
-    assert eqx.tree_equal(out, jnp.asarray(x))
-
-
-class Sizes(tuple):
-    """A leaf: JAX does not flatten subclasses of `tuple`."""
-
-
-def test_values_that_are_not_arrays_pass_through_unchanged():
-    given = {
-        "number": 3,
-        "float": -0.0,
-        "flag": True,
-        "text": "text",
-        "nothing": None,
-        "function": jnp.sin,
-        "type": float,
-        "sizes": Sizes((1, 2)),
-        "pair": (1, X),
-    }
-    seen = []
-
-    @es.jit
-    def f(tree, x):
-        seen.append({**tree, "pair": None})
-        return tree, (x, Counter), "done"
-
-    (out, (x, cls), text) = f(given, X)
-    for tree in (seen[0], out):
-        assert repr(tree["float"]) == "-0.0"
-        for name in given.keys() - {"float", "pair"}:
-            assert tree[name] is given[name]
-    assert (cls, text) == (Counter, "done")
-    assert jnp.array_equal(x, X)
-    assert jnp.array_equal(out["pair"][1], X)
 
 
 def test_errors_of_the_function_are_raised_unchanged():

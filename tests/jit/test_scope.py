@@ -7,8 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import pytest
-from helpers import rejects, untouched
+from helpers import rejects
 
 import eqx_state as es
 
@@ -56,36 +55,6 @@ def assert_same(got, expected):
 
 
 # --- State is returned ----------------------------------------------------------------
-
-
-def through_old_values(m, jit, x):
-    def step():
-        old, m.a.total = m.a.total, m.a.total + x
-        return old, m.a.weight, m.a.total, m.b
-
-    old, weight, total, _ = jit(step)()
-    return old, weight, total, jit(step)()[:3]
-
-
-def through_both_at_once(m, jit, x):
-    step = jit(lambda first, x, *, second: first(second(x)))
-    return step(m.a, x, second=m.b), step(m.b, x, second=m.a), step(m.a, x, second=m.a)
-
-
-THREADED = {
-    "old values": through_old_values,
-    "several": through_both_at_once,
-    "whole and part": lambda m, jit, x: jit(lambda m, a: (m.a(x), a(x)))(m, m.a),
-    "closure argument": lambda m, jit, x: jit(lambda f, x: f(x))(lambda x: m.a(x), x),
-}
-
-
-@pytest.mark.parametrize("case", THREADED)
-def test_state_comes_through(case):
-    f, given = THREADED[case], model()
-    with untouched(given):
-        got = es.mutable(lambda m: f(m, es.jit, X))(given)
-    assert_same(got, es.mutable(lambda m: f(m, lambda g: g, X))(given))
 
 
 def test_a_returned_module_is_a_snapshot():

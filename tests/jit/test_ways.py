@@ -262,22 +262,3 @@ def test_a_function_argument_may_later_refer_to_an_owned_module():
 
     y, new = es.mutable(inside)(Counter())
     assert (y, new.n) == (5.0, 1)
-
-
-def test_a_closure_on_the_fast_path_sees_the_modules_of_a_scope():
-    free, held = Scale(2.0), Scale(3.0)
-
-    @es.jit
-    def f(x):
-        return free(x) + held(x)
-
-    def inside(net):
-        nonlocal held
-        held = net
-        y = f(ONE)
-        net.factor = jnp.array(10.0)
-        return y, f(ONE)
-
-    assert (f(ONE), f(ONE)) == (5.0, 5.0)
-    y, _ = es.mutable(inside, kinds=es.TreePart)(Scale(4.0))
-    assert y == (6.0, 12.0)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import optax
 import pytest
 from helpers import rejects
@@ -143,11 +142,3 @@ def test_replace_keeps_the_dtypes_in_a_container():
     new = model.replace(stats={"n": [0], "m": jnp.array(0.0), "k": 0}).stats
     assert [new[k].dtype for k in ("m", "k")] == ["float16", "int32"]
     assert new["n"][0].dtype == "float16"
-
-
-def test_replace_takes_what_is_no_number_as_it_is():
-    model = make().replace(rate=1, temp=jr.key(0))
-    assert model.rate == 1
-    assert model.replace(temp=1).temp.dtype == "int32"
-    half = make().replace(temp=jnp.ones((), "float16"))
-    assert half.replace(temp=jnp.ones(())).temp.dtype == "float32"
