@@ -278,6 +278,29 @@ def test_a_new_parameter_is_mapped_like_the_existing_parameters():
             Two(jnp.ones(2)).init(0, xs, call=run(of, 0))
 
 
+def test_a_new_parameter_is_mapped_by_the_entry_of_its_argument():
+    class Late(es.Module):
+        w: es.Parameter | None = None
+
+        def __call__(self, x):
+            if self.initializing and self.w is None:
+                self.w = jnp.ones(())
+            return self.w * x
+
+    def init(a, b, entries):
+        def call(models, xs):
+            return es.vmap(lambda a, b, x: b(a(x)), (*entries, 0))(*models, xs)
+
+        return es.init((a, b), 0, jnp.ones(2), call=call)
+
+    mapped = Late(jnp.ones(2))
+    assert init(Late(), mapped, (None, 0))[0].w.shape == ()
+    assert init(mapped, Late(), (0, None))[1].w.shape == ()
+    for entries in ((0, 0), (0, {...: 0})):
+        with pytest.raises(ValueError, match=r"Late\.w` is created by `init` in one"):
+            init(mapped, Late(), entries)
+
+
 def mapped_by(axes):
     return lambda m, xs: es.vmap(lambda m, x: m(x), (axes, 0))(m, xs)
 
