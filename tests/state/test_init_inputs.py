@@ -145,7 +145,7 @@ def test_a_module_created_in_the_forward_pass_is_initialized():
                 self.layer = es.lazy(eqx.nn.Linear, x.shape[0], 2)
             return self.inner(x), self.layer(x)
 
-    many = lambda m, x: es.vmap(m, in_axes=None, axis_size=4)(x)  # noqa: E731
+    many = lambda m, x: es.jit(es.vmap(m, in_axes=None, axis_size=4))(x)  # noqa: E731
     new = Outer().init(0, jnp.ones(3), call=many)
     assert new.inner.w.shape == (5, 3)
     assert new.layer.weight.shape == (2, 3)
@@ -355,7 +355,8 @@ def test_the_arrays_of_the_caller_are_not_changed():
     assert net.table is arrays[2]
 
 
-def test_a_value_that_is_not_an_array_is_not_missing():
+@pytest.mark.parametrize("transform", [lambda f: f, es.vmap])
+def test_a_value_that_is_not_an_array_is_not_missing(transform):
     class Scale(es.Module):
         by: Any = "unknown"
 
@@ -368,7 +369,7 @@ def test_a_value_that_is_not_an_array_is_not_missing():
         scale: Scale
 
         def __call__(self, x):
-            return es.vmap(self.scale)(x)
+            return transform(self.scale)(x)
 
     assert Net(Scale()).init(0, jnp.ones((2, 3))).scale.by == "unknown"
 
