@@ -97,6 +97,12 @@ def test_numbers_elsewhere_are_numbers():
     assert (loss, net.teacher.p, net.states[0].init) == (2.5, 0.25, 0.5)
 
 
+def test_an_average_of_a_dict_keeps_its_numbers():
+    ema = es.Ema(0.5).init({"w": jnp.ones(3), "rate": 0.1})
+    _, new = es.mutable(lambda ema: None)(ema)
+    assert new.model["rate"] == 0.1
+
+
 def test_trees_of_axes_masks_and_labels_have_numbers():
     model = make()
     axes = es.spec(model, {es.TreePart: 0})
