@@ -214,37 +214,23 @@ def put(module, name, value):
     object.__setattr__(module, name, value)
 
 
-def swap(tree):
-    tree["list"].reverse()
-
-
 IN_PLACE = {
     "an array": lambda t: put(t["list"][1].leaf, "weight", jnp.zeros(2)),
-    "an array of Equinox's": lambda t: put(t["list"][1].plain, "inner", jnp.zeros(3)),
     "through vars": lambda t: vars(t["tuple"][0].leaf).update(weight=jnp.zeros(2)),
     "a static value": lambda t: put(t["list"][0].leaf, "rate", 2000),
     "its type": lambda t: put(t["list"][0].leaf, "rate", 1000.0),
     "a flag": lambda t: put(t["dict"]["x"].leaf, "frozen", True),
     "the mode": lambda t: put(t["list"][1].leaf, "training", False),
-    "a module": lambda t: put(t["list"][1], "leaf", t["list"][0].leaf),
     "another module": lambda t: put(t["list"][1], "leaf", t["list"][0].plain),
     "the class": lambda t: put(t["list"][1].leaf, "__class__", type("L", (Leaf,), {})),
     "one more attribute": lambda t: put(t["list"][1].plain, "cache", jnp.ones(1)),
     "one less": lambda t: vars(t["list"][1].leaf).pop("note"),
     "an array for a hole": lambda t: put(t["list"][1].leaf, "note", jnp.ones(1)),
-    "the fields of another": lambda t: put(
-        t["list"][1].leaf, "__dict__", vars(t["dict"]["x"].leaf)
-    ),
     "a list": lambda t: t["list"][1].xs.append(jnp.array(3)),
-    "an element of it": lambda t: t["list"][1].xs.__setitem__(0, jnp.array(9)),
-    "a list of modules": lambda t: t["list"].append(t["dict"]["x"]),
-    "their order": swap,
-    "a dict": lambda t: t["list"][0].by_name.update(a=jnp.array(9.0)),
     "a key": lambda t: t["list"][0].by_name.update(c=t["list"][0].by_name.pop("b")),
     "the order of keys": lambda t: t["list"][0].by_name.update(
         a=t["list"][0].by_name.pop("a")
     ),
-    "an array of NumPy": lambda t: t["tuple"][1].__setitem__(0, 5.0),
 }
 
 
@@ -253,8 +239,6 @@ def test_a_change_in_place_of_a_result_is_detected(name):
     f = es.jit(lambda tree: tree)
     tree = f(f(f(blocks())))
     other = f(tree)
-    tree["tuple"] = (tree["tuple"][0], np.ones(2, np.float32))
-    f(tree)
     IN_PLACE[name](tree)
     for _ in range(2):
         out = f(tree)
@@ -314,19 +298,6 @@ def test_a_named_tuple_is_built_by_its_registered_function():
         assert length.unit == "km"
 
 
-def test_the_modes_of_a_result_are_switched_one_by_one():
-    f = es.jit(lambda tree: tree)
-    tree = f(f(blocks()))
-    one = eqx.tree_at(lambda t: t["list"][0], tree, replace_fn=eqx.nn.inference_mode)
-    for _ in range(2):
-        one = f(one)
-        assert not one["list"][0].leaf.training
-        assert one["list"][1].leaf.training
-    assert tree["list"][0].leaf.training
-    back = eqx.nn.inference_mode(one, False)
-    assert jax.tree.structure(back) == jax.tree.structure(tree)
-
-
 def test_static_values_that_are_equal_but_not_identical_take_the_fast_path():
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -347,16 +318,6 @@ def test_static_values_that_are_equal_but_not_identical_take_the_fast_path():
     assert jnp.all(f(Leaf(jnp.ones(2), Config((1000, 1)))) == 1001.0)
     assert jnp.all(f(Leaf(jnp.ones(2), Config((1000, 2000)))) == 3000.0)
     assert len(traces) == 2
-
-
-@pytest.mark.parametrize("cls", [Leaf, Plain])
-def test_a_change_in_place_of_a_static_list_is_detected(cls):
-    f = es.jit(lambda module: len(vars(module)[name]))
-    name, xs = ("rate" if cls is Leaf else "size"), [1]
-    module = cls(jnp.ones(2), xs)
-    for n in (1, 2, 3):
-        assert f(module) == f(module) == n
-        xs.append(n)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -384,66 +345,3 @@ def test_the_garbage_collector_is_enabled_or_disabled_as_before(enabled):
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was else gc.disable)()
-
-
-def test_an_old_state_of_equinox_is_rejected():
-    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
-
-    @es.jit
-    def f(norm, state, x):
-        axes = {"in_axes": (0, None), "out_axes": (0, None)}
-        return jax.vmap(norm, axis_name="batch", **axes)(x, state)
-
-    x = jnp.ones((3, 2))
-    for _ in range(3):
-        _, new = f(norm, state, x)
-        old, state = state, new
-    old.set(norm.batch_counter, old.get(norm.batch_counter))
-    with pytest.raises(ValueError, match="old state"):
-        f(norm, old, x)
-
-
-class Counter(es.Module):
-    count: es.State = 0
-
-    def __call__(self, x):
-        self.sow("seen", x)
-        if self.training:
-            self.count = self.count + 1
-        return x
-
-
-class Holder(es.Module):
-    counter: Counter
-    by_argument: bool = eqx.field(static=True)
-
-    def __call__(self, x):
-        if self.by_argument:
-            return call(self.counter, x)
-        return es.jit(self.counter)(x)
-
-
-@es.jit
-def call(counter, x):
-    return counter(x)
-
-
-@pytest.mark.parametrize("has_more", [True, False])  # entries in `__dict__` than fields
-@pytest.mark.parametrize("by_argument", [True, False])
-def test_a_plan_from_outside_does_not_apply_in_a_scope(by_argument, has_more):
-    counter = Counter()
-    if has_more:
-        vars(counter)["cache"] = 1
-        counter = jax.tree.map(lambda x: x, counter)
-    outside = counter.eval()
-    for _ in range(3):
-        call(outside, 1.0)
-        es.jit(outside)(1.0)
-    holder = Holder(counter, by_argument)
-    in_eval = holder.eval()
-    for i in range(3):
-        _, holder = es.mutable(holder)(1.0)
-        assert holder.counter.count == i + 1
-        (_, same), seen = es.capture(in_eval)(1.0)
-        assert same.counter.count == 0
-        assert seen == {"counter.seen": 1.0}

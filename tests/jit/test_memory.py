@@ -1,6 +1,5 @@
 """`es.jit` does not keep models, arrays or tracers of a call alive."""
 
-import dataclasses
 import gc
 import weakref
 
@@ -58,10 +57,6 @@ def freed(make):
     return [ref() is None for ref in parts] == [True, True, True]
 
 
-def in_scope(m, x):
-    return es.jit(m.a)(x), shared_step(m.b, x)
-
-
 def closure_in_scope(m, x):
     return es.jit(lambda x: m.a(x))(x)
 
@@ -79,10 +74,8 @@ def swallow(m, x):
 
 KEEPERS = {
     "argument": lambda m: lambda x: es.jit(pure)(m, x),
-    "function": lambda m: lambda x: es.jit(es.mutable(m.a))(x),
     "partial": lambda m: es.jit(eqx.Partial(pure, m)),
     "method": lambda m: lambda x: es.mutable(es.jit(m.a.__call__))(x),
-    "scope": lambda m: lambda x: es.mutable(in_scope)(m, x),
     "closure": lambda m: es.jit(lambda x: pure(m, x)),
     "closure in a scope": lambda m: lambda x: es.mutable(closure_in_scope)(m, x),
     "after an error": lambda m: lambda x: swallow(m, x),
@@ -103,7 +96,6 @@ def test_no_tracer_leaks():
     with jax.checking_leaks():
         for _ in range(2):
             es.mutable(loss)(model(), X)
-            es.jit(es.value_and_grad(loss))(model(), X)
         with pytest.raises(Exception, match="Leaked"):
             es.jit([].append)(X)
 
@@ -120,7 +112,7 @@ class Plain:
     """Compared by identity."""
 
 
-def test_a_thousand_models_leave_nothing():
+def test_many_models_leave_nothing():
     log = Plain()
     log.traces = 0
 
@@ -138,7 +130,7 @@ def test_a_thousand_models_leave_nothing():
     work(10)
     programs = programs_of(step.__wrapped__, Options())
     plans, before = programs.plans, counts()
-    work(1_000)
+    work(300)
     after = counts()
     assert log.traces == 1
     assert len(plans) == 1
@@ -158,13 +150,6 @@ def closure():
     return es.jit(lambda x: x if value else 2.0 * x), value
 
 
-def function_of_an_argument():
-    def value(x):
-        return x
-
-    return lambda x: es.jit(lambda x, f: f(x))(x, value), value
-
-
 def callable_object():
     class Callable:
         def __call__(self, x):
@@ -174,19 +159,10 @@ def callable_object():
     return es.jit(value), value
 
 
-def compiled():
-    value = Plain()
-    jitted = es.jit(lambda x, value: x)
-    program = jitted.lower(X, value).compile()
-    return lambda x: program(x, value), value
-
-
 GOING = [
     static_value,
     closure,
-    function_of_an_argument,
     callable_object,
-    compiled,
 ]
 
 
@@ -200,20 +176,3 @@ def test_a_value_that_only_a_function_refers_to_is_freed_with_it(make):
     for _ in range(2):  # first the function is freed, then the values in its programs
         gc.collect()
     assert gone() is None
-
-
-def test_new_objects_use_the_programs_of_equal_ones():
-    traces = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Scale:
-        by: float
-
-        def __call__(self, x):
-            traces.append(1)
-            return self.by * x
-
-    for _ in range(2):
-        for by in (2.0, 3.0):
-            assert jnp.array_equal(es.jit(Scale(by))(X), by * X)
-    assert len(traces) == 2

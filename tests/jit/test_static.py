@@ -78,14 +78,10 @@ HASHABLE = [*NUMBERS, *SPECIAL, *NESTED, *TUPLES, *CONFIGS, *MODULES, *SETS]
 # Ways to pass a value to `es.jit(f)`; inside, `read(argument)` returns it.
 PLACES = {
     "argument": (lambda x: x, lambda x: x),
-    "list": (lambda x: [x, X], lambda tree: tree[0]),
-    "dict": (lambda x: {"a": {"b": x}}, lambda tree: tree["a"]["b"]),
     "named tuple": (lambda x: Pair(X, x), lambda tree: tree.b),
     "key of a dict": (lambda x: {x: X}, lambda tree: next(iter(tree))),
     "node": (lambda x: [Node(x)], lambda tree: tree[0].aux),
     "static field": (lambda x: Layer(1.0, x), lambda layer: layer.tag),
-    "inner": (lambda x: [Model(Layer(1.0, x))], lambda tree: tree[0].layer.tag),
-    "leaf of a module": (lambda x: Model(Layer(1.0), x), lambda model: model.other),
     "partial": (lambda x: eqx.Partial(max, x), lambda f: f.args[0]),
 }
 
@@ -116,30 +112,6 @@ def test_the_factory_of_a_defaultdict_is_compared():
         assert y.dtype == jnp.result_type(factory)
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, True, 1.0, (1, True), (True, 1)])
-def test_types_are_compared_in_keywords_functions_and_owned_modules(value):
-    layer = Layer(1.0, value)  # the functions below are called with all values
-    assert by_keyword(X, value=value) == repr(value)
-    assert es.jit(eqx.Partial(read_tag, layer))() == repr(value)
-    assert es.jit(ft.partial(read_tag, layer))() == repr(value)
-    assert es.mutable(read_inside)(Model(layer))[0] == repr(value)
-    assert es.mutable(read_inside)(Model(Layer(1.0), value))[0] == repr(value)
-
-
-@es.jit
-def by_keyword(x, **options):
-    return repr(options["value"])
-
-
-def read_tag(layer):
-    return repr(layer.tag)
-
-
-@es.jit
-def read_inside(model):
-    return repr(model.layer.tag if model.other is None else model.other)
-
-
 NANS = {
     "float": lambda: float("nan"),
     "complex": lambda: complex(0.0, float("nan")),
@@ -148,17 +120,23 @@ NANS = {
 
 
 @pytest.mark.parametrize("case", NANS)
-@pytest.mark.parametrize("place", [p for p in PLACES if p != "key of a dict"])
-def test_a_nan_is_traced_once(place, case):
-    put, read = PLACES[place]
-    f, traces = counted(lambda tree: str(type(read(tree))))
-
-    def check():
+def test_a_nan_is_traced_once(case):
+    for place in ("argument", "static field"):
+        put, read = PLACES[place]
+        f, traces = counted(lambda tree, read=read: str(type(read(tree))))
         for _ in range(3):
             es.jit(f)(put(NANS[case]()))
+        assert len(traces) == 1
 
-    eqx.filter_eval_shape(check)
-    assert len(traces) == 1
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_static_values_that_compare_equal_have_different_programs():
+    f = es.jit(lambda layer: str(layer.tag))
+    for a, b in (
+        (np.datetime64(1, "D"), np.datetime64(1, "s")),
+        (slice(1), slice(True)),
+    ):
+        assert (f(Layer(1.0, a)), f(Layer(1.0, b))) == (str(a), str(b))
 
 
 # --- Unhashable -----------------------------------------------------------------------
@@ -184,7 +162,7 @@ FIELDS += [([1],), ((1,),), {1: 0}, {True: 0}, Options(1), Options(2), [], {}, s
 FIELDS += [OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)]
 
 
-@pytest.mark.parametrize("place", ["static field", "inner", "node"])
+@pytest.mark.parametrize("place", ["static field", "node"])
 def test_static_fields_need_not_be_hashable(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree: repr(read(tree)))
@@ -208,7 +186,7 @@ class Table:
         return np.array([True, True])
 
 
-@pytest.mark.parametrize("place", ["static field", "inner", "node"])
+@pytest.mark.parametrize("place", ["static field", "node"])
 def test_static_values_whose_comparison_is_not_a_bool_are_compared_by_identity(place):
     put, read = PLACES[place]
     f, traces = counted(lambda tree: type(read(tree)).__name__)
@@ -227,7 +205,6 @@ UNHASHABLE = {
     "argument": (lambda f: f(X, {1}), r"args\[1\]"),
     "inside": (lambda f: f([{"a": (X, {1})}]), r"args\[0\]\[0\]\['a'\]\[1\]"),
     "by name": (lambda f: es.jit(lambda x: x)([{1}]), r"x\[0\]"),
-    "keyword": (lambda f: f(o=[X, {1}]), r"o\[1\]"),
     "field": (lambda f: f([Model(X, {1})]), r"args\[0\]\[0\]\.other"),
     "method": (lambda f: es.jit(Model(X, {1}).replace)(), "__self__.other"),
     "partial": (lambda f: es.jit(eqx.Partial(f, {1}))(), r"args\[0\]"),
@@ -243,20 +220,11 @@ def test_the_error_for_an_unhashable_value_names_its_path(case):
         call(es.jit(lambda *args, **kwargs: 0))
 
 
-UNHASHABLE_OWNED = {
-    "argument": lambda m: es.jit(lambda m: 0)(m),
-    "closure": lambda m: es.jit(lambda: m)(),
-    "module": lambda m: es.jit(m.layer)(X),
-    "part": lambda m: es.jit(lambda layer: 0)(m.layer),
-}
-
-
-@pytest.mark.parametrize("case", UNHASHABLE_OWNED)
-def test_an_unhashable_value_of_an_owned_module_is_named(case):
+def test_an_unhashable_value_of_an_owned_module_is_named():
     model = Model(Called(Layer(1.0), {1}))
     match = r"`es\.jit`: `layer\.other` is a `set`, which cannot be hashed"
     with untouched(es.filter(model)), pytest.raises(TypeError, match=match):
-        es.mutable(UNHASHABLE_OWNED[case])(model)
+        es.mutable(lambda m: es.jit(lambda: m)())(model)
 
 
 # --- Dataclasses ----------------------------------------------------------------------

@@ -59,9 +59,6 @@ class Log:
 
 
 WRAPPERS = {
-    "mutable": lambda m: es.jit(es.mutable(m)),
-    "method": lambda m: es.jit(es.mutable(m.__call__)),
-    "mapped": lambda m: es.jit(es.mutable(es.vmap(m))),
     "inside": lambda m: es.mutable(es.jit(m)),
     "decorated": lambda m: es.mutable(m.decorated),
     "partial": lambda m: es.jit(eqx.Partial(es.mutable(call), m)),
@@ -85,27 +82,6 @@ def test_a_loop_over_fresh_wrappers_of_a_model_traces_once(case):
 
 
 # --- Several traces -------------------------------------------------------------------
-
-
-def test_functions_are_not_confused():
-    def make(by):
-        return lambda x: by * x
-
-    first, second = make(2.0), make(3.0)
-    for f, by in [(first, 2.0), (second, 3.0), (first, 2.0)]:
-        assert jnp.array_equal(es.jit(f)(X), by * X)
-
-    layer = Layer(2.0).eval()
-
-    def closes_over(by):
-        return lambda x: by * layer.again(x)
-
-    for by in (2.0, 3.0, 2.0):
-        assert jnp.array_equal(es.jit(closes_over(by))(X), 2 * by * X)
-    assert es.jit(layer.again)(X)[0] == 2.0
-    assert es.mutable(es.jit(layer.__call__))(X)[1].count == 1
-    assert es.jit(eqx.Partial(jnp.add, X))(X)[0] == 2.0
-    assert es.jit(eqx.Partial(jnp.subtract, X))(X)[0] == 0.0
 
 
 def python_calls(f, *args):

@@ -2,7 +2,9 @@
 
 import copy
 import functools as ft
+import operator
 import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -53,33 +55,11 @@ def equal(a, b):
 # --- `init(seed_or_key)` ------------------------------------------------------------
 
 
-def test_init_returns_a_new_model():
-    model = Net()
-    new = model.init(42)
-    assert not model.initialized
-    assert isinstance(model.a.w, es.Initializer)
-    assert new.initialized
-    assert not new.initializing
-    assert new.a.w.shape == (3,)
-    assert new.linear.weight.shape == (2, 3)
-    y, new = es.mutable(new)(jnp.ones(3))
-    assert y.shape == (2,)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [42, np.int64(42), jnp.uint32(42), jr.key(42)],
-    ids=repr,
-)
+@pytest.mark.parametrize("seed", [np.int64(42), jnp.uint32(42), jr.key(42)], ids=repr)
 def test_a_seed_or_a_key(seed):
-    assert equal(Net().init(seed), Net().init(42))
     assert equal(es.init(Net(), seed), Net().init(42))
-
-
-def test_init_with_different_seeds_and_legacy_keys():
-    assert not equal(Net().init(0), Net().init(1))
+    assert not equal(es.init(Net(), seed), Net().init(1))
     legacy = Net().init(jr.PRNGKey(0))
-    assert legacy.initialized
     assert not equal(legacy, Net().init(jr.PRNGKey(1)))
 
 
@@ -135,18 +115,6 @@ def test_an_array_a_pytree_or_a_module():
     assert jax.tree.structure(new) == structure
 
 
-def test_initializers_in_containers_and_in_plain_modules():
-    class Plain(eqx.Module):
-        w: jax.Array
-        parts: list
-
-    model = Plain(es.Initializer(ones), [es.Initializer(ones), jnp.zeros(1)])
-    new = es.init(model, 0)
-    assert (new.w == 1).all()
-    assert (new.parts[0] == 1).all()
-    assert new.parts[1] is model.parts[1]
-
-
 def test_lazy_is_the_layer_with_a_key():
     def cls(*args, key, **kwargs):
         return {"args": args, "kwargs": kwargs, "key": key}
@@ -158,35 +126,14 @@ def test_lazy_is_the_layer_with_a_key():
     assert made["key"] == key
 
 
-def test_lazy_in_lazy():
-    def block(size, *, key):
-        del key
-        return eqx.nn.Sequential([es.lazy(eqx.nn.Linear, size, size) for _ in range(2)])
-
-    a, b = es.init([es.lazy(block, 3)], 0)[0].layers
-    assert a.weight.shape == b.weight.shape == (3, 3)
-    assert (a.weight != b.weight).any()
-
-
 # --- Partly initialized models, and a second `init` ---------------------------------
-
-
-def test_initialized_values_do_not_change():
-    model = Net().replace(a=Lazy().init(0))
-    assert not model.initialized
-    new = model.init(5)
-    assert new.a.w is model.a.w
-    assert (new.b.w == Net().init(5).b.w).all()
 
 
 def test_init_twice_changes_nothing():
     model = Net().init(0)
     again = model.init(1)
     assert equal(model, again)
-    assert all(
-        a is b
-        for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True)
-    )
+    assert all(map(operator.is_, jax.tree.leaves(model), jax.tree.leaves(again)))
     trained = eqx.tree_at(lambda m: m.a.n, model, jnp.array(7))
     assert trained.init(3, jnp.ones(3)).a.n == 7
 
@@ -204,14 +151,8 @@ def test_a_placeholder_is_not_an_array():
 
 @pytest.mark.parametrize(
     "use",
-    [
-        lambda w: jnp.dot(jnp.ones(3), w),
-        jnp.exp,
-        lambda w: w * jnp.ones(3),
-        lambda w: w[0],
-        lambda w: w.shape,
-    ],
-    ids=["dot", "exp", "*", "index", "shape"],
+    [jnp.exp, lambda w: w * jnp.ones(3), lambda w: w[0], lambda w: w.shape],
+    ids=["exp", "*", "index", "shape"],
 )
 def test_using_a_placeholder_is_an_error_that_says_what_it_is(use):
     with pytest.raises(es.NotInitializedError, match=r"model\.init\(42\)"):
@@ -231,15 +172,14 @@ def test_a_lazy_model_pickles_where_its_functions_do():
 # --- Under transforms ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, jr.key(0)], ids=["seed", "key"])
-def test_filter_eval_shape(seed):
+def test_filter_eval_shape():
     calls = []
 
     class Counts(Net):
         def module_init(self, key):
             calls.append(isinstance(self.a.w, jax.core.Tracer))
 
-    shapes = eqx.filter_eval_shape(Counts().init, seed)
+    shapes = eqx.filter_eval_shape(Counts().init, 0)
     real = Counts().init(0)
     assert calls == [True, False]
     assert shapes.a.w == jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -247,39 +187,18 @@ def test_filter_eval_shape(seed):
     assert list(map(describe, es.parts(shapes))) == list(map(describe, es.parts(real)))
 
 
-@pytest.mark.parametrize("jit", [eqx.filter_jit, es.jit], ids=["filter_jit", "jit"])
-def test_under_jit(jit):
+def test_under_jit():
     key = jr.key(0)
-    jitted = jit(Net().init)(key)
-    assert jax.tree.structure(jitted) == jax.tree.structure(Net().init(key))
-    np.testing.assert_allclose(jitted.a.w, Net().init(key).a.w, rtol=1e-6)
-
-
-def test_a_function_under_jit_may_initialize_its_argument():
-    net = es.jit(lambda net: net.init(0))(Net())
-    np.testing.assert_allclose(net.a.w, Net().init(0).a.w, rtol=1e-6)
-
-
-@pytest.mark.parametrize("vmap", [eqx.filter_vmap, es.vmap], ids=["filter_vmap", "es"])
-def test_under_vmap(vmap):
-    keys = jr.split(jr.key(0), 4)
-    ensemble = vmap(Net().init)(keys)
-    for i in range(4):
-        np.testing.assert_allclose(ensemble.a.w[i], Net().init(keys[i]).a.w, rtol=1e-6)
+    jitted, eager = es.jit(Lazy().init)(key), Lazy().init(key)
+    assert eqx.tree_equal(jitted, eager, rtol=1e-6)
 
 
 USES = {
     "mutable": lambda net, x: es.mutable(net)(x),
-    "jit": lambda net, x: es.jit(net)(x),
-    "vmap": lambda net, x: es.vmap(lambda x, net: net(x), (0, None))(x[None], net),
     "checkpoint": lambda net, x: es.checkpoint(net)(x),
     "scan": lambda net, x: es.scan(lambda net, x: (net, net(x)), net, x[None]),
-    "while_loop": lambda net, x: es.while_loop(lambda x: x[0] < 0, net, x),
-    "fori_loop": lambda net, x: es.fori_loop(0, 2, lambda i, x: net(x), x),
     "cond": lambda net, x: es.cond(True, net, net, x),
-    "vjp": lambda net, x: es.vjp(net, x),
     "value_and_grad": lambda net, x: es.value_and_grad(net)(x),
-    "not called": lambda net, x: es.checkpoint(lambda net, x: x)(net, x),
     "after an owned model": lambda net, x: es.mutable(
         lambda other: es.checkpoint(lambda other, net: x)(other, net)
     )(Net().init(0)),
@@ -311,22 +230,6 @@ def test_a_hook_that_has_not_run_is_named_by_its_path():
         es.mutable(lambda models: None)([0, Hooked()])
 
 
-@pytest.mark.parametrize("transform", [es.vmap, es.jit], ids=["vmap", "jit"])
-def test_a_function_may_initialize_a_model_that_it_closes_over(transform):
-    class Net(es.Module):
-        linear: eqx.nn.Linear
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    net, keys = Net(es.lazy(eqx.nn.Linear, 3, 2)), jr.split(jr.key(0), 4)
-    keys = keys if transform is es.vmap else keys[0]
-    weights = transform(lambda key: net.init(key).linear.weight)(keys)
-    assert weights.shape[-2:] == (2, 3)
-    with pytest.raises(es.NotInitializedError, match="initialized: `linear` is"):
-        transform(lambda key: net(jnp.ones(3)))(keys)
-
-
 # --- Bad input ----------------------------------------------------------------------
 
 
@@ -342,3 +245,70 @@ def test_lazy_requires_a_class_and_no_key(getkey):
     for args, kwargs in ((layer,), {}), ((eqx.nn.Linear, 2, 3), {"key": getkey()}):
         with pytest.raises(TypeError, match=f"(?s)without the key.*{right}"):
             es.lazy(*args, **kwargs)
+
+
+# --- `module_init` --------------------------------------------------------------------
+
+
+def test_hooks_run_after_all_initializers_children_first():
+    order = []
+
+    class Hooked(es.Module):
+        name: str = eqx.field(static=True)
+        w: es.Parameter
+        inner: es.Module | None = None
+        b: es.Parameter | None = None
+
+        def module_init(self, key):
+            assert self.w.shape == (3,)
+            assert self.inner is None or self.inner.b is not None
+            order.append(self.name)
+            self.b = jr.normal(key, (2,))
+
+    later = es.Initializer(lambda key: order.append("draw") or jnp.ones(3))
+    tree = Hooked("root", later, Hooked("middle", later, Hooked("leaf", later)))
+    new = es.init(tree, 0)
+    assert order == ["draw"] * 3 + ["leaf", "middle", "root"]
+    drawn = [new.b, new.inner.b, new.inner.inner.b]
+    assert len({tuple(b.tolist()) for b in drawn}) == 3
+
+
+class Counted(es.Module):
+    runs: es.State = 0
+    extra: es.Parameter | None = None
+    label: str = eqx.field(static=True, default="new")
+
+    def module_init(self, key):
+        self.runs = self.runs + 1
+        self.extra = es.Initializer(lambda key: jnp.ones(3))
+        self.label = "done"
+
+    def __call__(self, x):
+        return x
+
+
+def test_a_hook_may_assign_any_field_and_runs_once_in_a_life():
+    model = Counted()
+    assert not model.initialized
+    new = model.init(0)
+    assert new.initialized
+    assert (new.runs, new.label) == (1, "done")
+    assert (new.extra == 1).all()
+    assert model.runs == 0
+    for twin in (new, pickle.loads(pickle.dumps(new)), es.mutable(new)(1.0)[1]):
+        assert twin.initialized
+        assert twin.init(1, jnp.ones(1)).runs == 1
+
+
+def test_a_hook_may_replace_an_array_by_a_layer():
+    class Layer(es.Module):
+        calls: es.State = 0
+
+    class Net(es.Module):
+        layer: Any
+
+        def module_init(self, key):
+            self.layer = Layer()
+            self.layer.calls = self.layer.calls + 1
+
+    assert Net(jnp.zeros(())).init(0).layer.calls == 1

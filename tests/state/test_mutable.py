@@ -9,8 +9,6 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
-import jax.tree_util as jtu
 import pytest
 from helpers import untouched
 from models import Counter, counts
@@ -21,30 +19,11 @@ import eqx_state as es
 # --- The result ---------------------------------------------------------------------
 
 
-def test_returns_output_and_new_model_and_leaves_the_old_alone():
-    model = Counter()
-    with untouched(model):
-        y, new = es.mutable(model)(3.0)
-    assert y == 6.0
-    assert new.count == 1
-    assert new.weight is model.weight
-    assert type(new) is Counter
-
-
-def test_arguments_and_keywords_are_passed_on():
-    def f(model, *args, scale, **kwargs):
-        return model.step(), args, scale, kwargs
-
-    out, _ = es.mutable(f)(Counter(), 1, 2, scale=3, other=4)
-    assert out == (1, (1, 2), 3, {"other": 4})
-
-
 NAMES = ["f", "self", "args", "model"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("run", [es.mutable, es.grad, es.capture])
-def test_a_keyword_argument_may_have_any_name(run, name):
+def test_a_keyword_argument_may_have_any_name(name):
     class Scaled(es.Module):
         weight: es.Parameter = 2.0
 
@@ -58,8 +37,8 @@ def test_a_keyword_argument_may_have_any_name(run, name):
 
     model = Scaled()
     for f, args in [(model, ()), (model.method, ()), (function, (model,))]:
-        out = run(f)(*args, 3.0, **{name: 5.0})
-        assert jax.tree.leaves(out)[0] == (15.0 if run is es.grad else 30.0)
+        assert es.mutable(f)(*args, 3.0, **{name: 5.0})[0] == 30.0
+        assert es.grad(f)(*args, 3.0, **{name: 5.0})[0].weight == 15.0
 
 
 # --- Which model is made writable ---------------------------------------------------
@@ -73,10 +52,9 @@ def call(model, x=1.0, *, scale=1.0):
 class Trainer:
     """An object that is not a module: its methods take the model as an argument."""
 
+    @es.jit
     def step(self, model, x):
         return model(x)
-
-    jitted = es.jit(step)
 
 
 class Methods(es.Module):
@@ -106,37 +84,25 @@ class Holder(eqx.Module):
     def __call__(self, x):
         return self.inner(x)
 
-    def method(self, x):
-        return self.inner(x)
-
 
 C = Counter()
 TARGETS = {
     "module": (C, (1.0,)),
     "bound method": (C.step, ()),
-    "bound dunder": (C.__call__, (1.0,)),
     "partial of a module": (ft.partial(C, 1.0), ()),
     "plain module": (Holder(C), (1.0,)),
-    "method of a plain module": (Holder(C).method, (1.0,)),
     "function": (call, (C, 1.0)),
-    "partial of a method": (ft.partial(C.step), ()),
     "partial of a function": (ft.partial(call, x=1.0), (C,)),
-    "jax partial of a function": (jtu.Partial(call, x=1.0), (C,)),
     "eqx.Partial of a function": (eqx.Partial(call, x=1.0), (C,)),
-    "partial that binds a model": (ft.partial(lambda a, m: m(1.0), C), (C,)),
-    "method of a plain object": (Trainer().step, (C, 1.0)),
-    "decorated method of a plain object": (Trainer().jitted, (C, 1.0)),
+    "decorated method of a plain object": (Trainer().step, (C, 1.0)),
     "decorated method of a module": (Methods(C).jitted, (1.0,)),
     "decorated method under es.vmap": (Methods(C).mapped, (jnp.ones(2),)),
     "es.vmap of a method": (es.vmap(C.step, axis_size=2), ()),
-    "es.vmap of es.vmap": (es.vmap(es.vmap(C)), (jnp.ones((2, 2)),)),
     "es.vmap of a function": (es.vmap(call, in_axes=(None, 0)), (C, jnp.ones(2))),
     "partial of es.vmap of a function": (
         ft.partial(es.vmap(call, in_axes=None), x=jnp.ones(2)),
         (C,),
     ),
-    "partial of es.vmap of a model": (ft.partial(es.vmap(C), jnp.ones(2)), ()),
-    "list": (lambda ms, x: ms[1](x), ([None, C], 1.0)),
     "nested": (lambda ms, x: ms["m"][0][1](x), ({"m": [(0, C)]}, 1.0)),
     "sequential": (eqx.nn.Sequential([eqx.nn.Identity(), C]), (1.0,)),
 }
@@ -174,38 +140,23 @@ def test_a_model_with_an_attribute_wrapped_is_a_model():
 
 
 BOUND = {
-    "partial": ft.partial(call, C),
     "keyword": ft.partial(call, model=C),
-    "jax partial": jtu.Partial(call, C),
     "eqx.Partial": eqx.Partial(call, C),
     "partial of es.vmap": ft.partial(es.vmap(call, in_axes=(None, 0)), C),
     "eqx.Partial of a wrapper": eqx.Partial(eqx.filter_jit(call), C),
-    "partial of a partial": ft.partial(ft.partial(call, C), scale=1.0),
 }
 
 
 @pytest.mark.parametrize("name", BOUND)
 def test_a_model_that_only_a_partial_binds_is_an_error(name):
-    for run in (es.mutable, es.grad, es.value_and_grad, es.capture):
-        what = f"es.{run.__name__}"
-        with pytest.raises(TypeError, match=what) as info:
+    for run in (es.mutable, es.grad):
+        with pytest.raises(TypeError, match=f"es.{run.__name__}") as info:
             run(BOUND[name])(jnp.ones(2))
         for fragment in ("partial that binds the `Counter`", "argnums=0"):
             assert fragment in str(info.value)
     # An argument that is named is the model, whatever a partial binds.
     y, new = es.mutable(ft.partial(lambda m, x: m.weight * x, C), argnums=0)(2.0)
     assert (y, new) == (4.0, 2.0)
-
-
-def test_the_gradient_of_a_partial_is_that_of_the_first_argument():
-    def distill(teacher, student, x):
-        return jnp.sum((student(x) - teacher(x)) ** 2)
-
-    teacher, student, x = Counter(3.0), Counter(5.0), jnp.ones(2)
-    loss = ft.partial(distill, teacher.eval())
-    (_, new), grads = es.value_and_grad(loss)(student.eval(), x)
-    assert grads.weight == eqx.filter_grad(loss)(student.eval(), x).weight
-    assert new.weight is student.weight
 
 
 # --- A wrapper is a pytree ----------------------------------------------------------
@@ -220,23 +171,6 @@ def test_wrapper_is_a_pytree_of_the_model():
     assert doubled(1.0)[0] == 4.0
     other = es.mutable(a, kinds=es.TreePart)
     assert jax.tree.structure(other) != jax.tree.structure(es.mutable(a))
-
-
-def test_filter_jit_of_the_wrapper_traces_the_parameters():
-    traces = []
-
-    class Traced(Counter):
-        def __call__(self, x):
-            traces.append(isinstance(self.weight, jax.core.Tracer))
-            return super().__call__(x)
-
-    model = Traced()
-    for i in range(1, 4):
-        y, model = eqx.filter_jit(es.mutable(model))(jnp.array(1.0))
-        assert (y, model.count) == (2.0, i)
-    y, _ = eqx.filter_jit(es.mutable(model.replace(weight=5.0)))(jnp.array(1.0))
-    assert y == 5.0
-    assert traces == [True]
 
 
 def test_wrapper_of_a_function():
@@ -302,57 +236,15 @@ def test_other_attribute_errors_are_raised_unchanged():
             es.mutable(f)(model)
 
 
-def test_a_state_that_is_passed_by_hand_does_not_change():
-    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
-
-    def f(norm, xs):
-        axes = (0, None)
-        return jax.vmap(norm, in_axes=axes, out_axes=axes, axis_name="batch")(xs, state)
-
-    (_, new), _ = es.mutable(f)(norm, jnp.ones((4, 3)))
-    assert new.get(norm.batch_counter) == 1
-
-
 def test_a_scope_leaves_no_reference_cycle():
-    class Counter(es.Module):
-        w: es.Parameter
-        n: es.State = 0
-
-        def __call__(self, x):
-            self.n = self.n + 1
-            return self.w * x
-
     model, old = Counter(jnp.ones(1000)), []
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
-            old.append(weakref.ref(model.w))
+            old.append(weakref.ref(model.weight))
             _, model = es.mutable(model)(1.0)
-            model = model.replace(w=0.9 * model.w)
+            model = model.replace(weight=0.9 * model.weight)
         assert [x() for x in old[:2]] == [None, None]
     finally:
         gc.enable()
-
-
-def test_functions_that_equinox_has_wrapped_take_the_model_as_an_argument():
-    class Net(es.Module):
-        w: es.Parameter = 2.0
-
-        @eqx.filter_jit
-        def encode(self, x):
-            return self.w * x
-
-    @eqx.filter_jit
-    def loss(net, x):
-        return jnp.sum(net.w * x)
-
-    net, x = Net(), jnp.ones(3)
-    for f, args in ((loss, (net, x)), (net.encode, (x,))):
-        _, new = es.mutable(f)(*args)
-        assert type(new) is Net
-    (value, _), grads = es.value_and_grad(loss)(net, x)
-    assert (value, grads.w) == (6.0, 3.0)
-    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
-    _, new = es.mutable(eqx.filter_vmap(linear))(jnp.ones((2, 3)))
-    assert eqx.tree_equal(new, eqx.filter_vmap(linear))

@@ -13,7 +13,7 @@ from helpers import untouched
 from models import Counter, counts, Pair
 
 import eqx_state as es
-from eqx_state._state.scope import is_any_open, Scope
+from eqx_state._state.scope import is_any_open
 
 
 # --- Snapshots and copies -----------------------------------------------------------
@@ -21,13 +21,8 @@ from eqx_state._state.scope import is_any_open, Scope
 
 @pytest.mark.parametrize(
     "pick",
-    [
-        lambda m: m,
-        lambda m: [m.a, {"x": m}],
-        lambda m: m.a.step,
-        lambda m: es.mutable(m.a),
-    ],
-    ids=["self", "containers", "method", "wrapper"],
+    [lambda m: [m.a, {"x": m}], lambda m: m.a.step, lambda m: es.mutable(m.a)],
+    ids=["containers", "method", "wrapper"],
 )
 def test_modules_in_the_output_are_frozen_snapshots(pick):
     def f(model):
@@ -94,8 +89,8 @@ def test_contexts_of_jax_do_not_count_as_transforms(context):
 
 @pytest.mark.parametrize(
     "start",
-    [0, True, 0.0, np.array(0, np.int16), np.zeros(2)],
-    ids=lambda x: f"{type(x).__name__}-{jnp.result_type(x)}-{jnp.ndim(x)}",
+    [0, True, np.array(0, np.int16), np.zeros(2)],
+    ids=repr,
 )
 def test_a_jitted_loop_compiles_once(start):
     class Net(es.Module):
@@ -121,37 +116,17 @@ def test_a_jitted_loop_compiles_once(start):
     assert model.numbers["n"] == 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize(
-    "lifted",
-    [
-        lambda f: lambda xs: f(xs),
-        es.vmap,
-        lambda f: lambda xs: es.scan(lambda c, x: (c, f(x)), None, xs),
-    ],
-    ids=["none", "vmap", "scan"],
-)
-def test_after_a_call_no_scope_is_open(lifted, fails):
+def test_after_a_call_that_fails_no_scope_is_open():
     def f(model, xs):
+        @es.vmap
         def one(x):
-            model.step()
-            if fails:
-                raise ZeroDivisionError
-            return x
+            assert is_any_open()
+            raise ZeroDivisionError
 
-        lifted(one)(xs)
+        one(xs)
 
-    donating = es.jit(lambda x: x + 1, donate="all")
     with contextlib.suppress(ZeroDivisionError):
         es.mutable(f)(Counter(), jnp.ones(2))
-    assert donating(jnp.array(1.0)) == 2.0  # inside a scope, this would be an error
-
-
-def test_a_scope_is_open_only_inside_its_context():
-    scope = Scope((es.State,))
-    assert not is_any_open()
-    with scope:
-        assert is_any_open()
     assert not is_any_open()
 
 

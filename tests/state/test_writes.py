@@ -1,4 +1,4 @@
-"""Writes in a scope: kinds, numbers, weak types, shapes, dtypes."""
+"""Writes in a scope: kinds, numbers, weak types, shapes, dtypes, containers."""
 
 import contextlib
 import dataclasses
@@ -38,24 +38,17 @@ def test_every_kind_of_state_is_written_by_default():
         state: es.State
         stat: es.BatchStat
         rng: es.Rng
-        legacy: es.Rng
         opt: es.OptState
         cache: Cache
         noted: Annotated[jax.Array, es.State]
         given: jax.Array = es.field(kind=Cache)
-        key: jax.Array = dataclasses.field(default_factory=lambda: jr.key(0))
 
-    names = [f.name for f in dataclasses.fields(All) if f.name != "legacy"]
-    names = [n for n in names if n in All.__annotations__]
-    zero, one = jnp.zeros(2), jnp.ones(2)
-    new_key, legacy = jr.key(1), jr.PRNGKey(1)
-    model = All(zero, zero, jr.key(0), jr.PRNGKey(0), zero, zero, zero, zero)
-    values = {n: new_key if n in ("rng", "key") else one for n in names}
-    new = write(model, **values, legacy=legacy)
-    for name, value in values.items():
-        assert (getattr(new, name) == value).all()
-    assert (new.legacy == legacy).all()
-    assert (model.state == 0).all()
+    zero, key = jnp.zeros(2), jr.PRNGKey(1)
+    model = All(zero, zero, jr.PRNGKey(0), zero, zero, zero, zero)
+    values = {f.name: jnp.ones(2) for f in dataclasses.fields(All)} | {"rng": key}
+    new = write(model, **{name: values[name] for name in All.__annotations__})
+    for name in All.__annotations__:
+        assert (getattr(new, name) == values[name]).all()
 
 
 def test_the_effective_kind_decides():
@@ -89,26 +82,14 @@ def test_the_effective_kind_decides():
         es.mutable(lambda m: setattr(m, "plain", {**m.plain, "w": jnp.ones(2)}))(model)
 
 
-def test_assigning_the_current_value_is_not_a_write():
-    model = Layer()
-
-    def f(m):
-        m.weight = m.weight
-
-    _, new = es.mutable(f)(model)
-    assert new.weight is model.weight
-
-
 # --- Numbers, weak types, shapes, dtypes --------------------------------------------
 
 
 F32, I32, F16, BOOL = jnp.float32, jnp.int32, jnp.float16, jnp.bool_
 FITS = [
     (F32, 3, 3.0),
-    (F16, 0.5, 0.5),
     (I32, True, 1),
     (BOOL, True, True),
-    (jnp.complex64, 1j, 1j),
 ]
 DOES_NOT_FIT = [
     (I32, 1.5),
@@ -150,37 +131,29 @@ def test_a_number_is_never_truncated(dtype, number, weak):
         es.mutable(model)(number)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16])
-def test_weak_types_become_strong(dtype):
-    model = Slot(jnp.zeros((), dtype))
-    assert jnp.asarray(1.0).weak_type
+def test_weak_types_become_strong():
+    model = Slot(jnp.zeros((), F16))
     for value in (jnp.asarray(1.0), jnp.asarray(2)):
+        assert value.weak_type
         _, new = es.mutable(model)(value)
-        assert new.x.dtype == dtype
+        assert new.x.dtype == F16
         assert not new.x.weak_type
     _, new = jax.jit(lambda m: es.mutable(m)(jnp.sin(1.0) * 2))(model)
     assert not new.x.weak_type
 
 
 @pytest.mark.parametrize(
-    "value", [np.float64(0.5), np.array(0.5)], ids=["float64", "array"]
+    "value", [np.float64(0.5), np.array(0.5)], ids=["f64", "array"]
 )
-@pytest.mark.parametrize("start", ["jax", "same"])
-def test_values_of_numpy_take_the_old_dtype(value, start):
-    # JAX converts NumPy's float64, the type of `np.mean`, to its own float, here
-    # float32.
-    model = Slot(jnp.zeros(()) if start == "jax" else value)
-    _, new = es.mutable(model)(value)
-    assert new.x == 0.5
-    assert jax.dtypes.canonicalize_dtype(new.x.dtype) == F32
-    if start == "jax":
-        assert new.x.dtype == F32
-        assert isinstance(new.x, jax.Array)
+def test_values_of_numpy_take_the_old_dtype(value):
+    # JAX converts NumPy's float64, the type of `np.mean`, to its own float: float32.
+    _, new = es.mutable(Slot(jnp.zeros(())))(value)
+    assert isinstance(new.x, jax.Array)
+    assert (new.x, new.x.dtype) == (0.5, F32)
+    assert es.mutable(Slot(value))(value)[1].x == 0.5
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.int8, np.float64, jnp.bfloat16, jnp.float8_e4m3fn], ids=str
-)
+@pytest.mark.parametrize("dtype", [np.float64, jnp.bfloat16], ids=str)
 def test_an_update_in_place_does_not_change_the_array_of_the_caller(dtype):
     class Net(es.Module):
         n: es.State
@@ -206,20 +179,16 @@ def test_an_update_in_place_does_not_change_the_array_of_the_caller(dtype):
 I64, U64 = np.int64(2**40), np.uint64(2**40)
 TOO_LARGE = {
     "number into int8": (jnp.int8, -129),
-    "number into uint4": (jnp.uint4, -1),
-    "number into int32": (I32, 2**40),
     "number into float16": (F16, 70_000),
     "weak array into uint8": (jnp.uint8, jnp.asarray(300)),
     "NumPy's scalar into uint32": (jnp.uint32, U64),
     "NumPy's array into int32": (I32, np.array([1, -(2**40)])),
 }
 LARGEST = {
-    "number into int4": (jnp.int4, -8),
     "number into bfloat16": (jnp.bfloat16, -256),
     "weak array into bfloat16": (jnp.bfloat16, jnp.asarray(256)),
     "NumPy's scalar into uint32": (jnp.uint32, np.uint64(2**32 - 1)),
     "NumPy's array into int32": (I32, np.array([-(2**31), 2**31 - 1])),
-    "nothing into uint8": (jnp.uint8, jnp.full(0, 1)),
     "nothing of NumPy's into int32": (I32, np.zeros(0, np.int64)),
 }
 
@@ -296,14 +265,73 @@ def test_an_abstract_model_stays_abstract():
     assert new.x == model.x
 
 
-def test_numpy_constants_can_be_used_as_shapes():
-    class Shaped(es.Module):
-        sizes: es.Buffer
+# --- Containers -----------------------------------------------------------------------
 
-        def __call__(self, x):
-            return x.reshape(tuple(self.sizes))
 
-    shaped = Shaped(np.array([2, 3]))
-    y, new = es.mutable(shaped)(jnp.ones(6))
-    assert y.shape == (2, 3)
-    assert new.sizes is shaped.sizes
+class Stats(es.Module):
+    stats: es.State[dict]
+    heads: es.Parameter[dict]
+    history: es.State[list]
+
+    def __init__(self):
+        self.stats = {"a": jnp.zeros(2), "b": {"c": jnp.array(0)}}
+        self.heads = {"w": jnp.zeros(2)}
+        self.history = [jnp.zeros(()), jnp.zeros(())]
+
+
+INTO = {
+    "parameter": (lambda m, x: m.heads.update(w=x), FROZEN, ["heads", "`Parameter`"]),
+    "lost key": (lambda m, x: m.stats.pop("a"), ValueError, ["stats"]),
+    "tracer": (
+        lambda m, x: jax.vmap(lambda x: m.history.__setitem__(1, x))(x),
+        es.TraceError,
+        [r"history\[1\]", r"self\.stats = \{\*\*self\.stats"],
+    ),
+    "parameter's tracer": (
+        lambda m, x: jax.vmap(lambda y: m.heads.update(w=x + y))(x),
+        (es.TraceError, FROZEN),
+        [r"heads\['w'\]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, es.jit])
+def test_a_write_to_a_module_that_is_removed_is_an_error(transform):
+    class Counter(es.Module):
+        n: es.State = 0
+
+        def __call__(self):
+            self.n = self.n + 1
+
+    class Net(es.Module):
+        layers: list[Counter]
+
+        def __call__(self):
+            transform(self.layers[1])()
+            self.layers[1] = Counter()
+
+    model = Net([Counter(), Counter()])
+    with rejects(model, ValueError, r"`layers\[1\]\.n` was written, but its module is"):
+        es.mutable(model)()
+
+
+@pytest.mark.parametrize("name", INTO)
+@jax.check_tracer_leaks(False)  # some leak on purpose
+def test_invalid_writes_to_containers(name):
+    f, error, fragments = INTO[name]
+    with rejects(model := Stats(), error, *fragments):
+        es.mutable(f)(model, jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.5, r"the number 0\.5 would make it float32\. State keeps its dtype"),
+        (jnp.ones(()), r"from `i32\[\]` to `f32\[\]`\. State keeps its shape"),
+        (2**40, r"1099511627776 does not fit into `i32\[\]`"),
+    ],
+)
+def test_the_error_says_why_a_value_does_not_fit(value, said):
+    model = Stats()
+    with rejects(model, ValueError, rf"stats\['b'\]\['c'\].*{said}"):
+        es.mutable(lambda m: m.stats["b"].update(c=value))(model)
