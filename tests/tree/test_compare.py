@@ -40,15 +40,10 @@ TEXT = "a text"
     [
         (ARRAY, ARRAY, True),
         (ARRAY, ARRAY.copy(), False),  # arrays are compared by identity
-        (ARRAY, 0.0, False),
         (0.0, ARRAY, False),
-        (1, 1, True),
         (257, int("257"), True),
         (1, 2, False),
-        (2, 1, False),
         (1, 1.0, False),
-        (1.0, 1, False),
-        (True, 1, False),
         (TEXT, "".join(TEXT), True),
         (math.nan, math.nan, True),  # the same object
         (math.nan, float("nan"), False),
@@ -65,13 +60,10 @@ def found(a, b):
 
 
 DIFFERENT = [
-    (Model(1, 2), Model(1, (2, 3)), (".v", 2, (2, 3))),
     (Model(1, 2, "a"), Model(1, 2, "b"), (".label", "a", "b")),
     (Model(1, 2), Model(1, None), (".v", 2, None)),
-    (Model(None, 2), Model(1, 2), (".w", None, 1)),
     ({"m": [0, {"x": (0,)}]}, {"m": [0, {"x": [0]}]}, ("['m'][1]['x']", (0,), [0])),
     ({"x": 0}, {"y": 0}, ("", {"x": 0}, {"y": 0})),
-    ([0, (0, 0)], [(0, 0), 0], ("[0]", 0, (0, 0))),
     (Model((1, 2), (3, 4)), Model((1, 2), (3,)), (".v", (3, 4), (3,))),
 ]
 
