@@ -19,22 +19,11 @@ class Norm(es.Module):
     dropout: es.nn.Dropout
     momentum: float = eqx.field(static=True, default=0.5)
 
-    def __call__(self, x, *, key=None):
-        if self.training and not self.frozen:
-            mean = jax.lax.pmean(x, "batch")
-            self.mean = self.momentum * self.mean + (1 - self.momentum) * mean
-        return self.dropout(self.scale * (x - self.mean))
-
 
 class Net(es.Module):
     layers: list[Any]
     heads: dict[str, Any]
     table: es.Buffer[Any]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.heads["a"](x) + self.table["shift"]
 
 
 def norm(seed=0):
@@ -50,10 +39,8 @@ def net():
 
 
 TREES = {
-    "a model": net,
-    "in eval mode": lambda: net().eval(),
-    "half frozen": lambda: net().freeze(lambda m: m.layers[1]),
-    "a filtered model": lambda: net().filter(es.Parameter),
+    "a model": lambda: net().freeze(lambda m: m.layers[1]),
+    "a filtered model": lambda: net().filter(es.Rng),
     "before init": lambda: eqx.tree_at(
         lambda m: m.layers[0], net(), es.lazy(eqx.nn.Linear, 2, 2)
     ),
@@ -86,30 +73,25 @@ def same_leaves(tree):
 
 FUNCTIONS = {
     "parts": es.parts,
-    "filter": lambda t: es.filter(t, es.State),
     "partition": lambda t: es.partition(t, es.Parameter, es.State),
     "update": lambda t: es.update(t, es.filter(t, es.Parameter)),
-    "mask": lambda t: es.mask(t, es.trainable),
     "spec": lambda t: es.spec(t, {es.State: 0, ...: 1}),
     "map": lambda t: es.map(lambda x: x * 0, t, on=es.Parameter),
-    "modules": es.modules,
     "map_modules": lambda t: es.map_modules(lambda m, name: None, t),
     "reseed": lambda t: es.reseed(t, 0),
-    "train": es.train,
     "eval": es.eval,
     "freeze": lambda t: es.freeze({"t": t, "n": norm()}),
-    "unfreeze": lambda t: es.unfreeze({"t": t, "n": norm()}),
     "configure": lambda t: es.configure([t, norm()], momentum=0.1, mean=1.0),
     "init": lambda t: es.init(t, 0),
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @every_tree
-def test_no_function_modifies_its_input(make, name):
+def test_no_function_modifies_its_input(make):
     tree = make()
     with same_leaves(tree):
-        FUNCTIONS[name](tree)
+        for function in FUNCTIONS.values():
+            function(tree)
 
 
 @every_tree
