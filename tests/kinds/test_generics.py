@@ -145,10 +145,7 @@ def test_arguments_for_a_type_variable_tuple_apply_to_all_fields(base):
             typing.Tuple[es.Rng, Unpack[typing.Tuple[es.State, ...]]],  # noqa: UP006, UP044
             [es.Rng, es.State, es.State],
         ),
-        (tuple[*tuple[es.State, ...]], [es.State] * 3),
         (tuple[*tuple[es.State, ...], es.State], [es.State] * 3),
-        (tuple[es.Rng, *tuple[Array, ...]], [es.Rng, es.Parameter, es.Parameter]),
-        (tuple[Array, *tuple[Array, ...]], [es.Parameter] * 3),
         (tuple[es.Rng, es.State], [es.Rng, es.State, es.Parameter]),
     ],
     ids=str,
