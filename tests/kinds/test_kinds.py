@@ -61,30 +61,13 @@ def kinds(tree: Any) -> dict[str, Any]:
 # --- The classes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "base"),
-    [
-        (es.Parameter, es.TreePart),
-        (es.Buffer, es.TreePart),
-        (es.State, es.TreePart),
-        (es.Rng, es.State),
-        (es.BatchStat, es.State),
-        (es.OptState, es.State),
-    ],
-)
-def test_the_hierarchy(kind, base):
-    assert kind.__bases__ == (base,)
-
-
 class First(es.State):
     """A kind from a module whose name sorts before ours."""
 
     __module__ = "a_module"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(es.Rng, "es.Rng"), (Cache, "Cache"), (First, "First")]
-)
+@pytest.mark.parametrize(("kind", "name"), [(es.Rng, "es.Rng"), (First, "First")])
 def test_messages_name_a_kind_as_users_write_it(kind, name):
     with pytest.raises(TypeError, match=f"Write `w: {name}`"):
         kind(1.0)
@@ -168,60 +151,39 @@ class Holder(es.Module):
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (jnp.ones(2), es.Parameter),
-        (np.ones(2), es.Parameter),
         (np.ones(2, dtype=np.float16), es.Parameter),
         (jnp.ones(2, dtype=jnp.bfloat16), es.Parameter),
         (jnp.ones(2, dtype=jnp.complex64), es.Parameter),
         (jax.ShapeDtypeStruct((2,), jnp.float32), es.Parameter),
         (jnp.arange(2), None),
-        (np.arange(2), None),
-        (jnp.array([True]), None),
         (np.array(["a string"]), None),
         (np.zeros(2, dtype=jax.dtypes.float0), None),
-        (jax.ShapeDtypeStruct((2,), jnp.int32), None),
-        (jr.key(0), es.Rng),
         (jr.split(jr.key(0), 3), es.Rng),
         (jax.ShapeDtypeStruct((), jr.key(0).dtype), es.Rng),
         (jr.PRNGKey(0), None),
     ],
     ids=repr,
 )
-def test_without_a_declaration(value, kind):
-    for tree in (Holder(value), value, [value], {"a": ((value,),)}):
+def test_the_kind_of_an_array_without_a_declaration_and_with_one(value, kind):
+    class Declared(es.Module):
+        x: es.State
+
+    for tree in (Holder(value), value, {"a": ((value,),)}):
         (part,) = es.parts(tree)
         assert part.kind is kind
         assert part.value is value
+    assert kinds(Declared(value)) == {"x": es.State}
 
 
-@pytest.mark.parametrize(
-    "value", [1, 1.0, 1j, True, "text", None, jnp.tanh, len, object(), (), {}, es.State]
-)
+@pytest.mark.parametrize("value", [1, True, "text", None, jnp.tanh, object(), ()])
 def test_a_value_that_is_not_an_array_has_no_kind(value):
     class Declared(es.Module):
         x: es.State | Any
-        y: Any
 
-    assert es.parts(Holder(value)) == []
-    assert es.parts([value]) == []
-    tree = eqx.tree_at(
-        lambda m: m.x, Declared(0, 0), value, is_leaf=lambda x: x is None
-    )
+    assert es.parts([Holder(value)]) == []
+    is_none = lambda x: x is None  # noqa: E731
+    tree = eqx.tree_at(lambda m: m.x, Declared(0), value, is_leaf=is_none)
     assert es.parts(tree) == []
-
-
-def test_a_declaration_gives_any_array_the_kind():
-    class Model(es.Module):
-        x: es.State
-
-    for value in (
-        jnp.arange(2),
-        np.array([True]),
-        jr.key(0),
-        jr.PRNGKey(0),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-    ):
-        assert kinds(Model(value)) == {"x": es.State}
 
 
 # --- Innermost, outermost -------------------------------------------------------------
@@ -240,7 +202,7 @@ def test_the_innermost_declaration_wins():
     }
 
 
-@pytest.mark.parametrize("kind", [es.Buffer, es.OptState, Ema, SlowEma])
+@pytest.mark.parametrize("kind", [es.Buffer, SlowEma])
 def test_covering_kinds_cover_all_the_way_down(kind):
     class Middle(eqx.Module):
         leaves: dict[str, list[Leaf]]
