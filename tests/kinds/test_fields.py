@@ -10,6 +10,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from helpers import kinds
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import TypeAliasType
 
@@ -30,15 +31,6 @@ class Cache(es.State):
 
 class Ema(es.TreePart, covering=True):
     pass
-
-
-@pytest.fixture(params=[es.Module, eqx.Module], ids=["es", "eqx"])
-def base(request):
-    return request.param
-
-
-def kinds(tree: Any) -> dict[str, Any]:
-    return {part.name: part.kind for part in es.parts(tree)}
 
 
 ONE = jnp.ones((1, 1))

@@ -1,11 +1,12 @@
 """Generics: the values of type variables, and starred tuples."""
 
 import typing
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Generic, TypeVar, Unpack
 
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
+from helpers import kinds
 from jaxtyping import Array, Float
 from typing_extensions import TypeAliasType, TypeVarTuple
 
@@ -21,15 +22,6 @@ Late = TypeVar("Late", bound="es.BatchStat")
 Later = TypeVar("Later", bound="DefinedLater")  # noqa: F821
 Tagged = TypeAliasType("Tagged", tuple[T, es.Buffer], type_params=(T,))
 ONE = jnp.ones(2)
-
-
-def kinds(tree: Any) -> dict[str, Any]:
-    return {part.name: part.kind for part in es.parts(tree)}
-
-
-@pytest.fixture(params=[es.Module, eqx.Module], ids=["es", "eqx"])
-def base(request):
-    return request.param
 
 
 def test_a_subclass_sets_a_type_variable(base):

@@ -9,6 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from beartype import beartype
+from helpers import kinds
 from jaxtyping import Array, jaxtyped
 
 import eqx_state as es
@@ -52,10 +53,6 @@ class Leaf(es.Module):
 def make_leaf() -> Leaf:
     one = jnp.ones(2)
     return Leaf(one, one, one, one, jnp.arange(2))
-
-
-def kinds(tree: Any) -> dict[str, Any]:
-    return {part.name: part.kind for part in es.parts(tree)}
 
 
 # --- The classes ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import pytest
 import records_elsewhere as elsewhere
-from helpers import rejects
+from helpers import kinds, rejects
 from jaxtyping import Array
 from typing_extensions import (
     ReadOnly,
@@ -26,15 +26,6 @@ T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
 ONE = jnp.ones(2)
-
-
-def kinds(tree: Any) -> dict[str, Any]:
-    return {part.name: part.kind for part in es.parts(tree)}
-
-
-@pytest.fixture(params=[es.Module, eqx.Module], ids=["es", "eqx"])
-def base(request):
-    return request.param
 
 
 def registered(cls: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from helpers import kinds
 
 import eqx_state as es
 
@@ -35,10 +36,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         return module
 
     return make
-
-
-def kinds(tree: Any) -> dict[str, Any]:
-    return {part.name: part.kind for part in es.parts(tree)}
 
 
 ONE = jnp.ones(1)
