@@ -24,28 +24,6 @@ Tagged = TypeAliasType("Tagged", tuple[T, es.Buffer], type_params=(T,))
 ONE = jnp.ones(2)
 
 
-def test_a_subclass_sets_a_type_variable(base):
-    class Holder(base, Generic[T]):
-        value: T
-        more: list[T]
-        text: "dict[str, T]"
-
-    class Counter(Holder[es.State]):
-        pass
-
-    class Deeper(Counter):
-        own: es.Buffer
-
-    model = Deeper(ONE, [ONE], {"a": ONE}, ONE)
-    assert kinds(model) == {
-        "value": es.State,
-        "more[0]": es.State,
-        "text['a']": es.State,
-        "own": es.Buffer,
-    }
-    assert set(kinds(Holder(ONE, [ONE], {"a": ONE})).values()) == {es.Parameter}
-
-
 def test_type_variables_are_passed_on_to_base_classes(base):
     class Two(base, Generic[A, B]):
         a: A

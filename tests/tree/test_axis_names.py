@@ -2,7 +2,7 @@
 
 import types
 import typing
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -88,12 +88,6 @@ def test_names_in_containers(annotation):
     assert names == {"w": container([("a", "b")])}
 
 
-def test_the_elements_of_a_tuple_have_their_own_names():
-    value = jnp.zeros((3, 2)), jnp.zeros(3), jnp.zeros(3)
-    annotation = tuple[AB, Float[Array, " c"], Array]
-    assert names_of_field(annotation, value) == (("a", "b"), ("c",), (None,))
-
-
 def test_names_come_through_type_variables():
     class Box(eqx.Module, Generic[T]):
         content: T
@@ -119,35 +113,20 @@ def test_names_come_through_type_variables():
     assert es.axis_names(Child(jnp.zeros((3, 2)))).content == ("a", "b")
 
 
-def test_names_in_records():
-    class Pair(NamedTuple):
-        weight: AB
-        layer: Annotated[eqx.nn.Linear, es.Axes(weight="c d")]
-
-    names = es.axis_names([Pair(jnp.zeros((3, 2)), linear())])
-    assert names[0].weight == ("a", "b")
-    assert names[0].layer.weight == ("c", "d")
-
-
 # --- Trees ----------------------------------------------------------------------------
 
 
 def test_every_array_has_a_tuple_and_everything_else_none():
     class Net(es.Module):
-        layer: eqx.nn.MLP
+        layer: eqx.nn.Linear
         key: Key[Array, " keys"]
         table: Int[np.ndarray, "n"]  # noqa: F821 (an axis)
         name: str
-        size: int = eqx.field(static=True)
 
-    layer = eqx.nn.MLP(2, 2, 2, 1, key=jr.key(0))
-    net = Net(layer, jr.split(jr.key(0)), np.zeros(3, "i4"), "net", 1)
-    names = es.axis_names((net, [1.0, jnp.zeros(2)]))
-    assert names[0].layer.layers[0].weight == (None, None)
-    assert names[0].layer.activation is None
+    names = es.axis_names((Net(linear(), jr.split(jr.key(0)), np.zeros(3), "net"), 1.0))
+    assert names[0].layer.weight == (None, None)
     assert (names[0].key, names[0].table) == (("keys",), ("n",))
-    assert (names[0].name, names[0].size) == (None, 1)
-    assert names[1] == [None, (None,)]
+    assert (names[0].name, names[1]) == (None, None)
 
 
 class Net(es.Module):
@@ -321,14 +300,6 @@ def test_a_state_with_fewer_axes_than_declared_has_no_names():
     tx = optax.GradientTransformation(init, lambda u, state, params: (u, state))
     optimizer = es.Optimizer(tx).init([Matrix(jnp.ones((3, 2)))])
     assert by_name(optimizer) == {"opt_state.w": (None,)}
-
-
-def test_averages_have_the_names_of_the_averaged_arrays():
-    ema = es.Ema(0.9).init(net()).update(net())
-    names = by_name((net(), [ema]))
-    for name, expected in EXPECTED.items():
-        own = [x for n, x in names.items() if n[:3] == "[1]" and n.endswith(f".{name}")]
-        assert own == [expected]
 
 
 def test_a_placeholder_has_no_axes():

@@ -125,18 +125,3 @@ def test_a_transform_writes_each_leaf_at_its_position(run):
     _, new = es.mutable(lambda m, x: RUNS[run](m, x))(model, X)
     assert jax.tree.leaves(new) == [1.0, 2.0, 3.0]
     assert jax.tree.structure(new) == jax.tree.structure(model)
-
-
-@pairs
-def test_init_fills_each_leaf_at_its_position(pair):
-    class Lazy(es.Module):
-        drawn: Any
-        filled: Any
-
-        def __call__(self):
-            self.filled = pair(jnp.ones(()), jnp.full((), 2.0))
-
-    placeholders = pair(es.Initializer(jr.normal), es.Initializer(jr.normal))
-    model = Lazy(placeholders, pair(None, jnp.zeros(()))).init(0, call=lambda m: m())
-    assert first(model.drawn) != second(model.drawn)
-    assert (first(model.filled), second(model.filled)) == (1.0, 0.0)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
 
 import eqx_state as es
@@ -104,40 +103,6 @@ CASES = [
 )
 def test_which_arrays_filters_select(filters, names):
     assert selected(*filters) == names
-
-
-# --- Laws -----------------------------------------------------------------------------
-
-basic = st.sampled_from(
-    [
-        es.Parameter,
-        es.State,
-        es.BatchStat,
-        es.trainable,
-        es.path_matches("layers*"),
-        es.path_matches("*mean"),
-        es.under(lambda m: m.layers[3]),
-        lambda part: part.kind is None,
-    ]
-)
-filters = st.recursive(
-    basic,
-    lambda f: (
-        st.lists(f, max_size=3).map(lambda fs: es.any_of(*fs))
-        | st.lists(f, max_size=3).map(lambda fs: es.all_of(*fs))
-        | f.map(es.not_)
-    ),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=20)
-@given(filters, filters)
-def test_filters_are_an_algebra_of_sets(a, b):
-    assert selected(es.any_of(a, b)) == selected(a) | selected(b)
-    assert selected(es.all_of(a, b)) == selected(a) & selected(b) == selected(a, b)
-    assert selected(es.not_(a)) == EVERY - selected(a)
-    assert selected(es.not_(es.any_of(a, b))) == selected(es.not_(a), es.not_(b))
 
 
 class Wrapped(eqx.Module):

@@ -30,7 +30,6 @@ TXS = {
     "adam": optax.adam(0.1),
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "multi_steps": optax.MultiSteps(optax.adam(0.1), 2),
-    "injected": optax.inject_hyperparams(optax.adam)(0.1),
     "groups": {es.path_matches("*.bias"): optax.adam(0.1), ...: optax.adam(0.2)},
     "a group left out": {HEAD: optax.adam(0.1), ...: None},
 }
@@ -163,16 +162,6 @@ def test_a_part_of_a_model_or_a_different_class_is_not_the_model():
         got = values(tree, {es.under(lambda t: t["b"].head): "head", ...: "rest"})
         assert got["['a'][1].opt_state[0].mu.head.weight"] == "head"
         assert got["['a'][1].opt_state[0].mu.body.layers[0].weight"] == "rest"
-
-
-def test_a_stack_of_models_with_a_stack_of_optimizers():
-    def make(key):
-        model = {"a": jr.normal(key, (2,)), "b": jnp.ones(())}
-        return model, es.Optimizer(optax.adam(0.1)).init(model)
-
-    stack = eqx.filter_vmap(make)(jr.split(jr.key(0), 3))
-    got = values(stack, {es.path_matches("[0]['a']"): 0, ...: 1})
-    assert [got[f"[1].opt_state[0].mu['{x}']"] for x in "ab"] == [0, 1]
 
 
 # --- Fields with the names that optax and `es.Ema` use for moments and averages -------

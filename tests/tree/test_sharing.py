@@ -147,6 +147,14 @@ def test_detected_by_functions_that_would_make_two_modules_of_one(enter):
 # --- Allowed ------------------------------------------------------------------------
 
 
+def test_a_stateless_module_may_occur_several_times():
+    class Plain(es.Module):
+        layer: eqx.nn.Linear
+
+    plain = Plain(eqx.nn.Linear(1, 1, key=jr.key(0)))
+    es.mutable(lambda tree: None)([plain, plain, {"a": plain}])
+
+
 @pytest.mark.parametrize("first", ["model", "average"])
 def test_a_constant_copy_does_not_count_as_a_second_module(first):
     # A moving average may start as the model itself.
