@@ -183,50 +183,7 @@ def test_a_value_that_is_not_an_array_has_no_kind(value):
     assert es.parts(tree) == []
 
 
-# --- Innermost, outermost -------------------------------------------------------------
-
-
-def test_the_innermost_declaration_wins():
-    class Model(es.Module):
-        leaf: es.State[Leaf]
-
-    assert kinds(Model(make_leaf())) == {
-        "leaf.param": es.Parameter,
-        "leaf.stat": es.BatchStat,
-        "leaf.buffer": es.Buffer,
-        "leaf.plain": es.State,
-        "leaf.count": es.State,
-    }
-
-
-@pytest.mark.parametrize("kind", [es.Buffer, SlowEma])
-def test_covering_kinds_cover_all_the_way_down(kind):
-    class Middle(eqx.Module):
-        leaves: dict[str, list[Leaf]]
-        key: Array
-
-    class Model(es.Module):
-        covered: kind[Middle]
-        free: Leaf
-
-    model = Model(Middle({"a": [make_leaf()]}, jr.key(0)), make_leaf())
-    assert {k for n, k in kinds(model).items() if n.startswith("covered")} == {kind}
-    assert kinds(model)["free.param"] is es.Parameter
-    assert jax.tree.leaves(es.filter(model, es.trainable).covered) == []
-
-
-def test_the_outermost_covering_declaration_wins():
-    class Inner(es.Module):
-        x: es.Buffer
-
-    class Middle(es.Module):
-        inner: Ema[Inner]
-
-    class Outer(es.Module):
-        middle: es.OptState[Middle]
-
-    assert kinds(Middle(Inner(jnp.ones(2)))) == {"inner.x": Ema}
-    assert kinds(Outer(Middle(Inner(jnp.ones(2))))) == {"middle.inner.x": es.OptState}
+# --- Covering -------------------------------------------------------------------------
 
 
 def test_a_subclass_can_turn_covering_off():

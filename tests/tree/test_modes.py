@@ -69,14 +69,6 @@ def test_eval_and_train_switch_every_module():
     assert set(flags(model, "inference").values()) == {False}
 
 
-@pytest.mark.parametrize("tree", [None, [], 3, {"a": [make_norm(), None]}], ids=str)
-def test_any_pytree_has_modes(tree):
-    new = es.eval(tree)
-    assert type(new) is type(tree)
-    assert same(es.train(tree, mode=False), new)
-    assert same(es.train(new), tree)
-
-
 def test_none_does_not_change():
     params = make_model().filter(es.Parameter)
     assert set(flags(es.eval(params), "inference").values()) == {None}
@@ -126,14 +118,6 @@ def test_inference_mode_is_eval_mode(start, value):
     assert same(es.train(new), es.train(tree))
     assert same(es.eval(new), es.eval(tree))
     assert same(eqx.nn.inference_mode(new, value=not value), es.train(tree, value))
-
-
-def test_inference_is_true_in_eval_mode():
-    norm = make_norm()
-    assert not norm.inference
-    assert norm.eval().inference
-    assert jax.tree.leaves(norm.eval().inference) == []
-    eqx.tree_check(es.eval(make_model()))
 
 
 def test_the_node_for_inference_mode_is_hidden_from_users():
