@@ -164,28 +164,37 @@ class First:
         self.rounds.append((Inner, model, es.jit(step), traces))
 
 
-def test_all_threads_use_new_classes_and_functions_at_once():
+def test_all_threads_use_new_classes_at_once():
     first = First()
 
     def work(thread, i):
         cls, model, step, _ = first.rounds[i]
         ways = [
-            lambda: step(model, data(0)),
             lambda: (repr(cls(1.0, 2)), cls(1.0, 2)),
             lambda: [(part.name, part.kind.__name__) for part in es.parts(model)],
             lambda: es.mutable(model)(data(0)),
+            lambda: step(model, data(0)),
             lambda: es.tabulate(model, data(0)),
         ]
-        # Half of the threads begin with the function, which is traced once.
-        start = 0 if thread % 2 else thread // 2 % len(ways)
-        order = [(start + j) % len(ways) for j in range(len(ways))]
+        order = [(thread + j) % len(ways) for j in range(len(ways))]
         return dict(sorted((way, ways[way]()) for way in order))
 
     rounds = at_once(work, prepare=first)
     for i, results in enumerate(rounds):
         alone = work(0, i)
         assert all(eqx.tree_equal(found, alone) for found in results)
-        assert len(first.rounds[i][-1]) == 1
+
+
+def test_a_function_that_all_threads_call_first_is_traced_once():
+    first = First()
+
+    def work(thread, i):
+        _, model, step, _ = first.rounds[i]
+        return step(model, data(0))
+
+    for results in at_once(work, prepare=first):
+        assert all(eqx.tree_equal(found, results[0]) for found in results)
+    assert [len(traces) for *_, traces in first.rounds] == ROUNDS * [1]
 
 
 def test_two_threads_that_observe_a_class_at_once_use_one_subclass_of_it():

@@ -189,6 +189,7 @@ NAMESAKES = {
     "modules": Same(1.0, *[Head(1.0)] * 5),
     "recursive": Same(1.0, Same(1.0, Same(1.0), Same(1.0)), Same(1.0), count=1.0),
     "dict": {"mu": Same(1.0, Head(1.0)), "w": 1.0, "count": {"mu": 1.0, "w": 1.0}},
+    "tuple": (1.0, (1.0, Head(1.0)), Same(1.0, mu=(1.0, 1.0))),
     "named tuple": Pair(Pair(Head(1.0), 1.0), [Same(1.0, nu=Pair(1.0, 1.0))]),
     "array": 1.0,
 }
