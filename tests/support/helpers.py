@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_state as es
+
 
 # Set by `nox -s fuzz`, to run the same tests with many more examples and rounds.
 IS_FUZZ = bool(os.environ.get("EQX_STATE_FUZZ"))
@@ -71,3 +73,15 @@ def close(a: Any, b: Any) -> None:
         else:
             assert jnp.result_type(x) == jnp.result_type(y)
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees have equal structures and the identical leaves."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def kinds(tree: Any) -> dict[str, Any]:
+    """The kind of each array, by name."""
+    return {part.name: part.kind for part in es.parts(tree)}

@@ -1,8 +1,6 @@
 """Layers that `test_runtime_typing` imports under the hook of jaxtyping."""
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Float, Int
 
 import eqx_state as es
@@ -52,14 +50,3 @@ class Count(es.Module):
 
     def __init__(self, start: int):
         self.n = start
-
-    def __call__(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        self.n = self.n + 1
-        return jnp.square(x)
-
-
-class Lazy(es.Module):
-    weight: es.Parameter
-
-    def __init__(self, size: int):
-        self.weight = es.Initializer(lambda key: jr.normal(key, (size,)))

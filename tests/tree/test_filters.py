@@ -2,7 +2,6 @@
 
 import copy
 import functools as ft
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from hypothesis import given, settings, strategies as st
 from jaxtyping import Array
 
 import eqx_state as es
@@ -62,45 +60,32 @@ PARAMETERS = {
     "layers[3].scale",
     "index",
 }
-LINEAR = {"layers[1].weight", "layers[1].bias"}
 MEANS = {"layers[0].mean", "layers[3].mean"}
 EVERY = PARAMETERS | MEANS | {"table", "cache", "rng", "steps"}
 
 CASES = [
     ((), EVERY - {"steps"}),
-    ((es.TreePart,), EVERY - {"steps"}),
     ((es.Parameter,), PARAMETERS),
     ((es.State,), MEANS | {"cache", "rng"}),
-    ((es.BatchStat,), MEANS),
     ((Cache,), {"cache"}),
-    ((es.Buffer,), {"table"}),
     ((es.OptState,), set()),
-    ((es.Parameter, es.State), set()),
     ((es.any_of(es.Buffer, es.Rng),), {"table", "rng"}),
     ((es.any_of(),), set()),
-    ((es.all_of(es.State, es.not_(es.BatchStat)),), {"cache", "rng"}),
     ((es.all_of(),), EVERY),
     ((es.not_(es.TreePart),), {"steps"}),
-    ((es.not_(es.not_(es.Buffer)),), {"table"}),
     ((es.trainable,), PARAMETERS - {"index", "layers[3].scale"}),
-    ((es.not_(es.trainable), es.Parameter), {"index", "layers[3].scale"}),
-    ((lambda part: part.value.ndim == 0,), {"rng", "steps"}),
     ((lambda part: part.kind is None,), {"steps"}),
     ((lambda part: part.frozen,), {"layers[3].scale", "layers[3].mean"}),
     ((lambda part: len(part.path) == 1, es.State), {"cache", "rng"}),
-    ((es.State, lambda part: len(part.path) == 1), {"cache", "rng"}),
     ((lambda part: [],), set()),
     ((ft.partial(lambda n, part: part.name == n, "rng"),), {"rng"}),
     ((es.path_matches("table"),), {"table"}),
     ((es.path_matches("layers[*].mean"),), MEANS),
     ((es.path_matches("*mean"),), MEANS),
-    ((es.path_matches("*"),), EVERY),
     ((es.path_matches("layers[01].mean"),), set()),
     ((es.path_matches("Table"),), set()),
-    ((es.path_matches(".table"),), set()),
     ((es.path_matches("layers[0]xmean"),), set()),
     ((es.under(lambda m: m),), EVERY),
-    ((es.under(lambda m: m.table),), {"table"}),
     ((es.under(lambda m: m.layers[0]),), {"layers[0].scale", "layers[0].mean"}),
     ((es.under(lambda m: (m.rng, m.cache)),), {"rng", "cache"}),
     (
@@ -108,11 +93,8 @@ CASES = [
         {"layers[0].mean"},
     ),
     ((es.inside(Norm),), MEANS | {"layers[0].scale", "layers[3].scale"}),
-    ((es.inside(eqx.nn.Linear),), LINEAR),
     ((es.inside((Norm, eqx.nn.Linear)), es.Parameter), PARAMETERS - {"index"}),
     ((es.inside(Model),), EVERY),
-    ((es.inside(eqx.Module),), EVERY),
-    ((es.not_(es.inside(Norm)), es.State), {"cache", "rng"}),
 ]
 
 
@@ -121,47 +103,6 @@ CASES = [
 )
 def test_which_arrays_filters_select(filters, names):
     assert selected(*filters) == names
-    # The other functions that take filters select the same.
-    assert eqx.tree_equal(
-        eqx.filter(MODEL, es.mask(MODEL, *filters)), es.filter(MODEL, *filters)
-    )
-    taken, rest = es.partition(MODEL, es.all_of(*(filters or (es.TreePart,))))
-    assert {part.name for part in es.parts(taken)} == names
-    assert {part.name for part in es.parts(rest)} == EVERY - names
-
-
-# --- Laws -----------------------------------------------------------------------------
-
-basic = st.sampled_from(
-    [
-        es.Parameter,
-        es.State,
-        es.BatchStat,
-        es.trainable,
-        es.path_matches("layers*"),
-        es.path_matches("*mean"),
-        es.under(lambda m: m.layers[3]),
-        lambda part: part.kind is None,
-    ]
-)
-filters = st.recursive(
-    basic,
-    lambda f: (
-        st.lists(f, max_size=3).map(lambda fs: es.any_of(*fs))
-        | st.lists(f, max_size=3).map(lambda fs: es.all_of(*fs))
-        | f.map(es.not_)
-    ),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=50)
-@given(filters, filters)
-def test_filters_are_an_algebra_of_sets(a, b):
-    assert selected(es.any_of(a, b)) == selected(a) | selected(b)
-    assert selected(es.all_of(a, b)) == selected(a) & selected(b) == selected(a, b)
-    assert selected(es.not_(a)) == EVERY - selected(a)
-    assert selected(es.not_(es.any_of(a, b))) == selected(es.not_(a), es.not_(b))
 
 
 class Wrapped(eqx.Module):
@@ -190,11 +131,9 @@ def test_inside_selects_at_any_depth_and_in_subclasses():
         (es.Parameter, r"`es\.inside\(es\.Parameter\)`.*A kind is already a filter"),
         ((Norm, es.State), r"`es\.inside\(es\.State\)`.*A kind is already a filter"),
         (make_norm(), r"pass a class of modules"),
-        ("Norm", r"`es\.inside\('Norm'\)`: pass a class"),
         ([Norm], r"or a tuple of them"),
-        (list[int], r"pass a class of modules"),
     ],
-    ids=["kind", "kind in a tuple", "module", "name", "list", "alias"],
+    ids=["kind", "kind in a tuple", "module", "list"],
 )
 def test_inside_takes_classes(wrong, shown):
     with pytest.raises(TypeError, match=shown):
@@ -216,10 +155,7 @@ BUILT_IN = {
     "es.trainable": lambda: es.trainable,
     "es.any_of(es.Rng, es.BatchStat)": lambda: es.any_of(es.Rng, es.BatchStat),
     "es.any_of()": lambda: es.any_of(),
-    "es.all_of(es.State, Cache)": lambda: es.all_of(es.State, Cache),
-    "es.not_(es.Parameter)": lambda: es.not_(es.Parameter),
     "es.not_(by_name)": lambda: es.not_(by_name),
-    "es.under(head)": lambda: es.under(head),
     "es.inside(Norm)": lambda: es.inside(Norm),
     "es.inside((Norm, Linear))": lambda: es.inside((Norm, eqx.nn.Linear)),
     "es.path_matches('layers[0].*')": lambda: es.path_matches("layers[0].*"),
@@ -241,32 +177,21 @@ def test_built_in_filters_are_hashable_and_print_readably(text, make):
 def test_different_filters_are_unequal():
     assert len({make() for make in BUILT_IN.values()}) == len(BUILT_IN)
     assert es.any_of(es.Rng) != es.all_of(es.Rng)
-    for a, b in itertools.permutations("ab", 2):
-        assert es.path_matches(a) != es.path_matches(b)
+    assert es.path_matches("a") != es.path_matches("b")
 
 
 @pytest.mark.parametrize("c", ["\\", "^", "$", "("])
 def test_a_regular_expression_is_not_a_glob(c):
-    for glob in (f"{c}a", f"a{c}.*b", f".*bias{c}", c):
-        with pytest.raises(ValueError, match="not a regular expression") as info:
-            es.path_matches(glob)
-        assert f'`es.path_matches("{glob}")`' in str(info.value)
-        assert f"contains a `{c}`" in str(info.value)
-        assert 'write `es.path_matches("*.bias")`' in str(info.value)
+    glob = f"{c}a"
+    with pytest.raises(ValueError, match="not a regular expression") as info:
+        es.path_matches(glob)
+    assert f'`es.path_matches("{glob}")`' in str(info.value)
+    assert f"contains a `{c}`" in str(info.value)
+    assert 'write `es.path_matches("*.bias")`' in str(info.value)
     tree = {f"a{c}b": jnp.ones(2), "ab": jnp.ones(2)}
     [name] = [part.name for part in es.parts(tree) if c in part.name]
     [part] = es.parts(es.filter(tree, es.path_matches(name.replace(c, "?"))))
     assert part.name == name
-
-
-def test_filters_are_static_arguments():
-    class Holder(eqx.Module):
-        wrt: Any = eqx.field(static=True)
-
-    def structure():
-        return jax.tree.structure(Holder(es.all_of(es.trainable, es.under(head))))
-
-    assert structure() == structure()
 
 
 def test_a_function_may_call_a_combinator():
@@ -281,11 +206,7 @@ def test_a_function_may_call_a_combinator():
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        *("es.Parameter", 3, None, (es.Parameter,), int, es.Module, jnp.ones(2)),
-        eqx.nn.Linear,
-        es.State[jax.Array],
-    ],
+    ["es.Parameter", None, (es.Parameter,), jnp.ones(2), eqx.nn.Linear, es.State[int]],
     ids=str,
 )
 def test_a_value_that_is_not_a_filter_is_an_error(wrong):
@@ -300,10 +221,8 @@ def test_a_value_that_is_not_a_filter_is_an_error(wrong):
 NOTHING = {
     "None": lambda m: None,
     "no nodes": lambda m: (),
-    "text": lambda m: "text",
     "a number": lambda m: 3,
     "another model": lambda m: make_norm(),
-    "a layer without leaves": lambda m: m.layers[2],
     "one of two without leaves": lambda m: (m.layers[0], m.layers[2]),
     "one of two None": lambda m: (m.layers[0], None),
     "no array": lambda m: m.act,
@@ -386,27 +305,13 @@ def test_a_model_or_a_mask_is_not_a_filter_although_it_can_be_called():
             es.grad(lambda m: m(jnp.ones(2)).sum(), wrt=wrong)(layer)
 
 
-PREDICATES = [
-    eqx.is_array,
-    eqx.is_array_like,
-    eqx.is_inexact_array,
-    eqx.is_inexact_array_like,
-]
-
-
-@pytest.mark.parametrize("predicate", PREDICATES)
+@pytest.mark.parametrize("predicate", [eqx.is_array, eqx.is_inexact_array_like])
 def test_predicates_of_arrays_would_select_nothing(predicate):
     model = {"w": jnp.ones(2)}
-    match = (
-        rf"`eqx.{predicate.__name__}` is not a filter.*lambda part: .*\(part.value\)"
-    )
-    for call in (
-        lambda: es.filter(model, predicate),
-        lambda: es.mask(model, es.not_(predicate)),
-        lambda: es.grad(lambda m: m["w"].sum(), wrt=predicate)(model),
-    ):
-        with pytest.raises(TypeError, match=f"(?s){match}"):
-            call()
+    name = predicate.__name__
+    match = rf"(?s)`eqx.{name}` is not a filter.*lambda part: .*\(part.value\)"
+    with pytest.raises(TypeError, match=match):
+        es.mask(model, es.not_(predicate))
     right = es.filter(model, lambda part: predicate(part.value))
     assert right["w"] is model["w"]
 

@@ -28,10 +28,8 @@ HEAD = es.under(lambda m: m.head)
 MATRIX = es.all_of(es.Parameter, lambda part: part.value.ndim == 2)
 TXS = {
     "adam": optax.adam(0.1),
-    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "multi_steps": optax.MultiSteps(optax.adam(0.1), 2),
-    "injected": optax.inject_hyperparams(optax.adam)(0.1),
     "groups": {es.path_matches("*.bias"): optax.adam(0.1), ...: optax.adam(0.2)},
     "a group left out": {HEAD: optax.adam(0.1), ...: None},
 }
@@ -55,19 +53,15 @@ def expected(name, by_parameter):
 
 
 @pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {HEAD: "head", es.Parameter: "parameter", ...: "rest"},
-        {es.not_(HEAD): "not", ...: "rest"},
-        {MATRIX: "matrix", es.trainable: "trainable", ...: "rest"},
-        {es.inside(eqx.nn.MLP): "body", es.Parameter: "parameter", ...: "rest"},
-        {es.path_matches("head.*"): "head", ...: "rest"},
-    ],
-    ids=range(5),
-)
-def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx, rules):
+def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx):
     model = net()
+    rules = {
+        es.path_matches("head.bias"): "by name",
+        HEAD: "head",
+        es.all_of(es.inside(eqx.nn.MLP), MATRIX): "matrix of the body",
+        es.Parameter: "parameter",
+        ...: "rest",
+    }
     by_parameter = values(model, rules)
     got = values(es.Optimizer(tx).init(model), rules)
     moments = 0
@@ -79,26 +73,22 @@ def test_the_moments_of_an_optimizer_alone_have_the_names_of_the_model(tx, rules
     assert moments >= 2
 
 
-@pytest.mark.parametrize("order", ["model first", "model last", "module"])
-def test_next_to_its_model_the_moments_have_the_names_in_the_tree(order):
+def test_next_to_its_model_the_moments_have_the_names_in_the_tree():
     class Train(es.Module):
         optimizer: es.Optimizer
         model: Net
 
     model, optimizer = net(), es.Optimizer(optax.adam(0.1)).init(net())
-    tree, start = {
-        "model first": ((model, optimizer), "[0]"),
-        "model last": ([optimizer, model], "[1]"),
-        "module": (Train(optimizer, model), "model"),
-    }[order]
-    rules = {es.path_matches(f"{start}.head.*"): "head", es.Parameter: "parameter"}
-    got = values(tree, rules)
-    moments = {name: x for name, x in got.items() if ".mu" in name or ".nu" in name}
-    assert len(moments) == 2 * 7
-    for name, value in moments.items():
-        assert value == ("head" if ".head." in name else "parameter")
-    counts = [x for name, x in got.items() if name.endswith("state[0].count")]
-    assert counts == ["none"]
+    trees = {"[0]": (model, optimizer), "model": Train(optimizer, model)}
+    for start, tree in trees.items():
+        rules = {es.path_matches(f"{start}.head.*"): "head", es.Parameter: "parameter"}
+        got = values(tree, rules)
+        moments = {name: x for name, x in got.items() if ".mu" in name or ".nu" in name}
+        assert len(moments) == 2 * 7
+        for name, value in moments.items():
+            assert value == ("head" if ".head." in name else "parameter")
+        counts = [x for name, x in got.items() if name.endswith("state[0].count")]
+        assert counts == ["none"]
 
 
 def test_of_two_models_the_nearest_one_gives_the_names():
@@ -132,22 +122,12 @@ def test_a_kind_selects_the_parameter_but_opt_state_selects_the_moments():
         assert values(tree, rules)[moment] == value
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"w": jnp.ones(2), "b": jnp.ones(2)},
-        [jnp.ones(2), jnp.ones(2)],
-        (jnp.ones(2), {"b": jnp.ones(2)}),
-        jnp.ones(2),
-    ],
-    ids=["dict", "list", "tuple", "array"],
-)
-def test_plain_pytrees(model):
-    optimizer = es.Optimizer(optax.chain(optax.trace(0.9), optax.adam(0.1))).init(model)
-    got = values(optimizer, {es.Parameter: "p", ...: "rest"})
-    assert set(got.values()) <= {"p", "rest"}
-    assert [x for name, x in got.items() if name.endswith(".count")] == ["rest"]
-    assert len([x for x in got.values() if x == "p"]) == len(got) - 1
+def test_the_model_may_be_a_plain_pytree():
+    for model in ({"w": jnp.ones(2), "b": (jnp.ones(2),)}, jnp.ones(2)):
+        tx = optax.chain(optax.trace(0.9), optax.adam(0.1))
+        got = values(es.Optimizer(tx).init(model), {es.Parameter: "p", ...: "rest"})
+        assert [x for name, x in got.items() if name.endswith(".count")] == ["rest"]
+        assert len([x for x in got.values() if x == "p"]) == len(got) - 1
 
 
 def test_the_learning_rate_of_a_model_that_is_one_array():
@@ -166,10 +146,8 @@ def test_an_average_has_the_names_of_the_model():
     assert alone["means.head.weight"] == "head"
     assert alone["means.count"] == "p"
     assert alone["rest.calls"] == alone["weight"] == "rest"
+    # Before `init`, neither has recorded a model.
     assert values(es.Ema(0.9), {...: 0}) == {}
-
-
-def test_before_init_an_optimizer_has_no_moments():
     assert values((net(), es.Optimizer(optax.adam(0.1))), {...: 0})["[0].count"] == 0
 
 
@@ -184,16 +162,6 @@ def test_a_part_of_a_model_or_a_different_class_is_not_the_model():
         got = values(tree, {es.under(lambda t: t["b"].head): "head", ...: "rest"})
         assert got["['a'][1].opt_state[0].mu.head.weight"] == "head"
         assert got["['a'][1].opt_state[0].mu.body.layers[0].weight"] == "rest"
-
-
-def test_a_stack_of_models_with_a_stack_of_optimizers():
-    def make(key):
-        model = {"a": jr.normal(key, (2,)), "b": jnp.ones(())}
-        return model, es.Optimizer(optax.adam(0.1)).init(model)
-
-    stack = eqx.filter_vmap(make)(jr.split(jr.key(0), 3))
-    got = values(stack, {es.path_matches("[[]0]['a']".replace("[[]", "[")): 0, ...: 1})
-    assert [got[f"[1].opt_state[0].mu['{x}']"] for x in "ab"] == [0, 1]
 
 
 # --- Fields with the names that optax and `es.Ema` use for moments and averages -------
@@ -217,16 +185,12 @@ class Pair(NamedTuple):
     w: Any
 
 
-NAMES = ("mu", "nu", "trace", "means", "count")
 NAMESAKES = {
-    **{name: Same(1.0, **{name: Head(1.0)}) for name in NAMES},
-    "arrays": Same(1.0, *[1.0] * 5),
+    "modules": Same(1.0, *[Head(1.0)] * 5),
     "recursive": Same(1.0, Same(1.0, Same(1.0), Same(1.0)), Same(1.0), count=1.0),
-    "recursive, without w": Same(0.0, mu=Same(1.0, mu=Same(1.0))),
-    "list": [Same(1.0, Head(1.0)), Same(1.0, trace=Same(1.0, trace=Head(1.0)))],
     "dict": {"mu": Same(1.0, Head(1.0)), "w": 1.0, "count": {"mu": 1.0, "w": 1.0}},
     "tuple": (1.0, (1.0, Head(1.0)), Same(1.0, mu=(1.0, 1.0))),
-    "named tuple": Pair(Pair(Head(1.0), 1.0), Same(1.0, nu=Pair(1.0, 1.0))),
+    "named tuple": Pair(Pair(Head(1.0), 1.0), [Same(1.0, nu=Pair(1.0, 1.0))]),
     "array": 1.0,
 }
 
@@ -242,41 +206,19 @@ def by_shape(model):
     return treedef.unflatten(jnp.ones((n, 50 + n)) for n in numbers), rules
 
 
-def by_parity(tx, then):
-    """Every second parameter goes to one of the transformations."""
-
-    def is_even(part):
-        return part.value.shape[-1] % 2 == 0
-
-    def labels(model):
-        return lambda _: es.spec(model, {is_even: "a", ...: "b"})
-
-    return lambda model: then(tx, labels(model), is_even, model)
+def masked(model):
+    """A transformation of every second parameter."""
+    is_even = es.mask(model, lambda part: part.value.shape[-1] % 2 == 0)
+    return optax.masked(optax.adam(0.1), lambda _: is_even)
 
 
 OTHER_TXS = {
-    **{k: TXS[k] for k in ("adam", "adafactor", "multi_steps", "injected")},
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "twice": optax.chain(optax.trace(0.9), optax.adam(0.1)),
+    **{k: TXS[k] for k in ("adam", "adafactor", "multi_steps")},
     "lbfgs": optax.lbfgs(memory_size=3),
     "raw tuple": optax.GradientTransformation(
         lambda params: (jnp.zeros((), int), jax.tree.map(jnp.ones_like, params)), None
     ),
-    "groups": by_parity(
-        optax.adam(0.1), lambda tx, labels, is_even, _: {is_even: tx, ...: TXS["adam"]}
-    ),
-    "partition": by_parity(
-        optax.adam(0.1),
-        lambda tx, labels, *_: optax.partition(
-            {"a": tx, "b": optax.sgd(1, 0.9)}, labels
-        ),
-    ),
-    "masked": by_parity(
-        optax.adam(0.1),
-        lambda tx, _, is_even, model: optax.masked(
-            tx, lambda _: es.mask(model, lambda part: not is_even(part))
-        ),
-    ),
+    "masked": None,
 }
 
 
@@ -295,14 +237,12 @@ def check_by_shape(tree, rules, chosen):
 @pytest.mark.parametrize("name", [*OTHER_TXS, "ema"])
 def test_fields_may_have_the_names_of_moments(kind, name):
     model, rules = by_shape(NAMESAKES[kind])
+    if kind == "array" and name == "adafactor":
+        pytest.skip("its moments have other shapes")
     if name == "ema":
         follower = es.Ema(0.9).init(model)
     else:
-        tx = OTHER_TXS[name]
-        is_by_parity = callable(tx) and not hasattr(tx, "init")
-        if kind == "array" and (is_by_parity or name == "adafactor"):
-            pytest.skip("no two groups, or only moments of other shapes")
-        follower = es.Optimizer(tx(model) if is_by_parity else tx).init(model)
+        follower = es.Optimizer(OTHER_TXS[name] or masked(model)).init(model)
     for tree in (follower, (model, follower), [follower, model]):
         chosen = values(tree, {**rules, es.Buffer: "none"}).values()
         assert check_by_shape(tree, rules, chosen) >= 1

@@ -4,7 +4,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -56,26 +55,15 @@ def test_the_first_filter_that_matches_comes_before_all_kinds():
         es.under(lambda m: m.head): "head",
         es.State: "state",
         Cache: "cache",
+        es.any_of(es.BatchStat): "a combinator is a filter",
     }
     got = spec(make_model(), rules)
     assert got["layers[0].weight"] == "parameter"
     assert got["layers[1].bias"] == got["head.bias"] == "bias"
     assert got["head.weight"] == "head"
-    assert got["layers[0].mean"] == "state"
+    assert got["layers[0].mean"] == "a combinator is a filter"
     assert got["layers[0].cache"] == "cache"
     assert got["layers[0].steps"] == "other"
-
-
-def test_a_combinator_of_kinds_is_a_filter_and_not_a_kind():
-    got = spec(make_model(), {Cache: "kind", es.any_of(es.State): "filter"}, "else")
-    assert got["layers[0].cache"] == got["layers[0].mean"] == "filter"
-    assert got["head.weight"] == "else"
-
-
-def test_a_function_of_a_part_is_a_filter():
-    matrices = {lambda part: part.value.ndim == 2: "matrix", ...: "rest"}
-    tree = {"a": np.ones((2, 2)), "b": jax.ShapeDtypeStruct((2, 2), "int8"), "c": 3}
-    assert es.spec(tree, matrices) == {"a": "matrix", "b": "matrix", "c": None}
 
 
 FILTERS = [
@@ -88,7 +76,7 @@ FILTERS = [
 KINDS = [es.TreePart, es.Parameter, es.State, es.BatchStat, Cache]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.permutations([*FILTERS, *KINDS, ...]), st.integers(0, 11))
 def test_the_order_of_rules(keys, n):
     """Filters in their order, then kinds along the class hierarchy, then `...`."""
@@ -115,21 +103,15 @@ def _arrays(model, values):
 # --- Errors ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["es.State", int, None, 0, es.State[int]])
+@pytest.mark.parametrize("key", ["es.State", 0, es.State[int]])
 def test_a_key_that_is_not_a_filter(key):
     with pytest.raises(TypeError, match=r"is not a filter.*es\.path_matches"):
         es.spec(make_model(), {es.Parameter: 0, key: 1})
 
 
-def test_a_function_of_arrays_is_not_a_filter():
-    with pytest.raises(TypeError, match=r"eqx\.is_array.*part\.value"):
-        es.spec(make_model(), {eqx.is_array: 0})
-
-
-@pytest.mark.parametrize("rules", [es.Parameter, [es.Parameter], None, 0])
-def test_rules_are_a_mapping(rules):
+def test_rules_are_a_mapping():
     with pytest.raises(TypeError, match=r"es\.spec`: rules are a mapping.*this is a"):
-        es.spec(make_model(), rules)
+        es.spec(make_model(), [es.Parameter])  # pyright: ignore[reportArgumentType]
 
 
 NO_MATCH = {
@@ -140,12 +122,11 @@ NO_MATCH = {
 }
 
 
-@pytest.mark.parametrize("first", [es.Parameter, es.trainable], ids=str)
 @pytest.mark.parametrize("case", NO_MATCH)
-def test_a_filter_that_matches_no_array_is_an_error(case, first):
+def test_a_filter_that_matches_no_array_is_an_error(case):
     key, name = NO_MATCH[case]
     with pytest.raises(ValueError, match=rf"es\.spec`: the filter `.*{name}.*no array"):
-        es.spec(make_model(), {first: 0, key: 1})
+        es.spec(make_model(), {es.trainable: 0, key: 1})
 
 
 def test_the_error_suggests_names_as_filters_see_them():
@@ -192,17 +173,3 @@ def test_frozen_and_shadowed_arrays_count_as_matches():
     assert (got["head.weight"], got["layers[0].weight"]) == (0, 2)
     with pytest.raises(ValueError, match=r"es\.trainable"):
         es.spec(model, {es.trainable: 0})
-
-
-# --- Under `jit` ----------------------------------------------------------------------
-
-
-def test_rules_under_jit():
-    @es.jit
-    def decayed(model):
-        rates = es.spec(model, {es.path_matches("*.bias"): 0.0, ...: 0.5}, None)
-        return jax.tree.map(lambda p, r: p - r * p, model.head, rates.head)
-
-    head = decayed(make_model())
-    assert (head.bias == make_model().head.bias).all()
-    assert (head.weight == 0.5 * make_model().head.weight).all()

@@ -5,7 +5,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
@@ -39,9 +38,7 @@ class Caching(es.Module):
 
 
 STATEFUL = {
-    "state": Layer,
     "statistics": lambda: es.nn.BatchNorm(2),
-    "keys": lambda: es.RngStream(0),
     "a user's kind": Caching,
     "state further in": lambda: Two([{"x": Layer()}], 1),
     "state in plain Equinox": lambda: Two(Held(Layer()), 1),
@@ -53,15 +50,10 @@ def test_every_form_of_state_is_detected(name):
     module = STATEFUL[name]()
     with rejects(module, ValueError, "stateful module.*`a`", "`b`", "store one"):
         Two(module, module)
-    with rejects(module, ValueError, r"`\[0\]`", r"`\[1\]`"):
-        es.mutable(lambda t: None)([module, module])
 
 
 PLACES = {
-    "tuple": (lambda m: (0, m), r"\[1\]"),
     "dict": (lambda m: {"x": {"y": m}}, r"\['x'\]\['y'\]"),
-    "Sequential": (lambda m: eqx.nn.Sequential([m]), r"\.layers\[0\]"),
-    "plain module": (lambda m: Held([m]), r"\.inner\[0\]"),
     "es module": (lambda m: Two(1, m), r"\.b"),
     "partial": (lambda m: eqx.Partial(lambda *xs: None, m), r"\.args\[0\]"),
 }
@@ -71,25 +63,17 @@ PLACES = {
 def test_the_message_has_both_paths_for_every_container(place):
     put, path = PLACES[place]
     layer = Layer()
-    with rejects(layer, ValueError, "`a`", f"`b{path}`"):
-        Two(layer, put(layer))
     with rejects(layer, ValueError, f"`a{path}`", "`b`"):
         Two(put(layer), layer)
     # `eqx.filter_jit` around the call is not tested: it turns one module into two.
     tree = {"p": put(layer), "q": put(layer)}
-    for enter in (
-        es.mutable(lambda t: None),
-        es.grad(lambda t: jnp.array(0.0)),
-        es.mutable(es.vmap(lambda t: None, axis_size=2, in_axes=None)),
-    ):
-        with rejects(tree, ValueError, rf"`\['p'\]{path}`", rf"`\['q'\]{path}`"):
-            enter(tree)
+    with rejects(tree, ValueError, rf"`\['p'\]{path}`", rf"`\['q'\]{path}`"):
+        es.grad(lambda t: jnp.array(0.0))(tree)
 
 
 TRANSFORMS = {
     "jit": lambda f, tree: es.jit(f)(tree),
     "vmap": lambda f, tree: es.vmap(f, in_axes=None, axis_size=2)(tree),
-    "checkpoint": lambda f, tree: es.checkpoint(f)(tree),
     "cond": lambda f, tree: es.cond(True, f, f, tree),
     "scan": lambda f, tree: es.scan(lambda c, x: (c, f(c)), tree, None, 2),
     "scan of xs": lambda f, tree: es.scan(lambda c, t: (c, f(t)), 0, tree),
@@ -108,7 +92,7 @@ def test_detected_in_an_argument_of_a_transform_outside_a_scope(name):
         TRANSFORMS[name](f, tree)
 
 
-@pytest.mark.parametrize("name", ["jit", "vmap", "checkpoint", "cond", "scan of xs"])
+@pytest.mark.parametrize("name", ["jit", "cond", "scan of xs"])
 def test_a_module_of_a_scope_may_occur_twice_in_an_argument(name):
     def run(layer):
         def f(layers):
@@ -118,16 +102,15 @@ def test_a_module_of_a_scope_may_occur_twice_in_an_argument(name):
         return TRANSFORMS[name](f, [layer, layer])
 
     _, new = es.mutable(run)(Layer(jnp.ones(2), jnp.zeros(2)))
-    assert new.count.tolist() == [2, 2] if name != "vmap" else [2.0, 2.0]
+    assert new.count.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("way", ["mutable", "vmap", "bound method", "functional"])
+@pytest.mark.parametrize("way", ["mutable", "bound method", "functional"])
 def test_detected_in_the_model_that_a_callable_contains(way):
     layer = Layer()
     model = eqx.nn.Sequential([layer, eqx.nn.Identity(), layer])
     run = {
         "mutable": lambda: es.mutable(model)(1.0),
-        "vmap": lambda: es.mutable(es.vmap(model))(jnp.ones(3)),
         "bound method": lambda: es.mutable(model.__call__)(1.0),
         "functional": lambda: (lambda f, p, s: f(p, s, 1.0))(*es.functional(model)),
     }[way]
@@ -161,6 +144,14 @@ def test_detected_by_functions_that_would_make_two_modules_of_one(enter):
 # --- Allowed ------------------------------------------------------------------------
 
 
+def test_a_stateless_module_may_occur_several_times():
+    class Plain(es.Module):
+        layer: eqx.nn.Linear
+
+    plain = Plain(eqx.nn.Linear(1, 1, key=jr.key(0)))
+    es.mutable(lambda tree: None)([plain, plain, {"a": plain}])
+
+
 @pytest.mark.parametrize("first", ["model", "average"])
 def test_a_constant_copy_does_not_count_as_a_second_module(first):
     # A moving average may start as the model itself.
@@ -181,118 +172,62 @@ def test_a_constant_copy_does_not_count_as_a_second_module(first):
 # --- Tied by `eqx.nn.Shared` ---------------------------------------------------------
 
 
-class Norm(es.Module):
-    """Scales by a parameter, and shifts by a running mean of the batch."""
-
-    scale: es.Parameter
-    mean: es.BatchStat = 0.0
-
-    def __call__(self, x):
-        self.mean = 0.5 * self.mean + 0.5 * lax.pmean(x, "batch")
-        return self.scale * x + self.mean
-
-
-class Batched(es.Module):
-    def __call__(self, xs):
-        return es.vmap(self.one, axis_name="batch")(xs)
-
-
-def by_hand(scale, mean, xs):
-    """Two calls of one `Norm`, without modules: the loss and the final mean."""
-    mean = 0.5 * mean + 0.5 * jnp.mean(xs)
-    xs = jnp.sin(scale * xs + mean)
-    mean = 0.5 * mean + 0.5 * jnp.mean(xs)
-    return jnp.mean((scale * xs + mean) ** 2), mean
-
-
-def loss_fn(model, xs):
-    return jnp.mean(model(xs) ** 2)
-
-
-XS = jnp.array([0.5, -1.0, 2.0])
-
-
-def run(model, xs, how):
-    """`(loss, model, grads)`; the gradients are `None` unless `how` contains 'grad'."""
-    f = es.value_and_grad(loss_fn) if "grad" in how else es.mutable(loss_fn)
-    out = (eqx.filter_jit(f) if "jit" in how else f)(model, xs)
-    return (*out[0], out[1]) if "grad" in how else (*out, None)
-
-
-every_how = pytest.mark.parametrize("how", ["eager", "jit", "grad", "jit grad"])
-
-
 class Around(eqx.Module):
-    """A block without state of its own, around a `Norm` that is tied."""
+    """A block without state of its own, around a layer that is tied."""
 
-    norm: Norm
+    layer: Layer
 
     def __call__(self, x):
-        return self.norm(x)
+        return jnp.sin(self.layer(x))
 
 
 class Counting(es.Module):
-    """A block with its own state, around a `Norm` that is tied."""
+    """A block with its own state, around a layer that is tied."""
 
-    norm: Norm
+    layer: Layer
     calls: es.State = 0
 
     def __call__(self, x):
         self.calls = self.calls + 1
-        return self.norm(x)
+        return self.layer(x)
 
 
-class TiedNorm(Batched):
-    """The tied node is stateful: two blocks use one `Norm`."""
-
-    shared: eqx.nn.Shared
-
-    def one(self, x):
-        first, second = self.shared()
-        return second(jnp.sin(first(x)))
+def tied(block):
+    both = block(Layer(1.5)), block(Layer(1.5))
+    return eqx.nn.Shared(both, lambda t: t[1].layer, lambda t: t[0].layer)
 
 
-def tied_norm(block):
-    norm = Norm(1.5)
-    return TiedNorm(
-        eqx.nn.Shared(
-            (block(norm), block(norm)), lambda t: t[1].norm, lambda t: t[0].norm
-        )
-    )
+def twice(shared, x):
+    first, second = shared()
+    return second(first(x))
 
 
-@every_how
-def test_a_tied_module_is_updated_by_both_its_users(how):
-    (loss, mean), grad = jax.value_and_grad(by_hand, has_aux=True)(
-        jnp.array(1.5), jnp.array(0.0), XS
-    )
-    out, new, grads = run(tied_norm(Around), XS, how)
-    assert jnp.allclose(out, loss, rtol=1e-6)
-    first, _ = new.shared.pytree
-    assert jnp.allclose(first.norm.mean, mean, rtol=1e-6)
-    assert len(jax.tree.leaves(es.filter(new, es.BatchStat))) == 1
-    if grads is not None:
-        assert jnp.allclose(grads.shared.pytree[0].norm.scale, grad, rtol=1e-5)
-        assert len(jax.tree.leaves(grads)) == 1
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_a_tied_module_is_updated_by_both_its_users(jit):
+    f = jit(es.value_and_grad(twice))
+    (out, new), grads = f(tied(Around), 0.5)
+    expected = jax.value_and_grad(lambda w: jnp.sin(w * jnp.sin(w * 0.5)))(1.5)
+    (weight,) = jax.tree.leaves(grads)
+    assert jnp.allclose(jnp.array([out, weight]), jnp.array(expected))
+    assert [int(x) for x in jax.tree.leaves(es.filter(new, es.State))] == [2]
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_shared_opened_twice_has_one_state(jit):
+def test_shared_opened_twice_has_one_state():
     def f(shared, x):
         (a, _), (_, b) = shared(), shared()
         return b(a(x))
 
     shared = eqx.nn.Shared((Layer(), Layer()), lambda t: t[1], lambda t: t[0])
-    y, new = (eqx.filter_jit(es.mutable(f)) if jit else es.mutable(f))(shared, 1.0)
+    y, new = es.mutable(f)(shared, 1.0)
     assert (y, new.pytree[0].count) == (4.0, 2)
 
 
 def test_writing_state_around_a_tied_node_is_an_error():
     # The call creates the second block, with a tied node that the tree stores only
     # once.
-    model = tied_norm(Counting)
+    model = tied(Counting)
     with rejects(model, dataclasses.FrozenInstanceError, "Counting.calls"):
-        es.mutable(model)(XS)
+        es.mutable(twice)(model, 1.0)
 
 
 def test_two_nodes_tied_by_one_shared():

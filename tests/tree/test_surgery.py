@@ -1,7 +1,7 @@
-"""Modules by name: listing, mapping, `es.configure` and `replace`."""
+"""Modules by name: listing, mapping, `es.configure` and `replace`; `es.reseed`."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 import pytest
+from helpers import rejects, same
 from jaxtyping import Array
 
 import eqx_state as es
@@ -18,79 +20,115 @@ import eqx_state as es
 class Norm(es.Module):
     scale: es.Parameter
     mean: es.BatchStat
-    momentum: float = eqx.field(static=True, default=0.9)
-
-    def __call__(self, x, *, key=None):
-        if self.training:
-            self.mean = self.momentum * self.mean + (1 - self.momentum) * x
-        return self.scale * (x - self.mean)
+    dropout: es.nn.Dropout
+    momentum: float = eqx.field(static=True, default=0.5)
 
 
-class Wrapper(eqx.Module):
-    norm: Norm
-    act: Callable[..., Any] = jnp.tanh
-
-
-class Model(es.Module):
+class Net(es.Module):
     layers: list[Any]
-    head: eqx.nn.Linear
-    drop: eqx.nn.Dropout
-    steps: es.State
-    rng: es.Rng
-    table: es.Buffer
-    name: str = "model"
-
-    def __call__(self, x):
-        self.steps = self.steps + 1
-        self.rng, key = jr.split(self.rng)
-        for layer in self.layers:
-            x = layer.norm(x) + self.table
-        return self.drop(self.head(x), key=key)
+    heads: dict[str, Any]
+    table: es.Buffer[Any]
 
 
-def make_norm() -> Norm:
-    return Norm(jnp.ones(2), jnp.zeros(2))
+def norm(seed=0):
+    return Norm(jnp.ones(2), jnp.zeros(2), es.nn.Dropout(0.5, key=seed))
 
 
-def make_model() -> Model:
-    return Model(
-        [Wrapper(make_norm()), Wrapper(make_norm())],
-        eqx.nn.Linear(2, 2, key=jr.key(0)),
-        eqx.nn.Dropout(0.5),
-        0,
-        jr.key(1),
-        jnp.ones(2),
+def net():
+    return Net(
+        [eqx.nn.Linear(2, 2, key=jr.key(0)), norm(), eqx.nn.Sequential([norm(1)])],
+        {"a": eqx.nn.MLP(2, 1, 2, 1, key=jr.key(1)), "b": None},
+        {"shift": np.ones(1, np.float32), "key": jr.key(7)},
     )
 
 
-def same(a: Any, b: Any) -> bool:
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+TREES = {
+    "a model": lambda: net().freeze(lambda m: m.layers[1]),
+    "a filtered model": lambda: net().filter(es.Rng),
+    "before init": lambda: eqx.tree_at(
+        lambda m: m.layers[0], net(), es.lazy(eqx.nn.Linear, 2, 2)
+    ),
+    "containers": lambda: ({"x": [norm(), (eqx.nn.Dropout(0.1), 3)]}, jnp.ones(2)),
+    "tied": lambda: eqx.nn.Shared((norm(), norm()), lambda t: t[1], lambda t: t[0]),
+    "no module": lambda: {"w": jnp.ones(2), "n": 3, "none": None},
+}
+every_tree = pytest.mark.parametrize("make", TREES.values(), ids=list(TREES))
 
 
-NAMES = {
-    "",
-    "layers[0]",
-    "layers[0].norm",
-    "layers[1]",
-    "layers[1].norm",
-    "head",
-    "drop",
+# --- Every tree ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def same_leaves(tree):
+    """Assert that the leaves are identical afterwards, and arrays have the same values.
+
+    Unlike `helpers.untouched`, it works for trees with leaves that do not equal a copy
+    of themselves.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [x.copy() if eqx.is_array(x) else None for x in leaves]
+    yield
+    after, after_def = jax.tree.flatten(tree)
+    assert after_def == treedef
+    for old, value, new in zip(leaves, arrays, after, strict=True):
+        assert new is old
+        assert value is None or (value == new).all()
+
+
+FUNCTIONS = {
+    "parts": es.parts,
+    "partition": lambda t: es.partition(t, es.Parameter, es.State),
+    "update": lambda t: es.update(t, es.filter(t, es.Parameter)),
+    "spec": lambda t: es.spec(t, {es.State: 0, ...: 1}),
+    "map": lambda t: es.map(lambda x: x * 0, t, on=es.Parameter),
+    "map_modules": lambda t: es.map_modules(lambda m, name: name or m, t),
+    "reseed": lambda t: es.reseed(t, 0),
+    "eval": es.eval,
+    "freeze": lambda t: es.freeze({"t": t, "n": norm()}),
+    "configure": lambda t: es.configure([t, norm()], momentum=0.1, mean=1.0),
+    "init": lambda t: es.init(t, 0),
 }
 
+
+@every_tree
+def test_no_function_modifies_its_input(make):
+    tree = make()
+    with same_leaves(tree):
+        for function in FUNCTIONS.values():
+            function(tree)
+
+
+@every_tree
+def test_the_name_of_a_module_is_the_expression_that_reads_it(make):
+    tree = make()
+    found = es.modules(tree)
+    assert len({id(module) for _, module in found}) == len(found)
+    for name, module in found:
+        dot = "" if name.startswith("[") or not name else "."
+        assert eval(f"tree{dot}{name}") is module
+
+
+@every_tree
+def test_map_modules_sees_what_modules_lists(make):
+    tree, seen = make(), {}
+    es.map_modules(lambda m, name: seen.setdefault(name, type(m)) and m, tree)
+    assert seen == {name: type(module) for name, module in es.modules(tree)}
+    # `modules` lists parents first, `map_modules` maps children first.
+    assert sorted(seen) == sorted(name for name, _ in es.modules(tree))
+
+
+@pytest.mark.parametrize("name", [n for n in TREES if n != "no module"])
+def test_configure_equals_map_modules_with_replace(name):
+    def replace(module, name):
+        is_norm = isinstance(module, Norm)
+        return module.replace(momentum=0.9) if is_norm else module
+
+    tree = TREES[name]()
+    new = es.configure(tree, momentum=0.9)
+    assert eqx.tree_equal(new, es.map_modules(replace, tree))
+
+
 # --- modules, map_modules -------------------------------------------------------------
-
-
-def test_modules_by_name():
-    model = make_model()
-    modules = dict(es.modules(model))
-    assert set(modules) == NAMES
-    assert modules[""] is model
-    assert modules["layers[1].norm"] is model.layers[1].norm
-    assert dict(es.modules({"a": [model]})).keys() == {
-        f"['a'][0].{name}".removesuffix(".") for name in NAMES
-    }
 
 
 def test_a_module_that_occurs_twice_is_listed_and_mapped_once():
@@ -152,104 +190,66 @@ def test_a_module_may_be_an_iterator():
 
 
 def test_map_modules_maps_children_first():
-    model = es.freeze(make_model()).eval()
-    order = []
+    model = es.freeze(net()).eval()
 
     def f(module, name):
-        order.append(name)
-        if isinstance(module, Wrapper):
-            assert module.norm == "a norm"
-            return "a wrapper"
-        if isinstance(module, Norm):
-            return "a norm"
-        return module
+        if isinstance(module, eqx.nn.Sequential):
+            assert module.layers == ("a norm",)
+            return "layers"
+        return "a norm" if isinstance(module, Norm) else module
 
     new = es.map_modules(f, model)
-    assert set(order) == NAMES
-    assert len(order) == len(NAMES)
-    assert order.index("layers[0].norm") < order.index("layers[0]") < order.index("")
-    assert new.layers == ["a wrapper", "a wrapper"]
+    assert new.layers[1:] == ["a norm", "layers"]
     assert (new.training, new.frozen) == (False, True)
-    assert new.head.weight is model.head.weight
-    assert isinstance(model.layers[0], Wrapper)
+    assert new.layers[0].weight is model.layers[0].weight
+    assert isinstance(model.layers[1], Norm)
 
 
 def test_map_modules_takes_the_function_first():
     with pytest.raises(
         TypeError, match=r"`es\.map_modules\(f, tree\)`.*a `Norm` first"
     ):
-        es.map_modules(make_norm(), lambda module, name: module)
+        es.map_modules(norm(), lambda module, name: module)
 
 
 def test_a_function_that_returns_nothing_does_not_map_a_module():
     with pytest.raises(
-        TypeError, match=r"returned `None` for the `Model`.*return module"
+        TypeError, match=r"returned `None` for the `Net`.*return module"
     ):
-        es.map_modules(lambda module, name: None, make_model())
-    without = es.map_modules(
-        lambda module, name: None if name else module, make_model()
-    )
-    assert without.head is None
+        es.map_modules(lambda module, name: None, net())
+    without = es.map_modules(lambda module, name: None if name else module, net())
+    assert without.heads == {"a": None, "b": None}
     assert es.map_modules(lambda module, name: None, None) is None
 
 
-# --- configure ------------------------------------------------------------------------
+# --- configure, replace ---------------------------------------------------------------
 
 
-def test_configure_sets_every_module_that_has_the_attribute():
-    model = make_model()
-    new = es.configure(model, momentum=0.99, p=0.1)
-    assert [layer.norm.momentum for layer in new.layers] == [0.99, 0.99]
-    assert new.drop.p == 0.1
-    assert same(es.configure(new, momentum=0.9, p=0.5), model)
-    assert model.drop.p == 0.5
-    assert jax.tree.structure(new) != jax.tree.structure(model)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "missing"),
-    [
-        ({"momentom": 0.9}, "momentom"),
-        ({"momentum": 0.5, "rate": 0.9}, "rate"),
-        ({"filter": 3}, "filter"),
-        ({"act_": 3, "p": 0.1}, "act_"),
-    ],
-)
-def test_an_attribute_that_no_module_has_is_an_error(attributes, missing):
-    model = make_model()
-    with pytest.raises(ValueError, match=rf"es\.configure.*`{missing}`"):
-        es.configure(model, **attributes)
-    assert model.drop.p == 0.5
-    assert model.layers[0].norm.momentum == 0.9
-
-
-def test_the_error_of_configure_names_all():
-    with pytest.raises(ValueError, match=r"attribute `a`, `b`"):
-        es.configure(make_norm(), b=1, a=2)
-    with pytest.raises(ValueError, match="`p`"):
-        es.configure([jnp.ones(2)], p=0.1)
-
-
-# --- replace --------------------------------------------------------------------------
+def test_an_attribute_that_no_module_has_is_an_error():
+    for attributes, missing in (
+        ({"momentum": 0.5, "rate": 0.9}, "`rate`"),
+        ({"filter": 3}, "`filter`"),
+        ({"b": 1, "a": 2}, "`a`, `b`"),
+    ):
+        with rejects(net(), ValueError, rf"es\.configure.*{missing}"):
+            es.configure(net(), **attributes)
 
 
 def test_replace():
-    norm = es.freeze(make_norm().eval())
+    model = es.freeze(norm().eval())
     two = jnp.full(2, 2.0, dtype=jnp.float32)
-    new = norm.replace(scale=two, momentum=0.5)
-    assert (new.scale, new.mean, new.momentum) == (two, norm.mean, 0.5)
+    new = model.replace(scale=two, momentum=0.9)
+    assert (new.scale, new.mean, new.momentum) == (two, model.mean, 0.9)
     assert (new.training, new.frozen) == (False, True)
-    assert norm.momentum == 0.9
-    assert same(norm.replace(), norm)
-    assert norm.replace() is not norm
+    assert model.momentum == 0.5
+    assert same(model.replace(), model)
+    assert model.replace() is not model
 
 
-@pytest.mark.parametrize("name", ["scael", "filter", "_place", "__call__"])
+@pytest.mark.parametrize("name", ["scael", "filter"])
 def test_replace_rejects_names_that_are_not_fields(name):
-    norm = make_norm()
     with pytest.raises(TypeError, match=rf"Norm\.replace.*`{name}`"):
-        norm.replace(**{"scale": 3.0, name: 1})
-    assert jnp.array_equal(norm.scale, jnp.ones(2))
+        norm().replace(**{"scale": 3.0, name: 1})
 
 
 def test_replace_is_told_of_tree_at_for_a_field_further_down():
@@ -257,7 +257,7 @@ def test_replace_is_told_of_tree_at_for_a_field_further_down():
         r"no field `head\.bias`.*eqx\.tree_at\(lambda m: m\.head\.bias, model, value\)"
     )
     with pytest.raises(TypeError, match=match):
-        make_model().replace(**{"head.bias": jnp.zeros(2)})
+        net().replace(**{"head.bias": jnp.zeros(2)})
 
 
 # --- Code of the class does not run ---------------------------------------------------
@@ -307,3 +307,33 @@ def test_no_init_converter_or_check_runs():
     with pytest.raises(ValueError, match="structure"):
         es.update(tree, tree[:1])
     assert forbidden == []
+
+
+# --- reseed ---------------------------------------------------------------------------
+
+
+def keys(tree):
+    parts = es.parts(es.filter(tree, es.Rng))
+    return {part.name: tuple(jr.key_data(part.value).tolist()) for part in parts}
+
+
+@every_tree
+def test_reseed_depends_only_on_paths(make):
+    tree = make()
+    new = keys(es.reseed(tree, 3))
+    assert new.keys() == keys(tree).keys()
+    assert len(set(new.values())) == len(new)
+    assert keys(es.reseed(es.filter(es.eval(tree), es.Rng), 3)) == new
+    assert keys(es.reseed(es.reseed(tree, 9), 3)) == new
+    assert not set(keys(es.reseed(tree, 4)).values()) & set(new.values())
+
+
+def test_reseed_does_not_change_a_key_in_a_buffer():
+    model = net()
+    assert es.reseed(model, 0).table["key"] is model.table["key"]
+
+
+def test_the_seed_of_reseed_comes_after_the_model():
+    match = r"^`BatchNorm` is neither a PRNG key.*es\.reseed\(model, 42\)"
+    with pytest.raises(TypeError, match=match):
+        es.reseed(0, es.nn.BatchNorm(2))

@@ -19,11 +19,10 @@ ONE = jnp.ones(2)
 # --- Array defaults -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("default", [np.array(1), np.ones(2), jnp.arange(2), jr.key(0)])
-@pytest.mark.parametrize("how", ["bare", "es.field", "eqx.field", "custom __init__"])
+@pytest.mark.parametrize("default", [np.ones(2), jnp.arange(2), jr.key(0)])
+@pytest.mark.parametrize("how", ["bare", "eqx.field", "custom __init__"])
 def test_an_array_as_a_class_default(default, how):
-    specifiers = {"es.field": es.field, "eqx.field": eqx.field}
-    value = specifiers.get(how, lambda default: default)(default=default)
+    value = eqx.field(default=default) if how == "eqx.field" else default
 
     class Mine(es.Module):
         a: es.State = value
@@ -38,23 +37,20 @@ def test_an_array_as_a_class_default(default, how):
     assert first.a is not default
     assert (first.a == default).all()
     assert (first.a.dtype, first.a.shape) == (default.dtype, default.shape)
-    assert [part.kind for part in es.parts(first)] == [es.State]
     if how != "custom __init__":
         assert Mine(ONE).a is ONE
 
 
-def test_array_defaults_are_inherited_and_replaced():
+def test_an_array_default_is_copied_and_may_be_replaced():
     class Parent(es.Module):
         a: es.Parameter = np.array(1)
-        b: es.State = jnp.zeros(2)
 
     class Child(Parent):
         a: es.Parameter = np.array(2)
 
-    assert (Parent().a, Child().a) == (1, 2)
     first = Child().a
     first[...] = 5
-    assert Child().a == 2
+    assert (Parent().a, Child().a) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +70,11 @@ def test_a_class_variable_is_not_a_field(annotation):
 
 # --- Numbers and weak types -----------------------------------------------------------
 
-WEAK = [1, 1.0, True, 1j, jnp.asarray(1.0), jnp.full(2, 0.0), jnp.asarray(3)]
+WEAK = [1, True, 1j, jnp.asarray(1.0)]
 FORMS = [
-    "es.State",
     "es.State[Array]",
     "es.Parameter | None",
-    "Array = es.field(kind=es.Rng)",
     "Array = es.field(kind=es.State, converter=lambda x: x)",
-    "Array = es.field(kind=es.State, converter=jnp.asarray)",
 ]
 
 
@@ -104,26 +97,9 @@ def test_numbers_and_weak_arrays_become_strong(form, value):
         assert is_strong(got)
         assert (got == value).all()
         assert got.dtype == jnp.asarray(value).dtype
+    assert is_strong(jax.jit(cls)(value).x)
     default = type("Default", (cls,), {"__annotations__": {"x": es.State}, "x": 1.0})
     assert is_strong(default().x)
-
-
-def test_a_converter_receives_the_original_value():
-    seen = []
-
-    class Mine(es.Module):
-        x: Array = es.field(
-            kind=es.State, default=1, converter=lambda x: seen.append(x)
-        )
-
-    Mine()
-    Mine(2)
-    assert [type(x) for x in seen] == [int, int]
-
-
-def test_weak_tracers_become_strong():
-    out = jax.jit(lambda x: one_field("es.State")(x))(1.0)
-    assert is_strong(out.x)
 
 
 def test_strong_arrays_are_stored_as_the_same_objects():
@@ -136,11 +112,8 @@ def test_strong_arrays_are_stored_as_the_same_objects():
     ("text", "value"),
     [
         ("list[es.State]", [1, 2.0]),
-        ("dict[str, es.State]", {"a": True}),
         ("tuple[es.Parameter, es.State]", (1, 2)),
-        ("es.State", {"a": [1, (2.0,)]}),
         ("es.State[dict[str, list[Array]]]", {"a": [1, jnp.asarray(1.0)]}),
-        ("list[es.State] | None", [1]),
         ("Any = es.field(kind=es.State, converter=lambda x: [x, 2.0])", 1.0),
     ],
 )
