@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import untouched
-from zoo import CASES
 
 import eqx_state as es
 
@@ -92,19 +90,16 @@ def test_under_the_transforms_of_jax():
 
 
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-@pytest.mark.parametrize("name", ["scaled", "__call__"])
-def test_of_a_method(name):
+def test_of_a_method():
     class Named(Net):
         def scaled(self, x, by):
             return by * self(x)
 
     model = Named(eqx.nn.Linear(2, 1, key=jr.key(1)))
-    method = getattr(model, name)
-    options = {"by": 2.0} if name == "scaled" else {"scale": 2.0}
-    apply, params, state = es.functional(method)
+    apply, params, state = es.functional(model.scaled)
     assert {**params, **state} == es.state_dict(model)
-    out, state = jax.jit(apply)(params, state, X, **options)
-    expected, new = es.mutable(method)(X, **options)
+    out, state = jax.jit(apply)(params, state, X, by=2.0)
+    expected, new = es.mutable(model.scaled)(X, by=2.0)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
     assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), new)
 
@@ -189,15 +184,6 @@ def test_apply_does_not_keep_the_arrays_alive():
     assert apply is not None
 
 
-def test_inside_a_scope():
-    def f(model, x):
-        apply, params, state = es.functional(model)
-        return apply(params, state, x)[1]["count"]
-
-    count, new = es.jit(es.mutable(f))(net(), X)
-    assert (count, new.count) == (1, 0)  # pure: the model of the scope does not change
-
-
 # --- Export ---------------------------------------------------------------------------
 
 
@@ -237,13 +223,3 @@ def test_a_serialized_program_runs_without_this_library(tmp_path):
     np.testing.assert_allclose(out["y"], y, rtol=1e-6)
     assert out["count"] == state["count"] == 2
     assert (out["rng"] == jr.key_data(state["rng"])).all()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_params_and_state_restore_every_model(name):
-    model = CASES[name].model()
-    with untouched(model):
-        _, params, state = es.functional(model)
-    assert list(params) == list(es.state_dict(model, es.Parameter))
-    back = es.load_state_dict(CASES[name].make(key=jr.key(8)), {**params, **state})
-    assert eqx.tree_equal(es.state_dict(back), es.state_dict(model))
