@@ -9,7 +9,6 @@ import weakref
 import equinox as eqx
 import jax
 import jax.export
-import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
@@ -60,33 +59,6 @@ def test_apply_equals_mutable():
         assert out == expected
         assert state["count"] == model.count == i
         assert state["rng"] == model.rng
-
-
-@jax.numpy_dtype_promotion("standard")
-@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-def test_under_the_transforms_of_jax():
-    apply, params, state = es.functional(net())
-    step = lambda state, x: apply(params, state, x)[::-1]  # noqa: E731
-    last, ys = lax.scan(step, state, jnp.ones((3, 2)))
-    assert last["count"] == 3
-    assert ys.shape == (3, 1)
-    out, states = jax.vmap(apply, in_axes=(None, None, 0))(
-        params, state, jnp.ones((3, 2))
-    )
-    assert out.shape == (3, 1)
-    assert states["count"].tolist() == [1, 1, 1]
-
-    @jax.jit
-    def loss_fn(params, state, x):
-        out, state = apply(params, state, x)
-        return jnp.sum(out**2), state
-
-    grads, state = jax.grad(loss_fn, has_aux=True)(params, state, X)
-    expected, _ = es.grad(lambda m, x: jnp.sum(m(x) ** 2))(net(), X)
-    np.testing.assert_allclose(grads["linear.weight"], expected.linear.weight)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    assert apply(new, state, X)[0] != apply(params, state, X)[0]
 
 
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice

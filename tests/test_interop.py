@@ -197,14 +197,6 @@ def test_a_model_converted_in_eval_mode_can_train():
     assert close(y, model.eval()(data(0)))
 
 
-def test_modules_keep_their_different_modes():
-    model = eqx.nn.Sequential([es.nn.BatchNorm(3).eval(), es.nn.BatchNorm(3)])
-    layer, state = es.to_equinox(model)
-    y, _ = layer(data(0), state)
-    assert close(y, es.mutable(model)(data(0))[0])
-    assert not layer.inference
-
-
 # --- Keys -----------------------------------------------------------------------------
 
 

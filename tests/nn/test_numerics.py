@@ -141,24 +141,3 @@ def test_equals_equinox_in_batch_mode():
     expected, _ = their_step(eqx.nn.inference_mode(theirs), state, x)
     norm = norm.replace(var=norm.var + left / (1 - left)).eval()
     assert_equal_to_1e_5(step(norm, x)[0], expected)
-
-
-def test_equals_equinox_in_ema_mode():
-    norm, step, shape_name = whole(), step_whole, "sequence"
-    theirs, state = equinox_norm("ema")
-    for i in range(STEPS):
-        x = inputs(shape_name, i)
-        if i == 0:  # at first, the averages are those of the first batch
-            first = norm.replace(momentum=0.0)
-            _, first = step(first, x)
-            norm = norm.replace(mean=first.mean, var=first.var)
-        else:
-            _, norm = step(norm, x)
-        y, _ = step(norm.eval(), x)
-        expected, state = their_step(theirs, state, x)
-        assert_equal_to_1e_5(y, expected)
-        kept = list(state.get(theirs.ema_state_index))
-        assert_equal_to_1e_5([norm.mean, norm.var], kept)
-    x = inputs(shape_name, STEPS)
-    expected, _ = their_step(eqx.nn.inference_mode(theirs), state, x)
-    assert_equal_to_1e_5(step(norm.eval(), x)[0], expected)

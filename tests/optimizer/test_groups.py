@@ -172,19 +172,6 @@ def test_frozen_arrays_need_no_memory():
 # --- Different models and modes -------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [es.eval, lambda m: m.filter(es.trainable)])
-def test_modes_may_differ_and_parameters_are_enough(change):
-    model = make()
-    optimizer = es.Optimizer({BIAS: optax.adam(0.1), ...: None}).init(model)
-    changed = change(model)
-    new, _ = optimizer.update(gradients(model), changed)
-    assert jtu.tree_structure(new) == jtu.tree_structure(changed)
-    assert eqx.tree_equal(
-        new.filter(es.trainable).train(),
-        optimizer.update(gradients(model), model)[0].filter(es.trainable),
-    )
-
-
 def test_rules_may_name_arrays_that_only_the_whole_model_has():
     model = make()
     by_state = lambda part: part.kind is es.BatchStat  # noqa: E731
@@ -196,20 +183,6 @@ def test_rules_may_name_arrays_that_only_the_whole_model_has():
 
 
 # --- Further arguments ----------------------------------------------------------------
-
-
-def test_further_arguments_are_passed_to_the_groups():
-    plateau = optax.chain(
-        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.1, patience=1)
-    )
-    model = {"a": jnp.zeros(()), "b": jnp.zeros(())}
-    rules = {es.path_matches("*a*"): optax.MultiSteps(plateau, 1), ...: optax.sgd(0.1)}
-    optimizer = es.Optimizer(rules).init(model)
-    grads = {"a": jnp.ones(()), "b": jnp.ones(())}
-    for _ in range(4):
-        model, optimizer = optimizer.update(grads, model, value=jnp.array(1.0))
-    assert jnp.allclose(model["b"], -0.4)
-    assert -0.4 < model["a"] < -0.1
 
 
 # --- Errors ---------------------------------------------------------------------------
