@@ -146,16 +146,6 @@ def test_which_arrays_are_in_the_layer_and_which_in_the_state():
     assert {p.kind for p in es.parts(state)} == {es.State}
 
 
-def test_inside_equinoxs_sequential():
-    layer, state = es.to_equinox(net().replace(dropout=es.nn.Dropout(0.0, key=0)))
-    linear = eqx.nn.Linear(3, 2, key=jr.key(1))
-    model = eqx.nn.Sequential([layer, eqx.nn.Lambda(jnp.tanh), linear])
-    assert model.is_stateful()
-    y, state = jax.vmap(model, **AXES)(data(0), state)
-    alone, other = jax.vmap(layer, **AXES)(data(0), es.to_equinox(net())[1])
-    assert close(y, jax.vmap(linear)(jnp.tanh(alone)))
-
-
 def test_serialization_and_substates(tmp_path):
     layer, state = es.to_equinox(es.nn.BatchNorm(3))
     _, state = layer(data(0), state)

@@ -449,6 +449,9 @@ def test_outputs_inside_other_transforms_of_jax_are_reported_as_missed(name):
 
 LOOPS = {
     "while": lambda f, x: es.while_loop(lambda x: x.sum() < 50, f, x),
+    "while test": lambda f, x: es.while_loop(
+        lambda x: f(x).sum() < 5, lambda x: 2 * x, x
+    ),
     "fori": lambda f, x: es.fori_loop(0, 3, lambda i, x: f(x), x),
 }
 

@@ -133,6 +133,11 @@ MODELS = {
     "list": ([norm(), norm()], lambda m: m[1], "[1]"),
     "dict": ({"a": {"b": norm()}}, lambda m: m["a"]["b"], r"[\'a\'][\'b\']"),
     "nested list": (Net([[Block(norm())]]), lambda m: m.blocks[0][0].norm, "norm"),
+    "both indices": (
+        Net([[norm()], [norm()]]),
+        lambda m: m.blocks[1][0],
+        "blocks[1][0]",
+    ),
 }
 
 
@@ -140,12 +145,6 @@ MODELS = {
 def test_a_model_may_be_a_container(case):
     model, where, expected = MODELS[case]
     assert scopes(es.mutable(lambda m, x: where(m)(x)), model, X) == {expected}
-
-
-def test_an_element_of_a_nested_list_has_both_indices():
-    model = Net([[norm()], [norm()]])
-    found = scopes(es.mutable(lambda m, x: m.blocks[1][0](x)), model, X)
-    assert found == {"blocks[1][0]"}
 
 
 TRANSFORMS = {

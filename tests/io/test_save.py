@@ -82,20 +82,6 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(path, monkeypatch)
     assert_only(path, NEW)
 
 
-def test_no_file_remains_open(path):
-    def lowest():
-        """The descriptor that the next opened file will get."""
-        descriptor = os.open(os.devnull, os.O_RDONLY)
-        os.close(descriptor)
-        return descriptor
-
-    before = lowest()
-    es.save(path, NEW)
-    es.load(path, OLD)
-    es.load_metadata(path)
-    assert lowest() == before
-
-
 # --- The operating system -------------------------------------------------------------
 
 

@@ -234,14 +234,6 @@ def test_a_mask_within_each_example():
     assert_close((new.mean, new.var), (rows.mean(0), rows.var(0)))
 
 
-def test_a_mask_may_differ_between_channels():
-    x = data(8, 2)
-    mask = jnp.stack([jnp.arange(8) < 5, jnp.arange(8) >= 2], axis=1)
-    _, new = run(es.nn.BatchNorm(2, momentum=0.0), x, mask=mask)
-    expected = jnp.stack([x[:5, 0].mean(), x[2:, 1].mean()])
-    assert_close(new.mean, expected)
-
-
 def test_a_batch_that_is_padding_alone_changes_nothing():
     norm = run(es.nn.BatchNorm(3), data(8, 3))[1]
     y, new = run(norm, jnp.ones((8, 3)), mask=False)

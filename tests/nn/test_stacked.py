@@ -100,14 +100,6 @@ def test_arguments_are_given_to_each_layer():
     close(stacked(XS[0], scale=2.0), expected)
 
 
-def test_layers_of_equinox_alone():
-    layers = [make_linear(key) for key in KEYS]
-    stacked = es.nn.Stacked.make(make_linear, KEYS)
-    close(stacked, es.nn.Stacked(layers))
-    close(stacked(XS[0]), in_turn(layers, XS[0]))
-    close(jax.jit(jax.vmap(stacked))(XS), jax.vmap(lambda x: in_turn(layers, x))(XS))
-
-
 def test_a_carry_may_be_a_pytree_or_a_number():
     class Pair(eqx.Module):
         w: jax.Array

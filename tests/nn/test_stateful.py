@@ -241,20 +241,6 @@ def test_an_es_module_inside_keeps_its_own_state():
     assert model.layer.layers[1].batch_counter.init == 2
 
 
-def test_within_sequential_scan_init_and_an_ensemble():
-    model = eqx.nn.Sequential([es.nn.Stateful(Net(jr.key(0))), Counter()])
-    y, new = es.mutable(model)(jnp.ones(3), key=jr.key(3))
-    assert new.layers[0].layer.calls.init == new.layers[1].count == 1
-    assert eqx.tree_equal(model.layers[0].init(0), model.layers[0])
-    stack = eqx.filter_vmap(lambda key: es.nn.Stateful(Net(key)))(
-        jr.split(jr.key(0), 2)
-    )
-    run = es.mutable(es.vmap(stack, in_axes=None, axes={...: 0}))
-    y, stack = run(jnp.ones(3))
-    assert stack.layer.calls.init.tolist() == [1, 1]
-    assert y.shape == (2, 3)
-
-
 @reuses_keys
 def test_a_key_is_passed_to_a_layer_that_takes_one():
     model = es.nn.Stateful(Net(jr.key(0)))

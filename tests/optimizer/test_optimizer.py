@@ -71,15 +71,6 @@ def array_leaves(tree):
 
 
 @standard
-def test_its_leaves_are_the_leaves_of_the_optax_state(net):
-    tx = optax.adamw(0.1)
-    optimizer = es.Optimizer(tx).init(net)
-    by_hand = tx.init(jtu.tree_leaves(es.filter(net, es.trainable)))
-    assert_equal(jtu.tree_leaves(optimizer), jtu.tree_leaves(by_hand))
-    assert_equal(jtu.tree_leaves(optimizer), jtu.tree_leaves(optimizer.opt_state))
-
-
-@standard
 def test_every_array_in_it_is_of_kind_opt_state(net):
     optimizer = es.Optimizer(optax.adam(optax.constant_schedule(0.1))).init(net)
     parts = es.parts((net, optimizer))

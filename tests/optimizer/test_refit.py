@@ -128,16 +128,6 @@ def test_hyperparameters_and_counts_are_kept():
     assert [x.count for x in adams(refitted)] == [3, 3]
 
 
-def test_accumulated_gradients_are_kept():
-    model = make()
-    optimizer = es.Optimizer(optax.MultiSteps(ADAM, every_k_schedule=2)).init(model)
-    model, optimizer = trained(optimizer, model)
-    state = optimizer.refit(model.replace(head=Layer(4, size=3))).opt_state
-    assert (state.mini_step, state.gradient_step) == (1, 1)
-    assert state.acc_grads.body[0].w is optimizer.opt_state.acc_grads.body[0].w
-    assert not state.acc_grads.head.w.any()
-
-
 def test_a_parameter_that_changes_its_group_keeps_its_moments():
     last = es.under(lambda m: m.body[-1])
     rules = {last: optax.adam(0.2), ...: ADAM}
