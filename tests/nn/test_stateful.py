@@ -1,7 +1,5 @@
 """`es.nn.Stateful`: Equinox's stateful layers, alone and inside other models."""
 
-import copy
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ from equinox_layers import (
     spectral,
     Twice,
 )
-from helpers import rejects, reuses_keys, untouched
+from helpers import rejects, reuses_keys
 
 import eqx_state as es
 
@@ -93,16 +91,6 @@ def test_a_training_loop_is_traced_once(make):
         _, model = step(model, data(seed))
     assert jax.tree.structure(model) == treedef
     assert not any(getattr(part.value, "weak_type", False) for part in es.parts(model))
-
-
-def test_copies_pickles_and_shapes(make):
-    model = es.nn.Stateful(make(jr.key(0)))
-    again = copy.deepcopy(model)
-    assert jax.tree.structure(again) == jax.tree.structure(model)
-    with untouched(model):
-        assert close(batched(again)(data(0))[0], batched(model)(data(0))[0])
-    shapes = eqx.filter_eval_shape(lambda: es.nn.Stateful(make(jr.key(0))))
-    assert jax.tree.structure(shapes) == jax.tree.structure(model)
 
 
 # --- Where arrays are stored ----------------------------------------------------------
