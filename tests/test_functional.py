@@ -9,13 +9,10 @@ import weakref
 import equinox as eqx
 import jax
 import jax.export
-import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import untouched
-from zoo import CASES
 
 import eqx_state as es
 
@@ -64,47 +61,17 @@ def test_apply_equals_mutable():
         assert state["rng"] == model.rng
 
 
-@jax.numpy_dtype_promotion("standard")
 @jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-def test_under_the_transforms_of_jax():
-    apply, params, state = es.functional(net())
-    step = lambda state, x: apply(params, state, x)[::-1]  # noqa: E731
-    last, ys = lax.scan(step, state, jnp.ones((3, 2)))
-    assert last["count"] == 3
-    assert ys.shape == (3, 1)
-    out, states = jax.vmap(apply, in_axes=(None, None, 0))(
-        params, state, jnp.ones((3, 2))
-    )
-    assert out.shape == (3, 1)
-    assert states["count"].tolist() == [1, 1, 1]
-
-    @jax.jit
-    def loss_fn(params, state, x):
-        out, state = apply(params, state, x)
-        return jnp.sum(out**2), state
-
-    grads, state = jax.grad(loss_fn, has_aux=True)(params, state, X)
-    expected, _ = es.grad(lambda m, x: jnp.sum(m(x) ** 2))(net(), X)
-    np.testing.assert_allclose(grads["linear.weight"], expected.linear.weight)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    assert apply(new, state, X)[0] != apply(params, state, X)[0]
-
-
-@jax.debug_key_reuse(False)  # on purpose: one key is drawn from twice
-@pytest.mark.parametrize("name", ["scaled", "__call__"])
-def test_of_a_method(name):
+def test_of_a_method():
     class Named(Net):
         def scaled(self, x, by):
             return by * self(x)
 
     model = Named(eqx.nn.Linear(2, 1, key=jr.key(1)))
-    method = getattr(model, name)
-    options = {"by": 2.0} if name == "scaled" else {"scale": 2.0}
-    apply, params, state = es.functional(method)
+    apply, params, state = es.functional(model.scaled)
     assert {**params, **state} == es.state_dict(model)
-    out, state = jax.jit(apply)(params, state, X, **options)
-    expected, new = es.mutable(method)(X, **options)
+    out, state = jax.jit(apply)(params, state, X, by=2.0)
+    expected, new = es.mutable(model.scaled)(X, by=2.0)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
     assert eqx.tree_equal(es.load_state_dict(model, {**params, **state}), new)
 
@@ -189,15 +156,6 @@ def test_apply_does_not_keep_the_arrays_alive():
     assert apply is not None
 
 
-def test_inside_a_scope():
-    def f(model, x):
-        apply, params, state = es.functional(model)
-        return apply(params, state, x)[1]["count"]
-
-    count, new = es.jit(es.mutable(f))(net(), X)
-    assert (count, new.count) == (1, 0)  # pure: the model of the scope does not change
-
-
 # --- Export ---------------------------------------------------------------------------
 
 
@@ -237,13 +195,3 @@ def test_a_serialized_program_runs_without_this_library(tmp_path):
     np.testing.assert_allclose(out["y"], y, rtol=1e-6)
     assert out["count"] == state["count"] == 2
     assert (out["rng"] == jr.key_data(state["rng"])).all()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_params_and_state_restore_every_model(name):
-    model = CASES[name].model()
-    with untouched(model):
-        _, params, state = es.functional(model)
-    assert list(params) == list(es.state_dict(model, es.Parameter))
-    back = es.load_state_dict(CASES[name].make(key=jr.key(8)), {**params, **state})
-    assert eqx.tree_equal(es.state_dict(back), es.state_dict(model))

@@ -103,16 +103,6 @@ def test_a_whole_batch_equals_es_mutable():
         assert same_values(state, model)
 
 
-def test_one_example_at_a_time_under_jax_vmap():
-    model = net().replace(dropout=es.nn.Dropout(0.0, key=0))
-    layer, state = es.to_equinox(model)
-    for seed in range(3):
-        y, state = jax.vmap(layer, **AXES)(data(seed), state)
-        expected, model = batched(model)(data(seed))
-        assert close(y, expected)
-    assert same_values(state, model)
-
-
 def test_gradients_with_equinox_alone():
     layer, state = es.to_equinox(net())
     model = net()
@@ -131,21 +121,6 @@ def test_gradients_with_equinox_alone():
     trained = {p.name for p in es.parts(es.filter(layer, es.trainable))}
     expected = {f"model.{p.name}" for p in es.parts(es.filter(model, es.trainable))}
     assert trained == expected
-
-
-def test_frozen_parameters_have_a_gradient_of_zero():
-    layer, state = es.to_equinox(es.nn.BatchNorm(3).freeze())
-
-    def loss(layer, x, state):
-        y, new = layer(x, state)
-        return y.sum(), (y, new)
-
-    grads, (y, new) = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))(
-        layer, data(0), state
-    )
-    assert close(y, data(0) / jnp.sqrt(1 + 1e-5))
-    assert [g.tolist() for g in jax.tree.leaves(grads)] == [[0, 0, 0]] * 2
-    assert eqx.tree_equal(new, state)
 
 
 # --- Like Equinox's own layers --------------------------------------------------------
@@ -171,16 +146,6 @@ def test_which_arrays_are_in_the_layer_and_which_in_the_state():
     assert {p.kind for p in es.parts(state)} == {es.State}
 
 
-def test_inside_equinoxs_sequential():
-    layer, state = es.to_equinox(net().replace(dropout=es.nn.Dropout(0.0, key=0)))
-    linear = eqx.nn.Linear(3, 2, key=jr.key(1))
-    model = eqx.nn.Sequential([layer, eqx.nn.Lambda(jnp.tanh), linear])
-    assert model.is_stateful()
-    y, state = jax.vmap(model, **AXES)(data(0), state)
-    alone, other = jax.vmap(layer, **AXES)(data(0), es.to_equinox(net())[1])
-    assert close(y, jax.vmap(linear)(jnp.tanh(alone)))
-
-
 def test_serialization_and_substates(tmp_path):
     layer, state = es.to_equinox(es.nn.BatchNorm(3))
     _, state = layer(data(0), state)
@@ -189,16 +154,6 @@ def test_serialization_and_substates(tmp_path):
     again = eqx.tree_deserialise_leaves(tmp_path / "x.eqx", like)
     assert eqx.tree_equal(again, (layer, state))
     assert eqx.tree_equal(state.update(state.substate(layer)), again[1])
-
-
-def test_an_ensemble_created_as_in_equinox():
-    layers, states = eqx.filter_vmap(lambda key: es.to_equinox(Keyed(key)))(
-        jr.split(jr.key(0), 4)
-    )
-    call = eqx.filter_vmap(lambda layer, state: layer(jnp.ones(3), state))
-    y, states = call(layers, states)
-    assert y.shape == (4, 3)
-    assert len({str(row) for row in np.asarray(y)}) == 4
 
 
 # --- Modes ----------------------------------------------------------------------------
@@ -230,14 +185,6 @@ def test_a_model_converted_in_eval_mode_can_train():
     assert same_values(state, model)
     y, _ = es.eval(es.train(layer))(data(0), state)
     assert close(y, model.eval()(data(0)))
-
-
-def test_modules_keep_their_different_modes():
-    model = eqx.nn.Sequential([es.nn.BatchNorm(3).eval(), es.nn.BatchNorm(3)])
-    layer, state = es.to_equinox(model)
-    y, _ = layer(data(0), state)
-    assert close(y, es.mutable(model)(data(0))[0])
-    assert not layer.inference
 
 
 # --- Keys -----------------------------------------------------------------------------
@@ -275,17 +222,6 @@ def test_a_key_for_a_model_that_takes_none_is_used_for_its_own_keys():
 
 
 # --- In both directions ---------------------------------------------------------------
-
-
-def test_from_equinox_and_back():
-    norm = eqx.nn.BatchNorm(3, "batch", mode="ema")
-    theirs, their_state = eqx.nn.make_with_state(lambda: norm)()
-    layer, state = es.to_equinox(es.nn.Stateful(norm))
-    for seed in range(3):
-        y, state = jax.vmap(layer, **AXES)(data(seed), state)
-        expected, their_state = jax.vmap(theirs, **AXES)(data(seed), their_state)
-        assert close(y, expected)
-    assert close(jax.tree.leaves(state), jax.tree.leaves(their_state))
 
 
 # --- Bad input ------------------------------------------------------------------------

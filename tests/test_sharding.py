@@ -15,19 +15,13 @@ import sharded_training
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from processes import run_two
 from sharded_training import (
-    bytes_per_device,
     data_parallel,
-    fully_sharded,
     in_one_piece,
     LAYOUTS,
-    loss_fn,
     Net,
     put_rows,
     start,
     train,
-    TRAINED,
-    XS,
-    YS,
 )
 
 import eqx_state as es
@@ -67,16 +61,9 @@ def split_parameters(tree, mesh):
 
 
 PLACE = {
-    "device_put": jax.device_put,
     "filter_shard": eqx.filter_shard,
-    "filter_shard in jit": lambda model, shardings: eqx.filter_jit(
-        lambda model: eqx.filter_shard(model, shardings)
-    )(model),
     "with_sharding_constraint": lambda model, shardings: jax.jit(
         lambda model: jax.lax.with_sharding_constraint(model, shardings)
-    )(model),
-    "in_shardings": lambda model, shardings: jax.jit(
-        lambda model: model, in_shardings=(shardings,)
     )(model),
     "out_shardings": lambda model, shardings: jax.jit(
         lambda model: model, out_shardings=shardings
@@ -99,20 +86,11 @@ def test_jax_and_equinox_accept_shardings_by_kind(place, mesh):
     assert_close(after, before)
 
 
-@pytest.mark.parametrize("place", ["in_shardings", "out_shardings"])
-def test_partition_specs_by_kind_where_the_mesh_is_set(place, mesh):
-    model = Net(False, key=jr.key(0))
-    specs = es.spec(model, {es.Parameter: P("devices"), ...: P()})
-    with jax.set_mesh(mesh):
-        assert_split_by_kind(PLACE[place](model, specs))
-
-
 # --- Training -------------------------------------------------------------------------
 
 
 @jax.numpy_dtype_promotion("standard")  # for `optax.adam`
-@pytest.mark.parametrize("whole_batch", [False, True])
-@each_layout
+@pytest.mark.parametrize(("layout", "whole_batch"), [("data", False), ("full", True)])
 def test_training_equals_that_on_one_device(layout, whole_batch, mesh):
     layout = LAYOUTS[layout]
     results = train(start(layout, mesh, whole_batch), layout, mesh)
@@ -121,17 +99,6 @@ def test_training_equals_that_on_one_device(layout, whole_batch, mesh):
     assert model.norm.mean.sharding.is_fully_replicated
     assert model.dropout.rng.sharding.is_fully_replicated
     assert_close(in_one_piece(results, mesh), trained_on_one_device(whole_batch))
-
-
-@jax.numpy_dtype_promotion("standard")
-def test_each_device_stores_its_part_of_parameters_and_optimizer(mesh):
-    assert bytes_per_device(start(data_parallel, mesh), TRAINED) == [WHOLE] * 8
-    trained = start(fully_sharded, mesh)
-    assert bytes_per_device(trained, TRAINED) == [SPLIT] * 8
-    _, *trained = train(trained, fully_sharded, mesh)
-    assert bytes_per_device(trained, TRAINED) == [SPLIT] * 8
-    for part in es.parts(es.filter(trained, TRAINED)):
-        assert part.value.sharding.is_fully_replicated is (part.value.ndim == 0)
 
 
 @pytest.mark.skipif(
@@ -162,34 +129,6 @@ def test_dropout_draws_the_same_masks_from_keys_on_all_devices(mesh):
 
 
 # --- `jax.shard_map` ------------------------------------------------------------------
-
-
-def per_device(f, mesh, **options):
-    """`f(model, xs, ys)` on the rows of each device; all must return equal results."""
-    rows = P("devices")
-    f = jax.shard_map(
-        f, mesh=mesh, in_specs=(P(), rows, rows), out_specs=P(), **options
-    )
-    return jax.jit(f)
-
-
-@pytest.mark.parametrize("whole_batch", [False, True])
-def test_value_and_grad_in_shard_map_equals_one_device(whole_batch, mesh):
-    model = es.configure(Net(whole_batch, key=jr.key(0)), p=0.0)
-    expected = es.value_and_grad(loss_fn)(model, XS, YS)
-
-    def body(model, xs, ys):
-        def mean_loss(model):
-            return jax.lax.pmean(loss_fn(model, xs, ys), "devices")
-
-        out, grads = es.value_and_grad(mean_loss)(model)
-        return out, jax.lax.pmean(grads, "devices")
-
-    axis_name = "devices" if whole_batch else ("batch", "devices")
-    model = es.configure(model, axis_name=axis_name)
-    # With `check_vma`, JAX has no collectives over a named `vmap` axis in the body.
-    results = per_device(body, mesh, check_vma=whole_batch)(model, XS, YS)
-    assert_close(in_one_piece(results, mesh), in_one_piece(expected, mesh))
 
 
 # --- Two processes --------------------------------------------------------------------

@@ -164,19 +164,6 @@ def test_kinds_are_those_that_may_be_written():
         es.capture(Scale(), kinds=3)
 
 
-def test_a_model_that_was_initialized_sows():
-    class Lazy(es.Module):
-        weight: es.Parameter = es.Initializer(lambda key: jr.normal(key, (3,)))
-
-        def __call__(self, x):
-            self.sow("x", x)
-            return self.weight * x
-
-    with pytest.raises(es.NotInitializedError, match="before it is initialized"):
-        es.capture(Lazy(), outputs="*")(X)
-    assert list(es.capture(Lazy().init(0, X))(X)[1]) == ["x"]
-
-
 # --- Through transforms ---------------------------------------------------------------
 
 
@@ -191,18 +178,13 @@ THROUGH = {
     "es.jit": lambda f, x: es.jit(f)(x),
     "es.checkpoint": lambda f, x: es.checkpoint(f)(x),
     "es.cond": lambda f, x: es.cond(x.sum() > 0, f, f, x),
-    "es.switch": lambda f, x: es.switch(1, [f, f, f], x),
     "es.vjp": lambda f, x: es.vjp(f, x)[0],
-    "es.jacrev": lambda f, x: es.jacrev(f)(x) is None or x,
     "es.hessian": lambda f, x: es.hessian(lambda x: f(x).sum())(x)[0],
     "es.custom_vjp": lambda f, x: custom(f, x),
 }
 STACKED = {
     "es.vmap": lambda f, xs: es.vmap(f)(xs),
     "es.scan": lambda f, xs: es.scan(lambda c, x: (c, f(x)), None, xs)[1],
-    "es.scan of es.jit": lambda f, xs: es.scan(
-        lambda c, x: (c, es.jit(f)(x)), None, xs
-    )[1],
     "es.scan with it in the carry": lambda f, xs: es.scan(
         lambda f, x: (f, f(x)), f, xs
     )[1],
@@ -210,51 +192,42 @@ STACKED = {
 # These return only outputs; a sow inside them is an error.
 PLAIN = {
     "jax.vmap": lambda f, xs: jax.vmap(f)(xs),
-    "jax.vmap of a closure": lambda f, xs: jax.vmap(lambda x: f(x))(xs),
     "eqx.filter_vmap": lambda f, xs: eqx.filter_vmap(f)(xs),
     "jax.vmap of es.jit": lambda f, xs: jax.vmap(es.jit(f))(xs),
     "jax.vmap of es.grad": lambda f, xs: jax.vmap(
         lambda x: es.grad(lambda f: f(x).sum())(f)[0] and x
     )(xs),
-    "es.jit of jax.vmap": lambda f, xs: es.jit(jax.vmap(f))(xs),
 }
-each_jit = pytest.mark.parametrize("jit", [lambda f: f, es.jit], ids=["plain", "jit"])
 
 
 @pytest.mark.parametrize("name", THROUGH)
-@each_jit
-def test_a_transform_returns_captured_values_unchanged(name, jit):
+def test_a_transform_returns_captured_values_unchanged(name):
     if name == "es.custom_vjp" and jax.config.jax_check_tracer_leaks:
         pytest.skip("a traced call of a rule keeps its arguments alive")
-    (_, new), found = jit(es.capture(wrapped(THROUGH[name]), outputs="layer"))(X)
+    (_, new), found = es.capture(wrapped(THROUGH[name]), outputs="layer")(X)
     assert set(found) == {"layer", "layer.out"}
     close([found["layer"], found["layer.out"]], [2 * X, 2 * X])
     assert new.layer.calls == 1
 
 
 @pytest.mark.parametrize("name", STACKED)
-@each_jit
-def test_it_is_stacked_by_lane_or_step(name, jit):
+def test_it_is_stacked_by_lane_or_step(name):
     model = wrapped(STACKED[name], Stateless())
-    (ys, _), found = jit(es.capture(model, outputs="layer"))(X)
+    (ys, _), found = es.jit(es.capture(model, outputs="layer"))(X)
     assert set(found) == {"layer", "layer.out"}
     close([found["layer"], found["layer.out"], ys], [2 * X] * 3)
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@each_jit
-def test_outputs_are_stacked_by_lanes_of_plain_jax(name, jit):
+def test_outputs_are_stacked_by_lanes_of_plain_jax(name):
     model = wrapped(PLAIN[name], Times(jnp.array(2.0)))
-    _, found = jit(es.capture(model, outputs="layer"))(X)
+    _, found = es.capture(model, outputs="layer")(X)
     close(found, {"layer": 2 * X})
 
 
 NESTED = {
     "es of jax": lambda f, x: es.vmap(jax.vmap(f))(x),
     "jax of es": lambda f, x: jax.vmap(es.vmap(f))(x),
-    "jax of jax": lambda f, x: jax.vmap(lambda x: jax.vmap(f, in_axes=0)(x))(x),
-    "jax of jit of jax": lambda f, x: jax.vmap(es.jit(jax.vmap(f)))(x),
-    "scan of jax": lambda f, x: es.scan(lambda c, x: (c, jax.vmap(f)(x)), 0, x),
     "jax of scan": lambda f, x: jax.vmap(
         lambda x: es.scan(lambda c, x: (c, f(x)), 0, x)
     )(x),
@@ -270,9 +243,8 @@ def test_of_two_axes_the_outer_one_is_first(name):
     close(es.capture(across, outputs="layer")(x)[1]["layer"], 2 * x.T)
 
 
-@pytest.mark.parametrize("vmap", [jax.vmap, es.vmap], ids=["jax", "es"])
-def test_an_output_that_is_equal_in_all_lanes_is_stacked_too(vmap):
-    model = wrapped(lambda f, xs: vmap(lambda x: x + f(X))(xs), Times())
+def test_an_output_that_is_equal_in_all_lanes_is_stacked_too():
+    model = wrapped(lambda f, xs: jax.vmap(lambda x: x + f(X))(xs), Times())
     _, found = es.capture(model, outputs="layer")(X)
     close(found["layer"], jnp.stack([2 * X] * 3))
 
@@ -281,14 +253,6 @@ def test_keys_are_stacked_by_lane():
     split = eqx.nn.Lambda(lambda key: jr.fold_in(key, 1))
     run = es.capture(lambda m, keys: jax.vmap(m)(keys), outputs="")
     assert run(split, jr.split(jr.key(0), 3))[1][""].shape == (3,)
-
-
-def test_calls_in_two_transforms_are_one_tuple():
-    model = wrapped(
-        lambda f, x: es.checkpoint(f)(x) + es.vmap(f.factor.__mul__)(x) + f(x)
-    )
-    _, found = es.capture(model, outputs="layer")(X)
-    assert [[y.shape for y in x] for x in found.values()] == [[(3,), (3,)]] * 2
 
 
 def test_all_layers_of_a_stack_have_one_name():
@@ -317,13 +281,6 @@ def test_layers_of_equinox_that_map_inside_and_decorated_calls():
     _, found = es.capture(eqx.filter_vmap(model), outputs="*layers*")(X)
     close(found["_fun.layers[2]"], jnp.tanh(2 * X))
 
-    class Jitted(es.Module):
-        layer: Times
-
-        @es.jit
-        def __call__(self, x):
-            return self.layer(x)
-
     class Mapped(eqx.Module):
         layer: Times
 
@@ -331,27 +288,12 @@ def test_layers_of_equinox_that_map_inside_and_decorated_calls():
         def __call__(self, x):
             return self.layer(x)
 
-    _, found = es.capture(Jitted(Times()), outputs="*")(X)
-    close(found, {"layer": 2 * X, "": 2 * X})
     _, found = es.capture(Mapped(Times()), outputs="layer")(X)
     close(found, {"layer": 2 * X})
 
 
-def test_state_and_outputs_are_returned_together():
-    model = [es.nn.BatchNorm(3, axis_name="batch"), es.nn.Dropout(0.5, key=jr.key(3))]
-    model = eqx.nn.Sequential(model)
-    xs = jnp.stack([X, 2 * X, -X])
-    run = es.capture(es.vmap(model, axis_name="batch"), outputs="*")
-    plain = es.mutable(es.vmap(model, axis_name="batch"))(xs)
-    (result, found), again = run(xs), es.jit(run)(xs)
-    close([result, again[0]], [plain, plain])
-    close(found, again[1])
-    assert list(found) == ["layers[0]", "layers[1]", ""]
-
-
-@pytest.mark.parametrize("transform", [es.jit, es.checkpoint, es.vmap])
-def test_sown_values_are_in_the_order_of_sowing(transform):
-    _, sown = es.capture(transform(net(*[2.0] * 12)))(X)
+def test_sown_values_are_in_the_order_of_sowing():
+    _, sown = es.capture(es.jit(net(*[2.0] * 12)))(X)
     assert list(sown) == [f"layers[{i}].out" for i in range(12)]
 
 
@@ -384,16 +326,14 @@ GRADIENTS = {
     "grad": es.grad(loss_fn),
     "wrt": es.value_and_grad(loss_fn, wrt=es.under(lambda net: net.layers[0])),
     "jit inside": es.value_and_grad(es.jit(loss_fn)),
-    "checkpoint inside": es.value_and_grad(es.checkpoint(loss_fn)),
 }
 
 
 @pytest.mark.parametrize("f", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("jit", [lambda f: f, es.jit, eqx.filter_jit])
-def test_a_captured_gradient_returns_values_next_to_its_result(f, jit):
+def test_a_captured_gradient_returns_values_next_to_its_result(f):
     model = net(2.0, 3.0)
-    result, found = jit(es.capture(f, outputs="layers[1]"))(model, X)
-    assert eqx.tree_equal(result, jit(f)(model, X))
+    result, found = es.capture(f, outputs="layers[1]")(model, X)
+    assert eqx.tree_equal(result, f(model, X))
     expected = es.capture(loss_fn, outputs="layers[1]")(model, X)[1]
     assert sorted(found) == ["layers[0].out", "layers[1]", "layers[1].out"]
     assert eqx.tree_equal(found, dict(expected))
@@ -444,10 +384,9 @@ class Trainer(es.Module):
         return loss, grads
 
 
-@each_jit
-def test_a_gradient_inside_reports_outward_and_its_state_is_kept(jit):
+def test_a_gradient_inside_reports_outward_and_its_state_is_kept():
     trainer = Trainer(net(2.0, 3.0))
-    (((loss, grads), new), found) = jit(es.capture(trainer, outputs=Scale))(X)
+    (((loss, grads), new), found) = es.jit(es.capture(trainer, outputs=Scale))(X)
     run = es.capture(es.value_and_grad(loss_fn), outputs=Scale)
     result, expected = run(trainer.net, X)
     close(((loss, new.net), grads), result)
@@ -471,41 +410,25 @@ def test_an_inner_gradient_reports_sown_values_without_outputs():
         assert sorted(found) == ["[0].net.layers[0].out", "[1].layers[0].out"]
 
 
-def test_nested_inner_gradients_report_to_the_outermost_capture():
-    def f(trainer, x):
-        def outer_loss(trainer):
-            (loss, trainer.net), _ = es.value_and_grad(loss_fn)(trainer.net, x)
-            return loss
-
-        return es.value_and_grad(outer_loss)(trainer)[0][0]
-
-    _, found = es.capture(f, outputs="net.layers[0]")(Trainer(net(2.0)), X)
-    assert sorted(found) == ["net.layers[0]", "net.layers[0].out"]
-
-
 # --- Misuse ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("around", [es.jit, es.vmap, lambda f: eqx.Partial(es.jit(f))])
+@pytest.mark.parametrize("around", [es.vmap, lambda f: eqx.Partial(es.jit(f))])
 def test_capture_of_a_gradient_inside_a_transform_is_an_error(around):
     with pytest.raises(TypeError, match=r"es\.jit\(es\.capture\(es\.value_and_grad"):
         es.capture(around(es.grad(Scale())))
 
 
-@pytest.mark.parametrize("f", [es.grad, es.value_and_grad])
-def test_argnums_belong_to_the_gradient(f):
-    right = rf"`es\.capture\(es\.{f.__name__}\(loss, argnums=1\)\)`"
+def test_argnums_belong_to_the_gradient():
+    right = r"`es\.capture\(es\.value_and_grad\(loss, argnums=1\)\)`"
     with pytest.raises(TypeError, match=right):
-        es.capture(f(lambda x, m: m(x)), argnums=1)
+        es.capture(es.value_and_grad(lambda x, m: m(x)), argnums=1)
 
 
 FOREIGN = {
     "jax.jit": lambda f, x: jax.jit(lambda x: f(x))(x),
-    "eqx.filter_jit": lambda f, x: eqx.filter_jit(f)(x),
-    "jax.lax.scan": lambda f, x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x[None]),
     "jax.grad": lambda f, x: jax.grad(lambda x: f(x).sum())(x),
     "jit in vmap": lambda f, x: jax.vmap(jax.jit(lambda x: f(x)))(x[None]),
-    "jit in jit": lambda f, x: jax.jit(lambda x: es.jit(f)(x))(x),
 }
 
 
@@ -565,7 +488,7 @@ def test_branches_must_sow_and_call_equally_often(times):
             es.capture(wrapped(apply, layer), **options)(X)
 
 
-@pytest.mark.parametrize("value", ["text", jnp.sin, {"a": object()}, np.array("a")])
+@pytest.mark.parametrize("value", [{"a": object()}, np.array("a")])
 def test_a_value_that_is_not_an_array_cannot_be_captured(value):
     for apply, name in (
         (lambda layer, x: layer.sow("it", (x, value)), r"`layer\.it`"),
@@ -605,9 +528,8 @@ def test_sowing_in_another_thread_is_an_error_and_not_lost():
     assert len(errors) == 1
 
 
-@pytest.mark.parametrize("name", [1, None, jnp.ones(2)])
-def test_the_name_is_a_string(name):
-    model = wrapped(lambda layer, x: layer.sow(name, x))
+def test_the_name_is_a_string():
+    model = wrapped(lambda layer, x: layer.sow(1, x))
     with pytest.raises(TypeError, match=r"`Scale\.sow`: the first argument must be"):
         es.capture(model)(X)
 

@@ -143,14 +143,6 @@ def test_an_array_without_the_axis_keeps_its_name(path):
     assert_same(es.load(path, jax.tree.map(lambda x: 0 * x, tree)), tree)
 
 
-def test_an_optimizer_that_factors_its_moments(path):
-    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    optimizer = es.Optimizer(tx).init(as_stack(as_list()))
-    other = es.map(lambda x: x + 1, optimizer, on=es.OptState)
-    es.save(path, other)
-    assert_same(es.load(path, optimizer), other)
-
-
 # --- Errors and missing layers --------------------------------------------------------
 
 

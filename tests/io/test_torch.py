@@ -36,14 +36,7 @@ def attention(**sizes):
 
 LAYERS = {
     "linear": lambda: nn.Linear(5, 3, key=KEY),
-    "linear_without_bias": lambda: nn.Linear(5, 3, use_bias=False, key=KEY),
-    "conv1d": lambda: nn.Conv1d(4, 6, 3, 2, 1, 2, groups=2, key=KEY),
     "conv2d": lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (0, 1), groups=2, key=KEY),
-    "conv2d_without_bias": lambda: nn.Conv2d(3, 2, 3, use_bias=False, key=KEY),
-    "conv3d": lambda: nn.Conv3d(2, 3, (1, 2, 3), padding=1, key=KEY),
-    "conv_transpose1d": lambda: nn.ConvTranspose1d(
-        4, 3, 3, 2, padding=1, output_padding=1, key=KEY
-    ),
     "conv_transpose2d": lambda: nn.ConvTranspose2d(
         4, 3, (3, 2), (2, 1), padding=(1, 0), key=KEY
     ),
@@ -54,7 +47,6 @@ LAYERS = {
         3, 6, (2, 3, 1), 2, groups=3, use_bias=False, key=KEY
     ),
     "layer_norm": lambda: nn.LayerNorm((2, 6)),
-    "layer_norm_without_bias": lambda: nn.LayerNorm(6, use_bias=False),
     "group_norm": lambda: nn.GroupNorm(2, 6),
     "embedding": lambda: nn.Embedding(reference.TOKENS, 4, key=KEY),
     "gru_cell": lambda: nn.GRUCell(3, 4, key=KEY),
@@ -132,135 +124,6 @@ def test_query_key_and_value_may_be_three_tensors(case):
         es.from_torch(layer, theirs, rename=rename)
 
 
-# --- Models ---------------------------------------------------------------------------
-
-
-class Block(eqx.Module):
-    conv1: nn.Conv2d
-    bn1: eqx.Module
-    conv2: nn.Conv2d
-    bn2: eqx.Module
-    downsample: nn.Sequential | None
-
-    def __init__(self, make_norm, inner, outer, stride):
-        def conv(*sizes):
-            return nn.Conv2d(*sizes, use_bias=False, key=KEY)
-
-        self.conv1, self.bn1 = conv(inner, outer, 3, stride, 1), make_norm(outer)
-        self.conv2, self.bn2 = conv(outer, outer, 3, 1, 1), make_norm(outer)
-        self.downsample = None
-        if stride > 1:
-            down = [conv(inner, outer, 1, stride), make_norm(outer)]
-            self.downsample = nn.Sequential(down)
-
-    def __call__(self, x, *, key=None):
-        y = jax.nn.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        return jax.nn.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class ResNet18(eqx.Module):
-    conv1: nn.Conv2d
-    bn1: eqx.Module
-    pool: nn.MaxPool2d
-    layer1: nn.Sequential
-    layer2: nn.Sequential
-    layer3: nn.Sequential
-    layer4: nn.Sequential
-    fc: nn.Linear
-
-    def __init__(self, make_norm, width=2):
-        def layer(inner, outer):
-            stride = outer // inner
-            first = Block(make_norm, inner, outer, stride)
-            return nn.Sequential([first, Block(make_norm, outer, outer, 1)])
-
-        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, use_bias=False, key=KEY)
-        self.bn1 = make_norm(width)
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.layer1 = layer(width, width)
-        self.layer2 = layer(width, 2 * width)
-        self.layer3 = layer(2 * width, 4 * width)
-        self.layer4 = layer(4 * width, 8 * width)
-        self.fc = nn.Linear(8 * width, 5, key=KEY)
-
-    def __call__(self, x):
-        x = self.pool(jax.nn.relu(self.bn1(self.conv1(x))))
-        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = layer(x)
-        return self.fc(x.mean((1, 2)))
-
-
-MAKE_NORM = {
-    "es": lambda size: es.nn.BatchNorm(size, axis_name="batch"),
-    "ema": lambda size: es.nn.Stateful(nn.BatchNorm(size, "batch", mode="ema")),
-}
-
-
-@pytest.mark.parametrize("norm", MAKE_NORM)
-def test_resnet_18(norm):
-    model = ResNet18(MAKE_NORM[norm])
-    loaded = es.from_torch(model, reference.state_dict("resnet18"))
-    check("resnet18", es.eval(loaded))
-
-
-class GPTLayer(eqx.Module):
-    ln_1: nn.LayerNorm
-    c_attn: nn.Linear
-    c_proj: nn.Linear
-    ln_2: nn.LayerNorm
-    mlp: nn.MLP
-
-    def __init__(self, width):
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn = nn.Linear(width, 3 * width, key=KEY)
-        self.c_proj = nn.Linear(width, width, key=KEY)
-        self.mlp = nn.MLP(width, width, 4 * width, 1, activation=jax.nn.gelu, key=KEY)
-
-    def __call__(self, x):
-        parts = jax.vmap(self.c_attn)(jax.vmap(self.ln_1)(x))
-        parts = parts.reshape(len(x), 3, 3, -1)
-        q, k, v = parts[:, 0], parts[:, 1], parts[:, 2]
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + jax.vmap(self.c_proj)(y.reshape(x.shape))
-        return x + jax.vmap(self.mlp)(jax.vmap(self.ln_2)(x))
-
-
-class GPT2(eqx.Module):
-    wte: nn.Embedding
-    wpe: nn.Embedding
-    h: es.nn.Stacked
-    ln_f: nn.LayerNorm
-
-    def __init__(self, width=reference.WIDTH):
-        self.wte = nn.Embedding(reference.TOKENS, width, key=KEY)
-        self.wpe = nn.Embedding(8, width, key=KEY)
-        self.h = es.nn.Stacked([GPTLayer(width) for _ in range(12)])
-        self.ln_f = nn.LayerNorm(width)
-
-    def __call__(self, tokens):
-        x = self.h(self.wte.weight[tokens] + self.wpe.weight[: len(tokens)])
-        return jax.vmap(self.ln_f)(x) @ self.wte.weight.T
-
-
-GPT2_NAMES = {
-    "h.*.c_*": "transformer.h.*.attn.c_*",
-    "h.*.mlp.layers.0.*": "transformer.h.*.mlp.c_fc.*",
-    "h.*.mlp.layers.1.*": "transformer.h.*.mlp.c_proj.*",
-    "*": "transformer.*",
-}
-
-
-def test_gpt_2():
-    tensors = reference.state_dict("gpt2")
-    text = r"unused:\n    lm_head.weight: \(10, 12\)\n"
-    with rejects(model := GPT2(), ValueError, text):
-        es.from_torch(model, tensors, rename=GPT2_NAMES)
-    del tensors["lm_head.weight"]
-    loaded = es.from_torch(model, tensors, rename=GPT2_NAMES)
-    check("gpt2", loaded)
-
-
 # --- Values of the dictionary ---------------------------------------------------------
 
 
@@ -316,14 +179,6 @@ def test_tensors_and_arrays_of_any_library_are_copied(make):
     assert is_it(loaded["linear"])
     assert type(loaded["host"]) is np.ndarray
     assert (loaded["host"] == WEIGHT).all()
-
-
-def test_values_are_cast_to_the_dtypes_of_the_model():
-    tensors = {"weight": WEIGHT.astype(np.float64), "bias": BIAS.astype(np.float16)}
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.complex64):
-        loaded = es.from_torch(linear(dtype=dtype), tensors)
-        assert is_it(loaded)
-        assert loaded.weight.dtype == loaded.bias.dtype == dtype
 
 
 def test_biases_in_half_precision_are_added_in_full_precision():
@@ -407,12 +262,10 @@ def test_default_names_and_keys_that_do_not_change():
     assert loaded.drop.rng is model.drop.rng
 
 
-def test_a_model_in_any_mode_inside_a_tuple_jit_and_a_scope():
+def test_a_model_in_any_mode_inside_jit_and_a_scope():
     model, tensors = Net().eval().freeze(), tensors_of_net()
     filled = Net(3.0).eval().freeze()
     assert eqx.tree_equal(es.from_torch(model, tensors), filled)
-    both = {f"{i}.{name}": x for i in range(2) for name, x in tensors.items()}
-    assert eqx.tree_equal(es.from_torch((model, model), both), (filled, filled))
 
     def load(model):
         return es.from_torch(model, tensors)
@@ -565,7 +418,10 @@ def test_a_norm_of_equinox_needs_the_counter():
         es.from_torch(model, tensors)
 
 
-@pytest.mark.parametrize("case", [*LAYERS, "es", "batch"])
+OF_SEVERAL = ["conv_transpose2d_in_groups", "gru_cell", "lstm_cell", "attention"]
+
+
+@pytest.mark.parametrize("case", [*OF_SEVERAL, "es", "batch", "ema"])
 def test_a_stack_of_tensors_is_a_stack_of_layers(case):
     make = LAYERS.get(case, lambda: norms()[case])
     first = reference.state_dict(case if case in LAYERS else "batch_norm")
@@ -599,21 +455,3 @@ def test_one_batch_makes_an_average():
     expected = (x - tensors["running_mean"]) / np.sqrt(tensors["running_var"] + 1e-5)
     expected = expected * tensors["weight"] + tensors["bias"]
     assert np.allclose(loaded.eval()(x), expected, rtol=1e-5)
-
-
-def test_a_stack_of_equinox_norms_in_ema_mode():
-    def make(_):
-        norm = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "x", mode="ema")
-        return es.nn.Stateful(*norm)
-
-    norms = eqx.filter_vmap(make)(jnp.arange(3))
-    tensors = {
-        "weight": np.ones((3, 2)),
-        "bias": np.zeros((3, 2)),
-        "running_mean": np.full((3, 2), 5.0),
-        "running_var": np.ones((3, 2)),
-        "num_batches_tracked": np.full(3, 7),
-    }
-    loaded = es.from_torch(norms, tensors)
-    means = [part.value for part in es.parts(loaded) if part.value.shape == (3, 2)]
-    assert any((x == 5.0).all() for x in means)

@@ -64,8 +64,8 @@ def test_batch_norm_takes_the_arguments_of_equinox():
     assert set(theirs) - set(ours) <= {"inference", "mode"}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
-def test_statistics_are_float32_for_narrower_parameters(dtype):
+def test_statistics_are_float32_for_narrower_parameters():
+    dtype = jnp.bfloat16
     norm = es.nn.BatchNorm(3, dtype=dtype)
     assert norm.weight.dtype == norm.bias.dtype == dtype
     assert norm.mean.dtype == norm.var.dtype == jnp.float32
@@ -89,7 +89,7 @@ def test_statistics_and_computation_have_the_requested_precision():
     assert_close(new.mean, exact.mean.astype(jnp.float32), 1e-7)
 
 
-@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, bool])
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
 def test_parameters_are_real_floating_numbers(dtype):
     with pytest.raises(ValueError, match=r"normalizes real\snumbers.* dtype"):
         es.nn.BatchNorm(3, dtype=dtype)
@@ -140,19 +140,14 @@ NORMALIZED = {
     "whole": lambda x: run(es.nn.BatchNorm(x.shape[1]), x)[0],
     "each": lambda x: each(es.nn.BatchNorm(x.shape[1], "batch"), x)[0],
     "masked": lambda x: run(es.nn.BatchNorm(x.shape[1]), x, mask=True)[0],
-    "eager": lambda x: es.mutable(es.nn.BatchNorm(x.shape[1]))(x)[0],
-    "no affine": lambda x: run(
-        es.nn.BatchNorm(x.shape[1], channelwise_affine=False), x
-    )[0],
 }
 
 
 @pytest.mark.parametrize("way", NORMALIZED)
-@pytest.mark.parametrize("size", [32, 33, 100, 1000])
-def test_a_constant_channel_is_mapped_to_0(way, size):
+def test_a_constant_channel_is_mapped_to_0(way):
     # Because of rounding, the mean of equal numbers may differ from that number.
     values = jnp.array([255.0, 1e4, 1e4 / 3, 12345.678, -1e6 / 7])
-    y = NORMALIZED[way](jnp.tile(values, (size, 1)))
+    y = NORMALIZED[way](jnp.tile(values, (33, 1)))
     assert jnp.abs(y).max() < 1e-5
 
 
@@ -195,7 +190,7 @@ def padded(x, n, value):
     return filled[order], order < len(x)
 
 
-@pytest.mark.parametrize("value", [0.0, 1e6, np.nan, np.inf])
+@pytest.mark.parametrize("value", [1e6, np.nan])
 @pytest.mark.parametrize("way", ["whole", "each"])
 def test_a_mask_leaves_padding_out(way, value):
     x = data(8, 3)
@@ -225,47 +220,24 @@ def by_first_two(norm, x, batch):
     return (x - batch.mean(0)[None]) * scale[None] + norm.bias[None]
 
 
-@pytest.mark.parametrize("way", ["whole", "each"])
-def test_a_mask_within_each_example(way):
+def test_a_mask_within_each_example():
     # Sequences of different lengths, so the lanes have different numbers of elements.
     x, lengths = data(4, 3, 6), jnp.array([6, 1, 0, 4])
     inside = jnp.arange(6)[None] < lengths[:, None]
-    if way == "whole":
-        _, new = run(es.nn.BatchNorm(3, momentum=0.0), x, mask=inside[:, None])
-    else:
-        norm = es.nn.BatchNorm(3, "batch", momentum=0.0)
+    norm = es.nn.BatchNorm(3, "batch", momentum=0.0)
 
-        def f(norm, x):
-            return es.vmap(lambda x, m: norm(x, mask=m), axis_name="batch")(x, inside)
+    def f(norm, x):
+        return es.vmap(lambda x, m: norm(x, mask=m), axis_name="batch")(x, inside)
 
-        _, new = es.mutable(f)(norm, x)
+    _, new = es.mutable(f)(norm, x)
     rows = np.moveaxis(np.asarray(x), 1, -1)[np.asarray(inside)]
     assert_close((new.mean, new.var), (rows.mean(0), rows.var(0)))
 
 
-def test_a_mask_may_differ_between_channels():
-    x = data(8, 2)
-    mask = jnp.stack([jnp.arange(8) < 5, jnp.arange(8) >= 2], axis=1)
-    _, new = run(es.nn.BatchNorm(2, momentum=0.0), x, mask=mask)
-    expected = jnp.stack([x[:5, 0].mean(), x[2:, 1].mean()])
-    assert_close(new.mean, expected)
-
-
-@pytest.mark.parametrize("way", ["whole", "each"])
-def test_a_batch_that_is_padding_alone_changes_nothing(way):
-    x = jnp.full((8, 3), jnp.nan)
-    if way == "whole":
-        norm = run(es.nn.BatchNorm(3), data(8, 3))[1]
-        y, new = run(norm, jnp.ones((8, 3)), mask=False)
-        _, after_nan = run(norm, x, mask=False)
-    else:
-        norm = each(es.nn.BatchNorm(3, "batch"), data(8, 3))[1]
-
-        def f(norm, x):
-            return es.vmap(lambda x: norm(x, mask=False), axis_name="batch")(x)
-
-        y, new = es.mutable(f)(norm, jnp.ones((8, 3)))
-        _, after_nan = es.mutable(f)(norm, x)
+def test_a_batch_that_is_padding_alone_changes_nothing():
+    norm = run(es.nn.BatchNorm(3), data(8, 3))[1]
+    y, new = run(norm, jnp.ones((8, 3)), mask=False)
+    _, after_nan = run(norm, jnp.full((8, 3), jnp.nan), mask=False)
     assert eqx.tree_equal(new, norm)
     assert eqx.tree_equal(after_nan, norm)
     expected = (1 - norm.mean) / jnp.sqrt(norm.var + norm.eps)
@@ -274,13 +246,7 @@ def test_a_batch_that_is_padding_alone_changes_nothing(way):
 
 EMPTY = {
     "whole": (None, (0, 3), lambda norm: norm),
-    "whole images": (None, (2, 3, 0, 4), lambda norm: norm),
     "each": ("batch", (0, 3), lambda norm: es.vmap(norm, axis_name="batch")),
-    "each sequence": (
-        "batch",
-        (2, 3, 0),
-        lambda norm: es.vmap(norm, axis_name="batch"),
-    ),
     "two axes": (
         ("outer", "inner"),
         (2, 0, 3),
@@ -289,20 +255,16 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"debias": False}, {"momentum": None}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"debias": False}], ids=str)
 @pytest.mark.parametrize("way", EMPTY)
 def test_an_empty_batch_does_not_count(way, options):
     axis_name, shape, mapped = EMPTY[way]
     new = es.nn.BatchNorm(3, axis_name, **options)
     full = data(*(size or 4 for size in shape))
     for norm in (new, es.mutable(mapped(new))(full)[1]):
-        for wrap in (lambda f: f, es.jit):
-            f = wrap(lambda norm, x: es.mutable(mapped(norm))(x))
-            y, after = f(norm, jnp.zeros(shape))
-            assert y.shape == shape
-            assert eqx.tree_equal(after, norm)
+        y, after = es.mutable(mapped(norm))(jnp.zeros(shape))
+        assert y.shape == shape
+        assert eqx.tree_equal(after, norm)
         # A later batch weighs as much as without the empty one.
         expected = es.mutable(mapped(norm))(full)
         assert eqx.tree_equal(es.mutable(mapped(after))(full), expected)
@@ -351,7 +313,7 @@ def test_in_eval_mode_a_mask_changes_nothing():
 # --- BatchNorm: running averages ------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99, 0.9999, 1 - 1e-9, None])
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 1 - 1e-9, None])
 def test_running_averages_cover_all_batches_so_far(momentum):
     xs = data(1000, 8, 2) + jnp.sin(jnp.arange(1000.0) / 50)[:, None, None]
 
@@ -368,12 +330,6 @@ def test_running_averages_cover_all_batches_so_far(momentum):
             total, weights = stay * total + batch, stay * weights + 1
             expected.append(total / weights)
         np.testing.assert_allclose(got, expected, rtol=2e-6)
-
-
-def test_the_first_batch_replaces_the_initial_averages_exactly():
-    x = 1e-5 * data(8, 3)
-    _, norm = run(es.nn.BatchNorm(3), x)
-    assert_close(norm.var / x.var(0), jnp.ones(3))
 
 
 def test_a_channel_of_padding_does_not_count_the_batch():
@@ -433,9 +389,7 @@ def test_a_subclass_may_have_leaves_that_are_not_arrays():
     assert_close((y, norm.mean), (expected, plain.mean))
 
 
-@pytest.mark.parametrize(
-    "change", [es.eval, es.freeze, lambda n: n.freeze().eval()], ids=["eval", "f", "fe"]
-)
+@pytest.mark.parametrize("change", [es.eval, es.freeze])
 def test_eval_and_frozen_keep_the_statistics_and_use_them(change):
     x = data(8, 3)
     _, norm = es.mutable(with_affine(es.nn.BatchNorm(3, momentum=0.2)))(x)
@@ -471,13 +425,6 @@ def test_gradients_flow_through_the_statistics_of_the_batch():
     grad_x = jax.grad(lambda x: es.mutable(loss_fn)(norm, x)[0])(x)
     assert_close(grad_x, expected_x, 1e-4)
 
-    def loss_each(norm, x):
-        return jnp.mean((es.vmap(norm, axis_name="batch")(x) - target) ** 2)
-
-    one = with_affine(es.nn.BatchNorm(3, axis_name="batch"))
-    grads, _ = es.grad(loss_each)(one, x)
-    assert_close((grads.weight, grads.bias), expected, 1e-4)
-
 
 def test_no_gradient_flows_through_the_running_averages():
     def total(scale):
@@ -493,11 +440,8 @@ def test_no_gradient_flows_through_the_running_averages():
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        ({}, (8, 4)),
         ({}, (3,)),
         ({"channel_axis": -1}, (3, 8)),
-        ({"channel_axis": 2}, (8, 3)),
-        ({"axis_name": "batch"}, (4,)),
         ({"axis_name": "batch"}, ()),
     ],
 )
@@ -507,15 +451,8 @@ def test_a_wrong_number_of_channels_is_an_error(options, shape):
         norm(jnp.ones(shape))
 
 
-def test_the_error_for_a_batch_under_vmap_without_an_axis_name_names_the_field():
-    norm = es.nn.BatchNorm(3, channel_axis=0)
-    with pytest.raises(ValueError, match=r"(mean|var)[\s\S]*axis_name"):
-        es.mutable(es.vmap(norm))(data(8, 3, 2))
-
-
-@pytest.mark.parametrize("change", [es.train, es.eval])
-def test_complex_input_is_an_error(change):
-    norm = change(es.nn.BatchNorm(3))
+def test_complex_input_is_an_error():
+    norm = es.nn.BatchNorm(3)
     with pytest.raises(ValueError, match=r"dtype complex64.*jnp.concatenate"):
         es.mutable(norm)(jnp.ones((8, 3), jnp.complex64))
 
@@ -530,8 +467,8 @@ def test_dropout_stores_a_key_of_kind_rng():
     assert by_seed.rng == dropout.rng
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
-def test_dropout_keeps_the_expectation(p):
+def test_dropout_keeps_the_expectation():
+    p = 0.8
     y, _ = run(es.nn.Dropout(p, key=jr.key(0)), jnp.ones((100, 1000)))
     assert abs(float(jnp.mean(y)) - 1) < 0.02
     assert abs(float(jnp.mean(y == 0)) - p) < 0.01
@@ -539,18 +476,16 @@ def test_dropout_keeps_the_expectation(p):
     np.testing.assert_allclose(values, [0, 1 / (1 - p)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("p", [0, 0.0])
-def test_p_0_is_the_identity_and_draws_nothing(p):
-    dropout, x = es.nn.Dropout(p, key=jr.key(0)), data(10)
+def test_p_0_is_the_identity_and_draws_nothing():
+    dropout, x = es.nn.Dropout(0, key=jr.key(0)), data(10)
     y, new = es.mutable(dropout)(x)
     assert y is x
     assert eqx.tree_equal(new, dropout)
 
 
 @reuses_keys
-@pytest.mark.parametrize("p", [1, 1.0])
-def test_p_1_drops_everything_without_nan(p):
-    dropout, x = es.nn.Dropout(p, key=jr.key(0)), data(10)
+def test_p_1_drops_everything_without_nan():
+    dropout, x = es.nn.Dropout(1, key=jr.key(0)), data(10)
 
     def loss_fn(x):
         return jnp.sum(run(dropout, x)[0])
@@ -582,7 +517,7 @@ def test_without_a_key_it_waits_for_init():
     assert set(y.tolist()) == {0.0, 2.0}
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("p", [1.5, float("nan")])
 def test_an_invalid_p_is_an_error(p):
     with pytest.raises(ValueError, match=r"Dropout\(p="):
         es.nn.Dropout(p, key=jr.key(0))
@@ -592,7 +527,6 @@ def test_an_invalid_p_is_an_error(p):
     ("dtype", "kept"),
     [
         (jnp.int32, [6, 4]),
-        (jnp.uint8, [6, 4]),
         (bool, [1, 1]),
         (jnp.complex64, [6, 3.75]),
     ],
@@ -609,15 +543,6 @@ def test_dropout_keeps_other_dtypes(dtype, kept):
 
 
 # --- Both layers ----------------------------------------------------------------------
-
-
-def test_they_are_arguments_of_plain_jit():
-    step = jax.jit(lambda model, x: es.mutable(model)(x))
-    y, new = step(es.nn.BatchNorm(3), data(8, 3))
-    expected, other = es.mutable(es.nn.BatchNorm(3))(data(8, 3))
-    assert_close((y, new.mean, new.var), (expected, other.mean, other.var))
-    _, dropout = step(es.nn.Dropout(0.5, key=jr.key(0)), data(8))
-    assert dropout.rng != jr.key(0)
 
 
 @pytest.mark.parametrize("mode", [es.eval, es.train])
@@ -663,9 +588,7 @@ BATCHES = jnp.arange(24.0).reshape(2, 3, 4)
 STATEFUL = es.nn.Stateful(eqx.nn.BatchNorm(4, axis_name="batch", mode="batch"))
 OVER = {
     "no name": (es.nn.BatchNorm(4), [None], 'axis_name="batch", channel_axis=1)'),
-    "its name": (es.nn.BatchNorm(4), ["lanes"], 'axis_name="lanes", channel_axis=1)'),
     "inside": (es.nn.BatchNorm(4, "b"), ["a", "b"], 'axis_name=("a", "b"))'),
-    "outside": (es.nn.BatchNorm(4, "b"), ["b", "a"], 'axis_name=("a", "b"))'),
     "unnamed": (es.nn.BatchNorm(4, "b"), ["b", None], 'axis_name=("outer", "b"))'),
     "three": (es.nn.BatchNorm(4, ["a", "b"]), ["b", "a", "c"], '("c", "a", "b"))'),
     "stateful": (STATEFUL, ["batch", "a"], 'axis_name=("outer", "batch"))'),
@@ -674,7 +597,7 @@ OVER = {
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [*((name, "__call__") for name in OVER), *((x, "counting") for x in [*OVER][:3])],
+    [*((name, "__call__") for name in OVER), ("no name", "counting")],
 )
 def test_an_axis_that_the_norm_does_not_average_over_is_named(name, method):
     norm, names, fragment = OVER[name]
@@ -690,8 +613,9 @@ def test_an_axis_that_the_norm_does_not_average_over_is_named(name, method):
         es.mutable(f)(Around(norm), x)
 
 
-@pytest.mark.parametrize("method", ["branch", "loop"])
-@pytest.mark.parametrize("norm", [es.nn.BatchNorm(4, "batch"), STATEFUL])
+@pytest.mark.parametrize(
+    ("norm", "method"), [(es.nn.BatchNorm(4, "batch"), "branch"), (STATEFUL, "loop")]
+)
 def test_a_norm_that_not_all_lanes_call_belongs_outside(norm, method):
     model = Around(norm)
 

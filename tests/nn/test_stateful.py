@@ -1,6 +1,4 @@
-"""`es.nn.Stateful`: Equinox's stateful layers, against passing the state by hand."""
-
-import copy
+"""`es.nn.Stateful`: Equinox's stateful layers, alone and inside other models."""
 
 import equinox as eqx
 import jax
@@ -13,22 +11,22 @@ from equinox_layers import (
     batched,
     by_hand,
     close,
+    Counter,
     data,
     Inner,
-    LAYERS,
     Net,
     sequential,
     spectral,
     Twice,
 )
-from helpers import rejects, untouched
+from helpers import rejects, reuses_keys
 
 import eqx_state as es
 
 
-@pytest.fixture(params=LAYERS)
+@pytest.fixture(params=[sequential, Net])
 def make(request):
-    return LAYERS[request.param]
+    return request.param
 
 
 def values(state):
@@ -41,9 +39,8 @@ def values(state):
 # --- The same as passing the state by hand --------------------------------------------
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_training_and_evaluation_equal_passing_the_state_by_hand(make, jit):
-    wrap = eqx.filter_jit if jit else lambda f: f
+def test_training_and_evaluation_equal_passing_the_state_by_hand(make):
+    wrap = eqx.filter_jit
     theirs, state = eqx.nn.make_with_state(make)(jr.key(0))
     model = es.nn.Stateful(make(jr.key(0)))
     step = wrap(lambda m, xs: es.mutable(es.vmap(m, axis_name="batch"))(xs))
@@ -96,22 +93,6 @@ def test_a_training_loop_is_traced_once(make):
     assert not any(getattr(part.value, "weak_type", False) for part in es.parts(model))
 
 
-def test_two_equal_layers_have_equal_treedefs(make):
-    a, b = (es.nn.Stateful(make(jr.key(0))) for _ in range(2))
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    assert hash(jax.tree.structure(a)) == hash(jax.tree.structure(b))
-
-
-def test_copies_pickles_and_shapes(make):
-    model = es.nn.Stateful(make(jr.key(0)))
-    again = copy.deepcopy(model)
-    assert jax.tree.structure(again) == jax.tree.structure(model)
-    with untouched(model):
-        assert close(batched(again)(data(0))[0], batched(model)(data(0))[0])
-    shapes = eqx.filter_eval_shape(lambda: es.nn.Stateful(make(jr.key(0))))
-    assert jax.tree.structure(shapes) == jax.tree.structure(model)
-
-
 # --- Where arrays are stored ----------------------------------------------------------
 
 
@@ -129,18 +110,6 @@ def test_kinds_and_names():
         "layer.layers[1].uv_index.init[0]": es.State,
         "layer.layers[1].uv_index.init[1]": es.State,
     }
-
-
-def test_the_wrapped_layer_is_untouched():
-    layer = sequential(jr.key(0))
-    with untouched(layer):
-        batched(es.nn.Stateful(layer))(data(0))
-
-
-def test_a_model_from_make_with_state():
-    model = es.nn.Stateful(*eqx.nn.make_with_state(sequential)(jr.key(0)))
-    other = es.nn.Stateful(sequential(jr.key(0)))
-    assert eqx.tree_equal(model, other)  # compares the treedefs as well
 
 
 def test_a_state_that_has_moved_on_is_taken_over():
@@ -206,10 +175,10 @@ def plain_model():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Plain(jnp.full(2, 3.0)), plain_model], ids=["layer", "sequential"]
+    ("make", "is_given", "frozen"),
+    [(lambda: Plain(jnp.full(2, 3.0)), False, False), (plain_model, True, True)],
+    ids=["layer", "sequential"],
 )
-@pytest.mark.parametrize("is_given", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
 def test_a_layer_that_takes_a_state_may_have_none(make, is_given, frozen):
     layer, state = eqx.nn.make_with_state(make)()
     model = es.nn.Stateful(layer, state) if is_given else es.nn.Stateful(make())
@@ -231,6 +200,71 @@ def test_a_layer_without_state_gets_a_key():
     model = es.nn.Stateful(Plain(jnp.ones(2)))
     x, key = jnp.ones(2), jr.key(0)
     assert close(model(x, key=key), 2 * x + jr.normal(key, x.shape))
+
+
+# --- Inside other models --------------------------------------------------------------
+
+
+def test_several_calls_in_one_scope():
+    class Model(es.Module):
+        norm: es.nn.Stateful
+
+        def __call__(self, x):
+            return self.norm(self.norm(x))
+
+    model = Model(es.nn.Stateful(Inner(2)))
+    _, model = es.mutable(lambda m, x: m(m(x)))(model, jnp.ones(2))
+    assert model.norm.layer.total.init["n"] == 4
+
+
+def test_an_es_module_inside_keeps_its_own_state():
+    counter, norm = Counter(), batch_norm("batch")(None)
+    inner = es.nn.Stateful(eqx.nn.Sequential([counter, norm]))
+    model = es.nn.Stateful(eqx.nn.Sequential([inner, norm, Counter()]))
+    model = batched(model)(data(0))[1]
+    model = batched(model)(data(1))[1]
+    nested = model.layer.layers[0].layer
+    assert model.layer.layers[2].count == nested.layers[0].count == 2
+    assert nested.layers[1].batch_counter.init == 2
+    assert model.layer.layers[1].batch_counter.init == 2
+
+
+@reuses_keys
+def test_a_key_is_passed_to_a_layer_that_takes_one():
+    model = es.nn.Stateful(Net(jr.key(0)))
+    a, b = (es.mutable(model)(jnp.ones(3), key=jr.key(i))[0] for i in (1, 2))
+    assert not close(a, b)
+    without = es.nn.Stateful(Twice(Inner(2), Inner(2)))
+    y, _ = es.mutable(without)(jnp.ones(2), key=jr.key(0))
+    assert close(y, jnp.full(2, 3.0))
+
+
+@reuses_keys
+def test_frozen_statistics_are_used_and_do_not_change():
+    dropout = eqx.nn.Dropout(0.5)
+    layer = eqx.nn.Sequential([sequential(jr.key(0)), Counter(), dropout])
+    model = batched(es.nn.Stateful(layer))(data(0), key=jr.split(jr.key(0), 8))[1]
+    keys = jr.split(jr.key(1), 8)
+    y, new = batched(model.freeze())(data(1), key=keys)
+    without, with_dropout = model.eval().layer.layers, model.layer.layers[2]
+    evaluated = es.vmap(es.nn.Stateful(without[0]))(data(1))
+    subkeys = jax.vmap(lambda key: jr.split(key, 3)[2])(keys)
+    assert close(y, jax.vmap(lambda x, k: with_dropout(x, key=k))(evaluated, subkeys))
+    assert eqx.tree_equal(new.layer.layers[0], model.layer.layers[0])
+    assert new.layer.layers[1].count == 2
+    assert not jax.tree.leaves(es.filter(model.freeze(), es.trainable))
+
+
+def test_a_frozen_batch_stat_does_not_change_if_the_layer_ignores_inference():
+    class Odd(eqx.nn.BatchNorm):
+        def __call__(self, x, state, *, key=None, inference=None):
+            state = state.set(self.batch_counter, state.get(self.batch_counter) + 1)
+            return x, state
+
+    model = es.nn.Stateful(Odd(3, "batch", mode="batch")).freeze()
+    y, new = es.mutable(model)(jnp.ones(3))
+    assert eqx.tree_equal(new, model)
+    assert model(jnp.ones(3)).shape == (3,)  # it writes nothing, so it needs no scope
 
 
 # --- Bad input ------------------------------------------------------------------------

@@ -38,21 +38,6 @@ class Net(es.Module):
         return self.second(self.dropout(x)) + self.shift
 
 
-class Scale(es.Module):
-    """All its leaves are arrays, so plain JAX transforms accept it."""
-
-    factor: es.Parameter
-    calls: es.State
-
-    def __call__(self, x):
-        self.calls = self.calls + 1
-        return self.factor * x
-
-
-def scale_loss(model, x):
-    return jnp.sum(model(x) ** 2)
-
-
 def loss_fn(model, x):
     model.calls = model.calls + 1
     return jnp.mean(es.vmap(model, axis_name="batch")(x) ** 2)
@@ -86,15 +71,6 @@ def array_leaves(tree):
 
 
 @standard
-def test_its_leaves_are_the_leaves_of_the_optax_state(net):
-    tx = optax.adamw(0.1)
-    optimizer = es.Optimizer(tx).init(net)
-    by_hand = tx.init(jtu.tree_leaves(es.filter(net, es.trainable)))
-    assert_equal(jtu.tree_leaves(optimizer), jtu.tree_leaves(by_hand))
-    assert_equal(jtu.tree_leaves(optimizer), jtu.tree_leaves(optimizer.opt_state))
-
-
-@standard
 def test_every_array_in_it_is_of_kind_opt_state(net):
     optimizer = es.Optimizer(optax.adam(optax.constant_schedule(0.1))).init(net)
     parts = es.parts((net, optimizer))
@@ -102,45 +78,6 @@ def test_every_array_in_it_is_of_kind_opt_state(net):
     assert len(in_optimizer) == len(jtu.tree_leaves(optimizer)) > 0
     assert {p.kind for p in in_optimizer} == {es.OptState}
     assert jtu.tree_leaves(es.filter(optimizer, es.trainable)) == []
-
-
-@standard
-def test_it_is_an_argument_and_a_result_of_plain_jit():
-    @jax.jit
-    @eqx.debug.assert_max_traces(max_traces=1)
-    def step(model, optimizer, x):
-        (loss, model), grads = es.value_and_grad(scale_loss)(model, x)
-        model, optimizer = optimizer.update(grads, model)
-        return model, optimizer, loss
-
-    model, x = Scale(jnp.ones(3), 0), jnp.arange(3.0)
-    optimizer = es.Optimizer(optax.adam(0.1)).init(model)
-    losses = []
-    for _ in range(5):
-        model, optimizer, loss = step(model, optimizer, x)
-        losses.append(float(loss))
-    assert losses == sorted(losses, reverse=True)
-    assert model.calls == 5
-    assert isinstance(optimizer, es.Optimizer)
-
-
-@standard
-def test_init_and_update_work_under_vmap():
-    tx = optax.adam(0.1)
-    factors = jnp.array([[1.0, 2.0], [3.0, -1.0], [0.5, 0.0]])
-    grads = jnp.array([[0.5, -2.0], [4.0, 1.0], [1.0, 1.0]])
-
-    def run(factor, grad):
-        model = {"w": factor}
-        optimizer = es.Optimizer(tx).init(model)
-        return optimizer.update({"w": grad}, model)
-
-    models, optimizers = jax.vmap(run)(factors, grads)
-    assert isinstance(optimizers, es.Optimizer)
-    for i in range(3):
-        model, optimizer = run(factors[i], grads[i])
-        picked = jax.tree.map(lambda leaf, i=i: leaf[i], (models, optimizers))
-        assert eqx.tree_equal(picked, (model, optimizer), rtol=1e-6, atol=1e-6)
 
 
 # --- Models, parameters and other pytrees -------------------------------------------
@@ -162,15 +99,10 @@ def test_a_model_and_its_parameters_give_equal_results(net, x):
 
 
 @standard
-@pytest.mark.parametrize("inside", [False, True])
-def test_parameters_may_lack_the_arrays_that_wrt_selects_or_excludes_by_path(
-    net, x, inside
-):
+def test_parameters_may_lack_the_arrays_that_wrt_excludes_by_path(net, x):
     # An error of `es.freeze` suggests this filter, for trees without an `es.Module`.
-    here = es.under(lambda m: m.first)
-    wrt = es.all_of(es.trainable, here if inside else es.not_(here))
+    wrt = es.all_of(es.trainable, es.not_(es.under(lambda m: m.first)))
     params = es.filter(net, wrt)
-    assert (params.first.weight is not None) == inside
     optimizer = es.Optimizer(optax.adam(0.1), wrt=wrt)
     assert_equal(optimizer.init(params), optimizer.init(net))
     _, grads = gradients(net, x, wrt=wrt)
@@ -180,34 +112,13 @@ def test_parameters_may_lack_the_arrays_that_wrt_selects_or_excludes_by_path(
 
 
 @standard
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"w": jnp.ones(2), "b": jnp.zeros(())},
-        [jnp.ones(2), (jnp.zeros((2, 1)),)],
-        jnp.ones(3),
-        {"w": jnp.ones(2), "steps": jnp.array(3), "key": jr.key(0), "f": None},
-    ],
-)
-def test_plain_pytrees_of_arrays_work(params):
-    def one(leaf):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.ones_like(leaf) if is_float else None
-
-    grads = jax.tree.map(one, params)
+def test_a_plain_pytree_of_arrays():
+    params = {"w": jnp.ones(2), "steps": jnp.array(3), "key": jr.key(0), "f": None}
+    grads = {"w": jnp.ones(2), "steps": None, "key": None, "f": None}
     optimizer = es.Optimizer(optax.adam(0.5)).init(params)
     new, optimizer = optimizer.update(grads, params)
-    assert jax.tree.structure(new) == jax.tree.structure(params)
-    for g, old, now in zip(
-        jtu.tree_leaves(grads, is_leaf=lambda leaf: leaf is None),
-        jtu.tree_leaves(params, is_leaf=lambda leaf: leaf is None),
-        jtu.tree_leaves(new, is_leaf=lambda leaf: leaf is None),
-        strict=True,
-    ):
-        if g is None:
-            assert now is old
-        else:
-            assert jnp.allclose(now, old - 0.5)
+    assert jnp.allclose(new["w"], 0.5)
+    assert all(new[name] is params[name] for name in ("steps", "key", "f"))
 
 
 def test_update_changes_only_the_trained_arrays(net, x):
@@ -269,23 +180,9 @@ def test_a_training_loop_equals_the_hand_written_one_and_compiles_once(net, x):
     assert not any(leaf.weak_type for leaf in array_leaves(optimizer))
 
 
-def _labeled(model):
-    labels = es.spec(model, {es.Parameter: "train"}, default="rest")
-    transforms = {"train": optax.sgd(0.5), "rest": optax.set_to_zero()}
-    return es.Optimizer(optax.multi_transform(transforms, lambda _: labels))
-
-
-@pytest.mark.parametrize("mode", [es.train, es.eval])
-def test_labels_still_fit_after_the_mode_has_changed(net, mode):
-    grads = jax.tree.map(jnp.ones_like, es.filter(net, es.trainable))
-    new, _ = _labeled(net).init(net).update(grads, mode(net))
-    assert jnp.allclose(new.first.weight, net.first.weight - 0.5)
-
-
 @standard
-@pytest.mark.parametrize("mode", [es.train, es.eval])
 @pytest.mark.parametrize("of_params", [False, True])
-def test_a_mask_for_weight_decay_comes_from_a_filter(net, mode, of_params):
+def test_a_mask_for_weight_decay_comes_from_a_filter(net, of_params):
     def is_matrix(part):
         return part.value.ndim > 1
 
@@ -294,7 +191,7 @@ def test_a_mask_for_weight_decay_comes_from_a_filter(net, mode, of_params):
     def mask(params):
         return es.mask(params, is_matrix) if of_params else of_model
 
-    model = mode(net)
+    model = net.eval()
     grads = jax.tree.map(jnp.zeros_like, es.filter(net, es.trainable))
     tx = optax.adamw(0.1, weight_decay=1.0, mask=mask)
     new, _ = es.Optimizer(tx).init(net).update(grads, model)
@@ -336,12 +233,9 @@ def test_gradients_outside_wrt_are_ignored():
     assert (new["a"] == -1).all()
 
 
-@pytest.mark.parametrize(
-    "wrt", ["bias", None, True, eqx.nn.Linear, es.State[jax.Array], eqx.is_array]
-)
-def test_what_is_not_a_filter_is_an_error_immediately(wrt):
+def test_what_is_not_a_filter_is_an_error_immediately():
     with pytest.raises(TypeError, match="is not a filter"):
-        es.Optimizer(optax.sgd(0.1), wrt)
+        es.Optimizer(optax.sgd(0.1), "bias")
 
 
 @pytest.mark.parametrize(
@@ -374,9 +268,10 @@ def test_integers_are_not_trained():
 
 
 @standard
-@pytest.mark.parametrize("at_init", [es.train, es.eval])
-@pytest.mark.parametrize("of_grads", [es.train, es.eval])
-@pytest.mark.parametrize("at_update", [es.train, es.eval])
+@pytest.mark.parametrize(
+    ("at_init", "of_grads", "at_update"),
+    [(es.train, es.eval, es.eval), (es.eval, es.train, es.train)],
+)
 def test_train_and_eval_may_differ(net, x, at_init, of_grads, at_update):
     tx = optax.adam(0.1)
     _, grads = gradients(net, x)
@@ -404,14 +299,12 @@ def stack(sizes, **options):
 @pytest.mark.parametrize(
     ("other", "path"),
     [
-        (lambda: stack([2, 2]), r"layers"),
         (lambda: stack([2, 2, 2, 2]), r"layers"),
         (lambda: stack([2, 2, 2], use_bias=False), r"layers\[0\]\.(bias|use_bias)"),
-        (lambda: stack([2, 2, 3]), r"layers\[1\]"),
         (lambda: stack([2, 2, 2]).replace(scale=None), r"scale"),
         (lambda: {"a": jnp.ones(2)}, "the root|Stack"),
     ],
-    ids=["fewer", "more", "no bias", "wider", "hole", "dict"],
+    ids=["more", "no bias", "hole", "dict"],
 )
 @pytest.mark.parametrize("as_gradients", [False, True])
 def test_a_different_structure_is_an_error_that_names_the_path(
@@ -474,38 +367,6 @@ class Wave(es.Module):
     fixed: es.Buffer
 
 
-adam = optax.adam(0.2)
-
-
-def distance(model, target):
-    return jnp.sum(jnp.abs(model.z - target) ** 2) + jnp.sum(model.w**2)
-
-
-@jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.sgd(0.1),
-        optax.adam(0.2),
-        {es.path_matches("z"): optax.sgd(0.1), ...: None},
-    ],
-    ids=["sgd", "adam", "groups"],
-)
-def test_complex_parameters_are_trained(tx):
-    target = jnp.array([1 + 2j, -3j])
-    model = Wave(jnp.zeros(2, complex), jnp.ones(3), jnp.ones(2, complex))
-    optimizer = es.Optimizer(tx).init(model)
-
-    @es.jit
-    def step(model, optimizer):
-        (loss, model), grads = es.value_and_grad(distance)(model, target)
-        return optimizer.update(grads, model)
-
-    for _ in range(150):
-        model, optimizer = step(model, optimizer)
-    assert jnp.allclose(model.z, target, atol=0.01)
-
-
 def test_updates_of_complex_parameters_are_conjugated_and_so_is_the_extra_gradient():
     seen = []
 
@@ -520,22 +381,6 @@ def test_updates_of_complex_parameters_are_conjugated_and_so_is_the_extra_gradie
     updates, _ = optimizer.update(grads, model, apply_updates=False, grad=grads)
     assert (updates.z, updates.w) == (-1 + 2j, -3.0)
     assert (seen[0].z, seen[0].w) == (1 - 2j, 3.0)
-
-
-@jax.numpy_dtype_promotion("standard")
-def test_a_line_search_over_complex_parameters():
-    target = jnp.array([1 + 2j, -3j])
-    model = Wave(jnp.zeros(2, complex), jnp.ones(3), jnp.ones(1))
-    optimizer = es.Optimizer(optax.lbfgs()).init(model)
-    for _ in range(4):
-        (value, model), grads = es.value_and_grad(distance)(model, target)
-        extra = {"value": value, "grad": grads.filter(es.trainable)}
-        params = model.filter(es.trainable)
-        params, optimizer = optimizer.update(
-            grads, params, value_fn=lambda p: distance(p, target), **extra
-        )
-        model = model.update(params)
-    assert jnp.allclose(model.z, target, atol=0.01)
 
 
 def test_a_complex_gradient_of_a_real_parameter_is_an_error():
@@ -602,7 +447,9 @@ def test_the_gradients_come_first():
     unpack = r"\(loss, model\), grads = es\.value_and_grad.*grads, model = es\.grad"
     with pytest.raises(ValueError, match=f"{message}.*{unpack}"):
         optimizer.update(model, grads)
-    # A function in the tree also reveals the wrong order.
+
+
+def test_a_function_in_the_tree_of_gradients_reveals_the_wrong_order():
     mlp = eqx.nn.MLP(2, 1, 2, 1, key=jr.key(0))
     optimizer = es.Optimizer(optax.sgd(1.0)).init(mlp)
     grads, _ = es.grad(lambda model: model(jnp.ones(2)).sum())(mlp)
@@ -612,7 +459,7 @@ def test_the_gradients_come_first():
     assert eqx.tree_equal(*(optimizer.update(grads, x)[1] for x in (mlp, params)))
 
 
-@pytest.mark.parametrize("switch", [es.eval, eqx.nn.inference_mode, es.freeze])
+@pytest.mark.parametrize("switch", [es.eval, es.freeze])
 def test_a_model_may_be_switched_together_with_its_optimizer(switch):
     class Scale(es.Module):
         w: es.Parameter

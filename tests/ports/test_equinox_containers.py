@@ -41,19 +41,6 @@ class Gain(es.Module):
         return self.gain * jnp.tanh(x)
 
 
-class Block(eqx.Module):
-    """A user's plain Equinox container, which passes keys by hand."""
-
-    layers: list
-    skip: dict
-
-    def __call__(self, x, *, key=None):
-        keys = [None] * len(self.layers) if key is None else jr.split(key, 2)
-        for layer, k in zip(self.layers, keys, strict=True):
-            x = layer(x, key=k)
-        return x + self.skip["counter"](x)
-
-
 def data(seed, n=8):
     return jr.normal(jr.key(seed), (n, 3)) + 1
 
@@ -65,40 +52,7 @@ def batched(model):
 # --- Sequential -----------------------------------------------------------------------
 
 
-def test_every_layer_receives_a_key():
-    model = eqx.nn.Sequential([Counter(), es.nn.Dropout(0.5, key=0), Counter()])
-    rng = model.layers[1].rng
-    y, new = es.mutable(model)(jnp.ones(64), key=jr.key(5))
-    assert new.layers[0].keyed
-    assert new.layers[2].keyed
-    assert new.layers[1].rng == rng  # the key argument wins
-    again, _ = es.mutable(model)(jnp.ones(64), key=jr.key(5))
-    other, _ = es.mutable(model)(jnp.ones(64), key=jr.key(6))
-    assert jnp.array_equal(y, again)
-    assert not jnp.array_equal(y, other)
-
-
-def test_dropout_of_both_kinds():
-    # Equinox's dropout does not store a key, and requires one in train mode.
-    model = eqx.nn.Sequential([es.nn.Dropout(0.5, key=0), eqx.nn.Dropout(0.5)])
-    with pytest.raises(RuntimeError, match="key"):
-        es.mutable(model)(jnp.ones(4))
-    y, new = es.mutable(model)(jnp.ones(64), key=jr.key(0))
-    assert set(y.tolist()) <= {0.0, 4.0}
-    assert jnp.array_equal(es.eval(model)(jnp.ones(4)), jnp.ones(4))
-
-
 # --- Other containers -----------------------------------------------------------------
-
-
-def test_a_users_container_of_lists_and_dicts():
-    layers = [es.nn.Dropout(0.5, key=0), Counter()]
-    model = Block(layers, {"counter": Counter()})
-    run = eqx.filter_jit(lambda model, key: es.mutable(model)(jnp.ones(4), key=key))
-    for n, key in ((1, None), (2, jr.key(0))):
-        _, model = run(model, key)
-        assert model.layers[1].count == model.skip["counter"].count == n
-        assert model.layers[1].keyed == (key is not None)
 
 
 def test_an_mlp_with_an_activation_that_has_state():

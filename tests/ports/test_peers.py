@@ -88,25 +88,3 @@ def test_equinox_does_not_see_a_default_that_init_does_not_assign():
             pass
 
     assert eqx.tree_at(lambda m: m.scale, Scaled(), jnp.array(2.0)).scale == 2
-
-
-@pytest.mark.parametrize(
-    ("module", "kind", "jit", "traces"),
-    [(eqx.Module, int, eqx.filter_jit, 3), (es.Module, es.State, es.jit, 1)],
-)
-def test_a_number_in_a_field_recompiles_the_step_of_equinox(module, kind, jit, traces):
-    class Steps(module):
-        n: kind = 0
-
-    traced = []
-
-    @jit
-    def step(steps):
-        traced.append(None)
-        return dataclasses.replace(steps, n=steps.n + 1)
-
-    steps = Steps()
-    for _ in range(3):
-        steps = step(steps)
-    assert len(traced) == traces
-    assert steps.n == 3

@@ -95,15 +95,6 @@ class Counter(es.Module):
         return x
 
 
-LAYERS = {
-    "ema": batch_norm("ema"),
-    "batch": batch_norm("batch"),
-    "spectral": spectral,
-    "sequential": sequential,
-    "user": Net,
-}
-
-
 def data(seed, n=8):
     return 2 * jr.normal(jr.key(seed), (n, 3)) + 1
 
