@@ -195,6 +195,7 @@ def test_under_jit():
 
 USES = {
     "mutable": lambda net, x: es.mutable(net)(x),
+    "jit": lambda net, x: es.jit(net)(x),
     "checkpoint": lambda net, x: es.checkpoint(net)(x),
     "scan": lambda net, x: es.scan(lambda net, x: (net, net(x)), net, x[None]),
     "cond": lambda net, x: es.cond(True, net, net, x),
@@ -228,6 +229,13 @@ def test_a_hook_that_has_not_run_is_named_by_its_path():
         es.mutable(lambda model: None)(Hooked())
     with pytest.raises(es.NotInitializedError, match=r"`module_init` of `\[1\]` has"):
         es.mutable(lambda models: None)([0, Hooked()])
+
+
+def test_a_function_may_initialize_a_model_that_it_closes_over():
+    net, key = Net().eval(), jr.key(0)
+    assert es.jit(lambda key: net.init(key).a.w)(key).shape == (3,)
+    with pytest.raises(es.NotInitializedError, match=r"initialized: `a\.w` is"):
+        es.jit(lambda x: net(x))(jnp.ones(3))
 
 
 # --- Bad input ----------------------------------------------------------------------

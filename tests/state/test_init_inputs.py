@@ -448,3 +448,17 @@ def test_a_scan_over_something_without_an_axis():
 
     with rejects(model := Gate(), ValueError, "`xs` has shape", "no first axis"):
         model.init(0, 3.0, call=forward)
+
+
+def test_a_scan_over_a_layer_that_is_not_a_stack():
+    class Counts(es.Module):
+        n: es.State = 0
+
+        def __call__(self, x):
+            return x + self.n
+
+    def forward(model, x):
+        return es.scan(lambda x, layer: (layer(x), None), x, model)[0]
+
+    with rejects(model := Counts(), ValueError, "`n` has shape"):
+        model.init(0, 1, call=forward)

@@ -58,7 +58,8 @@ def test_a_number_is_an_error_where_the_model_is_used(program, place, number):
         PROGRAMS[program](model, make())
     text = str(info.value)
     assert f"`{name}` is the Python number {number!r}" in text
-    assert f"`Model.{name.partition('[')[0]}` declares `es." in text
+    kind = {float: "Parameter", int: "State", bool: "BatchStat"}[type(number)]
+    assert f"`Model.{name.partition('[')[0]}` declares `es.{kind}`" in text
     assert f'lambda m: m{place}, model, jnp.asarray({number!r}, "{dtype}")' in text
 
 
