@@ -95,11 +95,11 @@ class ArrayDefault:
         return self.array.copy()
 
 
-# The declarations of each class, for each assignment of its type variables.
-_declared = weakref.WeakKeyDictionary[type, dict[Record | None, dict[str, Spec]]]()
-# Classes whose annotations contain undefined names, and the number of names in their
-# modules when the annotations were parsed.
-_pending = weakref.WeakKeyDictionary[type, int]()
+# The declarations of each class, for each assignment of its type variables. If some
+# names are undefined, also the number of names in the modules before they were parsed.
+# One entry holds both, because threads may parse a class at the same time.
+_Declared = tuple[dict[str, Spec], int | None]
+_declared = weakref.WeakKeyDictionary[type, dict[Record | None, _Declared]]()
 
 
 def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
@@ -111,15 +111,12 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
     undefined name is not an error here: it sets `Spec.unresolved`, and a later call
     tries again once the modules define more names.
     """
-    count = _pending.get(cls)
-    is_stale = count is not None and count != _count_names(cls)
-    if cls not in _declared or is_stale:
-        _declared[cls] = {}
-        _pending.pop(cls, None)
-    # Store the entry in a variable: a second thread may replace it before the return.
-    known = _declared[cls]
+    known = _declared.setdefault(cls, {})
     if record in known:
-        return known[record]
+        specs, count = known[record]
+        if count is None or count == _count_names(cls):
+            return specs
+    count = _count_names(cls)
     if issubclass(cls, eqx.Module) and not _keeps_fields(cls):
         raise TypeError(_BY_VALUE.format(cls.__name__, cls.__module__))
     specs, names = {}, names_around(cls, record)
@@ -134,9 +131,8 @@ def declarations(cls: type, record: Record | None = None) -> dict[str, Spec]:
             ) from None
         if spec != NOTHING:
             specs[name] = spec
-    known[record] = specs
-    if any(x.has_missing for x in names.values()):
-        _pending[cls] = _count_names(cls)
+    has_missing = any(x.has_missing for x in names.values())
+    known[record] = specs, count if has_missing else None
     return specs
 
 
