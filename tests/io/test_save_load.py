@@ -461,3 +461,11 @@ def test_an_optimizer_or_an_average_before_init_has_nothing_to_load(path, make):
     assert eqx.tree_equal(es.load(path, trained), trained)
     # A part of the file may still be loaded.
     assert es.load(path, (model, make()), es.path_matches("*'w'*"))[0]["w"][0] == 1
+
+
+def test_a_file_of_a_state_dict_is_not_one_of_a_model(path):
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+    es.save(path, es.state_dict(linear))
+    call = "es.load_state_dict(model, es.load(path, es.state_dict(model)))"
+    with rejects(linear, ValueError, re.escape(call)):
+        es.load(path, linear)

@@ -238,7 +238,9 @@ def test_a_function_that_holds_a_module_of_the_scope(net):
     es.mutable(lambda n, x: es.jit(lambda m: lambda: m(x))(n.layer)())(net, XS)
 
 
-@pytest.mark.parametrize("x", [None, 3, property(lambda self: 1)], ids=["None", "3", "property"])
+@pytest.mark.parametrize(
+    "x", [None, 3, property(lambda self: 1)], ids=["None", "3", "property"]
+)
 @fails(TypeError, "which cannot be called", "@property")
 def test_what_cannot_be_called(x):
     es.jit(x)

@@ -231,6 +231,18 @@ def test_a_hook_that_has_not_run_is_named_by_its_path():
         es.mutable(lambda models: None)([0, Hooked()])
 
 
+def test_a_placeholder_that_the_function_creates_is_an_error_in_a_transform():
+    for transform in (es.vmap, es.jit, es.checkpoint):
+        with pytest.raises(es.NotInitializedError, match="a placeholder for a value"):
+            transform(lambda x: Lazy(()).eval()(x))(jnp.ones(3))
+
+
+def test_a_placeholder_in_a_layer_of_equinox():
+    linear = eqx.nn.Linear(2, 3, key=jr.key(0))
+    lazy = eqx.tree_at(lambda m: m.bias, linear, es.Initializer(ones))
+    assert es.init(lazy, 0).bias.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_function_may_initialize_a_model_that_it_closes_over():
     net, key = Net().eval(), jr.key(0)
     assert es.jit(lambda key: net.init(key).a.w)(key).shape == (3,)

@@ -199,7 +199,7 @@ def vmap(
         assert y.tolist() == [-1.0, 1.0]
         ```
     """
-    if is_array(in_axes) or isinstance(in_axes, str):
+    if isinstance(in_axes, str) or (is_array(in_axes) and in_axes.ndim):
         raise TypeError(_IN_AXES.format(show(in_axes)))
     for axis in jtu.tree_leaves(out_axes):
         if not isinstance(axis, int):
