@@ -137,7 +137,7 @@ class Ema(AbstractPerParameter):
         self._check_initialized("update")
         params, rest = self._split(model)
         olds = leaves_like(params, self.means, "`es.Ema.update`: the average")
-        pair = (jtu.tree_leaves(x, is_leaf=is_hole) for x in (self.rest, rest))
+        rests = (jtu.tree_leaves(x, is_leaf=is_hole) for x in (self.rest, rest))
         decay = self.decay(self.step) if callable(self.decay) else self.decay
         fresh = _one_minus(decay, self.weight.dtype)
         added = fresh * (1 - self.weight) + self.lost
@@ -146,7 +146,7 @@ class Ema(AbstractPerParameter):
         share = jnp.where(weight == 0, 1, fresh / weight)
         new = []
         visits = leaves(params, is_leaf=is_hole)
-        for visit, old, was, now in zip(visits, olds, *pair, strict=True):
+        for visit, old, was, now in zip(visits, olds, *rests, strict=True):
             x = visit.node
             if was is not None and x is None and now is None:
                 raise ValueError(_LACKS.format(visit.name))

@@ -69,7 +69,7 @@ class _FindNonfinite(Transform):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[str]:
         if is_in_trace():
-            raise TypeError(_IN_A_TRACE)
+            raise TypeError(_IN_A_TRACE.format("es.find_nonfinite"))
         model, call = target(self.f, args, kwargs, None, "es.find_nonfinite")
         given = {**dict(enumerate(args)), **kwargs}
         if receiver(self.f) is None:  # the model is the first argument
@@ -82,15 +82,9 @@ class _FindNonfinite(Transform):
         return [*bad, *dict.fromkeys(made)]
 
 
-_IN_A_TRACE: Final = """`es.find_nonfinite` needs concrete values, because its names \
-depend on them. Call it outside of transforms, `es.find_nonfinite(es.jit(step))(model, \
-x)`."""
-
-
-_TRACED: Final = """`es.nonfinite` needs concrete values, because its names depend on \
-them, and was called inside a transform such as `es.jit`. Return the tree, and call it \
-outside: `es.nonfinite(grads)`. To find the module that produced a NaN: \
-`es.find_nonfinite(es.jit(step))(model, x)`."""
+_IN_A_TRACE: Final = """`{}` needs concrete values, because its names depend on them. \
+Call it outside of transforms: `es.nonfinite(grads)`, or \
+`es.find_nonfinite(es.jit(step))(model, x)`, which names modules."""
 
 
 def find_nonfinite(f: Callable[..., Any]) -> Callable[..., list[str]]:
@@ -176,6 +170,6 @@ def nonfinite(tree: PyTree) -> list[str]:
     arrays = [part for part in parts(tree) if is_inexact(part)]
     found = [(p.name, jnp.isfinite(p.value).all()) for p in arrays]
     if any(isinstance(x, jax.core.Tracer) for _, x in found):
-        raise TypeError(_TRACED)
+        raise TypeError(_IN_A_TRACE.format("es.nonfinite"))
     # Dispatch all computations before waiting for the first.
     return [name for name, is_finite in found if not is_finite]

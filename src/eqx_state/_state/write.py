@@ -54,7 +54,7 @@ def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> No
     old = fields_of(module).get(name)
     value = scope.accept(old, value, path, context)
     if is_array(old) and is_array(value):
-        # Faster than the branch below, for whole fields: nothing to adopt or compare.
+        # An array for an array: no modules to adopt, no structure to compare.
         new = to_strong(value)
         _check_kind(old, Visit(path, new, context, True), scope, where)
     else:

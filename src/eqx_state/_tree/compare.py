@@ -108,8 +108,9 @@ def difference(
     return f"first {place}: expected `{expected}`, got `{got}`"
 
 
-_ALIKE: Final = """first {}: two different `{}`, and such objects are equal only to \
-themselves. Create one, such as `TX = optax.adam(1e-3)`, and use it for both"""
+_ALIKE: Final = """first {}: two different `{}`, which look alike. An object that is \
+compared by identity, as optax's transformations are, must be the same in both: create \
+it once, `TX = optax.adam(1e-3)`"""
 
 
 def _on_one_line(x: Any) -> str:
@@ -142,7 +143,7 @@ def check_not_repeated(
     `kinds`: those of the arrays that may change, which make a module stateful.
     """
     modules = modules_below(tree)
-    if len(set(map(id, modules))) == len(modules):  # no walk
+    if len(set(map(id, modules))) == len(modules):  # each occurs once
         return
     check_apart(walk(tree, path), kinds)
 
