@@ -17,7 +17,7 @@ from ._state.lazy import check_not_a_class, check_ready
 from ._tree.base import is_eqx_module
 from ._tree.compare import is_hole, leaves_like
 from ._tree.filters import bind_to_visits, check_filter, Filter
-from ._tree.rules import AbstractPerParameter, nothing_selected
+from ._tree.rules import AbstractPerParameter, check_names, nothing_selected
 from ._tree.select import fill
 from ._tree.walk import copy_tree, is_array, leaves
 from ._typing import PyTree
@@ -113,6 +113,7 @@ class Ema(AbstractPerParameter):
         dtypes = _dtypes_of(means)
         if not dtypes and not is_kind(self.on):
             raise nothing_selected("es.Ema(on", self.on, model)
+        check_names(self.on, [model], "`es.Ema(on=…)`")
         real = [jnp.finfo(dtype).dtype for dtype in dtypes]
         if not callable(self.decay):
             for dtype in real:

@@ -135,6 +135,38 @@ def _(net):
     assert (c != d).any()
 
 
+@program("select by a name that no array has")
+def _(net):
+    typo = es.path_matches("layer.wieght")
+    selected = es.filter(net, typo), es.partition(net, typo)[0]
+    assert jax.tree.leaves(selected) == []
+    assert not any(jax.tree.leaves(es.mask(net, typo)))
+
+
+@program("ask `isinstance(x, es.Parameter)`")
+def _(net):
+    assert isinstance(net.mean, es.Parameter)
+    assert es.parts(net.mean)[0].kind is es.Parameter  # alone, outside of its field
+    assert {part.name: part.kind for part in es.parts(net)}["mean"] is es.BatchStat
+
+
+@program("use PyTorch's `momentum=0.1` in `es.nn.BatchNorm`")
+def _(net):
+    for momentum, mean in ((0.1, 2.8), (0.9, 1.2)):
+        norm = es.nn.BatchNorm(1, momentum=momentum)
+        for value in [1.0] * 30 + [3.0]:  # many batches of ones, and one of threes
+            _, norm = es.mutable(norm)(jnp.full((2, 1), value))
+        assert jnp.allclose(norm.mean, mean, atol=0.01)
+
+
+@program("normalize a batch of one example in train mode")
+def _(net):
+    norm = es.nn.BatchNorm(3)
+    loss = lambda x: es.mutable(norm)(x)[0].sum()  # noqa: E731
+    assert (es.mutable(norm)(XS[None])[0][0] == norm.bias).all()
+    assert (jax.grad(loss)(XS[None]) == 0).all()
+
+
 @program("sow without `es.capture`")
 def _(net):
     class Sower(es.Module):

@@ -1,5 +1,8 @@
 """`Optimizer.hyperparams` and `Optimizer.set`: new values without a retrace."""
 
+import copy
+import pickle
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -81,6 +84,25 @@ def test_several_hyperparams_and_nested_ones():
     assert list(nested.hyperparams) == ["factor", "learning_rate"]
     new = nested.set(learning_rate=1.0, factor=3.0)
     assert jnp.allclose(new.update(GRADS, MODEL)[0]["a"], 1.0 - 3.0)
+
+
+def test_hyperparams_cannot_be_written():
+    found = es.Optimizer(sgd(0.5)).init(MODEL).hyperparams
+    for write in (
+        lambda: found.__setitem__("learning_rate", 0.2),
+        lambda: found.__delitem__("learning_rate"),
+        lambda: found.update(learning_rate=0.2),
+        lambda: found.__ior__({"learning_rate": 0.2}),
+        found.clear,
+    ):
+        with pytest.raises(TypeError, match=r"= optimizer\.set\(learning_rate"):
+            write()
+    # It is a pytree, as a dict is, and its copies can be written.
+    assert jax.tree.map(float, found) == {"learning_rate": 0.5}
+    assert jtu.keystr(jtu.tree_leaves_with_path(found)[0][0]) == "['learning_rate']"
+    for copied in (copy.copy(found), pickle.loads(pickle.dumps(found)), found | {}):
+        assert type(copied) is dict
+        assert copied == found
 
 
 def test_set_never_retraces():

@@ -1,5 +1,7 @@
 """`es.Optimizer`, against hand-written optax loops."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -262,6 +264,62 @@ def test_integers_are_not_trained():
             es.Optimizer(optax.sgd(0.1), wrt).init(Table())
     with pytest.raises(ValueError, match=r"0 parameters.*The array` is `i32\[3\]`"):
         es.grad(lambda x: 1.0, wrt=lambda part: True)(jnp.arange(3))
+
+
+class Quantized(es.Module):
+    scale: es.Parameter
+    codes: es.Parameter = dataclasses.field(
+        default_factory=lambda: jnp.arange(3, dtype=jnp.int8)
+    )
+    gain: es.Parameter = 1.0
+
+
+def test_an_integer_beside_trained_parameters():
+    optimizer, message = es.Optimizer(optax.sgd(0.1)), r"`scale`.*`i32\[\]`.*es\.Buffer"
+    with pytest.raises(ValueError, match=message):
+        optimizer.init(Quantized(1))
+    new, _ = optimizer.init(Quantized(1.0)).update(Quantized(1.0), Quantized(1.0))
+    assert_equal(new.codes, Quantized(1.0).codes)
+    # Frozen, or not among what the filter is about.
+    optimizer.init([Quantized(1).freeze(), Quantized(1.0)])
+    es.Optimizer(optax.sgd(0.1), wrt=es.path_matches("gain")).init(Quantized(1))
+
+
+NAMED = es.path_matches("norm.*")
+NORM = es.under(lambda net: net.norm)
+
+
+@pytest.mark.parametrize(
+    ("wrt", "cure"),
+    [
+        (NAMED, r"es\.all_of\(es\.trainable, es\.path_matches\('norm\.\*'\)\)"),
+        (NORM, r"es\.all_of\(es\.trainable, es\.under"),
+        (es.not_(es.inside(eqx.nn.Linear)), r"es\.all_of\(es\.trainable, es\.not_"),
+        (lambda part: "norm" in part.name, r"es\.all_of\(es\.trainable"),
+        (es.TreePart, r"wrt=es\.trainable`"),
+    ],
+)
+def test_statistics_are_trained_only_if_their_kind_is_named(net, wrt, cure):
+    message = rf"selects `norm\.mean`, which is `es\.BatchStat`.*{cure}.*any_of"
+    with pytest.raises(ValueError, match=message):
+        es.Optimizer(optax.sgd(1.0), wrt).init(net)
+    for kind in (es.BatchStat, es.State):
+        wrt = es.any_of(es.trainable, kind)
+        ones = jax.tree.map(jnp.ones_like, es.filter(net, wrt))
+        new, _ = es.Optimizer(optax.sgd(1.0), wrt).init(net).update(ones, net)
+        assert_equal(new.norm.mean, net.norm.mean - 1)
+
+
+@pytest.mark.parametrize(
+    "wrt", [es.Parameter, es.under(lambda net: (net.first, net.second))]
+)
+def test_frozen_arrays_are_not_trained_beside_others(net, wrt):
+    optimizer = es.Optimizer(optax.sgd(0.1), wrt)
+    message = r"selects `first\.\w+`, which is frozen, and `\w+\.weight`, which is not"
+    with pytest.raises(ValueError, match=message):
+        optimizer.init(es.freeze(net, lambda net: net.first))
+    optimizer.init(net)
+    optimizer.init(es.freeze(net))  # of a frozen model, `wrt` names what to train
 
 
 # --- Modes may differ, structures may not -------------------------------------------

@@ -240,6 +240,13 @@ def test_nothing_to_differentiate(run):
         run(lambda model, x: jnp.stack([x, x]))(Scale(), X)
 
 
+def test_a_loss_that_is_a_number_has_no_gradient():
+    with pytest.raises(TypeError, match=r"number 4\.0 .*`\.item\(\)`"):
+        es.grad(lambda m: (m["w"] ** 2).item())({"w": jnp.array(2.0)})
+    grads, _ = es.grad(lambda m: 0.0)({"w": jnp.array(2.0)})  # a sum without terms
+    assert grads["w"] == 0
+
+
 def test_has_aux_requires_a_pair():
     with pytest.raises(TypeError, match=r"must return a pair, `\(out, aux\)`"):
         es.grad(lambda m: (m["w"], 1, 2), has_aux=True)({"w": jnp.array(2.0)})

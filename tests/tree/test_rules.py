@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -136,6 +137,33 @@ def test_the_error_suggests_names_as_filters_see_them():
         es.spec(jnp.ones(2), {es.path_matches("*w"): 0, ...: 1})
     with pytest.raises(ValueError, match=r"nearest names: `\[1\].mean`"):
         es.spec(stack, {glob: 0})
+
+
+TYPO = es.path_matches("wieght")
+USES = {
+    "es.spec": lambda model, key: es.spec(model, {key: 0, ...: 1}),
+    "es.map": lambda model, on: es.map(jnp.copy, model, on=on),
+    "es.grad": lambda model, wrt: es.grad(lambda m: m.weight[0], wrt=wrt)(model),
+    "es.Optimizer": lambda model, wrt: es.Optimizer(optax.sgd(1), wrt).init(model),
+    "es.Ema": lambda model, on: es.Ema(0.9, on=on).init(model),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_misspelled_name_inside_a_filter_is_an_error(name):
+    model, use = es.nn.BatchNorm(3), USES[name]
+    for wrong in (es.not_(TYPO), es.not_(es.any_of(TYPO, es.not_(TYPO)))):
+        with pytest.raises(ValueError, match=rf"`{name}.*wieght.*names: `weight`"):
+            use(model, es.all_of(es.trainable, wrong))
+    # Some of several names may be those of other models.
+    use(model, es.all_of(es.trainable, es.any_of(TYPO, es.path_matches("weight"))))
+    use(model, es.all_of(es.trainable, es.not_(es.path_matches("bias"))))
+
+
+def test_a_misspelled_name_alone_maps_nothing():
+    with pytest.raises(ValueError, match=r"`es\.map`: .*wieght.*names: `weight`"):
+        es.map(jnp.copy, es.nn.BatchNorm(3), on=TYPO)
+    assert jax.tree.leaves(es.filter(es.nn.BatchNorm(3), TYPO)) == []
 
 
 def test_a_filter_that_raises_matches_no_array():

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import equinox as eqx
 import jax
@@ -98,9 +98,30 @@ class _Hyperparam(NamedTuple):
     is_scheduled: bool  # whether a schedule computes the value in each step
 
 
-def by_key(opt_state: PyTree, tx: Any) -> dict[Any, Any]:
+class Hyperparams(dict[Any, Any]):
+    """A dict that refuses writes, which would not reach the optimizer."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(_READ_ONLY)
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy may be written
+
+
+# To JAX, a subclass of `dict` is a leaf.
+jtu.register_pytree_with_keys(
+    Hyperparams,
+    lambda x: ([(jtu.DictKey(key), x[key]) for key in x], tuple(x)),
+    lambda keys, values: Hyperparams(zip(keys, values, strict=True)),
+)
+
+
+def by_key(opt_state: PyTree, tx: Any) -> Hyperparams:
     """The value of each hyperparameter."""
-    return {x.key: x.value for x in _found_in(opt_state, tx)}
+    return Hyperparams({x.key: x.value for x in _found_in(opt_state, tx)})
 
 
 def _found_in(opt_state: PyTree, tx: Any) -> list[_Hyperparam]:
@@ -172,6 +193,10 @@ def _overflows(x: Any, dtype: Any) -> bool:
 
 _KINDS: Final = jnp.number, jnp.inexact, jnp.complexfloating
 
+
+_READ_ONLY: Final = """`optimizer.hyperparams` cannot be written, because an optimizer \
+does not change. Create one with other values: `optimizer = \
+optimizer.set(learning_rate=1e-4)`."""
 
 _CANNOT_BE_SET: Final = """`es.Optimizer.set`: `{}`{} {}. These can be set: {}. To \
 name hyperparameters, create the transformation with \

@@ -12,15 +12,23 @@ import numpy as np
 import optax
 
 from .._errors import NotInitializedError, show
-from .._kinds.kinds import OptState, Parameter
+from .._kinds.kinds import is_kind, kind_name, OptState, Parameter, State
 from .._state.lazy import check_not_a_class, check_ready
 from .._tree.base import is_module
 from .._tree.compare import difference, is_hole, leaves_like, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
-from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
-from .._tree.parts import is_inexact
+from .._tree.filters import (
+    check_filter,
+    Filter,
+    filter_text,
+    filters_in,
+    TO_TRAIN,
+    trainable,
+)
+from .._tree.parts import is_inexact, parts
 from .._tree.rules import (
     AbstractPerParameter,
+    check_names,
     check_rules,
     misplaced,
     nothing_selected,
@@ -138,15 +146,18 @@ class Optimizer(AbstractPerParameter):
         - `es.NotInitializedError`: the model still contains an `es.Initializer`.
         - `TypeError`: the transformation is or contains `optax.lookahead`; the model is
             a class.
-        - `ValueError`: `wrt` selects no array; no rule matches one of the parameters,
-            or a filter in the rules matches no array of the model; a stateful module
-            occurs twice in the model.
+        - `ValueError`: `wrt` selects no array; or some that are frozen, and some that
+            are not; or state whose kind it does not name. A parameter is an integer,
+            such as `1` for `1.0`. No rule matches one of the parameters, or a filter or
+            a name in the rules matches no array of the model. A stateful module occurs
+            twice in the model.
         """
         check_not_a_class(model)
         _check_no_lookahead(model)
         selected, labels = self._selected(model), None
         if not jtu.tree_leaves(selected):
             raise nothing_selected("es.Optimizer(wrt", self.wrt, model)
+        _check_wrt(self.wrt, model, selected)
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
         values, whole = jtu.tree_flatten(model)
@@ -273,6 +284,8 @@ class Optimizer(AbstractPerParameter):
     def hyperparams(self) -> dict[Any, Any]:
         """The values that `optax.inject_hyperparams` stores in the state, by name.
 
+        The dict cannot be written: `optimizer.set(…)` returns an optimizer with others.
+
         With groups, the keys are `(group, name)`, where `group` is the filter in the
         rules. If two values still share a name, their keys are `(path, name)`, with
         their paths in `opt_state`.
@@ -344,6 +357,28 @@ class Optimizer(AbstractPerParameter):
         object.__setattr__(new, "opt_state", opt_state)
         object.__setattr__(new, "_made_for", made_for)
         return new
+
+
+def _check_wrt(wrt: Filter, model: PyTree, selected: PyTree) -> None:
+    """Raise `ValueError` for arrays that one trains, or does not train, by mistake."""
+    check_names(wrt, [model], "`es.Optimizer(wrt=…)`")
+    named = tuple(x for x in filters_in(wrt) if is_kind(x) and issubclass(x, State))
+    text = filter_text(wrt)
+    cure = "es.trainable" if is_kind(wrt) else f"es.all_of(es.trainable, {text})"
+    for part in parts(selected):
+        if issubclass(part.kind, State) and not issubclass(part.kind, named):
+            kind = kind_name(part.kind)
+            raise ValueError(_STATE.format(text, part.name, kind, cure))
+    # If all are frozen, the filter names what to train in a frozen model.
+    first = {part.frozen: part.name for part in reversed(parts(selected))}
+    if len(first) > 1:
+        raise ValueError(_FROZEN.format(text, first[True], first[False], cure))
+    for part in parts(model) if wrt is trainable else ():
+        is_integer = jnp.issubdtype(part.value.dtype, jnp.integer)
+        # Arrays of integers may be quantized weights, which nobody expects to train.
+        if is_integer and part.value.shape == () and part.kind is Parameter:
+            if not part.frozen:
+                raise ValueError(_INTEGER.format(part.name, show(part.value)))
 
 
 def _check_no_lookahead(tree: PyTree) -> None:
@@ -479,6 +514,19 @@ it: `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 
 _A_TX: Final = """an optax transformation, or rules for them, `{es.Parameter: \
 optax.adam(1e-3)}`"""
+
+_STATE: Final = """`es.Optimizer(wrt={0})` selects `{1}`, which is `{2}`: the forward \
+pass writes it, and the optimizer would change it, too. Select only parameters: \
+`wrt={3}`. To train it all the same, name its kind: \
+`wrt=es.any_of(es.trainable, {2})`."""
+
+_FROZEN: Final = """`es.Optimizer(wrt={0})` selects `{1}`, which is frozen, and \
+`{2}`, which is not. Leave out what is frozen, `wrt={3}`, or unfreeze it: `model = \
+es.unfreeze(model)`."""
+
+_INTEGER: Final = """`es.Optimizer` cannot train `{}`, a parameter, because it is \
+`{}`, and only floats and complex numbers have gradients. Write `1.0` instead of `1`. \
+If it is a constant, declare it `es.Buffer`; if the model writes it, `es.State`."""
 
 _LOOKAHEAD: Final = """`es.Optimizer` does not support `optax.lookahead`: its \
 parameters are not those of a model but a pair, `optax.LookaheadParams`. Use optax \

@@ -27,7 +27,7 @@ from .._tree.filters import (
     trainable,
 )
 from .._tree.parts import is_inexact
-from .._tree.rules import nothing_selected
+from .._tree.rules import check_names, nothing_selected
 from .._tree.walk import flatten
 from .._typing import P, R
 from .cast import as_cast, Cast, CastLike, codecs_of
@@ -82,6 +82,7 @@ class Gradient(Transform):
                 said = self.name, self.argnums, modules[0]
                 raise ValueError(_OTHER_ARGUMENT.format(*said))
             raise nothing_selected(f"{self.name}(wrt", self.wrt, model)
+        check_names(self.wrt, [model], f"`{self.name}(wrt=…)`")
 
         def with_selected(new: Iterable[Any], others: Iterable[Any]) -> Any:
             """A tree like the model: `new` for the selected leaves, else `others`."""
@@ -137,6 +138,9 @@ def _gradient(
 
 
 def _check_loss(loss: Any, caller: str) -> None:
+    # `.item()` of a tracer of JAX is a number. `0.0` may be a sum without terms.
+    if isinstance(loss, float) and loss:
+        raise TypeError(_NUMBER.format(caller, loss))
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(_NOT_A_LOSS.format(caller, show(loss)))
@@ -149,6 +153,9 @@ from 0: write `argnums={2}`."""
 _NOT_A_LOSS: Final = """The function under `{}` returned `{}` as its loss, and a \
 gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the function returns \
 more than the loss, `(loss, aux)`, pass `has_aux=True`."""
+
+_NUMBER: Final = """The function under `{}` returned the Python number {} as its loss, \
+whose gradient is zero. Return the array, without `.item()`."""
 
 
 @overload
@@ -218,8 +225,9 @@ def value_and_grad(
 
     **Raises:**
 
-    - `TypeError`: the loss is not a real scalar; or `wrt` is not a filter.
-    - `ValueError`: `wrt` selects no inexact array.
+    - `TypeError`: the loss is not a real scalar, or is a Python number; or `wrt` is not
+        a filter.
+    - `ValueError`: `wrt` selects no inexact array, or no array has a name in it.
     - All errors of `es.mutable`.
 
     !!! example

@@ -318,14 +318,31 @@ def _path_matches(tree: PyTree, glob: str) -> Predicate:
     return lambda part: pattern.fullmatch(part.name) is not None
 
 
-def globs_in(filter: Any) -> list[str]:
-    """The globs of all `es.path_matches` in a filter or in a tuple of filters."""
-    if isinstance(filter, tuple):
-        return [glob for x in filter for glob in globs_in(x)]
+def filters_in(filter: Filter) -> list[Any]:
+    """The filters of which `filter` is built, at any depth, and `filter` itself."""
+    args = filter.args if isinstance(filter, Combinator) else ()
+    return [filter, *(x for arg in args for x in filters_in(arg))]
+
+
+def globs_in(filter: Filter) -> list[str]:
+    """The globs of all `es.path_matches` in a filter."""
+    found = [x for x in filters_in(filter) if isinstance(x, Combinator)]
+    return [glob for x in found if x.predicate is _path_matches for glob in x.args]
+
+
+def useless_globs(filter: Filter, names: Sequence[str]) -> list[str]:
+    """The globs that match none of these names, and so make a part of `filter` useless.
+
+    In `es.any_of`, some globs may match nothing, if others do.
+    """
     if not isinstance(filter, Combinator):
         return []
-    is_glob = filter.predicate is _path_matches
-    return list(filter.args) if is_glob else globs_in(filter.args)
+    if filter.predicate is _path_matches:
+        matches = compiled_glob(filter.args[0]).fullmatch
+        return [] if any(map(matches, names)) else [*filter.args]
+    useless = [useless_globs(x, names) for x in filter.args]
+    may_fail = filter.predicate is _any_of and not all(useless)
+    return [] if may_fail else [*itertools.chain(*useless)]
 
 
 def compiled_glob(glob: str) -> re.Pattern[str]:

@@ -21,7 +21,17 @@ from .._errors import show
 from .._kinds.kinds import is_kind, Kind, OptState, Parameter
 from .._typing import KeyPath, PyTree, Tree
 from .context import children
-from .filters import bind, check_filter, Filter, filter_text, globs_in, Predicate
+from .filters import (
+    bind,
+    check_filter,
+    Combinator,
+    Filter,
+    filter_text,
+    globs_in,
+    path_matches,
+    Predicate,
+    useless_globs,
+)
 from .parts import is_inexact, layers_of, Part, parts
 from .unbuilt import CanBeUnbuilt
 from .walk import is_array, leaves, Visit, walk
@@ -150,6 +160,7 @@ class RuleMatcher:
             if i not in self.matched:
                 said = self.caller, filter_text(key), _near(key, self.trees)
                 raise ValueError(_NO_MATCH.format(*said) + hint) from self.errors.get(i)
+            check_names(key, self.trees, self.caller)
 
 
 _NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, such as \
@@ -173,6 +184,19 @@ def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
             raise ValueError(
                 _NO_MATCH.format(caller, filter_text(each), _near(each, [tree]))
             )
+        check_names(each, [tree], caller)
+
+
+def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
+    """Raise `ValueError` for a name in `filter` that no array of the trees has.
+
+    As in `es.not_(es.path_matches("hed.*"))`, which selects every array.
+    """
+    if isinstance(filter, Combinator):
+        for glob in useless_globs(filter, _names(trees)):
+            wrong = path_matches(glob)
+            said = caller, filter_text(wrong), _near(wrong, trees)
+            raise ValueError(_NO_MATCH.format(*said))
 
 
 _ONE_TREE: Final = """Only filters follow the tree. Pass several trees as one, \
@@ -198,11 +222,15 @@ def nothing_selected(caller: str, filter: Filter, tree: PyTree) -> ValueError:
 
 def _near(filter: Any, trees: list[PyTree]) -> str:
     """The names of arrays that are nearest to the globs in a filter, as a sentence."""
-    arrays = [part for tree in trees for part in parts(tree)]
-    names = [x.name for part in arrays for x in layers_of(part, alike=True) or [part]]
-    globs = globs_in(filter)
+    globs, names = globs_in(filter), _names(trees)
     near = [x for glob in globs for x in difflib.get_close_matches(glob, names, 3, 0)]
     return f" The nearest names: `{'`, `'.join(near)}`." if any(near) else ""
+
+
+def _names(trees: list[PyTree]) -> list[str]:
+    """The names of all arrays; in a stack, one for each layer."""
+    arrays = [part for tree in trees for part in parts(tree)]
+    return [x.name for part in arrays for x in layers_of(part, alike=True) or [part]]
 
 
 def misplaced(x: Any) -> str:

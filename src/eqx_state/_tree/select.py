@@ -25,6 +25,7 @@ from .context import map_children
 from .dtypes import strengthen_field
 from .filters import bind_to_visits, Filter, first_matches
 from .parts import check_stack, without_axis
+from .rules import check_names
 from .unbuilt import fields_of
 from .walk import copy_tree, is_array, leaves, name_of, walk
 
@@ -223,7 +224,7 @@ def map(
 
     - `TypeError`: `on` is missing, or the tree was passed before the function.
     - `ValueError`: a tree of `rest` has a different structure, or `None` at a leaf that
-        `on` selects.
+        `on` selects; or no array has a name that `on` gives by `es.path_matches`.
 
     !!! example
 
@@ -240,6 +241,7 @@ def map(
     _check_function_first("es.map(f, tree, on=es.Parameter)", f, tree)
     if on is None:
         raise TypeError(_NO_FILTER)
+    check_names(on, [tree], "`es.map`")
     is_selected = bind_to_visits((on,), tree)
     others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
     out = []
