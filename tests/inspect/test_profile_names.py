@@ -5,6 +5,7 @@ XLA keeps the names in the metadata of the instructions, as `op_name`.
 
 import abc
 import contextlib
+import fnmatch
 import inspect
 import pickle
 import re
@@ -154,7 +155,7 @@ TRANSFORMS = {
     "jit": (lambda f, x: es.jit(f)(x), "jit(Gain)/gain"),
     "scan": (
         lambda f, x: es.scan(lambda c, y: (c, f(y)), None, x[None]),
-        "while/body/closed_call/gain",
+        "while/body/*/gain",  # JAX's versions name the step differently
     ),
 }
 
@@ -169,7 +170,7 @@ def test_the_names_are_inside_the_transforms_of_the_calls(case):
         def __call__(self, x):
             return transform(self.gain, x)
 
-    assert f"Outer/{expected}" in scopes(in_scope, Outer(Gain(X)), X)
+    assert fnmatch.filter(scopes(in_scope, Outer(Gain(X)), X), f"Outer/{expected}")
 
 
 # --- Ways to define `__call__` --------------------------------------------------------
