@@ -373,12 +373,11 @@ def _check_wrt(wrt: Filter, model: PyTree, selected: PyTree) -> None:
     first = {part.frozen: part.name for part in reversed(parts(selected))}
     if len(first) > 1:
         raise ValueError(_FROZEN.format(text, first[True], first[False], cure))
-    for part in parts(model) if wrt is trainable else ():
-        is_integer = jnp.issubdtype(part.value.dtype, jnp.integer)
+    for part in parts(filter(model, Parameter)) if wrt is trainable else ():
         # Arrays of integers may be quantized weights, which nobody expects to train.
-        if is_integer and part.value.shape == () and part.kind is Parameter:
-            if not part.frozen:
-                raise ValueError(_INTEGER.format(part.name, show(part.value)))
+        is_number = part.value.shape == () and not part.frozen
+        if is_number and jnp.issubdtype(part.value.dtype, jnp.integer):
+            raise ValueError(_INTEGER.format(part.name, show(part.value)))
 
 
 def _check_no_lookahead(tree: PyTree) -> None:
