@@ -26,7 +26,7 @@ def averaged(net, x):
 @fails(
     ValueError,
     "each lane wrote its own value to `mean`",
-    'jax.lax.pmean(mean, "batch")',
+    '`self.mean = jax.lax.pmean(mean, "batch")`, or `pmax`, `psum`',
     "axes={es.State: 0}",
 )
 def test_a_different_statistic_in_each_lane(net, transform):

@@ -115,7 +115,7 @@ def test_an_axis_name_that_no_transform_defines():
     for run, x in ((norm, jnp.ones(3)), (es.vmap(norm), jnp.ones((1, 3)))):
         with pytest.raises(NameError, match=f"^{message}"):
             es.mutable(run)(x)
-    with pytest.raises(NameError, match=r"predictions.* `jax.vmap\(model.eval\(\)\)"):
+    with pytest.raises(NameError, match=r"predictions.* `es.vmap\(model.eval\(\)\)"):
         jax.vmap(norm)(jnp.ones((1, 3)))
     assert jax.vmap(norm.eval())(jnp.ones((1, 3))).shape == (1, 3)
 

@@ -156,7 +156,7 @@ class Mapped:
         self,
         inputs: Inputs,
         differs: Callable[[Any, Any], bool],
-        not_reduced: Callable[[str, Values], str],
+        not_reduced: Callable[[list[str], Values], str],
     ) -> tuple[Any, list[Values], list[Sown], StaticOutput]:
         """Call the function in a lane, with the values of this lane.
 
@@ -182,7 +182,7 @@ class Mapped:
             else:
                 unreduced[slot] = x
         if unreduced:
-            names = ", ".join(f"`{self.lifted.name(slot)}`" for slot in unreduced)
+            names = [self.lifted.name(slot) for slot in unreduced]
             raise ValueError(not_reduced(names, unreduced))
         out, rest = cut(ran.out)
         return out, groups, ran.sown, StaticOutput((rest, used))
@@ -216,6 +216,12 @@ class Mapped:
             return self.function.is_per_lane(root, visit)
         axes = [self.axes[slot] for slot in root.slots]
         return self.arguments.is_per_lane(root, axes, visit)
+
+
+def reduction(names: list[str], axes: str) -> str:
+    """The code that reduces the first of these states over the lanes."""
+    field = names[0].rpartition(".")[2].partition("[")[0] or "mean"
+    return f"`self.{field} = jax.lax.pmean({field}, {axes})`, or `pmax`, `psum`"
 
 
 def _is_row(x: Any) -> bool:

@@ -21,7 +21,7 @@ from .._tree.keys import num_key_axes
 from .._tree.rules import check_rules
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
-from .mapped import Inputs, Mapped
+from .mapped import Inputs, Mapped, reduction
 from .roots import Values
 from .transform import wrap
 
@@ -70,16 +70,18 @@ class _ShardMap(AbstractMap):
                 return spec is _BY_DEFAULT
             return bool(unmapped(x, spec))
 
-        def not_reduced(states: str, values: Values) -> str:
+        def not_reduced(states: list[str], values: Values) -> str:
+            listed = "`, `".join(states)
             if not self.check_vma:
-                return _UNCHECKED.format(states)
+                return _UNCHECKED.format(listed)
             pairs = ((x, call.group_of(slot)) for slot, x in values.items())
             over = frozenset().union(*(unmapped(*pair) for pair in pairs))
             missing = tuple(n for n in names if n in over)
             shown = ", ".join(f'"{n}"' for n in missing)
             axes = shown if len(missing) == 1 else f"({shown})"
-            advice = call.advice(values, missing) or _REDUCE.format(axes)
-            return _NOT_REDUCED.format(states, axes) + advice
+            default = _REDUCE.format(axes, reduction(states, axes))
+            advice = call.advice(values, missing) or default
+            return _NOT_REDUCED.format(listed, axes) + advice
 
         def device(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             values = jtu.tree_leaves(Inputs(args, kwargs, f, modules))
@@ -115,17 +117,17 @@ def _own_key(x: Any, is_split: bool) -> Any:
     return lax.squeeze(x, (num_key_axes(x) - 1,)) if is_split else x
 
 
-_NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to {0}, \
+_NOT_REDUCED: Final = """`es.shard_map`: the devices wrote different values to `{0}`, \
 but all devices share one value, so only one could be stored. It differs along {1}. """
 
-_REDUCE: Final = """Reduce it over this part of the mesh, `self.mean = \
-jax.lax.pmean(mean, {0})`; or give every device its own part, with a spec for the \
-kind: `axes={{es.State: P({0})}}`, with `es.Rng: es.SPLIT` if the model has keys. For \
-a module among the arguments, this mapping is its entry of `in_specs`."""
+_REDUCE: Final = """Reduce it over this part of the mesh: {1}; or give every device \
+its own part, with a spec for the kind: `axes={{es.State: P({0})}}`, with `es.Rng: \
+es.SPLIT` if the model has keys. For a module among the arguments, this mapping is its \
+entry of `in_specs`."""
 
-_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote {0}, which \
-is replicated. With the check off, JAX cannot verify that all devices wrote the same \
-value. Leave `check_vma` on; or, if they do, confirm it for their kind: \
+_UNCHECKED: Final = """`es.shard_map(check_vma=False)`: the function wrote `{0}`, \
+which is replicated. With the check off, JAX cannot verify that all devices wrote the \
+same value. Leave `check_vma` on; or, if they do, confirm it for their kind: \
 `axes={{es.BatchStat: P()}}`. Keep `es.Rng: es.SPLIT` if you name `es.State`. For a \
 module among the arguments, this mapping is its entry of `in_specs`."""
 

@@ -27,7 +27,7 @@ from .._tree.walk import is_array
 from .._typing import P, R
 from .axes import AbstractMap, SPLIT
 from .callables import receiver
-from .mapped import Inputs, Mapped
+from .mapped import Inputs, Mapped, reduction
 from .mutable import Mutable
 from .roots import Values
 from .transform import wrap
@@ -51,9 +51,10 @@ class _Vmap(AbstractMap):
             size, lambda keys, axis: (spread_like(arrays, keys, axis), axis)
         )
 
-        def not_reduced(names: str, states: Values) -> str:
-            advice = call.advice(states, self.axis_name) or _REDUCE
-            return _NOT_REDUCED.format(names) + advice
+        def not_reduced(names: list[str], states: Values) -> str:
+            default = _REDUCE.format(reduction(names, '"batch"'))
+            advice = call.advice(states, self.axis_name) or default
+            return _NOT_REDUCED.format("`, `".join(names)) + advice
 
         def lane(args: Any, kwargs: Any, f: Any, modules: Any) -> tuple[Any, ...]:
             inputs = Inputs(args, kwargs, f, modules)
@@ -122,12 +123,12 @@ _OUT_AXES: Final = """`es.vmap`: `out_axes` must be an integer, `None`, or a tre
 them, but contains `{}`. Leaves that are not arrays are never mapped, so `0` means the \
 same as `eqx.if_array(0)`."""
 
-_NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to {}, but all lanes \
-share one value, so only one could be stored. """
+_NOT_REDUCED: Final = """`es.vmap`: each lane wrote its own value to `{}`, but all \
+lanes share one value, so only one could be stored. """
 
-_REDUCE: Final = """With `axis_name="batch"`, reduce it over the lanes: `self.mean = \
-jax.lax.pmean(mean, "batch")`; or give every lane its own value, `es.vmap(f, \
-axes={es.State: 0})`, with `es.Rng: es.SPLIT` if the model has keys. For a module \
+_REDUCE: Final = """With `axis_name="batch"`, reduce it over the lanes: {}; or give \
+every lane its own value, `es.vmap(f, axes={{es.State: 0}})`, with `es.Rng: es.SPLIT` \
+if the model has keys. For a module \
 among the arguments, this mapping is its entry of `in_axes`."""
 
 

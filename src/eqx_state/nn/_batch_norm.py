@@ -323,7 +323,7 @@ number of channels, an integer, and the second the name of the axis: \
 _UNBOUND: Final = """`es.nn.BatchNorm(axis_name={0!r})` averages over an axis of that \
 name, and there is none. Name the axis where you map the model: `es.vmap(model, \
 axis_name={0!r})(xs)`. For predictions, switch to eval mode: \
-`jax.vmap(model.eval())(xs)`. For a whole batch at once, create the layer with \
+`es.vmap(model.eval())(xs)`. For a whole batch at once, create the layer with \
 `axis_name=None`."""
 
 _NOT_AVERAGED: Final = """An `es.nn.BatchNorm` averages only over its own input, and \
