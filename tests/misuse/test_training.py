@@ -70,6 +70,35 @@ def test_batch_norm_of_complex_numbers(norm):
     es.mutable(norm)(jax.lax.complex(XS, XS)[None])
 
 
+@fails(ValueError, "from `key<fry>[]` to `key<fry>[2]`", "self.rng, key = jax.random")
+def test_a_key_that_becomes_two():
+    def split(dropout):
+        dropout.rng = jr.split(dropout.rng)
+
+    es.mutable(split)(es.nn.Dropout(0.5, key=jr.key(0)))
+
+
+@fails(es.NotInitializedError, "a placeholder", "`es.lazy(eqx.nn.Linear, 4, 2)`")
+def test_a_lazy_layer_that_is_given_its_arguments_later():
+    es.lazy(eqx.nn.Linear)(4, 2)
+
+
+@fails(
+    ValueError, "`dropout` is a layer, `es.nn.Dropout`, in `", "`p=0.1` of a dropout"
+)
+def test_a_number_in_the_place_of_a_layer():
+    class Block(es.Module):
+        dropout: es.nn.Dropout
+
+    es.configure(Block(es.nn.Dropout(0.5, key=jr.key(0))), dropout=0.1)
+
+
+@fails(NotImplementedError, "astype", "`es.map` called the function with `rng`")
+def test_a_function_of_numbers_on_a_key():
+    dropout = es.nn.Dropout(0.5, key=jr.key(0))
+    es.map(lambda x: x.astype(jnp.bfloat16), dropout, on=es.TreePart)
+
+
 # --- The optimizer --------------------------------------------------------------------
 
 

@@ -47,6 +47,26 @@ def test_a_different_statistic_on_each_device(net):
     es.mutable(run)(net, jnp.arange(4.0))
 
 
+@fails(
+    ValueError,
+    "each lane wrote its own value to `mean`, `var`",
+    '`es.nn.BatchNorm(3, axis_name="batch")`',
+    "If each lane has a whole batch, add `channel_axis=1`",
+)
+def test_batch_norm_of_batches_with_one_image():
+    es.mutable(es.vmap(es.nn.BatchNorm(3)))(jnp.ones((2, 3, 3, 3)))
+
+
+@fails(TypeError, "returned `i32[]` as its loss, and only a float has a gradient")
+def test_a_loss_that_counts(net):
+    es.grad(lambda net: jnp.sum(net.mean > 0))(net)
+
+
+@fails(TypeError, "keys of rules are filters", "`{es.State: value}`")
+def test_a_kind_by_its_name(net):
+    es.vmap(net, axes={"State": 0})(XS)
+
+
 @pytest.mark.parametrize("axis", [None, "other"])
 @fails(
     NameError,

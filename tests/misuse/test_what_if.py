@@ -30,6 +30,13 @@ def test_what_happens(title, net):
     PAGE.programs[title](net)
 
 
+def trained(loss, model):
+    """The model and the optimizer after one step."""
+    grads, model = es.grad(loss)(model)
+    sgd = optax.sgd(optax.constant_schedule(0.1))  # which counts its steps
+    return es.Optimizer(sgd).init(model).update(grads, model)
+
+
 # --- Programs that work ---------------------------------------------------------------
 
 
@@ -43,6 +50,49 @@ def _(net):
     net.train(False)
     assert net.training
     assert not net.eval().training
+
+
+@program("write `self.mean.at[0].set(1.0)` and drop the result")
+def _(net):
+    before = net.mean
+    _, new = es.mutable(lambda net: net.mean.at[0].set(1.0))(net)
+    assert (new.mean == before).all()
+
+
+@program("keep a number to train in a plain field: `scale: float = 1.0`")
+def _(net):
+    class Scale(es.Module):
+        net: Net
+        scale: float = 1.0
+
+    new, _ = trained(lambda model: model.scale * loss_fn(model.net), Scale(net))
+    assert new.scale == 1.0
+
+
+@program("declare a constant as `table: jax.Array`")
+def _(net):
+    class Table(es.Module):
+        table: jax.Array
+        constant: es.Buffer
+
+    model = Table(jnp.ones(3), jnp.ones(3))
+    new, _ = trained(lambda model: jnp.sum(model.table * model.constant), model)
+    assert (new.table != 1).all()
+    assert (new.constant == 1).all()
+
+
+@program("create a layer in `__call__`, as Flax does")
+def _(net):
+    class Compact(es.Module):
+        net: Net
+
+        def __call__(self, x):
+            return eqx.nn.Linear(3, 1, key=jax.random.key(0))(self.net(x))
+
+    new, _ = trained(lambda model: model(XS).sum(), Compact(net))
+    assert [part.name for part in es.parts(new)] == [
+        f"net.{part.name}" for part in es.parts(net)
+    ]
 
 
 @program("use the model from before the call again")
@@ -135,12 +185,21 @@ def _(net):
     assert (c != d).any()
 
 
+@program("pass two kinds: `es.filter(model, es.Parameter, es.State)`")
+def _(net):
+    kinds = es.Parameter, es.State
+    assert jax.tree.leaves(es.filter(net, *kinds)) == []
+    with pytest.raises(ValueError, match=r"es\.any_of\(es\.Parameter, es\.State\)"):
+        es.save("net.safetensors", net, *kinds)
+
+
 @program("select by a name that no array has")
 def _(net):
     typo = es.path_matches("layer.wieght")
     selected = es.filter(net, typo), es.partition(net, typo)[0]
     assert jax.tree.leaves(selected) == []
     assert not any(jax.tree.leaves(es.mask(net, typo)))
+    assert eqx.tree_equal(es.map(lambda x: x + 1.0, net, on=typo), net)
 
 
 @program("ask `isinstance(x, es.Parameter)`")
@@ -371,6 +430,45 @@ def squared(net, x):
 
 ROWS = jnp.arange(12.0).reshape(4, 3)
 TOTAL = 4 * (ROWS**2).sum()  # the weight is 2
+
+
+@program("train with Equinox: `eqx.filter_grad`, `eqx.apply_updates`")
+def _(net):
+    class Table(es.Module):
+        constant: es.Buffer
+
+    model = Table(jnp.ones(3))
+    grads = eqx.filter_grad(lambda model: jnp.sum(model.constant))(model)
+    assert (eqx.apply_updates(model, grads).constant == 2).all()
+
+
+@program("pass a new model to `eqx.apply_updates`")
+def _(net):
+    new, _ = trained(loss_fn, net)
+    added = eqx.apply_updates(net, new)
+    assert (added.layer.weight == net.layer.weight + new.layer.weight).all()
+
+
+@program("create the optimizer in the training step")
+def _(net):
+    _, optimizer = trained(loss_fn, net)
+    _, again = trained(loss_fn, net)
+    assert optimizer.opt_state[1].count == again.opt_state[1].count == 1
+
+
+@program("assign `model = model.eval()` to validate, and train on")
+def _(net):
+    norm = es.nn.BatchNorm(3).eval()
+    new, _ = trained(lambda norm: norm(XS[None]).sum(), norm)
+    assert (new.bias != norm.bias).all()
+    assert (new.mean == norm.mean).all()
+
+
+@program("create an ensemble from copies of one model")
+def _(net):
+    ensemble = jax.tree.map(lambda *xs: jnp.stack(xs), net, net)
+    first = es.map(lambda x: x[0], ensemble, on=es.TreePart)
+    assert eqx.tree_equal(first, es.map(lambda x: x[1], ensemble, on=es.TreePart))
 
 
 @program("accumulate gradients in a scope, and assign each new module")
@@ -732,6 +830,14 @@ def _(net):
 @program("use JAX's name of the module: `es.lax.scan`", "`es.scan`, `es.cond`")
 def _(net):
     _ = es.lax
+
+
+@program(
+    "put a function into a list of layers: `eqx.nn.Sequential([linear, jax.nn.relu])`"
+)
+def _(net):
+    linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    eqx.nn.Sequential([linear, jax.nn.relu])(XS)
 
 
 @program("forget the second call: `y, model = es.mutable(model)`")

@@ -142,7 +142,6 @@ def test_the_error_suggests_names_as_filters_see_them():
 TYPO = es.path_matches("wieght")
 USES = {
     "es.spec": lambda model, key: es.spec(model, {key: 0, ...: 1}),
-    "es.map": lambda model, on: es.map(jnp.copy, model, on=on),
     "es.grad": lambda model, wrt: es.grad(lambda m: m.weight[0], wrt=wrt)(model),
     "es.Optimizer": lambda model, wrt: es.Optimizer(optax.sgd(1), wrt).init(model),
     "es.Ema": lambda model, on: es.Ema(0.9, on=on).init(model),
@@ -158,12 +157,6 @@ def test_a_misspelled_name_inside_a_filter_is_an_error(name):
     # Some of several names may be those of other models.
     use(model, es.all_of(es.trainable, es.any_of(TYPO, es.path_matches("weight"))))
     use(model, es.all_of(es.trainable, es.not_(es.path_matches("bias"))))
-
-
-def test_a_misspelled_name_alone_maps_nothing():
-    with pytest.raises(ValueError, match=r"`es\.map`: .*wieght.*names: `weight`"):
-        es.map(jnp.copy, es.nn.BatchNorm(3), on=TYPO)
-    assert jax.tree.leaves(es.filter(es.nn.BatchNorm(3), TYPO)) == []
 
 
 def test_a_filter_that_raises_matches_no_array():

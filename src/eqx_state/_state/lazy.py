@@ -87,15 +87,15 @@ else:
             return "Initializer"
 
         def _raise(self, *args, **kwargs):
-            raise NotInitializedError(
-                "This is an `es.Initializer`, a placeholder for a value. Draw the"
-                " values first: `model = model.init(42)`."
-            )
+            raise NotInitializedError(_PLACEHOLDER)
+
+        def __call__(self, *args, **kwargs):
+            raise NotInitializedError(_PLACEHOLDER + _ARGUMENTS)
 
         # Using a placeholder as an array or a layer raises our error. JAX looks up
         # `dtype` on its operands.
         dtype = shape = ndim = property(_raise, doc="Not available before `init`.")
-        __call__ = __getitem__ = __iter__ = __len__ = __neg__ = _raise
+        __getitem__ = __iter__ = __len__ = __neg__ = _raise
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
         __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _raise
 
@@ -187,6 +187,12 @@ def check_not_a_class(tree: Any) -> None:
         raise TypeError(_A_CLASS.format(tree.__qualname__))
 
 
+_PLACEHOLDER: Final = """This is an `es.Initializer`, a placeholder for a value. Draw \
+the values first: `model = model.init(42)`."""
+
+_ARGUMENTS: Final = """ If you meant to create the layer, pass its arguments to \
+`es.lazy`: `es.lazy(eqx.nn.Linear, 4, 2)`."""
+
 _A_CLASS: Final = """`{0}` is a class, which has no arrays. Pass an instance: \
 `model = {0}(...)`."""
 
@@ -209,7 +215,10 @@ def _number_error(number: Any, context: Context, path: KeyPath) -> ValueError:
     field = name if owner is None else f"{owner.__qualname__}.{context.field}"
     dtype = jnp.result_type(type(number)).name
     said = name, number, field, kind_name(kind or TreePart), keystr(path), dtype
-    return ValueError(_NUMBER.format(*said))
+    text = _NUMBER.format(*said)
+    if owner is not None and not issubclass(owner, BaseModule):
+        text += _NOT_OURS.format(field, owner.__qualname__)
+    return ValueError(text)
 
 
 _NUMBER: Final = """`{0}` is the Python number {1!r}, but `{2}` declares `{3}`, and \
@@ -220,6 +229,11 @@ recompile the step. Put in an array:
     model = eqx.tree_at(lambda m: m{4}, model, jnp.asarray({1!r}, "{5}"))   # right
 
 `replace` makes an array of a number, and keeps the dtype."""
+
+_NOT_OURS: Final = """
+
+A call can write `{0}` only if `{1}` is an `es.Module`, which also makes arrays of \
+numbers: `class {1}(es.Module)`."""
 
 
 def check_ready(tree: Any) -> Traversal:

@@ -31,6 +31,7 @@ from .._tree.base import (
 from .._tree.compare import difference
 from .._tree.context import Context
 from .._tree.dtypes import fit_leaf, same_type, to_strong
+from .._tree.keys import is_key
 from .._tree.observe import Observer, OBSERVING
 from .._tree.walk import is_array, name_of, Traversal, traverse
 from .._typing import KeyPath
@@ -177,7 +178,9 @@ class Scope:
         """The leaf of the new model that replaces `old` when the scope closes."""
         new = to_strong(self.fit_leaf(old, new, path))
         if is_array(old) and not same_type(old, new):
-            raise ValueError(_OTHER_TYPE.format(name_of(path), show(old), show(new)))
+            cure = _ONE_KEY if is_key(old) else _CONVERT
+            found = name_of(path), show(old), show(new)
+            raise ValueError(_OTHER_TYPE.format(*found) + cure)
         return new
 
     def reject_structure(self, before: Traversal, after: Any) -> None:
@@ -214,9 +217,14 @@ it, {}. Construct the model with the final structure of every field: zeros inste
 model.init(42, x)`."""
 
 _OTHER_TYPE: Final = """`{}` was changed from `{}` to `{}`. State keeps its shape and \
-dtype, because a change recompiles the step. Give the field its final shape and dtype \
-when you construct the model, or convert the new value: \
+dtype, because a change recompiles the step. """
+
+_CONVERT: Final = """Give the field its final shape and dtype when you construct the \
+model; or, if it loses nothing, convert the new value: \
 `value.astype(self.field.dtype)`."""
+
+_ONE_KEY: Final = """Keep one key, and draw from the other: `self.rng, key = \
+jax.random.split(self.rng)`."""
 
 _OTHER_THREAD: Final = """This thread wrote state, or ran a transform of `es`, in a \
 scope of `es.mutable` that a different thread has opened. A scope and its private copy \

@@ -143,7 +143,9 @@ def _check_loss(loss: Any, caller: str) -> None:
         raise TypeError(_NUMBER.format(caller, loss))
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(_NOT_A_LOSS.format(caller, show(loss)))
+        has_no_gradient = is_scalar and not jnp.iscomplexobj(loss)
+        text = _NO_GRADIENT if has_no_gradient else _NOT_A_LOSS
+        raise TypeError(text.format(caller, show(loss)))
 
 
 _OTHER_ARGUMENT: Final = """`{0}(..., argnums={1})` names no module, and `wrt` \
@@ -153,6 +155,10 @@ from 0: write `argnums={2}`."""
 _NOT_A_LOSS: Final = """The function under `{}` returned `{}` as its loss, and a \
 gradient needs one real number. Reduce it, `jnp.mean(loss)`; if the function returns \
 more than the loss, `(loss, aux)`, pass `has_aux=True`."""
+
+_NO_GRADIENT: Final = """The function under `{}` returned `{}` as its loss, and only a \
+float has a gradient. Comparisons, `argmax` and rounding have none, so converting the \
+loss would give zeros: use a loss without them."""
 
 _NUMBER: Final = """The function under `{}` returned the Python number {} as its loss, \
 whose gradient is zero. Return the array, without `.item()`."""

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._errors import show
-from .._kinds.kinds import is_kind, Kind, OptState, Parameter
+from .._kinds import kinds
+from .._kinds.kinds import is_kind, Kind, kind_name, OptState, Parameter
 from .._typing import KeyPath, PyTree, Tree
 from .context import children
 from .filters import (
@@ -56,7 +57,9 @@ def check_rules(rules: Any, caller: str) -> None:
     for key in rules:
         if key is not ...:
             name = key if isinstance(key, str) else "*.bias"
-            check_filter(key, _KEYS.format(caller, name))
+            is_kind_name = is_kind(vars(kinds).get(name))
+            right = f"es.{name}" if is_kind_name else f"es.path_matches({name!r})"
+            check_filter(key, _KEYS.format(caller, right))
 
 
 def most_derived(kind: type | None, rules: Mapping[Any, Any]) -> Any:
@@ -167,7 +170,7 @@ _NOT_A_MAPPING: Final = """{0}: rules are a mapping from filters to values, such
 `{{es.path_matches("*.bias"): a, es.Parameter: b, ...: c}}`, but this is a `{1}`."""
 
 _KEYS: Final = """{0}: the keys of rules are filters, and not names: \
-`{{es.path_matches({1!r}): value}}`."""
+`{{{1}: value}}`."""
 
 _NO_MATCH: Final = """{}: the filter `{}` matches no array.{} `es.parts(tree)` lists \
 the arrays with their names and kinds. Only kinds and `...` may match nothing."""
@@ -178,6 +181,11 @@ def check_filters(filters: Iterable[Filter], tree: PyTree, caller: str) -> None:
 
     `TypeError` for something that is not a filter, such as a second tree.
     """
+    filters = tuple(filters)
+    several = [x for x in filters if is_kind(x)]
+    for a, b in itertools.combinations(several, 2):
+        if not issubclass(a, b) and not issubclass(b, a):
+            raise ValueError(_NO_COMMON.format(caller, kind_name(a), kind_name(b)))
     for each in filters:
         check_filter(each, _ONE_TREE)
         if not is_kind(each) and not any(map(bind(each, tree), parts(tree))):
@@ -198,6 +206,9 @@ def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
             said = caller, filter_text(wrong), _near(wrong, trees)
             raise ValueError(_NO_MATCH.format(*said))
 
+
+_NO_COMMON: Final = """{0}: an array must satisfy all filters, and none is both \
+`{1}` and `{2}`. To select both kinds: `es.any_of({1}, {2})`."""
 
 _ONE_TREE: Final = """Only filters follow the tree. Pass several trees as one, \
 `es.save(path, (model, optimizer))`, and options by keyword: `es.save(path, model, \

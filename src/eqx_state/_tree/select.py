@@ -11,7 +11,7 @@ from typing import Any, Final
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._errors import an
+from .._errors import an, public_name, show
 from .._typing import KeyPath, PyTree, Tree
 from .base import (
     FROZEN_PATHS,
@@ -22,10 +22,9 @@ from .base import (
 )
 from .compare import is_hole, leaves_like, same_modes, structure_with_holes
 from .context import map_children
-from .dtypes import strengthen_field
+from .dtypes import NUMBERS, strengthen_field
 from .filters import bind_to_visits, Filter, first_matches
 from .parts import check_stack, without_axis
-from .rules import check_names
 from .unbuilt import fields_of
 from .walk import copy_tree, is_array, leaves, name_of, walk
 
@@ -224,7 +223,7 @@ def map(
 
     - `TypeError`: `on` is missing, or the tree was passed before the function.
     - `ValueError`: a tree of `rest` has a different structure, or `None` at a leaf that
-        `on` selects; or no array has a name that `on` gives by `es.path_matches`.
+        `on` selects.
 
     !!! example
 
@@ -241,7 +240,6 @@ def map(
     _check_function_first("es.map(f, tree, on=es.Parameter)", f, tree)
     if on is None:
         raise TypeError(_NO_FILTER)
-    check_names(on, [tree], "`es.map`")
     is_selected = bind_to_visits((on,), tree)
     others = [_flatten_up_to(tree, other, i) for i, other in enumerate(rest, start=1)]
     out = []
@@ -251,7 +249,11 @@ def map(
         elif any(x is None for x in given):
             raise ValueError(_HOLE.format(visit.name))
         else:
-            out.append(f(visit.node, *given))
+            try:
+                out.append(f(visit.node, *given))
+            except Exception as error:
+                error.add_note(_AT.format(visit.name or "the root", show(visit.node)))
+                raise
     return jtu.tree_unflatten(structure_with_holes(tree), out)
 
 
@@ -377,7 +379,11 @@ def configure(tree: Tree, **attributes: Any) -> Tree:
             f"`es.configure`: no module in the tree has an attribute {names}."
         )
     for module, name in places:
-        _assign(module, name, attributes[name])
+        old, new = getattr(module, name), attributes[name]
+        if is_eqx_module(old) and isinstance(new, (*NUMBERS, str)):
+            said = name, public_name(type(old)), type(module).__qualname__
+            raise ValueError(_A_LAYER.format(*said))
+        _assign(module, name, new)
     return tree
 
 
@@ -412,6 +418,8 @@ def _assign(module: eqx.Module, name: str, value: Any) -> None:
     object.__setattr__(module, name, value)
 
 
+_AT: Final = "`es.map` called the function with `{}`, which is `{}`."
+
 _SWAPPED: Final = """`es.update`: {} has an array at `{}`, where the tree has `None`. \
 The tree is the first argument, and the partials follow: `es.update(model, params)`. \
 To join parts of a tree, write `eqx.combine(params, rest)`."""
@@ -422,6 +430,9 @@ _FUNCTION_FIRST: Final = """`{}` takes the function first, but was given \
 _NO_ROOT: Final = """`es.map_modules`: the function returned `None` for the `{}` \
 itself. Modules are frozen, so it must return a new module, and one that should not \
 change as it is: `return module`."""
+
+_A_LAYER: Final = """`es.configure`: `{0}` is a layer, `{1}`, in `{2}`, and not a \
+number. Name an attribute of the layer, such as `p=0.1` of a dropout."""
 
 _DEEPER: Final = """ Only fields of the module itself can be replaced. Deeper in it: \
 `eqx.tree_at(lambda m: m.{}, model, value)`."""
