@@ -28,15 +28,32 @@ CHANGED = {
     "class": (lambda: Layer(), ["`a", "Layer"]),
     "flag": (lambda: Counter().eval(), ["a.training"]),
     "None": (lambda: None, ["`a", "None"]),
+    "layer": (lambda: eqx.nn.Linear(2, 1, key=jax.random.key(0)), ["`a`", "Linear"]),
+    "array": (lambda: jnp.ones(2), ["`a`", r"f32\[2\]"]),
+    "container": (lambda: {"b": Counter()}, ["`a`", "{'b': "]),
 }
 
 
+@pytest.mark.parametrize("kinds", [es.State, es.TreePart])
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_submodule_of_a_different_structure_is_an_error(name):
+def test_a_submodule_of_a_different_structure_is_an_error(name, kinds):
     make, fragments = CHANGED[name]
     model = Pair()
     with rejects(model, ValueError, *fragments):
-        es.mutable(lambda m: setattr(m, "a", make()), kinds=es.TreePart)(model)
+        es.mutable(lambda m: setattr(m, "a", make()), kinds=kinds)(model)
+
+
+@pytest.mark.parametrize("kinds", [es.State, es.TreePart])
+def test_a_longer_list_is_an_error_and_what_is_none_needs_init(kinds):
+    model = Group([Layer()])
+    with rejects(model, ValueError, "`layers`", r"`list of \[0\], \[1\]`"):
+        es.mutable(lambda m: setattr(m, "layers", [*m.layers, Layer()]), kinds=kinds)(
+            model
+        )
+    empty = Group([None])
+    error = FROZEN if kinds is es.State else ValueError
+    with rejects(empty, error, r"`layers\[0\]", "init|`None`"):
+        es.mutable(lambda m: setattr(m, "layers", [Layer()]), kinds=kinds)(empty)
 
 
 def whole(m):

@@ -208,7 +208,7 @@ def load(
     wanted = select(named, filters, like)
     with stored_arrays(path) as values:
         unexpected = [] if filters else values.keys() - named.keys()
-        if not strict and not (wanted and values and values.keys().isdisjoint(wanted)):
+        if not strict and (values.keys() & wanted.keys() or not wanted):
             wanted, values, unexpected = *in_common(wanted, values), []
         what, call = f"`es.load`: the file `{path}`", "es.load(path, {}{})"
         is_before_init = any(model is None for model in recorded_models(like))

@@ -85,7 +85,7 @@ def load_state_dict(
     - `d`: maps names to arrays of JAX, NumPy or any library whose arrays NumPy can
         read.
     - `strict`: if `False`, names that only `tree` or only `d` has are skipped. Shapes
-        and dtypes must still agree, and if `d` has names, one must fit.
+        and dtypes must still agree, and at least one name must fit.
     - `rename`: maps the name of an array in `tree` to its name in `d`: a function, or a
         dictionary of globs. Globs are those of `es.path_matches`. The first glob that
         matches is used, each `*` matches as little as possible and is copied to the new
@@ -138,7 +138,7 @@ def load_state_dict(
     values = _looked_up(d, theirs)
     unexpected = d.keys() - set(theirs.values())
     wanted, advice = named, _NOT_STRICT if strict else _NOT_ONE
-    if not strict and not (named and d and not values):
+    if not strict and (values or not named):
         wanted, values, unexpected = *in_common(named, values), set()
     what, call = f"`{what}`: the dictionary", f"{what}({{}}, d{{}})"
     return restore(tree, wanted, values, what, call, advice, unexpected, theirs)

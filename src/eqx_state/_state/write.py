@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, FLAGS, is_module, ownership_of
-from .._tree.compare import same
+from .._tree.compare import difference, is_hole, same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.keys import is_key
@@ -29,7 +29,7 @@ from .._tree.walk import (
     walk,
 )
 from .._typing import KeyPath
-from .scope import is_open_here, Ownership, Scope
+from .scope import is_open_here, Ownership, Scope, STRUCTURE
 
 
 def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
@@ -99,14 +99,19 @@ def _as_owned(
 def _check_kinds(
     old: Any, new: Any, path: KeyPath, context: Context, scope: Scope, where: str
 ) -> None:
-    """Raise if a leaf of a kind that the scope does not allow has changed.
+    """Raise if a leaf of a kind that the scope does not allow is new or has changed.
 
     A module that the scope already owns may move. If it then occurs twice in the model,
     the end of the scope raises.
     """
-    before = {v.path: v.node for v in leaves(old, path, context)}
+    before = {v.path: v.node for v in leaves(old, path, context, is_hole)}
     for visit in leaves(new, path, context, lambda x: _belongs_to(x, scope)):
         if not is_module(visit.node):
+            above = (visit.path[:n] for n in range(len(path), len(visit.path) + 1))
+            was_none = any(before.get(x, ...) is None for x in above)
+            is_added = visit.path not in before and not was_none
+            if is_added and not scope.allows(kind_at(visit)):
+                raise ValueError(STRUCTURE.format(difference(old, new, path=path)))
             _check_kind(before.get(visit.path), visit, scope, where)
 
 
@@ -185,10 +190,11 @@ like JAX's own:
     es.vmap(lambda x: self.layer(x))(xs)     # right
 
 Likewise `es.scan`, `es.while_loop`, `es.fori_loop`, `es.cond`, `es.switch`, \
-`es.checkpoint`, `es.jit` and the others; for `jax.grad` it is `es.value_and_grad`, \
-with the model as its argument. Alternatively, call `es.mutable` inside the transform, \
-and return the new model from it. Under `jax.vmap` each lane then has its own model, \
-but all lanes draw the same random numbers, such as one dropout mask.
+`es.checkpoint`, `es.jit`, `es.vjp`, `es.jvp` and the others; for `jax.grad` it is \
+`es.value_and_grad`, with the model as its argument. Alternatively, call `es.mutable` \
+inside the transform, and return the new model from it. Under `jax.vmap` each lane \
+then has its own model, but all lanes draw the same random numbers, such as one \
+dropout mask.
 
 An `es` transform finds modules in closures, partials and pytrees, but not in other \
 objects, iterators and globals: pass such a module as an argument."""
@@ -255,6 +261,7 @@ would be lost. The usual causes:
 JAX or Equinox. Give the copy an `es.mutable`, or use the transform of `es`:
     y, copy = es.mutable(model.update(params))(x)
     ys = es.vmap(self.layer)(xs)                        # not eqx.filter_vmap
+    y = es.jit(self.layer)(x)                           # not eqx.filter_jit
 - It was created in this call. Create it in `__init__`, and store it in a field.
 - It is in a `functools.partial` or in a function, which are not pytrees. Put it into \
 an `eqx.Partial`, or into a field of the model:

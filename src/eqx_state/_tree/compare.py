@@ -97,11 +97,17 @@ def first_difference(
 
 
 def difference(
-    old: PyTree, new: PyTree, structure: Callable[[PyTree], Any] = jtu.tree_structure
+    old: PyTree,
+    new: PyTree,
+    structure: Callable[[PyTree], Any] = jtu.tree_structure,
+    path: KeyPath = (),
 ) -> str:
-    """A description of the first difference between two structures."""
-    path, a, b = first_difference(old, new, structure)
-    place = f"at `{name_of(path)}`" if path else "at the root"
+    """A description of the first difference between two structures.
+
+    `path` is the path of both in the tree that the user knows.
+    """
+    below, a, b = first_difference(old, new, structure)
+    place = f"at `{name_of((*path, *below))}`" if path or below else "at the root"
     expected, got = _on_one_line(a), _on_one_line(b)
     if expected == got:
         return _ALIKE.format(place, got)
