@@ -50,8 +50,8 @@ def test_a_different_statistic_on_each_device(net):
 @fails(
     ValueError,
     "each lane wrote its own value to `mean`, `var`",
-    '`es.nn.BatchNorm(3, axis_name="batch")`',
-    "If each lane has a whole batch, add `channel_axis=1`",
+    '`es.nn.BatchNorm(3, axis_name="batch", channel_axis=1)`',
+    "If each lane has one example instead of a batch, leave out `channel_axis`",
 )
 def test_batch_norm_of_batches_with_one_image():
     es.mutable(es.vmap(es.nn.BatchNorm(3)))(jnp.ones((2, 3, 3, 3)))

@@ -136,11 +136,9 @@ class BatchNorm(Module):
         shown = repr(tuple(names) if own or len(missing) > 1 else names[0])
         channel = f", channel_axis={self.channel_axis}" if self.channel_axis else ""
         shown = shown.replace("'", '"')
-        if own:
-            return _NOT_AVERAGED.format(self.input_size, shown, channel)
-        # Without a name, the layer takes a batch: perhaps one was meant in each lane.
-        said = _NOT_AVERAGED.format(self.input_size, shown, "")
-        return said + _OF_BATCHES.format(channel[2:]) if channel else said
+        said = _NOT_AVERAGED.format(self.input_size, shown, channel)
+        # Without a name, the layer takes a batch, and an image may look like one.
+        return said + _ONE_EXAMPLE if channel and not own else said
 
     def __call__(self, x: Array, *, key: Any = None, mask: Any = None) -> Array:
         """**Arguments:**
@@ -335,7 +333,8 @@ over the mapped axes that it names. Create it with the names of all of them, \
 `es.nn.BatchNorm({0}, axis_name={1}{2})`. The name of a mapped axis is that in \
 `es.vmap(model, axis_name="batch")`, or that of the mesh axis in `es.shard_map`."""
 
-_OF_BATCHES: Final = """ If each lane has a whole batch, add `{0}`."""
+_ONE_EXAMPLE: Final = """ If each lane has one example instead of a batch, leave out \
+`channel_axis`."""
 
 _IN_BRANCH: Final = """This `es.nn.BatchNorm` averages over all of them, but it is \
 called in a branch or a loop whose condition differs between the lanes, so that only \
