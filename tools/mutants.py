@@ -4,6 +4,7 @@
     python tools/mutants.py run 1/8                 # an eighth of all mutants
     python tools/mutants.py run _tree.keys nn._dropout   # those of some modules
     python tools/mutants.py run --tests=400 --again # those that survived fewer tests
+    python tools/mutants.py run --tests=61 --again --also=tests/a.py  # and a whole file
     python tools/mutants.py table                   # write tests/mutants.md
 
 Each mutant runs in a fork of this process, which has imported everything except the
@@ -15,8 +16,10 @@ again, so you can stop a run at any time, and resume it. A mutant is identified 
 module and the line of code before and after, not by the line number.
 
 For each mutant, run at most `--tests` tests, until one fails. Begin with tests that are
-fast, run little other code, and test the module itself. `tests/mutants.md` says why no
-test can detect the mutants in it; any other survivor is an error.
+fast, run little other code, and test the module itself. Of a line that thousands of
+tests run, or that runs at import, these may be the wrong ones: run the survivors again
+with `--also`. `tests/mutants.md` says why no test can detect the mutants in it; any
+other survivor is an error.
 
 Why not a library: cosmic-ray 8.7 starts a new process for each mutant, and runs the
 same tests for all. mutmut 3.8 selects tests by function and can fork, but calls each
@@ -439,14 +442,21 @@ class Running:
     waited: float = 0.0
 
 
-def results_of(mutants: list[Mutant], most: int, jobs: int) -> Iterator[dict[str, Any]]:
-    """The result of each mutant, in the order in which the tests end."""
+def results_of(
+    mutants: list[Mutant], most: int, jobs: int, also: list[str]
+) -> Iterator[dict[str, Any]]:
+    """The result of each mutant, in the order in which the tests end.
+
+    `also`: test files to run after the tests that cover the line.
+    """
     todo, running = [*zip(mutants, tests_of(mutants, most), strict=True)][::-1], {}
     seconds_of = seconds_of_tests()
+    extra = sum(x for name, x in seconds_of.items() if name.split("::")[0] in also)
     while todo or running:
         while todo and len(running) < jobs:
             mutant, names = todo.pop()
-            seconds = sum(seconds_of.get(name, 1.0) for name in names)
+            seconds = extra + sum(seconds_of.get(name, 1.0) for name in names)
+            names = [*names, *also]
             pid, pipe = forked(ft.partial(killers_of, mutant, names, seconds))
             running[pid] = Running(mutant, names, pipe)
         for pid, one in list(running.items()):
@@ -565,7 +575,7 @@ def run(args: argparse.Namespace) -> int:
 
     mutants = [m for m in chosen(args.which) if is_due(m)]
     survivors, seconds, killers = 0, 0.0, set()
-    for result in results_of(mutants, args.tests, args.jobs):
+    for result in results_of(mutants, args.tests, args.jobs, args.also):
         with RESULTS.open("a") as file:
             print(json.dumps(result), file=file)
         killers |= {*result["killer"].splitlines()}
@@ -621,6 +631,7 @@ def main() -> int:
     running = commands.add_parser("run")
     running.add_argument("which", nargs="*", help="a part, 1/8, or names of modules")
     running.add_argument("--tests", type=int, default=60, help="at most, for one")
+    running.add_argument("--also", action="append", default=[], help="a test file")
     running.add_argument("--again", action="store_true", help="those that survived")
     running.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args, others = parser.parse_known_args()
