@@ -196,6 +196,7 @@ def test_a_layer_that_takes_a_state_may_have_none(make, is_given, frozen):
     assert all((g != 0).all() for g in jax.tree.leaves(grads))
 
 
+@reuses_keys
 def test_a_layer_without_state_gets_a_key():
     model = es.nn.Stateful(Plain(jnp.ones(2)))
     x, key = jnp.ones(2), jr.key(0)

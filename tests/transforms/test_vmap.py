@@ -175,6 +175,7 @@ def test_a_key_that_is_assigned_is_kept_if_it_is_the_same_for_all_lanes():
     assert new.stream.key not in (jr.key(1), key)
 
 
+@reuses_keys
 def test_the_dropout_of_a_teacher_in_a_buffer_draws_in_each_lane():
     class Distilled(es.Module):
         teacher: es.Buffer[es.nn.Dropout]
