@@ -191,6 +191,9 @@ def _(net):
     assert jax.tree.leaves(es.filter(net, *kinds)) == []
     with pytest.raises(ValueError, match=r"es\.any_of\(es\.Parameter, es\.State\)"):
         es.save("net.safetensors", net, *kinds)
+    # A kind and its subclass are no mistake.
+    with pytest.raises(FileNotFoundError, match="missing"):
+        es.save("missing/net.safetensors", net, es.State, es.BatchStat)
 
 
 @program("select by a name that no array has")
