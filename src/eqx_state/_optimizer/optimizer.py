@@ -365,12 +365,13 @@ def _check_wrt(wrt: Filter, model: PyTree, selected: PyTree) -> None:
     named = tuple(x for x in filters_in(wrt) if is_kind(x) and issubclass(x, State))
     text = filter_text(wrt)
     cure = "es.trainable" if is_kind(wrt) else f"es.all_of(es.trainable, {text})"
-    for part in parts(selected):
+    trained = parts(selected)
+    for part in trained:
         if issubclass(part.kind, State) and not issubclass(part.kind, named):
             kind = kind_name(part.kind)
             raise ValueError(_STATE.format(text, part.name, kind, cure))
     # If all are frozen, the filter names what to train in a frozen model.
-    first = {part.frozen: part.name for part in reversed(parts(selected))}
+    first = {part.frozen: part.name for part in reversed(trained)}
     if len(first) > 1:
         raise ValueError(_FROZEN.format(text, first[True], first[False], cure))
     for part in parts(filter(model, Parameter)) if wrt is trainable else ():

@@ -185,8 +185,7 @@ class Scope:
 
     def reject_structure(self, before: Traversal, after: Any) -> None:
         """Raise `ValueError` for a tree that has changed its structure."""
-        old = before.structure.unflatten(before.leaves)
-        raise ValueError(STRUCTURE.format(difference(old, after)))
+        raise structure_error(before.structure.unflatten(before.leaves), after)
 
     def take(self, traversal: Traversal) -> bool:
         """Own the modules of a tree, as the codecs change them.
@@ -210,7 +209,12 @@ class Ownership:
     context: Context
 
 
-STRUCTURE: Final = """A call keeps the structure of the model, but this one changed \
+def structure_error(old: Any, new: Any, path: KeyPath = ()) -> ValueError:
+    """The error for a part of the model, at `path`, whose structure has changed."""
+    return ValueError(_STRUCTURE.format(difference(old, new, path=path)))
+
+
+_STRUCTURE: Final = """A call keeps the structure of the model, but this one changed \
 it, {}. Construct the model with the final structure of every field: zeros instead of \
 `None`, lists of the final length. Switch modes outside the call, by `train` and \
 `eval`. If a layer takes shapes from an input, initialize it first: `model = \

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from .._errors import an, public_name, TraceError
 from .._kinds.kinds import kind_name
 from .._tree.base import BaseModule, FLAGS, is_module, ownership_of
-from .._tree.compare import difference, is_hole, same
+from .._tree.compare import is_hole, same
 from .._tree.context import Context
 from .._tree.dtypes import strengthen_field, to_strong
 from .._tree.keys import is_key
@@ -29,7 +29,7 @@ from .._tree.walk import (
     walk,
 )
 from .._typing import KeyPath
-from .scope import is_open_here, Ownership, Scope, STRUCTURE
+from .scope import is_open_here, Ownership, Scope, structure_error
 
 
 def write(module: BaseModule, ownership: Ownership, name: str, value: Any) -> None:
@@ -107,11 +107,12 @@ def _check_kinds(
     before = {v.path: v.node for v in leaves(old, path, context, is_hole)}
     for visit in leaves(new, path, context, lambda x: _belongs_to(x, scope)):
         if not is_module(visit.node):
-            above = (visit.path[:n] for n in range(len(path), len(visit.path) + 1))
+            # In the place of `None`, a new leaf is one that `init` should have made.
+            above = (visit.path[:n] for n in range(len(path), len(visit.path)))
             was_none = any(before.get(x, ...) is None for x in above)
-            is_added = visit.path not in before and not was_none
-            if is_added and not scope.allows(kind_at(visit)):
-                raise ValueError(STRUCTURE.format(difference(old, new, path=path)))
+            is_known = visit.path in before or was_none
+            if not is_known and not scope.allows(kind_at(visit)):
+                raise structure_error(old, new, path)
             _check_kind(before.get(visit.path), visit, scope, where)
 
 

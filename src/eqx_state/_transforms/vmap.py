@@ -128,8 +128,8 @@ lanes share one value, so only one could be stored. """
 
 _REDUCE: Final = """With `axis_name="batch"`, reduce it over the lanes: {}; or give \
 every lane its own value, `es.vmap(f, axes={{es.State: 0}})`, with `es.Rng: es.SPLIT` \
-if the model has keys. For a module \
-among the arguments, this mapping is its entry of `in_axes`."""
+if the model has keys. For a module among the arguments, this mapping is its entry of \
+`in_axes`."""
 
 
 def vmap(

@@ -25,7 +25,6 @@ from .context import children
 from .filters import (
     bind,
     check_filter,
-    Combinator,
     Filter,
     filter_text,
     globs_in,
@@ -200,7 +199,7 @@ def check_names(filter: Filter, trees: list[PyTree], caller: str) -> None:
 
     As in `es.not_(es.path_matches("hed.*"))`, which selects every array.
     """
-    if isinstance(filter, Combinator):
+    if globs_in(filter):  # else `es.trainable` would cost a walk in each gradient
         for glob in useless_globs(filter, _names(trees)):
             wrong = path_matches(glob)
             said = caller, filter_text(wrong), _near(wrong, trees)
