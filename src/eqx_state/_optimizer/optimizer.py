@@ -2,40 +2,41 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import optax
 
-from .._errors import NotInitializedError, show
-from .._kinds.kinds import is_kind, kind_name, OptState, Parameter, State
+from .._errors import NotInitializedError
+from .._kinds.kinds import OptState
 from .._state.lazy import check_not_a_class, check_ready
 from .._tree.base import is_module
-from .._tree.compare import difference, is_hole, leaves_like, same_modes
+from .._tree.compare import difference, same_modes
 from .._tree.dtypes import NUMBERS, to_strong
-from .._tree.filters import (
-    check_filter,
-    Filter,
-    filter_text,
-    filters_in,
-    TO_TRAIN,
-    trainable,
-)
-from .._tree.parts import is_inexact, parts
+from .._tree.filters import check_filter, Filter, TO_TRAIN, trainable
+from .._tree.parts import is_inexact
 from .._tree.rules import (
     AbstractPerParameter,
-    check_names,
     check_rules,
     misplaced,
     nothing_selected,
 )
 from .._tree.select import filter, update
-from .._tree.walk import copy_tree, leaves, name_of
-from .._typing import KeyPath, PyTree, Tree
+from .._tree.walk import copy_tree
+from .._typing import PyTree, Tree
+from .checks import (
+    check_no_lookahead,
+    check_shapes,
+    check_updates,
+    check_wrt,
+    gradients_like,
+    NEW_ONE,
+    Shapes,
+    shapes_of,
+)
 from .groups import (
     by_key,
     GROUP_AT,
@@ -48,16 +49,13 @@ from .groups import (
 from .refit import kept
 
 
-_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class _MadeFor:
     """Static data about the model that an optimizer's state was created for."""
 
     selected: Any  # the structure of the parameters that `wrt` selected in `init`
     labels: Labels | None  # the group of each of these parameters, if there are groups
-    shapes: _Shapes  # of these parameters
+    shapes: Shapes  # of these parameters
     opt_state: Any  # the structure of the state itself
     # The argument of `init`: its structure, which of its leaves `wrt` selects and which
     # are numbers, and the shapes of its arrays. Not compared, because an optimizer
@@ -153,22 +151,22 @@ class Optimizer(AbstractPerParameter):
             twice in the model.
         """
         check_not_a_class(model)
-        _check_no_lookahead(model)
+        check_no_lookahead(model)
         selected, labels = self._selected(model), None
         if not jtu.tree_leaves(selected):
             raise nothing_selected("es.Optimizer(wrt", self.wrt, model)
-        _check_wrt(self.wrt, model, selected)
+        check_wrt(self.wrt, model, selected)
         if isinstance(self.tx, Groups):
             labels = self.tx.labels(model, self.wrt)
         values, whole = jtu.tree_flatten(model)
         is_selected = [x is not None for x in whole.flatten_up_to(selected)]
         params = in_groups(selected, labels)
         opt_state = jtu.tree_map(to_strong, self._tx(labels, params).init(params))
-        _check_no_lookahead(opt_state)  # of a model that is not a pair
+        check_no_lookahead(opt_state)  # of a model that is not a pair
         made = _MadeFor(
             jtu.tree_structure(selected),
             labels,
-            _shapes_of(params),
+            shapes_of(params),
             jtu.tree_structure(opt_state),
             whole,
             tuple(is_selected),
@@ -212,13 +210,13 @@ class Optimizer(AbstractPerParameter):
         what = "its state is not what `init` has made"
         state = _in_mode_of(made.opt_state, self.opt_state, what)
         tx = self._tx(made.labels, params)
-        _check_shapes(tx, state, params, made.shapes)
+        check_shapes(tx, state, params, made.shapes)
         selected = in_groups(selected, made.labels)
-        grads = _conjugated(_gradients(grads, model, selected, params))
+        grads = _conjugated(gradients_like(grads, model, selected, params))
         if "grad" in extra:
             extra["grad"] = _conjugated(extra["grad"])
         updates, state = tx.update(grads, state, params, **extra)
-        _check_updates(params, updates)
+        check_updates(params, updates)
         state = jtu.tree_map(to_strong, state)
         made = dataclasses.replace(made, opt_state=jtu.tree_structure(state))
         optimizer = self._with(state, made)
@@ -359,95 +357,13 @@ class Optimizer(AbstractPerParameter):
         return new
 
 
-def _check_wrt(wrt: Filter, model: PyTree, selected: PyTree) -> None:
-    """Raise `ValueError` for arrays that one trains, or does not train, by mistake."""
-    check_names(wrt, [model], "`es.Optimizer(wrt=…)`")
-    named = tuple(x for x in filters_in(wrt) if is_kind(x) and issubclass(x, State))
-    text = filter_text(wrt)
-    cure = "es.trainable" if is_kind(wrt) else f"es.all_of(es.trainable, {text})"
-    trained = parts(selected)
-    for part in trained:
-        if issubclass(part.kind, State) and not issubclass(part.kind, named):
-            kind = kind_name(part.kind)
-            raise ValueError(_STATE.format(text, part.name, kind, cure))
-    # If all are frozen, the filter names what to train in a frozen model.
-    first = {part.frozen: part.name for part in reversed(trained)}
-    if len(first) > 1:
-        raise ValueError(_FROZEN.format(text, first[True], first[False], cure))
-    for part in parts(filter(model, Parameter)) if wrt is trainable else ():
-        # Arrays of integers may be quantized weights, which nobody expects to train.
-        is_number = part.value.shape == () and not part.frozen
-        if is_number and jnp.issubdtype(part.value.dtype, jnp.integer):
-            raise ValueError(_INTEGER.format(part.name, show(part.value)))
-
-
-def _check_no_lookahead(tree: PyTree) -> None:
-    """Raise `TypeError` for the parameters or the state of `optax.lookahead`."""
-    if any(map(_is_lookahead, jtu.tree_leaves(tree, is_leaf=_is_lookahead))):
-        raise TypeError(_LOOKAHEAD)
-
-
-def _is_lookahead(x: Any) -> bool:
-    return isinstance(x, (optax.LookaheadParams, optax.LookaheadState))
-
-
 def _are_numbers(values: list[Any]) -> tuple[bool, ...]:
     return tuple([type(x) in NUMBERS for x in values])
-
-
-def _shapes_of(tree: PyTree) -> _Shapes:
-    """The shape of each array, in the order of flattening."""
-    return tuple(x.shape for x in jtu.tree_leaves(tree))
 
 
 def _abstract(model: PyTree) -> PyTree:
     arrays = filter(model, lambda part: True)
     return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-
-
-def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
-    """`tree` in the mode of `structure`, which may differ from it only in modes."""
-    # Moments, labels and masks have the mode that the model had in `init`, and optax
-    # compares structures.
-    if jtu.tree_structure(tree) == structure:
-        return tree
-    leaves = ["an array"] * structure.num_leaves
-    expected, now = map(same_modes, (jtu.tree_unflatten(structure, leaves), tree))
-    if jtu.tree_structure(now) != jtu.tree_structure(expected):
-        cure = _NEW_ONE if type(now) is type(expected) else _ONE_MODEL
-        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {cure}"
-        raise ValueError(misplaced(tree) or said)
-    return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
-
-
-# --- Checks that optax lacks: it broadcasts, and its errors have no names -------------
-
-
-def _gradients(
-    grads: PyTree, model: PyTree, selected: PyTree, params: PyTree
-) -> PyTree:
-    """The gradients of the selected parameters, as a tree like `params`."""
-    if isinstance(grads, tuple) and not isinstance(model, tuple):
-        raise ValueError(_PAIR)
-    given = leaves_like(model, grads, "`es.Optimizer.update`: the tree of gradients")
-    known = jtu.tree_leaves(model, is_leaf=is_hole)
-    if any(x is None and g is not None for g, x in zip(given, known, strict=True)):
-        _check_order(grads, known)
-    wanted = jtu.tree_leaves_with_path(selected, is_leaf=is_hole)
-    both = zip(wanted, given, strict=True)
-    pairs = [(path, x, g) for (path, x), g in both if x is not None]
-    # Differentially private transformations take a gradient for each example. With any
-    # other transformation, the updates keep the axis of the examples, and
-    # `_check_updates` rejects them.
-    per_example = all(np.shape(g)[1:] == x.shape != np.shape(g) for _, x, g in pairs)
-    for path, x, g in pairs:
-        if g is None:
-            raise ValueError(_NO_GRADIENT.format(_name(path)))
-        is_lost = jnp.iscomplexobj(g) and not jnp.iscomplexobj(x)
-        if is_lost or (np.shape(g) != x.shape and not per_example):
-            found = "gradient", _name(path), show(g), show(x)
-            raise ValueError((_COMPLEX if is_lost else _OTHER_SHAPE).format(*found))
-    return jtu.tree_unflatten(jtu.tree_structure(params), [g for _, _, g in pairs])
 
 
 def _conjugated(grads: PyTree) -> PyTree:
@@ -461,47 +377,20 @@ def _conjugated(grads: PyTree) -> PyTree:
     return jtu.tree_unflatten(treedef, conjugated)
 
 
-def _check_order(grads: PyTree, known: list[Any]) -> None:
-    """Raise `ValueError` if `grads` and the model look swapped."""
-    for visit, x in zip(leaves(grads, is_leaf=is_hole), known, strict=True):
-        is_foreign = visit.node is not None and not visit.is_a(Parameter)
-        if x is None and is_foreign:
-            raise ValueError(_SWAPPED.format(visit.name))
+def _in_mode_of(structure: Any, tree: PyTree, problem: str) -> Any:
+    """`tree` in the mode of `structure`, which may differ from it only in modes."""
+    # Moments, labels and masks have the mode that the model had in `init`, and optax
+    # compares structures.
+    if jtu.tree_structure(tree) == structure:
+        return tree
+    leaves = ["an array"] * structure.num_leaves
+    expected, now = map(same_modes, (jtu.tree_unflatten(structure, leaves), tree))
+    if jtu.tree_structure(now) != jtu.tree_structure(expected):
+        cure = NEW_ONE if type(now) is type(expected) else _ONE_MODEL
+        said = f"`es.Optimizer`: {problem}, {difference(expected, now)}. {cure}"
+        raise ValueError(misplaced(tree) or said)
+    return jtu.tree_unflatten(structure, jtu.tree_leaves(tree))
 
-
-def _check_shapes(tx: Any, opt_state: PyTree, params: PyTree, before: _Shapes) -> None:
-    """Raise `ValueError` if the state does not fit: optax would broadcast it."""
-    now = _shapes_of(params)
-    # Inside `vmap` or `shard_map`, the model may be one lane or shard of the one given
-    # to `init`. The shapes of the state then differ in the same way.
-    if now != before:
-        fitting = jax.eval_shape(tx.init, params)
-        if _shapes_of(fitting) != _shapes_of(opt_state):
-            named = jtu.tree_leaves_with_path(params)
-            each = zip(named, before, strict=True)
-            path, x, old = next((p, x, b) for (p, x), b in each if x.shape != b)
-            raise ValueError(
-                "`es.Optimizer.update`: the model is not what `init` was given:"
-                f" {_name(path)} has shape {x.shape}, and had {old}. {_NEW_ONE}"
-            )
-
-
-def _check_updates(params: PyTree, updates: PyTree) -> None:
-    """Raise `ValueError` if adding an update would change a parameter's shape."""
-    named, moves = jtu.tree_leaves_with_path(params), jtu.tree_leaves(updates)
-    for (path, x), change in zip(named, moves, strict=False):
-        if jnp.broadcast_shapes(x.shape, jnp.shape(change)) != x.shape:
-            found = "update", _name(path), show(change), show(x)
-            raise ValueError(_OTHER_SHAPE.format(*found))
-
-
-def _name(path: KeyPath) -> str:
-    return f"`{name_of(path)}`" if path else "the array itself"
-
-
-_NEW_ONE: Final = """For a different model, or after freezing or unfreezing, refit \
-the optimizer, which keeps the state that still fits: `optimizer = \
-optimizer.refit(model)`."""
 
 _ONE_MODEL: Final = """Pass the model that `init` was given, or its parameters. With \
 `argnums=(0, 1)`, models and gradients are tuples: `(loss, (a, b)), (grads, _) = …`."""
@@ -515,49 +404,5 @@ it: `wrt=es.all_of(es.trainable, es.under(lambda model: model.head))`."""
 _A_TX: Final = """an optax transformation, or rules for them, `{es.Parameter: \
 optax.adam(1e-3)}`"""
 
-_STATE: Final = """`es.Optimizer(wrt={0})` selects `{1}`, which is `{2}`: the forward \
-pass writes it, and the optimizer would change it, too. Select only parameters: \
-`wrt={3}`. To train it all the same, name its kind: \
-`wrt=es.any_of(es.trainable, {2})`."""
-
-_FROZEN: Final = """`es.Optimizer(wrt={0})` selects `{1}`, which is frozen, and \
-`{2}`, which is not. Leave out what is frozen, `wrt={3}`, or unfreeze it: `model = \
-es.unfreeze(model)`."""
-
-_INTEGER: Final = """`es.Optimizer` cannot train `{}`, a parameter, because it is \
-`{}`, and only floats and complex numbers have gradients. Write `1.0` instead of `1`. \
-If it is a constant, declare it `es.Buffer`; if the model writes it, `es.State`."""
-
-_LOOKAHEAD: Final = """`es.Optimizer` does not support `optax.lookahead`: its \
-parameters are not those of a model but a pair, `optax.LookaheadParams`. Use optax \
-directly, on the parameters of the model:
-
-    params, rest = es.partition(model, es.trainable)
-    params = optax.LookaheadParams.init_synced(params)
-    state = tx.init(params)"""
-
 _BEFORE_INIT: Final = """`es.Optimizer.{}` was called before `init`, which returns \
 a new optimizer: `optimizer = es.Optimizer(tx).init(model)`."""
-
-_SWAPPED: Final = """`es.Optimizer.update`: the gradients contain `{}`, which is not a \
-parameter and not in the model: they are a model, and the model is its gradients. Pass \
-the gradients first, `model, optimizer = optimizer.update(grads, model)`, and unpack \
-results in this order:
-
-    (loss, model), grads = es.value_and_grad(loss_fn)(model, xs)
-    grads, model = es.grad(loss_fn)(model, xs)"""
-
-_PAIR: Final = """`es.Optimizer.update` was given a tuple instead of the gradients. \
-`es.grad` returns the new model, too: `grads, model = es.grad(loss_fn)(model, xs)`."""
-
-_NO_GRADIENT: Final = """`es.Optimizer.update`: `wrt` of the optimizer selects {}, but \
-its gradient is `None`. Give both the same filter: `es.Optimizer(tx, wrt=wrt)` and \
-`es.value_and_grad(loss_fn, wrt=wrt)`."""
-
-_COMPLEX: Final = """`es.Optimizer.update`: the {} of {} is `{}`, but the parameter is \
-`{}`. Its imaginary part would be lost: pass the gradient of a real loss."""
-
-_OTHER_SHAPE: Final = """`es.Optimizer.update`: the {} of {} is `{}`, but the \
-parameter is `{}`. Their shapes must be equal, or optax would broadcast them. Average \
-the gradients of several examples first: `jax.tree.map(lambda g: g.mean(axis=0), \
-grads)`."""
