@@ -138,8 +138,7 @@ def _gradient(
 
 
 def _check_loss(loss: Any, caller: str) -> None:
-    # `.item()` of a tracer of JAX is a number. `0.0` may be a sum without terms.
-    if isinstance(loss, float) and loss:
+    if isinstance(loss, float):  # `.item()` of a tracer of JAX is a number
         raise TypeError(_NUMBER.format(caller, loss))
     is_scalar = eqx.is_array_like(loss) and jnp.shape(loss) == ()
     if not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
